@@ -1,0 +1,42 @@
+"""Packed sequences as a padded batch and back. The padding is at the tail, so that causal code needs no mask."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, B: int, T: int) -> None:
+    """Raise ValueError unless cu_seqlens is [N+1], integer, from 0 to T, non-decreasing, and B is 1."""
+    if B != 1:
+        raise ValueError(f"cu_seqlens packs sequences along T: expected B = 1, got B = {B}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens: expected [N+1] integers, N >= 1, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != T or any(a > b for a, b in pairwise(ends)):
+        raise ValueError(f"cu_seqlens: expected to rise from 0 to T = {T}, got {ends}")
+
+
+def lengths(cu_seqlens: Tensor) -> Tensor:
+    """[N] tokens of each sequence."""
+    return cu_seqlens[1:] - cu_seqlens[:-1]
+
+
+def _rows(cu_seqlens: Tensor) -> tuple[Tensor, int]:
+    n = lengths(cu_seqlens)
+    longest = int(n.max())
+    return torch.arange(longest, device=n.device) < n[:, None], longest  # [N Tmax]
+
+
+def pad(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[1 T ...] packed -> [N Tmax ...], zeros after each sequence's end."""
+    real, longest = _rows(cu_seqlens)
+    out = x.new_zeros(len(real), longest, *x.shape[2:])
+    out[real] = x[0]
+    return out
+
+
+def unpad(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[N Tmax ...] -> [1 T ...]: the inverse of `pad`."""
+    real, _ = _rows(cu_seqlens)
+    return x[real][None]

@@ -1,0 +1,25 @@
+"""Probes: identities with a name. `needlework.diagnostics` listens; nobody else changes what flows through."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+
+from torch import Tensor
+
+_listeners: list[Callable[[str, Tensor], None]] = []
+
+
+def probe(name: str, x: Tensor) -> Tensor:
+    """Return x itself; tell every listener that `name` had this value."""
+    for listener in _listeners:
+        listener(name, x)
+    return x
+
+
+@contextmanager
+def listen(listener: Callable[[str, Tensor], None]):
+    """Call `listener(name, x)` at every probe inside the `with` block."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)

@@ -1,0 +1,293 @@
+"""The battery: every spec times every check; joining the library is passing it.
+
+A check is a function of an OpSpec that raises AssertionError with the tensor, the figure and the bound. All but the error
+budget compare in float64 (`compare.EXACT`).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from needlework.ops.api import OpSpec
+from needlework.testing.compare import assert_close, differentiate, leaves, like, make, outputs, tokens, whole
+from needlework.testing.errors import error_over_budget, operand
+
+ODD = (1, 37, 63, 1000)
+
+
+def chunk_is_the_recurrence(spec: OpSpec) -> None:
+    for style in spec.styles:
+        inputs = make(spec, 2, 83, style=style)
+        assert_close(
+            dict(leaves(whole(spec.chunk)(inputs))),
+            dict(leaves(whole(spec.recurrent)(inputs))),
+            f"chunk, {style} inputs",
+        )
+
+
+def literal_form_is_the_recurrence(spec: OpSpec) -> None:
+    inputs = make(spec, 2, 83)
+    assert_close(dict(leaves(whole(spec.literal)(inputs))), dict(leaves(whole(spec.recurrent)(inputs))), "literal form")
+
+
+def chunk_size_is_invisible(spec: OpSpec) -> None:
+    inputs = make(spec, 2, 83)
+    base = dict(leaves(whole(spec.chunk)(inputs)))
+    for size in spec.chunk_sizes:
+        assert_close(dict(leaves(whole(spec.chunk, chunk_size=size)(inputs))), base, f"chunk_size {size}")
+
+
+def split_then_resume(spec: OpSpec) -> None:
+    """Values and gradients through the carried state, cut at the start, inside and at the end of a chunk."""
+    inputs = make(spec, 2, 83)
+    base = differentiate(whole(spec.chunk), inputs)
+    for cut in (1, 23, 64, 82):
+
+        def pieces(inputs: dict, cut: int = cut) -> tuple:
+            first = spec.chunk(**tokens(spec, inputs, lambda x: x[:, :cut]), output_final_state=True)
+            rest = tokens(spec, inputs, lambda x: x[:, cut:])
+            second = spec.chunk(**rest, initial_state=first[-1], output_final_state=True)
+            joined = [torch.cat(pair, 1) for pair in zip(first[:-1], second[:-1], strict=True)]
+            return type(second)(*joined, second[-1])
+
+        values, gradients = differentiate(pieces, inputs)
+        assert_close(values, base[0], f"cut at {cut}")
+        assert_close(gradients, base[1], f"cut at {cut}")
+
+
+def step_is_prefill(spec: OpSpec) -> None:
+    """Token by token on a slot table, in place, with slots out of order, a padded row (slot −1) and a slot nobody uses."""
+    B, T, slots = 2, 37, torch.tensor([2, -1, 0])
+    inputs = make(spec, B, T)
+    expected = outputs(whole(spec.chunk)(inputs))
+    table = spec.table(4)
+    before = {name: x.clone() for name, x in leaves(table)}
+    pad = torch.tensor([0, 0, 1])  # the padded row brings live values, which must go nowhere
+    for t in range(T):
+        result = spec.step(**tokens(spec, inputs, lambda x, t=t: x[pad, t]), state=table, slots=slots)
+        result = dict(leaves(result if isinstance(result, tuple) else (result,)))
+        for (name, want), got in zip(expected.items(), result.values(), strict=True):
+            assert_close({name: got[[0, 2]]}, {name: want[:, t]}, f"token {t}")
+            assert not got[1].any(), f"token {t}: {name} of a padded row is not zero"
+    for name, x in leaves(table):
+        assert torch.equal(x[[1, 3]], before[name][[1, 3]]), f"{name}: a slot that no row owns has changed"
+
+
+def causal(spec: OpSpec) -> None:
+    """What comes after a token changes nothing before it, for cuts inside a chunk and at its end."""
+    inputs, other = make(spec, 2, 83), make(spec, 2, 83, seed=1)
+    base = outputs(whole(spec.chunk)(inputs))
+    for cut in (1, 23, 64, 82):
+        mixed = {n: torch.cat([x[:, :cut], other[n][:, cut:]], 1) if n in spec.tokens else x for n, x in inputs.items()}
+        changed = outputs(whole(spec.chunk)(mixed))
+        assert_close(
+            {n: x[:, :cut] for n, x in changed.items()}, {n: x[:, :cut] for n, x in base.items()}, f"future after {cut}"
+        )
+        if any(not torch.equal(x, other[n]) for n, x in inputs.items()):
+            assert any(not torch.equal(changed[n][:, cut:], base[n][:, cut:]) for n in base), "the op ignores its inputs"
+
+
+def gradients(spec: OpSpec) -> None:
+    """Every input's gradient, final state's cotangents included, against autograd of the definition."""
+    for style in spec.styles:
+        inputs = make(spec, 2, 45, style=style)
+        _, fast = differentiate(whole(spec.chunk, chunk_size=spec.chunk_sizes[0]), inputs)
+        _, exact = differentiate(whole(spec.recurrent), inputs)
+        assert_close(fast, exact, f"gradient, {style} inputs")
+
+
+def limits(spec: OpSpec) -> None:
+    for limit in spec.limits:
+        inputs = make(spec, 2, 83)
+        left, right = dict(leaves(limit.left(**inputs))), dict(leaves(limit.right(**inputs)))
+        if limit.exact:
+            for (name, a), b in zip(left.items(), right.values(), strict=True):
+                assert torch.equal(a, b), f"{limit.name}: {name} is not bit-equal"
+        else:
+            pairs = zip(left.items(), right.values(), strict=True)
+            left, right = {}, {}
+            for (name, a), b in pairs:
+                left[name], right[name] = a, b
+            assert_close(left, right, limit.name)
+
+
+def error_budget(spec: OpSpec) -> dict[str, float]:
+    """float32, bfloat16 and float16, outputs, states and gradients, all styles. Returns {dtype: worst error ÷ budget}."""
+    worst = {}
+    B, T = 16, 256  # 4,096 numbers a head even for a gate
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        figures = []
+        for style in spec.styles:
+            stored = {n: x.to(dtype if n in spec.half else torch.float32) for n, x in make(spec, B, T, style=style).items()}
+            wide = {n: x.double() for n, x in stored.items()}
+            single = {n: x.float() for n, x in stored.items()}
+            fast = _flat(differentiate(whole(spec.chunk), stored))
+            exact = _flat(differentiate(whole(spec.recurrent), wide))
+            definition = _flat(differentiate(whole(spec.recurrent, operand=operand(dtype)), single))
+            literal = _flat(differentiate(whole(spec.literal, operand=operand(dtype)), single))
+            for name, x in fast.items():
+                if not x.is_floating_point():
+                    assert torch.equal(x, exact[name]), f"{name} differs"
+                    continue
+                axis = 2 if name.removeprefix("d") in spec.tokens or name in _token_outputs(spec, stored) else None
+                ratio, head = error_over_budget(x, exact[name], definition[name], literal[name], axis)
+                figures.append((ratio, f"{name}, head {head}, {style} inputs"))
+        ratio, where = max(figures)
+        assert ratio <= 1, f"{dtype}: {where}: error is {ratio:.2f} x its budget"
+        worst[str(dtype).removeprefix("torch.")] = ratio
+    return worst
+
+
+def _flat(pair: tuple[dict, dict]) -> dict[str, Tensor]:
+    return {**pair[0], **pair[1]}
+
+
+def _token_outputs(spec: OpSpec, inputs: dict) -> set[str]:
+    """Names of the outputs laid out [B T H ...]: all fields but the state."""
+    return set(outputs(spec.chunk(**tokens(spec, inputs, lambda x: x[:1, :1]))))
+
+
+def packed_is_separate(spec: OpSpec) -> None:
+    """Three sequences and an empty one in one row, values, states and gradients, against one call each."""
+    ends = torch.tensor([0, 19, 19, 83, 120])
+    inputs = make(spec, 1, 120)
+
+    def packed(inputs: dict) -> tuple:
+        return spec.chunk(**inputs, cu_seqlens=ends, output_final_state=True)
+
+    def separate(inputs: dict) -> tuple:
+        parts = [
+            spec.chunk(**tokens(spec, inputs, lambda x, a=a, b=b: x[:, a:b]), output_final_state=True)
+            for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+        ]
+        joined = [torch.cat(field, 1) for field in zip(*(p[:-1] for p in parts), strict=True)]
+        return type(parts[0])(*joined, _stack([p[-1] for p in parts]))
+
+    got, want = differentiate(packed, inputs), differentiate(separate, inputs)
+    assert_close(got[0], want[0], "packed")
+    assert_close(got[1], want[1], "packed")
+
+
+def _stack(states: list) -> object:
+    """One state of N rows from N states of one row; pages get as many rows as the longest."""
+    columns = [[x for _, x in leaves(state)] for state in states]
+
+    def join(parts: tuple[Tensor, ...]) -> Tensor:
+        longest = [max(p.shape[i] for p in parts) for i in range(1, parts[0].dim())]
+        grown = []
+        for part in parts:
+            pad = [n for i in reversed(range(1, part.dim())) for n in (0, longest[i - 1] - part.shape[i])]
+            grown.append(torch.nn.functional.pad(part, pad) if any(pad) else part)
+        return torch.cat(grown)
+
+    return like(states[0], iter([join(parts) for parts in zip(*columns, strict=True)]))
+
+
+def batch_invariant(spec: OpSpec) -> None:
+    """A row's result does not depend on who shares its batch."""
+    inputs = make(spec, 3, 83)
+    together = dict(leaves(whole(spec.chunk)(inputs)))
+    alone = dict(leaves(whole(spec.chunk)(tokens(spec, inputs, lambda x: x[1:2]))))
+    assert_close({n: x[1:2] for n, x in together.items()}, alone, "row 1 of 3")
+
+
+def compiles_without_a_graph_break(spec: OpSpec) -> None:
+    """torch.compile(fullgraph=True), forward and backward, plain and packed."""
+    torch._dynamo.reset()
+    for settings in ({}, {"cu_seqlens": torch.tensor([0, 5, 21])}):
+        inputs = make(spec, 1 if settings else 2, 21)
+        call = lambda inputs, settings=settings: outputs(spec.chunk(**inputs, **settings))
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        values = lambda f: differentiate(lambda x: tuple(f(x).values()), inputs)  # noqa: B023
+        got, want = values(compiled), values(call)
+        assert_close(got[0], want[0], "compiled")
+        assert_close(got[1], want[1], "compiled")
+
+
+def custom_ops_pass_opcheck(spec: OpSpec) -> None:
+    """Schema, fake and autograd registration of every custom op that a call reaches."""
+    for settings in ({}, {"cu_seqlens": torch.tensor([0, 5, 5, 21])}):
+        with _record_custom_ops() as calls:
+            inputs = {n: x.requires_grad_() for n, x in make(spec, 1 if settings else 2, 21).items()}
+            result = spec.chunk(**inputs, output_final_state=True, **settings)
+            sum(x.sum() for _, x in leaves(result) if x.requires_grad).backward()
+        assert calls or "no custom op" in spec.skip, f"{spec.name}: no custom op was called"
+        for op, args, kwargs in calls.values():
+            args = [x.detach().clone().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x for x in args]
+            torch.library.opcheck(op, args, kwargs, test_utils=("test_schema", "test_faketensor"))
+            if not op._name.endswith("_bwd"):
+                torch.library.opcheck(op, args, kwargs, test_utils=("test_autograd_registration",))
+
+
+@contextlib.contextmanager
+def _record_custom_ops() -> Iterator[dict]:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls: dict = {}
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "needlework":
+                calls[func._name] = (func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        yield calls
+
+
+def outputs_are_complete_when_memory_is_poisoned(spec: OpSpec) -> None:
+    """Every number of every output is written: torch.empty gives NaN here."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    fill, torch.utils.deterministic.fill_uninitialized_memory = (
+        torch.utils.deterministic.fill_uninitialized_memory,
+        True,
+    )
+    try:
+        for T in (1, 37, 64):
+            for part in differentiate(whole(spec.chunk), make(spec, 2, T)):
+                for name, x in part.items():
+                    assert torch.isfinite(x).all(), f"T = {T}: {name} holds what was never written"
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def odd_lengths(spec: OpSpec) -> None:
+    for T in ODD:
+        inputs = make(spec, 1, T)
+        assert_close(dict(leaves(whole(spec.chunk)(inputs))), dict(leaves(whole(spec.recurrent)(inputs))), f"T = {T}")
+
+
+def no_tokens(spec: OpSpec) -> None:
+    """T = 0 returns empty outputs and the initial state."""
+    inputs = make(spec, 2, 21)
+    state = whole(spec.chunk)(inputs)[-1]
+    nothing = tokens(spec, inputs, lambda x: x[:, :0])
+    result = spec.chunk(**nothing, initial_state=state, output_final_state=True)
+    assert all(x.shape[1] == 0 for x in outputs(result).values())
+    assert_close(dict(leaves(result[-1])), dict(leaves(state)), "state after no token")
+    fresh = spec.chunk(**nothing, output_final_state=True)
+    assert all(not x.any() for _, x in leaves(fresh[-1]))
+
+
+CHECKS: tuple[Callable[[OpSpec], object], ...] = (
+    chunk_is_the_recurrence,
+    literal_form_is_the_recurrence,
+    chunk_size_is_invisible,
+    split_then_resume,
+    step_is_prefill,
+    causal,
+    gradients,
+    limits,
+    error_budget,
+    packed_is_separate,
+    batch_invariant,
+    compiles_without_a_graph_break,
+    custom_ops_pass_opcheck,
+    outputs_are_complete_when_memory_is_poisoned,
+    odd_lengths,
+    no_tokens,
+)

@@ -1,0 +1,44 @@
+"""The error budget: derived from the definition and from the literal chunk form, never found by trying.
+
+    ‖fast − x64‖ <= 2 · max(ρ, κ, r)
+    ρ = ‖definition at precision p − x64‖    κ = ‖literal chunk form at p − x64‖    r = ‖x64 rounded to the result's dtype − x64‖
+
+x64 is the definition in float64 on inputs that were first rounded to their storage dtype. Norms are Frobenius, over a whole
+case and one head together. At p = float32 every operation is IEEE float32; at p = bfloat16 or float16 every operand of a
+matrix or outer product is rounded once and products are summed in float32.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def operand(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """What precision p does to an operand of a matrix product: one rounding to half, nothing in float32."""
+    if dtype in (torch.float32, torch.float64):
+        return lambda x: x
+    return lambda x: x.to(dtype).to(x.dtype)
+
+
+def norms(x: Tensor, head_axis: int | None) -> Tensor:
+    """Frobenius norm per head, or of everything where there is no head axis."""
+    x = x.double()
+    if head_axis is None:
+        return x.norm()[None]
+    return x.movedim(head_axis, 0).flatten(1).norm(dim=1)
+
+
+def error_over_budget(
+    fast: Tensor, exact: Tensor, definition: Tensor, literal: Tensor, head_axis: int | None
+) -> tuple[float, int]:
+    """The largest ‖fast − x64‖ / (2·max(ρ, κ, r)) over heads, and that head. At most 1 is within budget."""
+    rho = norms(definition.double() - exact, head_axis)
+    kappa = norms(literal.double() - exact, head_axis)
+    rounding = norms(exact.to(fast.dtype).double() - exact, head_axis)
+    budget = 2 * torch.stack([rho, kappa, rounding]).amax(0)
+    error = norms(fast.double() - exact, head_axis)
+    # where the definition itself is exact (0 / 0) any error at all is over budget
+    ratio = torch.where(error == 0, torch.zeros_like(error), error / budget)
+    head = int(ratio.argmax())
+    return float(ratio[head]), head

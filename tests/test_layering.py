@@ -1,0 +1,66 @@
+"""Floors: imports point down, or sideways inside one package. The tree's drawing is in the README."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import needlework
+
+PACKAGE = Path(needlework.__file__).parent
+FLOORS = {
+    "notation": 0, "probe": 0, "ops": 1, "layers": 2, "models": 3, "data": 3,
+    "train": 4, "eval": 4, "diagnostics": 4, "serve": 4, "testing": 4, "run": 5, "compare": 5, "cli": 5,
+}  # fmt: skip
+ONLY = {"triton": "ops", "transformers": "models"}  # who alone may import it
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path):
+    """Absolute names of all that a file imports, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = ["needlework", *path.relative_to(PACKAGE).parent.parts]
+                yield ".".join(base[: len(base) - node.level + 1] + ([node.module] if node.module else []))
+            else:
+                yield node.module
+                yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module == "needlework")
+
+
+def ours(name: str) -> str | None:
+    parts = name.split(".")
+    return parts[1] if parts[0] == "needlework" and len(parts) > 1 and parts[1] in FLOORS else None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down_or_sideways_inside_one_package(path):
+    here = room(path)
+    if here == "__init__":
+        return
+    assert here in FLOORS, f"{path} stands on no floor"
+    for name in imports(path):
+        there = ours(name)
+        if there is not None and there != here:
+            beside = FLOORS[there] == FLOORS[here] and FLOORS[here] == 5  # run and cli share the top
+            assert FLOORS[there] < FLOORS[here] or beside, f"{here} (floor {FLOORS[here]}) imports {name}"
+        library = name.split(".")[0]
+        assert library not in ONLY or here == ONLY[library], f"{here} imports {library}: only {ONLY.get(library)} may"
+
+
+def test_import_needlework_loads_torch_and_nothing_else_of_ours_or_theirs():
+    code = (
+        "import sys, torch; before = set(sys.modules); import needlework, needlework.ops.delta; "
+        "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
+        "print(sorted(new & {'transformers', 'triton', 'datasets', 'tokenizers', 'matplotlib', 'typer', 'numpy'}))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
