@@ -1,0 +1,46 @@
+"""Sequence mixers as modules: a config builds each, `forward(x, state, cu_seqlens) -> (y, state)` runs it."""
+
+from needlework.layers.attention import Attention as Attention
+from needlework.layers.carve import Carve as Carve
+from needlework.layers.ccq import CCQ as CCQ
+from needlework.layers.ccq import Plain as Plain
+from needlework.layers.config import Config as Config
+from needlework.layers.config import from_dict as _from_dict
+from needlework.layers.conv import Canon as Canon
+from needlework.layers.conv import GatedConv as GatedConv
+from needlework.layers.conv import ShortConv as ShortConv
+from needlework.layers.conv import Silu as Silu
+from needlework.layers.delta import Delta as Delta
+from needlework.layers.differential import Differential as Differential
+from needlework.layers.gates import ChannelGate as ChannelGate
+from needlework.layers.gates import FixedGate as FixedGate
+from needlework.layers.gates import LowRankGate as LowRankGate
+from needlework.layers.gates import RetentionGate as RetentionGate
+from needlework.layers.gates import ScalarGate as ScalarGate
+from needlework.layers.gdn2 import Gdn2 as Gdn2
+from needlework.layers.linear import Linear as Linear
+from needlework.layers.lucid import Lucid as Lucid
+from needlework.layers.memory import Memory as Memory
+from needlework.layers.mlp import SquaredReLU as SquaredReLU
+from needlework.layers.mlp import SwiGLU as SwiGLU
+from needlework.layers.polar import Polar as Polar
+from needlework.layers.qdelta import QDelta as QDelta
+from needlework.layers.recurrent import Recurrent as Recurrent
+from needlework.layers.rope import HalfRope as HalfRope
+from needlework.layers.rope import Rope as Rope
+from needlework.layers.softmax import Softmax as Softmax
+
+WRITES = (Linear, Delta, Gdn2, QDelta, Carve)
+GATES = (ScalarGate, ChannelGate, LowRankGate, RetentionGate, FixedGate)
+READS = (Plain, CCQ)
+ATTENDS = (Softmax, Lucid, Polar, Differential)
+POSITIONS = (Rope, HalfRope)
+CONVS = (ShortConv, Canon, Silu)
+MIXERS = (Recurrent, Attention, GatedConv)
+MLPS = (SwiGLU, SquaredReLU)
+KINDS = (*MIXERS, *WRITES, *GATES, *READS, *ATTENDS, Memory, *POSITIONS, *CONVS, *MLPS)
+
+
+def from_dict(data: dict) -> Config:
+    """The component config that `Config.to_dict` wrote."""
+    return _from_dict(data, KINDS)

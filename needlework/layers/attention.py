@@ -1,0 +1,116 @@
+"""The attention mixer: project, normalise, convolve or rotate, attend, gate, and beside it, if the config says so, a memory."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from needlework.layers.config import Config, Width
+from needlework.layers.conv import conv_state_size, document_positions
+from needlework.layers.norm import rms
+from needlework.layers.projection import OutProjection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Config):
+    """y = W_o( o ⊙ σ(gate) ) (+ what the rule adds) (+ the memory's read), o from the attend rule.
+
+    heads Hq of head_dim d, kv_heads Hkv (None: Hq). qk_norm: RMS norm of q and k per head, without weight.
+    conv: Canon, ShortConv or None, on q, k and v after the norm. position: Rope, HalfRope or None.
+    output_gate: the q projection makes 2 d a head, query then gate. bias: in every projection.
+    memory: a write rule beside attention, on the same q, k, v before positions (`layers/memory.py`).
+    """
+
+    kind = "attention"
+    heads: int
+    head_dim: int
+    kv_heads: int | None = None
+    attend: Config
+    position: Config | None = None
+    qk_norm: bool = False
+    conv: Config | None = None
+    output_gate: bool = False
+    bias: bool = False
+    memory: Config | None = None
+
+    def build(self, dim: int) -> nn.Module:
+        return _Attention(self, dim)
+
+
+class AttentionState(NamedTuple):
+    """The convolution's last inputs (fixed), the attend rule's pages (growing), the memory's state (fixed)."""
+
+    conv: Tensor | None
+    attend: tuple
+    memory: object
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: Attention, dim: int):
+        super().__init__()
+        self.config = config
+        Hq, Hkv, d = config.heads, config.kv_heads or config.heads, config.head_dim
+        if Hq % Hkv:
+            raise ValueError(f"attention: heads is {Hq}, expected a multiple of kv_heads = {Hkv}")
+        self.Hq, self.Hkv, self.d = Hq, Hkv, d
+        self.q_proj = nn.Linear(dim, Hq * d * (2 if config.output_gate else 1), bias=config.bias)
+        self.k_proj, self.v_proj = (nn.Linear(dim, Hkv * d, bias=config.bias) for _ in range(2))
+        self.channels = (Hq + 2 * Hkv) * d
+        self.conv = None if config.conv is None else config.conv.build(self.channels)
+        width = Width(dim, Hkv, Hq, d, d, config.bias)
+        self.attend = config.attend.build(width)
+        self.o_proj = OutProjection(Hq * d, dim, bias=config.bias)
+        self.memory = None if config.memory is None else config.memory.build(width)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: AttentionState | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_final_state: bool = False,
+    ) -> tuple[Tensor, AttentionState | None]:
+        """x [B T D] -> y [B T D] and, if asked for, the state after the last token (of every packed sequence)."""
+        state = state or AttentionState(None, None, None)
+        q, gate = self.q_proj(x).unflatten(-1, (self.Hq, -1)), None
+        if self.config.output_gate:
+            q, gate = q.chunk(2, -1)
+        k, v = (p(x).unflatten(-1, (self.Hkv, -1)) for p in (self.k_proj, self.v_proj))
+        if self.config.qk_norm:
+            q, k = rms(q), rms(k)
+        conv = None
+        if self.conv is not None:
+            qkv = torch.cat([z.flatten(-2) for z in (q, k, v)], -1)
+            qkv, conv = self.conv(qkv, state.conv, cu_seqlens)
+            heads = qkv.unflatten(-1, (-1, self.d))
+            q, k, v = heads.split([self.Hq, self.Hkv, self.Hkv], 2)
+        carry = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
+        memory = None
+        if self.memory is not None:
+            remembered, memory = self.memory(x, q, k, v, state.memory, **carry)
+        if self.config.position is not None:
+            at = self._positions(x, state, cu_seqlens)
+            q, k = self.config.position(q, at), self.config.position(k, at)
+        o, residual, attend = self.attend(x, q, k, v, initial_state=state.attend, **carry)
+        if gate is not None:
+            o = o * torch.sigmoid(gate)
+        y = self.o_proj(o.to(x.dtype).flatten(-2))
+        if residual is not None:
+            y = y + residual
+        if self.memory is not None:
+            y = y + remembered
+        return y, AttentionState(conv, attend, memory) if output_final_state else None
+
+    def _positions(self, x: Tensor, state: AttentionState, cu_seqlens: Tensor | None) -> Tensor:
+        """[B T] or [1 T] position of each token in its own document."""
+        if cu_seqlens is None:
+            at = torch.arange(x.shape[1], device=x.device)[None]
+            return at if state.attend is None else at + state.attend.length[:, None]
+        document, at = document_positions(cu_seqlens, x.shape[1])
+        return (at if state.attend is None else at + state.attend.length[document])[None]
+
+    def state_size(self, T: int, dtype: torch.dtype) -> int:
+        """Bytes of one sequence's state after T tokens, the model in `dtype`."""
+        conv = conv_state_size(self.config.conv, self.channels, dtype)
+        memory = 0 if self.memory is None else self.memory.state_size(dtype)
+        return conv + self.attend.state_size(T, dtype) + memory

@@ -1,0 +1,78 @@
+"""CARVE: the erase gate sees what memory holds."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from needlework.layers.config import Width
+from needlework.layers.gates import half_lives, inverse_softplus
+from needlework.layers.norm import wide
+from needlework.layers.state import fixed_size
+from needlework.layers.write import WriteConfig, WriteRule
+from needlework.ops.carve import chunk_carve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carve(WriteConfig):
+    """S_t = Diag(e^g ⊙ (1 − b)) S_{t-1} + w k (v − S_{t-1}ᵀ k)ᵀ, b = σ(b_x + W₂ tanh(W₁ m)), m the last content chunk's mean output.
+
+    rank: r of W₁ [r V] and W₂ [K r]. content_chunk: L, a parameter of the model. write_rank: R rows written a token.
+    half_life: the range, in tokens, over which the erase gate's and the decay's starts are spread in log over the channels.
+    """
+
+    kind = "carve"
+    rank: int = 16
+    content_chunk: int = 64
+    prediction: str = "previous"
+    write_rank: int = 1
+    half_life: tuple[float, float] = (32.0, 8192.0)
+
+    def build(self, width: Width) -> nn.Module:
+        if width.value_heads != width.heads:
+            raise ValueError(
+                f"carve: value_heads is {width.value_heads}, expected heads = {width.heads}: CARVE has no grouped values"
+            )
+        return _Carve(self, width)
+
+
+class _Carve(WriteRule):
+    """f and b_x come through a bottleneck of rank V, as in KDA; W₁ and W₂ are shared by the heads; W₂ starts at zero."""
+
+    def __init__(self, config: Carve, width: Width):
+        super().__init__(config, width)
+        D, H, K, V = width.dim, width.heads, width.key_dim, width.value_dim
+        self.f = nn.Sequential(nn.Linear(D, V, bias=False), nn.Linear(V, H * K, bias=False))
+        self.b = nn.Sequential(nn.Linear(D, V, bias=False), nn.Linear(V, H * K, bias=False))
+        self.w = nn.Linear(D, H, bias=False)
+        self.A_log = nn.Parameter(torch.empty(H, K))
+        self.dt_bias = nn.Parameter(torch.empty(H, K))
+        self.w1 = nn.Parameter(torch.empty(config.rank, V))
+        self.w2 = nn.Parameter(torch.empty(K, config.rank))
+        self.register_buffer("erase_bias", torch.empty(H, K))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        h = half_lives(*self.config.half_life, *self.A_log.shape)
+        with torch.no_grad():
+            self.erase_bias.copy_(torch.expm1(math.log(2) / h).log())  # σ(−bias) = 2^{−1/h}
+            self.A_log.zero_()
+            self.dt_bias.copy_(inverse_softplus(math.log(2) / h))
+            self.w1.normal_(std=self.w1.shape[1] ** -0.5)
+            self.w2.zero_()
+
+    def forward(self, x, q, k, v, *, g, q_read, **carry) -> tuple[Tensor, tuple]:
+        heads = (self.width.heads, -1)
+        f = wide(self.f(x)).unflatten(-1, heads)
+        b = wide(self.b(x)).unflatten(-1, heads) + self.erase_bias
+        return chunk_carve(
+            q_read, k, v, f, b, wide(self.w(x)), self.A_log, self.dt_bias, self.w1, self.w2,
+            content_chunk=self.config.content_chunk, prediction=self.config.prediction, scale=self.width.scale,
+            **carry,
+        )  # fmt: skip
+
+    def state_size(self, dtype: torch.dtype) -> int:
+        """S, the content mean, the running sum, and an int64 position."""
+        H, K, V = self.width.heads, self.width.key_dim, self.width.value_dim
+        return H * (K * V + 2 * V) * fixed_size(dtype) + 8

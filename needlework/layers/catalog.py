@@ -1,0 +1,143 @@
+"""The named mixers: what people call them, their equation, their cost, and the config that composes them.
+
+`needlework mixers` prints this list and recipes build from it. A new mixer adds its line to CATALOG.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from needlework.layers.attention import Attention
+from needlework.layers.carve import Carve
+from needlework.layers.ccq import CCQ
+from needlework.layers.config import Config
+from needlework.layers.conv import Canon
+from needlework.layers.delta import Delta
+from needlework.layers.differential import Differential
+from needlework.layers.gates import ChannelGate, LowRankGate, RetentionGate, ScalarGate
+from needlework.layers.gdn2 import Gdn2
+from needlework.layers.linear import Linear
+from needlework.layers.lucid import Lucid
+from needlework.layers.memory import Memory
+from needlework.layers.polar import Polar
+from needlework.layers.qdelta import QDelta
+from needlework.layers.recurrent import Recurrent
+from needlework.layers.softmax import Softmax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Head shapes for a family of mixers that are compared: recurrent heads of [key_dim value_dim], attention heads of head_dim.
+
+    half_life: where every retention gate starts, in tokens; None keeps each paper's own start.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    attention_heads: int
+    kv_heads: int
+    head_dim: int
+    half_life: float | None = None
+    content_chunk: int = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Named:
+    """One row of the catalog. equation and state are for reading; `make(sizes)` is the mixer."""
+
+    title: str
+    equation: str
+    state: str
+    cost: str
+    make: Callable[[Sizes], Config]
+
+
+def _recurrent(s: Sizes, write: Config, **settings) -> Recurrent:
+    return Recurrent(heads=s.heads, key_dim=s.key_dim, value_dim=s.value_dim, write=write, **settings)
+
+
+def _attention(s: Sizes, attend: Config, **settings) -> Attention:
+    """No positions: canon's convolution on q, k and v tells neighbours apart."""
+    return Attention(
+        heads=s.attention_heads, kv_heads=s.kv_heads, head_dim=s.head_dim, attend=attend, qk_norm=True, conv=Canon(), **settings
+    )
+
+
+def _scale(s: Sizes) -> float:
+    """q and k have norm √d, so scores lie in ±√d; twice that lets a head of 32 single out one key in a thousand."""
+    return 2 / math.sqrt(s.head_dim)
+
+
+def _carve(s: Sizes) -> Recurrent:
+    # two gates decay: each starts at twice the half-life that the other mixers' single gate has
+    start = {} if s.half_life is None else {"half_life": (2 * s.half_life, 2 * s.half_life)}
+    return _recurrent(s, Carve(content_chunk=s.content_chunk, **start))
+
+
+def _retention(s: Sizes) -> RetentionGate:
+    return RetentionGate() if s.half_life is None else RetentionGate(offset=-math.log(2 ** (1 / s.half_life) - 1))
+
+
+_STATE, _PAGES = "H·K·V", "Hkv·(K+V)·T"
+_LINEAR, _QUADRATIC = "O(T·K·V)", "O(T²·d)"
+
+CATALOG: dict[str, Named] = {
+    "linear": Named(
+        title="Linear attention", equation="S ← S + k vᵀ", state=_STATE, cost=_LINEAR, make=lambda s: _recurrent(s, Linear())
+    ),
+    "gla": Named(
+        title="GLA", equation="S ← Diag(eᵍ) S + k vᵀ", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, Linear(gate=LowRankGate())),
+    ),
+    "deltanet": Named(
+        title="DeltaNet", equation="S ← (I − β k kᵀ) S + β k vᵀ", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, Delta()),
+    ),
+    "gated-deltanet": Named(
+        title="Gated DeltaNet", equation="S ← eᵍ (I − β k kᵀ) S + β k vᵀ", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, Delta(gate=ScalarGate(half_life=s.half_life))),
+    ),
+    "kda": Named(
+        title="KDA", equation="S ← (I − β k kᵀ) Diag(eᵍ) S + β k vᵀ", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, Delta(gate=ChannelGate(half_life=s.half_life))),
+    ),
+    "gdn2": Named(
+        title="GDN-2", equation="S ← (I − k (b⊙k)ᵀ) Diag(eᵍ) S + k (w⊙v)ᵀ", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, Gdn2(gate=ChannelGate(half_life=s.half_life))),
+    ),
+    "qdelta": Named(
+        title="Q-Delta", equation="S ← eᵍ (I − β k (k + λq)ᵀ) S + β k vᵀ", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, QDelta(gate=ScalarGate(half_life=s.half_life))),
+    ),
+    "carve": Named(
+        title="CARVE", equation="S ← Diag(eᵍ(1−b)) S + w k (v − Sᵀk)ᵀ,  b = σ(bₓ + W₂ tanh W₁m)",
+        state=_STATE + " + 2H·V", cost=_LINEAR, make=_carve,
+    ),
+    "ccq": Named(
+        title="CCQ on Gated DeltaNet", equation="o = Sᵀ (I − λΣ) q,  Σ the covariance of the keys so far",
+        state=_STATE + " + H(K²+K+1)", cost="O(T·K·(K+V))",
+        make=lambda s: _recurrent(s, Delta(gate=ScalarGate(half_life=s.half_life)), read=CCQ()),
+    ),
+    "softmax": Named(
+        title="Softmax attention", equation="o = softmax(q Kᵀ) V", state=_PAGES, cost=_QUADRATIC,
+        make=lambda s: _attention(s, Softmax(scale=_scale(s))),
+    ),
+    "differential": Named(
+        title="Diff Transformer", equation="o = (softmax(q₁K₁ᵀ) − λ softmax(q₂K₂ᵀ)) V", state=_PAGES, cost=_QUADRATIC,
+        make=lambda s: _attention(s, Differential()),
+    ),
+    "lucid": Named(
+        title="LUCID", equation="o = softmax(q Kᵀ) P⁻¹V,  Pᵢⱼ = exp(√d(k̂ᵢ·k̂ⱼ − 1))", state=_PAGES, cost=_QUADRATIC,
+        make=lambda s: _attention(s, Lucid(scale=_scale(s))),
+    ),
+    "polar": Named(
+        title="Polar", equation="o = s/‖s‖ and a bounded count of the keys attended to", state=_PAGES, cost=_QUADRATIC,
+        make=lambda s: _attention(s, Polar(), output_gate=True),
+    ),
+    "atma": Named(
+        title="Polar + memory (ATMA)", equation="Polar's o, plus Sᵀq of a gated delta memory", state=_PAGES + " + Hq·d²",
+        cost=_QUADRATIC,
+        make=lambda s: _attention(s, Polar(), output_gate=True, memory=Memory(write=Delta(gate=_retention(s)))),
+    ),
+}  # fmt: skip

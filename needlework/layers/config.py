@@ -1,0 +1,57 @@
+"""Component configs: frozen dataclasses with a `kind`, to plain dicts and back, so that config.json holds a whole model."""
+
+import dataclasses
+import difflib
+from typing import Any, ClassVar, NamedTuple
+
+
+class Width(NamedTuple):
+    """What a rule must know of the layer around it. value_heads is a multiple of heads."""
+
+    dim: int  # D
+    heads: int  # H
+    value_heads: int  # HV
+    key_dim: int  # K
+    value_dim: int  # V
+    bias: bool = False
+    scale: float | None = None  # of the read; None is K^-1/2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A component that its config builds. Fields hold numbers, strings, None, tuples of those, or other Configs."""
+
+    kind: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"kind": …, field: value, …}, nested; JSON-ready."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {"kind": self.kind} | {
+            name: value.to_dict() if isinstance(value, Config) else list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """ " (did you mean 'x'?)" or nothing."""
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def from_dict(data: dict[str, Any], kinds: tuple[type[Config], ...]) -> Config:
+    """The Config that `to_dict` wrote. ValueError for an unknown kind or field, with the nearest known name."""
+    known = {k.kind: k for k in kinds}
+    kind = data.get("kind")
+    if kind not in known:
+        raise ValueError(f"unknown kind {kind!r}{nearest(kind, list(known))}; known: {', '.join(sorted(known))}")
+    fields = [f.name for f in dataclasses.fields(known[kind])]
+    values = {}
+    for name, value in data.items():
+        if name == "kind":
+            continue
+        if name not in fields:
+            raise ValueError(f"{kind}: unknown field {name!r}{nearest(name, fields)}; known: {', '.join(fields)}")
+        if isinstance(value, dict):
+            value = from_dict(value, kinds)
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return known[kind](**values)

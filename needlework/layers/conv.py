@@ -1,0 +1,154 @@
+"""Causal depthwise convolutions: short convolution, canon, and LFM2's gated convolution as a mixer of its own.
+
+y_t = Σ_j w_j ⊙ x_{t-j},  j < width          the last width − 1 inputs are the state; a document starts with zeros
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from needlework.layers.config import Config
+from needlework.layers.projection import OutProjection
+from needlework.layers.state import size
+
+
+def document_positions(cu_seqlens: Tensor, T: int) -> tuple[Tensor, Tensor]:
+    """[T] the document of each packed token, [T] its position in it."""
+    t = torch.arange(T, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens[1:], t, right=True)
+    return document, t - cu_seqlens[document]
+
+
+class CausalConv(nn.Module):
+    """Depthwise, without bias: weight [C 1 width], newest tap last as in torch.nn.Conv1d."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        if width < 2:
+            raise ValueError(f"width: got {width}, expected at least 2 taps")
+        self.width = width
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.width**-0.5  # torch.nn.Conv1d's default for a fan-in of `width`
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [B T C], state [N width-1 C] the inputs before -> y [B T C] and the new state. T may be below the width."""
+        taps = self.weight[:, 0].unbind(-1)
+        past = self.width - 1
+        if cu_seqlens is None:
+            if state is None:
+                state = x.new_zeros(x.shape[0], past, x.shape[2])
+            line = torch.cat([state.to(x.dtype), x], 1)  # [B past+T C]
+            y = sum(tap * line[:, j : j + x.shape[1]] for j, tap in enumerate(taps))
+            return y, line[:, x.shape[1] :]
+        N = len(cu_seqlens) - 1
+        if state is None:
+            state = x.new_zeros(N, past, x.shape[2])
+        document, position = document_positions(cu_seqlens, x.shape[1])
+        line = torch.cat([state.to(x.dtype).flatten(0, 1), x[0]])  # every document's past, then the tokens
+
+        def before(document: Tensor, position: Tensor, lag: int) -> Tensor:
+            """Row of `line` that holds the input `lag` tokens before `position` of `document`."""
+            at = position - lag
+            return torch.where(at >= 0, N * past + cu_seqlens[document] + at, document * past + past + at)
+
+        y = sum(tap * line[before(document, position, past - j)] for j, tap in enumerate(taps))
+        every = torch.arange(N, device=x.device)
+        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+        return y[None], torch.stack([line[before(every, lengths, past - j)] for j in range(past)], 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConv(Config):
+    """silu(conv(x)): the short convolution of DeltaNet-like layers."""
+
+    kind = "short_conv"
+    width: int = 4
+
+    def build(self, channels: int) -> nn.Module:
+        return _ShortConv(channels, self.width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canon(Config):
+    """x + conv(x): ATMA's canon."""
+
+    kind = "canon"
+    width: int = 4
+
+    def build(self, channels: int) -> nn.Module:
+        return _Canon(channels, self.width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Silu(Config):
+    """silu(x): no convolution, and so no state."""
+
+    kind = "silu"
+    width: ClassVar[int] = 1
+
+    def build(self, channels: int) -> nn.Module:
+        return _Silu()
+
+
+class _ShortConv(CausalConv):
+    def forward(self, x, state=None, cu_seqlens=None):
+        y, state = super().forward(x, state, cu_seqlens)
+        return F.silu(y), state
+
+
+class _Canon(CausalConv):
+    def forward(self, x, state=None, cu_seqlens=None):
+        y, state = super().forward(x, state, cu_seqlens)
+        return x + y, state
+
+
+class _Silu(nn.Module):
+    def forward(self, x, state=None, cu_seqlens=None):
+        return F.silu(x), None
+
+
+def conv_state_size(conv: Config | None, channels: int, dtype: torch.dtype) -> int:
+    """Bytes of one sequence's convolution state."""
+    return 0 if conv is None else (conv.width - 1) * channels * size(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedConv(Config):
+    """LFM2's mixer: (B, C, x) = W_in h;  y = W_out( C ⊙ conv(B ⊙ x) ), width 3."""
+
+    kind = "gated_conv"
+    width: int = 3
+    bias: bool = True
+
+    def build(self, dim: int) -> nn.Module:
+        return _GatedConv(self, dim)
+
+
+class _GatedConv(nn.Module):
+    def __init__(self, config: GatedConv, dim: int):
+        super().__init__()
+        self.config, self.dim = config, dim
+        self.in_proj = nn.Linear(dim, 3 * dim, bias=config.bias)
+        self.conv = CausalConv(dim, config.width)
+        self.out_proj = OutProjection(dim, dim, bias=config.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_final_state: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        b, c, x = self.in_proj(x).chunk(3, -1)
+        y, state = self.conv(b * x, state, cu_seqlens)
+        return self.out_proj(c * y), state if output_final_state else None
+
+    def state_size(self, T: int, dtype: torch.dtype) -> int:
+        return conv_state_size(self.config, self.dim, dtype)

@@ -1,0 +1,32 @@
+"""The delta rule: what is already stored under k is erased before v is written. DeltaNet, Gated DeltaNet and KDA by the gate."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from needlework.layers.config import Config, Width
+from needlework.layers.write import Strength, WriteConfig, WriteRule
+from needlework.ops.delta import chunk_delta
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta(WriteConfig):
+    """S_t = (I − β k kᵀ) Diag(e^g) S_{t-1} + β k vᵀ. No gate: DeltaNet; scalar: Gated DeltaNet; a channel's: KDA."""
+
+    kind = "delta"
+    gate: Config | None = None
+
+    def build(self, width: Width) -> nn.Module:
+        return _Delta(self, width)
+
+
+class _Delta(WriteRule):
+    def __init__(self, config: Delta, width: Width):
+        super().__init__(config, width)
+        self.beta = Strength(width)
+
+    def forward(self, x, q, k, v, *, g, q_read, **carry) -> tuple[Tensor, Tensor]:
+        return chunk_delta(
+            q, k, v, g, self.beta(x), q_read=q_read, scale=self.width.scale,
+            **carry,
+        )  # fmt: skip

@@ -1,0 +1,61 @@
+"""Diff Transformer, an attend rule: the difference of two softmaxes, (softmax₁ − λ softmax₂) V. A baseline.
+
+Ye et al., "Differential Transformer" (2410.05258), Eq. 1-3: each head's query and key are split in halves, the values stay
+whole; λ = e^{λ_q1·λ_k1} − e^{λ_q2·λ_k2} + λ_init; each head's output is RMS-normed and scaled by 1 − λ_init.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from needlework.layers.config import Config, Width
+from needlework.layers.norm import RMSNorm
+from needlework.layers.softmax import AttendRule, softmax_attention
+from needlework.layers.state import KVState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differential(Config):
+    """o = (softmax(q₁k₁ᵀ/√(d/2)) − λ softmax(q₂k₂ᵀ/√(d/2))) v, q = [q₁ q₂], k = [k₁ k₂]; start: λ_init."""
+
+    kind = "differential"
+    window: int | None = None
+    start: float = 0.8
+
+    def build(self, width: Width) -> nn.Module:
+        return _Differential(self, width)
+
+
+class _Differential(AttendRule):
+    def __init__(self, config: Differential, width: Width):
+        super().__init__(config, width)
+        if width.key_dim % 2:
+            raise ValueError(f"differential: head dim is {width.key_dim}, expected an even number to split in two")
+        self.vectors = nn.Parameter(torch.empty(4, width.key_dim // 2))  # λ_q1, λ_k1, λ_q2, λ_k2
+        self.norm = RMSNorm(width.value_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.vectors, std=0.1)
+
+    def forward(self, x, q, k, v, **carry):
+        q1, k1, q2, k2 = self.vectors.float()
+        lam = (q1 @ k1).exp() - (q2 @ k2).exp() + self.config.start
+        # the two halves as heads of half the size: query heads [h₁ h₂] against key heads [h₁ h₂], the values twice
+        halves = lambda x: torch.cat(x.chunk(2, -1), 2)  # [B T 2H d/2]
+        o, pages = softmax_attention(
+            halves(q), halves(k), torch.cat([v, v], 2),
+            window=self.config.window, **carry | {"initial_state": _spread(carry["initial_state"])},
+        )  # fmt: skip
+        first, second = o.chunk(2, 2)
+        return (1 - self.config.start) * self.norm(first - lam.to(o.dtype) * second), None, _gather(pages)
+
+
+def _spread(state: KVState | None) -> KVState | None:
+    """Pages as the cache holds them (whole heads) -> as the two softmaxes read them."""
+    return None if state is None else state._replace(k=torch.cat(state.k.chunk(2, -1), 2), v=torch.cat([state.v, state.v], 2))
+
+
+def _gather(pages: KVState | None) -> KVState | None:
+    return pages and pages._replace(k=torch.cat(pages.k.chunk(2, 2), -1), v=pages.v.chunk(2, 2)[0])

@@ -1,0 +1,141 @@
+"""Decay gates: x [B T D] -> log decay g, natural log, <= 0, in float32. A write rule holds one, or none.
+
+A half-life of h tokens is g = −ln 2 / h. Gates that take `half_life` start there; without it they start as published.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from needlework.layers.config import Config, Width
+from needlework.layers.norm import wide
+
+
+def inverse_softplus(x: Tensor) -> Tensor:
+    return x + torch.log(-torch.expm1(-x))
+
+
+def half_lives(low: float, high: float, *shape: int) -> Tensor:
+    """Half-lives spaced evenly in log over the last axis: the quantiles of log U(low, high)."""
+    quantile = (torch.arange(shape[-1]) + 0.5) / shape[-1]
+    return (math.log(low) + (math.log(high) - math.log(low)) * quantile).exp().expand(*shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalarGate(Config):
+    """g = −e^{A_log} softplus(W_a x + dt_bias), one a head (Gated DeltaNet, Q-Delta)."""
+
+    kind = "scalar_gate"
+    half_life: float | None = None
+
+    def build(self, width: Width) -> nn.Module:
+        return _SoftplusGate(self, nn.Linear(width.dim, width.value_heads, bias=width.bias), width.value_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelGate(Config):
+    """g = −e^{A_log} softplus(W₂ W₁ x + dt_bias), one a key channel through a bottleneck of `rank` (KDA); rank None: V."""
+
+    kind = "channel_gate"
+    rank: int | None = None
+    half_life: float | None = None
+
+    def build(self, width: Width) -> nn.Module:
+        rank = self.rank or width.value_dim
+        project = nn.Sequential(
+            nn.Linear(width.dim, rank, bias=False), nn.Linear(rank, width.value_heads * width.key_dim, bias=False)
+        )
+        return _SoftplusGate(self, project, width.value_heads, width.key_dim)
+
+
+class _SoftplusGate(nn.Module):
+    def __init__(self, config: Config, project: nn.Module, *shape: int):
+        super().__init__()
+        self.config, self.shape = config, shape  # (HV,) or (HV, K)
+        self.project = project
+        self.A_log = nn.Parameter(torch.empty(shape[0]))
+        self.dt_bias = nn.Parameter(torch.empty(math.prod(shape)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            if self.config.half_life is None:  # Gated DeltaNet's published start: a median half-life of 11 tokens
+                self.A_log.uniform_(0, 16).clamp_(min=1e-4).log_()
+                self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
+            else:
+                self.A_log.zero_()
+                self.dt_bias.fill_(math.log(2) / self.config.half_life)
+            self.dt_bias.copy_(inverse_softplus(self.dt_bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        g = F.softplus(wide(self.project(x)) + self.dt_bias).unflatten(-1, self.shape)  # [B T HV] or [B T HV K]
+        return -g * self.A_log.exp().view(-1, *[1] * (len(self.shape) - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankGate(Config):
+    """g = logsigmoid(W₂ W₁ x + b) / temperature, one a key channel (GLA: rank 16, temperature 16)."""
+
+    kind = "low_rank_gate"
+    rank: int = 16
+    temperature: float = 16.0
+
+    def build(self, width: Width) -> nn.Module:
+        return _LowRankGate(self, width)
+
+
+class _LowRankGate(nn.Module):
+    def __init__(self, config: LowRankGate, width: Width):
+        super().__init__()
+        self.config, self.width = config, width
+        self.down = nn.Linear(width.dim, config.rank, bias=False)
+        self.up = nn.Linear(config.rank, width.value_heads * width.key_dim, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logit = wide(self.up(self.down(x))).unflatten(-1, (self.width.value_heads, -1))
+        return F.logsigmoid(logit) / self.config.temperature
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionGate(Config):
+    """g = logsigmoid(W_γ x + offset), one a head (ATMA's memory: offset 3.9, a half-life of 35 tokens)."""
+
+    kind = "retention_gate"
+    offset: float = 3.9
+
+    def build(self, width: Width) -> nn.Module:
+        return _RetentionGate(self, width)
+
+
+class _RetentionGate(nn.Module):
+    def __init__(self, config: RetentionGate, width: Width):
+        super().__init__()
+        self.offset = config.offset
+        self.project = nn.Linear(width.dim, width.value_heads, bias=width.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.logsigmoid(wide(self.project(x)) + self.offset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedGate(Config):
+    """g_h = log(1 − 2^{−5−h}), no input (RetNet)."""
+
+    kind = "fixed_gate"
+
+    def build(self, width: Width) -> nn.Module:
+        return _FixedGate(width)
+
+
+class _FixedGate(nn.Module):
+    def __init__(self, width: Width):
+        super().__init__()
+        self.heads = width.value_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.arange(self.heads, dtype=wide(x[:0]).dtype, device=x.device)
+        g = torch.log1p(-(2.0 ** -(5 + h)))
+        return g.expand(*x.shape[:2], self.heads)

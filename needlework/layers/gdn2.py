@@ -1,0 +1,39 @@
+"""GDN-2: the delta rule with an erase gate per key channel and a write gate per value channel."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from needlework.layers.config import Config, Width
+from needlework.layers.gates import ChannelGate
+from needlework.layers.norm import wide
+from needlework.layers.write import WriteConfig, WriteRule
+from needlework.ops.delta import chunk_delta
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gdn2(WriteConfig):
+    """S_t = (I − k (b ⊙ k)ᵀ) Diag(e^g) S_{t-1} + k (w ⊙ v)ᵀ, b = σ(W_b x) [K], w = σ(W_w x) [V]."""
+
+    kind = "gdn2"
+    gate: Config = field(default_factory=ChannelGate)
+
+    def build(self, width: Width) -> nn.Module:
+        return _Gdn2(self, width)
+
+
+class _Gdn2(WriteRule):
+    def __init__(self, config: Gdn2, width: Width):
+        super().__init__(config, width)
+        self.erase = nn.Linear(width.dim, width.value_heads * width.key_dim, bias=width.bias)
+        self.write = nn.Linear(width.dim, width.value_heads * width.value_dim, bias=width.bias)
+
+    def forward(self, x, q, k, v, *, g, q_read, **carry) -> tuple[Tensor, Tensor]:
+        heads = (self.width.value_heads, -1)
+        erase = torch.sigmoid(wide(self.erase(x))).unflatten(-1, heads)
+        write = torch.sigmoid(wide(self.write(x))).unflatten(-1, heads)
+        return chunk_delta(
+            q, k, v, g, erase=erase, write=write, q_read=q_read, scale=self.width.scale,
+            **carry,
+        )  # fmt: skip

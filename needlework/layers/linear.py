@@ -1,0 +1,34 @@
+"""The additive write: S_t = Diag(e^{g_t}) S_{t-1} + k_t v_tᵀ. Linear attention without a gate, GLA, RetNet or Mamba-2 with one."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from needlework.layers.config import Config, Width
+from needlework.layers.write import WriteConfig, WriteRule
+from needlework.ops.delta import chunk_delta
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(WriteConfig):
+    """o_t = scale · S_tᵀ q_t with S_t = Diag(e^{g_t}) S_{t-1} + k_t v_tᵀ; keys are not normalised."""
+
+    kind = "linear"
+    unit_keys = False
+    gate: Config | None = None
+
+    def build(self, width: Width) -> nn.Module:
+        return _Linear(self, width)
+
+
+class _Linear(WriteRule):
+    def forward(self, x, q, k, v, *, g, q_read, **carry) -> tuple[Tensor, Tensor]:
+        return chunk_delta(
+            q,
+            k,
+            v,
+            g,
+            q_read=q_read,
+            scale=self.width.scale,
+            **carry,
+        )

@@ -1,0 +1,75 @@
+"""LUCID, an attend rule: softmax attention on values that were solved against the overlap of their keys."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from needlework.layers.config import Config, Width
+from needlework.layers.norm import wide
+from needlework.layers.softmax import AttendRule, softmax_attention
+from needlework.layers.state import size
+from needlework.ops.lucid import chunk_lucid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lucid(Config):
+    """O = softmax(Q Kᵀ/√d) Y, P Y = V, P_ij = e^{√d (k̂_i·k̂_j − 1)} for j <= i.
+
+    precondition: "key", "qk" (the scores use √d q̂, √d k̂ too), "rowmax" or "beta" (β = 2σ(W_β x), from 1).
+    window: solve and read share it; solve="global" solves against every key and reads in the window.
+    """
+
+    kind = "lucid"
+    precondition: str = "key"
+    window: int | None = None
+    solve: str = "window"
+    scale: float | None = None
+
+    def build(self, width: Width) -> nn.Module:
+        return _Lucid(self, width)
+
+
+class _Lucid(AttendRule):
+    def __init__(self, config: Lucid, width: Width):
+        super().__init__(config, width)
+        if config.precondition == "beta":
+            self.beta = _Beta(width)
+
+    def forward(self, x, q, k, v, **carry):
+        c = self.config
+        if c.precondition == "qk":
+            q, k = _unit(q), _unit(k)
+        beta = self.beta(x) if c.precondition == "beta" else None
+        y, pages = chunk_lucid(
+            k, v, beta, precondition=c.precondition, window=c.window, solve=c.solve,
+            **carry,
+        )  # fmt: skip
+        carry["output_final_state"] = False  # the pages hold k and y: the solve made them
+        o, _ = softmax_attention(q, k, y, window=c.window, scale=c.scale, **carry)
+        return o, None, pages
+
+    def state_size(self, T: int, dtype: torch.dtype) -> int:
+        """Keys and *solved* values of min(T, window) tokens (of all T where the solve is global), and the length."""
+        rows = T if self.config.window is None or self.config.solve == "global" else min(T, self.config.window)
+        return self.width.heads * (self.width.key_dim + self.width.value_dim) * rows * size(dtype) + 8
+
+
+def _unit(x: Tensor) -> Tensor:
+    """√d x/‖x‖: what "qk" scores with."""
+    return (x / wide(x).norm(dim=-1, keepdim=True).clamp(min=1e-6) * math.sqrt(x.shape[-1])).to(x.dtype)
+
+
+class _Beta(nn.Module):
+    """β = 2σ(W x), [B T Hkv], W from zero: the layer starts equal to "key"."""
+
+    def __init__(self, width: Width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width.heads, width.dim))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * torch.sigmoid(wide(x @ self.weight.T))

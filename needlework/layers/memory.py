@@ -1,0 +1,61 @@
+"""ATMA's memory: a write rule beside attention, on the same queries, keys and values, added to the layer's output."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from needlework.layers.ccq import Plain
+from needlework.layers.config import Config, Width
+from needlework.layers.delta import Delta
+from needlework.layers.gates import RetentionGate
+from needlework.layers.norm import l2, rms
+from needlework.layers.projection import ZeroProjection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Config):
+    """W_mem( rms(r) ⊙ σ(W_g x) ), r the read (scale 1) of `write`'s state; W_mem starts at zero, so the branch is a no-op at first.
+
+    Key-value heads are repeated to Hq; q and k are L2-normalised; values are the raw ones, also beside LUCID.
+    """
+
+    kind = "memory"
+    write: Config = field(default_factory=lambda: Delta(gate=RetentionGate()))
+    read: Config = field(default_factory=Plain)
+
+    def build(self, width: Width) -> nn.Module:
+        return _Memory(self, width)
+
+
+class MemoryState(NamedTuple):
+    """Fixed: the write rule's state, the read rule's."""
+
+    write: object
+    read: object
+
+
+class _Memory(nn.Module):
+    def __init__(self, config: Memory, width: Width):
+        super().__init__()
+        heads = width.value_heads  # Hq
+        self.repeats = heads // width.heads
+        width = width._replace(heads=heads, scale=1.0)
+        self.write = config.write.build(width)
+        self.read = config.read.build(width, config.write)
+        self.g_proj = nn.Linear(width.dim, heads * width.value_dim, bias=width.bias)
+        self.mem_proj = ZeroProjection(heads * width.value_dim, width.dim, bias=width.bias)
+
+    def forward(self, x, q, k, v, state: MemoryState | None, **carry) -> tuple[Tensor, MemoryState]:
+        state = state or MemoryState(None, None)
+        k, v = k.repeat_interleave(self.repeats, 2), v.repeat_interleave(self.repeats, 2)
+        q, k = l2(q), l2(k)
+        g = self.write.decay(x)
+        q_read, read = self.read(x, q, k, g=g, initial_state=state.read, **carry)
+        r, write = self.write(x, q, k, v, g=g, q_read=q_read, initial_state=state.write, **carry)
+        r = rms(r).flatten(-2).to(x.dtype) * torch.sigmoid(self.g_proj(x))
+        return self.mem_proj(r), MemoryState(write, read)
+
+    def state_size(self, dtype: torch.dtype) -> int:
+        return self.write.state_size(dtype) + self.read.state_size(dtype)

@@ -1,0 +1,55 @@
+"""Channel mixers: SwiGLU and ATMA's gated squared ReLU."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from needlework.layers.config import Config
+from needlework.layers.projection import OutProjection
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwiGLU(Config):
+    """W_down( silu(W_gate x) ⊙ W_up x ), hidden width `hidden`."""
+
+    kind = "swiglu"
+    hidden: int
+    bias: bool = False
+
+    def build(self, dim: int) -> nn.Module:
+        return _SwiGLU(self, dim)
+
+
+class _SwiGLU(nn.Module):
+    def __init__(self, config: SwiGLU, dim: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, config.hidden, bias=config.bias)
+        self.up_proj = nn.Linear(dim, config.hidden, bias=config.bias)
+        self.down_proj = OutProjection(config.hidden, dim, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquaredReLU(Config):
+    """(a, b) = W_fc x;  W_proj( b ⊙ relu(a)² ), hidden width `hidden`."""
+
+    kind = "squared_relu"
+    hidden: int
+    bias: bool = True
+
+    def build(self, dim: int) -> nn.Module:
+        return _SquaredReLU(self, dim)
+
+
+class _SquaredReLU(nn.Module):
+    def __init__(self, config: SquaredReLU, dim: int):
+        super().__init__()
+        self.fc = nn.Linear(dim, 2 * config.hidden, bias=config.bias)
+        self.proj = OutProjection(config.hidden, dim, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.fc(x).chunk(2, -1)
+        return self.proj(b * F.relu(a).square())

@@ -1,0 +1,37 @@
+"""Norms without surprises: eps 1e-6, computed in float32, returned in the input's dtype."""
+
+import torch
+from torch import Tensor, nn
+
+EPS = 1e-6
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in at least float32: where norms, gates and write strengths are computed."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def l2(x: Tensor) -> Tensor:
+    """x / √(Σx² + 1e-6) over the last axis."""
+    w = wide(x)
+    return (w * torch.rsqrt(w.square().sum(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def rms(x: Tensor) -> Tensor:
+    """x / √(mean x² + 1e-6) over the last axis, without weight."""
+    w = wide(x)
+    return (w * torch.rsqrt(w.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """rms(x) ⊙ weight, weight [size] from 1."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms(x) * self.weight

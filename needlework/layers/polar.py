@@ -1,0 +1,44 @@
+"""Polar, an attend rule with two outputs: a direction, and a bounded count of the keys that were attended to."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from needlework.layers.config import Config, Width
+from needlework.layers.projection import OutProjection
+from needlework.layers.softmax import AttendRule
+from needlework.ops.polar import chunk_polar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Polar(Config):
+    """c = s/‖s‖ of a softmax with a null sink and a length-aware temperature; W_μ mag, mag = tanh(softplus(β) ln(1 + m_eff))."""
+
+    kind = "polar"
+    window: int | None = None
+
+    def build(self, width: Width) -> nn.Module:
+        return _Polar(self, width)
+
+
+class _Polar(AttendRule):
+    def __init__(self, config: Polar, width: Width):
+        super().__init__(config, width)
+        heads = width.value_heads  # Hq
+        self.alpha, self.beta, self.gamma, self.null_base = (nn.Parameter(torch.empty(heads)) for _ in range(4))
+        self.v_null = nn.Parameter(torch.empty(heads, width.value_dim))
+        self.mag_proj = OutProjection(heads, width.dim, bias=width.bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for parameter, start in ((self.alpha, -1.0), (self.beta, -1.5), (self.gamma, 0.5), (self.null_base, 2.0)):
+            nn.init.constant_(parameter, start)
+        nn.init.zeros_(self.v_null)
+
+    def forward(self, x, q, k, v, **carry):
+        direction, magnitude, state = chunk_polar(
+            q, k, v, self.alpha, self.beta, self.gamma, self.null_base, self.v_null,
+            window=self.config.window, **carry,
+        )  # fmt: skip
+        return direction, self.mag_proj(magnitude.to(x.dtype)), state

@@ -1,0 +1,41 @@
+"""Q-Delta: the query takes part in the delta rule's write."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from needlework.layers.config import Config, Width
+from needlework.layers.gates import ScalarGate
+from needlework.layers.write import Strength, WriteConfig, WriteRule
+from needlework.ops.qdelta import chunk_qdelta
+
+
+@dataclass(frozen=True, kw_only=True)
+class QDelta(WriteConfig):
+    """S_t = e^g (I − β k (k + λq)ᵀ) S_{t-1} + β k vᵀ, λ = σ(W_λ x − 0.9); `lam` fixes λ, as the paper's ablation does.
+
+    coupling="transposed" is what the authors' released kernels compute, for their checkpoints (`ops/qdelta`).
+    """
+
+    kind = "qdelta"
+    gate: Config | None = field(default_factory=ScalarGate)
+    lam: float | None = None
+    coupling: str = "recurrent"
+
+    def build(self, width: Width) -> nn.Module:
+        return _QDelta(self, width)
+
+
+class _QDelta(WriteRule):
+    def __init__(self, config: QDelta, width: Width):
+        super().__init__(config, width)
+        self.beta = Strength(width)
+        self.lam = Strength(width, offset=-0.9) if config.lam is None else None
+
+    def forward(self, x, q, k, v, *, g, q_read, **carry) -> tuple[Tensor, Tensor]:
+        beta = self.beta(x)
+        lam = beta.new_full(beta.shape, self.config.lam) if self.lam is None else self.lam(x)
+        return chunk_qdelta(
+            q, k, v, beta.new_zeros(beta.shape) if g is None else g, beta, lam, coupling=self.config.coupling, q_read=q_read,
+            scale=self.width.scale, **carry,
+        )  # fmt: skip

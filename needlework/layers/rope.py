@@ -1,0 +1,46 @@
+"""Rotary positions. Frequencies are made in the forward pass, so that nothing is stored."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from needlework.layers.config import Config
+
+
+def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """x [B T H d], positions [B T], frequencies [d/2]: the halves of x turn against each other by position · frequency."""
+    angle = positions[..., None, None].to(frequencies.dtype) * frequencies  # [B T 1 d/2]
+    a, b = x.to(frequencies.dtype).chunk(2, -1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def _line(x: Tensor, n: int, last: float) -> Tensor:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.linspace(0, last, n, dtype=dtype, device=x.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope(Config):
+    """Frequencies base^{−2i/d}, i < d/2."""
+
+    kind = "rope"
+    base: float = 10_000.0
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return rotate(x, positions, self.base ** -_line(x, half, 1 - 1 / half))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfRope(Config):
+    """ATMA's half-truncated rotary: d/4 frequencies (1/base)^{linspace(0, 1, d/4)}, the other d/4 zero."""
+
+    kind = "half_rope"
+    base: float = 1024.0
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        quarter = x.shape[-1] // 4
+        turning = self.base ** -_line(x, quarter, 1.0)
+        return rotate(x, positions, torch.cat([turning, torch.zeros_like(turning)]))

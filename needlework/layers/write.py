@@ -1,0 +1,54 @@
+"""What every write rule has: a decay gate or none, a fixed state [N HV K V], and a forward from (x, q, k, v) to (o, state)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from needlework.layers.config import Config, Width
+from needlework.layers.norm import wide
+from needlework.layers.state import fixed_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteConfig(Config):
+    """Base of the write rules' configs. unit_keys: q and k come L2-normalised; write_rank: rows written a token."""
+
+    unit_keys: ClassVar[bool] = True
+    write_rank: ClassVar[int] = 1
+    gate: ClassVar[Config | None] = None
+
+
+class WriteRule(nn.Module):
+    """Base of the rules: `forward(x, q, k, v, g=, q_read=, **carry) -> (o [B T HV V], state)`.
+
+    x [B T D] is the layer's input, for gates; q, k, v are projected, convolved and (if the config says `unit_keys`)
+    normalised; g is `decay(x)`; q_read is what reads the state, q unless a read rule cleaned it. `carry` is what every op
+    takes as it is: initial_state, output_final_state, cu_seqlens.
+    """
+
+    def __init__(self, config: Config, width: Width):
+        super().__init__()
+        self.config, self.width = config, width
+        self.gate = None if config.gate is None else config.gate.build(width)
+
+    def decay(self, x: Tensor) -> Tensor | None:
+        """Log decay [B T HV] or [B T HV K], or None where nothing decays."""
+        return None if self.gate is None else self.gate(x)
+
+    def state_size(self, dtype: torch.dtype) -> int:
+        """Bytes of one sequence's state."""
+        return self.width.value_heads * self.width.key_dim * self.width.value_dim * fixed_size(dtype)
+
+
+class Strength(nn.Module):
+    """σ(W x + offset), one number a token and head, in float32: the write strength β, Q-Delta's λ."""
+
+    def __init__(self, width: Width, offset: float = 0.0):
+        super().__init__()
+        self.offset = offset
+        self.project = nn.Linear(width.dim, width.value_heads, bias=width.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(wide(self.project(x)) + self.offset)
