@@ -1,0 +1,9 @@
+"""Language models of any mixers, for transformers: importing this package registers them with its Auto classes."""
+
+from needlework.models.cache import NeedleworkCache as NeedleworkCache
+from needlework.models.config import NeedleworkConfig as NeedleworkConfig
+from needlework.models.modeling import NeedleworkForCausalLM as NeedleworkForCausalLM
+from needlework.models.modeling import NeedleworkModel as NeedleworkModel
+from needlework.models.modeling import register as _register
+
+_register()

@@ -1,0 +1,75 @@
+"""The one model config: a layout string over mixers that are configs themselves. config.json holds all of it."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from needlework.layers import MIXERS, MLPS, Config, from_dict
+from needlework.layers.config import nearest
+
+_OURS = ("layout", "mixers", "mlp", "hidden_size", "softcap", "head_bias", "initializer_range", "zero_output")
+_LAYER_TYPES = {"recurrent": "linear_attention", "gated_conv": "linear_attention", "attention": "full_attention"}
+
+
+@strict
+class NeedleworkConfig(PreTrainedConfig):
+    """A language model of any mixers.
+
+    layout: one letter a layer, e.g. "CCCS" * 6; mixers: {letter: mixer config}; mlp: a channel mixer's config (both as
+        `Config.to_dict` writes them; Config objects are taken too). hidden_size: D.
+    softcap: c of c·z/√(z² + c²) on the logits, or None. head_bias: of the unembedding (untied only).
+    initializer_range: standard deviation of matrices and embeddings; None keeps PyTorch's own starts.
+    zero_output: every projection back into the residual stream, and the unembedding, starts at zero.
+    """
+
+    model_type = "needlework"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 257
+    hidden_size: int = 64
+    layout: str = ""
+    mixers: Any = None
+    mlp: Any = None
+    tie_word_embeddings: bool = True
+    softcap: float | None = None
+    head_bias: bool = False
+    initializer_range: float | None = 0.02
+    zero_output: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+    def __post_init__(self, **kwargs):
+        self.mixers = {letter: _plain(mixer) for letter, mixer in (self.mixers or {}).items()}
+        self.mlp = None if self.mlp is None else _plain(self.mlp)
+        self.num_hidden_layers = len(self.layout)
+        for letter in self.layout:
+            if letter not in self.mixers:
+                raise ValueError(
+                    f"layout {self.layout!r}: no mixer for {letter!r}; mixers has {', '.join(self.mixers) or 'none'}"
+                )
+        self.layer_types = [_LAYER_TYPES.get(self.mixers[letter].get("kind"), "full_attention") for letter in self.layout]
+        super().__post_init__(**kwargs)
+
+    def mixer(self, letter: str) -> Config:
+        """The mixer config of a letter of the layout."""
+        return _of(from_dict(self.mixers[letter]), MIXERS, f"mixers[{letter!r}]")
+
+    def channel_mixer(self) -> Config | None:
+        """The MLP's config, or None for blocks without one."""
+        return None if self.mlp is None else _of(from_dict(self.mlp), MLPS, "mlp")
+
+
+def _plain(config: Config | dict[str, Any]) -> dict[str, Any]:
+    """A component config as a dict, checked by building it once."""
+    config = config if isinstance(config, Config) else from_dict(config)
+    return config.to_dict()
+
+
+def _of(config: Config, kinds: tuple[type[Config], ...], where: str) -> Config:
+    if not isinstance(config, kinds):
+        names = [k.kind for k in kinds]
+        raise ValueError(f"{where}: got kind {config.kind!r}{nearest(config.kind, names)}, expected one of {', '.join(names)}")
+    return config

@@ -1,0 +1,190 @@
+"""One Block, one Model, one ForCausalLM for every mixer. What a mixer does is its config's business, not this file's."""
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.output_capturing import capture_outputs
+
+from needlework.layers.norm import RMSNorm
+from needlework.layers.projection import OutProjection
+from needlework.models.cache import NeedleworkCache
+from needlework.models.config import NeedleworkConfig
+
+
+class Block(GradientCheckpointingLayer):
+    """x + mixer(norm x), then x + mlp(norm x)."""
+
+    def __init__(self, config: NeedleworkConfig, letter: str):
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size)
+        self.mixer = config.mixer(letter).build(config.hidden_size)
+        mlp = config.channel_mixer()
+        self.mlp_norm = None if mlp is None else RMSNorm(config.hidden_size)
+        self.mlp = None if mlp is None else mlp.build(config.hidden_size)
+
+    def forward(self, x: Tensor, state: object, cu_seqlens: Tensor | None, output_final_state: bool) -> tuple[Tensor, object]:
+        y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens, output_final_state)
+        x = x + y
+        if self.mlp is not None:
+            x = x + self.mlp(self.mlp_norm(x))
+        return x, state
+
+
+class NeedleworkPreTrainedModel(PreTrainedModel):
+    config: NeedleworkConfig
+    config_class = NeedleworkConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("Block",)
+    _skip_keys_device_placement = ("past_key_values",)
+    _supports_sdpa = True
+    _is_stateful = True  # generate() then refuses assisted decoding and prompt lookup itself
+    _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012 (the name is transformers')
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """PyTorch's convention: a module with parameters of its own starts in reset_parameters, then the config's choices."""
+        own = {name: p for name, p in module.named_parameters(recurse=False)}
+        loaded = {name: p.clone() for name, p in own.items() if getattr(p, "_is_hf_initialized", False)}
+        if not own or len(loaded) == len(own):
+            return
+        module.reset_parameters()
+        std = self.config.initializer_range
+        if type(module) in (nn.Linear, nn.Embedding, OutProjection) and std is not None:
+            nn.init.normal_(module.weight, std=std)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        if self.config.zero_output and (isinstance(module, OutProjection) or module is self.get_output_embeddings()):
+            for parameter in own.values():
+                nn.init.zeros_(parameter)
+        for name, value in loaded.items():  # from_pretrained has filled these already
+            own[name].copy_(value)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # generate() makes no DynamicCache: forward makes a NeedleworkCache
+
+
+class NeedleworkModel(NeedleworkPreTrainedModel):
+    """Embedding, blocks, final norm."""
+
+    def __init__(self, config: NeedleworkConfig):
+        super().__init__(config)
+        if not config.layout:
+            raise ValueError("layout is empty: a model needs at least one layer, e.g. layout='RA'")
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, letter) for letter in config.layout)
+        self.norm = RMSNorm(config.hidden_size)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embed = value
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: NeedleworkCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """input_ids [B T]; attention_mask [B ..T] with zeros at pads, or cu_seqlens [N+1] packing documents with B = 1."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        B, T = x.shape[:2]
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if past_key_values is not None and not isinstance(past_key_values, NeedleworkCache):
+            raise TypeError(f"past_key_values: got {type(past_key_values).__name__}, expected NeedleworkCache")
+        if past_key_values is None and use_cache:
+            past_key_values = NeedleworkCache(self.config)
+        real = None
+        if attention_mask is not None and T:
+            if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+                raise ValueError(f"attention_mask: expected [B, at least T] = [{B}, {T}], got {list(attention_mask.shape)}")
+            real = attention_mask[:, -T:].bool()
+            if real.all():
+                real = None
+            elif cu_seqlens is not None:
+                raise ValueError("attention_mask with pads and cu_seqlens are two ways to say one thing: give one")
+        if real is not None:  # padding is packing: a pad is outside every document
+            counts = real.sum(1)
+            cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            x = x[real][None]
+        for i, block in enumerate(self.blocks):
+            layer = None if past_key_values is None else past_key_values.layers[i]
+            x, state = block(x, None if layer is None else layer.state, cu_seqlens, layer is not None)
+            if layer is not None:
+                layer.put(state, T)
+        x = self.norm(x)
+        if real is not None:
+            x = x.new_zeros(B, T, x.shape[-1]).masked_scatter(real[..., None], x)
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
+
+
+class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
+    """The model with its unembedding, tied or not."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012 (the name is transformers')
+
+    def __init__(self, config: NeedleworkConfig):
+        super().__init__(config)
+        self.model = NeedleworkModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.lm_head = value
+
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
+        if past_key_values is None and kwargs.get("use_cache", True):
+            past_key_values = NeedleworkCache(self.config)
+        return super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: NeedleworkCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """As NeedleworkModel; labels [B T] are shifted inside, as everywhere in transformers."""
+        out = self.model(
+            input_ids, attention_mask, past_key_values, inputs_embeds, use_cache=use_cache, cu_seqlens=cu_seqlens, **kwargs
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, keep])
+        c = self.config.softcap
+        if c is not None:
+            logits = c * logits * torch.rsqrt(logits.square() + c * c)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
+
+
+def register() -> None:
+    """Make AutoConfig, AutoModel and AutoModelForCausalLM know "needlework". `import needlework.models` does it."""
+    AutoConfig.register(NeedleworkConfig.model_type, NeedleworkConfig, exist_ok=True)
+    AutoModel.register(NeedleworkConfig, NeedleworkModel, exist_ok=True)
+    AutoModelForCausalLM.register(NeedleworkConfig, NeedleworkForCausalLM, exist_ok=True)

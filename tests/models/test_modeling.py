@@ -1,0 +1,191 @@
+"""The language model in transformers: generation with a cache, padding, beams, round trips, checkpointing."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from needlework.layers import (
+    CCQ,
+    Attention,
+    Canon,
+    Carve,
+    Delta,
+    GatedConv,
+    Lucid,
+    Memory,
+    Polar,
+    QDelta,
+    Recurrent,
+    Rope,
+    ScalarGate,
+    Softmax,
+    SquaredReLU,
+    SwiGLU,
+)
+from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+
+MIXERS = {
+    "Q": Recurrent(heads=2, key_dim=8, value_dim=8, write=QDelta()),
+    "C": Recurrent(heads=2, key_dim=8, value_dim=8, write=Carve(rank=2, content_chunk=4)),
+    "R": Recurrent(heads=2, key_dim=8, value_dim=8, write=Delta(gate=ScalarGate()), read=CCQ()),
+    "S": Attention(heads=4, kv_heads=2, head_dim=8, attend=Softmax(window=5), position=Rope()),
+    "L": Attention(heads=4, kv_heads=2, head_dim=8, attend=Lucid(), position=Rope()),
+    "P": Attention(heads=4, kv_heads=2, head_dim=8, attend=Polar(), conv=Canon(), output_gate=True, memory=Memory()),
+    "G": GatedConv(),
+}
+
+
+def config(layout="QCRSLPG", **settings):
+    return NeedleworkConfig(
+        **{"vocab_size": 61, "hidden_size": 32, "layout": layout, "mixers": MIXERS, "mlp": SwiGLU(hidden=48)}
+        | {"initializer_range": 0.2, "pad_token_id": 0} | settings
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return NeedleworkForCausalLM(config()).double().eval()
+
+
+@pytest.fixture
+def prompt():
+    return torch.randint(1, 61, (3, 9), generator=torch.Generator().manual_seed(1))
+
+
+def greedy(model, ids, n, mask=None):
+    """Token by token without a cache."""
+    for _ in range(n):
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
+        with torch.no_grad():
+            logits = model(ids, attention_mask=mask, use_cache=False).logits
+        ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], 1)
+    return ids
+
+
+def test_generate_with_a_cache_is_the_full_forward(model, prompt):
+    assert torch.equal(model.generate(prompt, max_new_tokens=12, do_sample=False), greedy(model, prompt, 12))
+
+
+def test_a_left_padded_row_is_the_row_alone(model, prompt):
+    mask = torch.ones_like(prompt)
+    mask[0, :4], mask[1, :1] = 0, 0
+    padded = model.generate(prompt * mask, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    alone = model.generate(prompt[:1, 4:], max_new_tokens=8, do_sample=False)
+    assert torch.equal(padded[0, 4:], alone[0])
+    assert torch.equal(padded, greedy(model, prompt * mask, 8, mask))
+    with torch.no_grad():
+        logits = model(prompt * mask, attention_mask=mask).logits[0, 4:]
+        assert torch.allclose(logits, model(prompt[:1, 4:]).logits[0], rtol=0, atol=1e-12)
+
+
+def test_packed_documents_are_separate_forwards(model, prompt):
+    ends = torch.tensor([0, 9, 18, 27])
+    with torch.no_grad():
+        packed = model(prompt.reshape(1, -1), cu_seqlens=ends).logits
+        assert torch.allclose(packed[0], model(prompt).logits.flatten(0, 1), rtol=0, atol=1e-12)
+
+
+def test_beam_search_with_a_cache_is_beam_search_without(model, prompt):
+    beams = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
+    assert torch.equal(model.generate(prompt, **beams), model.generate(prompt, use_cache=False, **beams))
+
+
+def test_several_samples_of_one_prompt(model, prompt):
+    assert model.generate(prompt, max_new_tokens=3, num_return_sequences=2, do_sample=True).shape == (6, 12)
+
+
+def test_what_would_roll_a_state_back_is_refused(model, prompt):
+    with pytest.raises(ValueError):
+        model.generate(prompt[:1], max_new_tokens=6, do_sample=False, prompt_lookup_num_tokens=2)
+    cache = model(prompt, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="cannot be rolled back"):
+        cache.layers[0].crop(-2)
+
+
+def test_a_foreign_cache_is_refused(model, prompt):
+    from transformers import DynamicCache
+
+    with pytest.raises(TypeError, match="got DynamicCache, expected NeedleworkCache"):
+        model(prompt, past_key_values=DynamicCache())
+
+
+def test_checkpointing_changes_no_gradient(prompt):
+    torch.manual_seed(0)
+    model = NeedleworkForCausalLM(config()).train()
+
+    def gradients():
+        model.zero_grad()
+        model(prompt, labels=prompt).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable()
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_loads_with_auto_classes_as_it_was(tmp_path, prompt, tied):
+    torch.manual_seed(0)
+    model = NeedleworkForCausalLM(config(tie_word_embeddings=tied, head_bias=not tied, softcap=15.0)).eval()
+    model.save_pretrained(tmp_path)
+    assert {"config.json", "model.safetensors"} <= {p.name for p in tmp_path.iterdir()}
+    assert not list(tmp_path.glob("*.bin"))
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert (again.lm_head.weight is again.model.embed.weight) == tied
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    with torch.no_grad():
+        assert torch.equal(again.eval()(prompt).logits, model(prompt).logits)
+
+
+def test_a_config_survives_its_file(tmp_path):
+    first = config(mlp=SquaredReLU(hidden=24))
+    first.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.to_dict() == first.to_dict()
+    assert again.mixer("C") == MIXERS["C"]
+    assert json.loads((tmp_path / "config.json").read_text())["mixers"]["Q"]["write"]["kind"] == "qdelta"
+
+
+def test_softcap_bounds_the_logits(prompt):
+    torch.manual_seed(0)
+    plain, capped = (NeedleworkForCausalLM(config("Q", softcap=c)).eval() for c in (None, 2.0))
+    capped.load_state_dict(plain.state_dict())
+    z = plain(prompt).logits
+    assert torch.allclose(capped(prompt).logits, 2 * z / (z.square() + 4).sqrt())
+
+
+def test_zero_output_starts_as_the_embedding_alone(prompt):
+    model = NeedleworkForCausalLM(config(zero_output=True, tie_word_embeddings=False)).eval()
+    hidden = model.model(prompt).last_hidden_state
+    assert torch.equal(hidden, model.model.norm(model.model.embed(prompt)))
+    assert not model(prompt).logits.any()
+
+
+def test_hidden_states_are_one_a_block_and_the_embedding(model, prompt):
+    states = model(prompt, output_hidden_states=True).hidden_states
+    assert len(states) == len(model.config.layout) + 1
+
+
+def test_bad_configs_and_inputs_say_what_was_expected(model, prompt):
+    with pytest.raises(ValueError, match="no mixer for 'X'"):
+        config("QX")
+    with pytest.raises(ValueError, match="unknown kind 'qdlta'"):
+        config("Q", mixers={"Q": {"kind": "recurrent", "heads": 1, "key_dim": 8, "value_dim": 8, "write": {"kind": "qdlta"}}})
+    with pytest.raises(ValueError, match="layout is empty"):
+        NeedleworkForCausalLM(config(""))
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="attention_mask: expected"):
+        model(prompt, attention_mask=torch.ones(3, 4))
+    with pytest.raises(ValueError, match="expected one of recurrent, attention, gated_conv"):
+        NeedleworkForCausalLM(config("Q", mixers={"Q": SwiGLU(hidden=8)}))
+
+
+def test_no_token_and_one_token_run(model):
+    assert model(torch.zeros(2, 0, dtype=torch.int64)).logits.shape == (2, 0, 61)
+    assert model(torch.ones(2, 1, dtype=torch.int64)).logits.shape == (2, 1, 61)
