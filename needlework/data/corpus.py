@@ -1,0 +1,215 @@
+"""A corpus: documents as flat arrays of tokens, split into training and held-out text, with a manifest.
+
+Order and split depend on names alone. Files are read in the order of the sha256 of their relative name (the standard
+library's alphabet would start with `abc` and `ast`); a document is held out if another part of its name's sha256 falls
+below the share. So the same files give the same corpus on every machine, and a file stays on its side as others come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .files import Source, Unreadable, documents, found, stdlib
+from .tokenizer import byte_ids, encode_bytes, eot_id, is_byte_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusConfig:
+    """Which text: kind "stdlib" (the installed Python's standard library) or "files" (`paths`).
+
+    held_out: share of the documents kept out of training, in (0, 1). max_bytes: reading stops there.
+    """
+
+    kind: str = "stdlib"
+    paths: tuple[str, ...] = ()
+    held_out: float = 0.05
+    max_bytes: int = 4 << 20
+
+    def __post_init__(self):
+        object.__setattr__(self, "paths", tuple(map(str, self.paths)))  # a list, as JSON gives it, is welcome
+        if self.kind not in ("stdlib", "files"):
+            raise ValueError(f'corpus: unknown kind "{self.kind}"; there are "stdlib" and "files"')
+        if (self.kind == "files") != bool(self.paths):
+            raise ValueError(f'corpus: kind "{self.kind}" with {len(self.paths)} paths; paths go with "files"')
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"corpus: held_out is a share in (0, 1), got {self.held_out}")
+        if self.max_bytes < 1:
+            raise ValueError(f"corpus: max_bytes is at least 1, got {self.max_bytes}")
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents end to end: tokens [n] (uint16, or int32 for larger vocabularies), offsets [N+1] int64.
+
+    Document i is tokens[offsets[i] : offsets[i + 1]]; its last token is the end of text.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def join(cls, parts: list[np.ndarray]) -> Documents:
+        return cls(np.concatenate(parts), np.cumsum([0] + [len(p) for p in parts], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.tokens[self.offsets[i] : self.offsets[i + 1]]
+
+    def sample(self, rng: np.random.Generator, n: int) -> np.ndarray:
+        """n contiguous tokens [n] int64 from a random place; they may span documents."""
+        if n > len(self.tokens):
+            raise ValueError(f"corpus: {n} tokens in a row are asked for, but this side has only {len(self.tokens)}")
+        start = rng.integers(len(self.tokens) - n + 1)
+        return self.tokens[start : start + n].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and held-out documents, the tokenizer of their tokens, and a manifest of where they are from."""
+
+    train: Documents
+    held_out: Documents
+    tokenizer: Tokenizer
+    manifest: dict
+
+    @cached_property
+    def byte_ids(self) -> np.ndarray:
+        """The token of each byte, [256] int64; ValueError if the tokenizer has none."""
+        return byte_ids(self.tokenizer)
+
+    def write_manifest(self, path: str | Path) -> None:
+        """Write the manifest as JSON; the file is replaced at once or not at all."""
+        path = Path(path)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(json.dumps(self.manifest, indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def load_corpus(config: CorpusConfig, tokenizer: Tokenizer) -> Corpus:
+    """Read, tokenise and split the files of a config.
+
+    Every document ends in the tokenizer's end of text. Empty documents and repeated ones are left out; a file that is
+    no text is skipped and listed in the manifest. Where the split by name leaves a side with less than half its share
+    (few documents), the end of the longest one is held out instead, and the manifest says so.
+    Raises FileNotFoundError (a path), ValueError (no readable text; a record that is no JSON or has no "text").
+    """
+    sources = stdlib() if config.kind == "stdlib" else found(config.paths)
+    texts, files, skipped = _read(sources, config.max_bytes)
+    if not texts:
+        reasons = "".join(f"\n  {file['name']}: {file['reason']}" for file in skipped[:10])
+        raise ValueError(
+            f"corpus: no readable text in {', '.join(config.paths) or 'the standard library'}; tried {len(sources)} "
+            f"files as UTF-8 text, .jsonl, .json or .parquet, {len(skipped)} of them are no text{reasons}"
+        )
+    names = list(texts.values())
+    parts = _tokenise(list(texts), tokenizer)
+    train, held_out, split = _split(names, parts, config.held_out)
+    manifest = {
+        "kind": config.kind,
+        "python": platform.python_version(),
+        "max_bytes": config.max_bytes,
+        "sha256": _sha256_of_arrays(train.tokens, train.offsets, held_out.tokens, held_out.offsets),
+        "totals": {
+            "files": len(files),
+            "files_left_unread": len(sources) - len(files) - len(skipped),
+            "documents": len(parts),
+            "bytes": sum(map(len, texts)),
+            "train_tokens": len(train.tokens),
+            "held_out_tokens": len(held_out.tokens),
+        },
+        "split": split,
+        "files": files,
+        "skipped": skipped,
+    }
+    return Corpus(train, held_out, tokenizer, manifest)
+
+
+def _read(sources: list[Source], max_bytes: int) -> tuple[dict[bytes, str], list[dict], list[dict]]:
+    """Texts with their names, up to max_bytes of them, and the manifest's lists: files read, files skipped."""
+    texts: dict[bytes, str] = {}
+    files, skipped = [], []
+    room = max_bytes
+    for source in sorted(sources, key=lambda source: hashlib.sha256(source.name.encode()).digest()):
+        before = len(texts)
+        try:
+            for name, text in documents(source, room):
+                piece = text if len(text) <= room else _whole_characters(text[:room])
+                if piece and piece not in texts:
+                    texts[piece] = name
+                    room -= len(text)
+                if room <= 0:
+                    break
+        except (Unreadable, OSError) as error:
+            if source.given and isinstance(error, OSError):
+                raise
+            skipped.append({"name": source.name, "reason": str(error)})
+            continue
+        with source.path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        size = source.path.stat().st_size
+        files.append({"name": source.name, "bytes": size, "sha256": sha256, "documents": len(texts) - before})
+        if room <= 0:
+            break
+    return texts, files, skipped
+
+
+def _whole_characters(text: bytes) -> bytes:
+    return text.decode("utf-8", "ignore").encode()
+
+
+def _tokenise(texts: list[bytes], tokenizer: Tokenizer) -> list[np.ndarray]:
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32
+    if is_byte_tokenizer(tokenizer):
+        ids = [encode_bytes(text) for text in texts]
+    else:
+        batch = tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        ids = [encoding.ids for encoding in batch]
+    return [np.append(np.asarray(i, dtype), dtype(eot_id(tokenizer))) for i in ids]
+
+
+def _split(names: list[str], parts: list[np.ndarray], share: float) -> tuple[Documents, Documents, dict]:
+    """Training and held-out documents, and what the manifest says about them."""
+    # The last 8 bytes of the digest: files are *ordered* by its first ones.
+    scores = [int.from_bytes(hashlib.sha256(name.encode()).digest()[-8:], "big") / 2**64 for name in names]
+    held = [score < share for score in scores]
+    total = sum(map(len, parts))
+    held_tokens = sum(len(part) for part, out in zip(parts, held, strict=True) if out)
+    if held_tokens >= share * total / 2 and total - held_tokens >= (1 - share) * total / 2:
+        train = [part for part, out in zip(parts, held, strict=True) if not out]
+        held_out = [part for part, out in zip(parts, held, strict=True) if out]
+        names = [name for name, out in zip(names, held, strict=True) if out]
+        return Documents.join(train), Documents.join(held_out), {"by": "name", "share": share, "held_out": names}
+    longest = max(range(len(parts)), key=lambda i: len(parts[i]))
+    document = parts[longest]
+    cut = len(document) - min(math.ceil(share * total), len(document) // 2)
+    train = [*parts[:longest], document[:cut], *parts[longest + 1 :]]
+    split = {"by": "end of the longest document", "share": share, "held_out": [names[longest]], "from_token": cut}
+    return Documents.join(train), Documents.join([document[cut:]]), split
+
+
+def _sha256_of_arrays(*arrays: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()

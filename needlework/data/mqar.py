@@ -1,0 +1,53 @@
+"""Multi-query associative recall (Zoology, arXiv 2312.04927): pairs first, then their keys again at power-law gaps.
+
+    k1 v1 k2 v2 … | · · k2 · · · k1 ·          at a repeated key the label is its value; every other label is -100
+
+Keys are 1 … vocab/2 - 1, values vocab/2 … vocab - 1. The other places hold random tokens (Zoology's
+`random_non_queries`), here never a key of the row, so that only a query asks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .batch import IGNORE, Batch
+from .rng import generator
+
+
+@dataclass(frozen=True, kw_only=True)
+class MQAR:
+    """vocab: tokens in all; pairs: keys a row; power: a in p(gap) ∝ gap^(a-1), small a asks soon."""
+
+    kind: str = "mqar"
+    vocab: int = 8192
+    pairs: int = 8
+    power: float = 0.01
+
+    def __post_init__(self):
+        if self.pairs < 1 or self.vocab // 2 - 1 < self.pairs:
+            raise ValueError(f"mqar: {self.pairs} pairs of distinct keys need 1 <= pairs < vocab / 2, vocab {self.vocab}")
+
+    def batch(self, seed: int, step: int, B: int, T: int) -> Batch:
+        """Rows [B T]; ValueError unless T is at least four times the pairs."""
+        if T < 4 * self.pairs:
+            raise ValueError(f"mqar: {self.pairs} pairs and their queries need T >= {4 * self.pairs}, got T = {T}")
+        rows = [self._row(generator("mqar", seed, step, row), T) for row in range(B)]
+        inputs, labels = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
+        return Batch(inputs, labels)
+
+    def _row(self, rng: np.random.Generator, T: int) -> tuple[np.ndarray, np.ndarray]:
+        half, head = self.vocab // 2, 2 * self.pairs
+        keys = 1 + rng.choice(half - 1, self.pairs, replace=False)
+        values = half + rng.choice(self.vocab - half, self.pairs, replace=False)
+        # The other places: the i-th of the tokens that are no key, i uniform.
+        row = rng.integers(self.vocab - self.pairs, size=T)
+        row += np.searchsorted(np.sort(keys) - np.arange(self.pairs), row, side="right")
+        row[0:head:2], row[1:head:2] = keys, values
+        gaps = np.arange(1, (T - head) // 2 + 1)
+        chance = gaps ** (self.power - 1)
+        queries = head + 2 * rng.choice(len(gaps), self.pairs, replace=False, p=chance / chance.sum())
+        row[queries] = keys
+        labels = np.full(T, IGNORE)
+        labels[queries] = values
+        return row, labels

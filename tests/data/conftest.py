@@ -1,0 +1,18 @@
+"""A small corpus that the data tests share: forty files of numbered lines, so that text and place can be told apart."""
+
+import pytest
+
+from needlework.data import CorpusConfig, byte_tokenizer, load_corpus
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("corpus")
+    for i in range(40):
+        (root / f"file{i:02}.txt").write_text("".join(f"line {n} of file {i}\n" for n in range(200)))
+    return root
+
+
+@pytest.fixture(scope="session")
+def corpus(folder):
+    return load_corpus(CorpusConfig(kind="files", paths=(folder,), held_out=0.2), byte_tokenizer())
