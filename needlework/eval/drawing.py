@@ -1,0 +1,132 @@
+"""How a figure is drawn: the bare axes, labels at the line's own end that never overlap, and SVG that HTML can colour.
+
+matplotlib draws with the light palette; `svg` then turns each colour into the CSS variable of the same name, and each group
+that was marked with `tag` into one that a script can find by its mixer. What is plotted is the business of figures.py.
+"""
+
+import io
+import re
+from contextlib import contextmanager
+
+from .palette import GRID, INK, MUTED, SURFACE, colour, variables
+
+LABEL_POINTS = 8.5
+LINE_HEIGHT = 1.3
+
+
+@contextmanager
+def style():
+    """matplotlib settings for every figure: text stays text, equal input gives equal bytes, a `$` is a `$`."""
+    import matplotlib
+
+    settings = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "needlework",
+        "text.parse_math": False,
+        "font.family": "DejaVu Sans",
+        "font.size": LABEL_POINTS,
+        "axes.titlesize": 10,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.titlecolor": INK,
+        "axes.labelcolor": MUTED,
+        "axes.edgecolor": MUTED,
+        "axes.facecolor": "none",
+        "axes.linewidth": 0.8,
+        "axes.spines.left": False,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.axisbelow": True,
+        "xtick.color": MUTED,
+        "ytick.color": MUTED,
+        "xtick.major.size": 3,
+        "ytick.major.size": 0,
+        "grid.color": GRID,
+        "grid.linewidth": 0.8,
+        "lines.linewidth": 1.8,
+        "lines.markersize": 6,
+        "lines.solid_capstyle": "round",
+    }
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def tag(index: int, tip: str = "") -> dict[str, str]:
+    """The keyword that marks an artist as mixer number `index`'s, with what a pointer over it should say."""
+    return {"gid": f"mixer-{index}|{tip}"}
+
+
+def svg(figure) -> str:
+    """The figure as an <svg> element: themed, without ids that could meet another figure's, without date or links."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg ") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="mixer-(\d+)\|([^"]*)"', r'<g class="series" data-mixer="\1" data-tip="\2"', text)
+    text = re.sub(r'<g id="[^"]*"', "<g", text).replace(' data-tip=""', "")
+    text = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 xmlns:xlink="http://www.w3.org/1999/xlink">', text)
+    for name, (light, _) in variables().items():
+        text = text.replace(light, f"var(--{name})")
+    return text
+
+
+def spread(wanted: list[float], gap: float, low: float, high: float) -> list[float]:
+    """The positions nearest to the wanted ones (least squares) that keep their order, `gap` apart, inside [low, high].
+
+    With i gaps taken off the i-th, 'at least a gap apart' is 'never descending': pool neighbours that descend.
+    """
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    pools: list[list[float]] = []
+    for i, index in enumerate(order):
+        pools.append([wanted[index] - i * gap])
+        while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    level = [_mean(pool) for pool in pools for _ in pool]
+    highest = max(low, high - gap * (len(wanted) - 1))
+    placed = [0.0] * len(wanted)
+    for i, index in enumerate(order):
+        placed[index] = min(max(level[i], low), highest) + i * gap
+    return placed
+
+
+def _mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def label_points(axes, points: list[tuple[int, float, float, str]], *, at: float | None = None) -> None:
+    """Write each (mixer, x, y, text) in its colour to the right of its point, at axes fraction `at` or just beside it.
+
+    Labels that would overlap move up or down and keep a thin leader to their point. Call it when everything is plotted.
+    """
+    if not points:
+        return
+    axes.autoscale_view()  # limits that are still to be computed would make the positions below wrong
+    figure = axes.figure
+    height = axes.get_position().height * figure.get_figheight() * 72
+    width = axes.get_position().width * figure.get_figwidth() * 72
+    gap = LABEL_POINTS * LINE_HEIGHT / height
+    anchors = axes.transAxes.inverted().transform(axes.transData.transform([(x, y) for _, x, y, _ in points]))
+    places = spread([float(y) for _, y in anchors], gap, 0.04, 1.0)
+    start = at if at is not None else float(anchors[:, 0].max()) + 16 / width
+    for (index, _, _, text), (x, y), place in zip(points, anchors, places, strict=True):
+        axes.plot(
+            [x + 5 / width, start - 3 / width],
+            [y, place],
+            transform=axes.transAxes,
+            color=colour(index),
+            linewidth=0.6,
+            alpha=0.55,
+            clip_on=False,
+            **tag(index),
+        )
+        axes.text(
+            start,
+            place,
+            text,
+            transform=axes.transAxes,
+            color=colour(index),
+            va="center_baseline",
+            bbox={"facecolor": SURFACE, "edgecolor": "none", "pad": 0.5},
+            **tag(index),
+        )

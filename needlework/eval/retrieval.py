@@ -1,0 +1,65 @@
+"""Retrieval: how many tokens of the asked values a model predicts, teacher-forced, and how many values are all right.
+
+The episodes (text, needles, which positions count) are made elsewhere; here they are two integer tensors.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .forward import check_token_ids, evaluating, logits
+
+UNSCORED = -100
+
+
+class Episodes(Protocol):
+    """Anything with `input_ids` and `targets`, both [n T]."""
+
+    input_ids: Tensor
+    targets: Tensor
+
+
+class Retrieval(NamedTuple):
+    """Shares in 0..1 and what they were taken over; `_asdict()` is the entry of results.json."""
+
+    accuracy: float
+    exact: float
+    digits: int
+    values: int
+
+
+def retrieval(model: Callable, episodes: Episodes, *, batch_size: int = 16) -> Retrieval:
+    """Teacher-forced argmax accuracy over the scored tokens, and the share of values with every token right.
+
+        accuracy = mean over scored (i, t) of [argmax_w logits[i, t, w] = targets[i, t]]
+
+    model: called with input_ids [b T], returns logits [b T vocabulary] or an object that has them as `.logits`.
+    episodes: `.input_ids` [n T] and `.targets` [n T], integers. targets[i, t] is the token that position t must predict
+        (already shifted), -100 where nothing is scored. A value is a maximal run of scored positions within a row.
+    batch_size: rows per forward pass, >= 1.
+    Logits are compared in the dtype in which the model gives them; the model is in evaluation mode meanwhile.
+    Raises ValueError for shapes that differ and for episodes in which nothing is scored.
+    """
+    input_ids, targets = episodes.input_ids, episodes.targets
+    check_token_ids("input_ids", input_ids)
+    if targets.shape != input_ids.shape:
+        raise ValueError(f"targets {list(targets.shape)} must have the shape of input_ids {list(input_ids.shape)}")
+    targets = targets.cpu()
+    scored = targets != UNSCORED  # [n T]
+    if not scored.any():
+        raise ValueError(f"targets {list(targets.shape)} score no position: every entry is {UNSCORED}")
+    with evaluating(model):
+        guesses = torch.cat([logits(model, ids).argmax(-1).cpu() for ids in input_ids.split(batch_size)])  # [n T]
+    right = (guesses == targets)[scored]
+    starts = scored.clone()
+    starts[:, 1:] &= ~scored[:, :-1]
+    value = starts.flatten().cumsum(0)[scored.flatten()] - 1  # which value each scored token belongs to
+    wrong_in_value = torch.bincount(value, weights=(~right).double())
+    return Retrieval(
+        accuracy=right.double().mean().item(),
+        exact=(wrong_in_value == 0).double().mean().item(),
+        digits=len(right),
+        values=len(wrong_in_value),
+    )
