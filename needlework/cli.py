@@ -1,0 +1,309 @@
+"""The command line: what each command reads and prints. What it does is run.py's and compare.py's."""
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import json
+import signal
+import typing
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    help="Sequence mixers that find the needle: compare them, train them, measure them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+CorpusPaths = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help='Text to train on: files, folders, .jsonl or .parquet with a "text" field. Default: Python\'s own library.'
+    ),
+]
+Runs = Annotated[Path, typer.Option(help="The folder that holds runs.")]
+
+
+def main() -> None:
+    """Entry point: what a user did wrong is one line and exit status 1, never a traceback."""
+    from needlework.run import RunError
+
+    try:
+        app()
+    except (ValueError, ArithmeticError, OSError, RunError) as error:
+        console.print(f"[red]needlework:[/red] {error}", highlight=False, soft_wrap=True)
+        raise SystemExit(1) from error
+    except KeyboardInterrupt as error:
+        raise SystemExit(130) from error
+
+
+@app.command()
+def compare(
+    mixer: Annotated[
+        list[str] | None, typer.Option(help="A mixer to compare (see `needlework mixers`); give it again for more.")
+    ] = None,
+    corpus: CorpusPaths = None,
+    name: Annotated[str, typer.Option(help="The run's name: results go to RUNS/NAME.")] = "demo",
+    runs: Runs = Path("runs"),
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Change a field of every recipe, e.g. train.seed=1")] = None,
+    workers: Annotated[int, typer.Option(help="Mixers trained at a time, one thread each.", min=1)] = 2,
+) -> None:
+    """Train small models that differ in their mixer alone, and show which finds the needle.
+
+    Trains on real text mixed with needle episodes, measures loss and retrieval at 1x to 8x the training length, and writes
+    RUNS/NAME/report.html. About ten minutes on two cores. Ctrl-C saves; the same command goes on where it stopped.
+    """
+    from needlework.compare import compare as compare_recipes
+
+    demo = importlib.import_module("recipes.demo")
+    known(mixer or [], demo.CATALOG, "mixer")
+    recipes = demo.compare(tuple(mixer or demo.COMPARE), corpus_config(corpus))
+    recipes = tuple(changed(recipe, set_ or []) for recipe in recipes)
+    directory = runs / name
+    try:
+        results = compare_recipes(name, recipes, directory, console, workers)
+    except KeyboardInterrupt:
+        console.print(f"stopped and saved in {directory}; the same command goes on")
+        raise
+    console.print(scores(results))
+    console.print(f"report: {directory / 'report.html'}", highlight=False)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="MODULE:FUNCTION of recipes/ (demo:qdelta), or of a Python file (my.py:run).")],
+    corpus: CorpusPaths = None,
+    name: Annotated[str | None, typer.Option(help="The run's name; default: the recipe's.")] = None,
+    runs: Runs = Path("runs"),
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Change a field, e.g. train.optim.lr=3e-4")] = None,
+) -> None:
+    """Train and measure one recipe. Ctrl-C saves; the same command goes on where it stopped."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from needlework.run import claim, run
+
+    chosen = changed(load_recipe(recipe), set_ or [])
+    if corpus:
+        chosen = dataclasses.replace(chosen, corpus=corpus_config(corpus))
+    directory = runs / (name or chosen.name)
+    claim(directory, {chosen.name: chosen.to_dict()})
+    stopped = []
+    before = signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
+    try:
+        with Bar(*columns, console=console) as bar:
+            task = bar.add_task(chosen.title, total=chosen.train.steps, now="")
+            entry = run(
+                chosen, directory / chosen.name, stop=lambda: bool(stopped),
+                on_step=lambda p: bar.update(task, completed=p.step, now=f"loss {p.loss:.3f} · {p.tokens_per_second:,.0f} tokens/s"),
+            )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if entry is None:
+        console.print(f"stopped and saved in {directory}; the same command goes on")
+        raise KeyboardInterrupt
+    console.print(scores({"lengths": chosen.evaluate.lengths, "mixers": [entry]}))
+    console.print(f"checkpoint: {directory / chosen.name / 'checkpoint'}", highlight=False)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder that `train` or `compare` wrote (…/checkpoint).")],
+    corpus: CorpusPaths = None,
+    length: Annotated[list[int] | None, typer.Option(help="A length in tokens; give it again for more.")] = None,
+    needles: Annotated[int, typer.Option(help="How many needles at once in the task of several.", min=1)] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a checkpoint: loss on held-out text, one needle and several, at each length."""
+    from needlework.data import load_corpus
+    from needlework.run import Evaluation, measure, state_bytes
+
+    model, tokenizer = load_checkpoint(checkpoint)
+    evaluation = Evaluation(needles=needles, **({"lengths": tuple(length)} if length else {}))
+    entry = measure(model, load_corpus(corpus_config(corpus), tokenizer), evaluation)
+    entry |= {"title": checkpoint.name, "state_bytes": {str(T): state_bytes(model, T) for T in evaluation.lengths}}
+    console.print_json(json.dumps(entry)) if as_json else console.print(
+        scores({"lengths": evaluation.lengths, "mixers": [entry]})
+    )
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder that `train` or `compare` wrote (…/checkpoint).")],
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    tokens: Annotated[int, typer.Option(help="How many tokens to add.", min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.", min=0)] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+) -> None:
+    """Continue a text."""
+    import torch
+
+    model, tokenizer = load_checkpoint(checkpoint)
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not ids:
+        raise ValueError("--prompt is empty: expected at least one token to go on from")
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    ids = torch.tensor([ids])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **sampling)
+    console.print(tokenizer.decode(out[0].tolist()), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def mixers(
+    length: Annotated[int, typer.Option(help="The length in tokens at which growing states are counted.", min=1)] = 8192,
+) -> None:
+    """The mixers by name: equation, state, cost.
+
+    Bytes are of one layer and sequence in bfloat16: recurrent heads 8 of 128 x 128, attention 8 query and 2 key-value heads
+    of 128, D 1024.
+    """
+    import torch
+
+    from needlework.layers.catalog import CATALOG, Sizes
+
+    sizes = Sizes(heads=8, key_dim=128, value_dim=128, attention_heads=8, kv_heads=2, head_dim=128)
+    table = Table("name", "mixer", "equation", "state", f"bytes at {length:,}", "cost", box=None, pad_edge=False)
+    for name, mixer in CATALOG.items():
+        with torch.device("meta"):
+            held = mixer.make(sizes).build(1024).state_size(length, torch.bfloat16)
+        table.add_row(name, mixer.title, mixer.equation, mixer.state, human(held), mixer.cost)
+    console.print(table, highlight=False)
+
+
+@app.command()
+def presets(as_json: Annotated[bool, typer.Option("--json", help="Print {name: parameters} as JSON.")] = False) -> None:
+    """The papers' models with their exact parameter counts. Nothing is allocated."""
+    from needlework.models.presets import PRESETS, count_parameters, preset
+
+    counts = {name: count_parameters(preset(name)) for name in PRESETS}
+    if as_json:
+        print(json.dumps(counts, indent=1))
+        return
+    table = Table("preset", "parameters", "what it is", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    for name, count in counts.items():
+        source = getattr(PRESETS[name], "func", PRESETS[name])
+        table.add_row(name, f"{count:,}", (source.__doc__ or "").strip().splitlines()[0])
+    console.print(table, highlight=False)
+
+
+def known(names: list[str], there: dict[str, Any], what: str) -> None:
+    from needlework.layers.config import nearest
+
+    for name in names:
+        if name not in there:
+            raise ValueError(f"unknown {what} {name!r}{nearest(name, list(there))}; known: {', '.join(there)}")
+
+
+def corpus_config(paths: list[Path] | None):
+    from needlework.data import CorpusConfig
+
+    return CorpusConfig(kind="files", paths=tuple(map(str, paths))) if paths else CorpusConfig()
+
+
+def load_recipe(name: str):
+    """demo:qdelta is recipes/demo.py's function qdelta; a module that ends in .py is a file."""
+    from needlework.run import Recipe
+
+    module_name, _, function = name.partition(":")
+    if not function:
+        raise ValueError(f"recipe {name!r}: expected MODULE:FUNCTION, e.g. demo:qdelta or my.py:run")
+    if module_name.endswith(".py"):
+        if not Path(module_name).is_file():
+            raise ValueError(f"recipe {name!r}: there is no file {module_name}")
+        spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        if importlib.util.find_spec(f"recipes.{module_name}") is None:
+            raise ValueError(f"recipe {name!r}: there is no recipes/{module_name}.py")
+        module = importlib.import_module(f"recipes.{module_name}")
+    known([function], vars(module), "recipe")
+    recipe = getattr(module, function)()
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe {name!r}: returned {type(recipe).__name__}, expected a needlework.run.Recipe")
+    return recipe
+
+
+def changed(config: Any, settings: list[str]) -> Any:
+    """The config with every "a.b=value" applied; values are Python literals, or text."""
+    for setting in settings:
+        path, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--set {setting!r}: expected FIELD=VALUE")
+        config = _replaced(config, path.split("."), value, path)
+    return config
+
+
+def _replaced(config: Any, path: list[str], text: str, whole: str) -> Any:
+    from needlework.layers.config import nearest
+
+    if not dataclasses.is_dataclass(config):
+        raise ValueError(f"--set {whole}: {type(config).__name__} has no fields that can be set")
+    fields = typing.get_type_hints(type(config))
+    if path[0] not in fields:
+        raise ValueError(f"--set {whole}: no field {path[0]!r}{nearest(path[0], list(fields))}; known: {', '.join(fields)}")
+    old = getattr(config, path[0])
+    if len(path) > 1:
+        return dataclasses.replace(config, **{path[0]: _replaced(old, path[1:], text, whole)})
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    if isinstance(old, float) and isinstance(value, int):
+        value = float(value)
+    if old is not None and not isinstance(value, type(old)):
+        raise ValueError(f"--set {whole}: got {text!r}, expected {type(old).__name__} such as {old!r}")
+    return dataclasses.replace(config, **{path[0]: value})
+
+
+def load_checkpoint(path: Path):
+    """The model, in evaluation mode, and its tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    import needlework.models  # noqa: F401 (registers the model with transformers)
+    from needlework.data import load_tokenizer
+
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path}: expected a folder with config.json, model.safetensors and tokenizer.json")
+    return AutoModelForCausalLM.from_pretrained(path).eval(), load_tokenizer(path / "tokenizer.json")
+
+
+def human(n: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+
+
+def scores(results: dict[str, Any]) -> Table:
+    """Loss and digits right by length, one row a mixer."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("mixer")
+    for heading in ("loss", "one needle", "several"):
+        for T in results["lengths"]:
+            table.add_column(f"{heading}\n{T}", justify="right")
+    for entry in results["mixers"]:
+        row = [f"{entry['loss'][str(T)]:.3f}" for T in results["lengths"]]
+        row += [f"{entry[task][str(T)]['accuracy']:.0%}" for task in ("needle", "needles") for T in results["lengths"]]
+        table.add_row(entry["title"], *row)
+    return table
+
+
+if __name__ == "__main__":
+    main()
