@@ -1,0 +1,44 @@
+"""Learning-rate schedules: pure functions from the step about to be taken (0 is the first) to a multiplier of the peak.
+
+    warm-up   m(s) = (s + 1) / warmup                    s < warmup
+    Cosine    m(s) = floor + (1 - floor) (1 + cos πx)/2  x = (s - warmup) / (steps - warmup)
+    Cooldown  m(s) = 1                                   s < flat · steps
+              m(s) = 1 - (1 - floor) x                   x = (s - flat · steps) / (steps - flat · steps)
+
+The floor is reached at s = steps, one past the last step: a floor of 0 wastes no step.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """Linear warm-up over `warmup` steps, then half a cosine down to `floor` × the peak."""
+
+    kind: str = "cosine"
+    warmup: int = 0
+    floor: float = 0.0
+
+    def multiplier(self, step: int, steps: int) -> float:
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        x = (step - self.warmup) / max(1, steps - self.warmup)
+        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * x)) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cooldown:
+    """Linear warm-up over `warmup` steps, the peak until the share `flat` of all steps, then linear to `floor` × the peak."""
+
+    kind: str = "cooldown"
+    warmup: int = 0
+    flat: float
+    floor: float = 0.0
+
+    def multiplier(self, step: int, steps: int) -> float:
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        # A warm-up longer than the flat share eats into the cooldown; it does not shift it.
+        start = self.flat * steps
+        return 1.0 if step <= start else 1 - (1 - self.floor) * (step - start) / (steps - start)
