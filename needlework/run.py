@@ -140,7 +140,7 @@ def run(
     )  # fmt: skip
     if result.stopped:
         return None
-    model.eval().save_pretrained(directory / "checkpoint")
+    model.save_pretrained(directory / "checkpoint")
     corpus.tokenizer.save(str(directory / "checkpoint" / "tokenizer.json"))
     entry = training_entry(recipe, model, result) | measure(model, corpus, recipe.evaluate)
     write_json(done, entry)
@@ -173,15 +173,17 @@ def state_bytes(model: NeedleworkForCausalLM, T: int) -> int:
 def measure(model: NeedleworkForCausalLM, corpus: Corpus, evaluation: Evaluation) -> dict[str, Any]:
     """Loss on held-out text, one needle and several, at every length."""
     entry: dict[str, Any] = {"loss": {}, "needle": {}, "needles": {}}
+    model.eval()
+    read = lambda ids: model(ids, use_cache=False)
     for T in evaluation.lengths:
         rows = max(evaluation.rows, evaluation.tokens // T)
         size = max(1, 8192 // T)
         text = held_out_text(corpus, evaluation.seed, max(1, evaluation.tokens // T), T + 1).input_ids
-        entry["loss"][str(T)] = loss(model, text, batch_size=size).mean
+        entry["loss"][str(T)] = loss(read, text, batch_size=size).mean
         one = single_needle(corpus, evaluation.seed, rows, T)
         several = many_needles(corpus, evaluation.seed, rows, T, evaluation.needles)
-        entry["needle"][str(T)] = retrieval(model, one, batch_size=size)._asdict()
-        entry["needles"][str(T)] = retrieval(model, several, batch_size=size)._asdict()
+        entry["needle"][str(T)] = retrieval(read, one, batch_size=size)._asdict()
+        entry["needles"][str(T)] = retrieval(read, several, batch_size=size)._asdict()
     return entry
 
 

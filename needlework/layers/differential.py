@@ -46,7 +46,7 @@ class _Differential(AttendRule):
         halves = lambda x: torch.cat(x.chunk(2, -1), 2)  # [B T 2H d/2]
         o, pages = softmax_attention(
             halves(q), halves(k), torch.cat([v, v], 2),
-            window=self.config.window, **carry | {"initial_state": _spread(carry["initial_state"])},
+            window=self.config.window, ring=self.config.window, **carry | {"initial_state": _spread(carry["initial_state"])},
         )  # fmt: skip
         first, second = o.chunk(2, 2)
         return (1 - self.config.start) * self.norm(first - lam.to(o.dtype) * second), None, _gather(pages)

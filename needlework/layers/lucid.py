@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from needlework.layers.config import Config, Width
 from needlework.layers.norm import wide
 from needlework.layers.softmax import AttendRule, softmax_attention
-from needlework.layers.state import size
+from needlework.layers.state import KVState, size
 from needlework.ops.lucid import chunk_lucid
 
 
@@ -46,8 +46,10 @@ class _Lucid(AttendRule):
             k, v, beta, precondition=c.precondition, window=c.window, solve=c.solve,
             **carry,
         )  # fmt: skip
-        carry["output_final_state"] = False  # the pages hold k and y: the solve made them
-        o, _ = softmax_attention(q, k, y, window=c.window, scale=c.scale, **carry)
+        past = carry["initial_state"]
+        carry |= {"initial_state": past and KVState(*past), "output_final_state": False}  # the solve has made the pages
+        ring = c.window if c.solve == "window" else None
+        o, _ = softmax_attention(q, k, y, window=c.window, ring=ring, scale=c.scale, **carry)
         return o, None, pages
 
     def state_size(self, T: int, dtype: torch.dtype) -> int:

@@ -18,6 +18,7 @@ def softmax_attention(
     v: Tensor,
     *,
     window: int | None = None,
+    ring: int | None = None,
     scale: float | None = None,
     initial_state: KVState | None = None,
     output_final_state: bool = False,
@@ -26,25 +27,26 @@ def softmax_attention(
     """o_i = Σ_j softmax_j(scale · q_i·k_j) v_j over the keys with 0 <= i − j < window of the same document.
 
     q [B T Hq d], k [B T Hkv d], v [B T Hkv V], scale default d^-1/2 -> o [B T Hq V] and the pages after the last token.
+    Pages are a ring of `ring` rows, or hold every token (`ops/common/pages.py`).
     """
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
         q, k, v = (pad(x, cu_seqlens) for x in (q, k, v))
     # a padded row's queries give arbitrary numbers, which nobody reads
-    o = _attend(q, k, v, window, scale, initial_state)
+    o = _attend(q, k, v, window, ring, scale, initial_state)
     state = None
     if output_final_state:
         real = torch.full((len(k),), k.shape[1], device=k.device) if cu_seqlens is None else lengths(cu_seqlens)
         past = initial_state or KVState(k[:, :0], v[:, :0], torch.zeros_like(real))
-        state = KVState(*append((past.k, past.v), (k, v), past.length, real, window), past.length + real)
+        state = KVState(*append((past.k, past.v), (k, v), past.length, real, ring), past.length + real)
     return o if cu_seqlens is None else unpad(o, cu_seqlens), state
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None, past: KVState | None) -> Tensor:
+def _attend(q, k, v, window: int | None, ring: int | None, scale: float | None, past: KVState | None) -> Tensor:
     T, mask = q.shape[1], None
     at = torch.arange(T, device=q.device)
     if past is not None:
-        held = positions(past.length, past.k.shape[1], window)  # [N P]
+        held = positions(past.length, past.k.shape[1], ring)  # [N P]
         at = past.length[:, None] + at  # [N T]
         mask = _visible(at, torch.cat([held, at], 1), window)[:, None]
         k, v = torch.cat([past.k.to(k.dtype), k], 1), torch.cat([past.v.to(v.dtype), v], 1)
@@ -94,5 +96,7 @@ class Softmax(Config):
 
 class _Softmax(AttendRule):
     def forward(self, x, q, k, v, **carry):
-        o, state = softmax_attention(q, k, v, window=self.config.window, scale=self.config.scale, **carry)
+        o, state = softmax_attention(
+            q, k, v, window=self.config.window, ring=self.config.window, scale=self.config.scale, **carry
+        )
         return o, None, state

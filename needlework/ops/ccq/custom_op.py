@@ -1,0 +1,94 @@
+"""needlework::ccq_fwd and ccq_bwd: chunk.py behind torch.library, with packing and T = 0. All tensors share one wide dtype."""
+
+import torch
+from torch import Tensor
+
+from needlework.ops.ccq import chunk
+from needlework.ops.ccq.state import CurvatureState
+from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
+
+
+@torch.library.custom_op("needlework::ccq_fwd", mutates_args=())
+def ccq_fwd(
+    q: Tensor,
+    k: Tensor,
+    eta: Tensor,
+    g: Tensor | None,
+    C: Tensor,
+    mean: Tensor,
+    n: Tensor,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The cleaned query [B T HV K] and the final C, mean, n."""
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, *q.shape[:2])
+    if q.shape[1] == 0:
+        return q.new_empty(*eta.shape, q.shape[-1]), C.clone(), mean.clone(), n.clone()
+    q, k, eta, g, real = _batch(cu_seqlens, q, k, eta, g)
+    cleaned, state = chunk.forward(q, k, eta, g, real, CurvatureState(C, mean, n), chunk_size)
+    return cleaned if cu_seqlens is None else unpad(cleaned, cu_seqlens), *state
+
+
+@ccq_fwd.register_fake
+def _(q, k, eta, g, C, mean, n, cu_seqlens, chunk_size):
+    return q.new_empty(*eta.shape, q.shape[-1]), *(x.new_empty(x.shape) for x in (C, mean, n))
+
+
+@torch.library.custom_op("needlework::ccq_bwd", mutates_args=())
+def ccq_bwd(
+    dcleaned: Tensor,
+    dC: Tensor,
+    dmean: Tensor,
+    dn: Tensor,
+    q: Tensor,
+    k: Tensor,
+    eta: Tensor,
+    g: Tensor | None,
+    C: Tensor,
+    mean: Tensor,
+    n: Tensor,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, eta, g (no numbers without g), C, mean, n."""
+    if q.shape[1] == 0:
+        empty = [torch.empty_like(x) for x in (q, k, eta, q.new_empty(0) if g is None else g)]
+        return *empty, dC.clone(), dmean.clone(), dn.clone()
+    dcleaned, q, k, eta, g, real = _batch(cu_seqlens, dcleaned, q, k, eta, g)
+    dstate = CurvatureState(dC, dmean, dn)
+    *rows, dstate = chunk.backward(dcleaned, dstate, q, k, eta, g, real, CurvatureState(C, mean, n), chunk_size)
+    rows = [q.new_empty(0) if x is None else x if cu_seqlens is None else unpad(x, cu_seqlens) for x in rows]
+    return *rows, *dstate
+
+
+@ccq_bwd.register_fake
+def _(dcleaned, dC, dmean, dn, q, k, eta, g, C, mean, n, cu_seqlens, chunk_size):
+    dg = q.new_empty(0) if g is None else g.new_empty(g.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, eta)), dg, *(x.new_empty(x.shape) for x in (C, mean, n))
+
+
+def _batch(cu_seqlens: Tensor | None, *tensors: Tensor | None) -> tuple:
+    """The tensors [N T ...], and which of their tokens are real [N or 1, T]."""
+    T = tensors[0].shape[1]
+    if cu_seqlens is None:
+        return *tensors, torch.ones(1, T, dtype=torch.bool, device=tensors[0].device)
+    tensors = tuple(None if x is None else pad(x, cu_seqlens) for x in tensors)
+    at = torch.arange(tensors[0].shape[1], device=tensors[0].device)
+    return *tensors, at < lengths(cu_seqlens)[:, None]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.chunk_size = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, dcleaned, dC, dmean, dn):
+    dq, dk, deta, dg, *dstate = ccq_bwd(dcleaned, dC, dmean, dn, *ctx.saved_tensors, ctx.chunk_size)
+    return dq, dk, deta, dg if ctx.needs_input_grad[3] else None, *dstate, None, None
+
+
+ccq_fwd.register_autograd(_backward, setup_context=_setup_context)
+for op in (ccq_fwd, ccq_bwd):
+    for device in ("cpu", "cuda"):  # the products inside stay float32; float64 passes as it is
+        op.register_autocast(device, torch.float32)

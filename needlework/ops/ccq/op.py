@@ -1,0 +1,94 @@
+"""CCQ's public functions: arguments, dtypes, the slot table. The mathematics is in reference.py and chunk.py."""
+
+import torch
+from torch import Tensor
+
+from needlework.ops.api import Impl, resolve
+from needlework.ops.ccq.arguments import check_arguments
+from needlework.ops.ccq.custom_op import ccq_fwd
+from needlework.ops.ccq.reference import recurrent_ccq
+from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state
+from needlework.ops.common.shapes import check
+
+
+def chunk_ccq(
+    q: Tensor,
+    k: Tensor,
+    eta: Tensor,
+    g: Tensor | None = None,
+    *,
+    initial_state: CurvatureState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    impl: Impl = "auto",
+) -> CcqOutput:
+    """CCQ: the query, contracted along the directions in which the keys seen so far vary.
+
+        q̃_t = (I − λ_t Σ_t) q_t,   Σ_t = n_t⁻¹ Σ_{s≤t} ω_ts (k_s − μ_t)(k_s − μ_t)ᵀ,   n_t = Σ_{s≤t} ω_ts,   μ_t = n_t⁻¹ Σ_{s≤t} ω_ts k_s
+        ω_ts = 1 and n_t = t, or with g (decay-aligned) ω_ts = e^{g_{s+1} + … + g_t}
+
+    q [B T H K]: raw query of any norm. k [B T H K]: unit keys (the spectrum of I − λΣ is then in (0, 1]), also where the
+        backbone writes others.
+    eta [B T HV]: λ, 0 <= λ <= 1. HV is a multiple of H: statistics are per key head, λ per value head.
+    g [B T H]: log decay, natural log, finite, <= 0; of a channel gate its mean over K. None: plain CCQ.
+    initial_state: CurvatureState of N = B rows, or one per packed sequence; C symmetric, n 0 or at least 1. Zeros if None.
+    output_final_state: whether to return the state after the last token.
+    cu_seqlens [N+1]: packs N sequences along T, B = 1. An empty one keeps its state.
+    chunk_size: >= 1; changes rounding alone.
+
+    Returns q̃ [B T HV K], to be read as any query; the write, and `scale`, stay the backbone's.
+    Dtypes: q and k share one. float64 computes in float64, all else in float32; q̃ has q's dtype, the state is float32 (or
+    float64), each gradient has its tensor's dtype. State: K² + K + 1 numbers a key head; resumes at any token, gives and takes
+    gradients. Error: twice the definition's own (the card).
+    impl: "auto" and "torch" are the chunked path with its backward by hand, "reference" the token loop, "triton" is refused.
+    Raises ValueError for shapes, dtypes or cu_seqlens that do not fit; it names tensor, axis and both sizes.
+    """
+    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    check_arguments(q, k, eta, g, initial_state, N)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    if resolve("ccq", impl) == "reference":
+        settings = {"initial_state": initial_state, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
+        return recurrent_ccq(q, k, eta, g, **settings)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    state = empty_state(N, *k.shape[2:], device=k.device) if initial_state is None else initial_state
+    state = (x.to(wide) for x in state)
+    g = None if g is None else g.to(wide)
+    cleaned, *state = ccq_fwd(q.to(wide), k.to(wide), eta.to(wide), g, *state, cu_seqlens, chunk_size)
+    return CcqOutput(cleaned.to(q.dtype), CurvatureState(*state) if output_final_state else None)
+
+
+@torch.no_grad()
+def step_ccq(
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None = None, *, state: CurvatureState, slots: Tensor | None = None
+) -> Tensor:
+    """One token of `chunk_ccq` for every row of a batch, on a table of slots that changes in place: q̃ [B HV K].
+
+        δ = k − μ,   n ← e^g n + 1,   C ← e^g C + (1 − 1/n) δ δᵀ,   μ ← μ + δ/n,   q̃ = q − λ C q / n
+
+    q, k [B H K], eta [B HV], g [B H] or None: `chunk_ccq`'s tensors without T.
+    state: CurvatureState with one row per slot. slots [B] int64: the slot of each row; −1 is a padded row, which reads and
+        changes no slot and returns zeros. None: row b is slot b. A slot belongs to one row at most.
+    Computes in the wider of q's dtype and float32; q̃ has q's dtype; no gradient. Raises ValueError as `chunk_ccq` does.
+    """
+    check_arguments(*(None if x is None else x[:, None] for x in (q, k, eta, g)), state, len(state.n))
+    if slots is None:
+        slots = torch.arange(len(q), device=q.device)
+    check("slots", slots, "B", B=len(q))
+    live = slots >= 0
+    slot = slots[live]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q_, k_, eta_, decay = (x[live].to(wide) for x in (q, k, eta, torch.ones_like(k[..., 0]) if g is None else g.exp()))
+    C, mean, n = (x[slot].to(wide) for x in state)
+    d = k_ - mean
+    n = decay * n + 1
+    C = decay[..., None, None] * C + torch.einsum("bh,bhk,bhl->bhkl", 1 - 1 / n, d, d)
+    mean = mean + d / n[..., None]
+    Sq = torch.einsum("bhkl,bhl->bhk", C, q_) / n[..., None]
+    q_, Sq = (x.repeat_interleave(eta.shape[1] // q.shape[1], 1) for x in (q_, Sq))
+    for column, new in zip(state, (C, mean, n), strict=True):
+        column[slot] = new.to(column.dtype)
+    cleaned = q.new_zeros(*eta.shape, q.shape[-1])
+    cleaned[live] = (q_ - eta_[..., None] * Sq).to(q.dtype)
+    return cleaned

@@ -1,0 +1,33 @@
+"""CCQ's state, fixed in size, and the op's result."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class CurvatureState(NamedTuple):
+    """Centred statistics of the keys seen so far: K² + K + 1 numbers a head, float32 or float64.
+
+    C [N H K K]: Σ_s ω_s (k_s − mean)(k_s − mean)ᵀ, symmetric. mean [N H K]: Σ_s ω_s k_s / n. n [N H]: Σ_s ω_s, the token
+    count without decay; 0 before the first token and at least 1 after it. The plain sums are M = C + n mean meanᵀ, s = n mean.
+    """
+
+    C: Tensor
+    mean: Tensor
+    n: Tensor
+
+
+class CcqOutput(NamedTuple):
+    """q [B T HV K]: the cleaned query; state [N ...], or None unless asked for."""
+
+    q: Tensor
+    state: CurvatureState | None
+
+
+def empty_state(N: int, H: int, K: int, *, dtype: torch.dtype = torch.float32, device=None) -> CurvatureState:
+    """The state of N sequences (or slots) that have seen nothing."""
+    options = {"dtype": dtype, "device": device}
+    return CurvatureState(
+        C=torch.zeros(N, H, K, K, **options), mean=torch.zeros(N, H, K, **options), n=torch.zeros(N, H, **options)
+    )

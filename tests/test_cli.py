@@ -1,0 +1,102 @@
+"""The command line as a newcomer meets it: help, tables, a whole comparison in small, clear errors."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def needlework(*arguments, ok=True):
+    done = subprocess.run([sys.executable, "-m", "needlework", *map(str, arguments)], capture_output=True, text=True)
+    assert (done.returncode == 0) == ok, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """A recipe of one's own: a Python file with a function that returns a Recipe."""
+    import ast
+
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "text.txt").write_text(open(ast.__file__, encoding="utf-8").read()[:40_000], encoding="utf-8")
+    path = folder / "own.py"
+    path.write_text(
+        "import dataclasses\n"
+        "from needlework.data import CorpusConfig, NeedleMix\n"
+        "from needlework.run import Evaluation, Phase\n"
+        "from recipes import demo\n"
+        "def small():\n"
+        f"    recipe = demo.recipe('gated-deltanet', CorpusConfig(kind='files', paths=({str(folder / 'text.txt')!r},)))\n"
+        "    return dataclasses.replace(\n"
+        "        recipe, phases=(Phase(steps=4, batch=2, length=64),),\n"
+        "        train=dataclasses.replace(recipe.train, steps=4), task=NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 1)),\n"
+        "        evaluate=Evaluation(lengths=(64, 128), tokens=128, rows=2, needles=1))\n"
+    )
+    return path
+
+
+def test_every_command_has_help_that_says_what_it_does():
+    overview = needlework("--help")
+    for command in ("compare", "train", "eval", "generate", "mixers", "presets"):
+        assert command in overview
+        assert len(needlework(command, "--help")) > 200
+
+
+def test_presets_as_json_are_the_papers_counts():
+    counts = json.loads(needlework("presets", "--json"))
+    assert counts["atma-polar-memory"] == 378_220_864 and counts["qdelta-340m"] == 380_017_148
+
+
+def test_mixers_prints_a_row_for_each_of_the_catalog():
+    from needlework.layers.catalog import CATALOG
+
+    table = needlework("mixers")
+    assert all(f"{name} " in table for name in CATALOG)
+
+
+def test_train_then_eval_then_generate(recipe, tmp_path):
+    out = needlework("train", f"{recipe}:small", "--runs", tmp_path, "--name", "one", "--set", "train.optim.lr=1e-3")
+    checkpoint = tmp_path / "one" / "gated-deltanet" / "checkpoint"
+    assert "checkpoint" in out and checkpoint.is_dir()
+    config = json.loads((tmp_path / "one" / "config.json").read_text())
+    assert config["gated-deltanet"]["train"]["optim"]["lr"] == 1e-3
+    text = recipe.parent / "text.txt"
+    entry = json.loads(needlework("eval", checkpoint, "--corpus", text, "--length", 64, "--needles", 1, "--json"))
+    assert set(entry["loss"]) == {"64"}
+    assert "def " in needlework("generate", checkpoint, "--prompt", "def ", "--tokens", 4)
+    assert "train.optim.lr" in needlework("train", f"{recipe}:small", "--runs", tmp_path, "--name", "one", ok=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("compare", "--mixer", "qdleta"), "did you mean 'qdelta'"),
+        (("train", "demo"), "expected MODULE:FUNCTION"),
+        (("train", "dmeo:qdelta"), "there is no recipes/dmeo.py"),
+        (("train", "demo:qdelta", "--set", "train.stesp=3"), "did you mean 'steps'"),
+        (("train", "demo:qdelta", "--set", "train.steps=many"), "expected int"),
+        (("eval", "nowhere"), "expected a folder with config.json"),
+        (("compare", "--corpus", "nowhere.txt"), "nowhere.txt"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_exit_status_1(arguments, says, tmp_path):
+    runs = ("--runs", tmp_path) if arguments[0] != "eval" else ()
+    assert says in " ".join(needlework(*arguments, *runs, ok=False).split())
+
+
+def test_compare_writes_the_report_and_the_same_command_goes_on(recipe, tmp_path):
+    """In process, because the demo's recipe is shortened here."""
+    from rich.console import Console
+
+    from needlework.cli import load_recipe
+    from needlework.compare import compare
+
+    chosen = load_recipe(f"{recipe}:small")
+    results = compare("demo", (chosen,), tmp_path / "demo", Console(quiet=True), workers=1)
+    files = {path.name for path in (tmp_path / "demo").iterdir()}
+    assert {"config.json", "manifest.json", "results.json", "report.html", "gated-deltanet"} <= files
+    assert json.loads((tmp_path / "demo" / "results.json").read_text())["mixers"] == results["mixers"]
+    again = compare("demo", (chosen,), tmp_path / "demo", Console(quiet=True), workers=1)
+    assert again["mixers"] == results["mixers"]

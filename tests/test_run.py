@@ -1,0 +1,100 @@
+"""A run from text to results: what it writes, how it stops and resumes, what it refuses."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from needlework.data import CorpusConfig, NeedleMix
+from needlework.run import Evaluation, Phase, RunError, claim, differences, run
+from needlework.train import AdamW, Cooldown, TrainConfig
+from recipes import demo
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Twelve small files of real text: the standard library's own."""
+    import ast
+
+    folder = tmp_path_factory.mktemp("text")
+    text = open(ast.__file__, encoding="utf-8").read()
+    for i in range(12):
+        (folder / f"{i}.py").write_text(text[i * 3000 : (i + 1) * 3000], encoding="utf-8")
+    return CorpusConfig(kind="files", paths=(str(folder),), held_out=0.2)
+
+
+def tiny(corpus, mixer="qdelta", **changes):
+    """The demo's recipe, cut to 12 short steps."""
+    recipe = demo.recipe(mixer, corpus)
+    train = TrainConfig(
+        steps=12, seed=0, optim=AdamW(lr=4e-3), schedule=Cooldown(warmup=2, flat=0.3, floor=0.02), checkpoint_every=5
+    )
+    return dataclasses.replace(
+        recipe, train=train, phases=(Phase(steps=8, batch=2, length=64), Phase(steps=4, batch=1, length=96)),
+        task=NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 2)),
+        evaluate=Evaluation(lengths=(96, 192), tokens=192, rows=2, needles=2), **changes,
+    )  # fmt: skip
+
+
+def weights(directory):
+    return AutoModelForCausalLM.from_pretrained(directory / "checkpoint").state_dict()
+
+
+def test_a_run_writes_a_checkpoint_that_auto_classes_load_and_its_result(corpus, tmp_path):
+    recipe = tiny(corpus)
+    entry = run(recipe, tmp_path)
+    assert json.loads((tmp_path / "result.json").read_text()) == entry
+    assert len(entry["train"]["loss"]) == 12 and entry["train"]["tokens"] == recipe.tokens()
+    assert set(entry["loss"]) == set(entry["needle"]) == set(entry["needles"]) == {"96", "192"}
+    assert entry["needle"]["96"]["digits"] == 8 and entry["needles"]["96"]["digits"] == 16
+    assert (tmp_path / "checkpoint" / "tokenizer.json").exists()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    assert model.num_parameters() == entry["parameters"]
+    assert run(recipe, tmp_path) == entry  # done already: nothing is trained again
+
+
+@pytest.mark.parametrize("mixer", ["qdelta", "carve", "atma"])
+def test_a_stopped_run_goes_on_bit_equal(corpus, tmp_path, mixer):
+    recipe = tiny(corpus, mixer)
+    whole = run(recipe, tmp_path / "whole")
+    steps = []
+    assert run(recipe, tmp_path / "cut", on_step=steps.append, stop=lambda: len(steps) == 7) is None
+    assert not (tmp_path / "cut" / "result.json").exists()
+    cut = run(recipe, tmp_path / "cut")
+    assert cut["train"]["loss"] == whole["train"]["loss"]
+    assert {k: cut[k] for k in ("loss", "needle", "needles")} == {k: whole[k] for k in ("loss", "needle", "needles")}
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_another_seed_is_another_run(corpus, tmp_path):
+    recipe = tiny(corpus)
+    other = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, seed=1))
+    assert run(recipe, tmp_path / "a")["train"]["loss"] != run(other, tmp_path / "b")["train"]["loss"]
+
+
+def test_a_directory_of_another_config_is_refused_and_names_the_field(corpus, tmp_path):
+    recipe = tiny(corpus)
+    claim(tmp_path / "run", recipe.to_dict())
+    claim(tmp_path / "run", recipe.to_dict())
+    other = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, seed=1))
+    with pytest.raises(RunError, match=r"train\.seed"):
+        claim(tmp_path / "run", other.to_dict())
+
+
+def test_differences_are_paths_of_fields():
+    assert sorted(differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}})) == ["a.c", "d"]
+
+
+def test_phases_that_do_not_add_up_are_refused(corpus):
+    with pytest.raises(ValueError, match=r"the phases have 8 steps, train\.steps is 12"):
+        dataclasses.replace(tiny(corpus), phases=(Phase(steps=8, batch=2, length=64),))
+
+
+@pytest.mark.parametrize("mixer", demo.COMPARE)
+def test_the_demo_s_models_match_in_parameters_within_2_percent(mixer):
+    from needlework.models.presets import count_parameters
+
+    assert count_parameters(demo.model(mixer)) == pytest.approx(demo.PARAMETERS, rel=0.02)
