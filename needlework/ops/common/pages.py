@@ -29,7 +29,7 @@ def append(pages: tuple[Tensor, ...], new: tuple[Tensor, ...], length: Tensor, n
     if window is not None:
         rows = min(rows, window)
     at = positions(total, rows, window)  # [N P'] the token that each row must hold
-    held = at if window is None else at % window
+    held = at if window is None else at.clamp(min=0) % window
     source = torch.where(at >= length[:, None], P + at - length[:, None], held).clamp(min=0)
 
     def take(page: Tensor, fresh: Tensor) -> Tensor:

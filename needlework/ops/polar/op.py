@@ -1,0 +1,158 @@
+"""Polar attention's public functions: arguments, dtypes, which implementation. The mathematics is in reference.py and chunk.py,
+packing and the growth of pages in custom_op.py."""
+
+import torch
+from torch import Tensor
+
+from ..api import Impl, resolve
+from ..common.shapes import check, check_dtypes
+from . import chunk, reference
+from .custom_op import check_data, polar_fwd
+from .state import PolarOutput, PolarState
+
+
+def chunk_polar(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    gamma: Tensor,
+    null_base: Tensor,
+    v_null: Tensor,
+    *,
+    window: int | None = None,
+    initial_state: PolarState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    impl: Impl = "auto",
+) -> PolarOutput:
+    """Polar attention: a softmax with a null sink, read as the direction and the magnitude of what was found.
+
+        w = softmax([temp q·k/√d, temp null]),  temp = 1 + softplus(alpha) ln n,  null = null_base + softplus(gamma) √ln(n + 1)
+        s = Σ_j w_j v_j + w_N v_null,           direction = s / max(‖s‖, 1e-6)
+        n_eff = (Σ_j w_j)² / Σ_j w_j²,          magnitude = tanh(softplus(beta) ln(1 + n_eff (1 − w_N)))
+
+    where n counts the keys that the query sees, its own included.
+
+    q: [B T Hq d] queries, usually RMS-normalised; the scores' scale 1/√d is part of the definition.
+    k, v: [B T Hkv d], [B T Hkv V] keys and values; query head h reads key-value head h // (Hq // Hkv).
+    alpha, beta, gamma, null_base: [Hq] raw (before softplus), any real number.
+    v_null: [Hq V] the value of the null.
+    window: W >= 1 shows each query its newest W keys, its own included; None shows all.
+    initial_state: PolarState; with a window its pages are a ring of at most W rows.
+    output_final_state: whether to return the grown pages: T rows more (at most W), or as many as the longest sequence with
+        cu_seqlens.
+    cu_seqlens: [N+1] integers from 0 to T: N sequences packed along T, B = 1.
+    chunk_size: rows of a block of queries and keys, >= 1; changes rounding alone.
+
+    Dtypes: q, k, v share one; float64 computes in float64, all else in float32. direction has their dtype, magnitude [B T Hq]
+    is float32 (float64 for float64), the pages have k's dtype.
+    State: grows; k and v of every token, or of the newest W. Initial pages take gradients and final pages give them.
+    Error: within 2 × the larger of the definition's, its streaming form's and the output rounding's own.
+    impl: "auto" and "torch" stream key blocks (largest tensor T × chunk_size per head, backward by hand), "reference" is the
+        definition token by token, "triton" is refused.
+    Raises ValueError for shapes, dtypes or lengths that do not fit; it names tensor, axis and both sizes.
+    """
+    _check(q, k, v, alpha, beta, gamma, null_base, v_null, window, initial_state, cu_seqlens)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if initial_state is None:
+        N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+        no_pages = k.new_zeros(N, 0, *k.shape[2:]), v.new_zeros(N, 0, *v.shape[2:])
+        initial_state = PolarState(*no_pages, torch.zeros(N, dtype=torch.int64, device=q.device))
+    tensors = [x.to(wide) for x in (q, k, v, alpha, beta, gamma, null_base, v_null)]
+    pages = initial_state._replace(k=initial_state.k.to(wide), v=initial_state.v.to(wide))
+    if resolve("polar", impl) == "reference":
+        check_data(pages.length, pages.k.shape[1], window, cu_seqlens, *q.shape[:2])
+        settings = {"initial_state": pages, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
+        direction, magnitude, state = reference.recurrent_polar(*tensors, window=window, **settings)
+    else:
+        direction, magnitude, _, *grown = polar_fwd(*tensors, *pages, cu_seqlens, window, chunk_size, output_final_state)
+        state = PolarState(*grown) if output_final_state else None
+    if state is not None:
+        state = state._replace(k=state.k.to(k.dtype), v=state.v.to(v.dtype))
+    return PolarOutput(direction.to(q.dtype), magnitude, state)
+
+
+@torch.no_grad()
+def step_polar(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    gamma: Tensor,
+    null_base: Tensor,
+    v_null: Tensor,
+    *,
+    state: PolarState,
+    slots: Tensor | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token of `chunk_polar` for every row of a batch, on a table of slots that changes in place.
+
+    q: [B Hq d]; k, v: [B Hkv d], [B Hkv V]; the parameters as in `chunk_polar`.
+    state: PolarState with one row per slot, P rows of pages each: the capacity, or the ring of a window (P >= W: the first W).
+    slots: [B] int64, the slot of each row; −1 is a padded row, which reads and writes no slot and returns zeros. None: row b is
+        slot b.
+    Returns direction [B Hq V] and magnitude [B Hq], dtypes as in `chunk_polar`; no gradient.
+    State: the token's k and v are written at row length (mod W), and length grows by 1.
+    Raises ValueError for shapes or dtypes that do not fit, and for a full table.
+    """
+    check("q", q, "B Hq d")
+    check("k", k, "B Hkv d", B=len(q), d=q.shape[-1])
+    check("v", v, "B Hkv V", B=len(q), Hkv=k.shape[1])
+    _check(*(x[:, None] for x in (q, k, v)), alpha, beta, gamma, null_base, v_null, window, None, None)
+    check("state.k", state.k, "N P Hkv d", Hkv=k.shape[1], d=k.shape[2])
+    N, P = state.k.shape[:2]
+    check("state.v", state.v, "N P Hkv V", N=N, P=P, Hkv=v.shape[1], V=v.shape[2])
+    check("state.length", state.length, "N", N=N)
+    if slots is None:
+        slots = torch.arange(len(q), device=q.device)
+    check("slots", slots, "B", B=len(q))
+    P = min(P, window or P)
+    live = slots >= 0
+    slot = slots[live]
+    length = state.length[slot]
+    if len(slot) and P != window and int(length.max()) >= P:
+        raise ValueError(f"state.k: axis 1 (P) has capacity {P}, but a sequence of length {int(length.max())} needs a row more")
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q_live, k_live, v_live = q[live], k[live], v[live]
+    pages = state.k[slot, :P], state.v[slot, :P]
+    parts = (*(x[:, None] for x in (q_live, k_live, v_live)), alpha, beta, gamma, null_base, v_null, *pages)
+    found = chunk.forward(*(x.to(wide) for x in parts), length, window=window, chunk_size=max(1, P))
+    row = length % P
+    state.k[slot, row] = k_live.to(state.k.dtype)
+    state.v[slot, row] = v_live.to(state.v.dtype)
+    state.length[slot] += 1
+    direction = q.new_zeros(len(q), *v_null.shape)
+    magnitude = q.new_zeros(q.shape[:2], dtype=wide)
+    direction[live], magnitude[live] = found[0][:, 0].to(q.dtype), found[1][:, 0]
+    return direction, magnitude
+
+
+def _check(q, k, v, alpha, beta, gamma, null_base, v_null, window, state, cu_seqlens) -> None:
+    check("q", q, "B T Hq d")
+    B, T, Hq, d = q.shape
+    check("k", k, "B T Hkv d", B=B, T=T, d=d)
+    Hkv = k.shape[2]
+    check("v", v, "B T Hkv V", B=B, T=T, Hkv=Hkv)
+    if Hq % Hkv:
+        raise ValueError(f"q: axis 2 (Hq) has size {Hq}, expected a multiple of the {Hkv} key-value heads of k")
+    for name, x in {"alpha": alpha, "beta": beta, "gamma": gamma, "null_base": null_base}.items():
+        check(name, x, "Hq", Hq=Hq)
+    check("v_null", v_null, "Hq V", Hq=Hq, V=v.shape[3])
+    check_dtypes(q=q, k=k, v=v)
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected at least 1 (the query's own key), got {window}")
+    if state is not None:
+        N = B if cu_seqlens is None else len(cu_seqlens) - 1
+        check("initial_state.k", state.k, "N P Hkv d", N=N, Hkv=Hkv, d=d)
+        P = state.k.shape[1]
+        check("initial_state.v", state.v, "N P Hkv V", N=N, P=P, Hkv=Hkv, V=v.shape[3])
+        check("initial_state.length", state.length, "N", N=N)
+        if window is not None and P > window:
+            raise ValueError(f"initial_state.k: axis 1 (P) has size {P}, expected at most the window {window}")
