@@ -1,0 +1,90 @@
+"""LUCID's fast path in plain PyTorch: the solve by block rows, and its backward by hand. No matrix here has T × T numbers.
+
+    Y_i = A_ii⁻¹ (V_i − Σ_{j<i} A_ij Y_j)            blocks of C tokens; A_ii is inverted by substitution
+
+The largest tensor is one block row, [C, P + T] per head. Packing, dtypes and the growth of pages are the caller's; all
+tensors here have one dtype.
+"""
+
+import torch
+from torch import Tensor
+
+from needlework.ops.lucid.matrix import Matrix, fold, unfold
+
+
+def forward(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    page_k: Tensor,
+    page_y: Tensor,
+    length: Tensor,
+    *,
+    rowmax: bool,
+    window: int | None,
+    chunk_size: int,
+) -> Tensor:
+    """y [B T H V] for k, v [B T H ·], beta [B T H] or None, after pages [B P H ·] that hold `length` [B] tokens."""
+    matrix = Matrix.of(page_k, k, length, window, rowmax)
+    y = fold(torch.cat([page_y, v], 1))  # V until it is solved
+    beta = None if beta is None else fold(torch.cat([beta.new_zeros(page_k.shape[:3]), beta], 1)[..., None])
+    for rows, _, past, A, _ in matrix.block_rows(chunk_size):
+        C = A.shape[1]
+        own, u = A[..., -C:], torch.baddbmm(y[:, rows], A[..., :-C], y[:, past], alpha=-1)
+        if beta is not None:
+            own, u = beta[:, rows] * own, beta[:, rows] * u
+        y[:, rows] = torch.linalg.solve_triangular(own, u, upper=False, unitriangular=not rowmax)
+    return unfold(y[:, matrix.P :], k.shape[2])
+
+
+def backward(
+    dy: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    page_k: Tensor,
+    page_y: Tensor,
+    y: Tensor,
+    length: Tensor,
+    *,
+    rowmax: bool,
+    window: int | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """Gradients of k, v, beta, page_k, page_y.
+
+        Z = A⁻ᵀ dY,  the same solve run backwards in time;   dV = Z
+        G_ij = −(z_i·y_j) A_ij, j < i;    "rowmax": j <= i, then G_{i,argmax} += z_i·v_i
+        dk̂ = √d (G + Gᵀ) k̂;               "rowmax": dk = (G + Gᵀ) k / √d
+        "beta": z_i = β_i t_i,  t_i = dy_i − Σ_{j>i} A_ji z_j,  dβ_i = t_i·(v_i − Σ_{j<i} A_ij y_j)
+
+    The pages are columns without rows: dY_page = −Aᵀ Z, and G alone reaches their keys.
+    """
+    H, P = k.shape[2], page_k.shape[1]
+    matrix = Matrix.of(page_k, k, length, window, rowmax)
+    x = matrix.x
+    pages = lambda token, page: fold(torch.cat([page, token], 1))
+    y, z = pages(y, page_y), pages(dy, torch.zeros_like(page_y))  # z: dY less what later rows take, until it is solved
+    v = pages(v, torch.zeros_like(page_y))
+    dx = torch.zeros_like(x)
+    if beta is not None:
+        beta = pages(beta[..., None], beta.new_zeros(*page_k.shape[:3], 1))
+        dbeta = torch.zeros_like(beta)
+    for rows, seen, past, A, top in matrix.block_rows(chunk_size, backwards=True):
+        C = A.shape[1]
+        own = A[..., -C:] if beta is None else beta[:, rows] * A[..., -C:]
+        t = torch.linalg.solve_triangular(own.mT, z[:, rows], upper=True, unitriangular=not rowmax)
+        if beta is None:
+            z[:, rows] = t
+        else:
+            z[:, rows] = beta[:, rows] * t
+            dbeta[:, rows] = (t * (v[:, rows] - A @ y[:, seen])).sum(-1, keepdim=True)
+        z[:, past].baddbmm_(A[..., :-C].mT, z[:, rows], alpha=-1)
+        G = (z[:, rows] @ y[:, seen].mT).mul_(A).neg_()
+        if rowmax:
+            G.scatter_add_(-1, top, (z[:, rows] * v[:, rows]).sum(-1, keepdim=True))
+        dx[:, rows].baddbmm_(G, x[:, seen])
+        dx[:, seen].baddbmm_(G.mT, x[:, rows])
+    dk, dy = unfold(matrix.key_gradient(dx), H), unfold(z, H)
+    dbeta = None if beta is None else unfold(dbeta, H)[:, P:, :, 0]
+    return dk[:, P:], dy[:, P:], dbeta, dk[:, :P], dy[:, :P]

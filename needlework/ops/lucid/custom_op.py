@@ -1,0 +1,99 @@
+"""LUCID's fast path as two operators that the compiler does not look into: packing, and pages in and out.
+
+Tensors share one dtype, float32 or float64; arguments have been checked, but for the values of cu_seqlens and length,
+which are data.
+"""
+
+import torch
+from torch import Tensor
+
+from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
+from needlework.ops.lucid import chunk
+from needlework.ops.lucid.growth import came_from, final_rows, give_back, grow
+
+
+@torch.library.custom_op("needlework::lucid_fwd", mutates_args=())
+def lucid_fwd(
+    k: Tensor, v: Tensor, beta: Tensor | None, page_k: Tensor, page_y: Tensor, length: Tensor, cu_seqlens: Tensor | None,
+    rowmax: bool, window: int | None, chunk_size: int, keep_pages: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """y, and the final pages and length (pages of no rows without keep_pages)."""
+    _check_data(length, page_k.shape[1], window, cu_seqlens, *k.shape[:2])
+    k, v, beta = _batch(cu_seqlens, k, v, beta)
+    y = chunk.forward(k, v, beta, page_k, page_y, length, rowmax=rowmax, window=window, chunk_size=chunk_size)
+    if keep_pages:
+        pages = grow((page_k, page_y), (k, y), length, cu_seqlens, window)
+    else:
+        pages = page_k[:, :0].clone(), page_y[:, :0].clone()
+    n_new = k.shape[1] if cu_seqlens is None else lengths(cu_seqlens)
+    return y.contiguous() if cu_seqlens is None else unpad(y, cu_seqlens), *pages, length + n_new
+
+
+@lucid_fwd.register_fake
+def _(k, v, beta, page_k, page_y, length, cu_seqlens, rowmax, window, chunk_size, keep_pages):
+    if not keep_pages:
+        P = 0
+    elif cu_seqlens is None:
+        P = final_rows(page_k.shape[1], k.shape[1], window)
+    else:
+        P = torch.library.get_ctx().new_dynamic_size()
+    pages = (x.new_empty(len(x), P, *x.shape[2:]) for x in (page_k, page_y))
+    return v.new_empty(v.shape), *pages, torch.empty_like(length)
+
+
+@torch.library.custom_op("needlework::lucid_bwd", mutates_args=())
+def lucid_bwd(
+    dy: Tensor, dfinal_k: Tensor, dfinal_y: Tensor,
+    k: Tensor, v: Tensor, beta: Tensor | None, page_k: Tensor, page_y: Tensor, y: Tensor, length: Tensor,
+    cu_seqlens: Tensor | None, rowmax: bool, window: int | None, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of k, v, beta (no numbers without beta), page_k, page_y."""
+    dy, k, v, beta, y = _batch(cu_seqlens, dy, k, v, beta, y)
+    P, columns = page_k.shape[1], page_k.shape[1] + k.shape[1]
+    kept = dfinal_k.shape[1] > 0
+    if kept:  # a final page is a copy of columns: its k passes dk through, its y adds to dY
+        source = came_from(P, k.shape[1], length, cu_seqlens, window)
+        through_k, through_y = (give_back(x, source, columns) for x in (dfinal_k, dfinal_y))
+        dy = dy + through_y[:, P:]
+    settings = {"rowmax": rowmax, "window": window, "chunk_size": chunk_size}
+    dk, dv, dbeta, dpage_k, dpage_y = chunk.backward(dy, k, v, beta, page_k, page_y, y, length, **settings)
+    if kept:
+        dk, dpage_k, dpage_y = dk + through_k[:, P:], dpage_k + through_k[:, :P], dpage_y + through_y[:, :P]
+    dbeta = k.new_empty(0) if dbeta is None else dbeta
+    if cu_seqlens is not None:
+        dk, dv, dbeta = (unpad(x, cu_seqlens) if x.numel() else x for x in (dk, dv, dbeta))
+    # clones: slices of one tensor, and an operator's outputs may not share memory
+    return tuple(x.clone(memory_format=torch.contiguous_format) for x in (dk, dv, dbeta, dpage_k, dpage_y))
+
+
+@lucid_bwd.register_fake
+def _(dy, dfinal_k, dfinal_y, k, v, beta, page_k, page_y, *_):
+    inputs = k, v, k.new_empty(0) if beta is None else beta, page_k, page_y
+    return tuple(x.new_empty(x.shape) for x in inputs)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    k, v, beta, page_k, page_y, length, cu_seqlens, *ctx.settings, _ = inputs
+    ctx.save_for_backward(k, v, beta, page_k, page_y, output[0], length, cu_seqlens)
+
+
+def _backward(ctx, dy, dfinal_k, dfinal_y, dlength):
+    dk, dv, dbeta, dpage_k, dpage_y = lucid_bwd(dy, dfinal_k, dfinal_y, *ctx.saved_tensors, *ctx.settings)
+    dbeta = dbeta if ctx.needs_input_grad[2] else None
+    return dk, dv, dbeta, dpage_k, dpage_y, None, None, None, None, None, None
+
+
+lucid_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _batch(cu_seqlens: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """One sequence per row, padded at the tail, where causality keeps the padding from every real token."""
+    return tensors if cu_seqlens is None else tuple(x if x is None else pad(x, cu_seqlens) for x in tensors)
+
+
+def _check_data(length: Tensor, P: int, window: int | None, cu_seqlens: Tensor | None, B: int, T: int) -> None:
+    """What only the values of integer tensors show."""
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, B, T)
+    if len(length) and P != window and int(length.max()) > P:
+        raise ValueError(f"initial_state.length: a sequence holds {int(length.max())} tokens, but the pages hold {P} rows")

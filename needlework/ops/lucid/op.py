@@ -1,0 +1,132 @@
+"""LUCID's public functions: arguments, dtypes and defaults. The mathematics is in reference.py and chunk.py."""
+
+import torch
+from torch import Tensor
+
+from needlework.ops.api import Impl, resolve
+from needlework.ops.common.shapes import check
+from needlework.ops.lucid import chunk, reference
+from needlework.ops.lucid.arguments import Precondition, Solve, check_state, check_tokens, no_tokens_yet, solve_window
+from needlework.ops.lucid.custom_op import lucid_fwd
+from needlework.ops.lucid.state import LucidOutput, LucidState
+
+
+def chunk_lucid(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    *,
+    precondition: Precondition = "key",
+    window: int | None = None,
+    solve: Solve = "window",
+    initial_state: LucidState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    impl: Impl = "auto",
+) -> LucidOutput:
+    """LUCID's causal solve: the values that a softmax over correlated keys must read to get each key's own value back.
+
+        "key", "qk"   P Y = V,   P_ij = e^{√d (k̂_i·k̂_j − 1)} for j < i, P_ii = 1,   k̂ = k / max(‖k‖, 1e-6)
+        "beta"        y_i = β_i (v_i − Σ_{j<i} P_ij y_j)
+        "rowmax"      A Y = V,   A_ij = e^{s_ij − μ_i} for j <= i,   s_ij = k_i·k_j / √d,   μ_i = max_{j<=i} s_ij
+
+    k: [B T Hkv K] keys as attention scores with them (after RoPE), any norm; d = K.
+    v: [B T Hkv V] raw values.
+    beta: [B T Hkv], 0 < beta < 2, given with precondition="beta" and only then.
+    precondition: "qk" solves as "key" does; only the scores of the attention that reads y differ.
+    window: W >= 1: row i sees rows j with 0 <= i − j < W; None shows all.
+    solve: "global" solves against every row although the attention reads in a window.
+    initial_state: LucidState; with a window its pages are a ring of at most W rows.
+    output_final_state: whether to return the grown pages: T rows more (at most W), or as many as the longest sequence with
+        cu_seqlens.
+    cu_seqlens: [N+1] integers from 0 to T: N sequences packed along T, B = 1.
+    chunk_size: rows of a block, >= 1; changes rounding alone.
+
+    Dtypes: k and v share one; float64 computes in float64, all else in float32. y and the pages have k's dtype. Within a call
+        a row is solved against rows before their rounding, across calls against the stored ones.
+    State: grows; k as given and the solved y of every token, or of the newest W. Initial pages take gradients, final pages
+        give them.
+    Error: within 2 × the larger of the definition's, the blocked form's and the output rounding's own.
+    impl: "auto" and "torch" solve by block rows (largest tensor T × chunk_size per head, backward by hand), "reference" is the
+        definition row by row, "triton" is refused.
+    Raises ValueError for shapes, dtypes, settings or lengths that do not fit; it names tensor, axis and both sizes.
+    """
+    check_tokens(k, v, beta, "B T Hkv", precondition)
+    window = solve_window(window, solve)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    N = len(k) if cu_seqlens is None else len(cu_seqlens) - 1
+    pages = no_tokens_yet(N, k, v) if initial_state is None else initial_state
+    check_state("initial_state", pages, k, v, N=N)
+    P = pages.k.shape[1]
+    if window is not None and P > window:
+        raise ValueError(f"initial_state.k: axis 1 (P) has size {P}, expected at most the window {window}")
+    wide = torch.promote_types(k.dtype, torch.float32)
+    pages = LucidState(pages.k.to(wide), pages.y.to(wide), pages.length)
+    tensors = [None if x is None else x.to(wide) for x in (k, v, beta)]
+    if resolve("lucid", impl) == "reference":
+        y, state = reference.recurrent_lucid(
+            *tensors, precondition=precondition, window=window,
+            initial_state=pages, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+    else:
+        rowmax = precondition == "rowmax"
+        y, *state = lucid_fwd(*tensors, *pages, cu_seqlens, rowmax, window, chunk_size, output_final_state)
+    if not output_final_state:
+        return LucidOutput(y.to(k.dtype), None)
+    final_k, final_y, length = state
+    return LucidOutput(y.to(k.dtype), LucidState(final_k.to(k.dtype), final_y.to(k.dtype), length))
+
+
+recurrent_lucid = reference.recurrent_lucid
+
+
+@torch.no_grad()
+def step_lucid(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    *,
+    state: LucidState,
+    slots: Tensor | None = None,
+    precondition: Precondition = "key",
+    window: int | None = None,
+    solve: Solve = "window",
+) -> Tensor:
+    """One token of `chunk_lucid` for every row of a batch, on a table of slots that changes in place.
+
+        y = β (v − Σ_j P_j y_j),  j over the pages' rows;   "rowmax": y = (v − Σ_j e^{s_j − μ} y_j) / e^{s − μ}
+
+    k: [B Hkv K]; v: [B Hkv V]; beta: [B Hkv], with precondition="beta" only (β = 1 elsewhere).
+    state: LucidState with one row per slot, P rows of pages each: the capacity, or the ring of a window (P >= W: the first W).
+    slots: [B] int64, the slot of each row; −1 is a padded row, which reads and writes no slot and returns zeros. None: row b is
+        slot b.
+    precondition, window, solve: as in `chunk_lucid`.
+    Returns y [B Hkv V] in k's dtype; no gradient.
+    State: the token's k and y are written at row length (mod W), and length grows by 1.
+    Raises ValueError for shapes or dtypes that do not fit, and for a full table.
+    """
+    check_tokens(k, v, beta, "B Hkv", precondition)
+    window = solve_window(window, solve)
+    check_state("state", state, k, v)
+    if slots is None:
+        slots = torch.arange(len(k), device=k.device)
+    check("slots", slots, "B", B=len(k))
+    P = state.k.shape[1] if window is None else min(state.k.shape[1], window)
+    live = slots >= 0
+    slot = slots[live]
+    length = state.length[slot]
+    if len(slot) and P != window and int(length.max()) >= P:
+        raise ValueError(f"state.k: axis 1 (P) has capacity {P}, but a sequence of length {int(length.max())} needs a row more")
+    wide = torch.promote_types(k.dtype, torch.float32)
+    token = (None if x is None else x[live, None].to(wide) for x in (k, v, beta))
+    pages = (page[slot, :P].to(wide) for page in (state.k, state.y))
+    solved = chunk.forward(*token, *pages, length, rowmax=precondition == "rowmax", window=window, chunk_size=1)
+    y = torch.zeros_like(v)
+    y[live] = solved[:, 0].to(y.dtype)
+    row = length % P
+    state.k[slot, row] = k[live].to(state.k.dtype)
+    state.y[slot, row] = y[live].to(state.y.dtype)
+    state.length[slot] += 1
+    return y
