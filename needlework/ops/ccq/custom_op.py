@@ -6,6 +6,7 @@ from torch import Tensor
 from needlework.ops.ccq import chunk
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
+from needlework.ops.common.precision import keep_precision
 
 
 @torch.library.custom_op("needlework::ccq_fwd", mutates_args=())
@@ -89,6 +90,4 @@ def _backward(ctx, dcleaned, dC, dmean, dn):
 
 
 ccq_fwd.register_autograd(_backward, setup_context=_setup_context)
-for op in (ccq_fwd, ccq_bwd):
-    for device in ("cpu", "cuda"):  # the products inside stay float32; float64 passes as it is
-        op.register_autocast(device, torch.float32)
+keep_precision(ccq_fwd, ccq_bwd)

@@ -7,9 +7,10 @@ which are data.
 import torch
 from torch import Tensor
 
+from needlework.ops.common.growth import came_from, final_rows, give_back, grow
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
+from needlework.ops.common.precision import keep_precision
 from needlework.ops.lucid import chunk
-from needlework.ops.lucid.growth import came_from, final_rows, give_back, grow
 
 
 @torch.library.custom_op("needlework::lucid_fwd", mutates_args=())
@@ -97,3 +98,6 @@ def _check_data(length: Tensor, P: int, window: int | None, cu_seqlens: Tensor |
         check_cu_seqlens(cu_seqlens, B, T)
     if len(length) and P != window and int(length.max()) > P:
         raise ValueError(f"initial_state.length: a sequence holds {int(length.max())} tokens, but the pages hold {P} rows")
+
+
+keep_precision(lucid_fwd, lucid_bwd)

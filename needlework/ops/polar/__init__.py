@@ -1,7 +1,7 @@
 """Polar attention (ATMA): a softmax with a null sink that returns a direction and a magnitude."""
 
-from .op import chunk_polar as chunk_polar
-from .op import step_polar as step_polar
-from .reference import recurrent_polar as recurrent_polar
-from .state import PolarOutput as PolarOutput
-from .state import PolarState as PolarState
+from needlework.ops.polar.op import chunk_polar as chunk_polar
+from needlework.ops.polar.op import step_polar as step_polar
+from needlework.ops.polar.reference import recurrent_polar as recurrent_polar
+from needlework.ops.polar.state import PolarOutput as PolarOutput
+from needlework.ops.polar.state import PolarState as PolarState

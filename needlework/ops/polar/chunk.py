@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import Blocks
+from needlework.ops.polar.blocks import Blocks
 
 CLAMP = 1e-6
 

@@ -2,12 +2,12 @@
 of integer tensors can show. All floating tensors of a call share one dtype, float32 or float64."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.packing import check_cu_seqlens, lengths, pad, unpad
-from ..common.pages import append
-from . import chunk
+from needlework.ops.common.growth import came_from, final_rows, give_back, grow
+from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
+from needlework.ops.common.precision import keep_precision
+from needlework.ops.polar import chunk
 
 
 def check_data(length: Tensor, P: int, window: int | None, cu_seqlens: Tensor | None, B: int, T: int) -> None:
@@ -16,17 +16,6 @@ def check_data(length: Tensor, P: int, window: int | None, cu_seqlens: Tensor | 
         check_cu_seqlens(cu_seqlens, B, T)
     if len(length) and P != window and int(length.max()) > P:
         raise ValueError(f"initial_state.length: a sequence holds {int(length.max())} tokens, but the pages hold {P} rows")
-
-
-def _grow(pages, new, length: Tensor, cu_seqlens: Tensor | None, window: int | None) -> tuple[Tensor, ...]:
-    """`append`, with a number of rows that shapes alone decide unless sequences are packed."""
-    P, T = pages[0].shape[1], new[0].shape[1]
-    n_new = torch.full_like(length, T) if cu_seqlens is None else lengths(cu_seqlens)
-    grown = append(pages, new, length, n_new, window)
-    if cu_seqlens is not None:
-        return grown
-    missing = min(P + T, window or P + T) - grown[0].shape[1]
-    return tuple(F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) for x in grown)
 
 
 @torch.library.custom_op("needlework::polar_fwd", mutates_args=())
@@ -58,7 +47,7 @@ def polar_fwd(
     if not keep_pages:
         return *found, page_k[:, :0].clone(), page_v[:, :0].clone(), length.clone()
     n_new = q.shape[1] if cu_seqlens is None else lengths(cu_seqlens)
-    return *found, *_grow((page_k, page_v), (k, v), length, cu_seqlens, window), length + n_new
+    return *found, *grow((page_k, page_v), (k, v), length, cu_seqlens, window), length + n_new
 
 
 @polar_fwd.register_fake
@@ -67,7 +56,7 @@ def _(q, k, v, alpha, beta, gamma, null_base, v_null, page_k, page_v, length, cu
     if not keep_pages:
         P = 0
     elif cu_seqlens is None:
-        P = min(page_k.shape[1] + T, window or page_k.shape[1] + T)
+        P = final_rows(page_k.shape[1], T, window)
     else:
         P = torch.library.get_ctx().new_dynamic_size()
     return (
@@ -112,15 +101,12 @@ def polar_bwd(
         *tokens, *parameters, page_k, page_v, length, window=window, chunk_size=chunk_size
     )
     if dpage_k.shape[1]:
-        # growing the numbers 1, 2, … of the rows in place of the rows tells where each final row came from; 0 is an empty one
         P, T = page_k.shape[1], dk.shape[1]
-        number = torch.arange(1, P + T + 1, device=q.device).expand(len(length), -1)
-        (source,) = _grow((number[:, :P],), (number[:, P:],), length, cu_seqlens, window)  # [N P']
+        source = came_from(P, T, length, cu_seqlens, window)
         for dfinal, dpage, dnew in ((dpage_k, dinitial_k, dk), (dpage_v, dinitial_v, dv)):
-            x = dfinal.new_zeros(len(length), 1 + P + T, *dfinal.shape[2:])
-            x.scatter_add_(1, source[:, :, None, None].expand_as(dfinal), dfinal)
-            dpage += x[:, 1 : 1 + P]
-            dnew += x[:, 1 + P :]
+            x = give_back(dfinal, source, P + T)
+            dpage += x[:, :P]
+            dnew += x[:, P:]
     if cu_seqlens is not None:
         dq, dk, dv = (unpad(x, cu_seqlens) for x in (dq, dk, dv))
     return dq, dk, dv, *dparameters, dinitial_k, dinitial_v
@@ -143,7 +129,4 @@ def _backward(ctx, ddirection, dmagnitude, dsaved, dpage_k, dpage_v, dlength):
 
 polar_fwd.register_autograd(_backward, setup_context=_setup_context)
 
-for device in ("cpu", "cuda"):
-    for op in (polar_fwd, polar_bwd):
-        # a custom op's inside runs under its caller's autocast unless it says otherwise
-        op.register_autocast(device, torch.float32)
+keep_precision(polar_fwd, polar_bwd)

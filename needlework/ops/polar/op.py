@@ -4,11 +4,11 @@ packing and the growth of pages in custom_op.py."""
 import torch
 from torch import Tensor
 
-from ..api import Impl, resolve
-from ..common.shapes import check, check_dtypes
-from . import chunk, reference
-from .custom_op import check_data, polar_fwd
-from .state import PolarOutput, PolarState
+from needlework.ops.api import Impl, resolve
+from needlework.ops.common.shapes import check, check_dtypes
+from needlework.ops.polar import chunk, reference
+from needlework.ops.polar.custom_op import check_data, polar_fwd
+from needlework.ops.polar.state import PolarOutput, PolarState
 
 
 def chunk_polar(

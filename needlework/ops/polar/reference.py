@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .state import PolarOutput, PolarState
+from needlework.ops.polar.state import PolarOutput, PolarState
 
 
 def identity(x: Tensor) -> Tensor:

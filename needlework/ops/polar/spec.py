@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api import Limit, OpSpec
-from ..common.samples import keys, normal
-from .op import chunk_polar, step_polar
-from .reference import literal_polar, recurrent_polar
-from .state import PolarState
+from needlework.ops.api import Limit, OpSpec
+from needlework.ops.common.samples import keys, normal
+from needlework.ops.polar.op import chunk_polar, step_polar
+from needlework.ops.polar.reference import literal_polar, recurrent_polar
+from needlework.ops.polar.state import PolarState
 
 CAPACITY = 64  # rows of the slot table
 

@@ -1,0 +1,74 @@
+"""What CARVE's entry points accept: sizes, dtypes, defaults. The values of cu_seqlens and position are data, checked apart."""
+
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor
+
+from needlework.ops.carve.state import CarveState, empty_state
+from needlework.ops.common.shapes import check, check_dtypes
+from needlework.ops.delta.arguments import width
+
+Prediction = Literal["previous", "decayed"]
+RANKS = (1, 2, 4)
+
+
+class Settings(NamedTuple):
+    """The paper's own settings, as every form of the op takes them."""
+
+    content_chunk: int
+    prediction: Prediction
+    scale: float
+
+
+def checked(
+    tensors: tuple[Tensor, ...],
+    content_chunk: int,
+    prediction: Prediction,
+    scale: float | None,
+    initial_state: CarveState | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[tuple[Tensor, ...], CarveState, Settings]:
+    """(q … w2 with the R axis in k and v, a whole state, settings with a scale); ValueError for what does not fit."""
+    q, k, v, f, b, w, A_log, dt_bias, w1, w2 = tensors
+    check_dtypes(q=q, k=k, v=v)
+    check("q", q, "B T H K")
+    B, T, H, K = q.shape
+    ranked = k.dim() == 5
+    token = {"B": B, "T": T, "H": H}
+    check("k", k, "B T H R K" if ranked else "B T H K", **token, K=K)
+    check("v", v, "B T H R V" if ranked else "B T H V", **token, **({"R": k.shape[3]} if ranked else {}))
+    if ranked and k.shape[3] not in RANKS:
+        raise ValueError(f"k: axis 3 (R) of [B T H R K] has size {k.shape[3]}, expected 1, 2 or 4")
+    check("f", f, "B T H K", **token, K=K)
+    check("b", b, "B T H K", **token, K=K)
+    check("w", w, "B T H", **token)
+    check("A_log", A_log, "H K", H=H, K=K)
+    check("dt_bias", dt_bias, "H K", H=H, K=K)
+    V = v.shape[-1]
+    check("w1", w1, "r V", V=V)
+    check("w2", w2, "K r", K=K, r=w1.shape[0])
+    if content_chunk < 1:
+        raise ValueError(f"content_chunk: got {content_chunk}, expected at least 1")
+    if prediction not in get_args(Prediction):
+        raise ValueError(f"prediction: got {prediction!r}, expected 'previous' or 'decayed'")
+
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    state = initial_state if initial_state is not None else empty_state(N, H, K, V, dtype=width(q), device=q.device)
+    check("initial_state.S", state.S, "N H K V", N=N, H=H, K=K, V=V)
+    check("initial_state.m", state.m, "N H V", N=N, H=H, V=V)
+    check("initial_state.total", state.total, "N H V", N=N, H=H, V=V)
+    check("initial_state.position", state.position, "N", N=N)
+    if not ranked:
+        k, v = k.unsqueeze(3), v.unsqueeze(3)
+    settings = Settings(content_chunk, prediction, K**-0.5 if scale is None else scale)
+    return (q, k, v, f, b, w, A_log, dt_bias, w1, w2), state, settings
+
+
+def check_position(position: Tensor, content_chunk: int) -> None:
+    """Raise ValueError unless every position lies inside a content chunk: the state may come from another model."""
+    outside = (position < 0) | (position >= content_chunk)
+    if outside.any():
+        raise ValueError(
+            f"initial_state.position: {int(position[outside][0])} is not inside a content chunk of content_chunk = {content_chunk} "
+            "tokens; was the state made with another content_chunk?"
+        )

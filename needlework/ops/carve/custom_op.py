@@ -1,0 +1,114 @@
+"""CARVE's fast path as two operators that the compiler does not look into: layout, dtypes and what backward keeps.
+
+`kept_S`, `kept_m`: state and content at the start of every content chunk that holds a token, sequence by sequence, in
+buffers as long as any layout of so many tokens may need. Arguments have been checked, but for the values of cu_seqlens
+and position, which are data.
+"""
+
+import torch
+from torch import Tensor
+
+from needlework.ops.carve import chunk
+from needlework.ops.carve.arguments import check_position
+from needlework.ops.carve.grid import Grid, gather, scatter
+from needlework.ops.common.packing import check_cu_seqlens, lengths
+from needlework.ops.common.precision import keep_precision
+from needlework.ops.delta.arguments import width
+
+
+@torch.library.custom_op("needlework::carve_fwd", mutates_args=())
+def carve_fwd(
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
+    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
+    S: Tensor, m: Tensor, total: Tensor, position: Tensor, cu_seqlens: Tensor | None,
+    content_chunk: int, prediction: str, scale: float, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """o, S, m, total, position, kept_S, kept_m."""
+    check_position(position, content_chunk)
+    grid = _grid(q, position, cu_seqlens)
+    tensors = _aligned(grid, q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    S, m, total = (_copy(x, q) for x in (S, m, total))
+    settings = {"content_chunk": content_chunk, "prediction": prediction, "scale": scale, "chunk_size": chunk_size}
+    o, S, m, total, starts = chunk.forward(*tensors, S, m, total, grid.ends, **settings)
+    rows, live = _most_chunks(q, position, content_chunk), grid.chunks(content_chunk)
+    kept_S, kept_m = S.new_zeros(rows, *S.shape[1:]), m.new_zeros(rows, *m.shape[1:])
+    if starts:
+        for kept, at_start in zip((kept_S, kept_m), zip(*starts, strict=True), strict=True):
+            kept[: int(live.sum())] = gather(torch.stack(at_start, 1), live)
+    return grid.restore(o, like=q).to(q.dtype), S, m, total, grid.ends % content_chunk, kept_S, kept_m
+
+
+@torch.library.custom_op("needlework::carve_bwd", mutates_args=())
+def carve_bwd(
+    do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
+    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
+    position: Tensor, cu_seqlens: Tensor | None, kept_S: Tensor, kept_m: Tensor,
+    content_chunk: int, prediction: str, scale: float, chunk_size: int,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q … w2, then of the S, m and total carried in."""
+    inputs = (q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    grid = _grid(q, position, cu_seqlens)
+    live = grid.chunks(content_chunk)
+    starts = [scatter(kept[: int(live.sum())], live).unbind(1) for kept in (kept_S, kept_m)]
+    cotangents = [grid.align(do.to(width(q)))] + [_copy(x, q) for x in (dS, dm, dtotal)]
+    settings = {"content_chunk": content_chunk, "prediction": prediction, "scale": scale, "chunk_size": chunk_size}
+    gradients = chunk.backward(*cotangents, *_aligned(grid, *inputs), list(zip(*starts, strict=True)), grid.ends, **settings)
+    tokens = [grid.restore(dx, like=q) for dx in gradients[:6]]
+    given = [dx.to(x.dtype).contiguous() for dx, x in zip([*tokens, *gradients[6:10]], inputs, strict=True)]
+    return [*given, *gradients[10:]]
+
+
+def _grid(q: Tensor, position: Tensor, cu_seqlens: Tensor | None) -> Grid:
+    if cu_seqlens is None:
+        return Grid.of(position, torch.full_like(position, q.shape[1]))
+    check_cu_seqlens(cu_seqlens, *q.shape[:2])
+    return Grid.of(position, lengths(cu_seqlens).to(position))
+
+
+def _copy(state: Tensor, q: Tensor) -> Tensor:
+    """A state in the computing dtype that is nobody else's memory: an operator may not return what it was given."""
+    return state.to(width(q), copy=True, memory_format=torch.contiguous_format)
+
+
+def _aligned(grid: Grid, *inputs: Tensor) -> list[Tensor]:
+    """q … w2 in the computing dtype, tokens on the grid: a virtual token writes nothing, reads nothing and keeps all."""
+    q, k, v, f, b, w, *parameters = (x.to(width(inputs[0])) for x in inputs)
+    keep_all = -torch.inf
+    return [*map(grid.align, (q, k, v)), grid.align(f, keep_all), grid.align(b, keep_all), grid.align(w), *parameters]
+
+
+def _most_chunks(q: Tensor, position: Tensor, content_chunk: int) -> int:
+    """Content chunks that the tokens of q touch at most, whatever the lengths and positions of their sequences."""
+    return (q.shape[0] * q.shape[1] + 2 * len(position) * (content_chunk - 1)) // content_chunk
+
+
+@carve_fwd.register_fake
+def _(q, k, v, f, b, w, A_log, dt_bias, w1, w2, S, m, total, position, cu_seqlens, content_chunk, *_):
+    rows = _most_chunks(q, position, content_chunk)
+    state = [x.new_empty(x.shape, dtype=width(q)) for x in (S, m, total)]
+    kept = [x.new_empty(rows, *x.shape[1:], dtype=width(q)) for x in (S, m)]
+    return q.new_empty(*q.shape[:3], v.shape[-1]), *state, position.new_empty(position.shape), *kept
+
+
+@carve_bwd.register_fake
+def _(do, dS, dm, dtotal, *tensors):
+    states = [x.new_empty(x.shape, dtype=width(tensors[0])) for x in (dS, dm, dtotal)]
+    return [x.new_empty(x.shape) for x in tensors[:10]] + states
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, S, m, total, position, cu_seqlens, content_chunk, prediction, scale, chunk_size = inputs
+    ctx.save_for_backward(*tensors, position, cu_seqlens, *output[-2:])
+    ctx.settings = content_chunk, prediction, scale, chunk_size
+    ctx.state_dtypes = S.dtype, m.dtype, total.dtype
+
+
+def _backward(ctx, do, dS, dm, dtotal, *_):
+    gradients = carve_bwd(do, dS, dm, dtotal, *ctx.saved_tensors, *ctx.settings)
+    state = [dx.to(dtype) for dx, dtype in zip(gradients[10:], ctx.state_dtypes, strict=True)]
+    return *gradients[:10], *state, None, None, None, None, None, None
+
+
+carve_fwd.register_autograd(_backward, setup_context=_save)
+keep_precision(carve_fwd, carve_bwd)

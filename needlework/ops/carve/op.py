@@ -1,0 +1,154 @@
+"""CARVE's public op: three forms of one layer. Arguments, mathematics and the registered fast path lie beside it."""
+
+import torch
+from torch import Tensor
+
+from needlework.ops.api import Impl, resolve
+from needlework.ops.carve import reference
+from needlework.ops.carve.arguments import Prediction, check_position, checked
+from needlework.ops.carve.custom_op import carve_fwd
+from needlework.ops.carve.state import CarveOutput, CarveState
+from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.delta.arguments import width
+
+
+def chunk_carve(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f: Tensor,
+    b: Tensor,
+    w: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    content_chunk: int = 64,
+    prediction: Prediction = "previous",
+    scale: float | None = None,
+    initial_state: CarveState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    impl: Impl = "auto",
+) -> CarveOutput:
+    """CARVE: a delta rule whose erase gate sees what the memory has answered.
+
+        S_t = Diag(e^{l_t}) S_{t-1} + σ(w_t) Σ_r k_tr (v_tr − S_{t-1}ᵀ k_tr)ᵀ,    o_t = scale · S_tᵀ q_t
+        l_t = −exp(A_log) softplus(f_t + dt_bias) + log(1 − σ(b_t + w2 tanh(w1 m)))
+        m   = mean of o over the content chunk before token t's, 0 in the first
+
+    q [B T H K]: the read; with CCQ the cleaned query, which m then follows. It takes no part in the write.
+    k [B T H K] or [B T H R K], v [B T H V] or [B T H R V]: R in {1, 2, 4} rows written a token, which do not see each
+        other. Unit keys. R > 1 is stable for σ(w) < 2/R or orthogonal keys only.
+    f, b [B T H K]: pre-activations of the decay and the erase gate, any finite number. w [B T H]: logit of the write gate.
+    A_log, dt_bias [H K]; w1 [r V], w2 [K r], shared by the heads: with w2 = 0 the op is bit-equal to the memory-blind one.
+    content_chunk: tokens of a content chunk, >= 1: a property of the model. chunk_size: the kernel's, invisible.
+    prediction: "previous" reads S_{t-1} (Eq. 5), "decayed" Diag(e^{l_t}) S_{t-1} (Appendix E: KDA's order).
+    scale: of o and so of m; K ** -0.5 by default.
+    initial_state: CarveState of N = B rows, or one per packed sequence; rows may stand at different positions. Zeros if None.
+    cu_seqlens [N+1]: packs sequences along T (B = 1); content chunks restart at each. An empty one keeps its state.
+
+    Dtypes: q, k, v share one. float64 computes in float64, all else in float32; o has q's dtype, the state is float32 (or
+    float64), each gradient has its tensor's dtype. State: resume at any token; bit-equal when cut where content chunks end
+    and chunk_size divides content_chunk. Error: twice the definition's own (the card).
+    impl: "torch" is the content-chunked path, "reference" the token loop.
+    Raises ValueError for sizes or dtypes that do not fit, an unknown prediction or impl, and a state whose position is not
+    inside a content chunk of this length.
+    """
+    tensors = (q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
+    if resolve("carve", impl) == "reference":
+        return recurrent_carve(
+            *tensors,
+            content_chunk=content_chunk,
+            prediction=prediction,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+        )
+    tensors, state, settings = checked(tensors, content_chunk, prediction, scale, initial_state, cu_seqlens)
+    o, S, m, total, position, _, _ = carve_fwd(*tensors, *state, cu_seqlens, *settings, chunk_size)
+    return CarveOutput(o, CarveState(S, m, total, position) if output_final_state else None)
+
+
+def recurrent_carve(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f: Tensor,
+    b: Tensor,
+    w: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    content_chunk: int = 64,
+    prediction: Prediction = "previous",
+    scale: float | None = None,
+    initial_state: CarveState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    operand=reference.identity,
+) -> CarveOutput:
+    """The definition, token by token, under autograd: `chunk_carve`'s equation, arguments, contract and errors.
+
+    operand: applied to every operand of a matrix or outer product, to emulate a narrower precision.
+    """
+    tensors = (q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    tensors, state, settings = checked(tensors, content_chunk, prediction, scale, initial_state, cu_seqlens)
+    check_position(state.position, content_chunk)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, *q.shape[:2])
+    wide = (x.to(width(q)) for x in tensors)
+    o, state = reference.recurrent(*wide, state=state, cu_seqlens=cu_seqlens, operand=operand, **settings._asdict())
+    return CarveOutput(o.to(q.dtype), state if output_final_state else None)
+
+
+def step_carve(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f: Tensor,
+    b: Tensor,
+    w: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    state: CarveState,
+    slots: Tensor | None = None,
+    content_chunk: int = 64,
+    prediction: Prediction = "previous",
+    scale: float | None = None,
+) -> Tensor:
+    """One token a row, without gradients: o [B H V]; S, m, total and position advance in place (`chunk_carve`'s equation).
+
+    q, f, b [B H K], k, v [B H K], [B H V] or with R before the last axis, w [B H]: `chunk_carve`'s tensors without T.
+    state: a slot table, its leading axis slots. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a
+        padded row, which reads and changes no slot and returns zeros. A live slot belongs to one row only.
+    Dtypes, settings and errors as in `chunk_carve`.
+    """
+    slots = torch.arange(len(q), device=q.device) if slots is None else slots
+    live = slots >= 0
+    held = CarveState(*(x[slots[live]] for x in state))
+    tensors = (*(x[live].unsqueeze(1) for x in (q, k, v, f, b, w)), A_log, dt_bias, w1, w2)
+    with torch.no_grad():
+        now, new = recurrent_carve(
+            *tensors,
+            content_chunk=content_chunk,
+            prediction=prediction,
+            scale=scale,
+            initial_state=held,
+            output_final_state=True,
+        )
+        for column, x in zip(state, new, strict=True):
+            column[slots[live]] = x.to(column.dtype)
+        o = now.new_zeros(len(q), *now.shape[2:])
+        o[live] = now[:, 0]
+    return o

@@ -1,0 +1,37 @@
+"""CARVE's state, fixed in size, and the op's result."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class CarveState(NamedTuple):
+    """What a sequence carries: it may stop anywhere, inside a content chunk too.
+
+    S [N H K V]: the memory. m [N H V]: mean output of the last whole content chunk. total [N H V]: sum of the outputs of
+    the open one. position [N] int64: tokens so far in the open one, 0 <= position < content_chunk.
+    """
+
+    S: Tensor
+    m: Tensor
+    total: Tensor
+    position: Tensor
+
+
+class CarveOutput(NamedTuple):
+    """o [B T H V]; state [N ...], or None unless asked for."""
+
+    o: Tensor
+    state: CarveState | None
+
+
+def empty_state(N: int, H: int, K: int, V: int, *, dtype: torch.dtype = torch.float32, device=None) -> CarveState:
+    """The state of N sequences (or slots) that have seen nothing."""
+    options = {"dtype": dtype, "device": device}
+    return CarveState(
+        S=torch.zeros(N, H, K, V, **options),
+        m=torch.zeros(N, H, V, **options),
+        total=torch.zeros(N, H, V, **options),
+        position=torch.zeros(N, dtype=torch.int64, device=device),
+    )

@@ -1,0 +1,12 @@
+"""Custom ops under autocast: what runs inside stays in the precision that the op's contract states."""
+
+import torch
+
+DEVICES = ("cpu", "cuda")
+
+
+def keep_precision(*ops) -> None:
+    """Shield custom ops from the caller's autocast, which would run their matrix products in half; float64 passes as it is."""
+    for op in ops:
+        for device in DEVICES:
+            op.register_autocast(device, torch.float32)

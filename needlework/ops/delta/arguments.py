@@ -1,0 +1,104 @@
+"""What the delta op's entry points accept, and the one form that every rule of the family comes to.
+
+S_t = Diag(e^{g_t}) S_{t-1} + k_t (w_t ⊙ v_t − S_{t-1}ᵀ (e^{g_t} ⊙ b_t ⊙ k_t))ᵀ        b: erase, w: write
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from needlework.ops.common.shapes import check, check_dtypes, check_groups
+
+Prediction = Literal["decayed", "previous"]
+
+
+class Rule(NamedTuple):
+    """One rule's tensors, heads expanded to HV, in the dtype it computes in."""
+
+    q: Tensor  # [B T HV K] what reads
+    k: Tensor  # [B T HV K]
+    v: Tensor  # [B T HV V]
+    g: Tensor  # [B T HV 1] or [B T HV K]
+    erase: Tensor | None  # [B T HV 1] or [B T HV K]; None: nothing is erased
+    write: Tensor | None  # [B T HV 1] or [B T HV V]; None: 1
+
+
+def width(q: Tensor) -> torch.dtype:
+    """The dtype that an op on q computes in."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def checked_heads(q: Tensor, k: Tensor, v: Tensor, q_read: Tensor | None) -> tuple[Tensor, ...]:
+    """q, k, v and the read query (q where there is none), expanded to HV heads; ValueError for what does not fit."""
+    check_dtypes(q=q, k=k, v=v, q_read=q_read)
+    check("q", q, "B T H K")
+    B, T, H, K = q.shape
+    check("k", k, "B T H K", B=B, T=T, H=H, K=K)
+    check("v", v, "B T HV V", B=B, T=T)
+    HV = v.shape[2]
+    check_groups(H, HV)
+    read = q if q_read is None else q_read
+    check("q_read", read, "B T HV K", B=B, T=T, K=K, **({} if read.dim() == 4 and read.shape[2] == H else {"HV": HV}))
+    return tuple(_expand(x.to(width(q)), HV) for x in (q, k, v, read))
+
+
+def checked_gate(g: Tensor | None, v: Tensor, K: int) -> Tensor:
+    """g as [B T HV 1] or [B T HV K], zeros where there is none."""
+    B, T, HV = v.shape[:3]
+    if g is None:
+        return v.new_zeros(B, T, HV, 1)
+    if g.dim() == 4:
+        check("g", g, "B T HV K", B=B, T=T, HV=HV, K=K)
+        return g.to(v.dtype)
+    check("g", g, "B T HV", B=B, T=T, HV=HV)
+    return g.to(v.dtype)[..., None]
+
+
+def checked_number(name: str, x: Tensor, v: Tensor) -> Tensor:
+    """A number a token and value head, as [B T HV 1]."""
+    check(name, x, "B T HV", B=v.shape[0], T=v.shape[1], HV=v.shape[2])
+    return x.to(v.dtype)[..., None]
+
+
+def checked_state(initial_state: Tensor | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """initial_state [N HV K V] in the computing dtype, zeros where there is none."""
+    sizes = {"N": len(v) if cu_seqlens is None else len(cu_seqlens) - 1, "HV": v.shape[2], "K": k.shape[-1], "V": v.shape[-1]}
+    if initial_state is None:
+        return v.new_zeros(*sizes.values())
+    check("initial_state", initial_state, "N HV K V", **sizes)
+    return initial_state.to(v.dtype)
+
+
+def checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    erase: Tensor | None,
+    write: Tensor | None,
+    prediction: Prediction,
+    q_read: Tensor | None,
+) -> Rule:
+    """The rule that these arguments mean; ValueError for what does not fit."""
+    if prediction not in get_args(Prediction):
+        raise ValueError(f"prediction: got {prediction!r}, expected 'decayed' or 'previous'")
+    if (erase is None) != (write is None):
+        raise ValueError("erase and write: one is given without the other")
+    if beta is not None and erase is not None:
+        raise ValueError("beta: erase and write are given, which take its place")
+    _, k, v, read = checked_heads(q, k, v, q_read)
+    (B, T, HV, K), V = k.shape, v.shape[-1]
+    if beta is not None:
+        erase = write = checked_number("beta", beta, v)
+    elif erase is not None:
+        check("erase", erase, "B T HV K", B=B, T=T, HV=HV, K=K)
+        check("write", write, "B T HV V", B=B, T=T, HV=HV, V=V)
+        erase, write = erase.to(v.dtype), write.to(v.dtype)
+    return Rule(read, k, v, checked_gate(g, v, K), erase, write)
+
+
+def _expand(x: Tensor, HV: int) -> Tensor:
+    """[B T H ...] -> [B T HV ...]: value head j has key head j // (HV // H)."""
+    return x if x.shape[2] == HV else x.repeat_interleave(HV // x.shape[2], 2)

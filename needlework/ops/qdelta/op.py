@@ -1,0 +1,165 @@
+"""Q-Delta's public op: three forms of one rule. The fast path is the delta engine's registered operator."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from needlework.ops.api import Impl, resolve
+from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.delta.arguments import checked_state
+from needlework.ops.delta.custom_op import delta_fwd
+from needlework.ops.qdelta import reference, transposed
+from needlework.ops.qdelta.arguments import Coupling, checked
+
+
+class QDeltaOutput(NamedTuple):
+    """o [B T HV V] in q's dtype; state [N HV K V], float32 or wider, or None unless asked for."""
+
+    o: Tensor
+    state: Tensor | None
+
+
+def chunk_qdelta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    lam: Tensor,
+    *,
+    coupling: Coupling = "recurrent",
+    q_read: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    impl: Impl = "auto",
+) -> QDeltaOutput:
+    """Q-Delta: a gated delta rule whose write also erases what the query would read.
+
+        x_t = k_t + λ_t q_t,    S_t = α_t (I − β_t k_t x_tᵀ) S_{t-1} + β_t k_t v_tᵀ,    o_t = scale · S_tᵀ q_t,    α_t = e^{g_t}
+
+    q, k [B T H K]: query and key, both of unit norm. v [B T HV V]: value; HV a multiple of H, value head j has key head
+        j // (HV // H).
+    g [B T HV]: natural log decay, finite, <= 0; None: no decay. A gate per channel [B T HV K] decays by channel.
+    beta, lam [B T HV]: write strength β and λ, in [0, 1] (the card says what they bound).
+    coupling: "transposed" is what the authors' kernels compute, in chunks of 64 from each sequence's start: split and step
+        do not agree with prefill there, and the gate is one per head. For their checkpoints only.
+    q_read [B T HV K] or [B T H K]: reads instead of q, which alone enters x.
+    scale: of o only, never of x; K ** -0.5 by default.
+    initial_state [N HV K V]: N = B, or one per packed sequence; zeros if None.
+    cu_seqlens [N+1]: packs sequences along T (B = 1). An empty one keeps its state.
+    chunk_size: tokens of a kernel's chunk at most, >= 1; changes no result. 64 with coupling="transposed".
+
+    Dtypes: q, k, v (and q_read) share one. float64 computes in float64, all else in float32; o has q's dtype, the state is
+    float32 (or float64), each gradient has its tensor's dtype. State: resume at any token. Error: twice the definition's
+    own (the card). impl: "torch" is the chunk form, "reference" the token loop.
+    Raises ValueError for sizes or dtypes that do not fit, an unknown coupling or impl, another chunk_size where 64 defines.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
+    if coupling == "transposed" and chunk_size != transposed.CHUNK:
+        raise ValueError(
+            f"chunk_size: got {chunk_size}; with coupling='transposed' chunks of {transposed.CHUNK} are the definition"
+        )
+    if resolve("qdelta", impl) == "reference":
+        return recurrent_qdelta(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            lam,
+            coupling=coupling,
+            q_read=q_read,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+        )
+    rule = checked(q, k, v, g, beta, lam, coupling, q_read)
+    state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if coupling == "transposed":
+        o, state = transposed.forward(*rule, state, cu_seqlens, scale)
+    else:
+        k, u, e = rule.k, rule.beta * rule.v, rule.beta * (rule.k + rule.lam * rule.q)
+        k, u, e = (x[..., None, :] for x in (k, u, e))
+        o, state = delta_fwd(rule.read, k, u, e, rule.g, state, cu_seqlens, scale, "decayed", chunk_size)
+    return QDeltaOutput(o.to(q.dtype), state if output_final_state else None)
+
+
+def recurrent_qdelta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    lam: Tensor,
+    *,
+    coupling: Coupling = "recurrent",
+    q_read: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    operand=reference.identity,
+) -> QDeltaOutput:
+    """The definition, token by token, under autograd: `chunk_qdelta`'s equation, arguments, contract and errors.
+
+    operand: applied to every operand of a matrix or outer product, to emulate a narrower precision.
+    """
+    rule = checked(q, k, v, g, beta, lam, coupling, q_read)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, *q.shape[:2])
+    form = reference.recurrent if coupling == "recurrent" else reference.recurrent_transposed
+    o, state = form(
+        *rule,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        state=checked_state(initial_state, rule.k, rule.v, cu_seqlens),
+        cu_seqlens=cu_seqlens,
+        operand=operand,
+    )
+    return QDeltaOutput(o.to(q.dtype), state if output_final_state else None)
+
+
+def step_qdelta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    lam: Tensor,
+    *,
+    state: Tensor,
+    slots: Tensor | None = None,
+    coupling: Coupling = "recurrent",
+    q_read: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """One token a row, without gradients: o [B HV V]; the state advances in place (`chunk_qdelta`'s equation).
+
+    q, k [B H K], v [B HV V], g, beta, lam [B HV]: `chunk_qdelta`'s tensors without T. One token has no coupling: the rule is
+        the true one under either name.
+    state [slots HV K V]: a slot table. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a padded row,
+        which reads and changes no slot and returns zeros. A live slot belongs to one row only.
+    Dtypes, settings and errors as in `chunk_qdelta`.
+    """
+    slots = torch.arange(len(q), device=q.device) if slots is None else slots
+    live = slots >= 0
+    token = lambda x: None if x is None else x[live].unsqueeze(1)
+    with torch.no_grad():
+        now, new = recurrent_qdelta(
+            *map(token, (q, k, v, g, beta, lam)),
+            coupling=coupling,
+            q_read=token(q_read),
+            scale=scale,
+            initial_state=state[slots[live]],
+            output_final_state=True,
+        )
+        state[slots[live]] = new.to(state.dtype)
+        o = now.new_zeros(v.shape)
+        o[live] = now[:, 0]
+    return o

@@ -1,0 +1,120 @@
+"""What the battery needs to know of Q-Delta: grouped values, a read query, and the authors' kernels' variant."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from needlework.ops.api import Limit, OpSpec
+from needlework.ops.common.samples import decay, keys, normal, uniform, unit
+from needlework.ops.delta import chunk_delta
+from needlework.ops.delta.arguments import checked_state
+from needlework.ops.qdelta import reference
+from needlework.ops.qdelta.arguments import checked
+from needlework.ops.qdelta.op import QDeltaOutput, chunk_qdelta, recurrent_qdelta, step_qdelta
+
+H, HV, K, V = 2, 4, 16, 12
+
+
+def sample(generator: torch.Generator, B: int, T: int, style: str, *, HV: int = HV, q_read: bool = False) -> dict[str, Tensor]:
+    """Unit q and k. "strong": 30 % of the gates at −30 among gates of −1e-3. "hard": identical keys, β = λ = 1, g = 0."""
+    inputs = {
+        "q": unit(normal(generator, B, T, H, K)),
+        "k": keys(generator, B, T, H, K, "identical" if style == "hard" else style),
+        "v": normal(generator, B, T, HV, V),
+        "g": decay(generator, B, T, HV, style=style),
+        "beta": uniform(generator, 0, 1, B, T, HV),
+        "lam": uniform(generator, 0, 1, B, T, HV),
+    }
+    if style == "hard":
+        inputs |= {"g": 0 * inputs["g"], "beta": torch.ones_like(inputs["beta"]), "lam": torch.ones_like(inputs["lam"])}
+    return inputs | ({"q_read": unit(normal(generator, B, T, H, K))} if q_read else {})
+
+
+def literal(
+    q, k, v, g, beta, lam, *, coupling="recurrent", q_read=None, scale=None,
+    initial_state=None, output_final_state=False, cu_seqlens=None, chunk_size=64, operand=reference.identity,
+) -> QDeltaOutput:  # fmt: skip
+    """The chunk form as the spec page prints it, with the op's arguments."""
+    rule = checked(q, k, v, g, beta, lam, coupling, q_read)
+    o, state = reference.literal(
+        *rule,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        state=checked_state(initial_state, rule.k, rule.v, cu_seqlens),
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        transposed=coupling == "transposed",
+        operand=operand,
+    )
+    return QDeltaOutput(o, state if output_final_state else None)
+
+
+run = partial(chunk_qdelta, output_final_state=True)
+LIMITS = (
+    Limit(
+        name="λ = 0 is Gated DeltaNet",
+        left=lambda q, k, v, g, beta, lam: tuple(run(q, k, v, g, beta, 0 * lam)),
+        right=lambda q, k, v, g, beta, lam: tuple(chunk_delta(q, k, v, g, beta, output_final_state=True)),
+        exact=True,
+    ),
+    Limit(
+        name="λ = 0 and g = 0 is DeltaNet",
+        left=lambda q, k, v, g, beta, lam: tuple(run(q, k, v, 0 * g, beta, 0 * lam)),
+        right=lambda q, k, v, g, beta, lam: tuple(chunk_delta(q, k, v, None, beta, output_final_state=True)),
+        exact=True,
+    ),
+    Limit(
+        name="β = 0 is pure decay",
+        left=lambda q, k, v, g, beta, lam: run(q, k, v, g, 0 * beta, lam, initial_state=_ones(v)).state,
+        right=lambda q, k, v, g, beta, lam: g.sum(1).exp()[..., None, None] * _ones(v),
+    ),
+)
+TRANSPOSED_LIMITS = (
+    Limit(
+        name="λ = 0 makes the transposed coupling the rule",
+        left=lambda q, k, v, g, beta, lam: run(q, k, v, g, beta, 0 * lam, coupling="transposed"),
+        right=lambda q, k, v, g, beta, lam: run(q, k, v, g, beta, 0 * lam),
+    ),
+)
+_CHUNK = "chunks of 64 from the sequence's start are part of the definition"
+_PLAIN = "plain PyTorch under autograd, for published checkpoints: nothing is registered"
+
+
+def _ones(v: Tensor) -> Tensor:
+    return torch.ones(v.shape[0], v.shape[2], K, V, dtype=v.dtype)
+
+
+def _spec(name: str, *, HV: int = HV, q_read: bool = False, styles=("random",), coupling="recurrent", **more) -> OpSpec:
+    return OpSpec(
+        name=name,
+        chunk=partial(chunk_qdelta, coupling=coupling),
+        recurrent=partial(recurrent_qdelta, coupling=coupling),
+        literal=partial(literal, coupling=coupling),
+        step=partial(step_qdelta, coupling=coupling),
+        inputs=partial(sample, HV=HV, q_read=q_read),
+        tokens=("q", "k", "v", "g", "beta", "lam", *(["q_read"] if q_read else [])),
+        half=("q", "k", "v", "q_read"),
+        table=lambda B: torch.zeros(B, HV, K, V, dtype=torch.float64),
+        styles=styles,
+        **more,
+    )
+
+
+SPECS = (
+    _spec("qdelta", HV=H, styles=("random", "identical", "hard", "strong"), limits=LIMITS),
+    _spec("qdelta/grouped", q_read=True),
+    _spec(
+        "qdelta/transposed",
+        HV=H,
+        coupling="transposed",
+        chunk_sizes=(64,),
+        limits=TRANSPOSED_LIMITS,
+        skip={
+            "chunk_size_is_invisible": _CHUNK,
+            "split_then_resume": _CHUNK,
+            "step_is_prefill": _CHUNK,
+            "compiles_without_a_graph_break": _PLAIN,
+            "custom_ops_pass_opcheck": _PLAIN,
+        },
+    ),
+)
