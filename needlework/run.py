@@ -37,11 +37,12 @@ from needlework.train import Progress, Result, TrainConfig, train
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """`steps` optimiser steps on batches of `batch` rows of `length` tokens."""
+    """`steps` optimiser steps on batches of `batch` rows of `length` tokens of a task."""
 
     steps: int
     batch: int
     length: int
+    task: NeedleMix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +61,13 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All that fixes a run: model, text, task, phases, training, measurement. name is the run's; title and equation are for reading."""
+    """All that fixes a run: model, text, phases, training, measurement. name is the run's; title and equation are for reading."""
 
     name: str
     title: str
     equation: str
     model: NeedleworkConfig
     corpus: CorpusConfig
-    task: NeedleMix
     phases: tuple[Phase, ...]
     train: TrainConfig
     evaluate: Evaluation
@@ -79,7 +79,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, complete: a run's config.json."""
-        fields = {name: getattr(self, name) for name in ("corpus", "task", "train", "evaluate")}
+        fields = {name: getattr(self, name) for name in ("corpus", "train", "evaluate")}
         return {
             "name": self.name,
             "title": self.title,
@@ -93,7 +93,7 @@ class Recipe:
         first = 0
         for phase in self.phases:
             if step < first + phase.steps:
-                return self.task.batch(corpus, self.train.seed, step, phase.batch, phase.length)
+                return phase.task.batch(corpus, self.train.seed, step, phase.batch, phase.length)
             first += phase.steps
         raise ValueError(f"step {step}: the recipe has {first}")
 

@@ -30,8 +30,8 @@ def recipe(tmp_path_factory):
         "def small():\n"
         f"    recipe = demo.recipe('gated-deltanet', CorpusConfig(kind='files', paths=({str(folder / 'text.txt')!r},)))\n"
         "    return dataclasses.replace(\n"
-        "        recipe, phases=(Phase(steps=4, batch=2, length=64),),\n"
-        "        train=dataclasses.replace(recipe.train, steps=4), task=NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 1)),\n"
+        "        recipe, train=dataclasses.replace(recipe.train, steps=4),\n"
+        "        phases=(Phase(steps=4, batch=2, length=64, task=NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 1))),),\n"
         "        evaluate=Evaluation(lengths=(64, 128), tokens=128, rows=2, needles=1))\n"
     )
     return path

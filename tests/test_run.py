@@ -12,6 +12,8 @@ from needlework.run import Evaluation, Phase, RunError, claim, differences, run
 from needlework.train import AdamW, Cooldown, TrainConfig
 from recipes import demo
 
+TASK = NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 2))
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
@@ -32,8 +34,8 @@ def tiny(corpus, mixer="qdelta", **changes):
         steps=12, seed=0, optim=AdamW(lr=4e-3), schedule=Cooldown(warmup=2, flat=0.3, floor=0.02), checkpoint_every=5
     )
     return dataclasses.replace(
-        recipe, train=train, phases=(Phase(steps=8, batch=2, length=64), Phase(steps=4, batch=1, length=96)),
-        task=NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 2)),
+        recipe, train=train,
+        phases=(Phase(steps=8, batch=2, length=64, task=TASK), Phase(steps=4, batch=1, length=96, task=TASK)),
         evaluate=Evaluation(lengths=(96, 192), tokens=192, rows=2, needles=2), **changes,
     )  # fmt: skip
 
@@ -90,7 +92,7 @@ def test_differences_are_paths_of_fields():
 
 def test_phases_that_do_not_add_up_are_refused(corpus):
     with pytest.raises(ValueError, match=r"the phases have 8 steps, train\.steps is 12"):
-        dataclasses.replace(tiny(corpus), phases=(Phase(steps=8, batch=2, length=64),))
+        dataclasses.replace(tiny(corpus), phases=(Phase(steps=8, batch=2, length=64, task=TASK),))
 
 
 @pytest.mark.parametrize("mixer", demo.COMPARE)

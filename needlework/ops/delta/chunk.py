@@ -52,10 +52,9 @@ def backward(do, dfinal, q, k, u, e, g, initial_state, *, scale, prediction, chu
     dM = torch.zeros(*x.rows.shape[:-1], x.W.shape[-2], dtype=q.dtype, device=q.device)  # [n B H C A C·R]
     dM[..., 0, :] = do @ x.W.mT
     if e is not None:
-        R = k.shape[-2]
         de_hat = -(du @ x.starts.mT).view_as(x.e)
         dstart[..., :-1, :] += (x.e_hat.view_as(x.e) * de_hat).sum(-2)[..., 1:, :]
-        dM[..., :-1, 1:, :] = -(du @ x.W.mT).unflatten(-2, (-1, R))[..., 1:, :, :]
+        dM[..., :-1, 1:, :] = -(du @ x.W.mT).unflatten(-2, (C, -1))[..., 1:, :, :]
     drows, dk, dg = x.decay.couple_backward(dM.flatten(-3, -2), x.rows, x.k)
     dg = dg + x.decay.factors_backward(dstart, dend, dwhole)
     dq = drows[..., 0, :] + x.decay.from_start * dq_hat
@@ -65,8 +64,7 @@ def backward(do, dfinal, q, k, u, e, g, initial_state, *, scale, prediction, chu
         de = x.before[..., None, :] * de_hat
         de[..., 1:, :, :] += drows[..., :-1, 1:, :]
         if prediction == "decayed":
-            grown = (x.e * de).sum(-2)
-            dg = dg + (grown.sum(-1, keepdim=True) if g.shape[-1] == 1 else grown)
+            dg = dg + (x.e * de).sum(-2).sum_to_size(dg.shape)
             de = x.retention[..., None, :] * de
     T = q.shape[1]
     du = du.unflatten(-2, (C, -1))
@@ -97,7 +95,6 @@ class _Replay(NamedTuple):
 def _replay(q, k, u, e, g, S, prediction, chunk_size) -> _Replay:
     C = _chunk(q.shape[1], chunk_size)
     q, k, u, g = (_split(x, C) for x in (q, k, u, g))
-    R = k.shape[-2]
     decay = decay_of(g)
     retention = g.exp()
     before = torch.cat([torch.ones_like(g[..., :1, :]), decay.from_start[..., :-1, :]], -2)
@@ -105,14 +102,14 @@ def _replay(q, k, u, e, g, S, prediction, chunk_size) -> _Replay:
     q_hat = decay.from_start * q
     k_hat = (decay.to_end[..., None, :] * k).flatten(-3, -2)
     A = e_hat = None
-    if e is None:
-        rows = q[..., None, :]
-    else:
+    rows = q[..., None, :]
+    if e is not None:
         e = _split(e, C)
         if prediction == "decayed":
             e = retention[..., None, :] * e
         e_hat = (before[..., None, :] * e).flatten(-3, -2)
-        rows = torch.cat([q[..., None, :], torch.cat([e[..., 1:, :, :], torch.zeros_like(e[..., :1, :, :])], -3)], -2)
+        e_after = torch.cat([e[..., 1:, :, :], torch.zeros_like(e[..., :1, :, :])], -3)
+        rows = torch.cat([rows, e_after], -2)
     M = decay.couple(rows, k).unflatten(-2, (C, -1))  # [n B H C A C·R]
     P = M[..., 0, :]
     W = u.flatten(-3, -2)

@@ -114,14 +114,12 @@ def recurrent_delta(
     rule = checked(q, k, v, g, beta, erase, write, prediction, q_read)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
-    o, state = reference.recurrent(
-        *rule,
-        prediction=prediction,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        state=checked_state(initial_state, rule.k, rule.v, cu_seqlens),
-        cu_seqlens=cu_seqlens,
-        operand=operand,
-    )
+    state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with torch.autocast(q.device.type, enabled=False):
+        o, state = reference.recurrent(
+            *rule, prediction=prediction, scale=scale, state=state, cu_seqlens=cu_seqlens, operand=operand
+        )
     return DeltaOutput(o.to(q.dtype), state if output_final_state else None)
 
 

@@ -145,14 +145,14 @@ SPECS = (
         partial(sample, gate="scalar", HV=2 * H),
         HV=2 * H,
         tokens=("q", "k", "v", "g", "beta"),
-        styles=("random", "identical", "strong"),
+        styles=("random", "strong"),
         limits=GATED,
     ),
     _spec(
         "delta/kda",
         partial(sample, gate="channel"),
         tokens=("q", "k", "v", "g", "beta"),
-        styles=("random", "clustered", "identical", "strong"),
+        styles=("clustered", "identical", "strong"),
         limits=CHANNEL,
     ),
     _spec(
@@ -165,7 +165,6 @@ SPECS = (
         "delta/previous",
         partial(sample, gate="channel"),
         tokens=("q", "k", "v", "g", "beta"),
-        styles=("random", "strong"),
         prediction="previous",
     ),
 )

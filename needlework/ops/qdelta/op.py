@@ -1,4 +1,4 @@
-"""Q-Delta's public op: three forms of one rule. The fast path is the delta engine's registered operator."""
+"""Q-Delta's public op: three forms of one rule. Arguments and the forms lie beside it."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,7 @@ from torch import Tensor
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.delta.arguments import checked_state
-from needlework.ops.delta.custom_op import delta_fwd
-from needlework.ops.qdelta import reference, transposed
+from needlework.ops.qdelta import chunk, reference, transposed
 from needlework.ops.qdelta.arguments import Coupling, checked
 
 
@@ -83,11 +82,10 @@ def chunk_qdelta(
     state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if coupling == "transposed":
-        o, state = transposed.forward(*rule, state, cu_seqlens, scale)
+        with torch.autocast(q.device.type, enabled=False):
+            o, state = transposed.forward(*rule, state, cu_seqlens, scale)
     else:
-        k, u, e = rule.k, rule.beta * rule.v, rule.beta * (rule.k + rule.lam * rule.q)
-        k, u, e = (x[..., None, :] for x in (k, u, e))
-        o, state = delta_fwd(rule.read, k, u, e, rule.g, state, cu_seqlens, scale, "decayed", chunk_size)
+        o, state = chunk.forward(*rule, state, cu_seqlens, scale, chunk_size)
     return QDeltaOutput(o.to(q.dtype), state if output_final_state else None)
 
 
@@ -115,13 +113,10 @@ def recurrent_qdelta(
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
     form = reference.recurrent if coupling == "recurrent" else reference.recurrent_transposed
-    o, state = form(
-        *rule,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        state=checked_state(initial_state, rule.k, rule.v, cu_seqlens),
-        cu_seqlens=cu_seqlens,
-        operand=operand,
-    )
+    state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with torch.autocast(q.device.type, enabled=False):
+        o, state = form(*rule, scale=scale, state=state, cu_seqlens=cu_seqlens, operand=operand)
     return QDeltaOutput(o.to(q.dtype), state if output_final_state else None)
 
 

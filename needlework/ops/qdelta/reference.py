@@ -4,29 +4,10 @@ All take a `Rule`'s tensors: q, k, read [B T H K], v [B T H V], g, beta, lam [B 
 share no code with the fast path. `operand` is applied to every operand of a matrix or outer product.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
-
-def identity(x: Tensor) -> Tensor:
-    return x
-
-
-def by_sequence(form):
-    """`form` on packed sequences: one call each, in order, the results side by side."""
-
-    def packed(*tensors: Tensor, state: Tensor, cu_seqlens: Tensor | None = None, **settings):
-        if cu_seqlens is None:
-            return form(*tensors, state=state, **settings)
-        parts = [
-            form(*(x[:, a:b] for x in tensors), state=state[n : n + 1], **settings)
-            for n, (a, b) in enumerate(pairwise(cu_seqlens.tolist()))
-        ]
-        return torch.cat([o for o, _ in parts], 1), torch.cat([S for _, S in parts])
-
-    return packed
+from needlework.ops.delta.reference import by_sequence, identity
 
 
 @by_sequence

@@ -17,17 +17,18 @@ H, HV, K, V = 2, 4, 16, 12
 
 
 def sample(generator: torch.Generator, B: int, T: int, style: str, *, HV: int = HV, q_read: bool = False) -> dict[str, Tensor]:
-    """Unit q and k. "strong": 30 % of the gates at −30 among gates of −1e-3. "hard": identical keys, β = λ = 1, g = 0."""
+    """Unit q and k. "strong": 30 % of the gates at −30 among gates of −1e-3. "hard": clustered keys, q = k, β = λ = 1, g = 0."""
     inputs = {
         "q": unit(normal(generator, B, T, H, K)),
-        "k": keys(generator, B, T, H, K, "identical" if style == "hard" else style),
+        "k": keys(generator, B, T, H, K, "clustered" if style == "hard" else style),
         "v": normal(generator, B, T, HV, V),
         "g": decay(generator, B, T, HV, style=style),
         "beta": uniform(generator, 0, 1, B, T, HV),
         "lam": uniform(generator, 0, 1, B, T, HV),
     }
     if style == "hard":
-        inputs |= {"g": 0 * inputs["g"], "beta": torch.ones_like(inputs["beta"]), "lam": torch.ones_like(inputs["lam"])}
+        one = torch.ones_like(inputs["g"])
+        inputs |= {"q": inputs["k"], "g": 0 * one, "beta": one, "lam": one}
     return inputs | ({"q_read": unit(normal(generator, B, T, H, K))} if q_read else {})
 
 

@@ -25,8 +25,8 @@ def forward(
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
         tensors = [pad(x, cu_seqlens) for x in tensors]
     outputs = [tensors[2][:, :0]]
-    for parts in zip(*(x.split(CHUNK, 1) for x in tensors if x.shape[1]), strict=True):
-        o, state = _chunk(*(x.transpose(1, 2) for x in parts), state)
+    for start in range(0, tensors[0].shape[1], CHUNK):
+        o, state = _chunk(*(x[:, start : start + CHUNK].transpose(1, 2) for x in tensors), state)
         outputs.append(scale * o.transpose(1, 2))
     o = torch.cat(outputs, 1)
     return o if cu_seqlens is None else unpad(o, cu_seqlens), state
