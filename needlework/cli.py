@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import signal
+import sys
 import typing
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+# a pipe has no width of its own, and tables must not be cut there
+console = Console() if sys.stdout.isatty() else Console(width=160)
 
 CorpusPaths = Annotated[
     list[Path] | None,
@@ -178,6 +180,7 @@ def mixers(
 
     sizes = Sizes(heads=8, key_dim=128, value_dim=128, attention_heads=8, kv_heads=2, head_dim=128)
     table = Table("name", "mixer", "equation", "state", f"bytes at {length:,}", "cost", box=None, pad_edge=False)
+    table.columns[0].no_wrap = True
     for name, mixer in CATALOG.items():
         with torch.device("meta"):
             held = mixer.make(sizes).build(1024).state_size(length, torch.bfloat16)
@@ -274,14 +277,13 @@ def _replaced(config: Any, path: list[str], text: str, whole: str) -> Any:
 
 def load_checkpoint(path: Path):
     """The model, in evaluation mode, and its tokenizer."""
-    from transformers import AutoModelForCausalLM
-
-    import needlework.models  # noqa: F401 (registers the model with transformers)
     from needlework.data import load_tokenizer
+    from needlework.models import NeedleworkForCausalLM, disable_progress_bar
 
     if not (path / "config.json").is_file():
         raise ValueError(f"{path}: expected a folder with config.json, model.safetensors and tokenizer.json")
-    return AutoModelForCausalLM.from_pretrained(path).eval(), load_tokenizer(path / "tokenizer.json")
+    disable_progress_bar()
+    return NeedleworkForCausalLM.from_pretrained(path).eval(), load_tokenizer(path / "tokenizer.json")
 
 
 def human(n: int) -> str:

@@ -15,6 +15,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from needlework.data import (
     single_needle,
 )
 from needlework.eval import loss, retrieval
-from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, disable_progress_bar
 from needlework.train import Progress, Result, TrainConfig, train
 
 
@@ -140,6 +141,7 @@ def run(
     )  # fmt: skip
     if result.stopped:
         return None
+    disable_progress_bar()  # there is one on the screen already
     model.save_pretrained(directory / "checkpoint")
     corpus.tokenizer.save(str(directory / "checkpoint" / "tokenizer.json"))
     entry = training_entry(recipe, model, result) | measure(model, corpus, recipe.evaluate)
@@ -229,8 +231,6 @@ def write_json(path: Path, value: Any) -> None:
 
 def results(name: str, recipes: tuple[Recipe, ...], manifest: dict[str, Any], entries: list[dict[str, Any]]) -> dict[str, Any]:
     """results.json of the entries that are there."""
-    import transformers
-
     first = recipes[0]
     return {
         "name": name,
@@ -247,7 +247,7 @@ def results(name: str, recipes: tuple[Recipe, ...], manifest: dict[str, Any], en
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": version("transformers"),
         },
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, {platform.system()}",
         "mixers": entries,

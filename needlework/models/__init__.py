@@ -1,5 +1,7 @@
 """Language models of any mixers, for transformers: importing this package registers them with its Auto classes."""
 
+from transformers.utils.logging import disable_progress_bar as disable_progress_bar
+
 from needlework.models.cache import NeedleworkCache as NeedleworkCache
 from needlework.models.config import NeedleworkConfig as NeedleworkConfig
 from needlework.models.modeling import NeedleworkForCausalLM as NeedleworkForCausalLM
