@@ -36,6 +36,6 @@ class _QDelta(WriteRule):
         beta = self.beta(x)
         lam = beta.new_full(beta.shape, self.config.lam) if self.lam is None else self.lam(x)
         return chunk_qdelta(
-            q, k, v, beta.new_zeros(beta.shape) if g is None else g, beta, lam, coupling=self.config.coupling, q_read=q_read,
+            q, k, v, g, beta, lam, coupling=self.config.coupling, q_read=q_read,
             scale=self.width.scale, **carry,
         )  # fmt: skip
