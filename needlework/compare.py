@@ -42,7 +42,7 @@ def compare(
     with ProcessPoolExecutor(workers, context, _start_worker, (news, stop)) as pool:
         longest_first = sorted(recipes, key=lambda recipe: -board.seconds[recipe.name])
         waiting = {pool.submit(_work, recipe, directory / recipe.name): recipe.name for recipe in longest_first}
-        with Live(board, console=console, refresh_per_second=4):
+        with Live(board, console=console, refresh_per_second=4, transient=not console.is_terminal):
             try:
                 while waiting:
                     done, _ = wait(waiting, timeout=0.25, return_when=FIRST_COMPLETED)
@@ -53,6 +53,8 @@ def compare(
                         if entry is not None:
                             entries[finished] = entry
                             board.finish(finished, entry)
+                            if not console.is_terminal:  # nobody watches the board: a line a mixer
+                                console.print(f"{entry['title']}: done in {entry['train']['seconds']:.0f} s of training")
             except BaseException:
                 stop.set()  # workers save a checkpoint after the step that they are in
                 for future in waiting:
