@@ -36,14 +36,28 @@ Runs = Annotated[Path, typer.Option(help="The folder that holds runs.")]
 def main() -> None:
     """Entry point: what a user did wrong is one line and exit status 1, never a traceback."""
     from needlework.run import RunError
+    from needlework.train import CheckpointError
 
     try:
-        app()
-    except (ValueError, ArithmeticError, OSError, RunError) as error:
+        app(repeated(sys.argv[1:], "--corpus"))
+    except (ValueError, ArithmeticError, OSError, RunError, CheckpointError) as error:
         console.print(f"[red]needlework:[/red] {error}", highlight=False, soft_wrap=True)
         raise SystemExit(1) from error
     except KeyboardInterrupt as error:
         raise SystemExit(130) from error
+
+
+def repeated(arguments: list[str], option: str) -> list[str]:
+    """`--corpus a b` as `--corpus a --corpus b`: an option takes one value, and a shell's pattern gives many."""
+    out: list[str] = []
+    taking = False
+    for argument in arguments:
+        if argument.startswith("-"):
+            taking = argument == option
+        elif taking and out[-1] != option:
+            out.append(option)
+        out.append(argument)
+    return out
 
 
 @app.command()

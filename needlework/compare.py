@@ -15,7 +15,7 @@ from rich.text import Text
 
 from needlework.data import byte_tokenizer, load_corpus
 from needlework.eval import save_results, write_report
-from needlework.run import Recipe, claim, results, run, seconds_needed
+from needlework.run import Recipe, RunError, claim, results, run, seconds_needed
 from needlework.train import Progress
 
 
@@ -49,7 +49,10 @@ def compare(
                     board.read(news)
                     for future in done:
                         finished = waiting.pop(future)
-                        entry = future.result()
+                        try:
+                            entry = future.result()
+                        except Exception as error:
+                            raise RunError(f"{finished}: {error}") from error
                         if entry is not None:
                             entries[finished] = entry
                             board.finish(finished, entry)

@@ -2,10 +2,11 @@
 
 Knows the order of things and the files of a run's directory. How to train, what a task is and how to measure are other rooms'.
 
-    runs/<name>/config.json      what runs here, exactly        runs/<name>/manifest.json   the text it read
-                results.json     what was measured              report.html                 the same, to look at
-                <mixer>/checkpoint/   for AutoModelForCausalLM  <mixer>/training/           checkpoints, log.jsonl
-                <mixer>/result.json   written when the mixer is done
+    runs/<name>/config.json           what runs here, exactly
+                manifest.json         the text that a comparison read
+                results.json          what was measured               report.html       the same, to look at
+                <mixer>/manifest.json     the text it read            <mixer>/training/     checkpoints, log.jsonl
+                <mixer>/checkpoint/       for AutoModelForCausalLM    <mixer>/result.json   written when the mixer is done
 """
 
 import json
@@ -130,6 +131,8 @@ def run(
         return json.loads(done.read_text())
     torch.set_num_threads(1)
     corpus = load_corpus(recipe.corpus, byte_tokenizer())
+    directory.mkdir(parents=True, exist_ok=True)
+    corpus.write_manifest(directory / "manifest.json")
     model = build(recipe)
     described = recipe.to_dict()
     described.pop("train")  # train() compares its own config

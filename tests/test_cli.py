@@ -79,6 +79,7 @@ def test_train_then_eval_then_generate(recipe, tmp_path):
         (("train", "demo:qdelta", "--set", "train.steps=many"), "expected int"),
         (("eval", "nowhere"), "expected a folder with config.json"),
         (("compare", "--corpus", "nowhere.txt"), "nowhere.txt"),
+        (("compare", "--corpus", __file__, "nowhere.txt"), "nowhere.txt"),
     ],
 )
 def test_a_mistake_is_one_clear_line_and_exit_status_1(arguments, says, tmp_path):
@@ -100,3 +101,29 @@ def test_compare_writes_the_report_and_the_same_command_goes_on(recipe, tmp_path
     assert json.loads((tmp_path / "demo" / "results.json").read_text())["mixers"] == results["mixers"]
     again = compare("demo", (chosen,), tmp_path / "demo", Console(quiet=True), workers=1)
     assert again["mixers"] == results["mixers"]
+
+
+def test_a_loss_that_is_not_finite_names_the_mixer_and_the_step(recipe, tmp_path):
+    from rich.console import Console
+
+    from needlework.cli import changed, load_recipe
+    from needlework.compare import compare
+    from needlework.run import RunError
+
+    wild = changed(load_recipe(f"{recipe}:small"), ["train.optim.lr=1e30"])
+    with pytest.raises(RunError, match=r"gated-deltanet: step \d+: loss"):
+        compare("wild", (wild,), tmp_path / "wild", Console(quiet=True), workers=1)
+
+
+def test_an_option_of_many_values_is_the_option_many_times():
+    from needlework.cli import repeated
+
+    assert repeated(["x", "--corpus", "a", "b", "--name", "n"], "--corpus") == [
+        "x",
+        "--corpus",
+        "a",
+        "--corpus",
+        "b",
+        "--name",
+        "n",
+    ]

@@ -52,6 +52,7 @@ def test_a_run_writes_a_checkpoint_that_auto_classes_load_and_its_result(corpus,
     assert set(entry["loss"]) == set(entry["needle"]) == set(entry["needles"]) == {"96", "192"}
     assert entry["needle"]["96"]["digits"] == 8 and entry["needles"]["96"]["digits"] == 16
     assert (tmp_path / "checkpoint" / "tokenizer.json").exists()
+    assert json.loads((tmp_path / "manifest.json").read_text())["totals"]["files"] == 12
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
     assert model.num_parameters() == entry["parameters"]
     assert run(recipe, tmp_path) == entry  # done already: nothing is trained again

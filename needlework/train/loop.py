@@ -62,9 +62,12 @@ class NonFiniteLoss(ArithmeticError):
     """The loss or its gradient at `step` (1 is the first) is NaN or infinite; the weights have not been touched by it."""
 
     def __init__(self, step: int, loss: float, grad_norm: float, last: Path | None):
-        self.step, self.loss, self.grad_norm = step, loss, grad_norm
+        self.step, self.loss, self.grad_norm, self.last = step, loss, grad_norm, last
         kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
         super().__init__(f"step {step}: loss {loss}, gradient norm {grad_norm}; stopped before the optimiser's step; {kept}")
+
+    def __reduce__(self):  # so that it crosses from one process to another
+        return type(self), (self.step, self.loss, self.grad_norm, self.last)
 
 
 def train(
