@@ -68,7 +68,7 @@ def differentiate(call: Callable[[dict], object], inputs: dict[str, Tensor], see
         if value.is_floating_point():
             # eighths: the same cotangent in every precision
             weight = torch.randint(-16, 17, value.shape, generator=generator) / 8
-            loss = loss + (value * weight.to(value.dtype)).double().sum()
+            loss = loss + (value * weight.to(value)).double().sum()
     names = [n for n, x in inputs.items() if x.requires_grad]
     gradients = torch.autograd.grad(loss, [inputs[n] for n in names], allow_unused=True)
     return {n: v.detach() for n, v in values.items()}, {
