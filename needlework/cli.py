@@ -35,16 +35,23 @@ Runs = Annotated[Path, typer.Option(help="The folder that holds runs.")]
 
 def main() -> None:
     """Entry point: what a user did wrong is one line and exit status 1, never a traceback."""
+    try:
+        app(repeated(sys.argv[1:], "--corpus"))
+    except KeyboardInterrupt as error:
+        raise SystemExit(130) from error
+    except Exception as error:
+        if not isinstance(error, user_errors()):
+            raise
+        console.print(f"[red]needlework:[/red] {error}", highlight=False, soft_wrap=True)
+        raise SystemExit(1) from error
+
+
+def user_errors() -> tuple[type[Exception], ...]:
+    """What the message alone explains. Imported late: --help needs no PyTorch."""
     from needlework.run import RunError
     from needlework.train import CheckpointError
 
-    try:
-        app(repeated(sys.argv[1:], "--corpus"))
-    except (ValueError, ArithmeticError, OSError, RunError, CheckpointError) as error:
-        console.print(f"[red]needlework:[/red] {error}", highlight=False, soft_wrap=True)
-        raise SystemExit(1) from error
-    except KeyboardInterrupt as error:
-        raise SystemExit(130) from error
+    return ValueError, ArithmeticError, OSError, RunError, CheckpointError
 
 
 def repeated(arguments: list[str], option: str) -> list[str]:
