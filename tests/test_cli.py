@@ -6,12 +6,27 @@ import sys
 
 import pytest
 
+from needlework import cli
 
-def needlework(*arguments, ok=True):
-    done = subprocess.run([sys.executable, "-m", "needlework", *map(str, arguments)], capture_output=True, text=True)
-    assert (done.returncode == 0) == ok, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.stdout + done.stderr
+
+@pytest.fixture
+def needlework(capsys, monkeypatch):
+    """`needlework …`, in this process: what it printed; `ok` says which exit status is expected."""
+
+    def run(*arguments, ok=True):
+        monkeypatch.setattr(sys, "argv", ["needlework", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        assert (not ended.value.code) == ok, printed.out + printed.err
+        return printed.out
+
+    return run
+
+
+def test_the_module_runs_as_a_program_and_a_mistake_is_no_traceback():
+    done = subprocess.run([sys.executable, "-m", "needlework", "eval", "nowhere"], capture_output=True, text=True)
+    assert done.returncode == 1 and "nowhere" in done.stdout and "Traceback" not in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -37,26 +52,26 @@ def recipe(tmp_path_factory):
     return path
 
 
-def test_every_command_has_help_that_says_what_it_does():
+def test_every_command_has_help_that_says_what_it_does(needlework):
     overview = needlework("--help")
     for command in ("compare", "train", "eval", "generate", "mixers", "presets"):
         assert command in overview
         assert len(needlework(command, "--help")) > 200
 
 
-def test_presets_as_json_are_the_papers_counts():
+def test_presets_as_json_are_the_papers_counts(needlework):
     counts = json.loads(needlework("presets", "--json"))
     assert counts["atma-polar-memory"] == 378_220_864 and counts["qdelta-340m"] == 380_017_148
 
 
-def test_mixers_prints_a_row_for_each_of_the_catalog():
+def test_mixers_prints_a_row_for_each_of_the_catalog(needlework):
     from needlework.layers.catalog import CATALOG
 
     table = needlework("mixers")
     assert all(f"{name} " in table for name in CATALOG)
 
 
-def test_train_then_eval_then_generate(recipe, tmp_path):
+def test_train_then_eval_then_generate(needlework, recipe, tmp_path):
     out = needlework("train", f"{recipe}:small", "--runs", tmp_path, "--name", "one", "--set", "train.optim.lr=1e-3")
     checkpoint = tmp_path / "one" / "gated-deltanet" / "checkpoint"
     assert "checkpoint" in out and checkpoint.is_dir()
@@ -82,7 +97,7 @@ def test_train_then_eval_then_generate(recipe, tmp_path):
         (("compare", "--corpus", __file__, "nowhere.txt"), "nowhere.txt"),
     ],
 )
-def test_a_mistake_is_one_clear_line_and_exit_status_1(arguments, says, tmp_path):
+def test_a_mistake_is_one_clear_line_and_exit_status_1(needlework, arguments, says, tmp_path):
     runs = ("--runs", tmp_path) if arguments[0] != "eval" else ()
     assert says in " ".join(needlework(*arguments, *runs, ok=False).split())
 
@@ -91,10 +106,9 @@ def test_compare_writes_the_report_and_the_same_command_goes_on(recipe, tmp_path
     """In process, because the demo's recipe is shortened here."""
     from rich.console import Console
 
-    from needlework.cli import load_recipe
     from needlework.compare import compare
 
-    chosen = load_recipe(f"{recipe}:small")
+    chosen = cli.load_recipe(f"{recipe}:small")
     results = compare("demo", (chosen,), tmp_path / "demo", Console(quiet=True), workers=1)
     files = {path.name for path in (tmp_path / "demo").iterdir()}
     assert {"config.json", "manifest.json", "results.json", "report.html", "gated-deltanet"} <= files
@@ -106,19 +120,16 @@ def test_compare_writes_the_report_and_the_same_command_goes_on(recipe, tmp_path
 def test_a_loss_that_is_not_finite_names_the_mixer_and_the_step(recipe, tmp_path):
     from rich.console import Console
 
-    from needlework.cli import changed, load_recipe
     from needlework.compare import compare
     from needlework.run import RunError
 
-    wild = changed(load_recipe(f"{recipe}:small"), ["train.optim.lr=1e30"])
+    wild = cli.changed(cli.load_recipe(f"{recipe}:small"), ["train.optim.lr=1e30"])
     with pytest.raises(RunError, match=r"gated-deltanet: step \d+: loss"):
         compare("wild", (wild,), tmp_path / "wild", Console(quiet=True), workers=1)
 
 
 def test_an_option_of_many_values_is_the_option_many_times():
-    from needlework.cli import repeated
-
-    assert repeated(["x", "--corpus", "a", "b", "--name", "n"], "--corpus") == [
+    assert cli.repeated(["x", "--corpus", "a", "b", "--name", "n"], "--corpus") == [
         "x",
         "--corpus",
         "a",
