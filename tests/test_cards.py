@@ -6,6 +6,7 @@ import pytest
 
 import needlework
 from needlework.ops.specs import OPS, specs
+from needlework.testing import cards
 
 HEADINGS = ["Equation", "Paper", "Choices and errata", "State and cost", "Limits", "Range", "Error", "Diagnostics"]
 FOLDER = Path(needlework.__file__).parent / "ops"
@@ -34,3 +35,12 @@ def test_a_card_names_every_limit_that_its_spec_tests(spec):
     section = card.split("## Limits")[1].split("\n## ")[0]
     for limit in spec.limits:
         assert limit.name in section, f"{limit.name!r} of {spec.name} is not in the card's Limits"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_card_s_error_table_has_every_spec_within_its_budget(op):
+    lines = cards.section(cards.card(op).read_text()).splitlines()
+    header, _, *rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+    assert header == ["worst error ÷ budget", "float32", "bfloat16", "float16"]
+    assert [name for name, *_ in rows] == [spec.name for spec in specs() if spec.name.split("/")[0] == op]
+    assert all(len(figures) == 3 and all(0 <= float(x) <= 1 for x in figures) for _, *figures in rows)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import logsigmoid, silu
 
 from needlework.ops.carve import CarveState, chunk_carve, recurrent_carve, step_carve
 from needlework.ops.carve.reference import retention
@@ -117,6 +117,13 @@ def test_saturated_erase_gates_stay_finite_and_right(erase):
         assert relative(fast, exact) < 1e-12
 
 
+def test_the_logarithm_of_one_minus_a_sigmoid_is_minus_infinity_from_17():
+    """spec/carve.md: in float32; logσ(−b) is not."""
+    b = torch.tensor([16.0, 17.0])
+    assert torch.log(1 - torch.sigmoid(b)).isinf().tolist() == [False, True]
+    assert torch.equal(logsigmoid(-b), -b)  # to e^-16, less than a rounding
+
+
 # state: content chunks belong to the model
 
 
@@ -147,12 +154,20 @@ def test_a_cut_inside_a_content_chunk_stays_within_the_error_budget():
     assert error_over_budget(state.S, exact.state.S, definition.state.S, chunked.state.S, 1)[0] <= 1
 
 
-@pytest.mark.parametrize("chunk_size", [5, 16, 64])
+@pytest.mark.parametrize("chunk_size", [1, 5, 16, 64])
 def test_the_kernels_chunk_is_not_the_content_chunk(chunk_size):
     inputs = inputs_of(1, 50)
     fast = chunk_carve(**inputs, content_chunk=12, chunk_size=chunk_size).o
     assert relative(fast, recurrent_carve(**inputs, content_chunk=12).o) < 1e-12
     assert relative(fast, recurrent_carve(**inputs, content_chunk=chunk_size).o) > 1e-3
+
+
+def test_content_chunks_of_one_token_are_the_sequential_recurrence():
+    """Table 2, "chunk 1 = sequential": every token reads the output of the one before."""
+    inputs = inputs_of(1, 40)
+    fast, exact = (op(**inputs, content_chunk=1, output_final_state=True) for op in (chunk_carve, recurrent_carve))
+    assert_close(dict(leaves(fast)), dict(leaves(exact)), "content_chunk 1")
+    assert torch.equal(fast.state.m, fast.o[:, -1]) and not fast.state.total.any()
 
 
 def test_rows_at_different_positions_share_a_batch_and_a_table():

@@ -61,6 +61,32 @@ def test_dg_at_a_gate_of_minus_thirty_is_right_in_float32():
     assert (dg - exact)[hard].norm() <= T * torch.finfo(torch.float32).eps * exact[hard].norm()
 
 
+@torch.no_grad()
+def test_the_gradients_are_the_pages_formulas():
+    """ccq.md: dq = (I − λΣ) dq̃, the forward op applied to dq̃; dλ_t = −dq̃_t·Σ_t q_t; and with c_t = λ_t/t
+
+    dk_s = −N_s k_s + Σ_{t≥s} c_t [q_t (μ_t·dq̃_t) + dq̃_t (μ_t·q_t)],   N_s = Σ_{t≥s} c_t (q_t dq̃_tᵀ + dq̃_t q_tᵀ)
+    """
+    T = 40
+    x = inputs_of(2, T)
+    q, k, eta = x["q"], x["k"], x["eta"]
+    y = torch.randn(q.shape, generator=torch.Generator().manual_seed(3), dtype=q.dtype)
+    with torch.enable_grad():
+        leaves = [t.clone().requires_grad_() for t in (q, k, eta)]
+        dq, dk, deta = torch.autograd.grad(chunk_ccq(*leaves).q, leaves, y)
+    t = torch.arange(1, T + 1, dtype=q.dtype)[:, None, None]
+    mean = k.cumsum(1) / t
+    Sq = torch.einsum("bthkl,bthl->bthk", torch.einsum("bthk,bthl->bthkl", k, k).cumsum(1), q) / t
+    Sq = Sq - mean * (mean * q).sum(-1, keepdim=True)
+    later = lambda z: z.flip(1).cumsum(1).flip(1)
+    c = eta[..., None] / t
+    cross = torch.einsum("bthk,bthl->bthkl", c * q, y)
+    N = later(cross + cross.mT)
+    r = later(c * (q * (mean * y).sum(-1, keepdim=True) + y * (mean * q).sum(-1, keepdim=True)))
+    page = {"dq": chunk_ccq(y, k, eta).q, "deta": -(y * Sq).sum(-1), "dk": r - torch.einsum("bthkl,bthl->bthk", N, k)}
+    assert_close({"dq": dq, "deta": deta, "dk": dk}, page, "the page's gradient")
+
+
 # the operator
 
 
@@ -134,6 +160,17 @@ def test_two_halves_merge_into_the_whole(aligned):
     assert_close(merged._asdict(), whole._asdict(), "merged halves")
 
 
+def test_the_centred_state_converts_to_the_plain_sums():
+    """ccq.md: (M, s, n) = (C + n μμᵀ, nμ, n); K² + K + 1 numbers a head."""
+    x = inputs_of(2, 50)
+    state = chunk_ccq(**x, output_final_state=True).state
+    n = state.n[..., None]
+    M = state.C + n[..., None] * torch.einsum("bhk,bhl->bhkl", state.mean, state.mean)
+    sums = {"M": torch.einsum("bthk,bthl->bhkl", x["k"], x["k"]), "s": x["k"].sum(1), "n": torch.full_like(state.n, 50)}
+    assert_close({"M": M, "s": n * state.mean, "n": state.n}, sums, "plain sums")
+    assert sum(t[0, 0].numel() for t in state) == K * K + K + 1
+
+
 def test_padding_is_not_counted():
     """In a packed batch the shorter sequences are padded: n is each one's own number of tokens, and exact."""
     ends = torch.tensor([0, 3, 3, 70, 73])
@@ -155,6 +192,16 @@ def test_in_half_precision_the_centred_form_keeps_the_gradient_of_lambda():
     exact = deta(recurrent_ccq, torch.float64)
     assert relative(deta(recurrent_ccq, torch.float32, operand=operand(bf16)), exact) > 2e-2
     assert relative(deta(literal_ccq, torch.float32, operand=operand(bf16)), exact) < 2**-8  # one rounding to bfloat16
+
+
+def test_in_half_precision_the_cleaned_query_needs_no_centred_form():
+    """ccq.md: q̃ itself is off by less (5e-5) than rounding it costs (2e-3)."""
+    g = torch.Generator().manual_seed(0)
+    shape, bf16 = (2, 256, H, 64), torch.bfloat16
+    k = unit(silu(normal(g, *shape) + 2)).to(bf16).float()
+    inputs = {"q": normal(g, *shape).to(bf16).float(), "k": k, "eta": uniform(g, 0.1, 0.9, *shape[:3]).float()}
+    exact = recurrent_ccq(**{name: x.double() for name, x in inputs.items()}).q
+    assert relative(recurrent_ccq(**inputs, operand=operand(bf16)).q, exact) < relative(exact.to(bf16), exact)
 
 
 # arguments

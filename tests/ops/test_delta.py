@@ -110,6 +110,14 @@ def test_beta_times_its_gradient_is_what_was_written_times_its_gradient():
     assert relative(beta * beta * gradient["dbeta"], (torch.stack(W, 1) * gradient["dv"]).sum(-1)) < 1e-12
 
 
+@pytest.mark.parametrize("gate", ["none", "scalar", "channel"])
+def test_all_gradients_where_some_write_strengths_are_zero(gate):
+    """spec/backward.md: never divide by β."""
+    inputs = inputs_of(2, 37, gate=gate)
+    inputs["beta"] = torch.where(inputs["beta"] < 0.4, 0, inputs["beta"])
+    same_as_definition(inputs, normal(torch.Generator().manual_seed(1), 2, H, K, V))
+
+
 # decay: exponents that are right to their own size
 
 
@@ -165,6 +173,20 @@ def test_gates_of_any_size_overflow_nothing(gate):
         assert all(torch.isfinite(x).all() for x in part.values())
 
 
+def test_gates_of_minus_30_among_mild_ones_cost_less_than_1e_13():
+    """spec/delta.md: where −30 and 0 mix use ≤ 1e-13."""
+    for gate in ("scalar", "channel"):
+        inputs = inputs_of(2, 64, "strong", gate=gate)
+        assert relative(chunk_delta(**inputs).o, recurrent_delta(**inputs).o) <= 1e-13
+
+
+def test_16_steps_of_minus_5_overflow_in_no_format_and_steps_of_minus_5_6_in_both():
+    """spec/delta.md: what a bound on the log retention a step has to be for sub-blocks of 16."""
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.tensor(16 * 5.0, dtype=dtype).exp().isfinite()
+        assert torch.tensor(16 * 5.6, dtype=dtype).exp().isinf()
+
+
 def test_mild_gates_cost_a_few_roundings_only():
     """The page: 4e-16 for the chunk form in float64."""
     inputs = inputs_of(2, 64, gate="channel")
@@ -211,6 +233,19 @@ def test_keys_of_norm_sqrt_k_make_the_state_diverge():
     inputs |= {"k": K**0.5 * inputs["k"], "beta": torch.full_like(inputs["beta"], 0.5)}
     norms = [chunk_delta(**{n: x[:, :T] for n, x in inputs.items()}, output_final_state=True).state.norm() for T in (20, 21)]
     assert norms[1] / norms[0] == pytest.approx(7, rel=1e-2)
+
+
+@pytest.mark.parametrize("beta", [None, 1.0])
+def test_with_unit_keys_the_delta_rules_state_stays_flat_where_the_additive_one_grows_like_the_root(beta):
+    """spec/polar.md, "Findings", at γ = 1: for isotropic keys and values N(0, 1), E‖S‖² = N V without erase, K V (1 − (1 − 1/K)^N) with."""
+    g, rows, N = torch.Generator().manual_seed(0), 64, 400
+    k, v = unit(normal(g, rows, N, 1, K)), normal(g, rows, N, 1, V)
+    for n in (100, N):
+        strength = None if beta is None else torch.full((rows, n, 1), beta, dtype=k.dtype)
+        S = chunk_delta(k[:, :n], k[:, :n], v[:, :n], None, strength, output_final_state=True).state
+        squares = S.square().sum((1, 2, 3))
+        expected = n * V if beta is None else K * V * (1 - (1 - 1 / K) ** n)
+        assert abs(squares.mean() - expected) < 4 * squares.std() / rows**0.5  # four standard errors
 
 
 def test_the_read_query_alone_reads():

@@ -139,6 +139,24 @@ def test_a_null_folded_into_a_clamped_q2_loses_n_eff():
     assert round(float(L**2 / Q2), 1) == 5.3
 
 
+def test_a_null_folded_into_q2_leaves_float32():
+    """α² = e^{−2(a_N − M)} is below the smallest normal number past a gap of 43; at 50 digits are gone, at 90 n_eff is NaN."""
+    _, scores = near_equal_keys(10)
+    p = torch.exp(scores - scores.max())
+    exact, p, float32 = p.sum() ** 2 / p.square().sum(), p.float(), torch.finfo(torch.float32)
+
+    def folded(gap: float) -> tuple[float, float]:
+        """α² and the relative error of n_eff."""
+        rescale = torch.exp(torch.tensor(-float(gap)))
+        n_eff = (rescale * p.sum()) ** 2 / (rescale**2 * p.square().sum())
+        return float(rescale**2), float(abs(n_eff / exact - 1))
+
+    assert folded(43)[0] >= float32.tiny > folded(44)[0]
+    assert folded(43)[1] < 64 * float32.eps  # 64 terms in each sum
+    assert folded(50)[1] > 1e-2
+    assert folded(90)[1] != folded(90)[1]
+
+
 @pytest.mark.parametrize("style", ["random", "identical", "clustered"])
 def test_n_eff_lies_between_one_and_the_keys_seen_and_the_magnitude_below_one(style):
     inputs = {n: x.float() for n, x in make(2, 50, style=style).items()}

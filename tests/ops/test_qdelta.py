@@ -1,5 +1,7 @@
 """What Q-Delta's paper (arXiv 2606.08804) and its settled page (spec/qdelta.md) claim, and its gradients, tensor by tensor."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,8 +9,9 @@ from torch import Tensor
 from needlework.ops.common.samples import normal, uniform, unit
 from needlework.ops.delta import chunk_delta
 from needlework.ops.qdelta import chunk_qdelta, recurrent_qdelta, step_qdelta
-from needlework.ops.qdelta.spec import H, K, V, sample
+from needlework.ops.qdelta.spec import H, K, V, literal, sample
 from needlework.testing.compare import assert_close, differentiate, relative
+from needlework.testing.errors import error_over_budget, operand
 
 TOKENS = ("q", "k", "v", "g", "beta", "lam")
 
@@ -108,6 +111,34 @@ def test_the_one_step_condition_does_not_bound_the_state():
     assert float(state.norm()) == pytest.approx(2.0**50, rel=1e-12)
 
 
+@pytest.mark.parametrize(("beta", "lam"), [(1.0, 1.0), (0.5, 1.0), (0.7, 0.3)])
+def test_a_step_can_stretch_the_state_by_the_root_of_1_plus_beta_lambda_squared(beta, lam):
+    """spec/qdelta.md: at k ⟂ q a state along q grows by e^g √(1 + β²λ²)."""
+    q, k = torch.linalg.qr(normal(torch.Generator().manual_seed(0), K, 2)).Q.T.view(2, 1, 1, 1, K)
+    one, v = constant(q, 1.0), torch.zeros(1, 1, 1, 1, dtype=q.dtype)
+    start = q[:, 0, :, :, None]
+    state = chunk_qdelta(q, k, v, -0.1 * one, beta * one, lam * one, initial_state=start, output_final_state=True).state
+    assert float(state.norm()) == pytest.approx(math.exp(-0.1) * math.sqrt(1 + (beta * lam) ** 2), rel=1e-12)
+
+
+def test_the_next_error_is_this_one_and_the_drift_contracted():
+    """Theorem 3.2 at α = 1: e_t = v_t − S_tᵀx_t, r_t = (v_{t+1} − v_t) − S_tᵀ(x_{t+1} − x_t); e_{t+1} = (1 − β a)(e_t + r_t)."""
+    inputs = inputs_of(1, 25, HV=H) | {"g": None}
+    table = torch.zeros(1, H, K, V, dtype=torch.float64)
+    x = inputs["k"] + inputs["lam"][..., None] * inputs["q"]
+    a = (inputs["k"] * x).sum(-1)
+    read = lambda x: torch.einsum("bhkv,bhk->bhv", table, x)
+    error = drift = None
+    for t in range(25):
+        step_qdelta(**{name: y if y is None else y[:, t] for name, y in inputs.items()}, state=table)
+        contraction = (1 - inputs["beta"] * a)[:, t, :, None]
+        now = inputs["v"][:, t] - read(x[:, t])
+        if error is not None:
+            assert relative(now, contraction * (error + drift)) < 1e-12
+        if t < 24:
+            error, drift = now, inputs["v"][:, t + 1] - inputs["v"][:, t] - read(x[:, t + 1] - x[:, t])
+
+
 @pytest.mark.parametrize(("lam", "grows"), [(0.5, False), (0.9, False), (1.1, True), (2.0, True)])
 def test_for_isotropic_inputs_the_mean_square_grows_iff_beta_times_1_plus_lambda_squared_exceeds_2(lam, grows):
     """E‖(I − β k xᵀ) s‖² for unit s, at β = 1, g = 0."""
@@ -116,6 +147,52 @@ def test_for_isotropic_inputs_the_mean_square_grows_iff_beta_times_1_plus_lambda
     q, k, s = (unit(normal(g, n, 8)) for _ in range(3))
     after = s - k * ((k + lam * q) * s).sum(-1, keepdim=True)
     assert (after.square().sum(-1).mean() > 1) == grows
+
+
+# the solve
+
+
+def tf32(x: Tensor) -> Tensor:
+    """Ten bits of fraction, to nearest."""
+    return ((x.contiguous().view(torch.int32) + (1 << 12)) >> 13 << 13).view(torch.float32)
+
+
+def bf16(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+def three_products(a: Tensor, b: Tensor) -> Tensor:
+    (high_a, low_a), (high_b, low_b) = ((bf16(x), bf16(x - bf16(x))) for x in (a, b))
+    return high_a @ high_b + low_a @ high_b + high_a @ low_b
+
+
+SOLVES = {  # how W = (I + A)⁻¹ R is formed, and how many times over budget that is at least
+    "substitution": (None, None),
+    "three bf16 products": (three_products, None),
+    "TF32": (lambda a, b: tf32(a) @ tf32(b), 1),
+    "an inverse stored in bf16": (lambda a, b: bf16(a) @ b, 10),
+    "a bf16 product": (lambda a, b: bf16(a) @ bf16(b), 10),
+}
+
+
+@pytest.mark.parametrize(("product", "over"), SOLVES.values(), ids=SOLVES)
+def test_a_solve_must_be_float32_accurate_where_keys_and_queries_coincide(product, over, monkeypatch):
+    """spec/delta.md, "Solve", at λ = β = 1: a bf16 solve is 10–56 × over budget, TF32 4–6 ×; three bf16 products are inside."""
+    g = torch.Generator().manual_seed(0)
+    B, T, dim = 4, 256, 64
+    k = bf16(unit(normal(g, B, 1, H, dim)).expand(B, T, H, dim))
+    one = constant(k, 1.0)
+    inputs = {"q": k, "k": k, "v": bf16(normal(g, B, T, H, dim)), "g": 0 * one, "beta": one, "lam": one}
+    half = operand(torch.bfloat16)
+    exact = recurrent_qdelta(**{name: x.double() for name, x in inputs.items()}).o
+    definition, chunked = recurrent_qdelta(**inputs, operand=half).o, literal(**inputs, operand=half).o
+    if product is not None:
+        substitute, identity = torch.linalg.solve_triangular, torch.eye(64)
+        by_inverse = lambda A, R, **how: product(substitute(A, identity.expand_as(A), **how), R)
+        monkeypatch.setattr(torch.linalg, "solve_triangular", by_inverse)
+    ours = literal(**inputs, operand=half).o.bfloat16()
+    ratio = error_over_budget(ours, exact, definition, chunked, 2)[0]
+    assert ratio <= 1 if over is None else ratio > over
 
 
 # the authors' kernels

@@ -58,6 +58,23 @@ GROUPED = Limit(
 )
 
 
+TWO_KEYS = Limit(
+    name="a key and its opposite in turn: after each pair the query loses the share λ of what lies along the key",
+    left=lambda k, **x: chunk_ccq(k=_in_turn(k), **x).q[:, 1::2],
+    right=lambda q, k, eta: _cleaned_along(k[:, :1], q, eta)[:, 1::2],
+)
+
+
+def _in_turn(k: Tensor) -> Tensor:
+    """k_0, −k_0, k_0, …: after an even number of tokens μ = 0 and Σ = k_0 k_0ᵀ."""
+    sign = 1 - 2 * (torch.arange(k.shape[1]) % 2)
+    return k[:, :1] * sign[:, None, None]
+
+
+def _cleaned_along(k: Tensor, q: Tensor, eta: Tensor) -> Tensor:
+    return q - eta[..., None] * (q * k).sum(-1, keepdim=True) * k
+
+
 def _spec(name: str, styles: tuple[str, ...], limits: tuple[Limit, ...], *, HV: int = H, aligned: bool = False) -> OpSpec:
     return OpSpec(
         name=name,
@@ -75,7 +92,7 @@ def _spec(name: str, styles: tuple[str, ...], limits: tuple[Limit, ...], *, HV: 
 
 
 SPECS = (
-    _spec("ccq", ("random", "clustered"), (NO_LAMBDA, ONE_KEY)),
+    _spec("ccq", ("random", "clustered"), (NO_LAMBDA, ONE_KEY, TWO_KEYS)),
     _spec("ccq/aligned", ("random", "clustered", "strong"), (NO_LAMBDA, ONE_KEY, NO_DECAY, FORGOTTEN), aligned=True),
     _spec("ccq/grouped", ("random",), (NO_LAMBDA, GROUPED), HV=2 * H, aligned=True),
 )

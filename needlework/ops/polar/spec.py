@@ -50,10 +50,12 @@ def _expanded(**inputs):
     return chunk_polar(**{n: x.repeat_interleave(G, 2) if n in ("k", "v") else x for n, x in inputs.items()})
 
 
-def _even_magnitude(q: Tensor, beta: Tensor, **_) -> Tensor:
-    """Magnitude where all n visible keys weigh the same and the null nothing: n_eff = n."""
-    n = torch.arange(1, q.shape[1] + 1, dtype=q.dtype)
-    return torch.tanh(F.softplus(beta) * torch.log1p(n)[:, None]).expand(q.shape[:3])
+def _even_magnitude(q: Tensor, beta: Tensor, alpha: Tensor, gamma: Tensor, null_base: float, **_) -> Tensor:
+    """Magnitude where all n visible keys have score 0: n_eff = n, whatever the null takes."""
+    n = torch.arange(1, q.shape[1] + 1, dtype=q.dtype)[:, None]
+    temp, null = 1 + F.softplus(alpha) * n.log(), null_base + F.softplus(gamma) * (n + 1).log().sqrt()
+    m_eff = n * torch.sigmoid(n.log() - temp * null)
+    return torch.tanh(F.softplus(beta) * torch.log1p(m_eff)).expand(q.shape[:3])
 
 
 LIMITS = (
@@ -70,7 +72,12 @@ LIMITS = (
     Limit(
         name="with queries of zero every key counts: n_eff = n",
         left=lambda **x: _with(q=0.0, null_base=-1e6)(**x).magnitude,
-        right=_even_magnitude,
+        right=lambda **x: _even_magnitude(**x | {"null_base": -1e6}),
+    ),
+    Limit(
+        name="also under a null that takes nearly all: n_eff = n, m_eff = n (1 − w_N)",
+        left=lambda **x: _with(q=0.0, null_base=12.0)(**x).magnitude,
+        right=lambda **x: _even_magnitude(**x | {"null_base": 12.0}),
     ),
     Limit(
         name="a window as long as the sequence is none",

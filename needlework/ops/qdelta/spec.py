@@ -53,6 +53,11 @@ def literal(
 run = partial(chunk_qdelta, output_final_state=True)
 LIMITS = (
     Limit(
+        name="GDN-2 whose erase gate is β (1 + λ q/k), channel by channel",
+        left=lambda **x: tuple(run(**x)),
+        right=lambda **x: _gdn2(**x),
+    ),
+    Limit(
         name="λ = 0 is Gated DeltaNet",
         left=lambda q, k, v, g, beta, lam: tuple(run(q, k, v, g, beta, 0 * lam)),
         right=lambda q, k, v, g, beta, lam: tuple(chunk_delta(q, k, v, g, beta, output_final_state=True)),
@@ -79,6 +84,12 @@ TRANSPOSED_LIMITS = (
 )
 _CHUNK = "chunks of 64 from the sequence's start are part of the definition"
 _PLAIN = "plain PyTorch under autograd, for published checkpoints: nothing is registered"
+
+
+def _gdn2(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """A sibling's op computes the rule: b ⊙ k = β (k + λq)."""
+    erase, write = beta[..., None] * (1 + lam[..., None] * q / k), beta[..., None].expand_as(v)
+    return tuple(chunk_delta(q, k, v, g, erase=erase, write=write, output_final_state=True))
 
 
 def _ones(v: Tensor) -> Tensor:
