@@ -1,7 +1,11 @@
 """The papers' sizes, exactly: spec/experiments.md and spec/polar.md (counts), spec/carve.md (the write gate)."""
 
-import pytest
+import dataclasses
 
+import pytest
+import torch
+
+from needlework.models import NeedleworkForCausalLM
 from needlework.models.presets import PRESETS, count_parameters, preset
 
 COUNTS = {
@@ -37,6 +41,95 @@ def test_ccq_adds_its_projection_and_bias_and_nothing_else(size):
 def test_carve_s_write_gate_is_9216_parameters_a_layer():
     mixer = preset("carve-125m").mixer("M").build(768)
     assert sum(p.numel() for p in mixer.write.w.parameters()) == 9_216
+
+
+def meta(config) -> NeedleworkForCausalLM:
+    with torch.device("meta"):
+        return NeedleworkForCausalLM(config)
+
+
+def numbers(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def test_atma_is_composed_as_its_table_says():
+    """spec/polar.md, "Exact composition"."""
+    model = meta(preset("atma-polar-memory"))
+    conv, attention = model.model.blocks[0], model.model.blocks[2].mixer
+    assert numbers(model.model.embed) == 51_511_296
+    assert numbers(model.lm_head) == 51_561_600
+    assert sum(numbers(m) for m in model.modules() if type(m).__name__ == "RMSNorm") == 33 * 1_024
+    assert numbers(conv.mlp) == 12_592_128
+    assert numbers(conv.mixer) == 4_201_472
+    assert sum(numbers(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)) == 3_673_600
+    assert numbers(attention.conv) == 6_144
+    assert numbers(attention.attend) == 10_272 and numbers(attention.attend.mag_proj) == 9_216
+    assert numbers(attention.memory) == 2_115_600
+    assert [hasattr(block.mixer, "attend") for block in model.model.blocks] == [i % 4 == 2 for i in range(16)]
+
+
+def test_atmas_memory_holds_512_kib_a_layer_and_its_pages_a_key_and_a_value():
+    """spec/polar.md, "State": k, v 2·Hkv·d·n, the last 3 q, k, v, memory [Hq d d] float32, n; a convolution its last 2 inputs."""
+    model = meta(preset("atma-polar-memory")).model
+    attention, half, n = model.blocks[2].mixer, torch.bfloat16, 1_000
+    assert attention.memory.state_size(half) == 512 * 1024
+    pages, count, convolution = 2 * 2 * 128 * n * 2, 8, 3 * (8 + 2 + 2) * 128 * 2
+    assert attention.state_size(n, half) == pages + count + convolution + 512 * 1024
+    assert model.blocks[0].mixer.state_size(n, half) == 2 * 1024 * 2
+
+
+@pytest.mark.parametrize(("size", "layer", "mixer"), [("340m", 14_975_244, 6_322_444), ("1.3b", 59_834_892, 25_227_788)])
+def test_a_qdelta_layer_has_its_pages_parameters_and_no_bias(size, layer, mixer):
+    """spec/qdelta.md, "Sizes"."""
+    model = meta(preset(f"qdelta-{size}"))
+    block = model.model.blocks[0]
+    assert numbers(block) == layer and numbers(block.mixer) == mixer
+    assert not any(name.endswith(".bias") for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("size", "full", "saved", "saved_full"), [("125m", 123_840_000, 18.4, 14), ("1.3b", 1_501_172_736, 18.9, 14)]
+)
+def test_carves_bottleneck_and_scalar_write_gate_save_what_their_page_says(size, full, saved, saved_full):
+    """spec/carve.md, spec/experiments.md: −18.4 % and −18.9 % of the mixer against a write gate of D·H·V, −14 % at full rank f, b_x."""
+    config = preset(f"carve-{size}")
+    D, layers = config.hidden_size, len(config.layout)
+    mixer = config.mixer("M")
+    H, K, V = mixer.heads, mixer.key_dim, mixer.value_dim
+    ours = numbers(meta(config).model.blocks[0].mixer)
+    full_rank = ours + 2 * (D * H * K - D * V - V * H * K)
+    matrix_gate = D * H * V - D * H
+    assert count_parameters(config) + layers * (full_rank - ours) == full
+    assert round(100 * matrix_gate / (ours + matrix_gate), 1) == saved
+    assert round(100 * matrix_gate / (full_rank + matrix_gate)) == saved_full
+    if size == "125m":
+        assert D * H * V == 589_824
+
+
+def test_the_zero_starts_are_the_published_ones_but_the_convolutions_live():
+    """spec/polar.md, "Start": MLP proj, conv out_proj, W_o, W_μ, W_mem and the unembedding are 0, weight and bias; embedding N(0, 1)."""
+    config = preset("atma-polar-memory")
+    small = {"vocab_size": 61, "hidden_size": 64, "layout": "ca"}
+    a = dataclasses.replace(config.mixer("a"), heads=4, kv_heads=2, head_dim=16)
+    config.update(small | {"mixers": {"c": config.mixer("c").to_dict(), "a": a.to_dict()}})
+    torch.manual_seed(0)
+    model = NeedleworkForCausalLM(config)
+    zero = {name.rsplit(".", 1)[0] for name, p in model.named_parameters() if not p.any()}
+    blocks = {
+        "0.mixer.out_proj",
+        "0.mlp.proj",
+        "1.mixer.o_proj",
+        "1.mixer.attend.mag_proj",
+        "1.mixer.memory.mem_proj",
+        "1.mlp.proj",
+    }
+    assert zero == {f"model.blocks.{name}" for name in blocks} | {"lm_head", "model.blocks.1.mixer.attend"}  # v_null
+    embedding = model.model.embed.weight
+    assert abs(embedding.std() - 1) < 4 / (2 * embedding.numel()) ** 0.5  # four standard errors
+    with torch.no_grad():
+        model.lm_head.weight.normal_()
+    model(torch.arange(20)[None], labels=torch.arange(20)[None]).loss.backward()
+    assert model.model.blocks[0].mixer.out_proj.weight.grad.any()
 
 
 def test_an_unknown_preset_names_the_nearest():

@@ -1,0 +1,263 @@
+"""The attention layers, the memory beside them and the gated convolution against their pages, written out by hand."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, logsigmoid, pad, relu, silu
+
+from needlework.layers import (
+    Attention,
+    Canon,
+    Delta,
+    GatedConv,
+    HalfRope,
+    Lucid,
+    Memory,
+    Polar,
+    RetentionGate,
+    Rope,
+    Softmax,
+    SquaredReLU,
+    SwiGLU,
+)
+from needlework.layers.norm import l2, rms
+from needlework.ops.delta import recurrent_delta
+from needlework.ops.polar import recurrent_polar
+from needlework.testing.compare import relative
+
+DIM, HQ, HKV, D = 32, 4, 2, 8
+
+
+def build(config, seed: int = 0) -> torch.nn.Module:
+    """A layer in float64, away from starts at zero."""
+    torch.manual_seed(seed)
+    mixer = config.build(DIM).double()
+    with torch.no_grad():
+        for p in mixer.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return mixer
+
+
+def attention(attend, **settings) -> Attention:
+    return Attention(**{"heads": HQ, "kv_heads": HKV, "head_dim": D, "attend": attend} | settings)
+
+
+def sample(T: int = 21) -> Tensor:
+    return torch.randn(2, T, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def linear(module, x: Tensor) -> Tensor:
+    y = x @ module.weight.T
+    return y if module.bias is None else y + module.bias
+
+
+def convolution(weight: Tensor, x: Tensor) -> Tensor:
+    """Causal, depthwise, x [B T C]."""
+    return conv1d(pad(x.mT, (weight.shape[-1] - 1, 0)), weight, groups=len(weight)).mT
+
+
+# ATMA's layer
+
+
+def projected(mixer, x: Tensor) -> tuple[Tensor, ...]:
+    """q, gate, k, v: the q projection makes first d query, last d gate, per head."""
+    q, gate = linear(mixer.q_proj, x).unflatten(-1, (HQ, 2, D)).unbind(-2)
+    k, v = (linear(p, x).unflatten(-1, (HKV, D)) for p in (mixer.k_proj, mixer.v_proj))
+    return q, gate, k, v
+
+
+def norm(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def remembered(memory, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """ln γ = logσ(W_γ x + b + 3.9), β = σ(W_β x + b), kv heads repeated, unit q and k, scale 1; W_mem( rms(r) ⊙ σ(W_g x) )."""
+    k, v = (z.repeat_interleave(HQ // HKV, 2) for z in (k, v))
+    g = logsigmoid(linear(memory.write.gate.project, x) + 3.9)
+    beta = torch.sigmoid(linear(memory.write.beta.project, x))
+    r = recurrent_delta(l2(q), l2(k), v, g, beta, scale=1.0).o
+    return linear(memory.mem_proj, norm(r).flatten(-2) * torch.sigmoid(linear(memory.g_proj, x)))
+
+
+def test_atmas_polar_layer_with_memory_is_its_page_written_out():
+    """spec/polar.md, "The layer and the model": norm, then canon on q, k, v; out = W_o(c ⊙ σ(gate)) + W_μ mag; memory added."""
+    config = attention(Polar(), qk_norm=True, conv=Canon(), output_gate=True, bias=True, memory=Memory())
+    mixer, x = build(config), sample()
+    q, gate, k, v = projected(mixer, x)
+    q, k = norm(q), norm(k)
+    qkv = torch.cat([z.flatten(-2) for z in (q, k, v)], -1)
+    assert mixer.conv.weight.shape == ((HQ + 2 * HKV) * D, 1, 4)
+    q, k, v = (qkv + convolution(mixer.conv.weight, qkv)).unflatten(-1, (-1, D)).split([HQ, HKV, HKV], 2)
+    rule = mixer.attend
+    c, magnitude, _ = recurrent_polar(q, k, v, rule.alpha, rule.beta, rule.gamma, rule.null_base, rule.v_null)
+    y = linear(mixer.o_proj, (c * torch.sigmoid(gate)).flatten(-2)) + linear(rule.mag_proj, magnitude)
+    y = y + remembered(mixer.memory, x, q, k, v)
+    assert rule.mag_proj.bias is not None
+    assert relative(mixer(x)[0].detach(), y.detach()) < 1e-12
+
+
+def test_atmas_rope_layer_with_memory_is_its_page_written_out():
+    """spec/polar.md: no canon, half-truncated rotary, score scale 0.12; the memory takes the pre-rotary q, k, v."""
+    config = attention(
+        Softmax(scale=0.12), qk_norm=True, position=HalfRope(), output_gate=True, bias=True, memory=Memory()
+    )  # fmt: skip
+    mixer, x = build(config), sample()
+    q, gate, k, v = projected(mixer, x)
+    q, k = norm(q), norm(k)
+    y = remembered(mixer.memory, x, q, k, v)
+    q, k = (half_rotated(z) for z in (q, k))
+    o = softmax_read(q, k, v, 0.12)
+    y = y + linear(mixer.o_proj, (o * torch.sigmoid(gate)).flatten(-2))
+    assert relative(mixer(x)[0].detach(), y.detach()) < 1e-12
+
+
+def half_rotated(x: Tensor) -> Tensor:
+    """The first d/4 frequencies (1/1024)^{linspace(0, 1, d/4)}, the other d/4 zero; channel i turns with channel i + d/2."""
+    d = x.shape[-1]
+    frequencies = torch.cat([(1 / 1024) ** torch.linspace(0, 1, d // 4, dtype=x.dtype), torch.zeros(d // 4, dtype=x.dtype)])
+    z = torch.complex(x[..., : d // 2], x[..., d // 2 :])
+    angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None, None] * frequencies
+    z = z * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([z.real, z.imag], -1)
+
+
+def softmax_read(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    k, v = (z.repeat_interleave(q.shape[2] // z.shape[2], 2) for z in (k, v))
+    scores = scale * torch.einsum("bthd,bshd->bhts", q, k)
+    future = torch.ones(scores.shape[-2:]).triu(1).bool()
+    return torch.einsum("bhts,bshd->bthd", scores.masked_fill(future, -math.inf).softmax(-1), v)
+
+
+def test_a_polar_rule_starts_as_its_page_says():
+    """spec/polar.md: α −1, β −1.5, γ 0.5, null_base 2, v_null 0."""
+    rule = attention(Polar()).build(DIM).attend
+    starts = {name: getattr(rule, name).unique().tolist() for name in ("alpha", "beta", "gamma", "null_base", "v_null")}
+    assert starts == {"alpha": [-1.0], "beta": [-1.5], "gamma": [0.5], "null_base": [2.0], "v_null": [0.0]}
+
+
+def test_the_memorys_retention_starts_at_a_half_life_of_35_tokens():
+    """ln γ = logσ(3.9) where W_γ x = 0 (the card of `RetentionGate`)."""
+    gate = RetentionGate()
+    assert round(-math.log(2) / logsigmoid(torch.tensor(gate.offset)).item()) == 35
+    assert Memory().write == Delta(gate=gate)
+
+
+# positions
+
+
+def test_rope_keeps_norms_and_sees_relative_positions_only():
+    """spec/lucid.md: so P sees relative positions only."""
+    q, k = (torch.randn(1, 1, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    at = lambda t: torch.tensor([[t]])
+    rope = Rope()
+    assert relative(rope(q, at(40)).norm(), q.norm()) < 1e-12
+    for shift in (1, 100):
+        near, far = ((rope(q, at(7 + s)) * rope(k, at(2 + s))).sum() for s in (0, shift))
+        assert relative(far, near) < 1e-12
+    assert torch.equal(rope(q, at(0)), q)
+
+
+def test_ropes_frequencies_fall_from_1_by_powers_of_the_base():
+    """Frequencies base^{−2i/d}; LUCID's base is 10,000, 64,000 in its fine-tune (spec/lucid.md)."""
+    for base in (10_000.0, 64_000.0):
+        x = torch.cat([torch.ones(8), torch.zeros(8)]).double().view(1, 1, 1, 16)
+        turned = Rope(base=base)(x, torch.tensor([[1]]))[0, 0, 0]
+        expected = base ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+        assert relative(torch.atan2(turned[8:], turned[:8]), expected) < 1e-12
+
+
+# LUCID's layer
+
+
+@pytest.mark.parametrize("precondition", ["key", "qk", "rowmax", "beta"])
+def test_a_lucid_layer_is_its_page_written_out(precondition):
+    """spec/lucid.md: P of the keys that attention scores with (after RoPE), one solve per key-value head, O = softmax(QKᵀ/√d) Y."""
+    mixer, x = build(attention(Lucid(precondition=precondition), position=Rope())), sample()
+    T, positions = x.shape[1], torch.arange(x.shape[1])[None]
+    q, k, v = (linear(p, x).unflatten(-1, (h, D)) for p, h in ((mixer.q_proj, HQ), (mixer.k_proj, HKV), (mixer.v_proj, HKV)))
+    q, k = Rope()(q, positions), Rope()(k, positions)
+    unit = lambda z: z / z.norm(dim=-1, keepdim=True)
+    future = torch.ones(T, T).triu(1).bool()
+    if precondition == "rowmax":
+        s = torch.einsum("bihd,bjhd->bhij", k, k) / D**0.5
+        s = s.masked_fill(future, -math.inf)
+        P = torch.exp(s - s.amax(-1, keepdim=True))
+    else:
+        P = torch.exp(D**0.5 * (torch.einsum("bihd,bjhd->bhij", unit(k), unit(k)) - 1)).masked_fill(future, 0)
+    if precondition == "beta":
+        beta = 2 * torch.sigmoid(x @ mixer.attend.beta.weight.T).mT  # [B Hkv T]
+        P = P.tril(-1) + torch.diag_embed(1 / beta)
+    y = torch.linalg.solve(P, v.transpose(1, 2)).transpose(1, 2)
+    if precondition == "qk":
+        q, k = D**0.5 * unit(q), D**0.5 * unit(k)
+    o = softmax_read(q, k, y, D**-0.5)
+    assert relative(mixer(x)[0].detach(), linear(mixer.o_proj, o.flatten(-2)).detach()) < 1e-12
+
+
+def test_lucid_holds_no_more_bytes_than_softmax():
+    """spec/lucid.md: the cache holds k and the solved y in place of v; with a window its last W rows."""
+    for window in (None, 7):
+        lucid, softmax = (attention(rule(window=window)).build(DIM) for rule in (Lucid, Softmax))
+        for T in (3, 21):
+            rows = min(T, window or T)
+            length = 8  # bytes of the token count
+            expected = HKV * (D + D) * rows * 2 + length
+            assert lucid.state_size(T, torch.bfloat16) == softmax.state_size(T, torch.bfloat16) == expected
+
+
+def test_the_memory_beside_lucid_takes_the_raw_values():
+    """spec/README.md: what the memory adds beside LUCID is what it adds beside softmax attention."""
+    x, added = sample(), []
+    for attend in (Lucid(), Softmax()):
+        config = attention(attend, memory=Memory())
+        mixer, without = build(config), build(dataclasses.replace(config, memory=None))
+        without.load_state_dict({k: v for k, v in mixer.state_dict().items() if not k.startswith("memory")})
+        added.append((mixer(x)[0] - without(x)[0]).detach())
+    assert relative(*added) < 1e-12
+
+
+# convolutions and channel mixers
+
+
+def test_the_gated_convolution_is_its_page_written_out():
+    """spec/polar.md: in_proj D → 3D (B, C, x); y = C ⊙ conv₃(B ⊙ x); out_proj; projections with bias, kernel without."""
+    mixer, x = build(GatedConv()), sample()
+    b, c, z = linear(mixer.in_proj, x).chunk(3, -1)
+    assert mixer.conv.weight.shape == (DIM, 1, 3) and mixer.in_proj.bias is not None
+    expected = linear(mixer.out_proj, c * convolution(mixer.conv.weight, b * z))
+    assert relative(mixer(x)[0].detach(), expected.detach()) < 1e-12
+
+
+def test_a_gated_convolution_whose_projections_both_start_at_zero_never_learns():
+    """spec/polar.md: the published models' 12 convolution layers: every gradient exactly zero but the output bias's."""
+    mixer, x = GatedConv().build(DIM).double(), sample()
+    for projection in (mixer.in_proj, mixer.out_proj):
+        torch.nn.init.zeros_(projection.weight)
+        torch.nn.init.zeros_(projection.bias)
+    mixer(x)[0].square().sum().backward()  # at zero output even the bias rests
+    assert not any(p.grad.any() for p in mixer.parameters())
+    (mixer(x)[0] * x).sum().backward()
+    assert [name for name, p in mixer.named_parameters() if p.grad.any()] == ["out_proj.bias"]
+
+
+def test_channel_mixers_are_their_pages_written_out():
+    """spec/polar.md: fc D → 8D split (a, b), b ⊙ relu(a)², with biases; SwiGLU: W_down(silu(W_gate x) ⊙ W_up x), without."""
+    x = sample()
+    squared, swiglu = build(SquaredReLU(hidden=4 * DIM)), build(SwiGLU(hidden=3 * DIM))
+    a, b = linear(squared.fc, x).chunk(2, -1)
+    assert squared.fc.weight.shape == (8 * DIM, DIM) and squared.fc.bias is not None
+    assert relative(squared(x).detach(), linear(squared.proj, b * relu(a).square()).detach()) < 1e-12
+    assert not any(name.endswith("bias") for name, _ in swiglu.named_parameters())
+    expected = linear(swiglu.down_proj, silu(linear(swiglu.gate_proj, x)) * linear(swiglu.up_proj, x))
+    assert relative(swiglu(x).detach(), expected.detach()) < 1e-12
+
+
+def test_q_and_k_norms_have_no_weight():
+    """spec/polar.md: q/k norms and the memory's read norm have no weight; RMS norm per head."""
+    mixer = attention(Polar(), qk_norm=True, memory=Memory()).build(DIM)
+    assert not any("norm" in name for name, _ in mixer.named_parameters())
+    x = sample(3)
+    assert relative(rms(x), norm(x)) < 1e-12
