@@ -14,6 +14,7 @@ from needlework.ops.qdelta import chunk_qdelta
 class QDelta(WriteConfig):
     """S_t = e^g (I − β k (k + λq)ᵀ) S_{t-1} + β k vᵀ, λ = σ(W_λ x − 0.9); `lam` fixes λ, as the paper's ablation does.
 
+    allow_neg_eigval doubles β and λ (and leaves the range in which a step contracts).
     coupling="transposed" is what the authors' released kernels compute, for their checkpoints (`ops/qdelta`).
     """
 
@@ -21,6 +22,7 @@ class QDelta(WriteConfig):
     gate: Config | None = field(default_factory=ScalarGate)
     lam: float | None = None
     coupling: str = "recurrent"
+    allow_neg_eigval: bool = False
 
     def build(self, width: Width) -> nn.Module:
         return _QDelta(self, width)
@@ -29,8 +31,9 @@ class QDelta(WriteConfig):
 class _QDelta(WriteRule):
     def __init__(self, config: QDelta, width: Width):
         super().__init__(config, width)
-        self.beta = Strength(width)
-        self.lam = Strength(width, offset=-0.9) if config.lam is None else None
+        most = 2.0 if config.allow_neg_eigval else 1.0
+        self.beta = Strength(width, most=most)
+        self.lam = Strength(width, offset=-0.9, most=most) if config.lam is None else None
 
     def forward(self, x, q, k, v, *, g, q_read, **carry) -> tuple[Tensor, Tensor]:
         beta = self.beta(x)

@@ -43,12 +43,12 @@ class WriteRule(nn.Module):
 
 
 class Strength(nn.Module):
-    """σ(W x + offset), one number a token and head, in float32: the write strength β, Q-Delta's λ."""
+    """most · σ(W x + offset), one number a token and head, in float32: the write strength β, Q-Delta's λ."""
 
-    def __init__(self, width: Width, offset: float = 0.0):
+    def __init__(self, width: Width, offset: float = 0.0, most: float = 1.0):
         super().__init__()
-        self.offset = offset
+        self.offset, self.most = offset, most
         self.project = nn.Linear(width.dim, width.value_heads, bias=width.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(wide(self.project(x)) + self.offset)
+        return self.most * torch.sigmoid(wide(self.project(x)) + self.offset)

@@ -117,7 +117,7 @@ def error_budget(spec: OpSpec) -> dict[str, float]:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         figures = []
         for style in spec.styles:
-            inputs = make(spec, 16, 256, style=style)  # 4,096 numbers a head even for a gate
+            inputs = make(spec, 32, 128, style=style)  # 4,096 numbers a head even for a gate
             by_token = {f"d{name}" for name in spec.tokens} | _token_outputs(spec, inputs)
             found = _four_ways(spec, dtype, inputs)
             found |= _over_seeds(spec, dtype, style, {n: x[0].numel() for n, x in found.items() if x[0].numel() < ENOUGH})

@@ -52,6 +52,7 @@ WRITES = {
     "gdn2": Gdn2(),
     "qdelta": QDelta(),
     "qdelta_fixed": QDelta(lam=0.5, gate=None),
+    "qdelta_doubled": QDelta(allow_neg_eigval=True),
     "carve": Carve(rank=4, content_chunk=16),
 }
 READS = {"plain": Plain(), "ccq": CCQ()}
@@ -242,3 +243,13 @@ def test_combinations_that_cannot_be_say_why():
         recurrent(Delta(), value_heads=3).build(DIM)
     with pytest.raises(ValueError, match="multiple of kv_heads = 3"):
         attention(Softmax(), kv_heads=3).build(DIM)
+
+
+def test_doubled_strengths_are_twice_the_strengths():
+    """spec/qdelta.md: allow_neg_eigval doubles β and λ."""
+    torch.manual_seed(0)
+    once, twice = recurrent(QDelta()).build(DIM), recurrent(QDelta(allow_neg_eigval=True)).build(DIM)
+    twice.load_state_dict(once.state_dict())
+    x = sample(5).float()
+    assert torch.equal(twice.write.beta(x), 2 * once.write.beta(x))
+    assert torch.equal(twice.write.lam(x), 2 * once.write.lam(x))
