@@ -237,7 +237,8 @@ def known(names: list[str], there: dict[str, Any], what: str) -> None:
 def corpus_config(paths: list[Path] | None):
     from needlework.data import CorpusConfig
 
-    return CorpusConfig(kind="files", paths=tuple(map(str, paths))) if paths else CorpusConfig()
+    # the standard library's first 4 MiB are plenty for the demo; of one's own text as much as memory holds comfortably
+    return CorpusConfig(kind="files", paths=tuple(map(str, paths)), max_bytes=1 << 28) if paths else CorpusConfig()
 
 
 def load_recipe(name: str):

@@ -30,7 +30,10 @@ def compare(
     corpus = load_corpus(recipes[0].corpus, byte_tokenizer())
     corpus.write_manifest(directory / "manifest.json")
     totals = corpus.manifest["totals"]
-    console.print(f"{totals['files']} files, {totals['bytes'] / 2**20:.1f} MiB of text; {len(recipes)} mixers -> {directory}")
+    unread = f" ({totals['files_left_unread']} more not needed)" if totals["files_left_unread"] else ""
+    console.print(
+        f"{totals['files']} files{unread}, {totals['bytes'] / 2**20:.1f} MiB of text; {len(recipes)} mixers -> {directory}"
+    )
     with console.status("timing two steps of each mixer, for the time left"):
         board = Board(
             {recipe.name: recipe for recipe in recipes}, {r.name: seconds_needed(r, corpus) for r in recipes}, workers
