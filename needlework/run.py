@@ -33,6 +33,7 @@ from needlework.data import (
     single_needle,
 )
 from needlework.eval import loss, retrieval
+from needlework.eval.results import write_whole
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, disable_progress_bar
 from needlework.train import Progress, Result, TrainConfig, train
 
@@ -219,17 +220,7 @@ def differences(a: Any, b: Any, at: str = "") -> list[str]:
 
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
 def results(name: str, recipes: tuple[Recipe, ...], manifest: dict[str, Any], entries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -32,7 +32,9 @@ from needlework.layers import (
     SquaredReLU,
     SwiGLU,
 )
+from needlework.layers.config import nearest
 from needlework.models.config import NeedleworkConfig
+from needlework.models.modeling import NeedleworkForCausalLM
 
 
 def _stack(layers: int, dim: int, hidden: int, mixer: Config, **settings) -> NeedleworkConfig:
@@ -138,8 +140,6 @@ PRESETS: dict[str, Callable[[], NeedleworkConfig]] = {
 
 def preset(name: str) -> NeedleworkConfig:
     """The config of a preset. ValueError for an unknown name, with the nearest known one."""
-    from needlework.layers.config import nearest
-
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}{nearest(name, list(PRESETS))}; known: {', '.join(PRESETS)}")
     return PRESETS[name]()
@@ -147,7 +147,5 @@ def preset(name: str) -> NeedleworkConfig:
 
 def count_parameters(config: NeedleworkConfig) -> int:
     """The exact number of parameters, from the meta device: nothing is allocated. Tied weights count once."""
-    from needlework.models.modeling import NeedleworkForCausalLM
-
     with torch.device("meta"):
         return sum(p.numel() for p in NeedleworkForCausalLM(config).parameters())

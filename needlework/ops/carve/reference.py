@@ -12,10 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from needlework.ops.carve.state import CarveOutput, CarveState
-
-
-def identity(x: Tensor) -> Tensor:
-    return x
+from needlework.ops.common.operands import identity
 
 
 def by_sequence(form):

@@ -8,15 +8,11 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from needlework.ops.ccq.arguments import check_arguments
 from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state
+from needlework.ops.common.operands import identity
 from needlework.ops.common.packing import check_cu_seqlens
-
-
-def identity(x: Tensor) -> Tensor:
-    return x
 
 
 def _by_sequence(form: Callable) -> Callable:

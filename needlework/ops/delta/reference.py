@@ -9,9 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-
-def identity(x: Tensor) -> Tensor:
-    return x
+from needlework.ops.common.operands import identity
 
 
 def by_sequence(form):

@@ -10,11 +10,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from needlework.ops.common.operands import identity
 from needlework.ops.lucid.state import LucidOutput, LucidState
-
-
-def identity(x: Tensor) -> Tensor:
-    return x
 
 
 def recurrent_lucid(

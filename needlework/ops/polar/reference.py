@@ -10,11 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from needlework.ops.common.operands import identity
 from needlework.ops.polar.state import PolarOutput, PolarState
-
-
-def identity(x: Tensor) -> Tensor:
-    return x
 
 
 def recurrent_polar(

@@ -1,0 +1,7 @@
+"""What the references do to an operand of a matrix or outer product: nothing, unless a check emulates a narrower precision."""
+
+from torch import Tensor
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
