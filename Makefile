@@ -7,10 +7,11 @@ BIN := .venv/bin
 demo: .venv/installed  ## train seven small models with different mixers, measure them, write runs/demo/report.html
 	$(BIN)/needlework compare
 
-test: .venv/installed  ## lint, then every test
-	$(BIN)/ruff check needlework recipes tests
-	$(BIN)/ruff format --check needlework recipes tests
+test: .venv/installed  ## lint, every test, and the kernels in the interpreter
+	$(BIN)/ruff check needlework recipes tests benchmarks
+	$(BIN)/ruff format --check needlework recipes tests benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/ops/test_kernels.py tests/ops/test_triton_*.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"needlework needs Python >= 3.11, this is {sys.version}"'

@@ -187,6 +187,60 @@ def generate(
 
 
 @app.command()
+def doctor(
+    full: Annotated[bool, typer.Option("--full", help="Every size and style of input, and every architecture.")] = False,
+    compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile every kernel; needs no GPU.")] = False,
+    report: Annotated[Path | None, typer.Option(help="Write what was found here, as JSON.")] = None,
+) -> None:
+    """Check the Triton kernels on this machine, under every launch plan that may be picked here.
+
+    Forward and gradients against the definition in float64, by the error budget. A plan that fails is struck off and never
+    taken on this machine again; the exit status is then 1. Attach the report to an issue.
+    """
+    import torch
+
+    from needlework.ops.common.launch import capability, interpreted
+    from needlework.testing import doctor as checks
+
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("doctor: Triton is not installed (pip install triton); the ops run on torch without it")
+    if compile_only and interpreted():
+        raise ValueError("doctor --compile-only: unset TRITON_INTERPRET, the interpreter compiles nothing")
+    if not (compile_only or interpreted() or torch.cuda.is_available()):
+        raise ValueError("doctor: no CUDA device here; --compile-only compiles the kernels without one")
+    known_here = checks.facts()
+    for name, value in known_here.items():
+        console.print(f"{name}: {value}", highlight=False, soft_wrap=True)
+    if compile_only:
+        found = checks.compile_all(full, lambda build: None)
+        table = Table("kernel", "engine", "plan", "sm", "registers", "shared", "spilled", "wgmma", "", box=None, pad_edge=False)
+        for b in found:
+            verdict = f"[red]{b.error.splitlines()[0]}[/red]" if b.error else "ok"
+            sizes = (str(x) for x in (b.sm, b.registers, b.shared, b.spilled, "yes" if b.wgmma else "no"))
+            table.add_row(b.kernel, b.engine, b.plan, *sizes, verdict)
+        failed = [b for b in found if b.error]
+    else:
+        device = torch.device("cpu" if interpreted() else "cuda")
+        tell = lambda v: console.print(f"{v.op} {v.plan} {v.dtype}", end="\r") if console.is_terminal else None
+        found = checks.run(device, full, tell)
+        table = Table("op", "engine", "plan", "dtype", "K", "V", "inputs", "error ÷ budget", "", box=None, pad_edge=False)
+        for v in found:
+            ratio = "" if v.ratio is None else f"{v.ratio:.2f}"
+            verdict = f"[red]{'; '.join(v.failing)}[/red]" if v.failing else "ok"
+            table.add_row(v.op, v.engine, v.plan, v.dtype, str(v.K), str(v.V), v.style, ratio, verdict)
+        failed = [v for v in found if v.failing]
+        if told := checks.warning(known_here, capability(device)):
+            console.print(told, highlight=False)
+    console.print(table, highlight=False)
+    if report is not None:
+        report.write_text(json.dumps(checks.report(found, known_here), indent=1))
+    if failed:
+        console.print(f"[red]{len(failed)} of {len(found)} failed[/red]")
+        raise typer.Exit(1)
+    console.print(f"{len(found)} checked, all right")
+
+
+@app.command()
 def mixers(
     length: Annotated[int, typer.Option(help="The length in tokens at which growing states are counted.", min=1)] = 8192,
 ) -> None:

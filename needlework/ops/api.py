@@ -1,28 +1,74 @@
 """All the dispatch there is: `Impl`, `resolve` and `OpSpec`. Knows no op by name."""
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from needlework.ops.common.constant import constant
+from needlework.ops.common.launch import interpreted
+from needlework.ops.common.struck import STRUCK
+
 Impl = Literal["auto", "reference", "torch", "triton"]
 
 
-def resolve(op: str, impl: Impl) -> Literal["reference", "torch"]:
-    """Which implementation runs: "auto" reads NEEDLEWORK_IMPL, then takes the fast path; an explicit request is obeyed or raises.
+def resolve(
+    op: str, impl: Impl, device: torch.device | None = None, unsupported: Callable[[], str | None] | None = None
+) -> Literal["reference", "torch", "triton"]:
+    """Which implementation runs: an explicit request is obeyed or raises; "auto" picks.
 
-    Raises ValueError for an unknown name and for "triton", which no op has yet.
+    "auto" is NEEDLEWORK_IMPL where that is set; else, or where that says "triton", the kernels if they support the call
+    and "torch" if not; on a CPU the kernels run in Triton's interpreter and are picked by NEEDLEWORK_IMPL alone.
+    unsupported: why the kernels cannot take this call, None if they can. It may import Triton: it is asked last. An op
+        that has no kernel has none.
+    Raises ValueError for an unknown name, and with the reason for impl="triton" where that cannot be.
     """
-    if impl == "auto":
-        impl = os.environ.get("NEEDLEWORK_IMPL", "torch")
-    if impl not in get_args(Impl):
-        raise ValueError(f"impl: got {impl!r}, expected one of {', '.join(get_args(Impl))}")
+    asked = os.environ.get("NEEDLEWORK_IMPL", "auto") if impl == "auto" else impl
+    if asked not in get_args(Impl):
+        raise ValueError(f"impl: got {asked!r}, expected one of {', '.join(get_args(Impl))}")
+    if asked in ("reference", "torch"):
+        return asked
+    if asked == "auto" and (device is None or device.type != "cuda"):
+        return "torch"
+    reason = "yet" if unsupported is None else _homeless(device) or unsupported()
+    if reason is None:
+        return "triton"
     if impl == "triton":
-        raise ValueError(f"impl='triton': {op} has no Triton kernel yet; use 'torch' or 'auto'")
-    return "torch" if impl == "auto" else impl
+        what = "yet" if unsupported is None else f"for this call: {reason}"
+        raise ValueError(f"impl='triton': {op} has no Triton kernel {what}; use 'torch' or 'auto'")
+    if STRUCK in reason:
+        _warn(op, reason)
+    return "torch"
+
+
+@constant
+def _warn(op: str, reason: str) -> None:
+    _warn_once(op, reason)
+
+
+@cache
+def _warn_once(op: str, reason: str) -> None:
+    warnings.warn(f"{op} runs on torch, which is slower: {reason}", UserWarning, stacklevel=2)
+
+
+def _homeless(device: torch.device | None) -> str | None:
+    """Why no Triton kernel at all can run there."""
+    if not _installed():
+        return "Triton is not installed"
+    if device is not None and device.type == "cuda":
+        return None
+    return None if interpreted() else "the tensors are on no CUDA device (TRITON_INTERPRET=1 runs kernels on a CPU)"
+
+
+@constant
+def _installed() -> bool:
+    return find_spec("triton") is not None
 
 
 @dataclass(frozen=True, kw_only=True)

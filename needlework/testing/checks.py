@@ -77,9 +77,8 @@ def step_is_prefill(spec: OpSpec) -> None:
         assert torch.equal(x[[1, 3]], before[name][[1, 3]]), f"{name}: a slot that no row owns has changed"
 
 
-def causal(spec: OpSpec) -> None:
+def causal(spec: OpSpec, T: int = 83) -> None:
     """What comes after a token changes nothing up to it: row t of one batch has another future after its token t, for every t."""
-    T = 83
     past = torch.ones(T, T, dtype=torch.bool).tril()  # [row token]
     splice = lambda before, after: torch.where(past.view(T, T, *[1] * (before.dim() - 2)), before, after)
     for style in spec.styles:
@@ -111,13 +110,18 @@ def limits(spec: OpSpec) -> None:
             assert_close(left, dict(zip(left, right.values(), strict=True)), limit.name)
 
 
-def error_budget(spec: OpSpec) -> dict[str, float]:
-    """float32, bfloat16 and float16, outputs, states and gradients, all styles. Returns {dtype: worst error ÷ budget}."""
+def error_budget(
+    spec: OpSpec,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16),
+    B: int = 32,  # 4,096 numbers a head even for a gate
+    T: int = 128,
+) -> dict[str, float]:
+    """Every dtype, outputs, states and gradients, all styles. Returns {dtype: worst error ÷ budget}."""
     worst = {}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in dtypes:
         figures = []
         for style in spec.styles:
-            inputs = make(spec, 32, 128, style=style)  # 4,096 numbers a head even for a gate
+            inputs = make(spec, B, T, style=style)
             by_token = {f"d{name}" for name in spec.tokens} | _token_outputs(spec, inputs)
             found = _four_ways(spec, dtype, inputs)
             found |= _over_seeds(spec, dtype, style, {n: x[0].numel() for n, x in found.items() if x[0].numel() < ENOUGH})
@@ -145,6 +149,12 @@ def _four_ways(spec: OpSpec, dtype: torch.dtype, inputs: dict) -> dict[str, tupl
     for name in [name for name, x in fast.items() if not x.is_floating_point()]:
         assert torch.equal(fast.pop(name), exact[name]), f"{name} differs"
     return {name: (x, exact[name], definition[name], literal[name]) for name, x in fast.items()}
+
+
+def budgeted(spec: OpSpec, dtype: torch.dtype, B: int, T: int, style: str, device: torch.device) -> dict[str, float]:
+    """error ÷ budget of every output, state and gradient of one case on `device`, over all heads together."""
+    inputs = {name: x.to(device) for name, x in make(spec, B, T, style=style).items()}
+    return {name: error_over_budget(*ways, None)[0] for name, ways in _four_ways(spec, dtype, inputs).items()}
 
 
 def _over_seeds(spec: OpSpec, dtype: torch.dtype, style: str, sizes: dict[str, int]) -> dict[str, tuple[Tensor, ...]]:
@@ -265,8 +275,8 @@ def outputs_are_complete_when_memory_is_poisoned(spec: OpSpec) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
-def odd_lengths(spec: OpSpec) -> None:
-    for T in ODD:
+def odd_lengths(spec: OpSpec, lengths: tuple[int, ...] = ODD) -> None:
+    for T in lengths:
         inputs = make(spec, 1, T)
         assert_close(dict(leaves(whole(spec.chunk)(inputs))), dict(leaves(whole(spec.recurrent)(inputs))), f"T = {T}")
 

@@ -8,6 +8,7 @@ from needlework.ops.carve import reference
 from needlework.ops.carve.arguments import Prediction, check_position, checked
 from needlework.ops.carve.custom_op import carve_fwd
 from needlework.ops.carve.state import CarveOutput, CarveState
+from needlework.ops.common.launch import misfit
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.delta.arguments import width
 
@@ -60,7 +61,7 @@ def chunk_carve(
     tensors = (q, k, v, f, b, w, A_log, dt_bias, w1, w2)
     if chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
-    if resolve("carve", impl) == "reference":
+    if resolve("carve", impl, q.device, lambda: "CARVE's content feedback has no Triton kernel yet") == "reference":
         return recurrent_carve(
             *tensors,
             content_chunk=content_chunk,
@@ -134,6 +135,17 @@ def step_carve(
         padded row, which reads and changes no slot and returns zeros. A live slot belongs to one row only.
     Dtypes, settings and errors as in `chunk_carve`.
     """
+    tensors = (q, k, v, f, b, w)
+    now = (*(x.unsqueeze(1) for x in tensors), A_log, dt_bias, w1, w2)
+    any_slot = CarveState(*(x[:1].expand(len(q), *x.shape[1:]) for x in state))
+    *_, settings = checked(now, content_chunk, prediction, scale, any_slot, None)
+    if (
+        resolve("carve", "auto", q.device, lambda: misfit("carve/step", q.device, q.dtype, q.shape[-1], v.shape[-1]))
+        == "triton"
+    ):
+        from needlework.ops.carve.triton_step import step
+
+        return step(*tensors, A_log, dt_bias, w1, w2, state, slots, **settings._asdict())
     slots = torch.arange(len(q), device=q.device) if slots is None else slots
     live = slots >= 0
     held = CarveState(*(x[slots[live]] for x in state))

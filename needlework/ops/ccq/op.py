@@ -8,6 +8,7 @@ from needlework.ops.ccq.arguments import check_arguments
 from needlework.ops.ccq.custom_op import ccq_fwd
 from needlework.ops.ccq.reference import recurrent_ccq
 from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state
+from needlework.ops.common.launch import misfit
 from needlework.ops.common.shapes import check
 
 
@@ -41,8 +42,10 @@ def chunk_ccq(
     Dtypes: q and k share one. float64 computes in float64, all else in float32; q̃ has q's dtype, the state is float32 (or
     float64), each gradient has its tensor's dtype. State: K² + K + 1 numbers a key head; resumes at any token, gives and takes
     gradients. Error: twice the definition's own (the card).
-    impl: "auto" and "torch" are the chunked path with its backward by hand, "reference" the token loop, "triton" is refused.
-    Raises ValueError for shapes, dtypes or cu_seqlens that do not fit; it names tensor, axis and both sizes.
+    impl: "auto" and "torch" are the chunked path with its backward by hand, "reference" the token loop, "triton" is refused: the
+    kernels beside this file are not within the error budget yet.
+    Raises ValueError for shapes, dtypes or cu_seqlens that do not fit, naming tensor, axis and both sizes, and for impl="triton"
+    where that cannot be.
     """
     N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     check_arguments(q, k, eta, g, initial_state, N)
@@ -53,7 +56,7 @@ def chunk_ccq(
         return recurrent_ccq(q, k, eta, g, **settings)
     wide = torch.promote_types(q.dtype, torch.float32)
     state = empty_state(N, *k.shape[2:], device=k.device) if initial_state is None else initial_state
-    state = (x.to(wide) for x in state)
+    state = CurvatureState(*(x.to(wide) for x in state))
     g = None if g is None else g.to(wide)
     cleaned, *state = ccq_fwd(q.to(wide), k.to(wide), eta.to(wide), g, *state, cu_seqlens, chunk_size)
     return CcqOutput(cleaned.to(q.dtype), CurvatureState(*state) if output_final_state else None)
@@ -73,9 +76,13 @@ def step_ccq(
     Computes in the wider of q's dtype and float32; q̃ has q's dtype; no gradient. Raises ValueError as `chunk_ccq` does.
     """
     check_arguments(*(None if x is None else x[:, None] for x in (q, k, eta, g)), state, len(state.n))
-    if slots is None:
-        slots = torch.arange(len(q), device=q.device)
-    check("slots", slots, "B", B=len(q))
+    if slots is not None:
+        check("slots", slots, "B", B=len(q))
+    if resolve("ccq", "auto", q.device, lambda: misfit("ccq/step", q.device, q.dtype, q.shape[-1], q.shape[-1])) == "triton":
+        from needlework.ops.ccq.triton_step import step
+
+        return step(q, k, eta, g, state, slots)
+    slots = torch.arange(len(q), device=q.device) if slots is None else slots
     live = slots >= 0
     slot = slots[live]
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -29,8 +29,8 @@ def width(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def checked_heads(q: Tensor, k: Tensor, v: Tensor, q_read: Tensor | None) -> tuple[Tensor, ...]:
-    """q, k, v and the read query (q where there is none), expanded to HV heads; ValueError for what does not fit."""
+def check_heads(q: Tensor, k: Tensor, v: Tensor, q_read: Tensor | None) -> None:
+    """ValueError for what does not fit."""
     check_dtypes(q=q, k=k, v=v, q_read=q_read)
     check("q", q, "B T H K")
     B, T, H, K = q.shape
@@ -40,34 +40,90 @@ def checked_heads(q: Tensor, k: Tensor, v: Tensor, q_read: Tensor | None) -> tup
     check_groups(H, HV)
     read = q if q_read is None else q_read
     check("q_read", read, "B T HV K", B=B, T=T, K=K, **({} if read.dim() == 4 and read.shape[2] == H else {"HV": HV}))
-    return tuple(_expand(x.to(width(q)), HV) for x in (q, k, v, read))
+
+
+def checked_heads(q: Tensor, k: Tensor, v: Tensor, q_read: Tensor | None, l2norm: bool = False) -> tuple[Tensor, ...]:
+    """q, k, v and the read query (q where there is none), expanded to HV heads; ValueError for what does not fit."""
+    check_heads(q, k, v, q_read)
+    wide = [None if x is None else x.to(width(q)) for x in (q, k, v, q_read)]
+    if l2norm:
+        wide[:2] = map(unit_rows, wide[:2])
+    if q_read is None:
+        wide[3] = wide[0]
+    return tuple(_expand(x, v.shape[2]) for x in wide)
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """x / √(Σx² + 1e-6) over the last axis."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def check_gate(g: Tensor | None, v: Tensor, K: int) -> None:
+    B, T, HV = v.shape[:3]
+    if g is not None and g.dim() == 4:
+        check("g", g, "B T HV K", B=B, T=T, HV=HV, K=K)
+    elif g is not None:
+        check("g", g, "B T HV", B=B, T=T, HV=HV)
 
 
 def checked_gate(g: Tensor | None, v: Tensor, K: int) -> Tensor:
     """g as [B T HV 1] or [B T HV K], zeros where there is none."""
-    B, T, HV = v.shape[:3]
+    check_gate(g, v, K)
     if g is None:
-        return v.new_zeros(B, T, HV, 1)
-    if g.dim() == 4:
-        check("g", g, "B T HV K", B=B, T=T, HV=HV, K=K)
-        return g.to(v.dtype)
-    check("g", g, "B T HV", B=B, T=T, HV=HV)
-    return g.to(v.dtype)[..., None]
+        return v.new_zeros(*v.shape[:3], 1)
+    return g.to(v.dtype) if g.dim() == 4 else g.to(v.dtype)[..., None]
+
+
+def check_number(name: str, x: Tensor, v: Tensor) -> None:
+    check(name, x, "B T HV", B=v.shape[0], T=v.shape[1], HV=v.shape[2])
 
 
 def checked_number(name: str, x: Tensor, v: Tensor) -> Tensor:
     """A number a token and value head, as [B T HV 1]."""
-    check(name, x, "B T HV", B=v.shape[0], T=v.shape[1], HV=v.shape[2])
+    check_number(name, x, v)
     return x.to(v.dtype)[..., None]
+
+
+def check_state(initial_state: Tensor | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[int]:
+    """The sizes [N HV K V] that the state has or must have."""
+    sizes = {"N": len(v) if cu_seqlens is None else len(cu_seqlens) - 1, "HV": v.shape[2], "K": k.shape[-1], "V": v.shape[-1]}
+    if initial_state is not None:
+        check("initial_state", initial_state, "N HV K V", **sizes)
+    return list(sizes.values())
 
 
 def checked_state(initial_state: Tensor | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """initial_state [N HV K V] in the computing dtype, zeros where there is none."""
-    sizes = {"N": len(v) if cu_seqlens is None else len(cu_seqlens) - 1, "HV": v.shape[2], "K": k.shape[-1], "V": v.shape[-1]}
-    if initial_state is None:
-        return v.new_zeros(*sizes.values())
-    check("initial_state", initial_state, "N HV K V", **sizes)
-    return initial_state.to(v.dtype)
+    sizes = check_state(initial_state, k, v, cu_seqlens)
+    return v.new_zeros(*sizes) if initial_state is None else initial_state.to(v.dtype)
+
+
+def check_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    erase: Tensor | None,
+    write: Tensor | None,
+    prediction: Prediction,
+    q_read: Tensor | None,
+) -> None:
+    """ValueError for what does not fit, or excludes each other."""
+    if prediction not in get_args(Prediction):
+        raise ValueError(f"prediction: got {prediction!r}, expected 'decayed' or 'previous'")
+    if (erase is None) != (write is None):
+        raise ValueError("erase and write: one is given without the other")
+    if beta is not None and erase is not None:
+        raise ValueError("beta: erase and write are given, which take its place")
+    check_heads(q, k, v, q_read)
+    (B, T, HV, V), K = v.shape, k.shape[-1]
+    if beta is not None:
+        check_number("beta", beta, v)
+    elif erase is not None:
+        check("erase", erase, "B T HV K", B=B, T=T, HV=HV, K=K)
+        check("write", write, "B T HV V", B=B, T=T, HV=HV, V=V)
+    check_gate(g, v, K)
 
 
 def checked(
@@ -80,23 +136,16 @@ def checked(
     write: Tensor | None,
     prediction: Prediction,
     q_read: Tensor | None,
+    l2norm: bool = False,
 ) -> Rule:
     """The rule that these arguments mean; ValueError for what does not fit."""
-    if prediction not in get_args(Prediction):
-        raise ValueError(f"prediction: got {prediction!r}, expected 'decayed' or 'previous'")
-    if (erase is None) != (write is None):
-        raise ValueError("erase and write: one is given without the other")
-    if beta is not None and erase is not None:
-        raise ValueError("beta: erase and write are given, which take its place")
-    _, k, v, read = checked_heads(q, k, v, q_read)
-    (B, T, HV, K), V = k.shape, v.shape[-1]
+    check_rule(q, k, v, g, beta, erase, write, prediction, q_read)
+    _, k, v, read = checked_heads(q, k, v, q_read, l2norm)
     if beta is not None:
         erase = write = checked_number("beta", beta, v)
     elif erase is not None:
-        check("erase", erase, "B T HV K", B=B, T=T, HV=HV, K=K)
-        check("write", write, "B T HV V", B=B, T=T, HV=HV, V=V)
         erase, write = erase.to(v.dtype), write.to(v.dtype)
-    return Rule(read, k, v, checked_gate(g, v, K), erase, write)
+    return Rule(read, k, v, checked_gate(g, v, k.shape[-1]), erase, write)
 
 
 def _expand(x: Tensor, HV: int) -> Tensor:

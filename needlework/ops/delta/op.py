@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
+from needlework.ops.common.launch import misfit
 from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.shapes import check
 from needlework.ops.delta import reference
-from needlework.ops.delta.arguments import Prediction, checked, checked_state
+from needlework.ops.delta.arguments import Prediction, check_rule, check_state, checked, checked_state, width
 from needlework.ops.delta.custom_op import delta_fwd
 
 
@@ -31,6 +33,7 @@ def chunk_delta(
     prediction: Prediction = "decayed",
     q_read: Tensor | None = None,
     scale: float | None = None,
+    l2norm: bool = False,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -52,18 +55,25 @@ def chunk_delta(
     prediction: "decayed" erases what the decayed state holds; "previous" drops e^g from e (CARVE's Eq. 5, gates given).
     q_read [B T HV K] or [B T H K]: reads instead of q.
     scale: of o only; K ** -0.5 by default.
+    l2norm: q and k, not q_read, are divided by √(Σx² + 1e-6) first, in float32.
     initial_state [N HV K V]: N = B, or one per packed sequence; zeros if None.
     cu_seqlens [N+1]: packs sequences along T (B = 1). An empty one keeps its state.
-    chunk_size: tokens of a kernel's chunk at most, >= 1; changes no result.
+    chunk_size: tokens of a chunk at most, >= 1; changes no result. The Triton kernels have their own.
 
     Dtypes: q, k, v (and q_read) share one. float64 computes in float64, all else in float32; o has q's dtype, the state is
     float32 (or float64), each gradient has its tensor's dtype. State: resume at any token. Error: twice the definition's
-    own (the card). impl: "torch" is the chunk form with its hand-derived backward, "reference" the token loop.
-    Raises ValueError for sizes or dtypes that do not fit, gates that exclude each other, an unknown prediction or impl.
+    own (the card). impl: "triton" the kernels, "torch" the chunk form with its hand-derived backward, "reference" the token
+    loop; "auto" takes the kernels on a CUDA device where they support the call.
+    Raises ValueError for sizes or dtypes that do not fit, gates that exclude each other, an unknown prediction or impl, impl="triton" where that cannot be.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
-    if resolve("delta", impl) == "reference":
+    check_rule(q, k, v, g, beta, erase, write, prediction, q_read)
+    check_state(initial_state, k, v, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    engine = "delta/channel" if _by_channel(g, erase, prediction) else "delta/scalar"
+    path = resolve("delta", impl, q.device, lambda: misfit(engine, q.device, q.dtype, q.shape[-1], v.shape[-1]))
+    if path == "reference":
         return recurrent_delta(
             q,
             k,
@@ -75,19 +85,64 @@ def chunk_delta(
             prediction=prediction,
             q_read=q_read,
             scale=scale,
+            l2norm=l2norm,
             initial_state=initial_state,
             output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
         )
-    rule = checked(q, k, v, g, beta, erase, write, prediction, q_read)
+    if path == "triton":
+        q, k = unit(q, k) if l2norm else (q, k)
+        read = q if q_read is None else q_read
+        state = None if initial_state is None else initial_state.to(width(q))
+        o, state = _kernels(read, k, v, g, beta, erase, write, prediction, state, cu_seqlens, scale)
+        return DeltaOutput(o, state if output_final_state else None)
+    rule = checked(q, k, v, g, beta, erase, write, prediction, q_read, l2norm)
     state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
     u = rule.v if rule.write is None else rule.write * rule.v
     e = None if rule.erase is None else (rule.erase * rule.k)[..., None, :]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     o, state = delta_fwd(
         rule.q, rule.k[..., None, :], u[..., None, :], e, rule.g, state, cu_seqlens, scale, prediction, chunk_size
     )
     return DeltaOutput(o.to(q.dtype), state if output_final_state else None)
+
+
+def _by_channel(g: Tensor | None, erase: Tensor | None, prediction: Prediction) -> bool:
+    """Whether the rule is one for the engine with a gate per channel. Without decay both predictions are one."""
+    return erase is not None or (g is not None and (g.dim() == 4 or prediction == "previous"))
+
+
+def _kernels(read, k, v, g, beta, erase, write, prediction, state, cu_seqlens, scale) -> tuple[Tensor, Tensor]:
+    """o and the final state. The query that reads may have a head for each value head; k then gets as many."""
+    if read.shape[2] != k.shape[2]:
+        k = k.repeat_interleave(read.shape[2] // k.shape[2], 2)
+    if _by_channel(g, erase, prediction):
+        from needlework.ops.delta.triton_channel import channel
+
+        tensors = contiguous(read, k, v, _every_channel(g, k, v), beta, erase, write, state)
+        return channel(*tensors, cu_seqlens, scale=scale, prediction=prediction)
+    from needlework.ops.delta.triton_scalar import scalar
+
+    read, k, v, g, beta, state = contiguous(read, k, v, g, beta, state)
+    return scalar(read, k, v, g, beta, None, None, state, cu_seqlens, scale=scale)
+
+
+def _every_channel(g: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
+    """g as [B T HV K]."""
+    if g is not None and g.dim() == 4:
+        return g
+    sizes = (*v.shape[:3], k.shape[-1])
+    return v.new_zeros(sizes, dtype=width(v)) if g is None else g[..., None].expand(sizes)
+
+
+def unit(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Rows of unit norm, by a kernel."""
+    from needlework.ops.common.triton_l2 import l2_rows
+
+    return tuple(map(l2_rows, tensors))
+
+
+def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if x is None else x.contiguous() for x in tensors)
 
 
 def recurrent_delta(
@@ -102,6 +157,7 @@ def recurrent_delta(
     prediction: Prediction = "decayed",
     q_read: Tensor | None = None,
     scale: float | None = None,
+    l2norm: bool = False,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -111,7 +167,7 @@ def recurrent_delta(
 
     operand: applied to every operand of a matrix or outer product, to emulate a narrower precision.
     """
-    rule = checked(q, k, v, g, beta, erase, write, prediction, q_read)
+    rule = checked(q, k, v, g, beta, erase, write, prediction, q_read, l2norm)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
     state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
@@ -137,6 +193,7 @@ def step_delta(
     prediction: Prediction = "decayed",
     q_read: Tensor | None = None,
     scale: float | None = None,
+    l2norm: bool = False,
 ) -> Tensor:
     """One token a row, without gradients: o [B HV V]; the state advances in place (`chunk_delta`'s equation).
 
@@ -145,6 +202,18 @@ def step_delta(
         which reads and changes no slot and returns zeros. A live slot belongs to one row only.
     Dtypes, settings and errors as in `chunk_delta`.
     """
+    now = lambda x: None if x is None else x.unsqueeze(1)
+    check_rule(*map(now, (q, k, v, g, beta, erase, write)), prediction, now(q_read))
+    check("state", state, "slots HV K V", HV=v.shape[1], K=q.shape[-1], V=v.shape[-1])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if (
+        resolve("delta", "auto", q.device, lambda: misfit("delta/step", q.device, q.dtype, q.shape[-1], v.shape[-1]))
+        == "triton"
+    ):
+        from needlework.ops.delta.triton_step import step
+
+        q, k = unit(q, k) if l2norm else (q, k)
+        return step(q, k, v, g, beta, None, erase, write, q_read, state, slots, scale=scale, prediction=prediction)
     slots = torch.arange(len(q), device=q.device) if slots is None else slots
     live = slots >= 0
     token = lambda x: None if x is None else x[live].unsqueeze(1)
@@ -156,6 +225,7 @@ def step_delta(
             prediction=prediction,
             q_read=token(q_read),
             scale=scale,
+            l2norm=l2norm,
             initial_state=state[slots[live]],
             output_final_state=True,
         )

@@ -30,7 +30,8 @@ def forward(
     beta = None if beta is None else fold(torch.cat([beta.new_zeros(page_k.shape[:3]), beta], 1)[..., None])
     for rows, _, past, A, _ in matrix.block_rows(chunk_size):
         C = A.shape[1]
-        own, u = A[..., -C:], torch.baddbmm(y[:, rows], A[..., :-C], y[:, past], alpha=-1)
+        # contiguous: how a solve rounds depends on its operand's strides, and β = 1 is to be no β, to the bit
+        own, u = A[..., -C:].contiguous(), torch.baddbmm(y[:, rows], A[..., :-C], y[:, past], alpha=-1)
         if beta is not None:
             own, u = beta[:, rows] * own, beta[:, rows] * u
         y[:, rows] = torch.linalg.solve_triangular(own, u, upper=False, unitriangular=not rowmax)

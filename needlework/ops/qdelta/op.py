@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
+from needlework.ops.common.launch import misfit
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.delta.arguments import checked_state
+from needlework.ops.common.shapes import check
+from needlework.ops.delta.arguments import check_state, checked_state, width
+from needlework.ops.delta.op import contiguous, unit
 from needlework.ops.qdelta import chunk, reference, transposed
-from needlework.ops.qdelta.arguments import Coupling, checked
+from needlework.ops.qdelta.arguments import Coupling, check_rule, checked
 
 
 class QDeltaOutput(NamedTuple):
@@ -30,6 +33,7 @@ def chunk_qdelta(
     coupling: Coupling = "recurrent",
     q_read: Tensor | None = None,
     scale: float | None = None,
+    l2norm: bool = False,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -48,14 +52,17 @@ def chunk_qdelta(
         do not agree with prefill there, and the gate is one per head. For their checkpoints only.
     q_read [B T HV K] or [B T H K]: reads instead of q, which alone enters x.
     scale: of o only, never of x; K ** -0.5 by default.
+    l2norm: q and k, not q_read, are divided by √(Σx² + 1e-6) first, in float32.
     initial_state [N HV K V]: N = B, or one per packed sequence; zeros if None.
     cu_seqlens [N+1]: packs sequences along T (B = 1). An empty one keeps its state.
-    chunk_size: tokens of a kernel's chunk at most, >= 1; changes no result. 64 with coupling="transposed".
+    chunk_size: tokens of a chunk at most, >= 1; changes no result. The Triton kernels have their own. 64 with coupling="transposed".
 
     Dtypes: q, k, v (and q_read) share one. float64 computes in float64, all else in float32; o has q's dtype, the state is
     float32 (or float64), each gradient has its tensor's dtype. State: resume at any token. Error: twice the definition's
-    own (the card). impl: "torch" is the chunk form, "reference" the token loop.
-    Raises ValueError for sizes or dtypes that do not fit, an unknown coupling or impl, another chunk_size where 64 defines.
+    own (the card). impl: "triton" the kernels (coupling "recurrent", a gate per head), "torch" the chunk form, "reference"
+    the token loop; "auto" takes the kernels on a CUDA device where they support the call.
+    Raises ValueError for sizes or dtypes that do not fit, an unknown coupling or impl, another chunk_size where 64 defines,
+    impl="triton" where that cannot be.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
@@ -63,7 +70,11 @@ def chunk_qdelta(
         raise ValueError(
             f"chunk_size: got {chunk_size}; with coupling='transposed' chunks of {transposed.CHUNK} are the definition"
         )
-    if resolve("qdelta", impl) == "reference":
+    check_rule(q, k, v, g, beta, lam, coupling, q_read)
+    check_state(initial_state, k, v, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    path = resolve("qdelta", impl, q.device, lambda: _unsupported(q, v, g, coupling))
+    if path == "reference":
         return recurrent_qdelta(
             q,
             k,
@@ -74,19 +85,34 @@ def chunk_qdelta(
             coupling=coupling,
             q_read=q_read,
             scale=scale,
+            l2norm=l2norm,
             initial_state=initial_state,
             output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
         )
-    rule = checked(q, k, v, g, beta, lam, coupling, q_read)
+    if path == "triton":
+        from needlework.ops.delta.triton_scalar import scalar
+
+        q, k = unit(q, k) if l2norm else (q, k)
+        state = None if initial_state is None else initial_state.to(width(q))
+        o, state = scalar(*contiguous(q, k, v, g, beta, lam, q_read, state), cu_seqlens, scale=scale)
+        return QDeltaOutput(o, state if output_final_state else None)
+    rule = checked(q, k, v, g, beta, lam, coupling, q_read, l2norm)
     state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if coupling == "transposed":
         with torch.autocast(q.device.type, enabled=False):
             o, state = transposed.forward(*rule, state, cu_seqlens, scale)
     else:
         o, state = chunk.forward(*rule, state, cu_seqlens, scale, chunk_size)
     return QDeltaOutput(o.to(q.dtype), state if output_final_state else None)
+
+
+def _unsupported(q: Tensor, v: Tensor, g: Tensor | None, coupling: Coupling) -> str | None:
+    if coupling == "transposed":
+        return "coupling='transposed' is for published checkpoints"
+    if g is not None and g.dim() == 4:
+        return "a gate per channel together with λ"
+    return misfit("delta/scalar", q.device, q.dtype, q.shape[-1], v.shape[-1])
 
 
 def recurrent_qdelta(
@@ -100,6 +126,7 @@ def recurrent_qdelta(
     coupling: Coupling = "recurrent",
     q_read: Tensor | None = None,
     scale: float | None = None,
+    l2norm: bool = False,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -109,7 +136,7 @@ def recurrent_qdelta(
 
     operand: applied to every operand of a matrix or outer product, to emulate a narrower precision.
     """
-    rule = checked(q, k, v, g, beta, lam, coupling, q_read)
+    rule = checked(q, k, v, g, beta, lam, coupling, q_read, l2norm)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
     form = reference.recurrent if coupling == "recurrent" else reference.recurrent_transposed
@@ -133,6 +160,7 @@ def step_qdelta(
     coupling: Coupling = "recurrent",
     q_read: Tensor | None = None,
     scale: float | None = None,
+    l2norm: bool = False,
 ) -> Tensor:
     """One token a row, without gradients: o [B HV V]; the state advances in place (`chunk_qdelta`'s equation).
 
@@ -142,6 +170,18 @@ def step_qdelta(
         which reads and changes no slot and returns zeros. A live slot belongs to one row only.
     Dtypes, settings and errors as in `chunk_qdelta`.
     """
+    now = lambda x: None if x is None else x.unsqueeze(1)
+    check_rule(*map(now, (q, k, v, g, beta, lam)), coupling, now(q_read))
+    check("state", state, "slots HV K V", HV=v.shape[1], K=q.shape[-1], V=v.shape[-1])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if (
+        resolve("qdelta", "auto", q.device, lambda: misfit("delta/step", q.device, q.dtype, q.shape[-1], v.shape[-1]))
+        == "triton"
+    ):
+        from needlework.ops.delta.triton_step import step
+
+        q, k = unit(q, k) if l2norm else (q, k)
+        return step(q, k, v, g, beta, lam, None, None, q_read, state, slots, scale=scale)
     slots = torch.arange(len(q), device=q.device) if slots is None else slots
     live = slots >= 0
     token = lambda x: None if x is None else x[live].unsqueeze(1)
@@ -151,6 +191,7 @@ def step_qdelta(
             coupling=coupling,
             q_read=token(q_read),
             scale=scale,
+            l2norm=l2norm,
             initial_state=state[slots[live]],
             output_final_state=True,
         )

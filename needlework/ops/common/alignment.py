@@ -1,0 +1,47 @@
+"""Sequences as runs of whole chunks: what kernels walk, for a batch and for packed sequences alike.
+
+Packed sequences are moved apart so that each starts at a multiple of the chunk; the gaps are zeros, which write nothing and,
+with g = 0, decay nothing. Sizes are bounds that the host knows: the values of cu_seqlens are never read back.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Alignment(NamedTuple):
+    """cum [N+1] int32: sequence n is chunks cum[n] … cum[n+1) − 1; chunk c of batch row b has number b·⌈T/C⌉ + c."""
+
+    cum: Tensor
+    N: int
+    T: int  # aligned tokens of a batch row
+    longest: int  # chunks of a sequence at most
+    place: Tensor | None  # [T given] where each token went; None: nothing moved
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor | None, B: int, T: int, C: int, device: torch.device) -> "Alignment":
+        chunks = -(-T // C)
+        if cu_seqlens is None:
+            cum = torch.arange(B + 1, dtype=torch.int32, device=device) * chunks
+            return cls(cum, B, T, chunks, None)
+        N = len(cu_seqlens) - 1
+        starts = cu_seqlens.to(device=device, dtype=torch.int64)
+        cum = torch.zeros_like(starts)
+        cum[1:] = ((starts.diff() + C - 1) // C).cumsum(0)
+        token = torch.arange(T, device=device)
+        n = torch.searchsorted(starts, token, right=True) - 1
+        place = token - starts[n] + cum[n] * C
+        return cls(cum.to(torch.int32), N, (T // C + N) * C, chunks, place)
+
+    def align(self, x: Tensor) -> Tensor:
+        """[1 T ...] -> [1 aligned ...], zeros in the gaps; a batch as it is, contiguous."""
+        if self.place is None:
+            return x.contiguous()
+        out = x.new_zeros(1, self.T, *x.shape[2:])
+        out[0, self.place] = x[0]
+        return out
+
+    def restore(self, x: Tensor) -> Tensor:
+        """The inverse of `align`."""
+        return x if self.place is None else x[:, self.place]

@@ -1,0 +1,150 @@
+"""The channel-gate engine in Triton: GLA, KDA, GDN-2 and, with gates given, CARVE, as two operators.
+
+    S_t = Diag(e^{g_t}) S_{t-1} + k_t (u_t − S_{t-1}ᵀ e_t)ᵀ        o_t = scale · S_tᵀ q_t        g [K] a head
+
+The kernels are `triton_channel_intra.py` (per chunk), `triton_channel_scan.py` (chunks in order), `triton_channel_bwd.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.launch import Plan
+from needlework.ops.common.launch import plan as pick
+from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.delta.arguments import width
+from needlework.ops.delta.triton_channel_intra import Saved, intra, rule_of, solve_dtype
+from needlework.ops.delta.triton_channel_scan import scan
+
+ENGINE = "delta/channel"
+
+
+def channel(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, erase: Tensor | None, write: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, *, scale: float, prediction: str, R: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o [B T HV V] in q's dtype and the final state [N HV K V], float32 or wider.
+
+    q [B T H K], g [B T HV K]. R = 1: k [B T H K], v [B T HV V], beta [B T HV] or erase [B T HV K] and write [B T HV V] or none
+    of them. R = 2, 4 rows a token, which do not see each other: the rows' tensors have an axis R after T: k [B T R H K], …
+    """
+    tensors = q, k, v, g, beta, erase, write, initial_state
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if R == 1:
+        return delta_channel_fwd(*tensors, cu_seqlens, scale, prediction, 1, save)[:2]
+    q, g = _one_row(q, R, R - 1), _one_row(g, R, 0)
+    k, v, beta, erase, write = (None if x is None else x.flatten(1, 2) for x in (k, v, beta, erase, write))
+    cu_rows = None if cu_seqlens is None else cu_seqlens * R
+    o, state, *_ = delta_channel_fwd(q, k, v, g, beta, erase, write, initial_state, cu_rows, scale, prediction, R, save)
+    return o[:, R - 1 :: R], state
+
+
+def _one_row(x: Tensor, R: int, row: int) -> Tensor:
+    """[B T ...] -> [B T·R ...]: x in one row of each token, zeros in the others."""
+    zeros = torch.zeros_like(x)
+    return torch.stack([x if i == row else zeros for i in range(R)], 2).flatten(1, 2)
+
+
+def forward(
+    q, k, v, g, beta, erase, write, initial_state, alignment: Alignment, *,
+    scale: float, prediction: str, R: int, plan: Plan, save: bool,
+) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
+    """o [B T HV V], the final state and what the backward takes, for aligned contiguous tensors of R rows a token, T > 0."""
+    saved = intra(q, k, g, beta, erase, scale=scale, prediction=prediction, R=R, plan=plan)
+    o, state, W = scan(saved, v, beta, write, initial_state, alignment, plan=plan, save=save)
+    return o, state, saved._replace(W=W)
+
+
+@torch.library.custom_op("needlework::delta_channel_fwd", mutates_args=())
+def delta_channel_fwd(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, erase: Tensor | None, write: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, prediction: str, R: int, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """o, the final state, and the tensors of `Saved`: empty where there is none, all of them without `save`."""
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, *q.shape[:2])
+    plan, alignment = _placed(q, v, cu_seqlens)
+    if not v.numel():
+        return _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, prediction, R, save)
+    tokens = _aligned(alignment, q, k, v, g, beta, erase, write)
+    state = None if initial_state is None else initial_state.contiguous()
+    o, final, saved = forward(*tokens, state, alignment, scale=scale, prediction=prediction, R=R, plan=plan, save=save)
+    saved = saved if save else [None] * len(saved)
+    return alignment.restore(o), final, *(q.new_empty(0) if x is None else x for x in saved)
+
+
+@torch.library.custom_op("needlework::delta_channel_bwd", mutates_args=())
+def delta_channel_bwd(
+    do: Tensor, dstate: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
+    beta: Tensor | None, erase: Tensor | None, write: Tensor | None, initial_state: Tensor | None,
+    saved: list[Tensor], cu_seqlens: Tensor | None, scale: float, prediction: str, R: int,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, v, g, beta, erase, write and the initial state, empty where there is none."""
+    from needlework.ops.delta.triton_channel_bwd import backward
+
+    inputs = q, k, v, g, beta, erase, write, initial_state
+    if not v.numel():
+        dtokens = [q.new_empty(0) if x is None else torch.zeros_like(x) for x in inputs[:-1]]
+        return [*dtokens, q.new_empty(0) if initial_state is None else dstate.to(initial_state.dtype, copy=True)]
+    plan, alignment = _placed(q, v, cu_seqlens)
+    do, *tokens = _aligned(alignment, do, *inputs[:-1])
+    state = None if initial_state is None else initial_state.contiguous()
+    saved = Saved(*(x if x.numel() else None for x in saved))
+    *dtokens, dinitial = backward(
+        do, dstate.contiguous(), *tokens, state, saved, alignment, scale=scale, prediction=prediction, R=R, plan=plan
+    )
+    dtokens = [q.new_empty(0) if dx is None else alignment.restore(dx) for dx in dtokens]
+    return [*dtokens, q.new_empty(0) if dinitial is None else dinitial]
+
+
+def _placed(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Plan, Alignment]:
+    plan = pick(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    return plan, Alignment.of(cu_seqlens, *q.shape[:2], plan.launch["shared"]["C"], q.device)
+
+
+def _aligned(alignment: Alignment, *tokens: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else alignment.align(x) for x in tokens]
+
+
+@delta_channel_fwd.register_fake
+def _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, prediction, R, save):
+    """The results' shapes; without tokens also their values."""
+    (B, T, HV, V), K = v.shape, q.shape[-1]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    o, state = torch.empty_like(v), v.new_zeros(N, HV, K, V, dtype=width(v))
+    if initial_state is not None:
+        state.copy_(initial_state)
+    if not save:
+        return o, state, *(q.new_empty(0) for _ in Saved._fields)
+    C = pick(ENGINE, q.device, q.dtype, K, V).launch["shared"]["C"]
+    T = T if cu_seqlens is None else (T // C + N) * C
+    NC = -(-T // C)
+    ST, solves = solve_dtype(q.dtype), rule_of(beta, erase) > 0
+    rows = lambda D: q.new_empty(B, T, HV, D, dtype=ST)
+    square = lambda: q.new_empty(B, HV, NC * C, C, dtype=ST)
+    e_hat, Tp = (rows(K), square()) if solves else (q.new_empty(0), q.new_empty(0))
+    return o, state, rows(K), e_hat, rows(K), Tp, square(), q.new_empty(B, HV, NC, K, dtype=width(q)), rows(V)
+
+
+@delta_channel_bwd.register_fake
+def _(do, dstate, q, k, v, g, beta, erase, write, initial_state, *_):
+    return [q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, g, beta, erase, write, initial_state)]
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, scale, prediction, R, _ = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.settings = scale, prediction, R
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do, dstate, *_):
+    *inputs, cu_seqlens, state = ctx.saved_tensors[:10]
+    saved = ctx.saved_tensors[10:]
+    do = torch.zeros_like(inputs[2]) if do is None else do
+    dstate = torch.zeros_like(state) if dstate is None else dstate
+    gradients = delta_channel_bwd(do, dstate, *inputs, list(saved), cu_seqlens, *ctx.settings)
+    return *(None if x is None else dx for x, dx in zip(inputs, gradients, strict=True)), *[None] * 5
+
+
+delta_channel_fwd.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,214 @@
+"""The channel gate's backward in order of time: three walks over the chunks, on operands that are already gated.
+
+    dW = Pᵀ do + k̂ dS    dr = T'ᵀ dW      dS ← e^{GC} ⊙ dS + q̂ᵀ do − êᵀ (β ⊙ dr)            `adjoint`, last chunk first
+    dq̂ = do S₀ᵀ          dê = −dr S₀ᵀ      S₀ ← e^{GC} ⊙ S₀ + k̂ᵀ W                            `replay_forward`
+    dk̂ = W dSᵀ           x = e^{GC} ⊙ Σ_v S₀ ⊙ dS                                             `replay_reverse`
+
+Only the first couples rows of the state, through the solve: it owns columns of S. The replays own rows of S and sum over V
+themselves, so neither S nor dS of every chunk is stored. States lie so that a register tile is always the first operand as it is.
+q̂ holds the scale; r is what the solve starts from, β v − β ê S₀, so dê here is the gradient of β ê. β is 1 where there is none.
+Every ANCHOR-th chunk of a sequence, counted from its last, is an anchor: S₀ is stored there and x measured.
+"""
+
+import triton
+import triton.language as tl
+
+from needlework.ops.delta.triton_channel_scan import load_rows, load_square, store_rows
+
+
+@triton.jit
+def load_beta(p_beta, b, h, t, T, H, C: tl.constexpr):
+    """[C] of [B T H], zeros past T."""
+    i_t = t + tl.arange(0, C)
+    return tl.load(p_beta + (tl.cast(b, tl.int64) * T + i_t) * H + h, mask=i_t < T, other=0.0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def adjoint(
+    p_cum, do, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, p_dfinal, dr, p_dinitial,
+    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    ERASE: tl.constexpr, BETA: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dr of every token and the gradient of the initial state; a program owns BV columns of dS, transposed in registers."""
+    i_v, h, n = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
+    first, end = tl.load(p_cum + n), tl.load(p_cum + n + 1)
+    NC = tl.cdiv(T, C)
+    # an empty sequence after the last row: its row is never read
+    b = first // tl.maximum(NC, 1)
+    i_k, o_v = tl.arange(0, KP), i_v + tl.arange(0, BV)
+    state = (tl.cast(n, tl.int64) * H + h) * K * V + i_k[None, :] * V + o_v[:, None]
+    inside = (o_v < V)[:, None] & (i_k < K)[None, :]
+    dS = tl.load(p_dfinal + state, mask=inside, other=0.0).to(ACC)  # [BV KP]
+    for i in tl.range(0, end - first, num_stages=STAGES):
+        c = end - 1 - i - b * NC
+        t = c * C
+        b_k = load_rows(k_hat, b, h, t, 0, T, H, K, C, KP, TMA)
+        b_doT = tl.trans(load_rows(do, b, h, t, i_v, T, H, V, C, BV, TMA))
+        OT: tl.constexpr = b_k.dtype
+        dW = tl.dot(dS.to(OT), tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+        dW = tl.dot(b_doT, load_square(P, b, h, c, NC, H, C, TMA), dW, input_precision="ieee", out_dtype=ACC)
+        whole = tl.load(p_whole + ((tl.cast(b, tl.int64) * H + h) * NC + c) * K + i_k, mask=i_k < K, other=0.0)
+        dS = dS * whole[None, :].to(ACC)
+        b_q = load_rows(q_hat, b, h, t, 0, T, H, K, C, KP, TMA)
+        dS = tl.dot(b_doT, b_q, dS, input_precision="ieee", out_dtype=ACC)
+        if ERASE:
+            dW = tl.dot(dW.to(OT), load_square(inverse, b, h, c, NC, H, C, TMA), input_precision="ieee", out_dtype=ACC)
+            b_e = load_rows(e_hat, b, h, t, 0, T, H, K, C, KP, TMA)
+            du = -dW
+            if BETA:
+                du *= load_beta(p_beta, b, h, t, T, H, C)[None, :].to(ACC)
+            dS = tl.dot(du.to(OT), b_e, dS, input_precision="ieee", out_dtype=ACC)
+        store_rows(dr, tl.trans(dW.to(OT)), b, h, t, i_v, T, H, V, C, BV, TMA)
+    tl.store(p_dinitial + state, dS, mask=inside)
+
+
+@triton.jit
+def load_state(
+    x, n, h, o_k, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr, TMA: tl.constexpr
+):
+    """[BK VP] of x [N H K V], rows from o_k; zeros outside."""
+    if TMA:
+        y = tl.reshape(x.load([n, h, o_k, 0]), [BK, VP])
+    else:
+        i_k, i_v = o_k + tl.arange(0, BK), tl.arange(0, VP)
+        o = ((tl.cast(n, tl.int64) * H + h) * K + i_k[:, None]) * V + i_v[None, :]
+        y = tl.load(x + o, mask=(i_k < K)[:, None] & (i_v < V)[None, :], other=0.0)
+    return y
+
+
+@triton.jit
+def store_state(
+    x, y, n, h, o_k, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr, TMA: tl.constexpr
+):
+    """Store y [BK VP] where `load_state` would read it."""
+    if TMA:
+        x.store([n, h, o_k, 0], tl.reshape(y.to(x.dtype), [1, 1, BK, VP]))
+    else:
+        i_k, i_v = o_k + tl.arange(0, BK), tl.arange(0, VP)
+        o = ((tl.cast(n, tl.int64) * H + h) * K + i_k[:, None]) * V + i_v[None, :]
+        tl.store(x + o, y, mask=(i_k < K)[:, None] & (i_v < V)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def replay_forward(
+    p_cum, W, do, dr, k_hat, p_whole, p_initial, dq_hat, de_hat, anchors,
+    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
+    ERASE: tl.constexpr, ANCHOR: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dq̂ and dê of every token, and S₀ of the anchors; a program owns BK rows of S."""
+    o_k, h, n = tl.program_id(0) * BK, tl.program_id(1), tl.program_id(2)
+    first, end = tl.load(p_cum + n), tl.load(p_cum + n + 1)
+    b = first // tl.maximum(tl.cdiv(T, C), 1)
+    c = first - b * tl.cdiv(T, C)
+    S = load_state(p_initial, n, h, o_k, H, K, V, BK, VP, 0).to(ACC)
+    slot = first // ANCHOR + n
+    if ANCHOR == 1:
+        for i in tl.range(0, end - first, num_stages=STAGES):
+            store_state(anchors, S, slot + end - first - 1 - i, h, o_k, H, K, V, BK, VP, TMA)
+            S = _forward(W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, TMA, ACC)
+    else:
+        groups = tl.cdiv(end - first, ANCHOR)
+        for group in tl.range(0, groups, num_stages=1):
+            # from an anchor to the next, the chunks before the first anchor apart
+            left = (groups - 1 - group) * ANCHOR
+            start, stop = tl.maximum(end - left - ANCHOR, first), end - left - 1
+            for i in tl.range(start - first, stop - first, num_stages=STAGES):
+                S = _forward(
+                    W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, TMA, ACC
+                )
+            store_state(anchors, S, slot + groups - 1 - group, h, o_k, H, K, V, BK, VP, TMA)
+            i = stop - first
+            S = _forward(W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, TMA, ACC)
+
+
+@triton.jit
+def _forward(
+    W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c, b, h, o_k,
+    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
+    ERASE: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One chunk: what its tokens read of S, then S at its end."""
+    t = c * C
+    b_W = load_rows(W, b, h, t, 0, T, H, V, C, VP, TMA)
+    b_do = load_rows(do, b, h, t, 0, T, H, V, C, VP, TMA)
+    b_kT = tl.trans(load_rows(k_hat, b, h, t, o_k, T, H, K, C, BK, TMA))
+    OT: tl.constexpr = b_kT.dtype
+    S_ = S.to(OT)
+    dq = tl.dot(S_, tl.trans(b_do), input_precision="ieee", out_dtype=ACC)
+    store_rows(dq_hat, tl.trans(dq.to(OT)), b, h, t, o_k, T, H, K, C, BK, TMA)
+    if ERASE:
+        b_dr = load_rows(dr, b, h, t, 0, T, H, V, C, VP, TMA)
+        de = -tl.dot(S_, tl.trans(b_dr), input_precision="ieee", out_dtype=ACC)
+        store_rows(de_hat, tl.trans(de.to(OT)), b, h, t, o_k, T, H, K, C, BK, TMA)
+    S *= _whole(p_whole, c, b, h, o_k, T, H, K, C, BK)[:, None].to(ACC)
+    return tl.dot(b_kT, b_W, S, input_precision="ieee", out_dtype=ACC)
+
+
+@triton.jit
+def _whole(p_whole, c, b, h, o_k, T, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
+    """e^{GC} of BK channels, [BK]."""
+    i_k = o_k + tl.arange(0, BK)
+    return tl.load(p_whole + ((tl.cast(b, tl.int64) * H + h) * tl.cdiv(T, C) + c) * K + i_k, mask=i_k < K, other=0.0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def replay_reverse(
+    p_cum, W, do, dr, q_hat, e_hat, p_whole, p_beta, p_dfinal, anchors, dk_hat, p_x,
+    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
+    ERASE: tl.constexpr, BETA: tl.constexpr, ANCHOR: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dk̂ of every token, and x of the anchors; a program owns BK rows of dS."""
+    o_k, h, n = tl.program_id(0) * BK, tl.program_id(1), tl.program_id(2)
+    first, end = tl.load(p_cum + n), tl.load(p_cum + n + 1)
+    b = first // tl.maximum(tl.cdiv(T, C), 1)
+    last = end - 1 - b * tl.cdiv(T, C)
+    dS = load_state(p_dfinal, n, h, o_k, H, K, V, BK, VP, 0).to(ACC)
+    slot = first // ANCHOR + n
+    if ANCHOR == 1:
+        for i in tl.range(0, end - first, num_stages=STAGES):
+            _measure(anchors, p_whole, p_x, dS, slot + i, last - i, b, h, o_k, T, H, K, V, C, BK, VP, TMA, ACC)
+            dS = _reverse(W, do, dr, q_hat, e_hat, p_whole, p_beta, dk_hat, dS, last - i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, BETA, TMA, ACC)  # fmt: skip
+    else:
+        for j in tl.range(0, tl.cdiv(end - first, ANCHOR), num_stages=1):
+            top = last - j * ANCHOR
+            _measure(anchors, p_whole, p_x, dS, slot + j, top, b, h, o_k, T, H, K, V, C, BK, VP, TMA, ACC)
+            for i in tl.range(0, tl.minimum(ANCHOR, end - first - j * ANCHOR), num_stages=STAGES):
+                dS = _reverse(W, do, dr, q_hat, e_hat, p_whole, p_beta, dk_hat, dS, top - i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, BETA, TMA, ACC)  # fmt: skip
+
+
+@triton.jit
+def _measure(
+    anchors, p_whole, p_x, dS, slot, c, b, h, o_k,
+    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
+    TMA: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """x of an anchor."""
+    i_k = o_k + tl.arange(0, BK)
+    product = tl.sum(load_state(anchors, slot, h, o_k, H, K, V, BK, VP, TMA).to(ACC) * dS, 1)
+    x = product * _whole(p_whole, c, b, h, o_k, T, H, K, C, BK).to(ACC)
+    tl.store(p_x + (tl.cast(slot, tl.int64) * H + h) * K + i_k, x, mask=i_k < K)
+
+
+@triton.jit
+def _reverse(
+    W, do, dr, q_hat, e_hat, p_whole, p_beta, dk_hat, dS, c, b, h, o_k,
+    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
+    ERASE: tl.constexpr, BETA: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One chunk: what its keys left in the state, then dS at its start."""
+    t = c * C
+    b_W = load_rows(W, b, h, t, 0, T, H, V, C, VP, TMA)
+    b_do = load_rows(do, b, h, t, 0, T, H, V, C, VP, TMA)
+    b_qT = tl.trans(load_rows(q_hat, b, h, t, o_k, T, H, K, C, BK, TMA))
+    OT: tl.constexpr = b_qT.dtype
+    dk = tl.dot(dS.to(OT), tl.trans(b_W), input_precision="ieee", out_dtype=ACC)
+    store_rows(dk_hat, tl.trans(dk.to(OT)), b, h, t, o_k, T, H, K, C, BK, TMA)
+    dS *= _whole(p_whole, c, b, h, o_k, T, H, K, C, BK)[:, None].to(ACC)
+    dS = tl.dot(b_qT, b_do, dS, input_precision="ieee", out_dtype=ACC)
+    if ERASE:
+        b_eT = tl.trans(load_rows(e_hat, b, h, t, o_k, T, H, K, C, BK, TMA))
+        b_dr = load_rows(dr, b, h, t, 0, T, H, V, C, VP, TMA)
+        if BETA:
+            b_eT = (b_eT * load_beta(p_beta, b, h, t, T, H, C)[None, :].to(ACC)).to(OT)
+        dS = tl.dot(-b_eT, b_dr, dS, input_precision="ieee", out_dtype=ACC)
+    return dS

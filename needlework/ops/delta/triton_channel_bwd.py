@@ -1,0 +1,162 @@
+"""Gradients of the channel-gate engine: three walks over the chunks (`triton_channel_adjoint.py`), then every chunk by itself
+(`triton_channel_pairs.py`). Tensors are aligned; those of the forward are `Saved`.
+
+In half mode everything that flows back is a float16 operand, so do and dstate are scaled by one power of two, from their largest
+element, and the gradients are scaled back as they are stored.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.launch import Case, Plan
+from needlework.ops.delta.arguments import width
+from needlework.ops.delta.triton_channel_adjoint import adjoint, replay_forward, replay_reverse
+from needlework.ops.delta.triton_channel_intra import Saved, padded, rule_of, solve_dtype
+from needlework.ops.delta.triton_channel_pairs import pairs
+
+
+def backward(
+    do, dstate, q, k, v, g, beta, erase, write, initial_state, saved: Saved, alignment: Alignment, *,
+    scale: float, prediction: str, R: int, plan: Plan,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dq, dk, dv, dg, dbeta, derase, dwrite, dinitial_state; None where the input is None. dstate None: zeros."""
+    (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
+    C, ST, ACC = plan.launch["shared"]["C"], solve_dtype(q.dtype), width(q)
+    N, cum = alignment.N, alignment.cum
+    rule = rule_of(beta, erase)
+    constants = _constants(plan, q.dtype, rule, H=H, HV=HV, K=K, V=V, previous=prediction == "previous", R=R)
+    anchor = constants["replay_forward"]["ANCHOR"]
+    slots = B * -(-T // C) // anchor + N + 1
+
+    dstate = q.new_zeros(N, HV, K, V, dtype=ACC) if dstate is None else dstate.to(ACC)
+    unit = torch.ones(1, dtype=ACC, device=q.device)
+    if ST != q.dtype or ST == torch.float16:
+        unit = _unit(do, dstate)
+    do, dstate = (do / unit).to(ST), dstate / unit
+
+    tokens = lambda D: q.new_empty(B, T, HV, D, dtype=ST)
+    dr, dq_hat, dk_hat = tokens(V), tokens(K), tokens(K)
+    de_hat = tokens(K) if rule else None
+    dinitial = torch.empty_like(dstate)
+    start = q.new_zeros(N, HV, K, V, dtype=ACC) if initial_state is None else initial_state
+    anchors, x = q.new_empty(slots, HV, K, V, dtype=ST), q.new_empty(slots, HV, K, dtype=ACC)
+
+    walk = constants["adjoint"]
+    rows, square, states = _operands(plan, C)
+    kp, bv = walk["KP"], walk["BV"]
+    adjoint[(triton.cdiv(V, bv), HV, N)](
+        cum, rows(do, bv), rows(saved.q_hat, kp), rows(saved.e_hat, kp), rows(saved.k_hat, kp), square(saved.Pp), square(saved.Tp),
+        saved.whole, beta, dstate, rows(dr, bv), dinitial, T, **walk,
+    )  # fmt: skip
+    walk = constants["replay_forward"]
+    bk, vp = walk["BK"], walk["VP"]
+    replay_forward[(triton.cdiv(K, bk), HV, N)](
+        cum, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.k_hat, bk), saved.whole, start,
+        rows(dq_hat, bk), rows(de_hat, bk), states(anchors, bk, vp), T, **walk,
+    )  # fmt: skip
+    walk = constants["replay_reverse"]
+    bk, vp = walk["BK"], walk["VP"]
+    replay_reverse[(triton.cdiv(K, bk), HV, N)](
+        cum, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.q_hat, bk), rows(saved.e_hat, bk), saved.whole, beta, dstate,
+        states(anchors, bk, vp), rows(dk_hat, bk), x, T, **walk,
+    )  # fmt: skip
+
+    # a group's heads are summed afterwards, from what is not yet rounded
+    shared = lambda like: torch.empty(B, T, HV, K, dtype=like.dtype if H == HV else ACC, device=like.device)
+    dq, dk = shared(q), shared(k)
+    dv, dg, dbeta, derase, dwrite = (None if like is None else torch.empty_like(like) for like in (v, g, beta, erase, write))
+    pairs[(triton.cdiv(alignment.longest, anchor), HV, N)](
+        cum, do, dr, saved.W, q, k, v, g, beta, erase, write, dq_hat, de_hat, dk_hat, x, unit,
+        dq, dk, dv, dg, dbeta, derase, dwrite, scale, T, **constants["pairs"],
+    )  # fmt: skip
+    if H != HV:
+        dq, dk = (dx.unflatten(2, (H, -1)).sum(3).to(like.dtype) for dx, like in ((dq, q), (dk, k)))
+    return dq, dk, dv, dg, dbeta, derase, dwrite, None if initial_state is None else (dinitial * unit).to(initial_state.dtype)
+
+
+def _unit(do: Tensor, dstate: Tensor) -> Tensor:
+    """The power of two at or above every |do| and |dstate|, [1]; 1 where all are zero."""
+    largest = torch.maximum(do.abs().amax().to(dstate.dtype), dstate.abs().amax())
+    exponent = largest.log2().ceil()
+    return torch.where(largest > 0, exponent.exp2(), 1.0).reshape(1)
+
+
+def _operands(plan: Plan, C: int):
+    """How walks are given [B T H D] (and the columns of a block), [B H NC·C C], [N H K V] (and its block): descriptors, or as is."""
+
+    def describe(x: Tensor | None, rows: int, columns: int) -> TensorDescriptor | None:
+        return None if x is None else TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
+
+    if not plan.tma:
+        return (lambda x, columns: x), (lambda x: x), (lambda x, rows, columns: x)
+    tokens = lambda x, columns: describe(None if x is None else x.transpose(1, 2), C, columns)
+    return tokens, lambda x: describe(x, C, C), describe
+
+
+def _constants(plan: Plan, dtype: torch.dtype, rule: int, *, H: int, HV: int, K: int, V: int, previous: bool, R: int) -> dict:
+    """Kernel -> its constexprs and options."""
+    C = plan.launch["shared"]["C"]
+    half = dtype.itemsize == 2
+    facts = {"H": HV, "K": K, "V": V, "C": C, "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
+    walk = {**facts, "ERASE": int(rule > 0), "TMA": int(plan.tma)}
+    anchor = {"ANCHOR": plan.launch["pairs"]["ANCHOR"]}
+    size = {"adjoint": {"BV": padded(V)}, "replay_forward": {"BK": padded(K)}, "replay_reverse": {"BK": padded(K)}}
+    size["pairs"] = {"KB": padded(K), "VB": padded(V)}
+    launch = {
+        kernel: {name: min(value, size[kernel].get(name, value)) for name, value in plan.launch[kernel].items()}
+        for kernel in size
+    }
+    return {
+        "adjoint": launch["adjoint"] | walk | {"KP": padded(K), "BETA": int(rule == 1)},
+        "replay_forward": launch["replay_forward"] | walk | anchor | {"VP": padded(V)},
+        "replay_reverse": launch["replay_reverse"] | walk | anchor | {"VP": padded(V), "BETA": int(rule == 1)},
+        "pairs": launch["pairs"] | facts | anchor | {
+            "G": HV // H, "LEVELS": C.bit_length() - 1, "R": R, "BETA": int(rule == 1), "GATES": int(rule == 2),
+            "PREVIOUS": int(previous), "HALF": int(half),
+        },
+    }  # fmt: skip
+
+
+def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """Every kernel as each rule launches it, one key head for two value heads."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+    given, operand = names[dtype], names[solve_dtype(dtype)]
+    wide = "fp64" if dtype == torch.float64 else "fp32"
+    kernels = {"adjoint": adjoint, "replay_forward": replay_forward, "replay_reverse": replay_reverse, "pairs": pairs}
+    cases = []
+    for rule, previous in ((0, False), (1, False), (1, True), (2, False)):
+        absent = {0: ("beta", "erase", "write", "e_hat"), 1: ("erase", "write"), 2: ("beta",)}[rule]
+        for kernel, launch in _constants(plan, dtype, rule, H=1, HV=2, K=K, V=V, previous=previous, R=1).items():
+            options = {name: launch.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in launch}
+            columns = {"K": launch.get("KP", launch.get("BK")), "V": launch.get("VP", launch.get("BV")), "C": launch["C"]}
+            signature = {}
+            for name in kernels[kernel].arg_names:
+                if any(name.removeprefix("p_").removeprefix("d") in (a, a.replace("e_", "de_")) for a in absent):
+                    launch[name] = None
+                elif name not in launch:
+                    signature[name] = _type(name, columns if plan.tma else {}, given, operand, wide)
+            cases.append(Case(kernels[kernel], signature, launch, options))
+    return cases
+
+
+def _type(name: str, columns: dict[str, int], given: str, operand: str, wide: str) -> str:
+    """The Triton type of a kernel argument; `columns` of a block by axis where walks take descriptors."""
+    axes = {"P": "C", "inverse": "C", "W": "V", "do": "V", "dr": "V", "q_hat": "K", "e_hat": "K", "k_hat": "K"}
+    axes |= {"dq_hat": "K", "de_hat": "K", "dk_hat": "K"}
+    if name in ("T", "scale"):
+        return {"T": "i32", "scale": "fp32"}[name]
+    if name == "anchors":
+        return f"tensordesc<{operand}[1, 1, {columns['K']}, {columns['V']}]>" if columns else f"*{operand}"
+    if name in axes and columns:
+        return f"tensordesc<{operand}[1, 1, {columns['C']}, {columns[axes[name]]}]>"
+    if name == "p_cum":
+        return "*i32"
+    if name.removeprefix("p_") in axes:
+        return f"*{operand}"
+    if name in ("p_whole", "p_g", "p_dg", "p_dfinal", "p_initial", "p_dinitial", "p_x", "p_unit"):
+        return f"*{wide}"
+    return f"*{given}"

@@ -1,0 +1,261 @@
+"""The scalar-gate engine: DeltaNet, Gated DeltaNet, Q-Delta and their additive kin, as two operators of Triton kernels.
+
+    S_t = e^{g_t} S_{t-1} + β_t k_t (v_t − (e^{g_t} S_{t-1})ᵀ x_t)ᵀ,   x = k + λq        o_t = scale · S_tᵀ r_t
+
+beta None: nothing is erased, S_t = e^{g_t} S_{t-1} + k_t v_tᵀ. lam None: x = k. r = q_read, or q where there is none.
+`triton_intra.py` makes what each chunk needs, `triton_scan.py` walks the chunks; their constants are in scalar.plans.json.
+"""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.launch import Case, Plan, plan
+from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.delta.triton_intra import intra
+from needlework.ops.delta.triton_scan import scan
+
+ENGINE = "delta/scalar"
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+def scalar(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    lam: Tensor | None,
+    q_read: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """o [B T HV V] in q's dtype, final state [N HV K V] in float32 or wider; differentiable in every tensor."""
+    if lam is None and q_read is not None:
+        q, q_read = q_read, None
+    given = (q, k, v, g, beta, lam, q_read, initial_state)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    o, state, *_ = delta_scalar_fwd(*given, cu_seqlens, scale, save)
+    return o, state
+
+
+@torch.library.custom_op("needlework::delta_scalar_fwd", mutates_args=())
+def delta_scalar_fwd(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, save: bool,
+) -> list[Tensor]:  # fmt: skip
+    """o, final state, and what the backward wants, over aligned tokens: W, T, P', G, E (empty without `save`)."""
+    chosen = plan(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    align = _alignment(q, cu_seqlens, chosen)
+    o, state, *saved = forward(
+        *(None if x is None else align.align(x) for x in (q, k, v, g, beta, lam, q_read)),
+        initial_state,
+        align,
+        scale=scale,
+        plan=chosen,
+        save=save,
+    )
+    return [align.restore(o).contiguous(), state, *(saved if save else [x.new_empty(0) for x in saved])]
+
+
+@torch.library.custom_op("needlework::delta_scalar_bwd", mutates_args=())
+def delta_scalar_bwd(
+    do: Tensor, dstate: Tensor, W: Tensor, Tp: Tensor, Pp: Tensor, G: Tensor, E: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, v, g, beta, lam, q_read and the initial state; an empty tensor for what was not given."""
+    from needlework.ops.delta.triton_scalar_bwd import backward
+
+    chosen = plan(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    if Pp.shape[-1] != chosen.launch["shared"]["C"]:
+        raise RuntimeError(f"{ENGINE}: the forward ran with chunks of {Pp.shape[-1]}, the plan for the backward has others")
+    given = (q, k, v, g, beta, lam, q_read)
+    if q.shape[1] == 0:
+        dtokens = [None if x is None else torch.zeros_like(x) for x in given]
+        dinitial = None if initial_state is None else dstate.to(initial_state.dtype, copy=True)
+    else:
+        align = _alignment(q, cu_seqlens, chosen)
+        do, *tokens = (None if x is None else align.align(x) for x in (do, *given))
+        *dtokens, dinitial = backward(
+            do, dstate.contiguous(), *tokens, initial_state, (W, Tp, Pp, G, E), align, scale=scale, plan=chosen
+        )
+        dtokens = [None if x is None else align.restore(x) for x in dtokens]
+    return [
+        q.new_empty(0) if x is None else dx.to(x.dtype).contiguous()
+        for x, dx in zip((*given, initial_state), (*dtokens, dinitial), strict=True)
+    ]
+
+
+def forward(q, k, v, g, beta, lam, q_read, initial_state, align: Alignment, *, scale: float, plan: Plan, save: bool):
+    """o, state, W, T, P', G, E of aligned tokens: both kernels, one after the other."""
+    B, T, HV, V = v.shape
+    K, C = k.shape[3], plan.launch["shared"]["C"]
+    rows = -(-T // C) * C
+    wide = accumulator(q.dtype)
+    o, W = torch.empty_like(v), torch.empty_like(v if save else v[:0])
+    Tp, Pp = (q.new_empty(n, HV, rows, C, dtype=solve(q.dtype)) for n in (0 if beta is None else B, B))
+    G, E = (q.new_empty(B, HV, rows, dtype=wide) for _ in range(2))
+    # no chunk: the kernels do not touch the state
+    untouched = align.place is not None or T == 0
+    if initial_state is not None:
+        initial_state = initial_state.contiguous()
+        state = initial_state.to(wide, copy=True) if untouched else torch.empty_like(initial_state, dtype=wide)
+    else:
+        state = (torch.zeros if untouched else torch.empty)(align.N, HV, K, V, dtype=wide, device=q.device)
+    if o.numel():
+        tensors = (q, k, v, g, beta, lam, q_read)
+        launch_intra(*tensors, Tp, Pp, G, E, scale=scale, plan=plan)
+        launch_scan(*tensors, Tp, Pp, G, E, o, W if save else None, initial_state, state, align, scale=scale, plan=plan)
+    return o, state, W, Tp, Pp, G, E
+
+
+def launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, *, scale: float, plan: Plan) -> None:
+    """T, P' and the decay of every chunk."""
+    B, T, HV, _ = v.shape
+    r, rows = q if q_read is None else q_read, Pp.shape[2]
+    constants = intra_constants(plan, q.dtype, k.shape[2], r.shape[2], HV, k.shape[3], *_flags(g, beta, lam, q_read))
+    grid = (-(-rows // constants["R"]) * B * HV,)
+    intra[grid](r, q, k, _or(g, G), _or(beta, G), _or(lam, G), Tp, Pp, G, E, scale, T, rows, **constants)
+
+
+def launch_scan(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state, state, align, *, scale, plan) -> None:
+    """o, the final state and, where it is given a place, W."""
+    T, HV, V = v.shape[1:]
+    (H, K), (rows, C) = k.shape[2:], Pp.shape[2:]
+    r = q if q_read is None else q_read
+    _, erase, with_lam, read = _flags(g, beta, lam, q_read)
+    constants = scan_constants(
+        plan, q.dtype, H, r.shape[2], HV, K, V, erase, with_lam, read, initial_state is not None, W is not None
+    )
+    BV, KB, NK = (constants[name] for name in ("BV", "KB", "NK"))
+    slots = min(plan.launch["scan"]["NP"], align.N * HV * -(-V // BV))
+    hand = q.new_empty(slots, BV, NK * KB, dtype=state.dtype)
+    flag = torch.zeros(slots, dtype=torch.int32, device=q.device)
+    tile = lambda x, D: descriptor(x, C, D) if plan.tma else x
+    pairs = lambda x: tile(x.view(-1, rows, 1, C), C)
+    x_P = pairs(Pp)
+    x_o = tile(o, BV)
+    scan[(slots,)](
+        tile(r, KB), tile(q, KB), tile(k, KB), tile(v, BV), pairs(Tp) if erase else x_P, x_P, G, E, _or(beta, G), _or(lam, G),
+        x_o, x_o if W is None else tile(W, BV), _or(initial_state, state), state, align.cum, hand, flag,
+        scale, T, rows, align.N, **constants,
+    )  # fmt: skip
+
+
+def descriptor(x: Tensor, C: int, BD: int) -> TensorDescriptor:
+    """What TMA copies [C BD] tiles of x [B T H D] with: a [B H T D] view, so that tiles end where T and D end."""
+    view = x.transpose(1, 2)
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, C, BD])
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def solve(dtype: torch.dtype) -> torch.dtype:
+    """Of the inverse and what it multiplies: a bfloat16 inverse misses the error budget."""
+    return torch.float16 if dtype.itemsize == 2 else dtype
+
+
+def intra_constants(plan: Plan, dtype, H, HR, HV, K, gate, erase, lam, read) -> dict[str, object]:
+    own = {**plan.launch["intra"], "BK": min(plan.launch["intra"]["BK"], _padded(K))}
+    return dict(
+        H=H, HR=HR, HV=HV, K=K, C=plan.launch["shared"]["C"], ACC=TYPES[accumulator(dtype)], ST=TYPES[solve(dtype)],
+        GATE=gate, ERASE=erase, LAM=lam, READ=read, **own,
+    )  # fmt: skip
+
+
+def scan_constants(plan: Plan, dtype, H, HR, HV, K, V, erase, lam, read, init, save) -> dict[str, object]:
+    own = {name: x for name, x in plan.launch["scan"].items() if name != "NP"}
+    KB = min(_padded(K), 128)
+    return dict(
+        H=H, HR=HR, HV=HV, K=K, V=V, C=plan.launch["shared"]["C"], KB=KB, NK=-(-K // KB), TMA=int(plan.tma),
+        ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[solve(dtype)],
+        ERASE=erase, LAM=lam, READ=read, INIT=int(init), SAVE=int(save), **own,
+    )  # fmt: skip
+
+
+def _padded(K: int) -> int:
+    return max(next_power_of_2(K), 16)
+
+
+def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """Both kernels as Q-Delta launches them, with a state to start from and the backward's tensors asked for."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+    own, st, acc = names[dtype], names[solve(dtype)], names[accumulator(dtype)]
+    cases = []
+    for kernel, constants in (
+        (intra, intra_constants(plan, dtype, 2, 2, 2, K, 1, 1, 1, 0)),
+        (scan, scan_constants(plan, dtype, 2, 2, 2, K, V, 1, 1, 0, 1, 1)),
+    ):
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
+        types = dict.fromkeys(("p_r", "p_q", "p_k"), f"*{own}") | dict.fromkeys(("p_T", "p_P"), f"*{st}")
+        types |= dict.fromkeys(("p_g", "p_beta", "p_lam", "p_G", "p_E", "p_initial", "p_final", "p_hand"), f"*{acc}")
+        types |= {"p_cum": "*i32", "p_flag": "*i32", "scale": "fp32", "T": "i32", "NR": "i32", "N": "i32"}
+        C, BV, KB = (constants.get(name) for name in ("C", "BV", "KB"))
+        for name, kind, width in (
+            *((name, own, KB) for name in ("x_r", "x_q", "x_k")),
+            *((name, own, BV) for name in ("x_v", "x_o", "x_w")),
+            *((name, st, C) for name in ("x_T", "x_P")),
+        ):
+            types[name] = f"tensordesc<{kind}[1, 1, {C}, {width}]>" if plan.tma else f"*{kind}"
+        cases.append(Case(kernel, {n: types[n] for n in kernel.arg_names if n not in constants}, constants, options))
+    return cases
+
+
+def _alignment(q: Tensor, cu_seqlens: Tensor | None, plan: Plan) -> Alignment:
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, *q.shape[:2])
+    return Alignment.of(cu_seqlens, *q.shape[:2], plan.launch["shared"]["C"], q.device)
+
+
+def _flags(g, beta, lam, q_read) -> tuple[int, ...]:
+    return tuple(int(x is not None) for x in (g, beta, lam, q_read))
+
+
+def _or(x: Tensor | None, stand_in: Tensor) -> Tensor:
+    """A kernel argument that is not read where there is none."""
+    return stand_in if x is None else x
+
+
+@delta_scalar_fwd.register_fake
+def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale, save):
+    B, T, HV, V = v.shape
+    C = plan(ENGINE, q.device, q.dtype, q.shape[-1], V).launch["shared"]["C"]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    wide = accumulator(q.dtype)
+    o, state = torch.empty_like(v), v.new_empty(N, HV, k.shape[-1], V, dtype=wide)
+    if not save:
+        types = (v.dtype, solve(q.dtype), solve(q.dtype), wide, wide)
+        return [o, state, *(v.new_empty(0, dtype=dtype) for dtype in types)]
+    aligned = T if cu_seqlens is None else (T // C + N) * C
+    rows = -(-aligned // C) * C
+    pairs = [v.new_empty(n, HV, rows, C, dtype=solve(q.dtype)) for n in (0 if beta is None else B, B)]
+    return [o, state, v.new_empty(B, aligned, HV, V), *pairs, *(v.new_empty(B, HV, rows, dtype=wide) for _ in range(2))]
+
+
+@delta_scalar_bwd.register_fake
+def _(do, dstate, W, Tp, Pp, G, E, q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
+    return [q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, g, beta, lam, q_read, initial_state)]
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.scale, _ = inputs
+    ctx.save_for_backward(*output[2:], *tensors)
+
+
+def _backward(ctx, gradients):
+    do, dstate = gradients[:2]
+    *saved, cu_seqlens = ctx.saved_tensors
+    found = delta_scalar_bwd(do.contiguous(), dstate, *saved, cu_seqlens, ctx.scale)
+    found = [dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)]
+    return *found, None, None, None
+
+
+delta_scalar_fwd.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,123 @@
+"""Which implementation and which launch plan is taken, and why not another."""
+
+import os
+import warnings
+
+import pytest
+import torch
+
+from needlework.ops.api import _warn_once, resolve
+from needlework.ops.common import launch, struck
+from needlework.ops.delta import chunk_delta, recurrent_delta
+from needlework.ops.delta.arguments import unit_rows
+from needlework.ops.qdelta import chunk_qdelta
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path, monkeypatch):
+    """No verdicts but a test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("NEEDLEWORK_IMPL", raising=False)
+    struck._read.cache_clear()
+    yield
+    struck._read.cache_clear()
+
+
+def test_auto_takes_the_kernels_on_a_gpu_and_torch_where_they_do_not_fit():
+    pytest.importorskip("triton")
+    assert resolve("x", "auto", GPU, lambda: None) == "triton"
+    assert resolve("x", "auto", GPU, lambda: "too wide") == "torch"
+    assert resolve("x", "auto", GPU) == "torch"
+    assert resolve("x", "auto", CPU, lambda: None) == "torch"
+
+
+def test_the_environment_asks_for_kernels_in_the_interpreter_and_gets_torch_where_they_do_not_fit(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("NEEDLEWORK_IMPL", "triton")
+    assert resolve("x", "auto", CPU, lambda: None) == "triton"
+    assert resolve("x", "auto", CPU, lambda: "too wide") == "torch"
+
+
+@pytest.mark.parametrize(("device", "reason"), [(GPU, "too wide"), (CPU, "no CUDA device")])
+def test_an_explicit_request_is_obeyed_or_refused_with_the_reason(monkeypatch, device, reason):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match=reason):
+        resolve("x", "triton", device, lambda: "too wide")
+    monkeypatch.setattr("needlework.ops.api._installed", lambda: False)
+    with pytest.raises(ValueError, match="not installed"):
+        resolve("x", "triton", device, lambda: None)
+
+
+def test_a_struck_off_plan_is_not_taken_and_torch_says_why_once(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(launch, "capability", lambda device: (8, 0))
+    arguments = "delta/scalar", CPU, torch.float32, 64, 64
+    assert launch.misfit(*arguments) is None
+    struck.record({f"delta/scalar/{row.name}": "dk 31.00" for row in launch.rows("delta/scalar")})
+    assert "dk 31.00" in launch.misfit(*arguments)
+    _warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="struck off"):
+        assert resolve("delta", "auto", GPU, lambda: launch.misfit(*arguments)) == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve("delta", "auto", GPU, lambda: launch.misfit(*arguments)) == "torch"
+    struck.record({f"delta/scalar/{row.name}": None for row in launch.rows("delta/scalar")})
+    assert launch.misfit(*arguments) is None
+
+
+def test_float64_is_for_the_interpreter_alone(monkeypatch):
+    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
+    assert "float64" in launch.misfit("delta/scalar", GPU, torch.float64, 64, 64)
+    monkeypatch.setattr(launch, "capability", lambda device: launch.INTERPRETER)
+    assert launch.misfit("delta/scalar", CPU, torch.float64, 64, 64) is None
+
+
+def test_a_plan_can_be_asked_for_and_changed_also_on_another_thread(monkeypatch):
+    from concurrent.futures import ThreadPoolExecutor
+
+    monkeypatch.setattr(launch, "capability", lambda device: launch.INTERPRETER)
+    arguments = "delta/scalar", CPU, torch.bfloat16, 64, 64
+    usual = launch.plan(*arguments)
+    with launch.forced("delta/scalar", "sm90-k128", scan={"NS": 2}), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(launch.plan, *arguments).result()
+    assert asked.name == "sm90-k128" and asked.launch["scan"]["NS"] == 2
+    assert launch.plan(*arguments) == usual != asked
+
+
+def sample():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 9, 2, 6, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    return q, k, v, torch.rand(2, 9, 2, generator=generator, dtype=torch.float64)
+
+
+def test_l2norm_is_to_divide_q_and_k_first_and_not_q_read():
+    q, k, v, beta = sample()
+    want = chunk_delta(unit_rows(q), unit_rows(k), v, None, beta).o
+    for function in (chunk_delta, recurrent_delta):
+        torch.testing.assert_close(function(q, k, v, None, beta, l2norm=True).o, want, rtol=1e-12, atol=1e-12)
+    read = chunk_delta(q, k, v, None, beta, q_read=v, l2norm=True).o
+    torch.testing.assert_close(read, chunk_delta(q, unit_rows(k), v, None, beta, q_read=v).o, rtol=1e-12, atol=1e-12)
+    got = chunk_qdelta(q, k, v, None, beta, beta, l2norm=True).o
+    torch.testing.assert_close(got, chunk_qdelta(unit_rows(q), unit_rows(k), v, None, beta, beta).o, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
+@pytest.mark.parametrize("D", [1, 6, 128, 200])
+def test_rows_of_unit_norm_by_a_kernel_with_their_gradient(D):
+    from needlework.ops.common.triton_l2 import l2_rows
+
+    x = torch.randn(3, 7, D, dtype=torch.float64)
+    x[0, 0] = 0
+    weight = torch.randn_like(x)
+    results = []
+    for function in (l2_rows, unit_rows):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf)
+        results.append((y, *torch.autograd.grad((y * weight).sum(), leaf)))
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() <= 1e-12 * want.norm()
+    torch.library.opcheck(torch.ops.needlework.l2_rows, (x.requires_grad_(),), test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,167 @@
+"""The scalar-gate kernels in Triton's interpreter against the definition: values, states and gradients."""
+
+import os
+
+import pytest
+import torch
+
+from needlework.ops.common.launch import forced
+from needlework.ops.delta.op import recurrent_delta
+from needlework.ops.qdelta.op import recurrent_qdelta
+from needlework.testing.compare import differentiate, relative
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
+ENGINE = "delta/scalar"
+EXACT = 1e-12
+SCALE = 0.25  # a power of two: a kernel's scalar arguments are float32
+
+
+def inputs(B=1, T=37, H=1, HV=1, K=16, V=12, N=None, rule="qdelta", kind="random"):
+    generator = torch.Generator().manual_seed(T + K)
+    normal = lambda *s: torch.randn(*s, generator=generator, dtype=torch.float64)
+    uniform = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)
+    unit = lambda x: torch.nn.functional.normalize(x, dim=-1)
+    x = {"q": unit(normal(B, T, H, K)), "k": unit(normal(B, T, H, K)), "v": normal(B, T, HV, V)}
+    x["g"] = -0.2 * uniform(B, T, HV)
+    if kind == "strong":
+        x["g"] = torch.where(uniform(B, T, HV) < 0.3, -30.0, -1e-3).double()
+    if kind == "identical":
+        x["k"] = x["k"][:, :1].expand_as(x["k"]).contiguous()
+    if rule != "additive":
+        x["beta"] = 0.1 + 0.9 * uniform(B, T, HV)
+    if rule == "qdelta":
+        x["lam"] = uniform(B, T, HV)
+    x["initial_state"] = normal(N or B, HV, K, V)
+    return x
+
+
+def definition(x, cu_seqlens=None):
+    call = recurrent_qdelta if "lam" in x else recurrent_delta
+    return call(**{"g": None, **x}, scale=SCALE, output_final_state=True, cu_seqlens=cu_seqlens)
+
+
+def kernels(x, cu_seqlens=None):
+    from needlework.ops.delta.triton_scalar import scalar
+
+    names = ("q", "k", "v", "g", "beta", "lam", "q_read", "initial_state")
+    return scalar(*(x.get(name) for name in names), cu_seqlens, scale=SCALE)
+
+
+def agree(x, cu_seqlens=None, bound=EXACT):
+    exact = definition(x, cu_seqlens)
+    for got, want in zip(kernels(x, cu_seqlens), exact, strict=True):
+        assert relative(got, want) <= bound
+
+
+@pytest.mark.parametrize("T", (1, 37, 63, 100))
+def test_any_length_is_the_recurrence(T):
+    agree(inputs(B=2, T=T, H=2, HV=2))
+
+
+@pytest.mark.parametrize("rule", ("additive", "gated", "qdelta"))
+@pytest.mark.parametrize("kind", ("random", "strong", "identical"))
+def test_every_rule_is_the_recurrence(rule, kind):
+    agree(inputs(rule=rule, kind=kind))
+
+
+@pytest.mark.parametrize("rule", ("gated", "qdelta"))
+@pytest.mark.parametrize("heads", (1, 2))
+def test_a_read_query_of_its_own_is_read(rule, heads):
+    x = inputs(H=1, HV=2, rule=rule)
+    x["q_read"] = torch.randn(1, 37, heads, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    agree(x)
+
+
+def test_no_gate_and_no_initial_state_is_the_recurrence():
+    x = inputs()
+    del x["g"], x["initial_state"]
+    agree(x)
+
+
+def test_grouped_values_share_keys():
+    agree(inputs(H=2, HV=6, T=20))
+
+
+@pytest.mark.parametrize("K, V", ((3, 5), (128, 64), (136, 24), (256, 40)))
+def test_any_width_is_the_recurrence(K, V):
+    agree(inputs(T=20, K=K, V=V))
+
+
+@pytest.mark.parametrize("rule", ("additive", "qdelta"))
+@pytest.mark.parametrize("K", (16, 144))
+def test_copies_by_descriptor_are_the_recurrence(rule, K):
+    with forced(ENGINE, "sm90-k128", scan={"BV": 16, "NS": 1}):
+        agree(inputs(B=2, T=70, H=1, HV=2, K=K, V=24, rule=rule))
+
+
+@pytest.mark.parametrize("NP", (1, 2, 3, 5, 7))
+def test_chains_cut_between_slots_are_the_recurrence(NP):
+    with forced(ENGINE, scan={"NP": NP, "BV": 16}):
+        agree(inputs(B=2, T=70, HV=3, V=20))
+
+
+@pytest.mark.parametrize("NP", (1, 3, 216))
+@pytest.mark.parametrize("ends", ([0, 19, 19, 60, 61], [0, 0, 50, 61, 61], [0, 61]))
+def test_packed_sequences_are_separate_and_empty_ones_keep_their_state(ends, NP):
+    with forced(ENGINE, scan={"NP": NP}):
+        agree(inputs(T=61, HV=2, N=len(ends) - 1), torch.tensor(ends))
+
+
+def test_chunks_that_share_a_tile_do_not_see_each_other():
+    with forced(ENGINE, intra={"R": 64}):
+        agree(inputs(T=70, HV=2))
+
+
+def test_no_token_keeps_the_state():
+    agree(inputs(T=0))
+
+
+def test_what_the_backward_is_given_is_what_the_page_says():
+    """W of the recurrence; T and P' of the chunk; prefixes in log2."""
+    from needlework.ops.delta.triton_scalar import delta_scalar_fwd
+
+    x = inputs(T=21, rule="gated")
+    given = (*x.values(),)
+    _, _, W, Tp, Pp, G, E = delta_scalar_fwd(*given[:-1], None, None, given[-1], None, SCALE, True)
+    C = Tp.shape[-1]
+    q, k, g = (y[0, :C, 0] for y in (x["q"], x["k"], x["g"]))
+    prefix = g.cumsum(0)
+    decay = (prefix[:, None] - prefix).tril().exp()
+    A = x["beta"][0, :C] * ((k @ k.T) * decay).tril(-1)
+    assert relative(Tp[0, 0, :C], torch.linalg.inv(torch.eye(C).double() + A)) <= EXACT
+    assert relative(Pp[0, 0, :C], SCALE * (q @ k.T).tril() * decay) <= EXACT
+    assert relative(G[0, 0, :C].exp2(), prefix.exp()) <= EXACT
+    assert relative(E[0, 0, :C].exp2(), (prefix[-1] - prefix).exp()) <= EXACT
+    S = x["initial_state"][0, 0]
+    end = prefix[-1].exp() * S + ((prefix[-1] - prefix).exp()[:, None] * k).T @ W[0, :C, 0]
+    want = definition({n: y if n == "initial_state" else y[:, :C] for n, y in x.items()}).state
+    assert relative(end, want[0, 0]) <= EXACT
+
+
+@pytest.mark.parametrize("rule", ("additive", "gated", "qdelta"))
+@pytest.mark.parametrize("ends", (None, [0, 19, 19, 61]))
+def test_every_gradient_is_that_of_the_recurrence(rule, ends):
+    pytest.importorskip("needlework.ops.delta.triton_scalar_bwd")
+    ends = None if ends is None else torch.tensor(ends)
+    x = inputs(T=61, H=1, HV=2, N=1 if ends is None else len(ends) - 1, rule=rule)
+    _, got = differentiate(lambda x: tuple(kernels(x, ends)), x)
+    _, want = differentiate(lambda x: tuple(definition(x, ends)), x)
+    for name in want:
+        assert relative(got[name], want[name]) <= EXACT, name
+
+
+def test_the_operator_passes_opcheck():
+    from needlework.ops.delta.triton_scalar import delta_scalar_fwd
+
+    x = inputs(T=20)
+    args = *(x[n] for n in ("q", "k", "v", "g", "beta", "lam")), None, x["initial_state"], None, SCALE, True
+    torch.library.opcheck(delta_scalar_fwd, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("dtype, bound", ((torch.float32, 2e-6), (torch.float16, 3e-3)))
+@pytest.mark.parametrize("kind", ("random", "strong", "identical"))
+def test_narrower_types_stay_near(dtype, bound, kind):
+    x = {n: y.to(dtype if n in "qkv" else torch.float32) for n, y in inputs(T=64, kind=kind).items()}
+    exact = definition({n: y.double() for n, y in x.items()})
+    for got, want in zip(kernels(x), exact, strict=True):
+        assert relative(got, want) <= bound

@@ -1,0 +1,239 @@
+"""The backward kernels of the scalar-gate engine alone: what the forward saves is made here in plain tensors, from the page."""
+
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.launch import forced, plan
+from needlework.testing.compare import EXACT, relative
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
+
+NAMES = ("q", "k", "v", "g", "beta", "lam", "q_read", "initial_state")
+
+
+def make(
+    B=1, T=37, H=1, HV=2, K=16, V=12, *, N=None, seed=0, style="random", leave_out=(), read_heads=None, dtype=torch.float64
+):
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    unit = lambda x: F.normalize(x, dim=-1)
+    uniform = lambda *shape: torch.rand(*shape, generator=generator, dtype=torch.float64)
+    inputs = {
+        "q": unit(normal(B, T, H, K)),
+        "k": unit(normal(B, T, H, K)),
+        "v": normal(B, T, HV, V),
+        "g": -uniform(B, T, HV),
+        "beta": uniform(B, T, HV),
+        "lam": uniform(B, T, HV),
+        "q_read": None if read_heads is None else unit(normal(B, T, read_heads, K)),
+        "initial_state": normal(B if N is None else N, HV, K, V),
+    }
+    if style == "strong":
+        strong = uniform(B, T, HV) < 0.3
+        inputs["g"] = torch.where(strong, -30.0, -1e-3).to(torch.float64)
+    if style == "identical":
+        inputs["k"] = inputs["k"][:, :1].expand(B, T, H, K).contiguous()
+        inputs["g"] = inputs["g"] * 1e-3
+    if style == "zero beta":
+        inputs["beta"] = inputs["beta"] * (uniform(B, T, HV) < 0.5)
+    for name in leave_out:
+        inputs[name] = None
+    half = dtype.itemsize == 2
+    for name in NAMES:
+        if inputs[name] is not None:
+            wide = half and name not in ("q", "k", "v", "q_read")
+            inputs[name] = inputs[name].to(torch.float32 if wide else dtype)
+    return inputs
+
+
+def definition(inputs, do, dstate, cu_seqlens=None, scale=0.25):
+    """Gradients of the token loop in float64. e^g erases β(k + λq): beta and k enter through `erase` and `write`."""
+    leaves = {n: x.detach().double().requires_grad_() for n, x in inputs.items() if x is not None}
+    x = {n: leaves.get(n) for n in NAMES}
+    HV, K = x["v"].shape[2], x["k"].shape[3]
+    heads = lambda y: y.repeat_interleave(HV // y.shape[2], 2)
+    q, k = heads(x["q"]), heads(x["k"])
+    r = q if x["q_read"] is None else heads(x["q_read"])
+    o, states = [], []
+    B, T = q.shape[:2]
+    sequences = [(b, 0, T) for b in range(B)] if cu_seqlens is None else [(0, *p) for p in pairwise(cu_seqlens.tolist())]
+    for n, (b, start, stop) in enumerate(sequences):
+        S = torch.zeros(HV, K, x["v"].shape[3], dtype=torch.float64) if x["initial_state"] is None else x["initial_state"][n]
+        for t in range(start, stop):
+            if x["g"] is not None:
+                S = x["g"][b, t].exp()[:, None, None] * S
+            w = x["v"][b, t]
+            if x["beta"] is not None:
+                read = k[b, t] if x["lam"] is None else k[b, t] + x["lam"][b, t][:, None] * q[b, t]
+                w = x["beta"][b, t][:, None] * (w - torch.einsum("hkv,hk->hv", S, read))
+            S = S + k[b, t][:, :, None] * w[:, None, :]
+            o.append(scale * torch.einsum("hkv,hk->hv", S, r[b, t]))
+        states.append(S)
+    loss = (torch.stack(states) * dstate.double()).sum() if dstate is not None else 0.0
+    if o:
+        loss = loss + (torch.stack(o).view(do.shape) * do.double()).sum()
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return {n: torch.zeros_like(y) if d is None else d for (n, y), d in zip(leaves.items(), found, strict=True)}
+
+
+def saved_by_the_forward(inputs, align, C, scale):
+    """W, T' (without β), P', G, E of aligned tokens, in float64."""
+    x = {n: None if inputs[n] is None else inputs[n].double() for n in NAMES}
+    B, T, HV, V = x["v"].shape
+    K = x["k"].shape[3]
+    rows = -(-T // C) * C
+    pad = lambda y: F.pad(y, (0, 0) * (y.dim() - 2) + (0, rows - T)).transpose(1, 2)  # [B heads rows ...]
+    heads = lambda y: pad(y.repeat_interleave(HV // y.shape[2], 2))
+    q, k, v = heads(x["q"]), heads(x["k"]), pad(x["v"])
+    r = q if x["q_read"] is None else heads(x["q_read"])
+    number = lambda y, other: torch.full((B, HV, rows), other, dtype=torch.float64) if y is None else pad(y)
+    g, beta, lam = number(x["g"], 0.0), number(x["beta"], 1.0), number(x["lam"], 0.0)
+    cut = lambda y: y.unflatten(2, (-1, C))
+    key = k + lam[..., None] * q
+    G = cut(g).cumsum(-1)
+    lower = torch.ones(C, C, dtype=torch.float64).tril()
+    decay = (G[..., :, None] - G[..., None, :]).masked_fill(lower == 0, -torch.inf).exp()
+    Pp = scale * decay * (cut(r) @ cut(k).mT)
+    A = cut(beta)[..., None] * decay * (cut(key) @ cut(k).mT) * lower.tril(-1)
+    Tp = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + A)
+    W = torch.zeros_like(v)
+    cum = align.cum.tolist()
+    for n, (first, last) in enumerate(pairwise(cum)):
+        b = first // (rows // C)
+        S = torch.zeros(HV, K, V, dtype=torch.float64) if x["initial_state"] is None else x["initial_state"][n]
+        for c in range(first - b * (rows // C), last - b * (rows // C)):
+            at = slice(c * C, (c + 1) * C)
+            w = v[b, :, at]
+            if x["beta"] is not None:
+                w = Tp[b, :, c] @ (beta[b, :, at, None] * (w - G[b, :, c].exp()[..., None] * (key[b, :, at] @ S)))
+            W[b, :, at] = w
+            end = (G[b, :, c, -1:] - G[b, :, c]).exp()[..., None]
+            S = G[b, :, c, -1].exp()[:, None, None] * S + (end * k[b, :, at]).mT @ w
+    E = (G[..., -1:] - G).flatten(2)
+    log2e = 1.4426950408889634
+    pairs = lambda y: y.flatten(2, 3).contiguous()
+    erases = x["beta"] is not None
+    return (
+        W.transpose(1, 2)[:, :T].contiguous(), pairs(Tp) if erases else Tp.new_empty(0), pairs(Pp),
+        G.flatten(2) * log2e, E * log2e,
+    )  # fmt: skip
+
+
+def gradients(inputs, do, dstate, cu_seqlens=None, scale=0.25, **overrides):
+    from needlework.ops.delta.triton_scalar import ENGINE, accumulator, solve
+    from needlework.ops.delta.triton_scalar_bwd import backward
+
+    q, v = inputs["q"], inputs["v"]
+    with forced(ENGINE, **overrides):
+        chosen = plan(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    chosen = chosen._replace(tma=overrides.get("tma", chosen.tma))
+    C = chosen.launch["shared"]["C"]
+    align = Alignment.of(cu_seqlens, *q.shape[:2], C, q.device)
+    aligned = {n: x if x is None or n == "initial_state" else align.align(x) for n, x in inputs.items()}
+    W, Tp, Pp, G, E = saved_by_the_forward(aligned, align, C, scale)
+    st, acc = solve(q.dtype), accumulator(q.dtype)
+    saved = W.to(v.dtype), Tp.to(st), Pp.to(st), G.to(acc), E.to(acc)
+    found = backward(align.align(do), dstate, *aligned.values(), saved, align, scale=scale, plan=chosen)
+    return {
+        n: d if n == "initial_state" else align.restore(d) for n, d in zip(NAMES, found, strict=True) if inputs[n] is not None
+    }
+
+
+def incoming(inputs, seed=7):
+    generator = torch.Generator().manual_seed(seed)
+    v, K = inputs["v"], inputs["k"].shape[3]
+    N = len(inputs["initial_state"]) if inputs["initial_state"] is not None else len(v)
+    do = torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v.dtype)
+    dstate = torch.randn(N, v.shape[2], K, v.shape[3], generator=generator, dtype=torch.float64)
+    return do, dstate.to(torch.float64 if v.dtype == torch.float64 else torch.float32)
+
+
+def check(inputs, bound=EXACT, cu_seqlens=None, **overrides):
+    do, dstate = incoming(inputs)
+    expected = definition(inputs, do, dstate, cu_seqlens)
+    found = gradients(inputs, do, dstate, cu_seqlens, **overrides)
+    for name in expected:
+        error = relative(found[name], expected[name])
+        assert error <= bound, f"d{name} is off by {error:.2e} in relative norm"
+
+
+@pytest.mark.parametrize("T", (1, 37, 63, 100))
+def test_every_gradient_is_the_definitions_at_any_length(T):
+    check(make(T=T))
+
+
+@pytest.mark.parametrize("style", ("strong", "identical", "zero beta"))
+def test_every_gradient_survives_hard_inputs(style):
+    check(make(B=2, T=50, HV=1, style=style))
+
+
+@pytest.mark.parametrize(
+    "leave_out", (("lam",), ("g",), ("beta", "lam"), ("beta", "lam", "g"), ("initial_state",), ("g", "lam"))
+)
+def test_every_gradient_without(leave_out):
+    check(make(T=37, leave_out=leave_out))
+
+
+@pytest.mark.parametrize("read_heads", (2, 4))
+@pytest.mark.parametrize("leave_out", ((), ("lam",), ("beta", "lam")))
+def test_a_read_query_has_its_own_gradient(read_heads, leave_out):
+    check(make(T=21, H=2, HV=4, read_heads=read_heads, leave_out=leave_out))
+
+
+def test_values_wider_than_a_slice_and_keys_wider_than_a_tile_sum_up():
+    check(make(T=40, HV=1, K=136, V=80))
+
+
+def test_packed_sequences_are_their_own_and_an_empty_one_passes_its_gradient_on():
+    cu_seqlens = torch.tensor([0, 20, 20, 53, 60])
+    check(make(T=60, N=4), cu_seqlens=cu_seqlens)
+
+
+def test_a_chain_that_is_cut_goes_on_bit_for_bit():
+    inputs = make(B=3, T=70, HV=1, K=16, V=12)
+    do, dstate = incoming(inputs)
+    whole = gradients(inputs, do, dstate)
+    cut = gradients(inputs, do, dstate, adjoint={"NP": 2}, replay_forward={"NP": 2})
+    for name in whole:
+        assert torch.equal(whole[name], cut[name]), name
+
+
+def test_the_copy_engine_loads_the_same():
+    check(make(T=37, H=1, HV=2, K=16, V=12), tma=True)
+
+
+@pytest.mark.parametrize("every", (2, 3, 8))
+def test_gates_between_anchors_follow_from_the_tokens(every, monkeypatch):
+    from needlework.ops.delta import triton_scalar_bwd
+
+    original = triton_scalar_bwd.constants
+
+    def with_anchors(*args):
+        found = original(*args)
+        for name in ("replay_forward", "replay_reverse", "gate"):
+            found[name]["EVERY"] = every
+        return found
+
+    monkeypatch.setattr(triton_scalar_bwd, "constants", with_anchors)
+    check(make(B=2, T=100))
+    check(make(T=100, N=3), cu_seqlens=torch.tensor([0, 52, 52, 100]))
+
+
+@pytest.mark.parametrize("style", ("random", "strong", "identical"))
+def test_float32_keeps_its_digits(style):
+    check(make(T=63, style=style, dtype=torch.float32), 2e-5)
+
+
+def test_float16_gradients_of_any_size_are_half_precisions():
+    inputs = make(T=63, dtype=torch.float16)
+    do, dstate = incoming(inputs)
+    for size in (1.0, 2.0**-12):
+        expected = definition(inputs, do * size, dstate * size)
+        found = gradients(inputs, do * size, dstate * size)
+        for name in ("k", "v", "g", "beta", "lam", "initial_state"):
+            assert relative(found[name] / size, expected[name] / size) <= 4e-3, name
