@@ -31,9 +31,9 @@ def test_it_runs_in_the_interpreter_and_writes_a_report(tmp_path):
     pytest.importorskip("triton")
     done = command("--report", str(tmp_path / "r.json"), TRITON_INTERPRET="1", XDG_CACHE_HOME=str(tmp_path))
     report = json.loads((tmp_path / "r.json").read_text())
-    assert done.returncode == any(row["failing"] for row in report["rows"]), done.stdout + done.stderr
-    assert not any(row["failing"] for row in report["rows"] if row["op"].startswith(("delta", "qdelta")))
-    assert {row["engine"] for row in report["rows"]} == set(doctor.ENGINES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # no op takes CCQ's kernels over a sequence yet: they are compiled, not judged
+    assert {row["engine"] for row in report["rows"]} == set(doctor.ENGINES) - {"ccq/curvature"}
     assert report["triton"] and report["ptxas"]
 
 
