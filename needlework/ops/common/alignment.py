@@ -19,6 +19,11 @@ class Alignment(NamedTuple):
     longest: int  # chunks of a sequence at most
     place: Tensor | None  # [T given] where each token went; None: nothing moved
 
+    @property
+    def spans(self) -> Tensor:
+        """[N 2] int32: the first chunk of each sequence, and the one after its last."""
+        return torch.stack((self.cum[:-1], self.cum[1:]), 1)
+
     @classmethod
     def of(cls, cu_seqlens: Tensor | None, B: int, T: int, C: int, device: torch.device) -> "Alignment":
         chunks = -(-T // C)

@@ -25,13 +25,13 @@ def load_beta(p_beta, b, h, t, T, H, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def adjoint(
-    p_cum, do, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, p_dfinal, dr, p_dinitial,
+    p_spans, do, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, p_dfinal, dr, p_dinitial,
     T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     ERASE: tl.constexpr, BETA: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dr of every token and the gradient of the initial state; a program owns BV columns of dS, transposed in registers."""
     i_v, h, n = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
-    first, end = tl.load(p_cum + n), tl.load(p_cum + n + 1)
+    first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
     NC = tl.cdiv(T, C)
     # an empty sequence after the last row: its row is never read
     b = first // tl.maximum(NC, 1)
@@ -91,13 +91,13 @@ def store_state(
 
 @triton.jit(do_not_specialize=["T"])
 def replay_forward(
-    p_cum, W, do, dr, k_hat, p_whole, p_initial, dq_hat, de_hat, anchors,
+    p_spans, W, do, dr, k_hat, p_whole, p_initial, dq_hat, de_hat, anchors,
     T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
     ERASE: tl.constexpr, ANCHOR: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dq̂ and dê of every token, and S₀ of the anchors; a program owns BK rows of S."""
     o_k, h, n = tl.program_id(0) * BK, tl.program_id(1), tl.program_id(2)
-    first, end = tl.load(p_cum + n), tl.load(p_cum + n + 1)
+    first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
     b = first // tl.maximum(tl.cdiv(T, C), 1)
     c = first - b * tl.cdiv(T, C)
     S = load_state(p_initial, n, h, o_k, H, K, V, BK, VP, 0).to(ACC)
@@ -153,13 +153,13 @@ def _whole(p_whole, c, b, h, o_k, T, H: tl.constexpr, K: tl.constexpr, C: tl.con
 
 @triton.jit(do_not_specialize=["T"])
 def replay_reverse(
-    p_cum, W, do, dr, q_hat, e_hat, p_whole, p_beta, p_dfinal, anchors, dk_hat, p_x,
+    p_spans, W, do, dr, q_hat, e_hat, p_whole, p_beta, p_dfinal, anchors, dk_hat, p_x,
     T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
     ERASE: tl.constexpr, BETA: tl.constexpr, ANCHOR: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dk̂ of every token, and x of the anchors; a program owns BK rows of dS."""
     o_k, h, n = tl.program_id(0) * BK, tl.program_id(1), tl.program_id(2)
-    first, end = tl.load(p_cum + n), tl.load(p_cum + n + 1)
+    first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
     b = first // tl.maximum(tl.cdiv(T, C), 1)
     last = end - 1 - b * tl.cdiv(T, C)
     dS = load_state(p_dfinal, n, h, o_k, H, K, V, BK, VP, 0).to(ACC)

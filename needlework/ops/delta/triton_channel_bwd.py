@@ -26,7 +26,7 @@ def backward(
     """dq, dk, dv, dg, dbeta, derase, dwrite, dinitial_state; None where the input is None. dstate None: zeros."""
     (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
     C, ST, ACC = plan.launch["shared"]["C"], solve_dtype(q.dtype), width(q)
-    N, cum = alignment.N, alignment.cum
+    N, spans = alignment.N, alignment.spans
     rule = rule_of(beta, erase)
     constants = _constants(plan, q.dtype, rule, H=H, HV=HV, K=K, V=V, previous=prediction == "previous", R=R)
     anchor = constants["replay_forward"]["ANCHOR"]
@@ -49,19 +49,19 @@ def backward(
     rows, square, states = _operands(plan, C)
     kp, bv = walk["KP"], walk["BV"]
     adjoint[(triton.cdiv(V, bv), HV, N)](
-        cum, rows(do, bv), rows(saved.q_hat, kp), rows(saved.e_hat, kp), rows(saved.k_hat, kp), square(saved.Pp), square(saved.Tp),
+        spans, rows(do, bv), rows(saved.q_hat, kp), rows(saved.e_hat, kp), rows(saved.k_hat, kp), square(saved.Pp), square(saved.Tp),
         saved.whole, beta, dstate, rows(dr, bv), dinitial, T, **walk,
     )  # fmt: skip
     walk = constants["replay_forward"]
     bk, vp = walk["BK"], walk["VP"]
     replay_forward[(triton.cdiv(K, bk), HV, N)](
-        cum, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.k_hat, bk), saved.whole, start,
+        spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.k_hat, bk), saved.whole, start,
         rows(dq_hat, bk), rows(de_hat, bk), states(anchors, bk, vp), T, **walk,
     )  # fmt: skip
     walk = constants["replay_reverse"]
     bk, vp = walk["BK"], walk["VP"]
     replay_reverse[(triton.cdiv(K, bk), HV, N)](
-        cum, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.q_hat, bk), rows(saved.e_hat, bk), saved.whole, beta, dstate,
+        spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.q_hat, bk), rows(saved.e_hat, bk), saved.whole, beta, dstate,
         states(anchors, bk, vp), rows(dk_hat, bk), x, T, **walk,
     )  # fmt: skip
 
@@ -70,7 +70,7 @@ def backward(
     dq, dk = shared(q), shared(k)
     dv, dg, dbeta, derase, dwrite = (None if like is None else torch.empty_like(like) for like in (v, g, beta, erase, write))
     pairs[(triton.cdiv(alignment.longest, anchor), HV, N)](
-        cum, do, dr, saved.W, q, k, v, g, beta, erase, write, dq_hat, de_hat, dk_hat, x, unit,
+        spans, do, dr, saved.W, q, k, v, g, beta, erase, write, dq_hat, de_hat, dk_hat, x, unit,
         dq, dk, dv, dg, dbeta, derase, dwrite, scale, T, **constants["pairs"],
     )  # fmt: skip
     if H != HV:
@@ -153,7 +153,7 @@ def _type(name: str, columns: dict[str, int], given: str, operand: str, wide: st
         return f"tensordesc<{operand}[1, 1, {columns['K']}, {columns['V']}]>" if columns else f"*{operand}"
     if name in axes and columns:
         return f"tensordesc<{operand}[1, 1, {columns['C']}, {columns[axes[name]]}]>"
-    if name == "p_cum":
+    if name == "p_spans":
         return "*i32"
     if name.removeprefix("p_") in axes:
         return f"*{operand}"

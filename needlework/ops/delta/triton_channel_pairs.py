@@ -28,7 +28,7 @@ def _factor(which, x, ACC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "scale"])
 def pairs(
-    p_cum, p_do, p_dr, p_W, p_q, p_k, p_v, p_g, p_beta, p_erase, p_write, p_dq_hat, p_de_hat, p_dk_hat, p_x, p_unit,
+    p_spans, p_do, p_dr, p_W, p_q, p_k, p_v, p_g, p_beta, p_erase, p_write, p_dq_hat, p_de_hat, p_dk_hat, p_x, p_unit,
     p_dq, p_dk, p_dv, p_dg, p_dbeta, p_derase, p_dwrite,
     scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     LEVELS: tl.constexpr, R: tl.constexpr, BETA: tl.constexpr, GATES: tl.constexpr, PREVIOUS: tl.constexpr, ANCHOR: tl.constexpr,
@@ -36,7 +36,7 @@ def pairs(
 ):  # fmt: skip
     """All of an anchor's chunks, last first, for one value head; KB channels and VB values at a time."""
     j, h, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, end = tl.load(p_cum + n), tl.load(p_cum + n + 1)
+    first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
     NC = tl.cdiv(T, C)
     b = first // tl.maximum(NC, 1)
     ERASE: tl.constexpr = BETA or GATES

@@ -52,7 +52,7 @@ def load_square(x, b, h, i, NC, H: tl.constexpr, C: tl.constexpr, TMA: tl.conste
 
 @triton.jit(do_not_specialize=["T"])
 def scan_kernel(
-    q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_initial, o, p_final, p_cum, T,
+    q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_initial, o, p_final, p_spans, T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, INITIAL: tl.constexpr, SAVE: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr,
     TMA: tl.constexpr,
@@ -62,7 +62,7 @@ def scan_kernel(
     i_v = tl.program_id(0) % NV * BV
     i_nh = tl.program_id(0) // NV
     n, j = i_nh // HV, i_nh % HV
-    first, last = tl.load(p_cum + n), tl.load(p_cum + n + 1)
+    first, last = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
     NC = tl.cdiv(T, C)
     b = first // tl.maximum(NC, 1)
     o_k, o_v, o_c = tl.arange(0, BK), i_v + tl.arange(0, BV), tl.arange(0, C)
@@ -115,7 +115,7 @@ def scan(saved: Saved, v, beta, write, initial_state, alignment, *, plan, save) 
     square = lambda x: None if x is None else describe(x, C, C)
     scan_kernel[(alignment.N * HV * triton.cdiv(V, BV),)](
         rows(saved.q_hat, BK), rows(saved.e_hat, BK), rows(saved.k_hat, BK), square(saved.Tp), square(saved.Pp), saved.whole,
-        rows(W, BV), rows(v, BV), beta, rows(write, BV), initial_state, rows(o, BV), final, alignment.cum, T, **constants,
+        rows(W, BV), rows(v, BV), beta, rows(write, BV), initial_state, rows(o, BV), final, alignment.spans, T, **constants,
     )  # fmt: skip
     return o, final, W
 
@@ -137,7 +137,7 @@ def _describe(x: Tensor, C: int, width: int) -> TensorDescriptor:
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """The kernel as each rule launches it, with a state to start from and the backward's tensors asked for."""
     own, solves, wide = (str(triton_dtype(x)) for x in (dtype, solve_dtype(dtype), width(torch.empty(0, dtype=dtype))))
-    types = dict.fromkeys(("p_whole", "p_initial", "p_final"), f"*{wide}") | {"p_beta": f"*{own}", "p_cum": "*i32", "T": "i32"}
+    types = dict.fromkeys(("p_whole", "p_initial", "p_final"), f"*{wide}") | {"p_beta": f"*{own}", "p_spans": "*i32", "T": "i32"}
     cases = []
     for rule in (0, 1, 2):
         constants = scan_constants(plan, dtype, rule, HV=2, K=K, V=V) | {"INITIAL": 1, "SAVE": 1}
