@@ -1,42 +1,69 @@
-"""What is timed: shapes of the papers' models, our call, the peer's call for the same mathematics, and the floor.
+"""What is timed: our calls at the shapes of the papers' models, the peers' calls for the same mathematics, and the floors.
 
-Peers come from flash-linear-attention where it is installed; a case without a peer there is timed alone. q and k have unit
-norm before the call on both sides, gates are float32, and neither side is asked for the final state.
+q and k have unit norm before the call on both sides, gates are float32, neither side is asked for its final state, and
+`peer_inputs` is not timed. A case without its peer installed is timed alone.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import peers
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize, softplus
 
-from needlework.ops.ccq import chunk_ccq, recurrent_ccq
-from needlework.ops.delta import chunk_delta, recurrent_delta
-from needlework.ops.qdelta import chunk_qdelta, recurrent_qdelta
+from needlework.ops.api import OpSpec
+from needlework.ops.specs import specs
+
+SHAPES = {
+    "A": {"B": 8, "T": 4096, "H": 6, "K": 256, "V": 512},
+    "B": {"B": 8, "T": 4096, "H": 16, "K": 128, "V": 128},
+    "C": {"B": 1, "T": 32768, "H": 16, "K": 128, "V": 128},
+    "K256": {"B": 8, "T": 4096, "H": 6, "K": 256, "V": 256},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One op at one shape. bars: pass -> the ratio to the peer that is promised. flops, numbers: a token and value head's
-    multiply-adds × 2 and the numbers that must move once, forward; backward counts as the text of `floor` says."""
+    """One op at one shape. bars: pass -> the ratio to the peer that is promised. flops, numbers: for a token and head forward,
+    multiply-adds × 2, and what must move once, counted in numbers of 2 bytes."""
 
     op: str
-    shape: dict[str, int]
-    ours: Callable[..., tuple]
-    definition: Callable[..., tuple]
+    at: str
+    spec: OpSpec
     inputs: Callable[..., dict[str, Tensor]]
-    peer: str | None
-    peer_call: Callable[[], Callable[..., Tensor]] | None = None
+    peer: peers.Peer
+    peer_inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
     bars: dict[str, float] = field(default_factory=dict)
     flops: float = 0.0
     numbers: float = 0.0
 
+    @property
+    def key(self) -> str:
+        return f"{self.op}/{self.at}"
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return SHAPES[self.at]
+
+    def tensors(self, device: torch.device | str, dtype: torch.dtype, B: int, T: int) -> dict[str, Tensor]:
+        """Inputs as they are stored: q, k, v in `dtype`, the rest float32."""
+        generator = torch.Generator(device=device).manual_seed(0)
+        H, K, V = (self.shape[axis] for axis in "HKV")
+        made = self.inputs(generator, B, T, H, K, V)
+        return {name: x.to(dtype if name in self.spec.half else torch.float32) for name, x in made.items()}
+
+    def ours(self, **x: Tensor) -> Tensor:
+        return self.spec.chunk(**x)[0]
+
     def floor(self, passes: str, bandwidth: float, rate: float) -> float:
         """Milliseconds that no implementation undercuts: bytes over bandwidth or operations over the matrix rate, the larger.
 
-        Forward reads and writes every operand once in 2 bytes; backward does twice forward's products, reads the operands
-        and the output's gradient and writes the operands' gradients: three times forward's bytes in all.
+        Backward does twice forward's products, reads the operands and the output's gradient and writes the operands'
+        gradients: forward and backward move three times forward's bytes in all.
         """
         rows = self.shape["B"] * self.shape["T"] * self.shape["H"]
         times = 1 if passes == "fwd" else 3
@@ -44,126 +71,156 @@ class Case:
 
 
 def inputs(
-    generator: torch.Generator,
-    B: int,
-    T: int,
-    H: int,
-    K: int,
-    V: int,
-    *,
-    gate: str | None = "scalar",
-    extra: tuple[str, ...] = (),
+    generator: torch.Generator, B: int, T: int, H: int, K: int, V: int, *, gate: str | None = "scalar", extra=(), values=True
 ) -> dict[str, Tensor]:
     """Unit q and k, normal v, Gated DeltaNet's own gate at initialisation; float64 on the generator's device."""
-    options = {"generator": generator, "device": generator.device, "dtype": torch.float64}
-    normal = partial(torch.randn, **options)
-    uniform = partial(torch.rand, **options)
-    unit = partial(torch.nn.functional.normalize, dim=-1)
+    normal, uniform = _draws(generator)
+    unit = partial(normalize, dim=-1)
     x = {"q": unit(normal(B, T, H, K)), "k": unit(normal(B, T, H, K))}
-    if "v" not in extra:
+    if values:
         x["v"] = normal(B, T, H, V)
     if gate is not None:
         rate, step = 16 * uniform(1, 1, H), (1e-3 * 100 ** uniform(1, 1, H))
         wide = (B, T, H) if gate == "scalar" else (B, T, H, K)
         x["g"] = -(rate * step).view(1, 1, H, *[1] * (len(wide) - 3)) * (0.3 * normal(*wide)).exp()
-    for name in extra:
-        if name in ("beta", "lam", "eta"):
-            x[name] = torch.sigmoid(normal(B, T, H) - (0.9 if name == "lam" else 0))
-    return x
+    return x | {name: torch.sigmoid(normal(B, T, H) - (0 if name == "beta" else 0.9)) for name in extra}
 
 
-def _fla(path: str) -> Callable:
-    module, name = path.rsplit(".", 1)
-    from importlib import import_module
-
-    # its guard refuses this backward on Hopper under Triton 3.4-3.7.0; at K = 128 and 256 the miscompiled tile is not used
-    import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
-    return getattr(import_module(module), name)
-
-
-def gated_delta_peer() -> Callable[..., Tensor]:
-    call = _fla("fla.ops.gated_delta_rule.chunk_gated_delta_rule")
-    return lambda q, k, v, g, beta: call(q, k, v, g, beta)[0]
+def carve_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: int, rank: int = 32) -> dict[str, Tensor]:
+    """CARVE as its layer starts it, half-lives of 32 to 8,192 tokens, but with content: W₂ is not zero."""
+    normal, _ = _draws(generator)
+    quantile = (torch.arange(K, device=generator.device, dtype=torch.float64) + 0.5) / K
+    forgotten = math.log(2) / (32 * (8192 / 32) ** quantile)
+    start = torch.log(torch.expm1(forgotten)).expand(H, K)  # the decay's softplus and the erase gate's σ both start there
+    x = inputs(generator, B, T, H, K, V, gate=None)
+    x |= {"f": 0.3 * normal(B, T, H, K), "b": 0.3 * normal(B, T, H, K) + start, "w": normal(B, T, H)}
+    x |= {"A_log": 0.1 * normal(H, K), "dt_bias": start + 0.1 * normal(H, K)}
+    return x | {"w1": normal(rank, V) * V**-0.5, "w2": normal(K, rank) * rank**-0.5}
 
 
-def comba_peer() -> Callable[..., Tensor]:
-    """Q-Delta is its comba with p = e^g (k + λq); p is formed outside, as a user of it must."""
-    call = _fla("fla.ops.comba.chunk_comba")
-    form = lambda q, k, g, lam: (g.exp()[..., None] * (k + lam[..., None] * q)).to(k.dtype)
-    return lambda q, k, v, g, beta, lam: call(q, k, v, form(q, k, g, lam), g, beta)[0]
+def _draws(generator: torch.Generator) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    options = {"generator": generator, "device": generator.device, "dtype": torch.float64}
+    return partial(torch.randn, **options), partial(torch.rand, **options)
 
 
-def kda_peer() -> Callable[..., Tensor]:
-    call = _fla("fla.ops.kda.chunk_kda")
-    return lambda q, k, v, g, beta: call(q, k, v, g, beta)[0]
+def without_content(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """KDA's arguments that CARVE's are without its content: the peer has none."""
+    l = -x["A_log"].exp() * softplus(x["f"] + x["dt_bias"]) + logsigmoid(-x["b"])
+    return {name: x[name] for name in "qkv"} | {"g": l, "beta": torch.sigmoid(x["w"])}
 
 
-def curvature_peer() -> Callable[..., Tensor]:
-    """Σq by its linear attention with v = k, and the rest of the formula in PyTorch."""
-    call = _fla("fla.ops.linear_attn.chunk_linear_attn")
-
-    def cleaned(q: Tensor, k: Tensor, eta: Tensor) -> Tensor:
-        t = torch.arange(1, q.shape[1] + 1, device=q.device)[:, None, None]
-        mean = k.float().cumsum(1) / t
-        Mq = call(q, k, k, scale=1.0, normalize=False)
-        Mq = Mq[0] if isinstance(Mq, tuple) else Mq
-        Sq = Mq.float() / t - mean * (mean * q.float()).sum(-1, keepdim=True)
-        return (q.float() - eta[..., None] * Sq).to(q.dtype)
-
-    return cleaned
+def only(*names: str) -> Callable[[dict], dict]:
+    return lambda x: {name: x[name] for name in names}
 
 
-def _delta(op: str, B: int, T: int, H: int, K: int, V: int, bars: dict[str, float], C: int = 32) -> Case:
+def spec_of(name: str, **settings: object) -> OpSpec:
+    """The battery's spec with other settings, its chunk form the kernels."""
+    spec = next(spec for spec in specs() if spec.name == name)
+    forms = {form: partial(getattr(spec, form), **settings) for form in ("recurrent", "literal")}
+    return dataclasses.replace(spec, chunk=partial(spec.chunk, **settings, impl="triton"), **forms)
+
+
+def _read_by(clean: Callable, write: Callable) -> Callable[..., tuple]:
+    """CCQ on Gated DeltaNet: the cleaned query reads."""
+
+    def layer(q, k, v, g, beta, eta, output_final_state=False, **settings) -> tuple:
+        return write(q=clean(q=q, k=k, eta=eta, **settings).q, k=k, v=v, g=g, beta=beta,
+                     output_final_state=output_final_state, **settings)  # fmt: skip
+
+    return layer
+
+
+def cleaned_gated() -> OpSpec:
+    gated, ccq = spec_of("delta/gated"), spec_of("ccq")
+    forms = {form: _read_by(getattr(ccq, form), getattr(gated, form)) for form in ("chunk", "recurrent", "literal")}
+    return dataclasses.replace(gated, **forms)
+
+
+def _scalar(op: str, at: str, bars: dict[str, float], C: int = 32) -> Case:
+    K, V = SHAPES[at]["K"], SHAPES[at]["V"]
     qdelta = op == "qdelta"
+    comba = qdelta and at == "A"
     return Case(
         op=op,
-        shape={"B": B, "T": T, "H": H, "K": K, "V": V},
-        ours=chunk_qdelta if qdelta else chunk_delta,
-        definition=recurrent_qdelta if qdelta else recurrent_delta,
+        at=at,
+        spec=spec_of("qdelta" if qdelta else "delta/gated"),
         inputs=partial(inputs, extra=("beta", "lam") if qdelta else ("beta",)),
-        peer="flash-linear-attention chunk_comba" if qdelta else "flash-linear-attention chunk_gated_delta_rule",
-        peer_call=comba_peer if qdelta else gated_delta_peer,
+        peer=peers.COMBA if comba else peers.GATED,
+        peer_inputs=dict if comba else only("q", "k", "v", "g", "beta"),
         bars=bars,
         flops=6 * K * V + 4 * C * (K + V),
         numbers=2 * K + 2 * V,
     )
 
 
-def _kda(B: int, T: int, H: int, K: int, V: int, bars: dict[str, float]) -> Case:
+def _channel(op: str, prediction: str) -> Case:
+    K, V = SHAPES["B"]["K"], SHAPES["B"]["V"]
     return Case(
-        op="kda",
-        shape={"B": B, "T": T, "H": H, "K": K, "V": V},
-        ours=chunk_delta,
-        definition=recurrent_delta,
+        op=op,
+        at="B",
+        spec=spec_of("delta/kda" if prediction == "decayed" else "delta/previous"),
         inputs=partial(inputs, gate="channel", extra=("beta",)),
-        peer="flash-linear-attention chunk_kda",
-        peer_call=kda_peer,
-        bars=bars,
+        peer=peers.KDA,
+        bars={"fwd": 0.45, "fwd+bwd": 0.45},
         flops=6 * K * V + 4 * 16 * (K + V),
-        numbers=4 * K + 2 * V,  # g is float32: two numbers' bytes
+        numbers=4 * K + 2 * V,  # g is float32
     )
 
 
-def _ccq(B: int, T: int, H: int, K: int, bars: dict[str, float]) -> Case:
+def _carve() -> Case:
+    K, V = SHAPES["B"]["K"], SHAPES["B"]["V"]
+    return Case(
+        op="carve",
+        at="B",
+        spec=spec_of("carve", content_chunk=128),
+        inputs=carve_inputs,
+        peer=peers.KDA,
+        peer_inputs=without_content,
+        bars={"fwd": 0.75, "fwd+bwd": 0.6},
+        flops=6 * K * V + 4 * 16 * (K + V),
+        numbers=6 * K + 2 * V,  # f and b are float32
+    )
+
+
+def _ccq() -> Case:
+    K = SHAPES["K256"]["K"]
     return Case(
         op="ccq",
-        shape={"B": B, "T": T, "H": H, "K": K, "V": K},
-        ours=chunk_ccq,
-        definition=recurrent_ccq,
-        inputs=partial(inputs, gate=None, extra=("v", "eta")),
-        peer="flash-linear-attention chunk_linear_attn with v = k, the rest in PyTorch",
-        peer_call=curvature_peer,
-        bars=bars,
+        at="K256",
+        spec=spec_of("ccq"),
+        inputs=partial(inputs, gate=None, extra=("eta",), values=False),
+        peer=peers.CURVATURE,
+        bars={"fwd+bwd": 0.4},
         flops=4 * K * K + 4 * 32 * K,
         numbers=3 * K,
     )
 
 
+def _cleaned_gated() -> Case:
+    gated, ccq = _scalar("gated", "A", {}), _ccq()
+    return Case(
+        op="ccq+gated",
+        at="A",
+        spec=cleaned_gated(),
+        inputs=partial(inputs, extra=("beta", "eta")),
+        peer=peers.Peer("needlework chunk_delta", lambda: gated.ours, ours=True),
+        peer_inputs=only("q", "k", "v", "g", "beta"),
+        bars={"fwd+bwd": 1.3},
+        flops=gated.flops + ccq.flops,
+        numbers=gated.numbers,
+    )
+
+
 CASES = (
-    _delta("gated", 8, 4096, 6, 256, 512, {"fwd": 0.5, "fwd+bwd": 0.55}),
-    _delta("qdelta", 8, 4096, 6, 256, 512, {"fwd": 0.5, "fwd+bwd": 0.55}),
-    _delta("gated", 8, 4096, 16, 128, 128, {"fwd": 0.5, "fwd+bwd": 0.65}),
-    _delta("gated", 1, 32768, 16, 128, 128, {"fwd": 0.5, "fwd+bwd": 0.6}),
-    _kda(8, 4096, 16, 128, 128, {"fwd": 0.45, "fwd+bwd": 0.45}),
-    _ccq(8, 4096, 6, 256, {"fwd+bwd": 0.4}),
+    _scalar("gated", "A", {"fwd": 0.5, "fwd+bwd": 0.55}),
+    _scalar("qdelta", "A", {"fwd": 0.5, "fwd+bwd": 0.55}),
+    _scalar("gated", "B", {"fwd": 0.5, "fwd+bwd": 0.65}),
+    _scalar("qdelta", "B", {"fwd": 0.5, "fwd+bwd": 0.65}),
+    _scalar("gated", "C", {"fwd": 0.5, "fwd+bwd": 0.6}),
+    _scalar("qdelta", "C", {"fwd": 0.5, "fwd+bwd": 0.6}),
+    _channel("kda", "decayed"),
+    _channel("carve-gates-given", "previous"),
+    _carve(),
+    _ccq(),
+    _cleaned_gated(),
 )

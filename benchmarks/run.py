@@ -1,151 +1,227 @@
 """Time the kernels beside their peers on this GPU and write benchmarks/results/<device>.json.
 
-    python benchmarks/run.py [--only qdelta] [--out benchmarks/results] [--no-cold]
+    python benchmarks/run.py [--only qdelta kda/B step cold] [--out benchmarks/results] [--no-warm]
 
-Every row: op, impl, shape, dtype, pass, ms, peak_mib, peer, peer_ms, ratio (ours ÷ peer), floor_ms, bar, error_over_budget,
-device, torch, triton, commit. Before a case is timed its outputs and gradients are compared with the float64 definition at a
-shorter length; a case over its budget is not reported, and the exit status is 1.
+Every row: op, impl, shape, dtype, pass, ms, peak_mib, peer, peer_ms, ratio (ours ÷ peer; of a step its share of the copy
+bandwidth), floor_ms, bar, error_over_budget, device, torch, triton, commit. Before a case is timed its outputs, states and
+gradients are compared with the float64 definition; a case over its budget is not reported, its old rows go, and the exit
+status is 1. Rows are kept by key and written one by one: runs add up, and one that is cut short loses nothing.
 """
 
 import argparse
-import json
+import os
 import subprocess
 import sys
 import time
-from functools import partial
+import traceback
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+import results
 from cases import CASES, Case
+from judge import judge
+from steps import BAR, SHAPE, steps
 from timing import ceilings, cold, median, passes, peak
 
-HALF = ("q", "k", "v")
+DEVICE, DTYPE = "cuda", torch.bfloat16
+COLD_BAR = 10_000.0
+say = lambda *words: print(*words, flush=True)
 
 
-def tensors(case: Case, B: int, T: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    H, K, V = (case.shape[axis] for axis in "HKV")
-    return case.inputs(generator, B, T, H, K, V)
+class Report:
+    """Rows of one run: what they share, where they go, and what is missing."""
+
+    def __init__(self, root: Path, commit: str):
+        import triton
+
+        self.common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+        self.common["commit"] = commit
+        self.file = results.path(self.common["device"], root)
+        self.missing: list[str] = []
+
+    def put(self, **row: object) -> None:
+        keys = ("op", "impl", "shape", "dtype", "pass", "ms", "peak_mib", "peer", "peer_ms", "peer_peak_mib", "ratio", "floor_ms",
+                "bar", "error_over_budget")  # fmt: skip
+        row = {"impl": "triton"} | row
+        results.put(self.file, {name: row.get(name) for name in keys} | self.common)
+
+    def lack(self, key: str, why: str) -> None:
+        say(f"{key}: {why}")
+        self.missing.append(f"{key}: {why}")
 
 
-def stored(inputs: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {name: x.to(dtype if name in HALF else torch.float32) for name, x in inputs.items()}
-
-
-def ours(case: Case, **x: torch.Tensor) -> torch.Tensor:
-    return case.ours(**x, impl="triton")[0]
-
-
-def error(case: Case, dtype: torch.dtype, T: int = 256) -> float:
-    """Largest error over outputs and gradients ÷ twice the definition's own with its operands rounded, per head."""
-    from needlework.testing.errors import error_over_budget, operand
-
-    inputs = stored(tensors(case, 1, T), dtype)
-    ways = (
-        (partial(ours, case), inputs),
-        (lambda **x: case.definition(**x)[0], {n: x.double() for n, x in inputs.items()}),
-        (lambda **x: case.definition(**x, operand=operand(dtype))[0], {n: x.float() for n, x in inputs.items()}),
-    )
-    cotangent = torch.randint(-16, 17, (1, T, case.shape["H"], case.shape["V"]), device="cuda") / 8
-    results = []
-    for function, x in ways:
-        x = {n: t.detach().requires_grad_() for n, t in x.items()}
-        o = function(**x)
-        grads = torch.autograd.grad(o, list(x.values()), cotangent.to(o.dtype))
-        results.append({"o": o.detach(), **{f"d{n}": g for n, g in zip(x, grads, strict=True)}})
-    fast, exact, definition = results
-    return max(error_over_budget(fast[n], exact[n], definition[n], definition[n], 2)[0] for n in fast)
-
-
-def rows(case: Case, dtype: torch.dtype, limits: tuple[float, float], common: dict, with_cold: bool) -> list[dict]:
-    worst = error(case, dtype)
-    print(f"{case.op} {case.shape}: error {worst:.2f} × budget", flush=True)
-    if not worst <= 1:
-        return []
-    x = stored(tensors(case, case.shape["B"], case.shape["T"]), dtype)
-    mine = passes(partial(ours, case), x)
-    theirs = {}
-    if case.peer_call is not None:
-        try:
-            theirs = passes(case.peer_call(), x)
-        except ModuleNotFoundError as e:
-            print(f"  no peer: {e}", flush=True)
-    found = []
-    base = {"op": case.op, "impl": "triton", "shape": case.shape, "dtype": str(dtype).removeprefix("torch.")}
-    for name in mine:
-        ms, mib = median(mine[name]), peak(mine[name])
-        peer_ms = median(theirs[name]) if theirs else None
-        peer_mib = peak(theirs[name]) if theirs else None
-        row = base | {
-            "pass": name, "ms": ms, "peak_mib": mib, "peer": case.peer if theirs else None, "peer_ms": peer_ms,
-            "peer_peak_mib": peer_mib, "ratio": ms / peer_ms if theirs else None, "floor_ms": case.floor(name, *limits),
-            "bar": case.bars.get(name), "error_over_budget": worst,
-        }  # fmt: skip
-        found.append(row | common)
-        print(
-            f"  {name}: {ms:.3f} ms, {mib:.0f} MiB; peer {peer_ms} ms, {peer_mib} MiB; ratio {row['ratio']}, bar {row['bar']}; "
-            f"floor {row['floor_ms']:.3f}",
-            flush=True,
+def warm(cases: list[Case]) -> list[subprocess.Popen]:
+    """Compile the peers, each in a process of its own: 60 to 220 s at a first call. Only what they compile is kept: which
+    configuration is fastest is found again by the process that times them, alone on the GPU."""
+    env = os.environ | {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0"}
+    firsts = {(case.peer.name, case.shape["K"], case.shape["V"]): case for case in cases if not case.peer.ours}
+    return [
+        subprocess.Popen(
+            [sys.executable, __file__, "--warm", case.key], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-    if with_cold:
-        ms = cold(Path(__file__), "--cold", str(CASES.index(case)))
-        found.append(base | {"pass": "cold", "ms": ms, "peak_mib": None, "peer": None, "peer_ms": None, "ratio": None,
-                             "floor_ms": None, "bar": 10_000.0, "error_over_budget": worst} | common)  # fmt: skip
-        print(f"  cold first forward + backward: {ms / 1e3:.1f} s", flush=True)
+        for case in firsts.values()
+    ]
+
+
+def finish(processes: list[subprocess.Popen], seconds: float = 300) -> None:
+    until = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        time.sleep(0.2)
+
+
+def judged(cases: list[Case], report: Report) -> dict[str, float]:
+    """case -> its error ÷ budget, of the cases that are right."""
+    found = {}
+    for case in cases:
+        try:
+            ratio, name = judge(case, DEVICE, DTYPE)
+        except Exception as error:
+            report.lack(case.key, f"skipped: {why(error)}")
+            continue
+        finally:
+            torch.cuda.empty_cache()
+        if ratio <= 1:
+            say(f"{case.key}: error {ratio:.2f} × budget ({name})")
+            found[case.key] = ratio
+        else:
+            report.lack(case.key, f"NOT REPORTED: the error of {name} is {ratio:.2f} × its budget")
+            results.drop(report.file, case.op, case.shape)
     return found
 
 
+def peer_passes(case: Case, x: dict[str, torch.Tensor], report: Report) -> dict:
+    try:
+        return passes(case.peer.load(), case.peer_inputs(x))
+    except ModuleNotFoundError as error:
+        say(f"{case.key}: timed alone: {error}")
+    except Exception as error:
+        report.lack(case.key, f"timed alone, its peer failed: {why(error)}")
+    return {}
+
+
+def timed(case: Case, ratio: float, limits: tuple[float, float], report: Report) -> None:
+    x = case.tensors(DEVICE, DTYPE, case.shape["B"], case.shape["T"])
+    mine, theirs = passes(case.ours, x), peer_passes(case, x, report)
+    for name, call in mine.items():
+        ms, peer_ms = median(call), median(theirs[name]) if theirs else None
+        row = {
+            "op": case.op, "shape": case.shape, "dtype": str(DTYPE).removeprefix("torch."), "pass": name, "ms": ms,
+            "peak_mib": peak(call), "peer": case.peer.name if theirs else None, "peer_ms": peer_ms,
+            "peer_peak_mib": peak(theirs[name]) if theirs else None, "ratio": ms / peer_ms if theirs else None,
+            "floor_ms": case.floor(name, *limits), "bar": case.bars.get(name), "error_over_budget": ratio,
+        }  # fmt: skip
+        report.put(**row)
+        shown = {
+            n: row[n] and round(row[n], 3) for n in ("ms", "peer_ms", "ratio", "bar", "peak_mib", "peer_peak_mib", "floor_ms")
+        }
+        say(f"{case.key} {name}: {shown}")
+
+
+def timed_steps(chosen, bandwidth: float, report: Report) -> None:
+    for step in filter(chosen, steps()):
+        try:
+            ratio = step.judge(DEVICE)
+            if not ratio <= 1:
+                report.lack(step.key, f"NOT REPORTED: the error is {ratio:.2f} × its budget")
+                results.drop(report.file, step.op, SHAPE)
+                continue
+            ms, moved = step.time(DEVICE)
+            floor = 1e3 * moved / bandwidth
+            report.put(op=step.op, shape=SHAPE, dtype="float32", **{"pass": "step"}, ms=ms, peer="device copy of the state",
+                       peer_ms=floor, ratio=floor / ms, floor_ms=floor, bar=BAR, error_over_budget=ratio)  # fmt: skip
+            say(f"{step.key}: {1e3 * ms:.1f} us, {100 * floor / ms:.1f} % of the copy bandwidth, error {ratio:.2f} × budget")
+        except Exception as error:
+            report.lack(step.key, f"skipped: {why(error)}")
+
+
+def timed_cold(case: Case, report: Report) -> None:
+    ms = cold(Path(__file__), "--cold", case.key)
+    shape = case.shape | {"B": 1, "T": 512}
+    report.put(op=case.op, shape=shape, dtype=str(DTYPE).removeprefix("torch."), **{"pass": "cold"}, ms=ms, bar=COLD_BAR)
+    say(f"cold/{case.key}: {ms / 1e3:.1f} s")
+
+
 def first_call(case: Case) -> None:
-    x = stored(tensors(case, 1, 512), torch.bfloat16)
+    x = case.tensors(DEVICE, DTYPE, 1, 512)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    call = passes(partial(ours, case), x)["fwd+bwd"]
-    call()
+    passes(case.ours, x)["fwd+bwd"]()
     torch.cuda.synchronize()
     print(1e3 * (time.perf_counter() - start))
 
 
+def warm_peer(case: Case) -> None:
+    x = case.tensors(DEVICE, DTYPE, case.shape["B"], case.shape["T"])
+    passes(case.peer.load(), case.peer_inputs(x))["fwd+bwd"]()
+    torch.cuda.synchronize()
+
+
+def why(error: Exception) -> str:
+    """Its last line: of what a process said, the exception."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1][:400]}"
+
+
 def commit() -> str:
-    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return run.stdout.strip() or "unknown"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="cases whose op has this name")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--no-cold", action="store_true")
-    parser.add_argument("--cold", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", metavar="KEY", help="gated, gated/A, step, step/carve, cold, cold/kda, …")
+    parser.add_argument("--out", type=Path, default=results.ROOT)
+    parser.add_argument("--commit", default=commit(), help="what the rows are said to be of, where git cannot tell")
+    parser.add_argument("--no-warm", action="store_true", help="the peers' kernels are compiled already")
+    for task in ("--cold", "--warm"):
+        parser.add_argument(task, metavar="KEY", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device here: kernels are timed on a GPU")
-    if options.cold is not None:
-        first_call(CASES[options.cold])
+    by_key = {case.key: case for case in CASES}
+    if options.cold or options.warm:
+        first_call(by_key[options.cold]) if options.cold else warm_peer(by_key[options.warm])
         return 0
-    import triton
-
-    common = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "commit": commit(),
-    }  # fmt: skip
+    wanted = lambda key: options.only is None or any(key == only or key.startswith(f"{only}/") for only in options.only)
+    start = time.monotonic()
+    report = Report(options.out, options.commit)
+    cases = [case for case in CASES if wanted(case.key)]
+    processes = [] if options.no_warm else warm(cases)
+    try:
+        right = judged(cases, report)
+        say(f"[{time.monotonic() - start:.0f} s] judged")
+        finish(processes)
+    finally:
+        for process in processes:
+            process.kill()
+    say(f"[{time.monotonic() - start:.0f} s] peers compiled")
     limits = ceilings()
-    print(f"{common}; copy {limits[0] / 1e12:.2f} TB/s, product {limits[1] / 1e12:.0f} TFLOP/s", flush=True)
-    found, red = [], []
-    for case in CASES:
-        if options.only in (None, case.op):
-            new = rows(case, torch.bfloat16, limits, common, not options.no_cold)
-            found += new
-            if not new:
-                red.append(f"{case.op} {case.shape}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / f"{common['device'].replace(' ', '-').lower()}.json"
-    partial_file = target.with_suffix(".partial")
-    partial_file.write_text(json.dumps(found, indent=1) + "\n")
-    partial_file.replace(target)
-    if red:
-        print(f"not reported, over the error budget: {'; '.join(red)}", file=sys.stderr)
-    return int(bool(red))
+    say(f"{report.common}; copy {limits[0] / 1e12:.2f} TB/s, product {limits[1] / 1e12:.0f} TFLOP/s")
+    timed_steps(lambda step: wanted(step.key), limits[0], report)
+    for case in cases:
+        if case.key in right:
+            _guarded(case.key, report, timed, case, right[case.key], limits, report)
+            say(f"[{time.monotonic() - start:.0f} s]")
+    firsts = {case.op: case for case in reversed(CASES)}
+    for case in firsts.values():
+        if wanted(f"cold/{case.op}") and (case not in cases or case.key in right):
+            _guarded(f"cold/{case.op}", report, timed_cold, case, report)
+    say(f"[{time.monotonic() - start:.0f} s] {report.file}")
+    if report.missing:
+        print("not reported:\n  " + "\n  ".join(report.missing), file=sys.stderr)
+    return int(bool(report.missing))
+
+
+def _guarded(key: str, report: Report, call, *arguments) -> None:
+    """One case that fails does not take the others with it."""
+    try:
+        call(*arguments)
+    except Exception as error:
+        traceback.print_exc()
+        report.lack(key, f"failed: {why(error)}")
+    finally:
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

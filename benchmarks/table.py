@@ -1,47 +1,79 @@
 """The README's performance table, made from benchmarks/results/*.json: `python benchmarks/table.py`."""
 
-import json
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import results
+
+README = Path(__file__).parents[1] / "README.md"
 START, END = "<!-- performance -->", "<!-- /performance -->"
+ORDER = ("gated", "qdelta", "kda", "carve-gates-given", "carve", "ccq", "ccq+gated")
 
 
-def table(rows: list[dict]) -> list[str]:
+def number(x: float | None, digits: int) -> str:
+    return "" if x is None else f"{x:,.{digits}f}"
+
+
+def verdict(row: dict) -> str:
+    """The bar and whether it is met: of a step a share that must be reached, of all else a bound."""
+    if row["bar"] is None or row["ratio"] is None:
+        return ""
+    met = row["ratio"] >= row["bar"] if row["pass"] == "step" else row["ratio"] <= row["bar"]
+    return f"{row['bar']} {'met' if met else 'NOT met'}"
+
+
+def by_sequence(rows: list[dict]) -> list[str]:
     lines = [
-        "| op | B, T, H, K, V | pass | ms | peer, ms | ratio | bar | MiB, peer's | floor, ms | error ÷ budget |",
-        "|" + " --- |" * 10,
+        "| op | B, T, H, K, V | pass | ms | peer, ms | ratio | bar | MiB | peer, MiB | floor, ms | error ÷ budget |",
+        "|" + " --- |" * 11,
     ]
     for r in rows:
-        if r["pass"] == "cold":
-            continue
         shape = ", ".join(f"{size:,}" for size in r["shape"].values())
-        number = lambda x, digits=2: "" if x is None else f"{x:.{digits}f}"
-        met = "" if r["bar"] is None or r["ratio"] is None else f"{r['bar']} {'met' if r['ratio'] <= r['bar'] else 'NOT met'}"
-        lines.append(
-            f"| {r['op']} | {shape} | {r['pass']} | {r['ms']:.3f} | {number(r['peer_ms'], 3)} | {number(r['ratio'])} | {met} | "
-            f"{r['peak_mib']:.0f}, {number(r['peer_peak_mib'], 0)} | {number(r['floor_ms'], 3)} | {r['error_over_budget']:.2f} |"
-        )
-    cold = [r["ms"] / 1e3 for r in rows if r["pass"] == "cold"]
-    if cold:
-        lines += ["", f"First forward and backward with an empty Triton cache: {min(cold):.1f} to {max(cold):.1f} s."]
+        figures = (number(r["ms"], 3), number(r["peer_ms"], 3), number(r["ratio"], 2), verdict(r), number(r["peak_mib"], 0),
+                   number(r["peer_peak_mib"], 0), number(r["floor_ms"], 3), number(r["error_over_budget"], 2))  # fmt: skip
+        lines.append(f"| {r['op']} | {shape} | {r['pass']} | {' | '.join(figures)} |")
+    return lines
+
+
+def by_token(rows: list[dict]) -> list[str]:
+    lines = [
+        "| one token, in place | B, H, K, V, state | µs | of the copy bandwidth | bar | error ÷ budget |",
+        "|" + " --- |" * 6,
+    ]
+    for r in rows:
+        shape = ", ".join(str(r["shape"][axis]) for axis in "BHKV")
+        share = f"{100 * r['ratio']:.0f} %"
+        error = number(r["error_over_budget"], 2)
+        lines.append(f"| {r['op']} | {shape}, {r['dtype']} | {1e3 * r['ms']:.0f} | {share} | {verdict(r)} | {error} |")
+    return lines
+
+
+def first_calls(rows: list[dict]) -> list[str]:
+    told = ", ".join(f"{r['op']} {r['ms'] / 1e3:.1f} s{'' if r['ms'] <= r['bar'] else ' (NOT met)'}" for r in rows)
+    return [f"First forward and backward with an empty Triton cache, bar {rows[0]['bar'] / 1e3:.0f} s: {told}."]
+
+
+def section(rows: list[dict]) -> list[str]:
+    """All that one device's file says."""
+    place = lambda r: (ORDER.index(r["op"]) if r["op"] in ORDER else len(ORDER), r["shape"]["B"] * -r["shape"]["K"])
+    rows = sorted(rows, key=place)
+    distinct = lambda name: ", ".join(sorted({r[name] for r in rows}))
+    lines = [
+        f"{distinct('device')}, torch {distinct('torch')}, Triton {distinct('triton')}, bfloat16, medians; "
+        f"each row of the commit that its file names ({distinct('commit')})."
+    ]
+    parts = (by_sequence, ("fwd", "fwd+bwd")), (by_token, ("step",)), (first_calls, ("cold",))
+    for part, passes in parts:
+        if chosen := [r for r in rows if r["pass"] in passes]:
+            lines += ["", *part(chosen)]
     return lines
 
 
 def main() -> None:
-    lines = []
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        rows = json.loads(path.read_text())
-        first = rows[0]
-        about = (
-            f"{first['device']}, torch {first['torch']}, Triton {first['triton']}, bfloat16, medians, commit {first['commit']}."
-        )
-        lines += [about, "", *table(rows), ""]
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(START)
+    files = [results.read(path) for path in sorted(results.ROOT.glob("*.json"))]
+    lines = "\n\n".join("\n".join(section(rows)) for rows in files if rows)
+    before, rest = README.read_text().split(START)
     _, after = rest.split(END)
-    readme.write_text(f"{before}{START}\n" + "\n".join(lines).rstrip() + f"\n{END}{after}")
+    README.write_text(f"{before}{START}\n{lines}\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,16 @@ def passes(function: Callable[..., Tensor], tensors: dict[str, Tensor]) -> dict[
     return {"fwd": forward, "fwd+bwd": both}
 
 
+def replay(call: Callable[[], object]) -> Callable[[], object]:
+    """`call` captured in a CUDA graph: what it costs the GPU, not the host."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def ceilings() -> tuple[float, float]:
     """Bytes a second of a large device copy (read and written), and operations a second of a bf16 matrix product."""
     x = torch.randn(2**29, device="cuda")

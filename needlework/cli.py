@@ -188,18 +188,22 @@ def generate(
 
 @app.command()
 def doctor(
-    full: Annotated[bool, typer.Option("--full", help="Every size and style of input, and every architecture.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Every size, form and dtype of every plan.")] = False,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile every kernel; needs no GPU.")] = False,
     report: Annotated[Path | None, typer.Option(help="Write what was found here, as JSON.")] = None,
 ) -> None:
     """Check the Triton kernels on this machine, under every launch plan that may be picked here.
 
-    Forward and gradients against the definition in float64, by the error budget. A plan that fails is struck off and never
-    taken on this machine again; the exit status is then 1. Attach the report to an issue.
+    Forward and gradients against the definition in float64, by the error budget, each run twice. A plan that fails is struck off
+    and never taken on this machine again; the exit status is then 1. Attach the report to an issue.
     """
+    import time
+
     import torch
 
     from needlework.ops.common.launch import capability, interpreted
+    from needlework.ops.common.struck import path
+    from needlework.testing import builds
     from needlework.testing import doctor as checks
 
     if importlib.util.find_spec("triton") is None:
@@ -208,36 +212,54 @@ def doctor(
         raise ValueError("doctor --compile-only: unset TRITON_INTERPRET, the interpreter compiles nothing")
     if not (compile_only or interpreted() or torch.cuda.is_available()):
         raise ValueError("doctor: no CUDA device here; --compile-only compiles the kernels without one")
+    began = time.monotonic()
     known_here = checks.facts()
     for name, value in known_here.items():
         console.print(f"{name}: {value}", highlight=False, soft_wrap=True)
-    if compile_only:
-        found = checks.compile_all(full, lambda build: None)
-        table = Table("kernel", "engine", "plan", "sm", "registers", "shared", "spilled", "wgmma", "", box=None, pad_edge=False)
-        for b in found:
-            verdict = f"[red]{b.error.splitlines()[0]}[/red]" if b.error else "ok"
-            sizes = (str(x) for x in (b.sm, b.registers, b.shared, b.spilled, "yes" if b.wgmma else "no"))
-            table.add_row(b.kernel, b.engine, b.plan, *sizes, verdict)
-        failed = [b for b in found if b.error]
-    else:
-        device = torch.device("cpu" if interpreted() else "cuda")
-        tell = lambda v: console.print(f"{v.op} {v.plan} {v.dtype}", end="\r") if console.is_terminal else None
-        found = checks.run(device, full, tell)
-        table = Table("op", "engine", "plan", "dtype", "K", "V", "inputs", "error ÷ budget", "", box=None, pad_edge=False)
-        for v in found:
-            ratio = "" if v.ratio is None else f"{v.ratio:.2f}"
-            verdict = f"[red]{'; '.join(v.failing)}[/red]" if v.failing else "ok"
-            table.add_row(v.op, v.engine, v.plan, v.dtype, str(v.K), str(v.V), v.style, ratio, verdict)
-        failed = [v for v in found if v.failing]
-        if told := checks.warning(known_here, capability(device)):
-            console.print(told, highlight=False)
+    device = torch.device("cpu" if interpreted() or compile_only else "cuda")
+    if told := checks.warning(known_here, (9, 0) if compile_only else capability(device)):
+        console.print(f"[yellow]{told}[/yellow]", highlight=False, soft_wrap=True)
+    with console.status("compiling") as status:
+        if compile_only:
+            found = builds.compile_all(full, lambda count, total: status.update(f"compiling: {count} of {total}"))
+            table, failed, struck = build_table(found), [b for b in found if b.error], False
+        else:
+            tell = lambda v, count, total: status.update(f"{count} of {total}: {v.op} {v.form}, {v.plan}, {v.dtype}")
+            found = checks.run(device, full, tell)
+            table, failed, struck = verdict_table(found), [v for v in found if v.failing], not interpreted()
     console.print(table, highlight=False)
+    seconds = time.monotonic() - began
     if report is not None:
-        report.write_text(json.dumps(checks.report(found, known_here), indent=1))
+        report.write_text(json.dumps(checks.report(found, known_here, seconds), indent=1))
+        console.print(f"report: {report}", highlight=False, soft_wrap=True)
     if failed:
-        console.print(f"[red]{len(failed)} of {len(found)} failed[/red]")
+        console.print(f"[red]{len(failed)} of {len(found)} failed[/red], {seconds:.0f} s", highlight=False)
+        if struck and any(v.wrong for v in failed):
+            console.print(
+                f"their plans are struck off in {path()}; --full takes back what passes it", highlight=False, soft_wrap=True
+            )
         raise typer.Exit(1)
-    console.print(f"{len(found)} checked, all right")
+    console.print(f"{len(found)} checked, all right, {seconds:.0f} s", highlight=False)
+
+
+def build_table(found: list[Any]) -> Table:
+    names = ("engine", "plan", "kernel", "dtype", "K", "V", "sm", "registers", "shared", "spilled", "wgmma", "mma")
+    table = Table(*names, "", box=None, pad_edge=False)
+    for b in found:
+        verdict = f"[red]{b.error.splitlines()[0]}[/red]" if b.error else "ok"
+        table.add_row(*(str(getattr(b, name)) for name in names), verdict)
+    return table
+
+
+def verdict_table(found: list[Any]) -> Table:
+    names = ("op", "form", "plan", "dtype", "K", "V", "tensor")
+    table = Table("op", "form", "plan", "dtype", "K", "V", "worst", "error ÷ budget", "", box=None, pad_edge=False)
+    for v in found:
+        ratio = "" if v.ratio is None else f"{v.ratio:.2f}"
+        verdict = f"[red]{'; '.join(v.failing)}[/red]" if v.failing else "ok"
+        plan = f"{v.engine} {v.plan}"
+        table.add_row(*(plan if name == "plan" else str(getattr(v, name)) for name in names), ratio, verdict)
+    return table
 
 
 @app.command()

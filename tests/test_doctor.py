@@ -1,5 +1,6 @@
-"""Doctor: it sees a wrong kernel, strikes its plan off, and says what it needs where it cannot run."""
+"""Doctor: it sees a wrong kernel and no wrong in a right one, strikes a plan off, and says what it needs where it cannot run."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,15 +10,32 @@ import pytest
 import torch
 
 from needlework.ops.common import launch, struck
+from needlework.ops.delta import chunk_delta
+from needlework.ops.delta.op import DeltaOutput
 from needlework.ops.specs import specs
-from needlework.testing import doctor
+from needlework.testing import builds, doctor, targets
 
-CPU = torch.device("cpu")
+TASK = doctor.Task("delta/gated", "delta/scalar", "plain", "float32", 16, 16, ("short", "packed"))
 
 
 def command(*arguments, **environment):
     run = [sys.executable, "-m", "needlework", "doctor", *arguments]
     return subprocess.run(run, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path, monkeypatch):
+    """No verdicts but a test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    struck._read.cache_clear()
+    yield
+    struck._read.cache_clear()
+
+
+def kernels(monkeypatch, chunk):
+    """`chunk` in the place of the rule's kernels."""
+    spec = dataclasses.replace(targets.spec_of(TASK.rule), chunk=chunk)
+    monkeypatch.setattr(doctor, "spec_of", lambda rule: spec)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -29,11 +47,10 @@ def test_without_a_gpu_it_says_what_to_do():
 
 def test_it_runs_in_the_interpreter_and_writes_a_report(tmp_path):
     pytest.importorskip("triton")
-    done = command("--report", str(tmp_path / "r.json"), TRITON_INTERPRET="1", XDG_CACHE_HOME=str(tmp_path))
-    report = json.loads((tmp_path / "r.json").read_text())
+    done = command("--report", str(tmp_path / "r.json"), TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    # no op takes CCQ's kernels over a sequence yet: they are compiled, not judged
-    assert {row["engine"] for row in report["rows"]} == set(doctor.ENGINES) - {"ccq/curvature"}
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert {row["engine"] for row in report["rows"]} == {e for rule in targets.RULES for e in (rule.chunk, rule.step) if e}
     assert report["triton"] and report["ptxas"]
 
 
@@ -42,25 +59,120 @@ def test_every_engine_has_a_table_and_every_table_an_engine():
 
     folder = launch.Path(common.__file__).parents[1]
     tables = {str(path.relative_to(folder)).removesuffix(".plans.json") for path in folder.glob("*/*.plans.json")}
-    assert tables == set(doctor.ENGINES)
-    assert set(doctor.RULES) <= {spec.name for spec in specs()}
+    assert tables == set(targets.ENGINES)
+    kernels = {f"{x.parent.name}.{x.stem}" for x in folder.glob("*/triton_*.py") if "def compile_cases" in x.read_text()}
+    assert kernels == {file for files in targets.ENGINES.values() for file in files}
+    assert {rule.spec for rule in targets.RULES} <= {spec.name for spec in specs()}
 
 
-def test_a_wrong_kernel_is_struck_off(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    struck._read.cache_clear()
-    row = launch.rows("delta/scalar")[0]
-    monkeypatch.setattr(doctor, "cases", lambda device, full: [("delta/gated", row, torch.bfloat16, 64, 64, 9, "random")])
-    monkeypatch.setattr(doctor, "steps", lambda device, done: [])
-    monkeypatch.setattr(doctor, "budgeted", lambda *_: {"o": 0.4, "dk": 31.0})
+@pytest.mark.parametrize("rule", [rule.spec for rule in targets.RULES])
+def test_every_rule_has_inputs_at_any_size(rule):
+    spec = targets.spec_of(rule)
+    V = 20 if rule.startswith("ccq") else 24
+    for style in targets.styles(spec):
+        inputs = targets.sample(rule, torch.Generator().manual_seed(0), 2, 3, style, 20, V)
+        result = spec.recurrent(**inputs)[0]
+        assert result.shape[:2] == (2, 3) and result.shape[-1] == V and torch.isfinite(result).all()
+
+
+def test_a_right_form_passes_and_what_a_user_may_pick_is_all_there(monkeypatch):
+    kernels(monkeypatch, lambda impl, **x: chunk_delta(**x, impl="torch"))
+    verdicts = doctor.judge("cpu", True, TASK)
+    assert [v.form for v in verdicts] == ["short", "packed"]
+    assert not any(v.failing or v.wrong for v in verdicts) and all(0 < v.ratio <= 1 for v in verdicts)
+    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "interpreted", lambda: False)
-    (verdict,) = doctor.run(CPU, False, lambda _: None)
-    assert verdict.failing == ("dk 31.00",)
-    assert "dk 31.00" in struck.struck("delta/scalar", row.name)
-    struck._read.cache_clear()
+    todo = doctor.tasks(torch.device("cuda"), False)
+    for rule, *engines in targets.RULES:
+        rows = {(engine, row.name) for engine in engines if engine for row in launch.rows(engine)}
+        assert rows == {(task.engine, task.plan) for task in todo if task.rule == rule}
+
+
+def test_a_wrong_tensor_is_named_and_its_plan_struck_off_in_that_dtype(monkeypatch):
+    def wrong(impl, **x):
+        o, state = chunk_delta(**x, impl="torch")
+        return DeltaOutput(o, state * torch.linspace(1, 1.001 if impl == "triton" else 1, state.shape[-1]))
+
+    kernels(monkeypatch, wrong)
+    verdicts = doctor.judge("cpu", True, TASK)
+    assert all(v.wrong and any(what.startswith("state") for what in v.failing) for v in verdicts)
+    struck.record(doctor.outcome(verdicts, full=False))
+    assert "state" in struck.struck(TASK.engine, TASK.plan, "float32")
+    assert struck.struck(TASK.engine, TASK.plan, "float16") is None
+    passed = [v._replace(failing=(), wrong=False) for v in verdicts]
+    struck.record(doctor.outcome(passed, full=False))
+    assert struck.struck(TASK.engine, TASK.plan), "a short run has not seen what a full one saw"
+    struck.record(doctor.outcome(passed, full=True))
+    assert struck.struck(TASK.engine, TASK.plan) is None
+
+
+def test_what_differs_between_two_runs_is_wrong(monkeypatch):
+    class Wavering:
+        calls = 0
+
+        def __call__(self, impl, **x):
+            self.calls += impl == "triton"
+            o, state = chunk_delta(**x, impl="torch")
+            return DeltaOutput(o * (1 + 1e-7 * (self.calls % 2)), state)
+
+    kernels(monkeypatch, Wavering())
+    verdict = doctor.judge("cpu", True, TASK)[0]
+    assert verdict.wrong and any("differs between two runs" in what for what in verdict.failing)
+
+
+def test_memory_that_is_not_written_shows(monkeypatch):
+    def forgets(impl, **x):
+        o, state = chunk_delta(**x, impl="torch")
+        return DeltaOutput(o + 0 * torch.empty(1), state)
+
+    kernels(monkeypatch, forgets)
+    assert doctor.judge("cpu", True, TASK)[0].wrong
+
+
+@pytest.mark.parametrize(
+    ("ratios", "fails"),
+    [
+        ([0.5], False),
+        ([1.3, 0.5], False),  # chance
+        ([31.0] * doctor.DRAWS, True),
+        ([1.2, 0.9] * (doctor.DRAWS // 2), True),  # over in the mean
+        ([float("nan")] * doctor.DRAWS, True),
+    ],
+)
+def test_a_tensor_fails_by_the_mean_of_many_draws(monkeypatch, ratios, fails):
+    left = iter(ratios)
+    monkeypatch.setattr(doctor, "draw", lambda *_: ({"dk": next(left)}, []))
+    found, failing = doctor.weigh(TASK, "short", "cpu")
+    assert bool(failing) == fails and list(left) == []
+    assert set(found) == {"dk"}
+
+
+def test_an_error_is_a_verdict_and_want_of_memory_is_none(monkeypatch):
+    def raises(error):
+        def weigh(*_):
+            raise error
+
+        monkeypatch.setattr(doctor, "weigh", weigh)
+
+    raises(RuntimeError("ptxas died\nwith a log"))
+    assert [(v.wrong, v.failing) for v in doctor.judge("cpu", True, TASK)] == [(True, ("RuntimeError: ptxas died",))] * 2
+    raises(torch.OutOfMemoryError("16 GiB"))
+    assert doctor.judge("cpu", False, TASK) is None, "to be judged again without neighbours"
+    assert [v.wrong for v in doctor.judge("cpu", True, TASK)] == [False] * 2
+
+
+def test_compile_only_takes_every_plan_and_says_what_does_not_compile(monkeypatch):
+    pytest.importorskip("triton")
+    found = builds.tasks(False)
+    for engine in targets.ENGINES:
+        assert {task.plan for task in found if task.engine == engine} == {row.name for row in launch.rows(engine)}
+    assert {task.sm for task in found} == {80, 89, 90}
+    (failed,) = builds._compile(found[0]._replace(file="delta.spec"))
+    assert "AttributeError" in failed.error
 
 
 def test_it_knows_the_tools_that_miscompile():
     assert "ptxas 12.8.93" in doctor.warning({"triton": "3.6.0", "ptxas": "12.8.93"}, (9, 0))
     assert doctor.warning({"triton": "3.6.0", "ptxas": "13.4.59"}, (9, 0)) is None
     assert doctor.warning({"triton": "3.7.1", "ptxas": "12.8.93"}, (9, 0)) is None
+    assert doctor.warning({"triton": "3.6.0", "ptxas": "12.8.93"}, (8, 0)) is None

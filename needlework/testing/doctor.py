@@ -1,17 +1,19 @@
 """`needlework doctor`: whether the kernels are right on this machine, under every launch plan that may be picked here.
 
-A compiler can get a kernel wrong without a word, and differently from one release to the next. Every rule runs on sizes of
-its own under each plan, forward and backward, against the definition in float64 with the error budget; what fails is struck
-off (`ops/common/struck.py`) and never taken here again.
+A compiler can get a kernel wrong without a word, and differently from one release to the next. Every rule runs under each plan,
+forward and backward, twice, against the definition in float64 by the error budget; what fails is struck off
+(`ops/common/struck.py`) and never taken here again. Which rules and plans: `targets.py`.
 """
 
-import dataclasses
-import importlib
+import math
 import os
 import platform
 import time
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
@@ -22,36 +24,35 @@ from torch import Tensor
 
 from needlework.ops.api import OpSpec
 from needlework.ops.common import launch, struck
-from needlework.ops.common.samples import decay, keys, normal, uniform, unit
-from needlework.ops.specs import specs
-from needlework.testing.checks import budgeted
-from needlework.testing.compare import leaves
+from needlework.testing.checks import ENOUGH
+from needlework.testing.compare import differentiate, leaves, like, tokens, whole
+from needlework.testing.errors import norms, operand
+from needlework.testing.targets import RULES, sample, sizes, spec_of, styles
 
-# engine -> the files that hold its kernels
-ENGINES = {
-    "delta/scalar": ("delta.triton_scalar", "delta.triton_scalar_bwd"),
-    "delta/channel": ("delta.triton_channel_intra", "delta.triton_channel_scan", "delta.triton_channel_bwd"),
-    "delta/step": ("delta.triton_step",),
-    "ccq/curvature": ("ccq.triton_intra", "ccq.triton_scan", "ccq.triton_reverse"),
-    "ccq/step": ("ccq.triton_step",),
-    "carve/step": ("carve.triton_step",),
-}
-# spec -> the engines of its chunk form
-RULES = {
-    "delta/gated": "delta/scalar",
-    "qdelta": "delta/scalar",
-    "delta/gla": "delta/channel",
-    "delta/kda": "delta/channel",
-    "delta/gdn2": "delta/channel",
-    "delta/previous": "delta/channel",
-}
-STYLES = ("random", "identical", "strong")
-SIZES = ((64, 64), (128, 128), (256, 512))
-HALF = (torch.bfloat16, torch.float16)
+# Draws of the inputs that a failure takes. From draw to draw the logarithm of error / budget of a right form has a mean of at most
+# -0.6 and a deviation of at most 0.43 (dg of identical keys, where all errors are one; elsewhere 0.05 to 0.2): a draw may be over
+# by chance, the mean of 16 is 5 deviations below 0. What is wrong is wrong in every draw.
+DRAWS = 16
+# root mean square of a rounding error over x * eps, where leading digits are spread evenly over the scale: sqrt(3 / 8 / ln 2 / 12)
+ROUNDING = 0.212
+# bytes of the GPU that a process may want: the context, the kernels' code, a token loop's saved states
+A_PROCESS = 5 * 2**30
+
+
+class Task(NamedTuple):
+    """A rule under one plan at one size and dtype: what one set of compiled kernels can be judged on."""
+
+    rule: str
+    engine: str
+    plan: str
+    dtype: str
+    K: int
+    V: int
+    forms: tuple[str, ...]
 
 
 class Verdict(NamedTuple):
-    """One rule under one plan: error ÷ budget, at most 1 if right; `failing` says what is not."""
+    """`ratio`: error ÷ budget of the worst tensor, at most 1 if right; `failing` says what is not; `wrong`: that it is the plan's."""
 
     op: str
     engine: str
@@ -59,79 +60,218 @@ class Verdict(NamedTuple):
     dtype: str
     K: int
     V: int
-    T: int
-    style: str
+    form: str
+    tensor: str
     ratio: float | None
     failing: tuple[str, ...]
+    wrong: bool
 
 
-def sample(rule: str, K: int, V: int, generator: torch.Generator, B: int, T: int, style: str) -> dict[str, Tensor]:
-    """The inputs of a rule at these sizes: one key head with two value heads."""
-    H, HV = 1, 2
-    x = {"q": unit(normal(generator, B, T, H, K)), "k": keys(generator, B, T, H, K, style)}
-    if rule.startswith("ccq"):
-        x["eta"] = uniform(generator, 0.02, 0.98, B, T, HV)
-        return x | ({"g": decay(generator, B, T, H, style=style)} if rule == "ccq/aligned" else {})
-    x["v"] = normal(generator, B, T, HV, V)
-    scalar = RULES[rule] == "delta/scalar"
-    x["g"] = decay(generator, B, T, HV, *([] if scalar else [K]), style=style)
-    if rule == "delta/gdn2":
-        return x | {"erase": uniform(generator, 0, 1, B, T, HV, K), "write": uniform(generator, 0, 1, B, T, HV, V)}
-    if rule != "delta/gla":
-        x["beta"] = uniform(generator, 0.1, 1, B, T, HV)
-    return x | ({"lam": uniform(generator, 0, 1, B, T, HV)} if rule == "qdelta" else {})
+# how a rule is run: tokens and sequences by which the kernels' paths differ
+FORMS = {
+    "short": "every style of input, 70 tokens: against the definition, token by token",
+    "long": "one sequence of 2,500 tokens",
+    "wide": "48 sequences of 75 tokens: more tiles than programs",
+    "packed": "cu_seqlens: four sequences, one empty",
+    "step": "20 tokens one at a time, on a slot table with a padded row",
+}
+ROWS = tuple(form for form in FORMS if form != "step")
+ENDS = (0, 100, 100, 217, 300)
 
 
-def sized(rule: str, K: int, V: int) -> OpSpec:
-    """The rule's spec on these sizes, on its kernels."""
-    spec = next(spec for spec in specs() if spec.name == rule)
-    return dataclasses.replace(spec, inputs=partial(sample, rule, K, V), chunk=partial(spec.chunk, impl="triton"))
-
-
-def cases(device: torch.device, full: bool) -> Iterator[tuple[str, launch.Plan, torch.dtype, int, int, int, str]]:
-    """(rule, plan, dtype, K, V, T, style): what may be picked here; without `full` the largest size of each plan."""
+def tasks(device: torch.device, full: bool) -> list[Task]:
+    """What may be picked here, longest first. Without `full`: each plan at the largest size that takes it, other forms than the
+    short one for the first rule of an engine in the first dtype of a plan, steps not in float16."""
     interpreted = launch.interpreted()
     arch = launch.capability(device)
-    sizes = ((16, 16),) if interpreted else SIZES
-    dtypes = (torch.float32,) if interpreted else (*HALF, torch.float32)
-    for rule, engine in RULES.items():
-        for row in launch.rows(engine):
-            for dtype in dtypes:
-                name = str(dtype).removeprefix("torch.")
-                fits = [(K, V) for K, V in sizes if row.misfit(arch, name, K, V) is None]
-                for K, V in fits if full else fits[-1:]:
-                    for style in STYLES if full or dtype == HALF[0] else ("strong",):
-                        yield rule, row, dtype, K, V, 19 if interpreted else 150, style
+    found: list[Task] = []
+    for rule, *engines in RULES:
+        for engine, step in zip(engines, (False, True), strict=True):
+            first = engine not in {task.engine for task in found}
+            for row in launch.rows(engine) if engine else ():
+                for dtype in ("float32",) if interpreted else ("bfloat16", "float16", "float32"):
+                    fits = sizes(row, arch, dtype)
+                    if rule.startswith("ccq"):  # a query transform has keys alone
+                        fits = [(K, K) for K in dict.fromkeys(K for K, _ in fits)]
+                    chosen = fits[:1] if interpreted else fits if full else fits[-1:]
+                    if step:
+                        forms = ("step",) if full or dtype != "float16" else ()
+                    else:
+                        forms = ROWS if full or (first and dtype == row.dtypes[0] and not interpreted) else ROWS[:1]
+                    found += [Task(rule, engine, row.name, dtype, *size, forms) for size in chosen if forms]
+    if interpreted:  # that the doctor works; the kernels have the battery there
+        found = list({task.engine: task for task in reversed(found)}.values())
+    return sorted(found, key=lambda task: -task.K * task.V * len(task.forms))
 
 
-def run(device: torch.device, full: bool, done: Callable[[Verdict], None]) -> list[Verdict]:
-    """Every case, its verdict told as it comes, and the verdicts recorded."""
-    verdicts = []
-    for rule, row, dtype, K, V, T, style in cases(device, full):
-        failing: dict[str, str] = {}
-        ratio = None
+def judge(device: str, alone: bool, task: Task) -> list[Verdict] | None:
+    """In a process of its own. None: this process has lost its GPU to an earlier failure, or its memory to its neighbours."""
+    torch.set_num_threads(1)
+    if device == "cuda" and not _alive():
+        return [_unjudged(task, "the GPU cannot be used")] if alone else None
+    out = []
+    for form in task.forms:
+        verdict = partial(Verdict, *task[:-1], form)
         try:
-            with launch.forced(row.engine, row.name):
-                found = budgeted(sized(rule, K, V), dtype, 2, T, style, device)
-            ratio = max(found.values())
-            failing = {name: f"{x:.2f}" for name, x in found.items() if not x <= 1}
+            with launch.forced(task.engine, task.plan), _kernels(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found, failing = weigh(task, form, device)
+            tensor = max(found, key=found.get)
+            out.append(verdict(tensor, found[tensor], failing, bool(failing)))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            if not alone:
+                return None
+            out.append(verdict("", None, (_told(error),), False))
         except Exception as error:  # whatever a compiler or a kernel does, the other plans are still to be judged
-            failing = {"": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"}
-        told = tuple(f"{name} {what}".strip() for name, what in failing.items())
-        name = str(dtype).removeprefix("torch.")
-        verdicts.append(Verdict(rule, row.engine, row.name, name, K, V, T, style, ratio, told))
-        done(verdicts[-1])
-    with _kernels():
-        verdicts += steps(device, done)
-    outcome: dict[str, str | None] = {}
-    for v in verdicts:
-        key = f"{v.engine}/{v.plan}"
-        outcome[key] = outcome.get(key) or (
-            f"{v.op}, {v.dtype}, K {v.K}, V {v.V}: {'; '.join(v.failing)}" if v.failing else None
-        )
-    if not launch.interpreted():
-        struck.record(outcome)
-    return verdicts
+            refused = isinstance(error, ValueError) and "impl='triton'" in str(error)  # by the op: no kernel has run
+            out.append(verdict("", None, (_told(error),), not refused))
+            if device == "cuda" and not _alive():
+                return out
+        finally:
+            if device == "cuda" and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+    return out
+
+
+def _unjudged(task: Task, why: str, wrong: bool = False) -> Verdict:
+    return Verdict(*task[:-1], task.forms[0], "", None, (why,), wrong)
+
+
+def _alive() -> bool:
+    """Whether this process can use its GPU: after an illegal access it no longer can."""
+    try:
+        torch.ones(1, device="cuda").sum().item()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _told(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def weigh(task: Task, form: str, device: str) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Error ÷ budget of every tensor, and what is wrong: over the budget in the mean of DRAWS, or not the same twice.
+
+    The inputs are drawn again only while a tensor is over its budget in the geometric mean of the draws so far.
+    """
+    logs: dict[str, float] = defaultdict(float)
+    for seed in range(DRAWS):
+        found, differing = draw(task, form, device, seed)
+        if differing:
+            return found, tuple(f"{name} differs between two runs" for name in differing)
+        for name, ratio in found.items():
+            logs[name] += math.log(max(ratio, 1e-6)) if math.isfinite(ratio) else math.inf
+        mean = {name: math.exp(total / (seed + 1)) for name, total in logs.items()}
+        if all(ratio <= 1 for ratio in mean.values()):
+            return mean, ()
+    return mean, tuple(f"{name} {ratio:.2f}" for name, ratio in mean.items() if ratio > 1)
+
+
+def draw(task: Task, form: str, device: str, seed: int) -> tuple[dict[str, float], list[str]]:
+    """error ÷ budget by tensor, and the tensors that a second run, in poisoned memory, does not repeat to the bit."""
+    spec, dtype = spec_of(task.rule), getattr(torch, task.dtype)
+    inputs, groups = _inputs(task, spec, form, seed)
+    stored = {n: x.to(device, dtype if n in spec.half else torch.float32) for n, x in inputs.items()}
+    wide = {n: x.double() for n, x in stored.items()}
+    single = {n: x.float() for n, x in stored.items()}
+    if form == "step":
+        run = lambda: _by_steps(spec, stored)
+        exact, definition = (dict(leaves(whole(spec.recurrent)(x))) for x in (wide, single))
+        literal = definition
+    else:
+        settings = {"cu_seqlens": torch.tensor(ENDS, device=device)} if form == "packed" else {}
+        C = _chunk(task)
+        run = lambda: _joined(differentiate(whole(spec.chunk, impl="triton", **settings), stored))
+        literal = _joined(differentiate(whole(spec.literal, operand=operand(dtype), chunk_size=C, **settings), single))
+        if form == "short":
+            exact = _joined(differentiate(whole(spec.recurrent), wide))
+            definition = _joined(differentiate(whole(spec.recurrent, operand=operand(dtype)), single))
+        else:  # thousands of tokens: torch's chunk form, which the battery shows to be the definition at 1e-12
+            exact = _joined(differentiate(whole(spec.chunk, impl="torch", **settings), wide))
+            definition = literal
+    fast = run()
+    with _poisoned():
+        again = run()
+    differing = [name for name, x in fast.items() if not torch.equal(x, again[name]) and torch.isfinite(x).all()]
+    found = {}
+    for name, x in fast.items():
+        ways = x, exact[name], definition[name], literal[name]
+        apart = _of_rows(spec, name) and x.numel() >= ENOUGH * len(groups)
+        for i, ratio in enumerate(over_budget(*ways, len(groups) if apart else 1)):
+            found[f"{name}, {groups[i]}" if apart and groups[i] else name] = ratio
+    return found, differing
+
+
+def over_budget(fast: Tensor, exact: Tensor, definition: Tensor, literal: Tensor, groups: int) -> list[float]:
+    """error ÷ budget of each group of batch rows, as `errors.py` has it, with one more floor: what rounding to the result's dtype
+    costs numbers of this size. The definition can be exact by luck, on numbers that need no rounding."""
+    if not fast.is_floating_point():
+        return [0.0 if torch.equal(fast, exact) else math.inf]
+    fast, exact, definition, literal = (x.reshape(groups, -1) for x in (fast, exact, definition, literal))
+    error, *own = (norms(x.double() - exact, 0) for x in (fast, definition, literal, exact.to(fast.dtype)))
+    own.append(ROUNDING * torch.finfo(fast.dtype).eps * norms(exact, 0))
+    ratio = torch.where(error == 0, torch.zeros_like(error), error / (2 * torch.stack(own).amax(0)))
+    return ratio.tolist()
+
+
+def _inputs(task: Task, spec: OpSpec, form: str, seed: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The inputs, and what the groups of their batch rows are."""
+    make = lambda B, T, style: sample(task.rule, generator, B, T, style, task.K, task.V)
+    generator = torch.Generator().manual_seed(seed)
+    if form == "packed":
+        return make(1, ENDS[-1], "random"), ("",)
+    if form in ("long", "wide"):
+        return make(*{"long": (1, 2500), "wide": (48, 75)}[form], "random"), ("",)
+    groups = styles(spec)
+    T = 5 if launch.interpreted() else 20 if form == "step" else 70
+    parts = [make(2 if form == "step" else 1, T, style) for style in groups]
+    # a parameter of the layer is one for all
+    joined = {n: torch.cat([part[n] for part in parts]) if n in spec.tokens else x for n, x in parts[0].items()}
+    return joined, groups
+
+
+def _of_rows(spec: OpSpec, name: str) -> bool:
+    """Whether the first axis of a tensor is the batch: all but parameters' gradients."""
+    return not name.startswith("d") or name[1:] in spec.tokens
+
+
+def _joined(parts: tuple[dict[str, Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {**parts[0], **parts[1]}
+
+
+def _chunk(task: Task) -> int:
+    row = next(row for row in launch.rows(task.engine) if row.name == task.plan)
+    return row.launch.get("shared", {}).get("C", 64)
+
+
+def _by_steps(spec: OpSpec, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Outputs and final states of the rows as `recurrent` gives them, by steps on a table in which slots are out of order, a
+    padded row comes with every token, and one slot belongs to nobody."""
+    name = spec.tokens[0]
+    B, T = inputs[name].shape[:2]
+    device = inputs[name].device
+    rows = torch.arange(B + 1, device=device) % B  # the padded row brings live values, which must go nowhere
+    slots = torch.arange(B + 1, 0, -1, device=device)
+    slots[-1] = -1
+    empty = whole(spec.recurrent)(tokens(spec, {n: x.float() for n, x in inputs.items()}, lambda x: x[rows, :0]))[-1]
+    table = like(empty, iter([torch.cat([x, x[:1]]).contiguous() for _, x in leaves(empty)]))
+    nobody = {field: x[0].clone() for field, x in leaves(table)}
+    by_token = defaultdict(list)
+    for t in range(T):
+        result = spec.step(**tokens(spec, inputs, lambda x, t=t: x[rows, t].contiguous()), state=table, slots=slots)
+        for field, x in leaves(result if isinstance(result, tuple) else (result,)):
+            assert not x[-1].any(), "a padded row is not zero"
+            by_token[field].append(x[:-1])
+    for field, x in leaves(table):
+        assert torch.equal(x[0], nobody[field]), f"state {field}: a slot that no row owns has changed"
+    names = [
+        n for n, _ in leaves(spec.recurrent(**tokens(spec, {n: x.float() for n, x in inputs.items()}, lambda x: x[:, :1])))
+    ]
+    values = dict(zip(names, (torch.stack(xs, 1) for xs in by_token.values()), strict=True))
+    state = {f"state.{field}" if field else "state": x[slots[:-1]] for field, x in leaves(table)}
+    return values | state
 
 
 @contextmanager
@@ -146,96 +286,84 @@ def _kernels() -> Iterator[None]:
         os.environ |= {} if before is None else {"NEEDLEWORK_IMPL": before}
 
 
-def steps(device: torch.device, done: Callable[[Verdict], None]) -> list[Verdict]:
-    """Each step kernel under each of its plans against the definition in float64, five tokens on the specs' own sizes."""
-    out = []
-    for rule, engine in {"delta/gated": "delta/step", "qdelta": "delta/step", "delta/gdn2": "delta/step",
-                         "ccq/aligned": "ccq/step", "carve": "carve/step"}.items():  # fmt: skip
-        spec = next(spec for spec in specs() if spec.name.split("/")[0] == rule or spec.name == rule)
-        inputs = {n: x.float() for n, x in spec.inputs(torch.Generator().manual_seed(0), 2, 5, "random").items()}
-        exact = spec.recurrent(**{n: x.double() for n, x in inputs.items()})[0]
-        for row in launch.rows(engine):
-            failing: tuple[str, ...] = ()
-            ratio = None
-            try:
-                with launch.forced(engine, row.name):
-                    ratio = float((_by_steps(spec, inputs, device) - exact).norm() / exact.norm()) / 1e-5
-                failing = () if ratio <= 1 else (f"o {ratio:.2f}",)
-            except Exception as error:
-                failing = (f"{type(error).__name__}: {error}".splitlines()[0],)
-            out.append(Verdict(f"{rule} (step)", engine, row.name, "float32", 16, 12, 5, "random", ratio, failing))
-            done(out[-1])
-    return out
-
-
-def _by_steps(spec: OpSpec, inputs: dict[str, Tensor], device: torch.device) -> Tensor:
-    place = lambda x: x.to(device, torch.float32) if x.is_floating_point() else x.to(device)
-    table = spec.table(2)
-    table = place(table) if isinstance(table, Tensor) else type(table)(*map(place, table))
-    now = {n: x.to(device) for n, x in inputs.items()}
-    rows = []
-    for t in range(5):
-        result = spec.step(**{n: x[:, t] if n in spec.tokens else x for n, x in now.items()}, state=table)
-        rows.append(next(x for _, x in leaves(result if isinstance(result, tuple) else (result,))))
-    return torch.stack(rows, 1).double().cpu()
-
-
-class Build(NamedTuple):
-    """A kernel of an engine under a plan, compiled; `error` where it was not."""
-
-    engine: str
-    plan: str
-    sm: int
-    kernel: str
-    registers: int = 0
-    shared: int = 0
-    spilled: int = 0
-    wgmma: bool = False
-    error: str = ""
-
-
-def compile_all(full: bool, done: Callable[[Build], None]) -> list[Build]:
-    """Every kernel under every plan, for sm_90 or, where a plan asks for nothing, sm_80 (and sm_89 if `full`): no GPU is needed."""
-    tasks = [
-        (engine, file, index, sm)
-        for engine, files in ENGINES.items()
-        for index, row in enumerate(launch.rows(engine))
-        for sm in ((90,) if row.arch >= (9, 0) else (80, 89) if full else (80,))
-        for file in files
-    ]
-    builds = []
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        for found in pool.map(_compile, tasks):
-            for build in found:
-                builds.append(build)
-                done(build)
-    return builds
-
-
-def _compile(task: tuple[str, str, int, int]) -> list[Build]:
-    from needlework.ops.common.triton_compile import compile_case
-
-    engine, file, index, sm = task
-    row = launch.rows(engine)[index]
-    K, V = row.K[1], min(row.V[1], 2 * row.K[1])
+@contextmanager
+def _poisoned() -> Iterator[None]:
+    """torch.empty gives NaN: what a kernel does not write shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    fill, torch.utils.deterministic.fill_uninitialized_memory = torch.utils.deterministic.fill_uninitialized_memory, True
     try:
-        made = importlib.import_module(f"needlework.ops.{file}").compile_cases(row, torch.bfloat16, K, V)
-    except Exception as error:
-        return [Build(engine, row.name, sm, file, error=f"{type(error).__name__}: {error}")]
-    builds = []
-    for case in made:
-        try:
-            builds.append(Build(engine, row.name, sm, *compile_case(case, sm)))
-        except Exception as error:
-            builds.append(Build(engine, row.name, sm, case.kernel.__name__, error=f"{type(error).__name__}: {error}"))
-    return builds
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def run(device: torch.device, full: bool, done: Callable[[Verdict, int, int], None]) -> list[Verdict]:
+    """Every verdict, told as it comes with its number and how many there will be, and the failures recorded."""
+    todo = tasks(device, full)
+    total = sum(len(task.forms) for task in todo)
+    verdicts = []
+    for verdict in judged(device, todo, _processes(device)):
+        verdicts.append(verdict)
+        done(verdict, len(verdicts), total)
+    if not launch.interpreted():
+        struck.record(outcome(verdicts, full))
+    order = {rule: i for i, (rule, *_) in enumerate(RULES)}
+    return sorted(verdicts, key=lambda v: (v.form == "step", order[v.op], v.plan, v.dtype, v.K, tuple(FORMS).index(v.form)))
+
+
+def outcome(verdicts: list[Verdict], full: bool) -> dict[str, str | None]:
+    """ "engine/plan/dtype" -> why it is struck off. Only a full run takes a strike back: a short one has not seen what failed."""
+    found: dict[str, str | None] = {}
+    for v in verdicts:
+        key = f"{v.engine}/{v.plan}/{v.dtype}"
+        if v.wrong:
+            found.setdefault(key, f"{v.op}, {v.form}, K {v.K}, V {v.V}: {'; '.join(v.failing)}")
+    passed = {f"{v.engine}/{v.plan}/{v.dtype}": None for v in verdicts} if full else {}
+    return passed | found
+
+
+def judged(device: torch.device, todo: list[Task], processes: int) -> Iterator[Verdict]:
+    """Verdicts as they come, judged side by side: most of the time is compilation, and a kernel that dies takes only its own process
+    along. What did not come to a verdict beside others is judged again alone."""
+    while todo:
+        alone, again, broken = processes == 1, set(), False
+        settings = {
+            "max_workers": min(processes, len(todo)),
+            "max_tasks_per_child": 1 if alone and device.type == "cuda" else None,
+        }
+        with ProcessPoolExecutor(mp_context=get_context("spawn"), **settings) as pool:
+            futures = {pool.submit(judge, device.type, alone, task): task for task in todo}
+            for future in as_completed(futures):
+                try:
+                    verdicts = future.result()
+                except BrokenProcessPool:
+                    verdicts, broken = None, True
+                if verdicts is None:
+                    again.add(futures[future])
+                else:
+                    yield from verdicts
+        todo = [task for task in todo if task in again]
+        if alone and broken:  # they run in order: the first without a verdict has ended its process
+            yield _unjudged(todo.pop(0), "its process died", wrong=True)
+        processes = 1
+
+
+def _processes(device: torch.device) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if device.type != "cuda":
+        return cores
+    return max(1, min(cores, torch.cuda.mem_get_info()[0] // A_PROCESS))
 
 
 def facts() -> dict[str, Any]:
     """What a verdict depends on."""
     from needlework.ops.common.triton_compile import versions
 
-    return {"machine": struck.machine(), "python": platform.python_version(), "torch": torch.__version__, **versions()}
+    arch = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    known = {"machine": struck.machine(), "python": platform.python_version(), "torch": torch.__version__}
+    return known | {"cuda": torch.version.cuda, "capability": f"{arch[0]}.{arch[1]}", **versions(10 * arch[0] + arch[1])}
 
 
 def warning(facts: dict[str, Any], arch: tuple[int, int]) -> str | None:
@@ -243,10 +371,13 @@ def warning(facts: dict[str, Any], arch: tuple[int, int]) -> str | None:
     number = lambda text: tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
     if arch == (9, 0) and (3, 4) <= number(facts["triton"]) < (3, 7, 1) and number(facts["ptxas"]) < (13, 3):
         return (
-            f"Triton {facts['triton']} with ptxas {facts['ptxas']} miscompiles products whose first operand is a transposed "
-            "accumulator on Hopper. The kernels here do not form one, and doctor has checked each of them."
+            f"Triton {facts['triton']} with ptxas {facts['ptxas']}: Triton 3.4 to 3.7.0 silently miscompiles on Hopper a product whose "
+            "first operand is the result of another, transposed in registers, and some 64-wide kernels of four warps "
+            "(flash-linear-attention issues 640 and 984). The kernels here form no such product; whether each is right under this "
+            "compiler is what doctor measures on the GPU."
         )
 
 
-def report(verdicts: list[NamedTuple], known: dict[str, Any]) -> dict[str, Any]:
-    return {"made": time.strftime("%Y-%m-%d %H:%M:%S"), **known, "rows": [v._asdict() for v in verdicts]}
+def report(rows: list[NamedTuple], known: dict[str, Any], seconds: float) -> dict[str, Any]:
+    made = {"made": time.strftime("%Y-%m-%d %H:%M:%S"), "seconds": round(seconds, 1)}
+    return {**made, **known, "struck": str(struck.path()), "rows": [row._asdict() for row in rows]}

@@ -1,17 +1,18 @@
 """CCQ's Triton kernels against the definition, in Triton's interpreter: values, the final state and every gradient."""
 
+import os
+
 import pytest
 import torch
 
+from needlework.ops.ccq import chunk_ccq
 from needlework.ops.ccq.reference import literal_ccq, recurrent_ccq
-from needlework.ops.ccq.state import CurvatureState, empty_state
+from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state
 from needlework.ops.common import launch
 from needlework.testing.compare import assert_close, differentiate
 from needlework.testing.errors import error_over_budget, operand
 
-pytestmark = pytest.mark.skip(
-    reason="no op takes these kernels yet: a packed case reads what was never written, and dg is over the error budget"
-)
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
 ENGINE = "ccq/curvature"
 PACKED = torch.tensor([0, 17, 17, 33, 60])
@@ -39,10 +40,9 @@ def make(B, T, H, HV, K, *, gated=False, carried=False, N=None, keys="random"):
 
 
 def clean(inputs, cu_seqlens=None):
-    from needlework.ops.ccq.triton_op import clean
-
     state = CurvatureState(inputs["C"], inputs["mean"], inputs["n"])
-    return clean(inputs["q"], inputs["k"], inputs["eta"], inputs.get("g"), state, cu_seqlens)
+    given = (inputs["q"], inputs["k"], inputs["eta"], inputs.get("g"))
+    return chunk_ccq(*given, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens, impl="triton")
 
 
 def define(inputs, cu_seqlens=None, form=recurrent_ccq, **settings):
@@ -51,7 +51,7 @@ def define(inputs, cu_seqlens=None, form=recurrent_ccq, **settings):
     given = (inputs["q"], inputs["k"], inputs["eta"], inputs.get("g"))
     cleaned, final = form(*given, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens, **settings)
     # and so is the final C's
-    return cleaned, CurvatureState((final.C + final.C.mT) / 2, final.mean, final.n)
+    return CcqOutput(cleaned, CurvatureState((final.C + final.C.mT) / 2, final.mean, final.n))
 
 
 def compare(inputs, cu_seqlens=None):
@@ -62,9 +62,9 @@ def compare(inputs, cu_seqlens=None):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("T", [1, 37, 63, 100])
+@pytest.mark.parametrize("T", [1, 37, 100])
 def test_any_length_is_the_definition(T, gated):
-    compare(make(2, T, 2, 2, 12, gated=gated))
+    compare(make(2, T, 1, 1, 12, gated=gated))
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -75,7 +75,7 @@ def test_grouped_value_heads_share_statistics_that_go_on_from_a_state(gated):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("carried", [False, True])
 def test_packed_sequences_an_empty_one_among_them(gated, carried):
-    compare(make(1, 60, 2, 2, 12, gated=gated, carried=carried, N=4), PACKED)
+    compare(make(1, 60, 1, 2, 12, gated=gated, carried=carried, N=4), PACKED)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -86,22 +86,66 @@ def test_several_tiles_of_rows_that_end_inside_one(gated):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("cu_seqlens", [None, PACKED])
 def test_the_copy_engine_reads_the_same(gated, cu_seqlens):
-    inputs = make(1, 60, 2, 4, 24, gated=gated, carried=True, N=1 if cu_seqlens is None else 4)
-    with launch.forced(ENGINE, "sm90", scan={"BV": 16}, reverse={"BV": 16}):
+    inputs = make(1, 60, 1, 2, 24, gated=gated, carried=True, N=1 if cu_seqlens is None else 4)
+    small = {name: {"BV": 16, "BD": 16} for name in ("read", "keys")} | {
+        name: {"BV": 16, "BT": 16} for name in ("states", "reverse")
+    }
+    with launch.forced(ENGINE, "sm90", shared={"C": 32}, **small):
         compare(inputs, cu_seqlens)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_memory_that_holds_nan_changes_nothing(gated, monkeypatch):
+    def poisoned(make):
+        def made(*sizes, **options):
+            x = make(*sizes, **options)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return made
+
+    for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(place, name, poisoned(getattr(place, name)))
+    compare(make(1, 60, 1, 1, 12, gated=gated, N=4), PACKED)
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, PACKED])
+def test_without_a_state_it_starts_from_nothing(cu_seqlens):
+    inputs = make(1, 60, 1, 1, 12, gated=True, N=1 if cu_seqlens is None else 4)
+    tokens = {name: inputs[name] for name in ("q", "k", "eta", "g")}
+    settings = {"output_final_state": True, "cu_seqlens": cu_seqlens}
+    ours = differentiate(lambda x: chunk_ccq(**x, **settings, impl="triton"), tokens)
+    exact = differentiate(lambda x: define(inputs | x, cu_seqlens), tokens)
+    assert_close(ours[0], exact[0], "values")
+    assert_close(ours[1], exact[1], "gradients")
+
+
+def test_one_call_is_two_calls_that_hand_the_state_on():
+    inputs = make(2, 50, 1, 1, 12, gated=True)
+    whole = clean(inputs)
+    tokens = ("q", "k", "eta", "g")
+    first = clean(inputs | {name: inputs[name][:, :21] for name in tokens})
+    second = clean(inputs | {name: inputs[name][:, 21:] for name in tokens} | first.state._asdict())
+    together = {"q": torch.cat([first.q, second.q], 1), **second.state._asdict()}
+    assert_close(together, {"q": whole.q, **whole.state._asdict()}, "resumed")
+
+
 def test_identical_keys_leave_the_query():
-    inputs = make(2, 37, 2, 2, 12, keys="identical")
+    inputs = make(2, 37, 1, 1, 12, keys="identical")
     cleaned, _ = clean(inputs)
     assert (cleaned - inputs["q"]).abs().max() < 1e-13
 
 
+def test_a_gate_of_zero_is_no_gate_to_the_bit():
+    inputs = make(1, 37, 1, 1, 12)
+    plain, gated = clean(inputs), clean(inputs | {"g": torch.zeros(1, 37, 1, dtype=torch.float64)})
+    assert torch.equal(plain.q, gated.q) and torch.equal(plain.state.C, gated.state.C)
+
+
 def test_no_token_keeps_the_state():
     inputs = make(2, 0, 2, 2, 12, carried=True)
-    cleaned, state = clean(inputs)
-    assert cleaned.shape == (2, 0, 2, 12)
-    assert torch.equal(state.C, inputs["C"])
+    ours, exact = differentiate(clean, inputs), differentiate(define, inputs)
+    assert_close(ours[0], exact[0], "values")
+    assert_close(ours[1], exact[1], "gradients")
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -114,23 +158,38 @@ def test_errors_stay_within_twice_the_definitions_own(dtype, keys, gated):
     single = {name: x.float() for name, x in inputs.items()}
     exact, rounded = differentiate(define, wide), operand(dtype)
     definition = differentiate(lambda x: define(x, operand=rounded), single)
-    literal = differentiate(lambda x: define(x, form=literal_ccq, operand=rounded, chunk_size=16), single)
+    literal = differentiate(lambda x: define(x, form=literal_ccq, operand=rounded, chunk_size=32), single)
     ours = differentiate(clean, inputs)
     for part in (0, 1):
         for name, value in ours[part].items():
-            if name in ("dC", "dmean", "dn", "1.n"):
+            if name in ("dC", "dmean", "dn", "state.n"):
                 continue  # of an empty state: nothing has been seen, and n is a count
-            if name == "dg":
-                continue  # over budget next to gates of -30, and refused: the test below
             over, head = error_over_budget(value, exact[part][name], definition[part][name], literal[part][name], None)
             assert over <= 1, f"{name}: {over:.2f} of the budget in head {head}"
 
 
-def test_a_gradient_of_the_gates_is_left_to_torch():
-    from needlework.ops.ccq.triton_op import unsupported
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_operators_pass_opcheck(packed):
+    from needlework.ops.ccq import triton_op  # noqa: F401
 
-    given = make(1, 20, 2, 2, 12, gated=True)
-    given = [given[name] for name in ("q", "k", "eta", "g")]
-    assert unsupported(*(x.float() for x in given), None) is None
-    given[3].requires_grad_()
-    assert "suffix sum" in unsupported(*(x.float() for x in given), None)
+    inputs = make(1, 60, 1, 1, 12, gated=True, carried=True, N=4 if packed else 1)
+    given = [inputs[name].float() for name in ("q", "k", "eta", "g", "C", "mean", "n")]
+    for save in (False, True):
+        leaves = [x.clone().requires_grad_(save) for x in given]
+        torch.library.opcheck(
+            torch.ops.needlework.ccq_triton_fwd.default,
+            (*leaves, PACKED if packed else None, save),
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+        )
+
+
+def test_it_compiles_without_a_graph_break():
+    inputs = make(1, 20, 1, 1, 12, gated=True)
+    tokens = [inputs[name].float() for name in ("q", "k", "eta", "g")]
+    whole = lambda *x: chunk_ccq(*x, output_final_state=True, impl="triton")
+    compiled = torch.compile(whole, fullgraph=True, backend="aot_eager")
+    leaves = [x.clone().requires_grad_() for x in tokens]
+    expected, found = whole(*tokens), compiled(*leaves)
+    assert torch.equal(found.q, expected.q) and torch.equal(found.state.C, expected.state.C)
+    found.q.sum().backward()
+    assert all(torch.isfinite(x.grad).all() for x in leaves)

@@ -153,8 +153,8 @@ def test_without_gradients_nothing_is_saved():
 
     x = sample("kda")
     given = (x["q"], x["k"], x["v"], x["g"], x["beta"], None, None, None, None, 0.3, "decayed", 1)
-    assert [y.numel() for y in delta_channel_fwd(*given, False)[2:]] == [0] * 7
-    assert all(y.numel() for y in delta_channel_fwd(*given, True)[2:])
+    assert [y.numel() for y in delta_channel_fwd(*given, False)[2:]] == [0] * 9
+    assert all(y.numel() for y in delta_channel_fwd(*given, True)[2:9])
 
 
 @pytest.mark.parametrize("rule", ["gla", "kda", "gdn2"])

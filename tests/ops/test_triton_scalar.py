@@ -1,6 +1,8 @@
 """The scalar-gate kernels in Triton's interpreter against the definition: values, states and gradients."""
 
+import dataclasses
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ import torch
 from needlework.ops.common.launch import forced
 from needlework.ops.delta.op import recurrent_delta
 from needlework.ops.qdelta.op import recurrent_qdelta
+from needlework.ops.specs import specs
+from needlework.testing.checks import budgeted
 from needlework.testing.compare import differentiate, relative
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
@@ -122,13 +126,14 @@ def test_what_the_backward_is_given_is_what_the_page_says():
 
     x = inputs(T=21, rule="gated")
     given = (*x.values(),)
-    _, _, W, Tp, Pp, G, E = delta_scalar_fwd(*given[:-1], None, None, given[-1], None, SCALE, True)
+    _, _, W, Tp, Pp, A, G, E, *_ = delta_scalar_fwd(*given[:-1], None, None, given[-1], None, SCALE, True)
     C = Tp.shape[-1]
     q, k, g = (y[0, :C, 0] for y in (x["q"], x["k"], x["g"]))
     prefix = g.cumsum(0)
     decay = (prefix[:, None] - prefix).tril().exp()
-    A = x["beta"][0, :C] * ((k @ k.T) * decay).tril(-1)
-    assert relative(Tp[0, 0, :C], torch.linalg.inv(torch.eye(C).double() + A)) <= EXACT
+    within = ((k @ k.T) * decay).tril(-1)
+    assert relative(A[0, 0, :C], within) <= EXACT
+    assert relative(Tp[0, 0, :C], torch.linalg.inv(torch.eye(C).double() + x["beta"][0, :C] * within)) <= EXACT
     assert relative(Pp[0, 0, :C], SCALE * (q @ k.T).tril() * decay) <= EXACT
     assert relative(G[0, 0, :C].exp2(), prefix.exp()) <= EXACT
     assert relative(E[0, 0, :C].exp2(), (prefix[-1] - prefix).exp()) <= EXACT
@@ -165,3 +170,30 @@ def test_narrower_types_stay_near(dtype, bound, kind):
     exact = definition({n: y.double() for n, y in x.items()})
     for got, want in zip(kernels(x), exact, strict=True):
         assert relative(got, want) <= bound
+
+
+@pytest.mark.parametrize("style", ("random", "strong", "identical"))
+@pytest.mark.parametrize("dtype, every", ((torch.bfloat16, 16), (torch.float16, 4)))
+def test_half_precision_is_within_the_error_budget(style, dtype, every):
+    """Both types by the same operands; what the gates' sums are carried over is as long as the tables allow."""
+    spec = next(spec for spec in specs() if spec.name == "qdelta")
+    spec = dataclasses.replace(spec, chunk=partial(spec.chunk, impl="triton"))
+    with forced(ENGINE, replay_forward={"EVERY": every}):
+        found = budgeted(spec, dtype, 2, 96, style, torch.device("cpu"))
+    for name, ratio in found.items():
+        assert ratio <= 1, f"{name}: error is {ratio:.2f} x its budget"
+
+
+def test_operands_of_another_half_type_are_copied_once():
+    """Copies of q, k and q_read, exact, with rows past the end left alone; none where the input is an operand already."""
+    from needlework.ops.delta.triton_scalar import delta_scalar_fwd
+
+    x = inputs(B=2, T=37, H=2, HV=4)
+    x["q_read"] = torch.randn(2, 37, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for dtype in (torch.bfloat16, torch.float16):
+        q, k, v, read = (x[n].to(dtype) for n in ("q", "k", "v", "q_read"))
+        g, beta, lam = (x[n].float() for n in ("g", "beta", "lam"))
+        *_, q_copy, k_copy, read_copy = delta_scalar_fwd(q, k, v, g, beta, lam, read, None, None, SCALE, True)
+        for copy, given in ((q_copy, q), (k_copy, k), (read_copy, read)):
+            assert copy.dtype == torch.float16
+            assert torch.equal(copy, given.to(torch.float16)) if dtype == torch.bfloat16 else not copy.numel()

@@ -82,7 +82,7 @@ def definition(inputs, do, dstate, cu_seqlens=None, scale=0.25):
 
 
 def saved_by_the_forward(inputs, align, C, scale):
-    """W, T' (without β), P', G, E of aligned tokens, in float64."""
+    """W, T' and A (both without β), P', G, E of aligned tokens, in float64."""
     x = {n: None if inputs[n] is None else inputs[n].double() for n in NAMES}
     B, T, HV, V = x["v"].shape
     K = x["k"].shape[3]
@@ -99,8 +99,8 @@ def saved_by_the_forward(inputs, align, C, scale):
     lower = torch.ones(C, C, dtype=torch.float64).tril()
     decay = (G[..., :, None] - G[..., None, :]).masked_fill(lower == 0, -torch.inf).exp()
     Pp = scale * decay * (cut(r) @ cut(k).mT)
-    A = cut(beta)[..., None] * decay * (cut(key) @ cut(k).mT) * lower.tril(-1)
-    Tp = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + A)
+    A = decay * (cut(key) @ cut(k).mT) * lower.tril(-1)
+    Tp = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + cut(beta)[..., None] * A)
     W = torch.zeros_like(v)
     cum = align.cum.tolist()
     for n, (first, last) in enumerate(pairwise(cum)):
@@ -120,7 +120,7 @@ def saved_by_the_forward(inputs, align, C, scale):
     erases = x["beta"] is not None
     return (
         W.transpose(1, 2)[:, :T].contiguous(), pairs(Tp) if erases else Tp.new_empty(0), pairs(Pp),
-        G.flatten(2) * log2e, E * log2e,
+        pairs(A) if erases else A.new_empty(0), G.flatten(2) * log2e, E * log2e,
     )  # fmt: skip
 
 
@@ -135,9 +135,11 @@ def gradients(inputs, do, dstate, cu_seqlens=None, scale=0.25, **overrides):
     C = chosen.launch["shared"]["C"]
     align = Alignment.of(cu_seqlens, *q.shape[:2], C, q.device)
     aligned = {n: x if x is None or n == "initial_state" else align.align(x) for n, x in inputs.items()}
-    W, Tp, Pp, G, E = saved_by_the_forward(aligned, align, C, scale)
+    W, Tp, Pp, A, G, E = saved_by_the_forward(aligned, align, C, scale)
     st, acc = solve(q.dtype), accumulator(q.dtype)
-    saved = W.to(v.dtype), Tp.to(st), Pp.to(st), G.to(acc), E.to(acc)
+    nothing = torch.empty(0, dtype=st)
+    copies = [nothing if aligned[n] is None or q.dtype == st else aligned[n].to(st) for n in ("q", "k", "q_read")]
+    saved = W.to(st), Tp.to(st), Pp.to(st), A.to(st), G.to(acc), E.to(acc), *copies
     found = backward(align.align(do), dstate, *aligned.values(), saved, align, scale=scale, plan=chosen)
     return {
         n: d if n == "initial_state" else align.restore(d) for n, d in zip(NAMES, found, strict=True) if inputs[n] is not None

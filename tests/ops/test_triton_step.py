@@ -161,7 +161,7 @@ def test_a_carve_step_is_the_definition_s_token(prediction, R):
     table.position.copy_(torch.tensor([1, 2, 3, 0]))
     settings = {"content_chunk": 4, "prediction": prediction}
     recurrent = partial(recurrent_carve, scale=0.3, **settings)
-    with forced("carve/step", step={"BV": 8}, close={"BLOCK": 16}):
+    with forced("carve/step", step={"BV": 8, "BR": 2, "BLOCK": 16}):
         check_steps(partial(carve_step, **settings), recurrent, inputs, table, parameters)
 
 

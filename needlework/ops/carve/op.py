@@ -54,14 +54,15 @@ def chunk_carve(
     Dtypes: q, k, v share one. float64 computes in float64, all else in float32; o has q's dtype, the state is float32 (or
     float64), each gradient has its tensor's dtype. State: resume at any token; bit-equal when cut where content chunks end
     and chunk_size divides content_chunk. Error: twice the definition's own (the card).
-    impl: "torch" is the content-chunked path, "reference" the token loop.
+    impl: "torch" is the content-chunked path, "reference" the token loop, "triton" the kernels, which "auto" takes on CUDA.
     Raises ValueError for sizes or dtypes that do not fit, an unknown prediction or impl, and a state whose position is not
     inside a content chunk of this length.
     """
     tensors = (q, k, v, f, b, w, A_log, dt_bias, w1, w2)
     if chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
-    if resolve("carve", impl, q.device, lambda: "CARVE's content feedback has no Triton kernel yet") == "reference":
+    path = resolve("carve", impl, q.device, lambda: misfit("delta/channel", q.device, q.dtype, q.shape[-1], v.shape[-1]))
+    if path == "reference":
         return recurrent_carve(
             *tensors,
             content_chunk=content_chunk,
@@ -72,6 +73,11 @@ def chunk_carve(
             cu_seqlens=cu_seqlens,
         )
     tensors, state, settings = checked(tensors, content_chunk, prediction, scale, initial_state, cu_seqlens)
+    if path == "triton":
+        from needlework.ops.carve.triton_op import carve
+
+        o, state = carve(*tensors, initial_state, cu_seqlens, **settings._asdict())
+        return CarveOutput(o, state if output_final_state else None)
     o, S, m, total, position, _, _ = carve_fwd(*tensors, *state, cu_seqlens, *settings, chunk_size)
     return CarveOutput(o, CarveState(S, m, total, position) if output_final_state else None)
 

@@ -36,14 +36,14 @@ def chunk_ccq(
     initial_state: CurvatureState of N = B rows, or one per packed sequence; C symmetric, n 0 or at least 1. Zeros if None.
     output_final_state: whether to return the state after the last token.
     cu_seqlens [N+1]: packs N sequences along T, B = 1. An empty one keeps its state.
-    chunk_size: >= 1; changes rounding alone.
+    chunk_size: >= 1; changes rounding alone. The Triton kernels have their own.
 
     Returns q̃ [B T HV K], to be read as any query; the write, and `scale`, stay the backbone's.
     Dtypes: q and k share one. float64 computes in float64, all else in float32; q̃ has q's dtype, the state is float32 (or
     float64), each gradient has its tensor's dtype. State: K² + K + 1 numbers a key head; resumes at any token, gives and takes
     gradients. Error: twice the definition's own (the card).
-    impl: "auto" and "torch" are the chunked path with its backward by hand, "reference" the token loop, "triton" is refused: the
-    kernels beside this file are not within the error budget yet.
+    impl: "triton" the kernels, "torch" the chunked path with its backward by hand, "reference" the token loop; "auto" takes the
+    kernels on a CUDA device where they support the call.
     Raises ValueError for shapes, dtypes or cu_seqlens that do not fit, naming tensor, axis and both sizes, and for impl="triton"
     where that cannot be.
     """
@@ -51,13 +51,20 @@ def chunk_ccq(
     check_arguments(q, k, eta, g, initial_state, N)
     if chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
-    if resolve("ccq", impl) == "reference":
+    path = resolve("ccq", impl, q.device, lambda: misfit("ccq/curvature", q.device, q.dtype, q.shape[-1], q.shape[-1]))
+    if path == "reference":
         settings = {"initial_state": initial_state, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         return recurrent_ccq(q, k, eta, g, **settings)
     wide = torch.promote_types(q.dtype, torch.float32)
+    g = None if g is None else g.to(wide)
+    if path == "triton":
+        from needlework.ops.ccq.triton_op import clean
+
+        state = None if initial_state is None else CurvatureState(*(x.to(wide) for x in initial_state))
+        cleaned, state = clean(*(None if x is None else x.contiguous() for x in (q, k, eta, g)), state, cu_seqlens)
+        return CcqOutput(cleaned, state if output_final_state else None)
     state = empty_state(N, *k.shape[2:], device=k.device) if initial_state is None else initial_state
     state = CurvatureState(*(x.to(wide) for x in state))
-    g = None if g is None else g.to(wide)
     cleaned, *state = ccq_fwd(q.to(wide), k.to(wide), eta.to(wide), g, *state, cu_seqlens, chunk_size)
     return CcqOutput(cleaned.to(q.dtype), CurvatureState(*state) if output_final_state else None)
 

@@ -1,10 +1,8 @@
-"""What CCQ's chunks need before any of them is scanned: the running mean at every chunk's start, then, chunk by chunk, the keys
-seen from it and their centred scores. With k' = k − μ₀, ω_ts = e^{G_t − G_s}, n_t = e^{G_t} n₀ + Σ_s ω_ts:
+"""What lies under CCQ's kernels: tiles, gates, and the two passes over tokens that no chunk waits for: sums, fold.
 
-    P_ts = ω_ts (x_t·k'_s − x̄_t),   x̄_t = n_t⁻¹ Σ_s ω_ts x_t·k'_s,   δ = μ_C − μ₀ = n_C⁻¹ Σ_s ω_Cs k'_s
-
-P is not divided by n_t: float16 would lose it. Tokens past a sequence's end (`fill` real ones a chunk) have weight 0.
-Numbers of a token lie as [chunks H C], of a chunk as [chunks H ...]; tensors of the caller as [B T H K].
+Chunks of C tokens are numbered through all batch rows, NCB a row. Tensors of the caller lie as [B T H K], numbers of a token as
+[chunks H C], of a chunk as [chunks H ...]. G, the gates summed from a chunk's start in log2 units, is a pair of numbers: their
+differences are then as accurate as the difference, whatever the sums.
 """
 
 import torch
@@ -14,15 +12,15 @@ import triton.language as tl
 from needlework.ops.common.launch import Case, Plan
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
-POINTS = {"p_G": "*fp64", "p_fill": "*i32", "p_cum": "*i32", "T": "i32", "NCB": "i32", "chunks": "i32"}
-OPERANDS = ("p_x", "p_k", "p_q", "p_kc", "p_kd", "p_P", "p_Pq", "p_Py", "p_dout", "p_eta", "p_Sq", "p_y", "p_yd")
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+POINTS = {"p_fill": "*i32", "p_cum": "*i32", "T": "i32", "NCB": "i32"}
+OPERANDS = ("p_k", "p_dout", "p_eta", "p_Sq", "p_y", "p_yd")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 @triton.jit
-def load_tile(x, i, i_h, i_d, T, NCB, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
-    """[C BD] of chunk i of x [B T H D], zeros past T and D. x: a pointer, or a descriptor of its [B H T D] view."""
-    i_b = i // NCB
-    i_t = (i - i_b * NCB) * C
+def load_tile(x, i_b, i_t, i_h, i_d, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
+    """[C BD] of x [B T H D], zeros past T and D. x: a pointer, or a descriptor of its [B H T D] view."""
     if TMA:
         b = tl.reshape(x.load([i_b, i_h, i_t, i_d]), [C, BD])
     else:
@@ -35,11 +33,9 @@ def load_tile(x, i, i_h, i_d, T, NCB, H: tl.constexpr, D: tl.constexpr, C: tl.co
 
 @triton.jit
 def store_tile(
-    x, b, i, i_h, i_d, T, NCB, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
+    x, b, i_b, i_t, i_h, i_d, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
 ):  # fmt: skip
     """The inverse of `load_tile`: nothing is written past T and D."""
-    i_b = i // NCB
-    i_t = (i - i_b * NCB) * C
     if TMA:
         x.store([i_b, i_h, i_t, i_d], tl.reshape(b, [1, 1, C, BD]))
     else:
@@ -50,187 +46,179 @@ def store_tile(
 
 
 @triton.jit
-def weights(p_G, o_ih, fill, C: tl.constexpr, GATED: tl.constexpr, ACC: tl.constexpr):
-    """e^{G_s} and, for real tokens, e^{G_C − G_s} [C]. G is in log2 units and float64: a difference loses nothing."""
-    o_c = tl.arange(0, C)
-    if GATED:
-        b_G = tl.load(p_G + o_ih * C + o_c)
-        b_decay = tl.exp2(b_G.to(ACC))
-        b_left = tl.exp2((tl.load(p_G + o_ih * C + C - 1) - b_G).to(ACC))
+def numbers(p, o_row, i_d, K: tl.constexpr, BD: tl.constexpr):
+    """[BD] of row o_row of [rows K], zeros past K."""
+    o_d = i_d + tl.arange(0, BD)
+    return tl.load(p + o_row * K + o_d, mask=o_d < K, other=0.0)
+
+
+@triton.jit
+def real_tokens(p_fill, i, i_t, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """How many of the chunk's tokens are of its sequence."""
+    if PACKED:
+        fill = tl.load(p_fill + i)
     else:
-        b_decay = tl.full([C], 1.0, ACC)
-        b_left = b_decay
-    return b_decay, tl.where(o_c < fill, b_left, 0.0)
+        fill = tl.minimum(T - i_t, C)
+    return fill
+
+
+@triton.jit
+def decay_of(p_G, o_ih, o_c, C: tl.constexpr, GATED: tl.constexpr, ACC: tl.constexpr):
+    """e^{G_t}: what the tokens o_c still see of the chunk's start."""
+    decay = tl.full(o_c.shape, 1.0, ACC)
+    if GATED:
+        decay = tl.exp2(tl.load(p_G + 2 * o_ih * C + o_c))
+    return decay
+
+
+@triton.jit
+def left_of(p_G, o_ih, o_c, C: tl.constexpr, GATED: tl.constexpr, ACC: tl.constexpr):
+    """ω_Cs: what the chunk's end sees of the tokens o_c."""
+    left = tl.full(o_c.shape, 1.0, ACC)
+    if GATED:
+        p = p_G + 2 * o_ih * C
+        left = tl.exp2(tl.load(p + C - 1) - tl.load(p + o_c) + (tl.load(p + 2 * C - 1) - tl.load(p + C + o_c)))
+    return left
+
+
+@triton.jit
+def whole_of(p_G, o_ih, C: tl.constexpr, GATED: tl.constexpr):
+    """e^{G_C}: what the chunk's end sees of its start."""
+    a = 1.0
+    if GATED:
+        a = tl.exp2(tl.load(p_G + 2 * o_ih * C + C - 1))
+    return a
+
+
+@triton.jit
+def weights(p_G, o_ih, fill, C: tl.constexpr, GATED: tl.constexpr, SEEN_FIRST: tl.constexpr, ACC: tl.constexpr):
+    """ω_ts [t s], 0 for s > t and for tokens that are not real; [s t] where SEEN_FIRST."""
+    o_c = tl.arange(0, C)
+    if SEEN_FIRST:
+        seen = (o_c[:, None] <= o_c[None, :]) & (o_c < fill)[:, None]
+    else:
+        seen = (o_c[:, None] >= o_c[None, :]) & (o_c < fill)[None, :]
+    if GATED:
+        G = tl.load(p_G + 2 * o_ih * C + o_c)
+        rest = tl.load(p_G + 2 * o_ih * C + C + o_c)
+        span = (G[:, None] - G[None, :]) + (rest[:, None] - rest[None, :])
+        if SEEN_FIRST:
+            span = -span
+        w = tl.where(seen, tl.exp2(tl.where(seen, span, 0.0)), 0.0)
+    else:
+        w = tl.where(seen, 1.0, 0.0).to(ACC)
+    return w
 
 
 @triton.jit(do_not_specialize=["T", "NCB"])
 def sums(
-    p_k, p_G, p_fill, p_sum, p_mass, T, NCB,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, ACC: tl.constexpr,
+    p_k, p_g, p_fill, p_sum, p_mass, p_G, T, NCB,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """Σ_s ω_Cs k_s and Σ_s ω_Cs of every chunk."""
-    i, i_h = tl.program_id(0), tl.program_id(1)
-    o_ih = tl.cast(i, tl.int64) * H + i_h
-    o_k = tl.arange(0, BK)
-    _, b_left = weights(p_G, o_ih, tl.load(p_fill + i), C, GATED, ACC)
-    b_k = load_tile(p_k, i, i_h, 0, T, NCB, H, K, C, BK, 0).to(ACC)
-    tl.store(p_sum + o_ih * K + o_k, tl.sum(b_left[:, None] * b_k, 0), mask=o_k < K)
-    tl.store(p_mass + o_ih, tl.sum(b_left, 0))
-
-
-@triton.jit(do_not_specialize=["T", "NCB"])
-def means(
-    p_k, p_G, p_sum, p_mass, p_cum, p_mean_in, p_n_in, p_mean, p_n, p_mean_out, p_n_out, T, NCB,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """(μ, n) before each chunk and after the last: one program a sequence, key head and BK columns."""
-    i_n, i_h = tl.program_id(0), tl.program_id(1)
-    o_nh = tl.cast(i_n, tl.int64) * H + i_h
-    o_k = tl.program_id(2) * BK + tl.arange(0, BK)
-    inside = o_k < K
-    start, end = tl.load(p_cum + i_n), tl.load(p_cum + i_n + 1)
-    n = tl.load(p_n_in + o_nh).to(ACC)
-    b_mean = tl.load(p_mean_in + o_nh * K + o_k, mask=inside, other=0.0).to(ACC)
-    # before the first token the mean has no mass: the first key is a better place to centre at
-    if start < end:
-        i_b = start // NCB
-        first = ((tl.cast(i_b, tl.int64) * T + (start - i_b * NCB) * C) * H + i_h) * K + o_k
-        b_first = tl.load(p_k + first, mask=inside, other=0.0).to(ACC)
-        b_mean = tl.where(n > 0, b_mean, b_first)
-    for i in tl.range(start, end, loop_unroll_factor=4):
-        o_ih = tl.cast(i, tl.int64) * H + i_h
-        tl.store(p_mean + o_ih * K + o_k, b_mean, mask=inside)
-        tl.store(p_n + o_ih, n)
-        m = tl.load(p_mass + o_ih)
-        b_sum = tl.load(p_sum + o_ih * K + o_k, mask=inside, other=0.0)
-        if GATED:
-            n = n * tl.exp2(tl.load(p_G + o_ih * C + C - 1).to(ACC))
-        n = n + m
-        b_mean += (b_sum - m * b_mean) / tl.maximum(n, 1.0)
-    tl.store(p_mean_out + o_nh * K + o_k, b_mean, mask=inside)
-    tl.store(p_n_out + o_nh, n)
-
-
-@triton.jit(do_not_specialize=["T", "NCB"])
-def intra(
-    p_x, p_k, p_G, p_fill, p_mean, p_n, p_q, p_qbar, p_ysq, p_kc, p_kd, p_P, p_xbar, p_decay, p_left, p_inv, p_d, p_pairs,
-    T, NCB, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr,
-    ACC: tl.constexpr, OT: tl.constexpr,
-):  # fmt: skip
-    """k', ω_C (k' − δ), δ; P and x̄ of x; the numbers of the chunk's tokens.
-
-    With PAIRS, x is y/n, and p_pairs gets Σ_t ω_ts (y·Σq/n − …) of every key: what its mass changes inside its chunk.
-    """
-    i, i_h = tl.program_id(0), tl.program_id(1)
-    o_ih = tl.cast(i, tl.int64) * H + i_h
+    """Σ_s ω_Cs k_s and Σ_s ω_Cs of a chunk, and its G, [2 C] a chunk and head."""
+    TILES: tl.constexpr = (K + BD - 1) // BD
+    i_d = (tl.program_id(0) % TILES) * BD
+    o_ih = tl.cast(tl.program_id(0) // TILES, tl.int64)
+    i = (tl.program_id(0) // TILES) // H
+    i_h = (tl.program_id(0) // TILES) % H
+    i_b = i // NCB
+    i_t = (i - i_b * NCB) * C
     o_c = tl.arange(0, C)
-    o_k = tl.arange(0, BK)
-    fill = tl.load(p_fill + i)
-    b_decay, b_left = weights(p_G, o_ih, fill, C, GATED, ACC)
-    b_mean = tl.load(p_mean + o_ih * K + o_k, mask=o_k < K, other=0.0)
-    n = tl.load(p_n + o_ih)
-
-    b_k = load_tile(p_k, i, i_h, 0, T, NCB, H, K, C, BK, 0).to(ACC) - b_mean[None, :]
-    b_kc = tl.where((o_c < fill)[:, None], b_k, 0.0).to(OT)
-    store_tile(p_kc, b_kc, i, i_h, 0, T, NCB, H, K, C, BK, 0)
+    b_left = tl.full([C], 1.0, ACC)
     if GATED:
-        a = tl.exp2(tl.load(p_G + o_ih * C + C - 1).to(ACC))
-        n_end = a * n + tl.sum(b_left, 0)
-    else:
-        n_end = n + fill
-    b_d = tl.sum(b_left[:, None] * b_kc.to(ACC), 0) / tl.maximum(n_end, 1.0)
-    tl.store(p_d + o_ih * K + o_k, b_d, mask=o_k < K)
-    b_kd = b_left[:, None] * (b_kc.to(ACC) - b_d[None, :])
-    store_tile(p_kd, b_kd.to(OT), i, i_h, 0, T, NCB, H, K, C, BK, 0)
-
-    b_x = load_tile(p_x, i, i_h, 0, T, NCB, H, K, C, BK, 0)
-    b_s = tl.dot(b_x, tl.trans(b_kc), input_precision="ieee", out_dtype=ACC)
-    seen = (o_c[:, None] >= o_c[None, :]) & (o_c < fill)[None, :]
-    if GATED:
-        b_G = tl.load(p_G + o_ih * C + o_c)
-        b_w = tl.exp2(tl.where(seen, (b_G[:, None] - b_G[None, :]).to(ACC), -float("inf")))
-    else:
-        b_w = tl.where(seen, 1.0, 0.0).to(ACC)
-    b_inv = 1.0 / tl.maximum(b_decay * n + tl.sum(b_w, 1), 1.0)
-    b_xbar = tl.sum(b_w * b_s, 1) * b_inv
-    b_s = b_s - b_xbar[:, None]
-    tl.store(p_P + o_ih * (C * C) + o_c[:, None] * C + o_c[None, :], (b_w * b_s).to(OT))
-    tl.store(p_xbar + o_ih * C + o_c, b_xbar)
-    tl.store(p_decay + o_ih * C + o_c, b_decay)
-    tl.store(p_left + o_ih * C + o_c, b_left)
-    tl.store(p_inv + o_ih * C + o_c, b_inv)
-    if PAIRS:
-        b_q = load_tile(p_q, i, i_h, 0, T, NCB, H, K, C, BK, 0)
-        b_sq = tl.dot(b_q, tl.trans(b_kc), input_precision="ieee", out_dtype=ACC)
-        b_sq = b_sq - tl.load(p_qbar + o_ih * C + o_c)[:, None]
-        b_ysq = tl.load(p_ysq + o_ih * C + o_c)
-        tl.store(p_pairs + o_ih * C + o_c, tl.sum(b_w * (b_ysq[:, None] - b_sq * b_s), 0))
+        o_t = i_t + o_c
+        o_g = (tl.cast(i_b, tl.int64) * T + o_t) * H + i_h
+        b_g = tl.load(p_g + o_g, mask=o_t < T, other=0.0).to(tl.float64) * LOG2E
+        b_G = tl.cumsum(b_g, 0)
+        b_left = tl.exp2((tl.sum(b_g, 0) - b_G).to(ACC))
+        if i_d == 0:
+            tl.store(p_G + 2 * o_ih * C + o_c, b_G.to(ACC))
+            tl.store(p_G + 2 * o_ih * C + C + o_c, (b_G - b_G.to(ACC).to(tl.float64)).to(ACC))
+    b_left = tl.where(o_c < real_tokens(p_fill, i, i_t, T, C, PACKED), b_left, 0.0)
+    b_k = load_tile(p_k, i_b, i_t, i_h, i_d, T, H, K, C, BD, 0).to(ACC)
+    o_d = i_d + tl.arange(0, BD)
+    tl.store(p_sum + o_ih * K + o_d, tl.sum(b_left[:, None] * b_k, 0), mask=o_d < K)
+    if i_d == 0:
+        tl.store(p_mass + o_ih, tl.sum(b_left, 0))
 
 
 @triton.jit(do_not_specialize=["T", "NCB"])
 def fold(
-    p_dout, p_eta, p_Sq, p_decay, p_inv, p_scale, p_y, p_yd, p_ysq, p_deta, T, NCB,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,
-    ACC: tl.constexpr, OT: tl.constexpr,
+    p_dout, p_eta, p_Sq, p_G, p_inv, p_scale, p_y, p_yd, p_ysq, p_deta, T, NCB,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
+    GATED: tl.constexpr, SCALED: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
 ):  # fmt: skip
-    """y_t/n_t with y_t = scale Σ_j λ_tj dq̃_tj over the value heads of a key head, with gates also e^{G_t} y_t/n_t; dλ; y·Σq/n."""
+    """ŷ_t = scale n_t⁻¹ Σ_j λ_tj dq̃_tj over the value heads of a key head, gated also e^{G_t} ŷ_t, dλ, and ŷ·Σq, of BT tokens."""
     GROUP: tl.constexpr = HV // H
-    i, i_h = tl.program_id(0), tl.program_id(1)
-    o_ih = tl.cast(i, tl.int64) * H + i_h
-    o_c = tl.arange(0, C)
-    b_Sq = load_tile(p_Sq, i, i_h, 0, T, NCB, H, K, C, BK, 0).to(ACC)
-    b_y = tl.zeros([C, BK], ACC)
+    PARTS: tl.constexpr = C // BT
+    i_h = tl.program_id(0) % H
+    i = tl.program_id(0) // (H * PARTS)
+    i_c = ((tl.program_id(0) // H) % PARTS) * BT
     i_b = i // NCB
-    o_t = (i - i_b * NCB) * C + o_c
+    i_t = (i - i_b * NCB) * C + i_c
+    o_t = i_t + tl.arange(0, BT)
+    o_token = (tl.cast(i, tl.int64) * H + i_h) * C + i_c + tl.arange(0, BT)
+    b_Sq = load_tile(p_Sq, i_b, i_t, i_h, 0, T, H, K, BT, BK, 0).to(ACC)
+    b_y = tl.zeros([BT, BK], ACC)
     for j in tl.static_range(GROUP):
         o_eta = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h * GROUP + j
         b_eta = tl.load(p_eta + o_eta, mask=o_t < T, other=0.0).to(ACC)
-        b_do = load_tile(p_dout, i, i_h * GROUP + j, 0, T, NCB, HV, K, C, BK, 0).to(ACC)
+        b_do = load_tile(p_dout, i_b, i_t, i_h * GROUP + j, 0, T, HV, K, BT, BK, 0).to(ACC)
         b_y += b_eta[:, None] * b_do
         tl.store(p_deta + o_eta, -tl.sum(b_do * b_Sq, 1), mask=o_t < T)
-    b_y *= (tl.load(p_scale) * tl.load(p_inv + o_ih * C + o_c))[:, None]
-    tl.store(p_ysq + o_ih * C + o_c, tl.sum(b_y * b_Sq, 1))
-    store_tile(p_y, b_y.to(OT), i, i_h, 0, T, NCB, H, K, C, BK, 0)
+    b_factor = tl.load(p_inv + o_token)
+    if SCALED:
+        b_factor *= tl.load(p_scale)
+    b_y *= b_factor[:, None]
+    tl.store(p_ysq + o_token, tl.sum(b_y * b_Sq, 1))
+    store_tile(p_y, b_y.to(OT), i_b, i_t, i_h, 0, T, H, K, BT, BK, 0)
     if GATED:
-        b_yd = tl.load(p_decay + o_ih * C + o_c)[:, None] * b_y
-        store_tile(p_yd, b_yd.to(OT), i, i_h, 0, T, NCB, H, K, C, BK, 0)
+        b_decay = decay_of(p_G, tl.cast(i, tl.int64) * H + i_h, i_c + tl.arange(0, BT), C, GATED, ACC)
+        store_tile(p_yd, (b_decay[:, None] * b_y).to(OT), i_b, i_t, i_h, 0, T, H, K, BT, BK, 0)
+
+
+def padded(K: int) -> int:
+    return max(16, triton.next_power_of_2(K))
+
+
+def constants(plan: Plan, name: str, dtype: torch.dtype, H: int, HV: int, K: int, **flags: bool) -> dict[str, object]:
+    """Every constexpr and option of a launch of `name`; a kernel takes those that it names."""
+    own = {key: min(x, padded(K)) if key in ("BD", "BV") else x for key, x in plan.launch[name].items()}
+    wide = torch.promote_types(dtype, torch.float32)
+    sizes = {"H": H, "HV": HV, "K": K, "C": plan.launch["shared"]["C"], "BK": padded(K)}
+    return sizes | {"TMA": int(plan.tma), "ACC": TYPES[wide], "OT": TYPES[dtype]} | flags | own
+
+
+def arguments(kernel, given: dict[str, object]) -> dict[str, object]:
+    """Of `constants`, what `kernel` names and its options."""
+    return {name: x for name, x in given.items() if name in kernel.arg_names or name in OPTIONS}
 
 
 def case(kernel, name: str, plan: Plan, dtype: torch.dtype, K: int, **flags: bool) -> Case:
     """One launch of `kernel` under the row `name` of a plan, with one head and the flags given."""
-    operand = str(TYPES[dtype])
-    wide = torch.promote_types(dtype, torch.float32)
-    options = dict(plan.launch[name])
-    extra = {key: options.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in options}
-    C, BK = plan.launch["shared"]["C"], max(16, triton.next_power_of_2(K))
-    options["BV"] = min(options.get("BV", BK), BK)
-    values = {
-        "H": 1,
-        "HV": 1,
-        "K": K,
-        "C": C,
-        "BK": BK,
-        "TMA": plan.tma,
-        "OT": TYPES[dtype],
-        "ACC": TYPES[wide],
-        **options,
-        **flags,
-    }
+    operand, wide = str(TYPES[dtype]), str(TYPES[torch.promote_types(dtype, torch.float32)])
+    values = arguments(kernel, constants(plan, name, dtype, 1, 1, K, **flags))
+    options = {key: values.pop(key) for key in OPTIONS if key in values}
+    rows = {"": values["C"], "t": values.get("BT"), "s": values.get("BK")}
+    columns = {"k": values.get("BK"), "v": values.get("BV"), "d": values.get("BD")}
     signature = {}
     for argument in kernel.arg_names:
         if argument in values:
             signature[argument] = "constexpr"
-        elif argument.startswith("x_"):
-            width = options["BV"] if argument.endswith("v") or argument in ("x_out", "x_Sx", "x_dk", "x_kd") else BK
-            signature[argument] = f"tensordesc<{operand}[1, 1, {C}, {width}]>" if plan.tma else f"*{operand}"
+        elif argument.startswith("x_") and plan.tma:
+            # x_<name>_<columns><rows>
+            kind = argument.rsplit("_", 1)[1]
+            signature[argument] = f"tensordesc<{operand}[1, 1, {rows[kind[1:]]}, {columns[kind[0]]}]>"
         else:
-            signature[argument] = POINTS.get(argument, f"*{operand}" if argument in OPERANDS else f"*{TYPES[wide]}")
-    return Case(kernel, signature, {key: values[key] for key in signature if key in values}, extra)
+            narrow = argument.startswith("x_") or argument in OPERANDS
+            signature[argument] = POINTS.get(argument, f"*{operand if narrow else wide}")
+    return Case(kernel, signature, values, options)
 
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    cases = []
-    for gated in (False, True):
-        cases += [case(kernel, kernel.__name__, plan, dtype, K, GATED=gated) for kernel in (sums, means, fold)]
-        cases += [case(intra, "intra", plan, dtype, K, GATED=gated, PAIRS=pairs) for pairs in {False, gated}]
-    return cases
+    scaled = dtype == torch.float16
+    return [
+        *(case(sums, "sums", plan, dtype, K, GATED=gated, PACKED=False) for gated in (False, True)),
+        *(case(fold, "fold", plan, dtype, K, GATED=gated, SCALED=scaled) for gated in (False, True)),
+    ]

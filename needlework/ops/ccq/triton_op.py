@@ -1,12 +1,10 @@
-"""CCQ in Triton: `clean`, which picks a launch plan, and the custom ops needlework::ccq_triton_fwd and _bwd behind it.
+"""CCQ in Triton: `clean`, and the custom ops needlework::ccq_triton_fwd and _bwd behind it.
 
-The forward saves Σq, the scores of q and the chunks' means; the backward recomputes k'. The state's gradient in C is symmetric,
-as C is.
+The forward saves Σq, the covariance before every chunk, and a few numbers a token; the backward recomputes the scores. C is
+symmetric by contract, and so is its gradient here.
 """
 
-import json
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,343 +12,324 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.ccq import triton_intra
 from needlework.ops.ccq.state import CurvatureState
-from needlework.ops.ccq.triton_intra import TYPES
-from needlework.ops.ccq.triton_reverse import reverse
-from needlework.ops.ccq.triton_scan import scan
-from needlework.ops.common import launch
+from needlework.ops.ccq.triton_reverse import keys, reverse
+from needlework.ops.ccq.triton_scan import read, states
 from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.launch import Plan, plan
 from needlework.ops.common.packing import check_cu_seqlens
 
 ENGINE = "ccq/curvature"
 
 
-def unsupported(q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, cu_seqlens: Tensor | None) -> str | None:
-    """Why `clean` cannot take these tensors, None if it can."""
-    if q.device.type != "cuda" and not launch.interpreted():
-        return f"Triton needs a GPU, the tensors are on {q.device}"
-    if q.dtype == torch.float64 and not launch.interpreted():
-        return "float64 is computed in torch"
-    if g is not None and g.requires_grad and torch.is_grad_enabled():
-        return "g's gradient is a suffix sum here, whose rounding exceeds the error budget next to strong gates"
-    try:
-        launch.plan(ENGINE, q.device, q.dtype, q.shape[-1], q.shape[-1])
-    except launch.Unsupported as e:
-        return str(e)
-    return None
-
-
 def clean(
-    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureState, cu_seqlens: Tensor | None
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureState | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, CurvatureState]:
-    """q, k [B T H K], eta [B T HV], g [B T H] or None, the state float32 (float64 in the interpreter) -> q̃ [B T HV K], state."""
-    plan = launch.plan(ENGINE, q.device, q.dtype, q.shape[-1], q.shape[-1])
-    settings = json.dumps({"TMA": int(plan.tma), **plan.launch})
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, eta, g, *state))
-    cleaned, *final = torch.ops.needlework.ccq_triton_fwd(
-        q, k, eta, g, *state, cu_seqlens, settings, plan.launch["shared"]["C"], save
-    )
+    """q, k [B T H K], eta [B T HV], g [B T H] or None, contiguous -> q̃ [B T HV K] and the final state, float32 or wider."""
+    given = (q, k, eta, g, *(state or (None, None, None)))
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    cleaned, *final = torch.ops.needlework.ccq_triton_fwd(*given, cu_seqlens, save)
     return cleaned, CurvatureState(*final[:3])
 
 
-class _Sizes(NamedTuple):
-    """What every launch is given; `at` the sequences as chunks, NCB the chunks of a batch row."""
+class _Walk(NamedTuple):
+    """What every launch is given: the sequences as chunks, the sizes, the plan, which tokens are real."""
 
     at: Alignment
-    rows: int
+    plan: Plan
+    B: int
     NCB: int
     H: int
     HV: int
     K: int
-    C: int
-    launch: dict[str, dict[str, int]]
-    tma: bool
     dtype: torch.dtype
+    fill: Tensor
+    gated: bool
+    packed: bool
 
     @classmethod
-    def of(cls, q: Tensor, HV: int, cu_seqlens: Tensor | None, settings: str, C: int) -> "_Sizes":
+    def of(cls, q: Tensor, HV: int, cu_seqlens: Tensor | None, gated: bool) -> "_Walk":
         B, T, H, K = q.shape
+        chosen = plan(ENGINE, q.device, q.dtype, K, K)
+        C = chosen.launch["shared"]["C"]
         at = Alignment.of(cu_seqlens, B, T, C, q.device)
-        options = json.loads(settings)
-        return cls(at, B, -(-at.T // C), H, HV, K, C, options, bool(options.pop("TMA")), q.dtype)
+        fill = at.cum if cu_seqlens is None else _fill(at, cu_seqlens, C)
+        return cls(at, chosen, B, -(-at.T // C), H, HV, K, q.dtype, fill, gated, cu_seqlens is not None)
 
     @property
     def chunks(self) -> int:
-        return self.rows * self.NCB
+        return self.B * self.NCB
+
+    @property
+    def C(self) -> int:
+        return self.plan.launch["shared"]["C"]
 
     @property
     def wide(self) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
-    def BK(self) -> int:
-        return max(16, 1 << (self.K - 1).bit_length())
+    def scaled(self) -> bool:
+        return self.dtype == torch.float16
 
-    def common(self, kernel: str, *names: str, **flags: Any) -> dict[str, Any]:
-        """The keyword arguments of one kernel: its sizes by name, its types, its row of the plan."""
-        sizes = {"T": self.at.T, "NCB": self.NCB, "H": self.H, "K": self.K, "C": self.C, "BK": self.BK, "ACC": TYPES[self.wide]}
-        sizes |= {name: {"HV": self.HV, "OT": TYPES[self.dtype], "TMA": self.tma}[name] for name in names}
-        options = self.launch[kernel]
-        if "BV" in options:
-            options = options | {"BV": min(options["BV"], self.BK)}
-        return sizes | flags | options
+    def constants(self, name: str, **flags: bool) -> dict[str, object]:
+        flags = {"GATED": self.gated, "PACKED": self.packed, "HALF": self.dtype.itemsize == 2, "SCALED": self.scaled} | flags
+        return triton_intra.constants(self.plan, name, self.dtype, self.H, self.HV, self.K, **flags)
 
-    def tile(self, x: Tensor, BD: int) -> Tensor | TensorDescriptor:
-        """x [B T H D] as the scans take it: tiles of a chunk and BD columns."""
-        if not self.tma:
+    def parts(self, name: str) -> int:
+        """Tiles of BV columns that make a state."""
+        return -(-self.K // self.constants(name)["BV"])
+
+    def tile(self, x: Tensor, rows: int, columns: int) -> Tensor | TensorDescriptor:
+        """x [B T H D] as kernels take it: tiles of `rows` tokens and `columns` of D."""
+        if not self.plan.tma:
             return x
         x = x.transpose(1, 2)
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, self.C, BD])
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
 
-    def empty(self, *sizes: int) -> Tensor:
-        return torch.empty(self.chunks, self.H, *sizes, dtype=self.wide, device=self.at.cum.device)
+    def state(self, x: Tensor, rows: int, columns: int) -> Tensor | TensorDescriptor:
+        """x [chunks H K K], the same."""
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns]) if self.plan.tma else x
 
-    def fill(self, cu_seqlens: Tensor | None) -> Tensor:
-        """[chunks] int32: real tokens of each chunk."""
-        chunk = torch.arange(self.chunks, device=self.at.cum.device)
-        if cu_seqlens is None:
-            left = self.at.T - chunk % self.NCB * self.C
-        else:
-            n = torch.searchsorted(self.at.cum, chunk, right=True) - 1
-            lengths = torch.nn.functional.pad(cu_seqlens.to(chunk).diff(), (0, 1))  # chunks past the last sequence: 0
-            left = lengths[n] - (chunk - self.at.cum[n]) * self.C
-        return left.clamp(0, self.C).to(torch.int32)
-
-    def prefix(self, g: Tensor | None) -> Tensor | None:
-        """[chunks H C] float64: gates summed from each chunk's start, in log2 units."""
-        if g is None:
-            return None
-        g = torch.nn.functional.pad(g.double(), (0, 0, 0, self.NCB * self.C - self.at.T))
-        return (g.reshape(self.chunks, self.C, self.H).cumsum(1) * math.log2(math.e)).transpose(1, 2).contiguous()
+    def empty(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(self.chunks, self.H, *sizes, dtype=dtype or self.wide, device=self.at.cum.device)
 
 
-class _Within(NamedTuple):
-    """What `intra` computes: k', ω_C (k' − δ), and the chunk's numbers."""
-
-    kc: Tensor
-    kd: Tensor
-    P: Tensor
-    bar: Tensor
-    decay: Tensor
-    left: Tensor
-    inv: Tensor
-    d: Tensor
-    pairs: Tensor
+def _fill(at: Alignment, cu_seqlens: Tensor, C: int) -> Tensor:
+    """[chunks] int32: real tokens of each chunk; 0 past the last sequence."""
+    chunk = torch.arange(at.T // C, device=at.cum.device)
+    n = torch.searchsorted(at.cum, chunk, right=True) - 1
+    lengths = torch.nn.functional.pad(cu_seqlens.to(chunk).diff(), (0, 1))
+    return (lengths[n] - (chunk - at.cum[n]) * C).clamp(0, C).to(torch.int32)
 
 
-def _within(sizes: _Sizes, x: Tensor, k: Tensor, G: Tensor | None, fill: Tensor, mean: Tensor, n: Tensor, pairs=()) -> _Within:
-    """`intra` on x. pairs: q, q̄ and y·Σq where the gates want a gradient."""
-    C, K = sizes.C, sizes.K
-    kc, out = torch.empty_like(k), [sizes.empty(C) for _ in range(5)]
-    kd = torch.empty_like(k)
-    P = torch.empty(sizes.chunks, sizes.H, C, C, dtype=sizes.dtype, device=k.device)
-    d, (bar, decay, left, inv, within) = sizes.empty(K), out
-    q, qbar, ysq = pairs or (x, bar, bar)
-    flags = {"GATED": G is not None, "PAIRS": bool(pairs)}
-    triton_intra.intra[(sizes.chunks, sizes.H)](
-        x, k, fill if G is None else G, fill, mean, n, q, qbar, ysq, kc, kd, P, bar, decay, left, inv, d, within,
-        **sizes.common("intra", "OT", **flags),
+def _launch(kernel, programs: int, walk: _Walk, constants: dict[str, object], *arguments) -> None:
+    kernel[(programs,)](*arguments, walk.at.T, walk.NCB, **triton_intra.arguments(kernel, constants))
+
+
+def _states(walk: _Walk, k: Tensor, g: Tensor | None, C: Tensor | None, mean: Tensor | None, n: Tensor | None):
+    """The final C, mean, n; C/n, μ and n before each chunk; G."""
+    N, H, K = walk.at.N, walk.H, walk.K
+    wide = {"dtype": walk.wide, "device": k.device}
+    settings = walk.constants("sums")
+    total, mass = walk.empty(K), walk.empty()
+    G = walk.empty(2, walk.C) if walk.gated else mass
+    programs = walk.chunks * H * -(-K // settings["BD"])
+    _launch(triton_intra.sums, programs, walk, settings, k, k if g is None else g, walk.fill, total, mass, G)
+
+    settings = walk.constants("states", INIT=C is not None)
+    BT, BV, BK = settings["BT"], settings["BV"], settings["BK"]
+    final = torch.empty(N, H, K, K, **wide), torch.empty(N, H, K, **wide), torch.empty(N, H, **wide)
+    C0, mean0, n0 = walk.empty(K, K, dtype=walk.dtype), walk.empty(K), walk.empty()
+    initial = final if C is None else (C, mean, n)
+    _launch(
+        states, walk.parts("states") * H * N, walk, settings,
+        walk.tile(k, BT, BK), walk.tile(k, BT, BV), k, walk.state(C0, BK, BV), G, walk.fill, total, mass, *initial, *final, mean0, n0,
+        walk.at.cum,
     )  # fmt: skip
-    return _Within(kc, kd, P, bar, decay, left, inv, d, within)
-
-
-def _scan(
-    sizes: _Sizes, x: Tensor, tiles: Tensor, eta: Tensor, C0: Tensor, within: _Within, out: Tensor, Sx: Tensor, C1: Tensor,
-    scale: Tensor, **flags: bool,
-) -> None:  # fmt: skip
-    settings = sizes.common("scan", "HV", "OT", "TMA", **flags)
-    BK, BV = sizes.BK, settings["BV"]
-    NV = -(-sizes.K // BV)
-    scan[(NV * sizes.H * sizes.at.N,)](
-        sizes.tile(x, BK), sizes.tile(within.kc, BK), sizes.tile(within.kc, BV), sizes.tile(within.kd, BV), sizes.tile(tiles, BV),
-        sizes.tile(out, BV), sizes.tile(Sx, BV), eta, within.P, within.decay, within.inv, C0, C1, sizes.at.cum, scale,
-        **settings,
-    )  # fmt: skip
+    return final, C0, mean0, n0, G
 
 
 @torch.library.custom_op("needlework::ccq_triton_fwd", mutates_args=())
 def ccq_triton_fwd(
-    q: Tensor,
-    k: Tensor,
-    eta: Tensor,
-    g: Tensor | None,
-    C: Tensor,
-    mean: Tensor,
-    n: Tensor,
-    cu_seqlens: Tensor | None,
-    settings: str,
-    chunk: int,
-    save: bool,
-) -> list[Tensor]:
-    """q̃, the final C, mean, n; with `save` also Σq, P and q̄ of q, the chunks' μ₀ and n₀, e^{G_t}, 1/n_t (aligned)."""
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, mean: Tensor | None, n: Tensor | None,
+    cu_seqlens: Tensor | None, save: bool,
+) -> list[Tensor]:  # fmt: skip
+    """q̃, the final C, mean, n; with `save` also, of aligned tokens: Σq, before each chunk C/n, μ, n, then q·μ_t, q·(μ_t − μ₀),
+    1/n_t, and G."""
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
+    walk = _Walk.of(q, eta.shape[2], cu_seqlens, g is not None)
+    if C is not None:
+        C, mean, n = (x.contiguous() for x in (C, mean, n))
     if q.numel() == 0:
-        return [q.new_empty(*eta.shape, q.shape[-1]), C.clone(), mean.clone(), n.clone()]
-    sizes = _Sizes.of(q, eta.shape[2], cu_seqlens, settings, chunk)
-    q, k, eta = (sizes.at.align(x) for x in (q, k, eta))
-    G = None if g is None else sizes.prefix(sizes.at.align(g))
-    fill = sizes.fill(cu_seqlens)
-    C, mean, n = (x.contiguous() for x in (C, mean, n))
-    C1, mean1, n1 = (torch.empty_like(x) for x in (C, mean, n))
+        return [q.new_empty(*eta.shape, walk.K), *_untouched(walk, C, mean, n), *(_no_chunk(q, walk) if save else [])]
+    q, k, eta = (walk.at.align(x) for x in (q, k, eta))
+    g = None if g is None else walk.at.align(g)
+    final, C0, mean0, n0, G = _states(walk, k, g, C, mean, n)
 
-    centre, mass, mean0, n0 = sizes.empty(sizes.K), sizes.empty(), sizes.empty(sizes.K), sizes.empty()
-    gates = fill if G is None else G
-    gated = {"GATED": G is not None}
-    triton_intra.sums[(sizes.chunks, sizes.H)](k, gates, fill, centre, mass, **sizes.common("sums", **gated))
-    settings_ = sizes.common("means", **gated)
-    triton_intra.means[(sizes.at.N, sizes.H, -(-sizes.K // settings_["BK"]))](
-        k, gates, centre, mass, sizes.at.cum, mean, n, mean0, n0, mean1, n1, **settings_
-    )
-    within = _within(sizes, q, k, G, fill, mean0, n0)
-    cleaned = q.new_empty(*eta.shape, sizes.K)
-    Sq = torch.empty_like(q) if save else q
-    _scan(sizes, q, q, eta, C, within, cleaned, Sq, C1, n, BACKWARD=False, SAVE=save, **gated)
-    saved = [Sq, within.P, within.bar, mean0, n0, within.decay, within.inv] if save else []
-    return [sizes.at.restore(cleaned), C1, mean1, n1, *saved]
+    cleaned = q.new_empty(*eta.shape, walk.K)
+    Sq, bar, rel, inv = (torch.empty_like(q), *(walk.empty(walk.C) for _ in range(3))) if save else (q, n0, n0, n0)
+    settings = walk.constants("read", BACKWARD=False, SAVE=save)
+    wide, narrow = _read_tiles(walk, settings)
+    _launch(
+        read, walk.chunks * walk.H, walk, settings,
+        narrow(q, "BD"), narrow(k, "BD"), narrow(q, "BD"), narrow(q, "BK"), narrow(k, "BV"), narrow(q, "BV"), narrow(q, "BV"),
+        narrow(cleaned, "BV"), narrow(Sq, "BV"), wide(C0), eta, G, walk.fill, mean0, n0, bar, rel, inv,
+        bar, rel, bar, bar, n0,
+    )  # fmt: skip
+    saved = [Sq, C0, mean0, n0, bar, rel, inv, G] if save else []
+    return [walk.at.restore(cleaned), *final, *saved]
+
+
+def _read_tiles(walk: _Walk, settings: dict):
+    wide = lambda x: walk.state(x, settings["BK"], settings["BV"])
+    narrow = lambda x, columns: walk.tile(x, walk.C, settings[columns])
+    return wide, narrow
+
+
+def _untouched(walk: _Walk, C, mean, n) -> list[Tensor]:
+    """The final state where there is no token."""
+    if C is not None:
+        return [x.to(walk.wide, copy=True) for x in (C, mean, n)]
+    sizes = (walk.K, walk.K), (walk.K,), ()
+    return [torch.zeros(walk.at.N, walk.H, *size, dtype=walk.wide, device=walk.at.cum.device) for size in sizes]
+
+
+def _no_chunk(q: Tensor, walk: _Walk) -> list[Tensor]:
+    """What is saved where there is no token."""
+    K, C = walk.K, walk.C
+    G = walk.empty(2, C) if walk.gated else walk.empty()
+    state = walk.empty(K, K, dtype=walk.dtype), walk.empty(K), walk.empty()
+    return [q.new_empty(walk.B, walk.at.T, walk.H, K), *state, *(walk.empty(C) for _ in range(3)), G]
 
 
 @ccq_triton_fwd.register_fake
-def _(q, k, eta, g, C, mean, n, cu_seqlens, settings, chunk, save):
-    out = [q.new_empty(*eta.shape, q.shape[-1]), *(torch.empty_like(x) for x in (C, mean, n))]
-    if save and q.numel() != 0:
-        B, T, H, K = q.shape
-        chunks = B * (-(-T // chunk)) if cu_seqlens is None else T // chunk + len(cu_seqlens) - 1
-        number = C.new_empty(chunks, H, chunk)
-        Sq = torch.empty_like(q) if cu_seqlens is None else q.new_empty(1, chunks * chunk, H, K)
-        means = C.new_empty(chunks, H, K), C.new_empty(chunks, H)
-        P = q.new_empty(chunks, H, chunk, chunk)
-        out += [Sq, P, number, *means, torch.empty_like(number), torch.empty_like(number)]
+def _(q, k, eta, g, C, mean, n, cu_seqlens, save):
+    B, T, H, K = q.shape
+    chunk = plan(ENGINE, q.device, q.dtype, K, K).launch["shared"]["C"]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    wide = torch.promote_types(q.dtype, torch.float32)
+    number = lambda *sizes: q.new_empty(*sizes, dtype=wide)
+    out = [q.new_empty(*eta.shape, K), number(N, H, K, K), number(N, H, K), number(N, H)]
+    if save:
+        aligned = T if cu_seqlens is None else (T // chunk + N) * chunk
+        rows = B * (-(-aligned // chunk))
+        G = number(rows, H) if g is None else number(rows, H, 2, chunk)
+        out += [q.new_empty(B, aligned, H, K), q.new_empty(rows, H, K, K), number(rows, H, K), number(rows, H)]
+        out += [number(rows, H, chunk), number(rows, H, chunk), number(rows, H, chunk), G]
     return out
 
 
 @torch.library.custom_op("needlework::ccq_triton_bwd", mutates_args=())
 def ccq_triton_bwd(
-    dcleaned: Tensor,
-    dC: Tensor | None,
-    dmean: Tensor | None,
-    dn: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    eta: Tensor,
-    g: Tensor | None,
-    C: Tensor,
-    mean: Tensor,
-    n: Tensor,
-    cu_seqlens: Tensor | None,
-    final: list[Tensor],
-    saved: list[Tensor],
-    settings: str,
-    chunk: int,
-) -> list[Tensor]:
-    """Gradients of q, k, eta, g (no numbers without g), C, mean, n. final: C and n after the last token."""
-    sizes = _Sizes.of(q, eta.shape[2], cu_seqlens, settings, chunk)
-    at = sizes.at
-    C, mean, n = (x.contiguous() for x in (C, mean, n))
-    scale = _scale(dcleaned, dC, sizes)
-    q, k, dcleaned = (at.align(x) for x in (q, k, dcleaned))
-    eta_ = at.align(eta)
-    G = None if g is None else sizes.prefix(at.align(g))
-    gated = {"GATED": G is not None}
-    fill = sizes.fill(cu_seqlens)
-    Sq, Pq, qbar, mean0, n0, decay, inv = saved
+    dcleaned: Tensor, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None,
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, mean: Tensor | None, n: Tensor | None,
+    cu_seqlens: Tensor | None, mean1: Tensor, n1: Tensor, saved: list[Tensor],
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, eta, g, C, mean, n; an empty tensor for what was not given. mean1, n1: after the last token."""
+    walk = _Walk.of(q, eta.shape[2], cu_seqlens, g is not None)
+    at, H, K = walk.at, walk.H, walk.K
+    Sq, C0, mean0, n0, qbar, qrel, inv, G = saved
+    if qbar.shape[-1] != walk.C:
+        raise RuntimeError(f"{ENGINE}: the forward ran with chunks of {qbar.shape[-1]}, the plan for the backward has others")
+    if q.numel() == 0:
+        tokens = [torch.zeros_like(x) if x is not None else q.new_empty(0) for x in (q, k, eta, g)]
+        return [*tokens, *_nothing_read(q, C, mean, n, dC, dmean, dn)]
+    q, k, eta, dcleaned = (at.align(x) for x in (q, k, eta, dcleaned))
+    scale = _scale(dcleaned, dC, walk)
 
-    y, ysq, deta = torch.empty_like(q), sizes.empty(sizes.C), torch.empty_like(eta_)
-    yd = y if G is None else torch.empty_like(q)
-    triton_intra.fold[(sizes.chunks, sizes.H)](
-        dcleaned, eta_, Sq, decay, inv, scale, y, yd, ysq, deta, **sizes.common("fold", "HV", "OT", **gated)
-    )
-    within = _within(sizes, y, k, G, fill, mean0, n0, () if G is None else (q, qbar, ysq))
-    dq = torch.empty_like(q)
-    _scan(sizes, y, dcleaned, eta_, C, within, dq, dq, C, scale, BACKWARD=True, SAVE=False, **gated)
+    y, ysq, deta = torch.empty_like(q), walk.empty(walk.C), torch.empty_like(eta)
+    yd = torch.empty_like(q) if walk.gated else y
+    settings = walk.constants("fold")
+    programs = walk.chunks * H * (walk.C // settings["BT"])
+    _launch(triton_intra.fold, programs, walk, settings, dcleaned, eta, Sq, G, inv, scale, y, yd, ysq, deta)
 
-    seeds = dC is not None or dmean is not None or dn is not None
-    N1 = C if dC is None else -scale * (dC + dC.mT)
-    r1 = torch.zeros_like(mean) if dmean is None else scale * dmean / final[1].clamp(min=1)[..., None]
-    z1 = torch.zeros_like(n) if dn is None else scale * dn
-    if seeds and dC is None:
-        N1 = torch.zeros_like(C)
-    settings_ = sizes.common("reverse", "OT", "TMA", SEED=seeds, **gated)
-    BK, BV = sizes.BK, settings_["BV"]
-    NV = -(-sizes.K // BV)
-    dk, N, r, z = torch.empty_like(k), torch.empty_like(C), torch.empty_like(mean), n.new_empty(*n.shape, NV)
-    mass = ysq if G is None else ysq.new_empty(NV, *ysq.shape)
-    wide = [sizes.tile(x, BK) for x in (q, y, yd, within.kc)]
-    tiles = [sizes.tile(x, BV) for x in (q, y, yd, within.kc, dk)]
-    numbers = qbar, within.bar, ysq, within.decay, within.left, within.inv, within.d
-    reverse[(NV * sizes.H * at.N,)](
-        *wide, *tiles, Pq, within.P, *numbers, N1.contiguous(), r1, z1, N, r, z, mass, at.cum, scale, chunks=sizes.chunks,
-        **settings_,
+    dq, ybar, yrel = torch.empty_like(q), walk.empty(walk.C), walk.empty(walk.C)
+    dG = walk.empty(walk.C) if walk.gated else ysq
+    settings = walk.constants("read", BACKWARD=True, SAVE=False)
+    wide, narrow = _read_tiles(walk, settings)
+    _launch(
+        read, walk.chunks * H, walk, settings,
+        narrow(y, "BD"), narrow(k, "BD"), narrow(q, "BD"), narrow(y, "BK"), narrow(k, "BV"), narrow(q, "BV"),
+        narrow(dcleaned, "BV"), narrow(dq, "BV"), narrow(dq, "BV"), wide(C0), eta, G, walk.fill, mean0, n0, ybar, yrel, inv,
+        qbar, qrel, ysq, dG, scale,
     )  # fmt: skip
 
-    dg = q.new_empty(0)
-    if G is not None:
-        dg = _gate_gradient(sizes, within.pairs + within.left * mass.sum(0), final, dC, dn, scale).to(g.dtype)
-    # seen from the initial mean; it is not the first chunk's centre where no mass is behind it
-    first = mean0[at.cum[:-1].long().clamp(max=sizes.chunks - 1)]
-    x = torch.where((n == 0)[..., None] & (at.cum.diff() > 0)[:, None, None], mean - first, 0)
-    dn0 = z.sum(-1) + (x * (r + (N @ x[..., None])[..., 0] * -0.5)).sum(-1)
-    dmean0 = n[..., None] * r / scale
-    if dmean is not None:
-        # without a token the mean passes through, whatever its mass
-        dmean0 = torch.where((at.cum.diff() == 0)[:, None, None], dmean, dmean0)
-    rows = (at.restore(t) for t in (dq, dk, deta))
-    return [*rows, dg, N / (-2 * scale), dmean0, dn0 / scale]
+    seeds = dC is not None or dmean is not None or dn is not None
+    settings = walk.constants("reverse", SEED=seeds, INIT=C is not None)
+    BT, BV, BK, parts = settings["BT"], settings["BV"], settings["BK"], walk.parts("reverse")
+    ends = _seeds(walk, scale, dC, dmean, dn, n1) if seeds else (mean0, mean0, mean0)
+    rows = (at.N, H) if C is not None else (0, 0)
+    first = q.new_empty(*rows, K, K, dtype=walk.wide), mean0.new_empty(*rows, K), mean0.new_empty(*rows, parts)
+    Ns, r, far, z = walk.empty(K, K, dtype=walk.dtype), walk.empty(K), walk.empty(K), walk.empty(parts)
+    _launch(
+        reverse, parts * H * at.N, walk, settings,
+        walk.tile(q, BT, BK), walk.tile(yd, BT, BK), walk.tile(q, BT, BV), walk.tile(yd, BT, BV), walk.state(Ns, BK, BV),
+        G, qrel, yrel, ysq, mean0, mean1, *ends, r, far, z, *first, at.cum,
+    )  # fmt: skip
+
+    dk, dg = torch.empty_like(k), q.new_empty(0) if g is None else q.new_empty(walk.B, at.T, H, dtype=walk.wide)
+    settings = walk.constants("keys", NZ=parts)
+    wide, narrow = _read_tiles(walk, settings)
+    _launch(
+        keys, walk.chunks * H, walk, settings,
+        narrow(q, "BD"), narrow(y, "BD"), narrow(k, "BD"), narrow(k, "BK"), narrow(k, "BV"), narrow(q, "BV"), narrow(y, "BV"),
+        narrow(dk, "BV"), wide(Ns), wide(C0), G, walk.fill, mean0, n0, qbar, ybar, r, far, z, dG, dg, scale,
+    )  # fmt: skip
+    tokens = [at.restore(x) for x in (dq, dk, deta)]
+    tokens.append(dg if g is None else at.restore(dg).to(g.dtype))
+    if C is None:
+        return [*tokens, *(q.new_empty(0) for _ in range(3))]
+    return [*tokens, *_first_state(walk, scale, first, mean0, C, mean, n, dmean)]
 
 
 @ccq_triton_bwd.register_fake
-def _(dcleaned, dC, dmean, dn, q, k, eta, g, C, mean, n, cu_seqlens, final, saved, settings, chunk):
-    dg = q.new_empty(0) if g is None else torch.empty_like(g)
-    return [*(torch.empty_like(x) for x in (q, k, eta)), dg, *(torch.empty_like(x) for x in (C, mean, n))]
+def _(dcleaned, dC, dmean, dn, q, k, eta, g, C, mean, n, cu_seqlens, mean1, n1, saved):
+    return [q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, eta, g, C, mean, n)]
 
 
-def _scale(dcleaned: Tensor, dC: Tensor | None, sizes: _Sizes) -> Tensor:
+def _scale(dcleaned: Tensor, dC: Tensor | None, walk: _Walk) -> Tensor:
     """A power of two that brings float16 gradients into range; 1 for every other type."""
-    if sizes.dtype != torch.float16:
-        return torch.ones(1, dtype=sizes.wide, device=dcleaned.device)
+    if not walk.scaled:
+        return torch.ones(1, dtype=walk.wide, device=dcleaned.device)
     # 64 above 1: y is divided by n, and the sums of its products stay far below 65504
-    top = dcleaned.abs().amax().to(sizes.wide)
+    top = dcleaned.abs().amax().to(walk.wide)
     top = top if dC is None else torch.maximum(top, dC.abs().amax())
     exponent = torch.where(top > 0, 6 - top.log2().ceil(), 0).clamp(-100, 100)
     return exponent.exp2().reshape(1)
 
 
-def _gate_gradient(sizes: _Sizes, mass: Tensor, final: list[Tensor], dC, dn, scale: Tensor) -> Tensor:
-    """dg [B T H] from what each key's mass changes [chunks H C]: g_t scales every key before t for every reader from t on, and
-    a reader does not see a scale of all its keys; but the final state does."""
-    mass = mass.transpose(1, 2).reshape(sizes.rows, -1, sizes.H)[:, : sizes.at.T].double() / scale
-    whole = torch.zeros_like(final[1], dtype=torch.float64)
-    if dC is not None:
-        whole = whole + (dC.double() * final[0]).sum((-2, -1))
-    if dn is not None:
-        whole = whole + dn.double() * final[1]
-    after = mass.flip(1).cumsum(1).flip(1)
-    if sizes.at.place is None:
-        return whole[:, None] - after
-    after = torch.nn.functional.pad(after, (0, 0, 0, 1))[0]
-    sequence = torch.searchsorted(sizes.at.cum, sizes.at.place // sizes.C, right=True) - 1
-    end = sizes.at.cum[sequence + 1].long() * sizes.C
-    return (whole[sequence] - after[sizes.at.place] + after[end])[None]
+def _seeds(walk: _Walk, scale: Tensor, dC, dmean, dn, n1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """N, r and z at the end: the final state's gradient in the form that the kernels carry."""
+    zeros = lambda *sizes: torch.zeros(*n1.shape, *sizes, dtype=walk.wide, device=n1.device)
+    N = zeros(walk.K, walk.K) if dC is None else -scale * (dC + dC.mT)
+    r = zeros(walk.K) if dmean is None else scale * dmean / n1.clamp(min=1)[..., None]
+    z = zeros() if dn is None else scale * dn
+    return N.contiguous(), r.contiguous(), z.contiguous()
+
+
+def _first_state(walk: _Walk, scale: Tensor, first: tuple[Tensor, ...], mean0: Tensor, C, mean, n, dmean) -> list[Tensor]:
+    """Gradients of the initial state."""
+    N, r, z = first
+    cum = walk.at.cum
+    still = (cum.diff() == 0)[:, None]
+    # seen from the initial mean; the first chunk's is another where no mass is behind it
+    origin = mean0[cum[:-1].long().clamp(max=walk.chunks - 1)]
+    x = torch.where((n == 0)[..., None] & ~still[..., None], mean - origin, 0)
+    dn = z.sum(-1) + (x * (r - (N @ x[..., None])[..., 0] / 2)).sum(-1)
+    dmean0 = n[..., None] * r / scale
+    if dmean is not None:
+        # without a token the mean passes through, whatever its mass
+        dmean0 = torch.where(still[..., None], dmean, dmean0)
+    gradients = N / (-2 * scale), dmean0, dn / scale
+    return [dx.to(x.dtype).contiguous() for dx, x in zip(gradients, (C, mean, n), strict=True)]
+
+
+def _nothing_read(q, C, mean, n, dC, dmean, dn) -> list[Tensor]:
+    """Gradients of the initial state where there is no token."""
+    if C is None:
+        return [q.new_empty(0) for _ in range(3)]
+    dC = None if dC is None else (dC + dC.mT) / 2
+    pairs = zip((C, mean, n), (dC, dmean, dn), strict=True)
+    return [torch.zeros_like(x) if dx is None else dx.to(x.dtype, copy=True) for x, dx in pairs]
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.settings, ctx.chunk, _ = inputs
-    _, C, _, n, *saved = output
-    ctx.count = len(tensors)
+    *tensors, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, C, n, *saved)
+    ctx.save_for_backward(*tensors, *output[2:])
 
 
-def _backward(ctx, grads):
-    dcleaned, dC, dmean, dn = grads[:4]
-    tensors, (C, n, *saved) = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-    q, _, eta, g, *_ = tensors
-    if not saved:  # no tokens
-        nothing = [None if x is None else torch.zeros_like(x) for x in tensors[:4]]
-        return *nothing, dC, dmean, dn, None, None, None, None
+def _backward(ctx, gradients):
+    dcleaned, dC, dmean, dn = gradients[:4]
+    *tensors, mean1, n1 = ctx.saved_tensors[:10]
+    q, eta = tensors[0], tensors[2]
     if dcleaned is None:
         dcleaned = q.new_zeros(*eta.shape, q.shape[-1])
-    dq, dk, deta, dg, *dstate = ccq_triton_bwd(dcleaned, dC, dmean, dn, *tensors, [C, n], saved, ctx.settings, ctx.chunk)
-    return dq, dk, deta, None if g is None else dg, *dstate, None, None, None, None
+    saved = list(ctx.saved_tensors[10:])
+    found = torch.ops.needlework.ccq_triton_bwd(dcleaned.contiguous(), dC, dmean, dn, *tensors, mean1, n1, saved)
+    found = [dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)]
+    return *found, None, None
 
 
 ccq_triton_fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -1,9 +1,10 @@
 """Launch plans that `needlework doctor` found wrong on this machine: they are never taken here again.
 
-One JSON file in the user's cache directory; a plan is struck off for one combination of GPU, driver, torch, Triton and
-needlework, so that a newer compiler gets another chance.
+One JSON file in the user's cache directory; a plan is struck off in one dtype, for one combination of GPU, driver, torch, Triton and
+needlework with its kernels' text, so that a newer compiler, and a repaired kernel, get another chance.
 """
 
+import hashlib
 import json
 import os
 from functools import cache
@@ -28,9 +29,17 @@ def machine() -> str:
             parts.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             parts.append(f"{package} not installed as a package")
+    parts[-1] += f" (kernels {_digest()})"
     if torch.cuda.is_available():
         parts.insert(0, f"{torch.cuda.get_device_name()}, driver {_driver()}")
     return ", ".join(parts)
+
+
+def _digest() -> str:
+    """Of the kernels and their tables: a checkout's version says nothing of them."""
+    ops = Path(__file__).parents[1]
+    files = sorted([*ops.glob("*/triton_*.py"), *ops.glob("*/*.plans.json")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
 def _driver() -> str:
@@ -50,14 +59,17 @@ def _read() -> dict[str, dict[str, str]]:
         raise ValueError(f"{path()}: not JSON ({e}); delete the file and run `needlework doctor` again") from e
 
 
-def struck(engine: str, name: str) -> str | None:
-    """Why the plan may not be taken on this machine, or None."""
-    reason = _read().get(machine(), {}).get(f"{engine}/{name}")
+def struck(engine: str, name: str, dtype: str | None = None) -> str | None:
+    """Why the plan may not be taken on this machine in `dtype` (None: in some dtype), or None."""
+    here = _read().get(machine(), {})
+    plan = f"{engine}/{name}"
+    keys = (plan, f"{plan}/{dtype}") if dtype else [key for key in here if f"{key}/".startswith(f"{plan}/")]
+    reason = next((here[key] for key in keys if key in here), None)
     return None if reason is None else f"{STRUCK} ({reason})"
 
 
 def record(verdicts: dict[str, str | None]) -> None:
-    """Write verdicts, "engine/plan" -> why it failed or None for passed, over those of this machine; the others stay."""
+    """Write verdicts, "engine/plan" or "engine/plan/dtype" -> why it failed or None for passed, over those of this machine."""
     everything = dict(_read())
     here = everything.get(machine(), {}) | verdicts
     everything[machine()] = {key: reason for key, reason in here.items() if reason is not None}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import KernelParam
 
 from needlework.ops.common.launch import Case
 
@@ -20,26 +21,41 @@ class Compiled(NamedTuple):
     registers: int
     shared: int  # bytes
     spilled: int  # bytes a thread, stack included
-    wgmma: bool
+    wgmma: int  # instructions of each kind in the PTX
+    mma: int
+
+
+# bytes of shared memory that a program may have: a kernel that wants more compiles and does not launch
+SHARED = {80: 166912, 89: 101376, 90: 232448}
 
 
 def compile_case(case: Case, arch: int) -> Compiled:
-    """`arch` 90 is sm_90. Raises what the compiler raises."""
+    """`arch` 90 is sm_90. Raises what the compiler raises, and MemoryError for more shared memory than there is."""
     names = case.kernel.arg_names
     constexprs = {name: value for name, value in case.constexprs.items() if name in names}
     signature = {name: case.signature.get(name, "constexpr") for name in names}
-    # what the launcher knows of real tensors: their bases are multiples of 16 bytes
-    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    # what a launch knows of its arguments: tensors start at multiples of 16 bytes, and so do the strides of theirs
+    attrs = {(i,): [["tt.divisibility", 16]] for i, param in enumerate(case.kernel.params) if _aligned(param, signature)}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(case.options))
-    usage = _usage(made.asm["cubin"])
+    usage, ptx = _usage(made.asm["cubin"]), made.asm["ptx"]
+    if made.metadata.shared > SHARED[arch]:
+        raise MemoryError(f"wants {made.metadata.shared} bytes of shared memory, sm_{arch} has {SHARED[arch]}")
     return Compiled(
         case.kernel.__name__,
         usage["REG"],
         made.metadata.shared,
         usage["STACK"] + usage["LOCAL"],
-        "wgmma.mma_async" in made.asm["ptx"],
+        ptx.count("wgmma.mma_async"),
+        ptx.count("mma.sync"),
     )
+
+
+def _aligned(param: KernelParam, signature: dict[str, str]) -> bool:
+    kind = signature[param.name]
+    if kind.startswith("*"):
+        return not param.do_not_specialize_on_alignment
+    return kind in ("i32", "i64") and not (param.do_not_specialize or param.do_not_specialize_on_alignment)
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
@@ -51,9 +67,9 @@ def _usage(cubin: bytes) -> dict[str, int]:
     return {name: int(found.get(name, 0)) for name in ("REG", "STACK", "LOCAL")}
 
 
-def versions() -> dict[str, str]:
-    """Of Triton and of the assembler that it calls."""
-    ptxas = Path(triton.knobs.nvidia.ptxas.path)
-    told = subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout
+def versions(arch: int = 90) -> dict[str, str]:
+    """Of Triton and of the assembler that it calls for `arch`."""
+    tool = triton.knobs.nvidia.ptxas_blackwell if arch >= 100 else triton.knobs.nvidia.ptxas
+    told = subprocess.run([tool.path, "--version"], capture_output=True, text=True).stdout
     release = re.search(r"V([\d.]+)", told)
-    return {"triton": triton.__version__, "ptxas": release[1] if release else "unknown", "ptxas path": str(ptxas)}
+    return {"triton": triton.__version__, "ptxas": release[1] if release else "unknown", "ptxas path": tool.path}

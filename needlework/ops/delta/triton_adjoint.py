@@ -6,7 +6,7 @@ gradient, and the initial state's; every other gradient follows from du without 
 
 T = Γ∘(I + A)⁻¹ without β, P' = scale Γ∘tril(r kᵀ); r reads. Additive rules: du = dW and no last term. Slots and chains are
 `triton_scan`'s, run backwards. Half precision: gradients are multiplied by a power of two near 1/max|do|, so that float16
-holds them; du stays multiplied, what is returned does not.
+holds them, and du stays so.
 """
 
 import triton
@@ -49,11 +49,11 @@ def gradient_factor(p_max, NP: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N"])
 def adjoint(
-    x_r, x_q, x_k, x_do, x_T, x_P, p_G, p_E, p_beta, p_lam, x_du, x_dv, p_dstate, p_dinitial, p_cum, p_hand, p_flag, p_max,
+    x_r, x_q, x_k, x_do, x_T, x_P, p_G, p_E, p_beta, p_lam, x_du, p_dstate, p_dinitial, p_cum, p_hand, p_flag, p_max,
     scale, T, NR, N,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr,
-    ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr,
+    ACC: tl.constexpr, ST: tl.constexpr,
     ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
     """One slot; the arguments are `scan`'s. END: the final state has a gradient."""
@@ -106,11 +106,11 @@ def adjoint(
             i_t = (c_row + count - 1 - i) * C
             b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
             b_r0 = load_tile(x_r, i_b, i_t, i_r, 0, T, HR, K, C, KB, TMA)
-            left = tl.dot(S0.to(OT), tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
+            left = tl.dot(S0.to(ST), tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
             if NK == 2:
                 b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
                 b_r1 = load_tile(x_r, i_b, i_t, i_r, KB, T, HR, K, C, KB, TMA)
-                left = tl.dot(S1.to(OT), tl.trans(b_k1), left, input_precision="ieee", out_dtype=ACC)
+                left = tl.dot(S1.to(ST), tl.trans(b_k1), left, input_precision="ieee", out_dtype=ACC)
 
             p_row = tl.cast(i_bh, tl.int64) * NR + i_t
             e_start = tl.exp2(tl.load(p_G + p_row + o_c))
@@ -119,16 +119,13 @@ def adjoint(
             do = tl.trans(load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)).to(ACC) * factor
             b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
             du = tl.dot(do.to(ST), b_P, left * e_end[None, :], input_precision="ieee", out_dtype=ACC)
-            dv = du
             if ERASE:
                 o_t = i_t + o_c
                 o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
                 b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
                 du = tl.dot(du.to(ST), b_T, input_precision="ieee", out_dtype=ACC)
                 dv = du * tl.load(p_beta + o_value, mask=o_t < T, other=0.0).to(ACC)[None, :]
-            store_tile(x_du, tl.trans(du.to(OT)), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-            if ERASE or HALF:
-                store_tile(x_dv, tl.trans((dv / factor).to(OT)), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+            store_tile(x_du, tl.trans(du.to(ST)), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
             by_r = do * (e_start * scale)[None, :]
             if ERASE:
@@ -137,11 +134,11 @@ def adjoint(
                     lam = tl.load(p_lam + o_value, mask=o_t < T, other=0.0).to(ACC)
                     if READ:
                         b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
-                        b_by_q = (by_k * lam[None, :]).to(OT)
+                        b_by_q = (by_k * lam[None, :]).to(ST)
                     else:
                         by_r += by_k * lam[None, :]
-                b_by_k = by_k.to(OT)
-            b_by_r = by_r.to(OT)
+                b_by_k = by_k.to(ST)
+            b_by_r = by_r.to(ST)
             S0 = tl.dot(b_by_r, b_r0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
             if ERASE:
                 S0 = tl.dot(b_by_k, b_k0, S0, input_precision="ieee", out_dtype=ACC)

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.constant import constant
 from needlework.ops.common.launch import Plan
 from needlework.ops.common.launch import plan as pick
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_intra import Saved, intra, rule_of, solve_dtype
 from needlework.ops.delta.triton_channel_scan import scan
+from needlework.ops.delta.triton_split import fix_up, parts_of, segments, transitions
 
 ENGINE = "delta/channel"
+KEPT = len(Saved._fields) + 2  # tensors that the forward leaves: also the segments' starts and M
 
 
 def channel(
@@ -47,20 +50,31 @@ def _one_row(x: Tensor, R: int, row: int) -> Tensor:
 
 def forward(
     q, k, v, g, beta, erase, write, initial_state, alignment: Alignment, *,
-    scale: float, prediction: str, R: int, plan: Plan, save: bool,
-) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
-    """o [B T HV V], the final state and what the backward takes, for aligned contiguous tensors of R rows a token, T > 0."""
+    scale: float, prediction: str, R: int, plan: Plan, save: bool, parts: int = 1,
+) -> tuple[Tensor | Saved, ...]:  # fmt: skip
+    """o [B T HV V], the final state and what the backward takes, for aligned contiguous tensors of R rows a token, T > 0.
+
+    Of sequences cut into parts also their starts and M (`triton_split.py`).
+    """
     saved = intra(q, k, g, beta, erase, scale=scale, prediction=prediction, R=R, plan=plan)
+    cut = ()
+    if parts > 1:
+        alignment = segments(alignment, parts)
+        # columns that are not values have no write gate
+        gate = lambda x: write if write is None or x is v else x
+        run = lambda x, state: scan(saved, x, beta, gate(x), state, alignment, plan=plan, save=False)[1]
+        N, M = transitions(run, v, q.shape[3])
+        cut = initial_state, _ = fix_up(M, N, initial_state, parts, reverse=False), M
     o, state, W = scan(saved, v, beta, write, initial_state, alignment, plan=plan, save=save)
-    return o, state, saved._replace(W=W)
+    return o, state if parts == 1 else state[parts - 1 :: parts].clone(), saved._replace(W=W), *cut
 
 
 @torch.library.custom_op("needlework::delta_channel_fwd", mutates_args=())
 def delta_channel_fwd(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, erase: Tensor | None, write: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, prediction: str, R: int, save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """o, the final state, and the tensors of `Saved`: empty where there is none, all of them without `save`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """o, the final state, the tensors of `Saved`, starts and M: empty where there is none, all of them without `save`."""
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
     plan, alignment = _placed(q, v, cu_seqlens)
@@ -68,8 +82,11 @@ def delta_channel_fwd(
         return _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, prediction, R, save)
     tokens = _aligned(alignment, q, k, v, g, beta, erase, write)
     state = None if initial_state is None else initial_state.contiguous()
-    o, final, saved = forward(*tokens, state, alignment, scale=scale, prediction=prediction, R=R, plan=plan, save=save)
-    saved = saved if save else [None] * len(saved)
+    o, final, saved, *cut = forward(
+        *tokens, state, alignment,
+        scale=scale, prediction=prediction, R=R, plan=plan, save=save, parts=_parts(q, v, alignment.N, cu_seqlens, plan),
+    )  # fmt: skip
+    saved = (*saved, *(cut or (None, None))) if save else [None] * KEPT
     return alignment.restore(o), final, *(q.new_empty(0) if x is None else x for x in saved)
 
 
@@ -89,10 +106,11 @@ def delta_channel_bwd(
     plan, alignment = _placed(q, v, cu_seqlens)
     do, *tokens = _aligned(alignment, do, *inputs[:-1])
     state = None if initial_state is None else initial_state.contiguous()
-    saved = Saved(*(x if x.numel() else None for x in saved))
+    *saved, starts, M = (x if x.numel() else None for x in saved)
     *dtokens, dinitial = backward(
-        do, dstate.contiguous(), *tokens, state, saved, alignment, scale=scale, prediction=prediction, R=R, plan=plan
-    )
+        do, dstate.contiguous(), *tokens, state, Saved(*saved), alignment,
+        scale=scale, prediction=prediction, R=R, plan=plan, starts=starts, M=M,
+    )  # fmt: skip
     dtokens = [q.new_empty(0) if dx is None else alignment.restore(dx) for dx in dtokens]
     return [*dtokens, q.new_empty(0) if dinitial is None else dinitial]
 
@@ -100,6 +118,21 @@ def delta_channel_bwd(
 def _placed(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Plan, Alignment]:
     plan = pick(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
     return plan, Alignment.of(cu_seqlens, *q.shape[:2], plan.launch["shared"]["C"], q.device)
+
+
+def _parts(q: Tensor, v: Tensor, N: int, cu_seqlens: Tensor | None, plan: Plan) -> int:
+    """Into how many segments sequences are cut; packed ones are taken as equally long: their lengths are not read back."""
+    launch, (HV, V) = plan.launch["scan"], v.shape[2:]
+    chunks = -(-v.shape[1] // plan.launch["shared"]["C"])
+    # eight warps a multiprocessor, for the registers of the state
+    slots = multiprocessors(v.device) * (8 // launch["num_warps"])
+    return parts_of(N * HV * -(-V // launch["BV"]), chunks if cu_seqlens is None else chunks // max(N, 1), q.shape[3], V, slots)
+
+
+@constant
+def multiprocessors(device: torch.device) -> int:
+    """0 in the interpreter: nothing is cut."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def _aligned(alignment: Alignment, *tokens: Tensor | None) -> list[Tensor | None]:
@@ -115,15 +148,18 @@ def _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, p
     if initial_state is not None:
         state.copy_(initial_state)
     if not save:
-        return o, state, *(q.new_empty(0) for _ in Saved._fields)
-    C = pick(ENGINE, q.device, q.dtype, K, V).launch["shared"]["C"]
+        return o, state, *(q.new_empty(0) for _ in range(KEPT))
+    plan = pick(ENGINE, q.device, q.dtype, K, V)
+    C, parts = plan.launch["shared"]["C"], _parts(q, v, N, cu_seqlens, plan)
     T = T if cu_seqlens is None else (T // C + N) * C
     NC = -(-T // C)
     ST, solves = solve_dtype(q.dtype), rule_of(beta, erase) > 0
     rows = lambda D: q.new_empty(B, T, HV, D, dtype=ST)
     square = lambda: q.new_empty(B, HV, NC * C, C, dtype=ST)
     e_hat, Tp = (rows(K), square()) if solves else (q.new_empty(0), q.new_empty(0))
-    return o, state, rows(K), e_hat, rows(K), Tp, square(), q.new_empty(B, HV, NC, K, dtype=width(q)), rows(V)
+    kept = rows(K), e_hat, rows(K), Tp, square(), q.new_empty(B, HV, NC, K, dtype=width(q)), rows(V)
+    cut = (q.new_empty(0) if parts == 1 else q.new_empty(N * parts, HV, K, D, dtype=width(q)) for D in (V, K))
+    return o, state, *kept, *cut
 
 
 @delta_channel_bwd.register_fake

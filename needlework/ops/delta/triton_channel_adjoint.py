@@ -7,7 +7,8 @@
 Only the first couples rows of the state, through the solve: it owns columns of S. The replays own rows of S and sum over V
 themselves, so neither S nor dS of every chunk is stored. States lie so that a register tile is always the first operand as it is.
 q̂ holds the scale; r is what the solve starts from, β v − β ê S₀, so dê here is the gradient of β ê. β is 1 where there is none.
-Every ANCHOR-th chunk of a sequence, counted from its last, is an anchor: S₀ is stored there and x measured.
+Every ANCHOR-th chunk of a sequence, counted from its last, is an anchor: S₀ is stored there and x measured. x lies by place among
+all chunks; so do the anchors, unless `most` says how many a sequence has at most: a walk over short spans of long rows needs few.
 """
 
 import triton
@@ -25,11 +26,12 @@ def load_beta(p_beta, b, h, t, T, H, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def adjoint(
-    p_spans, do, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, p_dfinal, dr, p_dinitial,
+    p_spans, do, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, p_dfinal, dr, p_dinitial, p_peaks,
     T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     ERASE: tl.constexpr, BETA: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dr of every token and the gradient of the initial state; a program owns BV columns of dS, transposed in registers."""
+    """dr of every token, the gradient of the initial state and its largest number in a block; a program owns BV columns of dS,
+    transposed in registers."""
     i_v, h, n = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
     NC = tl.cdiv(T, C)
@@ -60,6 +62,8 @@ def adjoint(
             dS = tl.dot(du.to(OT), b_e, dS, input_precision="ieee", out_dtype=ACC)
         store_rows(dr, tl.trans(dW.to(OT)), b, h, t, i_v, T, H, V, C, BV, TMA)
     tl.store(p_dinitial + state, dS, mask=inside)
+    if p_peaks is not None:
+        tl.store(p_peaks + (n * H + h) * tl.num_programs(0) + tl.program_id(0), tl.max(tl.max(tl.abs(dS), 1), 0))
 
 
 @triton.jit
@@ -89,19 +93,28 @@ def store_state(
         tl.store(x + o, y, mask=(i_k < K)[:, None] & (i_v < V)[None, :])
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
+def _slot(first, n, most, ANCHOR: tl.constexpr):
+    """Where the anchors of a sequence start."""
+    return tl.where(most > 0, n * most, first // ANCHOR + n)
+
+
+@triton.jit(do_not_specialize=["T", "most"])
 def replay_forward(
-    p_spans, W, do, dr, k_hat, p_whole, p_initial, dq_hat, de_hat, anchors,
-    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
+    p_spans, W, do, dr, k_hat, p_whole, p_initial, p_slots, dq_hat, de_hat, anchors,
+    T, most, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
     ERASE: tl.constexpr, ANCHOR: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dq̂ and dê of every token, and S₀ of the anchors; a program owns BK rows of S."""
+    """dq̂ and dê of every token, and S₀ of the anchors; a program owns BK rows of S. It starts from state p_slots[n], or n."""
     o_k, h, n = tl.program_id(0) * BK, tl.program_id(1), tl.program_id(2)
     first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
     b = first // tl.maximum(tl.cdiv(T, C), 1)
     c = first - b * tl.cdiv(T, C)
-    S = load_state(p_initial, n, h, o_k, H, K, V, BK, VP, 0).to(ACC)
-    slot = first // ANCHOR + n
+    start = n
+    if p_slots is not None:
+        start = tl.load(p_slots + n)
+    S = load_state(p_initial, start, h, o_k, H, K, V, BK, VP, 0).to(ACC)
+    slot = _slot(first, n, most, ANCHOR)
     if ANCHOR == 1:
         for i in tl.range(0, end - first, num_stages=STAGES):
             store_state(anchors, S, slot + end - first - 1 - i, h, o_k, H, K, V, BK, VP, TMA)
@@ -111,8 +124,8 @@ def replay_forward(
         for group in tl.range(0, groups, num_stages=1):
             # from an anchor to the next, the chunks before the first anchor apart
             left = (groups - 1 - group) * ANCHOR
-            start, stop = tl.maximum(end - left - ANCHOR, first), end - left - 1
-            for i in tl.range(start - first, stop - first, num_stages=STAGES):
+            begin, stop = tl.maximum(end - left - ANCHOR, first), end - left - 1
+            for i in tl.range(begin - first, stop - first, num_stages=STAGES):
                 S = _forward(
                     W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, TMA, ACC
                 )
@@ -151,10 +164,10 @@ def _whole(p_whole, c, b, h, o_k, T, H: tl.constexpr, K: tl.constexpr, C: tl.con
     return tl.load(p_whole + ((tl.cast(b, tl.int64) * H + h) * tl.cdiv(T, C) + c) * K + i_k, mask=i_k < K, other=0.0)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "most"])
 def replay_reverse(
     p_spans, W, do, dr, q_hat, e_hat, p_whole, p_beta, p_dfinal, anchors, dk_hat, p_x,
-    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
+    T, most, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
     ERASE: tl.constexpr, BETA: tl.constexpr, ANCHOR: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dk̂ of every token, and x of the anchors; a program owns BK rows of dS."""
@@ -163,22 +176,22 @@ def replay_reverse(
     b = first // tl.maximum(tl.cdiv(T, C), 1)
     last = end - 1 - b * tl.cdiv(T, C)
     dS = load_state(p_dfinal, n, h, o_k, H, K, V, BK, VP, 0).to(ACC)
-    slot = first // ANCHOR + n
+    slot, place = _slot(first, n, most, ANCHOR), first // ANCHOR + n
     if ANCHOR == 1:
         for i in tl.range(0, end - first, num_stages=STAGES):
-            _measure(anchors, p_whole, p_x, dS, slot + i, last - i, b, h, o_k, T, H, K, V, C, BK, VP, TMA, ACC)
+            _measure(anchors, p_whole, p_x, dS, slot + i, place + i, last - i, b, h, o_k, T, H, K, V, C, BK, VP, TMA, ACC)
             dS = _reverse(W, do, dr, q_hat, e_hat, p_whole, p_beta, dk_hat, dS, last - i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, BETA, TMA, ACC)  # fmt: skip
     else:
         for j in tl.range(0, tl.cdiv(end - first, ANCHOR), num_stages=1):
             top = last - j * ANCHOR
-            _measure(anchors, p_whole, p_x, dS, slot + j, top, b, h, o_k, T, H, K, V, C, BK, VP, TMA, ACC)
+            _measure(anchors, p_whole, p_x, dS, slot + j, place + j, top, b, h, o_k, T, H, K, V, C, BK, VP, TMA, ACC)
             for i in tl.range(0, tl.minimum(ANCHOR, end - first - j * ANCHOR), num_stages=STAGES):
                 dS = _reverse(W, do, dr, q_hat, e_hat, p_whole, p_beta, dk_hat, dS, top - i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, BETA, TMA, ACC)  # fmt: skip
 
 
 @triton.jit
 def _measure(
-    anchors, p_whole, p_x, dS, slot, c, b, h, o_k,
+    anchors, p_whole, p_x, dS, slot, place, c, b, h, o_k,
     T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
     TMA: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +199,7 @@ def _measure(
     i_k = o_k + tl.arange(0, BK)
     product = tl.sum(load_state(anchors, slot, h, o_k, H, K, V, BK, VP, TMA).to(ACC) * dS, 1)
     x = product * _whole(p_whole, c, b, h, o_k, T, H, K, C, BK).to(ACC)
-    tl.store(p_x + (tl.cast(slot, tl.int64) * H + h) * K + i_k, x, mask=i_k < K)
+    tl.store(p_x + (tl.cast(place, tl.int64) * H + h) * K + i_k, x, mask=i_k < K)
 
 
 @triton.jit

@@ -17,22 +17,30 @@ from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_adjoint import adjoint, replay_forward, replay_reverse
 from needlework.ops.delta.triton_channel_intra import Saved, padded, rule_of, solve_dtype
 from needlework.ops.delta.triton_channel_pairs import pairs
+from needlework.ops.delta.triton_split import fix_up, segments
 
 
 def backward(
     do, dstate, q, k, v, g, beta, erase, write, initial_state, saved: Saved, alignment: Alignment, *,
-    scale: float, prediction: str, R: int, plan: Plan,
+    scale: float, prediction: str, R: int, plan: Plan, starts: Tensor | None = None, M: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """dq, dk, dv, dg, dbeta, derase, dwrite, dinitial_state; None where the input is None. dstate None: zeros."""
+    """dq, dk, dv, dg, dbeta, derase, dwrite, dinitial_state; None where the input is None. dstate None: zeros.
+
+    starts and M: of sequences that the forward cut into segments.
+    """
     (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
     C, ST, ACC = plan.launch["shared"]["C"], solve_dtype(q.dtype), width(q)
+    sequences, kind = alignment.N, None if initial_state is None else initial_state.dtype
+    parts = 1 if M is None else len(M) // sequences
+    if parts > 1:
+        alignment, initial_state = segments(alignment, parts), starts
     N, spans = alignment.N, alignment.spans
     rule = rule_of(beta, erase)
-    constants = _constants(plan, q.dtype, rule, H=H, HV=HV, K=K, V=V, previous=prediction == "previous", R=R)
+    constants = channel_constants(plan, q.dtype, rule, H=H, HV=HV, K=K, V=V, previous=prediction == "previous", R=R)
     anchor = constants["replay_forward"]["ANCHOR"]
     slots = B * -(-T // C) // anchor + N + 1
 
-    dstate = q.new_zeros(N, HV, K, V, dtype=ACC) if dstate is None else dstate.to(ACC)
+    dstate = q.new_zeros(sequences, HV, K, V, dtype=ACC) if dstate is None else dstate.to(ACC)
     unit = torch.ones(1, dtype=ACC, device=q.device)
     if ST != q.dtype or ST == torch.float16:
         unit = _unit(do, dstate)
@@ -41,28 +49,36 @@ def backward(
     tokens = lambda D: q.new_empty(B, T, HV, D, dtype=ST)
     dr, dq_hat, dk_hat = tokens(V), tokens(K), tokens(K)
     de_hat = tokens(K) if rule else None
-    dinitial = torch.empty_like(dstate)
     start = q.new_zeros(N, HV, K, V, dtype=ACC) if initial_state is None else initial_state
     anchors, x = q.new_empty(slots, HV, K, V, dtype=ST), q.new_empty(slots, HV, K, dtype=ACC)
 
     walk = constants["adjoint"]
-    rows, square, states = _operands(plan, C)
+    rows, square, states = operands(plan, C)
     kp, bv = walk["KP"], walk["BV"]
-    adjoint[(triton.cdiv(V, bv), HV, N)](
-        spans, rows(do, bv), rows(saved.q_hat, kp), rows(saved.e_hat, kp), rows(saved.k_hat, kp), square(saved.Pp), square(saved.Tp),
-        saved.whole, beta, dstate, rows(dr, bv), dinitial, T, **walk,
-    )  # fmt: skip
+
+    def reverse(dfinal: Tensor) -> Tensor:
+        """The gradient of the initial states, and dr."""
+        dinitial = torch.empty_like(dfinal)
+        adjoint[(triton.cdiv(V, bv), HV, N)](
+            spans, rows(do, bv), rows(saved.q_hat, kp), rows(saved.e_hat, kp), rows(saved.k_hat, kp), square(saved.Pp),
+            square(saved.Tp), saved.whole, beta, dfinal, rows(dr, bv), dinitial, None, T, **constants["adjoint"],
+        )  # fmt: skip
+        return dinitial
+
+    if parts > 1:
+        dstate = fix_up(M, reverse(torch.zeros_like(starts)), dstate, parts, reverse=True)
+    dinitial = reverse(dstate)
     walk = constants["replay_forward"]
     bk, vp = walk["BK"], walk["VP"]
     replay_forward[(triton.cdiv(K, bk), HV, N)](
-        spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.k_hat, bk), saved.whole, start,
-        rows(dq_hat, bk), rows(de_hat, bk), states(anchors, bk, vp), T, **walk,
+        spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.k_hat, bk), saved.whole, start, None,
+        rows(dq_hat, bk), rows(de_hat, bk), states(anchors, bk, vp), T, 0, **walk,
     )  # fmt: skip
     walk = constants["replay_reverse"]
     bk, vp = walk["BK"], walk["VP"]
     replay_reverse[(triton.cdiv(K, bk), HV, N)](
         spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.q_hat, bk), rows(saved.e_hat, bk), saved.whole, beta, dstate,
-        states(anchors, bk, vp), rows(dk_hat, bk), x, T, **walk,
+        states(anchors, bk, vp), rows(dk_hat, bk), x, T, 0, **walk,
     )  # fmt: skip
 
     # a group's heads are summed afterwards, from what is not yet rounded
@@ -75,7 +91,7 @@ def backward(
     )  # fmt: skip
     if H != HV:
         dq, dk = (dx.unflatten(2, (H, -1)).sum(3).to(like.dtype) for dx, like in ((dq, q), (dk, k)))
-    return dq, dk, dv, dg, dbeta, derase, dwrite, None if initial_state is None else (dinitial * unit).to(initial_state.dtype)
+    return dq, dk, dv, dg, dbeta, derase, dwrite, None if kind is None else (dinitial[::parts] * unit).to(kind)
 
 
 def _unit(do: Tensor, dstate: Tensor) -> Tensor:
@@ -85,7 +101,7 @@ def _unit(do: Tensor, dstate: Tensor) -> Tensor:
     return torch.where(largest > 0, exponent.exp2(), 1.0).reshape(1)
 
 
-def _operands(plan: Plan, C: int):
+def operands(plan: Plan, C: int):
     """How walks are given [B T H D] (and the columns of a block), [B H NC·C C], [N H K V] (and its block): descriptors, or as is."""
 
     def describe(x: Tensor | None, rows: int, columns: int) -> TensorDescriptor | None:
@@ -97,7 +113,9 @@ def _operands(plan: Plan, C: int):
     return tokens, lambda x: describe(x, C, C), describe
 
 
-def _constants(plan: Plan, dtype: torch.dtype, rule: int, *, H: int, HV: int, K: int, V: int, previous: bool, R: int) -> dict:
+def channel_constants(
+    plan: Plan, dtype: torch.dtype, rule: int, *, H: int, HV: int, K: int, V: int, previous: bool, R: int
+) -> dict:
     """Kernel -> its constexprs and options."""
     C = plan.launch["shared"]["C"]
     half = dtype.itemsize == 2
@@ -129,8 +147,8 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     kernels = {"adjoint": adjoint, "replay_forward": replay_forward, "replay_reverse": replay_reverse, "pairs": pairs}
     cases = []
     for rule, previous in ((0, False), (1, False), (1, True), (2, False)):
-        absent = {0: ("beta", "erase", "write", "e_hat"), 1: ("erase", "write"), 2: ("beta",)}[rule]
-        for kernel, launch in _constants(plan, dtype, rule, H=1, HV=2, K=K, V=V, previous=previous, R=1).items():
+        absent = {0: ("beta", "erase", "write", "e_hat"), 1: ("erase", "write"), 2: ("beta",)}[rule] + ("slots", "peaks")
+        for kernel, launch in channel_constants(plan, dtype, rule, H=1, HV=2, K=K, V=V, previous=previous, R=1).items():
             options = {name: launch.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in launch}
             columns = {"K": launch.get("KP", launch.get("BK")), "V": launch.get("VP", launch.get("BV")), "C": launch["C"]}
             signature = {}
@@ -147,8 +165,8 @@ def _type(name: str, columns: dict[str, int], given: str, operand: str, wide: st
     """The Triton type of a kernel argument; `columns` of a block by axis where walks take descriptors."""
     axes = {"P": "C", "inverse": "C", "W": "V", "do": "V", "dr": "V", "q_hat": "K", "e_hat": "K", "k_hat": "K"}
     axes |= {"dq_hat": "K", "de_hat": "K", "dk_hat": "K"}
-    if name in ("T", "scale"):
-        return {"T": "i32", "scale": "fp32"}[name]
+    if name in ("T", "most", "scale"):
+        return "fp32" if name == "scale" else "i32"
     if name == "anchors":
         return f"tensordesc<{operand}[1, 1, {columns['K']}, {columns['V']}]>" if columns else f"*{operand}"
     if name in axes and columns:

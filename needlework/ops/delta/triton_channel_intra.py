@@ -55,18 +55,32 @@ def _gated(d, x, ASM: tl.constexpr):
 
 @triton.jit
 def _gated_pair(d, x, y, ASM: tl.constexpr):
-    """x · 2^d and y · 2^d for one exponential."""
+    """x · 2^d, y · 2^d and 2^d in their dtype."""
     if ASM:
-        x, y = tl.inline_asm_elementwise(
-            """{ .reg .f32 a, b; .reg .b32 f;
-            ex2.approx.ftz.f32 a, $2; ex2.approx.ftz.f32 b, $3; cvt.rn.f16x2.f32 f, b, a;
-            mul.rn.f16x2 $0, $4, f; mul.rn.f16x2 $1, $5, f; }""",
-            "=r,=r,r,r,r,r", [d, x, y], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        x, y, f = tl.inline_asm_elementwise(
+            """{ .reg .f32 a, b;
+            ex2.approx.ftz.f32 a, $3; ex2.approx.ftz.f32 b, $4; cvt.rn.f16x2.f32 $2, b, a;
+            mul.rn.f16x2 $0, $5, $2; mul.rn.f16x2 $1, $6, $2; }""",
+            "=&r,=&r,=&r,r,r,r,r", [d, x, y], dtype=(tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
         f = tl.exp2(d).to(x.dtype)
         x, y = x * f, y * f
-    return x, y
+    return x, y, f
+
+
+@triton.jit
+def _moved(moves, f, x, ASM: tl.constexpr, ACC: tl.constexpr):
+    """x times the rows of f that the 0/1 matrix `moves` names: cheaper than exponentials of the same sums again."""
+    f = tl.dot(moves, f, input_precision="ieee", out_dtype=ACC)
+    if ASM:
+        y = tl.inline_asm_elementwise(
+            "{ .reg .b32 f; cvt.rn.f16x2.f32 f, $2, $1; mul.rn.f16x2 $0, $3, f; }",
+            "=r,r,r,r", [f, x], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        y = x * f.to(x.dtype)
+    return y
 
 
 @triton.jit
@@ -101,27 +115,31 @@ def _inverse(A, r, c, LEVELS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr)
     return X
 
 
-@triton.jit(do_not_specialize=["T"])
-def intra_kernel(
-    p_q, p_k, p_g, p_beta, p_erase, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole, T,
+@triton.jit
+def given_gates(p_gates, at, inside, channel, in_K, ACC: tl.constexpr, ASM: tl.constexpr):
+    """Base-2 gates at these offsets, from a tensor that holds them."""
+    return tl.load(p_gates[0] + at, mask=inside, other=0.0).to(ACC) * 1.4426950408889634
+
+
+@triton.jit
+def couple(
+    p_q, p_k, p_gates, p_beta, p_erase, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole, i_bh, i_c, T, GATES: tl.constexpr,
     SCALE: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, RULE: tl.constexpr, PREVIOUS: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr, KB: tl.constexpr, LO: tl.constexpr,
     ST: tl.constexpr, ACC: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one value head. C = 2^LEVELS, R = 2^FIRST."""
+    """All that chunk i_c of row and value head i_bh needs. GATES: base-2 gates from p_gates (`given_gates`).
+
+    C = 2^LEVELS, R = 2^FIRST.
+    """
     NC = tl.cdiv(T, C)
-    i_c = tl.program_id(0) % NC
-    i_bh = tl.program_id(0) // NC
     b, j = i_bh // HV, i_bh % HV
     o_c = tl.arange(0, C)
     r, c = o_c[:, None], o_c[None, :]
     in_T = i_c * C + o_c < T
     token = tl.cast(b, tl.int64) * T + i_c * C + o_c
-    # which gates the erase direction of row r has behind it, and the keys that it sees
     if PREVIOUS:
-        behind = c // R < r // R
-    else:
-        behind = c <= r
+        moves = tl.where(c == r // R * R - 1, 1.0, 0.0).to(ST)
     A = tl.zeros([C, C], ACC)
     P = tl.zeros([C, C], ACC)
     for k0 in tl.range(0, K, KB, num_stages=1):
@@ -131,7 +149,7 @@ def intra_kernel(
         o_value = (token * HV + j)[:, None] * K + o_k[None, :]
         k = tl.load(p_k + o_head, mask=inside, other=0.0).to(ST)
         q = (tl.load(p_q + o_head, mask=inside, other=0.0).to(ACC) * SCALE).to(ST)
-        x = tl.load(p_g + o_value, mask=inside, other=0.0).to(ACC) * 1.4426950408889634
+        x = GATES(p_gates, o_value, inside, j * K + o_k, o_k < K, ACC, ASM)
         hi, lo = split_gates(x, ST, LO)
         e = k
         if RULE == 2:
@@ -141,27 +159,28 @@ def intra_kernel(
             half_r, half_c = r >> level, c >> level
             second = (half_r & 1) == 1
             d = gate_sums((half_r == half_c) & ((second & (c <= r)) | ((half_r & 1 == 0) & (c > r))), hi, lo, LO, ACC)
-            kf, qf = _gated_pair(d, k, q, ASM)
+            kf, qf, f = _gated_pair(d, k, q, ASM)
             pairs = (half_r == half_c + 1) & second
             kt = tl.trans(kf)
             P += tl.where(pairs, tl.dot(qf, kt, input_precision="ieee", out_dtype=ACC), 0.0)
             if RULE > 0:
                 ef = kf
                 if PREVIOUS:
-                    d = gate_sums((half_r == half_c) & second & behind, hi, lo, LO, ACC)
-                if PREVIOUS or RULE == 2:
-                    ef = _gated(d, e, ASM)
+                    # the row before has all but the own gate behind it; of the key at the reference that is nothing, 2^0
+                    ef = _moved(moves, f, e, ASM, ACC)
+                elif RULE == 2:
+                    ef = e * f
                 A += tl.where(pairs, tl.dot(ef, kt, input_precision="ieee", out_dtype=ACC), 0.0)
         P += tl.where((r // R == c // R) & (c <= r), tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC), 0.0)
         d = gate_sums(c <= r, hi, lo, LO, ACC)
-        k_start, q_hat = _gated_pair(d, k, q, ASM)
+        k_start, q_hat, f = _gated_pair(d, k, q, ASM)
         tl.store(p_q_hat + o_value, q_hat, mask=inside)
         if RULE > 0:
             e_hat = k_start
             if PREVIOUS:
-                d = gate_sums(behind, hi, lo, LO, ACC)
-            if PREVIOUS or RULE == 2:
-                e_hat = _gated(d, e, ASM)
+                e_hat = _gated(gate_sums(c // R < r // R, hi, lo, LO, ACC), e, ASM)
+            elif RULE == 2:
+                e_hat = e * f
             tl.store(p_e_hat + o_value, e_hat, mask=inside)
         tl.store(p_k_hat + o_value, _gated(gate_sums(c > r, hi, lo, LO, ACC), k, ASM), mask=inside)
         whole = tl.exp2(tl.sum(x, 0))
@@ -172,6 +191,22 @@ def intra_kernel(
         if RULE == 1:
             A *= tl.load(p_beta + token * HV + j, mask=in_T, other=0.0).to(ACC)[:, None]
         tl.store(p_Tp + o_square, _inverse(A, r, c, LEVELS, ST, ACC).to(ST))
+
+
+@triton.jit(do_not_specialize=["T"])
+def intra_kernel(
+    p_q, p_k, p_g, p_beta, p_erase, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole, T,
+    SCALE: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, RULE: tl.constexpr, PREVIOUS: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr, KB: tl.constexpr, LO: tl.constexpr,
+    ST: tl.constexpr, ACC: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one value head, gates given."""
+    NC = tl.cdiv(T, C)
+    couple(
+        p_q, p_k, (p_g,), p_beta, p_erase, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole,
+        tl.program_id(0) // NC, tl.program_id(0) % NC, T, given_gates,
+        SCALE, H, HV, K, RULE, PREVIOUS, R, C, LEVELS, FIRST, KB, LO, ST, ACC, ASM,
+    )  # fmt: skip
 
 
 def intra(q, k, g, beta, erase, *, scale, prediction, R, plan) -> Saved:
@@ -250,6 +285,6 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
 
 def case(kernel, types: dict[str, str], constants: dict, absent: tuple[str, ...]) -> Case:
     """A launch with these argument types, None for what is absent."""
-    options = {name: constants[name] for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
+    options = {name: constants[name] for name in ("num_warps", "num_stages", "maxnreg", "launch_pdl") if name in constants}
     constants = {name: x for name, x in constants.items() if name not in options} | dict.fromkeys(absent)
     return Case(kernel, {name: types[name] for name in kernel.arg_names if name not in constants}, constants, options)

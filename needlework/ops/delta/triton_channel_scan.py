@@ -50,27 +50,17 @@ def load_square(x, b, h, i, NC, H: tl.constexpr, C: tl.constexpr, TMA: tl.conste
     return y
 
 
-@triton.jit(do_not_specialize=["T"])
-def scan_kernel(
-    q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_initial, o, p_final, p_spans, T,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, INITIAL: tl.constexpr, SAVE: tl.constexpr,
+@triton.jit
+def walk(
+    S, total, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, o, first, last, j, i_v, T,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, SAVE: tl.constexpr, SUM: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, value head and block of BV value columns."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_v = tl.program_id(0) % NV * BV
-    i_nh = tl.program_id(0) // NV
-    n, j = i_nh // HV, i_nh % HV
-    first, last = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
+    """Sᵀ [BV BK] after chunks first … last − 1 of value head j, and with SUM total [BV] + their outputs, before rounding."""
     NC = tl.cdiv(T, C)
     b = first // tl.maximum(NC, 1)
-    o_k, o_v, o_c = tl.arange(0, BK), i_v + tl.arange(0, BV), tl.arange(0, C)
-    o_state = tl.cast(i_nh, tl.int64) * K * V + o_k[None, :] * V + o_v[:, None]
-    in_state = (o_k < K)[None, :] & (o_v < V)[:, None]
-    S = tl.zeros([BV, BK], ACC)
-    if INITIAL:
-        S = tl.load(p_initial + o_state, mask=in_state, other=0.0).to(ACC)
+    o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
     for i in tl.range(first - b * NC, last - b * NC, num_stages=NS):
         t = i * C
         St = S.to(ST)
@@ -98,6 +88,34 @@ def scan_kernel(
         # after the state, whose chain is what the next chunk waits for
         ot = tl.dot(Wt, load_square(Pp, b, j, i, NC, HV, C, TMA).T, QS, input_precision="ieee", out_dtype=ACC)
         store_rows(o, ot.T, b, j, t, i_v, T, HV, V, C, BV, TMA)
+        if SUM:
+            total += tl.sum(ot, 1)
+    return S, total
+
+
+@triton.jit(do_not_specialize=["T"])
+def scan_kernel(
+    q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_initial, o, p_final, p_spans, T,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, INITIAL: tl.constexpr, SAVE: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """One sequence, value head and block of BV value columns."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV * BV
+    i_nh = tl.program_id(0) // NV
+    n, j = i_nh // HV, i_nh % HV
+    first, last = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
+    o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
+    o_state = tl.cast(i_nh, tl.int64) * K * V + o_k[None, :] * V + o_v[:, None]
+    in_state = (o_k < K)[None, :] & (o_v < V)[:, None]
+    S = tl.zeros([BV, BK], ACC)
+    if INITIAL:
+        S = tl.load(p_initial + o_state, mask=in_state, other=0.0).to(ACC)
+    S, _ = walk(
+        S, 0, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, o, first, last, j, i_v, T,
+        HV, K, V, RULE, SAVE, 0, C, BK, BV, NS, ST, ACC, TMA,
+    )  # fmt: skip
     tl.store(p_final + o_state, S, mask=in_state)
 
 
@@ -107,12 +125,10 @@ def scan(saved: Saved, v, beta, write, initial_state, alignment, *, plan, save) 
     rule = rule_of(beta, write)
     constants = scan_constants(plan, v.dtype, rule, HV=HV, K=K, V=V)
     constants |= {"INITIAL": int(initial_state is not None), "SAVE": int(save)}
-    C, BK, BV, tma = (constants[name] for name in ("C", "BK", "BV", "TMA"))
+    BK, BV = constants["BK"], constants["BV"]
     o, final = torch.empty_like(v), v.new_empty(alignment.N, HV, K, V, dtype=width(v))
     W = v.new_empty(v.shape, dtype=solve_dtype(v.dtype)) if save else None
-    describe = _describe if tma else lambda x, *_: x
-    rows = lambda x, width: None if x is None else describe(x.transpose(1, 2), C, width) if tma else x
-    square = lambda x: None if x is None else describe(x, C, C)
+    rows, square = operands(plan)
     scan_kernel[(alignment.N * HV * triton.cdiv(V, BV),)](
         rows(saved.q_hat, BK), rows(saved.e_hat, BK), rows(saved.k_hat, BK), square(saved.Tp), square(saved.Pp), saved.whole,
         rows(W, BV), rows(v, BV), beta, rows(write, BV), initial_state, rows(o, BV), final, alignment.spans, T, **constants,
@@ -128,16 +144,30 @@ def scan_constants(plan, dtype, rule: int, *, HV: int, K: int, V: int) -> dict:
     return constants | {"HV": HV, "K": K, "V": V, "RULE": rule}
 
 
-def _describe(x: Tensor, C: int, width: int) -> TensorDescriptor:
-    """[C width] blocks of x [B H T D]; the copy engine wants bases of a multiple of 16 bytes."""
-    x = x if x.data_ptr() % 16 == 0 else x.clone()
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, C, width])
+def operands(plan: Plan):
+    """How a walk is given [B T H D] (and the columns of a block) and [B H NC·C C]: as descriptors, or as they are."""
+    C = plan.launch["shared"]["C"]
+
+    def describe(x: Tensor | None, columns: int) -> TensorDescriptor | None:
+        """[C columns] blocks of x [B H T D]; the copy engine wants bases of a multiple of 16 bytes."""
+        if x is None:
+            return None
+        x = x if x.data_ptr() % 16 == 0 else x.clone()
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, C, columns])
+
+    if not plan.tma:
+        return (lambda x, columns: x), (lambda x: x)
+    return (lambda x, columns: None if x is None else describe(x.transpose(1, 2), columns)), (lambda x: describe(x, C))
 
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """The kernel as each rule launches it, with a state to start from and the backward's tensors asked for."""
     own, solves, wide = (str(triton_dtype(x)) for x in (dtype, solve_dtype(dtype), width(torch.empty(0, dtype=dtype))))
-    types = dict.fromkeys(("p_whole", "p_initial", "p_final"), f"*{wide}") | {"p_beta": f"*{own}", "p_spans": "*i32", "T": "i32"}
+    types = dict.fromkeys(("p_whole", "p_initial", "p_final"), f"*{wide}") | {
+        "p_beta": f"*{own}",
+        "p_spans": "*i32",
+        "T": "i32",
+    }
     cases = []
     for rule in (0, 1, 2):
         constants = scan_constants(plan, dtype, rule, HV=2, K=K, V=V) | {"INITIAL": 1, "SAVE": 1}

@@ -1,211 +1,213 @@
 """Gradients inside a chunk, and the sums that end the backward: pairs, combine, gate.
 
-    E = Γ ⊙ tril(scale do Wᵀ)    D = −Γ ⊙ tril₋₁(du Wᵀ)    dx/β += D k
-    dr += E k   dk += Eᵀ r + Dᵀ(βx) + dx   dq = λ dx   dλ = q·dx   dβ = v·du + x·dx/β
+    F = do Wᵀ   U = du Wᵀ   E = scale Γ ∘ tril(F)   D = −β Γ ∘ tril₋₁(U)   x = k + λq
+    dr = E k + dr₀   dx = D k + β dx₀   dk = dk₀ + Eᵀ r + Dᵀ x + dx   dq = λ dx   dλ = q·dx   dβ = v·du + x·dx/β
 
-Γ_ts = 2^{G_t − G_s}, x = k + λq, r reads; without q_read r is q and dq is both. dβ divides by nothing: β may be 0.
-dg sums only terms that hold e^g (spec: dg without cancellation): of each token r·dr and x·dx before E and D are added, of
-each key k·dk, of each pair inside the chunk E_ts r_t·k_s and β_t D_ts x_t·k_s, and X of the chunk (`triton_replay`).
+dr₀, dx₀, dk₀ passed through the state (`triton_replay`). Where q reads, dq is both and x needs no product of its own:
+
+    M = E + λD   N = D + Dᵀ      dq = M k + dr₀ + λβ dx₀      dk = N k + Mᵀ q + dk₀ + β dx₀
+
+Products of r, q and k inside the chunk are the forward's: scale Γ∘(r kᵀ) = P', Γ∘(x kᵀ) = A. dβ divides by nothing: β may be 0.
+dg sums only terms that hold e^g (spec: dg without cancellation): of each token r·dr₀ and β x·dx₀, of each key k·dk₀, of each
+pair inside the chunk (F∘P' − β U∘A)_ts, and X of the chunk.
 """
 
 import triton
 import triton.language as tl
 
 from needlework.ops.delta.triton_adjoint import gradient_factor
-from needlework.ops.delta.triton_intra import LOG2E
+from needlework.ops.delta.triton_intra import decay_between, prefixes
 from needlework.ops.delta.triton_scan import load_tile, store_tile
 
+# log2 of a decay below which nothing that half precision holds passes
+NOTHING = tl.constexpr(-40.0)
 
-@triton.jit(do_not_specialize=["scale", "T", "NR"])
+
+@triton.jit(do_not_specialize=["scale", "T", "NR", "NE"])
 def pairs(
-    x_do, x_du, x_w, x_v, p_g, x_scaled, p_E, p_D, p_written, p_max, scale, T, NR,
-    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr,
-    TMA: tl.constexpr, HALF: tl.constexpr, COPY: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
-    GATE: tl.constexpr, ERASE: tl.constexpr,
+    x_do, x_du, x_w, x_v, p_g, p_beta, p_lam, p_P, p_A, x_scaled, x_dv, p_M, p_N, p_D, p_held, p_written, p_asked, p_max,
+    scale, T, NR, NE,
+    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr,
+    TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr,
+    GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
-    """E, D and v·du of one chunk of one value head; COPY: also do times the factor that du holds."""
-    chunks = NR // C
-    i_t = (tl.program_id(0) % chunks) * C
-    i_bh = tl.program_id(0) // chunks
+    """R rows, whole chunks of one value head, of what multiplies k and r (NE rows, R wide), dv, the pairs' part of dg, and of
+    dβ and dλ what no state passed. HALF: also do times the factor that du holds."""
+    tiles = NE // R
+    i_t = (tl.program_id(0) % tiles) * R
+    i_bh = tl.program_id(0) // tiles
     i_b = i_bh // HV
     i_h = i_bh % HV
     factor = gradient_factor(p_max, NM, HALF)
-    o_t = i_t + tl.arange(0, C)
-    E = tl.zeros([C, C], ACC)
-    D = tl.zeros([C, C], ACC)
-    written = tl.zeros([C], ACC)
-    for i_v in tl.range(0, V, BV, num_stages=NS):
-        b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-        b_w = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-        if COPY:
-            b_do = (b_do.to(ACC) * factor).to(OT)
-            store_tile(x_scaled, b_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-        E = tl.dot(b_do, tl.trans(b_w), E, input_precision="ieee", out_dtype=ACC)
-        if ERASE:
-            b_du = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-            D = tl.dot(b_du, tl.trans(b_w), D, input_precision="ieee", out_dtype=ACC)
-            b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-            written += tl.sum(b_du.to(ACC) * b_v.to(ACC), 1)
-    if not COPY:
-        E *= factor
-
-    r = tl.arange(0, C)[:, None]
-    c = tl.arange(0, C)[None, :]
-    decay = tl.full([C, C], 1.0, ACC)
-    if GATE:
-        o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
-        # in float64, as in the forward: the difference counts, not the prefix
-        G = tl.cumsum(tl.load(p_g + o_value, mask=o_t < T, other=0.0).to(tl.float64) * LOG2E, 0)
-        decay = tl.exp2(tl.where(r >= c, G[:, None] - G[None, :], 0.0).to(ACC))
-    o_row = tl.cast(i_bh, tl.int64) * NR + o_t
-    o_pair = o_row[:, None] * C + c
-    tl.store(p_E + o_pair, tl.where(r >= c, E * decay * scale, 0.0).to(p_E.dtype.element_ty))
+    o_t = i_t + tl.arange(0, R)
+    live = o_t < T
+    o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
+    beta = tl.full([R], 1.0, ACC)
     if ERASE:
-        tl.store(p_D + o_pair, tl.where(r > c, -D * decay, 0.0).to(p_D.dtype.element_ty))
-        tl.store(p_written + o_row, written)
+        beta = tl.load(p_beta + o_value, mask=live, other=0.0).to(ACC)
+    by_v = beta / factor
+    F = tl.zeros([R, R], ACC)
+    U = tl.zeros([R, R], ACC)
+    written = tl.zeros([R], ACC)
+    for i_v in tl.range(0, V, BV, num_stages=NS):
+        b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+        b_w = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+        if HALF:
+            b_do = (b_do.to(ACC) * factor).to(ST)
+            store_tile(x_scaled, b_do, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+        F = tl.dot(b_do, tl.trans(b_w), F, input_precision="ieee", out_dtype=ACC)
+        if ERASE or HALF:
+            b_du = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+            du = b_du.to(ACC)
+            store_tile(x_dv, (du * by_v[:, None]).to(OT), i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+        if ERASE:
+            U = tl.dot(b_du, tl.trans(b_w), U, input_precision="ieee", out_dtype=ACC)
+            b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+            written += tl.sum(du * b_v.to(ACC), 1)
 
-
-@triton.jit
-def tokens_at(p, row, keep, i_d, STEP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
-    """[C BD] of [rows D], every STEP-th row from `row`; zeros where not `keep` and past D."""
-    o_d = i_d + tl.arange(0, BD)
-    o = tl.arange(0, C)[:, None] * (STEP * D) + o_d[None, :]
-    return tl.load(p + row * D + o, mask=keep[:, None] & (o_d < D)[None, :], other=0.0)
+    t = tl.arange(0, R)[:, None]
+    s = tl.arange(0, R)[None, :]
+    seen = (t // C == s // C) & (t >= s)
+    before = seen & (t > s)
+    G, _ = prefixes(p_g, o_value, live, R, C, GATE)
+    decay = decay_between(G, seen, ACC)
+    o_row = tl.cast(i_bh, tl.int64) * NR + o_t
+    # 64-bit bases, 32-bit offsets: what is [R R] is dear in registers
+    o_pair = t * C + s % C
+    first = tl.cast(i_bh, tl.int64) * NR + i_t
+    known = before & (i_t + t < NR)
+    o_wide = t * R + s
+    first_wide = tl.cast(i_bh, tl.int64) * NE + i_t
+    M = tl.where(seen, F * decay * scale, 0.0)
+    if GATE or LAM:
+        b_P = tl.load(p_P + first * C + o_pair, mask=known, other=0.0).to(ACC)
+    if GATE:
+        held = F * b_P
+    if ERASE:
+        D = tl.where(before, -beta[:, None] * (U * decay), 0.0)
+        tl.store(p_N + first_wide * R + o_wide, (D + tl.trans(D)).to(ST))
+        wiped = U * tl.load(p_A + first * C + o_pair, mask=known, other=0.0).to(ACC)
+        tl.store(p_written + o_row, written - tl.sum(wiped, 1), mask=o_t < NR)
+        if GATE:
+            held -= beta[:, None] * wiped
+        if LAM:
+            if READ:
+                tl.store(p_D + first_wide * R + o_wide, D.to(ST))
+            else:
+                M += tl.load(p_lam + o_value, mask=live, other=0.0).to(ACC)[:, None] * D
+                tl.store(p_asked + o_row, -beta / scale * tl.sum(U * b_P, 1), mask=o_t < NR)
+    tl.store(p_M + first_wide * R + o_wide, M.to(ST))
+    if GATE:
+        # the gate of t stands between s and r for r >= t > s; a sum without cancellation: in half the tensor cores' float32 is
+        # far more than the operands hold
+        precision: tl.constexpr = "tf32" if HALF else "ieee"
+        later = tl.dot((s >= t).to(ACC), held, input_precision=precision, out_dtype=ACC)
+        tl.store(p_held + o_row, tl.sum(tl.where((t // C == s // C) & (s < t), later, 0.0), 1), mask=o_t < NR)
 
 
 @triton.jit
 def parts_at(
-    p, row, keep, i_d, rows, STEP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
-    ACC: tl.constexpr,
+    x, i_b, i_t, i_h, i_d, T, B, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
+    TMA: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Sum over PARTS tensors of `rows` rows."""
-    total = tokens_at(p, row, keep, i_d, STEP, D, C, BD).to(ACC)
+    """[C BD] of the sum of PARTS tensors [B T H D]."""
+    total = load_tile(x, i_b, i_t, i_h, i_d, T, H, D, C, BD, TMA).to(ACC)
     for i in tl.static_range(1, PARTS):
-        total += tokens_at(p, row + i * rows, keep, i_d, STEP, D, C, BD).to(ACC)
+        total += load_tile(x, i * B + i_b, i_t, i_h, i_d, T, H, D, C, BD, TMA).to(ACC)
     return total
 
 
-@triton.jit
-def put_tokens(p, b, row, keep, i_d, STEP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
-    o_d = i_d + tl.arange(0, BD)
-    o = tl.arange(0, C)[:, None] * (STEP * D) + o_d[None, :]
-    tl.store(p + row * D + o, b.to(p.dtype.element_ty), mask=keep[:, None] & (o_d < D)[None, :])
-
-
-@triton.jit(do_not_specialize=["T", "NR", "B"])
+@triton.jit(do_not_specialize=["T", "NR", "NE", "B"])
 def combine(
-    p_r, p_q, p_k, p_beta, p_lam, p_dr_part, p_dx_part, p_dk_part, p_E, p_D, p_written, p_dr, p_dq, p_dk, p_gate, p_sums, p_dlam,
-    p_dbeta, p_max, T, NR, B,
-    H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
-    NM: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
-    GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr,
+    x_r, x_q, x_k, p_beta, p_lam, x_dr_part, x_dx_part, x_dk_part, x_M, x_N, x_D, p_written, p_asked, x_dr, x_dq, x_dk,
+    p_from, p_to, p_dlam, p_dbeta, p_max, T, NR, NE, B,
+    H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, DT: tl.constexpr,
+    ST: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
-    """One chunk, key head and tile of BK keys, over the value heads of the group; of the numbers a token, a part each tile.
-
-    p_gate, p_dlam, p_dbeta [tiles B HV NR]; p_sums [tiles 2 B HV chunks]: what the chunk's tokens and its keys add to ⟨S, dS⟩.
-    """
-    TILES: tl.constexpr = (K + BK - 1) // BK
-    G: tl.constexpr = HV // H
-    i_tile = tl.program_id(0) % TILES
-    chunks = NR // C
-    i_c = (tl.program_id(0) // TILES) % chunks
-    i_bk = tl.program_id(0) // (TILES * chunks)
-    i_b = i_bk // H
-    i_k = i_bk % H
-    i_d = i_tile * BK
+    """R tokens of one value head, BK keys at a time. p_from, p_to: what each token reads and leaves of ⟨S, dS⟩."""
+    tiles = NE // R
+    i_t = (tl.program_id(0) % tiles) * R
+    i_bh = tl.program_id(0) // tiles
+    i_b = i_bh // HV
+    i_h = i_bh % HV
+    i_k = i_h // (HV // H)
     rest = 1.0 / gradient_factor(p_max, NM, HALF)
-    o_c = tl.arange(0, C)
-    o_t = i_c * C + o_c
+    o_t = i_t + tl.arange(0, R)
     live = o_t < T
-    first = tl.cast(i_b, tl.int64) * T + i_c * C
-    at_key = first * H + i_k
-    rows = tl.cast(B, tl.int64) * T * HV
-    b_k = tokens_at(p_k, at_key, live, i_d, H, K, C, BK)
-    k = b_k.to(ACC)
-    b_q = tokens_at(p_q, at_key, live, i_d, H, K, C, BK)
-    t = o_c[:, None]
-    s = o_c[None, :]
-    dq_sum = tl.zeros([C, BK], ACC)
-    dk_sum = tl.zeros([C, BK], ACC)
-    for j in range(G):
-        i_h = i_k * G + j
-        i_bh = i_b * HV + i_h
-        at_value = first * HV + i_h
-        o_value = at_value + o_c * HV
-        o_token = (tl.cast(i_tile, tl.int64) * B * HV + i_bh) * NR + o_t
-        at_pair = (tl.cast(i_bh, tl.int64) * NR + i_c * C) * C
-        b_r = b_q
-        if READ:
-            b_r = tokens_at(p_r, first * HR + i_h // (HV // HR), live, i_d, HR, K, C, BK)
-        r = b_r.to(ACC)
-        dr = parts_at(p_dr_part, at_value, live, i_d, rows, HV, K, C, BK, PARTS, ACC)
-        dk = parts_at(p_dk_part, at_value, live, i_d, rows, HV, K, C, BK, PARTS, ACC)
-        E = tl.load(p_E + at_pair + t * C + s)
+    o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
+    o_row = tl.cast(i_bh, tl.int64) * NR + o_t
+    beta = tl.full([R], 1.0, ACC)
+    lam = tl.zeros([R], ACC)
+    if ERASE:
+        beta = tl.load(p_beta + o_value, mask=live, other=0.0).to(ACC)
+    if LAM:
+        lam = tl.load(p_lam + o_value, mask=live, other=0.0).to(ACC)
+    read = tl.zeros([R], ACC)
+    left = tl.zeros([R], ACC)
+    wiped = tl.zeros([R], ACC)
+    asked = tl.zeros([R], ACC)
+    within = tl.zeros([R], ACC)
+    for i_d in tl.range(0, K, BK, num_stages=NS):
+        b_k = load_tile(x_k, i_b, i_t, i_k, i_d, T, H, K, R, BK, TMA)
+        b_r = load_tile(x_r, i_b, i_t, i_h // (HV // HR), i_d, T, HR, K, R, BK, TMA)
+        b_M = load_tile(x_M, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA)
+        dr = parts_at(x_dr_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC)
+        dk = parts_at(x_dk_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC)
         if GATE:
-            from_start = tl.sum(r * dr, 1)
-            to_end = tl.sum(k * dk, 1)
-            rk = tl.dot(b_r, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
-            held = E.to(ACC) * rk
-        dr = tl.dot(E.to(OT), b_k, dr, input_precision="ieee", out_dtype=ACC)
-        # the transpose comes from memory: none of a product in registers
-        dk = tl.dot(tl.load(p_E + at_pair + s * C + t).to(OT), b_r, dk, input_precision="ieee", out_dtype=ACC)
+            read += tl.sum(b_r.to(ACC) * dr, 1)
+            left += tl.sum(b_k.to(ACC) * dk, 1)
         if ERASE:
-            beta = tl.load(p_beta + o_value, mask=live, other=0.0).to(ACC)
-            x = k
+            dx = parts_at(x_dx_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC)
+            wiped += tl.sum(b_k.to(ACC) * dx, 1)
             if LAM:
-                lam = tl.load(p_lam + o_value, mask=live, other=0.0).to(ACC)
-                q = b_q.to(ACC)
-                x = k + lam[:, None] * q
-            D = tl.load(p_D + at_pair + t * C + s)
-            dx = parts_at(p_dx_part, at_value, live, i_d, rows, HV, K, C, BK, PARTS, ACC)
-            if GATE:
-                from_start += beta * tl.sum(x * dx, 1)
-                xk = tl.dot(b_k, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
-                if LAM:
-                    qk = tl.dot(b_q, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
-                    xk += lam[:, None] * qk
-                held += beta[:, None] * D.to(ACC) * xk
-            dx = tl.dot(D.to(OT), b_k, dx, input_precision="ieee", out_dtype=ACC)
-            b_wiped = (x * beta[:, None]).to(OT)
-            dk = tl.dot(tl.load(p_D + at_pair + s * C + t).to(OT), b_wiped, dk, input_precision="ieee", out_dtype=ACC)
-            dbeta = tl.sum(x * dx, 1)
-            if i_tile == 0:
-                dbeta += tl.load(p_written + tl.cast(i_bh, tl.int64) * NR + o_t)
-            tl.store(p_dbeta + o_token, dbeta * rest)
+                b_q = b_r
+                if READ:
+                    b_q = load_tile(x_q, i_b, i_t, i_k, i_d, T, H, K, R, BK, TMA)
+                asked += tl.sum(b_q.to(ACC) * dx, 1)
             dx *= beta[:, None]
             dk += dx
             if LAM:
-                tl.store(p_dlam + o_token, tl.sum(q * dx, 1) * rest)
-                dq_sum += lam[:, None] * dx
-        dk_sum += dk
-        if READ:
-            # [B T HV K]: where r has fewer heads, the caller sums
-            put_tokens(p_dr, dr * rest, at_value, live, i_d, HV, K, C, BK)
-        else:
-            dq_sum += dr
-        if GATE:
-            # the gate of t stands between s and r for r >= t > s; it also decays what r reads, r >= t, and what s leaves, s < t
-            held = tl.where(t > s, held, 0.0)
-            # a sum without cancellation: in half the tensor cores' float32 is far more than the operands hold
-            precision: tl.constexpr = "tf32" if HALF else "ieee"
-            later = tl.dot((s >= t).to(ACC), held, input_precision=precision, out_dtype=ACC)
-            gate = tl.sum(tl.where(s < t, later + to_end[None, :], from_start[None, :]), 1)
-            tl.store(p_gate + o_token, gate)
-            o_sum = (tl.cast(i_tile, tl.int64) * 2 * B * HV + i_bh) * chunks + i_c
-            tl.store(p_sums + o_sum, tl.sum(from_start, 0))
-            tl.store(p_sums + o_sum + tl.cast(B, tl.int64) * HV * chunks, tl.sum(to_end, 0))
-    put_tokens(p_dq, dq_sum * rest, at_key, live, i_d, H, K, C, BK)
-    put_tokens(p_dk, dk_sum * rest, at_key, live, i_d, H, K, C, BK)
+                if READ:
+                    b_D = load_tile(x_D, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA)
+                    in_chunk = tl.dot(b_D, b_k, input_precision="ieee", out_dtype=ACC)
+                    within += tl.sum(b_q.to(ACC) * in_chunk, 1)
+                    b_by_lam = (b_q.to(ACC) * lam[:, None]).to(ST)
+                    dk = tl.dot(tl.trans(b_D), b_by_lam, dk, input_precision="ieee", out_dtype=ACC)
+                    dq = (dx + in_chunk) * (lam * rest)[:, None]
+                    store_tile(x_dq, dq.to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
+                else:
+                    dr += dx * lam[:, None]
+            b_N = load_tile(x_N, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA)
+            dk = tl.dot(b_N, b_k, dk, input_precision="ieee", out_dtype=ACC)
+        dr = tl.dot(b_M, b_k, dr, input_precision="ieee", out_dtype=ACC)
+        dk = tl.dot(tl.trans(b_M), b_r, dk, input_precision="ieee", out_dtype=ACC)
+        store_tile(x_dr, (dr * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
+        store_tile(x_dk, (dk * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
+    if ERASE:
+        wiped += lam * asked
+        written = tl.load(p_written + o_row, mask=o_t < NR, other=0.0)
+        tl.store(p_dbeta + o_value, (written + wiped) * rest, mask=live)
+        if LAM:
+            if not READ:
+                within = tl.load(p_asked + o_row, mask=o_t < NR, other=0.0)
+            tl.store(p_dlam + o_value, (within + beta * asked) * rest, mask=live)
+    if GATE:
+        if ERASE:
+            read += beta * wiped
+        tl.store(p_from + o_row, read, mask=o_t < NR)
+        tl.store(p_to + o_row, left, mask=o_t < NR)
 
 
-@triton.jit(do_not_specialize=["T", "NR", "B", "N", "anchors"])
+@triton.jit(do_not_specialize=["T", "NR", "N", "anchors"])
 def gate(
-    p_gate, p_sums, p_X, p_dg, p_cum, p_max, T, NR, B, N, anchors,
-    HV: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, SLICES: tl.constexpr, EVERY: tl.constexpr, NM: tl.constexpr,
-    HALF: tl.constexpr, ACC: tl.constexpr,
+    p_held, p_from, p_to, p_X, p_G, p_dg, p_cum, p_max, T, NR, N, anchors,
+    HV: tl.constexpr, C: tl.constexpr, SLICES: tl.constexpr, EVERY: tl.constexpr, NM: tl.constexpr, HALF: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """dg of the chunks from one anchor back to the next, of one sequence and value head. ⟨S, dS⟩ at a chunk's start is X and
-    what its tokens read; at its end it is X and what its keys left."""
+    """dg of the chunks from one anchor back to the next, of one sequence and value head. X = e^{G_C} ⟨S, dS⟩ of a chunk, S at
+    its start and dS at its end, is what every one of its gates decays; ⟨S, dS⟩ at a chunk's start is X and what its tokens
+    read, at its end X and what its keys left."""
     i_n = tl.program_id(0) // (anchors * HV)
     i_h = (tl.program_id(0) // anchors) % HV
     i_anchor = tl.program_id(0) % anchors
@@ -214,8 +216,9 @@ def gate(
     chunks = NR // C
     i_b = start // chunks
     i_bh = tl.cast(i_b, tl.int64) * HV + i_h
-    per_tile = tl.cast(B, tl.int64) * HV
     rest = 1.0 / gradient_factor(p_max, NM, HALF)
+    t = tl.arange(0, C)[:, None]
+    s = tl.arange(0, C)[None, :]
     first = i_anchor * EVERY
     if first < count:
         place = (tl.cast(start // EVERY + i_n + i_anchor, tl.int64)) * HV + i_h
@@ -223,19 +226,17 @@ def gate(
         for i in tl.static_range(1, SLICES):
             X += tl.load(p_X + place * SLICES + i)
         for i in range(first, tl.minimum(first + EVERY, count)):
-            i_c = start - i_b * chunks + count - 1 - i
-            read = tl.zeros([1], ACC)
-            left = tl.zeros([1], ACC)
-            dg = tl.zeros([C], ACC)
-            o_t = i_c * C + tl.arange(0, C)
-            one = tl.arange(0, 1)
-            for i_tile in tl.static_range(0, TILES):
-                p_sum = p_sums + (2 * i_tile * per_tile + i_bh) * chunks + i_c + one
-                read += tl.load(p_sum)
-                left += tl.load(p_sum + per_tile * chunks)
-                dg += tl.load(p_gate + (i_tile * per_tile + i_bh) * NR + o_t)
+            o_t = (start - i_b * chunks + count - 1 - i) * C + tl.arange(0, C)
+            o_row = i_bh * NR + o_t
+            read = tl.load(p_from + o_row)
+            left = tl.load(p_to + o_row)
             if i > first:
                 X -= tl.sum(left, 0)
+                if HALF:
+                    # what was carried is rounding where nothing passes the chunk
+                    X = tl.where(tl.load(p_G + i_bh * NR + tl.max(o_t, 0)) < NOTHING, 0.0, X)
+            # the gate of t also decays what r reads, r >= t, and what s leaves, s < t
+            through = tl.sum(tl.where(s < t, left[None, :], read[None, :]), 1)
             o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
-            tl.store(p_dg + o_value, (dg + X) * rest, mask=o_t < T)
+            tl.store(p_dg + o_value, (tl.load(p_held + o_row) + through + X) * rest, mask=o_t < T)
             X += tl.sum(read, 0)

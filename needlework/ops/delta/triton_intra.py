@@ -5,6 +5,9 @@
 
 A program holds R rows, whole chunks of C <= R tokens of one value head; masks keep chunks apart, so that the products keep
 the 64 rows that Hopper's tensor cores want. x = k + λq is never formed: x·k = k·k + λ q·k.
+
+Every operand of a product here and in the kernels that follow is float16 in half precision: inputs of another half type are
+copied as they are read, and the copies are what follows takes.
 """
 
 import triton
@@ -14,19 +17,53 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_rows(p, o_row, keep, i_d, D: tl.constexpr, BD: tl.constexpr):
-    """Rows o_row of [rows D], columns from i_d; zeros where not `keep` and past D."""
+def operand_rows(
+    p, p_copy, first, keep, mine, i_d, STEP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
+    ST: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    """R rows of [rows D] as operands, every STEP-th from `first`, columns from i_d; zeros where not `keep` and past D.
+    COPY: where they are `mine` they are also stored as such."""
     o_d = i_d + tl.arange(0, BD)
-    return tl.load(p + o_row[:, None] * D + o_d[None, :], mask=keep[:, None] & (o_d < D)[None, :], other=0.0)
+    # a 64-bit base and 32-bit offsets: a tile of 64-bit ones is dear in registers
+    o = tl.arange(0, R)[:, None] * (STEP * D) + o_d[None, :]
+    inside = keep[:, None] & (o_d < D)[None, :]
+    b = tl.load(p + first * D + o, mask=inside, other=0.0).to(ST)
+    if COPY:
+        tl.store(p_copy + first * D + o, b, mask=inside & mine)
+    return b
+
+
+@triton.jit
+def prefixes(p_g, o_value, live, R: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr):
+    """Inclusive sums of the gates of R // C chunks and what remains after each token, in log2 and float64: |G| reaches
+    hundreds where a difference of 1e-3 counts."""
+    gate = tl.zeros([R], tl.float64)
+    if GATE:
+        gate = tl.load(p_g + o_value, mask=live, other=0.0).to(tl.float64) * LOG2E
+    chunks = tl.reshape(gate, [R // C, C])
+    prefix = tl.cumsum(chunks, 1)
+    return tl.reshape(prefix, [R]), tl.reshape(tl.sum(chunks, 1)[:, None] - prefix, [R])
+
+
+@triton.jit
+def decay_between(G, seen, ACC: tl.constexpr):
+    """2^{G_t − G_s} where `seen`. A prefix as two narrow numbers: their difference is as good as float64's once rounded, and
+    costs no wide registers."""
+    high = G.to(ACC)
+    low = (G - high.to(tl.float64)).to(ACC)
+    between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    return tl.exp2(tl.where(seen, tl.minimum(between, 0.0), 0.0))
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR"])
 def intra(
-    p_r, p_q, p_k, p_g, p_beta, p_lam, p_T, p_P, p_G, p_E, scale, T, NR,
+    p_r, p_q, p_k, p_g, p_beta, p_lam, p_T, p_P, p_A, p_G, p_E, p_r_copy, p_q_copy, p_k_copy, scale, T, NR,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
-    ACC: tl.constexpr, ST: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr,
+    ACC: tl.constexpr, ST: tl.constexpr, COPY: tl.constexpr, SAVE: tl.constexpr,
+    GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
-    """NR rows of T, P', G, E a value head: T rounded up to whole chunks. READ: r is not q (which then only enters x)."""
+    """NR rows of T, P', G, E a value head: T rounded up to whole chunks. READ: r is not q (which then only enters x).
+    SAVE: also A without β, for the backward."""
     tiles = (NR + R - 1) // R
     i_t = (tl.program_id(0) % tiles) * R
     i_bh = tl.program_id(0) // tiles
@@ -36,17 +73,11 @@ def intra(
     live = o_t < T
     token = tl.cast(i_b, tl.int64) * T + o_t
     o_value = token * HV + i_h
-    o_k = token * H + i_h // (HV // H)
-    o_r = token * HR + i_h // (HV // HR)
+    start = tl.cast(i_b, tl.int64) * T + i_t
+    o_k = start * H + i_h // (HV // H)
+    o_r = start * HR + i_h // (HV // HR)
 
-    # prefixes and their differences in float64: |G| reaches hundreds where a difference of 1e-3 counts
-    gate = tl.zeros([R], tl.float64)
-    if GATE:
-        gate = tl.load(p_g + o_value, mask=live, other=0.0).to(tl.float64) * LOG2E
-    chunks = tl.reshape(gate, [R // C, C])
-    prefix = tl.cumsum(chunks, 1)
-    G = tl.reshape(prefix, [R])
-    E = tl.reshape(tl.sum(chunks, 1)[:, None] - prefix, [R])
+    G, E = prefixes(p_g, o_value, live, R, C, GATE)
     o_row = tl.cast(i_bh, tl.int64) * NR + o_t
     tl.store(p_G + o_row, G.to(ACC), mask=o_t < NR)
     # two ways to sum may leave a last digit above 0
@@ -55,24 +86,24 @@ def intra(
     kk = tl.zeros([R, R], ACC)
     rk = tl.zeros([R, R], ACC)
     qk = tl.zeros([R, R], ACC)
+    first_k = i_h % (HV // H) == 0
+    first_r = i_h % (HV // HR) == 0
     for i_d in tl.static_range(0, K, BK):
-        b_k = load_rows(p_k, o_k, live, i_d, K, BK)
+        b_k = operand_rows(p_k, p_k_copy, o_k, live, first_k, i_d, H, K, R, BK, ST, COPY)
         b_kT = tl.trans(b_k)
-        rk = tl.dot(load_rows(p_r, o_r, live, i_d, K, BK), b_kT, rk, input_precision="ieee", out_dtype=ACC)
+        b_r = operand_rows(p_r, p_r_copy, o_r, live, first_r, i_d, HR, K, R, BK, ST, COPY)
+        rk = tl.dot(b_r, b_kT, rk, input_precision="ieee", out_dtype=ACC)
         if ERASE:
             kk = tl.dot(b_k, b_kT, kk, input_precision="ieee", out_dtype=ACC)
         if READ:
-            qk = tl.dot(load_rows(p_q, o_k, live, i_d, K, BK), b_kT, qk, input_precision="ieee", out_dtype=ACC)
+            b_q = operand_rows(p_q, p_q_copy, o_k, live, first_k, i_d, H, K, R, BK, ST, COPY)
+            qk = tl.dot(b_q, b_kT, qk, input_precision="ieee", out_dtype=ACC)
 
     t = tl.arange(0, R)[:, None]
     s = tl.arange(0, R)[None, :]
     same = t // C == s // C
     seen = same & (t >= s)
-    # a prefix as two narrow numbers: their difference is as good as float64's once rounded, and costs no wide registers
-    high = G.to(ACC)
-    low = (G - high.to(tl.float64)).to(ACC)
-    between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-    decay = tl.exp2(tl.where(seen, tl.minimum(between, 0.0), 0.0))
+    decay = decay_between(G, seen, ACC)
     o_pair = o_row[:, None] * C + s % C
     keep = same & (o_t < NR)[:, None]
     tl.store(p_P + o_pair, tl.where(seen, rk * decay * scale, 0.0).to(ST), mask=keep)
@@ -85,7 +116,10 @@ def intra(
                 x += lam[:, None] * qk
             else:
                 x += lam[:, None] * rk
-        A = tl.where(seen & (t > s), beta[:, None] * x * decay, 0.0)
+        A = tl.where(seen & (t > s), x * decay, 0.0)
+        if SAVE:
+            tl.store(p_A + o_pair, A.to(ST), mask=keep)
+        A *= beta[:, None]
         # blocks of 2, 4, …, C: the inverse of a block from those of its halves
         X = tl.where(t == s, 1.0, 0.0) - tl.where(t // 2 == s // 2, A, 0.0)
         for j in tl.static_range(1, 7):

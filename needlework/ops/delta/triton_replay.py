@@ -18,12 +18,12 @@ from needlework.ops.delta.triton_scan import load_tile, run_of, store_tile, tell
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])
 def replay_forward(
-    x_k, x_do, x_du, x_w, p_G, p_E, x_dr, x_dx, p_initial, p_anchor, p_cum, p_hand, p_flag, p_max, scale, T, NR, N, B,
+    x_k, x_do, x_du, x_w, p_G, p_E, x_dr, x_dx, p_initial, p_anchor, p_cum, p_hand, p_flag, scale, T, NR, N, B,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KS: tl.constexpr, VB: tl.constexpr,
-    NT: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, EVERY: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
-    ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, INIT: tl.constexpr,
+    NT: tl.constexpr, NS: tl.constexpr, EVERY: tl.constexpr, TMA: tl.constexpr,
+    ACC: tl.constexpr, ST: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, INIT: tl.constexpr,
 ):  # fmt: skip
-    """One slot. SCALED: do still has to be multiplied by the factor that du holds."""
+    """One slot. In half precision do and du hold the same factor."""
     VS: tl.constexpr = VB * NT
     NKS: tl.constexpr = (K + KS - 1) // KS
     NVS: tl.constexpr = (V + VS - 1) // VS
@@ -34,7 +34,6 @@ def replay_forward(
     chunks_of_row = NR // C
     o_c = tl.arange(0, C)
     o_hand = tl.arange(0, KS)[:, None] * VS + tl.arange(0, VB)[None, :]
-    read = scale * gradient_factor(p_max, NM, SCALED)
     for i_chain in range(first, last + 1):
         i_n = i_chain // PER
         i_h = (i_chain % PER) // (NKS * NVS)
@@ -86,7 +85,7 @@ def replay_forward(
                 i_t = (c_row + i) * C
                 b_w0 = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
                 b_do0 = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
-                b_S0 = S0.to(OT)
+                b_S0 = S0.to(ST)
                 dr = tl.dot(b_S0, tl.trans(b_do0), input_precision="ieee", out_dtype=ACC)
                 if ERASE:
                     b_du0 = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
@@ -94,7 +93,7 @@ def replay_forward(
                 if NT == 2:
                     b_w1 = load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
                     b_do1 = load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
-                    b_S1 = S1.to(OT)
+                    b_S1 = S1.to(ST)
                     dr = tl.dot(b_S1, tl.trans(b_do1), dr, input_precision="ieee", out_dtype=ACC)
                     if ERASE:
                         b_du1 = load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
@@ -104,13 +103,13 @@ def replay_forward(
                 e_start = tl.exp2(tl.load(p_G + p_row + o_c))
                 e_end = tl.exp2(tl.load(p_E + p_row + o_c))
                 e_whole = tl.exp2(tl.load(p_G + p_row + C - 1))
-                b_dr = tl.trans((dr * (read * e_start)[None, :]).to(ST))
+                b_dr = tl.trans((dr * (scale * e_start)[None, :]).to(ST))
                 store_tile(x_dr, b_dr, i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
                 if ERASE:
                     b_dx = tl.trans((dx * -e_start[None, :]).to(ST))
                     store_tile(x_dx, b_dx, i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
                 b_k = load_tile(x_k, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA)
-                b_left = (tl.trans(b_k).to(ACC) * e_end[None, :]).to(OT)
+                b_left = (tl.trans(b_k).to(ACC) * e_end[None, :]).to(ST)
                 S0 = tl.dot(b_left, b_w0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
                 if NT == 2:
                     S1 = tl.dot(b_left, b_w1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
@@ -129,7 +128,7 @@ def replay_reverse(
     scale, T, NR, N, B,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KS: tl.constexpr,
     VB: tl.constexpr, NT: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, EVERY: tl.constexpr, TMA: tl.constexpr,
-    HALF: tl.constexpr, SCALED: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr,
+    HALF: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
     GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
     """One slot, chunks from last to first. END: the final state has a gradient."""
@@ -143,7 +142,6 @@ def replay_reverse(
     chunks_of_row = NR // C
     o_c = tl.arange(0, C)
     o_hand = tl.arange(0, KS)[:, None] * VS + tl.arange(0, VB)[None, :]
-    read = scale * gradient_factor(p_max, NM, SCALED)
     for i_chain in range(first, last + 1):
         i_n = i_chain // PER
         i_h = (i_chain % PER) // (NKS * NVS)
@@ -194,10 +192,10 @@ def replay_reverse(
             for i in tl.range(tl.maximum(c_anchor, c_from), tl.minimum(c_anchor + EVERY, c_to), num_stages=NS):
                 i_t = (c_row + count - 1 - i) * C
                 b_w0 = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
-                dk = tl.dot(S0.to(OT), tl.trans(b_w0), input_precision="ieee", out_dtype=ACC)
+                dk = tl.dot(S0.to(ST), tl.trans(b_w0), input_precision="ieee", out_dtype=ACC)
                 if NT == 2:
                     b_w1 = load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
-                    dk = tl.dot(S1.to(OT), tl.trans(b_w1), dk, input_precision="ieee", out_dtype=ACC)
+                    dk = tl.dot(S1.to(ST), tl.trans(b_w1), dk, input_precision="ieee", out_dtype=ACC)
 
                 p_row = tl.cast(i_bh, tl.int64) * NR + i_t
                 e_start = tl.exp2(tl.load(p_G + p_row + o_c))
@@ -208,7 +206,7 @@ def replay_reverse(
 
                 b_do0 = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
                 r = tl.trans(load_tile(x_r, i_b, i_t, i_h // (HV // HR), i_k, T, HR, K, C, KS, TMA)).to(ACC)
-                b_by_do = (r * (read * e_start)[None, :]).to(OT)
+                b_by_do = (r * (scale * e_start)[None, :]).to(ST)
                 S0 = tl.dot(b_by_do, b_do0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
                 if ERASE:
                     o_t = i_t + o_c
@@ -222,7 +220,7 @@ def replay_reverse(
                             x += q * lam[None, :]
                         else:
                             x += r * lam[None, :]
-                    b_by_du = (x * -(beta * e_start)[None, :]).to(OT)
+                    b_by_du = (x * -(beta * e_start)[None, :]).to(ST)
                     b_du0 = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
                     S0 = tl.dot(b_by_du, b_du0, S0, input_precision="ieee", out_dtype=ACC)
                 if NT == 2:

@@ -19,6 +19,7 @@ from needlework.ops.delta.triton_intra import intra
 from needlework.ops.delta.triton_scan import scan
 
 ENGINE = "delta/scalar"
+SAVED = 11  # tensors that the forward keeps for the backward
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
 
 
@@ -49,7 +50,8 @@ def delta_scalar_fwd(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, save: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """o, final state, and what the backward wants, over aligned tokens: W, T, P', G, E (empty without `save`)."""
+    """o, final state, and what the backward wants, over aligned tokens: W, T, P', A, G, E, the copies of q, k and q_read as
+    operands, and of sequences cut into segments their starts and M (empty without `save`, and where there is none)."""
     chosen = plan(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
     align = _alignment(q, cu_seqlens, chosen)
     o, state, *saved = forward(
@@ -59,13 +61,14 @@ def delta_scalar_fwd(
         scale=scale,
         plan=chosen,
         save=save,
+        parts=_parts(align.N, v.shape, k.shape[-1], cu_seqlens, chosen),
     )
     return [align.restore(o).contiguous(), state, *(saved if save else [x.new_empty(0) for x in saved])]
 
 
 @torch.library.custom_op("needlework::delta_scalar_bwd", mutates_args=())
 def delta_scalar_bwd(
-    do: Tensor, dstate: Tensor, W: Tensor, Tp: Tensor, Pp: Tensor, G: Tensor, E: Tensor,
+    do: Tensor, dstate: Tensor, saved: list[Tensor],
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
 ) -> list[Tensor]:  # fmt: skip
@@ -73,8 +76,9 @@ def delta_scalar_bwd(
     from needlework.ops.delta.triton_scalar_bwd import backward
 
     chosen = plan(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
-    if Pp.shape[-1] != chosen.launch["shared"]["C"]:
-        raise RuntimeError(f"{ENGINE}: the forward ran with chunks of {Pp.shape[-1]}, the plan for the backward has others")
+    chunk = saved[2].shape[-1]
+    if chunk != chosen.launch["shared"]["C"]:
+        raise RuntimeError(f"{ENGINE}: the forward ran with chunks of {chunk}, the plan for the backward has others")
     given = (q, k, v, g, beta, lam, q_read)
     if q.shape[1] == 0:
         dtokens = [None if x is None else torch.zeros_like(x) for x in given]
@@ -82,9 +86,7 @@ def delta_scalar_bwd(
     else:
         align = _alignment(q, cu_seqlens, chosen)
         do, *tokens = (None if x is None else align.align(x) for x in (do, *given))
-        *dtokens, dinitial = backward(
-            do, dstate.contiguous(), *tokens, initial_state, (W, Tp, Pp, G, E), align, scale=scale, plan=chosen
-        )
+        *dtokens, dinitial = backward(do, dstate.contiguous(), *tokens, initial_state, saved, align, scale=scale, plan=chosen)
         dtokens = [None if x is None else align.restore(x) for x in dtokens]
     return [
         q.new_empty(0) if x is None else dx.to(x.dtype).contiguous()
@@ -92,15 +94,33 @@ def delta_scalar_bwd(
     ]
 
 
-def forward(q, k, v, g, beta, lam, q_read, initial_state, align: Alignment, *, scale: float, plan: Plan, save: bool):
-    """o, state, W, T, P', G, E of aligned tokens: both kernels, one after the other."""
+def forward(
+    q, k, v, g, beta, lam, q_read, initial_state, align: Alignment, *, scale: float, plan: Plan, save: bool, parts: int = 1
+):
+    """o, state, W, T, P', A, G, E of aligned tokens, the copies, the segments' starts and M: intra, then the walk."""
     B, T, HV, V = v.shape
     K, C = k.shape[3], plan.launch["shared"]["C"]
     rows = -(-T // C) * C
     wide = accumulator(q.dtype)
-    o, W = torch.empty_like(v), torch.empty_like(v if save else v[:0])
-    Tp, Pp = (q.new_empty(n, HV, rows, C, dtype=solve(q.dtype)) for n in (0 if beta is None else B, B))
+    operand = solve(q.dtype)
+    o, W = torch.empty_like(v), torch.empty_like(v if save else v[:0], dtype=operand)
+    erases = 0 if beta is None else B
+    Tp, Pp, A = (q.new_empty(n, HV, rows, C, dtype=operand) for n in (erases, B, erases if save else 0))
+    # q is not copied where it neither reads nor enters x
+    wanted = (q if q_read is None or lam is not None else None), k, q_read
+    copies = [None if x is None or x.dtype == operand else torch.empty_like(x, dtype=operand) for x in wanted]
     G, E = (q.new_empty(B, HV, rows, dtype=wide) for _ in range(2))
+    q_, k_, read = (x if copy is None else copy for x, copy in zip((q, k, q_read), copies, strict=True))
+    if o.numel():
+        launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A if save else None, G, E, copies, scale=scale, plan=plan)
+    starts, M = (q.new_empty(0, HV, K, D, dtype=wide) for D in (V, K))
+    if parts > 1:
+        from needlework.ops.delta.triton_split import fix_up, segments
+        from needlework.ops.delta.triton_transitions import transitions
+
+        align = segments(align, parts)
+        N, M = transitions(q_, k_, v, beta, lam, Tp, G, E, align, parts, plan=plan, save=save)
+        initial_state = starts = fix_up(M, N, initial_state, parts, reverse=False)
     # no chunk: the kernels do not touch the state
     untouched = align.place is not None or T == 0
     if initial_state is not None:
@@ -109,29 +129,38 @@ def forward(q, k, v, g, beta, lam, q_read, initial_state, align: Alignment, *, s
     else:
         state = (torch.zeros if untouched else torch.empty)(align.N, HV, K, V, dtype=wide, device=q.device)
     if o.numel():
-        tensors = (q, k, v, g, beta, lam, q_read)
-        launch_intra(*tensors, Tp, Pp, G, E, scale=scale, plan=plan)
-        launch_scan(*tensors, Tp, Pp, G, E, o, W if save else None, initial_state, state, align, scale=scale, plan=plan)
-    return o, state, W, Tp, Pp, G, E
+        launch_scan(
+            q_, k_, v, g, beta, lam, read, Tp, Pp, G, E, o, W if save else None, initial_state, state, align,
+            scale=scale, plan=plan,
+        )  # fmt: skip
+    copies = [q.new_empty(0, dtype=operand) if x is None else x for x in copies]
+    state = state if parts == 1 else state[parts - 1 :: parts].clone()
+    return o, state, W, Tp, Pp, A, G, E, *copies, starts, M
 
 
-def launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, *, scale: float, plan: Plan) -> None:
-    """T, P' and the decay of every chunk."""
+def launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, *, scale: float, plan: Plan) -> None:
+    """T, P' and the decay of every chunk; A where it is given a place; copies of q, k and q_read as operands, likewise."""
     B, T, HV, _ = v.shape
     r, rows = q if q_read is None else q_read, Pp.shape[2]
-    constants = intra_constants(plan, q.dtype, k.shape[2], r.shape[2], HV, k.shape[3], *_flags(g, beta, lam, q_read))
+    q_copy, k_copy, r_copy = (*copies[:2], copies[0] if q_read is None else copies[2])
+    constants = intra_constants(
+        plan, q.dtype, k.shape[2], r.shape[2], HV, k.shape[3], *_flags(g, beta, lam, q_read), k_copy is not None, A is not None
+    )
     grid = (-(-rows // constants["R"]) * B * HV,)
-    intra[grid](r, q, k, _or(g, G), _or(beta, G), _or(lam, G), Tp, Pp, G, E, scale, T, rows, **constants)
+    intra[grid](
+        r, q, k, _or(g, G), _or(beta, G), _or(lam, G), Tp, Pp, _or(A, Pp), G, E, _or(r_copy, Pp), _or(q_copy, Pp), _or(k_copy, Pp),
+        scale, T, rows, **constants,
+    )  # fmt: skip
 
 
 def launch_scan(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state, state, align, *, scale, plan) -> None:
-    """o, the final state and, where it is given a place, W."""
+    """o, the final state and, where it is given a place, W. q, k, q_read are operands; o and v share the caller's type."""
     T, HV, V = v.shape[1:]
     (H, K), (rows, C) = k.shape[2:], Pp.shape[2:]
     r = q if q_read is None else q_read
     _, erase, with_lam, read = _flags(g, beta, lam, q_read)
     constants = scan_constants(
-        plan, q.dtype, H, r.shape[2], HV, K, V, erase, with_lam, read, initial_state is not None, W is not None
+        plan, v.dtype, H, r.shape[2], HV, K, V, erase, with_lam, read, initial_state is not None, W is not None
     )
     BV, KB, NK = (constants[name] for name in ("BV", "KB", "NK"))
     slots = min(plan.launch["scan"]["NP"], align.N * HV * -(-V // BV))
@@ -163,11 +192,11 @@ def solve(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype.itemsize == 2 else dtype
 
 
-def intra_constants(plan: Plan, dtype, H, HR, HV, K, gate, erase, lam, read) -> dict[str, object]:
+def intra_constants(plan: Plan, dtype, H, HR, HV, K, gate, erase, lam, read, copy, save) -> dict[str, object]:
     own = {**plan.launch["intra"], "BK": min(plan.launch["intra"]["BK"], _padded(K))}
     return dict(
         H=H, HR=HR, HV=HV, K=K, C=plan.launch["shared"]["C"], ACC=TYPES[accumulator(dtype)], ST=TYPES[solve(dtype)],
-        GATE=gate, ERASE=erase, LAM=lam, READ=read, **own,
+        COPY=int(copy), SAVE=int(save), GATE=gate, ERASE=erase, LAM=lam, READ=read, **own,
     )  # fmt: skip
 
 
@@ -191,17 +220,20 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     own, st, acc = names[dtype], names[solve(dtype)], names[accumulator(dtype)]
     cases = []
     for kernel, constants in (
-        (intra, intra_constants(plan, dtype, 2, 2, 2, K, 1, 1, 1, 0)),
+        (intra, intra_constants(plan, dtype, 2, 2, 2, K, 1, 1, 1, 0, solve(dtype) != dtype, 1)),
         (scan, scan_constants(plan, dtype, 2, 2, 2, K, V, 1, 1, 0, 1, 1)),
     ):
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
-        types = dict.fromkeys(("p_r", "p_q", "p_k"), f"*{own}") | dict.fromkeys(("p_T", "p_P"), f"*{st}")
+        types = dict.fromkeys(("p_r", "p_q", "p_k"), f"*{own}") | dict.fromkeys(
+            ("p_T", "p_P", "p_A", "p_r_copy", "p_q_copy", "p_k_copy"), f"*{st}"
+        )
         types |= dict.fromkeys(("p_g", "p_beta", "p_lam", "p_G", "p_E", "p_initial", "p_final", "p_hand"), f"*{acc}")
         types |= {"p_cum": "*i32", "p_flag": "*i32", "scale": "fp32", "T": "i32", "NR": "i32", "N": "i32"}
         C, BV, KB = (constants.get(name) for name in ("C", "BV", "KB"))
         for name, kind, width in (
-            *((name, own, KB) for name in ("x_r", "x_q", "x_k")),
-            *((name, own, BV) for name in ("x_v", "x_o", "x_w")),
+            *((name, st, KB) for name in ("x_r", "x_q", "x_k")),
+            *((name, own, BV) for name in ("x_v", "x_o")),
+            ("x_w", st, BV),
             *((name, st, C) for name in ("x_T", "x_P")),
         ):
             types[name] = f"tensordesc<{kind}[1, 1, {C}, {width}]>" if plan.tma else f"*{kind}"
@@ -215,8 +247,19 @@ def _alignment(q: Tensor, cu_seqlens: Tensor | None, plan: Plan) -> Alignment:
     return Alignment.of(cu_seqlens, *q.shape[:2], plan.launch["shared"]["C"], q.device)
 
 
+def _parts(N: int, shape, K: int, cu_seqlens: Tensor | None, plan: Plan) -> int:
+    """Into how many segments sequences are cut; packed ones are taken as equally long: their lengths are not read back."""
+    from needlework.ops.delta.triton_split import parts_of
+
+    _, T, HV, V = shape
+    launch = plan.launch["scan"]
+    longest = -(-T // plan.launch["shared"]["C"]) // (1 if cu_seqlens is None else max(N, 1))
+    return parts_of(N * HV * -(-V // launch["BV"]), longest, K, V, launch["NP"])
+
+
 def _flags(g, beta, lam, q_read) -> tuple[int, ...]:
-    return tuple(int(x is not None) for x in (g, beta, lam, q_read))
+    """GATE, ERASE, LAM, READ: q next to q_read only enters x."""
+    return tuple(int(x) for x in (g is not None, beta is not None, lam is not None, lam is not None and q_read is not None))
 
 
 def _or(x: Tensor | None, stand_in: Tensor) -> Tensor:
@@ -231,17 +274,27 @@ def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale, save):
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     wide = accumulator(q.dtype)
     o, state = torch.empty_like(v), v.new_empty(N, HV, k.shape[-1], V, dtype=wide)
+    operand = solve(q.dtype)
+    nothing = lambda dtype=operand: v.new_empty(0, dtype=dtype)
     if not save:
-        types = (v.dtype, solve(q.dtype), solve(q.dtype), wide, wide)
-        return [o, state, *(v.new_empty(0, dtype=dtype) for dtype in types)]
+        types = (operand,) * 4 + (wide,) * 2 + (operand,) * 3 + (wide,) * 2
+        return [o, state, *(nothing(dtype) for dtype in types)]
     aligned = T if cu_seqlens is None else (T // C + N) * C
     rows = -(-aligned // C) * C
-    pairs = [v.new_empty(n, HV, rows, C, dtype=solve(q.dtype)) for n in (0 if beta is None else B, B)]
-    return [o, state, v.new_empty(B, aligned, HV, V), *pairs, *(v.new_empty(B, HV, rows, dtype=wide) for _ in range(2))]
+    erases = 0 if beta is None else B
+    pairs = [v.new_empty(n, HV, rows, C, dtype=operand) for n in (erases, B, erases)]
+    numbers = [v.new_empty(B, HV, rows, dtype=wide) for _ in range(2)]
+    wanted = (q if q_read is None or lam is not None else None), k, q_read
+    copies = [
+        nothing() if x is None or x.dtype == operand else x.new_empty(B, aligned, *x.shape[2:], dtype=operand) for x in wanted
+    ]
+    parts = _parts(N, v.shape, k.shape[-1], cu_seqlens, plan(ENGINE, q.device, q.dtype, q.shape[-1], V))
+    states = [v.new_empty(N * parts if parts > 1 else 0, HV, k.shape[-1], D, dtype=wide) for D in (V, k.shape[-1])]
+    return [o, state, v.new_empty(B, aligned, HV, V, dtype=operand), *pairs, *numbers, *copies, *states]
 
 
 @delta_scalar_bwd.register_fake
-def _(do, dstate, W, Tp, Pp, G, E, q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
+def _(do, dstate, saved, q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     return [q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, g, beta, lam, q_read, initial_state)]
 
 
@@ -252,8 +305,8 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, gradients):
     do, dstate = gradients[:2]
-    *saved, cu_seqlens = ctx.saved_tensors
-    found = delta_scalar_bwd(do.contiguous(), dstate, *saved, cu_seqlens, ctx.scale)
+    saved, (*tensors, cu_seqlens) = ctx.saved_tensors[:SAVED], ctx.saved_tensors[SAVED:]
+    found = delta_scalar_bwd(do.contiguous(), dstate, list(saved), *tensors, cu_seqlens, ctx.scale)
     found = [dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)]
     return *found, None, None, None
 

@@ -2,7 +2,8 @@
 
     amax → adjoint (du, dv, initial state) → pairs (E, D) → replay_forward, replay_reverse → combine → gate
 
-Neither S nor dS is kept a chunk. Tensors are aligned; `saved` is `triton_scalar.forward`'s W, T, P', G, E.
+Neither S nor dS is kept a chunk. Tensors are aligned; `saved` is `triton_scalar.forward`'s. In half precision every operand is
+float16: r, q and k as the forward copied them, do as pairs copies it, multiplied by a power of two.
 """
 
 import torch
@@ -15,6 +16,7 @@ from needlework.ops.delta.triton_adjoint import adjoint, amax
 from needlework.ops.delta.triton_combine import combine, gate, pairs
 from needlework.ops.delta.triton_replay import replay_forward, replay_reverse
 from needlework.ops.delta.triton_scalar import TYPES, accumulator, descriptor, solve
+from needlework.ops.delta.triton_split import fix_up, segments
 
 NO_ANCHOR = 1 << 30
 
@@ -25,19 +27,25 @@ def backward(
     *, scale: float, plan: Plan,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, k, v, g, beta, lam, q_read and the initial state (None where there is none); numbers a token are wide."""
-    W, Tp, Pp, G, E = saved
+    W, Tp, Pp, A, G, E, *copies, starts, transitions = saved
     B, T, HV, V = v.shape
     H, K = k.shape[2:]
-    rows, C, N = Pp.shape[2], plan.launch["shared"]["C"], alignment.N
-    r = q if q_read is None else q_read
+    rows, C = Pp.shape[2], plan.launch["shared"]["C"]
+    # segments have a state before and a gradient after them
+    cuts, from_state = len(starts) // max(alignment.N, 1) or 1, initial_state is not None
+    if cuts > 1:
+        alignment, initial_state = segments(alignment, cuts), starts
+    N = alignment.N
+    q_, k_, read_ = (x if x is None or not copy.numel() else copy for x, copy in zip((q, k, q_read), copies, strict=True))
+    r = q_ if q_read is None else read_
     # what reads has a gradient of its own where q also enters x, and where its heads are not the keys'
     read = (lam is not None and q_read is not None) or r.shape[2] != H
-    asks = r if not read else q if lam is not None else k
+    asks = r if not read else q_ if lam is not None else k_
     c = constants(plan, q.dtype, H, r.shape[2], HV, K, V, g is not None, beta is not None, lam is not None,
-                  read, initial_state is not None, dstate is not None)  # fmt: skip
+                  read, initial_state is not None, dstate is not None or cuts > 1)  # fmt: skip
     acc, st = accumulator(q.dtype), solve(q.dtype)
     new = lambda *shape, dtype=acc: torch.empty(shape, dtype=dtype, device=q.device)
-    tile = lambda x, width: descriptor(x, C, width) if plan.tma else x
+    tile = lambda x, width, height=C: descriptor(x, height, width) if plan.tma else x
     or_G = lambda x: G if x is None else x
     chunks_in_all = B * (rows // C)
 
@@ -50,31 +58,40 @@ def backward(
 
     # a chain per sequence, value head and tile of values; what is left of it where it is cut
     BV, KB, NK = (c["adjoint"][name] for name in ("BV", "KB", "NK"))
-    du = torch.empty_like(v)
-    # additive, wide: one tensor is both
-    dv = torch.empty_like(v) if half or beta is not None else du
-    dinitial = new(N, HV, K, V)
-    if dstate is not None and alignment.place is not None:
-        dinitial.copy_(dstate)  # of an empty sequence, which no chain walks
-    elif alignment.place is not None:
-        dinitial.zero_()
-    slots = _slots(plan, "adjoint", N * HV * cdiv(V, BV))
+    du = torch.empty_like(v, dtype=st)
     couplings = lambda x: tile(x.view(-1, rows, 1, C), C)
     x_P = couplings(Pp)
-    adjoint[(slots,)](
-        tile(r, KB), tile(asks, KB), tile(k, KB), tile(do, BV), x_P if beta is None else couplings(Tp), x_P, G, E, or_G(beta),
-        or_G(lam), tile(du, BV), tile(dv, BV), or_G(dstate), dinitial, alignment.cum, new(slots, BV, NK * KB),
-        _flags(slots, q), peaks, scale, T, rows, N, **c["adjoint"],
-    )  # fmt: skip
 
-    BV = c["pairs"]["BV"]
-    # float16 cannot hold do times the factor elsewhere than in a tensor of its own; bfloat16 takes the factor later
-    do_ = torch.empty_like(do) if c["pairs"]["COPY"] else do
-    E_, D_ = (new(B, HV, rows, C, dtype=st) for _ in range(2))
-    written = new(B, HV, rows)
-    pairs[(chunks_in_all * HV,)](
-        tile(do, BV), tile(du, BV), tile(W, BV), tile(v, BV), or_G(g), tile(do_, BV), E_, D_, written, peaks,
-        scale, T, rows, **c["pairs"],
+    def reverse(dstate: Tensor | None) -> Tensor:
+        """The gradient of the initial states, and du."""
+        dinitial = new(N, HV, K, V)
+        if alignment.place is not None:
+            # of an empty sequence, which no chain walks
+            dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
+        slots = _slots(plan, "adjoint", N * HV * cdiv(V, BV))
+        adjoint[(slots,)](
+            tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_P if beta is None else couplings(Tp), x_P, G, E, or_G(beta),
+            or_G(lam), tile(du, BV), or_G(dstate), dinitial, alignment.cum, new(slots, BV, NK * KB),
+            _flags(slots, q), peaks, scale, T, rows, N, **{**c["adjoint"], "END": int(dstate is not None)},
+        )  # fmt: skip
+        return dinitial
+
+    if cuts > 1:
+        dstate = fix_up(transitions, reverse(None), dstate, cuts, reverse=True)
+    dinitial = reverse(dstate)
+
+    BV, R = (c["pairs"][name] for name in ("BV", "R"))
+    wide = cdiv(rows, R) * R
+    do_ = torch.empty_like(do, dtype=st) if half else do
+    # additive, wide: one tensor is both
+    dv = torch.empty_like(v) if half or beta is not None else du
+    none = new(0, dtype=st)
+    M, N_, D = (new(B * HV, wide, 1, R, dtype=st) if wanted else none
+                for wanted in (True, beta is not None, read and lam is not None))  # fmt: skip
+    held, written, asked, from_start, to_end = (new(B, HV, rows) for _ in range(5))
+    pairs[(wide // R * B * HV,)](
+        tile(do, BV, R), tile(du, BV, R), tile(W, BV, R), tile(v, BV, R), or_G(g), or_G(beta), or_G(lam), Pp, A, tile(do_, BV, R),
+        tile(dv, BV, R), M, N_, D, held, written, asked, peaks, scale, T, rows, wide, **c["pairs"],
     )  # fmt: skip
 
     KS, VB, NT, EVERY = (c["replay_forward"][name] for name in ("KS", "VB", "NT", "EVERY"))
@@ -86,42 +103,39 @@ def backward(
     slots = _slots(plan, "replay_forward", N * HV * slices * parts)
     hand = new(slots, KS, VB * NT)
     replay_forward[(slots,)](
-        tile(k, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E, tile(dr_part, KS), tile(dx_part, KS), or_G(initial_state),
-        anchors, alignment.cum, hand, _flags(slots, q), peaks, scale, T, rows, N, B, **c["replay_forward"],
+        tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E, tile(dr_part, KS), tile(dx_part, KS), or_G(initial_state),
+        anchors, alignment.cum, hand, _flags(slots, q), scale, T, rows, N, B, **c["replay_forward"],
     )  # fmt: skip
     replay_reverse[(slots,)](
-        tile(r, KS), tile(asks, KS), tile(k, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E, or_G(beta), or_G(lam),
+        tile(r, KS), tile(asks, KS), tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E, or_G(beta), or_G(lam),
         tile(dk_part, KS), or_G(dstate), anchors, X, alignment.cum, hand, _flags(slots, q), peaks,
         scale, T, rows, N, B, **c["replay_reverse"],
     )  # fmt: skip
 
-    tiles = cdiv(K, c["combine"]["BK"])
-    dq, dk = torch.empty_like(k), torch.empty_like(k)
-    shared = r.shape[2] != HV
-    dr = q.new_empty(B, T, HV, K, dtype=acc if shared else q.dtype) if read else dq
-    of_token = lambda wanted: new(tiles, B, HV, rows) if wanted else G
-    gates, dlam, dbeta = (of_token(x is not None) for x in (g, lam, beta))
-    sums = new(tiles, 2, B, HV, rows // C)
-    combine[(tiles * chunks_in_all * H,)](
-        r, asks, k, or_G(beta), or_G(lam), dr_part, dx_part, dk_part, E_, D_, written, dr, dq, dk, gates, sums, dlam, dbeta, peaks,
-        T, rows, B, **c["combine"],
+    # a group's heads are summed afterwards, from what is not yet rounded
+    BK = c["combine"]["BK"]
+    keys = lambda: new(B, T, HV, K, dtype=q.dtype if H == HV else acc)
+    dk, dr = keys(), keys()
+    dq = keys() if read and lam is not None else dr
+    dg, dlam, dbeta = (None if x is None else new(B, T, HV) for x in (g, lam, beta))
+    keys_at = lambda x: tile(x, BK, R)
+    square = lambda x: tile(x if x.numel() else M, R, R)
+    combine[(wide // R * B * HV,)](
+        keys_at(r), keys_at(asks), keys_at(k_), or_G(beta), or_G(lam), keys_at(dr_part), keys_at(dx_part), keys_at(dk_part),
+        square(M), square(N_), square(D), written, asked, keys_at(dr), keys_at(dq), keys_at(dk), from_start, to_end,
+        or_G(dlam), or_G(dbeta), peaks, T, rows, wide, B, **c["combine"],
     )  # fmt: skip
-    dg = None
     if g is not None:
-        dg = new(B, T, HV)
         runs = cdiv(alignment.longest, EVERY)
-        gate[(runs * N * HV,)](gates, sums, X, dg, alignment.cum, peaks, T, rows, B, N, runs, **c["gate"])
-    by_token = lambda x: x.sum(0).transpose(1, 2)[:, :T]
-    if read and shared:
-        dr = dr.unflatten(2, (r.shape[2], -1)).sum(3).to(q.dtype)
-    dq_read = None
+        gate[(runs * N * HV,)](held, from_start, to_end, X, G, dg, alignment.cum, peaks, T, rows, N, runs, **c["gate"])
+    grouped = lambda x, heads: (x if heads == HV else x.unflatten(2, (heads, -1)).sum(3)).to(q.dtype)
+    dr = grouped(dr, r.shape[2])
     if lam is None:
-        dq = dr
-    if q_read is not None:
-        dq, dq_read = torch.zeros_like(q) if lam is None else dq, dr
+        dq = dr if q_read is None else torch.zeros_like(q)
+    else:
+        dq = grouped(dq, H) if read else dr
     return (
-        dq, dk, dv, dg, None if beta is None else by_token(dbeta), None if lam is None else by_token(dlam),
-        dq_read, None if initial_state is None else dinitial,
+        dq, grouped(dk, H), dv, dg, dbeta, dlam, None if q_read is None else dr, dinitial[::cuts] if from_state else None
     )  # fmt: skip
 
 
@@ -131,7 +145,7 @@ def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init,
     types = dict(ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[solve(dtype)])
     everything = dict(
         H=H, HR=HR, HV=HV, K=K, V=V, C=plan.launch["shared"]["C"], NM=plan.launch["amax"]["NP"], TMA=int(plan.tma),
-        HALF=int(half), COPY=int(dtype == torch.float16), SCALED=int(dtype == torch.bfloat16), **types,
+        HALF=int(half), **types, DT=TYPES[dtype if H == HV else accumulator(dtype)],
         GATE=int(gated), ERASE=int(erase), LAM=int(lam), READ=int(read), INIT=int(init), END=int(end),
     )  # fmt: skip
     own = {name: dict(plan.launch[name]) for name in ("amax", "adjoint", "pairs", "replay_forward", "combine", "gate")}
@@ -145,10 +159,9 @@ def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init,
         # an anchor a chunk cancels nothing; in half precision the operands' roundings are larger than what cancels
         row |= dict(EVERY=NO_ANCHOR if not gated else row["EVERY"] if half else 1)
     row = own["replay_forward"]
-    own["combine"] |= dict(BK=min(own["combine"]["BK"], whole(K)), PARTS=cdiv(V, row["VB"] * row["NT"]))
-    own["gate"] |= dict(
-        TILES=cdiv(K, own["combine"]["BK"]), SLICES=cdiv(K, row["KS"]) * own["combine"]["PARTS"], EVERY=row["EVERY"]
-    )
+    own["pairs"] |= dict(BV=min(own["pairs"]["BV"], whole(V)))
+    own["combine"] |= dict(R=own["pairs"]["R"], BK=min(own["combine"]["BK"], whole(K)), PARTS=cdiv(V, row["VB"] * row["NT"]))
+    own["gate"] |= dict(SLICES=cdiv(K, row["KS"]) * own["combine"]["PARTS"], EVERY=row["EVERY"])
     for name, kernel in KERNELS.items():
         if name != "amax":
             own[name].pop("NP", None)
@@ -171,30 +184,28 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Every kernel as Q-Delta launches it, from a state and with the final state's gradient."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
     own, st, acc = names[dtype], names[solve(dtype)], names[accumulator(dtype)]
-    of_type = {
-        **dict.fromkeys(("p_r", "p_q", "p_k", "p_do", "p_dr", "p_dq", "p_dk"), own),
-        **dict.fromkeys(("p_dr_part", "p_dx_part", "p_dk_part", "p_anchor"), st),
-        **dict.fromkeys(("p_cum", "p_flag"), "i32"),
-        "p_max": "fp32",
-    }
-    couplings = {"pairs": ("p_E", "p_D"), "combine": ("p_E", "p_D")}
+    operands = dict.fromkeys(("x_r", "x_q", "x_k", "x_w", "x_du", "x_scaled", "x_T", "x_P", "x_M", "x_N", "x_D"), st)
+    operands |= dict.fromkeys(("p_P", "p_A", "p_M", "p_N", "p_D", "p_anchor"), st)
+    operands |= dict.fromkeys(("x_dr_part", "x_dx_part", "x_dk_part"), st)
     cases = []
     for name, kernel in KERNELS.items():
         c = constants(plan, dtype, 2, 2, 2, K, V, True, True, True, False, True, True)[name]
         options = {key: c.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in c}
-        widths = dict.fromkeys(("x_T", "x_P"), c.get("C"))
-        widths |= dict.fromkeys(("x_r", "x_q", "x_k"), c.get("KB", c.get("KS")))
+        of_type = operands | {"p_do": own, "p_cum": "i32", "p_flag": "i32", "p_max": "fp32"}
+        if name.startswith("replay"):
+            of_type |= {"x_do": st, "x_dr": st, "x_dx": st, "x_dk": st}
+        height = c.get("R", c.get("C"))
+        widths = dict.fromkeys(("x_T", "x_P", "x_M", "x_N", "x_D"), height)
         widths |= dict.fromkeys(("x_do", "x_du", "x_dv", "x_w", "x_v", "x_scaled"), c.get("BV", c.get("VB")))
-        widths |= dict.fromkeys(("x_dr", "x_dx", "x_dk"), c.get("KS"))
         signature = {}
         for arg in kernel.arg_names:
             if arg in c:
                 continue
             if arg.startswith("x_"):
-                kind = st if arg in ("x_T", "x_P", "x_dr", "x_dx", "x_dk") else own
-                signature[arg] = f"tensordesc<{kind}[1, 1, {c['C']}, {widths[arg]}]>" if plan.tma else f"*{kind}"
+                kind, width = of_type.get(arg, own), widths.get(arg, c.get("KB", c.get("KS", c.get("BK"))))
+                signature[arg] = f"tensordesc<{kind}[1, 1, {height}, {width}]>" if plan.tma else f"*{kind}"
             elif arg.startswith("p_"):
-                signature[arg] = f"*{st if arg in couplings.get(name, ()) else of_type.get(arg, acc)}"
+                signature[arg] = f"*{of_type.get(arg, acc)}"
             else:
                 signature[arg] = "fp32" if arg == "scale" else "i64" if arg.startswith("n_") else "i32"
         cases.append(Case(kernel, signature, c, options))

@@ -6,6 +6,7 @@ from it from registers, so that nothing of the state goes through shared memory.
 A chain is one sequence, value head and tile of BV values. Chains are laid end to end and cut into equal runs, one a program
 (McNaughton's wrap-around rule): a chain is cut at most once; its first chunks run first in one slot, its last chunks run last
 in the slot before. Slots are numbered against program ids, so that a program only waits for one that was started earlier.
+r, q, k and W are operands (ST), v and o of the caller's type (OT).
 """
 
 import triton
@@ -145,7 +146,7 @@ def scan(
             i_t = (c_row + i) * C
             b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
             b_r0 = load_tile(x_r, i_b, i_t, i_r, 0, T, HR, K, C, KB, TMA)
-            b_S0 = S0.to(OT)
+            b_S0 = S0.to(ST)
             if ERASE:
                 erased = tl.dot(b_S0, tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
             read = tl.dot(b_S0, tl.trans(b_r0), input_precision="ieee", out_dtype=ACC)
@@ -155,7 +156,7 @@ def scan(
             if NK == 2:
                 b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
                 b_r1 = load_tile(x_r, i_b, i_t, i_r, KB, T, HR, K, C, KB, TMA)
-                b_S1 = S1.to(OT)
+                b_S1 = S1.to(ST)
                 if ERASE:
                     erased = tl.dot(b_S1, tl.trans(b_k1), erased, input_precision="ieee", out_dtype=ACC)
                 read = tl.dot(b_S1, tl.trans(b_r1), read, input_precision="ieee", out_dtype=ACC)
@@ -182,11 +183,11 @@ def scan(
                 b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
                 w = tl.dot(b_rest, tl.trans(b_T), input_precision="ieee", out_dtype=ACC)
             if SAVE:
-                store_tile(x_w, tl.trans(w.to(OT)), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+                store_tile(x_w, tl.trans(w.to(ST)), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
             b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
             out = tl.dot(w.to(ST), tl.trans(b_P), read * (e_start * scale)[None, :], input_precision="ieee", out_dtype=ACC)
             store_tile(x_o, tl.trans(out.to(OT)), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-            b_w = (w * e_end[None, :]).to(OT)
+            b_w = (w * e_end[None, :]).to(ST)
             S0 = tl.dot(b_w, b_k0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
             if NK == 2:
                 S1 = tl.dot(b_w, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)

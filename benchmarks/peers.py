@@ -1,0 +1,60 @@
+"""Calls of flash-linear-attention for our mathematics, each loaded when it is asked for."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Peer(NamedTuple):
+    """`load` returns a function of the case's tensors that returns o. `ours`: it is a call of this library's."""
+
+    name: str
+    load: Callable[[], Callable[..., Tensor]]
+    ours: bool = False
+
+
+def _fla(path: str) -> Callable:
+    module, name = path.rsplit(".", 1)
+    # its guard refuses this backward on Hopper under Triton 3.4-3.7.0; at K = 128 and 256 the miscompiled tile is not used
+    import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
+    return getattr(import_module(module), name)
+
+
+def _gated() -> Callable[..., Tensor]:
+    call = _fla("fla.ops.gated_delta_rule.chunk_gated_delta_rule")
+    return lambda q, k, v, g, beta: call(q, k, v, g, beta)[0]
+
+
+def _comba() -> Callable[..., Tensor]:
+    """Q-Delta is its comba with p = e^g (k + λq); p is formed outside, as a user of it must."""
+    call = _fla("fla.ops.comba.chunk_comba")
+    form = lambda q, k, g, lam: (g.exp()[..., None] * (k + lam[..., None] * q)).to(k.dtype)
+    return lambda q, k, v, g, beta, lam: call(q, k, v, form(q, k, g, lam), g, beta)[0]
+
+
+def _kda() -> Callable[..., Tensor]:
+    call = _fla("fla.ops.kda.chunk_kda")
+    return lambda q, k, v, g, beta: call(q, k, v, g, beta)[0]
+
+
+def _curvature() -> Callable[..., Tensor]:
+    """Σq by its linear attention with v = k, and the rest of the formula in PyTorch."""
+    call = _fla("fla.ops.linear_attn.chunk_linear_attn")
+
+    def cleaned(q: Tensor, k: Tensor, eta: Tensor) -> Tensor:
+        t = torch.arange(1, q.shape[1] + 1, device=q.device)[:, None, None]
+        mean = k.float().cumsum(1) / t
+        Mq = call(q, k, k, scale=1.0, normalize=False)[0]
+        Sq = Mq.float() / t - mean * (mean * q.float()).sum(-1, keepdim=True)
+        return (q.float() - eta[..., None] * Sq).to(q.dtype)
+
+    return cleaned
+
+
+GATED = Peer("flash-linear-attention chunk_gated_delta_rule", _gated)
+COMBA = Peer("flash-linear-attention chunk_comba", _comba)
+KDA = Peer("flash-linear-attention chunk_kda", _kda)
+CURVATURE = Peer("flash-linear-attention chunk_linear_attn with v = k, the rest in PyTorch", _curvature)

@@ -1,0 +1,212 @@
+"""What CARVE's backward does outside the delta engine's kernels: gates before and after, the content's gradient between chunks.
+
+    p = b + u,   l = −exp(A) ⊙ softplus(f + τ) − softplus(p)                                  `retention_kernel`, all rows at once
+    do ← (do + dtotal) / unit,   dS ← dS / unit                                               `enter_kernel`, a content chunk's start
+    dcontent = −Σ_t σ(p) ⊙ dl,   dz = (dcontent W₂)(1 − z²),   dm += dz W₁                    `leave_kernel`, its end
+    db = −σ(p) ⊙ dl,   df = −exp(A) σ(f + τ) ⊙ dl,   dτ = Σ df,   dA = Σ g ⊙ dl               `activation_kernel`, all rows at once
+
+u = W₂ z, z = tanh(W₁ m) of each content chunk are given. Rows of a gap hold f = b = −∞: l = 0, and no gradient passes. In half
+mode gradients inside a content chunk are float16 operands, scaled by a power of two of their own: dS and dtotal may grow or vanish
+from one content chunk to the next.
+"""
+
+import triton
+import triton.language as tl
+
+from needlework.ops.carve.triton_gates import softplus2
+from needlework.ops.common.launch import interpreted
+
+INTERPRETED = tl.constexpr(interpreted())
+# numbers from a content chunk's unit to the next one's: pointers to them are then as aligned as tensors are
+STEP = tl.constexpr(4)
+
+
+@triton.jit
+def _softplus(x, HALF: tl.constexpr):
+    """log(1 + e^x)."""
+    return softplus2(x * 1.4426950408889634, HALF and not INTERPRETED) * 0.6931471805599453
+
+
+@triton.jit
+def _stride(N):
+    """Sequences of a row of spans or slots."""
+    return tl.cdiv(N, 4) * 4
+
+
+@triton.jit
+def _row_range(p_span, g, T, C: tl.constexpr, GROUP: tl.constexpr):
+    """Batch row, and first and last row of the g-th group of kernel chunks in a span."""
+    first, end = tl.load(p_span), tl.load(p_span + 1)
+    NC = tl.cdiv(T, C)
+    b = first // tl.maximum(NC, 1)
+    start = first + g * GROUP
+    stop = tl.minimum(start + GROUP, end)
+    return tl.cast(b, tl.int64), (start - b * NC) * C, tl.minimum((stop - b * NC) * C, T)
+
+
+@triton.jit(do_not_specialize=["T", "groups"])
+def retention_kernel(
+    p_spans, p_slots, p_f, p_b, p_A_log, p_dt_bias, p_u, p_do, p_l, p_do_peaks, T, groups,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """l of the rows, and the largest |do|, of a group of one content chunk."""
+    i, g = tl.program_id(0) // groups, tl.program_id(0) % groups
+    h, n, N = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    b, start, stop = _row_range(p_spans + 2 * (i * _stride(N) + n), g, T, C, GROUP)
+    i_k, i_v = tl.arange(0, KP), tl.arange(0, VP)
+    in_k, in_v = i_k < K, i_v < V
+    decay = tl.exp(tl.load(p_A_log + h * K + i_k, mask=in_k, other=0.0).to(ACC))[None, :]
+    bias = tl.load(p_dt_bias + h * K + i_k, mask=in_k, other=0.0).to(ACC)[None, :]
+    slot = tl.cast(tl.load(p_slots + i * _stride(N) + n), tl.int64)
+    u = tl.load(p_u + (slot * H + h) * K + i_k, mask=in_k, other=0.0)[None, :]
+    peak = tl.zeros([ROWS, VP], ACC)
+    for t in tl.range(start, stop, ROWS):
+        i_t = t + tl.arange(0, ROWS)
+        row, live = (b * T + i_t) * H + h, i_t < stop
+        at, inside = row[:, None] * K + i_k[None, :], live[:, None] & in_k[None, :]
+        f = tl.load(p_f + at, mask=inside, other=0.0).to(ACC) + bias
+        p = tl.load(p_b + at, mask=inside, other=0.0).to(ACC) + u
+        # e^{-11,356} is 0, and the engine's operand would overflow in base 2
+        l = tl.maximum(-decay * _softplus(f, HALF) - _softplus(p, HALF), -11356.0)
+        tl.store(p_l + at, l, mask=inside)
+        do = tl.load(p_do + row[:, None] * V + i_v[None, :], mask=live[:, None] & in_v[None, :], other=0.0)
+        peak = tl.maximum(peak, tl.abs(do.to(ACC)))
+    tl.store(p_do_peaks + ((tl.cast(i, tl.int64) * N + n) * H + h) * groups + g, tl.max(tl.max(peak, 1), 0))
+
+
+@triton.jit(do_not_specialize=["T"])
+def enter_kernel(
+    p_spans, p_do, p_dtotal, p_largest, p_unit, p_dS, p_scaled, p_dfinal, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VP: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """do and dS of a content chunk in its own unit, left at p_unit; dS comes in that of the chunk after it."""
+    g, h, n, groups, N = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0), tl.num_programs(2)
+    head = tl.cast(n, tl.int64) * H + h
+    i_v = tl.arange(0, VP)
+    in_v = i_v < V
+    unit, before = tl.full([1], 1, ACC), tl.full([1], 1, ACC)
+    if HALF:
+        largest = tl.zeros([BLOCK], ACC)
+        for o in tl.range(0, N * H, BLOCK):
+            i_h = o + tl.arange(0, BLOCK)
+            largest = tl.maximum(largest, tl.load(p_largest + i_h, mask=i_h < N * H, other=0.0))
+        # the power of two above it, exactly; 1 where all is zero
+        power = tl.max(largest, 0, keep_dims=True)
+        bits = power.to(tl.int32, bitcast=True) & 0x7F800000
+        unit = tl.where(power > 0, 2 * tl.maximum(bits.to(tl.float32, bitcast=True), 1.1754943508222875e-38), 1.0)
+        before = tl.load(p_unit + STEP + tl.arange(0, 1))
+        if (g == 0) & (head == 0):
+            tl.store(p_unit + tl.arange(0, 1), unit)
+    unit, before = unit[None, :], before[None, :]
+    for k in tl.range(g * ROWS, K, groups * ROWS):
+        i_k = k + tl.arange(0, ROWS)
+        at, inside = (head * K + i_k)[:, None] * V + i_v[None, :], (i_k < K)[:, None] & in_v[None, :]
+        # by way of its true size: the quotient of two units may overflow
+        tl.store(p_dfinal + at, tl.load(p_dS + at, mask=inside, other=0.0) * before / unit, mask=inside)
+    dtotal = tl.load(p_dtotal + head * V + i_v, mask=in_v, other=0.0)[None, :]
+    b, start, stop = _row_range(p_spans + 2 * n, g, T, C, GROUP)
+    for t in tl.range(start, stop, ROWS):
+        i_t = t + tl.arange(0, ROWS)
+        at = ((b * T + i_t) * H + h)[:, None] * V + i_v[None, :]
+        inside = (i_t < stop)[:, None] & in_v[None, :]
+        do = tl.load(p_do + at, mask=inside, other=0.0).to(ACC) + dtotal
+        tl.store(p_scaled + at, (do / unit).to(p_scaled.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "i", "L", "longest", "content_chunk", "groups"])
+def leave_kernel(
+    p_spans, p_slots, p_ends, p_b, p_u, p_dl, p_z, p_w1, p_w2, p_do_peaks, p_dS_peaks, p_units,
+    p_dcontent, p_dz, p_dm, p_dtotal, p_largest, T, L, longest, content_chunk, groups, i,
+    RANK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr,
+    VB: tl.constexpr, ROWS: tl.constexpr, BG: tl.constexpr, BLOCKS: tl.constexpr, BB: tl.constexpr, HALF: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """Of content chunk i: dm, which reaches the chunk before as dtotal, and how large that one's gradients are.
+
+    i = longest is no chunk: what follows the last one.
+    """
+    h, n, N = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    head = tl.cast(n, tl.int64) * H + h
+    i_k, i_r = tl.arange(0, KP), tl.arange(0, RP)
+    in_k, in_r = i_k < K, i_r < RANK
+    in_w2 = in_k[:, None] & in_r[None, :]
+    w2 = tl.load(p_w2 + i_k[:, None] * RANK + i_r[None, :], mask=in_w2, other=0.0).to(ACC)
+    dz = tl.zeros([RP], ACC)
+    if i < longest:
+        p_span = p_spans + 2 * (i * _stride(N) + n)
+        first, end = tl.load(p_span), tl.load(p_span + 1)
+        slot = tl.cast(tl.load(p_slots + i * _stride(N) + n), tl.int64) * H + h
+        u = tl.load(p_u + slot * K + i_k, mask=in_k, other=0.0)[None, :]
+        z = tl.load(p_z + slot * RANK + i_r, mask=in_r, other=0.0)
+        NC = tl.cdiv(T, C)
+        b = tl.cast(first // tl.maximum(NC, 1), tl.int64)
+        start, stop = (first - b * NC) * C, tl.minimum((end - b * NC) * C, T)
+        dcontent = tl.zeros([ROWS, KP], ACC)
+        for t in tl.range(start, stop, ROWS):
+            i_t = t + tl.arange(0, ROWS)
+            at = ((b * T + i_t) * H + h)[:, None] * K + i_k[None, :]
+            inside = (i_t < stop)[:, None] & in_k[None, :]
+            p = tl.load(p_b + at, mask=inside, other=0.0).to(ACC) + u
+            dcontent -= tl.sigmoid(p) * tl.load(p_dl + at, mask=inside, other=0.0)
+        dcontent = tl.sum(dcontent, 0)
+        dz = tl.sum(w2 * dcontent[:, None], 0) * (1 - z * z)
+        if first < end:
+            tl.store(p_dcontent + slot * K + i_k, dcontent, mask=in_k)
+            tl.store(p_dz + slot * RANK + i_r, dz, mask=in_r)
+    closed = (i > 0) & (tl.load(p_ends + n) >= tl.cast(i, tl.int64) * L)
+    peak = tl.zeros([VB], ACC)
+    for v in tl.range(0, V, VB):
+        i_v = v + tl.arange(0, VB)
+        in_v = i_v < V
+        in_w1 = in_r[:, None] & in_v[None, :]
+        w1 = tl.load(p_w1 + i_r[:, None] * V + i_v[None, :], mask=in_w1, other=0.0).to(ACC)
+        dm = tl.load(p_dm + head * V + i_v, mask=in_v, other=0.0) + tl.sum(w1 * dz[:, None], 0)
+        dtotal = tl.load(p_dtotal + head * V + i_v, mask=in_v, other=0.0)
+        # every output of the chunk is a term of its sum, and so of the next chunk's m
+        dtotal = tl.where(closed, dm / content_chunk, dtotal)
+        tl.store(p_dm + head * V + i_v, tl.where(closed, 0.0, dm), mask=in_v)
+        tl.store(p_dtotal + head * V + i_v, dtotal, mask=in_v)
+        peak = tl.maximum(peak, tl.abs(dtotal))
+    if HALF:
+        if i > 0:
+            i_g, i_b = tl.arange(0, BG), tl.arange(0, BB)
+            p_do_peaks += ((tl.cast(i - 1, tl.int64) * N + n) * H + h) * groups
+            do = tl.max(tl.load(p_do_peaks + i_g, mask=i_g < groups, other=0.0), 0)
+            dS = tl.max(tl.load(p_dS_peaks + head * BLOCKS + i_b, mask=i_b < BLOCKS, other=0.0), 0)
+            tl.store(p_largest + head, tl.maximum(do + tl.max(peak, 0), dS * tl.load(p_units + i * STEP)))
+
+
+@triton.jit(do_not_specialize=["T", "groups"])
+def activation_kernel(
+    p_spans, p_slots, p_f, p_b, p_A_log, p_dt_bias, p_u, p_dl, p_df, p_db, p_dA_log, p_ddt_bias, T, groups,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    HALF: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """df and db of the rows of a group of one content chunk, and its terms of the gradients of A_log and dt_bias."""
+    i, g = tl.program_id(0) // groups, tl.program_id(0) % groups
+    h, n, N = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    b, start, stop = _row_range(p_spans + 2 * (i * _stride(N) + n), g, T, C, GROUP)
+    i_k = tl.arange(0, KP)
+    in_k = i_k < K
+    decay = tl.exp(tl.load(p_A_log + h * K + i_k, mask=in_k, other=0.0).to(ACC))[None, :]
+    bias = tl.load(p_dt_bias + h * K + i_k, mask=in_k, other=0.0).to(ACC)[None, :]
+    slot = tl.cast(tl.load(p_slots + i * _stride(N) + n), tl.int64)
+    u = tl.load(p_u + (slot * H + h) * K + i_k, mask=in_k, other=0.0)[None, :]
+    dA_log, ddt_bias = tl.zeros([ROWS, KP], ACC), tl.zeros([ROWS, KP], ACC)
+    for t in tl.range(start, stop, ROWS):
+        i_t = t + tl.arange(0, ROWS)
+        at = ((b * T + i_t) * H + h)[:, None] * K + i_k[None, :]
+        inside = (i_t < stop)[:, None] & in_k[None, :]
+        f = tl.load(p_f + at, mask=inside, other=0.0).to(ACC) + bias
+        p = tl.load(p_b + at, mask=inside, other=0.0).to(ACC) + u
+        dl = tl.load(p_dl + at, mask=inside, other=0.0)
+        df = -decay * tl.sigmoid(f) * dl
+        tl.store(p_df + at, df.to(p_df.dtype.element_ty), mask=inside)
+        tl.store(p_db + at, (-tl.sigmoid(p) * dl).to(p_db.dtype.element_ty), mask=inside)
+        dA_log -= decay * _softplus(f, HALF) * dl
+        ddt_bias += df
+    at = (((tl.cast(i, tl.int64) * N + n) * groups + g) * H + h) * K + i_k
+    tl.store(p_dA_log + at, tl.sum(dA_log, 0), mask=in_k)
+    tl.store(p_ddt_bias + at, tl.sum(ddt_bias, 0), mask=in_k)

@@ -1,0 +1,90 @@
+"""`needlework doctor --compile-only`: every kernel of every launch plan, compiled without a GPU, and what became of it."""
+
+import importlib
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import torch
+
+from needlework.ops.common import launch
+from needlework.testing.targets import ENGINES, sizes
+
+
+class Build(NamedTuple):
+    """A kernel of an engine under a plan, compiled; `error` where it was not."""
+
+    engine: str
+    plan: str
+    dtype: str
+    K: int
+    V: int
+    sm: int
+    kernel: str
+    registers: int = 0
+    shared: int = 0
+    spilled: int = 0
+    wgmma: int = 0
+    mma: int = 0
+    error: str = ""
+
+
+class Task(NamedTuple):
+    """The launches of one file under one plan."""
+
+    file: str
+    engine: str
+    plan: str
+    dtype: str
+    K: int
+    V: int
+    sm: int
+
+
+def tasks(full: bool) -> list[Task]:
+    """Plans for Hopper for sm_90, plain ones for sm_80 and sm_89; each at the largest sizes at which it is taken, where registers and
+    shared memory are scarcest, or with `full` at every size and in every dtype."""
+    found = []
+    for engine, files in ENGINES.items():
+        for row in launch.rows(engine):
+            arch = max(row.arch, (8, 0))
+            for dtype in [name for name in row.dtypes if name != "float64"] if full else row.dtypes[:1]:
+                fits = sizes(row, arch, dtype)
+                for sm in (90,) if arch >= (9, 0) else (80, 89):
+                    chosen = fits if full else fits[-1:]
+                    found += [Task(file, engine, row.name, dtype, *size, sm) for size in chosen for file in files]
+    return sorted(found, key=lambda task: -task.K * task.V)
+
+
+def compile_all(full: bool, done: Callable[[int, int], None]) -> list[Build]:
+    """Every build, in the order of the tables; `done` hears how many tasks of how many."""
+    todo = tasks(full)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    builds = []
+    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
+        for count, future in enumerate(as_completed([pool.submit(_compile, task) for task in todo]), 1):
+            builds += future.result()
+            done(count, len(todo))
+    places = list(ENGINES)
+    return sorted(set(builds), key=lambda b: (places.index(b.engine), b.plan, b.sm, b.dtype, -b.K, b.kernel))
+
+
+def _compile(task: Task) -> list[Build]:
+    from needlework.ops.common.triton_compile import compile_case
+
+    facts = task[1:]
+    row = next(row for row in launch.rows(task.engine) if row.name == task.plan)
+    try:
+        module = importlib.import_module(f"needlework.ops.{task.file}")
+        cases = module.compile_cases(row, getattr(torch, task.dtype), task.K, task.V)
+    except Exception as error:
+        return [Build(*facts, task.file, error=f"{type(error).__name__}: {error}")]
+    builds = []
+    for case in cases:
+        try:
+            builds.append(Build(*facts, *compile_case(case, task.sm)))
+        except Exception as error:  # the other kernels are still to be compiled
+            builds.append(Build(*facts, case.kernel.__name__, error=f"{type(error).__name__}: {error}"))
+    return builds

@@ -1,0 +1,120 @@
+"""What `needlework doctor` judges, in one place: a new rule is a line of RULES, a new launch table a line of ENGINES."""
+
+from collections.abc import Callable
+from itertools import takewhile
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from needlework.ops.api import OpSpec
+from needlework.ops.common.launch import Plan, rows
+from needlework.ops.common.samples import decay, keys, normal, uniform, unit
+from needlework.ops.specs import specs
+
+# launch table -> the files that hold its kernels
+ENGINES = {
+    "delta/scalar": ("delta.triton_scalar", "delta.triton_scalar_bwd", "delta.triton_transitions", "delta.triton_split"),
+    "delta/channel": (
+        "delta.triton_channel_intra",
+        "delta.triton_channel_scan",
+        "delta.triton_channel_bwd",
+        "carve.triton_fwd",
+        "carve.triton_bwd",
+    ),
+    "delta/step": ("delta.triton_step",),
+    "ccq/curvature": ("ccq.triton_intra", "ccq.triton_scan", "ccq.triton_reverse"),
+    "ccq/step": ("ccq.triton_step",),
+    "carve/step": ("carve.triton_step",),
+}
+
+
+class Rule(NamedTuple):
+    """A spec, and the launch tables of its chunk form (None: it has no kernels) and of its step."""
+
+    spec: str
+    chunk: str | None
+    step: str
+
+
+RULES = (
+    Rule("delta/gated", "delta/scalar", "delta/step"),
+    Rule("qdelta", "delta/scalar", "delta/step"),
+    Rule("qdelta/grouped", "delta/scalar", "delta/step"),
+    Rule("delta/gla", "delta/channel", "delta/step"),
+    Rule("delta/kda", "delta/channel", "delta/step"),
+    Rule("delta/gdn2", "delta/channel", "delta/step"),
+    Rule("delta/previous", "delta/channel", "delta/step"),
+    Rule("ccq", "ccq/curvature", "ccq/step"),
+    Rule("ccq/aligned", "ccq/curvature", "ccq/step"),
+    Rule("carve", None, "carve/step"),
+    Rule("carve/rank4", None, "carve/step"),
+)
+STYLES = ("random", "identical", "strong")
+SIZES = ((16, 16), (32, 32), (100, 60), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))  # K, V
+
+
+def sizes(row: Plan, arch: tuple[int, int], dtype: str) -> list[tuple[int, int]]:
+    """Those that may take the row, smallest first: where no earlier row is taken, or, if there is none, where they are struck off."""
+    fits = [size for size in SIZES if row.misfit(arch, dtype, *size) is None]
+    before = list(takewhile(lambda other: other.name != row.name, rows(row.engine)))
+    own = [size for size in fits if all(other.misfit(arch, dtype, *size) for other in before)]
+    return own or fits
+
+
+def spec_of(rule: str) -> OpSpec:
+    return next(spec for spec in specs() if spec.name == rule)
+
+
+def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K: int, V: int) -> dict[str, Tensor]:
+    """The rule's inputs at these sizes: one key head, and two value heads where its values may be grouped.
+
+    Its spec says which arguments there are, and how many axes each has; their names say what they hold.
+    """
+    given = spec_of(rule).inputs(torch.Generator().manual_seed(0), 1, 1, style)
+    HV = 1 if "f" in given else 2
+    R = given["k"].shape[3] if given["k"].dim() == 5 else 1
+    channel = given["g"].dim() == 4 if "g" in given else False
+    rank = given["w1"].shape[0] if "w1" in given else 0
+    gate = 1 if rule.startswith("ccq") else HV  # CCQ's statistics are of a key head
+
+    def k() -> Tensor:
+        rows = keys(generator, B, T * R, 1, K, "clustered" if style == "hard" else style)
+        return rows.view(B, T, R, 1, K).transpose(2, 3).contiguous() if R > 1 else rows
+
+    makers: dict[str, Callable[[], Tensor]] = {
+        "q": lambda: unit(normal(generator, B, T, 1, K)),
+        "k": k,
+        "v": lambda: normal(generator, B, T, HV, *([R] if R > 1 else []), V),
+        "g": lambda: decay(generator, B, T, gate, *([K] if channel else []), style=style),
+        "beta": lambda: uniform(generator, 0.1, 1, B, T, HV),
+        "lam": lambda: uniform(generator, 0, 1, B, T, HV),
+        "erase": lambda: uniform(generator, 0, 1, B, T, HV, K),
+        "write": lambda: uniform(generator, 0, 1, B, T, HV, V),
+        "q_read": lambda: unit(normal(generator, B, T, 1, K)),
+        "eta": lambda: uniform(generator, 0.02, 0.98, B, T, HV),
+        "f": lambda: _preactivation(uniform(generator, -4, 0, B, T, HV, K), generator, style),
+        "b": lambda: normal(generator, B, T, HV, K) - 4,
+        "w": lambda: uniform(generator, -2, 2, B, T, HV) if R == 1 else uniform(generator, -3, -0.5, B, T, HV),
+        "A_log": lambda: uniform(generator, -0.5, 0, HV, K),
+        "dt_bias": lambda: 0.1 * normal(generator, HV, K),
+        "w1": lambda: normal(generator, rank, V),
+        "w2": lambda: normal(generator, K, rank),
+    }
+    inputs = {name: makers[name]() for name in given}
+    if style == "hard":
+        one = torch.ones_like(inputs["beta"])
+        inputs |= {"q": inputs["k"], "g": 0 * one, "beta": one, "lam": one}
+    return inputs
+
+
+def _preactivation(f: Tensor, generator: torch.Generator, style: str) -> Tensor:
+    """ "strong": 30 % of the channels' gates near −30 among gates near −1e-3."""
+    if style != "strong":
+        return f
+    return torch.where(uniform(generator, 0, 1, *f.shape) < 0.3, 30.0, -7.0).to(f)
+
+
+def styles(spec: OpSpec) -> tuple[str, ...]:
+    """Those under which every rule is hard to compute, and the spec's own."""
+    return tuple(dict.fromkeys((*STYLES, *spec.styles)))

@@ -1,0 +1,113 @@
+"""What benchmarks/ runs on a GPU, run on tiny shapes: every case is right by the budget, and the tuner tunes."""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TINY = {"B": 1, "T": 20, "H": 2, "K": 16, "V": 16}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """A module of benchmarks/, every shape a tiny one."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    monkeypatch.setattr(importlib.import_module("cases"), "SHAPES", dict.fromkeys("ABC", TINY) | {"K256": TINY})
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCHMARKS:
+            del sys.modules[name]
+
+
+KEYS = ("gated/A", "qdelta/C", "kda/B", "carve-gates-given/B", "carve/B", "ccq/K256", "ccq+gated/A")
+
+
+def case_of(bench, key):
+    return next(case for case in bench("cases").CASES if case.key == key)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_case_is_within_its_budget_or_has_no_kernel(bench, key):
+    try:
+        ratio, name = bench("judge").judge(case_of(bench, key), CPU, torch.float32, T=20)
+    except ValueError as error:
+        assert "no Triton kernel" in str(error)
+        pytest.skip(str(error))
+    assert ratio <= 1, f"{name}: {ratio:.2f} x its budget"
+
+
+def test_a_wrong_kernel_is_over_its_budget(bench):
+    from dataclasses import replace
+
+    case = case_of(bench, "gated/A")
+    spec = replace(case.spec, chunk=lambda beta, **x: case.spec.chunk(beta=beta * 1.001, **x))
+    assert bench("judge").judge(replace(case, spec=spec), CPU, torch.float32, T=20)[0] > 1
+
+
+@pytest.mark.parametrize("op", ["gated", "qdelta", "kda", "carve", "ccq"])
+def test_a_step_is_within_its_budget(bench, op, monkeypatch):
+    monkeypatch.setenv("NEEDLEWORK_IMPL", "triton")
+    step = next(step for step in bench("steps").steps() if step.op == op)
+    assert step.judge(CPU, K=16, V=16) <= 1
+
+
+def test_a_run_writes_a_row_of_every_kind_and_none_of_a_case_that_is_wrong(bench, monkeypatch, tmp_path):
+    """On a CPU, with a clock that knows the answers."""
+    run, steps, results = bench("run"), bench("steps"), bench("results")
+    monkeypatch.setenv("NEEDLEWORK_IMPL", "triton")
+    monkeypatch.setattr(steps, "SHAPE", TINY)
+    monkeypatch.setattr(steps, "replay", lambda call: call)
+    monkeypatch.setattr(steps, "median", lambda call: call() is None or 2.0)
+    wrong = lambda case, *_: (2.0, "o") if case.op == "qdelta" else (0.5, "o")
+    fakes = {"DEVICE": "cpu", "DTYPE": torch.float32, "SHAPE": TINY, "judge": wrong, "warm": lambda cases: [], "cold": lambda *_: 3e3,
+             "median": lambda call: call() is None or 2.0, "peak": lambda call: 1.0, "ceilings": lambda: (4e12, 7e14)}  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(run, name, fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Device")
+    file = results.path("A Device", tmp_path)
+    results.put(file, {"op": "qdelta", "shape": TINY, "dtype": "float32", "pass": "fwd"})
+    monkeypatch.setattr(
+        sys, "argv", ["run.py", "--only", "gated/A", "qdelta/A", "step/carve", "cold/gated", "--out", str(tmp_path)]
+    )
+    assert run.main() == 1
+    rows = {(row["op"], row["pass"]): row for row in results.read(file)}
+    assert set(rows) == {("gated", "fwd"), ("gated", "fwd+bwd"), ("gated", "cold"), ("carve", "step")}
+    keys = "op impl shape dtype pass ms peak_mib peer peer_ms ratio floor_ms bar error_over_budget device torch triton commit"
+    assert all(set(keys.split()) <= set(row) for row in rows.values())
+    assert rows["gated", "fwd"]["ms"] == 2.0 and rows["gated", "fwd"]["bar"] == 0.5
+
+
+def test_the_tuner_takes_the_fastest_that_is_right_and_writes_it(bench, tmp_path):
+    """A timer that likes BV = 16 in the scan, and num_warps = 8, which is told to be wrong there."""
+    tune, launch = bench("tune"), importlib.import_module("needlework.ops.common.launch")
+    case, engine = case_of(bench, "gated/A"), "delta/scalar"
+    now = lambda: launch.plan(engine, CPU, torch.float32, 16, 16).launch["scan"]
+    timer = lambda call: 1.0 + 0.1 * (now()["BV"] > 16) - 0.5 * (now()["num_warps"] == 8)
+    verdict = lambda case, device, dtype: (2.0 if now()["num_warps"] == 8 else 0.5, "o")
+    row, best, before, after = tune.tune(case, CPU, torch.float32, timer=timer, verdict=verdict)
+    assert best == {"scan": {"BV": 16}} and after < before
+
+    (tmp_path / "delta").mkdir()
+    table = tmp_path / "delta" / "scalar.plans.json"
+    table.write_text((Path(launch.__file__).parents[1] / "delta" / "scalar.plans.json").read_text())
+    tune.write(row, best, "measured here", tmp_path)
+    entry = next(entry for entry in json.loads(table.read_text()) if entry["name"] == row.name)
+    assert entry["launch"]["scan"]["BV"] == 16 and entry["measured"] == "measured here"
+
+
+def test_every_tuned_engine_has_a_table(bench):
+    from needlework.ops.common.launch import rows
+
+    tune = bench("tune")
+    assert all(rows(engine) for engine in tune.ENGINES.values())
+    assert set(tune.ENGINES) <= {case.op for case in bench("cases").CASES}

@@ -1,0 +1,199 @@
+"""CARVE's forward in Triton against the definition: float64, then the error budget, then what is promised bit by bit."""
+
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+
+from needlework.ops.carve import CarveState, recurrent_carve
+from needlework.ops.carve.arguments import checked
+from needlework.ops.carve.spec import H, K, V, literal, sample
+from needlework.ops.common import launch
+from needlework.ops.common.samples import normal
+from needlework.testing.compare import assert_close, leaves
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
+
+TOKENS = ("q", "k", "v", "f", "b", "w")
+NAMES = (*TOKENS, "A_log", "dt_bias", "w1", "w2")
+
+
+def inputs_of(B, T, R=1, style="random", seed=0):
+    return sample(torch.Generator().manual_seed(seed), B, T, style, R=R)
+
+
+def state_of(position, seed=1):
+    g, N = torch.Generator().manual_seed(seed), len(position)
+    return CarveState(normal(g, N, H, K, V), normal(g, N, H, V), normal(g, N, H, V), torch.tensor(position))
+
+
+def ours(*, content_chunk=64, prediction="previous", scale=None, initial_state=None, cu_seqlens=None, **inputs):
+    from needlework.ops.carve.triton_op import carve
+
+    given = tuple(inputs[name] for name in NAMES)
+    tensors, _, settings = checked(given, content_chunk, prediction, scale, initial_state, cu_seqlens)
+    return carve(*tensors, initial_state, cu_seqlens, **settings._asdict())
+
+
+def part(inputs, a, b):
+    return {name: x[:, a:b] if name in TOKENS else x for name, x in inputs.items()}
+
+
+def assert_same(inputs, **settings):
+    got, wanted = ours(**inputs, **settings), recurrent_carve(**inputs, **settings, output_final_state=True)
+    assert torch.equal(got.state.position, wanted.state.position)
+    assert_close(dict(leaves(got)), dict(leaves(wanted)), str({n: x for n, x in settings.items() if isinstance(x, int | str)}))
+
+
+@pytest.mark.parametrize("prediction", ["previous", "decayed"])
+@pytest.mark.parametrize("R", [1, 2, 4])
+@pytest.mark.parametrize(("content_chunk", "T"), [(8, 37), (20, 40), (64, 100), (7, 13), (1, 3), (10**6, 33)])
+def test_it_is_the_definition(content_chunk, T, R, prediction):
+    assert_same(inputs_of(1, T, R), content_chunk=content_chunk, prediction=prediction)
+
+
+@pytest.mark.parametrize("style", ["identical", "strong"])
+def test_strong_gates_and_identical_keys_change_nothing(style):
+    assert_same(inputs_of(2, 40, style=style), content_chunk=16)
+
+
+@pytest.mark.parametrize(("content_chunk", "position"), [(8, [0, 7, 3]), (40, [0, 37, 21])])
+@pytest.mark.parametrize("R", [1, 2])
+def test_rows_resume_at_any_token(R, content_chunk, position):
+    assert_same(inputs_of(3, 30, R), content_chunk=content_chunk, initial_state=state_of(position))
+
+
+@pytest.mark.parametrize("R", [1, 2])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_packed_sequences_are_the_sequences_also_an_empty_one(resumed, R):
+    state = state_of([7, 2, 0, 5]) if resumed else None
+    assert_same(inputs_of(1, 31, R), content_chunk=8, initial_state=state, cu_seqlens=torch.tensor([0, 4, 4, 20, 31]))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_without_tokens_the_state_stays(resumed):
+    assert_same(inputs_of(2, 0), content_chunk=8, initial_state=state_of([3, 0]) if resumed else None)
+
+
+def test_cuts_inside_a_content_chunk_carry_on():
+    inputs, state = inputs_of(2, 41), None
+    outputs = []
+    for a, b in pairwise((0, 5, 6, 30, 41)):
+        o, state = ours(**part(inputs, a, b), content_chunk=16, initial_state=state)
+        outputs.append(o)
+    o, final = recurrent_carve(**inputs, content_chunk=16, output_final_state=True)
+    assert_close({"o": torch.cat(outputs, 1), **state._asdict()}, {"o": o, **final._asdict()}, "in pieces")
+
+
+@pytest.mark.parametrize("R", [1, 2])
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("C", [16, 32])
+def test_plans_change_nothing(C, tma, R, monkeypatch):
+    rows = launch.rows
+    monkeypatch.setattr(launch, "rows", lambda engine: tuple(row._replace(tma=tma) for row in rows(engine)))
+    with launch.forced("delta/channel", "plain", shared={"C": C}, scan={"BV": 32}):
+        assert_same(inputs_of(2, 40, R), content_chunk=24)
+
+
+@pytest.mark.parametrize("size", [30.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_saturated_gates_stay_finite_and_right(dtype, size):
+    inputs = inputs_of(2, 40)
+    inputs["A_log"] += 2  # gates below −65504
+    for name, seed in (("f", 2), ("b", 3)):
+        sign = torch.randint(0, 3, inputs[name].shape, generator=torch.Generator().manual_seed(seed)) - 1
+        inputs[name] = torch.where(sign == 0, inputs[name], size * sign)
+    inputs = {name: x.to(dtype).double() for name, x in inputs.items()}
+    got = ours(**{name: x.to(dtype) for name, x in inputs.items()}, content_chunk=16)
+    wanted = recurrent_carve(**inputs, content_chunk=16, output_final_state=True)
+    assert_close(dict(leaves(got)), dict(leaves(wanted)), f"{size}", 1e-12 if dtype == torch.float64 else 3e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("style", ["random", "identical", "strong"])
+def test_results_keep_the_error_budget(style, dtype):
+    """Twice the definition's own error at this dtype."""
+    from needlework.testing.errors import error_over_budget, operand
+
+    inputs, settings = inputs_of(4, 64, style=style), {"content_chunk": 16}
+    stored = {name: x.to(dtype if name in ("q", "k", "v") else torch.float32) for name, x in inputs.items()}
+    wide, single = ({name: x.to(kind) for name, x in stored.items()} for kind in (torch.float64, torch.float32))
+    settings |= {"output_final_state": True}
+    runs = (
+        ours(**stored, content_chunk=16),
+        recurrent_carve(**wide, **settings),
+        recurrent_carve(**single, **settings, operand=operand(dtype)),
+        literal(**single, **settings, operand=operand(dtype)),
+    )
+    for name, *values in (
+        (name, x, *(dict(leaves(run))[name] for run in runs[1:])) for name, x in leaves(runs[0]) if x.is_floating_point()
+    ):
+        ratio, head = error_over_budget(*values, 2 if name == "o" else None)
+        assert ratio <= 1, f"{dtype}, {style}: {name}, head {head}: error is {ratio:.2f} x its budget"
+
+
+def assert_bit_equal(a, b):
+    for (name, x), (_, y) in zip(leaves(a), leaves(b), strict=True):
+        assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_without_w2_content_is_bit_equal_to_none(dtype):
+    inputs = {name: x.to(dtype) for name, x in inputs_of(2, 64).items()}
+    inputs["w2"].zero_()
+    with_content, blind = ours(**inputs, content_chunk=16), ours(**inputs, content_chunk=10**6)
+    assert with_content.state.m.any()
+    assert_bit_equal((with_content.o, with_content.state.S), (blind.o, blind.state.S))
+
+
+@pytest.mark.parametrize("content_chunk", [16, 24])
+def test_cut_where_content_chunks_end_pieces_are_bit_equal_to_one_call(content_chunk):
+    L = content_chunk
+    inputs = {name: x.float() for name, x in inputs_of(2, 5 * L).items()}
+    whole, state, outputs = ours(**inputs, content_chunk=L), None, []
+    for a, b in pairwise((0, L, 4 * L, 5 * L)):
+        o, state = ours(**part(inputs, a, b), content_chunk=L, initial_state=state)
+        outputs.append(o)
+    assert_bit_equal((torch.cat(outputs, 1), state), (whole.o, whole.state))
+
+
+def test_what_is_kept_is_the_state_at_every_content_chunks_start():
+    from needlework.ops.carve.triton_op import carve_triton_fwd
+
+    L, position, ends = 8, [7, 2, 0, 5], [0, 4, 4, 20, 31]
+    inputs, state = inputs_of(1, 31), state_of(position)
+    settings = {"content_chunk": L, "prediction": "previous", "scale": 0.25}
+    tensors = (*(inputs[name] for name in NAMES), *state)
+    results = carve_triton_fwd(*tensors, torch.tensor(ends), *settings.values(), 1, True)
+    kept_S, kept_m = results[5:7]
+    slot = 0
+    for n, (a, b) in enumerate(pairwise(ends)):
+        start, now = a, CarveState(*(x[n : n + 1] for x in state))
+        while start < b:
+            assert_close({"S": kept_S[slot], "m": kept_m[slot]}, {"S": now.S[0], "m": now.m[0]}, f"sequence {n}, token {start}")
+            stop = min(b, start + L - int(now.position))
+            now = recurrent_carve(**part(inputs, start, stop), **settings, initial_state=now, output_final_state=True).state
+            start, slot = stop, slot + 1
+    assert slot <= len(kept_S)
+
+
+@pytest.mark.parametrize("R", [1, 2])
+@pytest.mark.parametrize("kind", ["batch", "resumed", "packed"])
+@pytest.mark.parametrize("save", [False, True])
+def test_torch_library_accepts_the_operator(save, kind, R):
+    from needlework.ops.carve.triton_op import carve_triton_fwd
+
+    T = 22 * R
+    x = inputs_of(1 if kind == "packed" else 2, T)
+    cu_seqlens = torch.tensor([0, 9, 22]) if kind == "packed" else None
+    state = (None,) * 4 if kind == "batch" else tuple(state_of([3, 0]))
+    args = (*(x[name] for name in NAMES), *state, cu_seqlens, 8, "previous", 0.25, R, save)
+    torch.library.opcheck(carve_triton_fwd, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_op_is_one_node_of_a_compiled_graph():
+    inputs = {name: x.float() for name, x in inputs_of(2, 20).items()}
+    run = lambda x: tuple(y for _, y in leaves(ours(**x, content_chunk=8)))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(a, b) for a, b in zip(compiled(inputs), run(inputs), strict=True))

@@ -1,0 +1,60 @@
+"""The file of results adds up over runs, and the README's table says what it holds."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module
+    for name in [n for n, m in sys.modules.items() if Path(getattr(m, "__file__", None) or "/").parent == BENCHMARKS]:
+        del sys.modules[name]
+
+
+def row(op="kda", passes="fwd", **changed):
+    shape = {"B": 8, "T": 4096, "H": 16, "K": 128, "V": 128}
+    figures = {"ms": 0.5, "peak_mib": 100.0, "peer": "p", "peer_ms": 1.0, "peer_peak_mib": 200.0, "ratio": 0.5, "floor_ms": 0.1}
+    about = {"bar": 0.45, "error_over_budget": 0.4, "device": "D 1", "torch": "2", "triton": "3", "commit": "abc"}
+    return {"op": op, "impl": "triton", "shape": shape, "dtype": "bfloat16", "pass": passes, **figures, **about} | changed
+
+
+def test_rows_of_one_key_replace_each_other_and_others_stay(bench, tmp_path):
+    results = bench("results")
+    file = results.path("D 1", tmp_path)
+    for new in (row(), row(passes="fwd+bwd"), row("gated"), row(ms=0.25)):
+        results.put(file, new)
+    assert [(r["op"], r["pass"], r["ms"]) for r in results.read(file)] == [
+        ("kda", "fwd", 0.25), ("kda", "fwd+bwd", 0.5), ("gated", "fwd", 0.5)
+    ]  # fmt: skip
+    results.drop(file, "kda", row()["shape"])
+    assert [r["op"] for r in results.read(file)] == ["gated"]
+    assert [path.name for path in tmp_path.iterdir()] == ["d-1.json"]
+
+
+def test_the_table_says_which_bars_are_met(bench):
+    cold = row("ccq", "cold", ms=12_000.0, bar=10_000.0, ratio=None, peer_ms=None, peak_mib=None, error_over_budget=None)
+    text = bench("table").section([row("carve", "step", ratio=0.9, bar=0.85), cold, row(), row("gated", ratio=0.4)])
+    lines = {line.split(" | ")[0].strip("| "): line for line in text if line.startswith("|")}
+    assert "0.45 NOT met" in lines["kda"] and "0.45 met" in lines["gated"] and "0.85 met" in lines["carve"]
+    assert any("ccq 12.0 s (NOT met)" in line for line in text)
+
+
+def test_the_readme_s_table_is_made_from_the_files(bench):
+    table, results = bench("table"), bench("results")
+    text = table.README.read_text().split(table.START)[1].split(table.END)[0]
+    for path in results.ROOT.glob("*.json"):
+        for line in table.section(results.read(path)):
+            assert line in text, f"run benchmarks/table.py: {line}"
+
+
+def test_every_case_has_a_key_of_its_own_and_a_floor(bench):
+    cases = bench("cases").CASES
+    assert len({case.key for case in cases}) == len(cases)
+    for case in cases:
+        assert 0 < case.floor("fwd", 4e12, 7e14) < case.floor("fwd+bwd", 4e12, 7e14)
