@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from needlework.ops.common.constant import constant
-from needlework.ops.common.struck import struck
+from needlework.ops.common.struck import struck, struck_off
 
 INTERPRETER = (0, 0)
 
@@ -38,6 +38,9 @@ class Plan(NamedTuple):
     launch: Mapping[str, Mapping[str, int]]
     why: str
     measured: str = ""  # by benchmarks/tune.py
+
+    def __hash__(self) -> int:
+        return hash((self.engine, self.name))
 
     def misfit(self, arch: tuple[int, int], dtype: str, K: int, V: int) -> str | None:
         """What keeps this row from being picked, None if nothing does."""
@@ -90,19 +93,31 @@ def rows(engine: str) -> tuple[Plan, ...]:
 @constant
 def plan(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int) -> Plan:
     """The row to launch with. Raises Unsupported, which names what keeps each row from being taken."""
-    name, overrides = _forced.get(engine, (None, {}))
-    facts = capability(device), str(dtype).removeprefix("torch."), K, V
+    facts = engine, capability(device), str(dtype).removeprefix("torch."), K, V
+    return _forced_plan(*facts) if engine in _forced else _picked(*facts, struck_off())
+
+
+@cache
+def _picked(engine: str, arch: tuple[int, int], dtype: str, K: int, V: int, struck_now: frozenset[str]) -> Plan:
     refused = []
     for row in rows(engine):
-        if name is not None:
-            reason = None if row.name == name else "another is asked for"
-        else:
-            reason = row.misfit(*facts) or struck(engine, row.name)
+        reason = row.misfit(arch, dtype, K, V) or struck(engine, row.name, dtype)
         if reason is None:
-            launch = {kernel: {**constants, **overrides.get(kernel, {})} for kernel, constants in row.launch.items()}
-            return row._replace(launch=launch)
+            return row
         refused.append(f"{row.name} {reason}")
-    raise Unsupported(f"{engine}: no launch plan for {facts[1]}, K = {K}, V = {V}: {'; '.join(refused)}")
+    raise Unsupported(f"{engine}: no launch plan for {dtype}, K = {K}, V = {V}: {'; '.join(refused)}")
+
+
+def _forced_plan(engine: str, arch: tuple[int, int], dtype: str, K: int, V: int) -> Plan:
+    name, overrides = _forced[engine]
+    if name is None:
+        row = _picked(engine, arch, dtype, K, V, struck_off())
+    else:
+        row = next((row for row in rows(engine) if row.name == name), None)
+    if row is None:
+        raise Unsupported(f"{engine}: no launch plan is called {name}")
+    launch = {kernel: {**constants, **overrides.get(kernel, {})} for kernel, constants in row.launch.items()}
+    return row._replace(launch=launch)
 
 
 @constant

@@ -7,6 +7,7 @@ needlework with its kernels' text, so that a newer compiler, and a repaired kern
 import hashlib
 import json
 import os
+import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -44,9 +45,11 @@ def _digest() -> str:
 
 def _driver() -> str:
     try:
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split("Kernel Module")[-1].split()[0]
-    except (OSError, IndexError):
+        told = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
         return "unknown"
+    number = re.search(r"Kernel Module.*?(\d+(\.\d+)+)", told)
+    return number[1] if number else "unknown"
 
 
 @cache
@@ -66,6 +69,11 @@ def struck(engine: str, name: str, dtype: str | None = None) -> str | None:
     keys = (plan, f"{plan}/{dtype}") if dtype else [key for key in here if f"{key}/".startswith(f"{plan}/")]
     reason = next((here[key] for key in keys if key in here), None)
     return None if reason is None else f"{STRUCK} ({reason})"
+
+
+def struck_off() -> frozenset[str]:
+    """All that is struck off on this machine: what a choice made earlier still holds for."""
+    return frozenset(_read().get(machine(), ()))
 
 
 def record(verdicts: dict[str, str | None]) -> None:

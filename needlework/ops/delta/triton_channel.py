@@ -13,6 +13,7 @@ from needlework.ops.common.constant import constant
 from needlework.ops.common.launch import Plan
 from needlework.ops.common.launch import plan as pick
 from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.together import bare, kind, rehearse
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_intra import Saved, intra, rule_of, solve_dtype
 from needlework.ops.delta.triton_channel_scan import scan
@@ -46,6 +47,16 @@ def _one_row(x: Tensor, R: int, row: int) -> Tensor:
     """[B T ...] -> [B T·R ...]: x in one row of each token, zeros in the others."""
     zeros = torch.zeros_like(x)
     return torch.stack([x if i == row else zeros for i in range(R)], 2).flatten(1, 2)
+
+
+def _rehearsal(inputs: list[Tensor | None], alignment: Alignment, save: bool, parts: int, settings: dict) -> None:
+    """What a call and its backward launch."""
+    from needlework.ops.delta.triton_channel_bwd import backward
+
+    o, _, saved, *cut = forward(*inputs, alignment, save=save, parts=parts, **settings)
+    if save:
+        starts, M = cut or (None, None)
+        backward(torch.empty_like(o), None, *inputs, saved, alignment, **settings, starts=starts, M=M)
 
 
 def forward(
@@ -82,17 +93,18 @@ def delta_channel_fwd(
         return _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, prediction, R, save)
     tokens = _aligned(alignment, q, k, v, g, beta, erase, write)
     state = None if initial_state is None else initial_state.contiguous()
-    o, final, saved, *cut = forward(
-        *tokens, state, alignment,
-        scale=scale, prediction=prediction, R=R, plan=plan, save=save, parts=_parts(q, v, alignment.N, cu_seqlens, plan),
-    )  # fmt: skip
+    parts = _parts(q, v, alignment.N, cu_seqlens, plan)
+    settings = {"scale": scale, "prediction": prediction, "R": R, "plan": plan}
+    key = ENGINE, plan.name, kind(*tokens, state), scale, prediction, R, parts > 1, save
+    rehearse(q.device, key, lambda: _rehearsal(bare(*tokens, state), alignment, save, parts, settings))
+    o, final, saved, *cut = forward(*tokens, state, alignment, save=save, parts=parts, **settings)
     saved = (*saved, *(cut or (None, None))) if save else [None] * KEPT
     return alignment.restore(o), final, *(q.new_empty(0) if x is None else x for x in saved)
 
 
 @torch.library.custom_op("needlework::delta_channel_bwd", mutates_args=())
 def delta_channel_bwd(
-    do: Tensor, dstate: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
+    do: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
     beta: Tensor | None, erase: Tensor | None, write: Tensor | None, initial_state: Tensor | None,
     saved: list[Tensor], cu_seqlens: Tensor | None, scale: float, prediction: str, R: int,
 ) -> list[Tensor]:  # fmt: skip
@@ -102,17 +114,22 @@ def delta_channel_bwd(
     inputs = q, k, v, g, beta, erase, write, initial_state
     if not v.numel():
         dtokens = [q.new_empty(0) if x is None else torch.zeros_like(x) for x in inputs[:-1]]
-        return [*dtokens, q.new_empty(0) if initial_state is None else dstate.to(initial_state.dtype, copy=True)]
+        return [*dtokens, q.new_empty(0) if initial_state is None else _passed(dstate, initial_state)]
     plan, alignment = _placed(q, v, cu_seqlens)
     do, *tokens = _aligned(alignment, do, *inputs[:-1])
     state = None if initial_state is None else initial_state.contiguous()
     *saved, starts, M = (x if x.numel() else None for x in saved)
     *dtokens, dinitial = backward(
-        do, dstate.contiguous(), *tokens, state, Saved(*saved), alignment,
+        do, None if dstate is None else dstate.contiguous(), *tokens, state, Saved(*saved), alignment,
         scale=scale, prediction=prediction, R=R, plan=plan, starts=starts, M=M,
     )  # fmt: skip
     dtokens = [q.new_empty(0) if dx is None else alignment.restore(dx) for dx in dtokens]
     return [*dtokens, q.new_empty(0) if dinitial is None else dinitial]
+
+
+def _passed(dstate: Tensor | None, initial_state: Tensor) -> Tensor:
+    """The gradient of a state that no token has changed."""
+    return torch.zeros_like(initial_state) if dstate is None else dstate.to(initial_state.dtype, copy=True)
 
 
 def _placed(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Plan, Alignment]:
@@ -169,17 +186,15 @@ def _(do, dstate, q, k, v, g, beta, erase, write, initial_state, *_):
 
 def _save(ctx, inputs, output) -> None:
     *tensors, scale, prediction, R, _ = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.save_for_backward(*tensors, *output[2:])
     ctx.settings = scale, prediction, R
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, dstate, *_):
-    *inputs, cu_seqlens, state = ctx.saved_tensors[:10]
-    saved = ctx.saved_tensors[10:]
+    *inputs, cu_seqlens = ctx.saved_tensors[:9]
     do = torch.zeros_like(inputs[2]) if do is None else do
-    dstate = torch.zeros_like(state) if dstate is None else dstate
-    gradients = delta_channel_bwd(do, dstate, *inputs, list(saved), cu_seqlens, *ctx.settings)
+    gradients = delta_channel_bwd(do, dstate, *inputs, list(ctx.saved_tensors[9:]), cu_seqlens, *ctx.settings)
     return *(None if x is None else dx for x, dx in zip(inputs, gradients, strict=True)), *[None] * 5
 
 

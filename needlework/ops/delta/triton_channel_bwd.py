@@ -13,11 +13,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
+from needlework.ops.common.together import run
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_adjoint import adjoint, replay_forward, replay_reverse
 from needlework.ops.delta.triton_channel_intra import Saved, padded, rule_of, solve_dtype
 from needlework.ops.delta.triton_channel_pairs import pairs
 from needlework.ops.delta.triton_split import fix_up, segments
+from needlework.ops.delta.triton_unit import divided
 
 
 def backward(
@@ -40,11 +42,10 @@ def backward(
     anchor = constants["replay_forward"]["ANCHOR"]
     slots = B * -(-T // C) // anchor + N + 1
 
-    dstate = q.new_zeros(sequences, HV, K, V, dtype=ACC) if dstate is None else dstate.to(ACC)
     unit = torch.ones(1, dtype=ACC, device=q.device)
-    if ST != q.dtype or ST == torch.float16:
-        unit = _unit(do, dstate)
-    do, dstate = (do / unit).to(ST), dstate / unit
+    if ST == torch.float16:
+        do, dstate, unit = divided(do, dstate)
+    dstate = q.new_zeros(sequences, HV, K, V, dtype=ACC) if dstate is None else dstate.to(ACC)
 
     tokens = lambda D: q.new_empty(B, T, HV, D, dtype=ST)
     dr, dq_hat, dk_hat = tokens(V), tokens(K), tokens(K)
@@ -59,7 +60,8 @@ def backward(
     def reverse(dfinal: Tensor) -> Tensor:
         """The gradient of the initial states, and dr."""
         dinitial = torch.empty_like(dfinal)
-        adjoint[(triton.cdiv(V, bv), HV, N)](
+        run(
+            adjoint, (triton.cdiv(V, bv), HV, N),
             spans, rows(do, bv), rows(saved.q_hat, kp), rows(saved.e_hat, kp), rows(saved.k_hat, kp), square(saved.Pp),
             square(saved.Tp), saved.whole, beta, dfinal, rows(dr, bv), dinitial, None, T, **constants["adjoint"],
         )  # fmt: skip
@@ -70,13 +72,15 @@ def backward(
     dinitial = reverse(dstate)
     walk = constants["replay_forward"]
     bk, vp = walk["BK"], walk["VP"]
-    replay_forward[(triton.cdiv(K, bk), HV, N)](
+    run(
+        replay_forward, (triton.cdiv(K, bk), HV, N),
         spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.k_hat, bk), saved.whole, start, None,
         rows(dq_hat, bk), rows(de_hat, bk), states(anchors, bk, vp), T, 0, **walk,
     )  # fmt: skip
     walk = constants["replay_reverse"]
     bk, vp = walk["BK"], walk["VP"]
-    replay_reverse[(triton.cdiv(K, bk), HV, N)](
+    run(
+        replay_reverse, (triton.cdiv(K, bk), HV, N),
         spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.q_hat, bk), rows(saved.e_hat, bk), saved.whole, beta, dstate,
         states(anchors, bk, vp), rows(dk_hat, bk), x, T, 0, **walk,
     )  # fmt: skip
@@ -85,20 +89,14 @@ def backward(
     shared = lambda like: torch.empty(B, T, HV, K, dtype=like.dtype if H == HV else ACC, device=like.device)
     dq, dk = shared(q), shared(k)
     dv, dg, dbeta, derase, dwrite = (None if like is None else torch.empty_like(like) for like in (v, g, beta, erase, write))
-    pairs[(triton.cdiv(alignment.longest, anchor), HV, N)](
+    run(
+        pairs, (triton.cdiv(alignment.longest, anchor), HV, N),
         spans, do, dr, saved.W, q, k, v, g, beta, erase, write, dq_hat, de_hat, dk_hat, x, unit,
         dq, dk, dv, dg, dbeta, derase, dwrite, scale, T, **constants["pairs"],
     )  # fmt: skip
     if H != HV:
         dq, dk = (dx.unflatten(2, (H, -1)).sum(3).to(like.dtype) for dx, like in ((dq, q), (dk, k)))
     return dq, dk, dv, dg, dbeta, derase, dwrite, None if kind is None else (dinitial[::parts] * unit).to(kind)
-
-
-def _unit(do: Tensor, dstate: Tensor) -> Tensor:
-    """The power of two at or above every |do| and |dstate|, [1]; 1 where all are zero."""
-    largest = torch.maximum(do.abs().amax().to(dstate.dtype), dstate.abs().amax())
-    exponent = largest.log2().ceil()
-    return torch.where(largest > 0, exponent.exp2(), 1.0).reshape(1)
 
 
 def operands(plan: Plan, C: int):

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.launch import Case, Plan, interpreted
+from needlework.ops.common.together import run
 from needlework.ops.delta.arguments import width
 
 
@@ -227,7 +228,8 @@ def intra(q, k, g, beta, erase, *, scale, prediction, R, plan) -> Saved:
         q.new_empty(B, HV, NC, K, dtype=ACC),
         None,
     )
-    intra_kernel[(B * HV * NC,)](
+    run(
+        intra_kernel, (B * HV * NC,),
         q, k, g, beta, erase, *saved[:6], T,
         **intra_constants(plan, q.dtype, rule, H=H, HV=HV, K=K, scale=scale, previous=prediction == "previous", R=R),
     )  # fmt: skip

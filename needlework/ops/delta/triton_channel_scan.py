@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.launch import Case, Plan
+from needlework.ops.common.together import run
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_intra import Saved, case, padded, rule_of, solve_dtype, triton_dtype
 
@@ -129,7 +130,8 @@ def scan(saved: Saved, v, beta, write, initial_state, alignment, *, plan, save) 
     o, final = torch.empty_like(v), v.new_empty(alignment.N, HV, K, V, dtype=width(v))
     W = v.new_empty(v.shape, dtype=solve_dtype(v.dtype)) if save else None
     rows, square = operands(plan)
-    scan_kernel[(alignment.N * HV * triton.cdiv(V, BV),)](
+    run(
+        scan_kernel, (alignment.N * HV * triton.cdiv(V, BV),),
         rows(saved.q_hat, BK), rows(saved.e_hat, BK), rows(saved.k_hat, BK), square(saved.Tp), square(saved.Pp), saved.whole,
         rows(W, BV), rows(v, BV), beta, rows(write, BV), initial_state, rows(o, BV), final, alignment.spans, T, **constants,
     )  # fmt: skip

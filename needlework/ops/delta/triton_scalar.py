@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan, plan
 from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.together import bare, kind, rehearse, run
 from needlework.ops.delta.triton_intra import intra
 from needlework.ops.delta.triton_scan import scan
 
@@ -49,26 +50,25 @@ def scalar(
 def delta_scalar_fwd(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, save: bool,
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
     """o, final state, and what the backward wants, over aligned tokens: W, T, P', A, G, E, the copies of q, k and q_read as
     operands, and of sequences cut into segments their starts and M (empty without `save`, and where there is none)."""
     chosen = plan(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
     align = _alignment(q, cu_seqlens, chosen)
-    o, state, *saved = forward(
-        *(None if x is None else align.align(x) for x in (q, k, v, g, beta, lam, q_read)),
-        initial_state,
-        align,
-        scale=scale,
-        plan=chosen,
-        save=save,
-        parts=_parts(align.N, v.shape, k.shape[-1], cu_seqlens, chosen),
-    )
-    return [align.restore(o).contiguous(), state, *(saved if save else [x.new_empty(0) for x in saved])]
+    tokens = [None if x is None else align.align(x) for x in (q, k, v, g, beta, lam, q_read)]
+    parts = _parts(align.N, v.shape, k.shape[-1], cu_seqlens, chosen)
+    settings = {"scale": scale, "plan": chosen}
+    key = ENGINE, chosen.name, kind(*tokens, initial_state), parts > 1, save
+    rehearse(q.device, key, lambda: _rehearsal(bare(*tokens, initial_state), align, save, parts, settings))
+    o, state, *saved = forward(*tokens, initial_state, align, save=save, parts=parts, **settings)
+    return align.restore(o).contiguous(), state, *(saved if save else [x.new_empty(0) for x in saved])
 
 
 @torch.library.custom_op("needlework::delta_scalar_bwd", mutates_args=())
 def delta_scalar_bwd(
-    do: Tensor, dstate: Tensor, saved: list[Tensor],
+    do: Tensor, dstate: Tensor | None, saved: list[Tensor],
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
 ) -> list[Tensor]:  # fmt: skip
@@ -82,16 +82,28 @@ def delta_scalar_bwd(
     given = (q, k, v, g, beta, lam, q_read)
     if q.shape[1] == 0:
         dtokens = [None if x is None else torch.zeros_like(x) for x in given]
-        dinitial = None if initial_state is None else dstate.to(initial_state.dtype, copy=True)
+        dinitial = None
+        if initial_state is not None:
+            dinitial = torch.zeros_like(initial_state) if dstate is None else dstate.to(initial_state.dtype, copy=True)
     else:
         align = _alignment(q, cu_seqlens, chosen)
         do, *tokens = (None if x is None else align.align(x) for x in (do, *given))
-        *dtokens, dinitial = backward(do, dstate.contiguous(), *tokens, initial_state, saved, align, scale=scale, plan=chosen)
+        dstate = None if dstate is None else dstate.contiguous()
+        *dtokens, dinitial = backward(do, dstate, *tokens, initial_state, saved, align, scale=scale, plan=chosen)
         dtokens = [None if x is None else align.restore(x) for x in dtokens]
     return [
         q.new_empty(0) if x is None else dx.to(x.dtype).contiguous()
         for x, dx in zip((*given, initial_state), (*dtokens, dinitial), strict=True)
     ]
+
+
+def _rehearsal(inputs: list[Tensor | None], align: Alignment, save: bool, parts: int, settings: dict) -> None:
+    """What a call and its backward launch."""
+    from needlework.ops.delta.triton_scalar_bwd import backward
+
+    o, _, *saved = forward(*inputs, align, save=save, parts=parts, **settings)
+    if save:
+        backward(torch.empty_like(o), None, *inputs, tuple(saved), align, **settings)
 
 
 def forward(
@@ -147,7 +159,8 @@ def launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, *, scal
         plan, q.dtype, k.shape[2], r.shape[2], HV, k.shape[3], *_flags(g, beta, lam, q_read), k_copy is not None, A is not None
     )
     grid = (-(-rows // constants["R"]) * B * HV,)
-    intra[grid](
+    run(
+        intra, grid,
         r, q, k, _or(g, G), _or(beta, G), _or(lam, G), Tp, Pp, _or(A, Pp), G, E, _or(r_copy, Pp), _or(q_copy, Pp), _or(k_copy, Pp),
         scale, T, rows, **constants,
     )  # fmt: skip
@@ -170,7 +183,8 @@ def launch_scan(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state
     pairs = lambda x: tile(x.view(-1, rows, 1, C), C)
     x_P = pairs(Pp)
     x_o = tile(o, BV)
-    scan[(slots,)](
+    run(
+        scan, (slots,),
         tile(r, KB), tile(q, KB), tile(k, KB), tile(v, BV), pairs(Tp) if erase else x_P, x_P, G, E, _or(beta, G), _or(lam, G),
         x_o, x_o if W is None else tile(W, BV), _or(initial_state, state), state, align.cum, hand, flag,
         scale, T, rows, align.N, **constants,
@@ -179,8 +193,8 @@ def launch_scan(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state
 
 def descriptor(x: Tensor, C: int, BD: int) -> TensorDescriptor:
     """What TMA copies [C BD] tiles of x [B T H D] with: a [B H T D] view, so that tiles end where T and D end."""
-    view = x.transpose(1, 2)
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, C, BD])
+    B, T, H, D = x.shape
+    return TensorDescriptor(x, [B, H, T, D], [T * H * D, D, H * D, 1], [1, 1, C, BD])
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -230,13 +244,13 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
         types |= dict.fromkeys(("p_g", "p_beta", "p_lam", "p_G", "p_E", "p_initial", "p_final", "p_hand"), f"*{acc}")
         types |= {"p_cum": "*i32", "p_flag": "*i32", "scale": "fp32", "T": "i32", "NR": "i32", "N": "i32"}
         C, BV, KB = (constants.get(name) for name in ("C", "BV", "KB"))
-        for name, kind, width in (
+        for name, element, width in (
             *((name, st, KB) for name in ("x_r", "x_q", "x_k")),
             *((name, own, BV) for name in ("x_v", "x_o")),
             ("x_w", st, BV),
             *((name, st, C) for name in ("x_T", "x_P")),
         ):
-            types[name] = f"tensordesc<{kind}[1, 1, {C}, {width}]>" if plan.tma else f"*{kind}"
+            types[name] = f"tensordesc<{element}[1, 1, {C}, {width}]>" if plan.tma else f"*{element}"
         cases.append(Case(kernel, {n: types[n] for n in kernel.arg_names if n not in constants}, constants, options))
     return cases
 
@@ -278,7 +292,7 @@ def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale, save):
     nothing = lambda dtype=operand: v.new_empty(0, dtype=dtype)
     if not save:
         types = (operand,) * 4 + (wide,) * 2 + (operand,) * 3 + (wide,) * 2
-        return [o, state, *(nothing(dtype) for dtype in types)]
+        return o, state, *(nothing(dtype) for dtype in types)
     aligned = T if cu_seqlens is None else (T // C + N) * C
     rows = -(-aligned // C) * C
     erases = 0 if beta is None else B
@@ -290,7 +304,7 @@ def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale, save):
     ]
     parts = _parts(N, v.shape, k.shape[-1], cu_seqlens, plan(ENGINE, q.device, q.dtype, q.shape[-1], V))
     states = [v.new_empty(N * parts if parts > 1 else 0, HV, k.shape[-1], D, dtype=wide) for D in (V, k.shape[-1])]
-    return [o, state, v.new_empty(B, aligned, HV, V, dtype=operand), *pairs, *numbers, *copies, *states]
+    return o, state, v.new_empty(B, aligned, HV, V, dtype=operand), *pairs, *numbers, *copies, *states
 
 
 @delta_scalar_bwd.register_fake
@@ -301,12 +315,13 @@ def _(do, dstate, saved, q, k, v, g, beta, lam, q_read, initial_state, cu_seqlen
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.scale, _ = inputs
     ctx.save_for_backward(*output[2:], *tensors)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, gradients):
-    do, dstate = gradients[:2]
+def _backward(ctx, do, dstate, *_):
     saved, (*tensors, cu_seqlens) = ctx.saved_tensors[:SAVED], ctx.saved_tensors[SAVED:]
-    found = delta_scalar_bwd(do.contiguous(), dstate, list(saved), *tensors, cu_seqlens, ctx.scale)
+    do = torch.zeros_like(tensors[2]) if do is None else do.contiguous()
+    found = delta_scalar_bwd(do, dstate, list(saved), *tensors, cu_seqlens, ctx.scale)
     found = [dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)]
     return *found, None, None, None
 

@@ -6,12 +6,15 @@ Neither S nor dS is kept a chunk. Tensors are aligned; `saved` is `triton_scalar
 float16: r, q and k as the forward copied them, do as pairs copies it, multiplied by a power of two.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
+from needlework.ops.common.together import run
 from needlework.ops.delta.triton_adjoint import adjoint, amax
 from needlework.ops.delta.triton_combine import combine, gate, pairs
 from needlework.ops.delta.triton_replay import replay_forward, replay_reverse
@@ -52,9 +55,8 @@ def backward(
     half = q.dtype.itemsize == 2
     peaks = new(plan.launch["amax"]["NP"], dtype=torch.float32)
     if half:
-        amax[(len(peaks),)](
-            do, do if dstate is None else dstate, peaks, do.numel(), 0 if dstate is None else dstate.numel(), **c["amax"]
-        )
+        ends = (do, 0) if dstate is None else (dstate, dstate.numel())
+        run(amax, (len(peaks),), do, ends[0], peaks, do.numel(), ends[1], **c["amax"])
 
     # a chain per sequence, value head and tile of values; what is left of it where it is cut
     BV, KB, NK = (c["adjoint"][name] for name in ("BV", "KB", "NK"))
@@ -69,7 +71,8 @@ def backward(
             # of an empty sequence, which no chain walks
             dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
         slots = _slots(plan, "adjoint", N * HV * cdiv(V, BV))
-        adjoint[(slots,)](
+        run(
+            adjoint, (slots,),
             tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_P if beta is None else couplings(Tp), x_P, G, E, or_G(beta),
             or_G(lam), tile(du, BV), or_G(dstate), dinitial, alignment.cum, new(slots, BV, NK * KB),
             _flags(slots, q), peaks, scale, T, rows, N, **{**c["adjoint"], "END": int(dstate is not None)},
@@ -89,7 +92,8 @@ def backward(
     M, N_, D = (new(B * HV, wide, 1, R, dtype=st) if wanted else none
                 for wanted in (True, beta is not None, read and lam is not None))  # fmt: skip
     held, written, asked, from_start, to_end = (new(B, HV, rows) for _ in range(5))
-    pairs[(wide // R * B * HV,)](
+    run(
+        pairs, (wide // R * B * HV,),
         tile(do, BV, R), tile(du, BV, R), tile(W, BV, R), tile(v, BV, R), or_G(g), or_G(beta), or_G(lam), Pp, A, tile(do_, BV, R),
         tile(dv, BV, R), M, N_, D, held, written, asked, peaks, scale, T, rows, wide, **c["pairs"],
     )  # fmt: skip
@@ -102,11 +106,13 @@ def backward(
     X = new(places, slices * parts)
     slots = _slots(plan, "replay_forward", N * HV * slices * parts)
     hand = new(slots, KS, VB * NT)
-    replay_forward[(slots,)](
+    run(
+        replay_forward, (slots,),
         tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E, tile(dr_part, KS), tile(dx_part, KS), or_G(initial_state),
         anchors, alignment.cum, hand, _flags(slots, q), scale, T, rows, N, B, **c["replay_forward"],
     )  # fmt: skip
-    replay_reverse[(slots,)](
+    run(
+        replay_reverse, (slots,),
         tile(r, KS), tile(asks, KS), tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E, or_G(beta), or_G(lam),
         tile(dk_part, KS), or_G(dstate), anchors, X, alignment.cum, hand, _flags(slots, q), peaks,
         scale, T, rows, N, B, **c["replay_reverse"],
@@ -120,14 +126,15 @@ def backward(
     dg, dlam, dbeta = (None if x is None else new(B, T, HV) for x in (g, lam, beta))
     keys_at = lambda x: tile(x, BK, R)
     square = lambda x: tile(x if x.numel() else M, R, R)
-    combine[(wide // R * B * HV,)](
+    run(
+        combine, (wide // R * B * HV,),
         keys_at(r), keys_at(asks), keys_at(k_), or_G(beta), or_G(lam), keys_at(dr_part), keys_at(dx_part), keys_at(dk_part),
         square(M), square(N_), square(D), written, asked, keys_at(dr), keys_at(dq), keys_at(dk), from_start, to_end,
         or_G(dlam), or_G(dbeta), peaks, T, rows, wide, B, **c["combine"],
     )  # fmt: skip
     if g is not None:
         runs = cdiv(alignment.longest, EVERY)
-        gate[(runs * N * HV,)](held, from_start, to_end, X, G, dg, alignment.cum, peaks, T, rows, N, runs, **c["gate"])
+        run(gate, (runs * N * HV,), held, from_start, to_end, X, G, dg, alignment.cum, peaks, T, rows, N, runs, **c["gate"])
     grouped = lambda x, heads: (x if heads == HV else x.unflatten(2, (heads, -1)).sum(3)).to(q.dtype)
     dr = grouped(dr, r.shape[2])
     if lam is None:
@@ -139,6 +146,7 @@ def backward(
     )  # fmt: skip
 
 
+@cache
 def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init, end) -> dict[str, dict[str, object]]:
     """Kernel -> its constants, num_warps and the like."""
     half = dtype.itemsize == 2
@@ -189,7 +197,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     operands |= dict.fromkeys(("x_dr_part", "x_dx_part", "x_dk_part"), st)
     cases = []
     for name, kernel in KERNELS.items():
-        c = constants(plan, dtype, 2, 2, 2, K, V, True, True, True, False, True, True)[name]
+        c = dict(constants(plan, dtype, 2, 2, 2, K, V, True, True, True, False, True, True)[name])
         options = {key: c.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in c}
         of_type = operands | {"p_do": own, "p_cum": "i32", "p_flag": "i32", "p_max": "fp32"}
         if name.startswith("replay"):
