@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
+from needlework.ops.common.triton_tile import block, token_tile
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_adjoint import adjoint, replay_forward, replay_reverse
 from needlework.ops.delta.triton_channel_intra import Saved, padded, rule_of, solve_dtype
@@ -102,13 +102,10 @@ def backward(
 def operands(plan: Plan, C: int):
     """How walks are given [B T H D] (and the columns of a block), [B H NC·C C], [N H K V] (and its block): descriptors, or as is."""
 
-    def describe(x: Tensor | None, rows: int, columns: int) -> TensorDescriptor | None:
-        return None if x is None else TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
-
     if not plan.tma:
         return (lambda x, columns: x), (lambda x: x), (lambda x, rows, columns: x)
-    tokens = lambda x, columns: describe(None if x is None else x.transpose(1, 2), C, columns)
-    return tokens, lambda x: describe(x, C, C), describe
+    tokens = lambda x, columns: None if x is None else token_tile(x, C, columns)
+    return tokens, lambda x: None if x is None else block(x, C, C), block
 
 
 def channel_constants(

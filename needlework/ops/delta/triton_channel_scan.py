@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
+from needlework.ops.common.triton_tile import block, token_tile
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_intra import Saved, case, padded, rule_of, solve_dtype, triton_dtype
 
@@ -150,16 +150,11 @@ def operands(plan: Plan):
     """How a walk is given [B T H D] (and the columns of a block) and [B H NC·C C]: as descriptors, or as they are."""
     C = plan.launch["shared"]["C"]
 
-    def describe(x: Tensor | None, columns: int) -> TensorDescriptor | None:
-        """[C columns] blocks of x [B H T D]; the copy engine wants bases of a multiple of 16 bytes."""
-        if x is None:
-            return None
-        x = x if x.data_ptr() % 16 == 0 else x.clone()
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, C, columns])
-
     if not plan.tma:
         return (lambda x, columns: x), (lambda x: x)
-    return (lambda x, columns: None if x is None else describe(x.transpose(1, 2), columns)), (lambda x: describe(x, C))
+    return (lambda x, columns: None if x is None else token_tile(x, C, columns)), (
+        lambda x: None if x is None else block(x, C, C)
+    )
 
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:

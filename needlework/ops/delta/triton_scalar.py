@@ -10,12 +10,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan, plan
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse, run
+from needlework.ops.common.triton_tile import token_tile
 from needlework.ops.delta.triton_intra import intra
 from needlework.ops.delta.triton_scan import scan
 
@@ -179,7 +179,7 @@ def launch_scan(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state
     slots = min(plan.launch["scan"]["NP"], align.N * HV * -(-V // BV))
     hand = q.new_empty(slots, BV, NK * KB, dtype=state.dtype)
     flag = torch.zeros(slots, dtype=torch.int32, device=q.device)
-    tile = lambda x, D: descriptor(x, C, D) if plan.tma else x
+    tile = lambda x, D: token_tile(x, C, D) if plan.tma else x
     pairs = lambda x: tile(x.view(-1, rows, 1, C), C)
     x_P = pairs(Pp)
     x_o = tile(o, BV)
@@ -189,12 +189,6 @@ def launch_scan(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state
         x_o, x_o if W is None else tile(W, BV), _or(initial_state, state), state, align.cum, hand, flag,
         scale, T, rows, align.N, **constants,
     )  # fmt: skip
-
-
-def descriptor(x: Tensor, C: int, BD: int) -> TensorDescriptor:
-    """What TMA copies [C BD] tiles of x [B T H D] with: a [B H T D] view, so that tiles end where T and D end."""
-    B, T, H, D = x.shape
-    return TensorDescriptor(x, [B, H, T, D], [T * H * D, D, H * D, 1], [1, 1, C, BD])
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -15,10 +15,11 @@ from triton import cdiv, next_power_of_2
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
+from needlework.ops.common.triton_tile import token_tile
 from needlework.ops.delta.triton_adjoint import adjoint, amax
 from needlework.ops.delta.triton_combine import combine, gate, pairs
 from needlework.ops.delta.triton_replay import replay_forward, replay_reverse
-from needlework.ops.delta.triton_scalar import TYPES, accumulator, descriptor, solve
+from needlework.ops.delta.triton_scalar import TYPES, accumulator, solve
 from needlework.ops.delta.triton_split import fix_up, segments
 
 NO_ANCHOR = 1 << 30
@@ -48,7 +49,7 @@ def backward(
                   read, initial_state is not None, dstate is not None or cuts > 1)  # fmt: skip
     acc, st = accumulator(q.dtype), solve(q.dtype)
     new = lambda *shape, dtype=acc: torch.empty(shape, dtype=dtype, device=q.device)
-    tile = lambda x, width, height=C: descriptor(x, height, width) if plan.tma else x
+    tile = lambda x, width, height=C: token_tile(x, height, width) if plan.tma else x
     or_G = lambda x: G if x is None else x
     chunks_in_all = B * (rows // C)
 

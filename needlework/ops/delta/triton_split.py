@@ -15,6 +15,7 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
+from needlework.ops.common.together import run
 
 SHORTEST = 16  # chunks of a segment that are worth a state
 LAUNCHES = 20  # what the launches of a split cost, in chunks of a chain
@@ -28,7 +29,7 @@ def parts_of(chains: int, longest: int, K: int, V: int, slots: int) -> int:
 
         walk(P·chains, L/P)                     the walk itself
         + ¾ walk(P·chains·(V + K)/V, L/P)       M and N: K more columns, no output
-        + 3 P + LAUNCHES                        segment to segment
+        + 5 P + LAUNCHES                        segment to segment
 
     so that chains that fill the machine are left alone. slots 0: nothing is cut.
     """
@@ -38,9 +39,9 @@ def parts_of(chains: int, longest: int, K: int, V: int, slots: int) -> int:
     best, least = 1, walk(chains, 1)
     # bounded, so that a symbolic length is compared and not fixed
     for P in range(2, 65):
-        if P * SHORTEST > longest or 3 * P >= least:
+        if P * SHORTEST > longest or 5 * P >= least:
             break
-        time = walk(chains, P) + 0.75 * walk(chains * (V + K) / V, P) + 3 * P + LAUNCHES
+        time = walk(chains, P) + 0.75 * walk(chains * (V + K) / V, P) + 5 * P + LAUNCHES
         if time < least:
             best, least = P, time
     return best
@@ -48,17 +49,17 @@ def parts_of(chains: int, longest: int, K: int, V: int, slots: int) -> int:
 
 def segments(alignment: Alignment, parts: int) -> Alignment:
     """N·parts sequences: the p-th segment of sequence n is number n·parts + p, equal to a chunk. parts: at most `longest`."""
-    first, counts = alignment.cum[:-1, None], alignment.cum.diff()[:, None]
-    before = (counts * torch.arange(parts, device=first.device) + parts - 1) // parts
-    cum = torch.cat(((first + before).flatten(), alignment.cum[-1:])).to(torch.int32)
-    return Alignment(cum, alignment.N * parts, alignment.T, -(-alignment.longest // parts), alignment.place)
+    N = alignment.N * parts
+    cum = alignment.cum.new_empty(N + 1)
+    run(segments_kernel, (triton.cdiv(N + 1, 256),), alignment.cum, cum, N, parts, BLK=256, num_warps=4)
+    return Alignment(cum, N, alignment.T, -(-alignment.longest // parts), alignment.place)
 
 
-def transitions(run: Callable[[Tensor, Tensor | None], Tensor], v: Tensor, K: int) -> tuple[Tensor, Tensor]:
-    """N [N·parts HV K V] and M [N·parts HV K K], from an engine's walk over all segments: run(v, initial state) -> final state."""
-    N = run(v, None)
+def transitions(walk: Callable[[Tensor, Tensor | None], Tensor], v: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    """N [N·parts HV K V] and M [N·parts HV K K], from an engine's walk over all segments: walk(v, initial state) -> final state."""
+    N = walk(v, None)
     eye = torch.eye(K, dtype=N.dtype, device=N.device).expand(*N.shape[:2], K, K).contiguous()
-    return N, run(v.new_zeros(*v.shape[:3], K), eye)
+    return N, walk(v.new_zeros(*v.shape[:3], K), eye)
 
 
 def fix_up(M: Tensor, N: Tensor, first: Tensor | None, parts: int, *, reverse: bool) -> Tensor:
@@ -70,8 +71,19 @@ def fix_up(M: Tensor, N: Tensor, first: Tensor | None, parts: int, *, reverse: b
     constants = fix_up_constants(N.dtype, K, V) | {"FIRST": int(first is not None), "REVERSE": int(reverse)}
     programs = rows // parts * HV * triton.cdiv(V, constants["BV"])
     if programs:
-        fix_up_kernel[(programs,)](M, N, N if first is None else first.contiguous(), S, parts, HV, **constants)
+        run(fix_up_kernel, (programs,), M, N, N if first is None else first.contiguous(), S, parts, HV, **constants)
     return S
+
+
+@triton.jit(do_not_specialize=["N", "P"])
+def segments_kernel(p_cum, p_segments, N, P, BLK: tl.constexpr):
+    """Where N segments start, P of a sequence, and where the last one ends."""
+    i = tl.program_id(0) * BLK + tl.arange(0, BLK)
+    n, part = i // P, i % P
+    first = tl.load(p_cum + n, mask=i <= N, other=0)
+    count = tl.load(p_cum + n + 1, mask=i < N, other=0) - first
+    before = (tl.cast(count, tl.int64) * part + P - 1) // P
+    tl.store(p_segments + i, tl.where(i < N, first + before, first).to(tl.int32), mask=i <= N)
 
 
 @triton.jit
@@ -138,9 +150,10 @@ def fix_up_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, object]:
 
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """`fix_up_kernel` forward and backward."""
+    """`segments_kernel`; `fix_up_kernel` forward and backward."""
     wide = "*fp64" if dtype == torch.float64 else "*fp32"
-    cases = []
+    signature = {"p_cum": "*i32", "p_segments": "*i32", "N": "i32", "P": "i32"}
+    cases = [Case(segments_kernel, signature, {"BLK": 256}, {"num_warps": 4})]
     for reverse in (0, 1):
         constants = fix_up_constants(torch.float64 if dtype == torch.float64 else torch.float32, K, V)
         constants |= {"FIRST": 1, "REVERSE": reverse}

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
-from needlework.ops.delta.triton_scalar import accumulator, descriptor, scan_constants, solve
+from needlework.ops.common.together import run
+from needlework.ops.common.triton_tile import token_tile
+from needlework.ops.delta.triton_scalar import accumulator, scan_constants, solve
 from needlework.ops.delta.triton_scan import load_tile
 
 
@@ -113,12 +115,13 @@ def transitions(
     (_, T, HV, V), K, rows = v.shape, k.shape[3], G.shape[2]
     constants = transitions_constants(plan, v.dtype, k.shape[2], HV, K, V, beta is not None, lam is not None, save)
     C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
-    tile = lambda x, D: descriptor(x, C, D) if plan.tma else x
+    tile = lambda x, D: token_tile(x, C, D) if plan.tma else x
     N, M = (k.new_empty(segments.N, HV, K, columns, dtype=G.dtype) for columns in (V, K))
     x_k = tile(k, KB)
     x_T = x_k if beta is None else tile(Tp.view(-1, rows, 1, C), C)
     or_G = lambda x: G if x is None else x
-    transitions_kernel[(segments.N * HV * (triton.cdiv(V, BV) + triton.cdiv(K, BV)),)](
+    run(
+        transitions_kernel, (segments.N * HV * (triton.cdiv(V, BV) + triton.cdiv(K, BV)),),
         x_k if lam is None else tile(q, KB), x_k, tile(v, BV), x_T, G, E, or_G(beta), or_G(lam), N, M, segments.cum,
         T, rows, parts, **constants,
     )  # fmt: skip
