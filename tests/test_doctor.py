@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -50,7 +52,7 @@ def test_it_runs_in_the_interpreter_and_writes_a_report(tmp_path):
     done = command("--report", str(tmp_path / "r.json"), TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
-    assert {row["engine"] for row in report["rows"]} == {e for rule in targets.RULES for e in (rule.chunk, rule.step) if e}
+    assert {row["engine"] for row in report["rows"]} == {e for rule in targets.RULES for e in (rule.chunk, rule.step)}
     assert report["triton"] and report["ptxas"]
 
 
@@ -84,8 +86,65 @@ def test_a_right_form_passes_and_what_a_user_may_pick_is_all_there(monkeypatch):
     monkeypatch.setattr(launch, "interpreted", lambda: False)
     todo = doctor.tasks(torch.device("cuda"), False)
     for rule, *engines in targets.RULES:
-        rows = {(engine, row.name) for engine in engines if engine for row in launch.rows(engine)}
-        assert rows == {(task.engine, task.plan) for task in todo if task.rule == rule}
+        rows = {(engine, row.name) for engine in engines for row in launch.rows(engine) if row.dtypes != ("float16",)}
+        assert rows <= {(task.engine, task.plan) for task in todo if task.rule == rule}
+    for engine in targets.ENGINES:  # float16 is one rule's
+        assert {row.name for row in launch.rows(engine)} == {task.plan for task in todo if task.engine == engine}
+    everything = doctor.tasks(torch.device("cuda"), True)
+    assert {task[:6] for task in todo} < {task[:6] for task in everything}
+    assert {"float16"} == {dtype for _, plan, dtype in {task[1:4] for task in everything} if plan.endswith("-f16")}
+
+
+def test_one_sequence_alone_is_long_enough_to_be_cut(monkeypatch):
+    """A default run also judges what runs only where few heads meet a long sequence, in every plan for large sizes."""
+    pytest.importorskip("triton")
+    from needlework.ops.delta.triton_split import parts_of
+
+    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    todo = [task for task in doctor.tasks(torch.device("cuda"), False) if "long" in task.forms]
+    assert {task.plan for task in todo if task.engine == "delta/scalar"} >= {"sm90-k128", "sm90-k256", "plain"}
+    for task in todo:
+        if task.engine == "delta/scalar":
+            row = next(row for row in launch.rows(task.engine) if row.name == task.plan)
+            scan, chunks = row.launch["scan"], doctor.LONG // row.launch["shared"]["C"]
+            assert parts_of(2 * -(-task.V // scan["BV"]), chunks, task.K, task.V, scan["NP"]) > 1
+
+
+class Does:
+    """A task's part that does something to the process that it is sent to."""
+
+    def __init__(self, what, argument):
+        self.what = what, (argument,)
+
+    def __reduce__(self):
+        return self.what
+
+
+@pytest.mark.parametrize(
+    ("what", "argument", "limit", "told"),
+    [(os._exit, 3, 300, "its process died"), (time.sleep, 60, 0.5, "did not end in 0.5 s")],
+)
+def test_a_kernel_that_dies_or_hangs_ends_its_own_process_alone(monkeypatch, what, argument, limit, told):
+    monkeypatch.setattr(doctor, "LIMIT", limit)
+    began = time.monotonic()
+    (verdict,) = doctor.judged(torch.device("cpu"), [TASK._replace(rule=Does(what, argument))], 2)
+    assert verdict.wrong and verdict.failing == (told,) and time.monotonic() - began < 50
+    assert not multiprocessing.active_children()
+
+
+def test_what_came_to_no_verdict_beside_others_is_judged_again_alone(monkeypatch):
+    calls = []
+
+    def outcomes(device, todo, processes):
+        calls.append((todo, processes))
+        for task in todo:
+            yield task, (None if processes > 1 and task.K == 32 else [doctor._unjudged(task, "")])
+
+    monkeypatch.setattr(doctor, "_outcomes", outcomes)
+    small, large = TASK, TASK._replace(K=32)
+    assert [v.K for v in doctor.judged(torch.device("cpu"), [large, small], 4)] == [16, 32]
+    assert calls == [([large, small], 4), ([large], 1)]
 
 
 def test_a_wrong_tensor_is_named_and_its_plan_struck_off_in_that_dtype(monkeypatch):
@@ -166,7 +225,11 @@ def test_compile_only_takes_every_plan_and_says_what_does_not_compile(monkeypatc
     found = builds.tasks(False)
     for engine in targets.ENGINES:
         assert {task.plan for task in found if task.engine == engine} == {row.name for row in launch.rows(engine)}
-    assert {task.sm for task in found} == {80, 89, 90}
+    assert {task.sm for task in found} == {89, 90}
+    assert {task.sm for task in builds.tasks(True)} == {80, 89, 90}
+    few = next(task for task in found if not task.variants)
+    made = [build.kernel for build in builds._compile(few)]
+    assert len(made) == len(set(made)) > 0
     (failed,) = builds._compile(found[0]._replace(file="delta.spec"))
     assert "AttributeError" in failed.error
 

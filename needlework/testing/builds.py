@@ -41,20 +41,23 @@ class Task(NamedTuple):
     K: int
     V: int
     sm: int
+    variants: bool  # all of a kernel, or the one with the most arguments
 
 
 def tasks(full: bool) -> list[Task]:
-    """Plans for Hopper for sm_90, plain ones for sm_80 and sm_89; each at the largest sizes at which it is taken, where registers and
-    shared memory are scarcest, or with `full` at every size and in every dtype."""
+    """Plans for Hopper for sm_90, plain ones for sm_89, which has the least shared memory; each at the largest sizes at which it is
+    taken, where registers and shared memory are scarcest, and between a table's first and last row one variant of each kernel.
+    With `full` at every size, in every dtype, in all variants, and for sm_80."""
     found = []
     for engine, files in ENGINES.items():
-        for row in launch.rows(engine):
-            arch = max(row.arch, (8, 0))
+        table = launch.rows(engine)
+        for row in table:
+            arch, variants = max(row.arch, (8, 0)), full or row in (table[0], table[-1])
             for dtype in [name for name in row.dtypes if name != "float64"] if full else row.dtypes[:1]:
                 fits = sizes(row, arch, dtype)
-                for sm in (90,) if arch >= (9, 0) else (80, 89):
+                for sm in (90,) if arch >= (9, 0) else (80, 89) if full else (89,):
                     chosen = fits if full else fits[-1:]
-                    found += [Task(file, engine, row.name, dtype, *size, sm) for size in chosen for file in files]
+                    found += [Task(file, engine, row.name, dtype, *size, sm, variants) for size in chosen for file in files]
     return sorted(found, key=lambda task: -task.K * task.V)
 
 
@@ -74,13 +77,15 @@ def compile_all(full: bool, done: Callable[[int, int], None]) -> list[Build]:
 def _compile(task: Task) -> list[Build]:
     from needlework.ops.common.triton_compile import compile_case
 
-    facts = task[1:]
+    facts = task[1:-1]
     row = next(row for row in launch.rows(task.engine) if row.name == task.plan)
     try:
         module = importlib.import_module(f"needlework.ops.{task.file}")
         cases = module.compile_cases(row, getattr(torch, task.dtype), task.K, task.V)
     except Exception as error:
         return [Build(*facts, task.file, error=f"{type(error).__name__}: {error}")]
+    if not task.variants:
+        cases = {case.kernel: case for case in sorted(cases, key=lambda case: len(case.signature))}.values()
     builds = []
     for case in cases:
         try:

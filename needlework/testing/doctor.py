@@ -8,15 +8,15 @@ forward and backward, twice, against the definition in float64 by the error budg
 import math
 import os
 import platform
+import signal
 import time
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,8 @@ DRAWS = 16
 ROUNDING = 0.212
 # bytes of the GPU that a process may want: the context, the kernels' code, a token loop's saved states
 A_PROCESS = 5 * 2**30
+# seconds that a task may take, many times what the slowest needs: a kernel that waits for what never comes does not end
+LIMIT = 300
 
 
 class Task(NamedTuple):
@@ -70,35 +72,41 @@ class Verdict(NamedTuple):
 # how a rule is run: tokens and sequences by which the kernels' paths differ
 FORMS = {
     "short": "every style of input, 70 tokens: against the definition, token by token",
-    "long": "one sequence of 2,500 tokens",
+    "long": "one sequence of 3,000 tokens: enough that few heads are cut into segments",
     "wide": "48 sequences of 75 tokens: more tiles than programs",
     "packed": "cu_seqlens: four sequences, one empty",
     "step": "20 tokens one at a time, on a slot table with a padded row",
 }
 ROWS = tuple(form for form in FORMS if form != "step")
 ENDS = (0, 100, 100, 217, 300)
+LONG = 3000
 
 
 def tasks(device: torch.device, full: bool) -> list[Task]:
-    """What may be picked here, longest first. Without `full`: each plan at the largest size that takes it, other forms than the
-    short one for the first rule of an engine in the first dtype of a plan, steps not in float16."""
+    """What may be picked here, longest first. Without `full`: each plan at the largest size that takes it, in bfloat16, and for an
+    op's first rule also in float16 and float32, and in the first dtype of a plan by the forms other than the short one."""
     interpreted = launch.interpreted()
     arch = launch.capability(device)
     found: list[Task] = []
+    seen: set[tuple[str, str]] = set()
     for rule, *engines in RULES:
         for engine, step in zip(engines, (False, True), strict=True):
-            first = engine not in {task.engine for task in found}
-            for row in launch.rows(engine) if engine else ():
+            op = rule.split("/")[0], engine
+            first = op not in seen
+            seen.add(op)
+            for row in launch.rows(engine):
                 for dtype in ("float32",) if interpreted else ("bfloat16", "float16", "float32"):
                     fits = sizes(row, arch, dtype)
                     if rule.startswith("ccq"):  # a query transform has keys alone
                         fits = [(K, K) for K in dict.fromkeys(K for K, _ in fits)]
                     chosen = fits[:1] if interpreted else fits if full else fits[-1:]
+                    if not (full or first or dtype == "bfloat16"):
+                        continue
                     if step:
-                        forms = ("step",) if full or dtype != "float16" else ()
+                        forms = ("step",)
                     else:
                         forms = ROWS if full or (first and dtype == row.dtypes[0] and not interpreted) else ROWS[:1]
-                    found += [Task(rule, engine, row.name, dtype, *size, forms) for size in chosen if forms]
+                    found += [Task(rule, engine, row.name, dtype, *size, forms) for size in chosen]
     if interpreted:  # that the doctor works; the kernels have the battery there
         found = list({task.engine: task for task in reversed(found)}.values())
     return sorted(found, key=lambda task: -task.K * task.V * len(task.forms))
@@ -223,7 +231,7 @@ def _inputs(task: Task, spec: OpSpec, form: str, seed: int) -> tuple[dict[str, T
     if form == "packed":
         return make(1, ENDS[-1], "random"), ("",)
     if form in ("long", "wide"):
-        return make(*{"long": (1, 2500), "wide": (48, 75)}[form], "random"), ("",)
+        return make(*{"long": (1, LONG), "wide": (48, 75)}[form], "random"), ("",)
     groups = styles(spec)
     T = 5 if launch.interpreted() else 20 if form == "step" else 70
     parts = [make(2 if form == "step" else 1, T, style) for style in groups]
@@ -324,30 +332,77 @@ def outcome(verdicts: list[Verdict], full: bool) -> dict[str, str | None]:
     return passed | found
 
 
+class Helper:
+    """A process that judges one task after another. It can be ended, which a thread or a pool's worker cannot."""
+
+    def __init__(self, device: str, alone: bool) -> None:
+        context = get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, device, alone), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def give(self, task: Task) -> None:
+        self.task, self.until = task, time.monotonic() + LIMIT
+        self.pipe.send(task)
+
+    def answer(self) -> list[Verdict] | str | None:
+        """Its verdicts, None for none, or what became of it; to be asked when there is one or the time is over."""
+        if not self.pipe.poll():
+            return f"did not end in {LIMIT} s"
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            return "its process died"
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        self.pipe.close()
+
+
+def _serve(pipe: Connection, device: str, alone: bool) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its helpers
+    while True:
+        pipe.send(judge(device, alone, pipe.recv()))
+
+
 def judged(device: torch.device, todo: list[Task], processes: int) -> Iterator[Verdict]:
-    """Verdicts as they come, judged side by side: most of the time is compilation, and a kernel that dies takes only its own process
-    along. What did not come to a verdict beside others is judged again alone."""
-    while todo:
-        alone, again, broken = processes == 1, set(), False
-        settings = {
-            "max_workers": min(processes, len(todo)),
-            "max_tasks_per_child": 1 if alone and device.type == "cuda" else None,
-        }
-        with ProcessPoolExecutor(mp_context=get_context("spawn"), **settings) as pool:
-            futures = {pool.submit(judge, device.type, alone, task): task for task in todo}
-            for future in as_completed(futures):
-                try:
-                    verdicts = future.result()
-                except BrokenProcessPool:
-                    verdicts, broken = None, True
-                if verdicts is None:
-                    again.add(futures[future])
+    """Verdicts as they come, judged side by side: most of the time is compilation. A kernel that dies or hangs takes only its own
+    process along; what came to no verdict beside others is judged again alone, in a process of its own."""
+    again = []
+    for task, outcome in _outcomes(device.type, todo, processes):
+        if isinstance(outcome, list):
+            yield from outcome
+        elif processes > 1:
+            again.append(task)
+        else:
+            yield _unjudged(task, outcome, wrong=True)
+    if again:
+        yield from judged(device, again, 1)
+
+
+def _outcomes(device: str, todo: list[Task], processes: int) -> Iterator[tuple[Task, list[Verdict] | str | None]]:
+    left, busy = deque(todo), []
+    try:
+        while left or busy:
+            while left and len(busy) < processes:
+                busy.append(Helper(device, processes == 1))
+                busy[-1].give(left.popleft())
+            soonest = min(helper.until for helper in busy)
+            ready = wait([helper.pipe for helper in busy], max(soonest - time.monotonic(), 0))
+            for helper in [h for h in busy if h.pipe in ready or h.until <= time.monotonic()]:
+                task, outcome = helper.task, helper.answer()
+                # a process that has lost its GPU is of no more use
+                if left and isinstance(outcome, list) and processes > 1:
+                    helper.give(left.popleft())
                 else:
-                    yield from verdicts
-        todo = [task for task in todo if task in again]
-        if alone and broken:  # they run in order: the first without a verdict has ended its process
-            yield _unjudged(todo.pop(0), "its process died", wrong=True)
-        processes = 1
+                    busy.remove(helper)
+                    helper.end()
+                yield task, outcome
+    finally:
+        for helper in busy:
+            helper.end()
 
 
 def _processes(device: torch.device) -> int:

@@ -30,10 +30,10 @@ ENGINES = {
 
 
 class Rule(NamedTuple):
-    """A spec, and the launch tables of its chunk form (None: it has no kernels) and of its step."""
+    """A spec, and the launch tables of its chunk form and of its step."""
 
     spec: str
-    chunk: str | None
+    chunk: str
     step: str
 
 
@@ -47,8 +47,8 @@ RULES = (
     Rule("delta/previous", "delta/channel", "delta/step"),
     Rule("ccq", "ccq/curvature", "ccq/step"),
     Rule("ccq/aligned", "ccq/curvature", "ccq/step"),
-    Rule("carve", None, "carve/step"),
-    Rule("carve/rank4", None, "carve/step"),
+    Rule("carve", "delta/channel", "carve/step"),
+    Rule("carve/rank4", "delta/channel", "carve/step"),
 )
 STYLES = ("random", "identical", "strong")
 SIZES = ((16, 16), (32, 32), (100, 60), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))  # K, V

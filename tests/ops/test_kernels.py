@@ -1,9 +1,9 @@
 """The battery on the Triton kernels, in Triton's interpreter: TRITON_INTERPRET=1 pytest.
 
 The interpreter takes milliseconds a program, so every rule has the checks of its mathematics, and one rule of each engine those of
-what its rules share: sequences, states, packing, registration. Sizes are as small as still cut a chunk. Of the battery is left out:
-literal_form_is_the_recurrence, where no kernel runs; chunk_size_is_invisible, since the kernels' chunk is their plan's; half precision
-in error_budget, which `needlework doctor` judges on a GPU, on more numbers.
+what its rules share: sequences, states, packing, registration; CARVE has tests of its own. Sizes are as small as still cut a chunk.
+Of the battery is left out: literal_form_is_the_recurrence, where no kernel runs; chunk_size_is_invisible, since the kernels' chunk
+is their plan's; half precision in error_budget, which `needlework doctor` judges on a GPU, on more numbers.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import torch
 
 from needlework.ops.specs import specs
 from needlework.testing import checks
+from needlework.testing.compare import assert_close, leaves, make, whole
 from needlework.testing.targets import RULES
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
@@ -34,11 +35,11 @@ SHARED = (
     checks.no_tokens,
 )
 ONE_ROW = (*MATHEMATICS, checks.split_then_resume)  # two rows cost twice as much: batches are batch_invariant's
-# engine -> the rule with the most arguments
-REPRESENTATIVES = {"delta/scalar": "qdelta/grouped", "delta/channel": "delta/gdn2", "ccq/curvature": "ccq/aligned"}
-ENGINES = {rule.spec: rule.chunk for rule in RULES if rule.chunk}
+# of each engine, the rule with the most arguments
+REPRESENTATIVES = ("qdelta/grouped", "delta/gdn2", "ccq/aligned")
+ENGINES = {rule.spec: rule.chunk for rule in RULES}
 CASES = [(spec, check) for spec in specs() if spec.name in ENGINES for check in MATHEMATICS] + [
-    (spec, check) for spec in specs() if spec.name in REPRESENTATIVES.values() for check in SHARED
+    (spec, check) for spec in specs() if spec.name in REPRESENTATIVES for check in SHARED
 ]
 
 
@@ -62,4 +63,11 @@ def test_battery(spec, check):
 
 
 def test_every_engine_that_an_op_takes_has_its_representative():
-    assert {ENGINES[spec] for spec in REPRESENTATIVES.values()} == set(ENGINES.values()) == set(REPRESENTATIVES)
+    assert {ENGINES[spec] for spec in REPRESENTATIVES} == set(ENGINES.values())
+
+
+def test_rows_that_fill_no_content_chunk_are_each_computed():
+    spec = next(spec for spec in specs() if spec.name == "carve")
+    inputs = make(spec, 3, 5)
+    got, want = (dict(leaves(whole(chunk)(inputs))) for chunk in (partial(spec.chunk, impl="triton"), spec.recurrent))
+    assert_close(got, want, "three rows of one content chunk")

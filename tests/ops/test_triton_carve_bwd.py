@@ -247,6 +247,18 @@ def test_the_op_differentiates_itself(problem):
     assert max(errors.values()) <= EXACT, errors
 
 
+@pytest.mark.parametrize("result", ["o", "S", "total"])
+def test_one_result_alone_is_differentiated(result):
+    p, gradients = make(20, 8), []
+    for form in (through_the_op, recurrent_carve):
+        x = {n: y.clone().requires_grad_() for n, y in p.tensors.items() if n in INPUTS[:10]}
+        o, state = form(**x, **p.settings(), initial_state=None, output_final_state=True, cu_seqlens=None)
+        y = {"o": o, **state._asdict()}[result]
+        gradients.append(torch.autograd.grad((y * p.tensors["d" + result]).sum(), list(x.values())))
+    for n, ours, theirs in zip(INPUTS[:10], *gradients, strict=True):
+        assert relative(ours, theirs) <= EXACT, n
+
+
 def over_budget(p: Problem, dtype: torch.dtype) -> dict[str, float]:
     """Error over budget of every gradient; at most 1 is within it."""
     p = p.to(dtype)

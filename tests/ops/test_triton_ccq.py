@@ -83,13 +83,20 @@ def test_several_tiles_of_rows_that_end_inside_one(gated):
     compare(make(1, 40, 1, 1, 40, gated=gated, carried=True))
 
 
+@pytest.mark.parametrize("HV", [1, 2])
+def test_mild_gates_bring_a_state_through_chunks(HV):
+    inputs = make(1, 75, 1, HV, 40, gated=True, carried=True)
+    inputs["g"] = inputs["g"].clamp(min=-0.05)
+    compare(inputs)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("cu_seqlens", [None, PACKED])
 def test_the_copy_engine_reads_the_same(gated, cu_seqlens):
     inputs = make(1, 60, 1, 2, 24, gated=gated, carried=True, N=1 if cu_seqlens is None else 4)
-    small = {name: {"BV": 16, "BD": 16} for name in ("read", "keys")} | {
-        name: {"BV": 16, "BT": 16} for name in ("states", "reverse")
-    }
+    small = {"read": {"BR": 16, "BV": 16, "BD": 16}, "keys": {"BR": 16, "BV": 16, "BD": 16}}
+    small["keys_gated"] = {"BR": 32, "BV": 16, "BD": 16}
+    small |= {name: {"BV": 16, "BT": 16} for name in ("states", "reverse")}
     with launch.forced(ENGINE, "sm90", shared={"C": 32}, **small):
         compare(inputs, cu_seqlens)
 

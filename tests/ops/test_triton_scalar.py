@@ -136,7 +136,11 @@ def test_what_the_backward_is_given_is_what_the_page_says():
     assert relative(Tp[0, 0, :C], torch.linalg.inv(torch.eye(C).double() + x["beta"][0, :C] * within)) <= EXACT
     assert relative(Pp[0, 0, :C], SCALE * (q @ k.T).tril() * decay) <= EXACT
     assert relative(G[0, 0, :C].exp2(), prefix.exp()) <= EXACT
-    assert relative(E[0, 0, :C].exp2(), (prefix[-1] - prefix).exp()) <= EXACT
+    beta, to_end = x["beta"][0, :C, 0], (prefix[-1] - prefix).exp()
+    for found, want in zip(
+        E[0, 0, 0], (beta, -beta * prefix.exp(), None, SCALE * prefix.exp(), -prefix.exp(), to_end), strict=True
+    ):
+        assert want is None or relative(found, want) <= EXACT
     S = x["initial_state"][0, 0]
     end = prefix[-1].exp() * S + ((prefix[-1] - prefix).exp()[:, None] * k).T @ W[0, :C, 0]
     want = definition({n: y if n == "initial_state" else y[:, :C] for n, y in x.items()}).state
@@ -193,7 +197,7 @@ def test_operands_of_another_half_type_are_copied_once():
     for dtype in (torch.bfloat16, torch.float16):
         q, k, v, read = (x[n].to(dtype) for n in ("q", "k", "v", "q_read"))
         g, beta, lam = (x[n].float() for n in ("g", "beta", "lam"))
-        *_, q_copy, k_copy, read_copy = delta_scalar_fwd(q, k, v, g, beta, lam, read, None, None, SCALE, True)
+        *_, q_copy, k_copy, read_copy, _, _ = delta_scalar_fwd(q, k, v, g, beta, lam, read, None, None, SCALE, True)
         for copy, given in ((q_copy, q), (k_copy, k), (read_copy, read)):
             assert copy.dtype == torch.float16
             assert torch.equal(copy, given.to(torch.float16)) if dtype == torch.bfloat16 else not copy.numel()

@@ -114,13 +114,14 @@ def saved_by_the_forward(inputs, align, C, scale):
             W[b, :, at] = w
             end = (G[b, :, c, -1:] - G[b, :, c]).exp()[..., None]
             S = G[b, :, c, -1].exp()[:, None, None] * S + (end * k[b, :, at]).mT @ w
-    E = (G[..., -1:] - G).flatten(2)
+    start, to_end = G.exp(), (G[..., -1:] - G).exp()
+    E = torch.stack((cut(beta), -cut(beta) * start, cut(lam), scale * start, -start, to_end), 3)
     log2e = 1.4426950408889634
     pairs = lambda y: y.flatten(2, 3).contiguous()
     erases = x["beta"] is not None
     return (
         W.transpose(1, 2)[:, :T].contiguous(), pairs(Tp) if erases else Tp.new_empty(0), pairs(Pp),
-        pairs(A) if erases else A.new_empty(0), G.flatten(2) * log2e, E * log2e,
+        pairs(A) if erases else A.new_empty(0), G.flatten(2) * log2e, E,
     )  # fmt: skip
 
 

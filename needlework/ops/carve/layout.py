@@ -39,7 +39,7 @@ class Layout(NamedTuple):
             rows = torch.arange(B, dtype=torch.int32, device=device)
             spans = edges.unfold(0, 2, 1)[:, None] + (rows * chunks)[:, None]
             ends = torch.full((B,), T, device=device)
-            return cls(spans, rows * longest, ends, N, T, L, longest, parts, slots, None)
+            return cls(spans.contiguous(), rows * longest, ends, N, T, L, longest, parts, slots, None)
 
         if packed:
             starts = cu_seqlens.to(device=device, dtype=torch.int64)

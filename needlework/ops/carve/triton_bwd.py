@@ -1,8 +1,8 @@
 """CARVE's backward: content chunks from the last to the first, each the delta engine's backward on its span of every sequence.
 
-What waits for no content chunk is done for all rows at once: l before the chain, df and db after it. The chain is six launches a
-content chunk: `enter_kernel`, the engine's adjoint, replays and pairs, `leave_kernel` (`triton_feedback.py`). Buffers, descriptors
-and constants are made once; from one content chunk to the next three pointers and a number change.
+What waits for no content chunk is done for all rows at once: l before the chain, df and db after it. The chain is five launches a
+content chunk: `enter_kernel` (the engine's adjoint in it), the engine's replays and pairs, `leave_kernel` (`triton_feedback.py`).
+Buffers, descriptors and constants are made once; from one content chunk to the next three pointers and a number change.
 """
 
 from typing import NamedTuple
@@ -15,16 +15,17 @@ from torch.nn.functional import pad
 
 from needlework.ops.carve.layout import Layout
 from needlework.ops.carve.triton_feedback import STEP, activation_kernel, enter_kernel, leave_kernel, retention_kernel
-from needlework.ops.carve.triton_repeated import Repeated
+from needlework.ops.carve.triton_repeated import VARIES, Repeated
 from needlework.ops.common.launch import Case, Plan
+from needlework.ops.common.together import run
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_adjoint import adjoint, replay_forward, replay_reverse
 from needlework.ops.delta.triton_channel_bwd import channel_constants, operands
 from needlework.ops.delta.triton_channel_bwd import compile_cases as engine_cases
 from needlework.ops.delta.triton_channel_intra import Saved, case, padded, solve_dtype, triton_dtype
-from needlework.ops.delta.triton_channel_pairs import pairs
+from needlework.ops.delta.triton_channel_pairs import launch_pairs, pairs
 
-GROUP = 4  # kernel chunks of a program that passes over rows
+GROUP = 8  # kernel chunks of a program that passes over rows
 FEW = 32  # kernel chunks of a content chunk that are all anchors: `pairs` is then a program for each
 
 
@@ -71,20 +72,27 @@ def backward(
     groups = triton.cdiv(layout.parts, GROUP)
     every = (layout.longest * groups, H, N)
     gates = spans, slots, f, b, A_log, dt_bias, u
-    l, do_peaks = torch.empty_like(f, dtype=ACC), q.new_empty(layout.longest, N, H, groups, dtype=ACC)
-    retention_kernel[every](*gates, do, l, do_peaks, T, groups, **constants["retention"])
+    l, do_peaks = torch.empty_like(f, dtype=_gate_dtype(q.dtype)), q.new_empty(layout.longest, N, H, groups, dtype=ACC)
+    run(retention_kernel, every, *gates, do, l, do_peaks, T, groups, **constants["retention"])
     dq, dk, dv, dl, dbeta, dcontent, dz, dS = _chain(
         do, dS, dm, dtotal, q, k, v, l, beta, b, u, z, w1, w2, spans, slots, layout, do_peaks, kept_S, saved,
         content_chunk=content_chunk, scale=scale, plan=plan, constants=constants,
     )  # fmt: skip
     del l
     df, db = torch.empty_like(f), torch.empty_like(b)
-    dA_log, ddt_bias = (q.new_empty(layout.longest * N * groups, H, K, dtype=ACC) for _ in range(2))
-    activation_kernel[every](*gates, dl, df, db, dA_log, ddt_bias, T, groups, **constants["activation"])
+    terms = q.new_empty(2, layout.longest * N * groups, H, K, dtype=ACC)
+    run(activation_kernel, every, *gates, dl, df, db, *terms, T, groups, **constants["activation"])
+    # in memory of their own: an operator's results may not share it
+    dA_log, ddt_bias = (x.clone() for x in terms.sum(1))
     dw = (beta * (1 - beta) * dbeta).to(w.dtype)
     dw1, dw2 = dz.flatten(0, 1).T @ m.flatten(0, 1), dcontent.flatten(0, 1).T @ z.flatten(0, 1)
-    parameters = zip((dA_log.sum(0), ddt_bias.sum(0), dw1, dw2), (A_log, dt_bias, w1, w2), strict=True)
+    parameters = zip((dA_log, ddt_bias, dw1, dw2), (A_log, dt_bias, w1, w2), strict=True)
     return Gradients(dq, dk, dv, df, db, dw, *(dx.to(x.dtype) for dx, x in parameters), dS, dm, dtotal)
+
+
+def _gate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of l: `pairs` rounds it to float16 in base 2, and once more before that is nothing to bfloat16; float16 would miss its budget."""
+    return torch.float16 if dtype == torch.bfloat16 else width(torch.empty(0, dtype=dtype))
 
 
 def _unused(layout: Layout, spans: Tensor, slots: Tensor) -> Tensor:
@@ -103,53 +111,57 @@ def _chain(
     V, N, ST, C = v.shape[-1], layout.N, solve_dtype(q.dtype), plan.launch["shared"]["C"]
     rows = lambda D: q.new_empty(B, T, H, D, dtype=ST)
     scaled, dr, dq_hat, de_hat, dk_hat = rows(V), rows(V), rows(K), rows(K), rows(K)
-    dq, dk, dv, dl, dbeta = (torch.empty_like(x) for x in (q, k, v, l, beta))
+    dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
+    dl = torch.empty_like(l, dtype=dS.dtype)
     dcontent, dz, dfinal = torch.zeros_like(u), torch.zeros_like(z), torch.empty_like(dS)
-    most = triton.cdiv(layout.parts, constants["pairs"]["ANCHOR"])
-    anchors = q.new_empty(N * most, H, K, V, dtype=ST)
-    x = l.new_empty(B * -(-T // C) + N, H, K)
-    units, largest = torch.ones(layout.longest + 1, STEP.value, dtype=l.dtype, device=l.device), l.new_empty(N, H)
+    x, largest, units = dS.new_empty(B * -(-T // C) + N, H, K), dS.new_empty(N, H), dS.new_ones(layout.longest + 1, STEP.value)
 
-    back, forth, again = (constants[name] for name in ("adjoint", "replay_forward", "replay_reverse"))
+    back, forth, again = (constants[name] for name in ("enter", "replay_forward", "replay_reverse"))
     tokens, square, states = operands(plan, C)
     kp, bv, vp = back["KP"], back["BV"], forth["VP"]
     dS_peaks = dS.abs().amax((2, 3))[..., None].repeat(1, 1, triton.cdiv(V, bv))
     read = tuple(tokens(x, vp) for x in (saved.W, scaled, dr))
+    enter_args = (
+        tokens(do, bv), *(tokens(x, kp) for x in (saved.q_hat, saved.e_hat, saved.k_hat)), square(saved.Pp), square(saved.Tp),
+        saved.whole, beta, dtotal, largest, VARIES, dS, dfinal, tokens(scaled, bv), tokens(dr, bv), dS_peaks, T,
+    )  # fmt: skip
+    most = triton.cdiv(layout.parts, constants["pairs"]["ANCHOR"])
+    anchors = q.new_empty(N * most, H, K, V, dtype=ST)
     bk = forth["BK"]
     forth_args = (
-        tokens(saved.k_hat, bk), saved.whole, kept_S, tokens(dq_hat, bk), tokens(de_hat, bk), states(anchors, bk, vp), T, most
+        *read, tokens(saved.k_hat, bk), saved.whole, kept_S, VARIES, tokens(dq_hat, bk), tokens(de_hat, bk),
+        states(anchors, bk, vp), T, most,
     )  # fmt: skip
     bk = again["BK"]
     again_args = (
         *read, tokens(saved.q_hat, bk), tokens(saved.e_hat, bk), saved.whole, beta, dfinal, states(anchors, bk, vp),
         tokens(dk_hat, bk), x, T, most,
     )  # fmt: skip
-    back_args = (
-        tokens(scaled, bv), *(tokens(x, kp) for x in (saved.q_hat, saved.e_hat, saved.k_hat)), square(saved.Pp), square(saved.Tp),
-        saved.whole, beta, dfinal, tokens(dr, bv), dS, dS_peaks, T,
-    )  # fmt: skip
     pairs_args = scaled, dr, saved.W, q, k, v, l, beta, None, None, dq_hat, de_hat, dk_hat, x
-    results = dq, dk, dv, dl, dbeta, None, None, scale, T
     feedback = (
         spans, slots, layout.ends, b, u, dl, z, w1, w2, do_peaks, dS_peaks, units, dcontent, dz, dm, dtotal, largest,
         T, layout.L, layout.longest, content_chunk, do_peaks.shape[-1],
     )  # fmt: skip
 
-    enter = Repeated(enter_kernel, (layout.parts, H, N), constants["enter"])
-    backward = Repeated(adjoint, (triton.cdiv(V, bv), H, N), back)
-    replay = Repeated(replay_forward, (triton.cdiv(K, forth["BK"]), H, N), forth)
-    replay_back = Repeated(replay_reverse, (triton.cdiv(K, bk), H, N), again)
-    couple = Repeated(pairs, (most, H, N), constants["pairs"])
-    leave = Repeated(leave_kernel, (H, N, 1), constants["leave"])
-    leave(*feedback, layout.longest)
+    enter = Repeated(enter_kernel, (triton.cdiv(V, bv), H, N), back, VARIES, *enter_args)
+    replay = Repeated(replay_forward, (triton.cdiv(K, forth["BK"]), H, N), forth, VARIES, *forth_args)
+    replay_back = Repeated(replay_reverse, (triton.cdiv(K, bk), H, N), again, VARIES, *again_args)
+    couple, pair = launch_pairs(
+        VARIES, *pairs_args, VARIES, dq, dk, dv, dl, dbeta, None, None,
+        scale=scale, longest=layout.parts, sequences=N, couple=constants["couplings"], channels=constants["pairs"],
+        launch=lambda kernel, grid, *args, **given: Repeated(kernel, grid, given, *args),
+    )  # fmt: skip
+    leave = Repeated(leave_kernel, (H, N, 1), constants["leave"], *feedback, VARIES)
+    leave(layout.longest)
+    each = list(zip(spans.unbind(), slots.unbind(), units[:-1].unbind(), strict=True))
     for i in reversed(range(layout.longest)):
-        span, unit = spans[i], units[i]
-        enter(span, do, dtotal, largest, unit, dS, scaled, dfinal, T)
-        backward(span, *back_args)
-        replay(span, *read, *forth_args[:3], slots[i], *forth_args[3:])
-        replay_back(span, *again_args)
-        couple(span, *pairs_args, unit, *results)
-        leave(*feedback, i)
+        span, slot, unit = each[i]
+        enter(span, unit)
+        replay(span, slot)
+        replay_back(span)
+        couple(span, unit)
+        pair(span, unit)
+        leave(i)
     return dq, dk, dv, dl, dbeta, dcontent, dz, dS * units[0, 0]
 
 
@@ -158,6 +170,7 @@ def _constants(
 ) -> dict[str, dict]:
     """Kernel -> its constexprs and options: the engine's, with every chunk an anchor where they are few, and the feedback's."""
     engine = channel_constants(plan, dtype, 1, H=H, HV=H, K=K, V=V, previous=previous, R=R)
+    enter = engine.pop("adjoint")
     if parts <= FEW:
         for name in ("replay_forward", "replay_reverse", "pairs"):
             engine[name]["ANCHOR"] = 1
@@ -165,13 +178,13 @@ def _constants(
     half = {"HALF": int(solve_dtype(dtype) == torch.float16)}
     facts = {"H": H, "K": K, "C": C, "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
     value, grouped = {"V": V, "VP": VP}, {"ROWS": 16, "GROUP": GROUP, "num_warps": 4 if K <= 128 else 8}
-    blocks = triton.cdiv(V, engine["adjoint"]["BV"])
+    blocks = triton.cdiv(V, enter["BV"])
     return engine | {
         "retention": facts | value | grouped | half | {"KP": KP},
-        # in the chain, where a program waits for memory again and again: programs or warps enough to ask for all of it at once
-        "enter": facts | value | half | {"ROWS": C, "GROUP": 1, "BLOCK": 128, "num_warps": 4},
+        "enter": enter | half | {"BLOCK": 128},
+        # in the chain, where a program waits for memory again and again: warps enough to ask for all of it at once
         "leave": facts | half | {
-            "V": V, "KP": KP, "RANK": rank, "RP": triton.next_power_of_2(rank), "VB": min(VP, 128), "ROWS": 64 if K <= 128 else 32,
+            "V": V, "KP": KP, "RANK": rank, "RP": triton.next_power_of_2(rank), "VB": min(VP, 128), "ROWS": 128 if K <= 128 else 64,
             "BG": triton.next_power_of_2(triton.cdiv(parts, GROUP)), "BLOCKS": blocks, "BB": triton.next_power_of_2(blocks),
             "num_warps": 16,
         },
@@ -185,16 +198,22 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     constants = _constants(plan, dtype, H=2, K=K, V=V, rank=32, previous=True, R=1, parts=8)
     kernels = {"retention": retention_kernel, "enter": enter_kernel, "leave": leave_kernel, "activation": activation_kernel}
     types = dict.fromkeys(("p_f", "p_b", "p_do", "p_df", "p_db"), f"*{own}") | dict.fromkeys(("p_spans", "p_slots"), "*i32")
-    types |= {"p_scaled": f"*{solves}", "p_ends": "*i64"}
+    gate = f"*{triton_dtype(_gate_dtype(dtype))}"
+    types |= {"p_l": gate, "p_ends": "*i64"}
+    C, KP, BV = (constants["enter"][name] for name in ("C", "KP", "BV"))
+    blocks = {"do": (own, BV), **dict.fromkeys(("scaled", "dr"), (solves, BV)), **dict.fromkeys(("P", "inverse"), (solves, C))}
+    blocks |= dict.fromkeys(("q_hat", "e_hat", "k_hat"), (solves, KP))
+    for name, (kind, columns) in blocks.items():
+        types[name] = f"tensordesc<{kind}[1, 1, {C}, {columns}]>" if plan.tma else f"*{kind}"
     for kernel in kernels.values():
         types |= {name: f"*{wide}" if name.startswith("p_") else "i32" for name in kernel.arg_names if name not in types}
     cases = [case(kernel, types, constants[name], ()) for name, kernel in kernels.items()]
     for kernel, signature, given, options in engine_cases(plan, dtype, K, V):
-        if given.get("BETA", given.get("ERASE")):
-            signature, given = dict(signature), dict(given) | ({"ANCHOR": 1} if "ANCHOR" in given else {})
+        if kernel is not adjoint and given.get("BETA", given.get("ERASE")):
+            signature, given = dict(signature), dict(given) | {"ANCHOR": 1}
             signature |= {name: f"*{wide}" for name in ("p_beta", "p_dbeta") if name in signature}
-            given = {n: x for n, x in given.items() if n not in ("p_slots", "p_peaks")}
-            ours = {"p_slots": "*i32", "p_peaks": f"*{wide}"} | signature
-            signature = {n: ours[n] for n in kernel.arg_names if n not in given}
-            cases.append(Case(kernel, signature, given, options))
+            signature |= {"p_g": gate} if kernel is pairs else {}
+            given = {n: x for n, x in given.items() if n != "p_slots"}
+            ours = {"p_slots": "*i32"} | signature
+            cases.append(Case(kernel, {n: ours[n] for n in kernel.arg_names if n not in given}, given, options))
     return cases

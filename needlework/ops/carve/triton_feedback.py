@@ -1,7 +1,7 @@
 """What CARVE's backward does outside the delta engine's kernels: gates before and after, the content's gradient between chunks.
 
     p = b + u,   l = −exp(A) ⊙ softplus(f + τ) − softplus(p)                                  `retention_kernel`, all rows at once
-    do ← (do + dtotal) / unit,   dS ← dS / unit                                               `enter_kernel`, a content chunk's start
+    do ← (do + dtotal) / unit,   dS ← dS / unit,   then the engine's adjoint                   `enter_kernel`, a content chunk's start
     dcontent = −Σ_t σ(p) ⊙ dl,   dz = (dcontent W₂)(1 − z²),   dm += dz W₁                    `leave_kernel`, its end
     db = −σ(p) ⊙ dl,   df = −exp(A) σ(f + τ) ⊙ dl,   dτ = Σ df,   dA = Σ g ⊙ dl               `activation_kernel`, all rows at once
 
@@ -15,6 +15,8 @@ import triton.language as tl
 
 from needlework.ops.carve.triton_gates import softplus2
 from needlework.ops.common.launch import interpreted
+from needlework.ops.delta.triton_channel_adjoint import descend
+from needlework.ops.delta.triton_channel_scan import load_rows, store_rows
 
 INTERPRETED = tl.constexpr(interpreted())
 # numbers from a content chunk's unit to the next one's: pointers to them are then as aligned as tensors are
@@ -75,44 +77,57 @@ def retention_kernel(
     tl.store(p_do_peaks + ((tl.cast(i, tl.int64) * N + n) * H + h) * groups + g, tl.max(tl.max(peak, 1), 0))
 
 
+@triton.jit
+def _unit(p_largest, count, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    """[1]: the power of two above the largest of them, exactly; 1 where all is zero."""
+    largest = tl.zeros([BLOCK], ACC)
+    for o in tl.range(0, count, BLOCK):
+        i_h = o + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.load(p_largest + i_h, mask=i_h < count, other=0.0))
+    power = tl.max(largest, 0, keep_dims=True)
+    bits = power.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.where(power > 0, 2 * tl.maximum(bits.to(tl.float32, bitcast=True), 1.1754943508222875e-38), 1.0)
+
+
 @triton.jit(do_not_specialize=["T"])
 def enter_kernel(
-    p_spans, p_do, p_dtotal, p_largest, p_unit, p_dS, p_scaled, p_dfinal, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VP: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
+    p_spans, do, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, p_dtotal, p_largest, p_unit, p_dS, p_dfinal, scaled, dr, p_peaks,
+    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    ERASE: tl.constexpr, BETA: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """do and dS of a content chunk in its own unit, left at p_unit; dS comes in that of the chunk after it."""
-    g, h, n, groups, N = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0), tl.num_programs(2)
+    """The engine's `adjoint` of a content chunk, in its own unit, left at p_unit: what it is given and what it leaves at p_dfinal
+    and `scaled` are in it. p_dS comes in that of the chunk after it; a program owns BV columns."""
+    i_v, h, n = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     head = tl.cast(n, tl.int64) * H + h
-    i_v = tl.arange(0, VP)
-    in_v = i_v < V
-    unit, before = tl.full([1], 1, ACC), tl.full([1], 1, ACC)
+    first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
+    b = first // tl.maximum(tl.cdiv(T, C), 1)
+    i_k, o_v = tl.arange(0, KP), i_v + tl.arange(0, BV)
+    in_v = o_v < V
+    state = head * K * V + i_k[None, :] * V + o_v[:, None]
+    inside = in_v[:, None] & (i_k < K)[None, :]
+    dS = tl.load(p_dS + state, mask=inside, other=0.0)  # [BV KP]
+    dtotal = tl.load(p_dtotal + head * V + o_v, mask=in_v, other=0.0)
+    unit = tl.full([1], 1, ACC)
     if HALF:
-        largest = tl.zeros([BLOCK], ACC)
-        for o in tl.range(0, N * H, BLOCK):
-            i_h = o + tl.arange(0, BLOCK)
-            largest = tl.maximum(largest, tl.load(p_largest + i_h, mask=i_h < N * H, other=0.0))
-        # the power of two above it, exactly; 1 where all is zero
-        power = tl.max(largest, 0, keep_dims=True)
-        bits = power.to(tl.int32, bitcast=True) & 0x7F800000
-        unit = tl.where(power > 0, 2 * tl.maximum(bits.to(tl.float32, bitcast=True), 1.1754943508222875e-38), 1.0)
-        before = tl.load(p_unit + STEP + tl.arange(0, 1))
-        if (g == 0) & (head == 0):
-            tl.store(p_unit + tl.arange(0, 1), unit)
-    unit, before = unit[None, :], before[None, :]
-    for k in tl.range(g * ROWS, K, groups * ROWS):
-        i_k = k + tl.arange(0, ROWS)
-        at, inside = (head * K + i_k)[:, None] * V + i_v[None, :], (i_k < K)[:, None] & in_v[None, :]
+        unit = _unit(p_largest, tl.num_programs(2) * H, BLOCK, ACC)
         # by way of its true size: the quotient of two units may overflow
-        tl.store(p_dfinal + at, tl.load(p_dS + at, mask=inside, other=0.0) * before / unit, mask=inside)
-    dtotal = tl.load(p_dtotal + head * V + i_v, mask=in_v, other=0.0)[None, :]
-    b, start, stop = _row_range(p_spans + 2 * n, g, T, C, GROUP)
-    for t in tl.range(start, stop, ROWS):
-        i_t = t + tl.arange(0, ROWS)
-        at = ((b * T + i_t) * H + h)[:, None] * V + i_v[None, :]
-        inside = (i_t < stop)[:, None] & in_v[None, :]
-        do = tl.load(p_do + at, mask=inside, other=0.0).to(ACC) + dtotal
-        tl.store(p_scaled + at, (do / unit).to(p_scaled.dtype.element_ty), mask=inside)
+        dS *= tl.load(p_unit + STEP + tl.arange(0, 1))[None, :]
+        dS /= unit[None, :]
+        if (tl.program_id(0) == 0) & (head == 0):
+            tl.store(p_unit + tl.arange(0, 1), unit)
+    tl.store(p_dfinal + state, dS, mask=inside)
+    for i in tl.range(0, end - first, num_stages=STAGES):
+        c = end - 1 - i - b * tl.cdiv(T, C)
+        b_doT = tl.trans(load_rows(do, b, h, c * C, i_v, T, H, V, C, BV, TMA)).to(ACC)
+        b_doT = ((b_doT + dtotal[:, None]) / unit[None, :]).to(scaled.dtype if TMA else scaled.dtype.element_ty)
+        store_rows(scaled, tl.trans(b_doT), b, h, c * C, i_v, T, H, V, C, BV, TMA)
+        dS = descend(
+            dS, b_doT, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, dr, c, b, h, i_v,
+            T, H, K, V, C, KP, BV, ERASE, BETA, TMA, ACC,
+        )  # fmt: skip
+    tl.store(p_dS + state, dS, mask=inside)
+    tl.store(p_peaks + head * tl.num_programs(0) + tl.program_id(0), tl.max(tl.max(tl.abs(dS), 1), 0))
 
 
 @triton.jit(do_not_specialize=["T", "i", "L", "longest", "content_chunk", "groups"])
@@ -129,10 +144,22 @@ def leave_kernel(
     """
     h, n, N = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     head = tl.cast(n, tl.int64) * H + h
-    i_k, i_r = tl.arange(0, KP), tl.arange(0, RP)
+    i_k, i_r, i_g, i_b = tl.arange(0, KP), tl.arange(0, RP), tl.arange(0, BG), tl.arange(0, BB)
     in_k, in_r = i_k < K, i_r < RANK
-    in_w2 = in_k[:, None] & in_r[None, :]
-    w2 = tl.load(p_w2 + i_k[:, None] * RANK + i_r[None, :], mask=in_w2, other=0.0).to(ACC)
+    # all that the rows do not decide is asked for first: the chain waits for this program
+    closed = (i > 0) & (tl.load(p_ends + n) >= tl.cast(i, tl.int64) * L)
+    w2 = tl.load(p_w2 + i_k[:, None] * RANK + i_r[None, :], mask=in_k[:, None] & in_r[None, :], other=0.0).to(ACC)
+    w1, dm, dtotal = (), (), ()
+    for v in tl.static_range(0, V, VB):
+        i_v = v + tl.arange(0, VB)
+        in_v = i_v < V
+        w1 += (tl.load(p_w1 + i_r[:, None] * V + i_v[None, :], mask=in_r[:, None] & in_v[None, :], other=0.0).to(ACC),)
+        dm += (tl.load(p_dm + head * V + i_v, mask=in_v, other=0.0),)
+        dtotal += (tl.load(p_dtotal + head * V + i_v, mask=in_v, other=0.0),)
+    if HALF:
+        p_do_peaks += ((tl.cast(tl.maximum(i - 1, 0), tl.int64) * N + n) * H + h) * groups
+        do_peaks = tl.load(p_do_peaks + i_g, mask=i_g < groups, other=0.0)
+        dS_peaks = tl.load(p_dS_peaks + head * BLOCKS + i_b, mask=i_b < BLOCKS, other=0.0) * tl.load(p_units + i * STEP)
     dz = tl.zeros([RP], ACC)
     if i < longest:
         p_span = p_spans + 2 * (i * _stride(N) + n)
@@ -155,27 +182,18 @@ def leave_kernel(
         if first < end:
             tl.store(p_dcontent + slot * K + i_k, dcontent, mask=in_k)
             tl.store(p_dz + slot * RANK + i_r, dz, mask=in_r)
-    closed = (i > 0) & (tl.load(p_ends + n) >= tl.cast(i, tl.int64) * L)
     peak = tl.zeros([VB], ACC)
-    for v in tl.range(0, V, VB):
+    for v in tl.static_range(0, V, VB):
         i_v = v + tl.arange(0, VB)
         in_v = i_v < V
-        in_w1 = in_r[:, None] & in_v[None, :]
-        w1 = tl.load(p_w1 + i_r[:, None] * V + i_v[None, :], mask=in_w1, other=0.0).to(ACC)
-        dm = tl.load(p_dm + head * V + i_v, mask=in_v, other=0.0) + tl.sum(w1 * dz[:, None], 0)
-        dtotal = tl.load(p_dtotal + head * V + i_v, mask=in_v, other=0.0)
+        dm_ = dm[v // VB] + tl.sum(w1[v // VB] * dz[:, None], 0)
         # every output of the chunk is a term of its sum, and so of the next chunk's m
-        dtotal = tl.where(closed, dm / content_chunk, dtotal)
-        tl.store(p_dm + head * V + i_v, tl.where(closed, 0.0, dm), mask=in_v)
-        tl.store(p_dtotal + head * V + i_v, dtotal, mask=in_v)
-        peak = tl.maximum(peak, tl.abs(dtotal))
+        dtotal_ = tl.where(closed, dm_ / content_chunk, dtotal[v // VB])
+        tl.store(p_dm + head * V + i_v, tl.where(closed, 0.0, dm_), mask=in_v)
+        tl.store(p_dtotal + head * V + i_v, dtotal_, mask=in_v)
+        peak = tl.maximum(peak, tl.abs(dtotal_))
     if HALF:
-        if i > 0:
-            i_g, i_b = tl.arange(0, BG), tl.arange(0, BB)
-            p_do_peaks += ((tl.cast(i - 1, tl.int64) * N + n) * H + h) * groups
-            do = tl.max(tl.load(p_do_peaks + i_g, mask=i_g < groups, other=0.0), 0)
-            dS = tl.max(tl.load(p_dS_peaks + head * BLOCKS + i_b, mask=i_b < BLOCKS, other=0.0), 0)
-            tl.store(p_largest + head, tl.maximum(do + tl.max(peak, 0), dS * tl.load(p_units + i * STEP)))
+        tl.store(p_largest + head, tl.maximum(tl.max(do_peaks, 0) + tl.max(peak, 0), tl.max(dS_peaks, 0)))
 
 
 @triton.jit(do_not_specialize=["T", "groups"])

@@ -9,8 +9,9 @@ from torch import Tensor
 from needlework.ops.carve.layout import Layout
 from needlework.ops.carve.triton_content import content_kernel, walk_kernel
 from needlework.ops.carve.triton_gates import gates_kernel
-from needlework.ops.carve.triton_repeated import Repeated
+from needlework.ops.carve.triton_repeated import VARIES, Repeated
 from needlework.ops.common.launch import Case, Plan, interpreted
+from needlework.ops.common.together import run
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_intra import Saved, case, intra_constants, padded, solve_dtype, triton_dtype
 from needlework.ops.delta.triton_channel_scan import operands, scan_constants
@@ -43,18 +44,18 @@ def forward(
     rows, square = operands(plan)
     if resumed:
         sizes = {name: walk[name] for name in ("K", "V", "RANK", "BK", "BM", "BR", "ACC")}
-        content_kernel[(N * H,)](m, u, w1, w2, **sizes, num_warps=walk["num_warps"])
+        run(content_kernel, (N * H,), m, u, w1, w2, **sizes, num_warps=walk["num_warps"])
     BK, BV = walk["BK"], walk["BV"]
     gates_args = q, k, f, b, u, A_log, dt_bias, beta, *saved[:6], layout.spans, T, N, layout.parts
     walk_args = (
         *(rows(x, BK) for x in saved[:3]), square(saved.Tp), square(saved.Pp), saved.whole, rows(saved.W, BV), rows(v, BV),
         beta, rows(o, BV), S, m, total, kept_S, kept_m, u, done, w1, w2, layout.spans, layout.bases, layout.ends, T, N,
     )  # fmt: skip
-    launch_gates = Repeated(gates_kernel, (N * H * layout.parts, 1, 1), gates)
-    launch_walk = Repeated(walk_kernel, (N * H * triton.cdiv(V, BV), 1, 1), walk)
+    launch_gates = Repeated(gates_kernel, (N * H * layout.parts, 1, 1), gates, *gates_args, VARIES)
+    launch_walk = Repeated(walk_kernel, (N * H * triton.cdiv(V, BV), 1, 1), walk, *walk_args, VARIES)
     for i in range(layout.longest):
-        launch_gates(*gates_args, i)
-        launch_walk(*walk_args, i)
+        launch_gates(i)
+        launch_walk(i)
     return o, kept_S, kept_m, saved
 
 

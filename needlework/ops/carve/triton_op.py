@@ -149,12 +149,16 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*tensors, position, cu_seqlens, *output[5:])
     ctx.settings = content_chunk, prediction, scale, R
     ctx.state_dtypes = [None if x is None else x.dtype for x in (S, m, total)]
+    ctx.set_materialize_grads(False)  # they would be zeros for all that is kept, too
 
 
-def _backward(ctx, do, dS, dm, dtotal, *_):
+def _backward(ctx, *given):
     *tensors, position, cu_seqlens, kept_S, kept_m = ctx.saved_tensors[:14]
+    q, _, v = tensors[:3]
+    zeros = torch.zeros_like(v) if given[0] is None else None, *_state(q, v, None, None, None, None, cu_seqlens)[:3]
+    cotangents = (zero if dx is None else dx for dx, zero in zip(given[:4], zeros, strict=True))
     gradients = carve_triton_bwd(
-        do, dS, dm, dtotal, *tensors, position, cu_seqlens, kept_S, kept_m, list(ctx.saved_tensors[14:]), *ctx.settings
+        *cotangents, *tensors, position, cu_seqlens, kept_S, kept_m, list(ctx.saved_tensors[14:]), *ctx.settings
     )
     state = [None if kind is None else dx.to(kind) for dx, kind in zip(gradients[10:], ctx.state_dtypes, strict=True)]
     return *gradients[:10], *state, None, None, None, None, None, None, None

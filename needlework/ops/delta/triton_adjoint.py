@@ -12,7 +12,7 @@ holds them, and du stays so.
 import triton
 import triton.language as tl
 
-from needlework.ops.delta.triton_scan import load_tile, run_of, store_tile, tell, wait_for
+from needlework.ops.delta.triton_scan import factors, load_tile, run_of, store_tile, tell, wait_for
 
 
 @triton.jit
@@ -103,42 +103,47 @@ def adjoint(
                 S1 += tl.load(p_dstate + o_base + o_state + KB * V, mask=inside1 & (c_from == 0), other=0.0).to(ACC) * factor
 
         for i in tl.range(c_from, c_to, num_stages=NS):
-            i_t = (c_row + count - 1 - i) * C
+            i_chunk = c_row + count - 1 - i
+            i_t = i_chunk * C
+            # all loads first: they share barriers
             b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
             b_r0 = load_tile(x_r, i_b, i_t, i_r, 0, T, HR, K, C, KB, TMA)
-            left = tl.dot(S0.to(ST), tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
+            if READ and LAM:
+                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
             if NK == 2:
                 b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
                 b_r1 = load_tile(x_r, i_b, i_t, i_r, KB, T, HR, K, C, KB, TMA)
+                if READ and LAM:
+                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
+            b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
+            if ERASE:
+                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
+            b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+
+            left = tl.dot(S0.to(ST), tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
+            if NK == 2:
                 left = tl.dot(S1.to(ST), tl.trans(b_k1), left, input_precision="ieee", out_dtype=ACC)
 
-            p_row = tl.cast(i_bh, tl.int64) * NR + i_t
-            e_start = tl.exp2(tl.load(p_G + p_row + o_c))
-            e_end = tl.exp2(tl.load(p_E + p_row + o_c))
-            e_whole = tl.exp2(tl.load(p_G + p_row + C - 1))
-            do = tl.trans(load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)).to(ACC) * factor
-            b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
-            du = tl.dot(do.to(ST), b_P, left * e_end[None, :], input_precision="ieee", out_dtype=ACC)
+            p_factor = factors(p_E, i_bh * chunks_of_row + i_chunk, C)
+            do = tl.trans(b_do).to(ACC) * factor
+            left *= tl.load(p_factor + 5 * C + o_c)[None, :]
+            du = tl.dot(do.to(ST), b_P, left, input_precision="ieee", out_dtype=ACC)
             if ERASE:
-                o_t = i_t + o_c
-                o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
-                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
                 du = tl.dot(du.to(ST), b_T, input_precision="ieee", out_dtype=ACC)
-                dv = du * tl.load(p_beta + o_value, mask=o_t < T, other=0.0).to(ACC)[None, :]
-            store_tile(x_du, tl.trans(du.to(ST)), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+            b_du = du.to(ST)
 
-            by_r = do * (e_start * scale)[None, :]
+            by_r = do * tl.load(p_factor + 3 * C + o_c)[None, :]
             if ERASE:
-                by_k = -dv * e_start[None, :]
+                by_k = du * tl.load(p_factor + C + o_c)[None, :]
                 if LAM:
-                    lam = tl.load(p_lam + o_value, mask=o_t < T, other=0.0).to(ACC)
+                    lam = tl.load(p_factor + 2 * C + o_c)
                     if READ:
-                        b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
                         b_by_q = (by_k * lam[None, :]).to(ST)
                     else:
                         by_r += by_k * lam[None, :]
                 b_by_k = by_k.to(ST)
             b_by_r = by_r.to(ST)
+            e_whole = -tl.load(p_factor + 5 * C - 1)
             S0 = tl.dot(b_by_r, b_r0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
             if ERASE:
                 S0 = tl.dot(b_by_k, b_k0, S0, input_precision="ieee", out_dtype=ACC)
@@ -149,8 +154,9 @@ def adjoint(
                 if ERASE:
                     S1 = tl.dot(b_by_k, b_k1, S1, input_precision="ieee", out_dtype=ACC)
                     if LAM and READ:
-                        b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
                         S1 = tl.dot(b_by_q, b_q1, S1, input_precision="ieee", out_dtype=ACC)
+            # last, while the state's product is under way
+            store_tile(x_du, tl.trans(b_du), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
         done = c_to == count
         tl.store(p_dinitial + o_base + o_state, S0 / factor, mask=inside & done)

@@ -24,6 +24,34 @@ def load_beta(p_beta, b, h, t, T, H, C: tl.constexpr):
     return tl.load(p_beta + (tl.cast(b, tl.int64) * T + i_t) * H + h, mask=i_t < T, other=0.0)
 
 
+@triton.jit
+def descend(
+    dS, b_doT, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, dr, c, b, h, i_v,
+    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    ERASE: tl.constexpr, BETA: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dS [BV KP] at the start of chunk c from that at its end; dr of its tokens."""
+    t, NC = c * C, tl.cdiv(T, C)
+    i_k = tl.arange(0, KP)
+    b_k = load_rows(k_hat, b, h, t, 0, T, H, K, C, KP, TMA)
+    OT: tl.constexpr = b_k.dtype
+    dW = tl.dot(dS.to(OT), tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+    dW = tl.dot(b_doT, load_square(P, b, h, c, NC, H, C, TMA), dW, input_precision="ieee", out_dtype=ACC)
+    whole = tl.load(p_whole + ((tl.cast(b, tl.int64) * H + h) * NC + c) * K + i_k, mask=i_k < K, other=0.0)
+    dS = dS * whole[None, :].to(ACC)
+    b_q = load_rows(q_hat, b, h, t, 0, T, H, K, C, KP, TMA)
+    dS = tl.dot(b_doT, b_q, dS, input_precision="ieee", out_dtype=ACC)
+    if ERASE:
+        dW = tl.dot(dW.to(OT), load_square(inverse, b, h, c, NC, H, C, TMA), input_precision="ieee", out_dtype=ACC)
+        b_e = load_rows(e_hat, b, h, t, 0, T, H, K, C, KP, TMA)
+        du = -dW
+        if BETA:
+            du *= load_beta(p_beta, b, h, t, T, H, C)[None, :].to(ACC)
+        dS = tl.dot(du.to(OT), b_e, dS, input_precision="ieee", out_dtype=ACC)
+    store_rows(dr, tl.trans(dW.to(OT)), b, h, t, i_v, T, H, V, C, BV, TMA)
+    return dS
+
+
 @triton.jit(do_not_specialize=["T"])
 def adjoint(
     p_spans, do, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, p_dfinal, dr, p_dinitial, p_peaks,
@@ -43,24 +71,11 @@ def adjoint(
     dS = tl.load(p_dfinal + state, mask=inside, other=0.0).to(ACC)  # [BV KP]
     for i in tl.range(0, end - first, num_stages=STAGES):
         c = end - 1 - i - b * NC
-        t = c * C
-        b_k = load_rows(k_hat, b, h, t, 0, T, H, K, C, KP, TMA)
-        b_doT = tl.trans(load_rows(do, b, h, t, i_v, T, H, V, C, BV, TMA))
-        OT: tl.constexpr = b_k.dtype
-        dW = tl.dot(dS.to(OT), tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
-        dW = tl.dot(b_doT, load_square(P, b, h, c, NC, H, C, TMA), dW, input_precision="ieee", out_dtype=ACC)
-        whole = tl.load(p_whole + ((tl.cast(b, tl.int64) * H + h) * NC + c) * K + i_k, mask=i_k < K, other=0.0)
-        dS = dS * whole[None, :].to(ACC)
-        b_q = load_rows(q_hat, b, h, t, 0, T, H, K, C, KP, TMA)
-        dS = tl.dot(b_doT, b_q, dS, input_precision="ieee", out_dtype=ACC)
-        if ERASE:
-            dW = tl.dot(dW.to(OT), load_square(inverse, b, h, c, NC, H, C, TMA), input_precision="ieee", out_dtype=ACC)
-            b_e = load_rows(e_hat, b, h, t, 0, T, H, K, C, KP, TMA)
-            du = -dW
-            if BETA:
-                du *= load_beta(p_beta, b, h, t, T, H, C)[None, :].to(ACC)
-            dS = tl.dot(du.to(OT), b_e, dS, input_precision="ieee", out_dtype=ACC)
-        store_rows(dr, tl.trans(dW.to(OT)), b, h, t, i_v, T, H, V, C, BV, TMA)
+        b_doT = tl.trans(load_rows(do, b, h, c * C, i_v, T, H, V, C, BV, TMA))
+        dS = descend(
+            dS, b_doT, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, dr, c, b, h, i_v,
+            T, H, K, V, C, KP, BV, ERASE, BETA, TMA, ACC,
+        )  # fmt: skip
     tl.store(p_dinitial + state, dS, mask=inside)
     if p_peaks is not None:
         tl.store(p_peaks + (n * H + h) * tl.num_programs(0) + tl.program_id(0), tl.max(tl.max(tl.abs(dS), 1), 0))

@@ -17,7 +17,7 @@ from needlework.ops.common.triton_tile import block, token_tile
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_adjoint import adjoint, replay_forward, replay_reverse
 from needlework.ops.delta.triton_channel_intra import Saved, padded, rule_of, solve_dtype
-from needlework.ops.delta.triton_channel_pairs import pairs
+from needlework.ops.delta.triton_channel_pairs import couplings, launch_pairs, pairs
 from needlework.ops.delta.triton_split import fix_up, segments
 from needlework.ops.delta.triton_unit import divided
 
@@ -89,10 +89,10 @@ def backward(
     shared = lambda like: torch.empty(B, T, HV, K, dtype=like.dtype if H == HV else ACC, device=like.device)
     dq, dk = shared(q), shared(k)
     dv, dg, dbeta, derase, dwrite = (None if like is None else torch.empty_like(like) for like in (v, g, beta, erase, write))
-    run(
-        pairs, (triton.cdiv(alignment.longest, anchor), HV, N),
+    launch_pairs(
         spans, do, dr, saved.W, q, k, v, g, beta, erase, write, dq_hat, de_hat, dk_hat, x, unit,
-        dq, dk, dv, dg, dbeta, derase, dwrite, scale, T, **constants["pairs"],
+        dq, dk, dv, dg, dbeta, derase, dwrite,
+        scale=scale, longest=alignment.longest, sequences=N, couple=constants["couplings"], channels=constants["pairs"],
     )  # fmt: skip
     if H != HV:
         dq, dk = (dx.unflatten(2, (H, -1)).sum(3).to(like.dtype) for dx, like in ((dq, q), (dk, k)))
@@ -114,11 +114,13 @@ def channel_constants(
     """Kernel -> its constexprs and options."""
     C = plan.launch["shared"]["C"]
     half = dtype.itemsize == 2
-    facts = {"H": HV, "K": K, "V": V, "C": C, "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
-    walk = {**facts, "ERASE": int(rule > 0), "TMA": int(plan.tma)}
+    facts = {"H": HV, "C": C, "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
+    channels, values = facts | {"K": K}, facts | {"V": V}
+    walk = channels | values | {"ERASE": int(rule > 0), "TMA": int(plan.tma)}
+    gates = {"BETA": int(rule == 1), "GATES": int(rule == 2)}
     anchor = {"ANCHOR": plan.launch["pairs"]["ANCHOR"]}
     size = {"adjoint": {"BV": padded(V)}, "replay_forward": {"BK": padded(K)}, "replay_reverse": {"BK": padded(K)}}
-    size["pairs"] = {"KB": padded(K), "VB": padded(V)}
+    size |= {"couplings": {"VB": padded(V)}, "pairs": {"KB": padded(K)}}
     launch = {
         kernel: {name: min(value, size[kernel].get(name, value)) for name, value in plan.launch[kernel].items()}
         for kernel in size
@@ -127,9 +129,9 @@ def channel_constants(
         "adjoint": launch["adjoint"] | walk | {"KP": padded(K), "BETA": int(rule == 1)},
         "replay_forward": launch["replay_forward"] | walk | anchor | {"VP": padded(V)},
         "replay_reverse": launch["replay_reverse"] | walk | anchor | {"VP": padded(V), "BETA": int(rule == 1)},
-        "pairs": launch["pairs"] | facts | anchor | {
-            "G": HV // H, "LEVELS": C.bit_length() - 1, "R": R, "BETA": int(rule == 1), "GATES": int(rule == 2),
-            "PREVIOUS": int(previous), "HALF": int(half),
+        "couplings": launch["couplings"] | values | {"R": R} | gates,
+        "pairs": launch["pairs"] | channels | anchor | gates | {
+            "G": HV // H, "LEVELS": C.bit_length() - 1, "PREVIOUS": int(previous), "HALF": int(half),
         },
     }  # fmt: skip
 
@@ -139,10 +141,12 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
     given, operand = names[dtype], names[solve_dtype(dtype)]
     wide = "fp64" if dtype == torch.float64 else "fp32"
-    kernels = {"adjoint": adjoint, "replay_forward": replay_forward, "replay_reverse": replay_reverse, "pairs": pairs}
+    kernels = {"adjoint": adjoint, "replay_forward": replay_forward, "replay_reverse": replay_reverse}
+    kernels |= {"couplings": couplings, "pairs": pairs}
     cases = []
     for rule, previous in ((0, False), (1, False), (1, True), (2, False)):
-        absent = {0: ("beta", "erase", "write", "e_hat"), 1: ("erase", "write"), 2: ("beta",)}[rule] + ("slots", "peaks")
+        absent = {0: ("beta", "erase", "write", "e_hat", "A", "part"), 1: ("erase", "write"), 2: ("beta", "part")}[rule]
+        absent += ("slots", "peaks")
         for kernel, launch in channel_constants(plan, dtype, rule, H=1, HV=2, K=K, V=V, previous=previous, R=1).items():
             options = {name: launch.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in launch}
             columns = {"K": launch.get("KP", launch.get("BK")), "V": launch.get("VP", launch.get("BV")), "C": launch["C"]}
@@ -168,8 +172,10 @@ def _type(name: str, columns: dict[str, int], given: str, operand: str, wide: st
         return f"tensordesc<{operand}[1, 1, {columns['C']}, {columns[axes[name]]}]>"
     if name == "p_spans":
         return "*i32"
-    if name.removeprefix("p_") in axes:
+    if name == "p_back" and operand == "fp16":
+        return "*bf16"
+    if name.removeprefix("p_") in axes or name in ("p_A", "p_sums", "p_level"):
         return f"*{operand}"
-    if name in ("p_whole", "p_g", "p_dg", "p_dfinal", "p_initial", "p_dinitial", "p_x", "p_unit"):
+    if name in ("p_whole", "p_g", "p_dg", "p_dfinal", "p_initial", "p_dinitial", "p_x", "p_unit", "p_part", "p_back"):
         return f"*{wide}"
     return f"*{given}"

@@ -62,8 +62,11 @@ def intra(
     ACC: tl.constexpr, ST: tl.constexpr, COPY: tl.constexpr, SAVE: tl.constexpr,
     GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
-    """NR rows of T, P', G, E a value head: T rounded up to whole chunks. READ: r is not q (which then only enters x).
-    SAVE: also A without β, for the backward."""
+    """NR rows of T, P', G and NR // C chunks of E [6 C] a value head: T rounded up to whole chunks. READ: r is not q (which then
+    only enters x). SAVE: also A without β, for the backward.
+
+    E holds the factors of a chunk's tokens: β, −β e^G, λ, scale e^G, −e^G, e^{G_C − G}.
+    """
     tiles = (NR + R - 1) // R
     i_t = (tl.program_id(0) % tiles) * R
     i_bh = tl.program_id(0) // tiles
@@ -80,8 +83,12 @@ def intra(
     G, E = prefixes(p_g, o_value, live, R, C, GATE)
     o_row = tl.cast(i_bh, tl.int64) * NR + o_t
     tl.store(p_G + o_row, G.to(ACC), mask=o_t < NR)
+    p_factor = p_E + tl.cast(i_bh, tl.int64) * (6 * NR) + (o_t // C) * (6 * C) + o_t % C
+    e_start = tl.exp2(G.to(ACC))
+    tl.store(p_factor + 4 * C, -e_start, mask=o_t < NR)
+    tl.store(p_factor + 3 * C, e_start * scale, mask=o_t < NR)
     # two ways to sum may leave a last digit above 0
-    tl.store(p_E + o_row, tl.minimum(E, 0.0).to(ACC), mask=o_t < NR)
+    tl.store(p_factor + 5 * C, tl.exp2(tl.minimum(E, 0.0).to(ACC)), mask=o_t < NR)
 
     kk = tl.zeros([R, R], ACC)
     rk = tl.zeros([R, R], ACC)
@@ -109,9 +116,12 @@ def intra(
     tl.store(p_P + o_pair, tl.where(seen, rk * decay * scale, 0.0).to(ST), mask=keep)
     if ERASE:
         beta = tl.load(p_beta + o_value, mask=live, other=0.0).to(ACC)
+        tl.store(p_factor, beta, mask=o_t < NR)
+        tl.store(p_factor + C, -beta * e_start, mask=o_t < NR)
         x = kk
         if LAM:
             lam = tl.load(p_lam + o_value, mask=live, other=0.0).to(ACC)
+            tl.store(p_factor + 2 * C, lam, mask=o_t < NR)
             if READ:
                 x += lam[:, None] * qk
             else:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from needlework.ops.delta.triton_adjoint import gradient_factor
-from needlework.ops.delta.triton_scan import load_tile, run_of, store_tile, tell, wait_for
+from needlework.ops.delta.triton_scan import factors, load_tile, run_of, store_tile, tell, wait_for
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])
@@ -83,36 +83,41 @@ def replay_forward(
                         tl.store(p_here + VB, S1.to(p_anchor.dtype.element_ty), mask=inside1)
             for i in tl.range(tl.maximum(c_anchor, c_from), tl.minimum(c_anchor + EVERY, c_to), num_stages=NS):
                 i_t = (c_row + i) * C
-                b_w0 = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
+                # all loads first: they share barriers
                 b_do0 = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
+                if ERASE:
+                    b_du0 = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
+                b_w0 = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
+                if NT == 2:
+                    b_do1 = load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
+                    if ERASE:
+                        b_du1 = load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
+                    b_w1 = load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
+                b_k = load_tile(x_k, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA)
+
                 b_S0 = S0.to(ST)
                 dr = tl.dot(b_S0, tl.trans(b_do0), input_precision="ieee", out_dtype=ACC)
                 if ERASE:
-                    b_du0 = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
                     dx = tl.dot(b_S0, tl.trans(b_du0), input_precision="ieee", out_dtype=ACC)
                 if NT == 2:
-                    b_w1 = load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
-                    b_do1 = load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
                     b_S1 = S1.to(ST)
                     dr = tl.dot(b_S1, tl.trans(b_do1), dr, input_precision="ieee", out_dtype=ACC)
                     if ERASE:
-                        b_du1 = load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
                         dx = tl.dot(b_S1, tl.trans(b_du1), dx, input_precision="ieee", out_dtype=ACC)
 
-                p_row = tl.cast(i_bh, tl.int64) * NR + i_t
-                e_start = tl.exp2(tl.load(p_G + p_row + o_c))
-                e_end = tl.exp2(tl.load(p_E + p_row + o_c))
-                e_whole = tl.exp2(tl.load(p_G + p_row + C - 1))
-                b_dr = tl.trans((dr * (scale * e_start)[None, :]).to(ST))
-                store_tile(x_dr, b_dr, i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
+                p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
+                b_dr = (dr * tl.load(p_factor + 3 * C + o_c)[None, :]).to(ST)
+                store_tile(x_dr, tl.trans(b_dr), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
                 if ERASE:
-                    b_dx = tl.trans((dx * -e_start[None, :]).to(ST))
-                    store_tile(x_dx, b_dx, i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
-                b_k = load_tile(x_k, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA)
-                b_left = (tl.trans(b_k).to(ACC) * e_end[None, :]).to(ST)
+                    b_dx = (dx * tl.load(p_factor + 4 * C + o_c)[None, :]).to(ST)
+                b_left = (tl.trans(b_k).to(ACC) * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
+                e_whole = -tl.load(p_factor + 5 * C - 1)
                 S0 = tl.dot(b_left, b_w0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
                 if NT == 2:
                     S1 = tl.dot(b_left, b_w1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
+                # last, while the state's product is under way
+                if ERASE:
+                    store_tile(x_dx, tl.trans(b_dx), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
 
         if begin > 0:
             p_early = p_late - KS * VS
@@ -190,45 +195,50 @@ def replay_reverse(
                     p_last = p_G + tl.cast(i_bh, tl.int64) * NR + (c_row + count - c_anchor) * C - 1
                     tl.store(p_X + place * (NKS * NVS) + i_chain % (NKS * NVS), alike * tl.exp2(tl.load(p_last)))
             for i in tl.range(tl.maximum(c_anchor, c_from), tl.minimum(c_anchor + EVERY, c_to), num_stages=NS):
-                i_t = (c_row + count - 1 - i) * C
+                i_chunk = c_row + count - 1 - i
+                i_t = i_chunk * C
+                # all loads first: they share barriers
                 b_w0 = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
-                dk = tl.dot(S0.to(ST), tl.trans(b_w0), input_precision="ieee", out_dtype=ACC)
+                b_do0 = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
+                if ERASE:
+                    b_du0 = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
                 if NT == 2:
                     b_w1 = load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
-                    dk = tl.dot(S1.to(ST), tl.trans(b_w1), dk, input_precision="ieee", out_dtype=ACC)
-
-                p_row = tl.cast(i_bh, tl.int64) * NR + i_t
-                e_start = tl.exp2(tl.load(p_G + p_row + o_c))
-                e_end = tl.exp2(tl.load(p_E + p_row + o_c))
-                e_whole = tl.exp2(tl.load(p_G + p_row + C - 1))
-                b_dk = tl.trans((dk * e_end[None, :]).to(ST))
-                store_tile(x_dk, b_dk, i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
-
-                b_do0 = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
-                r = tl.trans(load_tile(x_r, i_b, i_t, i_h // (HV // HR), i_k, T, HR, K, C, KS, TMA)).to(ACC)
-                b_by_do = (r * (scale * e_start)[None, :]).to(ST)
-                S0 = tl.dot(b_by_do, b_do0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
-                if ERASE:
-                    o_t = i_t + o_c
-                    o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
-                    beta = tl.load(p_beta + o_value, mask=o_t < T, other=0.0).to(ACC)
-                    x = tl.trans(load_tile(x_k, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA)).to(ACC)
-                    if LAM:
-                        lam = tl.load(p_lam + o_value, mask=o_t < T, other=0.0).to(ACC)
-                        if READ:
-                            q = tl.trans(load_tile(x_q, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA)).to(ACC)
-                            x += q * lam[None, :]
-                        else:
-                            x += r * lam[None, :]
-                    b_by_du = (x * -(beta * e_start)[None, :]).to(ST)
-                    b_du0 = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
-                    S0 = tl.dot(b_by_du, b_du0, S0, input_precision="ieee", out_dtype=ACC)
-                if NT == 2:
                     b_do1 = load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
-                    S1 = tl.dot(b_by_do, b_do1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
                     if ERASE:
                         b_du1 = load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
+                b_r = load_tile(x_r, i_b, i_t, i_h // (HV // HR), i_k, T, HR, K, C, KS, TMA)
+                if ERASE:
+                    b_x = load_tile(x_k, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA)
+                    if LAM and READ:
+                        b_q = load_tile(x_q, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA)
+
+                dk = tl.dot(S0.to(ST), tl.trans(b_w0), input_precision="ieee", out_dtype=ACC)
+                if NT == 2:
+                    dk = tl.dot(S1.to(ST), tl.trans(b_w1), dk, input_precision="ieee", out_dtype=ACC)
+
+                p_factor = factors(p_E, i_bh * chunks_of_row + i_chunk, C)
+                b_dk = (dk * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
+                e_whole = -tl.load(p_factor + 5 * C - 1)
+                r = tl.trans(b_r).to(ACC)
+                b_by_do = (r * tl.load(p_factor + 3 * C + o_c)[None, :]).to(ST)
+                S0 = tl.dot(b_by_do, b_do0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
+                if ERASE:
+                    x = tl.trans(b_x).to(ACC)
+                    if LAM:
+                        lam = tl.load(p_factor + 2 * C + o_c)
+                        if READ:
+                            x += tl.trans(b_q).to(ACC) * lam[None, :]
+                        else:
+                            x += r * lam[None, :]
+                    b_by_du = (x * tl.load(p_factor + C + o_c)[None, :]).to(ST)
+                    S0 = tl.dot(b_by_du, b_du0, S0, input_precision="ieee", out_dtype=ACC)
+                if NT == 2:
+                    S1 = tl.dot(b_by_do, b_do1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
+                    if ERASE:
                         S1 = tl.dot(b_by_du, b_du1, S1, input_precision="ieee", out_dtype=ACC)
+                # last, while the state's product is under way
+                store_tile(x_dk, tl.trans(b_dk), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
 
         if begin > 0:
             p_early = p_late - KS * VS

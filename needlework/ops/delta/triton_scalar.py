@@ -121,7 +121,7 @@ def forward(
     # q is not copied where it neither reads nor enters x
     wanted = (q if q_read is None or lam is not None else None), k, q_read
     copies = [None if x is None or x.dtype == operand else torch.empty_like(x, dtype=operand) for x in wanted]
-    G, E = (q.new_empty(B, HV, rows, dtype=wide) for _ in range(2))
+    G, E = q.new_empty(B, HV, rows, dtype=wide), q.new_empty(B, HV, rows // C, 6, C, dtype=wide)
     q_, k_, read = (x if copy is None else copy for x, copy in zip((q, k, q_read), copies, strict=True))
     if o.numel():
         launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A if save else None, G, E, copies, scale=scale, plan=plan)
@@ -291,7 +291,7 @@ def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale, save):
     rows = -(-aligned // C) * C
     erases = 0 if beta is None else B
     pairs = [v.new_empty(n, HV, rows, C, dtype=operand) for n in (erases, B, erases)]
-    numbers = [v.new_empty(B, HV, rows, dtype=wide) for _ in range(2)]
+    numbers = [v.new_empty(B, HV, *s, dtype=wide) for s in ((rows,), (rows // C, 6, C))]
     wanted = (q if q_read is None or lam is not None else None), k, q_read
     copies = [
         nothing() if x is None or x.dtype == operand else x.new_empty(B, aligned, *x.shape[2:], dtype=operand) for x in wanted

@@ -41,6 +41,12 @@ def store_tile(
 
 
 @triton.jit
+def factors(p_E, i_chunk, C: tl.constexpr):
+    """A chunk's rows of C numbers, as `intra` wrote them: β, −β e^G, λ, scale e^G, −e^G, e^{G_C − G}."""
+    return p_E + tl.cast(i_chunk, tl.int64) * (6 * C)
+
+
+@triton.jit
 def longest_sequence(p_cum, N):
     """Chunks of the longest sequence."""
     longest = 0
@@ -144,53 +150,60 @@ def scan(
 
         for i in tl.range(c_from, c_to, num_stages=NS):
             i_t = (c_row + i) * C
+            # all loads first: they share barriers
             b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
             b_r0 = load_tile(x_r, i_b, i_t, i_r, 0, T, HR, K, C, KB, TMA)
+            if READ:
+                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
+            if NK == 2:
+                b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
+                b_r1 = load_tile(x_r, i_b, i_t, i_r, KB, T, HR, K, C, KB, TMA)
+                if READ:
+                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
+            if ERASE:
+                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
+            b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
+            b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+
             b_S0 = S0.to(ST)
             if ERASE:
                 erased = tl.dot(b_S0, tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
             read = tl.dot(b_S0, tl.trans(b_r0), input_precision="ieee", out_dtype=ACC)
             if READ:
-                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
                 asked = tl.dot(b_S0, tl.trans(b_q0), input_precision="ieee", out_dtype=ACC)
             if NK == 2:
-                b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
-                b_r1 = load_tile(x_r, i_b, i_t, i_r, KB, T, HR, K, C, KB, TMA)
                 b_S1 = S1.to(ST)
                 if ERASE:
                     erased = tl.dot(b_S1, tl.trans(b_k1), erased, input_precision="ieee", out_dtype=ACC)
                 read = tl.dot(b_S1, tl.trans(b_r1), read, input_precision="ieee", out_dtype=ACC)
                 if READ:
-                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
                     asked = tl.dot(b_S1, tl.trans(b_q1), asked, input_precision="ieee", out_dtype=ACC)
 
-            p_row = tl.cast(i_bh, tl.int64) * NR + i_t
-            e_start = tl.exp2(tl.load(p_G + p_row + o_c))
-            e_end = tl.exp2(tl.load(p_E + p_row + o_c))
-            e_whole = tl.exp2(tl.load(p_G + p_row + C - 1))
-            w = tl.trans(load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)).to(ACC)
+            p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
+            w = tl.trans(b_v).to(ACC)
             if ERASE:
-                o_t = i_t + o_c
-                o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
                 if LAM:
-                    lam = tl.load(p_lam + o_value, mask=o_t < T, other=0.0).to(ACC)
+                    lam = tl.load(p_factor + 2 * C + o_c)
                     if READ:
                         erased += lam[None, :] * asked
                     else:
                         erased += lam[None, :] * read
-                beta = tl.load(p_beta + o_value, mask=o_t < T, other=0.0).to(ACC)
-                b_rest = (beta[None, :] * (w - e_start[None, :] * erased)).to(ST)
-                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
+                beta = tl.load(p_factor + o_c)
+                e_erased = tl.load(p_factor + C + o_c)
+                b_rest = (beta[None, :] * w + e_erased[None, :] * erased).to(ST)
                 w = tl.dot(b_rest, tl.trans(b_T), input_precision="ieee", out_dtype=ACC)
+            b_w = w.to(ST)
             if SAVE:
-                store_tile(x_w, tl.trans(w.to(ST)), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-            b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
-            out = tl.dot(w.to(ST), tl.trans(b_P), read * (e_start * scale)[None, :], input_precision="ieee", out_dtype=ACC)
-            store_tile(x_o, tl.trans(out.to(OT)), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-            b_w = (w * e_end[None, :]).to(ST)
-            S0 = tl.dot(b_w, b_k0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
+                store_tile(x_w, tl.trans(b_w), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+            read *= tl.load(p_factor + 3 * C + o_c)[None, :]
+            b_o = tl.dot(b_w, tl.trans(b_P), read, input_precision="ieee", out_dtype=ACC).to(OT)
+            b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
+            e_whole = -tl.load(p_factor + 5 * C - 1)
+            S0 = tl.dot(b_left, b_k0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
             if NK == 2:
-                S1 = tl.dot(b_w, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
+                S1 = tl.dot(b_left, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
+            # last, while the state's product is under way
+            store_tile(x_o, tl.trans(b_o), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
         done = c_to == count
         tl.store(p_final + o_state, S0, mask=inside & done)

@@ -15,7 +15,7 @@ from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import token_tile
 from needlework.ops.delta.triton_scalar import accumulator, scan_constants, solve
-from needlework.ops.delta.triton_scan import load_tile
+from needlework.ops.delta.triton_scan import factors, load_tile
 
 
 @triton.jit(do_not_specialize=["T", "NR", "P"])
@@ -54,37 +54,41 @@ def transitions_kernel(
             S1 = tl.where((o_v[:, None] == o_k[None, :] + KB) & (i_tile >= NV), 1.0, 0.0).to(ACC)
         for i in tl.range(0, count, num_stages=NS):
             i_t = (c_row + i) * C
+            # all loads first: they share barriers
             b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
+            if LAM:
+                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
             if NK == 2:
                 b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
-            p_row = tl.cast(i_bh, tl.int64) * NR + i_t
-            e_end = tl.exp2(tl.load(p_E + p_row + o_c))
-            e_whole = tl.exp2(tl.load(p_G + p_row + C - 1))
-            w = tl.trans(load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)).to(ACC)
+                if LAM:
+                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
+            if ERASE:
+                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
+            b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+
+            p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
+            w = tl.trans(b_v).to(ACC)
             if ERASE:
                 b_S0 = S0.to(ST)
                 erased = tl.dot(b_S0, tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
+                if LAM:
+                    asked = tl.dot(b_S0, tl.trans(b_q0), input_precision="ieee", out_dtype=ACC)
                 if NK == 2:
                     b_S1 = S1.to(ST)
                     erased = tl.dot(b_S1, tl.trans(b_k1), erased, input_precision="ieee", out_dtype=ACC)
-                o_t = i_t + o_c
-                o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
-                if LAM:
-                    b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
-                    asked = tl.dot(b_S0, tl.trans(b_q0), input_precision="ieee", out_dtype=ACC)
-                    if NK == 2:
-                        b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
+                    if LAM:
                         asked = tl.dot(b_S1, tl.trans(b_q1), asked, input_precision="ieee", out_dtype=ACC)
-                    erased += tl.load(p_lam + o_value, mask=o_t < T, other=0.0).to(ACC)[None, :] * asked
-                e_start = tl.exp2(tl.load(p_G + p_row + o_c))
-                beta = tl.load(p_beta + o_value, mask=o_t < T, other=0.0).to(ACC)
-                b_rest = (beta[None, :] * (w - e_start[None, :] * erased)).to(ST)
-                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
+                if LAM:
+                    erased += tl.load(p_factor + 2 * C + o_c)[None, :] * asked
+                beta = tl.load(p_factor + o_c)
+                e_erased = tl.load(p_factor + C + o_c)
+                b_rest = (beta[None, :] * w + e_erased[None, :] * erased).to(ST)
                 w = tl.dot(b_rest, tl.trans(b_T), input_precision="ieee", out_dtype=ACC)
-            b_w = (w * e_end[None, :]).to(ST)
-            S0 = tl.dot(b_w, b_k0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
+            b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
+            e_whole = -tl.load(p_factor + 5 * C - 1)
+            S0 = tl.dot(b_left, b_k0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
             if NK == 2:
-                S1 = tl.dot(b_w, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
+                S1 = tl.dot(b_left, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
 
         if of_values:
             _store(p_N, S0, i_nh, 0, o_v, K, V, KB)

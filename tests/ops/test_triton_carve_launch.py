@@ -1,0 +1,93 @@
+"""Launches that repeat, without a GPU: what they hand to Triton's C function is what Triton itself would."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from needlework.ops.carve import triton_repeated
+from needlework.ops.carve.triton_repeated import VARIES, Repeated
+
+SIGNATURE = {"x": "tensordesc<fp16[16, 16]>", "p": "*fp32", "i": "i32", "y": "tensordesc<fp16[16, 16]>", "N": "constexpr"}
+BLOCK = {"swizzle": 1, "elem_size": 2, "elem_type": 6, "block_size": [16, 16], "fp4_padded": False}
+
+
+class Kernel:
+    """One that is compiled already, and notes what reaches the C function."""
+
+    def __init__(self, described: bool):
+        self.calls, signature = [], SIGNATURE if described else {n: x for n, x in SIGNATURE.items() if n not in "xy"}
+        self.arg_names, c_function = list(signature), Bare(self.calls)
+        launcher = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
+        launcher.launch = nvidia.wrap_handle_tensordesc(c_function, signature, [BLOCK] * 2) if described else c_function
+        launcher.num_ctas, launcher.launch_cooperative_grid, launcher.launch_pdl = 1, False, True
+        for kind in ("global", "profile"):
+            setattr(launcher, f"{kind}_scratch_size", 0)
+            setattr(launcher, f"{kind}_scratch_align", 1)
+        self.run, self.function, self.packed_metadata = launcher, 7, (4, 1, 0)
+
+    def __getitem__(self, grid):
+        def call(*args, **constants):
+            args = args + tuple(constants[n] for n in self.arg_names[len(args) :] if n in constants)
+            self.run(*grid, 3, self.function, self.packed_metadata, None, None, None, *args)
+            return self
+
+        return call
+
+
+class Bare:
+    """As a C function, it has no __closure__."""
+
+    def __init__(self, calls: list):
+        self.calls = calls
+
+    def __call__(self, *args):
+        self.calls.append(args)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    maps = lambda *facts: ("map", *map(str, facts))
+    active = SimpleNamespace(
+        get_current_device=lambda: 0, get_current_stream=lambda device: 3, utils=SimpleNamespace(fill_tma_descriptor=maps)
+    )
+    monkeypatch.setattr(driver, "_active", active)
+    monkeypatch.setattr(driver, "_default", active)
+
+
+def addresses(call: tuple) -> tuple:
+    return tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in call)
+
+
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("known", [True, False])
+def test_later_launches_are_the_first_one_but_for_what_varies(known, described, device, monkeypatch):
+    monkeypatch.setattr(triton_repeated, "KNOWN", triton_repeated.KNOWN and known)
+    x, y = (TensorDescriptor(torch.empty(32, 48, dtype=torch.float16), [32, 48], [48, 1], [16, 16]) for _ in range(2))
+    p, kernel = torch.empty(3, 4), Kernel(described)
+    args = (x, VARIES, VARIES, y) if described else (VARIES, VARIES)
+    launch = Repeated(kernel, (5, 6, 1), {"N": 9}, *args)
+    for i in range(3):
+        launch(p[i], i)
+    first, *later = map(addresses, kernel.calls)
+    assert triton_repeated.KNOWN == known and len(later) == 2
+    place = first.index(p[0].data_ptr())
+    for i, call in enumerate(later, 1):
+        assert call[place] == p[i].data_ptr() and call[place + 1] == i
+        assert call[:place] + call[place + 2 :] == first[:place] + first[place + 2 :]
+
+
+def test_whoever_listens_to_launches_hears_all_of_them(device):
+    kernel, hook = Kernel(False), lambda *_: None
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        assert triton_repeated._direct(kernel) is None
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
