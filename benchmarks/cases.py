@@ -1,6 +1,6 @@
 """What is timed: our calls at the shapes of the papers' models, the peers' calls for the same mathematics, and the floors.
 
-q and k have unit norm before the call on both sides, gates are float32, neither side is asked for its final state, and
+q and k have unit norm before the call on both sides, decays are float32, neither side is asked for its final state, and
 `peer_inputs` is not timed. A case without its peer installed is timed alone.
 """
 
@@ -50,11 +50,12 @@ class Case:
         return SHAPES[self.at]
 
     def tensors(self, device: torch.device | str, dtype: torch.dtype, B: int, T: int) -> dict[str, Tensor]:
-        """Inputs as they are stored: q, k, v in `dtype`, the rest float32."""
+        """Inputs as they are stored: q, k, v and what a projection's σ gives in `dtype`, decays and parameters float32."""
         generator = torch.Generator(device=device).manual_seed(0)
         H, K, V = (self.shape[axis] for axis in "HKV")
         made = self.inputs(generator, B, T, H, K, V)
-        return {name: x.to(dtype if name in self.spec.half else torch.float32) for name, x in made.items()}
+        half = {*self.spec.half, "beta", "lam", "eta"}
+        return {name: x.to(dtype if name in half else torch.float32) for name, x in made.items()}
 
     def ours(self, **x: Tensor) -> Tensor:
         return self.spec.chunk(**x)[0]
@@ -106,7 +107,7 @@ def _draws(generator: torch.Generator) -> tuple[Callable[..., Tensor], Callable[
 def without_content(x: dict[str, Tensor]) -> dict[str, Tensor]:
     """KDA's arguments that CARVE's are without its content: the peer has none."""
     l = -x["A_log"].exp() * softplus(x["f"] + x["dt_bias"]) + logsigmoid(-x["b"])
-    return {name: x[name] for name in "qkv"} | {"g": l, "beta": torch.sigmoid(x["w"])}
+    return {name: x[name] for name in "qkv"} | {"g": l, "beta": torch.sigmoid(x["w"]).to(x["q"])}
 
 
 def only(*names: str) -> Callable[[dict], dict]:

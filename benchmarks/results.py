@@ -18,6 +18,11 @@ def read(file: Path) -> list[dict]:
     return json.loads(file.read_text()) if file.is_file() else []
 
 
+def get(file: Path, like: dict) -> dict:
+    """The row of this key."""
+    return next(row for row in read(file) if key(row) == key(like))
+
+
 def put(file: Path, row: dict) -> None:
     """The row in place of the one of its key."""
     rows = {key(old): old for old in read(file)}

@@ -1,9 +1,9 @@
 """Time the kernels beside their peers on this GPU and write benchmarks/results/<device>.json.
 
-    python benchmarks/run.py [--only qdelta kda/B step cold] [--out benchmarks/results] [--no-warm]
+    python benchmarks/run.py [--only qdelta kda/B step cold] [--graphs] [--out benchmarks/results] [--no-warm]
 
 Every row: op, impl, shape, dtype, pass, ms, peak_mib, peer, peer_ms, ratio (ours ÷ peer; of a step its share of the copy
-bandwidth), floor_ms, bar, error_over_budget, device, torch, triton, commit. Before a case is timed its outputs, states and
+bandwidth), floor_ms, bar, error_over_budget, device, torch, triton, commit; with --graphs also graph_ms, peer_graph_ms. Before a case is timed its outputs, states and
 gradients are compared with the float64 definition; a case over its budget is not reported, its old rows go, and the exit
 status is 1. Rows are kept by key and written one by one: runs add up, and one that is cut short loses nothing.
 """
@@ -23,7 +23,7 @@ import results
 from cases import CASES, Case
 from judge import judge
 from steps import BAR, SHAPE, steps
-from timing import ceilings, cold, median, passes, peak
+from timing import ceilings, cold, median, passes, peak, replay
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 COLD_BAR = 10_000.0
@@ -119,6 +119,17 @@ def timed(case: Case, ratio: float, limits: tuple[float, float], report: Report)
         say(f"{case.key} {name}: {shown}")
 
 
+def timed_in_graph(case: Case, report: Report) -> None:
+    """Added to the case's rows: both sides replayed from a CUDA graph, what they cost the GPU when the host is not waited for."""
+    x = case.tensors(DEVICE, DTYPE, case.shape["B"], case.shape["T"])
+    mine, theirs = passes(case.ours, x), peer_passes(case, x, report)
+    for name, call in mine.items():
+        graph_ms, peer_graph_ms = median(replay(call)), median(replay(theirs[name])) if theirs else None
+        row = {"op": case.op, "impl": "triton", "shape": case.shape, "dtype": str(DTYPE).removeprefix("torch."), "pass": name}
+        results.put(report.file, results.get(report.file, row) | {"graph_ms": graph_ms, "peer_graph_ms": peer_graph_ms})
+        say(f"{case.key} {name} in a graph: {graph_ms:.3f}, peer {peer_graph_ms}")
+
+
 def timed_steps(chosen, bandwidth: float, report: Report) -> None:
     for step in filter(chosen, steps()):
         try:
@@ -173,6 +184,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="KEY", help="gated, gated/A, step, step/carve, cold, cold/kda, …")
     parser.add_argument("--out", type=Path, default=results.ROOT)
     parser.add_argument("--commit", default=commit(), help="what the rows are said to be of, where git cannot tell")
+    parser.add_argument("--graphs", action="store_true", help="also replayed from CUDA graphs")
     parser.add_argument("--no-warm", action="store_true", help="the peers' kernels are compiled already")
     for task in ("--cold", "--warm"):
         parser.add_argument(task, metavar="KEY", help=argparse.SUPPRESS)
@@ -203,6 +215,10 @@ def main() -> int:
         if case.key in right:
             _guarded(case.key, report, timed, case, right[case.key], limits, report)
             say(f"[{time.monotonic() - start:.0f} s]")
+    if options.graphs:  # last: a capture that fails may leave the stream unusable
+        for case in cases:
+            if case.key in right:
+                _guarded(f"{case.key} in a graph", report, timed_in_graph, case, report)
     firsts = {case.op: case for case in reversed(CASES)}
     for case in firsts.values():
         if wanted(f"cold/{case.op}") and (case not in cases or case.key in right):

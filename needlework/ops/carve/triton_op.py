@@ -10,6 +10,7 @@ from needlework.ops.carve.triton_bwd import backward
 from needlework.ops.carve.triton_fwd import forward
 from needlework.ops.common.launch import plan as pick
 from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.together import bare, kind, rehearse
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_intra import Saved, solve_dtype
 
@@ -62,10 +63,12 @@ def carve_triton_fwd(
         )
     layout, plan = placed(q, v, position, cu_seqlens, content_chunk, R)
     *state, _ = _state(q, v, S, m, total, position, cu_seqlens)
-    o, kept_S, kept_m, saved = forward(
-        *aligned(layout, q, k, v, f, b, w), *(x.contiguous() for x in (A_log, dt_bias, w1, w2)), *state, layout,
-        resumed=m is not None, prediction=prediction, scale=scale, R=R, plan=plan, save=save,
-    )  # fmt: skip
+    tokens = *aligned(layout, q, k, v, f, b, w), *(x.contiguous() for x in (A_log, dt_bias, w1, w2))
+    settings = {"prediction": prediction, "scale": scale, "R": R, "plan": plan}
+    facts = m is not None, save, content_chunk
+    key = "carve", plan.name, kind(*tokens), w1.shape, prediction, scale, R, *facts
+    rehearse(q.device, key, lambda: _rehearsal(bare(*tokens), bare(*state), layout, *facts, settings))
+    o, kept_S, kept_m, saved = forward(*tokens, *state, layout, resumed=m is not None, save=save, **settings)
     kept = (kept_S, kept_m, *saved) if save else [q.new_empty(0) for _ in range(9)]
     return layout.restore(o), *state, layout.ends % layout.L // R, *kept
 
@@ -88,6 +91,14 @@ def _nothing(
     kept = q.new_empty(slots, H, K, V, dtype=ACC), q.new_empty(slots, H, V, dtype=ACC)
     saved = Saved(rows(K), rows(K), rows(K), square(), square(), q.new_empty(B, H, chunks, K, dtype=ACC), rows(V))
     return o, *state, *kept, *saved
+
+
+def _rehearsal(tokens, state, layout: Layout, resumed: bool, save: bool, content_chunk: int, settings: dict) -> None:
+    """What a call and its backward launch."""
+    layout = Layout(*(x.to("meta") if isinstance(x, Tensor) else x for x in layout))
+    o, kept_S, kept_m, saved = forward(*tokens, *state, layout, resumed=resumed, save=save, **settings)
+    if save:
+        backward(torch.empty_like(o), *state, *tokens, layout, kept_S, kept_m, saved, content_chunk=content_chunk, **settings)
 
 
 def placed(q: Tensor, v: Tensor, position: Tensor | None, cu_seqlens: Tensor | None, content_chunk: int, R: int):
