@@ -194,8 +194,9 @@ def doctor(
 ) -> None:
     """Check the Triton kernels on this machine, under every launch plan that may be picked here.
 
-    Forward and gradients against the definition in float64, by the error budget, each run twice. A plan that fails is struck off
-    and never taken on this machine again; the exit status is then 1. Attach the report to an issue.
+    Forward and gradients against the definition in float64, by the error budget, each run twice. A plan that is wrong (over twice
+    its budget, not the same twice, or not to be run) is struck off and never taken on this machine again; what is over the budget
+    by less is reported. The exit status is 1 for either. Attach the report to an issue.
     """
     import time
 
@@ -236,7 +237,7 @@ def doctor(
         console.print(f"[red]{len(failed)} of {len(found)} failed[/red], {seconds:.0f} s", highlight=False)
         if struck and any(v.wrong for v in failed):
             console.print(
-                f"their plans are struck off in {path()}; --full takes back what passes it", highlight=False, soft_wrap=True
+                f"what is wrong is struck off in {path()}; --full takes back what passes it", highlight=False, soft_wrap=True
             )
         raise typer.Exit(1)
     console.print(f"{len(found)} checked, all right, {seconds:.0f} s", highlight=False)

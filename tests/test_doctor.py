@@ -165,6 +165,12 @@ def test_a_wrong_tensor_is_named_and_its_plan_struck_off_in_that_dtype(monkeypat
     assert struck.struck(TASK.engine, TASK.plan) is None
 
 
+def test_what_is_over_its_budget_by_less_than_twice_fails_but_is_not_struck_off(monkeypatch):
+    for ratio, wrong in ((1.5, False), (2.5, True)):
+        monkeypatch.setattr(doctor, "weigh", lambda *_, ratio=ratio: ({"o": ratio}, (f"o {ratio}",)))
+        assert all(v.failing and v.wrong is wrong for v in doctor.judge("cpu", True, TASK))
+
+
 def test_what_differs_between_two_runs_is_wrong(monkeypatch):
     class Wavering:
         calls = 0

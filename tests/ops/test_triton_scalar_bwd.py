@@ -198,6 +198,18 @@ def test_packed_sequences_are_their_own_and_an_empty_one_passes_its_gradient_on(
     check(make(T=60, N=4), cu_seqlens=cu_seqlens)
 
 
+def test_what_was_not_written_is_not_read():
+    from needlework.testing.doctor import _poisoned
+
+    inputs, cu_seqlens = make(T=60, N=4), torch.tensor([0, 20, 20, 53, 60])  # chunks past the last sequence stay as they are
+    do, dstate = incoming(inputs)
+    clean = gradients(inputs, do, dstate, cu_seqlens)
+    with _poisoned():
+        poisoned = gradients(inputs, do, dstate, cu_seqlens)
+    for name in clean:
+        assert torch.equal(clean[name], poisoned[name]), name
+
+
 def test_a_chain_that_is_cut_goes_on_bit_for_bit():
     inputs = make(B=3, T=70, HV=1, K=16, V=12)
     do, dstate = incoming(inputs)
@@ -218,7 +230,7 @@ def test_gates_between_anchors_follow_from_the_tokens(every, monkeypatch):
     original = triton_scalar_bwd.constants
 
     def with_anchors(*args):
-        found = original(*args)
+        found = {name: dict(own) for name, own in original(*args).items()}
         for name in ("replay_forward", "replay_reverse", "gate"):
             found[name]["EVERY"] = every
         return found

@@ -80,6 +80,8 @@ def states(
         b_mean += numbers(p_mean_in, o_nh, 0, K, BK).to(ACC)
         b_mean_v += numbers(p_mean_in, o_nh, i_v, K, BV).to(ACC)
         n += tl.load(p_n_in + o_nh).to(ACC)
+    # Σωk by itself: the mean that is handed over is not rounded once a chunk
+    b_total = b_mean * n
     if (start < end) & (n == 0):
         # before the first token the mean has no mass: the first key is a better place to centre at
         o_first = (tl.cast(i_b, tl.int64) * T + (start - i_b * NCB) * C) * H + i_h
@@ -110,7 +112,9 @@ def states(
             b_sum += tl.sum(b_kv.to(ACC), 0)
             # what was rounded is the second operand: it comes from shared memory, as the keys do
             M = tl.dot(tl.trans(b_k), b_kv, M, input_precision="ieee", out_dtype=ACC)
-        b_c = numbers(p_sum, o_ih, 0, K, BK) * per_m
+        b_new = numbers(p_sum, o_ih, 0, K, BK)
+        b_total = b_total * a + b_new
+        b_c = b_new * per_m
         n_before = n * a
         n = n_before + m
         share = m / tl.maximum(n, 1.0)
@@ -123,6 +127,7 @@ def states(
     o_state, inside = state_columns(o_nh, i_row, K, BK, BV)
     tl.store(p_C_out + o_state, M, mask=inside)
     if i_v == 0:
+        b_mean = tl.where(start < end, b_total / tl.maximum(n, 1.0), b_mean)
         tl.store(p_mean_out + o_nh * K + o_k, b_mean, mask=o_k < K)
         tl.store(p_n_out + o_nh, n)
 

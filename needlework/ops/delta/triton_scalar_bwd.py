@@ -168,7 +168,8 @@ def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init,
         # an anchor a chunk cancels nothing; in half precision the operands' roundings are larger than what cancels
         row |= dict(EVERY=NO_ANCHOR if not gated else row["EVERY"] if half else 1)
     row = own["replay_forward"]
-    own["pairs"] |= dict(BV=min(own["pairs"]["BV"], whole(V)))
+    # R, a tile's rows, is one chunk: of chunks that no sequence has nothing is written, and NaN times 0 would be NaN
+    own["pairs"] |= dict(BV=min(own["pairs"]["BV"], whole(V)), R=everything["C"])
     own["combine"] |= dict(R=own["pairs"]["R"], BK=min(own["combine"]["BK"], whole(K)), PARTS=cdiv(V, row["VB"] * row["NT"]))
     own["gate"] |= dict(SLICES=cdiv(K, row["KS"]) * own["combine"]["PARTS"], EVERY=row["EVERY"])
     for name, kernel in KERNELS.items():
