@@ -23,12 +23,13 @@ def verdict(row: dict) -> str:
 
 def by_sequence(rows: list[dict]) -> list[str]:
     lines = [
-        "| op | B, T, H, K, V | pass | ms | peer, ms | ratio | bar | MiB | peer, MiB | floor, ms | error ÷ budget |",
-        "|" + " --- |" * 11,
+        "| op | B, T, H, K, V | pass | ms | peer, ms | ratio | bar | ratio in a graph | MiB | peer, MiB | floor, ms | error ÷ budget |",
+        "|" + " --- |" * 12,
     ]
     for r in rows:
         shape = ", ".join(f"{size:,}" for size in r["shape"].values())
-        figures = (number(r["ms"], 3), number(r["peer_ms"], 3), number(r["ratio"], 2), verdict(r), number(r["peak_mib"], 0),
+        graphs = r["graph_ms"] / r["peer_graph_ms"] if r.get("peer_graph_ms") else None
+        figures = (number(r["ms"], 3), number(r["peer_ms"], 3), number(r["ratio"], 2), verdict(r), number(graphs, 2), number(r["peak_mib"], 0),
                    number(r["peer_peak_mib"], 0), number(r["floor_ms"], 3), number(r["error_over_budget"], 2))  # fmt: skip
         lines.append(f"| {r['op']} | {shape} | {r['pass']} | {' | '.join(figures)} |")
     return lines

@@ -199,15 +199,22 @@ def test_packed_sequences_are_their_own_and_an_empty_one_passes_its_gradient_on(
 
 
 def test_what_was_not_written_is_not_read():
+    from needlework.ops.delta.triton_scalar import scalar
     from needlework.testing.doctor import _poisoned
 
-    inputs, cu_seqlens = make(T=60, N=4), torch.tensor([0, 20, 20, 53, 60])  # chunks past the last sequence stay as they are
-    do, dstate = incoming(inputs)
-    clean = gradients(inputs, do, dstate, cu_seqlens)
+    # of seven chunks the sixth is nobody's, the fifth a sequence's
+    given, cu_seqlens = make(T=53, leave_out=("lam", "initial_state")), torch.tensor([0, 20, 20, 53])
+    do, _ = incoming(given | {"initial_state": None})
+
+    def run():
+        leaves = {n: x.clone().requires_grad_() for n, x in given.items() if x is not None}
+        o, state = scalar(*(leaves.get(n) for n in NAMES), cu_seqlens, scale=0.25)
+        return torch.autograd.grad((o * do).sum() + state.sum(), list(leaves.values()))
+
+    clean = run()
     with _poisoned():
-        poisoned = gradients(inputs, do, dstate, cu_seqlens)
-    for name in clean:
-        assert torch.equal(clean[name], poisoned[name]), name
+        poisoned = run()
+    assert all(map(torch.equal, clean, poisoned))
 
 
 def test_a_chain_that_is_cut_goes_on_bit_for_bit():
