@@ -10,39 +10,13 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.launch import Case, Plan
+from needlework.ops.common.triton_tile import load_tile, store_tile
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 POINTS = {"p_fill": "*i32", "p_cum": "*i32", "T": "i32", "NCB": "i32"}
 OPERANDS = ("p_k", "p_dout", "p_eta", "p_Sq", "p_y", "p_yd")
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
-
-
-@triton.jit
-def load_tile(x, i_b, i_t, i_h, i_d, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
-    """[C BD] of x [B T H D], zeros past T and D. x: a pointer, or a descriptor of its [B H T D] view."""
-    if TMA:
-        b = tl.reshape(x.load([i_b, i_h, i_t, i_d]), [C, BD])
-    else:
-        o_t = i_t + tl.arange(0, C)
-        o_d = i_d + tl.arange(0, BD)
-        row = (tl.cast(i_b, tl.int64) * T + o_t) * H + i_h
-        b = tl.load(x + row[:, None] * D + o_d[None, :], mask=(o_t < T)[:, None] & (o_d < D)[None, :], other=0.0)
-    return b
-
-
-@triton.jit
-def store_tile(
-    x, b, i_b, i_t, i_h, i_d, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
-):  # fmt: skip
-    """The inverse of `load_tile`: nothing is written past T and D."""
-    if TMA:
-        x.store([i_b, i_h, i_t, i_d], tl.reshape(b, [1, 1, C, BD]))
-    else:
-        o_t = i_t + tl.arange(0, C)
-        o_d = i_d + tl.arange(0, BD)
-        row = (tl.cast(i_b, tl.int64) * T + o_t) * H + i_h
-        tl.store(x + row[:, None] * D + o_d[None, :], b, mask=(o_t < T)[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit

@@ -19,16 +19,15 @@ from needlework.ops.ccq.triton_intra import (
     case,
     decay_of,
     left_of,
-    load_tile,
     numbers,
     padded,
     real_tokens,
-    store_tile,
     weights,
     whole_of,
 )
 from needlework.ops.ccq.triton_scan import load_state, state_columns, store_state
 from needlework.ops.common.launch import Case, Plan
+from needlework.ops.common.triton_tile import load_tile, store_tile
 
 
 @triton.jit(do_not_specialize=["T", "NCB"])

@@ -15,14 +15,13 @@ from needlework.ops.ccq.triton_intra import (
     case,
     decay_of,
     left_of,
-    load_tile,
     numbers,
     real_tokens,
-    store_tile,
     weights,
     whole_of,
 )
 from needlework.ops.common.launch import Case, Plan
+from needlework.ops.common.triton_tile import load_tile, store_tile
 
 
 @triton.jit

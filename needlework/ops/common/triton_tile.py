@@ -1,5 +1,7 @@
-"""Contiguous tensors as the copy engine takes them: descriptors of blocks [1 1 rows columns]."""
+"""Tiles of contiguous tensors, by the copy engine (descriptors of blocks [1 1 rows columns]) or by pointers."""
 
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -23,3 +25,30 @@ def _descriptor(x: Tensor, shape: list[int], strides: list[int], rows: int, colu
     made.base = x if x.data_ptr() % 16 == 0 else x.clone()
     made.shape, made.strides, made.block_shape = shape, strides, [1, 1, rows, columns]
     return made
+
+
+@triton.jit
+def load_tile(x, i_b, i_t, i_h, i_d, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
+    """[C BD] of x [B T H D], zeros past T and D. x: a pointer, or a descriptor of its [B H T D] view."""
+    if TMA:
+        b = tl.reshape(x.load([i_b, i_h, i_t, i_d]), [C, BD])
+    else:
+        o_t = i_t + tl.arange(0, C)
+        o_d = i_d + tl.arange(0, BD)
+        row = (tl.cast(i_b, tl.int64) * T + o_t) * H + i_h
+        b = tl.load(x + row[:, None] * D + o_d[None, :], mask=(o_t < T)[:, None] & (o_d < D)[None, :], other=0.0)
+    return b
+
+
+@triton.jit
+def store_tile(
+    x, b, i_b, i_t, i_h, i_d, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """The inverse of `load_tile`: nothing is written past T and D."""
+    if TMA:
+        x.store([i_b, i_h, i_t, i_d], tl.reshape(b, [1, 1, C, BD]))
+    else:
+        o_t = i_t + tl.arange(0, C)
+        o_d = i_d + tl.arange(0, BD)
+        row = (tl.cast(i_b, tl.int64) * T + o_t) * H + i_h
+        tl.store(x + row[:, None] * D + o_d[None, :], b, mask=(o_t < T)[:, None] & (o_d < D)[None, :])

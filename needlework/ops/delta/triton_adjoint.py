@@ -12,7 +12,8 @@ holds them, and du stays so.
 import triton
 import triton.language as tl
 
-from needlework.ops.delta.triton_scan import factors, load_tile, run_of, store_tile, tell, wait_for
+from needlework.ops.common.triton_tile import load_tile, store_tile
+from needlework.ops.delta.triton_scan import factors, run_of, tell, wait_for
 
 
 @triton.jit

@@ -15,9 +15,9 @@ pair inside the chunk (F∘P' − β U∘A)_ts, and X of the chunk.
 import triton
 import triton.language as tl
 
+from needlework.ops.common.triton_tile import load_tile, store_tile
 from needlework.ops.delta.triton_adjoint import gradient_factor
 from needlework.ops.delta.triton_intra import decay_between, prefixes
-from needlework.ops.delta.triton_scan import load_tile, store_tile
 
 # log2 of a decay below which nothing that half precision holds passes
 NOTHING = tl.constexpr(-40.0)

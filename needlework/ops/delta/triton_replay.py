@@ -12,8 +12,9 @@ Slots and chains are `triton_scan`'s; a chain is one sequence, value head, slice
 import triton
 import triton.language as tl
 
+from needlework.ops.common.triton_tile import load_tile, store_tile
 from needlework.ops.delta.triton_adjoint import gradient_factor
-from needlework.ops.delta.triton_scan import factors, load_tile, run_of, store_tile, tell, wait_for
+from needlework.ops.delta.triton_scan import factors, run_of, tell, wait_for
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])

@@ -13,9 +13,9 @@ from torch import Tensor
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
-from needlework.ops.common.triton_tile import token_tile
+from needlework.ops.common.triton_tile import load_tile, token_tile
 from needlework.ops.delta.triton_scalar import accumulator, scan_constants, solve
-from needlework.ops.delta.triton_scan import factors, load_tile
+from needlework.ops.delta.triton_scan import factors
 
 
 @triton.jit(do_not_specialize=["T", "NR", "P"])
