@@ -50,7 +50,7 @@ def gradient_factor(p_max, NP: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N"])
 def adjoint(
-    x_r, x_q, x_k, x_do, x_T, x_P, p_G, p_E, p_beta, p_lam, x_du, p_dstate, p_dinitial, p_cum, p_hand, p_flag, p_max,
+    x_r, x_q, x_k, x_do, x_T, x_P, p_E, x_du, p_dstate, p_dinitial, p_cum, p_hand, p_flag, p_max,
     scale, T, NR, N,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr,

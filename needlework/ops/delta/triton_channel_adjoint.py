@@ -54,7 +54,7 @@ def descend(
 
 @triton.jit(do_not_specialize=["T"])
 def adjoint(
-    p_spans, do, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, p_dfinal, dr, p_dinitial, p_peaks,
+    p_spans, do, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, p_dfinal, dr, p_dinitial,
     T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     ERASE: tl.constexpr, BETA: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -77,8 +77,6 @@ def adjoint(
             T, H, K, V, C, KP, BV, ERASE, BETA, TMA, ACC,
         )  # fmt: skip
     tl.store(p_dinitial + state, dS, mask=inside)
-    if p_peaks is not None:
-        tl.store(p_peaks + (n * H + h) * tl.num_programs(0) + tl.program_id(0), tl.max(tl.max(tl.abs(dS), 1), 0))
 
 
 @triton.jit

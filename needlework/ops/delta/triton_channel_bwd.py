@@ -63,7 +63,7 @@ def backward(
         run(
             adjoint, (triton.cdiv(V, bv), HV, N),
             spans, rows(do, bv), rows(saved.q_hat, kp), rows(saved.e_hat, kp), rows(saved.k_hat, kp), square(saved.Pp),
-            square(saved.Tp), saved.whole, beta, dfinal, rows(dr, bv), dinitial, None, T, **constants["adjoint"],
+            square(saved.Tp), saved.whole, beta, dfinal, rows(dr, bv), dinitial, T, **constants["adjoint"],
         )  # fmt: skip
         return dinitial
 

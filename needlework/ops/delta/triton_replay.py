@@ -19,7 +19,7 @@ from needlework.ops.delta.triton_scan import factors, run_of, tell, wait_for
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])
 def replay_forward(
-    x_k, x_do, x_du, x_w, p_G, p_E, x_dr, x_dx, p_initial, p_anchor, p_cum, p_hand, p_flag, scale, T, NR, N, B,
+    x_k, x_do, x_du, x_w, p_E, x_dr, x_dx, p_initial, p_anchor, p_cum, p_hand, p_flag, scale, T, NR, N, B,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KS: tl.constexpr, VB: tl.constexpr,
     NT: tl.constexpr, NS: tl.constexpr, EVERY: tl.constexpr, TMA: tl.constexpr,
     ACC: tl.constexpr, ST: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, INIT: tl.constexpr,
@@ -130,7 +130,7 @@ def replay_forward(
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])
 def replay_reverse(
-    x_r, x_q, x_k, x_do, x_du, x_w, p_G, p_E, p_beta, p_lam, x_dk, p_dstate, p_anchor, p_X, p_cum, p_hand, p_flag, p_max,
+    x_r, x_q, x_k, x_do, x_du, x_w, p_G, p_E, x_dk, p_dstate, p_anchor, p_X, p_cum, p_hand, p_flag, p_max,
     scale, T, NR, N, B,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KS: tl.constexpr,
     VB: tl.constexpr, NT: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, EVERY: tl.constexpr, TMA: tl.constexpr,

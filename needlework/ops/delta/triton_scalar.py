@@ -185,7 +185,7 @@ def launch_scan(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state
     x_o = tile(o, BV)
     run(
         scan, (slots,),
-        tile(r, KB), tile(q, KB), tile(k, KB), tile(v, BV), pairs(Tp) if erase else x_P, x_P, G, E, _or(beta, G), _or(lam, G),
+        tile(r, KB), tile(q, KB), tile(k, KB), tile(v, BV), pairs(Tp) if erase else x_P, x_P, E,
         x_o, x_o if W is None else tile(W, BV), _or(initial_state, state), state, align.cum, hand, flag,
         scale, T, rows, align.N, **constants,
     )  # fmt: skip

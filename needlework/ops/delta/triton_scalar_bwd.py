@@ -74,8 +74,8 @@ def backward(
         slots = _slots(plan, "adjoint", N * HV * cdiv(V, BV))
         run(
             adjoint, (slots,),
-            tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_P if beta is None else couplings(Tp), x_P, G, E, or_G(beta),
-            or_G(lam), tile(du, BV), or_G(dstate), dinitial, alignment.cum, new(slots, BV, NK * KB),
+            tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_P if beta is None else couplings(Tp), x_P, E,
+            tile(du, BV), or_G(dstate), dinitial, alignment.cum, new(slots, BV, NK * KB),
             _flags(slots, q), peaks, scale, T, rows, N, **{**c["adjoint"], "END": int(dstate is not None)},
         )  # fmt: skip
         return dinitial
@@ -109,12 +109,12 @@ def backward(
     hand = new(slots, KS, VB * NT)
     run(
         replay_forward, (slots,),
-        tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E, tile(dr_part, KS), tile(dx_part, KS), or_G(initial_state),
+        tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), E, tile(dr_part, KS), tile(dx_part, KS), or_G(initial_state),
         anchors, alignment.cum, hand, _flags(slots, q), scale, T, rows, N, B, **c["replay_forward"],
     )  # fmt: skip
     run(
         replay_reverse, (slots,),
-        tile(r, KS), tile(asks, KS), tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E, or_G(beta), or_G(lam),
+        tile(r, KS), tile(asks, KS), tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E,
         tile(dk_part, KS), or_G(dstate), anchors, X, alignment.cum, hand, _flags(slots, q), peaks,
         scale, T, rows, N, B, **c["replay_reverse"],
     )  # fmt: skip

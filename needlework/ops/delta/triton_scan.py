@@ -74,7 +74,7 @@ def tell(p_flag):
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N"])
 def scan(
-    x_r, x_q, x_k, x_v, x_T, x_P, p_G, p_E, p_beta, p_lam, x_o, x_w, p_initial, p_final, p_cum, p_hand, p_flag, scale, T, NR, N,
+    x_r, x_q, x_k, x_v, x_T, x_P, p_E, x_o, x_w, p_initial, p_final, p_cum, p_hand, p_flag, scale, T, NR, N,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr,
     ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr,

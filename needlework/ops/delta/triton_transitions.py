@@ -20,7 +20,7 @@ from needlework.ops.delta.triton_scan import factors
 
 @triton.jit(do_not_specialize=["T", "NR", "P"])
 def transitions_kernel(
-    x_q, x_k, x_v, x_T, p_G, p_E, p_beta, p_lam, p_N, p_M, p_cum, T, NR, P,
+    x_q, x_k, x_v, x_T, p_E, p_N, p_M, p_cum, T, NR, P,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
     ERASE: tl.constexpr, LAM: tl.constexpr, SAVE: tl.constexpr,
@@ -123,10 +123,9 @@ def transitions(
     N, M = (k.new_empty(segments.N, HV, K, columns, dtype=G.dtype) for columns in (V, K))
     x_k = tile(k, KB)
     x_T = x_k if beta is None else tile(Tp.view(-1, rows, 1, C), C)
-    or_G = lambda x: G if x is None else x
     run(
         transitions_kernel, (segments.N * HV * (triton.cdiv(V, BV) + triton.cdiv(K, BV)),),
-        x_k if lam is None else tile(q, KB), x_k, tile(v, BV), x_T, G, E, or_G(beta), or_G(lam), N, M, segments.cum,
+        x_k if lam is None else tile(q, KB), x_k, tile(v, BV), x_T, E, N, M, segments.cum,
         T, rows, parts, **constants,
     )  # fmt: skip
     return N, M
@@ -146,7 +145,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     constants = transitions_constants(plan, dtype, 2, 2, K, V, 1, 1, 1)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
     C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
-    types = dict.fromkeys(("p_G", "p_E", "p_beta", "p_lam", "p_N", "p_M"), f"*{acc}")
+    types = dict.fromkeys(("p_E", "p_N", "p_M"), f"*{acc}")
     types |= {"p_cum": "*i32", "T": "i32", "NR": "i32", "P": "i32"}
     for name, kind, width in (("x_q", st, KB), ("x_k", st, KB), ("x_v", own, BV), ("x_T", st, C)):
         types[name] = f"tensordesc<{kind}[1, 1, {C}, {width}]>" if plan.tma else f"*{kind}"
