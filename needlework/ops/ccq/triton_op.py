@@ -17,6 +17,7 @@ from needlework.ops.ccq.triton_scan import read, states
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Plan, plan
 from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.triton_tile import block, token_tile
 
 ENGINE = "ccq/curvature"
 
@@ -81,14 +82,11 @@ class _Walk(NamedTuple):
 
     def tile(self, x: Tensor, rows: int, columns: int) -> Tensor | TensorDescriptor:
         """x [B T H D] as kernels take it: tiles of `rows` tokens and `columns` of D."""
-        if not self.plan.tma:
-            return x
-        x = x.transpose(1, 2)
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
+        return token_tile(x, rows, columns) if self.plan.tma else x
 
     def state(self, x: Tensor, rows: int, columns: int) -> Tensor | TensorDescriptor:
         """x [chunks H K K], the same."""
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns]) if self.plan.tma else x
+        return block(x, rows, columns) if self.plan.tma else x
 
     def empty(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(self.chunks, self.H, *sizes, dtype=dtype or self.wide, device=self.at.cum.device)
