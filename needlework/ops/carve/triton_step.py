@@ -22,7 +22,7 @@ def carve_step_kernel(
     p_q, p_k, p_v, p_f, p_b, p_w, p_A_log, p_dt_bias, p_w1, p_w2, p_S, p_m, p_total, p_position, p_slots, p_o, content_chunk,
     scale: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr,
     PREVIOUS: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """S' = a S + σ(w) Σ_r k_r (v_r − Sᵀ e_r)ᵀ,   o = scale · S'ᵀ q,   e = k (PREVIOUS) or a k,   total' = total + o
 
@@ -49,8 +49,6 @@ def carve_step_kernel(
     # The state passes by the first cache, which keeps w1 and w2 for the programs to come.
     p_tile = p_S + held * K * V + o_k[:, None] * V + o_v[None, :]
     in_tile = in_k[:, None] & in_v[None, :]
-    if EARLY:
-        S = tl.load(p_tile, mask=in_tile, other=0, cache_modifier=".cg").to(ACC)
     o_m, o_r = tl.arange(0, BM), tl.arange(0, BR)
     m = tl.load(p_m + held * V + o_m, mask=o_m < V, other=0).to(ACC)
     total = tl.load(p_total + held * V + o_v, mask=in_v, other=0).to(ACC)
@@ -69,8 +67,8 @@ def carve_step_kernel(
         z = 2 * tl.sigmoid(2 * tl.sum(w1 * m[None, :], 1)) - 1  # tanh
         content += tl.sum(w2 * z[None, :], 1)
 
-    if not EARLY:  # the registers of w1 and w2 are free again: twice as many programs share a multiprocessor
-        S = tl.load(p_tile, mask=in_tile, other=0, cache_modifier=".cg").to(ACC)
+    # only now: the registers of w1 and w2 are free again, so twice as many programs share a multiprocessor
+    S = tl.load(p_tile, mask=in_tile, other=0, cache_modifier=".cg").to(ACC)
     q = tl.load(p_q + head * K + o_k, mask=in_k, other=0).to(ACC)
     b = tl.load(p_b + head * K + o_k, mask=in_k, other=0).to(ACC) + content
     f = tl.load(p_f + head * K + o_k, mask=in_k, other=0).to(ACC)
