@@ -12,8 +12,8 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from needlework.ops.carve import triton_repeated
 from needlework.ops.carve.triton_repeated import VARIES, Repeated
+from needlework.ops.common import triton_launch
 
 SIGNATURE = {"x": "tensordesc<fp16[16, 16]>", "p": "*fp32", "i": "i32", "y": "tensordesc<fp16[16, 16]>", "N": "constexpr"}
 BLOCK = {"swizzle": 1, "elem_size": 2, "elem_type": 6, "block_size": [16, 16], "fp4_padded": False}
@@ -69,7 +69,7 @@ def addresses(call: tuple) -> tuple:
 @pytest.mark.parametrize("described", [True, False])
 @pytest.mark.parametrize("known", [True, False])
 def test_later_launches_are_the_first_one_but_for_what_varies(known, described, device, monkeypatch):
-    monkeypatch.setattr(triton_repeated, "KNOWN", triton_repeated.KNOWN and known)
+    monkeypatch.setattr(triton_launch, "KNOWN", triton_launch.KNOWN and known)
     x, y = (TensorDescriptor(torch.empty(32, 48, dtype=torch.float16), [32, 48], [48, 1], [16, 16]) for _ in range(2))
     p, kernel = torch.empty(3, 4), Kernel(described)
     args = (x, VARIES, VARIES, y) if described else (VARIES, VARIES)
@@ -77,7 +77,7 @@ def test_later_launches_are_the_first_one_but_for_what_varies(known, described, 
     for i in range(3):
         launch(p[i], i)
     first, *later = map(addresses, kernel.calls)
-    assert triton_repeated.KNOWN == known and len(later) == 2
+    assert triton_launch.KNOWN == known and len(later) == 2
     place = first.index(p[0].data_ptr())
     for i, call in enumerate(later, 1):
         assert call[place] == p[i].data_ptr() and call[place + 1] == i
@@ -88,6 +88,6 @@ def test_whoever_listens_to_launches_hears_all_of_them(device):
     kernel, hook = Kernel(False), lambda *_: None
     knobs.runtime.launch_enter_hook.add(hook)
     try:
-        assert triton_repeated._direct(kernel) is None
+        assert triton_launch.c_function(kernel) is None
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)

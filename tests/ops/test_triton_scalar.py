@@ -126,7 +126,7 @@ def test_what_the_backward_is_given_is_what_the_page_says():
 
     x = inputs(T=21, rule="gated")
     given = (*x.values(),)
-    _, _, W, Tp, Pp, A, G, E, *_ = delta_scalar_fwd(*given[:-1], None, None, given[-1], None, SCALE, True)
+    _, _, W, Tp, Pp, A, G, E, *_ = delta_scalar_fwd(*given[:-1], None, None, given[-1], None, SCALE)
     C = Tp.shape[-1]
     q, k, g = (y[0, :C, 0] for y in (x["q"], x["k"], x["g"]))
     prefix = g.cumsum(0)
@@ -160,11 +160,12 @@ def test_every_gradient_is_that_of_the_recurrence(rule, ends):
 
 
 def test_the_operator_passes_opcheck():
-    from needlework.ops.delta.triton_scalar import delta_scalar_fwd
+    from needlework.ops.delta.triton_scalar import delta_scalar, delta_scalar_fwd
 
     x = inputs(T=20)
-    args = *(x[n] for n in ("q", "k", "v", "g", "beta", "lam")), None, x["initial_state"], None, SCALE, True
-    torch.library.opcheck(delta_scalar_fwd, args, test_utils=("test_schema", "test_faketensor"))
+    args = *(x[n] for n in ("q", "k", "v", "g", "beta", "lam")), None, x["initial_state"], None, SCALE
+    for operator in (delta_scalar, delta_scalar_fwd):
+        torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("dtype, bound", ((torch.float32, 2e-6), (torch.float16, 3e-3)))
@@ -197,7 +198,7 @@ def test_operands_of_another_half_type_are_copied_once():
     for dtype in (torch.bfloat16, torch.float16):
         q, k, v, read = (x[n].to(dtype) for n in ("q", "k", "v", "q_read"))
         g, beta, lam = (x[n].float() for n in ("g", "beta", "lam"))
-        *_, q_copy, k_copy, read_copy, _, _ = delta_scalar_fwd(q, k, v, g, beta, lam, read, None, None, SCALE, True)
+        *_, q_copy, k_copy, read_copy, _, _ = delta_scalar_fwd(q, k, v, g, beta, lam, read, None, None, SCALE)
         for copy, given in ((q_copy, q), (k_copy, k), (read_copy, read)):
             assert copy.dtype == torch.float16
             assert torch.equal(copy, given.to(torch.float16)) if dtype == torch.bfloat16 else not copy.numel()

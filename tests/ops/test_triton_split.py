@@ -243,7 +243,7 @@ def test_the_fix_up_is_the_recurrence_over_segments(K, V, reverse):
 @pytest.mark.parametrize("rule, packed", (("qdelta", False), ("qdelta", True), ("additive", True), ("read", False)))
 def test_the_operator_cuts_and_nobody_sees_it(rule, packed, parts, monkeypatch):
     from needlework.ops.delta import triton_split
-    from needlework.ops.delta.triton_scalar import delta_scalar_fwd, scalar
+    from needlework.ops.delta.triton_scalar import delta_scalar, delta_scalar_fwd, scalar
 
     monkeypatch.setattr(triton_split, "parts_of", lambda *_: parts)
     cu_seqlens = PACKED if packed else None
@@ -255,10 +255,10 @@ def test_the_operator_cuts_and_nobody_sees_it(rule, packed, parts, monkeypatch):
     found = {"o": o.detach(), "state": state.detach(), **{f"d{n}": d for n, d in zip(leaves, gradients, strict=True)}}
     assert_close(found, definition(rule, x, cu_seqlens), f"{rule}, {parts} parts")
     arguments = (*(None if y is None else y.detach() for y in given), cu_seqlens, SCALE)
-    assert relative(delta_scalar_fwd(*arguments, False)[0], o.detach()) == 0
+    assert relative(delta_scalar(*arguments)[0], o.detach()) == 0
     if parts == 2:
         tests = ("test_schema", "test_faketensor")
-        torch.library.opcheck(delta_scalar_fwd, (*arguments, True), test_utils=tests)
+        torch.library.opcheck(delta_scalar_fwd, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("rule, packed", (("gla", False), ("kda", False), ("gdn2", False), ("kda", True)))

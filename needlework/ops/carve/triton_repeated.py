@@ -1,23 +1,17 @@
-"""Launches whose cost on the host counts: several for every content chunk of a call.
+"""Launches whose cost on the host counts most: several for every content chunk of a call, alike but for a few arguments.
 
-Triton looks a kernel up, checks every pointer and encodes every descriptor again at each launch, which takes longer than many
-of these kernels run. Here all of that is done once, and its C function is called with what changed.
+A kernel's C function is found, its descriptors are encoded and its arguments laid out once (`common/triton_launch.py`); then it is
+called with what changed.
 """
 
-from inspect import signature
-
-from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.together import run
+from needlework.ops.common.triton_launch import c_function
 
 VARIES = object()  # in the place of an argument: given at each launch
-# the Triton known here: another one launches as it does itself
-KNOWN = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == "iiiKKppOOOOOO" and list(
-    signature(nvidia.make_tensordesc_arg).parameters
-) == ["arg", "metadata"]
 
 
 class Repeated:
@@ -46,13 +40,13 @@ class Repeated:
 
 def _bound(compiled, grid: tuple[int, int, int], args: list, places: list[int]):
     """compiled[grid] as a function of the arguments at `places`, on the stream that is now current."""
-    device = driver.active.get_current_device()
-    stream, direct = driver.active.get_current_stream(device), _direct(compiled)
+    direct = c_function(compiled)
     if direct is None:
         given, call = list(args), compiled[grid]
     else:
         call, blocks = direct
         launcher, encodings = compiled.run, iter(blocks)
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
         given = [*grid, stream, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl]
         given += [None, None, compiled.packed_metadata, None, None, None]  # no scratch, nobody listens
         moved = []
@@ -72,19 +66,3 @@ def _bound(compiled, grid: tuple[int, int, int], args: list, places: list[int]):
 def _address(x):
     """A tensor as the number that stands for it."""
     return x.data_ptr() if hasattr(x, "data_ptr") else x
-
-
-def _direct(compiled):
-    """The C function that launches a kernel, and the blocks of its descriptors; None where it is not to be called directly."""
-    launcher = compiled.run
-    if not KNOWN or type(launcher) is not nvidia.CudaLauncher:
-        return None
-    if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
-        return None
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
-        return None
-    launch = launcher.launch
-    if not hasattr(launch, "__closure__"):  # no descriptor: the C function itself
-        return launch, ()
-    inside = dict(zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__), strict=True))
-    return (inside["launcher"], inside["tensordesc_meta"]) if {"launcher", "tensordesc_meta"} <= inside.keys() else None

@@ -28,8 +28,7 @@ class Alignment(NamedTuple):
     def of(cls, cu_seqlens: Tensor | None, B: int, T: int, C: int, device: torch.device) -> "Alignment":
         chunks = -(-T // C)
         if cu_seqlens is None:
-            cum = torch.arange(B + 1, dtype=torch.int32, device=device) * chunks
-            return cls(cum, B, T, chunks, None)
+            return cls(_even(B, chunks, device), B, T, chunks, None)
         N = len(cu_seqlens) - 1
         starts = cu_seqlens.to(device=device, dtype=torch.int64)
         cum = torch.zeros_like(starts)
@@ -50,3 +49,22 @@ class Alignment(NamedTuple):
     def restore(self, x: Tensor) -> Tensor:
         """The inverse of `align`."""
         return x if self.place is None else x[:, self.place]
+
+
+_kept: dict[tuple[int, int, torch.device], Tensor] = {}
+
+
+def _even(B: int, chunks: int, device: torch.device) -> Tensor:
+    """[B+1] int32, multiples of chunks. Kept for the next call: two small kernels cost the host more than a large one."""
+    key = B, chunks, device
+    if key in _kept:
+        return _kept[key]
+    cum = torch.arange(B + 1, dtype=torch.int32, device=device) * chunks
+    # what a CUDA graph makes is made anew at its replays, and in memory of its own
+    if type(cum) is Tensor and not (cum.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if cum.is_cuda:
+            torch.cuda.current_stream(device).synchronize()  # any stream may read it now
+        if len(_kept) >= 256:
+            _kept.clear()
+        _kept[key] = cum
+    return cum

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.launch import interpreted
+from needlework.ops.common.triton_launch import launch
 
 _launches: ContextVar[dict[Hashable, Callable[[], None]] | None] = ContextVar("launches of a rehearsal", default=None)
 _rehearsed: set[Hashable] = set()
@@ -23,7 +24,7 @@ def run(kernel, grid: tuple[int, ...], *arguments, **constants):
     """kernel[grid](...); in a rehearsal a note that it is to be compiled, and None."""
     launches = _launches.get()
     if launches is None:
-        return kernel[grid](*arguments, **constants)
+        return launch(kernel, grid, arguments, constants)
     # asking for `run` builds the C launcher and loads the kernel
     key = kernel, *map(_type, arguments), *sorted(constants.items())
     launches[key] = lambda: kernel.warmup(*arguments, grid=grid, **constants).run
@@ -43,12 +44,12 @@ def rehearse(device: torch.device, key: Hashable, call: Callable[[], object]) ->
     finally:
         _launches.reset(token)
 
-    def compile_one(launch: Callable[[], None]) -> None:
+    def compile_one(compilation: Callable[[], None]) -> None:
         with torch.cuda.device(device):
-            launch()
+            compilation()
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for future in [threads.submit(compile_one, launch) for launch in launches.values()]:
+        for future in [threads.submit(compile_one, compilation) for compilation in launches.values()]:
             future.exception()
 
 

@@ -41,20 +41,35 @@ def scalar(
     if lam is None and q_read is not None:
         q, q_read = q_read, None
     given = (q, k, v, g, beta, lam, q_read, initial_state)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    o, state, *_ = delta_scalar_fwd(*given, cu_seqlens, scale, save)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        return delta_scalar_fwd(*given, cu_seqlens, scale)[:2]
+    return delta_scalar(*given, cu_seqlens, scale)
+
+
+@torch.library.custom_op("needlework::delta_scalar", mutates_args=())
+def delta_scalar(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o and the final state. An operator of its own: results that are not there cost the host as much as a launch."""
+    o, state, *_ = _call(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale, save=False)
     return o, state
 
 
 @torch.library.custom_op("needlework::delta_scalar_fwd", mutates_args=())
 def delta_scalar_fwd(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, save: bool,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """o, final state, and what the backward wants, over aligned tokens: W, T, P', A, G, E, the copies of q, k and q_read as
-    operands, and of sequences cut into segments their starts and M (empty without `save`, and where there is none)."""
+    operands, and of sequences cut into segments their starts and M (empty where there is none)."""
+    return _call(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale, save=True)
+
+
+def _call(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale: float, *, save: bool) -> tuple[Tensor, ...]:
+    """`forward` of tokens that lie as the caller has them."""
     chosen = plan(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
     align = _alignment(q, cu_seqlens, chosen)
     tokens = [None if x is None else align.align(x) for x in (q, k, v, g, beta, lam, q_read)]
@@ -62,8 +77,8 @@ def delta_scalar_fwd(
     settings = {"scale": scale, "plan": chosen}
     key = ENGINE, chosen.name, kind(*tokens, initial_state), parts > 1, save
     rehearse(q.device, key, lambda: _rehearsal(bare(*tokens, initial_state), align, save, parts, settings))
-    o, state, *saved = forward(*tokens, initial_state, align, save=save, parts=parts, **settings)
-    return align.restore(o).contiguous(), state, *(saved if save else [x.new_empty(0) for x in saved])
+    o, *others = forward(*tokens, initial_state, align, save=save, parts=parts, **settings)
+    return align.restore(o).contiguous(), *others
 
 
 @torch.library.custom_op("needlework::delta_scalar_bwd", mutates_args=())
@@ -109,23 +124,22 @@ def _rehearsal(inputs: list[Tensor | None], align: Alignment, save: bool, parts:
 def forward(
     q, k, v, g, beta, lam, q_read, initial_state, align: Alignment, *, scale: float, plan: Plan, save: bool, parts: int = 1
 ):
-    """o, state, W, T, P', A, G, E of aligned tokens, the copies, the segments' starts and M: intra, then the walk."""
+    """o and state of aligned tokens; with `save` also W, T, P', A, G, E, the copies, the segments' starts and M."""
     B, T, HV, V = v.shape
     K, C = k.shape[3], plan.launch["shared"]["C"]
     rows = -(-T // C) * C
     wide = accumulator(q.dtype)
     operand = solve(q.dtype)
-    o, W = torch.empty_like(v), torch.empty_like(v if save else v[:0], dtype=operand)
-    erases = 0 if beta is None else B
-    Tp, Pp, A = (q.new_empty(n, HV, rows, C, dtype=operand) for n in (erases, B, erases if save else 0))
+    o, W = torch.empty_like(v), torch.empty_like(v, dtype=operand) if save else None
+    pairs = lambda wanted=True: q.new_empty(B if wanted else 0, HV, rows, C, dtype=operand)
+    Pp, Tp, A = pairs(), pairs(beta is not None), pairs(beta is not None) if save else None
     # q is not copied where it neither reads nor enters x
     wanted = (q if q_read is None or lam is not None else None), k, q_read
     copies = [None if x is None or x.dtype == operand else torch.empty_like(x, dtype=operand) for x in wanted]
     G, E = q.new_empty(B, HV, rows, dtype=wide), q.new_empty(B, HV, rows // C, 6, C, dtype=wide)
     q_, k_, read = (x if copy is None else copy for x, copy in zip((q, k, q_read), copies, strict=True))
     if o.numel():
-        launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A if save else None, G, E, copies, scale=scale, plan=plan)
-    starts, M = (q.new_empty(0, HV, K, D, dtype=wide) for D in (V, K))
+        launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, scale=scale, plan=plan)
     if parts > 1:
         from needlework.ops.delta.triton_split import fix_up, segments
         from needlework.ops.delta.triton_transitions import transitions
@@ -142,12 +156,15 @@ def forward(
         state = (torch.zeros if untouched else torch.empty)(align.N, HV, K, V, dtype=wide, device=q.device)
     if o.numel():
         launch_scan(
-            q_, k_, v, g, beta, lam, read, Tp, Pp, G, E, o, W if save else None, initial_state, state, align,
+            q_, k_, v, g, beta, lam, read, Tp, Pp, G, E, o, W, initial_state, state, align,
             scale=scale, plan=plan,
         )  # fmt: skip
-    copies = [q.new_empty(0, dtype=operand) if x is None else x for x in copies]
     state = state if parts == 1 else state[parts - 1 :: parts].clone()
-    return o, state, W, Tp, Pp, A, G, E, *copies, starts, M
+    if not save:
+        return o, state
+    copies = [q.new_empty(0, dtype=operand) if x is None else x for x in copies]
+    cut = (starts, M) if parts > 1 else (q.new_empty(0, HV, K, D, dtype=wide) for D in (V, K))
+    return o, state, W, Tp, Pp, A, G, E, *copies, *cut
 
 
 def launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, *, scale: float, plan: Plan) -> None:
@@ -176,9 +193,8 @@ def launch_scan(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state
         plan, v.dtype, H, r.shape[2], HV, K, V, erase, with_lam, read, initial_state is not None, W is not None
     )
     BV, KB, NK = (constants[name] for name in ("BV", "KB", "NK"))
-    slots = min(plan.launch["scan"]["NP"], align.N * HV * -(-V // BV))
+    slots, flag = slots_of(plan, "scan", align, HV * -(-V // BV), len(v) * (rows // C))
     hand = q.new_empty(slots, BV, NK * KB, dtype=state.dtype)
-    flag = torch.zeros(slots, dtype=torch.int32, device=q.device)
     tile = lambda x, D: token_tile(x, C, D) if plan.tma else x
     pairs = lambda x: tile(x.view(-1, rows, 1, C), C)
     x_P = pairs(Pp)
@@ -189,6 +205,15 @@ def launch_scan(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state
         x_o, x_o if W is None else tile(W, BV), _or(initial_state, state), state, align.cum, hand, flag,
         scale, T, rows, align.N, **constants,
     )  # fmt: skip
+
+
+def slots_of(plan: Plan, kernel: str, align: Alignment, per: int, chunks: int) -> tuple[int, Tensor]:
+    """Programs of a walk with `per` chains a sequence over `chunks` chunks in all, and the flags by which they pass chains on."""
+    chains = align.N * per
+    slots = min(plan.launch[kernel]["NP"], chains)
+    # where each program has one chain, as long as all others, no flag is ever read
+    cut = slots < chains or align.N * align.longest != chunks
+    return slots, (torch.zeros if cut else torch.empty)(slots, dtype=torch.int32, device=align.cum.device)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -275,18 +300,19 @@ def _or(x: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if x is None else x
 
 
+@delta_scalar.register_fake
+def _results(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
+    N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
+    return torch.empty_like(v), v.new_empty(N, v.shape[2], k.shape[-1], v.shape[-1], dtype=accumulator(q.dtype))
+
+
 @delta_scalar_fwd.register_fake
-def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale, save):
+def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     B, T, HV, V = v.shape
     C = plan(ENGINE, q.device, q.dtype, q.shape[-1], V).launch["shared"]["C"]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    wide = accumulator(q.dtype)
-    o, state = torch.empty_like(v), v.new_empty(N, HV, k.shape[-1], V, dtype=wide)
-    operand = solve(q.dtype)
-    nothing = lambda dtype=operand: v.new_empty(0, dtype=dtype)
-    if not save:
-        types = (operand,) * 4 + (wide,) * 2 + (operand,) * 3 + (wide,) * 2
-        return o, state, *(nothing(dtype) for dtype in types)
+    wide, operand = accumulator(q.dtype), solve(q.dtype)
+    nothing = lambda: v.new_empty(0, dtype=operand)
     aligned = T if cu_seqlens is None else (T // C + N) * C
     rows = -(-aligned // C) * C
     erases = 0 if beta is None else B
@@ -298,7 +324,8 @@ def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale, save):
     ]
     parts = _parts(N, v.shape, k.shape[-1], cu_seqlens, plan(ENGINE, q.device, q.dtype, q.shape[-1], V))
     states = [v.new_empty(N * parts if parts > 1 else 0, HV, k.shape[-1], D, dtype=wide) for D in (V, k.shape[-1])]
-    return o, state, v.new_empty(B, aligned, HV, V, dtype=operand), *pairs, *numbers, *copies, *states
+    results = _results(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale)
+    return *results, v.new_empty(B, aligned, HV, V, dtype=operand), *pairs, *numbers, *copies, *states
 
 
 @delta_scalar_bwd.register_fake
@@ -307,7 +334,7 @@ def _(do, dstate, saved, q, k, v, g, beta, lam, q_read, initial_state, cu_seqlen
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.scale, _ = inputs
+    *tensors, ctx.scale = inputs
     ctx.save_for_backward(*output[2:], *tensors)
     ctx.set_materialize_grads(False)
 
@@ -317,7 +344,7 @@ def _backward(ctx, do, dstate, *_):
     do = torch.zeros_like(tensors[2]) if do is None else do.contiguous()
     found = delta_scalar_bwd(do, dstate, list(saved), *tensors, cu_seqlens, ctx.scale)
     found = [dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)]
-    return *found, None, None, None
+    return *found, None, None
 
 
 delta_scalar_fwd.register_autograd(_backward, setup_context=_save)

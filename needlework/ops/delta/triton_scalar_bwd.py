@@ -19,7 +19,7 @@ from needlework.ops.common.triton_tile import token_tile
 from needlework.ops.delta.triton_adjoint import adjoint, amax
 from needlework.ops.delta.triton_combine import combine, gate, pairs
 from needlework.ops.delta.triton_replay import replay_forward, replay_reverse
-from needlework.ops.delta.triton_scalar import TYPES, accumulator, solve
+from needlework.ops.delta.triton_scalar import TYPES, accumulator, slots_of, solve
 from needlework.ops.delta.triton_split import fix_up, segments
 
 NO_ANCHOR = 1 << 30
@@ -71,12 +71,12 @@ def backward(
         if alignment.place is not None:
             # of an empty sequence, which no chain walks
             dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
-        slots = _slots(plan, "adjoint", N * HV * cdiv(V, BV))
+        slots, flag = slots_of(plan, "adjoint", alignment, HV * cdiv(V, BV), chunks_in_all)
         run(
             adjoint, (slots,),
             tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_P if beta is None else couplings(Tp), x_P, E,
             tile(du, BV), or_G(dstate), dinitial, alignment.cum, new(slots, BV, NK * KB),
-            _flags(slots, q), peaks, scale, T, rows, N, **{**c["adjoint"], "END": int(dstate is not None)},
+            flag, peaks, scale, T, rows, N, **{**c["adjoint"], "END": int(dstate is not None)},
         )  # fmt: skip
         return dinitial
 
@@ -105,17 +105,18 @@ def backward(
     places = (chunks_in_all // EVERY + N + 1) * HV if g is not None else 1
     anchors = new(places, K, V, dtype=st) if g is not None else G
     X = new(places, slices * parts)
-    slots = _slots(plan, "replay_forward", N * HV * slices * parts)
+    chains = HV * slices * parts
+    (slots, flag), (_, flag_back) = (slots_of(plan, "replay_forward", alignment, chains, chunks_in_all) for _ in range(2))
     hand = new(slots, KS, VB * NT)
     run(
         replay_forward, (slots,),
         tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), E, tile(dr_part, KS), tile(dx_part, KS), or_G(initial_state),
-        anchors, alignment.cum, hand, _flags(slots, q), scale, T, rows, N, B, **c["replay_forward"],
+        anchors, alignment.cum, hand, flag, scale, T, rows, N, B, **c["replay_forward"],
     )  # fmt: skip
     run(
         replay_reverse, (slots,),
         tile(r, KS), tile(asks, KS), tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E,
-        tile(dk_part, KS), or_G(dstate), anchors, X, alignment.cum, hand, _flags(slots, q), peaks,
+        tile(dk_part, KS), or_G(dstate), anchors, X, alignment.cum, hand, flag_back, peaks,
         scale, T, rows, N, B, **c["replay_reverse"],
     )  # fmt: skip
 
@@ -220,11 +221,3 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
                 signature[arg] = "fp32" if arg == "scale" else "i64" if arg.startswith("n_") else "i32"
         cases.append(Case(kernel, signature, c, options))
     return cases
-
-
-def _slots(plan: Plan, kernel: str, chains: int) -> int:
-    return min(plan.launch[kernel]["NP"], chains)
-
-
-def _flags(slots: int, like: Tensor) -> Tensor:
-    return torch.zeros(slots, dtype=torch.int32, device=like.device)

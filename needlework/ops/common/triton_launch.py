@@ -1,0 +1,121 @@
+"""Launches that cost the host little: a kernel is launched Triton's way once for every kind of its arguments, and after that by
+the C function that Triton made for it.
+
+Triton looks at every argument, checks every pointer and encodes every descriptor again at each launch, which takes longer than
+many of these kernels run. The C function takes addresses, and descriptors of the same memory are encoded once.
+"""
+
+from collections.abc import Callable, Hashable
+from inspect import signature
+
+from torch import Tensor
+from triton import JITFunction, knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# the Triton known here: another one launches as it does itself
+KNOWN = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == "iiiKKppOOOOOO" and list(
+    signature(nvidia.make_tensordesc_arg).parameters
+) == ["arg", "metadata"]
+ENCODED = 256  # descriptors remembered of one argument
+_direct: dict[Hashable, "Direct | None"] = {}
+
+
+def launch(kernel, grid: tuple[int, ...], arguments: tuple, constants: dict):
+    """kernel[grid](*arguments, **constants); the compiled kernel, None of one that is not compiled."""
+    direct, kind = None, None
+    if KNOWN and type(kernel) is JITFunction and not _listened():
+        kind, given = _kind(kernel, arguments, constants)
+        direct = _direct.get(kind)
+    if direct is not None:
+        direct(grid, given)
+        return direct.compiled
+    compiled = kernel[grid](*arguments, **constants)
+    if kind is not None and kind not in _direct:
+        _direct[kind] = Direct.of(compiled, arguments, constants)
+    return compiled
+
+
+def _listened() -> bool:
+    """Whether somebody wants to hear of launches: only Triton's own way tells."""
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
+def _kind(kernel, arguments: tuple, constants: dict) -> tuple[Hashable, list]:
+    """What a kernel is compiled for, None where this is not for the C function; arguments as that takes them."""
+    facts, given, low = [kernel, driver.active.get_current_device(), *constants, *constants.values()], [], 0
+    for x in arguments:
+        if isinstance(x, Tensor):
+            address = x.data_ptr()
+            low |= address
+            facts.append(x.dtype)
+            given.append(address)
+            continue
+        given.append(x)
+        kind = type(x)
+        if kind is int:
+            facts.append(x >> 31)  # 32 or 64 bits
+        elif kind is TensorDescriptor:
+            facts += x.base.dtype, *x.block_shape
+        elif kind is float or x is None:
+            facts.append(kind)
+        else:
+            return None, given
+    # a pointer that is not to a multiple of 16 bytes has a kernel of its own
+    return None if low & 15 else tuple(facts), given
+
+
+class Direct:
+    """A compiled kernel's C function."""
+
+    def __init__(self, compiled, call: Callable, blocks: list[dict], arguments: tuple, after: list):
+        launcher = compiled.run
+        self.compiled, self.call, self.after = compiled, call, after
+        self.options = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
+        # no scratch, nobody listens
+        self.options += None, None, compiled.packed_metadata, None, None, None
+        places = [i for i, x in enumerate(arguments) if isinstance(x, TensorDescriptor)]
+        # from the last, so that places stay right while one takes the room of many
+        self.descriptors = list(zip(reversed(places), reversed(blocks), ({} for _ in places), strict=True))
+
+    @classmethod
+    def of(cls, compiled, arguments: tuple, constants: dict) -> "Direct | None":
+        """None where it is not to be called directly."""
+        found = c_function(compiled)
+        if found is None:
+            return None
+        kernel = compiled.src.fn
+        for x, param in zip(arguments, kernel.params, strict=False):
+            if type(x) is int and not (param.is_constexpr or param.do_not_specialize):
+                return None
+        after = kernel.arg_names[len(arguments) :]
+        if not constants.keys() >= set(after):  # one is left at its default
+            return None
+        return cls(compiled, *found, arguments, [constants[name] for name in after])
+
+    def __call__(self, grid: tuple[int, ...], given: list) -> None:
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        for i, block, encoded in self.descriptors:
+            x = given[i]
+            key = x.base.data_ptr(), *x.shape, *x.strides
+            if key not in encoded:
+                if len(encoded) >= ENCODED:
+                    encoded.clear()
+                encoded[key] = nvidia.make_tensordesc_arg(x, block)
+            given[i : i + 1] = encoded[key]
+        self.call(*grid, *(1,) * (3 - len(grid)), stream, *self.options, *given, *self.after)
+
+
+def c_function(compiled) -> tuple[Callable, list] | None:
+    """What launches a compiled kernel, and the blocks of its descriptors; None where it is not to be called directly."""
+    launcher = getattr(compiled, "run", None)
+    if not KNOWN or type(launcher) is not nvidia.CudaLauncher or _listened():
+        return None
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    launch = launcher.launch
+    if not hasattr(launch, "__closure__"):  # no descriptor: the C function itself
+        return launch, []
+    inside = dict(zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__), strict=True))
+    return (inside["launcher"], inside["tensordesc_meta"]) if {"launcher", "tensordesc_meta"} <= inside.keys() else None
