@@ -11,12 +11,13 @@ from torch import Tensor
 from needlework.ops.carve import chunk
 from needlework.ops.carve.arguments import check_position
 from needlework.ops.carve.grid import Grid, gather, scatter
+from needlework.ops.common.operator import backward_operator, operator
 from needlework.ops.common.packing import check_cu_seqlens, lengths
 from needlework.ops.common.precision import keep_precision
 from needlework.ops.delta.arguments import width
 
 
-@torch.library.custom_op("needlework::carve_fwd", mutates_args=())
+@operator
 def carve_fwd(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
     A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
@@ -38,7 +39,7 @@ def carve_fwd(
     return grid.restore(o, like=q).to(q.dtype), S, m, total, grid.ends % content_chunk, kept_S, kept_m
 
 
-@torch.library.custom_op("needlework::carve_bwd", mutates_args=())
+@backward_operator
 def carve_bwd(
     do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor,
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
@@ -83,7 +84,7 @@ def _most_chunks(q: Tensor, position: Tensor, content_chunk: int) -> int:
     return (q.shape[0] * q.shape[1] + 2 * len(position) * (content_chunk - 1)) // content_chunk
 
 
-@carve_fwd.register_fake
+@torch.library.register_fake(carve_fwd)
 def _(q, k, v, f, b, w, A_log, dt_bias, w1, w2, S, m, total, position, cu_seqlens, content_chunk, *_):
     rows = _most_chunks(q, position, content_chunk)
     state = [x.new_empty(x.shape, dtype=width(q)) for x in (S, m, total)]
@@ -91,7 +92,7 @@ def _(q, k, v, f, b, w, A_log, dt_bias, w1, w2, S, m, total, position, cu_seqlen
     return q.new_empty(*q.shape[:3], v.shape[-1]), *state, position.new_empty(position.shape), *kept
 
 
-@carve_bwd.register_fake
+@torch.library.register_fake(carve_bwd)
 def _(do, dS, dm, dtotal, *tensors):
     states = [x.new_empty(x.shape, dtype=width(tensors[0])) for x in (dS, dm, dtotal)]
     return [x.new_empty(x.shape) for x in tensors[:10]] + states
@@ -110,5 +111,5 @@ def _backward(ctx, do, dS, dm, dtotal, *_):
     return *gradients[:10], *state, None, None, None, None, None, None
 
 
-carve_fwd.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd(carve_fwd, _backward, setup_context=_save)
 keep_precision(carve_fwd, carve_bwd)

@@ -9,6 +9,7 @@ from needlework.ops.carve.state import CarveOutput, CarveState
 from needlework.ops.carve.triton_bwd import backward
 from needlework.ops.carve.triton_fwd import forward
 from needlework.ops.common.launch import plan as pick
+from needlework.ops.common.operator import backward_operator, operator
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse
 from needlework.ops.delta.arguments import width
@@ -41,7 +42,7 @@ def _one_row(x: Tensor, R: int, row: int, fill: float) -> Tensor:
     return torch.stack([x if i == row else others for i in range(R)], 2).flatten(1, 2)
 
 
-@torch.library.custom_op("needlework::carve_triton_fwd", mutates_args=())
+@operator
 def carve_triton_fwd(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor, A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
     S: Tensor | None, m: Tensor | None, total: Tensor | None, position: Tensor | None, cu_seqlens: Tensor | None,
@@ -73,7 +74,7 @@ def carve_triton_fwd(
     return layout.restore(o), *state, layout.ends % layout.L // R, *kept
 
 
-@carve_triton_fwd.register_fake
+@torch.library.register_fake(carve_triton_fwd)
 def _nothing(
     q, k, v, f, b, w, A_log, dt_bias, w1, w2, S, m, total, position, cu_seqlens, content_chunk, prediction, scale, R, save
 ):
@@ -126,7 +127,7 @@ def _state(q, v, S, m, total, position, cu_seqlens) -> list[Tensor]:
     return [*(x.to(width(q), **own) for x in (S, m, total)), position.to(torch.int64, **own)]
 
 
-@torch.library.custom_op("needlework::carve_triton_bwd", mutates_args=())
+@backward_operator
 def carve_triton_bwd(
     do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor,
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor, A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
@@ -148,7 +149,7 @@ def carve_triton_bwd(
     return [*tokens, *(dx.to(x.dtype) for dx, x in zip(gradients[6:10], inputs[6:], strict=True)), *gradients[10:]]
 
 
-@carve_triton_bwd.register_fake
+@torch.library.register_fake(carve_triton_bwd)
 def _(do, dS, dm, dtotal, *tensors):
     return [torch.empty_like(x) for x in tensors[:10]] + [
         x.new_empty(x.shape, dtype=width(tensors[0])) for x in (dS, dm, dtotal)
@@ -175,4 +176,4 @@ def _backward(ctx, *given):
     return *gradients[:10], *state, None, None, None, None, None, None, None
 
 
-carve_triton_fwd.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd(carve_triton_fwd, _backward, setup_context=_save)

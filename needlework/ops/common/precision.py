@@ -9,4 +9,4 @@ def keep_precision(*ops) -> None:
     """Shield custom ops from the caller's autocast, which would run their matrix products in half; float64 passes as it is."""
     for op in ops:
         for device in DEVICES:
-            op.register_autocast(device, torch.float32)
+            torch.library.register_autocast(op, device, torch.float32)

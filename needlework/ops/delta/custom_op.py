@@ -7,12 +7,13 @@ checked here.
 import torch
 from torch import Tensor
 
+from needlework.ops.common.operator import backward_operator, operator
 from needlework.ops.common.packing import check_cu_seqlens, pad, unpad
 from needlework.ops.common.precision import keep_precision
 from needlework.ops.delta import chunk
 
 
-@torch.library.custom_op("needlework::delta_fwd", mutates_args=())
+@operator
 def delta_fwd(
     q: Tensor, k: Tensor, u: Tensor, e: Tensor | None, g: Tensor, initial_state: Tensor, cu_seqlens: Tensor | None,
     scale: float, prediction: str, chunk_size: int,
@@ -23,7 +24,7 @@ def delta_fwd(
     return _given(cu_seqlens, o), _fresh(state, initial_state)
 
 
-@torch.library.custom_op("needlework::delta_bwd", mutates_args=())
+@backward_operator
 def delta_bwd(
     do: Tensor, dstate: Tensor,
     q: Tensor, k: Tensor, u: Tensor, e: Tensor | None, g: Tensor, initial_state: Tensor, cu_seqlens: Tensor | None,
@@ -54,12 +55,12 @@ def _fresh(x: Tensor, source: Tensor) -> Tensor:
     return x.clone() if x is source else x
 
 
-@delta_fwd.register_fake
+@torch.library.register_fake(delta_fwd)
 def _(q, k, u, e, g, initial_state, cu_seqlens, scale, prediction, chunk_size):
     return q.new_empty(*q.shape[:3], u.shape[-1]), initial_state.new_empty(initial_state.shape)
 
 
-@delta_bwd.register_fake
+@torch.library.register_fake(delta_bwd)
 def _(do, dstate, q, k, u, e, g, initial_state, *_):
     return [q.new_empty(0 if x is None else x.shape) for x in (q, k, u, e, g, initial_state)]
 
@@ -75,5 +76,5 @@ def _backward(ctx, do, dstate):
     return dq, dk, du, de if ctx.needs_input_grad[3] else None, dg, dinitial, None, None, None, None
 
 
-delta_fwd.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd(delta_fwd, _backward, setup_context=_save)
 keep_precision(delta_fwd, delta_bwd)

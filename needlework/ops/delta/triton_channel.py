@@ -12,6 +12,7 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.constant import constant
 from needlework.ops.common.launch import Plan
 from needlework.ops.common.launch import plan as pick
+from needlework.ops.common.operator import backward_operator, operator
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse
 from needlework.ops.delta.arguments import width
@@ -80,7 +81,7 @@ def forward(
     return o, state if parts == 1 else state[parts - 1 :: parts].clone(), saved._replace(W=W), *cut
 
 
-@torch.library.custom_op("needlework::delta_channel_fwd", mutates_args=())
+@operator
 def delta_channel_fwd(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, erase: Tensor | None, write: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, prediction: str, R: int, save: bool,
@@ -102,7 +103,7 @@ def delta_channel_fwd(
     return alignment.restore(o), final, *(q.new_empty(0) if x is None else x for x in saved)
 
 
-@torch.library.custom_op("needlework::delta_channel_bwd", mutates_args=())
+@backward_operator
 def delta_channel_bwd(
     do: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
     beta: Tensor | None, erase: Tensor | None, write: Tensor | None, initial_state: Tensor | None,
@@ -156,7 +157,7 @@ def _aligned(alignment: Alignment, *tokens: Tensor | None) -> list[Tensor | None
     return [None if x is None else alignment.align(x) for x in tokens]
 
 
-@delta_channel_fwd.register_fake
+@torch.library.register_fake(delta_channel_fwd)
 def _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, prediction, R, save):
     """The results' shapes; without tokens also their values."""
     (B, T, HV, V), K = v.shape, q.shape[-1]
@@ -179,7 +180,7 @@ def _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, p
     return o, state, *kept, *cut
 
 
-@delta_channel_bwd.register_fake
+@torch.library.register_fake(delta_channel_bwd)
 def _(do, dstate, q, k, v, g, beta, erase, write, initial_state, *_):
     return [q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, g, beta, erase, write, initial_state)]
 
@@ -198,4 +199,4 @@ def _backward(ctx, do, dstate, *_):
     return *(None if x is None else dx for x, dx in zip(inputs, gradients, strict=True)), *[None] * 5
 
 
-delta_channel_fwd.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd(delta_channel_fwd, _backward, setup_context=_save)

@@ -13,6 +13,7 @@ from triton import next_power_of_2
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan, plan
+from needlework.ops.common.operator import backward_operator, operator
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse, run
 from needlework.ops.common.triton_tile import token_tile
@@ -46,7 +47,7 @@ def scalar(
     return delta_scalar(*given, cu_seqlens, scale)
 
 
-@torch.library.custom_op("needlework::delta_scalar", mutates_args=())
+@operator
 def delta_scalar(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
@@ -56,7 +57,7 @@ def delta_scalar(
     return o, state
 
 
-@torch.library.custom_op("needlework::delta_scalar_fwd", mutates_args=())
+@operator
 def delta_scalar_fwd(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
@@ -81,7 +82,7 @@ def _call(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale: float
     return align.restore(o).contiguous(), *others
 
 
-@torch.library.custom_op("needlework::delta_scalar_bwd", mutates_args=())
+@backward_operator
 def delta_scalar_bwd(
     do: Tensor, dstate: Tensor | None, saved: list[Tensor],
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
@@ -300,13 +301,13 @@ def _or(x: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if x is None else x
 
 
-@delta_scalar.register_fake
+@torch.library.register_fake(delta_scalar)
 def _results(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
     return torch.empty_like(v), v.new_empty(N, v.shape[2], k.shape[-1], v.shape[-1], dtype=accumulator(q.dtype))
 
 
-@delta_scalar_fwd.register_fake
+@torch.library.register_fake(delta_scalar_fwd)
 def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     B, T, HV, V = v.shape
     C = plan(ENGINE, q.device, q.dtype, q.shape[-1], V).launch["shared"]["C"]
@@ -328,7 +329,7 @@ def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     return *results, v.new_empty(B, aligned, HV, V, dtype=operand), *pairs, *numbers, *copies, *states
 
 
-@delta_scalar_bwd.register_fake
+@torch.library.register_fake(delta_scalar_bwd)
 def _(do, dstate, saved, q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     return [q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, g, beta, lam, q_read, initial_state)]
 
@@ -347,4 +348,4 @@ def _backward(ctx, do, dstate, *_):
     return *found, None, None
 
 
-delta_scalar_fwd.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd(delta_scalar_fwd, _backward, setup_context=_save)
