@@ -4,8 +4,10 @@ from transformers.utils.logging import disable_progress_bar as disable_progress_
 
 from needlework.models.cache import NeedleworkCache as NeedleworkCache
 from needlework.models.config import NeedleworkConfig as NeedleworkConfig
+from needlework.models.lucid_attention import register as _register_lucid
 from needlework.models.modeling import NeedleworkForCausalLM as NeedleworkForCausalLM
 from needlework.models.modeling import NeedleworkModel as NeedleworkModel
 from needlework.models.modeling import register as _register
 
 _register()
+_register_lucid()
