@@ -1,15 +1,18 @@
 """Time candidates for the launch tables on this GPU and write the fastest into needlework/ops/*/*.plans.json.
 
-    python benchmarks/tune.py --only gated/A [--write]
+    python benchmarks/tune.py --only gated/A [--seconds 90] [--write]
 
-One constant after another, each over its neighbours, forward + backward of the case, until none gains 1 %: the tables are
-what the library launches with, so nothing is tuned when it is used. A candidate that fails to compile, or whose error is over
-the budget, is dropped with its reason. Without --write what would change is printed and nothing changes.
+One constant of a kernel after another, each over its neighbours, forward + backward of the whole op, until none gains 1 % or the
+time is over: the tables are what the library launches with, so nothing is tuned when it is used. What is faster is taken if it is so
+twice and the doctor finds it right: outputs and gradients by the error budget, short, long and packed, the same in two runs. A
+candidate that does not compile is dropped with its reason. Without --write what would change is printed and nothing changes.
 """
 
 import argparse
 import json
+import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +20,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import CASES, Case
-from judge import judge
 from timing import median, passes
 
 from needlework.ops.common import launch
+from needlework.testing.doctor import Task, weigh
 
 # op -> the launch table that its case is to tune
 ENGINES = {
@@ -35,6 +38,8 @@ CHOICES = {
     "BK": (16, 32, 64, 128), "KB": (16, 32, 64, 128), "VB": (16, 32, 64, 128), "KS": (32, 64, 128), "NT": (1, 2, 4),
     "NP": (132, 264, 528), "BD": (32, 64, 128), "BT": (16, 32, 64), "R": (16, 32, 64, 128),
 }  # fmt: skip
+GAIN = 0.01
+FORMS = ("short", "long", "packed")
 
 
 def neighbours(constant: str, value: int) -> tuple[int, ...]:
@@ -46,62 +51,103 @@ def neighbours(constant: str, value: int) -> tuple[int, ...]:
     return tuple(choices[max(at - 1, 0) : at] + choices[at + 1 : at + 2])
 
 
+def wrong(case: Case, row: launch.Plan, device: torch.device, dtype: torch.dtype) -> str:
+    """What the doctor finds wrong under the plan that is now forced; empty if it is right."""
+    name = str(dtype).removeprefix("torch.")
+    task = Task(case.spec.name, row.engine, row.name, name, case.shape["K"], case.shape["V"], FORMS)
+    found = (weigh(task, form, device.type)[1] for form in FORMS)
+    return next(("; ".join(failing) for failing in found if failing), "")
+
+
 def tune(
     case: Case,
     device: torch.device,
     dtype: torch.dtype,
     *,
+    seconds: float = math.inf,
     timer: Callable[[Callable], float] = median,
-    verdict: Callable[..., tuple[float, str]] = judge,
-    limit: float = 0.01,
-) -> tuple[launch.Plan, dict, float, float]:
-    """The row, the constants that beat it, and the milliseconds before and after."""
+    verdict: Callable[..., str] = wrong,
+) -> tuple[launch.Plan, dict[str, dict[str, int]], float, float]:
+    """The row, the constants that beat it, and the milliseconds before and after, taken one after the other at the end."""
+    until = time.monotonic() + seconds
     engine = ENGINES[case.op]
-    x = case.tensors(device, dtype, case.shape["B"], case.shape["T"])
-    call = passes(case.ours, x)["fwd+bwd"]
+    call = passes(case.ours, case.tensors(device, dtype, case.shape["B"], case.shape["T"]))["fwd+bwd"]
     row = launch.plan(engine, device, dtype, case.shape["K"], case.shape["V"])
-    best, before = {}, timer(call)
-    now, gained = before, True
+    places = [(kernel, name) for kernel, own in row.launch.items() if kernel != "shared" for name in own]
+
+    def timed(constants: dict) -> float:
+        with launch.forced(engine, row.name, **constants):
+            return timer(call)
+
+    def why_not(trial: dict) -> str:
+        """Why the trial is not taken; empty if it is. Each is timed beside the best, as a GPU's clock wanders."""
+        for _ in range(2):
+            ms, now = timed(trial), timed(best)
+            if ms >= now * (1 - GAIN):
+                return f"{ms:.3f} ms against {now:.3f}"
+        with launch.forced(engine, row.name, **trial):
+            return verdict(case, row, device, dtype)
+
+    best: dict[str, dict[str, int]] = {}
+    gained = True
     while gained:
         gained = False
-        for kernel, constants in row.launch.items():
-            for constant, value in () if kernel == "shared" else constants.items():
-                for candidate in neighbours(constant, best.get(kernel, {}).get(constant, value)):
-                    trial = best | {kernel: best.get(kernel, {}) | {constant: candidate}}
-                    with launch.forced(engine, row.name, **trial):
-                        try:
-                            (worst, name), ms = verdict(case, device, dtype), timer(call)
-                        except Exception as e:  # a candidate may not compile or not fit: that is its verdict
-                            print(f"  {kernel}.{constant} = {candidate}: {type(e).__name__}: {str(e)[:120]}", flush=True)
-                            continue
-                    print(f"  {kernel}.{constant} = {candidate}: {ms:.3f} ms, error {worst:.2f} ({name})", flush=True)
-                    if worst <= 1 and ms < now * (1 - limit):
-                        best, now, gained = trial, ms, True
-    return row, best, before, now
+        for kernel, name in places:
+            value = best.get(kernel, {}).get(name, row.launch[kernel][name])
+            for candidate in neighbours(name, value):
+                if time.monotonic() >= until:
+                    return row, best, timed({}), timed(best)
+                trial = best | {kernel: best.get(kernel, {}) | {name: candidate}}
+                try:
+                    told = why_not(trial)
+                except Exception as error:  # Triton, LLVM, ptxas and a launch raise what they like: that is its verdict
+                    told = f"{type(error).__name__}: {str(error)[:120]}"
+                print(f"  {kernel}.{name} = {candidate}: {told or 'taken'}", flush=True)
+                if not told:
+                    best, gained = trial, True
+    return row, best, timed({}), timed(best)
 
 
 def write(row: launch.Plan, best: dict, note: str, folder: Path = Path(launch.__file__).parents[1]) -> None:
+    """The constants and what was measured, into the row; every other character of the table stays."""
     path = folder / f"{row.engine}.plans.json"
     table = json.loads(path.read_text())
-    for entry in table:
-        if entry["name"] == row.name:
-            for kernel, constants in best.items():
-                entry["launch"][kernel].update(constants)
-            entry["measured"] = note
+    entry = next(entry for entry in table if entry["name"] == row.name)
+    for kernel, constants in best.items():
+        entry["launch"][kernel].update(constants)
+    entry["measured"] = note
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(table, indent=2) + "\n")
+    partial.write_text(printed(table))
     partial.replace(path)
+
+
+def printed(table: list[dict]) -> str:
+    """A launch table as it lies beside its op: a line a fact, and a line a kernel where an engine has a chunk."""
+
+    def fact(name: str, value: object) -> str:
+        if name == "launch" and "shared" in value:
+            kernels = ",\n".join(f"      {json.dumps(kernel)}: {json.dumps(own)}" for kernel, own in value.items())
+            return f'    "launch": {{\n{kernels}\n    }}'
+        return f"    {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}"
+
+    rows = ("  {\n" + ",\n".join(fact(*item) for item in entry.items()) + "\n  }" for entry in table)
+    return "[\n" + ",\n".join(rows) + "\n]\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="KEY", help="gated/A, kda/B, …")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="of each case, after which what was found is the result"
+    )
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     for case in CASES:
         if case.op not in ENGINES or (options.only and case.key not in options.only):
             continue
-        row, best, before, after = tune(case, torch.device("cuda"), torch.bfloat16)
+        dtype = getattr(torch, options.dtype)
+        row, best, before, after = tune(case, torch.device("cuda"), dtype, seconds=options.seconds)
         note = f"{case.key} {case.shape}, fwd+bwd {before:.3f} -> {after:.3f} ms on {torch.cuda.get_device_name()}"
         print(f"{row.engine}/{row.name}: {note}: {best}", flush=True)
         if options.write and best:

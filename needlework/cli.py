@@ -200,6 +200,10 @@ def doctor(
     """
     import time
 
+    from needlework.testing import processes
+
+    began = time.monotonic()
+    processes.context()  # its server imports PyTorch beside us
     import torch
 
     from needlework.ops.common.launch import capability, interpreted
@@ -213,7 +217,6 @@ def doctor(
         raise ValueError("doctor --compile-only: unset TRITON_INTERPRET, the interpreter compiles nothing")
     if not (compile_only or interpreted() or torch.cuda.is_available()):
         raise ValueError("doctor: no CUDA device here; --compile-only compiles the kernels without one")
-    began = time.monotonic()
     known_here = checks.facts()
     for name, value in known_here.items():
         console.print(f"{name}: {value}", highlight=False, soft_wrap=True)
@@ -225,7 +228,17 @@ def doctor(
             found = builds.compile_all(full, lambda count, total: status.update(f"compiling: {count} of {total}"))
             table, failed, struck = build_table(found), [b for b in found if b.error], False
         else:
-            tell = lambda v, count, total: status.update(f"{count} of {total}: {v.op} {v.form}, {v.plan}, {v.dtype}")
+            status.update("compiling and judging")
+
+            def tell(v: checks.Verdict, count: int, total: int) -> None:
+                row = f"{v.op} {v.form}, {v.engine} {v.plan}, {v.dtype}, K {v.K}, V {v.V}"
+                status.update(f"{count} of {total}: {row}")
+                if full or v.failing:  # minutes, or what is known already
+                    told = "; ".join(v.failing) or "ok"
+                    console.print(
+                        f"{time.monotonic() - began:4.0f} s, {count} of {total}: {row}: {told}, {v.seconds} s", highlight=False
+                    )
+
             found = checks.run(device, full, tell)
             table, failed, struck = verdict_table(found), [v for v in found if v.failing], not interpreted()
     console.print(table, highlight=False)
@@ -253,8 +266,8 @@ def build_table(found: list[Any]) -> Table:
 
 
 def verdict_table(found: list[Any]) -> Table:
-    names = ("op", "form", "plan", "dtype", "K", "V", "tensor")
-    table = Table("op", "form", "plan", "dtype", "K", "V", "worst", "error ÷ budget", "", box=None, pad_edge=False)
+    names = ("op", "form", "plan", "dtype", "K", "V", "seconds", "tensor")
+    table = Table("op", "form", "plan", "dtype", "K", "V", "s", "worst", "error ÷ budget", "", box=None, pad_edge=False)
     for v in found:
         ratio = "" if v.ratio is None else f"{v.ratio:.2f}"
         verdict = f"[red]{'; '.join(v.failing)}[/red]" if v.failing else "ok"

@@ -1,15 +1,14 @@
 """`needlework doctor --compile-only`: every kernel of every launch plan, compiled without a GPU, and what became of it."""
 
 import importlib
-import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
 
 from needlework.ops.common import launch
+from needlework.testing.processes import context, cores
 from needlework.testing.targets import ENGINES, sizes
 
 
@@ -64,9 +63,8 @@ def tasks(full: bool) -> list[Task]:
 def compile_all(full: bool, done: Callable[[int, int], None]) -> list[Build]:
     """Every build, in the order of the tables; `done` hears how many tasks of how many."""
     todo = tasks(full)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     builds = []
-    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(cores(), mp_context=context()) as pool:
         for count, future in enumerate(as_completed([pool.submit(_compile, task) for task in todo]), 1):
             builds += future.result()
             done(count, len(todo))
@@ -79,17 +77,15 @@ def _compile(task: Task) -> list[Build]:
 
     facts = task[1:-1]
     row = next(row for row in launch.rows(task.engine) if row.name == task.plan)
-    try:
-        module = importlib.import_module(f"needlework.ops.{task.file}")
-        cases = module.compile_cases(row, getattr(torch, task.dtype), task.K, task.V)
-    except Exception as error:
-        return [Build(*facts, task.file, error=f"{type(error).__name__}: {error}")]
+    module = importlib.import_module(f"needlework.ops.{task.file}")
+    cases = module.compile_cases(row, getattr(torch, task.dtype), task.K, task.V)
     if not task.variants:
         cases = {case.kernel: case for case in sorted(cases, key=lambda case: len(case.signature))}.values()
     builds = []
     for case in cases:
         try:
             builds.append(Build(*facts, *compile_case(case, task.sm)))
-        except Exception as error:  # the other kernels are still to be compiled
+        except Exception as error:
+            # Triton, LLVM and ptxas raise what they like, and the other kernels are still to be compiled
             builds.append(Build(*facts, case.kernel.__name__, error=f"{type(error).__name__}: {error}"))
     return builds

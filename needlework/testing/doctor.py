@@ -14,8 +14,6 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -27,7 +25,8 @@ from needlework.ops.common import launch, struck
 from needlework.testing.checks import ENOUGH
 from needlework.testing.compare import differentiate, leaves, like, tokens, whole
 from needlework.testing.errors import norms, operand
-from needlework.testing.targets import RULES, sample, sizes, spec_of, styles
+from needlework.testing.processes import context, cores
+from needlework.testing.targets import RULES, Rule, sample, sizes, spec_of, styles
 
 # Draws of the inputs that a failure takes. From draw to draw the logarithm of error / budget of a right form has a mean of at most
 # -0.6 and a deviation of at most 0.43 (dg of identical keys, where all errors are one; elsewhere 0.05 to 0.2): a draw may be over
@@ -71,6 +70,7 @@ class Verdict(NamedTuple):
     ratio: float | None
     failing: tuple[str, ...]
     wrong: bool
+    seconds: float  # what it took, the compilation of kernels that no form before it has launched included
 
 
 # how a rule is run: tokens and sequences by which the kernels' paths differ
@@ -81,39 +81,43 @@ FORMS = {
     "packed": "cu_seqlens: four sequences, one empty",
     "step": "20 tokens one at a time, on a slot table with a padded row",
 }
-ROWS = tuple(form for form in FORMS if form != "step")
+SHORT, STEP = ("short",), ("step",)
+ROWS = tuple(form for form in FORMS if form not in STEP)
 ENDS = (0, 100, 100, 217, 300)
 LONG = 3000
 
 
 def tasks(device: torch.device, full: bool) -> list[Task]:
-    """What may be picked here, longest first. Without `full`: each plan at the largest size that takes it, in bfloat16, and for an
-    op's first rule also in float16 and float32, and in the first dtype of a plan by the forms other than the short one."""
+    """What may be picked here, longest first."""
     interpreted = launch.interpreted()
     arch = launch.capability(device)
     found: list[Task] = []
-    seen: set[tuple[str, str]] = set()
-    for rule, *engines in RULES:
-        for engine, step in zip(engines, (False, True), strict=True):
-            op = rule.split("/")[0], engine
-            first = op not in seen
-            seen.add(op)
-            for row in launch.rows(engine):
+    for rule in RULES:
+        for engine, step in ((rule.chunk, False), (rule.step, True)):
+            for row in launch.rows(engine) if engine else ():
                 for dtype in ("float32",) if interpreted else ("bfloat16", "float16", "float32"):
-                    fits = sizes(row, arch, dtype)
-                    if rule.startswith("ccq"):  # a query transform has keys alone
-                        fits = [(K, K) for K in dict.fromkeys(K for K, _ in fits)]
-                    chosen = fits[:1] if interpreted else fits if full else fits[-1:]
-                    if not (full or first or dtype == "bfloat16"):
-                        continue
-                    if step:
-                        forms = ("step",)
-                    else:
-                        forms = ROWS if full or (first and dtype == row.dtypes[0] and not interpreted) else ROWS[:1]
-                    found += [Task(rule, engine, row.name, dtype, *size, forms) for size in chosen]
+                    fits = sizes(row, arch, dtype, rule.keys_alone)
+                    chosen = [(size, SHORT) for size in fits[:1]] if interpreted else _chosen(rule, row, dtype, fits, full)
+                    found += [
+                        Task(rule.spec, engine, row.name, dtype, *size, STEP if step else forms) for size, forms in chosen
+                    ]
     if interpreted:  # that the doctor works; the kernels have the battery there
         found = list({task.engine: task for task in reversed(found)}.values())
-    return sorted(found, key=lambda task: -task.K * task.V * len(task.forms))
+    # what is near its budget, most often float16, is drawn again and again
+    return sorted(found, key=lambda task: (-len(task.forms), task.dtype != "float16", -task.K * task.V))
+
+
+def _chosen(rule: Rule, row: launch.Plan, dtype: str, fits: list[tuple[int, int]], full: bool) -> list[tuple[tuple, tuple]]:
+    """Sizes and forms: with `full` all. Without, the rules that cover the kernels in every dtype at the largest size that takes the
+    row, in the row's first dtype by every form and at the smallest size too; the others at the largest size in bfloat16."""
+    if full or not fits:
+        return [(size, ROWS) for size in fits]
+    *smaller, largest = fits
+    if not rule.covers:
+        return [(largest, SHORT)] if dtype == "bfloat16" else []
+    if dtype != row.dtypes[0]:
+        return [(largest, SHORT)]
+    return [(largest, ROWS), *((size, SHORT) for size in smaller[:1])]
 
 
 def judge(device: str, alone: bool, task: Task) -> list[Verdict] | None:
@@ -123,31 +127,34 @@ def judge(device: str, alone: bool, task: Task) -> list[Verdict] | None:
         return [_unjudged(task, "the GPU cannot be used")] if alone else None
     out = []
     for form in task.forms:
-        verdict = partial(Verdict, *task[:-1], form)
+        began = time.monotonic()
+        found: dict[str, float] = {}
+        failing: tuple[str, ...] = ()
+        wrong = False
         try:
             with launch.forced(task.engine, task.plan), _kernels(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found, failing = weigh(task, form, device)
-            tensor = max(found, key=found.get)
-            wrong = found[tensor] > WRONG or any(told.endswith(DIFFERS) for told in failing)
-            out.append(verdict(tensor, found[tensor], failing, wrong))
+            wrong = max(found.values()) > WRONG or any(told.endswith(DIFFERS) for told in failing)
         except (torch.OutOfMemoryError, MemoryError) as error:
             if not alone:
                 return None
-            out.append(verdict("", None, (_told(error),), False))
-        except Exception as error:  # whatever a compiler or a kernel does, the other plans are still to be judged
-            refused = isinstance(error, ValueError) and "impl='triton'" in str(error)  # by the op: no kernel has run
-            out.append(verdict("", None, (_told(error),), not refused))
-            if device == "cuda" and not _alive():
-                return out
-        finally:
-            if device == "cuda" and torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            failing = (_told(error),)
+        except Exception as error:  # a compiler and a launch raise what they like, and the other plans are still to be judged
+            failing = (_told(error),)
+            # refused by the op: no kernel has run
+            wrong = not (isinstance(error, ValueError) and "impl='triton'" in str(error))
+        tensor = max(found, key=found.get, default="")
+        out.append(Verdict(*task[:-1], form, tensor, found.get(tensor), failing, wrong, round(time.monotonic() - began, 2)))
+        if device == "cuda":
+            if failing and not _alive():
+                break
+            torch.cuda.empty_cache()
     return out
 
 
 def _unjudged(task: Task, why: str, wrong: bool = False) -> Verdict:
-    return Verdict(*task[:-1], task.forms[0], "", None, (why,), wrong)
+    return Verdict(*task[:-1], task.forms[0], "", None, (why,), wrong, 0.0)
 
 
 def _alive() -> bool:
@@ -189,21 +196,23 @@ def draw(task: Task, form: str, device: str, seed: int) -> tuple[dict[str, float
     stored = {n: x.to(device, dtype if n in spec.half else torch.float32) for n, x in inputs.items()}
     wide = {n: x.double() for n, x in stored.items()}
     single = {n: x.float() for n, x in stored.items()}
+    settings = {"cu_seqlens": torch.tensor(ENDS, device=device)} if form == "packed" else {}
     if form == "step":
         run = lambda: _by_steps(spec, stored)
-        exact, definition = (dict(leaves(whole(spec.recurrent)(x))) for x in (wide, single))
-        literal = definition
+        values = lambda call, x: dict(leaves(call(x)))
+        in_double = whole(spec.recurrent)
+        in_single = lambda half: in_double  # no operand of a step is rounded
     else:
-        settings = {"cu_seqlens": torch.tensor(ENDS, device=device)} if form == "packed" else {}
-        C = _chunk(task)
-        run = lambda: _joined(differentiate(whole(spec.chunk, impl="triton", **settings), stored))
-        literal = _joined(differentiate(whole(spec.literal, operand=operand(dtype), chunk_size=C, **settings), single))
-        if form == "short":
-            exact = _joined(differentiate(whole(spec.recurrent), wide))
-            definition = _joined(differentiate(whole(spec.recurrent, operand=operand(dtype)), single))
-        else:  # thousands of tokens: torch's chunk form, which the battery shows to be the definition at 1e-12
-            exact = _joined(differentiate(whole(spec.chunk, impl="torch", **settings), wide))
-            definition = literal
+        run = lambda: values(whole(spec.chunk, impl="triton", **settings), stored)
+        values = lambda call, x: _joined(differentiate(call, x))
+        in_double, in_single = whole(spec.recurrent), lambda half: whole(spec.recurrent, operand=half)
+        printed = lambda half: whole(spec.literal, operand=half, chunk_size=_chunk(task), **settings)
+        if form != "short":
+            # thousands of tokens, whose loop is hundreds of thousands of launches and keeps a state a token: torch's chunk form, which
+            # the battery shows to be the definition at 1e-12, and the chunk form as it is printed
+            in_double, in_single = whole(spec.chunk, impl="torch", **settings), printed
+    exact, definition = values(in_double, wide), values(in_single(operand(dtype)), single)
+    literal = values(printed(operand(dtype)), single) if form == "short" else definition
     fast = run()
     with _poisoned():
         again = run()
@@ -222,12 +231,8 @@ def draw(task: Task, form: str, device: str, seed: int) -> tuple[dict[str, float
     if dtype.itemsize == 2 and max(found.values()) > 1:
         # sums of numbers that half precision holds may come out exact in float32: the definition on the numbers before
         given = {n: x.to(device, torch.float32) for n, x in inputs.items()}
-        settings = {"cu_seqlens": torch.tensor(ENDS, device=device)} if form == "packed" else {}
-        call = whole(spec.recurrent, **settings)
-        own, true = (
-            dict(leaves(call(x))) if form == "step" else _joined(differentiate(call, x))
-            for x in (given, {n: x.double() for n, x in given.items()})
-        )
+        own = values(in_single(operand(torch.float32)), given)
+        true = values(in_double, {n: x.double() for n, x in given.items()})
         found = ratios({name: (own[name], true[name]) for name in fast})
     return found, differing
 
@@ -342,7 +347,7 @@ def run(device: torch.device, full: bool, done: Callable[[Verdict, int, int], No
         done(verdict, len(verdicts), total)
     if not launch.interpreted():
         struck.record(outcome(verdicts, full))
-    order = {rule: i for i, (rule, *_) in enumerate(RULES)}
+    order = {rule.spec: i for i, rule in enumerate(RULES)}
     return sorted(verdicts, key=lambda v: (v.form == "step", order[v.op], v.plan, v.dtype, v.K, tuple(FORMS).index(v.form)))
 
 
@@ -361,9 +366,9 @@ class Helper:
     """A process that judges one task after another. It can be ended, which a thread or a pool's worker cannot."""
 
     def __init__(self, device: str, alone: bool) -> None:
-        context = get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, device, alone), daemon=True)
+        made = context()
+        self.pipe, theirs = made.Pipe()
+        self.process = made.Process(target=_serve, args=(theirs, device, alone), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -431,10 +436,9 @@ def _outcomes(device: str, todo: list[Task], processes: int) -> Iterator[tuple[T
 
 
 def _processes(device: torch.device) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if device.type != "cuda":
-        return cores
-    return max(1, min(cores, torch.cuda.mem_get_info()[0] // A_PROCESS))
+        return cores()
+    return max(1, min(cores(), torch.cuda.mem_get_info()[0] // A_PROCESS))
 
 
 def facts() -> dict[str, Any]:

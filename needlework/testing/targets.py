@@ -10,6 +10,7 @@ from torch import Tensor
 from needlework.ops.api import OpSpec
 from needlework.ops.common.launch import Plan, rows
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
+from needlework.ops.common.unit import unit_rows
 from needlework.ops.specs import specs
 
 # launch table -> the files that hold its kernels
@@ -26,44 +27,69 @@ ENGINES = {
     "ccq/curvature": ("ccq.triton_intra", "ccq.triton_scan", "ccq.triton_reverse"),
     "ccq/step": ("ccq.triton_step",),
     "carve/step": ("carve.triton_step",),
+    "common/l2": ("common.triton_l2",),
 }
 
 
 class Rule(NamedTuple):
-    """A spec, and the launch tables of its chunk form and of its step."""
+    """A spec, and the launch tables of its chunk form and of its step, None for none. `covers`: its calls launch every kernel that a
+    rule of the same tables does, with the most arguments. `keys_alone`: it has no values, and sizes K = V."""
 
     spec: str
     chunk: str
-    step: str
+    step: str | None
+    covers: bool = False
+    keys_alone: bool = False
 
 
 RULES = (
-    Rule("delta/gated", "delta/scalar", "delta/step"),
-    Rule("qdelta", "delta/scalar", "delta/step"),
+    Rule("qdelta", "delta/scalar", "delta/step", covers=True),
     Rule("qdelta/grouped", "delta/scalar", "delta/step"),
-    Rule("delta/gla", "delta/channel", "delta/step"),
+    Rule("delta/gated", "delta/scalar", "delta/step"),
+    Rule("delta/gdn2", "delta/channel", "delta/step", covers=True),
     Rule("delta/kda", "delta/channel", "delta/step"),
-    Rule("delta/gdn2", "delta/channel", "delta/step"),
     Rule("delta/previous", "delta/channel", "delta/step"),
-    Rule("ccq", "ccq/curvature", "ccq/step"),
-    Rule("ccq/aligned", "ccq/curvature", "ccq/step"),
-    Rule("carve", "delta/channel", "carve/step"),
+    Rule("delta/gla", "delta/channel", "delta/step"),
+    Rule("carve", "delta/channel", "carve/step", covers=True),
     Rule("carve/rank4", "delta/channel", "carve/step"),
+    Rule("ccq/aligned", "ccq/curvature", "ccq/step", covers=True, keys_alone=True),
+    Rule("ccq", "ccq/curvature", "ccq/step", keys_alone=True),
+    Rule("l2norm", "common/l2", None, covers=True, keys_alone=True),
 )
+
+
+class Rows(NamedTuple):
+    y: Tensor
+
+
+def l2norm(x: Tensor, impl: str = "torch", **_) -> Rows:
+    """Rows of unit norm; every form of it is the same, and no sequence is anything to it."""
+    from needlework.ops.common.triton_l2 import l2_rows
+
+    return Rows((l2_rows if impl == "triton" else unit_rows)(x))
+
+
+# no op of its own, but kernels: no step, no table
+L2NORM = OpSpec(
+    name="l2norm", chunk=l2norm, recurrent=l2norm, literal=l2norm, step=None, table=None, tokens=("x",), half=("x",),
+    inputs=lambda generator, B, T, style: {"x": normal(generator, B, T, 1, 16)},
+)  # fmt: skip
+
 STYLES = ("random", "identical", "strong")
 SIZES = ((16, 16), (32, 32), (100, 60), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))  # K, V
 
 
-def sizes(row: Plan, arch: tuple[int, int], dtype: str) -> list[tuple[int, int]]:
+def sizes(row: Plan, arch: tuple[int, int], dtype: str, keys_alone: bool = False) -> list[tuple[int, int]]:
     """Those that may take the row, smallest first: where no earlier row is taken, or, if there is none, where they are struck off."""
     fits = [size for size in SIZES if row.misfit(arch, dtype, *size) is None]
     before = list(takewhile(lambda other: other.name != row.name, rows(row.engine)))
     own = [size for size in fits if all(other.misfit(arch, dtype, *size) for other in before)]
-    return own or fits
+    chosen = own or fits
+    return [(K, K) for K in dict.fromkeys(K for K, _ in chosen)] if keys_alone else chosen
 
 
 def spec_of(rule: str) -> OpSpec:
-    return next(spec for spec in specs() if spec.name == rule)
+    return next(spec for spec in (*specs(), L2NORM) if spec.name == rule)
 
 
 def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K: int, V: int) -> dict[str, Tensor]:
@@ -73,7 +99,7 @@ def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K:
     """
     given = spec_of(rule).inputs(torch.Generator().manual_seed(0), 1, 1, style)
     HV = 1 if "f" in given else 2
-    R = given["k"].shape[3] if given["k"].dim() == 5 else 1
+    R = given["k"].shape[3] if "k" in given and given["k"].dim() == 5 else 1
     channel = given["g"].dim() == 4 if "g" in given else False
     rank = given["w1"].shape[0] if "w1" in given else 0
     gate = 1 if rule.startswith("ccq") else HV  # CCQ's statistics are of a key head
@@ -100,6 +126,7 @@ def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K:
         "dt_bias": lambda: 0.1 * normal(generator, HV, K),
         "w1": lambda: normal(generator, rank, V),
         "w2": lambda: normal(generator, K, rank),
+        "x": lambda: normal(generator, B, T, 2, K) * (1e-3 if style == "strong" else 1),  # so small that 1e-6 counts
     }
     inputs = {name: makers[name]() for name in given}
     if style == "hard":

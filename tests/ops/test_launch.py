@@ -8,8 +8,8 @@ import torch
 
 from needlework.ops.api import _warn_once, resolve
 from needlework.ops.common import launch, struck
+from needlework.ops.common.unit import unit_rows
 from needlework.ops.delta import chunk_delta, recurrent_delta
-from needlework.ops.delta.arguments import unit_rows
 from needlework.ops.qdelta import chunk_qdelta
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -120,4 +120,13 @@ def test_rows_of_unit_norm_by_a_kernel_with_their_gradient(D):
         results.append((y, *torch.autograd.grad((y * weight).sum(), leaf)))
     for got, want in zip(*results, strict=True):
         assert (got - want).norm() <= 1e-12 * want.norm()
-    torch.library.opcheck(torch.ops.needlework.l2_rows, (x.requires_grad_(),), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.needlework.l2_rows_fwd.default, (x.requires_grad_(),), test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_rows_of_unit_norm_where_no_plan_may_be_taken(monkeypatch):
+    triton_l2 = pytest.importorskip("needlework.ops.common.triton_l2")
+    monkeypatch.setattr(triton_l2, "misfit", lambda *_: "was struck off by doctor")
+    x = torch.randn(3, 7, 20, dtype=torch.float64)
+    torch.testing.assert_close(triton_l2.l2_rows(x), unit_rows(x))

@@ -88,21 +88,54 @@ def test_a_run_writes_a_row_of_every_kind_and_none_of_a_case_that_is_wrong(bench
 
 
 def test_the_tuner_takes_the_fastest_that_is_right_and_writes_it(bench, tmp_path):
-    """A timer that likes BV = 16 in the scan, and num_warps = 8, which is told to be wrong there."""
+    """A timer that likes BV = 16 in the scan, and num_warps = 8, which is told to be wrong there; a stage more does not compile."""
     tune, launch = bench("tune"), importlib.import_module("needlework.ops.common.launch")
     case, engine = case_of(bench, "gated/A"), "delta/scalar"
     now = lambda: launch.plan(engine, CPU, torch.float32, 16, 16).launch["scan"]
-    timer = lambda call: 1.0 + 0.1 * (now()["BV"] > 16) - 0.5 * (now()["num_warps"] == 8)
-    verdict = lambda case, device, dtype: (2.0 if now()["num_warps"] == 8 else 0.5, "o")
+    judged = []
+
+    def timer(call):
+        if now()["NS"] > 1:
+            raise RuntimeError("out of resource: shared memory")
+        return 1.0 + 0.1 * (now()["BV"] > 16) - 0.5 * (now()["num_warps"] == 8)
+
+    def verdict(case, row, device, dtype):
+        judged.append(dict(now()))
+        return "o 2.00" if now()["num_warps"] == 8 else ""
+
     row, best, before, after = tune.tune(case, CPU, torch.float32, timer=timer, verdict=verdict)
     assert best == {"scan": {"BV": 16}} and after < before
+    assert all(own["BV"] == 16 or own["num_warps"] == 8 for own in judged), "what is no faster is not judged"
+    assert tune.tune(case, CPU, torch.float32, seconds=0, timer=timer, verdict=verdict)[1] == {}
 
     (tmp_path / "delta").mkdir()
     table = tmp_path / "delta" / "scalar.plans.json"
-    table.write_text((Path(launch.__file__).parents[1] / "delta" / "scalar.plans.json").read_text())
+    before = (Path(launch.__file__).parents[1] / "delta" / "scalar.plans.json").read_text()
+    table.write_text(before)
     tune.write(row, best, "measured here", tmp_path)
     entry = next(entry for entry in json.loads(table.read_text()) if entry["name"] == row.name)
     assert entry["launch"]["scan"]["BV"] == 16 and entry["measured"] == "measured here"
+    changed = set(table.read_text().splitlines()) - set(before.splitlines())
+    assert len(changed) == 3, "the kernel's line, the new one, and a comma before it"
+
+
+def test_a_gain_that_does_not_come_again_is_not_taken(bench):
+    tune = bench("tune")
+    luck = iter([0.5, 1.0])
+    timer = lambda call: next(luck, 1.0)
+    assert tune.tune(case_of(bench, "gated/A"), CPU, torch.float32, timer=timer, verdict=lambda *_: "")[1] == {}
+
+
+def test_the_tuner_asks_the_doctor(bench, monkeypatch):
+    tune, launch = bench("tune"), importlib.import_module("needlework.ops.common.launch")
+    asked = []
+    monkeypatch.setattr(
+        tune, "weigh", lambda task, form, device: asked.append((task, form)) or ({}, ("dk 1.20",) * (form == "long"))
+    )
+    row = launch.plan("delta/scalar", CPU, torch.float32, 16, 16)
+    assert tune.wrong(case_of(bench, "gated/A"), row, CPU, torch.float32) == "dk 1.20"
+    assert [form for _, form in asked] == ["short", "long"]
+    assert asked[0][0][:6] == ("delta/gated", "delta/scalar", row.name, "float32", 16, 16)
 
 
 def test_every_tuned_engine_has_a_table(bench):
@@ -111,3 +144,10 @@ def test_every_tuned_engine_has_a_table(bench):
     tune = bench("tune")
     assert all(rows(engine) for engine in tune.ENGINES.values())
     assert set(tune.ENGINES) <= {case.op for case in bench("cases").CASES}
+
+
+def test_a_table_is_printed_as_it_lies(bench):
+    from needlework.ops.common import launch
+
+    for path in Path(launch.__file__).parents[1].glob("*/*.plans.json"):
+        assert bench("tune").printed(json.loads(path.read_text())) == path.read_text(), path

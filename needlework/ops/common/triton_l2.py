@@ -5,7 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # numbers a program holds: eight rows of 512 and more of shorter ones
+from needlework.ops.common.launch import Case, Plan, misfit, plan
+from needlework.ops.common.operator import backward_operator, operator
+from needlework.ops.common.together import run
+from needlework.ops.common.unit import unit_rows
+
+ENGINE = "common/l2"
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -35,12 +40,12 @@ def l2_backward_kernel(p_dy, p_x, p_r, p_dx, rows, D: tl.constexpr, BD: tl.const
 
 
 def l2_rows(x: Tensor) -> Tensor:
-    """x / √(Σx² + 1e-6) over the last axis, in x's dtype."""
-    return _l2_rows(x)[0]
+    """x / √(Σx² + 1e-6) over the last axis, in x's dtype; without the kernel where no launch plan may be taken."""
+    return unit_rows(x) if misfit(ENGINE, x.device, x.dtype, *x.shape[-1:] * 2) else l2_rows_fwd(x)[0]
 
 
-@torch.library.custom_op("needlework::l2_rows", mutates_args=())
-def _l2_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+@operator
+def l2_rows_fwd(x: Tensor) -> tuple[Tensor, Tensor]:
     """The rows and r."""
     x = x.contiguous()
     y, r = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=_wide(x))
@@ -48,20 +53,20 @@ def _l2_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return y, r
 
 
-@_l2_rows.register_fake
+@torch.library.register_fake(l2_rows_fwd)
 def _(x):
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=_wide(x))
 
 
-@torch.library.custom_op("needlework::l2_rows_bwd", mutates_args=())
-def _l2_rows_bwd(dy: Tensor, x: Tensor, r: Tensor) -> Tensor:
+@backward_operator
+def l2_rows_bwd(dy: Tensor, x: Tensor, r: Tensor) -> Tensor:
     x = x.contiguous()
     dx = torch.empty_like(x)
     _launch(l2_backward_kernel, x, dy.contiguous(), x, r, dx)
     return dx
 
 
-@_l2_rows_bwd.register_fake
+@torch.library.register_fake(l2_rows_bwd)
 def _(dy, x, r):
     return x.new_empty(x.shape)
 
@@ -70,10 +75,27 @@ def _launch(kernel, x: Tensor, *tensors: Tensor) -> None:
     D = x.shape[-1]
     if not x.numel():
         return
-    rows, BD = x.numel() // D, triton.next_power_of_2(D)
-    BR = max(1, BLOCK // BD)
-    ACC = tl.float64 if x.dtype == torch.float64 else tl.float32
-    kernel[triton.cdiv(rows, BR),](*tensors, rows, D=D, BD=BD, BR=BR, ACC=ACC, num_warps=8)
+    constants, rows = _constants(plan(ENGINE, x.device, x.dtype, D, D), x.dtype, D), x.numel() // D
+    run(kernel, (triton.cdiv(rows, constants["BR"]),), *tensors, rows, **constants)
+
+
+def _constants(plan: Plan, dtype: torch.dtype, D: int) -> dict[str, object]:
+    own = dict(plan.launch["rows"])
+    BD = triton.next_power_of_2(D)
+    BR = max(1, own.pop("BLOCK") // BD)
+    return {"D": D, "BD": BD, "BR": BR, "ACC": tl.float64 if dtype == torch.float64 else tl.float32, **own}
+
+
+def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """Both kernels on rows of K."""
+    own = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+    constants = _constants(plan, dtype, K)
+    options = {"num_warps": constants.pop("num_warps")}
+    types = dict.fromkeys(("p_x", "p_y", "p_dy", "p_dx"), own) | {"p_r": "*fp32", "rows": "i32"}
+    return [
+        Case(kernel, {name: types[name] for name in kernel.arg_names if name in types}, constants, options)
+        for kernel in (l2_forward_kernel, l2_backward_kernel)
+    ]
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -86,7 +108,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dy, _):
-    return _l2_rows_bwd(dy, *ctx.saved_tensors)
+    return l2_rows_bwd(dy, *ctx.saved_tensors)
 
 
-_l2_rows.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd(l2_rows_fwd, _backward, setup_context=_save)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.shapes import check, check_dtypes, check_groups
+from needlework.ops.common.unit import unit_rows
 
 Prediction = Literal["decayed", "previous"]
 
@@ -51,11 +52,6 @@ def checked_heads(q: Tensor, k: Tensor, v: Tensor, q_read: Tensor | None, l2norm
     if q_read is None:
         wide[3] = wide[0]
     return tuple(_expand(x, v.shape[2]) for x in wide)
-
-
-def unit_rows(x: Tensor) -> Tensor:
-    """x / √(Σx² + 1e-6) over the last axis."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def check_gate(g: Tensor | None, v: Tensor, K: int) -> None:

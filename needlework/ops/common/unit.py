@@ -1,0 +1,10 @@
+"""Rows of unit norm, as they are written; `triton_l2.py` has the same in one pass."""
+
+import torch
+from torch import Tensor
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """x / √(Σx² + 1e-6) over the last axis, computed in float32 or wider, in x's dtype."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
