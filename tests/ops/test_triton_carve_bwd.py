@@ -1,6 +1,7 @@
 """CARVE's backward kernels in the Triton interpreter, against autograd of the recurrence: all 13 gradients, W₂ far from 0."""
 
 import os
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -229,6 +230,11 @@ def test_few_anchors_in_long_content_chunks(anchor, monkeypatch):
 
     monkeypatch.setattr(triton_bwd, "FEW", 0)
     check(make(150, 64, cu=[0, 130, 130, 150]), pairs={"ANCHOR": anchor})
+
+
+def test_more_values_than_one_replay_holds(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "V", 264)
+    check(make(20, 16))
 
 
 def through_the_op(*, content_chunk, prediction, scale, initial_state, cu_seqlens, output_final_state, **tensors):

@@ -90,15 +90,29 @@ def test_mild_gates_bring_a_state_through_chunks(HV):
     compare(inputs)
 
 
+def rows_of(BV, NP):
+    """The row of the copy engine, in tiles that the interpreter is done with."""
+    own = {"walk": {"BV": BV, "NP": NP}, "backward": {"BV": BV, "NP": NP + 1, "ND": 1}, "means": {"BD": 16, "BT": 2}}
+    own |= {name: {"BD": 16} for name in ("sums", "intra", "adjoint")}
+    return launch.forced(ENGINE, "sm90-k256", shared={"C": 32}, **own)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("cu_seqlens", [None, PACKED])
-def test_the_copy_engine_reads_the_same(gated, cu_seqlens):
+@pytest.mark.parametrize("BV", [16, 32])
+def test_the_copy_engine_reads_the_same_and_chains_are_cut(BV, cu_seqlens, gated):
     inputs = make(1, 60, 1, 2, 24, gated=gated, carried=True, N=1 if cu_seqlens is None else 4)
-    small = {"read": {"BR": 16, "BV": 16, "BD": 16}, "keys": {"BR": 16, "BV": 16, "BD": 16}}
-    small["keys_gated"] = {"BR": 32, "BV": 16, "BD": 16}
-    small |= {name: {"BV": 16, "BT": 16} for name in ("states", "reverse")}
-    with launch.forced(ENGINE, "sm90", shared={"C": 32}, **small):
+    with rows_of(BV, NP=3 if BV == 16 else 1):
         compare(inputs, cu_seqlens)
+
+
+@pytest.mark.parametrize("HV", [1, 2])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("BV", [64, 128])
+def test_two_tiles_of_columns_the_own_rows_first(BV, gated, HV):
+    inputs = make(1, 70, 1, HV, 136, gated=gated, carried=True)
+    with rows_of(BV, NP=2):
+        compare(inputs)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -173,6 +187,17 @@ def test_errors_stay_within_twice_the_definitions_own(dtype, keys, gated):
                 continue  # of an empty state: nothing has been seen, and n is a count
             over, head = error_over_budget(value, exact[part][name], definition[part][name], literal[part][name], None)
             assert over <= 1, f"{name}: {over:.2f} of the budget in head {head}"
+
+
+@pytest.mark.parametrize("HV", [1, 2])
+def test_small_gradients_stay_in_float16s_range(HV):
+    inputs = make(1, 40, 1, HV, 16)
+    leaves = [inputs[name].to(torch.float16 if name in "qk" else torch.float32).requires_grad_() for name in ("q", "k", "eta")]
+    cleaned = chunk_ccq(*leaves, impl="triton").q
+    signs = torch.randn(cleaned.shape, generator=torch.Generator().manual_seed(1)).sign().half()
+    large, small = (torch.autograd.grad(cleaned, leaves, signs * size, retain_graph=True) for size in (1, 2**-14))
+    for one, other in zip(large, small, strict=True):
+        torch.testing.assert_close(other.float() * 2**14, one.float(), rtol=1e-2, atol=5e-3)
 
 
 @pytest.mark.parametrize("packed", [False, True])

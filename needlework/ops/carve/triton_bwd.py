@@ -1,8 +1,14 @@
 """CARVE's backward: content chunks from the last to the first, each the delta engine's backward on its span of every sequence.
 
 What waits for no content chunk is done for all rows at once: l before the chain, df and db after it. The chain is five launches a
-content chunk: `enter_kernel` (the engine's adjoint in it), the engine's replays and pairs, `leave_kernel` (`triton_feedback.py`).
-Buffers, descriptors and constants are made once; from one content chunk to the next three pointers and a number change.
+content chunk: `enter_kernel` (the engine's adjoint in it), the engine's replay and pairs, `leave_kernel` (`triton_feedback.py`).
+Buffers, descriptors and constants are made once; from one content chunk to the next four pointers and a number change.
+
+Launches begin before the one ahead of them is done where they can (PDL). What holds then: enter, replay, pairs and leave wait for
+the launch before them before they read what the chain writes, and only when all their programs have waited does the next launch
+begin: it finds everything done but the launch just before it. `couplings` needs no more than that, runs beside the replay and
+ends after it, so that whoever waits for it has waited for the replay too. So nothing overtakes what it reads, and whatever is
+written again for the next content chunk was read by launches that are done.
 """
 
 from typing import NamedTuple
@@ -15,18 +21,18 @@ from torch.nn.functional import pad
 
 from needlework.ops.carve.layout import Layout
 from needlework.ops.carve.triton_feedback import STEP, activation_kernel, enter_kernel, leave_kernel, retention_kernel
+from needlework.ops.carve.triton_fwd import overlapping
 from needlework.ops.carve.triton_repeated import VARIES, Repeated
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.delta.arguments import width
-from needlework.ops.delta.triton_channel_adjoint import adjoint, replay_forward, replay_reverse
-from needlework.ops.delta.triton_channel_bwd import channel_constants, operands
-from needlework.ops.delta.triton_channel_bwd import compile_cases as engine_cases
+from needlework.ops.delta.triton_channel_adjoint import replay, replay_forward, replay_reverse
+from needlework.ops.delta.triton_channel_bwd import argument_type, channel_constants, operands
 from needlework.ops.delta.triton_channel_intra import Saved, case, padded, solve_dtype, triton_dtype
-from needlework.ops.delta.triton_channel_pairs import launch_pairs, pairs
+from needlework.ops.delta.triton_channel_pairs import couplings, launch_pairs, pairs
 
 GROUP = 8  # kernel chunks of a program that passes over rows
-FEW = 32  # kernel chunks of a content chunk that are all anchors: `pairs` is then a program for each
+FEW = 32  # kernel chunks of a content chunk that are all anchors: what is kept of each is small, and `pairs` is a program for each
 
 
 class Gradients(NamedTuple):
@@ -113,29 +119,28 @@ def _chain(
     scaled, dr, dq_hat, de_hat, dk_hat = rows(V), rows(V), rows(K), rows(K), rows(K)
     dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
     dl = torch.empty_like(l, dtype=dS.dtype)
-    dcontent, dz, dfinal = torch.zeros_like(u), torch.zeros_like(z), torch.empty_like(dS)
-    x, largest, units = dS.new_empty(B * -(-T // C) + N, H, K), dS.new_empty(N, H), dS.new_ones(layout.longest + 1, STEP.value)
+    dcontent, dz = torch.zeros_like(u), torch.zeros_like(z)
+    x, units = dS.new_empty(B * -(-T // C) + N, H, K), dS.new_ones(layout.longest + 1, STEP.value)
+    largest = torch.zeros_like(units, dtype=torch.int32)
 
-    back, forth, again = (constants[name] for name in ("enter", "replay_forward", "replay_reverse"))
+    joined, back = "replay" in constants, constants["enter"]
     tokens, square, states = operands(plan, C)
-    kp, bv, vp = back["KP"], back["BV"], forth["VP"]
+    kp, bv, vp = back["KP"], back["BV"], padded(V)
     dS_peaks = dS.abs().amax((2, 3))[..., None].repeat(1, 1, triton.cdiv(V, bv))
-    read = tuple(tokens(x, vp) for x in (saved.W, scaled, dr))
+    # dS at the end of every kernel chunk; or S at the start of every anchor, and dS at the end of the content chunk
+    most = triton.cdiv(layout.parts, constants["pairs"]["ANCHOR"])
+    kept, dfinal = q.new_empty(N * most, H, K, V, dtype=ST), None if joined else torch.empty_like(dS)
     enter_args = (
         tokens(do, bv), *(tokens(x, kp) for x in (saved.q_hat, saved.e_hat, saved.k_hat)), square(saved.Pp), square(saved.Tp),
-        saved.whole, beta, dtotal, largest, VARIES, dS, dfinal, tokens(scaled, bv), tokens(dr, bv), dS_peaks, T,
+        saved.whole, beta, dtotal, VARIES, VARIES, dS, dfinal, states(kept, kp, bv) if joined else None,
+        tokens(scaled, bv), tokens(dr, bv), dS_peaks, T, most,
     )  # fmt: skip
-    most = triton.cdiv(layout.parts, constants["pairs"]["ANCHOR"])
-    anchors = q.new_empty(N * most, H, K, V, dtype=ST)
+    forth = constants["replay" if joined else "replay_forward"]
     bk = forth["BK"]
+    read = tuple(tokens(x, vp) for x in (saved.W, scaled, dr))
     forth_args = (
-        *read, tokens(saved.k_hat, bk), saved.whole, kept_S, VARIES, tokens(dq_hat, bk), tokens(de_hat, bk),
-        states(anchors, bk, vp), T, most,
-    )  # fmt: skip
-    bk = again["BK"]
-    again_args = (
-        *read, tokens(saved.q_hat, bk), tokens(saved.e_hat, bk), saved.whole, beta, dfinal, states(anchors, bk, vp),
-        tokens(dk_hat, bk), x, T, most,
+        *read, tokens(saved.k_hat, bk), saved.whole, kept_S, VARIES, tokens(dq_hat, bk), tokens(de_hat, bk), states(kept, bk, vp),
+        *((tokens(dk_hat, bk), x) if joined else ()), T, most,
     )  # fmt: skip
     pairs_args = scaled, dr, saved.W, q, k, v, l, beta, None, None, dq_hat, de_hat, dk_hat, x
     feedback = (
@@ -144,8 +149,15 @@ def _chain(
     )  # fmt: skip
 
     enter = Repeated(enter_kernel, (triton.cdiv(V, bv), H, N), back, VARIES, *enter_args)
-    replay = Repeated(replay_forward, (triton.cdiv(K, forth["BK"]), H, N), forth, VARIES, *forth_args)
-    replay_back = Repeated(replay_reverse, (triton.cdiv(K, bk), H, N), again, VARIES, *again_args)
+    replay_forth = Repeated(replay if joined else replay_forward, (triton.cdiv(K, bk), H, N), forth, VARIES, *forth_args)
+    if not joined:
+        again = constants["replay_reverse"]
+        bk = again["BK"]
+        again_args = (
+            *read, tokens(saved.q_hat, bk), tokens(saved.e_hat, bk), saved.whole, beta, dfinal, states(kept, bk, vp),
+            tokens(dk_hat, bk), x, T, most,
+        )  # fmt: skip
+        replay_back = Repeated(replay_reverse, (triton.cdiv(K, bk), H, N), again, VARIES, *again_args)
     couple, pair = launch_pairs(
         VARIES, *pairs_args, VARIES, dq, dk, dv, dl, dbeta, None, None,
         scale=scale, longest=layout.parts, sequences=N, couple=constants["couplings"], channels=constants["pairs"],
@@ -153,12 +165,13 @@ def _chain(
     )  # fmt: skip
     leave = Repeated(leave_kernel, (H, N, 1), constants["leave"], *feedback, VARIES)
     leave(layout.longest)
-    each = list(zip(spans.unbind(), slots.unbind(), units[:-1].unbind(), strict=True))
+    each = list(zip(spans.unbind(), slots.unbind(), units[:-1].unbind(), largest[:-1].unbind(), strict=True))
     for i in reversed(range(layout.longest)):
-        span, slot, unit = each[i]
-        enter(span, unit)
-        replay(span, slot)
-        replay_back(span)
+        span, slot, unit, bound = each[i]
+        enter(span, bound, unit)
+        replay_forth(span, slot)
+        if not joined:
+            replay_back(span)
         couple(span, unit)
         pair(span, unit)
         leave(i)
@@ -170,20 +183,29 @@ def _constants(
 ) -> dict[str, dict]:
     """Kernel -> its constexprs and options: the engine's, with every chunk an anchor where they are few, and the feedback's."""
     engine = channel_constants(plan, dtype, 1, H=H, HV=H, K=K, V=V, previous=previous, R=R)
-    enter = engine.pop("adjoint")
+    enter, overlap = engine.pop("adjoint"), overlapping(plan)
     if parts <= FEW:
         for name in ("replay_forward", "replay_reverse", "pairs"):
             engine[name]["ANCHOR"] = 1
+        if V <= 256:  # more values of S and of dS are more than the registers hold
+            engine["replay"] = engine.pop("replay_forward") | overlap
+            del engine["replay_reverse"], engine["replay"]["ANCHOR"]
+            # its memory keeps a third program off a multiprocessor: programs that begin early would crowd where room is first
+            enter["STAGES"] += overlap["PDL"]
+    for name in ("couplings", "pairs"):
+        engine[name] |= overlap
     C, KP, VP = plan.launch["shared"]["C"], padded(K), padded(V)
     half = {"HALF": int(solve_dtype(dtype) == torch.float16)}
     facts = {"H": H, "K": K, "C": C, "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
     value, grouped = {"V": V, "VP": VP}, {"ROWS": 16, "GROUP": GROUP, "num_warps": 4 if K <= 128 else 8}
+    # passes over rows at the memory's pace: on Hopper, whose shared memory is large, copied two steps ahead
+    grouped |= {"STAGES": 3 if plan.tma else 1}
     blocks = triton.cdiv(V, enter["BV"])
     return engine | {
         "retention": facts | value | grouped | half | {"KP": KP},
-        "enter": enter | half | {"BLOCK": 128},
+        "enter": enter | half | overlap,
         # in the chain, where a program waits for memory again and again: warps enough to ask for all of it at once
-        "leave": facts | half | {
+        "leave": facts | half | overlap | {
             "V": V, "KP": KP, "RANK": rank, "RP": triton.next_power_of_2(rank), "VB": min(VP, 128), "ROWS": 128 if K <= 128 else 64,
             "BG": triton.next_power_of_2(triton.cdiv(parts, GROUP)), "BLOCKS": blocks, "BB": triton.next_power_of_2(blocks),
             "num_warps": 16,
@@ -195,25 +217,32 @@ def _constants(
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """The feedback's kernels, and the engine's as they are launched here."""
     own, solves, wide = (str(triton_dtype(x)) for x in (dtype, solve_dtype(dtype), width(torch.empty(0, dtype=dtype))))
-    constants = _constants(plan, dtype, H=2, K=K, V=V, rank=32, previous=True, R=1, parts=8)
-    kernels = {"retention": retention_kernel, "enter": enter_kernel, "leave": leave_kernel, "activation": activation_kernel}
+    constants = {
+        parts: _constants(plan, dtype, H=2, K=K, V=V, rank=32, previous=parts <= FEW, R=1, parts=parts)
+        for parts in (8, FEW + 1)
+    }
     types = dict.fromkeys(("p_f", "p_b", "p_do", "p_df", "p_db"), f"*{own}") | dict.fromkeys(("p_spans", "p_slots"), "*i32")
     gate = f"*{triton_dtype(_gate_dtype(dtype))}"
-    types |= {"p_l": gate, "p_ends": "*i64"}
-    C, KP, BV = (constants["enter"][name] for name in ("C", "KP", "BV"))
-    blocks = {"do": (own, BV), **dict.fromkeys(("scaled", "dr"), (solves, BV)), **dict.fromkeys(("P", "inverse"), (solves, C))}
-    blocks |= dict.fromkeys(("q_hat", "e_hat", "k_hat"), (solves, KP))
-    for name, (kind, columns) in blocks.items():
-        types[name] = f"tensordesc<{kind}[1, 1, {C}, {columns}]>" if plan.tma else f"*{kind}"
+    types |= {"p_l": gate, "p_ends": "*i64", "p_largest": "*i32"}
+    C, KP, BV = (constants[8]["enter"][name] for name in ("C", "KP", "BV"))
+    blocks = {"do": (own, C, BV), **dict.fromkeys(("scaled", "dr"), (solves, C, BV)), "kept": (solves, KP, BV)}
+    blocks |= dict.fromkeys(("P", "inverse"), (solves, C, C)) | dict.fromkeys(("q_hat", "e_hat", "k_hat"), (solves, C, KP))
+    for name, (kind, rows, columns) in blocks.items():
+        types[name] = f"tensordesc<{kind}[1, 1, {rows}, {columns}]>" if plan.tma else f"*{kind}"
+    kernels = {"retention": retention_kernel, "enter": enter_kernel, "leave": leave_kernel, "activation": activation_kernel}
     for kernel in kernels.values():
         types |= {name: f"*{wide}" if name.startswith("p_") else "i32" for name in kernel.arg_names if name not in types}
-    cases = [case(kernel, types, constants[name], ()) for name, kernel in kernels.items()]
-    for kernel, signature, given, options in engine_cases(plan, dtype, K, V):
-        if kernel is not adjoint and given.get("BETA", given.get("ERASE")):
-            signature, given = dict(signature), dict(given) | {"ANCHOR": 1}
-            signature |= {name: f"*{wide}" for name in ("p_beta", "p_dbeta") if name in signature}
-            signature |= {"p_g": gate} if kernel is pairs else {}
-            given = {n: x for n, x in given.items() if n != "p_slots"}
-            ours = {"p_slots": "*i32"} | signature
-            cases.append(Case(kernel, {n: ours[n] for n in kernel.arg_names if n not in given}, given, options))
+    joined = "replay" in constants[8]
+    cases = [
+        case(kernel, types, constants[8][name], ("p_dfinal",) if joined else ("kept",)) for name, kernel in kernels.items()
+    ]
+    if joined:
+        cases.append(case(enter_kernel, types, constants[FEW + 1]["enter"], ("kept",)))
+    ours = dict.fromkeys(("p_beta", "p_dbeta"), f"*{wide}") | {"p_slots": "*i32", "p_g": gate}
+    for kernel in (replay, replay_forward, replay_reverse, couplings, pairs):
+        for given in (constants[parts].get(kernel.__name__) for parts in constants):
+            if given is not None:
+                columns = {"K": given.get("BK"), "V": given.get("VP"), "C": C} if plan.tma else {}
+                types = {n: argument_type(n, columns, own, solves, wide) for n in kernel.arg_names} | ours
+                cases.append(case(kernel, types, given, ("p_erase", "p_write", "p_dwrite", "p_derase")))
     return cases

@@ -65,9 +65,14 @@ def _constants(plan: Plan, dtype, *, H: int, K: int, V: int, rank: int, L: int, 
     walk = scan_constants(plan, dtype, 1, HV=H, K=K, V=V)
     del gates["HV"], gates["RULE"], walk["HV"], walk["RULE"]
     sizes = {"BM": padded(V), "BR": triton.next_power_of_2(rank), "L": L, "R": R}
-    overlap = int(plan.tma and not interpreted())  # where there is a copy engine, launches may also begin early
-    both = {"H": H, "PDL": overlap, "launch_pdl": bool(overlap)}
+    both = {"H": H} | overlapping(plan)
     return gates | both, walk | sizes | both | {"RANK": rank}
+
+
+def overlapping(plan: Plan) -> dict:
+    """The constexpr and option of launches that may begin before the one ahead of them is done: where there is a copy engine."""
+    overlap = plan.tma and not interpreted()
+    return {"PDL": int(overlap), "launch_pdl": overlap}
 
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:

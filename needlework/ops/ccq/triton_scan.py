@@ -1,236 +1,224 @@
-"""Forward: the covariance before every chunk, then, all chunks at once, what each query reads of it.
+"""The chunks of a sequence in order: what each query reads of the covariance, kept in registers as Mᵀ [BV K], M = C.
 
-    C ← e^{G_C} C + Σ_s ω_Cs (k_s − c) (k_s − c)ᵀ + (n m/(n+m)) d dᵀ,   m = Σ_s ω_Cs,  c = m⁻¹ Σ_s ω_Cs k_s,  d = c − μ,  n decayed
-    Σ_t x = n_t⁻¹ [e^{G_t} C₀ x + Σ_s P_ts (k_s − μ₀)],   P_ts = ω_ts (x_t·k_s − x_t·μ_t),   μ_t = n_t⁻¹ (e^{G_t} n₀ μ₀ + Σ_s ω_ts k_s)
+    Σ_t x = n_t⁻¹ [e^{G_t} C₀ x + Σ_s P_ts k*_s + e^{G_t} n₀ (x·(μ_t − μ₀)) (z − μ₀)],   P_ts = ω_ts x_t·(k_s − μ_t)
+    C ← e^{G_C} C + Σ_s ω_Cs k*_s k*_sᵀ,   k*_s = k_s − z
 
-The first factor of a product is a key as it is, and the centre times the sum of the second factors, as they were rounded, is
-subtracted in float32. A stored state is C/n, which float16 can hold at any length, and P is not divided by n_t, which it could not.
+Every product takes Mᵀ or tokens' columns as its first operand and loaded tiles as its second. M's columns are NK tiles of KB; where
+they are as wide as BV a program's first tile is of its own rows, so that what it loads of k* and x serves both sides of M. Slots and
+chains are those of the delta rules' scan: chains laid end to end, cut into equal runs. Operands are of the caller's type; in float16
+what is read is C/n₀, which it can hold at any length.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from needlework.ops.ccq.triton_intra import (
-    case,
-    decay_of,
-    left_of,
-    numbers,
-    real_tokens,
-    weights,
-    whole_of,
-)
+from needlework.ops.ccq.triton_intra import case, numbers, tokens, whole_of
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.triton_tile import load_tile, store_tile
+from needlework.ops.delta.triton_scan import run_of, tell, wait_for
 
 
 @triton.jit
-def state_columns(i_nh, i_v, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Offsets of BV columns from i_v in a state [... K K], and which exist."""
-    o_k = tl.arange(0, BK)
-    o_v = i_v + tl.arange(0, BV)
-    return tl.cast(i_nh, tl.int64) * (K * K) + o_k[:, None] * K + o_v[None, :], (o_k < K)[:, None] & (o_v < K)[None, :]
-
-
-@triton.jit
-def load_state(x, i, i_h, i_v, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr):
-    """[BK BV] of chunk i of x [chunks H K K]: BV columns."""
+def load_block(x, i, i_h, i_r, i_c, H: tl.constexpr, M: tl.constexpr, R: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr):
+    """[R D] from row i_r and column i_c of chunk i's matrix, of x [chunks H M M]."""
     if TMA:
-        b = tl.reshape(x.load([i, i_h, 0, i_v]), [BK, BV])
+        b = tl.reshape(x.load([i, i_h, i_r, i_c]), [R, D])
     else:
-        o, inside = state_columns(tl.cast(i, tl.int64) * H + i_h, i_v, K, BK, BV)
-        b = tl.load(x + o, mask=inside, other=0.0)
+        o_r, o_d = i_r + tl.arange(0, R), i_c + tl.arange(0, D)
+        o = (tl.cast(i, tl.int64) * H + i_h) * (M * M) + o_r[:, None] * M + o_d[None, :]
+        b = tl.load(x + o, mask=(o_r < M)[:, None] & (o_d < M)[None, :], other=0.0)
     return b
 
 
 @triton.jit
-def store_state(x, b, i, i_h, i_v, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr):
-    """The inverse of `load_state`."""
+def store_block(x, b, i, i_h, i_r, i_c, H: tl.constexpr, M: tl.constexpr, R: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr):
+    """The inverse of `load_block`."""
     if TMA:
-        x.store([i, i_h, 0, i_v], tl.reshape(b, [1, 1, BK, BV]))
+        x.store([i, i_h, i_r, i_c], tl.reshape(b, [1, 1, R, D]))
     else:
-        o, inside = state_columns(tl.cast(i, tl.int64) * H + i_h, i_v, K, BK, BV)
-        tl.store(x + o, b, mask=inside)
+        o_r, o_d = i_r + tl.arange(0, R), i_c + tl.arange(0, D)
+        o = (tl.cast(i, tl.int64) * H + i_h) * (M * M) + o_r[:, None] * M + o_d[None, :]
+        tl.store(x + o, b, mask=(o_r < M)[:, None] & (o_d < M)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "NCB"])
-def states(
-    x_k_kt, x_k_vt, p_k, x_C0_vs, p_G, p_fill, p_sum, p_mass, p_C_in, p_mean_in, p_n_in, p_C_out, p_mean_out, p_n_out, p_mean, p_n, p_cum,
-    T, NCB,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, NS: tl.constexpr,
-    TMA: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, INIT: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
+@triton.jit
+def columns(i_v, KB: tl.constexpr, NK: tl.constexpr, OWN: tl.constexpr):
+    """Where the tiles of M's columns start: the program's own rows' first, if one tile is as wide."""
+    first = 0
+    second = KB
+    if OWN and NK == 2:
+        first = i_v
+        second = KB - i_v
+    return first, second
+
+
+@triton.jit
+def read_chains(
+    i_slot, slots,
+    x_x_k, x_kc_k, x_kc_v, x_base_v, x_q_v, x_P_c, x_out_v, x_Sx_v, x_C0_kv, p_E, p_lam, p_G, p_n, p_step, p_reach, p_scale,
+    p_C_in, p_C_out, p_cum, p_hand, p_flag, T, NCB, N,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, NK: tl.constexpr,
+    NS: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, INIT: tl.constexpr, BACKWARD: tl.constexpr, SAVE: tl.constexpr,
+    SCALED: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
 ):  # fmt: skip
-    """C/n, μ and n before each chunk, C, μ and n after the last: one program a sequence, key head and BV columns of C."""
-    NV: tl.constexpr = (K + BV - 1) // BV
-    i_v = (tl.program_id(0) % NV) * BV
-    i_h = (tl.program_id(0) // NV) % H
-    i_n = tl.program_id(0) // (NV * H)
-    o_nh = tl.cast(i_n, tl.int64) * H + i_h
-    o_k = tl.arange(0, BK)
-    start, end = tl.load(p_cum + i_n), tl.load(p_cum + i_n + 1)
-    i_b = start // NCB
-    M = tl.zeros([BK, BV], ACC)
-    b_mean = tl.zeros([BK], ACC)
-    b_mean_v = tl.zeros([BV], ACC)
-    n = tl.sum(tl.zeros([BV], ACC), 0)
-    if INIT:
-        o_state, inside = state_columns(o_nh, i_v, K, BK, BV)
-        M += tl.load(p_C_in + o_state, mask=inside, other=0.0).to(ACC)
-        b_mean += numbers(p_mean_in, o_nh, 0, K, BK).to(ACC)
-        b_mean_v += numbers(p_mean_in, o_nh, i_v, K, BV).to(ACC)
-        n += tl.load(p_n_in + o_nh).to(ACC)
-    # Σωk by itself: the mean that is handed over is not rounded once a chunk
-    b_total = b_mean * n
-    if (start < end) & (n == 0):
-        # before the first token the mean has no mass: the first key is a better place to centre at
-        o_first = (tl.cast(i_b, tl.int64) * T + (start - i_b * NCB) * C) * H + i_h
-        b_mean = numbers(p_k, o_first, 0, K, BK).to(ACC)
-        b_mean_v = numbers(p_k, o_first, i_v, K, BV).to(ACC)
+    """One slot. Forward: x = base = q, out = q̃ and the final C, with SAVE also Σq. BACKWARD: x = y, base = dq̃, out = dq.
 
-    for i in range(start, end):
-        o_ih = tl.cast(i, tl.int64) * H + i_h
-        store_state(x_C0_vs, (M * (1.0 / tl.maximum(n, 1.0))).to(OT), i, i_h, i_v, H, K, BK, BV, TMA)
-        if i_v == 0:
-            tl.store(p_mean + o_ih * K + o_k, b_mean, mask=o_k < K)
-            tl.store(p_n + o_ih, n)
-        a = whole_of(p_G, o_ih, C, GATED)
-        fill = real_tokens(p_fill, i, (i - i_b * NCB) * C, T, C, PACKED)
-        if GATED:
-            M *= a
-        m = tl.load(p_mass + o_ih)
-        per_m = 1.0 / tl.maximum(m, 1.0)
-        b_cv = numbers(p_sum, o_ih, i_v, K, BV) * per_m
-        b_sum = tl.zeros([BV], ACC)
-        for j in tl.range(0, C, BT, num_stages=NS):
-            i_t = (i - i_b * NCB) * C + j
-            b_k = load_tile(x_k_kt, i_b, i_t, i_h, 0, T, H, K, BT, BK, TMA)
-            b_kv = load_tile(x_k_vt, i_b, i_t, i_h, i_v, T, H, K, BT, BV, TMA)
-            o_c = j + tl.arange(0, BT)
-            b_left = tl.where(o_c < fill, left_of(p_G, o_ih, o_c, C, GATED, ACC), 0.0)
-            b_kv = ((b_kv.to(ACC) - b_cv[None, :]) * b_left[:, None]).to(OT)
-            b_sum += tl.sum(b_kv.to(ACC), 0)
-            # what was rounded is the second operand: it comes from shared memory, as the keys do
-            M = tl.dot(tl.trans(b_k), b_kv, M, input_precision="ieee", out_dtype=ACC)
-        b_new = numbers(p_sum, o_ih, 0, K, BK)
-        b_total = b_total * a + b_new
-        b_c = b_new * per_m
-        n_before = n * a
-        n = n_before + m
-        share = m / tl.maximum(n, 1.0)
-        M += (n_before * share) * ((b_c - b_mean)[:, None] * (b_cv - b_mean_v)[None, :]) - b_c[:, None] * b_sum[None, :]
-        b_mean += share * (b_c - b_mean)
-        b_mean_v += share * (b_cv - b_mean_v)
-
-    # + 0, read again: the compiler would otherwise keep the offsets in registers through the loop
-    i_row = i_v + tl.load(p_cum + i_n, volatile=True) - start
-    o_state, inside = state_columns(o_nh, i_row, K, BK, BV)
-    tl.store(p_C_out + o_state, M, mask=inside)
-    if i_v == 0:
-        b_mean = tl.where(start < end, b_total / tl.maximum(n, 1.0), b_mean)
-        tl.store(p_mean_out + o_nh * K + o_k, b_mean, mask=o_k < K)
-        tl.store(p_n_out + o_nh, n)
-
-
-@triton.jit(do_not_specialize=["T", "NCB"])
-def read(
-    x_x_d, x_k_d, x_q_d, x_x_k, x_k_v, x_q_v, x_do_v, x_out_v, x_Sx_v, x_C0_vs, p_eta, p_G, p_fill, p_mean, p_n, p_bar, p_rel, p_inv,
-    p_qbar, p_qrel, p_ysq, p_dG, p_scale, T, NCB,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    NS: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, BACKWARD: tl.constexpr, SAVE: tl.constexpr,
-    HALF: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
-):  # fmt: skip
-    """One chunk and key head. Forward: x = q, out = q̃, with SAVE also Σq. BACKWARD: x = ŷ = y/n, out = dq = Σ_j dq̃_j − Σy.
-
-    p_bar, p_rel, p_inv get x·μ_t, x·(μ_t − μ₀) and 1/n_t. Gated, BACKWARD: p_dG gets what g_t of the chunk's tokens changes
-    through readers and keys of the chunk, and through its readers of C₀: with ŝ, s the centred scores of ŷ and q,
-
-        Σ_{r≥t} e^{G_r} (n₀ (ŷ·Σq − ŷ·(μ_r−μ₀) q·(μ_r−μ₀)) − ŷᵀC₀q) + Σ_{r≥t>s} ω_rs (ŷ·Σq − ŝ_rs s_rs)
+    Gated, BACKWARD: x_C0 gets C₀ (SCALED: C₀/n₀), and p_reach [chunks H NV C] this tile's share of e^{G_t} ŷ_tᵀ C₀ q_t.
     """
+    NV: tl.constexpr = (K + BV - 1) // BV
+    PER: tl.constexpr = H * NV
     GROUP: tl.constexpr = HV // H
-    i = tl.program_id(0) // H
-    i_h = tl.program_id(0) % H
-    o_ih = tl.cast(i, tl.int64) * H + i_h
-    i_b = i // NCB
-    i_t = (i - i_b * NCB) * C
+    OWN: tl.constexpr = BV == KB
+    lo, hi, first, last = run_of(p_cum, N, i_slot, slots, PER)
     o_c = tl.arange(0, C)
-    o_t = i_t + o_c
-    S = tl.zeros([C, C], ACC)
-    b_at0 = tl.zeros([C], ACC)
-    if GATED and BACKWARD:
-        Sq = tl.zeros([C, C], ACC)
-    for i_d in tl.range(0, K, BD, num_stages=NS):
-        b_x = load_tile(x_x_d, i_b, i_t, i_h, i_d, T, H, K, C, BD, TMA)
-        b_k = load_tile(x_k_d, i_b, i_t, i_h, i_d, T, H, K, C, BD, TMA)
-        S = tl.dot(b_x, tl.trans(b_k), S, input_precision="ieee", out_dtype=ACC)
-        b_at0 += tl.sum(b_x.to(ACC) * numbers(p_mean, o_ih, i_d, K, BD)[None, :], 1)
-        if GATED and BACKWARD:
-            b_q = load_tile(x_q_d, i_b, i_t, i_h, i_d, T, H, K, C, BD, TMA)
-            Sq = tl.dot(b_q, tl.trans(b_k), Sq, input_precision="ieee", out_dtype=ACC)
-
-    n = tl.load(p_n + o_ih)
-    b_decay = decay_of(p_G, o_ih, o_c, C, GATED, ACC)
-    b_w = weights(p_G, o_ih, real_tokens(p_fill, i, i_t, T, C, PACKED), C, GATED, False, ACC)
-    b_inv = 1.0 / tl.maximum(b_decay * n + tl.sum(b_w, 1), 1.0)
-    b_bar = (b_decay * n * b_at0 + tl.sum(b_w * S, 1)) * b_inv
-    b_rel = b_bar - b_at0
-    S = S - b_bar[:, None]
-    b_P = (b_w * S).to(OT)
-    b_rest = tl.sum(b_P.to(ACC), 1)
-    if SAVE or BACKWARD:
-        tl.store(p_bar + o_ih * C + o_c, b_bar)
-        tl.store(p_rel + o_ih * C + o_c, b_rel)
-    if SAVE:
-        tl.store(p_inv + o_ih * C + o_c, b_inv)
-    if BACKWARD:
+    o_k = tl.arange(0, KB)
+    o_hand = tl.arange(0, BV)[:, None] * (NK * KB) + o_k[None, :]
+    unscale = 1.0
+    if BACKWARD and SCALED:
         unscale = 1.0 / tl.load(p_scale)
-    if GATED and BACKWARD:
-        b_ysq = tl.load(p_ysq + o_ih * C + o_c)
-        Sq = Sq - tl.load(p_qbar + o_ih * C + o_c)[:, None]
-        b_pairs = tl.where(o_c[:, None] > o_c[None, :], b_w * (b_ysq[:, None] - S * Sq), 0.0)
-        # no difference of sums: in half the tensor cores' float32 is far more than the operands hold
-        precision: tl.constexpr = "tf32" if HALF else "ieee"
-        upper = (o_c[:, None] <= o_c[None, :]).to(ACC)
-        b_later = tl.dot(upper, b_pairs, input_precision=precision, out_dtype=ACC)
-        b_dG = tl.sum(tl.where(o_c[:, None] > o_c[None, :], b_later, 0.0), 1)
-        b_reach = b_decay * n * (b_ysq - b_rel * tl.load(p_qrel + o_ih * C + o_c))
+    for i_chain in range(first, last + 1):
+        i_n = i_chain // PER
+        i_h = (i_chain % PER) // NV
+        i_v = (i_chain % NV) * BV
+        start = tl.load(p_cum + i_n)
+        count = tl.load(p_cum + i_n + 1) - start
+        at = PER * start + (i_chain % PER) * count
+        # what of the chain's line lies here; the line's end is where its first chunks run
+        begin = tl.maximum(lo - at, 0)
+        end = tl.minimum(hi - at, count)
+        late = end < count
+        c_from = tl.where(late, count - end, 0)
+        c_to = tl.where(begin > 0, count - begin, count)
+        i_b = start // NCB
 
-    b_x = load_tile(x_x_k, i_b, i_t, i_h, 0, T, H, K, C, BK, TMA)
-    b_carry = b_decay * tl.maximum(n, 1.0)
-    for i_v in tl.range(0, K, BV, num_stages=NS):
-        b_C = load_state(x_C0_vs, i, i_h, i_v, H, K, BK, BV, TMA)
-        b_k = load_tile(x_k_v, i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
-        b_out = tl.dot(b_x, b_C, input_precision="ieee", out_dtype=ACC) * b_carry[:, None]
-        if GATED and BACKWARD:
-            b_qv = load_tile(x_q_v, i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA).to(ACC)
-            b_reach -= tl.sum(b_out * b_qv, 1)
-        b_out = tl.dot(b_P, b_k, b_out, input_precision="ieee", out_dtype=ACC)
-        b_out -= b_rest[:, None] * numbers(p_mean, o_ih, i_v, K, BV)[None, :]
-        if BACKWARD:
-            b_out *= -unscale
-            for j in tl.static_range(GROUP):
-                b_out += load_tile(x_do_v, i_b, i_t, i_h * GROUP + j, i_v, T, HV, K, C, BV, TMA).to(ACC)
-            store_tile(x_out_v, b_out.to(OT), i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
-        else:
-            b_out *= b_inv[:, None]
-            if SAVE:
-                store_tile(x_Sx_v, b_out.to(OT), i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
-            b_xv = load_tile(x_q_v, i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA).to(ACC)
-            for j in tl.static_range(GROUP):
-                o_eta = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h * GROUP + j
-                b_eta = tl.load(p_eta + o_eta, mask=o_t < T, other=0.0).to(ACC)
-                b_clean = b_xv - b_eta[:, None] * b_out
-                store_tile(x_out_v, b_clean.to(OT), i_b, i_t, i_h * GROUP + j, i_v, T, HV, K, C, BV, TMA)
-    if GATED and BACKWARD:
-        b_dG += tl.sum(tl.where(o_c[:, None] <= o_c[None, :], b_reach[None, :], 0.0), 1)
-        tl.store(p_dG + o_ih * C + o_c, b_dG)
+        if late:
+            wait_for(p_flag + i_slot)
+        o_v = i_v + tl.arange(0, BV)
+        o_base = (tl.cast(i_n, tl.int64) * H + i_h) * (K * K)
+        i_k0, i_k1 = columns(i_v, KB, NK, OWN)
+        o_state = o_v[:, None] * K + (i_k0 + o_k)[None, :]
+        inside = (o_v < K)[:, None] & (i_k0 + o_k < K)[None, :]
+        p_late = p_hand + tl.cast(i_slot, tl.int64) * (BV * NK * KB)
+        M0 = tl.load(p_late + o_hand, mask=inside & late, other=0.0)
+        if INIT:
+            M0 += tl.load(p_C_in + o_base + o_state, mask=inside & (c_from == 0), other=0.0).to(ACC)
+        if NK == 2:
+            o_state1 = o_v[:, None] * K + (i_k1 + o_k)[None, :]
+            inside1 = (o_v < K)[:, None] & (i_k1 + o_k < K)[None, :]
+            M1 = tl.load(p_late + KB + o_hand, mask=inside1 & late, other=0.0)
+            if INIT:
+                M1 += tl.load(p_C_in + o_base + o_state1, mask=inside1 & (c_from == 0), other=0.0).to(ACC)
+
+        for i_c in tl.range(c_from, c_to, num_stages=NS):
+            i = start + i_c
+            i_t = (i - i_b * NCB) * C
+            o_ih = tl.cast(i, tl.int64) * H + i_h
+            # all loads first: they share barriers
+            b_x0 = load_tile(x_x_k, i_b, i_t, i_h, i_k0, T, H, K, C, KB, TMA)
+            b_k0 = load_tile(x_kc_k, i_b, i_t, i_h, i_k0, T, H, K, C, KB, TMA)
+            if NK == 2:
+                b_x1 = load_tile(x_x_k, i_b, i_t, i_h, i_k1, T, H, K, C, KB, TMA)
+                b_k1 = load_tile(x_kc_k, i_b, i_t, i_h, i_k1, T, H, K, C, KB, TMA)
+            b_P = load_block(x_P_c, i, i_h, 0, 0, H, C, C, C, TMA)
+            if OWN:
+                b_kv = b_k0
+            else:
+                b_kv = load_tile(x_kc_v, i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
+            if OWN and (not BACKWARD or (GROUP == 1 and not SCALED)):
+                b_base = b_x0
+            elif not BACKWARD:
+                b_base = load_tile(x_base_v, i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
+            else:
+                b_base = load_tile(x_base_v, i_b, i_t, i_h * GROUP, i_v, T, HV, K, C, BV, TMA).to(ACC)
+                for j in tl.static_range(1, GROUP):
+                    b_base += load_tile(x_base_v, i_b, i_t, i_h * GROUP + j, i_v, T, HV, K, C, BV, TMA).to(ACC)
+            if BACKWARD and GATED:
+                b_qv = load_tile(x_q_v, i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
+
+            if SCALED:
+                per_n = 1.0 / tl.maximum(tl.load(p_n + o_ih), 1.0)
+                b_M0 = (M0 * per_n).to(OT)
+            else:
+                b_M0 = M0.to(OT)
+            read = tl.dot(b_M0, tl.trans(b_x0), input_precision="ieee", out_dtype=ACC)
+            if BACKWARD and GATED:
+                store_block(x_C0_kv, b_M0, i, i_h, i_v, i_k0, H, K, BV, KB, TMA)
+            if NK == 2:
+                if SCALED:
+                    b_M1 = (M1 * per_n).to(OT)
+                else:
+                    b_M1 = M1.to(OT)
+                read = tl.dot(b_M1, tl.trans(b_x1), read, input_precision="ieee", out_dtype=ACC)
+                if BACKWARD and GATED:
+                    store_block(x_C0_kv, b_M1, i, i_h, i_v, i_k1, H, K, BV, KB, TMA)
+
+            read *= tl.load(tokens(p_E, o_ih, 0, C))[None, :]
+            if BACKWARD and GATED:
+                b_reach = tl.sum(read * tl.trans(b_qv).to(ACC), 0)
+                tl.store(p_reach + (o_ih * NV + i_v // BV) * C + o_c, b_reach)
+            b_d = numbers(p_step, o_ih, i_v, K, BV)
+            read += b_d[:, None] * tl.load(tokens(p_E, o_ih, 2, C))[None, :]
+            out = tl.dot(tl.trans(b_kv), tl.trans(b_P), read, input_precision="ieee", out_dtype=ACC)
+
+            b_left = tl.trans(b_kv)
+            if GATED:
+                b_left = (b_left.to(ACC) * tl.load(tokens(p_E, o_ih, 5, C))[None, :]).to(OT)
+                a = whole_of(p_G, o_ih, C, GATED)
+                M0 *= a
+            M0 = tl.dot(b_left, b_k0, M0, input_precision="ieee", out_dtype=ACC)
+            if NK == 2:
+                if GATED:
+                    M1 *= a
+                M1 = tl.dot(b_left, b_k1, M1, input_precision="ieee", out_dtype=ACC)
+
+            # last, while the state's product is under way
+            if BACKWARD:
+                b_out = tl.trans(b_base).to(ACC) - unscale * out
+                store_tile(x_out_v, tl.trans(b_out.to(OT)), i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
+            else:
+                out *= tl.load(tokens(p_E, o_ih, 1, C))[None, :]
+                if SAVE:
+                    store_tile(x_Sx_v, tl.trans(out.to(OT)), i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
+                b_q = tl.trans(b_base).to(ACC)
+                for j in tl.static_range(GROUP):
+                    b_lam = tl.load(p_lam + (o_ih * GROUP + j) * C + o_c)
+                    b_clean = (b_q - b_lam[None, :] * out).to(OT)
+                    store_tile(x_out_v, tl.trans(b_clean), i_b, i_t, i_h * GROUP + j, i_v, T, HV, K, C, BV, TMA)
+
+        done = c_to == count
+        if not BACKWARD:
+            # + 0, read again: the compiler would otherwise keep the offsets in registers through the loop
+            o_v = i_v + tl.load(p_cum + i_n, volatile=True) - start + tl.arange(0, BV)
+            o_final = o_v[:, None] * K + o_k[None, :]
+            tl.store(p_C_out + o_base + i_k0 + o_final, M0, mask=(o_v < K)[:, None] & (i_k0 + o_k < K)[None, :] & done)
+            if NK == 2:
+                tl.store(p_C_out + o_base + i_k1 + o_final, M1, mask=(o_v < K)[:, None] & (i_k1 + o_k < K)[None, :] & done)
+        if begin > 0:
+            p_early = p_late - BV * NK * KB
+            tl.store(p_early + o_hand, M0)
+            if NK == 2:
+                tl.store(p_early + KB + o_hand, M1)
+            tell(p_flag + i_slot - 1)
+
+
+@triton.jit(do_not_specialize=["T", "NCB", "N"])
+def walk(
+    x_q_k, x_kc_k, x_kc_v, x_q_v, x_P_c, x_out_v, x_Sq_v, p_E, p_lam, p_G, p_n, p_step, p_C_in, p_C_out, p_cum, p_hand, p_flag,
+    T, NCB, N,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, NK: tl.constexpr,
+    NS: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr, SCALED: tl.constexpr,
+    ACC: tl.constexpr, OT: tl.constexpr,
+):  # fmt: skip
+    """q̃, the final C, with SAVE also Σq. Slots are numbered against program ids: a program only waits for one started earlier."""
+    slots = tl.num_programs(0)
+    read_chains(
+        slots - 1 - tl.program_id(0), slots,
+        x_q_k, x_kc_k, x_kc_v, x_q_v, x_q_v, x_P_c, x_out_v, x_Sq_v, x_q_v, p_E, p_lam, p_G, p_n, p_step, p_n, p_n,
+        p_C_in, p_C_out, p_cum, p_hand, p_flag, T, NCB, N,
+        H, HV, K, C, BV, KB, NK, NS, TMA, GATED, INIT, False, SAVE, SCALED, ACC, OT,
+    )  # fmt: skip
 
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    half = dtype.itemsize == 2
-    cases = []
-    for gated in (False, True):
-        cases.append(case(states, "states", plan, dtype, K, GATED=gated, PACKED=False, INIT=True))
-        for backward in (False, True):
-            flags = {"GATED": gated, "PACKED": False, "BACKWARD": backward, "SAVE": not backward, "HALF": half}
-            cases.append(case(read, "read", plan, dtype, K, **flags))
-    return cases
+    return [case(walk, "walk", plan, dtype, K, GATED=gated, INIT=True, SAVE=True) for gated in (False, True)]

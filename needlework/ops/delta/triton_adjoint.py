@@ -54,7 +54,7 @@ def adjoint(
     scale, T, NR, N,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr,
-    ACC: tl.constexpr, ST: tl.constexpr,
+    ACC: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr, SOLVE: tl.constexpr,
     ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
     """One slot; the arguments are `scan`'s. END: the final state has a gradient."""
@@ -130,7 +130,7 @@ def adjoint(
             left *= tl.load(p_factor + 5 * C + o_c)[None, :]
             du = tl.dot(do.to(ST), b_P, left, input_precision="ieee", out_dtype=ACC)
             if ERASE:
-                du = tl.dot(du.to(ST), b_T, input_precision="ieee", out_dtype=ACC)
+                du = tl.dot(du.to(TT), b_T, input_precision=SOLVE, out_dtype=ACC)
             b_du = du.to(ST)
 
             by_r = do * tl.load(p_factor + 3 * C + o_c)[None, :]

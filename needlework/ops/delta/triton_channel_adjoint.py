@@ -1,11 +1,13 @@
-"""The channel gate's backward in order of time: three walks over the chunks, on operands that are already gated.
+"""The channel gate's backward in order of time: walks over the chunks, on operands that are already gated.
 
     dW = Pᵀ do + k̂ dS    dr = T'ᵀ dW      dS ← e^{GC} ⊙ dS + q̂ᵀ do − êᵀ (β ⊙ dr)            `adjoint`, last chunk first
     dq̂ = do S₀ᵀ          dê = −dr S₀ᵀ      S₀ ← e^{GC} ⊙ S₀ + k̂ᵀ W                            `replay_forward`
     dk̂ = W dSᵀ           x = e^{GC} ⊙ Σ_v S₀ ⊙ dS                                             `replay_reverse`
 
+or, if dS at the end of every chunk is kept, as over spans of few chunks, the last two in one, `replay`.
+
 Only the first couples rows of the state, through the solve: it owns columns of S. The replays own rows of S and sum over V
-themselves, so neither S nor dS of every chunk is stored. States lie so that a register tile is always the first operand as it is.
+themselves, so S and dS of every chunk need not be stored. States lie so that a register tile is always the first operand as it is.
 q̂ holds the scale; r is what the solve starts from, β v − β ê S₀, so dê here is the gradient of β ê. β is 1 where there is none.
 Every ANCHOR-th chunk of a sequence, counted from its last, is an anchor: S₀ is stored there and x measured. x lies by place among
 all chunks; so do the anchors, unless `most` says how many a sequence has at most: a walk over short spans of long rows needs few.
@@ -95,13 +97,14 @@ def load_state(
 
 @triton.jit
 def store_state(
-    x, y, n, h, o_k, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr, TMA: tl.constexpr
-):
-    """Store y [BK VP] where `load_state` would read it."""
+    x, y, n, h, o_k, o_v,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Store y [BK VP] where `load_state` would read it, columns from o_v."""
     if TMA:
-        x.store([n, h, o_k, 0], tl.reshape(y.to(x.dtype), [1, 1, BK, VP]))
+        x.store([n, h, o_k, o_v], tl.reshape(y.to(x.dtype), [1, 1, BK, VP]))
     else:
-        i_k, i_v = o_k + tl.arange(0, BK), tl.arange(0, VP)
+        i_k, i_v = o_k + tl.arange(0, BK), o_v + tl.arange(0, VP)
         o = ((tl.cast(n, tl.int64) * H + h) * K + i_k[:, None]) * V + i_v[None, :]
         tl.store(x + o, y, mask=(i_k < K)[:, None] & (i_v < V)[None, :])
 
@@ -130,7 +133,7 @@ def replay_forward(
     slot = _slot(first, n, most, ANCHOR)
     if ANCHOR == 1:
         for i in tl.range(0, end - first, num_stages=STAGES):
-            store_state(anchors, S, slot + end - first - 1 - i, h, o_k, H, K, V, BK, VP, TMA)
+            store_state(anchors, S, slot + end - first - 1 - i, h, o_k, 0, H, K, V, BK, VP, TMA)
             S = _forward(W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, TMA, ACC)
     else:
         groups = tl.cdiv(end - first, ANCHOR)
@@ -142,7 +145,7 @@ def replay_forward(
                 S = _forward(
                     W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, TMA, ACC
                 )
-            store_state(anchors, S, slot + groups - 1 - group, h, o_k, H, K, V, BK, VP, TMA)
+            store_state(anchors, S, slot + groups - 1 - group, h, o_k, 0, H, K, V, BK, VP, TMA)
             i = stop - first
             S = _forward(W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, TMA, ACC)
 
@@ -151,9 +154,9 @@ def replay_forward(
 def _forward(
     W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c, b, h, o_k,
     T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
-    ERASE: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
+    ERASE: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, dS=None, dk_hat=None,
 ):  # fmt: skip
-    """One chunk: what its tokens read of S, then S at its end."""
+    """One chunk: what its tokens read of S, what its keys left in dS if that [BK VP] is given, then S at its end."""
     t = c * C
     b_W = load_rows(W, b, h, t, 0, T, H, V, C, VP, TMA)
     b_do = load_rows(do, b, h, t, 0, T, H, V, C, VP, TMA)
@@ -166,6 +169,9 @@ def _forward(
         b_dr = load_rows(dr, b, h, t, 0, T, H, V, C, VP, TMA)
         de = -tl.dot(S_, tl.trans(b_dr), input_precision="ieee", out_dtype=ACC)
         store_rows(de_hat, tl.trans(de.to(OT)), b, h, t, o_k, T, H, K, C, BK, TMA)
+    if dS is not None:
+        dk = tl.dot(dS, tl.trans(b_W), input_precision="ieee", out_dtype=ACC)
+        store_rows(dk_hat, tl.trans(dk.to(OT)), b, h, t, o_k, T, H, K, C, BK, TMA)
     S *= _whole(p_whole, c, b, h, o_k, T, H, K, C, BK)[:, None].to(ACC)
     return tl.dot(b_kT, b_W, S, input_precision="ieee", out_dtype=ACC)
 
@@ -192,26 +198,26 @@ def replay_reverse(
     slot, place = _slot(first, n, most, ANCHOR), first // ANCHOR + n
     if ANCHOR == 1:
         for i in tl.range(0, end - first, num_stages=STAGES):
-            _measure(anchors, p_whole, p_x, dS, slot + i, place + i, last - i, b, h, o_k, T, H, K, V, C, BK, VP, TMA, ACC)
+            S = load_state(anchors, slot + i, h, o_k, H, K, V, BK, VP, TMA)
+            _measure(S, dS, p_whole, p_x, place + i, last - i, b, h, o_k, T, H, K, C, BK, ACC)
             dS = _reverse(W, do, dr, q_hat, e_hat, p_whole, p_beta, dk_hat, dS, last - i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, BETA, TMA, ACC)  # fmt: skip
     else:
         for j in tl.range(0, tl.cdiv(end - first, ANCHOR), num_stages=1):
             top = last - j * ANCHOR
-            _measure(anchors, p_whole, p_x, dS, slot + j, place + j, top, b, h, o_k, T, H, K, V, C, BK, VP, TMA, ACC)
+            S = load_state(anchors, slot + j, h, o_k, H, K, V, BK, VP, TMA)
+            _measure(S, dS, p_whole, p_x, place + j, top, b, h, o_k, T, H, K, C, BK, ACC)
             for i in tl.range(0, tl.minimum(ANCHOR, end - first - j * ANCHOR), num_stages=STAGES):
                 dS = _reverse(W, do, dr, q_hat, e_hat, p_whole, p_beta, dk_hat, dS, top - i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, BETA, TMA, ACC)  # fmt: skip
 
 
 @triton.jit
 def _measure(
-    anchors, p_whole, p_x, dS, slot, place, c, b, h, o_k,
-    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
-    TMA: tl.constexpr, ACC: tl.constexpr,
+    S, dS, p_whole, p_x, place, c, b, h, o_k,
+    T, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """x of an anchor."""
+    """x of an anchor, from S [BK VP] at its start and dS at its end."""
     i_k = o_k + tl.arange(0, BK)
-    product = tl.sum(load_state(anchors, slot, h, o_k, H, K, V, BK, VP, TMA).to(ACC) * dS, 1)
-    x = product * _whole(p_whole, c, b, h, o_k, T, H, K, C, BK).to(ACC)
+    x = tl.sum(S.to(ACC) * dS.to(ACC), 1) * _whole(p_whole, c, b, h, o_k, T, H, K, C, BK).to(ACC)
     tl.store(p_x + (tl.cast(place, tl.int64) * H + h) * K + i_k, x, mask=i_k < K)
 
 
@@ -238,3 +244,32 @@ def _reverse(
             b_eT = (b_eT * load_beta(p_beta, b, h, t, T, H, C)[None, :].to(ACC)).to(OT)
         dS = tl.dot(-b_eT, b_dr, dS, input_precision="ieee", out_dtype=ACC)
     return dS
+
+
+@triton.jit(do_not_specialize=["T", "most"])
+def replay(
+    p_spans, W, do, dr, k_hat, p_whole, p_initial, p_slots, dq_hat, de_hat, kept, dk_hat, p_x,
+    T, most, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
+    ERASE: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dq̂, dê and dk̂ of every token and x of every chunk, all of them anchors; a program owns BK rows of S. dS at the end of
+    chunk i of sequence n is kept at n·most + i. It starts from state p_slots[n].
+
+    PDL: the launch may begin while the one before it, which makes dr and kept, ends. Once all of this one's programs have waited,
+    the next launch begins, and may take the one before this as done.
+    """
+    o_k, h, n = tl.program_id(0) * BK, tl.program_id(1), tl.program_id(2)
+    first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
+    b = first // tl.maximum(tl.cdiv(T, C), 1)
+    c = first - b * tl.cdiv(T, C)
+    S = load_state(p_initial, tl.load(p_slots + n), h, o_k, H, K, V, BK, VP, 0).to(ACC)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for i in tl.range(0, end - first, num_stages=STAGES):
+        dS = load_state(kept, n * most + i, h, o_k, H, K, V, BK, VP, TMA)
+        # places count from the last chunk
+        _measure(S, dS, p_whole, p_x, n + end - 1 - i, c + i, b, h, o_k, T, H, K, C, BK, ACC)
+        S = _forward(
+            W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, TMA, ACC, dS, dk_hat
+        )

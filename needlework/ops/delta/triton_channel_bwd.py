@@ -129,9 +129,9 @@ def channel_constants(
         "adjoint": launch["adjoint"] | walk | {"KP": padded(K), "BETA": int(rule == 1)},
         "replay_forward": launch["replay_forward"] | walk | anchor | {"VP": padded(V)},
         "replay_reverse": launch["replay_reverse"] | walk | anchor | {"VP": padded(V), "BETA": int(rule == 1)},
-        "couplings": launch["couplings"] | values | {"R": R} | gates,
+        "couplings": launch["couplings"] | values | {"R": R, "PDL": 0} | gates,
         "pairs": launch["pairs"] | channels | anchor | gates | {
-            "G": HV // H, "LEVELS": C.bit_length() - 1, "PREVIOUS": int(previous), "HALF": int(half),
+            "G": HV // H, "LEVELS": C.bit_length() - 1, "PREVIOUS": int(previous), "PDL": 0, "HALF": int(half),
         },
     }  # fmt: skip
 
@@ -155,18 +155,18 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
                 if any(name.removeprefix("p_").removeprefix("d") in (a, a.replace("e_", "de_")) for a in absent):
                     launch[name] = None
                 elif name not in launch:
-                    signature[name] = _type(name, columns if plan.tma else {}, given, operand, wide)
+                    signature[name] = argument_type(name, columns if plan.tma else {}, given, operand, wide)
             cases.append(Case(kernels[kernel], signature, launch, options))
     return cases
 
 
-def _type(name: str, columns: dict[str, int], given: str, operand: str, wide: str) -> str:
+def argument_type(name: str, columns: dict[str, int], given: str, operand: str, wide: str) -> str:
     """The Triton type of a kernel argument; `columns` of a block by axis where walks take descriptors."""
     axes = {"P": "C", "inverse": "C", "W": "V", "do": "V", "dr": "V", "q_hat": "K", "e_hat": "K", "k_hat": "K"}
     axes |= {"dq_hat": "K", "de_hat": "K", "dk_hat": "K"}
     if name in ("T", "most", "scale"):
         return "fp32" if name == "scale" else "i32"
-    if name == "anchors":
+    if name in ("anchors", "kept"):
         return f"tensordesc<{operand}[1, 1, {columns['K']}, {columns['V']}]>" if columns else f"*{operand}"
     if name in axes and columns:
         return f"tensordesc<{operand}[1, 1, {columns['C']}, {columns[axes[name]]}]>"

@@ -101,9 +101,17 @@ def _placed(x, one, ACC: tl.constexpr):
 def couplings(
     p_spans, p_do, p_dr, p_W, p_v, p_beta, p_write, p_unit, p_dv, p_dwrite, p_part, p_P, p_A, T,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, R: tl.constexpr, BETA: tl.constexpr, GATES: tl.constexpr,
-    ACC: tl.constexpr,
+    PDL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk and value head: dP + dPᵀ and dA + dAᵀ, the gradients of v and write, and the values' part of that of β."""
+    """Of one chunk and value head: dP + dPᵀ and dA + dAᵀ, the gradients of v and write, and the values' part of that of β.
+
+    PDL: the launch may begin while the one before it runs, of whose results it reads none. It must begin only when the launch
+    before that is done, which makes do, dr and unit: they are read by the second cache, as this multiprocessor may have met them
+    before they were written. It is done only when that one is too, so that whoever waits for it has waited for all.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    LATE: tl.constexpr = ".cg" if PDL else ""
     j, h, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
     if first + j < end:
@@ -113,7 +121,7 @@ def couplings(
         OT: tl.constexpr = p_dr.dtype.element_ty
         i = tl.arange(0, C)
         r, c = i[:, None], i[None, :]
-        unit = tl.load(p_unit).to(ACC)
+        unit = tl.load(p_unit, cache_modifier=LATE).to(ACC)
         i_t = (first + j - b * NC) * C + i
         live = i_t < T
         o_row = (tl.cast(b, tl.int64) * T + i_t) * H + h
@@ -126,9 +134,9 @@ def couplings(
             i_v = v0 + tl.arange(0, VB)
             o_v = o_row[:, None] * V + i_v[None, :]
             m_v = live[:, None] & (i_v < V)[None, :]
-            b_do = tl.load(p_do + o_v, mask=m_v, other=0.0)
+            b_do = tl.load(p_do + o_v, mask=m_v, other=0.0, cache_modifier=LATE)
             b_W = tl.load(p_W + o_v, mask=m_v, other=0.0).to(OT)
-            b_dr = tl.load(p_dr + o_v, mask=m_v, other=0.0)
+            b_dr = tl.load(p_dr + o_v, mask=m_v, other=0.0, cache_modifier=LATE)
             if ERASE:
                 b_v = tl.load(p_v + o_v, mask=m_v, other=0.0)
             # both orders: a transposed accumulator must not become a first operand
@@ -153,6 +161,10 @@ def couplings(
             tl.store(p_A + o_square, A.to(OT))
         if BETA:
             tl.store(p_part + o_row, dbeta, mask=live)
+    if PDL:
+        # one program is enough: without it the launch is not done; the others make room
+        if j + h + n == 0:
+            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["T", "scale"])
@@ -161,9 +173,12 @@ def pairs(
     p_dq, p_dk, p_dg, p_dbeta, p_derase,
     scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KB: tl.constexpr, LEVELS: tl.constexpr,
     BETA: tl.constexpr, GATES: tl.constexpr, PREVIOUS: tl.constexpr, ANCHOR: tl.constexpr,
-    HALF: tl.constexpr, ACC: tl.constexpr,
+    PDL: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """All of an anchor's chunks, last first, for one value head, KB channels at a time."""
+    """All of an anchor's chunks, last first, for one value head, KB channels at a time.
+
+    PDL: the launch may begin while `couplings` ends, which is the last of all before it to be done.
+    """
     j, h, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
     NC = tl.cdiv(T, C)
@@ -172,6 +187,9 @@ def pairs(
     OT: tl.constexpr = p_P.dtype.element_ty
     i = tl.arange(0, C)
     r, c = i[:, None], i[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     unit = tl.load(p_unit).to(ACC)
     p_x += (tl.cast(first // ANCHOR + n + j, tl.int64) * H + h) * K
     top = end - 1 - j * ANCHOR

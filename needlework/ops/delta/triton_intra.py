@@ -59,13 +59,13 @@ def decay_between(G, seen, ACC: tl.constexpr):
 def intra(
     p_r, p_q, p_k, p_g, p_beta, p_lam, p_T, p_P, p_A, p_G, p_E, p_r_copy, p_q_copy, p_k_copy, scale, T, NR,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
-    ACC: tl.constexpr, ST: tl.constexpr, COPY: tl.constexpr, SAVE: tl.constexpr,
+    ACC: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr, SOLVE: tl.constexpr, COPY: tl.constexpr, SAVE: tl.constexpr,
     GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
     """NR rows of T, P', G and NR // C chunks of E [6 C] a value head: T rounded up to whole chunks. READ: r is not q (which then
     only enters x). SAVE: also A without β, for the backward.
 
-    E holds the factors of a chunk's tokens: β, −β e^G, λ, scale e^G, −e^G, e^{G_C − G}.
+    E holds the factors of a chunk's tokens: β, −β e^G, λ, scale e^G, −e^G, e^{G_C − G}. T is of type TT.
     """
     tiles = (NR + R - 1) // R
     i_t = (tl.program_id(0) % tiles) * R
@@ -135,7 +135,7 @@ def intra(
         for j in tl.static_range(1, 7):
             if (1 << j) < C:
                 corner = tl.where((t >> (j + 1) == s >> (j + 1)) & (t >> j != s >> j), A, 0.0)
-                b_X = X.to(ST)
-                b_U = tl.dot(corner.to(ST), b_X, input_precision="ieee", out_dtype=ACC).to(ST)
-                X -= tl.dot(b_X, b_U, input_precision="ieee", out_dtype=ACC)
-        tl.store(p_T + o_pair, X.to(ST), mask=keep)
+                b_X = X.to(TT)
+                b_U = tl.dot(corner.to(TT), b_X, input_precision=SOLVE, out_dtype=ACC).to(TT)
+                X -= tl.dot(b_X, b_U, input_precision=SOLVE, out_dtype=ACC)
+        tl.store(p_T + o_pair, X.to(TT), mask=keep)

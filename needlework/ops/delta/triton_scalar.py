@@ -132,8 +132,9 @@ def forward(
     wide = accumulator(q.dtype)
     operand = solve(q.dtype)
     o, W = torch.empty_like(v), torch.empty_like(v, dtype=operand) if save else None
-    pairs = lambda wanted=True: q.new_empty(B if wanted else 0, HV, rows, C, dtype=operand)
-    Pp, Tp, A = pairs(), pairs(beta is not None), pairs(beta is not None) if save else None
+    pairs = lambda kind, wanted=True: q.new_empty(B if wanted else 0, HV, rows, C, dtype=kind)
+    Pp, Tp = pairs(operand), pairs(inverse(q.dtype), beta is not None)
+    A = pairs(operand, beta is not None) if save else None
     # q is not copied where it neither reads nor enters x
     wanted = (q if q_read is None or lam is not None else None), k, q_read
     copies = [None if x is None or x.dtype == operand else torch.empty_like(x, dtype=operand) for x in wanted]
@@ -222,15 +223,25 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def solve(dtype: torch.dtype) -> torch.dtype:
-    """Of the inverse and what it multiplies: a bfloat16 inverse misses the error budget."""
+    """Of operands: a bfloat16 inverse, and what it multiplies, would miss the error budget."""
     return torch.float16 if dtype.itemsize == 2 else dtype
+
+
+def inverse(dtype: torch.dtype) -> torch.dtype:
+    """Of the inverse and what it multiplies. Where q, k and v are float16 themselves, the budget leaves no room for a rounding more."""
+    return torch.float32 if dtype == torch.float16 else solve(dtype)
+
+
+def inverse_constants(dtype: torch.dtype) -> dict[str, object]:
+    """TT, and how its products are made: of float32 as three TF32 ones where all other operands are halves."""
+    return {"TT": TYPES[inverse(dtype)], "SOLVE": "tf32x3" if dtype == torch.float16 else "ieee"}
 
 
 def intra_constants(plan: Plan, dtype, H, HR, HV, K, gate, erase, lam, read, copy, save) -> dict[str, object]:
     own = {**plan.launch["intra"], "BK": min(plan.launch["intra"]["BK"], _padded(K))}
     return dict(
         H=H, HR=HR, HV=HV, K=K, C=plan.launch["shared"]["C"], ACC=TYPES[accumulator(dtype)], ST=TYPES[solve(dtype)],
-        COPY=int(copy), SAVE=int(save), GATE=gate, ERASE=erase, LAM=lam, READ=read, **own,
+        COPY=int(copy), SAVE=int(save), GATE=gate, ERASE=erase, LAM=lam, READ=read, **inverse_constants(dtype), **own,
     )  # fmt: skip
 
 
@@ -240,7 +251,7 @@ def scan_constants(plan: Plan, dtype, H, HR, HV, K, V, erase, lam, read, init, s
     return dict(
         H=H, HR=HR, HV=HV, K=K, V=V, C=plan.launch["shared"]["C"], KB=KB, NK=-(-K // KB), TMA=int(plan.tma),
         ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[solve(dtype)],
-        ERASE=erase, LAM=lam, READ=read, INIT=int(init), SAVE=int(save), **own,
+        ERASE=erase, LAM=lam, READ=read, INIT=int(init), SAVE=int(save), **inverse_constants(dtype), **own,
     )  # fmt: skip
 
 
@@ -258,9 +269,8 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
         (scan, scan_constants(plan, dtype, 2, 2, 2, K, V, 1, 1, 0, 1, 1)),
     ):
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
-        types = dict.fromkeys(("p_r", "p_q", "p_k"), f"*{own}") | dict.fromkeys(
-            ("p_T", "p_P", "p_A", "p_r_copy", "p_q_copy", "p_k_copy"), f"*{st}"
-        )
+        types = dict.fromkeys(("p_r", "p_q", "p_k"), f"*{own}") | {"p_T": f"*{names[inverse(dtype)]}"}
+        types |= dict.fromkeys(("p_P", "p_A", "p_r_copy", "p_q_copy", "p_k_copy"), f"*{st}")
         types |= dict.fromkeys(("p_g", "p_beta", "p_lam", "p_G", "p_E", "p_initial", "p_final", "p_hand"), f"*{acc}")
         types |= {"p_cum": "*i32", "p_flag": "*i32", "scale": "fp32", "T": "i32", "NR": "i32", "N": "i32"}
         C, BV, KB = (constants.get(name) for name in ("C", "BV", "KB"))
@@ -268,7 +278,8 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
             *((name, st, KB) for name in ("x_r", "x_q", "x_k")),
             *((name, own, BV) for name in ("x_v", "x_o")),
             ("x_w", st, BV),
-            *((name, st, C) for name in ("x_T", "x_P")),
+            ("x_T", names[inverse(dtype)], C),
+            ("x_P", st, C),
         ):
             types[name] = f"tensordesc<{element}[1, 1, {C}, {width}]>" if plan.tma else f"*{element}"
         cases.append(Case(kernel, {n: types[n] for n in kernel.arg_names if n not in constants}, constants, options))
@@ -317,7 +328,7 @@ def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     aligned = T if cu_seqlens is None else (T // C + N) * C
     rows = -(-aligned // C) * C
     erases = 0 if beta is None else B
-    pairs = [v.new_empty(n, HV, rows, C, dtype=operand) for n in (erases, B, erases)]
+    pairs = [v.new_empty(n, HV, rows, C, dtype=t) for n, t in ((erases, inverse(q.dtype)), (B, operand), (erases, operand))]
     numbers = [v.new_empty(B, HV, *s, dtype=wide) for s in ((rows,), (rows // C, 6, C))]
     wanted = (q if q_read is None or lam is not None else None), k, q_read
     copies = [

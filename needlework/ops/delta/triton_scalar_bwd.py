@@ -19,7 +19,7 @@ from needlework.ops.common.triton_tile import token_tile
 from needlework.ops.delta.triton_adjoint import adjoint, amax
 from needlework.ops.delta.triton_combine import combine, gate, pairs
 from needlework.ops.delta.triton_replay import replay_forward, replay_reverse
-from needlework.ops.delta.triton_scalar import TYPES, accumulator, slots_of, solve
+from needlework.ops.delta.triton_scalar import TYPES, accumulator, inverse, inverse_constants, slots_of, solve
 from needlework.ops.delta.triton_split import fix_up, segments
 
 NO_ANCHOR = 1 << 30
@@ -152,7 +152,7 @@ def backward(
 def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init, end) -> dict[str, dict[str, object]]:
     """Kernel -> its constants, num_warps and the like."""
     half = dtype.itemsize == 2
-    types = dict(ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[solve(dtype)])
+    types = dict(ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[solve(dtype)], **inverse_constants(dtype))
     everything = dict(
         H=H, HR=HR, HV=HV, K=K, V=V, C=plan.launch["shared"]["C"], NM=plan.launch["amax"]["NP"], TMA=int(plan.tma),
         HALF=int(half), **types, DT=TYPES[dtype if H == HV else accumulator(dtype)],
@@ -195,7 +195,8 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Every kernel as Q-Delta launches it, from a state and with the final state's gradient."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
     own, st, acc = names[dtype], names[solve(dtype)], names[accumulator(dtype)]
-    operands = dict.fromkeys(("x_r", "x_q", "x_k", "x_w", "x_du", "x_scaled", "x_T", "x_P", "x_M", "x_N", "x_D"), st)
+    operands = dict.fromkeys(("x_r", "x_q", "x_k", "x_w", "x_du", "x_scaled", "x_P", "x_M", "x_N", "x_D"), st)
+    operands |= {"x_T": names[inverse(dtype)]}
     operands |= dict.fromkeys(("p_P", "p_A", "p_M", "p_N", "p_D", "p_anchor"), st)
     operands |= dict.fromkeys(("x_dr_part", "x_dx_part", "x_dk_part"), st)
     cases = []

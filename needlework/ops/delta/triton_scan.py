@@ -6,7 +6,7 @@ from it from registers, so that nothing of the state goes through shared memory.
 A chain is one sequence, value head and tile of BV values. Chains are laid end to end and cut into equal runs, one a program
 (McNaughton's wrap-around rule): a chain is cut at most once; its first chunks run first in one slot, its last chunks run last
 in the slot before. Slots are numbered against program ids, so that a program only waits for one that was started earlier.
-r, q, k and W are operands (ST), v and o of the caller's type (OT).
+r, q, k and W are operands (ST), v and o of the caller's type (OT), T and what it multiplies of a type of their own (TT).
 """
 
 import triton
@@ -76,8 +76,8 @@ def tell(p_flag):
 def scan(
     x_r, x_q, x_k, x_v, x_T, x_P, p_E, x_o, x_w, p_initial, p_final, p_cum, p_hand, p_flag, scale, T, NR, N,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
-    KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr,
-    ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr,
+    KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr,
+    SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """One slot. The state's K columns are NK tiles of KB; p_hand [slots BV NK·KB] and p_flag pass a cut chain on."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -89,6 +89,8 @@ def scan(
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, KB)
     o_hand = tl.arange(0, BV)[:, None] * (NK * KB) + o_k[None, :]
+    # float32 sums over all 256 keys in one go err more than the budget's own
+    APART: tl.constexpr = NK == 2 and ST == ACC
     for i_chain in range(first, last + 1):
         i_n = i_chain // PER
         i_h = (i_chain % PER) // NV
@@ -150,7 +152,10 @@ def scan(
                 b_S1 = S1.to(ST)
                 if ERASE:
                     erased = tl.dot(b_S1, tl.trans(b_k1), erased, input_precision="ieee", out_dtype=ACC)
-                read = tl.dot(b_S1, tl.trans(b_r1), read, input_precision="ieee", out_dtype=ACC)
+                if APART:
+                    read1 = tl.dot(b_S1, tl.trans(b_r1), input_precision="ieee", out_dtype=ACC)
+                else:
+                    read = tl.dot(b_S1, tl.trans(b_r1), read, input_precision="ieee", out_dtype=ACC)
                 if READ:
                     asked = tl.dot(b_S1, tl.trans(b_q1), asked, input_precision="ieee", out_dtype=ACC)
 
@@ -163,14 +168,19 @@ def scan(
                         erased += lam[None, :] * asked
                     else:
                         erased += lam[None, :] * read
+                        if APART:
+                            erased += lam[None, :] * read1
                 beta = tl.load(p_factor + o_c)
                 e_erased = tl.load(p_factor + C + o_c)
-                b_rest = (beta[None, :] * w + e_erased[None, :] * erased).to(ST)
-                w = tl.dot(b_rest, tl.trans(b_T), input_precision="ieee", out_dtype=ACC)
+                b_rest = (beta[None, :] * w + e_erased[None, :] * erased).to(TT)
+                w = tl.dot(b_rest, tl.trans(b_T), input_precision=SOLVE, out_dtype=ACC)
             b_w = w.to(ST)
             if SAVE:
                 store_tile(x_w, tl.trans(b_w), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-            read *= tl.load(p_factor + 3 * C + o_c)[None, :]
+            e_read = tl.load(p_factor + 3 * C + o_c)
+            read *= e_read[None, :]
+            if APART:
+                read += e_read[None, :] * read1
             b_o = tl.dot(b_w, tl.trans(b_P), read, input_precision="ieee", out_dtype=ACC).to(OT)
             b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
             e_whole = -tl.load(p_factor + 5 * C - 1)

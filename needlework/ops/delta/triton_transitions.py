@@ -14,7 +14,7 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import load_tile, token_tile
-from needlework.ops.delta.triton_scalar import accumulator, scan_constants, solve
+from needlework.ops.delta.triton_scalar import accumulator, inverse, scan_constants, solve
 from needlework.ops.delta.triton_scan import factors
 
 
@@ -23,7 +23,7 @@ def transitions_kernel(
     x_q, x_k, x_v, x_T, p_E, p_N, p_M, p_cum, T, NR, P,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
-    ERASE: tl.constexpr, LAM: tl.constexpr, SAVE: tl.constexpr,
+    TT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """P segments a sequence. Of a sequence's last segment nothing but M is made, and that with SAVE, for the backward."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -82,8 +82,8 @@ def transitions_kernel(
                     erased += tl.load(p_factor + 2 * C + o_c)[None, :] * asked
                 beta = tl.load(p_factor + o_c)
                 e_erased = tl.load(p_factor + C + o_c)
-                b_rest = (beta[None, :] * w + e_erased[None, :] * erased).to(ST)
-                w = tl.dot(b_rest, tl.trans(b_T), input_precision="ieee", out_dtype=ACC)
+                b_rest = (beta[None, :] * w + e_erased[None, :] * erased).to(TT)
+                w = tl.dot(b_rest, tl.trans(b_T), input_precision=SOLVE, out_dtype=ACC)
             b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
             e_whole = -tl.load(p_factor + 5 * C - 1)
             S0 = tl.dot(b_left, b_k0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
@@ -147,7 +147,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
     types = dict.fromkeys(("p_E", "p_N", "p_M"), f"*{acc}")
     types |= {"p_cum": "*i32", "T": "i32", "NR": "i32", "P": "i32"}
-    for name, kind, width in (("x_q", st, KB), ("x_k", st, KB), ("x_v", own, BV), ("x_T", st, C)):
+    for name, kind, width in (("x_q", st, KB), ("x_k", st, KB), ("x_v", own, BV), ("x_T", names[inverse(dtype)], C)):
         types[name] = f"tensordesc<{kind}[1, 1, {C}, {width}]>" if plan.tma else f"*{kind}"
     signature = {name: types[name] for name in transitions_kernel.arg_names if name not in constants}
     return [Case(transitions_kernel, signature, constants, options)]
