@@ -5,11 +5,12 @@ from torch import Tensor
 
 from needlework.ops.ccq import chunk
 from needlework.ops.ccq.state import CurvatureState
+from needlework.ops.common.operator import backward_operator, operator
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
 from needlework.ops.common.precision import keep_precision
 
 
-@torch.library.custom_op("needlework::ccq_fwd", mutates_args=())
+@operator
 def ccq_fwd(
     q: Tensor,
     k: Tensor,
@@ -31,12 +32,12 @@ def ccq_fwd(
     return cleaned if cu_seqlens is None else unpad(cleaned, cu_seqlens), *state
 
 
-@ccq_fwd.register_fake
+@torch.library.register_fake(ccq_fwd)
 def _(q, k, eta, g, C, mean, n, cu_seqlens, chunk_size):
     return q.new_empty(*eta.shape, q.shape[-1]), *(x.new_empty(x.shape) for x in (C, mean, n))
 
 
-@torch.library.custom_op("needlework::ccq_bwd", mutates_args=())
+@backward_operator
 def ccq_bwd(
     dcleaned: Tensor,
     dC: Tensor,
@@ -63,7 +64,7 @@ def ccq_bwd(
     return *rows, *dstate
 
 
-@ccq_bwd.register_fake
+@torch.library.register_fake(ccq_bwd)
 def _(dcleaned, dC, dmean, dn, q, k, eta, g, C, mean, n, cu_seqlens, chunk_size):
     dg = q.new_empty(0) if g is None else g.new_empty(g.shape)
     return *(x.new_empty(x.shape) for x in (q, k, eta)), dg, *(x.new_empty(x.shape) for x in (C, mean, n))
@@ -89,5 +90,5 @@ def _backward(ctx, dcleaned, dC, dmean, dn):
     return dq, dk, deta, dg if ctx.needs_input_grad[3] else None, *dstate, None, None
 
 
-ccq_fwd.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd(ccq_fwd, _backward, setup_context=_setup_context)
 keep_precision(ccq_fwd, ccq_bwd)

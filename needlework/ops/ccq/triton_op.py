@@ -15,6 +15,7 @@ from needlework.ops.ccq.triton_intra import ROWS, arguments, constants, intra, m
 from needlework.ops.ccq.triton_scan import walk
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Plan, plan
+from needlework.ops.common.operator import backward_operator, operator
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse, run
 from needlework.ops.common.triton_tile import block, token_tile
@@ -133,7 +134,7 @@ def _fill(at: Alignment, cu_seqlens: Tensor, C: int) -> Tensor:
     return (lengths[n] - (chunk - at.cum[n]) * C).clamp(0, C).to(torch.int32)
 
 
-@torch.library.custom_op("needlework::ccq_triton_fwd", mutates_args=())
+@operator
 def ccq_triton_fwd(
     q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, mean: Tensor | None, n: Tensor | None,
     cu_seqlens: Tensor | None, save: bool,
@@ -237,7 +238,7 @@ def _no_chunk(q: Tensor, line: _Line) -> _Kept:
     return _Kept(*tokens, *chunks, line.at.cum, G, *packed)
 
 
-@ccq_triton_fwd.register_fake
+@torch.library.register_fake(ccq_triton_fwd)
 def _(q, k, eta, g, C, mean, n, cu_seqlens, save):
     B, T, H, K = q.shape
     chunk = plan(ENGINE, q.device, q.dtype, K, K).launch["shared"]["C"]
@@ -258,7 +259,7 @@ def _(q, k, eta, g, C, mean, n, cu_seqlens, save):
     return out
 
 
-@torch.library.custom_op("needlework::ccq_triton_bwd", mutates_args=())
+@backward_operator
 def ccq_triton_bwd(
     dcleaned: Tensor, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None,
     q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, mean: Tensor | None, n: Tensor | None,
@@ -348,7 +349,7 @@ def _first_place(line: _Line, ends: tuple[Tensor, ...] | None, parts: int) -> tu
     return make(N, H, K, K, **wide), make(N, H, K, **wide), make(N, H, parts, **wide)
 
 
-@ccq_triton_bwd.register_fake
+@torch.library.register_fake(ccq_triton_bwd)
 def _(dcleaned, dC, dmean, dn, q, k, eta, g, C, mean, n, cu_seqlens, n1, saved):
     return [q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, eta, g, C, mean, n)]
 
@@ -417,4 +418,4 @@ def _backward(ctx, gradients):
     return *found, None, None
 
 
-ccq_triton_fwd.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd(ccq_triton_fwd, _backward, setup_context=_setup_context)

@@ -28,6 +28,17 @@ def _descriptor(x: Tensor, shape: list[int], strides: list[int], rows: int, colu
 
 
 @triton.jit
+def plus_product(acc, a, b, APART: tl.constexpr):
+    """acc + a b. APART: the product is summed by itself first. One float32 sum of 256 products errs more than sums of its parts do;
+    an "imprecise" accumulator, which float32 products know nothing of, keeps the compiler from making one of them again."""
+    if APART:
+        acc += tl.dot(a, b, input_precision="ieee", max_num_imprecise_acc=1, out_dtype=acc.dtype)
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=acc.dtype)
+    return acc
+
+
+@triton.jit
 def load_tile(x, i_b, i_t, i_h, i_d, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
     """[C BD] of x [B T H D], zeros past T and D. x: a pointer, or a descriptor of its [B H T D] view."""
     if TMA:

@@ -13,6 +13,8 @@ copied as they are read, and the copies are what follows takes.
 import triton
 import triton.language as tl
 
+from needlework.ops.common.triton_tile import plus_product
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -99,12 +101,12 @@ def intra(
         b_k = operand_rows(p_k, p_k_copy, o_k, live, first_k, i_d, H, K, R, BK, ST, COPY)
         b_kT = tl.trans(b_k)
         b_r = operand_rows(p_r, p_r_copy, o_r, live, first_r, i_d, HR, K, R, BK, ST, COPY)
-        rk = tl.dot(b_r, b_kT, rk, input_precision="ieee", out_dtype=ACC)
+        rk = plus_product(rk, b_r, b_kT, ST == ACC)
         if ERASE:
-            kk = tl.dot(b_k, b_kT, kk, input_precision="ieee", out_dtype=ACC)
+            kk = plus_product(kk, b_k, b_kT, ST == ACC)
         if READ:
             b_q = operand_rows(p_q, p_q_copy, o_k, live, first_k, i_d, H, K, R, BK, ST, COPY)
-            qk = tl.dot(b_q, b_kT, qk, input_precision="ieee", out_dtype=ACC)
+            qk = plus_product(qk, b_q, b_kT, ST == ACC)
 
     t = tl.arange(0, R)[:, None]
     s = tl.arange(0, R)[None, :]

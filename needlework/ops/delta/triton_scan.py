@@ -12,7 +12,7 @@ r, q, k and W are operands (ST), v and o of the caller's type (OT), T and what i
 import triton
 import triton.language as tl
 
-from needlework.ops.common.triton_tile import load_tile, store_tile
+from needlework.ops.common.triton_tile import load_tile, plus_product, store_tile
 
 
 @triton.jit
@@ -89,8 +89,6 @@ def scan(
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, KB)
     o_hand = tl.arange(0, BV)[:, None] * (NK * KB) + o_k[None, :]
-    # float32 sums over all 256 keys in one go err more than the budget's own
-    APART: tl.constexpr = NK == 2 and ST == ACC
     for i_chain in range(first, last + 1):
         i_n = i_chain // PER
         i_h = (i_chain % PER) // NV
@@ -151,13 +149,10 @@ def scan(
             if NK == 2:
                 b_S1 = S1.to(ST)
                 if ERASE:
-                    erased = tl.dot(b_S1, tl.trans(b_k1), erased, input_precision="ieee", out_dtype=ACC)
-                if APART:
-                    read1 = tl.dot(b_S1, tl.trans(b_r1), input_precision="ieee", out_dtype=ACC)
-                else:
-                    read = tl.dot(b_S1, tl.trans(b_r1), read, input_precision="ieee", out_dtype=ACC)
+                    erased = plus_product(erased, b_S1, tl.trans(b_k1), ST == ACC)
+                read = plus_product(read, b_S1, tl.trans(b_r1), ST == ACC)
                 if READ:
-                    asked = tl.dot(b_S1, tl.trans(b_q1), asked, input_precision="ieee", out_dtype=ACC)
+                    asked = plus_product(asked, b_S1, tl.trans(b_q1), ST == ACC)
 
             p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
             w = tl.trans(b_v).to(ACC)
@@ -168,8 +163,6 @@ def scan(
                         erased += lam[None, :] * asked
                     else:
                         erased += lam[None, :] * read
-                        if APART:
-                            erased += lam[None, :] * read1
                 beta = tl.load(p_factor + o_c)
                 e_erased = tl.load(p_factor + C + o_c)
                 b_rest = (beta[None, :] * w + e_erased[None, :] * erased).to(TT)
@@ -177,10 +170,7 @@ def scan(
             b_w = w.to(ST)
             if SAVE:
                 store_tile(x_w, tl.trans(b_w), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-            e_read = tl.load(p_factor + 3 * C + o_c)
-            read *= e_read[None, :]
-            if APART:
-                read += e_read[None, :] * read1
+            read *= tl.load(p_factor + 3 * C + o_c)[None, :]
             b_o = tl.dot(b_w, tl.trans(b_P), read, input_precision="ieee", out_dtype=ACC).to(OT)
             b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
             e_whole = -tl.load(p_factor + 5 * C - 1)
