@@ -155,10 +155,11 @@ def timed_cold(case: Case, report: Report) -> None:
 
 
 def first_call(case: Case) -> None:
-    x = case.tensors(DEVICE, DTYPE, 1, 512)
+    leaves = {name: y.requires_grad_() for name, y in case.tensors(DEVICE, DTYPE, 1, 512).items()}
     torch.cuda.synchronize()
     start = time.perf_counter()
-    passes(case.ours, x)["fwd+bwd"]()
+    o = case.ours(**leaves)
+    torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o))
     torch.cuda.synchronize()
     print(1e3 * (time.perf_counter() - start))
 

@@ -108,16 +108,13 @@ def tasks(device: torch.device, full: bool) -> list[Task]:
 
 
 def _chosen(rule: Rule, row: launch.Plan, dtype: str, fits: list[tuple[int, int]], full: bool) -> list[tuple[tuple, tuple]]:
-    """Sizes and forms: with `full` all. Without, the rules that cover the kernels in every dtype at the largest size that takes the
-    row, in the row's first dtype by every form and at the smallest size too; the others at the largest size in bfloat16."""
+    """Sizes and forms: with `full` all. Without, at the largest size that takes the row: the rules that cover the kernels in every
+    dtype, in the row's first one by every form; the others in bfloat16. Each size is another compilation of every kernel."""
     if full or not fits:
         return [(size, ROWS) for size in fits]
-    *smaller, largest = fits
-    if not rule.covers:
-        return [(largest, SHORT)] if dtype == "bfloat16" else []
-    if dtype != row.dtypes[0]:
-        return [(largest, SHORT)]
-    return [(largest, ROWS), *((size, SHORT) for size in smaller[:1])]
+    if rule.covers:
+        return [(fits[-1], ROWS if dtype == row.dtypes[0] else SHORT)]
+    return [(fits[-1], SHORT)] if dtype == "bfloat16" else []
 
 
 def judge(device: str, alone: bool, task: Task) -> list[Verdict] | None:

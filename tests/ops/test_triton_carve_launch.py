@@ -1,5 +1,7 @@
 """Launches that repeat, without a GPU: what they hand to Triton's C function is what Triton itself would."""
 
+from collections import OrderedDict
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,8 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from needlework.ops.carve.triton_repeated import VARIES, Repeated
+from needlework.ops.carve import triton_repeated
+from needlework.ops.carve.triton_repeated import VARIES, Repeated, launch_all
 from needlework.ops.common import triton_launch
 
 SIGNATURE = {"x": "tensordesc<fp16[16, 16]>", "p": "*fp32", "i": "i32", "y": "tensordesc<fp16[16, 16]>", "N": "constexpr"}
@@ -91,3 +94,73 @@ def test_whoever_listens_to_launches_hears_all_of_them(device):
         assert triton_launch.c_function(kernel) is None
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
+
+
+class Buffer:
+    """What lies on a GPU, by its address."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, address: int):
+        self.address = address
+
+    def __eq__(self, other) -> bool:
+        return self.address == other.address
+
+    def __hash__(self) -> int:
+        return self.address
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """What happens to CUDA graphs, on a GPU that is not there."""
+    told = []
+
+    class Graph:
+        def capture_begin(self, capture_error_mode):
+            told.append("capture")
+
+        def capture_end(self):
+            told.append("captured")
+
+        def replay(self):
+            told.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: "outer" in told)
+    monkeypatch.setattr(triton_repeated, "interpreted", lambda: False)
+    monkeypatch.setattr(triton_repeated, "GRAPHS", 2)
+    for name in ("_graphs", "_seen"):
+        monkeypatch.setattr(triton_repeated, name, OrderedDict())
+    return told
+
+
+def test_launches_whose_buffers_lie_where_they_lay_are_one_graph(graphs):
+    def call(address: int = 0, n: int = 5) -> list:
+        graphs.clear()
+        launch = Repeated(Kernel(False), (1, 1, 1), {"N": 9}, Buffer(address), n, VARIES)
+        launch.kernel = "kernel"
+        launch_all(lambda: graphs.append("walk"), (launch,), Buffer(address + 1))
+        return list(graphs)
+
+    assert call() == ["walk"]
+    assert call() == ["capture", "walk", "captured", "replay"]
+    assert call() == call() == ["replay"]
+    assert call(address=64) == ["walk"], "it lies elsewhere"
+    assert call(n=6) == ["walk"], "another number"
+    assert call() == ["replay"]
+
+
+def test_old_graphs_make_room_and_nothing_is_captured_within_a_capture(graphs):
+    def call(address: int) -> list:
+        del graphs[1 if "outer" in graphs else 0 :]
+        launch_all(lambda: graphs.append("walk"), (), Buffer(address))
+        return [x for x in graphs if x != "outer"]
+
+    for address in (1, 2, 3):
+        call(address), call(address)
+    assert call(3) == call(2) == ["replay"] and call(1) != ["replay"]
+    graphs[:] = ["outer"]
+    assert call(3) == ["walk"]

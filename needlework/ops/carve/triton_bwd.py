@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from needlework.ops.carve.layout import Layout
 from needlework.ops.carve.triton_feedback import STEP, activation_kernel, enter_kernel, leave_kernel, retention_kernel
 from needlework.ops.carve.triton_fwd import overlapping
-from needlework.ops.carve.triton_repeated import VARIES, Repeated
+from needlework.ops.carve.triton_repeated import VARIES, Repeated, launch_all
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.delta.arguments import width
@@ -150,6 +150,7 @@ def _chain(
 
     enter = Repeated(enter_kernel, (triton.cdiv(V, bv), H, N), back, VARIES, *enter_args)
     replay_forth = Repeated(replay if joined else replay_forward, (triton.cdiv(K, bk), H, N), forth, VARIES, *forth_args)
+    launches = enter, replay_forth
     if not joined:
         again = constants["replay_reverse"]
         bk = again["BK"]
@@ -158,23 +159,28 @@ def _chain(
             tokens(dk_hat, bk), x, T, most,
         )  # fmt: skip
         replay_back = Repeated(replay_reverse, (triton.cdiv(K, bk), H, N), again, VARIES, *again_args)
+        launches += (replay_back,)
     couple, pair = launch_pairs(
         VARIES, *pairs_args, VARIES, dq, dk, dv, dl, dbeta, None, None,
         scale=scale, longest=layout.parts, sequences=N, couple=constants["couplings"], channels=constants["pairs"],
         launch=lambda kernel, grid, *args, **given: Repeated(kernel, grid, given, *args),
     )  # fmt: skip
     leave = Repeated(leave_kernel, (H, N, 1), constants["leave"], *feedback, VARIES)
-    leave(layout.longest)
-    each = list(zip(spans.unbind(), slots.unbind(), units[:-1].unbind(), largest[:-1].unbind(), strict=True))
-    for i in reversed(range(layout.longest)):
-        span, slot, unit, bound = each[i]
-        enter(span, bound, unit)
-        replay_forth(span, slot)
-        if not joined:
-            replay_back(span)
-        couple(span, unit)
-        pair(span, unit)
-        leave(i)
+
+    def every_chunk() -> None:
+        leave(layout.longest)
+        each = list(zip(spans.unbind(), slots.unbind(), units[:-1].unbind(), largest[:-1].unbind(), strict=True))
+        for i in reversed(range(layout.longest)):
+            span, slot, unit, bound = each[i]
+            enter(span, bound, unit)
+            replay_forth(span, slot)
+            if not joined:
+                replay_back(span)
+            couple(span, unit)
+            pair(span, unit)
+            leave(i)
+
+    launch_all(every_chunk, (*launches, couple, pair, leave), spans, slots, units, largest)
     return dq, dk, dv, dl, dbeta, dcontent, dz, dS * units[0, 0]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from needlework.ops.carve.layout import Layout
 from needlework.ops.carve.triton_content import content_kernel, walk_kernel
 from needlework.ops.carve.triton_gates import gates_kernel
-from needlework.ops.carve.triton_repeated import VARIES, Repeated
+from needlework.ops.carve.triton_repeated import VARIES, Repeated, launch_all
 from needlework.ops.common.launch import Case, Plan, interpreted
 from needlework.ops.common.together import run
 from needlework.ops.delta.arguments import width
@@ -53,9 +53,13 @@ def forward(
     )  # fmt: skip
     launch_gates = Repeated(gates_kernel, (N * H * layout.parts, 1, 1), gates, *gates_args, VARIES)
     launch_walk = Repeated(walk_kernel, (N * H * triton.cdiv(V, BV), 1, 1), walk, *walk_args, VARIES)
-    for i in range(layout.longest):
-        launch_gates(i)
-        launch_walk(i)
+
+    def every_chunk() -> None:
+        for i in range(layout.longest):
+            launch_gates(i)
+            launch_walk(i)
+
+    launch_all(every_chunk, (launch_gates, launch_walk), layout.spans)
     return o, kept_S, kept_m, saved
 
 

@@ -31,6 +31,11 @@ def run(kernel, grid: tuple[int, ...], *arguments, **constants):
     return None
 
 
+def rehearsing() -> bool:
+    """Whether launches are noted, and tensors hold nothing."""
+    return _launches.get() is not None
+
+
 def rehearse(device: torch.device, key: Hashable, call: Callable[[], object]) -> None:
     """Compile everything that `call` launches, once a key. What does not compile says so when it is launched."""
     key = device, key
