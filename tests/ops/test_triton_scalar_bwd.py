@@ -126,7 +126,7 @@ def saved_by_the_forward(inputs, align, C, scale):
 
 
 def gradients(inputs, do, dstate, cu_seqlens=None, scale=0.25, **overrides):
-    from needlework.ops.delta.triton_scalar import ENGINE, accumulator, solve
+    from needlework.ops.delta.triton_scalar import ENGINE, accumulator, inverse, solve
     from needlework.ops.delta.triton_scalar_bwd import backward
 
     q, v = inputs["q"], inputs["v"]
@@ -141,7 +141,7 @@ def gradients(inputs, do, dstate, cu_seqlens=None, scale=0.25, **overrides):
     nothing = torch.empty(0, dtype=st)
     copies = [nothing if aligned[n] is None or q.dtype == st else aligned[n].to(st) for n in ("q", "k", "q_read")]
     uncut = torch.empty(0, dtype=acc)
-    saved = W.to(st), Tp.to(st), Pp.to(st), A.to(st), G.to(acc), E.to(acc), *copies, uncut, uncut
+    saved = W.to(st), Tp.to(inverse(q.dtype)), Pp.to(st), A.to(st), G.to(acc), E.to(acc), *copies, uncut, uncut
     found = backward(align.align(do), dstate, *aligned.values(), saved, align, scale=scale, plan=chosen)
     return {
         n: d if n == "initial_state" else align.restore(d) for n, d in zip(NAMES, found, strict=True) if inputs[n] is not None
