@@ -30,6 +30,14 @@ ENGINES = {
     "common/l2": ("common.triton_l2",),
 }
 
+# taken by name alone (`launch.awaited`): they move up when a GPU has judged them
+AWAITED = {
+    "lucid/solve": ("lucid.triton_launch",),
+    "lucid/step": ("lucid.triton_step",),
+    "polar/attention": ("polar.triton_op",),
+    "polar/paged": ("polar.triton_serve",),
+}
+
 
 class Rule(NamedTuple):
     """A spec, and the launch tables of its chunk form and of its step, None for none. `covers`: its calls launch every kernel that a

@@ -320,7 +320,7 @@ def test_a_call_that_carries_pages_compiles_without_a_graph_break(packed):
         ({"solve": "local"}, "solve: got 'local'"),
         ({"window": 0}, "window: expected at least 1"),
         ({"chunk_size": 0}, "chunk_size: expected at least 1"),
-        ({"impl": "triton"}, "lucid has no Triton kernel yet"),
+        ({"impl": "triton", "k": torch.ones(2, 20, 2, 300).double()}, "lucid has no Triton kernel for this call"),
         ({"beta": torch.ones(2, 20, 2)}, "beta: it belongs to precondition='beta' alone"),
         ({"precondition": "beta"}, "beta is missing"),
         ({"precondition": "beta", "beta": torch.ones(2, 20, 3)}, r"beta: axis 2 \(Hkv\) .* has size 3, expected 2"),

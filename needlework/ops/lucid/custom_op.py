@@ -19,7 +19,7 @@ def lucid_fwd(
     rowmax: bool, window: int | None, chunk_size: int, keep_pages: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y, and the final pages and length (pages of no rows without keep_pages)."""
-    _check_data(length, page_k.shape[1], window, cu_seqlens, *k.shape[:2])
+    check_data(length, page_k.shape[1], window, cu_seqlens, *k.shape[:2])
     k, v, beta = _batch(cu_seqlens, k, v, beta)
     y = chunk.forward(k, v, beta, page_k, page_y, length, rowmax=rowmax, window=window, chunk_size=chunk_size)
     if keep_pages:
@@ -92,11 +92,11 @@ def _batch(cu_seqlens: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor |
     return tensors if cu_seqlens is None else tuple(x if x is None else pad(x, cu_seqlens) for x in tensors)
 
 
-def _check_data(length: Tensor, P: int, window: int | None, cu_seqlens: Tensor | None, B: int, T: int) -> None:
+def check_data(length: Tensor, P: int, window: int | None, cu_seqlens: Tensor | None, B: int, T: int) -> None:
     """What only the values of integer tensors show."""
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, B, T)
-    if len(length) and P != window and int(length.max()) > P:
+    if P and len(length) and P != window and int(length.max()) > P:
         raise ValueError(f"initial_state.length: a sequence holds {int(length.max())} tokens, but the pages hold {P} rows")
 
 

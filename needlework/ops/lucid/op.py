@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
+from needlework.ops.common.launch import awaited, misfit
 from needlework.ops.common.shapes import check
 from needlework.ops.lucid import chunk, reference
 from needlework.ops.lucid.arguments import Precondition, Solve, check_state, check_tokens, no_tokens_yet, solve_window
@@ -48,8 +49,8 @@ def chunk_lucid(
     State: grows; k as given and the solved y of every token, or of the newest W. Initial pages take gradients, final pages
         give them.
     Error: within 2 × the larger of the definition's, the blocked form's and the output rounding's own.
-    impl: "auto" and "torch" solve by block rows (largest tensor T × chunk_size per head, backward by hand), "reference" is the
-        definition row by row, "triton" is refused.
+    impl: "triton" solves by kernels, with blocks of their own (O(T) memory), "torch" by block rows (largest tensor T × chunk_size
+        per head, backward by hand), "reference" row by row, as defined; "auto" is "torch" until a GPU has judged the kernels.
     Raises ValueError for shapes, dtypes, settings or lengths that do not fit; it names tensor, axis and both sizes.
     """
     check_tokens(k, v, beta, "B T Hkv", precondition)
@@ -57,21 +58,36 @@ def chunk_lucid(
     if chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
     N = len(k) if cu_seqlens is None else len(cu_seqlens) - 1
+    if initial_state is not None:
+        check_state("initial_state", initial_state, k, v, N=N)
+        P = initial_state.k.shape[1]
+        if window is not None and P > window:
+            raise ValueError(f"initial_state.k: axis 1 (P) has size {P}, expected at most the window {window}")
+    fit = lambda: awaited(impl) or misfit("lucid/solve", k.device, k.dtype, k.shape[-1], v.shape[-1])
+    path = resolve("lucid", impl, k.device, fit)
+    rowmax = precondition == "rowmax"
+    if path == "triton" and initial_state is None and not output_final_state:
+        from needlework.ops.lucid.triton_lucid import lucid
+
+        tensors = [None if x is None else x.contiguous() for x in (k, v, beta)]
+        return LucidOutput(lucid(*tensors, cu_seqlens, rowmax, window), None)
     pages = no_tokens_yet(N, k, v) if initial_state is None else initial_state
-    check_state("initial_state", pages, k, v, N=N)
-    P = pages.k.shape[1]
-    if window is not None and P > window:
-        raise ValueError(f"initial_state.k: axis 1 (P) has size {P}, expected at most the window {window}")
+    if path == "triton":
+        from needlework.ops.lucid.triton_pages import lucid_pages_fwd
+
+        tensors = [None if x is None else x.contiguous() for x in (k, v, beta, pages.k.to(k.dtype), pages.y.to(k.dtype))]
+        save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        y, *state = lucid_pages_fwd(*tensors, pages.length, cu_seqlens, rowmax, window, output_final_state, save)[:4]
+        return LucidOutput(y, LucidState(*state) if output_final_state else None)
     wide = torch.promote_types(k.dtype, torch.float32)
     pages = LucidState(pages.k.to(wide), pages.y.to(wide), pages.length)
     tensors = [None if x is None else x.to(wide) for x in (k, v, beta)]
-    if resolve("lucid", impl) == "reference":
+    if path == "reference":
         y, state = reference.recurrent_lucid(
             *tensors, precondition=precondition, window=window,
             initial_state=pages, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
         )  # fmt: skip
     else:
-        rowmax = precondition == "rowmax"
         y, *state = lucid_fwd(*tensors, *pages, cu_seqlens, rowmax, window, chunk_size, output_final_state)
     if not output_final_state:
         return LucidOutput(y.to(k.dtype), None)
@@ -94,39 +110,69 @@ def step_lucid(
     window: int | None = None,
     solve: Solve = "window",
 ) -> Tensor:
-    """One token of `chunk_lucid` for every row of a batch, on a table of slots that changes in place.
+    """One token of `chunk_lucid`, or a few, for every row of a batch, on a table of slots that changes in place.
 
         y = β (v − Σ_j P_j y_j),  j over the pages' rows;   "rowmax": y = (v − Σ_j e^{s_j − μ} y_j) / e^{s − μ}
 
-    k: [B Hkv K]; v: [B Hkv V]; beta: [B Hkv], with precondition="beta" only (β = 1 elsewhere).
+    k: [B Hkv K], or [B R Hkv K] for R tokens in order; v: [B (R) Hkv V]; beta: [B (R) Hkv], with precondition="beta" only (β = 1
+        elsewhere).
     state: LucidState with one row per slot, P rows of pages each: the capacity, or the ring of a window (P >= W: the first W).
     slots: [B] int64, the slot of each row; −1 is a padded row, which reads and writes no slot and returns zeros. None: row b is
         slot b.
     precondition, window, solve: as in `chunk_lucid`.
-    Returns y [B Hkv V] in k's dtype; no gradient.
-    State: the token's k and y are written at row length (mod W), and length grows by 1.
-    Raises ValueError for shapes or dtypes that do not fit, and for a full table.
+    Returns y [B (R) Hkv V] in k's dtype; no gradient. Kernels take up to 16 tokens of pages of k's dtype.
+    State: a token's k and y are written at row length (mod W), and length grows by 1.
+    Raises ValueError for shapes or dtypes that do not fit, for more tokens than rows, and for a full table; kernels on a GPU, from
+        which nothing is read back, return NaN for a token without a row.
     """
-    check_tokens(k, v, beta, "B Hkv", precondition)
+    several = k.dim() == 4
+    check_tokens(k, v, beta, "B R Hkv" if several else "B Hkv", precondition)
     window = solve_window(window, solve)
     check_state("state", state, k, v)
     if slots is None:
         slots = torch.arange(len(k), device=k.device)
     check("slots", slots, "B", B=len(k))
-    P = state.k.shape[1] if window is None else min(state.k.shape[1], window)
+    k, v, beta = (x if x is None or several else x.unsqueeze(1) for x in (k, v, beta))
+    R, P = k.shape[1], state.k.shape[1] if window is None else min(state.k.shape[1], window)
+    if R > P:
+        raise ValueError(f"k: axis 1 (R) has size {R}, but the pages hold {P} rows")
+    rowmax = precondition == "rowmax"
+    path = resolve("lucid", "auto", k.device, lambda: _no_step(k, v, state))
+    if path != "triton" or k.device.type == "cpu":
+        _check_room(state.length[slots[slots >= 0]], R, P, window)
+    if path == "triton":
+        from needlework.ops.lucid.triton_step import lucid_step
+
+        tokens = (None if x is None else x.contiguous() for x in (k, v, beta))
+        y = lucid_step(*tokens, *state, slots, rowmax, window)
+        return y if several else y[:, 0]
     live = slots >= 0
     slot = slots[live]
     length = state.length[slot]
-    if len(slot) and P != window and int(length.max()) >= P:
-        raise ValueError(f"state.k: axis 1 (P) has capacity {P}, but a sequence of length {int(length.max())} needs a row more")
     wide = torch.promote_types(k.dtype, torch.float32)
-    token = (None if x is None else x[live, None].to(wide) for x in (k, v, beta))
+    tokens = (None if x is None else x[live].to(wide) for x in (k, v, beta))
     pages = (page[slot, :P].to(wide) for page in (state.k, state.y))
-    solved = chunk.forward(*token, *pages, length, rowmax=precondition == "rowmax", window=window, chunk_size=1)
+    solved = chunk.forward(*tokens, *pages, length, rowmax=rowmax, window=window, chunk_size=R)
     y = torch.zeros_like(v)
-    y[live] = solved[:, 0].to(y.dtype)
-    row = length % P
-    state.k[slot, row] = k[live].to(state.k.dtype)
-    state.y[slot, row] = y[live].to(state.y.dtype)
-    state.length[slot] += 1
-    return y
+    y[live] = solved.to(y.dtype)
+    row = (length[:, None] + torch.arange(R, device=k.device)) % P
+    state.k[slot[:, None], row] = k[live].to(state.k.dtype)
+    state.y[slot[:, None], row] = y[live].to(state.y.dtype)
+    state.length[slot] += R
+    return y if several else y[:, 0]
+
+
+def _no_step(k: Tensor, v: Tensor, state: LucidState) -> str | None:
+    """Why the kernel cannot take a step, None if it can."""
+    if k.shape[1] > 16:
+        return f"{k.shape[1]} new tokens, at most 16"
+    if not state.k.dtype == state.y.dtype == k.dtype:
+        return f"the pages are {state.k.dtype} and {state.y.dtype}, k is {k.dtype}"
+    if not all(page[:1].is_contiguous() for page in (state.k, state.y)):
+        return "a slot's pages are not contiguous"
+    return awaited("auto") or misfit("lucid/step", k.device, k.dtype, k.shape[-1], v.shape[-1])
+
+
+def _check_room(length: Tensor, R: int, P: int, window: int | None) -> None:
+    if len(length) and P != window and int(length.max()) + R > P:
+        raise ValueError(f"state.k: axis 1 (P) has capacity {P}, but a sequence of length {int(length.max())} needs a row more")

@@ -1,10 +1,11 @@
-"""Polar attention as torch.library custom ops, opaque to torch.compile: packing, the growth of pages, and what only the values
+"""Polar attention as operators, opaque to torch.compile: packing, the growth of pages, and what only the values
 of integer tensors can show. All floating tensors of a call share one dtype, float32 or float64."""
 
 import torch
 from torch import Tensor
 
 from needlework.ops.common.growth import came_from, final_rows, give_back, grow
+from needlework.ops.common.operator import backward_operator, operator
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
 from needlework.ops.common.precision import keep_precision
 from needlework.ops.polar import chunk
@@ -18,7 +19,19 @@ def check_data(length: Tensor, P: int, window: int | None, cu_seqlens: Tensor | 
         raise ValueError(f"initial_state.length: a sequence holds {int(length.max())} tokens, but the pages hold {P} rows")
 
 
-@torch.library.custom_op("needlework::polar_fwd", mutates_args=())
+@operator
+def polar_checked(length: Tensor, P: int, cu_seqlens: Tensor | None, window: int | None, B: int, T: int) -> Tensor:
+    """length, once `check_data` has seen it."""
+    check_data(length, P, window, cu_seqlens, B, T)
+    return length.clone()
+
+
+@torch.library.register_fake(polar_checked)
+def _(length, *_):
+    return torch.empty_like(length)
+
+
+@operator
 def polar_fwd(
     q: Tensor,
     k: Tensor,
@@ -50,7 +63,7 @@ def polar_fwd(
     return *found, *grow((page_k, page_v), (k, v), length, cu_seqlens, window), length + n_new
 
 
-@polar_fwd.register_fake
+@torch.library.register_fake(polar_fwd)
 def _(q, k, v, alpha, beta, gamma, null_base, v_null, page_k, page_v, length, cu_seqlens, window, chunk_size, keep_pages):
     B, T, Hq, _ = q.shape
     if not keep_pages:
@@ -69,7 +82,66 @@ def _(q, k, v, alpha, beta, gamma, null_base, v_null, page_k, page_v, length, cu
     )
 
 
-@torch.library.custom_op("needlework::polar_bwd", mutates_args=())
+@operator
+def polar_grow(
+    page_k: Tensor, page_v: Tensor, length: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The final pages and length alone, for kernels that leave them to torch."""
+    check_data(length, page_k.shape[1], window, cu_seqlens, *k.shape[:2])
+    if cu_seqlens is not None:
+        k, v = (pad(x, cu_seqlens) for x in (k, v))
+    n_new = k.shape[1] if cu_seqlens is None else lengths(cu_seqlens)
+    return *grow((page_k, page_v), (k, v), length, cu_seqlens, window), length + n_new
+
+
+@torch.library.register_fake(polar_grow)
+def _(page_k, page_v, length, k, v, cu_seqlens, window):
+    if cu_seqlens is None:
+        P = final_rows(page_k.shape[1], k.shape[1], window)
+    else:
+        P = torch.library.get_ctx().new_dynamic_size()
+    pages = [x.new_empty(len(x), P, *x.shape[2:]) for x in (page_k, page_v)]
+    return *pages, torch.empty_like(length)
+
+
+@backward_operator
+def polar_grow_bwd(
+    dpage_k: Tensor, dpage_v: Tensor, length: Tensor, cu_seqlens: Tensor | None, P: int, T: int, window: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of polar_grow's pages [N P ...] and tokens, k and v [B T ...]."""
+    longest = T if cu_seqlens is None else int(lengths(cu_seqlens).max())
+    source = came_from(P, longest, length, cu_seqlens, window)
+    dk, dv = (give_back(dfinal, source, P + longest) for dfinal in (dpage_k, dpage_v))
+    tokens = dk[:, P:], dv[:, P:]
+    if cu_seqlens is not None:
+        tokens = tuple(unpad(x, cu_seqlens) for x in tokens)
+    # copies: an operator's results may not share memory
+    return tuple(x.clone(memory_format=torch.contiguous_format) for x in (dk[:, :P], dv[:, :P], *tokens))
+
+
+@torch.library.register_fake(polar_grow_bwd)
+def _(dpage_k, dpage_v, length, cu_seqlens, P, T, window):
+    B = len(length) if cu_seqlens is None else 1
+    sizes = (len(length), P), (B, T)
+    return tuple(x.new_empty(*size, *x.shape[2:]) for size in sizes for x in (dpage_k, dpage_v))
+
+
+def _grow_setup(ctx, inputs, output) -> None:
+    page_k, _, length, k, _, cu_seqlens, ctx.window = inputs
+    ctx.save_for_backward(length, cu_seqlens)
+    ctx.sizes = page_k.shape[1], k.shape[1]
+
+
+def _grow_backward(ctx, dpage_k, dpage_v, dlength):
+    length, cu_seqlens = ctx.saved_tensors
+    dpages_k, dpages_v, dk, dv = polar_grow_bwd(dpage_k, dpage_v, length, cu_seqlens, *ctx.sizes, ctx.window)
+    return dpages_k, dpages_v, None, dk, dv, None, None
+
+
+torch.library.register_autograd(polar_grow, _grow_backward, setup_context=_grow_setup)
+
+
+@backward_operator
 def polar_bwd(
     ddirection: Tensor,
     dmagnitude: Tensor,
@@ -112,7 +184,7 @@ def polar_bwd(
     return dq, dk, dv, *dparameters, dinitial_k, dinitial_v
 
 
-@polar_bwd.register_fake
+@torch.library.register_fake(polar_bwd)
 def _(ddirection, dmagnitude, dpage_k, dpage_v, direction, saved, *inputs_and_settings):
     return tuple(x.new_empty(x.shape) for x in inputs_and_settings[:10])
 
@@ -127,6 +199,6 @@ def _backward(ctx, ddirection, dmagnitude, dsaved, dpage_k, dpage_v, dlength):
     return *gradients, None, None, None, None, None
 
 
-polar_fwd.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd(polar_fwd, _backward, setup_context=_setup_context)
 
 keep_precision(polar_fwd, polar_bwd)

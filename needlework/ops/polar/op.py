@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
+from needlework.ops.common.launch import awaited, misfit
 from needlework.ops.common.shapes import check, check_dtypes
 from needlework.ops.polar import chunk, reference
-from needlework.ops.polar.custom_op import check_data, polar_fwd
+from needlework.ops.polar.custom_op import check_data, polar_fwd, polar_grow
 from needlework.ops.polar.state import PolarOutput, PolarState
 
 
@@ -51,21 +52,33 @@ def chunk_polar(
     is float32 (float64 for float64), the pages have k's dtype.
     State: grows; k and v of every token, or of the newest W. Initial pages take gradients and final pages give them.
     Error: within 2 × the larger of the definition's, its streaming form's and the output rounding's own.
-    impl: "auto" and "torch" stream key blocks (largest tensor T × chunk_size per head, backward by hand), "reference" is the
-        definition token by token, "triton" is refused.
+    impl: "triton" the kernels (half inputs in half products), "torch" streams key blocks in float32 (largest tensor T × chunk_size
+        per head), both with a backward by hand; "reference" is the definition token by token. "auto" is "torch" until a GPU has
+        judged the kernels.
     Raises ValueError for shapes, dtypes or lengths that do not fit; it names tensor, axis and both sizes.
     """
     _check(q, k, v, alpha, beta, gamma, null_base, v_null, window, initial_state, cu_seqlens)
     if chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
     wide = torch.promote_types(q.dtype, torch.float32)
+    parameters = [x.to(wide) for x in (alpha, beta, gamma, null_base, v_null)]
+    fit = lambda: awaited(impl) or misfit("polar/attention", q.device, q.dtype, q.shape[-1], v.shape[-1])
+    path = resolve("polar", impl, q.device, fit)
+    given_state = initial_state
     if initial_state is None:
         N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
         no_pages = k.new_zeros(N, 0, *k.shape[2:]), v.new_zeros(N, 0, *v.shape[2:])
         initial_state = PolarState(*no_pages, torch.zeros(N, dtype=torch.int64, device=q.device))
-    tensors = [x.to(wide) for x in (q, k, v, alpha, beta, gamma, null_base, v_null)]
+    if path == "triton":
+        from needlework.ops.polar.triton_op import polar
+
+        direction, magnitude = polar(*(x.contiguous() for x in (q, k, v)), *parameters, given_state, cu_seqlens, window)
+        if not output_final_state:
+            return PolarOutput(direction, magnitude, None)
+        return PolarOutput(direction, magnitude, PolarState(*polar_grow(*initial_state, k, v, cu_seqlens, window)))
+    tensors = [*(x.to(wide) for x in (q, k, v)), *parameters]
     pages = initial_state._replace(k=initial_state.k.to(wide), v=initial_state.v.to(wide))
-    if resolve("polar", impl) == "reference":
+    if path == "reference":
         check_data(pages.length, pages.k.shape[1], window, cu_seqlens, *q.shape[:2])
         settings = {"initial_state": pages, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         direction, magnitude, state = reference.recurrent_polar(*tensors, window=window, **settings)
@@ -100,7 +113,8 @@ def step_polar(
         slot b.
     Returns direction [B Hq V] and magnitude [B Hq], dtypes as in `chunk_polar`; no gradient.
     State: the token's k and v are written at row length (mod W), and length grows by 1.
-    Raises ValueError for shapes or dtypes that do not fit, and for a full table.
+    Raises ValueError for shapes or dtypes that do not fit, and for a full table. While a CUDA graph is captured lengths cannot be
+    read: a full slot then drops its oldest token.
     """
     check("q", q, "B Hq d")
     check("k", k, "B Hkv d", B=len(q), d=q.shape[-1])
@@ -113,13 +127,17 @@ def step_polar(
     if slots is None:
         slots = torch.arange(len(q), device=q.device)
     check("slots", slots, "B", B=len(q))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if resolve("polar", "auto", q.device, lambda: _no_step(q, v, state)) == "triton":
+        from needlework.ops.polar.triton_serve import step
+
+        return step(q, k, v, *(x.to(wide) for x in (alpha, beta, gamma, null_base, v_null)), state, slots, window)
     P = min(P, window or P)
     live = slots >= 0
     slot = slots[live]
     length = state.length[slot]
     if len(slot) and P != window and int(length.max()) >= P:
         raise ValueError(f"state.k: axis 1 (P) has capacity {P}, but a sequence of length {int(length.max())} needs a row more")
-    wide = torch.promote_types(q.dtype, torch.float32)
     q_live, k_live, v_live = q[live], k[live], v[live]
     pages = state.k[slot, :P], state.v[slot, :P]
     parts = (*(x[:, None] for x in (q_live, k_live, v_live)), alpha, beta, gamma, null_base, v_null, *pages)
@@ -132,6 +150,13 @@ def step_polar(
     magnitude = q.new_zeros(q.shape[:2], dtype=wide)
     direction[live], magnitude[live] = found[0][:, 0].to(q.dtype), found[1][:, 0]
     return direction, magnitude
+
+
+def _no_step(q: Tensor, v: Tensor, state: PolarState) -> str | None:
+    """Why the kernels cannot take a call of step_polar."""
+    if not (state.k.is_contiguous() and state.v.is_contiguous()):
+        return "the table is not contiguous"
+    return awaited("auto") or misfit("polar/paged", q.device, q.dtype, q.shape[-1], v.shape[-1])
 
 
 def _check(q, k, v, alpha, beta, gamma, null_base, v_null, window, state, cu_seqlens) -> None:
