@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.growth import came_from, final_rows, give_back, grow
+from needlework.ops.common.operator import backward_operator, operator
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
 from needlework.ops.common.precision import keep_precision
 from needlework.ops.lucid import chunk
 
 
-@torch.library.custom_op("needlework::lucid_fwd", mutates_args=())
+@operator
 def lucid_fwd(
     k: Tensor, v: Tensor, beta: Tensor | None, page_k: Tensor, page_y: Tensor, length: Tensor, cu_seqlens: Tensor | None,
     rowmax: bool, window: int | None, chunk_size: int, keep_pages: bool,
@@ -30,7 +31,7 @@ def lucid_fwd(
     return y.contiguous() if cu_seqlens is None else unpad(y, cu_seqlens), *pages, length + n_new
 
 
-@lucid_fwd.register_fake
+@torch.library.register_fake(lucid_fwd)
 def _(k, v, beta, page_k, page_y, length, cu_seqlens, rowmax, window, chunk_size, keep_pages):
     if not keep_pages:
         P = 0
@@ -42,7 +43,7 @@ def _(k, v, beta, page_k, page_y, length, cu_seqlens, rowmax, window, chunk_size
     return v.new_empty(v.shape), *pages, torch.empty_like(length)
 
 
-@torch.library.custom_op("needlework::lucid_bwd", mutates_args=())
+@backward_operator
 def lucid_bwd(
     dy: Tensor, dfinal_k: Tensor, dfinal_y: Tensor,
     k: Tensor, v: Tensor, beta: Tensor | None, page_k: Tensor, page_y: Tensor, y: Tensor, length: Tensor,
@@ -67,7 +68,7 @@ def lucid_bwd(
     return tuple(x.clone(memory_format=torch.contiguous_format) for x in (dk, dv, dbeta, dpage_k, dpage_y))
 
 
-@lucid_bwd.register_fake
+@torch.library.register_fake(lucid_bwd)
 def _(dy, dfinal_k, dfinal_y, k, v, beta, page_k, page_y, *_):
     inputs = k, v, k.new_empty(0) if beta is None else beta, page_k, page_y
     return tuple(x.new_empty(x.shape) for x in inputs)
@@ -84,7 +85,7 @@ def _backward(ctx, dy, dfinal_k, dfinal_y, dlength):
     return dk, dv, dbeta, dpage_k, dpage_y, None, None, None, None, None, None
 
 
-lucid_fwd.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd(lucid_fwd, _backward, setup_context=_setup_context)
 
 
 def _batch(cu_seqlens: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
