@@ -9,7 +9,7 @@ import torch
 
 from needlework.ops.common import launch
 from needlework.testing.processes import context, cores
-from needlework.testing.targets import ENGINES, sizes
+from needlework.testing.targets import AWAITED, ENGINES, sizes
 
 
 class Build(NamedTuple):
@@ -48,7 +48,7 @@ def tasks(full: bool) -> list[Task]:
     taken, where registers and shared memory are scarcest, and between a table's first and last row one variant of each kernel.
     With `full` at every size, in every dtype, in all variants, and for sm_80."""
     found = []
-    for engine, files in ENGINES.items():
+    for engine, files in (ENGINES | AWAITED).items():
         table = launch.rows(engine)
         for row in table:
             arch, variants = max(row.arch, (8, 0)), full or row in (table[0], table[-1])

@@ -5,9 +5,11 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from needlework.ops.api import _warn_once, resolve
-from needlework.ops.common import launch, struck
+from needlework.ops.common import alignment, launch, struck
+from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.unit import unit_rows
 from needlework.ops.delta import chunk_delta, recurrent_delta
 from needlework.ops.qdelta import chunk_qdelta
@@ -130,3 +132,11 @@ def test_rows_of_unit_norm_where_no_plan_may_be_taken(monkeypatch):
     monkeypatch.setattr(triton_l2, "misfit", lambda *_: "was struck off by doctor")
     x = torch.randn(3, 7, 20, dtype=torch.float64)
     torch.testing.assert_close(triton_l2.l2_rows(x), unit_rows(x))
+
+
+def test_the_chunks_of_equal_rows_are_made_once_and_none_that_hold_nothing_are_kept(monkeypatch):
+    monkeypatch.setattr(alignment, "_kept", {})
+    with FakeTensorMode():
+        Alignment.of(None, 3, 70, 16, CPU)
+    first, again, longer = (Alignment.of(None, 3, T, 16, CPU).cum for T in (70, 80, 81))
+    assert first is again and first.tolist() == [0, 5, 10, 15] and longer.tolist() == [0, 6, 12, 18]

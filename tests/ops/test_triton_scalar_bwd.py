@@ -126,7 +126,8 @@ def saved_by_the_forward(inputs, align, C, scale):
 
 
 def gradients(inputs, do, dstate, cu_seqlens=None, scale=0.25, **overrides):
-    from needlework.ops.delta.triton_scalar import ENGINE, accumulator, inverse, solve
+    from needlework.ops.common.triton_types import accumulator
+    from needlework.ops.delta.triton_scalar import ENGINE, inverse, solve
     from needlework.ops.delta.triton_scalar_bwd import backward
 
     q, v = inputs["q"], inputs["v"]

@@ -25,10 +25,11 @@ from needlework.ops.carve.triton_fwd import overlapping
 from needlework.ops.carve.triton_repeated import VARIES, Repeated, launch_all
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
+from needlework.ops.common.triton_types import padded
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_adjoint import replay, replay_forward, replay_reverse
 from needlework.ops.delta.triton_channel_bwd import argument_type, channel_constants, operands
-from needlework.ops.delta.triton_channel_intra import Saved, case, padded, solve_dtype, triton_dtype
+from needlework.ops.delta.triton_channel_intra import Saved, case, solve_dtype, triton_dtype
 from needlework.ops.delta.triton_channel_pairs import couplings, launch_pairs, pairs
 
 GROUP = 8  # kernel chunks of a program that passes over rows

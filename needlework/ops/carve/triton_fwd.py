@@ -12,8 +12,9 @@ from needlework.ops.carve.triton_gates import gates_kernel
 from needlework.ops.carve.triton_repeated import VARIES, Repeated, launch_all
 from needlework.ops.common.launch import Case, Plan, interpreted
 from needlework.ops.common.together import run
+from needlework.ops.common.triton_types import padded
 from needlework.ops.delta.arguments import width
-from needlework.ops.delta.triton_channel_intra import Saved, case, intra_constants, padded, solve_dtype, triton_dtype
+from needlework.ops.delta.triton_channel_intra import Saved, case, intra_constants, solve_dtype, triton_dtype
 from needlework.ops.delta.triton_channel_scan import operands, scan_constants
 
 

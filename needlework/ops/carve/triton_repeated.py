@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.launch import interpreted
 from needlework.ops.common.together import rehearsing, run
-from needlework.ops.common.triton_launch import c_function
+from needlework.ops.common.triton_launch import c_function, options
 
 GRAPHS = 128  # kept: forward and backward of as many layers as half of them
 _graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
@@ -100,11 +100,8 @@ def _bound(compiled, grid: tuple[int, int, int], args: list, places: list[int]):
         given, call = list(args), compiled[grid]
     else:
         call, blocks = direct
-        launcher, encodings = compiled.run, iter(blocks)
         stream = driver.active.get_current_stream(driver.active.get_current_device())
-        given = [*grid, stream, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl]
-        given += [None, None, compiled.packed_metadata, None, None, None]  # no scratch, nobody listens
-        moved = []
+        given, moved, encodings = [*grid, stream, *options(compiled)], [], iter(blocks)
         for x in args:
             moved.append(len(given))
             given += nvidia.make_tensordesc_arg(x, next(encodings, None)) if isinstance(x, TensorDescriptor) else [_address(x)]

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.triton_tile import load_tile, store_tile
+from needlework.ops.common.triton_types import TYPES, padded
 
-TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 ROWS: tl.constexpr = tl.constexpr(7)  # of numbers of a token: `tokens`
 INTEGERS = {"p_fill": "*i32", "p_cum": "*i32", "p_flag": "*i32", "T": "i32", "NCB": "i32", "N": "i32", "NR": "i32"}
@@ -247,10 +247,6 @@ def intra(
         o_eta = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h * GROUP + j
         b_lam = tl.load(p_eta + o_eta, mask=o_t < T, other=0.0).to(ACC)
         tl.store(p_lam + (o_ih * GROUP + j) * C + o_c, b_lam)
-
-
-def padded(K: int) -> int:
-    return max(16, triton.next_power_of_2(K))
 
 
 def constants(plan: Plan, name: str, dtype: torch.dtype, H: int, HV: int, K: int, **flags: bool) -> dict[str, object]:

@@ -16,10 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from needlework.ops.ccq.triton_intra import case, merge_of, numbers, padded, real_tokens, store_pairs, tokens, weights, whole_of
+from needlework.ops.ccq.triton_intra import case, merge_of, numbers, real_tokens, store_pairs, tokens, weights, whole_of
 from needlework.ops.ccq.triton_scan import columns, load_block, read_chains, store_block
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.triton_tile import load_tile, store_tile
+from needlework.ops.common.triton_types import padded
 from needlework.ops.delta.triton_scan import run_of, tell, wait_for
 
 

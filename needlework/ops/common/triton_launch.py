@@ -70,11 +70,8 @@ class Direct:
     """A compiled kernel's C function."""
 
     def __init__(self, compiled, call: Callable, blocks: list[dict], arguments: tuple, after: list):
-        launcher = compiled.run
         self.compiled, self.call, self.after = compiled, call, after
-        self.options = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
-        # no scratch, nobody listens
-        self.options += None, None, compiled.packed_metadata, None, None, None
+        self.options = options(compiled)
         places = [i for i, x in enumerate(arguments) if isinstance(x, TensorDescriptor)]
         # from the last, so that places stay right while one takes the room of many
         self.descriptors = list(zip(reversed(places), reversed(blocks), ({} for _ in places), strict=True))
@@ -105,6 +102,13 @@ class Direct:
                 encoded[key] = nvidia.make_tensordesc_arg(x, block)
             given[i : i + 1] = encoded[key]
         self.call(*grid, *(1,) * (3 - len(grid)), stream, *self.options, *given, *self.after)
+
+
+def options(compiled) -> tuple:
+    """What the C function takes between the stream and the kernel's arguments: no scratch, nobody listens."""
+    launcher = compiled.run
+    facts = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
+    return *facts, None, None, compiled.packed_metadata, None, None, None
 
 
 def c_function(compiled) -> tuple[Callable, list] | None:

@@ -14,9 +14,10 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import block, token_tile
+from needlework.ops.common.triton_types import NAMES, padded
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_adjoint import adjoint, replay_forward, replay_reverse
-from needlework.ops.delta.triton_channel_intra import Saved, padded, rule_of, solve_dtype
+from needlework.ops.delta.triton_channel_intra import Saved, rule_of, solve_dtype
 from needlework.ops.delta.triton_channel_pairs import couplings, launch_pairs, pairs
 from needlework.ops.delta.triton_split import fix_up, segments
 from needlework.ops.delta.triton_unit import divided
@@ -138,8 +139,7 @@ def channel_constants(
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Every kernel as each rule launches it, one key head for two value heads."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-    given, operand = names[dtype], names[solve_dtype(dtype)]
+    given, operand = NAMES[dtype], NAMES[solve_dtype(dtype)]
     wide = "fp64" if dtype == torch.float64 else "fp32"
     kernels = {"adjoint": adjoint, "replay_forward": replay_forward, "replay_reverse": replay_reverse}
     kernels |= {"couplings": couplings, "pairs": pairs}

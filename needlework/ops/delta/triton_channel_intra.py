@@ -13,6 +13,7 @@ from torch import Tensor
 
 from needlework.ops.common.launch import Case, Plan, interpreted
 from needlework.ops.common.together import run
+from needlework.ops.common.triton_types import padded
 from needlework.ops.delta.arguments import width
 
 
@@ -261,11 +262,6 @@ def rule_of(beta: Tensor | None, erase: Tensor | None) -> int:
 def solve_dtype(dtype: torch.dtype) -> torch.dtype:
     """What gated operands, the inverse and what it multiplies are held in: bfloat16 would miss the error budget."""
     return torch.float16 if dtype.itemsize == 2 else dtype
-
-
-def padded(size: int) -> int:
-    """The axis of a block that holds `size`."""
-    return max(16, triton.next_power_of_2(size))
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:

@@ -13,8 +13,9 @@ from torch import Tensor
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import block, token_tile
+from needlework.ops.common.triton_types import padded
 from needlework.ops.delta.arguments import width
-from needlework.ops.delta.triton_channel_intra import Saved, case, padded, rule_of, solve_dtype, triton_dtype
+from needlework.ops.delta.triton_channel_intra import Saved, case, rule_of, solve_dtype, triton_dtype
 
 
 @triton.jit

@@ -7,9 +7,7 @@ beta None: nothing is erased, S_t = e^{g_t} S_{t-1} + k_t v_tᵀ. lam None: x = 
 """
 
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton import next_power_of_2
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan, plan
@@ -17,12 +15,12 @@ from needlework.ops.common.operator import backward_operator, operator
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse, run
 from needlework.ops.common.triton_tile import token_tile
+from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, padded
 from needlework.ops.delta.triton_intra import intra
 from needlework.ops.delta.triton_scan import scan
 
 ENGINE = "delta/scalar"
 SAVED = 11  # tensors that the forward keeps for the backward
-TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 def scalar(
@@ -218,10 +216,6 @@ def slots_of(plan: Plan, kernel: str, align: Alignment, per: int, chunks: int) -
     return slots, (torch.zeros if cut else torch.empty)(slots, dtype=torch.int32, device=align.cum.device)
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def solve(dtype: torch.dtype) -> torch.dtype:
     """Of operands: a bfloat16 inverse, and what it multiplies, would miss the error budget."""
     return torch.float16 if dtype.itemsize == 2 else dtype
@@ -238,7 +232,7 @@ def inverse_constants(dtype: torch.dtype) -> dict[str, object]:
 
 
 def intra_constants(plan: Plan, dtype, H, HR, HV, K, gate, erase, lam, read, copy, save) -> dict[str, object]:
-    own = {**plan.launch["intra"], "BK": min(plan.launch["intra"]["BK"], _padded(K))}
+    own = {**plan.launch["intra"], "BK": min(plan.launch["intra"]["BK"], padded(K))}
     return dict(
         H=H, HR=HR, HV=HV, K=K, C=plan.launch["shared"]["C"], ACC=TYPES[accumulator(dtype)], ST=TYPES[solve(dtype)],
         COPY=int(copy), SAVE=int(save), GATE=gate, ERASE=erase, LAM=lam, READ=read, **inverse_constants(dtype), **own,
@@ -247,7 +241,7 @@ def intra_constants(plan: Plan, dtype, H, HR, HV, K, gate, erase, lam, read, cop
 
 def scan_constants(plan: Plan, dtype, H, HR, HV, K, V, erase, lam, read, init, save) -> dict[str, object]:
     own = {name: x for name, x in plan.launch["scan"].items() if name != "NP"}
-    KB = min(_padded(K), 128)
+    KB = min(padded(K), 128)
     return dict(
         H=H, HR=HR, HV=HV, K=K, V=V, C=plan.launch["shared"]["C"], KB=KB, NK=-(-K // KB), TMA=int(plan.tma),
         ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[solve(dtype)],
@@ -255,21 +249,16 @@ def scan_constants(plan: Plan, dtype, H, HR, HV, K, V, erase, lam, read, init, s
     )  # fmt: skip
 
 
-def _padded(K: int) -> int:
-    return max(next_power_of_2(K), 16)
-
-
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Both kernels as Q-Delta launches them, with a state to start from and the backward's tensors asked for."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-    own, st, acc = names[dtype], names[solve(dtype)], names[accumulator(dtype)]
+    own, st, acc = NAMES[dtype], NAMES[solve(dtype)], NAMES[accumulator(dtype)]
     cases = []
     for kernel, constants in (
         (intra, intra_constants(plan, dtype, 2, 2, 2, K, 1, 1, 1, 0, solve(dtype) != dtype, 1)),
         (scan, scan_constants(plan, dtype, 2, 2, 2, K, V, 1, 1, 0, 1, 1)),
     ):
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
-        types = dict.fromkeys(("p_r", "p_q", "p_k"), f"*{own}") | {"p_T": f"*{names[inverse(dtype)]}"}
+        types = dict.fromkeys(("p_r", "p_q", "p_k"), f"*{own}") | {"p_T": f"*{NAMES[inverse(dtype)]}"}
         types |= dict.fromkeys(("p_P", "p_A", "p_r_copy", "p_q_copy", "p_k_copy"), f"*{st}")
         types |= dict.fromkeys(("p_g", "p_beta", "p_lam", "p_G", "p_E", "p_initial", "p_final", "p_hand"), f"*{acc}")
         types |= {"p_cum": "*i32", "p_flag": "*i32", "scale": "fp32", "T": "i32", "NR": "i32", "N": "i32"}
@@ -278,7 +267,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
             *((name, st, KB) for name in ("x_r", "x_q", "x_k")),
             *((name, own, BV) for name in ("x_v", "x_o")),
             ("x_w", st, BV),
-            ("x_T", names[inverse(dtype)], C),
+            ("x_T", NAMES[inverse(dtype)], C),
             ("x_P", st, C),
         ):
             types[name] = f"tensordesc<{element}[1, 1, {C}, {width}]>" if plan.tma else f"*{element}"

@@ -10,16 +10,17 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from triton import cdiv, next_power_of_2
+from triton import cdiv
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import token_tile
+from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, padded
 from needlework.ops.delta.triton_adjoint import adjoint, amax
 from needlework.ops.delta.triton_combine import combine, gate, pairs
 from needlework.ops.delta.triton_replay import replay_forward, replay_reverse
-from needlework.ops.delta.triton_scalar import TYPES, accumulator, inverse, inverse_constants, slots_of, solve
+from needlework.ops.delta.triton_scalar import inverse, inverse_constants, slots_of, solve
 from needlework.ops.delta.triton_split import fix_up, segments
 
 NO_ANCHOR = 1 << 30
@@ -160,18 +161,17 @@ def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init,
     )  # fmt: skip
     own = {name: dict(plan.launch[name]) for name in ("amax", "adjoint", "pairs", "replay_forward", "combine", "gate")}
     own["replay_reverse"] = {**own["replay_forward"], **plan.launch["replay_reverse"]}
-    whole = lambda size: max(next_power_of_2(size), 16)
-    own["adjoint"] |= dict(KB=min(whole(K), 128), NK=cdiv(K, 128))
+    own["adjoint"] |= dict(KB=min(padded(K), 128), NK=cdiv(K, 128))
     for name in ("replay_forward", "replay_reverse"):
         row = own[name]
-        row |= dict(KS=min(row["KS"], whole(K)), VB=min(row["VB"], whole(V)))
+        row |= dict(KS=min(row["KS"], padded(K)), VB=min(row["VB"], padded(V)))
         row |= dict(NT=row["NT"] if V > row["VB"] else 1)
         # an anchor a chunk cancels nothing; in half precision the operands' roundings are larger than what cancels
         row |= dict(EVERY=NO_ANCHOR if not gated else row["EVERY"] if half else 1)
     row = own["replay_forward"]
     # R, a tile's rows, is one chunk: of chunks that no sequence has nothing is written, and NaN times 0 would be NaN
-    own["pairs"] |= dict(BV=min(own["pairs"]["BV"], whole(V)), R=everything["C"])
-    own["combine"] |= dict(R=own["pairs"]["R"], BK=min(own["combine"]["BK"], whole(K)), PARTS=cdiv(V, row["VB"] * row["NT"]))
+    own["pairs"] |= dict(BV=min(own["pairs"]["BV"], padded(V)), R=everything["C"])
+    own["combine"] |= dict(R=own["pairs"]["R"], BK=min(own["combine"]["BK"], padded(K)), PARTS=cdiv(V, row["VB"] * row["NT"]))
     own["gate"] |= dict(SLICES=cdiv(K, row["KS"]) * own["combine"]["PARTS"], EVERY=row["EVERY"])
     for name, kernel in KERNELS.items():
         if name != "amax":
@@ -193,10 +193,9 @@ KERNELS = {
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Every kernel as Q-Delta launches it, from a state and with the final state's gradient."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-    own, st, acc = names[dtype], names[solve(dtype)], names[accumulator(dtype)]
+    own, st, acc = NAMES[dtype], NAMES[solve(dtype)], NAMES[accumulator(dtype)]
     operands = dict.fromkeys(("x_r", "x_q", "x_k", "x_w", "x_du", "x_scaled", "x_P", "x_M", "x_N", "x_D"), st)
-    operands |= {"x_T": names[inverse(dtype)]}
+    operands |= {"x_T": NAMES[inverse(dtype)]}
     operands |= dict.fromkeys(("p_P", "p_A", "p_M", "p_N", "p_D", "p_anchor"), st)
     operands |= dict.fromkeys(("x_dr_part", "x_dx_part", "x_dk_part"), st)
     cases = []

@@ -14,7 +14,8 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import load_tile, token_tile
-from needlework.ops.delta.triton_scalar import accumulator, inverse, scan_constants, solve
+from needlework.ops.common.triton_types import NAMES, accumulator
+from needlework.ops.delta.triton_scalar import inverse, scan_constants, solve
 from needlework.ops.delta.triton_scan import factors
 
 
@@ -140,14 +141,13 @@ def transitions_constants(plan: Plan, dtype, H, HV, K, V, erase, lam, save) -> d
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """The kernel as Q-Delta launches it for training."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-    own, st, acc = names[dtype], names[solve(dtype)], names[accumulator(dtype)]
+    own, st, acc = NAMES[dtype], NAMES[solve(dtype)], NAMES[accumulator(dtype)]
     constants = transitions_constants(plan, dtype, 2, 2, K, V, 1, 1, 1)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
     C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
     types = dict.fromkeys(("p_E", "p_N", "p_M"), f"*{acc}")
     types |= {"p_cum": "*i32", "T": "i32", "NR": "i32", "P": "i32"}
-    for name, kind, width in (("x_q", st, KB), ("x_k", st, KB), ("x_v", own, BV), ("x_T", names[inverse(dtype)], C)):
+    for name, kind, width in (("x_q", st, KB), ("x_k", st, KB), ("x_v", own, BV), ("x_T", NAMES[inverse(dtype)], C)):
         types[name] = f"tensordesc<{kind}[1, 1, {C}, {width}]>" if plan.tma else f"*{kind}"
     signature = {name: types[name] for name in transitions_kernel.arg_names if name not in constants}
     return [Case(transitions_kernel, signature, constants, options)]

@@ -9,7 +9,6 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
@@ -17,12 +16,12 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan, plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import block
+from needlework.ops.common.triton_types import NAMES, TYPES, accumulator
 from needlework.ops.lucid.triton_dk import key_gradient
 from needlework.ops.lucid.triton_keys import inverses, keys, peak, top
 from needlework.ops.lucid.triton_solve import before_panel, panel, solve
 
 ENGINE = "lucid/solve"
-TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
 # keys and values of a group of heads: most of the 50 MB of a Hopper's L2 cache
 GROUP_BYTES = 34_000_000
 # waits of about a microsecond, for a block that takes a few: seconds
@@ -79,7 +78,7 @@ class Saved(NamedTuple):
         """Places for N sequences of aligned k and v."""
         B, T, H, V = v.shape
         C, K = plan.launch["shared"]["C"], k.shape[-1]
-        NR, wide, operand = cdiv(T, C) * C, _accumulator(k.dtype), _operand(k.dtype)
+        NR, wide, operand = cdiv(T, C) * C, accumulator(k.dtype), _operand(k.dtype)
         new = lambda *shape, dtype=operand: k.new_empty(1, B * H, NR, *shape, dtype=dtype)
         x, Y = new(_whole(K, k.dtype), dtype=k.dtype if rowmax else operand), new(_whole(V, k.dtype))
         if rowmax:
@@ -123,7 +122,7 @@ def backward(dy: Tensor, v: Tensor, beta: Tensor | None, saved: Saved, K: int, t
     NR, C = inverse.shape[2:]
     Z, zv = torch.empty_like(Y), torch.empty_like(row) if task.rowmax else None
     dv, dk = torch.empty_like(dy), dy.new_empty(B, T, H, K)
-    dbeta = None if beta is None else torch.empty_like(beta, dtype=_accumulator(dy.dtype))
+    dbeta = None if beta is None else torch.empty_like(beta, dtype=accumulator(dy.dtype))
     if dv.numel():
         x_k = _tile(x, task.plan)
         peak_y, rows_y, *_ = counts.unbind()
@@ -153,7 +152,7 @@ def launch_solve(x_k, row, inverse, beta, rhs, Y, U, out, v, zv, counts, task: T
     W = task.window or 0
     if "panel" in c:
         S = c["panel"]["S"]
-        rest = torch.empty(N * H * S, C, Y.shape[3], dtype=_accumulator(rhs.dtype), device=rhs.device)
+        rest = torch.empty(N * H * S, C, Y.shape[3], dtype=accumulator(rhs.dtype), device=rhs.device)
         for start in range(0, task.align.longest, S):
             sizes = T, NR, W, task.given, start
             run(before_panel, (len(rest),), *matrix[:2], rhs, Y, rest, peaks, results[-1], *sizes, **of("before_panel"))
@@ -182,7 +181,7 @@ def constants(
         H=H, K=K, V=V, C=plan.launch["shared"]["C"], KB=_whole(K, dtype), VB=_whole(V, dtype), TMA=int(plan.tma), HALF=int(half),
         ROOT=root, SCALE=math.log2(math.e) * (1 / root if rowmax else root),
         ROWMAX=int(rowmax), BETA=int(beta), WINDOW=int(window), PACKED=int(packed),
-        ACC=TYPES[_accumulator(dtype)], ST=TYPES[_operand(dtype)],
+        ACC=TYPES[accumulator(dtype)], ST=TYPES[_operand(dtype)],
     )  # fmt: skip
     own["peak"] |= dict(D=V, BD=_whole(V, dtype))
     own["solve"].pop("NP")
@@ -209,8 +208,7 @@ def flags(kernel: str, **settings: bool) -> dict[str, int]:
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Every kernel of a forward and of a backward; with β in a window, and with μ in a window of packed sequences after pages."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-    own, st, acc = names[dtype], names[_operand(dtype)], names[_accumulator(dtype)]
+    own, st, acc = NAMES[dtype], NAMES[_operand(dtype)], NAMES[accumulator(dtype)]
     integers = ("p_top", "p_peak", "p_row_peak", "p_peak_y", "p_peak_z", "p_rows_y", "p_rows_z", "p_cum", "p_skip", "p_order")
     types = dict.fromkeys((*integers, "p_done", "p_ticket"), "i32")
     types |= dict.fromkeys(("p_k", "p_v", "p_rhs", "p_out", "p_dy", "p_dk"), own)
@@ -241,10 +239,6 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
                         signature[arg] = f"tensordesc<{of[arg]}[1, 1, {c['C']}, {width}]>"
                 cases.append(Case(kernel, signature, c, options))
     return cases
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _operand(dtype: torch.dtype) -> torch.dtype:

@@ -12,15 +12,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import cdiv, next_power_of_2
+from triton import cdiv
 
 from needlework.ops.common.launch import Case, Plan, plan
 from needlework.ops.common.together import run
+from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, padded
 from needlework.ops.lucid.triton_keys import TINY
 
 ENGINE = "lucid/step"
 ROWS = 16  # new tokens of a sequence at most: the height of a tensor core's product
-TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 @triton.jit
@@ -181,7 +181,7 @@ def lucid_step(
     chosen = plan(ENGINE, k.device, k.dtype, k.shape[-1], V)
     c = constants(chosen, k.dtype, H, k.shape[-1], V, rowmax, beta is not None)
     shares = max(1, min(chosen.launch["read_pages"]["NP"] // max(B * H, 1), cdiv(P, 4 * c["read_pages"]["N"])))
-    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+    wide = accumulator(k.dtype)
     sums = torch.empty(B * H * shares, ROWS, c["finish"]["VB"], dtype=wide, device=k.device)
     tops = torch.empty(B * H * shares if rowmax else 0, ROWS, dtype=wide, device=k.device)
     y = torch.empty_like(v)
@@ -206,9 +206,9 @@ def constants(plan: Plan, dtype: torch.dtype, H: int, K: int, V: int, rowmax: bo
     """Kernel -> its constants, num_warps and the like."""
     root = math.sqrt(K)
     everything = dict(
-        H=H, K=K, V=V, KB=max(next_power_of_2(K), 16), VB=max(next_power_of_2(V), 16), M=ROWS, ROWMAX=int(rowmax), BETA=int(beta),
+        H=H, K=K, V=V, KB=padded(K), VB=padded(V), M=ROWS, ROWMAX=int(rowmax), BETA=int(beta),
         SCALE=math.log2(math.e) * (1 / root if rowmax else root), HALF=int(dtype.itemsize == 2),
-        ACC=tl.float64 if dtype == torch.float64 else tl.float32,
+        ACC=TYPES[accumulator(dtype)],
     )  # fmt: skip
     own = {name: dict(row) for name, row in plan.launch.items()}
     own["read_pages"].pop("NP")
@@ -219,8 +219,7 @@ def constants(plan: Plan, dtype: torch.dtype, H: int, K: int, V: int, rowmax: bo
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Both kernels, with β and with a maximum a row."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-    own, acc = names[dtype], names[torch.float64 if dtype == torch.float64 else torch.float32]
+    own, acc = NAMES[dtype], NAMES[accumulator(dtype)]
     types = dict.fromkeys(("p_sum", "p_max", "p_beta"), f"*{acc}") | dict.fromkeys(("p_length", "p_slots"), "*i64")
     cases = []
     for rowmax in (False, True):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton import cdiv, next_power_of_2
+from triton import cdiv
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan, plan
@@ -17,13 +17,13 @@ from needlework.ops.common.operator import backward_operator, operator
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse, run
 from needlework.ops.common.triton_tile import token_tile
+from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, padded
 from needlework.ops.polar.custom_op import polar_checked
 from needlework.ops.polar.state import PolarState, after_pages
 from needlework.ops.polar.triton_bwd import keys, prepare, queries, totals
 from needlework.ops.polar.triton_fwd import attend
 
 ENGINE = "polar/attention"
-TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
 STEPS = 32767  # of an int16: the row's largest number
 
 
@@ -43,7 +43,7 @@ class Walk(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return accumulator(self.dtype)
 
     @property
     def mean(self) -> torch.dtype:
@@ -72,17 +72,13 @@ def constants(plan: Plan, kernel, dtype, H, HK, K, V, packed, window, **flags) -
     """All that a kernel is compiled for; what it does not take is left out."""
     half = dtype.itemsize == 2
     known = dict(
-        H=H, HK=HK, K=K, V=V, C=plan.launch["shared"]["C"], BK=_padded(K), BV=_padded(V), TMA=int(plan.tma),
-        ACC=TYPES[torch.float64 if dtype == torch.float64 else torch.float32], OT=TYPES[dtype], ST=TYPES[dtype],
+        H=H, HK=HK, K=K, V=V, C=plan.launch["shared"]["C"], BK=padded(K), BV=padded(V), TMA=int(plan.tma),
+        ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[dtype],
         MT=tl.int16 if half else TYPES[dtype], STEPS=STEPS if half else 1, SCALE=K**-0.5,
         SCALED=int(dtype == torch.float16), PACKED=int(packed is not None), WINDOW=int(window is not None), **flags,
     )  # fmt: skip
     own = plan.launch[kernel.__name__]
     return {name: x for name, x in known.items() if name in kernel.arg_names} | own
-
-
-def _padded(D: int) -> int:
-    return max(next_power_of_2(D), 16)
 
 
 def forward(walk: Walk, tokens, parameters, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -96,7 +92,7 @@ def forward(walk: Walk, tokens, parameters, save: bool) -> tuple[Tensor, Tensor,
     mean = q.new_empty(B, T if save else 0, H, V, dtype=walk.mean)
     stats = q.new_empty(B, H, 3, walk.rows if save else 0, dtype=walk.wide)
     if direction.numel():
-        BM, BN, BK, BV = own["BM"], own["BN"], _padded(walk.K), _padded(V)
+        BM, BN, BK, BV = own["BM"], own["BN"], padded(walk.K), padded(V)
         x_o = walk.tile(direction, BM, BV)
         walk.launch(
             attend, (B * H, walk.rows // BM),
@@ -115,7 +111,7 @@ def backward(walk: Walk, ddirection, dmagnitude, mean, stats, tokens, parameters
     if not ddirection.numel():
         return [x.zero_() for x in gradients]
     dq, dk, dv, *dparameters = gradients
-    BK, BV = _padded(walk.K), _padded(V)
+    BK, BV = padded(walk.K), padded(V)
     number = lambda *sizes: q.new_empty(*sizes, dtype=walk.wide)
 
     e, numbers = torch.empty_like(ddirection), number(B, H, 2, rows, 2)
@@ -285,11 +281,10 @@ def polar(
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Every kernel as a training step over grouped heads launches it, without a window and with one over packed sequences."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-    own = names[dtype]
+    own = NAMES[dtype]
     number = "*fp64" if dtype == torch.float64 else "*fp32"
     saved = "i16" if dtype.itemsize == 2 else own
-    BK, BV = _padded(K), _padded(V)
+    BK, BV = padded(K), padded(V)
     cases = []
     for packed, window in ((None, None), (1, 1)):
         for kernel in (attend, prepare, queries, keys, totals):

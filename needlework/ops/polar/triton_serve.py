@@ -13,8 +13,8 @@ from needlework.ops.common.launch import Case, Plan, plan
 from needlework.ops.common.operator import operator
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import token_tile
+from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, padded
 from needlework.ops.polar.state import PolarState
-from needlework.ops.polar.triton_op import TYPES
 from needlework.ops.polar.triton_paged import append, decode, merge
 from needlework.ops.polar.triton_prefill import prefill
 
@@ -30,7 +30,7 @@ def polar_decode(
     """direction [B Hq V], magnitude [B Hq] of q [B Hq K] on pages [n PG Hkv K], [n PG Hkv V]."""
     (B, H, K), (HK, V) = q.shape, v.shape[2:]
     parameters = [x.contiguous() for x in (alpha, gamma, null_base, beta, v_null)]
-    direction, magnitude = q.new_empty(B, H, V), q.new_empty(B, H, dtype=_wide(q))
+    direction, magnitude = q.new_empty(B, H, V), q.new_empty(B, H, dtype=accumulator(q.dtype))
     if not direction.numel():
         return direction, magnitude
     chosen = plan(ENGINE, q.device, q.dtype, K, V)
@@ -38,7 +38,7 @@ def polar_decode(
     capacity = block_table.shape[1] * k.shape[1]
     # enough programs for the machine, and no split that could never have a tile
     splits = max(1, min(chosen.launch["shared"]["programs"] // (B * HK), cdiv(capacity, known["BN"])))
-    stats, S = (q.new_empty(B, H, splits, D, dtype=_wide(q)) for D in (3, V))
+    stats, S = (q.new_empty(B, H, splits, D, dtype=accumulator(q.dtype)) for D in (3, V))
     table, length = block_table.contiguous(), length.contiguous()
     W = window or ALL
     alpha, gamma, null_base, beta, v_null = parameters
@@ -55,7 +55,7 @@ def polar_decode(
 
 @torch.library.register_fake(polar_decode)
 def _(q, k, v, *_):
-    return q.new_empty(*q.shape[:2], v.shape[3]), q.new_empty(q.shape[:2], dtype=_wide(q))
+    return q.new_empty(*q.shape[:2], v.shape[3]), q.new_empty(q.shape[:2], dtype=accumulator(q.dtype))
 
 
 @torch.library.custom_op("needlework::polar_append", mutates_args=("page_k", "page_v", "length"))
@@ -109,7 +109,7 @@ def polar_prefill(
     C, BK, BV = known["BM"], known["BK"], known["BV"]
     align = Alignment.of(cu_seqlens, 1, T, C, q.device)
     q = align.align(q)
-    direction, magnitude = q.new_empty(1, align.T, H, V), q.new_empty(1, align.T, H, dtype=_wide(q))
+    direction, magnitude = q.new_empty(1, align.T, H, V), q.new_empty(1, align.T, H, dtype=accumulator(q.dtype))
     if direction.numel():
         chunk = torch.arange(align.T // C, device=q.device)
         n = torch.searchsorted(align.cum, chunk.to(torch.int32), right=True) - 1
@@ -129,27 +129,21 @@ def polar_prefill(
 
 @torch.library.register_fake(polar_prefill)
 def _(q, k, v, *_):
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=_wide(q))
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
 
 def constants(plan: Plan, kernel, dtype: torch.dtype, H: int, HK: int, K: int, V: int, PG: int) -> dict[str, object]:
     """All that a kernel is compiled for."""
-    padded = lambda D: max(next_power_of_2(D), 16)
     known = dict(
         H=H, HK=HK, K=K, V=V, PG=PG, BG=padded(H // HK), BK=padded(K), BV=padded(V), TMA=int(plan.tma),
-        ACC=TYPES[torch.float64 if dtype == torch.float64 else torch.float32], OT=TYPES[dtype], SCALE=K**-0.5,
+        ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], SCALE=K**-0.5,
     )  # fmt: skip
     return {name: x for name, x in known.items() if name in kernel.arg_names} | plan.launch[kernel.__name__]
 
 
-def _wide(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Decode, its merge and prefill, four query heads a group and pages of 16 tokens."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-    own, number = names[dtype], "*fp64" if dtype == torch.float64 else "*fp32"
+    own, number = NAMES[dtype], "*fp64" if dtype == torch.float64 else "*fp32"
     cases = []
     for kernel in (decode, merge, prefill):
         known = constants(plan, kernel, dtype, 8, 2, K, V, 16)
