@@ -68,7 +68,7 @@ def compile_all(full: bool, done: Callable[[int, int], None]) -> list[Build]:
         for count, future in enumerate(as_completed([pool.submit(_compile, task) for task in todo]), 1):
             builds += future.result()
             done(count, len(todo))
-    places = list(ENGINES)
+    places = list(ENGINES | AWAITED)
     return sorted(set(builds), key=lambda b: (places.index(b.engine), b.plan, b.sm, b.dtype, -b.K, b.kernel))
 
 
