@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from needlework.layers.config import Config, Width
-from needlework.layers.norm import RMSNorm
+from needlework.layers.norm import RMSNorm, wide
 from needlework.layers.softmax import AttendRule, softmax_attention
 from needlework.layers.state import KVState
 
@@ -40,7 +40,7 @@ class _Differential(AttendRule):
         nn.init.normal_(self.vectors, std=0.1)
 
     def forward(self, x, q, k, v, **carry):
-        q1, k1, q2, k2 = self.vectors.float()
+        q1, k1, q2, k2 = wide(self.vectors)
         lam = (q1 @ k1).exp() - (q2 @ k2).exp() + self.config.start
         # the two halves as heads of half the size: query heads [h₁ h₂] against key heads [h₁ h₂], the values twice
         halves = lambda x: torch.cat(x.chunk(2, -1), 2)  # [B T 2H d/2]

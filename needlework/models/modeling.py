@@ -1,5 +1,7 @@
 """One Block, one Model, one ForCausalLM for every mixer. What a mixer does is its config's business, not this file's."""
 
+from typing import NamedTuple, Protocol
+
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
@@ -11,6 +13,23 @@ from needlework.layers.norm import RMSNorm
 from needlework.layers.projection import OutProjection
 from needlework.models.cache import NeedleworkCache
 from needlework.models.config import NeedleworkConfig
+from needlework.models.loss import linear_cross_entropy, softcap
+
+
+class Relay(Protocol):
+    """How a sequence that is split over ranks goes on: each layer's state comes from the rank before and goes to the one after."""
+
+    def receive(self, layer: int, x: Tensor) -> object:
+        """The state of `layer` after the tokens before x [B T D]; None on the first rank."""
+
+    def send(self, layer: int, x: Tensor, state: object) -> Tensor:
+        """Hand the state after x on; returns x, tied to the state's gradient."""
+
+
+class Losses(NamedTuple):
+    """What training minimises: cross_entropy, the *sum* over the counted targets of a batch."""
+
+    cross_entropy: Tensor
 
 
 class Block(GradientCheckpointingLayer):
@@ -95,15 +114,23 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
+        relay: Relay | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """input_ids [B T]; attention_mask [B ..T] with zeros at pads, or cu_seqlens [N+1] packing documents with B = 1."""
+        """input_ids [B T]; attention_mask [B ..T] with zeros at pads, or cu_seqlens [N+1] packing documents with B = 1.
+
+        relay: the tokens are a part of a sequence whose other parts are on other ranks; no cache, no pads, no packing then.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         B, T = x.shape[:2]
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and not self.training and relay is None
+        if relay is not None and (
+            use_cache or past_key_values is not None or cu_seqlens is not None or attention_mask is not None
+        ):
+            raise ValueError("relay: a sequence split over ranks takes no cache, no attention_mask and no cu_seqlens")
         if past_key_values is not None and not isinstance(past_key_values, NeedleworkCache):
             raise TypeError(f"past_key_values: got {type(past_key_values).__name__}, expected NeedleworkCache")
         if past_key_values is None and use_cache:
@@ -123,9 +150,12 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             x = x[real][None]
         for i, block in enumerate(self.blocks):
             layer = None if past_key_values is None else past_key_values.layers[i]
-            x, state = block(x, None if layer is None else layer.state, cu_seqlens, layer is not None)
+            before = relay.receive(i, x) if relay is not None else None if layer is None else layer.state
+            x, state = block(x, before, cu_seqlens, layer is not None or relay is not None)
             if layer is not None:
                 layer.put(state, T)
+            if relay is not None:
+                x = relay.send(i, x, state)
         x = self.norm(x)
         if real is not None:
             x = x.new_zeros(B, T, x.shape[-1]).masked_scatter(real[..., None], x)
@@ -164,17 +194,25 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
+        targets: Tensor | None = None,
         **kwargs,
-    ) -> CausalLMOutputWithPast:
-        """As NeedleworkModel; labels [B T] are shifted inside, as everywhere in transformers."""
+    ) -> CausalLMOutputWithPast | Losses:
+        """As NeedleworkModel; labels [B T] are shifted inside, as everywhere in transformers.
+
+        targets [B T], the token that follows each, −100 where it is not counted: for training. No logits are made then, and
+        what comes back is `Losses`.
+        """
+        if targets is not None and labels is not None:
+            raise ValueError("targets (aligned, summed) and labels (shifted inside, averaged) are two losses: give one")
         out = self.model(
             input_ids, attention_mask, past_key_values, inputs_embeds, use_cache=use_cache, cu_seqlens=cu_seqlens, **kwargs
         )
+        head, cap = self.lm_head, self.config.softcap
+        if targets is not None:
+            hidden = out.last_hidden_state.flatten(0, 1)
+            return Losses(linear_cross_entropy(hidden, head.weight, head.bias, targets.flatten(), cap))
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(out.last_hidden_state[:, keep])
-        c = self.config.softcap
-        if c is not None:
-            logits = c * logits * torch.rsqrt(logits.square() + c * c)
+        logits = softcap(head(out.last_hidden_state[:, keep]), cap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
