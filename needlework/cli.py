@@ -148,15 +148,20 @@ def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="A folder that `train` or `compare` wrote (…/checkpoint).")],
     corpus: CorpusPaths = None,
     length: Annotated[list[int] | None, typer.Option(help="A length in tokens; give it again for more.")] = None,
-    needles: Annotated[int, typer.Option(help="How many needles at once in the task of several.", min=1)] = 4,
+    task: Annotated[list[str] | None, typer.Option(help="A task; give it again for more. Default: needle, needles.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure a checkpoint: loss on held-out text, one needle and several, at each length."""
+    """Measure a checkpoint: loss on held-out text and retrieval at each length.
+
+    Tasks: needle, needles (four at once), needles-2, needles-8, passkey, number, uuid, multikey, induction.
+    """
     from needlework.data import load_corpus
-    from needlework.run import Evaluation, measure, state_bytes
+    from needlework.measure import Evaluation, measure
+    from needlework.run import state_bytes
 
     model, tokenizer = load_checkpoint(checkpoint)
-    evaluation = Evaluation(needles=needles, **({"lengths": tuple(length)} if length else {}))
+    chosen = {"lengths": tuple(length or ()), "tasks": tuple(task or ())}
+    evaluation = Evaluation(**{name: value for name, value in chosen.items() if value})
     entry = measure(model, load_corpus(corpus_config(corpus), tokenizer), evaluation)
     entry |= {"title": checkpoint.name, "state_bytes": {str(T): state_bytes(model, T) for T in evaluation.lengths}}
     console.print_json(json.dumps(entry)) if as_json else console.print(
@@ -406,18 +411,17 @@ def human(n: int) -> str:
 
 
 def scores(results: dict[str, Any]) -> Table:
-    """Loss and digits right by length, one row a mixer."""
+    """Loss, and the digits right of every task, by length, one row a mixer."""
+    from needlework.measure import TASKS
+
     table = Table(box=None, pad_edge=False)
     table.add_column("mixer")
-    for heading in ("loss", "one needle", "several"):
+    tasks = [task for task in TASKS if any(task in entry for entry in results["mixers"])]
+    for heading in ("loss", *tasks):
         for T in results["lengths"]:
             table.add_column(f"{heading}\n{T}", justify="right")
     for entry in results["mixers"]:
         row = [f"{entry['loss'][str(T)]:.3f}" for T in results["lengths"]]
-        row += [f"{entry[task][str(T)]['accuracy']:.0%}" for task in ("needle", "needles") for T in results["lengths"]]
+        row += [f"{entry[task][str(T)]['accuracy']:.0%}" for task in tasks for T in results["lengths"]]
         table.add_row(entry["title"], *row)
     return table
-
-
-if __name__ == "__main__":
-    main()

@@ -22,18 +22,9 @@ from typing import Any
 
 import torch
 
-from needlework.data import (
-    Corpus,
-    CorpusConfig,
-    NeedleMix,
-    byte_tokenizer,
-    held_out_text,
-    load_corpus,
-    many_needles,
-    single_needle,
-)
-from needlework.eval import loss, retrieval
+from needlework.data import Corpus, CorpusConfig, NeedleMix, byte_tokenizer, load_corpus
 from needlework.eval.results import write_whole
+from needlework.measure import Evaluation, measure
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, disable_progress_bar
 from needlework.train import Progress, Result, TrainConfig, train
 
@@ -46,20 +37,6 @@ class Phase:
     batch: int
     length: int
     task: NeedleMix
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """What is measured at each of `lengths`: `tokens` tokens of held-out text, and at least `rows` rows of needles.
-
-    needles: how many needles at once, in the task of several.
-    """
-
-    lengths: tuple[int, ...] = (256, 512, 1024, 2048)
-    tokens: int = 32_768
-    rows: int = 16
-    needles: int = 4
-    seed: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,23 +151,6 @@ def training_entry(recipe: Recipe, model: NeedleworkForCausalLM, result: Result)
 def state_bytes(model: NeedleworkForCausalLM, T: int) -> int:
     """Bytes of one sequence's state over all layers after T tokens, in the model's dtype."""
     return sum(block.mixer.state_size(T, model.dtype) for block in model.model.blocks)
-
-
-def measure(model: NeedleworkForCausalLM, corpus: Corpus, evaluation: Evaluation) -> dict[str, Any]:
-    """Loss on held-out text, one needle and several, at every length."""
-    entry: dict[str, Any] = {"loss": {}, "needle": {}, "needles": {}}
-    model.eval()
-    read = lambda ids: model(ids, use_cache=False)
-    for T in evaluation.lengths:
-        rows = max(evaluation.rows, evaluation.tokens // T)
-        size = max(1, 8192 // T)
-        text = held_out_text(corpus, evaluation.seed, max(1, evaluation.tokens // T), T + 1).input_ids
-        entry["loss"][str(T)] = loss(read, text, batch_size=size).mean
-        one = single_needle(corpus, evaluation.seed, rows, T)
-        several = many_needles(corpus, evaluation.seed, rows, T, evaluation.needles)
-        entry["needle"][str(T)] = retrieval(read, one, batch_size=size)._asdict()
-        entry["needles"][str(T)] = retrieval(read, several, batch_size=size)._asdict()
-    return entry
 
 
 def claim(directory: Path, config: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ def recipe(tmp_path_factory):
         "    return dataclasses.replace(\n"
         "        recipe, train=dataclasses.replace(recipe.train, steps=4),\n"
         "        phases=(Phase(steps=4, batch=2, length=64, task=NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 1))),),\n"
-        "        evaluate=Evaluation(lengths=(64, 128), tokens=128, rows=2, needles=1))\n"
+        "        evaluate=Evaluation(lengths=(96, 128), tokens=128, rows=2))\n"
     )
     return path
 
@@ -78,8 +78,8 @@ def test_train_then_eval_then_generate(needlework, recipe, tmp_path):
     config = json.loads((tmp_path / "one" / "config.json").read_text())
     assert config["gated-deltanet"]["train"]["optim"]["lr"] == 1e-3
     text = recipe.parent / "text.txt"
-    entry = json.loads(needlework("eval", checkpoint, "--corpus", text, "--length", 64, "--needles", 1, "--json"))
-    assert set(entry["loss"]) == {"64"}
+    entry = json.loads(needlework("eval", checkpoint, "--corpus", text, "--length", 96, "--task", "needle", "--json"))
+    assert set(entry["loss"]) == set(entry["needle"]) == {"96"} and "needles" not in entry
     assert "def " in needlework("generate", checkpoint, "--prompt", "def ", "--tokens", 4)
     assert "train.optim.lr" in needlework("train", f"{recipe}:small", "--runs", tmp_path, "--name", "one", ok=False)
 

@@ -12,13 +12,14 @@ from needlework.layers.norm import wide
 from needlework.layers.state import fixed_size
 from needlework.layers.write import WriteConfig, WriteRule
 from needlework.ops.carve import chunk_carve
+from needlework.probe import probe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Carve(WriteConfig):
     """S_t = Diag(e^g ⊙ (1 − b)) S_{t-1} + w k (v − S_{t-1}ᵀ k)ᵀ, b = σ(b_x + W₂ tanh(W₁ m)), m the last content chunk's mean output.
 
-    rank: r of W₁ [r V] and W₂ [K r]. content_chunk: L, a parameter of the model. write_rank: R rows written a token.
+    rank: r of W₁ [r V] and W₂ [K r]; 0 for a gate that is blind to the memory, b = σ(b_x). content_chunk: L, a parameter of the model. write_rank: R rows written a token.
     half_life: the range, in tokens, over which the erase gate's and the decay's starts are spread in log over the channels.
     """
 
@@ -48,8 +49,12 @@ class _Carve(WriteRule):
         self.w = nn.Linear(D, H, bias=False)
         self.A_log = nn.Parameter(torch.empty(H, K))
         self.dt_bias = nn.Parameter(torch.empty(H, K))
-        self.w1 = nn.Parameter(torch.empty(config.rank, V))
-        self.w2 = nn.Parameter(torch.empty(K, config.rank))
+        if config.rank:
+            self.w1 = nn.Parameter(torch.empty(config.rank, V))
+            self.w2 = nn.Parameter(torch.empty(K, config.rank))
+        else:  # the op's blind layer is W₂ = 0
+            self.register_buffer("w1", torch.zeros(1, V), persistent=False)
+            self.register_buffer("w2", torch.zeros(K, 1), persistent=False)
         self.register_buffer("erase_bias", torch.empty(H, K))
         self.reset_parameters()
 
@@ -66,11 +71,20 @@ class _Carve(WriteRule):
         heads = (self.width.heads, -1)
         f = wide(self.f(x)).unflatten(-1, heads)
         b = wide(self.b(x)).unflatten(-1, heads) + self.erase_bias
-        return chunk_carve(
-            q_read, k, v, f, b, wide(self.w(x)), self.A_log, self.dt_bias, self.w1, self.w2,
-            content_chunk=self.config.content_chunk, prediction=self.config.prediction, scale=self.width.scale,
+        inputs = {
+            "q": q_read, "k": k, "v": v, "f": f, "b": b, "w": wide(self.w(x)),
+            "A_log": self.A_log, "dt_bias": self.dt_bias, "w1": self.w1, "w2": self.w2,
+        }  # fmt: skip
+        for name, value in inputs.items():
+            probe(f"carve.{name}", value)
+        o, state = chunk_carve(
+            **inputs,
+            content_chunk=self.config.content_chunk,
+            prediction=self.config.prediction,
+            scale=self.width.scale,
             **carry,
-        )  # fmt: skip
+        )
+        return probe("carve.o", o), state
 
     def state_size(self, dtype: torch.dtype) -> int:
         """S, the content mean, the running sum, and an int64 position."""

@@ -10,6 +10,7 @@ from needlework.layers.config import Config, Width
 from needlework.layers.norm import wide
 from needlework.layers.state import fixed_size
 from needlework.ops.ccq import chunk_ccq
+from needlework.probe import probe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class _CCQ(nn.Module):
         elif g is not None:
             g = g.mean(-1) if g.dim() == 4 else g
             g = g.unflatten(-1, (self.width.heads, -1)).mean(-1)  # statistics are per key head
-        return chunk_ccq(q, k, eta, g, **carry)
+        return chunk_ccq(q, probe("ccq.k", k), eta, g, **carry)
 
     def state_size(self, dtype: torch.dtype) -> int:
         K = self.width.key_dim

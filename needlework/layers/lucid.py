@@ -11,6 +11,7 @@ from needlework.layers.norm import wide
 from needlework.layers.softmax import AttendRule, softmax_attention
 from needlework.layers.state import KVState, size
 from needlework.ops.lucid import chunk_lucid
+from needlework.probe import probe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class _Lucid(AttendRule):
             q, k = _unit(q), _unit(k)
         beta = self.beta(x) if c.precondition == "beta" else None
         y, pages = chunk_lucid(
-            k, v, beta, precondition=c.precondition, window=c.window, solve=c.solve,
+            probe("lucid.k", k), v, beta, precondition=c.precondition, window=c.window, solve=c.solve,
             **carry,
         )  # fmt: skip
         past = carry["initial_state"]

@@ -9,6 +9,7 @@ from needlework.layers.config import Config, Width
 from needlework.layers.projection import OutProjection
 from needlework.layers.softmax import AttendRule
 from needlework.ops.polar import chunk_polar
+from needlework.probe import probe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,12 @@ class _Polar(AttendRule):
         nn.init.zeros_(self.v_null)
 
     def forward(self, x, q, k, v, **carry):
+        q, k = probe("polar.q", q), probe("polar.k", k)
+        alpha, gamma, null_base = self.alpha, self.gamma, self.null_base
+        for name, value in {"alpha": alpha, "gamma": gamma, "null_base": null_base}.items():
+            probe(f"polar.{name}", value)
         direction, magnitude, state = chunk_polar(
-            q, k, v, self.alpha, self.beta, self.gamma, self.null_base, self.v_null,
+            q, k, v, alpha, self.beta, gamma, null_base, self.v_null,
             window=self.config.window, **carry,
         )  # fmt: skip
         return direction, self.mag_proj(magnitude.to(x.dtype)), state

@@ -8,6 +8,7 @@ from needlework.layers.config import Config, Width
 from needlework.layers.gates import ScalarGate
 from needlework.layers.write import Strength, WriteConfig, WriteRule
 from needlework.ops.qdelta import chunk_qdelta
+from needlework.probe import probe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class _QDelta(WriteRule):
     def forward(self, x, q, k, v, *, g, q_read, **carry) -> tuple[Tensor, Tensor]:
         beta = self.beta(x)
         lam = beta.new_full(beta.shape, self.config.lam) if self.lam is None else self.lam(x)
+        for name, value in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "lam": lam}.items():
+            probe(f"qdelta.{name}", value)
         return chunk_qdelta(
             q, k, v, g, beta, lam, coupling=self.config.coupling, q_read=q_read,
             scale=self.width.scale, **carry,

@@ -41,6 +41,7 @@ def test_buckets_follow_the_positions():
         return scores
 
     assert loss(model, IDS, buckets=2).by_position == pytest.approx([0, math.log(11)])
+    assert loss(model, IDS, buckets=(8, 16)).by_position == pytest.approx([0, 0, math.log(11)])
 
 
 def test_buckets_are_never_more_than_positions():

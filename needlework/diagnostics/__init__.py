@@ -1,0 +1,12 @@
+"""What the papers look at inside a trained model: every number from one forward pass over given tokens, probes listening.
+
+A diagnosis takes a model and input_ids [B T] and returns plain numbers by layer, in the order of the layers that have the rule.
+"""
+
+from .carve import carve as carve
+from .ccq import ccq as ccq
+from .listen import heard as heard
+from .lucid import lucid as lucid
+from .memory import state_norms as state_norms
+from .polar import polar as polar
+from .qdelta import qdelta as qdelta

@@ -1,0 +1,50 @@
+"""CARVE (arXiv 2606.27229): how much of the erase gate is content, and what its being a chunk old costs."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from needlework.ops.carve.reference import retention
+
+from .listen import heard, layers
+
+
+class CarveLayer(NamedTuple):
+    """Over all tokens, heads and channels of a layer.
+
+    content: ‖W₂ tanh(W₁m)‖ / (‖W₂ tanh(W₁m)‖ + ‖b_x − mean b_x‖), Frobenius norms: the content's share of what moves the erase gate.
+    staleness: ‖o − o*‖/‖o*‖, o* with m the mean of the last L outputs at every token (Table 4: 0.18 %, flat in L).
+    """
+
+    content: float
+    staleness: float
+
+
+def carve(model: nn.Module, input_ids: Tensor, content_chunk: int) -> list[CarveLayer]:
+    """One entry for each CARVE layer, from input_ids [B T]; content_chunk is the model's L. Rank-1 writes, prediction "previous"."""
+    return [_layer(content_chunk, **values) for values in layers(heard(model, input_ids, "carve"))]
+
+
+def _layer(L: int, q, k, v, f, b, w, A_log, dt_bias, w1, w2, o) -> CarveLayer:
+    whole = o[:, : o.shape[1] // L * L]
+    means = whole.unflatten(1, (-1, L)).mean(2)  # [B chunks H V]
+    means = torch.cat([torch.zeros_like(means[:, :1]), means], 1).repeat_interleave(L, 1)[:, : o.shape[1]]
+    content = (torch.tanh(means @ w1.T) @ w2.T).norm()
+    token = (b - b.mean(1, keepdim=True)).norm()
+    exact = _renewed(L, q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    return CarveLayer((content / (content + token)).item(), ((o - exact).norm() / exact.norm()).item())
+
+
+def _renewed(L: int, q, k, v, f, b, w, A_log, dt_bias, w1, w2) -> Tensor:
+    """The layer's outputs with the content signal renewed at every token; sums in float32 or wider."""
+    S = k.new_zeros(*v[:, 0].shape[:2], k.shape[-1], v.shape[-1])
+    outputs: list[Tensor] = []
+    running = torch.zeros_like(v[:, 0])
+    for t in range(q.shape[1]):
+        kept = retention(f[:, t], b[:, t], running / L, A_log, dt_bias, w1, w2).exp()
+        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
+        S = kept[..., None] * S + torch.einsum("bh,bhk,bhv->bhkv", torch.sigmoid(w[:, t]), k[:, t], error)
+        outputs.append(k.shape[-1] ** -0.5 * torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+        running = running + outputs[-1] - (outputs[-1 - L] if len(outputs) > L else 0)
+    return torch.stack(outputs, 1)

@@ -1,0 +1,29 @@
+"""The size of what a recurrent layer holds, by length: a memory that grows without bound shows here first."""
+
+import torch
+from torch import Tensor, nn
+
+
+def state_norms(model: nn.Module, input_ids: Tensor, lengths: tuple[int, ...]) -> dict[int, list[float]]:
+    """Length -> for each layer with a state [N H K V], the mean over rows and heads of its Frobenius norm after that many tokens.
+
+    input_ids [B T] with T at least the longest; lengths ascend. One pass, resumed at each length.
+    """
+    cache, at, norms = None, 0, {}
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        for T in lengths:
+            out = model(input_ids[:, at:T].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, at = out.past_key_values, T
+            states = [_matrix(layer.state) for layer in cache.layers]
+            norms[T] = [s.float().norm(dim=(-2, -1)).mean().item() for s in states if s is not None]
+    return norms
+
+
+def _matrix(state: object) -> Tensor | None:
+    """The S of a layer's state: its write rule's, or its memory's; None where nothing recurs."""
+    for name in ("memory", "write"):
+        inner = getattr(state, name, None)
+        if inner is not None:
+            return inner if isinstance(inner, Tensor) else _matrix(inner) if hasattr(inner, "write") else inner[0]
+    return None

@@ -1,0 +1,41 @@
+"""Polar attention (arXiv 2606.25156): how many keys a query rests on, and how much of it rests on none."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from .listen import heard, layers
+
+
+class PolarLayer(NamedTuple):
+    """Means over queries and heads. n_eff: 1/Σŵ², ŵ the weights of the real keys among themselves. null_mass: the sink's weight."""
+
+    n_eff: float
+    null_mass: float
+
+
+def polar(model: nn.Module, input_ids: Tensor) -> list[PolarLayer]:
+    """One entry for each Polar layer, from input_ids [B T]; the weights of T² pairs a head are made: keep T near 1,000.
+
+    Windows are not looked at: T at most the window.
+    """
+    return [_layer(**values) for values in layers(heard(model, input_ids, "polar"))]
+
+
+def _layer(q: Tensor, k: Tensor, alpha: Tensor, gamma: Tensor, null_base: Tensor) -> PolarLayer:
+    """q [B T Hq d], k [B T Hkv d]; alpha, gamma, null_base [Hq]."""
+    T, d = q.shape[1], q.shape[-1]
+    n = torch.arange(1, T + 1, device=q.device, dtype=q.dtype)
+    temp = 1 + softplus(alpha)[:, None] * n.log()  # [Hq T]
+    null = null_base[:, None] + softplus(gamma)[:, None] * (n + 1).log().sqrt()
+    q, k = q.transpose(1, 2), k.transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], 1)
+    scores = temp[..., None] * (q @ k.mT) / math.sqrt(d)
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(future, -math.inf)
+    sink = (temp * null).expand(scores.shape[:-1])
+    real = scores.softmax(-1)
+    mass = torch.sigmoid(sink - scores.logsumexp(-1))
+    return PolarLayer((1 / real.square().sum(-1)).mean().item(), mass.mean().item())

@@ -1,0 +1,111 @@
+"""Many runs of many mixers: what was measured, gathered by mixer over seeds, and the claims held against it.
+
+A run is one JSON file, `<mixer>-<seed>.json`, as needlework.run writes it. What the page says with these numbers is study_page.py's.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Student's t at 97.5 %, by degrees of freedom: three seeds are two
+T_QUANTILE = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+RUN_KEYS = ("name", "seed", "title", "parameters", "state_bytes", "train", "loss", "lengths", "train_length", "tasks")
+
+
+class Spread(NamedTuple):
+    """mean and sample standard deviation (None for one value) of n seeds."""
+
+    mean: float
+    deviation: float | None
+    n: int
+
+
+class Claim(NamedTuple):
+    """What a paper says: `better` finds more than `worse`, a mean over `tasks` and the `multiples` of the training length."""
+
+    says: str
+    better: str
+    worse: str
+    tasks: tuple[str, ...]
+    multiples: tuple[float, ...]
+
+
+class Verdict(NamedTuple):
+    """difference: mean over paired seeds of (better − worse), in shares. word: "holds", "the opposite", "within the spread", "one seed cannot say", "not run"."""
+
+    claim: Claim
+    word: str
+    difference: Spread | None
+
+
+@dataclass(frozen=True)
+class Study:
+    """The runs of a study by mixer, in the order in which the mixers came; `tasks` and `lengths` are those that every run has."""
+
+    runs: dict[str, list[dict[str, Any]]]
+    lengths: tuple[int, ...]
+    train_length: int
+    tasks: tuple[str, ...]
+    families: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def title(self, mixer: str) -> str:
+        return self.runs[mixer][0]["title"]
+
+    def spread(self, mixer: str, of: Callable[[dict[str, Any]], float]) -> Spread:
+        """A number of each of the mixer's runs, over its seeds."""
+        values = [of(run) for run in self.runs[mixer]]
+        return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+    def accuracy(self, mixer: str, task: str, T: int) -> Spread:
+        return self.spread(mixer, lambda run: run[task][str(T)]["accuracy"])
+
+    def judge(self, claim: Claim) -> Verdict:
+        """Runs in pairs of one seed, so of one order of data; a difference counts outside its 95 % interval (Student's t)."""
+        by_seed = [{run["seed"]: run for run in self.runs.get(name, ())} for name in (claim.better, claim.worse)]
+        seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
+        at = [T for T in self.lengths if T / self.train_length in claim.multiples]
+        tasks = [task for task in claim.tasks if task in self.tasks]
+        if not seeds or not at or not tasks:
+            return Verdict(claim, "not run", None)
+        share = lambda run: statistics.fmean(run[task][str(T)]["accuracy"] for task in tasks for T in at)
+        differences = [share(by_seed[0][seed]) - share(by_seed[1][seed]) for seed in seeds]
+        mean = statistics.fmean(differences)
+        if len(differences) == 1:
+            return Verdict(claim, "one seed cannot say", Spread(mean, None, 1))
+        deviation = statistics.stdev(differences)
+        freedom = min(len(differences), len(T_QUANTILE)) - 1
+        sure = abs(mean) > T_QUANTILE[freedom] * deviation / math.sqrt(len(differences))
+        word = "within the spread" if not sure else "holds" if mean > 0 else "the opposite"
+        return Verdict(claim, word, Spread(mean, deviation, len(differences)))
+
+
+def load_study(directory: Path, order: Iterable[str] = (), families: dict[str, tuple[str, ...]] | None = None) -> Study:
+    """Every run in `directory` (*.json); mixers of `order` come first, in its order.
+
+    ValueError if there is none, if one lacks a key, or if two runs read another corpus or were trained on another length.
+    """
+    paths = sorted(directory.glob("*.json"))
+    runs: dict[str, list[dict[str, Any]]] = {}
+    first: dict[str, Any] | None = None
+    for path in paths:
+        try:
+            run = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        missing = [key for key in (*RUN_KEYS, *run.get("tasks", ())) if key not in run]
+        if missing:
+            raise ValueError(f"{path}: misses the key {missing[0]!r}")
+        first = first or run
+        for key in ("lengths", "train_length", "corpus", "tasks"):
+            if run.get(key) != first.get(key):
+                raise ValueError(f"{path}: {key} is {run.get(key)}, {paths[0].name} has {first.get(key)}: not one study")
+        runs.setdefault(run["name"], []).append(run)
+    if first is None:
+        raise ValueError(f"{directory}: no runs there (*.json)")
+    known = [name for name in order if name in runs]
+    runs = {name: runs[name] for name in [*known, *(name for name in runs if name not in known)]}
+    return Study(runs, tuple(first["lengths"]), first["train_length"], tuple(first["tasks"]), families or {})

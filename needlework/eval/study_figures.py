@@ -1,0 +1,113 @@
+"""The pictures of a study: a panel a family, its members in colour over everybody else in grey; mean over seeds, a band from least to most."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from .drawing import label_points, style
+from .figures import GUESS
+from .palette import GRID, MUTED, SURFACE, colour, marker
+from .study import Study
+from .words import multiple, percent, size
+
+PANEL = (5.0, 3.1)  # inches
+
+
+def retrieval_by_length(study: Study, path: Path, tasks: tuple[str, ...]) -> None:
+    """Share of the values' tokens found, the mean of `tasks`, against length in multiples of the training length."""
+    share = lambda run, T: sum(run[task][str(T)]["accuracy"] for task in tasks) / len(tasks)
+    with style():
+        figure, panels = _panels(study)
+        for axes, (family, members) in zip(panels, study.families.items(), strict=False):
+            axes.set_ylim(-0.03, 1.03)
+            axes.set_yticks([0, GUESS, 0.5, 1], ["0 %", "guess", "50 %", "100 %"])
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(study.lengths, [multiple(T, study.train_length) for T in study.lengths])
+            axes.minorticks_off()
+            _curves(axes, study, members, lambda run: [(T, share(run, T)) for T in study.lengths])
+            axes.set_title(family)
+        _save(figure, path)
+
+
+def loss_by_position(study: Study, path: Path) -> None:
+    """Nats per token of long documents by position, minus the mean of all mixers there: what differs is a hundredth of the loss."""
+    runs = [run for of in study.runs.values() for run in of]
+    starts = runs[0]["positions"]["from"]
+    middle = [sum(run["positions"]["loss"][i] for run in runs) / len(runs) for i in range(len(starts))]
+    ends = [*starts[1:], 2 * starts[-1]]
+    points = lambda run: [(end, x - m) for end, x, m in zip(ends, run["positions"]["loss"], middle, strict=True)]
+    with style():
+        figure, panels = _panels(study)
+        for axes, (family, members) in zip(panels, study.families.items(), strict=False):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ends, [f"{end:,}" if end < 1024 else f"{end // 1024}K" for end in ends])
+            axes.minorticks_off()
+            axes.axhline(0, color=MUTED, linewidth=0.8, dashes=(2, 3))
+            _curves(axes, study, members, points)
+            axes.set_title(family)
+        _save(figure, path)
+
+
+def retrieval_by_state(study: Study, path: Path, tasks: tuple[str, ...], T: int) -> None:
+    """The same share at one length against the bytes that one sequence's state takes there."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    with style():
+        figure = Figure(figsize=(10, 5.4))
+        axes = figure.add_axes((0.07, 0.12, 0.62, 0.8))
+        axes.grid(axis="y")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x)))
+        axes.minorticks_off()
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_xlabel(f"bytes of state that a sequence of {T:,} tokens holds")
+        axes.set_title(f"Found at {multiple(T, study.train_length)} the training length, by state size")
+        points, shown = [], set()
+        for family, members in enumerate(study.families.values()):
+            for i, mixer in enumerate(m for m in members if m in study.runs and m not in shown):
+                shown.add(mixer)  # a baseline of two families is drawn with the first
+                share = study.spread(mixer, lambda run: sum(run[task][str(T)]["accuracy"] for task in tasks) / len(tasks))
+                x = study.runs[mixer][0]["state_bytes"][str(T)]
+                axes.errorbar(x, share.mean, yerr=share.deviation or 0, color=colour(family), fmt=marker(i), capsize=2)
+                points.append((family, x, share.mean, f"{study.title(mixer)} {percent(share.mean)}"))
+        label_points(axes, points, at=1.03)
+        _save(figure, path)
+
+
+def _panels(study: Study):
+    from matplotlib.figure import Figure
+
+    columns = 2
+    rows = -(-len(study.families) // columns)
+    width, height = PANEL[0] * columns, PANEL[1] * rows
+    figure = Figure(figsize=(width, height))
+    panels = []
+    for n in range(len(study.families)):
+        left, bottom = (n % columns) / columns, 1 - (n // columns + 1) / rows
+        panels.append(figure.add_axes((left + 0.05, bottom + 0.3 / height, 0.24, 1 / rows - 0.75 / height)))
+        panels[-1].grid(axis="y")
+    return figure, panels
+
+
+def _curves(axes, study: Study, members: tuple[str, ...], points: Callable) -> None:
+    """Each member's mean and its band of seeds; every other mixer's mean in grey."""
+    ends = []
+    for mixer, runs in study.runs.items():
+        lines = [points(run) for run in runs]
+        xs = [x for x, _ in lines[0]]
+        columns = list(zip(*[[y for _, y in line] for line in lines], strict=True))
+        mean = [sum(column) / len(column) for column in columns]
+        if mixer not in members:
+            axes.plot(xs, mean, color=GRID, linewidth=1, zorder=1)
+            continue
+        i = members.index(mixer)
+        axes.fill_between(xs, [min(c) for c in columns], [max(c) for c in columns], color=colour(i), alpha=0.15, linewidth=0)
+        axes.plot(xs, mean, color=colour(i), marker=marker(i), markersize=4, zorder=3)
+        ends.append((i, xs[-1], mean[-1], study.title(mixer)))
+    label_points(axes, ends, at=1.04)
+
+
+def _save(figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, facecolor=SURFACE, metadata={"Software": None})

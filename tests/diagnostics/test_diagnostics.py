@@ -1,0 +1,159 @@
+"""Each diagnosis against its formula, on a small model whose rule it looks at."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity
+
+from needlework.diagnostics import carve, ccq, heard, lucid, polar, qdelta, state_norms
+from needlework.diagnostics.ccq import energy
+from needlework.layers import SwiGLU
+from needlework.layers.catalog import CATALOG, Sizes
+from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+
+SIZES = Sizes(heads=2, key_dim=24, value_dim=12, attention_heads=4, kv_heads=2, head_dim=8, half_life=32.0, content_chunk=8)
+VOCABULARY, T = 97, 40
+
+
+def model(mixer, layers=2):
+    torch.manual_seed(0)
+    config = NeedleworkConfig(
+        vocab_size=VOCABULARY, hidden_size=16, layout="M" * layers, mixers={"M": CATALOG[mixer].make(SIZES)}, mlp=SwiGLU(hidden=24),
+        initializer_range=0.3,
+    )  # fmt: skip
+    built = NeedleworkForCausalLM(config).double()
+    with torch.no_grad():
+        for p in built.parameters():  # away from starts at zero
+            p.add_(0.1 * torch.randn_like(p))
+    return built
+
+
+def tokens(rows=2, T=T):
+    return torch.randint(VOCABULARY, (rows, T), generator=torch.Generator().manual_seed(1))
+
+
+def test_a_model_without_the_rule_has_nothing_to_tell():
+    assert heard(model("softmax"), tokens(), "qdelta") == {}
+    assert qdelta(model("softmax"), tokens()) == lucid(model("softmax"), tokens()) == polar(model("softmax"), tokens()) == []
+
+
+def test_listening_leaves_the_model_as_it_was():
+    m = model("qdelta").train()
+    qdelta(m, tokens())
+    assert m.training and all(p.grad is None for p in m.parameters())
+
+
+def test_qdelta_reports_the_stability_of_each_layers_writes():
+    m = model("qdelta")
+    found = qdelta(m, tokens())
+    values = heard(m, tokens(), "qdelta")
+    assert len(found) == 2
+    for i, layer in enumerate(found):
+        q, k, beta, lam = (values[name][i] for name in ("q", "k", "beta", "lam"))
+        a = 1 + lam * (q * k).sum(-1)
+        assert layer.beta_a == pytest.approx((beta * a).mean().item(), rel=1e-6)
+        assert layer.beta_a_most == pytest.approx((beta * a).max().item(), rel=1e-6)
+        assert 0 <= layer.unstable <= 1 and -1 <= layer.cosine <= 1 and layer.drift > 0
+
+
+def test_qdeltas_cosine_is_of_the_state_before_the_token():
+    from needlework.ops.qdelta import recurrent_qdelta
+
+    m, ids = model("qdelta", layers=1), tokens(1, 3)
+    q, k, v, g, beta, lam = (heard(m, ids, "qdelta")[name][0] for name in ("q", "k", "v", "g", "beta", "lam"))
+    S = [
+        recurrent_qdelta(q[:, :t], k[:, :t], v[:, :t], g[:, :t], beta[:, :t], lam[:, :t], output_final_state=True)[1]
+        for t in (1, 2)
+    ]
+    at = [cosine_similarity(*(torch.einsum("bhkv,bhk->bhv", S[t - 1], x[:, t]) for x in (q, k)), dim=-1) for t in (1, 2)]
+    assert qdelta(m, ids)[0].cosine == pytest.approx(torch.stack(at).mean().item(), rel=1e-6)
+
+
+def test_ccqs_gap_is_below_zero_for_a_needle_outside_what_keys_share():
+    rng = torch.Generator().manual_seed(0)
+    shared = torch.randn(1, 200, 1, 24, generator=rng, dtype=torch.float64)
+    shared[..., 16:] *= 0.01  # sixteen directions hold nearly all
+    shared[0, 50, 0] = 0.0
+    shared[0, 50, 0, 20] = 1.0
+    share = energy(shared / shared.norm(dim=-1, keepdim=True))
+    assert share[0, 50, 0] < 0.2 < 0.9 < share[0, :50].mean()
+
+
+def test_ccq_asks_for_a_needle_and_reports_a_gap_a_layer():
+    ids = tokens()
+    needle = torch.zeros_like(ids, dtype=torch.bool)
+    ids[:, 10] = VOCABULARY - 1
+    needle[:, 10] = True
+    found = ccq(model("ccq"), ids, needle)
+    assert len(found) == 2 and all(layer.gap == pytest.approx(layer.needle - layer.distractor, abs=1e-9) for layer in found)
+    with pytest.raises(ValueError, match="no needle token"):
+        ccq(model("ccq"), ids, torch.zeros_like(needle))
+    with pytest.raises(ValueError, match="expected bool"):
+        ccq(model("ccq"), ids, needle[:, :5])
+
+
+def test_carves_content_share_is_zero_where_the_gate_is_blind_and_so_is_its_staleness():
+    m = model("carve")
+    sighted = carve(m, tokens(), 8)
+    with torch.no_grad():
+        for block in m.model.blocks:
+            block.mixer.write.w2.zero_()
+    blind = carve(m, tokens(), 8)
+    assert all(0 < layer.content < 1 and layer.staleness > 1e-6 for layer in sighted)
+    assert all(layer.content == 0 and layer.staleness < 1e-5 for layer in blind)
+
+
+def test_lucids_condition_and_off_diagonal_are_those_of_its_matrix():
+    m = model("lucid", layers=1)
+    k = heard(m, tokens(), "lucid")["k"][0].double()
+    k = k / k.norm(dim=-1, keepdim=True)
+    conditions, shares = [], []
+    for row in range(2):
+        for head in range(2):
+            P = torch.exp(math.sqrt(8) * (k[row, :, head] @ k[row, :, head].T - 1)).tril()
+            conditions.append(torch.linalg.cond(P).item())
+            shares.append((P.tril(-1).sum() / P.sum()).item())
+    (found,) = lucid(m, tokens())
+    assert found.condition == pytest.approx(sum(conditions) / 4, rel=1e-6)
+    assert found.off_diagonal == pytest.approx(sum(shares) / 4, rel=1e-6)
+
+
+def test_polars_count_agrees_with_the_magnitude_that_the_op_returns():
+    from needlework.ops.polar import chunk_polar
+
+    m = model("polar", layers=1)
+    values = {name: x[0] for name, x in heard(m, tokens(), "polar").items()}
+    v = torch.zeros_like(values["k"])
+    beta = torch.zeros(4, dtype=torch.float64)
+    null = torch.zeros(4, 8, dtype=torch.float64)
+    _, magnitude, _ = chunk_polar(
+        values["q"], values["k"], v, values["alpha"], beta, values["gamma"], values["null_base"], null
+    )
+    m_eff = torch.expm1(torch.atanh(magnitude) / math.log(2))  # softplus(0) = ln 2
+    n_eff, null_mass = written_out(values)
+    assert torch.allclose(n_eff * (1 - null_mass), m_eff, atol=1e-6)
+    (found,) = polar(m, tokens())
+    assert found == pytest.approx((n_eff.mean().item(), null_mass.mean().item()), rel=1e-6)
+
+
+def written_out(values):
+    """n_eff and the null's weight of each query, one query at a time."""
+    q, k = values["q"], values["k"].repeat_interleave(2, 2)
+    n_eff, null_mass = torch.empty(2, *q.shape[:3], dtype=torch.float64)
+    for i in range(q.shape[1]):
+        n = torch.tensor(float(i + 1), dtype=torch.float64)
+        temp = 1 + torch.nn.functional.softplus(values["alpha"]) * n.log()
+        null = values["null_base"] + torch.nn.functional.softplus(values["gamma"]) * (n + 1).log().sqrt()
+        score = torch.einsum("bhd,bjhd->bhj", q[:, i], k[:, : i + 1]) / math.sqrt(8) * temp[:, None]
+        w = torch.cat([score, (temp * null).expand(len(q), -1)[..., None]], -1).softmax(-1)
+        real = w[..., :-1] / w[..., :-1].sum(-1, keepdim=True)
+        n_eff[:, i], null_mass[:, i] = 1 / real.square().sum(-1), w[..., -1]
+    return n_eff, null_mass
+
+
+@pytest.mark.parametrize("mixer, layers", [("gated-deltanet", 2), ("carve", 2), ("atma", 2), ("softmax", 0)])
+def test_state_norms_are_of_every_layer_that_recurs(mixer, layers):
+    norms = state_norms(model(mixer), tokens(), (10, 30))
+    assert set(norms) == {10, 30} and all(len(by_layer) == layers for by_layer in norms.values())
+    assert all(x > 0 for by_layer in norms.values() for x in by_layer)

@@ -1,0 +1,94 @@
+"""A study: runs gathered by mixer, claims judged over paired seeds, a page made from the runs alone."""
+
+import json
+import math
+
+import pytest
+
+from needlework.eval.study import Claim, load_study
+from needlework.eval.study_page import write_page
+
+LENGTHS, TASKS = [128, 256], ["needle", "uuid"]
+FAMILIES = {"One": ("plain", "better"), "Two": ("other",)}
+
+
+def run(name, seed, share, **changes):
+    return {
+        "name": name, "seed": seed, "title": name.title(), "parameters": 1000, "lengths": LENGTHS, "train_length": 128,
+        "tasks": TASKS, "state_bytes": {"128": 64, "256": 64}, "corpus": {"sha256": "0" * 64}, "machine": "a machine",
+        "versions": {"torch": "2.11"}, "commit": "abc", "loss": {"128": 2.0, "256": 2.1},
+        "train": {"steps": [1], "loss": [3.0], "tokens": 10, "seconds": 1.0, "tokens_per_second": 10.0},
+        "positions": {"from": [0, 128], "loss": [2.0, 2.1]},
+        **{task: {str(T): {"accuracy": share, "exact": share, "digits": 8, "values": 2} for T in LENGTHS} for task in TASKS},
+    } | changes  # fmt: skip
+
+
+def write(directory, *runs):
+    directory.mkdir(exist_ok=True)
+    for r in runs:
+        (directory / f"{r['name']}-{r['seed']}.json").write_text(json.dumps(r))
+    return directory
+
+
+@pytest.fixture
+def study(tmp_path):
+    plain = [run("plain", s, 0.5 + 0.1 * s) for s in range(3)]
+    better = [run("better", s, 0.7 + 0.1 * s + 0.01 * (s == 1)) for s in range(3)]
+    other = [run("other", s, (0.9, 0.1, 0.6)[s]) for s in range(3)]
+    return load_study(write(tmp_path / "runs", *plain, *better, *other), ("plain", "better"), FAMILIES)
+
+
+def claim(better, worse, tasks=("needle",), multiples=(1.0, 2.0)):
+    return Claim(f"{better} finds more than {worse}", better, worse, tasks, multiples)
+
+
+def test_runs_are_gathered_by_mixer_in_the_order_asked_for(study):
+    assert list(study.runs) == ["plain", "better", "other"] and study.lengths == (128, 256)
+    assert study.accuracy("plain", "needle", 128) == pytest.approx((0.6, 0.1, 3))
+
+
+def test_a_claim_is_judged_over_seeds_in_pairs(study):
+    """plain and better move together from seed to seed: unpaired, their spread would hide the difference."""
+    assert study.judge(claim("better", "plain")).word == "holds"
+    assert study.judge(claim("plain", "better")).word == "the opposite"
+    assert study.judge(claim("other", "plain")).word == "within the spread"
+    difference = study.judge(claim("better", "plain")).difference
+    assert difference.mean == pytest.approx((0.2 + 0.21 + 0.2) / 3)
+    assert difference.deviation == pytest.approx(0.01 / math.sqrt(3))
+
+
+def test_what_was_not_run_or_only_once_is_said_to_be_so(study, tmp_path):
+    assert study.judge(claim("absent", "plain")).word == "not run"
+    assert study.judge(claim("better", "plain", multiples=(64.0,))).word == "not run"
+    once = load_study(write(tmp_path / "once", run("plain", 0, 0.1), run("better", 0, 0.9)))
+    assert once.judge(claim("better", "plain")).word == "one seed cannot say"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"corpus": {"sha256": "1" * 64}}, "not one study"),
+        ({"lengths": [128]}, "not one study"),
+        ({"tasks": ["needle", "uuid", "passkey"]}, "misses the key 'passkey'"),
+    ],
+)
+def test_runs_that_do_not_belong_together_are_refused_by_name(tmp_path, changes, message):
+    directory = write(tmp_path, run("plain", 0, 0.1), run("plain", 1, 0.1, **changes))
+    with pytest.raises(ValueError, match=rf"plain-1.json: .*{message}"):
+        load_study(directory)
+    with pytest.raises(ValueError, match="no runs there"):
+        load_study(tmp_path / "nothing")
+
+
+def test_the_page_says_every_number_and_every_verdict(study, tmp_path):
+    page = write_page(study, tmp_path / "page", (claim("better", "plain"), claim("absent", "plain")), "Much.").read_text()
+    assert "| Plain | 2.000 ± 0.000 | 60 ± 10 | 60 ± 10 | 10 | 64 B |" in page
+    assert "| +20.3 ± 0.6 | 3 | **holds** |" in page and "**not run**" in page
+    assert page.endswith("## What this cannot say\n\nMuch.\n")
+    assert {p.name for p in (tmp_path / "page").iterdir()} == {"README.md", "retrieval.png", "state.png", "positions.png"}
+
+
+def test_equal_runs_give_equal_pages(study, tmp_path):
+    pages = [write_page(study, tmp_path / name, (), "").parent for name in "ab"]
+    for name in ("README.md", "retrieval.png", "state.png"):
+        assert (pages[0] / name).read_bytes() == (pages[1] / name).read_bytes()

@@ -1,0 +1,58 @@
+"""What is measured of a model: which keys, at which lengths, and that the rows are what they claim to be."""
+
+import numpy as np
+import pytest
+import torch
+
+from needlework.data import CorpusConfig, byte_tokenizer, load_corpus
+from needlework.data.tokenizer import decode_bytes
+from needlework.measure import TASKS, Evaluation, long_documents, measure, needle_in_text
+from needlework.run import build
+from recipes import demo
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    import ast
+
+    folder = tmp_path_factory.mktemp("text")
+    text = open(ast.__file__, encoding="utf-8").read()
+    for i in range(12):
+        (folder / f"{i}.py").write_text(text[i * 3000 : (i + 1) * 3000], encoding="utf-8")
+    return load_corpus(CorpusConfig(kind="files", paths=(str(folder),), held_out=0.2), byte_tokenizer())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_fills_its_rows_to_the_length_that_was_asked_for(corpus, task):
+    episodes = TASKS[task](corpus, 0, 3, 1024)
+    assert episodes.input_ids.shape == (3, 1024)
+    assert (episodes.targets != -100).any(1).all()
+
+
+def test_an_unknown_task_is_refused_by_name():
+    with pytest.raises(ValueError, match="unknown task 'neddle'; known: needle"):
+        Evaluation(tasks=("neddle",))
+
+
+def test_a_model_is_measured_on_every_task_at_every_length_by_position_and_by_the_papers_own_diagnoses(corpus):
+    evaluation = Evaluation(lengths=(256, 512), tokens=512, rows=2, tasks=("needle", "passkey"), positions=1024, diagnose=256)
+    entry = measure(build(demo.qdelta()), corpus, evaluation)
+    assert all(set(entry[name]) == {"256", "512"} for name in ("loss", "needle", "passkey"))
+    assert entry["positions"]["from"] == [0, 128, 256, 512] and len(entry["positions"]["loss"]) == 4
+    assert set(entry["diagnostics"]) == {"qdelta", "state_norms"} and len(entry["diagnostics"]["qdelta"]) == 2
+
+
+def test_long_documents_are_the_longest_ones_from_their_start(corpus):
+    lengths = np.diff(corpus.held_out.offsets)
+    rows = long_documents(corpus, 2, 1000)
+    longest = corpus.held_out[int(lengths.argmax())]
+    assert torch.equal(rows[0], torch.from_numpy(longest[:1000].astype(np.int64)))
+    with pytest.raises(ValueError, match=f"no held-out document has 99999 tokens, the longest has {lengths.max()}"):
+        long_documents(corpus, 2, 99_999)
+
+
+def test_the_mask_of_a_needle_in_text_covers_the_sentence(corpus):
+    ids, inside = needle_in_text(corpus, 0, 400, rows=2)
+    assert ids.shape == inside.shape == (2, 400)
+    for row, mask in zip(ids, inside, strict=True):
+        assert decode_bytes(row[mask]).startswith(b" The locker number of amber-lantern is ")
