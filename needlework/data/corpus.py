@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .files import Source, Unreadable, documents, found, stdlib
-from .tokenizer import byte_ids, encode_bytes, eot_id, is_byte_tokenizer
+from .tokenizer import byte_ids, encode_documents, eot_id, token_dtype
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -52,9 +52,9 @@ class CorpusConfig:
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents end to end: tokens [n] (uint16, or int32 for larger vocabularies), offsets [N+1] int64.
+    """Documents end to end: tokens [n] (uint16, or uint32 for vocabularies over 65,536), offsets [N+1] int64.
 
-    Document i is tokens[offsets[i] : offsets[i + 1]]; its last token is the end of text.
+    Document i is tokens[offsets[i] : offsets[i + 1]]; its last token is the end of text. The arrays may be files' (np.memmap).
     """
 
     tokens: np.ndarray
@@ -94,16 +94,20 @@ class Corpus:
 
     def write_manifest(self, path: str | Path) -> None:
         """Write the manifest as JSON; the file is replaced at once or not at all."""
-        path = Path(path)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(self.manifest, indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(Path(path), json.dumps(self.manifest, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file at once or not at all; what is there before stays until then."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load_corpus(config: CorpusConfig, tokenizer: Tokenizer) -> Corpus:
@@ -179,20 +183,19 @@ def _whole_characters(text: bytes) -> bytes:
 
 
 def _tokenise(texts: list[bytes], tokenizer: Tokenizer) -> list[np.ndarray]:
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32
-    if is_byte_tokenizer(tokenizer):
-        ids = [encode_bytes(text) for text in texts]
-    else:
-        batch = tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-        ids = [encoding.ids for encoding in batch]
-    return [np.append(np.asarray(i, dtype), dtype(eot_id(tokenizer))) for i in ids]
+    end = token_dtype(tokenizer)(eot_id(tokenizer))
+    return [np.append(ids, end) for ids in encode_documents(tokenizer, [text.decode() for text in texts])]
+
+
+def is_held_out(name: str, share: float) -> bool:
+    """Whether a document stays out of training: its name alone decides."""
+    # The last 8 bytes of the digest: files are *ordered* by its first ones.
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[-8:], "big") / 2**64 < share
 
 
 def _split(names: list[str], parts: list[np.ndarray], share: float) -> tuple[Documents, Documents, dict]:
     """Training and held-out documents, and what the manifest says about them."""
-    # The last 8 bytes of the digest: files are *ordered* by its first ones.
-    scores = [int.from_bytes(hashlib.sha256(name.encode()).digest()[-8:], "big") / 2**64 for name in names]
-    held = [score < share for score in scores]
+    held = [is_held_out(name, share) for name in names]
     total = sum(map(len, parts))
     held_tokens = sum(len(part) for part, out in zip(parts, held, strict=True) if out)
     if held_tokens >= share * total / 2 and total - held_tokens >= (1 - share) * total / 2:

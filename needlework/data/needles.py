@@ -59,12 +59,14 @@ class NeedleMix:
         if self.asks < 1:
             raise ValueError(f"needles: asks is at least 1, got {self.asks}")
 
-    def batch(self, corpus: Corpus, seed: int, step: int, B: int, T: int) -> Batch:
-        """Rows of training text [B T], loss on every token; ValueError if an episode does not fit T."""
+    def batch(self, corpus: Corpus, seed: int, step: int, B: int, T: int, rows: range | None = None) -> Batch:
+        """Rows of training text [B T], or only `rows` of them, loss on every token; ValueError if an episode does not fit T."""
         least = WIDTH * max(2 * self.dense_pairs[0], (1 + self.asks) * self.sparse_pairs[0])
         if T + 1 < least:
             raise ValueError(f"needles: T = {T} is too short for the smallest episode, which needs {least - 1}")
-        return shifted([self._row(corpus, generator("needles", seed, step, row), T + 1) for row in range(B)])
+        return shifted(
+            [self._row(corpus, generator("needles", seed, step, row), T + 1) for row in (range(B) if rows is None else rows)]
+        )
 
     def _row(self, corpus: Corpus, rng: np.random.Generator, n: int) -> np.ndarray:
         share = rng.random()

@@ -66,6 +66,26 @@ def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
     return np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
 
+def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """The ids of each text, [n] uint16 (uint32 for vocabularies over 65,536), on all cores.
+
+    The name of a special token in a text ("<|eot|>" in the source of a tokenizer) is text, not that token.
+    """
+    dtype = token_dtype(tokenizer)
+    if is_byte_tokenizer(tokenizer):
+        return [encode_bytes(text.encode()) for text in texts]
+    special, tokenizer.encode_special_tokens = tokenizer.encode_special_tokens, True
+    try:
+        return [np.array(e.ids, dtype) for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    finally:
+        tokenizer.encode_special_tokens = special
+
+
+def token_dtype(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
+    """uint16, or uint32 for vocabularies over 65,536."""
+    return np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+
+
 def encode_bytes(data: bytes) -> np.ndarray:
     """The byte tokenizer's ids of any bytes, [n] uint16."""
     return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)

@@ -16,3 +16,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def corpus(folder):
     return load_corpus(CorpusConfig(kind="files", paths=(folder,), held_out=0.2), byte_tokenizer())
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """`datasets` counts a load on the Hub even when files are local; here it and the Hub's client stay at home."""
+    monkeypatch.setattr(pytest.importorskip("datasets").config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

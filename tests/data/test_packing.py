@@ -1,10 +1,12 @@
 """Rows of documents: every token once, no label across a boundary, and windows that are functions of their arguments."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
-from needlework.data import Documents, decode_bytes, held_out_text, pack, windows
+from needlework.data import Corpus, Documents, byte_tokenizer, decode_bytes, held_out_text, long_documents, pack, windows
 
 DOCUMENTS = Documents.join([np.arange(10 * i, 10 * i + n, dtype=np.uint16) for i, n in enumerate((5, 3, 8, 1, 4))])
 TOKENS = DOCUMENTS.tokens.tolist()
@@ -64,3 +66,25 @@ def test_a_window_longer_than_the_text_names_both_lengths(corpus):
     n = len(corpus.held_out.tokens)
     with pytest.raises(ValueError, match=rf"{n + 1} tokens in a row are asked for, but this side has only {n}"):
         held_out_text(corpus, 0, 1, n)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 7, 30])
+@pytest.mark.parametrize("T", [3, 8, 21])
+def test_cuts_are_counted_from_a_documents_start(T, cut):
+    starts = DOCUMENTS.offsets.tolist()
+    expected = {place for a, b in itertools.pairwise(starts) for place in range(a, b, cut)}
+    for start in range(0, len(TOKENS), T):
+        row, uncut = pack(DOCUMENTS, T, start, cut), pack(DOCUMENTS, T, start)
+        end = start + row.input_ids.shape[1]
+        inside = {place for place in expected if start < place < end}
+        assert (row.cu_seqlens + start).tolist() == sorted({start, end} | inside)
+        assert torch.equal(row.labels, uncut.labels)
+
+
+def test_long_documents_are_stretches_of_one_document_each_and_the_starts_come_first():
+    corpus = Corpus(DOCUMENTS, DOCUMENTS, byte_tokenizer(), {})
+    batch = long_documents(corpus, 5, 2)  # of 5, 3, 8, 1, 4 tokens: 2, 1, 3, 0 and 1 stretches of 2 with a next token
+    assert batch.input_ids.tolist() == [[0, 1], [10, 11], [20, 21], [40, 41], [2, 3]]
+    assert torch.equal(batch.labels, batch.input_ids + 1)
+    with pytest.raises(ValueError, match=r"8 stretches of 2 tokens .* have 7 \(the longest has 8 tokens\)"):
+        long_documents(corpus, 8, 2)

@@ -1,0 +1,235 @@
+"""From a source to a corpus on disk, in one call that goes on where it was stopped, however that was.
+
+    <directory>/config.json      what is made here, and the revision that was found
+                tokenizer.json   trained on the training side, or given
+                train/  held_out/    a store each
+                progress.json    while tokenising: counts of both stores and the place in the stream that belongs to them
+                manifest.json    written last: the corpus is finished
+
+Text is read in chunks; after each the stores are synced and progress.json is replaced, so a kill loses at most a chunk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .bpe import train_tokenizer
+from .corpus import Corpus, is_held_out, write_whole
+from .packages import Packages
+from .records import Piece, SourceError
+from .sources import Hub, Local
+from .store import MANIFEST, SIDES, TOKENIZER, StoreError, Writer, digest, open_corpus
+from .tokenizer import byte_tokenizer, encode_documents, eot_id, load_tokenizer, token_dtype
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CONFIG, PROGRESS = "config.json", "progress.json"
+CHUNK = 8 << 20  # characters tokenised at once: seconds of work
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig:
+    """A corpus to prepare: the tokens of a source.
+
+    tokenizer: "bytes", a file, a directory, or a name on the Hugging Face Hub; None trains one of `vocabulary` tokens on the first
+    `tokenizer_bytes` of the training side.
+    """
+
+    kind: str = "store"
+    source: Hub | Local | Packages
+    tokenizer: str | None = None
+    vocabulary: int = 16_384
+    tokenizer_bytes: int = 256 << 20
+
+
+class Prepared(NamedTuple):
+    """How far it is: stage "tokenizer" (reading for it) or "tokens"; documents, tokens and bytes so far; documents taken over."""
+
+    stage: str
+    documents: int
+    tokens: int
+    bytes: int
+    taken_over: int
+
+
+def prepare(
+    config: StoreConfig, directory: str | Path, on_progress: Callable[[Prepared], None] = lambda progress: None
+) -> Corpus:
+    """The corpus of `config` in `directory`: opened if it is finished, else made, from where an earlier call was stopped.
+
+    Processes that call it at once wait for the first and open what it made. Where an earlier call's files cannot be gone on with,
+    a warning says why and they are made again. StoreError if the directory holds another config's corpus, or a side gets no
+    document; SourceError if the text cannot be read, which names the data set and leaves what is done.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    with _alone(directory):
+        for partial in directory.rglob("*.partial"):  # of a call that was killed
+            partial.unlink()
+        source = _claimed(directory, config)
+        if not (directory / MANIFEST).exists():
+            tokenizer = _tokenizer(config, source, directory / TOKENIZER, on_progress)
+            _tokenise(source, tokenizer, directory, on_progress)
+    return open_corpus(directory)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    import fcntl
+
+    with (directory / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the kernel lets go of it when the process dies
+        yield
+
+
+def _claimed(directory: Path, config: StoreConfig) -> Hub | Local | Packages:
+    """The source with the revision of the first call; StoreError if the directory is another config's."""
+    path = directory / CONFIG
+    wanted = json.loads(json.dumps(asdict(config)))
+    if not path.exists():
+        source = config.source.pinned()
+        write_whole(path, json.dumps({"config": wanted, "revision": getattr(source, "revision", None)}, indent=1) + "\n")
+        return source
+    there = json.loads(path.read_text())
+    flat = lambda c: c["source"] | {name: value for name, value in c.items() if name != "source"}
+    a, b = flat(there["config"]), flat(wanted)
+    if different := sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name)):
+        raise StoreError(
+            f"corpus {directory}: made with another {', '.join(different)}; choose another directory, or remove it"
+        )
+    return replace(config.source, revision=there["revision"]) if there["revision"] else config.source
+
+
+def _tokenizer(config: StoreConfig, source: Hub | Local | Packages, path: Path, on_progress: Callable) -> Tokenizer:
+    if not path.exists():
+        match config.tokenizer:
+            case None:
+                tokenizer = train_tokenizer(_training_text(config, source, on_progress), config.vocabulary)
+            case "bytes":
+                tokenizer = byte_tokenizer()
+            case given:
+                tokenizer = load_tokenizer(given) if Path(given).exists() else _hub_tokenizer(given)
+        eot_id(tokenizer)
+        write_whole(path, tokenizer.to_str(pretty=True))
+    return load_tokenizer(path)
+
+
+def _training_text(config: StoreConfig, source: Hub | Local | Packages, on_progress: Callable) -> Iterator[str]:
+    documents = size = 0
+    for piece in source.stream():
+        if is_held_out(piece.key, source.held_out):
+            continue
+        before = size
+        documents += piece.ends
+        size += len(piece.text.encode())
+        yield piece.text
+        if size // CHUNK > before // CHUNK:
+            on_progress(Prepared("tokenizer", documents, 0, size, 0))
+        if size >= config.tokenizer_bytes or documents == source.max_documents:
+            return
+
+
+def _hub_tokenizer(name: str) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_pretrained(name)
+    except Exception as error:  # whatever the network has
+        raise SourceError(f"tokenizer: {name} is no file here, and the Hub does not give it: {error}") from error
+
+
+def _tokenise(source: Hub | Local | Packages, tokenizer: Tokenizer, directory: Path, on_progress: Callable):
+    """Both stores and the manifest."""
+    listed = source.listed()
+    made_of = {"files": hashlib.sha256(json.dumps(listed).encode()).hexdigest(), "tokenizer": digest(directory / TOKENIZER)}
+    progress, writers = _taken_over(directory, made_of, token_dtype(tokenizer))
+    stream = source.stream()
+    if progress["stream"] is not None:
+        stream.load_state_dict(progress["stream"])
+    before = sum(writer.documents for writer in writers)
+    size, done = progress["bytes"], progress["done"]
+    end = token_dtype(tokenizer)(eot_id(tokenizer))
+    chunks = _chunks(stream)
+    while not done:
+        chunk = next(chunks, [])
+        done = not chunk
+        for piece, ids in zip(chunk, encode_documents(tokenizer, [piece.text for piece in chunk]), strict=True):
+            writer = writers[is_held_out(piece.key, source.held_out)]
+            writer.write(np.append(ids, end) if piece.ends else ids, piece.ends)
+            size += len(piece.text.encode())
+            documents, tokens = (sum(getattr(writer, name) for writer in writers) for name in ("documents", "tokens"))
+            if piece.ends and (documents == source.max_documents or tokens >= (source.max_tokens or tokens + 1)):
+                done = True
+                break
+        counts = [writer.sync() for writer in writers]
+        state = {"stream": stream.state_dict(), "counts": counts, "bytes": size, "done": done}
+        write_whole(directory / PROGRESS, json.dumps(made_of | state))
+        documents, tokens = (sum(count[name] for count in counts) for name in ("documents", "tokens"))
+        on_progress(Prepared("tokens", documents, tokens, size, before))
+    stores = dict(zip(SIDES, (writer.finish() for writer in writers), strict=True))
+    manifest = _manifest(source, tokenizer, made_of["tokenizer"], listed, size, stores)
+    write_whole(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    for writer in writers:
+        writer.forget_ends()
+    (directory / PROGRESS).unlink()
+
+
+def _chunks(stream) -> Iterator[list[Piece]]:
+    chunk, size = [], 0
+    for piece in stream:
+        chunk.append(piece)
+        size += len(piece.text)
+        if size >= CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _taken_over(directory: Path, made_of: dict[str, str], dtype) -> tuple[dict[str, Any], list[Writer]]:
+    """The progress of an earlier call and the stores cut to it, or the start."""
+    path = directory / PROGRESS
+    start = {"stream": None, "bytes": 0, "done": False}
+    if path.exists():
+        progress = json.loads(path.read_text())
+        try:
+            if different := [name for name, value in made_of.items() if progress[name] != value]:
+                raise StoreError(f"{' and '.join(different)} changed since")
+            return progress, [Writer(directory / side, dtype, **c) for side, c in zip(SIDES, progress["counts"], strict=True)]
+        except StoreError as error:
+            warnings.warn(f"corpus {directory}: tokenised again from the start: {error}", stacklevel=4)
+            path.unlink()
+    return start, [Writer(directory / side, dtype) for side in SIDES]
+
+
+def _manifest(source, tokenizer, tokenizer_sha256, listed, size, stores) -> dict[str, Any]:
+    arrays = [stores[side][f"{name}_sha256"] for side in SIDES for name in ("tokens", "offsets")]
+    return {
+        "kind": "store",
+        "source": json.loads(json.dumps(asdict(source))),
+        "tokenizer": {"sha256": tokenizer_sha256, "vocabulary": tokenizer.get_vocab_size()},
+        "sha256": hashlib.sha256("".join(arrays).encode()).hexdigest(),
+        "totals": {
+            "files": sum(entry.get("files", 1) for entry in listed),
+            "documents": sum(stores[side]["documents"] for side in SIDES),
+            "bytes": size,
+            "train_tokens": stores["train"]["tokens"],
+            "held_out_tokens": stores["held_out"]["tokens"],
+        },
+        "split": {"by": "sha256 of the key", "share": source.held_out},
+        "stores": stores,
+        "versions": {name: version(name) for name in ("datasets", "tokenizers", "numpy") if find_spec(name)},
+        "files": listed,
+    }

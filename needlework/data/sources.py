@@ -1,0 +1,145 @@
+"""Sources: which text a corpus has. A source is pinned to a revision, lists its files, and opens a stream; records.py reads it."""
+
+from __future__ import annotations
+
+import glob
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .files import Source, found
+from .records import Records, SourceError, Stream
+from .store import digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """What all sources say: the share of documents (by the sha256 of their key) that is held out, and where to stop.
+
+    max_tokens counts both sides; the document that reaches it is the last one.
+    """
+
+    held_out: float
+    max_documents: int | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self):
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"source: held_out is a share in (0, 1), got {self.held_out}")
+        for name in ("max_documents", "max_tokens"):
+            if (most := getattr(self, name)) is not None and most < 1:
+                raise ValueError(f"source: {name} is at least 1, or None, got {most}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hub(TextSource):
+    """A data set of the Hugging Face Hub: its name `path`, its configuration `name`, a revision (None: today's, which is recorded).
+
+    text, id: the fields with a document's text and its key; a record without that id, or id None, has its text as key.
+    files: URLs to read instead, `path` then being their format ("json", "parquet", "text").
+    """
+
+    kind: str = "hub"
+    path: str
+    name: str | None = None
+    files: tuple[str, ...] = ()
+    revision: str | None = None
+    split: str = "train"
+    text: str = "text"
+    id: str | None = "id"
+    held_out: float = 0.001
+
+    @property
+    def title(self) -> str:
+        return (
+            f"the data set {self.path}{f' ({self.name})' if self.name else ''}{f' of {self.files[0]} …' if self.files else ''}"
+        )
+
+    def pinned(self) -> Hub:
+        """The same with its revision; SourceError if the Hub cannot be asked."""
+        if self.revision is not None or self.files:
+            return self
+        from huggingface_hub import HfApi
+
+        try:
+            return replace(self, revision=HfApi().dataset_info(self.path).sha)
+        except Exception as error:  # whatever the network has
+            raise SourceError(f"{self.title} cannot be found: {type(error).__name__}: {error}") from error
+
+    def listed(self) -> list[dict[str, Any]]:
+        """The manifest's list of local files: none."""
+        return []
+
+    def stream(self) -> Stream:
+        if self.files:
+            return _of_files(self, self.path, list(self.files))
+        return Records(self, False, self.path, self.name, revision=self.revision, split=self.split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(TextSource):
+    """Files, or directories of files, of one format: .jsonl and .json (an object a line) and .parquet have a document a record, others one a file.
+
+    .gz, .zst, .bz2 and .xz are read as what they hold.
+    """
+
+    kind: str = "local"
+    paths: tuple[str, ...]
+    text: str = "text"
+    id: str | None = "id"
+    held_out: float = 0.05
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "paths", tuple(map(str, self.paths)))  # a list, as JSON gives it, is welcome
+
+    @property
+    def title(self) -> str:
+        return ", ".join(self.paths)
+
+    def pinned(self) -> Local:
+        return self
+
+    def files(self) -> list[Source]:
+        """FileNotFoundError names a path that is not there; ValueError for no file, or for several formats."""
+        files = found(self.paths)
+        formats = sorted({_format(file.path) for file in files})
+        if len(formats) != 1:
+            raise ValueError(f"source: files of one format are expected in {self.title}, found {', '.join(formats) or 'none'}")
+        return files
+
+    def listed(self) -> list[dict[str, Any]]:
+        """The manifest's list of files: name, size, sha256."""
+        return [{"name": name, "bytes": path.stat().st_size, "sha256": digest(path)} for name, path, _ in self.files()]
+
+    def stream(self) -> Stream:
+        files = self.files()
+        # `datasets` takes names for patterns: one with brackets would be no file, without a word.
+        return _of_files(self, _format(files[0].path), [glob.escape(str(file.path.resolve())) for file in files])
+
+
+FINEWEB_EDU_10BT = Hub(path="HuggingFaceFW/fineweb-edu", name="sample-10BT")
+FINEWEB_EDU_100BT = Hub(path="HuggingFaceFW/fineweb-edu", name="sample-100BT", held_out=0.0001)
+FINEPDFS = Hub(path="HuggingFaceFW/finepdfs", name="eng_Latn")
+# Dolma's own page is a loading script, which `datasets` no longer runs: these are the files it names, about 10B tokens.
+DOLMA = Hub(
+    path="json",
+    files=tuple(f"https://olmo-data.org/dolma-v1_6-8B-sample/v1_5r2_sample-{i:04}.json.gz" for i in range(103)),
+)
+
+
+def _of_files(source: Hub | Local, kind: str, files: list[str]) -> Stream:
+    match kind:
+        # Lines of JSON are read as text: the library's own reader takes the fields of the first records for those of all.
+        case "json":
+            return Records(source, True, "text", data_files=files, split="train", sample_by="line")
+        case "text":
+            return Records(source, False, "text", data_files=files, split="train", sample_by="document")
+        case _:
+            return Records(source, False, kind, data_files=files, split="train")
+
+
+def _format(path: Path) -> str:
+    names = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+    compressed = path.suffix in (".gz", ".zst", ".bz2", ".xz")
+    return names.get(path.with_suffix("").suffix if compressed else path.suffix, "text")
