@@ -12,6 +12,7 @@ from needlework.layers.conv import ShortConv as ShortConv
 from needlework.layers.conv import Silu as Silu
 from needlework.layers.delta import Delta as Delta
 from needlework.layers.differential import Differential as Differential
+from needlework.layers.distract import Distractor as Distractor
 from needlework.layers.gates import ChannelGate as ChannelGate
 from needlework.layers.gates import FixedGate as FixedGate
 from needlework.layers.gates import LowRankGate as LowRankGate
@@ -23,9 +24,14 @@ from needlework.layers.lucid import Lucid as Lucid
 from needlework.layers.memory import Memory as Memory
 from needlework.layers.mlp import SquaredReLU as SquaredReLU
 from needlework.layers.mlp import SwiGLU as SwiGLU
+from needlework.layers.objective import Objective as Objective
 from needlework.layers.polar import Polar as Polar
 from needlework.layers.qdelta import QDelta as QDelta
 from needlework.layers.recurrent import Recurrent as Recurrent
+from needlework.layers.regularise import Discrete as Discrete
+from needlework.layers.regularise import Strong as Strong
+from needlework.layers.regularise import Weak as Weak
+from needlework.layers.regularise import Zipfian as Zipfian
 from needlework.layers.rope import HalfRope as HalfRope
 from needlework.layers.rope import Rope as Rope
 from needlework.layers.softmax import Softmax as Softmax
@@ -38,7 +44,9 @@ POSITIONS = (Rope, HalfRope)
 CONVS = (ShortConv, Canon, Silu)
 MIXERS = (Recurrent, Attention, GatedConv)
 MLPS = (SwiGLU, SquaredReLU)
-KINDS = (*MIXERS, *WRITES, *GATES, *READS, *ATTENDS, Memory, *POSITIONS, *CONVS, *MLPS)
+REGULARISERS = (Weak, Strong, Discrete, Zipfian)
+OBJECTIVES = (Objective, Distractor, *REGULARISERS)
+KINDS = (*MIXERS, *WRITES, *GATES, *READS, *ATTENDS, Memory, *POSITIONS, *CONVS, *MLPS, *OBJECTIVES)
 
 
 def from_dict(data: dict) -> Config:

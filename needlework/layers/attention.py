@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from needlework.layers.config import Config, Width
 from needlework.layers.conv import conv_state_size, document_positions
-from needlework.layers.norm import rms
+from needlework.layers.distract import Distractor
+from needlework.layers.norm import published_rms, rms
 from needlework.layers.projection import OutProjection
 
 
@@ -19,6 +20,7 @@ class Attention(Config):
     heads Hq of head_dim d, kv_heads Hkv (None: Hq). qk_norm: RMS norm of q and k per head, without weight.
     conv: Canon, ShortConv or None, on q, k and v after the norm. position: Rope, HalfRope or None.
     output_gate: the q projection makes 2 d a head, query then gate. bias: in every projection.
+    published_eps: qk_norm with the epsilon of the dtype of q and k, as ATMA's models were trained, not 1e-6.
     memory: a write rule beside attention, on the same q, k, v before positions (`layers/memory.py`).
     """
 
@@ -33,6 +35,7 @@ class Attention(Config):
     output_gate: bool = False
     bias: bool = False
     memory: Config | None = None
+    published_eps: bool = False
 
     def build(self, dim: int) -> nn.Module:
         return _Attention(self, dim)
@@ -50,6 +53,7 @@ class _Attention(nn.Module):
     def __init__(self, config: Attention, dim: int):
         super().__init__()
         self.config = config
+        self.norm = published_rms if config.published_eps else rms
         Hq, Hkv, d = config.heads, config.kv_heads or config.heads, config.head_dim
         if Hq % Hkv:
             raise ValueError(f"attention: heads is {Hq}, expected a multiple of kv_heads = {Hkv}")
@@ -72,18 +76,7 @@ class _Attention(nn.Module):
     ) -> tuple[Tensor, AttentionState | None]:
         """x [B T D] -> y [B T D] and, if asked for, the state after the last token (of every packed sequence)."""
         state = state or AttentionState(None, None, None)
-        q, gate = self.q_proj(x).unflatten(-1, (self.Hq, -1)), None
-        if self.config.output_gate:
-            q, gate = q.chunk(2, -1)
-        k, v = (p(x).unflatten(-1, (self.Hkv, -1)) for p in (self.k_proj, self.v_proj))
-        if self.config.qk_norm:
-            q, k = rms(q), rms(k)
-        conv = None
-        if self.conv is not None:
-            qkv = torch.cat([z.flatten(-2) for z in (q, k, v)], -1)
-            qkv, conv = self.conv(qkv, state.conv, cu_seqlens)
-            heads = qkv.unflatten(-1, (-1, self.d))
-            q, k, v = heads.split([self.Hq, self.Hkv, self.Hkv], 2)
+        q, gate, k, v, conv = self._project(x, state.conv, cu_seqlens)
         carry = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         memory = None
         if self.memory is not None:
@@ -100,6 +93,34 @@ class _Attention(nn.Module):
         if self.memory is not None:
             y = y + remembered
         return y, AttentionState(conv, attend, memory) if output_final_state else None
+
+    def distraction(self, x: Tensor, distractor: Distractor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """`distractor`'s loss on this layer's input x [B T D]: a number. Projects again, so that `forward` stays as it is."""
+        q, _, k, v, _ = self._project(x, None, cu_seqlens)
+        at = self._positions(x, AttentionState(None, None, None), cu_seqlens)
+        if self.config.position is not None:
+            q, k = self.config.position(q, at), self.config.position(k, at)
+        with torch.no_grad():
+            noise = torch.randn_like(x)
+            k_r, v_r = (p(noise).unflatten(-1, (-1, self.d)) for p in (self.k_proj, self.v_proj))
+            if self.config.qk_norm and not distractor.raw_keys:
+                k_r = self.norm(k_r)
+        return distractor(self.attend, q, k, v, k_r, v_r, at)
+
+    def _project(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None):
+        """q, gate, k, v after norm and convolution, before positions, and the convolution's state."""
+        q, gate = self.q_proj(x).unflatten(-1, (self.Hq, -1)), None
+        if self.config.output_gate:
+            q, gate = q.chunk(2, -1)
+        k, v = (p(x).unflatten(-1, (self.Hkv, -1)) for p in (self.k_proj, self.v_proj))
+        if self.config.qk_norm:
+            q, k = self.norm(q), self.norm(k)
+        if self.conv is not None:
+            qkv = torch.cat([z.flatten(-2) for z in (q, k, v)], -1)
+            qkv, state = self.conv(qkv, state, cu_seqlens)
+            heads = qkv.unflatten(-1, (-1, self.d))
+            q, k, v = heads.split([self.Hq, self.Hkv, self.Hkv], 2)
+        return q, gate, k, v, state
 
     def _positions(self, x: Tensor, state: AttentionState, cu_seqlens: Tensor | None) -> Tensor:
         """[B T] or [1 T] position of each token in its own document."""

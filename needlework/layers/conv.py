@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.layers.config import Config
-from needlework.layers.projection import OutProjection
+from needlework.layers.projection import OutProjection, ZeroProjection
 from needlework.layers.state import size
 
 
@@ -121,11 +121,16 @@ def conv_state_size(conv: Config | None, channels: int, dtype: torch.dtype) -> i
 
 @dataclass(frozen=True, kw_only=True)
 class GatedConv(Config):
-    """LFM2's mixer: (B, C, x) = W_in h;  y = W_out( C ⊙ conv(B ⊙ x) ), width 3."""
+    """LFM2's mixer: (B, C, x) = W_in h;  y = W_out( C ⊙ conv(B ⊙ x) ), width 3.
+
+    published_init: W_in starts at zero, as in ATMA's published models. Beside a W_out that starts at zero the layer is dead: its
+    gradient is exactly zero for ever, but for W_out's bias.
+    """
 
     kind = "gated_conv"
     width: int = 3
     bias: bool = True
+    published_init: bool = False
 
     def build(self, dim: int) -> nn.Module:
         return _GatedConv(self, dim)
@@ -135,7 +140,7 @@ class _GatedConv(nn.Module):
     def __init__(self, config: GatedConv, dim: int):
         super().__init__()
         self.config, self.dim = config, dim
-        self.in_proj = nn.Linear(dim, 3 * dim, bias=config.bias)
+        self.in_proj = (ZeroProjection if config.published_init else nn.Linear)(dim, 3 * dim, bias=config.bias)
         self.conv = CausalConv(dim, config.width)
         self.out_proj = OutProjection(dim, dim, bias=config.bias)
 

@@ -101,10 +101,15 @@ class _LowRankGate(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionGate(Config):
-    """g = logsigmoid(W_γ x + offset), one a head (ATMA's memory: offset 3.9, a half-life of 35 tokens)."""
+    """g = logsigmoid(W_γ x + offset), one a head (ATMA's memory: offset 3.9, a half-life of 35 tokens).
+
+    bound: the longest half-life a head may take, in tokens: g ← min(g, −ln 2/bound). One for all heads, or a tuple with one a head,
+    None where it is free. No parameter: a trained model takes another bound in its config.
+    """
 
     kind = "retention_gate"
     offset: float = 3.9
+    bound: float | tuple[float | None, ...] | None = None
 
     def build(self, width: Width) -> nn.Module:
         return _RetentionGate(self, width)
@@ -113,11 +118,26 @@ class RetentionGate(Config):
 class _RetentionGate(nn.Module):
     def __init__(self, config: RetentionGate, width: Width):
         super().__init__()
+        bounds = config.bound if isinstance(config.bound, tuple) else (config.bound,)
+        if len(bounds) not in (1, width.value_heads):
+            raise ValueError(
+                f"retention_gate: bound has {len(bounds)} half-lives, expected 1 or one a head = {width.value_heads}"
+            )
+        if any(h is not None and not h > 0 for h in bounds):
+            raise ValueError(f"retention_gate: bound is {config.bound}, expected half-lives > 0 tokens, or None")
         self.offset = config.offset
+        self.limits = [None if h is None else -math.log(2) / h for h in bounds]
         self.project = nn.Linear(width.dim, width.value_heads, bias=width.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.logsigmoid(wide(self.project(x)) + self.offset)
+        g = F.logsigmoid(wide(self.project(x)) + self.offset)
+        if len(self.limits) == 1:
+            return _below(g, self.limits[0])
+        return torch.stack([_below(g_h, limit) for g_h, limit in zip(g.unbind(-1), self.limits, strict=True)], -1)
+
+
+def _below(g: Tensor, limit: float | None) -> Tensor:
+    return g if limit is None else g.clamp(max=limit)
 
 
 @dataclass(frozen=True, kw_only=True)

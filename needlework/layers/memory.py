@@ -10,7 +10,7 @@ from needlework.layers.ccq import Plain
 from needlework.layers.config import Config, Width
 from needlework.layers.delta import Delta
 from needlework.layers.gates import RetentionGate
-from needlework.layers.norm import l2, rms
+from needlework.layers.norm import l2, published_rms, rms
 from needlework.layers.projection import ZeroProjection
 
 
@@ -19,11 +19,13 @@ class Memory(Config):
     """W_mem( rms(r) ⊙ σ(W_g x) ), r the read (scale 1) of `write`'s state; W_mem starts at zero, so the branch is a no-op at first.
 
     Key-value heads are repeated to Hq; q and k are L2-normalised; values are the raw ones, also beside LUCID.
+    published_eps: rms with the epsilon of r's own dtype.
     """
 
     kind = "memory"
     write: Config = field(default_factory=lambda: Delta(gate=RetentionGate()))
     read: Config = field(default_factory=Plain)
+    published_eps: bool = False
 
     def build(self, width: Width) -> nn.Module:
         return _Memory(self, width)
@@ -39,6 +41,7 @@ class MemoryState(NamedTuple):
 class _Memory(nn.Module):
     def __init__(self, config: Memory, width: Width):
         super().__init__()
+        self.norm = published_rms if config.published_eps else rms
         heads = width.value_heads  # Hq
         self.repeats = heads // width.heads
         width = width._replace(heads=heads, scale=1.0)
@@ -54,7 +57,7 @@ class _Memory(nn.Module):
         g = self.write.decay(x)
         q_read, read = self.read(x, q, k, g=g, initial_state=state.read, **carry)
         r, write = self.write(x, q, k, v, g=g, q_read=q_read, initial_state=state.write, **carry)
-        r = rms(r).flatten(-2).to(x.dtype) * torch.sigmoid(self.g_proj(x))
+        r = self.norm(r).flatten(-2).to(x.dtype) * torch.sigmoid(self.g_proj(x))
         return self.mem_proj(r), MemoryState(write, read)
 
     def state_size(self, dtype: torch.dtype) -> int:

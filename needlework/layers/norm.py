@@ -17,10 +17,15 @@ def l2(x: Tensor) -> Tensor:
     return (w * torch.rsqrt(w.square().sum(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
-def rms(x: Tensor) -> Tensor:
-    """x / √(mean x² + 1e-6) over the last axis, without weight."""
+def rms(x: Tensor, eps: float = EPS) -> Tensor:
+    """x / √(mean x² + eps) over the last axis, without weight."""
     w = wide(x)
-    return (w * torch.rsqrt(w.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
+    return (w * torch.rsqrt(w.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def published_rms(x: Tensor) -> Tensor:
+    """rms with the epsilon of x's own dtype, as ATMA's models were trained: 2^-23 in float32, 2^-7 in bfloat16."""
+    return rms(x, torch.finfo(x.dtype).eps)
 
 
 class RMSNorm(nn.Module):

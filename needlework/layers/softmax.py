@@ -1,4 +1,8 @@
-"""Softmax attention, full or in a sliding window: PyTorch's own kernels behind one masked call. Other attend rules score with it."""
+"""Softmax attention, full or in a sliding window: PyTorch's own kernels. Other attend rules score with it.
+
+On a GPU windows and packed documents take memory O(T) (`ops/common/attention.py`); elsewhere documents are padded and windows are masks,
+and so are tokens after pages everywhere.
+"""
 
 from dataclasses import dataclass
 
@@ -8,6 +12,7 @@ from torch.nn import functional as F
 
 from needlework.layers.config import Config, Width
 from needlework.layers.state import KVState, size
+from needlework.ops.common.attention import causal, streamed, streams
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
 from needlework.ops.common.pages import append, positions
 
@@ -29,17 +34,24 @@ def softmax_attention(
     q [B T Hq d], k [B T Hkv d], v [B T Hkv V], scale default d^-1/2 -> o [B T Hq V] and the pages after the last token.
     Pages are a ring of `ring` rows, or hold every token (`ops/common/pages.py`).
     """
-    if cu_seqlens is not None:
+    hides = cu_seqlens is not None or (window is not None and window < q.shape[1])
+    if hides and initial_state is None and streams(q, v):
+        o = streamed(q, k, v, cu_seqlens, window, scale)
+    elif cu_seqlens is None:
+        o = _attend(q, k, v, window, ring, scale, initial_state)
+    else:
         check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
-        q, k, v = (pad(x, cu_seqlens) for x in (q, k, v))
-    # a padded row's queries give arbitrary numbers, which nobody reads
-    o = _attend(q, k, v, window, ring, scale, initial_state)
+        # a padded row's queries give arbitrary numbers, which nobody reads
+        padded = (pad(x, cu_seqlens) for x in (q, k, v))
+        o = unpad(_attend(*padded, window, ring, scale, initial_state), cu_seqlens)
     state = None
     if output_final_state:
+        if cu_seqlens is not None:
+            k, v = pad(k, cu_seqlens), pad(v, cu_seqlens)
         real = torch.full((len(k),), k.shape[1], device=k.device) if cu_seqlens is None else lengths(cu_seqlens)
         past = initial_state or KVState(k[:, :0], v[:, :0], torch.zeros_like(real))
         state = KVState(*append((past.k, past.v), (k, v), past.length, real, ring), past.length + real)
-    return o if cu_seqlens is None else unpad(o, cu_seqlens), state
+    return o, state
 
 
 def _attend(q, k, v, window: int | None, ring: int | None, scale: float | None, past: KVState | None) -> Tensor:
@@ -52,11 +64,10 @@ def _attend(q, k, v, window: int | None, ring: int | None, scale: float | None, 
         k, v = torch.cat([past.k.to(k.dtype), k], 1), torch.cat([past.v.to(v.dtype), v], 1)
     elif window is not None and window < T:
         mask = _visible(at, at, window)
-    o = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-        attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[2] != k.shape[2],
-    )  # fmt: skip
-    return o.transpose(1, 2)
+    heads, settings = (x.transpose(1, 2) for x in (q, k, v)), {"scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
+    if mask is None:
+        return causal(*heads, **settings).transpose(1, 2)
+    return F.scaled_dot_product_attention(*heads, attn_mask=mask, **settings).transpose(1, 2)
 
 
 def _visible(i: Tensor, j: Tensor, window: int | None) -> Tensor:

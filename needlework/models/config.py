@@ -1,5 +1,6 @@
 """The one model config: a layout string over mixers that are configs themselves. config.json holds all of it."""
 
+import string
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -56,6 +57,25 @@ class NeedleworkConfig(PreTrainedConfig):
     def mixer(self, letter: str) -> Config:
         """The mixer config of a letter of the layout."""
         return _of(from_dict(self.mixers[letter]), MIXERS, f"mixers[{letter!r}]")
+
+    def with_mixer(self, layer: int, mixer: Config) -> "NeedleworkConfig":
+        """The same with another mixer in one layer, under a letter of its own, e.g. a bound on one layer's retention.
+
+        A trained model takes it if the parameters are alike: `from_pretrained(path, config=config.with_mixer(...))`.
+        IndexError for a layer that is not there.
+        """
+        layout = list(self.layout)
+        layout[layer] = next(letter for letter in string.ascii_letters if letter not in self.mixers)
+        changed = {"layout": "".join(layout), "mixers": self.mixers | {layout[layer]: mixer.to_dict()}}
+        return type(self).from_dict(self.to_dict() | changed)
+
+    def full_context(self) -> "NeedleworkConfig":
+        """The same with no window in any attention layer; a trained model takes it as it takes `with_mixer`'s."""
+        opened = {
+            letter: mixer | {"attend": mixer["attend"] | {"window": None}} if "attend" in mixer else mixer
+            for letter, mixer in self.mixers.items()
+        }
+        return type(self).from_dict(self.to_dict() | {"mixers": opened})
 
     def channel_mixer(self) -> Config | None:
         """The MLP's config, or None for blocks without one."""

@@ -1,17 +1,19 @@
 """Cross entropy of a linear head without its logits in memory: [N D] hidden states, [N] targets -> one number.
 
     loss = Σ_n  logsumexp_v z_nv − z_n,target(n)      z = softcap(W x + b), over the n whose target is not −100
+    dz = softmax(z) − onehot(target);   dx = W^T dz,  dW = Σ_n dz_n x_n^T,  db = Σ_n dz_n
 
-`CHUNK` rows of logits exist at a time, in the backward too, where they are made again. Float32, whatever the weights are.
+`LOGITS` logits exist at a time. The loss is a number, so its gradients are known but for a factor as soon as it is: they are made
+beside it, rows by rows, and the backward pass only scales them. No logit is made twice.
 """
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100
-CHUNK = 4096
+LOGITS = 1 << 27  # 512 MiB in float32; rows enough to fill a GPU at a vocabulary of 256,000
 
 
 def softcap(z: Tensor, c: float | None) -> Tensor:
@@ -19,14 +21,80 @@ def softcap(z: Tensor, c: float | None) -> Tensor:
     return z if c is None else c * z * torch.rsqrt(z.square() + c * c)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None = None) -> Tensor:
-    """The sum over counted targets; x [N D], weight [V D], bias [V], targets [N] int64 with −100 where nothing is counted."""
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None = None, *, impl: str = "torch"
+) -> Tensor:
+    """The sum over counted targets; x [N D], weight [V D], bias [V], targets [N] int64 with −100 where nothing is counted.
 
-    def of(rows: Tensor, wanted: Tensor) -> Tensor:
-        z = softcap(F.linear(rows, weight, bias), cap)
-        return F.cross_entropy(z.to(torch.promote_types(z.dtype, torch.float32)), wanted, ignore_index=IGNORE, reduction="sum")
+    Products run in weight's dtype, or in autocast's where it is on; softcap, softmax and sums in float32 (float64 in float64).
+    impl: "torch" anywhere, in one graph under torch.compile; "liger", the kernels of liger-kernel, on CUDA and without softcap.
+    Raises ValueError for another impl, or one that cannot do this; ImportError where liger-kernel is missing.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    if impl == "liger":
+        return _liger(x, weight, bias, targets, cap, dtype)
+    if impl != "torch":
+        raise ValueError(f'loss_impl: got {impl!r}, expected "torch" or "liger"')
+    return _Summed.apply(x, weight, bias, targets, cap, dtype, torch.is_grad_enabled())
 
-    total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-    for rows, wanted in zip(x.split(CHUNK), targets.split(CHUNK), strict=True):
-        total = total + checkpoint(of, rows, wanted, use_reentrant=False)
-    return total
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, targets, cap, dtype, training):
+        need = [training and needed for needed in ctx.needs_input_grad[:3]]  # these do not know of no_grad
+        wide = torch.promote_types(dtype, torch.float32)
+        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+        loss = torch.zeros((), dtype=wide, device=x.device)
+        dx = []
+        dw = torch.zeros(weight.shape, dtype=wide, device=x.device) if need[1] else None
+        db = torch.zeros(len(weight), dtype=wide, device=x.device) if need[2] else None
+        rows = max(1, LOGITS // len(weight))
+        rows -= rows % 128 if rows > 128 else 0  # whole tiles of a matrix product
+        with torch.autocast(x.device.type, enabled=False):
+            for some, wanted in zip(x.split(rows), targets.split(rows), strict=True):
+                some, counted = some.to(dtype), wanted != IGNORE
+                z = F.linear(some, w, b).to(wide)  # [n V]
+                if cap is not None:
+                    slope = torch.rsqrt(z.square() + cap * cap).mul_(cap)
+                    z.mul_(slope)
+                normaliser = z.logsumexp(-1)
+                target = wanted.where(counted, 0)[:, None]
+                loss = loss + (normaliser - z.gather(-1, target)[:, 0]).where(counted, 0).sum()
+                if any(need):
+                    dz = z.sub_(normaliser[:, None]).exp_()
+                    dz.scatter_add_(-1, target, dz.new_full(target.shape, -1.0))
+                    if cap is not None:
+                        dz.mul_(slope.pow_(3))  # the softcap's derivative
+                    dz.mul_(counted[:, None])
+                    half = dz.to(dtype)
+                    if need[0]:
+                        dx.append((half @ w).to(x.dtype))
+                    if need[1]:
+                        dw += half.mT @ some
+                    if need[2]:
+                        db += dz.sum(0)
+        ctx.save_for_backward(torch.cat(dx) if need[0] else None, dw, db)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        gradients = (None if g is None else (upstream * g).to(t) for g, t in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+        return *gradients, None, None, None, None
+
+
+def _liger(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None, dtype: torch.dtype) -> Tensor:
+    if cap is not None:
+        raise ValueError(f'loss_impl="liger": its softcap is c·tanh(z/c), this model\'s {cap}·z/√(z² + {cap}²); use "torch"')
+    if x.device.type != "cuda":
+        raise ValueError(f'loss_impl="liger": its kernels run on CUDA, the hidden states are on {x.device}; use "torch"')
+    try:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+    except ImportError as error:
+        raise ImportError(f'loss_impl="liger" needs liger-kernel: pip install "needlework[cuda]" ({error})') from error
+    x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
+    return liger_fused_linear_cross_entropy(
+        x, weight, targets, bias, ignore_index=IGNORE, reduction="sum", accum_dtype=torch.float32
+    )

@@ -1,5 +1,6 @@
 """One Block, one Model, one ForCausalLM for every mixer. What a mixer does is its config's business, not this file's."""
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.output_capturing import capture_outputs
 
 from needlework.layers.norm import RMSNorm
+from needlework.layers.objective import Objective, Terms
 from needlework.layers.projection import OutProjection
 from needlework.models.cache import NeedleworkCache
 from needlework.models.config import NeedleworkConfig
@@ -27,9 +29,23 @@ class Relay(Protocol):
 
 
 class Losses(NamedTuple):
-    """What training minimises: cross_entropy, the *sum* over the counted targets of a batch."""
+    """What training minimises on a batch: share · cross_entropy / counted targets + auxiliary, as the objective says.
+
+    cross_entropy: the *sum* over the counted targets. auxiliary: the other terms, weighted, a mean that is divided by nothing but
+    the number of batches; None without any. parts: those terms by name, unweighted and detached, for a log.
+    """
 
     cross_entropy: Tensor
+    share: float
+    auxiliary: Tensor | None
+    parts: dict[str, Tensor]
+
+
+@dataclass
+class NeedleworkOutput(BaseModelOutputWithPast):
+    """terms: the objective's means by name, or None without an objective."""
+
+    terms: dict[str, Tensor] | None = None
 
 
 class Block(GradientCheckpointingLayer):
@@ -43,12 +59,20 @@ class Block(GradientCheckpointingLayer):
         self.mlp_norm = None if mlp is None else RMSNorm(config.hidden_size)
         self.mlp = None if mlp is None else mlp.build(config.hidden_size)
 
-    def forward(self, x: Tensor, state: object, cu_seqlens: Tensor | None, output_final_state: bool) -> tuple[Tensor, object]:
-        y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens, output_final_state)
+    def forward(
+        self,
+        x: Tensor,
+        state: object,
+        cu_seqlens: Tensor | None,
+        output_final_state: bool,
+        objective: Objective | None = None,
+    ) -> tuple[Tensor, object, Terms | None]:
+        h = self.mixer_norm(x)
+        y, state = self.mixer(h, state, cu_seqlens, output_final_state)
         x = x + y
         if self.mlp is not None:
             x = x + self.mlp(self.mlp_norm(x))
-        return x, state
+        return x, state, None if objective is None else objective.terms(self.mixer, h, x, cu_seqlens)
 
 
 class NeedleworkPreTrainedModel(PreTrainedModel):
@@ -115,11 +139,13 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         relay: Relay | None = None,
+        objective: Objective | None = None,
         **kwargs,
-    ) -> BaseModelOutputWithPast:
+    ) -> NeedleworkOutput:
         """input_ids [B T]; attention_mask [B ..T] with zeros at pads, or cu_seqlens [N+1] packing documents with B = 1.
 
         relay: the tokens are a part of a sequence whose other parts are on other ranks; no cache, no pads, no packing then.
+        objective: what is asked of every block beside its output, for training; it knows no earlier tokens.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -133,6 +159,8 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             raise ValueError("relay: a sequence split over ranks takes no cache, no attention_mask and no cu_seqlens")
         if past_key_values is not None and not isinstance(past_key_values, NeedleworkCache):
             raise TypeError(f"past_key_values: got {type(past_key_values).__name__}, expected NeedleworkCache")
+        if objective is not None and objective.distractor is not None and (past_key_values is not None or relay is not None):
+            raise ValueError("objective: a distractor needs whole sequences, not the part after a cache or a relay")
         if past_key_values is None and use_cache:
             past_key_values = NeedleworkCache(self.config)
         real = None
@@ -148,10 +176,12 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             counts = real.sum(1)
             cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             x = x[real][None]
+        terms = []
         for i, block in enumerate(self.blocks):
             layer = None if past_key_values is None else past_key_values.layers[i]
             before = relay.receive(i, x) if relay is not None else None if layer is None else layer.state
-            x, state = block(x, before, cu_seqlens, layer is not None or relay is not None)
+            x, state, found = block(x, before, cu_seqlens, layer is not None or relay is not None, objective)
+            terms.append(found)
             if layer is not None:
                 layer.put(state, T)
             if relay is not None:
@@ -159,7 +189,8 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         x = self.norm(x)
         if real is not None:
             x = x.new_zeros(B, T, x.shape[-1]).masked_scatter(real[..., None], x)
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
+        means = None if objective is None else objective.means(terms)
+        return NeedleworkOutput(last_hidden_state=x, past_key_values=past_key_values, terms=means)
 
 
 class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
@@ -195,22 +226,31 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
         targets: Tensor | None = None,
+        objective: Objective | None = None,
+        loss_impl: str = "torch",
         **kwargs,
     ) -> CausalLMOutputWithPast | Losses:
         """As NeedleworkModel; labels [B T] are shifted inside, as everywhere in transformers.
 
         targets [B T], the token that follows each, −100 where it is not counted: for training. No logits are made then, and
-        what comes back is `Losses`.
+        what comes back is `Losses`. objective: its other terms (None: cross entropy alone); loss_impl: `linear_cross_entropy`'s impl.
         """
         if targets is not None and labels is not None:
             raise ValueError("targets (aligned, summed) and labels (shifted inside, averaged) are two losses: give one")
+        if objective is not None and targets is None:
+            raise ValueError("objective: its terms stand beside the cross entropy of targets; give targets too")
         out = self.model(
-            input_ids, attention_mask, past_key_values, inputs_embeds, use_cache=use_cache, cu_seqlens=cu_seqlens, **kwargs
-        )
+            input_ids, attention_mask, past_key_values, inputs_embeds,
+            use_cache=use_cache, cu_seqlens=cu_seqlens, objective=objective, **kwargs,
+        )  # fmt: skip
         head, cap = self.lm_head, self.config.softcap
         if targets is not None:
             hidden = out.last_hidden_state.flatten(0, 1)
-            return Losses(linear_cross_entropy(hidden, head.weight, head.bias, targets.flatten(), cap))
+            loss = linear_cross_entropy(hidden, head.weight, head.bias, targets.flatten(), cap, impl=loss_impl)
+            if objective is None:
+                return Losses(loss, 1.0, None, {})
+            parts = {name: mean.detach() for name, mean in out.terms.items()}
+            return Losses(loss, objective.share, objective.auxiliary(out.terms), parts)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = softcap(head(out.last_hidden_state[:, keep]), cap)
         loss = None

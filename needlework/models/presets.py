@@ -100,19 +100,24 @@ def qdelta(layers: int, dim: int, hidden: int, key_dim: int) -> NeedleworkConfig
     return _stack(layers, dim, hidden, mixer, tie_word_embeddings=False)
 
 
-def atma(kind: str, memory: bool) -> NeedleworkConfig:
-    """ATMA (the authors' code): 16 layers, attention at i % 4 == 2, gated convolutions elsewhere; untied, softcap 15."""
+def atma(kind: str, memory: bool, *, window: int | None = None, published: bool = False) -> NeedleworkConfig:
+    """ATMA (the authors' code): 16 layers, attention at i % 4 == 2, gated convolutions elsewhere; untied, softcap 15.
+
+    kind: "polar", or its softmax siblings "nope" and "rope". published: as its models really were, their convolutions dead from
+    the start, norms of q, k and the memory's read with the epsilon of the dtype.
+    """
     attend, position, conv = {
-        "nope": (Softmax(), None, Canon()),
-        "rope": (Softmax(scale=0.12), HalfRope(), None),
-        "polar": (Polar(), None, Canon()),
+        "nope": (Softmax(window=window), None, Canon()),
+        "rope": (Softmax(window=window, scale=0.12), HalfRope(), None),
+        "polar": (Polar(window=window), None, Canon()),
     }[kind]
     attention = Attention(
         heads=8, kv_heads=2, head_dim=128, attend=attend, position=position, conv=conv,
-        qk_norm=True, output_gate=True, bias=True, memory=Memory() if memory else None,
+        qk_norm=True, output_gate=True, bias=True, published_eps=published,
+        memory=Memory(published_eps=published) if memory else None,
     )  # fmt: skip
     return NeedleworkConfig(
-        vocab_size=50_304, hidden_size=1024, layout="ccac" * 4, mixers={"c": GatedConv(), "a": attention},
+        vocab_size=50_304, hidden_size=1024, layout="ccac" * 4, mixers={"c": GatedConv(published_init=published), "a": attention},
         mlp=SquaredReLU(hidden=4096), tie_word_embeddings=False, head_bias=True, softcap=15.0,
         initializer_range=None, zero_output=True,
     )  # fmt: skip

@@ -23,7 +23,8 @@ from needlework.layers import (
     SquaredReLU,
     SwiGLU,
 )
-from needlework.layers.norm import l2, rms
+from needlework.layers.config import Width
+from needlework.layers.norm import l2, published_rms, rms
 from needlework.ops.delta import recurrent_delta
 from needlework.ops.polar import recurrent_polar
 from needlework.testing.compare import relative
@@ -145,6 +146,52 @@ def test_the_memorys_retention_starts_at_a_half_life_of_35_tokens():
     assert Memory().write == Delta(gate=gate)
 
 
+@pytest.mark.parametrize("bound", [3.0, (3.0,) * HQ, (None, 3.0, None, 40.0)])
+def test_a_bound_caps_the_half_lives_it_names_and_leaves_the_others(bound):
+    """spec/polar.md, "Retention bound": half-life h tokens ⇔ g ← min(g, −ln 2/h)."""
+    width = Width(DIM, HKV, HQ, D, D, True)
+    free, bounded = (RetentionGate(offset=o, bound=b).build(width).double() for o, b in ((0.0, None), (0.0, bound)))
+    bounded.load_state_dict(free.state_dict())  # a bound is no parameter
+    x = 4 * sample()
+    g, capped = free(x), bounded(x)
+    for head, h in enumerate(bound if isinstance(bound, tuple) else (bound,) * HQ):
+        limit = math.inf if h is None else -math.log(2) / h
+        assert torch.equal(capped[..., head], g[..., head].clamp(max=limit))
+        assert h is None or 0 < (g[..., head] > limit).sum() < g[..., head].numel()  # it caps some, and not all
+    assert bounded(torch.full_like(x, 1e6)).isfinite().all()
+
+
+def test_one_head_s_bound_changes_its_memory_alone():
+    """A value written 6 tokens ago: at most 2^−6 of it is left where the half-life is at most 1 token."""
+    settings = {"conv": Canon(), "qk_norm": True, "bias": True}
+    gates = (RetentionGate(), RetentionGate(bound=(None, 1.0, None, None)))
+    free, bounded = (build(attention(Polar(), memory=Memory(write=Delta(gate=g)), **settings)) for g in gates)
+    x, states = sample(7), []
+    for mixer in (free, bounded):
+        states.append(mixer(x, output_final_state=True)[1].memory.write)  # [B HQ D D]
+    others = [0, 2, 3]
+    assert torch.equal(states[0][:, others], states[1][:, others]) and not torch.equal(states[0][:, 1], states[1][:, 1])
+
+
+def test_a_bound_that_fits_no_heads_is_refused():
+    width = Width(DIM, HKV, HQ, D, D, True)
+    with pytest.raises(ValueError, match="bound has 2 half-lives, expected 1 or one a head = 4"):
+        RetentionGate(bound=(None, 3.0)).build(width)
+    with pytest.raises(ValueError, match="expected half-lives > 0 tokens"):
+        RetentionGate(bound=0.0).build(width)
+
+
+@pytest.mark.parametrize(("dtype", "eps"), [(torch.float32, 2**-23), (torch.bfloat16, 2**-7)])
+def test_the_published_norms_have_the_epsilon_of_the_dtype(dtype, eps):
+    """spec/polar.md, "eps": q, k and read norms; on small numbers it decides."""
+    x = (1e-3 * sample()).to(dtype)
+    wide = x.float()
+    assert torch.equal(published_rms(x), (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(dtype))
+    config = attention(Polar(), qk_norm=True, memory=Memory(published_eps=True), published_eps=True)
+    published, ours = config.build(DIM), attention(Polar(), qk_norm=True, memory=Memory()).build(DIM)
+    assert published.norm is published.memory.norm is published_rms and ours.norm is ours.memory.norm is rms
+
+
 # positions
 
 
@@ -233,10 +280,9 @@ def test_the_gated_convolution_is_its_page_written_out():
 
 def test_a_gated_convolution_whose_projections_both_start_at_zero_never_learns():
     """spec/polar.md: the published models' 12 convolution layers: every gradient exactly zero but the output bias's."""
-    mixer, x = GatedConv().build(DIM).double(), sample()
-    for projection in (mixer.in_proj, mixer.out_proj):
-        torch.nn.init.zeros_(projection.weight)
-        torch.nn.init.zeros_(projection.bias)
+    mixer, x = GatedConv(published_init=True).build(DIM).double(), sample()
+    torch.nn.init.zeros_(mixer.out_proj.weight)
+    torch.nn.init.zeros_(mixer.out_proj.bias)
     mixer(x)[0].square().sum().backward()  # at zero output even the bias rests
     assert not any(p.grad.any() for p in mixer.parameters())
     (mixer(x)[0] * x).sum().backward()

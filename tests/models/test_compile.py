@@ -1,37 +1,65 @@
-"""The whole model compiles as one graph, forward and backward, and gives the loss and gradients that it gives without."""
+"""The whole training step compiles as one graph, forward and backward, and gives the loss and gradients that it gives without."""
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
-from needlework.layers import SwiGLU
+from needlework.layers import Distractor, GatedConv, Objective, SquaredReLU, Strong, SwiGLU, Zipfian
 from needlework.layers.catalog import CATALOG, Sizes
-from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, loss
 from needlework.testing.compare import assert_close
-from recipes.demo import COMPARE
 
 SIZES = Sizes(heads=2, key_dim=8, value_dim=12, attention_heads=4, kv_heads=2, head_dim=8, half_life=32.0, content_chunk=8)
 VOCABULARY = 31
 
 
-@pytest.mark.parametrize("mixer", COMPARE)
-def test_a_model_in_training_compiles_without_a_graph_break(mixer):
+def model(mixers: dict, layout: str = "M", **settings) -> NeedleworkForCausalLM:
     torch.manual_seed(0)
     config = NeedleworkConfig(
-        vocab_size=VOCABULARY, hidden_size=16, layout="M", mixers={"M": CATALOG[mixer].make(SIZES)}, mlp=SwiGLU(hidden=24)
+        **{"vocab_size": VOCABULARY, "hidden_size": 16, "layout": layout, "mixers": mixers, "mlp": SwiGLU(hidden=24)} | settings
     )
-    model = NeedleworkForCausalLM(config).double().train()
+    found = NeedleworkForCausalLM(config).double().train()
     with torch.no_grad():
-        for p in model.parameters():  # away from starts at zero, where a branch could hide
+        for p in found.parameters():  # away from starts at zero, where a branch could hide
             p.add_(0.05 * torch.randn_like(p))
-    tokens = torch.randint(VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(1))
+    return found
 
-    def found(forward):
-        model.zero_grad()
-        logits = forward(tokens, labels=tokens).logits  # the loss beside them rounds to float32
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
 
+def step(model, forward, objective: Objective | None = None) -> dict[str, torch.Tensor]:
+    """A training step's loss and gradients; the cross entropy in pieces of 16 rows."""
+    tokens = torch.randint(VOCABULARY, (2, 22), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    torch.manual_seed(2)
+    found = forward(tokens[:, :-1], targets=tokens[:, 1:], objective=objective)
+    total = found.share * found.cross_entropy / 42
+    if found.auxiliary is not None:
+        total = total + found.auxiliary
+    total.backward()
+    return {"loss": total.detach()} | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch):
+    monkeypatch.setattr(loss, "LOGITS", 16 * VOCABULARY)
     torch._dynamo.reset()
-    assert_close(found(torch.compile(model, fullgraph=True, backend="aot_eager")), found(model), "compiled")
+
+
+def compiled(model, **settings):
+    return torch.compile(model, fullgraph=True, backend="aot_eager", **settings)
+
+
+@pytest.mark.parametrize("mixer", CATALOG)
+def test_a_training_step_compiles_without_a_graph_break(mixer):
+    one = model({"M": CATALOG[mixer].make(SIZES)})
+    assert_close(step(one, compiled(one)), step(one, one), "compiled")
+
+
+@pytest.mark.parametrize(("regulariser", "recompute"), [(Zipfian(), False), (Strong(), True)], ids=["kept", "recomputed"])
+def test_atma_s_whole_objective_compiles_too(regulariser, recompute):
+    one = model(
+        {"M": CATALOG["atma"].make(SIZES), "c": GatedConv()}, "cM", mlp=SquaredReLU(hidden=24),
+        tie_word_embeddings=False, head_bias=True, softcap=15.0,
+    )  # fmt: skip
+    if recompute:
+        one.gradient_checkpointing_enable({"use_reentrant": False})
+    objective = Objective(regulariser=regulariser, distractor=Distractor(), regulariser_weight=0.2, distractor_weight=0.2)
+    assert_close(step(one, compiled(one), objective), step(one, one, objective), "compiled")

@@ -1,12 +1,14 @@
 """The papers' sizes, exactly: spec/experiments.md and spec/polar.md (counts), spec/carve.md (the write gate)."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
+from needlework.layers import Delta, RetentionGate
 from needlework.models import NeedleworkForCausalLM
-from needlework.models.presets import PRESETS, count_parameters, preset
+from needlework.models.presets import PRESETS, atma, count_parameters, preset
 
 COUNTS = {
     "atma-nope": 369_717_376, "atma-polar": 369_758_464, "atma-polar-memory": 378_220_864,
@@ -106,14 +108,80 @@ def test_carves_bottleneck_and_scalar_write_gate_save_what_their_page_says(size,
         assert D * H * V == 589_824
 
 
+def small_atma(**settings) -> NeedleworkForCausalLM:
+    """ATMA's preset in two layers of width 64."""
+    config = atma("polar", True, **settings)
+    a = dataclasses.replace(config.mixer("a"), heads=4, kv_heads=2, head_dim=16)
+    mixers = {"c": config.mixer("c").to_dict(), "a": a.to_dict()}
+    config.update({"vocab_size": 61, "hidden_size": 64, "layout": "ca", "mixers": mixers})
+    torch.manual_seed(0)
+    return NeedleworkForCausalLM(config)
+
+
+def alive(model: NeedleworkForCausalLM, steps: int) -> list[set[str]]:
+    """After each step of gradient descent: which parameters of the convolution layer had a gradient."""
+    found, mixer = [], model.model.blocks[0].mixer
+    for step in range(steps):
+        tokens = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        model(tokens[:, :-1], targets=tokens[:, 1:]).cross_entropy.backward()
+        found.append({name for name, p in mixer.named_parameters() if p.grad is not None and p.grad.any()})
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+    return found
+
+
+def test_the_convolutions_live_from_the_third_step():
+    """Step 0 moves the unembedding, which starts at zero; step 1 out_proj, through it; step 2 in_proj and the kernel, through both."""
+    out = {"out_proj.weight", "out_proj.bias"}
+    assert alive(small_atma(), 4) == [set(), out, *[out | {"in_proj.weight", "in_proj.bias", "conv.weight"}] * 2]
+
+
+def test_the_published_convolutions_are_dead_for_ever():
+    """spec/polar.md: every gradient but the output bias's is exactly zero, and so at every step after."""
+    model = small_atma(published=True)
+    assert alive(model, 6) == [set(), *[{"out_proj.bias"}] * 5]
+    mixer = model.model.blocks[0].mixer
+    assert not any(p.any() for p in (*mixer.in_proj.parameters(), mixer.out_proj.weight)) and mixer.conv.weight.all()
+
+
+def test_one_head_of_a_trained_model_takes_a_bound_when_it_is_loaded(tmp_path):
+    """spec/polar.md: one layer-head capped at a half-life, at evaluation only, no retraining."""
+    model = small_atma().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    model.save_pretrained(tmp_path)
+    gate = RetentionGate(bound=(None, 2.0, None, None))
+    a = model.config.mixer("a")
+    bounded = dataclasses.replace(a, memory=dataclasses.replace(a.memory, write=Delta(gate=gate)))
+    config = model.config.with_mixer(1, bounded)
+    assert config.layout[0] == "c" and model.config.layout == "ca" and config.mixer(config.layout[1]) == bounded
+    again, info = NeedleworkForCausalLM.from_pretrained(tmp_path, config=config, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    tokens = torch.arange(20)[None]
+    gates = [m.model.blocks[1].mixer.memory.write.gate for m in (model, again)]
+    with torch.no_grad():
+        assert not torch.equal(model(tokens).logits, again.eval()(tokens).logits)
+        free, capped = (gate(torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(0))) for gate in gates)
+    assert (
+        torch.equal(free[..., [0, 2, 3]], capped[..., [0, 2, 3]])
+        and capped[..., 1].max() <= -math.log(2) / 2 < free[..., 1].max()
+    )
+
+
+def test_a_window_and_the_published_switches_change_no_parameter():
+    for kind in ("polar", "nope", "rope"):
+        changed = atma(kind, True, window=1024, published=True)
+        assert changed.mixer("a").attend.window == 1024
+        assert count_parameters(changed) == COUNTS[f"atma-{kind}-memory"]
+
+
 def test_the_zero_starts_are_the_published_ones_but_the_convolutions_live():
     """spec/polar.md, "Start": MLP proj, conv out_proj, W_o, W_μ, W_mem and the unembedding are 0, weight and bias; embedding N(0, 1)."""
-    config = preset("atma-polar-memory")
-    small = {"vocab_size": 61, "hidden_size": 64, "layout": "ca"}
-    a = dataclasses.replace(config.mixer("a"), heads=4, kv_heads=2, head_dim=16)
-    config.update(small | {"mixers": {"c": config.mixer("c").to_dict(), "a": a.to_dict()}})
-    torch.manual_seed(0)
-    model = NeedleworkForCausalLM(config)
+    model = small_atma()
     zero = {name.rsplit(".", 1)[0] for name, p in model.named_parameters() if not p.any()}
     blocks = {
         "0.mixer.out_proj",
