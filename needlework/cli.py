@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import os
 import signal
 import sys
 import typing
@@ -106,18 +107,30 @@ def train(
     name: Annotated[str | None, typer.Option(help="The run's name; default: the recipe's.")] = None,
     runs: Runs = Path("runs"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="Change a field, e.g. train.optim.lr=3e-4")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes on this machine; default: one a GPU.", min=1)] = None,
 ) -> None:
-    """Train and measure one recipe. Ctrl-C saves; the same command goes on where it stopped."""
+    """Train and measure one recipe. Ctrl-C saves; the same command goes on where it stopped.
+
+    On a machine with several GPUs one process a GPU is started; on several machines torchrun or a scheduler starts them.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     from needlework.run import claim, run
+    from needlework.train import leave, relaunch
 
     chosen = changed(load_recipe(recipe), set_ or [])
     if corpus:
         chosen = dataclasses.replace(chosen, corpus=corpus_config(corpus))
+    status = relaunch(sys.argv[1:], ranks)
+    if status is not None:
+        raise typer.Exit(status)
     directory = runs / (name or chosen.name)
-    claim(directory, {chosen.name: chosen.to_dict()})
+    first, alone = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE", "1") == "1"
+    if first:
+        claim(directory, {chosen.name: chosen.lasting()})
+    else:
+        console.quiet = True
     stopped = []
     before = signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
     columns = (
@@ -136,11 +149,60 @@ def train(
             )  # fmt: skip
     finally:
         signal.signal(signal.SIGINT, before)
-    if entry is None:
+    if entry is not None:
+        console.print(scores({"lengths": chosen.evaluate.lengths, "mixers": [entry]}))
+        console.print(f"checkpoint: {directory / chosen.name / 'checkpoint'}", highlight=False)
+    elif first:
         console.print(f"stopped and saved in {directory}; the same command goes on")
+    if not alone:
+        leave(130 if stopped else 0)
+    if entry is None:
         raise KeyboardInterrupt
-    console.print(scores({"lengths": chosen.evaluate.lengths, "mixers": [entry]}))
-    console.print(f"checkpoint: {directory / chosen.name / 'checkpoint'}", highlight=False)
+
+
+@app.command()
+def study(
+    recipes: Annotated[str, typer.Argument(help="MODULE:FUNCTION that returns several recipes, e.g. comparison:small.")],
+    name: Annotated[str | None, typer.Option(help="The study's name; default: the module's.")] = None,
+    runs: Runs = Path("runs"),
+    only: Annotated[list[str] | None, typer.Option(help="A recipe's name; give it again for more. Default: all.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Runs at a time; default: one a GPU, or two.", min=1)] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Save and stop after so many minutes; the same command goes on.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a field of every recipe, e.g. train.compile=False")
+    ] = None,
+) -> None:
+    """Train and measure many recipes and seeds, in as many pieces as it takes; results go to RUNS/NAME/results."""
+    import torch
+
+    from needlework.study import study as run_study
+
+    found = load_recipes(recipes)
+    known(only or [], {recipe.name: recipe for recipe in found}, "recipe")
+    found = tuple(changed(recipe, set_ or []) for recipe in found if not only or recipe.name in only)
+    directory = runs / (name or Path(recipes.partition(":")[0]).stem)
+    missing = run_study(found, directory, console, workers or torch.cuda.device_count() or 2, minutes)
+    if missing:
+        console.print(f"{len(missing)} runs are to be done still; the same command goes on", highlight=False)
+    else:
+        console.print(f"all done; needlework report {directory / 'results'} --of {recipes.partition(':')[0]}", highlight=False)
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Argument(help="The folder of a study's results: RUNS/NAME/results.")],
+    of: Annotated[str, typer.Option(help="The recipes' module, which says who is compared with whom.")] = "comparison",
+    to: Annotated[Path | None, typer.Option(help="Where the page goes; default: beside the results.")] = None,
+) -> None:
+    """Make the page of a study from its results: tables with mean ± spread, curves, claims, limits."""
+    from needlework.eval.study import load_study
+    from needlework.eval.study_page import write_page
+
+    module, _ = load_module(f"{of}:CLAIMS")
+    page = write_page(load_study(results, module.MIXERS, module.FAMILIES), to or results, module.CLAIMS, module.LIMITS)
+    console.print(f"page: {page}", highlight=False)
 
 
 @app.command("eval")
@@ -340,6 +402,26 @@ def load_recipe(name: str):
     """demo:qdelta is recipes/demo.py's function qdelta; a module that ends in .py is a file."""
     from needlework.run import Recipe
 
+    module, function = load_module(name)
+    recipe = getattr(module, function)()
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe {name!r}: returned {type(recipe).__name__}, expected a needlework.run.Recipe")
+    return recipe
+
+
+def load_recipes(name: str):
+    """comparison:small is what recipes/comparison.py's function small returns: several recipes."""
+    from needlework.run import Recipe
+
+    module, function = load_module(name)
+    found = getattr(module, function)()
+    if not isinstance(found, tuple) or not found or not all(isinstance(recipe, Recipe) for recipe in found):
+        raise ValueError(f"recipes {name!r}: returned {type(found).__name__}, expected a tuple of needlework.run.Recipe")
+    return found
+
+
+def load_module(name: str):
+    """The module of MODULE:FUNCTION and the function's name, which it has."""
     module_name, _, function = name.partition(":")
     if not function:
         raise ValueError(f"recipe {name!r}: expected MODULE:FUNCTION, e.g. demo:qdelta or my.py:run")
@@ -348,16 +430,14 @@ def load_recipe(name: str):
             raise ValueError(f"recipe {name!r}: there is no file {module_name}")
         spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
         module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses of the file look themselves up there
         spec.loader.exec_module(module)
     else:
         if importlib.util.find_spec(f"recipes.{module_name}") is None:
             raise ValueError(f"recipe {name!r}: there is no recipes/{module_name}.py")
         module = importlib.import_module(f"recipes.{module_name}")
     known([function], vars(module), "recipe")
-    recipe = getattr(module, function)()
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe {name!r}: returned {type(recipe).__name__}, expected a needlework.run.Recipe")
-    return recipe
+    return module, function
 
 
 def changed(config: Any, settings: list[str]) -> Any:

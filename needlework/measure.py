@@ -23,6 +23,7 @@ from needlework.data import (
     Ruler,
     held_out_text,
     induction_needle,
+    long_documents,
     many_needles,
     single_needle,
 )
@@ -61,6 +62,7 @@ class Evaluation:
     tasks: names of TASKS. "needles" asks four at once.
     positions: the loss by position in rows of this many tokens of one long held-out document; None for not at all.
     diagnose: the papers' diagnoses, on rows of this many tokens of held-out text; None for none.
+    full_context: measure a model trained with windows a second time without them.
     Raises ValueError for a task that is not known.
     """
 
@@ -70,6 +72,7 @@ class Evaluation:
     tasks: tuple[str, ...] = ("needle", "needles")
     positions: int | None = None
     diagnose: int | None = None
+    full_context: bool = False
     seed: int = 1
 
     def __post_init__(self):
@@ -112,20 +115,10 @@ def reader(model: NeedleworkForCausalLM) -> Callable[[Tensor], Tensor]:
 def by_position(read: Callable, corpus: Corpus, evaluation: Evaluation) -> dict[str, Any]:
     """Nats per token of long documents in stretches that double: {"from": [0, 128, 256, …], "loss": […], "rows": n}."""
     T = evaluation.positions
-    rows = long_documents(corpus, evaluation.rows, T + 1)
+    rows = long_documents(corpus, evaluation.rows, T + 1).input_ids
     cuts = [1 << n for n in range(7, T.bit_length() - (T & (T - 1) == 0))]
     found = loss(read, rows, batch_size=max(1, 8192 // T), buckets=tuple(cuts))
     return {"from": [0, *cuts], "loss": list(found.by_position), "rows": len(rows)}
-
-
-def long_documents(corpus: Corpus, most: int, T: int) -> Tensor:
-    """The first T tokens of at most `most` held-out documents that have as many, the longest first; [n T]."""
-    held = corpus.held_out
-    lengths = np.diff(held.offsets)
-    order = [i for i in np.argsort(-lengths, kind="stable")[:most] if lengths[i] >= T]
-    if not order:
-        raise ValueError(f"loss by position: no held-out document has {T} tokens, the longest has {lengths.max()}")
-    return torch.from_numpy(np.stack([held[i][:T].astype(np.int64) for i in order]))
 
 
 def diagnose(model: NeedleworkForCausalLM, corpus: Corpus, evaluation: Evaluation) -> dict[str, Any]:
@@ -155,7 +148,7 @@ def needle_in_text(corpus: Corpus, seed: int, T: int, rows: int = 4) -> tuple[Te
         rng = generator("needle in text", seed, 0, row)
         sentence = encode(corpus.tokenizer, f" The locker number of amber-lantern is {rng.integers(10**6, 10**7)}.")
         text = corpus.held_out.sample(rng, T - len(sentence))
-        at = rng.integers(T // 4, 3 * T // 4)
+        at = rng.integers(len(text) // 4, 3 * len(text) // 4 + 1)
         ids.append(np.insert(text, at, sentence))
         inside.append((np.arange(T) >= at) & (np.arange(T) < at + len(sentence)))
     return torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(inside))

@@ -2,6 +2,7 @@
 
 Knows the order of things and the files of a run's directory. How to train, what a task is and how to measure are other rooms'.
 
+    runs/corpora/<digest>/            texts that are tokenised once, for every run that reads them
     runs/<name>/config.json           what runs here, exactly
                 manifest.json         the text that a comparison read
                 results.json          what was measured               report.html       the same, to look at
@@ -9,6 +10,7 @@ Knows the order of things and the files of a run's directory. How to train, what
                 <mixer>/checkpoint/       for AutoModelForCausalLM    <mixer>/result.json   written when the mixer is done
 """
 
+import hashlib
 import json
 import math
 import os
@@ -22,37 +24,51 @@ from typing import Any
 
 import torch
 
-from needlework.data import Corpus, CorpusConfig, NeedleMix, byte_tokenizer, load_corpus
+from needlework.data import Batch, Corpus, CorpusConfig, NeedleMix, StoreConfig, Text, byte_tokenizer, load_corpus, prepare
 from needlework.eval.results import write_whole
+from needlework.layers.objective import Objective
 from needlework.measure import Evaluation, measure
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, disable_progress_bar
-from needlework.train import Progress, Result, TrainConfig, train
+from needlework.train import Losses, Piece, Progress, Result, TrainConfig, World, full_state, train
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """`steps` optimiser steps on batches of `batch` rows of `length` tokens of a task."""
+    """`steps` optimiser steps on batches of `batch` rows of `length` tokens of a task, in `train.accumulate` equal parts."""
 
     steps: int
     batch: int
     length: int
-    task: NeedleMix
+    task: NeedleMix | Text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All that fixes a run: model, text, phases, training, measurement. name is the run's; title and equation are for reading."""
+    """All that fixes a run: model, text, phases, training, measurement. name is the run's; title and equation are for reading.
+
+    start: a checkpoint's folder, whose weights the run starts from; None: the model's own start, from train.seed.
+    objective: what is added to the cross entropy. loss: what makes the cross entropy, "torch" or, on CUDA, "liger".
+    """
 
     name: str
     title: str
     equation: str
     model: NeedleworkConfig
-    corpus: CorpusConfig
+    corpus: CorpusConfig | StoreConfig
     phases: tuple[Phase, ...]
     train: TrainConfig
     evaluate: Evaluation
+    start: str | None = None
+    objective: Objective | None = None
+    loss: str = "torch"
 
     def __post_init__(self):
+        for phase in self.phases:
+            if phase.batch % self.train.accumulate:
+                raise ValueError(
+                    f"recipe {self.name}: a phase's batch is {phase.batch} rows, expected a multiple of train.accumulate = "
+                    f"{self.train.accumulate}"
+                )
         steps = sum(phase.steps for phase in self.phases)
         if steps != self.train.steps:
             raise ValueError(f"recipe {self.name}: the phases have {steps} steps, train.steps is {self.train.steps}")
@@ -66,16 +82,30 @@ class Recipe:
             "equation": self.equation,
             "model": self.model.to_diff_dict(),
             "phases": [asdict(phase) for phase in self.phases],
+            "start": self.start,
+            "objective": None if self.objective is None else self.objective.to_dict(),
+            "loss": self.loss,
         } | {name: asdict(value) for name, value in fields.items()}
 
-    def batch(self, corpus: Corpus, step: int):
-        """The batch of a step: a pure function of the recipe, the corpus and the step."""
+    def lasting(self) -> dict[str, Any]:
+        """What a run that goes on must share with the one that it goes on from."""
+        return self.to_dict() | {"train": self.train.lasting()}
+
+    def batch(self, corpus: Corpus, index: int) -> Batch:
+        """Micro-batch `index` of the run, `train.accumulate` of them a step: a pure function of the recipe, the corpus and it."""
+        parts = self.train.accumulate
+        step, part = divmod(index, parts)
         first = 0
         for phase in self.phases:
             if step < first + phase.steps:
-                return phase.task.batch(corpus, self.train.seed, step, phase.batch, phase.length)
+                rows = range(part * phase.batch // parts, (part + 1) * phase.batch // parts)
+                return phase.task.batch(corpus, self.train.seed, step, phase.batch, phase.length, rows)
             first += phase.steps
         raise ValueError(f"step {step}: the recipe has {first}")
+
+    def losses(self, model: NeedleworkForCausalLM, piece: Piece) -> Losses:
+        """What a step descends on, of one rank's part of a micro-batch."""
+        return model(piece.input_ids, targets=piece.labels, relay=piece.relay, objective=self.objective, loss_impl=self.loss)
 
     def tokens(self) -> int:
         """Training tokens."""
@@ -87,9 +117,36 @@ class RunError(RuntimeError):
 
 
 def build(recipe: Recipe) -> NeedleworkForCausalLM:
-    """The model at its start: the same for a seed, whatever ran before."""
+    """The model at its start: the same for a seed, whatever ran before; ValueError if `start` has other weights."""
+    if recipe.start is not None:
+        return started(recipe, Path(recipe.start))
     torch.manual_seed(recipe.train.seed)
     return NeedleworkForCausalLM(recipe.model)
+
+
+def started(recipe: Recipe, checkpoint: Path) -> NeedleworkForCausalLM:
+    """The recipe's model with the weights of a checkpoint's folder."""
+    if not (checkpoint / "model.safetensors").is_file() and not (checkpoint / "model.safetensors.index.json").is_file():
+        raise ValueError(
+            f"recipe {recipe.name}: start is {checkpoint}, expected a folder with config.json and model.safetensors"
+        )
+    disable_progress_bar()
+    model, found = NeedleworkForCausalLM.from_pretrained(
+        checkpoint, config=recipe.model, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    wrong = {kind: sorted(map(str, names)) for kind, names in found.items() if names}
+    if wrong:
+        told = "; ".join(f"{kind.replace('_', ' ')}: {', '.join(names[:4])}" for kind, names in wrong.items())
+        raise ValueError(f"recipe {recipe.name}: start = {checkpoint} holds another model ({told})")
+    return model
+
+
+def text(config: CorpusConfig | StoreConfig, corpora: Path) -> Corpus:
+    """The corpus of a config: read into memory, or prepared once below `corpora` and mapped from there."""
+    if isinstance(config, CorpusConfig):
+        return load_corpus(config, byte_tokenizer())
+    digest = hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode()).hexdigest()[:12]
+    return prepare(config, corpora / f"{config.source.kind}-{digest}")
 
 
 def run(
@@ -99,44 +156,66 @@ def run(
     on_step: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
-    """Train and measure one recipe in `directory`; what is done already is not done again.
+    """Train and measure one recipe in `directory`, on this rank's part of it; what is done already is not done again.
 
-    Returns the mixer's entry of results.json, or None if it was stopped. Training is one thread: small operators gain
-    nothing from more, and one thread is bit-reproducible.
+    On a GPU where there is one. Returns the mixer's entry of results.json; None if it was stopped, and on all ranks but the first,
+    which alone measures. On a CPU training is one thread: small operators gain nothing from more, and one is bit-reproducible.
     """
     done = directory / "result.json"
     if done.exists():
         return json.loads(done.read_text())
     torch.set_num_threads(1)
-    corpus = load_corpus(recipe.corpus, byte_tokenizer())
-    directory.mkdir(parents=True, exist_ok=True)
-    corpus.write_manifest(directory / "manifest.json")
-    model = build(recipe)
-    described = recipe.to_dict()
-    described.pop("train")  # train() compares its own config
-    described.pop("evaluate")
-    described["corpus"]["sha256"] = corpus.manifest["sha256"]
-    result = train(
-        model, lambda step: recipe.batch(corpus, step), recipe.train, directory / "training",
-        recipe=described, on_step=on_step, stop=stop,
-    )  # fmt: skip
-    if result.stopped:
-        return None
+    with World.open(recipe.train.parallel) as world:
+        corpora = directory.parents[1] / "corpora"
+        world.agree(lambda: bool(text(recipe.corpus, corpora)))  # one rank makes it, the others open it
+        corpus = text(recipe.corpus, corpora)
+        model = build(recipe)
+        if world.mesh is None and torch.cuda.is_available():
+            model.cuda()
+        if world.is_first:
+            directory.mkdir(parents=True, exist_ok=True)
+            corpus.write_manifest(directory / "manifest.json")
+        described = recipe.to_dict()
+        described.pop("train")  # train() compares its own config
+        described.pop("evaluate")
+        described["corpus"]["sha256"] = corpus.manifest["sha256"]
+        result = train(
+            model, lambda index: recipe.batch(corpus, index), recipe.train, directory / "training",
+            losses=recipe.losses, recipe=described, on_step=on_step, stop=stop, world=world,
+        )  # fmt: skip
+        if result.stopped:
+            return None
+        weights = full_state(model)
+        if not world.is_first:
+            return None
     disable_progress_bar()  # there is one on the screen already
-    model.save_pretrained(directory / "checkpoint")
+    model.save_pretrained(directory / "checkpoint", state_dict=weights)
     corpus.tokenizer.save(str(directory / "checkpoint" / "tokenizer.json"))
-    entry = training_entry(recipe, model, result) | measure(model, corpus, recipe.evaluate)
+    if world.ranks > 1:  # this rank's model is a part of it
+        model = NeedleworkForCausalLM.from_pretrained(directory / "checkpoint").to(world.device)
+    entry = training_entry(recipe, model, result, corpus) | measure(model, corpus, recipe.evaluate)
+    if recipe.evaluate.full_context:
+        config = recipe.model.full_context()
+        wide = NeedleworkForCausalLM.from_pretrained(directory / "checkpoint", config=config).to(model.device)
+        entry["full_context"] = measure(wide, corpus, recipe.evaluate)
+    ran = json.loads((directory / "training" / "ran.json").read_text())[-1]
+    entry |= {"machine": ran["device"], "versions": ran["versions"], "commit": ran["commit"], "config": recipe.to_dict()}
     write_json(done, entry)
-    return entry
+    return json.loads(done.read_text())
 
 
-def training_entry(recipe: Recipe, model: NeedleworkForCausalLM, result: Result) -> dict[str, Any]:
+def training_entry(recipe: Recipe, model: NeedleworkForCausalLM, result: Result, corpus: Corpus) -> dict[str, Any]:
     lengths = recipe.evaluate.lengths
     return {
         "name": recipe.name,
+        "seed": recipe.train.seed,
         "title": recipe.title,
         "equation": recipe.equation,
         "parameters": model.num_parameters(),
+        "corpus": {"sha256": corpus.manifest["sha256"]},
+        "train_length": recipe.phases[-1].length,
+        "lengths": list(lengths),
+        "tasks": list(recipe.evaluate.tasks),
         "state_bytes": {str(T): state_bytes(model, T) for T in lengths},
         "train": {
             "steps": list(range(1, len(result.losses) + 1)),
@@ -217,7 +296,7 @@ def seconds_needed(recipe: Recipe, corpus: Corpus) -> float:
     for phase in recipe.phases:
         best = math.inf
         for _ in range(2):
-            batch = recipe.batch(corpus, step)
+            batch = recipe.batch(corpus, step * recipe.train.accumulate)
             began = time.perf_counter()
             logits = model(batch.input_ids, use_cache=False).logits
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).backward()

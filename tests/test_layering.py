@@ -12,7 +12,7 @@ import needlework
 PACKAGE = Path(needlework.__file__).parent
 FLOORS = {
     "notation": 0, "probe": 0, "ops": 1, "layers": 2, "models": 3, "data": 3,
-    "train": 4, "eval": 4, "diagnostics": 4, "serve": 4, "testing": 4, "measure": 5, "run": 5, "compare": 5, "cli": 5, "__main__": 5,
+    "train": 4, "eval": 4, "diagnostics": 4, "serve": 4, "testing": 4, "measure": 5, "run": 5, "board": 5, "crew": 5, "compare": 5, "study": 5, "cli": 5, "__main__": 5,
 }  # fmt: skip
 ONLY = {"triton": "ops", "transformers": "models"}  # who alone may import it
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,12 +1,10 @@
 """What is measured of a model: which keys, at which lengths, and that the rows are what they claim to be."""
 
-import numpy as np
 import pytest
-import torch
 
 from needlework.data import CorpusConfig, byte_tokenizer, load_corpus
 from needlework.data.tokenizer import decode_bytes
-from needlework.measure import TASKS, Evaluation, long_documents, measure, needle_in_text
+from needlework.measure import TASKS, Evaluation, measure, needle_in_text
 from needlework.run import build
 from recipes import demo
 
@@ -40,15 +38,6 @@ def test_a_model_is_measured_on_every_task_at_every_length_by_position_and_by_th
     assert all(set(entry[name]) == {"256", "512"} for name in ("loss", "needle", "passkey"))
     assert entry["positions"]["from"] == [0, 128, 256, 512] and len(entry["positions"]["loss"]) == 4
     assert set(entry["diagnostics"]) == {"qdelta", "state_norms"} and len(entry["diagnostics"]["qdelta"]) == 2
-
-
-def test_long_documents_are_the_longest_ones_from_their_start(corpus):
-    lengths = np.diff(corpus.held_out.offsets)
-    rows = long_documents(corpus, 2, 1000)
-    longest = corpus.held_out[int(lengths.argmax())]
-    assert torch.equal(rows[0], torch.from_numpy(longest[:1000].astype(np.int64)))
-    with pytest.raises(ValueError, match=f"no held-out document has 99999 tokens, the longest has {lengths.max()}"):
-        long_documents(corpus, 2, 99_999)
 
 
 def test_the_mask_of_a_needle_in_text_covers_the_sentence(corpus):

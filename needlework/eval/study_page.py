@@ -37,12 +37,12 @@ def _summary(study: Study) -> str:
     runs = [run for of in study.runs.values() for run in of]
     some = runs[0]
     counts = sorted({len(of) for of in study.runs.values()})
-    seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s'[: counts[0] > 1]}"
     sizes = [run["parameters"] for run in runs]
     machines = sorted({f"{run['machine']}, torch {run['versions']['torch']}" for run in runs})
     commits = sorted({run["commit"] for run in runs})
     return (
-        f"{len(study.runs)} mixers, {seeds} seeds each, {min(sizes):,} to {max(sizes):,} parameters, {some['train']['tokens']:,} "
+        f"{len(study.runs)} mixers, {seeds} each, {min(sizes):,} to {max(sizes):,} parameters, {some['train']['tokens']:,} "
         f"training tokens of length {study.train_length:,}, one recipe and for a seed one order of data. Corpus SHA-256 "
         f"{some['corpus']['sha256'][:16]}. Trained on {'; '.join(machines)}; code {', '.join(commits)}. Every number is a mean over "
         f"seeds ± their standard deviation; every run is beside this page, with its config."

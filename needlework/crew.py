@@ -1,0 +1,92 @@
+"""Processes that run recipes: one a worker, longest first, a GPU each where there are GPUs; stopped by Ctrl-C or after some minutes."""
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from needlework.board import Board
+from needlework.run import Recipe, RunError, run
+from needlework.train import Progress
+
+_news: Any = None
+_stop: Any = None
+
+
+def work(
+    jobs: dict[Path, Recipe],
+    board: Board,
+    console: Console,
+    workers: int,
+    minutes: float | None = None,
+    on_done: Callable[[Path, dict[str, Any]], None] = lambda directory, entry: None,
+) -> dict[Path, dict[str, Any]]:
+    """Run every recipe in its directory; the entries of those that are done, each told to `on_done` when it is.
+
+    minutes: after so many every worker saves a checkpoint and ends; the same call goes on. RunError names the run that failed.
+    """
+    context = multiprocessing.get_context("spawn")  # a forked PyTorch may hang
+    news, stop, places = context.Queue(), context.Event(), context.Queue()
+    for place in range(workers):
+        places.put(place)
+    entries: dict[Path, dict[str, Any]] = {}
+    ends = time.monotonic() + 60 * minutes if minutes is not None else None
+    with ProcessPoolExecutor(workers, context, _start, (news, stop, places)) as pool:
+        longest_first = sorted(jobs, key=lambda directory: -board.seconds[directory.name])
+        waiting = {pool.submit(_work, jobs[directory], directory): directory for directory in longest_first}
+        with Live(board, console=console, refresh_per_second=4, transient=not console.is_terminal):
+            try:
+                while waiting:
+                    done, _ = wait(waiting, timeout=0.25, return_when=FIRST_COMPLETED)
+                    board.read(news)
+                    for future in done:
+                        directory = waiting.pop(future)
+                        if future.cancelled():
+                            continue
+                        try:
+                            entry = future.result()
+                        except Exception as error:
+                            raise RunError(f"{directory.name}: {error}") from error
+                        if entry is not None:
+                            entries[directory] = entry
+                            on_done(directory, entry)
+                            board.finish(directory.name, entry)
+                            if not console.is_terminal:  # nobody watches the board: a line a run
+                                seconds = entry["train"]["seconds"]
+                                console.print(f"{directory.name}: done in {seconds:.0f} s of training", highlight=False)
+                    if ends is not None and time.monotonic() > ends and not stop.is_set():
+                        stop.set()
+                        for future in waiting:
+                            future.cancel()
+            except BaseException:
+                stop.set()  # workers save a checkpoint after the step that they are in
+                for future in waiting:
+                    future.cancel()
+                raise
+    return entries
+
+
+def _start(news, stop, places) -> None:
+    """Ctrl-C reaches every process of the terminal; a worker leaves it to the one that asks it to stop."""
+    import torch
+
+    global _news, _stop
+    _news, _stop = news, stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    place = places.get()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place % torch.cuda.device_count())
+
+
+def _work(recipe: Recipe, directory: Path) -> dict[str, Any] | None:
+    def tell(progress: Progress) -> None:
+        if progress.step % 5 == 0 or progress.step == progress.steps:
+            _news.put((directory.name, progress))
+
+    return None if _stop.is_set() else run(recipe, directory, on_step=tell, stop=_stop.is_set)

@@ -1,0 +1,49 @@
+"""A study: many recipes and seeds, each a run of its own, in as many pieces as it takes; results of any machine lie side by side.
+
+runs/<name>/<mixer>-<seed>/        a run (run.py)
+            results/<mixer>-<seed>.json    what it measured, with its config: what `needlework report` reads
+"""
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from needlework.board import Board
+from needlework.crew import work
+from needlework.run import Recipe, text, write_json
+
+TOKENS_PER_SECOND = (
+    500_000  # of a small model on one GPU: where the time left is guessed from before any run has shown its pace
+)
+
+
+def study(
+    recipes: tuple[Recipe, ...], directory: Path, console: Console, workers: int, minutes: float | None = None
+) -> list[Path]:
+    """Run what has no result yet; returns the results that are missing still.
+
+    minutes: stop after so many, every run with a checkpoint; the same call goes on. One run a worker, a GPU each where there are.
+    ValueError for two runs of one name and seed.
+    """
+    wanted = {directory / "results" / f"{name_of(recipe)}.json": recipe for recipe in recipes}
+    if len(wanted) < len(recipes):
+        raise ValueError(f"study: {len(recipes)} recipes have {len(wanted)} names with seeds; each needs its own")
+    jobs = {directory / path.stem: recipe for path, recipe in wanted.items() if not path.exists()}
+    for corpus in {recipe.corpus for recipe in jobs.values()}:  # before the workers ask for it all at once
+        text(corpus, directory.parent / "corpora")
+    pace = TOKENS_PER_SECOND if torch.cuda.is_available() else TOKENS_PER_SECOND / 50
+    board = Board(
+        {path.name: recipe for path, recipe in jobs.items()},
+        {path.name: recipe.tokens() / pace for path, recipe in jobs.items()},
+        workers,
+    )
+    console.print(f"{len(wanted) - len(jobs)} of {len(wanted)} runs are done -> {directory / 'results'}", highlight=False)
+    (directory / "results").mkdir(parents=True, exist_ok=True)
+    keep = lambda run, entry: write_json(directory / "results" / f"{run.name}.json", entry)
+    work(jobs, board, console, workers, minutes, keep)
+    return [path for path in wanted if not path.exists()]
+
+
+def name_of(recipe: Recipe) -> str:
+    return f"{recipe.name}-{recipe.train.seed}"

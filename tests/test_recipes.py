@@ -1,0 +1,134 @@
+"""The recipes of the papers' models: each trains 20 steps at reduced width, all else as it stands; and the comparison's sizes."""
+
+import dataclasses
+import math
+from functools import partial
+
+import pytest
+
+from needlework.data import CorpusConfig
+from needlework.measure import Evaluation
+from needlework.models import NeedleworkConfig
+from needlework.models.presets import PRESETS, count_parameters
+from needlework.run import Recipe, run
+from recipes import atma, carve, ccq, comparison, lucid, qdelta
+
+PAPERS = {
+    f"{module.__name__.rpartition('.')[2]}:{name}": value
+    for module in (atma, carve, ccq, lucid, qdelta)
+    for name, value in vars(module).items()
+    if isinstance(value, partial)
+}
+NARROW = {
+    "heads": 2, "kv_heads": 1, "value_heads": None, "key_dim": 8, "value_dim": 8, "head_dim": 8, "rank": 4, "content_chunk": 8, "window": 16,
+    "hidden": 24,
+}  # fmt: skip
+
+
+def narrow(config):
+    """A component config with every size small, and nothing else changed."""
+    if isinstance(config, dict):
+        return {k: NARROW[k] if k in NARROW and v is not None else narrow(v) for k, v in config.items()}
+    return config
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    import ast
+
+    folder = tmp_path_factory.mktemp("text")
+    text = open(ast.__file__, encoding="utf-8").read()
+    for i in range(12):
+        (folder / f"{i}.py").write_text(text[i * 3000 : (i + 1) * 3000], encoding="utf-8")
+    return CorpusConfig(kind="files", paths=(str(folder),), held_out=0.2)
+
+
+def shrunk(recipe: Recipe, corpus: CorpusConfig) -> Recipe:
+    """20 steps of 4 rows of 32 bytes through one layer of each kind; optimiser, schedule and clip are the recipe's."""
+    fields = recipe.model.to_diff_dict()
+    letters = "".join(dict.fromkeys(recipe.model.layout))
+    small = {
+        "vocab_size": 257,
+        "hidden_size": 16,
+        "layout": letters,
+        "mixers": narrow(fields["mixers"]),
+        "mlp": narrow(fields["mlp"]),
+    }
+    phase = dataclasses.replace(recipe.phases[0], steps=20, batch=4, length=32)
+    train = dataclasses.replace(recipe.train, steps=20, accumulate=2, checkpoint_every=20, compile=False)
+    return dataclasses.replace(
+        recipe, model=NeedleworkConfig(**fields | small), corpus=corpus, phases=(phase,), train=train, start=None,
+        evaluate=Evaluation(lengths=(32,), tokens=32, rows=1, tasks=("needle",)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_papers_recipe_trains_twenty_steps_at_reduced_width(name, corpus, tmp_path):
+    recipe = PAPERS[name]()
+    entry = run(shrunk(recipe, corpus), tmp_path / "run")
+    losses = entry["train"]["loss"]
+    assert len(losses) == 20 and all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0] or recipe.train.schedule.warmup > 1000  # such a warm-up has hardly begun
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_papers_recipe_is_a_preset_at_its_exact_size(name):
+    recipe = PAPERS[name]()
+    sizes = {count_parameters(build()) for build in PRESETS.values()}
+    assert count_parameters(recipe.model) in sizes
+    tokens_a_step = recipe.phases[0].batch * recipe.phases[0].length
+    assert tokens_a_step in {2**19, 2**20, 2**21, 2**22}
+
+
+def test_a_fine_tune_starts_from_what_was_trained_before(corpus, tmp_path):
+    first = run(shrunk(lucid.lucid_1b(), corpus), tmp_path / "first" / "run")
+    recipe = shrunk(lucid.lucid_1b_65k(), corpus)
+    assert recipe.model.mixers["M"]["position"]["base"] == 64_000.0
+    started = dataclasses.replace(recipe, start=str(tmp_path / "first" / "run" / "checkpoint"))
+    entry = run(started, tmp_path / "second" / "run")
+    assert entry["train"]["loss"][0] < first["train"]["loss"][0]
+    nowhere = dataclasses.replace(recipe, start=str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match=r"expected a folder with config\.json and model.safetensors"):
+        run(nowhere, tmp_path / "third" / "run")
+    other = dataclasses.replace(shrunk(carve.carve_125m(), corpus), start=started.start)
+    with pytest.raises(ValueError, match="holds another model"):
+        run(other, tmp_path / "fourth" / "run")
+
+
+@pytest.mark.parametrize("size", [comparison.SMALL, comparison.MEDIUM], ids=["60M", "125M"])
+@pytest.mark.parametrize("mixer", comparison.MIXERS)
+def test_the_comparisons_models_are_within_one_percent_of_their_size(mixer, size):
+    assert abs(count_parameters(comparison.model(mixer, size)) / size.parameters - 1) < 0.01
+
+
+def test_the_comparison_differs_in_the_mixer_alone():
+    recipes = comparison.small()
+    assert len(recipes) == 3 * len(comparison.MIXERS)
+    for seed in comparison.SEEDS:
+        same = {dataclasses.replace(r, name="", title="", model=None) for r in recipes if r.train.seed == seed}
+        assert len(same) == 1
+    assert recipes[0].tokens() >= 150_000_000
+    named = {name for claim in comparison.CLAIMS for name in (claim.better, claim.worse)} | {
+        m for f in comparison.FAMILIES.values() for m in f
+    }
+    assert named <= comparison.MIXERS.keys() and comparison.MIXERS.keys() <= {
+        m for f in comparison.FAMILIES.values() for m in f
+    }
+
+
+def test_blind_carve_is_carve_whose_content_projection_is_zero():
+    import torch
+
+    from needlework.models import NeedleworkForCausalLM
+
+    torch.manual_seed(0)
+    sighted, blind = (
+        NeedleworkForCausalLM(NeedleworkConfig(vocab_size=31, hidden_size=256, layout="M", mixers=comparison.MIXERS[name].mixers(
+            dataclasses.replace(comparison.SMALL, dim=256)
+        )))
+        for name in ("carve", "carve-blind")
+    )  # fmt: skip
+    missing, unexpected = blind.load_state_dict(sighted.state_dict(), strict=False)
+    assert not missing and {name.rpartition(".")[2] for name in unexpected} == {"w1", "w2"}
+    tokens = torch.randint(31, (1, 150))
+    assert torch.equal(sighted(tokens).logits, blind(tokens).logits)  # W₂ starts at zero

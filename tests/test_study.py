@@ -1,0 +1,86 @@
+"""A study from the command line: many recipes in pieces, results side by side, a page."""
+
+import json
+import sys
+
+import pytest
+
+from needlework import cli
+
+OWN = """
+import dataclasses
+from needlework.data import CorpusConfig, NeedleMix
+from needlework.eval.study import Claim
+from needlework.measure import Evaluation
+from needlework.run import Phase
+from needlework.train import AdamW, Cooldown, TrainConfig
+from recipes import demo
+
+MIXERS = {{"softmax": None, "qdelta": None}}
+FAMILIES = {{"All": ("softmax", "qdelta")}}
+CLAIMS = (Claim("Q-Delta finds more than softmax", "qdelta", "softmax", ("needle",), (1.0,)),)
+LIMITS = "Nothing at all."
+
+def both():
+    return tuple(
+        dataclasses.replace(
+            demo.recipe(mixer, CorpusConfig(kind="files", paths=({text!r},), held_out=0.3)),
+            phases=(Phase(steps=6, batch=2, length=96, task=NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 1))),),
+            train=TrainConfig(
+                steps=6, seed=seed, optim=AdamW(lr=4e-3), schedule=Cooldown(warmup=2, flat=0.3), checkpoint_every=3
+            ),
+            evaluate=Evaluation(lengths=(96, 192), tokens=192, rows=2, tasks=("needle",), positions=512, diagnose=128),
+        )
+        for seed in (0, 1) for mixer in MIXERS
+    )
+
+def none():
+    return ()
+"""
+
+
+@pytest.fixture
+def needlework(capsys, monkeypatch):
+    """`needlework …`, in this process: what it printed."""
+
+    def run(*arguments, ok=True):
+        monkeypatch.setattr(sys, "argv", ["needlework", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        assert (not ended.value.code) == ok, printed.out + printed.err
+        return printed.out
+
+    return run
+
+
+def test_a_study_runs_in_pieces_and_its_page_is_made_of_its_results(needlework, tmp_path):
+    import ast
+
+    text = tmp_path / "text.txt"
+    text.write_text(open(ast.__file__, encoding="utf-8").read()[:60_000], encoding="utf-8")
+    own = tmp_path / "own.py"
+    own.write_text(OWN.format(text=str(text)))
+    runs = ("--runs", tmp_path / "runs", "--workers", 1)
+
+    stopped = needlework("study", f"{own}:both", *runs, "--minutes", 0)
+    assert "4 runs are to be done still" in stopped
+    first = needlework("study", f"{own}:both", *runs, "--only", "qdelta")
+    assert "all done" in first
+    results = tmp_path / "runs" / "own" / "results"
+    assert {path.name for path in results.iterdir()} == {"qdelta-0.json", "qdelta-1.json"}
+    assert "2 of 4 runs are done" in needlework("study", f"{own}:both", *runs)
+    entry = json.loads((results / "softmax-1.json").read_text())
+    assert entry["seed"] == 1 and entry["config"]["train"]["steps"] == 6 and len(entry["corpus"]["sha256"]) == 64
+    assert {"machine", "versions", "commit", "positions", "diagnostics", "train"} <= entry.keys()
+
+    needlework("report", results, "--of", own, "--to", tmp_path / "page")
+    page = (tmp_path / "page" / "README.md").read_text()
+    assert "2 mixers, 2 seeds each" in page and "Q-Delta finds more than softmax" in page and "Nothing at all." in page
+
+
+def test_a_study_of_nothing_is_refused(needlework, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(OWN.format(text=""))
+    assert "expected a tuple of needlework.run.Recipe" in needlework("study", f"{own}:none", ok=False)
+    assert "expected a tuple of needlework.run.Recipe" in needlework("study", "demo:softmax", ok=False)
