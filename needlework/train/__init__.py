@@ -1,17 +1,28 @@
 """Training: one model, batches that are a function of the step, a directory; stopped and resumed without a trace.
 
-Knows no mixer: a model is whatever maps `input_ids` to logits.
+On one CPU thread or on the GPUs of several hosts, by PyTorch's own engine. Knows no mixer: a model is whatever `losses` can ask.
 """
 
 from .checkpoint import CheckpointError as CheckpointError
+from .checkpoint import contents as contents
 from .checkpoint import latest as latest
 from .checkpoint import load as load
 from .config import TrainConfig as TrainConfig
-from .loop import NonFiniteLoss as NonFiniteLoss
+from .guard import BadStep as BadStep
+from .guard import Guard as Guard
+from .guard import NonFiniteLoss as NonFiniteLoss
+from .guard import Spike as Spike
+from .launch import relaunch as relaunch
 from .loop import Progress as Progress
 from .loop import Result as Result
 from .loop import train as train
+from .losses import Losses as Losses
+from .losses import Piece as Piece
 from .optim import AdamW as AdamW
 from .optim import Muon as Muon
 from .schedule import Cooldown as Cooldown
 from .schedule import Cosine as Cosine
+from .shard import full_state as full_state
+from .world import Parallel as Parallel
+from .world import World as World
+from .world import leave as leave

@@ -1,70 +1,102 @@
-"""Checkpoints that are whole or not there: `step-00000100/` holds state.pt and manifest.json.
+"""Checkpoints that are whole or not there: `step-00000100/` holds what `torch.distributed.checkpoint` writes, and manifest.json.
 
-Written into `step-00000100.tmp/`, the manifest (sha256 and size of every file, the config) last, synced to the disk, then
-renamed: a directory without `.tmp` was complete when it was made, and its digests tell whether it still is.
-Knows nothing of what `state` holds; `loop.py` does.
+Every rank writes its own part into `step-00000100.tmp/`, synced to the disk; then the first rank adds the manifest (sha256
+and size of every file, the config, the commit) and renames: a directory without `.tmp` was complete when it was made, and its
+digests tell whether it still is. Any number of ranks reads it. Knows nothing of what the state means; `state.py` does.
 """
 
-import hashlib
-import json
 import os
-import pickle
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-FORMAT = 1
-STATE, MANIFEST = "state.pt", "manifest.json"
+from . import manifest
+from .manifest import CheckpointError, Damaged
+from .world import World
+
+# of one process that is asked to write alone, and says so
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, or cannot be resumed from."""
+class Checkpoints:
+    """The checkpoints of a run in `directory`: writes them, one at a time, and keeps the `keep` newest.
 
-
-class _Damaged(Exception):
-    pass
-
-
-def save(directory: Path, step: int, state: dict[str, Any], config: dict[str, Any], keep: int) -> Path:
-    """Writes the checkpoint of `step` and removes all but the `keep` newest.
-
-    state: nested dicts and lists of tensors and numbers. config: JSON-ready, what a resuming run is compared with.
-    Raises CheckpointError if it cannot be written (a full disk): nothing of it stays, and earlier checkpoints are untouched.
+    config: JSON-ready, what a resuming run is compared with. background: `save` returns when the state is copied to the CPU's
+    memory, and a thread writes it while the run goes on; so a kill may cost the steps taken meanwhile too.
     """
-    final = directory / f"step-{step:08d}"
-    tmp = final.with_name(final.name + ".tmp")
-    try:
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir(parents=True)
-        with (tmp / STATE).open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        with (tmp / MANIFEST).open("w") as file:
-            json.dump(_manifest(tmp, step, config), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+
+    def __init__(self, directory: Path, config: dict[str, Any], keep: int, world: World, background: bool):
+        self.directory, self.config, self.keep, self.world = directory, config, keep, world
+        self.last: Path | None = None
+        # A group of its own: on the run's, the thread's messages and the steps' would meet.
+        self.group = None if world.mesh is None else dist.new_group(backend="gloo")
+        self.thread = ThreadPoolExecutor(1) if background else None
+        self.underway: Future[Path] | None = None
+
+    def save(self, step: int, state: dict[str, Tensor]) -> None:
+        """Begins the checkpoint of `step`; without a thread it is done on return. Every rank calls it, with its own part.
+
+        Raises CheckpointError if this one, or the one before, cannot be written (a full disk): nothing of it stays, and
+        earlier checkpoints are untouched.
+        """
+        self.wait()
+        final = self.directory / f"step-{step:08d}"
+        tmp = final.with_name(final.name + ".tmp")
+        self.world.agree(lambda: shutil.rmtree(tmp, ignore_errors=True))
+        where = {"checkpoint_id": tmp, "process_group": self.group, "no_dist": self.group is None}
+        if self.thread is None:
+            self.last = self._finish(final, tmp, lambda: dcp.save(state, **where))
+        else:
+            self.underway = self.thread.submit(self._finish, final, tmp, dcp.async_save(state, **where).result)
+
+    def wait(self) -> Path | None:
+        """Until nothing is being written; the newest checkpoint that this run wrote or resumed from. Raises what `save` raises."""
+        if self.underway is not None:
+            underway, self.underway = self.underway, None
+            self.last = underway.result()
+        return self.last
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.wait()
+        if self.thread is not None:
+            self.thread.shutdown()
+
+    def _finish(self, final: Path, tmp: Path, written: Callable[[], object]) -> Path:
+        try:
+            written()
+            if self.world.is_first:
+                self._publish(final, tmp)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            if self.world.is_first:
+                shutil.rmtree(tmp, ignore_errors=True)
+            before = [path.name for path in _newest_first(self.directory) if path.name < final.name]
+            left = f"{before[0]} is untouched" if before else "there is none before it"
+            raise CheckpointError(f"the checkpoint {final} could not be written ({_reason(error)}); {left}") from error
+        return final
+
+    def _publish(self, final: Path, tmp: Path) -> None:
+        manifest.write(tmp, self.config)
         _sync_directory(tmp)
         # What stands here already is damaged: a run resumes from the newest whole checkpoint, so it passes only damaged ones.
         shutil.rmtree(final, ignore_errors=True)
         tmp.rename(final)
-        _sync_directory(directory)
-    except (OSError, RuntimeError) as error:
-        shutil.rmtree(tmp, ignore_errors=True)
-        # torch.save turns a failed write into a RuntimeError; the OSError behind it says what happened.
-        reason = error.__context__ if isinstance(error.__context__, OSError) else error
-        before = [path.name for path in _newest_first(directory) if path.name < final.name]
-        left = f"{before[0]} is untouched" if before else "there is none before it"
-        raise CheckpointError(f"the checkpoint {final} could not be written ({reason}); {left}") from error
-    kept = [path for path in _newest_first(directory) if path.name <= final.name][:keep]
-    for path in directory.glob("step-*"):
-        if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
-    return final
+        _sync_directory(self.directory)
+        kept = [path for path in _newest_first(self.directory) if path.name <= final.name][: self.keep]
+        for path in self.directory.glob("step-*"):
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def latest(directory: Path, config: dict[str, Any] | None = None) -> Path | None:
@@ -74,93 +106,55 @@ def latest(directory: Path, config: dict[str, Any] | None = None) -> Path | None
     Raises CheckpointError if all are damaged, if the format is another version's, or, given `config`, if the checkpoint was
     made under another one: the differing fields are named. TypeError for a `config` that is not JSON-ready.
     """
-    wanted = None if config is None else _plain(config)
+    wanted = None if config is None else manifest.plain(config)
     damaged = []
     for path in _newest_first(directory):
         try:
-            manifest = _verify(path)
-        except _Damaged as why:
+            there = manifest.verified(path)
+        except Damaged as why:
             damaged.append(f"{path.name} is damaged ({why})")
             continue
         for message in damaged:
             warnings.warn(f"{message}; {path.name} is used instead", stacklevel=2)
         if wanted is not None:
-            _compare(path, manifest["config"], wanted)
+            manifest.compare(path, there["config"], wanted)
         return path
     if damaged:
         raise CheckpointError(f"no checkpoint in {directory} is whole: {'; '.join(damaged)}. Remove them to start afresh")
     return None
 
 
-def load(path: Path) -> dict[str, Any]:
-    """The state saved in the checkpoint directory `path`, on the CPU. Call `latest` first: it verifies."""
+def contents(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """The name, whole shape and dtype of every tensor in the checkpoint directory `path`."""
+    described = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name: (tensor.size, tensor.properties.dtype) for name, tensor in described.items()}
+
+
+def load(path: Path, into: dict[str, Tensor] | None = None, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """The tensors of the checkpoint directory `path`. Call `latest` first: it verifies.
+
+    into: those wanted, by name, filled in place, each rank's part of a DTensor; None is all of them, whole, on the CPU.
+    """
+    if into is None:
+        into = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in contents(path).items()}
     try:
-        return torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
+        dcp.load(into, checkpoint_id=path, process_group=group, no_dist=group is None)
+    except (OSError, RuntimeError, CheckpointException) as error:  # the last is a BaseException
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+    return into
+
+
+def _reason(error: BaseException) -> BaseException:
+    """What went wrong on the first rank that it went wrong on; torch turns an OSError into others."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    while error is not None and not isinstance(error, OSError) and (error.__cause__ or error.__context__):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _newest_first(directory: Path) -> list[Path]:
     return sorted((p for p in directory.glob("step-*") if p.suffix != ".tmp"), reverse=True)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back: tuples are lists."""
-    return json.loads(json.dumps(config))
-
-
-def _config_digest(config: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-
-
-def _manifest(path: Path, step: int, config: dict[str, Any]) -> dict[str, Any]:
-    files = {p.name: {"sha256": _digest(p), "size": p.stat().st_size} for p in sorted(path.iterdir()) if p.name != MANIFEST}
-    return {"format": FORMAT, "step": step, "config_sha256": _config_digest(config), "config": config, "files": files}
-
-
-def _verify(path: Path) -> dict[str, Any]:
-    """The manifest of a whole checkpoint; _Damaged says what is wrong otherwise."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format {manifest['format']}, expected {FORMAT}")
-        if _config_digest(manifest["config"]) != manifest["config_sha256"]:
-            raise _Damaged(f"the config in {MANIFEST} does not match its sha256")
-        for name, file in manifest["files"].items():
-            size = (path / name).stat().st_size
-            if size != file["size"]:
-                raise _Damaged(f"{name} has {size} bytes, {file['size']} were written")
-            if _digest(path / name) != file["sha256"]:
-                raise _Damaged(f"{name} does not match its sha256")
-    except OSError as error:
-        raise _Damaged(f"{Path(error.filename or path).name}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _Damaged(f"{MANIFEST} cannot be read: {error}") from error
-    return manifest
-
-
-def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(config, dict):
-        for name, value in config.items():
-            yield from _fields(value, f"{prefix}.{name}" if prefix else name)
-    else:
-        yield prefix, config
-
-
-def _compare(path: Path, saved: dict[str, Any], wanted: dict[str, Any]):
-    there, here = dict(_fields(saved)), dict(_fields(wanted))
-    differing = [
-        f"{name}: {there.get(name, 'absent')!r} there, {here.get(name, 'absent')!r} here"
-        for name in sorted(there.keys() | here.keys())
-        if name not in there or name not in here or there[name] != here[name]
-    ]
-    if differing:
-        raise CheckpointError(f"{path} was made under another config ({'; '.join(differing)})")
 
 
 def _sync_directory(path: Path):

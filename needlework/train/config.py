@@ -1,25 +1,32 @@
 """All that fixes a training run besides the model and its batches. Plain data: `dataclasses.asdict` is JSON-ready."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
+from .guard import Guard
 from .optim import AdamW, Muon
 from .schedule import Cooldown, Cosine
+from .world import Parallel
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long, with what, and how often to save.
+    """How long, with what, how often to save; and, in the last four fields, on what, which a resumed run may change.
 
     steps: optimiser steps.
-    seed: of PyTorch's generator (dropout and the like) from the first step on; the model is initialised before.
+    seed: of PyTorch's generators (dropout and the like) from the first step on; the model is initialised before.
     optim, schedule: which optimisers, and the multiplier of their learning rates by step.
     clip: bound of the gradients' global L2 norm; math.inf only records the norm.
     accumulate: micro-batches per step. Step s reads batch(s * accumulate) … batch(s * accumulate + accumulate - 1).
     autocast: "bf16" runs the model under bfloat16 autocast; None in its own dtype. The loss is float32 or wider.
+    guard: which steps are not taken, and whether the run goes on past them.
     checkpoint_every: steps between checkpoints; one more is written at the end, and when stopped.
     keep: how many checkpoints stay on disk.
     log_every: steps between lines of log.jsonl.
+    parallel: how the ranks are laid out, where there are several.
+    recompute: keep the inputs of blocks alone and compute their activations again in the backward.
+    compile: torch.compile, the model as one graph, or on several ranks each block; a graph break is an error.
+    tensorboard: write the log for TensorBoard too.
     Raises ValueError for a count below 1, a clip that is not positive, an autocast that is not known.
     """
 
@@ -30,9 +37,14 @@ class TrainConfig:
     clip: float = 1.0
     accumulate: int = 1
     autocast: Literal["bf16"] | None = None
+    guard: Guard = field(default_factory=Guard)
     checkpoint_every: int
     keep: int = 2
     log_every: int = 1
+    parallel: Parallel = field(default_factory=Parallel)
+    recompute: bool = False
+    compile: bool = False
+    tensorboard: bool = False
 
     def __post_init__(self):
         for name in ("steps", "accumulate", "checkpoint_every", "keep", "log_every"):
@@ -42,3 +54,8 @@ class TrainConfig:
             raise ValueError(f"clip: got {self.clip}, expected a positive norm (math.inf for none)")
         if self.autocast not in (None, "bf16"):
             raise ValueError(f'autocast: got {self.autocast!r}, expected "bf16" or None')
+
+    def lasting(self) -> dict[str, Any]:
+        """The fields that a resumed run must share with the run that it goes on from."""
+        changeable = ("parallel", "recompute", "compile", "tensorboard")
+        return {name: value for name, value in asdict(self).items() if name not in changeable}

@@ -1,24 +1,39 @@
-"""log.jsonl: one line per logged step, cut back to the step that a run resumes from."""
+"""log.jsonl: one line per logged step, cut back to the step that a run resumes from; the same for TensorBoard, if asked for."""
 
 import json
+import math
 import os
+import resource
 from pathlib import Path
+from typing import Any
+
+import torch
 
 
 class Log:
-    """Appends to `path`, after dropping the lines past `step` and whatever a kill left half written."""
+    """Appends to directory/log.jsonl, after dropping the lines past `step` and whatever a kill left half written.
 
-    def __init__(self, path: Path, step: int):
-        self.path = path
+    tensorboard: also writes directory/tensorboard/. Raises ValueError, naming the extra, if TensorBoard is not installed.
+    """
+
+    def __init__(self, directory: Path, step: int, tensorboard: bool = False):
+        self.board = _board(directory / "tensorboard", step) if tensorboard else None
+        self.path = directory / "log.jsonl"
         # Unbuffered: a line is on its way before the next step begins, and closing a full disk's file raises nothing new.
-        self.file = path.open("ab", buffering=0)
-        self.file.truncate(_length_up_to(path, step))
+        self.file = self.path.open("ab", buffering=0)
+        self.file.truncate(_length_up_to(self.path, step))
 
-    def write(self, **record: float):
+    def write(self, **record: Any):
+        """One line; "step" is among the fields. A number that is not finite is written as null."""
+        plain = {name: value if _writable(value) else None for name, value in record.items()}
         try:
-            self.file.write(json.dumps(record).encode() + b"\n")
+            self.file.write(json.dumps(plain, allow_nan=False).encode() + b"\n")
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
+        if self.board is not None:
+            for name, value in plain.items():
+                if isinstance(value, int | float) and name != "step":
+                    self.board.add_scalar(name, value, record["step"])
 
     def sync(self):
         """To the disk itself: a checkpoint must not outlive the lines that led to it."""
@@ -29,6 +44,43 @@ class Log:
 
     def __exit__(self, *exception):
         self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+class Silence:
+    """The log of every rank but the first."""
+
+    def write(self, **record: Any):
+        pass
+
+    def sync(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that PyTorch held on the GPU, or the most that the process held on the machine, so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _writable(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _board(path: Path, step: int):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("tensorboard=True: TensorBoard is not installed: pip install 'needlework[log]'") from error
+    return SummaryWriter(str(path), purge_step=step + 1)
 
 
 def _length_up_to(path: Path, step: int) -> int:

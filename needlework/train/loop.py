@@ -1,39 +1,40 @@
-"""The training loop: step after step into a directory, stopped and resumed without a trace.
+"""The training loop: step after step into a directory, stopped and resumed without a trace, on one rank or many.
 
-Knows the order of things: batch, loss, check, clip, step, log, checkpoint. Leaves to others: what the model is, where batches
-come from, gradient checkpointing (the model's), what progress looks like, who asks it to stop.
+Knows the order of things: batch, gradient, check, clip, step, log, checkpoint. Leaves to others: what the model is and what it
+minimises, where batches come from, what progress looks like, who asks it to stop.
 
 Everything that a step depends on is the step's number (its batches, its learning rate) or in the checkpoint (weights, optimiser
 states, PyTorch's generators). So a resumed run is bit-equal to one that never stopped, wherever the same operations
 on the same numbers are: on one CPU thread, for one.
+
+The host waits for the device once a step, for a handful of numbers, because the weights must not move before the loss
+and the gradient are known to be sound. By then the next step's batches are there, so the device is idle for as long as it takes
+to launch the optimiser, no longer.
 """
 
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_
-from torch.optim import Optimizer
 
-from . import checkpoint
+from . import gradient, ran
+from .checkpoint import Checkpoints, latest
 from .config import TrainConfig
-from .log import Log
-
-IGNORE = -100  # a label that is not counted
-
-
-class Batch(Protocol):
-    """input_ids, labels [B T] int64: labels[b, t] is the token to predict after input_ids[b, : t + 1]; -100 where not counted."""
-
-    input_ids: Tensor
-    labels: Tensor
+from .feed import Feed, feed
+from .guard import Watch, blame
+from .log import Log, Silence, peak_memory
+from .losses import Addends, Batch, Criterion, backward, losses_of, of_logits
+from .relay import Relay
+from .shard import prepare
+from .state import Run
+from .world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,24 +51,16 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """losses: of every step since the first, resumed or not. tokens, seconds: likewise. stopped: before the last step."""
+    """losses: of every step since the first, resumed or not; skipped: the steps that were not taken (1 is the first).
+
+    tokens, seconds: likewise of the whole run. stopped: before the last step.
+    """
 
     losses: tuple[float, ...]
     tokens: int
     seconds: float
     stopped: bool
-
-
-class NonFiniteLoss(ArithmeticError):
-    """The loss or its gradient at `step` (1 is the first) is NaN or infinite; the weights have not been touched by it."""
-
-    def __init__(self, step: int, loss: float, grad_norm: float, last: Path | None):
-        self.step, self.loss, self.grad_norm, self.last = step, loss, grad_norm, last
-        kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-        super().__init__(f"step {step}: loss {loss}, gradient norm {grad_norm}; stopped before the optimiser's step; {kept}")
-
-    def __reduce__(self):  # so that it crosses from one process to another
-        return type(self), (self.step, self.loss, self.grad_norm, self.last)
+    skipped: tuple[int, ...] = ()
 
 
 def train(
@@ -76,149 +69,144 @@ def train(
     config: TrainConfig,
     directory: str | Path,
     *,
+    losses: Criterion = of_logits,
     recipe: Mapping[str, Any] | None = None,
     on_step: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    world: World | None = None,
 ) -> Result:
     """Trains `model` in place, from the newest whole checkpoint in `directory` if there is one.
 
-    Step s (0 is the first) descends on the mean cross entropy over all counted labels of its `config.accumulate` batches.
+    Step s (0 is the first) descends on the mean cross entropy over all counted labels of its `config.accumulate` batches, and
+    on what `losses` adds to it.
 
-    model: model(input_ids [B T]) -> logits [B T vocabulary], or an object with `.logits`; on the device it shall stay on.
-    batch: a pure function of its number, see `TrainConfig.accumulate`.
-    directory: takes the checkpoints and log.jsonl (step, loss, lr, grad_norm, tokens, seconds; lr is the first group's, the
-        other groups' are proportional).
+    model: the same weights on every rank; on one rank on the device that it shall stay on, on several it is moved and sharded.
+    batch: a pure function of its number, see `TrainConfig.accumulate`; the whole batch on every rank, which takes its part.
+    losses: losses(model, piece) -> `Losses`; as it stands for model(input_ids [B T]) -> logits [B T vocabulary].
+    directory: takes the checkpoints, log.jsonl (step, loss, lr, grad_norm, tokens, seconds, memory in bytes, what `losses` adds;
+        lr is the first group's, the other groups' are proportional) and ran.json.
     recipe: whatever else fixes the run (the model's config, the data's), JSON-ready; kept in each checkpoint and compared.
     on_step: called after every step. It must leave PyTorch's generators and the model's mode as they were.
-    stop: asked before every step; True ends the run with a checkpoint.
-    Raises NonFiniteLoss; CheckpointError if a checkpoint cannot be written, all are damaged, or the newest one is of another
-    config; ValueError for a step without a single counted label.
+    stop: asked before every step; True on any rank ends the run with a checkpoint.
+    world: `World.open(config.parallel)`'s; None opens it.
+    Raises NonFiniteLoss or Spike (see `Guard`); CheckpointError if a checkpoint cannot be written, all are damaged, or the newest
+    one is of another config; ValueError for a step without a single counted label, or a batch that ranks cannot share.
     """
+    world = World.open(config.parallel) if world is None else world
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    described = asdict(config) | {"recipe": dict(recipe or {})}
-    torch.manual_seed(config.seed)
-    run = _Run(model, config.optim.build(model.named_parameters()))
+    world.agree(lambda: directory.mkdir(parents=True, exist_ok=True))
+    lasting = config.lasting() | {"recipe": dict(recipe or {})}
+    called = prepare(model, config, world)
+    run = Run(model, config.optim.build(model.named_parameters()), world)
+    run.seed(config.seed)
+    relay = Relay(world.mesh["sequence"]) if world.sequence > 1 else None
     peaks = [group["lr"] for group in run.groups]
-    last = checkpoint.latest(directory, described)
-    if last:
-        run.restore(last)
-    model.train()
-    model.zero_grad()
-    recent = deque([(run.tokens, run.seconds)], maxlen=21)
-    saved = run.step if last else -1
+    watch = Watch(config.guard)
 
-    with Log(directory / "log.jsonl", run.step) as log:
+    background = world.mesh is not None or run.device.type == "cuda"
+    with Checkpoints(directory, lasting, config.keep, world, background) as checkpoints:
+        last = checkpoints.last = world.agree(lambda: latest(directory, lasting))
+        same_ranks = True
+        if last:
+            same_ranks = run.restore(last, checkpoints.group)
+            if not same_ranks:
+                run.seed(config.seed)
+            for step, numbers in enumerate(zip(run.losses, run.norms, strict=True), 1):
+                watch.skipped() if step in run.skipped else watch.took(*numbers)
+        if world.is_first:
+            described = asdict(config) | {"recipe": dict(recipe or {})}
+            ran.write(directory / "ran.json", described, world, run.device, last)
+        model.train()
+        model.zero_grad()
+        recent = deque([(run.tokens, run.seconds)], maxlen=21)
+        saved = run.step if last else -1
+        read = partial(feed, batch, accumulate=config.accumulate, world=world, relay=relay, device=run.device)
+        ready: Feed | None = None
 
-        def save() -> tuple[int, Path]:
-            log.sync()
-            return run.step, checkpoint.save(directory, run.step, run.state(), described, config.keep)
+        with Log(directory, run.step, config.tensorboard) if world.is_first else Silence() as log:
+            if not same_ranks:
+                log.write(step=run.step, note=f"{world.ranks} ranks now: PyTorch's generators start anew")
+            while run.step < config.steps and not world.any(stop()):
+                began = time.perf_counter()
+                ready = ready or read(run.step)
+                for group, peak in zip(run.groups, peaks, strict=True):
+                    group["lr"] = peak * config.schedule.multiplier(run.step, config.steps)
+                found = backward(called, losses, ready.pieces, ready.counted, world.parts, config.autocast)
+                if relay is not None:
+                    relay.sum_gradients(model.parameters())
+                numbers = _numbers(model, found, world)
+                taken, ready = ready, read(run.step + 1) if run.step + 1 < config.steps else None
+                norm, extra, entropies = _read(numbers, found)
+                loss = math.fsum(entropies)
 
-        while run.step < config.steps and not stop():
-            began = time.perf_counter()
-            batches = [batch(run.step * config.accumulate + i) for i in range(config.accumulate)]
-            multiplier = config.schedule.multiplier(run.step, config.steps)
-            for group, peak in zip(run.groups, peaks, strict=True):
-                group["lr"] = peak * multiplier
-            loss = _backward(model, batches, config.autocast, run.step)
-            norm = clip_grad_norm_(model.parameters(), config.clip).item()
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise NonFiniteLoss(run.step + 1, loss, norm, last)
-            for optimizer in run.optimizers:
-                optimizer.step()
-            model.zero_grad()
+                run.step += 1
+                bad = watch.verdict(loss, norm)
+                if bad is None:
+                    gradient.clip_(model, norm, config.clip)
+                    for optimizer in run.optimizers:
+                        optimizer.step()
+                else:
+                    again = partial(losses_of, model, losses, autocast=config.autocast)
+                    passes = {n: partial(again, piece) for n, piece in zip(taken.numbers, taken.pieces, strict=True)}
+                    where = f"{bad[1]}; {blame(model, passes, entropies, world)}"
+                    if watch.over():
+                        raise bad[0](run.step, loss, norm, where, checkpoints.wait())
+                    run.skipped.append(run.step)
+                    extra |= {"skipped": where}
+                model.zero_grad()
 
-            run.step += 1
-            run.losses.append(loss)
-            run.tokens += sum(b.input_ids.numel() for b in batches)
-            run.seconds += time.perf_counter() - began
-            recent.append((run.tokens, run.seconds))
-            if run.step % config.log_every == 0 or run.step == config.steps:
-                lr = run.groups[0]["lr"]
-                log.write(step=run.step, loss=loss, lr=lr, grad_norm=norm, tokens=run.tokens, seconds=run.seconds)
-            if run.step % config.checkpoint_every == 0:
-                saved, last = save()
-            if on_step:
-                on_step(
-                    Progress(
-                        step=run.step,
-                        steps=config.steps,
-                        loss=loss,
-                        tokens=run.tokens,
-                        seconds=run.seconds,
-                        tokens_per_second=_rate(recent),
+                run.losses.append(loss)
+                run.norms.append(norm)
+                run.tokens += taken.tokens
+                run.seconds += time.perf_counter() - began
+                recent.append((run.tokens, run.seconds))
+                if bad is not None or run.step % config.log_every == 0 or run.step == config.steps:
+                    log.write(
+                        step=run.step, loss=loss, lr=run.groups[0]["lr"], grad_norm=norm, tokens=run.tokens,
+                        seconds=run.seconds, memory=peak_memory(run.device), **extra,
+                    )  # fmt: skip
+                if run.step % config.checkpoint_every == 0:
+                    log.sync()
+                    checkpoints.save(run.step, run.state())
+                    saved = run.step
+                if on_step:
+                    on_step(
+                        Progress(
+                            step=run.step,
+                            steps=config.steps,
+                            loss=loss,
+                            tokens=run.tokens,
+                            seconds=run.seconds,
+                            tokens_per_second=_rate(recent),
+                        )
                     )
-                )
-        if saved != run.step:
-            save()
-    return Result(losses=tuple(run.losses), tokens=run.tokens, seconds=run.seconds, stopped=run.step < config.steps)
+            if saved != run.step:
+                log.sync()
+                checkpoints.save(run.step, run.state())
+    world.barrier()  # the last checkpoint has its name before any rank goes on
+    return Result(
+        losses=tuple(run.losses),
+        tokens=run.tokens,
+        seconds=run.seconds,
+        stopped=run.step < config.steps,
+        skipped=tuple(run.skipped),
+    )
 
 
-def _backward(model: nn.Module, batches: list[Batch], autocast: str | None, step: int) -> float:
-    """Adds the gradient of the mean cross entropy over all counted labels of `batches` to the model's; returns the mean."""
-    counted = sum(int((b.labels != IGNORE).sum()) for b in batches)
-    if not counted:
-        raise ValueError(f"step {step + 1}: labels: all are {IGNORE}, there is nothing to learn from")
-    device = next(model.parameters()).device
-    losses = []
-    for b in batches:
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast == "bf16"):
-            output = model(b.input_ids.to(device))
-        logits = getattr(output, "logits", output).flatten(0, 1)  # [B·T vocabulary]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        labels = b.labels.to(device).flatten()
-        loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / counted
-        loss.backward()
-        losses.append(loss.detach())
-    return math.fsum(loss.item() for loss in losses)
+def _numbers(model: nn.Module, found: Addends, world: World) -> Tensor:
+    """‖g‖², the parts that are logged, each micro-batch's part of the loss: of all ranks, still on the device."""
+    numbers = torch.cat([torch.stack([gradient.squared_norm(model, world), *found.parts.values()]), found.cross_entropy])
+    numbers[1:] /= world.tensor  # whose ranks hold the same tokens
+    return world.sum_(numbers)
+
+
+def _read(numbers: Tensor, found: Addends) -> tuple[float, dict[str, float], list[float]]:
+    """‖g‖, the parts by name, each micro-batch's part of the loss. The host waits here."""
+    square, *rest = numbers.tolist()
+    count = len(found.parts)
+    return math.sqrt(square), dict(zip(found.parts, rest[:count], strict=True)), rest[count:]
 
 
 def _rate(recent: deque[tuple[int, float]]) -> float:
     (tokens, seconds), (tokens_now, seconds_now) = recent[0], recent[-1]
     return (tokens_now - tokens) / (seconds_now - seconds)
-
-
-@dataclass
-class _Run:
-    """All that changes from step to step."""
-
-    model: nn.Module
-    optimizers: list[Optimizer]
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    losses: list[float] = field(default_factory=list)
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optim": [optimizer.state_dict() for optimizer in self.optimizers],
-            "rng": torch.get_rng_state(),
-            "rng_cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-            "step": self.step,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "losses": torch.tensor(self.losses, dtype=torch.float64),
-        }
-
-    def restore(self, path: Path):
-        state = checkpoint.load(path)
-        try:
-            self.model.load_state_dict(state["model"])
-            for optimizer, saved in zip(self.optimizers, state["optim"], strict=True):
-                optimizer.load_state_dict(saved)
-        except (RuntimeError, ValueError) as error:
-            raise checkpoint.CheckpointError(f"{path} is of another model: {error}") from error
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        self.losses = state["losses"].tolist()
-        torch.set_rng_state(state["rng"])
-        if self.device.type == "cuda" and state["rng_cuda"] is not None:
-            torch.cuda.set_rng_state(state["rng_cuda"], self.device)

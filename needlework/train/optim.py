@@ -11,6 +11,8 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from . import muon
+
 Named = Iterable[tuple[str, Parameter]]
 
 
@@ -34,20 +36,22 @@ class AdamW:
 
     def build(self, named: Named) -> list[Optimizer]:
         """The optimiser of the trainable parameters in `named`; none if there are none."""
-        groups: dict[tuple[float, float], list[Parameter]] = {}
+        groups: dict[tuple[float, float, object], list[Parameter]] = {}
         unmatched = {pattern for pattern, _ in self.rates}
         for name, p in named:
             if p.requires_grad:
                 pattern, lr = next((rate for rate in self.rates if fnmatchcase(name, rate[0])), (None, self.lr))
                 unmatched.discard(pattern)
                 bare = p.ndim < 2 or any(fnmatchcase(name, pattern) for pattern in self.undecayed)
-                groups.setdefault((lr, 0.0 if bare else self.weight_decay), []).append(p)
+                # one kernel takes tensors that lie on one mesh of ranks, or on none
+                mesh = getattr(p, "device_mesh", None)
+                groups.setdefault((lr, 0.0 if bare else self.weight_decay, mesh), []).append(p)
         if unmatched:
             raise ValueError(f"adamw: rates: no parameter is named {', '.join(sorted(unmatched))}")
         if not groups:
             return []
         # fused: one kernel per group instead of a dozen small operators per parameter; it exists on CPUs too.
-        settings = [{"params": p, "lr": lr, "weight_decay": decay} for (lr, decay), p in groups.items()]
+        settings = [{"params": p, "lr": lr, "weight_decay": decay} for (lr, decay, _), p in groups.items()]
         return [torch.optim.AdamW(settings, lr=self.lr, betas=tuple(self.betas), eps=self.eps, fused=True)]
 
 
@@ -81,7 +85,7 @@ class Muon:
         matrices = [p for _, p in matrices if p.requires_grad]
         if not matrices:
             raise ValueError(f"muon: no trainable parameter with two axes is named {self.matrices}")
-        muon = torch.optim.Muon(
+        optimizer = muon.Muon(
             matrices,
             lr=self.lr,
             weight_decay=self.weight_decay,
@@ -91,4 +95,4 @@ class Muon:
             ns_steps=self.ns_steps,
             adjust_lr_fn="original",
         )
-        return [muon, *self.rest.build(rest)]
+        return [optimizer, *self.rest.build(rest)]

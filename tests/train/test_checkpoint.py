@@ -1,22 +1,61 @@
 import json
 import re
+import threading
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from needlework.train import CheckpointError, checkpoint
+from needlework.train import CheckpointError, World, checkpoint
 
 CONFIG = {"optim": {"kind": "adamw", "lr": 0.1}, "betas": (0.9, 0.95)}
 
 
-def save(directory, step, config=CONFIG, keep=2):
-    return checkpoint.save(directory, step, {"w": torch.full((4,), float(step)), "step": step}, config, keep)
+DATA = "__0_0.distcp"  # what torch.distributed.checkpoint calls the file of the first rank
 
 
-def test_what_was_saved_is_loaded(tmp_path):
-    save(tmp_path, 3)
+def save(directory, step, config=CONFIG, keep=2, background=False):
+    with checkpoint.Checkpoints(directory, config, keep, World(), background) as checkpoints:
+        checkpoints.save(step, {"w": torch.full((4,), float(step)), "step": torch.tensor(step), "none": torch.zeros(0)})
+        return checkpoints.wait()
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in a thread"])
+def test_what_was_saved_is_loaded(tmp_path, background):
+    save(tmp_path, 3, background=background)
     state = checkpoint.load(checkpoint.latest(tmp_path, CONFIG))
-    assert state["step"] == 3 and torch.equal(state["w"], torch.full((4,), 3.0))
+    assert state["step"] == 3 and torch.equal(state["w"], torch.full((4,), 3.0)) and not len(state["none"])
+
+
+def test_what_is_written_in_the_background_is_the_state_at_the_call(tmp_path, monkeypatch):
+    """The writing waits until the weights have changed."""
+    changed, w = threading.Event(), torch.zeros(100)
+    write = dcp.state_dict_saver.save
+
+    def later(*arguments, **named):
+        assert changed.wait(60)
+        return write(*arguments, **named)
+
+    monkeypatch.setattr(dcp.state_dict_saver, "save", later)
+    with checkpoint.Checkpoints(tmp_path, CONFIG, 2, World(), background=True) as checkpoints:
+        checkpoints.save(1, {"w": w})
+        w.fill_(1.0)
+        assert checkpoint.latest(tmp_path) is None
+        changed.set()
+        assert checkpoint.load(checkpoints.wait())["w"].count_nonzero() == 0
+
+
+def test_only_what_is_asked_for_is_loaded_and_in_place(tmp_path):
+    path, w = save(tmp_path, 3), torch.zeros(4)
+    assert checkpoint.load(path, {"w": w}).keys() == {"w"} and w[0] == 3
+    with pytest.raises(CheckpointError, match=r"step-00000003 cannot be read: .*absent"):
+        checkpoint.load(path, {"absent": torch.zeros(1)})
+
+
+def test_the_manifest_says_which_commit_wrote_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("needlework.train.manifest.commit", lambda: {"commit": "abc", "dirty": True})
+    manifest = json.loads((save(tmp_path, 1) / "manifest.json").read_text())
+    assert manifest["commit"] == "abc" and manifest["dirty"] and set(manifest["files"]) == {DATA, ".metadata"}
 
 
 def test_only_the_newest_stay(tmp_path):
@@ -31,18 +70,22 @@ def test_an_empty_directory_has_no_checkpoint(tmp_path):
 
 
 def flip_a_bit(path):
-    data = bytearray((path / "state.pt").read_bytes())
+    data = bytearray((path / DATA).read_bytes())
     data[len(data) // 2] ^= 1
-    (path / "state.pt").write_bytes(data)
+    (path / DATA).write_bytes(data)
 
 
 def cut(path):
-    data = (path / "state.pt").read_bytes()
-    (path / "state.pt").write_bytes(data[:-100])
+    data = (path / DATA).read_bytes()
+    (path / DATA).write_bytes(data[:-100])
 
 
 def remove_the_manifest(path):
     (path / "manifest.json").unlink()
+
+
+def remove_torch_s_own(path):
+    (path / ".metadata").unlink()
 
 
 def cut_the_manifest(path):
@@ -56,8 +99,9 @@ def edit_the_config(path):
 
 
 DAMAGE = {
-    flip_a_bit: "state.pt does not match its sha256",
-    cut: "state.pt has .* bytes, .* were written",
+    flip_a_bit: f"{DATA} does not match its sha256",
+    cut: f"{DATA} has .* bytes, .* were written",
+    remove_torch_s_own: ".metadata: No such file",
     remove_the_manifest: "manifest.json: No such file",
     cut_the_manifest: "manifest.json cannot be read",
     edit_the_config: "config in manifest.json does not match its sha256",
@@ -89,7 +133,7 @@ def test_a_damaged_checkpoint_is_replaced_and_never_counts_as_one_to_keep(tmp_pa
 def test_a_half_written_checkpoint_is_ignored_and_cleared_away_by_the_next(tmp_path):
     before = save(tmp_path, 1)
     (tmp_path / "step-00000002.tmp").mkdir()
-    (tmp_path / "step-00000002.tmp" / "state.pt").write_bytes(b"half")
+    (tmp_path / "step-00000002.tmp" / DATA).write_bytes(b"half")
     assert checkpoint.latest(tmp_path, CONFIG) == before
     save(tmp_path, 3)
     assert not list(tmp_path.glob("*.tmp"))
@@ -111,12 +155,13 @@ def test_a_config_that_json_cannot_hold_is_refused_before_anything_is_written(tm
 def test_another_format_is_refused(tmp_path):
     manifest = save(tmp_path, 1) / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
-    with pytest.raises(CheckpointError, match="format 99, expected 1"):
+    with pytest.raises(CheckpointError, match="format 99, expected 2: another version of needlework"):
         checkpoint.latest(tmp_path, CONFIG)
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in a thread"])
 @pytest.mark.parametrize("call", ["fsync", "rename"])
-def test_a_failing_disk_leaves_the_previous_checkpoint_and_nothing_half_written(tmp_path, monkeypatch, call):
+def test_a_failing_disk_leaves_the_previous_checkpoint_and_nothing_half_written(tmp_path, monkeypatch, call, background):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
@@ -127,6 +172,6 @@ def test_a_failing_disk_leaves_the_previous_checkpoint_and_nothing_half_written(
         with pytest.raises(
             CheckpointError, match=r"step-00000002 could not be written .*No space left.*step-00000001 is untouched"
         ):
-            save(tmp_path, 2)
+            save(tmp_path, 2, background=background)
     assert [p.name for p in tmp_path.iterdir()] == [before.name]
     assert checkpoint.latest(tmp_path, CONFIG) == before

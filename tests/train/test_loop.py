@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from needlework.train import Cooldown, NonFiniteLoss, latest, load, train
+from needlework.train import Cooldown, Muon, NonFiniteLoss, latest, load, train
 
 from .tiny import CONFIG, OPTIMISERS, VOCABULARY, Tiny, batch, equal, lines, stop_at
 
@@ -57,7 +57,7 @@ def test_what_is_not_finite_stops_before_the_optimiser(tmp_path, spoil):
     train(untouched, batch, CONFIG, tmp_path / "stopped", stop=stop_at(4))
     assert equal(model, untouched)
     assert lines(tmp_path / "spoilt")[-1]["step"] == 4
-    assert load(latest(tmp_path / "spoilt"))["step"] == 3
+    assert load(latest(tmp_path / "spoilt"))["run.step"] == 3
 
 
 def test_a_step_without_a_label_is_refused(tmp_path):
@@ -109,11 +109,18 @@ def test_the_loss_is_the_mean_cross_entropy_over_counted_labels(tmp_path):
 
 
 def test_each_group_follows_the_schedule_from_its_own_peak(tmp_path):
-    config = replace(CONFIG, optim=OPTIMISERS["muon"])
+    seen = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Watched(Muon):
+        def build(self, named):
+            seen.extend(super().build(named))
+            return seen
+
+    config = replace(CONFIG, optim=Watched(**{f: getattr(OPTIMISERS["muon"], f) for f in OPTIMISERS["muon"].__dict__}))
     train(Tiny(), batch, config, tmp_path, stop=stop_at(5))
-    groups = [g for o in load(latest(tmp_path))["optim"] for g in o["param_groups"]]
     multiplier = config.schedule.multiplier(4, 12)
-    assert sorted(g["lr"] for g in groups) == sorted(peak * multiplier for peak in (0.02, 1e-2, 0.1))
+    assert sorted(g["lr"] for o in seen for g in o.param_groups) == sorted(peak * multiplier for peak in (0.02, 1e-2, 0.1))
     assert lines(tmp_path)[-1]["lr"] == 0.02 * multiplier
 
 

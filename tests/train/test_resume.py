@@ -84,7 +84,7 @@ def test_a_finished_run_is_only_read(config, whole, tmp_path):
 
 def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(config, whole, tmp_path):
     train(Tiny(), batch, config, tmp_path / "run", stop=stop_at(8))
-    state = tmp_path / "run" / "step-00000008" / "state.pt"
+    state = tmp_path / "run" / "step-00000008" / "__0_0.distcp"
     state.write_bytes(state.read_bytes()[:-1])
     model = Tiny()
     with pytest.warns(UserWarning, match="step-00000008 is damaged .*; step-00000006 is used instead"):
@@ -96,17 +96,21 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_the_run_can_go_on(config,
     run = tmp_path / "run"
     with pytest.raises(Killed):
         train(Tiny(), batch, config, run, on_step=kill_after(4))
-    with disk_full_beyond(4096), pytest.raises(CheckpointError, match=r"File too large.*step-00000003 is untouched"):
+    with disk_full_beyond(8192), pytest.raises(CheckpointError, match=r"File too large.*step-00000003 is untouched"):
         train(Tiny(), batch, config, run)
-    assert sorted(p.name for p in run.iterdir()) == ["log.jsonl", "step-00000003"]
+    assert sorted(p.name for p in run.iterdir()) == ["log.jsonl", "ran.json", "step-00000003"]
     model = Tiny()
     assert train(model, batch, config, run).losses == whole[1].losses
     assert equal(model, whole[0])
 
 
-def test_a_full_disk_names_the_log_that_could_not_grow(tmp_path):
+def test_a_full_disk_names_the_log_that_could_not_grow(tmp_path, monkeypatch):
+    with disk_full_beyond(100), pytest.raises(OSError, match=r"ran\.json"):
+        train(Tiny(), batch, CONFIG, tmp_path)
+    monkeypatch.setattr("needlework.train.ran.write", lambda *_: None)
     with disk_full_beyond(100), pytest.raises(OSError, match=r"log\.jsonl"):
         train(Tiny(), batch, CONFIG, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["log.jsonl"]
 
 
 def test_another_config_is_refused_by_the_names_of_its_fields(tmp_path):

@@ -1,0 +1,44 @@
+"""What one step reads: its micro-batches, this rank's rows and tokens of them, on the device."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .losses import IGNORE, Batch, Piece
+from .relay import Relay
+from .world import World
+
+
+class Feed(NamedTuple):
+    """numbers: of the micro-batches. counted, tokens: on all ranks together."""
+
+    numbers: range
+    pieces: list[Piece]
+    counted: int
+    tokens: int
+
+
+def feed(
+    batch: Callable[[int], Batch], step: int, accumulate: int, world: World, relay: Relay | None, device: torch.device
+) -> Feed:
+    """Of `step` (0 is the first). ValueError if no label is counted, or ranks cannot share the rows or tokens evenly."""
+    numbers = range(step * accumulate, (step + 1) * accumulate)
+    batches = [batch(number) for number in numbers]
+
+    def own(x: Tensor) -> Tensor:
+        x = world.own(x)
+        return x if relay is None else relay.cut(x)
+
+    labels = [own(b.labels) for b in batches]
+    counted = world.total(sum(int((x != IGNORE).sum()) for x in labels))
+    if not counted:
+        raise ValueError(f"step {step + 1}: labels: all are {IGNORE}, there is nothing to learn from")
+    pieces = [Piece(_moved(own(b.input_ids), device), _moved(x, device), relay) for b, x in zip(batches, labels, strict=True)]
+    return Feed(numbers, pieces, counted, sum(b.input_ids.numel() for b in batches))
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """From pinned memory: from any other, the copy would wait for all that the device has to do."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and x.device.type == "cpu" else x.to(device)

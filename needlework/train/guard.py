@@ -1,0 +1,152 @@
+"""Steps that must not be taken: a loss or gradient that is not finite, or that leaps; found before the optimiser, and named."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from . import gradient
+from .world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """What counts as a bad step, and how many in a row are passed over.
+
+    A loss or gradient norm that is not finite is always bad.
+    spike: so is one over `spike` × its running median; None: never.
+    window: how many steps the median is over, the last that were taken; no step is a spike before there are so many.
+    skip: up to so many bad steps in a row leave the weights as they are and are logged; one more ends the run.
+    Raises ValueError for a spike not above 1, a window below 1, a skip below 0.
+    """
+
+    spike: float | None = None
+    window: int = 64
+    skip: int = 0
+
+    def __post_init__(self):
+        if self.spike is not None and not self.spike > 1:
+            raise ValueError(f"guard.spike: got {self.spike}, expected a factor above 1, or None")
+        if self.window < 1 or self.skip < 0:
+            raise ValueError(f"guard: got window={self.window}, skip={self.skip}, expected at least 1 and 0")
+
+
+class BadStep(ArithmeticError):
+    """The loss or the gradient of `step` (1 is the first) is not to be followed; the weights have not been touched by it."""
+
+    def __init__(self, step: int, loss: float, grad_norm: float, where: str, last: Path | None):
+        self.step, self.loss, self.grad_norm, self.where, self.last = step, loss, grad_norm, where, last
+        kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+        super().__init__(
+            f"step {step}: loss {loss:.6g}, gradient norm {grad_norm:.6g}: {where}; stopped before the optimiser's step; {kept}"
+        )
+
+    def __reduce__(self):  # so that it crosses from one process to another
+        return type(self), (self.step, self.loss, self.grad_norm, self.where, self.last)
+
+
+class NonFiniteLoss(BadStep):
+    """NaN or infinite."""
+
+
+class Spike(BadStep):
+    """Over `Guard.spike` × the running median."""
+
+
+class Watch:
+    """The running medians, and the verdict on a step."""
+
+    def __init__(self, guard: Guard):
+        self.guard = guard
+        self.taken: deque[tuple[float, float]] = deque(maxlen=guard.window)
+        self.in_a_row = 0
+
+    def verdict(self, loss: float, norm: float) -> tuple[type[BadStep], str] | None:
+        """Why a step of this loss and gradient norm is bad; None if it is not, and it then counts as taken."""
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                self.skipped()
+                return NonFiniteLoss, f"the {name} is {value}"
+        if self.guard.spike is not None and len(self.taken) == self.guard.window:
+            for name, value, before in zip(("loss", "gradient norm"), (loss, norm), zip(*self.taken, strict=True), strict=True):
+                usual = median(before)
+                if value > self.guard.spike * usual:
+                    self.skipped()
+                    return Spike, f"the {name} is {value / usual:.3g} × its running median {usual:.4g}"
+        self.took(loss, norm)
+        return None
+
+    def took(self, loss: float, norm: float) -> None:
+        self.taken.append((loss, norm))
+        self.in_a_row = 0
+
+    def skipped(self) -> None:
+        self.in_a_row += 1
+
+    def over(self) -> bool:
+        """Whether more bad steps have come in a row than may be skipped."""
+        return self.in_a_row > self.guard.skip
+
+
+def blame(model: nn.Module, passes: dict[int, Callable[[], object]], losses: list[float], world: World) -> str:
+    """Where a bad step comes from: the batch, and the first module whose output is not finite, or the parameter's gradient.
+
+    passes: a forward pass over each micro-batch, by batch number, run again here with every module watched (dropout's masks are
+    new ones). losses: theirs. Every rank calls it with the gradients of the step still there.
+    """
+    told = []
+    worst = max(range(len(losses)), key=lambda i: losses[i] if math.isfinite(losses[i]) else math.inf)
+    told.append(f"batch {list(passes)[worst]} has the {'largest ' * math.isfinite(losses[worst])}loss {losses[worst]:.4g}")
+    for number, run in passes.items():
+        found = [name for name in world.gather(_first_not_finite(model, run)) if name is not None]
+        if found:
+            told.append(f"the first output that is not finite, on batch {number}, is that of {found[0] or 'the model'}")
+            break
+    sizes = gradient.norms(model, world)
+    largest = max(sizes, key=lambda name: sizes[name] if math.isfinite(sizes[name]) else math.inf)
+    told.append(
+        f"{'the largest' if math.isfinite(sizes[largest]) else 'not finite'}: the gradient of {largest}, {sizes[largest]:.4g}"
+    )
+    return ", ".join(told)
+
+
+def _first_not_finite(model: nn.Module, run: Callable[[], object]) -> str | None:
+    """The name of the first module, inner before outer, whose output holds a NaN or an infinity."""
+    found: list[str] = []
+
+    def watch(name: str):
+        def hook(module, inputs, output):
+            if not found and any(not x.isfinite().all() for x in _tensors(output)):
+                found.append(name)
+
+        return hook
+
+    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    device = next(model.parameters()).device
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if isinstance(model, FSDPModule):
+            model.reshard()  # no backward does, and the next step would run with these weights
+    return found[0] if found else None
+
+
+def _tensors(output: object) -> list[Tensor]:
+    """The floating tensors in tuples, lists and dictionaries."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return [x for part in parts for x in _tensors(part)]
