@@ -94,13 +94,13 @@ def step(mixer: str, size: Size, T: int, impl: str) -> dict:
         compile=impl == "needlework", recompute=recompute,
     )  # fmt: skip
     world = World()
-    called = prepare(net, settings, world)
+    prepare(net, settings, world)
     (optimizer,) = settings.optim.build(net.named_parameters())
     ids = torch.randint(config.vocab_size, (TOKENS // T, T), device="cuda")
     piece, losses = Piece(ids, ids.roll(-1, 1)), recipe(mixer).losses
 
     def once() -> None:
-        backward(called, losses, [piece], TOKENS, 1, "bf16")
+        backward(net, losses, [piece], TOKENS, 1, "bf16")
         norm = gradient.squared_norm(net, world).sqrt().item()  # the training loop's one wait a step
         gradient.clip_(net, norm, 1.0)
         optimizer.step()

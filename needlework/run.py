@@ -17,6 +17,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -193,7 +194,9 @@ def run(
     corpus.tokenizer.save(str(directory / "checkpoint" / "tokenizer.json"))
     if world.ranks > 1:  # this rank's model is a part of it
         model = NeedleworkForCausalLM.from_pretrained(directory / "checkpoint").to(world.device)
-    entry = training_entry(recipe, model, result, corpus) | measure(model, corpus, recipe.evaluate)
+    # compiled blocks would be compiled again for every length
+    with torch.compiler.set_stance("force_eager") if recipe.train.compile else nullcontext():
+        entry = training_entry(recipe, model, result, corpus) | measure(model, corpus, recipe.evaluate)
     if recipe.evaluate.full_context:
         config = recipe.model.full_context()
         wide = NeedleworkForCausalLM.from_pretrained(directory / "checkpoint", config=config).to(model.device)

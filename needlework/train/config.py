@@ -25,7 +25,7 @@ class TrainConfig:
     log_every: steps between lines of log.jsonl.
     parallel: how the ranks are laid out, where there are several.
     recompute: keep the inputs of blocks alone and compute their activations again in the backward.
-    compile: torch.compile, the model as one graph, or on several ranks each block; a graph break is an error.
+    compile: torch.compile, each block; a graph break is an error.
     tensorboard: write the log for TensorBoard too.
     Raises ValueError for a count below 1, a clip that is not positive, an autocast that is not known.
     """

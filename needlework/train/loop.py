@@ -96,7 +96,7 @@ def train(
     directory = Path(directory)
     world.agree(lambda: directory.mkdir(parents=True, exist_ok=True))
     lasting = config.lasting() | {"recipe": dict(recipe or {})}
-    called = prepare(model, config, world)
+    prepare(model, config, world)
     run = Run(model, config.optim.build(model.named_parameters()), world)
     run.seed(config.seed)
     relay = Relay(world.mesh["sequence"]) if world.sequence > 1 else None
@@ -131,7 +131,7 @@ def train(
                 ready = ready or read(run.step)
                 for group, peak in zip(run.groups, peaks, strict=True):
                     group["lr"] = peak * config.schedule.multiplier(run.step, config.steps)
-                found = backward(called, losses, ready.pieces, ready.counted, world.parts, config.autocast)
+                found = backward(model, losses, ready.pieces, ready.counted, world.parts, config.autocast)
                 if relay is not None:
                     relay.sum_gradients(model.parameters())
                 numbers = _numbers(model, found, world)

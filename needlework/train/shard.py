@@ -27,10 +27,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def prepare(model: nn.Module, config: TrainConfig, world: World) -> nn.Module:
-    """`model`, changed in place as `config` says; returns what is to be called, the model itself or its compiled form.
+def prepare(model: nn.Module, config: TrainConfig, world: World) -> None:
+    """Changes `model` in place as `config` says, and moves it to the rank's device.
 
-    Moves the model to the rank's device. On several ranks blocks are compiled one by one, on one the model as a whole.
+    Blocks are compiled one by one: a model of a hundred alike is one compilation, and sharding gathers weights between them.
     Raises ValueError if activations shall be recomputed by a model that has no `activation_checkpointing_enable`, or in blocks that
     are compiled and split over ranks, and what `split_heads` raises.
     """
@@ -47,8 +47,6 @@ def prepare(model: nn.Module, config: TrainConfig, world: World) -> nn.Module:
         model.to(world.device)
     if config.compile:
         torch.compiler.reset()  # what another run of this process has compiled counts against a limit
-    if world.mesh is None:
-        return torch.compile(model, fullgraph=True, dynamic=False) if config.compile else model
     if world.tensor > 1:
         split_heads(model, world.mesh["tensor"])
     if config.compile:
@@ -61,7 +59,6 @@ def prepare(model: nn.Module, config: TrainConfig, world: World) -> nn.Module:
             if isinstance(module, FSDPModule):  # the loss is divided by the tokens of all ranks already
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    return model
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ def test_a_training_step_of_every_mixer_is_one_graph(mixer):
         return {"loss": numbers.cross_entropy.sum()} | {name: p.grad.clone() for name, p in model.named_parameters()}
 
     eager = found(model)
-    compiled = shard.prepare(model, replace(CONFIG, compile=True, recompute=True), World())
-    assert compiled is not model
+    shard.prepare(model, replace(CONFIG, recompute=True), World())
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
     for name, x in found(compiled).items():  # the same operations; where autograd adds up in another order, rounded otherwise
         assert (x - eager[name]).norm() <= 2**-7 * eager[name].norm(), name

@@ -28,7 +28,8 @@ def test_blocks_are_what_the_outermost_lists_hold():
 
 def test_alone_a_model_is_left_as_it_is():
     model = Tiny()
-    assert shard.prepare(model, CONFIG, World()) is model and type(model) is Tiny
+    shard.prepare(model, CONFIG, World())
+    assert type(model) is Tiny
 
 
 def test_recomputing_asks_the_model_and_is_refused_by_one_that_cannot(tmp_path):
