@@ -38,21 +38,30 @@ def main() -> None:
     """Entry point: what a user did wrong is one line and exit status 1, never a traceback."""
     try:
         app(repeated(sys.argv[1:], "--corpus"))
-    except KeyboardInterrupt as error:
-        raise SystemExit(130) from error
+    except SystemExit as ended:
+        status = ended.code
+    except KeyboardInterrupt:
+        status = 130
     except Exception as error:
         if not isinstance(error, user_errors()):
             raise
+        console.quiet = False  # an error is told by whatever rank has it
         console.print(f"[red]needlework:[/red] {error}", highlight=False, soft_wrap=True)
-        raise SystemExit(1) from error
+        status = 1
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        from needlework.train import leave
+
+        leave(status if isinstance(status, int) else 0)
+    raise SystemExit(status)
 
 
 def user_errors() -> tuple[type[Exception], ...]:
     """What the message alone explains. Imported late: --help needs no PyTorch."""
+    from needlework.data import SourceError, StoreError
     from needlework.run import RunError
     from needlework.train import CheckpointError
 
-    return ValueError, ArithmeticError, OSError, RunError, CheckpointError
+    return ValueError, ArithmeticError, OSError, RunError, CheckpointError, StoreError, SourceError
 
 
 def repeated(arguments: list[str], option: str) -> list[str]:
@@ -117,7 +126,7 @@ def train(
     from rich.progress import Progress as Bar
 
     from needlework.run import claim, run
-    from needlework.train import leave, relaunch
+    from needlework.train import relaunch
 
     chosen = changed(load_recipe(recipe), set_ or [])
     if corpus:
@@ -126,7 +135,7 @@ def train(
     if status is not None:
         raise typer.Exit(status)
     directory = runs / (name or chosen.name)
-    first, alone = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE", "1") == "1"
+    first = os.environ.get("RANK", "0") == "0"
     if first:
         claim(directory, {chosen.name: chosen.lasting()})
     else:
@@ -154,9 +163,7 @@ def train(
         console.print(f"checkpoint: {directory / chosen.name / 'checkpoint'}", highlight=False)
     elif first:
         console.print(f"stopped and saved in {directory}; the same command goes on")
-    if not alone:
-        leave(130 if stopped else 0)
-    if entry is None:
+    if stopped:
         raise KeyboardInterrupt
 
 
