@@ -8,12 +8,13 @@ from typing import NamedTuple
 import torch
 
 from needlework.ops.common import launch
+from needlework.testing.machine_code import unwritten
 from needlework.testing.processes import context, cores
 from needlework.testing.targets import AWAITED, ENGINES, sizes
 
 
 class Build(NamedTuple):
-    """A kernel of an engine under a plan, compiled; `error` where it was not."""
+    """A kernel of an engine under a plan, compiled; `error` where it was not, or not rightly."""
 
     engine: str
     plan: str
@@ -73,7 +74,7 @@ def compile_all(full: bool, done: Callable[[int, int], None]) -> list[Build]:
 
 
 def _compile(task: Task) -> list[Build]:
-    from needlework.ops.common.triton_compile import compile_case
+    from needlework.ops.common.triton_compile import compile_case, disassembled
 
     facts = task[1:-1]
     row = next(row for row in launch.rows(task.engine) if row.name == task.plan)
@@ -84,7 +85,12 @@ def _compile(task: Task) -> list[Build]:
     builds = []
     for case in cases:
         try:
-            builds.append(Build(*facts, *compile_case(case, task.sm)))
+            made = compile_case(case, task.sm)
+            # a disassembly takes a third of a second: of those alone that have such operands
+            text = disassembled(made.cubin) if made.wgmma and task.sm == 90 else None
+            wrong = unwritten(text) if text else []
+            error = f"ptxas assembled {len(wrong)} wgmma wrongly: {wrong[0]}" if wrong else ""
+            builds.append(Build(*facts, *made[:-1], error))
         except Exception as error:
             # Triton, LLVM and ptxas raise what they like, and the other kernels are still to be compiled
             builds.append(Build(*facts, case.kernel.__name__, error=f"{type(error).__name__}: {error}"))

@@ -137,9 +137,10 @@ def test_what_the_backward_is_given_is_what_the_page_says():
     assert relative(Pp[0, 0, :C], SCALE * (q @ k.T).tril() * decay) <= EXACT
     assert relative(G[0, 0, :C].exp2(), prefix.exp()) <= EXACT
     beta, to_end = x["beta"][0, :C, 0], (prefix[-1] - prefix).exp()
-    for found, want in zip(
-        E[0, 0, 0], (beta, -beta * prefix.exp(), None, SCALE * prefix.exp(), -prefix.exp(), to_end), strict=True
-    ):
+    since = (prefix - prefix[0]).exp()
+    start = prefix.exp()
+    factors = beta, -beta * start, None, SCALE * start, -start, to_end, since, g.exp()
+    for found, want in zip(E[0, 0, 0], factors, strict=True):
         assert want is None or relative(found, want) <= EXACT
     S = x["initial_state"][0, 0]
     end = prefix[-1].exp() * S + ((prefix[-1] - prefix).exp()[:, None] * k).T @ W[0, :C, 0]

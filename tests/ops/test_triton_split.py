@@ -202,6 +202,17 @@ def test_half_precision_errs_no_more_than_uncut(rule, style):
         assert ours <= max(4 * own, 1.5**2 * uncut), f"{style}: {name} errs {(ours / uncut) ** 0.5:.2f} x as much"
 
 
+@pytest.mark.parametrize("rule", ("qdelta", "read"))
+def test_what_strong_gates_leave_keeps_its_digits(rule):
+    """With e^g = 1e-13 at every token nothing else is in dλ and in the initial state's gradient, also where a segment starts."""
+    x = sample(rule, T=61, dtype=torch.float16)
+    x["g"] = torch.full_like(x["g"], -30.0)
+    found, exact = cut(rule, x, 3), definition(rule, {name: y.double() for name, y in x.items()})
+    for name in ("dlam", "dinitial_state"):
+        size = exact[name].norm()
+        assert size < 1e-10 and relative(found[name] / size, exact[name] / size) <= 2e-3, name
+
+
 def test_a_few_chains_are_cut_and_a_full_machine_is_not():
     from needlework.ops.delta.triton_split import SHORTEST, parts_of
 

@@ -1,4 +1,4 @@
-"""What a kernel becomes, found without a GPU: registers, shared memory, spills, and which tools made it."""
+"""What a kernel becomes, found without a GPU: registers, shared memory, spills, machine code, and which tools made it."""
 
 import re
 import subprocess
@@ -23,6 +23,7 @@ class Compiled(NamedTuple):
     spilled: int  # bytes a thread, stack included
     wgmma: int  # instructions of each kind in the PTX
     mma: int
+    cubin: bytes
 
 
 # bytes of shared memory that a program may have: a kernel that wants more compiles and does not launch
@@ -48,6 +49,7 @@ def compile_case(case: Case, arch: int) -> Compiled:
         usage["STACK"] + usage["LOCAL"],
         ptx.count("wgmma.mma_async"),
         ptx.count("mma.sync"),
+        made.asm["cubin"],
     )
 
 
@@ -59,17 +61,31 @@ def _aligned(param: KernelParam, signature: dict[str, str]) -> bool:
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        told = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
-    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", told.stdout + told.stderr))
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", _told(cubin, "cuobjdump", "-res-usage")))
     return {name: int(found.get(name, 0)) for name in ("REG", "STACK", "LOCAL")}
 
 
+def disassembled(cubin: bytes) -> str | None:
+    """nvdisasm's text; None where Triton came without it."""
+    return _told(cubin, "nvdisasm", "-c") if (TOOLS / "nvdisasm").exists() else None
+
+
+def _told(cubin: bytes, tool: str, option: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True)
+    return told.stdout + told.stderr
+
+
 def versions(arch: int = 90) -> dict[str, str]:
-    """Of Triton and of the assembler that it calls for `arch`."""
+    """Of Triton, of the assembler that it calls for `arch`, and of the disassembler beside it."""
     tool = triton.knobs.nvidia.ptxas_blackwell if arch >= 100 else triton.knobs.nvidia.ptxas
-    told = subprocess.run([tool.path, "--version"], capture_output=True, text=True).stdout
-    release = re.search(r"V([\d.]+)", told)
-    return {"triton": triton.__version__, "ptxas": release[1] if release else "unknown", "ptxas path": tool.path}
+    known = {"triton": triton.__version__, "ptxas": _release(tool.path), "ptxas path": tool.path}
+    disassembler = TOOLS / "nvdisasm"
+    return known | {"nvdisasm": _release(disassembler) if disassembler.exists() else "missing: wgmma's operands go unchecked"}
+
+
+def _release(tool: str | Path) -> str:
+    release = re.search(r"V([\d.]+)", subprocess.run([tool, "--version"], capture_output=True, text=True).stdout)
+    return release[1] if release else "unknown"

@@ -4,6 +4,7 @@ gradient, and the initial state's; every other gradient follows from du without 
     dWᵀ = doᵀ P' + e^{G_C − G} ⊙ (dSᵀkᵀ)    duᵀ = dWᵀ T    dv = β du
     dSᵀ ← e^{G_C} dSᵀ + (scale e^G ⊙ do)ᵀ r − (e^G ⊙ dv)ᵀ (k + λq)
 
+dS is kept without the gate of the first token of the chunk walked last, which may leave less than half precision holds.
 T = Γ∘(I + A)⁻¹ without β, P' = scale Γ∘tril(r kᵀ); r reads. Additive rules: du = dW and no last term. Slots and chains are
 `triton_scan`'s, run backwards. Half precision: gradients are multiplied by a power of two near 1/max|do|, so that float16
 holds them, and du stays so.
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.triton_tile import load_tile, store_tile
+from needlework.ops.delta.triton_intra import ROWS
 from needlework.ops.delta.triton_scan import factors, run_of, tell, wait_for
 
 
@@ -127,15 +129,17 @@ def adjoint(
 
             p_factor = factors(p_E, i_bh * chunks_of_row + i_chunk, C)
             do = tl.trans(b_do).to(ACC) * factor
-            left *= tl.load(p_factor + 5 * C + o_c)[None, :]
+            e_later = -tl.load(p_factor + (ROWS + 4) * C, mask=i > 0, other=-1.0)
+            left *= (tl.load(p_factor + 5 * C + o_c) * e_later)[None, :]
             du = tl.dot(do.to(ST), b_P, left, input_precision="ieee", out_dtype=ACC)
             if ERASE:
                 du = tl.dot(du.to(TT), b_T, input_precision=SOLVE, out_dtype=ACC)
             b_du = du.to(ST)
 
-            by_r = do * tl.load(p_factor + 3 * C + o_c)[None, :]
+            e_since = tl.load(p_factor + 6 * C + o_c)
+            by_r = do * (e_since * scale)[None, :]
             if ERASE:
-                by_k = du * tl.load(p_factor + C + o_c)[None, :]
+                by_k = du * (-e_since * tl.load(p_factor + o_c))[None, :]
                 if LAM:
                     lam = tl.load(p_factor + 2 * C + o_c)
                     if READ:
@@ -144,7 +148,7 @@ def adjoint(
                         by_r += by_k * lam[None, :]
                 b_by_k = by_k.to(ST)
             b_by_r = by_r.to(ST)
-            e_whole = -tl.load(p_factor + 5 * C - 1)
+            e_whole = e_later * tl.load(p_factor + 7 * C - 1)
             S0 = tl.dot(b_by_r, b_r0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
             if ERASE:
                 S0 = tl.dot(b_by_k, b_k0, S0, input_precision="ieee", out_dtype=ACC)
@@ -160,9 +164,12 @@ def adjoint(
             store_tile(x_du, tl.trans(b_du), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
         done = c_to == count
-        tl.store(p_dinitial + o_base + o_state, S0 / factor, mask=inside & done)
+        # an empty sequence has no first gate
+        e_first = -tl.load(factors(p_E, i_bh * chunks_of_row + c_row, C) + 4 * C, mask=count > 0, other=-1.0)
+        rest = e_first / factor
+        tl.store(p_dinitial + o_base + o_state, S0 * rest, mask=inside & done)
         if NK == 2:
-            tl.store(p_dinitial + o_base + o_state + KB * V, S1 / factor, mask=inside1 & done)
+            tl.store(p_dinitial + o_base + o_state + KB * V, S1 * rest, mask=inside1 & done)
         if begin > 0:
             p_early = p_late - BV * NK * KB
             tl.store(p_early + o_hand, S0)

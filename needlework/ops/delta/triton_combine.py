@@ -7,7 +7,10 @@ dr₀, dx₀, dk₀ passed through the state (`triton_replay`). Where q reads, d
 
     M = E + λD   N = D + Dᵀ      dq = M k + dr₀ + λβ dx₀      dk = N k + Mᵀ q + dk₀ + β dx₀
 
-Products of r, q and k inside the chunk are the forward's: scale Γ∘(r kᵀ) = P', Γ∘(x kᵀ) = A. dβ divides by nothing: β may be 0.
+A token's own e^{g_t} multiplies all of its dx, and a gate of −30 would leave nothing of it in half precision. So it comes last, in
+float32: dx₀ is held without it, and with Γ⁻_ts = e^{G_t − g_t − G_s}, 1 between neighbours, so are D where q does not read and
+what makes dλ where it does. Products inside the chunk are the forward's: scale Γ∘(r kᵀ) = P', Γ∘(x kᵀ) = A, and where q both
+reads and enters x, in place of P', Γ⁻∘(q kᵀ) = Q. dβ divides by nothing: β may be 0.
 dg sums only terms that hold e^g (spec: dg without cancellation): of each token r·dr₀ and β x·dx₀, of each key k·dk₀, of each
 pair inside the chunk (F∘P' − β U∘A)_ts, and X of the chunk.
 """
@@ -18,6 +21,7 @@ import triton.language as tl
 from needlework.ops.common.triton_tile import load_tile, store_tile
 from needlework.ops.delta.triton_adjoint import gradient_factor
 from needlework.ops.delta.triton_intra import decay_between, prefixes
+from needlework.ops.delta.triton_scan import factors
 
 # log2 of a decay below which nothing that half precision holds passes
 NOTHING = tl.constexpr(-40.0)
@@ -25,7 +29,7 @@ NOTHING = tl.constexpr(-40.0)
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "NE"])
 def pairs(
-    x_do, x_du, x_w, x_v, p_g, p_beta, p_lam, p_P, p_A, x_scaled, x_dv, p_M, p_N, p_D, p_held, p_written, p_asked, p_max,
+    x_do, x_du, x_w, x_v, p_g, p_E, p_P, p_A, x_scaled, x_dv, p_M, p_N, p_D, p_held, p_written, p_asked, p_max,
     scale, T, NR, NE,
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr,
     TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr,
@@ -42,9 +46,10 @@ def pairs(
     o_t = i_t + tl.arange(0, R)
     live = o_t < T
     o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
+    p_factor = factors(p_E, i_bh * (NR // C) + i_t // C, C) + tl.arange(0, R)
     beta = tl.full([R], 1.0, ACC)
     if ERASE:
-        beta = tl.load(p_beta + o_value, mask=live, other=0.0).to(ACC)
+        beta = tl.load(p_factor)
     by_v = beta / factor
     F = tl.zeros([R, R], ACC)
     U = tl.zeros([R, R], ACC)
@@ -69,8 +74,7 @@ def pairs(
     s = tl.arange(0, R)[None, :]
     seen = (t // C == s // C) & (t >= s)
     before = seen & (t > s)
-    G, _ = prefixes(p_g, o_value, live, R, C, GATE)
-    decay = decay_between(G, seen, ACC)
+    gate, G = prefixes(p_g, o_value, live, R, C, GATE)
     o_row = tl.cast(i_bh, tl.int64) * NR + o_t
     # 64-bit bases, 32-bit offsets: what is [R R] is dear in registers
     o_pair = t * C + s % C
@@ -78,24 +82,32 @@ def pairs(
     known = before & (i_t + t < NR)
     o_wide = t * R + s
     first_wide = tl.cast(i_bh, tl.int64) * NE + i_t
+    if LAM and READ:
+        D = tl.where(before, -beta[:, None] * (U * decay_between(G - gate, G, before, ACC)), 0.0)
+        tl.store(p_D + first_wide * R + o_wide, D.to(ST))
+    decay = decay_between(G, G, seen, ACC)
     M = tl.where(seen, F * decay * scale, 0.0)
-    if GATE or LAM:
-        b_P = tl.load(p_P + first * C + o_pair, mask=known, other=0.0).to(ACC)
-    if GATE:
-        held = F * b_P
+    # beside a row of A lies one of Q
+    BOTH: tl.constexpr = LAM and not READ
+    p_A += first * (2 * C if BOTH else C)
+    if BOTH:
+        o_A = o_pair + t * C
+        own = tl.load(p_factor + 7 * C)
+        b_Q = tl.load(p_A + o_A + C, mask=known, other=0.0).to(ACC)
+        held = F * (b_Q * (own * scale)[:, None])
+    else:
+        o_A = o_pair
+        held = F * tl.load(p_P + first * C + o_pair, mask=known, other=0.0).to(ACC)
     if ERASE:
         D = tl.where(before, -beta[:, None] * (U * decay), 0.0)
         tl.store(p_N + first_wide * R + o_wide, (D + tl.trans(D)).to(ST))
-        wiped = U * tl.load(p_A + first * C + o_pair, mask=known, other=0.0).to(ACC)
+        wiped = U * tl.load(p_A + o_A, mask=known, other=0.0).to(ACC)
         tl.store(p_written + o_row, written - tl.sum(wiped, 1), mask=o_t < NR)
         if GATE:
             held -= beta[:, None] * wiped
-        if LAM:
-            if READ:
-                tl.store(p_D + first_wide * R + o_wide, D.to(ST))
-            else:
-                M += tl.load(p_lam + o_value, mask=live, other=0.0).to(ACC)[:, None] * D
-                tl.store(p_asked + o_row, -beta / scale * tl.sum(U * b_P, 1), mask=o_t < NR)
+        if BOTH:
+            M += tl.load(p_factor + 2 * C)[:, None] * D
+            tl.store(p_asked + o_row, -beta * own * tl.sum(U * b_Q, 1), mask=o_t < NR)
     tl.store(p_M + first_wide * R + o_wide, M.to(ST))
     if GATE:
         # the gate of t stands between s and r for r >= t > s; a sum without cancellation: in half the tensor cores' float32 is
@@ -119,7 +131,7 @@ def parts_at(
 
 @triton.jit(do_not_specialize=["T", "NR", "NE", "B"])
 def combine(
-    x_r, x_q, x_k, p_beta, p_lam, x_dr_part, x_dx_part, x_dk_part, x_M, x_N, x_D, p_written, p_asked, x_dr, x_dq, x_dk,
+    x_r, x_q, x_k, p_E, x_dr_part, x_dx_part, x_dk_part, x_M, x_N, x_D, p_written, p_asked, x_dr, x_dq, x_dk,
     p_from, p_to, p_dlam, p_dbeta, p_max, T, NR, NE, B,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
     NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, DT: tl.constexpr,
@@ -137,12 +149,7 @@ def combine(
     live = o_t < T
     o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
     o_row = tl.cast(i_bh, tl.int64) * NR + o_t
-    beta = tl.full([R], 1.0, ACC)
-    lam = tl.zeros([R], ACC)
-    if ERASE:
-        beta = tl.load(p_beta + o_value, mask=live, other=0.0).to(ACC)
-    if LAM:
-        lam = tl.load(p_lam + o_value, mask=live, other=0.0).to(ACC)
+    p_factor = factors(p_E, i_bh * (NR // R) + i_t // R, R) + tl.arange(0, R)
     read = tl.zeros([R], ACC)
     left = tl.zeros([R], ACC)
     wiped = tl.zeros([R], ACC)
@@ -158,7 +165,11 @@ def combine(
             read += tl.sum(b_r.to(ACC) * dr, 1)
             left += tl.sum(b_k.to(ACC) * dk, 1)
         if ERASE:
-            dx = parts_at(x_dx_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC)
+            own = tl.load(p_factor + 7 * R)
+            beta = tl.load(p_factor)
+            if LAM:
+                lam = tl.load(p_factor + 2 * R)
+            dx = parts_at(x_dx_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC) * own[:, None]
             wiped += tl.sum(b_k.to(ACC) * dx, 1)
             if LAM:
                 b_q = b_r
@@ -170,9 +181,9 @@ def combine(
             if LAM:
                 if READ:
                     b_D = load_tile(x_D, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA)
-                    in_chunk = tl.dot(b_D, b_k, input_precision="ieee", out_dtype=ACC)
+                    in_chunk = tl.dot(b_D, b_k, input_precision="ieee", out_dtype=ACC) * own[:, None]
                     within += tl.sum(b_q.to(ACC) * in_chunk, 1)
-                    b_by_lam = (b_q.to(ACC) * lam[:, None]).to(ST)
+                    b_by_lam = (b_q.to(ACC) * (lam * own)[:, None]).to(ST)
                     dk = tl.dot(tl.trans(b_D), b_by_lam, dk, input_precision="ieee", out_dtype=ACC)
                     dq = (dx + in_chunk) * (lam * rest)[:, None]
                     store_tile(x_dq, dq.to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
@@ -185,7 +196,9 @@ def combine(
         store_tile(x_dr, (dr * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
         store_tile(x_dk, (dk * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
     if ERASE:
-        wiped += lam * asked
+        beta = tl.load(p_factor)
+        if LAM:
+            wiped += tl.load(p_factor + 2 * R) * asked
         written = tl.load(p_written + o_row, mask=o_t < NR, other=0.0)
         tl.store(p_dbeta + o_value, (written + wiped) * rest, mask=live)
         if LAM:

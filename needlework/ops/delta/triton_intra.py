@@ -16,6 +16,8 @@ import triton.language as tl
 from needlework.ops.common.triton_tile import plus_product
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# rows of E, the factors of a chunk's tokens
+ROWS = tl.constexpr(8)
 
 
 @triton.jit
@@ -37,23 +39,42 @@ def operand_rows(
 
 @triton.jit
 def prefixes(p_g, o_value, live, R: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr):
-    """Inclusive sums of the gates of R // C chunks and what remains after each token, in log2 and float64: |G| reaches
-    hundreds where a difference of 1e-3 counts."""
+    """Gates of R // C chunks and their inclusive sums, in log2 and float64: |G| reaches hundreds where a difference of 1e-3 counts."""
     gate = tl.zeros([R], tl.float64)
     if GATE:
         gate = tl.load(p_g + o_value, mask=live, other=0.0).to(tl.float64) * LOG2E
-    chunks = tl.reshape(gate, [R // C, C])
-    prefix = tl.cumsum(chunks, 1)
-    return tl.reshape(prefix, [R]), tl.reshape(tl.sum(chunks, 1)[:, None] - prefix, [R])
+    return gate, tl.reshape(tl.cumsum(tl.reshape(gate, [R // C, C]), 1), [R])
 
 
 @triton.jit
-def decay_between(G, seen, ACC: tl.constexpr):
-    """2^{G_t − G_s} where `seen`. A prefix as two narrow numbers: their difference is as good as float64's once rounded, and
-    costs no wide registers."""
-    high = G.to(ACC)
-    low = (G - high.to(tl.float64)).to(ACC)
-    between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+def around(G, R: tl.constexpr, C: tl.constexpr):
+    """What the gates of R // C chunks sum to from each one's second token on, and after each token."""
+    chunks = tl.reshape(G, [R // C, C])
+    t = tl.arange(0, C)[None, :]
+    first, last = tl.sum(tl.where(t == 0, chunks, 0.0), 1), tl.sum(tl.where(t == C - 1, chunks, 0.0), 1)
+    return tl.reshape(chunks - first[:, None], [R]), tl.reshape(last[:, None] - chunks, [R])
+
+
+@triton.jit
+def power(x, ACC: tl.constexpr):
+    """2^x of float64. A narrow exponent of −43 would be rounded by more than a result is."""
+    whole = tl.floor(x)
+    return tl.exp2(whole.to(ACC)) * tl.exp2((x - whole).to(ACC))
+
+
+@triton.jit
+def two_narrow(x, ACC: tl.constexpr):
+    """float64 as a sum: differences are as good as float64's once rounded, and cost no wide registers."""
+    high = x.to(ACC)
+    return high, (x - high.to(tl.float64)).to(ACC)
+
+
+@triton.jit
+def decay_between(to, since, seen, ACC: tl.constexpr):
+    """2^{to_t − since_s} where `seen`, 1 elsewhere."""
+    high, low = two_narrow(to, ACC)
+    high_since, low_since = two_narrow(since, ACC)
+    between = (high[:, None] - high_since[None, :]) + (low[:, None] - low_since[None, :])
     return tl.exp2(tl.where(seen, tl.minimum(between, 0.0), 0.0))
 
 
@@ -64,10 +85,10 @@ def intra(
     ACC: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr, SOLVE: tl.constexpr, COPY: tl.constexpr, SAVE: tl.constexpr,
     GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
-    """NR rows of T, P', G and NR // C chunks of E [6 C] a value head: T rounded up to whole chunks. READ: r is not q (which then
-    only enters x). SAVE: also A without β, for the backward.
+    """NR rows of T, P', G and NR // C chunks of E [8 C] a value head: T rounded up to whole chunks. READ: r is not q (which then
+    only enters x). SAVE: also A without β, for the backward, and beside it, where q both reads and enters x, Q = Γ⁻∘(q kᵀ).
 
-    E holds the factors of a chunk's tokens: β, −β e^G, λ, scale e^G, −e^G, e^{G_C − G}. T is of type TT.
+    E holds the factors of a chunk's tokens: β, −β e^G, λ, scale e^G, −e^G, e^{G_C − G}, e^{G − G_1}, e^g. T is of type TT.
     """
     tiles = (NR + R - 1) // R
     i_t = (tl.program_id(0) % tiles) * R
@@ -82,15 +103,18 @@ def intra(
     o_k = start * H + i_h // (HV // H)
     o_r = start * HR + i_h // (HV // HR)
 
-    G, E = prefixes(p_g, o_value, live, R, C, GATE)
+    gate, G = prefixes(p_g, o_value, live, R, C, GATE)
+    since, left = around(G, R, C)
     o_row = tl.cast(i_bh, tl.int64) * NR + o_t
     tl.store(p_G + o_row, G.to(ACC), mask=o_t < NR)
-    p_factor = p_E + tl.cast(i_bh, tl.int64) * (6 * NR) + (o_t // C) * (6 * C) + o_t % C
-    e_start = tl.exp2(G.to(ACC))
+    p_factor = p_E + tl.cast(i_bh, tl.int64) * (ROWS * NR) + (o_t // C) * (ROWS * C) + o_t % C
+    e_start = power(G, ACC)
     tl.store(p_factor + 4 * C, -e_start, mask=o_t < NR)
     tl.store(p_factor + 3 * C, e_start * scale, mask=o_t < NR)
     # two ways to sum may leave a last digit above 0
-    tl.store(p_factor + 5 * C, tl.exp2(tl.minimum(E, 0.0).to(ACC)), mask=o_t < NR)
+    tl.store(p_factor + 5 * C, tl.exp2(tl.minimum(left, 0.0).to(ACC)), mask=o_t < NR)
+    tl.store(p_factor + 6 * C, tl.exp2(since.to(ACC)), mask=o_t < NR)
+    tl.store(p_factor + 7 * C, power(gate, ACC), mask=o_t < NR)
 
     kk = tl.zeros([R, R], ACC)
     rk = tl.zeros([R, R], ACC)
@@ -112,7 +136,7 @@ def intra(
     s = tl.arange(0, R)[None, :]
     same = t // C == s // C
     seen = same & (t >= s)
-    decay = decay_between(G, seen, ACC)
+    decay = decay_between(G, G, seen, ACC)
     o_pair = o_row[:, None] * C + s % C
     keep = same & (o_t < NR)[:, None]
     tl.store(p_P + o_pair, tl.where(seen, rk * decay * scale, 0.0).to(ST), mask=keep)
@@ -130,7 +154,12 @@ def intra(
                 x += lam[:, None] * rk
         A = tl.where(seen & (t > s), x * decay, 0.0)
         if SAVE:
-            tl.store(p_A + o_pair, A.to(ST), mask=keep)
+            BOTH: tl.constexpr = LAM and not READ
+            p_saved = p_A + o_row[:, None] * (2 * C if BOTH else C) + s % C
+            tl.store(p_saved, A.to(ST), mask=keep)
+            if BOTH:
+                between = decay_between(G - gate, G, seen & (t > s), ACC)
+                tl.store(p_saved + C, (rk * between).to(ST), mask=keep)
         A *= beta[:, None]
         # blocks of 2, 4, …, C: the inverse of a block from those of its halves
         X = tl.where(t == s, 1.0, 0.0) - tl.where(t // 2 == s // 2, A, 0.0)

@@ -1,7 +1,7 @@
 """Gradients that pass through the state, without storing a state a chunk: once W and du are known nothing couples rows of S,
 so that a program replays a slice of keys, forward with S and backward with dS, and contracts over V itself.
 
-    forward   dr = scale e^G ⊙ (do Sᵀ)   dx/β = −e^G ⊙ (du Sᵀ)    S ← e^{G_C} S + (e^{G_C − G} ⊙ k)ᵀ W
+    forward   dr = scale e^G ⊙ (do Sᵀ)   dx/βe^g = −e^{G−g} ⊙ (du Sᵀ)    S ← e^{G_C} S + (e^{G_C − G} ⊙ k)ᵀ W
     reverse   dk = e^{G_C − G} ⊙ (W dSᵀ)                           dS ← e^{G_C} dS + (scale e^G ⊙ r)ᵀ do − (e^G ⊙ βx)ᵀ du
 
 The gradient of the gates wants X = e^{G_C} ⟨S, dS⟩ of each chunk, S at its start and dS at its end. The forward pass stores S
@@ -110,7 +110,9 @@ def replay_forward(
                 b_dr = (dr * tl.load(p_factor + 3 * C + o_c)[None, :]).to(ST)
                 store_tile(x_dr, tl.trans(b_dr), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
                 if ERASE:
-                    b_dx = (dx * tl.load(p_factor + 4 * C + o_c)[None, :]).to(ST)
+                    # up to the token before: a strong gate of its own would leave nothing in half precision
+                    e_before = tl.load(p_factor + 4 * C + o_c - 1, mask=o_c > 0, other=-1.0)
+                    b_dx = (dx * e_before[None, :]).to(ST)
                 b_left = (tl.trans(b_k).to(ACC) * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
                 e_whole = -tl.load(p_factor + 5 * C - 1)
                 S0 = tl.dot(b_left, b_w0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)

@@ -16,7 +16,7 @@ from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse, run
 from needlework.ops.common.triton_tile import token_tile
 from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, padded
-from needlework.ops.delta.triton_intra import intra
+from needlework.ops.delta.triton_intra import ROWS, intra
 from needlework.ops.delta.triton_scan import scan
 
 ENGINE = "delta/scalar"
@@ -130,13 +130,13 @@ def forward(
     wide = accumulator(q.dtype)
     operand = solve(q.dtype)
     o, W = torch.empty_like(v), torch.empty_like(v, dtype=operand) if save else None
-    pairs = lambda kind, wanted=True: q.new_empty(B if wanted else 0, HV, rows, C, dtype=kind)
+    pairs = lambda kind, wanted=True, columns=C: q.new_empty(B if wanted else 0, HV, rows, columns, dtype=kind)
     Pp, Tp = pairs(operand), pairs(inverse(q.dtype), beta is not None)
-    A = pairs(operand, beta is not None) if save else None
+    A = pairs(operand, beta is not None, saved_columns(C, lam, q_read)) if save else None
     # q is not copied where it neither reads nor enters x
     wanted = (q if q_read is None or lam is not None else None), k, q_read
     copies = [None if x is None or x.dtype == operand else torch.empty_like(x, dtype=operand) for x in wanted]
-    G, E = q.new_empty(B, HV, rows, dtype=wide), q.new_empty(B, HV, rows // C, 6, C, dtype=wide)
+    G, E = q.new_empty(B, HV, rows, dtype=wide), q.new_empty(B, HV, rows // C, ROWS.value, C, dtype=wide)
     q_, k_, read = (x if copy is None else copy for x, copy in zip((q, k, q_read), copies, strict=True))
     if o.numel():
         launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, scale=scale, plan=plan)
@@ -214,6 +214,11 @@ def slots_of(plan: Plan, kernel: str, align: Alignment, per: int, chunks: int) -
     # where each program has one chain, as long as all others, no flag is ever read
     cut = slots < chains or align.N * align.longest != chunks
     return slots, (torch.zeros if cut else torch.empty)(slots, dtype=torch.int32, device=align.cum.device)
+
+
+def saved_columns(C: int, lam: Tensor | None, q_read: Tensor | None) -> int:
+    """Of A: where q both reads and enters x, its own products lie beside x's."""
+    return 2 * C if lam is not None and q_read is None else C
 
 
 def solve(dtype: torch.dtype) -> torch.dtype:
@@ -317,8 +322,9 @@ def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     aligned = T if cu_seqlens is None else (T // C + N) * C
     rows = -(-aligned // C) * C
     erases = 0 if beta is None else B
-    pairs = [v.new_empty(n, HV, rows, C, dtype=t) for n, t in ((erases, inverse(q.dtype)), (B, operand), (erases, operand))]
-    numbers = [v.new_empty(B, HV, *s, dtype=wide) for s in ((rows,), (rows // C, 6, C))]
+    shapes = (erases, C, inverse(q.dtype)), (B, C, operand), (erases, saved_columns(C, lam, q_read), operand)
+    pairs = [v.new_empty(n, HV, rows, columns, dtype=t) for n, columns, t in shapes]
+    numbers = [v.new_empty(B, HV, *s, dtype=wide) for s in ((rows,), (rows // C, ROWS.value, C))]
     wanted = (q if q_read is None or lam is not None else None), k, q_read
     copies = [
         nothing() if x is None or x.dtype == operand else x.new_empty(B, aligned, *x.shape[2:], dtype=operand) for x in wanted

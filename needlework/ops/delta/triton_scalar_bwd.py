@@ -96,7 +96,7 @@ def backward(
     held, written, asked, from_start, to_end = (new(B, HV, rows) for _ in range(5))
     run(
         pairs, (wide // R * B * HV,),
-        tile(do, BV, R), tile(du, BV, R), tile(W, BV, R), tile(v, BV, R), or_G(g), or_G(beta), or_G(lam), Pp, A, tile(do_, BV, R),
+        tile(do, BV, R), tile(du, BV, R), tile(W, BV, R), tile(v, BV, R), or_G(g), E, Pp, A, tile(do_, BV, R),
         tile(dv, BV, R), M, N_, D, held, written, asked, peaks, scale, T, rows, wide, **c["pairs"],
     )  # fmt: skip
 
@@ -131,7 +131,7 @@ def backward(
     square = lambda x: tile(x if x.numel() else M, R, R)
     run(
         combine, (wide // R * B * HV,),
-        keys_at(r), keys_at(asks), keys_at(k_), or_G(beta), or_G(lam), keys_at(dr_part), keys_at(dx_part), keys_at(dk_part),
+        keys_at(r), keys_at(asks), keys_at(k_), E, keys_at(dr_part), keys_at(dx_part), keys_at(dk_part),
         square(M), square(N_), square(D), written, asked, keys_at(dr), keys_at(dq), keys_at(dk), from_start, to_end,
         or_G(dlam), or_G(dbeta), peaks, T, rows, wide, B, **c["combine"],
     )  # fmt: skip

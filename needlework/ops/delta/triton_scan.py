@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.triton_tile import load_tile, plus_product, store_tile
+from needlework.ops.delta.triton_intra import ROWS
 
 
 @triton.jit
 def factors(p_E, i_chunk, C: tl.constexpr):
-    """A chunk's rows of C numbers, as `intra` wrote them: β, −β e^G, λ, scale e^G, −e^G, e^{G_C − G}."""
-    return p_E + tl.cast(i_chunk, tl.int64) * (6 * C)
+    """A chunk's rows of C numbers, as `intra` wrote them: β, −β e^G, λ, scale e^G, −e^G, e^{G_C − G}, e^{G − G_1}, e^g."""
+    return p_E + tl.cast(i_chunk, tl.int64) * (ROWS * C)
 
 
 @triton.jit

@@ -1,0 +1,108 @@
+"""Uniform registers that a wgmma of Hopper's machine code takes and that nothing wrote.
+
+ptxas 12.8.93 has assembled a kernel in which the descriptor of a product's operand in shared memory starts from such a register:
+an illegal access, or a wrong result. What is read here is nvdisasm's text.
+"""
+
+import re
+from typing import NamedTuple
+
+LABEL = re.compile(r"^([.$\w]+):\s*$")
+LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+PRODUCT = re.compile(r"[A-Z]*GMMA\b")
+# their first operand is not a result, though they begin like those whose is
+SOURCES_ALONE = ("UTMA", "UBLKCP", "UBLKRED", "UBLKPF", "UCGABAR", "USETMAXREG")
+RESULTS = ("U", "R2UR", "S2UR", "VOTEU", "REDUX")
+
+
+class Instruction(NamedTuple):
+    address: str
+    predicate: str | None
+    name: str
+    operands: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.operands} at 0x{self.address}"
+
+
+def unwritten(text: str) -> list[str]:
+    """Every wgmma that takes a uniform register, or a result of one, that no path before it writes; each with its registers."""
+    found = []
+    for lines, labels in _functions(text):
+        effects = [_effect(line) for line in lines]
+        for line, (_, reads), known in zip(lines, effects, _known(lines, labels, effects), strict=True):
+            if known is not None and PRODUCT.match(line.name) and (missing := reads - known):
+                found.append(f"{line} reads {', '.join(f'UR{n}' for n in sorted(missing))}, which nothing wrote")
+    return found
+
+
+def _functions(text: str) -> list[tuple[list[Instruction], dict[str, int]]]:
+    """Instructions of each section, and which of them follows a label."""
+    found: list[tuple[list[Instruction], dict[str, int]]] = []
+    for row in text.splitlines():
+        if label := LABEL.match(row):
+            if label[1].startswith(".text."):
+                found.append(([], {}))
+            elif found:
+                found[-1][1][label[1]] = len(found[-1][0])
+        elif found and (line := LINE.search(row)):
+            found[-1][0].append(Instruction(*line.groups()))
+    return found
+
+
+def _known(lines, labels, effects) -> list[set[int] | None]:
+    """Uniform registers that some path has written before each instruction; None where no path leads.
+
+    What is made of an unwritten register counts as unwritten.
+    """
+    known: list[set[int] | None] = [None] * len(lines)
+    todo = [(0, set())] if lines else []
+    while todo:
+        i, coming = todo.pop()
+        if known[i] is not None and coming <= known[i]:
+            continue
+        known[i] = coming | (known[i] or set())
+        writes, reads = effects[i]
+        leaving = known[i] | writes if reads <= known[i] else known[i]
+        todo += [(j, leaving) for j in _next(i, lines, labels)]
+    return known
+
+
+def _next(i: int, lines: list[Instruction], labels: dict[str, int]) -> list[int]:
+    line = lines[i]
+    after = []
+    if line.name.startswith(("BRA", "CALL", "BSSY", "WARPSYNC")) and (target := re.search(r"`\(([.$\w]+)\)", line.operands)):
+        after += [labels[target[1]]] if target[1] in labels else []
+    leaves = line.name.startswith(("BRA", "BRX", "JMP", "JMX", "RET", "EXIT"))
+    if not leaves or line.predicate or re.match(r"!?U?P\d", line.operands):
+        after.append(i + 1)
+    return [j for j in after if j < len(lines)]
+
+
+def _effect(line: Instruction) -> tuple[set[int], set[int]]:
+    """Uniform registers that an instruction writes and reads."""
+    name = line.name
+    parts = [part.strip() for part in re.split(r",(?![^\[]*\])", line.operands)]
+    wide = 2 if ".64" in name or ".WIDE" in name else 1
+    # a wide product's sum is wide and its factors are not; a constant's address is not
+    narrow = name.startswith(("UIMAD", "IMAD", "ULDC"))
+    writes: set[int] = set()
+    reads: set[int] = set()
+    if name.startswith(RESULTS) and not name.startswith(SOURCES_ALONE):
+        if first := re.fullmatch(r"UR(\d+)(\.\w+)?", parts[0]):
+            writes |= _span(int(first[1]), wide)
+        parts[0] = ""
+    for i, part in enumerate(parts):
+        for n in map(int, re.findall(r"UR(\d+)", part)):
+            if f"gdesc[UR{n}]" in part:
+                # with the first operand in registers the second's descriptor alone
+                reads |= _span(n + 2, 2) if re.match(r"-?R\d+", parts[1]) else _span(n, 4)
+            elif f"desc[UR{n}]" in part:
+                reads |= _span(n, 2)
+            else:
+                reads |= _span(n, 1 if "[" in part or (narrow and i < 3) else wide)
+    return writes, reads
+
+
+def _span(n: int, count: int) -> set[int]:
+    return set(range(n, n + count))

@@ -1,0 +1,76 @@
+"""Reads of uniform registers that nothing wrote, in machine code written by hand in nvdisasm's manner."""
+
+import pytest
+
+from needlework.testing import builds
+from needlework.testing.machine_code import unwritten
+
+HEADER = """
+	.section	.text.solve,"ax",@progbits
+solve:
+.text.solve:
+"""
+# the descriptor of operand B is UR6, UR7 where A is in registers; of A, then B, UR4 to UR7 where it is not
+LOOP = """
+        /*0000*/                   S2UR UR5, SR_CgaCtaId ;
+        /*0010*/                   UMOV UR4, 0x400 ;
+        /*0020*/                   ULEA UR4, UR5, UR4, 0x18 ;
+        /*0030*/                   USHF.R.U32.HI UR4, URZ, 0x4, UR4 ;
+        /*0040*/                   UMOV UR5, 0x40000040 ;
+        /*0050*/              @!P0 BRA `(.L_x_1) ;
+.L_x_0:
+        /*0060*/                   UIADD3 UR6, UR4, 0x80, URZ ;
+        /*0070*/                   UMOV UR7, 0x40000040 ;
+        /*0080*/                   HGMMA.64x32x16.F32 R24, R120, gdesc[UR4], R24, gsb0 ;
+        /*0090*/               @P1 BRA `(.L_x_0) ;
+.L_x_1:
+        /*00a0*/                   HGMMA.64x32x16.F32 R24, gdesc[UR4], R24, !UPT ;
+        /*00b0*/                   EXIT ;
+"""
+
+
+def test_registers_that_every_product_takes_were_written():
+    assert unwritten(HEADER + LOOP) == []
+
+
+def test_a_product_whose_descriptor_nothing_wrote_is_named_with_its_registers():
+    found = unwritten(HEADER + LOOP.replace("UMOV UR7, 0x40000040", "UMOV UR9, 0x40000040"))
+    assert len(found) == 2 and "HGMMA.64x32x16.F32 R24, R120, gdesc[UR4], R24, gsb0 at 0x0080 reads UR7" in found[0]
+
+
+def test_what_is_made_of_an_unwritten_register_is_unwritten():
+    (found,) = unwritten(
+        HEADER + LOOP.replace("UMOV UR5, 0x40000040", "UIADD3 UR5, UR12, 0x1, URZ").replace("S2UR UR5", "S2UR UR8")
+    )
+    assert "gdesc[UR4], R24, !UPT at 0x00a0" in found
+
+
+def test_a_register_that_one_path_writes_is_written():
+    """Which path is taken depends on what is not read here: the loop's UR6 and UR7 reach the last product."""
+    assert unwritten(HEADER + LOOP.replace("@!P0 BRA", "BRA"))[0].endswith("reads UR6, UR7, which nothing wrote")
+
+
+def test_each_kernel_of_a_file_starts_with_nothing():
+    other = HEADER + "        /*0000*/                   HGMMA.64x32x16.F32 R24, R120, gdesc[UR4], R24 ;\n"
+    assert len(unwritten(HEADER + LOOP + other)) == 1
+
+
+@pytest.mark.parametrize(
+    "text, error", ((HEADER + LOOP, False), (HEADER + LOOP.replace("UMOV UR7", "UMOV UR9"), True), (None, False))
+)
+def test_a_build_whose_machine_code_is_wrong_is_an_error(text, error, monkeypatch):
+    compiled = pytest.importorskip("needlework.ops.common.triton_compile")
+    made = compiled.Compiled("solve", 168, 1024, 0, 2, 0, b"")
+    monkeypatch.setattr(compiled, "compile_case", lambda case, sm: made)
+    monkeypatch.setattr(compiled, "disassembled", lambda cubin: text)
+    task = next(task for task in builds.tasks(False) if task.sm == 90)
+    found = builds._compile(task)
+    assert found and {"HGMMA.64x32x16.F32 R24, R120" in build.error for build in found} == {error}
+
+
+def test_the_disassembler_is_told_of(monkeypatch, tmp_path):
+    compiled = pytest.importorskip("needlework.ops.common.triton_compile")
+    assert compiled.versions()["nvdisasm"][0].isdigit()
+    monkeypatch.setattr(compiled, "TOOLS", tmp_path)
+    assert compiled.versions()["nvdisasm"].startswith("missing")
+    assert compiled.disassembled(b"") is None
