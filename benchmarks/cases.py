@@ -23,21 +23,31 @@ SHAPES = {
     "B": {"B": 8, "T": 4096, "H": 16, "K": 128, "V": 128},
     "C": {"B": 1, "T": 32768, "H": 16, "K": 128, "V": 128},
     "K256": {"B": 8, "T": 4096, "H": 6, "K": 256, "V": 256},
+    # attention: H key-value heads
+    "kv4-8K": {"B": 4, "T": 8192, "H": 4, "K": 64, "V": 64},
+    "kv32-8K": {"B": 4, "T": 8192, "H": 32, "K": 64, "V": 64},
+    "kv4-32K": {"B": 1, "T": 32768, "H": 4, "K": 64, "V": 64},
+    "kv4-d128": {"B": 4, "T": 8192, "H": 4, "K": 128, "V": 128},
+    "2K": {"B": 16, "T": 2048, "H": 2, "K": 128, "V": 128},
+    "16K": {"B": 2, "T": 16384, "H": 2, "K": 128, "V": 128},
+    "64K": {"B": 1, "T": 65536, "H": 2, "K": 128, "V": 128},
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One op at one shape. bars: pass -> the ratio to the peer that is promised. flops, numbers: for a token and head forward,
+    """One op at one shape. bars: pass -> the ratio to the peer that is promised; share: what part of the run's matrix product rate the
+    forward pass is to reach. flops, numbers: for a token and head forward,
     multiply-adds × 2, and what must move once, counted in numbers of 2 bytes."""
 
     op: str
     at: str
     spec: OpSpec
     inputs: Callable[..., dict[str, Tensor]]
-    peer: peers.Peer
+    peer: peers.Peer | None
     peer_inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
     bars: dict[str, float] = field(default_factory=dict)
+    share: float | None = None
     flops: float = 0.0
     numbers: float = 0.0
 
@@ -54,7 +64,7 @@ class Case:
         generator = torch.Generator(device=device).manual_seed(0)
         H, K, V = (self.shape[axis] for axis in "HKV")
         made = self.inputs(generator, B, T, H, K, V)
-        half = {*self.spec.half, "beta", "lam", "eta"}
+        half = {*self.spec.half, *({"beta", "lam", "eta"} & {*self.spec.tokens})}
         return {name: x.to(dtype if name in half else torch.float32) for name, x in made.items()}
 
     def ours(self, **x: Tensor) -> Tensor:
@@ -75,7 +85,7 @@ def inputs(
     generator: torch.Generator, B: int, T: int, H: int, K: int, V: int, *, gate: str | None = "scalar", extra=(), values=True
 ) -> dict[str, Tensor]:
     """Unit q and k, normal v, Gated DeltaNet's own gate at initialisation; float64 on the generator's device."""
-    normal, uniform = _draws(generator)
+    normal, uniform = draws(generator)
     unit = partial(normalize, dim=-1)
     x = {"q": unit(normal(B, T, H, K)), "k": unit(normal(B, T, H, K))}
     if values:
@@ -89,7 +99,7 @@ def inputs(
 
 def carve_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: int, rank: int = 32) -> dict[str, Tensor]:
     """CARVE as its layer starts it, half-lives of 32 to 8,192 tokens, but with content: W₂ is not zero."""
-    normal, _ = _draws(generator)
+    normal, _ = draws(generator)
     quantile = (torch.arange(K, device=generator.device, dtype=torch.float64) + 0.5) / K
     forgotten = math.log(2) / (32 * (8192 / 32) ** quantile)
     start = torch.log(torch.expm1(forgotten)).expand(H, K)  # the decay's softplus and the erase gate's σ both start there
@@ -99,7 +109,7 @@ def carve_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: 
     return x | {"w1": normal(rank, V) * V**-0.5, "w2": normal(K, rank) * rank**-0.5}
 
 
-def _draws(generator: torch.Generator) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def draws(generator: torch.Generator) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     options = {"generator": generator, "device": generator.device, "dtype": torch.float64}
     return partial(torch.randn, **options), partial(torch.rand, **options)
 

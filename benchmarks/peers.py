@@ -1,4 +1,4 @@
-"""Calls of flash-linear-attention for our mathematics, each loaded when it is asked for."""
+"""Calls of flash-linear-attention and PyTorch for our mathematics, each loaded when it is asked for."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 
 class Peer(NamedTuple):
@@ -54,7 +56,25 @@ def _curvature() -> Callable[..., Tensor]:
     return cleaned
 
 
+def _solve() -> Callable[..., Tensor]:
+    """deltaformer's first stage with q = k = √d k̂: the same solve of a matrix whose rows are normalised (its β, 1 here, scales them back:
+    that costs nothing)."""
+    module = import_module("fla.ops.deltaformer.parallel")
+    return lambda k, v: module.ParallelDeltaformerFunction.apply(k, k, v, None, module.BLOCK_SIZE_C, None)
+
+
+def _attention(backend: SDPBackend) -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+
+    return attend
+
+
 GATED = Peer("flash-linear-attention chunk_gated_delta_rule", _gated)
 COMBA = Peer("flash-linear-attention chunk_comba", _comba)
 KDA = Peer("flash-linear-attention chunk_kda", _kda)
 CURVATURE = Peer("flash-linear-attention chunk_linear_attn with v = k, the rest in PyTorch", _curvature)
+SOLVE = Peer("flash-linear-attention deltaformer, its u-solve", _solve)
+CUDNN = Peer("SDPA, cuDNN, key-value heads expanded", lambda: _attention(SDPBackend.CUDNN_ATTENTION))
+FLASH = Peer("SDPA, flash, key-value heads expanded", lambda: _attention(SDPBackend.FLASH_ATTENTION))

@@ -1,9 +1,9 @@
 """Time the kernels beside their peers on this GPU and write benchmarks/results/<device>.json.
 
-    python benchmarks/run.py [--only qdelta kda/B step cold] [--graphs] [--out benchmarks/results] [--no-warm]
+    python benchmarks/run.py [--only qdelta kda/B lucid polar step cold] [--graphs] [--out benchmarks/results] [--no-warm]
 
 Every row: op, impl, shape, dtype, pass, ms, peak_mib, peer, peer_ms, ratio (ours ÷ peer; of a step its share of the copy
-bandwidth), floor_ms, bar, error_over_budget, device, torch, triton, commit; with --graphs also graph_ms, peer_graph_ms. Before a case is timed its outputs, states and
+bandwidth, of pass "share" that of the copy or of the matrix product), floor_ms, bar, error_over_budget, device, torch, triton, commit; with --graphs also graph_ms, peer_graph_ms. Before a case is timed its outputs, states and
 gradients are compared with the float64 definition; a case over its budget is not reported, its old rows go, and the exit
 status is 1. Rows are kept by key and written one by one: runs add up, and one that is cut short loses nothing.
 """
@@ -20,11 +20,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import results
+from attention_cases import CASES as ATTENTION
 from cases import CASES, Case
 from judge import judge
-from steps import BAR, SHAPE, steps
+from steps import steps
 from timing import ceilings, cold, median, passes, peak, replay
 
+CASES = CASES + ATTENTION
 DEVICE, DTYPE = "cuda", torch.bfloat16
 COLD_BAR = 10_000.0
 say = lambda *words: print(*words, flush=True)
@@ -56,7 +58,7 @@ def warm(cases: list[Case]) -> list[subprocess.Popen]:
     """Compile the peers, each in a process of its own: 60 to 220 s at a first call. Only what they compile is kept: which
     configuration is fastest is found again by the process that times them, alone on the GPU."""
     env = os.environ | {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0"}
-    firsts = {(case.peer.name, case.shape["K"], case.shape["V"]): case for case in cases if not case.peer.ours}
+    firsts = {(case.peer.name, case.shape["K"], case.shape["V"]): case for case in cases if case.peer and not case.peer.ours}
     return [
         subprocess.Popen(
             [sys.executable, __file__, "--warm", case.key], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -92,6 +94,8 @@ def judged(cases: list[Case], report: Report) -> dict[str, float]:
 
 
 def peer_passes(case: Case, x: dict[str, torch.Tensor], report: Report) -> dict:
+    if case.peer is None:
+        return {}
     try:
         return passes(case.peer.load(), case.peer_inputs(x))
     except ModuleNotFoundError as error:
@@ -117,6 +121,11 @@ def timed(case: Case, ratio: float, limits: tuple[float, float], report: Report)
             n: row[n] and round(row[n], 3) for n in ("ms", "peer_ms", "ratio", "bar", "peak_mib", "peer_peak_mib", "floor_ms")
         }
         say(f"{case.key} {name}: {shown}")
+        if name == "fwd" and case.share:
+            floor = row["floor_ms"]
+            row |= {"pass": "share", "peer": "matrix product", "peer_ms": floor, "ratio": floor / ms, "bar": case.share}
+            report.put(**row)
+            say(f"{case.key}: {100 * floor / ms:.1f} % of the matrix product's rate")
 
 
 def timed_in_graph(case: Case, report: Report) -> None:
@@ -136,15 +145,17 @@ def timed_steps(chosen, bandwidth: float, report: Report) -> None:
             ratio = step.judge(DEVICE)
             if not ratio <= 1:
                 report.lack(step.key, f"NOT REPORTED: the error is {ratio:.2f} × its budget")
-                results.drop(report.file, step.op, SHAPE)
+                results.drop(report.file, step.op, step.shape)
                 continue
             ms, moved = step.time(DEVICE)
             floor = 1e3 * moved / bandwidth
-            report.put(op=step.op, shape=SHAPE, dtype="float32", **{"pass": "step"}, ms=ms, peer="device copy of the state",
-                       peer_ms=floor, ratio=floor / ms, floor_ms=floor, bar=BAR, error_over_budget=ratio)  # fmt: skip
+            report.put(op=step.op, shape=step.shape, dtype=step.dtype, **{"pass": step.kind}, ms=ms, peer="device copy",
+                       peer_ms=floor, ratio=floor / ms, floor_ms=floor, bar=step.bar, error_over_budget=ratio)  # fmt: skip
             say(f"{step.key}: {1e3 * ms:.1f} us, {100 * floor / ms:.1f} % of the copy bandwidth, error {ratio:.2f} × budget")
         except Exception as error:
             report.lack(step.key, f"skipped: {why(error)}")
+        finally:
+            torch.cuda.empty_cache()
 
 
 def timed_cold(case: Case, report: Report) -> None:
@@ -182,7 +193,9 @@ def commit() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="KEY", help="gated, gated/A, step, step/carve, cold, cold/kda, …")
+    parser.add_argument(
+        "--only", nargs="+", metavar="KEY", help="gated, gated/A, lucid, polar, step, step/carve, cold, cold/kda, …"
+    )
     parser.add_argument("--out", type=Path, default=results.ROOT)
     parser.add_argument("--commit", default=commit(), help="what the rows are said to be of, where git cannot tell")
     parser.add_argument("--graphs", action="store_true", help="also replayed from CUDA graphs")
@@ -220,10 +233,10 @@ def main() -> int:
         for case in cases:
             if case.key in right:
                 _guarded(f"{case.key} in a graph", report, timed_in_graph, case, report)
-    firsts = {case.op: case for case in reversed(CASES)}
-    for case in firsts.values():
-        if wanted(f"cold/{case.op}") and (case not in cases or case.key in right):
-            _guarded(f"cold/{case.op}", report, timed_cold, case, report)
+    firsts = {case.op.partition("/")[0]: case for case in reversed(CASES)}
+    for op, case in firsts.items():
+        if wanted(f"cold/{op}") and (case not in cases or case.key in right):
+            _guarded(f"cold/{op}", report, timed_cold, case, report)
     say(f"[{time.monotonic() - start:.0f} s] {report.file}")
     if report.missing:
         print("not reported:\n  " + "\n  ".join(report.missing), file=sys.stderr)

@@ -1,6 +1,7 @@
-"""One token for many sequences, in place: what share of the copy bandwidth it reaches, replayed from a CUDA graph.
+"""One token for many sequences: what share of the copy bandwidth it reaches, replayed from a CUDA graph.
 
-Tokens are bfloat16, states float32; only the matrix state's bytes are counted, read and written once.
+In place: tokens are bfloat16, states float32; only the matrix state's bytes are counted, read and written once. Polar on pages: all
+bfloat16, keys and values are read once.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from attention_cases import polar_inputs
 from cases import carve_inputs, inputs, spec_of
 from timing import median, replay
 from torch import Tensor
@@ -15,8 +17,10 @@ from torch import Tensor
 from needlework.ops.api import OpSpec
 from needlework.ops.carve.state import empty_state as empty_carve
 from needlework.ops.ccq.state import empty_state as empty_ccq
+from needlework.ops.polar import decode_polar
 from needlework.testing.compare import leaves, tokens, whole
-from needlework.testing.errors import error_over_budget
+from needlework.testing.errors import error_over_budget, operand
+from needlework.testing.pages import PAGES
 
 SHAPE = {"B": 512, "T": 1, "H": 8, "K": 128, "V": 128}
 BAR = 0.85
@@ -28,10 +32,17 @@ class Step:
     spec: OpSpec
     inputs: Callable[..., dict[str, Tensor]]
     table: Callable[..., object]
+    kind = "step"
+    dtype = "float32"  # of the state
+    bar = BAR
 
     @property
     def key(self) -> str:
         return f"step/{self.op}"
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return SHAPE
 
     def tensors(
         self, device: torch.device | str, half: torch.dtype, B: int, T: int, H: int, K: int, V: int
@@ -69,7 +80,61 @@ def _curvature(B: int, H: int, K: int, V: int, device: torch.device | str) -> tu
     return empty_ccq(B, H, K, device=device)
 
 
-def steps() -> Iterator[Step]:
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Polar's newest token of B sequences of T tokens, q8 kv2 d128, on shuffled pages."""
+
+    B: int
+    T: int
+    bar: float
+    op = "polar/decode"
+    kind = "share"
+    dtype = "bfloat16"
+
+    @property
+    def key(self) -> str:
+        return f"{self.op}/B{self.B}-{self.T // 1024}K"
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return {"B": self.B, "T": self.T, "H": 2, "K": 128, "V": 128}
+
+    def judge(
+        self, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, T: int = 200, K: int = 128, V: int = 128
+    ) -> float:  # fmt: skip
+        """The outputs' largest error ÷ budget, of decode and prefill on pages."""
+        x = polar_inputs(torch.Generator(device=device).manual_seed(0), 2, T, 2, K, V)
+        x = {name: y.to(dtype if name in PAGES.half else torch.float32) for name, y in x.items()}
+        wide, single = ({name: y.to(kind) for name, y in x.items()} for kind in (torch.float64, torch.float32))
+        half = operand(dtype)
+        found = (
+            PAGES.chunk(**x, impl="triton"), PAGES.recurrent(**wide), PAGES.recurrent(**single, operand=half),
+            PAGES.literal(**single, operand=half),
+        )  # fmt: skip
+        return max(error_over_budget(*(y for _, y in way), None)[0] for way in zip(*map(leaves, found), strict=True))
+
+    def time(self, device: torch.device | str) -> tuple[float, int]:
+        generator = torch.Generator(device=device).manual_seed(0)
+        x = polar_inputs(generator, self.B, 1, 2, 128, 128)
+        parameters = {name: y.float() for name, y in x.items() if name not in PAGES.half}
+        count = self.T // PAGE
+        k, v = (
+            torch.randn(self.B * count, PAGE, 2, 128, generator=generator, device=device, dtype=torch.bfloat16)
+            for _ in range(2)
+        )
+        table = torch.randperm(self.B * count, generator=generator, device=device).view(self.B, count).int()
+        where = {"block_table": table, "length": torch.full((self.B,), self.T, dtype=torch.int32, device=device)}
+        q = x["q"][:, 0].bfloat16().contiguous()
+        call = partial(decode_polar, q, k, v, **parameters, **where, impl="triton")
+        return median(replay(call)), k.nbytes + v.nbytes
+
+
+def steps() -> Iterator[Step | Decode]:
+    for B, T, bar in ((8, 65536, 0.85), (64, 8192, 0.85), (1, 65536, 0.4)):
+        yield Decode(B, T, bar)
     yield Step("gated", spec_of("delta/gated"), partial(inputs, extra=("beta",)), _matrix)
     yield Step("qdelta", spec_of("qdelta"), partial(inputs, extra=("beta", "lam")), _matrix)
     yield Step("kda", spec_of("delta/kda"), partial(inputs, gate="channel", extra=("beta",)), _matrix)

@@ -45,6 +45,19 @@ def test_the_table_says_which_bars_are_met(bench):
     assert any("ccq 12.0 s (NOT met)" in line for line in text)
 
 
+def test_a_share_of_a_ceiling_has_a_table_of_its_own(bench):
+    share = row("polar/decode", "share", ratio=0.9, bar=0.85, peer="device copy")
+    text = bench("table").section([share, row("lucid", "share", ratio=0.3, bar=0.42, peer="matrix product")])
+    assert any("device copy | 90 % | 0.85 met" in line for line in text)
+    assert any("matrix product | 30 % | 0.42 NOT met" in line for line in text)
+
+
+def test_the_names_that_rows_are_asked_for_by_select_them(bench):
+    keys = [case.key for case in bench("attention_cases").CASES] + [step.key for step in bench("steps").steps()]
+    chosen = [key for key in keys if key.startswith(("lucid/", "polar/"))]
+    assert len(chosen) == 13 and {key.split("/")[0] for key in chosen} == {"lucid", "polar"}
+
+
 def test_the_readme_s_table_is_made_from_the_files(bench):
     table, results = bench("table"), bench("results")
     text = table.README.read_text().split(table.START)[1].split(table.END)[0]
@@ -54,7 +67,7 @@ def test_the_readme_s_table_is_made_from_the_files(bench):
 
 
 def test_every_case_has_a_key_of_its_own_and_a_floor(bench):
-    cases = bench("cases").CASES
+    cases = bench("cases").CASES + bench("attention_cases").CASES
     assert len({case.key for case in cases}) == len(cases)
     for case in cases:
         assert 0 < case.floor("fwd", 4e12, 7e14) < case.floor("fwd+bwd", 4e12, 7e14)

@@ -10,7 +10,7 @@ import torch
 from needlework.ops.common import launch
 from needlework.testing.machine_code import unwritten
 from needlework.testing.processes import context, cores
-from needlework.testing.targets import AWAITED, ENGINES, sizes
+from needlework.testing.targets import ENGINES, sizes
 
 
 class Build(NamedTuple):
@@ -49,7 +49,7 @@ def tasks(full: bool) -> list[Task]:
     taken, where registers and shared memory are scarcest, and between a table's first and last row one variant of each kernel.
     With `full` at every size, in every dtype, in all variants, and for sm_80."""
     found = []
-    for engine, files in (ENGINES | AWAITED).items():
+    for engine, files in ENGINES.items():
         table = launch.rows(engine)
         for row in table:
             arch, variants = max(row.arch, (8, 0)), full or row in (table[0], table[-1])
@@ -69,7 +69,7 @@ def compile_all(full: bool, done: Callable[[int, int], None]) -> list[Build]:
         for count, future in enumerate(as_completed([pool.submit(_compile, task) for task in todo]), 1):
             builds += future.result()
             done(count, len(todo))
-    places = list(ENGINES | AWAITED)
+    places = list(ENGINES)
     return sorted(set(builds), key=lambda b: (places.index(b.engine), b.plan, b.sm, b.dtype, -b.K, b.kernel))
 
 

@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -23,10 +24,11 @@ from torch import Tensor
 from needlework.ops.api import OpSpec
 from needlework.ops.common import launch, struck
 from needlework.testing.checks import ENOUGH
-from needlework.testing.compare import differentiate, leaves, like, tokens, whole
+from needlework.testing.compare import differentiate, leaves, whole
 from needlework.testing.errors import norms, operand
 from needlework.testing.processes import context, cores
-from needlework.testing.targets import RULES, Rule, sample, sizes, spec_of, styles
+from needlework.testing.steps import by_definition, by_steps
+from needlework.testing.targets import RULES, Rule, sample, sizes, spec_of, styles, taken
 
 # Draws of the inputs that a failure takes. From draw to draw the logarithm of error / budget of a right form has a mean of at most
 # -0.6 and a deviation of at most 0.43 (dg of identical keys, where all errors are one; elsewhere 0.05 to 0.2): a draw may be over
@@ -76,15 +78,16 @@ class Verdict(NamedTuple):
 # how a rule is run: tokens and sequences by which the kernels' paths differ
 FORMS = {
     "short": "every style of input, 70 tokens",
-    "long": "one sequence of 3,000 tokens: enough that few heads are cut into segments",
-    "wide": "48 sequences of 75 tokens: more tiles than programs",
+    "long": "one sequence of `rule.long` tokens: enough that few heads are cut into segments",
+    "wide": "48 sequences of `rule.wide` tokens: more tiles than programs",
     "packed": "cu_seqlens: four sequences, one empty",
-    "step": "20 tokens one at a time, on a slot table with a padded row",
+    "step": "24 tokens one at a time, on a slot table with a padded row: more than the window of a rule that has one",
+    "several": "the same, a few tokens at a time",
 }
-SHORT, STEP = ("short",), ("step",)
-ROWS = tuple(form for form in FORMS if form not in STEP)
+SHORT, STEP, SEVERAL = ("short",), ("step",), ("step", "several")
+ROWS = tuple(form for form in FORMS if form not in SEVERAL)
 ENDS = (0, 100, 100, 217, 300)
-LONG = 3000
+FEW = 5  # tokens of a call of several
 
 
 def tasks(device: torch.device, full: bool) -> list[Task]:
@@ -96,10 +99,13 @@ def tasks(device: torch.device, full: bool) -> list[Task]:
         for engine, step in ((rule.chunk, False), (rule.step, True)):
             for row in launch.rows(engine) if engine else ():
                 for dtype in ("float32",) if interpreted else ("bfloat16", "float16", "float32"):
-                    fits = sizes(row, arch, dtype, rule.keys_alone)
-                    chosen = [(size, SHORT) for size in fits[:1]] if interpreted else _chosen(rule, row, dtype, fits, full)
+                    steps = SEVERAL if rule.several else STEP
+                    if interpreted:
+                        chosen = [(size, SHORT) for size in sizes(row, arch, dtype, rule.keys_alone)[:1]]
+                    else:
+                        chosen = _chosen(rule, row, arch, dtype, full)
                     found += [
-                        Task(rule.spec, engine, row.name, dtype, *size, STEP if step else forms) for size, forms in chosen
+                        Task(rule.spec, engine, row.name, dtype, *size, steps if step else forms) for size, forms in chosen
                     ]
     if interpreted:  # that the doctor works; the kernels have the battery there
         found = list({task.engine: task for task in reversed(found)}.values())
@@ -107,14 +113,18 @@ def tasks(device: torch.device, full: bool) -> list[Task]:
     return sorted(found, key=lambda task: (-len(task.forms), task.dtype != "float16", -task.K * task.V))
 
 
-def _chosen(rule: Rule, row: launch.Plan, dtype: str, fits: list[tuple[int, int]], full: bool) -> list[tuple[tuple, tuple]]:
-    """Sizes and forms: with `full` all. Without, at the largest size that takes the row: the rules that cover the kernels in every
-    dtype, in the row's first one by every form; the others in bfloat16. Each size is another compilation of every kernel."""
-    if full or not fits:
-        return [(size, ROWS) for size in fits]
-    if rule.covers:
-        return [(fits[-1], ROWS if dtype == row.dtypes[0] else SHORT)]
-    return [(fits[-1], SHORT)] if dtype == "bfloat16" else []
+def _chosen(rule: Rule, row: launch.Plan, arch: tuple[int, int], dtype: str, full: bool) -> list[tuple[tuple, tuple]]:
+    """Sizes and forms: with `full` all. Without, at the largest size that takes the row now: the rules that cover the kernels in every
+    dtype, in the first one by every form; the others in bfloat16 at the first row alone. Each size is another compilation of every
+    kernel."""
+    if full:
+        return [(size, ROWS) for size in sizes(row, arch, dtype, rule.keys_alone)]
+    here = lambda row, dtype: taken(row, arch, dtype, rule.keys_alone)
+    found = here(row, dtype)
+    if found and rule.covers:
+        return [(found[-1], ROWS if dtype == next(name for name in row.dtypes if here(row, name)) else SHORT)]
+    first = next((other for other in launch.rows(row.engine) if here(other, "bfloat16")), None)
+    return [(found[-1], SHORT)] if found and dtype == "bfloat16" and row == first else []
 
 
 def judge(device: str, alone: bool, task: Task) -> list[Verdict] | None:
@@ -194,12 +204,15 @@ def draw(task: Task, form: str, device: str, seed: int) -> tuple[dict[str, float
     wide = {n: x.double() for n, x in stored.items()}
     single = {n: x.float() for n, x in stored.items()}
     settings = {"cu_seqlens": torch.tensor(ENDS, device=device)} if form == "packed" else {}
-    if form == "step":
-        values, run = (lambda call, x: dict(leaves(call(x)))), lambda: _by_steps(spec, stored)
-        in_double = printed = whole(spec.recurrent)  # no operand of a step is rounded
+    values = lambda call, x: _joined(differentiate(call, x))
+    if form in SEVERAL or "gradients" in spec.skip:
+        values = lambda call, x: dict(leaves(call(x)))
+    if form in SEVERAL:
+        R = FEW if form == "several" else 1
+        run = lambda: by_steps(spec, stored, R)
+        in_double = printed = partial(by_definition, spec, dtype, R)  # no operand of a step is rounded
         in_single = lambda half: in_double
     else:
-        values = lambda call, x: _joined(differentiate(call, x))
         run = lambda: values(whole(spec.chunk, impl="triton", **settings), stored)
         # torch's chunk form, which the battery shows to be the definition at 1e-12: a token loop is tens of thousands of launches
         in_double = whole(spec.chunk, impl="torch", **settings)
@@ -222,7 +235,8 @@ def draw(task: Task, form: str, device: str, seed: int) -> tuple[dict[str, float
         found = {}
         for name, x in fast.items():
             ways = x, exact[name], definition[name], literal[name]
-            apart = _of_rows(spec, name) and x.numel() >= ENOUGH * len(groups)
+            # the first axis of all but parameters' gradients is the batch
+            apart = name not in {f"d{n}" for n in inputs if n not in spec.tokens} and x.numel() >= ENOUGH * len(groups)
             for i, ratio in enumerate(over_budget(*ways, len(groups) if apart else 1, lucky.get(name), floors.get(name))):
                 found[f"{name}, {groups[i]}" if apart and groups[i] else name] = ratio
         return found
@@ -269,18 +283,14 @@ def _inputs(task: Task, spec: OpSpec, form: str, seed: int) -> tuple[dict[str, T
     if form == "packed":
         return make(1, ENDS[-1], "random"), ("",)
     if form in ("long", "wide"):
-        return make(*{"long": (1, LONG), "wide": (48, 75)}[form], "random"), ("",)
+        rule = next(rule for rule in RULES if rule.spec == task.rule)
+        return make(*{"long": (1, rule.long), "wide": (48, rule.wide)}[form], "random"), ("",)
     groups = styles(spec)
-    T = 5 if launch.interpreted() else 20 if form == "step" else 70
-    parts = [make(2 if form == "step" else 1, T, style) for style in groups]
+    T = 5 if launch.interpreted() else 24 if form in SEVERAL else 70
+    parts = [make(2 if form in SEVERAL else 1, T, style) for style in groups]
     # a parameter of the layer is one for all
     joined = {n: torch.cat([part[n] for part in parts]) if n in spec.tokens else x for n, x in parts[0].items()}
     return joined, groups
-
-
-def _of_rows(spec: OpSpec, name: str) -> bool:
-    """Whether the first axis of a tensor is the batch: all but parameters' gradients."""
-    return not name.startswith("d") or name[1:] in spec.tokens
 
 
 def _joined(parts: tuple[dict[str, Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -290,34 +300,6 @@ def _joined(parts: tuple[dict[str, Tensor], dict[str, Tensor]]) -> dict[str, Ten
 def _chunk(task: Task) -> int:
     row = next(row for row in launch.rows(task.engine) if row.name == task.plan)
     return row.launch.get("shared", {}).get("C", 64)
-
-
-def _by_steps(spec: OpSpec, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Outputs and final states of the rows as `recurrent` gives them, by steps on a table in which slots are out of order, a
-    padded row comes with every token, and one slot belongs to nobody."""
-    name = spec.tokens[0]
-    B, T = inputs[name].shape[:2]
-    device = inputs[name].device
-    rows = torch.arange(B + 1, device=device) % B  # the padded row brings live values, which must go nowhere
-    slots = torch.arange(B + 1, 0, -1, device=device)
-    slots[-1] = -1
-    empty = whole(spec.recurrent)(tokens(spec, {n: x.float() for n, x in inputs.items()}, lambda x: x[rows, :0]))[-1]
-    table = like(empty, iter([torch.cat([x, x[:1]]).contiguous() for _, x in leaves(empty)]))
-    nobody = {field: x[0].clone() for field, x in leaves(table)}
-    by_token = defaultdict(list)
-    for t in range(T):
-        result = spec.step(**tokens(spec, inputs, lambda x, t=t: x[rows, t].contiguous()), state=table, slots=slots)
-        for field, x in leaves(result if isinstance(result, tuple) else (result,)):
-            assert not x[-1].any(), "a padded row is not zero"
-            by_token[field].append(x[:-1])
-    for field, x in leaves(table):
-        assert torch.equal(x[0], nobody[field]), f"state {field}: a slot that no row owns has changed"
-    names = [
-        n for n, _ in leaves(spec.recurrent(**tokens(spec, {n: x.float() for n, x in inputs.items()}, lambda x: x[:, :1])))
-    ]
-    values = dict(zip(names, (torch.stack(xs, 1) for xs in by_token.values()), strict=True))
-    state = {f"state.{field}" if field else "state": x[slots[:-1]] for field, x in leaves(table)}
-    return values | state
 
 
 @contextmanager
@@ -346,17 +328,20 @@ def _poisoned() -> Iterator[None]:
 
 
 def run(device: torch.device, full: bool, done: Callable[[Verdict, int, int], None]) -> list[Verdict]:
-    """Every verdict, told as it comes with its number and how many there will be, and the failures recorded."""
-    todo = tasks(device, full)
-    total = sum(len(task.forms) for task in todo)
-    verdicts = []
-    for verdict in judged(device, todo, _processes(device)):
-        verdicts.append(verdict)
-        done(verdict, len(verdicts), total)
-    if not launch.interpreted():
-        struck.record(outcome(verdicts, full))
+    """Every verdict, told as it comes with its number and how many there will be, and the failures recorded. What is taken in the place
+    of a plan that is struck off now is judged then."""
+    verdicts: list[Verdict] = []
+    seen: set[Task] = set()
+    while todo := [task for task in tasks(device, full) if task not in seen]:
+        total = len(verdicts) + sum(len(task.forms) for task in todo)
+        for verdict in judged(device, todo, _processes(device)):
+            verdicts.append(verdict)
+            done(verdict, len(verdicts), total)
+        if not launch.interpreted():
+            struck.record(outcome(verdicts, full))
+        seen |= set(todo)
     order = {rule.spec: i for i, rule in enumerate(RULES)}
-    return sorted(verdicts, key=lambda v: (v.form == "step", order[v.op], v.plan, v.dtype, v.K, tuple(FORMS).index(v.form)))
+    return sorted(verdicts, key=lambda v: (v.form in SEVERAL, order[v.op], v.plan, v.dtype, v.K, tuple(FORMS).index(v.form)))
 
 
 def outcome(verdicts: list[Verdict], full: bool) -> dict[str, str | None]:

@@ -1,6 +1,7 @@
 """What `needlework doctor` judges, in one place: a new rule is a line of RULES, a new launch table a line of ENGINES."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -10,8 +11,10 @@ from torch import Tensor
 from needlework.ops.api import OpSpec
 from needlework.ops.common.launch import Plan, rows
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
+from needlework.ops.common.struck import struck
 from needlework.ops.common.unit import unit_rows
 from needlework.ops.specs import specs
+from needlework.testing.pages import PAGES
 
 # launch table -> the files that hold its kernels
 ENGINES = {
@@ -28,10 +31,6 @@ ENGINES = {
     "ccq/step": ("ccq.triton_step",),
     "carve/step": ("carve.triton_step",),
     "common/l2": ("common.triton_l2",),
-}
-
-# taken by name alone (`launch.awaited`): they move up when a GPU has judged them
-AWAITED = {
     "lucid/solve": ("lucid.triton_launch",),
     "lucid/step": ("lucid.triton_step",),
     "polar/attention": ("polar.triton_op",),
@@ -41,14 +40,21 @@ AWAITED = {
 
 class Rule(NamedTuple):
     """A spec, and the launch tables of its chunk form and of its step, None for none. `covers`: its calls launch every kernel that a
-    rule of the same tables does, with the most arguments. `keys_alone`: it has no values, and sizes K = V."""
+    rule of the same tables does, with the most arguments. `keys_alone`: it has no values, and sizes K = V. `several`: its step takes
+    a few tokens too. `long`, `wide`: tokens of the one long sequence, and of each of 48."""
 
     spec: str
     chunk: str
     step: str | None
     covers: bool = False
     keys_alone: bool = False
+    several: bool = False
+    long: int = 3000
+    wide: int = 75
 
+
+# attention's printed forms take a pair of blocks at a time: as many as make a chain, and as more blocks than programs
+_pairs = partial(Rule, long=1000, wide=300)
 
 RULES = (
     Rule("qdelta", "delta/scalar", "delta/step", covers=True),
@@ -58,11 +64,17 @@ RULES = (
     Rule("delta/kda", "delta/channel", "delta/step"),
     Rule("delta/previous", "delta/channel", "delta/step"),
     Rule("delta/gla", "delta/channel", "delta/step"),
-    Rule("carve", "delta/channel", "carve/step", covers=True),
+    Rule("carve", "delta/channel", "carve/step", covers=True, long=1000),  # nothing of it is cut into segments
     Rule("carve/rank4", "delta/channel", "carve/step"),
     Rule("ccq/aligned", "ccq/curvature", "ccq/step", covers=True, keys_alone=True),
     Rule("ccq", "ccq/curvature", "ccq/step", keys_alone=True),
     Rule("l2norm", "common/l2", None, covers=True, keys_alone=True),
+    _pairs("lucid", "lucid/solve", "lucid/step", covers=True, several=True),
+    _pairs("lucid/beta", "lucid/solve", "lucid/step", several=True),
+    _pairs("lucid/rowmax-window", "lucid/solve", "lucid/step", several=True),
+    _pairs("polar", "polar/attention", "polar/paged", covers=True),
+    _pairs("polar/window", "polar/attention", "polar/paged"),
+    _pairs("polar/pages", "polar/paged", None, covers=True),
 )
 
 
@@ -87,24 +99,37 @@ STYLES = ("random", "identical", "strong")
 SIZES = ((16, 16), (32, 32), (100, 60), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))  # K, V
 
 
-def sizes(row: Plan, arch: tuple[int, int], dtype: str, keys_alone: bool = False) -> list[tuple[int, int]]:
-    """Those that may take the row, smallest first: where no earlier row is taken, or, if there is none, where they are struck off."""
+def taken(row: Plan, arch: tuple[int, int], dtype: str, keys_alone: bool = False) -> list[tuple[int, int]]:
+    """Sizes at which the row is taken here, smallest first: no earlier row fits that is not struck off."""
+    earlier = [x for x in takewhile(lambda x: x.name != row.name, rows(row.engine)) if not struck(x.engine, x.name, dtype)]
     fits = [size for size in SIZES if row.misfit(arch, dtype, *size) is None]
-    before = list(takewhile(lambda other: other.name != row.name, rows(row.engine)))
-    own = [size for size in fits if all(other.misfit(arch, dtype, *size) for other in before)]
-    chosen = own or fits
+    return _square([size for size in fits if all(other.misfit(arch, dtype, *size) for other in earlier)], keys_alone)
+
+
+def sizes(row: Plan, arch: tuple[int, int], dtype: str, keys_alone: bool = False) -> list[tuple[int, int]]:
+    """Those at which the row is taken, or, if there is none, may be where earlier ones are struck off."""
+    fits = [size for size in SIZES if row.misfit(arch, dtype, *size) is None]
+    return taken(row, arch, dtype, keys_alone) or _square(fits, keys_alone)
+
+
+def _square(chosen: list[tuple[int, int]], keys_alone: bool) -> list[tuple[int, int]]:
     return [(K, K) for K in dict.fromkeys(K for K, _ in chosen)] if keys_alone else chosen
 
 
 def spec_of(rule: str) -> OpSpec:
-    return next(spec for spec in (*specs(), L2NORM) if spec.name == rule)
+    return next(spec for spec in (*specs(), L2NORM, PAGES) if spec.name == rule)
 
 
 def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K: int, V: int) -> dict[str, Tensor]:
-    """The rule's inputs at these sizes: one key head, and two value heads where its values may be grouped.
+    """The rule's inputs at these sizes: one key head, and two value heads where its values may be grouped. Attention has two
+    key-value heads, and Polar two query heads for each.
 
     Its spec says which arguments there are, and how many axes each has; their names say what they hold.
     """
+    if rule.startswith("lucid"):
+        return spec_of(rule).inputs(generator, B, T, style, H=2, K=K, V=V)
+    if rule.startswith("polar"):
+        return spec_of(rule).inputs(generator, B, T, style, Hq=4, Hkv=2, d=K, V=V)
     given = spec_of(rule).inputs(torch.Generator().manual_seed(0), 1, 1, style)
     HV = 1 if "f" in given else 2
     R = given["k"].shape[3] if "k" in given and given["k"].dim() == 5 else 1

@@ -21,18 +21,20 @@ def bench(monkeypatch):
     """A module of benchmarks/, every shape a tiny one."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     before = set(sys.modules)
-    monkeypatch.setattr(importlib.import_module("cases"), "SHAPES", dict.fromkeys("ABC", TINY) | {"K256": TINY})
+    cases = importlib.import_module("cases")
+    monkeypatch.setattr(cases, "SHAPES", dict.fromkeys(cases.SHAPES, TINY))
     yield importlib.import_module
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCHMARKS:
             del sys.modules[name]
 
 
-KEYS = ("gated/A", "qdelta/C", "kda/B", "carve-gates-given/B", "carve/B", "ccq/K256", "ccq+gated/A")
+KEYS = ("gated/A", "qdelta/C", "kda/B", "carve-gates-given/B", "carve/B", "ccq/K256", "ccq+gated/A",
+        "lucid/kv4-8K", "lucid/clustered/kv4-8K", "lucid/kv4-d128", "lucid/attention/kv4-32K", "polar/2K")  # fmt: skip
 
 
 def case_of(bench, key):
-    return next(case for case in bench("cases").CASES if case.key == key)
+    return next(case for case in bench("cases").CASES + bench("attention_cases").CASES if case.key == key)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -60,6 +62,11 @@ def test_a_step_is_within_its_budget(bench, op, monkeypatch):
     assert step.judge(CPU, K=16, V=16) <= 1
 
 
+def test_decode_on_pages_is_within_its_budget(bench):
+    step = next(step for step in bench("steps").steps() if step.op == "polar/decode")
+    assert step.judge(CPU, torch.float32, T=60, K=16, V=16) <= 1
+
+
 def test_a_run_writes_a_row_of_every_kind_and_none_of_a_case_that_is_wrong(bench, monkeypatch, tmp_path):
     """On a CPU, with a clock that knows the answers."""
     run, steps, results = bench("run"), bench("steps"), bench("results")
@@ -68,7 +75,7 @@ def test_a_run_writes_a_row_of_every_kind_and_none_of_a_case_that_is_wrong(bench
     monkeypatch.setattr(steps, "replay", lambda call: call)
     monkeypatch.setattr(steps, "median", lambda call: call() is None or 2.0)
     wrong = lambda case, *_: (2.0, "o") if case.op == "qdelta" else (0.5, "o")
-    fakes = {"DEVICE": "cpu", "DTYPE": torch.float32, "SHAPE": TINY, "judge": wrong, "warm": lambda cases: [], "cold": lambda *_: 3e3,
+    fakes = {"DEVICE": "cpu", "DTYPE": torch.float32, "judge": wrong, "warm": lambda cases: [], "cold": lambda *_: 3e3,
              "median": lambda call: call() is None or 2.0, "peak": lambda call: 1.0, "ceilings": lambda: (4e12, 7e14)}  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(run, name, fake)
@@ -77,14 +84,18 @@ def test_a_run_writes_a_row_of_every_kind_and_none_of_a_case_that_is_wrong(bench
     file = results.path("A Device", tmp_path)
     results.put(file, {"op": "qdelta", "shape": TINY, "dtype": "float32", "pass": "fwd"})
     monkeypatch.setattr(
-        sys, "argv", ["run.py", "--only", "gated/A", "qdelta/A", "step/carve", "cold/gated", "--out", str(tmp_path)]
-    )
+        sys, "argv",
+        ["run.py", "--only", "gated/A", "qdelta/A", "lucid/kv4-d128", "step/carve", "cold/gated", "--out", str(tmp_path)],
+    )  # fmt: skip
     assert run.main() == 1
     rows = {(row["op"], row["pass"]): row for row in results.read(file)}
-    assert set(rows) == {("gated", "fwd"), ("gated", "fwd+bwd"), ("gated", "cold"), ("carve", "step")}
+    every = {("gated", "fwd"), ("gated", "fwd+bwd"), ("gated", "cold"), ("carve", "step")}
+    assert set(rows) == every | {("lucid", "fwd"), ("lucid", "fwd+bwd"), ("lucid", "share")}
     keys = "op impl shape dtype pass ms peak_mib peer peer_ms ratio floor_ms bar error_over_budget device torch triton commit"
     assert all(set(keys.split()) <= set(row) for row in rows.values())
     assert rows["gated", "fwd"]["ms"] == 2.0 and rows["gated", "fwd"]["bar"] == 0.5
+    share = rows["lucid", "share"]
+    assert share["ratio"] == share["floor_ms"] / 2.0 and share["bar"] == 0.42 and rows["lucid", "fwd"]["peer_ms"] is None
 
 
 def test_the_tuner_takes_the_fastest_that_is_right_and_writes_it(bench, tmp_path):

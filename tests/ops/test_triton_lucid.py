@@ -6,6 +6,7 @@ import os
 from functools import partial
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,13 @@ from needlework.ops.lucid import LucidState, chunk_lucid, recurrent_lucid, step_
 from needlework.ops.lucid.spec import SPECS
 from needlework.testing.checks import budgeted
 from needlework.testing.compare import differentiate, relative
+from needlework.testing.doctor import _poisoned
+
+pytest.importorskip("triton")
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from needlework.ops.lucid.triton_launch import Saved
+from needlework.ops.lucid.triton_lucid import lucid_triton, lucid_triton_fwd
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 ENGINE = "lucid/solve"
@@ -77,6 +85,22 @@ def test_packed_sequences_are_separate_and_some_are_empty(precondition, window):
     agree(inputs(1, 61, precondition=precondition), precondition=precondition, window=window, cu_seqlens=torch.tensor(ENDS))
 
 
+@pytest.mark.parametrize("precondition", PRECONDITIONS)
+def test_nothing_is_read_that_was_never_written(precondition):
+    """Packed, with more blocks than the sequences fill: torch.empty gives NaN. Inverses are made of every block, also of none."""
+    x, ends = inputs(1, 61, precondition=precondition), torch.tensor(ENDS)
+    settings = {"precondition": precondition, "cu_seqlens": ends, "impl": "triton"}
+    call = lambda: differentiate(lambda x: (chunk_lucid(**x, **settings).y,), x)
+    clean = call()
+    with _poisoned():
+        again = call()
+        k, v, beta = (*x.values(), None)[:3]
+        inverse = Saved(*lucid_triton_fwd(k, v, beta, ends, precondition == "rowmax", None)[1:]).inverse
+    assert torch.isfinite(inverse).all()
+    for before, after in zip(clean, again, strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 @pytest.mark.parametrize("ends", (None, ENDS))
 @pytest.mark.parametrize("precondition", PRECONDITIONS)
 def test_copies_by_descriptor_are_the_definition(precondition, ends):
@@ -129,8 +153,6 @@ def test_pages_come_before_the_tokens(precondition, window, packed, one_launch):
 @pytest.mark.parametrize("ends", (None, ENDS))
 @pytest.mark.parametrize("precondition", PRECONDITIONS)
 def test_operators_pass_opcheck(precondition, ends):
-    from needlework.ops.lucid.triton_lucid import lucid_triton, lucid_triton_fwd
-
     k, v, beta = (*inputs(1, 61, precondition=precondition).values(), None)[:3]
     given = k, v, beta, None if ends is None else torch.tensor(ends), precondition == "rowmax", None
     for made in (lucid_triton, lucid_triton_fwd):
@@ -168,6 +190,33 @@ def test_narrower_types_stay_near(dtype, bound, style):
     x = {n: t.to(dtype) for n, t in inputs(T=64, style=style).items()}
     y, exact = chunk_lucid(**x, impl="triton").y, recurrent_lucid(**{n: t.double() for n, t in x.items()}).y
     assert relative(y, exact) <= bound
+
+
+@pytest.fixture
+def chained(monkeypatch):
+    """Products of float32 matrices as a GPU sums them: one chain of fused multiply-adds, from the accumulator on."""
+    plain = InterpreterBuilder.create_dot
+
+    def dot(builder, a, b, d, precision, apart):
+        if not a.data.dtype == d.data.dtype == np.float32:
+            return plain(builder, a, b, d, precision, apart)
+        x, y = a.data.astype(np.float64), b.data.astype(np.float64)
+        total = np.zeros_like(d.data) if apart else d.data
+        for i in range(x.shape[-1]):
+            total = (total + x[..., :, i, None] * y[..., i, None, :]).astype(np.float32)
+        return TensorHandle(total + d.data if apart else total, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.mark.parametrize("style", ("random", "clustered"))
+@pytest.mark.parametrize("precondition, K", (("key", 16), ("key", 64), ("rowmax", 16), ("beta", 16)))
+def test_float32_is_within_the_error_budget(precondition, K, style, chained):
+    spec = next(spec for spec in SPECS if spec.name == {"key": "lucid"}.get(precondition, f"lucid/{precondition}"))
+    spec = dataclasses.replace(spec, chunk=partial(spec.chunk, impl="triton"), literal=partial(spec.literal, chunk_size=16),
+                               inputs=lambda *_: inputs(1, 256, 1, K, K, precondition, style))  # fmt: skip
+    for tensor, ratio in budgeted(spec, torch.float32, 1, 256, style, torch.device("cpu")).items():
+        assert ratio <= 1, f"{tensor}: error is {ratio:.2f} x its budget"
 
 
 @pytest.mark.parametrize("factor", (2.0**-30, 2.0**20))

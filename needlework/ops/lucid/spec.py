@@ -14,10 +14,12 @@ from needlework.ops.lucid.state import LucidState
 H, K, V, CAPACITY, WINDOW = 2, 16, 24, 64, 21
 
 
-def inputs(generator: torch.Generator, B: int, T: int, style: str, *, beta: bool = False) -> dict[str, Tensor]:
-    """Keys of norm 1 to 3: with one norm for all, the maximum of a "rowmax" row would always be its own key's."""
+def inputs(
+    generator: torch.Generator, B: int, T: int, style: str, *, beta: bool = False, H: int = H, K: int = K, V: int = V
+) -> dict[str, Tensor]:
+    """Keys of norm √K/4 to 3√K/4: with one norm for all, the maximum of a "rowmax" row would always be its own key's."""
     tensors = {
-        "k": keys(generator, B, T, H, K, style) * uniform(generator, 1, 3, B, T, H, 1),
+        "k": keys(generator, B, T, H, K, style) * uniform(generator, 1, 3, B, T, H, 1) * (K / 16) ** 0.5,
         "v": normal(generator, B, T, H, V),
     }
     return tensors | {"beta": uniform(generator, 0, 2, B, T, H)} if beta else tensors

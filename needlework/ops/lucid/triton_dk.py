@@ -14,6 +14,7 @@ entry that the norms of their rows allow is a float16 number and small ones lose
 import triton
 import triton.language as tl
 
+from needlework.ops.common.triton_tile import plus_product
 from needlework.ops.lucid.triton_keys import (
     TINY,
     exponent,
@@ -65,7 +66,7 @@ def coupled(
     b_g = g.to(b_j.dtype)
     if ROWMAX and not LATER:
         rho += tl.sum(b_g.to(ACC), 1)
-    acc = tl.dot(b_g, b_j, acc, input_precision="ieee", out_dtype=ACC)
+    acc = plus_product(acc, b_g, b_j, b_j.dtype == ACC)
     return acc, rho
 
 

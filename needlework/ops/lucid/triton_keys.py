@@ -165,40 +165,41 @@ def top(
     H: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, TMA: tl.constexpr,
     WINDOW: tl.constexpr, PACKED: tl.constexpr, GIVEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """ "rowmax": μ in log2 and the row of x that it comes from, for one block. Of a sequence's first rows, p_skip are no keys."""
+    """ "rowmax": μ in log2 and the row of x that it comes from, for one block. Of a sequence's first rows, p_skip are no keys.
+    A block of no sequence has the maxima of its own zeros: `inverses` reads them."""
     blocks = NR // C
     i_bh = tl.program_id(0) // blocks
     i_block = tl.program_id(0) % blocks
     i_n, first, end = sequence_of(p_cum, N, i_bh // H, i_block, blocks, PACKED)
-    if i_block < end:
-        o = tl.arange(0, C)
-        o_i = i_block * C + o
-        start = first * C
-        if GIVEN:
-            start += tl.load(p_skip + i_n)
-        b_x = load_rows(x_k, i_bh, i_block * C, NR, C, KB, TMA)
-        mu = tl.full([C], float("-inf"), ACC)
-        best = o_i
-        lo = first
+    first = tl.where(i_block < end, first, i_block)
+    o = tl.arange(0, C)
+    o_i = i_block * C + o
+    start = first * C
+    if GIVEN:
+        start += tl.load(p_skip + i_n)
+    b_x = load_rows(x_k, i_bh, i_block * C, NR, C, KB, TMA)
+    mu = tl.full([C], float("-inf"), ACC)
+    best = o_i
+    lo = first
+    if WINDOW:
+        lo = tl.maximum(first, (tl.maximum(i_block * C - W + 1, 0)) // C)
+    for j in tl.range(lo, i_block + 1, num_stages=NS):
+        b_j = load_rows(x_k, i_bh, j * C, NR, C, KB, TMA)
+        s = tl.dot(b_x, tl.trans(b_j), input_precision="ieee", out_dtype=ACC)
+        o_j = j * C + o
+        gap = o_i[:, None] - o_j[None, :]
+        seen = (gap >= 0) & ((o_j >= start)[None, :] | (gap == 0))
         if WINDOW:
-            lo = tl.maximum(first, (tl.maximum(i_block * C - W + 1, 0)) // C)
-        for j in tl.range(lo, i_block + 1, num_stages=NS):
-            b_j = load_rows(x_k, i_bh, j * C, NR, C, KB, TMA)
-            s = tl.dot(b_x, tl.trans(b_j), input_precision="ieee", out_dtype=ACC)
-            o_j = j * C + o
-            gap = o_i[:, None] - o_j[None, :]
-            seen = (gap >= 0) & ((o_j >= start)[None, :] | (gap == 0))
-            if WINDOW:
-                seen = seen & (gap < W)
-            s = tl.where(seen, s, float("-inf"))
-            m = tl.max(s, 1)
-            # the first of equal ones
-            at = tl.min(tl.where((s == m[:, None]) & seen, o_j[None, :], NR), 1)
-            best = tl.where(m > mu, at, best)
-            mu = tl.maximum(mu, m)
-        row = tl.cast(i_bh, tl.int64) * NR + o_i
-        tl.store(p_mu + row, mu * SCALE)
-        tl.store(p_top + row, best)
+            seen = seen & (gap < W)
+        s = tl.where(seen, s, float("-inf"))
+        m = tl.max(s, 1)
+        # the first of equal ones
+        at = tl.min(tl.where((s == m[:, None]) & seen, o_j[None, :], NR), 1)
+        best = tl.where(m > mu, at, best)
+        mu = tl.maximum(mu, m)
+    row = tl.cast(i_bh, tl.int64) * NR + o_i
+    tl.store(p_mu + row, mu * SCALE)
+    tl.store(p_top + row, best)
 
 
 @triton.jit

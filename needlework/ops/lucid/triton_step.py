@@ -16,6 +16,7 @@ from triton import cdiv
 
 from needlework.ops.common.launch import Case, Plan, plan
 from needlework.ops.common.together import run
+from needlework.ops.common.triton_tile import plus_product
 from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, padded
 from needlework.ops.lucid.triton_keys import TINY
 
@@ -25,28 +26,35 @@ ROWS = 16  # new tokens of a sequence at most: the height of a tensor core's pro
 
 @triton.jit
 def new_keys(p_k, i_b, i_h, R, H: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, M: tl.constexpr, ACC: tl.constexpr):
-    """[M KB] of k [B R H K], zeros past R and K, and what each is multiplied by to be k̂."""
+    """[M KB] of k [B R H K], zeros past R and K, and their norms."""
     o_r = tl.arange(0, M)
     o_k = tl.arange(0, KB)
     at = p_k + (tl.cast(i_b, tl.int64) * R + o_r[:, None]) * (H * K) + i_h * K + o_k[None, :]
     b_k = tl.load(at, mask=(o_r < R)[:, None] & (o_k < K)[None, :], other=0.0)
-    return b_k, unit_factor(b_k, ACC)
+    return b_k, norms(b_k, ACC)
 
 
 @triton.jit
-def unit_factor(b_k, ACC: tl.constexpr):
+def norms(b_k, ACC: tl.constexpr):
     b = b_k.to(ACC)
-    return 1.0 / tl.maximum(tl.sqrt(tl.sum(b * b, 1)), TINY)
+    return tl.maximum(tl.sqrt(tl.sum(b * b, 1)), TINY)
 
 
 @triton.jit
-def exponents(b_a, a_unit, b_b, b_unit, SCALE: tl.constexpr, ROWMAX: tl.constexpr, ACC: tl.constexpr):
-    """log2 A, for "rowmax" before its maximum is taken off."""
+def exponents(b_a, a_norm, b_b, b_norm, SCALE: tl.constexpr, ROWMAX: tl.constexpr, ACC: tl.constexpr):
+    """log2 A, for "rowmax" before its maximum is taken off. Half keys are operands as they are; of others k̂, as the definition has it:
+    where all keys are one, what the sum of their product was rounded by does not average out."""
+    if not ROWMAX:
+        if b_a.dtype == ACC:
+            b_a = b_a / a_norm[:, None]
+            b_b = b_b / b_norm[:, None]
     s = tl.dot(b_a, tl.trans(b_b), input_precision="ieee", out_dtype=ACC)
     if ROWMAX:
         e = s * SCALE
     else:
-        e = (s * a_unit[:, None] * b_unit[None, :] - 1.0) * SCALE
+        if b_a.dtype != ACC:
+            s = s * (1.0 / a_norm)[:, None] * (1.0 / b_norm)[None, :]
+        e = (s - 1.0) * SCALE
     return e
 
 
@@ -72,7 +80,7 @@ def read_pages(
         o_n = tl.arange(0, N)
         o_k = tl.arange(0, KB)
         o_v = tl.arange(0, VB)
-        b_k, k_unit = new_keys(p_k, i_b, i_h, R, H, K, KB, M, ACC)
+        b_k, k_norm = new_keys(p_k, i_b, i_h, R, H, K, KB, M, ACC)
         p_rows_k = p_page_k + slot * slot_k + i_h * K + o_k[None, :]
         p_rows_y = p_page_y + slot * slot_y + i_h * V + o_v[None, :]
         acc = tl.zeros([M, VB], ACC)
@@ -82,7 +90,7 @@ def read_pages(
             real = row < hi
             b_j = tl.load(p_rows_k + row[:, None] * (H * K), mask=real[:, None] & (o_k < K)[None, :], other=0.0)
             b_y = tl.load(p_rows_y + row[:, None] * (H * V), mask=real[:, None] & (o_v < V)[None, :], other=0.0)
-            e = exponents(b_k, k_unit, b_j, unit_factor(b_j, ACC), SCALE, ROWMAX, ACC)
+            e = exponents(b_k, k_norm, b_j, norms(b_j, ACC), SCALE, ROWMAX, ACC)
             seen = real[None, :] & (o_r < R)[:, None]
             if W > 0:
                 position = length - 1 - (length - 1 - row + W) % W
@@ -97,7 +105,7 @@ def read_pages(
             else:
                 a = tl.exp2(e)
             b_a = a.to(b_y.dtype)
-            acc = tl.dot(b_a, b_y, acc, input_precision="ieee", out_dtype=ACC)
+            acc = plus_product(acc, b_a, b_y, not HALF)
             if HALF:
                 # what the rounding left: the products cost nothing beside the reading
                 acc = tl.dot((a - b_a.to(ACC)).to(b_y.dtype), b_y, acc, input_precision="ieee", out_dtype=ACC)
@@ -125,8 +133,8 @@ def finish(
     y = tl.zeros([M, VB], ACC)
     if slot >= 0:
         length = tl.load(p_length + slot).to(tl.int32)
-        b_k, k_unit = new_keys(p_k, i_b, i_h, R, H, K, KB, M, ACC)
-        e = exponents(b_k, k_unit, b_k, k_unit, SCALE, ROWMAX, ACC)
+        b_k, k_norm = new_keys(p_k, i_b, i_h, R, H, K, KB, M, ACC)
+        e = exponents(b_k, k_norm, b_k, k_norm, SCALE, ROWMAX, ACC)
         seen = o_r[:, None] >= o_r[None, :]
         if W > 0:
             seen = seen & (o_r[:, None] - o_r[None, :] < W)

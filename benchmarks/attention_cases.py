@@ -1,0 +1,124 @@
+"""LUCID's solve, LUCID as attention and Polar at the shapes of the papers' models. H counts key-value heads."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import peers
+import torch
+from cases import SHAPES, Case, draws, spec_of
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from needlework.layers.softmax import softmax_attention
+from needlework.ops.api import OpSpec
+
+
+def lucid_inputs(
+    generator: torch.Generator, B: int, T: int, H: int, K: int, V: int, *, clustered: bool = False, queries: int = 0
+) -> dict[str, Tensor]:
+    """Normal keys, or keys in eight tight clusters; normal values, and queries of so many heads."""
+    normal, uniform = draws(generator)
+    k = normal(B, T, H, K)
+    if clustered:
+        k = normal(8, K)[(8 * uniform(B, T, H)).long()] + 0.05 * k
+    return ({"q": normal(B, T, queries, K)} if queries else {}) | {"k": k, "v": normal(B, T, H, V)}
+
+
+def polar_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: int) -> dict[str, Tensor]:
+    """Queries of four heads a group and keys of norm √d, parameters where the layer starts them."""
+    normal, _ = draws(generator)
+    long = lambda x: K**0.5 * normalize(x, dim=-1)
+    x = {"q": long(normal(B, T, 4 * H, K)), "k": long(normal(B, T, H, K)), "v": normal(B, T, H, V)}
+    start = {"alpha": -1.0, "beta": -1.5, "gamma": 0.5, "null_base": 2.0}
+    return x | {name: at + 0.1 * normal(4 * H) for name, at in start.items()} | {"v_null": 0.3 * normal(4 * H, V)}
+
+
+def unit_keys(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    k = x["k"].float()
+    return x | {"k": (k.shape[-1] ** 0.5 * normalize(k, dim=-1)).to(x["k"])}
+
+
+def expanded(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """q, k and v alone, a key-value head for every query head."""
+    G = x["q"].shape[2] // x["k"].shape[2]
+    return {"q": x["q"]} | {name: x[name].repeat_interleave(G, 2) for name in "kv"}
+
+
+def read_by_softmax(solve: Callable[..., tuple], q: Tensor, k: Tensor, v: Tensor, operand=lambda x: x, **_) -> tuple:
+    """Causal attention on solved values, literally; every operand of a product is rounded once."""
+    G = q.shape[2] // k.shape[2]
+    y = solve(k, v, operand=operand).y
+    q, k, y = (operand(x).transpose(1, 2) for x in (q, k.repeat_interleave(G, 2), y.repeat_interleave(G, 2)))
+    scores = q @ k.mT * k.shape[-1] ** -0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return (operand(scores.masked_fill(hidden, float("-inf")).softmax(-1)) @ y).transpose(1, 2), None
+
+
+def lucid_attention() -> OpSpec:
+    """The layer's path: the solve by kernels, then the best attention at hand."""
+    lucid = spec_of("lucid")
+    fast = lambda q, k, v, **_: softmax_attention(q, k, lucid.chunk(k, v).y)
+    forms = {form: partial(read_by_softmax, getattr(lucid, form)) for form in ("recurrent", "literal")}
+    return dataclasses.replace(lucid, chunk=fast, tokens=("q", "k", "v"), half=("q", "k", "v"), **forms)
+
+
+def _lucid(at: str, bars: dict[str, float], *, clustered: bool = False, share: float | None = None) -> Case:
+    T, K, V = (SHAPES[at][axis] for axis in "TKV")
+    return Case(
+        op="lucid/clustered" if clustered else "lucid",
+        at=at,
+        spec=spec_of("lucid"),
+        inputs=partial(lucid_inputs, clustered=clustered),
+        peer=peers.SOLVE if share is None else None,
+        peer_inputs=unit_keys,
+        bars=bars,
+        share=share,
+        flops=T * (K + V),
+        numbers=K + 2 * V,
+    )
+
+
+def _lucid_attention(at: str, bar: float) -> Case:
+    T, H, K, V = (SHAPES[at][axis] for axis in "THKV")
+    G = 32 // H
+    return Case(
+        op="lucid/attention",
+        at=at,
+        spec=lucid_attention(),
+        inputs=partial(lucid_inputs, queries=32),
+        peer=peers.CUDNN,
+        peer_inputs=expanded,
+        bars={"fwd+bwd": bar},
+        flops=(G + 1) * T * (K + V),
+        numbers=G * (K + V) + K + V,
+    )
+
+
+def _polar(at: str) -> Case:
+    T, K, V = (SHAPES[at][axis] for axis in "TKV")
+    return Case(
+        op="polar",
+        at=at,
+        spec=spec_of("polar"),
+        inputs=polar_inputs,
+        peer=peers.FLASH,
+        peer_inputs=expanded,
+        bars={"fwd": 0.7, "fwd+bwd": 0.85},
+        flops=4 * T * (K + V),
+        numbers=5 * (K + V),
+    )
+
+
+CASES = (
+    _lucid("kv4-8K", {"fwd": 0.02, "fwd+bwd": 0.04}),
+    _lucid("kv4-8K", {"fwd": 0.02, "fwd+bwd": 0.04}, clustered=True),
+    _lucid("kv32-8K", {"fwd": 0.1, "fwd+bwd": 0.17}),
+    _lucid("kv4-d128", {}, share=0.42),
+    _lucid_attention("kv4-8K", 1.25),
+    _lucid_attention("kv4-32K", 1.25),
+    _lucid_attention("kv32-8K", 2.6),
+    _polar("2K"),
+    _polar("16K"),
+    _polar("64K"),
+)

@@ -1,0 +1,104 @@
+"""Causal softmax attention by the fastest of PyTorch's kernels: of whole sequences cuDNN's, in a window or over packed documents
+FlexAttention, without a mask of T × T.
+
+Windows and documents are one bound: query i sees keys j with oldest[i] <= j <= i. It never falls from query to query, so which blocks
+of keys a block of queries sees whole, in part or not at all follows from its first and its last row.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from needlework.ops.common.operator import operator
+from needlework.ops.common.packing import check_cu_seqlens
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128
+FASTEST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, **settings) -> Tensor:
+    """o [B Hq T V] of whole sequences. cuDNN takes two thirds of flash's time on Hopper, and makes a plan for each shape: that is for
+    training, whose shapes are few. What it does not take the next one does."""
+    if q.is_cuda and torch.is_grad_enabled():
+        with sdpa_kernel(FASTEST, set_priority=True):
+            return scaled_dot_product_attention(q, k, v, is_causal=True, **settings)
+    return scaled_dot_product_attention(q, k, v, is_causal=True, **settings)
+
+
+def streams(q: Tensor, v: Tensor) -> bool:
+    """Whether `streamed` takes tensors like these: on a GPU, no float64, at least 16 numbers a head."""
+    return q.is_cuda and q.dtype in DTYPES and min(q.shape[-1], v.shape[-1]) >= 16
+
+
+def streamed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None, scale: float | None) -> Tensor:
+    """o [B T Hq V] of q [B T Hq d] and k, v [B T Hkv ·], which are not expanded; scale None: d^-1/2."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    attend = flex_attention if torch.compiler.is_compiling() else _compiled()
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    mask = visible(oldest(q, cu_seqlens, window))
+    o = attend(*heads, block_mask=mask, scale=scale, enable_gqa=q.shape[2] != k.shape[2])
+    return o.transpose(1, 2)
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    """As it is, it would make the T × T scores. torch.compile loads all of torch._dynamo: not where this is imported."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def oldest(q: Tensor, cu_seqlens: Tensor | None, window: int | None) -> Tensor:
+    """[T] int32: the first key that each query sees."""
+    token = torch.arange(q.shape[1], device=q.device)
+    bound = torch.zeros_like(token)
+    if cu_seqlens is not None:
+        bound = document_starts(cu_seqlens, *q.shape[:2]).to(q.device)
+    if window is not None:
+        bound = torch.maximum(bound, token - (window - 1))
+    return bound.to(torch.int32)
+
+
+@operator
+def document_starts(cu_seqlens: Tensor, B: int, T: int) -> Tensor:
+    """[T] the first token of each token's document. An operator: what cu_seqlens holds is checked where torch.compile does not look."""
+    check_cu_seqlens(cu_seqlens, B, T)
+    token = torch.arange(T, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return cu_seqlens[torch.searchsorted(cu_seqlens, token, right=True) - 1].to(torch.int64)
+
+
+@torch.library.register_fake(document_starts)
+def _(cu_seqlens, B, T):
+    return cu_seqlens.new_empty(T, dtype=torch.int64)
+
+
+def visible(oldest: Tensor) -> "BlockMask":
+    """Queries [T] and the keys from oldest on to their own, by blocks: all that is stored is a table of (T / 128)² numbers."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    T, device = len(oldest), oldest.device
+    n = -(-T // BLOCK)
+    block = torch.arange(n, dtype=torch.int32, device=device)
+    first, last = oldest[block * BLOCK], oldest[((block + 1) * BLOCK - 1).clamp(max=T - 1)]
+    begin = first // BLOCK
+    # from here on every row of the block sees the whole of a block of keys before its own
+    whole = torch.minimum((last + BLOCK - 1) // BLOCK, block)
+    column, row = block[None, :], block[:, None]
+    part = torch.where(column < (whole - begin)[:, None], begin[:, None] + column, row)
+    full = (whole[:, None] + column).clamp(max=n - 1)
+
+    def seen(batch, head, i, j):
+        return (j <= i) & (j >= oldest[i])
+
+    shaped = (x[None, None].contiguous() for x in (whole - begin + 1, part, block - whole, full))
+    return BlockMask.from_kv_blocks(*shaped, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(T, T))
