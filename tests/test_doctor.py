@@ -17,9 +17,9 @@ from needlework.ops.common import launch, struck
 from needlework.ops.delta import chunk_delta
 from needlework.ops.delta.op import DeltaOutput
 from needlework.ops.specs import specs
-from needlework.testing import builds, compare, doctor, processes, steps, targets
+from needlework.testing import builds, compare, doctor, helpers, processes, steps, targets, verdict
 
-TASK = doctor.Task("delta/gated", "delta/scalar", "plain", "float32", 16, 16, ("short", "packed"))
+TASK = verdict.Task("delta/gated", "delta/scalar", "plain", "float32", 16, 16, ("short", "packed"))
 
 
 def command(*arguments, **environment):
@@ -39,7 +39,7 @@ def apart(tmp_path, monkeypatch):
 def kernels(monkeypatch, chunk):
     """`chunk` in the place of the rule's kernels."""
     spec = dataclasses.replace(targets.spec_of(TASK.rule), chunk=chunk)
-    monkeypatch.setattr(doctor, "spec_of", lambda rule: spec)
+    monkeypatch.setattr(verdict, "spec_of", lambda rule: spec)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -84,7 +84,7 @@ def test_every_rule_has_inputs_at_any_size(rule):
 
 def test_a_right_form_passes(monkeypatch):
     kernels(monkeypatch, lambda impl, **x: chunk_delta(**x, impl="torch"))
-    verdicts = doctor.judge("cpu", True, TASK)
+    verdicts = verdict.judge("cpu", True, TASK)
     assert [v.form for v in verdicts] == ["short", "packed"]
     assert not any(v.failing or v.wrong for v in verdicts) and all(0 < v.ratio <= 1 for v in verdicts)
 
@@ -99,10 +99,10 @@ def test_a_default_run_judges_every_plan_that_is_taken_in_all_its_dtypes_and_eve
     todo, everything = (doctor.tasks(torch.device("cuda"), full) for full in (False, True))
     for engine in targets.ENGINES:
         covering = {rule.spec: rule for rule in targets.RULES if rule.covers and engine in (rule.chunk, rule.step)}
-        expected = set(doctor.ROWS) if any(rule.chunk == engine for rule in covering.values()) else set()
+        expected = set(verdict.ROWS) if any(rule.chunk == engine for rule in covering.values()) else set()
         for rule in covering.values():
             if rule.step == engine:
-                expected |= set(doctor.SEVERAL if rule.several else doctor.STEP)
+                expected |= set(verdict.SEVERAL if rule.several else verdict.STEP)
         for row in launch.rows(engine):
             taken = {dtype for dtype in row.dtypes if dtype != "float64" and targets.taken(row, (9, 0), dtype)}
             here = [task for task in todo if (task.engine, task.plan) == (engine, row.name)]
@@ -124,7 +124,7 @@ def test_what_is_taken_in_the_place_of_a_plan_that_is_struck_off_is_judged_too(h
     def judged(device, todo, processes):
         asked.append({task.plan for task in todo if task.engine == "lucid/solve"})
         for task in todo:
-            yield doctor._unjudged(task, "", wrong=task.plan.startswith("sm"))
+            yield verdict.unjudged(task, "", wrong=task.plan.startswith("sm"))
 
     monkeypatch.setattr(doctor, "judged", judged)
     monkeypatch.setattr(doctor, "_processes", lambda device: 1)
@@ -199,9 +199,9 @@ class Does:
     [(os._exit, 3, 300, "its process died"), (time.sleep, 10**6, 0.5, "did not end in 0.5 s")],
 )
 def test_a_kernel_that_dies_or_hangs_ends_its_own_process_alone(monkeypatch, what, argument, limit, told):
-    monkeypatch.setattr(doctor, "LIMIT", limit)
-    (verdict,) = doctor.judged(torch.device("cpu"), [TASK._replace(rule=Does(what, argument))], 2)
-    assert verdict.wrong and verdict.failing == (told,)
+    monkeypatch.setattr(helpers, "LIMIT", limit)
+    (found,) = helpers.judged(torch.device("cpu"), [TASK._replace(rule=Does(what, argument))], 2)
+    assert found.wrong and found.failing == (told,)
     assert not multiprocessing.active_children()
 
 
@@ -211,11 +211,11 @@ def test_what_came_to_no_verdict_beside_others_is_judged_again_alone(monkeypatch
     def outcomes(device, todo, processes):
         calls.append((todo, processes))
         for task in todo:
-            yield task, (None if processes > 1 and task.K == 32 else [doctor._unjudged(task, "")])
+            yield task, (None if processes > 1 and task.K == 32 else [verdict.unjudged(task, "")])
 
-    monkeypatch.setattr(doctor, "_outcomes", outcomes)
+    monkeypatch.setattr(helpers, "_outcomes", outcomes)
     small, large = TASK, TASK._replace(K=32)
-    assert [v.K for v in doctor.judged(torch.device("cpu"), [large, small], 4)] == [16, 32]
+    assert [v.K for v in helpers.judged(torch.device("cpu"), [large, small], 4)] == [16, 32]
     assert calls == [([large, small], 4), ([large], 1)]
 
 
@@ -225,7 +225,7 @@ def test_a_wrong_tensor_is_named_and_its_plan_struck_off_in_that_dtype(monkeypat
         return DeltaOutput(o, state * torch.linspace(1, 1.001 if impl == "triton" else 1, state.shape[-1]))
 
     kernels(monkeypatch, wrong)
-    verdicts = doctor.judge("cpu", True, TASK)
+    verdicts = verdict.judge("cpu", True, TASK)
     assert all(v.wrong and any(what.startswith("state") for what in v.failing) for v in verdicts)
     struck.record(doctor.outcome(verdicts, full=False))
     assert "state" in struck.struck(TASK.engine, TASK.plan, "float32")
@@ -239,8 +239,8 @@ def test_a_wrong_tensor_is_named_and_its_plan_struck_off_in_that_dtype(monkeypat
 
 def test_what_is_over_its_budget_by_less_than_twice_fails_but_is_not_struck_off(monkeypatch):
     for ratio, wrong in ((1.5, False), (2.5, True)):
-        monkeypatch.setattr(doctor, "weigh", lambda *_, ratio=ratio: ({"o": ratio}, (f"o {ratio}",)))
-        assert all(v.failing and v.wrong is wrong for v in doctor.judge("cpu", True, TASK))
+        monkeypatch.setattr(verdict, "weigh", lambda *_, ratio=ratio: ({"o": ratio}, (f"o {ratio}",)))
+        assert all(v.failing and v.wrong is wrong for v in verdict.judge("cpu", True, TASK))
 
 
 def test_what_differs_between_two_runs_is_wrong(monkeypatch):
@@ -253,8 +253,8 @@ def test_what_differs_between_two_runs_is_wrong(monkeypatch):
             return DeltaOutput(o * (1 + 1e-7 * (self.calls % 2)), state)
 
     kernels(monkeypatch, Wavering())
-    verdict = doctor.judge("cpu", True, TASK)[0]
-    assert verdict.wrong and any("differs between two runs" in what for what in verdict.failing)
+    found = verdict.judge("cpu", True, TASK)[0]
+    assert found.wrong and any("differs between two runs" in what for what in found.failing)
 
 
 def test_memory_that_is_not_written_shows(monkeypatch):
@@ -263,7 +263,7 @@ def test_memory_that_is_not_written_shows(monkeypatch):
         return DeltaOutput(o + 0 * torch.empty(1), state)
 
     kernels(monkeypatch, forgets)
-    assert doctor.judge("cpu", True, TASK)[0].wrong
+    assert verdict.judge("cpu", True, TASK)[0].wrong
 
 
 @pytest.mark.parametrize(
@@ -271,15 +271,15 @@ def test_memory_that_is_not_written_shows(monkeypatch):
     [
         ([0.5], False),
         ([1.3, 0.5], False),  # chance
-        ([31.0] * doctor.DRAWS, True),
-        ([1.2, 0.9] * (doctor.DRAWS // 2), True),  # over in the mean
-        ([float("nan")] * doctor.DRAWS, True),
+        ([31.0] * verdict.DRAWS, True),
+        ([1.2, 0.9] * (verdict.DRAWS // 2), True),  # over in the mean
+        ([float("nan")] * verdict.DRAWS, True),
     ],
 )
 def test_a_tensor_fails_by_the_mean_of_many_draws(monkeypatch, ratios, fails):
     left = iter(ratios)
-    monkeypatch.setattr(doctor, "draw", lambda *_: ({"dk": next(left)}, []))
-    found, failing = doctor.weigh(TASK, "short", "cpu")
+    monkeypatch.setattr(verdict, "draw", lambda *_: ({"dk": next(left)}, []))
+    found, failing = verdict.weigh(TASK, "short", "cpu")
     assert bool(failing) == fails and list(left) == []
     assert set(found) == {"dk"}
 
@@ -289,13 +289,13 @@ def test_an_error_is_a_verdict_and_want_of_memory_is_none(monkeypatch):
         def weigh(*_):
             raise error
 
-        monkeypatch.setattr(doctor, "weigh", weigh)
+        monkeypatch.setattr(verdict, "weigh", weigh)
 
     raises(RuntimeError("ptxas died\nwith a log"))
-    assert [(v.wrong, v.failing) for v in doctor.judge("cpu", True, TASK)] == [(True, ("RuntimeError: ptxas died",))] * 2
+    assert [(v.wrong, v.failing) for v in verdict.judge("cpu", True, TASK)] == [(True, ("RuntimeError: ptxas died",))] * 2
     raises(torch.OutOfMemoryError("16 GiB"))
-    assert doctor.judge("cpu", False, TASK) is None, "to be judged again without neighbours"
-    assert [v.wrong for v in doctor.judge("cpu", True, TASK)] == [False] * 2
+    assert verdict.judge("cpu", False, TASK) is None, "to be judged again without neighbours"
+    assert [v.wrong for v in verdict.judge("cpu", True, TASK)] == [False] * 2
 
 
 def test_compile_only_takes_every_plan_and_says_what_does_not_compile(monkeypatch):
