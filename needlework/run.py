@@ -17,7 +17,6 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -192,15 +191,13 @@ def run(
     disable_progress_bar()  # there is one on the screen already
     model.save_pretrained(directory / "checkpoint", state_dict=weights)
     corpus.tokenizer.save(str(directory / "checkpoint" / "tokenizer.json"))
-    if world.ranks > 1:  # this rank's model is a part of it
-        model = NeedleworkForCausalLM.from_pretrained(directory / "checkpoint").to(world.device)
-    # compiled blocks would be compiled again for every length
-    with torch.compiler.set_stance("force_eager") if recipe.train.compile else nullcontext():
-        entry = training_entry(recipe, model, result, corpus) | measure(model, corpus, recipe.evaluate)
+    device = model.device
+    del model, weights  # what is measured is what was kept: whole, and not compiled for the training's shapes
+    kept = lambda config: NeedleworkForCausalLM.from_pretrained(directory / "checkpoint", config=config).to(device)
+    model = kept(recipe.model)
+    entry = training_entry(recipe, model, result, corpus) | measure(model, corpus, recipe.evaluate)
     if recipe.evaluate.full_context:
-        config = recipe.model.full_context()
-        wide = NeedleworkForCausalLM.from_pretrained(directory / "checkpoint", config=config).to(model.device)
-        entry["full_context"] = measure(wide, corpus, recipe.evaluate)
+        entry["full_context"] = measure(kept(recipe.model.full_context()), corpus, recipe.evaluate)
     ran = json.loads((directory / "training" / "ran.json").read_text())[-1]
     entry |= {"machine": ran["device"], "versions": ran["versions"], "commit": ran["commit"], "config": recipe.to_dict()}
     write_json(done, entry)

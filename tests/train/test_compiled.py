@@ -1,4 +1,4 @@
-"""A whole training step compiles without a graph break, for every mixer, as `train` runs it: in half precision, recomputing."""
+"""A whole training step compiles without a graph break, for every mixer, in half precision, recomputing."""
 
 from dataclasses import replace
 
