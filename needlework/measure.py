@@ -88,14 +88,14 @@ def measure(model: NeedleworkForCausalLM, corpus: Corpus, evaluation: Evaluation
     read = reader(model)
     entry: dict[str, Any] = {"loss": {}} | {task: {} for task in e.tasks}
     for T in e.lengths:
-        rows, size = max(e.rows, e.tokens // T), max(1, 8192 // T)
+        rows, size = max(e.rows, e.tokens // T), at_once(model, T)
         text = held_out_text(corpus, e.seed, max(1, e.tokens // T), T + 1).input_ids
         entry["loss"][str(T)] = loss(read, text, batch_size=size).mean
         for task in e.tasks:
             episodes = TASKS[task](corpus, e.seed, rows, T)
             entry[task][str(T)] = retrieval(read, episodes, batch_size=size)._asdict()
     if e.positions is not None:
-        entry["positions"] = by_position(read, corpus, e)
+        entry["positions"] = by_position(read, corpus, e, at_once(model, e.positions))
     if e.diagnose is not None:
         entry["diagnostics"] = diagnose(model, corpus, e)
     return entry
@@ -112,12 +112,17 @@ def reader(model: NeedleworkForCausalLM) -> Callable[[Tensor], Tensor]:
     return read
 
 
-def by_position(read: Callable, corpus: Corpus, evaluation: Evaluation) -> dict[str, Any]:
+def at_once(model: NeedleworkForCausalLM, T: int) -> int:
+    """Rows of T tokens in a forward pass: what fills a GPU, or what a CPU's memory holds the logits of."""
+    return max(1, (65_536 if model.device.type == "cuda" else 8_192) // T)
+
+
+def by_position(read: Callable, corpus: Corpus, evaluation: Evaluation, batch_size: int) -> dict[str, Any]:
     """Nats per token of long documents in stretches that double: {"from": [0, 128, 256, …], "loss": […], "rows": n}."""
     T = evaluation.positions
     rows = long_documents(corpus, evaluation.rows, T + 1).input_ids
     cuts = [1 << n for n in range(7, T.bit_length() - (T & (T - 1) == 0))]
-    found = loss(read, rows, batch_size=max(1, 8192 // T), buckets=tuple(cuts))
+    found = loss(read, rows, batch_size=batch_size, buckets=tuple(cuts))
     return {"from": [0, *cuts], "loss": list(found.by_position), "rows": len(rows)}
 
 
@@ -130,7 +135,7 @@ def diagnose(model: NeedleworkForCausalLM, corpus: Corpus, evaluation: Evaluatio
         "qdelta": diagnostics.qdelta(model, ids),
         "ccq": diagnostics.ccq(model, ids, needle),
         "carve": [layer for L in chunks for layer in diagnostics.carve(model, ids, L)],
-        "lucid": diagnostics.lucid(model, ids[:, :1024]),
+        "lucid": diagnostics.lucid(model, ids[:1, :1024]),
         "polar": diagnostics.polar(model, ids[:, :1024]),
     }
     report = {rule: [layer._asdict() for layer in layers] for rule, layers in found.items() if layers}

@@ -38,7 +38,10 @@ class CausalConv(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [B T C], state [N width-1 C] the inputs before -> y [B T C] and the new state. T may be below the width."""
+        """x [B T C], state [N width-1 C] the inputs before -> y [B T C] and the new state. T may be below the width.
+
+        y has x's dtype: under autocast, where the weights are wider, sums are made in theirs and what reads y stays in half.
+        """
         taps = self.weight[:, 0].unbind(-1)
         past = self.width - 1
         if cu_seqlens is None:
@@ -46,7 +49,7 @@ class CausalConv(nn.Module):
                 state = x.new_zeros(x.shape[0], past, x.shape[2])
             line = torch.cat([state.to(x.dtype), x], 1)  # [B past+T C]
             y = sum(tap * line[:, j : j + x.shape[1]] for j, tap in enumerate(taps))
-            return y, line[:, x.shape[1] :]
+            return y.to(x.dtype), line[:, x.shape[1] :]
         N = len(cu_seqlens) - 1
         if state is None:
             state = x.new_zeros(N, past, x.shape[2])
@@ -61,7 +64,7 @@ class CausalConv(nn.Module):
         y = sum(tap * line[before(document, position, past - j)] for j, tap in enumerate(taps))
         every = torch.arange(N, device=x.device)
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-        return y[None], torch.stack([line[before(every, lengths, past - j)] for j in range(past)], 1)
+        return y[None].to(x.dtype), torch.stack([line[before(every, lengths, past - j)] for j in range(past)], 1)
 
 
 @dataclass(frozen=True, kw_only=True)

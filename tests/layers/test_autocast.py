@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from needlework.layers.catalog import CATALOG, Sizes
+from needlework.layers.conv import CausalConv
 from needlework.ops.specs import specs
+from needlework.probe import listen
 from needlework.testing.compare import differentiate, make, whole
 
 DIM = 32
@@ -38,3 +40,21 @@ def test_an_op_under_autocast_is_bit_equal_to_the_op_without(spec):
     for part, same in zip(differentiate(call, inputs), differentiate(under_autocast, inputs), strict=True):
         for name, x in part.items():
             assert x.dtype == same[name].dtype and torch.equal(x, same[name]), name
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_what_an_op_reads_and_what_it_gives_are_in_half(name):
+    """In float32 every kernel would be another, many times slower."""
+    heard = {}
+
+    def note(name, x):
+        if name in ("recurrent.o", "qdelta.q", "carve.k", "ccq.k", "lucid.k", "polar.q", "polar.k"):
+            heard[name] = x.dtype
+
+    mixer = CATALOG[name].make(SIZES).build(DIM)
+    convolved = [m for m in mixer.modules() if isinstance(m, CausalConv)]
+    for module in convolved:
+        module.register_forward_hook(lambda module, inputs, out: heard.update(conv=out[0].dtype))
+    with autocast(), listen(note):
+        mixer(torch.randn(2, 37, DIM))
+    assert heard and set(heard.values()) == {torch.bfloat16}, heard

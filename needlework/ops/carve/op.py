@@ -79,7 +79,8 @@ def chunk_carve(
         o, state = carve(*tensors, initial_state, cu_seqlens, **settings._asdict())
         return CarveOutput(o, state if output_final_state else None)
     o, S, m, total, position, _, _ = carve_fwd(*tensors, *state, cu_seqlens, *settings, chunk_size)
-    return CarveOutput(o, CarveState(S, m, total, position) if output_final_state else None)
+    # autocast widens what the operator is given
+    return CarveOutput(o.to(q.dtype), CarveState(S, m, total, position) if output_final_state else None)
 
 
 def recurrent_carve(
