@@ -23,7 +23,7 @@ from cases import CASES, Case
 from timing import median, passes
 
 from needlework.ops.common import launch
-from needlework.testing.doctor import Task, weigh
+from needlework.testing.verdict import Task, weigh
 
 # op -> the launch table that its case is to tune
 ENGINES = {

@@ -172,7 +172,7 @@ def draw(task: Task, form: str, device: str, seed: int) -> tuple[dict[str, float
         in_single = (lambda half: whole(spec.recurrent, operand=half)) if form == "short" else in_print
     exact, literal = values(in_double, wide), values(printed, single)
     fast = run()
-    with _poisoned():
+    with poisoned():
         again = run()
     differing = [name for name, x in fast.items() if not torch.equal(x, again[name]) and torch.isfinite(x).all()]
     floors = {}
@@ -265,7 +265,7 @@ def _kernels() -> Iterator[None]:
 
 
 @contextmanager
-def _poisoned() -> Iterator[None]:
+def poisoned() -> Iterator[None]:
     """torch.empty gives NaN: what a kernel does not write shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -16,7 +16,7 @@ from needlework.ops.lucid import LucidState, chunk_lucid, recurrent_lucid, step_
 from needlework.ops.lucid.spec import SPECS
 from needlework.testing.checks import budgeted
 from needlework.testing.compare import differentiate, relative
-from needlework.testing.doctor import _poisoned
+from needlework.testing.verdict import poisoned
 
 pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -92,7 +92,7 @@ def test_nothing_is_read_that_was_never_written(precondition):
     settings = {"precondition": precondition, "cu_seqlens": ends, "impl": "triton"}
     call = lambda: differentiate(lambda x: (chunk_lucid(**x, **settings).y,), x)
     clean = call()
-    with _poisoned():
+    with poisoned():
         again = call()
         k, v, beta = (*x.values(), None)[:3]
         inverse = Saved(*lucid_triton_fwd(k, v, beta, ends, precondition == "rowmax", None)[1:]).inverse

@@ -209,7 +209,7 @@ def test_packed_sequences_are_their_own_and_an_empty_one_passes_its_gradient_on(
 
 def test_what_was_not_written_is_not_read():
     from needlework.ops.delta.triton_scalar import scalar
-    from needlework.testing.doctor import _poisoned
+    from needlework.testing.verdict import poisoned
 
     # of seven chunks the sixth is nobody's, the fifth a sequence's
     given, cu_seqlens = make(T=53, leave_out=("lam", "initial_state")), torch.tensor([0, 20, 20, 53])
@@ -221,9 +221,9 @@ def test_what_was_not_written_is_not_read():
         return torch.autograd.grad((o * do).sum() + state.sum(), list(leaves.values()))
 
     clean = run()
-    with _poisoned():
-        poisoned = run()
-    assert all(map(torch.equal, clean, poisoned))
+    with poisoned():
+        filled = run()
+    assert all(map(torch.equal, clean, filled))
 
 
 def test_a_chain_that_is_cut_goes_on_bit_for_bit():
