@@ -42,13 +42,15 @@ def test_a_training_step_of_every_mixer_is_one_graph(mixer):
     tokens = torch.randint(VOCABULARY, (2, 22), generator=torch.Generator().manual_seed(1))
     pieces = [Piece(tokens[:, :-1], tokens[:, 1:])]
 
-    def found(called):
+    def found(called, autocast="bf16"):
         model.zero_grad()
-        numbers = backward(called, of_targets, pieces, counted=42, parts=1, autocast="bf16")
+        numbers = backward(called, of_targets, pieces, counted=42, parts=1, autocast=autocast)
         return {"loss": numbers.cross_entropy.sum()} | {name: p.grad.clone() for name, p in model.named_parameters()}
 
-    eager = found(model)
+    exact, eager = found(model, None), found(model)
     shard.prepare(model, replace(CONFIG, recompute=True), World())
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
-    for name, x in found(compiled).items():  # the same operations; where autograd adds up in another order, rounded otherwise
-        assert (x - eager[name]).norm() <= 2**-7 * eager[name].norm(), name
+    for name, x in found(compiled).items():
+        # the same operations, rounded otherwise where autograd adds up in another order: no further off than half precision is twice
+        own = (eager[name] - exact[name]).norm()
+        assert (x - exact[name]).norm() <= 2 * own + 1e-6 * exact[name].norm(), name
