@@ -21,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import results
 from timing import median
+from train_peers import PEERS, Mixer
 
 from needlework.models import NeedleworkForCausalLM
 from needlework.train import AdamW, Cosine, TrainConfig, gradient
@@ -51,7 +52,7 @@ def main() -> int:
     for name in given.size:
         for mixer in given.only:
             for impl in ("needlework", "fla") if given.peers else ("needlework",):
-                if impl == "fla" and mixer not in _peers():
+                if impl == "fla" and mixer not in PEERS:
                     continue
                 for T in given.lengths:
                     row = {
@@ -82,10 +83,8 @@ def step(mixer: str, size: Size, T: int, impl: str) -> dict:
     config = model(mixer, size)
     net = NeedleworkForCausalLM(config)
     if impl == "fla":
-        from train_peers import Mixer
-
         for block in net.model.blocks:
-            block.mixer = Mixer(_peers()[mixer](size))
+            block.mixer = Mixer(PEERS[mixer](size))
     net.cuda().train()
     recompute = size is LARGE
     # their layers break the graph: they run as they do for their users, without torch.compile
@@ -124,12 +123,6 @@ def step(mixer: str, size: Size, T: int, impl: str) -> dict:
         "compiled": settings.compile,
         "recompute": recompute,
     }
-
-
-def _peers():
-    from train_peers import PEERS
-
-    return PEERS
 
 
 def _commit() -> str:

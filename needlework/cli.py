@@ -43,7 +43,9 @@ def main() -> None:
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        if not isinstance(error, user_errors()):
+        from needlework.run import EXPLAINED  # late: --help needs no PyTorch
+
+        if not isinstance(error, EXPLAINED):
             raise
         console.quiet = False  # an error is told by whatever rank has it
         console.print(f"[red]needlework:[/red] {error}", highlight=False, soft_wrap=True)
@@ -53,15 +55,6 @@ def main() -> None:
 
         leave(status if isinstance(status, int) else 0)
     raise SystemExit(status)
-
-
-def user_errors() -> tuple[type[Exception], ...]:
-    """What the message alone explains. Imported late: --help needs no PyTorch."""
-    from needlework.data import SourceError, StoreError
-    from needlework.run import RunError
-    from needlework.train import CheckpointError
-
-    return ValueError, ArithmeticError, OSError, RunError, CheckpointError, StoreError, SourceError
 
 
 def repeated(arguments: list[str], option: str) -> list[str]:
@@ -207,7 +200,8 @@ def report(
     from needlework.eval.study import load_study
     from needlework.eval.study_page import write_page
 
-    module, _ = load_module(f"{of}:CLAIMS")
+    for name in ("MIXERS", "FAMILIES", "CLAIMS", "LIMITS"):
+        module, _ = load_module(f"{of}:{name}")
     page = write_page(load_study(results, module.MIXERS, module.FAMILIES), to or results, module.CLAIMS, module.LIMITS)
     console.print(f"page: {page}", highlight=False)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from needlework.board import Board
-from needlework.run import Recipe, RunError, run
+from needlework.run import EXPLAINED, Recipe, RunError, run
 from needlework.train import Progress
 
 _news: Any = None
@@ -29,7 +29,8 @@ def work(
 ) -> dict[Path, dict[str, Any]]:
     """Run every recipe in its directory; the entries of those that are done, each told to `on_done` when it is.
 
-    minutes: after so many every worker saves a checkpoint and ends; the same call goes on. RunError names the run that failed.
+    minutes: after so many every worker saves a checkpoint and ends; the same call goes on. RunError names the run that failed; a mistake of ours keeps its
+    traceback.
     """
     context = multiprocessing.get_context("spawn")  # a forked PyTorch may hang
     news, stop, places = context.Queue(), context.Event(), context.Queue()
@@ -51,7 +52,7 @@ def work(
                             continue
                         try:
                             entry = future.result()
-                        except Exception as error:
+                        except EXPLAINED as error:
                             raise RunError(f"{directory.name}: {error}") from error
                         if entry is not None:
                             entries[directory] = entry

@@ -24,12 +24,24 @@ from typing import Any
 
 import torch
 
-from needlework.data import Batch, Corpus, CorpusConfig, NeedleMix, StoreConfig, Text, byte_tokenizer, load_corpus, prepare
+from needlework.data import (
+    Batch,
+    Corpus,
+    CorpusConfig,
+    NeedleMix,
+    SourceError,
+    StoreConfig,
+    StoreError,
+    Text,
+    byte_tokenizer,
+    load_corpus,
+    prepare,
+)
 from needlework.eval.results import write_whole
 from needlework.layers.objective import Objective
 from needlework.measure import Evaluation, measure
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, disable_progress_bar
-from needlework.train import Losses, Piece, Progress, Result, TrainConfig, World, full_state, train
+from needlework.train import CheckpointError, Losses, Piece, Progress, Result, TrainConfig, World, full_state, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +128,10 @@ class RunError(RuntimeError):
     """A run's directory is not what the recipe says; the message names what differs and what to do."""
 
 
+# what a user did, or the machine: the message alone explains it; anything else is a mistake of ours and keeps its traceback
+EXPLAINED = (ValueError, ArithmeticError, OSError, RunError, CheckpointError, StoreError, SourceError)
+
+
 def build(recipe: Recipe) -> NeedleworkForCausalLM:
     """The model at its start: the same for a seed, whatever ran before; ValueError if `start` has other weights."""
     if recipe.start is not None:
@@ -167,7 +183,8 @@ def run(
     torch.set_num_threads(1)
     with World.open(recipe.train.parallel) as world:
         corpora = directory.parents[1] / "corpora"
-        world.agree(lambda: bool(text(recipe.corpus, corpora)))  # one rank makes it, the others open it
+        if world.ranks > 1:
+            world.agree(lambda: bool(text(recipe.corpus, corpora)))  # one rank makes it, the others open it
         corpus = text(recipe.corpus, corpora)
         model = build(recipe)
         if world.mesh is None and torch.cuda.is_available():
@@ -298,8 +315,7 @@ def seconds_needed(recipe: Recipe, corpus: Corpus) -> float:
         for _ in range(2):
             batch = recipe.batch(corpus, step * recipe.train.accumulate)
             began = time.perf_counter()
-            logits = model(batch.input_ids, use_cache=False).logits
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).backward()
+            recipe.losses(model, Piece(batch.input_ids, batch.labels)).cross_entropy.backward()
             best = min(best, time.perf_counter() - began)
         seconds += best * phase.steps
         step += phase.steps

@@ -213,9 +213,9 @@ def recipe(mixer: str, seed: int = 0, size: Size = SMALL) -> Recipe:
     )
 
 
-def small(mixers: tuple[str, ...] = tuple(MIXERS)) -> tuple[Recipe, ...]:
+def small() -> tuple[Recipe, ...]:
     """Every mixer at 60M parameters with every seed; a seed of all mixers before the next."""
-    return tuple(recipe(mixer, seed) for seed in SEEDS for mixer in mixers)
+    return tuple(recipe(mixer, seed) for seed in SEEDS for mixer in MIXERS)
 
 
 def medium() -> tuple[Recipe, ...]:

@@ -9,21 +9,6 @@ import pytest
 from needlework import cli
 
 
-@pytest.fixture
-def needlework(capsys, monkeypatch):
-    """`needlework …`, in this process: what it printed; `ok` says which exit status is expected."""
-
-    def run(*arguments, ok=True):
-        monkeypatch.setattr(sys, "argv", ["needlework", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        assert (not ended.value.code) == ok, printed.out + printed.err
-        return printed.out
-
-    return run
-
-
 def test_the_module_runs_as_a_program_and_a_mistake_is_no_traceback():
     done = subprocess.run([sys.executable, "-m", "needlework", "eval", "nowhere"], capture_output=True, text=True)
     assert done.returncode == 1 and "nowhere" in done.stdout and "Traceback" not in done.stderr

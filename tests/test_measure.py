@@ -2,7 +2,7 @@
 
 import pytest
 
-from needlework.data import CorpusConfig, byte_tokenizer, load_corpus
+from needlework.data import byte_tokenizer, load_corpus
 from needlework.data.tokenizer import decode_bytes
 from needlework.measure import TASKS, Evaluation, measure, needle_in_text
 from needlework.run import build
@@ -10,14 +10,8 @@ from recipes import demo
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    import ast
-
-    folder = tmp_path_factory.mktemp("text")
-    text = open(ast.__file__, encoding="utf-8").read()
-    for i in range(12):
-        (folder / f"{i}.py").write_text(text[i * 3000 : (i + 1) * 3000], encoding="utf-8")
-    return load_corpus(CorpusConfig(kind="files", paths=(str(folder),), held_out=0.2), byte_tokenizer())
+def corpus(small_text):
+    return load_corpus(small_text, byte_tokenizer())
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -32,17 +32,6 @@ def narrow(config):
     return config
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    import ast
-
-    folder = tmp_path_factory.mktemp("text")
-    text = open(ast.__file__, encoding="utf-8").read()
-    for i in range(12):
-        (folder / f"{i}.py").write_text(text[i * 3000 : (i + 1) * 3000], encoding="utf-8")
-    return CorpusConfig(kind="files", paths=(str(folder),), held_out=0.2)
-
-
 def shrunk(recipe: Recipe, corpus: CorpusConfig) -> Recipe:
     """20 steps of 4 rows of 32 bytes through one layer of each kind; optimiser, schedule and clip are the recipe's."""
     fields = recipe.model.to_diff_dict()
@@ -63,9 +52,9 @@ def shrunk(recipe: Recipe, corpus: CorpusConfig) -> Recipe:
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_every_papers_recipe_trains_twenty_steps_at_reduced_width(name, corpus, tmp_path):
+def test_every_papers_recipe_trains_twenty_steps_at_reduced_width(name, small_text, tmp_path):
     recipe = PAPERS[name]()
-    entry = run(shrunk(recipe, corpus), tmp_path / "run")
+    entry = run(shrunk(recipe, small_text), tmp_path / "run")
     losses = entry["train"]["loss"]
     assert len(losses) == 20 and all(map(math.isfinite, losses))
     assert losses[-1] < losses[0] or recipe.train.schedule.warmup > 1000  # such a warm-up has hardly begun
@@ -80,9 +69,9 @@ def test_every_papers_recipe_is_a_preset_at_its_exact_size(name):
     assert tokens_a_step in {2**19, 2**20, 2**21, 2**22}
 
 
-def test_a_fine_tune_starts_from_what_was_trained_before(corpus, tmp_path):
-    first = run(shrunk(lucid.lucid_1b(), corpus), tmp_path / "first" / "run")
-    recipe = shrunk(lucid.lucid_1b_65k(), corpus)
+def test_a_fine_tune_starts_from_what_was_trained_before(small_text, tmp_path):
+    first = run(shrunk(lucid.lucid_1b(), small_text), tmp_path / "first" / "run")
+    recipe = shrunk(lucid.lucid_1b_65k(), small_text)
     assert recipe.model.mixers["M"]["position"]["base"] == 64_000.0
     started = dataclasses.replace(recipe, start=str(tmp_path / "first" / "run" / "checkpoint"))
     entry = run(started, tmp_path / "second" / "run")
@@ -90,7 +79,7 @@ def test_a_fine_tune_starts_from_what_was_trained_before(corpus, tmp_path):
     nowhere = dataclasses.replace(recipe, start=str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match=r"expected a folder with config\.json and model.safetensors"):
         run(nowhere, tmp_path / "third" / "run")
-    other = dataclasses.replace(shrunk(carve.carve_125m(), corpus), start=started.start)
+    other = dataclasses.replace(shrunk(carve.carve_125m(), small_text), start=started.start)
     with pytest.raises(ValueError, match="holds another model"):
         run(other, tmp_path / "fourth" / "run")
 

@@ -7,24 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from needlework.data import CorpusConfig, NeedleMix
+from needlework.data import NeedleMix
 from needlework.run import Evaluation, Phase, RunError, claim, differences, run
 from needlework.train import AdamW, Cooldown, TrainConfig
 from recipes import demo
 
 TASK = NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 2))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """Twelve small files of real text: the standard library's own."""
-    import ast
-
-    folder = tmp_path_factory.mktemp("text")
-    text = open(ast.__file__, encoding="utf-8").read()
-    for i in range(12):
-        (folder / f"{i}.py").write_text(text[i * 3000 : (i + 1) * 3000], encoding="utf-8")
-    return CorpusConfig(kind="files", paths=(str(folder),), held_out=0.2)
 
 
 def tiny(corpus, mixer="qdelta", **changes):
@@ -44,8 +32,8 @@ def weights(directory):
     return AutoModelForCausalLM.from_pretrained(directory / "checkpoint").state_dict()
 
 
-def test_a_run_writes_a_checkpoint_that_auto_classes_load_and_its_result(corpus, tmp_path):
-    recipe = tiny(corpus)
+def test_a_run_writes_a_checkpoint_that_auto_classes_load_and_its_result(small_text, tmp_path):
+    recipe = tiny(small_text)
     entry = run(recipe, tmp_path)
     assert json.loads((tmp_path / "result.json").read_text()) == entry
     assert len(entry["train"]["loss"]) == 12 and entry["train"]["tokens"] == recipe.tokens()
@@ -59,8 +47,8 @@ def test_a_run_writes_a_checkpoint_that_auto_classes_load_and_its_result(corpus,
 
 
 @pytest.mark.parametrize("mixer", ["qdelta", "carve", "atma"])
-def test_a_stopped_run_goes_on_bit_equal(corpus, tmp_path, mixer):
-    recipe = tiny(corpus, mixer)
+def test_a_stopped_run_goes_on_bit_equal(small_text, tmp_path, mixer):
+    recipe = tiny(small_text, mixer)
     whole = run(recipe, tmp_path / "whole")
     steps = []
     assert run(recipe, tmp_path / "cut", on_step=steps.append, stop=lambda: len(steps) == 7) is None
@@ -72,14 +60,14 @@ def test_a_stopped_run_goes_on_bit_equal(corpus, tmp_path, mixer):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_another_seed_is_another_run(corpus, tmp_path):
-    recipe = tiny(corpus)
+def test_another_seed_is_another_run(small_text, tmp_path):
+    recipe = tiny(small_text)
     other = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, seed=1))
     assert run(recipe, tmp_path / "a")["train"]["loss"] != run(other, tmp_path / "b")["train"]["loss"]
 
 
-def test_a_directory_of_another_config_is_refused_and_names_the_field(corpus, tmp_path):
-    recipe = tiny(corpus)
+def test_a_directory_of_another_config_is_refused_and_names_the_field(small_text, tmp_path):
+    recipe = tiny(small_text)
     claim(tmp_path / "run", recipe.to_dict())
     claim(tmp_path / "run", recipe.to_dict())
     other = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, seed=1))
@@ -91,9 +79,9 @@ def test_differences_are_paths_of_fields():
     assert sorted(differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}})) == ["a.c", "d"]
 
 
-def test_phases_that_do_not_add_up_are_refused(corpus):
+def test_phases_that_do_not_add_up_are_refused(small_text):
     with pytest.raises(ValueError, match=r"the phases have 8 steps, train\.steps is 12"):
-        dataclasses.replace(tiny(corpus), phases=(Phase(steps=8, batch=2, length=64, task=TASK),))
+        dataclasses.replace(tiny(small_text), phases=(Phase(steps=8, batch=2, length=64, task=TASK),))
 
 
 @pytest.mark.parametrize("mixer", demo.COMPARE)

@@ -1,11 +1,6 @@
 """A study from the command line: many recipes in pieces, results side by side, a page."""
 
 import json
-import sys
-
-import pytest
-
-from needlework import cli
 
 OWN = """
 import dataclasses
@@ -37,21 +32,6 @@ def both():
 def none():
     return ()
 """
-
-
-@pytest.fixture
-def needlework(capsys, monkeypatch):
-    """`needlework …`, in this process: what it printed."""
-
-    def run(*arguments, ok=True):
-        monkeypatch.setattr(sys, "argv", ["needlework", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        assert (not ended.value.code) == ok, printed.out + printed.err
-        return printed.out
-
-    return run
 
 
 def test_a_study_runs_in_pieces_and_its_page_is_made_of_its_results(needlework, tmp_path):

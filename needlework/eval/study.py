@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 
 # Student's t at 97.5 %, by degrees of freedom: three seeds are two
 T_QUANTILE = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-RUN_KEYS = ("name", "seed", "title", "parameters", "state_bytes", "train", "loss", "lengths", "train_length", "tasks")
+RUN_KEYS = (
+    "name", "seed", "title", "parameters", "state_bytes", "train", "loss", "lengths", "train_length", "tasks", "corpus", "machine",
+    "versions", "commit",
+)  # fmt: skip
 
 
 class Spread(NamedTuple):
@@ -40,6 +43,11 @@ class Verdict(NamedTuple):
     claim: Claim
     word: str
     difference: Spread | None
+
+
+def found(run: dict[str, Any], tasks: Iterable[str], lengths: Iterable[int]) -> float:
+    """The share of the values' tokens that a run finds, a mean over tasks and lengths."""
+    return statistics.fmean(run[task][str(T)]["accuracy"] for task in tasks for T in lengths)
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,7 @@ class Study:
         tasks = [task for task in claim.tasks if task in self.tasks]
         if not seeds or not at or not tasks:
             return Verdict(claim, "not run", None)
-        share = lambda run: statistics.fmean(run[task][str(T)]["accuracy"] for task in tasks for T in at)
-        differences = [share(by_seed[0][seed]) - share(by_seed[1][seed]) for seed in seeds]
+        differences = [found(by_seed[0][seed], tasks, at) - found(by_seed[1][seed], tasks, at) for seed in seeds]
         mean = statistics.fmean(differences)
         if len(differences) == 1:
             return Verdict(claim, "one seed cannot say", Spread(mean, None, 1))

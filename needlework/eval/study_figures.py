@@ -6,7 +6,7 @@ from pathlib import Path
 from .drawing import label_points, style
 from .figures import GUESS
 from .palette import GRID, MUTED, SURFACE, colour, marker
-from .study import Study
+from .study import Study, found
 from .words import multiple, percent, size
 
 PANEL = (5.0, 3.1)  # inches
@@ -14,7 +14,6 @@ PANEL = (5.0, 3.1)  # inches
 
 def retrieval_by_length(study: Study, path: Path, tasks: tuple[str, ...]) -> None:
     """Share of the values' tokens found, the mean of `tasks`, against length in multiples of the training length."""
-    share = lambda run, T: sum(run[task][str(T)]["accuracy"] for task in tasks) / len(tasks)
     with style():
         figure, panels = _panels(study)
         for axes, (family, members) in zip(panels, study.families.items(), strict=False):
@@ -23,7 +22,7 @@ def retrieval_by_length(study: Study, path: Path, tasks: tuple[str, ...]) -> Non
             axes.set_xscale("log", base=2)
             axes.set_xticks(study.lengths, [multiple(T, study.train_length) for T in study.lengths])
             axes.minorticks_off()
-            _curves(axes, study, members, lambda run: [(T, share(run, T)) for T in study.lengths])
+            _curves(axes, study, members, lambda run: [(T, found(run, tasks, [T])) for T in study.lengths])
             axes.set_title(family)
         _save(figure, path)
 
@@ -67,7 +66,7 @@ def retrieval_by_state(study: Study, path: Path, tasks: tuple[str, ...], T: int)
         for family, members in enumerate(study.families.values()):
             for i, mixer in enumerate(m for m in members if m in study.runs and m not in shown):
                 shown.add(mixer)  # a baseline of two families is drawn with the first
-                share = study.spread(mixer, lambda run: sum(run[task][str(T)]["accuracy"] for task in tasks) / len(tasks))
+                share = study.spread(mixer, lambda run: found(run, tasks, [T]))
                 x = study.runs[mixer][0]["state_bytes"][str(T)]
                 axes.errorbar(x, share.mean, yerr=share.deviation or 0, color=colour(family), fmt=marker(i), capsize=2)
                 points.append((family, x, share.mean, f"{study.title(mixer)} {percent(share.mean)}"))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from . import study_figures as figures
 from .results import write_whole
-from .study import Claim, Spread, Study
+from .study import Claim, Spread, Study, found
 from .words import multiple, size
 
 
@@ -40,7 +40,7 @@ def _summary(study: Study) -> str:
     seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s'[: counts[0] > 1]}"
     sizes = [run["parameters"] for run in runs]
     machines = sorted({f"{run['machine']}, torch {run['versions']['torch']}" for run in runs})
-    commits = sorted({run["commit"] for run in runs})
+    commits = sorted({run["commit"] or "of no known commit" for run in runs})  # a copy without its history has none
     return (
         f"{len(study.runs)} mixers, {seeds} each, {min(sizes):,} to {max(sizes):,} parameters, {some['train']['tokens']:,} "
         f"training tokens of length {study.train_length:,}, one recipe and for a seed one order of data. Corpus SHA-256 "
@@ -53,10 +53,10 @@ def _claims(study: Study, claims: tuple[Claim, ...]) -> str:
     rows = []
     for claim in claims:
         verdict = study.judge(claim)
-        found = "" if verdict.difference is None else _points(verdict.difference)
+        points = "" if verdict.difference is None else _points(verdict.difference)
         seeds = "" if verdict.difference is None else str(verdict.difference.n)
         at = ", ".join(f"{m:g}×" for m in claim.multiples)
-        rows.append((claim.says, f"{', '.join(claim.tasks)} at {at}", found, seeds, f"**{verdict.word}**"))
+        rows.append((claim.says, f"{', '.join(claim.tasks)} at {at}", points, seeds, f"**{verdict.word}**"))
     note = "A difference counts where it lies outside its 95 % interval over paired seeds (Student's t)."
     return f"{_table(('claim', 'measured by', 'difference, points', 'seeds', ''), rows)}\n\n{note}"
 
@@ -72,17 +72,14 @@ def _overview(study: Study) -> str:
     )
     rows = []
     for mixer, runs in study.runs.items():
-        found = [
-            study.spread(mixer, lambda run, T=T: sum(run[t][str(T)]["accuracy"] for t in study.tasks) / len(study.tasks))
-            for T in study.lengths
-        ]
+        shares = [study.spread(mixer, lambda run, T=T: found(run, study.tasks, [T])) for T in study.lengths]
         loss = study.spread(mixer, lambda run: run["loss"][str(near)])
         speed = study.spread(mixer, lambda run: run["train"]["tokens_per_second"])
         rows.append(
             (
                 study.title(mixer),
                 _number(loss, 3),
-                *map(_share, found),
+                *map(_share, shares),
                 f"{speed.mean:,.0f}",
                 size(runs[0]["state_bytes"][str(far)]),
             )

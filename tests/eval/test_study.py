@@ -88,6 +88,13 @@ def test_the_page_says_every_number_and_every_verdict(study, tmp_path):
     assert {p.name for p in (tmp_path / "page").iterdir()} == {"README.md", "retrieval.png", "state.png", "positions.png"}
 
 
+def test_a_run_from_a_copy_without_its_history_is_said_to_be_one(tmp_path):
+    """As `ran.json` has it where there is no git."""
+    directory = write(tmp_path / "runs", run("plain", 0, 0.5, commit=None), run("plain", 1, 0.5))
+    page = write_page(load_study(directory, (), {"One": ("plain",)}), tmp_path / "page", (), "")
+    assert "code abc, of no known commit" in page.read_text()
+
+
 def test_equal_runs_give_equal_pages(study, tmp_path):
     pages = [write_page(study, tmp_path / name, (), "").parent for name in "ab"]
     for name in ("README.md", "retrieval.png", "state.png"):

@@ -1,0 +1,35 @@
+"""What tests of several rooms share: the command line in this process, and a little real text."""
+
+import ast
+import sys
+
+import pytest
+
+from needlework.data import CorpusConfig
+
+
+@pytest.fixture
+def needlework(capsys, monkeypatch):
+    """`needlework …`, in this process: what it printed; `ok` says which exit status is expected."""
+    from needlework import cli
+
+    def run(*arguments, ok=True):
+        monkeypatch.setattr(sys, "argv", ["needlework", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        assert (not ended.value.code) == ok, printed.out + printed.err
+        return printed.out
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def small_text(tmp_path_factory):
+    """Twelve small files of real text: the standard library's own."""
+    folder = tmp_path_factory.mktemp("text")
+    with open(ast.__file__, encoding="utf-8") as file:
+        text = file.read()
+    for i in range(12):
+        (folder / f"{i}.py").write_text(text[i * 3000 : (i + 1) * 3000], encoding="utf-8")
+    return CorpusConfig(kind="files", paths=(str(folder),), held_out=0.2)
