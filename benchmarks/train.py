@@ -6,8 +6,9 @@ A step is forward, backward, clip and AdamW on TOKENS tokens through the library
 autocast, float32 weights. Rows: mixer, impl ("needlework" | "fla"), size, parameters, shape {B, T}, ms, tokens_per_second,
 mfu, peak_mib, compiled, recompute, device, torch, triton, commit; kept by key, one file a device.
 
-    MFU = (6 N + 6 T Hq d L) tokens/s / 989e12      N: parameters, without the embedding's rows but with the unembedding;
-                                                    L: layers that attend, causal, so T/2 keys; recurrent states count nothing
+    MFU = (6 N + Σ 12 n Hq d) tokens/s / 989e12     N: parameters, without the embedding's rows but with the unembedding; Σ over the
+                                                    layers that attend, to n keys a query: T/2, behind a window W − W²/2T;
+                                                    recurrent states count nothing
 """
 
 import argparse
@@ -113,7 +114,7 @@ def step(mixer: str, size: Size, T: int, impl: str) -> dict:
     speed = TOKENS / (ms * 1e-3)
     counted = net.num_parameters()  # tied: the embedding's rows are the unembedding's
     attending = [config.mixers[letter] for letter in config.layout if config.mixers[letter]["kind"] == "attention"]
-    operations = 6 * counted + sum(6 * T * m["heads"] * m["head_dim"] for m in attending)
+    operations = 6 * counted + sum(12 * keys(T, m["attend"].get("window")) * m["heads"] * m["head_dim"] for m in attending)
     return {
         "parameters": counted,
         "ms": ms,
@@ -123,6 +124,12 @@ def step(mixer: str, size: Size, T: int, impl: str) -> dict:
         "compiled": settings.compile,
         "recompute": recompute,
     }
+
+
+def keys(T: int, window: int | None) -> float:
+    """That a query sees in the mean."""
+    W = min(T, window or T)
+    return W - W**2 / (2 * T)
 
 
 def _commit() -> str:

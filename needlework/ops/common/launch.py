@@ -129,12 +129,6 @@ def misfit(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int
         return str(e)
 
 
-def awaited(impl: str) -> str | None:
-    """Why "auto" leaves kernels alone that no GPU has judged yet: they are taken by name, and in the interpreter."""
-    asked = os.environ.get("NEEDLEWORK_IMPL") if impl == "auto" else impl
-    return None if asked == "triton" or interpreted() else "no GPU has judged its kernels yet; impl='triton' takes them"
-
-
 # one for the process: autograd runs backwards on threads of its own
 _forced: dict[str, tuple[str | None, dict[str, dict[str, int]]]] = {}
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.launch import awaited, misfit
+from needlework.ops.common.launch import misfit
 from needlework.ops.common.shapes import check
 from needlework.ops.lucid import chunk, reference
 from needlework.ops.lucid.arguments import Precondition, Solve, check_state, check_tokens, no_tokens_yet, solve_window
@@ -50,7 +50,8 @@ def chunk_lucid(
         give them.
     Error: within 2 × the larger of the definition's, the blocked form's and the output rounding's own.
     impl: "triton" solves by kernels, with blocks of their own (O(T) memory), "torch" by block rows (largest tensor T × chunk_size
-        per head, backward by hand), "reference" row by row, as defined; "auto" is "torch" until a GPU has judged the kernels.
+        per head, backward by hand), "reference" row by row, as defined; "auto" takes the kernels on a CUDA device where they
+        support the call.
     Raises ValueError for shapes, dtypes, settings or lengths that do not fit; it names tensor, axis and both sizes.
     """
     check_tokens(k, v, beta, "B T Hkv", precondition)
@@ -63,7 +64,7 @@ def chunk_lucid(
         P = initial_state.k.shape[1]
         if window is not None and P > window:
             raise ValueError(f"initial_state.k: axis 1 (P) has size {P}, expected at most the window {window}")
-    fit = lambda: awaited(impl) or misfit("lucid/solve", k.device, k.dtype, k.shape[-1], v.shape[-1])
+    fit = lambda: misfit("lucid/solve", k.device, k.dtype, k.shape[-1], v.shape[-1])
     path = resolve("lucid", impl, k.device, fit)
     rowmax = precondition == "rowmax"
     if path == "triton" and initial_state is None and not output_final_state:
@@ -170,7 +171,7 @@ def _no_step(k: Tensor, v: Tensor, state: LucidState) -> str | None:
         return f"the pages are {state.k.dtype} and {state.y.dtype}, k is {k.dtype}"
     if not all(page[:1].is_contiguous() for page in (state.k, state.y)):
         return "a slot's pages are not contiguous"
-    return awaited("auto") or misfit("lucid/step", k.device, k.dtype, k.shape[-1], v.shape[-1])
+    return misfit("lucid/step", k.device, k.dtype, k.shape[-1], v.shape[-1])
 
 
 def _check_room(length: Tensor, R: int, P: int, window: int | None) -> None:

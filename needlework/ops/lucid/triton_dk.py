@@ -72,7 +72,8 @@ def coupled(
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "W"])
 def key_gradient(
-    x_k, x_y, x_z, p_x, p_y, p_u, p_z, p_norm, p_mu, p_top, p_zv, p_beta, p_dy, p_dk, p_dbeta, p_peak_y, p_peak_z, p_rows_y, p_rows_z, p_cum,
+    x_k, x_y, x_z, p_x, p_y, p_r, p_z, p_norm, p_mu, p_top, p_zv, p_beta, p_v, p_dy, p_dk, p_dbeta, p_peak_y, p_peak_z, p_rows_y, p_rows_z,
+    p_cum,
     T, NR, N, W,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, NS: tl.constexpr,
     SCALE: tl.constexpr, ROOT: tl.constexpr, TMA: tl.constexpr, ROWMAX: tl.constexpr, BETA: tl.constexpr, WINDOW: tl.constexpr,
@@ -107,8 +108,17 @@ def key_gradient(
         b_x = tl.load(row_pointers(p_x, i_bh, i_row, NR, C, KB))
         row = tl.cast(i_bh, tl.int64) * NR + i_row + o
 
-        # as a column: of u where that is not y, since dβ may not divide by β
-        b_u = tl.load(row_pointers(p_u, i_bh, i_row, NR, C, VB))
+        # as a column, of u. With β that is not y, and dβ may not divide by it: u = v − r, r of the forward, since what is rounded of
+        # v itself, where keys have little in common, is more than all else that dβ errs by
+        if BETA:
+            at, real = token_pointers(p_v, i_b, i_row, i_h, T, H, V, C, VB)
+            u = tl.load(at, mask=real, other=0.0).to(ACC)
+            if HALF:
+                u *= power_of_two(254 - e_y)
+            u -= tl.load(row_pointers(p_r, i_bh, i_row, NR, C, VB)).to(ACC)
+            b_u = u.to(b_x.dtype)
+        else:
+            b_u = tl.load(row_pointers(p_y, i_bh, i_row, NR, C, VB))
         acc = tl.zeros([C, KB], ACC)
         rho = tl.zeros([C], ACC)
         acc, rho = coupled(
@@ -126,7 +136,7 @@ def key_gradient(
             beta = tl.load(p_beta + token, mask=live, other=0.0).to(ACC)
             acc *= beta[:, None]
             at, real = token_pointers(p_dy, i_b, i_row, i_h, T, H, V, C, VB)
-            own = tl.sum(tl.load(at, mask=real, other=0.0).to(ACC) * b_u.to(ACC), 1)
+            own = tl.sum(tl.load(at, mask=real, other=0.0).to(ACC) * u, 1)
             if HALF:
                 own *= power_of_two(e_y)
                 rho = rho * power_of_two(e_y) * power_of_two(e_z)

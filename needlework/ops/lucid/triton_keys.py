@@ -134,7 +134,7 @@ def inverses(
     H: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr,
     ROWMAX: tl.constexpr, BETA: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """I of one block, from runs of 16 rows upwards."""
+    """I − 1 of one block, from runs of 16 rows upwards: what the identity leaves as it is is not to be rounded with the rest."""
     blocks = NR // C
     i_bh = tl.program_id(0) // blocks
     i_t = tl.program_id(0) % blocks * C
@@ -156,7 +156,8 @@ def inverses(
         A = overlaps(p_x, p_mu, p_beta, T - i_t, W, n // 4, 32, 1, H, KB, SCALE, ROWMAX, BETA, WINDOW, ACC)
         X = merged(X, A, n // 4, 32, ST, ACC)
     o = tl.arange(0, C)
-    tl.store(p_I + row * C + o[:, None] * C + o[None, :], tl.reshape(X, (C, C)).to(ST))
+    X = tl.reshape(X, (C, C)) - tl.where(o[:, None] == o[None, :], 1.0, 0.0).to(ACC)
+    tl.store(p_I + row * C + o[:, None] * C + o[None, :], X.to(ST))
 
 
 @triton.jit(do_not_specialize=["NR", "N", "W"])

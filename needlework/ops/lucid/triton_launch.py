@@ -71,7 +71,7 @@ class Saved(NamedTuple):
     inverse: Tensor
     Y: Tensor
     counters: Tensor
-    more: Tensor  # "beta": U; "rowmax": which row of x μ is of; no numbers otherwise
+    more: Tensor  # "beta": V − U; "rowmax": which row of x μ is of; no numbers otherwise
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, beta: bool, rowmax: bool, save: bool, plan: Plan, N: int) -> "Saved":
@@ -109,8 +109,8 @@ def forward(k: Tensor, v: Tensor, beta: Tensor | None, task: Task, *, save: bool
             where = _or(task.align.cum, more), _or(task.skip, more), row, more
             run(top, programs, x_k, *where, NR, N, W, **c["top"], **flags("top", GIVEN=task.given > 0))
         run(inverses, programs, x, row, _or(beta, row), inverse, T, NR, W, **c["inverses"])
-        U = more if beta is not None and save else None
-        launch_solve(x_k, row, inverse, beta, v, Y, U, y, v, None, counts.unbind(), task, c, REV=False)
+        R = more if beta is not None and save else None
+        launch_solve(x_k, row, inverse, beta, v, Y, R, y, v, None, counts.unbind(), task, c, REV=False)
     return y, saved
 
 
@@ -128,27 +128,27 @@ def backward(dy: Tensor, v: Tensor, beta: Tensor | None, saved: Saved, K: int, t
         peak_y, rows_y, *_ = counts.unbind()
         peak_z, rows_z, *_ = new = torch.zeros_like(counts).unbind()
         launch_solve(x_k, row, inverse, beta, dy, Z, None, dv, v, zv, new, task, c, REV=True)
-        U, best = (Y if beta is None else more), (more if task.rowmax else counts)
+        R, best = (Y if beta is None else more), (more if task.rowmax else counts)
         run(
             key_gradient, (NR // C * B * H,),
-            x_k, _tile(Y, task.plan), _tile(Z, task.plan), x, Y, U, Z, row, row, best, _or(zv, row),
-            _or(beta, dy), dy, dk, _or(dbeta, dy), peak_y, peak_z, rows_y, rows_z, _or(task.align.cum, counts),
+            x_k, _tile(Y, task.plan), _tile(Z, task.plan), x, Y, R, Z, row, row, best, _or(zv, row),
+            _or(beta, dy), v, dy, dk, _or(dbeta, dy), peak_y, peak_z, rows_y, rows_z, _or(task.align.cum, counts),
             T, NR, task.align.N, task.window or 0, **c["key_gradient"],
         )  # fmt: skip
     return dk, dv, dbeta
 
 
-def launch_solve(x_k, row, inverse, beta, rhs, Y, U, out, v, zv, counts, task: Task, c: dict, *, REV: bool) -> None:
-    """Y (and U where it has a place), out and the peaks: of the right side, and of the norms of Y's rows."""
+def launch_solve(x_k, row, inverse, beta, rhs, Y, R, out, v, zv, counts, task: Task, c: dict, *, REV: bool) -> None:
+    """Y (and R where it has a place), out and the peaks: of the right side, and of the norms of Y's rows."""
     B, T, H = rhs.shape[:3]
     NR, C = inverse.shape[2:]
     N, blocks = task.align.N, NR // C
-    of = lambda name: c[name] | flags(name, REV=REV, SAVE_U=U is not None, GIVEN=task.given > 0)
+    of = lambda name: c[name] | flags(name, REV=REV, SAVE_R=R is not None, GIVEN=task.given > 0)
     peaks, rows, done, ticket = counts
     if c["solve"]["HALF"]:
         run(peak, (B * H * cdiv(T, c["peak"]["R"]),), rhs, peaks, T, **c["peak"])
     matrix = x_k, row, inverse, _or(beta, inverse)
-    results = Y, _or(U, Y), out, v, _or(zv, inverse), peaks, rows, _or(task.align.cum, peaks)
+    results = Y, _or(R, Y), out, v, _or(zv, inverse), peaks, rows, _or(task.align.cum, peaks)
     W = task.window or 0
     if "panel" in c:
         S = c["panel"]["S"]
@@ -202,7 +202,7 @@ KERNELS = {
 
 
 def flags(kernel: str, **settings: bool) -> dict[str, int]:
-    """REV: backwards in time. SAVE_U: for β's gradient. GIVEN: there are pages."""
+    """REV: backwards in time. SAVE_R: for β's gradient. GIVEN: there are pages."""
     return {name: int(x) for name, x in settings.items() if name in KERNELS[kernel].arg_names}
 
 
@@ -212,7 +212,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     integers = ("p_top", "p_peak", "p_row_peak", "p_peak_y", "p_peak_z", "p_rows_y", "p_rows_z", "p_cum", "p_skip", "p_order")
     types = dict.fromkeys((*integers, "p_done", "p_ticket"), "i32")
     types |= dict.fromkeys(("p_k", "p_v", "p_rhs", "p_out", "p_dy", "p_dk"), own)
-    types |= dict.fromkeys(("p_x", "p_I", "p_y", "p_u", "p_z", "x_k", "x_y", "x_z"), st)
+    types |= dict.fromkeys(("p_x", "p_I", "p_y", "p_r", "p_z", "x_k", "x_y", "x_z"), st)
     cases = []
     for beta, rowmax in ((False, False), (True, False), (False, True)):
         everything = constants(plan, dtype, 2, K, V, rowmax, beta, beta or rowmax, rowmax)
@@ -227,7 +227,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
                 continue
             of = types | ({"x_k": own, "p_x": own} if rowmax or name == "peak" else {})
             for REV in (False, True) if "REV" in kernel.arg_names else (False,):
-                c = row | flags(name, REV=REV, SAVE_U=beta and not REV, GIVEN=rowmax)
+                c = row | flags(name, REV=REV, SAVE_R=beta and not REV, GIVEN=rowmax)
                 options = {key: c.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in c}
                 c = {key: x for key, x in c.items() if key in kernel.arg_names}
                 signature = {}

@@ -96,7 +96,7 @@ def operands(
     p_I, p_beta, i_bh, i_block, T, NR,
     H: tl.constexpr, C: tl.constexpr, BETA: tl.constexpr, REV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """What a right side is multiplied by: I, or its transpose; and β."""
+    """What a right side is multiplied by: I − 1, or its transpose; and β."""
     o = tl.arange(0, C)
     p = p_I + (tl.cast(i_bh, tl.int64) * NR + i_block * C) * C
     if REV:
@@ -135,7 +135,7 @@ def inverted(acc, b_I, beta, is_given, BETA: tl.constexpr, REV: tl.constexpr, AC
     else:
         if BETA and REV:
             acc *= beta[:, None]
-        u = tl.dot(b_I, acc.to(ST), input_precision="ieee", out_dtype=ACC)
+        u = plus_product(acc, b_I, acc.to(ST), ST == ACC)
     return u
 
 
@@ -153,34 +153,36 @@ def solved(u, beta, is_given, BETA: tl.constexpr, REV: tl.constexpr):
 
 @triton.jit
 def write(
-    y, u, z, down, p_out, p_u, p_v, p_zv, p_row_peak, i_bh, i_block, T, NR,
-    H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, SAVE_U: tl.constexpr, ZV: tl.constexpr,
+    y, u, z, down, p_out, p_r, p_v, p_zv, p_row_peak, i_bh, i_block, T, NR,
+    H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, SAVE_R: tl.constexpr, ZV: tl.constexpr,
     HALF: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """What nobody waits for: y as the caller's numbers, U, and of what is gathered, z, the largest norm of a row, which bounds the
-    gradient of A. ZV: also z_i·v_i, the gradient of a row's maximum."""
+    """What nobody waits for: y as the caller's numbers, and of what is gathered, z, the largest norm of a row, which bounds the
+    gradient of A. SAVE_R: also R = V − U. ZV: also z_i·v_i, the gradient of a row's maximum."""
     at, real = token_pointers(p_out, i_bh // H, i_block * C, i_bh % H, T, H, V, C, VB)
     tl.store(at, (y * down).to(p_out.dtype.element_ty), mask=real)
     square = tl.sum(z * z, 1)
-    if SAVE_U:
-        tl.store(row_pointers(p_u, i_bh, i_block * C, NR, C, VB), u.to(ST))
+    if SAVE_R or ZV:
+        at, real = token_pointers(p_v, i_bh // H, i_block * C, i_bh % H, T, H, V, C, VB)
+        b_v = tl.load(at, mask=real, other=0.0).to(ACC)
+    if SAVE_R:
+        tl.store(row_pointers(p_r, i_bh, i_block * C, NR, C, VB), (b_v / down - u).to(ST))
         square = tl.maximum(square, tl.sum(u * u, 1))
     if HALF:
         largest = tl.sqrt(tl.max(square, 0))
         tl.atomic_max(p_row_peak + i_bh, largest.to(tl.int32, bitcast=True), sem="relaxed")
     if ZV:
-        at, real = token_pointers(p_v, i_bh // H, i_block * C, i_bh % H, T, H, V, C, VB)
-        zv = tl.sum(z * down * tl.load(at, mask=real, other=0.0).to(ACC), 1)
+        zv = tl.sum(z * down * b_v, 1)
         tl.store(p_zv + tl.cast(i_bh, tl.int64) * NR + i_block * C + tl.arange(0, C), zv)
 
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "W", "given", "tiles", "G", "turns"])
 def solve(
-    x_k, p_mu, p_I, p_beta, p_rhs, p_y, p_u, p_out, p_v, p_zv, p_peak, p_row_peak, p_cum, p_order, p_done, p_ticket,
+    x_k, p_mu, p_I, p_beta, p_rhs, p_y, p_r, p_out, p_v, p_zv, p_peak, p_row_peak, p_cum, p_order, p_done, p_ticket,
     T, NR, N, W, given, tiles, G, turns,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, NS: tl.constexpr,
     SCALE: tl.constexpr, TMA: tl.constexpr, ROWMAX: tl.constexpr, BETA: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    GIVEN: tl.constexpr, REV: tl.constexpr, SAVE_U: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    GIVEN: tl.constexpr, REV: tl.constexpr, SAVE_R: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """All blocks in one launch: programs take blocks by ticket and wait for those solved before.
 
@@ -215,7 +217,7 @@ def solve(
             a = entries(b_x, x_k, p_mu, i_bh, i_block * C, j_row, NR, W, C, KB, SCALE, TMA, ROWMAX, WINDOW, REV, ACC)
             if BETA and REV:
                 a *= beta[:, None]
-            b_M = (-tl.dot(b_I, a.to(ST), input_precision="ieee", out_dtype=ACC)).to(ST)
+            b_M = (-plus_product(a, b_I, a.to(ST), ST == ACC)).to(ST)
             acc, down = right_side(p_rhs, p_peak, i_bh, i_block, T, H, V, C, VB, HALF, ACC)
 
             q = first_seen(i_block, first, end, W, C, WINDOW, REV)
@@ -248,8 +250,8 @@ def solve(
             tl.debug_barrier()
             tl.atomic_max(p_count, at + 1, sem="release")
             write(
-                y, u, kept, down, p_out, p_u, p_v, p_zv, p_row_peak, i_bh, i_block, T, NR,
-                H, V, C, VB, SAVE_U, REV and ROWMAX, HALF, ACC, ST,
+                y, u, kept, down, p_out, p_r, p_v, p_zv, p_row_peak, i_bh, i_block, T, NR,
+                H, V, C, VB, SAVE_R, REV and ROWMAX, HALF, ACC, ST,
             )  # fmt: skip
         ticket = tl.atomic_add(p_ticket, 1, sem="relaxed")
 
@@ -298,10 +300,10 @@ def before_panel(
 
 @triton.jit(do_not_specialize=["T", "NR", "W", "given", "start"])
 def panel(
-    x_k, p_mu, p_I, p_beta, p_rest, p_y, p_u, p_out, p_v, p_zv, p_peak, p_row_peak, p_cum, T, NR, W, given, start,
+    x_k, p_mu, p_I, p_beta, p_rest, p_y, p_r, p_out, p_v, p_zv, p_peak, p_row_peak, p_cum, T, NR, W, given, start,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, NS: tl.constexpr, S: tl.constexpr,
     SCALE: tl.constexpr, TMA: tl.constexpr, ROWMAX: tl.constexpr, BETA: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    GIVEN: tl.constexpr, REV: tl.constexpr, SAVE_U: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    GIVEN: tl.constexpr, REV: tl.constexpr, SAVE_R: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """A panel of one sequence and head, block by block."""
     i_b, first, end = chain_of(p_cum, tl.program_id(0) // H, NR // C, PACKED)
@@ -329,6 +331,6 @@ def panel(
         if HALF:
             down = power_of_two(exponent(p_peak, i_bh))
         write(
-            y, u, kept, down, p_out, p_u, p_v, p_zv, p_row_peak, i_bh, i_block, T, NR,
-            H, V, C, VB, SAVE_U, REV and ROWMAX, HALF, ACC, ST,
+            y, u, kept, down, p_out, p_r, p_v, p_zv, p_row_peak, i_bh, i_block, T, NR,
+            H, V, C, VB, SAVE_R, REV and ROWMAX, HALF, ACC, ST,
         )  # fmt: skip

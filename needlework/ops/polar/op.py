@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.launch import awaited, misfit
+from needlework.ops.common.launch import misfit
 from needlework.ops.common.shapes import check, check_dtypes
 from needlework.ops.polar import chunk, reference
 from needlework.ops.polar.custom_op import check_data, polar_fwd, polar_grow
@@ -53,8 +53,8 @@ def chunk_polar(
     State: grows; k and v of every token, or of the newest W. Initial pages take gradients and final pages give them.
     Error: within 2 × the larger of the definition's, its streaming form's and the output rounding's own.
     impl: "triton" the kernels (half inputs in half products), "torch" streams key blocks in float32 (largest tensor T × chunk_size
-        per head), both with a backward by hand; "reference" is the definition token by token. "auto" is "torch" until a GPU has
-        judged the kernels.
+        per head), both with a backward by hand; "reference" is the definition token by token. "auto" takes the
+        kernels on a CUDA device where they support the call.
     Raises ValueError for shapes, dtypes or lengths that do not fit; it names tensor, axis and both sizes.
     """
     _check(q, k, v, alpha, beta, gamma, null_base, v_null, window, initial_state, cu_seqlens)
@@ -62,7 +62,7 @@ def chunk_polar(
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
     wide = torch.promote_types(q.dtype, torch.float32)
     parameters = [x.to(wide) for x in (alpha, beta, gamma, null_base, v_null)]
-    fit = lambda: awaited(impl) or misfit("polar/attention", q.device, q.dtype, q.shape[-1], v.shape[-1])
+    fit = lambda: misfit("polar/attention", q.device, q.dtype, q.shape[-1], v.shape[-1])
     path = resolve("polar", impl, q.device, fit)
     given_state = initial_state
     if initial_state is None:
@@ -156,7 +156,7 @@ def _no_step(q: Tensor, v: Tensor, state: PolarState) -> str | None:
     """Why the kernels cannot take a call of step_polar."""
     if not (state.k.is_contiguous() and state.v.is_contiguous()):
         return "the table is not contiguous"
-    return awaited("auto") or misfit("polar/paged", q.device, q.dtype, q.shape[-1], v.shape[-1])
+    return misfit("polar/paged", q.device, q.dtype, q.shape[-1], v.shape[-1])
 
 
 def _check(q, k, v, alpha, beta, gamma, null_base, v_null, window, state, cu_seqlens) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.launch import awaited, misfit
+from needlework.ops.common.launch import misfit
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
 from needlework.ops.common.pages import positions
 from needlework.ops.common.shapes import check, check_dtypes
@@ -40,7 +40,7 @@ def decode_polar(
 
     Returns direction [B Hq V] in q's dtype, magnitude [B Hq] in float32 (float64 for float64).
     Error: as `chunk_polar`. impl: "triton" splits the keys over programs, reads nothing back, and can be captured in a CUDA graph;
-    "torch" gathers the pages; "auto" is "torch" until a GPU has judged the kernels.
+    "torch" gathers the pages; "auto" takes the kernels on a CUDA device where they support the call.
     Raises ValueError for shapes or dtypes that do not fit.
     """
     check("q", q, "B Hq d")
@@ -119,7 +119,7 @@ def _gathered(q, k, v, parameters, block_table, before, window) -> tuple[Tensor,
 def _path(q: Tensor, v: Tensor, impl: Impl) -> str:
     if impl == "reference":
         raise ValueError("impl='reference': the definition knows no pages; use chunk_polar's")
-    fit = lambda: awaited(impl) or misfit("polar/paged", q.device, q.dtype, q.shape[-1], v.shape[-1])
+    fit = lambda: misfit("polar/paged", q.device, q.dtype, q.shape[-1], v.shape[-1])
     return resolve("polar", impl, q.device, fit)
 
 

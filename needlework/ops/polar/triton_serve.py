@@ -46,9 +46,10 @@ def polar_decode(
         decode, (splits, HK, B),
         q.contiguous(), k, v, table, length, alpha, gamma, null_base, stats, S, table.shape[1], W, **known,
     )  # fmt: skip
+    known = constants(chosen, merge, q.dtype, H, HK, K, V, k.shape[1])
+    known["BS"] = min(known["BS"], next_power_of_2(splits))
     run(
-        merge, (B * H,), stats, S, length, alpha, beta, gamma, null_base, v_null, direction, magnitude, splits, W,
-        **constants(chosen, merge, q.dtype, H, HK, K, V, k.shape[1]),
+        merge, (B * H,), stats, S, length, alpha, beta, gamma, null_base, v_null, direction, magnitude, splits, W, **known,
     )  # fmt: skip
     return direction, magnitude
 
