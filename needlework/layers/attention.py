@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from needlework.layers.config import Config, Width
-from needlework.layers.conv import conv_state_size, document_positions
+from needlework.layers.conv import conv_state_size
 from needlework.layers.distract import Distractor
 from needlework.layers.norm import published_rms, rms
 from needlework.layers.projection import OutProjection
+from needlework.ops.common.packing import document_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +117,8 @@ class _Attention(nn.Module):
         if self.config.qk_norm:
             q, k = self.norm(q), self.norm(k)
         if self.conv is not None:
-            qkv = torch.cat([z.flatten(-2) for z in (q, k, v)], -1)
-            qkv, state = self.conv(qkv, state, cu_seqlens)
-            heads = qkv.unflatten(-1, (-1, self.d))
-            q, k, v = heads.split([self.Hq, self.Hkv, self.Hkv], 2)
+            qkv, state = self.conv(tuple(z.flatten(-2) for z in (q, k, v)), state, cu_seqlens)
+            q, k, v = (z.unflatten(-1, (-1, self.d)) for z in qkv)
         return q, gate, k, v, state
 
     def _positions(self, x: Tensor, state: AttentionState, cu_seqlens: Tensor | None) -> Tensor:

@@ -13,17 +13,13 @@ from torch.nn import functional as F
 from needlework.layers.config import Config
 from needlework.layers.projection import OutProjection, ZeroProjection
 from needlework.layers.state import size
-
-
-def document_positions(cu_seqlens: Tensor, T: int) -> tuple[Tensor, Tensor]:
-    """[T] the document of each packed token, [T] its position in it."""
-    t = torch.arange(T, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens[1:], t, right=True)
-    return document, t - cu_seqlens[document]
+from needlework.ops.common.conv import After, causal_conv
 
 
 class CausalConv(nn.Module):
     """Depthwise, without bias: weight [C 1 width], newest tap last as in torch.nn.Conv1d."""
+
+    after: After = "none"
 
     def __init__(self, channels: int, width: int):
         super().__init__()
@@ -37,34 +33,21 @@ class CausalConv(nn.Module):
         bound = self.width**-0.5  # torch.nn.Conv1d's default for a fan-in of `width`
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [B T C], state [N width-1 C] the inputs before -> y [B T C] and the new state. T may be below the width.
+    def forward(
+        self, parts: tuple[Tensor, ...], state: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
+        """Each of `parts` [B T ·], which share the channels in their order, and the new state [N width-1 C].
 
-        y has x's dtype: under autocast, where the weights are wider, sums are made in theirs and what reads y stays in half.
+        state: the inputs before; T may be below the width. Results have their part's dtype: under autocast, where the weights are
+        wider, sums are made in theirs and what reads the result stays in half.
         """
-        taps = self.weight[:, 0].unbind(-1)
-        past = self.width - 1
-        if cu_seqlens is None:
-            if state is None:
-                state = x.new_zeros(x.shape[0], past, x.shape[2])
-            line = torch.cat([state.to(x.dtype), x], 1)  # [B past+T C]
-            y = sum(tap * line[:, j : j + x.shape[1]] for j, tap in enumerate(taps))
-            return y.to(x.dtype), line[:, x.shape[1] :]
-        N = len(cu_seqlens) - 1
-        if state is None:
-            state = x.new_zeros(N, past, x.shape[2])
-        document, position = document_positions(cu_seqlens, x.shape[1])
-        line = torch.cat([state.to(x.dtype).flatten(0, 1), x[0]])  # every document's past, then the tokens
-
-        def before(document: Tensor, position: Tensor, lag: int) -> Tensor:
-            """Row of `line` that holds the input `lag` tokens before `position` of `document`."""
-            at = position - lag
-            return torch.where(at >= 0, N * past + cu_seqlens[document] + at, document * past + past + at)
-
-        y = sum(tap * line[before(document, position, past - j)] for j, tap in enumerate(taps))
-        every = torch.arange(N, device=x.device)
-        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-        return y[None].to(x.dtype), torch.stack([line[before(every, lengths, past - j)] for j in range(past)], 1)
+        sizes = [x.shape[-1] for x in parts]
+        weights = self.weight[:, 0].split(sizes)
+        states = [None] * len(parts) if state is None else state.split(sizes, -1)
+        made = [
+            causal_conv(x, w, past, cu_seqlens, after=self.after) for x, w, past in zip(parts, weights, states, strict=True)
+        ]
+        return tuple(y for y, _ in made), torch.cat([past for _, past in made], -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,20 +84,16 @@ class Silu(Config):
 
 
 class _ShortConv(CausalConv):
-    def forward(self, x, state=None, cu_seqlens=None):
-        y, state = super().forward(x, state, cu_seqlens)
-        return F.silu(y), state
+    after = "silu"
 
 
 class _Canon(CausalConv):
-    def forward(self, x, state=None, cu_seqlens=None):
-        y, state = super().forward(x, state, cu_seqlens)
-        return x + y, state
+    after = "add"
 
 
 class _Silu(nn.Module):
-    def forward(self, x, state=None, cu_seqlens=None):
-        return F.silu(x), None
+    def forward(self, parts, state=None, cu_seqlens=None):
+        return tuple(F.silu(x) for x in parts), None
 
 
 def conv_state_size(conv: Config | None, channels: int, dtype: torch.dtype) -> int:
@@ -155,7 +134,7 @@ class _GatedConv(nn.Module):
         output_final_state: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         b, c, x = self.in_proj(x).chunk(3, -1)
-        y, state = self.conv(b * x, state, cu_seqlens)
+        (y,), state = self.conv((b * x,), state, cu_seqlens)
         return self.out_proj(c * y), state if output_final_state else None
 
     def state_size(self, T: int, dtype: torch.dtype) -> int:

@@ -75,10 +75,9 @@ class _Recurrent(nn.Module):
     ) -> tuple[Tensor, RecurrentState | None]:
         """x [B T D] -> y [B T D] and, if asked for, the state after the last token (of every packed sequence)."""
         state = state or RecurrentState(None, None, None)
-        qkv, conv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1), None
+        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), None
         if self.conv is not None:
-            qkv, conv = self.conv(qkv, state.conv, cu_seqlens)
-        q, k, v = qkv.split(self.sizes, -1)
+            (q, k, v), conv = self.conv((q, k, v), state.conv, cu_seqlens)
         q, k, v = q.unflatten(-1, self.q_shape), k.unflatten(-1, self.k_shape), v.unflatten(-1, self.v_shape)
         if self.config.write.unit_keys:
             q, k = l2(q), l2(k)

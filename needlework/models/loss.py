@@ -7,6 +7,9 @@
 beside it, rows by rows, and the backward pass only scales them. No logit is made twice.
 """
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -51,29 +54,18 @@ class _Summed(torch.autograd.Function):
         db = torch.zeros(len(weight), dtype=wide, device=x.device) if need[2] else None
         rows = max(1, LOGITS // len(weight))
         rows -= rows % 128 if rows > 128 else 0  # whole tiles of a matrix product
+        entropy = _compiled() if x.is_cuda and not torch.compiler.is_compiling() else _cross_entropy
         with torch.autocast(x.device.type, enabled=False):
             for some, wanted in zip(x.split(rows), targets.split(rows), strict=True):
-                some, counted = some.to(dtype), wanted != IGNORE
-                z = F.linear(some, w, b).to(wide)  # [n V]
-                if cap is not None:
-                    slope = torch.rsqrt(z.square() + cap * cap).mul_(cap)
-                    z.mul_(slope)
-                normaliser = z.logsumexp(-1)
-                target = wanted.where(counted, 0)[:, None]
-                loss = loss + (normaliser - z.gather(-1, target)[:, 0]).where(counted, 0).sum()
-                if any(need):
-                    dz = z.sub_(normaliser[:, None]).exp_()
-                    dz.scatter_add_(-1, target, dz.new_full(target.shape, -1.0))
-                    if cap is not None:
-                        dz.mul_(slope.pow_(3))  # the softcap's derivative
-                    dz.mul_(counted[:, None])
-                    half = dz.to(dtype)
-                    if need[0]:
-                        dx.append((half @ w).to(x.dtype))
-                    if need[1]:
-                        dw += half.mT @ some
-                    if need[2]:
-                        db += dz.sum(0)
+                some = some.to(dtype)
+                part, dz = entropy(F.linear(some, w, b), wanted, cap, wide, any(need))
+                loss = loss + part
+                if need[0]:
+                    dx.append((dz @ w).to(x.dtype))
+                if need[1]:
+                    dw += dz.mT @ some
+                if need[2]:
+                    db += dz.sum(0, dtype=wide)
         ctx.save_for_backward(torch.cat(dx) if need[0] else None, dw, db)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return loss
@@ -83,6 +75,34 @@ class _Summed(torch.autograd.Function):
     def backward(ctx, upstream):
         gradients = (None if g is None else (upstream * g).to(t) for g, t in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
         return *gradients, None, None, None, None
+
+
+def _cross_entropy(
+    z: Tensor, targets: Tensor, cap: float | None, wide: torch.dtype, training: bool
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Of logits z [n V] before the softcap: the sum over counted targets, and its gradient in z's dtype."""
+    dtype, counted = z.dtype, targets != IGNORE
+    z = z.to(wide)
+    if cap is not None:
+        slope = torch.rsqrt(z.square() + cap * cap).mul_(cap)
+        z = z * slope
+    normaliser = z.logsumexp(-1)
+    target = targets.where(counted, 0)[:, None]
+    loss = (normaliser - z.gather(-1, target)[:, 0]).where(counted, 0).sum()
+    if not training:
+        return loss, None
+    dz = (z - normaliser[:, None]).exp_()
+    # not a scatter, which a compiler would leave a pass of its own
+    dz.add_(torch.arange(z.shape[1], device=z.device) == target, alpha=-1)
+    if cap is not None:
+        dz.mul_(slope.pow_(3))  # the softcap's derivative
+    return loss, dz.mul_(counted[:, None]).to(dtype)
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Two passes over the logits on a GPU, whose kernels all are compiled, where operators one by one make a dozen."""
+    return torch.compile(_cross_entropy)
 
 
 def _liger(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None, dtype: torch.dtype) -> Tensor:

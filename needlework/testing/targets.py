@@ -1,6 +1,7 @@
 """What `needlework doctor` judges, in one place: a new rule is a line of RULES, a new launch table a line of ENGINES."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import OpSpec
+from needlework.ops.common.conv import causal_conv
 from needlework.ops.common.launch import Plan, rows
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
 from needlework.ops.common.struck import struck
@@ -31,6 +33,7 @@ ENGINES = {
     "ccq/step": ("ccq.triton_step",),
     "carve/step": ("carve.triton_step",),
     "common/l2": ("common.triton_l2",),
+    "common/conv": ("common.triton_conv",),
     "lucid/solve": ("lucid.triton_launch",),
     "lucid/step": ("lucid.triton_step",),
     "polar/attention": ("polar.triton_op",),
@@ -69,6 +72,7 @@ RULES = (
     Rule("ccq/aligned", "ccq/curvature", "ccq/step", covers=True, keys_alone=True),
     Rule("ccq", "ccq/curvature", "ccq/step", keys_alone=True),
     Rule("l2norm", "common/l2", None, covers=True, keys_alone=True),
+    Rule("conv", "common/conv", None, covers=True, keys_alone=True),
     _pairs("lucid", "lucid/solve", "lucid/step", covers=True, several=True),
     _pairs("lucid/beta", "lucid/solve", "lucid/step", several=True),
     _pairs("lucid/rowmax-window", "lucid/solve", "lucid/step", several=True),
@@ -95,6 +99,18 @@ L2NORM = OpSpec(
     inputs=lambda generator, B, T, style: {"x": normal(generator, B, T, 1, 16)},
 )  # fmt: skip
 
+
+def conv(x: Tensor, weight: Tensor, impl: str = "torch", cu_seqlens: Tensor | None = None, **_) -> Rows:
+    """The short convolution with its SiLU; no operand of its sums is rounded."""
+    y, _ = causal_conv(x.flatten(2), weight.flatten(0, 1), cu_seqlens=cu_seqlens, after="silu", impl=impl)
+    return Rows(y.view_as(x))
+
+
+CONV = replace(
+    L2NORM, name="conv", chunk=conv, recurrent=conv, literal=conv,
+    inputs=lambda generator, B, T, style: {"x": normal(generator, B, T, 1, 16), "weight": normal(generator, 1, 16, 4)},
+)  # fmt: skip
+
 STYLES = ("random", "identical", "strong")
 SIZES = ((16, 16), (32, 32), (100, 60), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))  # K, V
 
@@ -117,7 +133,7 @@ def _square(chosen: list[tuple[int, int]], keys_alone: bool) -> list[tuple[int, 
 
 
 def spec_of(rule: str) -> OpSpec:
-    return next(spec for spec in (*specs(), L2NORM, PAGES) if spec.name == rule)
+    return next(spec for spec in (*specs(), L2NORM, CONV, PAGES) if spec.name == rule)
 
 
 def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K: int, V: int) -> dict[str, Tensor]:
@@ -159,6 +175,7 @@ def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K:
         "dt_bias": lambda: 0.1 * normal(generator, HV, K),
         "w1": lambda: normal(generator, rank, V),
         "w2": lambda: normal(generator, K, rank),
+        "weight": lambda: normal(generator, 2, K, 4),
         "x": lambda: normal(generator, B, T, 2, K) * (1e-3 if style == "strong" else 1),  # so small that 1e-6 counts
     }
     inputs = {name: makers[name]() for name in given}

@@ -54,7 +54,7 @@ def test_what_an_op_reads_and_what_it_gives_are_in_half(name):
     mixer = CATALOG[name].make(SIZES).build(DIM)
     convolved = [m for m in mixer.modules() if isinstance(m, CausalConv)]
     for module in convolved:
-        module.register_forward_hook(lambda module, inputs, out: heard.update(conv=out[0].dtype))
+        module.register_forward_hook(lambda module, inputs, out: heard.update(conv=out[0][0].dtype))
     with autocast(), listen(note):
         mixer(torch.randn(2, 37, DIM))
     assert heard and set(heard.values()) == {torch.bfloat16}, heard

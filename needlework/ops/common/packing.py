@@ -22,6 +22,13 @@ def lengths(cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens[1:] - cu_seqlens[:-1]
 
 
+def document_positions(cu_seqlens: Tensor, T: int) -> tuple[Tensor, Tensor]:
+    """[T] the document of each packed token, [T] its position in it."""
+    t = torch.arange(T, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens[1:], t, right=True)
+    return document, t - cu_seqlens[document]
+
+
 def _rows(cu_seqlens: Tensor) -> tuple[Tensor, int]:
     n = lengths(cu_seqlens)
     longest = int(n.max())

@@ -1,0 +1,71 @@
+"""Causal depthwise convolution of tokens. Knows no op; `triton_conv.py` has it in one pass.
+
+c_t = Σ_j w_j ⊙ x_{t−past+j},  j = 0 … past        zeros before a sequence, or the inputs that its state kept
+y = c, silu(c) or x + c                             sums in the wider of x's and the weight's dtype, y in x's
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from needlework.ops.api import Impl, resolve
+from needlework.ops.common.launch import misfit
+from needlework.ops.common.packing import document_positions, lengths
+
+After = Literal["none", "silu", "add"]
+TAPS = 4  # that the kernels hold at most
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    *, after: After = "none", impl: Impl = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y [B T C] and the new state, the last `past` inputs of each sequence.
+
+    x [B T C]; weight [C past+1], the newest tap last; state [N past C], the inputs before; T may be below `past`.
+    impl: "triton" begins without a state, with at most 4 taps.
+    """
+    past = weight.shape[1] - 1
+
+    def unfit() -> str | None:
+        if state is not None:
+            return "a state is given"
+        return (
+            f"{past + 1} taps, at most {TAPS}"
+            if past + 1 > TAPS
+            else misfit("common/conv", x.device, x.dtype, *x.shape[2:] * 2)
+        )
+
+    path = resolve("causal_conv", impl, x.device, unfit)
+    (_, T, C), position = x.shape, None
+    if cu_seqlens is None:
+        before = x.new_zeros(len(x), past, C) if state is None else state.to(x.dtype)
+        last = torch.cat([before, x[:, max(0, T - past) :]], 1)[:, -past:]
+    else:
+        N = len(cu_seqlens) - 1
+        before = x.new_zeros(N, past, C) if state is None else state.to(x.dtype)
+        document, position = document_positions(cu_seqlens, T)
+        line = torch.cat([before.flatten(0, 1), x[0]])  # every document's past, then the tokens
+
+        def earlier(document: Tensor, position: Tensor, lag: int) -> Tensor:
+            """The inputs `lag` tokens before `position` of `document`."""
+            at = position - lag
+            return line[torch.where(at >= 0, N * past + cu_seqlens[document] + at, document * past + past + at)]
+
+        every, length = torch.arange(N, device=x.device), lengths(cu_seqlens)
+        last = torch.stack([earlier(every, length, past - j) for j in range(past)], 1)
+    if path == "triton":
+        from needlework.ops.common.triton_conv import conv_triton
+
+        return conv_triton(x.contiguous(), weight, position, after), last
+    if position is None:
+        line = torch.cat([before, x], 1)
+        seen = (line[:, j : j + T] for j in range(past + 1))
+    else:
+        seen = (earlier(document, position, past - j)[None] for j in range(past + 1))
+    c = sum(tap * inputs for tap, inputs in zip(weight.unbind(-1), seen, strict=True)).to(x.dtype)
+    if after == "silu":
+        return F.silu(c), last
+    return (x + c if after == "add" else c), last

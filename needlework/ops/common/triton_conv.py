@@ -1,0 +1,221 @@
+"""Causal depthwise convolution, and what follows it, in one pass over the tokens; its gradients in another.
+
+    c_t = Σ_l w_l x_{t−l}      dc = dy silu'(c), or dy      dx_t = Σ_l w_l dc_{t+l} (+ dy_t)      dw_l = Σ_t dc_t x_{t−l}
+
+A program walks a run of tokens and keeps, for its channels, the last inputs and the last dc in registers: each number is read
+once. Lags l = 0 … 3; narrower weights have zeros. A token at position p of its document sees lags up to p.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from needlework.ops.common.launch import Case, Plan, plan
+from needlework.ops.common.operator import backward_operator, operator
+from needlework.ops.common.together import run
+from needlework.ops.common.triton_types import NAMES, TYPES, accumulator
+
+ENGINE = "common/conv"
+
+
+@triton.jit
+def _input(p_x, s, T, C: tl.constexpr, o_c, real, ACC: tl.constexpr):
+    """Row s of a sequence, zeros outside of it."""
+    return tl.load(p_x + tl.cast(s, tl.int64) * C + o_c, mask=real & (s >= 0) & (s < T), other=0.0).to(ACC)
+
+
+@triton.jit
+def _tap(p_w, lag: tl.constexpr, o_c, real, W: tl.constexpr, ACC: tl.constexpr):
+    """The weight [C W] of a lag."""
+    return tl.load(p_w + o_c * W + (W - 1 - lag), mask=real & (lag < W), other=0.0).to(ACC)
+
+
+@triton.jit
+def _position(p_position, s, T, PACKED: tl.constexpr):
+    if PACKED:
+        p = tl.load(p_position + s, mask=s < T, other=0).to(tl.int32)
+    else:
+        p = s
+    return p
+
+
+@triton.jit
+def _sum(p, x0, x1, x2, x3, w0, w1, w2, w3):
+    """c at position p, of the inputs 0 to 3 tokens before."""
+    return x0 * w0 + tl.where(p >= 1, x1 * w1, 0.0) + tl.where(p >= 2, x2 * w2, 0.0) + tl.where(p >= 3, x3 * w3, 0.0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def conv_forward_kernel(
+    p_x, p_w, p_y, p_position, T,
+    C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr,
+    PACKED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """BT tokens of BC channels of a row of the batch."""
+    o_c = tl.program_id(0) * BC + tl.arange(0, BC)
+    real = o_c < C
+    lo = tl.program_id(1) * BT
+    base = tl.program_id(2).to(tl.int64) * T * C
+    p_x += base
+    p_y += base
+    w0 = _tap(p_w, 0, o_c, real, W, ACC)
+    w1 = _tap(p_w, 1, o_c, real, W, ACC)
+    w2 = _tap(p_w, 2, o_c, real, W, ACC)
+    w3 = _tap(p_w, 3, o_c, real, W, ACC)
+    x1 = _input(p_x, lo - 1, T, C, o_c, real, ACC)
+    x2 = _input(p_x, lo - 2, T, C, o_c, real, ACC)
+    x3 = _input(p_x, lo - 3, T, C, o_c, real, ACC)
+    x0 = _input(p_x, lo, T, C, o_c, real, ACC)
+    for s in range(lo, tl.minimum(lo + BT, T)):
+        ahead = _input(p_x, s + 1, T, C, o_c, real, ACC)
+        c = _sum(_position(p_position, s, T, PACKED), x0, x1, x2, x3, w0, w1, w2, w3)
+        if SILU:
+            c = c / (1.0 + tl.exp(-c))
+        if ADD:
+            c += x0
+        tl.store(p_y + tl.cast(s, tl.int64) * C + o_c, c.to(p_y.dtype.element_ty), mask=real)
+        x3 = x2
+        x2 = x1
+        x1 = x0
+        x0 = ahead
+
+
+@triton.jit(do_not_specialize=["T"])
+def conv_backward_kernel(
+    p_dy, p_x, p_w, p_dx, p_dw, p_position, T,
+    C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr,
+    PACKED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dx of BT tokens of BC channels, and their part of dw: p_dw [B runs 4 C]. Three tokens past the run are walked too."""
+    o_c = tl.program_id(0) * BC + tl.arange(0, BC)
+    real = o_c < C
+    lo = tl.program_id(1) * BT
+    hi = tl.minimum(lo + BT, T)
+    base = tl.program_id(2).to(tl.int64) * T * C
+    p_dy += base
+    p_x += base
+    p_dx += base
+    w0 = _tap(p_w, 0, o_c, real, W, ACC)
+    w1 = _tap(p_w, 1, o_c, real, W, ACC)
+    w2 = _tap(p_w, 2, o_c, real, W, ACC)
+    w3 = _tap(p_w, 3, o_c, real, W, ACC)
+    x1 = _input(p_x, lo - 1, T, C, o_c, real, ACC)
+    x2 = _input(p_x, lo - 2, T, C, o_c, real, ACC)
+    x3 = _input(p_x, lo - 3, T, C, o_c, real, ACC)
+    x0 = _input(p_x, lo, T, C, o_c, real, ACC)
+    dy = _input(p_dy, lo, T, C, o_c, real, ACC)
+    none = tl.zeros([BC], ACC)
+    # what dc of the tokens so far gives dx 3, 2 and 1 tokens before the next
+    from3 = none
+    from2 = none
+    from1 = none
+    g0 = none
+    g1 = none
+    g2 = none
+    g3 = none
+    for s in range(lo, hi + 3):
+        x_ahead = _input(p_x, s + 1, T, C, o_c, real, ACC)
+        dy_ahead = _input(p_dy, s + 1, T, C, o_c, real, ACC)
+        p = _position(p_position, s, T, PACKED)
+        dc = dy
+        if SILU:
+            c = _sum(p, x0, x1, x2, x3, w0, w1, w2, w3)
+            share = 1.0 / (1.0 + tl.exp(-c))
+            dc = dy * share * (1.0 + c * (1.0 - share))
+        d1 = tl.where(p >= 1, dc, 0.0)
+        d2 = tl.where(p >= 2, dc, 0.0)
+        d3 = tl.where(p >= 3, dc, 0.0)
+        if s < hi:
+            g0 += dc * x0
+            g1 += d1 * x1
+            g2 += d2 * x2
+            g3 += d3 * x3
+        at = p_dx + tl.cast(s - 3, tl.int64) * C + o_c
+        tl.store(at, (from3 + d3 * w3).to(p_dx.dtype.element_ty), mask=real & (s - 3 >= lo))
+        from3 = from2 + d2 * w2
+        from2 = from1 + d1 * w1
+        from1 = dc * w0
+        if ADD:
+            from1 += dy
+        x3 = x2
+        x2 = x1
+        x1 = x0
+        x0 = x_ahead
+        dy = dy_ahead
+    p_dw += (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * (4 * C) + o_c
+    tl.store(p_dw, g0, mask=real)
+    tl.store(p_dw + C, g1, mask=real)
+    tl.store(p_dw + 2 * C, g2, mask=real)
+    tl.store(p_dw + 3 * C, g3, mask=real)
+
+
+@operator
+def conv_triton(x: Tensor, weight: Tensor, position: Tensor | None, after: str) -> Tensor:
+    """y of contiguous x [B T C]; position [T]: of each token in its document."""
+    y = torch.empty_like(x)
+    B, T, C = x.shape
+    if x.numel():
+        own = _constants(plan(ENGINE, x.device, x.dtype, C, C), conv_forward_kernel, x.dtype, *weight.shape, position, after)
+        grid = triton.cdiv(C, own["BC"]), triton.cdiv(T, own["BT"]), B
+        run(conv_forward_kernel, grid, x, weight.contiguous(), y, x if position is None else position, T, **own)
+    return y
+
+
+@torch.library.register_fake(conv_triton)
+def _(x, weight, position, after):
+    return torch.empty_like(x)
+
+
+@backward_operator
+def conv_triton_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor, position: Tensor | None, after: str
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dx and dweight; a token's part of dweight is summed with those of its run first: no atomics."""
+    dx = torch.empty_like(x)
+    (B, T, C), W = x.shape, weight.shape[1]
+    if not x.numel():
+        return dx, torch.zeros_like(weight)
+    own = _constants(plan(ENGINE, x.device, x.dtype, C, C), conv_backward_kernel, x.dtype, C, W, position, after)
+    grid = triton.cdiv(C, own["BC"]), triton.cdiv(T, own["BT"]), B
+    dw = x.new_empty(B * grid[1], 4, C, dtype=accumulator(x.dtype))
+    run(conv_backward_kernel, grid, dy, x, weight.contiguous(), dx, dw, x if position is None else position, T, **own)
+    return dx, dw.sum(0)[:W].flip(0).T.to(weight.dtype).contiguous()
+
+
+@torch.library.register_fake(conv_triton_bwd)
+def _(dy, x, weight, position, after):
+    return torch.empty_like(x), weight.new_empty(weight.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, position, ctx.after = inputs
+    ctx.save_for_backward(x, weight, position)
+
+
+def _backward(ctx, dy):
+    return *conv_triton_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.after), None, None
+
+
+torch.library.register_autograd(conv_triton, _backward, setup_context=_save)
+
+
+def _constants(plan: Plan, kernel, dtype: torch.dtype, C: int, W: int, packed: object, after: str) -> dict[str, object]:
+    return plan.launch[kernel.__name__] | {
+        "C": C, "W": W, "SILU": int(after == "silu"), "ADD": int(after == "add"), "PACKED": int(packed is not None),
+        "ACC": TYPES[accumulator(dtype)],
+    }  # fmt: skip
+
+
+def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """Both kernels on K channels of four taps, with SiLU on packed documents and with the residual."""
+    own, wide = NAMES[dtype], NAMES[accumulator(dtype)]
+    types = dict.fromkeys(("p_x", "p_y", "p_dy", "p_dx"), f"*{own}") | dict.fromkeys(("p_w", "p_dw"), f"*{wide}")
+    cases = []
+    for packed, after in ((True, "silu"), (None, "add")):
+        for kernel in (conv_forward_kernel, conv_backward_kernel):
+            known = _constants(plan, kernel, dtype, K, 4, packed, after)
+            options = {"num_warps": known.pop("num_warps")}
+            of = types | {"p_position": "*i64" if packed else f"*{own}", "T": "i32"}
+            cases.append(Case(kernel, {name: of[name] for name in kernel.arg_names if name in of}, known, options))
+    return cases

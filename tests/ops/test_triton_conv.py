@@ -1,0 +1,37 @@
+"""The convolution's kernels in the interpreter: values and every gradient are those of the plain form."""
+
+import os
+
+import pytest
+import torch
+
+from needlework.ops.common.conv import causal_conv
+from needlework.ops.common.launch import forced
+from needlework.testing.compare import EXACT, relative
+from needlework.testing.verdict import poisoned
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
+
+
+def differentiated(impl: str, x, weight, dy, **settings) -> tuple[torch.Tensor, ...]:
+    x, weight = (t.clone().requires_grad_() for t in (x, weight))
+    y, _ = causal_conv(x, weight, **settings, impl=impl)
+    return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
+
+
+@pytest.mark.parametrize("after", ("none", "silu", "add"))
+@pytest.mark.parametrize(
+    ("T", "width", "ends"), ((1, 4, None), (3, 2, None), (21, 3, None), (21, 4, None), (21, 4, [0, 1, 1, 9, 21]))
+)
+def test_kernels_are_the_plain_form(T, width, ends, after):
+    generator = torch.Generator().manual_seed(T)
+    B, C = (1 if ends else 2), 20
+    x, weight, dy = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((B, T, C), (C, width), (B, T, C)))
+    settings = {"after": after, "cu_seqlens": None if ends is None else torch.tensor(ends)}
+    small = {"BC": 16, "BT": 8}
+    with forced("common/conv", conv_forward_kernel=small, conv_backward_kernel=small), poisoned():
+        found = differentiated("triton", x, weight, dy, **settings)
+    for name, got, want in zip(("y", "dx", "dweight"), found, differentiated("torch", x, weight, dy, **settings), strict=True):
+        assert relative(got, want) <= EXACT, name
+    with forced("common/conv", conv_forward_kernel=small, conv_backward_kernel=small):
+        assert all(map(torch.equal, found, differentiated("triton", x, weight, dy, **settings))), "not the same twice"
