@@ -69,7 +69,9 @@ def test_every_engine_has_a_table_and_every_table_an_engine():
     assert tables == set(targets.ENGINES)
     kernels = {f"{x.parent.name}.{x.stem}" for x in folder.glob("*/triton_*.py") if "def compile_cases" in x.read_text()}
     assert kernels == {file for files in targets.ENGINES.values() for file in files}
-    assert {rule.spec for rule in targets.RULES} <= {spec.name for spec in (*specs(), targets.L2NORM, targets.CONV, targets.PAGES)}
+    assert {rule.spec for rule in targets.RULES} <= {
+        spec.name for spec in (*specs(), targets.L2NORM, targets.CONV, targets.PAGES)
+    }
 
 
 @pytest.mark.parametrize("rule", targets.RULES, ids=lambda rule: rule.spec)
