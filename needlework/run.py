@@ -239,7 +239,7 @@ def training_entry(recipe: Recipe, model: NeedleworkForCausalLM, result: Result,
             "loss": list(result.losses),
             "tokens": result.tokens,
             "seconds": result.seconds,
-            "tokens_per_second": result.tokens / result.seconds,
+            "tokens_per_second": result.tokens_per_second,
         },
     }
 

@@ -191,7 +191,11 @@ def recipe(mixer: str, seed: int = 0, size: Size = SMALL) -> Recipe:
         equation="",
         model=model(mixer, size),
         corpus=StoreConfig(source=Packages(), vocabulary=VOCABULARY),
-        phases=(Phase(steps=steps, batch=ROWS, length=LENGTH, task=NeedleMix(dense=0.1, sparse=0.2)),),
+        # match and copy form together, and soonest where most of a row asks for few pairs: recipes/demo.py
+        phases=(
+            Phase(steps=200, batch=ROWS, length=LENGTH, task=NeedleMix(dense=0.5, sparse=0.2, dense_pairs=(1, 4))),
+            Phase(steps=steps - 200, batch=ROWS, length=LENGTH, task=NeedleMix(dense=0.1, sparse=0.2)),
+        ),
         train=TrainConfig(
             steps=steps,
             seed=seed,
@@ -231,7 +235,7 @@ def sweep() -> tuple[Recipe, ...]:
         for lr in (1e-3, 2e-3, 4e-3):
             base = recipe(mixer)
             train = replace(base.train, steps=300, optim=replace(base.train.optim, lr=lr))
-            phases = (replace(base.phases[0], steps=300),)
+            phases = (replace(base.phases[0], steps=50), replace(base.phases[1], steps=250))
             evaluate = Evaluation(lengths=(LENGTH,), tokens=1 << 20, tasks=("needle",))
             found.append(replace(base, name=f"{mixer}-{lr:g}", train=train, phases=phases, evaluate=evaluate))
     return tuple(found)

@@ -53,12 +53,14 @@ class Progress:
 class Result:
     """losses: of every step since the first, resumed or not; skipped: the steps that were not taken (1 is the first).
 
-    tokens, seconds: likewise of the whole run. stopped: before the last step.
+    tokens, seconds: likewise of the whole run. tokens_per_second: over its last 20 steps, so without what the first ones compile;
+    over all of them if none was left to take. stopped: before the last step.
     """
 
     losses: tuple[float, ...]
     tokens: int
     seconds: float
+    tokens_per_second: float
     stopped: bool
     skipped: tuple[int, ...] = ()
 
@@ -188,6 +190,7 @@ def train(
         losses=tuple(run.losses),
         tokens=run.tokens,
         seconds=run.seconds,
+        tokens_per_second=_rate(recent) if len(recent) > 1 else run.tokens / max(run.seconds, 1e-9),
         stopped=run.step < config.steps,
         skipped=tuple(run.skipped),
     )
