@@ -31,7 +31,7 @@ def by_sequence(rows: list[dict]) -> list[str]:
     for r in rows:
         shape = ", ".join(f"{size:,}" for size in r["shape"].values())
         graphs = r["graph_ms"] / r["peer_graph_ms"] if r.get("peer_graph_ms") else None
-        figures = (number(r["ms"], 3), number(r["peer_ms"], 3), number(r["ratio"], 2), verdict(r), number(graphs, 2), number(r["peak_mib"], 0),
+        figures = (number(r["ms"], 3), number(r["peer_ms"], 3), number(r["ratio"], 2 if (r["ratio"] or 1) >= 0.1 else 3), verdict(r), number(graphs, 2), number(r["peak_mib"], 0),
                    number(r["peer_peak_mib"], 0), number(r["floor_ms"], 3), number(r["error_over_budget"], 2))  # fmt: skip
         lines.append(f"| {r['op']} | {shape} | {r['pass']} | {' | '.join(figures)} |")
     return lines
