@@ -32,7 +32,7 @@ from needlework.train.world import World
 from recipes.comparison import LARGE, MEDIUM, MIXERS, SMALL, Size, model, recipe
 
 SIZES = {"60m": SMALL, "125m": MEDIUM, "1.3b": LARGE}
-TOKENS = 65_536
+TOKENS = 131_072  # so many that what a step costs beside its tokens (the optimiser, the host, CARVE's launches) is little
 PEAK = 989e12  # H100 and H200, dense bfloat16
 LENGTHS = tuple(2048 << n for n in range(6))
 

@@ -201,7 +201,7 @@ def recipe(mixer: str, seed: int = 0, size: Size = SMALL) -> Recipe:
             seed=seed,
             optim=AdamW(lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1),
             schedule=Cosine(warmup=100, floor=0.1),
-            accumulate=2,
+            accumulate=-(-size.dim // 512),  # 131,072 tokens at once at D 512
             autocast="bf16",
             checkpoint_every=400,
             compile=True,
