@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from needlework.layers import Distractor, GatedConv, Objective, SquaredReLU, Strong, SwiGLU, Zipfian
+from needlework.layers import Distractor, GatedConv, Objective, Rope, SquaredReLU, Strong, SwiGLU, Zipfian
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, loss
 from needlework.testing.compare import assert_close
@@ -63,3 +63,13 @@ def test_atma_s_whole_objective_compiles_too(regulariser, recompute):
         one.gradient_checkpointing_enable({"use_reentrant": False})
     objective = Objective(regulariser=regulariser, distractor=Distractor(), regulariser_weight=0.2, distractor_weight=0.2)
     assert_close(step(one, compiled(one), objective), step(one, one, objective), "compiled")
+
+
+def test_no_angle_is_made_again_for_every_head():
+    """A compiler that sees cos and sin fuses them into whatever turns by them."""
+    from torch._inductor.utils import run_and_get_code
+
+    x, at = torch.randn(2, 9, 4, 8), torch.arange(9)[None]
+    turned, (code,) = run_and_get_code(torch.compile(lambda x: Rope()(x, at), fullgraph=True), x)
+    torch.testing.assert_close(turned, Rope()(x, at))
+    assert "rope_angles" in code and "cos(" not in code and "sin(" not in code

@@ -193,3 +193,16 @@ def test_liger_gives_the_plain_loss_and_gradients(dtype):
     ours, liger = (differentiated(partial(linear_cross_entropy, impl=impl), inputs) for impl in ("torch", "liger"))
     for name, x in exact.items():
         assert relative(liger[name], x) < 2 * relative(ours[name], x) + 1e-6, name
+
+
+@BOTH
+def test_compiled_it_is_the_same(cap):
+    """What runs on a GPU: the softmax and its gradient as one graph."""
+    x, weight, bias, targets = sample().values()
+    z = linear(x, weight, bias)
+    for training in (True, False):
+        arguments = z, targets, cap, torch.float64, training
+        for found, want in zip(loss._compiled()(*arguments), loss._cross_entropy(*arguments), strict=True):
+            assert (found is None) == (want is None)
+            if want is not None:
+                torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
