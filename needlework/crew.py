@@ -29,8 +29,8 @@ def work(
 ) -> dict[Path, dict[str, Any]]:
     """Run every recipe in its directory; the entries of those that are done, each told to `on_done` when it is.
 
-    minutes: after so many every worker saves a checkpoint and ends; the same call goes on. RunError names the run that failed; a mistake of ours keeps its
-    traceback.
+    minutes: after so many every worker saves a checkpoint and ends; the same call goes on. RunError names the run that failed; a
+    mistake of ours keeps its traceback.
     """
     context = multiprocessing.get_context("spawn")  # a forked PyTorch may hang
     news, stop, places = context.Queue(), context.Event(), context.Queue()

@@ -49,11 +49,11 @@ def test_packed_documents_do_not_see_one_another():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    (({"state": torch.zeros(2, 3, 5)}, "a state is given"), ({"width": 5}, "5 taps, at most 4")),
+    ("width", "state", "message"),
+    ((4, torch.zeros(2, 3, 5), "a state is given"), (5, None, "5 taps, at most 4")),
 )
-def test_what_the_kernels_do_not_take_is_named(settings, message, monkeypatch):
+def test_what_the_kernels_do_not_take_is_named(width, state, message, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    x, weight = inputs(4, settings.pop("width", 4))
+    x, weight = inputs(4, width)
     with pytest.raises(ValueError, match=message):
-        causal_conv(x, weight, **settings, impl="triton")
+        causal_conv(x, weight, state, impl="triton")

@@ -24,7 +24,7 @@ def causal_conv(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y [B T C] and the new state, the last `past` inputs of each sequence.
 
-    x [B T C]; weight [C past+1], the newest tap last; state [N past C], the inputs before; T may be below `past`.
+    x [B T C]; weight [C past+1], two taps or more, the newest last; state [N past C], the inputs before; T may be below `past`.
     impl: "triton" begins without a state, with at most 4 taps.
     """
     past = weight.shape[1] - 1

@@ -32,6 +32,25 @@ def _tap(p_w, lag: tl.constexpr, o_c, real, W: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
+def _taps(p_w, o_c, real, W: tl.constexpr, ACC: tl.constexpr):
+    w0 = _tap(p_w, 0, o_c, real, W, ACC)
+    w1 = _tap(p_w, 1, o_c, real, W, ACC)
+    w2 = _tap(p_w, 2, o_c, real, W, ACC)
+    w3 = _tap(p_w, 3, o_c, real, W, ACC)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _inputs(p_x, s, T, C: tl.constexpr, o_c, real, ACC: tl.constexpr):
+    """Row s and the three before it."""
+    x0 = _input(p_x, s, T, C, o_c, real, ACC)
+    x1 = _input(p_x, s - 1, T, C, o_c, real, ACC)
+    x2 = _input(p_x, s - 2, T, C, o_c, real, ACC)
+    x3 = _input(p_x, s - 3, T, C, o_c, real, ACC)
+    return x0, x1, x2, x3
+
+
+@triton.jit
 def _position(p_position, s, T, PACKED: tl.constexpr):
     if PACKED:
         p = tl.load(p_position + s, mask=s < T, other=0).to(tl.int32)
@@ -59,14 +78,8 @@ def conv_forward_kernel(
     base = tl.program_id(2).to(tl.int64) * T * C
     p_x += base
     p_y += base
-    w0 = _tap(p_w, 0, o_c, real, W, ACC)
-    w1 = _tap(p_w, 1, o_c, real, W, ACC)
-    w2 = _tap(p_w, 2, o_c, real, W, ACC)
-    w3 = _tap(p_w, 3, o_c, real, W, ACC)
-    x1 = _input(p_x, lo - 1, T, C, o_c, real, ACC)
-    x2 = _input(p_x, lo - 2, T, C, o_c, real, ACC)
-    x3 = _input(p_x, lo - 3, T, C, o_c, real, ACC)
-    x0 = _input(p_x, lo, T, C, o_c, real, ACC)
+    w0, w1, w2, w3 = _taps(p_w, o_c, real, W, ACC)
+    x0, x1, x2, x3 = _inputs(p_x, lo, T, C, o_c, real, ACC)
     for s in range(lo, tl.minimum(lo + BT, T)):
         ahead = _input(p_x, s + 1, T, C, o_c, real, ACC)
         c = _sum(_position(p_position, s, T, PACKED), x0, x1, x2, x3, w0, w1, w2, w3)
@@ -96,14 +109,8 @@ def conv_backward_kernel(
     p_dy += base
     p_x += base
     p_dx += base
-    w0 = _tap(p_w, 0, o_c, real, W, ACC)
-    w1 = _tap(p_w, 1, o_c, real, W, ACC)
-    w2 = _tap(p_w, 2, o_c, real, W, ACC)
-    w3 = _tap(p_w, 3, o_c, real, W, ACC)
-    x1 = _input(p_x, lo - 1, T, C, o_c, real, ACC)
-    x2 = _input(p_x, lo - 2, T, C, o_c, real, ACC)
-    x3 = _input(p_x, lo - 3, T, C, o_c, real, ACC)
-    x0 = _input(p_x, lo, T, C, o_c, real, ACC)
+    w0, w1, w2, w3 = _taps(p_w, o_c, real, W, ACC)
+    x0, x1, x2, x3 = _inputs(p_x, lo, T, C, o_c, real, ACC)
     dy = _input(p_dy, lo, T, C, o_c, real, ACC)
     none = tl.zeros([BC], ACC)
     # what dc of the tokens so far gives dx 3, 2 and 1 tokens before the next

@@ -68,7 +68,7 @@ class Saved(NamedTuple):
 
     x: Tensor
     row: Tensor  # ‖k‖; "rowmax": μ
-    inverse: Tensor
+    inverse: Tensor  # less the identity
     Y: Tensor
     counters: Tensor
     more: Tensor  # "beta": V − U; "rowmax": which row of x μ is of; no numbers otherwise

@@ -23,7 +23,7 @@ def scales(
 ):  # fmt: skip
     """Of a head's queries by the number n = 1 … N of keys that they see: sc = log2(e) temp / √K, and a_N in float64. softplus(β).
 
-    Tables, since `attend` has no registers for float64 beside its accumulators: computed there they cost it 13 % at any length.
+    Tables, since `attend` has no registers for float64 beside its accumulators: computed there, it spills.
     """
     i_h = tl.program_id(1)
     o = tl.program_id(0) * BLK + tl.arange(0, BLK)

@@ -97,8 +97,8 @@ def forward(walk: Walk, tokens, parameters, save: bool) -> tuple[Tensor, Tensor,
         N = min(walk.rows, walk.window or walk.rows)
         sc, strength = q.new_empty(H, N, dtype=walk.wide), q.new_empty(H, dtype=walk.wide)
         a_null = q.new_empty(H, N, dtype=torch.float64)
-        own = walk.constants(scales)
-        run(scales, (cdiv(N, own["BLK"]), H), alpha, beta, gamma, null_base, sc, a_null, strength, N, **own)
+        tables = walk.constants(scales)
+        run(scales, (cdiv(N, tables["BLK"]), H), alpha, beta, gamma, null_base, sc, a_null, strength, N, **tables)
         walk.launch(
             attend, (B * H, walk.rows // BM),
             walk.tile(q, BM, BK), walk.tile(k, BN, BK), walk.tile(v, BN, BV), x_o, walk.tile(mean, BM, BV) if save else x_o,
