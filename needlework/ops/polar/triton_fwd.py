@@ -13,26 +13,7 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.triton_tile import load_tile, store_tile
-from needlework.ops.polar.triton_rows import NONE, gains, read_out, soften, softplus, span
-
-
-@triton.jit(do_not_specialize=["N"])
-def scales(
-    p_alpha, p_beta, p_gamma, p_base, p_sc, p_a_null, p_strength, N,
-    BLK: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Of a head's queries by the number n = 1 … N of keys that they see: sc = log2(e) temp / √K, and a_N in float64. softplus(β).
-
-    Tables, since `attend` has no registers for float64 beside its accumulators: computed there, it spills.
-    """
-    i_h = tl.program_id(1)
-    o = tl.program_id(0) * BLK + tl.arange(0, BLK)
-    _, _, temp, _, a_null = gains(p_alpha, p_gamma, p_base, i_h, o + 1, ACC)
-    at = tl.cast(i_h, tl.int64) * N + o
-    tl.store(p_sc + at, temp * SCALE, mask=o < N)
-    tl.store(p_a_null + at, a_null, mask=o < N)
-    if tl.program_id(0) == 0:
-        tl.store(p_strength + i_h, softplus(tl.load(p_beta + i_h)).to(ACC))
+from needlework.ops.polar.triton_rows import NONE, gains, gains_of, read_out, soften, softplus_of_three, span
 
 
 @triton.jit
@@ -46,10 +27,11 @@ def _over_keys(
         b_k = load_tile(x_k, i_b, j, i_kv, 0, T, HK, K, BN, BK, TMA)
         s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
         if MASK:
-            behind = own[:, None] - (j + tl.arange(0, BN))[None, :]
-            seen = behind >= 0
+            behind = (own - j)[:, None]
+            o_n = tl.arange(0, BN)[None, :]
+            seen = behind >= o_n
             if WINDOW:
-                seen &= behind < W
+                seen &= behind - W < o_n
             s = tl.where(seen, s, float("-inf"))
         b_v = load_tile(x_v, i_b, j, i_kv, 0, T, HK, V, BN, BV, TMA)
         p, m, l, q2, acc = soften(s, sc, m, l, q2, acc)
@@ -57,14 +39,14 @@ def _over_keys(
     return m, l, q2, acc
 
 
-@triton.jit(do_not_specialize=["N", "T", "NR", "W"])
+@triton.jit(do_not_specialize=["T", "NR", "W"])
 def attend(
-    x_q, x_k, x_v, x_o, x_mean, p_sc, p_a_null, p_strength, N, p_null, p_mag, p_stats, p_spans, T, NR, W,
+    x_q, x_k, x_v, x_o, x_mean, p_alpha, p_beta, p_gamma, p_base, p_null, p_mag, p_stats, p_spans, T, NR, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
-    MT: tl.constexpr, STEPS: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SAVE: tl.constexpr,
+    MT: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """A head's tile of BM queries. p_stats [B H 3 NR]: lse, n_eff, the mean's step. p_sc, p_a_null [H N]: of `scales`."""
+    """A head's tile of BM queries. p_stats [B H 3 NR]: lse, n_eff, the mean's step. SCALE: 1 / √K."""
     i_bh = tl.program_id(0)
     i_b = i_bh // H
     i_h = i_bh % H
@@ -76,8 +58,12 @@ def attend(
         if i_t + BM <= asks:
             return
     own = i_t + tl.arange(0, BM)
-    at = tl.cast(i_h, tl.int64) * N + tl.minimum(tl.maximum(own - first, 0), N - 1)
-    sc = tl.load(p_sc + at)
+    n = own - first + 1
+    if WINDOW:
+        n = tl.minimum(n, W)
+    _, _, temp, _, _ = gains(p_alpha, p_gamma, p_base, i_h, n, ACC)
+    sc = temp * SCALE
+
     b_q = load_tile(x_q, i_b, i_t, i_h, 0, T, H, K, BM, BK, TMA)
     m = tl.full([BM], NONE, ACC)
     l = tl.zeros([BM], ACC)
@@ -102,6 +88,8 @@ def attend(
         HK, K, V, BN, BK, BV, NS, TMA, ACC, True, WINDOW,
     )  # fmt: skip
 
+    alpha, gamma, strength = softplus_of_three(p_alpha, p_gamma, p_beta, i_h)
+    _, _, temp, _, a_null = gains_of(alpha, gamma, tl.load(p_base + i_h), n, ACC)
     lse = m * sc + tl.log2(l)
     n_eff = l * l / q2
     if SAVE:
@@ -116,6 +104,6 @@ def attend(
         tl.store(o_stats + 2 * NR, step / l)
     o_v = tl.arange(0, BV)
     b_null = tl.load(p_null + i_h * V + o_v, mask=o_v < V, other=0.0)[None, :]
-    b_o, magnitude = read_out(acc, l, lse, n_eff, tl.load(p_a_null + at), b_null, tl.load(p_strength + i_h))
+    b_o, magnitude = read_out(acc, l, lse, n_eff, a_null, b_null, strength.to(ACC))
     store_tile(x_o, b_o.to(OT), i_b, i_t, i_h, 0, T, H, V, BM, BV, TMA)
     tl.store(p_mag + (tl.cast(i_b, tl.int64) * T + own) * H + i_h, magnitude, mask=own < T)

@@ -21,7 +21,7 @@ from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, padded
 from needlework.ops.polar.custom_op import polar_checked
 from needlework.ops.polar.state import PolarState, after_pages
 from needlework.ops.polar.triton_bwd import keys, prepare, queries, totals
-from needlework.ops.polar.triton_fwd import attend, scales
+from needlework.ops.polar.triton_fwd import attend
 
 ENGINE = "polar/attention"
 STEPS = 32767  # of an int16: the row's largest number
@@ -94,15 +94,10 @@ def forward(walk: Walk, tokens, parameters, save: bool) -> tuple[Tensor, Tensor,
     if direction.numel():
         BM, BN, BK, BV = own["BM"], own["BN"], padded(walk.K), padded(V)
         x_o = walk.tile(direction, BM, BV)
-        N = min(walk.rows, walk.window or walk.rows)
-        sc, strength = q.new_empty(H, N, dtype=walk.wide), q.new_empty(H, dtype=walk.wide)
-        a_null = q.new_empty(H, N, dtype=torch.float64)
-        tables = walk.constants(scales)
-        run(scales, (cdiv(N, tables["BLK"]), H), alpha, beta, gamma, null_base, sc, a_null, strength, N, **tables)
         walk.launch(
             attend, (B * H, walk.rows // BM),
             walk.tile(q, BM, BK), walk.tile(k, BN, BK), walk.tile(v, BN, BV), x_o, walk.tile(mean, BM, BV) if save else x_o,
-            sc, a_null, strength, N, v_null, magnitude, stats, SAVE=int(save),
+            alpha, beta, gamma, null_base, v_null, magnitude, stats, SAVE=int(save),
         )  # fmt: skip
     return direction, magnitude, mean, stats
 
@@ -292,13 +287,13 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     BK, BV = padded(K), padded(V)
     cases = []
     for packed, window in ((None, None), (1, 1)):
-        for kernel in (scales, attend, prepare, queries, keys, totals):
+        for kernel in (attend, prepare, queries, keys, totals):
             known = constants(plan, kernel, dtype, 8, 2, K, V, packed, window, **({"SAVE": 1} if kernel is attend else {}))
             options = {name: known.pop(name) for name in ("num_warps", "maxnreg") if name in known}
             BM, BN = known.get("BM"), known.get("BN")
             x = lambda element, rows, columns: f"tensordesc<{element}[1, 1, {rows}, {columns}]>" if plan.tma else f"*{element}"
-            types = {"p_spans": "*i32", "p_a_null": "*fp64", "one": "fp32"}
-            types |= dict.fromkeys(("T", "N", "NR", "W", "tiles", "tiles_q"), "i32")
+            types = {"p_spans": "*i32", "one": "fp32"}
+            types |= dict.fromkeys(("T", "NR", "W", "tiles", "tiles_q"), "i32")
             types |= {"x_q": x(own, BM, BK), "x_dq": x(own, BM, BK), "x_k": x(own, BN, BK), "x_dk": x(own, BN, BK)}
             types |= {name: x(own, BM, BV) for name in ("x_o", "x_dc", "x_e")} | {"x_mean": x(saved, BM, BV)}
             types |= {"x_v": x(own, BN, BV), "x_dv": x(own, BN, BV)}
