@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from needlework.ops.ccq.triton_intra import case, merge_of, numbers, real_tokens, store_pairs, tokens, weights, whole_of
-from needlework.ops.ccq.triton_scan import columns, load_block, read_chains, store_block
+from needlework.ops.ccq.triton_scan import add_product, columns, load_block, read_chains, store_block
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.triton_tile import load_tile, store_tile
 from needlework.ops.common.triton_types import padded
@@ -157,6 +157,7 @@ def reverse_chains(
     NV: tl.constexpr = (K + BV - 1) // BV
     PER: tl.constexpr = H * NV
     OWN: tl.constexpr = BV == KB
+    APART: tl.constexpr = OT == ACC
     lo, hi, first, last = run_of(p_cum, N, i_slot, slots, PER)
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, KB)
@@ -276,13 +277,13 @@ def reverse_chains(
             b_dk = ((moved - pairs) * unscale).to(OT)
 
             b_qf = (tl.trans(b_qv).to(ACC) * b_factor).to(OT)
-            N0 = tl.dot(b_qf, b_y0, N0, input_precision="ieee", out_dtype=ACC)
-            N0 = tl.dot(b_yf, b_q0, N0, input_precision="ieee", out_dtype=ACC)
+            N0 = add_product(N0, b_qf, b_y0, ACC, APART)
+            N0 = add_product(N0, b_yf, b_q0, ACC, APART)
             if NK == 2:
                 if GATED:
                     N1 *= a
-                N1 = tl.dot(b_qf, b_y1, N1, input_precision="ieee", out_dtype=ACC)
-                N1 = tl.dot(b_yf, b_q1, N1, input_precision="ieee", out_dtype=ACC)
+                N1 = add_product(N1, b_qf, b_y1, ACC, APART)
+                N1 = add_product(N1, b_yf, b_q1, ACC, APART)
             # last, while the state's product is under way
             store_tile(x_dk_v, tl.trans(b_dk), i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
 

@@ -54,6 +54,17 @@ def columns(i_v, KB: tl.constexpr, NK: tl.constexpr, OWN: tl.constexpr):
 
 
 @triton.jit
+def add_product(M, b_l, b_r, ACC: tl.constexpr, APART: tl.constexpr):
+    """M + l r. APART, in float32: a product is a chain of sums, and begun at M each is rounded at M's size. The fma is their sum, which
+    the compiler would take for such a chain."""
+    if APART:
+        M = tl.fma(M, tl.full(M.shape, 1.0, ACC), tl.dot(b_l, b_r, input_precision="ieee", out_dtype=ACC))
+    else:
+        M = tl.dot(b_l, b_r, M, input_precision="ieee", out_dtype=ACC)
+    return M
+
+
+@triton.jit
 def read_chains(
     i_slot, slots,
     x_x_k, x_kc_k, x_kc_v, x_base_v, x_q_v, x_P_c, x_out_v, x_Sx_v, x_C0_kv, p_E, p_lam, p_G, p_n, p_step, p_reach, p_scale,
@@ -70,6 +81,7 @@ def read_chains(
     PER: tl.constexpr = H * NV
     GROUP: tl.constexpr = HV // H
     OWN: tl.constexpr = BV == KB
+    APART: tl.constexpr = OT == ACC
     lo, hi, first, last = run_of(p_cum, N, i_slot, slots, PER)
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, KB)
@@ -166,11 +178,11 @@ def read_chains(
                 b_left = (b_left.to(ACC) * tl.load(tokens(p_E, o_ih, 5, C))[None, :]).to(OT)
                 a = whole_of(p_G, o_ih, C, GATED)
                 M0 *= a
-            M0 = tl.dot(b_left, b_k0, M0, input_precision="ieee", out_dtype=ACC)
+            M0 = add_product(M0, b_left, b_k0, ACC, APART)
             if NK == 2:
                 if GATED:
                     M1 *= a
-                M1 = tl.dot(b_left, b_k1, M1, input_precision="ieee", out_dtype=ACC)
+                M1 = add_product(M1, b_left, b_k1, ACC, APART)
 
             # last, while the state's product is under way
             if BACKWARD:

@@ -18,6 +18,7 @@ from needlework.ops.common.triton_launch import launch
 
 _launches: ContextVar[dict[Hashable, Callable[[], None]] | None] = ContextVar("launches of a rehearsal", default=None)
 _rehearsed: set[Hashable] = set()
+_threads = os.cpu_count()
 
 
 def run(kernel, grid: tuple[int, ...], *arguments, **constants):
@@ -29,6 +30,12 @@ def run(kernel, grid: tuple[int, ...], *arguments, **constants):
     key = kernel, *map(_type, arguments), *sorted(constants.items())
     launches[key] = lambda: kernel.warmup(*arguments, grid=grid, **constants).run
     return None
+
+
+def one_at_a_time() -> None:
+    """For processes that compile side by side: threads of theirs would wait for one another, and cost a quarter more."""
+    global _threads
+    _threads = 1
 
 
 def rehearsing() -> bool:
@@ -53,7 +60,7 @@ def rehearse(device: torch.device, key: Hashable, call: Callable[[], object]) ->
         with torch.cuda.device(device):
             compilation()
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    with ThreadPoolExecutor(_threads) as threads:
         for future in [threads.submit(compile_one, compilation) for compilation in launches.values()]:
             future.exception()
 
