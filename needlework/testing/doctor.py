@@ -5,6 +5,7 @@ forward and backward, twice, against the definition in float64 by the error budg
 (`ops/common/struck.py`) and never taken here again. Which rules and plans: `targets.py`.
 """
 
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -41,8 +42,14 @@ def tasks(device: torch.device, full: bool) -> list[Task]:
                     ]
     if interpreted:  # that the doctor works; the kernels have the battery there
         found = list({task.engine: task for task in reversed(found)}.values())
-    # what is near its budget, most often float16, is drawn again and again
-    return sorted(found, key=lambda task: (-len(task.forms), task.dtype != "float16", -task.K * task.V))
+    return sorted(found, key=lambda task: (task.forms in (STEP, SEVERAL), -_work(task)))
+
+
+def _work(task: Task) -> float:
+    """What a task takes, roughly, most of it compilation: the longest begin, or the last would end alone. Half of what a table's
+    later rules launch is compiled by the time that they begin."""
+    first = next(rule.spec for rule in RULES if task.engine in (rule.chunk, rule.step))
+    return len(task.forms) * math.sqrt(task.K * task.V) * (1 if task.rule == first else 0.5)
 
 
 def _chosen(rule: Rule, row: launch.Plan, arch: tuple[int, int], dtype: str, full: bool) -> list[tuple[tuple, tuple]]:

@@ -5,8 +5,7 @@ import os
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
 
-# torch._dynamo comes with torch.use_deterministic_algorithms, which poisons memory
-IMPORTED = ("torch._dynamo", "triton", "needlework.testing.doctor", "needlework.testing.builds")
+IMPORTED = ("triton", "needlework.testing.doctor", "needlework.testing.builds")
 
 
 def context() -> ForkServerContext:
