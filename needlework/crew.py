@@ -29,14 +29,15 @@ def work(
 ) -> dict[Path, dict[str, Any]]:
     """Run every recipe in its directory; the entries of those that are done, each told to `on_done` when it is.
 
-    minutes: after so many every worker saves a checkpoint and ends; the same call goes on. RunError names the run that failed; a
-    mistake of ours keeps its traceback.
+    minutes: after so many every worker saves a checkpoint and ends; the same call goes on. A run that fails says so and the others go
+    on; RunError names those that failed, at the end; a mistake of ours keeps its traceback.
     """
     context = multiprocessing.get_context("spawn")  # a forked PyTorch may hang
     news, stop, places = context.Queue(), context.Event(), context.Queue()
     for place in range(workers):
         places.put(place)
     entries: dict[Path, dict[str, Any]] = {}
+    failed: dict[str, Exception] = {}
     ends = time.monotonic() + 60 * minutes if minutes is not None else None
     with ProcessPoolExecutor(workers, context, _start, (news, stop, places)) as pool:
         longest_first = sorted(jobs, key=lambda directory: -board.seconds[directory.name])
@@ -50,11 +51,10 @@ def work(
                         directory = waiting.pop(future)
                         if future.cancelled():
                             continue
-                        try:
-                            entry = future.result()
-                        except EXPLAINED as error:
-                            raise RunError(f"{directory.name}: {error}") from error
-                        if entry is not None:
+                        if error := future.exception():
+                            failed[directory.name] = error
+                            console.print(f"{directory.name}: {type(error).__name__}: {error}", highlight=False, markup=False)
+                        elif (entry := future.result()) is not None:
                             entries[directory] = entry
                             on_done(directory, entry)
                             board.finish(directory.name, entry)
@@ -70,6 +70,12 @@ def work(
                 for future in waiting:
                     future.cancel()
                 raise
+    for error in failed.values():
+        if not isinstance(error, EXPLAINED):
+            raise error
+    if failed:
+        told = "\n".join(f"{name}: {error}" for name, error in failed.items())
+        raise RunError(told) from next(iter(failed.values()))
     return entries
 
 

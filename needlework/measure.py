@@ -106,10 +106,14 @@ def reader(model: NeedleworkForCausalLM) -> Callable[[Tensor], Tensor]:
     device = model.device
 
     def read(ids: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with autocast(device):
             return model(ids.to(device), use_cache=False).logits
 
     return read
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def at_once(model: NeedleworkForCausalLM, T: int) -> int:
@@ -140,7 +144,8 @@ def diagnose(model: NeedleworkForCausalLM, corpus: Corpus, evaluation: Evaluatio
     }
     report = {rule: [layer._asdict() for layer in layers] for rule, layers in found.items() if layers}
     text = held_out_text(corpus, seed, 1, evaluation.lengths[-1]).input_ids
-    norms = diagnostics.state_norms(model, text, evaluation.lengths)
+    with autocast(model.device):  # in float32 attention to 64K tokens would make their scores
+        norms = diagnostics.state_norms(model, text, evaluation.lengths)
     if any(norms.values()):
         report["state_norms"] = {str(T): by_layer for T, by_layer in norms.items()}
     return report

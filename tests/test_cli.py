@@ -113,6 +113,21 @@ def test_a_loss_that_is_not_finite_names_the_mixer_and_the_step(recipe, tmp_path
         compare("wild", (wild,), tmp_path / "wild", Console(quiet=True), workers=1)
 
 
+def test_a_run_that_fails_is_named_and_the_others_go_on(recipe, tmp_path):
+    import dataclasses
+
+    from rich.console import Console
+
+    from needlework.run import RunError
+    from needlework.study import study
+
+    good = cli.load_recipe(f"{recipe}:small")
+    wild = dataclasses.replace(cli.changed(good, ["train.optim.lr=1e30"]), name="wild")
+    with pytest.raises(RunError, match=r"^wild-0: step \d+: loss.*$"):
+        study((wild, good), tmp_path / "both", Console(quiet=True), workers=1)
+    assert [path.name for path in (tmp_path / "both" / "results").iterdir()] == ["gated-deltanet-0.json"]
+
+
 def test_an_option_of_many_values_is_the_option_many_times():
     assert cli.repeated(["x", "--corpus", "a", "b", "--name", "n"], "--corpus") == [
         "x",

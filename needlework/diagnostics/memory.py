@@ -7,14 +7,13 @@ from torch import Tensor, nn
 def state_norms(model: nn.Module, input_ids: Tensor, lengths: tuple[int, ...]) -> dict[int, list[float]]:
     """Length -> for each layer with a state [N H K V], the mean over rows and heads of its Frobenius norm after that many tokens.
 
-    input_ids [B T] with T at least the longest; lengths ascend. One pass, resumed at each length.
+    input_ids [B T] with T at least the longest. A pass for each length: attention over what a cache holds would ask for a mask.
     """
-    cache, at, norms = None, 0, {}
+    norms = {}
     device = next(model.parameters()).device
     with torch.no_grad():
         for T in lengths:
-            out = model(input_ids[:, at:T].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, at = out.past_key_values, T
+            cache = model(input_ids[:, :T].to(device), use_cache=True, logits_to_keep=1).past_key_values
             states = [_matrix(layer.state) for layer in cache.layers]
             norms[T] = [s.float().norm(dim=(-2, -1)).mean().item() for s in states if s is not None]
     return norms

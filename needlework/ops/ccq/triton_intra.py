@@ -85,6 +85,17 @@ def weights(p_G, o_ih, fill, C: tl.constexpr, GATED: tl.constexpr, ACC: tl.const
 
 
 @triton.jit
+def add_product(M, b_l, b_r, ACC: tl.constexpr, APART: tl.constexpr):
+    """M + l r. APART, in float32: a product is a chain of sums, each rounded at the size that it has come to, and one that begins at M
+    at M's. The fma is a sum that the compiler does not take for such a chain."""
+    if APART:
+        M = tl.fma(M, tl.full(M.shape, 1.0, ACC), tl.dot(b_l, b_r, input_precision="ieee", out_dtype=ACC))
+    else:
+        M = tl.dot(b_l, b_r, M, input_precision="ieee", out_dtype=ACC)
+    return M
+
+
+@triton.jit
 def store_pairs(p_P, b, o_ih, C: tl.constexpr):
     """b [C C] of a chunk."""
     o_c = tl.arange(0, C)
@@ -218,7 +229,7 @@ def intra(
         b_z = numbers(p_mean, o_ih, i_d, K, BD) + b_d
         b_kc = tl.where((o_c < fill)[:, None], b_k - b_z[None, :], 0.0).to(OT)
         store_tile(p_kc, b_kc, i_b, i_t, i_h, i_d, T, H, K, C, BD, 0)
-        S = tl.dot(b_q, tl.trans(b_kc), S, input_precision="ieee", out_dtype=ACC)
+        S = add_product(S, b_q, tl.trans(b_kc), ACC, OT == ACC)
         b_at0 -= tl.sum(b_q.to(ACC) * b_d[None, :], 1)
 
     n = tl.load(p_n + o_ih)

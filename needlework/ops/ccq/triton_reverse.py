@@ -16,8 +16,18 @@ import torch
 import triton
 import triton.language as tl
 
-from needlework.ops.ccq.triton_intra import case, merge_of, numbers, real_tokens, store_pairs, tokens, weights, whole_of
-from needlework.ops.ccq.triton_scan import add_product, columns, load_block, read_chains, store_block
+from needlework.ops.ccq.triton_intra import (
+    add_product,
+    case,
+    merge_of,
+    numbers,
+    real_tokens,
+    store_pairs,
+    tokens,
+    weights,
+    whole_of,
+)
+from needlework.ops.ccq.triton_scan import columns, load_block, read_chains, store_block
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.triton_tile import load_tile, store_tile
 from needlework.ops.common.triton_types import padded
@@ -86,12 +96,12 @@ def adjoint(
         b_y = load_tile(p_y, i_b, i_t, i_h, i_d, T, H, K, C, BD, 0)
         b_kc = load_tile(p_kc, i_b, i_t, i_h, i_d, T, H, K, C, BD, 0)
         b_Sq = load_tile(p_Sq, i_b, i_t, i_h, i_d, T, H, K, C, BD, 0)
-        Y = tl.dot(b_y, tl.trans(b_kc), Y, input_precision="ieee", out_dtype=ACC)
+        Y = add_product(Y, b_y, tl.trans(b_kc), ACC, OT == ACC)
         b_at0 -= tl.sum(b_y.to(ACC) * (near * numbers(p_step, o_ih, i_d, K, BD))[None, :], 1)
         b_ysq += tl.sum(b_y.to(ACC) * b_Sq.to(ACC), 1)
         if GATED:
             b_q = load_tile(p_q, i_b, i_t, i_h, i_d, T, H, K, C, BD, 0)
-            Q = tl.dot(b_q, tl.trans(b_kc), Q, input_precision="ieee", out_dtype=ACC)
+            Q = add_product(Q, b_q, tl.trans(b_kc), ACC, OT == ACC)
 
     n = tl.load(p_n + o_ih)
     b_decay = tl.full([C], 1.0, ACC)
@@ -233,7 +243,7 @@ def reverse_chains(
                 store_block(x_N_kv, b_N0, i, i_h, i_v, i_k0, H, K, BV, KB, TMA)
             if NK == 2:
                 b_N1 = N1.to(OT)
-                moved = tl.dot(b_N1, tl.trans(b_k1), moved, input_precision="ieee", out_dtype=ACC)
+                moved = add_product(moved, b_N1, tl.trans(b_k1), ACC, APART)
                 if GATED:
                     store_block(x_N_kv, b_N1, i, i_h, i_v, i_k1, H, K, BV, KB, TMA)
 
@@ -241,7 +251,7 @@ def reverse_chains(
             by_y = tl.trans(b_yv).to(ACC) * b_factor
             b_yf = by_y.to(OT)
             pairs = tl.dot(tl.trans(b_qv), b_Py, input_precision="ieee", out_dtype=ACC)
-            pairs = tl.dot(b_yf, b_P, pairs, input_precision="ieee", out_dtype=ACC)
+            pairs = add_product(pairs, b_yf, b_P, ACC, APART)
 
             a = whole_of(p_G, o_ih, C, GATED)
             beta, near, share = merge_of(p_n, p_mass, o_ih, a)

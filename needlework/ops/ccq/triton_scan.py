@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from needlework.ops.ccq.triton_intra import case, numbers, tokens, whole_of
+from needlework.ops.ccq.triton_intra import add_product, case, numbers, tokens, whole_of
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.triton_tile import load_tile, store_tile
 from needlework.ops.delta.triton_scan import run_of, tell, wait_for
@@ -51,17 +51,6 @@ def columns(i_v, KB: tl.constexpr, NK: tl.constexpr, OWN: tl.constexpr):
         first = i_v
         second = KB - i_v
     return first, second
-
-
-@triton.jit
-def add_product(M, b_l, b_r, ACC: tl.constexpr, APART: tl.constexpr):
-    """M + l r. APART, in float32: a product is a chain of sums, and begun at M each is rounded at M's size. The fma is their sum, which
-    the compiler would take for such a chain."""
-    if APART:
-        M = tl.fma(M, tl.full(M.shape, 1.0, ACC), tl.dot(b_l, b_r, input_precision="ieee", out_dtype=ACC))
-    else:
-        M = tl.dot(b_l, b_r, M, input_precision="ieee", out_dtype=ACC)
-    return M
 
 
 @triton.jit
@@ -161,7 +150,7 @@ def read_chains(
                     b_M1 = (M1 * per_n).to(OT)
                 else:
                     b_M1 = M1.to(OT)
-                read = tl.dot(b_M1, tl.trans(b_x1), read, input_precision="ieee", out_dtype=ACC)
+                read = add_product(read, b_M1, tl.trans(b_x1), ACC, APART)
                 if BACKWARD and GATED:
                     store_block(x_C0_kv, b_M1, i, i_h, i_v, i_k1, H, K, BV, KB, TMA)
 
@@ -171,7 +160,7 @@ def read_chains(
                 tl.store(p_reach + (o_ih * NV + i_v // BV) * C + o_c, b_reach)
             b_d = numbers(p_step, o_ih, i_v, K, BV)
             read += b_d[:, None] * tl.load(tokens(p_E, o_ih, 2, C))[None, :]
-            out = tl.dot(tl.trans(b_kv), tl.trans(b_P), read, input_precision="ieee", out_dtype=ACC)
+            out = add_product(read, tl.trans(b_kv), tl.trans(b_P), ACC, APART)
 
             b_left = tl.trans(b_kv)
             if GATED:
