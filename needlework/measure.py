@@ -3,7 +3,8 @@
 Knows which tasks there are by name; how each is made and scored are other rooms'.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from needlework.data.rng import generator
 from needlework.data.tokenizer import encode
 from needlework.eval import loss, retrieval
 from needlework.models import NeedleworkForCausalLM
+from needlework.ops.common.attention import fastest
 
 
 def _ruler(task: Ruler) -> Callable[..., Episodes]:
@@ -106,14 +108,20 @@ def reader(model: NeedleworkForCausalLM) -> Callable[[Tensor], Tensor]:
     device = model.device
 
     def read(ids: Tensor) -> Tensor:
-        with autocast(device):
+        with as_trained(device):
             return model(ids.to(device), use_cache=False).logits
 
     return read
 
 
-def autocast(device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+@contextmanager
+def as_trained(device: torch.device) -> Iterator[None]:
+    """On a GPU in bfloat16, attention by the kernels of training: lengths are few here too."""
+    if device.type != "cuda":
+        yield
+    else:
+        with torch.autocast("cuda", torch.bfloat16), fastest():
+            yield
 
 
 def at_once(model: NeedleworkForCausalLM, T: int) -> int:
@@ -144,7 +152,7 @@ def diagnose(model: NeedleworkForCausalLM, corpus: Corpus, evaluation: Evaluatio
     }
     report = {rule: [layer._asdict() for layer in layers] for rule, layers in found.items() if layers}
     text = held_out_text(corpus, seed, 1, evaluation.lengths[-1]).input_ids
-    with autocast(model.device):  # in float32 attention to 64K tokens would make their scores
+    with as_trained(model.device):  # in float32 attention to 64K tokens would make their scores
         norms = diagnostics.state_norms(model, text, evaluation.lengths)
     if any(norms.values()):
         report["state_norms"] = {str(T): by_layer for T, by_layer in norms.items()}

@@ -224,7 +224,7 @@ def small() -> tuple[Recipe, ...]:
 
 def medium() -> tuple[Recipe, ...]:
     """The pairs that carry a headline, at 125M parameters, one seed."""
-    names = dict.fromkeys(name for claim in CLAIMS for name in (claim.better, claim.worse))
+    names = dict.fromkeys(name for claim in HEADLINES for name in (claim.better, claim.worse))
     return tuple(recipe(name, size=MEDIUM) for name in names)
 
 
@@ -243,7 +243,7 @@ def sweep() -> tuple[Recipe, ...]:
 
 _COMPACT = ("needle", "needles-2", "needles", "needles-8")
 _AT_AND_PAST = (1.0, 2.0, 4.0, 8.0)
-CLAIMS = (
+HEADLINES = (
     Claim(
         "CCQ on Gated DeltaNet finds more than Gated DeltaNet", "ccq-gated-deltanet", "gated-deltanet", _COMPACT, _AT_AND_PAST
     ),
@@ -260,6 +260,9 @@ CLAIMS = (
         ("needle", "induction"),
         (32.0,),
     ),
+)
+CLAIMS = (
+    *HEADLINES,
     Claim("The rule finds more than what was released under its name", "qdelta", "qdelta-transposed", _COMPACT, _AT_AND_PAST),
     Claim(
         "Q-Delta·CCQ with LUCID finds more than Gated DeltaNet", "qdelta-ccq-lucid", "gated-deltanet", _COMPACT, _AT_AND_PAST

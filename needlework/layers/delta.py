@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from needlework.layers.config import Config, Width
+from needlework.layers.numbers import numbers
 from needlework.layers.write import Strength, WriteConfig, WriteRule
 from needlework.ops.delta import chunk_delta
 
@@ -25,8 +26,8 @@ class _Delta(WriteRule):
         super().__init__(config, width)
         self.beta = Strength(width)
 
-    def forward(self, x, q, k, v, *, g, q_read, **carry) -> tuple[Tensor, Tensor]:
-        return chunk_delta(
-            q, k, v, g, self.beta(x), q_read=q_read, scale=self.width.scale,
-            **carry,
-        )  # fmt: skip
+    def numbers(self, x: Tensor) -> dict[str, Tensor | None]:
+        return numbers(x, g=self.gate, beta=self.beta)
+
+    def forward(self, q, k, v, *, g, beta, q_read, **carry) -> tuple[Tensor, Tensor]:
+        return chunk_delta(q, k, v, g, beta, q_read=q_read, scale=self.width.scale, **carry)

@@ -71,7 +71,10 @@ class _SoftplusGate(nn.Module):
             self.dt_bias.copy_(inverse_softplus(self.dt_bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        g = F.softplus(wide(self.project(x)) + self.dt_bias).unflatten(-1, self.shape)  # [B T HV] or [B T HV K]
+        return self.of(self.project(x))
+
+    def of(self, logit: Tensor) -> Tensor:
+        g = F.softplus(wide(logit) + self.dt_bias).unflatten(-1, self.shape)  # [B T HV] or [B T HV K]
         return -g * self.A_log.exp().view(-1, *[1] * (len(self.shape) - 1))
 
 
@@ -130,7 +133,10 @@ class _RetentionGate(nn.Module):
         self.project = nn.Linear(width.dim, width.value_heads, bias=width.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        g = F.logsigmoid(wide(self.project(x)) + self.offset)
+        return self.of(self.project(x))
+
+    def of(self, logit: Tensor) -> Tensor:
+        g = F.logsigmoid(wide(logit) + self.offset)
         if len(self.limits) == 1:
             return _below(g, self.limits[0])
         return torch.stack([_below(g_h, limit) for g_h, limit in zip(g.unbind(-1), self.limits, strict=True)], -1)

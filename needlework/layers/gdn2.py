@@ -29,11 +29,9 @@ class _Gdn2(WriteRule):
         self.erase = nn.Linear(width.dim, width.value_heads * width.key_dim, bias=width.bias)
         self.write = nn.Linear(width.dim, width.value_heads * width.value_dim, bias=width.bias)
 
-    def forward(self, x, q, k, v, *, g, q_read, **carry) -> tuple[Tensor, Tensor]:
-        heads = (self.width.value_heads, -1)
-        erase = torch.sigmoid(wide(self.erase(x))).unflatten(-1, heads)
-        write = torch.sigmoid(wide(self.write(x))).unflatten(-1, heads)
-        return chunk_delta(
-            q, k, v, g, erase=erase, write=write, q_read=q_read, scale=self.width.scale,
-            **carry,
-        )  # fmt: skip
+    def numbers(self, x: Tensor) -> dict[str, Tensor | None]:
+        by_channel = lambda project: torch.sigmoid(wide(project(x))).unflatten(-1, (self.width.value_heads, -1))
+        return {"g": self.gate(x), "erase": by_channel(self.erase), "write": by_channel(self.write)}
+
+    def forward(self, q, k, v, *, g, erase, write, q_read, **carry) -> tuple[Tensor, Tensor]:
+        return chunk_delta(q, k, v, g, erase=erase, write=write, q_read=q_read, scale=self.width.scale, **carry)

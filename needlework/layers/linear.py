@@ -22,13 +22,5 @@ class Linear(WriteConfig):
 
 
 class _Linear(WriteRule):
-    def forward(self, x, q, k, v, *, g, q_read, **carry) -> tuple[Tensor, Tensor]:
-        return chunk_delta(
-            q,
-            k,
-            v,
-            g,
-            q_read=q_read,
-            scale=self.width.scale,
-            **carry,
-        )
+    def forward(self, q, k, v, *, g, q_read, **carry) -> tuple[Tensor, Tensor]:
+        return chunk_delta(q, k, v, g, q_read=q_read, scale=self.width.scale, **carry)

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from needlework.layers.config import Config, Width
 from needlework.layers.gates import ScalarGate
+from needlework.layers.numbers import numbers
 from needlework.layers.write import Strength, WriteConfig, WriteRule
 from needlework.ops.qdelta import chunk_qdelta
 from needlework.probe import probe
@@ -36,9 +38,13 @@ class _QDelta(WriteRule):
         self.beta = Strength(width, most=most)
         self.lam = Strength(width, offset=-0.9, most=most) if config.lam is None else None
 
-    def forward(self, x, q, k, v, *, g, q_read, **carry) -> tuple[Tensor, Tensor]:
-        beta = self.beta(x)
-        lam = beta.new_full(beta.shape, self.config.lam) if self.lam is None else self.lam(x)
+    def numbers(self, x: Tensor) -> dict[str, Tensor | None]:
+        found = numbers(x, g=self.gate, beta=self.beta, lam=self.lam)
+        if found["lam"] is None:
+            found["lam"] = torch.full_like(found["beta"], self.config.lam)
+        return found
+
+    def forward(self, q, k, v, *, g, beta, lam, q_read, **carry) -> tuple[Tensor, Tensor]:
         for name, value in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "lam": lam}.items():
             probe(f"qdelta.{name}", value)
         return chunk_qdelta(

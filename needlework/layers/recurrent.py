@@ -81,11 +81,11 @@ class _Recurrent(nn.Module):
         q, k, v = q.unflatten(-1, self.q_shape), k.unflatten(-1, self.k_shape), v.unflatten(-1, self.v_shape)
         if self.config.write.unit_keys:
             q, k = l2(q), l2(k)
-        g = self.write.decay(x)
+        numbers = self.write.numbers(x)
         unit = k if self.config.write.unit_keys else l2(k)
         carry = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
-        q_read, read = self.read(x, q, unit, g=g, initial_state=state.read, **carry)
-        o, write = self.write(x, q, k, v, g=g, q_read=q_read, initial_state=state.write, **carry)
+        q_read, read = self.read(x, q, unit, g=numbers["g"], initial_state=state.read, **carry)
+        o, write = self.write(q, k, v, q_read=q_read, initial_state=state.write, **numbers, **carry)
         o = self.norm(probe("recurrent.o", o)).flatten(-2)
         if self.g_proj is not None:
             o = o * F.silu(self.g_proj(x))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from needlework.layers.config import Config, Width
 from needlework.layers.norm import wide
+from needlework.layers.numbers import numbers
 from needlework.layers.state import fixed_size
 
 
@@ -21,11 +22,11 @@ class WriteConfig(Config):
 
 
 class WriteRule(nn.Module):
-    """Base of the rules: `forward(x, q, k, v, g=, q_read=, **carry) -> (o [B T HV V], state)`.
+    """Base of the rules: `forward(q, k, v, q_read=, **numbers, **carry) -> (o [B T HV V], state)`.
 
-    x [B T D] is the layer's input, for gates; q, k, v are projected, convolved and (if the config says `unit_keys`)
-    normalised; g is `decay(x)`; q_read is what reads the state, q unless a read rule cleaned it. `carry` is what every op
-    takes as it is: initial_state, output_final_state, cu_seqlens.
+    q, k, v are projected, convolved and (if the config says `unit_keys`) normalised; q_read is what reads the state, q unless a
+    read rule cleaned it; `numbers(x)` are the gates and strengths of the layer's input x [B T D]. `carry` is what every op takes
+    as it is: initial_state, output_final_state, cu_seqlens.
     """
 
     def __init__(self, config: Config, width: Width):
@@ -33,9 +34,9 @@ class WriteRule(nn.Module):
         self.config, self.width = config, width
         self.gate = None if config.gate is None else config.gate.build(width)
 
-    def decay(self, x: Tensor) -> Tensor | None:
-        """Log decay [B T HV] or [B T HV K], or None where nothing decays."""
-        return None if self.gate is None else self.gate(x)
+    def numbers(self, x: Tensor) -> dict[str, Tensor | None]:
+        """By `forward`'s names; g is the log decay [B T HV] or [B T HV K], None where nothing decays before its write."""
+        return numbers(x, g=self.gate)
 
     def state_size(self, dtype: torch.dtype) -> int:
         """Bytes of one sequence's state."""
@@ -51,4 +52,7 @@ class Strength(nn.Module):
         self.project = nn.Linear(width.dim, width.value_heads, bias=width.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.most * torch.sigmoid(wide(self.project(x)) + self.offset)
+        return self.of(self.project(x))
+
+    def of(self, logit: Tensor) -> Tensor:
+        return self.most * torch.sigmoid(wide(logit) + self.offset)

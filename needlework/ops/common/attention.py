@@ -6,6 +6,7 @@ of keys a block of queries sees whole, in part or not at all follows from its fi
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,15 @@ FASTEST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EF
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def fastest() -> AbstractContextManager:
+    return sdpa_kernel(FASTEST, set_priority=True)
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor, **settings) -> Tensor:
     """o [B Hq T V] of whole sequences. cuDNN takes two thirds of flash's time on Hopper, and makes a plan for each shape: that is for
-    training, whose shapes are few. What it does not take the next one does."""
-    if q.is_cuda and torch.is_grad_enabled():
-        with sdpa_kernel(FASTEST, set_priority=True):
+    training, whose shapes are few, and for values wider than keys, which flash does not take. What it does not take the next one does."""
+    if q.is_cuda and (torch.is_grad_enabled() or q.shape[-1] != v.shape[-1]):
+        with fastest():
             return scaled_dot_product_attention(q, k, v, is_causal=True, **settings)
     return scaled_dot_product_attention(q, k, v, is_causal=True, **settings)
 

@@ -328,10 +328,10 @@ _made: dict[tuple, Matrices] = {}
 
 
 def matrices(C: int, R: int, dtype: torch.dtype, solves: torch.dtype, sums: torch.dtype, device: torch.device) -> Matrices:
-    """Made once."""
+    """Made once, on the CPU: in a rehearsal, without numbers, PyTorch would compare them in Python and load torch._dynamo for it."""
     key = C, R, dtype, solves, sums, device
     if key not in _made:
-        i = torch.arange(C, device=device)
+        i = torch.arange(C)
         r, c = i[:, None], i[None, :]
         levels = range(C.bit_length() - 1)
         half = torch.stack([(r >> level) == (c >> level) for level in levels])
@@ -341,7 +341,8 @@ def matrices(C: int, R: int, dtype: torch.dtype, solves: torch.dtype, sums: torc
         own = torch.cat(own)
         pair = torch.stack([(r ^ c) >> level == 1 for level in levels] + [r == c])
         back = torch.cat([own.mT, (r >= c)[None]])
-        _made[key] = Matrices(own.to(solves), back.to(sums), pair.to(solves), (r == c).to(dtype))
+        own, back, pair, one = own.to(solves), back.to(sums), pair.to(solves), (r == c).to(dtype)
+        _made[key] = Matrices(*(x.contiguous().to(device) for x in (own, back, pair, one)))
     return _made[key]
 
 
