@@ -1,11 +1,11 @@
-"""The README's performance table, made from benchmarks/results/*.json: `python benchmarks/table.py`."""
+"""The README's tables of kernels and of training, made from benchmarks/results/*.json and training/*.json: `python benchmarks/table.py`."""
 
 from pathlib import Path
 
 import results
 
 README = Path(__file__).parents[1] / "README.md"
-START, END = "<!-- performance -->", "<!-- /performance -->"
+TRAINING = results.ROOT.parent / "training"
 SHARES = ("step", "share")
 ORDER = ("gated", "qdelta", "kda", "carve-gates-given", "carve", "ccq", "ccq+gated",
          "lucid", "lucid/clustered", "lucid/attention", "polar", "polar/decode")  # fmt: skip
@@ -19,8 +19,11 @@ def verdict(row: dict) -> str:
     """The bar and whether it is met: a share must be reached, all else is a bound."""
     if row["bar"] is None or row["ratio"] is None:
         return ""
-    met = row["ratio"] >= row["bar"] if row["pass"] in SHARES else row["ratio"] <= row["bar"]
-    return f"{row['bar']} {'met' if met else 'NOT met'}"
+    return told(row["bar"], row["ratio"] >= row["bar"] if row["pass"] in SHARES else row["ratio"] <= row["bar"])
+
+
+def told(bar: float, met: bool) -> str:
+    return f"{bar} {'met' if met else 'NOT met'}"
 
 
 def by_sequence(rows: list[dict]) -> list[str]:
@@ -64,15 +67,31 @@ def first_calls(rows: list[dict]) -> list[str]:
     return [f"First forward and backward with an empty Triton cache, bar {rows[0]['bar'] / 1e3:.0f} s: {told}."]
 
 
-def section(rows: list[dict]) -> list[str]:
-    """All that one device's file says."""
-    place = lambda r: (ORDER.index(r["op"]) if r["op"] in ORDER else len(ORDER), r["shape"]["B"] * -r["shape"]["K"])
-    rows = sorted(rows, key=place)
+def heading(rows: list[dict]) -> str:
     distinct = lambda name: ", ".join(sorted({r[name] for r in rows}))
-    lines = [
+    return (
         f"{distinct('device')}, torch {distinct('torch')}, Triton {distinct('triton')}, bfloat16, medians; "
         f"each row of the commit that its file names ({distinct('commit')})."
-    ]
+    )
+
+
+def training(rows: list[dict]) -> list[str]:
+    """Whole training steps of one device, by size and mixer, the shortest rows first."""
+    lines = [heading(rows), "", "| mixer | parameters | B, T | ms | tokens/s | MFU | bar | MiB |", "|" + " --- |" * 8]
+    for r in sorted(rows, key=lambda r: (r["size"], r["op"], r["impl"], r["shape"]["T"])):
+        name = r["op"] if r["impl"] == "needlework" else f"{r['op']} ({r['impl']}'s layer)"
+        bar = "" if r["bar"] is None else told(r["bar"], r["mfu"] >= r["bar"])
+        figures = (f"{r['parameters'] / 1e6:,.0f}M", f"{r['shape']['B']}, {r['shape']['T']:,}", number(r["ms"], 0), number(r["tokens_per_second"], 0),
+                   f"{r['mfu']:.1%}", bar, number(r["peak_mib"], 0))  # fmt: skip
+        lines.append(f"| {name} | {' | '.join(figures)} |")
+    return lines
+
+
+def section(rows: list[dict]) -> list[str]:
+    """All that one device's file of kernels says."""
+    place = lambda r: (ORDER.index(r["op"]) if r["op"] in ORDER else len(ORDER), r["shape"]["B"] * -r["shape"]["K"])
+    rows = sorted(rows, key=place)
+    lines = [heading(rows)]
     parts = (by_sequence, ("fwd", "fwd+bwd")), (by_token, ("step",)), (by_share, ("share",)), (first_calls, ("cold",))
     for part, passes in parts:
         if chosen := [r for r in rows if r["pass"] in passes]:
@@ -81,11 +100,18 @@ def section(rows: list[dict]) -> list[str]:
 
 
 def main() -> None:
-    files = [results.read(path) for path in sorted(results.ROOT.glob("*.json"))]
-    lines = "\n\n".join("\n".join(section(rows)) for rows in files if rows)
-    before, rest = README.read_text().split(START)
-    _, after = rest.split(END)
-    README.write_text(f"{before}{START}\n{lines}\n{END}{after}")
+    text = README.read_text()
+    for name, root, made in TABLES:
+        files = [results.read(path) for path in sorted(root.glob("*.json"))]
+        lines = "\n\n".join("\n".join(made(rows)) for rows in files if rows)
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, rest = text.split(start)
+        text = f"{before}{start}\n{lines}\n{end}{rest.split(end)[1]}"
+    README.write_text(text)
+
+
+# what stands in the README between comments of that name, of which folder's files, made by what
+TABLES = (("performance", results.ROOT, section), ("training", TRAINING, training))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 A step is forward, backward, clip and AdamW on TOKENS tokens through the library's own training code: blocks compiled, bfloat16
 autocast, float32 weights. Rows: mixer, impl ("needlework" | "fla"), size, parameters, shape {B, T}, ms, tokens_per_second,
-mfu, peak_mib, compiled, recompute, device, torch, triton, commit; kept by key, one file a device.
+mfu, bar, peak_mib, compiled, recompute, device, torch, triton, commit; kept by key, one file a device.
 
     MFU = (6 N + Σ 12 n Hq d) tokens/s / 989e12     N: parameters, without the embedding's rows but with the unembedding; Σ over the
                                                     layers that attend, to n keys a query: T/2, behind a window W − W²/2T;
@@ -35,6 +35,8 @@ SIZES = {"60m": SMALL, "125m": MEDIUM, "1.3b": LARGE}
 TOKENS = 131_072  # so many that what a step costs beside its tokens (the optimiser, the host, CARVE's launches) is little
 PEAK = 989e12  # H100 and H200, dense bfloat16
 LENGTHS = tuple(2048 << n for n in range(6))
+# MFU at 125M parameters and T 2048
+BARS = {"softmax": 0.4, "gated-deltanet": 0.35, "qdelta": 0.35, "carve": 0.3, "polar-memory": 0.3}
 
 
 def main() -> int:
@@ -62,6 +64,7 @@ def main() -> int:
                         "dtype": "bfloat16",
                         "pass": f"step {name} {impl}",
                         "shape": {"B": TOKENS // T, "T": T},
+                        "bar": BARS.get(mixer) if (name, T, impl) == ("125m", 2048, "needlework") else None,
                     }
                     try:
                         row |= step(mixer, SIZES[name], T, impl) | {"size": name} | common

@@ -58,12 +58,23 @@ def test_the_names_that_rows_are_asked_for_by_select_them(bench):
     assert len(chosen) == 13 and {key.split("/")[0] for key in chosen} == {"lucid", "polar"}
 
 
-def test_the_readme_s_table_is_made_from_the_files(bench):
+def test_the_readme_s_tables_are_made_from_the_files(bench):
     table, results = bench("table"), bench("results")
-    text = table.README.read_text().split(table.START)[1].split(table.END)[0]
-    for path in results.ROOT.glob("*.json"):
-        for line in table.section(results.read(path)):
-            assert line in text, f"run benchmarks/table.py: {line}"
+    for name, root, made in table.TABLES:
+        text = table.README.read_text().split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
+        for path in root.glob("*.json"):
+            for line in made(results.read(path)):
+                assert line in text, f"run benchmarks/table.py: {line}"
+
+
+def test_the_table_of_training_says_which_bars_are_met(bench):
+    step = {"parameters": 125_000_000, "tokens_per_second": 4e5, "mfu": 0.36, "size": "125m", "shape": {"B": 64, "T": 2048}}
+    slow = row("carve", **step | {"mfu": 0.29}, bar=0.3)
+    far = row("carve", **step | {"shape": {"B": 2, "T": 65536}, "mfu": 0.1}, bar=None)
+    given = [row("qdelta", **step, bar=0.35), far, slow]
+    text = bench("table").training([r | {"impl": "needlework"} for r in given])
+    assert "| carve | 125M | 64, 2,048 |" in text[-3] and "29.0% | 0.3 NOT met |" in text[-3]
+    assert "| 2, 65,536 |" in text[-2] and "10.0% |  |" in text[-2] and "36.0% | 0.35 met |" in text[-1]
 
 
 def test_every_case_has_a_key_of_its_own_and_a_floor(bench):
