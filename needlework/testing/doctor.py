@@ -21,6 +21,7 @@ from needlework.testing.verdict import FORMS, ROWS, SEVERAL, SHORT, STEP, Task, 
 
 # bytes of the GPU that a process may want: the context, the kernels' code, a token loop's saved states
 A_PROCESS = 5 * 2**30
+USUAL = (128, 128)  # K, V
 
 
 def tasks(device: torch.device, full: bool) -> list[Task]:
@@ -42,28 +43,22 @@ def tasks(device: torch.device, full: bool) -> list[Task]:
                     ]
     if interpreted:  # that the doctor works; the kernels have the battery there
         found = list({task.engine: task for task in reversed(found)}.values())
-    return sorted(found, key=lambda task: (task.forms in (STEP, SEVERAL), -_work(task)))
-
-
-def _work(task: Task) -> float:
-    """What a task takes, roughly, most of it compilation: the longest begin, or the last would end alone. Half of what a table's
-    later rules launch is compiled by the time that they begin."""
-    first = next(rule.spec for rule in RULES if task.engine in (rule.chunk, rule.step))
-    return len(task.forms) * math.sqrt(task.K * task.V) * (1 if task.rule == first else 0.5)
+    # by what a task takes, roughly, most of it compilation: the longest begin, or the last would end alone
+    return sorted(found, key=lambda task: (task.forms in (STEP, SEVERAL), -len(task.forms) * math.sqrt(task.K * task.V)))
 
 
 def _chosen(rule: Rule, row: launch.Plan, arch: tuple[int, int], dtype: str, full: bool) -> list[tuple[tuple, tuple]]:
-    """Sizes and forms: with `full` all. Without, at the largest size that takes the row now: the rules that cover the kernels in every
-    dtype, in the first one by every form; the others in bfloat16 at the first row alone. Each size is another compilation of every
-    kernel."""
+    """Sizes and forms: with `full` all. Without, the rules that cover the kernels at the largest size that takes the row now, in every
+    dtype, in the first one by every form; the others in bfloat16 at the row and the size that most models have. Each size is another
+    compilation of every kernel."""
     if full:
         return [(size, ROWS) for size in sizes(row, arch, dtype, rule.keys_alone)]
     here = lambda row, dtype: taken(row, arch, dtype, rule.keys_alone)
     found = here(row, dtype)
     if found and rule.covers:
         return [(found[-1], ROWS if dtype == next(name for name in row.dtypes if here(row, name)) else SHORT)]
-    first = next((other for other in launch.rows(row.engine) if here(other, "bfloat16")), None)
-    return [(found[-1], SHORT)] if found and dtype == "bfloat16" and row == first else []
+    usual = USUAL in found and dtype == "bfloat16" and not struck.struck(row.engine, row.name, dtype)
+    return [(USUAL, SHORT)] if usual else []
 
 
 def run(device: torch.device, full: bool, done: Callable[[Verdict, int, int], None]) -> list[Verdict]:
