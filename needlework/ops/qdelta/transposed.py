@@ -8,6 +8,7 @@ one token is the true rule. Plain PyTorch under autograd. Tensors as a `Rule`'s:
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from needlework.ops.common.packing import check_cu_seqlens, pad, unpad
 from needlework.ops.delta.decay import ScalarDecay
@@ -24,19 +25,30 @@ def forward(
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
         tensors = [pad(x, cu_seqlens) for x in tensors]
-    outputs = [tensors[2][:, :0]]
-    for start in range(0, tensors[0].shape[1], CHUNK):
-        o, state = _chunk(*(x[:, start : start + CHUNK].transpose(1, 2) for x in tensors), state)
-        outputs.append(scale * o.transpose(1, 2))
-    o = torch.cat(outputs, 1)
+    T = tensors[0].shape[1]
+    o, state = _chunks(*(_by_chunk(x, min(CHUNK, T)) for x in tensors), state) if T else (tensors[2].transpose(1, 2), state)
+    o = scale * o.transpose(-3, -2).flatten(1, -3)[:, :T]
     return o if cu_seqlens is None else unpad(o, cu_seqlens), state
 
 
-def _chunk(k: Tensor, x: Tensor, v: Tensor, g: Tensor, beta: Tensor, read: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-    """One chunk of tensors [B H C ...] after state S; o is not scaled."""
+def _by_chunk(x: Tensor, C: int) -> Tensor:
+    """[B T H D] -> [B chunks H C D]; zeros after the last token change no state."""
+    return F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % C)).unflatten(1, (-1, C)).transpose(2, 3)
+
+
+def _chunks(
+    k: Tensor, x: Tensor, v: Tensor, g: Tensor, beta: Tensor, read: Tensor, S: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """All chunks after state S, o not scaled. W = (I + A)⁻¹ β (v − e^G x S): what holds no S is solved for all chunks at once."""
     decay = ScalarDecay(g)
     A = beta * decay.between * (k @ x.mT)
-    R = beta * (v - decay.from_start * x @ S)
-    W = torch.linalg.solve_triangular(A, R, upper=False, unitriangular=True)  # [B H C V]
-    o = decay.from_start * read @ S + decay.between * (read @ k.mT) @ W
-    return o, decay.from_start[..., -1:, :] * S + (decay.to_end * k).mT @ W
+    given = beta * torch.cat([v, decay.from_start * x], -1)
+    U, P = torch.linalg.solve_triangular(A, given, upper=False, unitriangular=True).split([v.shape[-1], x.shape[-1]], -1)
+    left, whole = (decay.to_end * k).mT, decay.from_start[..., -1:, :]
+    before, written = [], []
+    for c in range(k.shape[1]):
+        before.append(S)
+        written.append(U[:, c] - P[:, c] @ S)
+        S = whole[:, c] * S + left[:, c] @ written[-1]
+    W = torch.stack(written, 1)  # [B chunks H C V]
+    return decay.from_start * read @ torch.stack(before, 1) + decay.between * (read @ k.mT) @ W, S
