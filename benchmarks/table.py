@@ -99,6 +99,10 @@ def section(rows: list[dict]) -> list[str]:
     return lines
 
 
+# what stands in the README between comments of that name, of which folder's files, made by what
+TABLES = (("performance", results.ROOT, section), ("training", TRAINING, training))
+
+
 def main() -> None:
     text = README.read_text()
     for name, root, made in TABLES:
@@ -108,10 +112,6 @@ def main() -> None:
         before, rest = text.split(start)
         text = f"{before}{start}\n{lines}\n{end}{rest.split(end)[1]}"
     README.write_text(text)
-
-
-# what stands in the README between comments of that name, of which folder's files, made by what
-TABLES = (("performance", results.ROOT, section), ("training", TRAINING, training))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def work(
     for place in range(workers):
         places.put(place)
     entries: dict[Path, dict[str, Any]] = {}
-    failed: dict[str, Exception] = {}
+    failed: dict[str, BaseException] = {}
     ends = time.monotonic() + 60 * minutes if minutes is not None else None
     with ProcessPoolExecutor(workers, context, _start, (news, stop, places)) as pool:
         longest_first = sorted(jobs, key=lambda directory: -board.seconds[directory.name])
@@ -51,7 +51,7 @@ def work(
                         directory = waiting.pop(future)
                         if future.cancelled():
                             continue
-                        if error := future.exception():
+                        if (error := future.exception()) is not None:
                             failed[directory.name] = error
                             console.print(f"{directory.name}: {type(error).__name__}: {error}", highlight=False, markup=False)
                         elif (entry := future.result()) is not None:

@@ -69,10 +69,10 @@ class _Carve(WriteRule):
             self.w2.zero_()
 
     def numbers(self, x: Tensor) -> dict[str, Tensor | None]:
-        """g is None: what decays depends on what is read."""
+        """g is None: what decays depends on what was read."""
         f, b, w = map(wide, side_by_side(x, self.f, self.b, self.w))
         heads = (self.width.heads, -1)
-        return {"g": None, "f": f.unflatten(-1, heads), "b": b.unflatten(-1, heads) + self.erase_bias, "w": w}
+        return super().numbers(x) | {"f": f.unflatten(-1, heads), "b": b.unflatten(-1, heads) + self.erase_bias, "w": w}
 
     def forward(self, q, k, v, *, g, f, b, w, q_read, **carry) -> tuple[Tensor, tuple]:
         inputs = {

@@ -31,7 +31,7 @@ class _Gdn2(WriteRule):
 
     def numbers(self, x: Tensor) -> dict[str, Tensor | None]:
         by_channel = lambda project: torch.sigmoid(wide(project(x))).unflatten(-1, (self.width.value_heads, -1))
-        return {"g": self.gate(x), "erase": by_channel(self.erase), "write": by_channel(self.write)}
+        return super().numbers(x) | {"erase": by_channel(self.erase), "write": by_channel(self.write)}
 
     def forward(self, q, k, v, *, g, erase, write, q_read, **carry) -> tuple[Tensor, Tensor]:
         return chunk_delta(q, k, v, g, erase=erase, write=write, q_read=q_read, scale=self.width.scale, **carry)

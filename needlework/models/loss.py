@@ -30,7 +30,8 @@ def linear_cross_entropy(
     """The sum over counted targets; x [N D], weight [V D], bias [V], targets [N] int64 with −100 where nothing is counted.
 
     Products run in weight's dtype, or in autocast's where it is on; softcap, softmax and sums in float32 (float64 in float64).
-    impl: "torch" anywhere, in one graph under torch.compile, on CUDA with a softmax compiled by itself outside of it; "liger", the kernels of liger-kernel, on CUDA and without softcap.
+    impl: "torch" anywhere, in one graph under torch.compile, on CUDA with a softmax compiled by itself outside of it; "liger", the
+        kernels of liger-kernel, on CUDA and without softcap.
     Raises ValueError for another impl, or one that cannot do this; ImportError where liger-kernel is missing.
     """
     device = x.device.type

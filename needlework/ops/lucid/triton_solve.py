@@ -3,8 +3,9 @@
     Y_i = I_i (V_i − Σ_{j<i} A_ij Y_j)        REV: Z_i = I_iᵀ (dY_i − Σ_{j>i} A_jiᵀ Z_j)
     "beta": U_i = I_i (…), Y_i = β U_i        REV: Z_i = I_iᵀ β (…)
 
-x and I are those of triton_keys.py, which gives I − 1: I a is a + (I − 1) a, so that a itself is not rounded. The newest neighbour's part, I_i A_{i,i−1} Y_{i−1}, is formed as (I_i A_{i,i−1}) Y_{i−1}: what
-is left of a block once its neighbour is known is one product, so that the chain of blocks is short.
+x and I are those of triton_keys.py, which gives I − 1: I a is a + (I − 1) a, so that a itself is not rounded. The newest neighbour's
+part, I_i A_{i,i−1} Y_{i−1}, is formed as (I_i A_{i,i−1}) Y_{i−1}: what is left of a block once its neighbour is known is one product,
+so that the chain of blocks is short.
 
 A sequence's first `given` blocks, its pages, are not solved: their Y is V, their Z is 0, and what is written out for them is dY − ….
 

@@ -88,6 +88,7 @@ def attend(
         HK, K, V, BN, BK, BV, NS, TMA, ACC, True, WINDOW,
     )  # fmt: skip
 
+    # gains again: held through the loop, float64 would spill
     alpha, gamma, strength = softplus_of_three(p_alpha, p_gamma, p_beta, i_h)
     _, _, temp, _, a_null = gains_of(alpha, gamma, tl.load(p_base + i_h), n, ACC)
     lse = m * sc + tl.log2(l)

@@ -26,7 +26,9 @@ def forward(
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
         tensors = [pad(x, cu_seqlens) for x in tensors]
     T = tensors[0].shape[1]
-    o, state = _chunks(*(_by_chunk(x, min(CHUNK, T)) for x in tensors), state) if T else (tensors[2].transpose(1, 2), state)
+    if not T:
+        return v, state
+    o, state = _chunks(*(_by_chunk(x, min(CHUNK, T)) for x in tensors), state)
     o = scale * o.transpose(-3, -2).flatten(1, -3)[:, :T]
     return o if cu_seqlens is None else unpad(o, cu_seqlens), state
 
@@ -36,9 +38,7 @@ def _by_chunk(x: Tensor, C: int) -> Tensor:
     return F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % C)).unflatten(1, (-1, C)).transpose(2, 3)
 
 
-def _chunks(
-    k: Tensor, x: Tensor, v: Tensor, g: Tensor, beta: Tensor, read: Tensor, S: Tensor
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _chunks(k: Tensor, x: Tensor, v: Tensor, g: Tensor, beta: Tensor, read: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     """All chunks after state S, o not scaled. W = (I + A)⁻¹ β (v − e^G x S): what holds no S is solved for all chunks at once."""
     decay = ScalarDecay(g)
     A = beta * decay.between * (k @ x.mT)
