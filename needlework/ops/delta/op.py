@@ -12,6 +12,7 @@ from needlework.ops.common.shapes import check
 from needlework.ops.delta import reference
 from needlework.ops.delta.arguments import Prediction, check_rule, check_state, checked, checked_state, width
 from needlework.ops.delta.custom_op import delta_fwd
+from needlework.ops.delta.units import Units
 
 
 class DeltaOutput(NamedTuple):
@@ -115,6 +116,15 @@ def _kernels(read, k, v, g, beta, erase, write, prediction, state, cu_seqlens, s
     """o and the final state. The query that reads may have a head for each value head; k then gets as many."""
     if read.shape[2] != k.shape[2]:
         k = k.repeat_interleave(read.shape[2] // k.shape[2], 2)
+    units = None
+    if beta is None and erase is None and v.dtype == torch.bfloat16 and v.numel():
+        units = Units.of(read, k, v, state, scale)
+        read, k, v, state = units.divide(read, k, v, state)
+    o, state = _engine(read, k, v, g, beta, erase, write, prediction, state, cu_seqlens, scale)
+    return (o, state) if units is None else units.multiply(o, state)
+
+
+def _engine(read, k, v, g, beta, erase, write, prediction, state, cu_seqlens, scale) -> tuple[Tensor, Tensor]:
     if _by_channel(g, erase, prediction):
         from needlework.ops.delta.triton_channel import channel
 
