@@ -1,5 +1,6 @@
 """The pictures of a study: a panel a family, its members in colour over everybody else in grey; mean over seeds, a band from least to most."""
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,17 +29,22 @@ def retrieval_by_length(study: Study, path: Path, tasks: tuple[str, ...]) -> Non
 
 
 def loss_by_position(study: Study, path: Path) -> None:
-    """Nats per token of long documents by position, minus the mean of all mixers there: what differs is a hundredth of the loss."""
+    """Nats per token of long documents by position, minus the median run's there: what differs is a hundredth of the loss, until a
+    mixer has left the length that it knows. Linear to a tenth of a nat either way, logarithmic beyond."""
     runs = [run for of in study.runs.values() for run in of]
     starts = runs[0]["positions"]["from"]
-    middle = [sum(run["positions"]["loss"][i] for run in runs) / len(runs) for i in range(len(starts))]
+    middle = [statistics.median(run["positions"]["loss"][i] for run in runs) for i in range(len(starts))]
     ends = [*starts[1:], 2 * starts[-1]]
     points = lambda run: [(end, x - m) for end, x, m in zip(ends, run["positions"]["loss"], middle, strict=True)]
+    from matplotlib.ticker import FuncFormatter
+
     with style():
         figure, panels = _panels(study)
         for axes, (family, members) in zip(panels, study.families.items(), strict=False):
             axes.set_xscale("log", base=2)
             axes.set_xticks(ends, [f"{end:,}" if end < 1024 else f"{end // 1024}K" for end in ends])
+            axes.set_yscale("symlog", linthresh=0.1, linscale=1.5)
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g}" if y else "0"))
             axes.minorticks_off()
             axes.axhline(0, color=MUTED, linewidth=0.8, dashes=(2, 3))
             _curves(axes, study, members, points)
@@ -46,32 +52,40 @@ def loss_by_position(study: Study, path: Path) -> None:
         _save(figure, path)
 
 
-def retrieval_by_state(study: Study, path: Path, tasks: tuple[str, ...], T: int) -> None:
-    """The same share at one length against the bytes that one sequence's state takes there."""
+def retrieval_by_state(study: Study, path: Path, tasks: tuple[str, ...], lengths: tuple[int, ...]) -> None:
+    """The same share against the bytes that one sequence's state takes, a panel a length."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator
 
     with style():
-        figure = Figure(figsize=(10, 5.4))
-        axes = figure.add_axes((0.07, 0.12, 0.62, 0.8))
-        axes.grid(axis="y")
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x)))
-        axes.minorticks_off()
-        axes.set_ylim(-0.03, 1.03)
-        axes.set_xlabel(f"bytes of state that a sequence of {T:,} tokens holds")
-        axes.set_title(f"Found at {multiple(T, study.train_length)} the training length, by state size")
-        points, shown = [], set()
-        for family, members in enumerate(study.families.values()):
-            for i, mixer in enumerate(m for m in members if m in study.runs and m not in shown):
-                shown.add(mixer)  # a baseline of two families is drawn with the first
-                share = study.spread(mixer, lambda run: found(run, tasks, [T]))
-                x = study.runs[mixer][0]["state_bytes"][str(T)]
-                axes.errorbar(x, share.mean, yerr=share.deviation or 0, color=colour(family), fmt=marker(i), capsize=2)
-                points.append((family, x, share.mean, f"{study.title(mixer)} {percent(share.mean)}"))
-        label_points(axes, points, at=1.03)
+        figure = Figure(figsize=(10, 5.2 * len(lengths)))
+        for n, T in enumerate(lengths):
+            height = 1 / len(lengths)
+            axes = figure.add_axes((0.07, 1 - (n + 1) * height + 0.13 * height, 0.62, 0.79 * height))
+            _by_state(axes, study, tasks, T)
         _save(figure, path)
+
+
+def _by_state(axes, study: Study, tasks: tuple[str, ...], T: int) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axes.grid(axis="y")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x)))
+    axes.minorticks_off()
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_yticks([0, GUESS, 0.5, 1], ["0 %", "guess", "50 %", "100 %"])
+    axes.set_xlabel(f"bytes of state that a sequence of {T:,} tokens holds")
+    axes.set_title(f"Found at {multiple(T, study.train_length)} the training length, by state size")
+    points, shown = [], set()
+    for family, members in enumerate(study.families.values()):
+        for i, mixer in enumerate(m for m in members if m in study.runs and m not in shown):
+            shown.add(mixer)  # a baseline of two families is drawn with the first
+            share = study.spread(mixer, lambda run: found(run, tasks, [T]))
+            x = study.runs[mixer][0]["state_bytes"][str(T)]
+            axes.errorbar(x, share.mean, yerr=share.deviation or 0, color=colour(family), fmt=marker(i), capsize=2)
+            points.append((family, x, share.mean, f"{study.title(mixer)} {percent(share.mean)}"))
+    label_points(axes, points, at=1.03)
 
 
 def _panels(study: Study):

@@ -10,9 +10,9 @@ from .words import multiple, size
 
 def write_page(study: Study, directory: Path, claims: tuple[Claim, ...], limits: str) -> Path:
     """README.md and its pictures in `directory`; equal runs give equal bytes. `limits` is what the author knows it cannot say."""
-    tasks, last = study.tasks, study.lengths[-1]
+    tasks, some = study.tasks, (study.lengths[0], study.lengths[len(study.lengths) // 2 - 1], study.lengths[-1])
     figures.retrieval_by_length(study, directory / "retrieval.png", tasks)
-    figures.retrieval_by_state(study, directory / "state.png", tasks, last)
+    figures.retrieval_by_state(study, directory / "state.png", tasks, tuple(dict.fromkeys(some)))
     sections = [_summary(study), "![Retrieval by length](retrieval.png)", "![Retrieval against state bytes](state.png)"]
     sections += ["## Which claims hold", _claims(study, claims), "## Every mixer", _overview(study)]
     if all("positions" in run for runs in study.runs.values() for run in runs):
@@ -28,7 +28,7 @@ def write_page(study: Study, directory: Path, claims: tuple[Claim, ...], limits:
 
 
 _POSITIONS = (
-    "Nats per token of long held-out documents, minus the mean of all mixers at that position: down is better. Right of the "
+    "Nats per token of long held-out documents, minus the median run's at that position: down is better. Right of the "
     "training length no model was trained."
 )
 
@@ -40,7 +40,9 @@ def _summary(study: Study) -> str:
     seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s'[: counts[0] > 1]}"
     sizes = [run["parameters"] for run in runs]
     machines = sorted({f"{run['machine']}, torch {run['versions']['torch']}" for run in runs})
-    commits = sorted({run["commit"] or "of no known commit" for run in runs})  # a copy without its history has none
+    commits = sorted(
+        {run["commit"][:10] if run["commit"] else "of no known commit" for run in runs}
+    )  # a copy without its history has none
     return (
         f"{len(study.runs)} mixers, {seeds} each, {min(sizes):,} to {max(sizes):,} parameters, {some['train']['tokens']:,} "
         f"training tokens of length {study.train_length:,}, one recipe and for a seed one order of data. Corpus SHA-256 "
