@@ -42,8 +42,10 @@ def _chunks(k: Tensor, x: Tensor, v: Tensor, g: Tensor, beta: Tensor, read: Tens
     """All chunks after state S, o not scaled. W = (I + A)⁻¹ β (v − e^G x S): what holds no S is solved for all chunks at once."""
     decay = ScalarDecay(g)
     A = beta * decay.between * (k @ x.mT)
-    given = beta * torch.cat([v, decay.from_start * x], -1)
-    U, P = torch.linalg.solve_triangular(A, given, upper=False, unitriangular=True).split([v.shape[-1], x.shape[-1]], -1)
+    # the inverse by substitution, of C columns where v and x have K + V
+    eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand_as(A)
+    inverse = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
+    U, P = (inverse @ (beta * torch.cat([v, decay.from_start * x], -1))).split([v.shape[-1], x.shape[-1]], -1)
     left, whole = (decay.to_end * k).mT, decay.from_start[..., -1:, :]
     before, written = [], []
     for c in range(k.shape[1]):
