@@ -1,5 +1,6 @@
 """CARVE (arXiv 2606.27229): how much of the erase gate is content, and what its being a chunk old costs."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 from needlework.ops.carve.reference import retention
 
-from .listen import heard, layers
+from .listen import heard, together
 
 
 class CarveLayer(NamedTuple):
@@ -23,17 +24,18 @@ class CarveLayer(NamedTuple):
 
 def carve(model: nn.Module, input_ids: Tensor, content_chunk: int) -> list[CarveLayer]:
     """One entry for each CARVE layer, from input_ids [B T]; content_chunk is the model's L. Rank-1 writes, prediction "previous"."""
-    return [_layer(content_chunk, **values) for values in layers(heard(model, input_ids, "carve"))]
+    return [CarveLayer(*numbers) for numbers in together(partial(_layer, content_chunk), heard(model, input_ids, "carve"))]
 
 
-def _layer(L: int, q, k, v, f, b, w, A_log, dt_bias, w1, w2, o) -> CarveLayer:
+def _layer(L: int, q, k, v, f, b, w, A_log, dt_bias, w1, w2, o) -> tuple[Tensor, Tensor]:
+    """A `CarveLayer`'s numbers."""
     whole = o[:, : o.shape[1] // L * L]
     means = whole.unflatten(1, (-1, L)).mean(2)  # [B chunks H V]
     means = torch.cat([torch.zeros_like(means[:, :1]), means], 1).repeat_interleave(L, 1)[:, : o.shape[1]]
     content = (torch.tanh(means @ w1.T) @ w2.T).norm()
     token = (b - b.mean(1, keepdim=True)).norm()
     exact = _renewed(L, q, k, v, f, b, w, A_log, dt_bias, w1, w2)
-    return CarveLayer((content / (content + token)).item(), ((o - exact).norm() / exact.norm()).item())
+    return content / (content + token), (o - exact).norm() / exact.norm()
 
 
 def _renewed(L: int, q, k, v, f, b, w, A_log, dt_bias, w1, w2) -> Tensor:

@@ -1,6 +1,8 @@
 """One forward pass with every probe written down."""
 
 from collections import defaultdict
+from collections.abc import Callable
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -33,3 +35,14 @@ def heard(model: nn.Module, input_ids: Tensor, prefix: str) -> dict[str, list[Te
 def layers(values: dict[str, list[Tensor]]) -> list[dict[str, Tensor]]:
     """The same by layer: every probe must have spoken as often as the others."""
     return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+
+
+def together(layer: Callable[..., tuple[Tensor, ...]], values: dict[str, list[Tensor]]) -> list[list[float]]:
+    """The numbers that `layer(**its values)` makes, of every layer. Neighbours of the same shapes are one batch: a walk over tokens is
+    thousands of small operations, which take as long for all of them as for one."""
+    numbers: list[list[float]] = []
+    for _, alike in groupby(layers(values), key=lambda one: [x.shape for x in one.values()]):
+        group = list(alike)
+        stacked = {name: torch.stack([one[name] for one in group]) for name in group[0]}
+        numbers += torch.vmap(lambda one: torch.stack(layer(**one)))(stacked).tolist()
+    return numbers

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from .listen import heard, layers
+from .listen import heard, together
 
 
 class QDeltaLayer(NamedTuple):
@@ -26,11 +26,11 @@ class QDeltaLayer(NamedTuple):
 
 def qdelta(model: nn.Module, input_ids: Tensor) -> list[QDeltaLayer]:
     """One entry for each Q-Delta layer of the model, from input_ids [B T]; the state is made again token by token."""
-    return [_layer(**values) for values in layers(heard(model, input_ids, "qdelta"))]
+    return [QDeltaLayer(*numbers) for numbers in together(_layer, heard(model, input_ids, "qdelta"))]
 
 
-def _layer(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, lam: Tensor, g: Tensor | None = None) -> QDeltaLayer:
-    """q, k [B T H K], v [B T HV V]; beta, lam, g [B T HV]."""
+def _layer(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, lam: Tensor, g: Tensor | None = None) -> tuple[Tensor, ...]:
+    """A `QDeltaLayer`'s numbers. q, k [B T H K], v [B T HV V]; beta, lam, g [B T HV]."""
     repeats = v.shape[2] // k.shape[2]
     q, k = q.repeat_interleave(repeats, 2), k.repeat_interleave(repeats, 2)
     x = k + lam[..., None] * q
@@ -45,10 +45,5 @@ def _layer(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, lam: Tensor, g: Tensor
         if g is not None:
             S = g[:, t].exp()[..., None, None] * S
         S = S + torch.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], v[:, t] - read(S, x[:, t]))
-    return QDeltaLayer(
-        beta_a=beta_a.mean().item(),
-        beta_a_most=beta_a.max().item(),
-        unstable=((beta_a <= 0) | (beta_a >= 2)).float().mean().item(),
-        cosine=torch.stack(cosines).mean().item(),
-        drift=torch.stack(drifts).mean().item(),
-    )
+    unstable = ((beta_a <= 0) | (beta_a >= 2)).to(v.dtype).mean()
+    return beta_a.mean(), beta_a.max(), unstable, torch.stack(cosines).mean(), torch.stack(drifts).mean()
