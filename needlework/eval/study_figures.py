@@ -31,13 +31,13 @@ def retrieval_by_length(study: Study, path: Path, tasks: tuple[str, ...]) -> Non
 def loss_by_position(study: Study, path: Path) -> None:
     """Nats per token of long documents by position, minus the median run's there: what differs is a hundredth of the loss, until a
     mixer has left the length that it knows. Linear to a tenth of a nat either way, logarithmic beyond."""
+    from matplotlib.ticker import FuncFormatter
+
     runs = [run for of in study.runs.values() for run in of]
     starts = runs[0]["positions"]["from"]
     middle = [statistics.median(run["positions"]["loss"][i] for run in runs) for i in range(len(starts))]
     ends = [*starts[1:], 2 * starts[-1]]
     points = lambda run: [(end, x - m) for end, x, m in zip(ends, run["positions"]["loss"], middle, strict=True)]
-    from matplotlib.ticker import FuncFormatter
-
     with style():
         figure, panels = _panels(study)
         for axes, (family, members) in zip(panels, study.families.items(), strict=False):

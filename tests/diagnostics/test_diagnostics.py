@@ -8,6 +8,7 @@ from torch.nn.functional import cosine_similarity
 
 from needlework.diagnostics import carve, ccq, heard, lucid, polar, qdelta, state_norms
 from needlework.diagnostics.ccq import energy
+from needlework.diagnostics.listen import together
 from needlework.layers import SwiGLU
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
@@ -68,6 +69,18 @@ def test_qdeltas_cosine_is_of_the_state_before_the_token():
     ]
     at = [cosine_similarity(*(torch.einsum("bhkv,bhk->bhv", S[t - 1], x[:, t]) for x in (q, k)), dim=-1) for t in (1, 2)]
     assert qdelta(m, ids)[0].cosine == pytest.approx(torch.stack(at).mean().item(), rel=1e-6)
+
+
+def test_layers_of_one_shape_are_walked_together_and_stay_in_order():
+    walks = []
+
+    def walk(x):
+        walks.append(x.shape)
+        return x.sum(), x.square().sum()
+
+    xs = [torch.full(shape, float(n)) for n, shape in enumerate(((2, 3), (2, 3), (4,), (2, 3)), 1)]
+    assert together(walk, {"x": xs}) == [[6, 6], [12, 24], [12, 36], [24, 96]]
+    assert len(walks) == 3
 
 
 def test_ccqs_gap_is_below_zero_for_a_needle_outside_what_keys_share():

@@ -4,6 +4,8 @@ Nothing normalises its keys and nothing erases its state, and bfloat16 has the r
 of 5.5e4 in its first layer after training, and a loss of NaN on the way there. Multiplication by powers of two rounds nothing:
 
     q' = q / a,   k' = k / b,   v' = v / c,   S₀' = S₀ / (bc)        o = abc · o',   S = bc · S'
+
+Not for float16 inputs: abc times the gradient of o would pass 65,504 before the operands do.
 """
 
 from typing import NamedTuple
@@ -25,13 +27,13 @@ class Units(NamedTuple):
         """Units with which no operand of T tokens passes 2¹⁵, whatever their signs and gates.
 
         With |q'|, |k'|, |v'| ≤ 16, T |k'| ≤ 2¹⁰ and |S₀'| ≤ 2¹⁴: |S'| ≤ 2¹⁴ + T |k'| |v'| ≤ 2¹⁵. Couplings scale · q'·k' are
-        at most 2¹⁴ where scale · K |q'| ≤ 2¹⁰. What flows back is at most 1 a token: |dS'| ≤ scale · T |q'| ≤ 2¹⁴, and
+        at most 2¹⁴ where |scale| K |q'| ≤ 2¹⁰. What flows back is at most 1 a token: |dS'| ≤ |scale| T |q'| ≤ 2¹⁴, and
         do'·v' ≤ 16 V.
         """
         T, K = k.shape[1], k.shape[3]
         largest = [torch.linalg.vector_norm(x, torch.inf, (1, 3), keepdim=True).float() for x in (q, k, v)]
-        limits = min(16, 2**10 / (scale * K), 2**14 / (scale * T)), min(16, 2**10 / T), 16
-        a, b, c = (x / limit for x, limit in zip(largest, limits, strict=True))
+        shares = max(1 / 16, abs(scale) * K / 2**10, abs(scale) * T / 2**14), max(1 / 16, T / 2**10), 1 / 16
+        a, b, c = (x * share for x, share in zip(largest, shares, strict=True))
         if initial_state is not None:
             states = torch.linalg.vector_norm(initial_state, torch.inf, (2, 3)).float() / 2**14
             # packed sequences are one row of the batch
