@@ -47,10 +47,11 @@ def _chunks(k: Tensor, x: Tensor, v: Tensor, g: Tensor, beta: Tensor, read: Tens
     inverse = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
     U, P = (inverse @ (beta * torch.cat([v, decay.from_start * x], -1))).split([v.shape[-1], x.shape[-1]], -1)
     left, whole = (decay.to_end * k).mT, decay.from_start[..., -1:, :]
-    before, written = [], []
-    for c in range(k.shape[1]):
-        before.append(S)
-        written.append(U[:, c] - P[:, c] @ S)
-        S = whole[:, c] * S + left[:, c] @ written[-1]
-    W = torch.stack(written, 1)  # [B chunks H C V]
-    return decay.from_start * read @ torch.stack(before, 1) + decay.between * (read @ k.mT) @ W, S
+    # a chunk is S ← M S + N: one product that waits for the chunk before
+    M, N = whole * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - left @ P, left @ U
+    before = [S]
+    for m, n in zip(M.unbind(1), N.unbind(1), strict=True):
+        before.append(m @ before[-1] + n)
+    S = torch.stack(before[:-1], 1)  # before each chunk, [B chunks H K V]
+    o = decay.from_start * read @ S + decay.between * (read @ k.mT) @ (U - P @ S)
+    return o, before[-1]
