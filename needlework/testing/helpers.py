@@ -8,7 +8,8 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from needlework.testing.processes import context
+from needlework.ops.common.together import compile_in
+from needlework.testing.processes import context, cores
 from needlework.testing.verdict import Task, Verdict, judge, unjudged
 
 # seconds that a task may take, many times what the slowest needs: a kernel that waits for what never comes does not end
@@ -16,12 +17,12 @@ LIMIT = 300
 
 
 class Helper:
-    """A process that judges one task after another. It can be ended, which a thread or a pool's worker cannot."""
+    """One of some processes that judge one task after another. It can be ended, which a thread or a pool's worker cannot."""
 
-    def __init__(self, device: str, alone: bool) -> None:
+    def __init__(self, device: str, processes: int) -> None:
         made = context()
         self.pipe, theirs = made.Pipe()
-        self.process = made.Process(target=_serve, args=(theirs, device, alone), daemon=True)
+        self.process = made.Process(target=_serve, args=(theirs, device, processes), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -44,10 +45,11 @@ class Helper:
         self.pipe.close()
 
 
-def _serve(pipe: Connection, device: str, alone: bool) -> None:
+def _serve(pipe: Connection, device: str, processes: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its helpers
+    compile_in(max(1, cores() // processes))
     while True:
-        pipe.send(judge(device, alone, pipe.recv()))
+        pipe.send(judge(device, processes == 1, pipe.recv()))
 
 
 def judged(device: torch.device, todo: list[Task], processes: int) -> Iterator[Verdict]:
@@ -70,7 +72,7 @@ def _outcomes(device: str, todo: list[Task], processes: int) -> Iterator[tuple[T
     try:
         while left or busy:
             while left and len(busy) < processes:
-                busy.append(Helper(device, processes == 1))
+                busy.append(Helper(device, processes))
                 busy[-1].give(left.popleft())
             soonest = min(helper.until for helper in busy)
             ready = wait([helper.pipe for helper in busy], max(soonest - time.monotonic(), 0))

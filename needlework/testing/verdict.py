@@ -15,7 +15,6 @@ from torch import Tensor
 
 from needlework.ops.api import OpSpec
 from needlework.ops.common import launch
-from needlework.ops.common.together import one_at_a_time
 from needlework.testing.checks import ENOUGH
 from needlework.testing.compare import differentiate, leaves, whole
 from needlework.testing.errors import norms, operand
@@ -81,7 +80,6 @@ FEW = 5  # tokens of a call of several
 def judge(device: str, alone: bool, task: Task) -> list[Verdict] | None:
     """In a process of its own. None: this process has lost its GPU to an earlier failure, or its memory to its neighbours."""
     torch.set_num_threads(1)
-    one_at_a_time()
     if device == "cuda" and not _alive():
         return [unjudged(task, "the GPU cannot be used")] if alone else None
     out = []

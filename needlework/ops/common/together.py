@@ -32,10 +32,10 @@ def run(kernel, grid: tuple[int, ...], *arguments, **constants):
     return None
 
 
-def one_at_a_time() -> None:
-    """For processes that compile side by side: threads of theirs would wait for one another, and cost a quarter more."""
+def compile_in(threads: int) -> None:
+    """For processes that compile side by side: more threads than cores wait for one another, and cost a quarter more."""
     global _threads
-    _threads = 1
+    _threads = threads
 
 
 def rehearsing() -> bool:
