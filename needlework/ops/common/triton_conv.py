@@ -2,8 +2,8 @@
 
     c_t = Σ_l w_l x_{t−l}      dc = dy silu'(c), or dy      dx_t = Σ_l w_l dc_{t+l} (+ dy_t)      dw_l = Σ_t dc_t x_{t−l}
 
-A program walks a run of tokens and keeps, for its channels, the last inputs and the last dc in registers: each number is read
-once. Lags l = 0 … 3; narrower weights have zeros. A token at position p of its document sees lags up to p.
+A program walks a run of tokens, four at a time, and keeps, for its channels, the last inputs and the last dc in registers: each
+number is read once. Lags l = 0 … 3; narrower weights have zeros. A token at position p of its document sees lags up to p.
 """
 
 import torch
@@ -41,12 +41,12 @@ def _taps(p_w, o_c, real, W: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def _inputs(p_x, s, T, C: tl.constexpr, o_c, real, ACC: tl.constexpr):
-    """Row s and the three before it."""
+def _rows(p_x, s, T, C: tl.constexpr, o_c, real, ACC: tl.constexpr):
+    """Rows s to s + 3."""
     x0 = _input(p_x, s, T, C, o_c, real, ACC)
-    x1 = _input(p_x, s - 1, T, C, o_c, real, ACC)
-    x2 = _input(p_x, s - 2, T, C, o_c, real, ACC)
-    x3 = _input(p_x, s - 3, T, C, o_c, real, ACC)
+    x1 = _input(p_x, s + 1, T, C, o_c, real, ACC)
+    x2 = _input(p_x, s + 2, T, C, o_c, real, ACC)
+    x3 = _input(p_x, s + 3, T, C, o_c, real, ACC)
     return x0, x1, x2, x3
 
 
@@ -65,33 +65,64 @@ def _sum(p, x0, x1, x2, x3, w0, w1, w2, w3):
     return x0 * w0 + tl.where(p >= 1, x1 * w1, 0.0) + tl.where(p >= 2, x2 * w2, 0.0) + tl.where(p >= 3, x3 * w3, 0.0)
 
 
+@triton.jit
+def _fed(p, x0, x1, x2, x3, w0, w1, w2, w3, SILU: tl.constexpr, ADD: tl.constexpr):
+    """y at position p, of the inputs 0 to 3 tokens before."""
+    c = _sum(p, x0, x1, x2, x3, w0, w1, w2, w3)
+    if SILU:
+        c = c / (1.0 + tl.exp(-c))
+    if ADD:
+        c += x0
+    return c
+
+
 @triton.jit(do_not_specialize=["T"])
 def conv_forward_kernel(
     p_x, p_w, p_y, p_position, T,
     C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr,
     PACKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """BT tokens of BC channels of a row of the batch."""
+    """BT tokens of BC channels of a row of the batch, four at a time while the next four are on their way."""
     o_c = tl.program_id(0) * BC + tl.arange(0, BC)
     real = o_c < C
     lo = tl.program_id(1) * BT
+    hi = tl.minimum(lo + BT, T)
     base = tl.program_id(2).to(tl.int64) * T * C
     p_x += base
     p_y += base
     w0, w1, w2, w3 = _taps(p_w, o_c, real, W, ACC)
-    x0, x1, x2, x3 = _inputs(p_x, lo, T, C, o_c, real, ACC)
-    for s in range(lo, tl.minimum(lo + BT, T)):
-        ahead = _input(p_x, s + 1, T, C, o_c, real, ACC)
-        c = _sum(_position(p_position, s, T, PACKED), x0, x1, x2, x3, w0, w1, w2, w3)
-        if SILU:
-            c = c / (1.0 + tl.exp(-c))
-        if ADD:
-            c += x0
-        tl.store(p_y + tl.cast(s, tl.int64) * C + o_c, c.to(p_y.dtype.element_ty), mask=real)
-        x3 = x2
-        x2 = x1
-        x1 = x0
-        x0 = ahead
+    _, h3, h2, h1 = _rows(p_x, lo - 4, T, C, o_c, real, ACC)  # 3, 2, 1 tokens before x0
+    x0, x1, x2, x3 = _rows(p_x, lo, T, C, o_c, real, ACC)
+    for s in range(lo, hi, 4):
+        n0, n1, n2, n3 = _rows(p_x, s + 4, T, C, o_c, real, ACC)
+        y0 = _fed(_position(p_position, s, T, PACKED), x0, h1, h2, h3, w0, w1, w2, w3, SILU, ADD)
+        y1 = _fed(_position(p_position, s + 1, T, PACKED), x1, x0, h1, h2, w0, w1, w2, w3, SILU, ADD)
+        y2 = _fed(_position(p_position, s + 2, T, PACKED), x2, x1, x0, h1, w0, w1, w2, w3, SILU, ADD)
+        y3 = _fed(_position(p_position, s + 3, T, PACKED), x3, x2, x1, x0, w0, w1, w2, w3, SILU, ADD)
+        at = p_y + tl.cast(s, tl.int64) * C + o_c
+        tl.store(at, y0.to(p_y.dtype.element_ty), mask=real)
+        tl.store(at + C, y1.to(p_y.dtype.element_ty), mask=real & (s + 1 < hi))
+        tl.store(at + 2 * C, y2.to(p_y.dtype.element_ty), mask=real & (s + 2 < hi))
+        tl.store(at + 3 * C, y3.to(p_y.dtype.element_ty), mask=real & (s + 3 < hi))
+        h1, h2, h3 = x3, x2, x1
+        x0, x1, x2, x3 = n0, n1, n2, n3
+
+
+@triton.jit
+def _before(p, dy, x0, x1, x2, x3, w0, w1, w2, w3, SILU: tl.constexpr):
+    """dc at position p, and what of it goes 1, 2 and 3 tokens back: none past a document's start."""
+    dc = dy
+    if SILU:
+        c = _sum(p, x0, x1, x2, x3, w0, w1, w2, w3)
+        share = 1.0 / (1.0 + tl.exp(-c))
+        dc = dy * share * (1.0 + c * (1.0 - share))
+    return dc, tl.where(p >= 1, dc, 0.0), tl.where(p >= 2, dc, 0.0), tl.where(p >= 3, dc, 0.0)
+
+
+@triton.jit
+def _own(s, hi, a, b, c, d):
+    """Of tokens s to s + 3, those before `hi`: the ones past the run are another program's part of dw."""
+    return tl.where(s < hi, a, 0.0), tl.where(s + 1 < hi, b, 0.0), tl.where(s + 2 < hi, c, 0.0), tl.where(s + 3 < hi, d, 0.0)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -100,7 +131,10 @@ def conv_backward_kernel(
     C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr,
     PACKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dx of BT tokens of BC channels, and their part of dw: p_dw [B runs 4 C]. Three tokens past the run are walked too."""
+    """dx of BT tokens of BC channels, and their part of dw: p_dw [B runs 4 C]. Three tokens past the run are walked too.
+
+    Four tokens s … s + 3 a turn, which finish dx of the four from s − 3 on; a, b, c, d are their dc by lag.
+    """
     o_c = tl.program_id(0) * BC + tl.arange(0, BC)
     real = o_c < C
     lo = tl.program_id(1) * BT
@@ -110,46 +144,44 @@ def conv_backward_kernel(
     p_x += base
     p_dx += base
     w0, w1, w2, w3 = _taps(p_w, o_c, real, W, ACC)
-    x0, x1, x2, x3 = _inputs(p_x, lo, T, C, o_c, real, ACC)
-    dy = _input(p_dy, lo, T, C, o_c, real, ACC)
+    _, h3, h2, h1 = _rows(p_x, lo - 4, T, C, o_c, real, ACC)
     none = tl.zeros([BC], ACC)
-    # what dc of the tokens so far gives dx 3, 2 and 1 tokens before the next
-    from3 = none
-    from2 = none
-    from1 = none
-    g0 = none
-    g1 = none
-    g2 = none
-    g3 = none
-    for s in range(lo, hi + 3):
-        x_ahead = _input(p_x, s + 1, T, C, o_c, real, ACC)
-        dy_ahead = _input(p_dy, s + 1, T, C, o_c, real, ACC)
-        p = _position(p_position, s, T, PACKED)
-        dc = dy
-        if SILU:
-            c = _sum(p, x0, x1, x2, x3, w0, w1, w2, w3)
-            share = 1.0 / (1.0 + tl.exp(-c))
-            dc = dy * share * (1.0 + c * (1.0 - share))
-        d1 = tl.where(p >= 1, dc, 0.0)
-        d2 = tl.where(p >= 2, dc, 0.0)
-        d3 = tl.where(p >= 3, dc, 0.0)
-        if s < hi:
-            g0 += dc * x0
-            g1 += d1 * x1
-            g2 += d2 * x2
-            g3 += d3 * x3
-        at = p_dx + tl.cast(s - 3, tl.int64) * C + o_c
-        tl.store(at, (from3 + d3 * w3).to(p_dx.dtype.element_ty), mask=real & (s - 3 >= lo))
-        from3 = from2 + d2 * w2
-        from2 = from1 + d1 * w1
-        from1 = dc * w0
+    # what the tokens so far give dx of the last three
+    from3, from2, from1 = none, none, none
+    g0, g1, g2, g3 = none, none, none, none
+    for s in range(lo, hi + 3, 4):
+        x0, x1, x2, x3 = _rows(p_x, s, T, C, o_c, real, ACC)
+        e0, e1, e2, e3 = _rows(p_dy, s, T, C, o_c, real, ACC)
+        a0, a1, a2, a3 = _before(_position(p_position, s, T, PACKED), e0, x0, h1, h2, h3, w0, w1, w2, w3, SILU)
+        b0, b1, b2, b3 = _before(_position(p_position, s + 1, T, PACKED), e1, x1, x0, h1, h2, w0, w1, w2, w3, SILU)
+        c0, c1, c2, c3 = _before(_position(p_position, s + 2, T, PACKED), e2, x2, x1, x0, h1, w0, w1, w2, w3, SILU)
+        d0, d1, d2, d3 = _before(_position(p_position, s + 3, T, PACKED), e3, x3, x2, x1, x0, w0, w1, w2, w3, SILU)
+        dx0 = from3 + a3 * w3
+        dx1 = from2 + a2 * w2 + b3 * w3
+        dx2 = from1 + a1 * w1 + b2 * w2 + c3 * w3
+        dx3 = a0 * w0 + b1 * w1 + c2 * w2 + d3 * w3
+        from3 = b0 * w0 + c1 * w1 + d2 * w2
+        from2 = c0 * w0 + d1 * w1
+        from1 = d0 * w0
         if ADD:
-            from1 += dy
-        x3 = x2
-        x2 = x1
-        x1 = x0
-        x0 = x_ahead
-        dy = dy_ahead
+            dx3 += e0
+            from3 += e1
+            from2 += e2
+            from1 += e3
+        at = p_dx + tl.cast(s - 3, tl.int64) * C + o_c
+        tl.store(at, dx0.to(p_dx.dtype.element_ty), mask=real & (s - 3 >= lo) & (s - 3 < hi))
+        tl.store(at + C, dx1.to(p_dx.dtype.element_ty), mask=real & (s - 2 >= lo) & (s - 2 < hi))
+        tl.store(at + 2 * C, dx2.to(p_dx.dtype.element_ty), mask=real & (s - 1 >= lo) & (s - 1 < hi))
+        tl.store(at + 3 * C, dx3.to(p_dx.dtype.element_ty), mask=real & (s < hi))
+        a0, b0, c0, d0 = _own(s, hi, a0, b0, c0, d0)
+        a1, b1, c1, d1 = _own(s, hi, a1, b1, c1, d1)
+        a2, b2, c2, d2 = _own(s, hi, a2, b2, c2, d2)
+        a3, b3, c3, d3 = _own(s, hi, a3, b3, c3, d3)
+        g0 += a0 * x0 + b0 * x1 + c0 * x2 + d0 * x3
+        g1 += a1 * h1 + b1 * x0 + c1 * x1 + d1 * x2
+        g2 += a2 * h2 + b2 * h1 + c2 * x0 + d2 * x1
+        g3 += a3 * h3 + b3 * h2 + c3 * h1 + d3 * x0
+        h1, h2, h3 = x3, x2, x1
     p_dw += (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * (4 * C) + o_c
     tl.store(p_dw, g0, mask=real)
     tl.store(p_dw + C, g1, mask=real)
