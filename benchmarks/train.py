@@ -1,6 +1,6 @@
 """Training steps of whole models on this GPU: tokens per second, MFU, peak memory, by mixer and length at equal tokens a batch.
 
-    python benchmarks/train.py [--size 125m 1.3b] [--only qdelta carve] [--lengths 2048 65536] [--peers] [--out benchmarks/training]
+    python benchmarks/train.py [--size 125m 1.3b] [--only qdelta carve] [--lengths 2048 65536] [--impl needlework fla] [--out DIR]
 
 A step is forward, backward, clip and AdamW on TOKENS tokens through the library's own training code: blocks compiled, bfloat16
 autocast, float32 weights. Rows: mixer, impl ("needlework" | "fla"), size, parameters, shape {B, T}, ms, tokens_per_second,
@@ -44,7 +44,9 @@ def main() -> int:
     parser.add_argument("--size", nargs="*", choices=SIZES, default=["125m"])
     parser.add_argument("--only", nargs="*", choices=MIXERS, default=list(MIXERS))
     parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS)
-    parser.add_argument("--peers", action="store_true", help="flash-linear-attention's layers too, where one exists")
+    parser.add_argument(
+        "--impl", nargs="*", choices=("needlework", "fla"), default=["needlework"], help="fla: its layers, where one exists"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "training")
     given = parser.parse_args()
     import triton
@@ -54,7 +56,7 @@ def main() -> int:
     file, failed = results.path(device, given.out), 0
     for name in given.size:
         for mixer in given.only:
-            for impl in ("needlework", "fla") if given.peers else ("needlework",):
+            for impl in given.impl:
                 if impl == "fla" and mixer not in PEERS:
                     continue
                 for T in given.lengths:
