@@ -39,6 +39,7 @@ def calls(monkeypatch):
     def launcher(src, metadata):
         new = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
         bare = type("Bare", (), {"__call__": lambda self, *args: made.append(args)})()
+        new.arg_annotations, new.kernel_signature, new.gsan_enabled = "annotations", "signature", False
         new.launch = nvidia.wrap_handle_tensordesc(bare, dict(src.signature), metadata.tensordesc_meta)
         new.num_ctas, new.launch_cooperative_grid, new.launch_pdl = 1, False, False
         for kind in ("global", "profile"):
@@ -51,7 +52,7 @@ def calls(monkeypatch):
         get_current_target=lambda: GPUTarget("cuda", 90, 32), get_device_interface=lambda: torch.cuda,
         utils=SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 232448}, load_binary=lambda *_: (1, 2, 32, 0, 1024),
-            fill_tma_descriptor=lambda *facts: ("map", *map(str, facts)),
+            **dict.fromkeys(ENCODERS, lambda *facts: ("map", *map(str, facts))),
         ),
     )  # fmt: skip
     monkeypatch.setattr(driver, "_active", active)
@@ -62,17 +63,35 @@ def calls(monkeypatch):
     return made
 
 
+ENCODERS = ("fill_tma_descriptor", "fill_tma_descriptor_tiled")  # its name in Triton 3.6, and since
 ONCE = {"N": 16, "TIMES": 1, "MORE": 0}
 
 
 def same(a: tuple, b: tuple) -> bool:
     """Addresses for tensors; what hooks, of which there are none, would be told is left out."""
-    plain = lambda call: tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in call[:10] + call[13:])
-    return plain(a) == plain(b)
+    if triton_launch.FORMAT == triton_launch.AS_LIST:
+        a, b = ((*call[:8], *call[11:15], *call[15]) for call in (a, b))
+    else:
+        a, b = ((*call[:10], *call[13:]) for call in (a, b))
+    address = lambda x: x.data_ptr() if isinstance(x, torch.Tensor) else x
+    return [*map(address, a)] == [*map(address, b)]
 
 
 def tile(dtype: torch.dtype = torch.float16) -> TensorDescriptor:
     return TensorDescriptor(torch.empty(32, 48, dtype=dtype), [32, 48], [48, 1], [16, 16])
+
+
+def test_another_triton_is_known_by_what_its_c_function_reads(tmp_path):
+    """Both kinds, and none where anything else is read."""
+    old, new, other = (lambda arg, metadata: 0), (lambda arg, metadata, _: 0), (lambda arg, metadata, launcher: 0)
+    file = tmp_path / "driver.py"
+    known = lambda **has: triton_launch.read_by(SimpleNamespace(__file__=str(file), **has))
+    assert known(_BASE_ARGS_FORMAT="iiiKKppOOOOOO", make_tensordesc_arg=old) == triton_launch.ONE_BY_ONE
+    assert known() is known(make_tensordesc_arg=old) is known(_BASE_ARGS_FORMAT="iiiKKpOOOOO", make_tensordesc_arg=old) is None
+    for reads, found in (("iiiKKpp(iii)OOOOOOy*O", triton_launch.AS_LIST), ("iiiKKpp(iiii)OOOOOOy*O", None)):
+        file.with_name("driver.c").write_text(f'if (!PyArg_ParseTuple(args, "{reads}", &gridX))')
+        assert known(make_tensordesc_arg=old) == known(make_tensordesc_arg=new) == found
+        assert known(make_tensordesc_arg=other) is None
 
 
 def own_way(kernel, grid, arguments, constants, calls) -> tuple:
@@ -104,8 +123,9 @@ def test_descriptors_of_the_same_memory_are_encoded_once_and_of_other_memory_ane
     x, y, out = tile(), tile(), torch.empty(16)
     given = lambda x: (x, out, 1, 0.5, None)
     launch(copy, (1,), given(x), ONCE)
-    encoded, encode = [], driver.active.utils.fill_tma_descriptor
-    monkeypatch.setattr(driver.active.utils, "fill_tma_descriptor", lambda *facts: encoded.append(facts[0]) or encode(*facts))
+    encoded = []
+    for name in ENCODERS:
+        monkeypatch.setattr(driver.active.utils, name, lambda *facts: encoded.append(facts[0]) or ("map", *map(str, facts)))
     for each in (x, y, x, y):
         launch(copy, (1,), given(each), ONCE)
     assert encoded == [x.base.data_ptr(), y.base.data_ptr()]

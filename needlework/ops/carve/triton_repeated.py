@@ -10,13 +10,12 @@ from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
-from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.launch import interpreted
 from needlework.ops.common.together import rehearsing, run
-from needlework.ops.common.triton_launch import c_function, options
+from needlework.ops.common.triton_launch import c_function, encode, handed, options
 
 GRAPHS = 128  # kept: forward and backward of as many layers as half of them
 _graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
@@ -98,19 +97,21 @@ def _bound(compiled, grid: tuple[int, int, int], args: list, places: list[int]):
     direct = c_function(compiled)
     if direct is None:
         given, call = list(args), compiled[grid]
+        start = lambda: call(*given)
     else:
-        call, blocks = direct
+        function, blocks = direct
         stream = driver.active.get_current_stream(driver.active.get_current_device())
-        given, moved, encodings = [*grid, stream, *options(compiled)], [], iter(blocks)
+        head, given, moved, encodings = (*grid, stream, *options(compiled)), [], [], iter(blocks)
+        start = lambda: function(*head, *handed(given))
         for x in args:
             moved.append(len(given))
-            given += nvidia.make_tensordesc_arg(x, next(encodings, None)) if isinstance(x, TensorDescriptor) else [_address(x)]
+            given += encode(x, next(encodings, None)) if isinstance(x, TensorDescriptor) else [_address(x)]
         places = [moved[i] for i in places]
 
     def launch(*varied) -> None:
         for i, x in zip(places, varied, strict=True):
             given[i] = x
-        call(*given)
+        start()
 
     return launch
 

@@ -7,6 +7,7 @@ many of these kernels run. The C function takes addresses, and descriptors of th
 
 from collections.abc import Callable, Hashable
 from inspect import signature
+from pathlib import Path
 
 from torch import Tensor
 from triton import JITFunction, knobs
@@ -14,10 +15,23 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# the Triton known here: another one launches as it does itself
-KNOWN = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == "iiiKKppOOOOOO" and list(
-    signature(nvidia.make_tensordesc_arg).parameters
-) == ["arg", "metadata"]
+# What the C function reads: a kernel's own takes its arguments one by one (Triton 3.6), or one for all kernels takes them as a list,
+# after what they are (3.7 to 3.9). Another Triton launches as it does itself.
+ONE_BY_ONE, AS_LIST = "iiiKKppOOOOOO", "iiiKKpp(iii)OOOOOOy*O"
+
+
+def read_by(module) -> str | None:
+    """Which of the two the C function of Triton's driver module reads; None of a Triton that is not known here."""
+    encodes = getattr(module, "make_tensordesc_arg", None)
+    if encodes is None or list(signature(encodes).parameters) not in (["arg", "metadata"], ["arg", "metadata", "_"]):
+        return None
+    if hasattr(module, "_BASE_ARGS_FORMAT"):
+        return ONE_BY_ONE if module._BASE_ARGS_FORMAT == ONE_BY_ONE else None
+    source = Path(module.__file__).with_name("driver.c")
+    return AS_LIST if source.is_file() and f'"{AS_LIST}"' in source.read_text() else None
+
+
+FORMAT = read_by(nvidia)
 ENCODED = 256  # descriptors remembered of one argument
 _direct: dict[Hashable, "Direct | None"] = {}
 
@@ -25,7 +39,7 @@ _direct: dict[Hashable, "Direct | None"] = {}
 def launch(kernel, grid: tuple[int, ...], arguments: tuple, constants: dict):
     """kernel[grid](*arguments, **constants); the compiled kernel, None of one that is not compiled."""
     direct, kind = None, None
-    if KNOWN and type(kernel) is JITFunction and not _listened():
+    if FORMAT and type(kernel) is JITFunction and not _listened():
         kind, given = _kind(kernel, arguments, constants)
         direct = _direct.get(kind)
     if direct is not None:
@@ -99,24 +113,37 @@ class Direct:
             if key not in encoded:
                 if len(encoded) >= ENCODED:
                     encoded.clear()
-                encoded[key] = nvidia.make_tensordesc_arg(x, block)
+                encoded[key] = encode(x, block)
             given[i : i + 1] = encoded[key]
-        self.call(*grid, *(1,) * (3 - len(grid)), stream, *self.options, *given, *self.after)
+        self.call(*grid, *(1,) * (3 - len(grid)), stream, *self.options, *handed(given + self.after))
 
 
 def options(compiled) -> tuple:
     """What the C function takes between the stream and the kernel's arguments: no scratch, nobody listens."""
     launcher = compiled.run
     facts = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
-    return *facts, None, None, compiled.packed_metadata, None, None, None
+    if FORMAT == ONE_BY_ONE:
+        return *facts, None, None, compiled.packed_metadata, None, None, None
+    return *facts, compiled.packed_metadata, None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature
+
+
+def handed(arguments: list) -> list:
+    """A kernel's arguments as the C function takes them."""
+    return arguments if FORMAT == ONE_BY_ONE else [arguments]
+
+
+def encode(descriptor: TensorDescriptor, block: dict | None) -> list:
+    """The arguments that stand for a descriptor."""
+    given = descriptor, block, None  # the last is asked for since Triton 3.8, and not read
+    return nvidia.make_tensordesc_arg(*given[: nvidia.make_tensordesc_arg.__code__.co_argcount])
 
 
 def c_function(compiled) -> tuple[Callable, list] | None:
     """What launches a compiled kernel, and the blocks of its descriptors; None where it is not to be called directly."""
     launcher = getattr(compiled, "run", None)
-    if not KNOWN or type(launcher) is not nvidia.CudaLauncher or _listened():
+    if not FORMAT or type(launcher) is not nvidia.CudaLauncher or _listened():
         return None
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
+    if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
         return None
     launch = launcher.launch
     if not hasattr(launch, "__closure__"):  # no descriptor: the C function itself
