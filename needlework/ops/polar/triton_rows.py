@@ -43,7 +43,7 @@ def tanh(x):
 @triton.jit
 def clamped(r):
     """max(r, 1e-6), of a constant in r's type: tl.maximum would make it a float32."""
-    return r + tl.maximum(CLAMP - r, 0.0)
+    return r - tl.minimum(r - CLAMP, 0.0)
 
 
 @triton.jit
