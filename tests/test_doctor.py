@@ -207,6 +207,18 @@ def test_a_kernel_that_dies_or_hangs_ends_its_own_process_alone(monkeypatch, wha
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize(("processes", "threads"), [(1, 8), (3, 2), (8, 1), (20, 1)])
+def test_processes_share_the_cores_that_there_are_to_compile(monkeypatch, processes, threads):
+    found, (ours, theirs) = [], multiprocessing.Pipe()
+    monkeypatch.setattr(helpers, "cores", lambda: 8)
+    monkeypatch.setattr(helpers, "compile_in", found.append)
+    monkeypatch.setattr(helpers.signal, "signal", lambda *_: None)
+    ours.close()  # nobody has a task
+    with pytest.raises(EOFError):
+        helpers._serve(theirs, "cpu", processes)
+    assert found == [threads]
+
+
 def test_what_came_to_no_verdict_beside_others_is_judged_again_alone(monkeypatch):
     calls = []
 

@@ -40,9 +40,8 @@ def _summary(study: Study) -> str:
     seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s'[: counts[0] > 1]}"
     sizes = [run["parameters"] for run in runs]
     machines = sorted({f"{run['machine']}, torch {run['versions']['torch']}" for run in runs})
-    commits = sorted(
-        {run["commit"][:10] if run["commit"] else "of no known commit" for run in runs}
-    )  # a copy without its history has none
+    # a copy without its history has no commit
+    commits = sorted({run["commit"][:10] if run["commit"] else "of no known commit" for run in runs})
     return (
         f"{len(study.runs)} mixers, {seeds} each, {min(sizes):,} to {max(sizes):,} parameters, {some['train']['tokens']:,} "
         f"training tokens of length {study.train_length:,}, one recipe and for a seed one order of data. Corpus SHA-256 "

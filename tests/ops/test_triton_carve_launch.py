@@ -47,14 +47,13 @@ class Kernel:
 
 
 class Bare:
-    """As a C function, it has no __closure__, and keeps no list that it is handed."""
+    """As a C function, it has no __closure__, and keeps no list that it is handed for arguments."""
 
     def __init__(self, calls: list):
         self.calls = calls
 
     def __call__(self, *args):
-        as_list = triton_launch.read_by(nvidia) == triton_launch.AS_LIST
-        self.calls.append((*args[:-1], *args[-1]) if as_list else args)
+        self.calls.append((*args[:-1], *args[-1]) if isinstance(args[-1], list | tuple) else args)
 
 
 @pytest.fixture
@@ -81,11 +80,21 @@ def test_later_launches_are_the_first_one_but_for_what_varies(known, described, 
     for i in range(3):
         launch(p[i], i)
     first, *later = map(addresses, kernel.calls)
-    assert triton_launch.read_by(nvidia) and len(later) == 2
+    assert (triton_launch.c_function(kernel) is not None) == known and len(later) == 2
     place = first.index(p[0].data_ptr())
     for i, call in enumerate(later, 1):
         assert call[place] == p[i].data_ptr() and call[place + 1] == i
         assert call[:place] + call[place + 2 :] == first[:place] + first[place + 2 :]
+
+
+def test_one_c_function_for_all_kernels_is_told_what_their_arguments_are(device, monkeypatch):
+    """In the order in which Triton's own launchers have called it since 3.7."""
+    kernel = Kernel(False)
+    monkeypatch.setattr(triton_launch, "FORMAT", triton_launch.AS_LIST)
+    call, blocks = triton_launch.c_function(kernel)
+    call((5, 6, 1), 3, [11, 12])
+    assert kernel.calls == [(5, 6, 1, 3, 7, False, True, (4, 1, 0), *[None] * 5, "annotations", "signature", 11, 12)]
+    assert blocks == []
 
 
 def test_whoever_listens_to_launches_hears_all_of_them(device):

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.launch import interpreted
 from needlework.ops.common.together import rehearsing, run
-from needlework.ops.common.triton_launch import c_function, encode, handed, options
+from needlework.ops.common.triton_launch import c_function, encode
 
 GRAPHS = 128  # kept: forward and backward of as many layers as half of them
 _graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
@@ -101,8 +101,8 @@ def _bound(compiled, grid: tuple[int, int, int], args: list, places: list[int]):
     else:
         function, blocks = direct
         stream = driver.active.get_current_stream(driver.active.get_current_device())
-        head, given, moved, encodings = (*grid, stream, *options(compiled)), [], [], iter(blocks)
-        start = lambda: function(*head, *handed(given))
+        given, moved, encodings = [], [], iter(blocks)
+        start = lambda: function(grid, stream, given)
         for x in args:
             moved.append(len(given))
             given += encode(x, next(encodings, None)) if isinstance(x, TensorDescriptor) else [_address(x)]

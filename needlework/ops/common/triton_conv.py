@@ -3,7 +3,7 @@
     c_t = Σ_l w_l x_{t−l}      dc = dy silu'(c), or dy      dx_t = Σ_l w_l dc_{t+l} (+ dy_t)      dw_l = Σ_t dc_t x_{t−l}
 
 A program walks a run of tokens, four at a time, and keeps, for its channels, the last inputs and the last dc in registers: each
-number is read once. Lags l = 0 … 3; narrower weights have zeros. A token at position p of its document sees lags up to p.
+number is read once, but for a few around the run. Lags l = 0 … 3; narrower weights have zeros. A token at position p of its document sees lags up to p.
 """
 
 import torch

@@ -85,7 +85,6 @@ class Direct:
 
     def __init__(self, compiled, call: Callable, blocks: list[dict], arguments: tuple, after: list):
         self.compiled, self.call, self.after = compiled, call, after
-        self.options = options(compiled)
         places = [i for i, x in enumerate(arguments) if isinstance(x, TensorDescriptor)]
         # from the last, so that places stay right while one takes the room of many
         self.descriptors = list(zip(reversed(places), reversed(blocks), ({} for _ in places), strict=True))
@@ -115,21 +114,7 @@ class Direct:
                     encoded.clear()
                 encoded[key] = encode(x, block)
             given[i : i + 1] = encoded[key]
-        self.call(*grid, *(1,) * (3 - len(grid)), stream, *self.options, *handed(given + self.after))
-
-
-def options(compiled) -> tuple:
-    """What the C function takes between the stream and the kernel's arguments: no scratch, nobody listens."""
-    launcher = compiled.run
-    facts = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
-    if FORMAT == ONE_BY_ONE:
-        return *facts, None, None, compiled.packed_metadata, None, None, None
-    return *facts, compiled.packed_metadata, None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature
-
-
-def handed(arguments: list) -> list:
-    """A kernel's arguments as the C function takes them."""
-    return arguments if FORMAT == ONE_BY_ONE else [arguments]
+        self.call((*grid, *(1,) * (3 - len(grid))), stream, given + self.after)
 
 
 def encode(descriptor: TensorDescriptor, block: dict | None) -> list:
@@ -139,14 +124,24 @@ def encode(descriptor: TensorDescriptor, block: dict | None) -> list:
 
 
 def c_function(compiled) -> tuple[Callable, list] | None:
-    """What launches a compiled kernel, and the blocks of its descriptors; None where it is not to be called directly."""
+    """What launches a compiled kernel, called with three sizes of a grid, a stream and a list of arguments, and the blocks of its
+    descriptors; None where it is not to be called directly."""
     launcher = getattr(compiled, "run", None)
     if not FORMAT or type(launcher) is not nvidia.CudaLauncher or _listened():
         return None
     if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
         return None
-    launch = launcher.launch
-    if not hasattr(launch, "__closure__"):  # no descriptor: the C function itself
-        return launch, []
-    inside = dict(zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__), strict=True))
-    return (inside["launcher"], inside["tensordesc_meta"]) if {"launcher", "tensordesc_meta"} <= inside.keys() else None
+    function, blocks = launcher.launch, []
+    if hasattr(function, "__closure__"):  # else no descriptor: the C function itself
+        names = function.__code__.co_freevars
+        inside = dict(zip(names, (cell.cell_contents for cell in function.__closure__), strict=True))
+        if not {"launcher", "tensordesc_meta"} <= inside.keys():
+            return None
+        function, blocks = inside["launcher"], inside["tensordesc_meta"]
+    # no scratch, and nobody listens
+    facts = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
+    if FORMAT == ONE_BY_ONE:
+        facts += None, None, compiled.packed_metadata, None, None, None
+        return lambda grid, stream, given: function(*grid, stream, *facts, *given), blocks
+    facts += compiled.packed_metadata, *(None,) * 5, launcher.arg_annotations, launcher.kernel_signature
+    return lambda grid, stream, given: function(*grid, stream, *facts, given), blocks
