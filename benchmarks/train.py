@@ -25,9 +25,11 @@ from timing import median
 from train_peers import PEERS, Mixer
 
 from needlework.models import NeedleworkForCausalLM
-from needlework.train import AdamW, Cosine, TrainConfig, gradient
+from needlework.train import AdamW, Cosine, TrainConfig
+from needlework.train.guard import FINITE
 from needlework.train.losses import Piece, backward
 from needlework.train.shard import prepare
+from needlework.train.update import Numbers, Update
 from needlework.train.world import World
 from recipes.comparison import LARGE, MEDIUM, MIXERS, SMALL, Size, model, recipe
 
@@ -100,15 +102,14 @@ def step(mixer: str, size: Size, T: int, impl: str) -> dict:
     )  # fmt: skip
     world = World()
     prepare(net, settings, world)
-    (optimizer,) = settings.optim.build(net.named_parameters())
+    update = Update(settings.optim.build(net.named_parameters()), settings.clip)
     ids = torch.randint(config.vocab_size, (TOKENS // T, T), device="cuda")
     piece, losses = Piece(ids, ids.roll(-1, 1)), recipe(mixer).losses
 
     def once() -> None:
-        backward(net, losses, [piece], TOKENS, 1, "bf16")
-        norm = gradient.squared_norm(net, world).sqrt().item()  # the training loop's one wait a step
-        gradient.clip_(net, norm, 1.0)
-        optimizer.step()
+        numbers = Numbers(net, backward(net, losses, [piece], TOKENS, 1, "bf16"), world)
+        update.begin(numbers, FINITE)
+        update.finish(numbers.read().norm)  # the training loop's one wait a step
         net.zero_grad()
 
     for _ in range(2):

@@ -1,11 +1,13 @@
 """Steps that must not be taken: a loss or gradient that is not finite, or that leaps; found before the optimiser, and named."""
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +61,16 @@ class Spike(BadStep):
     """Over `Guard.spike` × the running median."""
 
 
+class Limits(NamedTuple):
+    """The largest loss and gradient norm that are followed."""
+
+    loss: float
+    norm: float
+
+
+FINITE = Limits(sys.float_info.max, sys.float_info.max)
+
+
 class Watch:
     """The running medians, and the verdict on a step."""
 
@@ -67,18 +79,24 @@ class Watch:
         self.taken: deque[tuple[float, float]] = deque(maxlen=guard.window)
         self.in_a_row = 0
 
+    def limits(self) -> Limits:
+        """Of the next step."""
+        if self.guard.spike is None or len(self.taken) < self.guard.window:
+            return FINITE
+        return Limits(*(self.guard.spike * median(before) for before in zip(*self.taken, strict=True)))
+
     def verdict(self, loss: float, norm: float) -> tuple[type[BadStep], str] | None:
         """Why a step of this loss and gradient norm is bad; None if it is not, and it then counts as taken."""
-        for name, value in (("loss", loss), ("gradient norm", norm)):
+        named = ("loss", loss), ("gradient norm", norm)
+        for name, value in named:
             if not math.isfinite(value):
                 self.skipped()
                 return NonFiniteLoss, f"the {name} is {value}"
-        if self.guard.spike is not None and len(self.taken) == self.guard.window:
-            for name, value, before in zip(("loss", "gradient norm"), (loss, norm), zip(*self.taken, strict=True), strict=True):
-                usual = median(before)
-                if value > self.guard.spike * usual:
-                    self.skipped()
-                    return Spike, f"the {name} is {value / usual:.3g} × its running median {usual:.4g}"
+        for (name, value), limit in zip(named, self.limits(), strict=True):
+            if value > limit:
+                self.skipped()
+                usual = limit / self.guard.spike
+                return Spike, f"the {name} is {value / usual:.3g} × its running median {usual:.4g}"
         self.took(loss, norm)
         return None
 

@@ -7,12 +7,10 @@ Everything that a step depends on is the step's number (its batches, its learnin
 states, PyTorch's generators). So a resumed run is bit-equal to one that never stopped, wherever the same operations
 on the same numbers are: on one CPU thread, for one.
 
-The host waits for the device once a step, for a handful of numbers, because the weights must not move before the loss
-and the gradient are known to be sound. By then the next step's batches are there, so the device is idle for as long as it takes
-to launch the optimiser, no longer.
+The host waits for the device once a step, for a handful of numbers. By then the next step's batches are there and the optimiser
+is launched, which moves no weight unless the loss and the gradient are sound (`update.py`).
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,19 +19,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from . import gradient, ran
+from . import ran
 from .checkpoint import Checkpoints, latest
 from .config import TrainConfig
 from .feed import Feed, feed
 from .guard import Watch, blame
 from .log import Log, Silence, peak_memory
-from .losses import Addends, Batch, Criterion, backward, losses_of, of_logits
+from .losses import Batch, Criterion, backward, losses_of, of_logits
 from .relay import Relay
 from .shard import prepare
 from .state import Run
+from .update import Numbers, Update
 from .world import World
 
 
@@ -103,7 +101,7 @@ def train(
     run.seed(config.seed)
     relay = Relay(world.mesh["sequence"]) if world.sequence > 1 else None
     peaks = [group["lr"] for group in run.groups]
-    watch = Watch(config.guard)
+    watch, update = Watch(config.guard), Update(run.optimizers, config.clip)
 
     background = world.mesh is not None or run.device.type == "cuda"
     with Checkpoints(directory, lasting, config.keep, world, background) as checkpoints:
@@ -136,17 +134,15 @@ def train(
                 found = backward(model, losses, ready.pieces, ready.counted, world.parts, config.autocast)
                 if relay is not None:
                     relay.sum_gradients(model.parameters())
-                numbers = _numbers(model, found, world)
+                numbers = Numbers(model, found, world)
+                update.begin(numbers, watch.limits())
                 taken, ready = ready, read(run.step + 1) if run.step + 1 < config.steps else None
-                norm, extra, entropies = _read(numbers, found)
-                loss = math.fsum(entropies)
+                norm, loss, extra, entropies = numbers.read()
 
                 run.step += 1
                 bad = watch.verdict(loss, norm)
                 if bad is None:
-                    gradient.clip_(model, norm, config.clip)
-                    for optimizer in run.optimizers:
-                        optimizer.step()
+                    update.finish(norm)
                 else:
                     again = partial(losses_of, model, losses, autocast=config.autocast)
                     passes = {n: partial(again, piece) for n, piece in zip(taken.numbers, taken.pieces, strict=True)}
@@ -194,20 +190,6 @@ def train(
         stopped=run.step < config.steps,
         skipped=tuple(run.skipped),
     )
-
-
-def _numbers(model: nn.Module, found: Addends, world: World) -> Tensor:
-    """‖g‖², the parts that are logged, each micro-batch's part of the loss: of all ranks, still on the device."""
-    numbers = torch.cat([torch.stack([gradient.squared_norm(model, world), *found.parts.values()]), found.cross_entropy])
-    numbers[1:] /= world.tensor  # whose ranks hold the same tokens
-    return world.sum_(numbers)
-
-
-def _read(numbers: Tensor, found: Addends) -> tuple[float, dict[str, float], list[float]]:
-    """‖g‖, the parts by name, each micro-batch's part of the loss. The host waits here."""
-    square, *rest = numbers.tolist()
-    count = len(found.parts)
-    return math.sqrt(square), dict(zip(found.parts, rest[:count], strict=True)), rest[count:]
 
 
 def _rate(recent: deque[tuple[int, float]]) -> float:

@@ -55,8 +55,8 @@ def test_the_norm_is_that_of_all_gradients_as_one_vector():
     assert gradient.norms(model, world) == pytest.approx(
         {n: p.grad.norm().item() for n, p in model.named_parameters()}, rel=1e-12
     )
-    gradient.clip_(model, whole.norm().item(), 0.1 * whole.norm().item())
+    gradient.clip_(model.parameters(), whole.norm().item(), 0.1 * whole.norm().item())
     after = torch.cat([p.grad.flatten() for p in model.parameters()])
     torch.testing.assert_close(after, 0.1 * whole, rtol=1e-5, atol=0)
-    gradient.clip_(model, after.norm().item(), 1e9)
+    gradient.clip_(model.parameters(), after.norm().item(), 1e9)
     assert torch.equal(after, torch.cat([p.grad.flatten() for p in model.parameters()]))
