@@ -200,9 +200,10 @@ def report(
     from needlework.eval.study import load_study
     from needlework.eval.study_page import write_page
 
-    for name in ("MIXERS", "FAMILIES", "CLAIMS", "LIMITS"):
+    for name in ("MIXERS", "FAMILIES", "GLANCE", "CLAIMS", "LIMITS"):
         module, _ = load_module(f"{of}:{name}")
-    page = write_page(load_study(results, module.MIXERS, module.FAMILIES), to or results, module.CLAIMS, module.LIMITS)
+    study = load_study(results, module.MIXERS, module.FAMILIES, module.GLANCE)
+    page = write_page(study, to or results, module.CLAIMS, module.LIMITS)
     console.print(f"page: {page}", highlight=False)
 
 

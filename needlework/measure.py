@@ -125,8 +125,12 @@ def as_trained(device: torch.device) -> Iterator[None]:
 
 
 def at_once(model: NeedleworkForCausalLM, T: int) -> int:
-    """Rows of T tokens in a forward pass: what fills a GPU, or what a CPU's memory holds the logits of."""
-    return max(1, (65_536 if model.device.type == "cuda" else 8_192) // T)
+    """Rows of T tokens in a forward pass: those whose logits a quarter of the GPU holds, each as the model gives it, in float32 and in
+    a softmax, and 32 bits count. A long row alone leaves most of a GPU idle where its chunks wait for one another."""
+    if model.device.type != "cuda":
+        return max(1, 8_192 // T)
+    memory = torch.cuda.get_device_properties(model.device).total_memory
+    return max(1, min(memory // 64, 2**31 - 1) // (model.config.vocab_size * T))
 
 
 def by_position(read: Callable, corpus: Corpus, evaluation: Evaluation, batch_size: int) -> dict[str, Any]:

@@ -270,6 +270,9 @@ CLAIMS = (
     Claim("KDA with Polar + memory finds more than KDA", "kda-polar", "kda", _COMPACT, _AT_AND_PAST),
 )
 
+# whom the one picture for everybody shows: each paper's, two baselines, and the composition
+GLANCE = ("softmax", "gated-deltanet", "qdelta", "carve", "ccq-gated-deltanet", "lucid", "polar-memory", "qdelta-ccq-lucid")
+
 # the panels of the page: who is looked at beside whom
 FAMILIES = {
     "Softmax": ("softmax", "nope", "window", "differential"),

@@ -13,6 +13,7 @@ from recipes import demo
 
 MIXERS = {{"softmax": None, "qdelta": None}}
 FAMILIES = {{"All": ("softmax", "qdelta")}}
+GLANCE = ("qdelta",)
 CLAIMS = (Claim("Q-Delta finds more than softmax", "qdelta", "softmax", ("needle",), (1.0,)),)
 LIMITS = "Nothing at all."
 

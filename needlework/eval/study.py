@@ -52,13 +52,17 @@ def found(run: dict[str, Any], tasks: Iterable[str], lengths: Iterable[int]) -> 
 
 @dataclass(frozen=True)
 class Study:
-    """The runs of a study by mixer, in the order in which the mixers came; `tasks` and `lengths` are those that every run has."""
+    """The runs of a study by mixer, in the order in which the mixers came; `tasks` and `lengths` are those that every run has.
+
+    families: who is looked at beside whom. glance: whom the one picture for everybody shows.
+    """
 
     runs: dict[str, list[dict[str, Any]]]
     lengths: tuple[int, ...]
     train_length: int
     tasks: tuple[str, ...]
     families: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    glance: tuple[str, ...] = ()
 
     def title(self, mixer: str) -> str:
         return self.runs[mixer][0]["title"]
@@ -90,7 +94,12 @@ class Study:
         return Verdict(claim, word, Spread(mean, deviation, len(differences)))
 
 
-def load_study(directory: Path, order: Iterable[str] = (), families: dict[str, tuple[str, ...]] | None = None) -> Study:
+def load_study(
+    directory: Path,
+    order: Iterable[str] = (),
+    families: dict[str, tuple[str, ...]] | None = None,
+    glance: Iterable[str] = (),
+) -> Study:
     """Every run in `directory` (*.json); mixers of `order` come first, in its order.
 
     ValueError if there is none, if one lacks a key, or if two runs read another corpus or were trained on another length.
@@ -115,4 +124,5 @@ def load_study(directory: Path, order: Iterable[str] = (), families: dict[str, t
         raise ValueError(f"{directory}: no runs there (*.json)")
     known = [name for name in order if name in runs]
     runs = {name: runs[name] for name in [*known, *(name for name in runs if name not in known)]}
-    return Study(runs, tuple(first["lengths"]), first["train_length"], tuple(first["tasks"]), families or {})
+    lengths, tasks = tuple(first["lengths"]), tuple(first["tasks"])
+    return Study(runs, lengths, first["train_length"], tasks, families or {}, tuple(name for name in glance if name in runs))

@@ -13,19 +13,38 @@ from .words import multiple, percent, size
 PANEL = (5.0, 3.1)  # inches
 
 
+def at_a_glance(study: Study, path: Path, tasks: tuple[str, ...]) -> None:
+    """One wide panel of retrieval by length for whom `study.glance` names, each with the bytes of a sequence's state at the end."""
+    from matplotlib.figure import Figure
+
+    longest = study.lengths[-1]
+    state = lambda mixer: size(study.runs[mixer][0]["state_bytes"][str(longest)])
+    with style():
+        figure = Figure(figsize=(10, 4.2))
+        axes = figure.add_axes((0.06, 0.1, 0.56, 0.8))
+        _found_by_length(axes, study, study.glance, tasks, lambda mixer: f"{study.title(mixer)} · {state(mixer)}")
+        axes.set_title(f"Found by length · bytes of state after {longest:,} tokens")
+        _save(figure, path)
+
+
 def retrieval_by_length(study: Study, path: Path, tasks: tuple[str, ...]) -> None:
     """Share of the values' tokens found, the mean of `tasks`, against length in multiples of the training length."""
     with style():
         figure, panels = _panels(study)
         for axes, (family, members) in zip(panels, study.families.items(), strict=False):
-            axes.set_ylim(-0.03, 1.03)
-            axes.set_yticks([0, GUESS, 0.5, 1], ["0 %", "guess", "50 %", "100 %"])
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(study.lengths, [multiple(T, study.train_length) for T in study.lengths])
-            axes.minorticks_off()
-            _curves(axes, study, members, lambda run: [(T, found(run, tasks, [T])) for T in study.lengths])
+            _found_by_length(axes, study, members, tasks, study.title)
             axes.set_title(family)
         _save(figure, path)
+
+
+def _found_by_length(axes, study: Study, members: tuple[str, ...], tasks: tuple[str, ...], label: Callable[[str], str]) -> None:
+    axes.grid(axis="y")
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_yticks([0, GUESS, 0.5, 1], ["0 %", "guess", "50 %", "100 %"])
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(study.lengths, [multiple(T, study.train_length) for T in study.lengths])
+    axes.minorticks_off()
+    _curves(axes, study, members, lambda run: [(T, found(run, tasks, [T])) for T in study.lengths], label)
 
 
 def loss_by_position(study: Study, path: Path) -> None:
@@ -41,13 +60,14 @@ def loss_by_position(study: Study, path: Path) -> None:
     with style():
         figure, panels = _panels(study)
         for axes, (family, members) in zip(panels, study.families.items(), strict=False):
+            axes.grid(axis="y")
             axes.set_xscale("log", base=2)
             axes.set_xticks(ends, [f"{end:,}" if end < 1024 else f"{end // 1024}K" for end in ends])
             axes.set_yscale("symlog", linthresh=0.1, linscale=1.5)
             axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g}" if y else "0"))
             axes.minorticks_off()
             axes.axhline(0, color=MUTED, linewidth=0.8, dashes=(2, 3))
-            _curves(axes, study, members, points)
+            _curves(axes, study, members, points, study.title)
             axes.set_title(family)
         _save(figure, path)
 
@@ -99,11 +119,10 @@ def _panels(study: Study):
     for n in range(len(study.families)):
         left, bottom = (n % columns) / columns, 1 - (n // columns + 1) / rows
         panels.append(figure.add_axes((left + 0.05, bottom + 0.3 / height, 0.24, 1 / rows - 0.75 / height)))
-        panels[-1].grid(axis="y")
     return figure, panels
 
 
-def _curves(axes, study: Study, members: tuple[str, ...], points: Callable) -> None:
+def _curves(axes, study: Study, members: tuple[str, ...], points: Callable, label: Callable[[str], str]) -> None:
     """Each member's mean and its band of seeds; every other mixer's mean in grey."""
     ends = []
     for mixer, runs in study.runs.items():
@@ -117,7 +136,7 @@ def _curves(axes, study: Study, members: tuple[str, ...], points: Callable) -> N
         i = members.index(mixer)
         axes.fill_between(xs, [min(c) for c in columns], [max(c) for c in columns], color=colour(i), alpha=0.15, linewidth=0)
         axes.plot(xs, mean, color=colour(i), marker=marker(i), markersize=4, zorder=3)
-        ends.append((i, xs[-1], mean[-1], study.title(mixer)))
+        ends.append((i, xs[-1], mean[-1], label(mixer)))
     label_points(axes, ends, at=1.04)
 
 

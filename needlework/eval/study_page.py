@@ -11,9 +11,15 @@ from .words import multiple, size
 def write_page(study: Study, directory: Path, claims: tuple[Claim, ...], limits: str) -> Path:
     """README.md and its pictures in `directory`; equal runs give equal bytes. `limits` is what the author knows it cannot say."""
     tasks, shown = study.tasks, (study.lengths[0], study.lengths[len(study.lengths) // 2 - 1], study.lengths[-1])
+    figures.at_a_glance(study, directory / "glance.png", tasks)
     figures.retrieval_by_length(study, directory / "retrieval.png", tasks)
     figures.retrieval_by_state(study, directory / "state.png", tasks, tuple(dict.fromkeys(shown)))
-    sections = [_summary(study), "![Retrieval by length](retrieval.png)", "![Retrieval against state bytes](state.png)"]
+    sections = [
+        _summary(study),
+        "![Retrieval at a glance](glance.png)",
+        "![Retrieval by length](retrieval.png)",
+        "![Retrieval against state bytes](state.png)",
+    ]
     sections += ["## Which claims hold", _claims(study, claims), "## Every mixer", _overview(study)]
     if all("positions" in run for runs in study.runs.values() for run in runs):
         figures.loss_by_position(study, directory / "positions.png")

@@ -35,7 +35,7 @@ def study(tmp_path):
     plain = [run("plain", s, 0.5 + 0.1 * s) for s in range(3)]
     better = [run("better", s, 0.7 + 0.1 * s + 0.01 * (s == 1)) for s in range(3)]
     other = [run("other", s, (0.9, 0.1, 0.6)[s]) for s in range(3)]
-    return load_study(write(tmp_path / "runs", *plain, *better, *other), ("plain", "better"), FAMILIES)
+    return load_study(write(tmp_path / "runs", *plain, *better, *other), ("plain", "better"), FAMILIES, ("better", "absent"))
 
 
 def claim(better, worse, tasks=("needle",), multiples=(1.0, 2.0)):
@@ -44,6 +44,7 @@ def claim(better, worse, tasks=("needle",), multiples=(1.0, 2.0)):
 
 def test_runs_are_gathered_by_mixer_in_the_order_asked_for(study):
     assert list(study.runs) == ["plain", "better", "other"] and study.lengths == (128, 256)
+    assert study.glance == ("better",)  # who was not run is not shown
     assert study.accuracy("plain", "needle", 128) == pytest.approx((0.6, 0.1, 3))
 
 
@@ -85,7 +86,13 @@ def test_the_page_says_every_number_and_every_verdict(study, tmp_path):
     assert "| Plain | 2.000 ± 0.000 | 60 ± 10 | 60 ± 10 | 10 | 64 B |" in page
     assert "| +20.3 ± 0.6 | 3 | **holds** |" in page and "**not run**" in page
     assert page.endswith("## What this cannot say\n\nMuch.\n")
-    assert {p.name for p in (tmp_path / "page").iterdir()} == {"README.md", "retrieval.png", "state.png", "positions.png"}
+    assert {p.name for p in (tmp_path / "page").iterdir()} == {
+        "README.md",
+        "glance.png",
+        "retrieval.png",
+        "state.png",
+        "positions.png",
+    }
 
 
 def test_a_run_from_a_copy_without_its_history_is_said_to_be_one(tmp_path):
@@ -97,5 +104,5 @@ def test_a_run_from_a_copy_without_its_history_is_said_to_be_one(tmp_path):
 
 def test_equal_runs_give_equal_pages(study, tmp_path):
     pages = [write_page(study, tmp_path / name, (), "").parent for name in "ab"]
-    for name in ("README.md", "retrieval.png", "state.png"):
+    for name in ("README.md", "glance.png", "retrieval.png", "state.png"):
         assert (pages[0] / name).read_bytes() == (pages[1] / name).read_bytes()
