@@ -202,15 +202,15 @@ def test_small_gradients_stay_in_float16s_range(HV):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_operators_pass_opcheck(packed):
-    from needlework.ops.ccq import triton_op  # noqa: F401
+    from needlework.ops.ccq.triton_op import ccq_triton, ccq_triton_fwd
 
     inputs = make(1, 60, 1, 1, 12, gated=True, carried=True, N=4 if packed else 1)
     given = [inputs[name].float() for name in ("q", "k", "eta", "g", "C", "mean", "n")]
-    for save in (False, True):
-        leaves = [x.clone().requires_grad_(save) for x in given]
+    for operator, differentiable in ((ccq_triton, False), (ccq_triton_fwd, True)):
+        leaves = [x.clone().requires_grad_(differentiable) for x in given]
         torch.library.opcheck(
-            torch.ops.needlework.ccq_triton_fwd.default,
-            (*leaves, PACKED if packed else None, save),
+            operator,
+            (*leaves, PACKED if packed else None),
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )
 

@@ -14,7 +14,6 @@ written again for the next content chunk was read by launches that are done.
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
@@ -25,7 +24,7 @@ from needlework.ops.carve.triton_fwd import overlapping
 from needlework.ops.carve.triton_repeated import VARIES, Repeated, launch_all
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
-from needlework.ops.common.triton_types import padded
+from needlework.ops.common.triton_types import cdiv, next_power_of_2, padded
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_adjoint import replay, replay_forward, replay_reverse
 from needlework.ops.delta.triton_channel_bwd import argument_type, channel_constants, operands
@@ -76,7 +75,7 @@ def backward(
     u = z @ w2.to(ACC).T
     beta = torch.sigmoid(w.to(ACC))
 
-    groups = triton.cdiv(layout.parts, GROUP)
+    groups = cdiv(layout.parts, GROUP)
     every = (layout.longest * groups, H, N)
     gates = spans, slots, f, b, A_log, dt_bias, u
     l, do_peaks = torch.empty_like(f, dtype=_gate_dtype(q.dtype)), q.new_empty(layout.longest, N, H, groups, dtype=ACC)
@@ -127,9 +126,9 @@ def _chain(
     joined, back = "replay" in constants, constants["enter"]
     tokens, square, states = operands(plan, C)
     kp, bv, vp = back["KP"], back["BV"], padded(V)
-    dS_peaks = dS.abs().amax((2, 3))[..., None].repeat(1, 1, triton.cdiv(V, bv))
+    dS_peaks = dS.abs().amax((2, 3))[..., None].repeat(1, 1, cdiv(V, bv))
     # dS at the end of every kernel chunk; or S at the start of every anchor, and dS at the end of the content chunk
-    most = triton.cdiv(layout.parts, constants["pairs"]["ANCHOR"])
+    most = cdiv(layout.parts, constants["pairs"]["ANCHOR"])
     kept, dfinal = q.new_empty(N * most, H, K, V, dtype=ST), None if joined else torch.empty_like(dS)
     enter_args = (
         tokens(do, bv), *(tokens(x, kp) for x in (saved.q_hat, saved.e_hat, saved.k_hat)), square(saved.Pp), square(saved.Tp),
@@ -149,8 +148,8 @@ def _chain(
         T, layout.L, layout.longest, content_chunk, do_peaks.shape[-1],
     )  # fmt: skip
 
-    enter = Repeated(enter_kernel, (triton.cdiv(V, bv), H, N), back, VARIES, *enter_args)
-    replay_forth = Repeated(replay if joined else replay_forward, (triton.cdiv(K, bk), H, N), forth, VARIES, *forth_args)
+    enter = Repeated(enter_kernel, (cdiv(V, bv), H, N), back, VARIES, *enter_args)
+    replay_forth = Repeated(replay if joined else replay_forward, (cdiv(K, bk), H, N), forth, VARIES, *forth_args)
     launches = enter, replay_forth
     if not joined:
         again = constants["replay_reverse"]
@@ -159,7 +158,7 @@ def _chain(
             *read, tokens(saved.q_hat, bk), tokens(saved.e_hat, bk), saved.whole, beta, dfinal, states(kept, bk, vp),
             tokens(dk_hat, bk), x, T, most,
         )  # fmt: skip
-        replay_back = Repeated(replay_reverse, (triton.cdiv(K, bk), H, N), again, VARIES, *again_args)
+        replay_back = Repeated(replay_reverse, (cdiv(K, bk), H, N), again, VARIES, *again_args)
         launches += (replay_back,)
     couple, pair = launch_pairs(
         VARIES, *pairs_args, VARIES, dq, dk, dv, dl, dbeta, None, None,
@@ -207,14 +206,14 @@ def _constants(
     value, grouped = {"V": V, "VP": VP}, {"ROWS": 16, "GROUP": GROUP, "num_warps": 4 if K <= 128 else 8}
     # passes over rows at the memory's pace: on Hopper, whose shared memory is large, copied two steps ahead
     grouped |= {"STAGES": 3 if plan.tma else 1}
-    blocks = triton.cdiv(V, enter["BV"])
+    blocks = cdiv(V, enter["BV"])
     return engine | {
         "retention": facts | value | grouped | half | {"KP": KP},
         "enter": enter | half | overlap,
         # in the chain, where a program waits for memory again and again: warps enough to ask for all of it at once
         "leave": facts | half | overlap | {
-            "V": V, "KP": KP, "RANK": rank, "RP": triton.next_power_of_2(rank), "VB": min(VP, 128), "ROWS": 128 if K <= 128 else 64,
-            "BG": triton.next_power_of_2(triton.cdiv(parts, GROUP)), "BLOCKS": blocks, "BB": triton.next_power_of_2(blocks),
+            "V": V, "KP": KP, "RANK": rank, "RP": next_power_of_2(rank), "VB": min(VP, 128), "ROWS": 128 if K <= 128 else 64,
+            "BG": next_power_of_2(cdiv(parts, GROUP)), "BLOCKS": blocks, "BB": next_power_of_2(blocks),
             "num_warps": 16,
         },
         "activation": facts | grouped | half | {"KP": KP},

@@ -3,7 +3,6 @@
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from needlework.ops.carve.layout import Layout
@@ -12,7 +11,7 @@ from needlework.ops.carve.triton_gates import gates_kernel
 from needlework.ops.carve.triton_repeated import VARIES, Repeated, launch_all
 from needlework.ops.common.launch import Case, Plan, interpreted
 from needlework.ops.common.together import run
-from needlework.ops.common.triton_types import padded
+from needlework.ops.common.triton_types import cdiv, next_power_of_2, padded
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_intra import Saved, case, intra_constants, solve_dtype, triton_dtype
 from needlework.ops.delta.triton_channel_scan import operands, scan_constants
@@ -53,7 +52,7 @@ def forward(
         beta, rows(o, BV), S, m, total, kept_S, kept_m, u, done, w1, w2, layout.spans, layout.bases, layout.ends, T, N,
     )  # fmt: skip
     launch_gates = Repeated(gates_kernel, (N * H * layout.parts, 1, 1), gates, *gates_args, VARIES)
-    launch_walk = Repeated(walk_kernel, (N * H * triton.cdiv(V, BV), 1, 1), walk, *walk_args, VARIES)
+    launch_walk = Repeated(walk_kernel, (N * H * cdiv(V, BV), 1, 1), walk, *walk_args, VARIES)
 
     def every_chunk() -> None:
         for i in range(layout.longest):
@@ -69,7 +68,7 @@ def _constants(plan: Plan, dtype, *, H: int, K: int, V: int, rank: int, L: int, 
     gates = intra_constants(plan, dtype, 1, H=H, HV=H, K=K, scale=scale, previous=prediction == "previous", R=R)
     walk = scan_constants(plan, dtype, 1, HV=H, K=K, V=V)
     del gates["HV"], gates["RULE"], walk["HV"], walk["RULE"]
-    sizes = {"BM": padded(V), "BR": triton.next_power_of_2(rank), "L": L, "R": R}
+    sizes = {"BM": padded(V), "BR": next_power_of_2(rank), "L": L, "R": R}
     both = {"H": H} | overlapping(plan)
     return gates | both, walk | sizes | both | {"RANK": rank}
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from needlework.ops.carve.arguments import Prediction
 from needlework.ops.carve.state import CarveState
 from needlework.ops.common.launch import Case, Plan, plan
+from needlework.ops.common.triton_types import cdiv, next_power_of_2
 from needlework.ops.delta.arguments import width
 
 ENGINE = "carve/step"
@@ -123,7 +124,7 @@ def carve_step(
     ACC = tl.float64 if width(q) == torch.float64 else tl.float32
     constants = _constants(plan(ENGINE, q.device, q.dtype, K, V).launch["step"], K, V, w1.shape[0])
     with torch.cuda.device_of(q):
-        carve_step_kernel[(B * H * triton.cdiv(V, constants["BV"]),)](
+        carve_step_kernel[(B * H * cdiv(V, constants["BV"]),)](
             *tensors,
             S,
             m,
@@ -173,8 +174,8 @@ def step(
 
 
 def _constants(launch: dict[str, int], K: int, V: int, rank: int) -> dict[str, int]:
-    BM, BK = triton.next_power_of_2(V), triton.next_power_of_2(K)
-    blocks = {"BK": BK, "BV": min(launch["BV"], BM), "BM": BM, "BR": min(launch["BR"], triton.next_power_of_2(rank))}
+    BM, BK = next_power_of_2(V), next_power_of_2(K)
+    blocks = {"BK": BK, "BV": min(launch["BV"], BM), "BM": BM, "BR": min(launch["BR"], next_power_of_2(rank))}
     return {**launch, "K": K, "V": V, "RANK": rank, **blocks}
 
 

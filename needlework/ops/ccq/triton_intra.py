@@ -10,6 +10,8 @@ centred sums (Chan's rule, without its rank-one term): with n decayed to the chu
     k*_s = k_s − z,   z = μ₀ + (1 − β) d,   β = √(n/(n+m)):     C ← e^{G_C} C + Σ_s ω_Cs k*_s k*_sᵀ
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -260,6 +262,7 @@ def intra(
         tl.store(p_lam + (o_ih * GROUP + j) * C + o_c, b_lam)
 
 
+@cache
 def constants(plan: Plan, name: str, dtype: torch.dtype, H: int, HV: int, K: int, **flags: bool) -> dict[str, object]:
     """Every constexpr and option of a launch of `name`; a kernel takes those that it names."""
     own = {key: min(x, padded(K)) if key in ("BD", "BV") else x for key, x in plan.launch[name].items()}

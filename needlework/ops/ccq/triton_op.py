@@ -1,4 +1,4 @@
-"""CCQ in Triton: `clean`, and the custom ops needlework::ccq_triton_fwd and _bwd behind it.
+"""CCQ in Triton: `clean`, and the custom ops needlework::ccq_triton, _fwd and _bwd behind it.
 
 The forward saves Σq, the centred keys, their scores and a few numbers a token; the backward makes the covariances again. C is
 symmetric by contract, and so is its gradient here.
@@ -28,8 +28,8 @@ def clean(
 ) -> tuple[Tensor, CurvatureState]:
     """q, k [B T H K], eta [B T HV], g [B T H] or None, contiguous -> q̃ [B T HV K] and the final state, float32 or wider."""
     given = (q, k, eta, g, *(state or (None, None, None)))
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    cleaned, *final = torch.ops.needlework.ccq_triton_fwd(*given, cu_seqlens, save)
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    cleaned, *final = (ccq_triton_fwd if differentiable else ccq_triton)(*given, cu_seqlens)
     return cleaned, CurvatureState(*final[:3])
 
 
@@ -112,13 +112,13 @@ class _Kept(NamedTuple):
     place: Tensor | None = None
 
     def given(self) -> list[Tensor]:
-        return [x for x in self if x is not None]
+        """As an operator returns it: empty tensors for what there is not."""
+        return [self.Sq.new_empty(0) if x is None else x for x in self]
 
     @classmethod
     def of(cls, saved: list[Tensor], gated: bool, packed: bool) -> "_Kept":
-        always, rest = saved[:9], list(saved[9:])
-        G = rest.pop(0) if gated else None
-        return cls(*always, G, *(rest if packed else (None, None)))
+        *always, G, fill, place = saved
+        return cls(*always, G if gated else None, *((fill, place) if packed else (None, None)))
 
 
 def _line(q: Tensor, HV: int, gated: bool, packed: bool, at: Alignment, fill: Tensor | None, chosen: Plan) -> _Line:
@@ -135,11 +135,29 @@ def _fill(at: Alignment, cu_seqlens: Tensor, C: int) -> Tensor:
 
 
 @operator
+def ccq_triton(
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, mean: Tensor | None, n: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """q̃ and the final C, mean, n. An operator of its own: results that are not there cost the host as much as a launch."""
+    cleaned, final, _ = _call(q, k, eta, g, C, mean, n, cu_seqlens, save=False)
+    return cleaned, *final
+
+
+@operator
 def ccq_triton_fwd(
     q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, mean: Tensor | None, n: Tensor | None,
-    cu_seqlens: Tensor | None, save: bool,
-) -> list[Tensor]:  # fmt: skip
-    """q̃, the final C, mean, n; with `save` also what `_Kept` lists."""
+    cu_seqlens: Tensor | None,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
+    """q̃, the final C, mean, n, and what `_Kept` lists."""
+    cleaned, final, kept = _call(q, k, eta, g, C, mean, n, cu_seqlens, save=True)
+    return cleaned, *final, *kept.given()
+
+
+def _call(q, k, eta, g, C, mean, n, cu_seqlens, *, save: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], _Kept]:
+    """`_forward` of tokens that lie as the caller has them."""
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
     B, T, _, K = q.shape
@@ -151,12 +169,12 @@ def ccq_triton_fwd(
     if C is not None:
         C, mean, n = (x.contiguous() for x in (C, mean, n))
     if q.numel() == 0:
-        return [q.new_empty(*eta.shape, K), *_untouched(line, C, mean, n), *(_no_chunk(q, line).given() if save else [])]
+        return q.new_empty(*eta.shape, K), _untouched(line, C, mean, n), _no_chunk(q, line)
     q, k, eta, g = (None if x is None else at.align(x) for x in (q, k, eta, g))
     given = (q, k, eta, g, C, mean, n)
     rehearse(q.device, (ENGINE, chosen.name, kind(*given), packed, save), lambda: _rehearsal(bare(*given), line, save))
     cleaned, final, kept = _forward(*given, line, save)
-    return [at.restore(cleaned), *final, *(kept.given() if save else [])]
+    return at.restore(cleaned), final, kept
 
 
 def _rehearsal(inputs: list[Tensor | None], line: _Line, save: bool) -> None:
@@ -238,25 +256,30 @@ def _no_chunk(q: Tensor, line: _Line) -> _Kept:
     return _Kept(*tokens, *chunks, line.at.cum, G, *packed)
 
 
+@torch.library.register_fake(ccq_triton)
+def _results(q, k, eta, g, C, mean, n, cu_seqlens):
+    H, K = q.shape[2:]
+    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    number = lambda *sizes: q.new_empty(*sizes, dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(*eta.shape, K), number(N, H, K, K), number(N, H, K), number(N, H)
+
+
 @torch.library.register_fake(ccq_triton_fwd)
-def _(q, k, eta, g, C, mean, n, cu_seqlens, save):
+def _(q, k, eta, g, C, mean, n, cu_seqlens):
     B, T, H, K = q.shape
     chunk = plan(ENGINE, q.device, q.dtype, K, K).launch["shared"]["C"]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    packed, N = cu_seqlens is not None, B if cu_seqlens is None else len(cu_seqlens) - 1
     wide = torch.promote_types(q.dtype, torch.float32)
     number = lambda *sizes, dtype=wide: q.new_empty(*sizes, dtype=dtype)
-    out = [q.new_empty(*eta.shape, K), number(N, H, K, K), number(N, H, K), number(N, H)]
-    if save:
-        aligned = T if cu_seqlens is None else (T // chunk + N) * chunk
-        rows = B * (-(-aligned // chunk))
-        out += [q.new_empty(B, aligned, H, K), q.new_empty(B, aligned, H, K), q.new_empty(rows, H, chunk, chunk)]
-        out += [number(rows, H, ROWS.value, chunk), number(rows, H, K), number(rows, H, K), number(rows, H), number(rows, H)]
-        out.append(number(N + 1, dtype=torch.int32))
-        if g is not None:
-            out.append(number(rows, H, 2, chunk))
-        if cu_seqlens is not None:
-            out += [number(rows, dtype=torch.int32), number(T, dtype=torch.int64)]
-    return out
+    aligned = (T // chunk + N) * chunk if packed else T
+    rows = B * (-(-aligned // chunk))
+    tokens = [q.new_empty(B, aligned, H, K) for _ in range(2)]
+    chunks = [q.new_empty(rows, H, chunk, chunk)]
+    chunks += [number(rows, H, *sizes) for sizes in ((ROWS.value, chunk), (K,), (K,), (), ())]
+    G = q.new_empty(0) if g is None else number(rows, H, 2, chunk)
+    fill, place = number(rows, dtype=torch.int32), number(T, dtype=torch.int64)
+    rest = (fill, place) if packed else (q.new_empty(0), q.new_empty(0))
+    return *_results(q, k, eta, g, C, mean, n, cu_seqlens), *tokens, *chunks, number(N + 1, dtype=torch.int32), G, *rest
 
 
 @backward_operator
@@ -401,21 +424,19 @@ def _nothing_read(q, C, mean, n, dC, dmean, dn) -> list[Tensor]:
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output[3:])
+    ctx.save_for_backward(*inputs, *output[3:])
 
 
-def _backward(ctx, gradients):
-    dcleaned, dC, dmean, dn = gradients[:4]
+def _backward(ctx, dcleaned, dC, dmean, dn, *_):
     *tensors, n1 = ctx.saved_tensors[:9]
     q, eta = tensors[0], tensors[2]
     if dcleaned is None:
         dcleaned = q.new_zeros(*eta.shape, q.shape[-1])
     saved = list(ctx.saved_tensors[9:])
-    found = torch.ops.needlework.ccq_triton_bwd(dcleaned.contiguous(), dC, dmean, dn, *tensors, n1, saved)
+    found = ccq_triton_bwd(dcleaned.contiguous(), dC, dmean, dn, *tensors, n1, saved)
     found = [dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)]
-    return *found, None, None
+    return *found, None
 
 
 torch.library.register_autograd(ccq_triton_fwd, _backward, setup_context=_setup_context)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.common.launch import Case, Plan, plan
+from needlework.ops.common.triton_types import cdiv, next_power_of_2
 from needlework.ops.delta.arguments import width
 
 ENGINE = "ccq/step"
@@ -102,7 +103,7 @@ def ccq_step(
     constants = _constants(launch["step"], K)
     sizes = {"H": H, "K": K, "ACC": ACC, "BK": constants["BK"]}
     with torch.cuda.device_of(q):
-        grid = (B * H * triton.cdiv(K, constants["BV"]),)
+        grid = (B * H * cdiv(K, constants["BV"]),)
         ccq_step_kernel[grid](q, k, eta, g, C, mean, n, slots, o, HV=HV, **sizes | constants)
         ccq_mean_kernel[(B * H,)](k, g, mean, n, slots, **sizes, **launch["mean"])
     return o
@@ -119,7 +120,7 @@ def step(q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureSt
 
 
 def _constants(launch: dict[str, int], K: int) -> dict[str, int]:
-    BK = triton.next_power_of_2(K)
+    BK = next_power_of_2(K)
     return {**launch, "K": K, "BK": BK, "BV": min(launch["BV"], BK)}
 
 

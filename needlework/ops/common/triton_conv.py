@@ -14,7 +14,7 @@ from torch import Tensor
 from needlework.ops.common.launch import Case, Plan, plan
 from needlework.ops.common.operator import backward_operator, operator
 from needlework.ops.common.together import run
-from needlework.ops.common.triton_types import NAMES, TYPES, accumulator
+from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, cdiv
 
 ENGINE = "common/conv"
 
@@ -196,7 +196,7 @@ def conv_triton(x: Tensor, weight: Tensor, position: Tensor | None, after: str) 
     B, T, C = x.shape
     if x.numel():
         own = _constants(plan(ENGINE, x.device, x.dtype, C, C), conv_forward_kernel, x.dtype, *weight.shape, position, after)
-        grid = triton.cdiv(C, own["BC"]), triton.cdiv(T, own["BT"]), B
+        grid = cdiv(C, own["BC"]), cdiv(T, own["BT"]), B
         run(conv_forward_kernel, grid, x, weight.contiguous(), y, x if position is None else position, T, **own)
     return y
 
@@ -216,7 +216,7 @@ def conv_triton_bwd(
     if not x.numel():
         return dx, torch.zeros_like(weight)
     own = _constants(plan(ENGINE, x.device, x.dtype, C, C), conv_backward_kernel, x.dtype, C, W, position, after)
-    grid = triton.cdiv(C, own["BC"]), triton.cdiv(T, own["BT"]), B
+    grid = cdiv(C, own["BC"]), cdiv(T, own["BT"]), B
     dw = x.new_empty(B * grid[1], 4, C, dtype=accumulator(x.dtype))
     run(conv_backward_kernel, grid, dy, x, weight.contiguous(), dx, dw, x if position is None else position, T, **own)
     return dx, dw.sum(0)[:W].flip(0).T.to(weight.dtype).contiguous()

@@ -8,6 +8,7 @@ from torch import Tensor
 from needlework.ops.common.launch import Case, Plan, misfit, plan
 from needlework.ops.common.operator import backward_operator, operator
 from needlework.ops.common.together import run
+from needlework.ops.common.triton_types import cdiv, next_power_of_2
 from needlework.ops.common.unit import unit_rows
 
 ENGINE = "common/l2"
@@ -76,12 +77,12 @@ def _launch(kernel, x: Tensor, *tensors: Tensor) -> None:
     if not x.numel():
         return
     constants, rows = _constants(plan(ENGINE, x.device, x.dtype, D, D), x.dtype, D), x.numel() // D
-    run(kernel, (triton.cdiv(rows, constants["BR"]),), *tensors, rows, **constants)
+    run(kernel, (cdiv(rows, constants["BR"]),), *tensors, rows, **constants)
 
 
 def _constants(plan: Plan, dtype: torch.dtype, D: int) -> dict[str, object]:
     own = dict(plan.launch["rows"])
-    BD = triton.next_power_of_2(D)
+    BD = next_power_of_2(D)
     BR = max(1, own.pop("BLOCK") // BD)
     return {"D": D, "BD": BD, "BR": BR, "ACC": tl.float64 if dtype == torch.float64 else tl.float32, **own}
 

@@ -2,7 +2,6 @@
 
 import torch
 import triton.language as tl
-from triton import next_power_of_2
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
 NAMES = {dtype: str(kind) for dtype, kind in TYPES.items()}  # in a kernel's signature
@@ -10,6 +9,16 @@ NAMES = {dtype: str(kind) for dtype, kind in TYPES.items()}  # in a kernel's sig
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def cdiv(a: int, b: int) -> int:
+    """⌈a/b⌉. Triton's own may be called in a kernel too, which costs the host microseconds a call."""
+    return -(-a // b)
+
+
+def next_power_of_2(size: int) -> int:
+    """Not below `size`, at least 1; of the host alone, as `cdiv`."""
+    return 1 << max(size - 1, 0).bit_length()
 
 
 def padded(size: int) -> int:

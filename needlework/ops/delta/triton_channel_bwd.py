@@ -6,7 +6,6 @@ element, and the gradients are scaled back as they are stored.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import block, token_tile
-from needlework.ops.common.triton_types import NAMES, padded
+from needlework.ops.common.triton_types import NAMES, cdiv, padded
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_adjoint import adjoint, replay_forward, replay_reverse
 from needlework.ops.delta.triton_channel_intra import Saved, rule_of, solve_dtype
@@ -62,7 +61,7 @@ def backward(
         """The gradient of the initial states, and dr."""
         dinitial = torch.empty_like(dfinal)
         run(
-            adjoint, (triton.cdiv(V, bv), HV, N),
+            adjoint, (cdiv(V, bv), HV, N),
             spans, rows(do, bv), rows(saved.q_hat, kp), rows(saved.e_hat, kp), rows(saved.k_hat, kp), square(saved.Pp),
             square(saved.Tp), saved.whole, beta, dfinal, rows(dr, bv), dinitial, T, **constants["adjoint"],
         )  # fmt: skip
@@ -74,14 +73,14 @@ def backward(
     walk = constants["replay_forward"]
     bk, vp = walk["BK"], walk["VP"]
     run(
-        replay_forward, (triton.cdiv(K, bk), HV, N),
+        replay_forward, (cdiv(K, bk), HV, N),
         spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.k_hat, bk), saved.whole, start, None,
         rows(dq_hat, bk), rows(de_hat, bk), states(anchors, bk, vp), T, 0, **walk,
     )  # fmt: skip
     walk = constants["replay_reverse"]
     bk, vp = walk["BK"], walk["VP"]
     run(
-        replay_reverse, (triton.cdiv(K, bk), HV, N),
+        replay_reverse, (cdiv(K, bk), HV, N),
         spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.q_hat, bk), rows(saved.e_hat, bk), saved.whole, beta, dstate,
         states(anchors, bk, vp), rows(dk_hat, bk), x, T, 0, **walk,
     )  # fmt: skip

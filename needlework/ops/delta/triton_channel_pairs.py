@@ -25,6 +25,7 @@ from torch import Tensor
 
 from needlework.ops.common.launch import interpreted
 from needlework.ops.common.together import run
+from needlework.ops.common.triton_types import cdiv
 
 # its numpy knows no bfloat16
 INTERPRETED = tl.constexpr(interpreted())
@@ -362,7 +363,7 @@ def launch_pairs(
             spans, do, dr, W, v, beta, write, unit, dv, dwrite, part, P, A, T, **couple,
         ),
         launch(
-            pairs, (triton.cdiv(longest, channels["ANCHOR"]), H, sequences),
+            pairs, (cdiv(longest, channels["ANCHOR"]), H, sequences),
             spans, P, A, q, k, g, beta, erase, dq_hat, de_hat, dk_hat, x, unit, part, *made,
             dq, dk, dg, dbeta, derase, scale, T, **channels,
         ),

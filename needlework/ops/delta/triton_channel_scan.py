@@ -13,7 +13,7 @@ from torch import Tensor
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import block, token_tile
-from needlework.ops.common.triton_types import padded
+from needlework.ops.common.triton_types import cdiv, padded
 from needlework.ops.delta.arguments import width
 from needlework.ops.delta.triton_channel_intra import Saved, case, rule_of, solve_dtype, triton_dtype
 
@@ -132,7 +132,7 @@ def scan(saved: Saved, v, beta, write, initial_state, alignment, *, plan, save) 
     W = v.new_empty(v.shape, dtype=solve_dtype(v.dtype)) if save else None
     rows, square = operands(plan)
     run(
-        scan_kernel, (alignment.N * HV * triton.cdiv(V, BV),),
+        scan_kernel, (alignment.N * HV * cdiv(V, BV),),
         rows(saved.q_hat, BK), rows(saved.e_hat, BK), rows(saved.k_hat, BK), square(saved.Tp), square(saved.Pp), saved.whole,
         rows(W, BV), rows(v, BV), beta, rows(write, BV), initial_state, rows(o, BV), final, alignment.spans, T, **constants,
     )  # fmt: skip

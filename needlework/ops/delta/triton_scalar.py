@@ -6,6 +6,8 @@ beta None: nothing is erased, S_t = e^{g_t} S_{t-1} + k_t v_tᵀ. lam None: x = 
 `triton_intra.py` makes what each chunk needs, `triton_scan.py` walks the chunks; their constants are in scalar.plans.json.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -236,6 +238,7 @@ def inverse_constants(dtype: torch.dtype) -> dict[str, object]:
     return {"TT": TYPES[inverse(dtype)], "SOLVE": "tf32x3" if dtype == torch.float16 else "ieee"}
 
 
+@cache
 def intra_constants(plan: Plan, dtype, H, HR, HV, K, gate, erase, lam, read, copy, save) -> dict[str, object]:
     own = {**plan.launch["intra"], "BK": min(plan.launch["intra"]["BK"], padded(K))}
     return dict(
@@ -244,6 +247,7 @@ def intra_constants(plan: Plan, dtype, H, HR, HV, K, gate, erase, lam, read, cop
     )  # fmt: skip
 
 
+@cache
 def scan_constants(plan: Plan, dtype, H, HR, HV, K, V, erase, lam, read, init, save) -> dict[str, object]:
     own = {name: x for name, x in plan.launch["scan"].items() if name != "NP"}
     KB = min(padded(K), 128)
@@ -262,6 +266,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
         (intra, intra_constants(plan, dtype, 2, 2, 2, K, 1, 1, 1, 0, solve(dtype) != dtype, 1)),
         (scan, scan_constants(plan, dtype, 2, 2, 2, K, V, 1, 1, 0, 1, 1)),
     ):
+        constants = dict(constants)
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
         types = dict.fromkeys(("p_r", "p_q", "p_k"), f"*{own}") | {"p_T": f"*{NAMES[inverse(dtype)]}"}
         types |= dict.fromkeys(("p_P", "p_A", "p_r_copy", "p_q_copy", "p_k_copy"), f"*{st}")

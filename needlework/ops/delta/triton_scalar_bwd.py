@@ -10,13 +10,12 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from triton import cdiv
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import token_tile
-from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, padded
+from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 from needlework.ops.delta.triton_adjoint import adjoint, amax
 from needlework.ops.delta.triton_combine import combine, gate, pairs
 from needlework.ops.delta.triton_replay import replay_forward, replay_reverse
@@ -93,7 +92,7 @@ def backward(
     none = new(0, dtype=st)
     M, N_, D = (new(B * HV, wide, 1, R, dtype=st) if wanted else none
                 for wanted in (True, beta is not None, read and lam is not None))  # fmt: skip
-    held, written, asked, from_start, to_end = (new(B, HV, rows) for _ in range(5))
+    held, written, asked, from_start, to_end = new(5, B, HV, rows).unbind()
     run(
         pairs, (wide // R * B * HV,),
         tile(do, BV, R), tile(du, BV, R), tile(W, BV, R), tile(v, BV, R), or_G(g), E, Pp, A, tile(do_, BV, R),

@@ -16,6 +16,7 @@ from torch import Tensor
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
+from needlework.ops.common.triton_types import cdiv, next_power_of_2
 
 SHORTEST = 16  # chunks of a segment that are worth a state
 LAUNCHES = 20  # what the launches of a split cost, in chunks of a chain
@@ -51,7 +52,7 @@ def segments(alignment: Alignment, parts: int) -> Alignment:
     """N·parts sequences: the p-th segment of sequence n is number n·parts + p, equal to a chunk. parts: at most `longest`."""
     N = alignment.N * parts
     cum = alignment.cum.new_empty(N + 1)
-    run(segments_kernel, (triton.cdiv(N + 1, 256),), alignment.cum, cum, N, parts, BLK=256, num_warps=4)
+    run(segments_kernel, (cdiv(N + 1, 256),), alignment.cum, cum, N, parts, BLK=256, num_warps=4)
     return Alignment(cum, N, alignment.T, -(-alignment.longest // parts), alignment.place)
 
 
@@ -69,7 +70,7 @@ def fix_up(M: Tensor, N: Tensor, first: Tensor | None, parts: int, *, reverse: b
     """
     (rows, HV, K, V), S = N.shape, torch.empty_like(N)
     constants = fix_up_constants(N.dtype, K, V) | {"FIRST": int(first is not None), "REVERSE": int(reverse)}
-    programs = rows // parts * HV * triton.cdiv(V, constants["BV"])
+    programs = rows // parts * HV * cdiv(V, constants["BV"])
     if programs:
         run(fix_up_kernel, (programs,), M, N, N if first is None else first.contiguous(), S, parts, HV, **constants)
     return S
@@ -145,7 +146,7 @@ def fix_up_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, object]:
     """Tiles of 16 values: as many programs as there can be, and products that are not Hopper's asynchronous ones."""
     # errors of M and S add up over the segments: float32 as three TF32 products
     precision = "ieee" if dtype == torch.float64 else "tf32x3"
-    KB = min(max(triton.next_power_of_2(K), 16), 64)
+    KB = min(max(next_power_of_2(K), 16), 64)
     return {"K": K, "V": V, "KB": KB, "BV": 16, "PRECISION": precision, "num_warps": 4, "num_stages": 1}
 
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.launch import Case, Plan, plan
+from needlework.ops.common.triton_types import cdiv, next_power_of_2
 from needlework.ops.delta.arguments import Prediction, width
 
 ENGINE = "delta/step"
@@ -87,7 +88,7 @@ def delta_step(
     launch = plan(ENGINE, q.device, q.dtype, K, V).launch["step"]
     constants = _constants(launch, K, V)
     with torch.cuda.device_of(q):
-        delta_step_kernel[(B * HV * triton.cdiv(V, constants["BV"]),)](
+        delta_step_kernel[(B * HV * cdiv(V, constants["BV"]),)](
             *tokens,
             state,
             slots,
@@ -131,8 +132,8 @@ def step(
 
 
 def _constants(launch: dict[str, int], K: int, V: int) -> dict[str, int]:
-    BV = min(launch["BV"], triton.next_power_of_2(V))
-    return {**launch, "K": K, "V": V, "BK": triton.next_power_of_2(K), "BV": BV}
+    BV = min(launch["BV"], next_power_of_2(V))
+    return {**launch, "K": K, "V": V, "BK": next_power_of_2(K), "BV": BV}
 
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:

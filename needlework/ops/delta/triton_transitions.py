@@ -14,7 +14,7 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import load_tile, token_tile
-from needlework.ops.common.triton_types import NAMES, accumulator
+from needlework.ops.common.triton_types import NAMES, accumulator, cdiv
 from needlework.ops.delta.triton_scalar import inverse, scan_constants, solve
 from needlework.ops.delta.triton_scan import factors
 
@@ -125,7 +125,7 @@ def transitions(
     x_k = tile(k, KB)
     x_T = x_k if beta is None else tile(Tp.view(-1, rows, 1, C), C)
     run(
-        transitions_kernel, (segments.N * HV * (triton.cdiv(V, BV) + triton.cdiv(K, BV)),),
+        transitions_kernel, (segments.N * HV * (cdiv(V, BV) + cdiv(K, BV)),),
         x_k if lam is None else tile(q, KB), x_k, tile(v, BV), x_T, E, N, M, segments.cum,
         T, rows, parts, **constants,
     )  # fmt: skip

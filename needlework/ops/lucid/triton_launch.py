@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton import cdiv, next_power_of_2
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan, plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import block
-from needlework.ops.common.triton_types import NAMES, TYPES, accumulator
+from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 from needlework.ops.lucid.triton_dk import key_gradient
 from needlework.ops.lucid.triton_keys import inverses, keys, peak, top
 from needlework.ops.lucid.triton_solve import before_panel, panel, solve

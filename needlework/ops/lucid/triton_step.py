@@ -12,12 +12,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import cdiv
 
 from needlework.ops.common.launch import Case, Plan, plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import plus_product
-from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, padded
+from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 from needlework.ops.lucid.triton_keys import TINY
 
 ENGINE = "lucid/step"

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton import cdiv
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan, plan
@@ -17,7 +16,7 @@ from needlework.ops.common.operator import backward_operator, operator
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse, run
 from needlework.ops.common.triton_tile import token_tile
-from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, padded
+from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 from needlework.ops.polar.custom_op import polar_checked
 from needlework.ops.polar.state import PolarState, after_pages
 from needlework.ops.polar.triton_bwd import keys, prepare, queries, totals

@@ -6,14 +6,13 @@ paged.plans.json.
 
 import torch
 from torch import Tensor
-from triton import cdiv, next_power_of_2
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan, plan
 from needlework.ops.common.operator import operator
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import token_tile
-from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, padded
+from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2, padded
 from needlework.ops.polar.state import PolarState
 from needlework.ops.polar.triton_paged import append, decode, merge
 from needlework.ops.polar.triton_prefill import prefill
