@@ -1,10 +1,13 @@
 """What is measured of a model: which keys, at which lengths, and that the rows are what they claim to be."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from needlework.data import byte_tokenizer, load_corpus
 from needlework.data.tokenizer import decode_bytes
-from needlework.measure import TASKS, Evaluation, measure, needle_in_text
+from needlework.measure import TASKS, Evaluation, at_once, measure, needle_in_text
 from needlework.run import build
 from recipes import demo
 
@@ -19,6 +22,18 @@ def test_every_task_fills_its_rows_to_the_length_that_was_asked_for(corpus, task
     episodes = TASKS[task](corpus, 0, 3, 1024)
     assert episodes.input_ids.shape == (3, 1024)
     assert (episodes.targets != -100).any(1).all()
+
+
+@pytest.mark.parametrize(
+    ("GiB", "vocabulary", "T", "rows"),
+    [(140, 8192, 2048, 127), (140, 8192, 65536, 3), (24, 32000, 2048, 6), (24, 32000, 65536, 1)],
+)
+def test_a_gpu_takes_the_rows_whose_logits_it_holds_and_counts(monkeypatch, GiB, vocabulary, T, rows):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=GiB << 30))
+    model = SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(vocab_size=vocabulary))
+    assert at_once(model, T) == rows
+    model.device = torch.device("cpu")
+    assert at_once(model, T) == max(1, 8192 // T)
 
 
 def test_an_unknown_task_is_refused_by_name():

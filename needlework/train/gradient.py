@@ -34,8 +34,8 @@ def norms(model: nn.Module, world: World) -> dict[str, float]:
 def clip_(parameters: Iterable[nn.Parameter], norm: float, bound: float) -> None:
     """Scales their part of a gradient whose norm is `norm` to `bound` at most, as `torch.nn.utils.clip_grad_norm_` does."""
     factor = bound / (norm + 1e-6)
-    if factor < 1 and (held := [_local(gradient) for gradient in _gradients(parameters)]):
-        torch._foreach_mul_(held, factor)
+    if factor < 1:
+        torch._foreach_mul_([_local(gradient) for gradient in _gradients(parameters)], factor)
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """A step's end: its numbers, on their way to the host, and the optimisers that they let move.
 
 Whether a step is to be taken is known on the device when its backward ends; the host hears of it later, and launching an optimiser
-takes it milliseconds more. So what can decide on the device is launched before, and the device never waits for the host.
+takes it milliseconds more. So what can decide on the device is launched before the host has read anything.
 """
 
 import math
@@ -38,9 +38,7 @@ class Numbers:
         cuda = self.there.is_cuda
         self.here = torch.empty(self.there.shape, dtype=self.there.dtype, pin_memory=cuda)
         self.here.copy_(self.there, non_blocking=True)
-        self.copied = torch.cuda.Event() if cuda else None
-        if cuda:
-            self.copied.record()
+        self.copied = torch.cuda.current_stream(self.there.device).record_event() if cuda else None
 
     def read(self) -> Read:
         """The host waits here, for the backward and not for what was launched since."""
@@ -77,7 +75,6 @@ class Update:
 
     def finish(self, norm: float) -> None:
         """The others' steps, of a gradient that the host knows to be sound."""
-        waiting = [p for optimizer in self.late for group in optimizer.param_groups for p in group["params"]]
-        gradient.clip_(waiting, norm, self.clip)
         for optimizer in self.late:
+            gradient.clip_([p for group in optimizer.param_groups for p in group["params"]], norm, self.clip)
             optimizer.step()

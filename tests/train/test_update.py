@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from needlework.train import AdamW, Muon
-from needlework.train.guard import FINITE, Limits
+from needlework.train import AdamW, Guard, Muon
+from needlework.train.guard import FINITE, Limits, Watch
 from needlework.train.losses import Addends
 from needlework.train.update import Numbers, Update
 from needlework.train.world import World
@@ -19,12 +19,16 @@ ADAMW = AdamW(lr=1e-2, weight_decay=0.1)
 MUON = Muon(lr=1e-2, rest=ADAMW)
 
 
-def with_gradients(factor: float = 1.0) -> Tiny:
+def with_gradients() -> Tiny:
     torch.manual_seed(0)
     model = Tiny()
     for p in model.parameters():
-        p.grad = factor * torch.randn_like(p)
+        p.grad = torch.randn_like(p)
     return model
+
+
+def kept(optimizers) -> list[torch.Tensor]:
+    return [x for optimizer in optimizers for state in optimizer.state_dict()["state"].values() for x in state.values()]
 
 
 def numbers(model, *losses: float) -> Numbers:
@@ -46,9 +50,11 @@ def test_the_host_reads_what_the_device_has():
 @pytest.mark.parametrize("optim", [ADAMW, MUON], ids=["adamw", "muon"])
 @pytest.mark.parametrize("share", [0.1, 10.0], ids=["clipped", "short"])
 def test_a_sound_step_is_that_of_a_clipped_gradient(optim, share):
+    """Neither rule's step changes with the gradient's size; what it remembers of gradients does."""
     ours, theirs = with_gradients(), with_gradients()
     clip = share * norm_of(ours)
-    update = Update(optim.build(ours.named_parameters()), clip)
+    optimizers = optim.build(ours.named_parameters())
+    update = Update(optimizers, clip)
     for _ in range(3):
         here = numbers(ours, 1.0)
         update.begin(here, FINITE)
@@ -60,6 +66,20 @@ def test_a_sound_step_is_that_of_a_clipped_gradient(optim, share):
             optimizer.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for a, b in zip(kept(optimizers), kept(literal), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-9)
+
+
+def test_a_step_at_its_limits_is_taken_as_the_host_would():
+    model = with_gradients()
+    here = numbers(model, 2.0)
+    norm, limits = here.read().norm, Limits(2.0, here.read().norm)
+    before = deepcopy(model)
+    Update(ADAMW.build(model.named_parameters()), 1.0).begin(here, limits)
+    assert not equal(model, before)
+    watch = Watch(Guard(spike=2.0, window=1))
+    watch.took(1.0, norm / 2)
+    assert watch.limits() == limits and watch.verdict(2.0, norm) is None
 
 
 @pytest.mark.parametrize(
@@ -80,11 +100,10 @@ def test_a_step_that_is_not_sound_changes_nothing(loss, factor, limits):
     update.begin(numbers(model, 1.0), FINITE)  # there are moments to spoil
     for p in model.parameters():
         p.grad = factor * torch.ones_like(p)
-    before, kept = deepcopy(model), deepcopy(optimizers[0].state_dict()["state"])
+    before, remembered = deepcopy(model), deepcopy(kept(optimizers))
     update.begin(numbers(model, loss), limits)
     assert equal(model, before)
-    for i, state in optimizers[0].state_dict()["state"].items():
-        assert all(torch.equal(x, kept[i][name]) for name, x in state.items())
+    assert all(torch.equal(a, b) for a, b in zip(kept(optimizers), remembered, strict=True))
     assert all(torch.equal(p.grad, factor * torch.ones_like(p)) or math.isnan(factor) for p in model.parameters())
 
 

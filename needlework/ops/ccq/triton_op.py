@@ -156,7 +156,7 @@ def ccq_triton_fwd(
     return cleaned, *final, *kept.given()
 
 
-def _call(q, k, eta, g, C, mean, n, cu_seqlens, *, save: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], _Kept]:
+def _call(q, k, eta, g, C, mean, n, cu_seqlens, *, save: bool) -> tuple[Tensor, tuple[Tensor, ...], _Kept]:
     """`_forward` of tokens that lie as the caller has them."""
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
@@ -231,12 +231,12 @@ def _final_place(line: _Line, C: Tensor | None) -> Tensor:
     return make(line.at.N, line.H, line.K, line.K, dtype=line.wide, device=line.device)
 
 
-def _untouched(line: _Line, C, mean, n) -> list[Tensor]:
+def _untouched(line: _Line, C, mean, n) -> tuple[Tensor, ...]:
     """The final state where there is no token."""
     if C is not None:
-        return [x.to(line.wide, copy=True) for x in (C, mean, n)]
+        return tuple(x.to(line.wide, copy=True) for x in (C, mean, n))
     sizes = (line.K, line.K), (line.K,), ()
-    return [torch.zeros(line.at.N, line.H, *size, dtype=line.wide, device=line.device) for size in sizes]
+    return tuple(torch.zeros(line.at.N, line.H, *size, dtype=line.wide, device=line.device) for size in sizes)
 
 
 def _no_chunk(q: Tensor, line: _Line) -> _Kept:
