@@ -9,6 +9,7 @@ TRAINING = results.ROOT.parent / "training"
 SHARES = ("step", "share")
 ORDER = ("gated", "qdelta", "kda", "carve-gates-given", "carve", "ccq", "ccq+gated",
          "lucid", "lucid/clustered", "lucid/attention", "polar", "polar/decode")  # fmt: skip
+SIZES = ("60m", "125m", "1.3b")
 
 
 def number(x: float | None, digits: int) -> str:
@@ -78,7 +79,7 @@ def heading(rows: list[dict]) -> str:
 def training(rows: list[dict]) -> list[str]:
     """Whole training steps of one device, by size and mixer, the shortest rows first."""
     lines = [heading(rows), "", "| mixer | parameters | B, T | ms | tokens/s | MFU | bar | MiB |", "|" + " --- |" * 8]
-    for r in sorted(rows, key=lambda r: (r["size"], r["op"], r["impl"], r["shape"]["T"])):
+    for r in sorted(rows, key=lambda r: (SIZES.index(r["size"]), r["op"], r["impl"], r["shape"]["T"])):
         name = r["op"] if r["impl"] == "needlework" else f"{r['op']} ({r['impl']}'s layer)"
         bar = "" if r["bar"] is None else told(r["bar"], r["mfu"] >= r["bar"])
         figures = (f"{r['parameters'] / 1e6:,.0f}M", f"{r['shape']['B']}, {r['shape']['T']:,}", number(r["ms"], 0), number(r["tokens_per_second"], 0),
