@@ -104,8 +104,8 @@ def carve_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: 
     forgotten = math.log(2) / (32 * (8192 / 32) ** quantile)
     start = torch.log(torch.expm1(forgotten)).expand(H, K)  # the decay's softplus and the erase gate's σ both start there
     x = inputs(generator, B, T, H, K, V, gate=None)
-    x |= {"f": 0.3 * normal(B, T, H, K), "b": 0.3 * normal(B, T, H, K) + start, "w": normal(B, T, H)}
-    x |= {"A_log": 0.1 * normal(H, K), "dt_bias": start + 0.1 * normal(H, K)}
+    x |= {"f": 0.3 * normal(B, T, H, K), "b": 0.3 * normal(B, T, H, K), "w": normal(B, T, H)}
+    x |= {"A_log": 0.1 * normal(H, K), "dt_bias": start + 0.1 * normal(H, K), "b_bias": start.clone()}
     return x | {"w1": normal(rank, V) * V**-0.5, "w2": normal(K, rank) * rank**-0.5}
 
 
@@ -116,7 +116,7 @@ def draws(generator: torch.Generator) -> tuple[Callable[..., Tensor], Callable[.
 
 def without_content(x: dict[str, Tensor]) -> dict[str, Tensor]:
     """KDA's arguments that CARVE's are without its content: the peer has none."""
-    l = -x["A_log"].exp() * softplus(x["f"] + x["dt_bias"]) + logsigmoid(-x["b"])
+    l = -x["A_log"].exp() * softplus(x["f"] + x["dt_bias"]) + logsigmoid(-x["b"] - x["b_bias"])
     return {name: x[name] for name in "qkv"} | {"g": l, "beta": torch.sigmoid(x["w"]).to(x["q"])}
 
 
@@ -189,7 +189,7 @@ def _carve() -> Case:
         peer_inputs=without_content,
         bars={"fwd": 0.75, "fwd+bwd": 0.6},
         flops=6 * K * V + 4 * 16 * (K + V),
-        numbers=6 * K + 2 * V,  # f and b are float32
+        numbers=4 * K + 2 * V,
     )
 
 

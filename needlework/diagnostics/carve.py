@@ -27,8 +27,9 @@ def carve(model: nn.Module, input_ids: Tensor, content_chunk: int) -> list[Carve
     return [CarveLayer(*numbers) for numbers in together(partial(_layer, content_chunk), heard(model, input_ids, "carve"))]
 
 
-def _layer(L: int, q, k, v, f, b, w, A_log, dt_bias, w1, w2, o) -> tuple[Tensor, Tensor]:
+def _layer(L: int, q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, o) -> tuple[Tensor, Tensor]:
     """A `CarveLayer`'s numbers."""
+    b = b + b_bias
     whole = o[:, : o.shape[1] // L * L]
     means = whole.unflatten(1, (-1, L)).mean(2)  # [B chunks H V]
     means = torch.cat([torch.zeros_like(means[:, :1]), means], 1).repeat_interleave(L, 1)[:, : o.shape[1]]

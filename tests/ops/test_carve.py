@@ -47,7 +47,7 @@ def blind(T: int = 48, seed: int = 0):
 
 @pytest.mark.parametrize("prediction", ["previous", "decayed"])
 @pytest.mark.parametrize("R", [1, 2, 4])
-def test_all_thirteen_gradients_are_autograd_of_the_definition(R, prediction):
+def test_all_fourteen_gradients_are_autograd_of_the_definition(R, prediction):
     inputs = inputs_of(3, 30, R=R)
     state = state_of(3, [0, 7, 3])
     carried = dict(zip(("S", "m", "total"), state[:3], strict=True))
@@ -61,7 +61,7 @@ def test_all_thirteen_gradients_are_autograd_of_the_definition(R, prediction):
         return differentiate(call, {**inputs, **carried})
 
     (value, fast), (wanted, exact) = run(chunk_carve), run(recurrent_carve)
-    assert len(exact) == 13 and all(exact[name].any() for name in exact)
+    assert len(exact) == 14 and all(exact[name].any() for name in exact)
     assert_close(value, wanted, "value")
     assert_close(fast, exact, "gradient")
 

@@ -40,7 +40,8 @@ def case_of(bench, key):
 @pytest.mark.parametrize("key", KEYS)
 def test_a_case_is_within_its_budget_or_has_no_kernel(bench, key):
     try:
-        ratio, name = bench("judge").judge(case_of(bench, key), CPU, torch.float32, T=20)
+        # of 20 tokens a parameter's gradient may be a difference of few terms, and its error one draw
+        ratio, name = bench("judge").judge(case_of(bench, key), CPU, torch.float32, T=40)
     except ValueError as error:
         assert "no Triton kernel" in str(error)
         pytest.skip(str(error))

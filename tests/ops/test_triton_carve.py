@@ -31,9 +31,9 @@ def state_of(position, seed=1):
 def ours(*, content_chunk=64, prediction="previous", scale=None, initial_state=None, cu_seqlens=None, **inputs):
     from needlework.ops.carve.triton_op import carve
 
-    given = tuple(inputs[name] for name in NAMES)
-    tensors, _, settings = checked(given, content_chunk, prediction, scale, initial_state, cu_seqlens)
-    return carve(*tensors, initial_state, cu_seqlens, **settings._asdict())
+    given, b_bias = tuple(inputs[name] for name in NAMES), inputs["b_bias"]
+    tensors, _, settings = checked(given, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
+    return carve(*tensors, b_bias, initial_state, cu_seqlens, **settings._asdict())
 
 
 def part(inputs, a, b):
@@ -117,7 +117,7 @@ def test_results_keep_the_error_budget(style, dtype):
     from needlework.testing.errors import error_over_budget, operand
 
     inputs, settings = inputs_of(4, 64, style=style), {"content_chunk": 16}
-    stored = {name: x.to(dtype if name in ("q", "k", "v") else torch.float32) for name, x in inputs.items()}
+    stored = {name: x.to(dtype if name in ("q", "k", "v", "f", "b") else torch.float32) for name, x in inputs.items()}
     wide, single = ({name: x.to(kind) for name, x in stored.items()} for kind in (torch.float64, torch.float32))
     settings |= {"output_final_state": True}
     runs = (
@@ -164,7 +164,7 @@ def test_what_is_kept_is_the_state_at_every_content_chunks_start():
     L, position, ends = 8, [7, 2, 0, 5], [0, 4, 4, 20, 31]
     inputs, state = inputs_of(1, 31), state_of(position)
     settings = {"content_chunk": L, "prediction": "previous", "scale": 0.25}
-    tensors = (*(inputs[name] for name in NAMES), *state)
+    tensors = (*(inputs[name] for name in (*NAMES, "b_bias")), *state)
     results = carve_triton_fwd(*tensors, torch.tensor(ends), *settings.values(), 1, True)
     kept_S, kept_m = results[5:7]
     slot = 0
@@ -188,7 +188,7 @@ def test_torch_library_accepts_the_operator(save, kind, R):
     x = inputs_of(1 if kind == "packed" else 2, T)
     cu_seqlens = torch.tensor([0, 9, 22]) if kind == "packed" else None
     state = (None,) * 4 if kind == "batch" else tuple(state_of([3, 0]))
-    args = (*(x[name] for name in NAMES), *state, cu_seqlens, 8, "previous", 0.25, R, save)
+    args = (*(x[name] for name in (*NAMES, "b_bias")), *state, cu_seqlens, 8, "previous", 0.25, R, save)
     torch.library.opcheck(carve_triton_fwd, args, test_utils=("test_schema", "test_faketensor"))
 
 

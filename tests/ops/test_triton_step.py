@@ -156,6 +156,7 @@ def test_a_delta_step_reaches_slots_beyond_two_to_the_31():
 def test_a_carve_step_is_the_definition_s_token(prediction, R):
     """Rows start at different positions, and content chunks of 4 end at different tokens."""
     inputs = carve.sample(torch.Generator().manual_seed(0), len(OWNER), T, "strong", R=R)
+    inputs["b"] = inputs["b"] + inputs.pop("b_bias")
     parameters = {name: inputs.pop(name) for name in ("A_log", "dt_bias", "w1", "w2")}
     table = filled(empty_carve(4, carve.H, carve.K, carve.V, dtype=torch.float64))
     table.position.copy_(torch.tensor([1, 2, 3, 0]))
@@ -207,6 +208,7 @@ def test_steps_pass_opcheck(slots):
     check(delta_step, (*tensors, torch.zeros(2, 4, K, V, dtype=torch.float64), slots, 0.3, "decayed"))
 
     x = carve.sample(torch.Generator().manual_seed(0), 2, 1, "random", R=2)
+    del x["b_bias"]
     tensors = [x[:, 0] if name in ("q", "k", "v", "f", "b", "w") else x for name, x in x.items()]
     state = empty_carve(2, carve.H, carve.K, carve.V, dtype=torch.float64)
     check(carve_step, (*tensors, *state, slots, 1, "previous", 0.3))

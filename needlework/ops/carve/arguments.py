@@ -22,6 +22,7 @@ class Settings(NamedTuple):
 
 def checked(
     tensors: tuple[Tensor, ...],
+    b_bias: Tensor | None,
     content_chunk: int,
     prediction: Prediction,
     scale: float | None,
@@ -45,6 +46,8 @@ def checked(
     check("A_log", A_log, "H K", H=H, K=K)
     check("dt_bias", dt_bias, "H K", H=H, K=K)
     V = v.shape[-1]
+    if b_bias is not None:
+        check("b_bias", b_bias, "H K", H=H, K=K)
     check("w1", w1, "r V", V=V)
     check("w2", w2, "K r", K=K, r=w1.shape[0])
     if content_chunk < 1:
@@ -62,6 +65,14 @@ def checked(
         k, v = k.unsqueeze(3), v.unsqueeze(3)
     settings = Settings(content_chunk, prediction, K**-0.5 if scale is None else scale)
     return (q, k, v, f, b, w, A_log, dt_bias, w1, w2), state, settings
+
+
+def biased(tensors: tuple[Tensor, ...], b_bias: Tensor | None) -> tuple[Tensor, ...]:
+    """q, k, v, f, b, … with b + b_bias for b, in float32 or wider."""
+    if b_bias is None:
+        return tensors
+    q, k, v, f, b, *rest = tensors
+    return q, k, v, f, b.to(width(b)) + b_bias.to(width(b)), *rest
 
 
 def check_position(position: Tensor, content_chunk: int) -> None:

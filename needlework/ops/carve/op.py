@@ -5,7 +5,7 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.carve import reference
-from needlework.ops.carve.arguments import Prediction, check_position, checked
+from needlework.ops.carve.arguments import Prediction, biased, check_position, checked
 from needlework.ops.carve.custom_op import carve_fwd
 from needlework.ops.carve.state import CarveOutput, CarveState
 from needlework.ops.common.launch import misfit
@@ -25,6 +25,7 @@ def chunk_carve(
     w1: Tensor,
     w2: Tensor,
     *,
+    b_bias: Tensor | None = None,
     content_chunk: int = 64,
     prediction: Prediction = "previous",
     scale: float | None = None,
@@ -37,21 +38,22 @@ def chunk_carve(
     """CARVE: a delta rule whose erase gate sees what the memory has answered.
 
         S_t = Diag(e^{l_t}) S_{t-1} + σ(w_t) Σ_r k_tr (v_tr − S_{t-1}ᵀ k_tr)ᵀ,    o_t = scale · S_tᵀ q_t
-        l_t = −exp(A_log) softplus(f_t + dt_bias) + log(1 − σ(b_t + w2 tanh(w1 m)))
+        l_t = −exp(A_log) softplus(f_t + dt_bias) + log(1 − σ(b_t + b_bias + w2 tanh(w1 m)))
         m   = mean of o over the content chunk before token t's, 0 in the first
 
     q [B T H K]: the read; with CCQ the cleaned query, which m then follows. It takes no part in the write.
     k [B T H K] or [B T H R K], v [B T H V] or [B T H R V]: R in {1, 2, 4} rows written a token, which do not see each
         other. Unit keys. R > 1 is stable for σ(w) < 2/R or orthogonal keys only.
     f, b [B T H K]: pre-activations of the decay and the erase gate, any finite number. w [B T H]: logit of the write gate.
-    A_log, dt_bias [H K]; w1 [r V], w2 [K r], shared by the heads: with w2 = 0 the op is bit-equal to the memory-blind one.
+    A_log, dt_bias, b_bias [H K], the last zero by default; w1 [r V], w2 [K r], shared by the heads: with w2 = 0 the op is bit-equal
+        to the memory-blind one.
     content_chunk: tokens of a content chunk, >= 1: a property of the model. chunk_size: the kernel's, invisible.
     prediction: "previous" reads S_{t-1} (Eq. 5), "decayed" Diag(e^{l_t}) S_{t-1} (Appendix E: KDA's order).
     scale: of o and so of m; K ** -0.5 by default.
     initial_state: CarveState of N = B rows, or one per packed sequence; rows may stand at different positions. Zeros if None.
     cu_seqlens [N+1]: packs sequences along T (B = 1); content chunks restart at each. An empty one keeps its state.
 
-    Dtypes: q, k, v share one. float64 computes in float64, all else in float32; o has q's dtype, the state is float32 (or
+    Dtypes: q, k, v share one; f, b and w may be in half precision too and are widened before their biases are added. float64 computes in float64, all else in float32; o has q's dtype, the state is float32 (or
     float64), each gradient has its tensor's dtype. State: resume at any token; bit-equal when cut where content chunks end
     and chunk_size divides content_chunk. Error: twice the definition's own (the card).
     impl: "torch" is the content-chunked path, "reference" the token loop, "triton" the kernels, which "auto" takes on CUDA.
@@ -65,6 +67,7 @@ def chunk_carve(
     if path == "reference":
         return recurrent_carve(
             *tensors,
+            b_bias=b_bias,
             content_chunk=content_chunk,
             prediction=prediction,
             scale=scale,
@@ -72,13 +75,14 @@ def chunk_carve(
             output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
         )
-    tensors, state, settings = checked(tensors, content_chunk, prediction, scale, initial_state, cu_seqlens)
+    tensors, state, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
     if path == "triton":
         from needlework.ops.carve.triton_op import carve
 
-        o, state = carve(*tensors, initial_state, cu_seqlens, **settings._asdict())
+        b_bias = torch.zeros_like(dt_bias) if b_bias is None else b_bias
+        o, state = carve(*tensors, b_bias, initial_state, cu_seqlens, **settings._asdict())
         return CarveOutput(o, state if output_final_state else None)
-    o, S, m, total, position, _, _ = carve_fwd(*tensors, *state, cu_seqlens, *settings, chunk_size)
+    o, S, m, total, position, _, _ = carve_fwd(*biased(tensors, b_bias), *state, cu_seqlens, *settings, chunk_size)
     # autocast widens what the operator is given
     return CarveOutput(o.to(q.dtype), CarveState(S, m, total, position) if output_final_state else None)
 
@@ -95,6 +99,7 @@ def recurrent_carve(
     w1: Tensor,
     w2: Tensor,
     *,
+    b_bias: Tensor | None = None,
     content_chunk: int = 64,
     prediction: Prediction = "previous",
     scale: float | None = None,
@@ -108,11 +113,11 @@ def recurrent_carve(
     operand: applied to every operand of a matrix or outer product, to emulate a narrower precision.
     """
     tensors = (q, k, v, f, b, w, A_log, dt_bias, w1, w2)
-    tensors, state, settings = checked(tensors, content_chunk, prediction, scale, initial_state, cu_seqlens)
+    tensors, state, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
     check_position(state.position, content_chunk)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
-    wide = (x.to(width(q)) for x in tensors)
+    wide = (x.to(width(q)) for x in biased(tensors, b_bias))
     o, state = reference.recurrent(*wide, state=state, cu_seqlens=cu_seqlens, operand=operand, **settings._asdict())
     return CarveOutput(o.to(q.dtype), state if output_final_state else None)
 
@@ -130,6 +135,7 @@ def step_carve(
     w2: Tensor,
     *,
     state: CarveState,
+    b_bias: Tensor | None = None,
     slots: Tensor | None = None,
     content_chunk: int = 64,
     prediction: Prediction = "previous",
@@ -145,7 +151,8 @@ def step_carve(
     tensors = (q, k, v, f, b, w)
     now = (*(x.unsqueeze(1) for x in tensors), A_log, dt_bias, w1, w2)
     any_slot = CarveState(*(x[:1].expand(len(q), *x.shape[1:]) for x in state))
-    *_, settings = checked(now, content_chunk, prediction, scale, any_slot, None)
+    *_, settings = checked(now, b_bias, content_chunk, prediction, scale, any_slot, None)
+    tensors = biased(tensors, b_bias)
     if (
         resolve("carve", "auto", q.device, lambda: misfit("carve/step", q.device, q.dtype, q.shape[-1], v.shape[-1]))
         == "triton"
@@ -156,7 +163,7 @@ def step_carve(
     slots = torch.arange(len(q), device=q.device) if slots is None else slots
     live = slots >= 0
     held = CarveState(*(x[slots[live]] for x in state))
-    tensors = (*(x[live].unsqueeze(1) for x in (q, k, v, f, b, w)), A_log, dt_bias, w1, w2)
+    tensors = (*(x[live].unsqueeze(1) for x in tensors), A_log, dt_bias, w1, w2)
     with torch.no_grad():
         now, new = recurrent_carve(
             *tensors,

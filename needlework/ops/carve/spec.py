@@ -9,7 +9,7 @@ from torch.nn.functional import softplus
 
 from needlework.ops.api import Limit, OpSpec
 from needlework.ops.carve import reference
-from needlework.ops.carve.arguments import checked
+from needlework.ops.carve.arguments import biased, checked
 from needlework.ops.carve.op import chunk_carve, recurrent_carve, step_carve
 from needlework.ops.carve.state import CarveOutput, empty_state
 from needlework.ops.common.samples import keys, normal, uniform, unit
@@ -30,23 +30,33 @@ def sample(generator: torch.Generator, B: int, T: int, style: str, *, R: int = 1
         "k": k.contiguous() if R > 1 else k.squeeze(3),
         "v": v if R > 1 else v.squeeze(3),
         "f": f,
-        "b": normal(generator, B, T, H, K) - 4,
+        "b": normal(generator, B, T, H, K),
         "w": uniform(generator, -2, 2, B, T, H) if R == 1 else uniform(generator, -3, -0.5, B, T, H),  # σ(w) < 2/R
         "A_log": uniform(generator, -0.5, 0, H, K),
         "dt_bias": 0.1 * normal(generator, H, K),
         "w1": normal(generator, r, V),
         "w2": normal(generator, K, r),
+        "b_bias": 0.5 * normal(generator, H, K) - 4,
     }
 
 
 def literal(*, chunk_size: int = 64, operand=reference.identity, output_final_state: bool = False, **call) -> CarveOutput:
     """The chunk form as the spec page prints it, with the op's arguments."""
     names = ("q", "k", "v", "f", "b", "w", "A_log", "dt_bias", "w1", "w2")
-    tensors, cu_seqlens = tuple(call.pop(name) for name in names), call.pop("cu_seqlens", None)
+    tensors, cu_seqlens, b_bias = (
+        tuple(call.pop(name) for name in names),
+        call.pop("cu_seqlens", None),
+        call.pop("b_bias", None),
+    )
     given = {"content_chunk": 64, "prediction": "previous", "scale": None, "initial_state": None} | call
-    tensors, state, settings = checked(tensors, **given, cu_seqlens=cu_seqlens)
+    tensors, state, settings = checked(tensors, b_bias, **given, cu_seqlens=cu_seqlens)
     o, state = reference.literal(
-        *tensors, state=state, cu_seqlens=cu_seqlens, chunk_size=chunk_size, operand=operand, **settings._asdict()
+        *biased(tensors, b_bias),
+        state=state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        operand=operand,
+        **settings._asdict(),
     )
     return CarveOutput(o, state if output_final_state else None)
 
@@ -72,8 +82,8 @@ def memory(run: Callable[..., CarveOutput]) -> Callable[..., tuple[Tensor, Tenso
 def gates_given(prediction: str) -> Callable[..., tuple]:
     """The delta family with g = l and beta = w, l from the page's own words: −exp(A) softplus(f + τ) + log(1 − b)."""
 
-    def run(*, q, k, v, f, b, w, A_log, dt_bias, w1, w2) -> tuple:
-        l = -A_log.exp() * softplus(f + dt_bias) + torch.log1p(-torch.sigmoid(b))
+    def run(*, q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias) -> tuple:
+        l = -A_log.exp() * softplus(f + dt_bias) + torch.log1p(-torch.sigmoid(b + b_bias))
         return chunk_delta(q, k, v, l, torch.sigmoid(w), prediction=prediction, output_final_state=True)
 
     return run
@@ -108,7 +118,7 @@ def _spec(name: str, *, R: int = 1, styles: tuple[str, ...] = ("random",), limit
         step=partial(step_carve, **settings),
         inputs=partial(sample, R=R),
         tokens=("q", "k", "v", "f", "b", "w"),
-        half=("q", "k", "v"),
+        half=("q", "k", "v", "f", "b"),
         table=lambda B: empty_state(B, H, K, V, dtype=torch.float64),
         styles=styles,
         limits=limits,

@@ -48,16 +48,17 @@ class Gradients(NamedTuple):
     dt_bias: Tensor
     w1: Tensor
     w2: Tensor
+    b_bias: Tensor
     S: Tensor
     m: Tensor
     total: Tensor
 
 
 def backward(
-    do, dS, dm, dtotal, q, k, v, f, b, w, A_log, dt_bias, w1, w2, layout: Layout, kept_S, kept_m, saved: Saved,
+    do, dS, dm, dtotal, q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, layout: Layout, kept_S, kept_m, saved: Saved,
     *, content_chunk: int, prediction: str, scale: float, R: int, plan: Plan,
 ) -> Gradients:  # fmt: skip
-    """All 13 gradients, for contiguous tensors in rows as `layout` says, T > 0; dS, dm and dtotal, in `width(q)`, are used up.
+    """All 14 gradients, for contiguous tensors in rows as `layout` says, T > 0; dS, dm and dtotal, in `width(q)`, are used up.
 
     Of R rows a token, f and b lie in the first and q and do in the last; elsewhere, and in gaps, f = b = −∞ and the rest is 0. w are
     logits. kept_S [slots H K V], kept_m [slots H V]: what the forward started a content chunk from.
@@ -72,7 +73,7 @@ def backward(
     slots = pad((layout.bases + steps).clamp_(max=layout.slots - 1), (0, -N % 4))
     m = kept_m if layout.place is None else kept_m.masked_fill(_unused(layout, spans, slots), 0)
     z = torch.tanh(m @ w1.to(ACC).T)  # [slots H r]
-    u = z @ w2.to(ACC).T
+    u = b_bias.to(ACC) + z @ w2.to(ACC).T
     beta = torch.sigmoid(w.to(ACC))
 
     groups = cdiv(layout.parts, GROUP)
@@ -92,7 +93,7 @@ def backward(
     dA_log, ddt_bias = (x.clone() for x in terms.sum(1))
     dw = (beta * (1 - beta) * dbeta).to(w.dtype)
     dw1, dw2 = dz.flatten(0, 1).T @ m.flatten(0, 1), dcontent.flatten(0, 1).T @ z.flatten(0, 1)
-    parameters = zip((dA_log, ddt_bias, dw1, dw2), (A_log, dt_bias, w1, w2), strict=True)
+    parameters = zip((dA_log, ddt_bias, dw1, dw2, dcontent.sum(0)), (A_log, dt_bias, w1, w2, b_bias), strict=True)
     return Gradients(dq, dk, dv, df, db, dw, *(dx.to(x.dtype) for dx, x in parameters), dS, dm, dtotal)
 
 

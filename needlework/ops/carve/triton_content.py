@@ -1,6 +1,6 @@
 """A content chunk's recurrence, and what the chunk leaves to the next one's gates: m, the mean of its outputs, and u from it.
 
-    m = Σ o / L        u = W₂ tanh(W₁ m)        o before it is rounded, scale included
+    m = Σ o / L        u = τ_b + W₂ tanh(W₁ m)        o before it is rounded, scale included
 
 Programs own blocks of value columns. Whoever is the last to finish a head makes its u from the whole m: nobody waits.
 """
@@ -13,33 +13,35 @@ from needlework.ops.delta.triton_channel_scan import walk
 
 @triton.jit
 def content(
-    p_m, p_w1, p_w2, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
-    ACC: tl.constexpr,
+    p_m, p_w1, p_w2, p_b_bias, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
+    BR: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """u = W₂ tanh(W₁ m) of one head [BK], in base 2."""
+    """u = τ_b + W₂ tanh(W₁ m) of one head [BK], in base 2."""
     o_k, o_m, o_r = tl.arange(0, BK), tl.arange(0, BM), tl.arange(0, BR)
     in_k, in_m, in_r = o_k < K, o_m < V, o_r < RANK
     m = tl.load(p_m + o_m, mask=in_m, other=0.0, cache_modifier=".cg")
     w1 = tl.load(p_w1 + o_r[:, None] * V + o_m[None, :], mask=in_r[:, None] & in_m[None, :], other=0.0).to(ACC)
     z = 2 * tl.sigmoid(2 * tl.sum(w1 * m[None, :], 1)) - 1
     w2 = tl.load(p_w2 + o_k[:, None] * RANK + o_r[None, :], mask=in_k[:, None] & in_r[None, :], other=0.0).to(ACC)
-    return tl.sum(w2 * z[None, :], 1) * 1.4426950408889634
+    b_bias = tl.load(p_b_bias + o_k, mask=in_k, other=0.0).to(ACC)
+    return (b_bias + tl.sum(w2 * z[None, :], 1)) * 1.4426950408889634
 
 
 @triton.jit
 def content_kernel(
-    p_m, p_u, p_w1, p_w2, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
-    BR: tl.constexpr, ACC: tl.constexpr,
+    p_m, p_u, p_w1, p_w2, p_b_bias, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BR: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The u of a head that resumes with an m."""
     i_nh, o_k = tl.program_id(0).to(tl.int64), tl.arange(0, BK)
-    tl.store(p_u + i_nh * K + o_k, content(p_m + i_nh * V, p_w1, p_w2, K, V, RANK, BK, BM, BR, ACC), mask=o_k < K)
+    u = content(p_m + i_nh * V, p_w1, p_w2, p_b_bias + i_nh % H * K, K, V, RANK, BK, BM, BR, ACC)
+    tl.store(p_u + i_nh * K + o_k, u, mask=o_k < K)
 
 
 @triton.jit(do_not_specialize=["T", "N", "i"])
 def walk_kernel(
     q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, o, p_S, p_m, p_total, p_kept_S, p_kept_m, p_u, p_done, p_w1, p_w2,
-    p_spans, p_bases, p_ends, T, N, i,
+    p_b_bias, p_spans, p_bases, p_ends, T, N, i,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, L: tl.constexpr, R: tl.constexpr, SAVE: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr,
     ACC: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
@@ -93,5 +95,5 @@ def walk_kernel(
         tl.debug_barrier()  # every warp's part of m, before this program counts as done
         if tl.atomic_add(p_done + i_nh, 1, sem="acq_rel") % NV == NV - 1:
             tl.debug_barrier()
-            u = content(p_m + head * V, p_w1, p_w2, K, V, RANK, BK, BM, BR, ACC)
+            u = content(p_m + head * V, p_w1, p_w2, p_b_bias + j * K, K, V, RANK, BK, BM, BR, ACC)
             tl.store(p_u + head * K + o_k, u, mask=o_k < K)

@@ -5,7 +5,7 @@
     dcontent = −Σ_t σ(p) ⊙ dl,   dz = (dcontent W₂)(1 − z²),   dm += dz W₁                    `leave_kernel`, its end
     db = −σ(p) ⊙ dl,   df = −exp(A) σ(f + τ) ⊙ dl,   dτ = Σ df,   dA = Σ g ⊙ dl               `activation_kernel`, all rows at once
 
-u = W₂ z, z = tanh(W₁ m) of each content chunk are given. Rows of a gap hold f = b = −∞: l = 0, and no gradient passes. In half
+u = τ_b + W₂ z, z = tanh(W₁ m) of each content chunk are given. Rows of a gap hold f = b = −∞: l = 0, and no gradient passes. In half
 mode gradients inside a content chunk are float16 operands, scaled by a power of two of their own: dS and dtotal may grow or vanish
 from one content chunk to the next.
 """

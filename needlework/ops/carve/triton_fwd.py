@@ -18,7 +18,7 @@ from needlework.ops.delta.triton_channel_scan import operands, scan_constants
 
 
 def forward(
-    q, k, v, f, b, w, A_log, dt_bias, w1, w2, S, m, total, layout: Layout, *,
+    q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, S, m, total, layout: Layout, *,
     resumed: bool, prediction: str, scale: float, R: int, plan: Plan, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Saved]:  # fmt: skip
     """o, kept_S, kept_m (None without `save`) and Saved, for aligned rows, T > 0. S, m, total advance in place, in `width(q)`.
@@ -37,19 +37,20 @@ def forward(
     )
     o, beta = torch.empty_like(v), torch.sigmoid(w.to(ACC))
     kept_S, kept_m = (empty(layout.slots, *x.shape[1:], dtype=ACC) if save else None for x in (S, m))
-    u, done = torch.zeros(N, H, K, dtype=ACC, device=q.device), torch.zeros(N, H, dtype=torch.int32, device=q.device)
+    u = (b_bias.to(ACC) * 1.4426950408889634).repeat(N, 1, 1)  # to every bit what `content` makes of m = 0
+    done = torch.zeros(N, H, dtype=torch.int32, device=q.device)
 
     gates, walk = _constants(plan, q.dtype, H=H, K=K, V=V, rank=len(w1), L=layout.L, R=R, scale=scale, prediction=prediction)
     walk["SAVE"] = int(save)
     rows, square = operands(plan)
     if resumed:
-        sizes = {name: walk[name] for name in ("K", "V", "RANK", "BK", "BM", "BR", "ACC")}
-        run(content_kernel, (N * H,), m, u, w1, w2, **sizes, num_warps=walk["num_warps"])
+        sizes = {name: walk[name] for name in ("H", "K", "V", "RANK", "BK", "BM", "BR", "ACC")}
+        run(content_kernel, (N * H,), m, u, w1, w2, b_bias, **sizes, num_warps=walk["num_warps"])
     BK, BV = walk["BK"], walk["BV"]
     gates_args = q, k, f, b, u, A_log, dt_bias, beta, *saved[:6], layout.spans, T, N, layout.parts
     walk_args = (
         *(rows(x, BK) for x in saved[:3]), square(saved.Tp), square(saved.Pp), saved.whole, rows(saved.W, BV), rows(v, BV),
-        beta, rows(o, BV), S, m, total, kept_S, kept_m, u, done, w1, w2, layout.spans, layout.bases, layout.ends, T, N,
+        beta, rows(o, BV), S, m, total, kept_S, kept_m, u, done, w1, w2, b_bias, layout.spans, layout.bases, layout.ends, T, N,
     )  # fmt: skip
     launch_gates = Repeated(gates_kernel, (N * H * layout.parts, 1, 1), gates, *gates_args, VARIES)
     launch_walk = Repeated(walk_kernel, (N * H * cdiv(V, BV), 1, 1), walk, *walk_args, VARIES)
@@ -98,5 +99,5 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
         types[name] = f"tensordesc<{kind}[1, 1, {C}, {columns}]>" if plan.tma else f"*{kind}"
     cases.append(case(walk_kernel, types, walk | {"SAVE": 1}, ()))
     cases.append(case(walk_kernel, types, walk | {"SAVE": 0}, ("W", "p_kept_S", "p_kept_m")))
-    sizes = {name: walk[name] for name in ("K", "V", "RANK", "BK", "BM", "BR", "ACC", "num_warps")}
+    sizes = {name: walk[name] for name in ("H", "K", "V", "RANK", "BK", "BM", "BR", "ACC", "num_warps")}
     return [*cases, case(content_kernel, types, sizes, ())]

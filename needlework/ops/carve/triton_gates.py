@@ -1,6 +1,6 @@
 """CARVE's gates, made where they are used: no activation of f or b is ever in memory.
 
-    l = −exp(A) ⊙ softplus(f + τ) − softplus(b + u),   u = W₂ tanh(W₁ m)        − softplus(y) = log(1 − σ(y))
+    l = −exp(A) ⊙ softplus(f + τ) − softplus(b + u),   u = τ_b + W₂ tanh(W₁ m)        − softplus(y) = log(1 − σ(y))
 
 Rows that hold no token have f = b = −∞ and so l = 0: they change nothing.
 """

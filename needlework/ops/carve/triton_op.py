@@ -20,7 +20,7 @@ ENGINE = "delta/channel"  # whose recurrence it is
 
 def carve(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor, A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    initial_state: CarveState | None, cu_seqlens: Tensor | None, *, content_chunk: int, prediction: str, scale: float,
+    b_bias: Tensor, initial_state: CarveState | None, cu_seqlens: Tensor | None, *, content_chunk: int, prediction: str, scale: float,
 ) -> CarveOutput:  # fmt: skip
     """o [B T H V] in q's dtype and the state, for arguments that `checked` has passed: k [B T H R K], v [B T H R V]."""
     S, m, total, position = (None,) * 4 if initial_state is None else initial_state
@@ -30,7 +30,7 @@ def carve(
         q, f, b = _one_row(q, R, R - 1, 0.0), _one_row(f, R, 0, -torch.inf), _one_row(b, R, 0, -torch.inf)
         w = w.repeat_interleave(R, 1)
     k, v = (x.transpose(2, 3).flatten(1, 2) for x in (k, v))
-    tensors = q, k, v, f, b, w, A_log, dt_bias, w1, w2, S, m, total
+    tensors = q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, S, m, total
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     o, S, m, total, position, *_ = carve_triton_fwd(*tensors, position, cu_seqlens, content_chunk, prediction, scale, R, save)
     return CarveOutput(o[:, R - 1 :: R], CarveState(S, m, total, position))
@@ -45,7 +45,7 @@ def _one_row(x: Tensor, R: int, row: int, fill: float) -> Tensor:
 @operator
 def carve_triton_fwd(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor, A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    S: Tensor | None, m: Tensor | None, total: Tensor | None, position: Tensor | None, cu_seqlens: Tensor | None,
+    b_bias: Tensor, S: Tensor | None, m: Tensor | None, total: Tensor | None, position: Tensor | None, cu_seqlens: Tensor | None,
     content_chunk: int, prediction: str, scale: float, R: int, save: bool,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
@@ -60,11 +60,11 @@ def carve_triton_fwd(
         check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1] // R)
     if not v.numel():
         return _nothing(
-            q, k, v, f, b, w, A_log, dt_bias, w1, w2, S, m, total, position, cu_seqlens, content_chunk, "", 0.0, R, save
+            q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, S, m, total, position, cu_seqlens, content_chunk, "", 0.0, R, save
         )
     layout, plan = placed(q, v, position, cu_seqlens, content_chunk, R)
     *state, _ = _state(q, v, S, m, total, position, cu_seqlens)
-    tokens = *aligned(layout, q, k, v, f, b, w), *(x.contiguous() for x in (A_log, dt_bias, w1, w2))
+    tokens = *aligned(layout, q, k, v, f, b, w), *(x.contiguous() for x in (A_log, dt_bias, w1, w2, b_bias))
     settings = {"prediction": prediction, "scale": scale, "R": R, "plan": plan}
     facts = m is not None, save, content_chunk
     key = "carve", plan.name, kind(*tokens), w1.shape, prediction, scale, R, *facts
@@ -76,8 +76,8 @@ def carve_triton_fwd(
 
 @torch.library.register_fake(carve_triton_fwd)
 def _nothing(
-    q, k, v, f, b, w, A_log, dt_bias, w1, w2, S, m, total, position, cu_seqlens, content_chunk, prediction, scale, R, save
-):
+    q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, S, m, total, position, cu_seqlens, content_chunk, prediction, scale, R, save
+):  # fmt: skip
     """The results' shapes; without tokens also their values."""
     o, state = torch.empty_like(v, memory_format=torch.contiguous_format), _state(q, v, S, m, total, position, cu_seqlens)
     if not save:
@@ -131,11 +131,11 @@ def _state(q, v, S, m, total, position, cu_seqlens) -> list[Tensor]:
 def carve_triton_bwd(
     do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor,
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor, A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    position: Tensor | None, cu_seqlens: Tensor | None, kept_S: Tensor, kept_m: Tensor, saved: list[Tensor],
+    b_bias: Tensor, position: Tensor | None, cu_seqlens: Tensor | None, kept_S: Tensor, kept_m: Tensor, saved: list[Tensor],
     content_chunk: int, prediction: str, scale: float, R: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q … w2, then of the S, m and total carried in."""
-    inputs = q, k, v, f, b, w, A_log, dt_bias, w1, w2
+    """Gradients of q … w2 and b_bias, then of the S, m and total carried in."""
+    inputs = q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias
     state = [dx.to(width(q), copy=True, memory_format=torch.contiguous_format) for dx in (dS, dm, dtotal)]
     if not v.numel():
         return [*map(torch.zeros_like, inputs), *state]
@@ -146,12 +146,12 @@ def carve_triton_bwd(
         content_chunk=content_chunk, prediction=prediction, scale=scale, R=R, plan=plan,
     )  # fmt: skip
     tokens = (layout.restore(dx).to(x.dtype) for dx, x in zip(gradients[:6], inputs[:6], strict=True))
-    return [*tokens, *(dx.to(x.dtype) for dx, x in zip(gradients[6:10], inputs[6:], strict=True)), *gradients[10:]]
+    return [*tokens, *(dx.to(x.dtype) for dx, x in zip(gradients[6:11], inputs[6:], strict=True)), *gradients[11:]]
 
 
 @torch.library.register_fake(carve_triton_bwd)
 def _(do, dS, dm, dtotal, *tensors):
-    return [torch.empty_like(x) for x in tensors[:10]] + [
+    return [torch.empty_like(x) for x in tensors[:11]] + [
         x.new_empty(x.shape, dtype=width(tensors[0])) for x in (dS, dm, dtotal)
     ]
 
@@ -165,15 +165,15 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, *given):
-    *tensors, position, cu_seqlens, kept_S, kept_m = ctx.saved_tensors[:14]
+    *tensors, position, cu_seqlens, kept_S, kept_m = ctx.saved_tensors[:15]
     q, _, v = tensors[:3]
     zeros = torch.zeros_like(v) if given[0] is None else None, *_state(q, v, None, None, None, None, cu_seqlens)[:3]
     cotangents = (zero if dx is None else dx for dx, zero in zip(given[:4], zeros, strict=True))
     gradients = carve_triton_bwd(
-        *cotangents, *tensors, position, cu_seqlens, kept_S, kept_m, list(ctx.saved_tensors[14:]), *ctx.settings
+        *cotangents, *tensors, position, cu_seqlens, kept_S, kept_m, list(ctx.saved_tensors[15:]), *ctx.settings
     )
-    state = [None if kind is None else dx.to(kind) for dx, kind in zip(gradients[10:], ctx.state_dtypes, strict=True)]
-    return *gradients[:10], *state, None, None, None, None, None, None, None
+    state = [None if kind is None else dx.to(kind) for dx, kind in zip(gradients[11:], ctx.state_dtypes, strict=True)]
+    return *gradients[:11], *state, None, None, None, None, None, None, None
 
 
 torch.library.register_autograd(carve_triton_fwd, _backward, setup_context=_save)
