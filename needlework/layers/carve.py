@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from needlework.layers.config import Width
 from needlework.layers.gates import half_lives, inverse_softplus
 from needlework.layers.norm import wide
-from needlework.layers.numbers import side_by_side
+from needlework.layers.projection import side_by_side
 from needlework.layers.state import fixed_size
 from needlework.layers.write import WriteConfig, WriteRule
 from needlework.ops.carve import chunk_carve
@@ -68,16 +68,16 @@ class _Carve(WriteRule):
             self.w1.normal_(std=self.w1.shape[1] ** -0.5)
             self.w2.zero_()
 
-    def numbers(self, x: Tensor) -> dict[str, Tensor | None]:
-        """g is None: what decays depends on what was read."""
-        f, b, w = map(wide, side_by_side(x, self.f, self.b, self.w))
+    def numbers(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+        """g is None: what decays depends on what was read. f and b are as their maps give them: the op widens them."""
+        *others, f, b, w = side_by_side(x, *beside, self.f, self.b, self.w)
         heads = (self.width.heads, -1)
-        return super().numbers(x) | {"f": f.unflatten(-1, heads), "b": b.unflatten(-1, heads) + self.erase_bias, "w": w}
+        return {"g": None, "f": f.unflatten(-1, heads), "b": b.unflatten(-1, heads), "w": wide(w)}, others
 
     def forward(self, q, k, v, *, g, f, b, w, q_read, **carry) -> tuple[Tensor, tuple]:
         inputs = {
             "q": q_read, "k": k, "v": v, "f": f, "b": b, "w": w,
-            "A_log": self.A_log, "dt_bias": self.dt_bias, "w1": self.w1, "w2": self.w2,
+            "A_log": self.A_log, "dt_bias": self.dt_bias, "w1": self.w1, "w2": self.w2, "b_bias": self.erase_bias,
         }  # fmt: skip
         for name, value in inputs.items():
             probe(f"carve.{name}", value)

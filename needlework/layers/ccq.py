@@ -24,7 +24,9 @@ class Plain(Config):
 
 
 class _Plain(nn.Module):
-    def forward(self, x, q, k, *, g, **carry) -> tuple[Tensor, None]:
+    maps = ()
+
+    def forward(self, q, k, *, g, **carry) -> tuple[Tensor, None]:
         return q, None
 
     def state_size(self, dtype: torch.dtype) -> int:
@@ -63,9 +65,14 @@ class _CCQ(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.bias, math.log(self.config.start / (1 - self.config.start)))
 
-    def forward(self, x, q, k, *, g, **carry) -> tuple[Tensor, tuple]:
-        """q [B T H K], unit k [B T H K], g [B T HV], [B T HV K] or None -> q̃ [B T HV K] and the statistic."""
-        eta = torch.sigmoid(wide(self.project(x)) + self.bias)
+    @property
+    def maps(self) -> tuple[nn.Module, ...]:
+        """Of the layer's input: what they give comes first in `forward`."""
+        return (self.project,)
+
+    def forward(self, logit, q, k, *, g, **carry) -> tuple[Tensor, tuple]:
+        """logit [B T HV], q and unit k [B T H K], g [B T HV], [B T HV K] or None -> q̃ [B T HV K] and the statistic."""
+        eta = torch.sigmoid(wide(logit) + self.bias)
         if not self.config.aligned:
             g = None
         elif g is not None:

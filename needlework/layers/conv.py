@@ -3,6 +3,7 @@
 y_t = Σ_j w_j ⊙ x_{t-j},  j < width          the last width − 1 inputs are the state; a document starts with zeros
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,20 +35,14 @@ class CausalConv(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(
-        self, parts: tuple[Tensor, ...], state: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, parts: Sequence[int], state: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
-        """Each of `parts` [B T ·], which share the channels in their order, and the new state [N width-1 C].
+        """x [B T C] convolved, in tensors of so many channels each as `parts` says, and the new state [N width-1 C].
 
-        state: the inputs before; T may be below the width. Results have their part's dtype: under autocast, where the weights are
-        wider, sums are made in theirs and what reads the result stays in half.
+        state: the inputs before; T may be below the width. Results have x's dtype: under autocast, where the weights are wider, sums
+        are made in theirs and what reads the result stays in half.
         """
-        sizes = [x.shape[-1] for x in parts]
-        weights = self.weight[:, 0].split(sizes)
-        states = [None] * len(parts) if state is None else state.split(sizes, -1)
-        made = [
-            causal_conv(x, w, past, cu_seqlens, after=self.after) for x, w, past in zip(parts, weights, states, strict=True)
-        ]
-        return tuple(y for y, _ in made), torch.cat([past for _, past in made], -1)
+        return causal_conv(x, self.weight[:, 0], state, cu_seqlens, parts=parts, after=self.after)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +87,8 @@ class _Canon(CausalConv):
 
 
 class _Silu(nn.Module):
-    def forward(self, parts, state=None, cu_seqlens=None):
-        return tuple(F.silu(x) for x in parts), None
+    def forward(self, x, parts, state=None, cu_seqlens=None):
+        return tuple(F.silu(part) for part in x.split(parts, -1)), None
 
 
 def conv_state_size(conv: Config | None, channels: int, dtype: torch.dtype) -> int:
@@ -134,7 +129,7 @@ class _GatedConv(nn.Module):
         output_final_state: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         b, c, x = self.in_proj(x).chunk(3, -1)
-        (y,), state = self.conv((b * x,), state, cu_seqlens)
+        (y,), state = self.conv(b * x, [self.dim], state, cu_seqlens)
         return self.out_proj(c * y), state if output_final_state else None
 
     def state_size(self, T: int, dtype: torch.dtype) -> int:

@@ -26,8 +26,8 @@ class _Delta(WriteRule):
         super().__init__(config, width)
         self.beta = Strength(width)
 
-    def numbers(self, x: Tensor) -> dict[str, Tensor | None]:
-        return numbers(x, g=self.gate, beta=self.beta)
+    def numbers(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+        return numbers(x, *beside, g=self.gate, beta=self.beta)
 
     def forward(self, q, k, v, *, g, beta, q_read, **carry) -> tuple[Tensor, Tensor]:
         return chunk_delta(q, k, v, g, beta, q_read=q_read, scale=self.width.scale, **carry)

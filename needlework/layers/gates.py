@@ -94,12 +94,15 @@ class _LowRankGate(nn.Module):
     def __init__(self, config: LowRankGate, width: Width):
         super().__init__()
         self.config, self.width = config, width
-        self.down = nn.Linear(width.dim, config.rank, bias=False)
-        self.up = nn.Linear(config.rank, width.value_heads * width.key_dim, bias=True)
+        self.project = nn.Sequential(
+            nn.Linear(width.dim, config.rank, bias=False), nn.Linear(config.rank, width.value_heads * width.key_dim)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        logit = wide(self.up(self.down(x))).unflatten(-1, (self.width.value_heads, -1))
-        return F.logsigmoid(logit) / self.config.temperature
+        return self.of(self.project(x))
+
+    def of(self, logit: Tensor) -> Tensor:
+        return F.logsigmoid(wide(logit).unflatten(-1, (self.width.value_heads, -1))) / self.config.temperature
 
 
 @dataclass(frozen=True, kw_only=True)

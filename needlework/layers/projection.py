@@ -1,6 +1,60 @@
-"""Linear maps with a role, so that initialisation can tell them apart."""
+"""Linear maps: several of one input as one product, and those with a role, so that initialisation can tell them apart."""
 
-from torch import nn
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ALIGNED = 8  # columns: 16 bytes of a half-precision row, without which products take slower kernels
+
+
+def side_by_side(x: Tensor, *maps: nn.Module) -> list[Tensor]:
+    """Each map of x [… D]: an nn.Linear, or an nn.Sequential that begins with one; those are one product. What else stands there is
+    called."""
+    first = [m[0] if isinstance(m, nn.Sequential) else m for m in maps]
+    if not _together(x, first):
+        return [m(x) for m in maps]
+    y, sizes = _product(x, first), [m.out_features for m in first]
+    columns = y.split([*sizes, y.shape[-1] - sum(sizes)], -1)
+    return [m[1:](part) if isinstance(m, nn.Sequential) else part for m, part in zip(maps, columns, strict=False)]
+
+
+def product(x: Tensor, *maps: nn.Linear) -> Tensor:
+    """The maps of x [… D], one beside the other, [… Σ]."""
+    if not _together(x, maps):
+        return torch.cat([m(x) for m in maps], -1)
+    y, columns = _product(x, maps), sum(m.out_features for m in maps)
+    return y if y.shape[-1] == columns else y[..., :columns]
+
+
+def _together(x: Tensor, maps: Sequence[nn.Module]) -> bool:
+    """Whether one product is worth its copy of the weights.
+
+    Apart each map reads all of x and, in the backward, writes a gradient as large as x, and those are added. Without gradients it
+    is worth it where x is more than the weights; with them whatever x is, so that ranks with fewer tokens round as one does.
+    """
+    if len(maps) < 2 or not all(map(_plain, maps)):
+        return False
+    return torch.is_grad_enabled() or x.numel() >= sum(m.weight.numel() for m in maps)
+
+
+def _plain(m: nn.Module) -> bool:
+    """Whether m(x) is x Wᵀ + b and nothing else: no adapter, no quantised weight, nobody who looks on."""
+    return (
+        type(m) is nn.Linear and type(m.weight) in (Tensor, nn.Parameter) and not m._forward_hooks and not m._forward_pre_hooks
+    )
+
+
+def _product(x: Tensor, maps: Sequence[nn.Linear]) -> Tensor:
+    """`product`, with as many columns more as make rows aligned."""
+    weight, bias = torch.cat([m.weight for m in maps]), None
+    if any(m.bias is not None for m in maps):
+        bias = torch.cat([m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in maps])
+    more = -len(weight) % ALIGNED
+    if more:
+        weight, bias = F.pad(weight, (0, 0, 0, more)), bias if bias is None else F.pad(bias, (0, more))
+    return F.linear(x, weight, bias)
 
 
 class OutProjection(nn.Linear):

@@ -38,11 +38,11 @@ class _QDelta(WriteRule):
         self.beta = Strength(width, most=most)
         self.lam = Strength(width, offset=-0.9, most=most) if config.lam is None else None
 
-    def numbers(self, x: Tensor) -> dict[str, Tensor | None]:
-        found = numbers(x, g=self.gate, beta=self.beta, lam=self.lam)
+    def numbers(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+        found, others = numbers(x, *beside, g=self.gate, beta=self.beta, lam=self.lam)
         if found["lam"] is None:
             found["lam"] = torch.full_like(found["beta"], self.config.lam)
-        return found
+        return found, others
 
     def forward(self, q, k, v, *, g, beta, lam, q_read, **carry) -> tuple[Tensor, Tensor]:
         for name, value in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "lam": lam}.items():

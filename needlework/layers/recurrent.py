@@ -11,7 +11,7 @@ from needlework.layers.ccq import Plain
 from needlework.layers.config import Config, Width
 from needlework.layers.conv import ShortConv, conv_state_size
 from needlework.layers.norm import RMSNorm, l2
-from needlework.layers.projection import OutProjection
+from needlework.layers.projection import OutProjection, product
 from needlework.probe import probe
 
 
@@ -75,20 +75,24 @@ class _Recurrent(nn.Module):
     ) -> tuple[Tensor, RecurrentState | None]:
         """x [B T D] -> y [B T D] and, if asked for, the state after the last token (of every packed sequence)."""
         state = state or RecurrentState(None, None, None)
-        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), None
-        if self.conv is not None:
-            (q, k, v), conv = self.conv((q, k, v), state.conv, cu_seqlens)
+        maps, conv = (self.q_proj, self.k_proj, self.v_proj), None
+        if self.conv is None:
+            q, k, v = (project(x) for project in maps)
+        else:
+            (q, k, v), conv = self.conv(product(x, *maps), self.sizes, state.conv, cu_seqlens)
         q, k, v = q.unflatten(-1, self.q_shape), k.unflatten(-1, self.k_shape), v.unflatten(-1, self.v_shape)
         if self.config.write.unit_keys:
             q, k = l2(q), l2(k)
-        numbers = self.write.numbers(x)
+        gates = () if self.g_proj is None else (self.g_proj,)
+        numbers, others = self.write.numbers(x, *gates, *self.read.maps)
+        gate, logits = others[: len(gates)], others[len(gates) :]
         unit = k if self.config.write.unit_keys else l2(k)
         carry = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
-        q_read, read = self.read(x, q, unit, g=numbers["g"], initial_state=state.read, **carry)
+        q_read, read = self.read(*logits, q, unit, g=numbers["g"], initial_state=state.read, **carry)
         o, write = self.write(q, k, v, q_read=q_read, initial_state=state.write, **numbers, **carry)
         o = self.norm(probe("recurrent.o", o)).flatten(-2)
-        if self.g_proj is not None:
-            o = o * F.silu(self.g_proj(x))
+        if gate:
+            o = o * F.silu(gate[0])
         return self.o_proj(o.to(x.dtype)), RecurrentState(conv, write, read) if output_final_state else None
 
     def state_size(self, T: int, dtype: torch.dtype) -> int:

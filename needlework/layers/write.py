@@ -25,7 +25,7 @@ class WriteRule(nn.Module):
     """Base of the rules: `forward(q, k, v, q_read=, **numbers, **carry) -> (o [B T HV V], state)`.
 
     q, k, v are projected, convolved and (if the config says `unit_keys`) normalised; q_read is what reads the state, q unless a
-    read rule cleaned it; `numbers(x)` are the gates and strengths of the layer's input x [B T D]. `carry` is what every op takes
+    read rule cleaned it; the numbers are the gates and strengths of the layer's input x [B T D]. `carry` is what every op takes
     as it is: initial_state, output_final_state, cu_seqlens.
     """
 
@@ -34,9 +34,10 @@ class WriteRule(nn.Module):
         self.config, self.width = config, width
         self.gate = None if config.gate is None else config.gate.build(width)
 
-    def numbers(self, x: Tensor) -> dict[str, Tensor | None]:
-        """By `forward`'s names; g is the log decay [B T HV] or [B T HV K], None where nothing decays before its write."""
-        return numbers(x, g=self.gate)
+    def numbers(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+        """By `forward`'s names; g is the log decay [B T HV] or [B T HV K], None where nothing decays before its write. And what each of
+        `beside`, other maps of x, gives: they share a product."""
+        return numbers(x, *beside, g=self.gate)
 
     def state_size(self, dtype: torch.dtype) -> int:
         """Bytes of one sequence's state."""

@@ -25,15 +25,22 @@ def by_torch(x: torch.Tensor, weight: torch.Tensor, after: str) -> torch.Tensor:
 @pytest.mark.parametrize(("T", "width"), ((1, 4), (2, 4), (9, 2), (9, 3), (9, 6)))
 def test_it_is_torchs_convolution(T, width, after):
     x, weight = inputs(T, width)
-    torch.testing.assert_close(causal_conv(x, weight, after=after, impl="torch")[0], by_torch(x, weight, after))
+    torch.testing.assert_close(causal_conv(x, weight, after=after, impl="torch")[0][0], by_torch(x, weight, after))
+
+
+def test_it_comes_in_parts():
+    x, weight = inputs(9)
+    (y,), _ = causal_conv(x, weight, impl="torch")
+    parts, _ = causal_conv(x, weight, parts=(2, 3), impl="torch")
+    assert [part.shape[-1] for part in parts] == [2, 3] and torch.equal(torch.cat(parts, -1), y)
 
 
 @pytest.mark.parametrize("cut", (1, 2, 7))
 def test_it_goes_on_from_its_state(cut):
     x, weight = inputs(9)
-    y, last = causal_conv(x, weight, impl="torch")
-    first, state = causal_conv(x[:, :cut], weight, impl="torch")
-    second, end = causal_conv(x[:, cut:], weight, state, impl="torch")
+    (y,), last = causal_conv(x, weight, impl="torch")
+    (first,), state = causal_conv(x[:, :cut], weight, impl="torch")
+    (second,), end = causal_conv(x[:, cut:], weight, state, impl="torch")
     torch.testing.assert_close(torch.cat([first, second], 1), y, rtol=0, atol=0)
     assert torch.equal(end, last)
 
@@ -41,9 +48,9 @@ def test_it_goes_on_from_its_state(cut):
 def test_packed_documents_do_not_see_one_another():
     x, weight = inputs(12, B=1)
     ends = [0, 1, 1, 6, 12]
-    y, state = causal_conv(x, weight, cu_seqlens=torch.tensor(ends), after="silu", impl="torch")
+    (y,), state = causal_conv(x, weight, cu_seqlens=torch.tensor(ends), after="silu", impl="torch")
     for n, (a, b) in enumerate(pairwise(ends)):
-        own, last = causal_conv(x[:, a:b], weight, after="silu", impl="torch")
+        (own,), last = causal_conv(x[:, a:b], weight, after="silu", impl="torch")
         torch.testing.assert_close(y[:, a:b], own, rtol=0, atol=0)
         assert torch.equal(state[n : n + 1], last)
 

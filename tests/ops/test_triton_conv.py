@@ -15,19 +15,22 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 
 def differentiated(impl: str, x, weight, dy, **settings) -> tuple[torch.Tensor, ...]:
     x, weight = (t.clone().requires_grad_() for t in (x, weight))
-    y, _ = causal_conv(x, weight, **settings, impl=impl)
+    y = torch.cat(causal_conv(x, weight, **settings, impl=impl)[0], -1)
     return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
 
 
 @pytest.mark.parametrize("after", ("none", "silu", "add"))
 @pytest.mark.parametrize(
-    ("T", "width", "ends"), ((1, 4, None), (3, 2, None), (21, 3, None), (21, 4, None), (21, 4, [0, 1, 1, 9, 21]))
-)
-def test_kernels_are_the_plain_form(T, width, ends, after):
+    ("T", "width", "ends", "parts"),
+    (
+        (1, 4, None, None), (3, 2, None, (3, 17)), (21, 3, None, None), (21, 4, None, (16, 4)), (21, 4, [0, 1, 1, 9, 21], (1, 18, 1)),
+    ),
+)  # fmt: skip
+def test_kernels_are_the_plain_form(T, width, ends, parts, after):
     generator = torch.Generator().manual_seed(T)
     B, C = (1 if ends else 2), 20
     x, weight, dy = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((B, T, C), (C, width), (B, T, C)))
-    settings = {"after": after, "cu_seqlens": None if ends is None else torch.tensor(ends)}
+    settings = {"after": after, "parts": parts, "cu_seqlens": None if ends is None else torch.tensor(ends)}
     small = {"BC": 16, "BT": 8}
     with forced("common/conv", conv_forward_kernel=small, conv_backward_kernel=small), poisoned():
         found = differentiated("triton", x, weight, dy, **settings)

@@ -4,6 +4,7 @@ c_t = Σ_j w_j ⊙ x_{t−past+j},  j = 0 … past        zeros before a sequenc
 y = c, silu(c) or x + c                             sums in the wider of x's and the weight's dtype, y in x's
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -20,14 +21,16 @@ TAPS = 4  # that the kernels hold at most
 
 def causal_conv(
     x: Tensor, weight: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    *, after: After = "none", impl: Impl = "auto",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    *, parts: Sequence[int] | None = None, after: After = "none", impl: Impl = "auto",
+) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
     """y [B T C] and the new state, the last `past` inputs of each sequence.
 
     x [B T C]; weight [C past+1], two taps or more, the newest last; state [N past C], the inputs before; T may be below `past`.
+    parts: y comes in tensors of so many channels each (q, k and v, say, of one product); None for one of all C.
     impl: "triton" begins without a state, with at most 4 taps.
     """
     past = weight.shape[1] - 1
+    parts = [x.shape[-1]] if parts is None else list(parts)
 
     def unfit() -> str | None:
         if state is not None:
@@ -59,13 +62,12 @@ def causal_conv(
     if path == "triton":
         from needlework.ops.common.triton_conv import conv_triton
 
-        return conv_triton(x.contiguous(), weight, position, after), last
+        return tuple(conv_triton(x.contiguous(), weight, position, after, parts)), last
     if position is None:
         line = torch.cat([before, x], 1)
         seen = (line[:, j : j + T] for j in range(past + 1))
     else:
         seen = (earlier(document, position, past - j)[None] for j in range(past + 1))
     c = sum(tap * inputs for tap, inputs in zip(weight.unbind(-1), seen, strict=True)).to(x.dtype)
-    if after == "silu":
-        return F.silu(c), last
-    return (x + c if after == "add" else c), last
+    y = {"none": lambda: c, "silu": lambda: F.silu(c), "add": lambda: x + c}[after]()
+    return y.split(parts, -1), last

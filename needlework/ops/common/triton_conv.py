@@ -20,9 +20,9 @@ ENGINE = "common/conv"
 
 
 @triton.jit
-def _input(p_x, s, T, C: tl.constexpr, o_c, real, ACC: tl.constexpr):
+def _input(p_x, s, T, ROW: tl.constexpr, o_c, real, ACC: tl.constexpr):
     """Row s of a sequence, zeros outside of it."""
-    return tl.load(p_x + tl.cast(s, tl.int64) * C + o_c, mask=real & (s >= 0) & (s < T), other=0.0).to(ACC)
+    return tl.load(p_x + tl.cast(s, tl.int64) * ROW + o_c, mask=real & (s >= 0) & (s < T), other=0.0).to(ACC)
 
 
 @triton.jit
@@ -41,12 +41,12 @@ def _taps(p_w, o_c, real, W: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def _rows(p_x, s, T, C: tl.constexpr, o_c, real, ACC: tl.constexpr):
-    """Rows s to s + 3."""
-    x0 = _input(p_x, s, T, C, o_c, real, ACC)
-    x1 = _input(p_x, s + 1, T, C, o_c, real, ACC)
-    x2 = _input(p_x, s + 2, T, C, o_c, real, ACC)
-    x3 = _input(p_x, s + 3, T, C, o_c, real, ACC)
+def _rows(p_x, s, T, ROW: tl.constexpr, o_c, real, ACC: tl.constexpr):
+    """Rows s to s + 3, ROW numbers apart."""
+    x0 = _input(p_x, s, T, ROW, o_c, real, ACC)
+    x1 = _input(p_x, s + 1, T, ROW, o_c, real, ACC)
+    x2 = _input(p_x, s + 2, T, ROW, o_c, real, ACC)
+    x3 = _input(p_x, s + 3, T, ROW, o_c, real, ACC)
     return x0, x1, x2, x3
 
 
@@ -79,22 +79,23 @@ def _fed(p, x0, x1, x2, x3, w0, w1, w2, w3, SILU: tl.constexpr, ADD: tl.constexp
 @triton.jit(do_not_specialize=["T"])
 def conv_forward_kernel(
     p_x, p_w, p_y, p_position, T,
-    C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr,
+    C: tl.constexpr, ROW: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr,
     PACKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """BT tokens of BC channels of a row of the batch, four at a time while the next four are on their way."""
+    """BT tokens of BC of C channels of a row of the batch, four at a time while the next four are on their way. x has the channels of
+    other parts beside them, y has not."""
     o_c = tl.program_id(0) * BC + tl.arange(0, BC)
     real = o_c < C
     lo = tl.program_id(1) * BT
     hi = tl.minimum(lo + BT, T)
-    base = tl.program_id(2).to(tl.int64) * T * C
-    p_x += base
-    p_y += base
+    base = tl.program_id(2).to(tl.int64) * T
+    p_x += base * ROW
+    p_y += base * C
     w0, w1, w2, w3 = _taps(p_w, o_c, real, W, ACC)
-    _, h3, h2, h1 = _rows(p_x, lo - 4, T, C, o_c, real, ACC)  # 3, 2, 1 tokens before x0
-    x0, x1, x2, x3 = _rows(p_x, lo, T, C, o_c, real, ACC)
+    _, h3, h2, h1 = _rows(p_x, lo - 4, T, ROW, o_c, real, ACC)  # 3, 2, 1 tokens before x0
+    x0, x1, x2, x3 = _rows(p_x, lo, T, ROW, o_c, real, ACC)
     for s in range(lo, hi, 4):
-        n0, n1, n2, n3 = _rows(p_x, s + 4, T, C, o_c, real, ACC)
+        n0, n1, n2, n3 = _rows(p_x, s + 4, T, ROW, o_c, real, ACC)
         y0 = _fed(_position(p_position, s, T, PACKED), x0, h1, h2, h3, w0, w1, w2, w3, SILU, ADD)
         y1 = _fed(_position(p_position, s + 1, T, PACKED), x1, x0, h1, h2, w0, w1, w2, w3, SILU, ADD)
         y2 = _fed(_position(p_position, s + 2, T, PACKED), x2, x1, x0, h1, w0, w1, w2, w3, SILU, ADD)
@@ -128,10 +129,10 @@ def _own(s, hi, a, b, c, d):
 @triton.jit(do_not_specialize=["T"])
 def conv_backward_kernel(
     p_dy, p_x, p_w, p_dx, p_dw, p_position, T,
-    C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr,
+    C: tl.constexpr, ROW: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr,
     PACKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dx of BT tokens of BC channels, and their part of dw: p_dw [B runs 4 C]. Three tokens past the run are walked too.
+    """dx of BT tokens of BC channels, and their part of dw: p_dw [B runs 4 ROW]. Three tokens past the run are walked too.
 
     Four tokens s … s + 3 a turn, which finish dx of the four from s − 3 on; a, b, c, d are their dc by lag.
     """
@@ -139,18 +140,18 @@ def conv_backward_kernel(
     real = o_c < C
     lo = tl.program_id(1) * BT
     hi = tl.minimum(lo + BT, T)
-    base = tl.program_id(2).to(tl.int64) * T * C
-    p_dy += base
-    p_x += base
-    p_dx += base
+    base = tl.program_id(2).to(tl.int64) * T
+    p_dy += base * C
+    p_x += base * ROW
+    p_dx += base * ROW
     w0, w1, w2, w3 = _taps(p_w, o_c, real, W, ACC)
-    _, h3, h2, h1 = _rows(p_x, lo - 4, T, C, o_c, real, ACC)
+    _, h3, h2, h1 = _rows(p_x, lo - 4, T, ROW, o_c, real, ACC)
     none = tl.zeros([BC], ACC)
     # what the tokens so far give dx of the last three
     from3, from2, from1 = none, none, none
     g0, g1, g2, g3 = none, none, none, none
     for s in range(lo, hi + 3, 4):
-        x0, x1, x2, x3 = _rows(p_x, s, T, C, o_c, real, ACC)
+        x0, x1, x2, x3 = _rows(p_x, s, T, ROW, o_c, real, ACC)
         e0, e1, e2, e3 = _rows(p_dy, s, T, C, o_c, real, ACC)
         a0, a1, a2, a3 = _before(_position(p_position, s, T, PACKED), e0, x0, h1, h2, h3, w0, w1, w2, w3, SILU)
         b0, b1, b2, b3 = _before(_position(p_position, s + 1, T, PACKED), e1, x1, x0, h1, h2, w0, w1, w2, w3, SILU)
@@ -168,11 +169,11 @@ def conv_backward_kernel(
             from3 += e1
             from2 += e2
             from1 += e3
-        at = p_dx + tl.cast(s - 3, tl.int64) * C + o_c
+        at = p_dx + tl.cast(s - 3, tl.int64) * ROW + o_c
         tl.store(at, dx0.to(p_dx.dtype.element_ty), mask=real & (s - 3 >= lo) & (s - 3 < hi))
-        tl.store(at + C, dx1.to(p_dx.dtype.element_ty), mask=real & (s - 2 >= lo) & (s - 2 < hi))
-        tl.store(at + 2 * C, dx2.to(p_dx.dtype.element_ty), mask=real & (s - 1 >= lo) & (s - 1 < hi))
-        tl.store(at + 3 * C, dx3.to(p_dx.dtype.element_ty), mask=real & (s < hi))
+        tl.store(at + ROW, dx1.to(p_dx.dtype.element_ty), mask=real & (s - 2 >= lo) & (s - 2 < hi))
+        tl.store(at + 2 * ROW, dx2.to(p_dx.dtype.element_ty), mask=real & (s - 1 >= lo) & (s - 1 < hi))
+        tl.store(at + 3 * ROW, dx3.to(p_dx.dtype.element_ty), mask=real & (s < hi))
         a0, b0, c0, d0 = _own(s, hi, a0, b0, c0, d0)
         a1, b1, c1, d1 = _own(s, hi, a1, b1, c1, d1)
         a2, b2, c2, d2 = _own(s, hi, a2, b2, c2, d2)
@@ -182,43 +183,45 @@ def conv_backward_kernel(
         g2 += a2 * h2 + b2 * h1 + c2 * x0 + d2 * x1
         g3 += a3 * h3 + b3 * h2 + c3 * h1 + d3 * x0
         h1, h2, h3 = x3, x2, x1
-    p_dw += (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * (4 * C) + o_c
+    p_dw += (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * (4 * ROW) + o_c
     tl.store(p_dw, g0, mask=real)
-    tl.store(p_dw + C, g1, mask=real)
-    tl.store(p_dw + 2 * C, g2, mask=real)
-    tl.store(p_dw + 3 * C, g3, mask=real)
+    tl.store(p_dw + ROW, g1, mask=real)
+    tl.store(p_dw + 2 * ROW, g2, mask=real)
+    tl.store(p_dw + 3 * ROW, g3, mask=real)
 
 
 @operator
-def conv_triton(x: Tensor, weight: Tensor, position: Tensor | None, after: str) -> Tensor:
-    """y of contiguous x [B T C]; position [T]: of each token in its document."""
-    y = torch.empty_like(x)
-    B, T, C = x.shape
+def conv_triton(x: Tensor, weight: Tensor, position: Tensor | None, after: str, parts: list[int]) -> list[Tensor]:
+    """y of contiguous x [B T C], a tensor for each of `parts`, so many channels; position [T]: of each token in its document."""
+    y = _apart(x, weight, position, after, parts)
     if x.numel():
-        own = _constants(plan(ENGINE, x.device, x.dtype, C, C), conv_forward_kernel, x.dtype, *weight.shape, position, after)
-        grid = cdiv(C, own["BC"]), cdiv(T, own["BT"]), B
-        run(conv_forward_kernel, grid, x, weight.contiguous(), y, x if position is None else position, T, **own)
+        chosen = plan(ENGINE, x.device, x.dtype, *x.shape[2:] * 2)
+        for one, w, made in zip(x.split(parts, -1), weight.contiguous().split(parts), y, strict=True):
+            _launch(conv_forward_kernel, chosen, x, made, w.shape[1], position, after, one, w, made)
     return y
 
 
 @torch.library.register_fake(conv_triton)
-def _(x, weight, position, after):
-    return torch.empty_like(x)
+def _apart(x, weight, position, after, parts):
+    return [x.new_empty(*x.shape[:2], channels) for channels in parts]
 
 
 @backward_operator
 def conv_triton_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor, position: Tensor | None, after: str
+    dy: list[Tensor], x: Tensor, weight: Tensor, position: Tensor | None, after: str
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx and dweight; a token's part of dweight is summed with those of its run first: no atomics."""
     dx = torch.empty_like(x)
     (B, T, C), W = x.shape, weight.shape[1]
     if not x.numel():
         return dx, torch.zeros_like(weight)
-    own = _constants(plan(ENGINE, x.device, x.dtype, C, C), conv_backward_kernel, x.dtype, C, W, position, after)
-    grid = cdiv(C, own["BC"]), cdiv(T, own["BT"]), B
-    dw = x.new_empty(B * grid[1], 4, C, dtype=accumulator(x.dtype))
-    run(conv_backward_kernel, grid, dy, x, weight.contiguous(), dx, dw, x if position is None else position, T, **own)
+    chosen = plan(ENGINE, x.device, x.dtype, C, C)
+    runs = cdiv(T, chosen.launch[conv_backward_kernel.__name__]["BT"])
+    dw = x.new_empty(B * runs, 4, C, dtype=accumulator(x.dtype))
+    parts = [one.shape[-1] for one in dy]
+    wide = (tensor.split(parts, -1) for tensor in (x, dx, dw))
+    for one_dy, w, one, one_dx, one_dw in zip(dy, weight.contiguous().split(parts), *wide, strict=True):
+        _launch(conv_backward_kernel, chosen, x, one_dy, W, position, after, one_dy, one, w, one_dx, one_dw)
     return dx, dw.sum(0)[:W].flip(0).T.to(weight.dtype).contiguous()
 
 
@@ -228,32 +231,41 @@ def _(dy, x, weight, position, after):
 
 
 def _save(ctx, inputs, output) -> None:
-    x, weight, position, ctx.after = inputs
+    x, weight, position, ctx.after, _ = inputs
     ctx.save_for_backward(x, weight, position)
 
 
 def _backward(ctx, dy):
-    return *conv_triton_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.after), None, None
+    return *conv_triton_bwd([one.contiguous() for one in dy], *ctx.saved_tensors, ctx.after), None, None, None
 
 
 torch.library.register_autograd(conv_triton, _backward, setup_context=_save)
 
 
-def _constants(plan: Plan, kernel, dtype: torch.dtype, C: int, W: int, packed: object, after: str) -> dict[str, object]:
+def _launch(kernel, plan: Plan, x: Tensor, part: Tensor, W: int, position: Tensor | None, after: str, *given: Tensor) -> None:
+    """`kernel` over the channels of `part`, which x has among others."""
+    B, T, C = part.shape
+    own = _constants(plan, kernel, x.dtype, C, x.shape[-1], W, position, after)
+    run(kernel, (cdiv(C, own["BC"]), cdiv(T, own["BT"]), B), *given, x if position is None else position, T, **own)
+
+
+def _constants(
+    plan: Plan, kernel, dtype: torch.dtype, C: int, row: int, W: int, packed: object, after: str
+) -> dict[str, object]:  # fmt: skip
     return plan.launch[kernel.__name__] | {
-        "C": C, "W": W, "SILU": int(after == "silu"), "ADD": int(after == "add"), "PACKED": int(packed is not None),
+        "C": C, "ROW": row, "W": W, "SILU": int(after == "silu"), "ADD": int(after == "add"), "PACKED": int(packed is not None),
         "ACC": TYPES[accumulator(dtype)],
     }  # fmt: skip
 
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Both kernels on K channels of four taps, with SiLU on packed documents and with the residual."""
+    """Both kernels on K channels of twice as many, of four taps, with SiLU on packed documents and with the residual."""
     own, wide = NAMES[dtype], NAMES[accumulator(dtype)]
     types = dict.fromkeys(("p_x", "p_y", "p_dy", "p_dx"), f"*{own}") | dict.fromkeys(("p_w", "p_dw"), f"*{wide}")
     cases = []
     for packed, after in ((True, "silu"), (None, "add")):
         for kernel in (conv_forward_kernel, conv_backward_kernel):
-            known = _constants(plan, kernel, dtype, K, 4, packed, after)
+            known = _constants(plan, kernel, dtype, K, 2 * K, 4, packed, after)
             options = {"num_warps": known.pop("num_warps")}
             of = types | {"p_position": "*i64" if packed else f"*{own}", "T": "i32"}
             cases.append(Case(kernel, {name: of[name] for name in kernel.arg_names if name in of}, known, options))

@@ -1,0 +1,91 @@
+"""Maps of one input are one product where there are many tokens, and what they are side by side is what they are alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from needlework.layers import CCQ, Attention, Carve, Delta, Linear, LowRankGate, QDelta, Recurrent, ScalarGate, Softmax, SwiGLU
+from needlework.layers.projection import product, side_by_side
+
+DIM = 24
+
+
+def maps(*biases):
+    torch.manual_seed(0)
+    return [nn.Linear(DIM, n, bias=bias).double() for n, bias in zip((3, 5, 2), biases, strict=True)]
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Every linear map that is made."""
+    made, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: made.append(given) or linear(*given))
+    return made
+
+
+@pytest.mark.parametrize("tokens", (1, 30))
+@pytest.mark.parametrize("biases", [(False, False, False), (True, False, True)])
+def test_maps_side_by_side_are_the_maps(biases, tokens):
+    alone = [*maps(*biases), nn.Sequential(nn.Linear(DIM, 7, bias=False), nn.Linear(7, 4)).double()]
+    x = torch.randn(2, tokens, DIM, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *nn.ModuleList(alone).parameters()]
+    expected = [m(x) for m in alone]
+    made = side_by_side(x, *alone)
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    weights = [torch.randn_like(y) for y in expected]
+    for one, other in zip(
+        torch.autograd.grad(made, inputs, weights), torch.autograd.grad(expected, inputs, weights), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("gradients, tokens, count", ((False, 9, 3), (False, 10, 1), (True, 1, 1)))
+def test_without_gradients_weights_are_copied_only_where_x_is_more_than_they_are(gradients, tokens, count, products):
+    alone = maps(False, False, False)  # ten columns
+    x = torch.randn(1, tokens, DIM, dtype=torch.float64)
+    with torch.set_grad_enabled(gradients):
+        y = product(x, *alone)
+    assert len(products) == count
+    torch.testing.assert_close(y, torch.cat([m(x) for m in alone], -1), rtol=1e-12, atol=1e-12)
+
+
+def test_a_map_that_someone_has_adapted_is_called():
+    class Adapted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    plain, *_ = maps(False, False, False)
+    adapted = Adapted(DIM, 3).double()
+    x = torch.randn(1, 40, DIM, dtype=torch.float64)
+    assert torch.equal(side_by_side(x, plain, adapted)[1], adapted(x))
+    assert torch.equal(product(x, plain, adapted)[..., 3:], adapted(x))
+
+
+def test_a_map_that_someone_looks_at_is_called():
+    first, second, _ = maps(False, False, False)
+    seen = []
+    first.register_forward_hook(lambda module, given, y: seen.append(y))
+    x = torch.randn(1, 40, DIM, dtype=torch.float64)
+    assert torch.equal(product(x, first, second)[..., :3], seen[0])
+
+
+@pytest.mark.parametrize(
+    "config, count",
+    [
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Delta(gate=ScalarGate())), 3),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=QDelta()), 3),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=QDelta(), read=CCQ()), 3),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Carve()), 5),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Linear(gate=LowRankGate()), conv=None), 6),
+        (Attention(heads=2, head_dim=8, attend=Softmax()), 2),
+        (SwiGLU(hidden=32), 2),
+    ],
+)
+def test_a_layer_reads_its_input_once_or_twice(config, count, products):
+    """q, k and v; numbers, output gate and CCQ's λ; the output. CARVE's f and b leave a bottleneck each, GLA's gate one.
+
+    Without a convolution q, k and v are three products: the op wants each in one piece.
+    """
+    config.build(DIM)(torch.randn(1, 80, DIM))
+    assert len(products) == count
