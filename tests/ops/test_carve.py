@@ -333,6 +333,7 @@ def test_a_content_signal_one_chunk_old_moves_the_output_little():
         ({"b": torch.zeros(1, 9, H, K)}, r"b: axis 1 \(T\)"),
         ({"w1": torch.zeros(4, V + 1)}, r"w1: axis 1 \(V\)"),
         ({"A_log": torch.zeros(H)}, "A_log: expected 2 axes"),
+        ({"b_bias": torch.zeros(H)}, "b_bias: expected 2 axes"),
         ({"k": torch.zeros(1, 8, H, 3, K), "v": torch.zeros(1, 8, H, 3, V)}, r"k: axis 3 \(R\).*1, 2 or 4"),
         ({"v": torch.zeros(1, 8, H, 2, V)}, "v: expected 4 axes"),
         ({"k": torch.zeros(1, 8, H, K, dtype=torch.bfloat16)}, "mixed dtypes"),

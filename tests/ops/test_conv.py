@@ -35,6 +35,11 @@ def test_it_comes_in_parts():
     assert [part.shape[-1] for part in parts] == [2, 3] and torch.equal(torch.cat(parts, -1), y)
 
 
+def test_parts_that_are_not_all_channels_are_refused():
+    with pytest.raises(ValueError, match=r"parts: got \[2, 2\], expected channels that sum to x's 5"):
+        causal_conv(*inputs(4), parts=(2, 2))
+
+
 @pytest.mark.parametrize("cut", (1, 2, 7))
 def test_it_goes_on_from_its_state(cut):
     x, weight = inputs(9)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from needlework.ops.carve import CarveState, recurrent_carve
+from needlework.ops.carve import CarveState, chunk_carve, recurrent_carve
 from needlework.ops.carve.arguments import checked
 from needlework.ops.carve.spec import H, K, V, literal, sample
 from needlework.ops.common import launch
@@ -51,6 +51,13 @@ def assert_same(inputs, **settings):
 @pytest.mark.parametrize(("content_chunk", "T"), [(8, 37), (20, 40), (64, 100), (7, 13), (1, 3), (10**6, 33)])
 def test_it_is_the_definition(content_chunk, T, R, prediction):
     assert_same(inputs_of(1, T, R), content_chunk=content_chunk, prediction=prediction)
+
+
+def test_no_bias_is_a_bias_of_zero():
+    inputs = inputs_of(1, 20)
+    zero = {**inputs, "b_bias": torch.zeros_like(inputs.pop("b_bias"))}
+    without, given = (chunk_carve(**x, content_chunk=8, impl="triton", output_final_state=True) for x in (inputs, zero))
+    assert_bit_equal(without, given)
 
 
 @pytest.mark.parametrize("style", ["identical", "strong"])

@@ -152,7 +152,8 @@ def computed(p: Problem, name: str = "plain", **constants) -> dict[str, Tensor]:
     # slots of no content chunk hold anything
     kept = [torch.full((layout.slots, *x[n].shape[1:]), torch.nan, dtype=wide) for n in ("S", "m")]
     spans, NC = [], -(-layout.T // C)
-    g, l = torch_path.log_decay(x["f"], x["A_log"], x["dt_bias"]), torch.zeros_like(x["f"])
+    g = torch_path.log_decay(x["f"].to(wide), x["A_log"], x["dt_bias"])
+    l = torch.zeros_like(g)
     for i, start in enumerate(starts_of(p)):
         for n, (first, end) in enumerate(layout.spans[i].tolist()):
             if first < end:
@@ -283,6 +284,17 @@ def over_budget(p: Problem, dtype: torch.dtype) -> dict[str, float]:
 def test_every_gradient_is_within_the_error_budget(style, dtype):
     figures = over_budget(make(64, 16, style=style, heads=MANY), dtype)
     assert max(figures.values()) <= 1, figures
+
+
+def test_half_precision_gates_are_widened_before_anything_is_added():
+    """f and b as a product makes them: all is as with the same numbers in float32, and their gradients are rounded once."""
+    p = make(50, 16).to(torch.float16)
+    half = {n: p.tensors[n].to(torch.float16) for n in ("f", "b")}
+    single = {n: x.float() for n, x in half.items()}
+    ours, wide = (computed(p._replace(tensors=p.tensors | gates)) for gates in (half, single))
+    for n in ours:
+        assert torch.equal(ours[n], wide[n].to(ours[n].dtype)), n
+    assert ours["f"].dtype == ours["b"].dtype == torch.float16
 
 
 @pytest.mark.parametrize("size", [2.0**-12, 2.0**12])

@@ -45,9 +45,9 @@ def checked(
     check("w", w, "B T H", **token)
     check("A_log", A_log, "H K", H=H, K=K)
     check("dt_bias", dt_bias, "H K", H=H, K=K)
-    V = v.shape[-1]
     if b_bias is not None:
         check("b_bias", b_bias, "H K", H=H, K=K)
+    V = v.shape[-1]
     check("w1", w1, "r V", V=V)
     check("w2", w2, "K r", K=K, r=w1.shape[0])
     if content_chunk < 1:

@@ -26,11 +26,14 @@ def causal_conv(
     """y [B T C] and the new state, the last `past` inputs of each sequence.
 
     x [B T C]; weight [C past+1], two taps or more, the newest last; state [N past C], the inputs before; T may be below `past`.
-    parts: y comes in tensors of so many channels each (q, k and v, say, of one product); None for one of all C.
+    parts: y comes in tensors of so many channels each (q, k and v, say, of one product); None for one of all C. ValueError unless
+        they sum to C.
     impl: "triton" begins without a state, with at most 4 taps.
     """
     past = weight.shape[1] - 1
     parts = [x.shape[-1]] if parts is None else list(parts)
+    if sum(parts) != x.shape[-1]:
+        raise ValueError(f"parts: got {parts}, expected channels that sum to x's {x.shape[-1]}")
 
     def unfit() -> str | None:
         if state is not None:
