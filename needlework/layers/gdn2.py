@@ -30,9 +30,9 @@ class _Gdn2(WriteRule):
         self.write = nn.Linear(width.dim, width.value_heads * width.value_dim, bias=width.bias)
 
     def numbers(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
-        found, (erase, write, *others) = super().numbers(x, self.erase, self.write, *beside)
-        by_channel = lambda logit: torch.sigmoid(wide(logit)).unflatten(-1, (self.width.value_heads, -1))
-        return found | {"erase": by_channel(erase), "write": by_channel(write)}, others
+        found, others = super().numbers(x, *beside)
+        by_channel = lambda project: torch.sigmoid(wide(project(x))).unflatten(-1, (self.width.value_heads, -1))
+        return found | {"erase": by_channel(self.erase), "write": by_channel(self.write)}, others
 
     def forward(self, q, k, v, *, g, erase, write, q_read, **carry) -> tuple[Tensor, Tensor]:
         return chunk_delta(q, k, v, g, erase=erase, write=write, q_read=q_read, scale=self.width.scale, **carry)

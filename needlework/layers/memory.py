@@ -54,10 +54,10 @@ class _Memory(nn.Module):
         state = state or MemoryState(None, None)
         k, v = k.repeat_interleave(self.repeats, 2), v.repeat_interleave(self.repeats, 2)
         q, k = l2(q), l2(k)
-        numbers, (gate, *logits) = self.write.numbers(x, self.g_proj, *self.read.maps)
+        numbers, logits = self.write.numbers(x, *self.read.maps)
         q_read, read = self.read(*logits, q, k, g=numbers["g"], initial_state=state.read, **carry)
         r, write = self.write(q, k, v, q_read=q_read, initial_state=state.write, **numbers, **carry)
-        r = self.norm(r).flatten(-2).to(x.dtype) * torch.sigmoid(gate)
+        r = self.norm(r).flatten(-2).to(x.dtype) * torch.sigmoid(self.g_proj(x))
         return self.mem_proj(r), MemoryState(write, read)
 
     def state_size(self, dtype: torch.dtype) -> int:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.layers.config import Config
-from needlework.layers.projection import OutProjection, side_by_side
+from needlework.layers.projection import OutProjection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,7 @@ class _SwiGLU(nn.Module):
         self.down_proj = OutProjection(config.hidden, dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = side_by_side(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,10 @@
-"""Linear maps: several of one input as one product, and those with a role, so that initialisation can tell them apart."""
+"""Linear maps: several of one input as one product, and those with a role, so that initialisation can tell them apart.
+
+One product reads x once and gives one gradient of x where several write one each, to be added. Its own gradient is that of its parts,
+one beside the other: free where a kernel writes it whole (a convolution of q, k and v) or where parts are narrow. Not where a wide
+part's gradient is computed element by element, as a gate's is: torch.compile then computes every part's formula at every column and
+keeps one. SwiGLU and output gates are therefore products of their own.
+"""
 
 from collections.abc import Sequence
 
@@ -31,8 +37,8 @@ def product(x: Tensor, *maps: nn.Linear) -> Tensor:
 def _together(x: Tensor, maps: Sequence[nn.Module]) -> bool:
     """Whether one product is worth its copy of the weights.
 
-    Apart each map reads all of x and, in the backward, writes a gradient as large as x, and those are added. Without gradients it
-    is worth it where x is more than the weights; with them whatever x is, so that ranks with fewer tokens round as one does.
+    Without gradients it is where x is more than the weights; with them whatever x is, so that ranks with fewer tokens round as one
+    does.
     """
     if len(maps) < 2 or not all(map(_plain, maps)):
         return False

@@ -73,17 +73,17 @@ def test_a_map_that_someone_looks_at_is_called():
 @pytest.mark.parametrize(
     "config, count",
     [
-        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Delta(gate=ScalarGate())), 3),
-        (Recurrent(heads=2, key_dim=8, value_dim=8, write=QDelta()), 3),
-        (Recurrent(heads=2, key_dim=8, value_dim=8, write=QDelta(), read=CCQ()), 3),
-        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Carve()), 5),
-        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Linear(gate=LowRankGate()), conv=None), 6),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Delta(gate=ScalarGate())), 4),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=QDelta()), 4),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=QDelta(), read=CCQ()), 4),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Carve()), 6),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Linear(gate=LowRankGate()), conv=None), 7),
         (Attention(heads=2, head_dim=8, attend=Softmax()), 2),
-        (SwiGLU(hidden=32), 2),
+        (SwiGLU(hidden=32), 3),
     ],
 )
-def test_a_layer_reads_its_input_once_or_twice(config, count, products):
-    """q, k and v; numbers, output gate and CCQ's λ; the output. CARVE's f and b leave a bottleneck each, GLA's gate one.
+def test_how_many_products_a_layer_makes(config, count, products):
+    """q, k and v; numbers and CCQ's λ; the output gate; the output. CARVE's f and b leave a bottleneck each, GLA's gate one.
 
     Without a convolution q, k and v are three products: the op wants each in one piece.
     """
