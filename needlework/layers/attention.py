@@ -10,7 +10,7 @@ from needlework.layers.config import Config, Width
 from needlework.layers.conv import conv_state_size
 from needlework.layers.distract import Distractor
 from needlework.layers.norm import published_rms, rms
-from needlework.layers.projection import OutProjection, side_by_side
+from needlework.layers.projection import OutProjection
 from needlework.ops.common.packing import document_positions
 
 
@@ -110,16 +110,14 @@ class _Attention(nn.Module):
 
     def _project(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None):
         """q, gate, k, v after norm and convolution, before positions, and the convolution's state."""
-        q, k, v = side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
-        q, gate = q.unflatten(-1, (self.Hq, -1)), None
+        q, gate = self.q_proj(x).unflatten(-1, (self.Hq, -1)), None
         if self.config.output_gate:
             q, gate = q.chunk(2, -1)
-        k, v = (z.unflatten(-1, (self.Hkv, -1)) for z in (k, v))
+        k, v = (m(x).unflatten(-1, (self.Hkv, -1)) for m in (self.k_proj, self.v_proj))
         if self.config.qk_norm:
             q, k = self.norm(q), self.norm(k)
         if self.conv is not None:
-            qkv = torch.cat([z.flatten(-2) for z in (q, k, v)], -1)
-            parts, state = self.conv(qkv, [n * self.d for n in (self.Hq, self.Hkv, self.Hkv)], state, cu_seqlens)
+            parts, state = self.conv([z.flatten(-2) for z in (q, k, v)], state, cu_seqlens)
             q, k, v = (z.unflatten(-1, (-1, self.d)) for z in parts)
         return q, gate, k, v, state
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.layers.config import Config
-from needlework.layers.projection import OutProjection, ZeroProjection
+from needlework.layers.projection import OutProjection, ZeroProjection, product
 from needlework.layers.state import size
 from needlework.ops.common.conv import After, causal_conv
 
@@ -35,14 +35,26 @@ class CausalConv(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(
-        self, x: Tensor, parts: Sequence[int], state: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self, parts: Sequence[Tensor], state: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
-        """x [B T C] convolved, in tensors of so many channels each as `parts` says, and the new state [N width-1 C].
+        """Each of `parts` [B T ·], which share the channels in their order, and the new state [N width-1 C].
 
-        state: the inputs before; T may be below the width. Results have x's dtype: under autocast, where the weights are wider, sums
-        are made in theirs and what reads the result stays in half.
+        state: the inputs before; T may be below the width. Results have their part's dtype: under autocast, where the weights are
+        wider, sums are made in theirs and what reads the result stays in half.
         """
-        return causal_conv(x, self.weight[:, 0], state, cu_seqlens, parts=parts, after=self.after)
+        sizes = [x.shape[-1] for x in parts]
+        weights = self.weight[:, 0].split(sizes)
+        states = [None] * len(parts) if state is None else state.split(sizes, -1)
+        made = [
+            causal_conv(x, w, past, cu_seqlens, after=self.after) for x, w, past in zip(parts, weights, states, strict=True)
+        ]
+        return tuple(y for (y,), _ in made), torch.cat([past for _, past in made], -1)
+
+    def of_maps(
+        self, x: Tensor, maps: Sequence[nn.Module], sizes: Sequence[int], state: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
+        """The same of maps of x [B T D] to `sizes` channels, made by one product: the convolution's gradient is that product's."""
+        return causal_conv(product(x, *maps), self.weight[:, 0], state, cu_seqlens, parts=sizes, after=self.after)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +99,11 @@ class _Canon(CausalConv):
 
 
 class _Silu(nn.Module):
-    def forward(self, x, parts, state=None, cu_seqlens=None):
-        return tuple(F.silu(part) for part in x.split(parts, -1)), None
+    def forward(self, parts, state=None, cu_seqlens=None):
+        return tuple(F.silu(x) for x in parts), None
+
+    def of_maps(self, x, maps, sizes, state=None, cu_seqlens=None):
+        return self([m(x) for m in maps])
 
 
 def conv_state_size(conv: Config | None, channels: int, dtype: torch.dtype) -> int:
@@ -129,7 +144,7 @@ class _GatedConv(nn.Module):
         output_final_state: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         b, c, x = self.in_proj(x).chunk(3, -1)
-        (y,), state = self.conv(b * x, [self.dim], state, cu_seqlens)
+        (y,), state = self.conv((b * x,), state, cu_seqlens)
         return self.out_proj(c * y), state if output_final_state else None
 
     def state_size(self, T: int, dtype: torch.dtype) -> int:

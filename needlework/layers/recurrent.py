@@ -11,7 +11,7 @@ from needlework.layers.ccq import Plain
 from needlework.layers.config import Config, Width
 from needlework.layers.conv import ShortConv, conv_state_size
 from needlework.layers.norm import RMSNorm, l2
-from needlework.layers.projection import OutProjection, product
+from needlework.layers.projection import OutProjection
 from needlework.probe import probe
 
 
@@ -77,9 +77,9 @@ class _Recurrent(nn.Module):
         state = state or RecurrentState(None, None, None)
         maps, conv = (self.q_proj, self.k_proj, self.v_proj), None
         if self.conv is None:
-            q, k, v = (project(x) for project in maps)
+            q, k, v = (m(x) for m in maps)
         else:
-            (q, k, v), conv = self.conv(product(x, *maps), self.sizes, state.conv, cu_seqlens)
+            (q, k, v), conv = self.conv.of_maps(x, maps, self.sizes, state.conv, cu_seqlens)
         q, k, v = q.unflatten(-1, self.q_shape), k.unflatten(-1, self.k_shape), v.unflatten(-1, self.v_shape)
         if self.config.write.unit_keys:
             q, k = l2(q), l2(k)

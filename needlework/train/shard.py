@@ -16,6 +16,10 @@ from .config import TrainConfig
 from .tensor import split_heads
 from .world import World
 
+# What Inductor computes from more tensors than this, for more than one reader, it writes to memory and reads again; 4 if not said.
+# The gradient of a block's normed input is a sum over its maps, and the norm's backward reads it twice: docs/LOG.md has the bytes.
+READS = 8
+
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The modules of every outermost `ModuleList`: what repeats."""
@@ -51,7 +55,7 @@ def prepare(model: nn.Module, config: TrainConfig, world: World) -> None:
         split_heads(model, world.mesh["tensor"])
     if config.compile:
         for block in blocks(model):
-            block.compile(fullgraph=True, dynamic=False)
+            block.compile(fullgraph=True, dynamic=False, options={"realize_reads_threshold": READS})
     if world.shard > 1:
         for module in (*blocks(model), model):
             fully_shard(module, mesh=world.mesh["shard"])

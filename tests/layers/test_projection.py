@@ -4,7 +4,20 @@ import pytest
 import torch
 from torch import nn
 
-from needlework.layers import CCQ, Attention, Carve, Delta, Linear, LowRankGate, QDelta, Recurrent, ScalarGate, Softmax, SwiGLU
+from needlework.layers import (
+    CCQ,
+    Attention,
+    Carve,
+    Delta,
+    Linear,
+    LowRankGate,
+    QDelta,
+    Recurrent,
+    ScalarGate,
+    Silu,
+    Softmax,
+    SwiGLU,
+)
 from needlework.layers.projection import product, side_by_side
 
 DIM = 24
@@ -78,14 +91,15 @@ def test_a_map_that_someone_looks_at_is_called():
         (Recurrent(heads=2, key_dim=8, value_dim=8, write=QDelta(), read=CCQ()), 4),
         (Recurrent(heads=2, key_dim=8, value_dim=8, write=Carve()), 6),
         (Recurrent(heads=2, key_dim=8, value_dim=8, write=Linear(gate=LowRankGate()), conv=None), 7),
-        (Attention(heads=2, head_dim=8, attend=Softmax()), 2),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Carve(), conv=Silu(), output_gate=False), 7),
+        (Attention(heads=2, head_dim=8, attend=Softmax()), 4),
         (SwiGLU(hidden=32), 3),
     ],
 )
 def test_how_many_products_a_layer_makes(config, count, products):
     """q, k and v; numbers and CCQ's λ; the output gate; the output. CARVE's f and b leave a bottleneck each, GLA's gate one.
 
-    Without a convolution q, k and v are three products: the op wants each in one piece.
+    Without a convolution q, k and v are three products, as they are in attention.
     """
     config.build(DIM)(torch.randn(1, 80, DIM))
     assert len(products) == count
