@@ -113,12 +113,12 @@ class _Attention(nn.Module):
         q, gate = self.q_proj(x).unflatten(-1, (self.Hq, -1)), None
         if self.config.output_gate:
             q, gate = q.chunk(2, -1)
-        k, v = (m(x).unflatten(-1, (self.Hkv, -1)) for m in (self.k_proj, self.v_proj))
+        k, v = (p(x).unflatten(-1, (self.Hkv, -1)) for p in (self.k_proj, self.v_proj))
         if self.config.qk_norm:
             q, k = self.norm(q), self.norm(k)
         if self.conv is not None:
-            parts, state = self.conv([z.flatten(-2) for z in (q, k, v)], state, cu_seqlens)
-            q, k, v = (z.unflatten(-1, (-1, self.d)) for z in parts)
+            qkv, state = self.conv(tuple(z.flatten(-2) for z in (q, k, v)), state, cu_seqlens)
+            q, k, v = (z.unflatten(-1, (-1, self.d)) for z in qkv)
         return q, gate, k, v, state
 
     def _positions(self, x: Tensor, state: AttentionState, cu_seqlens: Tensor | None) -> Tensor:
