@@ -36,6 +36,7 @@ Runs = Annotated[Path, typer.Option(help="The folder that holds runs.")]
 
 def main() -> None:
     """Entry point: what a user did wrong is one line and exit status 1, never a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's end is Ctrl-C
     try:
         app(repeated(sys.argv[1:], "--corpus"))
     except SystemExit as ended:
@@ -111,9 +112,10 @@ def train(
     set_: Annotated[list[str] | None, typer.Option("--set", help="Change a field, e.g. train.optim.lr=3e-4")] = None,
     ranks: Annotated[int | None, typer.Option(help="Processes on this machine; default: one a GPU.", min=1)] = None,
 ) -> None:
-    """Train and measure one recipe. Ctrl-C saves; the same command goes on where it stopped.
+    """Train and measure one recipe. Ctrl-C, or SIGTERM, saves; the same command goes on where it stopped.
 
-    On a machine with several GPUs one process a GPU is started; on several machines torchrun or a scheduler starts them.
+    On a machine with several GPUs one process a GPU is started; on several machines torchrun or a scheduler starts them, and RUNS
+    lies on storage that they share.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -134,7 +136,7 @@ def train(
     else:
         console.quiet = True
     stopped = []
-    before = signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
+    before = {sign: signal.signal(sign, lambda *_: stopped.append(True)) for sign in (signal.SIGINT, signal.SIGTERM)}
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -150,7 +152,8 @@ def train(
                 on_step=lambda p: bar.update(task, completed=p.step, now=f"loss {p.loss:.3f} · {p.tokens_per_second:,.0f} tokens/s"),
             )  # fmt: skip
     finally:
-        signal.signal(signal.SIGINT, before)
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
     if entry is not None:
         console.print(scores({"lengths": chosen.evaluate.lengths, "mixers": [entry]}))
         console.print(f"checkpoint: {directory / chosen.name / 'checkpoint'}", highlight=False)

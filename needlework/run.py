@@ -182,6 +182,7 @@ def run(
         return json.loads(done.read_text())
     torch.set_num_threads(1)
     with World.open(recipe.train.parallel) as world:
+        world.share(directory)
         corpora = directory.parents[1] / "corpora"
         if world.ranks > 1:
             world.agree(lambda: bool(text(recipe.corpus, corpora)))  # one rank makes it, the others open it
@@ -190,7 +191,6 @@ def run(
         if world.mesh is None and torch.cuda.is_available():
             model.cuda()
         if world.is_first:
-            directory.mkdir(parents=True, exist_ok=True)
             corpus.write_manifest(directory / "manifest.json")
         described = recipe.to_dict()
         described.pop("train")  # train() compares its own config

@@ -1,12 +1,15 @@
 """The command line as a newcomer meets it: help, tables, a whole comparison in small, clear errors."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from needlework import cli
+from needlework.train import latest, load
 
 
 def test_the_module_runs_as_a_program_and_a_mistake_is_no_traceback():
@@ -27,12 +30,14 @@ def recipe(tmp_path_factory):
         "from needlework.data import CorpusConfig, NeedleMix\n"
         "from needlework.run import Evaluation, Phase\n"
         "from recipes import demo\n"
-        "def small():\n"
+        "def small(steps=4):\n"
         f"    recipe = demo.recipe('gated-deltanet', CorpusConfig(kind='files', paths=({str(folder / 'text.txt')!r},)))\n"
         "    return dataclasses.replace(\n"
-        "        recipe, train=dataclasses.replace(recipe.train, steps=4),\n"
-        "        phases=(Phase(steps=4, batch=2, length=64, task=NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 1))),),\n"
+        "        recipe, train=dataclasses.replace(recipe.train, steps=steps),\n"
+        "        phases=(Phase(steps=steps, batch=2, length=64, task=NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 1))),),\n"
         "        evaluate=Evaluation(lengths=(96, 128), tokens=128, rows=2))\n"
+        "def endless():\n"
+        "    return small(1 << 20)\n"
     )
     return path
 
@@ -67,6 +72,20 @@ def test_train_then_eval_then_generate(needlework, recipe, tmp_path):
     assert set(entry["loss"]) == set(entry["needle"]) == {"96"} and "needles" not in entry
     assert "def " in needlework("generate", checkpoint, "--prompt", "def ", "--tokens", 4)
     assert "train.optim.lr" in needlework("train", f"{recipe}:small", "--runs", tmp_path, "--name", "one", ok=False)
+
+
+@pytest.mark.parametrize(("end", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)])
+def test_a_training_that_is_told_to_end_saves_its_last_step(recipe, tmp_path, end, ranks):
+    command = [sys.executable, "-m", "needlework", "train", f"{recipe}:endless", "--runs", tmp_path, "--ranks", str(ranks)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    folder = tmp_path / "gated-deltanet" / "gated-deltanet" / "training"
+    log = folder / "log.jsonl"
+    while run.poll() is None and not (log.exists() and log.read_text()):
+        time.sleep(0.1)
+    run.send_signal(end)
+    said, _ = run.communicate()
+    assert "stopped and saved in" in said and run.returncode, said
+    assert load(latest(folder))["run.step"] == json.loads(log.read_text().splitlines()[-1])["step"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """One command everywhere: on a machine with several GPUs it starts itself again as one process for each."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ def relaunch(argv: Sequence[str], ranks: int | None = None) -> int | None:
     """Runs `python -m needlework *argv` once for each rank, and returns the exit status; None if this process is to go on alone.
 
     ranks: how many processes; None is one for each GPU of this machine. None is also returned for one rank, and under torchrun
-    or a scheduler, which have set WORLD_SIZE. Ctrl-C reaches the ranks, which save and end; this process waits for them.
+    or a scheduler, which have set WORLD_SIZE. Ctrl-C reaches the ranks, which save and end, and SIGTERM is handed on to them; this
+    process waits for them.
     """
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if ranks <= 1 or "WORLD_SIZE" in os.environ:
@@ -20,8 +22,12 @@ def relaunch(argv: Sequence[str], ranks: int | None = None) -> int | None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "needlework"]
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     process = subprocess.Popen([*command, *argv], env=environment)
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            pass
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                pass
+    finally:
+        signal.signal(signal.SIGTERM, before)

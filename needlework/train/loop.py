@@ -84,17 +84,18 @@ def train(
     batch: a pure function of its number, see `TrainConfig.accumulate`; the whole batch on every rank, which takes its part.
     losses: losses(model, piece) -> `Losses`; as it stands for model(input_ids [B T]) -> logits [B T vocabulary].
     directory: takes the checkpoints, log.jsonl (step, loss, lr, grad_norm, tokens, seconds, memory in bytes, what `losses` adds;
-        lr is the first group's, the other groups' are proportional) and ran.json.
+        lr is the first group's, the other groups' are proportional) and ran.json. Ranks on several hosts share it.
     recipe: whatever else fixes the run (the model's config, the data's), JSON-ready; kept in each checkpoint and compared.
     on_step: called after every step. It must leave PyTorch's generators and the model's mode as they were.
     stop: asked before every step; True on any rank ends the run with a checkpoint.
     world: `World.open(config.parallel)`'s; None opens it.
     Raises NonFiniteLoss or Spike (see `Guard`); CheckpointError if a checkpoint cannot be written, all are damaged, or the newest
-    one is of another config; ValueError for a step without a single counted label, or a batch that ranks cannot share.
+    one is of another config; ValueError for a step without a single counted label, a batch that ranks cannot share, or a directory
+    that they do not.
     """
     world = World.open(config.parallel) if world is None else world
     directory = Path(directory)
-    world.agree(lambda: directory.mkdir(parents=True, exist_ok=True))
+    world.share(directory)
     lasting = config.lasting() | {"recipe": dict(recipe or {})}
     prepare(model, config, world)
     run = Run(model, config.optim.build(model.named_parameters()), world)

@@ -5,9 +5,13 @@ place on "sequence", heads and columns of the weights by its place on "tensor". 
 """
 
 import os
+import socket
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 T = TypeVar("T")
 AXES = ("shard", "sequence", "tensor")
+LATE = 60  # seconds: storage on a network may show what another host wrote only after a while
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +63,8 @@ class World:
     def open(cls, parallel: Parallel = Parallel()) -> "World":
         """Joins the ranks that torchrun started (its RANK, WORLD_SIZE, …); without them, or with one, there is no group.
 
-        A process group that is there already is taken as it is. One GPU a rank where there are GPUs, by LOCAL_RANK; the CPU elsewhere. ValueError if the sizes do not multiply to the
-        number of ranks, or a rank finds no GPU of its own.
+        A process group that is there already is taken as it is. One GPU a rank where there are GPUs, by LOCAL_RANK; the CPU
+        elsewhere. ValueError if the sizes do not multiply to the number of ranks, or a rank finds no GPU of its own.
         """
         ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         sizes = parallel.sizes(ranks)
@@ -130,6 +135,22 @@ class World:
             raise answer[1]
         return answer[0]
 
+    def share(self, directory: Path) -> None:
+        """Makes `directory`, which all ranks write into; ValueError on every rank, with hosts, if it is not one for all of them."""
+        if self.mesh is None:
+            directory.mkdir(parents=True, exist_ok=True)
+            return
+        name = self.agree(lambda: _mark(directory))
+        seen = self.gather((socket.gethostname(), _appears(directory / name)))
+        if self.is_first:
+            (directory / name).unlink()
+        blind = [f"rank {rank} on {host}" for rank, (host, appeared) in enumerate(seen) if not appeared]
+        if blind:
+            raise ValueError(
+                f"{directory.absolute()}: what rank 0 on {seen[0][0]} writes there is not seen by {', '.join(blind)}; "
+                "expected one directory, on storage that all hosts share"
+            )
+
     def barrier(self) -> None:
         self.any(False)  # over gloo: no GPU waits
 
@@ -154,6 +175,23 @@ class World:
     def __exit__(self, kind, error, trace) -> None:
         if kind is None:  # after an error the others may never come to the barrier; torchrun ends them
             self.close()
+
+
+def _mark(directory: Path) -> str:
+    """The name of a new empty file in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file, path = tempfile.mkstemp(prefix=".share-", dir=directory)
+    os.close(file)
+    return Path(path).name
+
+
+def _appears(path: Path) -> bool:
+    end = time.monotonic() + LATE
+    while not os.path.exists(path):  # also false where this rank may not look
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def leave(status: int) -> None:

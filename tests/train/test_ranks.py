@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from needlework.layers import SwiGLU
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.testing.ranks import member, ranks
-from needlework.train import AdamW, Guard, NonFiniteLoss, Parallel, World, full_state, latest, load, train
+from needlework.train import AdamW, Guard, NonFiniteLoss, Parallel, World, full_state, latest, load, train, world
 
 if __name__ == "__main__":  # as one rank
     from tiny import CONFIG, OPTIMISERS, VOCABULARY, Tiny, batch, lines, stop_at
@@ -146,7 +147,18 @@ def main(directory, what):
     with pytest.raises(ValueError) as caught:
         World.open(Parallel(shard=3))
     found["sizes"] = str(caught.value)
+    found["share"] = apart(directory / f"host {dist.get_rank()}")
     return found
+
+
+def apart(own):
+    """What a run says whose ranks have each a disk of their own."""
+    own.mkdir()
+    os.chdir(own)
+    world.LATE = 0
+    with pytest.raises(ValueError) as caught:
+        train(tiny(), ragged, CONFIG, "run")
+    return str(caught.value), sorted(path.name for path in own.rglob("*"))
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +235,16 @@ def test_what_is_not_finite_on_one_rank_stops_or_skips_on_all_and_is_named(found
 def test_ranks_that_cannot_share_are_refused(found):
     assert found["odd"] == "batch: 3 rows cannot be dealt to shard = 2 ranks: expected a multiple"
     assert "Parallel(shard=3, sequence=1, tensor=1) on 2 ranks: shard × sequence × tensor must be 2" in found["sizes"]
+
+
+def test_ranks_whose_directory_is_not_one_are_refused_before_anything_is_written(found, place):
+    said, left = found["share"]
+    assert re.fullmatch(
+        rf"{place}/host 0/run: what rank 0 on \S+ writes there is not seen by rank 1 on \S+; expected one directory, on storage "
+        "that all hosts share",
+        said,
+    )
+    assert left == ["run"] and not any((place / "host 1").iterdir())
 
 
 if __name__ == "__main__":
