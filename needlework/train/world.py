@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 T = TypeVar("T")
 AXES = ("shard", "sequence", "tensor")
+HOURS = timedelta(days=7)  # text may be read for longer than PyTorch lets ranks wait; one that dies is noticed at once all the same
 LATE = 60  # seconds: storage on a network may show what another host wrote only after a while
 
 
@@ -52,10 +54,15 @@ class Parallel:
 
 
 class World:
-    """All ranks of the run and this one's place among them. `World.open` makes it; `World(device)` is one process alone."""
+    """All ranks of the run and this one's place among them. `World.open` makes it; `World(device)` is one process alone.
 
-    def __init__(self, device: torch.device | None = None, mesh: DeviceMesh | None = None):
-        self.device, self.mesh = device, mesh  # device None: wherever the model is
+    patient: a group of all ranks in which one works for hours while the others wait.
+    """
+
+    def __init__(
+        self, device: torch.device | None = None, mesh: DeviceMesh | None = None, patient: dist.ProcessGroup | None = None
+    ):
+        self.device, self.mesh, self.patient = device, mesh, patient  # device None: wherever the model is
         self.shard, self.sequence, self.tensor = (1, 1, 1) if mesh is None else tuple(mesh.shape)
         self.rank = 0 if mesh is None else dist.get_rank()
 
@@ -79,7 +86,8 @@ class World:
             torch.cuda.set_device(device)
         if not dist.is_initialized():
             dist.init_process_group(backend)
-        return cls(device, init_device_mesh(device.type, sizes, mesh_dim_names=AXES))
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+        return cls(device, mesh, dist.new_group(backend="gloo", timeout=HOURS))
 
     @property
     def ranks(self) -> int:
@@ -130,7 +138,7 @@ class World:
                 answer[0] = ask()
             except Exception as error:
                 answer[1] = error
-        dist.broadcast_object_list(answer, device=torch.device("cpu"))
+        dist.broadcast_object_list(answer, group=self.patient)
         if answer[1] is not None:
             raise answer[1]
         return answer[0]
