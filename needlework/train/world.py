@@ -22,7 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 T = TypeVar("T")
 AXES = ("shard", "sequence", "tensor")
-HOURS = timedelta(days=7)  # text may be read for longer than PyTorch lets ranks wait; one that dies is noticed at once all the same
+HOURS = timedelta(
+    days=7
+)  # text may be read for longer than PyTorch lets ranks wait; one that dies is noticed at once all the same
 LATE = 60  # seconds: storage on a network may show what another host wrote only after a while
 
 
