@@ -286,12 +286,13 @@ FAMILIES = {
 }
 
 LIMITS = (
-    "Models of 60M parameters on 157M tokens of Python source are four orders of magnitude of compute below the papers' and read "
+    "Models this small on 157M tokens of Python source are about four orders of magnitude of compute below the papers' and read "
     "another kind of text; half of the rows of the first 200 steps, and a tenth after that, are nothing but needles. Needles of the "
-    "compact form are trained on, sentences (passkey, number, uuid) and the induction needle are not: what they show is what a model this small has learnt to copy by itself. Learning rate and schedule were chosen on "
-    "softmax and Gated DeltaNet and used for all, which favours those two. Three seeds see differences of a few points only where "
-    "they repeat. Gates, memories and norms start as published: half-lives of a few dozen tokens in most heads of Gated DeltaNet "
-    "and of ATMA's memory, which longer training than this moves further. Tokens per second are of this code on the GPU named above."
+    "compact form are trained on, sentences (passkey, number, uuid) and the induction needle are not: what they show is what a "
+    "model this small has learnt to copy by itself. Learning rate and schedule were chosen on softmax and Gated DeltaNet and used "
+    "for all, which favours those two. With so few seeds a difference of a few points counts only where each of them has it. Gates, "
+    "memories and norms start as published: half-lives of a few dozen tokens in most heads of Gated DeltaNet and of ATMA's memory, "
+    "which longer training than this moves further. Tokens per second are of this code on the GPU named above."
 )
 
 softmax, gated_deltanet = partial(recipe, "softmax"), partial(recipe, "gated-deltanet")

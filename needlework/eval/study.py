@@ -100,7 +100,8 @@ def load_study(
     families: dict[str, tuple[str, ...]] | None = None,
     glance: Iterable[str] = (),
 ) -> Study:
-    """Every run in `directory` (*.json); mixers of `order` come first, in its order.
+    """Every run in `directory` (*.json); mixers of `order` come first, in its order. A family or glance of which nobody was run is
+    left out; where none is left, there is one of all.
 
     ValueError if there is none, if one lacks a key, or if two runs read another corpus or were trained on another length.
     """
@@ -125,4 +126,6 @@ def load_study(
     known = [name for name in order if name in runs]
     runs = {name: runs[name] for name in [*known, *(name for name in runs if name not in known)]}
     lengths, tasks = tuple(first["lengths"]), tuple(first["tasks"])
-    return Study(runs, lengths, first["train_length"], tasks, families or {}, tuple(name for name in glance if name in runs))
+    present = {family: members for family, members in (families or {}).items() if runs.keys() & set(members)}
+    seen = tuple(name for name in glance if name in runs)
+    return Study(runs, lengths, first["train_length"], tasks, present or {"All": tuple(runs)}, seen or tuple(runs))

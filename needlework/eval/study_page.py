@@ -1,11 +1,13 @@
 """The page of a study: what was run, what was found, which claims hold, and what it cannot say. Markdown, from the runs alone."""
 
+import statistics
+from collections import Counter
 from pathlib import Path
 
 from . import study_figures as figures
 from .results import write_whole
 from .study import Claim, Spread, Study, found
-from .words import multiple, size
+from .words import count, multiple, size
 
 
 def write_page(study: Study, directory: Path, claims: tuple[Claim, ...], limits: str) -> Path:
@@ -29,7 +31,9 @@ def write_page(study: Study, directory: Path, claims: tuple[Claim, ...], limits:
         sections += ["## Inside the models", diagnoses]
     sections += ["## What this cannot say", limits]
     path = directory / "README.md"
-    write_whole(path, "\n\n".join(["# The comparison", *sections]) + "\n")
+    parameters = [run["parameters"] for runs in study.runs.values() for run in runs]
+    title = f"# The comparison at {count(statistics.median(parameters))} parameters"
+    write_whole(path, "\n\n".join([title, *sections]) + "\n")
     return path
 
 
@@ -44,6 +48,7 @@ def _summary(study: Study) -> str:
     some = runs[0]
     counts = sorted({len(of) for of in study.runs.values()})
     seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s'[: counts[0] > 1]}"
+    told = "Every number is a mean over seeds ± their standard deviation" if counts[-1] > 1 else "No number has a spread"
     sizes = [run["parameters"] for run in runs]
     machines = sorted({f"{run['machine']}, torch {run['versions']['torch']}" for run in runs})
     # a copy without its history has no commit
@@ -51,27 +56,30 @@ def _summary(study: Study) -> str:
     return (
         f"{len(study.runs)} mixers, {seeds} each, {min(sizes):,} to {max(sizes):,} parameters, {some['train']['tokens']:,} "
         f"training tokens of length {study.train_length:,}, one recipe and for a seed one order of data. Corpus SHA-256 "
-        f"{some['corpus']['sha256'][:16]}. Trained on {'; '.join(machines)}; code {', '.join(commits)}. Every number is a mean over "
-        f"seeds ± their standard deviation; every run is beside this page, with its config."
+        f"{some['corpus']['sha256'][:16]}. Trained on {'; '.join(machines)}; code {', '.join(commits)}. {told}; every run is "
+        f"beside this page, with its config."
     )
 
 
 def _claims(study: Study, claims: tuple[Claim, ...]) -> str:
-    rows = []
+    rows, words = [], Counter()
     for claim in claims:
         verdict = study.judge(claim)
+        words[verdict.word] += 1
         points = "" if verdict.difference is None else _points(verdict.difference)
         seeds = "" if verdict.difference is None else str(verdict.difference.n)
         at = ", ".join(f"{m:g}×" for m in claim.multiples)
         rows.append((claim.says, f"{', '.join(claim.tasks)} at {at}", points, seeds, f"**{verdict.word}**"))
+    told = f"Of {len(claims)} claims: {', '.join(f'{n} × {word}' for word, n in words.most_common())}."
     note = "A difference counts where it lies outside its 95 % interval over paired seeds (Student's t)."
-    return f"{_table(('claim', 'measured by', 'difference, points', 'seeds', ''), rows)}\n\n{note}"
+    return f"{told} {note}\n\n{_table(('claim', 'measured by', 'difference, points', 'seeds', ''), rows)}"
 
 
 def _overview(study: Study) -> str:
     near, far = study.lengths[0], study.lengths[-1]
     head = (
         "mixer",
+        "seeds",
         "loss",
         *(f"found at {multiple(T, study.train_length)}" for T in study.lengths),
         "tokens/s",
@@ -85,6 +93,7 @@ def _overview(study: Study) -> str:
         rows.append(
             (
                 study.title(mixer),
+                str(loss.n),
                 _number(loss, 3),
                 *map(_share, shares),
                 f"{speed.mean:,.0f}",

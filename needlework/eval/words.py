@@ -18,6 +18,16 @@ def size(count: float) -> str:
     return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
 
 
+def count(number: float) -> str:
+    """Parameters or tokens in decimal units: 59_764_296 -> '59.8M'."""
+    unit = ""
+    for larger in ("K", "M", "B", "T"):
+        if number < 999.5:
+            break
+        number, unit = number / 1000, larger
+    return f"{number:.3g}{unit}"
+
+
 def multiple(length: int, train_length: int) -> str:
     """A length in multiples of the training length: '8×'."""
     return f"{length / train_length:.3g}×"

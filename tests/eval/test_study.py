@@ -48,6 +48,13 @@ def test_runs_are_gathered_by_mixer_in_the_order_asked_for(study):
     assert study.accuracy("plain", "needle", 128) == pytest.approx((0.6, 0.1, 3))
 
 
+def test_families_of_which_nobody_was_run_are_left_out(tmp_path):
+    runs = write(tmp_path / "runs", run("plain", 0, 0.5), run("more", 0, 0.5))
+    assert load_study(runs, families=FAMILIES).families == {"One": FAMILIES["One"]}
+    alone = load_study(runs, families={"Two": FAMILIES["Two"]}, glance=("other",))
+    assert alone.families == {"All": ("more", "plain")} and alone.glance == ("more", "plain")
+
+
 def test_a_claim_is_judged_over_seeds_in_pairs(study):
     """plain and better move together from seed to seed: unpaired, their spread would hide the difference."""
     assert study.judge(claim("better", "plain")).word == "holds"
@@ -83,7 +90,9 @@ def test_runs_that_do_not_belong_together_are_refused_by_name(tmp_path, changes,
 
 def test_the_page_says_every_number_and_every_verdict(study, tmp_path):
     page = write_page(study, tmp_path / "page", (claim("better", "plain"), claim("absent", "plain")), "Much.").read_text()
-    assert "| Plain | 2.000 ± 0.000 | 60 ± 10 | 60 ± 10 | 10 | 64 B |" in page
+    assert page.startswith("# The comparison at 1K parameters\n") and "mean over seeds ± their standard deviation" in page
+    assert "Of 2 claims: 1 × holds, 1 × not run." in page
+    assert "| Plain | 3 | 2.000 ± 0.000 | 60 ± 10 | 60 ± 10 | 10 | 64 B |" in page
     assert "| +20.3 ± 0.6 | 3 | **holds** |" in page and "**not run**" in page
     assert page.endswith("## What this cannot say\n\nMuch.\n")
     assert {p.name for p in (tmp_path / "page").iterdir()} == {
@@ -93,6 +102,12 @@ def test_the_page_says_every_number_and_every_verdict(study, tmp_path):
         "state.png",
         "positions.png",
     }
+
+
+def test_one_seed_has_no_spread_and_the_page_says_so(tmp_path):
+    runs = write(tmp_path / "runs", run("plain", 0, 0.5), run("better", 0, 0.7))
+    page = write_page(load_study(runs), tmp_path / "page", (claim("better", "plain"),), "").read_text()
+    assert "1 seed each" in page and "No number has a spread" in page and "±" not in page
 
 
 def test_a_run_from_a_copy_without_its_history_is_said_to_be_one(tmp_path):
