@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from needlework.layers.norm import RMSNorm
@@ -16,6 +17,7 @@ from needlework.layers.projection import OutProjection
 from needlework.models.cache import NeedleworkCache
 from needlework.models.config import NeedleworkConfig
 from needlework.models.loss import linear_cross_entropy, softcap
+from needlework.models.packing import documents
 
 
 class Relay(Protocol):
@@ -140,15 +142,22 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         relay: Relay | None = None,
         objective: Objective | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         **kwargs,
     ) -> NeedleworkOutput:
         """input_ids [B T]; attention_mask [B ..T] with zeros at pads, or cu_seqlens [N+1] packing documents with B = 1.
 
+        position_ids, seq_idx, cu_seq_lens_q: transformers' ways to say cu_seqlens (`packing.py`); positions are counted here.
         relay: the tokens are a part of a sequence whose other parts are on other ranks; no cache, no pads, no packing then.
         objective: what is asked of every block beside its output, for training; it knows no earlier tokens.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        given = input_ids if inputs_embeds is None else inputs_embeds[..., 0]
+        if given.dim() != 2:
+            raise ValueError(f"input_ids: got shape {list(given.shape)}, expected [B, T], and inputs_embeds [B, T, D]")
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         B, T = x.shape[:2]
         if use_cache is None:
@@ -170,8 +179,10 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             real = attention_mask[:, -T:].bool()
             if real.all():
                 real = None
-            elif cu_seqlens is not None:
-                raise ValueError("attention_mask with pads and cu_seqlens are two ways to say one thing: give one")
+        if cu_seqlens is None:
+            cu_seqlens = documents(x, real, position_ids, seq_idx, cu_seq_lens_q)
+        if real is not None and cu_seqlens is not None:
+            raise ValueError("attention_mask with pads and cu_seqlens are two ways to say one thing: give one")
         if real is not None:  # padding is packing: a pad is outside every document
             counts = real.sum(1)
             cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -215,6 +226,7 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
             past_key_values = NeedleworkCache(self.config)
         return super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,

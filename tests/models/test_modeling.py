@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 
 from needlework.layers import (
     CCQ,
@@ -89,6 +89,45 @@ def test_packed_documents_are_separate_forwards(model, prompt):
         assert torch.allclose(packed[0], model(prompt).logits.flatten(0, 1), rtol=0, atol=1e-12)
 
 
+def test_documents_packed_by_transformers_collator_are_separate_forwards(model, prompt):
+    rows = [{"input_ids": row.tolist()} for row in (prompt[0, :5], prompt[1, :1], prompt[2])]
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, return_tensors="pt")
+    batch = collator(rows)
+    tokens = {"input_ids": batch["input_ids"], "use_cache": False}
+    with torch.no_grad():
+        alone = [model(torch.tensor([row["input_ids"]]), use_cache=False).logits for row in rows]
+        for name in ("position_ids", "seq_idx", "cu_seq_lens_q"):
+            torch.testing.assert_close(model(**tokens, **{name: batch[name]}).logits, torch.cat(alone, 1))
+        torch.testing.assert_close(model(**batch, use_cache=False).logits, torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize(
+    "said, message",
+    [
+        ({"position_ids": [[0, 1, 2, 4]]}, "position_ids: they skip"),
+        (
+            {"position_ids": [[0, 1, 0, 1]]},
+            "position_ids: documents begin inside the rows of a batch of 2; expected .* one row",
+        ),
+        ({"seq_idx": [[0, 0, 0, 1], [0, 0, 0, 0]]}, "seq_idx: documents begin inside"),
+        ({"seq_idx": [[0, 0, 0]]}, r"seq_idx: got shape \[1, 3\], expected \[2, 4\] or \[1, 4\]"),
+        ({"cu_seq_lens_q": [0, 4], "attention_mask": [[0, 1, 1, 1]] * 2}, "two ways to say one thing"),
+    ],
+)
+def test_packing_that_cannot_be_meant_is_refused(model, prompt, said, message):
+    with pytest.raises(ValueError, match=message):
+        model(prompt[:2, :4], **{name: torch.tensor(value) for name, value in said.items()})
+
+
+def test_positions_of_a_padded_batch_say_nothing_new(model, prompt):
+    mask = torch.ones_like(prompt)
+    mask[0, :4], mask[1, 6:] = 0, 0
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    with torch.no_grad():
+        expected = model(prompt, attention_mask=mask).logits
+        assert torch.equal(model(prompt, attention_mask=mask, position_ids=positions).logits, expected)
+
+
 def test_beam_search_with_a_cache_is_beam_search_without(model, prompt):
     beams = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
     assert torch.equal(model.generate(prompt, **beams), model.generate(prompt, use_cache=False, **beams))
@@ -171,6 +210,13 @@ def test_hidden_states_are_one_a_block_and_the_embedding(model, prompt):
     assert len(states) == len(model.config.layout) + 1
 
 
+def test_without_return_dict_the_output_is_a_tuple(model, prompt):
+    with torch.no_grad():
+        loss, logits, *_ = model(prompt, labels=prompt, return_dict=False)
+        expected = model(prompt, labels=prompt)
+    assert torch.equal(loss, expected.loss) and torch.equal(logits, expected.logits)
+
+
 def test_bad_configs_and_inputs_say_what_was_expected(model, prompt):
     with pytest.raises(ValueError, match="no mixer for 'X'"):
         config("QX")
@@ -180,6 +226,8 @@ def test_bad_configs_and_inputs_say_what_was_expected(model, prompt):
         NeedleworkForCausalLM(config(""))
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
+    with pytest.raises(ValueError, match=r"input_ids: got shape \[9\], expected \[B, T\]"):
+        model(prompt[0])
     with pytest.raises(ValueError, match="attention_mask: expected"):
         model(prompt, attention_mask=torch.ones(3, 4))
     with pytest.raises(ValueError, match="expected one of recurrent, attention, gated_conv"):
