@@ -253,7 +253,7 @@ def generate(
         raise ValueError("--prompt is empty: expected at least one token to go on from")
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    ids = torch.tensor([ids])
+    ids = torch.tensor([ids], device=model.device)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **sampling)
     console.print(tokenizer.decode(out[0].tolist()), markup=False, highlight=False, soft_wrap=True)
 
@@ -478,14 +478,17 @@ def _replaced(config: Any, path: list[str], text: str, whole: str) -> Any:
 
 
 def load_checkpoint(path: Path):
-    """The model, in evaluation mode, and its tokenizer."""
+    """The model, in evaluation mode, on the GPU where there is one, and its tokenizer."""
+    import torch
+
     from needlework.data import load_tokenizer
     from needlework.models import NeedleworkForCausalLM, disable_progress_bar
 
     if not (path / "config.json").is_file():
         raise ValueError(f"{path}: expected a folder with config.json, model.safetensors and tokenizer.json")
     disable_progress_bar()
-    return NeedleworkForCausalLM.from_pretrained(path).eval(), load_tokenizer(path / "tokenizer.json")
+    model = NeedleworkForCausalLM.from_pretrained(path).eval()
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), load_tokenizer(path / "tokenizer.json")
 
 
 def human(n: int) -> str:

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from needlework import cli
 from needlework.train import latest, load
@@ -67,6 +68,7 @@ def test_train_then_eval_then_generate(needlework, recipe, tmp_path):
     assert "checkpoint" in out and checkpoint.is_dir()
     config = json.loads((tmp_path / "one" / "config.json").read_text())
     assert config["gated-deltanet"]["train"]["optim"]["lr"] == 1e-3
+    assert cli.load_checkpoint(checkpoint)[0].device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     text = recipe.parent / "text.txt"
     entry = json.loads(needlework("eval", checkpoint, "--corpus", text, "--length", 96, "--task", "needle", "--json"))
     assert set(entry["loss"]) == set(entry["needle"]) == {"96"} and "needles" not in entry
