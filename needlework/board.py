@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from needlework.eval.study import found
 from needlework.run import Recipe
 from needlework.train import Progress
 
@@ -54,7 +55,7 @@ class Board:
 
     def __rich__(self) -> Group:
         table = Table(box=None, pad_edge=False)
-        for heading in ("mixer", "", "loss", "tokens/s", "one needle", "several"):
+        for heading in ("mixer", "", "loss", "tokens/s", "found"):
             table.add_column(heading, justify="left" if heading in ("mixer", "") else "right")
         running = [name for name in self.progress if name not in self.done]
         for name in self.recipes if len(self.recipes) <= FEW else running:
@@ -63,15 +64,14 @@ class Board:
             share = 1.0 if entry else progress.step / progress.steps if progress else 0.0
             bar = "━" * round(24 * share) + "╺" * (24 - round(24 * share))
             state = Text(f"{bar} {share:4.0%}", style="green" if entry else "cyan" if progress else "dim")
-            numbers = ["", "", "", ""]
+            numbers = ["", "", ""]
             if progress:
                 numbers[:2] = f"{progress.loss:.3f}", f"{progress.tokens_per_second:,.0f}"
             if entry:
-                T = str(recipe.phases[-1].length)
-                numbers = [
-                    f"{entry['loss'][T]:.3f}", f"{entry['train']['tokens_per_second']:,.0f}",
-                    f"{entry['needle'][T]['accuracy']:.0%}", f"{entry['needles'][T]['accuracy']:.0%}",
-                ]  # fmt: skip
+                shortest, tasks = entry["lengths"][0], entry["tasks"]
+                numbers[0] = f"{entry['loss'][str(shortest)]:.3f}"
+                numbers[1] = f"{entry['train']['tokens_per_second']:,.0f}"
+                numbers[2] = f"{found(entry, tasks, [shortest]):.0%}" if tasks else ""
             table.add_row(recipe.title, state, *numbers)
         left = self.remaining()
         note = f"about {left / 60:.0f} min left" if left > 90 else f"about {left:.0f} s left"

@@ -4,17 +4,18 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import signal
 import sys
-import typing
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 app = typer.Typer(
     help="Sequence mixers that find the needle: compare them, train them, measure them.",
@@ -22,8 +23,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# a pipe has no width of its own, and tables must not be cut there
-console = Console() if sys.stdout.isatty() else Console(width=160)
+# a pipe has no width of its own, and tables must not be cut there; [brackets] are shapes, extras and paths
+console = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
 
 CorpusPaths = Annotated[
     list[Path] | None,
@@ -49,7 +50,7 @@ def main() -> None:
         if not isinstance(error, EXPLAINED):
             raise
         console.quiet = False  # an error is told by whatever rank has it
-        console.print(f"[red]needlework:[/red] {error}", highlight=False, soft_wrap=True)
+        console.print(Text("needlework: ", style="red").append(str(error), style="default"), soft_wrap=True)
         status = 1
     if os.environ.get("WORLD_SIZE", "1") != "1":
         from needlework.train import leave
@@ -100,7 +101,7 @@ def compare(
         console.print(f"stopped and saved in {directory}; the same command goes on")
         raise
     console.print(scores(results))
-    console.print(f"report: {directory / 'report.html'}", highlight=False)
+    console.print(f"report: {directory / 'report.html'}")
 
 
 @app.command()
@@ -156,7 +157,7 @@ def train(
             signal.signal(sign, handler)
     if entry is not None:
         console.print(scores({"lengths": chosen.evaluate.lengths, "mixers": [entry]}))
-        console.print(f"checkpoint: {directory / chosen.name / 'checkpoint'}", highlight=False)
+        console.print(f"checkpoint: {directory / chosen.name / 'checkpoint'}")
     elif first:
         console.print(f"stopped and saved in {directory}; the same command goes on")
     if stopped:
@@ -188,9 +189,9 @@ def study(
     directory = runs / (name or Path(recipes.partition(":")[0]).stem)
     missing = run_study(found, directory, console, workers or torch.cuda.device_count() or 2, minutes)
     if missing:
-        console.print(f"{len(missing)} runs are to be done still; the same command goes on", highlight=False)
+        console.print(f"{len(missing)} runs are to be done still; the same command goes on")
     else:
-        console.print(f"all done; needlework report {directory / 'results'} --of {recipes.partition(':')[0]}", highlight=False)
+        console.print(f"all done; needlework report {directory / 'results'} --of {recipes.partition(':')[0]}")
 
 
 @app.command()
@@ -207,7 +208,7 @@ def report(
         module, _ = load_module(f"{of}:{name}")
     study = load_study(results, module.MIXERS, module.FAMILIES, module.GLANCE)
     page = write_page(study, to or results, module.CLAIMS, module.LIMITS)
-    console.print(f"page: {page}", highlight=False)
+    console.print(f"page: {page}")
 
 
 @app.command("eval")
@@ -255,7 +256,7 @@ def generate(
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     ids = torch.tensor([ids], device=model.device)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **sampling)
-    console.print(tokenizer.decode(out[0].tolist()), markup=False, highlight=False, soft_wrap=True)
+    console.print(tokenizer.decode(out[0].tolist()), soft_wrap=True)
 
 
 @app.command()
@@ -291,10 +292,10 @@ def doctor(
         raise ValueError("doctor: no CUDA device here; --compile-only compiles the kernels without one")
     known_here = checks.facts()
     for name, value in known_here.items():
-        console.print(f"{name}: {value}", highlight=False, soft_wrap=True)
+        console.print(f"{name}: {value}", soft_wrap=True)
     device = torch.device("cpu" if interpreted() or compile_only else "cuda")
     if told := checks.warning(known_here, (9, 0) if compile_only else capability(device)):
-        console.print(f"[yellow]{told}[/yellow]", highlight=False, soft_wrap=True)
+        console.print(told, style="yellow", soft_wrap=True)
     with console.status("compiling") as status:
         if compile_only:
             found = builds.compile_all(full, lambda count, total: status.update(f"compiling: {count} of {total}"))
@@ -307,32 +308,28 @@ def doctor(
                 status.update(f"{count} of {total}: {row}")
                 if full or v.failing:  # minutes, or what is known already
                     told = "; ".join(v.failing) or "ok"
-                    console.print(
-                        f"{time.monotonic() - began:4.0f} s, {count} of {total}: {row}: {told}, {v.seconds} s", highlight=False
-                    )
+                    console.print(f"{time.monotonic() - began:4.0f} s, {count} of {total}: {row}: {told}, {v.seconds} s")
 
             found = checks.run(device, full, tell)
             table, failed, struck = verdict_table(found), [v for v in found if v.failing], not interpreted()
-    console.print(table, highlight=False)
+    console.print(table)
     seconds = time.monotonic() - began
     if report is not None:
         report.write_text(json.dumps(checks.report(found, known_here, seconds), indent=1))
-        console.print(f"report: {report}", highlight=False, soft_wrap=True)
+        console.print(f"report: {report}", soft_wrap=True)
     if failed:
-        console.print(f"[red]{len(failed)} of {len(found)} failed[/red], {seconds:.0f} s", highlight=False)
+        console.print(f"{len(failed)} of {len(found)} failed, {seconds:.0f} s", style="red")
         if struck and any(v.wrong for v in failed):
-            console.print(
-                f"what is wrong is struck off in {path()}; --full takes back what passes it", highlight=False, soft_wrap=True
-            )
+            console.print(f"what is wrong is struck off in {path()}; --full takes back what passes it", soft_wrap=True)
         raise typer.Exit(1)
-    console.print(f"{len(found)} checked, all right, {seconds:.0f} s", highlight=False)
+    console.print(f"{len(found)} checked, all right, {seconds:.0f} s")
 
 
 def build_table(found: list[Any]) -> Table:
     names = ("engine", "plan", "kernel", "dtype", "K", "V", "sm", "registers", "shared", "spilled", "wgmma", "mma")
     table = Table(*names, "", box=None, pad_edge=False)
     for b in found:
-        verdict = f"[red]{b.error.splitlines()[0]}[/red]" if b.error else "ok"
+        verdict = Text(b.error.splitlines()[0], style="red") if b.error else "ok"
         table.add_row(*(str(getattr(b, name)) for name in names), verdict)
     return table
 
@@ -342,7 +339,7 @@ def verdict_table(found: list[Any]) -> Table:
     table = Table("op", "form", "plan", "dtype", "K", "V", "s", "worst", "error ÷ budget", "", box=None, pad_edge=False)
     for v in found:
         ratio = "" if v.ratio is None else f"{v.ratio:.2f}"
-        verdict = f"[red]{'; '.join(v.failing)}[/red]" if v.failing else "ok"
+        verdict = Text("; ".join(v.failing), style="red") if v.failing else "ok"
         plan = f"{v.engine} {v.plan}"
         table.add_row(*(plan if name == "plan" else str(getattr(v, name)) for name in names), ratio, verdict)
     return table
@@ -368,7 +365,7 @@ def mixers(
         with torch.device("meta"):
             held = mixer.make(sizes).build(1024).state_size(length, torch.bfloat16)
         table.add_row(name, mixer.title, mixer.equation, mixer.state, human(held), mixer.cost)
-    console.print(table, highlight=False)
+    console.print(table)
 
 
 @app.command()
@@ -385,7 +382,7 @@ def presets(as_json: Annotated[bool, typer.Option("--json", help="Print {name: p
     for name, count in counts.items():
         source = getattr(PRESETS[name], "func", PRESETS[name])
         table.add_row(name, f"{count:,}", (source.__doc__ or "").strip().splitlines()[0])
-    console.print(table, highlight=False)
+    console.print(table)
 
 
 def known(names: list[str], there: dict[str, Any], what: str) -> None:
@@ -458,14 +455,32 @@ def changed(config: Any, settings: list[str]) -> Any:
 def _replaced(config: Any, path: list[str], text: str, whole: str) -> Any:
     from needlework.layers.config import nearest
 
-    if not dataclasses.is_dataclass(config):
+    fields = _fields(config)
+    if not fields:
         raise ValueError(f"--set {whole}: {type(config).__name__} has no fields that can be set")
-    fields = typing.get_type_hints(type(config))
     if path[0] not in fields:
         raise ValueError(f"--set {whole}: no field {path[0]!r}{nearest(path[0], list(fields))}; known: {', '.join(fields)}")
-    old = getattr(config, path[0])
-    if len(path) > 1:
-        return dataclasses.replace(config, **{path[0]: _replaced(old, path[1:], text, whole)})
+    old = fields[path[0]]
+    new = {path[0]: _replaced(old, path[1:], text, whole) if len(path) > 1 else _value(old, text, whole)}
+    if isinstance(config, dict):
+        return config | new
+    if hasattr(config, "from_dict"):  # a model's config, a dataclass of transformers', is made of a dict
+        return config.from_dict(config.to_dict() | new)
+    return dataclasses.replace(config, **new)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """What can be set: a dict's keys; a dataclass's own fields, so of a model's config none of transformers'."""
+    if isinstance(config, dict):
+        return config
+    if not dataclasses.is_dataclass(config):
+        return {}
+    names = [field.name for field in dataclasses.fields(config)]
+    own = inspect.get_annotations(type(config)) if hasattr(config, "from_dict") else names
+    return {name: getattr(config, name) for name in names if name in own}
+
+
+def _value(old: Any, text: str, whole: str) -> Any:
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -474,7 +489,7 @@ def _replaced(config: Any, path: list[str], text: str, whole: str) -> Any:
         value = float(value)
     if old is not None and not isinstance(value, type(old)):
         raise ValueError(f"--set {whole}: got {text!r}, expected {type(old).__name__} such as {old!r}")
-    return dataclasses.replace(config, **{path[0]: value})
+    return value
 
 
 def load_checkpoint(path: Path):

@@ -99,13 +99,24 @@ def test_a_training_that_is_told_to_end_saves_its_last_step(recipe, tmp_path, en
         (("train", "demo:qdelta", "--set", "train.stesp=3"), "did you mean 'steps'"),
         (("train", "demo:qdelta", "--set", "train.steps=many"), "expected int"),
         (("eval", "nowhere"), "expected a folder with config.json"),
+        (("train", "demo:qdelta", "--set", "model.hiden_size=3"), "did you mean 'hidden_size'"),
+        (("train", "demo:qdelta", "--set", "model.mixers.M.heads=two"), "got 'two', expected int such as 1"),
         (("compare", "--corpus", "nowhere.txt"), "nowhere.txt"),
+        (("compare", "--corpus", "no[red]where.txt"), "no[red]where.txt"),
         (("compare", "--corpus", __file__, "nowhere.txt"), "nowhere.txt"),
     ],
 )
 def test_a_mistake_is_one_clear_line_and_exit_status_1(needlework, arguments, says, tmp_path):
     runs = ("--runs", tmp_path) if arguments[0] != "eval" else ()
     assert says in " ".join(needlework(*arguments, *runs, ok=False).split())
+
+
+def test_set_reaches_into_the_model(recipe):
+    changed = cli.changed(
+        cli.load_recipe(f"{recipe}:small"), ["model.mixers.M.heads=2", "model.layout=MMM", "model.softcap=15.0"]
+    )
+    assert changed.model.mixer("M").heads == 2 and changed.model.layout == "MMM" and changed.model.softcap == 15
+    assert changed.model.num_hidden_layers == 3 and changed.model.mixer("M").key_dim == 64
 
 
 def test_compare_writes_the_report_and_the_same_command_goes_on(recipe, tmp_path):

@@ -42,7 +42,8 @@ class NeedleworkConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, num_hidden_layers: int | None = None, layer_types: list[str] | None = None, **kwargs):
+        """num_hidden_layers, layer_types: of a file that says them; they follow from the layout, which may be another now."""
         self.mixers = {letter: _plain(mixer) for letter, mixer in (self.mixers or {}).items()}
         self.mlp = None if self.mlp is None else _plain(self.mlp)
         self.num_hidden_layers = len(self.layout)

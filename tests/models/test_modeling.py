@@ -190,6 +190,11 @@ def test_a_config_survives_its_file(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["mixers"]["Q"]["write"]["kind"] == "qdelta"
 
 
+def test_what_follows_from_the_layout_is_not_taken_from_a_file():
+    longer = NeedleworkConfig.from_dict(config("QS").to_dict() | {"layout": "QSQ"})
+    assert longer.num_hidden_layers == 3 and longer.layer_types == ["linear_attention", "full_attention", "linear_attention"]
+
+
 def test_softcap_bounds_the_logits(prompt):
     torch.manual_seed(0)
     plain, capped = (NeedleworkForCausalLM(config("Q", softcap=c)).eval() for c in (None, 2.0))
