@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from rich.live import Live
 from needlework.board import Board
 from needlework.run import EXPLAINED, Recipe, RunError, run
 from needlework.train import Progress
+
+# which of them it was is not told, and the others end with it
+KILLED = "a worker was killed (by the system, where memory ran out); the same command goes on from the last checkpoint"
 
 _news: Any = None
 _stop: Any = None
@@ -52,6 +56,8 @@ def work(
                         if future.cancelled():
                             continue
                         if (error := future.exception()) is not None:
+                            if isinstance(error, BrokenProcessPool):
+                                error = RunError(KILLED)
                             failed[directory.name] = error
                             console.print(f"{directory.name}: {type(error).__name__}: {error}", highlight=False, markup=False)
                         elif (entry := future.result()) is not None:

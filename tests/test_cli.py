@@ -1,6 +1,7 @@
 """The command line as a newcomer meets it: help, tables, a whole comparison in small, clear errors."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -158,6 +159,22 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(recipe, tmp_path):
     with pytest.raises(RunError, match=r"^wild-0: step \d+: loss.*$"):
         study((wild, good), tmp_path / "both", Console(quiet=True), workers=1)
     assert [path.name for path in (tmp_path / "both" / "results").iterdir()] == ["gated-deltanet-0.json"]
+
+
+def die(recipe, directory):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_is_no_mistake_of_ours(recipe, tmp_path, monkeypatch):
+    from rich.console import Console
+
+    from needlework import crew
+    from needlework.run import RunError
+    from needlework.study import study
+
+    monkeypatch.setattr(crew, "_work", die)
+    with pytest.raises(RunError, match=r"^gated-deltanet-0: a worker was killed .* the same command goes on"):
+        study((cli.load_recipe(f"{recipe}:small"),), tmp_path / "one", Console(quiet=True), workers=1)
 
 
 def test_an_option_of_many_values_is_the_option_many_times():
