@@ -19,6 +19,13 @@ def test_the_module_runs_as_a_program_and_a_mistake_is_no_traceback():
     assert done.returncode == 1 and "nowhere" in done.stdout and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("module, command", [("typer", "mixers"), ("transformers", "presets")])
+def test_without_the_extras_it_says_what_to_install(module, command):
+    bare = f"import runpy, sys; sys.modules[{module!r}] = None; runpy.run_module('needlework', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", bare, command], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == f"needlework: {module} is not installed; pip install 'needlework[all]'\n"
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """A recipe of one's own: a Python file with a function that returns a Recipe."""
