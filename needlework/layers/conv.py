@@ -115,12 +115,14 @@ def conv_state_size(conv: Config | None, channels: int, dtype: torch.dtype) -> i
 class GatedConv(Config):
     """LFM2's mixer: (B, C, x) = W_in h;  y = W_out( C ⊙ conv(B ⊙ x) ), width 3.
 
+    channels: of B, C and x; None: as many as h has.
     published_init: W_in starts at zero, as in ATMA's published models. Beside a W_out that starts at zero the layer is dead: its
     gradient is exactly zero for ever, but for W_out's bias.
     """
 
     kind = "gated_conv"
     width: int = 3
+    channels: int | None = None
     bias: bool = True
     published_init: bool = False
 
@@ -131,10 +133,10 @@ class GatedConv(Config):
 class _GatedConv(nn.Module):
     def __init__(self, config: GatedConv, dim: int):
         super().__init__()
-        self.config, self.dim = config, dim
-        self.in_proj = (ZeroProjection if config.published_init else nn.Linear)(dim, 3 * dim, bias=config.bias)
-        self.conv = CausalConv(dim, config.width)
-        self.out_proj = OutProjection(dim, dim, bias=config.bias)
+        self.config, self.channels = config, config.channels or dim
+        self.in_proj = (ZeroProjection if config.published_init else nn.Linear)(dim, 3 * self.channels, bias=config.bias)
+        self.conv = CausalConv(self.channels, config.width)
+        self.out_proj = OutProjection(self.channels, dim, bias=config.bias)
 
     def forward(
         self,
@@ -148,4 +150,4 @@ class _GatedConv(nn.Module):
         return self.out_proj(c * y), state if output_final_state else None
 
     def state_size(self, T: int, dtype: torch.dtype) -> int:
-        return conv_state_size(self.config, self.dim, dtype)
+        return conv_state_size(self.config, self.channels, dtype)

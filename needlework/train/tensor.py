@@ -2,10 +2,11 @@
 
     y = Σ_ranks worker(x; this rank's slices of the layer's parameters)
 
-A worker is the mixer that the layer's own config builds with heads/n heads (hidden/n for an MLP). Which axis of a parameter is
-sliced follows from its shape in the layer and in the worker, so no write rule, gate or attend rule is known here by name. Three
-things are: what is several axes in one (q, k and v in a convolution; a and b in SquaredReLU), that the bias of a map into the
-residual stream is added once and not by every rank, and that FixedGate tells heads apart by their number.
+A worker is the mixer that the layer's own config builds with heads/n heads (channels/n for a gated convolution, hidden/n for an
+MLP). Which axis of a parameter is sliced follows from its shape in the layer and in the worker, so no write rule, gate or attend
+rule is known here by name. Three things are: what is several axes in one (q, k and v in a convolution; B, C and x of a gated one;
+a and b in SquaredReLU), that the bias of a map into the residual stream is added once and not by every rank, and that FixedGate
+tells heads apart by their number.
 
 Parameters keep their names and full shapes, as DTensors: sharded over the ranks where a rank's slice is one block, else copied
 (one number a head; several axes in one; what heads share). The gradients of copies and of the input are summed in the backward,
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
-from needlework.layers import Attention, Config, FixedGate, Recurrent, SquaredReLU, SwiGLU
+from needlework.layers import Attention, Config, FixedGate, GatedConv, Recurrent, SquaredReLU, SwiGLU
 from needlework.layers.projection import OutProjection, ZeroProjection
 
 
@@ -35,8 +36,8 @@ def split_heads(model: nn.Module, mesh: DeviceMesh) -> None:
 
     mesh: one axis, e.g. `mesh["tensor"]`. All its ranks hold the same weights before, and are given the same tokens after.
     States that a mixer returns are those of the rank's own heads. Raises ValueError, before anything has changed, where the
-    ranks cannot share heads, key-value heads, value heads or an MLP's width evenly, for mixers without heads and for heads
-    that are not alike.
+    ranks cannot share heads, key-value heads, value heads, channels or an MLP's width evenly, for mixers without any and for
+    heads that are not alike.
     """
     if mesh.ndim != 1:
         raise ValueError(f"tensor: the mesh has axes {mesh.mesh_dim_names}, expected the one that splits heads")
@@ -74,7 +75,7 @@ class _Split:
 
     def __init__(self, layer: nn.Module, config: Config, dim: int, mesh: DeviceMesh):
         self.layer, self.mesh, self.group, self.n = layer, mesh, mesh.get_group(), mesh.size()
-        share, self.heads, self.joined = _share(config, self.n)
+        share, self.heads, self.joined = _share(config, dim, self.n)
         with torch.device("meta"):  # only its methods and shapes are used
             self.worker = _Worker(share.build(dim))
         slim = _tensors(self.worker.module)
@@ -125,7 +126,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _share(config: Config, n: int) -> tuple[Config, int, dict[str, list[int]]]:
+def _share(config: Config, dim: int, n: int) -> tuple[Config, int, dict[str, list[int]]]:
     """The config of a worker; the most heads of any kind; the parameters that are several axes in one, with their sizes."""
     if any(isinstance(part, FixedGate) for part in _parts(config)):
         raise ValueError(
@@ -139,6 +140,9 @@ def _share(config: Config, n: int) -> tuple[Config, int, dict[str, list[int]]]:
         case Attention():
             Hq, Hkv, d = config.heads, config.kv_heads or config.heads, config.head_dim
             return _divided(config, n, heads=Hq, kv_heads=Hkv), Hq, {"conv.weight": [Hq * d, Hkv * d, Hkv * d]}
+        case GatedConv():
+            C = config.channels or dim
+            return _divided(config, n, channels=C), 0, {f"in_proj.{name}": [C, C, C] for name in ("weight", "bias")}
         case SwiGLU():
             return _divided(config, n, hidden=config.hidden), 0, {}
         case SquaredReLU():

@@ -34,7 +34,7 @@ from needlework.layers.regularise import Weak
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.testing.ranks import member, ranks
 from needlework.train.muon import Muon
-from needlework.train.tensor import split_heads
+from needlework.train.tensor import _share, split_heads
 
 SIZES = Sizes(heads=2, key_dim=4, value_dim=6, attention_heads=4, kv_heads=2, head_dim=4, content_chunk=5)
 HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 4}
@@ -45,6 +45,8 @@ MIXERS = {name: named.make(SIZES) for name, named in CATALOG.items()} | {
     "two rows a token": Recurrent(heads=2, key_dim=4, value_dim=6, write=Carve(write_rank=2, content_chunk=5)),
     "lucid, beta": Attention(attend=Lucid(precondition="beta"), position=Rope(), **HEADS),
     "polar, biased": Attention(attend=Polar(), conv=Canon(), bias=True, output_gate=True, memory=Memory(), **HEADS),
+    "gated convolution": GatedConv(channels=6),
+    "gated convolution, published": GatedConv(bias=False, published_init=True),
 }
 MLPS = {"swiglu": SwiGLU(hidden=12, bias=True), "squared_relu": SquaredReLU(hidden=12)}
 CASES = [(mixer, "swiglu") for mixer in MIXERS] + [("rope", "squared_relu")]
@@ -52,7 +54,7 @@ MIXERS["rope"] = Attention(attend=Softmax(), position=Rope(), **HEADS)
 MIXERS |= {
     "one key head": Attention(heads=4, kv_heads=1, head_dim=4, attend=Softmax()),
     "retnet": Recurrent(heads=2, key_dim=4, value_dim=6, write=Linear(gate=FixedGate())),
-    "conv": GatedConv(),
+    "odd convolution": GatedConv(channels=7),
 }
 MLPS["odd"] = SwiGLU(hidden=13)
 OBJECTIVE = Objective(regulariser=Weak(), distractor=Distractor(), regulariser_weight=0.3, distractor_weight=0.7)
@@ -146,7 +148,7 @@ REFUSED = {
     "attention has kv_heads = 1, which 2 ranks cannot share evenly": (2, ["linear", "one key head"], "swiglu"),
     "swiglu has hidden = 13, which 2 ranks cannot share evenly": (2, ["linear"], "odd"),
     "recurrent has a fixed_gate, whose heads differ by their number: 2 ranks cannot share them": (2, ["retnet"], "swiglu"),
-    "gated_conv has no heads that 2 ranks could share": (2, ["conv"], "swiglu"),
+    "gated_conv has channels = 7, which 2 ranks cannot share evenly": (2, ["odd convolution"], "swiglu"),
 }
 
 
@@ -237,6 +239,11 @@ def test_a_checkpoint_of_shared_heads_loads_in_one_process(found, directory):
 @pytest.mark.parametrize("message", REFUSED)
 def test_heads_that_ranks_cannot_share_are_refused_before_anything_changes(found, message):
     assert f"tensor: {message}" in found[0]["refused"]
+
+
+def test_a_mixer_that_nobody_taught_to_be_shared_is_refused():
+    with pytest.raises(ValueError, match="softmax has no heads that 2 ranks could share"):
+        _share(Softmax(), 8, 2)
 
 
 if __name__ == "__main__":
