@@ -162,10 +162,6 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         B, T = x.shape[:2]
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and relay is None
-        if relay is not None and (
-            use_cache or past_key_values is not None or cu_seqlens is not None or attention_mask is not None
-        ):
-            raise ValueError("relay: a sequence split over ranks takes no cache, no attention_mask and no cu_seqlens")
         if past_key_values is not None and not isinstance(past_key_values, NeedleworkCache):
             raise TypeError(f"past_key_values: got {type(past_key_values).__name__}, expected NeedleworkCache")
         if objective is not None and objective.distractor is not None and (past_key_values is not None or relay is not None):
@@ -182,7 +178,11 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         if cu_seqlens is None:
             cu_seqlens = documents(x, real, position_ids, seq_idx, cu_seq_lens_q)
         if real is not None and cu_seqlens is not None:
-            raise ValueError("attention_mask with pads and cu_seqlens are two ways to say one thing: give one")
+            raise ValueError("attention_mask with pads and packed documents are two ways to say one thing: give one")
+        if relay is not None and (
+            use_cache or past_key_values is not None or cu_seqlens is not None or attention_mask is not None
+        ):
+            raise ValueError("relay: a sequence split over ranks takes no cache, no attention_mask and no packed documents")
         if real is not None:  # padding is packing: a pad is outside every document
             counts = real.sum(1)
             cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])

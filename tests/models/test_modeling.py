@@ -119,6 +119,16 @@ def test_packing_that_cannot_be_meant_is_refused(model, prompt, said, message):
         model(prompt[:2, :4], **{name: torch.tensor(value) for name, value in said.items()})
 
 
+@pytest.mark.parametrize(
+    "said",
+    [{"position_ids": [[0, 1, 0, 1]]}, {"cu_seqlens": [0, 2, 4]}, {"attention_mask": [[1, 1, 1, 1]]}, {"use_cache": True}],
+)
+def test_a_part_of_a_sequence_takes_nothing_that_needs_the_whole(model, prompt, said):
+    said = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in said.items()}
+    with pytest.raises(ValueError, match="relay: a sequence split over ranks takes no cache, no attention_mask and no packed"):
+        model(prompt[:1, :4], relay=object(), **said)
+
+
 def test_positions_of_a_padded_batch_say_nothing_new(model, prompt):
     mask = torch.ones_like(prompt)
     mask[0, :4], mask[1, 6:] = 0, 0
