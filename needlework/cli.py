@@ -454,6 +454,7 @@ def changed(config: Any, settings: list[str]) -> Any:
 
 def _replaced(config: Any, path: list[str], text: str, whole: str) -> Any:
     from needlework.layers.config import nearest
+    from needlework.models import NeedleworkConfig
 
     fields = _fields(config)
     if not fields:
@@ -464,20 +465,21 @@ def _replaced(config: Any, path: list[str], text: str, whole: str) -> Any:
     new = {path[0]: _replaced(old, path[1:], text, whole) if len(path) > 1 else _value(old, text, whole)}
     if isinstance(config, dict):
         return config | new
-    if hasattr(config, "from_dict"):  # a model's config, a dataclass of transformers', is made of a dict
-        return config.from_dict(config.to_dict() | new)
-    return dataclasses.replace(config, **new)
+    return config.replaced(**new) if isinstance(config, NeedleworkConfig) else dataclasses.replace(config, **new)
 
 
 def _fields(config: Any) -> dict[str, Any]:
-    """What can be set: a dict's keys; a dataclass's own fields, so of a model's config none of transformers'."""
+    """What can be set: a dict's keys, a dataclass's fields; of a model's config its own, none of transformers'."""
+    from needlework.models import NeedleworkConfig
+
     if isinstance(config, dict):
         return config
     if not dataclasses.is_dataclass(config):
         return {}
     names = [field.name for field in dataclasses.fields(config)]
-    own = inspect.get_annotations(type(config)) if hasattr(config, "from_dict") else names
-    return {name: getattr(config, name) for name in names if name in own}
+    if isinstance(config, NeedleworkConfig):
+        names = inspect.get_annotations(NeedleworkConfig)
+    return {name: getattr(config, name) for name in names}
 
 
 def _value(old: Any, text: str, whole: str) -> Any:

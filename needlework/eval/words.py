@@ -10,22 +10,20 @@ def percent(share: float) -> str:
 
 def size(count: float) -> str:
     """Bytes in binary units: 16384 -> '16 KiB'."""
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if count < 1024:
-            break
-        count, unit = count / 1024, larger
-    return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+    return _in_units(count, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 def count(number: float) -> str:
     """Parameters or tokens in decimal units: 59_764_296 -> '59.8M'."""
-    unit = ""
-    for larger in ("K", "M", "B", "T"):
-        if number < 999.5:
-            break
-        number, unit = number / 1000, larger
-    return f"{number:.3g}{unit}"
+    return _in_units(number, 1000, ("", "K", "M", "B", "T"))
+
+
+def _in_units(number: float, base: int, units: tuple[str, ...]) -> str:
+    """Three digits, in the largest unit that the number reaches."""
+    power = 0
+    while number >= base and power + 1 < len(units):
+        number, power = number / base, power + 1
+    return f"{number:.3g}{units[power]}" if number < 999.5 else f"{number:.0f}{units[power]}"
 
 
 def multiple(length: int, train_length: int) -> str:

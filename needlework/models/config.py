@@ -59,6 +59,10 @@ class NeedleworkConfig(PreTrainedConfig):
         """The mixer config of a letter of the layout."""
         return _of(from_dict(self.mixers[letter]), MIXERS, f"mixers[{letter!r}]")
 
+    def replaced(self, **fields) -> "NeedleworkConfig":
+        """The same with other values of some fields; what follows from them follows."""
+        return type(self).from_dict(self.to_dict() | fields)
+
     def with_mixer(self, layer: int, mixer: Config) -> "NeedleworkConfig":
         """The same with another mixer in one layer, under a letter of its own, e.g. a bound on one layer's retention.
 
@@ -67,8 +71,7 @@ class NeedleworkConfig(PreTrainedConfig):
         """
         layout = list(self.layout)
         layout[layer] = next(letter for letter in string.ascii_letters if letter not in self.mixers)
-        changed = {"layout": "".join(layout), "mixers": self.mixers | {layout[layer]: mixer.to_dict()}}
-        return type(self).from_dict(self.to_dict() | changed)
+        return self.replaced(layout="".join(layout), mixers=self.mixers | {layout[layer]: mixer.to_dict()})
 
     def full_context(self) -> "NeedleworkConfig":
         """The same with no window in any attention layer; a trained model takes it as it takes `with_mixer`'s."""
@@ -76,7 +79,7 @@ class NeedleworkConfig(PreTrainedConfig):
             letter: mixer | {"attend": mixer["attend"] | {"window": None}} if "attend" in mixer else mixer
             for letter, mixer in self.mixers.items()
         }
-        return type(self).from_dict(self.to_dict() | {"mixers": opened})
+        return self.replaced(mixers=opened)
 
     def channel_mixer(self) -> Config | None:
         """The MLP's config, or None for blocks without one."""

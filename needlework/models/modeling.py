@@ -155,10 +155,9 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        given = input_ids if inputs_embeds is None else inputs_embeds[..., 0]
-        if given.dim() != 2:
-            raise ValueError(f"input_ids: got shape {list(given.shape)}, expected [B, T], and inputs_embeds [B, T, D]")
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        if x.dim() != 3:
+            raise ValueError(f"input_ids: got shape {list(x.shape[:-1])}, expected [B, T], and inputs_embeds [B, T, D]")
         B, T = x.shape[:2]
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and relay is None

@@ -22,9 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 T = TypeVar("T")
 AXES = ("shard", "sequence", "tensor")
-HOURS = timedelta(
-    days=7
-)  # text may be read for longer than PyTorch lets ranks wait; one that dies is noticed at once all the same
+# one rank may read text for longer than PyTorch lets the others wait; one that dies is noticed at once all the same
+PATIENCE = timedelta(days=7)
 LATE = 60  # seconds: storage on a network may show what another host wrote only after a while
 
 
@@ -89,7 +88,7 @@ class World:
         if not dist.is_initialized():
             dist.init_process_group(backend)
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-        return cls(device, mesh, dist.new_group(backend="gloo", timeout=HOURS))
+        return cls(device, mesh, dist.new_group(backend="gloo", timeout=PATIENCE))
 
     @property
     def ranks(self) -> int:

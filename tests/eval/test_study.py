@@ -7,6 +7,7 @@ import pytest
 
 from needlework.eval.study import Claim, load_study
 from needlework.eval.study_page import write_page
+from needlework.eval.words import count, size
 
 LENGTHS, TASKS = [128, 256], ["needle", "uuid"]
 FAMILIES = {"One": ("plain", "better"), "Two": ("other",)}
@@ -115,6 +116,16 @@ def test_a_run_from_a_copy_without_its_history_is_said_to_be_one(tmp_path):
     directory = write(tmp_path / "runs", run("plain", 0, 0.5, commit=None), run("plain", 1, 0.5))
     page = write_page(load_study(directory, (), {"One": ("plain",)}), tmp_path / "page", (), "")
     assert "code abc, of no known commit" in page.read_text()
+
+
+@pytest.mark.parametrize("number, said", [(0, "0"), (999, "999"), (59_764_296, "59.8M"), (999_700, "1000K"), (2e15, "2000T")])
+def test_counts_are_told_in_decimal_units(number, said):
+    assert count(number) == said
+
+
+@pytest.mark.parametrize("number, said", [(64, "64 B"), (1023, "1023 B"), (16_384, "16 KiB"), (4_942_000, "4.71 MiB")])
+def test_bytes_are_told_in_binary_units(number, said):
+    assert size(number) == said
 
 
 def test_equal_runs_give_equal_pages(study, tmp_path):
