@@ -14,7 +14,7 @@ from rich.live import Live
 
 from needlework.board import Board
 from needlework.run import EXPLAINED, Recipe, RunError, run
-from needlework.train import Progress
+from needlework.train import BadStep, Progress
 
 # which of them it was is not told, and the others end with it
 KILLED = "a worker was killed (by the system, where memory ran out); the same command goes on from the last checkpoint"
@@ -30,8 +30,10 @@ def work(
     workers: int,
     minutes: float | None = None,
     on_done: Callable[[Path, dict[str, Any]], None] = lambda directory, entry: None,
+    on_ended: Callable[[Path, BadStep], None] = lambda directory, error: None,
 ) -> dict[Path, dict[str, Any]]:
-    """Run every recipe in its directory; the entries of those that are done, each told to `on_done` when it is.
+    """Run every recipe in its directory; the entries of those that are done, each told to `on_done` when it is, as a run that its
+    guard ended is to `on_ended`.
 
     minutes: after so many every worker saves a checkpoint and ends; the same call goes on. A run that fails says so and the others go
     on; RunError names those that failed, at the end; a mistake of ours keeps its traceback.
@@ -58,6 +60,8 @@ def work(
                         if (error := future.exception()) is not None:
                             if isinstance(error, BrokenProcessPool):
                                 error = RunError(KILLED)
+                            if isinstance(error, BadStep):
+                                on_ended(directory, error)
                             failed[directory.name] = error
                             console.print(f"{directory.name}: {type(error).__name__}: {error}", highlight=False, markup=False)
                         elif (entry := future.result()) is not None:

@@ -41,7 +41,7 @@ from needlework.eval.results import write_whole
 from needlework.layers.objective import Objective
 from needlework.measure import Evaluation, measure
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, disable_progress_bar
-from needlework.train import CheckpointError, Losses, Piece, Progress, Result, TrainConfig, World, full_state, train
+from needlework.train import BadStep, CheckpointError, Losses, Piece, Progress, Result, TrainConfig, World, full_state, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,28 +212,17 @@ def run(
     del model, weights  # what is measured is what was kept: whole, and not compiled for the training's shapes
     kept = lambda config: NeedleworkForCausalLM.from_pretrained(directory / "checkpoint", config=config).to(device)
     model = kept(recipe.model)
-    entry = training_entry(recipe, model, result, corpus) | measure(model, corpus, recipe.evaluate)
+    entry = training_entry(recipe, model, result) | measure(model, corpus, recipe.evaluate)
     if recipe.evaluate.full_context:
         entry["full_context"] = measure(kept(recipe.model.full_context()), corpus, recipe.evaluate)
-    ran = json.loads((directory / "training" / "ran.json").read_text())[-1]
-    entry |= {"machine": ran["device"], "versions": ran["versions"], "commit": ran["commit"], "config": recipe.to_dict()}
-    write_json(done, entry)
+    write_json(done, entry | origin(recipe, directory))
     return json.loads(done.read_text())
 
 
-def training_entry(recipe: Recipe, model: NeedleworkForCausalLM, result: Result, corpus: Corpus) -> dict[str, Any]:
-    lengths = recipe.evaluate.lengths
-    return {
-        "name": recipe.name,
-        "seed": recipe.train.seed,
-        "title": recipe.title,
-        "equation": recipe.equation,
+def training_entry(recipe: Recipe, model: NeedleworkForCausalLM, result: Result) -> dict[str, Any]:
+    return named(recipe) | {
         "parameters": model.num_parameters(),
-        "corpus": {"sha256": corpus.manifest["sha256"]},
-        "train_length": recipe.phases[-1].length,
-        "lengths": list(lengths),
-        "tasks": list(recipe.evaluate.tasks),
-        "state_bytes": {str(T): state_bytes(model, T) for T in lengths},
+        "state_bytes": {str(T): state_bytes(model, T) for T in recipe.evaluate.lengths},
         "train": {
             "steps": list(range(1, len(result.losses) + 1)),
             "loss": list(result.losses),
@@ -241,6 +230,37 @@ def training_entry(recipe: Recipe, model: NeedleworkForCausalLM, result: Result,
             "seconds": result.seconds,
             "tokens_per_second": result.tokens_per_second,
         },
+    }
+
+
+def ended_entry(recipe: Recipe, directory: Path, error: BadStep) -> dict[str, Any]:
+    """What is known of a run that its guard ended: `ended` instead of what was measured."""
+    ended = {"step": error.step, "steps": recipe.train.steps, "why": error.where}
+    return named(recipe) | {"ended": ended} | origin(recipe, directory)
+
+
+def named(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "name": recipe.name,
+        "seed": recipe.train.seed,
+        "title": recipe.title,
+        "equation": recipe.equation,
+        "train_length": recipe.phases[-1].length,
+        "lengths": list(recipe.evaluate.lengths),
+        "tasks": list(recipe.evaluate.tasks),
+    }
+
+
+def origin(recipe: Recipe, directory: Path) -> dict[str, Any]:
+    """What the run read, and on what and from which code it was last started."""
+    manifest = json.loads((directory / "manifest.json").read_text())
+    ran = json.loads((directory / "training" / "ran.json").read_text())[-1]
+    return {
+        "corpus": {"sha256": manifest["sha256"]},
+        "machine": ran["device"],
+        "versions": ran["versions"],
+        "commit": ran["commit"],
+        "config": recipe.to_dict(),
     }
 
 

@@ -1,17 +1,20 @@
 """A study: many recipes and seeds, each a run of its own, in as many pieces as it takes; results of any machine lie side by side.
 
 runs/<name>/<mixer>-<seed>/        a run (run.py)
-            results/<mixer>-<seed>.json    what it measured, with its config: what `needlework report` reads
+            results/<mixer>-<seed>.json    what it measured, with its config: what `needlework report` reads. Of a run that its
+                                           guard ended, where and why: it would end there again
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from needlework.board import Board
 from needlework.crew import work
-from needlework.run import Recipe, text, write_json
+from needlework.run import Recipe, ended_entry, text, write_json
+from needlework.train import BadStep
 
 TOKENS_PER_SECOND = (
     500_000  # of a small model on one GPU: where the time left is guessed from before any run has shown its pace
@@ -24,7 +27,7 @@ def study(
     """Run what has no result yet; returns the results that are missing still.
 
     minutes: stop after so many, every run with a checkpoint; the same call goes on. One run a worker, a GPU each where there are.
-    ValueError for two runs of one name and seed.
+    ValueError for two runs of one name and seed; RunError names the runs that failed, when all others are done.
     """
     wanted = {directory / "results" / f"{name_of(recipe)}.json": recipe for recipe in recipes}
     if len(wanted) < len(recipes):
@@ -40,8 +43,14 @@ def study(
     )
     console.print(f"{len(wanted) - len(jobs)} of {len(wanted)} runs are done -> {directory / 'results'}", highlight=False)
     (directory / "results").mkdir(parents=True, exist_ok=True)
-    keep = lambda run, entry: write_json(directory / "results" / f"{run.name}.json", entry)
-    work(jobs, board, console, workers, minutes, keep)
+
+    def keep(run: Path, entry: dict[str, Any]) -> None:
+        write_json(directory / "results" / f"{run.name}.json", entry)
+
+    def keep_ended(run: Path, error: BadStep) -> None:
+        keep(run, ended_entry(jobs[run], run, error))
+
+    work(jobs, board, console, workers, minutes, keep, keep_ended)
     return [path for path in wanted if not path.exists()]
 
 

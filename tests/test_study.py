@@ -60,6 +60,25 @@ def test_a_study_runs_in_pieces_and_its_page_is_made_of_its_results(needlework, 
     assert "2 mixers, 2 seeds each" in page and "Q-Delta finds more than softmax" in page and "Nothing at all." in page
 
 
+def test_a_run_that_its_guard_ends_is_a_result_and_is_not_run_again(needlework, tmp_path):
+    import ast
+
+    text = tmp_path / "text.txt"
+    text.write_text(open(ast.__file__, encoding="utf-8").read()[:60_000], encoding="utf-8")
+    own = tmp_path / "own.py"
+    own.write_text(OWN.format(text=str(text)))
+    small = ("study", f"{own}:both", "--runs", tmp_path / "runs", "--workers", 1, "--only", "softmax")
+    # any rise is a spike, and at this rate there is one
+    spoilt = ("--set", "train.guard.spike=1.0001", "--set", "train.guard.window=1", "--set", "train.optim.lr=1.0")
+    assert "its running median" in needlework(*small, *spoilt, ok=False)
+    results = tmp_path / "runs" / "own" / "results"
+    entry = json.loads((results / "softmax-0.json").read_text())
+    assert 1 < entry["ended"]["step"] <= entry["ended"]["steps"] == 6 and "its running median" in entry["ended"]["why"]
+    assert {"machine", "versions", "commit", "corpus", "config"} <= entry.keys() and "loss" not in entry
+    assert "2 of 2 runs are done" in needlework(*small, *spoilt)
+    assert "ended early" in needlework("report", results, "--of", own, ok=False)
+
+
 def test_a_study_of_nothing_is_refused(needlework, tmp_path):
     own = tmp_path / "own.py"
     own.write_text(OWN.format(text=""))

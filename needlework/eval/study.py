@@ -1,6 +1,7 @@
 """Many runs of many mixers: what was measured, gathered by mixer over seeds, and the claims held against it.
 
-A run is one JSON file, `<mixer>-<seed>.json`, as needlework.run writes it. What the page says with these numbers is study_page.py's.
+A run is one JSON file, `<mixer>-<seed>.json`, as needlework.run writes it; one that its guard ended has no numbers. What the page
+says with these numbers is study_page.py's.
 """
 
 import json
@@ -13,10 +14,8 @@ from typing import Any, NamedTuple
 
 # Student's t at 97.5 %, by degrees of freedom: three seeds are two
 T_QUANTILE = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-RUN_KEYS = (
-    "name", "seed", "title", "parameters", "state_bytes", "train", "loss", "lengths", "train_length", "tasks", "corpus", "machine",
-    "versions", "commit",
-)  # fmt: skip
+KEYS = ("name", "seed", "title", "lengths", "train_length", "tasks", "corpus", "machine", "versions", "commit")
+MEASURED = ("parameters", "state_bytes", "train", "loss")  # and each of its tasks
 
 
 class Spread(NamedTuple):
@@ -38,7 +37,8 @@ class Claim(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """difference: mean over paired seeds of (better − worse), in shares. word: "holds", "the opposite", "within the spread", "one seed cannot say", "not run"."""
+    """difference: mean over paired seeds of (better − worse), in shares. word: "holds", "the opposite", "within the spread", "one seed
+    cannot say", "ended early", "not run"."""
 
     claim: Claim
     word: str
@@ -54,6 +54,7 @@ def found(run: dict[str, Any], tasks: Iterable[str], lengths: Iterable[int]) -> 
 class Study:
     """The runs of a study by mixer, in the order in which the mixers came; `tasks` and `lengths` are those that every run has.
 
+    ended: runs that their guard ended before the last step; in no mean.
     families: who is looked at beside whom. glance: whom the one picture for everybody shows.
     """
 
@@ -61,6 +62,7 @@ class Study:
     lengths: tuple[int, ...]
     train_length: int
     tasks: tuple[str, ...]
+    ended: tuple[dict[str, Any], ...] = ()
     families: dict[str, tuple[str, ...]] = field(default_factory=dict)
     glance: tuple[str, ...] = ()
 
@@ -82,7 +84,8 @@ class Study:
         at = [T for T in self.lengths if T / self.train_length in claim.multiples]
         tasks = [task for task in claim.tasks if task in self.tasks]
         if not seeds or not at or not tasks:
-            return Verdict(claim, "not run", None)
+            ended = not seeds and any(run["name"] in (claim.better, claim.worse) for run in self.ended)
+            return Verdict(claim, "ended early" if ended else "not run", None)
         differences = [found(by_seed[0][seed], tasks, at) - found(by_seed[1][seed], tasks, at) for seed in seeds]
         mean = statistics.fmean(differences)
         if len(differences) == 1:
@@ -100,32 +103,39 @@ def load_study(
     families: dict[str, tuple[str, ...]] | None = None,
     glance: Iterable[str] = (),
 ) -> Study:
-    """Every run in `directory` (*.json); mixers of `order` come first, in its order. A family or glance of which nobody was run is
-    left out; where none is left, there is one of all.
+    """Every run in `directory` (*.json); mixers of `order` come first, in its order. A family of which fewer than two were run
+    compares nothing and is left out; where none is left, there is one of all, as for a glance of which nobody was run.
 
-    ValueError if there is none, if one lacks a key, or if two runs read another corpus or were trained on another length.
+    ValueError if none was measured, if one lacks a key, or if two runs read another corpus or were trained on another length.
     """
     paths = sorted(directory.glob("*.json"))
     runs: dict[str, list[dict[str, Any]]] = {}
+    ended: list[dict[str, Any]] = []
     first: dict[str, Any] | None = None
     for path in paths:
         try:
             run = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        missing = [key for key in (*RUN_KEYS, *run.get("tasks", ())) if key not in run]
+        numbers = () if "ended" in run else (*MEASURED, *run.get("tasks", ()))
+        missing = [key for key in (*KEYS, *numbers) if key not in run]
         if missing:
             raise ValueError(f"{path}: misses the key {missing[0]!r}")
         first = first or run
         for key in ("lengths", "train_length", "corpus", "tasks"):
             if run.get(key) != first.get(key):
                 raise ValueError(f"{path}: {key} is {run.get(key)}, {paths[0].name} has {first.get(key)}: not one study")
-        runs.setdefault(run["name"], []).append(run)
-    if first is None:
-        raise ValueError(f"{directory}: no runs there (*.json)")
+        if "ended" in run:
+            ended.append(run)
+        else:
+            runs.setdefault(run["name"], []).append(run)
+    if first is None or not runs:
+        raise ValueError(f"{directory}: no runs there (*.json)" + (" but such as ended early" if ended else ""))
     known = [name for name in order if name in runs]
     runs = {name: runs[name] for name in [*known, *(name for name in runs if name not in known)]}
     lengths, tasks = tuple(first["lengths"]), tuple(first["tasks"])
-    present = {family: members for family, members in (families or {}).items() if runs.keys() & set(members)}
+    present = {family: members for family, members in (families or {}).items() if len(runs.keys() & set(members)) > 1}
     seen = tuple(name for name in glance if name in runs)
-    return Study(runs, lengths, first["train_length"], tasks, present or {"All": tuple(runs)}, seen or tuple(runs))
+    return Study(
+        runs, lengths, first["train_length"], tasks, tuple(ended), present or {"All": tuple(runs)}, seen or tuple(runs)
+    )

@@ -22,7 +22,10 @@ def write_page(study: Study, directory: Path, claims: tuple[Claim, ...], limits:
         "![Retrieval by length](retrieval.png)",
         "![Retrieval against state bytes](state.png)",
     ]
-    sections += ["## Which claims hold", _claims(study, claims), "## Every mixer", _overview(study)]
+    sections += ["## Which claims hold", _claims(study, claims)]
+    if study.ended:
+        sections += ["## What ended early", _ended(study)]
+    sections += ["## Every mixer", _overview(study)]
     if all("positions" in run for runs in study.runs.values() for run in runs):
         figures.loss_by_position(study, directory / "positions.png")
         sections += ["## Loss by position", _POSITIONS, "![Loss by position](positions.png)"]
@@ -73,6 +76,14 @@ def _claims(study: Study, claims: tuple[Claim, ...]) -> str:
     told = f"Of {len(claims)} claims: {', '.join(f'{n} × {word}' for word, n in words.most_common())}."
     note = "A difference counts where it lies outside its 95 % interval over paired seeds (Student's t)."
     return f"{told} {note}\n\n{_table(('claim', 'measured by', 'difference, points', 'seeds', ''), rows)}"
+
+
+def _ended(study: Study) -> str:
+    rows = [
+        (run["title"], str(run["seed"]), f"{run['ended']['step']:,} of {run['ended']['steps']:,}", run["ended"]["why"])
+        for run in study.ended
+    ]
+    return f"The guard ended these runs; no mean and no claim has them.\n\n{_table(('mixer', 'seed', 'step', 'why'), rows)}"
 
 
 def _overview(study: Study) -> str:

@@ -49,11 +49,12 @@ def test_runs_are_gathered_by_mixer_in_the_order_asked_for(study):
     assert study.accuracy("plain", "needle", 128) == pytest.approx((0.6, 0.1, 3))
 
 
-def test_families_of_which_nobody_was_run_are_left_out(tmp_path):
-    runs = write(tmp_path / "runs", run("plain", 0, 0.5), run("more", 0, 0.5))
-    assert load_study(runs, families=FAMILIES).families == {"One": FAMILIES["One"]}
+def test_families_that_compare_nothing_are_left_out(tmp_path):
+    runs = write(tmp_path / "runs", run("plain", 0, 0.5), run("more", 0, 0.5), run("better", 0, 0.5))
+    families = FAMILIES | {"Alone": ("more", "absent")}
+    assert load_study(runs, families=families).families == {"One": FAMILIES["One"]}
     alone = load_study(runs, families={"Two": FAMILIES["Two"]}, glance=("other",))
-    assert alone.families == {"All": ("more", "plain")} and alone.glance == ("more", "plain")
+    assert alone.families == {"All": tuple(alone.runs)} and alone.glance == tuple(alone.runs) and len(alone.runs) == 3
 
 
 def test_a_claim_is_judged_over_seeds_in_pairs(study):
@@ -109,6 +110,24 @@ def test_one_seed_has_no_spread_and_the_page_says_so(tmp_path):
     runs = write(tmp_path / "runs", run("plain", 0, 0.5), run("better", 0, 0.7))
     page = write_page(load_study(runs), tmp_path / "page", (claim("better", "plain"),), "").read_text()
     assert "1 seed each" in page and "No number has a spread" in page and "±" not in page
+
+
+def test_a_run_that_its_guard_ended_is_told_and_counts_nowhere(tmp_path):
+    ended = run("better", 1, 0.9) | {"ended": {"step": 199, "steps": 1200, "why": "the loss is nan, of model.blocks.0"}}
+    lost = run("other", 0, 0.9) | {"ended": {"step": 2, "steps": 1200, "why": "a leap"}}
+    for of in (ended, lost):
+        for key in ("loss", "parameters", "train", "state_bytes", *TASKS):
+            del of[key]
+    directory = write(tmp_path / "runs", *(run("plain", s, 0.5) for s in (0, 1)), run("better", 0, 0.7), ended, lost)
+    study = load_study(directory)
+    assert len(study.runs["better"]) == 1 and "other" not in study.runs
+    assert study.judge(claim("better", "plain")).difference.n == 1
+    assert study.judge(claim("other", "plain")).word == "ended early"
+    assert study.judge(claim("absent", "plain")).word == "not run"
+    page = write_page(study, tmp_path / "page", (claim("other", "plain"),), "").read_text()
+    assert "| Better | 1 | 199 of 1,200 | the loss is nan, of model.blocks.0 |" in page and "| Other | 0 | 2 of" in page
+    with pytest.raises(ValueError, match=r"no runs there .* ended early"):
+        load_study(write(tmp_path / "none", lost))
 
 
 def test_a_run_from_a_copy_without_its_history_is_said_to_be_one(tmp_path):
