@@ -356,6 +356,7 @@ def mixers(
     """
     import torch
 
+    from needlework.eval.words import size
     from needlework.layers.catalog import CATALOG, Sizes
 
     sizes = Sizes(heads=8, key_dim=128, value_dim=128, attention_heads=8, kv_heads=2, head_dim=128)
@@ -364,7 +365,7 @@ def mixers(
     for name, mixer in CATALOG.items():
         with torch.device("meta"):
             held = mixer.make(sizes).build(1024).state_size(length, torch.bfloat16)
-        table.add_row(name, mixer.title, mixer.equation, mixer.state, human(held), mixer.cost)
+        table.add_row(name, mixer.title, mixer.equation, mixer.state, size(held), mixer.cost)
     console.print(table)
 
 
@@ -506,13 +507,6 @@ def load_checkpoint(path: Path):
     disable_progress_bar()
     model = NeedleworkForCausalLM.from_pretrained(path).eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), load_tokenizer(path / "tokenizer.json")
-
-
-def human(n: int) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024 or unit == "GiB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
 
 
 def scores(results: dict[str, Any]) -> Table:
