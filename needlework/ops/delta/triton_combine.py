@@ -21,7 +21,7 @@ import triton.language as tl
 from needlework.ops.common.triton_tile import load_tile, store_tile
 from needlework.ops.delta.triton_adjoint import gradient_factor
 from needlework.ops.delta.triton_intra import decay_between, prefixes
-from needlework.ops.delta.triton_scan import factors
+from needlework.ops.delta.triton_scan import factors, units
 
 # log2 of a decay below which nothing that half precision holds passes
 NOTHING = tl.constexpr(-40.0)
@@ -29,14 +29,15 @@ NOTHING = tl.constexpr(-40.0)
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "NE"])
 def pairs(
-    x_do, x_du, x_w, x_v, p_g, p_E, p_P, p_A, x_scaled, x_dv, p_M, p_N, p_D, p_held, p_written, p_asked, p_max,
+    x_do, x_du, x_w, x_v, p_g, p_E, p_U, p_P, p_A, x_scaled, x_dv, p_M, p_N, p_D, p_held, p_written, p_asked, p_max,
     scale, T, NR, NE,
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr,
     TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr,
-    GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr,
+    GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, GROWS: tl.constexpr,
+    UV: tl.constexpr,
 ):  # fmt: skip
     """R rows, whole chunks of one value head, of what multiplies k and r (NE rows, R wide), dv, the pairs' part of dg, and of
-    dβ and dλ what no state passed. HALF: also do times the factor that du holds."""
+    dβ and dλ what no state passed. HALF: also do times the factor, GROWS: and the units, that du holds."""
     tiles = NE // R
     i_t = (tl.program_id(0) % tiles) * R
     i_bh = tl.program_id(0) // tiles
@@ -57,13 +58,21 @@ def pairs(
     for i_v in tl.range(0, V, BV, num_stages=NS):
         b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
         b_w = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
-        if HALF:
+        if GROWS:
+            unit = units(p_U, i_bh * (NR // C) + i_t // C, i_v, i_t < NR, 0, V, BV, UV)
+            if BV > UV:
+                unit = unit[None, :]
+            b_do = (b_do.to(ACC) * (unit * factor)).to(ST)
+        elif HALF:
             b_do = (b_do.to(ACC) * factor).to(ST)
+        if HALF or GROWS:
             store_tile(x_scaled, b_do, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
         F = tl.dot(b_do, tl.trans(b_w), F, input_precision="ieee", out_dtype=ACC)
         if ERASE or HALF:
             b_du = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
             du = b_du.to(ACC)
+            if GROWS:
+                du *= 1.0 / unit
             store_tile(x_dv, (du * by_v[:, None]).to(OT), i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
         if ERASE:
             U = tl.dot(b_du, tl.trans(b_w), U, input_precision="ieee", out_dtype=ACC)

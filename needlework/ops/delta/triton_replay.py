@@ -6,7 +6,8 @@ so that a program replays a slice of keys, forward with S and backward with dS, 
 
 The gradient of the gates wants X = e^{G_C} ⟨S, dS⟩ of each chunk, S at its start and dS at its end. The forward pass stores S
 every EVERY chunks, counted from a sequence's end, and the reverse pass measures X there; between, X follows from the tokens.
-Slots and chains are `triton_scan`'s; a chain is one sequence, value head, slice of KS keys and slice of NT·VB values.
+Slots and chains are `triton_scan`'s; a chain is one sequence, value head, slice of KS keys and slice of NT·VB values. GROWS: S is
+S'u and W is W'u, dS, do and du are times u, in the units of the chunk at hand.
 """
 
 import triton
@@ -14,15 +15,24 @@ import triton.language as tl
 
 from needlework.ops.common.triton_tile import load_tile, store_tile
 from needlework.ops.delta.triton_adjoint import gradient_factor
-from needlework.ops.delta.triton_scan import factors, run_of, tell, wait_for
+from needlework.ops.delta.triton_scan import factors, run_of, tell, units, wait_for
+
+
+@triton.jit
+def _columns(unit, VB: tl.constexpr, UV: tl.constexpr):
+    """To multiply [KS VB] by: a number, or one a column."""
+    if VB > UV:
+        unit = unit[None, :]
+    return unit
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])
 def replay_forward(
-    x_k, x_do, x_du, x_w, p_E, x_dr, x_dx, p_initial, p_anchor, p_cum, p_hand, p_flag, scale, T, NR, N, B,
+    x_k, x_do, x_du, x_w, p_E, p_U, x_dr, x_dx, p_initial, p_anchor, p_cum, p_hand, p_flag, scale, T, NR, N, B,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KS: tl.constexpr, VB: tl.constexpr,
     NT: tl.constexpr, NS: tl.constexpr, EVERY: tl.constexpr, TMA: tl.constexpr,
     ACC: tl.constexpr, ST: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, INIT: tl.constexpr,
+    GROWS: tl.constexpr, UV: tl.constexpr,
 ):  # fmt: skip
     """One slot. In half precision do and du hold the same factor."""
     VS: tl.constexpr = VB * NT
@@ -64,12 +74,22 @@ def replay_forward(
         if INIT:
             # one 64-bit base and 32-bit offsets: a tile of 64-bit ones does not fit the registers beside S
             p_start = p_initial + (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V) + o_in_state
-            S0 += tl.load(p_start, mask=inside & (c_from == 0), other=0.0).to(ACC)
+            b_start = tl.load(p_start, mask=inside & (c_from == 0), other=0.0).to(ACC)
+            if GROWS:
+                b_start *= _columns(1.0 / units(p_U, i_bh * chunks_of_row + c_row, i_v, count > 0, 0, V, VB, UV), VB, UV)
+            S0 += b_start
         if NT == 2:
             inside1 = (o_k < K)[:, None] & (o_v + VB < V)[None, :]
             S1 = tl.load(p_late + VB + o_hand, mask=inside1 & late, other=0.0)
             if INIT:
-                S1 += tl.load(p_start + VB, mask=inside1 & (c_from == 0), other=0.0).to(ACC)
+                b_start = tl.load(p_start + VB, mask=inside1 & (c_from == 0), other=0.0).to(ACC)
+                if GROWS:
+                    b_start *= _columns(
+                        1.0 / units(p_U, i_bh * chunks_of_row + c_row, i_v + VB, (count > 0) & (i_v + VB < V), 0, V, VB, UV),
+                        VB,
+                        UV,
+                    )
+                S1 += b_start
 
         # the pipelined loop holds no anchor: it would not fit the registers
         phase = (count - 1) % EVERY - EVERY
@@ -118,6 +138,12 @@ def replay_forward(
                 S0 = tl.dot(b_left, b_w0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
                 if NT == 2:
                     S1 = tl.dot(b_left, b_w1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
+                if GROWS:
+                    S0 *= _columns(units(p_U, i_bh * chunks_of_row + c_row + i, i_v, i < count, 1, V, VB, UV), VB, UV)
+                    if NT == 2:
+                        S1 *= _columns(
+                            units(p_U, i_bh * chunks_of_row + c_row + i, i_v + VB, i_v + VB < V, 1, V, VB, UV), VB, UV
+                        )
                 # last, while the state's product is under way
                 if ERASE:
                     store_tile(x_dx, tl.trans(b_dx), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
@@ -132,12 +158,13 @@ def replay_forward(
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])
 def replay_reverse(
-    x_r, x_q, x_k, x_do, x_du, x_w, p_G, p_E, x_dk, p_dstate, p_anchor, p_X, p_cum, p_hand, p_flag, p_max,
+    x_r, x_q, x_k, x_do, x_du, x_w, p_G, p_E, p_U, x_dk, p_dstate, p_anchor, p_X, p_cum, p_hand, p_flag, p_max,
     scale, T, NR, N, B,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KS: tl.constexpr,
     VB: tl.constexpr, NT: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, EVERY: tl.constexpr, TMA: tl.constexpr,
     HALF: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
     GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, END: tl.constexpr,
+    GROWS: tl.constexpr, UV: tl.constexpr,
 ):  # fmt: skip
     """One slot, chunks from last to first. END: the final state has a gradient."""
     VS: tl.constexpr = VB * NT
@@ -179,12 +206,19 @@ def replay_reverse(
         S0 = tl.load(p_late + o_hand, mask=inside & late, other=0.0)
         if NT == 2:
             S1 = tl.load(p_late + VB + o_hand, mask=inside1 & late, other=0.0)
+        i_last = i_bh * chunks_of_row + c_row + count - 1
         if END:
             factor = gradient_factor(p_max, NM, HALF)
             p_end = p_dstate + (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V) + o_in_state
-            S0 += tl.load(p_end, mask=inside & (c_from == 0), other=0.0).to(ACC) * factor
+            b_end = tl.load(p_end, mask=inside & (c_from == 0), other=0.0).to(ACC) * factor
+            if GROWS:
+                b_end *= _columns(units(p_U, i_last, i_v, count > 0, 0, V, VB, UV), VB, UV)
+            S0 += b_end
             if NT == 2:
-                S1 += tl.load(p_end + VB, mask=inside1 & (c_from == 0), other=0.0).to(ACC) * factor
+                b_end = tl.load(p_end + VB, mask=inside1 & (c_from == 0), other=0.0).to(ACC) * factor
+                if GROWS:
+                    b_end *= _columns(units(p_U, i_last, i_v + VB, (count > 0) & (i_v + VB < V), 0, V, VB, UV), VB, UV)
+                S1 += b_end
 
         for i_anchor in range(c_from // EVERY, (c_to + EVERY - 1) // EVERY):
             c_anchor = i_anchor * EVERY
@@ -240,6 +274,12 @@ def replay_reverse(
                     S1 = tl.dot(b_by_do, b_do1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
                     if ERASE:
                         S1 = tl.dot(b_by_du, b_du1, S1, input_precision="ieee", out_dtype=ACC)
+                if GROWS:
+                    there = i + 1 < count
+                    S0 *= _columns(units(p_U, i_bh * chunks_of_row + i_chunk - 1, i_v, there, 1, V, VB, UV), VB, UV)
+                    if NT == 2:
+                        there &= i_v + VB < V
+                        S1 *= _columns(units(p_U, i_bh * chunks_of_row + i_chunk - 1, i_v + VB, there, 1, V, VB, UV), VB, UV)
                 # last, while the state's product is under way
                 store_tile(x_dk, tl.trans(b_dk), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
 

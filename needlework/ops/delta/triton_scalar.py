@@ -19,10 +19,10 @@ from needlework.ops.common.together import bare, kind, rehearse, run
 from needlework.ops.common.triton_tile import token_tile
 from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, padded
 from needlework.ops.delta.triton_intra import ROWS, intra
-from needlework.ops.delta.triton_scan import scan
+from needlework.ops.delta.triton_scan import UNIT, scan
 
 ENGINE = "delta/scalar"
-SAVED = 11  # tensors that the forward keeps for the backward
+SAVED = 12  # tensors that the forward keeps for the backward
 
 
 def scalar(
@@ -62,9 +62,9 @@ def delta_scalar_fwd(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
-    """o, final state, and what the backward wants, over aligned tokens: W, T, P', A, G, E, the copies of q, k and q_read as
+    """o, final state, and what the backward wants, over aligned tokens: W, T, P', A, G, E, the units, the copies of q, k and q_read as
     operands, and of sequences cut into segments their starts and M (empty where there is none)."""
     return _call(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale, save=True)
 
@@ -125,7 +125,7 @@ def _rehearsal(inputs: list[Tensor | None], align: Alignment, save: bool, parts:
 def forward(
     q, k, v, g, beta, lam, q_read, initial_state, align: Alignment, *, scale: float, plan: Plan, save: bool, parts: int = 1
 ):
-    """o and state of aligned tokens; with `save` also W, T, P', A, G, E, the copies, the segments' starts and M."""
+    """o and state of aligned tokens; with `save` also W, T, P', A, G, E, the units, the copies, the segments' starts and M."""
     B, T, HV, V = v.shape
     K, C = k.shape[3], plan.launch["shared"]["C"]
     rows = -(-T // C) * C
@@ -139,6 +139,10 @@ def forward(
     wanted = (q if q_read is None or lam is not None else None), k, q_read
     copies = [None if x is None or x.dtype == operand else torch.empty_like(x, dtype=operand) for x in wanted]
     G, E = q.new_empty(B, HV, rows, dtype=wide), q.new_empty(B, HV, rows // C, ROWS.value, C, dtype=wide)
+    # a chunk without tokens has none, and its gradients are zeros: NaN times 0 would be NaN
+    fill = torch.empty if align.place is None else torch.ones
+    tiles = -(-V // plan.launch["scan"]["BV"])
+    U = fill(B if save and grows(q.dtype, lam is not None) else 0, HV, rows // C, tiles, 2, dtype=wide, device=q.device)
     q_, k_, read = (x if copy is None else copy for x, copy in zip((q, k, q_read), copies, strict=True))
     if o.numel():
         launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, scale=scale, plan=plan)
@@ -158,7 +162,7 @@ def forward(
         state = (torch.zeros if untouched else torch.empty)(align.N, HV, K, V, dtype=wide, device=q.device)
     if o.numel():
         launch_scan(
-            q_, k_, v, g, beta, lam, read, Tp, Pp, G, E, o, W, initial_state, state, align,
+            q_, k_, v, g, beta, lam, read, Tp, Pp, G, E, U, o, W, initial_state, state, align,
             scale=scale, plan=plan,
         )  # fmt: skip
     state = state if parts == 1 else state[parts - 1 :: parts].clone()
@@ -166,7 +170,7 @@ def forward(
         return o, state
     copies = [q.new_empty(0, dtype=operand) if x is None else x for x in copies]
     cut = (starts, M) if parts > 1 else (q.new_empty(0, HV, K, D, dtype=wide) for D in (V, K))
-    return o, state, W, Tp, Pp, A, G, E, *copies, *cut
+    return o, state, W, Tp, Pp, A, G, E, U, *copies, *cut
 
 
 def launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, *, scale: float, plan: Plan) -> None:
@@ -185,7 +189,7 @@ def launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, *, scal
     )  # fmt: skip
 
 
-def launch_scan(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state, state, align, *, scale, plan) -> None:
+def launch_scan(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, U, o, W, initial_state, state, align, *, scale, plan) -> None:
     """o, the final state and, where it is given a place, W. q, k, q_read are operands; o and v share the caller's type."""
     T, HV, V = v.shape[1:]
     (H, K), (rows, C) = k.shape[2:], Pp.shape[2:]
@@ -196,14 +200,14 @@ def launch_scan(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state
     )
     BV, KB, NK = (constants[name] for name in ("BV", "KB", "NK"))
     slots, flag = slots_of(plan, "scan", align, HV * -(-V // BV), len(v) * (rows // C))
-    hand = q.new_empty(slots, BV, NK * KB, dtype=state.dtype)
+    hand = q.new_empty(slots, BV * NK * KB + UNIT.value * constants["GROWS"], dtype=state.dtype)
     tile = lambda x, D: token_tile(x, C, D) if plan.tma else x
     pairs = lambda x: tile(x.view(-1, rows, 1, C), C)
     x_P = pairs(Pp)
     x_o = tile(o, BV)
     run(
         scan, (slots,),
-        tile(r, KB), tile(q, KB), tile(k, KB), tile(v, BV), pairs(Tp) if erase else x_P, x_P, E,
+        tile(r, KB), tile(q, KB), tile(k, KB), tile(v, BV), pairs(Tp) if erase else x_P, x_P, E, U,
         x_o, x_o if W is None else tile(W, BV), _or(initial_state, state), state, align.cum, hand, flag,
         scale, T, rows, align.N, **constants,
     )  # fmt: skip
@@ -226,6 +230,11 @@ def saved_columns(C: int, lam: Tensor | None, q_read: Tensor | None) -> int:
 def solve(dtype: torch.dtype) -> torch.dtype:
     """Of operands: a bfloat16 inverse, and what it multiplies, would miss the error budget."""
     return torch.float16 if dtype.itemsize == 2 else dtype
+
+
+def grows(dtype: torch.dtype, lam: int | bool) -> bool:
+    """Whether values have units: a step with λ may make the state longer, past what float16 operands hold."""
+    return bool(lam) and dtype.itemsize == 2
 
 
 def inverse(dtype: torch.dtype) -> torch.dtype:
@@ -254,7 +263,8 @@ def scan_constants(plan: Plan, dtype, H, HR, HV, K, V, erase, lam, read, init, s
     return dict(
         H=H, HR=HR, HV=HV, K=K, V=V, C=plan.launch["shared"]["C"], KB=KB, NK=-(-K // KB), TMA=int(plan.tma),
         ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[solve(dtype)],
-        ERASE=erase, LAM=lam, READ=read, INIT=int(init), SAVE=int(save), **inverse_constants(dtype), **own,
+        ERASE=erase, LAM=lam, READ=read, INIT=int(init), SAVE=int(save), GROWS=int(grows(dtype, lam)),
+        **inverse_constants(dtype), **own,
     )  # fmt: skip
 
 
@@ -270,7 +280,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
         types = dict.fromkeys(("p_r", "p_q", "p_k"), f"*{own}") | {"p_T": f"*{NAMES[inverse(dtype)]}"}
         types |= dict.fromkeys(("p_P", "p_A", "p_r_copy", "p_q_copy", "p_k_copy"), f"*{st}")
-        types |= dict.fromkeys(("p_g", "p_beta", "p_lam", "p_G", "p_E", "p_initial", "p_final", "p_hand"), f"*{acc}")
+        types |= dict.fromkeys(("p_g", "p_beta", "p_lam", "p_G", "p_E", "p_U", "p_initial", "p_final", "p_hand"), f"*{acc}")
         types |= {"p_cum": "*i32", "p_flag": "*i32", "scale": "fp32", "T": "i32", "NR": "i32", "N": "i32"}
         C, BV, KB = (constants.get(name) for name in ("C", "BV", "KB"))
         for name, element, width in (
@@ -330,6 +340,8 @@ def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     shapes = (erases, C, inverse(q.dtype)), (B, C, operand), (erases, saved_columns(C, lam, q_read), operand)
     pairs = [v.new_empty(n, HV, rows, columns, dtype=t) for n, columns, t in shapes]
     numbers = [v.new_empty(B, HV, *s, dtype=wide) for s in ((rows,), (rows // C, ROWS.value, C))]
+    tiles = -(-V // plan(ENGINE, q.device, q.dtype, q.shape[-1], V).launch["scan"]["BV"])
+    units = v.new_empty(B if grows(q.dtype, lam is not None) else 0, HV, rows // C, tiles, 2, dtype=wide)
     wanted = (q if q_read is None or lam is not None else None), k, q_read
     copies = [
         nothing() if x is None or x.dtype == operand else x.new_empty(B, aligned, *x.shape[2:], dtype=operand) for x in wanted
@@ -337,7 +349,7 @@ def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     parts = _parts(N, v.shape, k.shape[-1], cu_seqlens, plan(ENGINE, q.device, q.dtype, q.shape[-1], V))
     states = [v.new_empty(N * parts if parts > 1 else 0, HV, k.shape[-1], D, dtype=wide) for D in (V, k.shape[-1])]
     results = _results(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale)
-    return *results, v.new_empty(B, aligned, HV, V, dtype=operand), *pairs, *numbers, *copies, *states
+    return *results, v.new_empty(B, aligned, HV, V, dtype=operand), *pairs, *numbers, units, *copies, *states
 
 
 @torch.library.register_fake(delta_scalar_bwd)

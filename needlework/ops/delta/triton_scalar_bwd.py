@@ -16,10 +16,10 @@ from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import token_tile
 from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, cdiv, padded
-from needlework.ops.delta.triton_adjoint import adjoint, amax
+from needlework.ops.delta.triton_adjoint import adjoint, amax, amax_in_units
 from needlework.ops.delta.triton_combine import combine, gate, pairs
 from needlework.ops.delta.triton_replay import replay_forward, replay_reverse
-from needlework.ops.delta.triton_scalar import inverse, inverse_constants, slots_of, solve
+from needlework.ops.delta.triton_scalar import grows, inverse, inverse_constants, slots_of, solve
 from needlework.ops.delta.triton_split import fix_up, segments
 
 NO_ANCHOR = 1 << 30
@@ -31,7 +31,7 @@ def backward(
     *, scale: float, plan: Plan,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, k, v, g, beta, lam, q_read and the initial state (None where there is none); numbers a token are wide."""
-    W, Tp, Pp, A, G, E, *copies, starts, transitions = saved
+    W, Tp, Pp, A, G, E, U, *copies, starts, transitions = saved
     B, T, HV, V = v.shape
     H, K = k.shape[2:]
     rows, C = Pp.shape[2], plan.launch["shared"]["C"]
@@ -57,7 +57,13 @@ def backward(
     peaks = new(plan.launch["amax"]["NP"], dtype=torch.float32)
     if half:
         ends = (do, 0) if dstate is None else (dstate, dstate.numel())
-        run(amax, (len(peaks),), do, ends[0], peaks, do.numel(), ends[1], **c["amax"])
+        if lam is None:
+            run(amax, (len(peaks),), do, ends[0], peaks, do.numel(), ends[1], **c["amax"])
+        else:
+            rows_of = do.numel() // V, ends[1] // V
+            run(
+                amax_in_units, (len(peaks),), do, ends[0], U, alignment.cum, peaks, *rows_of, T, rows, **c["amax_in_units"],
+            )  # fmt: skip
 
     # a chain per sequence, value head and tile of values; what is left of it where it is cut
     BV, KB, NK = (c["adjoint"][name] for name in ("BV", "KB", "NK"))
@@ -74,7 +80,7 @@ def backward(
         slots, flag = slots_of(plan, "adjoint", alignment, HV * cdiv(V, BV), chunks_in_all)
         run(
             adjoint, (slots,),
-            tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_P if beta is None else couplings(Tp), x_P, E,
+            tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_P if beta is None else couplings(Tp), x_P, E, U,
             tile(du, BV), or_G(dstate), dinitial, alignment.cum, new(slots, BV, NK * KB),
             flag, peaks, scale, T, rows, N, **{**c["adjoint"], "END": int(dstate is not None)},
         )  # fmt: skip
@@ -86,7 +92,7 @@ def backward(
 
     BV, R = (c["pairs"][name] for name in ("BV", "R"))
     wide = cdiv(rows, R) * R
-    do_ = torch.empty_like(do, dtype=st) if half else do
+    do_ = torch.empty_like(do, dtype=st) if half or grows(q.dtype, lam is not None) else do
     # additive, wide: one tensor is both
     dv = torch.empty_like(v) if half or beta is not None else du
     none = new(0, dtype=st)
@@ -95,7 +101,7 @@ def backward(
     held, written, asked, from_start, to_end = new(5, B, HV, rows).unbind()
     run(
         pairs, (wide // R * B * HV,),
-        tile(do, BV, R), tile(du, BV, R), tile(W, BV, R), tile(v, BV, R), or_G(g), E, Pp, A, tile(do_, BV, R),
+        tile(do, BV, R), tile(du, BV, R), tile(W, BV, R), tile(v, BV, R), or_G(g), E, U, Pp, A, tile(do_, BV, R),
         tile(dv, BV, R), M, N_, D, held, written, asked, peaks, scale, T, rows, wide, **c["pairs"],
     )  # fmt: skip
 
@@ -110,12 +116,12 @@ def backward(
     hand = new(slots, KS, VB * NT)
     run(
         replay_forward, (slots,),
-        tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), E, tile(dr_part, KS), tile(dx_part, KS), or_G(initial_state),
+        tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), E, U, tile(dr_part, KS), tile(dx_part, KS), or_G(initial_state),
         anchors, alignment.cum, hand, flag, scale, T, rows, N, B, **c["replay_forward"],
     )  # fmt: skip
     run(
         replay_reverse, (slots,),
-        tile(r, KS), tile(asks, KS), tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E,
+        tile(r, KS), tile(asks, KS), tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E, U,
         tile(dk_part, KS), or_G(dstate), anchors, X, alignment.cum, hand, flag_back, peaks,
         scale, T, rows, N, B, **c["replay_reverse"],
     )  # fmt: skip
@@ -157,9 +163,12 @@ def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init,
         H=H, HR=HR, HV=HV, K=K, V=V, C=plan.launch["shared"]["C"], NM=plan.launch["amax"]["NP"], TMA=int(plan.tma),
         HALF=int(half), **types, DT=TYPES[dtype if H == HV else accumulator(dtype)],
         GATE=int(gated), ERASE=int(erase), LAM=int(lam), READ=int(read), INIT=int(init), END=int(end),
+        GROWS=int(grows(dtype, lam)), UV=plan.launch["scan"]["BV"],
     )  # fmt: skip
     own = {name: dict(plan.launch[name]) for name in ("amax", "adjoint", "pairs", "replay_forward", "combine", "gate")}
     own["replay_reverse"] = {**own["replay_forward"], **plan.launch["replay_reverse"]}
+    own["amax_in_units"] = dict(own["amax"], VP=padded(V), BR=max(1, own["amax"]["BLK"] // padded(V)))
+    del own["amax_in_units"]["BLK"]
     own["adjoint"] |= dict(KB=min(padded(K), 128), NK=cdiv(K, 128))
     for name in ("replay_forward", "replay_reverse"):
         row = own[name]
@@ -173,7 +182,7 @@ def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init,
     own["combine"] |= dict(R=own["pairs"]["R"], BK=min(own["combine"]["BK"], padded(K)), PARTS=cdiv(V, row["VB"] * row["NT"]))
     own["gate"] |= dict(SLICES=cdiv(K, row["KS"]) * own["combine"]["PARTS"], EVERY=row["EVERY"])
     for name, kernel in KERNELS.items():
-        if name != "amax":
+        if not name.startswith("amax"):
             own[name].pop("NP", None)
         own[name] |= {key: x for key, x in everything.items() if key in kernel.arg_names and key not in own[name]}
     return own
@@ -181,6 +190,7 @@ def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init,
 
 KERNELS = {
     "amax": amax,
+    "amax_in_units": amax_in_units,
     "adjoint": adjoint,
     "pairs": pairs,
     "replay_forward": replay_forward,

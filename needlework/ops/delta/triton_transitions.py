@@ -16,7 +16,7 @@ from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import load_tile, token_tile
 from needlework.ops.common.triton_types import NAMES, accumulator, cdiv
 from needlework.ops.delta.triton_scalar import inverse, scan_constants, solve
-from needlework.ops.delta.triton_scan import factors
+from needlework.ops.delta.triton_scan import factors, largest_of, unit_of
 
 
 @triton.jit(do_not_specialize=["T", "NR", "P"])
@@ -25,6 +25,7 @@ def transitions_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
     TT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, SAVE: tl.constexpr,
+    GROWS: tl.constexpr,
 ):  # fmt: skip
     """P segments a sequence. Of a sequence's last segment nothing but M is made, and that with SAVE, for the backward."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -53,6 +54,8 @@ def transitions_kernel(
         S0 = tl.where((o_v[:, None] == o_k[None, :]) & (i_tile >= NV), 1.0, 0.0).to(ACC)
         if NK == 2:
             S1 = tl.where((o_v[:, None] == o_k[None, :] + KB) & (i_tile >= NV), 1.0, 0.0).to(ACC)
+        if GROWS:
+            unit = tl.full([], 1.0, ACC)
         for i in tl.range(0, count, num_stages=NS):
             i_t = (c_row + i) * C
             # all loads first: they share barriers
@@ -69,6 +72,12 @@ def transitions_kernel(
 
             p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
             w = tl.trans(b_v).to(ACC)
+            if GROWS:
+                largest = largest_of(S0)
+                if NK == 2:
+                    largest = tl.maximum(largest, largest_of(S1))
+                following = unit_of(largest * unit)
+                w *= 1.0 / unit
             if ERASE:
                 b_S0 = S0.to(ST)
                 erased = tl.dot(b_S0, tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
@@ -85,12 +94,22 @@ def transitions_kernel(
                 e_erased = tl.load(p_factor + C + o_c)
                 b_rest = (beta[None, :] * w + e_erased[None, :] * erased).to(TT)
                 w = tl.dot(b_rest, tl.trans(b_T), input_precision=SOLVE, out_dtype=ACC)
-            b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
+            w *= tl.load(p_factor + 5 * C + o_c)[None, :]
             e_whole = -tl.load(p_factor + 5 * C - 1)
+            if GROWS:
+                rest = unit / following
+                w *= rest
+                e_whole *= rest
+                unit = following
+            b_left = w.to(ST)
             S0 = tl.dot(b_left, b_k0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
             if NK == 2:
                 S1 = tl.dot(b_left, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
 
+        if GROWS:
+            S0 *= unit
+            if NK == 2:
+                S1 *= unit
         if of_values:
             _store(p_N, S0, i_nh, 0, o_v, K, V, KB)
             if NK == 2:
