@@ -165,7 +165,9 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(recipe, tmp_path):
     wild = dataclasses.replace(cli.changed(good, ["train.optim.lr=1e30"]), name="wild")
     with pytest.raises(RunError, match=r"^wild-0: step \d+: loss.*$"):
         study((wild, good), tmp_path / "both", Console(quiet=True), workers=1)
-    assert [path.name for path in (tmp_path / "both" / "results").iterdir()] == ["gated-deltanet-0.json"]
+    entries = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "both" / "results").iterdir()}
+    assert entries.keys() == {"gated-deltanet-0", "wild-0"}
+    assert "loss" in entries["gated-deltanet-0"] and "loss" in entries["wild-0"]["ended"]["why"]
 
 
 def die(recipe, directory):
