@@ -60,8 +60,6 @@ def pairs(
         b_w = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
         if GROWS:
             unit = units(p_U, i_bh * (NR // C) + i_t // C, i_v, i_t < NR, 0, V, BV, UV)
-            if BV > UV:
-                unit = unit[None, :]
             b_do = (b_do.to(ACC) * (unit * factor)).to(ST)
         elif HALF:
             b_do = (b_do.to(ACC) * factor).to(ST)

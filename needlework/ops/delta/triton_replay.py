@@ -18,14 +18,6 @@ from needlework.ops.delta.triton_adjoint import gradient_factor
 from needlework.ops.delta.triton_scan import factors, run_of, tell, units, wait_for
 
 
-@triton.jit
-def _columns(unit, VB: tl.constexpr, UV: tl.constexpr):
-    """To multiply [KS VB] by: a number, or one a column."""
-    if VB > UV:
-        unit = unit[None, :]
-    return unit
-
-
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])
 def replay_forward(
     x_k, x_do, x_du, x_w, p_E, p_U, x_dr, x_dx, p_initial, p_anchor, p_cum, p_hand, p_flag, scale, T, NR, N, B,
@@ -76,7 +68,7 @@ def replay_forward(
             p_start = p_initial + (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V) + o_in_state
             b_start = tl.load(p_start, mask=inside & (c_from == 0), other=0.0).to(ACC)
             if GROWS:
-                b_start *= _columns(1.0 / units(p_U, i_bh * chunks_of_row + c_row, i_v, count > 0, 0, V, VB, UV), VB, UV)
+                b_start *= 1.0 / units(p_U, i_bh * chunks_of_row + c_row, i_v, count > 0, 0, V, VB, UV)
             S0 += b_start
         if NT == 2:
             inside1 = (o_k < K)[:, None] & (o_v + VB < V)[None, :]
@@ -84,11 +76,8 @@ def replay_forward(
             if INIT:
                 b_start = tl.load(p_start + VB, mask=inside1 & (c_from == 0), other=0.0).to(ACC)
                 if GROWS:
-                    b_start *= _columns(
-                        1.0 / units(p_U, i_bh * chunks_of_row + c_row, i_v + VB, (count > 0) & (i_v + VB < V), 0, V, VB, UV),
-                        VB,
-                        UV,
-                    )
+                    there = (count > 0) & (i_v + VB < V)
+                    b_start *= 1.0 / units(p_U, i_bh * chunks_of_row + c_row, i_v + VB, there, 0, V, VB, UV)
                 S1 += b_start
 
         # the pipelined loop holds no anchor: it would not fit the registers
@@ -139,11 +128,9 @@ def replay_forward(
                 if NT == 2:
                     S1 = tl.dot(b_left, b_w1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
                 if GROWS:
-                    S0 *= _columns(units(p_U, i_bh * chunks_of_row + c_row + i, i_v, i < count, 1, V, VB, UV), VB, UV)
+                    S0 *= units(p_U, i_bh * chunks_of_row + c_row + i, i_v, i < count, 1, V, VB, UV)
                     if NT == 2:
-                        S1 *= _columns(
-                            units(p_U, i_bh * chunks_of_row + c_row + i, i_v + VB, i_v + VB < V, 1, V, VB, UV), VB, UV
-                        )
+                        S1 *= units(p_U, i_bh * chunks_of_row + c_row + i, i_v + VB, i_v + VB < V, 1, V, VB, UV)
                 # last, while the state's product is under way
                 if ERASE:
                     store_tile(x_dx, tl.trans(b_dx), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
@@ -212,12 +199,12 @@ def replay_reverse(
             p_end = p_dstate + (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V) + o_in_state
             b_end = tl.load(p_end, mask=inside & (c_from == 0), other=0.0).to(ACC) * factor
             if GROWS:
-                b_end *= _columns(units(p_U, i_last, i_v, count > 0, 0, V, VB, UV), VB, UV)
+                b_end *= units(p_U, i_last, i_v, count > 0, 0, V, VB, UV)
             S0 += b_end
             if NT == 2:
                 b_end = tl.load(p_end + VB, mask=inside1 & (c_from == 0), other=0.0).to(ACC) * factor
                 if GROWS:
-                    b_end *= _columns(units(p_U, i_last, i_v + VB, (count > 0) & (i_v + VB < V), 0, V, VB, UV), VB, UV)
+                    b_end *= units(p_U, i_last, i_v + VB, (count > 0) & (i_v + VB < V), 0, V, VB, UV)
                 S1 += b_end
 
         for i_anchor in range(c_from // EVERY, (c_to + EVERY - 1) // EVERY):
@@ -276,10 +263,10 @@ def replay_reverse(
                         S1 = tl.dot(b_by_du, b_du1, S1, input_precision="ieee", out_dtype=ACC)
                 if GROWS:
                     there = i + 1 < count
-                    S0 *= _columns(units(p_U, i_bh * chunks_of_row + i_chunk - 1, i_v, there, 1, V, VB, UV), VB, UV)
+                    S0 *= units(p_U, i_bh * chunks_of_row + i_chunk - 1, i_v, there, 1, V, VB, UV)
                     if NT == 2:
                         there &= i_v + VB < V
-                        S1 *= _columns(units(p_U, i_bh * chunks_of_row + i_chunk - 1, i_v + VB, there, 1, V, VB, UV), VB, UV)
+                        S1 *= units(p_U, i_bh * chunks_of_row + i_chunk - 1, i_v + VB, there, 1, V, VB, UV)
                 # last, while the state's product is under way
                 store_tile(x_dk, tl.trans(b_dk), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
 

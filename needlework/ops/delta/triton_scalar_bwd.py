@@ -36,6 +36,7 @@ def backward(
     H, K = k.shape[2:]
     rows, C = Pp.shape[2], plan.launch["shared"]["C"]
     # segments have a state before and a gradient after them
+    cum = alignment.cum  # whole: the final states' gradients are those of sequences
     cuts, from_state = len(starts) // max(alignment.N, 1) or 1, initial_state is not None
     if cuts > 1:
         alignment, initial_state = segments(alignment, cuts), starts
@@ -62,7 +63,7 @@ def backward(
         else:
             rows_of = do.numel() // V, ends[1] // V
             run(
-                amax_in_units, (len(peaks),), do, ends[0], U, alignment.cum, peaks, *rows_of, T, rows, **c["amax_in_units"],
+                amax_in_units, (len(peaks),), do, ends[0], U, cum, peaks, *rows_of, T, rows, **c["amax_in_units"],
             )  # fmt: skip
 
     # a chain per sequence, value head and tile of values; what is left of it where it is cut

@@ -80,13 +80,13 @@ def largest_of(S):
 
 @triton.jit
 def units(p_U, i_chunk, i_v, there, LEFT: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, UV: tl.constexpr):
-    """The units of BV values from i_v on in a chunk, UV sharing one: [BV], or one number where all share it; 1 where nothing is
+    """The units of BV values from i_v on in a chunk, UV sharing one: [1 BV], or one number where all share it; 1 where nothing is
     `there`. LEFT: over the next chunk's, which is what S' is multiplied by between them, and dS' the other way."""
     NU: tl.constexpr = (V + UV - 1) // UV
     p = p_U + (tl.cast(i_chunk, tl.int64) * NU + i_v // UV) * 2 + LEFT
     unit = tl.load(p, mask=there, other=1.0)
     if BV > UV:
-        of = tl.arange(0, BV) // UV
+        of = (tl.arange(0, BV) // UV)[None, :]
         unit = tl.where(of == 0, unit, 1.0)
         for i in tl.static_range(1, BV // UV):
             unit = tl.where(of == i, tl.load(p + 2 * i, mask=there & (i_v + i * UV < V), other=1.0), unit)
