@@ -1,6 +1,10 @@
 """A study from the command line: many recipes in pieces, results side by side, a page."""
 
+import ast
 import json
+from pathlib import Path
+
+import pytest
 
 OWN = """
 import dataclasses
@@ -35,13 +39,15 @@ def none():
 """
 
 
-def test_a_study_runs_in_pieces_and_its_page_is_made_of_its_results(needlework, tmp_path):
-    import ast
+@pytest.fixture
+def own(tmp_path):
+    text, module = tmp_path / "text.txt", tmp_path / "own.py"
+    text.write_text(Path(ast.__file__).read_text(encoding="utf-8")[:60_000], encoding="utf-8")
+    module.write_text(OWN.format(text=str(text)))
+    return module
 
-    text = tmp_path / "text.txt"
-    text.write_text(open(ast.__file__, encoding="utf-8").read()[:60_000], encoding="utf-8")
-    own = tmp_path / "own.py"
-    own.write_text(OWN.format(text=str(text)))
+
+def test_a_study_runs_in_pieces_and_its_page_is_made_of_its_results(needlework, own, tmp_path):
     runs = ("--runs", tmp_path / "runs", "--workers", 1)
 
     stopped = needlework("study", f"{own}:both", *runs, "--minutes", 0)
@@ -60,13 +66,7 @@ def test_a_study_runs_in_pieces_and_its_page_is_made_of_its_results(needlework, 
     assert "2 mixers, 2 seeds each" in page and "Q-Delta finds more than softmax" in page and "Nothing at all." in page
 
 
-def test_a_run_that_its_guard_ends_is_a_result_and_is_not_run_again(needlework, tmp_path):
-    import ast
-
-    text = tmp_path / "text.txt"
-    text.write_text(open(ast.__file__, encoding="utf-8").read()[:60_000], encoding="utf-8")
-    own = tmp_path / "own.py"
-    own.write_text(OWN.format(text=str(text)))
+def test_a_run_that_its_guard_ends_is_a_result_and_is_not_run_again(needlework, own, tmp_path):
     small = ("study", f"{own}:both", "--runs", tmp_path / "runs", "--workers", 1, "--only", "softmax")
     # any rise is a spike, and at this rate there is one
     spoilt = ("--set", "train.guard.spike=1.0001", "--set", "train.guard.window=1", "--set", "train.optim.lr=1.0")

@@ -129,7 +129,7 @@ def load_study(
             ended.append(run)
         else:
             runs.setdefault(run["name"], []).append(run)
-    if first is None or not runs:
+    if not runs:
         raise ValueError(f"{directory}: no runs there (*.json)" + (" but such as ended early" if ended else ""))
     known = [name for name in order if name in runs]
     runs = {name: runs[name] for name in [*known, *(name for name in runs if name not in known)]}
