@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 
+from needlework.ops.qdelta.spec import growing
 from needlework.ops.specs import specs
 from needlework.testing.checks import budgeted
 from needlework.testing.compare import assert_close, differentiate, leaves, make, outputs, tokens, whole
 from tests.layers.test_mixers import CONFIGS, build, close, sample
-from tests.ops.test_triton_grows import growing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 PACKED = torch.tensor([0, 19, 19, 83])
@@ -48,9 +48,10 @@ def test_a_step_on_the_gpu_is_prefill_on_the_cpu(spec):
             assert_close({name: x.cpu()}, {name: want[:, t]}, f"token {t}")
 
 
-def test_a_state_past_what_float16_holds_is_within_its_budget():
+@pytest.mark.parametrize("K, V", ((128, 256), (256, 512)))
+def test_a_state_past_what_float16_holds_is_within_its_budget(K, V):
     spec = next(spec for spec in specs() if spec.name == "qdelta")
-    spec = dataclasses.replace(spec, inputs=partial(growing, H=2, HV=4, K=128, V=256))
+    spec = dataclasses.replace(spec, inputs=partial(growing, H=2, HV=4, K=K, V=V))
     for name, ratio in budgeted(spec, torch.bfloat16, 1, 256, "random", torch.device("cuda")).items():
         assert ratio <= 1, f"{name}: error is {ratio:.2f} x its budget"
 

@@ -17,7 +17,7 @@ from needlework.ops.common import launch, struck
 from needlework.testing.helpers import judged
 from needlework.testing.processes import cores
 from needlework.testing.targets import RULES, Rule, sizes, taken
-from needlework.testing.verdict import FORMS, ROWS, SEVERAL, SHORT, STEP, Task, Verdict
+from needlework.testing.verdict import FORMS, GROWN, ROWS, SEVERAL, SHORT, STEP, Task, Verdict
 
 # bytes of the GPU that a process may want: the context, the kernels' code, a token loop's saved states
 A_PROCESS = 5 * 2**30
@@ -51,12 +51,13 @@ def _chosen(rule: Rule, row: launch.Plan, arch: tuple[int, int], dtype: str, ful
     """Sizes and forms: with `full` all. Without, the rules that cover the kernels at the largest size that takes the row now, in every
     dtype, in the first one by every form; the others in bfloat16 at the row and the size that most models have. Each size is another
     compilation of every kernel."""
+    every = (*ROWS, GROWN) if rule.grows and dtype == "bfloat16" else ROWS
     if full:
-        return [(size, ROWS) for size in sizes(row, arch, dtype, rule.keys_alone)]
+        return [(size, every) for size in sizes(row, arch, dtype, rule.keys_alone)]
     here = lambda row, dtype: taken(row, arch, dtype, rule.keys_alone)
     found = here(row, dtype)
     if found and rule.covers:
-        return [(found[-1], ROWS if dtype == next(name for name in row.dtypes if here(row, name)) else SHORT)]
+        return [(found[-1], every if dtype == next(name for name in row.dtypes if here(row, name)) else SHORT)]
     usual = USUAL in found and dtype == "bfloat16" and not struck.struck(row.engine, row.name, dtype)
     return [(USUAL, SHORT)] if usual else []
 

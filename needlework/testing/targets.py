@@ -44,7 +44,7 @@ ENGINES = {
 class Rule(NamedTuple):
     """A spec, and the launch tables of its chunk form and of its step, None for none. `covers`: its calls launch every kernel that a
     rule of the same tables does, with the most arguments. `keys_alone`: it has no values, and sizes K = V. `several`: its step takes
-    a few tokens too. `long`, `wide`: tokens of the one long sequence, and of each of 48."""
+    a few tokens too. `grows`: its step may make a state longer. `long`, `wide`: tokens of the one long sequence, and of each of 48."""
 
     spec: str
     chunk: str
@@ -52,6 +52,7 @@ class Rule(NamedTuple):
     covers: bool = False
     keys_alone: bool = False
     several: bool = False
+    grows: bool = False
     long: int = 3000
     wide: int = 75
 
@@ -60,7 +61,7 @@ class Rule(NamedTuple):
 _pairs = partial(Rule, long=1000, wide=300)
 
 RULES = (
-    Rule("qdelta", "delta/scalar", "delta/step", covers=True),
+    Rule("qdelta", "delta/scalar", "delta/step", covers=True, grows=True),
     Rule("qdelta/grouped", "delta/scalar", "delta/step"),
     Rule("delta/gated", "delta/scalar", "delta/step"),
     Rule("delta/gdn2", "delta/channel", "delta/step", covers=True),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from needlework.ops.api import OpSpec
 from needlework.ops.common import launch
+from needlework.ops.qdelta.spec import growing
 from needlework.testing.checks import ENOUGH
 from needlework.testing.compare import differentiate, leaves, whole
 from needlework.testing.errors import norms, operand
@@ -68,11 +69,13 @@ FORMS = {
     "long": "one sequence of `rule.long` tokens: enough that few heads are cut into segments",
     "wide": "48 sequences of `rule.wide` tokens: more tiles than programs",
     "packed": "cu_seqlens: four sequences, one empty",
+    "grown": "160 tokens whose state passes what float16 holds, in bfloat16, of a rule whose step may make it longer",
     "step": "24 tokens one at a time, on a slot table with a padded row: more than the window of a rule that has one",
     "several": "the same, a few tokens at a time",
 }
 SHORT, STEP, SEVERAL = ("short",), ("step",), ("step", "several")
-ROWS = tuple(form for form in FORMS if form not in SEVERAL)
+GROWN = "grown"
+ROWS = tuple(form for form in FORMS if form not in (*SEVERAL, GROWN))
 ENDS = (0, 100, 100, 217, 300)
 FEW = 5  # tokens of a call of several
 
@@ -232,6 +235,8 @@ def _inputs(task: Task, spec: OpSpec, form: str, seed: int) -> tuple[dict[str, T
     generator = torch.Generator().manual_seed(seed)
     if form == "packed":
         return make(1, ENDS[-1], "random"), ("",)
+    if form == GROWN:
+        return growing(generator, 1, 160, K=task.K, V=task.V), ("",)
     if form in ("long", "wide"):
         rule = next(rule for rule in RULES if rule.spec == task.rule)
         return make(*{"long": (1, rule.long), "wide": (48, rule.wide)}[form], "random"), ("",)

@@ -135,7 +135,7 @@ def saved_by_the_forward(inputs, align, C, scale):
 
 def gradients(inputs, do, dstate, cu_seqlens=None, scale=0.25, **overrides):
     from needlework.ops.common.triton_types import accumulator
-    from needlework.ops.delta.triton_scalar import ENGINE, inverse, solve
+    from needlework.ops.delta.triton_scalar import ENGINE, forms, inverse, solve
     from needlework.ops.delta.triton_scalar_bwd import backward
 
     q, v = inputs["q"], inputs["v"]
@@ -150,9 +150,8 @@ def gradients(inputs, do, dstate, cu_seqlens=None, scale=0.25, **overrides):
     nothing = torch.empty(0, dtype=st)
     copies = [nothing if aligned[n] is None or q.dtype == st else aligned[n].to(st) for n in ("q", "k", "q_read")]
     uncut = torch.empty(0, dtype=acc)
-    tiles = -(-v.shape[3] // chosen.launch["scan"]["BV"])
-    units = torch.ones(len(v), v.shape[2], G.shape[2] // C, tiles, 2, dtype=acc)  # W is not divided
-    saved = W.to(st), Tp.to(inverse(q.dtype)), Pp.to(st), A.to(st), G.to(acc), E.to(acc), units, *copies, uncut, uncut
+    mark = torch.zeros(len(forms(q.dtype, inputs["lam"] is not None)) - 1, dtype=torch.int32)
+    saved = W.to(st), Tp.to(inverse(q.dtype)), Pp.to(st), A.to(st), G.to(acc), E.to(acc), mark, *copies, uncut, uncut
     found = backward(align.align(do), dstate, *aligned.values(), saved, align, scale=scale, plan=chosen)
     return {
         n: d if n == "initial_state" else align.restore(d) for n, d in zip(NAMES, found, strict=True) if inputs[n] is not None

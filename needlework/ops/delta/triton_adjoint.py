@@ -15,7 +15,7 @@ import triton.language as tl
 
 from needlework.ops.common.triton_tile import load_tile, store_tile
 from needlework.ops.delta.triton_intra import ROWS
-from needlework.ops.delta.triton_scan import factors, run_of, tell, units, wait_for
+from needlework.ops.delta.triton_scan import as_held, factors, mark, not_finite, run_of, tell, wait_for
 
 
 @triton.jit
@@ -40,40 +40,6 @@ def amax(p_do, p_dstate, p_max, n_o, n_state, NP: tl.constexpr, BLK: tl.constexp
     tl.store(p_max + i, largest)
 
 
-@triton.jit(do_not_specialize=["n_o", "n_state", "T", "NR"])
-def amax_in_units(
-    p_do, p_dstate, p_U, p_cum, p_max, n_o, n_state, T, NR, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    UV: tl.constexpr, C: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr, END: tl.constexpr,
-):  # fmt: skip
-    """`amax` of gradients times the units of their chunk, the final state's of its sequence's last: n rows of V, BR at a time."""
-    NU: tl.constexpr = (V + UV - 1) // UV
-    chunks = NR // C
-    o_v = tl.arange(0, VP)[None, :]
-    largest = tl.zeros([BR, VP], tl.float32)
-    for i in range(tl.program_id(0) * BR, n_o, NP * BR):
-        row = (i + tl.arange(0, BR))[:, None]
-        token = row // HV
-        i_chunk = (token // T * HV + row % HV) * chunks + token % T // C
-        there = (row < n_o) & (o_v < V)
-        b = tl.load(p_do + tl.cast(row, tl.int64) * V + o_v, mask=there, other=0.0).to(tl.float32)
-        b = tl.abs(b * tl.load(p_U + (tl.cast(i_chunk, tl.int64) * NU + o_v // UV) * 2, mask=there, other=1.0))
-        largest = tl.maximum(largest, tl.where(b == b, b, float("inf")))
-    if END:
-        for i in range(tl.program_id(0) * BR, n_state, NP * BR):
-            row = (i + tl.arange(0, BR))[:, None]
-            n = row // (HV * K)
-            end = tl.load(p_cum + n + 1, mask=row < n_state, other=0)
-            begin = tl.load(p_cum + n, mask=row < n_state, other=0)
-            last = tl.maximum(end - 1, 0)
-            i_chunk = (last // chunks * HV + row // K % HV) * chunks + last % chunks
-            there = (row < n_state) & (o_v < V)
-            known = there & (end > begin)
-            b = tl.load(p_dstate + tl.cast(row, tl.int64) * V + o_v, mask=there, other=0.0).to(tl.float32)
-            b = tl.abs(b * tl.load(p_U + (tl.cast(i_chunk, tl.int64) * NU + o_v // UV) * 2, mask=known, other=1.0))
-            largest = tl.maximum(largest, tl.where(b == b, b, float("inf")))
-    tl.store(p_max + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
-
-
 @triton.jit
 def gradient_factor(p_max, NP: tl.constexpr, HALF: tl.constexpr):
     """2^−⌈log2 max⌉: gradients times it are at most 1."""
@@ -86,18 +52,19 @@ def gradient_factor(p_max, NP: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N"])
 def adjoint(
-    x_r, x_q, x_k, x_do, x_T, x_P, p_E, p_U, x_du, p_dstate, p_dinitial, p_cum, p_hand, p_flag, p_max,
+    x_r, x_q, x_k, x_do, x_T, x_P, p_E, x_du, p_dstate, p_dinitial, p_cum, p_hand, p_flag, p_again, p_max,
     scale, T, NR, N,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr,
-    ACC: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr, SOLVE: tl.constexpr,
+    ACC: tl.constexpr, ST: tl.constexpr, BT: tl.constexpr, TT: tl.constexpr, SOLVE: tl.constexpr, FORM: tl.constexpr,
     ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, END: tl.constexpr,
-    GROWS: tl.constexpr, UV: tl.constexpr,
 ):  # fmt: skip
-    """One slot; the arguments are `scan`'s. END: the final state has a gradient. GROWS: dS, do and du are times their units."""
-    tl.static_assert(BV <= UV or not GROWS)
+    """One slot; the arguments are `scan`'s. END: the final state has a gradient."""
     NV: tl.constexpr = (V + BV - 1) // BV
     PER: tl.constexpr = HV * NV
+    if FORM == 2:
+        if tl.load(p_again) == 0:
+            return
     slots = tl.num_programs(0)
     i_slot = slots - 1 - tl.program_id(0)
     lo, hi, first, last = run_of(p_cum, N, i_slot, slots, PER)
@@ -133,34 +100,30 @@ def adjoint(
         inside = (o_v < V)[:, None] & (o_k < K)[None, :]
         p_late = p_hand + tl.cast(i_slot, tl.int64) * (BV * NK * KB)
         S0 = tl.load(p_late + o_hand, mask=inside & late, other=0.0)
-        by = factor
-        if GROWS:
-            unit = units(p_U, i_bh * chunks_of_row + c_row + count - 1 - c_from, i_v, c_from < count, 0, V, BV, UV)
-            by *= unit
         if END:
-            S0 += tl.load(p_dstate + o_base + o_state, mask=inside & (c_from == 0), other=0.0).to(ACC) * by
+            S0 += tl.load(p_dstate + o_base + o_state, mask=inside & (c_from == 0), other=0.0).to(ACC) * factor
         if NK == 2:
             inside1 = (o_v < V)[:, None] & (o_k + KB < K)[None, :]
             S1 = tl.load(p_late + KB + o_hand, mask=inside1 & late, other=0.0)
             if END:
-                S1 += tl.load(p_dstate + o_base + o_state + KB * V, mask=inside1 & (c_from == 0), other=0.0).to(ACC) * by
+                S1 += tl.load(p_dstate + o_base + o_state + KB * V, mask=inside1 & (c_from == 0), other=0.0).to(ACC) * factor
 
         for i in tl.range(c_from, c_to, num_stages=NS):
             i_chunk = c_row + count - 1 - i
             i_t = i_chunk * C
             # all loads first: they share barriers
-            b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
-            b_r0 = load_tile(x_r, i_b, i_t, i_r, 0, T, HR, K, C, KB, TMA)
+            b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
+            b_r0 = load_tile(x_r, i_b, i_t, i_r, 0, T, HR, K, C, KB, TMA).to(ST)
             if READ and LAM:
-                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
+                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
             if NK == 2:
-                b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
-                b_r1 = load_tile(x_r, i_b, i_t, i_r, KB, T, HR, K, C, KB, TMA)
+                b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
+                b_r1 = load_tile(x_r, i_b, i_t, i_r, KB, T, HR, K, C, KB, TMA).to(ST)
                 if READ and LAM:
-                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
-            b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
+                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
+            b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(ST)
             if ERASE:
-                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
+                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(TT)
             b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
             left = tl.dot(S0.to(ST), tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
@@ -168,10 +131,7 @@ def adjoint(
                 left = tl.dot(S1.to(ST), tl.trans(b_k1), left, input_precision="ieee", out_dtype=ACC)
 
             p_factor = factors(p_E, i_bh * chunks_of_row + i_chunk, C)
-            by = factor
-            if GROWS:
-                by *= unit
-            do = tl.trans(b_do).to(ACC) * by
+            do = tl.trans(b_do).to(ACC) * factor
             e_later = -tl.load(p_factor + (ROWS + 4) * C, mask=i > 0, other=-1.0)
             left *= (tl.load(p_factor + 5 * C + o_c) * e_later)[None, :]
             du = tl.dot(do.to(ST), b_P, left, input_precision="ieee", out_dtype=ACC)
@@ -180,14 +140,6 @@ def adjoint(
             b_du = du.to(ST)
 
             e_since = tl.load(p_factor + 6 * C + o_c)
-            e_whole = e_later * tl.load(p_factor + 7 * C - 1)
-            if GROWS:
-                # into the unit of the chunk before
-                more = units(p_U, i_bh * chunks_of_row + i_chunk - 1, i_v, i + 1 < count, 1, V, BV, UV)
-                unit *= more
-                do *= more
-                du *= more
-                e_whole *= more
             by_r = do * (e_since * scale)[None, :]
             if ERASE:
                 by_k = du * (-e_since * tl.load(p_factor + o_c))[None, :]
@@ -199,6 +151,7 @@ def adjoint(
                         by_r += by_k * lam[None, :]
                 b_by_k = by_k.to(ST)
             b_by_r = by_r.to(ST)
+            e_whole = e_later * tl.load(p_factor + 7 * C - 1)
             S0 = tl.dot(b_by_r, b_r0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
             if ERASE:
                 S0 = tl.dot(b_by_k, b_k0, S0, input_precision="ieee", out_dtype=ACC)
@@ -211,14 +164,17 @@ def adjoint(
                     if LAM and READ:
                         S1 = tl.dot(b_by_q, b_q1, S1, input_precision="ieee", out_dtype=ACC)
             # last, while the state's product is under way
-            store_tile(x_du, tl.trans(b_du), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+            store_tile(x_du, as_held(tl.trans(b_du), BT), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
+        if FORM == 1:
+            odd = tl.sum(tl.sum(not_finite(S0), 1), 0)
+            if NK == 2:
+                odd += tl.sum(tl.sum(not_finite(S1), 1), 0)
+            mark(p_again, odd)
         done = c_to == count
         # an empty sequence has no first gate
         e_first = -tl.load(factors(p_E, i_bh * chunks_of_row + c_row, C) + 4 * C, mask=count > 0, other=-1.0)
         rest = e_first / factor
-        if GROWS:
-            rest /= unit
         tl.store(p_dinitial + o_base + o_state, S0 * rest, mask=inside & done)
         if NK == 2:
             tl.store(p_dinitial + o_base + o_state + KB * V, S1 * rest, mask=inside1 & done)

@@ -21,7 +21,7 @@ import triton.language as tl
 from needlework.ops.common.triton_tile import load_tile, store_tile
 from needlework.ops.delta.triton_adjoint import gradient_factor
 from needlework.ops.delta.triton_intra import decay_between, prefixes
-from needlework.ops.delta.triton_scan import factors, units
+from needlework.ops.delta.triton_scan import as_held, factors, held_as, mark, not_finite, written_as
 
 # log2 of a decay below which nothing that half precision holds passes
 NOTHING = tl.constexpr(-40.0)
@@ -29,15 +29,17 @@ NOTHING = tl.constexpr(-40.0)
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "NE"])
 def pairs(
-    x_do, x_du, x_w, x_v, p_g, p_E, p_U, p_P, p_A, x_scaled, x_dv, p_M, p_N, p_D, p_held, p_written, p_asked, p_max,
+    x_do, x_du, x_w, x_v, p_g, p_E, p_P, p_A, x_scaled, x_dv, p_M, p_N, p_D, p_held, p_written, p_asked, p_wide, p_again, p_max,
     scale, T, NR, NE,
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr,
-    TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr,
-    GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, GROWS: tl.constexpr,
-    UV: tl.constexpr,
+    TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, BT: tl.constexpr,
+    GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """R rows, whole chunks of one value head, of what multiplies k and r (NE rows, R wide), dv, the pairs' part of dg, and of
-    dβ and dλ what no state passed. HALF: also do times the factor, GROWS: and the units, that du holds."""
+    dβ and dλ what no state passed. HALF: also do times the factor that du holds."""
+    if FORM == 2:
+        if tl.load(p_again) == 0:
+            return
     tiles = NE // R
     i_t = (tl.program_id(0) % tiles) * R
     i_bh = tl.program_id(0) // tiles
@@ -57,20 +59,14 @@ def pairs(
     written = tl.zeros([R], ACC)
     for i_v in tl.range(0, V, BV, num_stages=NS):
         b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
-        b_w = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
-        if GROWS:
-            unit = units(p_U, i_bh * (NR // C) + i_t // C, i_v, i_t < NR, 0, V, BV, UV)
-            b_do = (b_do.to(ACC) * (unit * factor)).to(ST)
-        elif HALF:
+        b_w = written_as(load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA), p_wide, ST, FORM)
+        if HALF:
             b_do = (b_do.to(ACC) * factor).to(ST)
-        if HALF or GROWS:
-            store_tile(x_scaled, b_do, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+            store_tile(x_scaled, as_held(b_do, BT), i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
         F = tl.dot(b_do, tl.trans(b_w), F, input_precision="ieee", out_dtype=ACC)
         if ERASE or HALF:
-            b_du = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+            b_du = held_as(load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA), ST)
             du = b_du.to(ACC)
-            if GROWS:
-                du *= 1.0 / unit
             store_tile(x_dv, (du * by_v[:, None]).to(OT), i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
         if ERASE:
             U = tl.dot(b_du, tl.trans(b_w), U, input_precision="ieee", out_dtype=ACC)
@@ -91,7 +87,7 @@ def pairs(
     first_wide = tl.cast(i_bh, tl.int64) * NE + i_t
     if LAM and READ:
         D = tl.where(before, -beta[:, None] * (U * decay_between(G - gate, G, before, ACC)), 0.0)
-        tl.store(p_D + first_wide * R + o_wide, D.to(ST))
+        tl.store(p_D + first_wide * R + o_wide, as_held(D.to(ST), BT))
     decay = decay_between(G, G, seen, ACC)
     M = tl.where(seen, F * decay * scale, 0.0)
     # beside a row of A lies one of Q
@@ -107,7 +103,7 @@ def pairs(
         held = F * tl.load(p_P + first * C + o_pair, mask=known, other=0.0).to(ACC)
     if ERASE:
         D = tl.where(before, -beta[:, None] * (U * decay), 0.0)
-        tl.store(p_N + first_wide * R + o_wide, (D + tl.trans(D)).to(ST))
+        tl.store(p_N + first_wide * R + o_wide, as_held((D + tl.trans(D)).to(ST), BT))
         wiped = U * tl.load(p_A + o_A, mask=known, other=0.0).to(ACC)
         tl.store(p_written + o_row, written - tl.sum(wiped, 1), mask=o_t < NR)
         if GATE:
@@ -115,7 +111,7 @@ def pairs(
         if BOTH:
             M += tl.load(p_factor + 2 * C)[:, None] * D
             tl.store(p_asked + o_row, -beta * own * tl.sum(U * b_Q, 1), mask=o_t < NR)
-    tl.store(p_M + first_wide * R + o_wide, M.to(ST))
+    tl.store(p_M + first_wide * R + o_wide, as_held(M.to(ST), BT))
     if GATE:
         # the gate of t stands between s and r for r >= t > s; a sum without cancellation: in half the tensor cores' float32 is
         # far more than the operands hold
@@ -127,24 +123,27 @@ def pairs(
 @triton.jit
 def parts_at(
     x, i_b, i_t, i_h, i_d, T, B, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
-    TMA: tl.constexpr, ACC: tl.constexpr,
+    TMA: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """[C BD] of the sum of PARTS tensors [B T H D]."""
-    total = load_tile(x, i_b, i_t, i_h, i_d, T, H, D, C, BD, TMA).to(ACC)
+    total = held_as(load_tile(x, i_b, i_t, i_h, i_d, T, H, D, C, BD, TMA), ST).to(ACC)
     for i in tl.static_range(1, PARTS):
-        total += load_tile(x, i * B + i_b, i_t, i_h, i_d, T, H, D, C, BD, TMA).to(ACC)
+        total += held_as(load_tile(x, i * B + i_b, i_t, i_h, i_d, T, H, D, C, BD, TMA), ST).to(ACC)
     return total
 
 
 @triton.jit(do_not_specialize=["T", "NR", "NE", "B"])
 def combine(
     x_r, x_q, x_k, p_E, x_dr_part, x_dx_part, x_dk_part, x_M, x_N, x_D, p_written, p_asked, x_dr, x_dq, x_dk,
-    p_from, p_to, p_dlam, p_dbeta, p_max, T, NR, NE, B,
+    p_from, p_to, p_dlam, p_dbeta, p_again, p_max, T, NR, NE, B,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
     NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, DT: tl.constexpr,
-    ST: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr,
+    ST: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """R tokens of one value head, BK keys at a time. p_from, p_to: what each token reads and leaves of ⟨S, dS⟩."""
+    if FORM == 2:
+        if tl.load(p_again) == 0:
+            return
     tiles = NE // R
     i_t = (tl.program_id(0) % tiles) * R
     i_bh = tl.program_id(0) // tiles
@@ -162,12 +161,13 @@ def combine(
     wiped = tl.zeros([R], ACC)
     asked = tl.zeros([R], ACC)
     within = tl.zeros([R], ACC)
+    odd = tl.zeros([R], ACC)
     for i_d in tl.range(0, K, BK, num_stages=NS):
-        b_k = load_tile(x_k, i_b, i_t, i_k, i_d, T, H, K, R, BK, TMA)
-        b_r = load_tile(x_r, i_b, i_t, i_h // (HV // HR), i_d, T, HR, K, R, BK, TMA)
-        b_M = load_tile(x_M, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA)
-        dr = parts_at(x_dr_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC)
-        dk = parts_at(x_dk_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC)
+        b_k = load_tile(x_k, i_b, i_t, i_k, i_d, T, H, K, R, BK, TMA).to(ST)
+        b_r = load_tile(x_r, i_b, i_t, i_h // (HV // HR), i_d, T, HR, K, R, BK, TMA).to(ST)
+        b_M = held_as(load_tile(x_M, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA), ST)
+        dr = parts_at(x_dr_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC, ST)
+        dk = parts_at(x_dk_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC, ST)
         if GATE:
             read += tl.sum(b_r.to(ACC) * dr, 1)
             left += tl.sum(b_k.to(ACC) * dk, 1)
@@ -176,18 +176,18 @@ def combine(
             beta = tl.load(p_factor)
             if LAM:
                 lam = tl.load(p_factor + 2 * R)
-            dx = parts_at(x_dx_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC) * own[:, None]
+            dx = parts_at(x_dx_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC, ST) * own[:, None]
             wiped += tl.sum(b_k.to(ACC) * dx, 1)
             if LAM:
                 b_q = b_r
                 if READ:
-                    b_q = load_tile(x_q, i_b, i_t, i_k, i_d, T, H, K, R, BK, TMA)
+                    b_q = load_tile(x_q, i_b, i_t, i_k, i_d, T, H, K, R, BK, TMA).to(ST)
                 asked += tl.sum(b_q.to(ACC) * dx, 1)
             dx *= beta[:, None]
             dk += dx
             if LAM:
                 if READ:
-                    b_D = load_tile(x_D, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA)
+                    b_D = held_as(load_tile(x_D, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA), ST)
                     in_chunk = tl.dot(b_D, b_k, input_precision="ieee", out_dtype=ACC) * own[:, None]
                     within += tl.sum(b_q.to(ACC) * in_chunk, 1)
                     b_by_lam = (b_q.to(ACC) * (lam * own)[:, None]).to(ST)
@@ -196,12 +196,16 @@ def combine(
                     store_tile(x_dq, dq.to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
                 else:
                     dr += dx * lam[:, None]
-            b_N = load_tile(x_N, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA)
+            b_N = held_as(load_tile(x_N, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA), ST)
             dk = tl.dot(b_N, b_k, dk, input_precision="ieee", out_dtype=ACC)
         dr = tl.dot(b_M, b_k, dr, input_precision="ieee", out_dtype=ACC)
         dk = tl.dot(tl.trans(b_M), b_r, dk, input_precision="ieee", out_dtype=ACC)
+        if FORM == 1:
+            odd += tl.sum(not_finite(dr) + not_finite(dk), 1)
         store_tile(x_dr, (dr * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
         store_tile(x_dk, (dk * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
+    if FORM == 1:
+        mark(p_again, tl.sum(odd, 0))
     if ERASE:
         beta = tl.load(p_factor)
         if LAM:
@@ -221,13 +225,16 @@ def combine(
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "anchors"])
 def gate(
-    p_held, p_from, p_to, p_X, p_G, p_dg, p_cum, p_max, T, NR, N, anchors,
+    p_held, p_from, p_to, p_X, p_G, p_dg, p_cum, p_again, p_max, T, NR, N, anchors,
     HV: tl.constexpr, C: tl.constexpr, SLICES: tl.constexpr, EVERY: tl.constexpr, NM: tl.constexpr, HALF: tl.constexpr,
-    ACC: tl.constexpr,
+    ACC: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """dg of the chunks from one anchor back to the next, of one sequence and value head. X = e^{G_C} ⟨S, dS⟩ of a chunk, S at
     its start and dS at its end, is what every one of its gates decays; ⟨S, dS⟩ at a chunk's start is X and what its tokens
     read, at its end X and what its keys left."""
+    if FORM == 2:
+        if tl.load(p_again) == 0:
+            return
     i_n = tl.program_id(0) // (anchors * HV)
     i_h = (tl.program_id(0) // anchors) % HV
     i_anchor = tl.program_id(0) % anchors

@@ -6,8 +6,7 @@ so that a program replays a slice of keys, forward with S and backward with dS, 
 
 The gradient of the gates wants X = e^{G_C} ⟨S, dS⟩ of each chunk, S at its start and dS at its end. The forward pass stores S
 every EVERY chunks, counted from a sequence's end, and the reverse pass measures X there; between, X follows from the tokens.
-Slots and chains are `triton_scan`'s; a chain is one sequence, value head, slice of KS keys and slice of NT·VB values. GROWS: S is
-S'u and W is W'u, dS, do and du are times u, in the units of the chunk at hand.
+Slots and chains are `triton_scan`'s; a chain is one sequence, value head, slice of KS keys and slice of NT·VB values.
 """
 
 import triton
@@ -15,22 +14,25 @@ import triton.language as tl
 
 from needlework.ops.common.triton_tile import load_tile, store_tile
 from needlework.ops.delta.triton_adjoint import gradient_factor
-from needlework.ops.delta.triton_scan import factors, run_of, tell, units, wait_for
+from needlework.ops.delta.triton_scan import as_held, factors, held_as, run_of, tell, wait_for, written_as
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])
 def replay_forward(
-    x_k, x_do, x_du, x_w, p_E, p_U, x_dr, x_dx, p_initial, p_anchor, p_cum, p_hand, p_flag, scale, T, NR, N, B,
+    x_k, x_do, x_du, x_w, p_E, x_dr, x_dx, p_initial, p_anchor, p_cum, p_hand, p_flag, p_wide, p_again, scale, T, NR, N, B,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KS: tl.constexpr, VB: tl.constexpr,
     NT: tl.constexpr, NS: tl.constexpr, EVERY: tl.constexpr, TMA: tl.constexpr,
-    ACC: tl.constexpr, ST: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, INIT: tl.constexpr,
-    GROWS: tl.constexpr, UV: tl.constexpr,
+    ACC: tl.constexpr, ST: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, INIT: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """One slot. In half precision do and du hold the same factor."""
     VS: tl.constexpr = VB * NT
     NKS: tl.constexpr = (K + KS - 1) // KS
     NVS: tl.constexpr = (V + VS - 1) // VS
     PER: tl.constexpr = HV * NKS * NVS
+    if FORM == 2:
+        if tl.load(p_again) == 0:
+            return
     slots = tl.num_programs(0)
     i_slot = slots - 1 - tl.program_id(0)
     lo, hi, first, last = run_of(p_cum, N, i_slot, slots, PER)
@@ -66,19 +68,12 @@ def replay_forward(
         if INIT:
             # one 64-bit base and 32-bit offsets: a tile of 64-bit ones does not fit the registers beside S
             p_start = p_initial + (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V) + o_in_state
-            b_start = tl.load(p_start, mask=inside & (c_from == 0), other=0.0).to(ACC)
-            if GROWS:
-                b_start *= 1.0 / units(p_U, i_bh * chunks_of_row + c_row, i_v, count > 0, 0, V, VB, UV)
-            S0 += b_start
+            S0 += tl.load(p_start, mask=inside & (c_from == 0), other=0.0).to(ACC)
         if NT == 2:
             inside1 = (o_k < K)[:, None] & (o_v + VB < V)[None, :]
             S1 = tl.load(p_late + VB + o_hand, mask=inside1 & late, other=0.0)
             if INIT:
-                b_start = tl.load(p_start + VB, mask=inside1 & (c_from == 0), other=0.0).to(ACC)
-                if GROWS:
-                    there = (count > 0) & (i_v + VB < V)
-                    b_start *= 1.0 / units(p_U, i_bh * chunks_of_row + c_row, i_v + VB, there, 0, V, VB, UV)
-                S1 += b_start
+                S1 += tl.load(p_start + VB, mask=inside1 & (c_from == 0), other=0.0).to(ACC)
 
         # the pipelined loop holds no anchor: it would not fit the registers
         phase = (count - 1) % EVERY - EVERY
@@ -88,22 +83,22 @@ def replay_forward(
                 if c_anchor >= c_from:
                     place = start // EVERY + i_n + (count - 1 - c_anchor) // EVERY
                     p_here = p_anchor + (tl.cast(place, tl.int64) * HV + i_h) * (K * V) + o_in_state
-                    tl.store(p_here, S0.to(p_anchor.dtype.element_ty), mask=inside)
+                    tl.store(p_here, as_held(S0.to(ST), BT), mask=inside)
                     if NT == 2:
-                        tl.store(p_here + VB, S1.to(p_anchor.dtype.element_ty), mask=inside1)
+                        tl.store(p_here + VB, as_held(S1.to(ST), BT), mask=inside1)
             for i in tl.range(tl.maximum(c_anchor, c_from), tl.minimum(c_anchor + EVERY, c_to), num_stages=NS):
                 i_t = (c_row + i) * C
                 # all loads first: they share barriers
-                b_do0 = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
+                b_do0 = held_as(load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA), ST)
                 if ERASE:
-                    b_du0 = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
-                b_w0 = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
+                    b_du0 = held_as(load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA), ST)
+                b_w0 = written_as(load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA), p_wide, ST, FORM)
                 if NT == 2:
-                    b_do1 = load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
+                    b_do1 = held_as(load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA), ST)
                     if ERASE:
-                        b_du1 = load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
-                    b_w1 = load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
-                b_k = load_tile(x_k, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA)
+                        b_du1 = held_as(load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA), ST)
+                    b_w1 = written_as(load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA), p_wide, ST, FORM)
+                b_k = load_tile(x_k, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA).to(ST)
 
                 b_S0 = S0.to(ST)
                 dr = tl.dot(b_S0, tl.trans(b_do0), input_precision="ieee", out_dtype=ACC)
@@ -117,7 +112,7 @@ def replay_forward(
 
                 p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
                 b_dr = (dr * tl.load(p_factor + 3 * C + o_c)[None, :]).to(ST)
-                store_tile(x_dr, tl.trans(b_dr), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
+                store_tile(x_dr, as_held(tl.trans(b_dr), BT), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
                 if ERASE:
                     # up to the token before: a strong gate of its own would leave nothing in half precision
                     e_before = tl.load(p_factor + 4 * C + o_c - 1, mask=o_c > 0, other=-1.0)
@@ -127,13 +122,9 @@ def replay_forward(
                 S0 = tl.dot(b_left, b_w0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
                 if NT == 2:
                     S1 = tl.dot(b_left, b_w1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
-                if GROWS:
-                    S0 *= units(p_U, i_bh * chunks_of_row + c_row + i, i_v, i < count, 1, V, VB, UV)
-                    if NT == 2:
-                        S1 *= units(p_U, i_bh * chunks_of_row + c_row + i, i_v + VB, i_v + VB < V, 1, V, VB, UV)
                 # last, while the state's product is under way
                 if ERASE:
-                    store_tile(x_dx, tl.trans(b_dx), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
+                    store_tile(x_dx, as_held(tl.trans(b_dx), BT), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
 
         if begin > 0:
             p_early = p_late - KS * VS
@@ -145,19 +136,21 @@ def replay_forward(
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])
 def replay_reverse(
-    x_r, x_q, x_k, x_do, x_du, x_w, p_G, p_E, p_U, x_dk, p_dstate, p_anchor, p_X, p_cum, p_hand, p_flag, p_max,
+    x_r, x_q, x_k, x_do, x_du, x_w, p_G, p_E, x_dk, p_dstate, p_anchor, p_X, p_cum, p_hand, p_flag, p_wide, p_again, p_max,
     scale, T, NR, N, B,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KS: tl.constexpr,
     VB: tl.constexpr, NT: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, EVERY: tl.constexpr, TMA: tl.constexpr,
-    HALF: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
-    GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, END: tl.constexpr,
-    GROWS: tl.constexpr, UV: tl.constexpr,
+    HALF: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr, BT: tl.constexpr,
+    GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, END: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """One slot, chunks from last to first. END: the final state has a gradient."""
     VS: tl.constexpr = VB * NT
     NKS: tl.constexpr = (K + KS - 1) // KS
     NVS: tl.constexpr = (V + VS - 1) // VS
     PER: tl.constexpr = HV * NKS * NVS
+    if FORM == 2:
+        if tl.load(p_again) == 0:
+            return
     slots = tl.num_programs(0)
     i_slot = slots - 1 - tl.program_id(0)
     lo, hi, first, last = run_of(p_cum, N, i_slot, slots, PER)
@@ -193,19 +186,12 @@ def replay_reverse(
         S0 = tl.load(p_late + o_hand, mask=inside & late, other=0.0)
         if NT == 2:
             S1 = tl.load(p_late + VB + o_hand, mask=inside1 & late, other=0.0)
-        i_last = i_bh * chunks_of_row + c_row + count - 1
         if END:
             factor = gradient_factor(p_max, NM, HALF)
             p_end = p_dstate + (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V) + o_in_state
-            b_end = tl.load(p_end, mask=inside & (c_from == 0), other=0.0).to(ACC) * factor
-            if GROWS:
-                b_end *= units(p_U, i_last, i_v, count > 0, 0, V, VB, UV)
-            S0 += b_end
+            S0 += tl.load(p_end, mask=inside & (c_from == 0), other=0.0).to(ACC) * factor
             if NT == 2:
-                b_end = tl.load(p_end + VB, mask=inside1 & (c_from == 0), other=0.0).to(ACC) * factor
-                if GROWS:
-                    b_end *= units(p_U, i_last, i_v + VB, (count > 0) & (i_v + VB < V), 0, V, VB, UV)
-                S1 += b_end
+                S1 += tl.load(p_end + VB, mask=inside1 & (c_from == 0), other=0.0).to(ACC) * factor
 
         for i_anchor in range(c_from // EVERY, (c_to + EVERY - 1) // EVERY):
             c_anchor = i_anchor * EVERY
@@ -213,29 +199,29 @@ def replay_reverse(
                 if c_anchor >= c_from:
                     place = (tl.cast(start // EVERY + i_n + i_anchor, tl.int64)) * HV + i_h
                     p_here = p_anchor + place * (K * V) + o_in_state
-                    alike = tl.sum(tl.sum(S0 * tl.load(p_here, mask=inside, other=0.0).to(ACC), 1), 0)
+                    alike = tl.sum(tl.sum(S0 * held_as(tl.load(p_here, mask=inside, other=0.0), ST).to(ACC), 1), 0)
                     if NT == 2:
-                        alike += tl.sum(tl.sum(S1 * tl.load(p_here + VB, mask=inside1, other=0.0).to(ACC), 1), 0)
+                        alike += tl.sum(tl.sum(S1 * held_as(tl.load(p_here + VB, mask=inside1, other=0.0), ST).to(ACC), 1), 0)
                     p_last = p_G + tl.cast(i_bh, tl.int64) * NR + (c_row + count - c_anchor) * C - 1
                     tl.store(p_X + place * (NKS * NVS) + i_chain % (NKS * NVS), alike * tl.exp2(tl.load(p_last)))
             for i in tl.range(tl.maximum(c_anchor, c_from), tl.minimum(c_anchor + EVERY, c_to), num_stages=NS):
                 i_chunk = c_row + count - 1 - i
                 i_t = i_chunk * C
                 # all loads first: they share barriers
-                b_w0 = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
-                b_do0 = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
+                b_w0 = written_as(load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA), p_wide, ST, FORM)
+                b_do0 = held_as(load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA), ST)
                 if ERASE:
-                    b_du0 = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
+                    b_du0 = held_as(load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA), ST)
                 if NT == 2:
-                    b_w1 = load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
-                    b_do1 = load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
+                    b_w1 = written_as(load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA), p_wide, ST, FORM)
+                    b_do1 = held_as(load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA), ST)
                     if ERASE:
-                        b_du1 = load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
-                b_r = load_tile(x_r, i_b, i_t, i_h // (HV // HR), i_k, T, HR, K, C, KS, TMA)
+                        b_du1 = held_as(load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA), ST)
+                b_r = load_tile(x_r, i_b, i_t, i_h // (HV // HR), i_k, T, HR, K, C, KS, TMA).to(ST)
                 if ERASE:
-                    b_x = load_tile(x_k, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA)
+                    b_x = load_tile(x_k, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA).to(ST)
                     if LAM and READ:
-                        b_q = load_tile(x_q, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA)
+                        b_q = load_tile(x_q, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA).to(ST)
 
                 dk = tl.dot(S0.to(ST), tl.trans(b_w0), input_precision="ieee", out_dtype=ACC)
                 if NT == 2:
@@ -261,14 +247,8 @@ def replay_reverse(
                     S1 = tl.dot(b_by_do, b_do1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
                     if ERASE:
                         S1 = tl.dot(b_by_du, b_du1, S1, input_precision="ieee", out_dtype=ACC)
-                if GROWS:
-                    there = i + 1 < count
-                    S0 *= units(p_U, i_bh * chunks_of_row + i_chunk - 1, i_v, there, 1, V, VB, UV)
-                    if NT == 2:
-                        there &= i_v + VB < V
-                        S1 *= units(p_U, i_bh * chunks_of_row + i_chunk - 1, i_v + VB, there, 1, V, VB, UV)
                 # last, while the state's product is under way
-                store_tile(x_dk, tl.trans(b_dk), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
+                store_tile(x_dk, as_held(tl.trans(b_dk), BT), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
 
         if begin > 0:
             p_early = p_late - KS * VS

@@ -19,10 +19,11 @@ from needlework.ops.common.together import bare, kind, rehearse, run
 from needlework.ops.common.triton_tile import token_tile
 from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, padded
 from needlework.ops.delta.triton_intra import ROWS, intra
-from needlework.ops.delta.triton_scan import UNIT, scan
+from needlework.ops.delta.triton_scan import scan
 
 ENGINE = "delta/scalar"
 SAVED = 12  # tensors that the forward keeps for the backward
+WIDE = TYPES[torch.bfloat16]  # operands of a second form: float32's range
 
 
 def scalar(
@@ -64,8 +65,8 @@ def delta_scalar_fwd(
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
-    """o, final state, and what the backward wants, over aligned tokens: W, T, P', A, G, E, the units, the copies of q, k and q_read as
-    operands, and of sequences cut into segments their starts and M (empty where there is none)."""
+    """o, final state, and what the backward wants, over aligned tokens: W, T, P', A, G, E, the mark of a second form, the copies of q, k and
+    q_read as operands, and of sequences cut into segments their starts and M (empty where there is none)."""
     return _call(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale, save=True)
 
 
@@ -125,7 +126,7 @@ def _rehearsal(inputs: list[Tensor | None], align: Alignment, save: bool, parts:
 def forward(
     q, k, v, g, beta, lam, q_read, initial_state, align: Alignment, *, scale: float, plan: Plan, save: bool, parts: int = 1
 ):
-    """o and state of aligned tokens; with `save` also W, T, P', A, G, E, the units, the copies, the segments' starts and M."""
+    """o and state of aligned tokens; with `save` also W, T, P', A, G, E, the mark, the copies, the segments' starts and M."""
     B, T, HV, V = v.shape
     K, C = k.shape[3], plan.launch["shared"]["C"]
     rows = -(-T // C) * C
@@ -139,20 +140,19 @@ def forward(
     wanted = (q if q_read is None or lam is not None else None), k, q_read
     copies = [None if x is None or x.dtype == operand else torch.empty_like(x, dtype=operand) for x in wanted]
     G, E = q.new_empty(B, HV, rows, dtype=wide), q.new_empty(B, HV, rows // C, ROWS.value, C, dtype=wide)
-    # a chunk without tokens has none, and its gradients are zeros: NaN times 0 would be NaN
-    fill = torch.empty if align.place is None else torch.ones
-    tiles = -(-V // plan.launch["scan"]["BV"])
-    U = fill(B if save and grows(q.dtype, lam is not None) else 0, HV, rows // C, tiles, 2, dtype=wide, device=q.device)
     q_, k_, read = (x if copy is None else copy for x, copy in zip((q, k, q_read), copies, strict=True))
     if o.numel():
         launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, scale=scale, plan=plan)
+    both = forms(q.dtype, lam is not None)
+    mark = unmarked(both, q.device)
     if parts > 1:
         from needlework.ops.delta.triton_split import fix_up, segments
         from needlework.ops.delta.triton_transitions import transitions
 
-        align = segments(align, parts)
-        N, M = transitions(q_, k_, v, beta, lam, Tp, G, E, align, parts, plan=plan, save=save)
-        initial_state = starts = fix_up(M, N, initial_state, parts, reverse=False)
+        align, first = segments(align, parts), initial_state
+        tokens = q_, k_, v, beta, lam, Tp, G, E, align, parts, mark
+        N, M = transitions(*tokens, plan=plan, save=save)
+        initial_state = starts = fix_up(M, N, first, parts, reverse=False)
     # no chunk: the kernels do not touch the state
     untouched = align.place is not None or T == 0
     if initial_state is not None:
@@ -160,17 +160,20 @@ def forward(
         state = initial_state.to(wide, copy=True) if untouched else torch.empty_like(initial_state, dtype=wide)
     else:
         state = (torch.zeros if untouched else torch.empty)(align.N, HV, K, V, dtype=wide, device=q.device)
-    if o.numel():
+    for form in both if o.numel() else ():
+        if parts > 1 and form == 2:
+            transitions(*tokens, (N, M), plan=plan, save=save)
+            fix_up(M, N, first, parts, reverse=False, again=(starts, mark))
         launch_scan(
-            q_, k_, v, g, beta, lam, read, Tp, Pp, G, E, U, o, W, initial_state, state, align,
-            scale=scale, plan=plan,
+            q_, k_, v, g, beta, lam, read, Tp, Pp, G, E, o, W, initial_state, state, align, mark,
+            scale=scale, plan=plan, form=form,
         )  # fmt: skip
     state = state if parts == 1 else state[parts - 1 :: parts].clone()
     if not save:
         return o, state
     copies = [q.new_empty(0, dtype=operand) if x is None else x for x in copies]
     cut = (starts, M) if parts > 1 else (q.new_empty(0, HV, K, D, dtype=wide) for D in (V, K))
-    return o, state, W, Tp, Pp, A, G, E, U, *copies, *cut
+    return o, state, W, Tp, Pp, A, G, E, mark, *copies, *cut
 
 
 def launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, *, scale: float, plan: Plan) -> None:
@@ -189,26 +192,28 @@ def launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, *, scal
     )  # fmt: skip
 
 
-def launch_scan(q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, U, o, W, initial_state, state, align, *, scale, plan) -> None:
-    """o, the final state and, where it is given a place, W. q, k, q_read are operands; o and v share the caller's type."""
+def launch_scan(
+    q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state, state, align, mark, *, scale, plan, form
+) -> None:
+    """o, the final state and, where it is given a place, W. q, k, q_read are operands' copies; o and v share the caller's type."""
     T, HV, V = v.shape[1:]
     (H, K), (rows, C) = k.shape[2:], Pp.shape[2:]
     r = q if q_read is None else q_read
     _, erase, with_lam, read = _flags(g, beta, lam, q_read)
     constants = scan_constants(
-        plan, v.dtype, H, r.shape[2], HV, K, V, erase, with_lam, read, initial_state is not None, W is not None
+        plan, v.dtype, H, r.shape[2], HV, K, V, erase, with_lam, read, initial_state is not None, W is not None, form
     )
     BV, KB, NK = (constants[name] for name in ("BV", "KB", "NK"))
     slots, flag = slots_of(plan, "scan", align, HV * -(-V // BV), len(v) * (rows // C))
-    hand = q.new_empty(slots, BV * NK * KB + UNIT.value * constants["GROWS"], dtype=state.dtype)
+    hand = q.new_empty(slots, BV, NK * KB, dtype=state.dtype)
     tile = lambda x, D: token_tile(x, C, D) if plan.tma else x
     pairs = lambda x: tile(x.view(-1, rows, 1, C), C)
     x_P = pairs(Pp)
     x_o = tile(o, BV)
     run(
         scan, (slots,),
-        tile(r, KB), tile(q, KB), tile(k, KB), tile(v, BV), pairs(Tp) if erase else x_P, x_P, E, U,
-        x_o, x_o if W is None else tile(W, BV), _or(initial_state, state), state, align.cum, hand, flag,
+        tile(r, KB), tile(q, KB), tile(k, KB), tile(v, BV), pairs(Tp) if erase else x_P, x_P, E,
+        x_o, x_o if W is None else tile(W, BV), _or(initial_state, state), state, align.cum, hand, flag, mark,
         scale, T, rows, align.N, **constants,
     )  # fmt: skip
 
@@ -232,9 +237,14 @@ def solve(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype.itemsize == 2 else dtype
 
 
-def grows(dtype: torch.dtype, lam: int | bool) -> bool:
-    """Whether values have units: a step with λ may make the state longer, past what float16 operands hold."""
-    return bool(lam) and dtype.itemsize == 2
+def forms(dtype: torch.dtype, lam: int | bool) -> tuple[int, ...]:
+    """In which forms kernels are launched: a step with λ may make the state longer, past what float16 operands hold."""
+    return (1, 2) if lam and dtype.itemsize == 2 else (0,)
+
+
+def unmarked(both: tuple[int, ...], device: torch.device) -> Tensor:
+    """[1], where there is a second form: 0 until the first leaves its mark."""
+    return torch.zeros(len(both) - 1, dtype=torch.int32, device=device)
 
 
 def inverse(dtype: torch.dtype) -> torch.dtype:
@@ -247,6 +257,12 @@ def inverse_constants(dtype: torch.dtype) -> dict[str, object]:
     return {"TT": TYPES[inverse(dtype)], "SOLVE": "tf32x3" if dtype == torch.float16 else "ieee"}
 
 
+def operands(dtype: torch.dtype, form: int) -> dict[str, object]:
+    """ST and TT of a form's products, BT that tensors of operands are declared."""
+    given = dict(BT=TYPES[solve(dtype)], ST=TYPES[solve(dtype)], **inverse_constants(dtype), FORM=form)
+    return given if form < 2 else given | dict(ST=WIDE, TT=TYPES[torch.float32], SOLVE="tf32x3")
+
+
 @cache
 def intra_constants(plan: Plan, dtype, H, HR, HV, K, gate, erase, lam, read, copy, save) -> dict[str, object]:
     own = {**plan.launch["intra"], "BK": min(plan.launch["intra"]["BK"], padded(K))}
@@ -257,31 +273,30 @@ def intra_constants(plan: Plan, dtype, H, HR, HV, K, gate, erase, lam, read, cop
 
 
 @cache
-def scan_constants(plan: Plan, dtype, H, HR, HV, K, V, erase, lam, read, init, save) -> dict[str, object]:
+def scan_constants(plan: Plan, dtype, H, HR, HV, K, V, erase, lam, read, init, save, form) -> dict[str, object]:
     own = {name: x for name, x in plan.launch["scan"].items() if name != "NP"}
     KB = min(padded(K), 128)
     return dict(
         H=H, HR=HR, HV=HV, K=K, V=V, C=plan.launch["shared"]["C"], KB=KB, NK=-(-K // KB), TMA=int(plan.tma),
-        ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[solve(dtype)],
-        ERASE=erase, LAM=lam, READ=read, INIT=int(init), SAVE=int(save), GROWS=int(grows(dtype, lam)),
-        **inverse_constants(dtype), **own,
+        ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ERASE=erase, LAM=lam, READ=read, INIT=int(init), SAVE=int(save),
+        **operands(dtype, form), **own,
     )  # fmt: skip
 
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Both kernels as Q-Delta launches them, with a state to start from and the backward's tensors asked for."""
+    """Both kernels as Q-Delta launches them, the scan in each form, with a state to start from and the backward's tensors asked for."""
     own, st, acc = NAMES[dtype], NAMES[solve(dtype)], NAMES[accumulator(dtype)]
     cases = []
     for kernel, constants in (
         (intra, intra_constants(plan, dtype, 2, 2, 2, K, 1, 1, 1, 0, solve(dtype) != dtype, 1)),
-        (scan, scan_constants(plan, dtype, 2, 2, 2, K, V, 1, 1, 0, 1, 1)),
+        *((scan, scan_constants(plan, dtype, 2, 2, 2, K, V, 1, 1, 0, 1, 1, form)) for form in forms(dtype, True)),
     ):
         constants = dict(constants)
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
         types = dict.fromkeys(("p_r", "p_q", "p_k"), f"*{own}") | {"p_T": f"*{NAMES[inverse(dtype)]}"}
         types |= dict.fromkeys(("p_P", "p_A", "p_r_copy", "p_q_copy", "p_k_copy"), f"*{st}")
-        types |= dict.fromkeys(("p_g", "p_beta", "p_lam", "p_G", "p_E", "p_U", "p_initial", "p_final", "p_hand"), f"*{acc}")
-        types |= {"p_cum": "*i32", "p_flag": "*i32", "scale": "fp32", "T": "i32", "NR": "i32", "N": "i32"}
+        types |= dict.fromkeys(("p_g", "p_beta", "p_lam", "p_G", "p_E", "p_initial", "p_final", "p_hand"), f"*{acc}")
+        types |= {"p_cum": "*i32", "p_flag": "*i32", "p_wide": "*i32", "scale": "fp32", "T": "i32", "NR": "i32", "N": "i32"}
         C, BV, KB = (constants.get(name) for name in ("C", "BV", "KB"))
         for name, element, width in (
             *((name, st, KB) for name in ("x_r", "x_q", "x_k")),
@@ -340,8 +355,7 @@ def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     shapes = (erases, C, inverse(q.dtype)), (B, C, operand), (erases, saved_columns(C, lam, q_read), operand)
     pairs = [v.new_empty(n, HV, rows, columns, dtype=t) for n, columns, t in shapes]
     numbers = [v.new_empty(B, HV, *s, dtype=wide) for s in ((rows,), (rows // C, ROWS.value, C))]
-    tiles = -(-V // plan(ENGINE, q.device, q.dtype, q.shape[-1], V).launch["scan"]["BV"])
-    units = v.new_empty(B if grows(q.dtype, lam is not None) else 0, HV, rows // C, tiles, 2, dtype=wide)
+    mark = v.new_empty(len(forms(q.dtype, lam is not None)) - 1, dtype=torch.int32)
     wanted = (q if q_read is None or lam is not None else None), k, q_read
     copies = [
         nothing() if x is None or x.dtype == operand else x.new_empty(B, aligned, *x.shape[2:], dtype=operand) for x in wanted
@@ -349,7 +363,7 @@ def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     parts = _parts(N, v.shape, k.shape[-1], cu_seqlens, plan(ENGINE, q.device, q.dtype, q.shape[-1], V))
     states = [v.new_empty(N * parts if parts > 1 else 0, HV, k.shape[-1], D, dtype=wide) for D in (V, k.shape[-1])]
     results = _results(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale)
-    return *results, v.new_empty(B, aligned, HV, V, dtype=operand), *pairs, *numbers, units, *copies, *states
+    return *results, v.new_empty(B, aligned, HV, V, dtype=operand), *pairs, *numbers, mark, *copies, *states
 
 
 @torch.library.register_fake(delta_scalar_bwd)

@@ -6,7 +6,7 @@ Neither S nor dS is kept a chunk. Tensors are aligned; `saved` is `triton_scalar
 float16: r, q and k as the forward copied them, do as pairs copies it, multiplied by a power of two.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import token_tile
 from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, cdiv, padded
-from needlework.ops.delta.triton_adjoint import adjoint, amax, amax_in_units
+from needlework.ops.delta.triton_adjoint import adjoint, amax
 from needlework.ops.delta.triton_combine import combine, gate, pairs
 from needlework.ops.delta.triton_replay import replay_forward, replay_reverse
-from needlework.ops.delta.triton_scalar import grows, inverse, inverse_constants, slots_of, solve
+from needlework.ops.delta.triton_scalar import forms, inverse, operands, slots_of, solve
 from needlework.ops.delta.triton_split import fix_up, segments
 
 NO_ANCHOR = 1 << 30
@@ -31,12 +31,11 @@ def backward(
     *, scale: float, plan: Plan,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, k, v, g, beta, lam, q_read and the initial state (None where there is none); numbers a token are wide."""
-    W, Tp, Pp, A, G, E, U, *copies, starts, transitions = saved
+    W, Tp, Pp, A, G, E, mark, *copies, starts, transitions = saved
     B, T, HV, V = v.shape
     H, K = k.shape[2:]
     rows, C = Pp.shape[2], plan.launch["shared"]["C"]
     # segments have a state before and a gradient after them
-    cum = alignment.cum  # whole: the final states' gradients are those of sequences
     cuts, from_state = len(starts) // max(alignment.N, 1) or 1, initial_state is not None
     if cuts > 1:
         alignment, initial_state = segments(alignment, cuts), starts
@@ -46,8 +45,10 @@ def backward(
     # what reads has a gradient of its own where q also enters x, and where its heads are not the keys'
     read = (lam is not None and q_read is not None) or r.shape[2] != H
     asks = r if not read else q_ if lam is not None else k_
-    c = constants(plan, q.dtype, H, r.shape[2], HV, K, V, g is not None, beta is not None, lam is not None,
-                  read, initial_state is not None, dstate is not None or cuts > 1)  # fmt: skip
+    both = forms(q.dtype, lam is not None)
+    constants_of = partial(constants, plan, q.dtype, H, r.shape[2], HV, K, V, g is not None, beta is not None, lam is not None,
+                           read, initial_state is not None, dstate is not None or cuts > 1)  # fmt: skip
+    c = constants_of(both[0])
     acc, st = accumulator(q.dtype), solve(q.dtype)
     new = lambda *shape, dtype=acc: torch.empty(shape, dtype=dtype, device=q.device)
     tile = lambda x, width, height=C: token_tile(x, height, width) if plan.tma else x
@@ -58,54 +59,40 @@ def backward(
     peaks = new(plan.launch["amax"]["NP"], dtype=torch.float32)
     if half:
         ends = (do, 0) if dstate is None else (dstate, dstate.numel())
-        if lam is None:
-            run(amax, (len(peaks),), do, ends[0], peaks, do.numel(), ends[1], **c["amax"])
-        else:
-            rows_of = do.numel() // V, ends[1] // V
-            run(
-                amax_in_units, (len(peaks),), do, ends[0], U, cum, peaks, *rows_of, T, rows, **c["amax_in_units"],
-            )  # fmt: skip
+        run(amax, (len(peaks),), do, ends[0], peaks, do.numel(), ends[1], **c["amax"])
 
     # a chain per sequence, value head and tile of values; what is left of it where it is cut
     BV, KB, NK = (c["adjoint"][name] for name in ("BV", "KB", "NK"))
     du = torch.empty_like(v, dtype=st)
     couplings = lambda x: tile(x.view(-1, rows, 1, C), C)
     x_P = couplings(Pp)
+    again = mark.clone()
 
-    def reverse(dstate: Tensor | None) -> Tensor:
+    def reverse(dstate: Tensor | None, dinitial: Tensor | None, settings: dict[str, object]) -> Tensor:
         """The gradient of the initial states, and du."""
-        dinitial = new(N, HV, K, V)
-        if alignment.place is not None:
-            # of an empty sequence, which no chain walks
-            dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
+        if dinitial is None:
+            dinitial = new(N, HV, K, V)
+            if alignment.place is not None:
+                # of an empty sequence, which no chain walks
+                dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
         slots, flag = slots_of(plan, "adjoint", alignment, HV * cdiv(V, BV), chunks_in_all)
         run(
             adjoint, (slots,),
-            tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_P if beta is None else couplings(Tp), x_P, E, U,
+            tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_P if beta is None else couplings(Tp), x_P, E,
             tile(du, BV), or_G(dstate), dinitial, alignment.cum, new(slots, BV, NK * KB),
-            flag, peaks, scale, T, rows, N, **{**c["adjoint"], "END": int(dstate is not None)},
+            flag, again, peaks, scale, T, rows, N, **{**settings, "END": int(dstate is not None)},
         )  # fmt: skip
         return dinitial
 
-    if cuts > 1:
-        dstate = fix_up(transitions, reverse(None), dstate, cuts, reverse=True)
-    dinitial = reverse(dstate)
-
-    BV, R = (c["pairs"][name] for name in ("BV", "R"))
+    BVP, R = (c["pairs"][name] for name in ("BV", "R"))
     wide = cdiv(rows, R) * R
-    do_ = torch.empty_like(do, dtype=st) if half or grows(q.dtype, lam is not None) else do
+    do_ = torch.empty_like(do, dtype=st) if half else do
     # additive, wide: one tensor is both
     dv = torch.empty_like(v) if half or beta is not None else du
     none = new(0, dtype=st)
     M, N_, D = (new(B * HV, wide, 1, R, dtype=st) if wanted else none
                 for wanted in (True, beta is not None, read and lam is not None))  # fmt: skip
     held, written, asked, from_start, to_end = new(5, B, HV, rows).unbind()
-    run(
-        pairs, (wide // R * B * HV,),
-        tile(do, BV, R), tile(du, BV, R), tile(W, BV, R), tile(v, BV, R), or_G(g), E, U, Pp, A, tile(do_, BV, R),
-        tile(dv, BV, R), M, N_, D, held, written, asked, peaks, scale, T, rows, wide, **c["pairs"],
-    )  # fmt: skip
-
     KS, VB, NT, EVERY = (c["replay_forward"][name] for name in ("KS", "VB", "NT", "EVERY"))
     parts, slices = cdiv(V, VB * NT), cdiv(K, KS)
     dr_part, dx_part, dk_part = (new(parts * B, T, HV, K, dtype=st) for _ in range(3))
@@ -113,20 +100,6 @@ def backward(
     anchors = new(places, K, V, dtype=st) if g is not None else G
     X = new(places, slices * parts)
     chains = HV * slices * parts
-    (slots, flag), (_, flag_back) = (slots_of(plan, "replay_forward", alignment, chains, chunks_in_all) for _ in range(2))
-    hand = new(slots, KS, VB * NT)
-    run(
-        replay_forward, (slots,),
-        tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), E, U, tile(dr_part, KS), tile(dx_part, KS), or_G(initial_state),
-        anchors, alignment.cum, hand, flag, scale, T, rows, N, B, **c["replay_forward"],
-    )  # fmt: skip
-    run(
-        replay_reverse, (slots,),
-        tile(r, KS), tile(asks, KS), tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E, U,
-        tile(dk_part, KS), or_G(dstate), anchors, X, alignment.cum, hand, flag_back, peaks,
-        scale, T, rows, N, B, **c["replay_reverse"],
-    )  # fmt: skip
-
     # a group's heads are summed afterwards, from what is not yet rounded
     BK = c["combine"]["BK"]
     keys = lambda: new(B, T, HV, K, dtype=q.dtype if H == HV else acc)
@@ -135,15 +108,49 @@ def backward(
     dg, dlam, dbeta = (None if x is None else new(B, T, HV) for x in (g, lam, beta))
     keys_at = lambda x: tile(x, BK, R)
     square = lambda x: tile(x if x.numel() else M, R, R)
-    run(
-        combine, (wide // R * B * HV,),
-        keys_at(r), keys_at(asks), keys_at(k_), E, keys_at(dr_part), keys_at(dx_part), keys_at(dk_part),
-        square(M), square(N_), square(D), written, asked, keys_at(dr), keys_at(dq), keys_at(dk), from_start, to_end,
-        or_G(dlam), or_G(dbeta), peaks, T, rows, wide, B, **c["combine"],
-    )  # fmt: skip
-    if g is not None:
-        runs = cdiv(alignment.longest, EVERY)
-        run(gate, (runs * N * HV,), held, from_start, to_end, X, G, dg, alignment.cum, peaks, T, rows, N, runs, **c["gate"])
+    runs = cdiv(alignment.longest, EVERY)
+
+    def launch(dstate: Tensor | None, dinitial: Tensor | None, c: dict[str, dict[str, object]]) -> Tensor:
+        """Every kernel but amax, in one form; the gradient of the initial states."""
+        dinitial = reverse(dstate, dinitial, c["adjoint"])
+        run(
+            pairs, (wide // R * B * HV,),
+            tile(do, BVP, R), tile(du, BVP, R), tile(W, BVP, R), tile(v, BVP, R), or_G(g), E, Pp, A, tile(do_, BVP, R),
+            tile(dv, BVP, R), M, N_, D, held, written, asked, mark, again, peaks, scale, T, rows, wide, **c["pairs"],
+        )  # fmt: skip
+        (slots, flag), (_, flag_back) = (slots_of(plan, "replay_forward", alignment, chains, chunks_in_all) for _ in range(2))
+        hand = new(slots, KS, VB * NT)
+        run(
+            replay_forward, (slots,),
+            tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), E, tile(dr_part, KS), tile(dx_part, KS),
+            or_G(initial_state), anchors, alignment.cum, hand, flag, mark, again, scale, T, rows, N, B, **c["replay_forward"],
+        )  # fmt: skip
+        run(
+            replay_reverse, (slots,),
+            tile(r, KS), tile(asks, KS), tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E,
+            tile(dk_part, KS), or_G(dstate), anchors, X, alignment.cum, hand, flag_back, mark, again, peaks,
+            scale, T, rows, N, B, **c["replay_reverse"],
+        )  # fmt: skip
+        run(
+            combine, (wide // R * B * HV,),
+            keys_at(r), keys_at(asks), keys_at(k_), E, keys_at(dr_part), keys_at(dx_part), keys_at(dk_part),
+            square(M), square(N_), square(D), written, asked, keys_at(dr), keys_at(dq), keys_at(dk), from_start, to_end,
+            or_G(dlam), or_G(dbeta), again, peaks, T, rows, wide, B, **c["combine"],
+        )  # fmt: skip
+        if g is not None:
+            run(
+                gate, (runs * N * HV,),
+                held, from_start, to_end, X, G, dg, alignment.cum, again, peaks, T, rows, N, runs, **c["gate"],
+            )  # fmt: skip
+        return dinitial
+
+    dstarts = dinitial = None
+    for form in both:
+        c = constants_of(form)
+        if cuts > 1:
+            found = None if dstarts is None else (dstarts, again)
+            dstarts = fix_up(transitions, reverse(None, None, c["adjoint"]), dstate, cuts, reverse=True, again=found)
+        dinitial = launch(dstate if cuts == 1 else dstarts, dinitial, c)
     grouped = lambda x, heads: (x if heads == HV else x.unflatten(2, (heads, -1)).sum(3)).to(q.dtype)
     dr = grouped(dr, r.shape[2])
     if lam is None:
@@ -156,20 +163,17 @@ def backward(
 
 
 @cache
-def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init, end) -> dict[str, dict[str, object]]:
+def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init, end, form) -> dict[str, dict[str, object]]:
     """Kernel -> its constants, num_warps and the like."""
     half = dtype.itemsize == 2
-    types = dict(ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[solve(dtype)], **inverse_constants(dtype))
+    types = dict(ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], **operands(dtype, form))
     everything = dict(
         H=H, HR=HR, HV=HV, K=K, V=V, C=plan.launch["shared"]["C"], NM=plan.launch["amax"]["NP"], TMA=int(plan.tma),
         HALF=int(half), **types, DT=TYPES[dtype if H == HV else accumulator(dtype)],
         GATE=int(gated), ERASE=int(erase), LAM=int(lam), READ=int(read), INIT=int(init), END=int(end),
-        GROWS=int(grows(dtype, lam)), UV=plan.launch["scan"]["BV"],
     )  # fmt: skip
     own = {name: dict(plan.launch[name]) for name in ("amax", "adjoint", "pairs", "replay_forward", "combine", "gate")}
     own["replay_reverse"] = {**own["replay_forward"], **plan.launch["replay_reverse"]}
-    own["amax_in_units"] = dict(own["amax"], VP=padded(V), BR=max(1, own["amax"]["BLK"] // padded(V)))
-    del own["amax_in_units"]["BLK"]
     own["adjoint"] |= dict(KB=min(padded(K), 128), NK=cdiv(K, 128))
     for name in ("replay_forward", "replay_reverse"):
         row = own[name]
@@ -183,7 +187,7 @@ def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init,
     own["combine"] |= dict(R=own["pairs"]["R"], BK=min(own["combine"]["BK"], padded(K)), PARTS=cdiv(V, row["VB"] * row["NT"]))
     own["gate"] |= dict(SLICES=cdiv(K, row["KS"]) * own["combine"]["PARTS"], EVERY=row["EVERY"])
     for name, kernel in KERNELS.items():
-        if not name.startswith("amax"):
+        if name != "amax":
             own[name].pop("NP", None)
         own[name] |= {key: x for key, x in everything.items() if key in kernel.arg_names and key not in own[name]}
     return own
@@ -191,7 +195,6 @@ def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init,
 
 KERNELS = {
     "amax": amax,
-    "amax_in_units": amax_in_units,
     "adjoint": adjoint,
     "pairs": pairs,
     "replay_forward": replay_forward,
@@ -202,17 +205,20 @@ KERNELS = {
 
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Every kernel as Q-Delta launches it, from a state and with the final state's gradient."""
+    """Every kernel as Q-Delta launches it, in each of its forms, from a state and with the final state's gradient."""
     own, st, acc = NAMES[dtype], NAMES[solve(dtype)], NAMES[accumulator(dtype)]
-    operands = dict.fromkeys(("x_r", "x_q", "x_k", "x_w", "x_du", "x_scaled", "x_P", "x_M", "x_N", "x_D"), st)
-    operands |= {"x_T": NAMES[inverse(dtype)]}
-    operands |= dict.fromkeys(("p_P", "p_A", "p_M", "p_N", "p_D", "p_anchor"), st)
-    operands |= dict.fromkeys(("x_dr_part", "x_dx_part", "x_dk_part"), st)
+    declared = dict.fromkeys(("x_r", "x_q", "x_k", "x_w", "x_du", "x_scaled", "x_P", "x_M", "x_N", "x_D"), st)
+    declared |= {"x_T": NAMES[inverse(dtype)]}
+    declared |= dict.fromkeys(("p_P", "p_A", "p_M", "p_N", "p_D", "p_anchor"), st)
+    declared |= dict.fromkeys(("x_dr_part", "x_dx_part", "x_dk_part"), st)
     cases = []
-    for name, kernel in KERNELS.items():
-        c = dict(constants(plan, dtype, 2, 2, 2, K, V, True, True, True, False, True, True)[name])
+    first, *others = forms(dtype, True)
+    launched = [*((name, first) for name in KERNELS), *((name, form) for form in others for name in KERNELS if name != "amax")]
+    for name, form in launched:
+        kernel = KERNELS[name]
+        c = dict(constants(plan, dtype, 2, 2, 2, K, V, True, True, True, False, True, True, form)[name])
         options = {key: c.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in c}
-        of_type = operands | {"p_do": own, "p_cum": "i32", "p_flag": "i32", "p_max": "fp32"}
+        of_type = declared | {"p_do": own, "p_max": "fp32"} | dict.fromkeys(("p_cum", "p_flag", "p_wide", "p_again"), "i32")
         if name.startswith("replay"):
             of_type |= {"x_do": st, "x_dr": st, "x_dx": st, "x_dk": st}
         height = c.get("R", c.get("C"))

@@ -8,9 +8,10 @@ A chain is one sequence, value head and tile of BV values. Chains are laid end t
 in the slot before. Slots are numbered against program ids, so that a program only waits for one that was started earlier.
 r, q, k and W are operands (ST), v and o of the caller's type (OT), T and what it multiplies of a type of their own (TT).
 
-GROWS: the transition is no contraction (x = k + λq), and float16 operands would end at 65,504 where the caller's type does not.
-Values do not mix, so each tile of them has a unit u, a power of two that follows its S from chunk to chunk: S = S'u, W = W'u, and
-S', W' are what is multiplied. Whatever is contracted over values meets a gradient times u, and knows of no unit.
+Where x = k + λq the transition is no contraction, and a state may pass what float16 holds. Then every kernel is launched in two
+forms, FORM 1 and 2. The first has float16 operands and leaves a mark, p_wide, where what it found is not finite; the second
+returns at once where there is none, and else does all of it again with bfloat16 operands, which hold what float32 does. Tensors
+of operands are declared float16 for both: what may be large lies in them as the form's own bits (`as_held`, `held_as`).
 """
 
 import triton
@@ -18,9 +19,6 @@ import triton.language as tl
 
 from needlework.ops.common.triton_tile import load_tile, plus_product, store_tile
 from needlework.ops.delta.triton_intra import ROWS
-
-# numbers that a unit takes where a cut chain is passed on: 16 bytes, as the loads of the state beside it want
-UNIT = tl.constexpr(4)
 
 
 @triton.jit
@@ -68,29 +66,36 @@ def run_of(p_cum, N, i_slot, slots, PER: tl.constexpr):
 
 
 @triton.jit
-def unit_of(largest):
-    """1 of a state up to 2⁵, then the power of two that leaves it below: 2¹¹ times that, in two chunks, is in float16's range."""
-    return tl.exp2(tl.maximum(tl.ceil(tl.log2(tl.maximum(largest, 1.0))) - 5.0, 0.0))
+def held_as(b, ST: tl.constexpr):
+    """What a form stored in a tensor of operands, whichever 16 bits they are declared to be."""
+    return b.to(ST, bitcast=True)
 
 
 @triton.jit
-def largest_of(S):
-    return tl.max(tl.max(tl.abs(S), 1), 0)
+def as_held(b, BT: tl.constexpr):
+    """An operand for a tensor declared BT."""
+    return b.to(BT, bitcast=True)
 
 
 @triton.jit
-def units(p_U, i_chunk, i_v, there, LEFT: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, UV: tl.constexpr):
-    """The units of BV values from i_v on in a chunk, UV sharing one: [1 BV], or one number where all share it; 1 where nothing is
-    `there`. LEFT: over the next chunk's, which is what S' is multiplied by between them, and dS' the other way."""
-    NU: tl.constexpr = (V + UV - 1) // UV
-    p = p_U + (tl.cast(i_chunk, tl.int64) * NU + i_v // UV) * 2 + LEFT
-    unit = tl.load(p, mask=there, other=1.0)
-    if BV > UV:
-        of = (tl.arange(0, BV) // UV)[None, :]
-        unit = tl.where(of == 0, unit, 1.0)
-        for i in tl.static_range(1, BV // UV):
-            unit = tl.where(of == i, tl.load(p + 2 * i, mask=there & (i_v + i * UV < V), other=1.0), unit)
-    return unit
+def written_as(b, p_wide, ST: tl.constexpr, FORM: tl.constexpr):
+    """W, which the forward's last form stored; the backward may need its second form where the forward did not."""
+    if FORM == 2:
+        b = tl.where(tl.load(p_wide) != 0, b.to(ST, bitcast=True), b.to(ST))
+    return b
+
+
+@triton.jit
+def not_finite(x):
+    """0 where x is, NaN where it is not."""
+    return x - x
+
+
+@triton.jit
+def mark(p_wide, odd):
+    """odd: a sum of `not_finite`."""
+    if odd != 0:
+        tl.store(p_wide, 1)
 
 
 @triton.jit
@@ -108,15 +113,18 @@ def tell(p_flag):
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N"])
 def scan(
-    x_r, x_q, x_k, x_v, x_T, x_P, p_E, p_U, x_o, x_w, p_initial, p_final, p_cum, p_hand, p_flag, scale, T, NR, N,
+    x_r, x_q, x_k, x_v, x_T, x_P, p_E, x_o, x_w, p_initial, p_final, p_cum, p_hand, p_flag, p_wide, scale, T, NR, N,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr,
-    SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr,
-    GROWS: tl.constexpr,
+    BT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, INIT: tl.constexpr,
+    SAVE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """One slot. The state's K columns are NK tiles of KB; p_hand [slots BV·NK·KB], the unit behind it, and p_flag pass a cut chain on."""
+    """One slot. The state's K columns are NK tiles of KB; p_hand [slots BV NK·KB] and p_flag pass a cut chain on."""
     NV: tl.constexpr = (V + BV - 1) // BV
     PER: tl.constexpr = HV * NV
+    if FORM == 2:
+        if tl.load(p_wide) == 0:
+            return
     slots = tl.num_programs(0)
     i_slot = slots - 1 - tl.program_id(0)
     lo, hi, first, last = run_of(p_cum, N, i_slot, slots, PER)
@@ -124,7 +132,6 @@ def scan(
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, KB)
     o_hand = tl.arange(0, BV)[:, None] * (NK * KB) + o_k[None, :]
-    HAND: tl.constexpr = BV * NK * KB + UNIT * GROWS
     for i_chain in range(first, last + 1):
         i_n = i_chain // PER
         i_h = (i_chain % PER) // NV
@@ -149,7 +156,7 @@ def scan(
         o_v = i_v + tl.arange(0, BV)
         o_state = (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
         inside = (o_v < V)[:, None] & (o_k < K)[None, :]
-        p_late = p_hand + tl.cast(i_slot, tl.int64) * HAND + o_hand
+        p_late = p_hand + tl.cast(i_slot, tl.int64) * (BV * NK * KB) + o_hand
         S0 = tl.load(p_late, mask=inside & late, other=0.0)
         if INIT:
             S0 += tl.load(p_initial + o_state, mask=inside & (c_from == 0), other=0.0).to(ACC)
@@ -159,32 +166,21 @@ def scan(
             if INIT:
                 S1 += tl.load(p_initial + o_state + KB * V, mask=inside1 & (c_from == 0), other=0.0).to(ACC)
 
-        if GROWS:
-            largest = largest_of(S0)
-            if NK == 2:
-                largest = tl.maximum(largest, largest_of(S1))
-            p_unit = p_hand + tl.cast(i_slot, tl.int64) * HAND + BV * NK * KB
-            unit = tl.where(late, tl.load(p_unit, mask=late, other=1.0), unit_of(largest))
-            divided = tl.where(late, 1.0, 1.0 / unit)
-            S0 *= divided
-            if NK == 2:
-                S1 *= divided
-
         for i in tl.range(c_from, c_to, num_stages=NS):
             i_t = (c_row + i) * C
             # all loads first: they share barriers
-            b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
-            b_r0 = load_tile(x_r, i_b, i_t, i_r, 0, T, HR, K, C, KB, TMA)
+            b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
+            b_r0 = load_tile(x_r, i_b, i_t, i_r, 0, T, HR, K, C, KB, TMA).to(ST)
             if READ:
-                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
+                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
             if NK == 2:
-                b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
-                b_r1 = load_tile(x_r, i_b, i_t, i_r, KB, T, HR, K, C, KB, TMA)
+                b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
+                b_r1 = load_tile(x_r, i_b, i_t, i_r, KB, T, HR, K, C, KB, TMA).to(ST)
                 if READ:
-                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
+                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
             if ERASE:
-                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
-            b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
+                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(TT)
+            b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(ST)
             b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
             b_S0 = S0.to(ST)
@@ -203,18 +199,6 @@ def scan(
 
             p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
             w = tl.trans(b_v).to(ACC)
-            if GROWS:
-                # the next chunk's unit from what this one starts with: beside the products, not between them
-                largest = largest_of(S0)
-                if NK == 2:
-                    largest = tl.maximum(largest, largest_of(S1))
-                following = unit_of(largest * unit)
-                rest = unit / following
-                if SAVE:
-                    p_units = p_U + (tl.cast(i_bh * chunks_of_row + c_row + i, tl.int64) * NV + i_v // BV) * 2
-                    tl.store(p_units, unit)
-                    tl.store(p_units + 1, rest)
-                w *= 1.0 / unit
             if ERASE:
                 if LAM:
                     lam = tl.load(p_factor + 2 * C + o_c)
@@ -228,39 +212,32 @@ def scan(
                 w = tl.dot(b_rest, tl.trans(b_T), input_precision=SOLVE, out_dtype=ACC)
             b_w = w.to(ST)
             if SAVE:
-                store_tile(x_w, tl.trans(b_w), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+                store_tile(x_w, as_held(tl.trans(b_w), BT), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
             read *= tl.load(p_factor + 3 * C + o_c)[None, :]
-            o = tl.dot(b_w, tl.trans(b_P), read, input_precision="ieee", out_dtype=ACC)
-            w *= tl.load(p_factor + 5 * C + o_c)[None, :]
+            b_o = tl.dot(b_w, tl.trans(b_P), read, input_precision="ieee", out_dtype=ACC).to(OT)
+            if FORM == 1:
+                # a W that float16 does not hold is to be seen in the state that is left, however small what is left of it
+                w = b_w.to(ACC)
+            b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
             e_whole = -tl.load(p_factor + 5 * C - 1)
-            if GROWS:
-                o *= unit
-                w *= rest
-                e_whole *= rest
-                unit = following
-            b_left = w.to(ST)
             S0 = tl.dot(b_left, b_k0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
             if NK == 2:
                 S1 = tl.dot(b_left, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
             # last, while the state's product is under way
-            store_tile(x_o, tl.trans(o.to(OT)), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+            store_tile(x_o, tl.trans(b_o), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
         done = c_to == count
-        end0 = S0
-        if NK == 2:
-            end1 = S1
-        if GROWS:
-            end0 *= unit
+        if FORM == 1:
+            odd = tl.sum(tl.sum(not_finite(S0), 1), 0)
             if NK == 2:
-                end1 *= unit
-        tl.store(p_final + o_state, end0, mask=inside & done)
+                odd += tl.sum(tl.sum(not_finite(S1), 1), 0)
+            mark(p_wide, odd)
+        tl.store(p_final + o_state, S0, mask=inside & done)
         if NK == 2:
-            tl.store(p_final + o_state + KB * V, end1, mask=inside1 & done)
+            tl.store(p_final + o_state + KB * V, S1, mask=inside1 & done)
         if begin > 0:
-            p_early = p_late - HAND
+            p_early = p_late - BV * NK * KB
             tl.store(p_early, S0)
             if NK == 2:
                 tl.store(p_early + KB, S1)
-            if GROWS:
-                tl.store(p_unit - HAND, unit)
             tell(p_flag + i_slot - 1)

@@ -63,16 +63,20 @@ def transitions(walk: Callable[[Tensor, Tensor | None], Tensor], v: Tensor, K: i
     return N, walk(v.new_zeros(*v.shape[:3], K), eye)
 
 
-def fix_up(M: Tensor, N: Tensor, first: Tensor | None, parts: int, *, reverse: bool) -> Tensor:
+def fix_up(
+    M: Tensor, N: Tensor, first: Tensor | None, parts: int, *, reverse: bool, again: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """S of every segment [N·parts HV K V], `first` (None: zeros) in each sequence's first: S_{p+1} = M_p S_p + N_p.
 
-    reverse: `first` in each sequence's last, S_{p-1} = M_pᵀ S_p + N_p.
+    reverse: `first` in each sequence's last, S_{p-1} = M_pᵀ S_p + N_p. again: S as it was found before, and what is 0 where it stands.
     """
-    (rows, HV, K, V), S = N.shape, torch.empty_like(N)
+    rows, HV, K, V = N.shape
+    S, when = (torch.empty_like(N), N) if again is None else again
     constants = fix_up_constants(N.dtype, K, V) | {"FIRST": int(first is not None), "REVERSE": int(reverse)}
+    constants["AGAIN"] = int(again is not None)
     programs = rows // parts * HV * cdiv(V, constants["BV"])
     if programs:
-        run(fix_up_kernel, (programs,), M, N, N if first is None else first.contiguous(), S, parts, HV, **constants)
+        run(fix_up_kernel, (programs,), M, N, N if first is None else first.contiguous(), S, when, parts, HV, **constants)
     return S
 
 
@@ -103,11 +107,14 @@ def store_state(p, b, i_k, o_v, K: tl.constexpr, V: tl.constexpr, KB: tl.constex
 
 @triton.jit(do_not_specialize=["P", "HV"])
 def fix_up_kernel(
-    p_M, p_N, p_first, p_S, P, HV,
+    p_M, p_N, p_first, p_S, p_again, P, HV,
     K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, FIRST: tl.constexpr, REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    AGAIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One sequence, value head and BV value columns. S passes through memory: rows of registers cannot be taken apart."""
+    if AGAIN:
+        if tl.load(p_again) == 0:
+            return
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV * BV
     i_nh = tl.program_id(0) // NV
@@ -157,8 +164,8 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     cases = [Case(segments_kernel, signature, {"BLK": 256}, {"num_warps": 4})]
     for reverse in (0, 1):
         constants = fix_up_constants(torch.float64 if dtype == torch.float64 else torch.float32, K, V)
-        constants |= {"FIRST": 1, "REVERSE": reverse}
+        constants |= {"FIRST": 1, "REVERSE": reverse, "AGAIN": 1}
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-        signature = dict.fromkeys(("p_M", "p_N", "p_first", "p_S"), wide) | {"P": "i32", "HV": "i32"}
+        signature = dict.fromkeys(("p_M", "p_N", "p_first", "p_S"), wide) | {"p_again": "*i32", "P": "i32", "HV": "i32"}
         cases.append(Case(fix_up_kernel, signature, constants, options))
     return cases

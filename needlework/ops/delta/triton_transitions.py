@@ -15,21 +15,24 @@ from needlework.ops.common.launch import Case, Plan
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import load_tile, token_tile
 from needlework.ops.common.triton_types import NAMES, accumulator, cdiv
-from needlework.ops.delta.triton_scalar import inverse, scan_constants, solve
-from needlework.ops.delta.triton_scan import factors, largest_of, unit_of
+from needlework.ops.delta.triton_scalar import forms, inverse, scan_constants, solve
+from needlework.ops.delta.triton_scan import factors, mark, not_finite
 
 
 @triton.jit(do_not_specialize=["T", "NR", "P"])
 def transitions_kernel(
-    x_q, x_k, x_v, x_T, p_E, p_N, p_M, p_cum, T, NR, P,
+    x_q, x_k, x_v, x_T, p_E, p_N, p_M, p_cum, p_wide, T, NR, P,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
     TT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, SAVE: tl.constexpr,
-    GROWS: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """P segments a sequence. Of a sequence's last segment nothing but M is made, and that with SAVE, for the backward."""
     NV: tl.constexpr = (V + BV - 1) // BV
     PER: tl.constexpr = NV + (K + BV - 1) // BV
+    if FORM == 2:
+        if tl.load(p_wide) == 0:
+            return
     i_nh = tl.program_id(0) // PER
     i_tile = tl.program_id(0) % PER
     i_n = i_nh // HV
@@ -54,30 +57,22 @@ def transitions_kernel(
         S0 = tl.where((o_v[:, None] == o_k[None, :]) & (i_tile >= NV), 1.0, 0.0).to(ACC)
         if NK == 2:
             S1 = tl.where((o_v[:, None] == o_k[None, :] + KB) & (i_tile >= NV), 1.0, 0.0).to(ACC)
-        if GROWS:
-            unit = tl.full([], 1.0, ACC)
         for i in tl.range(0, count, num_stages=NS):
             i_t = (c_row + i) * C
             # all loads first: they share barriers
-            b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
+            b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
             if LAM:
-                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
+                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
             if NK == 2:
-                b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
+                b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
                 if LAM:
-                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA)
+                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
             if ERASE:
-                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA)
+                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(TT)
             b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
             p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
             w = tl.trans(b_v).to(ACC)
-            if GROWS:
-                largest = largest_of(S0)
-                if NK == 2:
-                    largest = tl.maximum(largest, largest_of(S1))
-                following = unit_of(largest * unit)
-                w *= 1.0 / unit
             if ERASE:
                 b_S0 = S0.to(ST)
                 erased = tl.dot(b_S0, tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
@@ -94,22 +89,17 @@ def transitions_kernel(
                 e_erased = tl.load(p_factor + C + o_c)
                 b_rest = (beta[None, :] * w + e_erased[None, :] * erased).to(TT)
                 w = tl.dot(b_rest, tl.trans(b_T), input_precision=SOLVE, out_dtype=ACC)
-            w *= tl.load(p_factor + 5 * C + o_c)[None, :]
+            b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
             e_whole = -tl.load(p_factor + 5 * C - 1)
-            if GROWS:
-                rest = unit / following
-                w *= rest
-                e_whole *= rest
-                unit = following
-            b_left = w.to(ST)
             S0 = tl.dot(b_left, b_k0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
             if NK == 2:
                 S1 = tl.dot(b_left, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
 
-        if GROWS:
-            S0 *= unit
+        if FORM == 1:
+            odd = tl.sum(tl.sum(not_finite(S0), 1), 0)
             if NK == 2:
-                S1 *= unit
+                odd += tl.sum(tl.sum(not_finite(S1), 1), 0)
+            mark(p_wide, odd)
         if of_values:
             _store(p_N, S0, i_nh, 0, o_v, K, V, KB)
             if NK == 2:
@@ -130,43 +120,49 @@ def _store(p, b, i_nh, i_k, o_v, K: tl.constexpr, D: tl.constexpr, KB: tl.conste
 
 def transitions(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, Tp: Tensor, G: Tensor, E: Tensor,
-    segments: Alignment, parts: int, *, plan: Plan, save: bool,
+    segments: Alignment, parts: int, wide: Tensor,
+    found: tuple[Tensor, Tensor] | None = None, *, plan: Plan, save: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """N [N·parts HV K V] and M [N·parts HV K K] of aligned tokens; q and k are operands.
 
-    N of a sequence's last segment is left as it is, without `save` its M too: nothing follows it.
+    N of a sequence's last segment is left as it is, without `save` its M too: nothing follows it. found: both, to be found again in
+    a second form.
     """
     (_, T, HV, V), K, rows = v.shape, k.shape[3], G.shape[2]
-    constants = transitions_constants(plan, v.dtype, k.shape[2], HV, K, V, beta is not None, lam is not None, save)
+    form = forms(v.dtype, lam is not None)[0] if found is None else 2
+    constants = transitions_constants(plan, v.dtype, k.shape[2], HV, K, V, beta is not None, lam is not None, save, form)
     C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
     tile = lambda x, D: token_tile(x, C, D) if plan.tma else x
-    N, M = (k.new_empty(segments.N, HV, K, columns, dtype=G.dtype) for columns in (V, K))
+    N, M = found or (k.new_empty(segments.N, HV, K, columns, dtype=G.dtype) for columns in (V, K))
     x_k = tile(k, KB)
     x_T = x_k if beta is None else tile(Tp.view(-1, rows, 1, C), C)
     run(
         transitions_kernel, (segments.N * HV * (cdiv(V, BV) + cdiv(K, BV)),),
-        x_k if lam is None else tile(q, KB), x_k, tile(v, BV), x_T, E, N, M, segments.cum,
+        x_k if lam is None else tile(q, KB), x_k, tile(v, BV), x_T, E, N, M, segments.cum, wide,
         T, rows, parts, **constants,
     )  # fmt: skip
     return N, M
 
 
-def transitions_constants(plan: Plan, dtype, H, HV, K, V, erase, lam, save) -> dict[str, object]:
+def transitions_constants(plan: Plan, dtype, H, HV, K, V, erase, lam, save, form) -> dict[str, object]:
     """`scan`'s, as far as they concern it."""
-    constants = scan_constants(plan, dtype, H, H, HV, K, V, erase, lam, False, False, save)
+    constants = scan_constants(plan, dtype, H, H, HV, K, V, erase, lam, False, False, save, form)
     used = (*transitions_kernel.arg_names, "num_warps", "num_stages", "maxnreg")
     return {name: x for name, x in constants.items() if name in used}
 
 
 def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """The kernel as Q-Delta launches it for training."""
+    """The kernel as Q-Delta launches it for training, in each of its forms."""
     own, st, acc = NAMES[dtype], NAMES[solve(dtype)], NAMES[accumulator(dtype)]
-    constants = transitions_constants(plan, dtype, 2, 2, K, V, 1, 1, 1)
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
-    C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
-    types = dict.fromkeys(("p_E", "p_N", "p_M"), f"*{acc}")
-    types |= {"p_cum": "*i32", "T": "i32", "NR": "i32", "P": "i32"}
-    for name, kind, width in (("x_q", st, KB), ("x_k", st, KB), ("x_v", own, BV), ("x_T", NAMES[inverse(dtype)], C)):
-        types[name] = f"tensordesc<{kind}[1, 1, {C}, {width}]>" if plan.tma else f"*{kind}"
-    signature = {name: types[name] for name in transitions_kernel.arg_names if name not in constants}
-    return [Case(transitions_kernel, signature, constants, options)]
+    cases = []
+    for form in forms(dtype, True):
+        constants = transitions_constants(plan, dtype, 2, 2, K, V, 1, 1, 1, form)
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
+        C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
+        types = dict.fromkeys(("p_E", "p_N", "p_M"), f"*{acc}")
+        types |= {"p_cum": "*i32", "p_wide": "*i32", "T": "i32", "NR": "i32", "P": "i32"}
+        for name, kind, width in (("x_q", st, KB), ("x_k", st, KB), ("x_v", own, BV), ("x_T", NAMES[inverse(dtype)], C)):
+            types[name] = f"tensordesc<{kind}[1, 1, {C}, {width}]>" if plan.tma else f"*{kind}"
+        signature = {name: types[name] for name in transitions_kernel.arg_names if name not in constants}
+        cases.append(Case(transitions_kernel, signature, constants, options))
+    return cases

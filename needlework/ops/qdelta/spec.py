@@ -1,5 +1,6 @@
 """What the battery needs to know of Q-Delta: grouped values, a read query, and the authors' kernels' variant."""
 
+import math
 from functools import partial
 
 import torch
@@ -30,6 +31,26 @@ def sample(generator: torch.Generator, B: int, T: int, style: str, *, HV: int = 
         one = torch.ones_like(inputs["g"])
         inputs |= {"q": inputs["k"], "g": 0 * one, "beta": one, "lam": one}
     return inputs | ({"q_read": unit(normal(generator, B, T, H, K))} if q_read else {})
+
+
+def growing(
+    generator: torch.Generator, B: int, T: int, style: str = "random", *, H: int = 1, HV: int = 2, K: int = K, V: int = V
+) -> dict[str, Tensor]:
+    """q turns by 45° a token and k ⟂ q, λ = β = 1: a state in their plane grows by √2 e^−0.22 = 1.13 a token. "cut": one gate of −30."""
+    plane = torch.linalg.qr(normal(generator, B, H, K, 2))[0].mT[:, None]  # [B 1 H 2 K]
+    angle = (torch.arange(T, dtype=torch.float64) * -math.pi / 4)[:, None, None]
+    one = torch.ones(B, T, HV, dtype=torch.float64)
+    inputs = {
+        "q": angle.cos() * plane[..., 0, :] + angle.sin() * plane[..., 1, :],
+        "k": -angle.sin() * plane[..., 0, :] + angle.cos() * plane[..., 1, :],
+        "v": normal(generator, B, T, HV, V),
+        "g": -0.22 * one,
+        "beta": one,
+        "lam": one.clone(),
+    }
+    if style == "cut":
+        inputs["g"][:, T // 2] = -30.0  # what has grown is gone at once
+    return inputs
 
 
 def literal(
