@@ -25,6 +25,13 @@ class Spread(NamedTuple):
     deviation: float | None
     n: int
 
+    @property
+    def interval(self) -> float | None:
+        """Half the 95 % interval of the mean (Student's t); None for one value."""
+        if self.deviation is None:
+            return None
+        return T_QUANTILE[min(self.n, len(T_QUANTILE)) - 1] * self.deviation / math.sqrt(self.n)
+
 
 class Claim(NamedTuple):
     """What a paper says: `better` finds more than `worse`, a mean over `tasks` and the `multiples` of the training length."""
@@ -37,7 +44,7 @@ class Claim(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """difference: mean over paired seeds of (better − worse), in shares. word: "holds", "the opposite", "within the spread", "one seed
+    """difference: mean over paired seeds of (better − worse), in shares. word: "holds", "the opposite", "within the interval", "one seed
     cannot say", "ended early", "not run"."""
 
     claim: Claim
@@ -90,11 +97,9 @@ class Study:
         mean = statistics.fmean(differences)
         if len(differences) == 1:
             return Verdict(claim, "one seed cannot say", Spread(mean, None, 1))
-        deviation = statistics.stdev(differences)
-        freedom = min(len(differences), len(T_QUANTILE)) - 1
-        sure = abs(mean) > T_QUANTILE[freedom] * deviation / math.sqrt(len(differences))
-        word = "within the spread" if not sure else "holds" if mean > 0 else "the opposite"
-        return Verdict(claim, word, Spread(mean, deviation, len(differences)))
+        difference = Spread(mean, statistics.stdev(differences), len(differences))
+        sure = abs(mean) > difference.interval
+        return Verdict(claim, "within the interval" if not sure else "holds" if mean > 0 else "the opposite", difference)
 
 
 def load_study(

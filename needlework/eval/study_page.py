@@ -74,7 +74,7 @@ def _claims(study: Study, claims: tuple[Claim, ...]) -> str:
         at = ", ".join(f"{m:g}×" for m in claim.multiples)
         rows.append((claim.says, f"{', '.join(claim.tasks)} at {at}", points, seeds, f"**{verdict.word}**"))
     told = f"Of {len(claims)} claims: {', '.join(f'{n} × {word}' for word, n in words.most_common())}."
-    note = "A difference counts where it lies outside its 95 % interval over paired seeds (Student's t)."
+    note = "± is here half the 95 % interval of the mean over paired seeds (Student's t): a difference counts where 0 lies outside it."
     return f"{told} {note}\n\n{_table(('claim', 'measured by', 'difference, points', 'seeds', ''), rows)}"
 
 
@@ -154,7 +154,7 @@ def _share(s: Spread) -> str:
 
 
 def _points(s: Spread) -> str:
-    return f"{100 * s.mean:+.1f}" + ("" if s.deviation is None else f" ± {100 * s.deviation:.1f}")
+    return f"{100 * s.mean:+.1f}" + ("" if s.interval is None else f" ± {100 * s.interval:.1f}")
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -61,7 +61,7 @@ def test_a_claim_is_judged_over_seeds_in_pairs(study):
     """plain and better move together from seed to seed: unpaired, their spread would hide the difference."""
     assert study.judge(claim("better", "plain")).word == "holds"
     assert study.judge(claim("plain", "better")).word == "the opposite"
-    assert study.judge(claim("other", "plain")).word == "within the spread"
+    assert study.judge(claim("other", "plain")).word == "within the interval"
     difference = study.judge(claim("better", "plain")).difference
     assert difference.mean == pytest.approx((0.2 + 0.21 + 0.2) / 3)
     assert difference.deviation == pytest.approx(0.01 / math.sqrt(3))

@@ -176,10 +176,10 @@ def test_one_launch_finds_what_two_walks_find(rule, K, packed):
     settings = {"scale": SCALE, "plan": chosen, "save": True}
     run = lambda values, state: triton_scalar.forward(*tokens[:2], values, *tokens[3:], state, pieces, **settings)[1]
     expected = triton_split.transitions(run, tokens[2], K)
-    _, _, _, Tp, _, _, G, E, *_ = triton_scalar.forward(*tokens, None, whole, **settings)
+    _, _, _, Tp, _, _, G, E, mark, *_ = triton_scalar.forward(*tokens, None, whole, **settings)
     q, k, v, _, beta, lam, _ = tokens
     for save in (True, False):
-        N, M = transitions(q, k, v, beta, lam, Tp, G, E, pieces, parts, plan=chosen, save=save)
+        N, M = transitions(q, k, v, beta, lam, Tp, G, E, pieces, parts, mark, plan=chosen, save=save)
         for found, other, made in ((N, expected[0], parts - 1), (M, expected[1], parts - 1 + save)):
             found, other = (y.unflatten(0, (-1, parts))[:, :made] for y in (found, other))
             assert relative(found, other) <= EXACT

@@ -167,9 +167,9 @@ def adjoint(
             store_tile(x_du, as_held(tl.trans(b_du), BT), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
         if FORM == 1:
-            odd = tl.sum(tl.sum(not_finite(S0), 1), 0)
+            odd = tl.sum(not_finite(S0), 1)
             if NK == 2:
-                odd += tl.sum(tl.sum(not_finite(S1), 1), 0)
+                odd += tl.sum(not_finite(S1), 1)
             mark(p_again, odd)
         done = c_to == count
         # an empty sequence has no first gate

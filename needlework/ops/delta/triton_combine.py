@@ -205,7 +205,7 @@ def combine(
         store_tile(x_dr, (dr * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
         store_tile(x_dk, (dk * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
     if FORM == 1:
-        mark(p_again, tl.sum(odd, 0))
+        mark(p_again, odd)
     if ERASE:
         beta = tl.load(p_factor)
         if LAM:

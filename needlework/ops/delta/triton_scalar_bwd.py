@@ -4,6 +4,9 @@
 
 Neither S nor dS is kept a chunk. Tensors are aligned; `saved` is `triton_scalar.forward`'s. In half precision every operand is
 float16: r, q and k as the forward copied them, do as pairs copies it, multiplied by a power of two.
+
+Where there are two forms (`triton_scan`) all kernels but amax run in the first, then all in the second: p_again is the forward's mark,
+or one that the first form leaves here. p_wide says which form wrote W.
 """
 
 from functools import cache, partial

@@ -8,10 +8,11 @@ A chain is one sequence, value head and tile of BV values. Chains are laid end t
 in the slot before. Slots are numbered against program ids, so that a program only waits for one that was started earlier.
 r, q, k and W are operands (ST), v and o of the caller's type (OT), T and what it multiplies of a type of their own (TT).
 
-Where x = k + λq the transition is no contraction, and a state may pass what float16 holds. Then every kernel is launched in two
-forms, FORM 1 and 2. The first has float16 operands and leaves a mark, p_wide, where what it found is not finite; the second
-returns at once where there is none, and else does all of it again with bfloat16 operands, which hold what float32 does. Tensors
-of operands are declared float16 for both: what may be large lies in them as the form's own bits (`as_held`, `held_as`).
+Where x = k + λq the transition is no contraction, and a state may pass what float16 holds. So in half precision the walk, and all
+that is left to the backward, is launched in two forms. FORM 1 has float16 operands and leaves a mark, p_wide, where what it found
+is not finite; FORM 2 returns at once where there is none, and else does all of it again with bfloat16 operands, which hold what
+float32 does. Tensors of operands are declared float16 for both: what may be large lies in them as the form's own bits (`as_held`,
+`held_as`). FORM 0: the rule has but one.
 """
 
 import triton
@@ -93,8 +94,8 @@ def not_finite(x):
 
 @triton.jit
 def mark(p_wide, odd):
-    """odd: a sum of `not_finite`."""
-    if odd != 0:
+    """odd: sums of `not_finite`."""
+    if tl.sum(odd, 0) != 0:
         tl.store(p_wide, 1)
 
 
@@ -228,9 +229,9 @@ def scan(
 
         done = c_to == count
         if FORM == 1:
-            odd = tl.sum(tl.sum(not_finite(S0), 1), 0)
+            odd = tl.sum(not_finite(S0), 1)
             if NK == 2:
-                odd += tl.sum(tl.sum(not_finite(S1), 1), 0)
+                odd += tl.sum(not_finite(S1), 1)
             mark(p_wide, odd)
         tl.store(p_final + o_state, S0, mask=inside & done)
         if NK == 2:

@@ -96,9 +96,9 @@ def transitions_kernel(
                 S1 = tl.dot(b_left, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
 
         if FORM == 1:
-            odd = tl.sum(tl.sum(not_finite(S0), 1), 0)
+            odd = tl.sum(not_finite(S0), 1)
             if NK == 2:
-                odd += tl.sum(tl.sum(not_finite(S1), 1), 0)
+                odd += tl.sum(not_finite(S1), 1)
             mark(p_wide, odd)
         if of_values:
             _store(p_N, S0, i_nh, 0, o_v, K, V, KB)
