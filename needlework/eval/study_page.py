@@ -65,16 +65,16 @@ def _summary(study: Study) -> str:
 
 
 def _claims(study: Study, claims: tuple[Claim, ...]) -> str:
-    rows, words = [], Counter()
-    for claim in claims:
-        verdict = study.judge(claim)
-        words[verdict.word] += 1
+    rows, verdicts = [], [study.judge(claim) for claim in claims]
+    words = Counter(verdict.word for verdict in verdicts)
+    for claim, verdict in zip(claims, verdicts, strict=True):
         points = "" if verdict.difference is None else _points(verdict.difference)
         seeds = "" if verdict.difference is None else str(verdict.difference.n)
         at = ", ".join(f"{m:g}×" for m in claim.multiples)
         rows.append((claim.says, f"{', '.join(claim.tasks)} at {at}", points, seeds, f"**{verdict.word}**"))
     told = f"Of {len(claims)} claims: {', '.join(f'{n} × {word}' for word, n in words.most_common())}."
-    note = "± is here half the 95 % interval of the mean over paired seeds (Student's t): a difference counts where 0 lies outside it."
+    note = "A difference counts where 0 lies outside its 95 % interval over paired seeds (Student's t)"
+    note += "; ± says half of that here." if any(v.difference and v.difference.deviation is not None for v in verdicts) else "."
     return f"{told} {note}\n\n{_table(('claim', 'measured by', 'difference, points', 'seeds', ''), rows)}"
 
 

@@ -95,7 +95,7 @@ def test_the_page_says_every_number_and_every_verdict(study, tmp_path):
     assert page.startswith("# The comparison at 1K parameters\n") and "mean over seeds ± their standard deviation" in page
     assert "Of 2 claims: 1 × holds, 1 × not run." in page
     assert "| Plain | 3 | 2.000 ± 0.000 | 60 ± 10 | 60 ± 10 | 10 | 64 B |" in page
-    assert "| +20.3 ± 0.6 | 3 | **holds** |" in page and "**not run**" in page
+    assert "| +20.3 ± 1.4 | 3 | **holds** |" in page and "**not run**" in page
     assert page.endswith("## What this cannot say\n\nMuch.\n")
     assert {p.name for p in (tmp_path / "page").iterdir()} == {
         "README.md",

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from needlework.ops.common.triton_tile import load_tile, store_tile
 from needlework.ops.delta.triton_intra import ROWS
-from needlework.ops.delta.triton_scan import as_held, factors, mark, not_finite, run_of, tell, wait_for
+from needlework.ops.delta.triton_scan import factors, mark, run_of, tell, wait_for
 
 
 @triton.jit
@@ -164,12 +164,12 @@ def adjoint(
                     if LAM and READ:
                         S1 = tl.dot(b_by_q, b_q1, S1, input_precision="ieee", out_dtype=ACC)
             # last, while the state's product is under way
-            store_tile(x_du, as_held(tl.trans(b_du), BT), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+            store_tile(x_du, tl.trans(b_du).to(BT, bitcast=True), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
         if FORM == 1:
-            odd = tl.sum(not_finite(S0), 1)
+            odd = tl.sum(S0 - S0, 1)
             if NK == 2:
-                odd += tl.sum(not_finite(S1), 1)
+                odd += tl.sum(S1 - S1, 1)
             mark(p_again, odd)
         done = c_to == count
         # an empty sequence has no first gate

@@ -21,7 +21,7 @@ import triton.language as tl
 from needlework.ops.common.triton_tile import load_tile, store_tile
 from needlework.ops.delta.triton_adjoint import gradient_factor
 from needlework.ops.delta.triton_intra import decay_between, prefixes
-from needlework.ops.delta.triton_scan import as_held, factors, held_as, mark, not_finite, written_as
+from needlework.ops.delta.triton_scan import factors, mark, written_as
 
 # log2 of a decay below which nothing that half precision holds passes
 NOTHING = tl.constexpr(-40.0)
@@ -59,13 +59,15 @@ def pairs(
     written = tl.zeros([R], ACC)
     for i_v in tl.range(0, V, BV, num_stages=NS):
         b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
-        b_w = written_as(load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA), p_wide, ST, FORM)
+        b_w = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+        if FORM == 2:
+            b_w = written_as(b_w, p_wide, ST)
         if HALF:
             b_do = (b_do.to(ACC) * factor).to(ST)
-            store_tile(x_scaled, as_held(b_do, BT), i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+            store_tile(x_scaled, b_do.to(BT, bitcast=True), i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
         F = tl.dot(b_do, tl.trans(b_w), F, input_precision="ieee", out_dtype=ACC)
         if ERASE or HALF:
-            b_du = held_as(load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA), ST)
+            b_du = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA).to(ST, bitcast=True)
             du = b_du.to(ACC)
             store_tile(x_dv, (du * by_v[:, None]).to(OT), i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
         if ERASE:
@@ -87,7 +89,7 @@ def pairs(
     first_wide = tl.cast(i_bh, tl.int64) * NE + i_t
     if LAM and READ:
         D = tl.where(before, -beta[:, None] * (U * decay_between(G - gate, G, before, ACC)), 0.0)
-        tl.store(p_D + first_wide * R + o_wide, as_held(D.to(ST), BT))
+        tl.store(p_D + first_wide * R + o_wide, D.to(ST).to(BT, bitcast=True))
     decay = decay_between(G, G, seen, ACC)
     M = tl.where(seen, F * decay * scale, 0.0)
     # beside a row of A lies one of Q
@@ -103,7 +105,7 @@ def pairs(
         held = F * tl.load(p_P + first * C + o_pair, mask=known, other=0.0).to(ACC)
     if ERASE:
         D = tl.where(before, -beta[:, None] * (U * decay), 0.0)
-        tl.store(p_N + first_wide * R + o_wide, as_held((D + tl.trans(D)).to(ST), BT))
+        tl.store(p_N + first_wide * R + o_wide, (D + tl.trans(D)).to(ST).to(BT, bitcast=True))
         wiped = U * tl.load(p_A + o_A, mask=known, other=0.0).to(ACC)
         tl.store(p_written + o_row, written - tl.sum(wiped, 1), mask=o_t < NR)
         if GATE:
@@ -111,7 +113,7 @@ def pairs(
         if BOTH:
             M += tl.load(p_factor + 2 * C)[:, None] * D
             tl.store(p_asked + o_row, -beta * own * tl.sum(U * b_Q, 1), mask=o_t < NR)
-    tl.store(p_M + first_wide * R + o_wide, as_held(M.to(ST), BT))
+    tl.store(p_M + first_wide * R + o_wide, M.to(ST).to(BT, bitcast=True))
     if GATE:
         # the gate of t stands between s and r for r >= t > s; a sum without cancellation: in half the tensor cores' float32 is
         # far more than the operands hold
@@ -126,9 +128,9 @@ def parts_at(
     TMA: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """[C BD] of the sum of PARTS tensors [B T H D]."""
-    total = held_as(load_tile(x, i_b, i_t, i_h, i_d, T, H, D, C, BD, TMA), ST).to(ACC)
+    total = load_tile(x, i_b, i_t, i_h, i_d, T, H, D, C, BD, TMA).to(ST, bitcast=True).to(ACC)
     for i in tl.static_range(1, PARTS):
-        total += held_as(load_tile(x, i * B + i_b, i_t, i_h, i_d, T, H, D, C, BD, TMA), ST).to(ACC)
+        total += load_tile(x, i * B + i_b, i_t, i_h, i_d, T, H, D, C, BD, TMA).to(ST, bitcast=True).to(ACC)
     return total
 
 
@@ -165,7 +167,7 @@ def combine(
     for i_d in tl.range(0, K, BK, num_stages=NS):
         b_k = load_tile(x_k, i_b, i_t, i_k, i_d, T, H, K, R, BK, TMA).to(ST)
         b_r = load_tile(x_r, i_b, i_t, i_h // (HV // HR), i_d, T, HR, K, R, BK, TMA).to(ST)
-        b_M = held_as(load_tile(x_M, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA), ST)
+        b_M = load_tile(x_M, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA).to(ST, bitcast=True)
         dr = parts_at(x_dr_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC, ST)
         dk = parts_at(x_dk_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC, ST)
         if GATE:
@@ -187,7 +189,7 @@ def combine(
             dk += dx
             if LAM:
                 if READ:
-                    b_D = held_as(load_tile(x_D, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA), ST)
+                    b_D = load_tile(x_D, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA).to(ST, bitcast=True)
                     in_chunk = tl.dot(b_D, b_k, input_precision="ieee", out_dtype=ACC) * own[:, None]
                     within += tl.sum(b_q.to(ACC) * in_chunk, 1)
                     b_by_lam = (b_q.to(ACC) * (lam * own)[:, None]).to(ST)
@@ -196,12 +198,12 @@ def combine(
                     store_tile(x_dq, dq.to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
                 else:
                     dr += dx * lam[:, None]
-            b_N = held_as(load_tile(x_N, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA), ST)
+            b_N = load_tile(x_N, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA).to(ST, bitcast=True)
             dk = tl.dot(b_N, b_k, dk, input_precision="ieee", out_dtype=ACC)
         dr = tl.dot(b_M, b_k, dr, input_precision="ieee", out_dtype=ACC)
         dk = tl.dot(tl.trans(b_M), b_r, dk, input_precision="ieee", out_dtype=ACC)
         if FORM == 1:
-            odd += tl.sum(not_finite(dr) + not_finite(dk), 1)
+            odd += tl.sum((dr - dr) + (dk - dk), 1)
         store_tile(x_dr, (dr * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
         store_tile(x_dk, (dk * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
     if FORM == 1:

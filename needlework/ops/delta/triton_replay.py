@@ -14,7 +14,7 @@ import triton.language as tl
 
 from needlework.ops.common.triton_tile import load_tile, store_tile
 from needlework.ops.delta.triton_adjoint import gradient_factor
-from needlework.ops.delta.triton_scan import as_held, factors, held_as, run_of, tell, wait_for, written_as
+from needlework.ops.delta.triton_scan import factors, run_of, tell, wait_for, written_as
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])
@@ -83,21 +83,25 @@ def replay_forward(
                 if c_anchor >= c_from:
                     place = start // EVERY + i_n + (count - 1 - c_anchor) // EVERY
                     p_here = p_anchor + (tl.cast(place, tl.int64) * HV + i_h) * (K * V) + o_in_state
-                    tl.store(p_here, as_held(S0.to(ST), BT), mask=inside)
+                    tl.store(p_here, S0.to(ST).to(BT, bitcast=True), mask=inside)
                     if NT == 2:
-                        tl.store(p_here + VB, as_held(S1.to(ST), BT), mask=inside1)
+                        tl.store(p_here + VB, S1.to(ST).to(BT, bitcast=True), mask=inside1)
             for i in tl.range(tl.maximum(c_anchor, c_from), tl.minimum(c_anchor + EVERY, c_to), num_stages=NS):
                 i_t = (c_row + i) * C
                 # all loads first: they share barriers
-                b_do0 = held_as(load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA), ST)
+                b_do0 = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
                 if ERASE:
-                    b_du0 = held_as(load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA), ST)
-                b_w0 = written_as(load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA), p_wide, ST, FORM)
+                    b_du0 = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
+                b_w0 = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
+                if FORM == 2:
+                    b_w0 = written_as(b_w0, p_wide, ST)
                 if NT == 2:
-                    b_do1 = held_as(load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA), ST)
+                    b_do1 = load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
                     if ERASE:
-                        b_du1 = held_as(load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA), ST)
-                    b_w1 = written_as(load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA), p_wide, ST, FORM)
+                        b_du1 = load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
+                    b_w1 = load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
+                    if FORM == 2:
+                        b_w1 = written_as(b_w1, p_wide, ST)
                 b_k = load_tile(x_k, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA).to(ST)
 
                 b_S0 = S0.to(ST)
@@ -112,7 +116,7 @@ def replay_forward(
 
                 p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
                 b_dr = (dr * tl.load(p_factor + 3 * C + o_c)[None, :]).to(ST)
-                store_tile(x_dr, as_held(tl.trans(b_dr), BT), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
+                store_tile(x_dr, tl.trans(b_dr).to(BT, bitcast=True), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
                 if ERASE:
                     # up to the token before: a strong gate of its own would leave nothing in half precision
                     e_before = tl.load(p_factor + 4 * C + o_c - 1, mask=o_c > 0, other=-1.0)
@@ -124,7 +128,7 @@ def replay_forward(
                     S1 = tl.dot(b_left, b_w1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
                 # last, while the state's product is under way
                 if ERASE:
-                    store_tile(x_dx, as_held(tl.trans(b_dx), BT), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
+                    store_tile(x_dx, tl.trans(b_dx).to(BT, bitcast=True), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
 
         if begin > 0:
             p_early = p_late - KS * VS
@@ -199,24 +203,30 @@ def replay_reverse(
                 if c_anchor >= c_from:
                     place = (tl.cast(start // EVERY + i_n + i_anchor, tl.int64)) * HV + i_h
                     p_here = p_anchor + place * (K * V) + o_in_state
-                    alike = tl.sum(tl.sum(S0 * held_as(tl.load(p_here, mask=inside, other=0.0), ST).to(ACC), 1), 0)
+                    alike = tl.sum(tl.sum(S0 * tl.load(p_here, mask=inside, other=0.0).to(ST, bitcast=True).to(ACC), 1), 0)
                     if NT == 2:
-                        alike += tl.sum(tl.sum(S1 * held_as(tl.load(p_here + VB, mask=inside1, other=0.0), ST).to(ACC), 1), 0)
+                        alike += tl.sum(
+                            tl.sum(S1 * tl.load(p_here + VB, mask=inside1, other=0.0).to(ST, bitcast=True).to(ACC), 1), 0
+                        )
                     p_last = p_G + tl.cast(i_bh, tl.int64) * NR + (c_row + count - c_anchor) * C - 1
                     tl.store(p_X + place * (NKS * NVS) + i_chain % (NKS * NVS), alike * tl.exp2(tl.load(p_last)))
             for i in tl.range(tl.maximum(c_anchor, c_from), tl.minimum(c_anchor + EVERY, c_to), num_stages=NS):
                 i_chunk = c_row + count - 1 - i
                 i_t = i_chunk * C
                 # all loads first: they share barriers
-                b_w0 = written_as(load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA), p_wide, ST, FORM)
-                b_do0 = held_as(load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA), ST)
+                b_w0 = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
+                if FORM == 2:
+                    b_w0 = written_as(b_w0, p_wide, ST)
+                b_do0 = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
                 if ERASE:
-                    b_du0 = held_as(load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA), ST)
+                    b_du0 = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
                 if NT == 2:
-                    b_w1 = written_as(load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA), p_wide, ST, FORM)
-                    b_do1 = held_as(load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA), ST)
+                    b_w1 = load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
+                    if FORM == 2:
+                        b_w1 = written_as(b_w1, p_wide, ST)
+                    b_do1 = load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
                     if ERASE:
-                        b_du1 = held_as(load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA), ST)
+                        b_du1 = load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
                 b_r = load_tile(x_r, i_b, i_t, i_h // (HV // HR), i_k, T, HR, K, C, KS, TMA).to(ST)
                 if ERASE:
                     b_x = load_tile(x_k, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA).to(ST)
@@ -248,7 +258,7 @@ def replay_reverse(
                     if ERASE:
                         S1 = tl.dot(b_by_du, b_du1, S1, input_precision="ieee", out_dtype=ACC)
                 # last, while the state's product is under way
-                store_tile(x_dk, as_held(tl.trans(b_dk), BT), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
+                store_tile(x_dk, tl.trans(b_dk).to(BT, bitcast=True), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
 
         if begin > 0:
             p_early = p_late - KS * VS

@@ -11,8 +11,8 @@ r, q, k and W are operands (ST), v and o of the caller's type (OT), T and what i
 Where x = k + λq the transition is no contraction, and a state may pass what float16 holds. So in half precision the walk, and all
 that is left to the backward, is launched in two forms. FORM 1 has float16 operands and leaves a mark, p_wide, where what it found
 is not finite; FORM 2 returns at once where there is none, and else does all of it again with bfloat16 operands, which hold what
-float32 does. Tensors of operands are declared float16 for both: what may be large lies in them as the form's own bits (`as_held`,
-`held_as`). FORM 0: the rule has but one.
+float32 does. Tensors of operands are declared float16 for both: what may be large lies in them as the form's own bits. FORM 0: the
+rule has but one.
 """
 
 import triton
@@ -67,34 +67,14 @@ def run_of(p_cum, N, i_slot, slots, PER: tl.constexpr):
 
 
 @triton.jit
-def held_as(b, ST: tl.constexpr):
-    """What a form stored in a tensor of operands, whichever 16 bits they are declared to be."""
-    return b.to(ST, bitcast=True)
-
-
-@triton.jit
-def as_held(b, BT: tl.constexpr):
-    """An operand for a tensor declared BT."""
-    return b.to(BT, bitcast=True)
-
-
-@triton.jit
-def written_as(b, p_wide, ST: tl.constexpr, FORM: tl.constexpr):
-    """W, which the forward's last form stored; the backward may need its second form where the forward did not."""
-    if FORM == 2:
-        b = tl.where(tl.load(p_wide) != 0, b.to(ST, bitcast=True), b.to(ST))
-    return b
-
-
-@triton.jit
-def not_finite(x):
-    """0 where x is, NaN where it is not."""
-    return x - x
+def written_as(b, p_wide, ST: tl.constexpr):
+    """W for the second form, as the forward's last form stored it: the backward may need the second where the forward did not."""
+    return tl.where(tl.load(p_wide) != 0, b.to(ST, bitcast=True), b.to(ST))
 
 
 @triton.jit
 def mark(p_wide, odd):
-    """odd: sums of `not_finite`."""
+    """odd: sums of x − x, NaN where x is not finite."""
     if tl.sum(odd, 0) != 0:
         tl.store(p_wide, 1)
 
@@ -213,7 +193,7 @@ def scan(
                 w = tl.dot(b_rest, tl.trans(b_T), input_precision=SOLVE, out_dtype=ACC)
             b_w = w.to(ST)
             if SAVE:
-                store_tile(x_w, as_held(tl.trans(b_w), BT), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+                store_tile(x_w, tl.trans(b_w).to(BT, bitcast=True), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
             read *= tl.load(p_factor + 3 * C + o_c)[None, :]
             b_o = tl.dot(b_w, tl.trans(b_P), read, input_precision="ieee", out_dtype=ACC).to(OT)
             if FORM == 1:
@@ -229,9 +209,9 @@ def scan(
 
         done = c_to == count
         if FORM == 1:
-            odd = tl.sum(not_finite(S0), 1)
+            odd = tl.sum(S0 - S0, 1)
             if NK == 2:
-                odd += tl.sum(not_finite(S1), 1)
+                odd += tl.sum(S1 - S1, 1)
             mark(p_wide, odd)
         tl.store(p_final + o_state, S0, mask=inside & done)
         if NK == 2:

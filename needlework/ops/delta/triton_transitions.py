@@ -16,7 +16,7 @@ from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import load_tile, token_tile
 from needlework.ops.common.triton_types import NAMES, accumulator, cdiv
 from needlework.ops.delta.triton_scalar import forms, inverse, scan_constants, solve
-from needlework.ops.delta.triton_scan import factors, mark, not_finite
+from needlework.ops.delta.triton_scan import factors, mark
 
 
 @triton.jit(do_not_specialize=["T", "NR", "P"])
@@ -96,9 +96,9 @@ def transitions_kernel(
                 S1 = tl.dot(b_left, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
 
         if FORM == 1:
-            odd = tl.sum(not_finite(S0), 1)
+            odd = tl.sum(S0 - S0, 1)
             if NK == 2:
-                odd += tl.sum(not_finite(S1), 1)
+                odd += tl.sum(S1 - S1, 1)
             mark(p_wide, odd)
         if of_values:
             _store(p_N, S0, i_nh, 0, o_v, K, V, KB)
