@@ -92,7 +92,7 @@ def adjoint(
         i_bh = i_b * HV + i_h
 
         if late:
-            wait_for(p_flag + i_slot)
+            wait_for(p_flag + i_slot, FORM)
         o_v = i_v + tl.arange(0, BV)
         # one 64-bit base and 32-bit offsets: a tile of 64-bit ones does not fit the registers beside S
         o_base = (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V)
@@ -183,4 +183,4 @@ def adjoint(
             tl.store(p_early + o_hand, S0)
             if NK == 2:
                 tl.store(p_early + KB + o_hand, S1)
-            tell(p_flag + i_slot - 1)
+            tell(p_flag + i_slot - 1, FORM)

@@ -27,99 +27,104 @@ from needlework.ops.delta.triton_scan import factors, mark, written_as
 NOTHING = tl.constexpr(-40.0)
 
 
-@triton.jit(do_not_specialize=["scale", "T", "NR", "NE"])
+@triton.jit(do_not_specialize=["scale", "T", "NR", "NE", "jobs"])
 def pairs(
     x_do, x_du, x_w, x_v, p_g, p_E, p_P, p_A, x_scaled, x_dv, p_M, p_N, p_D, p_held, p_written, p_asked, p_wide, p_again, p_max,
-    scale, T, NR, NE,
+    scale, T, NR, NE, jobs,
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr,
     TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, BT: tl.constexpr,
     GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """R rows, whole chunks of one value head, of what multiplies k and r (NE rows, R wide), dv, the pairs' part of dg, and of
     dβ and dλ what no state passed. HALF: also do times the factor that du holds."""
+    turns = 1
     if FORM == 2:
         if tl.load(p_again) == 0:
             return
+        # seldom wanted: a program a job would cost every call the start of thousands
+        turns = tl.cdiv(jobs - tl.program_id(0), tl.num_programs(0))
     tiles = NE // R
-    i_t = (tl.program_id(0) % tiles) * R
-    i_bh = tl.program_id(0) // tiles
-    i_b = i_bh // HV
-    i_h = i_bh % HV
-    factor = gradient_factor(p_max, NM, HALF)
-    o_t = i_t + tl.arange(0, R)
-    live = o_t < T
-    o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
-    p_factor = factors(p_E, i_bh * (NR // C) + i_t // C, C) + tl.arange(0, R)
-    beta = tl.full([R], 1.0, ACC)
-    if ERASE:
-        beta = tl.load(p_factor)
-    by_v = beta / factor
-    F = tl.zeros([R, R], ACC)
-    U = tl.zeros([R, R], ACC)
-    written = tl.zeros([R], ACC)
-    for i_v in tl.range(0, V, BV, num_stages=NS):
-        b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
-        b_w = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
-        if FORM == 2:
-            b_w = written_as(b_w, p_wide, ST)
-        if HALF:
-            b_do = (b_do.to(ACC) * factor).to(ST)
-            store_tile(x_scaled, b_do.to(BT, bitcast=True), i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
-        F = tl.dot(b_do, tl.trans(b_w), F, input_precision="ieee", out_dtype=ACC)
-        if ERASE or HALF:
-            b_du = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA).to(ST, bitcast=True)
-            du = b_du.to(ACC)
-            store_tile(x_dv, (du * by_v[:, None]).to(OT), i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+    for i_turn in range(turns):
+        i_job = tl.program_id(0) + i_turn * tl.num_programs(0)
+        i_t = (i_job % tiles) * R
+        i_bh = i_job // tiles
+        i_b = i_bh // HV
+        i_h = i_bh % HV
+        factor = gradient_factor(p_max, NM, HALF)
+        o_t = i_t + tl.arange(0, R)
+        live = o_t < T
+        o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
+        p_factor = factors(p_E, i_bh * (NR // C) + i_t // C, C) + tl.arange(0, R)
+        beta = tl.full([R], 1.0, ACC)
         if ERASE:
-            U = tl.dot(b_du, tl.trans(b_w), U, input_precision="ieee", out_dtype=ACC)
-            b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
-            written += tl.sum(du * b_v.to(ACC), 1)
+            beta = tl.load(p_factor)
+        by_v = beta / factor
+        F = tl.zeros([R, R], ACC)
+        U = tl.zeros([R, R], ACC)
+        written = tl.zeros([R], ACC)
+        for i_v in tl.range(0, V, BV, num_stages=NS):
+            b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+            b_w = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+            if FORM == 2:
+                b_w = written_as(b_w, p_wide, ST)
+            if HALF:
+                b_do = (b_do.to(ACC) * factor).to(ST)
+                store_tile(x_scaled, b_do.to(BT, bitcast=True), i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+            F = tl.dot(b_do, tl.trans(b_w), F, input_precision="ieee", out_dtype=ACC)
+            if ERASE or HALF:
+                b_du = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA).to(ST, bitcast=True)
+                du = b_du.to(ACC)
+                store_tile(x_dv, (du * by_v[:, None]).to(OT), i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+            if ERASE:
+                U = tl.dot(b_du, tl.trans(b_w), U, input_precision="ieee", out_dtype=ACC)
+                b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
+                written += tl.sum(du * b_v.to(ACC), 1)
 
-    t = tl.arange(0, R)[:, None]
-    s = tl.arange(0, R)[None, :]
-    seen = (t // C == s // C) & (t >= s)
-    before = seen & (t > s)
-    gate, G = prefixes(p_g, o_value, live, R, C, GATE)
-    o_row = tl.cast(i_bh, tl.int64) * NR + o_t
-    # 64-bit bases, 32-bit offsets: what is [R R] is dear in registers
-    o_pair = t * C + s % C
-    first = tl.cast(i_bh, tl.int64) * NR + i_t
-    known = before & (i_t + t < NR)
-    o_wide = t * R + s
-    first_wide = tl.cast(i_bh, tl.int64) * NE + i_t
-    if LAM and READ:
-        D = tl.where(before, -beta[:, None] * (U * decay_between(G - gate, G, before, ACC)), 0.0)
-        tl.store(p_D + first_wide * R + o_wide, D.to(ST).to(BT, bitcast=True))
-    decay = decay_between(G, G, seen, ACC)
-    M = tl.where(seen, F * decay * scale, 0.0)
-    # beside a row of A lies one of Q
-    BOTH: tl.constexpr = LAM and not READ
-    p_A += first * (2 * C if BOTH else C)
-    if BOTH:
-        o_A = o_pair + t * C
-        own = tl.load(p_factor + 7 * C)
-        b_Q = tl.load(p_A + o_A + C, mask=known, other=0.0).to(ACC)
-        held = F * (b_Q * (own * scale)[:, None])
-    else:
-        o_A = o_pair
-        held = F * tl.load(p_P + first * C + o_pair, mask=known, other=0.0).to(ACC)
-    if ERASE:
-        D = tl.where(before, -beta[:, None] * (U * decay), 0.0)
-        tl.store(p_N + first_wide * R + o_wide, (D + tl.trans(D)).to(ST).to(BT, bitcast=True))
-        wiped = U * tl.load(p_A + o_A, mask=known, other=0.0).to(ACC)
-        tl.store(p_written + o_row, written - tl.sum(wiped, 1), mask=o_t < NR)
-        if GATE:
-            held -= beta[:, None] * wiped
+        t = tl.arange(0, R)[:, None]
+        s = tl.arange(0, R)[None, :]
+        seen = (t // C == s // C) & (t >= s)
+        before = seen & (t > s)
+        gate, G = prefixes(p_g, o_value, live, R, C, GATE)
+        o_row = tl.cast(i_bh, tl.int64) * NR + o_t
+        # 64-bit bases, 32-bit offsets: what is [R R] is dear in registers
+        o_pair = t * C + s % C
+        first = tl.cast(i_bh, tl.int64) * NR + i_t
+        known = before & (i_t + t < NR)
+        o_wide = t * R + s
+        first_wide = tl.cast(i_bh, tl.int64) * NE + i_t
+        if LAM and READ:
+            D = tl.where(before, -beta[:, None] * (U * decay_between(G - gate, G, before, ACC)), 0.0)
+            tl.store(p_D + first_wide * R + o_wide, D.to(ST).to(BT, bitcast=True))
+        decay = decay_between(G, G, seen, ACC)
+        M = tl.where(seen, F * decay * scale, 0.0)
+        # beside a row of A lies one of Q
+        BOTH: tl.constexpr = LAM and not READ
+        p_known = p_A + first * (2 * C if BOTH else C)
         if BOTH:
-            M += tl.load(p_factor + 2 * C)[:, None] * D
-            tl.store(p_asked + o_row, -beta * own * tl.sum(U * b_Q, 1), mask=o_t < NR)
-    tl.store(p_M + first_wide * R + o_wide, M.to(ST).to(BT, bitcast=True))
-    if GATE:
-        # the gate of t stands between s and r for r >= t > s; a sum without cancellation: in half the tensor cores' float32 is
-        # far more than the operands hold
-        precision: tl.constexpr = "tf32" if HALF else "ieee"
-        later = tl.dot((s >= t).to(ACC), held, input_precision=precision, out_dtype=ACC)
-        tl.store(p_held + o_row, tl.sum(tl.where((t // C == s // C) & (s < t), later, 0.0), 1), mask=o_t < NR)
+            o_A = o_pair + t * C
+            own = tl.load(p_factor + 7 * C)
+            b_Q = tl.load(p_known + o_A + C, mask=known, other=0.0).to(ACC)
+            held = F * (b_Q * (own * scale)[:, None])
+        else:
+            o_A = o_pair
+            held = F * tl.load(p_P + first * C + o_pair, mask=known, other=0.0).to(ACC)
+        if ERASE:
+            D = tl.where(before, -beta[:, None] * (U * decay), 0.0)
+            tl.store(p_N + first_wide * R + o_wide, (D + tl.trans(D)).to(ST).to(BT, bitcast=True))
+            wiped = U * tl.load(p_known + o_A, mask=known, other=0.0).to(ACC)
+            tl.store(p_written + o_row, written - tl.sum(wiped, 1), mask=o_t < NR)
+            if GATE:
+                held -= beta[:, None] * wiped
+            if BOTH:
+                M += tl.load(p_factor + 2 * C)[:, None] * D
+                tl.store(p_asked + o_row, -beta * own * tl.sum(U * b_Q, 1), mask=o_t < NR)
+        tl.store(p_M + first_wide * R + o_wide, M.to(ST).to(BT, bitcast=True))
+        if GATE:
+            # the gate of t stands between s and r for r >= t > s; a sum without cancellation: in half the tensor cores' float32 is
+            # far more than the operands hold
+            precision: tl.constexpr = "tf32" if HALF else "ieee"
+            later = tl.dot((s >= t).to(ACC), held, input_precision=precision, out_dtype=ACC)
+            tl.store(p_held + o_row, tl.sum(tl.where((t // C == s // C) & (s < t), later, 0.0), 1), mask=o_t < NR)
 
 
 @triton.jit
@@ -134,95 +139,100 @@ def parts_at(
     return total
 
 
-@triton.jit(do_not_specialize=["T", "NR", "NE", "B"])
+@triton.jit(do_not_specialize=["T", "NR", "NE", "B", "jobs"])
 def combine(
     x_r, x_q, x_k, p_E, x_dr_part, x_dx_part, x_dk_part, x_M, x_N, x_D, p_written, p_asked, x_dr, x_dq, x_dk,
-    p_from, p_to, p_dlam, p_dbeta, p_again, p_max, T, NR, NE, B,
+    p_from, p_to, p_dlam, p_dbeta, p_again, p_max, T, NR, NE, B, jobs,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
     NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, DT: tl.constexpr,
     ST: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """R tokens of one value head, BK keys at a time. p_from, p_to: what each token reads and leaves of ⟨S, dS⟩."""
+    turns = 1
     if FORM == 2:
         if tl.load(p_again) == 0:
             return
+        # seldom wanted: a program a job would cost every call the start of thousands
+        turns = tl.cdiv(jobs - tl.program_id(0), tl.num_programs(0))
     tiles = NE // R
-    i_t = (tl.program_id(0) % tiles) * R
-    i_bh = tl.program_id(0) // tiles
-    i_b = i_bh // HV
-    i_h = i_bh % HV
-    i_k = i_h // (HV // H)
-    rest = 1.0 / gradient_factor(p_max, NM, HALF)
-    o_t = i_t + tl.arange(0, R)
-    live = o_t < T
-    o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
-    o_row = tl.cast(i_bh, tl.int64) * NR + o_t
-    p_factor = factors(p_E, i_bh * (NR // R) + i_t // R, R) + tl.arange(0, R)
-    read = tl.zeros([R], ACC)
-    left = tl.zeros([R], ACC)
-    wiped = tl.zeros([R], ACC)
-    asked = tl.zeros([R], ACC)
-    within = tl.zeros([R], ACC)
-    odd = tl.zeros([R], ACC)
-    for i_d in tl.range(0, K, BK, num_stages=NS):
-        b_k = load_tile(x_k, i_b, i_t, i_k, i_d, T, H, K, R, BK, TMA).to(ST)
-        b_r = load_tile(x_r, i_b, i_t, i_h // (HV // HR), i_d, T, HR, K, R, BK, TMA).to(ST)
-        b_M = load_tile(x_M, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA).to(ST, bitcast=True)
-        dr = parts_at(x_dr_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC, ST)
-        dk = parts_at(x_dk_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC, ST)
-        if GATE:
-            read += tl.sum(b_r.to(ACC) * dr, 1)
-            left += tl.sum(b_k.to(ACC) * dk, 1)
+    for i_turn in range(turns):
+        i_job = tl.program_id(0) + i_turn * tl.num_programs(0)
+        i_t = (i_job % tiles) * R
+        i_bh = i_job // tiles
+        i_b = i_bh // HV
+        i_h = i_bh % HV
+        i_k = i_h // (HV // H)
+        rest = 1.0 / gradient_factor(p_max, NM, HALF)
+        o_t = i_t + tl.arange(0, R)
+        live = o_t < T
+        o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
+        o_row = tl.cast(i_bh, tl.int64) * NR + o_t
+        p_factor = factors(p_E, i_bh * (NR // R) + i_t // R, R) + tl.arange(0, R)
+        read = tl.zeros([R], ACC)
+        left = tl.zeros([R], ACC)
+        wiped = tl.zeros([R], ACC)
+        asked = tl.zeros([R], ACC)
+        within = tl.zeros([R], ACC)
+        odd = tl.zeros([R], ACC)
+        for i_d in tl.range(0, K, BK, num_stages=NS):
+            b_k = load_tile(x_k, i_b, i_t, i_k, i_d, T, H, K, R, BK, TMA).to(ST)
+            b_r = load_tile(x_r, i_b, i_t, i_h // (HV // HR), i_d, T, HR, K, R, BK, TMA).to(ST)
+            b_M = load_tile(x_M, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA).to(ST, bitcast=True)
+            dr = parts_at(x_dr_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC, ST)
+            dk = parts_at(x_dk_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC, ST)
+            if GATE:
+                read += tl.sum(b_r.to(ACC) * dr, 1)
+                left += tl.sum(b_k.to(ACC) * dk, 1)
+            if ERASE:
+                own = tl.load(p_factor + 7 * R)
+                beta = tl.load(p_factor)
+                if LAM:
+                    lam = tl.load(p_factor + 2 * R)
+                dx = parts_at(x_dx_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC, ST) * own[:, None]
+                wiped += tl.sum(b_k.to(ACC) * dx, 1)
+                if LAM:
+                    b_q = b_r
+                    if READ:
+                        b_q = load_tile(x_q, i_b, i_t, i_k, i_d, T, H, K, R, BK, TMA).to(ST)
+                    asked += tl.sum(b_q.to(ACC) * dx, 1)
+                dx *= beta[:, None]
+                dk += dx
+                if LAM:
+                    if READ:
+                        b_D = load_tile(x_D, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA).to(ST, bitcast=True)
+                        in_chunk = tl.dot(b_D, b_k, input_precision="ieee", out_dtype=ACC) * own[:, None]
+                        within += tl.sum(b_q.to(ACC) * in_chunk, 1)
+                        b_by_lam = (b_q.to(ACC) * (lam * own)[:, None]).to(ST)
+                        dk = tl.dot(tl.trans(b_D), b_by_lam, dk, input_precision="ieee", out_dtype=ACC)
+                        dq = (dx + in_chunk) * (lam * rest)[:, None]
+                        store_tile(x_dq, dq.to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
+                    else:
+                        dr += dx * lam[:, None]
+                b_N = load_tile(x_N, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA).to(ST, bitcast=True)
+                dk = tl.dot(b_N, b_k, dk, input_precision="ieee", out_dtype=ACC)
+            dr = tl.dot(b_M, b_k, dr, input_precision="ieee", out_dtype=ACC)
+            dk = tl.dot(tl.trans(b_M), b_r, dk, input_precision="ieee", out_dtype=ACC)
+            if FORM == 1:
+                odd += tl.sum((dr - dr) + (dk - dk), 1)
+            store_tile(x_dr, (dr * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
+            store_tile(x_dk, (dk * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
+        if FORM == 1:
+            mark(p_again, odd)
         if ERASE:
-            own = tl.load(p_factor + 7 * R)
             beta = tl.load(p_factor)
             if LAM:
-                lam = tl.load(p_factor + 2 * R)
-            dx = parts_at(x_dx_part, i_b, i_t, i_h, i_d, T, B, HV, K, R, BK, PARTS, TMA, ACC, ST) * own[:, None]
-            wiped += tl.sum(b_k.to(ACC) * dx, 1)
+                wiped += tl.load(p_factor + 2 * R) * asked
+            written = tl.load(p_written + o_row, mask=o_t < NR, other=0.0)
+            tl.store(p_dbeta + o_value, (written + wiped) * rest, mask=live)
             if LAM:
-                b_q = b_r
-                if READ:
-                    b_q = load_tile(x_q, i_b, i_t, i_k, i_d, T, H, K, R, BK, TMA).to(ST)
-                asked += tl.sum(b_q.to(ACC) * dx, 1)
-            dx *= beta[:, None]
-            dk += dx
-            if LAM:
-                if READ:
-                    b_D = load_tile(x_D, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA).to(ST, bitcast=True)
-                    in_chunk = tl.dot(b_D, b_k, input_precision="ieee", out_dtype=ACC) * own[:, None]
-                    within += tl.sum(b_q.to(ACC) * in_chunk, 1)
-                    b_by_lam = (b_q.to(ACC) * (lam * own)[:, None]).to(ST)
-                    dk = tl.dot(tl.trans(b_D), b_by_lam, dk, input_precision="ieee", out_dtype=ACC)
-                    dq = (dx + in_chunk) * (lam * rest)[:, None]
-                    store_tile(x_dq, dq.to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
-                else:
-                    dr += dx * lam[:, None]
-            b_N = load_tile(x_N, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA).to(ST, bitcast=True)
-            dk = tl.dot(b_N, b_k, dk, input_precision="ieee", out_dtype=ACC)
-        dr = tl.dot(b_M, b_k, dr, input_precision="ieee", out_dtype=ACC)
-        dk = tl.dot(tl.trans(b_M), b_r, dk, input_precision="ieee", out_dtype=ACC)
-        if FORM == 1:
-            odd += tl.sum((dr - dr) + (dk - dk), 1)
-        store_tile(x_dr, (dr * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
-        store_tile(x_dk, (dk * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
-    if FORM == 1:
-        mark(p_again, odd)
-    if ERASE:
-        beta = tl.load(p_factor)
-        if LAM:
-            wiped += tl.load(p_factor + 2 * R) * asked
-        written = tl.load(p_written + o_row, mask=o_t < NR, other=0.0)
-        tl.store(p_dbeta + o_value, (written + wiped) * rest, mask=live)
-        if LAM:
-            if not READ:
-                within = tl.load(p_asked + o_row, mask=o_t < NR, other=0.0)
-            tl.store(p_dlam + o_value, (within + beta * asked) * rest, mask=live)
-    if GATE:
-        if ERASE:
-            read += beta * wiped
-        tl.store(p_from + o_row, read, mask=o_t < NR)
-        tl.store(p_to + o_row, left, mask=o_t < NR)
+                if not READ:
+                    within = tl.load(p_asked + o_row, mask=o_t < NR, other=0.0)
+                tl.store(p_dlam + o_value, (within + beta * asked) * rest, mask=live)
+        if GATE:
+            if ERASE:
+                read += beta * wiped
+            tl.store(p_from + o_row, read, mask=o_t < NR)
+            tl.store(p_to + o_row, left, mask=o_t < NR)
 
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "anchors"])

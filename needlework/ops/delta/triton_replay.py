@@ -58,7 +58,7 @@ def replay_forward(
         i_bh = i_b * HV + i_h
 
         if late:
-            wait_for(p_flag + i_slot)
+            wait_for(p_flag + i_slot, FORM)
         o_k = i_k + tl.arange(0, KS)
         o_v = i_v + tl.arange(0, VB)
         o_in_state = o_k[:, None] * V + o_v[None, :]
@@ -135,7 +135,7 @@ def replay_forward(
             tl.store(p_early + o_hand, S0)
             if NT == 2:
                 tl.store(p_early + VB + o_hand, S1)
-            tell(p_flag + i_slot - 1)
+            tell(p_flag + i_slot - 1, FORM)
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])
@@ -180,7 +180,7 @@ def replay_reverse(
         i_bh = i_b * HV + i_h
 
         if late:
-            wait_for(p_flag + i_slot)
+            wait_for(p_flag + i_slot, FORM)
         o_k = i_k + tl.arange(0, KS)
         o_v = i_v + tl.arange(0, VB)
         o_in_state = o_k[:, None] * V + o_v[None, :]
@@ -265,4 +265,4 @@ def replay_reverse(
             tl.store(p_early + o_hand, S0)
             if NT == 2:
                 tl.store(p_early + VB + o_hand, S1)
-            tell(p_flag + i_slot - 1)
+            tell(p_flag + i_slot - 1, FORM)

@@ -6,7 +6,8 @@ beta None: nothing is erased, S_t = e^{g_t} S_{t-1} + k_t v_tᵀ. lam None: x = 
 `triton_intra.py` makes what each chunk needs, `triton_scan.py` walks the chunks; their constants are in scalar.plans.json.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -160,14 +161,15 @@ def forward(
         state = initial_state.to(wide, copy=True) if untouched else torch.empty_like(initial_state, dtype=wide)
     else:
         state = (torch.zeros if untouched else torch.empty)(align.N, HV, K, V, dtype=wide, device=q.device)
-    for form in both if o.numel() else ():
-        if parts > 1 and form == 2:
-            transitions(*tokens, (N, M), plan=plan, save=save)
-            fix_up(M, N, first, parts, reverse=False, again=(starts, mark))
-        launch_scan(
-            q_, k_, v, g, beta, lam, read, Tp, Pp, G, E, o, W, initial_state, state, align, mark,
-            scale=scale, plan=plan, form=form,
-        )  # fmt: skip
+    if o.numel():
+        walk = walked(
+            q_, k_, v, g, beta, lam, read, Tp, Pp, G, E, o, W, initial_state, state, align, mark, scale=scale, plan=plan
+        )
+        for form in both:
+            if parts > 1 and form == 2:
+                transitions(*tokens, (N, M), plan=plan, save=save)
+                fix_up(M, N, first, parts, reverse=False, into=starts, when=mark)
+            walk(form)
     state = state if parts == 1 else state[parts - 1 :: parts].clone()
     if not save:
         return o, state
@@ -192,30 +194,30 @@ def launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, *, scal
     )  # fmt: skip
 
 
-def launch_scan(
-    q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state, state, align, mark, *, scale, plan, form
-) -> None:
-    """o, the final state and, where it is given a place, W. q, k, q_read are operands' copies; o and v share the caller's type."""
+def walked(
+    q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state, state, align, mark, *, scale, plan
+) -> Callable[[int], None]:
+    """What launches the scan in a form: o, the final state and, where it is given a place, W. q, k, q_read are operands' copies; o and v
+    share the caller's type."""
     T, HV, V = v.shape[1:]
     (H, K), (rows, C) = k.shape[2:], Pp.shape[2:]
     r = q if q_read is None else q_read
     _, erase, with_lam, read = _flags(g, beta, lam, q_read)
-    constants = scan_constants(
-        plan, v.dtype, H, r.shape[2], HV, K, V, erase, with_lam, read, initial_state is not None, W is not None, form
-    )
-    BV, KB, NK = (constants[name] for name in ("BV", "KB", "NK"))
+    init, save = initial_state is not None, W is not None
+    constants_of = partial(scan_constants, plan, v.dtype, H, r.shape[2], HV, K, V, erase, with_lam, read, init, save)
+    BV, KB, NK = (constants_of(0)[name] for name in ("BV", "KB", "NK"))
     slots, flag = slots_of(plan, "scan", align, HV * -(-V // BV), len(v) * (rows // C))
     hand = q.new_empty(slots, BV, NK * KB, dtype=state.dtype)
     tile = lambda x, D: token_tile(x, C, D) if plan.tma else x
     pairs = lambda x: tile(x.view(-1, rows, 1, C), C)
     x_P = pairs(Pp)
     x_o = tile(o, BV)
-    run(
-        scan, (slots,),
+    arguments = (
         tile(r, KB), tile(q, KB), tile(k, KB), tile(v, BV), pairs(Tp) if erase else x_P, x_P, E,
         x_o, x_o if W is None else tile(W, BV), _or(initial_state, state), state, align.cum, hand, flag, mark,
-        scale, T, rows, align.N, **constants,
+        scale, T, rows, align.N,
     )  # fmt: skip
+    return lambda form: run(scan, (slots,), *arguments, **constants_of(form))
 
 
 def slots_of(plan: Plan, kernel: str, align: Alignment, per: int, chunks: int) -> tuple[int, Tensor]:

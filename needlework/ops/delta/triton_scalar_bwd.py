@@ -26,6 +26,7 @@ from needlework.ops.delta.triton_scalar import forms, inverse, operands, slots_o
 from needlework.ops.delta.triton_split import fix_up, segments
 
 NO_ANCHOR = 1 << 30
+OF_JOBS = "pairs", "combine"  # of whose second form a program does one job after another
 
 
 def backward(
@@ -64,31 +65,10 @@ def backward(
         ends = (do, 0) if dstate is None else (dstate, dstate.numel())
         run(amax, (len(peaks),), do, ends[0], peaks, do.numel(), ends[1], **c["amax"])
 
-    # a chain per sequence, value head and tile of values; what is left of it where it is cut
     BV, KB, NK = (c["adjoint"][name] for name in ("BV", "KB", "NK"))
-    du = torch.empty_like(v, dtype=st)
-    couplings = lambda x: tile(x.view(-1, rows, 1, C), C)
-    x_P = couplings(Pp)
-    again = mark.clone()
-
-    def reverse(dstate: Tensor | None, dinitial: Tensor | None, settings: dict[str, object]) -> Tensor:
-        """The gradient of the initial states, and du."""
-        if dinitial is None:
-            dinitial = new(N, HV, K, V)
-            if alignment.place is not None:
-                # of an empty sequence, which no chain walks
-                dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
-        slots, flag = slots_of(plan, "adjoint", alignment, HV * cdiv(V, BV), chunks_in_all)
-        run(
-            adjoint, (slots,),
-            tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_P if beta is None else couplings(Tp), x_P, E,
-            tile(du, BV), or_G(dstate), dinitial, alignment.cum, new(slots, BV, NK * KB),
-            flag, again, peaks, scale, T, rows, N, **{**settings, "END": int(dstate is not None)},
-        )  # fmt: skip
-        return dinitial
-
     BVP, R = (c["pairs"][name] for name in ("BV", "R"))
     wide = cdiv(rows, R) * R
+    du = torch.empty_like(v, dtype=st)
     do_ = torch.empty_like(do, dtype=st) if half else do
     # additive, wide: one tensor is both
     dv = torch.empty_like(v) if half or beta is not None else du
@@ -102,58 +82,73 @@ def backward(
     places = (chunks_in_all // EVERY + N + 1) * HV if g is not None else 1
     anchors = new(places, K, V, dtype=st) if g is not None else G
     X = new(places, slices * parts)
-    chains = HV * slices * parts
     # a group's heads are summed afterwards, from what is not yet rounded
     BK = c["combine"]["BK"]
     keys = lambda: new(B, T, HV, K, dtype=q.dtype if H == HV else acc)
     dk, dr = keys(), keys()
     dq = keys() if read and lam is not None else dr
     dg, dlam, dbeta = (None if x is None else new(B, T, HV) for x in (g, lam, beta))
+    dinitial = new(N, HV, K, V)
+    if alignment.place is not None:
+        # of an empty sequence, which no chain walks
+        dinitial.zero_() if dstate is None else dinitial.unflatten(0, (-1, cuts)).copy_(dstate[:, None])
+    again = mark.clone()
+
+    x_P, x_T = (tile(x.view(-1, rows, 1, C), C) for x in (Pp, Pp if beta is None else Tp))
     keys_at = lambda x: tile(x, BK, R)
     square = lambda x: tile(x if x.numel() else M, R, R)
-    runs = cdiv(alignment.longest, EVERY)
 
-    def launch(dstate: Tensor | None, dinitial: Tensor | None, c: dict[str, dict[str, object]]) -> Tensor:
-        """Every kernel but amax, in one form; the gradient of the initial states."""
-        dinitial = reverse(dstate, dinitial, c["adjoint"])
-        run(
-            pairs, (wide // R * B * HV,),
+    def walk(dstate: Tensor | None, dinitial: Tensor) -> tuple[int, tuple]:
+        """Of adjoint: a chain per sequence, value head and tile of values, and what is left of it where it is cut."""
+        slots, flag = slots_of(plan, "adjoint", alignment, HV * cdiv(V, BV), chunks_in_all)
+        return slots, (
+            tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_T, x_P, E, tile(du, BV), or_G(dstate), dinitial,
+            alignment.cum, new(slots, BV, NK * KB), flag, again, peaks, scale, T, rows, N,
+        )  # fmt: skip
+
+    dlast = dstate
+    if cuts > 1:
+        found, dstate = torch.zeros_like(dinitial), torch.empty_like(dinitial)
+        before, given_before = walk(None, found)
+
+    chains = HV * slices * parts
+    (slots, flag), (_, flag_back) = (slots_of(plan, "replay_forward", alignment, chains, chunks_in_all) for _ in range(2))
+    hand, jobs, runs = new(slots, KS, VB * NT), wide // R * B * HV, cdiv(alignment.longest, EVERY)
+    # name, programs, arguments: the same in every form
+    calls = [
+        ("adjoint", *walk(dstate, dinitial)),
+        ("pairs", jobs, (
             tile(do, BVP, R), tile(du, BVP, R), tile(W, BVP, R), tile(v, BVP, R), or_G(g), E, Pp, A, tile(do_, BVP, R),
-            tile(dv, BVP, R), M, N_, D, held, written, asked, mark, again, peaks, scale, T, rows, wide, **c["pairs"],
-        )  # fmt: skip
-        (slots, flag), (_, flag_back) = (slots_of(plan, "replay_forward", alignment, chains, chunks_in_all) for _ in range(2))
-        hand = new(slots, KS, VB * NT)
-        run(
-            replay_forward, (slots,),
+            tile(dv, BVP, R), M, N_, D, held, written, asked, mark, again, peaks, scale, T, rows, wide, jobs,
+        )),
+        ("replay_forward", slots, (
             tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), E, tile(dr_part, KS), tile(dx_part, KS),
-            or_G(initial_state), anchors, alignment.cum, hand, flag, mark, again, scale, T, rows, N, B, **c["replay_forward"],
-        )  # fmt: skip
-        run(
-            replay_reverse, (slots,),
+            or_G(initial_state), anchors, alignment.cum, hand, flag, mark, again, scale, T, rows, N, B,
+        )),
+        ("replay_reverse", slots, (
             tile(r, KS), tile(asks, KS), tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E,
             tile(dk_part, KS), or_G(dstate), anchors, X, alignment.cum, hand, flag_back, mark, again, peaks,
-            scale, T, rows, N, B, **c["replay_reverse"],
-        )  # fmt: skip
-        run(
-            combine, (wide // R * B * HV,),
+            scale, T, rows, N, B,
+        )),
+        ("combine", jobs, (
             keys_at(r), keys_at(asks), keys_at(k_), E, keys_at(dr_part), keys_at(dx_part), keys_at(dk_part),
             square(M), square(N_), square(D), written, asked, keys_at(dr), keys_at(dq), keys_at(dk), from_start, to_end,
-            or_G(dlam), or_G(dbeta), again, peaks, T, rows, wide, B, **c["combine"],
-        )  # fmt: skip
-        if g is not None:
-            run(
-                gate, (runs * N * HV,),
-                held, from_start, to_end, X, G, dg, alignment.cum, again, peaks, T, rows, N, runs, **c["gate"],
-            )  # fmt: skip
-        return dinitial
+            or_G(dlam), or_G(dbeta), again, peaks, T, rows, wide, B, jobs,
+        )),
+    ]  # fmt: skip
+    if g is not None:
+        arguments = held, from_start, to_end, X, G, dg, alignment.cum, again, peaks, T, rows, N, runs
+        calls.append(("gate", runs * N * HV, arguments))
 
-    dstarts = dinitial = None
     for form in both:
         c = constants_of(form)
         if cuts > 1:
-            found = None if dstarts is None else (dstarts, again)
-            dstarts = fix_up(transitions, reverse(None, None, c["adjoint"]), dstate, cuts, reverse=True, again=found)
-        dinitial = launch(dstate if cuts == 1 else dstarts, dinitial, c)
+            run(adjoint, (before,), *given_before, **c["adjoint"] | {"END": 0})
+            fix_up(transitions, found, dlast, cuts, reverse=True, into=dstate, when=again if form == 2 else None)
+        for name, programs, arguments in calls:
+            if form == 2 and name in OF_JOBS:
+                programs = min(programs, plan.launch["scan"]["NP"])
+            run(KERNELS[name], (programs,), *arguments, **c[name])
     grouped = lambda x, heads: (x if heads == HV else x.unflatten(2, (heads, -1)).sum(3)).to(q.dtype)
     dr = grouped(dr, r.shape[2])
     if lam is None:

@@ -80,16 +80,17 @@ def mark(p_wide, odd):
 
 
 @triton.jit
-def wait_for(p_flag):
-    while tl.atomic_add(p_flag, 0, sem="acquire") == 0:
+def wait_for(p_flag, FORM: tl.constexpr = 0):
+    """A second form waits on the flags of the first, which left them at 1."""
+    while tl.atomic_add(p_flag, 0, sem="acquire") < (2 if FORM == 2 else 1):
         pass
     tl.debug_barrier()
 
 
 @triton.jit
-def tell(p_flag):
+def tell(p_flag, FORM: tl.constexpr = 0):
     tl.debug_barrier()
-    tl.atomic_xchg(p_flag, 1, sem="release")
+    tl.atomic_xchg(p_flag, 2 if FORM == 2 else 1, sem="release")
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N"])
@@ -133,7 +134,7 @@ def scan(
         i_bh = i_b * HV + i_h
 
         if late:
-            wait_for(p_flag + i_slot)
+            wait_for(p_flag + i_slot, FORM)
         o_v = i_v + tl.arange(0, BV)
         o_state = (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
         inside = (o_v < V)[:, None] & (o_k < K)[None, :]
@@ -221,4 +222,4 @@ def scan(
             tl.store(p_early, S0)
             if NK == 2:
                 tl.store(p_early + KB, S1)
-            tell(p_flag + i_slot - 1)
+            tell(p_flag + i_slot - 1, FORM)

@@ -64,19 +64,21 @@ def transitions(walk: Callable[[Tensor, Tensor | None], Tensor], v: Tensor, K: i
 
 
 def fix_up(
-    M: Tensor, N: Tensor, first: Tensor | None, parts: int, *, reverse: bool, again: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+    M: Tensor, N: Tensor, first: Tensor | None, parts: int,
+    *, reverse: bool, into: Tensor | None = None, when: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """S of every segment [N·parts HV K V], `first` (None: zeros) in each sequence's first: S_{p+1} = M_p S_p + N_p.
 
-    reverse: `first` in each sequence's last, S_{p-1} = M_pᵀ S_p + N_p. again: S as it was found before, and what is 0 where it stands.
+    reverse: `first` in each sequence's last, S_{p-1} = M_pᵀ S_p + N_p. into: where S is written; when: nothing is written while it is 0.
     """
     rows, HV, K, V = N.shape
-    S, when = (torch.empty_like(N), N) if again is None else again
+    S = torch.empty_like(N) if into is None else into
     constants = fix_up_constants(N.dtype, K, V) | {"FIRST": int(first is not None), "REVERSE": int(reverse)}
-    constants["AGAIN"] = int(again is not None)
+    constants["WHEN"] = int(when is not None)
     programs = rows // parts * HV * cdiv(V, constants["BV"])
     if programs:
-        run(fix_up_kernel, (programs,), M, N, N if first is None else first.contiguous(), S, when, parts, HV, **constants)
+        first, when = (N if x is None else x.contiguous() for x in (first, when))
+        run(fix_up_kernel, (programs,), M, N, first, S, when, parts, HV, **constants)
     return S
 
 
@@ -107,13 +109,13 @@ def store_state(p, b, i_k, o_v, K: tl.constexpr, V: tl.constexpr, KB: tl.constex
 
 @triton.jit(do_not_specialize=["P", "HV"])
 def fix_up_kernel(
-    p_M, p_N, p_first, p_S, p_again, P, HV,
+    p_M, p_N, p_first, p_S, p_when, P, HV,
     K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, FIRST: tl.constexpr, REVERSE: tl.constexpr,
-    AGAIN: tl.constexpr, PRECISION: tl.constexpr,
+    WHEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One sequence, value head and BV value columns. S passes through memory: rows of registers cannot be taken apart."""
-    if AGAIN:
-        if tl.load(p_again) == 0:
+    if WHEN:
+        if tl.load(p_when) == 0:
             return
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV * BV
@@ -164,8 +166,8 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     cases = [Case(segments_kernel, signature, {"BLK": 256}, {"num_warps": 4})]
     for reverse in (0, 1):
         constants = fix_up_constants(torch.float64 if dtype == torch.float64 else torch.float32, K, V)
-        constants |= {"FIRST": 1, "REVERSE": reverse, "AGAIN": 1}
+        constants |= {"FIRST": 1, "REVERSE": reverse, "WHEN": 1}
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-        signature = dict.fromkeys(("p_M", "p_N", "p_first", "p_S"), wide) | {"p_again": "*i32", "P": "i32", "HV": "i32"}
+        signature = dict.fromkeys(("p_M", "p_N", "p_first", "p_S"), wide) | {"p_when": "*i32", "P": "i32", "HV": "i32"}
         cases.append(Case(fix_up_kernel, signature, constants, options))
     return cases
