@@ -18,6 +18,7 @@ from needlework.ops.qdelta.spec import growing
 from needlework.ops.specs import specs
 from needlework.testing.checks import budgeted
 from needlework.testing.compare import EXACT, differentiate, relative, whole
+from needlework.testing.verdict import poisoned
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter"),
@@ -178,6 +179,29 @@ def test_a_row_beside_one_that_grows_keeps_its_numbers(bfloat16_in_the_interpret
     beside = row({n: torch.cat((x, grown[n])) for n, x in usual.items()}, torch.bfloat16, partial(chunk_qdelta, impl="triton"))
     for name, want in row(usual, torch.float64, recurrent_qdelta).items():
         assert relative(beside[name], want) <= 2.0**-6, name  # four roundings to bfloat16
+
+
+def test_memory_that_nothing_wrote_leaves_no_mark(bfloat16_in_the_interpreter, monkeypatch):
+    """Packed sequences lie apart, and of the chunks that none of them has nothing is written."""
+    from needlework.ops.delta import triton_scalar_bwd
+
+    marks, run = [], triton_scalar_bwd.run
+
+    def spied(kernel, grid, *arguments, **constants):
+        if "p_again" in kernel.arg_names:
+            marks.append(arguments[kernel.arg_names.index("p_again")])
+        return run(kernel, grid, *arguments, **constants)
+
+    monkeypatch.setattr(triton_scalar_bwd, "run", spied)
+    inputs = sample(T=60, N=4)
+    x = {n: y.to(torch.bfloat16 if n in "qkv" else torch.float32).requires_grad_() for n, y in inputs.items()}
+    with poisoned():
+        o, state = chunk_qdelta(
+            **x, scale=0.25, cu_seqlens=torch.tensor([0, 17, 17, 34, 60]), output_final_state=True, impl="triton"
+        )
+        (o.float().sum() + state.sum()).backward()
+    assert marks and not any(mark.any() for mark in marks)
+    assert all(y.grad.isfinite().all() for y in x.values())
 
 
 def test_what_does_not_grow_is_the_first_forms(bfloat16_in_the_interpreter):

@@ -139,10 +139,10 @@ def parts_at(
     return total
 
 
-@triton.jit(do_not_specialize=["T", "NR", "NE", "B", "jobs"])
+@triton.jit(do_not_specialize=["T", "NR", "N", "NE", "B", "jobs"])
 def combine(
     x_r, x_q, x_k, p_E, x_dr_part, x_dx_part, x_dk_part, x_M, x_N, x_D, p_written, p_asked, x_dr, x_dq, x_dk,
-    p_from, p_to, p_dlam, p_dbeta, p_again, p_max, T, NR, NE, B, jobs,
+    p_from, p_to, p_dlam, p_dbeta, p_cum, p_again, p_max, T, NR, N, NE, B, jobs,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
     NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, DT: tl.constexpr,
     ST: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, FORM: tl.constexpr,
@@ -217,7 +217,9 @@ def combine(
             store_tile(x_dr, (dr * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
             store_tile(x_dk, (dk * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
         if FORM == 1:
-            mark(p_again, odd)
+            # of a chunk that no sequence has nothing was written
+            walked = i_b * (NR // R) + i_t // R < tl.load(p_cum + N)
+            mark(p_again, tl.where(walked, odd, 0.0))
         if ERASE:
             beta = tl.load(p_factor)
             if LAM:

@@ -133,7 +133,7 @@ def backward(
         ("combine", jobs, (
             keys_at(r), keys_at(asks), keys_at(k_), E, keys_at(dr_part), keys_at(dx_part), keys_at(dk_part),
             square(M), square(N_), square(D), written, asked, keys_at(dr), keys_at(dq), keys_at(dk), from_start, to_end,
-            or_G(dlam), or_G(dbeta), again, peaks, T, rows, wide, B, jobs,
+            or_G(dlam), or_G(dbeta), alignment.cum, again, peaks, T, rows, N, wide, B, jobs,
         )),
     ]  # fmt: skip
     if g is not None:
