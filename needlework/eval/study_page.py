@@ -79,11 +79,14 @@ def _claims(study: Study, claims: tuple[Claim, ...]) -> str:
 
 
 def _ended(study: Study) -> str:
-    rows = [
-        (run["title"], str(run["seed"]), f"{run['ended']['step']:,} of {run['ended']['steps']:,}", run["ended"]["why"])
-        for run in study.ended
-    ]
-    return f"The guard ended these runs; no mean and no claim has them.\n\n{_table(('mixer', 'seed', 'step', 'why'), rows)}"
+    head = ("mixer", "seed", "code", "step", "why")
+    rows = []
+    for run in study.ended:
+        where = run["ended"]
+        rows.append(
+            (run["title"], str(run["seed"]), run["commit"][:10], f"{where['step']:,} of {where['steps']:,}", where["why"])
+        )
+    return f"The guard ended these runs; no mean and no claim has them.\n\n{_table(head, rows)}"
 
 
 def _overview(study: Study) -> str:

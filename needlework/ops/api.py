@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.constant import constant
+from needlework.ops.common.graphs import keyed
 from needlework.ops.common.launch import interpreted
 from needlework.ops.common.struck import STRUCK
 
@@ -29,6 +30,8 @@ def resolve(
         that has no kernel has none.
     Raises ValueError for an unknown name, and with the reason for impl="triton" where that cannot be.
     """
+    if torch.compiler.is_compiling():
+        keyed()
     asked = os.environ.get("NEEDLEWORK_IMPL", "auto") if impl == "auto" else impl
     if asked not in get_args(Impl):
         raise ValueError(f"impl: got {asked!r}, expected one of {', '.join(get_args(Impl))}")

@@ -125,7 +125,7 @@ def test_a_run_that_its_guard_ended_is_told_and_counts_nowhere(tmp_path):
     assert study.judge(claim("other", "plain")).word == "ended early"
     assert study.judge(claim("absent", "plain")).word == "not run"
     page = write_page(study, tmp_path / "page", (claim("other", "plain"),), "").read_text()
-    assert "| Better | 1 | 199 of 1,200 | the loss is nan, of model.blocks.0 |" in page and "| Other | 0 | 2 of" in page
+    assert "| Better | 1 | abc | 199 of 1,200 | the loss is nan, of model.blocks.0 |" in page and "| Other | 0 | 2 of" in page
     with pytest.raises(ValueError, match=r"no runs there .* ended early"):
         load_study(write(tmp_path / "none", lost))
 

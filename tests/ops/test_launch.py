@@ -6,9 +6,10 @@ import warnings
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.compiler import config
 
 from needlework.ops.api import _warn_once, resolve
-from needlework.ops.common import alignment, launch, struck
+from needlework.ops.common import alignment, graphs, launch, struck
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.unit import unit_rows
 from needlework.ops.delta import chunk_delta, recurrent_delta
@@ -69,6 +70,24 @@ def test_a_struck_off_plan_is_not_taken_and_torch_says_why_once(monkeypatch):
         assert resolve("delta", "auto", GPU, lambda: launch.misfit(*arguments)) == "torch"
     struck.record({f"delta/scalar/{row.name}": None for row in launch.rows("delta/scalar")})
     assert launch.misfit(*arguments) is None
+
+
+def test_graphs_kept_on_disk_are_known_by_tables_and_verdicts():
+    """A graph has the sizes of its plan: with that struck off it must not be found again."""
+    x = dict.fromkeys("qkv", torch.ones(1, 4, 1, 8))
+
+    def key(compiled=True):
+        graphs._keyed.cache_clear()
+        torch.compiler.reset()
+        with config.patch(cache_key_tag="mine"):
+            (torch.compile(chunk_delta, backend="eager", fullgraph=True) if compiled else chunk_delta)(**x)
+            return config.cache_key_tag
+
+    before = key()
+    assert before.startswith("mine needlework ") and before == key()
+    assert key(compiled=False) == "mine"
+    struck.record({"delta/scalar/plain": "dk 31.00"})
+    assert key() != before
 
 
 def test_float64_is_for_the_interpreter_alone(monkeypatch):
