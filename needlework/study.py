@@ -3,6 +3,7 @@
 runs/<name>/<mixer>-<seed>/        a run (run.py)
             results/<mixer>-<seed>.json    what it measured, with its config: what `needlework report` reads. Of a run that its
                                            guard ended, where and why: it would end there again
+                    corpora/<sha256>.json  the manifest of a text that they read: what another machine misses, if its text is another
 """
 
 from pathlib import Path
@@ -33,8 +34,11 @@ def study(
     if len(wanted) < len(recipes):
         raise ValueError(f"study: {len(recipes)} recipes have {len(wanted)} names with seeds; each needs its own")
     jobs = {directory / path.stem: recipe for path, recipe in wanted.items() if not path.exists()}
+    manifests = directory / "results" / "corpora"
+    manifests.mkdir(parents=True, exist_ok=True)
     for corpus in {recipe.corpus for recipe in jobs.values()}:  # before the workers ask for it all at once
-        text(corpus, directory.parent / "corpora")
+        made = text(corpus, directory.parent / "corpora")
+        made.write_manifest(manifests / f"{made.manifest['sha256'][:16]}.json")
     pace = TOKENS_PER_SECOND if torch.cuda.is_available() else TOKENS_PER_SECOND / 50
     board = Board(
         {path.name: recipe for path, recipe in jobs.items()},
@@ -42,7 +46,6 @@ def study(
         workers,
     )
     console.print(f"{len(wanted) - len(jobs)} of {len(wanted)} runs are done -> {directory / 'results'}", highlight=False)
-    (directory / "results").mkdir(parents=True, exist_ok=True)
 
     def keep(run: Path, entry: dict[str, Any]) -> None:
         write_json(directory / "results" / f"{run.name}.json", entry)

@@ -165,9 +165,12 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(recipe, tmp_path):
     wild = dataclasses.replace(cli.changed(good, ["train.optim.lr=1e30"]), name="wild")
     with pytest.raises(RunError, match=r"^wild-0: step \d+: loss.*$"):
         study((wild, good), tmp_path / "both", Console(quiet=True), workers=1)
-    entries = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "both" / "results").iterdir()}
+    results = tmp_path / "both" / "results"
+    entries = {path.stem: json.loads(path.read_text()) for path in results.glob("*.json")}
     assert entries.keys() == {"gated-deltanet-0", "wild-0"}
     assert "loss" in entries["gated-deltanet-0"] and "loss" in entries["wild-0"]["ended"]["why"]
+    read = json.loads((results / "corpora" / f"{entries['wild-0']['corpus']['sha256'][:16]}.json").read_text())
+    assert read["sha256"] == entries["wild-0"]["corpus"]["sha256"] and read["files"]
 
 
 def die(recipe, directory):

@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -50,24 +51,36 @@ class Packages(TextSource):
         return self
 
     def listed(self) -> list[dict[str, Any]]:
-        """The manifest's list: of each package its name, side, files, bytes and the sha256 of its text."""
+        """The manifest's list: of each package its name, side, files, bytes, the sha256 of its text and what to install for it."""
+        of = self._distributions()
+        python = f"python {platform.python_version()}"
         return [
             {"name": package.name, "held_out": package.held_out, "files": len(package.files)}
-            | {"bytes": package.bytes, "sha256": package.sha256, "python": platform.python_version()}
+            | {"bytes": package.bytes, "sha256": package.sha256, "of": of.get(package.name, python)}
             for package in self.packages
         ]
+
+    def _distributions(self) -> dict[str, str]:
+        """Package -> name and version of what it was installed with."""
+        found = {}
+        for distribution in metadata.distributions(path=list(map(str, self._roots()))):
+            told = f"{distribution.name} {distribution.version}"
+            files = [file for file in distribution.files or () if file.suffix == ".py"]
+            found |= {file.parts[0].removesuffix(".py"): told for file in files}
+        return found
 
     def stream(self) -> Stream:
         return PackageStream(self.packages)
 
+    def _roots(self) -> list[Path]:
+        own = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+        return list(dict.fromkeys(Path(root).resolve() for root in self.roots or own))
+
     @cached_property
     def packages(self) -> list[Package]:
         """The packages that have text, in the order of their names' sha256; FileNotFoundError for a root that is not there."""
-        roots = [Path(root) for root in self.roots] or [
-            Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")
-        ]
         packages: dict[str, Package] = {}
-        for root in dict.fromkeys(root.resolve() for root in roots):
+        for root in self._roots():
             if not root.is_dir():
                 raise FileNotFoundError(f"packages: no such directory: {root}")
             for path in sorted(root.rglob("*.py")):

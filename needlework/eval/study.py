@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import texts
+
 # Student's t at 97.5 %, by degrees of freedom: three seeds are two
 T_QUANTILE = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 KEYS = ("name", "seed", "title", "lengths", "train_length", "tasks", "corpus", "machine", "versions", "commit")
@@ -62,6 +64,7 @@ class Study:
     """The runs of a study by mixer, in the order in which the mixers came; `tasks` and `lengths` are those that every run has.
 
     ended: runs that their guard ended before the last step; in no mean.
+    others: of the runs whose text is not quite the first one's, its digest and what it has that the first has not.
     families: who is looked at beside whom. glance: whom the one picture for everybody shows.
     """
 
@@ -70,6 +73,7 @@ class Study:
     train_length: int
     tasks: tuple[str, ...]
     ended: tuple[dict[str, Any], ...] = ()
+    others: dict[str, str] = field(default_factory=dict)
     families: dict[str, tuple[str, ...]] = field(default_factory=dict)
     glance: tuple[str, ...] = ()
 
@@ -91,7 +95,8 @@ class Study:
         at = [T for T in self.lengths if T / self.train_length in claim.multiples]
         tasks = [task for task in claim.tasks if task in self.tasks]
         if not seeds or not at or not tasks:
-            ended = not seeds and any(run["name"] in (claim.better, claim.worse) for run in self.ended)
+            absent = {claim.better, claim.worse} - self.runs.keys()
+            ended = bool(absent) and absent <= {run["name"] for run in self.ended}
             return Verdict(claim, "ended early" if ended else "not run", None)
         differences = [found(by_seed[0][seed], tasks, at) - found(by_seed[1][seed], tasks, at) for seed in seeds]
         mean = statistics.fmean(differences)
@@ -111,12 +116,14 @@ def load_study(
     """Every run in `directory` (*.json); mixers of `order` come first, in its order. A family of which fewer than two were run
     compares nothing and is left out; where none is left, there is one of all, as for a glance of which nobody was run.
 
-    ValueError if none was measured, if one lacks a key, or if two runs read another corpus or were trained on another length.
+    ValueError if none was measured, if one lacks a key, or if two runs were trained on another length, or read texts that are apart
+    (`texts.py`).
     """
     paths = sorted(directory.glob("*.json"))
     runs: dict[str, list[dict[str, Any]]] = {}
     ended: list[dict[str, Any]] = []
     first: dict[str, Any] | None = None
+    known, others = texts.manifests(directory), {}
     for path in paths:
         try:
             run = json.loads(path.read_text(encoding="utf-8"))
@@ -127,20 +134,25 @@ def load_study(
         if missing:
             raise ValueError(f"{path}: misses the key {missing[0]!r}")
         first = first or run
-        for key in ("lengths", "train_length", "corpus", "tasks"):
+        for key in ("lengths", "train_length", "tasks"):
             if run.get(key) != first.get(key):
                 raise ValueError(f"{path}: {key} is {run.get(key)}, {paths[0].name} has {first.get(key)}: not one study")
+        one, other = (of["corpus"]["sha256"] for of in (first, run))
+        if one != other and other not in others:
+            if why := texts.apart(known.get(one), known.get(other)):
+                raise ValueError(f"{path}: corpus is {other}, {paths[0].name} has {one}: not one study ({why})")
+            others[other] = texts.told(known[one], known[other])
         if "ended" in run:
             ended.append(run)
         else:
             runs.setdefault(run["name"], []).append(run)
     if not runs:
         raise ValueError(f"{directory}: no runs there (*.json)" + (" but such as ended early" if ended else ""))
-    known = [name for name in order if name in runs]
-    runs = {name: runs[name] for name in [*known, *(name for name in runs if name not in known)]}
+    ordered = [name for name in order if name in runs]
+    runs = {name: runs[name] for name in [*ordered, *(name for name in runs if name not in ordered)]}
     lengths, tasks = tuple(first["lengths"]), tuple(first["tasks"])
     present = {family: members for family, members in (families or {}).items() if len(runs.keys() & set(members)) > 1}
     seen = tuple(name for name in glance if name in runs)
     return Study(
-        runs, lengths, first["train_length"], tasks, tuple(ended), present or {"All": tuple(runs)}, seen or tuple(runs)
+        runs, lengths, first["train_length"], tasks, tuple(ended), others, present or {"All": tuple(runs)}, seen or tuple(runs)
     )

@@ -3,6 +3,7 @@
 import statistics
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from . import study_figures as figures
 from .results import write_whole
@@ -48,20 +49,32 @@ _POSITIONS = (
 
 def _summary(study: Study) -> str:
     runs = [run for of in study.runs.values() for run in of]
-    some = runs[0]
+    some = next(run for run in runs if run["corpus"]["sha256"] not in study.others)
     counts = sorted({len(of) for of in study.runs.values()})
     seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s'[: counts[0] > 1]}"
     told = "Every number is a mean over seeds ± their standard deviation" if counts[-1] > 1 else "No number has a spread"
     sizes = [run["parameters"] for run in runs]
     machines = sorted({f"{run['machine']}, torch {run['versions']['torch']}" for run in runs})
-    # a copy without its history has no commit
-    commits = sorted({run["commit"][:10] if run["commit"] else "of no known commit" for run in runs})
+    commits = sorted({_code(run) for run in runs})
+    others = [_other(study, digest) for digest in study.others]
     return (
         f"{len(study.runs)} mixers, {seeds} each, {min(sizes):,} to {max(sizes):,} parameters, {some['train']['tokens']:,} "
         f"training tokens of length {study.train_length:,}, one recipe and for a seed one order of data. Corpus SHA-256 "
-        f"{some['corpus']['sha256'][:16]}. Trained on {'; '.join(machines)}; code {', '.join(commits)}. {told}; every run is "
+        f"{some['corpus']['sha256'][:16]}.{''.join(others)} Trained on {'; '.join(machines)}; code {', '.join(commits)}. {told}; every run is "
         f"beside this page, with its config."
     )
+
+
+def _code(run: dict[str, Any]) -> str:
+    return run["commit"][:10] if run["commit"] else "of no known commit"  # a copy without its history has none
+
+
+def _other(study: Study, digest: str) -> str:
+    """Who read a text that is not quite the first one's, and what that has."""
+    who = [
+        f"{run['title']}, seed {run['seed']}," for of in study.runs.values() for run in of if run["corpus"]["sha256"] == digest
+    ]
+    return f" {' and '.join(who)} read {digest[:16]}: {study.others[digest]}."
 
 
 def _claims(study: Study, claims: tuple[Claim, ...]) -> str:
@@ -83,9 +96,7 @@ def _ended(study: Study) -> str:
     rows = []
     for run in study.ended:
         where = run["ended"]
-        rows.append(
-            (run["title"], str(run["seed"]), run["commit"][:10], f"{where['step']:,} of {where['steps']:,}", where["why"])
-        )
+        rows.append((run["title"], str(run["seed"]), _code(run), f"{where['step']:,} of {where['steps']:,}", where["why"]))
     return f"The guard ended these runs; no mean and no claim has them.\n\n{_table(head, rows)}"
 
 

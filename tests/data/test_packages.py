@@ -1,5 +1,7 @@
 """Packages as documents: whole ones are held out, and nothing of them, or copied from them, is trained on."""
 
+import platform
+
 import pytest
 
 from needlework.data import Packages
@@ -55,6 +57,15 @@ def test_tests_tables_vendored_copies_and_what_is_no_text_are_left_out(tmp_path)
     )
     (package,) = Packages(roots=(tmp_path,)).packages
     assert [name for name, _ in package.files] == ["a/keep.py"]
+
+
+def test_the_list_says_what_to_install_for_a_package(tmp_path):
+    record = "given/__init__.py,sha256=abc,9\nalone.py,,\ngiven-1.2.dist-info/RECORD,,\n"
+    info = {"METADATA": "Metadata-Version: 2.1\nName: Given.Things\nVersion: 1.2\n", "RECORD": record}
+    write(tmp_path, {f"given-1.2.dist-info/{name}": text for name, text in info.items()})
+    write(tmp_path, {"given/__init__.py": TEXT(0, 3), "alone.py": TEXT(3, 6), "os.py": TEXT(6, 9)})
+    of = {entry["name"]: entry["of"] for entry in Packages(roots=(tmp_path,)).listed()}
+    assert of == {"given": "Given.Things 1.2", "alone": "Given.Things 1.2", "os": f"python {platform.python_version()}"}
 
 
 def test_sides_are_whole_packages_by_name(tmp_path):

@@ -77,7 +77,7 @@ def test_what_was_not_run_or_only_once_is_said_to_be_so(study, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"corpus": {"sha256": "1" * 64}}, "not one study"),
+        ({"corpus": {"sha256": "1" * 64}}, r"not one study \(corpora/ has no manifest"),
         ({"lengths": [128]}, "not one study"),
         ({"tasks": ["needle", "uuid", "passkey"]}, "misses the key 'passkey'"),
     ],
@@ -88,6 +88,47 @@ def test_runs_that_do_not_belong_together_are_refused_by_name(tmp_path, changes,
         load_study(directory)
     with pytest.raises(ValueError, match="no runs there"):
         load_study(tmp_path / "nothing")
+
+
+def manifest(directory, digit, packages, offsets="o"):
+    """Of packages name -> (held out, version): 100 bytes each, b 30,000."""
+    files = [
+        {"name": n, "held_out": held, "bytes": 30_000 if n == "b" else 100, "sha256": f"{n} {v}", "of": f"{n}-dist {v}"}
+        for n, (held, v) in packages.items()
+    ]
+    (directory / "corpora").mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"sha256": digit * 64, "files": files, "stores": {"held_out": {"offsets_sha256": offsets}}})
+    (directory / "corpora" / f"{digit * 16}.json").write_text(text)
+
+
+TEXT = {"a": (False, "1"), "b": (False, "1"), "c": (True, "1")}
+
+
+def test_texts_that_differ_in_a_small_package_are_one_study_and_the_page_says_which(tmp_path):
+    directory = write(tmp_path, run("plain", 0, 0.1), run("plain", 1, 0.2, corpus={"sha256": "1" * 64}))
+    manifest(directory, "0", TEXT)
+    manifest(directory, "1", TEXT | {"a": (False, "2")})
+    page = write_page(load_study(directory), tmp_path / "page", (), "").read_text()
+    assert (
+        "Corpus SHA-256 0000000000000000. Plain, seed 1, read 1111111111111111: a-dist 2 for a-dist 1, 0.33% of its training"
+        in page
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, offsets, reason",
+    [
+        ({"b": (False, "2")}, "o", "99.7% of their training sides differ"),
+        ({"c": (True, "2")}, "o", "their held-out sides differ"),
+        ({"a": (False, "2")}, "p", "their held-out sides differ"),
+    ],
+)
+def test_texts_that_measure_or_train_something_else_are_not_one_study(tmp_path, changes, offsets, reason):
+    directory = write(tmp_path, run("plain", 0, 0.1), run("plain", 1, 0.2, corpus={"sha256": "1" * 64}))
+    manifest(directory, "0", TEXT)
+    manifest(directory, "1", TEXT | changes, offsets)
+    with pytest.raises(ValueError, match=rf"plain-1.json: corpus is 1+, .* not one study \({reason}\)"):
+        load_study(directory)
 
 
 def test_the_page_says_every_number_and_every_verdict(study, tmp_path):
@@ -125,7 +166,10 @@ def test_a_run_that_its_guard_ended_is_told_and_counts_nowhere(tmp_path):
     assert study.judge(claim("other", "plain")).word == "ended early"
     assert study.judge(claim("absent", "plain")).word == "not run"
     page = write_page(study, tmp_path / "page", (claim("other", "plain"),), "").read_text()
-    assert "| Better | 1 | abc | 199 of 1,200 | the loss is nan, of model.blocks.0 |" in page and "| Other | 0 | 2 of" in page
+    assert (
+        "| Better | 1 | abc | 199 of 1,200 | the loss is nan, of model.blocks.0 |" in page
+        and "| Other | 0 | abc | 2 of" in page
+    )
     with pytest.raises(ValueError, match=r"no runs there .* ended early"):
         load_study(write(tmp_path / "none", lost))
 

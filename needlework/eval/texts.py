@@ -1,0 +1,52 @@
+"""The texts that the runs of a study read: one, or such as are one to what is measured.
+
+The packages of two machines, or of one machine on two days, are not the same to the last version. Beside the results lie the
+manifests of what was read, `corpora/<sha256>.json`. Two texts are of one study if their held-out sides are the same packages, each
+cut into as many tokens, so that what is measured is the same; and if the packages that differ are less than a hundredth of the
+training side.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+MOST = 0.01  # of the training side's bytes
+
+
+def manifests(directory: Path) -> dict[str, dict[str, Any]]:
+    """Digest -> manifest, of a study's results."""
+    found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted((directory / "corpora").glob("*.json")))
+    return {manifest["sha256"]: manifest for manifest in found}
+
+
+def apart(one: dict[str, Any] | None, other: dict[str, Any] | None) -> str | None:
+    """Why what was trained on one text is not to stand beside what was trained on the other; None if it may."""
+    if one is None or other is None:
+        return "corpora/ has no manifest that says what differs"
+    if not all("stores" in m and all("held_out" in p for p in m["files"]) for m in (one, other)):
+        return "they are not packages"
+    held = [[(p["name"], p["sha256"]) for p in sorted(m["files"], key=_name) if p["held_out"]] for m in (one, other)]
+    if held[0] != held[1] or one["stores"]["held_out"]["offsets_sha256"] != other["stores"]["held_out"]["offsets_sha256"]:
+        return "their held-out sides differ"
+    share = _share(one, other)
+    return None if share <= MOST else f"{share:.1%} of their training sides differ"
+
+
+def told(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """What `other` has in the place of what `one` has."""
+    a, b = ({p["name"]: p for p in m["files"]} for m in (one, other))
+    changed = [n for n in sorted(a.keys() | b.keys()) if a.get(n, {}).get("sha256") != b.get(n, {}).get("sha256")]
+    of = lambda packages, name: packages[name].get("of", name) if name in packages else f"no {name}"
+    pairs = ", ".join(dict.fromkeys(f"{of(b, name)} for {of(a, name)}" for name in changed))
+    return f"{pairs}, {_share(one, other):.2%} of its training side; the same held-out text"
+
+
+def _name(package: dict[str, Any]) -> str:
+    return package["name"]
+
+
+def _share(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Of the larger training side's bytes, those in packages that differ."""
+    sides = [{p["name"]: p for p in m["files"] if not p["held_out"]} for m in (one, other)]
+    differs = lambda a, b: sum(p["bytes"] for n, p in a.items() if b.get(n, {}).get("sha256") != p["sha256"])
+    return max(differs(*sides), differs(*reversed(sides))) / max(sum(p["bytes"] for p in side.values()) for side in sides)
