@@ -64,7 +64,7 @@ class Study:
     """The runs of a study by mixer, in the order in which the mixers came; `tasks` and `lengths` are those that every run has.
 
     ended: runs that their guard ended before the last step; in no mean.
-    others: of the runs whose text is not quite the first one's, its digest and what it has that the first has not.
+    corpus: digest of the text. others: of the runs whose text is not quite that, its digest -> what it has in the place of what.
     families: who is looked at beside whom. glance: whom the one picture for everybody shows.
     """
 
@@ -72,6 +72,7 @@ class Study:
     lengths: tuple[int, ...]
     train_length: int
     tasks: tuple[str, ...]
+    corpus: str
     ended: tuple[dict[str, Any], ...] = ()
     others: dict[str, str] = field(default_factory=dict)
     families: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -138,14 +139,14 @@ def load_study(
             if run.get(key) != first.get(key):
                 raise ValueError(f"{path}: {key} is {run.get(key)}, {paths[0].name} has {first.get(key)}: not one study")
         one, other = (of["corpus"]["sha256"] for of in (first, run))
-        if one != other and other not in others:
-            if why := texts.apart(known.get(one), known.get(other)):
-                raise ValueError(f"{path}: corpus is {other}, {paths[0].name} has {one}: not one study ({why})")
-            others[other] = texts.told(known[one], known[other])
+        if one != other and (why := texts.apart(known.get(one), known.get(other))):
+            raise ValueError(f"{path}: corpus is {other}, {paths[0].name} has {one}: not one study ({why})")
         if "ended" in run:
             ended.append(run)
-        else:
-            runs.setdefault(run["name"], []).append(run)
+            continue
+        runs.setdefault(run["name"], []).append(run)
+        if one != other:
+            others[other] = texts.told(known[one], known[other])
     if not runs:
         raise ValueError(f"{directory}: no runs there (*.json)" + (" but such as ended early" if ended else ""))
     ordered = [name for name in order if name in runs]
@@ -154,5 +155,6 @@ def load_study(
     present = {family: members for family, members in (families or {}).items() if len(runs.keys() & set(members)) > 1}
     seen = tuple(name for name in glance if name in runs)
     return Study(
-        runs, lengths, first["train_length"], tasks, tuple(ended), others, present or {"All": tuple(runs)}, seen or tuple(runs)
-    )
+        runs, lengths, first["train_length"], tasks, first["corpus"]["sha256"], tuple(ended), others,
+        present or {"All": tuple(runs)}, seen or tuple(runs),
+    )  # fmt: skip

@@ -49,7 +49,7 @@ _POSITIONS = (
 
 def _summary(study: Study) -> str:
     runs = [run for of in study.runs.values() for run in of]
-    some = next(run for run in runs if run["corpus"]["sha256"] not in study.others)
+    some = runs[0]
     counts = sorted({len(of) for of in study.runs.values()})
     seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s'[: counts[0] > 1]}"
     told = "Every number is a mean over seeds ± their standard deviation" if counts[-1] > 1 else "No number has a spread"
@@ -60,7 +60,7 @@ def _summary(study: Study) -> str:
     return (
         f"{len(study.runs)} mixers, {seeds} each, {min(sizes):,} to {max(sizes):,} parameters, {some['train']['tokens']:,} "
         f"training tokens of length {study.train_length:,}, one recipe and for a seed one order of data. Corpus SHA-256 "
-        f"{some['corpus']['sha256'][:16]}.{''.join(others)} Trained on {'; '.join(machines)}; code {', '.join(commits)}. {told}; every run is "
+        f"{study.corpus[:16]}.{''.join(others)} Trained on {'; '.join(machines)}; code {', '.join(commits)}. {told}; every run is "
         f"beside this page, with its config."
     )
 

@@ -77,7 +77,7 @@ def test_graphs_kept_on_disk_are_known_by_tables_and_verdicts():
     x = dict.fromkeys("qkv", torch.ones(1, 4, 1, 8))
 
     def key(compiled=True):
-        graphs._keyed.cache_clear()
+        graphs._known.cache_clear()
         torch.compiler.reset()
         with config.patch(cache_key_tag="mine"):
             (torch.compile(chunk_delta, backend="eager", fullgraph=True) if compiled else chunk_delta)(**x)
@@ -88,6 +88,7 @@ def test_graphs_kept_on_disk_are_known_by_tables_and_verdicts():
     assert key(compiled=False) == "mine"
     struck.record({"delta/scalar/plain": "dk 31.00"})
     assert key() != before
+    graphs._known.cache_clear()
 
 
 def test_float64_is_for_the_interpreter_alone(monkeypatch):

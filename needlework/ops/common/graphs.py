@@ -17,14 +17,14 @@ from needlework.ops.common.struck import path
 
 @constant
 def keyed() -> None:
-    """From now on in this process, beside what the user has there."""
-    _keyed()
+    """The key of the graph that is being made, and of those after it; what the user has there stays."""
+    if _known() not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag} needlework {_known()}".strip()
 
 
 @cache
-def _keyed() -> None:
+def _known() -> str:
     ops = Path(__file__).parents[1]
     files = sorted(file for file in ops.glob("*/*") if file.suffix in (".py", ".json"))
     files += [path()] if path().is_file() else []
-    known = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-    config.cache_key_tag = f"{config.cache_key_tag} needlework {known}".strip()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
