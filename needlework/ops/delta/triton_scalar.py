@@ -162,7 +162,7 @@ def forward(
     else:
         state = (torch.zeros if untouched else torch.empty)(align.N, HV, K, V, dtype=wide, device=q.device)
     if o.numel():
-        walk = walked(
+        walk = walk_of(
             q_, k_, v, g, beta, lam, read, Tp, Pp, G, E, o, W, initial_state, state, align, mark, scale=scale, plan=plan
         )
         for form in both:
@@ -194,7 +194,7 @@ def launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, *, scal
     )  # fmt: skip
 
 
-def walked(
+def walk_of(
     q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state, state, align, mark, *, scale, plan
 ) -> Callable[[int], None]:
     """What launches the scan in a form: o, the final state and, where it is given a place, W. q, k, q_read are operands' copies; o and v
