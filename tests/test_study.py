@@ -55,7 +55,7 @@ def test_a_study_runs_in_pieces_and_its_page_is_made_of_its_results(needlework, 
     first = needlework("study", f"{own}:both", *runs, "--only", "qdelta")
     assert "all done" in first
     results = tmp_path / "runs" / "own" / "results"
-    assert {path.name for path in results.iterdir()} == {"qdelta-0.json", "qdelta-1.json"}
+    assert {path.name for path in results.glob("*.json")} == {"qdelta-0.json", "qdelta-1.json"}
     assert "2 of 4 runs are done" in needlework("study", f"{own}:both", *runs)
     entry = json.loads((results / "softmax-1.json").read_text())
     assert entry["seed"] == 1 and entry["config"]["train"]["steps"] == 6 and len(entry["corpus"]["sha256"]) == 64
