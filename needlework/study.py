@@ -3,7 +3,7 @@
 runs/<name>/<mixer>-<seed>/        a run (run.py)
             results/<mixer>-<seed>.json    what it measured, with its config: what `needlework report` reads. Of a run that its
                                            guard ended, where and why: it would end there again
-                    corpora/<sha256>.json  the manifest of a text that they read: what another machine misses, if its text is another
+                    corpora/<sha256>.json  the manifest of a text that they read: what it was made of
 """
 
 from pathlib import Path

@@ -63,7 +63,7 @@ class Packages(TextSource):
     def _distributions(self) -> dict[str, str]:
         """Package -> name and version of what it was installed with."""
         found = {}
-        for distribution in metadata.distributions(path=list(map(str, self._roots()))):
+        for distribution in metadata.distributions(path=[str(root) for root in self._roots()]):
             told = f"{distribution.name} {distribution.version}"
             files = [file for file in distribution.files or () if file.suffix == ".py"]
             found |= {file.parts[0].removesuffix(".py"): told for file in files}

@@ -14,9 +14,15 @@ MOST = 0.01  # of the training side's bytes
 
 
 def manifests(directory: Path) -> dict[str, dict[str, Any]]:
-    """Digest -> manifest, of a study's results."""
-    found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted((directory / "corpora").glob("*.json")))
-    return {manifest["sha256"]: manifest for manifest in found}
+    """Digest -> manifest, of a study's results; ValueError names a file that is none."""
+    found = {}
+    for path in sorted((directory / "corpora").glob("*.json")):
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            found[manifest["sha256"]] = manifest
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: expected a corpus's manifest, with its sha256 ({error})") from None
+    return found
 
 
 def apart(one: dict[str, Any] | None, other: dict[str, Any] | None) -> str | None:
@@ -25,7 +31,7 @@ def apart(one: dict[str, Any] | None, other: dict[str, Any] | None) -> str | Non
         return "corpora/ has no manifest that says what differs"
     if not all("stores" in m and all("held_out" in p for p in m["files"]) for m in (one, other)):
         return "they are not packages"
-    held = [[(p["name"], p["sha256"]) for p in sorted(m["files"], key=_name) if p["held_out"]] for m in (one, other)]
+    held = [{(p["name"], p["sha256"]) for p in m["files"] if p["held_out"]} for m in (one, other)]
     if held[0] != held[1] or one["stores"]["held_out"]["offsets_sha256"] != other["stores"]["held_out"]["offsets_sha256"]:
         return "their held-out sides differ"
     share = _share(one, other)
@@ -39,10 +45,6 @@ def told(one: dict[str, Any], other: dict[str, Any]) -> str:
     of = lambda packages, name: packages[name].get("of", name) if name in packages else f"no {name}"
     pairs = ", ".join(dict.fromkeys(f"{of(b, name)} for {of(a, name)}" for name in changed))
     return f"{pairs}, {_share(one, other):.2%} of its training side; the same held-out text"
-
-
-def _name(package: dict[str, Any]) -> str:
-    return package["name"]
 
 
 def _share(one: dict[str, Any], other: dict[str, Any]) -> float:

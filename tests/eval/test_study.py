@@ -131,6 +131,15 @@ def test_texts_that_measure_or_train_something_else_are_not_one_study(tmp_path, 
         load_study(directory)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_manifest_that_is_none_is_named(tmp_path, text):
+    directory = write(tmp_path, run("plain", 0, 0.1))
+    (directory / "corpora").mkdir()
+    (directory / "corpora" / "torn.json").write_text(text)
+    with pytest.raises(ValueError, match=r"torn.json: expected a corpus's manifest"):
+        load_study(directory)
+
+
 def test_the_page_says_every_number_and_every_verdict(study, tmp_path):
     page = write_page(study, tmp_path / "page", (claim("better", "plain"), claim("absent", "plain")), "Much.").read_text()
     assert page.startswith("# The comparison at 1K parameters\n") and "mean over seeds ± their standard deviation" in page

@@ -80,11 +80,13 @@ def test_graphs_kept_on_disk_are_known_by_tables_and_verdicts():
         graphs._known.cache_clear()
         torch.compiler.reset()
         with config.patch(cache_key_tag="mine"):
-            (torch.compile(chunk_delta, backend="eager", fullgraph=True) if compiled else chunk_delta)(**x)
+            for dtype in (torch.float32, torch.float64):  # two graphs
+                y = {name: tensor.to(dtype) for name, tensor in x.items()}
+                (torch.compile(chunk_delta, backend="eager", fullgraph=True) if compiled else chunk_delta)(**y)
             return config.cache_key_tag
 
     before = key()
-    assert before.startswith("mine needlework ") and before == key()
+    assert before.startswith("mine needlework ") and before.count("needlework") == 1 and before == key()
     assert key(compiled=False) == "mine"
     struck.record({"delta/scalar/plain": "dk 31.00"})
     assert key() != before
