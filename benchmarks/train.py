@@ -25,13 +25,13 @@ from timing import median
 from train_peers import PEERS, Mixer
 
 from needlework.models import NeedleworkForCausalLM
+from needlework.recipes.comparison import LARGE, MEDIUM, MIXERS, SMALL, Size, model, recipe
 from needlework.train import AdamW, Cosine, TrainConfig
 from needlework.train.guard import FINITE
 from needlework.train.losses import Piece, backward
 from needlework.train.shard import prepare
 from needlework.train.update import Numbers, Update
 from needlework.train.world import World
-from recipes.comparison import LARGE, MEDIUM, MIXERS, SMALL, Size, model, recipe
 
 SIZES = {"60m": SMALL, "125m": MEDIUM, "1.3b": LARGE}
 TOKENS = 131_072  # so many that what a step costs beside its tokens (the optimiser, the host, CARVE's launches) is little

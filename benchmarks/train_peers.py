@@ -5,7 +5,7 @@ from importlib import import_module
 
 from torch import nn
 
-from recipes.comparison import Size
+from needlework.recipes.comparison import Size
 
 
 def _fla(name: str, **settings) -> nn.Module:

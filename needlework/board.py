@@ -4,12 +4,13 @@ import queue
 import time
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from needlework.eval.study import found
-from needlework.run import Recipe
+from needlework.progress import time_left
+from needlework.recipe import Recipe
 from needlework.train import Progress
 
 FEW = 12  # more runs than these are shown only while they run
@@ -53,16 +54,29 @@ class Board:
         pace = spent / expected if expected > 1 else 1.0
         return max(sum(left) / self.workers, max(left, default=0.0)) * pace
 
-    def __rich__(self) -> Group:
+    def line(self) -> str:
+        """The same where nothing can be drawn twice: how many are done, how far those are that run, the time left."""
+        told = [f"{len(self.done)} of {len(self.recipes)} done"]
+        for name in self.running():
+            p = self.progress[name]
+            told.append(
+                f"{name} step {p.step} of {p.steps} ({p.step / p.steps:.0%}), loss {p.loss:.3f}, {p.tokens_per_second:,.0f} tokens/s"
+            )
+        return "; ".join([*told, time_left(self.remaining())])
+
+    def running(self) -> list[str]:
+        return [name for name in self.progress if name not in self.done]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        full, empty = "#-" if options.ascii_only else "━╺"
         table = Table(box=None, pad_edge=False)
         for heading in ("mixer", "", "loss", "tokens/s", "found"):
             table.add_column(heading, justify="left" if heading in ("mixer", "") else "right")
-        running = [name for name in self.progress if name not in self.done]
-        for name in self.recipes if len(self.recipes) <= FEW else running:
+        for name in self.recipes if len(self.recipes) <= FEW else self.running():
             recipe = self.recipes[name]
             progress, entry = self.progress.get(name), self.done.get(name)
             share = 1.0 if entry else progress.step / progress.steps if progress else 0.0
-            bar = "━" * round(24 * share) + "╺" * (24 - round(24 * share))
+            bar = full * round(24 * share) + empty * (24 - round(24 * share))
             state = Text(f"{bar} {share:4.0%}", style="green" if entry else "cyan" if progress else "dim")
             numbers = ["", "", ""]
             if progress:
@@ -73,7 +87,7 @@ class Board:
                 numbers[1] = f"{entry['train']['tokens_per_second']:,.0f}"
                 numbers[2] = f"{found(entry, tasks, [shortest]):.0%}" if tasks else ""
             table.add_row(recipe.title, state, *numbers)
-        left = self.remaining()
-        note = f"about {left / 60:.0f} min left" if left > 90 else f"about {left:.0f} s left"
-        done = "" if len(self.recipes) <= FEW else f"{len(self.done)} of {len(self.recipes)} done · "
-        return Group(table, Text(f"{done}{note} · Ctrl-C saves; the same command goes on", style="dim"))
+        note = time_left(self.remaining())
+        done = "" if len(self.recipes) <= FEW else f"{len(self.done)} of {len(self.recipes)} done; "
+        yield table
+        yield Text(f"{done}{note}; Ctrl-C saves; the same command goes on", style="dim")

@@ -13,7 +13,10 @@ from rich.console import Console
 from rich.live import Live
 
 from needlework.board import Board
-from needlework.run import EXPLAINED, Recipe, RunError, run
+from needlework.claim import RunError
+from needlework.progress import Lines, animated
+from needlework.recipe import Recipe
+from needlework.run import EXPLAINED, run
 from needlework.train import BadStep, Progress
 
 # which of them it was is not told, and the others end with it
@@ -21,6 +24,7 @@ KILLED = "a worker was killed (by the system, where memory ran out); the same co
 
 _news: Any = None
 _stop: Any = None
+_told: list[int] = []  # the signals that asked this worker to end
 
 
 def work(
@@ -48,11 +52,13 @@ def work(
     with ProcessPoolExecutor(workers, context, _start, (news, stop, places)) as pool:
         longest_first = sorted(jobs, key=lambda directory: -board.seconds[directory.name])
         waiting = {pool.submit(_work, jobs[directory], directory): directory for directory in longest_first}
-        with Live(board, console=console, refresh_per_second=4, transient=not console.is_terminal):
+        lines = Lines(console)
+        with Live(board, console=console, refresh_per_second=4, transient=not animated(console)):
             try:
                 while waiting:
                     done, _ = wait(waiting, timeout=0.25, return_when=FIRST_COMPLETED)
                     board.read(news)
+                    lines(board.line)
                     for future in done:
                         directory = waiting.pop(future)
                         if future.cancelled():
@@ -68,15 +74,17 @@ def work(
                             entries[directory] = entry
                             on_done(directory, entry)
                             board.finish(directory.name, entry)
-                            if not console.is_terminal:  # nobody watches the board: a line a run
+                            if not animated(console):  # nobody watches the board: a line a run
                                 seconds = entry["train"]["seconds"]
                                 console.print(f"{directory.name}: done in {seconds:.0f} s of training", highlight=False)
                     if ends is not None and time.monotonic() > ends and not stop.is_set():
                         stop.set()
                         for future in waiting:
                             future.cancel()
-            except BaseException:
+            except BaseException as error:
                 stop.set()  # workers save a checkpoint after the step that they are in
+                if isinstance(error, KeyboardInterrupt):
+                    console.print("stopping: every run saves after the step, or the rows, that it is in", highlight=False)
                 for future in waiting:
                     future.cancel()
                 raise
@@ -106,4 +114,15 @@ def _work(recipe: Recipe, directory: Path) -> dict[str, Any] | None:
         if progress.step % 5 == 0 or progress.step == progress.steps:
             _news.put((directory.name, progress))
 
-    return None if _stop.is_set() else run(recipe, directory, on_step=tell, stop=_stop.is_set)
+    def stop() -> bool:
+        return bool(_told) or _stop.is_set()
+
+    if stop():
+        return None
+    before = signal.signal(signal.SIGTERM, lambda number, _: _told.append(number))  # a scheduler's end comes to every process
+    try:
+        return run(recipe, directory, on_step=tell, stop=stop)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if _told:  # saved: now what was asked for
+            signal.raise_signal(signal.SIGTERM)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from needlework import diagnostics
 from needlework.data import (
@@ -31,6 +31,8 @@ from needlework.data import (
 from needlework.data.rng import generator
 from needlework.data.tokenizer import encode
 from needlework.eval import loss, retrieval
+from needlework.eval.samples import samples
+from needlework.layers.fields import Count, Natural, Range, fit
 from needlework.models import NeedleworkForCausalLM
 from needlework.ops.common.attention import fastest
 
@@ -65,42 +67,122 @@ class Evaluation:
     positions: the loss by position in rows of this many tokens of one long held-out document; None for not at all.
     diagnose: the papers' diagnoses, on rows of this many tokens of held-out text; None for none.
     full_context: measure a model trained with windows a second time without them.
-    Raises ValueError for a task that is not known.
+    Raises ValueError for a number out of its range, lengths that do not ascend, a task that is not known.
     """
 
-    lengths: tuple[int, ...] = (256, 512, 1024, 2048)
-    tokens: int = 32_768
-    rows: int = 16
+    lengths: tuple[Count, ...] = (256, 512, 1024, 2048)
+    tokens: Count = 32_768
+    rows: Count = 16
     tasks: tuple[str, ...] = ("needle", "needles")
-    positions: int | None = None
-    diagnose: int | None = None
+    positions: Count | None = None
+    diagnose: Annotated[int, Range(">= 2", lambda n: n >= 2)] | None = None
     full_context: bool = False
-    seed: int = 1
+    seed: Natural = 1
 
     def __post_init__(self):
+        fit("evaluate", self)
         for name in self.tasks:
             if name not in TASKS:
                 raise ValueError(f"evaluate: unknown task {name!r}; known: {', '.join(TASKS)}")
+        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
+            raise ValueError(
+                f"evaluate: lengths is {self.lengths}, expected at least one number of tokens, each more than the last"
+            )
 
 
-def measure(model: NeedleworkForCausalLM, corpus: Corpus, evaluation: Evaluation) -> dict[str, Any]:
-    """{"loss": {T: nats}, task: {T: score}, "positions": …, "diagnostics": …} of a model, which is put in evaluation mode."""
+class Stopped(Exception):
+    """Asked to stop in the middle of a measurement."""
+
+
+Once = Callable[[str, Callable[[], Any]], Any]  # name, what makes the piece -> the piece, made now or before
+
+
+def measure(
+    model: NeedleworkForCausalLM,
+    corpus: Corpus,
+    evaluation: Evaluation,
+    once: Once = lambda name, make: make(),
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """{"loss": {T: nats}, task: {T: score}, "positions": …, "diagnostics": …} of a model, which is put in evaluation mode.
+
+    once: keeps pieces, each a number or JSON: every length's loss, every task at every length, … stop: asked before each module's
+    forward, and at every token of a diagnosis; Stopped is raised when it is True.
+    """
     e = evaluation
     model.eval()
     read = reader(model)
     entry: dict[str, Any] = {"loss": {}} | {task: {} for task in e.tasks}
-    for T in e.lengths:
-        rows, size = max(e.rows, e.tokens // T), at_once(model, T)
-        text = held_out_text(corpus, e.seed, max(1, e.tokens // T), T + 1).input_ids
-        entry["loss"][str(T)] = loss(read, text, batch_size=size).mean
-        for task in e.tasks:
-            episodes = TASKS[task](corpus, e.seed, rows, T)
-            entry[task][str(T)] = retrieval(read, episodes, batch_size=size)._asdict()
-    if e.positions is not None:
-        entry["positions"] = by_position(read, corpus, e, at_once(model, e.positions))
-    if e.diagnose is not None:
-        entry["diagnostics"] = diagnose(model, corpus, e)
+
+    def ask(*_: Any) -> None:
+        if stop():
+            raise Stopped
+
+    with asking(model, ask):
+        for T in e.lengths:
+            size = at_once(model, T)
+            entry["loss"][str(T)] = once(
+                f"loss {T}", lambda T=T, size=size: loss(read, running(corpus, e, T), batch_size=size).mean
+            )
+            for task in e.tasks:
+                asked = lambda task=task, T=T, size=size: retrieval(
+                    read, questions(corpus, e, task, T), batch_size=size
+                )._asdict()
+                entry[task][str(T)] = once(f"{task} {T}", asked)
+        entry["samples"] = once("samples", lambda: go_on(read, corpus, e))
+        if e.positions is not None:
+            entry["positions"] = once("positions", lambda: by_position(read, corpus, e, at_once(model, e.positions)))
+        if e.diagnose is not None:
+            entry["diagnostics"] = diagnose(model, corpus, e, once, ask)
     return entry
+
+
+@contextmanager
+def asking(model: nn.Module, ask: Callable[..., None]) -> Iterator[None]:
+    """`ask` is called before every module's forward: a pass over long rows takes too long to wait for."""
+    hooks = [module.register_forward_pre_hook(ask) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def running(corpus: Corpus, evaluation: Evaluation, T: int) -> Tensor:
+    """The held-out text whose loss is measured at T, [n T+1]."""
+    return held_out_text(corpus, evaluation.seed, max(1, evaluation.tokens // T), T + 1).input_ids
+
+
+def questions(corpus: Corpus, evaluation: Evaluation, task: str, T: int) -> Episodes:
+    """What a task asks at T: as many tokens as the loss reads, at least `rows` rows."""
+    return TASKS[task](corpus, evaluation.seed, max(evaluation.rows, evaluation.tokens // T), T)
+
+
+def documents(corpus: Corpus, evaluation: Evaluation) -> Tensor:
+    """The long documents whose loss is measured by position, [rows positions+1]."""
+    return long_documents(corpus, evaluation.rows, evaluation.positions + 1).input_ids
+
+
+def check_measurement(mixers: dict[str, dict[str, Any]], corpus: Corpus, evaluation: Evaluation) -> None:
+    """ValueError for what `measure` would stumble over, of a model with `mixers`: every row that it reads is made, as it makes them."""
+    e = evaluation
+    for T in e.lengths:
+        running(corpus, e, T)
+        for task in e.tasks:
+            questions(corpus, e, task, T)
+    if e.positions is not None:
+        documents(corpus, e)
+    if e.diagnose is not None:
+        ids, needle = needle_in_text(corpus, e.seed, e.diagnose)
+        for mixer in mixers.values():
+            write = mixer.get("write", {})
+            if mixer.get("read", {}).get("kind") == "ccq":
+                diagnostics.rare(ids, needle)
+            if write.get("kind") == "carve" and (write["write_rank"], write["prediction"]) != (1, "previous"):
+                raise ValueError(
+                    "evaluate.diagnose: CARVE's diagnosis is of write_rank 1 and prediction 'previous', the model has "
+                    f"{write['write_rank']} and {write['prediction']!r}; expected None"
+                )
 
 
 def reader(model: NeedleworkForCausalLM) -> Callable[[Tensor], Tensor]:
@@ -133,33 +215,47 @@ def at_once(model: NeedleworkForCausalLM, T: int) -> int:
     return max(1, min(memory // 64, 2**31 - 1) // (model.config.vocab_size * T))
 
 
+def go_on(read: Callable, corpus: Corpus, evaluation: Evaluation) -> list[dict[str, str]]:
+    """A few samples: 64 tokens of held-out text, and the next 32; of shorter rows two thirds and the rest."""
+    n = max(2, min(96, evaluation.lengths[-1]))
+    rows = held_out_text(corpus, evaluation.seed, 3, n).input_ids
+    return samples(read, rows, 2 * n // 3, partial(corpus.tokenizer.decode, skip_special_tokens=False))
+
+
 def by_position(read: Callable, corpus: Corpus, evaluation: Evaluation, batch_size: int) -> dict[str, Any]:
     """Nats per token of long documents in stretches that double: {"from": [0, 128, 256, …], "loss": […], "rows": n}."""
     T = evaluation.positions
-    rows = long_documents(corpus, evaluation.rows, T + 1).input_ids
+    rows = documents(corpus, evaluation)
     cuts = [1 << n for n in range(7, T.bit_length() - (T & (T - 1) == 0))]
     found = loss(read, rows, batch_size=batch_size, buckets=tuple(cuts))
     return {"from": [0, *cuts], "loss": list(found.by_position), "rows": len(rows)}
 
 
-def diagnose(model: NeedleworkForCausalLM, corpus: Corpus, evaluation: Evaluation) -> dict[str, Any]:
+def diagnose(
+    model: NeedleworkForCausalLM, corpus: Corpus, evaluation: Evaluation, once: Once, ask: Callable[[], None]
+) -> dict[str, Any]:
     """{diagnosis: one dict a layer} of the rules that the model has, and the norm of recurrent states at each length."""
     T, seed = evaluation.diagnose, evaluation.seed
     ids, needle = needle_in_text(corpus, seed, T)
     chunks = {m["write"]["content_chunk"] for m in model.config.mixers.values() if m.get("write", {}).get("kind") == "carve"}
-    found: dict[str, Any] = {
-        "qdelta": diagnostics.qdelta(model, ids),
-        "ccq": diagnostics.ccq(model, ids, needle),
-        "carve": [layer for L in chunks for layer in diagnostics.carve(model, ids, L)],
-        "lucid": diagnostics.lucid(model, ids[:1, :1024]),
-        "polar": diagnostics.polar(model, ids[:, :1024]),
+    made = {
+        "qdelta": lambda: diagnostics.qdelta(model, ids, ask),
+        "ccq": lambda: diagnostics.ccq(model, ids, needle),
+        "carve": lambda: [layer for L in chunks for layer in diagnostics.carve(model, ids, L, ask)],
+        "lucid": lambda: diagnostics.lucid(model, ids[:1, :1024]),
+        "polar": lambda: diagnostics.polar(model, ids[:, :1024]),
     }
-    report = {rule: [layer._asdict() for layer in layers] for rule, layers in found.items() if layers}
-    text = held_out_text(corpus, seed, 1, evaluation.lengths[-1]).input_ids
-    with as_trained(model.device):  # in float32 attention to 64K tokens would make their scores
-        norms = diagnostics.state_norms(model, text, evaluation.lengths)
-    if any(norms.values()):
-        report["state_norms"] = {str(T): by_layer for T, by_layer in norms.items()}
+    found = {rule: once(rule, lambda make=make: [layer._asdict() for layer in make()]) for rule, make in made.items()}
+    report = {rule: layers for rule, layers in found.items() if layers}
+
+    def norms() -> dict[str, list[float]]:
+        text = held_out_text(corpus, seed, 1, evaluation.lengths[-1]).input_ids
+        with as_trained(model.device):  # in float32 attention to 64K tokens would make their scores
+            return {str(T): by_layer for T, by_layer in diagnostics.state_norms(model, text, evaluation.lengths).items()}
+
+    by_length = once("state norms", norms)
+    if any(by_length.values()):
+        report["state_norms"] = by_length
     return report
 
 
@@ -169,6 +265,8 @@ def needle_in_text(corpus: Corpus, seed: int, T: int, rows: int = 4) -> tuple[Te
     for row in range(rows):
         rng = generator("needle in text", seed, 0, row)
         sentence = encode(corpus.tokenizer, f" The locker number of amber-lantern is {rng.integers(10**6, 10**7)}.")
+        if len(sentence) > T:
+            raise ValueError(f"needle in text: T = {T} is too short for its sentence of {len(sentence)} tokens")
         text = corpus.held_out.sample(rng, T - len(sentence))
         at = rng.integers(len(text) // 4, 3 * len(text) // 4 + 1)
         ids.append(np.insert(text, at, sentence))

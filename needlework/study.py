@@ -13,8 +13,12 @@ import torch
 from rich.console import Console
 
 from needlework.board import Board
+from needlework.claim import RunError, differences, has_work, plain, write_json
 from needlework.crew import work
-from needlework.run import Recipe, ended_entry, text, write_json
+from needlework.json_file import read_json
+from needlework.preflight import check
+from needlework.recipe import Recipe, text
+from needlework.run import ended_entry
 from needlework.train import BadStep
 
 TOKENS_PER_SECOND = (
@@ -28,17 +32,25 @@ def study(
     """Run what has no result yet; returns the results that are missing still.
 
     minutes: stop after so many, every run with a checkpoint; the same call goes on. One run a worker, a GPU each where there are.
-    ValueError for two runs of one name and seed; RunError names the runs that failed, when all others are done.
+    ValueError for two runs of one name and seed, and as of `check`, before anything is written; RunError for a result of another
+    config, and names the runs that failed, when all others are done.
     """
     wanted = {directory / "results" / f"{name_of(recipe)}.json": recipe for recipe in recipes}
     if len(wanted) < len(recipes):
         raise ValueError(f"study: {len(recipes)} recipes have {len(wanted)} names with seeds; each needs its own")
-    jobs = {directory / path.stem: recipe for path, recipe in wanted.items() if not path.exists()}
-    manifests = directory / "results" / "corpora"
-    manifests.mkdir(parents=True, exist_ok=True)
-    for corpus in {recipe.corpus for recipe in jobs.values()}:  # before the workers ask for it all at once
-        made = text(corpus, directory.parent / "corpora")
+    runs = {path: directory / path.stem for path in wanted}
+    jobs = {runs[path]: recipe for path, recipe in wanted.items() if not finished(path, recipe, runs[path])}
+    readers = {recipe.corpus: recipe for recipe in jobs.values()}
+    texts = {corpus: text(recipe, directory.parent / "corpora") for corpus, recipe in readers.items()}
+    for recipe in jobs.values():  # before anything is written, and before the workers ask for the texts all at once
+        check(recipe, texts[recipe.corpus])
+    for made in texts.values():
+        manifests = directory / "results" / "corpora"
+        manifests.mkdir(parents=True, exist_ok=True)
         made.write_manifest(manifests / f"{made.manifest['sha256'][:16]}.json")
+    for path, run in runs.items():
+        if run in jobs:
+            path.unlink(missing_ok=True)  # where another config ended before its first checkpoint
     pace = TOKENS_PER_SECOND if torch.cuda.is_available() else TOKENS_PER_SECOND / 50
     board = Board(
         {path.name: recipe for path, recipe in jobs.items()},
@@ -53,9 +65,25 @@ def study(
     def keep_ended(run: Path, error: BadStep) -> None:
         keep(run, ended_entry(jobs[run], run, error))
 
+    del texts
     work(jobs, board, console, workers, minutes, keep, keep_ended)
     return [path for path in wanted if not path.exists()]
 
 
 def name_of(recipe: Recipe) -> str:
     return f"{recipe.name}-{recipe.train.seed}"
+
+
+def finished(result: Path, recipe: Recipe, run: Path) -> bool:
+    """Whether `result` is the recipe's. A run that ended before its first checkpoint may begin anew with another config.
+
+    RunError, with the fields that differ, for another config's result: it would be taken for this one's.
+    """
+    if not result.exists():
+        return False
+    there, here = read_json(result), plain(recipe.lasting())
+    config = there["config"] | {"train": {name: there["config"]["train"].get(name) for name in here["train"]}}
+    different = sorted(differences(config, here))
+    if different and not ("ended" in there and not has_work(run)):
+        raise RunError(f"{result} is of another config ({', '.join(different[:6])}); choose another --name, or remove it")
+    return not different

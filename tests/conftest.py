@@ -10,7 +10,7 @@ from needlework.data import CorpusConfig
 
 @pytest.fixture
 def needlework(capsys, monkeypatch):
-    """`needlework …`, in this process: what it printed; `ok` says which exit status is expected."""
+    """`needlework …`, in this process: what it printed, or, where it is expected to fail, what it said of that on stderr."""
     from needlework import cli
 
     def run(*arguments, ok=True):
@@ -19,7 +19,7 @@ def needlework(capsys, monkeypatch):
             cli.main()
         printed = capsys.readouterr()
         assert (not ended.value.code) == ok, printed.out + printed.err
-        return printed.out
+        return printed.out if ok else printed.err
 
     return run
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from needlework.layers import SwiGLU
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig
-from recipes.demo import COMPARE
+from needlework.recipes.demo import COMPARE
 
 GOLDENS = Path(__file__).parent / "goldens"
 SIZES = Sizes(heads=2, key_dim=8, value_dim=12, attention_heads=4, kv_heads=2, head_dim=8, half_life=32.0, content_chunk=8)

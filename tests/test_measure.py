@@ -8,8 +8,8 @@ import torch
 from needlework.data import byte_tokenizer, load_corpus
 from needlework.data.tokenizer import decode_bytes
 from needlework.measure import TASKS, Evaluation, at_once, measure, needle_in_text
-from needlework.run import build
-from recipes import demo
+from needlework.recipe import build
+from needlework.recipes import demo
 
 
 @pytest.fixture(scope="module")

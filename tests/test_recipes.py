@@ -3,15 +3,17 @@
 import dataclasses
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from needlework.data import CorpusConfig
 from needlework.measure import Evaluation
-from needlework.models import NeedleworkConfig
+from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.models.presets import PRESETS, count_parameters
-from needlework.run import Recipe, run
-from recipes import atma, carve, ccq, comparison, lucid, qdelta
+from needlework.recipes import atma, carve, ccq, comparison, lucid, qdelta
+from needlework.run import Recipe, run, training_entry
+from needlework.testing.rows import chosen
 
 PAPERS = {
     f"{module.__name__.rpartition('.')[2]}:{name}": value
@@ -34,24 +36,33 @@ def narrow(config):
 
 def shrunk(recipe: Recipe, corpus: CorpusConfig) -> Recipe:
     """20 steps of 4 rows of 32 bytes through one layer of each kind; optimiser, schedule and clip are the recipe's."""
-    fields = recipe.model.to_diff_dict()
     letters = "".join(dict.fromkeys(recipe.model.layout))
     small = {
         "vocab_size": 257,
         "hidden_size": 16,
         "layout": letters,
-        "mixers": narrow(fields["mixers"]),
-        "mlp": narrow(fields["mlp"]),
+        "mixers": narrow(recipe.model.mixers),
+        "mlp": narrow(recipe.model.mlp),
     }
     phase = dataclasses.replace(recipe.phases[0], steps=20, batch=4, length=32)
     train = dataclasses.replace(recipe.train, steps=20, accumulate=2, checkpoint_every=20, compile=False)
     return dataclasses.replace(
-        recipe, model=NeedleworkConfig(**fields | small), corpus=corpus, phases=(phase,), train=train, start=None,
+        recipe, model=recipe.model.replaced(**small), corpus=corpus, phases=(phase,), train=train, start=None,
         evaluate=Evaluation(lengths=(32,), tokens=32, rows=1, tasks=("needle",)),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PAPERS)
+# one of each paper: what the others differ in is their model, which test_presets.py builds
+QUICK = (
+    "atma:polar_memory_distractor",
+    "carve:carve_1_3b_swa",
+    "ccq:ccq_gdn_500m",
+    "lucid:lucid_1b_beta",
+    "qdelta:qdelta_340m",
+)
+
+
+@pytest.mark.parametrize("name", chosen(PAPERS, QUICK))
 def test_every_papers_recipe_trains_twenty_steps_at_reduced_width(name, small_text, tmp_path):
     recipe = PAPERS[name]()
     entry = run(shrunk(recipe, small_text), tmp_path / "run")
@@ -60,10 +71,14 @@ def test_every_papers_recipe_trains_twenty_steps_at_reduced_width(name, small_te
     assert losses[-1] < losses[0] or recipe.train.schedule.warmup > 1000  # such a warm-up has hardly begun
 
 
+@pytest.fixture(scope="module")
+def sizes():
+    return {count_parameters(build()) for build in PRESETS.values()}
+
+
 @pytest.mark.parametrize("name", PAPERS)
-def test_every_papers_recipe_is_a_preset_at_its_exact_size(name):
+def test_every_papers_recipe_is_a_preset_at_its_exact_size(name, sizes):
     recipe = PAPERS[name]()
-    sizes = {count_parameters(build()) for build in PRESETS.values()}
     assert count_parameters(recipe.model) in sizes
     tokens_a_step = recipe.phases[0].batch * recipe.phases[0].length
     assert tokens_a_step in {2**19, 2**20, 2**21, 2**22}
@@ -94,7 +109,7 @@ def test_the_comparison_differs_in_the_mixer_alone():
     recipes = comparison.small()
     assert len(recipes) == 3 * len(comparison.MIXERS)
     for seed in comparison.SEEDS:
-        same = {dataclasses.replace(r, name="", title="", model=None) for r in recipes if r.train.seed == seed}
+        same = {dataclasses.replace(r, name="one", title="", model=None) for r in recipes if r.train.seed == seed}
         assert len(same) == 1
     assert recipes[0].tokens() >= 150_000_000
     named = {name for claim in comparison.CLAIMS for name in (claim.better, claim.worse)} | {
@@ -121,3 +136,29 @@ def test_blind_carve_is_carve_whose_content_projection_is_zero():
     assert not missing and {name.rpartition(".")[2] for name in unexpected} == {"w1", "w2"}
     tokens = torch.randint(31, (1, 150))
     assert torch.equal(sighted(tokens).logits, blind(tokens).logits)  # W₂ starts at zero
+
+
+def test_every_papers_compute_is_told_beside_ours():
+    """6 · parameters · tokens in multiples of 6 · 60M · 157,286,400."""
+    assert "14,000 (CARVE 1.3B)" in comparison.LIMITS and 1.325e9 * 100e9 / (60e6 * 157_286_400) == pytest.approx(
+        14_000, rel=0.01
+    )
+    assert "40 (ATMA)" in comparison.LIMITS and 378e6 * 1e9 / (60e6 * 157_286_400) == pytest.approx(40, rel=0.01)
+    assert all(name in comparison.LIMITS for name in comparison.PAPERS) and "orders of magnitude" not in comparison.LIMITS
+
+
+def test_void_runs_are_mixers_of_the_comparison_struck_for_a_reason_by_their_code():
+    for name, void in comparison.VOID.items():
+        assert name in comparison.MIXERS and void.reason
+        assert void.commits and all(len(commit) >= 10 for commit in void.commits)
+
+
+def test_state_bytes_are_those_of_serving(small_text):
+    """What grows is half as large in bfloat16 as in float32; what is fixed is float32 in both."""
+    result = SimpleNamespace(losses=(1.0,), tokens=1, seconds=1.0, tokens_per_second=1.0)
+    for name, fixed, row in (("softmax", 0, 2 * 8), ("gla", 2 * 8 * 8 * 4, 0)):
+        recipe = shrunk(comparison.recipe(name), small_text)
+        for autocast, width in ((None, 4), ("bf16", 2)):
+            of = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, autocast=autocast))
+            entry = training_entry(of, NeedleworkForCausalLM(of.model), result)
+            assert entry["state_bytes"]["32"] == fixed + (32 * row * width + 8 if row else 0)

@@ -8,7 +8,7 @@ import torch
 from needlework.layers import Distractor, Strong
 from needlework.models import NeedleworkForCausalLM
 from needlework.models.presets import count_parameters
-from recipes import atma
+from needlework.recipes import atma
 
 
 def test_the_grid_is_120_different_cells():

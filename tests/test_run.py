@@ -5,12 +5,12 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from needlework.data import NeedleMix
-from needlework.run import Evaluation, Phase, RunError, claim, differences, run
+from needlework.recipes import demo
+from needlework.run import Evaluation, Phase, run
 from needlework.train import AdamW, Cooldown, TrainConfig
-from recipes import demo
 
 TASK = NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 2))
 
@@ -39,10 +39,11 @@ def test_a_run_writes_a_checkpoint_that_auto_classes_load_and_its_result(small_t
     assert len(entry["train"]["loss"]) == 12 and entry["train"]["tokens"] == recipe.tokens()
     assert set(entry["loss"]) == set(entry["needle"]) == set(entry["needles"]) == {"96", "192"}
     assert entry["needle"]["96"]["digits"] == 8 and entry["needles"]["96"]["digits"] == 32
-    assert (tmp_path / "checkpoint" / "tokenizer.json").exists()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
+    assert tokenizer("é")["input_ids"] == list("é".encode()) and tokenizer.eos_token_id == 256
     assert json.loads((tmp_path / "manifest.json").read_text())["totals"]["files"] == 12
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
-    assert model.num_parameters() == entry["parameters"]
+    assert model.num_parameters() == entry["parameters"] and model.generation_config.eos_token_id == 256
     assert run(recipe, tmp_path) == entry  # done already: nothing is trained again
 
 
@@ -64,19 +65,6 @@ def test_another_seed_is_another_run(small_text, tmp_path):
     recipe = tiny(small_text)
     other = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, seed=1))
     assert run(recipe, tmp_path / "a")["train"]["loss"] != run(other, tmp_path / "b")["train"]["loss"]
-
-
-def test_a_directory_of_another_config_is_refused_and_names_the_field(small_text, tmp_path):
-    recipe = tiny(small_text)
-    claim(tmp_path / "run", recipe.to_dict())
-    claim(tmp_path / "run", recipe.to_dict())
-    other = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, seed=1))
-    with pytest.raises(RunError, match=r"train\.seed"):
-        claim(tmp_path / "run", other.to_dict())
-
-
-def test_differences_are_paths_of_fields():
-    assert sorted(differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}})) == ["a.c", "d"]
 
 
 def test_phases_that_do_not_add_up_are_refused(small_text):

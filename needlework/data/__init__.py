@@ -21,6 +21,7 @@ from .order import shuffled as shuffled
 from .overwrite import Overwrites as Overwrites
 from .overwrite import SelectiveKeyOverwrite as SelectiveKeyOverwrite
 from .overwrite import squared_error as squared_error
+from .own import Files as Files
 from .packages import Packages as Packages
 from .packing import Packed as Packed
 from .packing import held_out_text as held_out_text
@@ -30,6 +31,7 @@ from .packing import windows as windows
 from .preparation import Prepared as Prepared
 from .preparation import StoreConfig as StoreConfig
 from .preparation import prepare as prepare
+from .reading import text_read as text_read
 from .records import Piece as Piece
 from .records import SourceError as SourceError
 from .ruler import MULTI_KEY as MULTI_KEY

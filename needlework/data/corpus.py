@@ -1,8 +1,7 @@
 """A corpus: documents as flat arrays of tokens, split into training and held-out text, with a manifest.
 
-Order and split depend on names alone. Files are read in the order of the sha256 of their relative name (the standard
-library's alphabet would start with `abc` and `ast`); a document is held out if another part of its name's sha256 falls
-below the share. So the same files give the same corpus on every machine, and a file stays on its side as others come.
+Order (reading.py) and split depend on names alone: a document is held out if a part of its name's sha256 falls below the share.
+So the same files give the same corpus on every machine, and a file stays on its side as others come.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .files import Source, Unreadable, documents, found, stdlib
+from .files import found, stdlib
+from .reading import Reader
 from .tokenizer import byte_ids, encode_documents, eot_id, token_dtype
 
 if TYPE_CHECKING:
@@ -113,73 +113,40 @@ def write_whole(path: Path, text: str) -> None:
 def load_corpus(config: CorpusConfig, tokenizer: Tokenizer) -> Corpus:
     """Read, tokenise and split the files of a config.
 
-    Every document ends in the tokenizer's end of text. Empty documents and repeated ones are left out; a file that is
-    no text is skipped and listed in the manifest. Where the split by name leaves a side with less than half its share
+    Every document ends in the tokenizer's end of text. Empty documents and repeated ones are left out and counted; a file that is
+    no text, or cannot be read, is skipped and listed in the manifest, which also says what `max_bytes` left unread. Where the split by name leaves a side with less than half its share
     (few documents), the end of the longest one is held out instead, and the manifest says so.
     Raises FileNotFoundError (a path), ValueError (no readable text; a record that is no JSON or has no "text").
     """
     sources = stdlib() if config.kind == "stdlib" else found(config.paths)
-    texts, files, skipped = _read(sources, config.max_bytes)
-    if not texts:
-        reasons = "".join(f"\n  {file['name']}: {file['reason']}" for file in skipped[:10])
+    reader = Reader(sources, config.max_bytes)
+    documents = list(reader)
+    if not documents:
+        reasons = "".join(f"\n  {file['name']}: {file['reason']}" for file in reader.skipped[:10])
         raise ValueError(
             f"corpus: no readable text in {', '.join(config.paths) or 'the standard library'}; tried {len(sources)} "
-            f"files as UTF-8 text, .jsonl, .json or .parquet, {len(skipped)} of them are no text{reasons}"
+            f"files as UTF-8 text, .jsonl, .json or .parquet, {len(reader.skipped)} of them are no text{reasons}"
         )
-    names = list(texts.values())
-    parts = _tokenise(list(texts), tokenizer)
+    names = [name for name, _ in documents]
+    parts = _tokenise([text for _, text in documents], tokenizer)
     train, held_out, split = _split(names, parts, config.held_out)
     manifest = {
         "kind": config.kind,
         "python": platform.python_version(),
         "max_bytes": config.max_bytes,
         "sha256": _sha256_of_arrays(train.tokens, train.offsets, held_out.tokens, held_out.offsets),
-        "totals": {
-            "files": len(files),
-            "files_left_unread": len(sources) - len(files) - len(skipped),
+        "totals": reader.totals()
+        | {
             "documents": len(parts),
-            "bytes": sum(map(len, texts)),
+            "bytes": reader.bytes,
             "train_tokens": len(train.tokens),
             "held_out_tokens": len(held_out.tokens),
         },
         "split": split,
-        "files": files,
-        "skipped": skipped,
+        "files": reader.listed(),
+        "skipped": reader.skipped,
     }
     return Corpus(train, held_out, tokenizer, manifest)
-
-
-def _read(sources: list[Source], max_bytes: int) -> tuple[dict[bytes, str], list[dict], list[dict]]:
-    """Texts with their names, up to max_bytes of them, and the manifest's lists: files read, files skipped."""
-    texts: dict[bytes, str] = {}
-    files, skipped = [], []
-    room = max_bytes
-    for source in sorted(sources, key=lambda source: hashlib.sha256(source.name.encode()).digest()):
-        before = len(texts)
-        try:
-            for name, text in documents(source, room):
-                piece = text if len(text) <= room else _whole_characters(text[:room])
-                if piece and piece not in texts:
-                    texts[piece] = name
-                    room -= len(text)
-                if room <= 0:
-                    break
-        except (Unreadable, OSError) as error:
-            if source.given and isinstance(error, OSError):
-                raise
-            skipped.append({"name": source.name, "reason": str(error)})
-            continue
-        with source.path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        size = source.path.stat().st_size
-        files.append({"name": source.name, "bytes": size, "sha256": sha256, "documents": len(texts) - before})
-        if room <= 0:
-            break
-    return texts, files, skipped
-
-
-def _whole_characters(text: bytes) -> bytes:
-    return text.decode("utf-8", "ignore").encode()
 
 
 def _tokenise(texts: list[bytes], tokenizer: Tokenizer) -> list[np.ndarray]:
@@ -190,7 +157,7 @@ def _tokenise(texts: list[bytes], tokenizer: Tokenizer) -> list[np.ndarray]:
 def is_held_out(name: str, share: float) -> bool:
     """Whether a document stays out of training: its name alone decides."""
     # The last 8 bytes of the digest: files are *ordered* by its first ones.
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[-8:], "big") / 2**64 < share
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[-8:], "big") / 2**64 < share
 
 
 def _split(names: list[str], parts: list[np.ndarray], share: float) -> tuple[Documents, Documents, dict]:

@@ -44,24 +44,34 @@ def stdlib() -> list[Source]:
 def found(paths: Iterable[str]) -> list[Source]:
     """The files that paths name: a file is itself, a directory every file below it but hidden ones.
 
-    A file reached twice counts once. FileNotFoundError names a path that does not exist.
+    A file reached twice counts once. A folder that cannot be opened, and a link to nothing, are among them: whoever reads them finds
+    out why. FileNotFoundError names a path that does not exist.
     """
     sources: dict[Path, Source] = {}
     for given in map(Path, paths):
         if not given.exists():
             raise FileNotFoundError(f"corpus: no such file or directory: {given}")
-        if given.is_file():
+        if not given.is_dir():
             sources[given.resolve()] = Source(given.name, given, given=True)
             continue
-        for path in sorted(given.rglob("*")):
-            name = path.relative_to(given)
-            if path.is_file() and not any(part.startswith(".") for part in name.parts):
-                sources.setdefault(path.resolve(), Source(name.as_posix(), path, given=False))
+        for path in _below(given):
+            sources.setdefault(path.resolve(), Source(path.relative_to(given).as_posix(), path, given=False))
     return list(sources.values())
 
 
-def documents(source: Source, limit: int) -> Iterator[tuple[str, bytes]]:
-    """(name, UTF-8 text) of each document of a file; of a text file no more than `limit` bytes are read.
+def _below(root: Path) -> Iterator[Path]:
+    """Every file below a folder, sorted, but hidden ones."""
+    closed: list[Path] = []
+    paths = []
+    for folder, folders, files in os.walk(root, onerror=lambda error: closed.append(Path(error.filename))):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths += [Path(folder, name) for name in files if not name.startswith(".")]
+    yield from sorted(path for path in paths if path.is_file() or not path.exists())
+    yield from sorted(closed)
+
+
+def documents(source: Source, limit: int | None) -> Iterator[tuple[str, bytes]]:
+    """(name, UTF-8 text) of each document of a file; of a text file no more than `limit` bytes, and a character's (None: all).
 
     Unreadable for a file without text; ValueError for records without "text", naming the file, and the line.
     """
@@ -80,9 +90,11 @@ def documents(source: Source, limit: int) -> Iterator[tuple[str, bytes]]:
         yield f"{source.name}:{record}", text.encode("utf-8", "replace")
 
 
-def _text(path: Path, limit: int) -> bytes:
+def _text(path: Path, limit: int | None) -> bytes:
     with path.open("rb") as file:
-        data = file.read(limit + 4)  # the longest character: what is left of a cut one reaches the limit
+        data = file.read(
+            -1 if limit is None else limit + 4
+        )  # the longest character: what is left of a cut one reaches the limit
         whole = not file.read(1)
     if b"\0" in data:
         raise Unreadable("binary: it has a NUL byte")
@@ -110,7 +122,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, str]]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: no JSON: {error}") from None
             yield number, _field(record, f"{path}, line {number}")
 
@@ -128,7 +140,7 @@ def _json(source: Source) -> Iterator[tuple[int, str]]:
 def _json_records(path: Path) -> Iterator[tuple[int, str]]:
     try:
         content = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         yield from _jsonl(path)  # JSON lines under the name .json; else its error names the line
         return
     for i, record in enumerate(content if isinstance(content, list) else [content]):

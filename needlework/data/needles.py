@@ -60,13 +60,26 @@ class NeedleMix:
             raise ValueError(f"needles: asks is at least 1, got {self.asks}")
 
     def batch(self, corpus: Corpus, seed: int, step: int, B: int, T: int, rows: range | None = None) -> Batch:
-        """Rows of training text [B T], or only `rows` of them, loss on every token; ValueError if an episode does not fit T."""
+        """Rows of training text [B T], or only `rows` of them, loss on every token.
+
+        ValueError if an episode does not fit T, or the training text is too short for whatever row may come.
+        """
         least = WIDTH * max(2 * self.dense_pairs[0], (1 + self.asks) * self.sparse_pairs[0])
         if T + 1 < least:
             raise ValueError(f"needles: T = {T} is too short for the smallest episode, which needs {least - 1}")
+        if (most := self._text(T + 1)) > len(corpus.train.tokens):
+            raise ValueError(
+                f"needles: a row of T = {T} may take {most} tokens of text, the training text has {len(corpus.train.tokens)}"
+            )
         return shifted(
             [self._row(corpus, generator("needles", seed, step, row), T + 1) for row in (range(B) if rows is None else rows)]
         )
+
+    def _text(self, n: int) -> int:
+        """The most tokens of text that a row of n may take: all of them where rows are plain text."""
+        if self.dense + self.sparse < 1:
+            return n
+        return n - WIDTH * (1 + self.asks) * self.sparse_pairs[0] if self.sparse else n % WIDTH
 
     def _row(self, corpus: Corpus, rng: np.random.Generator, n: int) -> np.ndarray:
         share = rng.random()

@@ -24,11 +24,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from needlework.json_file import read_json
+
 from .bpe import train_tokenizer
-from .corpus import Corpus, is_held_out, write_whole
+from .corpus import Corpus, write_whole
+from .own import Files
 from .packages import Packages
 from .records import Piece, SourceError
-from .sources import Hub, Local
+from .sources import Hub, Local, TextSource
 from .store import MANIFEST, SIDES, TOKENIZER, StoreError, Writer, digest, open_corpus
 from .tokenizer import byte_tokenizer, encode_documents, eot_id, load_tokenizer, token_dtype
 
@@ -48,10 +51,16 @@ class StoreConfig:
     """
 
     kind: str = "store"
-    source: Hub | Local | Packages
+    source: Hub | Local | Files | Packages
     tokenizer: str | None = None
     vocabulary: int = 16_384
     tokenizer_bytes: int = 256 << 20
+
+    def __post_init__(self):
+        if self.tokenizer is None and self.vocabulary < 257:
+            raise ValueError(f"store: vocabulary is {self.vocabulary}, expected at least 257: 256 bytes and the end of text")
+        if self.tokenizer_bytes < 1:
+            raise ValueError(f"store: tokenizer_bytes is at least 1, got {self.tokenizer_bytes}")
 
 
 class Prepared(NamedTuple):
@@ -94,7 +103,7 @@ def _alone(directory: Path) -> Iterator[None]:
         yield
 
 
-def _claimed(directory: Path, config: StoreConfig) -> Hub | Local | Packages:
+def _claimed(directory: Path, config: StoreConfig) -> Hub | Local | Files | Packages:
     """The source with the revision of the first call; StoreError if the directory is another config's."""
     path = directory / CONFIG
     wanted = json.loads(json.dumps(asdict(config)))
@@ -102,7 +111,7 @@ def _claimed(directory: Path, config: StoreConfig) -> Hub | Local | Packages:
         source = config.source.pinned()
         write_whole(path, json.dumps({"config": wanted, "revision": getattr(source, "revision", None)}, indent=1) + "\n")
         return source
-    there = json.loads(path.read_text())
+    there = read_json(path)
     flat = lambda c: c["source"] | {name: value for name, value in c.items() if name != "source"}
     a, b = flat(there["config"]), flat(wanted)
     if different := sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name)):
@@ -112,7 +121,7 @@ def _claimed(directory: Path, config: StoreConfig) -> Hub | Local | Packages:
     return replace(config.source, revision=there["revision"]) if there["revision"] else config.source
 
 
-def _tokenizer(config: StoreConfig, source: Hub | Local | Packages, path: Path, on_progress: Callable) -> Tokenizer:
+def _tokenizer(config: StoreConfig, source: Hub | Local | Files | Packages, path: Path, on_progress: Callable) -> Tokenizer:
     if not path.exists():
         match config.tokenizer:
             case None:
@@ -126,10 +135,10 @@ def _tokenizer(config: StoreConfig, source: Hub | Local | Packages, path: Path, 
     return load_tokenizer(path)
 
 
-def _training_text(config: StoreConfig, source: Hub | Local | Packages, on_progress: Callable) -> Iterator[str]:
+def _training_text(config: StoreConfig, source: Hub | Local | Files | Packages, on_progress: Callable) -> Iterator[str]:
     documents = size = 0
     for piece in source.stream():
-        if is_held_out(piece.key, source.held_out):
+        if source.holds_out(piece.key):
             continue
         before = size
         documents += piece.ends
@@ -150,7 +159,7 @@ def _hub_tokenizer(name: str) -> Tokenizer:
         raise SourceError(f"tokenizer: {name} is no file here, and the Hub does not give it: {error}") from error
 
 
-def _tokenise(source: Hub | Local | Packages, tokenizer: Tokenizer, directory: Path, on_progress: Callable):
+def _tokenise(source: Hub | Local | Files | Packages, tokenizer: Tokenizer, directory: Path, on_progress: Callable):
     """Both stores and the manifest."""
     listed = source.listed()
     made_of = {"files": hashlib.sha256(json.dumps(listed).encode()).hexdigest(), "tokenizer": digest(directory / TOKENIZER)}
@@ -159,27 +168,27 @@ def _tokenise(source: Hub | Local | Packages, tokenizer: Tokenizer, directory: P
     if progress["stream"] is not None:
         stream.load_state_dict(progress["stream"])
     before = sum(writer.documents for writer in writers)
-    size, done = progress["bytes"], progress["done"]
+    size, done, full = progress["bytes"], progress["done"], progress.get("full")
     end = token_dtype(tokenizer)(eot_id(tokenizer))
     chunks = _chunks(stream)
     while not done:
         chunk = next(chunks, [])
-        done = not chunk
+        done, full = not chunk, None
         for piece, ids in zip(chunk, encode_documents(tokenizer, [piece.text for piece in chunk]), strict=True):
-            writer = writers[is_held_out(piece.key, source.held_out)]
+            writer = writers[source.holds_out(piece.key)]
             writer.write(np.append(ids, end) if piece.ends else ids, piece.ends)
             size += len(piece.text.encode())
             documents, tokens = (sum(getattr(writer, name) for writer in writers) for name in ("documents", "tokens"))
-            if piece.ends and (documents == source.max_documents or tokens >= (source.max_tokens or tokens + 1)):
+            if piece.ends and (full := _full(source, documents, tokens)):
                 done = True
                 break
         counts = [writer.sync() for writer in writers]
-        state = {"stream": stream.state_dict(), "counts": counts, "bytes": size, "done": done}
+        state = {"stream": stream.state_dict(), "counts": counts, "bytes": size, "done": done, "full": full}
         write_whole(directory / PROGRESS, json.dumps(made_of | state))
         documents, tokens = (sum(count[name] for count in counts) for name in ("documents", "tokens"))
         on_progress(Prepared("tokens", documents, tokens, size, before))
     stores = dict(zip(SIDES, (writer.finish() for writer in writers), strict=True))
-    manifest = _manifest(source, tokenizer, made_of["tokenizer"], listed, size, stores)
+    manifest = _manifest(source, tokenizer, made_of["tokenizer"], listed, size, stores, full)
     write_whole(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     for writer in writers:
         writer.forget_ends()
@@ -203,18 +212,25 @@ def _taken_over(directory: Path, made_of: dict[str, str], dtype) -> tuple[dict[s
     path = directory / PROGRESS
     start = {"stream": None, "bytes": 0, "done": False}
     if path.exists():
-        progress = json.loads(path.read_text())
         try:
+            progress = read_json(path)
             if different := [name for name, value in made_of.items() if progress[name] != value]:
                 raise StoreError(f"{' and '.join(different)} changed since")
             return progress, [Writer(directory / side, dtype, **c) for side, c in zip(SIDES, progress["counts"], strict=True)]
-        except StoreError as error:
+        except (StoreError, ValueError) as error:
             warnings.warn(f"corpus {directory}: tokenised again from the start: {error}", stacklevel=4)
             path.unlink()
     return start, [Writer(directory / side, dtype) for side in SIDES]
 
 
-def _manifest(source, tokenizer, tokenizer_sha256, listed, size, stores) -> dict[str, Any]:
+def _full(source: TextSource, documents: int, tokens: int) -> str | None:
+    """The name of the bound that a store has reached."""
+    if documents == source.max_documents:
+        return "max_documents"
+    return "max_tokens" if source.max_tokens is not None and tokens >= source.max_tokens else None
+
+
+def _manifest(source, tokenizer, tokenizer_sha256, listed, size, stores, full) -> dict[str, Any]:
     arrays = [stores[side][f"{name}_sha256"] for side in SIDES for name in ("tokens", "offsets")]
     return {
         "kind": "store",
@@ -223,13 +239,16 @@ def _manifest(source, tokenizer, tokenizer_sha256, listed, size, stores) -> dict
         "sha256": hashlib.sha256("".join(arrays).encode()).hexdigest(),
         "totals": {
             "files": sum(entry.get("files", 1) for entry in listed),
+            "stopped_by": full,
             "documents": sum(stores[side]["documents"] for side in SIDES),
             "bytes": size,
             "train_tokens": stores["train"]["tokens"],
             "held_out_tokens": stores["held_out"]["tokens"],
-        },
-        "split": {"by": "sha256 of the key", "share": source.held_out},
+        }
+        | source.left(),
+        "split": source.split(),
         "stores": stores,
         "versions": {name: version(name) for name in ("datasets", "tokenizers", "numpy") if find_spec(name)},
         "files": listed,
+        "skipped": source.skipped(),
     }

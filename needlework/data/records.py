@@ -84,7 +84,7 @@ class Records:
     def _json(self, line: str) -> dict[str, Any]:
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SourceError(f"{self.source.title}, line {self.read}: no JSON: {error}") from None
         if not isinstance(record, dict):
             raise SourceError(f"{self.source.title}, line {self.read}: expected an object, got {type(record).__name__}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import glob
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .corpus import is_held_out
 from .files import Source, found
 from .records import Records, SourceError, Stream
 from .store import digest
@@ -29,6 +30,26 @@ class TextSource:
         for name in ("max_documents", "max_tokens"):
             if (most := getattr(self, name)) is not None and most < 1:
                 raise ValueError(f"source: {name} is at least 1, or None, got {most}")
+
+    def identity(self) -> Any:
+        """JSON-ready: what two sources must share for the tokens of one to be those of the other."""
+        return asdict(self)
+
+    def holds_out(self, key: str) -> bool:
+        """Whether a document stays out of training: its key alone decides."""
+        return is_held_out(key, self.held_out)
+
+    def left(self) -> dict[str, int]:
+        """For the manifest's totals: what of its files the source does not read."""
+        return {}
+
+    def skipped(self) -> list[dict[str, str]]:
+        """The manifest's list of files without text."""
+        return []
+
+    def split(self) -> dict[str, Any]:
+        """What the manifest says of the sides."""
+        return {"by": "sha256 of the key", "share": self.held_out}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +113,8 @@ class Local(TextSource):
     def __post_init__(self):
         super().__post_init__()
         object.__setattr__(self, "paths", tuple(map(str, self.paths)))  # a list, as JSON gives it, is welcome
+        if not self.paths:
+            raise ValueError("source: paths is empty, expected at least one file or directory")
 
     @property
     def title(self) -> str:

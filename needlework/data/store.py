@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from needlework.json_file import read_json
+
 from .corpus import Corpus, Documents, write_whole
 from .tokenizer import load_tokenizer
 
@@ -85,7 +87,7 @@ def open_store(directory: str | Path) -> tuple[Documents, dict[str, Any]]:
     """The documents of a finished store, mapped and not read, and its manifest; StoreError if a file's size is wrong."""
     directory = Path(directory)
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
+        manifest = read_json(directory / MANIFEST)
     except FileNotFoundError:
         raise StoreError(f"store {directory}: unfinished, it has no {MANIFEST}; prepare it again, which goes on") from None
     dtype = np.dtype(manifest["dtype"])
@@ -118,7 +120,7 @@ def open_corpus(directory: str | Path) -> Corpus:
     if not (directory / MANIFEST).exists():
         raise StoreError(f"corpus {directory}: unfinished, it has no {MANIFEST}; prepare it again, which goes on")
     train, held_out = (open_store(directory / side)[0] for side in SIDES)
-    return Corpus(train, held_out, load_tokenizer(directory / TOKENIZER), json.loads((directory / MANIFEST).read_text()))
+    return Corpus(train, held_out, load_tokenizer(directory / TOKENIZER), read_json(directory / MANIFEST))
 
 
 def verify_corpus(directory: str | Path):

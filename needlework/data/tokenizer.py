@@ -41,6 +41,7 @@ def byte_tokenizer() -> Tokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Any `tokenizers` JSON file, or a directory with a tokenizer.json in it.
 
+    Texts keep their length: truncation and padding that the file may ask for, as files for models of one length do, are off.
     FileNotFoundError if there is none; ValueError, with the library's reason, if the file is something else.
     """
     from tokenizers import Tokenizer
@@ -51,9 +52,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not file.is_file():
         raise FileNotFoundError(f"tokenizer: no file {file}")
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception
         raise ValueError(f"tokenizer: {file} is not a `tokenizers` JSON file: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def is_byte_tokenizer(tokenizer: Tokenizer) -> bool:

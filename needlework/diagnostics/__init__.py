@@ -5,6 +5,7 @@ A diagnosis takes a model and input_ids [B T] and returns plain numbers by layer
 
 from .carve import carve as carve
 from .ccq import ccq as ccq
+from .ccq import rare as rare
 from .listen import heard as heard
 from .lucid import lucid as lucid
 from .memory import state_norms as state_norms

@@ -1,5 +1,6 @@
 """CARVE (arXiv 2606.27229): how much of the erase gate is content, and what its being a chunk old costs."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -22,12 +23,16 @@ class CarveLayer(NamedTuple):
     staleness: float
 
 
-def carve(model: nn.Module, input_ids: Tensor, content_chunk: int) -> list[CarveLayer]:
-    """One entry for each CARVE layer, from input_ids [B T]; content_chunk is the model's L. Rank-1 writes, prediction "previous"."""
-    return [CarveLayer(*numbers) for numbers in together(partial(_layer, content_chunk), heard(model, input_ids, "carve"))]
+def carve(model: nn.Module, input_ids: Tensor, content_chunk: int, ask: Callable[[], None] = lambda: None) -> list[CarveLayer]:
+    """One entry for each CARVE layer, from input_ids [B T]; content_chunk is the model's L. Rank-1 writes, prediction "previous".
+
+    ask: called at every token; what it raises ends the walk, which may take a minute.
+    """
+    layer = partial(_layer, content_chunk, ask)
+    return [CarveLayer(*numbers) for numbers in together(layer, heard(model, input_ids, "carve"))]
 
 
-def _layer(L: int, q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, o) -> tuple[Tensor, Tensor]:
+def _layer(L: int, ask: Callable[[], None], q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, o) -> tuple[Tensor, Tensor]:
     """A `CarveLayer`'s numbers."""
     b = b + b_bias
     whole = o[:, : o.shape[1] // L * L]
@@ -35,16 +40,17 @@ def _layer(L: int, q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, o) -> tuple
     means = torch.cat([torch.zeros_like(means[:, :1]), means], 1).repeat_interleave(L, 1)[:, : o.shape[1]]
     content = (torch.tanh(means @ w1.T) @ w2.T).norm()
     token = (b - b.mean(1, keepdim=True)).norm()
-    exact = _renewed(L, q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    exact = _renewed(L, ask, q, k, v, f, b, w, A_log, dt_bias, w1, w2)
     return content / (content + token), (o - exact).norm() / exact.norm()
 
 
-def _renewed(L: int, q, k, v, f, b, w, A_log, dt_bias, w1, w2) -> Tensor:
+def _renewed(L: int, ask: Callable[[], None], q, k, v, f, b, w, A_log, dt_bias, w1, w2) -> Tensor:
     """The layer's outputs with the content signal renewed at every token; sums in float32 or wider."""
     S = k.new_zeros(*v[:, 0].shape[:2], k.shape[-1], v.shape[-1])
     outputs: list[Tensor] = []
     running = torch.zeros_like(v[:, 0])
     for t in range(q.shape[1]):
+        ask()
         kept = retention(f[:, t], b[:, t], running / L, A_log, dt_bias, w1, w2).exp()
         error = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
         S = kept[..., None] * S + torch.einsum("bh,bhk,bhv->bhkv", torch.sigmoid(w[:, t]), k[:, t], error)

@@ -27,19 +27,24 @@ def ccq(model: nn.Module, input_ids: Tensor, needle: Tensor) -> list[CCQLayer]:
     Of the needle's tokens those count whose id occurs at most twice in their row; every token outside the needle is a distractor.
     ValueError for a mask of another shape, or a row without a needle token that counts.
     """
-    if needle.shape != input_ids.shape or needle.dtype != torch.bool:
-        raise ValueError(f"needle: expected bool {list(input_ids.shape)}, got {needle.dtype} {list(needle.shape)}")
-    seen = (input_ids[:, :, None] == input_ids[:, None, :]).sum(-1)
-    rare = needle & (seen <= 2)
-    if not rare.any(1).all():
-        raise ValueError("needle: a row has no needle token whose id occurs at most twice")
+    counted = rare(input_ids, needle)
     found = []
     for k in heard(model, input_ids, "ccq").get("k", []):
         share = energy(k)  # [B T H]
-        at = rare.to(share.device)[..., None], (~needle).to(share.device)[..., None]
+        at = counted.to(share.device)[..., None], (~needle).to(share.device)[..., None]
         inside, outside = ((share * mask).sum(1) / mask.sum(1) for mask in at)  # [B H]
         found.append(CCQLayer(inside.mean().item(), outside.mean().item(), (inside - outside).mean().item()))
     return found
+
+
+def rare(input_ids: Tensor, needle: Tensor) -> Tensor:
+    """[B T] bool: the needle's tokens that count; ValueError as in `ccq`."""
+    if needle.shape != input_ids.shape or needle.dtype != torch.bool:
+        raise ValueError(f"needle: expected bool {list(input_ids.shape)}, got {needle.dtype} {list(needle.shape)}")
+    counted = needle & ((input_ids[:, :, None] == input_ids[:, None, :]).sum(-1) <= 2)
+    if not counted.any(1).all():
+        raise ValueError("needle: a row has no needle token whose id occurs at most twice")
+    return counted
 
 
 def energy(k: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Q-Delta (arXiv 2606.08804): is a write stable, and what does the query ask that the key does not?"""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,12 +26,17 @@ class QDeltaLayer(NamedTuple):
     drift: float
 
 
-def qdelta(model: nn.Module, input_ids: Tensor) -> list[QDeltaLayer]:
-    """One entry for each Q-Delta layer of the model, from input_ids [B T]; the state is made again token by token."""
-    return [QDeltaLayer(*numbers) for numbers in together(_layer, heard(model, input_ids, "qdelta"))]
+def qdelta(model: nn.Module, input_ids: Tensor, ask: Callable[[], None] = lambda: None) -> list[QDeltaLayer]:
+    """One entry for each Q-Delta layer of the model, from input_ids [B T]; the state is made again token by token.
+
+    ask: called at every token; what it raises ends the walk, which may take a minute.
+    """
+    return [QDeltaLayer(*numbers) for numbers in together(partial(_layer, ask), heard(model, input_ids, "qdelta"))]
 
 
-def _layer(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, lam: Tensor, g: Tensor | None = None) -> tuple[Tensor, ...]:
+def _layer(
+    ask: Callable[[], None], q: Tensor, k: Tensor, v: Tensor, beta: Tensor, lam: Tensor, g: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """A `QDeltaLayer`'s numbers. q, k [B T H K], v [B T HV V]; beta, lam, g [B T HV]."""
     repeats = v.shape[2] // k.shape[2]
     q, k = q.repeat_interleave(repeats, 2), k.repeat_interleave(repeats, 2)
@@ -39,6 +46,7 @@ def _layer(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, lam: Tensor, g: Tensor
     read = lambda S, key: torch.einsum("bhkv,bhk->bhv", S, key)
     cosines, drifts = [], []
     for t in range(q.shape[1]):
+        ask()
         if t:
             cosines.append(cosine_similarity(read(S, q[:, t]), read(S, k[:, t]), dim=-1))
             drifts.append((v[:, t] - v[:, t - 1] - read(S, x[:, t] - x[:, t - 1])).norm(dim=-1))

@@ -7,6 +7,7 @@ that was marked with `tag` into one that a script can find by its mixer. What is
 import io
 import re
 from contextlib import contextmanager
+from html import escape
 
 from .palette import GRID, INK, MUTED, SURFACE, colour, variables
 
@@ -56,8 +57,11 @@ def tag(index: int, tip: str = "") -> dict[str, str]:
     return {"gid": f"mixer-{index}|{tip}"}
 
 
-def svg(figure) -> str:
-    """The figure as an <svg> element: themed, without ids that could meet another figure's, without date or links."""
+def svg(figure, name: str, description: str) -> str:
+    """The figure as an <svg> element: themed, without ids that could meet another figure's, without date or links.
+
+    name: what it is called by who cannot see it; `description` and what a pointer over each of its points would say are the rest.
+    """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
@@ -65,9 +69,20 @@ def svg(figure) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="mixer-(\d+)\|([^"]*)"', r'<g class="series" data-mixer="\1" data-tip="\2"', text)
     text = re.sub(r'<g id="[^"]*"', "<g", text).replace(' data-tip=""', "")
-    text = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 xmlns:xlink="http://www.w3.org/1999/xlink">', text)
-    for name, (light, _) in variables().items():
-        text = text.replace(light, f"var(--{name})")
+    points = "; ".join(re.findall(r'data-tip="([^"]*)"', text))
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    text = re.sub(r'( id="|#)([mp][0-9a-f]{10})\b', rf"\1{slug}-\2", text)  # of markers and clips
+    said = f'<title id="{slug}-title">{escape(name)}</title><desc id="{slug}-desc">{escape(description)} {points}</desc>'
+    text = re.sub(
+        r'<svg [^>]*?(viewBox="[^"]*")[^>]*>',
+        lambda found: (
+            f'<svg {found[1]} xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
+            f'aria-labelledby="{slug}-title {slug}-desc">{said}'
+        ),
+        text,
+    )
+    for variable, (light, _) in variables().items():
+        text = text.replace(light, f"var(--{variable})")
     return text
 
 

@@ -6,16 +6,20 @@ report.html is the page with its style and script; figures.py and table.py make 
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-from . import figures
+from . import figures, training_figures
 from .palette import variables
-from .results import Mixer, Results, check_results, write_whole
-from .table import TASKS, name_of, table
-from .words import percent, summary
+from .results import Mixer, Results, check_results, tasks_of, write_whole
+from .retrieval import chance
+from .rows import CSV, rows
+from .table import cost_table, name_of, retrieval_table
+from .words import multiple, percent, summary, task_title
 
 
 class Shown(NamedTuple):
@@ -26,35 +30,52 @@ class Shown(NamedTuple):
     caption: str
 
 
-ROWS = (
-    (
+BARS = "Bars are 95 % of a share over so many values (Wilson); another seed is not in them."
+
+
+def shown(results: Results) -> list[Shown]:
+    """The figures of these results, in their order; of what was not recorded there is none."""
+    tasks, last = tasks_of(results), multiple(results["lengths"][-1], results["train_length"])
+    found = [
         Shown(
-            figures.retrieval_by_length,
-            "Retrieval by length",
-            "Up is better; right of 1× no model was trained. A guess finds one digit in ten.",
-        ),
-    ),
-    (
+            partial(figures.retrieval_by_length, task=task),
+            f"{task_title(task)}: retrieval by length",
+            f"Up is better; right of 1× no model was trained. A guess finds {percent(chance(task))}. {BARS}",
+        )
+        for task in tasks
+    ]
+    found += [
         Shown(
-            figures.retrieval_by_state,
-            "Retrieval by state size",
-            "Up and to the left is better: more found with less memory.",
-        ),
-    ),
-    (
+            partial(figures.retrieval_by_state, task=task),
+            f"{task_title(task)}: retrieval by state size",
+            f"Up and to the left is better: more found at {last} with less memory. {BARS}",
+        )
+        for task in tasks
+    ]
+    found += [
         Shown(
-            figures.loss_by_step,
+            training_figures.loss_by_step,
             "Training loss by step",
             "Smoothed; the recorded values lie faint behind. The first steps are cut off.",
         ),
         Shown(figures.loss_by_length, "Loss by length", "A model that generalises does not rise."),
-    ),
-    (Shown(figures.training_speed, "Training speed", "On the machine named below, with what else ran on it."),),
-)
+    ]
+    if any("log" in mixer["train"] for mixer in results["mixers"]):
+        found += [
+            Shown(training_figures.learning_rate, "Learning rate by step", "Of the first group of parameters."),
+            Shown(
+                training_figures.gradient_norm, "Gradient norm by step", "Before it is clipped; means of neighbouring steps."
+            ),
+            Shown(training_figures.memory, "Memory by step", "The most so far: of a GPU, or of the process on a CPU."),
+        ]
+    return [
+        *found,
+        Shown(training_figures.training_speed, "Training speed", "On the machine named below, with what else ran on it."),
+    ]
 
 
 def write_report(results: Results, path: str | os.PathLike) -> None:
-    """Write report.html for these results, whole or not at all. Equal results give equal bytes.
+    """Write report.html for these results and results.csv beside it, each whole or not at all. Equal results give equal bytes.
 
     Raises ValueError that names what is missing from the results.
     """
@@ -69,12 +90,15 @@ def write_report(results: Results, path: str | os.PathLike) -> None:
         summary=escape(summary(results)),
         origin=escape(f"{results['name']} · {results['date']} · {len(results['mixers'])} mixers · {results['machine']}"),
         legend="\n".join(_button(i, mixer) for i, mixer in enumerate(results["mixers"])),
-        figures="\n".join(_row(row, results) for row in ROWS) if finished else "",
-        table=table(results) if finished else "",
+        figures="\n".join(_figure(one, results) for one in shown(results)) if finished else "",
+        tables=_tables(results) if finished else "",
+        samples=_samples(results),
         provenance=_provenance(results),
         config=escape(json.dumps(results["config"], indent=2, ensure_ascii=False)),
         limits=f"<p>{escape(_limits(results))}</p>" if finished else "",
     )
+    lengths = results["lengths"]
+    write_whole(Path(path).with_name(CSV), rows(results["mixers"], tasks_of(results), lengths, results["train_length"]))
     write_whole(path, page)
 
 
@@ -82,13 +106,37 @@ def _button(index: int, mixer: Mixer) -> str:
     return f'<button type="button" data-mixer="{index}" aria-pressed="false">{name_of(index, mixer)}</button>'
 
 
-def _row(row: tuple[Shown, ...], results: Results) -> str:
-    drawn = "".join(
-        f'<figure role="group" aria-label="{shown.label}">{figures.draw(shown.figure, results)}'
-        f"<figcaption>{shown.caption}</figcaption></figure>\n"
-        for shown in row
+def _figure(one: Shown, results: Results) -> str:
+    label = one.label[0].upper() + one.label[1:]
+    drawn = figures.draw(one.figure, results, label, one.caption)
+    return f"<figure>{drawn}<figcaption>{escape(one.caption)}</figcaption></figure>"
+
+
+def _tables(results: Results) -> str:
+    return f"{retrieval_table(results)}\n{cost_table(results)}\n" + (
+        f'<p class="note">The same as rows: <a href="{CSV}" download>{CSV}</a>.</p>'
     )
-    return f'<div class="pair">{drawn}</div>' if len(row) > 1 else drawn
+
+
+def _samples(results: Results) -> str:
+    """Each prompt once, and how every mixer went on from it."""
+    told = [(i, mixer) for i, mixer in enumerate(results["mixers"]) if mixer.get("samples")]
+    if not told:
+        return ""
+    parts = []
+    for n, first in enumerate(told[0][1]["samples"]):
+        went_on = "".join(
+            f'<tr data-mixer="{i}"><th scope="row">{name_of(i, mixer)}</th><td>{escape(mixer["samples"][n]["continuation"])}</td></tr>'
+            for i, mixer in told
+            if n < len(mixer["samples"]) and mixer["samples"][n]["prompt"] == first["prompt"]
+        )
+        parts.append(
+            f'<pre class="prompt">{escape(first["prompt"])}</pre><table class="samples"><tbody>'
+            f'<tr><th scope="row">the text itself</th><td>{escape(first["text"])}</td></tr>{went_on}</tbody></table>'
+        )
+    return "<h2>How they go on</h2>\n<p>Held-out text, and the likeliest next tokens, one after the other.</p>\n" + "\n".join(
+        parts
+    )
 
 
 def _provenance(results: Results) -> str:
@@ -106,7 +154,7 @@ def _provenance(results: Results) -> str:
 
 
 def _limits(results: Results) -> str:
-    scores = [score for mixer in results["mixers"] for task in TASKS for score in mixer[task].values()]
+    scores = [score for mixer in results["mixers"] for task in tasks_of(results) for score in mixer[task].values()]
     digits, values = min(score["digits"] for score in scores), min(score["values"] for score in scores)
     largest = max(mixer["parameters"] for mixer in results["mixers"])
     tokens = max(mixer["train"]["tokens"] for mixer in results["mixers"])

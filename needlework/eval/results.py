@@ -8,7 +8,9 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, NotRequired, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+
+from needlework.json_file import read_json
 
 
 class Score(TypedDict):
@@ -20,6 +22,23 @@ class Score(TypedDict):
     values: int
 
 
+class Log(TypedDict):
+    """What was logged beside the loss, in stretches of steps (curves.py): each with its last step."""
+
+    steps: list[int]
+    lr: list[float]
+    grad_norm: list[float]
+    memory: list[int]
+
+
+class Sample(TypedDict):
+    """A prompt of held-out text, how the model went on, and how the text did."""
+
+    prompt: str
+    continuation: str
+    text: str
+
+
 class Training(TypedDict):
     """One training run: the loss (nats per token) at each recorded step, and what it took."""
 
@@ -28,10 +47,11 @@ class Training(TypedDict):
     tokens: int
     seconds: float
     tokens_per_second: float
+    log: NotRequired[Log]
 
 
 class Mixer(TypedDict):
-    """Everything measured about one mixer; the dicts are keyed by length."""
+    """Everything measured about one mixer; the dicts are keyed by length. Beside them each task's scores under its name."""
 
     name: str
     title: str
@@ -40,8 +60,7 @@ class Mixer(TypedDict):
     state_bytes: dict[str, int]
     train: Training
     loss: dict[str, float]
-    needle: dict[str, Score]
-    needles: dict[str, Score]
+    samples: NotRequired[list[Sample]]
 
 
 class Corpus(TypedDict):
@@ -53,18 +72,24 @@ class Corpus(TypedDict):
 
 
 class Results(TypedDict):
-    """A whole comparison. `lengths` ascends; every mixer was measured at each of them."""
+    """A whole comparison. `lengths` ascends; every mixer was measured in each of `tasks` at each of them."""
 
     name: str
     date: str
     train_length: int
     lengths: list[int]
     seed: int
+    tasks: NotRequired[list[str]]
     config: dict[str, Any]
     corpus: Corpus
     versions: dict[str, str]
     machine: str
     mixers: list[Mixer]
+
+
+def tasks_of(results: Results) -> tuple[str, ...]:
+    """The tasks of a comparison; of one that does not say, the demo's."""
+    return tuple(results.get("tasks", ("needle", "needles")))
 
 
 def check_results(results: Any) -> None:
@@ -73,17 +98,29 @@ def check_results(results: Any) -> None:
     lengths = results["lengths"]
     if not lengths or lengths != sorted(set(lengths)) or lengths[0] < 1 or results["train_length"] < 1:
         raise ValueError(f"results.lengths must ascend from at least 1 and train_length be >= 1, got {lengths}")
+    tasks = tasks_of(results)
+    if not tasks:
+        raise ValueError("results.tasks is empty, expected at least one: a comparison shows what is found")
     for i, mixer in enumerate(results["mixers"]):
-        for measure in ("state_bytes", "loss", "needle", "needles"):
+        where = f"results.mixers[{i}]"
+        for task in tasks:
+            if task not in mixer:
+                raise ValueError(f"{where} misses the key {task!r}")
+            _check(mixer[task], dict[str, Score], f"{where}.{task}")
+        for measure in ("state_bytes", "loss", *tasks):
             missing = [str(length) for length in lengths if str(length) not in mixer[measure]]
             if missing:
-                raise ValueError(f"results.mixers[{i}].{measure} misses the key {missing[0]!r}")
+                raise ValueError(f"{where}.{measure} misses the key {missing[0]!r}")
+        scores = [score for task in tasks for score in mixer[task].values()]
         counted = [mixer["parameters"], *mixer["state_bytes"].values()]
-        counted += [
-            score[of] for task in ("needle", "needles") for score in mixer[task].values() for of in ("digits", "values")
-        ]
-        if min(counted) < 1:
-            raise ValueError(f"results.mixers[{i}]: parameters, state_bytes, digits and values must be at least 1")
+        if min(counted + [score[of] for score in scores for of in ("digits", "values")]) < 1:
+            raise ValueError(f"{where}: parameters, state_bytes, digits and values must be at least 1")
+        for score in scores:
+            if not all(0 <= score[of] <= 1 for of in ("accuracy", "exact")):
+                raise ValueError(f"{where}: accuracy and exact must be shares in 0..1, got {score}")
+        log = mixer["train"].get("log")
+        if log is not None and len({len(column) for column in log.values()}) > 1:
+            raise ValueError(f"{where}.train.log: its columns differ in length")
         curve = mixer["train"]
         if len(curve["steps"]) != len(curve["loss"]):
             raise ValueError(
@@ -95,6 +132,8 @@ def _check(value: Any, kind: Any, where: str) -> None:
     if is_typeddict(kind):
         _check(value, dict, where)
         for key, inner in get_type_hints(kind).items():
+            if key not in value and key in kind.__optional_keys__:
+                continue
             if key not in value:
                 raise ValueError(f"{where} misses the key {key!r}")
             _check(value[key], inner, f"{where}.{key}")
@@ -113,10 +152,10 @@ def _check(value: Any, kind: Any, where: str) -> None:
 
 def load_results(path: str | os.PathLike) -> Results:
     """Read and check a results.json; ValueError names the file and the key that is wrong."""
+    results = read_json(path)
     try:
-        results = json.loads(Path(path).read_text(encoding="utf-8"))
         check_results(results)
-    except ValueError as error:  # json's own errors are ValueErrors with line and column
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return results
 

@@ -3,6 +3,7 @@
 The episodes (text, needles, which positions count) are made elsewhere; here they are two integer tensors.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -12,6 +13,19 @@ from torch import Tensor
 from .forward import check_token_ids, evaluating, logits
 
 UNSCORED = -100
+GUESS = 0.1  # one digit in ten
+
+
+def chance(task: str) -> float:
+    """The share that a guess finds of a task's values: one digit in ten, of a uuid one hexadecimal digit in sixteen."""
+    return 1 / 16 if task == "uuid" else GUESS
+
+
+def interval(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share of `count` independent trials (Wilson): not a point, even where all or none were right."""
+    z = 1.96
+    middle, spread = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return (middle - spread) / (1 + z * z / count), (middle + spread) / (1 + z * z / count)
 
 
 class Episodes(Protocol):

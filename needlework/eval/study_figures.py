@@ -1,12 +1,13 @@
-"""The pictures of a study: a panel a family, its members in colour over everybody else in grey; mean over seeds, a band from least to most."""
+"""The pictures of a study: a panel a family, its members in colour over everybody else in grey; mean over seeds, a band from least to
+most. A mixer whose runs are split (study.py) has a line, or a point, a run instead."""
 
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 from .drawing import label_points, style
-from .figures import GUESS
 from .palette import GRID, MUTED, SURFACE, colour, marker
+from .retrieval import GUESS
 from .study import Study, found
 from .words import multiple, percent, size
 
@@ -44,7 +45,8 @@ def _found_by_length(axes, study: Study, members: tuple[str, ...], tasks: tuple[
     axes.set_xscale("log", base=2)
     axes.set_xticks(study.lengths, [multiple(T, study.train_length) for T in study.lengths])
     axes.minorticks_off()
-    _curves(axes, study, members, lambda run: [(T, found(run, tasks, [T])) for T in study.lengths], label)
+    split = lambda mixer: any(study.split(mixer, tasks, T) for T in study.lengths)
+    _curves(axes, study, members, lambda run: [(T, found(run, tasks, [T])) for T in study.lengths], label, split)
 
 
 def loss_by_position(study: Study, path: Path) -> None:
@@ -103,8 +105,13 @@ def _by_state(axes, study: Study, tasks: tuple[str, ...], T: int) -> None:
             shown.add(mixer)  # a baseline of two families is drawn with the first
             share = study.spread(mixer, lambda run: found(run, tasks, [T]))
             x = study.runs[mixer][0]["state_bytes"][str(T)]
-            axes.errorbar(x, share.mean, yerr=share.deviation or 0, color=colour(family), fmt=marker(i), capsize=2)
-            points.append((family, x, share.mean, f"{study.title(mixer)} {percent(share.mean)}"))
+            if study.split(mixer, tasks, T):
+                axes.plot([x] * share.n, share.values, marker(i), color=colour(family))
+                said = " / ".join(map(percent, share.values))
+            else:
+                axes.errorbar(x, share.mean, yerr=share.deviation or 0, color=colour(family), fmt=marker(i), capsize=2)
+                said = percent(share.mean)
+            points.append((family, x, statistics.median(share.values), f"{study.title(mixer)} {said}"))
     label_points(axes, points, at=1.03)
 
 
@@ -122,8 +129,15 @@ def _panels(study: Study):
     return figure, panels
 
 
-def _curves(axes, study: Study, members: tuple[str, ...], points: Callable, label: Callable[[str], str]) -> None:
-    """Each member's mean and its band of seeds; every other mixer's mean in grey."""
+def _curves(
+    axes,
+    study: Study,
+    members: tuple[str, ...],
+    points: Callable,
+    label: Callable[[str], str],
+    split: Callable[[str], bool] = lambda mixer: False,
+) -> None:
+    """Each member's mean and its band of seeds, of a split one its runs; every other mixer's mean in grey."""
     ends = []
     for mixer, runs in study.runs.items():
         lines = [points(run) for run in runs]
@@ -134,6 +148,11 @@ def _curves(axes, study: Study, members: tuple[str, ...], points: Callable, labe
             axes.plot(xs, mean, color=GRID, linewidth=1, zorder=1)
             continue
         i = members.index(mixer)
+        if split(mixer):
+            for _, ys in (zip(*line, strict=True) for line in lines):
+                axes.plot(xs, ys, color=colour(i), marker=marker(i), markersize=4, linewidth=1, zorder=3)
+            ends.append((i, xs[-1], statistics.median(columns[-1]), label(mixer)))
+            continue
         axes.fill_between(xs, [min(c) for c in columns], [max(c) for c in columns], color=colour(i), alpha=0.15, linewidth=0)
         axes.plot(xs, mean, color=colour(i), marker=marker(i), markersize=4, zorder=3)
         ends.append((i, xs[-1], mean[-1], label(mixer)))

@@ -1,36 +1,55 @@
-"""The table of a comparison in HTML: one row a mixer, every number that the figures show."""
+"""The tables of a comparison in HTML: one row a mixer, every number that the figures show."""
 
 import statistics
 from html import escape
 
 from .palette import LIGHT, glyph
-from .results import Mixer, Results, Score
-from .words import multiple, percent, size
-
-TASKS = {"needle": "single needle", "needles": "several needles"}
+from .results import Mixer, Results, Score, tasks_of
+from .words import multiple, percent, size, task_title
 
 
-def table(results: Results) -> str:
-    """The <table>, and below it what its columns count."""
-    lengths, trained = results["lengths"], results["train_length"]
-    lengths_head = "".join(f"<th>{multiple(n, trained)}</th>" for n in lengths)
-    ends = [lengths[0], lengths[-1]]
+def retrieval_table(results: Results) -> str:
+    """The <table> of what was found, by task and length, and below it what its columns count."""
+    lengths, tasks = results["lengths"], tasks_of(results)
+    heads = "".join(f'<th colspan="{len(lengths)}">digits found, {escape(task_title(task))}</th>' for task in tasks)
+    lengths_head = "".join(f"<th>{multiple(n, results['train_length'])}</th>" for n in lengths) * len(tasks)
+    cells = lambda mixer: "".join(_share(mixer[task][str(n)]) for task in tasks for n in lengths)
+    note = f"{_counts(results)} Point at a share to see how many values were right from the first digit to the last."
+    return _table(heads, lengths_head, [cells(mixer) for mixer in results["mixers"]], results, note)
+
+
+def cost_table(results: Results) -> str:
+    """The <table> of what each model is and costs: parameters, state, loss, time."""
+    trained, ends = results["train_length"], list(dict.fromkeys((results["lengths"][0], results["lengths"][-1])))
     median = statistics.median(mixer["parameters"] for mixer in results["mixers"])
-    rows = "\n".join(_row(i, mixer, results, ends, median) for i, mixer in enumerate(results["mixers"]))
-    tasks_head = "".join(f'<th colspan="{len(lengths)}">digits found, {title}</th>' for title in TASKS.values())
-    state_head = "".join(f"<th>{multiple(n, trained)}</th>" for n in ends)
-    return f"""<div class="scroll"><table>
+    heads = (
+        f'<th colspan="2">parameters</th><th colspan="{len(ends)}">state at</th><th colspan="2">loss, nats</th>'
+        '<th colspan="2">training</th>'
+    )
+    below = ["count", "to median", *(multiple(n, trained) for n in ends), "training", f"text {multiple(ends[0], trained)}"]
+    columns = "".join(f"<th>{name}</th>" for name in (*below, "tokens/s", "seconds"))
+    note = (
+        "State is what one sequence holds after that many tokens, over all layers. The training loss is the mean of the last tenth of "
+        "the recorded steps."
+    )
+    return _table(heads, columns, [_cost(mixer, ends, median) for mixer in results["mixers"]], results, note)
+
+
+def _table(heads: str, columns: str, rows: list[str], results: Results, note: str) -> str:
+    body = "\n".join(
+        f'<tr data-mixer="{i}"><th scope="row">{name_of(i, mixer)}<small>{escape(mixer["equation"])}</small></th>{cells}</tr>'
+        for i, (mixer, cells) in enumerate(zip(results["mixers"], rows, strict=True))
+    )
+    return f"""<div class="scroll" tabindex="0" role="region" aria-label="A table, wider than a small screen"><table>
 <thead>
-<tr><th></th><th colspan="2">parameters</th><th colspan="2">state at</th><th colspan="2">loss, nats</th>{tasks_head}<th colspan="2">training</th></tr>
-<tr><th style="text-align:left">mixer</th><th>count</th><th>to median</th>{state_head}<th>training</th><th>text {multiple(lengths[0], trained)}</th>
-{lengths_head}{lengths_head}<th>tokens/s</th><th>seconds</th></tr>
+<tr><th></th>{heads}</tr>
+<tr><th style="text-align:left">mixer</th>{columns}</tr>
 </thead>
 <tbody>
-{rows}
+{body}
 </tbody>
 </table></div>
-<p class="note">{escape(_counts(results))} Point at a share to see how many values were right from the first digit to the last.
-State is what one sequence holds after that many tokens, over all layers. The training loss is the mean of the last tenth of the steps.</p>"""
+<p class="note">{escape(note)}</p>"""
 
 
 def name_of(index: int, mixer: Mixer) -> str:
@@ -39,7 +58,7 @@ def name_of(index: int, mixer: Mixer) -> str:
     return f'<span class="glyph" style="color: {colour}">{glyph(index)}</span>{escape(mixer["title"])}'
 
 
-def _row(index: int, mixer: Mixer, results: Results, ends: list[int], median: float) -> str:
+def _cost(mixer: Mixer, ends: list[int], median: float) -> str:
     curve = mixer["train"]["loss"]
     tail = curve[-max(1, len(curve) // 10) :]
     off = 100 * (mixer["parameters"] / median - 1)
@@ -49,28 +68,26 @@ def _row(index: int, mixer: Mixer, results: Results, ends: list[int], median: fl
         *(size(mixer["state_bytes"][str(n)]) for n in ends),
         f"{statistics.mean(tail):.3f}" if tail else "",
         f"{mixer['loss'][str(ends[0])]:.3f}",
+        f"{mixer['train']['tokens_per_second']:,.0f}",
+        f"{mixer['train']['seconds']:,.0f}",
     ]
-    shares = [_share(mixer[task][str(n)]) for task in TASKS for n in results["lengths"]]
-    cost = [f"{mixer['train']['tokens_per_second']:,.0f}", f"{mixer['train']['seconds']:,.0f}"]
-    return (
-        f'<tr data-mixer="{index}"><th>{name_of(index, mixer)}<small>{escape(mixer["equation"])}</small></th>'
-        + "".join(f"<td>{cell}</td>" for cell in cells)
-        + "".join(shares)
-        + "".join(f"<td>{cell}</td>" for cell in cost)
-        + "</tr>"
-    )
+    return "".join(f"<td>{cell}</td>" for cell in cells)
 
 
 def _share(score: Score) -> str:
-    tip = f"{percent(score['accuracy'])} of {score['digits']:,} digits, {percent(score['exact'])} of {score['values']:,} values whole"
+    tip = escape(
+        f"{percent(score['accuracy'])} of {score['digits']:,} digits, {percent(score['exact'])} of {score['values']:,} values whole"
+    )
     return f'<td class="share" style="--share: {score["accuracy"]:.3f}" data-tip="{tip}">{100 * score["accuracy"]:.1f}</td>'
 
 
 def _counts(results: Results) -> str:
     """How many digits each share was taken over: one number if it is the same at every length, else one a length."""
     said = []
-    for task, title in TASKS.items():
+    for task in tasks_of(results):
         counts = [sorted({mixer[task][str(n)]["digits"] for mixer in results["mixers"]}) for n in results["lengths"]]
         written = ["–".join(f"{count:,}" for count in (few[0], few[-1])[: len(few)]) for few in counts]
-        said.append(f"{title} " + (f"{written[0]} at each length" if len(set(written)) == 1 else " / ".join(written)))
+        said.append(
+            f"{task_title(task)} " + (f"{written[0]} at each length" if len(set(written)) == 1 else " / ".join(written))
+        )
     return f"Digits found are in per cent of the digits scored ({', '.join(said)})."

@@ -6,9 +6,10 @@ cut into as many tokens, so that what is measured is the same; and if the packag
 training side.
 """
 
-import json
 from pathlib import Path
 from typing import Any
+
+from needlework.json_file import read_json
 
 MOST = 0.01  # of the training side's bytes
 
@@ -18,7 +19,7 @@ def manifests(directory: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for path in sorted((directory / "corpora").glob("*.json")):
         try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
+            manifest = read_json(path)
             found[manifest["sha256"]] = manifest
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: expected a corpus's manifest, with its sha256 ({error})") from None

@@ -1,10 +1,21 @@
 """Numbers as people write them, and the one sentence that says what a comparison found."""
 
-from .results import Mixer, Results
+from .results import Mixer, Results, tasks_of
+
+TITLES = {"needle": "single needle", "needles": "several needles"}
+
+
+def task_title(task: str) -> str:
+    """'single needle'; a task without a title of its own is called by its name."""
+    return TITLES.get(task, task)
 
 
 def percent(share: float) -> str:
-    """0.9531 -> '95.3 %'."""
+    """0.9531 -> '95.3 %'. Only all is '100 %' and only nothing '0 %': what rounds to them is written beside them."""
+    if 0 < share < 0.0005:
+        return "< 0.1 %"
+    if 0.9995 <= share < 1:
+        return "> 99.9 %"
     return f"{100 * share:.1f} %".replace(".0 %", " %")
 
 
@@ -36,30 +47,25 @@ def listing(titles: list[str]) -> str:
     return titles[0] if len(titles) == 1 else f"{', '.join(titles[:-1])} and {titles[-1]}"
 
 
-def best(mixers: list[Mixer], length: int) -> tuple[list[Mixer], float]:
-    """The mixers with the highest single-needle accuracy at a length, and that accuracy."""
-    top = max(mixer["needle"][str(length)]["accuracy"] for mixer in mixers)
-    return [mixer for mixer in mixers if mixer["needle"][str(length)]["accuracy"] == top], top
-
-
-def titles_of(mixers: list[Mixer]) -> str:
-    """Their titles, or their number when a list would bury the sentence."""
-    return listing([mixer["title"] for mixer in mixers]) if len(mixers) <= 3 else f"{len(mixers)} mixers"
+def best(mixers: list[Mixer], task: str, length: int) -> tuple[str, str]:
+    """The highest accuracy in a task at a length, and who has it: ('95.3 %', 'A and B'); their number where a list is long."""
+    shares = [mixer[task][str(length)]["accuracy"] for mixer in mixers]
+    titles = [mixer["title"] for mixer, share in zip(mixers, shares, strict=True) if share == max(shares)]
+    return percent(max(shares)), listing(titles) if len(titles) <= 3 else f"{len(titles)} mixers"
 
 
 def summary(results: Results) -> str:
-    """One plain sentence: the best at the training length, the best at the longest, the smallest state."""
+    """One plain sentence: the best at the shortest length, the best at the longest, the best of the smallest state there."""
     mixers, trained = results["mixers"], results["train_length"]
     if not mixers:
         return "No mixer has finished yet."
-    first, last = results["lengths"][0], results["lengths"][-1]
-    near, near_share = best(mixers, first)
-    far, far_share = best(mixers, last)
-    smallest = min(mixer["state_bytes"][str(last)] for mixer in mixers)
-    small = [mixer for mixer in mixers if mixer["state_bytes"][str(last)] == smallest]
-    _, small_share = best(small, last)
+    task, first, last = tasks_of(results)[0], results["lengths"][0], results["lengths"][-1]
+    asked = "a single needle" if task == "needle" else task_title(task)
+    held = [mixer["state_bytes"][str(last)] for mixer in mixers]
+    smallest = [mixer for mixer, state in zip(mixers, held, strict=True) if state == min(held)]
+    near, far, small = (best(some, task, n) for some, n in ((mixers, first), (mixers, last), (smallest, last)))
+    at_last = f"at {multiple(last, trained)}, {far[0]} ({far[1]}); " if last != first else ""
     return (
-        f"Asked for a single needle at {multiple(first, trained)} the training length, the best finds {percent(near_share)} "
-        f"of the digits ({titles_of(near)}); at {multiple(last, trained)}, {percent(far_share)} ({titles_of(far)}); "
-        f"and the smallest state there, {size(smallest)}, finds {percent(small_share)} ({titles_of(small)})."
+        f"Asked for {asked} at {multiple(first, trained)} the training length, the best finds {near[0]} of the digits "
+        f"({near[1]}); {at_last}with the smallest state there, {size(min(held))}, the best finds {small[0]} ({small[1]})."
     )

@@ -7,10 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from needlework.layers.config import Config, Width
-from needlework.layers.conv import conv_state_size
+from needlework.layers.conv import ConvConfig, conv_state_size
 from needlework.layers.distract import Distractor
+from needlework.layers.fields import Count
+from needlework.layers.memory import Memory
 from needlework.layers.norm import published_rms, rms
 from needlework.layers.projection import OutProjection
+from needlework.layers.rope import PositionConfig
+from needlework.layers.softmax import AttendConfig
 from needlework.ops.common.packing import document_positions
 
 
@@ -26,20 +30,20 @@ class Attention(Config):
     """
 
     kind = "attention"
-    heads: int
-    head_dim: int
-    kv_heads: int | None = None
-    attend: Config
-    position: Config | None = None
+    heads: Count
+    head_dim: Count
+    kv_heads: Count | None = None
+    attend: AttendConfig
+    position: PositionConfig | None = None
     qk_norm: bool = False
-    conv: Config | None = None
+    conv: ConvConfig | None = None
     output_gate: bool = False
     bias: bool = False
-    memory: Config | None = None
+    memory: Memory | None = None
     published_eps: bool = False
 
-    def build(self, dim: int) -> nn.Module:
-        return _Attention(self, dim)
+    def build(self, dim: int, layer: int = 0) -> nn.Module:
+        return _Attention(self, dim, layer)
 
 
 class AttentionState(NamedTuple):
@@ -51,7 +55,7 @@ class AttentionState(NamedTuple):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: Attention, dim: int):
+    def __init__(self, config: Attention, dim: int, layer: int):
         super().__init__()
         self.config = config
         self.norm = published_rms if config.published_eps else rms
@@ -63,7 +67,7 @@ class _Attention(nn.Module):
         self.k_proj, self.v_proj = (nn.Linear(dim, Hkv * d, bias=config.bias) for _ in range(2))
         self.channels = (Hq + 2 * Hkv) * d
         self.conv = None if config.conv is None else config.conv.build(self.channels)
-        width = Width(dim, Hkv, Hq, d, d, config.bias)
+        width = Width(dim, Hkv, Hq, d, d, config.bias, layer=layer)
         self.attend = config.attend.build(width)
         self.o_proj = OutProjection(Hq * d, dim, bias=config.bias)
         self.memory = None if config.memory is None else config.memory.build(width)
@@ -84,7 +88,7 @@ class _Attention(nn.Module):
             remembered, memory = self.memory(x, q, k, v, state.memory, **carry)
         if self.config.position is not None:
             at = self._positions(x, state, cu_seqlens)
-            q, k = self.config.position(q, at), self.config.position(k, at)
+            q, k = self._turned(q, at), self._turned(k, at)
         o, residual, attend = self.attend(x, q, k, v, initial_state=state.attend, **carry)
         if gate is not None:
             o = o * torch.sigmoid(gate)
@@ -100,7 +104,7 @@ class _Attention(nn.Module):
         q, _, k, v, _ = self._project(x, None, cu_seqlens)
         at = self._positions(x, AttentionState(None, None, None), cu_seqlens)
         if self.config.position is not None:
-            q, k = self.config.position(q, at), self.config.position(k, at)
+            q, k = self._turned(q, at), self._turned(k, at)
         with torch.no_grad():
             noise = torch.randn_like(x)
             k_r, v_r = (p(noise).unflatten(-1, (-1, self.d)) for p in (self.k_proj, self.v_proj))
@@ -120,6 +124,11 @@ class _Attention(nn.Module):
             qkv, state = self.conv(tuple(z.flatten(-2) for z in (q, k, v)), state, cu_seqlens)
             q, k, v = (z.unflatten(-1, (-1, self.d)) for z in qkv)
         return q, gate, k, v, state
+
+    def _turned(self, x: Tensor, at: Tensor) -> Tensor:
+        """x [B T H d] at its positions: each of a head's vectors turns by itself, or its scores would not be relative."""
+        vectors = x.unflatten(-1, (self.attend.vectors_a_head, -1)).flatten(2, 3)
+        return self.config.position(vectors, at).reshape(x.shape)
 
     def _positions(self, x: Tensor, state: AttentionState, cu_seqlens: Tensor | None) -> Tensor:
         """[B T] or [1 T] position of each token in its own document."""

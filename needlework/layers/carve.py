@@ -2,17 +2,20 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from needlework.layers.config import Width
+from needlework.layers.fields import Count, Natural, Positive
 from needlework.layers.gates import half_lives, inverse_softplus
 from needlework.layers.norm import wide
 from needlework.layers.projection import side_by_side
 from needlework.layers.state import fixed_size
 from needlework.layers.write import WriteConfig, WriteRule
 from needlework.ops.carve import chunk_carve
+from needlework.ops.carve.arguments import Prediction
 from needlework.probe import probe
 
 
@@ -25,11 +28,11 @@ class Carve(WriteConfig):
     """
 
     kind = "carve"
-    rank: int = 16
-    content_chunk: int = 64
-    prediction: str = "previous"
-    write_rank: int = 1
-    half_life: tuple[float, float] = (32.0, 8192.0)
+    rank: Natural = 16
+    content_chunk: Count = 64
+    prediction: Prediction = "previous"
+    write_rank: Count = 1
+    half_life: tuple[Positive, Positive] = (32.0, 8192.0)
 
     def build(self, width: Width) -> nn.Module:
         if width.value_heads != width.heads:
@@ -53,9 +56,6 @@ class _Carve(WriteRule):
         if config.rank:
             self.w1 = nn.Parameter(torch.empty(config.rank, V))
             self.w2 = nn.Parameter(torch.empty(K, config.rank))
-        else:  # the op's blind layer is W₂ = 0
-            self.register_buffer("w1", torch.zeros(1, V), persistent=False)
-            self.register_buffer("w2", torch.zeros(K, 1), persistent=False)
         self.register_buffer("erase_bias", torch.empty(H, K))
         self.reset_parameters()
 
@@ -65,8 +65,9 @@ class _Carve(WriteRule):
             self.erase_bias.copy_(torch.expm1(math.log(2) / h).log())  # σ(−bias) = 2^{−1/h}
             self.A_log.zero_()
             self.dt_bias.copy_(inverse_softplus(math.log(2) / h))
-            self.w1.normal_(std=self.w1.shape[1] ** -0.5)
-            self.w2.zero_()
+            if self.config.rank:
+                self.w1.normal_(std=self.w1.shape[1] ** -0.5)
+                self.w2.zero_()
 
     def numbers(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         """g is None: what decays depends on what was read. f and b are as their maps give them: the op widens them."""
@@ -75,9 +76,10 @@ class _Carve(WriteRule):
         return {"g": None, "f": f.unflatten(-1, heads), "b": b.unflatten(-1, heads), "w": wide(w)}, others
 
     def forward(self, q, k, v, *, g, f, b, w, q_read, **carry) -> tuple[Tensor, tuple]:
+        w1, w2 = self.feedback()
         inputs = {
             "q": q_read, "k": k, "v": v, "f": f, "b": b, "w": w,
-            "A_log": self.A_log, "dt_bias": self.dt_bias, "w1": self.w1, "w2": self.w2, "b_bias": self.erase_bias,
+            "A_log": self.A_log, "dt_bias": self.dt_bias, "w1": w1, "w2": w2, "b_bias": self.erase_bias,
         }  # fmt: skip
         for name, value in inputs.items():
             probe(f"carve.{name}", value)
@@ -89,6 +91,13 @@ class _Carve(WriteRule):
             **carry,
         )
         return probe("carve.o", o), state
+
+    def feedback(self) -> tuple[Tensor, Tensor]:
+        """W₁ [r V] and W₂ [K r]; the op's blind layer is W₂ = 0."""
+        if self.config.rank:
+            return self.w1, self.w2
+        zeros = partial(torch.zeros, dtype=self.w.weight.dtype, device=self.w.weight.device)
+        return zeros(1, self.width.value_dim), zeros(self.width.key_dim, 1)
 
     def state_size(self, dtype: torch.dtype) -> int:
         """S, the content mean, the running sum, and an int64 position."""

@@ -7,14 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from needlework.layers.config import Config, Width
+from needlework.layers.fields import Inside
 from needlework.layers.norm import wide
 from needlework.layers.state import fixed_size
 from needlework.ops.ccq import chunk_ccq
 from needlework.probe import probe
 
 
+class ReadConfig(Config):
+    """Base of the read rules' configs."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Plain(Config):
+class Plain(ReadConfig):
     """The raw query reads."""
 
     kind = "plain"
@@ -34,14 +39,14 @@ class _Plain(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CCQ(Config):
+class CCQ(ReadConfig):
     """q̃ = q − λ Σ q, Σ the running covariance of the unit keys, λ = σ(W_λ x + b_λ) from `start` at initialisation.
 
     aligned: the covariance forgets as the state does (weights e^{ḡ}, ḡ the mean decay of a head).
     """
 
     kind = "ccq"
-    start: float = 0.1
+    start: Inside = 0.1
     aligned: bool = False
 
     def build(self, width: Width, write: Config) -> nn.Module:

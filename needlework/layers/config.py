@@ -4,9 +4,11 @@ import dataclasses
 import difflib
 from typing import Any, ClassVar, NamedTuple
 
+from needlework.layers.fields import fit
+
 
 class Width(NamedTuple):
-    """What a rule must know of the layer around it. value_heads is a multiple of heads."""
+    """What a rule must know of the layer around it. value_heads is a multiple of heads; layer counts from 0."""
 
     dim: int  # D
     heads: int  # H
@@ -15,13 +17,20 @@ class Width(NamedTuple):
     value_dim: int  # V
     bias: bool = False
     scale: float | None = None  # of the read; None is K^-1/2
+    layer: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A component that its config builds. Fields hold numbers, strings, None, tuples of those, or other Configs."""
+    """A component that its config builds. Fields hold numbers, strings, None, tuples of those, or other Configs.
+
+    Each field is checked against its type (`fields.py`): ValueError naming the kind, the field, the value and the range.
+    """
 
     kind: ClassVar[str]
+
+    def __post_init__(self):
+        fit(self.kind, self)
 
     def to_dict(self) -> dict[str, Any]:
         """{"kind": …, field: value, …}, nested; JSON-ready."""
@@ -39,12 +48,15 @@ def nearest(word: str, known: list[str]) -> str:
 
 
 def from_dict(data: dict[str, Any], kinds: tuple[type[Config], ...]) -> Config:
-    """The Config that `to_dict` wrote. ValueError for an unknown kind or field, with the nearest known name."""
+    """The Config that `to_dict` wrote. ValueError for an unknown kind or field, with the nearest known name, and a missing field."""
     known = {k.kind: k for k in kinds}
     kind = data.get("kind")
     if kind not in known:
         raise ValueError(f"unknown kind {kind!r}{nearest(kind, list(known))}; known: {', '.join(sorted(known))}")
     fields = [f.name for f in dataclasses.fields(known[kind])]
+    needed = [f.name for f in dataclasses.fields(known[kind]) if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [name for name in needed if name not in data]:
+        raise ValueError(f"{kind}: {', '.join(missing)} is missing; known: {', '.join(fields)}")
     values = {}
     for name, value in data.items():
         if name == "kind":

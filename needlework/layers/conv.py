@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.layers.config import Config
+from needlework.layers.fields import Count, Taps
 from needlework.layers.projection import OutProjection, ZeroProjection, product
 from needlework.layers.state import size
 from needlework.ops.common.conv import After, causal_conv
@@ -57,30 +58,34 @@ class CausalConv(nn.Module):
         return causal_conv(product(x, *maps), self.weight[:, 0], state, cu_seqlens, parts=sizes, after=self.after)
 
 
+class ConvConfig(Config):
+    """Base of what may stand before a rule: `build(channels)`, with `width` taps."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class ShortConv(Config):
+class ShortConv(ConvConfig):
     """silu(conv(x)): the short convolution of DeltaNet-like layers."""
 
     kind = "short_conv"
-    width: int = 4
+    width: Taps = 4
 
     def build(self, channels: int) -> nn.Module:
         return _ShortConv(channels, self.width)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Canon(Config):
+class Canon(ConvConfig):
     """x + conv(x): ATMA's canon."""
 
     kind = "canon"
-    width: int = 4
+    width: Taps = 4
 
     def build(self, channels: int) -> nn.Module:
         return _Canon(channels, self.width)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Silu(Config):
+class Silu(ConvConfig):
     """silu(x): no convolution, and so no state."""
 
     kind = "silu"
@@ -121,12 +126,12 @@ class GatedConv(Config):
     """
 
     kind = "gated_conv"
-    width: int = 3
-    channels: int | None = None
+    width: Taps = 3
+    channels: Count | None = None
     bias: bool = True
     published_init: bool = False
 
-    def build(self, dim: int) -> nn.Module:
+    def build(self, dim: int, layer: int = 0) -> nn.Module:
         return _GatedConv(self, dim)
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from needlework.layers.config import Config, Width
+from needlework.layers.config import Width
+from needlework.layers.gates import GateConfig
 from needlework.layers.numbers import numbers
 from needlework.layers.write import Strength, WriteConfig, WriteRule
 from needlework.ops.delta import chunk_delta
@@ -15,7 +16,7 @@ class Delta(WriteConfig):
     """S_t = (I − β k kᵀ) Diag(e^g) S_{t-1} + β k vᵀ. No gate: DeltaNet; scalar: Gated DeltaNet; a channel's: KDA."""
 
     kind = "delta"
-    gate: Config | None = None
+    gate: GateConfig | None = None
 
     def build(self, width: Width) -> nn.Module:
         return _Delta(self, width)

@@ -1,47 +1,59 @@
 """Diff Transformer, an attend rule: the difference of two softmaxes, (softmax₁ − λ softmax₂) V. A baseline.
 
 Ye et al., "Differential Transformer" (2410.05258), Eq. 1-3: each head's query and key are split in halves, the values stay
-whole; λ = e^{λ_q1·λ_k1} − e^{λ_q2·λ_k2} + λ_init; each head's output is RMS-normed and scaled by 1 − λ_init.
+whole; λ = e^{λ_q1·λ_k1} − e^{λ_q2·λ_k2} + λ_init; each head's output is RMS-normed and scaled by 1 − λ_init,
+λ_init = 0.8 − 0.6 e^{−0.3 l} in layer l = 0, 1, …
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from needlework.layers.config import Config, Width
+from needlework.layers.config import Width
+from needlework.layers.fields import Count, Share
 from needlework.layers.norm import RMSNorm, wide
-from needlework.layers.softmax import AttendRule, softmax_attention
+from needlework.layers.softmax import AttendConfig, AttendRule, softmax_attention
 from needlework.layers.state import KVState
 
 
 @dataclass(frozen=True, kw_only=True)
-class Differential(Config):
-    """o = (softmax(q₁k₁ᵀ/√(d/2)) − λ softmax(q₂k₂ᵀ/√(d/2))) v, q = [q₁ q₂], k = [k₁ k₂]; start: λ_init."""
+class Differential(AttendConfig):
+    """o = (softmax(q₁k₁ᵀ/√(d/2)) − λ softmax(q₂k₂ᵀ/√(d/2))) v, q = [q₁ q₂], k = [k₁ k₂].
+
+    start: λ_init, in [0, 1); None: the paper's, by the layer. Positions turn each half by itself.
+    """
 
     kind = "differential"
-    window: int | None = None
-    start: float = 0.8
+    window: Count | None = None
+    start: Share | None = None
 
     def build(self, width: Width) -> nn.Module:
         return _Differential(self, width)
 
 
 class _Differential(AttendRule):
+    vectors_a_head = 2
+
     def __init__(self, config: Differential, width: Width):
         super().__init__(config, width)
         if width.key_dim % 2:
             raise ValueError(f"differential: head dim is {width.key_dim}, expected an even number to split in two")
+        # a buffer: as a number it would make torch.compile compile every layer by itself
+        self.register_buffer("start", torch.empty(()))
         self.vectors = nn.Parameter(torch.empty(4, width.key_dim // 2))  # λ_q1, λ_k1, λ_q2, λ_k2
         self.norm = RMSNorm(width.value_dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.vectors, std=0.1)
+        start = self.config.start
+        self.start.fill_(0.8 - 0.6 * math.exp(-0.3 * self.width.layer) if start is None else start)
 
     def forward(self, x, q, k, v, **carry):
         q1, k1, q2, k2 = wide(self.vectors)
-        lam = (q1 @ k1).exp() - (q2 @ k2).exp() + self.config.start
+        lam = (q1 @ k1).exp() - (q2 @ k2).exp() + wide(self.start)
         # the two halves as heads of half the size: query heads [h₁ h₂] against key heads [h₁ h₂], the values twice
         halves = lambda x: torch.cat(x.chunk(2, -1), 2)  # [B T 2H d/2]
         o, pages = softmax_attention(
@@ -49,7 +61,7 @@ class _Differential(AttendRule):
             window=self.config.window, ring=self.config.window, **carry | {"initial_state": _spread(carry["initial_state"])},
         )  # fmt: skip
         first, second = o.chunk(2, 2)
-        return (1 - self.config.start) * self.norm(first - lam.to(o.dtype) * second), None, _gather(pages)
+        return (1 - wide(self.start)).to(o.dtype) * self.norm(first - lam.to(o.dtype) * second), None, _gather(pages)
 
 
 def _spread(state: KVState | None) -> KVState | None:

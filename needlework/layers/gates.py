@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.layers.config import Config, Width
+from needlework.layers.fields import Count, Positive
 from needlework.layers.norm import wide
 
 
@@ -24,24 +25,28 @@ def half_lives(low: float, high: float, *shape: int) -> Tensor:
     return (math.log(low) + (math.log(high) - math.log(low)) * quantile).exp().expand(*shape)
 
 
+class GateConfig(Config):
+    """Base of the gates' configs."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class ScalarGate(Config):
+class ScalarGate(GateConfig):
     """g = −e^{A_log} softplus(W_a x + dt_bias), one a head (Gated DeltaNet, Q-Delta)."""
 
     kind = "scalar_gate"
-    half_life: float | None = None
+    half_life: Positive | None = None
 
     def build(self, width: Width) -> nn.Module:
         return _SoftplusGate(self, nn.Linear(width.dim, width.value_heads, bias=width.bias), width.value_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChannelGate(Config):
+class ChannelGate(GateConfig):
     """g = −e^{A_log} softplus(W₂ W₁ x + dt_bias), one a key channel through a bottleneck of `rank` (KDA); rank None: V."""
 
     kind = "channel_gate"
-    rank: int | None = None
-    half_life: float | None = None
+    rank: Count | None = None
+    half_life: Positive | None = None
 
     def build(self, width: Width) -> nn.Module:
         rank = self.rank or width.value_dim
@@ -79,12 +84,12 @@ class _SoftplusGate(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRankGate(Config):
+class LowRankGate(GateConfig):
     """g = logsigmoid(W₂ W₁ x + b) / temperature, one a key channel (GLA: rank 16, temperature 16)."""
 
     kind = "low_rank_gate"
-    rank: int = 16
-    temperature: float = 16.0
+    rank: Count = 16
+    temperature: Positive = 16.0
 
     def build(self, width: Width) -> nn.Module:
         return _LowRankGate(self, width)
@@ -106,7 +111,7 @@ class _LowRankGate(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetentionGate(Config):
+class RetentionGate(GateConfig):
     """g = logsigmoid(W_γ x + offset), one a head (ATMA's memory: offset 3.9, a half-life of 35 tokens).
 
     bound: the longest half-life a head may take, in tokens: g ← min(g, −ln 2/bound). One for all heads, or a tuple with one a head,
@@ -115,7 +120,7 @@ class RetentionGate(Config):
 
     kind = "retention_gate"
     offset: float = 3.9
-    bound: float | tuple[float | None, ...] | None = None
+    bound: Positive | tuple[Positive | None, ...] | None = None
 
     def build(self, width: Width) -> nn.Module:
         return _RetentionGate(self, width)
@@ -129,8 +134,6 @@ class _RetentionGate(nn.Module):
             raise ValueError(
                 f"retention_gate: bound has {len(bounds)} half-lives, expected 1 or one a head = {width.value_heads}"
             )
-        if any(h is not None and not h > 0 for h in bounds):
-            raise ValueError(f"retention_gate: bound is {config.bound}, expected half-lives > 0 tokens, or None")
         self.offset = config.offset
         self.limits = [None if h is None else -math.log(2) / h for h in bounds]
         self.project = nn.Linear(width.dim, width.value_heads, bias=width.bias)
@@ -150,7 +153,7 @@ def _below(g: Tensor, limit: float | None) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedGate(Config):
+class FixedGate(GateConfig):
     """g_h = log(1 − 2^{−5−h}), no input (RetNet)."""
 
     kind = "fixed_gate"

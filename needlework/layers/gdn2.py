@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from needlework.layers.config import Config, Width
-from needlework.layers.gates import ChannelGate
+from needlework.layers.config import Width
+from needlework.layers.gates import ChannelGate, GateConfig
 from needlework.layers.norm import wide
 from needlework.layers.write import WriteConfig, WriteRule
 from needlework.ops.delta import chunk_delta
@@ -17,7 +17,7 @@ class Gdn2(WriteConfig):
     """S_t = (I − k (b ⊙ k)ᵀ) Diag(e^g) S_{t-1} + k (w ⊙ v)ᵀ, b = σ(W_b x) [K], w = σ(W_w x) [V]."""
 
     kind = "gdn2"
-    gate: Config = field(default_factory=ChannelGate)
+    gate: GateConfig = field(default_factory=ChannelGate)
 
     def build(self, width: Width) -> nn.Module:
         return _Gdn2(self, width)

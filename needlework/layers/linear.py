@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from needlework.layers.config import Config, Width
+from needlework.layers.config import Width
+from needlework.layers.gates import GateConfig
 from needlework.layers.write import WriteConfig, WriteRule
 from needlework.ops.delta import chunk_delta
 
@@ -15,7 +16,7 @@ class Linear(WriteConfig):
 
     kind = "linear"
     unit_keys = False
-    gate: Config | None = None
+    gate: GateConfig | None = None
 
     def build(self, width: Width) -> nn.Module:
         return _Linear(self, width)

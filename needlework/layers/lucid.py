@@ -6,16 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from needlework.layers.config import Config, Width
+from needlework.layers.config import Width
+from needlework.layers.fields import Count, Positive
 from needlework.layers.norm import wide
-from needlework.layers.softmax import AttendRule, softmax_attention
+from needlework.layers.softmax import AttendConfig, AttendRule, softmax_attention
 from needlework.layers.state import KVState, size
 from needlework.ops.lucid import chunk_lucid
+from needlework.ops.lucid.arguments import Precondition, Solve
 from needlework.probe import probe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lucid(Config):
+class Lucid(AttendConfig):
     """O = softmax(Q Kᵀ/√d) Y, P Y = V, P_ij = e^{√d (k̂_i·k̂_j − 1)} for j <= i.
 
     precondition: "key", "qk" (the scores use √d q̂, √d k̂ too), "rowmax" or "beta" (β = 2σ(W_β x), from 1).
@@ -23,10 +25,10 @@ class Lucid(Config):
     """
 
     kind = "lucid"
-    precondition: str = "key"
-    window: int | None = None
-    solve: str = "window"
-    scale: float | None = None
+    precondition: Precondition = "key"
+    window: Count | None = None
+    solve: Solve = "window"
+    scale: Positive | None = None
 
     def build(self, width: Width) -> nn.Module:
         return _Lucid(self, width)

@@ -6,12 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from needlework.layers.ccq import Plain
+from needlework.layers.ccq import Plain, ReadConfig
 from needlework.layers.config import Config, Width
 from needlework.layers.delta import Delta
 from needlework.layers.gates import RetentionGate
 from needlework.layers.norm import l2, published_rms, rms
 from needlework.layers.projection import ZeroProjection
+from needlework.layers.write import WriteConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,8 @@ class Memory(Config):
     """
 
     kind = "memory"
-    write: Config = field(default_factory=lambda: Delta(gate=RetentionGate()))
-    read: Config = field(default_factory=Plain)
+    write: WriteConfig = field(default_factory=lambda: Delta(gate=RetentionGate()))
+    read: ReadConfig = field(default_factory=Plain)
     published_eps: bool = False
 
     def build(self, width: Width) -> nn.Module:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.layers.config import Config
+from needlework.layers.fields import Count
 from needlework.layers.projection import OutProjection
 
 
@@ -14,7 +15,7 @@ class SwiGLU(Config):
     """W_down( silu(W_gate x) ⊙ W_up x ), hidden width `hidden`."""
 
     kind = "swiglu"
-    hidden: int
+    hidden: Count
     bias: bool = False
 
     def build(self, dim: int) -> nn.Module:
@@ -37,7 +38,7 @@ class SquaredReLU(Config):
     """(a, b) = W_fc x;  W_proj( b ⊙ relu(a)² ), hidden width `hidden`."""
 
     kind = "squared_relu"
-    hidden: int
+    hidden: Count
     bias: bool = True
 
     def build(self, dim: int) -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from needlework.layers.config import Config
 from needlework.layers.distract import Distractor
+from needlework.layers.fields import Count, NonNegative, Share
 from needlework.layers.regularise import Regulariser
 
 
@@ -36,21 +37,9 @@ class Objective(Config):
     kind = "objective"
     regulariser: Regulariser | None = None
     distractor: Distractor | None = None
-    regulariser_weight: float = 0.01
-    distractor_weight: float = 0.01
-    summed_over: int | None = None
-
-    def __post_init__(self):
-        for name, base in (("regulariser", Regulariser), ("distractor", Distractor)):
-            given = getattr(self, name)
-            if not (given is None or isinstance(given, base)):
-                raise ValueError(f"objective: {name} is {given!r}, expected a {base.__name__} or None")
-        if not 0 <= self.regulariser_weight < 1:
-            raise ValueError(f"objective: regulariser_weight is {self.regulariser_weight}, expected a share in [0, 1)")
-        if self.distractor_weight < 0:
-            raise ValueError(f"objective: distractor_weight is {self.distractor_weight}, expected at least 0")
-        if self.summed_over is not None and self.summed_over < 1:
-            raise ValueError(f"objective: summed_over is {self.summed_over} tokens, expected at least 1, or None")
+    regulariser_weight: Share = 0.01
+    distractor_weight: NonNegative = 0.01
+    summed_over: Count | None = None
 
     @property
     def share(self) -> float:

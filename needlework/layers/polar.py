@@ -5,19 +5,20 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from needlework.layers.config import Config, Width
+from needlework.layers.config import Width
+from needlework.layers.fields import Count
 from needlework.layers.projection import OutProjection
-from needlework.layers.softmax import AttendRule
+from needlework.layers.softmax import AttendConfig, AttendRule
 from needlework.ops.polar import chunk_polar
 from needlework.probe import probe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Polar(Config):
+class Polar(AttendConfig):
     """c = s/‖s‖ of a softmax with a null sink and a length-aware temperature; W_μ mag, mag = tanh(softplus(β) ln(1 + m_eff))."""
 
     kind = "polar"
-    window: int | None = None
+    window: Count | None = None
 
     def build(self, width: Width) -> nn.Module:
         return _Polar(self, width)

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from needlework.layers.config import Config, Width
-from needlework.layers.gates import ScalarGate
+from needlework.layers.config import Width
+from needlework.layers.fields import NonNegative
+from needlework.layers.gates import GateConfig, ScalarGate
 from needlework.layers.numbers import numbers
 from needlework.layers.write import Strength, WriteConfig, WriteRule
 from needlework.ops.qdelta import chunk_qdelta
+from needlework.ops.qdelta.arguments import Coupling
 from needlework.probe import probe
 
 
@@ -22,10 +24,20 @@ class QDelta(WriteConfig):
     """
 
     kind = "qdelta"
-    gate: Config | None = field(default_factory=ScalarGate)
-    lam: float | None = None
-    coupling: str = "recurrent"
+    gate: GateConfig | None = field(default_factory=ScalarGate)
+    lam: NonNegative | None = None
+    coupling: Coupling = "recurrent"
     allow_neg_eigval: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.lam is not None and self.lam > self.most:
+            raise ValueError(f"qdelta: lam is {self.lam}, expected a number in [0, {self.most}]")
+
+    @property
+    def most(self) -> float:
+        """Of β and λ."""
+        return 2.0 if self.allow_neg_eigval else 1.0
 
     def build(self, width: Width) -> nn.Module:
         return _QDelta(self, width)
@@ -34,7 +46,7 @@ class QDelta(WriteConfig):
 class _QDelta(WriteRule):
     def __init__(self, config: QDelta, width: Width):
         super().__init__(config, width)
-        most = 2.0 if config.allow_neg_eigval else 1.0
+        most = config.most
         self.beta = Strength(width, most=most)
         self.lam = Strength(width, offset=-0.9, most=most) if config.lam is None else None
 

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from needlework.layers.ccq import Plain
+from needlework.layers.ccq import Plain, ReadConfig
 from needlework.layers.config import Config, Width
-from needlework.layers.conv import ShortConv, conv_state_size
+from needlework.layers.conv import ConvConfig, ShortConv, conv_state_size
+from needlework.layers.fields import Count
 from needlework.layers.norm import RMSNorm, l2
 from needlework.layers.projection import OutProjection
+from needlework.layers.write import WriteConfig
 from needlework.probe import probe
 
 
@@ -24,17 +26,17 @@ class Recurrent(Config):
     """
 
     kind = "recurrent"
-    heads: int
-    key_dim: int
-    value_dim: int
-    value_heads: int | None = None
-    write: Config
-    read: Config = field(default_factory=Plain)
-    conv: Config | None = field(default_factory=ShortConv)
+    heads: Count
+    key_dim: Count
+    value_dim: Count
+    value_heads: Count | None = None
+    write: WriteConfig
+    read: ReadConfig = field(default_factory=Plain)
+    conv: ConvConfig | None = field(default_factory=ShortConv)
     output_gate: bool = True
 
-    def build(self, dim: int) -> nn.Module:
-        return _Recurrent(self, dim)
+    def build(self, dim: int, layer: int = 0) -> nn.Module:
+        return _Recurrent(self, dim, layer)
 
 
 class RecurrentState(NamedTuple):
@@ -46,14 +48,14 @@ class RecurrentState(NamedTuple):
 
 
 class _Recurrent(nn.Module):
-    def __init__(self, config: Recurrent, dim: int):
+    def __init__(self, config: Recurrent, dim: int, layer: int):
         super().__init__()
         self.config = config
         rows = config.write.write_rank
         H, HV = config.heads, config.value_heads or config.heads
         if HV % H:
             raise ValueError(f"recurrent: value_heads is {HV}, expected a multiple of heads = {H}")
-        width = Width(dim, H, HV, config.key_dim, config.value_dim)
+        width = Width(dim, H, HV, config.key_dim, config.value_dim, layer=layer)
         self.q_shape, self.k_shape, self.v_shape = (H, width.key_dim), (H, width.key_dim), (HV, width.value_dim)
         if rows > 1:
             self.k_shape, self.v_shape = (H, rows, width.key_dim), (HV, rows, width.value_dim)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from needlework.layers.config import Config
+from needlework.layers.fields import Positive
 from needlework.ops.common.operator import operator
 
 
@@ -37,12 +38,16 @@ def _line(x: Tensor, n: int, last: float) -> Tensor:
     return torch.linspace(0, last, n, dtype=dtype, device=x.device)
 
 
+class PositionConfig(Config):
+    """Base of the positions' configs: called with q or k and positions."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Rope(Config):
+class Rope(PositionConfig):
     """Frequencies base^{−2i/d}, i < d/2."""
 
     kind = "rope"
-    base: float = 10_000.0
+    base: Positive = 10_000.0
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         half = x.shape[-1] // 2
@@ -50,13 +55,16 @@ class Rope(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HalfRope(Config):
-    """ATMA's half-truncated rotary: d/4 frequencies (1/base)^{linspace(0, 1, d/4)}, the other d/4 zero."""
+class HalfRope(PositionConfig):
+    """ATMA's half-truncated rotary: d/4 frequencies (1/base)^{linspace(0, 1, d/4)}, the other d/4 zero.
+
+    Its code turns the other way than `Rope`: (a cos + b sin, b cos − a sin) of the halves a, b.
+    """
 
     kind = "half_rope"
-    base: float = 1024.0
+    base: Positive = 1024.0
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         quarter = x.shape[-1] // 4
-        turning = self.base ** -_line(x, quarter, 1.0)
+        turning = -(self.base ** -_line(x, quarter, 1.0))
         return rotate(x, positions, torch.cat([turning, torch.zeros_like(turning)]))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.layers.config import Config, Width
+from needlework.layers.fields import Count, Positive
 from needlework.layers.state import KVState, size
 from needlework.ops.common.attention import causal, streamed, streams
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
@@ -77,13 +78,20 @@ def _visible(i: Tensor, j: Tensor, window: int | None) -> Tensor:
     return seen if window is None else seen & (lag < window)
 
 
+class AttendConfig(Config):
+    """Base of the attend rules' configs: each has a window, or None."""
+
+
 class AttendRule(nn.Module):
     """Base of the attend rules: `forward(x, q, k, v, **carry) -> (o [B T Hq V], residual [B T D] or None, state)`.
 
     The state has a field `length` [N], the tokens seen. `residual` is what a rule adds to the layer's output by itself.
+    vectors_a_head: a head's query is so many vectors side by side, which score by themselves, and so is its key.
     """
 
-    def __init__(self, config: Config, width: Width):
+    vectors_a_head = 1
+
+    def __init__(self, config: AttendConfig, width: Width):
         super().__init__()
         self.config, self.width = config, width
 
@@ -94,12 +102,12 @@ class AttendRule(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Softmax(Config):
+class Softmax(AttendConfig):
     """o_i = Σ_j softmax_j(scale · q_i·k_j) v_j; window W: only keys with 0 <= i − j < W."""
 
     kind = "softmax"
-    window: int | None = None
-    scale: float | None = None
+    window: Count | None = None
+    scale: Positive | None = None
 
     def build(self, width: Width) -> nn.Module:
         return _Softmax(self, width)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from needlework.layers.config import Config, Width
+from needlework.layers.gates import GateConfig
 from needlework.layers.norm import wide
 from needlework.layers.numbers import numbers
 from needlework.layers.state import fixed_size
@@ -18,7 +19,7 @@ class WriteConfig(Config):
 
     unit_keys: ClassVar[bool] = True
     write_rank: ClassVar[int] = 1
-    gate: ClassVar[Config | None] = None
+    gate: ClassVar[GateConfig | None] = None
 
 
 class WriteRule(nn.Module):

@@ -3,6 +3,7 @@
 from transformers.utils.logging import disable_progress_bar as disable_progress_bar
 
 from needlework.models.cache import NeedleworkCache as NeedleworkCache
+from needlework.models.checkpoint import save_checkpoint as save_checkpoint
 from needlework.models.config import NeedleworkConfig as NeedleworkConfig
 from needlework.models.lucid_attention import register as _register_lucid
 from needlework.models.modeling import NeedleworkForCausalLM as NeedleworkForCausalLM

@@ -1,20 +1,33 @@
 """The one model config: a layout string over mixers that are configs themselves. config.json holds all of it."""
 
+import copy
 import string
+from inspect import get_annotations
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from needlework.layers import MIXERS, MLPS, Config, from_dict
 from needlework.layers.config import nearest
+from needlework.layers.fields import Count, Natural, NonNegative, Positive, fitted
+from needlework.models.auto import AUTO_MAP, Installed, write_module
 
-_OURS = ("layout", "mixers", "mlp", "hidden_size", "softcap", "head_bias", "initializer_range", "zero_output")
 _LAYER_TYPES = {"recurrent": "linear_attention", "gated_conv": "linear_attention", "attention": "full_attention"}
+_FOLLOWING = ("num_hidden_layers", "layer_types")  # from the layout
+_FIXED = ("layout", "mixers", "mlp", *_FOLLOWING)
+# What transformers and its tools write beside a model's fields, PreTrainedConfig's and GenerationConfig's; names that begin with "_"
+# are theirs too.
+_THEIRS = {
+    "add_cross_attention", "attn_implementation", "auto_map", "cross_attention_hidden_size", "custom_pipelines",
+    "distributed_config", "experts_implementation", "finetuning_task", "is_decoder", "model_type", "name_or_path", "num_labels",
+    "per_layer_config", "prefix", "pruned_heads", "quantization_config", "sep_token_id", "task_specific_params",
+    "tf_legacy_loss", "tie_encoder_decoder", "tie_last_hidden_states", "tokenizer_class", "torch_dtype", "torchscript",
+    "transformers_weights", "use_bfloat16", "use_return_dict",
+} | GenerationConfig().to_dict().keys()  # fmt: skip
 
 
-@strict
-class NeedleworkConfig(PreTrainedConfig):
+class NeedleworkConfig(Installed, PreTrainedConfig):
     """A language model of any mixers.
 
     layout: one letter a layer, e.g. "CCCS" * 6; mixers: {letter: mixer config}; mlp: a channel mixer's config (both as
@@ -22,46 +35,75 @@ class NeedleworkConfig(PreTrainedConfig):
     softcap: c of c·z/√(z² + c²) on the logits, or None. head_bias: of the unembedding (untied only).
     initializer_range: standard deviation of matrices and embeddings; None keeps PyTorch's own starts.
     zero_output: every projection back into the residual stream, and the unembedding, starts at zero.
+
+    Raises ValueError, naming the field, for a value out of its range and for a key that neither this class nor transformers knows.
     """
 
     model_type = "needlework"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (Trainer adds a list to it)
 
-    vocab_size: int = 257
-    hidden_size: int = 64
+    vocab_size: Count = 257
+    hidden_size: Count = 64
     layout: str = ""
-    mixers: Any = None
+    mixers: dict | None = None
     mlp: Any = None
     tie_word_embeddings: bool = True
-    softcap: float | None = None
+    softcap: Positive | None = None
     head_bias: bool = False
-    initializer_range: float | None = 0.02
+    initializer_range: NonNegative | None = 0.02
     zero_output: bool = False
     use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | None = None
+    pad_token_id: Natural | None = None
+    bos_token_id: Natural | None = None
+    eos_token_id: Natural | None = None
 
     def __post_init__(self, num_hidden_layers: int | None = None, layer_types: list[str] | None = None, **kwargs):
-        """num_hidden_layers, layer_types: of a file that says them; they follow from the layout, which may be another now."""
-        self.mixers = {letter: _plain(mixer) for letter, mixer in (self.mixers or {}).items()}
-        self.mlp = None if self.mlp is None else _plain(self.mlp)
-        self.num_hidden_layers = len(self.layout)
+        """num_hidden_layers, layer_types: as a file says them; both follow from the layout."""
+        for name in kwargs:
+            if not (name in _THEIRS or name.startswith("_")):
+                raise ValueError(f"config: unknown key {name!r}{nearest(name, [*_FIELDS])}; known: {', '.join(_FIELDS)}")
+        self.mixers = {letter: _plain(mixer, MIXERS, f"mixers[{letter!r}]") for letter, mixer in (self.mixers or {}).items()}
+        self.mlp = None if self.mlp is None else _plain(self.mlp, MLPS, "mlp")
         for letter in self.layout:
             if letter not in self.mixers:
                 raise ValueError(
                     f"layout {self.layout!r}: no mixer for {letter!r}; mixers has {', '.join(self.mixers) or 'none'}"
                 )
-        self.layer_types = [_LAYER_TYPES.get(self.mixers[letter].get("kind"), "full_attention") for letter in self.layout]
+        following = {
+            "num_hidden_layers": len(self.layout),
+            "layer_types": [_LAYER_TYPES[self.mixers[letter]["kind"]] for letter in self.layout],
+        }
+        for name, given in (("num_hidden_layers", num_hidden_layers), ("layer_types", layer_types)):
+            if given not in (None, following[name]):
+                raise ValueError(f"config: {name} is {given!r}, expected {following[name]!r}, as layout {self.layout!r} has it")
+            setattr(self, name, following[name])
+        kwargs.pop("auto_map", None)  # of a folder, not of a model
         super().__post_init__(**kwargs)
+        self.validate()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """ValueError for a value out of its field's range, and for another model in a config that is made."""
+        if name in _FIXED and "layer_types" in self.__dict__ and value != getattr(self, name):
+            raise ValueError(
+                f"config: {name} is fixed once the config is made; expected config.replaced(layout=…, mixers=…, mlp=…)"
+            )
+        super().__setattr__(name, fitted("config", name, value, _FIELDS[name]) if name in _FIELDS else value)
 
     def mixer(self, letter: str) -> Config:
         """The mixer config of a letter of the layout."""
-        return _of(from_dict(self.mixers[letter]), MIXERS, f"mixers[{letter!r}]")
+        return from_dict(self.mixers[letter])
+
+    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs) -> None:
+        """config.json, and what leads others from it to this class (`auto.py`)."""
+        write_module(Path(save_directory))
+        described = copy.copy(self)
+        described.auto_map = AUTO_MAP
+        super(NeedleworkConfig, described).save_pretrained(save_directory, push_to_hub, **kwargs)
 
     def replaced(self, **fields) -> "NeedleworkConfig":
         """The same with other values of some fields; what follows from them follows."""
-        return type(self).from_dict(self.to_dict() | fields)
+        kept = {name: value for name, value in self.to_dict().items() if name not in _FOLLOWING}
+        return type(self).from_dict(kept | fields)
 
     def with_mixer(self, layer: int, mixer: Config) -> "NeedleworkConfig":
         """The same with another mixer in one layer, under a letter of its own, e.g. a bound on one layer's retention.
@@ -83,17 +125,17 @@ class NeedleworkConfig(PreTrainedConfig):
 
     def channel_mixer(self) -> Config | None:
         """The MLP's config, or None for blocks without one."""
-        return None if self.mlp is None else _of(from_dict(self.mlp), MLPS, "mlp")
+        return None if self.mlp is None else from_dict(self.mlp)
 
 
-def _plain(config: Config | dict[str, Any]) -> dict[str, Any]:
+def _plain(config: Config | dict[str, Any], kinds: tuple[type[Config], ...], where: str) -> dict[str, Any]:
     """A component config as a dict, checked by building it once."""
-    config = config if isinstance(config, Config) else from_dict(config)
+    if isinstance(config, dict):
+        config = from_dict(config)
+    if not isinstance(config, kinds):
+        kind, names = getattr(config, "kind", config), [k.kind for k in kinds]
+        raise ValueError(f"{where}: got kind {kind!r}{nearest(kind, names)}, expected one of {', '.join(names)}")
     return config.to_dict()
 
 
-def _of(config: Config, kinds: tuple[type[Config], ...], where: str) -> Config:
-    if not isinstance(config, kinds):
-        names = [k.kind for k in kinds]
-        raise ValueError(f"{where}: got kind {config.kind!r}{nearest(config.kind, names)}, expected one of {', '.join(names)}")
-    return config
+_FIELDS = get_annotations(NeedleworkConfig)

@@ -106,16 +106,20 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor | None]]:
     return torch.compile(_cross_entropy)
 
 
-def _liger(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None, dtype: torch.dtype) -> Tensor:
+def liger(cap: float | None, device: str) -> Callable[..., Tensor]:
+    """liger-kernel's function; ValueError for a softcap or a device that is none of its, ImportError where it is missing."""
     if cap is not None:
         raise ValueError(f'loss_impl="liger": its softcap is c·tanh(z/c), this model\'s {cap}·z/√(z² + {cap}²); use "torch"')
-    if x.device.type != "cuda":
-        raise ValueError(f'loss_impl="liger": its kernels run on CUDA, the hidden states are on {x.device}; use "torch"')
+    if device != "cuda":
+        raise ValueError(f'loss_impl="liger": its kernels run on CUDA, the hidden states are on {device}; use "torch"')
     try:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
     except ImportError as error:
-        raise ImportError(f'loss_impl="liger" needs liger-kernel: pip install "needlework[cuda]" ({error})') from error
+        raise ImportError(f'loss_impl="liger" needs liger-kernel: pip install liger-kernel ({error})') from error
+    return liger_fused_linear_cross_entropy
+
+
+def _liger(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None, dtype: torch.dtype) -> Tensor:
+    entropy = liger(cap, x.device.type)
     x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
-    return liger_fused_linear_cross_entropy(
-        x, weight, targets, bias, ignore_index=IGNORE, reduction="sum", accum_dtype=torch.float32
-    )
+    return entropy(x, weight, targets, bias, ignore_index=IGNORE, reduction="sum", accum_dtype=torch.float32)

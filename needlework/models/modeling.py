@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
-from transformers.utils.output_capturing import capture_outputs
 
 from needlework.layers.norm import RMSNorm
 from needlework.layers.objective import Objective, Terms
 from needlework.layers.projection import OutProjection
+from needlework.models.auto import Installed
 from needlework.models.cache import NeedleworkCache
 from needlework.models.config import NeedleworkConfig
 from needlework.models.loss import linear_cross_entropy, softcap
@@ -53,10 +54,10 @@ class NeedleworkOutput(BaseModelOutputWithPast):
 class Block(GradientCheckpointingLayer):
     """x + mixer(norm x), then x + mlp(norm x)."""
 
-    def __init__(self, config: NeedleworkConfig, letter: str):
+    def __init__(self, config: NeedleworkConfig, letter: str, layer: int):
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size)
-        self.mixer = config.mixer(letter).build(config.hidden_size)
+        self.mixer = config.mixer(letter).build(config.hidden_size, layer)
         mlp = config.channel_mixer()
         self.mlp_norm = None if mlp is None else RMSNorm(config.hidden_size)
         self.mlp = None if mlp is None else mlp.build(config.hidden_size)
@@ -77,7 +78,7 @@ class Block(GradientCheckpointingLayer):
         return x, state, None if objective is None else objective.terms(self.mixer, h, x, cu_seqlens)
 
 
-class NeedleworkPreTrainedModel(PreTrainedModel):
+class NeedleworkPreTrainedModel(Installed, PreTrainedModel):
     config: NeedleworkConfig
     config_class = NeedleworkConfig
     base_model_prefix = "model"
@@ -86,12 +87,11 @@ class NeedleworkPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ("past_key_values",)
     _supports_sdpa = True
     _is_stateful = True  # generate() then refuses assisted decoding and prompt lookup itself
-    _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012 (the name is transformers')
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """PyTorch's convention: a module with parameters of its own starts in reset_parameters, then the config's choices."""
-        own = {name: p for name, p in module.named_parameters(recurse=False)}
+        """PyTorch's convention: a module with tensors of its own starts in reset_parameters, then the config's choices."""
+        own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
         loaded = {name: p.clone() for name, p in own.items() if getattr(p, "_is_hf_initialized", False)}
         if not own or len(loaded) == len(own):
             return
@@ -102,10 +102,22 @@ class NeedleworkPreTrainedModel(PreTrainedModel):
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
         if self.config.zero_output and (isinstance(module, OutProjection) or module is self.get_output_embeddings()):
-            for parameter in own.values():
-                nn.init.zeros_(parameter)
+            for tensor in own.values():
+                nn.init.zeros_(tensor)
         for name, value in loaded.items():  # from_pretrained has filled these already
             own[name].copy_(value)
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """As everywhere in transformers; ValueError for a `device_map` that does not keep every weight on a device."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if getattr(model, "hf_device_map", None) and any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError(
+                f"device_map: {model.hf_device_map} offloads weights, which are brought back for a module's forward; a needlework "
+                "layer reads several modules' weights at once. Expected devices that hold the whole model"
+            )
+        return loaded
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -120,7 +132,7 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         if not config.layout:
             raise ValueError("layout is empty: a model needs at least one layer, e.g. layout='RA'")
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, letter) for letter in config.layout)
+        self.blocks = nn.ModuleList(Block(config, letter, i) for i, letter in enumerate(config.layout))
         self.norm = RMSNorm(config.hidden_size)
         self.gradient_checkpointing = False
         self.post_init()
@@ -131,7 +143,7 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embed = value
 
-    @capture_outputs
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -139,6 +151,8 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         past_key_values: NeedleworkCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         cu_seqlens: Tensor | None = None,
         relay: Relay | None = None,
         objective: Objective | None = None,
@@ -152,6 +166,7 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         position_ids, seq_idx, cu_seq_lens_q: transformers' ways to say cu_seqlens (`packing.py`); positions are counted here.
         relay: the tokens are a part of a sequence whose other parts are on other ranks; no cache, no pads, no packing then.
         objective: what is asked of every block beside its output, for training; it knows no earlier tokens.
+        output_hidden_states: the embeddings, then each block's output, the last of them normed, all [B T D] and 0 at pads.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -163,6 +178,10 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             use_cache = self.config.use_cache and not self.training and relay is None
         if past_key_values is not None and not isinstance(past_key_values, NeedleworkCache):
             raise TypeError(f"past_key_values: got {type(past_key_values).__name__}, expected NeedleworkCache")
+        if output_attentions:
+            raise ValueError("output_attentions: a recurrent layer has no attention weights, and no layer here gives any")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         if objective is not None and objective.distractor is not None and (past_key_values is not None or relay is not None):
             raise ValueError("objective: a distractor needs whole sequences, not the part after a cache or a relay")
         if past_key_values is None and use_cache:
@@ -186,8 +205,11 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             counts = real.sum(1)
             cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             x = x[real][None]
-        terms = []
+        spread = lambda x: x if real is None else x.new_zeros(B, T, x.shape[-1]).masked_scatter(real[..., None], x)
+        terms, states = [], []
         for i, block in enumerate(self.blocks):
+            if output_hidden_states:
+                states.append(spread(x))
             layer = None if past_key_values is None else past_key_values.layers[i]
             before = relay.receive(i, x) if relay is not None else None if layer is None else layer.state
             x, state, found = block(x, before, cu_seqlens, layer is not None or relay is not None, objective)
@@ -196,11 +218,10 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
                 layer.put(state, T)
             if relay is not None:
                 x = relay.send(i, x, state)
-        x = self.norm(x)
-        if real is not None:
-            x = x.new_zeros(B, T, x.shape[-1]).masked_scatter(real[..., None], x)
+        x = spread(self.norm(x))
         means = None if objective is None else objective.means(terms)
-        return NeedleworkOutput(last_hidden_state=x, past_key_values=past_key_values, terms=means)
+        hidden = (*states, x) if output_hidden_states else None
+        return NeedleworkOutput(last_hidden_state=x, past_key_values=past_key_values, hidden_states=hidden, terms=means)
 
 
 class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
@@ -220,10 +241,18 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: nn.Linear) -> None:
         self.lm_head = value
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
-        if past_key_values is None and kwargs.get("use_cache", True):
-            past_key_values = NeedleworkCache(self.config)
-        return super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *sizes) -> None:
+        """A NeedleworkCache, unless generate() is given one or is to use none; ValueError for another `cache_implementation`."""
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={kind!r}: a needlework model keeps its layers' own states, which grow or not as the layer "
+                "does; they are not made beforehand, quantised or offloaded. Expected None"
+            )
+        if model_kwargs.get("past_key_values") is not None:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *sizes)
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = NeedleworkCache(self.config)
 
     @can_return_tuple
     def forward(
@@ -252,7 +281,7 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
             raise ValueError("objective: its terms stand beside the cross entropy of targets; give targets too")
         out = self.model(
             input_ids, attention_mask, past_key_values, inputs_embeds,
-            use_cache=use_cache, cu_seqlens=cu_seqlens, objective=objective, **kwargs,
+            use_cache=use_cache, cu_seqlens=cu_seqlens, objective=objective, return_dict=True, **kwargs,
         )  # fmt: skip
         head, cap = self.lm_head, self.config.softcap
         if targets is not None:
@@ -277,3 +306,5 @@ def register() -> None:
     AutoConfig.register(NeedleworkConfig.model_type, NeedleworkConfig, exist_ok=True)
     AutoModel.register(NeedleworkConfig, NeedleworkModel, exist_ok=True)
     AutoModelForCausalLM.register(NeedleworkConfig, NeedleworkForCausalLM, exist_ok=True)
+    # Trainer's label smoothing shifts labels, and a pipeline takes a model, if its name is in here
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[NeedleworkConfig.model_type] = NeedleworkForCausalLM.__name__

@@ -41,11 +41,11 @@ def chunk_size_is_invisible(spec: OpSpec) -> None:
         assert_close(dict(leaves(whole(spec.chunk, chunk_size=size)(inputs))), base, f"chunk_size {size}")
 
 
-def split_then_resume(spec: OpSpec) -> None:
+def split_then_resume(spec: OpSpec, T: int = 83, cuts: tuple[int, ...] = (1, 23, 64, 82)) -> None:
     """Values and gradients through the carried state, cut at the start, inside and at the end of a chunk."""
-    inputs = make(spec, 2, 83)
+    inputs = make(spec, 2, T)
     base = differentiate(whole(spec.chunk), inputs)
-    for cut in (1, 23, 64, 82):
+    for cut in cuts:
 
         def pieces(inputs: dict, cut: int = cut) -> tuple:
             first = spec.chunk(**tokens(spec, inputs, lambda x: x[:, :cut]), output_final_state=True)

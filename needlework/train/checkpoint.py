@@ -99,6 +99,11 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def begun(directory: Path) -> bool:
+    """Whether a checkpoint was ever completed in `directory`, whole or damaged since."""
+    return bool(_newest_first(directory))
+
+
 def latest(directory: Path, config: dict[str, Any] | None = None) -> Path | None:
     """The newest whole checkpoint in `directory`; None if none was ever completed.
 

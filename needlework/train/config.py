@@ -1,12 +1,17 @@
 """All that fixes a training run besides the model and its batches. Plain data: `dataclasses.asdict` is JSON-ready."""
 
+import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from needlework.layers.fields import Count, Positive, Range, fit
 
 from .guard import Guard
 from .optim import AdamW, Muon
 from .schedule import Cooldown, Cosine
 from .world import Parallel
+
+Seed = Annotated[int, Range(">= 0, of 64 bits", lambda n: 0 <= n < 1 << 64)]  # as PyTorch's generators take them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,33 +32,27 @@ class TrainConfig:
     recompute: keep the inputs of blocks alone and compute their activations again in the backward.
     compile: torch.compile, each block; a graph break is an error.
     tensorboard: write the log for TensorBoard too.
-    Raises ValueError for a count below 1, a clip that is not positive, an autocast that is not known.
+    Raises ValueError for a count below 1, a seed that is not of 64 bits, a clip that is not positive, an autocast that is not known.
     """
 
-    steps: int
-    seed: int
+    steps: Count
+    seed: Seed
     optim: AdamW | Muon
     schedule: Cosine | Cooldown
-    clip: float = 1.0
-    accumulate: int = 1
+    clip: Positive | Literal[math.inf] = 1.0
+    accumulate: Count = 1
     autocast: Literal["bf16"] | None = None
     guard: Guard = field(default_factory=Guard)
-    checkpoint_every: int
-    keep: int = 2
-    log_every: int = 1
+    checkpoint_every: Count
+    keep: Count = 2
+    log_every: Count = 1
     parallel: Parallel = field(default_factory=Parallel)
     recompute: bool = False
     compile: bool = False
     tensorboard: bool = False
 
     def __post_init__(self):
-        for name in ("steps", "accumulate", "checkpoint_every", "keep", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
-        if not self.clip > 0:
-            raise ValueError(f"clip: got {self.clip}, expected a positive norm (math.inf for none)")
-        if self.autocast not in (None, "bf16"):
-            raise ValueError(f'autocast: got {self.autocast!r}, expected "bf16" or None')
+        fit("train", self)
 
     def lasting(self) -> dict[str, Any]:
         """The fields that a resumed run must share with the run that it goes on from."""

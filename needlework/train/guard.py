@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+from needlework.layers.fields import Count, Natural, Range, fit
 
 from . import gradient
 from .world import World
@@ -28,15 +30,12 @@ class Guard:
     Raises ValueError for a spike not above 1, a window below 1, a skip below 0.
     """
 
-    spike: float | None = None
-    window: int = 64
-    skip: int = 0
+    spike: Annotated[float, Range("> 1", lambda x: x > 1)] | None = None
+    window: Count = 64
+    skip: Natural = 0
 
     def __post_init__(self):
-        if self.spike is not None and not self.spike > 1:
-            raise ValueError(f"guard.spike: got {self.spike}, expected a factor above 1, or None")
-        if self.window < 1 or self.skip < 0:
-            raise ValueError(f"guard: got window={self.window}, skip={self.skip}, expected at least 1 and 0")
+        fit("guard", self)
 
 
 class BadStep(ArithmeticError):
@@ -44,7 +43,11 @@ class BadStep(ArithmeticError):
 
     def __init__(self, step: int, loss: float, grad_norm: float, where: str, last: Path | None):
         self.step, self.loss, self.grad_norm, self.where, self.last = step, loss, grad_norm, where, last
-        kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+        kept = (
+            f"the last good checkpoint is {last}"
+            if last
+            else "there is no checkpoint yet: the run may begin anew with another config"
+        )
         super().__init__(
             f"step {step}: loss {loss:.6g}, gradient norm {grad_norm:.6g}: {where}; stopped before the optimiser's step; {kept}"
         )
@@ -121,10 +124,10 @@ def blame(model: nn.Module, passes: dict[int, Callable[[], object]], losses: lis
     told = []
     worst = max(range(len(losses)), key=lambda i: losses[i] if math.isfinite(losses[i]) else math.inf)
     told.append(f"batch {list(passes)[worst]} has the {'largest ' * math.isfinite(losses[worst])}loss {losses[worst]:.4g}")
-    for number, run in passes.items():
+    for index, run in passes.items():
         found = [name for name in world.gather(_first_not_finite(model, run)) if name is not None]
         if found:
-            told.append(f"the first output that is not finite, on batch {number}, is that of {found[0] or 'the model'}")
+            told.append(f"the first output that is not finite, on batch {index}, is that of {found[0] or 'the model'}")
             break
     sizes = gradient.norms(model, world)
     largest = max(sizes, key=lambda name: sizes[name] if math.isfinite(sizes[name]) else math.inf)

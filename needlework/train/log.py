@@ -13,11 +13,11 @@ import torch
 class Log:
     """Appends to directory/log.jsonl, after dropping the lines past `step` and whatever a kill left half written.
 
-    tensorboard: also writes directory/tensorboard/. Raises ValueError, naming the extra, if TensorBoard is not installed.
+    tensorboard: also writes directory/tensorboard/. Raises ValueError, saying what to install, if TensorBoard is not installed.
     """
 
     def __init__(self, directory: Path, step: int, tensorboard: bool = False):
-        self.board = _board(directory / "tensorboard", step) if tensorboard else None
+        self.board = summary_writer()(str(directory / "tensorboard"), purge_step=step + 1) if tensorboard else None
         self.path = directory / "log.jsonl"
         # Unbuffered: a line is on its way before the next step begins, and closing a full disk's file raises nothing new.
         self.file = self.path.open("ab", buffering=0)
@@ -64,6 +64,15 @@ class Silence:
         pass
 
 
+def summary_writer() -> type:
+    """TensorBoard's; ValueError, saying what to install, where it is not."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("tensorboard=True: TensorBoard is not installed: pip install tensorboard") from error
+    return SummaryWriter
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes: the most that PyTorch held on the GPU, or the most that the process held on the machine, so far."""
     if device.type == "cuda":
@@ -73,14 +82,6 @@ def peak_memory(device: torch.device) -> int:
 
 def _writable(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
-
-
-def _board(path: Path, step: int):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError("tensorboard=True: TensorBoard is not installed: pip install 'needlework[log]'") from error
-    return SummaryWriter(str(path), purge_step=step + 1)
 
 
 def _length_up_to(path: Path, step: int) -> int:

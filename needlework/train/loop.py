@@ -14,6 +14,7 @@ is launched, which moves no weight unless the loss and the gradient are sound (`
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,8 @@ from .checkpoint import Checkpoints, latest
 from .config import TrainConfig
 from .feed import Feed, feed
 from .guard import Watch, blame
-from .log import Log, Silence, peak_memory
+from .lock import alone
+from .log import Log, Silence, peak_memory, summary_writer
 from .losses import Batch, Criterion, backward, losses_of, of_logits
 from .relay import Relay
 from .shard import prepare
@@ -84,19 +86,21 @@ def train(
     batch: a pure function of its number, see `TrainConfig.accumulate`; the whole batch on every rank, which takes its part.
     losses: losses(model, piece) -> `Losses`; as it stands for model(input_ids [B T]) -> logits [B T vocabulary].
     directory: takes the checkpoints, log.jsonl (step, loss, lr, grad_norm, tokens, seconds, memory in bytes, what `losses` adds;
-        lr is the first group's, the other groups' are proportional) and ran.json. Ranks on several hosts share it.
+        lr is the first group's, the other groups' are proportional) and ran.json. Ranks on several hosts share it. It is made when
+        model and optimisers are, and locked meanwhile.
     recipe: whatever else fixes the run (the model's config, the data's), JSON-ready; kept in each checkpoint and compared.
     on_step: called after every step. It must leave PyTorch's generators and the model's mode as they were.
     stop: asked before every step; True on any rank ends the run with a checkpoint.
     world: `World.open(config.parallel)`'s; None opens it.
-    Raises NonFiniteLoss or Spike (see `Guard`); CheckpointError if a checkpoint cannot be written, all are damaged, or the newest
-    one is of another config; ValueError for a step without a single counted label, a batch that ranks cannot share, or a directory
-    that they do not.
+    Raises NonFiniteLoss or Spike (see `Guard`); InUse if another process trains there; CheckpointError if a checkpoint cannot be
+    written, all are damaged, or the newest one is of another config; ValueError for a step without a single counted label, a batch
+    that ranks cannot share, or a directory that they do not.
     """
     world = World.open(config.parallel) if world is None else world
     directory = Path(directory)
-    world.share(directory)
     lasting = config.lasting() | {"recipe": dict(recipe or {})}
+    if config.tensorboard:
+        summary_writer()  # asked now: what cannot be is refused before anything is written
     prepare(model, config, world)
     run = Run(model, config.optim.build(model.named_parameters()), world)
     run.seed(config.seed)
@@ -104,8 +108,10 @@ def train(
     peaks = [group["lr"] for group in run.groups]
     watch, update = Watch(config.guard), Update(run.optimizers, config.clip)
 
+    world.share(directory)
     background = world.mesh is not None or run.device.type == "cuda"
-    with Checkpoints(directory, lasting, config.keep, world, background) as checkpoints:
+    with ExitStack() as held, Checkpoints(directory, lasting, config.keep, world, background) as checkpoints:
+        world.agree(lambda: held.enter_context(alone(directory)))
         last = checkpoints.last = world.agree(lambda: latest(directory, lasting))
         same_ranks = True
         if last:
@@ -120,7 +126,7 @@ def train(
         model.train()
         model.zero_grad()
         recent = deque([(run.tokens, run.seconds)], maxlen=21)
-        saved = run.step if last else -1
+        saved = run.step  # what no step was taken from is no checkpoint
         read = partial(feed, batch, accumulate=config.accumulate, world=world, relay=relay, device=run.device)
         ready: Feed | None = None
 

@@ -6,10 +6,13 @@ Names are matched as in a shell ("*embed*"); plain strings, so that a config is 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from needlework.layers.fields import Count, NonNegative, Share, fit
 
 from . import muon
 
@@ -23,16 +26,19 @@ class AdamW:
     Decay (decoupled: times the learning rate) falls on parameters with two axes or more, except those that `undecayed` names:
     norms, biases and other vectors are never decayed, nor are embeddings.
     rates: ((pattern, lr), …), a learning rate of its own for the parameters that a pattern matches; the first match counts.
-    Raises ValueError for a pattern of `rates` that no parameter matches.
+    Raises ValueError for a number out of its range; in `build`, for a pattern of `rates` that no parameter matches.
     """
 
-    kind: str = "adamw"
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    kind: Literal["adamw"] = "adamw"
+    lr: NonNegative
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
     undecayed: tuple[str, ...] = ("*embed*",)
-    rates: tuple[tuple[str, float], ...] = ()
+    rates: tuple[tuple[str, NonNegative], ...] = ()
+
+    def __post_init__(self):
+        fit("adamw", self)
 
     def build(self, named: Named) -> list[Optimizer]:
         """The optimiser of the trainable parameters in `named`; none if there are none."""
@@ -65,16 +71,20 @@ class Muon:
 
     matrices: a parameter with two axes whose name matches is a matrix inside a block. As it stands: every `weight` below a
     numbered module. Other parameters with two axes (one vector or gate per head, say) are no linear maps and go to `rest`.
+    Raises ValueError for a number out of its range.
     """
 
-    kind: str = "muon"
-    lr: float
+    kind: Literal["muon"] = "muon"
+    lr: NonNegative
     rest: AdamW
-    weight_decay: float = 0.01
-    momentum: float = 0.95
+    weight_decay: NonNegative = 0.01
+    momentum: Share = 0.95
     coefficients: tuple[float, float, float] = (2.0, -1.5, 0.5)
-    ns_steps: int = 12
+    ns_steps: Count = 12
     matrices: str = "*.[0-9]*.weight"
+
+    def __post_init__(self):
+        fit("muon", self)
 
     def build(self, named: Named) -> list[Optimizer]:
         """Muon, then `rest`'s optimiser. ValueError if no trainable parameter is a matrix inside a block."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from needlework.json_file import read_json
+
 from .world import World
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +48,7 @@ def write(path: Path, config: dict[str, Any], world: World, device: torch.device
         "threads": torch.get_num_threads(),
         "resumed_from": resumed_from and resumed_from.name,
     }
-    entries = json.loads(path.read_text()) if path.exists() else []
+    entries = read_json(path) if path.exists() else []
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_text(json.dumps([*entries, entry], indent=1) + "\n")

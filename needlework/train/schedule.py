@@ -10,15 +10,24 @@ The floor is reached at s = steps, one past the last step: a floor of 0 wastes n
 
 import math
 from dataclasses import dataclass
+from typing import Literal
+
+from needlework.layers.fields import Natural, Portion, fit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine:
-    """Linear warm-up over `warmup` steps, then half a cosine down to `floor` × the peak."""
+    """Linear warm-up over `warmup` steps, then half a cosine down to `floor` × the peak.
 
-    kind: str = "cosine"
-    warmup: int = 0
-    floor: float = 0.0
+    Raises ValueError for a warm-up below 0 steps, a floor that is no share.
+    """
+
+    kind: Literal["cosine"] = "cosine"
+    warmup: Natural = 0
+    floor: Portion = 0.0
+
+    def __post_init__(self):
+        fit("cosine", self)
 
     def multiplier(self, step: int, steps: int) -> float:
         if step < self.warmup:
@@ -29,12 +38,18 @@ class Cosine:
 
 @dataclass(frozen=True, kw_only=True)
 class Cooldown:
-    """Linear warm-up over `warmup` steps, the peak until the share `flat` of all steps, then linear to `floor` × the peak."""
+    """Linear warm-up over `warmup` steps, the peak until the share `flat` of all steps, then linear to `floor` × the peak.
 
-    kind: str = "cooldown"
-    warmup: int = 0
-    flat: float
-    floor: float = 0.0
+    Raises ValueError for a warm-up below 0 steps, a flat part or a floor that is no share.
+    """
+
+    kind: Literal["cooldown"] = "cooldown"
+    warmup: Natural = 0
+    flat: Portion
+    floor: Portion = 0.0
+
+    def __post_init__(self):
+        fit("cooldown", self)
 
     def multiplier(self, step: int, steps: int) -> float:
         if step < self.warmup:

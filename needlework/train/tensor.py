@@ -44,10 +44,11 @@ def split_heads(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.size() == 1:
         return
     plan = []
-    for block, letter in zip(model.model.blocks, model.config.layout, strict=True):
-        plan.append(_Split(block.mixer, model.config.mixer(letter), model.config.hidden_size, mesh))
+    dim = model.config.hidden_size
+    for layer, (block, letter) in enumerate(zip(model.model.blocks, model.config.layout, strict=True)):
+        plan.append(_Split(block.mixer, model.config.mixer(letter), mesh, dim, layer))
         if block.mlp is not None:
-            plan.append(_Split(block.mlp, model.config.channel_mixer(), model.config.hidden_size, mesh))
+            plan.append(_Split(block.mlp, model.config.channel_mixer(), mesh, dim))
     for split in plan:
         split.install()
 
@@ -71,13 +72,13 @@ class _Worker(nn.Module):
 
 
 class _Split:
-    """A layer whose methods run on this rank's share of it."""
+    """A layer whose methods run on this rank's share of it. place: of a mixer, which of the model's layers it is."""
 
-    def __init__(self, layer: nn.Module, config: Config, dim: int, mesh: DeviceMesh):
+    def __init__(self, layer: nn.Module, config: Config, mesh: DeviceMesh, dim: int, *place: int):
         self.layer, self.mesh, self.group, self.n = layer, mesh, mesh.get_group(), mesh.size()
         share, self.heads, self.joined = _share(config, dim, self.n)
         with torch.device("meta"):  # only its methods and shapes are used
-            self.worker = _Worker(share.build(dim))
+            self.worker = _Worker(share.build(dim, *place))
         slim = _tensors(self.worker.module)
         self.pieces = {name: self._piece(name, whole, slim[name]) for name, whole in _tensors(layer).items()}
         self.copies = [name for name, _ in layer.named_parameters() if self.pieces[name].placement.is_replicate()]

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from needlework.layers.fields import Count, fit
 
 T = TypeVar("T")
 AXES = ("shard", "sequence", "tensor")
@@ -34,16 +36,18 @@ class Parallel:
     shard: parts of the batch and of the weights (FSDP2); -1 takes all ranks that the others leave.
     sequence: parts of every sequence, states handed on from part to part.
     tensor: parts of every large matrix.
+    Raises ValueError for a count below 1.
     """
 
-    shard: int = -1
-    sequence: int = 1
-    tensor: int = 1
+    shard: Count | Literal[-1] = -1
+    sequence: Count = 1
+    tensor: Count = 1
+
+    def __post_init__(self):
+        fit("parallel", self)
 
     def sizes(self, ranks: int) -> tuple[int, int, int]:
         """shard, sequence, tensor for so many ranks; ValueError if they do not multiply to it."""
-        if self.sequence < 1 or self.tensor < 1 or not (self.shard >= 1 or self.shard == -1):
-            raise ValueError(f"{self}: expected at least 1 each, or shard=-1 for all ranks that are left")
         others = self.sequence * self.tensor
         shard = ranks // others if self.shard == -1 else self.shard
         if shard * others != ranks:

@@ -174,6 +174,13 @@ def test_a_line_that_is_no_json_is_named_by_file_and_number(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_json_that_is_too_deep_is_named_with_its_line(tmp_path, name):
+    (tmp_path / name).write_text('{"text": "one"}\n{"text": ' + "[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl?, line 2: no JSON"):
+        load(tmp_path / name)
+
+
 def test_records_without_text_name_the_fields_present(tmp_path):
     pytest.importorskip("pyarrow")
     (tmp_path / "a.jsonl").write_text('{"content": "one", "id": 1}\n')

@@ -177,12 +177,15 @@ def stopped(config, directory, chunks=3):
         prepare(config, directory, stop)
 
 
-@pytest.mark.parametrize("what", ["shorter tokens", "another file"])
+@pytest.mark.parametrize("what", ["shorter tokens", "another file", "a torn journal"])
 def test_what_cannot_be_gone_on_with_is_made_again_and_says_why(config, records, tmp_path, what):
     stopped(config, tmp_path / "corpus")
     if what == "shorter tokens":
         os.truncate(tmp_path / "corpus" / "train" / "tokens.bin", 100)
         message = r"tokenised again from the start: .*tokens\.bin has 100 bytes, \d+ were written before"
+    elif what == "a torn journal":
+        os.truncate(tmp_path / "corpus" / "progress.json", 30)
+        message = r"tokenised again from the start: .*progress\.json: torn"
     else:
         (records / "0.jsonl").write_text('{"text": "other words", "id": "z"}\n')
         message = "tokenised again from the start: files changed since"

@@ -85,6 +85,7 @@ def test_local_files_are_listed_with_size_and_digest(tmp_path):
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"text": "one"}\n{"text": \n', r"a\.jsonl, line 2: no JSON"),
+        ("a.jsonl", '{"text": "one"}\n{"text": ' + "[" * 100_000, r"a\.jsonl, line 2: no JSON"),
         ("a.jsonl", '["one"]\n', r"a\.jsonl, line 1: expected an object, got list"),
         ("a.jsonl", '{"content": "one", "x": 1}\n', r"record 1: .* field 'text', got NoneType; fields present: content, x"),
         ("a.jsonl", '{"text": 3}\n', r"field 'text', got int"),

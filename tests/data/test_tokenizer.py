@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from needlework.data import EOT, byte_tokenizer, decode_bytes, encode_bytes, eot_id, load_tokenizer
-from needlework.data.tokenizer import byte_ids, encode, is_byte_tokenizer
+from needlework.data.tokenizer import byte_ids, encode, encode_documents, is_byte_tokenizer
 
 
 def test_any_bytes_come_back():
@@ -50,3 +50,14 @@ def test_a_tokenizer_without_bytes_or_end_of_text_is_refused():
         byte_ids(words)
     with pytest.raises(ValueError, match="no end-of-text token; tried"):
         eot_id(words)
+
+
+def test_a_file_that_asks_for_one_length_cuts_and_pads_no_text(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8, pad_id=256, pad_token=EOT)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    again = load_tokenizer(tmp_path)
+    for text in ("a text of many bytes", "a"):
+        assert encode(again, text).tolist() == list(text.encode())
+        assert [ids.tolist() for ids in encode_documents(again, [text])] == [list(text.encode())]

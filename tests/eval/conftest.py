@@ -59,7 +59,14 @@ def _mixer(index, name, title, equation, fixed, one, several, speed) -> dict:
             "tokens": 1100 * 2048,
             "seconds": 1100 * 2048 / speed,
             "tokens_per_second": speed,
+            "log": {
+                "steps": [275, 550, 825, 1100],
+                "lr": [4e-3, 4e-3, 2e-3, 1e-4],
+                "grad_norm": [0.9 + 0.01 * index, 0.7, 0.5, 0.45],
+                "memory": [(400 + index) << 20] * 4,
+            },
         },
+        "samples": [{"prompt": "def spam(", "continuation": f"self, {name}):", "text": "eggs):"}],
         "loss": {
             str(n): 1.62 + 0.015 * index + 0.03 * (index % 3 - 1) * i + noise.gauss(0, 0.004) for i, n in enumerate(LENGTHS)
         },

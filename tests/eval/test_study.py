@@ -1,13 +1,15 @@
 """A study: runs gathered by mixer, claims judged over paired seeds, a page made from the runs alone."""
 
+import csv
 import json
 import math
+import re
 
 import pytest
 
-from needlework.eval.study import Claim, load_study
+from needlework.eval.claims import Claim, judge
+from needlework.eval.study import Void, load_study
 from needlework.eval.study_page import write_page
-from needlework.eval.words import count, size
 
 LENGTHS, TASKS = [128, 256], ["needle", "uuid"]
 FAMILIES = {"One": ("plain", "better"), "Two": ("other",)}
@@ -46,7 +48,10 @@ def claim(better, worse, tasks=("needle",), multiples=(1.0, 2.0)):
 def test_runs_are_gathered_by_mixer_in_the_order_asked_for(study):
     assert list(study.runs) == ["plain", "better", "other"] and study.lengths == (128, 256)
     assert study.glance == ("better",)  # who was not run is not shown
-    assert study.accuracy("plain", "needle", 128) == pytest.approx((0.6, 0.1, 3))
+    found = study.accuracy("plain", "needle", 128)
+    assert (found.values, found.mean, found.n) == ((0.5, 0.6, 0.7), pytest.approx(0.6), 3) and found.deviation == pytest.approx(
+        0.1
+    )
 
 
 def test_families_that_compare_nothing_are_left_out(tmp_path):
@@ -57,28 +62,13 @@ def test_families_that_compare_nothing_are_left_out(tmp_path):
     assert alone.families == {"All": tuple(alone.runs)} and alone.glance == tuple(alone.runs) and len(alone.runs) == 3
 
 
-def test_a_claim_is_judged_over_seeds_in_pairs(study):
-    """plain and better move together from seed to seed: unpaired, their spread would hide the difference."""
-    assert study.judge(claim("better", "plain")).word == "holds"
-    assert study.judge(claim("plain", "better")).word == "the opposite"
-    assert study.judge(claim("other", "plain")).word == "within the interval"
-    difference = study.judge(claim("better", "plain")).difference
-    assert difference.mean == pytest.approx((0.2 + 0.21 + 0.2) / 3)
-    assert difference.deviation == pytest.approx(0.01 / math.sqrt(3))
-
-
-def test_what_was_not_run_or_only_once_is_said_to_be_so(study, tmp_path):
-    assert study.judge(claim("absent", "plain")).word == "not run"
-    assert study.judge(claim("better", "plain", multiples=(64.0,))).word == "not run"
-    once = load_study(write(tmp_path / "once", run("plain", 0, 0.1), run("better", 0, 0.9)))
-    assert once.judge(claim("better", "plain")).word == "one seed cannot say"
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
         ({"corpus": {"sha256": "1" * 64}}, r"not one study \(corpora/ has no manifest"),
         ({"lengths": [128]}, "not one study"),
+        ({"parameters": 999}, "parameters is 999, seed 0 has 1000: not one model"),
+        ({"state_bytes": {"128": 64, "256": 128}}, "state_bytes is .*: not one model"),
         ({"tasks": ["needle", "uuid", "passkey"]}, "misses the key 'passkey'"),
     ],
 )
@@ -142,13 +132,19 @@ def test_a_manifest_that_is_none_is_named(tmp_path, text):
 
 def test_the_page_says_every_number_and_every_verdict(study, tmp_path):
     page = write_page(study, tmp_path / "page", (claim("better", "plain"), claim("absent", "plain")), "Much.").read_text()
-    assert page.startswith("# The comparison at 1K parameters\n") and "mean over seeds ± their standard deviation" in page
+    assert (
+        page.startswith("# The comparison at 1K parameters\n")
+        and "mean over seeds ± their standard deviation" in page
+        and ", one recipe and for" in page
+    )
     assert "Of 2 claims: 1 × holds, 1 × not run." in page
     assert "| Plain | 3 | 2.000 ± 0.000 | 60 ± 10 | 60 ± 10 | 10 | 64 B |" in page
-    assert "| +20.3 ± 1.4 | 3 | **holds** |" in page and "**not run**" in page
+    # above chance: (0.6 − 0.1)/0.9 and so on; 0.2033 of shares are 22.6 of what lies above chance
+    assert "| 78 ± 11 | 56 ± 11 | +22.6 ± 1.6 | 0.00027 | 3 |  | **holds** |" in page and "**not run**" in page
     assert page.endswith("## What this cannot say\n\nMuch.\n")
     assert {p.name for p in (tmp_path / "page").iterdir()} == {
         "README.md",
+        "results.csv",
         "glance.png",
         "retrieval.png",
         "state.png",
@@ -159,7 +155,7 @@ def test_the_page_says_every_number_and_every_verdict(study, tmp_path):
 def test_one_seed_has_no_spread_and_the_page_says_so(tmp_path):
     runs = write(tmp_path / "runs", run("plain", 0, 0.5), run("better", 0, 0.7))
     page = write_page(load_study(runs), tmp_path / "page", (claim("better", "plain"),), "").read_text()
-    assert "1 seed each" in page and "No number has a spread" in page and "±" not in page
+    assert "1 seed each" in page and "No number has a spread" in page and not re.search(r"[0-9] ± [0-9]", page)
 
 
 def test_a_run_that_its_guard_ended_is_told_and_counts_nowhere(tmp_path):
@@ -171,15 +167,15 @@ def test_a_run_that_its_guard_ended_is_told_and_counts_nowhere(tmp_path):
     directory = write(tmp_path / "runs", *(run("plain", s, 0.5) for s in (0, 1)), run("better", 0, 0.7), ended, lost)
     study = load_study(directory)
     assert len(study.runs["better"]) == 1 and "other" not in study.runs
-    assert study.judge(claim("better", "plain")).difference.n == 1
-    assert study.judge(claim("other", "plain")).word == "ended early"
-    assert study.judge(claim("absent", "plain")).word == "not run"
+    assert judge(study, [claim("better", "plain")])[0].difference.n == 1
+    assert judge(study, [claim("other", "plain")])[0].word == "ended early"
+    assert judge(study, [claim("absent", "plain")])[0].word == "not run"
     page = write_page(study, tmp_path / "page", (claim("other", "plain"),), "").read_text()
     assert (
         "| Better | 1 | abc | 199 of 1,200 | the loss is nan, of model.blocks.0 |" in page
         and "| Other | 0 | abc | 2 of" in page
     )
-    with pytest.raises(ValueError, match=r"no runs there .* ended early"):
+    with pytest.raises(ValueError, match=r"no runs there .* ended early or are void"):
         load_study(write(tmp_path / "none", lost))
 
 
@@ -190,17 +186,111 @@ def test_a_run_from_a_copy_without_its_history_is_said_to_be_one(tmp_path):
     assert "code abc, of no known commit" in page.read_text()
 
 
-@pytest.mark.parametrize("number, said", [(0, "0"), (999, "999"), (59_764_296, "59.8M"), (999_700, "1000K"), (2e15, "2000T")])
-def test_counts_are_told_in_decimal_units(number, said):
-    assert count(number) == said
-
-
-@pytest.mark.parametrize("number, said", [(64, "64 B"), (1023, "1023 B"), (16_384, "16 KiB"), (4_942_000, "4.71 MiB")])
-def test_bytes_are_told_in_binary_units(number, said):
-    assert size(number) == said
-
-
 def test_equal_runs_give_equal_pages(study, tmp_path):
     pages = [write_page(study, tmp_path / name, (), "").parent for name in "ab"]
     for name in ("README.md", "glance.png", "retrieval.png", "state.png"):
         assert (pages[0] / name).read_bytes() == (pages[1] / name).read_bytes()
+
+
+def test_runs_that_learned_and_runs_that_did_not_are_shown_one_by_one(tmp_path):
+    """The mean of 0.1, 0.9 and 0.95 is like none of them; 0.5, 0.6 and 0.7 are one group."""
+    one, other = [run("split", s, (0.9, 0.1, 0.95)[s]) for s in range(3)], [run("whole", s, 0.5 + 0.1 * s) for s in range(3)]
+    study = load_study(write(tmp_path / "runs", *one, *other))
+    assert study.split("split", ("needle",), 128) and not study.split("whole", ("needle",), 128)
+    page = write_page(study, tmp_path / "page", (claim("split", "whole"),), "").read_text()
+    assert "| Split | 90 / 10 / 95 | 90 / 10 / 95 |" in page and "| Whole | 60 ± 10 | 60 ± 10 |" in page
+    assert "| 89 / 0 / 94 | 56 ± 11 |" in page  # in the claim, above chance
+
+
+def test_void_runs_are_in_no_number_and_the_page_says_why(tmp_path):
+    void = {"better": Void("never set", ("ab",)), "other": Void("rerun since", ("abc",))}
+    runs = [run("plain", s, 0.5) for s in range(2)] + [run("better", s, 0.9731) for s in range(2)]
+    runs += [run("other", s, 0.7, commit="def") for s in range(2)]
+    study = load_study(write(tmp_path / "runs", *runs), ("better", "plain"), FAMILIES, ("better",), void)
+    assert list(study.runs) == ["plain", "other"] and [r["seed"] for r in study.void["better"]] == [0, 1]
+    verdicts = judge(study, [claim("better", "plain"), claim("plain", "better"), claim("other", "plain")])
+    assert [v.word for v in verdicts] == ["void, to be rerun", "void, to be rerun", "holds"] and verdicts[0].difference is None
+    page = write_page(study, tmp_path / "page", (claim("better", "plain"),), "").read_text()
+    assert (
+        "**Void: Better**" in page
+        and "| Better | 0, 1 | abc | never set |" in page
+        and "97" not in page
+        and "other" not in page
+    )
+    assert "| better finds more than plain | needle at 1×, 2× |  |  |  |  |  |  | **void, to be rerun** |" in page
+
+
+def test_a_run_of_no_known_code_is_not_struck(tmp_path):
+    runs = write(tmp_path, run("plain", 0, 0.5, commit=None))
+    assert load_study(runs, void={"plain": Void("", ("abc",))}).void == {}
+
+
+def test_where_all_runs_are_void_there_is_no_page(tmp_path):
+    with pytest.raises(ValueError, match="ended early or are void"):
+        load_study(write(tmp_path, run("plain", 0, 0.5)), void={"plain": Void("", ("abc",))})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"tasks": []}, "tasks is empty"),
+        ({"needle": {"128": {"accuracy": 0.5}}}, "needle misses the length 256"),
+        ({"loss": {"128": 2.0}}, "loss misses the length 256"),
+        ({"uuid": {"128": {"accuracy": math.nan}, "256": {"accuracy": 0.5}}}, "uuid at 128 has the accuracy nan"),
+        ({"uuid": {"128": {"accuracy": 50}, "256": {"accuracy": 0.5}}}, "uuid at 128 has the accuracy 50"),
+        ({"uuid": {"128": {}, "256": {"accuracy": 0.5}}}, "uuid at 128 has the accuracy None"),
+    ],
+)
+def test_a_run_whose_scores_are_none_is_named(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=f"plain-0.json: {message}"):
+        load_study(write(tmp_path, run("plain", 0, 0.1, **changes)))
+
+
+@pytest.mark.parametrize("text, message", [("{", "no JSON"), ("[" * 99_999, "no JSON"), ("[1]", "an object, got list")])
+def test_a_result_that_is_none_is_named(tmp_path, text, message):
+    (write(tmp_path, run("plain", 0, 0.1)) / "torn-0.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"torn-0.json: .*{message}"):
+        load_study(tmp_path)
+
+
+def test_two_results_of_one_run_are_refused(tmp_path):
+    write(tmp_path, run("plain", 0, 0.1))
+    (tmp_path / "plain-again.json").write_text(json.dumps(run("plain", 0, 0.9)))
+    with pytest.raises(ValueError, match=r"plain-again.json: plain with seed 0 is there twice"):
+        load_study(tmp_path)
+
+
+def test_the_page_says_what_differs_between_recipes_and_between_lengths_of_training(tmp_path):
+    of = lambda lr, seed: {"config": {"train": {"optim": {"lr": lr}, "seed": seed}, "phases": [{"steps": 2}], "model": lr}}
+    short = run("plain", 0, 0.5)["train"] | {"tokens": 7}
+    runs = write(tmp_path / "runs", run("plain", 0, 0.5, train=short, **of(1e-3, 0)), run("better", 1, 0.5, **of(2e-3, 1)))
+    page = write_page(load_study(runs), tmp_path / "page", (), "").read_text()
+    assert ", 7 to 10 training tokens of" in page and "recipes that differ in train.optim.lr and" in page
+    assert "No claim was made before the runs." in page and "1 seed each" in page
+
+
+def test_seeds_are_in_order_however_their_files_are_called(tmp_path):
+    runs = write(tmp_path, *(run("plain", s, s / 20) for s in (10, 2, 0)))
+    assert load_study(runs).accuracy("plain", "needle", 128).values == (0.0, 0.1, 0.5)
+
+
+def test_a_diagnosis_that_is_no_number_is_a_dash(tmp_path):
+    runs = [
+        run(
+            "plain",
+            0,
+            0.5,
+            diagnostics={"carve": [{"content": math.nan, "staleness": 0.5}, {"content": 1.0, "staleness": 1.0}]},
+        )
+    ]
+    page = write_page(load_study(write(tmp_path / "runs", *runs)), tmp_path / "page", (), "").read_text()
+    assert "| Plain | – | 0.75 |" in page and "nan" not in page
+
+
+def test_the_csv_of_a_study_has_a_row_a_seed(study, tmp_path):
+    page = write_page(study, tmp_path / "page", (), "")
+    rows = list(csv.DictReader((tmp_path / "page" / "results.csv").read_text().splitlines()))
+    assert len(rows) == 9 * 2 * 2 and "[results.csv](results.csv)" in page.read_text()
+    found = {(r["mixer"], r["seed"], r["task"], r["length"]): float(r["accuracy"]) for r in rows}
+    assert found["other", "1", "uuid", "256"] == 0.1 and found["better", "1", "needle", "128"] == 0.81
+    assert {r["commit"] for r in rows} == {"abc"}

@@ -12,6 +12,7 @@ from needlework.layers import (
     Attention,
     Canon,
     Delta,
+    Differential,
     GatedConv,
     HalfRope,
     Lucid,
@@ -116,12 +117,15 @@ def test_atmas_rope_layer_with_memory_is_its_page_written_out():
 
 
 def half_rotated(x: Tensor) -> Tensor:
-    """The first d/4 frequencies (1/1024)^{linspace(0, 1, d/4)}, the other d/4 zero; channel i turns with channel i + d/2."""
+    """The first d/4 frequencies (1/1024)^{linspace(0, 1, d/4)}, the other d/4 zero; channel i turns with channel i + d/2.
+
+    As ATMA's code turns them, y₁ = x₁ cos + x₂ sin, y₂ = x₂ cos − x₁ sin: by minus the angle of `Rope`.
+    """
     d = x.shape[-1]
     frequencies = torch.cat([(1 / 1024) ** torch.linspace(0, 1, d // 4, dtype=x.dtype), torch.zeros(d // 4, dtype=x.dtype)])
     z = torch.complex(x[..., : d // 2], x[..., d // 2 :])
     angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None, None] * frequencies
-    z = z * torch.polar(torch.ones_like(angle), angle)
+    z = z * torch.polar(torch.ones_like(angle), -angle)
     return torch.cat([z.real, z.imag], -1)
 
 
@@ -178,8 +182,6 @@ def test_a_bound_that_fits_no_heads_is_refused():
     width = Width(DIM, HKV, HQ, D, D, True)
     with pytest.raises(ValueError, match="bound has 2 half-lives, expected 1 or one a head = 4"):
         RetentionGate(bound=(None, 3.0)).build(width)
-    with pytest.raises(ValueError, match="expected half-lives > 0 tokens"):
-        RetentionGate(bound=0.0).build(width)
 
 
 @pytest.mark.parametrize(("dtype", "eps"), [(torch.float32, 2**-23), (torch.bfloat16, 2**-7)])
@@ -215,6 +217,72 @@ def test_ropes_frequencies_fall_from_1_by_powers_of_the_base():
         turned = Rope(base=base)(x, torch.tensor([[1]]))[0, 0, 0]
         expected = base ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
         assert relative(torch.atan2(turned[8:], turned[:8]), expected) < 1e-12
+
+
+def test_a_published_rope_checkpoint_turns_as_its_own_code_turns_it():
+    """transformers' Llama, and the class that ATMA's models were trained with, each written out."""
+    x = torch.randn(1, 9, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(9)[None]
+    a, b = x.chunk(2, -1)
+    angle = torch.arange(9, dtype=torch.float64)[:, None, None] * 10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    llama = x * angle.cos().repeat(1, 1, 2) + torch.cat([-b, a], -1) * angle.sin().repeat(1, 1, 2)
+    assert relative(Rope()(x, positions), llama) < 1e-12
+    frequencies = torch.cat([(1 / 1024) ** torch.linspace(0, 1, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)])
+    angle = torch.arange(9, dtype=torch.float64)[:, None, None] * frequencies
+    atma = torch.cat([a * angle.cos() + b * angle.sin(), a * -angle.sin() + b * angle.cos()], -1)
+    assert relative(HalfRope()(x, positions), atma) < 1e-12
+
+
+TURNED = {
+    "softmax": Softmax(),
+    "a window": Softmax(window=5),
+    "differential": Differential(),
+    "differential in a window": Differential(window=5),
+    "polar": Polar(),
+    **{f"lucid {p}": Lucid(precondition=p) for p in ("key", "qk", "rowmax", "beta")},
+}
+
+
+@pytest.mark.parametrize("position", [Rope(), HalfRope()], ids=lambda p: p.kind)
+@pytest.mark.parametrize("rule", TURNED)
+def test_positions_are_relative_under_every_attend_rule(rule, position, monkeypatch):
+    mixer, x = build(attention(TURNED[rule], position=position)), sample()
+    here = mixer(x)[0].detach()
+    before = mixer._positions
+    monkeypatch.setattr(mixer, "_positions", lambda *args: before(*args) + 100)
+    assert relative(mixer(x)[0].detach(), here) < 1e-12
+    monkeypatch.setattr(mixer, "_positions", lambda *args: 2 * before(*args))
+    assert relative(mixer(x)[0].detach(), here) > 1e-3  # they are not without effect
+
+
+# Diff Transformer's layer
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_a_differential_layer_is_its_page_written_out(layer):
+    """2410.05258, Eq. 1-3: q₁, q₂, k₁, k₂ turn each by itself, λ_init = 0.8 − 0.6 e^{−0.3 l}; spec/baselines.md."""
+    config = attention(Differential(), position=Rope())
+    torch.manual_seed(0)
+    mixer, x = config.build(DIM, layer).double(), sample()
+    positions = torch.arange(x.shape[1])[None]
+    q = linear(mixer.q_proj, x).unflatten(-1, (HQ, 2, D // 2))
+    k = linear(mixer.k_proj, x).unflatten(-1, (HKV, 2, D // 2))
+    v = linear(mixer.v_proj, x).unflatten(-1, (HKV, D))
+    first, second = (
+        softmax_read(Rope()(q[..., i, :], positions), Rope()(k[..., i, :], positions), v, (D // 2) ** -0.5) for i in (0, 1)
+    )
+    start = mixer.attend.start  # held in float32
+    assert start.item() == pytest.approx(0.8 - 0.6 * math.exp(-0.3 * layer))
+    q1, k1, q2, k2 = mixer.attend.vectors
+    o = first - ((q1 * k1).sum().exp() - (q2 * k2).sum().exp() + start) * second
+    o = (1 - start) * mixer.attend.norm.weight * norm(o)
+    assert relative(mixer(x)[0].detach(), linear(mixer.o_proj, o.flatten(-2)).detach()) < 1e-12
+
+
+def test_a_differential_layer_starts_where_it_is_told():
+    by_layer, told = (attention(Differential(start=start)) for start in (None, 0.5))
+    starts = [c.build(DIM, layer).attend.start.item() for c in (by_layer, told) for layer in (0, 11)]
+    assert starts == pytest.approx([0.2, 0.8 - 0.6 * math.exp(-3.3), 0.5, 0.5])
 
 
 # LUCID's layer

@@ -49,11 +49,11 @@ def canon(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def turned(x: Tensor) -> Tensor:
-    """Half-truncated rotary of x [T H d]."""
+    """Half-truncated rotary of x [T H d], as ATMA's code turns it: by minus the angle."""
     turning = 1024 ** -torch.linspace(0, 1, D // 4, dtype=torch.float64)
     angle = torch.arange(len(x)).double()[:, None, None] * torch.cat([turning, torch.zeros(D // 4).double()])
     a, b = x.chunk(2, -1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+    return torch.cat([a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()], -1)
 
 
 def literal(mixer, kind: str, x: Tensor, X: Tensor, raw: bool = False) -> Tensor:

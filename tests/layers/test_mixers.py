@@ -158,9 +158,16 @@ def test_packed_documents_are_separate_calls(config):
         for got, expected in zip(held, want, strict=True):
             rows = tuple(slice(0, size) for size in expected.shape)  # pages are as long as the longest document
             assert close(got[rows].double(), expected.double())
-    y, _ = mixer(sample(9, B=1), map_state(states, lambda t: t[1:2]), torch.tensor([0, 9]), True)
-    again, _ = mixer(torch.cat([x[:, 5:7], sample(9, B=1)], 1))
-    assert close(y, again[:, 2:])
+
+
+def test_packed_documents_go_on_each_from_its_own_state(config):
+    mixer, x, more = build(config), sample(30, B=1), sample(13, B=1, seed=2)
+    ends, later = (0, 5, 7, 30), (0, 4, 4, 13)  # nothing more of the second
+    _, states = mixer(x, None, torch.tensor(ends), True)
+    y, _ = mixer(more, states, torch.tensor(later), True)
+    for a, b, c, d in zip(ends[:-1], ends[1:], later[:-1], later[1:], strict=True):
+        whole, _ = mixer(torch.cat([x[:, a:b], more[:, c:d]], 1))
+        assert close(y[:, c:d], whole[:, b - a :])
 
 
 def test_the_future_changes_nothing_before_it(config):

@@ -7,7 +7,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, logsigmoid, pad, silu, softplus
 
-from needlework.layers import CCQ, Carve, FixedGate, Linear, LowRankGate, Plain, QDelta, Recurrent, Silu
+from needlework.layers import (
+    CCQ,
+    Carve,
+    ChannelGate,
+    Delta,
+    FixedGate,
+    Gdn2,
+    Linear,
+    LowRankGate,
+    Plain,
+    QDelta,
+    Recurrent,
+    ScalarGate,
+    Silu,
+)
 from needlework.layers.norm import l2, rms
 from needlework.ops.carve import recurrent_carve
 from needlework.ops.ccq import recurrent_ccq
@@ -99,6 +113,46 @@ def test_a_qdelta_layer_starts_as_published():
     assert round(lam.item(), 2) == 0.29
 
 
+# the delta family
+
+
+def decay(gate, x: Tensor) -> Tensor | None:
+    """A scalar gate a head, a channel gate through a bottleneck, or none."""
+    if gate is None:
+        return None
+    if gate.config.kind == "scalar_gate":
+        return -gate.A_log.exp() * softplus(x @ gate.project.weight.T + gate.dt_bias)
+    down, up = gate.project
+    logit = (x @ down.weight.T @ up.weight.T + gate.dt_bias).unflatten(-1, (2 * H, K))
+    return -gate.A_log.exp()[:, None] * softplus(logit)
+
+
+WRITES = {
+    "linear attention": Linear(),
+    "DeltaNet": Delta(),
+    "Gated DeltaNet": Delta(gate=ScalarGate()),
+    "KDA": Delta(gate=ChannelGate(rank=4)),
+    "GDN-2": Gdn2(gate=ChannelGate(rank=4)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_layer_of_the_delta_family_is_its_page_written_out(write):
+    """spec/delta.md: unit q and k where something is erased, β = σ(W_β x), GDN-2's erase b = σ(W_b x) [K] and write w = σ(W_w x) [V]."""
+    mixer, x = build(write=write, conv=None, value_heads=2 * H), sample()
+    q, k, v = heads(projected(mixer, x), 2 * H)
+    if write.kind != "linear":
+        q, k = unit(q), unit(k)
+    rule, gates = mixer.write, {}
+    if write.kind == "delta":
+        gates = {"beta": torch.sigmoid(x @ rule.beta.project.weight.T)}
+    if write.kind == "gdn2":
+        of = {name: (x @ p.weight.T).unflatten(-1, (2 * H, -1)) for name, p in (("erase", rule.erase), ("write", rule.write))}
+        gates = {name: torch.sigmoid(logit) for name, logit in of.items()}
+    o = recurrent_delta(q, k, v, decay(rule.gate, x), **gates).o
+    assert relative(mixer(x)[0].detach(), finished(mixer, x, o).detach()) < 1e-12
+
+
 # CARVE
 
 
@@ -150,6 +204,19 @@ def test_ccq_on_gla_reads_against_unit_keys_while_the_write_keeps_its_own():
     down, up = gate.project
     g = logsigmoid(x @ down.weight.T @ up.weight.T + up.bias).unflatten(-1, (H, K)) / 16
     cleaned = recurrent_ccq(q, unit(k), eta(mixer, x)).q
+    o = recurrent_delta(q, k, v, g, q_read=cleaned).o
+    assert relative(mixer(x)[0].detach(), finished(mixer, x, o).detach()) < 1e-12
+
+
+def test_aligned_statistics_forget_with_the_mean_decay_of_a_key_head():
+    """spec/ccq.md: ḡ is the mean over the channels, and over the value heads that share the key head."""
+    write = Linear(gate=LowRankGate(rank=4))
+    mixer, x = build(write=write, read=CCQ(aligned=True), conv=None, value_heads=2 * H), sample()
+    q, k, v = heads(projected(mixer, x), 2 * H)
+    down, up = mixer.write.gate.project
+    g = logsigmoid(x @ down.weight.T @ up.weight.T + up.bias).unflatten(-1, (2 * H, K)) / 16
+    forgets = torch.stack([g[:, :, 2 * h : 2 * h + 2].mean((2, 3)) for h in range(H)], 2)
+    cleaned = recurrent_ccq(q, unit(k), eta(mixer, x), forgets).q
     o = recurrent_delta(q, k, v, g, q_read=cleaned).o
     assert relative(mixer(x)[0].detach(), finished(mixer, x, o).detach()) < 1e-12
 

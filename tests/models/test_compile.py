@@ -7,6 +7,7 @@ from needlework.layers import Distractor, GatedConv, Objective, Rope, SquaredReL
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, loss
 from needlework.testing.compare import assert_close
+from needlework.testing.rows import chosen
 
 SIZES = Sizes(heads=2, key_dim=8, value_dim=12, attention_heads=4, kv_heads=2, head_dim=8, half_life=32.0, content_chunk=8)
 VOCABULARY = 31
@@ -47,13 +48,17 @@ def compiled(model, **settings):
     return torch.compile(model, fullgraph=True, backend="aot_eager", **settings)
 
 
-@pytest.mark.parametrize("mixer", CATALOG)
+# one that reads, one that solves, one with content, one with memory; test_battery.py compiles every op
+@pytest.mark.parametrize("mixer", chosen(CATALOG, ("ccq", "lucid", "carve", "atma")))
 def test_a_training_step_compiles_without_a_graph_break(mixer):
     one = model({"M": CATALOG[mixer].make(SIZES)})
     assert_close(step(one, compiled(one)), step(one, one), "compiled")
 
 
-@pytest.mark.parametrize(("regulariser", "recompute"), [(Zipfian(), False), (Strong(), True)], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("regulariser", "recompute"),
+    [pytest.param(Zipfian(), False, id="kept"), pytest.param(Strong(), True, id="recomputed", marks=pytest.mark.slow)],
+)
 def test_atma_s_whole_objective_compiles_too(regulariser, recompute):
     one = model(
         {"M": CATALOG["atma"].make(SIZES), "c": GatedConv()}, "cM", mlp=SquaredReLU(hidden=24),
@@ -65,6 +70,7 @@ def test_atma_s_whole_objective_compiles_too(regulariser, recompute):
     assert_close(step(one, compiled(one), objective), step(one, one, objective), "compiled")
 
 
+@pytest.mark.slow
 def test_no_angle_is_made_again_for_every_head():
     """A compiler that sees cos and sin fuses them into whatever turns by them."""
     from torch._inductor.utils import run_and_get_code
@@ -73,3 +79,19 @@ def test_no_angle_is_made_again_for_every_head():
     turned, (code,) = run_and_get_code(torch.compile(lambda x: Rope()(x, at), fullgraph=True), x)
     torch.testing.assert_close(turned, Rope()(x, at))
     assert "rope_angles" in code and "cos(" not in code and "sin(" not in code
+
+
+@pytest.mark.parametrize("mixer", CATALOG)
+def test_layers_alike_are_compiled_once(mixer):
+    """Blocks are compiled one by one, as training does; what is a layer's own must not be a constant of its graph."""
+    one = model({"M": CATALOG[mixer].make(SIZES)}, "MMM")
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for block in one.model.blocks:
+        block.compile(fullgraph=True, dynamic=False, backend=counted)
+    step(one, one)
+    assert len(graphs) == 1

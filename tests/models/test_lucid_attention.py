@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from torch.nn.functional import normalize
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, LlamaConfig, Qwen3Config
 from transformers.cache_utils import Cache, DynamicLayer
 
 import needlework.models  # noqa: F401 (registers "lucid")
@@ -20,6 +20,7 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "qwen": Qwen3Config(**SIZES),
     "window": Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "neox": GPTNeoXConfig(**SIZES),
 }
 PROMPT = torch.randint(1, 97, (2, 11), generator=torch.Generator().manual_seed(0))
 
@@ -34,7 +35,7 @@ def build(name: str, attention: str = "lucid"):
     return model
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=["llama", "qwen", "window"])
 def model(request):
     return build(request.param)
 
@@ -77,13 +78,19 @@ def test_it_is_the_definition_and_so_are_its_gradients(masked, T):
     visible = torch.ones(2, 1, T, T, dtype=torch.bool).tril()
     if masked:
         visible[1, :, T // 2 :, : T // 2] = False  # two documents
-    own = torch.nn.Module()
-    o, _ = lucid_attention(own, q, k, v.clone(), visible if masked else None)
+    o, _ = lucid_attention(build("llama").model.layers[0].self_attn, q, k, v.clone(), visible if masked else None)
     want = definition(q, k, v, visible)
     do = torch.randn(o.shape, dtype=torch.float64, generator=g)
     assert (o - want).abs().max() <= 1e-12
     for a, b in zip(torch.autograd.grad(o, (q, k, v), do), torch.autograd.grad(want, (q, k, v), do), strict=True):
         assert (a - b).norm() <= 1e-12 * b.norm()
+
+
+def test_dropout_falls_on_the_weights_of_the_softmax():
+    q, k, v = torch.randn(3, 64, 1, 1, 16, dtype=torch.float64)
+    o, _ = lucid_attention(build("llama").model.layers[0].self_attn, q, k, v, None, dropout=0.5)
+    kept = (o[:, 0] == 2 * v[:, 0]).all(-1)
+    assert 0 < kept.sum() < 64 and (o[~kept] == 0).all()
 
 
 def test_generating_is_the_full_forward_token_by_token(model):
@@ -144,15 +151,19 @@ def test_gradients_with_a_cache_and_with_checkpointing_are_those_without(model):
     assert near(gradients(lambda: model(PROMPT).logits[:, 5:].square().sum()))
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_it_compiles_without_a_graph_break(cached):
+@pytest.mark.parametrize("cached, padded", [(False, False), (True, True)])
+def test_it_compiles_without_a_graph_break(cached, padded):
     model = build("llama")
-    call = lambda ids, cache: model(ids, past_key_values=cache, use_cache=cache is not None).logits
+    model.model.layers = model.model.layers[:1]
+    call = lambda ids, mask, cache: model(ids, attention_mask=mask, past_key_values=cache, use_cache=cached).logits
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     one, two = (DynamicCache(config=model.config) if cached else None for _ in range(2))
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :4] = 0
     with torch.no_grad():
-        for ids in (PROMPT, PROMPT[:, :1]):
-            assert (compiled(ids, one) - call(ids, two)).abs().max() <= 1e-10
+        for ids, seen in ((PROMPT, 11), (PROMPT[:, :1], 12)):
+            shown = mask[:, :seen] if padded else None
+            assert (compiled(ids, shown, one) - call(ids, shown, two)).abs().max() <= 1e-10
 
 
 def test_a_static_cache_is_refused_with_the_reason():
@@ -170,19 +181,18 @@ class Rounded(DynamicLayer):
         return tuple(map(self._quantize, super().update(*args, **kwargs)))
 
 
-def test_a_cache_that_keeps_copies_is_refused_before_it_is_read():
-    model = build("llama")
+@pytest.mark.parametrize("name", ["llama", "neox"])
+def test_a_cache_that_keeps_copies_is_refused_before_it_is_read(name):
+    model = build(name)
     with pytest.raises(ValueError, match="Rounded copies"):
         generate(model, past_key_values=Cache(layers=[Rounded() for _ in range(3)]))
 
 
-def test_attention_that_is_not_causal_is_refused():
-    module, x = torch.nn.Module(), torch.randn(1, 1, 3, 4)
-    with pytest.raises(TypeError, match=r"torch.float32, expected torch.bool"):
-        lucid_attention(module, x, x, x, torch.zeros(1, 1, 3, 3))
-    module.is_causal = False
-    with pytest.raises(NotImplementedError, match="not causal"):
-        lucid_attention(module, x, x, x, None)
+def test_a_cache_holds_solved_values_whatever_use_cache_says():
+    model = build("llama")
+    cache = DynamicCache(config=model.config)
+    parts = [model(PROMPT[:, part], past_key_values=cache, use_cache=False).logits for part in (slice(0, 6), slice(6, 11))]
+    assert (torch.cat(parts, 1) - logits(model, PROMPT)).abs().max() <= 1e-10
 
 
 def test_the_name_is_enough_for_from_pretrained(tmp_path):

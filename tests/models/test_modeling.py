@@ -1,10 +1,8 @@
 """The language model in transformers: generation with a cache, padding, beams, round trips, checkpointing."""
 
-import json
-
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
 from needlework.layers import (
     CCQ,
@@ -21,10 +19,9 @@ from needlework.layers import (
     Rope,
     ScalarGate,
     Softmax,
-    SquaredReLU,
     SwiGLU,
 )
-from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+from needlework.models import NeedleworkCache, NeedleworkConfig, NeedleworkForCausalLM
 
 MIXERS = {
     "Q": Recurrent(heads=2, key_dim=8, value_dim=8, write=QDelta()),
@@ -147,6 +144,30 @@ def test_several_samples_of_one_prompt(model, prompt):
     assert model.generate(prompt, max_new_tokens=3, num_return_sequences=2, do_sample=True).shape == (6, 12)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda cache: None, [0, 1, 2]),
+    ],
+)
+def test_rows_of_a_cache_are_picked_and_repeated_and_its_positions_counted(model, prompt, change, rows):
+    cache = model(prompt, use_cache=True).past_key_values
+    assert cache.get_seq_length() == 9
+    change(cache)
+    logits = model(prompt[rows, :2], past_key_values=cache).logits
+    whole = model(torch.cat([prompt, prompt[:, :2]], 1)[rows], use_cache=False).logits
+    torch.testing.assert_close(logits, whole[:, 9:], rtol=0, atol=1e-12)
+    assert cache.get_seq_length() == 11
+    assert {layer.get_mask_sizes(3) for layer in cache.layers} == {(14, 0)}
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    torch.testing.assert_close(model(prompt, past_key_values=cache).logits[rows], whole[:, :9], rtol=0, atol=1e-12)
+
+
 def test_what_would_roll_a_state_back_is_refused(model, prompt):
     with pytest.raises(ValueError):
         model.generate(prompt[:1], max_new_tokens=6, do_sample=False, prompt_lookup_num_tokens=2)
@@ -191,20 +212,6 @@ def test_a_checkpoint_loads_with_auto_classes_as_it_was(tmp_path, prompt, tied):
         assert torch.equal(again.eval()(prompt).logits, model(prompt).logits)
 
 
-def test_a_config_survives_its_file(tmp_path):
-    first = config(mlp=SquaredReLU(hidden=24))
-    first.save_pretrained(tmp_path)
-    again = AutoConfig.from_pretrained(tmp_path)
-    assert again.to_diff_dict() | {"_name_or_path": ""} == first.to_diff_dict() | {"_name_or_path": ""}
-    assert again.mixer("C") == MIXERS["C"]
-    assert json.loads((tmp_path / "config.json").read_text())["mixers"]["Q"]["write"]["kind"] == "qdelta"
-
-
-def test_what_follows_from_the_layout_is_not_taken_from_a_file():
-    longer = NeedleworkConfig.from_dict(config("QS").to_dict() | {"layout": "QSQ"})
-    assert longer.num_hidden_layers == 3 and longer.layer_types == ["linear_attention", "full_attention", "linear_attention"]
-
-
 def test_softcap_bounds_the_logits(prompt):
     torch.manual_seed(0)
     plain, capped = (NeedleworkForCausalLM(config("Q", softcap=c)).eval() for c in (None, 2.0))
@@ -225,18 +232,96 @@ def test_hidden_states_are_one_a_block_and_the_embedding(model, prompt):
     assert len(states) == len(model.config.layout) + 1
 
 
+def test_hidden_states_of_a_padded_row_are_those_of_the_row_alone(model, prompt):
+    mask = torch.ones_like(prompt)
+    mask[0, :4], mask[1, 6:] = 0, 0
+    with torch.no_grad():
+        out = model.model(prompt, attention_mask=mask, output_hidden_states=True)
+        alone = model.model(prompt[:1, 4:], output_hidden_states=True).hidden_states
+    assert all(x.shape == (3, 9, 32) and not x[~mask.bool()].any() for x in out.hidden_states)
+    assert out.hidden_states[-1] is out.last_hidden_state
+    for padded, plain in zip(out.hidden_states, alone, strict=True):
+        torch.testing.assert_close(padded[:1, 4:], plain, rtol=0, atol=1e-12)
+    assert torch.equal(alone[0], model.model.embed(prompt[:1, 4:]))
+    with torch.no_grad():
+        x, _, _ = model.model.blocks[0](alone[0], None, None, False)
+    torch.testing.assert_close(alone[1], x, rtol=0, atol=1e-12)
+
+
+def test_weights_of_attention_are_refused_and_not_left_out(model, prompt):
+    with pytest.raises(ValueError, match="output_attentions: a recurrent layer has no attention weights"):
+        model(prompt, output_attentions=True)
+
+
+@pytest.mark.parametrize(
+    "kind", ["static", "offloaded_static", "offloaded", "quantized", "sliding_window", "hybrid_chunked", "quantised"]
+)
+def test_another_cache_is_refused_and_not_ignored(model, prompt, kind):
+    with pytest.raises(ValueError, match="cache_implementation"):
+        model.generate(prompt, max_new_tokens=2, cache_implementation=kind)
+
+
+def test_a_cache_that_grows_is_ours(model, prompt):
+    plain = {"max_new_tokens": 4, "do_sample": False}
+    made = model.generate(prompt, cache_implementation="dynamic", return_dict_in_generate=True, **plain)
+    assert isinstance(made.past_key_values, NeedleworkCache) and torch.equal(made.sequences, model.generate(prompt, **plain))
+
+
+def test_generation_goes_on_from_its_cache_and_from_embeddings(model, prompt):
+    plain = {"do_sample": False, "return_dict_in_generate": True}
+    whole = model.generate(prompt, max_new_tokens=7, **plain).sequences
+    first = model.generate(prompt, max_new_tokens=3, **plain)
+    again = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=4, **plain)
+    assert torch.equal(again.sequences, whole)
+    embedded = model.generate(inputs_embeds=model.get_input_embeddings()(prompt), max_new_tokens=7, **plain)
+    assert torch.equal(embedded.sequences, whole[:, 9:])
+    chunked = model.generate(prompt, prefill_chunk_size=4, max_new_tokens=7, **plain)
+    assert torch.equal(chunked.sequences, whole)
+    guided = {"guidance_scale": 1.5, "negative_prompt_ids": prompt.flip(1), "max_new_tokens": 5}
+    uncached = model.generate(prompt, use_cache=False, **guided, **plain).sequences
+    assert torch.equal(model.generate(prompt, **guided, **plain).sequences, uncached)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": False}, {"tie_word_embeddings": False, "head_bias": True}])
+def test_more_tokens_leave_the_logits_of_the_others(tmp_path, prompt, settings):
+    model = NeedleworkForCausalLM(config("QS", **settings)).eval()
+    before = model(prompt).logits
+    model.resize_token_embeddings(70)
+    after = model(prompt).logits
+    assert after.shape == (3, 9, 70) and model.config.vocab_size == 70
+    assert torch.equal(after[..., :61], before) and (model.lm_head.weight is model.model.embed.weight) == (not settings)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(NeedleworkForCausalLM.from_pretrained(tmp_path).eval()(prompt).logits, after)
+
+
+def test_a_checkpoint_in_many_files_is_the_model(tmp_path, model, prompt):
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    again = NeedleworkForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(prompt).logits, model(prompt).logits, rtol=0, atol=1e-12)
+
+
+def test_a_device_map_holds_the_whole_model_or_is_refused(tmp_path, model, prompt):
+    model.save_pretrained(tmp_path)
+    again = NeedleworkForCausalLM.from_pretrained(tmp_path, device_map="cpu", dtype=torch.float64).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(prompt).logits, model(prompt).logits, rtol=0, atol=1e-12)
+    places = {"model.embed": "cpu", "lm_head": "cpu", "model.norm": "cpu", "model.blocks": "disk"}
+    with pytest.raises(ValueError, match=r"device_map: .* offloads weights"):
+        NeedleworkForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "rest")
+
+
 def test_without_return_dict_the_output_is_a_tuple(model, prompt):
     with torch.no_grad():
         loss, logits, *_ = model(prompt, labels=prompt, return_dict=False)
         expected = model(prompt, labels=prompt)
+        always = NeedleworkForCausalLM(config("Q", return_dict=False)).eval()
+        assert isinstance(always(prompt), tuple) and always(prompt, return_dict=True).logits.shape == (3, 9, 61)
     assert torch.equal(loss, expected.loss) and torch.equal(logits, expected.logits)
 
 
-def test_bad_configs_and_inputs_say_what_was_expected(model, prompt):
-    with pytest.raises(ValueError, match="no mixer for 'X'"):
-        config("QX")
-    with pytest.raises(ValueError, match="unknown kind 'qdlta'"):
-        config("Q", mixers={"Q": {"kind": "recurrent", "heads": 1, "key_dim": 8, "value_dim": 8, "write": {"kind": "qdlta"}}})
+def test_bad_inputs_say_what_was_expected(model, prompt):
     with pytest.raises(ValueError, match="layout is empty"):
         NeedleworkForCausalLM(config(""))
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
@@ -245,8 +330,6 @@ def test_bad_configs_and_inputs_say_what_was_expected(model, prompt):
         model(prompt[0])
     with pytest.raises(ValueError, match="attention_mask: expected"):
         model(prompt, attention_mask=torch.ones(3, 4))
-    with pytest.raises(ValueError, match="expected one of recurrent, attention, gated_conv"):
-        NeedleworkForCausalLM(config("Q", mixers={"Q": SwiGLU(hidden=8)}))
 
 
 def test_no_token_and_one_token_run(model):

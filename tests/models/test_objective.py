@@ -177,11 +177,11 @@ def test_an_objective_survives_its_dict():
 def test_what_an_objective_cannot_be_is_said(model):
     with pytest.raises(ValueError, match="regulariser is 'weak', expected a Regulariser or None"):
         Objective(regulariser="weak")
-    with pytest.raises(ValueError, match=r"regulariser_weight is 1, expected a share in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"regulariser_weight is 1, expected a number in \[0, 1\)"):
         Objective(regulariser_weight=1)
     with pytest.raises(ValueError, match="distractor_weight is -1"):
         Objective(distractor_weight=-1)
-    with pytest.raises(ValueError, match="summed_over is 0 tokens"):
+    with pytest.raises(ValueError, match="summed_over is 0, expected a whole number >= 1 or None"):
         Objective(summed_over=0)
     tokens, _ = sample()
     objective = Objective(distractor=Distractor())

@@ -113,9 +113,8 @@ def small_atma(**settings) -> NeedleworkForCausalLM:
     config = atma("polar", True, **settings)
     a = dataclasses.replace(config.mixer("a"), heads=4, kv_heads=2, head_dim=16)
     mixers = {"c": config.mixer("c").to_dict(), "a": a.to_dict()}
-    config.update({"vocab_size": 61, "hidden_size": 64, "layout": "ca", "mixers": mixers})
     torch.manual_seed(0)
-    return NeedleworkForCausalLM(config)
+    return NeedleworkForCausalLM(config.replaced(vocab_size=61, hidden_size=64, layout="ca", mixers=mixers))
 
 
 def alive(model: NeedleworkForCausalLM, steps: int) -> list[set[str]]:

@@ -1,14 +1,56 @@
-"""Every spec times every check of the battery; a check that a definition rules out is skipped with the spec's own reason."""
+"""Every spec times every check of the battery; a check that a definition rules out is skipped with the spec's own reason.
+
+Quick are all of them but two that cost more than the others together: compilation and half precision, for one spec of each op.
+"""
+
+from functools import partial
 
 import pytest
+import torch
 
 from needlework.ops.specs import specs
-from needlework.testing.checks import CHECKS
+from needlework.testing import checks
+
+# the spec of each op with the most arguments, of those whose definition is not slow
+REPRESENTATIVES = (
+    "delta/gdn2",
+    "qdelta/transposed",
+    "carve",
+    "ccq/aligned",
+    "lucid/rowmax-window",
+    "polar/window",
+    "polar/grouped",
+)
+HALVES = [partial(checks.error_budget, dtypes=(dtype,)) for dtype in (torch.float16, torch.bfloat16)]
+COSTLY = (checks.compiles_without_a_graph_break, HALVES[0])
+SINGLE = partial(checks.error_budget, dtypes=(torch.float32,))
+CHECKS = [SINGLE if check is checks.error_budget else check for check in checks.CHECKS] + HALVES
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("spec", specs(), ids=lambda spec: spec.name)
+def function(check):
+    return getattr(check, "func", check)
+
+
+def name(case):
+    if hasattr(case, "name"):
+        return case.name
+    return "-".join(
+        [function(case).__name__, *(str(d).removeprefix("torch.") for d in getattr(case, "keywords", {}).get("dtypes", ()))]
+    )
+
+
+def case(spec, check):
+    costly = check in HALVES or check in COSTLY
+    quick = not costly or (check in COSTLY and spec.name in REPRESENTATIVES)
+    return pytest.param(spec, check, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("spec", "check"), [case(spec, check) for spec in specs() for check in CHECKS], ids=name)
 def test_battery(spec, check):
-    if check.__name__ in spec.skip:
-        pytest.skip(spec.skip[check.__name__])
+    if function(check).__name__ in spec.skip:
+        pytest.skip(spec.skip[function(check).__name__])
     check(spec)
+
+
+def test_every_op_has_its_representative():
+    assert {name.partition("/")[0] for name in REPRESENTATIVES} == {spec.name.partition("/")[0] for spec in specs()}

@@ -338,8 +338,8 @@ def test_a_content_signal_one_chunk_old_moves_the_output_little():
         ({"v": torch.zeros(1, 8, H, 2, V)}, "v: expected 4 axes"),
         ({"k": torch.zeros(1, 8, H, K, dtype=torch.bfloat16)}, "mixed dtypes"),
         ({"prediction": "now"}, "prediction: got 'now'"),
-        ({"content_chunk": 0}, "content_chunk: got 0"),
-        ({"chunk_size": 0}, "chunk_size: got 0"),
+        ({"content_chunk": 0}, "content_chunk: expected at least 1, got 0"),
+        ({"chunk_size": 0}, "chunk_size: expected at least 1, got 0"),
         ({"impl": "triton"}, "carve has no Triton kernel"),
     ],
 )

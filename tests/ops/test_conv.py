@@ -58,6 +58,11 @@ def test_packed_documents_do_not_see_one_another():
         (own,), last = causal_conv(x[:, a:b], weight, after="silu", impl="torch")
         torch.testing.assert_close(y[:, a:b], own, rtol=0, atol=0)
         assert torch.equal(state[n : n + 1], last)
+    (again,), state = causal_conv(x, weight, state, torch.tensor(later := [0, 5, 8, 8, 12]), impl="torch")
+    for n, (a, b, c, d) in enumerate(zip(ends[:-1], ends[1:], later[:-1], later[1:], strict=True)):
+        (own,), last = causal_conv(torch.cat([x[:, a:b], x[:, c:d]], 1), weight, impl="torch")
+        torch.testing.assert_close(again[:, c:d], own[:, b - a :], rtol=0, atol=0)
+        assert torch.equal(state[n : n + 1], last)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from needlework.ops.common.samples import decay, normal, uniform, unit
 from needlework.ops.delta import chunk, chunk_delta, recurrent_delta, step_delta
 from needlework.ops.delta.decay import ScalarDecay
 from needlework.ops.delta.spec import H, K, V, sample, sample_gdn2
-from needlework.testing.compare import assert_close, differentiate, relative
+from needlework.ops.qdelta import chunk_qdelta, recurrent_qdelta, step_qdelta
+from needlework.testing.compare import EXACT, assert_close, differentiate, relative
 
 
 def inputs_of(B: int, T: int, style: str = "random", **rule) -> dict[str, Tensor]:
@@ -264,6 +265,28 @@ def test_value_heads_share_the_key_head_of_their_group():
         assert relative(chunk_delta(**head).o, together[:, :, j : j + 1]) < 1e-12
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0])
+@pytest.mark.parametrize(
+    ("forms", "lam"),
+    [((chunk_delta, recurrent_delta, step_delta), False), ((chunk_qdelta, recurrent_qdelta, step_qdelta), True)],
+)
+def test_l2norm_is_a_row_over_the_root_of_its_squares_and_1e_6(forms, lam, size):
+    """Of q and k, not of the query that reads; of short rows the 1e-6 is what counts."""
+    g = torch.Generator().manual_seed(5)
+    q, k, read = (size * normal(g, 2, 1, H, K) for _ in range(3))
+    rest = (normal(g, 2, 1, H, V), None, *(uniform(g, 0, 1, 2, 1, H) for _ in range(1 + lam)))
+    unit_q, unit_k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    state = normal(g, 2, H, K, V)
+    for q_read in (None, read):
+        wanted = forms[1](unit_q, unit_k, *rest, q_read=q_read, initial_state=state).o
+        for form in forms[:2]:
+            got = form(q, k, *rest, q_read=q_read, initial_state=state, l2norm=True).o
+            assert relative(got, wanted) <= EXACT
+        now = [None if x is None else x[:, 0] for x in (q, k, *rest, q_read)]
+        got = forms[2](*now[:-1], q_read=now[-1], state=state.clone(), l2norm=True)
+        assert relative(got, wanted[:, 0]) <= EXACT
+
+
 # edges
 
 
@@ -335,7 +358,7 @@ def test_the_reference_is_asked_for_by_name_or_environment(monkeypatch):
         ({"initial_state": torch.zeros(1, H, V, K)}, r"initial_state: axis 2 \(K\)"),
         ({"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens: expected to rise from 0 to T = 8"),
         ({"prediction": "now"}, "prediction: got 'now'"),
-        ({"chunk_size": 0}, "chunk_size: got 0"),
+        ({"chunk_size": 0}, "chunk_size: expected at least 1, got 0"),
         ({"impl": "fast"}, "impl: got 'fast'"),
         ({"impl": "triton"}, "delta has no Triton kernel"),
     ],

@@ -21,11 +21,14 @@ from needlework.testing.targets import RULES
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
 MATHEMATICS = (checks.chunk_is_the_recurrence, checks.gradients, checks.limits)
+SPLIT = partial(checks.split_then_resume, T=37, cuts=(1, 16, 23))
+BUDGET = partial(checks.error_budget, dtypes=(torch.float32,), B=3, T=35)
+CAUSAL = partial(checks.causal, T=19)
 SHARED = (
-    checks.split_then_resume,
+    SPLIT,
     checks.step_is_prefill,
-    partial(checks.causal, T=19),
-    partial(checks.error_budget, dtypes=(torch.float32,), B=3, T=35),
+    CAUSAL,
+    BUDGET,
     checks.packed_is_separate,
     checks.batch_invariant,
     checks.compiles_without_a_graph_break,
@@ -34,12 +37,25 @@ SHARED = (
     partial(checks.odd_lengths, lengths=(1, 37, 63)),
     checks.no_tokens,
 )
-ONE_ROW = (*MATHEMATICS, checks.split_then_resume)  # two rows cost twice as much: batches are batch_invariant's
+ONE_ROW = (*MATHEMATICS, SPLIT)  # two rows cost twice as much: batches are batch_invariant's
 # of each engine, the rule with the most arguments
 REPRESENTATIVES = ("qdelta/grouped", "delta/gdn2", "ccq/aligned")
+# Left to the slow run: what needs no second representative, and of the costly checks those that the engine's own tests have as well
+SLOW = {
+    "qdelta/grouped": (
+        CAUSAL,
+        checks.packed_is_separate,
+        checks.compiles_without_a_graph_break,
+        checks.custom_ops_pass_opcheck,
+    ),
+    "ccq/aligned": (CAUSAL, BUDGET, checks.compiles_without_a_graph_break, checks.custom_ops_pass_opcheck),
+}
 ENGINES = {rule.spec: rule.chunk for rule in RULES if rule.step and not rule.spec.startswith(("lucid", "polar"))}
 CASES = [(spec, check) for spec in specs() if spec.name in ENGINES for check in MATHEMATICS] + [
-    (spec, check) for spec in specs() if spec.name in REPRESENTATIVES for check in SHARED
+    pytest.param(spec, check, marks=pytest.mark.slow if check in SLOW.get(spec.name, ()) else ())
+    for spec in specs()
+    if spec.name in REPRESENTATIVES
+    for check in SHARED
 ]
 
 

@@ -279,7 +279,7 @@ def test_an_empty_sequence_and_no_token_keep_the_state():
         ({"coupling": "both"}, "coupling: got 'both'"),
         ({"coupling": "transposed", "chunk_size": 32}, "chunk_size: got 32; with coupling='transposed' chunks of 64"),
         ({"coupling": "transposed", "g": torch.zeros(1, 8, H, K)}, "one gate per head"),
-        ({"chunk_size": 0}, "chunk_size: got 0"),
+        ({"chunk_size": 0}, "chunk_size: expected at least 1, got 0"),
         ({"impl": "triton"}, "qdelta has no Triton kernel"),
     ],
 )

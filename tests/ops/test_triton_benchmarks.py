@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from needlework.testing.rows import chosen
+
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -37,7 +39,7 @@ def case_of(bench, key):
     return next(case for case in bench("cases").CASES + bench("attention_cases").CASES if case.key == key)
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", chosen(KEYS, quick=["kda/B", "ccq+gated/A", "lucid/kv4-d128", "carve-gates-given/B"]))
 def test_a_case_is_within_its_budget_or_has_no_kernel(bench, key):
     try:
         # of 20 tokens a parameter's gradient may be a difference of few terms, and its error one draw

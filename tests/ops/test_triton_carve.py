@@ -1,7 +1,7 @@
 """CARVE's forward in Triton against the definition: float64, then the error budget, then what is promised bit by bit."""
 
 import os
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from needlework.ops.carve.spec import H, K, V, literal, sample
 from needlework.ops.common import launch
 from needlework.ops.common.samples import normal
 from needlework.testing.compare import assert_close, leaves
+from needlework.testing.rows import chosen, covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
@@ -46,10 +47,18 @@ def assert_same(inputs, **settings):
     assert_close(dict(leaves(got)), dict(leaves(wanted)), str({n: x for n, x in settings.items() if isinstance(x, int | str)}))
 
 
-@pytest.mark.parametrize("prediction", ["previous", "decayed"])
-@pytest.mark.parametrize("R", [1, 2, 4])
-@pytest.mark.parametrize(("content_chunk", "T"), [(8, 37), (20, 40), (64, 100), (7, 13), (1, 3), (10**6, 33)])
-def test_it_is_the_definition(content_chunk, T, R, prediction):
+@pytest.mark.parametrize(
+    ("sizes", "R", "prediction"),
+    chosen(
+        product([(8, 37), (20, 40), (64, 100), (7, 13), (1, 3), (10**6, 33)], [1, 2, 4], ["previous", "decayed"]),
+        quick=[
+            ((8, 37), 1, "previous"), ((20, 40), 2, "decayed"), ((64, 100), 4, "previous"),
+            ((7, 13), 2, "previous"), ((1, 3), 4, "decayed"), ((10**6, 33), 1, "decayed"),
+        ],
+    ),
+)  # fmt: skip
+def test_it_is_the_definition(sizes, R, prediction):
+    content_chunk, T = sizes
     assert_same(inputs_of(1, T, R), content_chunk=content_chunk, prediction=prediction)
 
 
@@ -65,14 +74,13 @@ def test_strong_gates_and_identical_keys_change_nothing(style):
     assert_same(inputs_of(2, 40, style=style), content_chunk=16)
 
 
-@pytest.mark.parametrize(("content_chunk", "position"), [(8, [0, 7, 3]), (40, [0, 37, 21])])
-@pytest.mark.parametrize("R", [1, 2])
-def test_rows_resume_at_any_token(R, content_chunk, position):
+@pytest.mark.parametrize("where, R", covering([(8, [0, 7, 3]), (40, [0, 37, 21])], [1, 2], pairs=False))
+def test_rows_resume_at_any_token(where, R):
+    content_chunk, position = where
     assert_same(inputs_of(3, 30, R), content_chunk=content_chunk, initial_state=state_of(position))
 
 
-@pytest.mark.parametrize("R", [1, 2])
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("resumed, R", covering([False, True], [1, 2], pairs=False))
 def test_packed_sequences_are_the_sequences_also_an_empty_one(resumed, R):
     state = state_of([7, 2, 0, 5]) if resumed else None
     assert_same(inputs_of(1, 31, R), content_chunk=8, initial_state=state, cu_seqlens=torch.tensor([0, 4, 4, 20, 31]))
@@ -93,9 +101,7 @@ def test_cuts_inside_a_content_chunk_carry_on():
     assert_close({"o": torch.cat(outputs, 1), **state._asdict()}, {"o": o, **final._asdict()}, "in pieces")
 
 
-@pytest.mark.parametrize("R", [1, 2])
-@pytest.mark.parametrize("tma", [False, True])
-@pytest.mark.parametrize("C", [16, 32])
+@pytest.mark.parametrize("C, tma, R", covering([16, 32], [False, True], [1, 2]))
 def test_plans_change_nothing(C, tma, R, monkeypatch):
     rows = launch.rows
     monkeypatch.setattr(launch, "rows", lambda engine: tuple(row._replace(tma=tma) for row in rows(engine)))
@@ -103,8 +109,7 @@ def test_plans_change_nothing(C, tma, R, monkeypatch):
         assert_same(inputs_of(2, 40, R), content_chunk=24)
 
 
-@pytest.mark.parametrize("size", [30.0, 1e4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("dtype, size", covering([torch.float64, torch.float16], [30.0, 1e4], pairs=False))
 def test_saturated_gates_stay_finite_and_right(dtype, size):
     inputs = inputs_of(2, 40)
     inputs["A_log"] += 2  # gates below −65504
@@ -117,8 +122,9 @@ def test_saturated_gates_stay_finite_and_right(dtype, size):
     assert_close(dict(leaves(got)), dict(leaves(wanted)), f"{size}", 1e-12 if dtype == torch.float64 else 3e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("style", ["random", "identical", "strong"])
+@pytest.mark.parametrize(
+    "style, dtype", covering(["random", "identical", "strong"], [torch.float16, torch.float32], pairs=False)
+)
 def test_results_keep_the_error_budget(style, dtype):
     """Twice the definition's own error at this dtype."""
     from needlework.testing.errors import error_over_budget, operand
@@ -185,9 +191,7 @@ def test_what_is_kept_is_the_state_at_every_content_chunks_start():
     assert slot <= len(kept_S)
 
 
-@pytest.mark.parametrize("R", [1, 2])
-@pytest.mark.parametrize("kind", ["batch", "resumed", "packed"])
-@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("save, kind, R", covering([False, True], ["batch", "resumed", "packed"], [1, 2], pairs=False))
 def test_torch_library_accepts_the_operator(save, kind, R):
     from needlework.ops.carve.triton_op import carve_triton_fwd
 
@@ -199,6 +203,7 @@ def test_torch_library_accepts_the_operator(save, kind, R):
     torch.library.opcheck(carve_triton_fwd, args, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.slow
 def test_the_op_is_one_node_of_a_compiled_graph():
     inputs = {name: x.float() for name, x in inputs_of(2, 20).items()}
     run = lambda x: tuple(y for _, y in leaves(ours(**x, content_chunk=8)))

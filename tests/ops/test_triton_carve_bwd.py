@@ -19,6 +19,7 @@ from needlework.ops.common.launch import plan as pick
 from needlework.ops.common.samples import keys, normal, uniform, unit
 from needlework.testing.compare import EXACT, relative
 from needlework.testing.errors import error_over_budget, operand
+from needlework.testing.rows import chosen, covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
@@ -185,14 +186,12 @@ def check(p: Problem, **constants) -> None:
     assert max(errors.values()) <= EXACT, errors
 
 
-@pytest.mark.parametrize("prediction", ["previous", "decayed"])
-@pytest.mark.parametrize("L", [8, 20, 32])
+@pytest.mark.parametrize("L, prediction", covering([8, 20, 32], ["previous", "decayed"], pairs=False))
 def test_all_fourteen_gradients_are_autograd_of_the_definition(L, prediction):
     check(make(50, L, prediction=prediction))
 
 
-@pytest.mark.parametrize("prediction", ["previous", "decayed"])
-@pytest.mark.parametrize("R", [2, 4])
+@pytest.mark.parametrize("R, prediction", covering([2, 4], ["previous", "decayed"], pairs=False))
 def test_rows_of_one_token_do_not_see_each_other(R, prediction):
     check(make(20, 8, R=R, prediction=prediction, position=[3]))
 
@@ -209,7 +208,7 @@ def test_packed_sequences_resume_at_their_own_positions():
     check(make(61, 8, cu=[0, 1, 20, 20, 61], position=[7, 3, 5, 0]))
 
 
-@pytest.mark.parametrize("T", [1, 63, 64, 100])
+@pytest.mark.parametrize("T", chosen([1, 63, 64, 100], quick=[1, 63]))
 def test_any_length(T):
     check(make(T, 32, B=2))
 
@@ -227,7 +226,7 @@ def test_one_long_content_chunk_is_many_kernel_chunks():
     check(make(150, 1000))
 
 
-@pytest.mark.parametrize("anchor", [2, 3])
+@pytest.mark.parametrize("anchor", chosen([2, 3], quick=[3]))
 def test_few_anchors_in_long_content_chunks(anchor, monkeypatch):
     from needlework.ops.carve import triton_bwd
 
@@ -279,6 +278,7 @@ def over_budget(p: Problem, dtype: torch.dtype) -> dict[str, float]:
     return {n: error_over_budget(ours[n], exact[n], *(x[n] for x in references), None)[0] for n in ours}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("style", ["random", "strong", "identical"])
 def test_every_gradient_is_within_the_error_budget(style, dtype):
@@ -297,7 +297,7 @@ def test_half_precision_gates_are_widened_before_anything_is_added():
     assert ours["f"].dtype == ours["b"].dtype == torch.float16
 
 
-@pytest.mark.parametrize("size", [2.0**-12, 2.0**12])
+@pytest.mark.parametrize("size", chosen([2.0**-12, 2.0**12], quick=[2.0**-12]))
 def test_the_size_of_cotangents_costs_float16_nothing(size):
     """A power of two passes through to every bit: dq, dk, dv, which float16 itself may not hold, apart."""
     once, scaled = (computed(make(50, 16, size=x).to(torch.float16)) for x in (1.0, size))

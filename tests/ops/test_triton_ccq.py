@@ -1,6 +1,7 @@
 """CCQ's Triton kernels against the definition, in Triton's interpreter: values, the final state and every gradient."""
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state
 from needlework.ops.common import launch
 from needlework.testing.compare import assert_close, differentiate
 from needlework.testing.errors import error_over_budget, operand
+from needlework.testing.rows import chosen, covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
@@ -61,8 +63,7 @@ def compare(inputs, cu_seqlens=None):
     assert_close(ours[1], exact[1], "gradients")
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("T", [1, 37, 100])
+@pytest.mark.parametrize("T, gated", covering([1, 37, 100], [False, True], pairs=False))
 def test_any_length_is_the_definition(T, gated):
     compare(make(2, T, 1, 1, 12, gated=gated))
 
@@ -72,8 +73,7 @@ def test_grouped_value_heads_share_statistics_that_go_on_from_a_state(gated):
     compare(make(2, 37, 2, 4, 12, gated=gated, carried=True))
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("carried, gated", covering([False, True], [False, True], pairs=False))
 def test_packed_sequences_an_empty_one_among_them(gated, carried):
     compare(make(1, 60, 1, 2, 12, gated=gated, carried=carried, N=4), PACKED)
 
@@ -97,18 +97,14 @@ def rows_of(BV, NP):
     return launch.forced(ENGINE, "sm90-k256", shared={"C": 32}, **own)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("cu_seqlens", [None, PACKED])
-@pytest.mark.parametrize("BV", [16, 32])
+@pytest.mark.parametrize("BV, cu_seqlens, gated", covering([16, 32], [None, PACKED], [False, True]))
 def test_the_copy_engine_reads_the_same_and_chains_are_cut(BV, cu_seqlens, gated):
     inputs = make(1, 60, 1, 2, 24, gated=gated, carried=True, N=1 if cu_seqlens is None else 4)
     with rows_of(BV, NP=3 if BV == 16 else 1):
         compare(inputs, cu_seqlens)
 
 
-@pytest.mark.parametrize("HV", [1, 2])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("BV", [64, 128])
+@pytest.mark.parametrize("BV, gated, HV", covering([64, 128], [False, True], [1, 2]))
 def test_two_tiles_of_columns_the_own_rows_first(BV, gated, HV):
     inputs = make(1, 70, 1, HV, 136, gated=gated, carried=True)
     with rows_of(BV, NP=2):
@@ -169,9 +165,13 @@ def test_no_token_keeps_the_state():
     assert_close(ours[1], exact[1], "gradients")
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("keys", ["random", "clustered"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "dtype, keys, gated",
+    chosen(
+        product([torch.float32, torch.float16], ["random", "clustered"], [False, True]),
+        quick=[(torch.float32, "clustered", True), (torch.float16, "random", False)],
+    ),
+)
 def test_errors_stay_within_twice_the_definitions_own(dtype, keys, gated):
     inputs = make(1, 96, 2, 2, 16, gated=gated, keys=keys)
     inputs = {name: x.to(dtype if name in "qk" else torch.float32) for name, x in inputs.items()}
@@ -189,7 +189,7 @@ def test_errors_stay_within_twice_the_definitions_own(dtype, keys, gated):
             assert over <= 1, f"{name}: {over:.2f} of the budget in head {head}"
 
 
-@pytest.mark.parametrize("HV", [1, 2])
+@pytest.mark.parametrize("HV", chosen([1, 2], quick=[2]))
 def test_small_gradients_stay_in_float16s_range(HV):
     inputs = make(1, 40, 1, HV, 16)
     leaves = [inputs[name].to(torch.float16 if name in "qk" else torch.float32).requires_grad_() for name in ("q", "k", "eta")]
@@ -215,6 +215,7 @@ def test_the_operators_pass_opcheck(packed):
         )
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_graph_break():
     inputs = make(1, 20, 1, 1, 12, gated=True)
     tokens = [inputs[name].float() for name in ("q", "k", "eta", "g")]

@@ -9,6 +9,7 @@ from needlework.ops.common import launch
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
 from needlework.ops.delta.op import recurrent_delta
 from needlework.testing.compare import EXACT, assert_close, differentiate, relative
+from needlework.testing.rows import covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
@@ -59,14 +60,12 @@ def assert_same(ours, theirs, inputs, what, bound=EXACT):
     assert_close(gradients, expected_gradients, what, bound)
 
 
-@pytest.mark.parametrize("T", [1, 37, 63])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule, T", covering([*RULES], [37, 63, 1], pairs=False))
 def test_it_is_the_definition_with_gradients_and_grouped_values(rule, T):
     assert_same(engine(rule), definition(rule), sample(rule, B=2 if T == 37 else 1, T=T), rule)
 
 
-@pytest.mark.parametrize("style", ["strong", "identical"])
-@pytest.mark.parametrize("rule", ["kda", "previous"])
+@pytest.mark.parametrize("rule, style", covering(["kda", "previous"], ["strong", "identical"], pairs=False))
 def test_strong_gates_and_identical_keys_change_nothing(rule, style):
     assert_same(engine(rule), definition(rule), sample(rule, T=37, style=style), f"{rule}, {style}")
 
@@ -89,8 +88,7 @@ def test_a_state_is_zero_where_none_is_given():
     assert_same(engine("kda"), definition("kda"), inputs, "no initial state")
 
 
-@pytest.mark.parametrize("C", [16, 32])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule, C", covering([*RULES], [16, 32], pairs=False))
 def test_descriptors_read_what_pointers_read(rule, C, monkeypatch):
     rows = launch.rows
     monkeypatch.setattr(launch, "rows", lambda engine: tuple(row._replace(tma=True) for row in rows(engine)))
@@ -99,8 +97,7 @@ def test_descriptors_read_what_pointers_read(rule, C, monkeypatch):
         assert_same(engine(rule), definition(rule), inputs, f"{rule}, descriptors, C = {C}")
 
 
-@pytest.mark.parametrize("R", [2, 4])
-@pytest.mark.parametrize("rule", ["kda", "previous", "gla"])
+@pytest.mark.parametrize("rule, R", covering(["kda", "previous", "gla"], [2, 4], pairs=False))
 def test_rows_of_a_token_do_not_see_each_other(rule, R):
     """Against the chunk form in plain tensors, which takes R rows a token."""
     from needlework.ops.delta.custom_op import delta_fwd
@@ -119,8 +116,9 @@ def test_rows_of_a_token_do_not_see_each_other(rule, R):
     assert_same(engine(rule, R=R), plain, inputs, f"{rule}, R = {R}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("style", ["strong", "identical", "clustered"])
+@pytest.mark.parametrize(
+    "style, dtype", covering(["strong", "identical", "clustered"], [torch.float16, torch.float32], pairs=False)
+)
 def test_outputs_keep_the_error_budget(style, dtype):
     """Twice the definition's own error at this dtype (tests of gradients: the backward's)."""
     from needlework.testing.errors import error_over_budget, operand
@@ -157,8 +155,7 @@ def test_without_gradients_nothing_is_saved():
     assert all(y.numel() for y in delta_channel_fwd(*given, True)[2:9])
 
 
-@pytest.mark.parametrize("rule", ["gla", "kda", "gdn2"])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rule, packed", covering(["gla", "kda", "gdn2"], [True, False], pairs=False))
 def test_the_operator_is_what_the_compiler_thinks(rule, packed):
     from needlework.ops.delta.triton_channel import delta_channel_fwd
 

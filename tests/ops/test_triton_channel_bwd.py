@@ -1,6 +1,7 @@
 """The channel-gate engine's backward kernels in the Triton interpreter, against autograd of the recurrence."""
 
 import os
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from needlework.ops.common.launch import plan as pick
 from needlework.ops.delta.reference import literal, recurrent
 from needlework.testing.compare import EXACT, relative
 from needlework.testing.errors import error_over_budget, operand
+from needlework.testing.rows import chosen, covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
@@ -107,19 +109,17 @@ def check(p: Problem, cu_seqlens: Tensor | None = None, **constants) -> None:
     assert max(errors.values()) <= EXACT, errors
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("T", [1, 37, 63])
+@pytest.mark.parametrize("rule, T", covering([*RULES], [63, 37, 1], pairs=False))
 def test_every_gradient_is_that_of_the_recurrence(rule, T):
     check(make(rule, T))
 
 
-@pytest.mark.parametrize("rule", ["kda", "gates, previous"])
-@pytest.mark.parametrize("style", ["strong", "identical"])
+@pytest.mark.parametrize("rule, style", covering(["kda", "gates, previous"], ["strong", "identical"], pairs=False))
 def test_strong_gates_and_identical_keys_cost_nothing(rule, style):
     check(make(rule, 37, style=style))
 
 
-@pytest.mark.parametrize("rule", ["kda", "gla", "gdn2"])
+@pytest.mark.parametrize("rule", chosen(["kda", "gla", "gdn2"], quick=["gla", "gdn2"]))
 def test_value_heads_of_a_group_add_to_their_key_head(rule):
     check(make(rule, 37, B=2, H=2, HV=4))
 
@@ -129,7 +129,7 @@ def test_packed_sequences_are_separate_and_an_empty_one_passes_its_gradient(rule
     check(make(rule, 63, HV=2, N=4), torch.tensor([0, 20, 20, 53, 63]))
 
 
-@pytest.mark.parametrize("anchor", [2, 3, 8])
+@pytest.mark.parametrize("anchor", chosen([2, 3, 8], quick=[3]))
 def test_between_anchors_the_state_products_telescope(anchor):
     check(make("kda", 100, B=2, HV=2), pairs={"ANCHOR": anchor})
 
@@ -143,7 +143,7 @@ def test_small_slices_of_keys_and_values_are_invisible(rule):
     check(make(rule, 37), adjoint={"BV": 16}, couplings={"VB": 16}, pairs={"KB": 16, "ANCHOR": 1})
 
 
-@pytest.mark.parametrize("rule", ["kda", "gla", "gdn2"])
+@pytest.mark.parametrize("rule", chosen(["kda", "gla", "gdn2"], quick=["kda", "gdn2"]))
 def test_the_copy_engine_is_invisible(rule):
     check(make(rule, 37, B=2), name="sm90")
 
@@ -162,8 +162,7 @@ def rows_reference(p: Problem, R: int) -> dict[str, Tensor]:
     return {"q": dq, "k": dk + beta * de, "v": beta * du, "g": dg, "beta": dbeta, "initial_state": dinitial}
 
 
-@pytest.mark.parametrize("prediction", ["decayed", "previous"])
-@pytest.mark.parametrize("R", [2, 4])
+@pytest.mark.parametrize("R, prediction", covering([2, 4], ["decayed", "previous"], pairs=False))
 def test_rows_of_one_token_do_not_see_each_other(R, prediction):
     T = 21
     p, rows = make("kda", T), make("kda", T * R)
@@ -191,14 +190,15 @@ def over_budget(p: Problem, dtype: torch.dtype, **constants) -> dict[str, float]
     return {n: error_over_budget(ours[n], exact[n], *(x[n] for x in references), None)[0] for n in ours}
 
 
-@pytest.mark.parametrize("rule", ["kda", "gdn2", "previous"])
-@pytest.mark.parametrize("style", ["rand", "strong", "identical"])
+@pytest.mark.parametrize(
+    "rule, style", chosen(product(["kda", "gdn2", "previous"], ["rand", "strong", "identical"]), [("gdn2", "rand")])
+)
 def test_float32_is_within_the_error_budget(rule, style):
     figures = over_budget(make(rule, 200, style=style), torch.float32)
     assert max(figures.values()) <= 1, figures
 
 
-@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
+@pytest.mark.parametrize("size", chosen([1e-6, 1.0, 1e4], quick=[1e-6]))
 def test_float16_gradients_of_any_size_are_within_the_error_budget(size):
     p = make("kda", 200)
     figures = over_budget(p._replace(do=size * p.do, dstate=size * p.dstate), torch.float16)

@@ -8,6 +8,7 @@ import torch
 from needlework.ops.common.conv import causal_conv
 from needlework.ops.common.launch import forced
 from needlework.testing.compare import EXACT, relative
+from needlework.testing.rows import covering
 from needlework.testing.verdict import poisoned
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
@@ -19,14 +20,14 @@ def differentiated(impl: str, x, weight, dy, **settings) -> tuple[torch.Tensor, 
     return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
 
 
-@pytest.mark.parametrize("after", ("none", "silu", "add"))
-@pytest.mark.parametrize(
-    ("T", "width", "ends", "parts"),
-    (
-        (1, 4, None, None), (3, 2, None, (3, 17)), (21, 3, None, None), (21, 4, None, (16, 4)), (21, 4, [0, 1, 1, 9, 21], (1, 18, 1)),
-    ),
+SHAPES = (
+    (1, 4, None, None), (3, 2, None, (3, 17)), (21, 3, None, None), (21, 4, None, (16, 4)), (21, 4, [0, 1, 1, 9, 21], (1, 18, 1)),
 )  # fmt: skip
-def test_kernels_are_the_plain_form(T, width, ends, parts, after):
+
+
+@pytest.mark.parametrize(("shape", "after"), covering(SHAPES, ("none", "silu", "add"), pairs=False))
+def test_kernels_are_the_plain_form(shape, after):
+    T, width, ends, parts = shape
     generator = torch.Generator().manual_seed(T)
     B, C = (1 if ends else 2), 20
     x, weight, dy = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((B, T, C), (C, width), (B, T, C)))

@@ -18,6 +18,7 @@ from needlework.ops.qdelta.spec import growing
 from needlework.ops.specs import specs
 from needlework.testing.checks import budgeted
 from needlework.testing.compare import EXACT, differentiate, relative, whole
+from needlework.testing.rows import chosen
 from needlework.testing.verdict import poisoned
 
 pytestmark = [
@@ -142,7 +143,7 @@ def test_the_second_form_of_segments(second_form_in_float64, monkeypatch):
     check(sample(T=160))
 
 
-@pytest.mark.parametrize("style", ("random", "cut"))
+@pytest.mark.parametrize("style", chosen(("random", "cut"), quick=("cut",)))
 def test_bfloat16_holds_what_grows_within_its_budget(bfloat16_in_the_interpreter, style):
     assert mark_of(sample(style=style)) == 1
     within_budget(started, 160, style=style)

@@ -12,6 +12,7 @@ from needlework.ops.polar import PolarState, chunk_polar, recurrent_polar
 from needlework.ops.polar.spec import inputs as sample
 from needlework.testing.compare import EXACT, differentiate, relative
 from needlework.testing.errors import error_over_budget, operand
+from needlework.testing.rows import covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 ENGINE = "polar/attention"
@@ -86,15 +87,13 @@ def fused(monkeypatch):
     contract("create_fsub", np.subtract)
 
 
-@pytest.mark.parametrize("window", (None, 5, 20, 45))
-@pytest.mark.parametrize("ends", (None, [0, 19, 19, 69, 70]))
+@pytest.mark.parametrize("window, ends", covering((None, 5, 20, 45), ([0, 19, 19, 69, 70], None), pairs=False))
 def test_products_fused_into_sums_change_nothing(fused, window, ends):
     """Behind a window a tile of keys may hold none that a query sees: its maximum is then −1e30, of whose products digits matter."""
     agree(make(1, 70), window=window, cu_seqlens=None if ends is None else torch.tensor(ends))
 
 
-@pytest.mark.parametrize("window", (None, 9))
-@pytest.mark.parametrize("ends", ([0, 19, 19, 60, 61], [0, 0, 50, 61, 61], [0, 61]))
+@pytest.mark.parametrize("ends, window", covering(([0, 19, 19, 60, 61], [0, 0, 50, 61, 61], [0, 61]), (9, None), pairs=False))
 def test_packed_sequences_are_separate(ends, window):
     agree(make(1, 61), cu_seqlens=torch.tensor(ends), window=window)
 
@@ -157,8 +156,7 @@ def continued(x: dict, chunk, state: PolarState, **settings) -> tuple:
     return chunk(**tokens, initial_state=state, output_final_state=True, **settings)
 
 
-@pytest.mark.parametrize("window", (None, 1, 9, 20))
-@pytest.mark.parametrize("ends", (None, [0, 19, 19, 20, 41]))
+@pytest.mark.parametrize("window, ends", covering((None, 1, 9, 20), (None, [0, 19, 19, 20, 41]), pairs=False))
 def test_tokens_after_pages_are_the_definitions_and_so_are_the_pages_gradients(window, ends):
     state = pages([5, 23] if ends is None else [5, 0, 30, 2], window)
     inputs = make(2, 37) if ends is None else make(1, 41)
@@ -171,8 +169,7 @@ def test_tokens_after_pages_are_the_definitions_and_so_are_the_pages_gradients(w
             assert relative(found[name], want) <= EXACT, name
 
 
-@pytest.mark.parametrize("style", ("random", "null"))
-@pytest.mark.parametrize("plan", (None, "sm90-d128"))
+@pytest.mark.parametrize("style, plan", covering(("random", "null"), ("sm90-d128", None), pairs=False))
 def test_half_precision_is_within_the_error_budget(style, plan):
     """float16, whose products the interpreter has; four numbers a parameter are judged with those of two seeds more."""
     kept = {}

@@ -10,6 +10,7 @@ from needlework.ops.polar import PolarState, recurrent_polar, step_polar
 from needlework.ops.polar.paged import decode_polar, prefill_polar
 from needlework.ops.polar.spec import inputs as sample
 from needlework.testing.compare import EXACT, relative
+from needlework.testing.rows import covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 PARAMETERS = ("alpha", "beta", "gamma", "null_base", "v_null")
@@ -33,9 +34,9 @@ def held(x: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
     return x[table.long()].flatten(0, 1)[None, :length]
 
 
-@pytest.mark.parametrize("window", (None, 5, 21))
-@pytest.mark.parametrize("Hkv, programs", ((1, 1), (2, 12), (2, 528)))
-def test_decode_is_the_definitions_last_token(window, Hkv, programs):
+@pytest.mark.parametrize("spread, window", covering(((1, 1), (2, 12), (2, 528)), (None, 5, 21), pairs=False))
+def test_decode_is_the_definitions_last_token(spread, window):
+    Hkv, programs = spread
     lengths = [50, 33, 1, 17]
     k, v, table = pages(len(lengths), Hkv)
     q, parameters = queries(len(lengths), Hkv)

@@ -13,6 +13,7 @@ from needlework.ops.qdelta.op import recurrent_qdelta
 from needlework.ops.specs import specs
 from needlework.testing.checks import budgeted
 from needlework.testing.compare import differentiate, relative
+from needlework.testing.rows import chosen, covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 ENGINE = "delta/scalar"
@@ -62,14 +63,14 @@ def test_any_length_is_the_recurrence(T):
     agree(inputs(B=2, T=T, H=2, HV=2))
 
 
-@pytest.mark.parametrize("rule", ("additive", "gated", "qdelta"))
-@pytest.mark.parametrize("kind", ("random", "strong", "identical"))
+@pytest.mark.parametrize(
+    "rule, kind", covering(("additive", "gated", "qdelta"), ("random", "strong", "identical"), pairs=False)
+)
 def test_every_rule_is_the_recurrence(rule, kind):
     agree(inputs(rule=rule, kind=kind))
 
 
-@pytest.mark.parametrize("rule", ("gated", "qdelta"))
-@pytest.mark.parametrize("heads", (1, 2))
+@pytest.mark.parametrize("rule, heads", covering(("gated", "qdelta"), (1, 2), pairs=False))
 def test_a_read_query_of_its_own_is_read(rule, heads):
     x = inputs(H=1, HV=2, rule=rule)
     x["q_read"] = torch.randn(1, 37, heads, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -91,21 +92,19 @@ def test_any_width_is_the_recurrence(K, V):
     agree(inputs(T=20, K=K, V=V))
 
 
-@pytest.mark.parametrize("rule", ("additive", "qdelta"))
-@pytest.mark.parametrize("K", (16, 144))
+@pytest.mark.parametrize("rule, K", covering(("additive", "qdelta"), (16, 144), pairs=False))
 def test_copies_by_descriptor_are_the_recurrence(rule, K):
     with forced(ENGINE, "sm90-k128", scan={"BV": 16, "NS": 1}):
         agree(inputs(B=2, T=70, H=1, HV=2, K=K, V=24, rule=rule))
 
 
-@pytest.mark.parametrize("NP", (1, 2, 3, 5, 7))
+@pytest.mark.parametrize("NP", chosen((1, 2, 3, 5, 7), quick=(2, 5)))
 def test_chains_cut_between_slots_are_the_recurrence(NP):
     with forced(ENGINE, scan={"NP": NP, "BV": 16}):
         agree(inputs(B=2, T=70, HV=3, V=20))
 
 
-@pytest.mark.parametrize("NP", (1, 3, 216))
-@pytest.mark.parametrize("ends", ([0, 19, 19, 60, 61], [0, 0, 50, 61, 61], [0, 61]))
+@pytest.mark.parametrize("ends, NP", covering(([0, 19, 19, 60, 61], [0, 0, 50, 61, 61], [0, 61]), (3, 1, 216), pairs=False))
 def test_packed_sequences_are_separate_and_empty_ones_keep_their_state(ends, NP):
     with forced(ENGINE, scan={"NP": NP}):
         agree(inputs(T=61, HV=2, N=len(ends) - 1), torch.tensor(ends))
@@ -169,17 +168,24 @@ def test_the_operator_passes_opcheck():
         torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("dtype, bound", ((torch.float32, 2e-6), (torch.float16, 3e-3)))
-@pytest.mark.parametrize("kind", ("random", "strong", "identical"))
-def test_narrower_types_stay_near(dtype, bound, kind):
+@pytest.mark.parametrize(
+    "narrow, kind", covering(((torch.float32, 2e-6), (torch.float16, 3e-3)), ("random", "strong", "identical"), pairs=False)
+)
+def test_narrower_types_stay_near(narrow, kind):
+    dtype, bound = narrow
     x = {n: y.to(dtype if n in "qkv" else torch.float32) for n, y in inputs(T=64, kind=kind).items()}
     exact = definition({n: y.double() for n, y in x.items()})
     for got, want in zip(kernels(x), exact, strict=True):
         assert relative(got, want) <= bound
 
 
-@pytest.mark.parametrize("style", ("random", "strong", "identical"))
-@pytest.mark.parametrize("dtype, every", ((torch.bfloat16, 16), (torch.float16, 4)))
+@pytest.mark.parametrize(
+    "dtype, every, style",
+    chosen(
+        [(*kept, style) for kept in ((torch.bfloat16, 16), (torch.float16, 4)) for style in ("random", "strong", "identical")],
+        quick=[(torch.float16, 4, "random")],
+    ),
+)
 def test_half_precision_is_within_the_error_budget(style, dtype, every):
     """Both types by the same operands; what the gates' sums are carried over is as long as the tables allow."""
     spec = next(spec for spec in specs() if spec.name == "qdelta")

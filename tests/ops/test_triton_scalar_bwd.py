@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from needlework.ops.common.launch import forced, plan
 from needlework.ops.specs import specs
 from needlework.testing.checks import budgeted
 from needlework.testing.compare import EXACT, relative
+from needlework.testing.rows import chosen, covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
@@ -193,9 +194,8 @@ def test_every_gradient_without(leave_out):
     check(make(T=37, leave_out=leave_out))
 
 
-@pytest.mark.parametrize("read_heads", (2, 4))
-@pytest.mark.parametrize("leave_out", ((), ("lam",), ("beta", "lam")))
-def test_a_read_query_has_its_own_gradient(read_heads, leave_out):
+@pytest.mark.parametrize("leave_out, read_heads", covering(((), ("lam",), ("beta", "lam")), (2, 4), pairs=False))
+def test_a_read_query_has_its_own_gradient(leave_out, read_heads):
     check(make(T=21, H=2, HV=4, read_heads=read_heads, leave_out=leave_out))
 
 
@@ -240,7 +240,7 @@ def test_the_copy_engine_loads_the_same():
     check(make(T=37, H=1, HV=2, K=16, V=12), tma=True)
 
 
-@pytest.mark.parametrize("every", (2, 3, 8))
+@pytest.mark.parametrize("every", chosen((2, 3, 8), quick=(3,)))
 def test_gates_between_anchors_follow_from_the_tokens(every, monkeypatch):
     from needlework.ops.delta import triton_scalar_bwd
 
@@ -257,7 +257,7 @@ def test_gates_between_anchors_follow_from_the_tokens(every, monkeypatch):
     check(make(T=100, N=3), cu_seqlens=torch.tensor([0, 52, 52, 100]))
 
 
-@pytest.mark.parametrize("style", ("random", "strong", "identical"))
+@pytest.mark.parametrize("style", chosen(("random", "strong", "identical"), quick=("strong",)))
 def test_float32_keeps_its_digits(style):
     check(make(T=63, style=style, dtype=torch.float32), 2e-5)
 
@@ -272,9 +272,12 @@ def test_float16_gradients_of_any_size_are_half_precisions():
             assert relative(found[name] / size, expected[name] / size) <= 4e-3, name
 
 
-@pytest.mark.parametrize("read_heads", (None, 2))
-@pytest.mark.parametrize("dtype, bound", ((torch.float16, 2e-3), (torch.bfloat16, 4e-3), (torch.float32, 1e-6)))
-def test_what_strong_gates_leave_keeps_its_digits(dtype, bound, read_heads):
+@pytest.mark.parametrize(
+    "narrow, read_heads",
+    covering(((torch.float16, 2e-3), (torch.bfloat16, 4e-3), (torch.float32, 1e-6)), (None, 2), pairs=False),
+)
+def test_what_strong_gates_leave_keeps_its_digits(narrow, read_heads):
+    dtype, bound = narrow
     """With e^g = 1e-13 at every token nothing else is in dλ, in the initial state's gradient and in dq where q does not read."""
     inputs = make(T=63, H=2, HV=2, read_heads=read_heads, dtype=dtype)
     inputs["g"] = torch.full_like(inputs["g"], -30.0)
@@ -286,8 +289,12 @@ def test_what_strong_gates_leave_keeps_its_digits(dtype, bound, read_heads):
         assert size < 1e-10 and relative(found[name] / size, expected[name] / size) <= bound, name
 
 
-@pytest.mark.parametrize("rule", ("qdelta", "qdelta/grouped"))
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize(
+    "dtype, rule",
+    chosen(
+        product((torch.bfloat16, torch.float16, torch.float32), ("qdelta", "qdelta/grouped")), quick=[(torch.float32, "qdelta")]
+    ),
+)
 def test_strong_gates_throughout_are_within_the_error_budget(rule, dtype):
     spec = next(spec for spec in specs() if spec.name == rule)
 

@@ -13,6 +13,7 @@ from needlework.ops.delta.op import recurrent_delta
 from needlework.ops.qdelta.op import recurrent_qdelta
 from needlework.testing.compare import EXACT, assert_close, relative
 from needlework.testing.errors import operand
+from needlework.testing.rows import covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
@@ -127,7 +128,12 @@ def cut(rule, x, parts, cu_seqlens=None, C=8):
 
 
 @pytest.mark.parametrize(
-    "rule, parts", [*((rule, 3) for rule in RULES), *((rule, parts) for rule in ("qdelta", "kda") for parts in (2, 8))]
+    "rule, parts",
+    [
+        *((rule, 3) for rule in RULES),
+        *(("qdelta", parts) for parts in (2, 8)),
+        *(pytest.param("kda", parts, marks=pytest.mark.slow) for parts in (2, 8)),
+    ],
 )
 def test_segments_are_the_sequence_with_every_gradient(rule, parts):
     x = sample(rule, T=61)
@@ -141,8 +147,7 @@ def test_packed_sequences_are_cut_each_also_an_empty_one(rule, parts):
     assert_close(cut(rule, x, parts, PACKED), definition(rule, x, PACKED), f"{rule}, {parts} parts, packed")
 
 
-@pytest.mark.parametrize("style", ("strong", "full"))
-@pytest.mark.parametrize("rule", ("qdelta", "kda"))
+@pytest.mark.parametrize("rule, style", covering(("qdelta", "kda"), ("strong", "full"), pairs=False))
 def test_strong_gates_and_identical_keys_change_nothing(rule, style):
     x = sample(rule, B=2, T=29, style=style, HV=1)
     assert_close(cut(rule, x, 3), definition(rule, x), f"{rule}, {style}")
@@ -161,9 +166,12 @@ def test_without_an_initial_state():
     assert_close(found, definition("qdelta", x), "no initial state")
 
 
-@pytest.mark.parametrize("rule, K", (("additive", 16), ("delta", 16), ("qdelta", 16), ("read", 24), ("qdelta", 136)))
-@pytest.mark.parametrize("packed", (False, True))
-def test_one_launch_finds_what_two_walks_find(rule, K, packed):
+@pytest.mark.parametrize(
+    "sized, packed",
+    covering((("additive", 16), ("delta", 16), ("qdelta", 16), ("read", 24), ("qdelta", 136)), (False, True), pairs=False),
+)
+def test_one_launch_finds_what_two_walks_find(sized, packed):
+    rule, K = sized
     from needlework.ops.delta import triton_scalar, triton_split
     from needlework.ops.delta.triton_transitions import transitions
 
@@ -185,6 +193,7 @@ def test_one_launch_finds_what_two_walks_find(rule, K, packed):
             assert relative(found, other) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule, style", (("qdelta", "full"), ("delta", "clustered")))
 def test_half_precision_errs_no_more_than_uncut(rule, style):
     """Four segments against one, every tensor, six seeds together; "full" is identical keys with g = 0, β = λ = 1. The definition's
@@ -238,9 +247,9 @@ def test_segments_cover_every_chunk_once_and_differ_by_one():
         assert (lengths.amax(1) - lengths.amin(1) <= 1).all() and lengths.max() <= pieces.longest
 
 
-@pytest.mark.parametrize("reverse", (False, True))
-@pytest.mark.parametrize("K, V", ((16, 12), (256, 20)))
-def test_the_fix_up_is_the_recurrence_over_segments(K, V, reverse):
+@pytest.mark.parametrize("sizes, reverse", covering(((16, 12), (256, 20)), (False, True), pairs=False))
+def test_the_fix_up_is_the_recurrence_over_segments(sizes, reverse):
+    K, V = sizes
     from needlework.ops.delta.triton_split import fix_up
 
     generator, parts = torch.Generator().manual_seed(0), 3
@@ -258,9 +267,11 @@ def test_the_fix_up_is_the_recurrence_over_segments(K, V, reverse):
     assert relative(single, expected) <= 1e-6
 
 
-@pytest.mark.parametrize("parts", (2, 3))
-@pytest.mark.parametrize("rule, packed", (("qdelta", False), ("qdelta", True), ("additive", True), ("read", False)))
-def test_the_operator_cuts_and_nobody_sees_it(rule, packed, parts, monkeypatch):
+@pytest.mark.parametrize(
+    "call, parts", covering((("qdelta", False), ("qdelta", True), ("additive", True), ("read", False)), (2, 3), pairs=False)
+)
+def test_the_operator_cuts_and_nobody_sees_it(call, parts, monkeypatch):
+    rule, packed = call
     from needlework.ops.delta import triton_split
     from needlework.ops.delta.triton_scalar import delta_scalar, delta_scalar_fwd, scalar
 

@@ -2,6 +2,7 @@
 
 import os
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from needlework.ops.common.samples import decay, normal, uniform, unit
 from needlework.ops.delta import recurrent_delta
 from needlework.ops.qdelta import recurrent_qdelta
 from needlework.testing.compare import assert_close, leaves
+from needlework.testing.rows import chosen, covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
@@ -102,8 +104,16 @@ def check_delta(inputs: dict, *, prediction="decayed", **given) -> None:
     check_steps(partial(delta_step, prediction=prediction), recurrent, inputs, table, **given)
 
 
-@pytest.mark.parametrize("gate", ["none", "scalar", "channel"])
-@pytest.mark.parametrize("rule", ["additive", "beta", "lam", "erase"])
+@pytest.mark.parametrize(
+    "rule, gate",
+    chosen(
+        product(["additive", "beta", "lam", "erase"], ["none", "scalar", "channel"]),
+        quick=[
+            ("additive", "none"), ("additive", "channel"), ("beta", "scalar"), ("beta", "channel"), ("lam", "scalar"),
+            ("erase", "channel"),
+        ],
+    ),
+)  # fmt: skip
 def test_a_delta_step_is_the_definition_s_token(rule, gate):
     inputs = delta_inputs(rule, gate=gate)
     if rule == "lam" and gate == "none":  # Q-Delta's g has no default
@@ -111,8 +121,7 @@ def test_a_delta_step_is_the_definition_s_token(rule, gate):
     check_delta(inputs)
 
 
-@pytest.mark.parametrize("gate", ["scalar", "channel"])
-@pytest.mark.parametrize("rule", ["beta", "erase"])
+@pytest.mark.parametrize("rule, gate", covering(["beta", "erase"], ["scalar", "channel"], pairs=False))
 def test_a_delta_step_can_predict_from_the_state_before_decay(rule, gate):
     check_delta(delta_inputs(rule, gate=gate), prediction="previous")
 
@@ -151,8 +160,7 @@ def test_a_delta_step_reaches_slots_beyond_two_to_the_31():
     assert torch.equal(table[2], torch.ones(1, 4, 4)) and torch.allclose(o, torch.full((1, 1, 4), 1.2))
 
 
-@pytest.mark.parametrize("R", [1, 2, 4])
-@pytest.mark.parametrize("prediction", ["previous", "decayed"])
+@pytest.mark.parametrize("R, prediction", covering([1, 2, 4], ["previous", "decayed"], pairs=False))
 def test_a_carve_step_is_the_definition_s_token(prediction, R):
     """Rows start at different positions, and content chunks of 4 end at different tokens."""
     inputs = carve.sample(torch.Generator().manual_seed(0), len(OWNER), T, "strong", R=R)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from needlework.train import Guard, NonFiniteLoss, Spike, latest, train
+from needlework.train.guard import Watch
 
 from .tiny import CONFIG, VOCABULARY, Tiny, batch, equal, lines, stop_at
 
@@ -66,6 +67,29 @@ def test_the_module_the_batch_and_the_parameter_are_named(tmp_path):
         assert part in said
     assert caught.value.step == 5 and caught.value.last.name == "step-00000003"
     assert str(pickle.loads(pickle.dumps(caught.value))) == said
+
+
+@pytest.mark.parametrize("value", (math.inf, -math.inf, math.nan))
+@pytest.mark.parametrize("which", (0, 1))
+def test_what_is_not_finite_is_no_spike(value, which):
+    numbers = [1.0, 1.0]
+    numbers[which] = value
+    kind, said = Watch(Guard()).verdict(*numbers)
+    assert kind is NonFiniteLoss and said == f"the {('loss', 'gradient norm')[which]} is {value}"
+
+
+@pytest.mark.parametrize("which", (0, 1))
+def test_a_spike_is_over_so_many_times_the_median_of_its_own_kind(which):
+    usual, limit = ((8.0, 0.5), (24.0, 1.5))
+    watch = Watch(Guard(spike=3, window=3, skip=9))
+    for step in (-1, 0, 1):
+        assert watch.verdict(usual[0] + step, usual[1] + step / 8) is None
+    numbers = list(usual)
+    numbers[which] = limit[which] * 1.01
+    kind, said = watch.verdict(*numbers)
+    assert kind is Spike and said.startswith(f"the {('loss', 'gradient norm')[which]} is 3.03 × its running median")
+    numbers[which] = limit[which] * 0.99
+    assert watch.verdict(*numbers) is None
 
 
 def test_looking_for_the_module_leaves_no_hook_and_no_random_number_behind(tmp_path):
@@ -142,7 +166,9 @@ def test_the_last_good_checkpoint_is_whole_when_it_is_named(tmp_path):
     assert caught.value.last == latest(tmp_path)
 
 
-@pytest.mark.parametrize("settings", [{"spike": 1.0}, {"window": 0}, {"skip": -1}])
+@pytest.mark.parametrize(
+    "settings", [{"spike": 1.0}, {"spike": math.nan}, {"spike": math.inf}, {"window": 0}, {"window": 1.5}, {"skip": -1}]
+)
 def test_a_guard_that_makes_no_sense_is_refused(settings):
     with pytest.raises(ValueError, match=f"guard.*{next(iter(settings.values()))}"):
         Guard(**settings)

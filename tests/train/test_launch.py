@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from needlework.train import launch, relaunch
 
 
@@ -37,6 +39,7 @@ def test_every_gpu_gets_a_process_of_the_same_command(monkeypatch):
     assert command[-4:] == ["-m", "needlework", "train", "demo:qdelta"] and "OMP_NUM_THREADS" in env
 
 
+@pytest.mark.slow
 def test_the_processes_run_and_their_failure_is_the_status(monkeypatch, capfd):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert relaunch(["no-such-command"], ranks=2) != 0

@@ -36,9 +36,9 @@ def test_memory_is_the_most_that_the_process_held(tmp_path):
     assert lines(tmp_path)[0]["memory"] >= held.numel() * 4
 
 
-def test_tensorboard_that_is_not_installed_is_refused_with_the_extra_to_install(tmp_path, monkeypatch):
+def test_tensorboard_that_is_not_installed_is_refused_with_the_package_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match=r"needlework\[log\]"):
+    with pytest.raises(ValueError, match="pip install tensorboard"):
         train(Tiny(), batch, replace(CONFIG, tensorboard=True), tmp_path)
 
 

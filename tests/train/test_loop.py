@@ -5,16 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from needlework.train import Cooldown, Muon, NonFiniteLoss, latest, load, train
+from needlework.train import AdamW, Cooldown, Muon, NonFiniteLoss, latest, load, train
 
 from .tiny import CONFIG, OPTIMISERS, VOCABULARY, Tiny, batch, equal, lines, stop_at
 
 
 @dataclass(frozen=True, kw_only=True)
-class Descent:
+class Descent(AdamW):
     """Plain gradient descent: the weights' displacement is the gradient."""
 
-    kind: str = "descent"
     lr: float = 1.0
 
     def build(self, named):
@@ -147,7 +146,24 @@ def test_a_model_may_return_an_object_with_logits(tmp_path):
     assert train(Wrapped(), batch, CONFIG, tmp_path / "a").losses == train(Tiny(), batch, CONFIG, tmp_path / "b").losses
 
 
-@pytest.mark.parametrize("field, value", [("steps", 0), ("accumulate", 0), ("keep", 0), ("clip", 0.0), ("autocast", "fp8")])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("steps", 0),
+        ("steps", 2.5),
+        ("steps", True),
+        ("seed", -1),
+        ("seed", 1 << 64),
+        ("accumulate", 0),
+        ("checkpoint_every", 0),
+        ("keep", 0),
+        ("log_every", -3),
+        ("clip", 0.0),
+        ("clip", math.nan),
+        ("clip", "1"),
+        ("autocast", "fp8"),
+    ],
+)
 def test_a_config_that_cannot_run_is_refused(field, value):
-    with pytest.raises(ValueError, match=f"{field}: got {value!r}"):
+    with pytest.raises(ValueError, match=f"train: {field} is {value!r}, expected "):
         replace(CONFIG, **{field: value})

@@ -1,6 +1,7 @@
 """The optimisers against spec/polar.md, "Optimiser", and against their own rules of who gets what."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,3 +121,42 @@ def test_a_rate_for_a_parameter_that_is_not_there_is_refused():
 def test_muon_without_a_matrix_is_refused():
     with pytest.raises(ValueError, match="muon: no trainable parameter"):
         PUBLISHED.build([("embed.weight", nn.Parameter(torch.zeros(4, 4)))])
+
+
+@pytest.mark.parametrize(
+    ("optimiser", "field", "value"),
+    [
+        ("adamw", "lr", -1.0),
+        ("adamw", "lr", math.nan),
+        ("adamw", "lr", math.inf),
+        ("adamw", "lr", "1e-3"),
+        ("adamw", "lr", True),
+        ("adamw", "betas", (0.9,)),
+        ("adamw", "betas", (0.9, 0.95, 0.99)),
+        ("adamw", "betas", 0.9),
+        ("adamw", "betas", (0.9, 1.0)),
+        ("adamw", "betas", (-0.1, 0.9)),
+        ("adamw", "eps", -1e-8),
+        ("adamw", "weight_decay", -0.1),
+        ("adamw", "weight_decay", math.nan),
+        ("adamw", "undecayed", "*embed*"),
+        ("adamw", "rates", (("*embed*",),)),
+        ("adamw", "rates", (("*embed*", -0.3),)),
+        ("adamw", "rates", 0.3),
+        ("muon", "lr", math.nan),
+        ("muon", "weight_decay", -1.0),
+        ("muon", "momentum", 1.0),
+        ("muon", "coefficients", (2.0, -1.5)),
+        ("muon", "coefficients", (2.0, -1.5, math.inf)),
+        ("muon", "ns_steps", 0),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(optimiser, field, value):
+    config = PUBLISHED if optimiser == "muon" else PUBLISHED.rest
+    with pytest.raises(ValueError, match=rf"^{optimiser}: {field} is .*, expected "):
+        replace(config, **{field: value})
+
+
+def test_settings_at_the_ends_of_their_ranges_are_taken():
+    AdamW(lr=0.0, betas=(0.0, 0.0), eps=0.0, weight_decay=0, undecayed=(), rates=[["*embed*", 0]])
+    Muon(lr=1, rest=PUBLISHED.rest, momentum=0.0, ns_steps=1)

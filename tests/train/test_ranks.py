@@ -17,6 +17,7 @@ from needlework.layers import SwiGLU
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.testing.ranks import member, ranks
+from needlework.testing.rows import chosen
 from needlework.train import AdamW, Guard, NonFiniteLoss, Parallel, World, full_state, latest, load, train, world
 
 if __name__ == "__main__":  # as one rank
@@ -85,6 +86,9 @@ JOBS = {  # what two ranks train, and how
 }
 
 
+LONG = ("recomputed", "compiled", "tensor, muon")
+
+
 def one(name, directory, **more):
     make, config, losses = JOBS[name]
     model = make()
@@ -132,10 +136,11 @@ def main(directory, what):
         return do("adamw", directory / "killed", on_step=die)
     compile = nn.Module.compile  # the compiled blocks' graphs are made, without C++
     nn.Module.compile = lambda block, **settings: compile(block, backend="aot_eager", **settings)
-    found = {name: do(name, directory / name) for name in JOBS}
+    if what == "long":
+        return {name: do(name, directory / name) for name in LONG} | {"killed": do("adamw", directory / "killed")}
+    found = {name: do(name, directory / name) for name in JOBS if name not in LONG}
     found["to one"] = do("muon", directory / "to one", stop=stop_at(5))
     found["from one"] = do("muon", directory / "from one")
-    found["killed"] = do("adamw", directory / "killed")
     with pytest.raises(NonFiniteLoss) as caught:
         train(Poisoned(), bad_rows, CONFIG, directory / "bad")
     found["bad"] = str(caught.value)
@@ -170,10 +175,15 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(place):
+    return ranks(2, __file__, str(place), "short")[0]
+
+
+@pytest.fixture(scope="module")
+def long(place):
     with pytest.raises(RuntimeError, match="2 ranks of"):
         ranks(2, __file__, str(place), "killed")
     assert lines(place / "killed")[-1]["step"] >= 7  # one rank was in the next step, or had written this one's line, or not yet
-    return ranks(2, __file__, str(place), "all")[0]
+    return ranks(2, __file__, str(place), "long")[0]
 
 
 def same(found, expected, rel):
@@ -185,8 +195,12 @@ def same(found, expected, rel):
         )
 
 
-@pytest.mark.parametrize("job", [name for name in JOBS if JOBS[name][0] is not needle])
-def test_two_ranks_lose_what_one_does_and_end_with_its_weights(found, place, tmp_path, job):
+WEIGHED = [name for name in JOBS if JOBS[name][0] is not needle]
+
+
+@pytest.mark.parametrize("job", chosen(WEIGHED, [name for name in WEIGHED if name not in LONG]))
+def test_two_ranks_lose_what_one_does_and_end_with_its_weights(request, place, tmp_path, job):
+    found = request.getfixturevalue("long" if job in LONG else "found")
     rel = 5e-5 if "muon" in job else 1e-6 if JOBS[job][0] is tiny else 1e-10
     same(found[job], one(job, tmp_path), rel)
     keys = ("step", "lr", "tokens")
@@ -215,11 +229,12 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_the_reverse(found, place, 
         assert note["step"] == 5 and "generators start anew" in note["note"]
 
 
-def test_a_rank_that_is_killed_costs_the_steps_since_the_checkpoint(found, place):
+@pytest.mark.slow
+def test_a_rank_that_is_killed_costs_the_steps_since_the_checkpoint(found, long, place):
     resumed = json.loads((place / "killed" / "ran.json").read_text())[-1]["resumed_from"]
     assert resumed in ("step-00000003", "step-00000006")  # the second was written while steps 7 and 8 were taken
-    assert found["killed"][0].losses == found["adamw"][0].losses
-    assert all(torch.equal(x, found["adamw"][1][name]) for name, x in found["killed"][1].items())
+    assert long["killed"][0].losses == found["adamw"][0].losses
+    assert all(torch.equal(x, found["adamw"][1][name]) for name, x in long["killed"][1].items())
     assert [r["step"] for r in lines(place / "killed")] == list(range(1, 13))
 
 

@@ -111,26 +111,25 @@ def tensors():
     return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
 
 
-def main():
-    rank, found = dist.get_rank(), {}
-    for world in (2, 3):
-        mesh = DeviceMesh("cpu", list(range(world)), mesh_dim_names=("sequence",))
-        if rank < world:
-            for name, checkpointing in CASES:
-                found[world, name, checkpointing] = split(Relay(mesh), name, checkpointing=checkpointing)
-            found[world, "frozen"] = split(Relay(mesh), "carve", frozen=True)
-            found[world, "unread"] = unread(Relay(mesh))
-            relay, counts = Relay(mesh), []
-            for _ in range(3):
-                split(relay, "window")
-                counts.append(tensors())
-            found[world, "tensors"] = counts
-            relay = Relay(mesh)
-            with torch.no_grad():
-                many = model("ccq").eval()
-                tokens, targets = (relay.cut(x) for x in batch())
-                found[world, "evaluated"] = [many(tokens, targets=targets, relay=relay).cross_entropy for _ in range(2)]
-            relay.sum_gradients([])
+def main(world):
+    rank, world, found = dist.get_rank(), int(world), {}
+    mesh = DeviceMesh("cpu", list(range(world)), mesh_dim_names=("sequence",))
+    if rank < world:
+        for name, checkpointing in CASES:
+            found[name, checkpointing] = split(Relay(mesh), name, checkpointing=checkpointing)
+        found["frozen"] = split(Relay(mesh), "carve", frozen=True)
+        found["unread"] = unread(Relay(mesh))
+        relay, counts = Relay(mesh), []
+        for _ in range(3):
+            split(relay, "window")
+            counts.append(tensors())
+        found["tensors"] = counts
+        relay = Relay(mesh)
+        with torch.no_grad():
+            many = model("ccq").eval()
+            tokens, targets = (relay.cut(x) for x in batch())
+            found["evaluated"] = [many(tokens, targets=targets, relay=relay).cross_entropy for _ in range(2)]
+        relay.sum_gradients([])
     found["sharded"] = sharded()
     axes = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
     for name, wrong in {"axes": lambda: Relay(axes), "parts": lambda: Relay(axes["b"]).cut(torch.zeros(1, 25))}.items():
@@ -148,17 +147,21 @@ def same(found, expected):
         torch.testing.assert_close(found[1][key], gradient, rtol=0, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
 
 
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
+def world(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def found():
-    return ranks(4, __file__)
+def found(world):
+    return ranks(4, __file__, str(world))
 
 
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name, checkpointing", CASES, ids=lambda x: x if isinstance(x, str) else "checkpointed" if x else "")
 def test_a_split_sequence_has_the_whole_ones_loss_and_gradients(found, name, checkpointing, world):
     expected = whole(name)
     for rank in range(world):
-        same(found[rank][world, name, checkpointing], expected)
+        same(found[rank][name, checkpointing], expected)
 
 
 def test_weights_may_be_sharded_over_another_axis(found):
@@ -166,30 +169,26 @@ def test_weights_may_be_sharded_over_another_axis(found):
         same(found[rank]["sharded"], whole("ccq"))
 
 
-@pytest.mark.parametrize("world", [2, 3])
 def test_frozen_first_layers_leave_the_others_their_gradients(found, world):
     for rank in range(world):
-        same(found[rank][world, "frozen"], whole("carve", frozen=True))
+        same(found[rank]["frozen"], whole("carve", frozen=True))
 
 
-@pytest.mark.parametrize("world", [2, 3])
 def test_a_state_that_no_block_reads_keeps_the_ranks_in_step(found, world):
     for rank in range(world):
-        assert torch.equal(found[rank][world, "unread"], torch.full((2, 3, 4), 4.0))
+        assert torch.equal(found[rank]["unread"], torch.full((2, 3, 4), 4.0))
 
 
-@pytest.mark.parametrize("world", [2, 3])
 def test_a_loss_without_gradients_needs_no_backward(found, world):
     expected = whole("ccq")[0]
     for again in range(2):
-        total = sum(found[rank][world, "evaluated"][again] for rank in range(world))
+        total = sum(found[rank]["evaluated"][again] for rank in range(world))
         torch.testing.assert_close(total, expected, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("world", [2, 3])
 def test_nothing_is_kept_from_step_to_step(found, world):
     for rank in range(world):
-        first, second, third = found[rank][world, "tensors"]
+        first, second, third = found[rank]["tensors"]
         assert first == second == third
 
 

@@ -1,3 +1,6 @@
+import math
+import re
+
 import pytest
 
 from needlework.train import Cooldown, Cosine
@@ -34,3 +37,23 @@ def test_a_flat_share_of_one_never_cools_down():
 @pytest.mark.parametrize("schedule", [Cosine(warmup=10), Cooldown(warmup=10, flat=0.0)])
 def test_a_run_no_longer_than_its_warm_up_ends_at_the_peak(schedule):
     assert schedule.multiplier(9, 10) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "field", "value"),
+    [
+        (Cosine, "warmup", -5),
+        (Cosine, "warmup", 1.5),
+        (Cosine, "floor", -0.1),
+        (Cosine, "floor", 1.1),
+        (Cosine, "floor", math.nan),
+        (Cooldown, "warmup", -1),
+        (Cooldown, "warmup", None),
+        (Cooldown, "flat", -0.1),
+        (Cooldown, "flat", 2.0),
+        (Cooldown, "floor", math.inf),
+    ],
+)
+def test_a_schedule_out_of_range_is_refused_by_name(schedule, field, value):
+    with pytest.raises(ValueError, match=re.escape(f"{schedule.__name__.lower()}: {field} is {value!r}, expected ")):
+        schedule(**({"flat": 0.5} if schedule is Cooldown else {}) | {field: value})

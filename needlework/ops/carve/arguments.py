@@ -5,7 +5,8 @@ from typing import Literal, NamedTuple, get_args
 from torch import Tensor
 
 from needlework.ops.carve.state import CarveState, empty_state
-from needlework.ops.common.shapes import check, check_dtypes
+from needlework.ops.common.packing import sequences
+from needlework.ops.common.shapes import check, check_count, check_dtypes, check_state, check_tensor
 from needlework.ops.delta.arguments import width
 
 Prediction = Literal["previous", "decayed"]
@@ -33,6 +34,7 @@ def checked(
     q, k, v, f, b, w, A_log, dt_bias, w1, w2 = tensors
     check_dtypes(q=q, k=k, v=v)
     check("q", q, "B T H K")
+    check_tensor("k", k, "B T H K")
     B, T, H, K = q.shape
     ranked = k.dim() == 5
     token = {"B": B, "T": T, "H": H}
@@ -50,13 +52,13 @@ def checked(
     V = v.shape[-1]
     check("w1", w1, "r V", V=V)
     check("w2", w2, "K r", K=K, r=w1.shape[0])
-    if content_chunk < 1:
-        raise ValueError(f"content_chunk: got {content_chunk}, expected at least 1")
+    check_count("content_chunk", content_chunk)
     if prediction not in get_args(Prediction):
         raise ValueError(f"prediction: got {prediction!r}, expected 'previous' or 'decayed'")
 
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    N = sequences(cu_seqlens, B)
     state = initial_state if initial_state is not None else empty_state(N, H, K, V, dtype=width(q), device=q.device)
+    check_state("initial_state", state, CarveState)
     check("initial_state.S", state.S, "N H K V", N=N, H=H, K=K, V=V)
     check("initial_state.m", state.m, "N H V", N=N, H=H, V=V)
     check("initial_state.total", state.total, "N H V", N=N, H=H, V=V)

@@ -11,7 +11,7 @@ from torch import Tensor
 from needlework.ops.carve import chunk
 from needlework.ops.carve.arguments import check_position
 from needlework.ops.carve.grid import Grid, gather, scatter
-from needlework.ops.common.operator import backward_operator, operator
+from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.packing import check_cu_seqlens, lengths
 from needlework.ops.common.precision import keep_precision
 from needlework.ops.delta.arguments import width
@@ -111,5 +111,5 @@ def _backward(ctx, do, dS, dm, dtotal, *_):
     return *gradients[:10], *state, None, None, None, None, None, None
 
 
-torch.library.register_autograd(carve_fwd, _backward, setup_context=_save)
+differentiable(carve_fwd, _backward, _save)
 keep_precision(carve_fwd, carve_bwd)

@@ -10,6 +10,7 @@ from needlework.ops.carve.custom_op import carve_fwd
 from needlework.ops.carve.state import CarveOutput, CarveState
 from needlework.ops.common.launch import misfit
 from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.shapes import check_count, check_slots, check_state, check_tensor, now
 from needlework.ops.delta.arguments import width
 
 
@@ -61,8 +62,8 @@ def chunk_carve(
     inside a content chunk of this length.
     """
     tensors = (q, k, v, f, b, w, A_log, dt_bias, w1, w2)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
+    check_count("chunk_size", chunk_size)
+    whole, state, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
     path = resolve("carve", impl, q.device, lambda: misfit("delta/channel", q.device, q.dtype, q.shape[-1], v.shape[-1]))
     if path == "reference":
         return recurrent_carve(
@@ -75,14 +76,13 @@ def chunk_carve(
             output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
         )
-    tensors, state, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
     if path == "triton":
         from needlework.ops.carve.triton_op import carve
 
         b_bias = torch.zeros_like(dt_bias) if b_bias is None else b_bias
-        o, state = carve(*tensors, b_bias, initial_state, cu_seqlens, **settings._asdict())
+        o, state = carve(*whole, b_bias, initial_state, cu_seqlens, **settings._asdict())
         return CarveOutput(o, state if output_final_state else None)
-    o, S, m, total, position, _, _ = carve_fwd(*biased(tensors, b_bias), *state, cu_seqlens, *settings, chunk_size)
+    o, S, m, total, position, _, _ = carve_fwd(*biased(whole, b_bias), *state, cu_seqlens, *settings, chunk_size)
     # autocast widens what the operator is given
     return CarveOutput(o.to(q.dtype), CarveState(S, m, total, position) if output_final_state else None)
 
@@ -149,9 +149,12 @@ def step_carve(
     Dtypes, settings and errors as in `chunk_carve`.
     """
     tensors = (q, k, v, f, b, w)
-    now = (*(x.unsqueeze(1) for x in tensors), A_log, dt_bias, w1, w2)
+    token = (*now(q=q, k=k, v=v, f=f, b=b, w=w), A_log, dt_bias, w1, w2)
+    check_tensor("q", q, "B H K")
+    check_slots(slots, len(q))
+    check_state("state", state, CarveState)
     any_slot = CarveState(*(x[:1].expand(len(q), *x.shape[1:]) for x in state))
-    *_, settings = checked(now, b_bias, content_chunk, prediction, scale, any_slot, None)
+    *_, settings = checked(token, b_bias, content_chunk, prediction, scale, any_slot, None)
     tensors = biased(tensors, b_bias)
     if (
         resolve("carve", "auto", q.device, lambda: misfit("carve/step", q.device, q.dtype, q.shape[-1], v.shape[-1]))
@@ -165,7 +168,7 @@ def step_carve(
     held = CarveState(*(x[slots[live]] for x in state))
     tensors = (*(x[live].unsqueeze(1) for x in tensors), A_log, dt_bias, w1, w2)
     with torch.no_grad():
-        now, new = recurrent_carve(
+        o_live, new = recurrent_carve(
             *tensors,
             content_chunk=content_chunk,
             prediction=prediction,
@@ -175,6 +178,6 @@ def step_carve(
         )
         for column, x in zip(state, new, strict=True):
             column[slots[live]] = x.to(column.dtype)
-        o = now.new_zeros(len(q), *now.shape[2:])
-        o[live] = now[:, 0]
+        o = o_live.new_zeros(len(q), *o_live.shape[2:])
+        o[live] = o_live[:, 0]
     return o

@@ -70,7 +70,7 @@ def retention_kernel(
         f = tl.load(p_f + at, mask=inside, other=0.0).to(ACC) + bias
         p = tl.load(p_b + at, mask=inside, other=0.0).to(ACC) + u
         # e^{-11,356} is 0, and the engine's operand would overflow in base 2
-        l = tl.maximum(-decay * _softplus(f, HALF) - _softplus(p, HALF), -11356.0)
+        l = tl.maximum(-decay * _softplus(f, HALF) - _softplus(p, HALF), -11356.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(p_l + at, l, mask=inside)
         do = tl.load(p_do + row[:, None] * V + i_v[None, :], mask=live[:, None] & in_v[None, :], other=0.0)
         peak = tl.maximum(peak, tl.abs(do.to(ACC)))

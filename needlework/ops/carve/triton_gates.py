@@ -44,7 +44,8 @@ def activated_gates(p_gates, at, inside, channel, in_K, ACC: tl.constexpr, ASM: 
     u = tl.load(p_u + channel, mask=in_K, other=0.0, cache_modifier=".cg")  # made by the launch before
     x = -slope[None, :] * softplus2(f * 1.4426950408889634 + bias[None, :], ASM)
     # 2^-16384 is 0, and more would overflow float16
-    return tl.maximum(x - softplus2(b * 1.4426950408889634 + u[None, :], ASM), -16384.0)
+    x -= softplus2(b * 1.4426950408889634 + u[None, :], ASM)
+    return tl.maximum(x, -16384.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=["T", "N", "parts", "i"])

@@ -9,7 +9,7 @@ from needlework.ops.carve.state import CarveOutput, CarveState
 from needlework.ops.carve.triton_bwd import backward
 from needlework.ops.carve.triton_fwd import forward
 from needlework.ops.common.launch import plan as pick
-from needlework.ops.common.operator import backward_operator, operator
+from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse
 from needlework.ops.delta.arguments import width
@@ -176,4 +176,4 @@ def _backward(ctx, *given):
     return *gradients[:11], *state, None, None, None, None, None, None, None
 
 
-torch.library.register_autograd(carve_triton_fwd, _backward, setup_context=_save)
+differentiable(carve_triton_fwd, _backward, _save)

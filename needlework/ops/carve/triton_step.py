@@ -12,6 +12,7 @@ from torch import Tensor
 from needlework.ops.carve.arguments import Prediction
 from needlework.ops.carve.state import CarveState
 from needlework.ops.common.launch import Case, Plan, plan
+from needlework.ops.common.operator import step_operator
 from needlework.ops.common.triton_types import cdiv, next_power_of_2
 from needlework.ops.delta.arguments import width
 
@@ -107,7 +108,7 @@ def carve_step_kernel(
         tl.store(p_position + slot, position)
 
 
-@torch.library.custom_op("needlework::carve_step", mutates_args=("S", "m", "total", "position"))
+@step_operator("S", "m", "total", "position")
 def carve_step(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
     A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
@@ -143,7 +144,7 @@ def carve_step(
     return o
 
 
-@carve_step.register_fake
+@torch.library.register_fake(carve_step)
 def _(q, k, v, *_):
     return q.new_empty(*q.shape[:2], v.shape[-1])
 

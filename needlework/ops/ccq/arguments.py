@@ -3,11 +3,12 @@
 from torch import Tensor
 
 from needlework.ops.ccq.state import CurvatureState
+from needlework.ops.common import shapes
 from needlework.ops.common.shapes import check, check_dtypes
 
 
-def check_arguments(q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureState | None, N: int) -> None:
-    """Raise ValueError unless the tensors [B T ...] fit each other and the state has N rows."""
+def check_tokens(q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None) -> None:
+    """Raise ValueError unless the tensors [B T ...] fit each other."""
     check("q", q, "B T H K")
     B, T, H, K = q.shape
     check("k", k, "B T H K", B=B, T=T, H=H, K=K)
@@ -17,7 +18,13 @@ def check_arguments(q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: 
     if g is not None:
         check("g", g, "B T H", B=B, T=T, H=H)
     check_dtypes(q=q, k=k)
-    if state is not None:
-        check("state.C", state.C, "N H K K", N=N, H=H, K=K)
-        check("state.mean", state.mean, "N H K", N=N, H=H, K=K)
-        check("state.n", state.n, "N H", N=N, H=H)
+
+
+def check_state(name: str, state: CurvatureState, k: Tensor, **sizes: int) -> None:
+    """Raise ValueError unless the state is one of keys [... H K]."""
+    shapes.check_state(name, state, CurvatureState)
+    H, K = k.shape[-2:]
+    check(f"{name}.C", state.C, "N H K K", H=H, K=K, **sizes)
+    N = len(state.C)
+    check(f"{name}.mean", state.mean, "N H K", N=N, H=H, K=K)
+    check(f"{name}.n", state.n, "N H", N=N, H=H)

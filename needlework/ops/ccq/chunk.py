@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from needlework.ops.ccq.state import CurvatureState
+from needlework.ops.common.decay import sums_between
 
 
 class _Chunks(NamedTuple):
@@ -134,12 +135,9 @@ def _reverse(dstate: CurvatureState, sent: tuple, chunks: _Chunks) -> tuple[Curv
 
 def _chunks(k: Tensor, g: Tensor | None, real: Tensor, state: CurvatureState, chunk_size: int) -> _Chunks:
     real = _split(real[..., None, None], chunk_size)[..., 0]  # [B 1 n C]
-    # float64: a difference of prefix sums is exact to the difference, whatever the sums
     g = real.new_zeros(real.shape, dtype=torch.float64) if g is None else _split(g[..., None].double(), chunk_size)[..., 0]
-    G = g.cumsum(-1)
-    seen = real[..., None, :] & real.new_ones(G.shape[-1], G.shape[-1]).tril()
-    w = (G[..., :, None] - G[..., None, :]).to(k.dtype).masked_fill(~seen, -torch.inf).exp()
-    decay, left = G.exp().to(k.dtype)[..., None], w[..., -1, :, None]
+    w = sums_between(g).masked_fill(~real[..., None, :], -torch.inf).to(k.dtype).exp()
+    decay, left = g.cumsum(-1).exp().to(k.dtype)[..., None], w[..., -1, :, None]
 
     k = _split(k, chunk_size)
     m = left.sum(-2)  # [B H n 1]: 0 without real tokens, else at least 1

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from needlework.ops.ccq import chunk
 from needlework.ops.ccq.state import CurvatureState
-from needlework.ops.common.operator import backward_operator, operator
+from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
 from needlework.ops.common.precision import keep_precision
 
@@ -90,5 +90,5 @@ def _backward(ctx, dcleaned, dC, dmean, dn):
     return dq, dk, deta, dg if ctx.needs_input_grad[3] else None, *dstate, None, None
 
 
-torch.library.register_autograd(ccq_fwd, _backward, setup_context=_setup_context)
+differentiable(ccq_fwd, _backward, _setup_context)
 keep_precision(ccq_fwd, ccq_bwd)

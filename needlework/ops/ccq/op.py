@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.ccq.arguments import check_arguments
+from needlework.ops.ccq.arguments import check_state, check_tokens
 from needlework.ops.ccq.custom_op import ccq_fwd
 from needlework.ops.ccq.reference import recurrent_ccq
-from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state
+from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state, symmetric
 from needlework.ops.common.launch import misfit
-from needlework.ops.common.shapes import check
+from needlework.ops.common.packing import sequences
+from needlework.ops.common.shapes import check_count, check_slots, now
 
 
 def chunk_ccq(
@@ -32,8 +33,9 @@ def chunk_ccq(
     q [B T H K]: raw query of any norm. k [B T H K]: unit keys (the spectrum of I − λΣ is then in (0, 1]), also where the
         backbone writes others.
     eta [B T HV]: λ, 0 <= λ <= 1. HV is a multiple of H: statistics are per key head, λ per value head.
-    g [B T H]: log decay, natural log, finite, <= 0; of a channel gate its mean over K. None: plain CCQ.
-    initial_state: CurvatureState of N = B rows, or one per packed sequence; C symmetric, n 0 or at least 1. Zeros if None.
+    g [B T H]: log decay, natural log, <= 0, −∞ included; of a channel gate its mean over K. None: plain CCQ.
+    initial_state: CurvatureState of N = B rows, or one per packed sequence; n 0 or at least 1. Of C the op reads
+        (C + Cᵀ)/2, and C's gradient is symmetric. Zeros if None.
     output_final_state: whether to return the state after the last token.
     cu_seqlens [N+1]: packs N sequences along T, B = 1. An empty one keeps its state.
     chunk_size: >= 1; changes rounding alone. The Triton kernels have their own.
@@ -47,14 +49,16 @@ def chunk_ccq(
     Raises ValueError for shapes, dtypes or cu_seqlens that do not fit, naming tensor, axis and both sizes, and for impl="triton"
     where that cannot be.
     """
-    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
-    check_arguments(q, k, eta, g, initial_state, N)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    check_tokens(q, k, eta, g)
+    N = sequences(cu_seqlens, len(q))
+    if initial_state is not None:
+        check_state("initial_state", initial_state, k, N=N)
+    check_count("chunk_size", chunk_size)
     path = resolve("ccq", impl, q.device, lambda: misfit("ccq/curvature", q.device, q.dtype, q.shape[-1], q.shape[-1]))
     if path == "reference":
         settings = {"initial_state": initial_state, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         return recurrent_ccq(q, k, eta, g, **settings)
+    initial_state = None if initial_state is None else symmetric(initial_state)
     wide = torch.promote_types(q.dtype, torch.float32)
     g = None if g is None else g.to(wide)
     if path == "triton":
@@ -78,13 +82,13 @@ def step_ccq(
         δ = k − μ,   n ← e^g n + 1,   C ← e^g C + (1 − 1/n) δ δᵀ,   μ ← μ + δ/n,   q̃ = q − λ C q / n
 
     q, k [B H K], eta [B HV], g [B H] or None: `chunk_ccq`'s tensors without T.
-    state: CurvatureState with one row per slot. slots [B] int64: the slot of each row; −1 is a padded row, which reads and
+    state: CurvatureState with one row per slot, C symmetric, as every call leaves it. slots [B] int64: the slot of each row; −1 is a padded row, which reads and
         changes no slot and returns zeros. None: row b is slot b. A slot belongs to one row at most.
     Computes in the wider of q's dtype and float32; q̃ has q's dtype; no gradient. Raises ValueError as `chunk_ccq` does.
     """
-    check_arguments(*(None if x is None else x[:, None] for x in (q, k, eta, g)), state, len(state.n))
-    if slots is not None:
-        check("slots", slots, "B", B=len(q))
+    check_tokens(*now(q=q, k=k, eta=eta, g=g))
+    check_state("state", state, k)
+    check_slots(slots, len(q))
     if resolve("ccq", "auto", q.device, lambda: misfit("ccq/step", q.device, q.dtype, q.shape[-1], q.shape[-1])) == "triton":
         from needlework.ops.ccq.triton_step import step
 

@@ -9,20 +9,22 @@ from itertools import pairwise
 
 import torch
 
-from needlework.ops.ccq.arguments import check_arguments
-from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state
+from needlework.ops.ccq.arguments import check_state, check_tokens
+from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state, symmetric
 from needlework.ops.common.operands import identity
-from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.packing import check_cu_seqlens, sequences
 
 
 def _by_sequence(form: Callable) -> Callable:
     """`form` on checked arguments, once per packed sequence, with g and the state filled in; q̃ returns in q's dtype."""
 
     def whole(q, k, eta, g=None, *, initial_state=None, output_final_state=False, cu_seqlens=None, **settings) -> CcqOutput:
-        N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+        check_tokens(q, k, eta, g)
+        N = sequences(cu_seqlens, len(q))
+        if initial_state is not None:
+            check_state("initial_state", initial_state, k, N=N)
         dtype = torch.promote_types(q.dtype, torch.float32)
-        check_arguments(q, k, eta, g, initial_state, N)
-        state = empty_state(N, *k.shape[2:], device=k.device) if initial_state is None else initial_state
+        state = empty_state(N, *k.shape[2:], device=k.device) if initial_state is None else symmetric(initial_state)
         state = CurvatureState(*(x.to(dtype) for x in state))
         rows = tuple(x.to(dtype) for x in (q, k, eta, k.new_zeros(k.shape[:3]) if g is None else g))
         if cu_seqlens is None:

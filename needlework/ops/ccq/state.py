@@ -25,6 +25,12 @@ class CcqOutput(NamedTuple):
     state: CurvatureState | None
 
 
+def symmetric(state: CurvatureState) -> CurvatureState:
+    """The state with (C + Cᵀ)/2, which is C, to the bit, of any covariance: an op is a function of nothing else of C, and its gradient
+    is symmetric whatever form computes it."""
+    return state._replace(C=(state.C + state.C.mT) / 2)
+
+
 def empty_state(N: int, H: int, K: int, *, dtype: torch.dtype = torch.float32, device=None) -> CurvatureState:
     """The state of N sequences (or slots) that have seen nothing."""
     options = {"dtype": dtype, "device": device}

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.launch import Case, Plan
-from needlework.ops.common.triton_tile import load_tile, store_tile
+from needlework.ops.common.triton_tile import capped, load_tile, store_tile
 from needlework.ops.common.triton_types import TYPES, padded
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -123,7 +123,7 @@ def sums(
     if GATED:
         o_t = i_t + o_c
         o_g = (tl.cast(i_b, tl.int64) * T + o_t) * H + i_h
-        b_g = tl.load(p_g + o_g, mask=o_t < T, other=0.0).to(tl.float64) * LOG2E
+        b_g = capped(tl.load(p_g + o_g, mask=o_t < T, other=0.0)).to(tl.float64) * LOG2E
         b_G = tl.cumsum(b_g, 0)
         b_left = tl.exp2((tl.sum(b_g, 0) - b_G).to(ACC))
         if i_d == 0:

@@ -15,7 +15,7 @@ from needlework.ops.ccq.triton_intra import ROWS, arguments, constants, intra, m
 from needlework.ops.ccq.triton_scan import walk
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Plan, plan
-from needlework.ops.common.operator import backward_operator, operator
+from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse, run
 from needlework.ops.common.triton_tile import block, token_tile
@@ -439,4 +439,4 @@ def _backward(ctx, dcleaned, dC, dmean, dn, *_):
     return *found, None
 
 
-torch.library.register_autograd(ccq_triton_fwd, _backward, setup_context=_setup_context)
+differentiable(ccq_triton_fwd, _backward, _setup_context)

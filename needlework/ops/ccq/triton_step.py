@@ -11,6 +11,7 @@ from torch import Tensor
 
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.common.launch import Case, Plan, plan
+from needlework.ops.common.operator import step_operator
 from needlework.ops.common.triton_types import cdiv, next_power_of_2
 from needlework.ops.delta.arguments import width
 
@@ -87,7 +88,7 @@ def ccq_mean_kernel(
     tl.store(p_n + held, n)
 
 
-@torch.library.custom_op("needlework::ccq_step", mutates_args=("C", "mean", "n"))
+@step_operator("C", "mean", "n")
 def ccq_step(
     q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor, mean: Tensor, n: Tensor, slots: Tensor | None
 ) -> Tensor:  # fmt: skip
@@ -109,7 +110,7 @@ def ccq_step(
     return o
 
 
-@ccq_step.register_fake
+@torch.library.register_fake(ccq_step)
 def _(q, k, eta, *_):
     return q.new_empty(*eta.shape, q.shape[-1])
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from needlework.ops.common.operator import operator
-from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.operator import operator, refuse_tangents
+from needlework.ops.common.packing import check_cu_seqlens, sequences
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -49,7 +49,11 @@ def streamed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window:
     """o [B T Hq V] of q [B T Hq d] and k, v [B T Hkv ·], which are not expanded; scale None: d^-1/2."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    attend = flex_attention if torch.compiler.is_compiling() else _compiled()
+    if torch.compiler.is_compiling():
+        attend = flex_attention
+    else:
+        refuse_tangents("streamed attention", q, k, v)  # a compiled function drops them
+        attend = _compiled()
     heads = (x.transpose(1, 2) for x in (q, k, v))
     mask = visible(oldest(q, cu_seqlens, window))
     o = attend(*heads, block_mask=mask, scale=scale, enable_gqa=q.shape[2] != k.shape[2])
@@ -69,6 +73,7 @@ def oldest(q: Tensor, cu_seqlens: Tensor | None, window: int | None) -> Tensor:
     token = torch.arange(q.shape[1], device=q.device)
     bound = torch.zeros_like(token)
     if cu_seqlens is not None:
+        sequences(cu_seqlens, len(q))
         bound = document_starts(cu_seqlens, *q.shape[:2]).to(q.device)
     if window is not None:
         bound = torch.maximum(bound, token - (window - 1))

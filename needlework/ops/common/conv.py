@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.launch import misfit
-from needlework.ops.common.packing import document_positions, lengths
+from needlework.ops.common.packing import document_positions, lengths, sequences
+from needlework.ops.common.shapes import check
 
 After = Literal["none", "silu", "add"]
 TAPS = 4  # that the kernels hold at most
@@ -30,6 +31,8 @@ def causal_conv(
         they sum to C.
     impl: "triton" begins without a state, with at most 4 taps.
     """
+    check("x", x, "B T C")
+    check("weight", weight, "C past+1", C=x.shape[-1])
     past = weight.shape[1] - 1
     parts = [x.shape[-1]] if parts is None else list(parts)
     if sum(parts) != x.shape[-1]:
@@ -50,7 +53,7 @@ def causal_conv(
         before = x.new_zeros(len(x), past, C) if state is None else state.to(x.dtype)
         last = torch.cat([before, x[:, max(0, T - past) :]], 1)[:, -past:]
     else:
-        N = len(cu_seqlens) - 1
+        N = sequences(cu_seqlens, len(x))
         before = x.new_zeros(N, past, C) if state is None else state.to(x.dtype)
         document, position = document_positions(cu_seqlens, T)
         line = torch.cat([before.flatten(0, 1), x[0]])  # every document's past, then the tokens

@@ -1,35 +1,106 @@
 """Functions as operators of torch.library, `needlework::<name>`, registered one by one.
 
 torch.library.custom_op does the same, and more that is not needed here: it imports torch._dynamo at the first call, which takes
-as long as compiling all kernels of that call, and compares every result's memory with every argument's at each one.
+as long as compiling all kernels of that call, and compares every result's memory with every argument's at each one. And an
+operator of torch.library drops the tangents of forward-mode differentiation: its derivative is zero. Here it raises.
 """
 
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
+from torch._library.utils import mutated_args_kwargs
 from torch._ops import OpOverload
+from torch.autograd.forward_ad import unpack_dual
+from torch.autograd.graph import increment_version
 
 _library = torch.library.Library("needlework", "FRAGMENT")
+_formulas: dict[OpOverload, Info] = {}
 
 
 def operator(function: Callable) -> OpOverload:
     """An operator on any device that changes nothing it is given and returns nothing that shares its memory.
 
-    Its schema is that of the annotations. torch.library.register_fake and register_autograd add what it needs besides.
+    Its schema is that of the annotations. torch.library.register_fake adds what it returns, `differentiable` its gradient:
+    until then asking for one raises.
     """
-    name = function.__name__
-    schema = torch.library.infer_schema(function, mutates_args=())
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, function, "CompositeExplicitAutograd")
-    return getattr(torch.ops.needlework, name).default
+    return _operator(function, ())
 
 
 def backward_operator(function: Callable) -> OpOverload:
     """An operator that computes gradients, and has none itself: a second derivative raises."""
     made = operator(function)
-
-    def refuse(ctx, *gradients):
-        raise RuntimeError(f"{made.name()}: its gradient was asked for, and second derivatives are not there")
-
-    torch.library.register_autograd(made, refuse)
+    differentiable(made, _refusal(made, "its gradient was asked for, and second derivatives are not there"))
     return made
+
+
+def step_operator(*changes: str) -> Callable[[Callable], OpOverload]:
+    """An operator that changes the named arguments in place, and has no gradient."""
+    return lambda function: _operator(function, changes)
+
+
+def differentiable(op: OpOverload, backward: Callable, save: Callable | None = None) -> None:
+    """The gradient of `op`: backward(ctx, *gradients), from what save(ctx, inputs, output) has kept."""
+    _formulas[op]._backward_fn, _formulas[op]._setup_context_fn = backward, save
+
+
+def _operator(function: Callable, changes: tuple[str, ...]) -> OpOverload:
+    name = function.__name__
+    schema = torch.library.infer_schema(function, mutates_args=changes)
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    op = getattr(torch.ops.needlework, name).default
+    _formulas[op] = Info(_refusal(op, "its gradient was asked for, and it has none"), None)
+    _library.impl(name, _reverse_mode_only(op), "Autograd", with_keyset=True)
+    if changes:
+        _library.impl(name, _counted(op), "ADInplaceOrView", with_keyset=True)
+    return op
+
+
+def _refusal(op: OpOverload, reason: str) -> Callable:
+    def refuse(ctx, *gradients):
+        raise RuntimeError(f"{op.name()}: {reason}")
+
+    return refuse
+
+
+def _reverse_mode_only(op: OpOverload) -> Callable:
+    """The kernel that autograd calls: it raises where PyTorch would drop a derivative, or say nothing of which operator failed."""
+    reverse = make_autograd_impl(op, _formulas[op])
+
+    def differentiate(keyset, *args):
+        tensors = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)) if isinstance(x, Tensor)]
+        refuse_tangents(op.name(), *tensors)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            if torch._C._are_functorch_transforms_active():
+                _raise(op.name(), "reverse mode by function transforms (torch.func.grad, vjp, jacrev)")
+            return reverse(keyset, *args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    return differentiate
+
+
+def refuse_tangents(name: str, *tensors: Tensor) -> None:
+    """Raise NotImplementedError where a tensor has a tangent, for a function that would drop it."""
+    if any(unpack_dual(x).tangent is not None for x in tensors):
+        _raise(name, "forward-mode differentiation (torch.func.jvp, jacfwd, torch.autograd.forward_ad)")
+
+
+def _raise(name: str, mode: str) -> None:
+    raise NotImplementedError(
+        f"{name}: {mode} is not there. backward() and torch.autograd.grad are, once; impl='reference' "
+        "(NEEDLEWORK_IMPL=reference) computes by PyTorch's own operators, which have every mode"
+    )
+
+
+def _counted(op: OpOverload) -> Callable:
+    """Autograd sees by a tensor's version that it has changed since it was kept for a backward."""
+    changed, _ = mutated_args_kwargs(op._schema)
+
+    def count(keyset, *args):
+        increment_version([args[i] for i in changed])
+        return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    return count

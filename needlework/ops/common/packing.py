@@ -5,13 +5,30 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from needlework.ops.common.shapes import given
+
+
+def sequences(cu_seqlens: Tensor | None, B: int) -> int:
+    """How many sequences a call has: B, or as many as are packed. ValueError unless cu_seqlens is then [N+1] integers, and B is 1.
+
+    What the integers are is data, which torch.compile does not look at: `check_cu_seqlens` does, inside an operator.
+    """
+    if cu_seqlens is None:
+        return B
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens: expected a tensor [N+1] of int32 or int64, got {given(cu_seqlens)}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 2:
+        raise ValueError(
+            f"cu_seqlens: expected [N+1] integers (int32 or int64), N >= 1, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        )
+    if B != 1:
+        raise ValueError(f"cu_seqlens packs sequences along T: expected B = 1, got B = {B}")
+    return len(cu_seqlens) - 1
+
 
 def check_cu_seqlens(cu_seqlens: Tensor, B: int, T: int) -> None:
     """Raise ValueError unless cu_seqlens is [N+1], integer, from 0 to T, non-decreasing, and B is 1."""
-    if B != 1:
-        raise ValueError(f"cu_seqlens packs sequences along T: expected B = 1, got B = {B}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens: expected [N+1] integers, N >= 1, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+    sequences(cu_seqlens, B)
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != T or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"cu_seqlens: expected to rise from 0 to T = {T}, got {ends}")

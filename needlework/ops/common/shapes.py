@@ -1,13 +1,21 @@
-"""Argument checks that every op makes: each error names the tensor, the axis and both sizes."""
+"""Argument checks that every op makes: each error names the argument, what was passed and what was expected."""
 
+import torch
 from torch import Tensor
 
 
+def check_tensor(name: str, x: object, axes: str) -> None:
+    """Raise ValueError unless x is a tensor."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: expected a tensor [{axes}], got {given(x)}")
+
+
 def check(name: str, x: Tensor, axes: str, **sizes: int) -> None:
-    """Raise ValueError unless x has the axes of `axes` ("B T H K") with the sizes that are given.
+    """Raise ValueError unless x is a tensor with the axes of `axes` ("B T H K") and the sizes that are given.
 
     Axes not in `sizes` may have any size.
     """
+    check_tensor(name, x, axes)
     letters = axes.split()
     if x.dim() != len(letters):
         raise ValueError(f"{name}: expected {len(letters)} axes [{axes}], got shape {list(x.shape)}")
@@ -18,6 +26,9 @@ def check(name: str, x: Tensor, axes: str, **sizes: int) -> None:
 
 def check_dtypes(**tensors: Tensor | None) -> None:
     """Raise ValueError unless all tensors share one floating dtype (q, k, v: a mixture is a forgotten cast)."""
+    for name, x in tensors.items():
+        if x is not None:
+            check_tensor(name, x, "…")
     dtypes = {name: x.dtype for name, x in tensors.items() if x is not None}
     if len(set(dtypes.values())) > 1:
         raise ValueError("mixed dtypes: " + ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items()))
@@ -30,3 +41,47 @@ def check_groups(H: int, HV: int) -> None:
     """Raise ValueError unless the key heads divide the value heads."""
     if HV % H:
         raise ValueError(f"v: axis 2 (HV) has size {HV}, expected a multiple of the {H} key heads of k")
+
+
+def check_count(name: str, x: int, what: str = "") -> None:
+    """Raise ValueError unless x is an integer of at least 1; `what` says what the first one is."""
+    if not isinstance(x, int | torch.SymInt):
+        raise ValueError(f"{name}: expected an integer, at least 1{what}, got {given(x)}")
+    if x < 1:
+        raise ValueError(f"{name}: expected at least 1{what}, got {x}")
+
+
+def check_state(name: str, state: object, kind: type) -> None:
+    """Raise ValueError unless the state is the op's NamedTuple of tensors."""
+    if not isinstance(state, kind):
+        raise ValueError(f"{name}: expected a {kind.__name__}, got {given(state)}")
+    for field, x in zip(kind._fields, state, strict=True):
+        check_tensor(f"{name}.{field}", x, "N …")
+
+
+def check_slots(slots: Tensor | None, B: int) -> None:
+    """Raise ValueError unless slots, where there are any, are [B] integers."""
+    if slots is not None:
+        check("slots", slots, "B", B=B)
+        if slots.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"slots: expected int64, got {slots.dtype}")
+
+
+def now(**tokens: Tensor | None) -> list[Tensor | None]:
+    """One token's tensors [B ...] as [B 1 ...]; ValueError for what is no tensor."""
+    for name, x in tokens.items():
+        if x is not None:
+            check_tensor(name, x, "B …")
+            if not x.dim():
+                raise ValueError(f"{name}: expected axes [B …], got shape []")
+    return [None if x is None else x.unsqueeze(1) for x in tokens.values()]
+
+
+def given(x: object) -> str:
+    """What was passed in place of something else, in a few words."""
+    if x is None:
+        return "None"
+    if isinstance(x, Tensor):
+        return f"a tensor {list(x.shape)}"
+    text = repr(x)
+    return f"{type(x).__name__} {text if len(text) < 50 else text[:47] + '...'}"

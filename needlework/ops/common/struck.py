@@ -4,11 +4,11 @@ One JSON file in the user's cache directory; a plan is struck off in one dtype, 
 needlework with its kernels' text, so that a newer compiler, and a repaired kernel, get another chance.
 """
 
+import functools
 import hashlib
 import json
 import os
 import re
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,11 +17,16 @@ import torch
 STRUCK = "was struck off by doctor"
 
 
+def cache() -> Path:
+    """The user's folder for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "needlework"
+
+
 def path() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "needlework" / "doctor.json"
+    return cache() / "doctor.json"
 
 
-@cache
+@functools.cache
 def machine() -> str:
     """What a verdict holds for."""
     parts = [f"torch {torch.__version__}"]
@@ -52,7 +57,7 @@ def _driver() -> str:
     return number[1] if number else "unknown"
 
 
-@cache
+@functools.cache
 def _read() -> dict[str, dict[str, str]]:
     try:
         return json.loads(path().read_text())

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.launch import Case, Plan, plan
-from needlework.ops.common.operator import backward_operator, operator
+from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, cdiv
 
@@ -239,7 +239,7 @@ def _backward(ctx, dy):
     return *conv_triton_bwd([one.contiguous() for one in dy], *ctx.saved_tensors, ctx.after), None, None, None
 
 
-torch.library.register_autograd(conv_triton, _backward, setup_context=_save)
+differentiable(conv_triton, _backward, _save)
 
 
 def _launch(kernel, plan: Plan, x: Tensor, part: Tensor, W: int, position: Tensor | None, after: str, *given: Tensor) -> None:

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.launch import Case, Plan, misfit, plan
-from needlework.ops.common.operator import backward_operator, operator
+from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_types import cdiv, next_power_of_2
 from needlework.ops.common.unit import unit_rows
@@ -112,4 +112,4 @@ def _backward(ctx, dy, _):
     return l2_rows_bwd(dy, *ctx.saved_tensors)
 
 
-torch.library.register_autograd(l2_rows_fwd, _backward, setup_context=_save)
+differentiable(l2_rows_fwd, _backward, _save)

@@ -5,6 +5,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from needlework.ops.common.decay import NOTHING
+
+LEAST = tl.constexpr(NOTHING)
+
 
 def token_tile(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """`rows` tokens and `columns` of D of one head, of x [B T H D]: indexed [b, h, t, d], zeros past T and D."""
@@ -25,6 +29,12 @@ def _descriptor(x: Tensor, shape: list[int], strides: list[int], rows: int, colu
     made.base = x if x.data_ptr() % 16 == 0 else x.clone()
     made.shape, made.strides, made.block_shape = shape, strides, [1, 1, rows, columns]
     return made
+
+
+@triton.jit
+def capped(g):
+    """Log decays; those whose e^g is 0 no larger than that takes, or their sums would cost the digits of the others. NaN stays NaN."""
+    return tl.maximum(g, LEAST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

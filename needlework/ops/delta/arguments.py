@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from needlework.ops.common.shapes import check, check_dtypes, check_groups
+from needlework.ops.common.packing import sequences
+from needlework.ops.common.shapes import check, check_dtypes, check_groups, check_tensor
 from needlework.ops.common.unit import unit_rows
 
 Prediction = Literal["decayed", "previous"]
@@ -56,9 +57,12 @@ def checked_heads(q: Tensor, k: Tensor, v: Tensor, q_read: Tensor | None, l2norm
 
 def check_gate(g: Tensor | None, v: Tensor, K: int) -> None:
     B, T, HV = v.shape[:3]
-    if g is not None and g.dim() == 4:
+    if g is None:
+        return
+    check_tensor("g", g, "B T HV")
+    if g.dim() == 4:
         check("g", g, "B T HV K", B=B, T=T, HV=HV, K=K)
-    elif g is not None:
+    else:
         check("g", g, "B T HV", B=B, T=T, HV=HV)
 
 
@@ -82,7 +86,7 @@ def checked_number(name: str, x: Tensor, v: Tensor) -> Tensor:
 
 def check_state(initial_state: Tensor | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[int]:
     """The sizes [N HV K V] that the state has or must have."""
-    sizes = {"N": len(v) if cu_seqlens is None else len(cu_seqlens) - 1, "HV": v.shape[2], "K": k.shape[-1], "V": v.shape[-1]}
+    sizes = {"N": sequences(cu_seqlens, len(v)), "HV": v.shape[2], "K": k.shape[-1], "V": v.shape[-1]}
     if initial_state is not None:
         check("initial_state", initial_state, "N HV K V", **sizes)
     return list(sizes.values())

@@ -7,7 +7,7 @@ checked here.
 import torch
 from torch import Tensor
 
-from needlework.ops.common.operator import backward_operator, operator
+from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.packing import check_cu_seqlens, pad, unpad
 from needlework.ops.common.precision import keep_precision
 from needlework.ops.delta import chunk
@@ -76,5 +76,5 @@ def _backward(ctx, do, dstate):
     return dq, dk, du, de if ctx.needs_input_grad[3] else None, dg, dinitial, None, None, None, None
 
 
-torch.library.register_autograd(delta_fwd, _backward, setup_context=_save)
+differentiable(delta_fwd, _backward, _save)
 keep_precision(delta_fwd, delta_bwd)

@@ -2,13 +2,15 @@
 
     M_ts = Σ_c a_tc k_sc e^{G_t − G_s},  s <= t        G_t = g_1 + … + g_t, per head or per channel
 
-Every exponent is the sum of the gates between two tokens, accurate to its own size and never above 0 for g <= 0; dg sums
-only terms that hold e^{g} ("dg without cancellation"). The recurrence, the solve and the state are `chunk.py`'s.
+Every exponent is the sum of the gates between two tokens, accurate to its own size and never above 0 for g <= 0, −∞ included; dg
+sums only terms that hold e^{g} ("dg without cancellation"). The recurrence, the solve and the state are `chunk.py`'s.
 Layout: g [... C 1] or [... C K]; rows a [... C A K] and keys [... C R K], A and R rows a token; M [... C·A C·R].
 """
 
 import torch
 from torch import Tensor
+
+from needlework.ops.common.decay import NOTHING, sums_between
 
 
 def decay_of(g: Tensor) -> "ScalarDecay | ChannelDecay":
@@ -21,13 +23,9 @@ class ScalarDecay:
 
     def __init__(self, g: Tensor):
         C = g.shape[-2]
-        # float64: G_t − G_s must be right to the size of the difference, and |G| reaches hundreds
-        G = g.double().cumsum(-2)
         self.lower = torch.ones(C, C, dtype=g.dtype, device=g.device).tril()
-        # mask before exp: above the diagonal the exponent is positive and would overflow
-        between = (G - G.mT).masked_fill(self.lower == 0, -torch.inf)
-        self.between = between.to(g.dtype).exp()  # [... C C]
-        self.from_start, self.to_end = G.to(g.dtype).exp(), (G[..., -1:, :] - G).to(g.dtype).exp()
+        self.between = sums_between(g[..., 0]).to(g.dtype).exp()  # [... C C]
+        self.from_start, self.to_end = g.double().cumsum(-2).to(g.dtype).exp(), self.between[..., -1, :, None]
 
     def couple(self, rows: Tensor, keys: Tensor) -> Tensor:
         A, R = rows.shape[-2], keys.shape[-2]
@@ -73,7 +71,8 @@ class ChannelDecay:
         upto = token[:, None] >= token
         own = torch.where(second[..., None], upto, ~upto) & (half[:, :, None] == half[:, None, :])
         self.own = own.flatten(0, 1).to(g.dtype)  # [(L+2)·C C] which gates a token's exponent sums
-        *self.levels, self.from_start, self.to_end = (self.own @ g).exp().unflatten(-2, (-1, C)).unbind(-3)
+        # 0 times −∞ would be no number
+        *self.levels, self.from_start, self.to_end = (self.own @ g.clamp(min=NOTHING)).exp().unflatten(-2, (-1, C)).unbind(-3)
 
     def couple(self, rows: Tensor, keys: Tensor) -> Tensor:
         (C, A), R = rows.shape[-3:-1], keys.shape[-2]

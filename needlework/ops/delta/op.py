@@ -8,7 +8,7 @@ from torch import Tensor
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.launch import misfit
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.common.shapes import check
+from needlework.ops.common.shapes import check, check_count, check_slots, now
 from needlework.ops.delta import reference
 from needlework.ops.delta.arguments import Prediction, check_rule, check_state, checked, checked_state, width
 from needlework.ops.delta.custom_op import delta_fwd
@@ -50,7 +50,7 @@ def chunk_delta(
 
     q, k [B T H K]: query and key, of unit norm for the rules that erase. v [B T HV V]: value; HV a multiple of H, value head
         j has key head j // (HV // H).
-    g [B T HV] or [B T HV K]: natural log decay a head or a channel, finite, <= 0. None: no decay.
+    g [B T HV] or [B T HV K]: natural log decay a head or a channel, <= 0; −∞ wipes. None: no decay.
     beta [B T HV]: write strength, in [0, 1], or to 2 for negative eigenvalues.
     erase [B T HV K], write [B T HV V]: GDN-2's gates in [0, 1], both or none, instead of beta.
     prediction: "decayed" erases what the decayed state holds; "previous" drops e^g from e (CARVE's Eq. 5, gates given).
@@ -67,8 +67,7 @@ def chunk_delta(
     loop; "auto" takes the kernels on a CUDA device where they support the call.
     Raises ValueError for sizes or dtypes that do not fit, gates that exclude each other, an unknown prediction or impl, impl="triton" where that cannot be.
     """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
+    check_count("chunk_size", chunk_size)
     check_rule(q, k, v, g, beta, erase, write, prediction, q_read)
     check_state(initial_state, k, v, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -212,8 +211,9 @@ def step_delta(
         which reads and changes no slot and returns zeros. A live slot belongs to one row only.
     Dtypes, settings and errors as in `chunk_delta`.
     """
-    now = lambda x: None if x is None else x.unsqueeze(1)
-    check_rule(*map(now, (q, k, v, g, beta, erase, write)), prediction, now(q_read))
+    *rule, read = now(q=q, k=k, v=v, g=g, beta=beta, erase=erase, write=write, q_read=q_read)
+    check_rule(*rule, prediction, read)
+    check_slots(slots, len(q))
     check("state", state, "slots HV K V", HV=v.shape[1], K=q.shape[-1], V=v.shape[-1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if (
@@ -228,7 +228,7 @@ def step_delta(
     live = slots >= 0
     token = lambda x: None if x is None else x[live].unsqueeze(1)
     with torch.no_grad():
-        now, new = recurrent_delta(
+        o_live, new = recurrent_delta(
             *map(token, (q, k, v, g, beta)),
             erase=token(erase),
             write=token(write),
@@ -240,6 +240,6 @@ def step_delta(
             output_final_state=True,
         )
         state[slots[live]] = new.to(state.dtype)
-        o = now.new_zeros(v.shape)
-        o[live] = now[:, 0]
+        o = o_live.new_zeros(v.shape)
+        o[live] = o_live[:, 0]
     return o

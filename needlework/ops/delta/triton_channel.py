@@ -12,7 +12,7 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.constant import constant
 from needlework.ops.common.launch import Plan
 from needlework.ops.common.launch import plan as pick
-from needlework.ops.common.operator import backward_operator, operator
+from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse
 from needlework.ops.delta.arguments import width
@@ -199,4 +199,4 @@ def _backward(ctx, do, dstate, *_):
     return *(None if x is None else dx for x, dx in zip(inputs, gradients, strict=True)), *[None] * 5
 
 
-torch.library.register_autograd(delta_channel_fwd, _backward, setup_context=_save)
+differentiable(delta_channel_fwd, _backward, _save)

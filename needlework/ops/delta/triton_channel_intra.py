@@ -13,6 +13,7 @@ from torch import Tensor
 
 from needlework.ops.common.launch import Case, Plan, interpreted
 from needlework.ops.common.together import run
+from needlework.ops.common.triton_tile import capped
 from needlework.ops.common.triton_types import padded
 from needlework.ops.delta.arguments import width
 
@@ -120,7 +121,7 @@ def _inverse(A, r, c, LEVELS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr)
 @triton.jit
 def given_gates(p_gates, at, inside, channel, in_K, ACC: tl.constexpr, ASM: tl.constexpr):
     """Base-2 gates at these offsets, from a tensor that holds them."""
-    return tl.load(p_gates[0] + at, mask=inside, other=0.0).to(ACC) * 1.4426950408889634
+    return capped(tl.load(p_gates[0] + at, mask=inside, other=0.0)).to(ACC) * 1.4426950408889634
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from needlework.ops.common.launch import interpreted
 from needlework.ops.common.together import run
+from needlework.ops.common.triton_tile import capped
 from needlework.ops.common.triton_types import cdiv
 
 # its numpy knows no bfloat16
@@ -231,7 +232,7 @@ def pairs(
             b_g = tl.load(p_g + o_k, mask=m_k, other=0.0)
             q = (_placed(b_q, own, ACC) * scale).to(OT)
             k = _placed(b_k, own, ACC).to(OT)
-            x = (b_g.to(ACC) * 1.4426950408889634).to(OT)
+            x = (capped(b_g).to(ACC) * 1.4426950408889634).to(OT)
             e = k
             if BETA:
                 e = (k * beta[None, :]).to(OT)

@@ -13,7 +13,7 @@ copied as they are read, and the copies are what follows takes.
 import triton
 import triton.language as tl
 
-from needlework.ops.common.triton_tile import plus_product
+from needlework.ops.common.triton_tile import capped, plus_product
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # rows of E, the factors of a chunk's tokens
@@ -42,7 +42,7 @@ def prefixes(p_g, o_value, live, R: tl.constexpr, C: tl.constexpr, GATE: tl.cons
     """Gates of R // C chunks and their inclusive sums, in log2 and float64: |G| reaches hundreds where a difference of 1e-3 counts."""
     gate = tl.zeros([R], tl.float64)
     if GATE:
-        gate = tl.load(p_g + o_value, mask=live, other=0.0).to(tl.float64) * LOG2E
+        gate = capped(tl.load(p_g + o_value, mask=live, other=0.0)).to(tl.float64) * LOG2E
     return gate, tl.reshape(tl.cumsum(tl.reshape(gate, [R // C, C]), 1), [R])
 
 

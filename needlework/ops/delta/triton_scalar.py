@@ -14,7 +14,7 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan, plan
-from needlework.ops.common.operator import backward_operator, operator
+from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse, run
 from needlework.ops.common.triton_tile import token_tile
@@ -387,4 +387,4 @@ def _backward(ctx, do, dstate, *_):
     return *found, None, None
 
 
-torch.library.register_autograd(delta_scalar_fwd, _backward, setup_context=_save)
+differentiable(delta_scalar_fwd, _backward, _save)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.launch import Case, Plan, plan
+from needlework.ops.common.operator import step_operator
 from needlework.ops.common.triton_types import cdiv, next_power_of_2
 from needlework.ops.delta.arguments import Prediction, width
 
@@ -73,7 +74,7 @@ def delta_step_kernel(
     tl.store(p_o + head * V + o_v, scale * tl.sum(S * q[:, None], 0), mask=in_v)
 
 
-@torch.library.custom_op("needlework::delta_step", mutates_args=("state",))
+@step_operator("state")
 def delta_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None,
     erase: Tensor | None, write: Tensor | None, q_read: Tensor | None, state: Tensor, slots: Tensor | None,
@@ -106,7 +107,7 @@ def delta_step(
     return o
 
 
-@delta_step.register_fake
+@torch.library.register_fake(delta_step)
 def _(q, k, v, *_):
     return q.new_empty(v.shape)
 

@@ -5,7 +5,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from needlework.ops.common.shapes import check, check_dtypes
+from needlework.ops.common import shapes
+from needlework.ops.common.packing import check_cu_seqlens, sequences
+from needlework.ops.common.shapes import check, check_count, check_dtypes, given
 from needlework.ops.lucid.state import LucidState
 
 Precondition = Literal["key", "qk", "rowmax", "beta"]
@@ -21,8 +23,9 @@ def check_tokens(k: Tensor, v: Tensor, beta: Tensor | None, axes: str, precondit
     check("v", v, f"{axes} V", **sizes)
     check_dtypes(k=k, v=v)
     if (beta is not None) != (precondition == "beta"):
-        given = "is missing" if beta is None else f"has shape {list(beta.shape)}"
-        raise ValueError(f"beta: it belongs to precondition='beta' alone; precondition is {precondition!r} and beta {given}")
+        raise ValueError(
+            f"beta: expected with precondition='beta' and only then; precondition is {precondition!r}, got {given(beta)}"
+        )
     if beta is not None:
         check("beta", beta, axes, **sizes)
         check_dtypes(beta=beta)
@@ -30,8 +33,8 @@ def check_tokens(k: Tensor, v: Tensor, beta: Tensor | None, axes: str, precondit
 
 def solve_window(window: int | None, solve: Solve) -> int | None:
     """The window that the solve and its pages keep: none where the solve is global."""
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
+    if window is not None:
+        check_count("window", window, " (the row itself)")
     if solve not in get_args(Solve):
         raise ValueError(f"solve: got {solve!r}, expected 'window' or 'global'")
     return None if solve == "global" else window
@@ -39,11 +42,42 @@ def solve_window(window: int | None, solve: Solve) -> int | None:
 
 def check_state(name: str, state: LucidState, k: Tensor, v: Tensor, **sizes: int) -> None:
     """Raise ValueError unless the pages have the heads and widths of k, v [... Hkv ·]."""
+    shapes.check_state(name, state, LucidState)
     Hkv, K = k.shape[-2:]
     check(f"{name}.k", state.k, "N P Hkv K", Hkv=Hkv, K=K, **sizes)
     N, P = state.k.shape[:2]
     check(f"{name}.y", state.y, "N P Hkv V", N=N, P=P, Hkv=Hkv, V=v.shape[-1])
     check(f"{name}.length", state.length, "N", N=N)
+
+
+def check_call(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    precondition: Precondition,
+    window: int | None,
+    solve: Solve,
+    initial_state: LucidState | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[int, int | None]:
+    """How many sequences a call has, and the window of its solve; ValueError for what does not fit."""
+    check_tokens(k, v, beta, "B T Hkv", precondition)
+    window = solve_window(window, solve)
+    N = sequences(cu_seqlens, len(k))
+    if initial_state is not None:
+        check_state("initial_state", initial_state, k, v, N=N)
+        P = initial_state.k.shape[1]
+        if window is not None and P > window:
+            raise ValueError(f"initial_state.k: axis 1 (P) has size {P}, expected at most the window {window}")
+    return N, window
+
+
+def check_data(length: Tensor, P: int, window: int | None, cu_seqlens: Tensor | None, B: int, T: int) -> None:
+    """What only the values of integer tensors show."""
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, B, T)
+    if P and len(length) and P != window and int(length.max()) > P:
+        raise ValueError(f"initial_state.length: a sequence holds {int(length.max())} tokens, but the pages hold {P} rows")
 
 
 def no_tokens_yet(N: int, k: Tensor, v: Tensor) -> LucidState:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.growth import came_from, final_rows, give_back, grow
-from needlework.ops.common.operator import backward_operator, operator
-from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
+from needlework.ops.common.operator import backward_operator, differentiable, operator
+from needlework.ops.common.packing import lengths, pad, unpad
 from needlework.ops.common.precision import keep_precision
 from needlework.ops.lucid import chunk
+from needlework.ops.lucid.arguments import check_data
 
 
 @operator
@@ -85,20 +86,12 @@ def _backward(ctx, dy, dfinal_k, dfinal_y, dlength):
     return dk, dv, dbeta, dpage_k, dpage_y, None, None, None, None, None, None
 
 
-torch.library.register_autograd(lucid_fwd, _backward, setup_context=_setup_context)
+differentiable(lucid_fwd, _backward, _setup_context)
 
 
 def _batch(cu_seqlens: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """One sequence per row, padded at the tail, where causality keeps the padding from every real token."""
     return tensors if cu_seqlens is None else tuple(x if x is None else pad(x, cu_seqlens) for x in tensors)
-
-
-def check_data(length: Tensor, P: int, window: int | None, cu_seqlens: Tensor | None, B: int, T: int) -> None:
-    """What only the values of integer tensors show."""
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, B, T)
-    if P and len(length) and P != window and int(length.max()) > P:
-        raise ValueError(f"initial_state.length: a sequence holds {int(length.max())} tokens, but the pages hold {P} rows")
 
 
 keep_precision(lucid_fwd, lucid_bwd)

@@ -5,9 +5,17 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.launch import misfit
-from needlework.ops.common.shapes import check
+from needlework.ops.common.shapes import check_count, check_slots, check_tensor
 from needlework.ops.lucid import chunk, reference
-from needlework.ops.lucid.arguments import Precondition, Solve, check_state, check_tokens, no_tokens_yet, solve_window
+from needlework.ops.lucid.arguments import (
+    Precondition,
+    Solve,
+    check_call,
+    check_state,
+    check_tokens,
+    no_tokens_yet,
+    solve_window,
+)
 from needlework.ops.lucid.custom_op import lucid_fwd
 from needlework.ops.lucid.state import LucidOutput, LucidState
 
@@ -54,16 +62,8 @@ def chunk_lucid(
         support the call.
     Raises ValueError for shapes, dtypes, settings or lengths that do not fit; it names tensor, axis and both sizes.
     """
-    check_tokens(k, v, beta, "B T Hkv", precondition)
-    window = solve_window(window, solve)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
-    N = len(k) if cu_seqlens is None else len(cu_seqlens) - 1
-    if initial_state is not None:
-        check_state("initial_state", initial_state, k, v, N=N)
-        P = initial_state.k.shape[1]
-        if window is not None and P > window:
-            raise ValueError(f"initial_state.k: axis 1 (P) has size {P}, expected at most the window {window}")
+    N, window = check_call(k, v, beta, precondition, window, solve, initial_state, cu_seqlens)
+    check_count("chunk_size", chunk_size)
     fit = lambda: misfit("lucid/solve", k.device, k.dtype, k.shape[-1], v.shape[-1])
     path = resolve("lucid", impl, k.device, fit)
     rowmax = precondition == "rowmax"
@@ -126,13 +126,14 @@ def step_lucid(
     Raises ValueError for shapes or dtypes that do not fit, for more tokens than rows, and for a full table; kernels on a GPU, from
         which nothing is read back, return NaN for a token without a row.
     """
+    check_tensor("k", k, "B Hkv K")
     several = k.dim() == 4
     check_tokens(k, v, beta, "B R Hkv" if several else "B Hkv", precondition)
     window = solve_window(window, solve)
     check_state("state", state, k, v)
+    check_slots(slots, len(k))
     if slots is None:
         slots = torch.arange(len(k), device=k.device)
-    check("slots", slots, "B", B=len(k))
     k, v, beta = (x if x is None or several else x.unsqueeze(1) for x in (k, v, beta))
     R, P = k.shape[1], state.k.shape[1] if window is None else min(state.k.shape[1], window)
     if R > P:

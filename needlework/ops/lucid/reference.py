@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.operands import identity
+from needlework.ops.lucid.arguments import check_call, check_data
 from needlework.ops.lucid.state import LucidOutput, LucidState
 
 
@@ -33,8 +34,11 @@ def recurrent_lucid(
         "beta"        y_i = β_i (v_i − Σ_j P_ij y_j)                          k̂ = k / max(‖k‖, 1e-6)
         "rowmax"      y_i = (v_i − Σ_j e^{s_ij − μ_i} y_j) / e^{s_ii − μ_i}   s = k_i·k_j / √d,  μ_i = max_{j<=i} s_ij
 
-    Arguments as in `chunk_lucid`; `operand` is applied to every operand of a matrix product that is not solved with.
+    Arguments and errors as in `chunk_lucid`; `operand` is applied to every operand of a matrix product that is not solved with.
     """
+    _, window = check_call(k, v, beta, precondition, window, solve, initial_state, cu_seqlens)
+    length, P = ((), 0) if initial_state is None else (initial_state.length, initial_state.k.shape[1])
+    check_data(length, P, window, cu_seqlens, *k.shape[:2])
 
     def rows(k: Tensor, v: Tensor, beta: Tensor | None, y: Tensor) -> Tensor:
         d, past = k.shape[-1], y.shape[1]
@@ -53,7 +57,6 @@ def recurrent_lucid(
             y.append(u if beta is None else beta[:, i - past, :, None] * u)
         return torch.stack(y[past:], 1) if y[past:] else v
 
-    window = None if solve == "global" else window
     return _each_sequence(rows, k, v, beta, window, initial_state, output_final_state, cu_seqlens)
 
 

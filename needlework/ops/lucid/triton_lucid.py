@@ -8,7 +8,7 @@ keys are as given), sums are float32.
 import torch
 from torch import Tensor
 
-from needlework.ops.common.operator import backward_operator, operator
+from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse
 from needlework.ops.lucid.triton_launch import ENGINE, Saved, Task, backward, forward
@@ -121,4 +121,4 @@ def _backward(ctx, dy, *_):
     return dk, dv, dbeta[0] if dbeta else None, None, None, None
 
 
-torch.library.register_autograd(lucid_triton_fwd, _backward, setup_context=_save)
+differentiable(lucid_triton_fwd, _backward, _save)

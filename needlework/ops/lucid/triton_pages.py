@@ -11,9 +11,9 @@ from torch import Tensor
 
 from needlework.ops.common.growth import came_from, final_rows, give_back, grow
 from needlework.ops.common.launch import plan
-from needlework.ops.common.operator import backward_operator, operator
+from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.packing import lengths, pad, unpad
-from needlework.ops.lucid.custom_op import check_data
+from needlework.ops.lucid.arguments import check_data
 from needlework.ops.lucid.state import LucidState
 from needlework.ops.lucid.triton_launch import ENGINE, Saved, Task, alignment, backward
 from needlework.ops.lucid.triton_lucid import check_blocks, solved
@@ -188,4 +188,4 @@ def _backward(ctx, grads):
     return dk, dv, dbeta[0] if dbeta else None, dpage_k, dpage_y, *[None] * 6
 
 
-torch.library.register_autograd(lucid_pages_fwd, _backward, setup_context=_save)
+differentiable(lucid_pages_fwd, _backward, _save)

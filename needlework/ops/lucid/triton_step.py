@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.launch import Case, Plan, plan
+from needlework.ops.common.operator import step_operator
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import plus_product
 from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, cdiv, padded
@@ -174,7 +175,7 @@ def finish(
     tl.store(p_out + token[:, None] * V + o_v[None, :], y.to(p_out.dtype.element_ty), mask=real_v)
 
 
-@torch.library.custom_op("needlework::lucid_step", mutates_args=("page_k", "page_y", "length"))
+@step_operator("page_k", "page_y", "length")
 def lucid_step(
     k: Tensor, v: Tensor, beta: Tensor | None, page_k: Tensor, page_y: Tensor, length: Tensor, slots: Tensor,
     rowmax: bool, window: int | None,
@@ -204,7 +205,7 @@ def lucid_step(
     return y
 
 
-@lucid_step.register_fake
+@torch.library.register_fake(lucid_step)
 def _(k, v, beta, page_k, page_y, length, slots, rowmax, window):
     return torch.empty_like(v)
 

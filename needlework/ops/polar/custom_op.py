@@ -5,18 +5,11 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.growth import came_from, final_rows, give_back, grow
-from needlework.ops.common.operator import backward_operator, operator
-from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
+from needlework.ops.common.operator import backward_operator, differentiable, operator
+from needlework.ops.common.packing import lengths, pad, unpad
 from needlework.ops.common.precision import keep_precision
 from needlework.ops.polar import chunk
-
-
-def check_data(length: Tensor, P: int, window: int | None, cu_seqlens: Tensor | None, B: int, T: int) -> None:
-    """What only the values of integer tensors show; called where torch.compile does not look."""
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, B, T)
-    if len(length) and P != window and int(length.max()) > P:
-        raise ValueError(f"initial_state.length: a sequence holds {int(length.max())} tokens, but the pages hold {P} rows")
+from needlework.ops.polar.arguments import check_data
 
 
 @operator
@@ -138,7 +131,7 @@ def _grow_backward(ctx, dpage_k, dpage_v, dlength):
     return dpages_k, dpages_v, None, dk, dv, None, None
 
 
-torch.library.register_autograd(polar_grow, _grow_backward, setup_context=_grow_setup)
+differentiable(polar_grow, _grow_backward, _grow_setup)
 
 
 @backward_operator
@@ -199,6 +192,6 @@ def _backward(ctx, ddirection, dmagnitude, dsaved, dpage_k, dpage_v, dlength):
     return *gradients, None, None, None, None, None
 
 
-torch.library.register_autograd(polar_fwd, _backward, setup_context=_setup_context)
+differentiable(polar_fwd, _backward, _setup_context)
 
 keep_precision(polar_fwd, polar_bwd)

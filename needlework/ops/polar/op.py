@@ -6,9 +6,10 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.launch import misfit
-from needlework.ops.common.shapes import check, check_dtypes
+from needlework.ops.common.shapes import check, check_count, check_slots, check_state, now
 from needlework.ops.polar import chunk, reference
-from needlework.ops.polar.custom_op import check_data, polar_fwd, polar_grow
+from needlework.ops.polar.arguments import check_arguments
+from needlework.ops.polar.custom_op import polar_fwd, polar_grow
 from needlework.ops.polar.state import PolarOutput, PolarState
 
 
@@ -57,16 +58,14 @@ def chunk_polar(
         kernels on a CUDA device where they support the call.
     Raises ValueError for shapes, dtypes or lengths that do not fit; it names tensor, axis and both sizes.
     """
-    _check(q, k, v, alpha, beta, gamma, null_base, v_null, window, initial_state, cu_seqlens)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    N = check_arguments(q, k, v, alpha, beta, gamma, null_base, v_null, window, initial_state, cu_seqlens)
+    check_count("chunk_size", chunk_size)
     wide = torch.promote_types(q.dtype, torch.float32)
     parameters = [x.to(wide) for x in (alpha, beta, gamma, null_base, v_null)]
     fit = lambda: misfit("polar/attention", q.device, q.dtype, q.shape[-1], v.shape[-1])
     path = resolve("polar", impl, q.device, fit)
     given_state = initial_state
     if initial_state is None:
-        N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
         no_pages = k.new_zeros(N, 0, *k.shape[2:]), v.new_zeros(N, 0, *v.shape[2:])
         initial_state = PolarState(*no_pages, torch.zeros(N, dtype=torch.int64, device=q.device))
     if path == "triton":
@@ -79,7 +78,6 @@ def chunk_polar(
     tensors = [*(x.to(wide) for x in (q, k, v)), *parameters]
     pages = initial_state._replace(k=initial_state.k.to(wide), v=initial_state.v.to(wide))
     if path == "reference":
-        check_data(pages.length, pages.k.shape[1], window, cu_seqlens, *q.shape[:2])
         settings = {"initial_state": pages, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         direction, magnitude, state = reference.recurrent_polar(*tensors, window=window, **settings)
     else:
@@ -119,14 +117,15 @@ def step_polar(
     check("q", q, "B Hq d")
     check("k", k, "B Hkv d", B=len(q), d=q.shape[-1])
     check("v", v, "B Hkv V", B=len(q), Hkv=k.shape[1])
-    _check(*(x[:, None] for x in (q, k, v)), alpha, beta, gamma, null_base, v_null, window, None, None)
+    check_arguments(*now(q=q, k=k, v=v), alpha, beta, gamma, null_base, v_null, window, None, None)
+    check_state("state", state, PolarState)
     check("state.k", state.k, "N P Hkv d", Hkv=k.shape[1], d=k.shape[2])
     N, P = state.k.shape[:2]
     check("state.v", state.v, "N P Hkv V", N=N, P=P, Hkv=v.shape[1], V=v.shape[2])
     check("state.length", state.length, "N", N=N)
+    check_slots(slots, len(q))
     if slots is None:
         slots = torch.arange(len(q), device=q.device)
-    check("slots", slots, "B", B=len(q))
     wide = torch.promote_types(q.dtype, torch.float32)
     if resolve("polar", "auto", q.device, lambda: _no_step(q, v, state)) == "triton":
         from needlework.ops.polar.triton_serve import step
@@ -157,27 +156,3 @@ def _no_step(q: Tensor, v: Tensor, state: PolarState) -> str | None:
     if not (state.k.is_contiguous() and state.v.is_contiguous()):
         return "the table is not contiguous"
     return misfit("polar/paged", q.device, q.dtype, q.shape[-1], v.shape[-1])
-
-
-def _check(q, k, v, alpha, beta, gamma, null_base, v_null, window, state, cu_seqlens) -> None:
-    check("q", q, "B T Hq d")
-    B, T, Hq, d = q.shape
-    check("k", k, "B T Hkv d", B=B, T=T, d=d)
-    Hkv = k.shape[2]
-    check("v", v, "B T Hkv V", B=B, T=T, Hkv=Hkv)
-    if Hq % Hkv:
-        raise ValueError(f"q: axis 2 (Hq) has size {Hq}, expected a multiple of the {Hkv} key-value heads of k")
-    for name, x in {"alpha": alpha, "beta": beta, "gamma": gamma, "null_base": null_base}.items():
-        check(name, x, "Hq", Hq=Hq)
-    check("v_null", v_null, "Hq V", Hq=Hq, V=v.shape[3])
-    check_dtypes(q=q, k=k, v=v)
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected at least 1 (the query's own key), got {window}")
-    if state is not None:
-        N = B if cu_seqlens is None else len(cu_seqlens) - 1
-        check("initial_state.k", state.k, "N P Hkv d", N=N, Hkv=Hkv, d=d)
-        P = state.k.shape[1]
-        check("initial_state.v", state.v, "N P Hkv V", N=N, P=P, Hkv=Hkv, V=v.shape[3])
-        check("initial_state.length", state.length, "N", N=N)
-        if window is not None and P > window:
-            raise ValueError(f"initial_state.k: axis 1 (P) has size {P}, expected at most the window {window}")

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.launch import misfit
-from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
+from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, sequences, unpad
 from needlework.ops.common.pages import positions
-from needlework.ops.common.shapes import check, check_dtypes
+from needlework.ops.common.shapes import check, check_count, check_dtypes, check_tensor
 from needlework.ops.polar import chunk
 
 
@@ -86,7 +86,8 @@ def prefill_polar(
     """
     check("q", q, "B T Hq d")
     parameters = _check(q, k, v, alpha, beta, gamma, null_base, v_null, block_table, length, window)
-    check("block_table", block_table, "N NB", N=len(cu_seqlens) - 1)
+    check_tensor("cu_seqlens", cu_seqlens, "N+1")
+    check("block_table", block_table, "N NB", N=sequences(cu_seqlens, len(q)))
     if _path(q, v, impl) == "triton":
         from needlework.ops.polar.triton_serve import polar_prefill
 
@@ -137,11 +138,12 @@ def _check(q, k, v, alpha, beta, gamma, null_base, v_null, block_table, length, 
         check(name, x, "Hq", Hq=Hq)
     check("v_null", v_null, "Hq V", Hq=Hq, V=v.shape[3])
     check_dtypes(q=q, k=k, v=v)
+    check_tensor("block_table", block_table, "B NB")
     check("length", length, "B", B=len(block_table))
     for name, x in {"k": k, "v": v}.items():
         if not x.is_contiguous():
             raise ValueError(f"{name}: pages must be contiguous, got strides {x.stride()}")
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected at least 1 (the query's own key), got {window}")
+    if window is not None:
+        check_count("window", window, " (the query's own key)")
     wide = torch.promote_types(q.dtype, torch.float32)
     return [x.to(wide) for x in (*given.values(), v_null)]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from needlework.ops.common.operands import identity
+from needlework.ops.polar.arguments import check_arguments, check_data
 from needlework.ops.polar.state import PolarOutput, PolarState
 
 
@@ -38,8 +39,11 @@ def recurrent_polar(
         ŵ = w_j / Σ_j w_j,  n_eff = 1 / Σ_j ŵ²,  m_eff = n_eff (1 − w_N)
         magnitude = tanh(softplus(beta) ln(1 + m_eff))
 
-    Arguments as in `chunk_polar`; `operand` is applied to every operand of a matrix product.
+    Arguments and errors as in `chunk_polar`; `operand` is applied to every operand of a matrix product.
     """
+    N = check_arguments(q, k, v, alpha, beta, gamma, null_base, v_null, window, initial_state, cu_seqlens)
+    length, P = (q.new_zeros(N), 0) if initial_state is None else (initial_state.length, initial_state.k.shape[1])
+    check_data(length, P, window, cu_seqlens, *q.shape[:2])
     G = q.shape[2] // k.shape[2]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan, plan
-from needlework.ops.common.operator import backward_operator, operator
+from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.together import bare, kind, rehearse, run
 from needlework.ops.common.triton_tile import token_tile
@@ -257,7 +257,7 @@ def _backward(ctx, ddirection, dmagnitude, *_):
     return *found, None, None, None
 
 
-torch.library.register_autograd(polar_triton_fwd, _backward, setup_context=_save)
+differentiable(polar_triton_fwd, _backward, _save)
 
 
 def polar(

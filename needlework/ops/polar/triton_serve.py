@@ -9,7 +9,7 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.launch import Case, Plan, plan
-from needlework.ops.common.operator import operator
+from needlework.ops.common.operator import operator, step_operator
 from needlework.ops.common.together import run
 from needlework.ops.common.triton_tile import token_tile
 from needlework.ops.common.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2, padded
@@ -58,7 +58,7 @@ def _(q, k, v, *_):
     return q.new_empty(*q.shape[:2], v.shape[3]), q.new_empty(q.shape[:2], dtype=accumulator(q.dtype))
 
 
-@torch.library.custom_op("needlework::polar_append", mutates_args=("page_k", "page_v", "length"))
+@step_operator("page_k", "page_v", "length")
 def polar_append(
     k: Tensor, v: Tensor, page_k: Tensor, page_v: Tensor, length: Tensor, slots: Tensor, window: int | None
 ) -> Tensor:
@@ -75,7 +75,7 @@ def polar_append(
     return live
 
 
-@polar_append.register_fake
+@torch.library.register_fake(polar_append)
 def _(k, *_):
     return torch.empty(len(k), dtype=torch.int32, device=k.device)
 

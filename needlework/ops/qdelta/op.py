@@ -8,7 +8,7 @@ from torch import Tensor
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.launch import misfit
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.common.shapes import check
+from needlework.ops.common.shapes import check, check_count, check_slots, now
 from needlework.ops.delta.arguments import check_state, checked_state, width
 from needlework.ops.delta.op import contiguous, unit
 from needlework.ops.qdelta import chunk, reference, transposed
@@ -46,7 +46,7 @@ def chunk_qdelta(
 
     q, k [B T H K]: query and key, both of unit norm. v [B T HV V]: value; HV a multiple of H, value head j has key head
         j // (HV // H).
-    g [B T HV]: natural log decay, finite, <= 0; None: no decay. A gate per channel [B T HV K] decays by channel.
+    g [B T HV]: natural log decay, <= 0, −∞ included; None: no decay. A gate per channel [B T HV K] decays by channel.
     beta, lam [B T HV]: write strength β and λ, in [0, 1] (the card says what they bound).
     coupling: "transposed" is what the authors' kernels compute, in chunks of 64 from each sequence's start: split and step
         do not agree with prefill there, and the gate is one per head. For their checkpoints only.
@@ -64,8 +64,7 @@ def chunk_qdelta(
     Raises ValueError for sizes or dtypes that do not fit, an unknown coupling or impl, another chunk_size where 64 defines,
     impl="triton" where that cannot be.
     """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
+    check_count("chunk_size", chunk_size)
     if coupling == "transposed" and chunk_size != transposed.CHUNK:
         raise ValueError(
             f"chunk_size: got {chunk_size}; with coupling='transposed' chunks of {transposed.CHUNK} are the definition"
@@ -170,8 +169,9 @@ def step_qdelta(
         which reads and changes no slot and returns zeros. A live slot belongs to one row only.
     Dtypes, settings and errors as in `chunk_qdelta`.
     """
-    now = lambda x: None if x is None else x.unsqueeze(1)
-    check_rule(*map(now, (q, k, v, g, beta, lam)), coupling, now(q_read))
+    *rule, read = now(q=q, k=k, v=v, g=g, beta=beta, lam=lam, q_read=q_read)
+    check_rule(*rule, coupling, read)
+    check_slots(slots, len(q))
     check("state", state, "slots HV K V", HV=v.shape[1], K=q.shape[-1], V=v.shape[-1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if (
@@ -186,7 +186,7 @@ def step_qdelta(
     live = slots >= 0
     token = lambda x: None if x is None else x[live].unsqueeze(1)
     with torch.no_grad():
-        now, new = recurrent_qdelta(
+        o_live, new = recurrent_qdelta(
             *map(token, (q, k, v, g, beta, lam)),
             coupling=coupling,
             q_read=token(q_read),
@@ -196,6 +196,6 @@ def step_qdelta(
             output_final_state=True,
         )
         state[slots[live]] = new.to(state.dtype)
-        o = now.new_zeros(v.shape)
-        o[live] = now[:, 0]
+        o = o_live.new_zeros(v.shape)
+        o[live] = o_live[:, 0]
     return o

@@ -55,7 +55,7 @@ def finetune(name: str) -> Recipe:
 def _base(config: NeedleworkConfig, base: float) -> NeedleworkConfig:
     """The config with another base of its rotary positions."""
     mixers = {letter: mixer | {"position": Rope(base=base).to_dict()} for letter, mixer in config.mixers.items()}
-    return NeedleworkConfig(**config.to_diff_dict() | {"mixers": mixers})
+    return config.replaced(mixers=mixers)
 
 
 def large_vocabulary(length: int, rows: int, steps: int) -> Recipe:

@@ -1,0 +1,96 @@
+"""The commands that read a checkpoint's folder: eval, generate."""
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .app import CorpusPaths, app, console, errors
+from .tables import scores
+
+LEAST = 1e-4  # a temperature below it takes logits out of float32's range
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder that `train` or `compare` wrote (…/checkpoint).")],
+    corpus: CorpusPaths = None,
+    length: Annotated[list[int] | None, typer.Option(help="A length in tokens; give it again for more.", min=1)] = None,
+    task: Annotated[list[str] | None, typer.Option(help="A task; give it again for more. Default: needle, needles.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a checkpoint: loss on held-out text and retrieval at each length. Stopped by Ctrl-C, the same command goes on.
+
+    Tasks: needle, needles (four at once), needles-2, needles-8, passkey, number, uuid, multikey, induction.
+    """
+    from needlework.data import CorpusConfig, load_corpus, text_read
+    from needlework.measure import Evaluation, check_measurement, measure
+    from needlework.ops.common.struck import cache
+    from needlework.pieces import Pieces, measurement
+    from needlework.recipe import OWN_TEXT
+    from needlework.run import state_bytes
+
+    model, tokenizer = load_checkpoint(checkpoint)
+    chosen = {"lengths": tuple(sorted(set(length or ()))), "tasks": tuple(task or ())}
+    evaluation = Evaluation(**{name: value for name, value in chosen.items() if value})
+    own = {"kind": "files", "paths": tuple(map(str, corpus)), "max_bytes": OWN_TEXT} if corpus else {}
+    text = load_corpus(CorpusConfig(**own), tokenizer)
+    if not as_json:
+        console.print(text_read(text.manifest), soft_wrap=True)
+    check_measurement(model.config.mixers, text, evaluation)
+    folder = cache() / "measuring"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a home that cannot be written to is no reason not to measure
+        errors.print(f"{error}: nothing is kept if this is stopped", soft_wrap=True)
+        entry = measure(model, text, evaluation)
+    else:
+        pieces = Pieces(folder, measurement(checkpoint, text, evaluation, model.device))
+        try:
+            entry = measure(model, text, evaluation, pieces.once)
+        except KeyboardInterrupt:
+            errors.print(f"stopped; {len(pieces.done)} numbers are kept, and the same command goes on from them")
+            raise
+        pieces.forget()
+    entry |= {"title": checkpoint.name, "state_bytes": {str(T): state_bytes(model, T) for T in evaluation.lengths}}
+    if as_json:
+        print(json.dumps(entry, indent=2))
+    else:
+        console.print(scores({"lengths": evaluation.lengths, "mixers": [entry]}))
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder that `train` or `compare` wrote (…/checkpoint).")],
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    tokens: Annotated[int, typer.Option(help="How many tokens to add.", min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.", min=0, max=(1 << 64) - 1)] = 0,
+) -> None:
+    """Continue a text."""
+    import torch
+
+    if not (temperature == 0 or LEAST <= temperature < math.inf):
+        raise ValueError(f"--temperature: got {temperature:g}, expected 0, or a finite number of at least {LEAST:g}")
+    model, tokenizer = load_checkpoint(checkpoint)
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not ids:
+        raise ValueError("--prompt is empty: expected at least one token to go on from")
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    ids = torch.tensor([ids], device=model.device)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **sampling)
+    console.print(tokenizer.decode(out[0].tolist()), soft_wrap=True)
+
+
+def load_checkpoint(path: Path):
+    """The model, in evaluation mode, on the GPU where there is one, and its tokenizer."""
+    import torch
+
+    from needlework.data import load_tokenizer
+    from needlework.pretrained import load_model
+
+    model = load_model(path).eval()
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), load_tokenizer(path / "tokenizer.json")

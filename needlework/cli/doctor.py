@@ -1,0 +1,86 @@
+"""The command that checks the kernels on this machine: doctor."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .app import app, console
+from .tables import build_table, verdict_table
+
+
+@app.command()
+def doctor(
+    full: Annotated[bool, typer.Option("--full", help="Every size, form and dtype of every plan.")] = False,
+    compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile every kernel; needs no GPU.")] = False,
+    report: Annotated[Path | None, typer.Option(help="Write what was found here, as JSON.")] = None,
+) -> None:
+    """Check the Triton kernels on this machine, under every launch plan that may be picked here.
+
+    Forward and gradients against the definition in float64, by the error budget, each run twice. A plan that is wrong (over twice
+    its budget, not the same twice, or not to be run) is struck off and never taken on this machine again; what is over the budget
+    by less is reported. The exit status is 1 for either. Attach the report to an issue.
+    """
+    import time
+
+    if importlib.util.find_spec("triton") is None:  # before what imports it
+        raise ValueError("doctor: Triton is not installed; pip install triton (the ops run on PyTorch alone without it)")
+    from needlework.progress import Lines
+    from needlework.testing import processes
+
+    began = time.monotonic()
+    processes.context()  # its server imports PyTorch beside us
+    import torch
+
+    from needlework.ops.common.launch import capability, interpreted
+    from needlework.ops.common.struck import path
+    from needlework.testing import builds
+    from needlework.testing import doctor as checks
+
+    if compile_only and interpreted():
+        raise ValueError("doctor --compile-only: unset TRITON_INTERPRET, the interpreter compiles nothing")
+    if not (compile_only or interpreted() or torch.cuda.is_available()):
+        raise ValueError("doctor: no CUDA device here; --compile-only compiles the kernels without one")
+    known_here = checks.facts()
+    for name, value in known_here.items():
+        console.print(f"{name}: {value}", soft_wrap=True)
+    device = torch.device("cpu" if interpreted() or compile_only else "cuda")
+    if told := checks.warning(known_here, (9, 0) if compile_only else capability(device)):
+        console.print(told, style="yellow", soft_wrap=True)
+    with console.status("compiling") as status:
+        lines = Lines(console)
+
+        def at(now: str) -> None:
+            status.update(now)
+            lines(lambda: f"{time.monotonic() - began:4.0f} s, {now}")
+
+        if compile_only:
+            found = builds.compile_all(full, lambda count, total: at(f"compiling: {count} of {total}"))
+            table, failed, struck = build_table(found), [b for b in found if b.error], False
+        else:
+            at("compiling and judging")
+
+            def tell(v: checks.Verdict, count: int, total: int) -> None:
+                row = f"{v.op} {v.form}, {v.engine} {v.plan}, {v.dtype}, K {v.K}, V {v.V}"
+                if full or v.failing:  # minutes, or what is known already
+                    told = "; ".join(v.failing) or "ok"
+                    console.print(f"{time.monotonic() - began:4.0f} s, {count} of {total}: {row}: {told}, {v.seconds} s")
+                    status.update(f"{count} of {total}: {row}")
+                else:
+                    at(f"{count} of {total}: {row}")
+
+            found = checks.run(device, full, tell)
+            table, failed, struck = verdict_table(found), [v for v in found if v.failing], not interpreted()
+    console.print(table)
+    seconds = time.monotonic() - began
+    if report is not None:
+        report.write_text(json.dumps(checks.report(found, known_here, seconds), indent=1))
+        console.print(f"report: {report}", soft_wrap=True)
+    if failed:
+        console.print(f"{len(failed)} of {len(found)} failed, {seconds:.0f} s", style="red")
+        if struck and any(v.wrong for v in failed):
+            console.print(f"what is wrong is struck off in {path()}; --full takes back what passes it", soft_wrap=True)
+        raise typer.Exit(1)
+    console.print(f"{len(found)} checked, all right, {seconds:.0f} s")

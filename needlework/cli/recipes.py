@@ -1,0 +1,122 @@
+"""Recipes by name: MODULE:FUNCTION of needlework.recipes, or of a Python file."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from needlework.__main__ import extra
+
+
+def known(names: Iterable[str], there: Iterable[str], what: str) -> None:
+    from needlework.layers.config import nearest
+
+    for name in names:
+        if name not in there:
+            raise ValueError(f"unknown {what} {name!r}{nearest(name, list(there))}; known: {', '.join(there) or 'none'}")
+
+
+def load_recipe(name: str):
+    """demo:qdelta is what needlework/recipes/demo.py's function qdelta returns; a module that ends in .py is a file."""
+    from needlework.recipe import Recipe
+
+    recipe = _returned(name)
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe {name!r}: returned {_kind(recipe)}, expected a Recipe")
+    return recipe
+
+
+def load_recipes(name: str):
+    """comparison:small is what needlework/recipes/comparison.py's function small returns: several recipes."""
+    from needlework.recipe import Recipe
+
+    found = _returned(name)
+    if not isinstance(found, tuple) or not found or not all(isinstance(recipe, Recipe) for recipe in found):
+        raise ValueError(f"recipes {name!r}: returned {_kind(found)}, expected a tuple of Recipes")
+    return found
+
+
+def _kind(returned: Any) -> str:
+    return "an empty tuple" if returned == () else type(returned).__name__
+
+
+def split(name: str) -> tuple[str, str]:
+    """MODULE, FUNCTION of MODULE:FUNCTION."""
+    module, _, function = name.rpartition(":")
+    if not module or not function:
+        raise ValueError(f"recipe {name!r}: expected MODULE:FUNCTION, e.g. demo:qdelta or my.py:run")
+    return module, function
+
+
+def load_module(name: str) -> ModuleType:
+    """needlework/recipes/NAME.py, or the Python file NAME; ValueError says where it is wrong, or that there is none."""
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise ValueError(f"recipe {name!r}: there is no file {name}")
+        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses of the file look themselves up there
+        with _blamed(Path(spec.origin)):
+            spec.loader.exec_module(module)
+        return module
+    if Path(name).is_file():
+        raise ValueError(f"recipe {name!r}: {name} is no Python file, whose name ends in .py")
+    # no dots: the modules of needlework/recipes/ are files, none a package
+    if not name.isidentifier() or (spec := importlib.util.find_spec(f"needlework.recipes.{name}")) is None:
+        raise ValueError(f"recipe {name!r}: there is no needlework/recipes/{name}.py")
+    with _blamed(Path(spec.origin)):
+        return importlib.import_module(f"needlework.recipes.{name}")
+
+
+def _returned(name: str) -> Any:
+    """What the function returns that MODULE:FUNCTION names."""
+    module_name, function_name = split(name)
+    module = load_module(module_name)
+    recipes = [there for there, value in vars(module).items() if not there.startswith("_") and _makes_recipes(value, module)]
+    function = vars(module).get(function_name)
+    if function_name not in vars(module):
+        known([function_name], recipes, f"recipe of {module_name}")
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError) as error:  # no function, one that needs arguments, one that says nothing of them
+        there = ", ".join(recipes) or "none"
+        raise ValueError(f"recipe {name!r}: expected a function without arguments ({error}); known: {there}") from None
+    with _blamed(Path(module.__file__)):
+        return function()
+
+
+def _makes_recipes(value: Any, module: ModuleType) -> bool:
+    """Whether it is a function of the module that may be called without arguments, and says nothing else of what it returns."""
+    function = getattr(value, "func", value)  # a partial's
+    if not isinstance(function, FunctionType) or function.__module__ != module.__name__:
+        return False
+    signature = inspect.signature(value)
+    needed = [
+        p for p in signature.parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    returns = signature.return_annotation
+    return not needed and (returns is signature.empty or "Recipe" in inspect.formatannotation(returns))
+
+
+@contextmanager
+def _blamed(file: Path) -> Iterator[None]:
+    """An error that a recipe's file makes itself is one line with its place; one that we make keeps its traceback."""
+    try:
+        yield
+    except SyntaxError as error:
+        line = f", line {error.lineno}" if error.lineno else ""
+        raise ValueError(f"{error.filename or file}{line}: {type(error).__name__}: {error.msg}") from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if Path(frame.filename) == file]
+        if isinstance(error, ModuleNotFoundError) and extra(error.name):
+            raise  # the entry point says what to install
+        if not own or not (isinstance(error, ImportError) or frames[-1] is own[-1]):
+            raise
+        raise ValueError(f"{file}, line {own[-1].lineno}: {type(error).__name__}: {error}") from error

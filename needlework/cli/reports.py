@@ -1,0 +1,46 @@
+"""The command that makes a study's page of its results: report."""
+
+import shlex
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+from .app import app, console
+from .recipes import load_module
+
+SAYS = ("MIXERS", "FAMILIES", "GLANCE", "CLAIMS", "LIMITS")  # of a module: who is compared with whom
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Argument(help="The folder of a study's results: RUNS/NAME/results.")],
+    of: Annotated[str, typer.Option(help="The recipes' module, which says who is compared with whom.")] = "comparison",
+    to: Annotated[Path | None, typer.Option(help="Where the page goes; default: beside the results.")] = None,
+) -> None:
+    """Make the page of a study from its results: tables with mean ± spread, curves, claims, limits."""
+    from needlework.eval.study_page import write_page
+
+    module, study = _read(results, of)
+    page = write_page(study, to or results, module.CLAIMS, module.LIMITS)
+    console.print(f"page: {page}", soft_wrap=True)
+
+
+def page_of(results: Path, of: str) -> str:
+    """The command that makes the page, or why there is none."""
+    try:
+        _read(results, of)
+    except ValueError as error:
+        return f"results: {results} (no page of them: {error})"
+    return shlex.join(["needlework", "report", str(results), "--of", of])
+
+
+def _read(results: Path, of: str):
+    """The module and the study; ValueError for a module that does not say all of SAYS, or results that are no study."""
+    from needlework.eval.study import load_study
+
+    module: ModuleType = load_module(of)
+    if missing := [name for name in SAYS if not hasattr(module, name)]:
+        raise ValueError(f"{of} has no {', '.join(missing)}, which a page is made of")
+    return module, load_study(results, module.MIXERS, module.FAMILIES, module.GLANCE, getattr(module, "VOID", {}))

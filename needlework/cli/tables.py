@@ -1,0 +1,43 @@
+"""What the commands print as tables."""
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+
+def scores(results: dict[str, Any]) -> Table:
+    """Loss, and the digits right of every task, by length, one row a mixer."""
+    from needlework.measure import TASKS
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("mixer")
+    tasks = [task for task in TASKS if any(task in entry for entry in results["mixers"])]
+    for heading in ("loss", *tasks):
+        for T in results["lengths"]:
+            table.add_column(f"{heading}\n{T}", justify="right")
+    for entry in results["mixers"]:
+        row = [f"{entry['loss'][str(T)]:.3f}" for T in results["lengths"]]
+        row += [f"{entry[task][str(T)]['accuracy']:.0%}" for task in tasks for T in results["lengths"]]
+        table.add_row(entry["title"], *row)
+    return table
+
+
+def build_table(found: list[Any]) -> Table:
+    names = ("engine", "plan", "kernel", "dtype", "K", "V", "sm", "registers", "shared", "spilled", "wgmma", "mma")
+    table = Table(*names, "", box=None, pad_edge=False)
+    for b in found:
+        verdict = Text(b.error.splitlines()[0], style="red") if b.error else "ok"
+        table.add_row(*(str(getattr(b, name)) for name in names), verdict)
+    return table
+
+
+def verdict_table(found: list[Any]) -> Table:
+    names = ("op", "form", "plan", "dtype", "K", "V", "seconds", "tensor")
+    table = Table("op", "form", "plan", "dtype", "K", "V", "s", "worst", "error ÷ budget", "", box=None, pad_edge=False)
+    for v in found:
+        ratio = "" if v.ratio is None else f"{v.ratio:.2f}"
+        verdict = Text("; ".join(v.failing), style="red") if v.failing else "ok"
+        plan = f"{v.engine} {v.plan}"
+        table.add_row(*(plan if name == "plan" else str(getattr(v, name)) for name in names), ratio, verdict)
+    return table

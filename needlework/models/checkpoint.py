@@ -1,0 +1,69 @@
+"""A trained model and its tokenizer as one folder that describes itself.
+
+config.json, generation_config.json   the model, where its texts end, and what loads it (`auto.py`)
+model.safetensors                     the weights, in several files where they are many
+tokenizer.json, tokenizer_config.json the tokenizer as it was, and which of its tokens begin, end and pad
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from needlework.models.modeling import NeedleworkForCausalLM
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def save_checkpoint(
+    model: NeedleworkForCausalLM, tokenizer: Tokenizer, end: int, directory: Path, weights: dict[str, Tensor] | None = None
+) -> None:
+    """Write the folder for AutoModelForCausalLM and AutoTokenizer: whole, in place of one that is there, or not at all.
+
+    end: the id of the tokenizer's end of text. It begins texts too, for a document followed one in training; and it pads, for no
+        other token is free: pads are masked, but DataCollatorForLanguageModeling then counts no end of text. The model takes the
+        ids: its generation ends where a text does.
+    weights: the state dict, where the model's own is spread over ranks.
+
+    OSError names the folder where it cannot be written. ValueError for an id that is no token of the tokenizer, or a tokenizer with more tokens than the model has embeddings.
+    """
+    size, token = tokenizer.get_vocab_size(), tokenizer.id_to_token(end)
+    if token is None or size > model.config.vocab_size:
+        raise ValueError(
+            f"tokenizer: end of text is {end}, {size} tokens; expected one of them, and at most vocab_size = {model.config.vocab_size}"
+        )
+    ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    model.config = model.config.replaced(**ids)
+    model.generation_config = GenerationConfig(**ids)
+    new = directory.with_name(f"{directory.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        model.save_pretrained(new, state_dict=weights)
+    except SafetensorError as error:
+        raise OSError(f"{directory}: the model cannot be written ({error})") from error
+    write_tokenizer(tokenizer, token, new)
+    shutil.rmtree(directory, ignore_errors=True)
+    new.rename(directory)
+
+
+def write_tokenizer(tokenizer: Tokenizer, end: str, directory: Path) -> None:
+    """tokenizer.json and tokenizer_config.json, for AutoTokenizer to give the ids that needlework's `encode` gives.
+
+    What a tokenizer would put around a text by itself (its post-processor) the model never saw: it is left out.
+    """
+    described = json.loads(tokenizer.to_str()) | {"post_processor": None}
+    named = {
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,
+        "clean_up_tokenization_spaces": False,
+    }
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text(json.dumps(described, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

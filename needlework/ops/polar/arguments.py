@@ -1,0 +1,44 @@
+"""What Polar attention's arguments must be. The values of cu_seqlens and length are data, checked apart."""
+
+from torch import Tensor
+
+from needlework.ops.common.packing import check_cu_seqlens, sequences
+from needlework.ops.common.shapes import check, check_count, check_dtypes, check_state
+from needlework.ops.polar.state import PolarState
+
+
+def check_arguments(
+    q, k, v, alpha, beta, gamma, null_base, v_null, window: int | None, state: PolarState | None, cu_seqlens: Tensor | None
+) -> int:
+    """How many sequences a call has; ValueError for what does not fit."""
+    check("q", q, "B T Hq d")
+    B, T, Hq, d = q.shape
+    check("k", k, "B T Hkv d", B=B, T=T, d=d)
+    Hkv = k.shape[2]
+    check("v", v, "B T Hkv V", B=B, T=T, Hkv=Hkv)
+    if Hq % Hkv:
+        raise ValueError(f"q: axis 2 (Hq) has size {Hq}, expected a multiple of the {Hkv} key-value heads of k")
+    for name, x in {"alpha": alpha, "beta": beta, "gamma": gamma, "null_base": null_base}.items():
+        check(name, x, "Hq", Hq=Hq)
+    check("v_null", v_null, "Hq V", Hq=Hq, V=v.shape[3])
+    check_dtypes(q=q, k=k, v=v)
+    if window is not None:
+        check_count("window", window, " (the query's own key)")
+    N = sequences(cu_seqlens, B)
+    if state is not None:
+        check_state("initial_state", state, PolarState)
+        check("initial_state.k", state.k, "N P Hkv d", N=N, Hkv=Hkv, d=d)
+        P = state.k.shape[1]
+        check("initial_state.v", state.v, "N P Hkv V", N=N, P=P, Hkv=Hkv, V=v.shape[3])
+        check("initial_state.length", state.length, "N", N=N)
+        if window is not None and P > window:
+            raise ValueError(f"initial_state.k: axis 1 (P) has size {P}, expected at most the window {window}")
+    return N
+
+
+def check_data(length: Tensor, P: int, window: int | None, cu_seqlens: Tensor | None, B: int, T: int) -> None:
+    """What only the values of integer tensors show; called where torch.compile does not look."""
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, B, T)
+    if len(length) and P != window and int(length.max()) > P:
+        raise ValueError(f"initial_state.length: a sequence holds {int(length.max())} tokens, but the pages hold {P} rows")

@@ -1,0 +1,54 @@
+"""A pytest plugin (`-p needlework.testing.speed`): the tests that cost most, in seconds of CPU, which other work on the machine does not change.
+
+It reports and judges nothing: a test's verdict does not depend on how long it took.
+"""
+
+import resource
+
+import pytest
+
+LIMIT = 5  # seconds of its own above which a test carries the mark `slow`
+costs: list[tuple[float, str]] = []
+over: list[str] = []
+
+
+def cpu() -> float:
+    """Seconds of CPU that this process and its children that have ended took."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(x.ru_utime + x.ru_stime for x in used)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    """With what it shares, if it is the first that asks for it."""
+    began = cpu()
+    result = yield
+    item.user_properties.append(("cpu", cpu() - began))
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    began = cpu()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("own cpu", cpu() - began))
+
+
+def pytest_runtest_logreport(report):
+    """Also of the workers' tests: their reports come here."""
+    if report.when == "teardown":
+        found = dict(report.user_properties)
+        own = found.get("own cpu", 0.0)
+        costs.append((own + found.get("cpu", 0.0), report.nodeid))
+        if own > LIMIT and "slow" not in report.keywords:
+            over.append(report.nodeid)
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.section("ten slowest, seconds of CPU")
+    for seconds, test in sorted(costs, reverse=True)[:10]:
+        terminalreporter.line(f"{seconds:6.1f}  {test}")
+    for test in sorted(over):
+        terminalreporter.line(f"over {LIMIT} s and not marked slow: {test}", red=True)

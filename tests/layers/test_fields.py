@@ -1,0 +1,148 @@
+"""Every number, choice and part of a component's config is checked when the config is made, and the error names the field."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from needlework.layers import (
+    CCQ,
+    KINDS,
+    Attention,
+    Canon,
+    Carve,
+    ChannelGate,
+    Delta,
+    Differential,
+    GatedConv,
+    Gdn2,
+    HalfRope,
+    Linear,
+    LowRankGate,
+    Lucid,
+    Memory,
+    Objective,
+    Polar,
+    QDelta,
+    Recurrent,
+    RetentionGate,
+    Rope,
+    ScalarGate,
+    ShortConv,
+    Softmax,
+    SquaredReLU,
+    SwiGLU,
+    from_dict,
+)
+
+RECURRENT = {"heads": 2, "key_dim": 8, "value_dim": 8, "write": Linear()}
+ATTENTION = {"heads": 2, "head_dim": 8, "attend": Softmax()}
+NOT_A_NUMBER = ("x", math.nan, math.inf, True, [1])
+COUNT = (0, -1, 2.5, *NOT_A_NUMBER)
+ABOVE_ZERO = (0, -0.5, *NOT_A_NUMBER)
+# (config, field): what is needed beside it, what it may be, what it may not
+NUMBERS = {
+    (Recurrent, "heads"): (RECURRENT, (1, 6), COUNT),
+    (Recurrent, "key_dim"): (RECURRENT, (1, 128), COUNT),
+    (Recurrent, "value_dim"): (RECURRENT, (1, 128), COUNT),
+    (Recurrent, "value_heads"): (RECURRENT, (None, 4), COUNT),
+    (Attention, "heads"): (ATTENTION, (1, 8), COUNT),
+    (Attention, "head_dim"): (ATTENTION, (1, 64), COUNT),
+    (Attention, "kv_heads"): (ATTENTION, (None, 1), COUNT),
+    (GatedConv, "width"): ({}, (2, 4), (1, *COUNT)),
+    (GatedConv, "channels"): ({}, (None, 1), COUNT),
+    (ShortConv, "width"): ({}, (2, 4), (1, *COUNT)),
+    (Canon, "width"): ({}, (2, 4), (1, *COUNT)),
+    (Softmax, "window"): ({}, (None, 1), COUNT),
+    (Softmax, "scale"): ({}, (None, 0.1, 1), ABOVE_ZERO),
+    (Lucid, "window"): ({}, (None, 1), COUNT),
+    (Lucid, "scale"): ({}, (None, 0.1, 1), ABOVE_ZERO),
+    (Polar, "window"): ({}, (None, 1), COUNT),
+    (Differential, "window"): ({}, (None, 1), COUNT),
+    (Differential, "start"): ({}, (None, 0, 0.8), (-0.1, 1, *NOT_A_NUMBER)),
+    (Rope, "base"): ({}, (0.5, 10_000), ABOVE_ZERO),
+    (HalfRope, "base"): ({}, (0.5, 10_000), ABOVE_ZERO),
+    (ScalarGate, "half_life"): ({}, (None, 0.5, 100), ABOVE_ZERO),
+    (ChannelGate, "half_life"): ({}, (None, 0.5, 100), ABOVE_ZERO),
+    (ChannelGate, "rank"): ({}, (None, 1), COUNT),
+    (LowRankGate, "rank"): ({}, (1, 16), COUNT),
+    (LowRankGate, "temperature"): ({}, (0.5, 16), ABOVE_ZERO),
+    (RetentionGate, "offset"): ({}, (-3.9, 0, 4), NOT_A_NUMBER),
+    (RetentionGate, "bound"): ({}, (None, 35, (35.0, None)), (0, -1, math.nan, (35.0, 0.0), (35.0, "x"), "x", True)),
+    (Carve, "rank"): ({}, (0, 16), (-1, 2.5, *NOT_A_NUMBER)),
+    (Carve, "content_chunk"): ({}, (1, 64), COUNT),
+    (Carve, "write_rank"): ({}, (1, 2), COUNT),
+    (Carve, "half_life"): ({}, ((32.0, 64.0), [32, 64]), ((0.0, 64.0), (32.0, -1.0), (32.0,), (1.0, 2.0, 3.0), 32.0, "ab")),
+    (CCQ, "start"): ({}, (0.01, 0.99), (0, 1, -0.1, *NOT_A_NUMBER)),
+    (QDelta, "lam"): ({}, (None, 0, 0.5, 1), (-0.1, 1.5, *NOT_A_NUMBER)),
+    (SwiGLU, "hidden"): ({}, (1, 64), COUNT),
+    (SquaredReLU, "hidden"): ({}, (1, 64), COUNT),
+    (Objective, "regulariser_weight"): ({}, (0, 0.5), (-0.1, 1, *NOT_A_NUMBER)),
+    (Objective, "distractor_weight"): ({}, (0, 2), (-0.1, *NOT_A_NUMBER)),
+    (Objective, "summed_over"): ({}, (None, 8192), COUNT),
+}
+# the same for what is no number
+OTHERS = {
+    (Lucid, "precondition"): ({}, ("key", "qk", "rowmax", "beta"), ("keys", None, 1)),
+    (Lucid, "solve"): ({}, ("window", "global"), ("all", None)),
+    (Carve, "prediction"): ({}, ("previous", "decayed"), ("next", None)),
+    (QDelta, "coupling"): ({}, ("recurrent", "transposed"), ("none", None)),
+    (Recurrent, "write"): (RECURRENT, (Delta(), Carve()), (Softmax(), ScalarGate(), None, "delta")),
+    (Recurrent, "read"): (RECURRENT, (CCQ(),), (Delta(), None)),
+    (Recurrent, "conv"): (RECURRENT, (None, Canon()), (Rope(), "short_conv", 4)),
+    (Recurrent, "output_gate"): (RECURRENT, (True, False), (1, None, "yes")),
+    (Attention, "attend"): (ATTENTION, (Lucid(),), (Delta(), None)),
+    (Attention, "position"): (ATTENTION, (None, Rope()), (Canon(), "rope")),
+    (Attention, "conv"): (ATTENTION, (None, ShortConv()), (Rope(),)),
+    (Attention, "memory"): (ATTENTION, (None, Memory()), (Delta(), True)),
+    (Memory, "write"): ({}, (QDelta(),), (CCQ(), None)),
+    (Memory, "read"): ({}, (CCQ(),), (QDelta(), None)),
+    (Delta, "gate"): ({}, (None, ChannelGate()), (Delta(), 0.5)),
+    (Gdn2, "gate"): ({}, (ScalarGate(),), (None, Rope())),
+}  # fmt: skip
+ROWS = [pytest.param(*key, *row, id=f"{key[0].kind}.{key[1]}") for key, row in (NUMBERS | OTHERS).items()]
+
+
+@pytest.mark.parametrize("kind, name, beside, good, bad", ROWS)
+def test_a_field_out_of_its_range_is_refused_by_name(kind, name, beside, good, bad):
+    for value in good:
+        made = kind(**beside | {name: value})
+        assert getattr(made, name) == (tuple(value) if isinstance(value, list) else value)
+        assert from_dict(made.to_dict()) == made
+    for value in bad:
+        with pytest.raises(ValueError, match=rf"^{kind.kind}: {name} is .*, expected ") as error:
+            kind(**beside | {name: value})
+        assert repr(value) in str(error.value)
+
+
+def test_every_number_of_every_config_has_its_row():
+    def has_numbers(annotation):
+        return any(word in str(annotation) for word in ("int", "float"))
+
+    numbers = {
+        (kind, field.name)
+        for kind in KINDS
+        for field in dataclasses.fields(kind)
+        if has_numbers(kind.__annotations__[field.name])
+    }
+    assert numbers == set(NUMBERS)
+
+
+def test_a_whole_number_is_a_number_and_numpys_are_too():
+    rope = Rope(base=500_000)
+    assert rope == Rope(base=500_000.0) and isinstance(rope.base, float)
+    mlp = SwiGLU(hidden=np.int64(64))
+    assert type(mlp.hidden) is int and mlp.to_dict()["hidden"] == 64
+    assert type(LowRankGate(temperature=np.float32(16)).temperature) is float
+
+
+def test_a_doubled_lambda_may_be_two():
+    assert QDelta(lam=2.0, allow_neg_eigval=True).lam == 2.0
+    with pytest.raises(ValueError, match=r"qdelta: lam is 2.1, expected a number in \[0, 2"):
+        QDelta(lam=2.1, allow_neg_eigval=True)
+
+
+def test_a_missing_field_of_a_file_is_named():
+    with pytest.raises(ValueError, match="recurrent: key_dim, write is missing"):
+        from_dict({"kind": "recurrent", "heads": 2, "value_dim": 8})

@@ -1,0 +1,134 @@
+"""What an op is given and cannot take is a ValueError that names the argument, what was passed and what was expected."""
+
+import inspect
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from needlework.ops.common.conv import causal_conv
+from needlework.ops.polar import decode_polar, prefill_polar
+from needlework.ops.specs import specs
+from needlework.testing.compare import make, tokens
+
+ALL = pytest.mark.parametrize("spec", specs(), ids=lambda spec: spec.name)
+NO_TENSORS = (None, [[0.5]], 0.5, "k")
+T = 6
+
+
+def refused(call, name, value, **arguments):
+    with pytest.raises(ValueError, match=rf"^{re.escape(name)}\b.*(got|has size)") as error:
+        call(**arguments | {name: value})
+    assert "expected" in str(error.value)
+
+
+def forms(spec):
+    """Each form of an op, and its inputs."""
+    inputs = make(spec, 1, T)
+    whole = {
+        "torch": partial(spec.chunk, impl="torch"),
+        "reference": partial(spec.chunk, impl="reference"),
+        "recurrent": spec.recurrent,
+    }
+    yield from ((form, inputs) for form in whole.values())
+    yield partial(spec.step, state=spec.table(1)), tokens(spec, inputs, lambda x: x[:, 0])
+
+
+@ALL
+def test_what_is_no_tensor(spec):
+    for form, inputs in forms(spec):
+        for name in inputs:
+            required = inspect.signature(form).parameters[name].default is inspect.Parameter.empty
+            for value in NO_TENSORS:
+                # an optional tensor that the rule needs is refused by the rule that lacks it: see each op's own tests
+                if value is not None or (required and not (name == "g" and spec.name.startswith("qdelta"))):
+                    refused(form, name, value, **inputs)
+
+
+@ALL
+def test_a_tensor_without_axes(spec):
+    for form, inputs in forms(spec):
+        for name in inputs:
+            with pytest.raises(ValueError, match=rf"^{name}: .*got"):
+                form(**inputs | {name: torch.tensor(0.5, dtype=torch.float64)})
+
+
+CU_SEQLENS = {
+    "a list": [0, 2, T],
+    "a number": T,
+    "empty": torch.zeros(0, dtype=torch.int64),
+    "one number": torch.tensor([T]),
+    "floats": torch.tensor([0.0, T]),
+    "bytes": torch.tensor([0, T], dtype=torch.uint8),
+    "two axes": torch.tensor([[0, T]]),
+    "not from 0": torch.tensor([1, T]),
+    "not to T": torch.tensor([0, T - 1]),
+    "past T": torch.tensor([0, T + 1]),
+    "falling": torch.tensor([0, 4, 2, T]),
+    "below 0": torch.tensor([0, -1, T]),
+}
+
+
+@ALL
+@pytest.mark.parametrize("value", CU_SEQLENS.values(), ids=CU_SEQLENS)
+def test_cu_seqlens_that_pack_nothing(spec, value):
+    *whole, _ = forms(spec)
+    for form, inputs in whole:
+        for state in (False, True):
+            refused(partial(form, output_final_state=state), "cu_seqlens", value, **inputs)
+
+
+@ALL
+def test_cu_seqlens_of_a_batch(spec):
+    inputs = make(spec, 2, T)
+    for form in (spec.chunk, spec.recurrent):
+        refused(form, "cu_seqlens", torch.tensor([0, T]), **inputs)
+
+
+@ALL
+def test_a_state_that_is_none(spec):
+    *whole, (step, token) = forms(spec)
+    for value in ([0.0], 0.0, "state", (1, 2)):
+        for form, inputs in whole:
+            refused(form, "initial_state", value, **inputs)
+        refused(step, "state", value, **token)
+    refused(step, "state", None, **token)
+    for value in ([0], 0, torch.tensor([0.0]), torch.tensor([0, 0]), torch.tensor([True])):
+        refused(step, "slots", value, **token)
+
+
+@ALL
+def test_sizes_that_are_no_count(spec):
+    inputs = make(spec, 1, T)
+    for name in {"chunk_size", "window", "content_chunk"} & inspect.signature(spec.chunk).parameters.keys():
+        for value in ("8", 8.0, 0, -1, *([] if name == "window" else [None])):
+            refused(spec.chunk, name, value, **inputs)
+
+
+def test_a_convolution_names_what_it_cannot_take():
+    x, weight = torch.ones(1, T, 4), torch.ones(4, 3)
+    for name, value in (
+        ("x", None),
+        ("x", [1.0]),
+        ("x", x[0]),
+        ("weight", None),
+        ("weight", weight[:3]),
+        ("cu_seqlens", [0, T]),
+    ):
+        refused(causal_conv, name, value, **{"x": x, "weight": weight})
+
+
+def test_attention_on_pages_names_what_it_cannot_take():
+    spec = next(spec for spec in specs() if spec.name == "polar")
+    inputs = make(spec, 1, T)
+    pages = {"k": inputs["k"], "v": inputs["v"], "block_table": torch.zeros(1, 1).int(), "length": torch.tensor([T]).int()}
+    decode = tokens(spec, inputs, lambda x: x[:, -1]) | pages
+    prefill = inputs | pages | {"cu_seqlens": torch.tensor([0, T])}
+    decode_polar(**decode), prefill_polar(**prefill)
+    for form, given in ((decode_polar, decode), (prefill_polar, prefill)):
+        for name in given:
+            for value in NO_TENSORS:
+                refused(form, name, value, **given)
+    for value in ("a list", "a number", "empty", "floats", "not from 0", "not to T", "past T"):
+        refused(prefill_polar, "cu_seqlens", CU_SEQLENS[value], **prefill)

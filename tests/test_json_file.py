@@ -1,0 +1,40 @@
+"""A torn file is named wherever it is read."""
+
+import pytest
+
+from needlework.data import Local, StoreConfig, open_corpus, prepare
+from needlework.json_file import read_json
+from needlework.train import Parallel, ran
+from needlework.train.world import World
+
+TORN = {"half": b'{"a": [1, 2', "empty": b"", "no text": b"\x80\x02\xff", "too deep": b"[" * 100_000}
+
+
+@pytest.mark.parametrize("content", TORN.values(), ids=TORN)
+def test_a_torn_file_is_named_in_one_line(tmp_path, content):
+    (tmp_path / "some.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^.*some\.json: torn, or no JSON \(.+\)$"):
+        read_json(tmp_path / "some.json")
+
+
+def test_a_training_names_its_torn_ran_json(tmp_path):
+    import torch
+
+    (tmp_path / "ran.json").write_text('[{"started"')
+    with World.open(Parallel()) as world, pytest.raises(ValueError, match=r"ran\.json: torn"):
+        ran.write(tmp_path / "ran.json", {"seed": 0}, world, torch.device("cpu"), None)
+    assert (tmp_path / "ran.json").read_text() == '[{"started"'
+
+
+@pytest.mark.parametrize("name", ["config.json", "manifest.json", "train/manifest.json", "tokenizer.json"])
+def test_a_prepared_corpus_names_the_file_that_is_torn(tmp_path, name):
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "words {i}"}}\n' for i in range(40)))
+    config = StoreConfig(source=Local(paths=(tmp_path / "text.jsonl",), held_out=0.3), tokenizer="bytes")
+    prepare(config, tmp_path / "corpus")
+    file = tmp_path / "corpus" / name
+    file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(ValueError, match=rf"{name}.*"):
+        prepare(config, tmp_path / "corpus")
+    if name != "config.json":
+        with pytest.raises(ValueError, match=rf"{name}.*"):
+            open_corpus(tmp_path / "corpus")
