@@ -1,11 +1,21 @@
 """What tests of several rooms share: the command line in this process, and a little real text."""
 
 import ast
+import signal
 import sys
 
 import pytest
 
 from needlework.data import CorpusConfig
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """What hears signals is as before: a command sets it for its whole process, which here is not its own."""
+    before = {sign: signal.getsignal(sign) for sign in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for sign, handler in before.items():
+        signal.signal(sign, handler)
 
 
 @pytest.fixture

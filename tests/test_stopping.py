@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from needlework.cli.recipes import load_recipe
-from needlework.cli.stop import Stop
+from needlework.cli.stop import ENDS, Stop
 from needlework.compare import compare
 from needlework.eval.retrieval import Retrieval
 from needlework.study import study
@@ -160,6 +160,10 @@ def test_eval_goes_on_from_the_numbers_that_it_has(needlework, own, tmp_path, mo
 
 
 def test_a_signal_interrupts_who_does_not_ask_once_and_who_asks_never():
+    before = [signal.getsignal(sign) for sign in ENDS]
+    with Stop():
+        pass
+    assert [signal.getsignal(sign) for sign in ENDS] == before
     with Stop() as stop:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -170,7 +174,7 @@ def test_a_signal_interrupts_who_does_not_ask_once_and_who_asks_never():
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         assert stop()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.raise_signal(signal.SIGINT)  # while the process ends
 
 
 @pytest.mark.slow
@@ -206,14 +210,14 @@ def test_a_second_command_in_the_directory_is_refused_by_the_process_that_has_it
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 def test_a_study_whose_every_process_is_told_to_end_saves_and_goes_on(own, tmp_path, end):
-    """As Ctrl-C in a terminal, or a scheduler, does; and twice."""
+    """As Ctrl-C in a terminal, or a scheduler, does; and again and again, while it saves and while Python ends."""
     training, measuring = (tmp_path / "own" / name for name in ("qdelta-0", "slow-0"))
     process = started("study", f"{own}:several", "--runs", tmp_path, "--workers", 2)
     until(process, lambda: begun(training / "training"), lambda: pieces(measuring) > 5)
-    for _ in range(2):
-        os.killpg(process.pid, end)
-        time.sleep(0.2)
     began = time.monotonic()
+    while process.poll() is None:
+        os.killpg(process.pid, end)
+        time.sleep(0.02)
     said, _ = process.communicate()
     assert process.returncode == 130 and "Traceback" not in said and time.monotonic() - began < 20, said
     last = json.loads((training / "training" / "log.jsonl").read_text().splitlines()[-1])["step"]

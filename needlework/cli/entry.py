@@ -3,31 +3,27 @@
 import os
 import signal
 import sys
+from types import FrameType
 
 from rich.text import Text
 
 from . import checkpoints, doctor, lists, reports, runs  # noqa: F401  their commands join the app
 from .app import app, errors
+from .stop import ENDS
 
 
 def main() -> None:
     """Entry point: what a user did wrong is one line on stderr and exit status 1, never a traceback."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's end is Ctrl-C
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal without Greek letters shows ? there
     try:
-        app(repeated(sys.argv[1:], "--corpus"))
-    except SystemExit as ended:
-        status = ended.code
+        for end in ENDS:
+            signal.signal(end, interrupt_once)
+        status = status_of(sys.argv[1:])
     except KeyboardInterrupt:
         status = 130
-    except Exception as error:
-        from needlework.run import EXPLAINED  # late: --help needs no PyTorch
-
-        if not isinstance(error, EXPLAINED):
-            raise
-        errors.print(Text("needlework: ", style="red").append(one_line(error), style="default"), soft_wrap=True)
-        status = 1
+    if status == 130:
+        ignore_the_next()
     if os.environ.get("WORLD_SIZE", "1") != "1":
         from needlework.train import leave
 
@@ -38,6 +34,34 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = status or 130
     raise SystemExit(status)
+
+
+def status_of(arguments: list[str]) -> int | str | None:
+    """The command's exit status."""
+    try:
+        app(repeated(arguments, "--corpus"))
+    except SystemExit as ended:
+        return ended.code
+    except Exception as error:
+        from needlework.run import EXPLAINED  # late: --help needs no PyTorch
+
+        if not isinstance(error, EXPLAINED):
+            raise
+        errors.print(Text("needlework: ", style="red").append(one_line(error), style="default"), soft_wrap=True)
+        return 1
+    return 0
+
+
+def interrupt_once(number: int, frame: FrameType | None) -> None:
+    """The first signal is a KeyboardInterrupt. The next ones change nothing: what is being saved is saved."""
+    ignore_the_next()
+    raise KeyboardInterrupt
+
+
+def ignore_the_next() -> None:
+    """Not restored: Python's own exit would put the default action back, which kills a process that is ending as it was asked to."""
+    for end in ENDS:
+        signal.signal(end, signal.SIG_IGN)
 
 
 def one_line(error: Exception) -> str:
