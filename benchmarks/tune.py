@@ -1,4 +1,4 @@
-"""Time candidates for the launch tables on this GPU and write the fastest into needlework/ops/*/*.plans.json.
+"""Time candidates for the launch tables on this GPU and write the fastest into needlework/ops/*/*.launch.json.
 
     python benchmarks/tune.py --only gated/A [--seconds 90] [--write]
 
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import CASES, Case
 from timing import median, passes
 
-from needlework.ops.common import launch
+from needlework.ops.runtime import launch_configs
 from needlework.testing.verdict import Task, weigh
 
 # op -> the launch table that its case is to tune
@@ -51,7 +51,7 @@ def neighbours(constant: str, value: int) -> tuple[int, ...]:
     return tuple(choices[max(at - 1, 0) : at] + choices[at + 1 : at + 2])
 
 
-def wrong(case: Case, row: launch.Plan, device: torch.device, dtype: torch.dtype) -> str:
+def wrong(case: Case, row: launch_configs.Plan, device: torch.device, dtype: torch.dtype) -> str:
     """What the doctor finds wrong under the plan that is now forced; empty if it is right."""
     name = str(dtype).removeprefix("torch.")
     task = Task(case.spec.name, row.engine, row.name, name, case.shape["K"], case.shape["V"], FORMS)
@@ -67,16 +67,16 @@ def tune(
     seconds: float = math.inf,
     timer: Callable[[Callable], float] = median,
     verdict: Callable[..., str] = wrong,
-) -> tuple[launch.Plan, dict[str, dict[str, int]], float, float]:
+) -> tuple[launch_configs.Plan, dict[str, dict[str, int]], float, float]:
     """The row, the constants that beat it, and the milliseconds before and after, taken one after the other at the end."""
     until = time.monotonic() + seconds
     engine = ENGINES[case.op]
     call = passes(case.ours, case.tensors(device, dtype, case.shape["B"], case.shape["T"]))["fwd+bwd"]
-    row = launch.plan(engine, device, dtype, case.shape["K"], case.shape["V"])
+    row = launch_configs.plan(engine, device, dtype, case.shape["K"], case.shape["V"])
     places = [(kernel, name) for kernel, own in row.launch.items() if kernel != "shared" for name in own]
 
     def timed(constants: dict) -> float:
-        with launch.forced(engine, row.name, **constants):
+        with launch_configs.forced(engine, row.name, **constants):
             return timer(call)
 
     def why_not(trial: dict) -> str:
@@ -85,7 +85,7 @@ def tune(
             ms, now = timed(trial), timed(best)
             if ms >= now * (1 - GAIN):
                 return f"{ms:.3f} ms against {now:.3f}"
-        with launch.forced(engine, row.name, **trial):
+        with launch_configs.forced(engine, row.name, **trial):
             return verdict(case, row, device, dtype)
 
     best: dict[str, dict[str, int]] = {}
@@ -108,9 +108,9 @@ def tune(
     return row, best, timed({}), timed(best)
 
 
-def write(row: launch.Plan, best: dict, note: str, folder: Path = Path(launch.__file__).parents[1]) -> None:
+def write(row: launch_configs.Plan, best: dict, note: str, folder: Path = Path(launch_configs.__file__).parents[1]) -> None:
     """The constants and what was measured, into the row; every other character of the table stays."""
-    path = folder / f"{row.engine}.plans.json"
+    path = folder / f"{row.engine}.launch.json"
     table = json.loads(path.read_text())
     entry = next(entry for entry in table if entry["name"] == row.name)
     for kernel, constants in best.items():

@@ -46,7 +46,7 @@ def recipe(tmp_path_factory):
     path.write_text(
         "import dataclasses\n"
         "from needlework.data import CorpusConfig, NeedleMix\n"
-        "from needlework.run import Evaluation, Phase\n"
+        "from needlework.experiment.runner import Evaluation, Phase\n"
         "from needlework.recipes import demo\n"
         "def small(steps=4):\n"
         f"    recipe = demo.recipe('gated-deltanet', CorpusConfig(kind='files', paths=({str(folder / 'text.txt')!r},)))\n"
@@ -145,7 +145,7 @@ def test_compare_writes_the_report_and_the_same_command_goes_on(recipe, tmp_path
     """In process, because the demo's recipe is shortened here."""
     from rich.console import Console
 
-    from needlework.compare import compare
+    from needlework.experiment.compare import compare
 
     chosen = cli.load_recipe(f"{recipe}:small")
     results = compare("demo", (chosen,), tmp_path / "demo", Console(quiet=True), workers=1)
@@ -159,8 +159,8 @@ def test_compare_writes_the_report_and_the_same_command_goes_on(recipe, tmp_path
 def test_a_loss_that_is_not_finite_names_the_mixer_and_the_step(recipe, tmp_path):
     from rich.console import Console
 
-    from needlework.claim import RunError
-    from needlework.compare import compare
+    from needlework.experiment.claim import RunError
+    from needlework.experiment.compare import compare
 
     wild = cli.changed(cli.load_recipe(f"{recipe}:small"), ["train.optim.lr=1e30"])
     with pytest.raises(RunError, match=r"gated-deltanet: step \d+: loss"):
@@ -172,8 +172,8 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(recipe, tmp_path):
 
     from rich.console import Console
 
-    from needlework.claim import RunError
-    from needlework.study import study
+    from needlework.experiment.claim import RunError
+    from needlework.experiment.sweep import study
 
     good = cli.load_recipe(f"{recipe}:small")
     wild = dataclasses.replace(cli.changed(good, ["train.optim.lr=1e30"]), name="wild")
@@ -194,11 +194,11 @@ def die(recipe, directory):
 def test_a_worker_that_is_killed_is_no_mistake_of_ours(recipe, tmp_path, monkeypatch):
     from rich.console import Console
 
-    from needlework import crew
-    from needlework.claim import RunError
-    from needlework.study import study
+    from needlework.experiment import workers
+    from needlework.experiment.claim import RunError
+    from needlework.experiment.sweep import study
 
-    monkeypatch.setattr(crew, "_work", die)
+    monkeypatch.setattr(workers, "_work", die)
     with pytest.raises(RunError, match=r"^gated-deltanet-0: a worker was killed .* the same command goes on"):
         study((cli.load_recipe(f"{recipe}:small"),), tmp_path / "one", Console(quiet=True), workers=1)
 

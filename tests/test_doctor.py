@@ -13,9 +13,9 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from needlework.ops.common import launch, struck
 from needlework.ops.delta import chunk_delta
 from needlework.ops.delta.op import DeltaOutput
+from needlework.ops.runtime import denylist, launch_configs
 from needlework.ops.specs import specs
 from needlework.testing import builds, compare, doctor, helpers, processes, steps, targets, verdict
 
@@ -31,9 +31,9 @@ def command(*arguments, **environment):
 def apart(tmp_path, monkeypatch):
     """No verdicts but a test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    struck._read.cache_clear()
+    denylist._read.cache_clear()
     yield
-    struck._read.cache_clear()
+    denylist._read.cache_clear()
 
 
 def kernels(monkeypatch, chunk):
@@ -64,8 +64,8 @@ def test_it_runs_in_the_interpreter_and_writes_a_report(tmp_path):
 def test_every_engine_has_a_table_and_every_table_an_engine():
     from needlework.ops import common
 
-    folder = launch.Path(common.__file__).parents[1]
-    tables = {str(path.relative_to(folder)).removesuffix(".plans.json") for path in folder.glob("*/*.plans.json")}
+    folder = launch_configs.Path(common.__file__).parents[1]
+    tables = {str(path.relative_to(folder)).removesuffix(".launch.json") for path in folder.glob("*/*.launch.json")}
     assert tables == set(targets.ENGINES)
     kernels = {f"{x.parent.name}.{x.stem}" for x in folder.glob("*/triton_*.py") if "def compile_cases" in x.read_text()}
     assert kernels == {file for files in targets.ENGINES.values() for file in files}
@@ -93,8 +93,8 @@ def test_a_right_form_passes(monkeypatch):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(launch_configs, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch_configs, "interpreted", lambda: False)
 
 
 def test_a_default_run_judges_every_plan_that_is_taken_in_all_its_dtypes_and_every_rule(hopper):
@@ -105,7 +105,7 @@ def test_a_default_run_judges_every_plan_that_is_taken_in_all_its_dtypes_and_eve
         for rule in covering.values():
             if rule.step == engine:
                 expected |= set(verdict.SEVERAL if rule.several else verdict.STEP)
-        for row in launch.rows(engine):
+        for row in launch_configs.rows(engine):
             taken = {dtype for dtype in row.dtypes if dtype != "float64" and targets.taken(row, (9, 0), dtype)}
             here = [task for task in todo if (task.engine, task.plan) == (engine, row.name)]
             assert {task.dtype for task in here} == {task.dtype for task in here if task.rule in covering} == taken
@@ -113,7 +113,7 @@ def test_a_default_run_judges_every_plan_that_is_taken_in_all_its_dtypes_and_eve
             grown = {verdict.GROWN for rule in covering.values() if rule.grows and rule.chunk == engine and first == "bfloat16"}
             forms = {form for task in here if task.rule in covering for form in task.forms}
             assert forms == (expected | grown if taken else set())
-        assert {task.plan for task in everything if task.engine == engine} == {row.name for row in launch.rows(engine)}
+        assert {task.plan for task in everything if task.engine == engine} == {row.name for row in launch_configs.rows(engine)}
     for rule in targets.RULES:
         for engine in {rule.chunk, rule.step} - {None}:
             assert any(task.rule == rule.spec and task.engine == engine and task.dtype == "bfloat16" for task in todo)
@@ -169,14 +169,14 @@ def test_the_covering_rules_launch_every_kernel_that_another_does(monkeypatch):
 def test_one_sequence_alone_is_long_enough_to_be_cut(hopper):
     """A default run also judges what runs only where few heads meet a long sequence, in every plan for large sizes."""
     pytest.importorskip("triton")
-    from needlework.ops.delta.triton_split import parts_of
+    from needlework.ops.delta.segments import parts_of
 
     long = next(rule.long for rule in targets.RULES if rule.spec == "qdelta")
     todo = [task for task in doctor.tasks(torch.device("cuda"), False) if "long" in task.forms]
     assert {task.plan for task in todo if task.engine == "delta/scalar"} >= {"sm90-k128", "sm90-k256", "plain"}
     for task in todo:
         if task.engine == "delta/scalar":
-            row = next(row for row in launch.rows(task.engine) if row.name == task.plan)
+            row = next(row for row in launch_configs.rows(task.engine) if row.name == task.plan)
             scan, chunks = row.launch["scan"], long // row.launch["shared"]["C"]
             assert parts_of(2 * -(-task.V // scan["BV"]), chunks, task.K, task.V, scan["NP"]) > 1
 
@@ -244,14 +244,14 @@ def test_a_wrong_tensor_is_named_and_its_plan_struck_off_in_that_dtype(monkeypat
     kernels(monkeypatch, wrong)
     verdicts = verdict.judge("cpu", True, TASK)
     assert all(v.wrong and any(what.startswith("state") for what in v.failing) for v in verdicts)
-    struck.record(doctor.outcome(verdicts, full=False))
-    assert "state" in struck.struck(TASK.engine, TASK.plan, "float32")
-    assert struck.struck(TASK.engine, TASK.plan, "float16") is None
+    denylist.record(doctor.outcome(verdicts, full=False))
+    assert "state" in denylist.struck(TASK.engine, TASK.plan, "float32")
+    assert denylist.struck(TASK.engine, TASK.plan, "float16") is None
     passed = [v._replace(failing=(), wrong=False) for v in verdicts]
-    struck.record(doctor.outcome(passed, full=False))
-    assert struck.struck(TASK.engine, TASK.plan), "a short run has not seen what a full one saw"
-    struck.record(doctor.outcome(passed, full=True))
-    assert struck.struck(TASK.engine, TASK.plan) is None
+    denylist.record(doctor.outcome(passed, full=False))
+    assert denylist.struck(TASK.engine, TASK.plan), "a short run has not seen what a full one saw"
+    denylist.record(doctor.outcome(passed, full=True))
+    assert denylist.struck(TASK.engine, TASK.plan) is None
 
 
 def test_what_is_over_its_budget_by_less_than_twice_fails_but_is_not_struck_off(monkeypatch):
@@ -319,7 +319,7 @@ def test_compile_only_takes_every_plan_and_says_what_does_not_compile(monkeypatc
     pytest.importorskip("triton")
     found = builds.tasks(False)
     for engine in targets.ENGINES:
-        assert {task.plan for task in found if task.engine == engine} == {row.name for row in launch.rows(engine)}
+        assert {task.plan for task in found if task.engine == engine} == {row.name for row in launch_configs.rows(engine)}
     assert {task.sm for task in found} == {89, 90}
     assert {task.sm for task in builds.tasks(True)} == {80, 89, 90}
     few = next(task for task in found if not task.variants)
@@ -329,7 +329,7 @@ def test_compile_only_takes_every_plan_and_says_what_does_not_compile(monkeypatc
     def breaks(case, sm):
         raise RuntimeError("PassManager::run failed")
 
-    monkeypatch.setattr("needlework.ops.common.triton_compile.compile_case", breaks)
+    monkeypatch.setattr("needlework.ops.runtime.compile.compile_case", breaks)
     assert {build.error for build in builds._compile(few)} == {"RuntimeError: PassManager::run failed"}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from needlework.data import Files, Packages, StoreConfig
-from needlework.recipe import OWN_TEXT, Recipe, text, with_corpus
+from needlework.experiment.recipe import OWN_TEXT, Recipe, text, with_corpus
 from needlework.recipes import comparison, demo
 
 
@@ -67,7 +67,7 @@ RECIPE = """
 import dataclasses
 from needlework.data import CorpusConfig, NeedleMix, Packages, StoreConfig
 from needlework.layers import SwiGLU
-from needlework.recipe import Phase
+from needlework.experiment.recipe import Phase
 from needlework.recipes import demo
 
 def bpe(vocabulary=600):

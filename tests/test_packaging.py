@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 OWN = """
 import dataclasses
 from needlework.data import CorpusConfig, NeedleMix
-from needlework.recipe import Phase
-from needlework.measure import Evaluation
+from needlework.experiment.recipe import Phase
+from needlework.experiment.evaluate import Evaluation
 from needlework.recipes import demo
 
 def one():
@@ -130,7 +130,7 @@ def test_the_command_answers(installed, tmp_path, command, says):
 def test_cards_and_launch_plans_are_read_where_they_are_installed(installed, tmp_path):
     python, _ = installed
     code = (
-        "from needlework.ops.common.launch import rows; from needlework.ops.specs import OPS; from needlework.testing.cards import card\n"
+        "from needlework.ops.runtime.launch_configs import rows; from needlework.ops.specs import OPS; from needlework.testing.cards import card\n"
         "print(len(rows('delta/scalar')), all(card(op).is_file() for op in OPS))"
     )
     number, cards = run(python, "-c", code, cwd=tmp_path).split()

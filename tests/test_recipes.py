@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from needlework.data import CorpusConfig
-from needlework.measure import Evaluation
+from needlework.experiment.evaluate import Evaluation
+from needlework.experiment.runner import Recipe, run, training_entry
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.models.presets import PRESETS, count_parameters
 from needlework.recipes import atma, carve, ccq, comparison, lucid, qdelta
-from needlework.run import Recipe, run, training_entry
 from needlework.testing.rows import chosen
 
 PAPERS = {

@@ -16,15 +16,15 @@ from rich.console import Console
 
 from needlework.cli.recipes import load_recipe
 from needlework.cli.stop import ENDS, Stop
-from needlework.compare import compare
 from needlework.eval.retrieval import Retrieval
-from needlework.study import study
+from needlework.experiment.compare import compare
+from needlework.experiment.sweep import study
 from needlework.train import begun, latest, load
 
 OWN = """
 import dataclasses
-from needlework.run import Evaluation
-from tests.test_run import demo, tiny
+from needlework.experiment.runner import Evaluation
+from tests.experiment.test_runner import demo, tiny
 from needlework.data import CorpusConfig
 
 def small():
@@ -115,7 +115,7 @@ def test_a_comparison_and_a_study_that_cannot_run_leave_nothing(own, tmp_path):
 def test_a_study_s_result_of_another_config_is_not_taken_for_this_one_s(own, tmp_path, monkeypatch):
     """Without workers: what is asked of them is what counts."""
     asked = []
-    monkeypatch.setattr("needlework.study.work", lambda jobs, *_: asked.append([path.name for path in jobs]))
+    monkeypatch.setattr("needlework.experiment.sweep.work", lambda jobs, *_: asked.append([path.name for path in jobs]))
     recipe = load_recipe(f"{own}:small")
     other = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, clip=2.0, compile=True))
     result = tmp_path / "it" / "results" / "qdelta-0.json"
@@ -132,7 +132,7 @@ def test_a_study_s_result_of_another_config_is_not_taken_for_this_one_s(own, tmp
 
 
 def test_eval_goes_on_from_the_numbers_that_it_has(needlework, own, tmp_path, monkeypatch):
-    from needlework import measure
+    from needlework.experiment import evaluate
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     needlework("train", f"{own}:small", "--runs", tmp_path)
@@ -145,8 +145,8 @@ def test_eval_goes_on_from_the_numbers_that_it_has(needlework, own, tmp_path, mo
         share = float(episodes.input_ids.sum() % 97) / 97
         return Retrieval(accuracy=share, exact=share / 3, digits=1, values=1)
 
-    monkeypatch.setattr(measure, "retrieval", counted)
-    monkeypatch.setattr(measure, "loss", lambda read, ids, **settings: SimpleNamespace(mean=float(ids.sum() % 89) / 89))
+    monkeypatch.setattr(evaluate, "retrieval", counted)
+    monkeypatch.setattr(evaluate, "loss", lambda read, ids, **settings: SimpleNamespace(mean=float(ids.sum() % 89) / 89))
     command = ("eval", tmp_path / "qdelta" / "qdelta" / "checkpoint", "--corpus", own.parent / "text.txt", "--json")
     command += ("--length", 128, "--length", 96)
     expected = needlework(*command)

@@ -16,17 +16,17 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from needlework.compare import results
 from needlework.data import byte_tokenizer, decode_bytes, load_corpus
 from needlework.data.rng import generator
-from needlework.eval import write_report
+from needlework.experiment.compare import results
+from needlework.experiment.evaluate import Evaluation, measure
+from needlework.experiment.recipe import build
+from needlework.experiment.runner import Phase, run
 from needlework.layers import Softmax, SwiGLU
 from needlework.layers.attention import Attention
-from needlework.measure import Evaluation, measure
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
-from needlework.recipe import build
 from needlework.recipes import demo
-from needlework.run import Phase, run
+from needlework.report import write_report
 from needlework.train import AdamW, Cooldown, TrainConfig
 
 CONTEXT, SURE, VOCABULARY = 5, 60.0, 257

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from needlework.eval import write_report
+from needlework.report import write_report
 
 LENGTHS = (100, 400)
 TITLES = ("One", "Two", "Three")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from needlework.data import CorpusConfig, NeedleMix, Text, byte_tokenizer, load_corpus
-from needlework.recipe import Phase
+from needlework.experiment.recipe import Phase
 from needlework.recipes import demo
 from needlework.train import AdamW, Cooldown, Cosine, TrainConfig, train
 

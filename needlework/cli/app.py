@@ -42,7 +42,7 @@ Runs = Annotated[Path, typer.Option(help="The folder that holds runs.")]
 
 def place(runs: Path, name: str) -> Path:
     """RUNS/NAME; ValueError for a name that is none of a folder in it, or that of the texts there."""
-    from needlework.recipe import is_folder
+    from needlework.experiment.recipe import is_folder
 
     if not is_folder(name) or name == "corpora":
         raise ValueError(f"--name {name!r}: expected the name of a folder in {runs}, without separators, and not corpora")

@@ -26,11 +26,11 @@ def evaluate(
     Tasks: needle, needles (four at once), needles-2, needles-8, passkey, number, uuid, multikey, induction.
     """
     from needlework.data import CorpusConfig, load_corpus, text_read
-    from needlework.measure import Evaluation, check_measurement, measure
-    from needlework.ops.common.struck import cache
-    from needlework.pieces import Pieces, measurement
-    from needlework.recipe import OWN_TEXT
-    from needlework.run import state_bytes
+    from needlework.experiment.evaluate import Evaluation, check_measurement, measure
+    from needlework.experiment.pieces import Pieces, measurement
+    from needlework.experiment.recipe import OWN_TEXT
+    from needlework.experiment.runner import state_bytes
+    from needlework.ops.runtime.denylist import cache
 
     model, tokenizer = load_checkpoint(checkpoint)
     chosen = {"lengths": tuple(sorted(set(length or ()))), "tasks": tuple(task or ())}
@@ -90,7 +90,7 @@ def load_checkpoint(path: Path):
     import torch
 
     from needlework.data import load_tokenizer
-    from needlework.pretrained import load_model
+    from needlework.experiment.pretrained import load_model
 
     model = load_model(path).eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), load_tokenizer(path / "tokenizer.json")

@@ -27,15 +27,15 @@ def doctor(
 
     if importlib.util.find_spec("triton") is None:  # before what imports it
         raise ValueError("doctor: Triton is not installed; pip install triton (the ops run on PyTorch alone without it)")
-    from needlework.progress import Lines
+    from needlework.experiment.progress import Lines
     from needlework.testing import processes
 
     began = time.monotonic()
     processes.context()  # its server imports PyTorch beside us
     import torch
 
-    from needlework.ops.common.launch import capability, interpreted
-    from needlework.ops.common.struck import path
+    from needlework.ops.runtime.denylist import path
+    from needlework.ops.runtime.launch_configs import capability, interpreted
     from needlework.testing import builds
     from needlework.testing import doctor as checks
 

@@ -43,7 +43,7 @@ def status_of(arguments: list[str]) -> int | str | None:
     except SystemExit as ended:
         return ended.code
     except Exception as error:
-        from needlework.run import EXPLAINED  # late: --help needs no PyTorch
+        from needlework.experiment.runner import EXPLAINED  # late: --help needs no PyTorch
 
         if not isinstance(error, EXPLAINED):
             raise

@@ -20,8 +20,8 @@ def mixers(
     """
     import torch
 
-    from needlework.eval.words import size
     from needlework.layers.catalog import CATALOG, Sizes
+    from needlework.report.words import size
 
     sizes = Sizes(heads=8, key_dim=128, value_dim=128, attention_heads=8, kv_heads=2, head_dim=128)
     table = Table("name", "mixer", "equation", "state", f"bytes at {length:,}", "cost", box=None, pad_edge=False)

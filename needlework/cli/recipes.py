@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from needlework.__main__ import extra
+from needlework.extras import extra
 
 
 def known(names: Iterable[str], there: Iterable[str], what: str) -> None:
@@ -24,7 +24,7 @@ def known(names: Iterable[str], there: Iterable[str], what: str) -> None:
 
 def load_recipe(name: str):
     """demo:qdelta is what needlework/recipes/demo.py's function qdelta returns; a module that ends in .py is a file."""
-    from needlework.recipe import Recipe
+    from needlework.experiment.recipe import Recipe
 
     recipe = _returned(name)
     if not isinstance(recipe, Recipe):
@@ -34,7 +34,7 @@ def load_recipe(name: str):
 
 def load_recipes(name: str):
     """comparison:small is what needlework/recipes/comparison.py's function small returns: several recipes."""
-    from needlework.recipe import Recipe
+    from needlework.experiment.recipe import Recipe
 
     found = _returned(name)
     if not isinstance(found, tuple) or not found or not all(isinstance(recipe, Recipe) for recipe in found):

@@ -20,7 +20,7 @@ def report(
     to: Annotated[Path | None, typer.Option(help="Where the page goes; default: beside the results.")] = None,
 ) -> None:
     """Make the page of a study from its results: tables with mean ± spread, curves, claims, limits."""
-    from needlework.eval.study_page import write_page
+    from needlework.report.sweep_page import write_page
 
     module, study = _read(results, of)
     page = write_page(study, to or results, module.CLAIMS, module.LIMITS)
@@ -38,7 +38,7 @@ def page_of(results: Path, of: str) -> str:
 
 def _read(results: Path, of: str):
     """The module and the study; ValueError for a module that does not say all of SAYS, or results that are no study."""
-    from needlework.eval.study import load_study
+    from needlework.report.sweep import load_study
 
     module: ModuleType = load_module(of)
     if missing := [name for name in SAYS if not hasattr(module, name)]:

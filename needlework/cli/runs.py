@@ -33,8 +33,8 @@ def compare(
     Trains on real text mixed with needle episodes, measures loss and retrieval at 1x to 8x the training length, and writes
     RUNS/NAME/report.html. Six minutes on two free cores. Ctrl-C saves; the same command goes on where it stopped.
     """
-    from needlework.compare import compare as compare_recipes
-    from needlework.recipe import with_corpus
+    from needlework.experiment.compare import compare as compare_recipes
+    from needlework.experiment.recipe import with_corpus
 
     demo = importlib.import_module("needlework.recipes.demo")
     known(mixer or [], demo.CATALOG, "mixer")
@@ -74,11 +74,11 @@ def train(
     On a machine with several GPUs one process a GPU is started; on several machines torchrun or a scheduler starts them, and RUNS
     lies on storage that they share.
     """
-    from needlework.claim import claimable, claimed
     from needlework.data import text_read
-    from needlework.progress import training
-    from needlework.recipe import with_corpus
-    from needlework.run import run
+    from needlework.experiment.claim import claimable, claimed
+    from needlework.experiment.progress import training
+    from needlework.experiment.recipe import with_corpus
+    from needlework.experiment.runner import run
     from needlework.train import relaunch
 
     chosen = load_recipe(recipe)
@@ -136,7 +136,7 @@ def study(
     """Train and measure many recipes and seeds, in as many pieces as it takes; results go to RUNS/NAME/results."""
     import torch
 
-    from needlework.study import study as run_study
+    from needlework.experiment.sweep import study as run_study
 
     module, _ = split(recipes)
     found = load_recipes(recipes)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from needlework.layers.config import Config
 from needlework.layers.fields import Positive
-from needlework.ops.common.operator import operator
+from needlework.ops.runtime.custom_op import operator
 
 
 @operator

@@ -11,10 +11,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from needlework.ops.common.constant import constant
-from needlework.ops.common.graphs import keyed
-from needlework.ops.common.launch import interpreted
-from needlework.ops.common.struck import STRUCK
+from needlework.ops.runtime.compile_cache import keyed
+from needlework.ops.runtime.constant import constant
+from needlework.ops.runtime.denylist import STRUCK
+from needlework.ops.runtime.launch_configs import interpreted
 
 Impl = Literal["auto", "reference", "torch", "triton"]
 

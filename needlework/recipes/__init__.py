@@ -1,1 +1,1 @@
-"""Runs: each is a Python function that returns its full config, a `needlework.run.Recipe`."""
+"""Runs: each is a Python function that returns its full config, a `needlework.experiment.runner.Recipe`."""

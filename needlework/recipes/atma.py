@@ -10,11 +10,11 @@ from functools import partial
 from itertools import product
 
 from needlework.data import FINEWEB_EDU_10BT, StoreConfig, Text
+from needlework.experiment.evaluate import Evaluation
+from needlework.experiment.runner import Phase, Recipe
 from needlework.layers import Discrete, Distractor, Objective, Strong, Weak, Zipfian
 from needlework.layers.regularise import Regulariser
-from needlework.measure import Evaluation
 from needlework.models.presets import atma
-from needlework.run import Phase, Recipe
 from needlework.train import AdamW, Cooldown, Muon, TrainConfig
 
 STEPS, ROWS, LENGTH = 1_900, 256, 2_048  # 524,288 tokens a step: 190 steps in each of ten shards

@@ -3,9 +3,9 @@
 from functools import partial
 
 from needlework.data import FINEWEB_EDU_100BT, StoreConfig, Text
-from needlework.measure import Evaluation
+from needlework.experiment.evaluate import Evaluation
+from needlework.experiment.runner import Phase, Recipe
 from needlework.models.presets import preset
-from needlework.run import Phase, Recipe
 from needlework.train import AdamW, Cosine, TrainConfig
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from needlework.data import NeedleMix, Packages, StoreConfig
-from needlework.eval.claims import Claim
-from needlework.eval.study import Void
+from needlework.experiment.evaluate import Evaluation
+from needlework.experiment.runner import Phase, Recipe
 from needlework.layers import (
     CCQ,
     Attention,
@@ -35,10 +35,10 @@ from needlework.layers import (
     Softmax,
     SwiGLU,
 )
-from needlework.measure import Evaluation
 from needlework.models import NeedleworkConfig
 from needlework.models.presets import count_parameters
-from needlework.run import Phase, Recipe
+from needlework.report.claims import Claim
+from needlework.report.sweep import Void
 from needlework.train import AdamW, Cosine, TrainConfig
 
 VOCABULARY = 8192

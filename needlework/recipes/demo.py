@@ -9,11 +9,11 @@ with half of the rows text from the first step, or up to five pairs, some recurr
 from functools import partial
 
 from needlework.data import CorpusConfig, NeedleMix
+from needlework.experiment.runner import Evaluation, Phase, Recipe
 from needlework.layers import SwiGLU
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig
 from needlework.models.presets import count_parameters
-from needlework.run import Evaluation, Phase, Recipe
 from needlework.train import AdamW, Cooldown, TrainConfig
 
 DIM, LAYERS, VOCABULARY = 64, 2, 257

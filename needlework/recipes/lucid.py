@@ -3,11 +3,11 @@
 from functools import partial
 
 from needlework.data import DOLMA, StoreConfig, Text
+from needlework.experiment.evaluate import Evaluation
+from needlework.experiment.runner import Phase, Recipe
 from needlework.layers import Rope
-from needlework.measure import Evaluation
 from needlework.models import NeedleworkConfig
 from needlework.models.presets import preset
-from needlework.run import Phase, Recipe
 from needlework.train import AdamW, Cosine, TrainConfig
 
 EQUATION = "o = softmax(q Kᵀ/√d) P⁻¹V"

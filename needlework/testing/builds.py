@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from needlework.ops.common import launch
+from needlework.ops.runtime import launch_configs
 from needlework.testing.machine_code import unwritten
 from needlework.testing.processes import context, cores
 from needlework.testing.targets import ENGINES, sizes
@@ -50,7 +50,7 @@ def tasks(full: bool) -> list[Task]:
     With `full` at every size, in every dtype, in all variants, and for sm_80."""
     found = []
     for engine, files in ENGINES.items():
-        table = launch.rows(engine)
+        table = launch_configs.rows(engine)
         for row in table:
             arch, variants = max(row.arch, (8, 0)), full or row in (table[0], table[-1])
             for dtype in [name for name in row.dtypes if name != "float64"] if full else row.dtypes[:1]:
@@ -74,10 +74,10 @@ def compile_all(full: bool, done: Callable[[int, int], None]) -> list[Build]:
 
 
 def _compile(task: Task) -> list[Build]:
-    from needlework.ops.common.triton_compile import compile_case, disassembled
+    from needlework.ops.runtime.compile import compile_case, disassembled
 
     facts = task[1:-1]
-    row = next(row for row in launch.rows(task.engine) if row.name == task.plan)
+    row = next(row for row in launch_configs.rows(task.engine) if row.name == task.plan)
     module = importlib.import_module(f"needlework.ops.{task.file}")
     cases = module.compile_cases(row, getattr(torch, task.dtype), task.K, task.V)
     if not task.variants:

@@ -2,7 +2,7 @@
 
 A compiler can get a kernel wrong without a word, and differently from one release to the next. Every rule runs under each plan,
 forward and backward, twice, against the definition in float64 by the error budget (`verdict.py`); what is wrong is struck off
-(`ops/common/struck.py`) and never taken here again. Which rules and plans: `targets.py`.
+(`ops/runtime/denylist.py`) and never taken here again. Which rules and plans: `targets.py`.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from needlework.ops.common import launch, struck
+from needlework.ops.runtime import denylist, launch_configs
 from needlework.testing.helpers import judged
 from needlework.testing.processes import cores
 from needlework.testing.targets import RULES, Rule, sizes, taken
@@ -26,12 +26,12 @@ USUAL = (128, 128)  # K, V
 
 def tasks(device: torch.device, full: bool) -> list[Task]:
     """What may be picked here, longest first."""
-    interpreted = launch.interpreted()
-    arch = launch.capability(device)
+    interpreted = launch_configs.interpreted()
+    arch = launch_configs.capability(device)
     found: list[Task] = []
     for rule in RULES:
         for engine, step in ((rule.chunk, False), (rule.step, True)):
-            for row in launch.rows(engine) if engine else ():
+            for row in launch_configs.rows(engine) if engine else ():
                 for dtype in ("float32",) if interpreted else ("bfloat16", "float16", "float32"):
                     steps = SEVERAL if rule.several else STEP
                     if interpreted:
@@ -47,7 +47,7 @@ def tasks(device: torch.device, full: bool) -> list[Task]:
     return sorted(found, key=lambda task: (task.forms in (STEP, SEVERAL), -len(task.forms) * math.sqrt(task.K * task.V)))
 
 
-def _chosen(rule: Rule, row: launch.Plan, arch: tuple[int, int], dtype: str, full: bool) -> list[tuple[tuple, tuple]]:
+def _chosen(rule: Rule, row: launch_configs.Plan, arch: tuple[int, int], dtype: str, full: bool) -> list[tuple[tuple, tuple]]:
     """Sizes and forms: with `full` all. Without, the rules that cover the kernels at the largest size that takes the row now, in every
     dtype, in the first one by every form; the others in bfloat16 at the row and the size that most models have. Each size is another
     compilation of every kernel."""
@@ -58,7 +58,7 @@ def _chosen(rule: Rule, row: launch.Plan, arch: tuple[int, int], dtype: str, ful
     found = here(row, dtype)
     if found and rule.covers:
         return [(found[-1], every if dtype == next(name for name in row.dtypes if here(row, name)) else SHORT)]
-    usual = USUAL in found and dtype == "bfloat16" and not struck.struck(row.engine, row.name, dtype)
+    usual = USUAL in found and dtype == "bfloat16" and not denylist.struck(row.engine, row.name, dtype)
     return [(USUAL, SHORT)] if usual else []
 
 
@@ -72,8 +72,8 @@ def run(device: torch.device, full: bool, done: Callable[[Verdict, int, int], No
         for verdict in judged(device, todo, _processes(device)):
             verdicts.append(verdict)
             done(verdict, len(verdicts), total)
-        if not launch.interpreted():
-            struck.record(outcome(verdicts, full))
+        if not launch_configs.interpreted():
+            denylist.record(outcome(verdicts, full))
         seen |= set(todo)
     order = {rule.spec: i for i, rule in enumerate(RULES)}
     return sorted(verdicts, key=lambda v: (v.form in SEVERAL, order[v.op], v.plan, v.dtype, v.K, tuple(FORMS).index(v.form)))
@@ -98,10 +98,10 @@ def _processes(device: torch.device) -> int:
 
 def facts() -> dict[str, Any]:
     """What a verdict depends on."""
-    from needlework.ops.common.triton_compile import versions
+    from needlework.ops.runtime.compile import versions
 
     arch = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    known = {"machine": struck.machine(), "python": platform.python_version(), "torch": torch.__version__}
+    known = {"machine": denylist.machine(), "python": platform.python_version(), "torch": torch.__version__}
     return known | {"cuda": torch.version.cuda, "capability": f"{arch[0]}.{arch[1]}", **versions(10 * arch[0] + arch[1])}
 
 
@@ -119,4 +119,4 @@ def warning(facts: dict[str, Any], arch: tuple[int, int]) -> str | None:
 
 def report(rows: list[NamedTuple], known: dict[str, Any], seconds: float) -> dict[str, Any]:
     made = {"made": time.strftime("%Y-%m-%d %H:%M:%S"), "seconds": round(seconds, 1)}
-    return {**made, **known, "struck": str(struck.path()), "rows": [row._asdict() for row in rows]}
+    return {**made, **known, "struck": str(denylist.path()), "rows": [row._asdict() for row in rows]}

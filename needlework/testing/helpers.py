@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from needlework.ops.common.together import compile_in
+from needlework.ops.runtime.precompile import compile_in
 from needlework.testing.processes import context, cores
 from needlework.testing.verdict import Task, Verdict, judge, unjudged
 

@@ -11,33 +11,33 @@ from torch import Tensor
 
 from needlework.ops.api import OpSpec
 from needlework.ops.common.conv import causal_conv
-from needlework.ops.common.launch import Plan, rows
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
-from needlework.ops.common.struck import struck
 from needlework.ops.common.unit import unit_rows
+from needlework.ops.runtime.denylist import struck
+from needlework.ops.runtime.launch_configs import Plan, rows
 from needlework.ops.specs import specs
 from needlework.testing.pages import PAGES
 
 # launch table -> the files that hold its kernels
 ENGINES = {
-    "delta/scalar": ("delta.triton_scalar", "delta.triton_scalar_bwd", "delta.triton_transitions", "delta.triton_split"),
+    "delta/scalar": ("delta.scalar.op", "delta.scalar.backward", "delta.scalar.transitions", "delta.segments"),
     "delta/channel": (
-        "delta.triton_channel_intra",
-        "delta.triton_channel_scan",
-        "delta.triton_channel_bwd",
-        "carve.triton_fwd",
-        "carve.triton_bwd",
+        "delta.channel.intra",
+        "delta.channel.scan",
+        "delta.channel.backward",
+        "carve.feedback.forward",
+        "carve.feedback.backward",
     ),
-    "delta/step": ("delta.triton_step",),
-    "ccq/curvature": ("ccq.triton_intra", "ccq.triton_scan", "ccq.triton_reverse"),
-    "ccq/step": ("ccq.triton_step",),
-    "carve/step": ("carve.triton_step",),
-    "common/l2": ("common.triton_l2",),
-    "common/conv": ("common.triton_conv",),
-    "lucid/solve": ("lucid.triton_launch",),
-    "lucid/step": ("lucid.triton_step",),
-    "polar/attention": ("polar.triton_op",),
-    "polar/paged": ("polar.triton_serve",),
+    "delta/step": ("delta.step",),
+    "ccq/curvature": ("ccq.curvature.intra", "ccq.curvature.scan", "ccq.curvature.backward"),
+    "ccq/step": ("ccq.step",),
+    "carve/step": ("carve.step",),
+    "common/l2": ("common.kernels.l2",),
+    "common/conv": ("common.kernels.conv",),
+    "lucid/solve": ("lucid.solve.launches",),
+    "lucid/step": ("lucid.step",),
+    "polar/attention": ("polar.attention.op",),
+    "polar/paged": ("polar.serving.op",),
 }
 
 
@@ -89,7 +89,7 @@ class Rows(NamedTuple):
 
 def l2norm(x: Tensor, impl: str = "torch", **_) -> Rows:
     """Rows of unit norm; every form of it is the same, and no sequence is anything to it."""
-    from needlework.ops.common.triton_l2 import l2_rows
+    from needlework.ops.common.kernels.l2 import l2_rows
 
     return Rows((l2_rows if impl == "triton" else unit_rows)(x))
 

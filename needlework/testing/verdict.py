@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import OpSpec
-from needlework.ops.common import launch
 from needlework.ops.qdelta.spec import growing
+from needlework.ops.runtime import launch_configs
 from needlework.testing.checks import ENOUGH
 from needlework.testing.compare import differentiate, leaves, whole
 from needlework.testing.errors import norms, operand
@@ -92,7 +92,7 @@ def judge(device: str, alone: bool, task: Task) -> list[Verdict] | None:
         failing: tuple[str, ...] = ()
         wrong = False
         try:
-            with launch.forced(task.engine, task.plan), _kernels(), warnings.catch_warnings():
+            with launch_configs.forced(task.engine, task.plan), _kernels(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found, failing = weigh(task, form, device)
             wrong = max(found.values()) > WRONG or any(told.endswith(DIFFERS) for told in failing)
@@ -241,7 +241,7 @@ def _inputs(task: Task, spec: OpSpec, form: str, seed: int) -> tuple[dict[str, T
         rule = next(rule for rule in RULES if rule.spec == task.rule)
         return make(*{"long": (1, rule.long), "wide": (48, rule.wide)}[form], "random"), ("",)
     groups = styles(spec)
-    T = 5 if launch.interpreted() else 24 if form in SEVERAL else 70
+    T = 5 if launch_configs.interpreted() else 24 if form in SEVERAL else 70
     parts = [make(2 if form in SEVERAL else 1, T, style) for style in groups]
     # a parameter of the layer is one for all
     joined = {n: torch.cat([part[n] for part in parts]) if n in spec.tokens else x for n, x in parts[0].items()}
@@ -253,7 +253,7 @@ def _joined(parts: tuple[dict[str, Tensor], dict[str, Tensor]]) -> dict[str, Ten
 
 
 def _chunk(task: Task) -> int:
-    row = next(row for row in launch.rows(task.engine) if row.name == task.plan)
+    row = next(row for row in launch_configs.rows(task.engine) if row.name == task.plan)
     return row.launch.get("shared", {}).get("C", 64)
 
 

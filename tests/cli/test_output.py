@@ -45,14 +45,14 @@ def test_what_is_no_terminal_gets_no_control_characters_whatever_force_color_say
 def test_json_is_all_that_stdout_has(checkpoint, small_text, monkeypatch, capfd):
     import warnings
 
-    from needlework import measure
+    from needlework.experiment import evaluate
 
     def warned(*arguments, **named):
         warnings.warn("something of the model", stacklevel=1)
         return found(*arguments, **named)
 
-    found = measure.measure
-    monkeypatch.setattr(measure, "measure", warned)
+    found = evaluate.measure
+    monkeypatch.setattr(evaluate, "measure", warned)
     monkeypatch.setenv("FORCE_COLOR", "1")
     with pytest.warns(UserWarning, match="something"):
         assert not ended(

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from needlework.cli.reports import page_of
-from needlework.eval import study_page
+from needlework.report import sweep_page
 
 MODULE = "MIXERS = {'qdelta': None}\nFAMILIES = {}\nGLANCE = ()\nCLAIMS = ()\nLIMITS = ''\n"
 RUN = {
@@ -31,7 +31,7 @@ def test_the_command_that_is_suggested_makes_the_page(study, needlework, monkeyp
     results, module = study
     program, *arguments = shlex.split(page_of(results, str(module)))
     made = []
-    monkeypatch.setattr(study_page, "write_page", lambda study, directory, *_: made.append((list(study.runs), directory)))
+    monkeypatch.setattr(sweep_page, "write_page", lambda study, directory, *_: made.append((list(study.runs), directory)))
     needlework(*arguments)
     assert program == "needlework" and made == [(["qdelta"], results)]
 

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from needlework.eval.curves import MOST, curves
 from needlework.eval.samples import samples
+from needlework.report.curves import MOST, curves
 
 
 def log(path, *lines):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from needlework.experiment.pretrained import load_model
 from needlework.layers import CCQ, Attention, Carve, Differential, Recurrent, Rope, SwiGLU
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.models.presets import PRESETS, preset
-from needlework.pretrained import load_model
 from needlework.testing.verdict import poisoned
 
 SIZES = Sizes(heads=2, key_dim=8, value_dim=8, attention_heads=4, kv_heads=2, head_dim=8, content_chunk=4)

@@ -9,11 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.compiler import config
 
 from needlework.ops.api import _warn_once, resolve
-from needlework.ops.common import alignment, graphs, launch, struck
+from needlework.ops.common import alignment
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.unit import unit_rows
 from needlework.ops.delta import chunk_delta, recurrent_delta
 from needlework.ops.qdelta import chunk_qdelta
+from needlework.ops.runtime import compile_cache, denylist, launch_configs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -23,9 +24,9 @@ def apart(tmp_path, monkeypatch):
     """No verdicts but a test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("NEEDLEWORK_IMPL", raising=False)
-    struck._read.cache_clear()
+    denylist._read.cache_clear()
     yield
-    struck._read.cache_clear()
+    denylist._read.cache_clear()
 
 
 def test_auto_takes_the_kernels_on_a_gpu_and_torch_where_they_do_not_fit():
@@ -57,19 +58,19 @@ def test_an_explicit_request_is_obeyed_or_refused_with_the_reason(monkeypatch, d
 
 def test_a_struck_off_plan_is_not_taken_and_torch_says_why_once(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(launch, "capability", lambda device: (8, 0))
+    monkeypatch.setattr(launch_configs, "capability", lambda device: (8, 0))
     arguments = "delta/scalar", CPU, torch.float32, 64, 64
-    assert launch.misfit(*arguments) is None
-    struck.record({f"delta/scalar/{row.name}": "dk 31.00" for row in launch.rows("delta/scalar")})
-    assert "dk 31.00" in launch.misfit(*arguments)
+    assert launch_configs.misfit(*arguments) is None
+    denylist.record({f"delta/scalar/{row.name}": "dk 31.00" for row in launch_configs.rows("delta/scalar")})
+    assert "dk 31.00" in launch_configs.misfit(*arguments)
     _warn_once.cache_clear()
     with pytest.warns(UserWarning, match="struck off"):
-        assert resolve("delta", "auto", GPU, lambda: launch.misfit(*arguments)) == "torch"
+        assert resolve("delta", "auto", GPU, lambda: launch_configs.misfit(*arguments)) == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert resolve("delta", "auto", GPU, lambda: launch.misfit(*arguments)) == "torch"
-    struck.record({f"delta/scalar/{row.name}": None for row in launch.rows("delta/scalar")})
-    assert launch.misfit(*arguments) is None
+        assert resolve("delta", "auto", GPU, lambda: launch_configs.misfit(*arguments)) == "torch"
+    denylist.record({f"delta/scalar/{row.name}": None for row in launch_configs.rows("delta/scalar")})
+    assert launch_configs.misfit(*arguments) is None
 
 
 def test_graphs_kept_on_disk_are_known_by_tables_and_verdicts():
@@ -77,7 +78,7 @@ def test_graphs_kept_on_disk_are_known_by_tables_and_verdicts():
     x = dict.fromkeys("qkv", torch.ones(1, 4, 1, 8))
 
     def key(compiled=True):
-        graphs._known.cache_clear()
+        compile_cache._known.cache_clear()
         torch.compiler.reset()
         with config.patch(cache_key_tag="mine"):
             for dtype in (torch.float32, torch.float64):  # two graphs
@@ -88,28 +89,28 @@ def test_graphs_kept_on_disk_are_known_by_tables_and_verdicts():
     before = key()
     assert before.startswith("mine needlework ") and before.count("needlework") == 1 and before == key()
     assert key(compiled=False) == "mine"
-    struck.record({"delta/scalar/plain": "dk 31.00"})
+    denylist.record({"delta/scalar/plain": "dk 31.00"})
     assert key() != before
-    graphs._known.cache_clear()
+    compile_cache._known.cache_clear()
 
 
 def test_float64_is_for_the_interpreter_alone(monkeypatch):
-    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
-    assert "float64" in launch.misfit("delta/scalar", GPU, torch.float64, 64, 64)
-    monkeypatch.setattr(launch, "capability", lambda device: launch.INTERPRETER)
-    assert launch.misfit("delta/scalar", CPU, torch.float64, 64, 64) is None
+    monkeypatch.setattr(launch_configs, "capability", lambda device: (9, 0))
+    assert "float64" in launch_configs.misfit("delta/scalar", GPU, torch.float64, 64, 64)
+    monkeypatch.setattr(launch_configs, "capability", lambda device: launch_configs.INTERPRETER)
+    assert launch_configs.misfit("delta/scalar", CPU, torch.float64, 64, 64) is None
 
 
 def test_a_plan_can_be_asked_for_and_changed_also_on_another_thread(monkeypatch):
     from concurrent.futures import ThreadPoolExecutor
 
-    monkeypatch.setattr(launch, "capability", lambda device: launch.INTERPRETER)
+    monkeypatch.setattr(launch_configs, "capability", lambda device: launch_configs.INTERPRETER)
     arguments = "delta/scalar", CPU, torch.bfloat16, 64, 64
-    usual = launch.plan(*arguments)
-    with launch.forced("delta/scalar", "sm90-k128", scan={"NS": 2}), ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(launch.plan, *arguments).result()
+    usual = launch_configs.plan(*arguments)
+    with launch_configs.forced("delta/scalar", "sm90-k128", scan={"NS": 2}), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(launch_configs.plan, *arguments).result()
     assert asked.name == "sm90-k128" and asked.launch["scan"]["NS"] == 2
-    assert launch.plan(*arguments) == usual != asked
+    assert launch_configs.plan(*arguments) == usual != asked
 
 
 def sample():
@@ -132,7 +133,7 @@ def test_l2norm_is_to_divide_q_and_k_first_and_not_q_read():
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 @pytest.mark.parametrize("D", [1, 6, 128, 200])
 def test_rows_of_unit_norm_by_a_kernel_with_their_gradient(D):
-    from needlework.ops.common.triton_l2 import l2_rows
+    from needlework.ops.common.kernels.l2 import l2_rows
 
     x = torch.randn(3, 7, D, dtype=torch.float64)
     x[0, 0] = 0
@@ -150,7 +151,7 @@ def test_rows_of_unit_norm_by_a_kernel_with_their_gradient(D):
 
 
 def test_rows_of_unit_norm_where_no_plan_may_be_taken(monkeypatch):
-    triton_l2 = pytest.importorskip("needlework.ops.common.triton_l2")
+    triton_l2 = pytest.importorskip("needlework.ops.common.kernels.l2")
     monkeypatch.setattr(triton_l2, "misfit", lambda *_: "was struck off by doctor")
     x = torch.randn(3, 7, 20, dtype=torch.float64)
     torch.testing.assert_close(triton_l2.l2_rows(x), unit_rows(x))

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from needlework.ops.common import together
-from needlework.ops.common.together import bare, rehearse, run
+from needlework.ops.runtime import precompile
+from needlework.ops.runtime.precompile import bare, rehearse, run
 
 
 class Kernel:
@@ -29,8 +29,8 @@ class Kernel:
 
 @pytest.fixture
 def rehearsal(monkeypatch):
-    monkeypatch.setattr(together, "interpreted", lambda: False)
-    monkeypatch.setattr(together, "_rehearsed", set())
+    monkeypatch.setattr(precompile, "interpreted", lambda: False)
+    monkeypatch.setattr(precompile, "_rehearsed", set())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return lambda call, key="op": rehearse(torch.device("cpu"), key, call)
 

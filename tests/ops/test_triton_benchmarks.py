@@ -103,9 +103,9 @@ def test_a_run_writes_a_row_of_every_kind_and_none_of_a_case_that_is_wrong(bench
 
 def test_the_tuner_takes_the_fastest_that_is_right_and_writes_it(bench, tmp_path):
     """A timer that likes BV = 16 in the scan, and num_warps = 8, which is told to be wrong there; a stage more does not compile."""
-    tune, launch = bench("tune"), importlib.import_module("needlework.ops.common.launch")
+    tune, launch_configs = bench("tune"), importlib.import_module("needlework.ops.runtime.launch_configs")
     case, engine = case_of(bench, "gated/A"), "delta/scalar"
-    now = lambda: launch.plan(engine, CPU, torch.float32, 16, 16).launch["scan"]
+    now = lambda: launch_configs.plan(engine, CPU, torch.float32, 16, 16).launch["scan"]
     judged = []
 
     def timer(call):
@@ -123,8 +123,8 @@ def test_the_tuner_takes_the_fastest_that_is_right_and_writes_it(bench, tmp_path
     assert tune.tune(case, CPU, torch.float32, seconds=0, timer=timer, verdict=verdict)[1] == {}
 
     (tmp_path / "delta").mkdir()
-    table = tmp_path / "delta" / "scalar.plans.json"
-    before = (Path(launch.__file__).parents[1] / "delta" / "scalar.plans.json").read_text()
+    table = tmp_path / "delta" / "scalar.launch.json"
+    before = (Path(launch_configs.__file__).parents[1] / "delta" / "scalar.launch.json").read_text()
     table.write_text(before)
     tune.write(row, best, "measured here", tmp_path)
     entry = next(entry for entry in json.loads(table.read_text()) if entry["name"] == row.name)
@@ -141,19 +141,19 @@ def test_a_gain_that_does_not_come_again_is_not_taken(bench):
 
 
 def test_the_tuner_asks_the_doctor(bench, monkeypatch):
-    tune, launch = bench("tune"), importlib.import_module("needlework.ops.common.launch")
+    tune, launch_configs = bench("tune"), importlib.import_module("needlework.ops.runtime.launch_configs")
     asked = []
     monkeypatch.setattr(
         tune, "weigh", lambda task, form, device: asked.append((task, form)) or ({}, ("dk 1.20",) * (form == "long"))
     )
-    row = launch.plan("delta/scalar", CPU, torch.float32, 16, 16)
+    row = launch_configs.plan("delta/scalar", CPU, torch.float32, 16, 16)
     assert tune.wrong(case_of(bench, "gated/A"), row, CPU, torch.float32) == "dk 1.20"
     assert [form for _, form in asked] == ["short", "long"]
     assert asked[0][0][:6] == ("delta/gated", "delta/scalar", row.name, "float32", 16, 16)
 
 
 def test_every_tuned_engine_has_a_table(bench):
-    from needlework.ops.common.launch import rows
+    from needlework.ops.runtime.launch_configs import rows
 
     tune = bench("tune")
     assert all(rows(engine) for engine in tune.ENGINES.values())
@@ -161,7 +161,7 @@ def test_every_tuned_engine_has_a_table(bench):
 
 
 def test_a_table_is_printed_as_it_lies(bench):
-    from needlework.ops.common import launch
+    from needlework.ops.runtime import launch_configs
 
-    for path in Path(launch.__file__).parents[1].glob("*/*.plans.json"):
+    for path in Path(launch_configs.__file__).parents[1].glob("*/*.launch.json"):
         assert bench("tune").printed(json.loads(path.read_text())) == path.read_text(), path

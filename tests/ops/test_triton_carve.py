@@ -9,8 +9,8 @@ import torch
 from needlework.ops.carve import CarveState, chunk_carve, recurrent_carve
 from needlework.ops.carve.arguments import checked
 from needlework.ops.carve.spec import H, K, V, literal, sample
-from needlework.ops.common import launch
 from needlework.ops.common.samples import normal
+from needlework.ops.runtime import launch_configs
 from needlework.testing.compare import assert_close, leaves
 from needlework.testing.rows import chosen, covering
 
@@ -30,7 +30,7 @@ def state_of(position, seed=1):
 
 
 def ours(*, content_chunk=64, prediction="previous", scale=None, initial_state=None, cu_seqlens=None, **inputs):
-    from needlework.ops.carve.triton_op import carve
+    from needlework.ops.carve.feedback.op import carve
 
     given, b_bias = tuple(inputs[name] for name in NAMES), inputs["b_bias"]
     tensors, _, settings = checked(given, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
@@ -103,9 +103,9 @@ def test_cuts_inside_a_content_chunk_carry_on():
 
 @pytest.mark.parametrize("C, tma, R", covering([16, 32], [False, True], [1, 2]))
 def test_plans_change_nothing(C, tma, R, monkeypatch):
-    rows = launch.rows
-    monkeypatch.setattr(launch, "rows", lambda engine: tuple(row._replace(tma=tma) for row in rows(engine)))
-    with launch.forced("delta/channel", "plain", shared={"C": C}, scan={"BV": 32}):
+    rows = launch_configs.rows
+    monkeypatch.setattr(launch_configs, "rows", lambda engine: tuple(row._replace(tma=tma) for row in rows(engine)))
+    with launch_configs.forced("delta/channel", "plain", shared={"C": C}, scan={"BV": 32}):
         assert_same(inputs_of(2, 40, R), content_chunk=24)
 
 
@@ -172,7 +172,7 @@ def test_cut_where_content_chunks_end_pieces_are_bit_equal_to_one_call(content_c
 
 
 def test_what_is_kept_is_the_state_at_every_content_chunks_start():
-    from needlework.ops.carve.triton_op import carve_triton_fwd
+    from needlework.ops.carve.feedback.op import carve_triton_fwd
 
     L, position, ends = 8, [7, 2, 0, 5], [0, 4, 4, 20, 31]
     inputs, state = inputs_of(1, 31), state_of(position)
@@ -193,7 +193,7 @@ def test_what_is_kept_is_the_state_at_every_content_chunks_start():
 
 @pytest.mark.parametrize("save, kind, R", covering([False, True], ["batch", "resumed", "packed"], [1, 2], pairs=False))
 def test_torch_library_accepts_the_operator(save, kind, R):
-    from needlework.ops.carve.triton_op import carve_triton_fwd
+    from needlework.ops.carve.feedback.op import carve_triton_fwd
 
     T = 22 * R
     x = inputs_of(1 if kind == "packed" else 2, T)

@@ -14,9 +14,9 @@ from needlework.ops.carve.arguments import checked
 from needlework.ops.carve.grid import Grid
 from needlework.ops.carve.layout import Layout
 from needlework.ops.carve.spec import literal
-from needlework.ops.common.launch import forced
-from needlework.ops.common.launch import plan as pick
 from needlework.ops.common.samples import keys, normal, uniform, unit
+from needlework.ops.runtime.launch_configs import forced
+from needlework.ops.runtime.launch_configs import plan as pick
 from needlework.testing.compare import EXACT, relative
 from needlework.testing.errors import error_over_budget, operand
 from needlework.testing.rows import chosen, covering
@@ -136,8 +136,8 @@ def walked(saved, v: Tensor, beta: Tensor, start: Tensor, spans: list[tuple[int,
 
 
 def computed(p: Problem, name: str = "plain", **constants) -> dict[str, Tensor]:
-    from needlework.ops.carve.triton_bwd import backward
-    from needlework.ops.delta.triton_channel_intra import intra
+    from needlework.ops.carve.feedback.backward import backward
+    from needlework.ops.delta.channel.intra import intra
 
     x, R, settings = rows_of(p), p.R, p.settings()
     wide = x["S"].dtype
@@ -228,9 +228,9 @@ def test_one_long_content_chunk_is_many_kernel_chunks():
 
 @pytest.mark.parametrize("anchor", chosen([2, 3], quick=[3]))
 def test_few_anchors_in_long_content_chunks(anchor, monkeypatch):
-    from needlework.ops.carve import triton_bwd
+    from needlework.ops.carve.feedback import backward as feedback_backward
 
-    monkeypatch.setattr(triton_bwd, "FEW", 0)
+    monkeypatch.setattr(feedback_backward, "FEW", 0)
     check(make(150, 64, cu=[0, 130, 130, 150]), pairs={"ANCHOR": anchor})
 
 
@@ -240,7 +240,7 @@ def test_more_values_than_one_replay_holds(monkeypatch):
 
 
 def through_the_op(*, content_chunk, prediction, scale, initial_state, cu_seqlens, output_final_state, **tensors):
-    from needlework.ops.carve.triton_op import carve
+    from needlework.ops.carve.feedback.op import carve
 
     b_bias = tensors.pop("b_bias")
     settings = content_chunk, prediction, scale, initial_state, cu_seqlens

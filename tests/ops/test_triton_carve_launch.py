@@ -14,9 +14,9 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from needlework.ops.carve import triton_repeated
-from needlework.ops.carve.triton_repeated import VARIES, Repeated, launch_all
-from needlework.ops.common import triton_launch
+from needlework.ops.carve.feedback import repeated
+from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
+from needlework.ops.runtime import launcher
 
 SIGNATURE = {"x": "tensordesc<fp16[16, 16]>", "p": "*fp32", "i": "i32", "y": "tensordesc<fp16[16, 16]>", "N": "constexpr"}
 BLOCK = {"swizzle": 1, "elem_size": 2, "elem_type": 6, "block_size": [16, 16], "fp4_padded": False}
@@ -72,7 +72,7 @@ def addresses(call: tuple) -> tuple:
 @pytest.mark.parametrize("described", [True, False])
 @pytest.mark.parametrize("known", [True, False])
 def test_later_launches_are_the_first_one_but_for_what_varies(known, described, device, monkeypatch):
-    monkeypatch.setattr(triton_launch, "FORMAT", triton_launch.FORMAT if known else None)
+    monkeypatch.setattr(launcher, "FORMAT", launcher.FORMAT if known else None)
     x, y = (TensorDescriptor(torch.empty(32, 48, dtype=torch.float16), [32, 48], [48, 1], [16, 16]) for _ in range(2))
     p, kernel = torch.empty(3, 4), Kernel(described)
     args = (x, VARIES, VARIES, y) if described else (VARIES, VARIES)
@@ -80,7 +80,7 @@ def test_later_launches_are_the_first_one_but_for_what_varies(known, described, 
     for i in range(3):
         launch(p[i], i)
     first, *later = map(addresses, kernel.calls)
-    assert (triton_launch.c_function(kernel) is not None) == known and len(later) == 2
+    assert (launcher.c_function(kernel) is not None) == known and len(later) == 2
     place = first.index(p[0].data_ptr())
     for i, call in enumerate(later, 1):
         assert call[place] == p[i].data_ptr() and call[place + 1] == i
@@ -90,8 +90,8 @@ def test_later_launches_are_the_first_one_but_for_what_varies(known, described, 
 def test_one_c_function_for_all_kernels_is_told_what_their_arguments_are(device, monkeypatch):
     """In the order in which Triton's own launchers have called it since 3.7."""
     kernel = Kernel(False)
-    monkeypatch.setattr(triton_launch, "FORMAT", triton_launch.AS_LIST)
-    call, blocks = triton_launch.c_function(kernel)
+    monkeypatch.setattr(launcher, "FORMAT", launcher.AS_LIST)
+    call, blocks = launcher.c_function(kernel)
     call((5, 6, 1), 3, [11, 12])
     assert kernel.calls == [(5, 6, 1, 3, 7, False, True, (4, 1, 0), *[None] * 5, "annotations", "signature", 11, 12)]
     assert blocks == []
@@ -101,7 +101,7 @@ def test_whoever_listens_to_launches_hears_all_of_them(device):
     kernel, hook = Kernel(False), lambda *_: None
     knobs.runtime.launch_enter_hook.add(hook)
     try:
-        assert triton_launch.c_function(kernel) is None
+        assert launcher.c_function(kernel) is None
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
 
@@ -140,10 +140,10 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: "outer" in told)
-    monkeypatch.setattr(triton_repeated, "interpreted", lambda: False)
-    monkeypatch.setattr(triton_repeated, "GRAPHS", 2)
+    monkeypatch.setattr(repeated, "interpreted", lambda: False)
+    monkeypatch.setattr(repeated, "GRAPHS", 2)
     for name in ("_graphs", "_seen"):
-        monkeypatch.setattr(triton_repeated, name, OrderedDict())
+        monkeypatch.setattr(repeated, name, OrderedDict())
     return told
 
 

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from needlework.ops.carve import triton_bwd, triton_fwd
-from needlework.ops.common.launch import rows
+from needlework.ops.carve.feedback import backward, forward
+from needlework.ops.runtime.launch_configs import rows
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter knows no early launches")
 
@@ -17,7 +17,7 @@ CHAIN = ["couplings", "enter_kernel", "gates_kernel", "leave_kernel", "pairs", "
 
 
 def cases(name: str) -> list:
-    return [case for engine in (triton_fwd, triton_bwd) for case in engine.compile_cases(PLANS[name], torch.bfloat16, 128, 128)]
+    return [case for engine in (forward, backward) for case in engine.compile_cases(PLANS[name], torch.bfloat16, 128, 128)]
 
 
 def test_every_early_launch_waits():

@@ -9,7 +9,7 @@ import torch
 from needlework.ops.ccq import chunk_ccq
 from needlework.ops.ccq.reference import literal_ccq, recurrent_ccq
 from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state
-from needlework.ops.common import launch
+from needlework.ops.runtime import launch_configs
 from needlework.testing.compare import assert_close, differentiate
 from needlework.testing.errors import error_over_budget, operand
 from needlework.testing.rows import chosen, covering
@@ -94,7 +94,7 @@ def rows_of(BV, NP):
     """The row of the copy engine, in tiles that the interpreter is done with."""
     own = {"walk": {"BV": BV, "NP": NP}, "backward": {"BV": BV, "NP": NP + 1, "ND": 1}, "means": {"BD": 16, "BT": 2}}
     own |= {name: {"BD": 16} for name in ("sums", "intra", "adjoint")}
-    return launch.forced(ENGINE, "sm90-k256", shared={"C": 32}, **own)
+    return launch_configs.forced(ENGINE, "sm90-k256", shared={"C": 32}, **own)
 
 
 @pytest.mark.parametrize("BV, cu_seqlens, gated", covering([16, 32], [None, PACKED], [False, True]))
@@ -202,7 +202,7 @@ def test_small_gradients_stay_in_float16s_range(HV):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_operators_pass_opcheck(packed):
-    from needlework.ops.ccq.triton_op import ccq_triton, ccq_triton_fwd
+    from needlework.ops.ccq.curvature.op import ccq_triton, ccq_triton_fwd
 
     inputs = make(1, 60, 1, 1, 12, gated=True, carried=True, N=4 if packed else 1)
     given = [inputs[name].float() for name in ("q", "k", "eta", "g", "C", "mean", "n")]

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from needlework.ops.common import launch
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
 from needlework.ops.delta.op import recurrent_delta
+from needlework.ops.runtime import launch_configs
 from needlework.testing.compare import EXACT, assert_close, differentiate, relative
 from needlework.testing.rows import covering
 
@@ -40,7 +40,7 @@ def sample(rule, B=1, T=37, style="random", dtype=torch.float64, N=None, K=K, V=
 
 
 def engine(rule, cu_seqlens=None, R=1, scale=0.3):
-    from needlework.ops.delta.triton_channel import channel
+    from needlework.ops.delta.channel.op import channel
 
     def call(inputs):
         given = {"beta": None, "erase": None, "write": None, "initial_state": None, **inputs}
@@ -90,10 +90,10 @@ def test_a_state_is_zero_where_none_is_given():
 
 @pytest.mark.parametrize("rule, C", covering([*RULES], [16, 32], pairs=False))
 def test_descriptors_read_what_pointers_read(rule, C, monkeypatch):
-    rows = launch.rows
-    monkeypatch.setattr(launch, "rows", lambda engine: tuple(row._replace(tma=True) for row in rows(engine)))
+    rows = launch_configs.rows
+    monkeypatch.setattr(launch_configs, "rows", lambda engine: tuple(row._replace(tma=True) for row in rows(engine)))
     inputs = sample(rule, B=2, T=37, V=24)
-    with launch.forced("delta/channel", "plain", shared={"C": C}, scan={"BV": 16}):
+    with launch_configs.forced("delta/channel", "plain", shared={"C": C}, scan={"BV": 16}):
         assert_same(engine(rule), definition(rule), inputs, f"{rule}, descriptors, C = {C}")
 
 
@@ -147,7 +147,7 @@ def test_gates_of_minus_ten_thousand_reset_and_stay_finite():
 
 
 def test_without_gradients_nothing_is_saved():
-    from needlework.ops.delta.triton_channel import delta_channel_fwd
+    from needlework.ops.delta.channel.op import delta_channel_fwd
 
     x = sample("kda")
     given = (x["q"], x["k"], x["v"], x["g"], x["beta"], None, None, None, None, 0.3, "decayed", 1)
@@ -157,7 +157,7 @@ def test_without_gradients_nothing_is_saved():
 
 @pytest.mark.parametrize("rule, packed", covering(["gla", "kda", "gdn2"], [True, False], pairs=False))
 def test_the_operator_is_what_the_compiler_thinks(rule, packed):
-    from needlework.ops.delta.triton_channel import delta_channel_fwd
+    from needlework.ops.delta.channel.op import delta_channel_fwd
 
     x = sample(rule, T=19, N=2 if packed else None)
     tensors = [x.get(name) for name in ("q", "k", "v", "g", "beta", "erase", "write", "initial_state")]
@@ -168,9 +168,9 @@ def test_the_operator_is_what_the_compiler_thinks(rule, packed):
 
 
 def test_every_plan_names_its_launches():
-    from needlework.ops.delta import triton_channel_intra, triton_channel_scan
+    from needlework.ops.delta.channel import intra, scan
 
-    for plan in launch.rows("delta/channel"):
-        for module in (triton_channel_intra, triton_channel_scan):
+    for plan in launch_configs.rows("delta/channel"):
+        for module in (intra, scan):
             for case in module.compile_cases(plan, torch.bfloat16, 128, 128):
                 assert set(case.kernel.arg_names) == {*case.signature, *case.constexprs}, f"{plan.name}: {case.kernel}"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
-from needlework.ops.common.launch import forced
-from needlework.ops.common.launch import plan as pick
 from needlework.ops.delta.reference import literal, recurrent
+from needlework.ops.runtime.launch_configs import forced
+from needlework.ops.runtime.launch_configs import plan as pick
 from needlework.testing.compare import EXACT, relative
 from needlework.testing.errors import error_over_budget, operand
 from needlework.testing.rows import chosen, covering
@@ -87,8 +87,8 @@ def expected(p: Problem, cu_seqlens: Tensor | None = None, form=recurrent, **set
 
 
 def computed(p: Problem, cu_seqlens: Tensor | None = None, name: str = "plain", R: int = 1, **constants) -> dict[str, Tensor]:
-    from needlework.ops.delta.triton_channel import forward
-    from needlework.ops.delta.triton_channel_bwd import backward
+    from needlework.ops.delta.channel.backward import backward
+    from needlework.ops.delta.channel.op import forward
 
     with forced("delta/channel", name, **constants):
         plan = pick("delta/channel", p.q.device, p.q.dtype, K, V)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from needlework.ops.common.conv import causal_conv
-from needlework.ops.common.launch import forced
+from needlework.ops.runtime.launch_configs import forced
 from needlework.testing.compare import EXACT, relative
 from needlework.testing.rows import covering
 from needlework.testing.verdict import poisoned

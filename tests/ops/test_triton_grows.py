@@ -11,10 +11,10 @@ from functools import partial
 import pytest
 import torch
 
-from needlework.ops.common.launch import forced
 from needlework.ops.common.samples import normal, unit
 from needlework.ops.qdelta import chunk_qdelta, recurrent_qdelta
 from needlework.ops.qdelta.spec import growing
+from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs
 from needlework.testing.checks import budgeted
 from needlework.testing.compare import EXACT, differentiate, relative, whole
@@ -41,7 +41,7 @@ def sample(B=1, T=160, seed=0, **sizes):
 
 
 def mark_of(x, dtype=torch.bfloat16):
-    from needlework.ops.delta.triton_scalar import delta_scalar_fwd
+    from needlework.ops.delta.scalar.op import delta_scalar_fwd
 
     tokens = [x[n].to(dtype if n in "qkv" else torch.float32) for n in ("q", "k", "v", "g", "beta", "lam")]
     return delta_scalar_fwd(*tokens, None, x["initial_state"].float(), None, 0.25)[8]
@@ -49,15 +49,17 @@ def mark_of(x, dtype=torch.bfloat16):
 
 @pytest.fixture
 def second_form_in_float64(monkeypatch):
-    from needlework.ops.common.triton_types import TYPES
-    from needlework.ops.delta import triton_scalar, triton_scalar_bwd, triton_transitions
+    from needlework.ops.delta.scalar import backward as scalar_backward
+    from needlework.ops.delta.scalar import op as scalar_op
+    from needlework.ops.delta.scalar import transitions
+    from needlework.ops.runtime.triton_types import TYPES
 
     double = TYPES[torch.float64]
-    caches = (triton_scalar.scan_constants, triton_scalar_bwd.constants)
-    for module in (triton_scalar, triton_scalar_bwd, triton_transitions):
+    caches = (scalar_op.scan_constants, scalar_backward.constants)
+    for module in (scalar_op, scalar_backward, transitions):
         monkeypatch.setattr(module, "forms", lambda dtype, lam: (2,))
-    monkeypatch.setattr(triton_scalar, "unmarked", lambda both, device: torch.ones(1, dtype=torch.int32))
-    for module in (triton_scalar, triton_scalar_bwd):
+    monkeypatch.setattr(scalar_op, "unmarked", lambda both, device: torch.ones(1, dtype=torch.int32))
+    for module in (scalar_op, scalar_backward):
         of_form = lambda dtype, form: dict(BT=double, ST=double, TT=double, SOLVE="ieee", FORM=form)
         monkeypatch.setattr(module, "operands", of_form)
     for made in caches:
@@ -137,9 +139,9 @@ def test_the_second_form_goes_on_where_a_chain_is_cut(second_form_in_float64):
 
 
 def test_the_second_form_of_segments(second_form_in_float64, monkeypatch):
-    from needlework.ops.delta import triton_scalar
+    from needlework.ops.delta.scalar import op as scalar_op
 
-    monkeypatch.setattr(triton_scalar, "_parts", lambda *given: 3)
+    monkeypatch.setattr(scalar_op, "_parts", lambda *given: 3)
     check(sample(T=160))
 
 
@@ -150,9 +152,9 @@ def test_bfloat16_holds_what_grows_within_its_budget(bfloat16_in_the_interpreter
 
 
 def test_bfloat16_holds_what_grows_in_segments(bfloat16_in_the_interpreter, monkeypatch):
-    from needlework.ops.delta import triton_scalar
+    from needlework.ops.delta.scalar import op as scalar_op
 
-    monkeypatch.setattr(triton_scalar, "_parts", lambda *given: 3)
+    monkeypatch.setattr(scalar_op, "_parts", lambda *given: 3)
     within_budget(started, 160)
 
 
@@ -184,16 +186,16 @@ def test_a_row_beside_one_that_grows_keeps_its_numbers(bfloat16_in_the_interpret
 
 def test_memory_that_nothing_wrote_leaves_no_mark(bfloat16_in_the_interpreter, monkeypatch):
     """Packed sequences lie apart, and of the chunks that none of them has nothing is written."""
-    from needlework.ops.delta import triton_scalar_bwd
+    from needlework.ops.delta.scalar import backward as scalar_backward
 
-    marks, run = [], triton_scalar_bwd.run
+    marks, run = [], scalar_backward.run
 
     def spied(kernel, grid, *arguments, **constants):
         if "p_again" in kernel.arg_names:
             marks.append(arguments[kernel.arg_names.index("p_again")])
         return run(kernel, grid, *arguments, **constants)
 
-    monkeypatch.setattr(triton_scalar_bwd, "run", spied)
+    monkeypatch.setattr(scalar_backward, "run", spied)
     inputs = sample(T=60, N=4)
     x = {n: y.to(torch.bfloat16 if n in "qkv" else torch.float32).requires_grad_() for n, y in inputs.items()}
     with poisoned():
@@ -218,6 +220,6 @@ def test_float16_inputs_may_have_states_that_float16_does_not_hold(bfloat16_in_t
 
 
 def test_rules_that_contract_have_one_form():
-    from needlework.ops.delta.triton_scalar import forms
+    from needlework.ops.delta.scalar.op import forms
 
     assert forms(torch.bfloat16, False) == (0,) == forms(torch.float32, True) and forms(torch.float16, True) == (1, 2)

@@ -15,8 +15,8 @@ from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from needlework.ops.common import triton_launch  # noqa: E402
-from needlework.ops.common.triton_launch import launch  # noqa: E402
+from needlework.ops.runtime import launcher  # noqa: E402
+from needlework.ops.runtime.launcher import launch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter launches nothing")
 
@@ -57,7 +57,7 @@ def calls(monkeypatch):
     )  # fmt: skip
     monkeypatch.setattr(driver, "_active", active)
     monkeypatch.setattr(driver, "_default", active)
-    monkeypatch.setattr(triton_launch, "_direct", {})
+    monkeypatch.setattr(launcher, "_direct", {})
     for kernel in (copy, add):
         kernel.device_caches.clear()
     return made
@@ -69,7 +69,7 @@ ONCE = {"N": 16, "TIMES": 1, "MORE": 0}
 
 def same(a: tuple, b: tuple) -> bool:
     """Addresses for tensors; what hooks, of which there are none, would be told is left out."""
-    if triton_launch.FORMAT == triton_launch.AS_LIST:
+    if launcher.FORMAT == launcher.AS_LIST:
         a, b = ((*call[:8], *call[11:15], *call[15]) for call in (a, b))
     else:
         a, b = ((*call[:10], *call[13:]) for call in (a, b))
@@ -85,10 +85,10 @@ def test_another_triton_is_known_by_what_its_c_function_reads(tmp_path):
     """Both kinds, and none where anything else is read."""
     old, new, other = (lambda arg, metadata: 0), (lambda arg, metadata, _: 0), (lambda arg, metadata, launcher: 0)
     file = tmp_path / "driver.py"
-    known = lambda **has: triton_launch.read_by(SimpleNamespace(__file__=str(file), **has))
-    assert known(_BASE_ARGS_FORMAT="iiiKKppOOOOOO", make_tensordesc_arg=old) == triton_launch.ONE_BY_ONE
+    known = lambda **has: launcher.read_by(SimpleNamespace(__file__=str(file), **has))
+    assert known(_BASE_ARGS_FORMAT="iiiKKppOOOOOO", make_tensordesc_arg=old) == launcher.ONE_BY_ONE
     assert known() is known(make_tensordesc_arg=old) is known(_BASE_ARGS_FORMAT="iiiKKpOOOOO", make_tensordesc_arg=old) is None
-    for reads, found in (("iiiKKpp(iii)OOOOOOy*O", triton_launch.AS_LIST), ("iiiKKpp(iiii)OOOOOOy*O", None)):
+    for reads, found in (("iiiKKpp(iii)OOOOOOy*O", launcher.AS_LIST), ("iiiKKpp(iiii)OOOOOOy*O", None)):
         file.with_name("driver.c").write_text(f'if (!PyArg_ParseTuple(args, "{reads}", &gridX))')
         assert known(make_tensordesc_arg=old) == known(make_tensordesc_arg=new) == found
         assert known(make_tensordesc_arg=other) is None
@@ -107,7 +107,7 @@ def test_every_later_launch_is_what_triton_would_have_done(calls):
             for _ in range(2):
                 launch(copy, (5, 2), arguments, constants)
                 assert same(calls.pop(), own_way(copy, (5, 2), arguments, constants, calls))
-    assert len(triton_launch._direct) == 4 and all(triton_launch._direct.values())  # two types, 32 and 64 bits
+    assert len(launcher._direct) == 4 and all(launcher._direct.values())  # two types, 32 and 64 bits
 
 
 def test_constants_make_another_kernel_by_name_and_value(calls):
@@ -116,7 +116,7 @@ def test_constants_make_another_kernel_by_name_and_value(calls):
         for _ in range(2):
             launch(copy, (1,), arguments, constants)
             assert same(calls.pop(), own_way(copy, (1,), arguments, constants, calls))
-    assert len({id(direct.compiled) for direct in triton_launch._direct.values()}) == 2
+    assert len({id(direct.compiled) for direct in launcher._direct.values()}) == 2
 
 
 def test_descriptors_of_the_same_memory_are_encoded_once_and_of_other_memory_anew(calls, monkeypatch):
@@ -137,12 +137,12 @@ def test_what_triton_specialises_on_goes_its_way(calls):
         for _ in range(2):
             launch(add, (1,), (p, n), {"N": 16})
             assert same(calls.pop(), own_way(add, (1,), (p, n), {"N": 16}, calls))
-    assert not any(triton_launch._direct.values())  # n is one of those that Triton looks at
+    assert not any(launcher._direct.values())  # n is one of those that Triton looks at
     arguments = tile(), whole[1:], 3, 0.5, None
     for _ in range(2):
         launch(copy, (1,), arguments, ONCE)
         assert same(calls.pop(), own_way(copy, (1,), arguments, ONCE, calls))
-    assert not any(triton_launch._direct.values())
+    assert not any(launcher._direct.values())
 
 
 def test_whoever_listens_hears_every_launch(calls):
@@ -155,4 +155,4 @@ def test_whoever_listens_hears_every_launch(calls):
             launch(copy, (1,), arguments, ONCE)
     finally:
         knobs.runtime.launch_exit_hook.remove(hook)
-    assert triton_launch._listened() is False and len(calls) == 3
+    assert launcher._listened() is False and len(calls) == 3

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from needlework.ops.common.launch import forced
 from needlework.ops.common.samples import keys, normal, uniform
 from needlework.ops.lucid import LucidState, chunk_lucid, recurrent_lucid, step_lucid
 from needlework.ops.lucid.spec import SPECS
+from needlework.ops.runtime.launch_configs import forced
 from needlework.testing.checks import budgeted
 from needlework.testing.compare import differentiate, relative
 from needlework.testing.rows import chosen, covering
@@ -21,8 +21,8 @@ from needlework.testing.verdict import poisoned
 pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from needlework.ops.lucid.triton_launch import Saved
-from needlework.ops.lucid.triton_lucid import lucid_triton, lucid_triton_fwd
+from needlework.ops.lucid.solve.launches import Saved
+from needlework.ops.lucid.solve.op import lucid_triton, lucid_triton_fwd
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 ENGINE = "lucid/solve"
@@ -128,9 +128,9 @@ def test_panels_are_the_definition(precondition, window, ends):
 
 @pytest.mark.parametrize("group_bytes", (0, 50_000))
 def test_groups_of_heads_are_the_definition(group_bytes, monkeypatch):
-    from needlework.ops.lucid import triton_launch
+    from needlework.ops.lucid.solve import launches
 
-    monkeypatch.setattr(triton_launch, "GROUP_BYTES", group_bytes)
+    monkeypatch.setattr(launches, "GROUP_BYTES", group_bytes)
     agree(inputs(B=2, T=40, H=4))
 
 
@@ -178,17 +178,17 @@ def test_a_call_with_gradients_compiles_without_a_graph_break():
 @pytest.mark.parametrize("K, V", ((16, 24), (64, 16), (32, 64)))
 def test_tiles_of_halves_have_one_layout(K, V):
     """With two layouts, ptxas 12.8 makes a solve that multiplies by what it never loaded."""
-    from needlework.ops.common.launch import rows
-    from needlework.ops.lucid.triton_launch import constants
+    from needlework.ops.lucid.solve.launches import constants
+    from needlework.ops.runtime.launch_configs import rows
 
     solve = constants(rows(ENGINE)[0], torch.bfloat16, 2, K, V, False, False, False, False)["solve"]
     assert (solve["KB"], solve["VB"]) == (64, 64)
 
 
 def test_a_wait_that_runs_out_is_nan_from_there_on(monkeypatch):
-    from needlework.ops.lucid import triton_launch
+    from needlework.ops.lucid.solve import launches
 
-    monkeypatch.setattr(triton_launch, "TURNS", 0)
+    monkeypatch.setattr(launches, "TURNS", 0)
     y = chunk_lucid(**inputs(T=61), impl="triton").y
     assert torch.isfinite(y[:, :16]).all()
     assert torch.isnan(y[:, 16:]).all()
@@ -335,7 +335,7 @@ def test_a_full_table_is_refused(stepping):
 
 
 def test_the_steps_operator_passes_opcheck():
-    from needlework.ops.lucid.triton_step import lucid_step
+    from needlework.ops.lucid.step import lucid_step
 
     x = inputs(2, 2)
     state = table(2, 16)

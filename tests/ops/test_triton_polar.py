@@ -7,9 +7,9 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from needlework.ops.common.launch import forced, rows
 from needlework.ops.polar import PolarState, chunk_polar, recurrent_polar
 from needlework.ops.polar.spec import inputs as sample
+from needlework.ops.runtime.launch_configs import forced, rows
 from needlework.testing.compare import EXACT, differentiate, relative
 from needlework.testing.errors import error_over_budget, operand
 from needlework.testing.rows import covering

@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 
-from needlework.ops.common.launch import forced
 from needlework.ops.polar import PolarState, recurrent_polar, step_polar
 from needlework.ops.polar.paged import decode_polar, prefill_polar
 from needlework.ops.polar.spec import inputs as sample
+from needlework.ops.runtime.launch_configs import forced
 from needlework.testing.compare import EXACT, relative
 from needlework.testing.rows import covering
 

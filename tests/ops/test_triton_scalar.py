@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from needlework.ops.common.launch import forced
 from needlework.ops.delta.op import recurrent_delta
 from needlework.ops.qdelta.op import recurrent_qdelta
+from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs
 from needlework.testing.checks import budgeted
 from needlework.testing.compare import differentiate, relative
@@ -46,7 +46,7 @@ def definition(x, cu_seqlens=None):
 
 
 def kernels(x, cu_seqlens=None):
-    from needlework.ops.delta.triton_scalar import scalar
+    from needlework.ops.delta.scalar.op import scalar
 
     names = ("q", "k", "v", "g", "beta", "lam", "q_read", "initial_state")
     return scalar(*(x.get(name) for name in names), cu_seqlens, scale=SCALE)
@@ -121,7 +121,7 @@ def test_no_token_keeps_the_state():
 
 def test_what_the_backward_is_given_is_what_the_page_says():
     """W of the recurrence; T and P' of the chunk; prefixes in log2."""
-    from needlework.ops.delta.triton_scalar import delta_scalar_fwd
+    from needlework.ops.delta.scalar.op import delta_scalar_fwd
 
     x = inputs(T=21, rule="gated")
     given = (*x.values(),)
@@ -150,7 +150,7 @@ def test_what_the_backward_is_given_is_what_the_page_says():
 @pytest.mark.parametrize("rule", ("additive", "gated", "qdelta"))
 @pytest.mark.parametrize("ends", (None, [0, 19, 19, 61]))
 def test_every_gradient_is_that_of_the_recurrence(rule, ends):
-    pytest.importorskip("needlework.ops.delta.triton_scalar_bwd")
+    pytest.importorskip("needlework.ops.delta.scalar.backward")
     ends = None if ends is None else torch.tensor(ends)
     x = inputs(T=61, H=1, HV=2, N=1 if ends is None else len(ends) - 1, rule=rule)
     _, got = differentiate(lambda x: tuple(kernels(x, ends)), x)
@@ -160,7 +160,7 @@ def test_every_gradient_is_that_of_the_recurrence(rule, ends):
 
 
 def test_the_operator_passes_opcheck():
-    from needlework.ops.delta.triton_scalar import delta_scalar, delta_scalar_fwd
+    from needlework.ops.delta.scalar.op import delta_scalar, delta_scalar_fwd
 
     x = inputs(T=20)
     args = *(x[n] for n in ("q", "k", "v", "g", "beta", "lam")), None, x["initial_state"], None, SCALE
@@ -198,7 +198,7 @@ def test_half_precision_is_within_the_error_budget(style, dtype, every):
 
 def test_operands_of_another_half_type_are_copied_once():
     """Copies of q, k and q_read, exact, with rows past the end left alone; none where the input is an operand already."""
-    from needlework.ops.delta.triton_scalar import delta_scalar_fwd
+    from needlework.ops.delta.scalar.op import delta_scalar_fwd
 
     x = inputs(B=2, T=37, H=2, HV=4)
     x["q_read"] = torch.randn(2, 37, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

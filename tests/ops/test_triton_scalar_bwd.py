@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from needlework.ops.common.alignment import Alignment
-from needlework.ops.common.launch import forced, plan
+from needlework.ops.runtime.launch_configs import forced, plan
 from needlework.ops.specs import specs
 from needlework.testing.checks import budgeted
 from needlework.testing.compare import EXACT, relative
@@ -135,9 +135,9 @@ def saved_by_the_forward(inputs, align, C, scale):
 
 
 def gradients(inputs, do, dstate, cu_seqlens=None, scale=0.25, **overrides):
-    from needlework.ops.common.triton_types import accumulator
-    from needlework.ops.delta.triton_scalar import ENGINE, forms, inverse, solve
-    from needlework.ops.delta.triton_scalar_bwd import backward
+    from needlework.ops.delta.scalar.backward import backward
+    from needlework.ops.delta.scalar.op import ENGINE, forms, inverse, solve
+    from needlework.ops.runtime.triton_types import accumulator
 
     q, v = inputs["q"], inputs["v"]
     with forced(ENGINE, **overrides):
@@ -209,7 +209,7 @@ def test_packed_sequences_are_their_own_and_an_empty_one_passes_its_gradient_on(
 
 
 def test_what_was_not_written_is_not_read():
-    from needlework.ops.delta.triton_scalar import scalar
+    from needlework.ops.delta.scalar.op import scalar
     from needlework.testing.verdict import poisoned
 
     # of seven chunks the sixth is nobody's, the fifth a sequence's
@@ -242,9 +242,9 @@ def test_the_copy_engine_loads_the_same():
 
 @pytest.mark.parametrize("every", chosen((2, 3, 8), quick=(3,)))
 def test_gates_between_anchors_follow_from_the_tokens(every, monkeypatch):
-    from needlework.ops.delta import triton_scalar_bwd
+    from needlework.ops.delta.scalar import backward as scalar_backward
 
-    original = triton_scalar_bwd.constants
+    original = scalar_backward.constants
 
     def with_anchors(*args):
         found = {name: dict(own) for name, own in original(*args).items()}
@@ -252,7 +252,7 @@ def test_gates_between_anchors_follow_from_the_tokens(every, monkeypatch):
             found[name]["EVERY"] = every
         return found
 
-    monkeypatch.setattr(triton_scalar_bwd, "constants", with_anchors)
+    monkeypatch.setattr(scalar_backward, "constants", with_anchors)
     check(make(B=2, T=100))
     check(make(T=100, N=3), cu_seqlens=torch.tensor([0, 52, 52, 100]))
 

@@ -6,11 +6,11 @@ from collections import defaultdict
 import pytest
 import torch
 
-from needlework.ops.common import launch
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
 from needlework.ops.delta.op import recurrent_delta
 from needlework.ops.qdelta.op import recurrent_qdelta
+from needlework.ops.runtime import launch_configs
 from needlework.testing.compare import EXACT, assert_close, relative
 from needlework.testing.errors import operand
 from needlework.testing.rows import covering
@@ -72,36 +72,38 @@ def definition(rule, x, cu_seqlens=None, **settings):
 def engine(rule, chosen):
     """forward(aligned tokens, state, alignment) -> o, state, rest and backward(do, dstate, the same, rest) -> gradients."""
     if rule in SCALARS:
-        from needlework.ops.delta import triton_scalar, triton_scalar_bwd
+        from needlework.ops.delta.scalar import backward as scalar_backward
+        from needlework.ops.delta.scalar import op as scalar_op
 
         def forward(tokens, state, alignment):
-            o, final, *saved = triton_scalar.forward(*tokens, state, alignment, scale=SCALE, plan=chosen, save=True)
+            o, final, *saved = scalar_op.forward(*tokens, state, alignment, scale=SCALE, plan=chosen, save=True)
             return o, final, saved
 
         def backward(do, dstate, tokens, state, saved, alignment):
-            return triton_scalar_bwd.backward(do, dstate, *tokens, state, saved, alignment, scale=SCALE, plan=chosen)
+            return scalar_backward.backward(do, dstate, *tokens, state, saved, alignment, scale=SCALE, plan=chosen)
 
     else:
-        from needlework.ops.delta import triton_channel, triton_channel_bwd
+        from needlework.ops.delta.channel import backward as channel_backward
+        from needlework.ops.delta.channel import op as channel_op
 
         settings = {"scale": SCALE, "prediction": "decayed", "R": 1, "plan": chosen}
 
         def forward(tokens, state, alignment):
-            return triton_channel.forward(*tokens, state, alignment, **settings, save=True)
+            return channel_op.forward(*tokens, state, alignment, **settings, save=True)
 
         def backward(do, dstate, tokens, state, saved, alignment):
-            return triton_channel_bwd.backward(do, dstate, *tokens, state, saved, alignment, **settings)
+            return channel_backward.backward(do, dstate, *tokens, state, saved, alignment, **settings)
 
     return forward, backward
 
 
 def cut(rule, x, parts, cu_seqlens=None, C=8):
     """What `definition` gives, from the engine's kernels over segments."""
-    from needlework.ops.delta import triton_split as split
+    from needlework.ops.delta import segments as split
 
     kind, names = ("delta/scalar", SCALAR) if rule in SCALARS else ("delta/channel", CHANNEL)
     q, v = x["q"], x["v"]
-    chosen = launch.plan(kind, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    chosen = launch_configs.plan(kind, q.device, q.dtype, q.shape[-1], v.shape[-1])
     chosen = chosen._replace(launch={**chosen.launch, "shared": {"C": C}})
     whole = Alignment.of(cu_seqlens, *q.shape[:2], C, q.device)
     pieces = split.segments(whole, parts)
@@ -172,19 +174,20 @@ def test_without_an_initial_state():
 )
 def test_one_launch_finds_what_two_walks_find(sized, packed):
     rule, K = sized
-    from needlework.ops.delta import triton_scalar, triton_split
-    from needlework.ops.delta.triton_transitions import transitions
+    from needlework.ops.delta import segments
+    from needlework.ops.delta.scalar import op as scalar_op
+    from needlework.ops.delta.scalar.transitions import transitions
 
     parts, cu_seqlens = 3, PACKED if packed else None
     x = sample(rule, K=K, N=4 if packed else 1)
-    chosen = launch.plan("delta/scalar", x["q"].device, x["q"].dtype, K, V)
+    chosen = launch_configs.plan("delta/scalar", x["q"].device, x["q"].dtype, K, V)
     whole = Alignment.of(cu_seqlens, 1, 71, chosen.launch["shared"]["C"], x["q"].device)
-    pieces = triton_split.segments(whole, parts)
+    pieces = segments.segments(whole, parts)
     tokens = [None if x.get(name) is None else whole.align(x[name]) for name in SCALAR]
     settings = {"scale": SCALE, "plan": chosen, "save": True}
-    run = lambda values, state: triton_scalar.forward(*tokens[:2], values, *tokens[3:], state, pieces, **settings)[1]
-    expected = triton_split.transitions(run, tokens[2], K)
-    _, _, _, Tp, _, _, G, E, mark, *_ = triton_scalar.forward(*tokens, None, whole, **settings)
+    run = lambda values, state: scalar_op.forward(*tokens[:2], values, *tokens[3:], state, pieces, **settings)[1]
+    expected = segments.transitions(run, tokens[2], K)
+    _, _, _, Tp, _, _, G, E, mark, *_ = scalar_op.forward(*tokens, None, whole, **settings)
     q, k, v, _, beta, lam, _ = tokens
     for save in (True, False):
         N, M = transitions(q, k, v, beta, lam, Tp, G, E, pieces, parts, mark, plan=chosen, save=save)
@@ -223,7 +226,7 @@ def test_what_strong_gates_leave_keeps_its_digits(rule):
 
 
 def test_a_few_chains_are_cut_and_a_full_machine_is_not():
-    from needlework.ops.delta.triton_split import SHORTEST, parts_of
+    from needlework.ops.delta.segments import SHORTEST, parts_of
 
     slots = 264
     assert parts_of(slots, 1024, 128, 128, slots) == 1
@@ -237,7 +240,7 @@ def test_a_few_chains_are_cut_and_a_full_machine_is_not():
 
 
 def test_segments_cover_every_chunk_once_and_differ_by_one():
-    from needlework.ops.delta.triton_split import segments
+    from needlework.ops.delta.segments import segments
 
     for parts in (1, 2, 3, 8):
         whole = Alignment.of(PACKED, 1, 71, 8, torch.device("cpu"))
@@ -250,7 +253,7 @@ def test_segments_cover_every_chunk_once_and_differ_by_one():
 @pytest.mark.parametrize("sizes, reverse", covering(((16, 12), (256, 20)), (False, True), pairs=False))
 def test_the_fix_up_is_the_recurrence_over_segments(sizes, reverse):
     K, V = sizes
-    from needlework.ops.delta.triton_split import fix_up
+    from needlework.ops.delta.segments import fix_up
 
     generator, parts = torch.Generator().manual_seed(0), 3
     M, N = normal(generator, 2 * parts, HV, K, K) * K**-0.5, normal(generator, 2 * parts, HV, K, V)
@@ -272,10 +275,10 @@ def test_the_fix_up_is_the_recurrence_over_segments(sizes, reverse):
 )
 def test_the_operator_cuts_and_nobody_sees_it(call, parts, monkeypatch):
     rule, packed = call
-    from needlework.ops.delta import triton_split
-    from needlework.ops.delta.triton_scalar import delta_scalar, delta_scalar_fwd, scalar
+    from needlework.ops.delta import segments
+    from needlework.ops.delta.scalar.op import delta_scalar, delta_scalar_fwd, scalar
 
-    monkeypatch.setattr(triton_split, "parts_of", lambda *_: parts)
+    monkeypatch.setattr(segments, "parts_of", lambda *_: parts)
     cu_seqlens = PACKED if packed else None
     x = sample(rule, N=4 if packed else 1, HV=1)
     leaves = {name: y.detach().requires_grad_() for name, y in x.items() if name not in ("do", "dstate")}
@@ -293,16 +296,16 @@ def test_the_operator_cuts_and_nobody_sees_it(call, parts, monkeypatch):
 
 @pytest.mark.parametrize("rule, packed", (("gla", False), ("kda", False), ("gdn2", False), ("kda", True)))
 def test_the_channel_operator_cuts_and_nobody_sees_it(rule, packed, monkeypatch):
-    from needlework.ops.delta import triton_channel
+    from needlework.ops.delta.channel import op as channel_op
 
-    monkeypatch.setattr(triton_channel, "parts_of", lambda *_: 2)
+    monkeypatch.setattr(channel_op, "parts_of", lambda *_: 2)
     cu_seqlens = PACKED if packed else None
     x = sample(rule, N=4 if packed else 1, HV=1)
     leaves = {name: y.detach().requires_grad_() for name, y in x.items() if name not in ("do", "dstate")}
     given = [leaves.get(name) for name in (*CHANNEL, "initial_state")]
-    o, state = triton_channel.channel(*given, cu_seqlens, scale=SCALE, prediction="decayed")
+    o, state = channel_op.channel(*given, cu_seqlens, scale=SCALE, prediction="decayed")
     gradients = torch.autograd.grad((o, state), list(leaves.values()), (x["do"], x["dstate"]))
     found = {"o": o.detach(), "state": state.detach(), **{f"d{n}": d for n, d in zip(leaves, gradients, strict=True)}}
     assert_close(found, definition(rule, x, cu_seqlens), rule)
     arguments = (*(None if y is None else y.detach() for y in given), cu_seqlens, SCALE, "decayed", 1, True)
-    torch.library.opcheck(triton_channel.delta_channel_fwd, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(channel_op.delta_channel_fwd, arguments, test_utils=("test_schema", "test_faketensor"))

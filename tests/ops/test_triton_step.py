@@ -13,10 +13,10 @@ from needlework.ops.carve.state import empty_state as empty_carve
 from needlework.ops.ccq import spec as ccq
 from needlework.ops.ccq.reference import recurrent_ccq
 from needlework.ops.ccq.state import empty_state as empty_ccq
-from needlework.ops.common.launch import forced
 from needlework.ops.common.samples import decay, normal, uniform, unit
 from needlework.ops.delta import recurrent_delta
 from needlework.ops.qdelta import recurrent_qdelta
+from needlework.ops.runtime.launch_configs import forced
 from needlework.testing.compare import assert_close, leaves
 from needlework.testing.rows import chosen, covering
 
@@ -76,20 +76,20 @@ def check_steps(step, recurrent, inputs: dict, table, parameters: dict = {}, slo
 
 
 def delta_step(x: dict, state, slots, *, prediction="decayed"):
-    from needlework.ops.delta.triton_step import step
+    from needlework.ops.delta.step import step
 
     names = ("q", "k", "v", "g", "beta", "lam", "erase", "write", "q_read")
     return step(*(x.get(name) for name in names), state, slots, scale=0.3, prediction=prediction)
 
 
 def carve_step(x: dict, state, slots, *, content_chunk=4, prediction="previous"):
-    from needlework.ops.carve.triton_step import step
+    from needlework.ops.carve.step import step
 
     return step(**x, state=state, slots=slots, content_chunk=content_chunk, prediction=prediction, scale=0.3)
 
 
 def ccq_step(x: dict, state, slots):
-    from needlework.ops.ccq.triton_step import step
+    from needlework.ops.ccq.step import step
 
     return step(x["q"], x["k"], x["eta"], x.get("g"), state, slots)
 
@@ -206,9 +206,9 @@ def test_steps_compute_in_float32_and_answer_in_the_query_s_dtype(dtype):
 
 @pytest.mark.parametrize("slots", [None, torch.tensor([1, 0])])
 def test_steps_pass_opcheck(slots):
-    from needlework.ops.carve.triton_step import carve_step
-    from needlework.ops.ccq.triton_step import ccq_step
-    from needlework.ops.delta.triton_step import delta_step
+    from needlework.ops.carve.step import carve_step
+    from needlework.ops.ccq.step import ccq_step
+    from needlework.ops.delta.step import delta_step
 
     check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
     x = {name: x[:, 0] for name, x in delta_inputs("lam", HV=4).items()}
@@ -245,7 +245,7 @@ def test_steps_take_no_rows():
 def test_every_plan_names_its_launches(engine):
     from importlib import import_module
 
-    from needlework.ops.common.launch import rows
+    from needlework.ops.runtime.launch_configs import rows
 
     module = import_module(f"needlework.ops.{engine.split('/')[0]}.triton_step")
     for plan in rows(engine):

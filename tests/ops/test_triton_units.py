@@ -7,7 +7,7 @@ import torch
 
 from needlework.ops.common.samples import normal, uniform
 from needlework.ops.delta.op import chunk_delta, recurrent_delta
-from needlework.ops.delta.units import Units, _power_of_two
+from needlework.ops.delta.scaling import Units, _power_of_two
 from needlework.testing.compare import assert_close, differentiate, relative
 from needlework.testing.rows import covering
 
@@ -97,8 +97,8 @@ def test_the_compiler_takes_it_whole():
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 @pytest.mark.parametrize("engine", ["scalar", "channel"])
 def test_kernels_alone_pass_it_and_with_units_are_right(engine):
-    from needlework.ops.delta.triton_channel import channel
-    from needlework.ops.delta.triton_scalar import scalar
+    from needlework.ops.delta.channel.op import channel
+    from needlework.ops.delta.scalar.op import scalar
 
     def call(inputs):
         settings = {"cu_seqlens": None, "scale": SCALE}

@@ -59,7 +59,7 @@ def test_each_kernel_of_a_file_starts_with_nothing():
     "text, error", ((HEADER + LOOP, False), (HEADER + LOOP.replace("UMOV UR7", "UMOV UR9"), True), (None, False))
 )
 def test_a_build_whose_machine_code_is_wrong_is_an_error(text, error, monkeypatch):
-    compiled = pytest.importorskip("needlework.ops.common.triton_compile")
+    compiled = pytest.importorskip("needlework.ops.runtime.compile")
     made = compiled.Compiled("solve", 168, 1024, 0, 2, 0, b"")
     monkeypatch.setattr(compiled, "compile_case", lambda case, sm: made)
     monkeypatch.setattr(compiled, "disassembled", lambda cubin: text)
@@ -69,7 +69,7 @@ def test_a_build_whose_machine_code_is_wrong_is_an_error(text, error, monkeypatc
 
 
 def test_the_disassembler_is_told_of(monkeypatch, tmp_path):
-    compiled = pytest.importorskip("needlework.ops.common.triton_compile")
+    compiled = pytest.importorskip("needlework.ops.runtime.compile")
     assert compiled.versions()["nvdisasm"][0].isdigit()
     monkeypatch.setattr(compiled, "TOOLS", tmp_path)
     assert compiled.versions()["nvdisasm"].startswith("missing")

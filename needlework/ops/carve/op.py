@@ -8,10 +8,10 @@ from needlework.ops.carve import reference
 from needlework.ops.carve.arguments import Prediction, biased, check_position, checked
 from needlework.ops.carve.custom_op import carve_fwd
 from needlework.ops.carve.state import CarveOutput, CarveState
-from needlework.ops.common.launch import misfit
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import check_count, check_slots, check_state, check_tensor, now
 from needlework.ops.delta.arguments import width
+from needlework.ops.runtime.launch_configs import misfit
 
 
 def chunk_carve(
@@ -77,7 +77,7 @@ def chunk_carve(
             cu_seqlens=cu_seqlens,
         )
     if path == "triton":
-        from needlework.ops.carve.triton_op import carve
+        from needlework.ops.carve.feedback.op import carve
 
         b_bias = torch.zeros_like(dt_bias) if b_bias is None else b_bias
         o, state = carve(*whole, b_bias, initial_state, cu_seqlens, **settings._asdict())
@@ -160,7 +160,7 @@ def step_carve(
         resolve("carve", "auto", q.device, lambda: misfit("carve/step", q.device, q.dtype, q.shape[-1], v.shape[-1]))
         == "triton"
     ):
-        from needlework.ops.carve.triton_step import step
+        from needlework.ops.carve.step import step
 
         return step(*tensors, A_log, dt_bias, w1, w2, state, slots, **settings._asdict())
     slots = torch.arange(len(q), device=q.device) if slots is None else slots

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from needlework.ops.ccq import chunk
 from needlework.ops.ccq.state import CurvatureState
-from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
-from needlework.ops.common.precision import keep_precision
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.precision import keep_precision
 
 
 @operator

@@ -8,9 +8,9 @@ from needlework.ops.ccq.arguments import check_state, check_tokens
 from needlework.ops.ccq.custom_op import ccq_fwd
 from needlework.ops.ccq.reference import recurrent_ccq
 from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state, symmetric
-from needlework.ops.common.launch import misfit
 from needlework.ops.common.packing import sequences
 from needlework.ops.common.shapes import check_count, check_slots, now
+from needlework.ops.runtime.launch_configs import misfit
 
 
 def chunk_ccq(
@@ -62,7 +62,7 @@ def chunk_ccq(
     wide = torch.promote_types(q.dtype, torch.float32)
     g = None if g is None else g.to(wide)
     if path == "triton":
-        from needlework.ops.ccq.triton_op import clean
+        from needlework.ops.ccq.curvature.op import clean
 
         state = None if initial_state is None else CurvatureState(*(x.to(wide) for x in initial_state))
         cleaned, state = clean(*(None if x is None else x.contiguous() for x in (q, k, eta, g)), state, cu_seqlens)
@@ -90,7 +90,7 @@ def step_ccq(
     check_state("state", state, k)
     check_slots(slots, len(q))
     if resolve("ccq", "auto", q.device, lambda: misfit("ccq/step", q.device, q.dtype, q.shape[-1], q.shape[-1])) == "triton":
-        from needlework.ops.ccq.triton_step import step
+        from needlework.ops.ccq.step import step
 
         return step(q, k, eta, g, state, slots)
     slots = torch.arange(len(q), device=q.device) if slots is None else slots

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from needlework.ops.common.operator import operator, refuse_tangents
 from needlework.ops.common.packing import check_cu_seqlens, sequences
+from needlework.ops.runtime.custom_op import operator, refuse_tangents
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution of tokens. Knows no op; `triton_conv.py` has it in one pass.
+"""Causal depthwise convolution of tokens. Knows no op; `kernels/conv.py` has it in one pass.
 
 c_t = Σ_j w_j ⊙ x_{t−past+j},  j = 0 … past        zeros before a sequence, or the inputs that its state kept
 y = c, silu(c) or x + c                             sums in the wider of x's and the weight's dtype, y in x's
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.launch import misfit
 from needlework.ops.common.packing import document_positions, lengths, sequences
 from needlework.ops.common.shapes import check
+from needlework.ops.runtime.launch_configs import misfit
 
 After = Literal["none", "silu", "add"]
 TAPS = 4  # that the kernels hold at most
@@ -66,7 +66,7 @@ def causal_conv(
         every, length = torch.arange(N, device=x.device), lengths(cu_seqlens)
         last = torch.stack([earlier(every, length, past - j) for j in range(past)], 1)
     if path == "triton":
-        from needlework.ops.common.triton_conv import conv_triton
+        from needlework.ops.common.kernels.conv import conv_triton
 
         return tuple(conv_triton(x.contiguous(), weight, position, after, parts)), last
     if position is None:

@@ -1,6 +1,6 @@
 """Sums of log decays inside a chunk, each accurate to its own size whatever the gates beside it: −10²⁰ or −∞ wipes, and costs no digit.
 
-Knows no op. `triton_tile.py: capped` has the kernels' way.
+Knows no op. `kernels/tile.py: capped` has the kernels' way.
 """
 
 import torch

@@ -7,10 +7,10 @@ checked here.
 import torch
 from torch import Tensor
 
-from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.packing import check_cu_seqlens, pad, unpad
-from needlework.ops.common.precision import keep_precision
 from needlework.ops.delta import chunk
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.precision import keep_precision
 
 
 @operator

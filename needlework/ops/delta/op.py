@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.launch import misfit
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import check, check_count, check_slots, now
 from needlework.ops.delta import reference
 from needlework.ops.delta.arguments import Prediction, check_rule, check_state, checked, checked_state, width
 from needlework.ops.delta.custom_op import delta_fwd
-from needlework.ops.delta.units import Units
+from needlework.ops.delta.scaling import Units
+from needlework.ops.runtime.launch_configs import misfit
 
 
 class DeltaOutput(NamedTuple):
@@ -125,11 +125,11 @@ def _kernels(read, k, v, g, beta, erase, write, prediction, state, cu_seqlens, s
 
 def _engine(read, k, v, g, beta, erase, write, prediction, state, cu_seqlens, scale) -> tuple[Tensor, Tensor]:
     if _by_channel(g, erase, prediction):
-        from needlework.ops.delta.triton_channel import channel
+        from needlework.ops.delta.channel.op import channel
 
         tensors = contiguous(read, k, v, _every_channel(g, k, v), beta, erase, write, state)
         return channel(*tensors, cu_seqlens, scale=scale, prediction=prediction)
-    from needlework.ops.delta.triton_scalar import scalar
+    from needlework.ops.delta.scalar.op import scalar
 
     read, k, v, g, beta, state = contiguous(read, k, v, g, beta, state)
     return scalar(read, k, v, g, beta, None, None, state, cu_seqlens, scale=scale)
@@ -145,7 +145,7 @@ def _every_channel(g: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
 
 def unit(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Rows of unit norm, by a kernel."""
-    from needlework.ops.common.triton_l2 import l2_rows
+    from needlework.ops.common.kernels.l2 import l2_rows
 
     return tuple(map(l2_rows, tensors))
 
@@ -220,7 +220,7 @@ def step_delta(
         resolve("delta", "auto", q.device, lambda: misfit("delta/step", q.device, q.dtype, q.shape[-1], v.shape[-1]))
         == "triton"
     ):
-        from needlework.ops.delta.triton_step import step
+        from needlework.ops.delta.step import step
 
         q, k = unit(q, k) if l2norm else (q, k)
         return step(q, k, v, g, beta, None, erase, write, q_read, state, slots, scale=scale, prediction=prediction)

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.launch import misfit
 from needlework.ops.common.shapes import check_count, check_slots, check_tensor
 from needlework.ops.lucid import chunk, reference
 from needlework.ops.lucid.arguments import (
@@ -18,6 +17,7 @@ from needlework.ops.lucid.arguments import (
 )
 from needlework.ops.lucid.custom_op import lucid_fwd
 from needlework.ops.lucid.state import LucidOutput, LucidState
+from needlework.ops.runtime.launch_configs import misfit
 
 
 def chunk_lucid(
@@ -68,13 +68,13 @@ def chunk_lucid(
     path = resolve("lucid", impl, k.device, fit)
     rowmax = precondition == "rowmax"
     if path == "triton" and initial_state is None and not output_final_state:
-        from needlework.ops.lucid.triton_lucid import lucid
+        from needlework.ops.lucid.solve.op import lucid
 
         tensors = [None if x is None else x.contiguous() for x in (k, v, beta)]
         return LucidOutput(lucid(*tensors, cu_seqlens, rowmax, window), None)
     pages = no_tokens_yet(N, k, v) if initial_state is None else initial_state
     if path == "triton":
-        from needlework.ops.lucid.triton_pages import lucid_pages_fwd
+        from needlework.ops.lucid.solve.pages import lucid_pages_fwd
 
         tensors = [None if x is None else x.contiguous() for x in (k, v, beta, pages.k.to(k.dtype), pages.y.to(k.dtype))]
         save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -143,7 +143,7 @@ def step_lucid(
     if path != "triton" or k.device.type == "cpu":
         _check_room(state.length[slots[slots >= 0]], R, P, window)
     if path == "triton":
-        from needlework.ops.lucid.triton_step import lucid_step
+        from needlework.ops.lucid.step import lucid_step
 
         tokens = (None if x is None else x.contiguous() for x in (k, v, beta))
         y = lucid_step(*tokens, *state, slots, rowmax, window)

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.growth import came_from, final_rows, give_back, grow
-from needlework.ops.common.operator import backward_operator, differentiable, operator
 from needlework.ops.common.packing import lengths, pad, unpad
-from needlework.ops.common.precision import keep_precision
 from needlework.ops.polar import chunk
 from needlework.ops.polar.arguments import check_data
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.precision import keep_precision
 
 
 @operator

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.launch import misfit
 from needlework.ops.common.shapes import check, check_count, check_slots, check_state, now
 from needlework.ops.polar import chunk, reference
 from needlework.ops.polar.arguments import check_arguments
 from needlework.ops.polar.custom_op import polar_fwd, polar_grow
 from needlework.ops.polar.state import PolarOutput, PolarState
+from needlework.ops.runtime.launch_configs import misfit
 
 
 def chunk_polar(
@@ -69,7 +69,7 @@ def chunk_polar(
         no_pages = k.new_zeros(N, 0, *k.shape[2:]), v.new_zeros(N, 0, *v.shape[2:])
         initial_state = PolarState(*no_pages, torch.zeros(N, dtype=torch.int64, device=q.device))
     if path == "triton":
-        from needlework.ops.polar.triton_op import polar
+        from needlework.ops.polar.attention.op import polar
 
         direction, magnitude = polar(*(x.contiguous() for x in (q, k, v)), *parameters, given_state, cu_seqlens, window)
         if not output_final_state:
@@ -128,7 +128,7 @@ def step_polar(
         slots = torch.arange(len(q), device=q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
     if resolve("polar", "auto", q.device, lambda: _no_step(q, v, state)) == "triton":
-        from needlework.ops.polar.triton_serve import step
+        from needlework.ops.polar.serving.op import step
 
         return step(q, k, v, *(x.to(wide) for x in (alpha, beta, gamma, null_base, v_null)), state, slots, window)
     P = min(P, window or P)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.launch import misfit
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, sequences, unpad
 from needlework.ops.common.pages import positions
 from needlework.ops.common.shapes import check, check_count, check_dtypes, check_tensor
 from needlework.ops.polar import chunk
+from needlework.ops.runtime.launch_configs import misfit
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def decode_polar(
     parameters = _check(q, k, v, alpha, beta, gamma, null_base, v_null, block_table, length, window)
     check("block_table", block_table, "B NB", B=len(q))
     if _path(q, v, impl) == "triton":
-        from needlework.ops.polar.triton_serve import polar_decode
+        from needlework.ops.polar.serving.op import polar_decode
 
         return polar_decode(q, k, v, *parameters, block_table, length, window)
     none = (length <= 0)[:, None]
@@ -89,7 +89,7 @@ def prefill_polar(
     check_tensor("cu_seqlens", cu_seqlens, "N+1")
     check("block_table", block_table, "N NB", N=sequences(cu_seqlens, len(q)))
     if _path(q, v, impl) == "triton":
-        from needlework.ops.polar.triton_serve import polar_prefill
+        from needlework.ops.polar.serving.op import polar_prefill
 
         return polar_prefill(q, k, v, *parameters, block_table, length, cu_seqlens, window)
     check_cu_seqlens(cu_seqlens, *q.shape[:2])

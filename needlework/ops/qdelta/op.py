@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.launch import misfit
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import check, check_count, check_slots, now
 from needlework.ops.delta.arguments import check_state, checked_state, width
 from needlework.ops.delta.op import contiguous, unit
 from needlework.ops.qdelta import chunk, reference, transposed
 from needlework.ops.qdelta.arguments import Coupling, check_rule, checked
+from needlework.ops.runtime.launch_configs import misfit
 
 
 class QDeltaOutput(NamedTuple):
@@ -90,7 +90,7 @@ def chunk_qdelta(
             cu_seqlens=cu_seqlens,
         )
     if path == "triton":
-        from needlework.ops.delta.triton_scalar import scalar
+        from needlework.ops.delta.scalar.op import scalar
 
         q, k = unit(q, k) if l2norm else (q, k)
         state = None if initial_state is None else initial_state.to(width(q))
@@ -178,7 +178,7 @@ def step_qdelta(
         resolve("qdelta", "auto", q.device, lambda: misfit("delta/step", q.device, q.dtype, q.shape[-1], v.shape[-1]))
         == "triton"
     ):
-        from needlework.ops.delta.triton_step import step
+        from needlework.ops.delta.step import step
 
         q, k = unit(q, k) if l2norm else (q, k)
         return step(q, k, v, g, beta, lam, None, None, q_read, state, slots, scale=scale)

@@ -1,0 +1,93 @@
+"""What is shown while recipes run, and the time that is left."""
+
+import queue
+import time
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from needlework.experiment.progress import time_left
+from needlework.experiment.recipe import Recipe
+from needlework.report.sweep import found
+from needlework.train import Progress
+
+FEW = 12  # more runs than these are shown only while they run
+
+
+class Board:
+    """What is shown while it runs. The time left is the estimate of each mixer, corrected by how those that ran went."""
+
+    def __init__(self, recipes: dict[str, Recipe], seconds: dict[str, float], workers: int):
+        self.recipes, self.seconds, self.workers = recipes, seconds, workers
+        self.progress: dict[str, Progress] = {}
+        self.started: dict[str, tuple[float, int]] = {}  # when a mixer was first heard of in this session, and at which step
+        self.done: dict[str, dict[str, Any]] = {}
+
+    def read(self, news) -> None:
+        while True:
+            try:
+                name, progress = news.get_nowait()
+            except queue.Empty:
+                return
+            self.progress[name] = progress
+            self.started.setdefault(name, (time.monotonic(), progress.step))
+
+    def finish(self, name: str, entry: dict[str, Any]) -> None:
+        self.done[name] = entry
+
+    def remaining(self) -> float:
+        """Seconds: the work that is left, at the pace seen so far, shared by the workers; never below the longest single part."""
+        spent = expected = 0.0
+        left = []
+        for name, total in self.seconds.items():
+            share = 0.0
+            if name in self.progress:
+                progress = self.progress[name]
+                began, first = self.started[name]
+                share = progress.step / progress.steps
+                spent += time.monotonic() - began if name not in self.done else 0.0
+                expected += total * (progress.step - first) / progress.steps if name not in self.done else 0.0
+            if name not in self.done:
+                left.append(total * (1 - share))
+        pace = spent / expected if expected > 1 else 1.0
+        return max(sum(left) / self.workers, max(left, default=0.0)) * pace
+
+    def line(self) -> str:
+        """The same where nothing can be drawn twice: how many are done, how far those are that run, the time left."""
+        told = [f"{len(self.done)} of {len(self.recipes)} done"]
+        for name in self.running():
+            p = self.progress[name]
+            told.append(
+                f"{name} step {p.step} of {p.steps} ({p.step / p.steps:.0%}), loss {p.loss:.3f}, {p.tokens_per_second:,.0f} tokens/s"
+            )
+        return "; ".join([*told, time_left(self.remaining())])
+
+    def running(self) -> list[str]:
+        return [name for name in self.progress if name not in self.done]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        full, empty = "#-" if options.ascii_only else "━╺"
+        table = Table(box=None, pad_edge=False)
+        for heading in ("mixer", "", "loss", "tokens/s", "found"):
+            table.add_column(heading, justify="left" if heading in ("mixer", "") else "right")
+        for name in self.recipes if len(self.recipes) <= FEW else self.running():
+            recipe = self.recipes[name]
+            progress, entry = self.progress.get(name), self.done.get(name)
+            share = 1.0 if entry else progress.step / progress.steps if progress else 0.0
+            bar = full * round(24 * share) + empty * (24 - round(24 * share))
+            state = Text(f"{bar} {share:4.0%}", style="green" if entry else "cyan" if progress else "dim")
+            numbers = ["", "", ""]
+            if progress:
+                numbers[:2] = f"{progress.loss:.3f}", f"{progress.tokens_per_second:,.0f}"
+            if entry:
+                shortest, tasks = entry["lengths"][0], entry["tasks"]
+                numbers[0] = f"{entry['loss'][str(shortest)]:.3f}"
+                numbers[1] = f"{entry['train']['tokens_per_second']:,.0f}"
+                numbers[2] = f"{found(entry, tasks, [shortest]):.0%}" if tasks else ""
+            table.add_row(recipe.title, state, *numbers)
+        note = time_left(self.remaining())
+        done = "" if len(self.recipes) <= FEW else f"{len(self.done)} of {len(self.recipes)} done; "
+        yield table
+        yield Text(f"{done}{note}; Ctrl-C saves; the same command goes on", style="dim")

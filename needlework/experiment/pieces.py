@@ -1,0 +1,60 @@
+"""The pieces of a measurement that are done, on the disk: one that was stopped goes on, and gives what it would have given.
+
+    <folder>/measuring-<digest>.json      {"of": what is measured, by what; "pieces": {name: value}}
+
+The digest is that of `of`. So a file holds pieces of one measurement alone, and another finds none that are not its own.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from needlework.data import Corpus
+from needlework.experiment.claim import plain, write_json
+from needlework.experiment.evaluate import Evaluation
+from needlework.json_file import read_json
+from needlework.train import commit
+
+
+class Pieces:
+    """In `folder`, which is made with the first piece. of: JSON-ready; all that the pieces depend on."""
+
+    def __init__(self, folder: Path, of: dict[str, Any]):
+        self.of = plain(of)
+        self.path = folder / f"measuring-{hashlib.sha256(json.dumps(self.of, sort_keys=True).encode()).hexdigest()[:16]}.json"
+        self.done: dict[str, Any] = read_json(self.path)["pieces"] if self.path.exists() else {}
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """The piece of that name as JSON gives it back: what `make` gives, made and written now or before."""
+        if name not in self.done:
+            self.done[name] = plain(make())
+            write_json(self.path, {"of": self.of, "pieces": self.done})
+        return self.done[name]
+
+    def forget(self) -> None:
+        """All is measured, and is kept elsewhere."""
+        self.path.unlink(missing_ok=True)
+
+
+def measurement(checkpoint: Path, corpus: Corpus, evaluation: Evaluation, device: torch.device) -> dict[str, Any]:
+    """What a checkpoint's measurement depends on: its files, the text, what is measured; the code and the machine."""
+    read = [path for path in checkpoint.iterdir() if path.suffix in (".safetensors", ".bin")]
+    read += [checkpoint / "config.json", checkpoint / "tokenizer.json"]
+    return {
+        "checkpoint": {path.name: _digest(path) for path in read},
+        "corpus": corpus.manifest["sha256"],
+        "evaluation": asdict(evaluation),
+        "code": commit(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

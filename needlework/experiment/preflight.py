@@ -1,0 +1,60 @@
+"""What would end a run later, found before it begins: from the recipe, its text and this machine. Nothing is written."""
+
+import dataclasses
+
+import torch
+
+from needlework.data import Corpus
+from needlework.experiment.evaluate import check_measurement
+from needlework.experiment.recipe import Recipe
+from needlework.models import NeedleworkForCausalLM
+from needlework.models.loss import liger
+from needlework.train import Batch, Piece, World, losses_of, summary_writer
+
+SHORT = 64  # tokens of the rehearsal's row
+
+
+def check(recipe: Recipe, corpus: Corpus, world: World | None = None) -> None:
+    """ValueError, with the recipe's name, for what training or measuring would stumble over on these ranks."""
+    try:
+        with torch.random.fork_rng([]):
+            _train(recipe, corpus, World() if world is None else world)
+            check_measurement(recipe.model.mixers, corpus, recipe.evaluate)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"recipe {recipe.name}: {error}") from error
+
+
+def _train(recipe: Recipe, corpus: Corpus, world: World) -> None:
+    model, train = recipe.model, recipe.train
+    tokens = 1 + max(corpus.tokenizer.get_vocab().values())
+    if tokens > model.vocab_size:
+        raise ValueError(f"the tokenizer has {tokens} tokens, the model a vocabulary of {model.vocab_size}")
+    with torch.device("meta"):
+        train.optim.build(NeedleworkForCausalLM(model).named_parameters())
+    if train.tensorboard:
+        summary_writer()
+    if recipe.loss == "liger":
+        liger(model.softcap, "cuda" if torch.cuda.is_available() else "cpu")
+    step = 0
+    for phase in recipe.phases:
+        batch = recipe.batch(corpus, step * train.accumulate)
+        world.own(batch.labels)
+        if phase.length % world.sequence:
+            raise ValueError(f"a phase's rows of {phase.length} tokens cannot be cut into {world.sequence} equal parts")
+        step += phase.steps
+    if world.sequence > 1 and recipe.objective is not None and recipe.objective.distractor is not None:
+        raise ValueError("objective: a distractor needs whole sequences, parallel.sequence cuts them")
+    _rehearse(recipe, batch)
+
+
+def _rehearse(recipe: Recipe, batch: Batch) -> None:
+    """A step on one layer of each mixer and a short row: what a layer, an objective or a loss refuses, it refuses here."""
+    vocabulary = min(recipe.model.vocab_size, 512)
+    layout = "".join(dict.fromkeys(recipe.model.layout))
+    model = NeedleworkForCausalLM(recipe.model.replaced(layout=layout, vocab_size=vocabulary))
+    ids = batch.input_ids[:1, :SHORT] % vocabulary
+    here = dataclasses.replace(recipe, loss="torch") if recipe.loss == "liger" else recipe
+    found = losses_of(model, here.losses, Piece(ids, ids), recipe.train.autocast)
+    found.cross_entropy.backward(retain_graph=True)
+    if found.auxiliary is not None:
+        found.auxiliary.backward()

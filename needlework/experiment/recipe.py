@@ -1,0 +1,165 @@
+"""A recipe: all that fixes a run; its model at its start, and its text.
+
+Knows what a run is made of. What is done with it is runner.py's.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from needlework.data import (
+    Batch,
+    Corpus,
+    CorpusConfig,
+    Files,
+    NeedleMix,
+    StoreConfig,
+    Text,
+    byte_tokenizer,
+    load_corpus,
+    prepare,
+)
+from needlework.experiment.evaluate import Evaluation
+from needlework.experiment.pretrained import load_model
+from needlework.layers.fields import Count, fit
+from needlework.layers.objective import Objective
+from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+from needlework.train import Losses, Piece, TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """`steps` optimiser steps on batches of `batch` rows of `length` tokens of a task, in `train.accumulate` equal parts."""
+
+    steps: Count
+    batch: Count
+    length: Count
+    task: NeedleMix | Text
+
+    def __post_init__(self):
+        fit("phase", self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that fixes a run: model, text, phases, training, measurement. name is the run's; title and equation are for reading.
+
+    start: a checkpoint's folder, whose weights the run starts from; None: the model's own start, from train.seed.
+    objective: what is added to the cross entropy. loss: what makes the cross entropy, "torch" or, on CUDA, "liger".
+    """
+
+    name: str
+    title: str
+    equation: str
+    model: NeedleworkConfig
+    corpus: CorpusConfig | StoreConfig
+    phases: tuple[Phase, ...]
+    train: TrainConfig
+    evaluate: Evaluation
+    start: str | None = None
+    objective: Objective | None = None
+    loss: str = "torch"
+
+    def __post_init__(self):
+        if not is_folder(self.name):
+            raise ValueError(
+                f"recipe {self.name!r}: expected the name of a folder, without separators: what it makes lies there"
+            )
+        for phase in self.phases:
+            if phase.batch % self.train.accumulate:
+                raise ValueError(
+                    f"recipe {self.name}: a phase's batch is {phase.batch} rows, expected a multiple of train.accumulate = "
+                    f"{self.train.accumulate}"
+                )
+        steps = sum(phase.steps for phase in self.phases)
+        if steps != self.train.steps:
+            raise ValueError(f"recipe {self.name}: the phases have {steps} steps, train.steps is {self.train.steps}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, complete: a run's config.json."""
+        fields = {name: getattr(self, name) for name in ("corpus", "train", "evaluate")}
+        return {
+            "name": self.name,
+            "title": self.title,
+            "equation": self.equation,
+            "model": self.model.to_diff_dict(),
+            "phases": [asdict(phase) for phase in self.phases],
+            "start": self.start,
+            "objective": None if self.objective is None else self.objective.to_dict(),
+            "loss": self.loss,
+        } | {name: asdict(value) for name, value in fields.items()}
+
+    def lasting(self) -> dict[str, Any]:
+        """What a run that goes on must share with the one that it goes on from."""
+        return self.to_dict() | {"train": self.train.lasting()}
+
+    def batch(self, corpus: Corpus, index: int) -> Batch:
+        """Micro-batch `index` of the run, `train.accumulate` of them a step: a pure function of the recipe, the corpus and it."""
+        parts = self.train.accumulate
+        step, part = divmod(index, parts)
+        first = 0
+        for phase in self.phases:
+            if step < first + phase.steps:
+                rows = range(part * phase.batch // parts, (part + 1) * phase.batch // parts)
+                return phase.task.batch(corpus, self.train.seed, step, phase.batch, phase.length, rows)
+            first += phase.steps
+        raise ValueError(f"step {step}: the recipe has {first}")
+
+    def losses(self, model: NeedleworkForCausalLM, piece: Piece) -> Losses:
+        """What a step descends on, of one rank's part of a micro-batch."""
+        return model(piece.input_ids, targets=piece.labels, relay=piece.relay, objective=self.objective, loss_impl=self.loss)
+
+    def tokens(self) -> int:
+        """Training tokens."""
+        return sum(p.steps * p.batch * p.length for p in self.phases)
+
+
+def is_folder(name: str) -> bool:
+    """Whether it can be the name of a folder in any other, on any system."""
+    return name not in ("", ".", "..") and name.isprintable() and not any(separator in name for separator in "/\\")
+
+
+def build(recipe: Recipe) -> NeedleworkForCausalLM:
+    """The model at its start: the same for a seed, whatever ran before; ValueError if `start` has other weights."""
+    if recipe.start is not None:
+        try:
+            return load_model(Path(recipe.start), recipe.model)
+        except ValueError as error:
+            raise ValueError(f"recipe {recipe.name}: start: {error}") from None
+    torch.manual_seed(recipe.train.seed)
+    return NeedleworkForCausalLM(recipe.model)
+
+
+OWN_TEXT = 1 << 28  # bytes of one's own text that are read into memory, where the recipe reads it there
+
+
+def with_corpus(recipe: Recipe, paths: Iterable[str | Path]) -> Recipe:
+    """The recipe on the text of `paths` and with the tokenizer that it had: a store stays one, of the same vocabulary; bytes stay bytes."""
+    paths = tuple(map(str, paths))
+    if isinstance(recipe.corpus, StoreConfig):
+        return replace(recipe, corpus=replace(recipe.corpus, source=Files(paths=paths)))
+    return replace(recipe, corpus=replace(recipe.corpus, kind="files", paths=paths, max_bytes=OWN_TEXT))
+
+
+def text(recipe: Recipe, corpora: Path) -> Corpus:
+    """The recipe's corpus: read into memory, or prepared once below `corpora` and mapped from there.
+
+    ValueError if its tokenizer has more tokens than the model's vocabulary.
+    """
+    config = recipe.corpus
+    if isinstance(config, CorpusConfig):
+        corpus = load_corpus(config, byte_tokenizer())
+    else:
+        identity = json.dumps(asdict(config) | {"source": config.source.identity()}, sort_keys=True)
+        corpus = prepare(config, corpora / f"{config.source.kind}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}")
+    tokens = corpus.tokenizer.get_vocab_size()
+    if tokens > recipe.model.vocab_size:
+        raise ValueError(
+            f"recipe {recipe.name}: the tokenizer has {tokens:,} tokens, more than the model's vocabulary of {recipe.model.vocab_size:,}"
+        )
+    return corpus

@@ -1,0 +1,180 @@
+"""A recipe, and what is done with it: train, keep, measure; one recipe or several side by side, stopped and resumed.
+
+Knows the order of things and the files of a run's directory. How to train, what a task is and how to measure are other rooms'.
+
+    runs/corpora/<digest>/            texts that are tokenised once, for every run that reads them
+    runs/<name>/config.json           what runs here, exactly
+                manifest.json         the text that a comparison read
+                results.json          what was measured               report.html       the same, to look at
+                <mixer>/manifest.json     the text it read            <mixer>/training/     checkpoints, log.jsonl
+                <mixer>/checkpoint/       for AutoModelForCausalLM    <mixer>/result.json   written when the mixer is done
+                <mixer>/measuring-….json  what is measured so far     lock, <mixer>/lock    whose they are now
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from needlework.data import Corpus, SourceError, StoreError, eot_id
+from needlework.experiment.claim import RunError, write_json
+from needlework.experiment.evaluate import Evaluation as Evaluation
+from needlework.experiment.evaluate import Stopped, measure
+from needlework.experiment.pieces import Pieces, measurement
+from needlework.experiment.preflight import check
+from needlework.experiment.pretrained import load_model
+from needlework.experiment.recipe import Phase as Phase
+from needlework.experiment.recipe import Recipe as Recipe
+from needlework.experiment.recipe import build, text
+from needlework.json_file import read_json
+from needlework.models import NeedleworkForCausalLM, disable_progress_bar, save_checkpoint
+from needlework.report.curves import curves
+from needlework.train import BadStep, CheckpointError, InUse, Progress, Result, World, alone, full_state, train
+
+# what a user did, or the machine: the message alone explains it; anything else is a mistake of ours and keeps its traceback
+EXPLAINED = (
+    ValueError, ArithmeticError, OSError, MemoryError, torch.OutOfMemoryError,
+    RunError, InUse, CheckpointError, StoreError, SourceError,
+)  # fmt: skip
+
+
+def run(
+    recipe: Recipe,
+    directory: Path,
+    *,
+    begin: Callable[[], None] = lambda: None,
+    on_step: Callable[[Progress], None] | None = None,
+    on_text: Callable[[Corpus], None] = lambda corpus: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """Train and measure one recipe in `directory`, on this rank's part of it; what is done already is not done again.
+
+    On a GPU where there is one. Returns the mixer's entry of results.json; None if it was stopped, and on all ranks but the first,
+    which alone measures. On a CPU training is one thread: small operators gain nothing from more, and one is bit-reproducible.
+
+    begin: called on the first rank when the text is read, the recipe checked and the model built; what it raises ends the run.
+    Before it nothing is written but the text below runs/corpora. on_text: called after it, with the text.
+    stop: asked before every step, and throughout the measurement.
+    Raises InUse if another process runs in `directory`.
+    """
+    done = directory / "result.json"
+    if done.exists():
+        return read_json(done)
+    torch.set_num_threads(1)
+    with ExitStack() as held:
+        with World.open(recipe.train.parallel) as world:
+            corpora = directory.parents[1] / "corpora"
+            if world.ranks > 1:
+                world.share(corpora)
+                world.agree(lambda: bool(text(recipe, corpora)))  # one rank makes it, the others open it
+            corpus = text(recipe, corpora)
+            check(recipe, corpus, world)
+            model = build(recipe)
+
+            def take() -> None:
+                begin()
+                held.enter_context(alone(directory))
+                corpus.write_manifest(directory / "manifest.json")
+                on_text(corpus)
+
+            world.agree(take)
+            if world.mesh is None and torch.cuda.is_available():
+                model.cuda()
+            described = recipe.to_dict()
+            described.pop("train")  # train() compares its own config
+            described.pop("evaluate")
+            described["corpus"]["sha256"] = corpus.manifest["sha256"]
+            result = train(
+                model, lambda index: recipe.batch(corpus, index), recipe.train, directory / "training",
+                losses=recipe.losses, recipe=described, on_step=on_step, stop=stop, world=world,
+            )  # fmt: skip
+            if result.stopped:
+                return None
+            weights = full_state(model)
+            if not world.is_first:
+                return None
+        disable_progress_bar()  # there is one on the screen already
+        save_checkpoint(model, corpus.tokenizer, eot_id(corpus.tokenizer), directory / "checkpoint", weights)
+        device = model.device
+        del model, weights  # what is measured is what was kept: whole, and not compiled for the training's shapes
+        try:
+            finish(recipe, corpus, result, directory, device, stop)
+        except Stopped:
+            return None
+    return read_json(done)
+
+
+def finish(
+    recipe: Recipe, corpus: Corpus, result: Result, directory: Path, device: torch.device, stop: Callable[[], bool]
+) -> None:
+    """Measure what was kept, and write result.json. Stopped if it is asked to stop; then the next call goes on."""
+    checkpoint = directory / "checkpoint"
+    pieces = Pieces(directory, measurement(checkpoint, corpus, recipe.evaluate, device))
+    kept = lambda config: load_model(checkpoint, config).to(device)
+    model = kept(recipe.model)
+    # the first to measure is who trained: one that goes on has no pace of its own
+    log = curves(directory / "training" / "log.jsonl")
+    entry = pieces.once("training", partial(training_entry, recipe, model, result, log))
+    entry = entry | measure(model, corpus, recipe.evaluate, pieces.once, stop)
+    if recipe.evaluate.full_context:
+        once = lambda name, make: pieces.once(f"full context: {name}", make)
+        entry["full_context"] = measure(kept(recipe.model.full_context()), corpus, recipe.evaluate, once, stop)
+    write_json(directory / "result.json", entry | origin(recipe, directory))
+    pieces.forget()
+
+
+def training_entry(
+    recipe: Recipe, model: NeedleworkForCausalLM, result: Result, log: dict[str, list[float]] | None = None
+) -> dict[str, Any]:
+    served = torch.bfloat16 if recipe.train.autocast == "bf16" else model.dtype  # what its products had in training
+    return named(recipe) | {
+        "parameters": model.num_parameters(),
+        "state_bytes": {str(T): state_bytes(model, T, served) for T in recipe.evaluate.lengths},
+        "train": {
+            "steps": list(range(1, len(result.losses) + 1)),
+            "loss": list(result.losses),
+            "tokens": result.tokens,
+            "seconds": result.seconds,
+            "tokens_per_second": result.tokens_per_second,
+        }
+        | ({} if log is None else {"log": log}),
+    }
+
+
+def ended_entry(recipe: Recipe, directory: Path, error: BadStep) -> dict[str, Any]:
+    """What is known of a run that its guard ended: `ended` instead of what was measured."""
+    ended = {"step": error.step, "steps": recipe.train.steps, "why": error.where}
+    return named(recipe) | {"ended": ended} | origin(recipe, directory)
+
+
+def named(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "name": recipe.name,
+        "seed": recipe.train.seed,
+        "title": recipe.title,
+        "equation": recipe.equation,
+        "train_length": recipe.phases[-1].length,
+        "lengths": list(recipe.evaluate.lengths),
+        "tasks": list(recipe.evaluate.tasks),
+    }
+
+
+def origin(recipe: Recipe, directory: Path) -> dict[str, Any]:
+    """What the run read, and on what and from which code it was last started."""
+    manifest = read_json(directory / "manifest.json")
+    ran = read_json(directory / "training" / "ran.json")[-1]
+    return {
+        "corpus": {"sha256": manifest["sha256"]},
+        "machine": ran["device"],
+        "versions": ran["versions"],
+        "commit": ran["commit"],
+        "config": recipe.to_dict(),
+    }
+
+
+def state_bytes(model: NeedleworkForCausalLM, T: int, dtype: torch.dtype | None = None) -> int:
+    """Bytes of one sequence's state over all layers after T tokens, the model in `dtype` (None: its own); fixed states are float32."""
+    return sum(block.mixer.state_size(T, dtype or model.dtype) for block in model.model.blocks)

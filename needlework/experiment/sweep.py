@@ -1,0 +1,89 @@
+"""A study: many recipes and seeds, each a run of its own, in as many pieces as it takes; results of any machine lie side by side.
+
+runs/<name>/<mixer>-<seed>/        a run (runner.py)
+            results/<mixer>-<seed>.json    what it measured, with its config: what `needlework report` reads. Of a run that its
+                                           guard ended, where and why: it would end there again
+                    corpora/<sha256>.json  the manifest of a text that they read: what it was made of
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from needlework.experiment.board import Board
+from needlework.experiment.claim import RunError, differences, has_work, plain, write_json
+from needlework.experiment.preflight import check
+from needlework.experiment.recipe import Recipe, text
+from needlework.experiment.runner import ended_entry
+from needlework.experiment.workers import work
+from needlework.json_file import read_json
+from needlework.train import BadStep
+
+TOKENS_PER_SECOND = (
+    500_000  # of a small model on one GPU: where the time left is guessed from before any run has shown its pace
+)
+
+
+def study(
+    recipes: tuple[Recipe, ...], directory: Path, console: Console, workers: int, minutes: float | None = None
+) -> list[Path]:
+    """Run what has no result yet; returns the results that are missing still.
+
+    minutes: stop after so many, every run with a checkpoint; the same call goes on. One run a worker, a GPU each where there are.
+    ValueError for two runs of one name and seed, and as of `check`, before anything is written; RunError for a result of another
+    config, and names the runs that failed, when all others are done.
+    """
+    wanted = {directory / "results" / f"{name_of(recipe)}.json": recipe for recipe in recipes}
+    if len(wanted) < len(recipes):
+        raise ValueError(f"study: {len(recipes)} recipes have {len(wanted)} names with seeds; each needs its own")
+    runs = {path: directory / path.stem for path in wanted}
+    jobs = {runs[path]: recipe for path, recipe in wanted.items() if not finished(path, recipe, runs[path])}
+    readers = {recipe.corpus: recipe for recipe in jobs.values()}
+    texts = {corpus: text(recipe, directory.parent / "corpora") for corpus, recipe in readers.items()}
+    for recipe in jobs.values():  # before anything is written, and before the workers ask for the texts all at once
+        check(recipe, texts[recipe.corpus])
+    for made in texts.values():
+        manifests = directory / "results" / "corpora"
+        manifests.mkdir(parents=True, exist_ok=True)
+        made.write_manifest(manifests / f"{made.manifest['sha256'][:16]}.json")
+    for path, run in runs.items():
+        if run in jobs:
+            path.unlink(missing_ok=True)  # where another config ended before its first checkpoint
+    pace = TOKENS_PER_SECOND if torch.cuda.is_available() else TOKENS_PER_SECOND / 50
+    board = Board(
+        {path.name: recipe for path, recipe in jobs.items()},
+        {path.name: recipe.tokens() / pace for path, recipe in jobs.items()},
+        workers,
+    )
+    console.print(f"{len(wanted) - len(jobs)} of {len(wanted)} runs are done -> {directory / 'results'}", highlight=False)
+
+    def keep(run: Path, entry: dict[str, Any]) -> None:
+        write_json(directory / "results" / f"{run.name}.json", entry)
+
+    def keep_ended(run: Path, error: BadStep) -> None:
+        keep(run, ended_entry(jobs[run], run, error))
+
+    del texts
+    work(jobs, board, console, workers, minutes, keep, keep_ended)
+    return [path for path in wanted if not path.exists()]
+
+
+def name_of(recipe: Recipe) -> str:
+    return f"{recipe.name}-{recipe.train.seed}"
+
+
+def finished(result: Path, recipe: Recipe, run: Path) -> bool:
+    """Whether `result` is the recipe's. A run that ended before its first checkpoint may begin anew with another config.
+
+    RunError, with the fields that differ, for another config's result: it would be taken for this one's.
+    """
+    if not result.exists():
+        return False
+    there, here = read_json(result), plain(recipe.lasting())
+    config = there["config"] | {"train": {name: there["config"]["train"].get(name) for name in here["train"]}}
+    different = sorted(differences(config, here))
+    if different and not ("ended" in there and not has_work(run)):
+        raise RunError(f"{result} is of another config ({', '.join(different[:6])}); choose another --name, or remove it")
+    return not different

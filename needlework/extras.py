@@ -1,0 +1,19 @@
+"""What the extra `all` of this package installs, and whether a module is of it."""
+
+import re
+from importlib.metadata import PackageNotFoundError, requires
+
+
+def extra(module: str | None) -> bool:
+    """Whether it is of one of the packages that `pip install needlework` alone leaves out."""
+    return (module or "").partition(".")[0] in extras()
+
+
+def extras() -> dict[str, str]:
+    """Name and requirement of each package of the extra `all`, as the installed metadata has them."""
+    try:
+        wanted = requires("needlework") or []
+    except PackageNotFoundError:
+        return {}
+    lines = [line.partition(";")[0].strip() for line in wanted if 'extra == "all"' in line]
+    return {re.match(r"[\w-]+", line)[0]: line for line in lines}

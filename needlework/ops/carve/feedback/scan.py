@@ -1,0 +1,99 @@
+"""A content chunk's recurrence, and what the chunk leaves to the next one's gates: m, the mean of its outputs, and u from it.
+
+    m = Σ o / L        u = τ_b + W₂ tanh(W₁ m)        o before it is rounded, scale included
+
+Programs own blocks of value columns. Whoever is the last to finish a head makes its u from the whole m: nobody waits.
+"""
+
+import triton
+import triton.language as tl
+
+from needlework.ops.delta.channel.scan import walk
+
+
+@triton.jit
+def content(
+    p_m, p_w1, p_w2, p_b_bias, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
+    BR: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """u = τ_b + W₂ tanh(W₁ m) of one head [BK], in base 2."""
+    o_k, o_m, o_r = tl.arange(0, BK), tl.arange(0, BM), tl.arange(0, BR)
+    in_k, in_m, in_r = o_k < K, o_m < V, o_r < RANK
+    m = tl.load(p_m + o_m, mask=in_m, other=0.0, cache_modifier=".cg")
+    w1 = tl.load(p_w1 + o_r[:, None] * V + o_m[None, :], mask=in_r[:, None] & in_m[None, :], other=0.0).to(ACC)
+    z = 2 * tl.sigmoid(2 * tl.sum(w1 * m[None, :], 1)) - 1
+    w2 = tl.load(p_w2 + o_k[:, None] * RANK + o_r[None, :], mask=in_k[:, None] & in_r[None, :], other=0.0).to(ACC)
+    b_bias = tl.load(p_b_bias + o_k, mask=in_k, other=0.0).to(ACC)
+    return (b_bias + tl.sum(w2 * z[None, :], 1)) * 1.4426950408889634
+
+
+@triton.jit
+def content_kernel(
+    p_m, p_u, p_w1, p_w2, p_b_bias, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BR: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The u of a head that resumes with an m."""
+    i_nh, o_k = tl.program_id(0).to(tl.int64), tl.arange(0, BK)
+    u = content(p_m + i_nh * V, p_w1, p_w2, p_b_bias + i_nh % H * K, K, V, RANK, BK, BM, BR, ACC)
+    tl.store(p_u + i_nh * K + o_k, u, mask=o_k < K)
+
+
+@triton.jit(do_not_specialize=["T", "N", "i"])
+def walk_kernel(
+    q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, o, p_S, p_m, p_total, p_kept_S, p_kept_m, p_u, p_done, p_w1, p_w2,
+    p_b_bias, p_spans, p_bases, p_ends, T, N, i,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, L: tl.constexpr, R: tl.constexpr, SAVE: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr,
+    ACC: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Content chunk i of one sequence, head and block of BV value columns. L: its rows, R of them a token.
+
+    PDL: as in `gates_kernel`, but what the walk before this one left is there already, and taken up while the gates end.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV * BV
+    i_nh = tl.program_id(0) // NV
+    n, j = i_nh // H, i_nh % H
+    p_span = p_spans + 2 * (i * N + n)
+    first, last = tl.load(p_span), tl.load(p_span + 1)
+    if first >= last:
+        return
+    end, slot = tl.load(p_ends + n), tl.load(p_bases + n) + i
+    head, kept = tl.cast(i_nh, tl.int64), tl.cast(slot, tl.int64) * H + j
+    o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
+    o_state = o_k[None, :] * V + o_v[:, None]
+    in_v = o_v < V
+    in_state = (o_k < K)[None, :] & in_v[:, None]
+    # what is kept at the start of a content chunk is where the walk before left it, and where this one takes it up
+    p_from, p_to = p_S + head * K * V, p_S + head * K * V
+    if SAVE:
+        if i > 0:
+            p_from = p_kept_S + kept * K * V
+        if end > (i + 1) * L:
+            p_to = p_kept_S + (kept + H) * K * V
+    # by the second cache, as all that another multiprocessor may have written while this program was there already
+    S = tl.load(p_from + o_state, mask=in_state, other=0.0, cache_modifier=".cg")
+    total = tl.load(p_total + head * V + o_v, mask=in_v, other=0.0, cache_modifier=".cg")
+    if SAVE:
+        if i == 0:
+            tl.store(p_kept_S + kept * K * V + o_state, S, mask=in_state)
+        m = tl.load(p_m + head * V + o_v, mask=in_v, other=0.0, cache_modifier=".cg")
+        tl.store(p_kept_m + kept * V + o_v, m, mask=in_v)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    S, total = walk(
+        S, total, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, None, o, first, last, j, i_v, T,
+        H, K, V, 1, SAVE, 1, C, BK, BV, NS, ST, ACC, TMA,
+    )  # fmt: skip
+    tl.store(p_to + o_state, S, mask=in_state)
+    if end >= (i + 1) * L:
+        tl.store(p_m + head * V + o_v, total / (L // R), mask=in_v)
+        total = tl.zeros([BV], ACC)
+    tl.store(p_total + head * V + o_v, total, mask=in_v)
+    if end > (i + 1) * L:
+        tl.debug_barrier()  # every warp's part of m, before this program counts as done
+        if tl.atomic_add(p_done + i_nh, 1, sem="acq_rel") % NV == NV - 1:
+            tl.debug_barrier()
+            u = content(p_m + head * V, p_w1, p_w2, p_b_bias + j * K, K, V, RANK, BK, BM, BR, ACC)
+            tl.store(p_u + head * K + o_k, u, mask=o_k < K)

@@ -1,0 +1,442 @@
+"""CCQ in Triton: `clean`, and the custom ops needlework::ccq_triton, _fwd and _bwd behind it.
+
+The forward saves Σq, the centred keys, their scores and a few numbers a token; the backward makes the covariances again. C is
+symmetric by contract, and so is its gradient here.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from needlework.ops.ccq.curvature.intra import ROWS, arguments, constants, intra, means, sums
+from needlework.ops.ccq.curvature.scan import walk
+from needlework.ops.ccq.state import CurvatureState
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.kernels.tile import block, token_tile
+from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.launch_configs import Plan, plan
+from needlework.ops.runtime.precompile import bare, kind, rehearse, run
+
+ENGINE = "ccq/curvature"
+
+
+def clean(
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureState | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, CurvatureState]:
+    """q, k [B T H K], eta [B T HV], g [B T H] or None, contiguous -> q̃ [B T HV K] and the final state, float32 or wider."""
+    given = (q, k, eta, g, *(state or (None, None, None)))
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    cleaned, *final = (ccq_triton_fwd if differentiable else ccq_triton)(*given, cu_seqlens)
+    return cleaned, CurvatureState(*final[:3])
+
+
+class _Line(NamedTuple):
+    """What every launch is given: the sequences as chunks, the sizes, the plan, where tensors are made."""
+
+    at: Alignment
+    plan: Plan
+    B: int
+    H: int
+    HV: int
+    K: int
+    dtype: torch.dtype
+    device: torch.device
+    fill: Tensor  # [chunks] int32: real tokens of each; not read unless packed
+    gated: bool
+    packed: bool
+
+    @property
+    def C(self) -> int:
+        return self.plan.launch["shared"]["C"]
+
+    @property
+    def NCB(self) -> int:
+        """Chunks of a batch row."""
+        return -(-self.at.T // self.C)
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def scaled(self) -> bool:
+        return self.dtype == torch.float16
+
+    def constants(self, name: str, **flags: bool) -> dict[str, object]:
+        flags = {"GATED": self.gated, "PACKED": self.packed} | flags
+        return constants(self.plan, name, self.dtype, self.H, self.HV, self.K, **flags)
+
+    def tile(self, x: Tensor, columns: int) -> Tensor | TensorDescriptor:
+        """x [B T H D] as walks take it: tiles of a chunk's tokens and `columns` of D."""
+        return token_tile(x, self.C, columns) if self.plan.tma else x
+
+    def block(self, x: Tensor, rows: int, columns: int) -> Tensor | TensorDescriptor:
+        """x [chunks H M M], likewise."""
+        return block(x, rows, columns) if self.plan.tma else x
+
+    def empty(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Numbers of each chunk and key head."""
+        return torch.empty(self.B * self.NCB, self.H, *sizes, dtype=dtype or self.wide, device=self.device)
+
+    def launch(self, kernel, settings: dict[str, object], *given, each: int = 1) -> None:
+        """`kernel` over chunks and key heads, `each` programs for one."""
+        run(kernel, (self.B * self.NCB * self.H * each,), *given, self.at.T, self.NCB, **arguments(kernel, settings))
+
+    def hands(self, settings: dict[str, object], slots: int, side: int = 0) -> tuple[Tensor, Tensor]:
+        """Where a cut chain hands on BV rows of its state and `side` numbers more each, and whether it did."""
+        sizes = slots, settings["BV"], settings["NK"] * settings["KB"] + side
+        hand = torch.empty(sizes, dtype=self.wide, device=self.device)
+        return hand, torch.zeros(slots, dtype=torch.int32, device=self.device)
+
+    def chains(self, settings: dict[str, object]) -> int:
+        return self.at.N * self.H * -(-self.K // settings["BV"])
+
+
+class _Kept(NamedTuple):
+    """What the forward keeps for the backward, over aligned tokens."""
+
+    Sq: Tensor  # [B T H K] Σq
+    kc: Tensor  # [B T H K] k*
+    P: Tensor  # [chunks H C C]
+    E: Tensor  # [chunks H ROWS C]: triton_intra's `tokens`
+    mean: Tensor  # [chunks H K] before each chunk
+    step: Tensor  # [chunks H K] from it to the chunk's own
+    n: Tensor  # [chunks H] before each chunk
+    mass: Tensor  # [chunks H] of each chunk
+    cum: Tensor
+    G: Tensor | None = None  # [chunks H 2 C], gated
+    fill: Tensor | None = None  # packed
+    place: Tensor | None = None
+
+    def given(self) -> list[Tensor]:
+        """As an operator returns it: empty tensors for what there is not."""
+        return [self.Sq.new_empty(0) if x is None else x for x in self]
+
+    @classmethod
+    def of(cls, saved: list[Tensor], gated: bool, packed: bool) -> "_Kept":
+        *always, G, fill, place = saved
+        return cls(*always, G if gated else None, *((fill, place) if packed else (None, None)))
+
+
+def _line(q: Tensor, HV: int, gated: bool, packed: bool, at: Alignment, fill: Tensor | None, chosen: Plan) -> _Line:
+    B, _, H, K = q.shape
+    return _Line(at, chosen, B, H, HV, K, q.dtype, q.device, at.cum if fill is None else fill, gated, packed)
+
+
+def _fill(at: Alignment, cu_seqlens: Tensor, C: int) -> Tensor:
+    """[chunks] int32: real tokens of each chunk; 0 past the last sequence."""
+    chunk = torch.arange(at.T // C, device=at.cum.device)
+    n = torch.searchsorted(at.cum, chunk, right=True) - 1
+    lengths = torch.nn.functional.pad(cu_seqlens.to(chunk).diff(), (0, 1))
+    return (lengths[n] - (chunk - at.cum[n]) * C).clamp(0, C).to(torch.int32)
+
+
+@operator
+def ccq_triton(
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, mean: Tensor | None, n: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """q̃ and the final C, mean, n. An operator of its own: results that are not there cost the host as much as a launch."""
+    cleaned, final, _ = _call(q, k, eta, g, C, mean, n, cu_seqlens, save=False)
+    return cleaned, *final
+
+
+@operator
+def ccq_triton_fwd(
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, mean: Tensor | None, n: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
+    """q̃, the final C, mean, n, and what `_Kept` lists."""
+    cleaned, final, kept = _call(q, k, eta, g, C, mean, n, cu_seqlens, save=True)
+    return cleaned, *final, *kept.given()
+
+
+def _call(q, k, eta, g, C, mean, n, cu_seqlens, *, save: bool) -> tuple[Tensor, tuple[Tensor, ...], _Kept]:
+    """`_forward` of tokens that lie as the caller has them."""
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, *q.shape[:2])
+    B, T, _, K = q.shape
+    chosen = plan(ENGINE, q.device, q.dtype, K, K)
+    at = Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], q.device)
+    packed = cu_seqlens is not None
+    fill = _fill(at, cu_seqlens, chosen.launch["shared"]["C"]) if packed else None
+    line = _line(q, eta.shape[2], g is not None, packed, at, fill, chosen)
+    if C is not None:
+        C, mean, n = (x.contiguous() for x in (C, mean, n))
+    if q.numel() == 0:
+        return q.new_empty(*eta.shape, K), _untouched(line, C, mean, n), _no_chunk(q, line)
+    q, k, eta, g = (None if x is None else at.align(x) for x in (q, k, eta, g))
+    given = (q, k, eta, g, C, mean, n)
+    rehearse(q.device, (ENGINE, chosen.name, kind(*given), packed, save), lambda: _rehearsal(bare(*given), line, save))
+    cleaned, final, kept = _forward(*given, line, save)
+    return at.restore(cleaned), final, kept
+
+
+def _rehearsal(inputs: list[Tensor | None], line: _Line, save: bool) -> None:
+    """What a call and its backward launch."""
+    line = line._replace(device=torch.device("meta"))
+    cleaned, (*_, n), kept = _forward(*inputs, line, save)
+    if save:
+        _backward_of(torch.empty_like(cleaned), None, None, None, *inputs[:5], n, kept, line)
+
+
+def _forward(q, k, eta, g, C, mean, n, line: _Line, save: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], _Kept]:
+    H, K, N = line.H, line.K, line.at.N
+    settings = line.constants("sums")
+    total, mass = line.empty(K), line.empty()
+    G = line.empty(2, line.C) if line.gated else mass
+    tiles = -(-K // settings["BD"])
+    line.launch(sums, settings, k, k if g is None else g, line.fill, total, mass, G, each=tiles)
+
+    wide = {"dtype": line.wide, "device": line.device}
+    final = _final_place(line, C), torch.empty(N, H, K, **wide), torch.empty(N, H, **wide)
+    initial = final if C is None else (C, mean, n)
+    mean0, step, n0 = line.empty(K), line.empty(K), line.empty()
+    settings = line.constants("means", INIT=C is not None)
+    programs = N * H * -(-K // settings["BD"])
+    chunks = mean0, step, n0
+    given = total, mass, G, *initial[1:], *chunks, *final[1:], line.at.cum
+    run(means, (programs,), *given, **arguments(means, settings))
+
+    kc, P, E = torch.empty_like(k), line.empty(line.C, line.C, dtype=line.dtype), line.empty(ROWS.value, line.C)
+    lam = line.empty(line.HV // H, line.C)
+    line.launch(intra, line.constants("intra"), q, k, eta, G, line.fill, mean0, step, n0, mass, kc, P, E, lam)
+
+    cleaned = q.new_empty(*eta.shape, K)
+    Sq = torch.empty_like(q) if save else q
+    settings = line.constants("walk", INIT=C is not None, SAVE=save)
+    KB, BV = settings["KB"], settings["BV"]
+    slots = min(settings["NP"], line.chains(settings))
+    q_v = line.tile(q, BV)
+    run(
+        walk, (slots,),
+        line.tile(q, KB), line.tile(kc, KB), line.tile(kc, BV), q_v, line.block(P, line.C, line.C), line.tile(cleaned, BV),
+        line.tile(Sq, BV) if save else q_v, E, lam, G, n0, step, initial[0], final[0], line.at.cum, *line.hands(settings, slots),
+        line.at.T, line.NCB, N, **arguments(walk, settings),
+    )  # fmt: skip
+    fill, place = (line.fill, line.at.place) if line.packed else (None, None)
+    return cleaned, final, _Kept(Sq, kc, P, E, mean0, step, n0, mass, line.at.cum, G if line.gated else None, fill, place)
+
+
+def _final_place(line: _Line, C: Tensor | None) -> Tensor:
+    """Where the final C goes; a packed sequence may be empty, and no chain writes its own."""
+    if line.packed and C is not None:
+        return C.to(line.wide, copy=True)
+    make = torch.zeros if line.packed else torch.empty
+    return make(line.at.N, line.H, line.K, line.K, dtype=line.wide, device=line.device)
+
+
+def _untouched(line: _Line, C, mean, n) -> tuple[Tensor, ...]:
+    """The final state where there is no token."""
+    if C is not None:
+        return tuple(x.to(line.wide, copy=True) for x in (C, mean, n))
+    sizes = (line.K, line.K), (line.K,), ()
+    return tuple(torch.zeros(line.at.N, line.H, *size, dtype=line.wide, device=line.device) for size in sizes)
+
+
+def _no_chunk(q: Tensor, line: _Line) -> _Kept:
+    """What is kept where there is no token."""
+    K, C = line.K, line.C
+    tokens = [q.new_empty(line.B, line.at.T, line.H, K) for _ in range(2)]
+    chunks = (
+        line.empty(C, C, dtype=line.dtype),
+        line.empty(ROWS.value, C),
+        line.empty(K),
+        line.empty(K),
+        line.empty(),
+        line.empty(),
+    )
+    G = line.empty(2, C) if line.gated else None
+    packed = (line.fill, line.at.place) if line.packed else (None, None)
+    return _Kept(*tokens, *chunks, line.at.cum, G, *packed)
+
+
+@torch.library.register_fake(ccq_triton)
+def _results(q, k, eta, g, C, mean, n, cu_seqlens):
+    H, K = q.shape[2:]
+    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    number = lambda *sizes: q.new_empty(*sizes, dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(*eta.shape, K), number(N, H, K, K), number(N, H, K), number(N, H)
+
+
+@torch.library.register_fake(ccq_triton_fwd)
+def _(q, k, eta, g, C, mean, n, cu_seqlens):
+    B, T, H, K = q.shape
+    chunk = plan(ENGINE, q.device, q.dtype, K, K).launch["shared"]["C"]
+    packed, N = cu_seqlens is not None, B if cu_seqlens is None else len(cu_seqlens) - 1
+    wide = torch.promote_types(q.dtype, torch.float32)
+    number = lambda *sizes, dtype=wide: q.new_empty(*sizes, dtype=dtype)
+    aligned = (T // chunk + N) * chunk if packed else T
+    rows = B * (-(-aligned // chunk))
+    tokens = [q.new_empty(B, aligned, H, K) for _ in range(2)]
+    chunks = [q.new_empty(rows, H, chunk, chunk)]
+    chunks += [number(rows, H, *sizes) for sizes in ((ROWS.value, chunk), (K,), (K,), (), ())]
+    G = q.new_empty(0) if g is None else number(rows, H, 2, chunk)
+    fill, place = number(rows, dtype=torch.int32), number(T, dtype=torch.int64)
+    rest = (fill, place) if packed else (q.new_empty(0), q.new_empty(0))
+    return *_results(q, k, eta, g, C, mean, n, cu_seqlens), *tokens, *chunks, number(N + 1, dtype=torch.int32), G, *rest
+
+
+@backward_operator
+def ccq_triton_bwd(
+    dcleaned: Tensor, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None,
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, mean: Tensor | None, n: Tensor | None,
+    cu_seqlens: Tensor | None, n1: Tensor, saved: list[Tensor],
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, eta, g, C, mean, n; an empty tensor for what was not given. n1: after the last token."""
+    kept = _Kept.of(saved, g is not None, cu_seqlens is not None)
+    chosen = plan(ENGINE, q.device, q.dtype, q.shape[-1], q.shape[-1])
+    if kept.P.shape[-1] != chosen.launch["shared"]["C"]:
+        raise RuntimeError(f"{ENGINE}: the forward ran with chunks of {kept.P.shape[-1]}, the plan for the backward has others")
+    at = Alignment(kept.cum, len(kept.cum) - 1, kept.Sq.shape[1], 0, kept.place)
+    line = _line(q, eta.shape[2], g is not None, cu_seqlens is not None, at, kept.fill, chosen)
+    if q.numel() == 0:
+        tokens = [torch.zeros_like(x) if x is not None else q.new_empty(0) for x in (q, k, eta, g)]
+        return [*tokens, *_nothing_read(q, C, mean, n, dC, dmean, dn)]
+    dcleaned, q, k, eta = (at.align(x) for x in (dcleaned, q, k, eta))
+    if C is not None:
+        C, mean, n = (x.contiguous() for x in (C, mean, n))
+    tokens, first, scale = _backward_of(dcleaned, dC, dmean, dn, q, k, eta, g, C, n1, kept, line)
+    tokens = [q.new_empty(0) if x is None else at.restore(x) for x in tokens]
+    tokens[3] = tokens[3] if g is None else tokens[3].to(g.dtype)
+    if C is None:
+        return [*tokens, *(q.new_empty(0) for _ in range(3))]
+    return [*tokens, *_first_state(line, scale, first, kept.mean, C, mean, n, dmean)]
+
+
+def _backward_of(
+    dcleaned, dC, dmean, dn, q, k, eta, g, C, n1, kept: _Kept, line: _Line
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor, Tensor], Tensor | float]:
+    """Gradients of q, k, eta and g of aligned tokens; N, r and z before the first, which are multiplied by the number returned."""
+    from needlework.ops.ccq.curvature.backward import adjoint, backward, fold, gate
+
+    H, K, width = line.H, line.K, line.C
+    scale = _scale(dcleaned, dC, line) if line.scaled else 1.0
+    p_scale = scale if line.scaled else kept.n
+    G = kept.mass if kept.G is None else kept.G
+    deta, y = torch.empty_like(eta), dcleaned
+    if line.HV != H or line.scaled:
+        y = torch.empty_like(q)
+        line.launch(fold, line.constants("fold"), dcleaned, eta, kept.Sq, line.fill, p_scale, y, deta)
+    Py, Ey, rsum, zsum = torch.empty_like(kept.P), torch.empty_like(kept.E), line.empty(K), line.empty()
+    line.launch(
+        adjoint, line.constants("adjoint"),
+        q, kept.kc, y, kept.Sq, eta, kept.E, G, line.fill, kept.step, kept.n, kept.mass, Py, Ey, deta, rsum, zsum,
+    )  # fmt: skip
+
+    seeds = dC is not None or dmean is not None or dn is not None
+    settings = line.constants("backward", SEED=seeds, INIT=C is not None)
+    KB, BV, NP = (settings[name] for name in ("KB", "BV", "NP"))
+    parts, chains = -(-K // BV), line.chains(settings)
+    # a step of dk takes longer: of all programs, NR are its
+    NR = min(chains, max(settings["ND"], NP - chains))
+    slots = NR + min(chains, NP - NR)
+    ends = _seeds(line, scale, dC, dmean, dn, n1) if seeds else (zsum, zsum, zsum)
+    first = _first_place(line, ends if seeds else None, parts) if C is not None else (zsum, zsum, zsum)
+    dq, dk, kc_v = torch.empty_like(q), torch.empty_like(k), line.tile(kept.kc, BV)
+    reach, grown, z, x_C0, x_N0 = zsum, zsum, zsum, kc_v, kc_v
+    if line.gated:
+        reach, grown, z = line.empty(parts, width), line.empty(parts, width), line.empty(parts)
+        C0, N0 = (line.empty(K, K, dtype=line.dtype) for _ in range(2))
+        x_C0, x_N0 = line.block(C0, BV, KB), line.block(N0, BV, KB)
+    run(
+        backward, (slots,),
+        line.tile(q, KB), line.tile(y, KB), line.tile(kept.kc, KB), line.tile(q, BV), line.tile(y, BV), kc_v, line.tile(dcleaned, BV),
+        line.block(kept.P, width, width), line.block(Py, width, width), line.tile(dq, BV), line.tile(dk, BV), x_C0, x_N0,
+        Ey, G, kept.n, kept.mass, kept.step, rsum, zsum, p_scale, zsum if C is None else C, reach, *ends, grown, z, *first,
+        line.at.cum, *line.hands(settings, slots, side=2), line.at.T, line.NCB, line.at.N, NR, **arguments(backward, settings),
+    )  # fmt: skip
+
+    dg = None
+    if g is not None:
+        dg = torch.empty(line.B, line.at.T, H, dtype=line.wide, device=line.device)
+        settings = line.constants("gate", NZ=parts)
+        line.launch(gate, settings, Ey, G, line.fill, kept.n, reach, grown, z, C0, N0, p_scale, dg)
+    return (dq, dk, deta, dg), first, scale
+
+
+def _first_place(line: _Line, ends: tuple[Tensor, ...] | None, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where N, r and z before the first token go; no chain writes those of an empty packed sequence: they are the last's."""
+    N, H, K = line.at.N, line.H, line.K
+    wide = {"dtype": line.wide, "device": line.device}
+    if line.packed and ends is not None:
+        z = torch.zeros(N, H, parts, **wide)
+        z[..., 0] = ends[2]
+        return ends[0].clone(), ends[1].clone(), z
+    make = torch.zeros if line.packed else torch.empty
+    return make(N, H, K, K, **wide), make(N, H, K, **wide), make(N, H, parts, **wide)
+
+
+@torch.library.register_fake(ccq_triton_bwd)
+def _(dcleaned, dC, dmean, dn, q, k, eta, g, C, mean, n, cu_seqlens, n1, saved):
+    return [q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, eta, g, C, mean, n)]
+
+
+def _scale(dcleaned: Tensor, dC: Tensor | None, line: _Line) -> Tensor:
+    """A power of two that brings float16 gradients into range."""
+    # 64 above 1: y is divided by n, and the sums of its products stay far below 65504
+    top = dcleaned.abs().amax().to(line.wide)
+    top = top if dC is None else torch.maximum(top, dC.abs().amax())
+    exponent = torch.where(top > 0, 6 - top.log2().ceil(), 0).clamp(-100, 100)
+    return exponent.exp2().reshape(1)
+
+
+def _seeds(line: _Line, scale: Tensor | float, dC, dmean, dn, n1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """N, r and z at the end: the final state's gradient in the form that the kernels carry."""
+    zeros = lambda *sizes: torch.zeros(*n1.shape, *sizes, dtype=line.wide, device=n1.device)
+    N = zeros(line.K, line.K) if dC is None else -scale * (dC + dC.mT)
+    r = zeros(line.K) if dmean is None else scale * dmean / n1.clamp(min=1)[..., None]
+    z = zeros() if dn is None else scale * dn
+    return N.contiguous(), r.contiguous(), z.contiguous()
+
+
+def _first_state(
+    line: _Line, scale: Tensor | float, first: tuple[Tensor, ...], mean0: Tensor, C, mean, n, dmean
+) -> list[Tensor]:
+    """Gradients of the initial state."""
+    N, r, z = first
+    cum = line.at.cum
+    still = (cum.diff() == 0)[:, None]
+    # seen from the initial mean; the first chunk's is another where no mass is behind it
+    origin = mean0[cum[:-1].long().clamp(max=len(mean0) - 1)]
+    x = torch.where((n == 0)[..., None] & ~still[..., None], mean - origin, 0)
+    dn = z.sum(-1) + (x * (r - (N @ x[..., None])[..., 0] / 2)).sum(-1)
+    dmean0 = n[..., None] * r / scale
+    if dmean is not None:
+        # without a token the mean passes through, whatever its mass
+        dmean0 = torch.where(still[..., None], dmean, dmean0)
+    gradients = N / (-2 * scale), dmean0, dn / scale
+    return [dx.to(x.dtype).contiguous() for dx, x in zip(gradients, (C, mean, n), strict=True)]
+
+
+def _nothing_read(q, C, mean, n, dC, dmean, dn) -> list[Tensor]:
+    """Gradients of the initial state where there is no token."""
+    if C is None:
+        return [q.new_empty(0) for _ in range(3)]
+    dC = None if dC is None else (dC + dC.mT) / 2
+    pairs = zip((C, mean, n), (dC, dmean, dn), strict=True)
+    return [torch.zeros_like(x) if dx is None else dx.to(x.dtype, copy=True) for x, dx in pairs]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, *output[3:])
+
+
+def _backward(ctx, dcleaned, dC, dmean, dn, *_):
+    *tensors, n1 = ctx.saved_tensors[:9]
+    q, eta = tensors[0], tensors[2]
+    if dcleaned is None:
+        dcleaned = q.new_zeros(*eta.shape, q.shape[-1])
+    saved = list(ctx.saved_tensors[9:])
+    found = ccq_triton_bwd(dcleaned.contiguous(), dC, dmean, dn, *tensors, n1, saved)
+    found = [dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)]
+    return *found, None
+
+
+differentiable(ccq_triton_fwd, _backward, _setup_context)

@@ -1,0 +1,180 @@
+"""Gradients of the channel-gate engine: three walks over the chunks (`scan_bwd.py`), then every chunk by itself
+(`intra_bwd.py`). Tensors are aligned; those of the forward are `Saved`.
+
+In half mode everything that flows back is a float16 operand, so do and dstate are scaled by one power of two, from their largest
+element, and the gradients are scaled back as they are stored.
+"""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.kernels.tile import block, token_tile
+from needlework.ops.delta.arguments import width
+from needlework.ops.delta.channel.intra import Saved, rule_of, solve_dtype
+from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pairs
+from needlework.ops.delta.channel.scan_bwd import adjoint, replay_forward, replay_reverse
+from needlework.ops.delta.gradient_scaling import divided
+from needlework.ops.delta.segments import fix_up, segments
+from needlework.ops.runtime.launch_configs import Case, Plan
+from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.triton_types import NAMES, cdiv, padded
+
+
+def backward(
+    do, dstate, q, k, v, g, beta, erase, write, initial_state, saved: Saved, alignment: Alignment, *,
+    scale: float, prediction: str, R: int, plan: Plan, starts: Tensor | None = None, M: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dq, dk, dv, dg, dbeta, derase, dwrite, dinitial_state; None where the input is None. dstate None: zeros.
+
+    starts and M: of sequences that the forward cut into segments.
+    """
+    (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
+    C, ST, ACC = plan.launch["shared"]["C"], solve_dtype(q.dtype), width(q)
+    sequences, kind = alignment.N, None if initial_state is None else initial_state.dtype
+    parts = 1 if M is None else len(M) // sequences
+    if parts > 1:
+        alignment, initial_state = segments(alignment, parts), starts
+    N, spans = alignment.N, alignment.spans
+    rule = rule_of(beta, erase)
+    constants = channel_constants(plan, q.dtype, rule, H=H, HV=HV, K=K, V=V, previous=prediction == "previous", R=R)
+    anchor = constants["replay_forward"]["ANCHOR"]
+    slots = B * -(-T // C) // anchor + N + 1
+
+    unit = torch.ones(1, dtype=ACC, device=q.device)
+    if ST == torch.float16:
+        do, dstate, unit = divided(do, dstate)
+    dstate = q.new_zeros(sequences, HV, K, V, dtype=ACC) if dstate is None else dstate.to(ACC)
+
+    tokens = lambda D: q.new_empty(B, T, HV, D, dtype=ST)
+    dr, dq_hat, dk_hat = tokens(V), tokens(K), tokens(K)
+    de_hat = tokens(K) if rule else None
+    start = q.new_zeros(N, HV, K, V, dtype=ACC) if initial_state is None else initial_state
+    anchors, x = q.new_empty(slots, HV, K, V, dtype=ST), q.new_empty(slots, HV, K, dtype=ACC)
+
+    walk = constants["adjoint"]
+    rows, square, states = operands(plan, C)
+    kp, bv = walk["KP"], walk["BV"]
+
+    def reverse(dfinal: Tensor) -> Tensor:
+        """The gradient of the initial states, and dr."""
+        dinitial = torch.empty_like(dfinal)
+        run(
+            adjoint, (cdiv(V, bv), HV, N),
+            spans, rows(do, bv), rows(saved.q_hat, kp), rows(saved.e_hat, kp), rows(saved.k_hat, kp), square(saved.Pp),
+            square(saved.Tp), saved.whole, beta, dfinal, rows(dr, bv), dinitial, T, **constants["adjoint"],
+        )  # fmt: skip
+        return dinitial
+
+    if parts > 1:
+        dstate = fix_up(M, reverse(torch.zeros_like(starts)), dstate, parts, reverse=True)
+    dinitial = reverse(dstate)
+    walk = constants["replay_forward"]
+    bk, vp = walk["BK"], walk["VP"]
+    run(
+        replay_forward, (cdiv(K, bk), HV, N),
+        spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.k_hat, bk), saved.whole, start, None,
+        rows(dq_hat, bk), rows(de_hat, bk), states(anchors, bk, vp), T, 0, **walk,
+    )  # fmt: skip
+    walk = constants["replay_reverse"]
+    bk, vp = walk["BK"], walk["VP"]
+    run(
+        replay_reverse, (cdiv(K, bk), HV, N),
+        spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.q_hat, bk), rows(saved.e_hat, bk), saved.whole, beta, dstate,
+        states(anchors, bk, vp), rows(dk_hat, bk), x, T, 0, **walk,
+    )  # fmt: skip
+
+    # a group's heads are summed afterwards, from what is not yet rounded
+    shared = lambda like: torch.empty(B, T, HV, K, dtype=like.dtype if H == HV else ACC, device=like.device)
+    dq, dk = shared(q), shared(k)
+    dv, dg, dbeta, derase, dwrite = (None if like is None else torch.empty_like(like) for like in (v, g, beta, erase, write))
+    launch_pairs(
+        spans, do, dr, saved.W, q, k, v, g, beta, erase, write, dq_hat, de_hat, dk_hat, x, unit,
+        dq, dk, dv, dg, dbeta, derase, dwrite,
+        scale=scale, longest=alignment.longest, sequences=N, couple=constants["couplings"], channels=constants["pairs"],
+    )  # fmt: skip
+    if H != HV:
+        dq, dk = (dx.unflatten(2, (H, -1)).sum(3).to(like.dtype) for dx, like in ((dq, q), (dk, k)))
+    return dq, dk, dv, dg, dbeta, derase, dwrite, None if kind is None else (dinitial[::parts] * unit).to(kind)
+
+
+def operands(plan: Plan, C: int):
+    """How walks are given [B T H D] (and the columns of a block), [B H NC·C C], [N H K V] (and its block): descriptors, or as is."""
+
+    if not plan.tma:
+        return (lambda x, columns: x), (lambda x: x), (lambda x, rows, columns: x)
+    tokens = lambda x, columns: None if x is None else token_tile(x, C, columns)
+    return tokens, lambda x: None if x is None else block(x, C, C), block
+
+
+def channel_constants(
+    plan: Plan, dtype: torch.dtype, rule: int, *, H: int, HV: int, K: int, V: int, previous: bool, R: int
+) -> dict:
+    """Kernel -> its constexprs and options."""
+    C = plan.launch["shared"]["C"]
+    half = dtype.itemsize == 2
+    facts = {"H": HV, "C": C, "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
+    channels, values = facts | {"K": K}, facts | {"V": V}
+    walk = channels | values | {"ERASE": int(rule > 0), "TMA": int(plan.tma)}
+    gates = {"BETA": int(rule == 1), "GATES": int(rule == 2)}
+    anchor = {"ANCHOR": plan.launch["pairs"]["ANCHOR"]}
+    size = {"adjoint": {"BV": padded(V)}, "replay_forward": {"BK": padded(K)}, "replay_reverse": {"BK": padded(K)}}
+    size |= {"couplings": {"VB": padded(V)}, "pairs": {"KB": padded(K)}}
+    launch = {
+        kernel: {name: min(value, size[kernel].get(name, value)) for name, value in plan.launch[kernel].items()}
+        for kernel in size
+    }
+    return {
+        "adjoint": launch["adjoint"] | walk | {"KP": padded(K), "BETA": int(rule == 1)},
+        "replay_forward": launch["replay_forward"] | walk | anchor | {"VP": padded(V)},
+        "replay_reverse": launch["replay_reverse"] | walk | anchor | {"VP": padded(V), "BETA": int(rule == 1)},
+        "couplings": launch["couplings"] | values | {"R": R, "PDL": 0} | gates,
+        "pairs": launch["pairs"] | channels | anchor | gates | {
+            "G": HV // H, "LEVELS": C.bit_length() - 1, "PREVIOUS": int(previous), "PDL": 0, "HALF": int(half),
+        },
+    }  # fmt: skip
+
+
+def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """Every kernel as each rule launches it, one key head for two value heads."""
+    given, operand = NAMES[dtype], NAMES[solve_dtype(dtype)]
+    wide = "fp64" if dtype == torch.float64 else "fp32"
+    kernels = {"adjoint": adjoint, "replay_forward": replay_forward, "replay_reverse": replay_reverse}
+    kernels |= {"couplings": couplings, "pairs": pairs}
+    cases = []
+    for rule, previous in ((0, False), (1, False), (1, True), (2, False)):
+        absent = {0: ("beta", "erase", "write", "e_hat", "A", "part"), 1: ("erase", "write"), 2: ("beta", "part")}[rule]
+        absent += ("slots", "peaks")
+        for kernel, launch in channel_constants(plan, dtype, rule, H=1, HV=2, K=K, V=V, previous=previous, R=1).items():
+            options = {name: launch.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in launch}
+            columns = {"K": launch.get("KP", launch.get("BK")), "V": launch.get("VP", launch.get("BV")), "C": launch["C"]}
+            signature = {}
+            for name in kernels[kernel].arg_names:
+                if any(name.removeprefix("p_").removeprefix("d") in (a, a.replace("e_", "de_")) for a in absent):
+                    launch[name] = None
+                elif name not in launch:
+                    signature[name] = argument_type(name, columns if plan.tma else {}, given, operand, wide)
+            cases.append(Case(kernels[kernel], signature, launch, options))
+    return cases
+
+
+def argument_type(name: str, columns: dict[str, int], given: str, operand: str, wide: str) -> str:
+    """The Triton type of a kernel argument; `columns` of a block by axis where walks take descriptors."""
+    axes = {"P": "C", "inverse": "C", "W": "V", "do": "V", "dr": "V", "q_hat": "K", "e_hat": "K", "k_hat": "K"}
+    axes |= {"dq_hat": "K", "de_hat": "K", "dk_hat": "K"}
+    if name in ("T", "most", "scale"):
+        return "fp32" if name == "scale" else "i32"
+    if name in ("anchors", "kept"):
+        return f"tensordesc<{operand}[1, 1, {columns['K']}, {columns['V']}]>" if columns else f"*{operand}"
+    if name in axes and columns:
+        return f"tensordesc<{operand}[1, 1, {columns['C']}, {columns[axes[name]]}]>"
+    if name == "p_spans":
+        return "*i32"
+    if name == "p_back" and operand == "fp16":
+        return "*bf16"
+    if name.removeprefix("p_") in axes or name in ("p_A", "p_sums", "p_level"):
+        return f"*{operand}"
+    if name in ("p_whole", "p_g", "p_dg", "p_dfinal", "p_initial", "p_dinitial", "p_x", "p_unit", "p_part", "p_back"):
+        return f"*{wide}"
+    return f"*{given}"

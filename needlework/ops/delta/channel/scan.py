@@ -1,0 +1,179 @@
+"""The recurrence over chunks of the channel-gate engine: the state stays in registers, transposed, a block of value columns each.
+
+    r = beta ∘ (v − ê S)   or   write ∘ v − ê S        W = T' r        o = q̂ S + P' W        S <- e^{GC} ∘ S + k̂ᵀ W
+
+Every product is formed transposed (Sᵀ êᵀ, Wᵀ = rᵀ T'ᵀ, …): no accumulator is ever transposed into a first operand.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from needlework.ops.common.kernels.tile import block, token_tile
+from needlework.ops.delta.arguments import width
+from needlework.ops.delta.channel.intra import Saved, case, rule_of, solve_dtype, triton_dtype
+from needlework.ops.runtime.launch_configs import Case, Plan
+from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.triton_types import cdiv, padded
+
+
+@triton.jit
+def load_rows(x, b, h, t, d, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
+    """[C BD] of x [B T H D] at token t and column d of a head, zeros outside; x a pointer, or a descriptor of its [B H T D]."""
+    if TMA:
+        y = tl.reshape(x.load([b, h, t, d]), [C, BD])
+    else:
+        o_t, o_d = t + tl.arange(0, C), d + tl.arange(0, BD)
+        o = ((tl.cast(b, tl.int64) * T + o_t) * H + h)[:, None] * D + o_d[None, :]
+        y = tl.load(x + o, mask=(o_t < T)[:, None] & (o_d < D)[None, :], other=0.0)
+    return y
+
+
+@triton.jit
+def store_rows(x, y, b, h, t, d, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
+    """Store y [C BD] where `load_rows` would read it."""
+    if TMA:
+        x.store([b, h, t, d], tl.reshape(y.to(x.dtype), [1, 1, C, BD]))
+    else:
+        o_t, o_d = t + tl.arange(0, C), d + tl.arange(0, BD)
+        o = ((tl.cast(b, tl.int64) * T + o_t) * H + h)[:, None] * D + o_d[None, :]
+        tl.store(x + o, y, mask=(o_t < T)[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def load_square(x, b, h, i, NC, H: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr):
+    """[C C] of chunk i of x [B H NC·C C]."""
+    if TMA:
+        y = tl.reshape(x.load([b, h, i * C, 0]), [C, C])
+    else:
+        o_c = tl.arange(0, C)
+        y = tl.load(x + ((tl.cast(b, tl.int64) * H + h) * NC + i) * C * C + o_c[:, None] * C + o_c[None, :])
+    return y
+
+
+@triton.jit
+def walk(
+    S, total, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, o, first, last, j, i_v, T,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, SAVE: tl.constexpr, SUM: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Sᵀ [BV BK] after chunks first … last − 1 of value head j, and with SUM total [BV] + their outputs, before rounding."""
+    NC = tl.cdiv(T, C)
+    b = first // tl.maximum(NC, 1)
+    o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
+    for i in tl.range(first - b * NC, last - b * NC, num_stages=NS):
+        t = i * C
+        St = S.to(ST)
+        QS = tl.dot(St, load_rows(q_hat, b, j, t, 0, T, HV, K, C, BK, TMA).T, input_precision="ieee", out_dtype=ACC)
+        r = load_rows(v, b, j, t, i_v, T, HV, V, C, BV, TMA).T
+        if RULE == 0:
+            Wt = r.to(ST)
+        else:
+            r = r.to(ACC)
+            if RULE == 2:
+                r *= load_rows(write, b, j, t, i_v, T, HV, V, C, BV, TMA).T.to(ACC)
+            r -= tl.dot(St, load_rows(e_hat, b, j, t, 0, T, HV, K, C, BK, TMA).T, input_precision="ieee", out_dtype=ACC)
+            if RULE == 1:
+                o_t = t + o_c
+                beta = tl.load(p_beta + (tl.cast(b, tl.int64) * T + o_t) * HV + j, mask=o_t < T, other=0.0)
+                r *= beta.to(ACC)[None, :]
+            inverse = load_square(Tp, b, j, i, NC, HV, C, TMA)
+            Wt = tl.dot(r.to(ST), inverse.T, input_precision="ieee", out_dtype=ACC).to(ST)
+        if SAVE:
+            store_rows(W, Wt.T, b, j, t, i_v, T, HV, V, C, BV, TMA)
+        p_chunk = p_whole + ((tl.cast(b, tl.int64) * HV + j) * NC + i) * K + o_k
+        S *= tl.load(p_chunk, mask=o_k < K, other=0.0)[None, :]
+        k_hat_i = load_rows(k_hat, b, j, t, 0, T, HV, K, C, BK, TMA)
+        S = tl.dot(Wt, k_hat_i, S, input_precision="ieee", out_dtype=ACC)
+        # after the state, whose chain is what the next chunk waits for
+        ot = tl.dot(Wt, load_square(Pp, b, j, i, NC, HV, C, TMA).T, QS, input_precision="ieee", out_dtype=ACC)
+        store_rows(o, ot.T, b, j, t, i_v, T, HV, V, C, BV, TMA)
+        if SUM:
+            total += tl.sum(ot, 1)
+    return S, total
+
+
+@triton.jit(do_not_specialize=["T"])
+def scan_kernel(
+    q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_initial, o, p_final, p_spans, T,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, INITIAL: tl.constexpr, SAVE: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """One sequence, value head and block of BV value columns."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV * BV
+    i_nh = tl.program_id(0) // NV
+    n, j = i_nh // HV, i_nh % HV
+    first, last = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
+    o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
+    o_state = tl.cast(i_nh, tl.int64) * K * V + o_k[None, :] * V + o_v[:, None]
+    in_state = (o_k < K)[None, :] & (o_v < V)[:, None]
+    S = tl.zeros([BV, BK], ACC)
+    if INITIAL:
+        S = tl.load(p_initial + o_state, mask=in_state, other=0.0).to(ACC)
+    S, _ = walk(
+        S, 0, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, o, first, last, j, i_v, T,
+        HV, K, V, RULE, SAVE, 0, C, BK, BV, NS, ST, ACC, TMA,
+    )  # fmt: skip
+    tl.store(p_final + o_state, S, mask=in_state)
+
+
+def scan(saved: Saved, v, beta, write, initial_state, alignment, *, plan, save) -> tuple[Tensor, Tensor, Tensor | None]:
+    """o [B T HV V], the final state [N HV K V] and W, for aligned tensors."""
+    (_, T, HV, V), K = v.shape, saved.q_hat.shape[-1]
+    rule = rule_of(beta, write)
+    constants = scan_constants(plan, v.dtype, rule, HV=HV, K=K, V=V)
+    constants |= {"INITIAL": int(initial_state is not None), "SAVE": int(save)}
+    BK, BV = constants["BK"], constants["BV"]
+    o, final = torch.empty_like(v), v.new_empty(alignment.N, HV, K, V, dtype=width(v))
+    W = v.new_empty(v.shape, dtype=solve_dtype(v.dtype)) if save else None
+    rows, square = operands(plan)
+    run(
+        scan_kernel, (alignment.N * HV * cdiv(V, BV),),
+        rows(saved.q_hat, BK), rows(saved.e_hat, BK), rows(saved.k_hat, BK), square(saved.Tp), square(saved.Pp), saved.whole,
+        rows(W, BV), rows(v, BV), beta, rows(write, BV), initial_state, rows(o, BV), final, alignment.spans, T, **constants,
+    )  # fmt: skip
+    return o, final, W
+
+
+def scan_constants(plan, dtype, rule: int, *, HV: int, K: int, V: int) -> dict:
+    """The constexprs and options of `scan_kernel`, but INITIAL and SAVE."""
+    constants = dict(plan.launch["scan"])
+    constants |= {"C": plan.launch["shared"]["C"], "BK": padded(K), "BV": min(constants["BV"], padded(V)), "TMA": int(plan.tma)}
+    constants |= {"ST": triton_dtype(solve_dtype(dtype)), "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
+    return constants | {"HV": HV, "K": K, "V": V, "RULE": rule}
+
+
+def operands(plan: Plan):
+    """How a walk is given [B T H D] (and the columns of a block) and [B H NC·C C]: as descriptors, or as they are."""
+    C = plan.launch["shared"]["C"]
+
+    if not plan.tma:
+        return (lambda x, columns: x), (lambda x: x)
+    return (lambda x, columns: None if x is None else token_tile(x, C, columns)), (
+        lambda x: None if x is None else block(x, C, C)
+    )
+
+
+def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """The kernel as each rule launches it, with a state to start from and the backward's tensors asked for."""
+    own, solves, wide = (str(triton_dtype(x)) for x in (dtype, solve_dtype(dtype), width(torch.empty(0, dtype=dtype))))
+    types = dict.fromkeys(("p_whole", "p_initial", "p_final"), f"*{wide}") | {
+        "p_beta": f"*{own}",
+        "p_spans": "*i32",
+        "T": "i32",
+    }
+    cases = []
+    for rule in (0, 1, 2):
+        constants = scan_constants(plan, dtype, rule, HV=2, K=K, V=V) | {"INITIAL": 1, "SAVE": 1}
+        C, BK, BV = (constants[name] for name in ("C", "BK", "BV"))
+        blocks = dict.fromkeys(("q_hat", "e_hat", "k_hat"), (solves, BK)) | dict.fromkeys(("v", "write", "o"), (own, BV))
+        blocks |= {"Tp": (solves, C), "Pp": (solves, C), "W": (solves, BV)}
+        for name, (kind, columns) in blocks.items():
+            types[name] = f"tensordesc<{kind}[1, 1, {C}, {columns}]>" if plan.tma else f"*{kind}"
+        absent = {0: ("e_hat", "Tp", "p_beta", "write"), 1: ("write",), 2: ("p_beta",)}[rule]
+        cases.append(case(scan_kernel, types, constants, absent))
+    return cases

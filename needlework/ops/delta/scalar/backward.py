@@ -1,0 +1,237 @@
+"""The backward of the scalar-gate engine: which kernels run, in which order, with which buffers.
+
+    amax → adjoint (du, dv, initial state) → pairs (E, D) → replay_forward, replay_reverse → combine → gate
+
+Neither S nor dS is kept a chunk. Tensors are aligned; `saved` is `triton_scalar.forward`'s. In half precision every operand is
+float16: r, q and k as the forward copied them, do as pairs copies it, multiplied by a power of two.
+
+Where there are two forms (`triton_scan`) all kernels but amax run in the first, then all in the second: p_again is the forward's mark,
+or one that the first form leaves here. p_wide says which form wrote W.
+"""
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.kernels.tile import token_tile
+from needlework.ops.delta.scalar.intra_bwd import combine, gate, pairs
+from needlework.ops.delta.scalar.op import forms, inverse, operands, slots_of, solve
+from needlework.ops.delta.scalar.replay import replay_forward, replay_reverse
+from needlework.ops.delta.scalar.scan_bwd import adjoint, amax
+from needlework.ops.delta.segments import fix_up, segments
+from needlework.ops.runtime.launch_configs import Case, Plan
+from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
+
+NO_ANCHOR = 1 << 30
+OF_JOBS = "pairs", "combine"  # of whose second form a program does one job after another
+
+
+def backward(
+    do: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
+    lam: Tensor | None, q_read: Tensor | None, initial_state: Tensor | None, saved: tuple[Tensor, ...], alignment: Alignment,
+    *, scale: float, plan: Plan,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of q, k, v, g, beta, lam, q_read and the initial state (None where there is none); numbers a token are wide."""
+    W, Tp, Pp, A, G, E, mark, *copies, starts, transitions = saved
+    B, T, HV, V = v.shape
+    H, K = k.shape[2:]
+    rows, C = Pp.shape[2], plan.launch["shared"]["C"]
+    # segments have a state before and a gradient after them
+    cuts, from_state = len(starts) // max(alignment.N, 1) or 1, initial_state is not None
+    if cuts > 1:
+        alignment, initial_state = segments(alignment, cuts), starts
+    N = alignment.N
+    q_, k_, read_ = (x if x is None or not copy.numel() else copy for x, copy in zip((q, k, q_read), copies, strict=True))
+    r = q_ if q_read is None else read_
+    # what reads has a gradient of its own where q also enters x, and where its heads are not the keys'
+    read = (lam is not None and q_read is not None) or r.shape[2] != H
+    asks = r if not read else q_ if lam is not None else k_
+    both = forms(q.dtype, lam is not None)
+    constants_of = partial(constants, plan, q.dtype, H, r.shape[2], HV, K, V, g is not None, beta is not None, lam is not None,
+                           read, initial_state is not None, dstate is not None or cuts > 1)  # fmt: skip
+    c = constants_of(both[0])
+    acc, st = accumulator(q.dtype), solve(q.dtype)
+    new = lambda *shape, dtype=acc: torch.empty(shape, dtype=dtype, device=q.device)
+    tile = lambda x, width, height=C: token_tile(x, height, width) if plan.tma else x
+    or_G = lambda x: G if x is None else x
+    chunks_in_all = B * (rows // C)
+
+    half = q.dtype.itemsize == 2
+    peaks = new(plan.launch["amax"]["NP"], dtype=torch.float32)
+    if half:
+        ends = (do, 0) if dstate is None else (dstate, dstate.numel())
+        run(amax, (len(peaks),), do, ends[0], peaks, do.numel(), ends[1], **c["amax"])
+
+    BV, KB, NK = (c["adjoint"][name] for name in ("BV", "KB", "NK"))
+    BVP, R = (c["pairs"][name] for name in ("BV", "R"))
+    wide = cdiv(rows, R) * R
+    du = torch.empty_like(v, dtype=st)
+    do_ = torch.empty_like(do, dtype=st) if half else do
+    # additive, wide: one tensor is both
+    dv = torch.empty_like(v) if half or beta is not None else du
+    none = new(0, dtype=st)
+    M, N_, D = (new(B * HV, wide, 1, R, dtype=st) if wanted else none
+                for wanted in (True, beta is not None, read and lam is not None))  # fmt: skip
+    held, written, asked, from_start, to_end = new(5, B, HV, rows).unbind()
+    KS, VB, NT, EVERY = (c["replay_forward"][name] for name in ("KS", "VB", "NT", "EVERY"))
+    parts, slices = cdiv(V, VB * NT), cdiv(K, KS)
+    dr_part, dx_part, dk_part = (new(parts * B, T, HV, K, dtype=st) for _ in range(3))
+    places = (chunks_in_all // EVERY + N + 1) * HV if g is not None else 1
+    anchors = new(places, K, V, dtype=st) if g is not None else G
+    X = new(places, slices * parts)
+    # a group's heads are summed afterwards, from what is not yet rounded
+    BK = c["combine"]["BK"]
+    keys = lambda: new(B, T, HV, K, dtype=q.dtype if H == HV else acc)
+    dk, dr = keys(), keys()
+    dq = keys() if read and lam is not None else dr
+    dg, dlam, dbeta = (None if x is None else new(B, T, HV) for x in (g, lam, beta))
+    dinitial = new(N, HV, K, V)
+    if alignment.place is not None:
+        # of an empty sequence, which no chain walks
+        dinitial.zero_() if dstate is None else dinitial.unflatten(0, (-1, cuts)).copy_(dstate[:, None])
+    again = mark.clone()
+
+    x_P, x_T = (tile(x.view(-1, rows, 1, C), C) for x in (Pp, Pp if beta is None else Tp))
+    keys_at = lambda x: tile(x, BK, R)
+    square = lambda x: tile(x if x.numel() else M, R, R)
+
+    def walk(dstate: Tensor | None, dinitial: Tensor) -> tuple[int, tuple]:
+        """Of adjoint: a chain per sequence, value head and tile of values, and what is left of it where it is cut."""
+        slots, flag = slots_of(plan, "adjoint", alignment, HV * cdiv(V, BV), chunks_in_all)
+        return slots, (
+            tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_T, x_P, E, tile(du, BV), or_G(dstate), dinitial,
+            alignment.cum, new(slots, BV, NK * KB), flag, again, peaks, scale, T, rows, N,
+        )  # fmt: skip
+
+    dlast = dstate
+    if cuts > 1:
+        found, dstate = torch.zeros_like(dinitial), torch.empty_like(dinitial)
+        before, given_before = walk(None, found)
+
+    chains = HV * slices * parts
+    (slots, flag), (_, flag_back) = (slots_of(plan, "replay_forward", alignment, chains, chunks_in_all) for _ in range(2))
+    hand, jobs, runs = new(slots, KS, VB * NT), wide // R * B * HV, cdiv(alignment.longest, EVERY)
+    # name, programs, arguments: the same in every form
+    calls = [
+        ("adjoint", *walk(dstate, dinitial)),
+        ("pairs", jobs, (
+            tile(do, BVP, R), tile(du, BVP, R), tile(W, BVP, R), tile(v, BVP, R), or_G(g), E, Pp, A, tile(do_, BVP, R),
+            tile(dv, BVP, R), M, N_, D, held, written, asked, mark, again, peaks, scale, T, rows, wide, jobs,
+        )),
+        ("replay_forward", slots, (
+            tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), E, tile(dr_part, KS), tile(dx_part, KS),
+            or_G(initial_state), anchors, alignment.cum, hand, flag, mark, again, scale, T, rows, N, B,
+        )),
+        ("replay_reverse", slots, (
+            tile(r, KS), tile(asks, KS), tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E,
+            tile(dk_part, KS), or_G(dstate), anchors, X, alignment.cum, hand, flag_back, mark, again, peaks,
+            scale, T, rows, N, B,
+        )),
+        ("combine", jobs, (
+            keys_at(r), keys_at(asks), keys_at(k_), E, keys_at(dr_part), keys_at(dx_part), keys_at(dk_part),
+            square(M), square(N_), square(D), written, asked, keys_at(dr), keys_at(dq), keys_at(dk), from_start, to_end,
+            or_G(dlam), or_G(dbeta), alignment.cum, again, peaks, T, rows, N, wide, B, jobs,
+        )),
+    ]  # fmt: skip
+    if g is not None:
+        arguments = held, from_start, to_end, X, G, dg, alignment.cum, again, peaks, T, rows, N, runs
+        calls.append(("gate", runs * N * HV, arguments))
+
+    for form in both:
+        c = constants_of(form)
+        if cuts > 1:
+            run(adjoint, (before,), *given_before, **c["adjoint"] | {"END": 0})
+            fix_up(transitions, found, dlast, cuts, reverse=True, into=dstate, when=again if form == 2 else None)
+        for name, programs, arguments in calls:
+            if form == 2 and name in OF_JOBS:
+                programs = min(programs, plan.launch["scan"]["NP"])
+            run(KERNELS[name], (programs,), *arguments, **c[name])
+    grouped = lambda x, heads: (x if heads == HV else x.unflatten(2, (heads, -1)).sum(3)).to(q.dtype)
+    dr = grouped(dr, r.shape[2])
+    if lam is None:
+        dq = dr if q_read is None else torch.zeros_like(q)
+    else:
+        dq = grouped(dq, H) if read else dr
+    return (
+        dq, grouped(dk, H), dv, dg, dbeta, dlam, None if q_read is None else dr, dinitial[::cuts] if from_state else None
+    )  # fmt: skip
+
+
+@cache
+def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init, end, form) -> dict[str, dict[str, object]]:
+    """Kernel -> its constants, num_warps and the like."""
+    half = dtype.itemsize == 2
+    types = dict(ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], **operands(dtype, form))
+    everything = dict(
+        H=H, HR=HR, HV=HV, K=K, V=V, C=plan.launch["shared"]["C"], NM=plan.launch["amax"]["NP"], TMA=int(plan.tma),
+        HALF=int(half), **types, DT=TYPES[dtype if H == HV else accumulator(dtype)],
+        GATE=int(gated), ERASE=int(erase), LAM=int(lam), READ=int(read), INIT=int(init), END=int(end),
+    )  # fmt: skip
+    own = {name: dict(plan.launch[name]) for name in ("amax", "adjoint", "pairs", "replay_forward", "combine", "gate")}
+    own["replay_reverse"] = {**own["replay_forward"], **plan.launch["replay_reverse"]}
+    own["adjoint"] |= dict(KB=min(padded(K), 128), NK=cdiv(K, 128))
+    for name in ("replay_forward", "replay_reverse"):
+        row = own[name]
+        row |= dict(KS=min(row["KS"], padded(K)), VB=min(row["VB"], padded(V)))
+        row |= dict(NT=row["NT"] if V > row["VB"] else 1)
+        # an anchor a chunk cancels nothing; in half precision the operands' roundings are larger than what cancels
+        row |= dict(EVERY=NO_ANCHOR if not gated else row["EVERY"] if half else 1)
+    row = own["replay_forward"]
+    # R, a tile's rows, is one chunk: of chunks that no sequence has nothing is written, and NaN times 0 would be NaN
+    own["pairs"] |= dict(BV=min(own["pairs"]["BV"], padded(V)), R=everything["C"])
+    own["combine"] |= dict(R=own["pairs"]["R"], BK=min(own["combine"]["BK"], padded(K)), PARTS=cdiv(V, row["VB"] * row["NT"]))
+    own["gate"] |= dict(SLICES=cdiv(K, row["KS"]) * own["combine"]["PARTS"], EVERY=row["EVERY"])
+    for name, kernel in KERNELS.items():
+        if name != "amax":
+            own[name].pop("NP", None)
+        own[name] |= {key: x for key, x in everything.items() if key in kernel.arg_names and key not in own[name]}
+    return own
+
+
+KERNELS = {
+    "amax": amax,
+    "adjoint": adjoint,
+    "pairs": pairs,
+    "replay_forward": replay_forward,
+    "replay_reverse": replay_reverse,
+    "combine": combine,
+    "gate": gate,
+}
+
+
+def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """Every kernel as Q-Delta launches it, in each of its forms, from a state and with the final state's gradient."""
+    own, st, acc = NAMES[dtype], NAMES[solve(dtype)], NAMES[accumulator(dtype)]
+    declared = dict.fromkeys(("x_r", "x_q", "x_k", "x_w", "x_du", "x_scaled", "x_P", "x_M", "x_N", "x_D"), st)
+    declared |= {"x_T": NAMES[inverse(dtype)]}
+    declared |= dict.fromkeys(("p_P", "p_A", "p_M", "p_N", "p_D", "p_anchor"), st)
+    declared |= dict.fromkeys(("x_dr_part", "x_dx_part", "x_dk_part"), st)
+    cases = []
+    first, *others = forms(dtype, True)
+    launched = [*((name, first) for name in KERNELS), *((name, form) for form in others for name in KERNELS if name != "amax")]
+    for name, form in launched:
+        kernel = KERNELS[name]
+        c = dict(constants(plan, dtype, 2, 2, 2, K, V, True, True, True, False, True, True, form)[name])
+        options = {key: c.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in c}
+        of_type = declared | {"p_do": own, "p_max": "fp32"} | dict.fromkeys(("p_cum", "p_flag", "p_wide", "p_again"), "i32")
+        if name.startswith("replay"):
+            of_type |= {"x_do": st, "x_dr": st, "x_dx": st, "x_dk": st}
+        height = c.get("R", c.get("C"))
+        widths = dict.fromkeys(("x_T", "x_P", "x_M", "x_N", "x_D"), height)
+        widths |= dict.fromkeys(("x_do", "x_du", "x_dv", "x_w", "x_v", "x_scaled"), c.get("BV", c.get("VB")))
+        signature = {}
+        for arg in kernel.arg_names:
+            if arg in c:
+                continue
+            if arg.startswith("x_"):
+                kind, width = of_type.get(arg, own), widths.get(arg, c.get("KB", c.get("KS", c.get("BK"))))
+                signature[arg] = f"tensordesc<{kind}[1, 1, {height}, {width}]>" if plan.tma else f"*{kind}"
+            elif arg.startswith("p_"):
+                signature[arg] = f"*{of_type.get(arg, acc)}"
+            else:
+                signature[arg] = "fp32" if arg == "scale" else "i64" if arg.startswith("n_") else "i32"
+        cases.append(Case(kernel, signature, c, options))
+    return cases

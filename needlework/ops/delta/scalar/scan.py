@@ -1,0 +1,225 @@
+"""The chunks of a sequence in order, S kept in registers as Sᵀ [BV K]; every product of the chain takes Sᵀ or what follows
+from it from registers, so that nothing of the state goes through shared memory.
+
+    Rᵀ = β ⊙ (vᵀ − e^G ⊙ (Sᵀkᵀ + λ Sᵀqᵀ))    Wᵀ = Rᵀ Tᵀ    oᵀ = scale e^G ⊙ Sᵀrᵀ + Wᵀ P'ᵀ    Sᵀ ← e^{G_C} Sᵀ + (e^{G_C − G} ⊙ W)ᵀ k
+
+A chain is one sequence, value head and tile of BV values. Chains are laid end to end and cut into equal runs, one a program
+(McNaughton's wrap-around rule): a chain is cut at most once; its first chunks run first in one slot, its last chunks run last
+in the slot before. Slots are numbered against program ids, so that a program only waits for one that was started earlier.
+r, q, k and W are operands (ST), v and o of the caller's type (OT), T and what it multiplies of a type of their own (TT).
+
+Where x = k + λq the transition is no contraction, and a state may pass what float16 holds. So in half precision the walk, and all
+that is left to the backward, is launched in two forms. FORM 1 has float16 operands and leaves a mark, p_wide, where what it found
+is not finite; FORM 2 returns at once where there is none, and else does all of it again with bfloat16 operands, which hold what
+float32 does. Tensors of operands are declared float16 for both: what may be large lies in them as the form's own bits. FORM 0: the
+rule has but one.
+"""
+
+import triton
+import triton.language as tl
+
+from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
+from needlework.ops.delta.scalar.intra import ROWS
+
+
+@triton.jit
+def factors(p_E, i_chunk, C: tl.constexpr):
+    """A chunk's rows of C numbers, as `intra` wrote them: β, −β e^G, λ, scale e^G, −e^G, e^{G_C − G}, e^{G − G_1}, e^g."""
+    return p_E + tl.cast(i_chunk, tl.int64) * (ROWS * C)
+
+
+@triton.jit
+def longest_sequence(p_cum, N):
+    """Chunks of the longest sequence."""
+    longest = 0
+    for i in range(0, N, 512):
+        n = i + tl.arange(0, 512)
+        counts = tl.load(p_cum + n + 1, mask=n < N, other=0) - tl.load(p_cum + n, mask=n < N, other=0)
+        longest = tl.maximum(longest, tl.max(counts, 0))
+    return longest
+
+
+@triton.jit
+def chain_at(p_cum, N, position, PER: tl.constexpr):
+    """Number of the chain that holds a position of the line; PER chains a sequence."""
+    i_n = 0
+    for i in range(0, N, 512):
+        n = i + tl.arange(0, 512)
+        ends = PER * tl.load(p_cum + n + 1, mask=n < N, other=0)
+        i_n += tl.sum(((n < N) & (ends <= position)).to(tl.int32), 0)
+    start = tl.load(p_cum + i_n)
+    return i_n * PER + (position - PER * start) // tl.maximum(tl.load(p_cum + i_n + 1) - start, 1)
+
+
+@triton.jit
+def run_of(p_cum, N, i_slot, slots, PER: tl.constexpr):
+    """Positions [lo, hi) of a slot, and its first and last chain."""
+    total = PER * tl.load(p_cum + N)
+    length = tl.maximum((total + slots - 1) // slots, longest_sequence(p_cum, N))
+    lo = tl.minimum(i_slot * length, total)
+    hi = tl.minimum(lo + length, total)
+    first = 0
+    last = -1
+    if lo < hi:
+        first = chain_at(p_cum, N, lo, PER)
+        last = chain_at(p_cum, N, hi - 1, PER)
+    return lo, hi, first, last
+
+
+@triton.jit
+def written_as(b, p_wide, ST: tl.constexpr):
+    """W for the second form, as the forward's last form stored it: the backward may need the second where the forward did not."""
+    return tl.where(tl.load(p_wide) != 0, b.to(ST, bitcast=True), b.to(ST))
+
+
+@triton.jit
+def mark(p_wide, odd):
+    """odd: sums of x − x, NaN where x is not finite."""
+    if tl.sum(odd, 0) != 0:
+        tl.store(p_wide, 1)
+
+
+@triton.jit
+def wait_for(p_flag, FORM: tl.constexpr = 0):
+    """A second form waits on the flags of the first, which left them at 1."""
+    while tl.atomic_add(p_flag, 0, sem="acquire") < (2 if FORM == 2 else 1):
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def tell(p_flag, FORM: tl.constexpr = 0):
+    tl.debug_barrier()
+    tl.atomic_xchg(p_flag, 2 if FORM == 2 else 1, sem="release")
+
+
+@triton.jit(do_not_specialize=["scale", "T", "NR", "N"])
+def scan(
+    x_r, x_q, x_k, x_v, x_T, x_P, p_E, x_o, x_w, p_initial, p_final, p_cum, p_hand, p_flag, p_wide, scale, T, NR, N,
+    H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr,
+    BT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, INIT: tl.constexpr,
+    SAVE: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """One slot. The state's K columns are NK tiles of KB; p_hand [slots BV NK·KB] and p_flag pass a cut chain on."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    PER: tl.constexpr = HV * NV
+    if FORM == 2:
+        if tl.load(p_wide) == 0:
+            return
+    slots = tl.num_programs(0)
+    i_slot = slots - 1 - tl.program_id(0)
+    lo, hi, first, last = run_of(p_cum, N, i_slot, slots, PER)
+    chunks_of_row = NR // C
+    o_c = tl.arange(0, C)
+    o_k = tl.arange(0, KB)
+    o_hand = tl.arange(0, BV)[:, None] * (NK * KB) + o_k[None, :]
+    for i_chain in range(first, last + 1):
+        i_n = i_chain // PER
+        i_h = (i_chain % PER) // NV
+        i_v = (i_chain % NV) * BV
+        i_k = i_h // (HV // H)
+        i_r = i_h // (HV // HR)
+        start = tl.load(p_cum + i_n)
+        count = tl.load(p_cum + i_n + 1) - start
+        at = PER * start + (i_chain % PER) * count
+        # what of the chain's line lies here; the line's end is where its first chunks run
+        begin = tl.maximum(lo - at, 0)
+        end = tl.minimum(hi - at, count)
+        late = end < count
+        c_from = tl.where(late, count - end, 0)
+        c_to = tl.where(begin > 0, count - begin, count)
+        i_b = start // chunks_of_row
+        c_row = start - i_b * chunks_of_row
+        i_bh = i_b * HV + i_h
+
+        if late:
+            wait_for(p_flag + i_slot, FORM)
+        o_v = i_v + tl.arange(0, BV)
+        o_state = (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
+        inside = (o_v < V)[:, None] & (o_k < K)[None, :]
+        p_late = p_hand + tl.cast(i_slot, tl.int64) * (BV * NK * KB) + o_hand
+        S0 = tl.load(p_late, mask=inside & late, other=0.0)
+        if INIT:
+            S0 += tl.load(p_initial + o_state, mask=inside & (c_from == 0), other=0.0).to(ACC)
+        if NK == 2:
+            inside1 = (o_v < V)[:, None] & (o_k + KB < K)[None, :]
+            S1 = tl.load(p_late + KB, mask=inside1 & late, other=0.0)
+            if INIT:
+                S1 += tl.load(p_initial + o_state + KB * V, mask=inside1 & (c_from == 0), other=0.0).to(ACC)
+
+        for i in tl.range(c_from, c_to, num_stages=NS):
+            i_t = (c_row + i) * C
+            # all loads first: they share barriers
+            b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
+            b_r0 = load_tile(x_r, i_b, i_t, i_r, 0, T, HR, K, C, KB, TMA).to(ST)
+            if READ:
+                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
+            if NK == 2:
+                b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
+                b_r1 = load_tile(x_r, i_b, i_t, i_r, KB, T, HR, K, C, KB, TMA).to(ST)
+                if READ:
+                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
+            if ERASE:
+                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(TT)
+            b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(ST)
+            b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+
+            b_S0 = S0.to(ST)
+            if ERASE:
+                erased = tl.dot(b_S0, tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
+            read = tl.dot(b_S0, tl.trans(b_r0), input_precision="ieee", out_dtype=ACC)
+            if READ:
+                asked = tl.dot(b_S0, tl.trans(b_q0), input_precision="ieee", out_dtype=ACC)
+            if NK == 2:
+                b_S1 = S1.to(ST)
+                if ERASE:
+                    erased = plus_product(erased, b_S1, tl.trans(b_k1), ST == ACC)
+                read = plus_product(read, b_S1, tl.trans(b_r1), ST == ACC)
+                if READ:
+                    asked = plus_product(asked, b_S1, tl.trans(b_q1), ST == ACC)
+
+            p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
+            w = tl.trans(b_v).to(ACC)
+            if ERASE:
+                if LAM:
+                    lam = tl.load(p_factor + 2 * C + o_c)
+                    if READ:
+                        erased += lam[None, :] * asked
+                    else:
+                        erased += lam[None, :] * read
+                beta = tl.load(p_factor + o_c)
+                e_erased = tl.load(p_factor + C + o_c)
+                b_rest = (beta[None, :] * w + e_erased[None, :] * erased).to(TT)
+                w = tl.dot(b_rest, tl.trans(b_T), input_precision=SOLVE, out_dtype=ACC)
+            b_w = w.to(ST)
+            if SAVE:
+                store_tile(x_w, tl.trans(b_w).to(BT, bitcast=True), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+            read *= tl.load(p_factor + 3 * C + o_c)[None, :]
+            b_o = tl.dot(b_w, tl.trans(b_P), read, input_precision="ieee", out_dtype=ACC).to(OT)
+            if FORM == 1:
+                # a W that float16 does not hold is to be seen in the state that is left, however small what is left of it
+                w = b_w.to(ACC)
+            b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
+            e_whole = -tl.load(p_factor + 5 * C - 1)
+            S0 = tl.dot(b_left, b_k0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
+            if NK == 2:
+                S1 = tl.dot(b_left, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
+            # last, while the state's product is under way
+            store_tile(x_o, tl.trans(b_o), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+
+        done = c_to == count
+        if FORM == 1:
+            odd = tl.sum(S0 - S0, 1)
+            if NK == 2:
+                odd += tl.sum(S1 - S1, 1)
+            mark(p_wide, odd)
+        tl.store(p_final + o_state, S0, mask=inside & done)
+        if NK == 2:
+            tl.store(p_final + o_state + KB * V, S1, mask=inside1 & done)
+        if begin > 0:
+            p_early = p_late - BV * NK * KB
+            tl.store(p_early, S0)
+            if NK == 2:
+                tl.store(p_early + KB, S1)
+            tell(p_flag + i_slot - 1, FORM)

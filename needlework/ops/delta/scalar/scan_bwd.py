@@ -1,0 +1,186 @@
+"""The adjoint of the scan: chunks from last to first, dS kept in registers as dSᵀ [BV K]. It gives what was written its
+gradient, and the initial state's; every other gradient follows from du without another chain over V.
+
+    dWᵀ = doᵀ P' + e^{G_C − G} ⊙ (dSᵀkᵀ)    duᵀ = dWᵀ T    dv = β du
+    dSᵀ ← e^{G_C} dSᵀ + (scale e^G ⊙ do)ᵀ r − (e^G ⊙ dv)ᵀ (k + λq)
+
+dS is kept without the gate of the first token of the chunk walked last, which may leave less than half precision holds.
+T = Γ∘(I + A)⁻¹ without β, P' = scale Γ∘tril(r kᵀ); r reads. Additive rules: du = dW and no last term. Slots and chains are
+`triton_scan`'s, run backwards. Half precision: gradients are multiplied by a power of two near 1/max|do|, so that float16
+holds them, and du stays so.
+"""
+
+import triton
+import triton.language as tl
+
+from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.delta.scalar.intra import ROWS
+from needlework.ops.delta.scalar.scan import factors, mark, run_of, tell, wait_for
+
+
+@triton.jit
+def loudest(p_x, n, i_part, parts, BLK: tl.constexpr):
+    """Largest |x| of this program's share."""
+    largest = tl.zeros([BLK], tl.float32)
+    for i in range(tl.cast(i_part, tl.int64) * BLK, n, parts * BLK):
+        o = i + tl.arange(0, BLK)
+        b = tl.abs(tl.load(p_x + o, mask=o < n, other=0.0).to(tl.float32))
+        # a NaN must arrive: max drops it
+        largest = tl.maximum(largest, tl.where(b == b, b, float("inf")))
+    return tl.max(largest, 0)
+
+
+@triton.jit(do_not_specialize=["n_o", "n_state"])
+def amax(p_do, p_dstate, p_max, n_o, n_state, NP: tl.constexpr, BLK: tl.constexpr, END: tl.constexpr):
+    """p_max [NP]: maxima of NP shares of the two gradients that come in."""
+    i = tl.program_id(0)
+    largest = loudest(p_do, n_o, i, NP, BLK)
+    if END:
+        largest = tl.maximum(largest, loudest(p_dstate, n_state, i, NP, BLK))
+    tl.store(p_max + i, largest)
+
+
+@triton.jit
+def gradient_factor(p_max, NP: tl.constexpr, HALF: tl.constexpr):
+    """2^−⌈log2 max⌉: gradients times it are at most 1."""
+    factor = 1.0
+    if HALF:
+        largest = tl.maximum(tl.max(tl.load(p_max + tl.arange(0, NP)), 0), 1e-30)
+        factor = tl.exp2(-tl.ceil(tl.log2(largest)))
+    return factor
+
+
+@triton.jit(do_not_specialize=["scale", "T", "NR", "N"])
+def adjoint(
+    x_r, x_q, x_k, x_do, x_T, x_P, p_E, x_du, p_dstate, p_dinitial, p_cum, p_hand, p_flag, p_again, p_max,
+    scale, T, NR, N,
+    H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr,
+    ACC: tl.constexpr, ST: tl.constexpr, BT: tl.constexpr, TT: tl.constexpr, SOLVE: tl.constexpr, FORM: tl.constexpr,
+    ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, END: tl.constexpr,
+):  # fmt: skip
+    """One slot; the arguments are `scan`'s. END: the final state has a gradient."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    PER: tl.constexpr = HV * NV
+    if FORM == 2:
+        if tl.load(p_again) == 0:
+            return
+    slots = tl.num_programs(0)
+    i_slot = slots - 1 - tl.program_id(0)
+    lo, hi, first, last = run_of(p_cum, N, i_slot, slots, PER)
+    chunks_of_row = NR // C
+    o_c = tl.arange(0, C)
+    o_k = tl.arange(0, KB)
+    o_hand = tl.arange(0, BV)[:, None] * (NK * KB) + o_k[None, :]
+    factor = gradient_factor(p_max, NM, HALF)
+    for i_chain in range(first, last + 1):
+        i_n = i_chain // PER
+        i_h = (i_chain % PER) // NV
+        i_v = (i_chain % NV) * BV
+        i_k = i_h // (HV // H)
+        i_r = i_h // (HV // HR)
+        start = tl.load(p_cum + i_n)
+        count = tl.load(p_cum + i_n + 1) - start
+        at = PER * start + (i_chain % PER) * count
+        begin = tl.maximum(lo - at, 0)
+        end = tl.minimum(hi - at, count)
+        late = end < count
+        c_from = tl.where(late, count - end, 0)
+        c_to = tl.where(begin > 0, count - begin, count)
+        i_b = start // chunks_of_row
+        c_row = start - i_b * chunks_of_row
+        i_bh = i_b * HV + i_h
+
+        if late:
+            wait_for(p_flag + i_slot, FORM)
+        o_v = i_v + tl.arange(0, BV)
+        # one 64-bit base and 32-bit offsets: a tile of 64-bit ones does not fit the registers beside S
+        o_base = (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V)
+        o_state = o_k[None, :] * V + o_v[:, None]
+        inside = (o_v < V)[:, None] & (o_k < K)[None, :]
+        p_late = p_hand + tl.cast(i_slot, tl.int64) * (BV * NK * KB)
+        S0 = tl.load(p_late + o_hand, mask=inside & late, other=0.0)
+        if END:
+            S0 += tl.load(p_dstate + o_base + o_state, mask=inside & (c_from == 0), other=0.0).to(ACC) * factor
+        if NK == 2:
+            inside1 = (o_v < V)[:, None] & (o_k + KB < K)[None, :]
+            S1 = tl.load(p_late + KB + o_hand, mask=inside1 & late, other=0.0)
+            if END:
+                S1 += tl.load(p_dstate + o_base + o_state + KB * V, mask=inside1 & (c_from == 0), other=0.0).to(ACC) * factor
+
+        for i in tl.range(c_from, c_to, num_stages=NS):
+            i_chunk = c_row + count - 1 - i
+            i_t = i_chunk * C
+            # all loads first: they share barriers
+            b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
+            b_r0 = load_tile(x_r, i_b, i_t, i_r, 0, T, HR, K, C, KB, TMA).to(ST)
+            if READ and LAM:
+                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
+            if NK == 2:
+                b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
+                b_r1 = load_tile(x_r, i_b, i_t, i_r, KB, T, HR, K, C, KB, TMA).to(ST)
+                if READ and LAM:
+                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
+            b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(ST)
+            if ERASE:
+                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(TT)
+            b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+
+            left = tl.dot(S0.to(ST), tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
+            if NK == 2:
+                left = tl.dot(S1.to(ST), tl.trans(b_k1), left, input_precision="ieee", out_dtype=ACC)
+
+            p_factor = factors(p_E, i_bh * chunks_of_row + i_chunk, C)
+            do = tl.trans(b_do).to(ACC) * factor
+            e_later = -tl.load(p_factor + (ROWS + 4) * C, mask=i > 0, other=-1.0)
+            left *= (tl.load(p_factor + 5 * C + o_c) * e_later)[None, :]
+            du = tl.dot(do.to(ST), b_P, left, input_precision="ieee", out_dtype=ACC)
+            if ERASE:
+                du = tl.dot(du.to(TT), b_T, input_precision=SOLVE, out_dtype=ACC)
+            b_du = du.to(ST)
+
+            e_since = tl.load(p_factor + 6 * C + o_c)
+            by_r = do * (e_since * scale)[None, :]
+            if ERASE:
+                by_k = du * (-e_since * tl.load(p_factor + o_c))[None, :]
+                if LAM:
+                    lam = tl.load(p_factor + 2 * C + o_c)
+                    if READ:
+                        b_by_q = (by_k * lam[None, :]).to(ST)
+                    else:
+                        by_r += by_k * lam[None, :]
+                b_by_k = by_k.to(ST)
+            b_by_r = by_r.to(ST)
+            e_whole = e_later * tl.load(p_factor + 7 * C - 1)
+            S0 = tl.dot(b_by_r, b_r0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
+            if ERASE:
+                S0 = tl.dot(b_by_k, b_k0, S0, input_precision="ieee", out_dtype=ACC)
+                if LAM and READ:
+                    S0 = tl.dot(b_by_q, b_q0, S0, input_precision="ieee", out_dtype=ACC)
+            if NK == 2:
+                S1 = tl.dot(b_by_r, b_r1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
+                if ERASE:
+                    S1 = tl.dot(b_by_k, b_k1, S1, input_precision="ieee", out_dtype=ACC)
+                    if LAM and READ:
+                        S1 = tl.dot(b_by_q, b_q1, S1, input_precision="ieee", out_dtype=ACC)
+            # last, while the state's product is under way
+            store_tile(x_du, tl.trans(b_du).to(BT, bitcast=True), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+
+        if FORM == 1:
+            odd = tl.sum(S0 - S0, 1)
+            if NK == 2:
+                odd += tl.sum(S1 - S1, 1)
+            mark(p_again, odd)
+        done = c_to == count
+        # an empty sequence has no first gate
+        e_first = -tl.load(factors(p_E, i_bh * chunks_of_row + c_row, C) + 4 * C, mask=count > 0, other=-1.0)
+        rest = e_first / factor
+        tl.store(p_dinitial + o_base + o_state, S0 * rest, mask=inside & done)
+        if NK == 2:
+            tl.store(p_dinitial + o_base + o_state + KB * V, S1 * rest, mask=inside1 & done)
+        if begin > 0:
+            p_early = p_late - BV * NK * KB
+            tl.store(p_early + o_hand, S0)
+            if NK == 2:
+                tl.store(p_early + KB + o_hand, S1)
+            tell(p_flag + i_slot - 1, FORM)

@@ -1,0 +1,168 @@
+"""What the scalar gate's segments do to a state, for `triton_split`: N from no state, M from the identity, in one launch.
+
+    Rᵀ = β ⊙ (vᵀ − e^G ⊙ (Sᵀkᵀ + λ Sᵀqᵀ))    Wᵀ = Rᵀ Tᵀ    Sᵀ ← e^{G_C} Sᵀ + (e^{G_C − G} ⊙ W)ᵀ k
+
+`triton_scan` without what it writes a token: a program walks one segment for BV columns of N, or of M, whose values are zeros.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.kernels.tile import load_tile, token_tile
+from needlework.ops.delta.scalar.op import forms, inverse, scan_constants, solve
+from needlework.ops.delta.scalar.scan import factors, mark
+from needlework.ops.runtime.launch_configs import Case, Plan
+from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
+
+
+@triton.jit(do_not_specialize=["T", "NR", "P"])
+def transitions_kernel(
+    x_q, x_k, x_v, x_T, p_E, p_N, p_M, p_cum, p_wide, T, NR, P,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    TT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, SAVE: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """P segments a sequence. Of a sequence's last segment nothing but M is made, and that with SAVE, for the backward."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    PER: tl.constexpr = NV + (K + BV - 1) // BV
+    if FORM == 2:
+        if tl.load(p_wide) == 0:
+            return
+    i_nh = tl.program_id(0) // PER
+    i_tile = tl.program_id(0) % PER
+    i_n = i_nh // HV
+    i_h = i_nh % HV
+    i_k = i_h // (HV // H)
+    of_values = i_tile < NV
+    start = tl.load(p_cum + i_n)
+    count = tl.load(p_cum + i_n + 1) - start
+    last = i_n % P == P - 1
+    wanted = not last
+    if SAVE:
+        wanted = not (last and of_values)
+    if wanted:
+        chunks_of_row = NR // C
+        i_b = start // chunks_of_row
+        c_row = start - i_b * chunks_of_row
+        i_bh = i_b * HV + i_h
+        # past the last value there are zeros, which are not fetched
+        i_v = tl.where(of_values, i_tile * BV, NV * BV)
+        o_c, o_k = tl.arange(0, C), tl.arange(0, KB)
+        o_v = tl.where(of_values, i_tile, i_tile - NV) * BV + tl.arange(0, BV)
+        S0 = tl.where((o_v[:, None] == o_k[None, :]) & (i_tile >= NV), 1.0, 0.0).to(ACC)
+        if NK == 2:
+            S1 = tl.where((o_v[:, None] == o_k[None, :] + KB) & (i_tile >= NV), 1.0, 0.0).to(ACC)
+        for i in tl.range(0, count, num_stages=NS):
+            i_t = (c_row + i) * C
+            # all loads first: they share barriers
+            b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
+            if LAM:
+                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
+            if NK == 2:
+                b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
+                if LAM:
+                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
+            if ERASE:
+                b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(TT)
+            b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+
+            p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
+            w = tl.trans(b_v).to(ACC)
+            if ERASE:
+                b_S0 = S0.to(ST)
+                erased = tl.dot(b_S0, tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
+                if LAM:
+                    asked = tl.dot(b_S0, tl.trans(b_q0), input_precision="ieee", out_dtype=ACC)
+                if NK == 2:
+                    b_S1 = S1.to(ST)
+                    erased = tl.dot(b_S1, tl.trans(b_k1), erased, input_precision="ieee", out_dtype=ACC)
+                    if LAM:
+                        asked = tl.dot(b_S1, tl.trans(b_q1), asked, input_precision="ieee", out_dtype=ACC)
+                if LAM:
+                    erased += tl.load(p_factor + 2 * C + o_c)[None, :] * asked
+                beta = tl.load(p_factor + o_c)
+                e_erased = tl.load(p_factor + C + o_c)
+                b_rest = (beta[None, :] * w + e_erased[None, :] * erased).to(TT)
+                w = tl.dot(b_rest, tl.trans(b_T), input_precision=SOLVE, out_dtype=ACC)
+            b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
+            e_whole = -tl.load(p_factor + 5 * C - 1)
+            S0 = tl.dot(b_left, b_k0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
+            if NK == 2:
+                S1 = tl.dot(b_left, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
+
+        if FORM == 1:
+            odd = tl.sum(S0 - S0, 1)
+            if NK == 2:
+                odd += tl.sum(S1 - S1, 1)
+            mark(p_wide, odd)
+        if of_values:
+            _store(p_N, S0, i_nh, 0, o_v, K, V, KB)
+            if NK == 2:
+                _store(p_N, S1, i_nh, KB, o_v, K, V, KB)
+        else:
+            _store(p_M, S0, i_nh, 0, o_v, K, K, KB)
+            if NK == 2:
+                _store(p_M, S1, i_nh, KB, o_v, K, K, KB)
+
+
+@triton.jit
+def _store(p, b, i_nh, i_k, o_v, K: tl.constexpr, D: tl.constexpr, KB: tl.constexpr):
+    """Sᵀ [BV KB] into [.. K D]."""
+    o_k = i_k + tl.arange(0, KB)
+    o = o_k[None, :] * D + o_v[:, None]
+    tl.store(p + tl.cast(i_nh, tl.int64) * (K * D) + o, b, mask=(o_v < D)[:, None] & (o_k < K)[None, :])
+
+
+def transitions(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, Tp: Tensor, G: Tensor, E: Tensor,
+    segments: Alignment, parts: int, wide: Tensor,
+    found: tuple[Tensor, Tensor] | None = None, *, plan: Plan, save: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """N [N·parts HV K V] and M [N·parts HV K K] of aligned tokens; q and k are operands.
+
+    N of a sequence's last segment is left as it is, without `save` its M too: nothing follows it. found: both, to be found again in
+    a second form.
+    """
+    (_, T, HV, V), K, rows = v.shape, k.shape[3], G.shape[2]
+    form = forms(v.dtype, lam is not None)[0] if found is None else 2
+    constants = transitions_constants(plan, v.dtype, k.shape[2], HV, K, V, beta is not None, lam is not None, save, form)
+    C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
+    tile = lambda x, D: token_tile(x, C, D) if plan.tma else x
+    N, M = found or (k.new_empty(segments.N, HV, K, columns, dtype=G.dtype) for columns in (V, K))
+    x_k = tile(k, KB)
+    x_T = x_k if beta is None else tile(Tp.view(-1, rows, 1, C), C)
+    run(
+        transitions_kernel, (segments.N * HV * (cdiv(V, BV) + cdiv(K, BV)),),
+        x_k if lam is None else tile(q, KB), x_k, tile(v, BV), x_T, E, N, M, segments.cum, wide,
+        T, rows, parts, **constants,
+    )  # fmt: skip
+    return N, M
+
+
+def transitions_constants(plan: Plan, dtype, H, HV, K, V, erase, lam, save, form) -> dict[str, object]:
+    """`scan`'s, as far as they concern it."""
+    constants = scan_constants(plan, dtype, H, H, HV, K, V, erase, lam, False, False, save, form)
+    used = (*transitions_kernel.arg_names, "num_warps", "num_stages", "maxnreg")
+    return {name: x for name, x in constants.items() if name in used}
+
+
+def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """The kernel as Q-Delta launches it for training, in each of its forms."""
+    own, st, acc = NAMES[dtype], NAMES[solve(dtype)], NAMES[accumulator(dtype)]
+    cases = []
+    for form in forms(dtype, True):
+        constants = transitions_constants(plan, dtype, 2, 2, K, V, 1, 1, 1, form)
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
+        C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
+        types = dict.fromkeys(("p_E", "p_N", "p_M"), f"*{acc}")
+        types |= {"p_cum": "*i32", "p_wide": "*i32", "T": "i32", "NR": "i32", "P": "i32"}
+        for name, kind, width in (("x_q", st, KB), ("x_k", st, KB), ("x_v", own, BV), ("x_T", NAMES[inverse(dtype)], C)):
+            types[name] = f"tensordesc<{kind}[1, 1, {C}, {width}]>" if plan.tma else f"*{kind}"
+        signature = {name: types[name] for name in transitions_kernel.arg_names if name not in constants}
+        cases.append(Case(transitions_kernel, signature, constants, options))
+    return cases

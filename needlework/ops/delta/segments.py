@@ -1,0 +1,173 @@
+"""Few heads, long sequences: a sequence cut into segments that run side by side, exactly.
+
+Over a segment the state goes by  S_end = M S_start + N,  its gradient by  dS_start = Mᵀ dS_end + N',  M [K K] the product of its
+transitions. An engine finds N from v and no state, M from no v and the identity, N' from do alone; `fix_up` goes from segment to
+segment; then every kernel walks all segments at once, a segment being one more sequence of an `Alignment`, with an initial
+state and a final state's gradient of its own. Knows no engine.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.runtime.launch_configs import Case, Plan
+from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.triton_types import cdiv, next_power_of_2
+
+SHORTEST = 16  # chunks of a segment that are worth a state
+LAUNCHES = 20  # what the launches of a split cost, in chunks of a chain
+
+
+def parts_of(chains: int, longest: int, K: int, V: int, slots: int) -> int:
+    """How many segments make a sequence, 1: none. Only facts that the host has; time in chunks that one chain walks.
+
+    A walk of `chains` chains over `slots` places takes as long as the longest chain, or as all chunks over all places:
+    walk(chains, L) = max(L, chains·L/slots). Whole sequences take walk(chains, L). P segments take
+
+        walk(P·chains, L/P)                     the walk itself
+        + ¾ walk(P·chains·(V + K)/V, L/P)       M and N: K more columns, no output
+        + 5 P + LAUNCHES                        segment to segment
+
+    so that chains that fill the machine are left alone. slots 0: nothing is cut.
+    """
+    if not slots:
+        return 1
+    walk = lambda columns, P: max(longest / P, columns * longest / slots)
+    best, least = 1, walk(chains, 1)
+    # bounded, so that a symbolic length is compared and not fixed
+    for P in range(2, 65):
+        if P * SHORTEST > longest or 5 * P >= least:
+            break
+        time = walk(chains, P) + 0.75 * walk(chains * (V + K) / V, P) + 5 * P + LAUNCHES
+        if time < least:
+            best, least = P, time
+    return best
+
+
+def segments(alignment: Alignment, parts: int) -> Alignment:
+    """N·parts sequences: the p-th segment of sequence n is number n·parts + p, equal to a chunk. parts: at most `longest`."""
+    N = alignment.N * parts
+    cum = alignment.cum.new_empty(N + 1)
+    run(segments_kernel, (cdiv(N + 1, 256),), alignment.cum, cum, N, parts, BLK=256, num_warps=4)
+    return Alignment(cum, N, alignment.T, -(-alignment.longest // parts), alignment.place)
+
+
+def transitions(walk: Callable[[Tensor, Tensor | None], Tensor], v: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    """N [N·parts HV K V] and M [N·parts HV K K], from an engine's walk over all segments: walk(v, initial state) -> final state."""
+    N = walk(v, None)
+    eye = torch.eye(K, dtype=N.dtype, device=N.device).expand(*N.shape[:2], K, K).contiguous()
+    return N, walk(v.new_zeros(*v.shape[:3], K), eye)
+
+
+def fix_up(
+    M: Tensor, N: Tensor, first: Tensor | None, parts: int,
+    *, reverse: bool, into: Tensor | None = None, when: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """S of every segment [N·parts HV K V], `first` (None: zeros) in each sequence's first: S_{p+1} = M_p S_p + N_p.
+
+    reverse: `first` in each sequence's last, S_{p-1} = M_pᵀ S_p + N_p. into: where S is written; when: nothing is written while it is 0.
+    """
+    rows, HV, K, V = N.shape
+    S = torch.empty_like(N) if into is None else into
+    constants = fix_up_constants(N.dtype, K, V) | {"FIRST": int(first is not None), "REVERSE": int(reverse)}
+    constants["WHEN"] = int(when is not None)
+    programs = rows // parts * HV * cdiv(V, constants["BV"])
+    if programs:
+        first, when = (N if x is None else x.contiguous() for x in (first, when))
+        run(fix_up_kernel, (programs,), M, N, first, S, when, parts, HV, **constants)
+    return S
+
+
+@triton.jit(do_not_specialize=["N", "P"])
+def segments_kernel(p_cum, p_segments, N, P, BLK: tl.constexpr):
+    """Where N segments start, P of a sequence, and where the last one ends."""
+    i = tl.program_id(0) * BLK + tl.arange(0, BLK)
+    n, part = i // P, i % P
+    first = tl.load(p_cum + n, mask=i <= N, other=0)
+    count = tl.load(p_cum + n + 1, mask=i < N, other=0) - first
+    before = (tl.cast(count, tl.int64) * part + P - 1) // P
+    tl.store(p_segments + i, tl.where(i < N, first + before, first).to(tl.int32), mask=i <= N)
+
+
+@triton.jit
+def load_state(p, i_k, o_v, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr):
+    """Transposed, [BV KB] from row i_k of [K V]."""
+    o_k = i_k + tl.arange(0, KB)
+    return tl.load(p + o_k[None, :] * V + o_v[:, None], mask=(o_k < K)[None, :] & (o_v < V)[:, None], other=0.0)
+
+
+@triton.jit
+def store_state(p, b, i_k, o_v, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr):
+    """The inverse of `load_state`."""
+    o_k = i_k + tl.arange(0, KB)
+    tl.store(p + o_k[None, :] * V + o_v[:, None], b, mask=(o_k < K)[None, :] & (o_v < V)[:, None])
+
+
+@triton.jit(do_not_specialize=["P", "HV"])
+def fix_up_kernel(
+    p_M, p_N, p_first, p_S, p_when, P, HV,
+    K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, FIRST: tl.constexpr, REVERSE: tl.constexpr,
+    WHEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One sequence, value head and BV value columns. S passes through memory: rows of registers cannot be taken apart."""
+    if WHEN:
+        if tl.load(p_when) == 0:
+            return
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV * BV
+    i_nh = tl.program_id(0) // NV
+    n, h = i_nh // HV, i_nh % HV
+    ACC: tl.constexpr = p_S.dtype.element_ty
+    o_v = i_v + tl.arange(0, BV)
+    step = HV
+    i_sh = tl.cast(n * P, tl.int64) * HV + h
+    if REVERSE:
+        i_sh += tl.cast(P - 1, tl.int64) * HV
+        step = -HV
+    for i_k in tl.static_range(0, K, KB):
+        S = tl.zeros([BV, KB], ACC)
+        if FIRST:
+            S = load_state(p_first + tl.cast(i_nh, tl.int64) * (K * V), i_k, o_v, K, V, KB).to(ACC)
+        store_state(p_S + i_sh * (K * V), S, i_k, o_v, K, V, KB)
+    # loads of S must not be issued ahead of the stores that they read
+    for _ in tl.range(1, P, num_stages=1):
+        tl.debug_barrier()
+        for i_to in tl.static_range(0, K, KB):
+            S = load_state(p_N + i_sh * (K * V), i_to, o_v, K, V, KB)
+            for i_from in tl.static_range(0, K, KB):
+                # M with the axis that is summed first
+                o_from, o_to = i_from + tl.arange(0, KB)[:, None], i_to + tl.arange(0, KB)[None, :]
+                o_M = o_to * K + o_from
+                if REVERSE:
+                    o_M = o_from * K + o_to
+                b_M = tl.load(p_M + i_sh * (K * K) + o_M, mask=(o_from < K) & (o_to < K), other=0.0)
+                b_S = load_state(p_S + i_sh * (K * V), i_from, o_v, K, V, KB)
+                S = tl.dot(b_S, b_M, S, input_precision=PRECISION, out_dtype=ACC)
+            store_state(p_S + (i_sh + step) * (K * V), S, i_to, o_v, K, V, KB)
+        i_sh += step
+
+
+def fix_up_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, object]:
+    """Tiles of 16 values: as many programs as there can be, and products that are not Hopper's asynchronous ones."""
+    # errors of M and S add up over the segments: float32 as three TF32 products
+    precision = "ieee" if dtype == torch.float64 else "tf32x3"
+    KB = min(max(next_power_of_2(K), 16), 64)
+    return {"K": K, "V": V, "KB": KB, "BV": 16, "PRECISION": precision, "num_warps": 4, "num_stages": 1}
+
+
+def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """`segments_kernel`; `fix_up_kernel` forward and backward."""
+    wide = "*fp64" if dtype == torch.float64 else "*fp32"
+    signature = {"p_cum": "*i32", "p_segments": "*i32", "N": "i32", "P": "i32"}
+    cases = [Case(segments_kernel, signature, {"BLK": 256}, {"num_warps": 4})]
+    for reverse in (0, 1):
+        constants = fix_up_constants(torch.float64 if dtype == torch.float64 else torch.float32, K, V)
+        constants |= {"FIRST": 1, "REVERSE": reverse, "WHEN": 1}
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+        signature = dict.fromkeys(("p_M", "p_N", "p_first", "p_S"), wide) | {"p_when": "*i32", "P": "i32", "HV": "i32"}
+        cases.append(Case(fix_up_kernel, signature, constants, options))
+    return cases

@@ -1,0 +1,260 @@
+"""Which kernels LUCID launches, in which order, with which buffers and constants, for aligned tokens.
+
+keys → (top) → inverses, peak → solve        peak → solve backwards → key_gradient
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.kernels.tile import block
+from needlework.ops.lucid.solve.intra_bwd import key_gradient
+from needlework.ops.lucid.solve.operands import inverses, keys, peak, top
+from needlework.ops.lucid.solve.scan import before_panel, panel, solve
+from needlework.ops.runtime.launch_configs import Case, Plan, plan
+from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
+
+ENGINE = "lucid/solve"
+# keys and values of a group of heads: most of the 50 MB of a Hopper's L2 cache
+GROUP_BYTES = 34_000_000
+# waits of about a microsecond, for a block that takes a few: seconds
+TURNS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a call solves, next to its tensors."""
+
+    plan: Plan
+    align: Alignment
+    packed: bool
+    rowmax: bool
+    window: int | None
+    given: int = 0  # blocks of pages in front of each sequence
+    skip: Tensor | None = None  # [N] int32 rows there that hold no token
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, rowmax: bool, window: int | None) -> "Task":
+        """For sequences that have no pages."""
+        chosen = plan(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
+        return cls(chosen, alignment(chosen, k, k.shape[1], cu_seqlens), cu_seqlens is not None, rowmax, window)
+
+    def order(self, blocks: int, reverse: bool) -> Tensor:
+        """[blocks] packed: which block is taken when, the nearest to its sequence's start (end) first, those of none last."""
+        cum = self.align.cum
+        c = torch.arange(blocks, dtype=cum.dtype, device=cum.device)
+        n = torch.searchsorted(cum[1:-1], c, right=True)
+        place = cum[n + 1] - 1 - c if reverse else c - cum[n]
+        return torch.where(c < cum[-1], place, blocks).argsort(stable=True).to(torch.int32)
+
+
+def alignment(plan: Plan, k: Tensor, T: int, cu_seqlens: Tensor | None) -> Alignment:
+    """Of rows of T tokens where k lies."""
+    C = plan.launch["shared"]["C"]
+    if cu_seqlens is None:  # rows of a batch are alike: no table is read
+        return Alignment(None, len(k), T, cdiv(T, C), None)
+    return Alignment.of(cu_seqlens, len(k), T, C, k.device)
+
+
+class Saved(NamedTuple):
+    """What the backward wants of the forward, head by head: [1 B·H NR ...] of aligned tokens."""
+
+    x: Tensor
+    row: Tensor  # ‖k‖; "rowmax": μ
+    inverse: Tensor  # less the identity
+    Y: Tensor
+    counters: Tensor
+    more: Tensor  # "beta": V − U; "rowmax": which row of x μ is of; no numbers otherwise
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, beta: bool, rowmax: bool, save: bool, plan: Plan, N: int) -> "Saved":
+        """Places for N sequences of aligned k and v."""
+        B, T, H, V = v.shape
+        C, K = plan.launch["shared"]["C"], k.shape[-1]
+        NR, wide, operand = cdiv(T, C) * C, accumulator(k.dtype), _operand(k.dtype)
+        new = lambda *shape, dtype=operand: k.new_empty(1, B * H, NR, *shape, dtype=dtype)
+        x, Y = new(_whole(K, k.dtype), dtype=k.dtype if rowmax else operand), new(_whole(V, k.dtype))
+        if rowmax:
+            more = new(dtype=torch.int32)
+        else:
+            more = torch.empty_like(Y) if beta and save else k.new_empty(0, dtype=operand)
+        return cls(x, new(dtype=wide), new(C), Y, counters(k, max(B, N) * H), more)
+
+
+def counters(k: Tensor, chains: int) -> Tensor:
+    """[4 ·] zeros: |v|'s peak and |y|'s of each row and head, blocks solved of each sequence and head, the next ticket."""
+    # every one starts at a multiple of 16 bytes
+    return torch.zeros(4, cdiv(chains, 4) * 4, dtype=torch.int32, device=k.device)
+
+
+def forward(k: Tensor, v: Tensor, beta: Tensor | None, task: Task, *, save: bool) -> tuple[Tensor, Saved]:
+    """y [B T H V] of aligned tokens."""
+    T, H, V = v.shape[1:]
+    N, W = task.align.N, task.window or 0
+    c = constants(task.plan, k.dtype, H, k.shape[-1], V, task.rowmax, beta is not None, bool(W), task.packed)
+    x, row, inverse, Y, counts, more = saved = Saved.of(k, v, beta is not None, task.rowmax, save, task.plan, N)
+    NR, C = inverse.shape[2:]
+    y = torch.empty_like(v)
+    if y.numel():
+        programs, x_k = (inverse.shape[1] * (NR // C),), _tile(x, task.plan)
+        run(keys, programs, k, x, row, T, NR, **c["keys"])
+        if task.rowmax:
+            where = _or(task.align.cum, more), _or(task.skip, more), row, more
+            run(top, programs, x_k, *where, NR, N, W, **c["top"], **flags("top", GIVEN=task.given > 0))
+        run(inverses, programs, x, row, _or(beta, row), inverse, T, NR, W, **c["inverses"])
+        R = more if beta is not None and save else None
+        launch_solve(x_k, row, inverse, beta, v, Y, R, y, v, None, counts.unbind(), task, c, REV=False)
+    return y, saved
+
+
+def backward(dy: Tensor, v: Tensor, beta: Tensor | None, saved: Saved, K: int, task: Task) -> tuple[Tensor | None, ...]:
+    """dk, dv, dβ of aligned tokens; v has the pages' y in front, and so has dv their gradient."""
+    x, row, inverse, Y, counts, more = saved
+    B, T, H, V = dy.shape
+    c = constants(task.plan, dy.dtype, H, K, V, task.rowmax, beta is not None, bool(task.window), task.packed)
+    NR, C = inverse.shape[2:]
+    Z, zv = torch.empty_like(Y), torch.empty_like(row) if task.rowmax else None
+    dv, dk = torch.empty_like(dy), dy.new_empty(B, T, H, K)
+    dbeta = None if beta is None else torch.empty_like(beta, dtype=accumulator(dy.dtype))
+    if dv.numel():
+        x_k = _tile(x, task.plan)
+        peak_y, rows_y, *_ = counts.unbind()
+        peak_z, rows_z, *_ = new = torch.zeros_like(counts).unbind()
+        launch_solve(x_k, row, inverse, beta, dy, Z, None, dv, v, zv, new, task, c, REV=True)
+        R, best = (Y if beta is None else more), (more if task.rowmax else counts)
+        run(
+            key_gradient, (NR // C * B * H,),
+            x_k, _tile(Y, task.plan), _tile(Z, task.plan), x, Y, R, Z, row, row, best, _or(zv, row),
+            _or(beta, dy), v, dy, dk, _or(dbeta, dy), peak_y, peak_z, rows_y, rows_z, _or(task.align.cum, counts),
+            T, NR, task.align.N, task.window or 0, **c["key_gradient"],
+        )  # fmt: skip
+    return dk, dv, dbeta
+
+
+def launch_solve(x_k, row, inverse, beta, rhs, Y, R, out, v, zv, counts, task: Task, c: dict, *, REV: bool) -> None:
+    """Y (and R where it has a place), out and the peaks: of the right side, and of the norms of Y's rows."""
+    B, T, H = rhs.shape[:3]
+    NR, C = inverse.shape[2:]
+    N, blocks = task.align.N, NR // C
+    of = lambda name: c[name] | flags(name, REV=REV, SAVE_R=R is not None, GIVEN=task.given > 0)
+    peaks, rows, done, ticket = counts
+    if c["solve"]["HALF"]:
+        run(peak, (B * H * cdiv(T, c["peak"]["R"]),), rhs, peaks, T, **c["peak"])
+    matrix = x_k, row, inverse, _or(beta, inverse)
+    results = Y, _or(R, Y), out, v, _or(zv, inverse), peaks, rows, _or(task.align.cum, peaks)
+    W = task.window or 0
+    if "panel" in c:
+        S = c["panel"]["S"]
+        rest = torch.empty(N * H * S, C, Y.shape[3], dtype=accumulator(rhs.dtype), device=rhs.device)
+        for start in range(0, task.align.longest, S):
+            sizes = T, NR, W, task.given, start
+            run(before_panel, (len(rest),), *matrix[:2], rhs, Y, rest, peaks, results[-1], *sizes, **of("before_panel"))
+            run(panel, (N * H,), *matrix, rest, *results, *sizes, **of("panel"))
+        return
+    tiles = B * blocks
+    order = task.order(blocks, REV) if task.packed else done
+    group = max(1, min(H, GROUP_BYTES // (tiles * C * (c["solve"]["KB"] + c["solve"]["VB"]) * Y.element_size())))
+    while H % group:
+        group -= 1
+    run(
+        solve, (min(task.plan.launch["solve"]["NP"], tiles * H),),
+        *matrix, rhs, *results, order, done, ticket, T, NR, N, W, task.given, tiles, group, TURNS, **of("solve"),
+    )  # fmt: skip
+
+
+@cache
+def constants(
+    plan: Plan, dtype: torch.dtype, H: int, K: int, V: int, rowmax: bool, beta: bool, window: bool, packed: bool
+) -> dict[str, dict[str, object]]:
+    """Kernel -> its constants, num_warps and the like; of a solve also its `flags`."""
+    half = dtype.itemsize == 2
+    own = {name: dict(row) for name, row in plan.launch.items() if name != "shared"}
+    root = math.sqrt(K)
+    everything = dict(
+        H=H, K=K, V=V, C=plan.launch["shared"]["C"], KB=_whole(K, dtype), VB=_whole(V, dtype), TMA=int(plan.tma), HALF=int(half),
+        ROOT=root, SCALE=math.log2(math.e) * (1 / root if rowmax else root),
+        ROWMAX=int(rowmax), BETA=int(beta), WINDOW=int(window), PACKED=int(packed),
+        ACC=TYPES[accumulator(dtype)], ST=TYPES[_operand(dtype)],
+    )  # fmt: skip
+    own["peak"] |= dict(D=V, BD=_whole(V, dtype))
+    own["solve"].pop("NP")
+    if "panel" in own:
+        own["panel"] |= own["solve"]
+        own["before_panel"] = dict(own["panel"])
+    for name, kernel in KERNELS.items():
+        if name not in own:
+            continue
+        own[name] |= {key: x for key, x in everything.items() if key in kernel.arg_names and key not in own[name]}
+    return own
+
+
+KERNELS = {
+    "keys": keys, "top": top, "inverses": inverses, "peak": peak, "solve": solve, "before_panel": before_panel, "panel": panel,
+    "key_gradient": key_gradient,
+}  # fmt: skip
+
+
+def flags(kernel: str, **settings: bool) -> dict[str, int]:
+    """REV: backwards in time. SAVE_R: for β's gradient. GIVEN: there are pages."""
+    return {name: int(x) for name, x in settings.items() if name in KERNELS[kernel].arg_names}
+
+
+def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """Every kernel of a forward and of a backward; with β in a window, and with μ in a window of packed sequences after pages."""
+    own, st, acc = NAMES[dtype], NAMES[_operand(dtype)], NAMES[accumulator(dtype)]
+    integers = ("p_top", "p_peak", "p_row_peak", "p_peak_y", "p_peak_z", "p_rows_y", "p_rows_z", "p_cum", "p_skip", "p_order")
+    types = dict.fromkeys((*integers, "p_done", "p_ticket"), "i32")
+    types |= dict.fromkeys(("p_k", "p_v", "p_rhs", "p_out", "p_dy", "p_dk"), own)
+    types |= dict.fromkeys(("p_x", "p_I", "p_y", "p_r", "p_z", "x_k", "x_y", "x_z"), st)
+    cases = []
+    for beta, rowmax in ((False, False), (True, False), (False, True)):
+        everything = constants(plan, dtype, 2, K, V, rowmax, beta, beta or rowmax, rowmax)
+        for name, row in everything.items():
+            kernel = KERNELS[name]
+            # what a variant does not touch, what it does not launch
+            if (
+                (name in ("keys", "peak") and beta)
+                or (name == "top" and not rowmax)
+                or (name == "solve" and "panel" in everything)
+            ):
+                continue
+            of = types | ({"x_k": own, "p_x": own} if rowmax or name == "peak" else {})
+            for REV in (False, True) if "REV" in kernel.arg_names else (False,):
+                c = row | flags(name, REV=REV, SAVE_R=beta and not REV, GIVEN=rowmax)
+                options = {key: c.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in c}
+                c = {key: x for key, x in c.items() if key in kernel.arg_names}
+                signature = {}
+                for arg in kernel.arg_names:
+                    if arg not in c:
+                        signature[arg] = f"*{of.get(arg, acc)}" if arg.startswith(("p_", "x_")) else "i32"
+                    if plan.tma and arg.startswith("x_"):
+                        width = c["VB"] if arg in ("x_y", "x_z") else c["KB"]
+                        signature[arg] = f"tensordesc<{of[arg]}[1, 1, {c['C']}, {width}]>"
+                cases.append(Case(kernel, signature, c, options))
+    return cases
+
+
+def _operand(dtype: torch.dtype) -> torch.dtype:
+    """float16 is eight times as near as bfloat16; A is at most 1, and Y is kept times a power of two."""
+    return torch.float16 if dtype.itemsize == 2 else dtype
+
+
+def _whole(size: int, dtype: torch.dtype) -> int:
+    """Columns of a tile. Of halves at least 64: tiles of one layout in shared memory. Where Y's was another than I's and x's, ptxas
+    12.8 read registers that nothing had written, for the descriptors of the solve's products."""
+    return max(next_power_of_2(size), 64 if dtype.itemsize == 2 else 16)
+
+
+def _tile(x: Tensor, plan: Plan):
+    return block(x, plan.launch["shared"]["C"], x.shape[-1]) if plan.tma else x
+
+
+def _or(x: Tensor | None, stand_in: Tensor) -> Tensor:
+    """A kernel argument that is not read where there is none."""
+    return stand_in if x is None else x

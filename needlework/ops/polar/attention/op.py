@@ -1,0 +1,301 @@
+"""Polar attention as operators of Triton kernels, forward and backward; their constants are in attention.launch.json.
+
+`forward.py` streams keys past tiles of queries, `backward.py` has the backward. What is saved: q, k, v, the keys' mean in 16
+bits a number (float32 and float64 as they are), and three numbers a query and head.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.kernels.tile import token_tile
+from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.polar.attention.backward import keys, prepare, queries, totals
+from needlework.ops.polar.attention.forward import attend
+from needlework.ops.polar.custom_op import polar_checked
+from needlework.ops.polar.state import PolarState, after_pages
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.launch_configs import Case, Plan, plan
+from needlework.ops.runtime.precompile import bare, kind, rehearse, run
+from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
+
+ENGINE = "polar/attention"
+STEPS = 32767  # of an int16: the row's largest number
+
+
+class Walk(NamedTuple):
+    """What every launch is given: sizes, the plan, and the sequences as runs of whole chunks."""
+
+    plan: Plan
+    dtype: torch.dtype
+    B: int
+    T: int
+    H: int
+    HK: int
+    K: int
+    V: int
+    window: int | None
+    spans: Tensor | None  # [chunks 3] int32 of a chunk's sequence: its first token, the first chunk that asks, its end
+
+    @property
+    def wide(self) -> torch.dtype:
+        return accumulator(self.dtype)
+
+    @property
+    def mean(self) -> torch.dtype:
+        return torch.int16 if self.dtype.itemsize == 2 else self.dtype
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a batch row, up to whole chunks."""
+        C = self.plan.launch["shared"]["C"]
+        return cdiv(self.T, C) * C
+
+    def tile(self, x: Tensor, rows: int, columns: int):
+        return token_tile(x, rows, columns) if self.plan.tma else x
+
+    def launch(self, kernel, grid: tuple[int, int], *arguments, **flags) -> None:
+        """Of a kernel over tiles, whose last arguments are the spans, T, rows and the window."""
+        stand_in = arguments[-1] if self.spans is None else self.spans
+        ends = stand_in, *((1.0,) if kernel is queries else ()), self.T, self.rows, self.window or 0
+        run(kernel, grid, *arguments, *ends, **self.constants(kernel, **flags))
+
+    def constants(self, kernel, **flags) -> dict[str, object]:
+        return constants(self.plan, kernel, self.dtype, self.H, self.HK, self.K, self.V, self.spans, self.window, **flags)
+
+
+def constants(plan: Plan, kernel, dtype, H, HK, K, V, packed, window, **flags) -> dict[str, object]:
+    """All that a kernel is compiled for; what it does not take is left out."""
+    half = dtype.itemsize == 2
+    known = dict(
+        H=H, HK=HK, K=K, V=V, C=plan.launch["shared"]["C"], BK=padded(K), BV=padded(V), TMA=int(plan.tma),
+        ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[dtype],
+        MT=tl.int16 if half else TYPES[dtype], STEPS=STEPS if half else 1, SCALE=K**-0.5,
+        SCALED=int(dtype == torch.float16), PACKED=int(packed is not None), WINDOW=int(window is not None), **flags,
+    )  # fmt: skip
+    own = plan.launch[kernel.__name__]
+    return {name: x for name, x in known.items() if name in kernel.arg_names} | own
+
+
+def forward(walk: Walk, tokens, parameters, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """direction, magnitude, the keys' mean and the numbers of a row; the last two empty without `save`."""
+    q, k, v = tokens
+    B, T, H, V = walk.B, walk.T, walk.H, walk.V
+    alpha, beta, gamma, null_base, v_null = parameters
+    own = walk.plan.launch["attend"]
+    direction = q.new_empty(B, T, H, V)
+    magnitude = q.new_empty(B, T, H, dtype=walk.wide)
+    mean = q.new_empty(B, T if save else 0, H, V, dtype=walk.mean)
+    stats = q.new_empty(B, H, 3, walk.rows if save else 0, dtype=walk.wide)
+    if direction.numel():
+        BM, BN, BK, BV = own["BM"], own["BN"], padded(walk.K), padded(V)
+        x_o = walk.tile(direction, BM, BV)
+        walk.launch(
+            attend, (B * H, walk.rows // BM),
+            walk.tile(q, BM, BK), walk.tile(k, BN, BK), walk.tile(v, BN, BV), x_o, walk.tile(mean, BM, BV) if save else x_o,
+            alpha, beta, gamma, null_base, v_null, magnitude, stats, SAVE=int(save),
+        )  # fmt: skip
+    return direction, magnitude, mean, stats
+
+
+def backward(walk: Walk, ddirection, dmagnitude, mean, stats, tokens, parameters) -> list[Tensor]:
+    """Gradients of q, k, v, alpha, beta, gamma, null_base, v_null."""
+    q, k, v = tokens
+    alpha, beta, gamma, null_base, v_null = parameters
+    B, H, HK, V, rows, launch = walk.B, walk.H, walk.HK, walk.V, walk.rows, walk.plan.launch
+    gradients = [torch.empty_like(x) for x in (*tokens, *parameters)]
+    if not ddirection.numel():
+        return [x.zero_() for x in gradients]
+    dq, dk, dv, *dparameters = gradients
+    BK, BV = padded(walk.K), padded(V)
+    number = lambda *sizes: q.new_empty(*sizes, dtype=walk.wide)
+
+    e, numbers = torch.empty_like(ddirection), number(B, H, 2, rows, 2)
+    scaled = walk.dtype == torch.float16
+    unit = number(B, H, rows) if scaled else numbers
+    BM = launch["prepare"]["BM"]
+    tiles = B * (rows // BM)
+    sums, dnull = number(H, 4, tiles), number(H, tiles, V)
+    walk.launch(
+        prepare, (B * H, rows // BM), *(walk.tile(x, BM, BV) for x in (mean, ddirection, e)),
+        alpha, beta, gamma, null_base, v_null, dmagnitude, stats, numbers, unit, sums, dnull,
+    )  # fmt: skip
+
+    BM, BN = launch["queries"]["BM"], launch["queries"]["BN"]
+    tiles_q = B * (rows // BM)
+    dtemp = number(H, tiles_q)
+    walk.launch(
+        queries, (B * H, rows // BM), walk.tile(q, BM, BK), walk.tile(k, BN, BK), walk.tile(v, BN, BV), walk.tile(e, BM, BV),
+        walk.tile(dq, BM, BK), stats, numbers, unit, dtemp,
+    )  # fmt: skip
+    totals_constants = walk.constants(totals)
+    run(totals, (H,), alpha, beta, gamma, sums, dtemp, dnull, *dparameters, tiles, tiles_q, **totals_constants)
+
+    BM, BN = launch["keys"]["BM"], launch["keys"]["BN"]
+    walk.launch(
+        keys, (B * HK, rows // BN), walk.tile(q, BM, BK), walk.tile(k, BN, BK), walk.tile(v, BN, BV), walk.tile(e, BM, BV),
+        walk.tile(dk, BN, BK), walk.tile(dv, BN, BV), numbers, unit,
+        unit.amax().reshape(1) if scaled else unit,
+    )  # fmt: skip
+    return gradients
+
+
+def _walk(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None):
+    """The walk over tokens as the alignment lays them, and that."""
+    (B, T, H, K), (HK, V) = q.shape, v.shape[2:]
+    chosen = plan(ENGINE, q.device, q.dtype, K, V)
+    C = chosen.launch["shared"]["C"]
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, B, T)
+    align = Alignment.of(cu_seqlens, B, T, C, q.device)
+    spans = None if cu_seqlens is None else _spans(align, cu_seqlens, held, C)
+    return Walk(chosen, q.dtype, B, align.T, H, HK, K, V, window, spans), align
+
+
+def _spans(align: Alignment, cu_seqlens: Tensor, held: Tensor | None, C: int) -> Tensor:
+    """Walk.spans of packed sequences; a chunk past the last one sees itself alone, and nothing sees it."""
+    chunk = torch.arange(align.T // C, dtype=torch.int32, device=align.cum.device)
+    n = torch.searchsorted(align.cum, chunk, right=True) - 1
+    beyond = n >= align.N
+    n = n.clamp(max=align.N - 1)
+    start = torch.where(beyond, chunk * C, align.cum[n] * C)
+    # by whole chunks, so that kernels of all tile sizes leave out the same rows
+    asks = start if held is None else start + held.to(start)[n] // C * C
+    end = torch.where(beyond, 0, start + cu_seqlens.to(start).diff()[n])
+    return torch.stack((start, asks, end), 1).to(torch.int32)
+
+
+@operator
+def polar_triton(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor, null_base: Tensor, v_null: Tensor,
+    cu_seqlens: Tensor | None, held: Tensor | None, window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """direction and magnitude. An operator of its own: results that are not there cost the host as much as a launch."""
+    direction, magnitude, *_ = _call((q, k, v), (alpha, beta, gamma, null_base, v_null), cu_seqlens, held, window, save=False)
+    return direction, magnitude
+
+
+@operator
+def polar_triton_fwd(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor, null_base: Tensor, v_null: Tensor,
+    cu_seqlens: Tensor | None, held: Tensor | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """direction, magnitude; nothing for the first held [N] tokens of each sequence. For the backward, over aligned tokens: the
+    keys' mean [B T Hq V], and lse, n_eff and the mean's step [B Hq 3 rows]."""
+    return _call((q, k, v), (alpha, beta, gamma, null_base, v_null), cu_seqlens, held, window, save=True)
+
+
+def _call(tokens, parameters, cu_seqlens, held, window, *, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    walk, align = _walk(*tokens, cu_seqlens, held, window)
+    tokens, parameters = [align.align(x) for x in tokens], [x.contiguous() for x in parameters]
+    key = ENGINE, walk.plan.name, kind(*tokens), cu_seqlens is not None, window is not None, save
+    rehearse(tokens[0].device, key, lambda: _rehearsal(walk, bare(*tokens), bare(*parameters), save))
+    direction, magnitude, mean, stats = forward(walk, tokens, parameters, save)
+    return align.restore(direction).contiguous(), align.restore(magnitude).contiguous(), mean, stats
+
+
+def _rehearsal(walk: Walk, tokens: list[Tensor], parameters: list[Tensor], save: bool) -> None:
+    direction, magnitude, mean, stats = forward(walk, tokens, parameters, save)
+    if save:
+        backward(walk, direction, magnitude, mean, stats, tokens, parameters)
+
+
+@torch.library.register_fake(polar_triton)
+def _results(q, k, v, *_):
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide)
+
+
+@torch.library.register_fake(polar_triton_fwd)
+def _(q, k, v, alpha, beta, gamma, null_base, v_null, cu_seqlens, held, window):
+    (B, T, H, K), V = q.shape, v.shape[3]
+    C = plan(ENGINE, q.device, q.dtype, K, V).launch["shared"]["C"]
+    aligned = T if cu_seqlens is None else (T // C + len(cu_seqlens) - 1) * C
+    direction, magnitude = _results(q, k, v)
+    mean = q.new_empty(B, aligned, H, V, dtype=torch.int16 if q.dtype.itemsize == 2 else q.dtype)
+    return direction, magnitude, mean, magnitude.new_empty(B, H, 3, -(-aligned // C) * C)
+
+
+@backward_operator
+def polar_triton_bwd(
+    ddirection: Tensor, dmagnitude: Tensor, mean: Tensor, stats: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor, null_base: Tensor, v_null: Tensor,
+    cu_seqlens: Tensor | None, held: Tensor | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of polar_triton_fwd's eight floating inputs, in their order."""
+    walk, align = _walk(q, k, v, cu_seqlens, held, window)
+    if stats.shape[-1] != walk.rows:
+        raise RuntimeError(f"{ENGINE}: the forward walked {stats.shape[-1]} rows, the plan for the backward has {walk.rows}")
+    ddirection, dmagnitude, *tokens = (align.align(x) for x in (ddirection, dmagnitude, q, k, v))
+    parameters = [x.contiguous() for x in (alpha, beta, gamma, null_base, v_null)]
+    *dtokens, dalpha, dbeta, dgamma, dbase, dv_null = backward(walk, ddirection, dmagnitude, mean, stats, tokens, parameters)
+    dq, dk, dv = (align.restore(x).contiguous() for x in dtokens)
+    return dq, dk, dv, dalpha, dbeta, dgamma, dbase, dv_null
+
+
+@torch.library.register_fake(polar_triton_bwd)
+def _(ddirection, dmagnitude, mean, stats, *inputs):
+    return tuple(x.new_empty(x.shape) for x in inputs[:8])
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.window = inputs
+    ctx.save_for_backward(*output[2:], *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, ddirection, dmagnitude, *_):
+    mean, stats, q, k, v, *rest = ctx.saved_tensors
+    if ddirection is None:
+        ddirection = q.new_zeros(*q.shape[:3], v.shape[3])
+    if dmagnitude is None:
+        dmagnitude = stats.new_zeros(q.shape[:3])
+    found = polar_triton_bwd(ddirection.contiguous(), dmagnitude.contiguous(), mean, stats, q, k, v, *rest, ctx.window)
+    return *found, None, None, None
+
+
+differentiable(polar_triton_fwd, _backward, _save)
+
+
+def polar(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor, null_base: Tensor, v_null: Tensor,
+    state: PolarState | None, cu_seqlens: Tensor | None, window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """direction [B T Hq V] in q's dtype, magnitude [B T Hq] in float32 or float64; parameters are of magnitude's dtype."""
+    parameters = alpha, beta, gamma, null_base, v_null
+    held, place, sizes = None, None, q.shape[:2]
+    if state is not None:
+        state = state._replace(length=polar_checked(state.length, state.k.shape[1], cu_seqlens, window, *sizes))
+        q, k, v, cu_seqlens, held, place = after_pages(q, k, v, state, cu_seqlens, window)
+    given = q, k, v, *parameters
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        found = polar_triton_fwd(*given, cu_seqlens, held, window)[:2]
+    else:
+        found = polar_triton(*given, cu_seqlens, held, window)
+    return found if place is None else tuple(x[0, place].unflatten(0, sizes) for x in found)
+
+
+def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """Every kernel as a training step over grouped heads launches it, without a window and with one over packed sequences."""
+    own = NAMES[dtype]
+    number = "*fp64" if dtype == torch.float64 else "*fp32"
+    saved = "i16" if dtype.itemsize == 2 else own
+    BK, BV = padded(K), padded(V)
+    cases = []
+    for packed, window in ((None, None), (1, 1)):
+        for kernel in (attend, prepare, queries, keys, totals):
+            known = constants(plan, kernel, dtype, 8, 2, K, V, packed, window, **({"SAVE": 1} if kernel is attend else {}))
+            options = {name: known.pop(name) for name in ("num_warps", "maxnreg") if name in known}
+            BM, BN = known.get("BM"), known.get("BN")
+            x = lambda element, rows, columns: f"tensordesc<{element}[1, 1, {rows}, {columns}]>" if plan.tma else f"*{element}"
+            types = {"p_spans": "*i32", "one": "fp32"}
+            types |= dict.fromkeys(("T", "NR", "W", "tiles", "tiles_q"), "i32")
+            types |= {"x_q": x(own, BM, BK), "x_dq": x(own, BM, BK), "x_k": x(own, BN, BK), "x_dk": x(own, BN, BK)}
+            types |= {name: x(own, BM, BV) for name in ("x_o", "x_dc", "x_e")} | {"x_mean": x(saved, BM, BV)}
+            types |= {"x_v": x(own, BN, BV), "x_dv": x(own, BN, BV)}
+            signature = {name: types.get(name, number) for name in kernel.arg_names if name not in known}
+            cases.append(Case(kernel, signature, known, options))
+    return cases

@@ -1,0 +1,145 @@
+"""Which constants a kernel is launched with: a table beside the op, read once, never tuned at run time.
+
+A row of `ops/<op>/<engine>.launch.json` names the conditions under which it may be picked (compute capability at least `arch`,
+operand dtypes, ranges of K and V), the constants of every kernel of the engine, and why they are what they are. The first row
+that fits, and that `needlework doctor` has not struck off on this machine, is taken. Knows no kernel. Imports no Triton.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from needlework.ops.runtime.constant import constant
+from needlework.ops.runtime.denylist import struck, struck_off
+
+INTERPRETER = (0, 0)
+
+
+class Unsupported(Exception):
+    """No plan fits; the message says why."""
+
+
+class Plan(NamedTuple):
+    """One row: its conditions, and kernel -> constants, num_warps, num_stages. `launch["shared"]["C"]` is the chunk."""
+
+    engine: str
+    name: str
+    arch: tuple[int, int]
+    dtypes: tuple[str, ...]
+    K: tuple[int, int]
+    V: tuple[int, int]
+    tma: bool
+    launch: Mapping[str, Mapping[str, int]]
+    why: str
+    measured: str = ""  # by benchmarks/tune.py
+
+    def __hash__(self) -> int:
+        return hash((self.engine, self.name))
+
+    def misfit(self, arch: tuple[int, int], dtype: str, K: int, V: int) -> str | None:
+        """What keeps this row from being picked, None if nothing does."""
+        if arch < self.arch:
+            return f"needs compute capability {self.arch[0]}.{self.arch[1]}"
+        if dtype not in self.dtypes:
+            return f"is for {', '.join(self.dtypes)}"
+        if dtype == "float64" and arch != INTERPRETER:
+            return "runs float64 in the interpreter alone"
+        for axis, size, (low, high) in (("K", K, self.K), ("V", V, self.V)):
+            if not low <= size <= high:
+                return f"is for {axis} from {low} to {high}"
+        # the copy engine wants rows of a multiple of 16 bytes
+        itemsize = getattr(torch, dtype).itemsize
+        if self.tma and (K * itemsize % 16 or V * itemsize % 16):
+            return "needs rows of a multiple of 16 bytes"
+        return None
+
+
+class Case(NamedTuple):
+    """One launch, enough to compile it without a GPU."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    options: dict[str, int]
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; the interpreter has none and takes the plainest rows."""
+    return INTERPRETER if interpreted() else torch.cuda.get_device_capability(device)
+
+
+@cache
+def rows(engine: str) -> tuple[Plan, ...]:
+    """Every row of `engine`, "delta/scalar" for ops/delta/scalar.launch.json, in the order of preference."""
+    path = Path(__file__).parents[1] / f"{engine}.launch.json"
+    plans = []
+    for row in json.loads(path.read_text()):
+        pairs = {name: tuple(row.pop(name)) for name in ("arch", "dtypes", "K", "V")}
+        plans.append(Plan(engine=engine, tma=bool(row.pop("tma", 0)), **pairs, **row))
+    return tuple(plans)
+
+
+@constant
+def plan(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int) -> Plan:
+    """The row to launch with. Raises Unsupported, which names what keeps each row from being taken."""
+    facts = engine, capability(device), str(dtype).removeprefix("torch."), K, V
+    return _forced_plan(*facts) if engine in _forced else _picked(*facts, struck_off())
+
+
+@cache
+def _picked(engine: str, arch: tuple[int, int], dtype: str, K: int, V: int, struck_now: frozenset[str]) -> Plan:
+    refused = []
+    for row in rows(engine):
+        reason = row.misfit(arch, dtype, K, V) or struck(engine, row.name, dtype)
+        if reason is None:
+            return row
+        refused.append(f"{row.name} {reason}")
+    raise Unsupported(f"{engine}: no launch plan for {dtype}, K = {K}, V = {V}: {'; '.join(refused)}")
+
+
+def _forced_plan(engine: str, arch: tuple[int, int], dtype: str, K: int, V: int) -> Plan:
+    name, overrides = _forced[engine]
+    if name is None:
+        row = _picked(engine, arch, dtype, K, V, struck_off())
+    else:
+        row = next((row for row in rows(engine) if row.name == name), None)
+    if row is None:
+        raise Unsupported(f"{engine}: no launch plan is called {name}")
+    launch = {kernel: {**constants, **overrides.get(kernel, {})} for kernel, constants in row.launch.items()}
+    return row._replace(launch=launch)
+
+
+@constant
+def misfit(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int) -> str | None:
+    """Why no row can be taken, None if one can; torch.compile takes the answer as a constant."""
+    try:
+        plan(engine, device, dtype, K, V)
+    except Unsupported as e:
+        return str(e)
+
+
+# one for the process: autograd runs backwards on threads of its own
+_forced: dict[str, tuple[str | None, dict[str, dict[str, int]]]] = {}
+
+
+@contextmanager
+def forced(engine: str, name: str | None = None, **overrides: dict[str, int]) -> Iterator[None]:
+    """Take the row `name`, whatever it is for, and change constants of its kernels: for doctor, tuning and tests."""
+    before = dict(_forced)
+    _forced[engine] = (name, overrides)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)

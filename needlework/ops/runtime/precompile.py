@@ -1,0 +1,82 @@
+"""The kernels of a first call compiled side by side. Kernels are launched through `run`, so that an op can be rehearsed: called
+with tensors that hold nothing, where no kernel is launched and each that would be is compiled, in threads.
+
+Most of a compilation is MLIR, LLVM, ptxas and the C compiler of the launcher, none of which hold Python's lock. A rehearsal takes
+the very arguments of the launch, hence the same specialisation: Triton then finds the kernel in its own table.
+"""
+
+import os
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from needlework.ops.runtime.launch_configs import interpreted
+from needlework.ops.runtime.launcher import launch
+
+_launches: ContextVar[dict[Hashable, Callable[[], None]] | None] = ContextVar("launches of a rehearsal", default=None)
+_rehearsed: set[Hashable] = set()
+_threads = os.cpu_count()
+
+
+def run(kernel, grid: tuple[int, ...], *arguments, **constants):
+    """kernel[grid](...); in a rehearsal a note that it is to be compiled, and None."""
+    launches = _launches.get()
+    if launches is None:
+        return launch(kernel, grid, arguments, constants)
+    # asking for `run` builds the C launcher and loads the kernel
+    key = kernel, *map(_type, arguments), *sorted(constants.items())
+    launches[key] = lambda: kernel.warmup(*arguments, grid=grid, **constants).run
+    return None
+
+
+def compile_in(threads: int) -> None:
+    """For processes that compile side by side: more threads than cores wait for one another, and cost a quarter more."""
+    global _threads
+    _threads = threads
+
+
+def rehearsing() -> bool:
+    """Whether launches are noted, and tensors hold nothing."""
+    return _launches.get() is not None
+
+
+def rehearse(device: torch.device, key: Hashable, call: Callable[[], object]) -> None:
+    """Compile everything that `call` launches, once a key. What does not compile says so when it is launched."""
+    key = device, key
+    if key in _rehearsed or interpreted():
+        return
+    _rehearsed.add(key)
+    token = _launches.set({})
+    try:
+        call()
+        launches = _launches.get()
+    finally:
+        _launches.reset(token)
+
+    def compile_one(compilation: Callable[[], None]) -> None:
+        with torch.cuda.device(device):
+            compilation()
+
+    with ThreadPoolExecutor(_threads) as threads:
+        for future in [threads.submit(compile_one, compilation) for compilation in launches.values()]:
+            future.exception()
+
+
+def bare(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Shapes, dtypes and strides alone: what `call` works on."""
+    return [None if x is None else torch.empty_like(x, device="meta") for x in tensors]
+
+
+def kind(*tensors: Tensor | None) -> Hashable:
+    """What kernels are compiled for: dtypes, and sizes past batch and length."""
+    return tuple(None if x is None else (x.dtype, x.shape[2:]) for x in tensors)
+
+
+def _type(x: object) -> Hashable:
+    """Of a kernel's argument: launches that differ in nothing else share a compilation."""
+    if hasattr(x, "block_shape"):
+        return x.base.dtype, tuple(x.block_shape)
+    return getattr(x, "dtype", type(x))

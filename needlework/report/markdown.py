@@ -1,0 +1,38 @@
+"""Numbers and tables as the page of a study writes them, in Markdown."""
+
+import math
+import statistics
+from collections.abc import Iterable
+
+from .claims import Difference
+from .sweep import Spread
+
+
+def mean(numbers: Iterable[float], digits: int = 4) -> str:
+    """Their mean; a dash where one is not finite, as of what a rule does not have."""
+    found = statistics.fmean(numbers)
+    return f"{found:.{digits}g}" if math.isfinite(found) else "–"
+
+
+def decimal(s: Spread, digits: int) -> str:
+    return f"{s.mean:.{digits}f}" + ("" if s.deviation is None else f" ± {s.deviation:.{digits}f}")
+
+
+def percents(s: Spread, guess: float) -> str:
+    """In percent: mean ± standard deviation, or run by run where they have nothing in common."""
+    if s.split(guess):
+        return " / ".join(_whole(100 * value) for value in s.values)
+    return _whole(100 * s.mean) + ("" if s.deviation is None else f" ± {100 * s.deviation:.0f}")
+
+
+def _whole(number: float) -> str:
+    return f"{round(number)}"  # no "-0"
+
+
+def points(d: Difference) -> str:
+    return f"{100 * d.mean:+.1f}" + ("" if d.half is None else f" ± {100 * d.half:.1f}")
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,48 @@
+"""The claims of a study as its page tells them: a row each, with what was found, how surely, and in one word."""
+
+from collections import Counter
+
+from .claims import Claim, Verdict, judge
+from .markdown import percents, points, table
+from .sweep import Study
+from .words import listing
+
+
+def claims_section(study: Study, claims: tuple[Claim, ...]) -> str:
+    """How many claims have which verdict, how they were judged, and a row a claim."""
+    verdicts = judge(study, claims)
+    if not verdicts:
+        return "No claim was made before the runs."
+    words = Counter(verdict.word for verdict in verdicts)
+    head = ("claim", "measured by", "finds", "against", "difference, points", "p", "seeds", "range", "")
+    told = f"Of {len(claims)} claim{'s' if len(claims) > 1 else ''}: {', '.join(f'{n} × {word}' for word, n in words.most_common())}."
+    pairing = {True: "over pairs of one seed", False: "between seeds that have nothing in common"}
+    how = listing([pairing[paired] for paired in sorted({claim.paired for claim in claims}, reverse=True)])
+    inside = listing(sorted({f"{100 * claim.negligible:g}" for claim in claims}))
+    return f"{told} {_JUDGED.format(how=how, inside=inside)}\n\n{table(head, [_claim(verdict) for verdict in verdicts])}"
+
+
+_JUDGED = (
+    "Shares are points of what lies above chance, (found − chance)/(1 − chance). A difference is taken {how}, with half its 95 % "
+    "interval (Student's t). *Negligible*: the interval lies inside ± {inside}. *Holds*, *opposite*: p < 0.05 after Holm's adjustment "
+    "over this table. *Undecided*: neither. *No range*: every run of both sides is at chance, or every one at the ceiling. Range counts "
+    "the pairs of task and length at which both sides' means are at chance or at the ceiling, and which so say nothing."
+)
+
+
+def _claim(verdict: Verdict) -> tuple[str, ...]:
+    claim, difference = verdict.claim, verdict.difference
+    measured = f"{', '.join(claim.tasks)} at {', '.join(f'{m:g}×' for m in claim.multiples)}"
+    if difference is None:
+        return claim.says, measured, "", "", "", "", "", "", f"**{verdict.word}**"
+    ends = [f"{n} at {end}" for n, end in ((verdict.low, "chance"), (verdict.high, "the ceiling")) if n]
+    return (
+        claim.says,
+        measured,
+        *(percents(side, 0.0) for side in (verdict.better, verdict.worse)),
+        points(difference),
+        "" if verdict.p is None else f"{verdict.p:.2g}",
+        str(difference.n),
+        f"{', '.join(ends)}, of {verdict.cells}" if ends else "",
+        f"**{verdict.word}**",
+    )

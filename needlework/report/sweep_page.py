@@ -1,0 +1,203 @@
+"""The page of a study: what was run, what was found, which claims hold, and what it cannot say. Markdown, from the runs alone."""
+
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from needlework.eval.retrieval import chance
+
+from . import sweep_figures as figures
+from .claims import Claim
+from .markdown import decimal, mean, percents, table
+from .results import write_whole
+from .rows import CSV, rows
+from .sweep import Study, found
+from .sweep_claims import claims_section
+from .words import count, listing, multiple, size
+
+
+def write_page(study: Study, directory: Path, claims: tuple[Claim, ...], limits: str) -> Path:
+    """README.md and its pictures in `directory`; equal runs give equal bytes. `limits` is what the author knows it cannot say."""
+    tasks, shown = study.tasks, (study.lengths[0], study.lengths[len(study.lengths) // 2 - 1], study.lengths[-1])
+    figures.at_a_glance(study, directory / "glance.png", tasks)
+    figures.retrieval_by_length(study, directory / "retrieval.png", tasks)
+    figures.retrieval_by_state(study, directory / "state.png", tasks, tuple(dict.fromkeys(shown)))
+    sections = [
+        _summary(study),
+        "![Retrieval at a glance](glance.png)",
+        _BANDS,
+        "![Retrieval by length](retrieval.png)",
+        "![Retrieval against state bytes](state.png)",
+    ]
+    sections += ["## Which claims hold", claims_section(study, claims)]
+    if study.void:
+        sections += ["## What is void", _void(study)]
+    if study.ended:
+        sections += ["## What ended early", _ended(study)]
+    sections += ["## Every mixer", _overview(study)]
+    if all("positions" in run for runs in study.runs.values() for run in runs):
+        figures.loss_by_position(study, directory / "positions.png")
+        sections += ["## Loss by position", _POSITIONS, "![Loss by position](positions.png)"]
+    runs = (run for of in study.runs.values() for run in of)
+    write_whole(directory / CSV, rows(runs, tasks, study.lengths, study.train_length))
+    sections += [
+        "## Every task, by length",
+        f"As rows, a mixer, seed, task and length each: [{CSV}]({CSV}).",
+        *(_task(study, task) for task in tasks),
+    ]
+    if diagnoses := _diagnoses(study):
+        sections += ["## Inside the models", diagnoses]
+    sections += ["## What this cannot say", limits]
+    path = directory / "README.md"
+    parameters = [run["parameters"] for runs in study.runs.values() for run in runs]
+    title = f"# The comparison at {count(statistics.median(parameters))} parameters"
+    write_whole(path, "\n\n".join([title, *sections]) + "\n")
+    return path
+
+
+_BANDS = (
+    "Lines are means over seeds, bands reach from the least of a mixer's runs to the most; where its runs are written one by one below, "
+    "they are drawn so. Bars against state bytes are ± a standard deviation."
+)
+_POSITIONS = (
+    "Nats per token of long held-out documents, minus the median run's at that position: down is better. Right of the "
+    "training length no model was trained."
+)
+
+
+def _summary(study: Study) -> str:
+    runs = [run for of in study.runs.values() for run in of]
+    counts = [len(of) for of in study.runs.values()]
+    seeds = f"{_from_to(counts)} seed{'s' if max(counts) > 1 else ''}"
+    told = f"{_SPREAD} " if max(counts) > 1 else "No number has a spread; "
+    machines = sorted({f"{run['machine']}, torch {run['versions']['torch']}" for run in runs})
+    commits = sorted({_code(run) for run in runs})
+    others = [_other(study, digest) for digest in study.others]
+    struck = (
+        f" **Void: {listing([of[0]['title'] for of in study.void.values()])}**, [why](#what-is-void)." if study.void else ""
+    )
+    return (
+        f"{len(study.runs)} mixer{'s' if len(study.runs) > 1 else ''}, {seeds} each, {_from_to(run['parameters'] for run in runs)} "
+        f"parameters, {_from_to(run['train']['tokens'] for run in runs)} training tokens of length {study.train_length:,}, "
+        f"{_recipe(runs)} and for a seed one order of data.{struck} Corpus SHA-256 {study.corpus[:16]}.{''.join(others)} Trained on "
+        f"{'; '.join(machines)}; code {', '.join(commits)}. {told}every run is beside this page, with its config."
+    )
+
+
+_SPREAD = (
+    "Every number is a mean over seeds ± their standard deviation; where a mixer's runs lie further apart than half of what is "
+    "above a guess, some have learned it and some have not: they are written one by one, by seed, with / between them;"
+)
+
+
+def _from_to(numbers: Iterable[int]) -> str:
+    """'7', or '3 to 7'."""
+    ends = sorted(set(numbers))
+    return f"{ends[0]:,}" if len(ends) == 1 else f"{ends[0]:,} to {ends[-1]:,}"
+
+
+def _recipe(runs: list[dict[str, Any]]) -> str:
+    """Whether the runs' configs are one but for the mixer and the seed, and if not, in what they differ."""
+    configs = [
+        _flat({key: run.get("config", {}).get(key) for key in ("phases", "train", "objective", "start")}) for run in runs
+    ]
+    names = sorted({name for config in configs for name in config} - {"train.seed"})
+    different = [n for n in names if len({json.dumps(config.get(n)) for config in configs}) > 1]
+    return f"recipes that differ in {listing(different)}" if different else "one recipe"
+
+
+def _flat(value: Any, at: str = "") -> dict[str, Any]:
+    """{"train.optim.lr": 0.001, …} of nested dicts."""
+    if not isinstance(value, dict):
+        return {at: value}
+    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{at}.{key}" if at else key).items()}
+
+
+def _code(run: dict[str, Any]) -> str:
+    return run["commit"][:10] if run["commit"] else "of no known commit"  # a copy without its history has none
+
+
+def _other(study: Study, digest: str) -> str:
+    """Who read a text that is not quite the first one's, and what that has."""
+    who = [
+        f"{run['title']}, seed {run['seed']}," for of in study.runs.values() for run in of if run["corpus"]["sha256"] == digest
+    ]
+    return f" {' and '.join(who)} read {digest[:16]}: {study.others[digest]}."
+
+
+def _void(study: Study) -> str:
+    rows = []
+    for mixer, runs in study.void.items():
+        seeds = ", ".join(str(seed) for seed in sorted(run["seed"] for run in runs))
+        rows.append((runs[0]["title"], seeds, ", ".join(sorted({_code(run) for run in runs})), study.reasons[mixer]))
+    head = ("mixer", "seeds", "code", "why")
+    return f"These runs are struck until they are run again: no table, picture or claim has them.\n\n{table(head, rows)}"
+
+
+def _ended(study: Study) -> str:
+    head = ("mixer", "seed", "code", "step", "why")
+    rows = []
+    for run in study.ended:
+        where = run["ended"]
+        rows.append((run["title"], str(run["seed"]), _code(run), f"{where['step']:,} of {where['steps']:,}", where["why"]))
+    return f"The guard ended these runs; no mean and no claim has them.\n\n{table(head, rows)}"
+
+
+def _overview(study: Study) -> str:
+    near, far = study.lengths[0], study.lengths[-1]
+    head = (
+        "mixer",
+        "seeds",
+        "loss",
+        *(f"found at {multiple(T, study.train_length)}" for T in study.lengths),
+        "tokens/s",
+        f"state at {far:,}",
+    )
+    rows, guess = [], statistics.fmean(chance(task) for task in study.tasks)
+    for mixer, runs in study.runs.items():
+        shares = [study.spread(mixer, lambda run, T=T: found(run, study.tasks, [T])) for T in study.lengths]
+        loss = study.spread(mixer, lambda run: run["loss"][str(near)])
+        speed = study.spread(mixer, lambda run: run["train"]["tokens_per_second"])
+        rows.append(
+            (
+                study.title(mixer),
+                str(loss.n),
+                decimal(loss, 3),
+                *(percents(share, guess) for share in shares),
+                f"{speed.mean:,.0f}",
+                size(runs[0]["state_bytes"][str(far)]),
+            )
+        )
+    return (
+        f"{table(head, rows)}\n\n`found` is the mean of all tasks: {', '.join(study.tasks)}; in percent of the values' tokens."
+    )
+
+
+def _task(study: Study, task: str) -> str:
+    head = (task, *(multiple(T, study.train_length) for T in study.lengths))
+    rows = [(study.title(m), *(percents(study.accuracy(m, task, T), chance(task)) for T in study.lengths)) for m in study.runs]
+    return table(head, rows)
+
+
+def _diagnoses(study: Study) -> str:
+    """A table a rule: each of its numbers, a mean over layers and seeds."""
+    tables = []
+    for rule in ("qdelta", "ccq", "carve", "lucid", "polar"):
+        rows, names = [], ()
+        for mixer, runs in study.runs.items():
+            layers = [layer for run in runs for layer in run.get("diagnostics", {}).get(rule, [])]
+            if layers:
+                names = tuple(layers[0])
+                rows.append((study.title(mixer), *(mean(x[n] for x in layers) for n in names)))
+        if rows:
+            tables.append(table((rule, *(n.replace("_", " ") for n in names)), rows))
+    rows = []
+    for mixer, runs in study.runs.items():
+        norms = [run["diagnostics"]["state_norms"] for run in runs if "state_norms" in run.get("diagnostics", {})]
+        if norms:
+            rows.append((study.title(mixer), *(mean((x for n in norms for x in n[str(T)]), 3) for T in study.lengths)))
+    if rows:
+        tables.append(table(("norm of the state", *(multiple(T, study.train_length) for T in study.lengths)), rows))
+    return "\n\n".join(tables)
