@@ -6,8 +6,7 @@ from torch import Tensor
 
 from needlework.ops.carve.state import CarveState, empty_state
 from needlework.ops.common.packing import sequences
-from needlework.ops.common.shapes import check, check_count, check_dtypes, check_state, check_tensor
-from needlework.ops.delta.arguments import width
+from needlework.ops.common.shapes import check, check_count, check_dtypes, check_state, check_tensor, width
 
 Prediction = Literal["previous", "decayed"]
 RANKS = (1, 2, 4)

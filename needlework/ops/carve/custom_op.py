@@ -12,7 +12,7 @@ from needlework.ops.carve import chunk
 from needlework.ops.carve.arguments import check_position
 from needlework.ops.carve.grid import Grid, gather, scatter
 from needlework.ops.common.packing import check_cu_seqlens, lengths
-from needlework.ops.delta.arguments import width
+from needlework.ops.common.shapes import width
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
 from needlework.ops.runtime.precision import keep_precision
 

@@ -9,8 +9,7 @@ from needlework.ops.carve.arguments import Prediction, biased, check_position, c
 from needlework.ops.carve.custom_op import carve_fwd
 from needlework.ops.carve.state import CarveOutput, CarveState
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.common.shapes import check_count, check_slots, check_state, check_tensor, now
-from needlework.ops.delta.arguments import width
+from needlework.ops.common.shapes import check_count, check_slots, check_state, check_tensor, now, width
 from needlework.ops.runtime.launch_configs import misfit
 
 

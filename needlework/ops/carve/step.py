@@ -11,7 +11,7 @@ from torch import Tensor
 
 from needlework.ops.carve.arguments import Prediction
 from needlework.ops.carve.state import CarveState
-from needlework.ops.delta.arguments import width
+from needlework.ops.common.shapes import width
 from needlework.ops.runtime.custom_op import step_operator
 from needlework.ops.runtime.launch_configs import Case, Plan, plan
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2

@@ -1,4 +1,4 @@
-"""Argument checks that every op makes: each error names the argument, what was passed and what was expected."""
+"""Argument checks that every op makes: each error names the argument, what was passed and what was expected. And the dtype it computes in."""
 
 import torch
 from torch import Tensor
@@ -85,3 +85,8 @@ def given(x: object) -> str:
         return f"a tensor {list(x.shape)}"
     text = repr(x)
     return f"{type(x).__name__} {text if len(text) < 50 else text[:47] + '...'}"
+
+
+def width(q: Tensor) -> torch.dtype:
+    """The dtype that an op on q computes in."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

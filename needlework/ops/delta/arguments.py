@@ -5,11 +5,10 @@ S_t = Diag(e^{g_t}) S_{t-1} + k_t (w_t ⊙ v_t − S_{t-1}ᵀ (e^{g_t} ⊙ b_t �
 
 from typing import Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 
 from needlework.ops.common.packing import sequences
-from needlework.ops.common.shapes import check, check_dtypes, check_groups, check_tensor
+from needlework.ops.common.shapes import check, check_dtypes, check_groups, check_tensor, width
 from needlework.ops.common.unit import unit_rows
 
 Prediction = Literal["decayed", "previous"]
@@ -24,11 +23,6 @@ class Rule(NamedTuple):
     g: Tensor  # [B T HV 1] or [B T HV K]
     erase: Tensor | None  # [B T HV 1] or [B T HV K]; None: nothing is erased
     write: Tensor | None  # [B T HV 1] or [B T HV V]; None: 1
-
-
-def width(q: Tensor) -> torch.dtype:
-    """The dtype that an op on q computes in."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, q_read: Tensor | None) -> None:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.common.shapes import check, check_count, check_slots, now
+from needlework.ops.common.shapes import check, check_count, check_slots, now, width
 from needlework.ops.delta import reference
-from needlework.ops.delta.arguments import Prediction, check_rule, check_state, checked, checked_state, width
+from needlework.ops.delta.arguments import Prediction, check_rule, check_state, checked, checked_state
 from needlework.ops.delta.custom_op import delta_fwd
 from needlework.ops.delta.scaling import Units
 from needlework.ops.runtime.launch_configs import misfit

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.delta.arguments import Prediction, width
+from needlework.ops.common.shapes import width
+from needlework.ops.delta.arguments import Prediction
 from needlework.ops.runtime.custom_op import step_operator
 from needlework.ops.runtime.launch_configs import Case, Plan, plan
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2

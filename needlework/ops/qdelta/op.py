@@ -7,8 +7,8 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.common.shapes import check, check_count, check_slots, now
-from needlework.ops.delta.arguments import check_state, checked_state, width
+from needlework.ops.common.shapes import check, check_count, check_slots, now, width
+from needlework.ops.delta.arguments import check_state, checked_state
 from needlework.ops.delta.op import contiguous, unit
 from needlework.ops.qdelta import chunk, reference, transposed
 from needlework.ops.qdelta.arguments import Coupling, check_rule, checked

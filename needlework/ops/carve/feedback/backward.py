@@ -22,7 +22,7 @@ from needlework.ops.carve.feedback.content_bwd import STEP, activation_kernel, e
 from needlework.ops.carve.feedback.forward import overlapping
 from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
 from needlework.ops.carve.layout import Layout
-from needlework.ops.delta.arguments import width
+from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.backward import argument_type, channel_constants, operands
 from needlework.ops.delta.channel.intra import Saved, case, solve_dtype, triton_dtype
 from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pairs

@@ -9,7 +9,7 @@ from needlework.ops.carve.feedback.intra import gates_kernel
 from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
 from needlework.ops.carve.feedback.scan import content_kernel, walk_kernel
 from needlework.ops.carve.layout import Layout
-from needlework.ops.delta.arguments import width
+from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra import Saved, case, intra_constants, solve_dtype, triton_dtype
 from needlework.ops.delta.channel.scan import operands, scan_constants
 from needlework.ops.runtime.launch_configs import Case, Plan, interpreted

@@ -9,7 +9,7 @@ from needlework.ops.carve.feedback.forward import forward
 from needlework.ops.carve.layout import Layout
 from needlework.ops.carve.state import CarveOutput, CarveState
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.delta.arguments import width
+from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra import Saved, solve_dtype
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
 from needlework.ops.runtime.launch_configs import plan as pick

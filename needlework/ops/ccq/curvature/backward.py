@@ -28,8 +28,8 @@ from needlework.ops.ccq.curvature.intra import (
     whole_of,
 )
 from needlework.ops.ccq.curvature.scan import columns, load_block, read_chains, store_block
+from needlework.ops.common.kernels.chain import run_of, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, store_tile
-from needlework.ops.delta.scalar.scan import run_of, tell, wait_for
 from needlework.ops.runtime.launch_configs import Case, Plan
 from needlework.ops.runtime.triton_types import padded
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from needlework.ops.ccq.curvature.intra import add_product, case, numbers, tokens, whole_of
+from needlework.ops.common.kernels.chain import run_of, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, store_tile
-from needlework.ops.delta.scalar.scan import run_of, tell, wait_for
 from needlework.ops.runtime.launch_configs import Case, Plan
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import block, token_tile
-from needlework.ops.delta.arguments import width
+from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra import Saved, rule_of, solve_dtype
 from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pairs
 from needlework.ops.delta.channel.scan_bwd import adjoint, replay_forward, replay_reverse

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.kernels.tile import capped
-from needlework.ops.delta.arguments import width
+from needlework.ops.common.shapes import width
 from needlework.ops.runtime.launch_configs import Case, Plan, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import padded

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.delta.arguments import width
+from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra import Saved, intra, rule_of, solve_dtype
 from needlework.ops.delta.channel.scan import scan
 from needlework.ops.delta.segments import fix_up, parts_of, segments, transitions

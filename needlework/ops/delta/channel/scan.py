@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.kernels.tile import block, token_tile
-from needlework.ops.delta.arguments import width
+from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra import Saved, case, rule_of, solve_dtype, triton_dtype
 from needlework.ops.runtime.launch_configs import Case, Plan
 from needlework.ops.runtime.precompile import run

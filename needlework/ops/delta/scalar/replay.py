@@ -12,8 +12,9 @@ Slots and chains are `triton_scan`'s; a chain is one sequence, value head, slice
 import triton
 import triton.language as tl
 
+from needlework.ops.common.kernels.chain import run_of, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, store_tile
-from needlework.ops.delta.scalar.scan import factors, run_of, tell, wait_for, written_as
+from needlework.ops.delta.scalar.scan import factors, written_as
 from needlework.ops.delta.scalar.scan_bwd import gradient_factor
 
 

@@ -3,9 +3,7 @@ from it from registers, so that nothing of the state goes through shared memory.
 
     Rᵀ = β ⊙ (vᵀ − e^G ⊙ (Sᵀkᵀ + λ Sᵀqᵀ))    Wᵀ = Rᵀ Tᵀ    oᵀ = scale e^G ⊙ Sᵀrᵀ + Wᵀ P'ᵀ    Sᵀ ← e^{G_C} Sᵀ + (e^{G_C − G} ⊙ W)ᵀ k
 
-A chain is one sequence, value head and tile of BV values. Chains are laid end to end and cut into equal runs, one a program
-(McNaughton's wrap-around rule): a chain is cut at most once; its first chunks run first in one slot, its last chunks run last
-in the slot before. Slots are numbered against program ids, so that a program only waits for one that was started earlier.
+A chain is one sequence, value head and tile of BV values; `kernels/chain.py` shares the chains out among the programs.
 r, q, k and W are operands (ST), v and o of the caller's type (OT), T and what it multiplies of a type of their own (TT).
 
 Where x = k + λq the transition is no contraction, and a state may pass what float16 holds. So in half precision the walk, and all
@@ -18,6 +16,7 @@ rule has but one.
 import triton
 import triton.language as tl
 
+from needlework.ops.common.kernels.chain import run_of, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
 from needlework.ops.delta.scalar.intra import ROWS
 
@@ -26,44 +25,6 @@ from needlework.ops.delta.scalar.intra import ROWS
 def factors(p_E, i_chunk, C: tl.constexpr):
     """A chunk's rows of C numbers, as `intra` wrote them: β, −β e^G, λ, scale e^G, −e^G, e^{G_C − G}, e^{G − G_1}, e^g."""
     return p_E + tl.cast(i_chunk, tl.int64) * (ROWS * C)
-
-
-@triton.jit
-def longest_sequence(p_cum, N):
-    """Chunks of the longest sequence."""
-    longest = 0
-    for i in range(0, N, 512):
-        n = i + tl.arange(0, 512)
-        counts = tl.load(p_cum + n + 1, mask=n < N, other=0) - tl.load(p_cum + n, mask=n < N, other=0)
-        longest = tl.maximum(longest, tl.max(counts, 0))
-    return longest
-
-
-@triton.jit
-def chain_at(p_cum, N, position, PER: tl.constexpr):
-    """Number of the chain that holds a position of the line; PER chains a sequence."""
-    i_n = 0
-    for i in range(0, N, 512):
-        n = i + tl.arange(0, 512)
-        ends = PER * tl.load(p_cum + n + 1, mask=n < N, other=0)
-        i_n += tl.sum(((n < N) & (ends <= position)).to(tl.int32), 0)
-    start = tl.load(p_cum + i_n)
-    return i_n * PER + (position - PER * start) // tl.maximum(tl.load(p_cum + i_n + 1) - start, 1)
-
-
-@triton.jit
-def run_of(p_cum, N, i_slot, slots, PER: tl.constexpr):
-    """Positions [lo, hi) of a slot, and its first and last chain."""
-    total = PER * tl.load(p_cum + N)
-    length = tl.maximum((total + slots - 1) // slots, longest_sequence(p_cum, N))
-    lo = tl.minimum(i_slot * length, total)
-    hi = tl.minimum(lo + length, total)
-    first = 0
-    last = -1
-    if lo < hi:
-        first = chain_at(p_cum, N, lo, PER)
-        last = chain_at(p_cum, N, hi - 1, PER)
-    return lo, hi, first, last
 
 
 @triton.jit
@@ -77,20 +38,6 @@ def mark(p_wide, odd):
     """odd: sums of x − x, NaN where x is not finite."""
     if tl.sum(odd, 0) != 0:
         tl.store(p_wide, 1)
-
-
-@triton.jit
-def wait_for(p_flag, FORM: tl.constexpr = 0):
-    """A second form waits on the flags of the first, which left them at 1."""
-    while tl.atomic_add(p_flag, 0, sem="acquire") < (2 if FORM == 2 else 1):
-        pass
-    tl.debug_barrier()
-
-
-@triton.jit
-def tell(p_flag, FORM: tl.constexpr = 0):
-    tl.debug_barrier()
-    tl.atomic_xchg(p_flag, 2 if FORM == 2 else 1, sem="release")
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N"])

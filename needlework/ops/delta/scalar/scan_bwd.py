@@ -13,9 +13,10 @@ holds them, and du stays so.
 import triton
 import triton.language as tl
 
+from needlework.ops.common.kernels.chain import run_of, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.scalar.intra import ROWS
-from needlework.ops.delta.scalar.scan import factors, mark, run_of, tell, wait_for
+from needlework.ops.delta.scalar.scan import factors, mark
 
 
 @triton.jit

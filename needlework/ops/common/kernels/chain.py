@@ -1,0 +1,63 @@
+"""Chains of chunks shared out among programs that stay on the device for a whole launch (persistent programs).
+
+A chain is the chunks of one sequence that one program must walk in order. Chains are laid end to end and cut into equal runs, one a
+slot, one slot a program (McNaughton's wrap-around rule): a chain is cut at most once; its first chunks run first in one slot, its
+last chunks run last in the slot before. A slot has a number that falls as the program id rises, so that a program only waits for
+one that was started earlier.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def longest_sequence(p_cum, N):
+    """Chunks of the longest sequence."""
+    longest = 0
+    for i in range(0, N, 512):
+        n = i + tl.arange(0, 512)
+        counts = tl.load(p_cum + n + 1, mask=n < N, other=0) - tl.load(p_cum + n, mask=n < N, other=0)
+        longest = tl.maximum(longest, tl.max(counts, 0))
+    return longest
+
+
+@triton.jit
+def chain_at(p_cum, N, position, PER: tl.constexpr):
+    """Number of the chain that holds a position of the line; PER chains a sequence."""
+    i_n = 0
+    for i in range(0, N, 512):
+        n = i + tl.arange(0, 512)
+        ends = PER * tl.load(p_cum + n + 1, mask=n < N, other=0)
+        i_n += tl.sum(((n < N) & (ends <= position)).to(tl.int32), 0)
+    start = tl.load(p_cum + i_n)
+    return i_n * PER + (position - PER * start) // tl.maximum(tl.load(p_cum + i_n + 1) - start, 1)
+
+
+@triton.jit
+def run_of(p_cum, N, i_slot, slots, PER: tl.constexpr):
+    """Positions [lo, hi) of a slot, and its first and last chain."""
+    total = PER * tl.load(p_cum + N)
+    length = tl.maximum((total + slots - 1) // slots, longest_sequence(p_cum, N))
+    lo = tl.minimum(i_slot * length, total)
+    hi = tl.minimum(lo + length, total)
+    first = 0
+    last = -1
+    if lo < hi:
+        first = chain_at(p_cum, N, lo, PER)
+        last = chain_at(p_cum, N, hi - 1, PER)
+    return lo, hi, first, last
+
+
+@triton.jit
+def wait_for(p_flag, FORM: tl.constexpr = 0):
+    """Wait until the slot that has the chain's first chunks has stored its state. FORM 2: launched after FORM 1, which left the flags at 1."""
+    while tl.atomic_add(p_flag, 0, sem="acquire") < (2 if FORM == 2 else 1):
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def tell(p_flag, FORM: tl.constexpr = 0):
+    """The state of a cut chain is stored: the slot that waits for it may read it."""
+    tl.debug_barrier()
+    tl.atomic_xchg(p_flag, 2 if FORM == 2 else 1, sem="release")
