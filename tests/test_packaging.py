@@ -100,12 +100,14 @@ def test_the_wheel_holds_the_package_whole_and_nothing_beside_it(built):
         names = zipfile.ZipFile(wheel).namelist()
         assert {name.partition("/")[0] for name in names} == {"needlework", f"{wheel.stem.rsplit('-', 3)[0]}.dist-info"}
         assert {name for name in names if name.startswith("needlework/")} == ours  # modules, cards, plans, the page's frame
+        assert f"{wheel.stem.rsplit('-', 3)[0]}.dist-info/licenses/LICENSE" in names
 
 
 def test_the_source_distribution_holds_no_half_of_the_tests(built):
     with tarfile.open(built[1]) as archive:
         names = {name.split("/")[1] for name in archive.getnames() if "/" in name}
-    assert {"needlework", "pyproject.toml", "README.md"} <= names and not names & {"tests", "recipes", "runs", "docs"}
+    assert {"needlework", "pyproject.toml", "README.md", "LICENSE"} <= names
+    assert not names & {"tests", "examples", "recipes", "runs", "docs"}
 
 
 def test_what_is_installed_is_the_wheel(installed):
