@@ -1,7 +1,13 @@
-"""Sequence mixers as modules: a config builds each, `forward(x, state, cu_seqlens) -> (y, state)` runs it."""
+"""Sequence mixers as modules: `build("qdelta", dim=256, heads=4)` makes one by its name, a config's `.build(dim)` any that it says.
+
+`forward(x, state, cu_seqlens, output_final_state) -> (y, state)` runs each. The classes below are the configs: a mixer is a
+`Recurrent` of a write rule, a gate and a read rule, or an `Attention` of an attend rule, positions and a memory.
+"""
 
 from needlework.layers.attention import Attention as Attention
 from needlework.layers.carve import Carve as Carve
+from needlework.layers.catalog import CATALOG as CATALOG
+from needlework.layers.catalog import build as build
 from needlework.layers.ccq import CCQ as CCQ
 from needlework.layers.ccq import Plain as Plain
 from needlework.layers.config import Config as Config

@@ -1,19 +1,23 @@
 """The named mixers: what people call them, their equation, their cost, and the config that composes them.
 
-`needlework mixers` prints this list and recipes build from it. A new mixer adds its line to CATALOG.
+`needlework mixers` prints this list, recipes and `build` make modules from it. A new mixer adds its line to CATALOG.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
+
+from torch import nn
 
 from needlework.layers.attention import Attention
 from needlework.layers.carve import Carve
 from needlework.layers.ccq import CCQ
-from needlework.layers.config import Config
+from needlework.layers.config import Config, nearest
 from needlework.layers.conv import Canon
 from needlework.layers.delta import Delta
 from needlework.layers.differential import Differential
+from needlework.layers.fields import Count, fitted
 from needlework.layers.gates import ChannelGate, LowRankGate, RetentionGate, ScalarGate
 from needlework.layers.gdn2 import Gdn2
 from needlework.layers.linear import Linear
@@ -141,3 +145,54 @@ CATALOG: dict[str, Named] = {
         make=lambda s: _attention(s, Polar(), output_gate=True, memory=Memory(write=Delta(gate=_retention(s)))),
     ),
 }  # fmt: skip
+
+
+def build(name: str, dim: int, *, heads: int, layer: int = 0, **fields: Any) -> nn.Module:
+    """The mixer of CATALOG called `name`, as a module: `y, state = mixer(x)` with x and y [B T dim].
+
+    >>> import torch
+    >>> mixer, x = build("qdelta", dim=64, heads=4), torch.randn(1, 100, 64)
+    >>> y, _ = mixer(x)  # [1 100 64]; a state is returned only if asked for
+    >>> start, state = mixer(x[:, :40], output_final_state=True)
+    >>> rest, state = mixer(x[:, 40:], state, output_final_state=True)
+    >>> torch.allclose(y, torch.cat([start, rest], 1), atol=1e-5)
+    True
+    >>> packed, _ = mixer(x, cu_seqlens=torch.tensor([0, 40, 100]))  # two documents in one row
+    >>> torch.allclose(packed[:, 40:], mixer(x[:, 40:])[0], atol=1e-5)
+    True
+
+    dim: the width D of x and y. heads: heads of dim / heads channels each, unless `fields` says key_dim and value_dim
+    (recurrent mixers) or head_dim (those that attend). layer: the layer's index from 0; Diff Transformer's λ starts by it.
+    fields: any field of the mixer's config (`Recurrent` or `Attention`), of its write or attend rule, or of its read rule,
+    looked up in this order: `build("lucid", 256, heads=4, window=64, position=Rope())`. The module keeps the whole config as
+    `mixer.config`, which `NeedleworkConfig(mixers=…)` takes. Mixers that attend have no positions unless `position` is given.
+    Raises ValueError for a name or a field that is not there, with all that are, and for values out of a field's range.
+    """
+    if name not in CATALOG:
+        raise ValueError(f"unknown mixer {name!r}{nearest(name, list(CATALOG))}; known: {', '.join(CATALOG)}")
+    dim, heads = fitted(name, "dim", dim, Count), fitted(name, "heads", heads, Count)
+    shapes = {
+        key: fitted(name, key, fields.get(key, max(dim // heads, 1)), Count) for key in ("key_dim", "value_dim", "head_dim")
+    }
+    config = CATALOG[name].make(Sizes(heads=heads, attention_heads=heads, kv_heads=fields.get("kv_heads", heads), **shapes))
+    if dim % heads and not fields.keys() >= shapes.keys() & _fields(config):
+        raise ValueError(f"{name}: dim is {dim}, expected a multiple of heads = {heads}, or the size of each head as a field")
+    return _replace(name, config, fields).build(dim, layer)
+
+
+def _fields(config: Config) -> set[str]:
+    return {f.name for f in dataclasses.fields(config)}
+
+
+def _replace(name: str, config: Config, fields: dict[str, Any]) -> Config:
+    """The mixer's config with each of `fields` in the first of its components that has it."""
+    left, known = dict(fields), sorted(_fields(config))
+    config = dataclasses.replace(config, **{key: left.pop(key) for key in known if key in left})
+    for at in [at for at in ("write", "attend", "read") if at in known]:
+        rule = getattr(config, at)
+        own = {key: left.pop(key) for key in _fields(rule) if key in left}
+        config = dataclasses.replace(config, **{at: dataclasses.replace(rule, **own)})
+        known += sorted(_fields(rule) - {*known})
+    for key in left:
+        raise ValueError(f"{name}: unknown field {key!r}{nearest(key, known)}; known: {', '.join(known)}")
+    return config
