@@ -1,6 +1,7 @@
-"""JSON that says which file it is when it is torn."""
+"""JSON that says which file it is when it is torn. A name that ends in .xz is the same text, compressed."""
 
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,12 @@ from typing import Any
 def read_json(path: str | Path) -> Any:
     """What the file holds; ValueError names it where that is no JSON: half of it, none, too deep. OSErrors name it themselves."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = Path(path).read_bytes()
+        return json.loads((lzma.decompress(content) if Path(path).suffix == ".xz" else content).decode())
+    except (ValueError, RecursionError, lzma.LZMAError) as error:
         raise ValueError(f"{path}: torn, or no JSON ({error})") from None
+
+
+def json_files(directory: str | Path) -> list[Path]:
+    """The JSON files of a folder by name, *.json and *.json.xz (as `xz -9 -T1` writes them)."""
+    return sorted(path for pattern in ("*.json", "*.json.xz") for path in Path(directory).glob(pattern))

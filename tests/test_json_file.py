@@ -1,9 +1,12 @@
 """A torn file is named wherever it is read."""
 
+import json
+import lzma
+
 import pytest
 
 from needlework.data import Local, StoreConfig, open_corpus, prepare
-from needlework.json_file import read_json
+from needlework.json_file import json_files, read_json
 from needlework.train import Parallel, ran
 from needlework.train.world import World
 
@@ -15,6 +18,23 @@ def test_a_torn_file_is_named_in_one_line(tmp_path, content):
     (tmp_path / "some.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"^.*some\.json: torn, or no JSON \(.+\)$"):
         read_json(tmp_path / "some.json")
+
+
+def test_compressed_json_is_the_same_json_to_the_last_digit(tmp_path):
+    held = {"loss": [0.1, 1 / 3, 1e-300], "name": "Q-Δ"}
+    (tmp_path / "b.json").write_text(json.dumps(held), encoding="utf-8")
+    (tmp_path / "a.json.xz").write_bytes(lzma.compress((tmp_path / "b.json").read_bytes(), preset=9))
+    (tmp_path / "c.txt").touch()
+    assert [path.name for path in json_files(tmp_path)] == ["a.json.xz", "b.json"]
+    assert [read_json(path) for path in json_files(tmp_path)] == [held, held]
+    assert json_files(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("content", [*TORN.values(), lzma.compress(b'{"a": 1}')[:-9], lzma.compress(TORN["half"])])
+def test_a_torn_compressed_file_is_named_in_one_line(tmp_path, content):
+    (tmp_path / "some.json.xz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^.*some\.json\.xz: torn, or no JSON \(.+\)$"):
+        read_json(tmp_path / "some.json.xz")
 
 
 def test_a_training_names_its_torn_ran_json(tmp_path):

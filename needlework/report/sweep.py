@@ -1,7 +1,7 @@
 """Many runs of many mixers: what was measured, gathered by mixer over seeds.
 
-A run is one JSON file, `<mixer>-<seed>.json`, as needlework.experiment.runner writes it; one that its guard ended has no numbers. What is
-claimed of them is claims.py's, what the page says study_page.py's.
+A run is one JSON file, `<mixer>-<seed>.json`, as needlework.experiment.runner writes it, or the same compressed, `.json.xz`; one that
+its guard ended has no numbers. What is claimed of them is claims.py's, what the page says sweep_page.py's.
 """
 
 import statistics
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from needlework.eval.retrieval import chance
-from needlework.json_file import read_json
+from needlework.json_file import json_files, read_json
 
 from . import texts
 
@@ -98,15 +98,15 @@ def load_study(
     glance: Iterable[str] = (),
     void: dict[str, Void] | None = None,
 ) -> Study:
-    """Every run in `directory` (*.json); mixers of `order` come first, in its order. A family of which fewer than two were run
-    compares nothing and is left out; where none is left, there is one of all, as for a glance of which nobody was run.
+    """Every run in `directory` (*.json, *.json.xz); mixers of `order` come first, in its order. A family of which fewer
+    than two were run compares nothing and is left out; where none is left, there is one of all, as for a glance of which nobody was run.
 
     void: mixer -> which of its runs are struck; a rerun from other code counts.
 
     ValueError if none was measured, if one lacks a key or scores no task, if two are of one mixer and seed, or if two runs were trained
     on another length, or read texts that are apart (`texts.py`).
     """
-    paths = sorted(directory.glob("*.json"))
+    paths = json_files(directory)
     runs: dict[str, list[dict[str, Any]]] = {}
     ended: list[dict[str, Any]] = []
     struck: dict[str, list[dict[str, Any]]] = {}

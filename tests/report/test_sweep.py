@@ -2,6 +2,7 @@
 
 import csv
 import json
+import lzma
 import math
 import re
 
@@ -119,6 +120,22 @@ def test_texts_that_measure_or_train_something_else_are_not_one_study(tmp_path, 
     manifest(directory, "1", TEXT | changes, offsets)
     with pytest.raises(ValueError, match=rf"plain-1.json: corpus is 1+, .* not one study \({reason}\)"):
         load_study(directory)
+
+
+def test_a_sweep_whose_files_are_compressed_has_the_same_page(tmp_path):
+    runs = write(tmp_path / "runs", run("plain", 0, 1 / 3), run("plain", 1, 0.2, corpus={"sha256": "1" * 64}))
+    manifest(runs, "0", TEXT)
+    manifest(runs, "1", TEXT | {"a": (False, "2")})
+    before = write_page(load_study(runs), tmp_path / "before", (), "")
+    for path in [*runs.rglob("*.json")]:
+        path.with_suffix(".json.xz").write_bytes(lzma.compress(path.read_bytes()))
+        path.unlink()
+    after = write_page(load_study(runs), tmp_path / "after", (), "")
+    for name in ("README.md", "results.csv"):
+        assert (after.parent / name).read_bytes() == (before.parent / name).read_bytes()
+    write(runs, run("plain", 0, 1 / 3))
+    with pytest.raises(ValueError, match=r"plain-0\.json\.xz: plain with seed 0 is there twice"):
+        load_study(runs)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
