@@ -9,7 +9,7 @@ import needlework
 
 PACKAGE = Path(needlework.__file__).parent
 FLOORS = {
-    "notation": 0, "probe": 0, "json_file": 0, "extras": 0, "ops": 1, "layers": 2, "models": 3, "data": 3,
+    "notation": 0, "probe": 0, "files": 0, "json_file": 0, "extras": 0, "ops": 1, "layers": 2, "models": 3, "data": 3,
     "train": 4, "eval": 4, "diagnostics": 4, "serve": 4, "testing": 4, "report": 5, "experiment": 6, "recipes": 7, "cli": 8, "__main__": 9,
 }  # fmt: skip
 ONLY = {"triton": "ops", "transformers": "models"}  # who alone may import it

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from needlework.files import write_whole
 
 from .files import found, stdlib
 from .reading import Reader
@@ -95,19 +96,6 @@ class Corpus:
     def write_manifest(self, path: str | Path) -> None:
         """Write the manifest as JSON; the file is replaced at once or not at all."""
         write_whole(Path(path), json.dumps(self.manifest, indent=1) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file at once or not at all; what is there before stays until then."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_corpus(config: CorpusConfig, tokenizer: Tokenizer) -> Corpus:

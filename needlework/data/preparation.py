@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from needlework.files import write_whole
 from needlework.json_file import read_json
 
 from .bpe import train_tokenizer
-from .corpus import Corpus, write_whole
+from .corpus import Corpus
 from .own import Files
 from .packages import Packages
 from .records import Piece, SourceError

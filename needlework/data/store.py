@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from needlework.files import write_whole
 from needlework.json_file import read_json
 
-from .corpus import Corpus, Documents, write_whole
+from .corpus import Corpus, Documents
 from .tokenizer import load_tokenizer
 
 TOKENS, OFFSETS, MANIFEST = "tokens.bin", "offsets.npy", "manifest.json"

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from needlework.files import write_whole
 from needlework.json_file import read_json
-from needlework.report.results import write_whole
 from needlework.train import alone, begun
 
 

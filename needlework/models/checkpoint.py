@@ -49,8 +49,12 @@ def save_checkpoint(
     except SafetensorError as error:
         raise OSError(f"{directory}: the model cannot be written ({error})") from error
     write_tokenizer(tokenizer, token, new)
-    shutil.rmtree(directory, ignore_errors=True)
+    old = directory.with_name(f"{directory.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        directory.rename(old)  # a kill between the two renames leaves both models on the disk
     new.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_tokenizer(tokenizer: Tokenizer, end: str, directory: Path) -> None:

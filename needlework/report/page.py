@@ -14,10 +14,11 @@ from string import Template
 from typing import NamedTuple
 
 from needlework.eval.retrieval import chance
+from needlework.files import write_whole
 
 from . import figures, training_figures
 from .palette import variables
-from .results import Mixer, Results, check_results, tasks_of, write_whole
+from .results import Mixer, Results, check_results, tasks_of
 from .rows import CSV, rows
 from .table import cost_table, name_of, retrieval_table
 from .words import multiple, percent, summary, task_title

@@ -6,10 +6,9 @@ A mixer that has not finished is missing from `mixers`. Keys that are lengths ar
 import json
 import math
 import os
-import tempfile
-from pathlib import Path
 from typing import Any, NotRequired, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
+from needlework.files import write_whole
 from needlework.json_file import read_json
 
 
@@ -164,20 +163,3 @@ def save_results(results: Results, path: str | os.PathLike) -> None:
     """Check, then write results.json whole or not at all."""
     check_results(results)
     write_whole(path, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-
-
-def write_whole(path: str | os.PathLike, content: str) -> None:
-    """Put content at path so that a crash or a full disk leaves what was there before."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes it the owner's alone
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

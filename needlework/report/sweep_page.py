@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from needlework.eval.retrieval import chance
+from needlework.files import write_whole
 
 from . import sweep_figures as figures
 from .claims import Claim
 from .markdown import decimal, mean, percents, table
-from .results import write_whole
 from .rows import CSV, rows
 from .sweep import Study, found
 from .sweep_claims import claims_section

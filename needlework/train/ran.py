@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from needlework.files import write_whole
 from needlework.json_file import read_json
 
 from .world import World
@@ -49,13 +50,7 @@ def write(path: Path, config: dict[str, Any], world: World, device: torch.device
         "resumed_from": resumed_from and resumed_from.name,
     }
     entries = read_json(path) if path.exists() else []
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(json.dumps([*entries, entry], indent=1) + "\n")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    write_whole(path, json.dumps([*entries, entry], indent=1) + "\n")
     return entry
 
 
