@@ -32,6 +32,7 @@ mutants: .venv/installed  ## plant each bug of tests/mutants in a copy, where `t
 lint: .venv/installed
 	$(BIN)/ruff check needlework tests benchmarks
 	$(BIN)/ruff format --check needlework tests benchmarks
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"needlework needs Python >= 3.11, this is {sys.version}"'
