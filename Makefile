@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-all mutants lint clean
+.PHONY: demo test test-slow test-all mutants lint clean docs
 
 demo: .venv/installed  ## train seven small models with different mixers, measure them, write runs/demo/report.html
 	$(BIN)/needlework compare
@@ -33,6 +33,14 @@ lint: .venv/installed
 	$(BIN)/ruff check needlework tests benchmarks
 	$(BIN)/ruff format --check needlework tests benchmarks
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+docs: .venv/docs-installed  ## the site, into site/; a warning is an error
+	rm -rf site
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs site
+
+.venv/docs-installed: .venv/installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"needlework needs Python >= 3.11, this is {sys.version}"'

@@ -1,0 +1,52 @@
+"""The docstrings as reStructuredText: an indented block is an equation, `name [shape]: text` an item of a list, `>>>` an example."""
+
+import re
+
+ITEM = re.compile(
+    r"(?:[A-Za-z_]\w*(?:, |(?= \[)|(?=:))|(?:, | or | )?\[[^\]]*\](?:, |(?=:)| (?=or)|(?= \w+:)))+(?: int64| int32)?: "
+)
+TERMS = {"Dtypes", "State", "Error", "Raises", "Returns", "Example", "Computes"}
+
+
+def process(app, what, name, obj, options, lines: list[str]) -> None:
+    """A docstring's lines, changed in place."""
+    lines[:] = restructured("\n".join(lines)).splitlines()
+
+
+def restructured(text: str) -> str:
+    blocks, example = [], False
+    for block in filter(str.strip, re.split(r"\n[ \t]*\n", text.strip("\n"))):
+        lines = block.splitlines()
+        example = lines[0].startswith(">>>") or (example and lines[0].startswith("    "))
+        if example:
+            blocks.append(block)
+        elif all(line.startswith("    ") for line in lines):
+            blocks.append("::\n\n" + block)
+        else:
+            blocks += _paragraphs(lines)
+    return "\n\n".join(blocks) + "\n"
+
+
+def _paragraphs(lines: list[str]) -> list[str]:
+    """A line that begins `name [shape]:` opens an item, a line that begins with one of TERMS a paragraph; others go on where they are."""
+    parts: list[str] = []
+    for line in lines:
+        head = ITEM.match(line)
+        term = re.match(r"\w+", line)
+        if term and term[0] in TERMS and (head or parts):
+            rest = line[term.end() :].lstrip(":")
+            parts.append(f"**{term[0]}**{':' if head else ''}{_plain(rest)}".rstrip())
+        elif head:
+            parts.append(f"- ``{head[0].removesuffix(': ')}``: {_plain(line[head.end() :])}")
+        elif parts:
+            parts[-1] += " " + _plain(line.strip())
+        else:
+            parts.append(_plain(line.strip()))
+    return parts
+
+
+def _plain(text: str) -> str:
+    """Code in double backticks; what reStructuredText would read is escaped elsewhere."""
+    pieces = text.split("`")
+    pieces[::2] = [re.sub(r"([*_|\\])", r"\\\1", piece) for piece in pieces[::2]]
+    return "``".join(pieces)
