@@ -173,12 +173,12 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(recipe, tmp_path):
     from rich.console import Console
 
     from needlework.experiment.claim import RunError
-    from needlework.experiment.sweep import study
+    from needlework.experiment.sweep import sweep
 
     good = cli.load_recipe(f"{recipe}:small")
     wild = dataclasses.replace(cli.changed(good, ["train.optim.lr=1e30"]), name="wild")
     with pytest.raises(RunError, match=r"^wild-0: step \d+: loss.*$"):
-        study((wild, good), tmp_path / "both", Console(quiet=True), workers=1)
+        sweep((wild, good), tmp_path / "both", Console(quiet=True), workers=1)
     results = tmp_path / "both" / "results"
     entries = {path.stem: json.loads(path.read_text()) for path in results.glob("*.json")}
     assert entries.keys() == {"gated-deltanet-0", "wild-0"}
@@ -196,11 +196,11 @@ def test_a_worker_that_is_killed_is_no_mistake_of_ours(recipe, tmp_path, monkeyp
 
     from needlework.experiment import workers
     from needlework.experiment.claim import RunError
-    from needlework.experiment.sweep import study
+    from needlework.experiment.sweep import sweep
 
     monkeypatch.setattr(workers, "_work", die)
     with pytest.raises(RunError, match=r"^gated-deltanet-0: a worker was killed .* the same command goes on"):
-        study((cli.load_recipe(f"{recipe}:small"),), tmp_path / "one", Console(quiet=True), workers=1)
+        sweep((cli.load_recipe(f"{recipe}:small"),), tmp_path / "one", Console(quiet=True), workers=1)
 
 
 def test_an_option_of_many_values_is_the_option_many_times():

@@ -18,7 +18,7 @@ from needlework.cli.recipes import load_recipe
 from needlework.cli.stop import ENDS, Stop
 from needlework.eval.retrieval import Retrieval
 from needlework.experiment.compare import compare
-from needlework.experiment.sweep import study
+from needlework.experiment.sweep import sweep
 from needlework.train import begun, latest, load
 
 OWN = """
@@ -101,18 +101,18 @@ def test_a_run_that_ends_before_its_first_checkpoint_may_begin_anew_with_another
     assert "qdelta.train.optim.lr" in needlework(*train, "--set", "train.optim.lr=1e-3", ok=False)
 
 
-def test_a_comparison_and_a_study_that_cannot_run_leave_nothing(own, tmp_path):
+def test_a_comparison_and_a_sweep_that_cannot_run_leave_nothing(own, tmp_path):
     good = load_recipe(f"{own}:small")
     bad = dataclasses.replace(good, name="bad", evaluate=dataclasses.replace(good.evaluate, lengths=(96, 20_000)))
     quiet = Console(quiet=True)
     with pytest.raises(ValueError, match=r"recipe bad: corpus: 20002 tokens in a row are asked for"):
         compare("it", (good, bad), tmp_path / "it", quiet)
     with pytest.raises(ValueError, match=r"recipe bad: corpus: 20002 tokens in a row are asked for"):
-        study((good, bad), tmp_path / "it", quiet, workers=1)
+        sweep((good, bad), tmp_path / "it", quiet, workers=1)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_study_s_result_of_another_config_is_not_taken_for_this_one_s(own, tmp_path, monkeypatch):
+def test_a_sweep_s_result_of_another_config_is_not_taken_for_this_one_s(own, tmp_path, monkeypatch):
     """Without workers: what is asked of them is what counts."""
     asked = []
     monkeypatch.setattr("needlework.experiment.sweep.work", lambda jobs, *_: asked.append([path.name for path in jobs]))
@@ -122,12 +122,12 @@ def test_a_study_s_result_of_another_config_is_not_taken_for_this_one_s(own, tmp
     result.parent.mkdir(parents=True)
     quiet = Console(quiet=True)
     result.write_text(json.dumps({"config": recipe.to_dict(), "loss": {}}))
-    assert study((recipe,), tmp_path / "it", quiet, workers=1) == []
+    assert sweep((recipe,), tmp_path / "it", quiet, workers=1) == []
     with pytest.raises(RuntimeError, match=r"qdelta-0\.json is of another config \(train\.clip\)"):
-        study((other,), tmp_path / "it", quiet, workers=1)
+        sweep((other,), tmp_path / "it", quiet, workers=1)
     result.write_text(json.dumps({"config": recipe.to_dict(), "ended": {"step": 1}}))
-    assert study((recipe,), tmp_path / "it", quiet, workers=1) == []  # it would end there again
-    assert study((other,), tmp_path / "it", quiet, workers=1) == [result]
+    assert sweep((recipe,), tmp_path / "it", quiet, workers=1) == []  # it would end there again
+    assert sweep((other,), tmp_path / "it", quiet, workers=1) == [result]
     assert asked == [[], [], ["qdelta-0"]]
 
 
@@ -209,10 +209,10 @@ def test_a_second_command_in_the_directory_is_refused_by_the_process_that_has_it
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_a_study_whose_every_process_is_told_to_end_saves_and_goes_on(own, tmp_path, end):
+def test_a_sweep_whose_every_process_is_told_to_end_saves_and_goes_on(own, tmp_path, end):
     """As Ctrl-C in a terminal, or a scheduler, does; and again and again, while it saves and while Python ends."""
     training, measuring = (tmp_path / "own" / name for name in ("qdelta-0", "slow-0"))
-    process = started("study", f"{own}:several", "--runs", tmp_path, "--workers", 2)
+    process = started("sweep", f"{own}:several", "--runs", tmp_path, "--workers", 2)
     until(process, lambda: begun(training / "training"), lambda: pieces(measuring) > 5)
     began = time.monotonic()
     while process.poll() is None:

@@ -1,4 +1,4 @@
-"""The command line: what each command reads and prints. What it does is run.py's and compare.py's.
+"""The command line: what each command reads and prints. The work is done in `needlework/experiment`.
 
 One small file a group of commands; overrides.py is --set.
 """

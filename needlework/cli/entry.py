@@ -38,6 +38,9 @@ def main() -> None:
 
 def status_of(arguments: list[str]) -> int | str | None:
     """The command's exit status."""
+    if arguments[:1] == ["study"]:  # the old name, accepted for one release
+        errors.print("needlework study is now needlework sweep", soft_wrap=True)
+        arguments = ["sweep", *arguments[1:]]
     try:
         app(repeated(arguments, "--corpus"))
     except SystemExit as ended:

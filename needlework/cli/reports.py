@@ -1,4 +1,4 @@
-"""The command that makes a study's page of its results: report."""
+"""The command that makes a sweep's page of its results: report."""
 
 import shlex
 from pathlib import Path
@@ -15,15 +15,15 @@ SAYS = ("MIXERS", "FAMILIES", "GLANCE", "CLAIMS", "LIMITS")  # of a module: who 
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Argument(help="The folder of a study's results: RUNS/NAME/results.")],
+    results: Annotated[Path, typer.Argument(help="The folder of a sweep's results: RUNS/NAME/results.")],
     of: Annotated[str, typer.Option(help="The recipes' module, which says who is compared with whom.")] = "comparison",
     to: Annotated[Path | None, typer.Option(help="Where the page goes; default: beside the results.")] = None,
 ) -> None:
-    """Make the page of a study from its results: tables with mean ± spread, curves, claims, limits."""
+    """Make the page of a sweep from its results: tables with mean ± spread, curves, claims, limits."""
     from needlework.report.sweep_page import write_page
 
-    module, study = _read(results, of)
-    page = write_page(study, to or results, module.CLAIMS, module.LIMITS)
+    module, sweep = _read(results, of)
+    page = write_page(sweep, to or results, module.CLAIMS, module.LIMITS)
     console.print(f"page: {page}", soft_wrap=True)
 
 
@@ -37,10 +37,10 @@ def page_of(results: Path, of: str) -> str:
 
 
 def _read(results: Path, of: str):
-    """The module and the study; ValueError for a module that does not say all of SAYS, or results that are no study."""
-    from needlework.report.sweep import load_study
+    """The module and the sweep; ValueError for a module that does not say all of SAYS, or results that are no sweep."""
+    from needlework.report.sweep import load_sweep
 
     module: ModuleType = load_module(of)
     if missing := [name for name in SAYS if not hasattr(module, name)]:
         raise ValueError(f"{of} has no {', '.join(missing)}, which a page is made of")
-    return module, load_study(results, module.MIXERS, module.FAMILIES, module.GLANCE, getattr(module, "VOID", {}))
+    return module, load_sweep(results, module.MIXERS, module.FAMILIES, module.GLANCE, getattr(module, "VOID", {}))

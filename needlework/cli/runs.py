@@ -1,4 +1,4 @@
-"""The commands that train: compare, train, study. What they do is compare.py's, run.py's and study.py's."""
+"""The commands that train: compare, train, sweep. The work is done in `needlework/experiment`."""
 
 import importlib
 import os
@@ -120,9 +120,9 @@ def train(
 
 
 @app.command()
-def study(
+def sweep(
     recipes: Annotated[str, typer.Argument(help="MODULE:FUNCTION that returns several recipes, e.g. comparison:small.")],
-    name: Annotated[str | None, typer.Option(help="The study's name; default: the module's.")] = None,
+    name: Annotated[str | None, typer.Option(help="The sweep's name; default: the module's.")] = None,
     runs: Runs = Path("runs"),
     only: Annotated[list[str] | None, typer.Option(help="A recipe's name; give it again for more. Default: all.")] = None,
     workers: Annotated[int | None, typer.Option(help="Runs at a time; default: one a GPU, or two.", min=1)] = None,
@@ -136,7 +136,7 @@ def study(
     """Train and measure many recipes and seeds, in as many pieces as it takes; results go to RUNS/NAME/results."""
     import torch
 
-    from needlework.experiment.sweep import study as run_study
+    from needlework.experiment.sweep import sweep as run_sweep
 
     module, _ = split(recipes)
     found = load_recipes(recipes)
@@ -144,7 +144,7 @@ def study(
     found = tuple(changed(recipe, set_ or []) for recipe in found if not only or recipe.name in only)
     directory = place(runs, Path(module).stem if name is None else name)
     with Stop():
-        missing = run_study(found, directory, console, workers or torch.cuda.device_count() or 2, minutes)
+        missing = run_sweep(found, directory, console, workers or torch.cuda.device_count() or 2, minutes)
     if missing:
         console.print(f"{len(missing)} runs are to be done still; the same command goes on")
     else:

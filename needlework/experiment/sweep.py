@@ -1,4 +1,4 @@
-"""A study: many recipes and seeds, each a run of its own, in as many pieces as it takes; results of any machine lie side by side.
+"""A sweep: many recipes and seeds, each a run of its own, in as many pieces as it takes; results of any machine lie side by side.
 
 runs/<name>/<mixer>-<seed>/        a run (runner.py)
             results/<mixer>-<seed>.json    what it measured, with its config: what `needlework report` reads. Of a run that its
@@ -26,7 +26,7 @@ TOKENS_PER_SECOND = (
 )
 
 
-def study(
+def sweep(
     recipes: tuple[Recipe, ...], directory: Path, console: Console, workers: int, minutes: float | None = None
 ) -> list[Path]:
     """Run what has no result yet; returns the results that are missing still.
@@ -37,7 +37,7 @@ def study(
     """
     wanted = {directory / "results" / f"{name_of(recipe)}.json": recipe for recipe in recipes}
     if len(wanted) < len(recipes):
-        raise ValueError(f"study: {len(recipes)} recipes have {len(wanted)} names with seeds; each needs its own")
+        raise ValueError(f"sweep: {len(recipes)} recipes have {len(wanted)} names with seeds; each needs its own")
     runs = {path: directory / path.stem for path in wanted}
     jobs = {runs[path]: recipe for path, recipe in wanted.items() if not finished(path, recipe, runs[path])}
     readers = {recipe.corpus: recipe for recipe in jobs.values()}

@@ -1,4 +1,4 @@
-"""What a paper says, held against the runs of a study: a claim, the difference that was found, and one of a few words for it.
+"""What a paper says, held against the runs of a sweep: a claim, the difference that was found, and one of a few words for it.
 
 Shares are taken above chance, (found − chance)/(1 − chance): 0 is a guess, 1 is all. A claim is judged in this order:
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from needlework.eval.retrieval import chance
 
 from .student import holm, inside, quantile
-from .sweep import Spread, Study
+from .sweep import Spread, Sweep
 
 LEVEL = 0.05
 
@@ -95,9 +95,9 @@ def _difference(mean: float, error: float, freedom: int, n: int) -> Difference:
     return Difference(mean, quantile(freedom) * error, 1 - inside(abs(mean) / error, freedom), n)
 
 
-def judge(study: Study, claims: Iterable[Claim]) -> list[Verdict]:
+def judge(sweep: Sweep, claims: Iterable[Claim]) -> list[Verdict]:
     """A verdict a claim, in their order; Holm's adjustment is over those that have a p."""
-    found = [_measured(study, claim) for claim in claims]
+    found = [_measured(sweep, claim) for claim in claims]
     tested = [i for i, verdict in enumerate(found) if verdict.word == ""]
     adjusted = dict(zip(tested, holm([found[i].difference.p for i in tested]), strict=True))
     return [v if v.word else v._replace(p=adjusted[i], word=_word(v, adjusted[i])) for i, v in enumerate(found)]
@@ -112,24 +112,24 @@ def _word(verdict: Verdict, p: float) -> str:
     return "holds" if difference.mean > 0 else "opposite"
 
 
-def _measured(study: Study, claim: Claim) -> Verdict:
+def _measured(sweep: Sweep, claim: Claim) -> Verdict:
     """The verdict of a claim that its numbers do not decide; else all but p and the word, which is empty."""
     names = (claim.better, claim.worse)
-    if study.void.keys() & set(names):
+    if sweep.void.keys() & set(names):
         return Verdict(claim, "void, to be rerun")
-    at = [T for T in study.lengths if T / study.train_length in claim.multiples]
-    tasks = [task for task in claim.tasks if task in study.tasks]
-    sides = [{run["seed"]: above_chance(run, tasks, at) for run in study.runs.get(n, ()) if at and tasks} for n in names]
+    at = [T for T in sweep.lengths if T / sweep.train_length in claim.multiples]
+    tasks = [task for task in claim.tasks if task in sweep.tasks]
+    sides = [{run["seed"]: above_chance(run, tasks, at) for run in sweep.runs.get(n, ()) if at and tasks} for n in names]
     if not all(sides) or (claim.paired and not sides[0].keys() & sides[1].keys()):
-        absent = set(names) - study.runs.keys()
-        ended = bool(absent) and absent <= {run["name"] for run in study.ended}
+        absent = set(names) - sweep.runs.keys()
+        ended = bool(absent) and absent <= {run["name"] for run in sweep.ended}
         return Verdict(claim, "ended early" if ended else "not run")
     if claim.paired:
         both = sorted(sides[0].keys() & sides[1].keys())
         sides = [{seed: side[seed] for seed in both} for side in sides]
     verdict = Verdict(claim, "", *(Spread(tuple(side.values())) for side in sides), (paired if claim.paired else apart)(*sides))
     cells = [
-        [study.spread(n, lambda run, t=t, T=T: above_chance(run, [t], [T])).mean for n in names] for t in tasks for T in at
+        [sweep.spread(n, lambda run, t=t, T=T: above_chance(run, [t], [T])).mean for n in names] for t in tasks for T in at
     ]
     low, high = (sum(bool(_no_range(means, claim.negligible) == end) for means in cells) for end in ("chance", "the ceiling"))
     verdict = verdict._replace(cells=len(cells), low=low, high=high)

@@ -1,4 +1,4 @@
-"""Numbers and tables as the page of a study writes them, in Markdown."""
+"""Numbers and tables as the page of a sweep writes them, in Markdown."""
 
 import math
 import statistics

@@ -55,8 +55,8 @@ def found(run: dict[str, Any], tasks: Iterable[str], lengths: Iterable[int]) -> 
 
 
 @dataclass(frozen=True)
-class Study:
-    """The runs of a study by mixer, in the order in which the mixers came; `tasks` and `lengths` are those that every run has.
+class Sweep:
+    """The runs of a sweep by mixer, in the order in which the mixers came; `tasks` and `lengths` are those that every run has.
 
     ended: runs that their guard ended before the last step; void: mixer -> runs that are struck, with the reasons in `reasons`.
     Neither is in a mean, nor under `runs`.
@@ -91,13 +91,13 @@ class Study:
         return self.spread(mixer, lambda run: found(run, tasks, [T])).split(statistics.fmean(map(chance, tasks)))
 
 
-def load_study(
+def load_sweep(
     directory: Path,
     order: Iterable[str] = (),
     families: dict[str, tuple[str, ...]] | None = None,
     glance: Iterable[str] = (),
     void: dict[str, Void] | None = None,
-) -> Study:
+) -> Sweep:
     """Every run in `directory` (*.json, *.json.xz); mixers of `order` come first, in its order. A family of which fewer
     than two were run compares nothing and is left out; where none is left, there is one of all, as for a glance of which nobody was run.
 
@@ -126,15 +126,15 @@ def load_study(
             struck.setdefault(run["name"], []).append(run)
             continue
         if not run["tasks"]:
-            raise ValueError(f"{path}: tasks is empty, expected at least one: a study compares what is found")
+            raise ValueError(f"{path}: tasks is empty, expected at least one: a sweep compares what is found")
         _check_scores(run, path)
         first, begun = first or run, begun or path.name
         for key in ("lengths", "train_length", "tasks"):
             if run.get(key) != first.get(key):
-                raise ValueError(f"{path}: {key} is {run.get(key)}, {begun} has {first.get(key)}: not one study")
+                raise ValueError(f"{path}: {key} is {run.get(key)}, {begun} has {first.get(key)}: not one sweep")
         one, other = (of["corpus"]["sha256"] for of in (first, run))
         if one != other and (why := texts.apart(known.get(one), known.get(other))):
-            raise ValueError(f"{path}: corpus is {other}, {begun} has {one}: not one study ({why})")
+            raise ValueError(f"{path}: corpus is {other}, {begun} has {one}: not one sweep ({why})")
         if "ended" in run:
             ended.append(run)
             continue
@@ -154,7 +154,7 @@ def load_study(
     lengths, tasks = tuple(first["lengths"]), tuple(first["tasks"])
     present = {family: members for family, members in (families or {}).items() if len(runs.keys() & set(members)) > 1}
     seen = tuple(name for name in glance if name in runs)
-    return Study(
+    return Sweep(
         runs, lengths, first["train_length"], tasks, first["corpus"]["sha256"], tuple(ended),
         struck, {name: void[name].reason for name in struck}, others, present or {"All": tuple(runs)}, seen or tuple(runs),
     )  # fmt: skip

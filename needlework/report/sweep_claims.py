@@ -1,16 +1,16 @@
-"""The claims of a study as its page tells them: a row each, with what was found, how surely, and in one word."""
+"""The claims of a sweep as its page tells them: a row each, with what was found, how surely, and in one word."""
 
 from collections import Counter
 
 from .claims import Claim, Verdict, judge
 from .markdown import percents, points, table
-from .sweep import Study
+from .sweep import Sweep
 from .words import listing
 
 
-def claims_section(study: Study, claims: tuple[Claim, ...]) -> str:
+def claims_section(sweep: Sweep, claims: tuple[Claim, ...]) -> str:
     """How many claims have which verdict, how they were judged, and a row a claim."""
-    verdicts = judge(study, claims)
+    verdicts = judge(sweep, claims)
     if not verdicts:
         return "No claim was made before the runs."
     words = Counter(verdict.word for verdict in verdicts)

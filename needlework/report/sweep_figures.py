@@ -1,4 +1,4 @@
-"""The pictures of a study: a panel a family, its members in colour over everybody else in grey; mean over seeds, a band from least to
+"""The pictures of a sweep: a panel a family, its members in colour over everybody else in grey; mean over seeds, a band from least to
 most. A mixer whose runs are split (sweep.py) has a line, or a point, a run instead."""
 
 import statistics
@@ -9,60 +9,60 @@ from needlework.eval.retrieval import GUESS
 
 from .drawing import label_points, style
 from .palette import GRID, MUTED, SURFACE, colour, marker
-from .sweep import Study, found
+from .sweep import Sweep, found
 from .words import multiple, percent, size
 
 PANEL = (5.0, 3.1)  # inches
 
 
-def at_a_glance(study: Study, path: Path, tasks: tuple[str, ...]) -> None:
-    """One wide panel of retrieval by length for whom `study.glance` names, each with the bytes of a sequence's state at the end."""
+def at_a_glance(sweep: Sweep, path: Path, tasks: tuple[str, ...]) -> None:
+    """One wide panel of retrieval by length for whom `sweep.glance` names, each with the bytes of a sequence's state at the end."""
     from matplotlib.figure import Figure
 
-    longest = study.lengths[-1]
-    state = lambda mixer: size(study.runs[mixer][0]["state_bytes"][str(longest)])
+    longest = sweep.lengths[-1]
+    state = lambda mixer: size(sweep.runs[mixer][0]["state_bytes"][str(longest)])
     with style():
         figure = Figure(figsize=(10, 4.2))
         axes = figure.add_axes((0.06, 0.1, 0.56, 0.8))
-        _found_by_length(axes, study, study.glance, tasks, lambda mixer: f"{study.title(mixer)} · {state(mixer)}")
+        _found_by_length(axes, sweep, sweep.glance, tasks, lambda mixer: f"{sweep.title(mixer)} · {state(mixer)}")
         axes.set_title(f"Found by length · bytes of state after {longest:,} tokens")
         _save(figure, path)
 
 
-def retrieval_by_length(study: Study, path: Path, tasks: tuple[str, ...]) -> None:
+def retrieval_by_length(sweep: Sweep, path: Path, tasks: tuple[str, ...]) -> None:
     """Share of the values' tokens found, the mean of `tasks`, against length in multiples of the training length."""
     with style():
-        figure, panels = _panels(study)
-        for axes, (family, members) in zip(panels, study.families.items(), strict=False):
-            _found_by_length(axes, study, members, tasks, study.title)
+        figure, panels = _panels(sweep)
+        for axes, (family, members) in zip(panels, sweep.families.items(), strict=False):
+            _found_by_length(axes, sweep, members, tasks, sweep.title)
             axes.set_title(family)
         _save(figure, path)
 
 
-def _found_by_length(axes, study: Study, members: tuple[str, ...], tasks: tuple[str, ...], label: Callable[[str], str]) -> None:
+def _found_by_length(axes, sweep: Sweep, members: tuple[str, ...], tasks: tuple[str, ...], label: Callable[[str], str]) -> None:
     axes.grid(axis="y")
     axes.set_ylim(-0.03, 1.03)
     axes.set_yticks([0, GUESS, 0.5, 1], ["0 %", "guess", "50 %", "100 %"])
     axes.set_xscale("log", base=2)
-    axes.set_xticks(study.lengths, [multiple(T, study.train_length) for T in study.lengths])
+    axes.set_xticks(sweep.lengths, [multiple(T, sweep.train_length) for T in sweep.lengths])
     axes.minorticks_off()
-    split = lambda mixer: any(study.split(mixer, tasks, T) for T in study.lengths)
-    _curves(axes, study, members, lambda run: [(T, found(run, tasks, [T])) for T in study.lengths], label, split)
+    split = lambda mixer: any(sweep.split(mixer, tasks, T) for T in sweep.lengths)
+    _curves(axes, sweep, members, lambda run: [(T, found(run, tasks, [T])) for T in sweep.lengths], label, split)
 
 
-def loss_by_position(study: Study, path: Path) -> None:
+def loss_by_position(sweep: Sweep, path: Path) -> None:
     """Nats per token of long documents by position, minus the median run's there: what differs is a hundredth of the loss, until a
     mixer has left the length that it knows. Linear to a tenth of a nat either way, logarithmic beyond."""
     from matplotlib.ticker import FuncFormatter
 
-    runs = [run for of in study.runs.values() for run in of]
+    runs = [run for of in sweep.runs.values() for run in of]
     starts = runs[0]["positions"]["from"]
     middle = [statistics.median(run["positions"]["loss"][i] for run in runs) for i in range(len(starts))]
     ends = [*starts[1:], 2 * starts[-1]]
     points = lambda run: [(end, x - m) for end, x, m in zip(ends, run["positions"]["loss"], middle, strict=True)]
     with style():
-        figure, panels = _panels(study)
-        for axes, (family, members) in zip(panels, study.families.items(), strict=False):
+        figure, panels = _panels(sweep)
+        for axes, (family, members) in zip(panels, sweep.families.items(), strict=False):
             axes.grid(axis="y")
             axes.set_xscale("log", base=2)
             axes.set_xticks(ends, [f"{end:,}" if end < 1024 else f"{end // 1024}K" for end in ends])
@@ -70,12 +70,12 @@ def loss_by_position(study: Study, path: Path) -> None:
             axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g}" if y else "0"))
             axes.minorticks_off()
             axes.axhline(0, color=MUTED, linewidth=0.8, dashes=(2, 3))
-            _curves(axes, study, members, points, study.title)
+            _curves(axes, sweep, members, points, sweep.title)
             axes.set_title(family)
         _save(figure, path)
 
 
-def retrieval_by_state(study: Study, path: Path, tasks: tuple[str, ...], lengths: tuple[int, ...]) -> None:
+def retrieval_by_state(sweep: Sweep, path: Path, tasks: tuple[str, ...], lengths: tuple[int, ...]) -> None:
     """The same share against the bytes that one sequence's state takes, a panel a length."""
     from matplotlib.figure import Figure
 
@@ -84,11 +84,11 @@ def retrieval_by_state(study: Study, path: Path, tasks: tuple[str, ...], lengths
         for n, T in enumerate(lengths):
             height = 1 / len(lengths)
             axes = figure.add_axes((0.07, 1 - (n + 1) * height + 0.13 * height, 0.62, 0.79 * height))
-            _by_state(axes, study, tasks, T)
+            _by_state(axes, sweep, tasks, T)
         _save(figure, path)
 
 
-def _by_state(axes, study: Study, tasks: tuple[str, ...], T: int) -> None:
+def _by_state(axes, sweep: Sweep, tasks: tuple[str, ...], T: int) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axes.grid(axis="y")
@@ -99,32 +99,32 @@ def _by_state(axes, study: Study, tasks: tuple[str, ...], T: int) -> None:
     axes.set_ylim(-0.03, 1.03)
     axes.set_yticks([0, GUESS, 0.5, 1], ["0 %", "guess", "50 %", "100 %"])
     axes.set_xlabel(f"bytes of state that a sequence of {T:,} tokens holds")
-    axes.set_title(f"Found at {multiple(T, study.train_length)} the training length, by state size")
+    axes.set_title(f"Found at {multiple(T, sweep.train_length)} the training length, by state size")
     points, shown = [], set()
-    for family, members in enumerate(study.families.values()):
-        for i, mixer in enumerate(m for m in members if m in study.runs and m not in shown):
+    for family, members in enumerate(sweep.families.values()):
+        for i, mixer in enumerate(m for m in members if m in sweep.runs and m not in shown):
             shown.add(mixer)  # a baseline of two families is drawn with the first
-            share = study.spread(mixer, lambda run: found(run, tasks, [T]))
-            x = study.runs[mixer][0]["state_bytes"][str(T)]
-            if study.split(mixer, tasks, T):
+            share = sweep.spread(mixer, lambda run: found(run, tasks, [T]))
+            x = sweep.runs[mixer][0]["state_bytes"][str(T)]
+            if sweep.split(mixer, tasks, T):
                 axes.plot([x] * share.n, share.values, marker(i), color=colour(family))
                 said = " / ".join(map(percent, share.values))
             else:
                 axes.errorbar(x, share.mean, yerr=share.deviation or 0, color=colour(family), fmt=marker(i), capsize=2)
                 said = percent(share.mean)
-            points.append((family, x, statistics.median(share.values), f"{study.title(mixer)} {said}"))
+            points.append((family, x, statistics.median(share.values), f"{sweep.title(mixer)} {said}"))
     label_points(axes, points, at=1.03)
 
 
-def _panels(study: Study):
+def _panels(sweep: Sweep):
     from matplotlib.figure import Figure
 
     columns = 2
-    rows = -(-len(study.families) // columns)
+    rows = -(-len(sweep.families) // columns)
     width, height = PANEL[0] * columns, PANEL[1] * rows
     figure = Figure(figsize=(width, height))
     panels = []
-    for n in range(len(study.families)):
+    for n in range(len(sweep.families)):
         left, bottom = (n % columns) / columns, 1 - (n // columns + 1) / rows
         panels.append(figure.add_axes((left + 0.05, bottom + 0.3 / height, 0.24, 1 / rows - 0.75 / height)))
     return figure, panels
@@ -132,7 +132,7 @@ def _panels(study: Study):
 
 def _curves(
     axes,
-    study: Study,
+    sweep: Sweep,
     members: tuple[str, ...],
     points: Callable,
     label: Callable[[str], str],
@@ -140,7 +140,7 @@ def _curves(
 ) -> None:
     """Each member's mean and its band of seeds, of a split one its runs; every other mixer's mean in grey."""
     ends = []
-    for mixer, runs in study.runs.items():
+    for mixer, runs in sweep.runs.items():
         lines = [points(run) for run in runs]
         xs = [x for x, _ in lines[0]]
         columns = list(zip(*[[y for _, y in line] for line in lines], strict=True))

@@ -1,4 +1,4 @@
-"""The page of a study: what was run, what was found, which claims hold, and what it cannot say. Markdown, from the runs alone."""
+"""The page of a sweep: what was run, what was found, which claims hold, and what it cannot say. Markdown, from the runs alone."""
 
 import json
 import statistics
@@ -13,45 +13,45 @@ from . import sweep_figures as figures
 from .claims import Claim
 from .markdown import decimal, mean, percents, table
 from .rows import CSV, rows
-from .sweep import Study, found
+from .sweep import Sweep, found
 from .sweep_claims import claims_section
 from .words import count, listing, multiple, size
 
 
-def write_page(study: Study, directory: Path, claims: tuple[Claim, ...], limits: str) -> Path:
+def write_page(sweep: Sweep, directory: Path, claims: tuple[Claim, ...], limits: str) -> Path:
     """README.md and its pictures in `directory`; equal runs give equal bytes. `limits` is what the author knows it cannot say."""
-    tasks, shown = study.tasks, (study.lengths[0], study.lengths[len(study.lengths) // 2 - 1], study.lengths[-1])
-    figures.at_a_glance(study, directory / "glance.png", tasks)
-    figures.retrieval_by_length(study, directory / "retrieval.png", tasks)
-    figures.retrieval_by_state(study, directory / "state.png", tasks, tuple(dict.fromkeys(shown)))
+    tasks, shown = sweep.tasks, (sweep.lengths[0], sweep.lengths[len(sweep.lengths) // 2 - 1], sweep.lengths[-1])
+    figures.at_a_glance(sweep, directory / "glance.png", tasks)
+    figures.retrieval_by_length(sweep, directory / "retrieval.png", tasks)
+    figures.retrieval_by_state(sweep, directory / "state.png", tasks, tuple(dict.fromkeys(shown)))
     sections = [
-        _summary(study),
+        _summary(sweep),
         "![Retrieval at a glance](glance.png)",
         _BANDS,
         "![Retrieval by length](retrieval.png)",
         "![Retrieval against state bytes](state.png)",
     ]
-    sections += ["## Which claims hold", claims_section(study, claims)]
-    if study.void:
-        sections += ["## What is void", _void(study)]
-    if study.ended:
-        sections += ["## What ended early", _ended(study)]
-    sections += ["## Every mixer", _overview(study)]
-    if all("positions" in run for runs in study.runs.values() for run in runs):
-        figures.loss_by_position(study, directory / "positions.png")
+    sections += ["## Which claims hold", claims_section(sweep, claims)]
+    if sweep.void:
+        sections += ["## What is void", _void(sweep)]
+    if sweep.ended:
+        sections += ["## What ended early", _ended(sweep)]
+    sections += ["## Every mixer", _overview(sweep)]
+    if all("positions" in run for runs in sweep.runs.values() for run in runs):
+        figures.loss_by_position(sweep, directory / "positions.png")
         sections += ["## Loss by position", _POSITIONS, "![Loss by position](positions.png)"]
-    runs = (run for of in study.runs.values() for run in of)
-    write_whole(directory / CSV, rows(runs, tasks, study.lengths, study.train_length))
+    runs = (run for of in sweep.runs.values() for run in of)
+    write_whole(directory / CSV, rows(runs, tasks, sweep.lengths, sweep.train_length))
     sections += [
         "## Every task, by length",
         f"As rows, a mixer, seed, task and length each: [{CSV}]({CSV}).",
-        *(_task(study, task) for task in tasks),
+        *(_task(sweep, task) for task in tasks),
     ]
-    if diagnoses := _diagnoses(study):
+    if diagnoses := _diagnoses(sweep):
         sections += ["## Inside the models", diagnoses]
     sections += ["## What this cannot say", limits]
     path = directory / "README.md"
-    parameters = [run["parameters"] for runs in study.runs.values() for run in runs]
+    parameters = [run["parameters"] for runs in sweep.runs.values() for run in runs]
     title = f"# The comparison at {count(statistics.median(parameters))} parameters"
     write_whole(path, "\n\n".join([title, *sections]) + "\n")
     return path
@@ -67,21 +67,21 @@ _POSITIONS = (
 )
 
 
-def _summary(study: Study) -> str:
-    runs = [run for of in study.runs.values() for run in of]
-    counts = [len(of) for of in study.runs.values()]
+def _summary(sweep: Sweep) -> str:
+    runs = [run for of in sweep.runs.values() for run in of]
+    counts = [len(of) for of in sweep.runs.values()]
     seeds = f"{_from_to(counts)} seed{'s' if max(counts) > 1 else ''}"
     told = f"{_SPREAD} " if max(counts) > 1 else "No number has a spread; "
     machines = sorted({f"{run['machine']}, torch {run['versions']['torch']}" for run in runs})
     commits = sorted({_code(run) for run in runs})
-    others = [_other(study, digest) for digest in study.others]
+    others = [_other(sweep, digest) for digest in sweep.others]
     struck = (
-        f" **Void: {listing([of[0]['title'] for of in study.void.values()])}**, [why](#what-is-void)." if study.void else ""
+        f" **Void: {listing([of[0]['title'] for of in sweep.void.values()])}**, [why](#what-is-void)." if sweep.void else ""
     )
     return (
-        f"{len(study.runs)} mixer{'s' if len(study.runs) > 1 else ''}, {seeds} each, {_from_to(run['parameters'] for run in runs)} "
-        f"parameters, {_from_to(run['train']['tokens'] for run in runs)} training tokens of length {study.train_length:,}, "
-        f"{_recipe(runs)} and for a seed one order of data.{struck} Corpus SHA-256 {study.corpus[:16]}.{''.join(others)} Trained on "
+        f"{len(sweep.runs)} mixer{'s' if len(sweep.runs) > 1 else ''}, {seeds} each, {_from_to(run['parameters'] for run in runs)} "
+        f"parameters, {_from_to(run['train']['tokens'] for run in runs)} training tokens of length {sweep.train_length:,}, "
+        f"{_recipe(runs)} and for a seed one order of data.{struck} Corpus SHA-256 {sweep.corpus[:16]}.{''.join(others)} Trained on "
         f"{'; '.join(machines)}; code {', '.join(commits)}. {told}every run is beside this page, with its config."
     )
 
@@ -119,50 +119,50 @@ def _code(run: dict[str, Any]) -> str:
     return run["commit"][:10] if run["commit"] else "of no known commit"  # a copy without its history has none
 
 
-def _other(study: Study, digest: str) -> str:
+def _other(sweep: Sweep, digest: str) -> str:
     """Who read a text that is not quite the first one's, and what that has."""
     who = [
-        f"{run['title']}, seed {run['seed']}," for of in study.runs.values() for run in of if run["corpus"]["sha256"] == digest
+        f"{run['title']}, seed {run['seed']}," for of in sweep.runs.values() for run in of if run["corpus"]["sha256"] == digest
     ]
-    return f" {' and '.join(who)} read {digest[:16]}: {study.others[digest]}."
+    return f" {' and '.join(who)} read {digest[:16]}: {sweep.others[digest]}."
 
 
-def _void(study: Study) -> str:
+def _void(sweep: Sweep) -> str:
     rows = []
-    for mixer, runs in study.void.items():
+    for mixer, runs in sweep.void.items():
         seeds = ", ".join(str(seed) for seed in sorted(run["seed"] for run in runs))
-        rows.append((runs[0]["title"], seeds, ", ".join(sorted({_code(run) for run in runs})), study.reasons[mixer]))
+        rows.append((runs[0]["title"], seeds, ", ".join(sorted({_code(run) for run in runs})), sweep.reasons[mixer]))
     head = ("mixer", "seeds", "code", "why")
     return f"These runs are struck until they are run again: no table, picture or claim has them.\n\n{table(head, rows)}"
 
 
-def _ended(study: Study) -> str:
+def _ended(sweep: Sweep) -> str:
     head = ("mixer", "seed", "code", "step", "why")
     rows = []
-    for run in study.ended:
+    for run in sweep.ended:
         where = run["ended"]
         rows.append((run["title"], str(run["seed"]), _code(run), f"{where['step']:,} of {where['steps']:,}", where["why"]))
     return f"The guard ended these runs; no mean and no claim has them.\n\n{table(head, rows)}"
 
 
-def _overview(study: Study) -> str:
-    near, far = study.lengths[0], study.lengths[-1]
+def _overview(sweep: Sweep) -> str:
+    near, far = sweep.lengths[0], sweep.lengths[-1]
     head = (
         "mixer",
         "seeds",
         "loss",
-        *(f"found at {multiple(T, study.train_length)}" for T in study.lengths),
+        *(f"found at {multiple(T, sweep.train_length)}" for T in sweep.lengths),
         "tokens/s",
         f"state at {far:,}",
     )
-    rows, guess = [], statistics.fmean(chance(task) for task in study.tasks)
-    for mixer, runs in study.runs.items():
-        shares = [study.spread(mixer, lambda run, T=T: found(run, study.tasks, [T])) for T in study.lengths]
-        loss = study.spread(mixer, lambda run: run["loss"][str(near)])
-        speed = study.spread(mixer, lambda run: run["train"]["tokens_per_second"])
+    rows, guess = [], statistics.fmean(chance(task) for task in sweep.tasks)
+    for mixer, runs in sweep.runs.items():
+        shares = [sweep.spread(mixer, lambda run, T=T: found(run, sweep.tasks, [T])) for T in sweep.lengths]
+        loss = sweep.spread(mixer, lambda run: run["loss"][str(near)])
+        speed = sweep.spread(mixer, lambda run: run["train"]["tokens_per_second"])
         rows.append(
             (
-                study.title(mixer),
+                sweep.title(mixer),
                 str(loss.n),
                 decimal(loss, 3),
                 *(percents(share, guess) for share in shares),
@@ -171,33 +171,33 @@ def _overview(study: Study) -> str:
             )
         )
     return (
-        f"{table(head, rows)}\n\n`found` is the mean of all tasks: {', '.join(study.tasks)}; in percent of the values' tokens."
+        f"{table(head, rows)}\n\n`found` is the mean of all tasks: {', '.join(sweep.tasks)}; in percent of the values' tokens."
     )
 
 
-def _task(study: Study, task: str) -> str:
-    head = (task, *(multiple(T, study.train_length) for T in study.lengths))
-    rows = [(study.title(m), *(percents(study.accuracy(m, task, T), chance(task)) for T in study.lengths)) for m in study.runs]
+def _task(sweep: Sweep, task: str) -> str:
+    head = (task, *(multiple(T, sweep.train_length) for T in sweep.lengths))
+    rows = [(sweep.title(m), *(percents(sweep.accuracy(m, task, T), chance(task)) for T in sweep.lengths)) for m in sweep.runs]
     return table(head, rows)
 
 
-def _diagnoses(study: Study) -> str:
+def _diagnoses(sweep: Sweep) -> str:
     """A table a rule: each of its numbers, a mean over layers and seeds."""
     tables = []
     for rule in ("qdelta", "ccq", "carve", "lucid", "polar"):
         rows, names = [], ()
-        for mixer, runs in study.runs.items():
+        for mixer, runs in sweep.runs.items():
             layers = [layer for run in runs for layer in run.get("diagnostics", {}).get(rule, [])]
             if layers:
                 names = tuple(layers[0])
-                rows.append((study.title(mixer), *(mean(x[n] for x in layers) for n in names)))
+                rows.append((sweep.title(mixer), *(mean(x[n] for x in layers) for n in names)))
         if rows:
             tables.append(table((rule, *(n.replace("_", " ") for n in names)), rows))
     rows = []
-    for mixer, runs in study.runs.items():
+    for mixer, runs in sweep.runs.items():
         norms = [run["diagnostics"]["state_norms"] for run in runs if "state_norms" in run.get("diagnostics", {})]
         if norms:
-            rows.append((study.title(mixer), *(mean((x for n in norms for x in n[str(T)]), 3) for T in study.lengths)))
+            rows.append((sweep.title(mixer), *(mean((x for n in norms for x in n[str(T)]), 3) for T in sweep.lengths)))
     if rows:
-        tables.append(table(("norm of the state", *(multiple(T, study.train_length) for T in study.lengths)), rows))
+        tables.append(table(("norm of the state", *(multiple(T, sweep.train_length) for T in sweep.lengths)), rows))
     return "\n\n".join(tables)

@@ -1,7 +1,7 @@
-"""The texts that the runs of a study read: one, or such as are one to what is measured.
+"""The texts that the runs of a sweep read: one, or such as are one to what is measured.
 
 The packages of two machines, or of one machine on two days, are not the same to the last version. Beside the results lie the
-manifests of what was read, `corpora/<sha256>.json` (or .json.xz). Two texts are of one study if their held-out sides are the same packages, each
+manifests of what was read, `corpora/<sha256>.json` (or .json.xz). Two texts are of one sweep if their held-out sides are the same packages, each
 cut into as many tokens, so that what is measured is the same; and if the packages that differ are less than a hundredth of the
 training side.
 """
@@ -15,7 +15,7 @@ MOST = 0.01  # of the training side's bytes
 
 
 def manifests(directory: Path) -> dict[str, dict[str, Any]]:
-    """Digest -> manifest, of a study's results; ValueError names a file that is none."""
+    """Digest -> manifest, of a sweep's results; ValueError names a file that is none."""
     found = {}
     for path in json_files(directory / "corpora"):
         try:

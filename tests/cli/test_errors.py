@@ -56,8 +56,8 @@ def said(place, monkeypatch, capfd):
     """What `needlework …`, run in that folder, says on stderr when it ends with one of these statuses."""
     from needlework import cli
 
-    for where in ("run.train", "compare.work", "study.work"):  # what is taken for right is not to run for minutes
-        monkeypatch.setattr(f"needlework.{where}", lambda *_, **__: pytest.fail("it trains"))
+    for where in ("runner.train", "compare.work", "sweep.work"):  # what is taken for right is not to run for minutes
+        monkeypatch.setattr(f"needlework.experiment.{where}", lambda *_, **__: pytest.fail("it trains"))
 
     def run(arguments, statuses):
         monkeypatch.chdir(place)
@@ -98,8 +98,8 @@ def train(recipe, *more):
         (train("own.py:three"), "recipe 'own.py:three': returned int, expected a Recipe"),
         (train("own.py:none"), "returned NoneType, expected a Recipe"),
         (train("demo:compare"), "returned tuple, expected a Recipe"),
-        (("study", "demo:qdelta"), "returned Recipe, expected a tuple of Recipes"),
-        (("study", "own.py:several", "--only", "nobody"), "unknown recipe 'nobody'"),
+        (("sweep", "demo:qdelta"), "returned Recipe, expected a tuple of Recipes"),
+        (("sweep", "own.py:several", "--only", "nobody"), "unknown recipe 'nobody'"),
         (train("own.py:key"), "own.py, line 6: KeyError: 'k'"),
         (train("syntax.py:run"), "syntax.py, line 2: SyntaxError: invalid syntax"),
         (train("import.py:run"), "import.py, line 3: ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
@@ -128,7 +128,7 @@ def train(recipe, *more):
         (train("own.py:outside"), "../../x"),
         (train("own.py:outside", "--name", "inside"), "../../x"),
         (("compare", "--name", "../x"), "--name '../x': expected the name of a folder in runs"),
-        (("study", "own.py:several", "--name", "a/b"), "--name 'a/b': expected the name of a folder in runs"),
+        (("sweep", "own.py:several", "--name", "a/b"), "--name 'a/b': expected the name of a folder in runs"),
         (train("demo:qdelta", "--runs", "text.txt"), "Not a directory: 'text.txt"),
         # texts
         *((command, "no such file or directory: nowhere.txt") for command in (
@@ -163,8 +163,8 @@ def test_a_mistake_is_one_line_that_says_which(said, arguments, says):
     [
         ("nothing",), ("train",), ("presets", "more"), ("mixers", "--length", "0"), ("train", "demo:qdelta", "--steps", "0"),
         ("eval", "good", "--length", "0"), ("eval", "good", "--length", "-5"), ("generate", "good", "--prompt", "x", "--tokens", "0"),
-        ("generate", "good", "--prompt", "x", "--seed", "99999999999999999999"), ("study", "own.py:several", "--workers", "0"),
-        ("study", "own.py:several", "--minutes=-1"),
+        ("generate", "good", "--prompt", "x", "--seed", "99999999999999999999"), ("sweep", "own.py:several", "--workers", "0"),
+        ("sweep", "own.py:several", "--minutes=-1"),
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -187,7 +187,7 @@ def test_doctor_without_triton_says_what_to_install(said, monkeypatch):
     assert said(("doctor",), {1}).startswith("needlework: doctor: Triton is not installed; pip install triton")
 
 
-def test_a_torn_result_is_named_by_the_study_that_reads_it(said, tmp_path):
+def test_a_torn_result_is_named_by_the_sweep_that_reads_it(said, tmp_path):
     (tmp_path / "qdelta-0.json").write_text('{"name": "qde')
     told = said(("report", str(tmp_path)), {1})
     assert told.startswith(f"needlework: {tmp_path / 'qdelta-0.json'}: ") and told.count("\n") == 1

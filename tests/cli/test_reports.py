@@ -1,4 +1,4 @@
-"""What a study says to do next can be done: the command runs as it is printed, or none is printed."""
+"""What a sweep says to do next can be done: the command runs as it is printed, or none is printed."""
 
 import json
 import shlex
@@ -18,7 +18,7 @@ RUN = {
 
 
 @pytest.fixture
-def study(tmp_path):
+def sweep(tmp_path):
     """A folder of results and a module, with names that a shell would take apart."""
     results, module = tmp_path / "my $runs" / "results", tmp_path / "it's mine.py"
     results.mkdir(parents=True)
@@ -27,25 +27,25 @@ def study(tmp_path):
     return results, module
 
 
-def test_the_command_that_is_suggested_makes_the_page(study, needlework, monkeypatch):
-    results, module = study
+def test_the_command_that_is_suggested_makes_the_page(sweep, needlework, monkeypatch):
+    results, module = sweep
     program, *arguments = shlex.split(page_of(results, str(module)))
     made = []
-    monkeypatch.setattr(sweep_page, "write_page", lambda study, directory, *_: made.append((list(study.runs), directory)))
+    monkeypatch.setattr(sweep_page, "write_page", lambda sweep, directory, *_: made.append((list(sweep.runs), directory)))
     needlework(*arguments)
     assert program == "needlework" and made == [(["qdelta"], results)]
 
 
 @pytest.mark.parametrize("name", ["MIXERS", "FAMILIES", "GLANCE", "CLAIMS", "LIMITS"])
-def test_a_module_that_makes_no_page_is_named_and_nothing_is_suggested(study, needlework, name):
-    results, module = study
+def test_a_module_that_makes_no_page_is_named_and_nothing_is_suggested(sweep, needlework, name):
+    results, module = sweep
     module.write_text(MODULE.replace(name, "OTHER"))
     why = f"{module} has no {name}, which a page is made of"
     assert page_of(results, str(module)) == f"results: {results} (no page of them: {why})"
     assert needlework("report", results, "--of", module, ok=False) == f"needlework: {why}\n"
 
 
-def test_results_that_make_no_page_suggest_none(study):
-    results, module = study
+def test_results_that_make_no_page_suggest_none(sweep):
+    results, module = sweep
     (results / "qdelta-1.json").write_text(json.dumps(RUN | {"seed": 1, "lengths": [128]}))
     assert page_of(results, str(module)).startswith(f"results: {results} (no page of them: {results / 'qdelta-1.json'}: ")

@@ -1,4 +1,4 @@
-"""A study from the command line: many recipes in pieces, results side by side, a page."""
+"""A sweep from the command line: many recipes in pieces, results side by side, a page."""
 
 import ast
 import json
@@ -49,15 +49,15 @@ def own(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_study_runs_in_pieces_and_its_page_is_made_of_its_results(needlework, own, tmp_path):
+def test_a_sweep_runs_in_pieces_and_its_page_is_made_of_its_results(needlework, own, tmp_path):
     runs = ("--runs", tmp_path / "runs", "--workers", 1)
 
-    stopped = needlework("study", f"{own}:both", *runs, "--minutes", 0)
+    stopped = needlework("sweep", f"{own}:both", *runs, "--minutes", 0)
     assert "4 runs are to be done still" in stopped
-    first = needlework("study", f"{own}:both", *runs, "--only", "qdelta")
+    first = needlework("sweep", f"{own}:both", *runs, "--only", "qdelta")
     results = tmp_path / "runs" / "my own" / "results"
     assert {path.name for path in results.glob("*.json")} == {"qdelta-0.json", "qdelta-1.json"}
-    assert "2 of 4 runs are done" in needlework("study", f"{own}:both", *runs)
+    assert "2 of 4 runs are done" in needlework("sweep", f"{own}:both", *runs)
     assert "0 of 2 done; about" in first
     # what it says to do next can be done, also where names need quotes
     suggested = [line for line in first.splitlines() if line.startswith("all done; needlework report ")]
@@ -73,7 +73,7 @@ def test_a_study_runs_in_pieces_and_its_page_is_made_of_its_results(needlework, 
 
 
 def test_a_run_that_its_guard_ends_is_a_result_and_is_not_run_again(needlework, own, tmp_path):
-    small = ("study", f"{own}:both", "--runs", tmp_path / "runs", "--workers", 1, "--only", "softmax")
+    small = ("sweep", f"{own}:both", "--runs", tmp_path / "runs", "--workers", 1, "--only", "softmax")
     # any rise is a spike, and at this rate there is one
     spoilt = ("--set", "train.guard.spike=1.0001", "--set", "train.guard.window=1", "--set", "train.optim.lr=1.0")
     assert "its running median" in needlework(*small, *spoilt, ok=False)
@@ -85,8 +85,14 @@ def test_a_run_that_its_guard_ends_is_a_result_and_is_not_run_again(needlework, 
     assert "ended early" in needlework("report", results, "--of", own, ok=False)
 
 
-def test_a_study_of_nothing_is_refused(needlework, tmp_path):
+def test_a_sweep_of_nothing_is_refused(needlework, tmp_path):
     own = tmp_path / "own.py"
     own.write_text(OWN.format(text=""))
-    assert "returned an empty tuple, expected a tuple of Recipes" in needlework("study", f"{own}:none", ok=False)
-    assert "returned Recipe, expected a tuple of Recipes" in needlework("study", "demo:softmax", ok=False)
+    assert "returned an empty tuple, expected a tuple of Recipes" in needlework("sweep", f"{own}:none", ok=False)
+    assert "returned Recipe, expected a tuple of Recipes" in needlework("sweep", "demo:softmax", ok=False)
+
+
+def test_the_old_command_names_the_new_one_in_one_line_and_does_the_same(needlework):
+    said = needlework("study", "demo:softmax", ok=False)
+    assert said.splitlines()[0] == "needlework study is now needlework sweep"
+    assert said.endswith(needlework("sweep", "demo:softmax", ok=False)) and len(said.splitlines()) == 2

@@ -6,7 +6,7 @@ import pytest
 
 from needlework.report import student
 from needlework.report.claims import Claim, above_chance, apart, judge, paired
-from needlework.report.sweep import Study
+from needlework.report.sweep import Sweep
 
 BETTER = Claim("b finds more", "b", "w", ("needle",), (1.0,))
 
@@ -16,13 +16,13 @@ def runs(shares, task="needle"):
     return [{"seed": s, "name": "", task: {"8": {"accuracy": x}, "16": {"accuracy": 0.0}}} for s, x in shares.items()]
 
 
-def study(**sides):
-    return Study({name: runs(shares) for name, shares in sides.items()}, (8, 16), 8, ("needle",), "")
+def sweep(**sides):
+    return Sweep({name: runs(shares) for name, shares in sides.items()}, (8, 16), 8, ("needle",), "")
 
 
 def verdict(better, worse, claim=BETTER, *more):
     of = lambda shares: shares if isinstance(shares, dict) else dict(enumerate(shares))
-    return judge(study(b=of(better), w=of(worse)), (claim, *more))[0]
+    return judge(sweep(b=of(better), w=of(worse)), (claim, *more))[0]
 
 
 def test_students_t_is_what_the_tables_say():
