@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from needlework.layers.config import Config, Width
 from needlework.layers.fields import Count, Positive
 from needlework.layers.norm import wide
+from needlework.ops.common.decay import retention
 
 
 def inverse_softplus(x: Tensor) -> Tensor:
@@ -168,6 +169,4 @@ class _FixedGate(nn.Module):
         self.heads = width.value_heads
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.arange(self.heads, dtype=wide(x[:0]).dtype, device=x.device)
-        g = torch.log1p(-(2.0 ** -(5 + h)))
-        return g.expand(*x.shape[:2], self.heads)
+        return retention(self.heads, x).expand(*x.shape[:2], self.heads)

@@ -18,3 +18,9 @@ def sums_between(g: Tensor) -> Tensor:
     C = g.shape[-1]
     before = torch.ones(C, C, dtype=torch.bool, device=g.device).tril(-1)
     return torch.where(before, g.double()[..., :, None], 0).cumsum(-2).masked_fill_(before.mT, -torch.inf)
+
+
+def retention(heads: int, like: Tensor) -> Tensor:
+    """RetNet's log decays log(1 − 2^{−5−h}), h = 0, 1, … [heads]: constants, in float32 (float64 for a float64 `like`)."""
+    h = torch.arange(heads, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    return torch.log1p(-(2.0 ** -(5 + h)))
