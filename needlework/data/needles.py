@@ -98,7 +98,7 @@ class NeedleMix:
         """Which pair stands in each of the row's places, [m], and the cuts, [m]: one block, the rest around it."""
         least, most = self.dense_pairs
         places = n // WIDTH
-        pairs = rng.integers(least, min(most, places // 2) + 1)
+        pairs = int(rng.integers(least, min(most, places // 2) + 1))
         rounds = np.tile(np.arange(pairs), (places // pairs + 1, 1))
         rounds[1:] = rng.permuted(rounds[1:], axis=1)
         return rounds.ravel()[:places], np.full(places, rng.integers(n - places * WIDTH + 1))

@@ -66,9 +66,9 @@ class Files(TextSource):
         """The manifest's list of files that are not, with the reason of each."""
         return self.survey.skipped
 
-    def split(self) -> dict[str, Any]:
+    def sides(self) -> dict[str, Any]:
         if self.survey.longest is None:
-            return super().split()
+            return super().sides()
         return {"by": "end of the longest document", "share": self.held_out, "from_byte": self.survey.cut}
 
     def holds_out(self, key: str) -> bool:

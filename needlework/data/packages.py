@@ -97,6 +97,9 @@ class Packages(TextSource):
         return [package for package in order if package.files]
 
 
+Digest = bytes  # inside Package, `bytes` is a field
+
+
 @dataclass
 class Package:
     """One package: its files, (name, path) each, and what its text is."""
@@ -107,7 +110,7 @@ class Package:
     bytes: int = 0
     sha256: str = ""
 
-    def choose(self, seen: set[bytes], lines: set[int]):
+    def choose(self, seen: set[Digest], lines: set[int]) -> None:
         """Keep the files that are text worth reading; seen: digests of files, lines: hashes of held-out lines, both added to."""
         digest, kept = hashlib.sha256(), []
         for name, path in self.files:

@@ -119,7 +119,7 @@ def _claimed(directory: Path, config: StoreConfig) -> Hub | Local | Files | Pack
         raise StoreError(
             f"corpus {directory}: made with another {', '.join(different)}; choose another directory, or remove it"
         )
-    return replace(config.source, revision=there["revision"]) if there["revision"] else config.source
+    return replace(config.source, revision=there["revision"]) if isinstance(config.source, Hub) else config.source
 
 
 def _tokenizer(config: StoreConfig, source: Hub | Local | Files | Packages, path: Path, on_progress: Callable) -> Tokenizer:
@@ -247,7 +247,7 @@ def _manifest(source, tokenizer, tokenizer_sha256, listed, size, stores, full) -
             "held_out_tokens": stores["held_out"]["tokens"],
         }
         | source.left(),
-        "split": source.split(),
+        "split": source.sides(),
         "stores": stores,
         "versions": {name: version(name) for name in ("datasets", "tokenizers", "numpy") if find_spec(name)},
         "files": listed,

@@ -47,7 +47,7 @@ class TextSource:
         """The manifest's list of files without text."""
         return []
 
-    def split(self) -> dict[str, Any]:
+    def sides(self) -> dict[str, Any]:
         """What the manifest says of the sides."""
         return {"by": "sha256 of the key", "share": self.held_out}
 

@@ -45,7 +45,7 @@ class Writer:
         self._tokens = _opened(directory / TOKENS, tokens * self.dtype.itemsize)
         self._ends = _opened(directory / ENDS, documents * 8)
 
-    def write(self, tokens: np.ndarray, ends: bool):
+    def write(self, tokens: np.ndarray, ends: bool) -> None:
         """Append tokens [n]; with `ends` they are the last ones of their document."""
         self._tokens.write(np.ascontiguousarray(tokens, self.dtype).data)
         self.tokens += len(tokens)
@@ -76,10 +76,10 @@ class Writer:
         write_whole(self.directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         return manifest
 
-    def forget_ends(self):
+    def forget_ends(self) -> None:
         (self.directory / ENDS).unlink()
 
-    def close(self):
+    def close(self) -> None:
         self._tokens.close()
         self._ends.close()
 
@@ -106,7 +106,7 @@ def open_store(directory: str | Path) -> tuple[Documents, dict[str, Any]]:
     return Documents(np.memmap(directory / TOKENS, dtype, "r"), offsets), manifest
 
 
-def verify_store(directory: str | Path):
+def verify_store(directory: str | Path) -> None:
     """Read the whole store and compare its digests; StoreError names the file that is not what was written."""
     directory = Path(directory)
     _, manifest = open_store(directory)
@@ -124,7 +124,7 @@ def open_corpus(directory: str | Path) -> Corpus:
     return Corpus(train, held_out, load_tokenizer(directory / TOKENIZER), read_json(directory / MANIFEST))
 
 
-def verify_corpus(directory: str | Path):
+def verify_corpus(directory: str | Path) -> None:
     """Read all of a finished corpus and compare every digest; StoreError names the file that is not what was written."""
     directory = Path(directory)
     manifest = open_corpus(directory).manifest

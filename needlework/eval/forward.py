@@ -1,6 +1,6 @@
 """What every measurement asks of a model: evaluation mode for a while, a device, and logits from token ids."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -8,17 +8,17 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def evaluating(model: Callable):
+def evaluating(model: Callable) -> Iterator[None]:
     """Inside the `with` block the model is in evaluation mode and nothing is recorded for autograd."""
-    training = isinstance(model, nn.Module) and model.training
-    if training:
-        model.eval()
+    trained = model if isinstance(model, nn.Module) and model.training else None
+    if trained is not None:
+        trained.eval()
     try:
         with torch.inference_mode():
             yield
     finally:
-        if training:
-            model.train()
+        if trained is not None:
+            trained.train()
 
 
 def logits(model: Callable, input_ids: Tensor) -> Tensor:

@@ -31,8 +31,11 @@ def interval(share: float, count: int) -> tuple[float, float]:
 class Episodes(Protocol):
     """Anything with `input_ids` and `targets`, both [n T]."""
 
-    input_ids: Tensor
-    targets: Tensor
+    @property
+    def input_ids(self) -> Tensor: ...
+
+    @property
+    def targets(self) -> Tensor: ...
 
 
 class Retrieval(NamedTuple):

@@ -19,8 +19,11 @@ IGNORE = -100  # a label that is not counted
 class Batch(Protocol):
     """input_ids, labels [B T] int64: labels[b, t] is the token to predict after input_ids[b, : t + 1]; -100 where not counted."""
 
-    input_ids: Tensor
-    labels: Tensor
+    @property
+    def input_ids(self) -> Tensor: ...
+
+    @property
+    def labels(self) -> Tensor: ...
 
 
 class Piece(NamedTuple):
