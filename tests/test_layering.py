@@ -5,15 +5,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import needlework
 
 PACKAGE = Path(needlework.__file__).parent
 FLOORS = {
-    "notation": 0, "probe": 0, "files": 0, "json_file": 0, "extras": 0, "ops": 1, "layers": 2, "models": 3, "data": 3,
+    "notation": 0, "probe": 0, "files": 0, "json_file": 0, "fields": 0, "extras": 0, "ops": 1, "layers": 2, "models": 3, "data": 3,
     "train": 4, "eval": 4, "diagnostics": 4, "serve": 4, "testing": 4, "report": 5, "experiment": 6, "recipes": 7, "cli": 8, "__main__": 9,
 }  # fmt: skip
 ONLY = {"triton": "ops", "transformers": "models"}  # who alone may import it
 FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module(path: Path) -> str:
+    return ".".join(["needlework", *path.relative_to(PACKAGE).with_suffix("").parts])
 
 
 def room(path: Path) -> str:
@@ -56,6 +62,16 @@ def test_imports_point_down_or_sideways_inside_one_package():
     files = [path for path in FILES if room(path) != "__init__"]
     assert {room(path) for path in files} <= FLOORS.keys(), "a file stands on no floor"
     assert not [fault for path in files for fault in faults(path)]
+
+
+@pytest.mark.parametrize("folder", ["data", "layers", "models"])
+def test_no_file_imports_one_that_needs_it_itself(folder):
+    files = {module(path): path for path in (PACKAGE / folder).glob("*.py") if path.name != "__init__.py"}
+    needs = {name: files.keys() & set(imports(path)) for name, path in files.items()}
+    while free := [name for name, wanted in needs.items() if not wanted & needs.keys()]:
+        for name in free:
+            del needs[name]
+    assert not needs, f"a circle of imports among {', '.join(needs)}"
 
 
 def test_import_needlework_loads_torch_and_nothing_else_of_ours_or_theirs():

@@ -85,8 +85,8 @@ def _changes(config: Any, hint: Any, tree: dict[str, Any], where: str) -> dict[s
 
 def _fields(config: Any, hint: Any) -> dict[str, tuple[Any, Any]]:
     """name -> (value, declared type) of all that can be set; of a model's config its own fields, none of transformers'."""
+    from needlework.fields import types
     from needlework.layers import KINDS
-    from needlework.layers.fields import types
     from needlework.models import NeedleworkConfig
 
     match config:
@@ -121,8 +121,8 @@ def _built(config: Any, new: dict[str, Any]) -> Any:
 
 
 def _value(text: str, hint: Any, old: Any, where: str) -> Any:
+    from needlework.fields import expected, fitted
     from needlework.layers import KINDS, from_dict
-    from needlework.layers.fields import expected, fitted
 
     value = _literal(text)
     kind = value.get("kind") if isinstance(value, dict) else None

@@ -13,10 +13,11 @@ import platform
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from needlework.fields import Count, Inside, fit
 from needlework.files import write_whole
 
 from .files import found, stdlib
@@ -34,21 +35,16 @@ class CorpusConfig:
     held_out: share of the documents kept out of training, in (0, 1). max_bytes: reading stops there.
     """
 
-    kind: str = "stdlib"
+    kind: Literal["stdlib", "files"] = "stdlib"
     paths: tuple[str, ...] = ()
-    held_out: float = 0.05
-    max_bytes: int = 4 << 20
+    held_out: Inside = 0.05
+    max_bytes: Count = 4 << 20
 
     def __post_init__(self):
-        object.__setattr__(self, "paths", tuple(map(str, self.paths)))  # a list, as JSON gives it, is welcome
-        if self.kind not in ("stdlib", "files"):
-            raise ValueError(f'corpus: unknown kind "{self.kind}"; there are "stdlib" and "files"')
+        object.__setattr__(self, "paths", tuple(map(str, self.paths)))  # Path objects are taken too
+        fit("corpus", self)
         if (self.kind == "files") != bool(self.paths):
             raise ValueError(f'corpus: kind "{self.kind}" with {len(self.paths)} paths; paths go with "files"')
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"corpus: held_out is a share in (0, 1), got {self.held_out}")
-        if self.max_bytes < 1:
-            raise ValueError(f"corpus: max_bytes is at least 1, got {self.max_bytes}")
 
 
 @dataclass(frozen=True)

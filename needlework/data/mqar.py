@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from needlework.fields import Count, fit
+
 from .batch import IGNORE, Batch
 from .rng import generator
 
@@ -20,12 +22,13 @@ class MQAR:
     """vocab: tokens in all; pairs: keys a row; power: a in p(gap) ∝ gap^(a-1), small a asks soon."""
 
     kind: str = "mqar"
-    vocab: int = 8192
-    pairs: int = 8
+    vocab: Count = 8192
+    pairs: Count = 8
     power: float = 0.01
 
     def __post_init__(self):
-        if self.pairs < 1 or self.vocab // 2 - 1 < self.pairs:
+        fit("mqar", self)
+        if self.vocab // 2 - 1 < self.pairs:
             raise ValueError(f"mqar: {self.pairs} pairs of distinct keys need 1 <= pairs < vocab / 2, vocab {self.vocab}")
 
     def batch(self, seed: int, step: int, B: int, T: int) -> Batch:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from needlework.fields import Count, Portion, fit
+
 from .batch import Batch, Episodes, scored, shifted
 from .corpus import Corpus
 from .rng import generator
@@ -42,22 +44,20 @@ class NeedleMix:
     """
 
     kind: str = "needles"
-    dense: float = 0.5
-    sparse: float = 0.3
+    dense: Portion = 0.5
+    sparse: Portion = 0.3
     dense_pairs: tuple[int, int] = (2, 10)
     sparse_pairs: tuple[int, int] = (1, 6)
-    asks: int = 2
+    asks: Count = 2
 
     def __post_init__(self):
+        fit("needles", self)
         for name in ("dense_pairs", "sparse_pairs"):
             least, most = getattr(self, name)
-            object.__setattr__(self, name, (least, most))  # a list, as JSON gives it, is welcome
             if not 1 <= least <= most <= KEYS:
                 raise ValueError(f"needles: {name} is (least, most) with 1 <= least <= most <= {KEYS}, got {least, most}")
-        if min(self.dense, self.sparse) < 0 or self.dense + self.sparse > 1:
-            raise ValueError(f"needles: shares >= 0 with a sum <= 1, got dense {self.dense}, sparse {self.sparse}")
-        if self.asks < 1:
-            raise ValueError(f"needles: asks is at least 1, got {self.asks}")
+        if self.dense + self.sparse > 1:
+            raise ValueError(f"needles: dense + sparse is {self.dense} + {self.sparse}, expected at most 1")
 
     def batch(self, corpus: Corpus, seed: int, step: int, B: int, T: int, rows: range | None = None) -> Batch:
         """Rows of training text [B T], or only `rows` of them, loss on every token.

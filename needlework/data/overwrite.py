@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from needlework.fields import Count, Share, fit
+
 from .rng import generator
 
 
@@ -34,18 +36,16 @@ class SelectiveKeyOverwrite:
     """K, V: sizes of key and value; keys: (least, most) keys, one number a batch; share of tokens that overwrite."""
 
     kind: str = "overwrite"
-    K: int = 64
-    V: int = 64
-    keys: tuple[int, int] = (16, 64)
-    share: float = 0.25
+    K: Count = 64
+    V: Count = 64
+    keys: tuple[Count, Count] = (16, 64)
+    share: Share = 0.25
 
     def __post_init__(self):
+        fit("overwrite", self)
         least, most = self.keys
-        object.__setattr__(self, "keys", (least, most))  # a list, as JSON gives it, is welcome
-        if not 1 <= least <= most:
-            raise ValueError(f"overwrite: keys is (least, most) with 1 <= least <= most, got {self.keys}")
-        if not 0 <= self.share < 1:
-            raise ValueError(f"overwrite: share of tokens is in [0, 1), got {self.share}")
+        if least > most:
+            raise ValueError(f"overwrite: keys is {self.keys}, expected (least, most) with least <= most")
 
     def batch(self, seed: int, step: int, B: int, T: int = 512) -> Overwrites:
         """B streams of T tokens, float32; ValueError if first writes and overwrites need more than T tokens."""

@@ -16,13 +16,13 @@ from typing import Any
 from .files import found
 from .reading import Reader
 from .records import Piece, SourceError, Stream
-from .sources import TextSource
+from .sources import PathSource, TextSource
 
 TAIL = " (end)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Files(TextSource):
+class Files(PathSource):
     """The documents of `paths`: a text file is one, of .jsonl, .json and .parquet every record is one (its "text").
 
     held_out: a share of the documents by name. Where that leaves a side with less than half its share (few documents), the end of the
@@ -30,21 +30,6 @@ class Files(TextSource):
     """
 
     kind: str = "files"
-    paths: tuple[str, ...]
-    held_out: float = 0.05
-
-    def __post_init__(self):
-        super().__post_init__()
-        object.__setattr__(self, "paths", tuple(map(str, self.paths)))  # a list, as JSON gives it, is welcome
-        if not self.paths:
-            raise ValueError("source: paths is empty, expected at least one file or directory")
-
-    @property
-    def title(self) -> str:
-        return ", ".join(self.paths)
-
-    def pinned(self) -> Files:
-        return self
 
     def identity(self) -> Any:
         """With the digests of the files: another text under the same names is another source."""

@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from needlework.fields import Inside
+
 from .corpus import is_held_out
 from .files import NOT_SOURCE
 from .records import Piece, SourceError, Stream
@@ -37,11 +39,11 @@ class Packages(TextSource):
 
     kind: str = "packages"
     roots: tuple[str, ...] = ()
-    held_out: float = 0.25
+    held_out: Inside = 0.25
 
     def __post_init__(self):
+        object.__setattr__(self, "roots", tuple(map(str, self.roots)))  # Path objects are taken too
         super().__post_init__()
-        object.__setattr__(self, "roots", tuple(map(str, self.roots)))  # a list, as JSON gives it, is welcome
 
     @property
     def title(self) -> str:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from needlework.fields import Count, fit
 from needlework.files import write_whole
 from needlework.json_file import read_json
 
@@ -55,13 +56,12 @@ class StoreConfig:
     source: Hub | Local | Files | Packages
     tokenizer: str | None = None
     vocabulary: int = 16_384
-    tokenizer_bytes: int = 256 << 20
+    tokenizer_bytes: Count = 256 << 20
 
     def __post_init__(self):
+        fit("store", self)
         if self.tokenizer is None and self.vocabulary < 257:
             raise ValueError(f"store: vocabulary is {self.vocabulary}, expected at least 257: 256 bytes and the end of text")
-        if self.tokenizer_bytes < 1:
-            raise ValueError(f"store: tokenizer_bytes is at least 1, got {self.tokenizer_bytes}")
 
 
 class Prepared(NamedTuple):

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-if TYPE_CHECKING:
-    from .sources import Hub, Local
+from typing import Any, NamedTuple, Protocol
 
 
 class SourceError(RuntimeError):
@@ -34,10 +31,21 @@ class Stream(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Described(Protocol):
+    """A data set by name (`title`), and the fields of a record that hold a document's text and its key (None: the text is the key)."""
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def id(self) -> str | None: ...
+
+
 class Records:
     """The stream of `datasets.load_dataset(..., streaming=True)`; with `lines`, each of its texts is a line of JSON."""
 
-    def __init__(self, source: Hub | Local, lines: bool, *arguments: Any, **options: Any):
+    def __init__(self, source: Described, lines: bool, *arguments: Any, **options: Any):
         from datasets import load_dataset
 
         self.source, self.lines, self.read = source, lines, 0

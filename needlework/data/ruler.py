@@ -10,11 +10,13 @@ several of them. `Ruler` is the whole family:
 
 import uuid
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from needlework.fields import Count, fit
 
 from .batch import Episodes, scored
 from .corpus import Corpus
@@ -43,16 +45,13 @@ class Ruler:
     """One task: values "number" (7 digits) or "uuid"; haystack "noise" or "text" (held out); needles; how many asked."""
 
     kind: str = "ruler"
-    values: str = "number"
-    haystack: str = "text"
-    needles: int = 1
-    asked: int = 1
+    values: Literal["number", "uuid"] = "number"
+    haystack: Literal["noise", "text"] = "text"
+    needles: Count = 1
+    asked: Count = 1
 
     def __post_init__(self):
-        if self.values not in ("number", "uuid"):
-            raise ValueError(f'ruler: unknown values "{self.values}"; there are "number" and "uuid"')
-        if self.haystack not in ("noise", "text"):
-            raise ValueError(f'ruler: unknown haystack "{self.haystack}"; there are "noise" and "text"')
+        fit("ruler", self)
         if not 1 <= self.asked <= self.needles <= len(COLOURS) * len(THINGS):
             raise ValueError(f"ruler: 1 <= asked <= needles <= 256, got asked {self.asked}, needles {self.needles}")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import glob
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from needlework.fields import Count, Inside, fit
 
 from .corpus import is_held_out
 from .files import Source, found
@@ -20,16 +22,12 @@ class TextSource:
     max_tokens counts both sides; the document that reaches it is the last one.
     """
 
-    held_out: float
-    max_documents: int | None = None
-    max_tokens: int | None = None
+    held_out: Inside
+    max_documents: Count | None = None
+    max_tokens: Count | None = None
 
     def __post_init__(self):
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"source: held_out is a share in (0, 1), got {self.held_out}")
-        for name in ("max_documents", "max_tokens"):
-            if (most := getattr(self, name)) is not None and most < 1:
-                raise ValueError(f"source: {name} is at least 1, or None, got {most}")
+        fit("source", self)
 
     def identity(self) -> Any:
         """JSON-ready: what two sources must share for the tokens of one to be those of the other."""
@@ -68,7 +66,7 @@ class Hub(TextSource):
     split: str = "train"
     text: str = "text"
     id: str | None = "id"
-    held_out: float = 0.001
+    held_out: Inside = 0.001
 
     @property
     def title(self) -> str:
@@ -98,21 +96,15 @@ class Hub(TextSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local(TextSource):
-    """Files, or directories of files, of one format: .jsonl and .json (an object a line) and .parquet have a document a record, others one a file.
+class PathSource(TextSource):
+    """What sources of one's own files say: `paths` of files and directories."""
 
-    .gz, .zst, .bz2 and .xz are read as what they hold.
-    """
-
-    kind: str = "local"
     paths: tuple[str, ...]
-    text: str = "text"
-    id: str | None = "id"
-    held_out: float = 0.05
+    held_out: Inside = 0.05
 
     def __post_init__(self):
+        object.__setattr__(self, "paths", tuple(map(str, self.paths)))  # Path objects are taken too
         super().__post_init__()
-        object.__setattr__(self, "paths", tuple(map(str, self.paths)))  # a list, as JSON gives it, is welcome
         if not self.paths:
             raise ValueError("source: paths is empty, expected at least one file or directory")
 
@@ -120,8 +112,20 @@ class Local(TextSource):
     def title(self) -> str:
         return ", ".join(self.paths)
 
-    def pinned(self) -> Local:
+    def pinned(self) -> Self:
         return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(PathSource):
+    """Files, or directories of files, of one format: .jsonl and .json (an object a line) and .parquet have a document a record, others one a file.
+
+    .gz, .zst, .bz2 and .xz are read as what they hold.
+    """
+
+    kind: str = "local"
+    text: str = "text"
+    id: str | None = "id"
 
     def files(self) -> list[Source]:
         """FileNotFoundError names a path that is not there; ValueError for no file, or for several formats."""

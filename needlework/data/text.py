@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from needlework.fields import Count, fit
+
 from .batch import Batch, shifted
 from .corpus import Corpus
 from .order import epoch_windows
@@ -37,11 +39,10 @@ class PackedText:
     """
 
     kind: str = "packed text"
-    cut: int | None = None
+    cut: Count | None = None
 
     def __post_init__(self):
-        if self.cut is not None and self.cut < 1:
-            raise ValueError(f"packed text: cut is at least 1 token, or None, got {self.cut}")
+        fit("packed text", self)
 
     def batch(self, corpus: Corpus, seed: int, step: int, B: int, T: int, rows: range | None = None) -> Packed:
         """B windows of T tokens as one row [1 B·T] with cu_seqlens, or only the windows of `rows`; ValueError as in Text."""

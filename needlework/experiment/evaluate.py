@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from needlework.data.rng import generator
 from needlework.data.tokenizer import encode
 from needlework.eval import loss, retrieval
 from needlework.eval.samples import samples
-from needlework.layers.fields import Count, Natural, Range, fit
+from needlework.fields import AtLeastTwo, Count, Natural, fit
 from needlework.models import NeedleworkForCausalLM
 from needlework.ops.common.attention import fastest
 
@@ -75,7 +75,7 @@ class Evaluation:
     rows: Count = 16
     tasks: tuple[str, ...] = ("needle", "needles")
     positions: Count | None = None
-    diagnose: Annotated[int, Range(">= 2", lambda n: n >= 2)] | None = None
+    diagnose: AtLeastTwo | None = None
     full_context: bool = False
     seed: Natural = 1
 

@@ -26,7 +26,7 @@ from needlework.data import (
 )
 from needlework.experiment.evaluate import Evaluation
 from needlework.experiment.pretrained import load_model
-from needlework.layers.fields import Count, fit
+from needlework.fields import Count, fit
 from needlework.layers.objective import Objective
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.train import Losses, Piece, TrainConfig

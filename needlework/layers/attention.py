@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from needlework.fields import Count
 from needlework.layers.config import Config, Width
 from needlework.layers.conv import ConvConfig, conv_state_size
 from needlework.layers.distract import Distractor
-from needlework.layers.fields import Count
 from needlework.layers.memory import Memory
 from needlework.layers.norm import published_rms, rms
 from needlework.layers.projection import OutProjection

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from needlework.fields import Count, Natural, Positive
 from needlework.layers.config import Width
-from needlework.layers.fields import Count, Natural, Positive
 from needlework.layers.gates import half_lives, inverse_softplus
 from needlework.layers.norm import wide
 from needlework.layers.projection import side_by_side

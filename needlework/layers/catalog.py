@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from needlework.fields import Count, fitted
 from needlework.layers.attention import Attention
 from needlework.layers.carve import Carve
 from needlework.layers.ccq import CCQ
@@ -17,7 +18,6 @@ from needlework.layers.config import Config, nearest
 from needlework.layers.conv import Canon
 from needlework.layers.delta import Delta
 from needlework.layers.differential import Differential
-from needlework.layers.fields import Count, fitted
 from needlework.layers.gates import ChannelGate, LowRankGate, RetentionGate, ScalarGate
 from needlework.layers.gdn2 import Gdn2
 from needlework.layers.linear import Linear

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from needlework.fields import Inside
 from needlework.layers.config import Config, Width
-from needlework.layers.fields import Inside
 from needlework.layers.norm import wide
 from needlework.layers.state import fixed_size
 from needlework.ops.ccq import chunk_ccq

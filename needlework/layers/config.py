@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 from typing import Any, ClassVar, NamedTuple
 
-from needlework.layers.fields import fit
+from needlework.fields import fit
 
 
 class Width(NamedTuple):

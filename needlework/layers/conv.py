@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from needlework.fields import AtLeastTwo, Count
 from needlework.layers.config import Config
-from needlework.layers.fields import Count, Taps
 from needlework.layers.projection import OutProjection, ZeroProjection, product
 from needlework.layers.state import size
 from needlework.ops.common.conv import After, causal_conv
@@ -67,7 +67,7 @@ class ShortConv(ConvConfig):
     """silu(conv(x)): the short convolution of DeltaNet-like layers."""
 
     kind = "short_conv"
-    width: Taps = 4
+    width: AtLeastTwo = 4
 
     def build(self, channels: int) -> nn.Module:
         return _ShortConv(channels, self.width)
@@ -78,7 +78,7 @@ class Canon(ConvConfig):
     """x + conv(x): ATMA's canon."""
 
     kind = "canon"
-    width: Taps = 4
+    width: AtLeastTwo = 4
 
     def build(self, channels: int) -> nn.Module:
         return _Canon(channels, self.width)
@@ -126,7 +126,7 @@ class GatedConv(Config):
     """
 
     kind = "gated_conv"
-    width: Taps = 3
+    width: AtLeastTwo = 3
     channels: Count | None = None
     bias: bool = True
     published_init: bool = False

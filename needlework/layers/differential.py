@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from needlework.fields import Count, Share
 from needlework.layers.config import Width
-from needlework.layers.fields import Count, Share
 from needlework.layers.norm import RMSNorm, wide
 from needlework.layers.softmax import AttendConfig, AttendRule, softmax_attention
 from needlework.layers.state import KVState

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from needlework.fields import Count, Positive
 from needlework.layers.config import Config, Width
-from needlework.layers.fields import Count, Positive
 from needlework.layers.norm import wide
 from needlework.ops.common.decay import retention
 

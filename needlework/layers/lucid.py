@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from needlework.fields import Count, Positive
 from needlework.layers.config import Width
-from needlework.layers.fields import Count, Positive
 from needlework.layers.norm import wide
 from needlework.layers.softmax import AttendConfig, AttendRule, softmax_attention
 from needlework.layers.state import KVState, size

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from needlework.fields import Count
 from needlework.layers.config import Config
-from needlework.layers.fields import Count
 from needlework.layers.projection import OutProjection
 
 

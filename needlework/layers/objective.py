@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from needlework.fields import Count, NonNegative, Share
 from needlework.layers.config import Config
 from needlework.layers.distract import Distractor
-from needlework.layers.fields import Count, NonNegative, Share
 from needlework.layers.regularise import Regulariser
 
 

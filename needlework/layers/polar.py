@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from needlework.fields import Count
 from needlework.layers.config import Width
-from needlework.layers.fields import Count
 from needlework.layers.projection import OutProjection
 from needlework.layers.softmax import AttendConfig, AttendRule
 from needlework.ops.polar import chunk_polar

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from needlework.fields import NonNegative
 from needlework.layers.config import Width
-from needlework.layers.fields import NonNegative
 from needlework.layers.gates import GateConfig, ScalarGate
 from needlework.layers.numbers import numbers
 from needlework.layers.write import Strength, WriteConfig, WriteRule

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from needlework.fields import Count
 from needlework.layers.ccq import Plain, ReadConfig
 from needlework.layers.config import Config, Width
 from needlework.layers.conv import ConvConfig, ShortConv, conv_state_size
-from needlework.layers.fields import Count
 from needlework.layers.norm import RMSNorm, l2
 from needlework.layers.projection import OutProjection
 from needlework.layers.write import WriteConfig

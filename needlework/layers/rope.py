@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from needlework.fields import Positive
 from needlework.layers.config import Config
-from needlework.layers.fields import Positive
 from needlework.ops.runtime.custom_op import operator
 
 

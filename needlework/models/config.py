@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
+from needlework.fields import Count, Natural, NonNegative, Positive, fitted
 from needlework.layers import MIXERS, MLPS, Config, from_dict
 from needlework.layers.config import nearest
-from needlework.layers.fields import Count, Natural, NonNegative, Positive, fitted
 from needlework.models.auto import AUTO_MAP, Installed, write_module
 
 _LAYER_TYPES = {"recurrent": "linear_attention", "gated_conv": "linear_attention", "attention": "full_attention"}

@@ -2,16 +2,14 @@
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from needlework.layers.fields import Count, Positive, Range, fit
+from needlework.fields import Count, Positive, Seed, fit
 
 from .guard import Guard
 from .optim import AdamW, Muon
 from .schedule import Cooldown, Cosine
 from .world import Parallel
-
-Seed = Annotated[int, Range(">= 0, of 64 bits", lambda n: 0 <= n < 1 << 64)]  # as PyTorch's generators take them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from needlework.layers.fields import Count, Natural, Range, fit
+from needlework.fields import AboveOne, Count, Natural, fit
 
 from . import gradient
 from .world import World
@@ -30,7 +30,7 @@ class Guard:
     Raises ValueError for a spike not above 1, a window below 1, a skip below 0.
     """
 
-    spike: Annotated[float, Range("> 1", lambda x: x > 1)] | None = None
+    spike: AboveOne | None = None
     window: Count = 64
     skip: Natural = 0
 

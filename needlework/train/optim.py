@@ -12,7 +12,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from needlework.layers.fields import Count, NonNegative, Share, fit
+from needlework.fields import Count, NonNegative, Share, fit
 
 from . import muon
 

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from needlework.layers.fields import Natural, Portion, fit
+from needlework.fields import Natural, Portion, fit
 
 
 @dataclass(frozen=True, kw_only=True)

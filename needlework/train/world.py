@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from needlework.layers.fields import Count, fit
+from needlework.fields import Count, fit
 
 T = TypeVar("T")
 AXES = ("shard", "sequence", "tensor")

@@ -233,11 +233,11 @@ def test_any_tokenizer_splits_the_same_documents(folder, corpus):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "web"}, 'unknown kind "web"'),
+        ({"kind": "web"}, "corpus: kind is 'web', expected 'stdlib' or 'files'"),
         ({"kind": "files"}, "with 0 paths"),
         ({"paths": ("a",)}, "with 1 paths"),
-        ({"held_out": 0.0}, "held_out is a share"),
-        ({"max_bytes": 0}, "max_bytes is at least 1"),
+        ({"held_out": 0.0}, r"corpus: held_out is 0.0, expected a number in \(0, 1\)"),
+        ({"max_bytes": 0}, "corpus: max_bytes is 0, expected a whole number >= 1"),
     ],
 )
 def test_a_wrong_config_says_what_is_wrong(settings, message):

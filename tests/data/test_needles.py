@@ -104,8 +104,8 @@ def test_episodes_that_do_not_fit_are_refused_with_the_length_they_need(corpus):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dense": 0.8, "sparse": 0.3}, "shares"),
-        ({"dense": -0.1}, "shares"),
+        ({"dense": 0.8, "sparse": 0.3}, r"needles: dense \+ sparse is 0.8 \+ 0.3, expected at most 1"),
+        ({"dense": -0.1}, r"needles: dense is -0.1, expected a number in \[0, 1\]"),
         ({"dense_pairs": (3, 2)}, "dense_pairs"),
         ({"sparse_pairs": (0, 2)}, "sparse_pairs"),
         ({"asks": 0}, "asks"),

@@ -86,6 +86,14 @@ def test_every_document_is_on_its_side_in_the_streams_order(config, tmp_path):
     assert not (tmp_path / "corpus" / "progress.json").exists()
 
 
+def test_files_of_a_hub_source_become_a_whole_corpus_with_its_manifest(records, tmp_path):
+    source = Hub(path="json", files=tuple(map(str, sorted(records.iterdir()))), held_out=0.2)
+    corpus = prepare(StoreConfig(source=source, tokenizer="bytes"), tmp_path / "hub")
+    local = prepare(StoreConfig(source=Local(paths=(records,), held_out=0.2), tokenizer="bytes"), tmp_path / "local")
+    assert corpus.manifest["split"] == {"by": "sha256 of the key", "share": 0.2}
+    assert corpus.manifest["sha256"] == local.manifest["sha256"] and corpus.manifest["source"]["split"] == "train"
+
+
 def test_tasks_and_text_read_a_store_as_they_read_memory(config, tmp_path):
     corpus = prepare(config, tmp_path / "corpus")
     held = [type(corpus.train)(np.array(side.tokens), np.array(side.offsets)) for side in (corpus.train, corpus.held_out)]

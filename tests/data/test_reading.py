@@ -216,11 +216,14 @@ def test_a_reader_without_a_cap_reads_all(tmp_path):
     ("make", "message"),
     [
         (lambda: Files(paths=()), "paths is empty"),
-        (lambda: Files(paths=("a",), held_out=1.0), "held_out is a share in"),
-        (lambda: Files(paths=("a",), held_out=float("nan")), "held_out is a share in"),
-        (lambda: Files(paths=("a",), max_tokens=0), "max_tokens is at least 1"),
+        (lambda: Files(paths=("a",), held_out=1.0), r"source: held_out is 1.0, expected a number in \(0, 1\)"),
+        (lambda: Files(paths=("a",), held_out=float("nan")), r"source: held_out is nan, expected a number in \(0, 1\)"),
+        (lambda: Files(paths=("a",), max_tokens=0), "source: max_tokens is 0, expected a whole number >= 1 or None"),
         (lambda: StoreConfig(source=Files(paths=("a",)), vocabulary=256), "vocabulary is 256, expected at least 257"),
-        (lambda: StoreConfig(source=Files(paths=("a",)), tokenizer_bytes=0), "tokenizer_bytes is at least 1"),
+        (
+            lambda: StoreConfig(source=Files(paths=("a",)), tokenizer_bytes=0),
+            "store: tokenizer_bytes is 0, expected a whole number >= 1",
+        ),
     ],
 )
 def test_a_range_is_refused_by_name(make, message):

@@ -43,7 +43,7 @@ def test_a_ruler_task_that_does_not_fit_or_does_not_exist_is_refused(corpus):
         MULTI_NEEDLE.episodes(corpus, 0, 1, 300)
     with pytest.raises(ValueError, match="1 <= asked <= needles"):
         Ruler(needles=2, asked=3)
-    with pytest.raises(ValueError, match='unknown values "word"'):
+    with pytest.raises(ValueError, match="ruler: values is 'word', expected 'number' or 'uuid'"):
         replace(NUMBER, values="word")
-    with pytest.raises(ValueError, match='unknown haystack "essays"'):
+    with pytest.raises(ValueError, match="ruler: haystack is 'essays', expected 'noise' or 'text'"):
         replace(NUMBER, haystack="essays")

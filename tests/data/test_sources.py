@@ -139,7 +139,11 @@ def test_the_papers_data_sets_are_there():
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"held_out": 0.0}, "held_out is a share"), ({"max_tokens": 0}, "max_tokens"), ({"max_documents": 0}, "max_documents")],
+    [
+        ({"held_out": 0.0}, r"held_out is 0.0, expected a number in \(0, 1\)"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_documents": 0}, "max_documents"),
+    ],
 )
 def test_a_wrong_source_says_what_is_wrong(settings, message):
     with pytest.raises(ValueError, match=message):

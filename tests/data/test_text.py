@@ -79,5 +79,5 @@ def test_text_shorter_than_a_window_is_refused(counted, task):
         task.batch(counted, 0, 0, 1, n)
     with pytest.raises(ValueError, match="got B = 0, T = 8"):
         task.batch(counted, 0, 0, 0, T)
-    with pytest.raises(ValueError, match="cut is at least 1 token"):
+    with pytest.raises(ValueError, match="packed text: cut is 0, expected a whole number >= 1 or None"):
         PackedText(cut=0)

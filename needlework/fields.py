@@ -1,5 +1,7 @@
 """A config field's type says its range: `heads: Count`, `window: Count | None`, `solve: Literal["window", "global"]`.
 
+Every range of the package is declared here; a frozen dataclass calls `fit` in its __post_init__.
+
 `fitted` returns a value as its field's type has it: a whole number becomes a float where the field is one, a list a tuple. What does
 not fit is a ValueError that names the config, the field, the value and the range. Numbers are finite.
 """
@@ -23,8 +25,10 @@ class Range(NamedTuple):
 
 Count = Annotated[int, Range(">= 1", lambda n: n >= 1)]
 Natural = Annotated[int, Range(">= 0", lambda n: n >= 0)]
-Taps = Annotated[int, Range(">= 2", lambda n: n >= 2)]  # a convolution of one tap sees no earlier token
+AtLeastTwo = Annotated[int, Range(">= 2", lambda n: n >= 2)]
+Seed = Annotated[int, Range(">= 0, of 64 bits", lambda n: 0 <= n < 1 << 64)]  # as PyTorch's generators take them
 Positive = Annotated[float, Range("> 0", lambda x: x > 0)]
+AboveOne = Annotated[float, Range("> 1", lambda x: x > 1)]
 NonNegative = Annotated[float, Range(">= 0", lambda x: x >= 0)]
 Share = Annotated[float, Range("in [0, 1)", lambda x: 0 <= x < 1)]
 Inside = Annotated[float, Range("in (0, 1)", lambda x: 0 < x < 1)]
