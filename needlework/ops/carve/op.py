@@ -59,6 +59,17 @@ def chunk_carve(
     impl: "torch" is the content-chunked path, "reference" the token loop, "triton" the kernels, which "auto" takes on CUDA.
     Raises ValueError for sizes or dtypes that do not fit, an unknown prediction or impl, and a state whose position is not
     inside a content chunk of this length.
+
+    >>> import torch
+    >>> from torch.nn.functional import normalize
+    >>> from needlework.ops.carve import chunk_carve
+    >>> q, k = normalize(torch.randn(2, 1, 100, 4, 32), dim=-1)  # [B T H K] = [1 100 4 32]
+    >>> v, w = torch.randn(1, 100, 4, 64), torch.randn(1, 100, 4)
+    >>> f, b = torch.randn(2, 1, 100, 4, 32)
+    >>> A_log, dt_bias, w1, w2 = torch.zeros(4, 32), torch.zeros(4, 32), torch.randn(8, 64), torch.randn(32, 8)
+    >>> o, state = chunk_carve(q, k, v, f, b, w, A_log, dt_bias, w1, w2, content_chunk=32, output_final_state=True)
+    >>> o.shape, state.S.shape, state.position  # 100 tokens are three content chunks and four tokens
+    (torch.Size([1, 100, 4, 64]), torch.Size([1, 4, 32, 64]), tensor([4]))
     """
     tensors = (q, k, v, f, b, w, A_log, dt_bias, w1, w2)
     check_count("chunk_size", chunk_size)
@@ -110,6 +121,17 @@ def recurrent_carve(
     """The definition, token by token, under autograd: `chunk_carve`'s equation, arguments, contract and errors.
 
     operand: applied to every operand of a matrix or outer product, to emulate a narrower precision.
+
+    >>> import torch
+    >>> from torch.nn.functional import normalize
+    >>> from needlework.ops.carve import chunk_carve, recurrent_carve
+    >>> q, k = normalize(torch.randn(2, 1, 100, 4, 32), dim=-1)  # [B T H K] = [1 100 4 32]
+    >>> v, w = torch.randn(1, 100, 4, 64), torch.randn(1, 100, 4)
+    >>> f, b = torch.randn(2, 1, 100, 4, 32)
+    >>> A_log, dt_bias, w1, w2 = torch.zeros(4, 32), torch.zeros(4, 32), torch.randn(8, 64), torch.randn(32, 8)
+    >>> tensors = (q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    >>> torch.allclose(recurrent_carve(*tensors).o, chunk_carve(*tensors).o, atol=1e-5)
+    True
     """
     tensors = (q, k, v, f, b, w, A_log, dt_bias, w1, w2)
     tensors, state, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
@@ -146,6 +168,18 @@ def step_carve(
     state: a slot table, its leading axis slots. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a
         padded row, which reads and changes no slot and returns zeros. A live slot belongs to one row only.
     Dtypes, settings and errors as in `chunk_carve`.
+
+    >>> import torch
+    >>> from torch.nn.functional import normalize
+    >>> from needlework.ops.carve import chunk_carve, empty_state, step_carve
+    >>> q, k = normalize(torch.randn(2, 1, 100, 4, 32), dim=-1)  # [B T H K] = [1 100 4 32]
+    >>> v, w = torch.randn(1, 100, 4, 64), torch.randn(1, 100, 4)
+    >>> f, b = torch.randn(2, 1, 100, 4, 32)
+    >>> A_log, dt_bias, w1, w2 = torch.zeros(4, 32), torch.zeros(4, 32), torch.randn(8, 64), torch.randn(32, 8)
+    >>> state, layer = empty_state(1, 4, 32, 64), (A_log, dt_bias, w1, w2)  # one slot
+    >>> steps = [step_carve(*(x[:, t] for x in (q, k, v, f, b, w)), *layer, state=state) for t in range(100)]
+    >>> torch.allclose(torch.stack(steps, 1), chunk_carve(q, k, v, f, b, w, *layer).o, atol=1e-5)
+    True
     """
     tensors = (q, k, v, f, b, w)
     token = (*now(q=q, k=k, v=v, f=f, b=b, w=w), A_log, dt_bias, w1, w2)

@@ -48,6 +48,17 @@ def chunk_ccq(
     kernels on a CUDA device where they support the call.
     Raises ValueError for shapes, dtypes or cu_seqlens that do not fit, naming tensor, axis and both sizes, and for impl="triton"
     where that cannot be.
+
+    >>> import torch
+    >>> from torch.nn.functional import normalize
+    >>> from needlework.ops.ccq import chunk_ccq
+    >>> q, k = torch.randn(1, 100, 4, 32), normalize(torch.randn(1, 100, 4, 32), dim=-1)  # [B T H K]
+    >>> eta = torch.rand(1, 100, 4)
+    >>> cleaned, state = chunk_ccq(q, k, eta, output_final_state=True)
+    >>> cleaned.shape, state.C.shape, state.n[0]
+    (torch.Size([1, 100, 4, 32]), torch.Size([1, 4, 32, 32]), tensor([100., 100., 100., 100.]))
+    >>> torch.equal(chunk_ccq(q, k, torch.zeros_like(eta)).q, q)  # λ = 0 leaves the query
+    True
     """
     check_tokens(q, k, eta, g)
     N = sequences(cu_seqlens, len(q))
@@ -85,6 +96,16 @@ def step_ccq(
     state: CurvatureState with one row per slot, C symmetric, as every call leaves it. slots [B] int64: the slot of each row; −1 is a padded row, which reads and
         changes no slot and returns zeros. None: row b is slot b. A slot belongs to one row at most.
     Computes in the wider of q's dtype and float32; q̃ has q's dtype; no gradient. Raises ValueError as `chunk_ccq` does.
+
+    >>> import torch
+    >>> from torch.nn.functional import normalize
+    >>> from needlework.ops.ccq import chunk_ccq, empty_state, step_ccq
+    >>> q, k = torch.randn(1, 100, 4, 32), normalize(torch.randn(1, 100, 4, 32), dim=-1)  # [B T H K]
+    >>> eta = torch.rand(1, 100, 4)
+    >>> state = empty_state(1, 4, 32)  # one slot
+    >>> steps = [step_ccq(q[:, t], k[:, t], eta[:, t], state=state) for t in range(100)]
+    >>> torch.allclose(torch.stack(steps, 1), chunk_ccq(q, k, eta).q, atol=1e-5)
+    True
     """
     check_tokens(*now(q=q, k=k, eta=eta, g=g))
     check_state("state", state, k)

@@ -45,10 +45,20 @@ def _by_sequence(form: Callable) -> Callable:
 
 @_by_sequence
 def recurrent_ccq(q, k, eta, g, state, *, operand=identity):
-    """M_t = e^{g_t} M_{t-1} + k_t k_tᵀ,   s_t = e^{g_t} s_{t-1} + k_t,   n_t = e^{g_t} n_{t-1} + 1,   μ_t = s_t / n_t
-    q̃_t = q_t − λ_t (M_t q_t / n_t − μ_t (μ_tᵀ q_t))
+    """CCQ's definition, token by token, under autograd.
+
+        M_t = e^{g_t} M_{t-1} + k_t k_tᵀ,   s_t = e^{g_t} s_{t-1} + k_t,   n_t = e^{g_t} n_{t-1} + 1,   μ_t = s_t / n_t
+        q̃_t = q_t − λ_t (M_t q_t / n_t − μ_t (μ_tᵀ q_t))
 
     The arguments of `chunk_ccq` without chunk_size and impl.
+
+    >>> import torch
+    >>> from torch.nn.functional import normalize
+    >>> from needlework.ops.ccq import chunk_ccq, recurrent_ccq
+    >>> q, k = torch.randn(1, 100, 4, 32), normalize(torch.randn(1, 100, 4, 32), dim=-1)  # [B T H K]
+    >>> eta = torch.rand(1, 100, 4)
+    >>> torch.allclose(recurrent_ccq(q, k, eta).q, chunk_ccq(q, k, eta).q, atol=1e-5)
+    True
     """
     if q.shape[1] == 0:
         return q.repeat_interleave(eta.shape[2] // q.shape[2], 2), state

@@ -30,6 +30,13 @@ def causal_conv(
     parts: y comes in tensors of so many channels each (q, k and v, say, of one product); None for one of all C. ValueError unless
         they sum to C.
     impl: "triton" begins without a state, with at most 4 taps.
+
+    >>> import torch
+    >>> from needlework.ops.common.conv import causal_conv
+    >>> x, weight = torch.randn(1, 100, 12), torch.randn(12, 4)  # [B T C] and four taps
+    >>> (q, k, v), state = causal_conv(x, weight, parts=[4, 4, 4], after="silu")
+    >>> q.shape, state.shape  # the state is the last three inputs
+    (torch.Size([1, 100, 4]), torch.Size([1, 3, 12]))
     """
     check("x", x, "B T C")
     check("weight", weight, "C past+1", C=x.shape[-1])

@@ -66,6 +66,19 @@ def chunk_delta(
     own (the card). impl: "triton" the kernels, "torch" the chunk form with its hand-derived backward, "reference" the token
     loop; "auto" takes the kernels on a CUDA device where they support the call.
     Raises ValueError for sizes or dtypes that do not fit, gates that exclude each other, an unknown prediction or impl, impl="triton" where that cannot be.
+
+    >>> import torch
+    >>> from torch.nn.functional import normalize
+    >>> from needlework.ops.delta import chunk_delta
+    >>> q, k = normalize(torch.randn(2, 1, 100, 4, 32), dim=-1)  # [B T H K] = [1 100 4 32]
+    >>> v, g, beta = torch.randn(1, 100, 4, 64), -torch.rand(1, 100, 4), torch.rand(1, 100, 4)
+    >>> o, state = chunk_delta(q, k, v, g, beta, output_final_state=True)  # Gated DeltaNet
+    >>> o.shape, state.shape
+    (torch.Size([1, 100, 4, 64]), torch.Size([1, 4, 32, 64]))
+    >>> start = chunk_delta(q[:, :40], k[:, :40], v[:, :40], g[:, :40], beta[:, :40], output_final_state=True)
+    >>> rest = chunk_delta(q[:, 40:], k[:, 40:], v[:, 40:], g[:, 40:], beta[:, 40:], initial_state=start.state)
+    >>> torch.allclose(torch.cat([start.o, rest.o], 1), o, atol=1e-5)
+    True
     """
     check_count("chunk_size", chunk_size)
     check_rule(q, k, v, g, beta, erase, write, prediction, q_read)
@@ -175,6 +188,14 @@ def recurrent_delta(
     """The definition, token by token, under autograd: `chunk_delta`'s equation, arguments, contract and errors.
 
     operand: applied to every operand of a matrix or outer product, to emulate a narrower precision.
+
+    >>> import torch
+    >>> from torch.nn.functional import normalize
+    >>> from needlework.ops.delta import chunk_delta, recurrent_delta
+    >>> q, k = normalize(torch.randn(2, 1, 100, 4, 32), dim=-1)  # [B T H K] = [1 100 4 32]
+    >>> v, g, beta = torch.randn(1, 100, 4, 64), -torch.rand(1, 100, 4), torch.rand(1, 100, 4)
+    >>> torch.allclose(recurrent_delta(q, k, v, g, beta).o, chunk_delta(q, k, v, g, beta).o, atol=1e-5)
+    True
     """
     rule = checked(q, k, v, g, beta, erase, write, prediction, q_read, l2norm)
     if cu_seqlens is not None:
@@ -210,6 +231,16 @@ def step_delta(
     state [slots HV K V]: a slot table. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a padded row,
         which reads and changes no slot and returns zeros. A live slot belongs to one row only.
     Dtypes, settings and errors as in `chunk_delta`.
+
+    >>> import torch
+    >>> from torch.nn.functional import normalize
+    >>> from needlework.ops.delta import chunk_delta, step_delta
+    >>> q, k = normalize(torch.randn(2, 1, 100, 4, 32), dim=-1)  # [B T H K] = [1 100 4 32]
+    >>> v, g, beta = torch.randn(1, 100, 4, 64), -torch.rand(1, 100, 4), torch.rand(1, 100, 4)
+    >>> state = torch.zeros(1, 4, 32, 64)  # one slot
+    >>> steps = [step_delta(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state=state) for t in range(100)]
+    >>> torch.allclose(torch.stack(steps, 1), chunk_delta(q, k, v, g, beta).o, atol=1e-5)
+    True
     """
     *rule, read = now(q=q, k=k, v=v, g=g, beta=beta, erase=erase, write=write, q_read=q_read)
     check_rule(*rule, prediction, read)

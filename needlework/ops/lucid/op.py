@@ -61,6 +61,15 @@ def chunk_lucid(
         per head, backward by hand), "reference" row by row, as defined; "auto" takes the kernels on a CUDA device where they
         support the call.
     Raises ValueError for shapes, dtypes, settings or lengths that do not fit; it names tensor, axis and both sizes.
+
+    >>> import torch
+    >>> from needlework.ops.lucid import chunk_lucid
+    >>> k, v = torch.randn(1, 100, 2, 32), torch.randn(1, 100, 2, 32)  # [B T Hkv K]
+    >>> y, state = chunk_lucid(k, v, output_final_state=True)
+    >>> q = torch.randn(1, 100, 4, 32)  # softmax attention reads y instead of v
+    >>> heads = (x.transpose(1, 2) for x in (q, k, y))
+    >>> torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).shape
+    torch.Size([1, 4, 100, 32])
     """
     N, window = check_call(k, v, beta, precondition, window, solve, initial_state, cu_seqlens)
     check_count("chunk_size", chunk_size)
@@ -125,6 +134,15 @@ def step_lucid(
     State: a token's k and y are written at row length (mod W), and length grows by 1.
     Raises ValueError for shapes or dtypes that do not fit, for more tokens than rows, and for a full table; kernels on a GPU, from
         which nothing is read back, return NaN for a token without a row.
+
+    >>> import torch
+    >>> from needlework.ops.lucid import LucidState, chunk_lucid, step_lucid
+    >>> k, v = torch.randn(1, 100, 2, 32), torch.randn(1, 100, 2, 32)  # [B T Hkv K]
+    >>> pages = torch.zeros(1, 100, 2, 32)  # one slot with room for 100 tokens
+    >>> state = LucidState(pages, pages.clone(), torch.zeros(1, dtype=torch.int64))
+    >>> steps = [step_lucid(k[:, t], v[:, t], state=state) for t in range(100)]
+    >>> torch.allclose(torch.stack(steps, 1), chunk_lucid(k, v).y, atol=1e-5)
+    True
     """
     check_tensor("k", k, "B Hkv K")
     several = k.dim() == 4

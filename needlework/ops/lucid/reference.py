@@ -35,6 +35,12 @@ def recurrent_lucid(
         "rowmax"      y_i = (v_i − Σ_j e^{s_ij − μ_i} y_j) / e^{s_ii − μ_i}   s = k_i·k_j / √d,  μ_i = max_{j<=i} s_ij
 
     Arguments and errors as in `chunk_lucid`; `operand` is applied to every operand of a matrix product that is not solved with.
+
+    >>> import torch
+    >>> from needlework.ops.lucid import chunk_lucid, recurrent_lucid
+    >>> k, v = torch.randn(1, 100, 2, 32), torch.randn(1, 100, 2, 32)  # [B T Hkv K]
+    >>> torch.allclose(recurrent_lucid(k, v).y, chunk_lucid(k, v).y, atol=1e-5)
+    True
     """
     _, window = check_call(k, v, beta, precondition, window, solve, initial_state, cu_seqlens)
     length, P = ((), 0) if initial_state is None else (initial_state.length, initial_state.k.shape[1])

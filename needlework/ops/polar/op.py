@@ -57,6 +57,16 @@ def chunk_polar(
         per head), both with a backward by hand; "reference" is the definition token by token. "auto" takes the
         kernels on a CUDA device where they support the call.
     Raises ValueError for shapes, dtypes or lengths that do not fit; it names tensor, axis and both sizes.
+
+    >>> import torch
+    >>> from needlework.ops.polar import chunk_polar
+    >>> q, k, v = torch.randn(1, 100, 4, 32), torch.randn(1, 100, 2, 32), torch.randn(1, 100, 2, 64)  # [B T heads channels]
+    >>> (alpha, beta, gamma, null_base), v_null = torch.zeros(4, 4), torch.randn(4, 64)
+    >>> direction, magnitude, _ = chunk_polar(q, k, v, alpha, beta, gamma, null_base, v_null)
+    >>> direction.shape, magnitude.shape
+    (torch.Size([1, 100, 4, 64]), torch.Size([1, 100, 4]))
+    >>> torch.allclose(direction.norm(dim=-1), torch.ones(1)), bool((0 <= magnitude).all() and (magnitude <= 1).all())
+    (True, True)
     """
     N = check_arguments(q, k, v, alpha, beta, gamma, null_base, v_null, window, initial_state, cu_seqlens)
     check_count("chunk_size", chunk_size)
@@ -113,6 +123,17 @@ def step_polar(
     State: the token's k and v are written at row length (mod W), and length grows by 1.
     Raises ValueError for shapes or dtypes that do not fit, and for a full table. While a CUDA graph is captured lengths cannot be
     read: a full slot then drops its oldest token.
+
+    >>> import torch
+    >>> from needlework.ops.polar import PolarState, chunk_polar, step_polar
+    >>> q, k, v = torch.randn(1, 100, 4, 32), torch.randn(1, 100, 2, 32), torch.randn(1, 100, 2, 64)  # [B T heads channels]
+    >>> (alpha, beta, gamma, null_base), v_null = torch.zeros(4, 4), torch.randn(4, 64)
+    >>> parameters = (alpha, beta, gamma, null_base, v_null)
+    >>> pages = torch.zeros_like(k), torch.zeros_like(v)  # one slot with room for 100 tokens
+    >>> state = PolarState(*pages, torch.zeros(1, dtype=torch.int64))
+    >>> steps = [step_polar(q[:, t], k[:, t], v[:, t], *parameters, state=state)[0] for t in range(100)]
+    >>> torch.allclose(torch.stack(steps, 1), chunk_polar(q, k, v, *parameters).direction, atol=1e-5)
+    True
     """
     check("q", q, "B Hq d")
     check("k", k, "B Hkv d", B=len(q), d=q.shape[-1])

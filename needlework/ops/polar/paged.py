@@ -42,6 +42,17 @@ def decode_polar(
     Error: as `chunk_polar`. impl: "triton" splits the keys over programs, reads nothing back, and can be captured in a CUDA graph;
     "torch" gathers the pages; "auto" takes the kernels on a CUDA device where they support the call.
     Raises ValueError for shapes or dtypes that do not fit.
+
+    >>> import torch
+    >>> from needlework.ops.polar import chunk_polar, decode_polar
+    >>> q, k, v = torch.randn(1, 100, 4, 32), torch.randn(1, 100, 2, 32), torch.randn(1, 100, 2, 64)  # [B T heads channels]
+    >>> (alpha, beta, gamma, null_base), v_null = torch.zeros(4, 4), torch.randn(4, 64)
+    >>> parameters = (alpha, beta, gamma, null_base, v_null)
+    >>> k_pages, v_pages = k.unflatten(1, (5, 20))[0], v.unflatten(1, (5, 20))[0]  # [n PG Hkv d]: five pages of 20 tokens
+    >>> where = {"block_table": torch.arange(5, dtype=torch.int32)[None], "length": torch.tensor([100], dtype=torch.int32)}
+    >>> direction, magnitude = decode_polar(q[:, -1], k_pages, v_pages, *parameters, **where)
+    >>> torch.allclose(direction, chunk_polar(q, k, v, *parameters).direction[:, -1], atol=1e-5)
+    True
     """
     check("q", q, "B Hq d")
     parameters = _check(q, k, v, alpha, beta, gamma, null_base, v_null, block_table, length, window)
@@ -83,6 +94,18 @@ def prefill_polar(
     The other arguments, dtypes and errors as in `decode_polar`, with N sequences for B rows and length[n] at least its new tokens.
 
     Returns direction [1 T Hq V], magnitude [1 T Hq].
+
+    >>> import torch
+    >>> from needlework.ops.polar import chunk_polar, prefill_polar
+    >>> q, k, v = torch.randn(1, 100, 4, 32), torch.randn(1, 100, 2, 32), torch.randn(1, 100, 2, 64)  # [B T heads channels]
+    >>> (alpha, beta, gamma, null_base), v_null = torch.zeros(4, 4), torch.randn(4, 64)
+    >>> parameters = (alpha, beta, gamma, null_base, v_null)
+    >>> k_pages, v_pages = k.unflatten(1, (5, 20))[0], v.unflatten(1, (5, 20))[0]  # [n PG Hkv d]: five pages of 20 tokens
+    >>> where = {"block_table": torch.arange(5, dtype=torch.int32)[None], "length": torch.tensor([100], dtype=torch.int32)}
+    >>> new = torch.tensor([0, 30])  # the last 30 of the sequence's 100 tokens
+    >>> direction, _ = prefill_polar(q[:, 70:], k_pages, v_pages, *parameters, **where, cu_seqlens=new)
+    >>> torch.allclose(direction, chunk_polar(q, k, v, *parameters).direction[:, 70:], atol=1e-5)
+    True
     """
     check("q", q, "B T Hq d")
     parameters = _check(q, k, v, alpha, beta, gamma, null_base, v_null, block_table, length, window)

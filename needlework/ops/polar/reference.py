@@ -40,6 +40,14 @@ def recurrent_polar(
         magnitude = tanh(softplus(beta) ln(1 + m_eff))
 
     Arguments and errors as in `chunk_polar`; `operand` is applied to every operand of a matrix product.
+
+    >>> import torch
+    >>> from needlework.ops.polar import chunk_polar, recurrent_polar
+    >>> q, k, v = torch.randn(1, 100, 4, 32), torch.randn(1, 100, 2, 32), torch.randn(1, 100, 2, 64)  # [B T heads channels]
+    >>> (alpha, beta, gamma, null_base), v_null = torch.zeros(4, 4), torch.randn(4, 64)
+    >>> tensors = (q, k, v, alpha, beta, gamma, null_base, v_null)
+    >>> torch.allclose(recurrent_polar(*tensors).direction, chunk_polar(*tensors).direction, atol=1e-5)
+    True
     """
     N = check_arguments(q, k, v, alpha, beta, gamma, null_base, v_null, window, initial_state, cu_seqlens)
     length, P = (q.new_zeros(N), 0) if initial_state is None else (initial_state.length, initial_state.k.shape[1])

@@ -63,6 +63,19 @@ def chunk_qdelta(
     the token loop; "auto" takes the kernels on a CUDA device where they support the call.
     Raises ValueError for sizes or dtypes that do not fit, an unknown coupling or impl, another chunk_size where 64 defines,
     impl="triton" where that cannot be.
+
+    >>> import torch
+    >>> from torch.nn.functional import normalize
+    >>> from needlework.ops.qdelta import chunk_qdelta
+    >>> q, k = normalize(torch.randn(2, 1, 100, 4, 32), dim=-1)  # [B T H K] = [1 100 4 32]
+    >>> v, g = torch.randn(1, 100, 4, 64), -torch.rand(1, 100, 4)
+    >>> beta, lam = torch.rand(2, 1, 100, 4)
+    >>> o, state = chunk_qdelta(q, k, v, g, beta, lam, output_final_state=True)
+    >>> o.shape, state.shape
+    (torch.Size([1, 100, 4, 64]), torch.Size([1, 4, 32, 64]))
+    >>> packed = chunk_qdelta(q, k, v, g, beta, lam, cu_seqlens=torch.tensor([0, 40, 100]), output_final_state=True)
+    >>> packed.state.shape  # one state a sequence
+    torch.Size([2, 4, 32, 64])
     """
     check_count("chunk_size", chunk_size)
     if coupling == "transposed" and chunk_size != transposed.CHUNK:
@@ -134,6 +147,15 @@ def recurrent_qdelta(
     """The definition, token by token, under autograd: `chunk_qdelta`'s equation, arguments, contract and errors.
 
     operand: applied to every operand of a matrix or outer product, to emulate a narrower precision.
+
+    >>> import torch
+    >>> from torch.nn.functional import normalize
+    >>> from needlework.ops.qdelta import chunk_qdelta, recurrent_qdelta
+    >>> q, k = normalize(torch.randn(2, 1, 100, 4, 32), dim=-1)  # [B T H K] = [1 100 4 32]
+    >>> v, g = torch.randn(1, 100, 4, 64), -torch.rand(1, 100, 4)
+    >>> beta, lam = torch.rand(2, 1, 100, 4)
+    >>> torch.allclose(recurrent_qdelta(q, k, v, g, beta, lam).o, chunk_qdelta(q, k, v, g, beta, lam).o, atol=1e-5)
+    True
     """
     rule = checked(q, k, v, g, beta, lam, coupling, q_read, l2norm)
     if cu_seqlens is not None:
@@ -168,6 +190,17 @@ def step_qdelta(
     state [slots HV K V]: a slot table. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a padded row,
         which reads and changes no slot and returns zeros. A live slot belongs to one row only.
     Dtypes, settings and errors as in `chunk_qdelta`.
+
+    >>> import torch
+    >>> from torch.nn.functional import normalize
+    >>> from needlework.ops.qdelta import chunk_qdelta, step_qdelta
+    >>> q, k = normalize(torch.randn(2, 1, 100, 4, 32), dim=-1)  # [B T H K] = [1 100 4 32]
+    >>> v, g = torch.randn(1, 100, 4, 64), -torch.rand(1, 100, 4)
+    >>> beta, lam = torch.rand(2, 1, 100, 4)
+    >>> state = torch.zeros(1, 4, 32, 64)  # one slot
+    >>> steps = [step_qdelta(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], lam[:, t], state=state) for t in range(100)]
+    >>> torch.allclose(torch.stack(steps, 1), chunk_qdelta(q, k, v, g, beta, lam).o, atol=1e-5)
+    True
     """
     *rule, read = now(q=q, k=k, v=v, g=g, beta=beta, lam=lam, q_read=q_read)
     check_rule(*rule, coupling, read)
