@@ -69,6 +69,12 @@ class _Attention(nn.Module):
         self.conv = None if config.conv is None else config.conv.build(self.channels)
         width = Width(dim, Hkv, Hq, d, d, config.bias, layer=layer)
         self.attend = config.attend.build(width)
+        vectors, position = self.attend.vectors_a_head, config.position
+        if position is not None and d % (position.multiple * vectors):
+            raise ValueError(
+                f"attention: head_dim is {d}, expected a multiple of {position.multiple * vectors} with the position "
+                f"{position.kind!r} of {config.attend.kind!r}"
+            )
         self.o_proj = OutProjection(Hq * d, dim, bias=config.bias)
         self.memory = None if config.memory is None else config.memory.build(width)
 

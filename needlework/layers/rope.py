@@ -1,6 +1,12 @@
-"""Rotary positions. Frequencies are made in the forward pass, so that nothing is stored."""
+"""Rotary positions: the halves a, b of a query or key turn against each other by position · frequency.
+
+    (a, b) → (a cos θ − b sin θ, b cos θ + a sin θ),  θ = position · frequency        q·k then depends on the distance alone
+
+Frequencies are made in the forward pass, so that nothing is stored.
+"""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,32 +45,55 @@ def _line(x: Tensor, n: int, last: float) -> Tensor:
 
 
 class PositionConfig(Config):
-    """Base of the positions' configs: called with q or k and positions."""
+    """Base of the positions' configs: `config(x [B T H d], positions [B T]) -> [B T H d]`, in x's dtype.
+
+    multiple: d is a multiple of it; ValueError for another d.
+    """
+
+    multiple: ClassVar[int]
+
+    def check(self, d: int) -> None:
+        """ValueError if vectors of d channels cannot be turned."""
+        if d % self.multiple:
+            raise ValueError(f"{self.kind}: got vectors of {d} channels, expected a multiple of {self.multiple}")
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope(PositionConfig):
-    """Frequencies base^{−2i/d}, i < d/2."""
+    """Frequencies base^{−2i/d}, i < d/2; d is even.
+
+    >>> x, positions = torch.ones(1, 2, 1, 4), torch.tensor([[0, 1]])
+    >>> Rope()(x, positions)[0, :, 0]
+    tensor([[ 1.0000,  1.0000,  1.0000,  1.0000],
+            [-0.3012,  0.9900,  1.3818,  1.0099]])
+    """
 
     kind = "rope"
+    multiple = 2
     base: Positive = 10_000.0
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        self.check(x.shape[-1])
         half = x.shape[-1] // 2
         return rotate(x, positions, self.base ** -_line(x, half, 1 - 1 / half))
 
 
 @dataclass(frozen=True, kw_only=True)
 class HalfRope(PositionConfig):
-    """ATMA's half-truncated rotary: d/4 frequencies (1/base)^{linspace(0, 1, d/4)}, the other d/4 zero.
+    """ATMA's half-truncated rotary: d/4 frequencies (1/base)^{linspace(0, 1, d/4)}, the other d/4 zero; d is a multiple of 4.
 
     Its code turns the other way than `Rope`: (a cos + b sin, b cos − a sin) of the halves a, b.
     """
 
     kind = "half_rope"
+    multiple = 4
     base: Positive = 1024.0
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        self.check(x.shape[-1])
         quarter = x.shape[-1] // 4
         turning = -(self.base ** -_line(x, quarter, 1.0))
         return rotate(x, positions, torch.cat([turning, torch.zeros_like(turning)]))

@@ -104,13 +104,6 @@ def test_tasks_and_text_read_a_store_as_they_read_memory(config, tmp_path):
     assert (many_needles(corpus, 0, 3, 200).input_ids == many_needles(memory, 0, 3, 200).input_ids).all()
 
 
-def test_a_corpus_of_the_hub_is_finished_and_says_how_it_was_split(records, tmp_path):
-    source = Hub(path="json", files=tuple(map(str, sorted(records.iterdir()))), held_out=0.2)
-    corpus = prepare(StoreConfig(source=source, tokenizer="bytes"), tmp_path / "corpus")
-    assert corpus.manifest["split"] == {"by": "sha256 of the key", "share": 0.2}
-    assert len(corpus.train) + len(corpus.held_out) == 200
-
-
 def test_a_finished_corpus_is_opened_and_not_made_again(config, tmp_path):
     seen = []
     first = prepare(config, tmp_path / "corpus", seen.append)

@@ -233,6 +233,24 @@ def test_a_published_rope_checkpoint_turns_as_its_own_code_turns_it():
     assert relative(HalfRope()(x, positions), atma) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("position", "attend", "head_dim", "multiple"),
+    [
+        (Rope(), Softmax(), 5, 2), (HalfRope(), Softmax(), 5, 4), (HalfRope(), Softmax(), 2, 4),
+        (HalfRope(), Polar(), 6, 4), (Rope(), Differential(), 6, 4), (HalfRope(), Differential(), 12, 8),
+    ],
+)  # fmt: skip
+def test_a_head_that_a_position_cannot_turn_is_refused_where_the_layer_is_built(position, attend, head_dim, multiple):
+    config = Attention(heads=2, head_dim=head_dim, attend=attend, position=position)
+    message = f"attention: head_dim is {head_dim}, expected a multiple of {multiple} with the position '{position.kind}'"
+    with pytest.raises(ValueError, match=message):
+        config.build(8)
+    dataclasses.replace(config, head_dim=multiple).build(8)
+    channels = position.multiple + 1
+    with pytest.raises(ValueError, match=f"{position.kind}: got vectors of {channels} channels, expected a multiple of"):
+        position(torch.ones(1, 1, 1, channels), torch.zeros(1, 1))
+
+
 TURNED = {
     "softmax": Softmax(),
     "a window": Softmax(window=5),
