@@ -1,10 +1,10 @@
-"""The README's tables of kernels and of training, made from benchmarks/results/*.json and training/*.json: `python benchmarks/table.py`."""
+"""docs/performance.md's tables of kernels and of training, made from benchmarks/results/*.json and training/*.json: `python benchmarks/table.py`."""
 
 from pathlib import Path
 
 import results
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 TRAINING = results.ROOT.parent / "training"
 SHARES = ("step", "share")
 ORDER = ("gated", "qdelta", "kda", "carve-gates-given", "carve", "ccq", "ccq+gated",
@@ -100,19 +100,19 @@ def section(rows: list[dict]) -> list[str]:
     return lines
 
 
-# what stands in the README between comments of that name, of which folder's files, made by what
+# the name of the comments around a table, the folder of its files, and the function that makes its lines
 TABLES = (("performance", results.ROOT, section), ("training", TRAINING, training))
 
 
 def main() -> None:
-    text = README.read_text()
+    text = PAGE.read_text()
     for name, root, made in TABLES:
         files = [results.read(path) for path in sorted(root.glob("*.json"))]
         lines = "\n\n".join("\n".join(made(rows)) for rows in files if rows)
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         before, rest = text.split(start)
         text = f"{before}{start}\n{lines}\n{end}{rest.split(end)[1]}"
-    README.write_text(text)
+    PAGE.write_text(text)
 
 
 if __name__ == "__main__":

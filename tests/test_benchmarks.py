@@ -1,4 +1,4 @@
-"""The file of results adds up over runs, and the README's table says what it holds."""
+"""The file of results adds up over runs, and the tables of docs/performance.md say what it holds."""
 
 import importlib
 import sys
@@ -58,10 +58,10 @@ def test_the_names_that_rows_are_asked_for_by_select_them(bench):
     assert len(chosen) == 13 and {key.split("/")[0] for key in chosen} == {"lucid", "polar"}
 
 
-def test_the_readme_s_tables_are_made_from_the_files(bench):
+def test_the_tables_of_the_page_of_performance_are_made_from_the_files(bench):
     table, results = bench("table"), bench("results")
     for name, root, made in table.TABLES:
-        text = table.README.read_text().split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
+        text = table.PAGE.read_text().split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
         for path in root.glob("*.json"):
             for line in made(results.read(path)):
                 assert line in text, f"run benchmarks/table.py: {line}"

@@ -1,4 +1,4 @@
-"""Floors: imports point down, or sideways inside one package. The tree's drawing is in the README."""
+"""Floors: imports point down, or sideways inside one package. docs/explanation/tree.md draws the tree."""
 
 import ast
 import subprocess

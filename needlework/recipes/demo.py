@@ -1,6 +1,6 @@
 """The demo: seven mixers, two layers, bytes, one recipe and one seed schedule; each learns to find needles in CPU minutes.
 
-What was tried on the way here, and what it gave, is in docs/LOG.md. Four things make so small a model learn: every
+What was tried on the way here, and what it gave, is in docs/log/. Four things make so small a model learn: every
 retention gate starts near a half-life of four training lengths, key and value lie within a width-4 convolution's reach,
 matrices start at a scale that keeps variance (D^-1/2), and the first phase is nearly all dense episodes of one to three pairs:
 with half of the rows text from the first step, or up to five pairs, some recurrent mixers never find the needle in ten minutes.

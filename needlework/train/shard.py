@@ -17,7 +17,8 @@ from .tensor import split_heads
 from .world import World
 
 # What Inductor computes from more tensors than this, for more than one reader, it writes to memory and reads again; 4 if not said.
-# The gradient of a block's normed input is a sum over its maps, and the norm's backward reads it twice: docs/LOG.md has the bytes.
+# The gradient of a block's normed input is a sum over its maps, and the norm's backward reads it twice; the bytes are in
+# docs/log/2026-11-22-inductor-reads-threshold.md.
 READS = 8
 
 
