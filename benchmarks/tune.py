@@ -51,8 +51,8 @@ def neighbours(constant: str, value: int) -> tuple[int, ...]:
     return tuple(choices[max(at - 1, 0) : at] + choices[at + 1 : at + 2])
 
 
-def wrong(case: Case, row: launch_configs.Plan, device: torch.device, dtype: torch.dtype) -> str:
-    """What the doctor finds wrong under the plan that is now forced; empty if it is right."""
+def wrong(case: Case, row: launch_configs.LaunchConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """What the doctor finds wrong under the config that is now forced; empty if it is right."""
     name = str(dtype).removeprefix("torch.")
     task = Task(case.spec.name, row.engine, row.name, name, case.shape["K"], case.shape["V"], FORMS)
     found = (weigh(task, form, device.type)[1] for form in FORMS)
@@ -67,12 +67,12 @@ def tune(
     seconds: float = math.inf,
     timer: Callable[[Callable], float] = median,
     verdict: Callable[..., str] = wrong,
-) -> tuple[launch_configs.Plan, dict[str, dict[str, int]], float, float]:
+) -> tuple[launch_configs.LaunchConfig, dict[str, dict[str, int]], float, float]:
     """The row, the constants that beat it, and the milliseconds before and after, taken one after the other at the end."""
     until = time.monotonic() + seconds
     engine = ENGINES[case.op]
     call = passes(case.ours, case.tensors(device, dtype, case.shape["B"], case.shape["T"]))["fwd+bwd"]
-    row = launch_configs.plan(engine, device, dtype, case.shape["K"], case.shape["V"])
+    row = launch_configs.launch_config(engine, device, dtype, case.shape["K"], case.shape["V"])
     places = [(kernel, name) for kernel, own in row.launch.items() if kernel != "shared" for name in own]
 
     def timed(constants: dict) -> float:
@@ -108,7 +108,9 @@ def tune(
     return row, best, timed({}), timed(best)
 
 
-def write(row: launch_configs.Plan, best: dict, note: str, folder: Path = Path(launch_configs.__file__).parents[1]) -> None:
+def write(
+    row: launch_configs.LaunchConfig, best: dict, note: str, folder: Path = Path(launch_configs.__file__).parents[1]
+) -> None:
     """The constants and what was measured, into the row; every other character of the table stays."""
     path = folder / f"{row.engine}.launch.json"
     table = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Doctor: it sees a wrong kernel and no wrong in a right one, strikes a plan off, and says what it needs where it cannot run."""
+"""Doctor: it sees a wrong kernel and no wrong in a right one, denies a wrong config, and says what it needs where it cannot run."""
 
 import dataclasses
 import json
@@ -67,7 +67,8 @@ def test_every_engine_has_a_table_and_every_table_an_engine():
     folder = launch_configs.Path(common.__file__).parents[1]
     tables = {str(path.relative_to(folder)).removesuffix(".launch.json") for path in folder.glob("*/*.launch.json")}
     assert tables == set(targets.ENGINES)
-    kernels = {f"{x.parent.name}.{x.stem}" for x in folder.glob("*/triton_*.py") if "def compile_cases" in x.read_text()}
+    files = [x for x in folder.rglob("*.py") if "\ndef compile_cases" in x.read_text()]
+    kernels = {".".join(x.relative_to(folder).with_suffix("").parts) for x in files}
     assert kernels == {file for files in targets.ENGINES.values() for file in files}
     assert {rule.spec for rule in targets.RULES} <= {
         spec.name for spec in (*specs(), targets.L2NORM, targets.CONV, targets.PAGES)
@@ -97,7 +98,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(launch_configs, "interpreted", lambda: False)
 
 
-def test_a_default_run_judges_every_plan_that_is_taken_in_all_its_dtypes_and_every_rule(hopper):
+def test_a_default_run_judges_every_launch_config_that_is_taken_in_all_its_dtypes_and_every_rule(hopper):
     todo, everything = (doctor.tasks(torch.device("cuda"), full) for full in (False, True))
     for engine in targets.ENGINES:
         covering = {rule.spec: rule for rule in targets.RULES if rule.covers and engine in (rule.chunk, rule.step)}
@@ -107,29 +108,31 @@ def test_a_default_run_judges_every_plan_that_is_taken_in_all_its_dtypes_and_eve
                 expected |= set(verdict.SEVERAL if rule.several else verdict.STEP)
         for row in launch_configs.rows(engine):
             taken = {dtype for dtype in row.dtypes if dtype != "float64" and targets.taken(row, (9, 0), dtype)}
-            here = [task for task in todo if (task.engine, task.plan) == (engine, row.name)]
+            here = [task for task in todo if (task.engine, task.config) == (engine, row.name)]
             assert {task.dtype for task in here} == {task.dtype for task in here if task.rule in covering} == taken
             first = next((dtype for dtype in row.dtypes if dtype in taken), None)
             grown = {verdict.GROWN for rule in covering.values() if rule.grows and rule.chunk == engine and first == "bfloat16"}
             forms = {form for task in here if task.rule in covering for form in task.forms}
             assert forms == (expected | grown if taken else set())
-        assert {task.plan for task in everything if task.engine == engine} == {row.name for row in launch_configs.rows(engine)}
+        assert {task.config for task in everything if task.engine == engine} == {
+            row.name for row in launch_configs.rows(engine)
+        }
     for rule in targets.RULES:
         for engine in {rule.chunk, rule.step} - {None}:
             assert any(task.rule == rule.spec and task.engine == engine and task.dtype == "bfloat16" for task in todo)
     assert len({task[:6] for task in todo}) == len(todo), "nothing twice"
     assert {task[:6] for task in todo} < {task[:6] for task in everything}
-    assert {"float16"} == {dtype for _, plan, dtype in {task[1:4] for task in everything} if plan.endswith("-f16")}
+    assert {"float16"} == {dtype for _, config, dtype in {task[1:4] for task in everything} if config.endswith("-f16")}
 
 
-def test_what_is_taken_in_the_place_of_a_plan_that_is_struck_off_is_judged_too(hopper, monkeypatch):
-    """Of LUCID's table only the last rows are right: they are judged in the run that strikes the others off."""
+def test_what_is_taken_in_the_place_of_a_denied_launch_config_is_judged_too(hopper, monkeypatch):
+    """Of LUCID's table only the last rows are right: they are judged in the run that puts the others on the denylist."""
     asked = []
 
     def judged(device, todo, processes):
-        asked.append({task.plan for task in todo if task.engine == "lucid/solve"})
+        asked.append({task.config for task in todo if task.engine == "lucid/solve"})
         for task in todo:
-            yield verdict.unjudged(task, "", wrong=task.plan.startswith("sm"))
+            yield verdict.unjudged(task, "", wrong=task.config.startswith("sm"))
 
     monkeypatch.setattr(doctor, "judged", judged)
     monkeypatch.setattr(doctor, "_processes", lambda device: 1)
@@ -140,7 +143,7 @@ def test_what_is_taken_in_the_place_of_a_plan_that_is_struck_off_is_judged_too(h
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 def test_the_covering_rules_launch_every_kernel_that_another_does(monkeypatch):
-    """But LUCID's `top`, of "rowmax" alone: the first plan and a full run judge it."""
+    """But LUCID's `top`, of "rowmax" alone: the first config and a full run judge it."""
     from triton.runtime.interpreter import InterpretedFunction
 
     launched, run = defaultdict(set), InterpretedFunction.run
@@ -167,16 +170,16 @@ def test_the_covering_rules_launch_every_kernel_that_another_does(monkeypatch):
 
 
 def test_one_sequence_alone_is_long_enough_to_be_cut(hopper):
-    """A default run also judges what runs only where few heads meet a long sequence, in every plan for large sizes."""
+    """A default run also judges what runs only where few heads meet a long sequence, in every config for large sizes."""
     pytest.importorskip("triton")
     from needlework.ops.delta.segments import parts_of
 
     long = next(rule.long for rule in targets.RULES if rule.spec == "qdelta")
     todo = [task for task in doctor.tasks(torch.device("cuda"), False) if "long" in task.forms]
-    assert {task.plan for task in todo if task.engine == "delta/scalar"} >= {"sm90-k128", "sm90-k256", "plain"}
+    assert {task.config for task in todo if task.engine == "delta/scalar"} >= {"sm90-k128", "sm90-k256", "plain"}
     for task in todo:
         if task.engine == "delta/scalar":
-            row = next(row for row in launch_configs.rows(task.engine) if row.name == task.plan)
+            row = next(row for row in launch_configs.rows(task.engine) if row.name == task.config)
             scan, chunks = row.launch["scan"], long // row.launch["shared"]["C"]
             assert parts_of(2 * -(-task.V // scan["BV"]), chunks, task.K, task.V, scan["NP"]) > 1
 
@@ -236,7 +239,7 @@ def test_what_came_to_no_verdict_beside_others_is_judged_again_alone(monkeypatch
     assert calls == [([large, small], 4), ([large], 1)]
 
 
-def test_a_wrong_tensor_is_named_and_its_plan_struck_off_in_that_dtype(monkeypatch):
+def test_a_wrong_tensor_is_named_and_its_launch_config_denied_in_that_dtype(monkeypatch):
     def wrong(impl, **x):
         o, state = chunk_delta(**x, impl="torch")
         return DeltaOutput(o, state * torch.linspace(1, 1.001 if impl == "triton" else 1, state.shape[-1]))
@@ -245,16 +248,16 @@ def test_a_wrong_tensor_is_named_and_its_plan_struck_off_in_that_dtype(monkeypat
     verdicts = verdict.judge("cpu", True, TASK)
     assert all(v.wrong and any(what.startswith("state") for what in v.failing) for v in verdicts)
     denylist.record(doctor.outcome(verdicts, full=False))
-    assert "state" in denylist.struck(TASK.engine, TASK.plan, "float32")
-    assert denylist.struck(TASK.engine, TASK.plan, "float16") is None
+    assert "state" in denylist.denied(TASK.engine, TASK.config, "float32")
+    assert denylist.denied(TASK.engine, TASK.config, "float16") is None
     passed = [v._replace(failing=(), wrong=False) for v in verdicts]
     denylist.record(doctor.outcome(passed, full=False))
-    assert denylist.struck(TASK.engine, TASK.plan), "a short run has not seen what a full one saw"
+    assert denylist.denied(TASK.engine, TASK.config), "a short run has not seen what a full one saw"
     denylist.record(doctor.outcome(passed, full=True))
-    assert denylist.struck(TASK.engine, TASK.plan) is None
+    assert denylist.denied(TASK.engine, TASK.config) is None
 
 
-def test_what_is_over_its_budget_by_less_than_twice_fails_but_is_not_struck_off(monkeypatch):
+def test_what_is_over_its_budget_by_less_than_twice_fails_but_is_not_denied(monkeypatch):
     for ratio, wrong in ((1.5, False), (2.5, True)):
         monkeypatch.setattr(verdict, "weigh", lambda *_, ratio=ratio: ({"o": ratio}, (f"o {ratio}",)))
         assert all(v.failing and v.wrong is wrong for v in verdict.judge("cpu", True, TASK))
@@ -315,11 +318,11 @@ def test_an_error_is_a_verdict_and_want_of_memory_is_none(monkeypatch):
     assert [v.wrong for v in verdict.judge("cpu", True, TASK)] == [False] * 2
 
 
-def test_compile_only_takes_every_plan_and_says_what_does_not_compile(monkeypatch):
+def test_compile_only_takes_every_launch_config_and_says_what_does_not_compile(monkeypatch):
     pytest.importorskip("triton")
     found = builds.tasks(False)
     for engine in targets.ENGINES:
-        assert {task.plan for task in found if task.engine == engine} == {row.name for row in launch_configs.rows(engine)}
+        assert {task.config for task in found if task.engine == engine} == {row.name for row in launch_configs.rows(engine)}
     assert {task.sm for task in found} == {89, 90}
     assert {task.sm for task in builds.tasks(True)} == {80, 89, 90}
     few = next(task for task in found if not task.variants)

@@ -99,7 +99,7 @@ def test_the_wheel_holds_the_package_whole_and_nothing_beside_it(built):
     for wheel in built[0].values():
         names = zipfile.ZipFile(wheel).namelist()
         assert {name.partition("/")[0] for name in names} == {"needlework", f"{wheel.stem.rsplit('-', 3)[0]}.dist-info"}
-        assert {name for name in names if name.startswith("needlework/")} == ours  # modules, cards, plans, the page's frame
+        assert {name for name in names if name.startswith("needlework/")} == ours  # modules, cards, configs, the page's frame
         assert f"{wheel.stem.rsplit('-', 3)[0]}.dist-info/licenses/LICENSE" in names
 
 

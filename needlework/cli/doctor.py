@@ -13,15 +13,15 @@ from .tables import build_table, verdict_table
 
 @app.command()
 def doctor(
-    full: Annotated[bool, typer.Option("--full", help="Every size, form and dtype of every plan.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Every size, form and dtype of every config.")] = False,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile every kernel; needs no GPU.")] = False,
     report: Annotated[Path | None, typer.Option(help="Write what was found here, as JSON.")] = None,
 ) -> None:
-    """Check the Triton kernels on this machine, under every launch plan that may be picked here.
+    """Check the Triton kernels on this machine, under every launch config that may be picked here.
 
-    Forward and gradients against the definition in float64, by the error budget, each run twice. A plan that is wrong (over twice
-    its budget, not the same twice, or not to be run) is struck off and never taken on this machine again; what is over the budget
-    by less is reported. The exit status is 1 for either. Attach the report to an issue.
+    Forward and gradients against the definition in float64, by the error budget, each run twice. A config that is wrong (over twice
+    its budget, not the same twice, or not to be run) goes on this machine's denylist and is never taken here again; what is over
+    the budget by less is reported. The exit status is 1 for either. Attach the report to an issue.
     """
     import time
 
@@ -58,12 +58,12 @@ def doctor(
 
         if compile_only:
             found = builds.compile_all(full, lambda count, total: at(f"compiling: {count} of {total}"))
-            table, failed, struck = build_table(found), [b for b in found if b.error], False
+            table, failed, recorded = build_table(found), [b for b in found if b.error], False
         else:
             at("compiling and judging")
 
             def tell(v: checks.Verdict, count: int, total: int) -> None:
-                row = f"{v.op} {v.form}, {v.engine} {v.plan}, {v.dtype}, K {v.K}, V {v.V}"
+                row = f"{v.op} {v.form}, {v.engine} {v.config}, {v.dtype}, K {v.K}, V {v.V}"
                 if full or v.failing:  # minutes, or what is known already
                     told = "; ".join(v.failing) or "ok"
                     console.print(f"{time.monotonic() - began:4.0f} s, {count} of {total}: {row}: {told}, {v.seconds} s")
@@ -72,7 +72,7 @@ def doctor(
                     at(f"{count} of {total}: {row}")
 
             found = checks.run(device, full, tell)
-            table, failed, struck = verdict_table(found), [v for v in found if v.failing], not interpreted()
+            table, failed, recorded = verdict_table(found), [v for v in found if v.failing], not interpreted()
     console.print(table)
     seconds = time.monotonic() - began
     if report is not None:
@@ -80,7 +80,7 @@ def doctor(
         console.print(f"report: {report}", soft_wrap=True)
     if failed:
         console.print(f"{len(failed)} of {len(found)} failed, {seconds:.0f} s", style="red")
-        if struck and any(v.wrong for v in failed):
-            console.print(f"what is wrong is struck off in {path()}; --full takes back what passes it", soft_wrap=True)
+        if recorded and any(v.wrong for v in failed):
+            console.print(f"what is wrong is on the denylist {path()}; --full removes what passes it", soft_wrap=True)
         raise typer.Exit(1)
     console.print(f"{len(found)} checked, all right, {seconds:.0f} s")

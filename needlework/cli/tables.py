@@ -24,7 +24,7 @@ def scores(results: dict[str, Any]) -> Table:
 
 
 def build_table(found: list[Any]) -> Table:
-    names = ("engine", "plan", "kernel", "dtype", "K", "V", "sm", "registers", "shared", "spilled", "wgmma", "mma")
+    names = ("engine", "config", "kernel", "dtype", "K", "V", "sm", "registers", "shared", "spilled", "wgmma", "mma")
     table = Table(*names, "", box=None, pad_edge=False)
     for b in found:
         verdict = Text(b.error.splitlines()[0], style="red") if b.error else "ok"
@@ -33,11 +33,11 @@ def build_table(found: list[Any]) -> Table:
 
 
 def verdict_table(found: list[Any]) -> Table:
-    names = ("op", "form", "plan", "dtype", "K", "V", "seconds", "tensor")
-    table = Table("op", "form", "plan", "dtype", "K", "V", "s", "worst", "error ÷ budget", "", box=None, pad_edge=False)
+    names = ("op", "form", "config", "dtype", "K", "V", "seconds", "tensor")
+    table = Table("op", "form", "config", "dtype", "K", "V", "s", "worst", "error ÷ budget", "", box=None, pad_edge=False)
     for v in found:
         ratio = "" if v.ratio is None else f"{v.ratio:.2f}"
         verdict = Text("; ".join(v.failing), style="red") if v.failing else "ok"
-        plan = f"{v.engine} {v.plan}"
-        table.add_row(*(plan if name == "plan" else str(getattr(v, name)) for name in names), ratio, verdict)
+        config = f"{v.engine} {v.config}"
+        table.add_row(*(config if name == "config" else str(getattr(v, name)) for name in names), ratio, verdict)
     return table

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from needlework.ops.runtime.compile_cache import keyed
 from needlework.ops.runtime.constant import constant
-from needlework.ops.runtime.denylist import STRUCK
+from needlework.ops.runtime.denylist import DENYLISTED
 from needlework.ops.runtime.launch_configs import interpreted
 
 Impl = Literal["auto", "reference", "torch", "triton"]
@@ -45,7 +45,7 @@ def resolve(
     if impl == "triton":
         what = "yet" if unsupported is None else f"for this call: {reason}"
         raise ValueError(f"impl='triton': {op} has no Triton kernel {what}; use 'torch' or 'auto'")
-    if STRUCK in reason:
+    if DENYLISTED in reason:
         _warn(op, reason)
     return "torch"
 

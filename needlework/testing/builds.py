@@ -1,4 +1,4 @@
-"""`needlework doctor --compile-only`: every kernel of every launch plan, compiled without a GPU, and what became of it."""
+"""`needlework doctor --compile-only`: every kernel of every launch config, compiled without a GPU, and what became of it."""
 
 import importlib
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from needlework.testing.targets import ENGINES, sizes
 
 
 class Build(NamedTuple):
-    """A kernel of an engine under a plan, compiled; `error` where it was not, or not rightly."""
+    """A kernel of an engine under a config, compiled; `error` where it was not, or not rightly."""
 
     engine: str
-    plan: str
+    config: str
     dtype: str
     K: int
     V: int
@@ -32,11 +32,11 @@ class Build(NamedTuple):
 
 
 class Task(NamedTuple):
-    """The launches of one file under one plan."""
+    """The launches of one file under one config."""
 
     file: str
     engine: str
-    plan: str
+    config: str
     dtype: str
     K: int
     V: int
@@ -45,7 +45,7 @@ class Task(NamedTuple):
 
 
 def tasks(full: bool) -> list[Task]:
-    """Plans for Hopper for sm_90, plain ones for sm_89, which has the least shared memory; each at the largest sizes at which it is
+    """Configs for Hopper for sm_90, plain ones for sm_89, which has the least shared memory; each at the largest sizes at which it is
     taken, where registers and shared memory are scarcest, and between a table's first and last row one variant of each kernel.
     With `full` at every size, in every dtype, in all variants, and for sm_80."""
     found = []
@@ -70,14 +70,14 @@ def compile_all(full: bool, done: Callable[[int, int], None]) -> list[Build]:
             builds += future.result()
             done(count, len(todo))
     places = list(ENGINES)
-    return sorted(set(builds), key=lambda b: (places.index(b.engine), b.plan, b.sm, b.dtype, -b.K, b.kernel))
+    return sorted(set(builds), key=lambda b: (places.index(b.engine), b.config, b.sm, b.dtype, -b.K, b.kernel))
 
 
 def _compile(task: Task) -> list[Build]:
     from needlework.ops.runtime.compile import compile_case, disassembled
 
     facts = task[1:-1]
-    row = next(row for row in launch_configs.rows(task.engine) if row.name == task.plan)
+    row = next(row for row in launch_configs.rows(task.engine) if row.name == task.config)
     module = importlib.import_module(f"needlework.ops.{task.file}")
     cases = module.compile_cases(row, getattr(torch, task.dtype), task.K, task.V)
     if not task.variants:

@@ -1,8 +1,8 @@
-"""`needlework doctor`: whether the kernels are right on this machine, under every launch plan that may be picked here.
+"""`needlework doctor`: whether the kernels are right on this machine, under every launch config that may be picked here.
 
-A compiler can get a kernel wrong without a word, and differently from one release to the next. Every rule runs under each plan,
-forward and backward, twice, against the definition in float64 by the error budget (`verdict.py`); what is wrong is struck off
-(`ops/runtime/denylist.py`) and never taken here again. Which rules and plans: `targets.py`.
+A compiler can get a kernel wrong without a word, and differently from one release to the next. Every rule runs under each config,
+forward and backward, twice, against the definition in float64 by the error budget (`verdict.py`); what is wrong goes on
+the denylist (`ops/runtime/denylist.py`) and is never taken here again. Which rules and configs: `targets.py`.
 """
 
 import math
@@ -47,7 +47,9 @@ def tasks(device: torch.device, full: bool) -> list[Task]:
     return sorted(found, key=lambda task: (task.forms in (STEP, SEVERAL), -len(task.forms) * math.sqrt(task.K * task.V)))
 
 
-def _chosen(rule: Rule, row: launch_configs.Plan, arch: tuple[int, int], dtype: str, full: bool) -> list[tuple[tuple, tuple]]:
+def _chosen(
+    rule: Rule, row: launch_configs.LaunchConfig, arch: tuple[int, int], dtype: str, full: bool
+) -> list[tuple[tuple, tuple]]:
     """Sizes and forms: with `full` all. Without, the rules that cover the kernels at the largest size that takes the row now, in every
     dtype, in the first one by every form; the others in bfloat16 at the row and the size that most models have. Each size is another
     compilation of every kernel."""
@@ -58,13 +60,13 @@ def _chosen(rule: Rule, row: launch_configs.Plan, arch: tuple[int, int], dtype: 
     found = here(row, dtype)
     if found and rule.covers:
         return [(found[-1], every if dtype == next(name for name in row.dtypes if here(row, name)) else SHORT)]
-    usual = USUAL in found and dtype == "bfloat16" and not denylist.struck(row.engine, row.name, dtype)
+    usual = USUAL in found and dtype == "bfloat16" and not denylist.denied(row.engine, row.name, dtype)
     return [(USUAL, SHORT)] if usual else []
 
 
 def run(device: torch.device, full: bool, done: Callable[[Verdict, int, int], None]) -> list[Verdict]:
-    """Every verdict, told as it comes with its number and how many there will be, and the failures recorded. What is taken in the place
-    of a plan that is struck off now is judged then."""
+    """Every verdict; `done` hears each as it comes, its number and how many there will be. Failures go on the denylist, and what is
+    taken in the place of a config that went there is judged too."""
     verdicts: list[Verdict] = []
     seen: set[Task] = set()
     while todo := [task for task in tasks(device, full) if task not in seen]:
@@ -76,17 +78,17 @@ def run(device: torch.device, full: bool, done: Callable[[Verdict, int, int], No
             denylist.record(outcome(verdicts, full))
         seen |= set(todo)
     order = {rule.spec: i for i, rule in enumerate(RULES)}
-    return sorted(verdicts, key=lambda v: (v.form in SEVERAL, order[v.op], v.plan, v.dtype, v.K, tuple(FORMS).index(v.form)))
+    return sorted(verdicts, key=lambda v: (v.form in SEVERAL, order[v.op], v.config, v.dtype, v.K, tuple(FORMS).index(v.form)))
 
 
 def outcome(verdicts: list[Verdict], full: bool) -> dict[str, str | None]:
-    """ "engine/plan/dtype" -> why it is struck off. Only a full run takes a strike back: a short one has not seen what failed."""
+    """ "engine/config/dtype" -> why it is on the denylist. Only a full run removes an entry: a short one does not repeat what failed."""
     found: dict[str, str | None] = {}
     for v in verdicts:
-        key = f"{v.engine}/{v.plan}/{v.dtype}"
+        key = f"{v.engine}/{v.config}/{v.dtype}"
         if v.wrong:
             found.setdefault(key, f"{v.op}, {v.form}, K {v.K}, V {v.V}: {'; '.join(v.failing)}")
-    passed = {f"{v.engine}/{v.plan}/{v.dtype}": None for v in verdicts} if full else {}
+    passed = {f"{v.engine}/{v.config}/{v.dtype}": None for v in verdicts} if full else {}
     return passed | found
 
 
@@ -119,4 +121,4 @@ def warning(facts: dict[str, Any], arch: tuple[int, int]) -> str | None:
 
 def report(rows: list[NamedTuple], known: dict[str, Any], seconds: float) -> dict[str, Any]:
     made = {"made": time.strftime("%Y-%m-%d %H:%M:%S"), "seconds": round(seconds, 1)}
-    return {**made, **known, "struck": str(denylist.path()), "rows": [row._asdict() for row in rows]}
+    return {**made, **known, "denylist": str(denylist.path()), "rows": [row._asdict() for row in rows]}

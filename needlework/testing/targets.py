@@ -13,8 +13,8 @@ from needlework.ops.api import OpSpec
 from needlework.ops.common.conv import causal_conv
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
 from needlework.ops.common.unit import unit_rows
-from needlework.ops.runtime.denylist import struck
-from needlework.ops.runtime.launch_configs import Plan, rows
+from needlework.ops.runtime.denylist import denied
+from needlework.ops.runtime.launch_configs import LaunchConfig, rows
 from needlework.ops.specs import specs
 from needlework.testing.pages import PAGES
 
@@ -117,15 +117,15 @@ STYLES = ("random", "identical", "strong")
 SIZES = ((16, 16), (32, 32), (100, 60), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))  # K, V
 
 
-def taken(row: Plan, arch: tuple[int, int], dtype: str, keys_alone: bool = False) -> list[tuple[int, int]]:
-    """Sizes at which the row is taken here, smallest first: no earlier row fits that is not struck off."""
-    earlier = [x for x in takewhile(lambda x: x.name != row.name, rows(row.engine)) if not struck(x.engine, x.name, dtype)]
+def taken(row: LaunchConfig, arch: tuple[int, int], dtype: str, keys_alone: bool = False) -> list[tuple[int, int]]:
+    """Sizes at which the row is taken here, smallest first: every earlier row that fits is on the denylist."""
+    earlier = [x for x in takewhile(lambda x: x.name != row.name, rows(row.engine)) if not denied(x.engine, x.name, dtype)]
     fits = [size for size in SIZES if row.misfit(arch, dtype, *size) is None]
     return _square([size for size in fits if all(other.misfit(arch, dtype, *size) for other in earlier)], keys_alone)
 
 
-def sizes(row: Plan, arch: tuple[int, int], dtype: str, keys_alone: bool = False) -> list[tuple[int, int]]:
-    """Those at which the row is taken, or, if there is none, may be where earlier ones are struck off."""
+def sizes(row: LaunchConfig, arch: tuple[int, int], dtype: str, keys_alone: bool = False) -> list[tuple[int, int]]:
+    """Those at which the row is taken, or, if there is none, may be where earlier ones are on the denylist."""
     fits = [size for size in SIZES if row.misfit(arch, dtype, *size) is None]
     return taken(row, arch, dtype, keys_alone) or _square(fits, keys_alone)
 

@@ -1,4 +1,4 @@
-"""One rule under one launch plan on this machine: its outputs and gradients against the definition in float64, by the error budget."""
+"""One rule under one launch config on this machine: its outputs and gradients against the definition in float64, by the error budget."""
 
 import math
 import os
@@ -26,7 +26,7 @@ from needlework.testing.targets import RULES, sample, spec_of, styles
 # -0.6 and a deviation of at most 0.43 (dg of identical keys, where all errors are one; elsewhere 0.05 to 0.2): a draw may be over
 # by chance, the mean of 16 is 5 deviations below 0. What is wrong is wrong in every draw.
 DRAWS = 16
-# Over this, or not the same twice, or not run at all, a plan is struck off. A miscompiled product is off by its own size, thousands
+# Over this, or not the same twice, or not run at all, a config goes on the denylist. A miscompiled product is off by its own size, thousands
 # of times the budget; what is over by less than this is a limit of the form, the same on every machine, and is only reported.
 WRONG = 2.0
 DIFFERS = "differs between two runs"
@@ -35,11 +35,11 @@ ROUNDING = 0.212
 
 
 class Task(NamedTuple):
-    """A rule under one plan at one size and dtype: what one set of compiled kernels can be judged on."""
+    """A rule under one config at one size and dtype: what one set of compiled kernels can be judged on."""
 
     rule: str
     engine: str
-    plan: str
+    config: str
     dtype: str
     K: int
     V: int
@@ -47,11 +47,11 @@ class Task(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`ratio`: error ÷ budget of the worst tensor, at most 1 if right; `failing` says what is not; `wrong`: that it is the plan's."""
+    """`ratio`: error ÷ budget of the worst tensor, at most 1 if right; `failing` says what is not; `wrong`: that it is the config's."""
 
     op: str
     engine: str
-    plan: str
+    config: str
     dtype: str
     K: int
     V: int
@@ -92,7 +92,7 @@ def judge(device: str, alone: bool, task: Task) -> list[Verdict] | None:
         failing: tuple[str, ...] = ()
         wrong = False
         try:
-            with launch_configs.forced(task.engine, task.plan), _kernels(), warnings.catch_warnings():
+            with launch_configs.forced(task.engine, task.config), _kernels(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found, failing = weigh(task, form, device)
             wrong = max(found.values()) > WRONG or any(told.endswith(DIFFERS) for told in failing)
@@ -100,7 +100,7 @@ def judge(device: str, alone: bool, task: Task) -> list[Verdict] | None:
             if not alone:
                 return None
             failing = (_told(error),)
-        except Exception as error:  # a compiler and a launch raise what they like, and the other plans are still to be judged
+        except Exception as error:  # a compiler and a launch raise what they like, and the other configs are still to be judged
             failing = (_told(error),)
             # refused by the op: no kernel has run
             wrong = not (isinstance(error, ValueError) and "impl='triton'" in str(error))
@@ -253,7 +253,7 @@ def _joined(parts: tuple[dict[str, Tensor], dict[str, Tensor]]) -> dict[str, Ten
 
 
 def _chunk(task: Task) -> int:
-    row = next(row for row in launch_configs.rows(task.engine) if row.name == task.plan)
+    row = next(row for row in launch_configs.rows(task.engine) if row.name == task.config)
     return row.launch.get("shared", {}).get("C", 64)
 
 

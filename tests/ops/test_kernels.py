@@ -3,7 +3,7 @@
 The interpreter takes milliseconds a program, so every rule has the checks of its mathematics, and one rule of each engine those of
 what its rules share: sequences, states, packing, registration; CARVE, LUCID and Polar have tests of their own. Sizes are as small as
 still cut a chunk. Of the battery is left out: literal_form_is_the_recurrence, where no kernel runs; chunk_size_is_invisible, since the
-kernels' chunk is their plan's; half precision in error_budget, which `needlework doctor` judges on a GPU, on more numbers.
+kernels' chunk is their config's; half precision in error_budget, which `needlework doctor` judges on a GPU, on more numbers.
 """
 
 import dataclasses

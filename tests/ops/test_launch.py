@@ -1,4 +1,4 @@
-"""Which implementation and which launch plan is taken, and why not another."""
+"""Which implementation and which launch config is taken, and why not another."""
 
 import os
 import warnings
@@ -56,7 +56,7 @@ def test_an_explicit_request_is_obeyed_or_refused_with_the_reason(monkeypatch, d
         resolve("x", "triton", device, lambda: None)
 
 
-def test_a_struck_off_plan_is_not_taken_and_torch_says_why_once(monkeypatch):
+def test_a_launch_config_on_the_denylist_is_not_taken_and_torch_says_why_once(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(launch_configs, "capability", lambda device: (8, 0))
     arguments = "delta/scalar", CPU, torch.float32, 64, 64
@@ -64,7 +64,7 @@ def test_a_struck_off_plan_is_not_taken_and_torch_says_why_once(monkeypatch):
     denylist.record({f"delta/scalar/{row.name}": "dk 31.00" for row in launch_configs.rows("delta/scalar")})
     assert "dk 31.00" in launch_configs.misfit(*arguments)
     _warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="struck off"):
+    with pytest.warns(UserWarning, match="denylist"):
         assert resolve("delta", "auto", GPU, lambda: launch_configs.misfit(*arguments)) == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -74,7 +74,7 @@ def test_a_struck_off_plan_is_not_taken_and_torch_says_why_once(monkeypatch):
 
 
 def test_graphs_kept_on_disk_are_known_by_tables_and_verdicts():
-    """A graph has the sizes of its plan: with that struck off it must not be found again."""
+    """A graph has the sizes of its config: with that on the denylist it must not be found again."""
     x = dict.fromkeys("qkv", torch.ones(1, 4, 1, 8))
 
     def key(compiled=True):
@@ -101,16 +101,16 @@ def test_float64_is_for_the_interpreter_alone(monkeypatch):
     assert launch_configs.misfit("delta/scalar", CPU, torch.float64, 64, 64) is None
 
 
-def test_a_plan_can_be_asked_for_and_changed_also_on_another_thread(monkeypatch):
+def test_a_launch_config_can_be_asked_for_and_changed_also_on_another_thread(monkeypatch):
     from concurrent.futures import ThreadPoolExecutor
 
     monkeypatch.setattr(launch_configs, "capability", lambda device: launch_configs.INTERPRETER)
     arguments = "delta/scalar", CPU, torch.bfloat16, 64, 64
-    usual = launch_configs.plan(*arguments)
+    usual = launch_configs.launch_config(*arguments)
     with launch_configs.forced("delta/scalar", "sm90-k128", scan={"NS": 2}), ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(launch_configs.plan, *arguments).result()
+        asked = pool.submit(launch_configs.launch_config, *arguments).result()
     assert asked.name == "sm90-k128" and asked.launch["scan"]["NS"] == 2
-    assert launch_configs.plan(*arguments) == usual != asked
+    assert launch_configs.launch_config(*arguments) == usual != asked
 
 
 def sample():
@@ -150,9 +150,9 @@ def test_rows_of_unit_norm_by_a_kernel_with_their_gradient(D):
     )
 
 
-def test_rows_of_unit_norm_where_no_plan_may_be_taken(monkeypatch):
+def test_rows_of_unit_norm_where_no_launch_config_may_be_taken(monkeypatch):
     triton_l2 = pytest.importorskip("needlework.ops.common.kernels.l2")
-    monkeypatch.setattr(triton_l2, "misfit", lambda *_: "was struck off by doctor")
+    monkeypatch.setattr(triton_l2, "misfit", lambda *_: "is on doctor's denylist")
     x = torch.randn(3, 7, 20, dtype=torch.float64)
     torch.testing.assert_close(triton_l2.l2_rows(x), unit_rows(x))
 

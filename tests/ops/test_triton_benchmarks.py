@@ -105,7 +105,7 @@ def test_the_tuner_takes_the_fastest_that_is_right_and_writes_it(bench, tmp_path
     """A timer that likes BV = 16 in the scan, and num_warps = 8, which is told to be wrong there; a stage more does not compile."""
     tune, launch_configs = bench("tune"), importlib.import_module("needlework.ops.runtime.launch_configs")
     case, engine = case_of(bench, "gated/A"), "delta/scalar"
-    now = lambda: launch_configs.plan(engine, CPU, torch.float32, 16, 16).launch["scan"]
+    now = lambda: launch_configs.launch_config(engine, CPU, torch.float32, 16, 16).launch["scan"]
     judged = []
 
     def timer(call):
@@ -146,7 +146,7 @@ def test_the_tuner_asks_the_doctor(bench, monkeypatch):
     monkeypatch.setattr(
         tune, "weigh", lambda task, form, device: asked.append((task, form)) or ({}, ("dk 1.20",) * (form == "long"))
     )
-    row = launch_configs.plan("delta/scalar", CPU, torch.float32, 16, 16)
+    row = launch_configs.launch_config("delta/scalar", CPU, torch.float32, 16, 16)
     assert tune.wrong(case_of(bench, "gated/A"), row, CPU, torch.float32) == "dk 1.20"
     assert [form for _, form in asked] == ["short", "long"]
     assert asked[0][0][:6] == ("delta/gated", "delta/scalar", row.name, "float32", 16, 16)

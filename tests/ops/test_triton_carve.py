@@ -102,7 +102,7 @@ def test_cuts_inside_a_content_chunk_carry_on():
 
 
 @pytest.mark.parametrize("C, tma, R", covering([16, 32], [False, True], [1, 2]))
-def test_plans_change_nothing(C, tma, R, monkeypatch):
+def test_launch_configs_change_nothing(C, tma, R, monkeypatch):
     rows = launch_configs.rows
     monkeypatch.setattr(launch_configs, "rows", lambda engine: tuple(row._replace(tma=tma) for row in rows(engine)))
     with launch_configs.forced("delta/channel", "plain", shared={"C": C}, scan={"BV": 32}):

@@ -15,8 +15,7 @@ from needlework.ops.carve.grid import Grid
 from needlework.ops.carve.layout import Layout
 from needlework.ops.carve.spec import literal
 from needlework.ops.common.samples import keys, normal, uniform, unit
-from needlework.ops.runtime.launch_configs import forced
-from needlework.ops.runtime.launch_configs import plan as pick
+from needlework.ops.runtime.launch_configs import forced, launch_config
 from needlework.testing.compare import EXACT, relative
 from needlework.testing.errors import error_over_budget, operand
 from needlework.testing.rows import chosen, covering
@@ -143,8 +142,8 @@ def computed(p: Problem, name: str = "plain", **constants) -> dict[str, Tensor]:
     wide = x["S"].dtype
     (B, T), K, V = x["q"].shape[:2], x["q"].shape[-1], x["v"].shape[-1]
     with forced("delta/channel", name, **constants):
-        plan = pick("delta/channel", x["q"].device, x["q"].dtype, K, V)
-    C = plan.launch["shared"]["C"]
+        config = launch_config("delta/channel", x["q"].device, x["q"].dtype, K, V)
+    C = config.launch["shared"]["C"]
     many = [None if y is None else y * R for y in (p.position, p.cu_seqlens)]
     layout = Layout.of(*many, B, T, p.L * R, C, x["q"].device)
     fill = {"f": -torch.inf, "b": -torch.inf}
@@ -166,11 +165,11 @@ def computed(p: Problem, name: str = "plain", **constants) -> dict[str, Tensor]:
                 row = first // NC, slice((first % NC) * C, (first % NC + end - first) * C)
                 l[row] = g[row] + torch.nn.functional.logsigmoid(-(x["b"][row] + x["b_bias"] + content))
     beta = torch.sigmoid(x["w"])
-    engine = {"scale": p.scale, "prediction": p.prediction, "R": R, "plan": plan}
+    engine = {"scale": p.scale, "prediction": p.prediction, "R": R, "config": config}
     saved = intra(x["q"], x["k"], l, beta, None, **engine)
     saved = saved._replace(W=walked(saved, x["v"], beta, kept[0], spans, C).to(saved.q_hat.dtype))
     cotangents = [x["do"], *(x[n].clone() for n in ("dS", "dm", "dtotal"))]
-    gradients = backward(*cotangents, *(x[n] for n in INPUTS[:11]), layout, *kept, saved, **settings, R=R, plan=plan)
+    gradients = backward(*cotangents, *(x[n] for n in INPUTS[:11]), layout, *kept, saved, **settings, R=R, config=config)
     out = dict(zip(INPUTS, gradients, strict=True))
     out |= {n: layout.restore(out[n]) for n in TOKENS}
     out["q"] = out["q"][:, R - 1 :: R]

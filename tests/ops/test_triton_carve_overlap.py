@@ -12,12 +12,12 @@ from needlework.ops.runtime.launch_configs import rows
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter knows no early launches")
 
-PLANS = {plan.name: plan for plan in rows("delta/channel")}
+CONFIGS = {config.name: config for config in rows("delta/channel")}
 CHAIN = ["couplings", "enter_kernel", "gates_kernel", "leave_kernel", "pairs", "replay", "walk_kernel"]
 
 
 def cases(name: str) -> list:
-    return [case for engine in (forward, backward) for case in engine.compile_cases(PLANS[name], torch.bfloat16, 128, 128)]
+    return [case for engine in (forward, backward) for case in engine.compile_cases(CONFIGS[name], torch.bfloat16, 128, 128)]
 
 
 def test_every_early_launch_waits():

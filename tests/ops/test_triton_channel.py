@@ -167,10 +167,10 @@ def test_the_operator_is_what_the_compiler_thinks(rule, packed):
     )
 
 
-def test_every_plan_names_its_launches():
+def test_every_launch_config_names_its_launches():
     from needlework.ops.delta.channel import intra, scan
 
-    for plan in launch_configs.rows("delta/channel"):
+    for config in launch_configs.rows("delta/channel"):
         for module in (intra, scan):
-            for case in module.compile_cases(plan, torch.bfloat16, 128, 128):
-                assert set(case.kernel.arg_names) == {*case.signature, *case.constexprs}, f"{plan.name}: {case.kernel}"
+            for case in module.compile_cases(config, torch.bfloat16, 128, 128):
+                assert set(case.kernel.arg_names) == {*case.signature, *case.constexprs}, f"{config.name}: {case.kernel}"

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.delta.reference import literal, recurrent
-from needlework.ops.runtime.launch_configs import forced
-from needlework.ops.runtime.launch_configs import plan as pick
+from needlework.ops.runtime.launch_configs import forced, launch_config
 from needlework.testing.compare import EXACT, relative
 from needlework.testing.errors import error_over_budget, operand
 from needlework.testing.rows import chosen, covering
@@ -91,11 +90,11 @@ def computed(p: Problem, cu_seqlens: Tensor | None = None, name: str = "plain", 
     from needlework.ops.delta.channel.op import forward
 
     with forced("delta/channel", name, **constants):
-        plan = pick("delta/channel", p.q.device, p.q.dtype, K, V)
-    alignment = Alignment.of(cu_seqlens, *p.q.shape[:2], plan.launch["shared"]["C"], p.q.device)
+        config = launch_config("delta/channel", p.q.device, p.q.dtype, K, V)
+    alignment = Alignment.of(cu_seqlens, *p.q.shape[:2], config.launch["shared"]["C"], p.q.device)
     tokens = lambda x: None if x is None else alignment.align(x)
     inputs = (*(tokens(getattr(p, n)) for n in NAMES[:-1]), p.initial_state, alignment)
-    settings = {"scale": p.scale, "prediction": p.prediction, "R": R, "plan": plan}
+    settings = {"scale": p.scale, "prediction": p.prediction, "R": R, "config": config}
     _, _, saved = forward(*inputs, save=True, **settings)
     *gradients, dinitial = backward(tokens(p.do), p.dstate, *inputs[:-1], saved, alignment, **settings)
     gradients = [None if x is None else alignment.restore(x) for x in gradients] + [dinitial]

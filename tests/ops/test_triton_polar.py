@@ -169,8 +169,8 @@ def test_tokens_after_pages_are_the_definitions_and_so_are_the_pages_gradients(w
             assert relative(found[name], want) <= EXACT, name
 
 
-@pytest.mark.parametrize("style, plan", covering(("random", "null"), ("sm90-d128", None), pairs=False))
-def test_half_precision_is_within_the_error_budget(style, plan):
+@pytest.mark.parametrize("style, config", covering(("random", "null"), ("sm90-d128", None), pairs=False))
+def test_half_precision_is_within_the_error_budget(style, config):
     """float16, whose products the interpreter has; four numbers a parameter are judged with those of two seeds more."""
     kept = {}
     half = operand(torch.float16)
@@ -178,7 +178,7 @@ def test_half_precision_is_within_the_error_budget(style, plan):
         inputs = sample(torch.Generator().manual_seed(seed), 2, 70, style, Hq=4, Hkv=2)
         stored = {n: x.to(torch.float16 if n in "qkv" else torch.float32) for n, x in inputs.items()}
         wide, single = ({n: x.to(dtype) for n, x in stored.items()} for dtype in (torch.float64, torch.float32))
-        with forced(ENGINE, plan, **(SMALL if plan else {})):
+        with forced(ENGINE, config, **(SMALL if config else {})):
             ways = [differentiate(lambda x: _kernels(**x)[:2], stored)]
         ways += [differentiate(lambda x: recurrent_polar(**x)[:2], wide)]
         ways += [differentiate(lambda x: recurrent_polar(**x, operand=half)[:2], single)] * 2
@@ -222,7 +222,7 @@ def test_the_backward_is_left_two_bytes_a_value_and_three_numbers_a_row():
     assert own == 2 * 64 * 4 * 24 + 3 * 4 * 64 * 4
 
 
-def test_every_plan_is_for_some_width_and_says_why():
+def test_every_launch_config_is_for_some_width_and_says_why():
     for engine in (ENGINE, "polar/paged"):
         for row in rows(engine):
             assert row.why and row.K[0] <= row.K[1]

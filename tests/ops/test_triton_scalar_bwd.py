@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from needlework.ops.common.alignment import Alignment
-from needlework.ops.runtime.launch_configs import forced, plan
+from needlework.ops.runtime.launch_configs import forced, launch_config
 from needlework.ops.specs import specs
 from needlework.testing.checks import budgeted
 from needlework.testing.compare import EXACT, relative
@@ -141,7 +141,7 @@ def gradients(inputs, do, dstate, cu_seqlens=None, scale=0.25, **overrides):
 
     q, v = inputs["q"], inputs["v"]
     with forced(ENGINE, **overrides):
-        chosen = plan(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
+        chosen = launch_config(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
     chosen = chosen._replace(tma=overrides.get("tma", chosen.tma))
     C = chosen.launch["shared"]["C"]
     align = Alignment.of(cu_seqlens, *q.shape[:2], C, q.device)
@@ -153,7 +153,7 @@ def gradients(inputs, do, dstate, cu_seqlens=None, scale=0.25, **overrides):
     uncut = torch.empty(0, dtype=acc)
     mark = torch.zeros(len(forms(q.dtype, inputs["lam"] is not None)) - 1, dtype=torch.int32)
     saved = W.to(st), Tp.to(inverse(q.dtype)), Pp.to(st), A.to(st), G.to(acc), E.to(acc), mark, *copies, uncut, uncut
-    found = backward(align.align(do), dstate, *aligned.values(), saved, align, scale=scale, plan=chosen)
+    found = backward(align.align(do), dstate, *aligned.values(), saved, align, scale=scale, config=chosen)
     return {
         n: d if n == "initial_state" else align.restore(d) for n, d in zip(NAMES, found, strict=True) if inputs[n] is not None
     }

@@ -76,17 +76,17 @@ def engine(rule, chosen):
         from needlework.ops.delta.scalar import op as scalar_op
 
         def forward(tokens, state, alignment):
-            o, final, *saved = scalar_op.forward(*tokens, state, alignment, scale=SCALE, plan=chosen, save=True)
+            o, final, *saved = scalar_op.forward(*tokens, state, alignment, scale=SCALE, config=chosen, save=True)
             return o, final, saved
 
         def backward(do, dstate, tokens, state, saved, alignment):
-            return scalar_backward.backward(do, dstate, *tokens, state, saved, alignment, scale=SCALE, plan=chosen)
+            return scalar_backward.backward(do, dstate, *tokens, state, saved, alignment, scale=SCALE, config=chosen)
 
     else:
         from needlework.ops.delta.channel import backward as channel_backward
         from needlework.ops.delta.channel import op as channel_op
 
-        settings = {"scale": SCALE, "prediction": "decayed", "R": 1, "plan": chosen}
+        settings = {"scale": SCALE, "prediction": "decayed", "R": 1, "config": chosen}
 
         def forward(tokens, state, alignment):
             return channel_op.forward(*tokens, state, alignment, **settings, save=True)
@@ -103,7 +103,7 @@ def cut(rule, x, parts, cu_seqlens=None, C=8):
 
     kind, names = ("delta/scalar", SCALAR) if rule in SCALARS else ("delta/channel", CHANNEL)
     q, v = x["q"], x["v"]
-    chosen = launch_configs.plan(kind, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    chosen = launch_configs.launch_config(kind, q.device, q.dtype, q.shape[-1], v.shape[-1])
     chosen = chosen._replace(launch={**chosen.launch, "shared": {"C": C}})
     whole = Alignment.of(cu_seqlens, *q.shape[:2], C, q.device)
     pieces = split.segments(whole, parts)
@@ -180,17 +180,17 @@ def test_one_launch_finds_what_two_walks_find(sized, packed):
 
     parts, cu_seqlens = 3, PACKED if packed else None
     x = sample(rule, K=K, N=4 if packed else 1)
-    chosen = launch_configs.plan("delta/scalar", x["q"].device, x["q"].dtype, K, V)
+    chosen = launch_configs.launch_config("delta/scalar", x["q"].device, x["q"].dtype, K, V)
     whole = Alignment.of(cu_seqlens, 1, 71, chosen.launch["shared"]["C"], x["q"].device)
     pieces = segments.segments(whole, parts)
     tokens = [None if x.get(name) is None else whole.align(x[name]) for name in SCALAR]
-    settings = {"scale": SCALE, "plan": chosen, "save": True}
+    settings = {"scale": SCALE, "config": chosen, "save": True}
     run = lambda values, state: scalar_op.forward(*tokens[:2], values, *tokens[3:], state, pieces, **settings)[1]
     expected = segments.transitions(run, tokens[2], K)
     _, _, _, Tp, _, _, G, E, mark, *_ = scalar_op.forward(*tokens, None, whole, **settings)
     q, k, v, _, beta, lam, _ = tokens
     for save in (True, False):
-        N, M = transitions(q, k, v, beta, lam, Tp, G, E, pieces, parts, mark, plan=chosen, save=save)
+        N, M = transitions(q, k, v, beta, lam, Tp, G, E, pieces, parts, mark, config=chosen, save=save)
         for found, other, made in ((N, expected[0], parts - 1), (M, expected[1], parts - 1 + save)):
             found, other = (y.unflatten(0, (-1, parts))[:, :made] for y in (found, other))
             assert relative(found, other) <= EXACT

@@ -242,13 +242,13 @@ def test_steps_take_no_rows():
 
 
 @pytest.mark.parametrize("engine", ["delta/step", "carve/step", "ccq/step"])
-def test_every_plan_names_its_launches(engine):
+def test_every_launch_config_names_its_launches(engine):
     from importlib import import_module
 
     from needlework.ops.runtime.launch_configs import rows
 
     module = import_module(f"needlework.ops.{engine.split('/')[0]}.triton_step")
-    for plan in rows(engine):
-        for case in module.compile_cases(plan, torch.bfloat16, 128, 128):
+    for config in rows(engine):
+        for case in module.compile_cases(config, torch.bfloat16, 128, 128):
             given = {**case.signature, **case.constexprs}
-            assert set(case.kernel.arg_names) == set(given), f"{engine}/{plan.name}: {case.kernel}"
+            assert set(case.kernel.arg_names) == set(given), f"{engine}/{config.name}: {case.kernel}"

@@ -13,7 +13,7 @@ from needlework.ops.carve.arguments import Prediction
 from needlework.ops.carve.state import CarveState
 from needlework.ops.common.shapes import width
 from needlework.ops.runtime.custom_op import step_operator
-from needlework.ops.runtime.launch_configs import Case, Plan, plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2
 
 ENGINE = "carve/step"
@@ -123,7 +123,7 @@ def carve_step(
     o = q.new_empty(B, H, V)
     tensors = [x.contiguous() for x in (q, k, v, f, b, w, A_log, dt_bias, w1, w2)]
     ACC = tl.float64 if width(q) == torch.float64 else tl.float32
-    constants = _constants(plan(ENGINE, q.device, q.dtype, K, V).launch["step"], K, V, w1.shape[0])
+    constants = _constants(launch_config(ENGINE, q.device, q.dtype, K, V).launch["step"], K, V, w1.shape[0])
     with torch.cuda.device_of(q):
         carve_step_kernel[(B * H * cdiv(V, constants["BV"]),)](
             *tensors,
@@ -180,10 +180,10 @@ def _constants(launch: dict[str, int], K: int, V: int, rank: int) -> dict[str, i
     return {**launch, "K": K, "V": V, "RANK": rank, **blocks}
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     half = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    options = {name: x for name, x in plan.launch["step"].items() if name.startswith("num_")}
-    launch = {name: x for name, x in plan.launch["step"].items() if name not in options}
+    options = {name: x for name, x in config.launch["step"].items() if name.startswith("num_")}
+    launch = {name: x for name, x in config.launch["step"].items() if name not in options}
     signature = {name: half for name in ("p_q", "p_k", "p_v", "p_f", "p_b", "p_w", "p_o")}
     signature |= {name: "*fp32" for name in ("p_A_log", "p_dt_bias", "p_w1", "p_w2", "p_S", "p_m", "p_total")}
     signature |= {"p_position": "*i64", "p_slots": "*i64", "content_chunk": "i32"}

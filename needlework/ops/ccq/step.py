@@ -12,7 +12,7 @@ from torch import Tensor
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.common.shapes import width
 from needlework.ops.runtime.custom_op import step_operator
-from needlework.ops.runtime.launch_configs import Case, Plan, plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2
 
 ENGINE = "ccq/step"
@@ -100,7 +100,7 @@ def ccq_step(
     o = q.new_empty(B, HV, K)
     q, k, eta, g = (None if x is None else x.contiguous() for x in (q, k, eta, g))
     ACC = tl.float64 if width(q) == torch.float64 else tl.float32
-    launch = plan(ENGINE, q.device, q.dtype, K, K).launch
+    launch = launch_config(ENGINE, q.device, q.dtype, K, K).launch
     constants = _constants(launch["step"], K)
     sizes = {"H": H, "K": K, "ACC": ACC, "BK": constants["BK"]}
     with torch.cuda.device_of(q):
@@ -125,10 +125,10 @@ def _constants(launch: dict[str, int], K: int) -> dict[str, int]:
     return {**launch, "K": K, "BK": BK, "BV": min(launch["BV"], BK)}
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     half = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    options = {kernel: {n: x for n, x in launch.items() if n.startswith("num_")} for kernel, launch in plan.launch.items()}
-    constants = _constants({"BV": plan.launch["step"]["BV"]}, K)
+    options = {kernel: {n: x for n, x in launch.items() if n.startswith("num_")} for kernel, launch in config.launch.items()}
+    constants = _constants({"BV": config.launch["step"]["BV"]}, K)
     signature = {"p_q": half, "p_k": half, "p_o": half, "p_slots": "*i64"}
     signature |= {name: "*fp32" for name in ("p_eta", "p_g", "p_C", "p_mean", "p_n")}
     sizes = {"H": 2, "ACC": tl.float32}

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
-from needlework.ops.runtime.launch_configs import Case, Plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2
 
@@ -159,7 +159,7 @@ def fix_up_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, object]:
     return {"K": K, "V": V, "KB": KB, "BV": 16, "PRECISION": precision, "num_warps": 4, "num_stages": 1}
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """`segments_kernel`; `fix_up_kernel` forward and backward."""
     wide = "*fp64" if dtype == torch.float64 else "*fp32"
     signature = {"p_cum": "*i32", "p_segments": "*i32", "N": "i32", "P": "i32"}

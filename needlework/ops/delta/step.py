@@ -11,7 +11,7 @@ from torch import Tensor
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.arguments import Prediction
 from needlework.ops.runtime.custom_op import step_operator
-from needlework.ops.runtime.launch_configs import Case, Plan, plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2
 
 ENGINE = "delta/step"
@@ -87,7 +87,7 @@ def delta_step(
         raise ValueError(f"state: a slot [HV K V] must be contiguous, got strides {state.stride()}")
     o = q.new_empty(v.shape)
     tokens = [None if x is None else x.contiguous() for x in (q, k, v, g, beta, lam, erase, write, q_read)]
-    launch = plan(ENGINE, q.device, q.dtype, K, V).launch["step"]
+    launch = launch_config(ENGINE, q.device, q.dtype, K, V).launch["step"]
     constants = _constants(launch, K, V)
     with torch.cuda.device_of(q):
         delta_step_kernel[(B * HV * cdiv(V, constants["BV"]),)](
@@ -138,10 +138,10 @@ def _constants(launch: dict[str, int], K: int, V: int) -> dict[str, int]:
     return {**launch, "K": K, "V": V, "BK": next_power_of_2(K), "BV": BV}
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     half = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    options = {name: x for name, x in plan.launch["step"].items() if name.startswith("num_")}
-    launch = {name: x for name, x in plan.launch["step"].items() if name not in options}
+    options = {name: x for name, x in config.launch["step"].items() if name.startswith("num_")}
+    launch = {name: x for name, x in config.launch["step"].items() if name not in options}
     always = {"p_q": half, "p_k": half, "p_v": half, "p_state": "*fp32", "p_slots": "*i64", "p_o": half, "slot_stride": "i64"}
     optional = {name: "*fp32" for name in ("p_g", "p_beta", "p_lam", "p_erase", "p_write")} | {"p_read": half}
     rules = {

@@ -16,7 +16,7 @@ from torch import Tensor
 from needlework.ops.common.kernels.tile import plus_product
 from needlework.ops.lucid.solve.operands import TINY
 from needlework.ops.runtime.custom_op import step_operator
-from needlework.ops.runtime.launch_configs import Case, Plan, plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
@@ -186,7 +186,7 @@ def lucid_step(
     """
     B, R, H, V = v.shape
     P = page_k.shape[1] if window is None else min(page_k.shape[1], window)
-    chosen = plan(ENGINE, k.device, k.dtype, k.shape[-1], V)
+    chosen = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], V)
     c = constants(chosen, k.dtype, H, k.shape[-1], V, rowmax, beta is not None)
     shares = max(1, min(chosen.launch["read_pages"]["NP"] // max(B * H, 1), cdiv(P, 4 * c["read_pages"]["N"])))
     wide = accumulator(k.dtype)
@@ -210,7 +210,9 @@ def _(k, v, beta, page_k, page_y, length, slots, rowmax, window):
     return torch.empty_like(v)
 
 
-def constants(plan: Plan, dtype: torch.dtype, H: int, K: int, V: int, rowmax: bool, beta: bool) -> dict[str, dict[str, object]]:
+def constants(
+    config: LaunchConfig, dtype: torch.dtype, H: int, K: int, V: int, rowmax: bool, beta: bool
+) -> dict[str, dict[str, object]]:
     """Kernel -> its constants, num_warps and the like."""
     root = math.sqrt(K)
     everything = dict(
@@ -218,20 +220,20 @@ def constants(plan: Plan, dtype: torch.dtype, H: int, K: int, V: int, rowmax: bo
         SCALE=math.log2(math.e) * (1 / root if rowmax else root), HALF=int(dtype.itemsize == 2),
         ACC=TYPES[accumulator(dtype)],
     )  # fmt: skip
-    own = {name: dict(row) for name, row in plan.launch.items()}
+    own = {name: dict(row) for name, row in config.launch.items()}
     own["read_pages"].pop("NP")
     for name, kernel in (("read_pages", read_pages), ("finish", finish)):
         own[name] |= {key: x for key, x in everything.items() if key in kernel.arg_names}
     return own
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Both kernels, with β and with a maximum a row."""
     own, acc = NAMES[dtype], NAMES[accumulator(dtype)]
     types = dict.fromkeys(("p_sum", "p_max", "p_beta"), f"*{acc}") | dict.fromkeys(("p_length", "p_slots"), "*i64")
     cases = []
     for rowmax in (False, True):
-        for kernel, c in zip((read_pages, finish), constants(plan, dtype, 2, K, V, rowmax, not rowmax).values(), strict=True):
+        for kernel, c in zip((read_pages, finish), constants(config, dtype, 2, K, V, rowmax, not rowmax).values(), strict=True):
             options = {key: c.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in c}
             of = lambda arg: types.get(arg, f"*{own}") if arg.startswith("p_") else "i32"
             cases.append(Case(kernel, {arg: of(arg) for arg in kernel.arg_names if arg not in c}, c, options))

@@ -1,7 +1,7 @@
 """Graphs that torch.compile keeps on disk, and the key by which it finds them again.
 
-A graph holds sizes of what operators return, and some follow from launch plans; its key has the operators' names and not what
-they are. So the ops' text and tables, and the verdicts of doctor, go into every key: after an upgrade, or with another plan, a
+A graph holds sizes of what operators return, and some follow from launch configs; its key has the operators' names and not what
+they are. So the ops' text and tables, and the verdicts of doctor, go into every key: after an upgrade, or with another config, a
 graph is made anew. One of other sizes would stop with an assertion, one of equal sizes might be wrong.
 """
 

@@ -1,6 +1,6 @@
-"""Launch plans that `needlework doctor` found wrong on this machine: they are never taken here again.
+"""Launch configs that `needlework doctor` found wrong on this machine: they are never taken here again.
 
-One JSON file in the user's cache directory; a plan is struck off in one dtype, for one combination of GPU, driver, torch, Triton and
+One JSON file in the user's cache directory. An entry holds for one config and dtype on one GPU, driver, torch, Triton and
 needlework with its kernels' text, so that a newer compiler, and a repaired kernel, get another chance.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-STRUCK = "was struck off by doctor"
+DENYLISTED = "is on doctor's denylist"
 
 
 def cache() -> Path:
@@ -67,22 +67,22 @@ def _read() -> dict[str, dict[str, str]]:
         raise ValueError(f"{path()}: not JSON ({e}); delete the file and run `needlework doctor` again") from e
 
 
-def struck(engine: str, name: str, dtype: str | None = None) -> str | None:
-    """Why the plan may not be taken on this machine in `dtype` (None: in some dtype), or None."""
+def denied(engine: str, name: str, dtype: str | None = None) -> str | None:
+    """Why the config may not be taken on this machine in `dtype` (None: in some dtype), or None."""
     here = _read().get(machine(), {})
-    plan = f"{engine}/{name}"
-    keys = (plan, f"{plan}/{dtype}") if dtype else [key for key in here if f"{key}/".startswith(f"{plan}/")]
+    config = f"{engine}/{name}"
+    keys = (config, f"{config}/{dtype}") if dtype else [key for key in here if f"{key}/".startswith(f"{config}/")]
     reason = next((here[key] for key in keys if key in here), None)
-    return None if reason is None else f"{STRUCK} ({reason})"
+    return None if reason is None else f"{DENYLISTED} ({reason})"
 
 
-def struck_off() -> frozenset[str]:
-    """All that is struck off on this machine: what a choice made earlier still holds for."""
+def denylist() -> frozenset[str]:
+    """Every entry for this machine; a choice made earlier holds while this is the same."""
     return frozenset(_read().get(machine(), ()))
 
 
 def record(verdicts: dict[str, str | None]) -> None:
-    """Write verdicts, "engine/plan" or "engine/plan/dtype" -> why it failed or None for passed, over those of this machine."""
+    """Write verdicts, "engine/config" or "engine/config/dtype" -> why it failed or None for passed, over those of this machine."""
     everything = dict(_read())
     here = everything.get(machine(), {}) | verdicts
     everything[machine()] = {key: reason for key, reason in here.items() if reason is not None}

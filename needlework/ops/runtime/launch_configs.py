@@ -2,7 +2,7 @@
 
 A row of `ops/<op>/<engine>.launch.json` names the conditions under which it may be picked (compute capability at least `arch`,
 operand dtypes, ranges of K and V), the constants of every kernel of the engine, and why they are what they are. The first row
-that fits, and that `needlework doctor` has not struck off on this machine, is taken. Knows no kernel. Imports no Triton.
+that fits, and that is not on this machine's denylist, is taken. Knows no kernel. Imports no Triton.
 """
 
 import json
@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import torch
 
 from needlework.ops.runtime.constant import constant
-from needlework.ops.runtime.denylist import struck, struck_off
+from needlework.ops.runtime.denylist import denied, denylist
 
 INTERPRETER = (0, 0)
 
 
 class Unsupported(Exception):
-    """No plan fits; the message says why."""
+    """No config fits; the message says why."""
 
 
-class Plan(NamedTuple):
+class LaunchConfig(NamedTuple):
     """One row: its conditions, and kernel -> constants, num_warps, num_stages. `launch["shared"]["C"]` is the chunk."""
 
     engine: str
@@ -80,42 +80,42 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 @cache
-def rows(engine: str) -> tuple[Plan, ...]:
+def rows(engine: str) -> tuple[LaunchConfig, ...]:
     """Every row of `engine`, "delta/scalar" for ops/delta/scalar.launch.json, in the order of preference."""
     path = Path(__file__).parents[1] / f"{engine}.launch.json"
-    plans = []
+    configs = []
     for row in json.loads(path.read_text()):
         pairs = {name: tuple(row.pop(name)) for name in ("arch", "dtypes", "K", "V")}
-        plans.append(Plan(engine=engine, tma=bool(row.pop("tma", 0)), **pairs, **row))
-    return tuple(plans)
+        configs.append(LaunchConfig(engine=engine, tma=bool(row.pop("tma", 0)), **pairs, **row))
+    return tuple(configs)
 
 
 @constant
-def plan(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int) -> Plan:
+def launch_config(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int) -> LaunchConfig:
     """The row to launch with. Raises Unsupported, which names what keeps each row from being taken."""
     facts = engine, capability(device), str(dtype).removeprefix("torch."), K, V
-    return _forced_plan(*facts) if engine in _forced else _picked(*facts, struck_off())
+    return _forced_config(*facts) if engine in _forced else _picked(*facts, denylist())
 
 
 @cache
-def _picked(engine: str, arch: tuple[int, int], dtype: str, K: int, V: int, struck_now: frozenset[str]) -> Plan:
+def _picked(engine: str, arch: tuple[int, int], dtype: str, K: int, V: int, denylist_now: frozenset[str]) -> LaunchConfig:
     refused = []
     for row in rows(engine):
-        reason = row.misfit(arch, dtype, K, V) or struck(engine, row.name, dtype)
+        reason = row.misfit(arch, dtype, K, V) or denied(engine, row.name, dtype)
         if reason is None:
             return row
         refused.append(f"{row.name} {reason}")
-    raise Unsupported(f"{engine}: no launch plan for {dtype}, K = {K}, V = {V}: {'; '.join(refused)}")
+    raise Unsupported(f"{engine}: no launch config for {dtype}, K = {K}, V = {V}: {'; '.join(refused)}")
 
 
-def _forced_plan(engine: str, arch: tuple[int, int], dtype: str, K: int, V: int) -> Plan:
+def _forced_config(engine: str, arch: tuple[int, int], dtype: str, K: int, V: int) -> LaunchConfig:
     name, overrides = _forced[engine]
     if name is None:
-        row = _picked(engine, arch, dtype, K, V, struck_off())
+        row = _picked(engine, arch, dtype, K, V, denylist())
     else:
         row = next((row for row in rows(engine) if row.name == name), None)
     if row is None:
-        raise Unsupported(f"{engine}: no launch plan is called {name}")
+        raise Unsupported(f"{engine}: no launch config is called {name}")
     launch = {kernel: {**constants, **overrides.get(kernel, {})} for kernel, constants in row.launch.items()}
     return row._replace(launch=launch)
 
@@ -124,7 +124,7 @@ def _forced_plan(engine: str, arch: tuple[int, int], dtype: str, K: int, V: int)
 def misfit(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int) -> str | None:
     """Why no row can be taken, None if one can; torch.compile takes the answer as a constant."""
     try:
-        plan(engine, device, dtype, K, V)
+        launch_config(engine, device, dtype, K, V)
     except Unsupported as e:
         return str(e)
 

@@ -1,8 +1,8 @@
-"""The kernels of a first call compiled side by side. Kernels are launched through `run`, so that an op can be rehearsed: called
-with tensors that hold nothing, where no kernel is launched and each that would be is compiled, in threads.
+"""The kernels of a first call, compiled side by side in threads before it. Ops launch through `run`: `precompile` calls an op on
+meta tensors, where `run` notes each launch instead, and compiles what it noted.
 
-Most of a compilation is MLIR, LLVM, ptxas and the C compiler of the launcher, none of which hold Python's lock. A rehearsal takes
-the very arguments of the launch, hence the same specialisation: Triton then finds the kernel in its own table.
+Most of a compilation is MLIR, LLVM, ptxas and the C compiler of the launcher, none of which hold Python's lock. A note keeps the
+arguments of the launch, hence the same specialisation: Triton then finds the kernel in its own table.
 """
 
 import os
@@ -16,13 +16,13 @@ from torch import Tensor
 from needlework.ops.runtime.launch_configs import interpreted
 from needlework.ops.runtime.launcher import launch
 
-_launches: ContextVar[dict[Hashable, Callable[[], None]] | None] = ContextVar("launches of a rehearsal", default=None)
-_rehearsed: set[Hashable] = set()
+_launches: ContextVar[dict[Hashable, Callable[[], None]] | None] = ContextVar("launches to compile", default=None)
+_precompiled: set[Hashable] = set()
 _threads = os.cpu_count()
 
 
 def run(kernel, grid: tuple[int, ...], *arguments, **constants):
-    """kernel[grid](...); in a rehearsal a note that it is to be compiled, and None."""
+    """kernel[grid](...); while precompiling a note of it, and None."""
     launches = _launches.get()
     if launches is None:
         return launch(kernel, grid, arguments, constants)
@@ -38,17 +38,17 @@ def compile_in(threads: int) -> None:
     _threads = threads
 
 
-def rehearsing() -> bool:
-    """Whether launches are noted, and tensors hold nothing."""
+def precompiling() -> bool:
+    """Whether launches are noted, and tensors are meta tensors."""
     return _launches.get() is not None
 
 
-def rehearse(device: torch.device, key: Hashable, call: Callable[[], object]) -> None:
+def precompile(device: torch.device, key: Hashable, call: Callable[[], object]) -> None:
     """Compile everything that `call` launches, once a key. What does not compile says so when it is launched."""
     key = device, key
-    if key in _rehearsed or interpreted():
+    if key in _precompiled or interpreted():
         return
-    _rehearsed.add(key)
+    _precompiled.add(key)
     token = _launches.set({})
     try:
         call()
@@ -65,8 +65,8 @@ def rehearse(device: torch.device, key: Hashable, call: Callable[[], object]) ->
             future.exception()
 
 
-def bare(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Shapes, dtypes and strides alone: what `call` works on."""
+def meta(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The same as meta tensors, which `call` works on."""
     return [None if x is None else torch.empty_like(x, device="meta") for x in tensors]
 
 

@@ -27,7 +27,7 @@ from needlework.ops.delta.channel.backward import argument_type, channel_constan
 from needlework.ops.delta.channel.intra import Saved, case, solve_dtype, triton_dtype
 from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pairs
 from needlework.ops.delta.channel.scan_bwd import replay, replay_forward, replay_reverse
-from needlework.ops.runtime.launch_configs import Case, Plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2, padded
 
@@ -56,7 +56,7 @@ class Gradients(NamedTuple):
 
 def backward(
     do, dS, dm, dtotal, q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, layout: Layout, kept_S, kept_m, saved: Saved,
-    *, content_chunk: int, prediction: str, scale: float, R: int, plan: Plan,
+    *, content_chunk: int, prediction: str, scale: float, R: int, config: LaunchConfig,
 ) -> Gradients:  # fmt: skip
     """All 14 gradients, for contiguous tensors in rows as `layout` says, T > 0; dS, dm and dtotal, in `width(q)`, are used up.
 
@@ -65,7 +65,9 @@ def backward(
     """
     (T, H, K), V = q.shape[1:], v.shape[-1]
     N, rank, ACC = layout.N, len(w1), width(q)
-    constants = _constants(plan, q.dtype, H=H, K=K, V=V, rank=rank, previous=prediction == "previous", R=R, parts=layout.parts)
+    constants = _constants(
+        config, q.dtype, H=H, K=K, V=V, rank=rank, previous=prediction == "previous", R=R, parts=layout.parts
+    )
 
     # by content chunk, in rows of a multiple of 16 bytes: kernels are compiled once for all of their pointers
     steps = torch.arange(layout.longest, dtype=torch.int32, device=q.device)[:, None]
@@ -83,7 +85,7 @@ def backward(
     run(retention_kernel, every, *gates, do, l, do_peaks, T, groups, **constants["retention"])
     dq, dk, dv, dl, dbeta, dcontent, dz, dS = _chain(
         do, dS, dm, dtotal, q, k, v, l, beta, b, u, z, w1, w2, spans, slots, layout, do_peaks, kept_S, saved,
-        content_chunk=content_chunk, scale=scale, plan=plan, constants=constants,
+        content_chunk=content_chunk, scale=scale, config=config, constants=constants,
     )  # fmt: skip
     del l
     df, db = torch.empty_like(f), torch.empty_like(b)
@@ -111,11 +113,11 @@ def _unused(layout: Layout, spans: Tensor, slots: Tensor) -> Tensor:
 
 def _chain(
     do, dS, dm, dtotal, q, k, v, l, beta, b, u, z, w1, w2, spans, slots, layout: Layout, do_peaks, kept_S, saved: Saved,
-    *, content_chunk: int, scale: float, plan: Plan, constants: dict[str, dict],
+    *, content_chunk: int, scale: float, config: LaunchConfig, constants: dict[str, dict],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k, v, l, β, of every content chunk's u and W₁ m, and of S; dm and dtotal in place."""
     B, T, H, K = q.shape
-    V, N, ST, C = v.shape[-1], layout.N, solve_dtype(q.dtype), plan.launch["shared"]["C"]
+    V, N, ST, C = v.shape[-1], layout.N, solve_dtype(q.dtype), config.launch["shared"]["C"]
     rows = lambda D: q.new_empty(B, T, H, D, dtype=ST)
     scaled, dr, dq_hat, de_hat, dk_hat = rows(V), rows(V), rows(K), rows(K), rows(K)
     dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
@@ -125,7 +127,7 @@ def _chain(
     largest = torch.zeros_like(units, dtype=torch.int32)
 
     joined, back = "replay" in constants, constants["enter"]
-    tokens, square, states = operands(plan, C)
+    tokens, square, states = operands(config, C)
     kp, bv, vp = back["KP"], back["BV"], padded(V)
     dS_peaks = dS.abs().amax((2, 3))[..., None].repeat(1, 1, cdiv(V, bv))
     # dS at the end of every kernel chunk; or S at the start of every anchor, and dS at the end of the content chunk
@@ -186,11 +188,11 @@ def _chain(
 
 
 def _constants(
-    plan: Plan, dtype: torch.dtype, *, H: int, K: int, V: int, rank: int, previous: bool, R: int, parts: int
+    config: LaunchConfig, dtype: torch.dtype, *, H: int, K: int, V: int, rank: int, previous: bool, R: int, parts: int
 ) -> dict[str, dict]:
     """Kernel -> its constexprs and options: the engine's, with every chunk an anchor where they are few, and the feedback's."""
-    engine = channel_constants(plan, dtype, 1, H=H, HV=H, K=K, V=V, previous=previous, R=R)
-    enter, overlap = engine.pop("adjoint"), overlapping(plan)
+    engine = channel_constants(config, dtype, 1, H=H, HV=H, K=K, V=V, previous=previous, R=R)
+    enter, overlap = engine.pop("adjoint"), overlapping(config)
     if parts <= FEW:
         for name in ("replay_forward", "replay_reverse", "pairs"):
             engine[name]["ANCHOR"] = 1
@@ -201,12 +203,12 @@ def _constants(
             enter["STAGES"] += overlap["PDL"]
     for name in ("couplings", "pairs"):
         engine[name] |= overlap
-    C, KP, VP = plan.launch["shared"]["C"], padded(K), padded(V)
+    C, KP, VP = config.launch["shared"]["C"], padded(K), padded(V)
     half = {"HALF": int(solve_dtype(dtype) == torch.float16)}
     facts = {"H": H, "K": K, "C": C, "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
     value, grouped = {"V": V, "VP": VP}, {"ROWS": 16, "GROUP": GROUP, "num_warps": 4 if K <= 128 else 8}
     # passes over rows at the memory's pace: on Hopper, whose shared memory is large, copied two steps ahead
-    grouped |= {"STAGES": 3 if plan.tma else 1}
+    grouped |= {"STAGES": 3 if config.tma else 1}
     blocks = cdiv(V, enter["BV"])
     return engine | {
         "retention": facts | value | grouped | half | {"KP": KP},
@@ -221,11 +223,11 @@ def _constants(
     }  # fmt: skip
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """The feedback's kernels, and the engine's as they are launched here."""
     own, solves, wide = (str(triton_dtype(x)) for x in (dtype, solve_dtype(dtype), width(torch.empty(0, dtype=dtype))))
     constants = {
-        parts: _constants(plan, dtype, H=2, K=K, V=V, rank=32, previous=parts <= FEW, R=1, parts=parts)
+        parts: _constants(config, dtype, H=2, K=K, V=V, rank=32, previous=parts <= FEW, R=1, parts=parts)
         for parts in (8, FEW + 1)
     }
     types = dict.fromkeys(("p_f", "p_b", "p_do", "p_df", "p_db"), f"*{own}") | dict.fromkeys(("p_spans", "p_slots"), "*i32")
@@ -235,7 +237,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     blocks = {"do": (own, C, BV), **dict.fromkeys(("scaled", "dr"), (solves, C, BV)), "kept": (solves, KP, BV)}
     blocks |= dict.fromkeys(("P", "inverse"), (solves, C, C)) | dict.fromkeys(("q_hat", "e_hat", "k_hat"), (solves, C, KP))
     for name, (kind, rows, columns) in blocks.items():
-        types[name] = f"tensordesc<{kind}[1, 1, {rows}, {columns}]>" if plan.tma else f"*{kind}"
+        types[name] = f"tensordesc<{kind}[1, 1, {rows}, {columns}]>" if config.tma else f"*{kind}"
     kernels = {"retention": retention_kernel, "enter": enter_kernel, "leave": leave_kernel, "activation": activation_kernel}
     for kernel in kernels.values():
         types |= {name: f"*{wide}" if name.startswith("p_") else "i32" for name in kernel.arg_names if name not in types}
@@ -249,7 +251,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     for kernel in (replay, replay_forward, replay_reverse, couplings, pairs):
         for given in (constants[parts].get(kernel.__name__) for parts in constants):
             if given is not None:
-                columns = {"K": given.get("BK"), "V": given.get("VP"), "C": C} if plan.tma else {}
+                columns = {"K": given.get("BK"), "V": given.get("VP"), "C": C} if config.tma else {}
                 types = {n: argument_type(n, columns, own, solves, wide) for n in kernel.arg_names} | ours
                 cases.append(case(kernel, types, given, ("p_erase", "p_write", "p_dwrite", "p_derase")))
     return cases

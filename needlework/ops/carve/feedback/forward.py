@@ -12,21 +12,21 @@ from needlework.ops.carve.layout import Layout
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra import Saved, case, intra_constants, solve_dtype, triton_dtype
 from needlework.ops.delta.channel.scan import operands, scan_constants
-from needlework.ops.runtime.launch_configs import Case, Plan, interpreted
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2, padded
 
 
 def forward(
     q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, S, m, total, layout: Layout, *,
-    resumed: bool, prediction: str, scale: float, R: int, plan: Plan, save: bool,
+    resumed: bool, prediction: str, scale: float, R: int, config: LaunchConfig, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Saved]:  # fmt: skip
     """o, kept_S, kept_m (None without `save`) and Saved, for aligned rows, T > 0. S, m, total advance in place, in `width(q)`.
 
     resumed: m is not known to be zero.
     """
     (B, T, H, K), V, N = q.shape, v.shape[-1], layout.N
-    ST, ACC, C = solve_dtype(q.dtype), width(q), plan.launch["shared"]["C"]
+    ST, ACC, C = solve_dtype(q.dtype), width(q), config.launch["shared"]["C"]
     NC = -(-T // C)
     empty = lambda *shape, dtype=ST: torch.empty(shape, dtype=dtype, device=q.device)
     saved = Saved(
@@ -40,9 +40,9 @@ def forward(
     u = (b_bias.to(ACC) * 1.4426950408889634).repeat(N, 1, 1)  # to every bit what `content` makes of m = 0
     done = torch.zeros(N, H, dtype=torch.int32, device=q.device)
 
-    gates, walk = _constants(plan, q.dtype, H=H, K=K, V=V, rank=len(w1), L=layout.L, R=R, scale=scale, prediction=prediction)
+    gates, walk = _constants(config, q.dtype, H=H, K=K, V=V, rank=len(w1), L=layout.L, R=R, scale=scale, prediction=prediction)
     walk["SAVE"] = int(save)
-    rows, square = operands(plan)
+    rows, square = operands(config)
     if resumed:
         sizes = {name: walk[name] for name in ("H", "K", "V", "RANK", "BK", "BM", "BR", "ACC")}
         run(content_kernel, (N * H,), m, u, w1, w2, b_bias, **sizes, num_warps=walk["num_warps"])
@@ -64,23 +64,25 @@ def forward(
     return o, kept_S, kept_m, saved
 
 
-def _constants(plan: Plan, dtype, *, H: int, K: int, V: int, rank: int, L: int, R: int, scale: float, prediction: str):
+def _constants(
+    config: LaunchConfig, dtype, *, H: int, K: int, V: int, rank: int, L: int, R: int, scale: float, prediction: str
+):
     """The constexprs and options of `gates_kernel`, and of `walk_kernel` but SAVE."""
-    gates = intra_constants(plan, dtype, 1, H=H, HV=H, K=K, scale=scale, previous=prediction == "previous", R=R)
-    walk = scan_constants(plan, dtype, 1, HV=H, K=K, V=V)
+    gates = intra_constants(config, dtype, 1, H=H, HV=H, K=K, scale=scale, previous=prediction == "previous", R=R)
+    walk = scan_constants(config, dtype, 1, HV=H, K=K, V=V)
     del gates["HV"], gates["RULE"], walk["HV"], walk["RULE"]
     sizes = {"BM": padded(V), "BR": next_power_of_2(rank), "L": L, "R": R}
-    both = {"H": H} | overlapping(plan)
+    both = {"H": H} | overlapping(config)
     return gates | both, walk | sizes | both | {"RANK": rank}
 
 
-def overlapping(plan: Plan) -> dict:
+def overlapping(config: LaunchConfig) -> dict:
     """The constexpr and option of launches that may begin before the one ahead of them is done: where there is a copy engine."""
-    overlap = plan.tma and not interpreted()
+    overlap = config.tma and not interpreted()
     return {"PDL": int(overlap), "launch_pdl": overlap}
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Every kernel, with the backward's tensors asked for."""
     own, solves, wide = (str(triton_dtype(x)) for x in (dtype, solve_dtype(dtype), width(torch.empty(0, dtype=dtype))))
     settings = {"H": 2, "K": K, "V": V, "rank": 32, "L": 128, "R": 1, "scale": K**-0.5}
@@ -91,12 +93,12 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     types |= {name: f"*{wide}" for name in names if name.startswith("p_") and name not in types}
     cases = []
     for prediction in ("previous", "decayed"):
-        gates, walk = _constants(plan, dtype, prediction=prediction, **settings)
+        gates, walk = _constants(config, dtype, prediction=prediction, **settings)
         cases.append(case(gates_kernel, types, gates, ()))
     C, BK, BV = (walk[name] for name in ("C", "BK", "BV"))
     blocks = {name: (solves, BK) for name in ("q_hat", "e_hat", "k_hat")} | {name: (solves, C) for name in ("Tp", "Pp")}
     for name, (kind, columns) in (blocks | {"W": (solves, BV), "v": (own, BV), "o": (own, BV)}).items():
-        types[name] = f"tensordesc<{kind}[1, 1, {C}, {columns}]>" if plan.tma else f"*{kind}"
+        types[name] = f"tensordesc<{kind}[1, 1, {C}, {columns}]>" if config.tma else f"*{kind}"
     cases.append(case(walk_kernel, types, walk | {"SAVE": 1}, ()))
     cases.append(case(walk_kernel, types, walk | {"SAVE": 0}, ("W", "p_kept_S", "p_kept_m")))
     sizes = {name: walk[name] for name in ("H", "K", "V", "RANK", "BK", "BM", "BR", "ACC", "num_warps")}

@@ -12,8 +12,8 @@ from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra import Saved, solve_dtype
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import plan as pick
-from needlework.ops.runtime.precompile import bare, kind, rehearse
+from needlework.ops.runtime.launch_configs import launch_config
+from needlework.ops.runtime.precompile import kind, meta, precompile
 
 ENGINE = "delta/channel"  # whose recurrence it is
 
@@ -62,13 +62,13 @@ def carve_triton_fwd(
         return _nothing(
             q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, S, m, total, position, cu_seqlens, content_chunk, "", 0.0, R, save
         )
-    layout, plan = placed(q, v, position, cu_seqlens, content_chunk, R)
+    layout, config = placed(q, v, position, cu_seqlens, content_chunk, R)
     *state, _ = _state(q, v, S, m, total, position, cu_seqlens)
     tokens = *aligned(layout, q, k, v, f, b, w), *(x.contiguous() for x in (A_log, dt_bias, w1, w2, b_bias))
-    settings = {"prediction": prediction, "scale": scale, "R": R, "plan": plan}
+    settings = {"prediction": prediction, "scale": scale, "R": R, "config": config}
     facts = m is not None, save, content_chunk
-    key = "carve", plan.name, kind(*tokens), w1.shape, prediction, scale, R, *facts
-    rehearse(q.device, key, lambda: _rehearsal(bare(*tokens), bare(*state), layout, *facts, settings))
+    key = "carve", config.name, kind(*tokens), w1.shape, prediction, scale, R, *facts
+    precompile(q.device, key, lambda: _launches(meta(*tokens), meta(*state), layout, *facts, settings))
     o, kept_S, kept_m, saved = forward(*tokens, *state, layout, resumed=m is not None, save=save, **settings)
     kept = (kept_S, kept_m, *saved) if save else [q.new_empty(0) for _ in range(9)]
     return layout.restore(o), *state, layout.ends % layout.L // R, *kept
@@ -83,7 +83,7 @@ def _nothing(
     if not save:
         return o, *state, *(q.new_empty(0) for _ in range(9))
     (B, T, H, V), K, N = v.shape, q.shape[-1], len(state[0])
-    C = pick(ENGINE, q.device, q.dtype, K, V).launch["shared"]["C"]
+    C = launch_config(ENGINE, q.device, q.dtype, K, V).launch["shared"]["C"]
     _, _, slots, T = Layout.sizes(position is not None, cu_seqlens is not None, N, T, content_chunk * R, C)
     ST, ACC = solve_dtype(q.dtype), width(q)
     rows = lambda D: q.new_empty(B, T, H, D, dtype=ST)
@@ -94,7 +94,7 @@ def _nothing(
     return o, *state, *kept, *saved
 
 
-def _rehearsal(tokens, state, layout: Layout, resumed: bool, save: bool, content_chunk: int, settings: dict) -> None:
+def _launches(tokens, state, layout: Layout, resumed: bool, save: bool, content_chunk: int, settings: dict) -> None:
     """What a call and its backward launch."""
     layout = Layout(*(x.to("meta") if isinstance(x, Tensor) else x for x in layout))
     o, kept_S, kept_m, saved = forward(*tokens, *state, layout, resumed=resumed, save=save, **settings)
@@ -103,11 +103,11 @@ def _rehearsal(tokens, state, layout: Layout, resumed: bool, save: bool, content
 
 
 def placed(q: Tensor, v: Tensor, position: Tensor | None, cu_seqlens: Tensor | None, content_chunk: int, R: int):
-    """Where rows go, and the launch plan."""
-    plan = pick(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    """Where rows go, and the launch config."""
+    config = launch_config(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
     position, cu_seqlens = (None if x is None else x * R for x in (position, cu_seqlens))
-    C = plan.launch["shared"]["C"]
-    return Layout.of(position, cu_seqlens, *q.shape[:2], content_chunk * R, C, q.device), plan
+    C = config.launch["shared"]["C"]
+    return Layout.of(position, cu_seqlens, *q.shape[:2], content_chunk * R, C, q.device), config
 
 
 def aligned(layout: Layout, q, k, v, f, b, w) -> list[Tensor]:
@@ -139,11 +139,11 @@ def carve_triton_bwd(
     state = [dx.to(width(q), copy=True, memory_format=torch.contiguous_format) for dx in (dS, dm, dtotal)]
     if not v.numel():
         return [*map(torch.zeros_like, inputs), *state]
-    layout, plan = placed(q, v, position, cu_seqlens, content_chunk, R)
+    layout, config = placed(q, v, position, cu_seqlens, content_chunk, R)
     parameters = (x.contiguous() for x in inputs[6:])
     gradients = backward(
         layout.align(do), *state, *aligned(layout, *inputs[:6]), *parameters, layout, kept_S, kept_m, Saved(*saved),
-        content_chunk=content_chunk, prediction=prediction, scale=scale, R=R, plan=plan,
+        content_chunk=content_chunk, prediction=prediction, scale=scale, R=R, config=config,
     )  # fmt: skip
     tokens = (layout.restore(dx).to(x.dtype) for dx, x in zip(gradients[:6], inputs[:6], strict=True))
     return [*tokens, *(dx.to(x.dtype) for dx, x in zip(gradients[6:11], inputs[6:], strict=True)), *gradients[11:]]

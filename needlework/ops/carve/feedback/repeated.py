@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.runtime.launch_configs import interpreted
 from needlework.ops.runtime.launcher import c_function, encode
-from needlework.ops.runtime.precompile import rehearsing, run
+from needlework.ops.runtime.precompile import precompiling, run
 
 GRAPHS = 128  # kept: forward and backward of as many layers as half of them
 _graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
@@ -47,7 +47,7 @@ class Repeated:
         for i, x in zip(self.places, varied, strict=True):
             args[i] = x
         compiled = run(self.kernel, self.grid, *args, **self.constants)
-        if compiled is not None:  # as the interpreter's is, and a rehearsal's
+        if compiled is not None:  # None from the interpreter and while precompiling
             args += [self.constants[name] for name in self.kernel.arg_names[len(args) :]]
             self.launch = _bound(compiled, self.grid, args, self.places)
 
@@ -59,7 +59,7 @@ def launch_all(walk: Callable[[], None], launches: tuple[Repeated, ...], *varied
     nothing differs, on the host one launch takes the place of hundreds.
     """
     device = varied[0].device
-    if interpreted() or rehearsing() or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if interpreted() or precompiling() or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return walk()
     key = *(launch.place() for launch in launches), *map(_place, varied)
     if key not in _graphs:

@@ -30,7 +30,7 @@ from needlework.ops.ccq.curvature.intra import (
 from needlework.ops.ccq.curvature.scan import columns, load_block, read_chains, store_block
 from needlework.ops.common.kernels.chain import run_of, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, store_tile
-from needlework.ops.runtime.launch_configs import Case, Plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.triton_types import padded
 
 
@@ -390,10 +390,10 @@ def gate(
     tl.store(p_dg + (tl.cast(i_b, tl.int64) * T + o_t) * H + i_h, b_dg * unscale, mask=o_t < T)
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    NZ = -(-K // min(plan.launch["backward"]["BV"], padded(K)))
-    cases = [case(fold, "fold", plan, dtype, K, PACKED=False), case(gate, "gate", plan, dtype, K, NZ=NZ, PACKED=False)]
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    NZ = -(-K // min(config.launch["backward"]["BV"], padded(K)))
+    cases = [case(fold, "fold", config, dtype, K, PACKED=False), case(gate, "gate", config, dtype, K, NZ=NZ, PACKED=False)]
     for gated in (False, True):
-        cases.append(case(adjoint, "adjoint", plan, dtype, K, GATED=gated, PACKED=False))
-        cases += [case(backward, "backward", plan, dtype, K, GATED=gated, SEED=seed, INIT=seed) for seed in (False, True)]
+        cases.append(case(adjoint, "adjoint", config, dtype, K, GATED=gated, PACKED=False))
+        cases += [case(backward, "backward", config, dtype, K, GATED=gated, SEED=seed, INIT=seed) for seed in (False, True)]
     return cases

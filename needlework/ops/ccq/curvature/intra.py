@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.tile import capped, load_tile, store_tile
-from needlework.ops.runtime.launch_configs import Case, Plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.triton_types import TYPES, padded
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -263,12 +263,12 @@ def intra(
 
 
 @cache
-def constants(plan: Plan, name: str, dtype: torch.dtype, H: int, HV: int, K: int, **flags: bool) -> dict[str, object]:
+def constants(config: LaunchConfig, name: str, dtype: torch.dtype, H: int, HV: int, K: int, **flags: bool) -> dict[str, object]:
     """Every constexpr and option of a launch of `name`; a kernel takes those that it names."""
-    own = {key: min(x, padded(K)) if key in ("BD", "BV") else x for key, x in plan.launch[name].items()}
+    own = {key: min(x, padded(K)) if key in ("BD", "BV") else x for key, x in config.launch[name].items()}
     KB = min(padded(K), 128)
-    sizes = {"H": H, "HV": HV, "K": K, "C": plan.launch["shared"]["C"], "BK": padded(K), "KB": KB, "NK": -(-K // KB)}
-    sizes |= {"TMA": int(plan.tma), "ACC": TYPES[torch.promote_types(dtype, torch.float32)], "OT": TYPES[dtype]}
+    sizes = {"H": H, "HV": HV, "K": K, "C": config.launch["shared"]["C"], "BK": padded(K), "KB": KB, "NK": -(-K // KB)}
+    sizes |= {"TMA": int(config.tma), "ACC": TYPES[torch.promote_types(dtype, torch.float32)], "OT": TYPES[dtype]}
     return sizes | {"HALF": dtype.itemsize == 2, "SCALED": dtype == torch.float16} | flags | own
 
 
@@ -277,10 +277,10 @@ def arguments(kernel, given: dict[str, object]) -> dict[str, object]:
     return {name: x for name, x in given.items() if name in kernel.arg_names or name in OPTIONS}
 
 
-def case(kernel, name: str, plan: Plan, dtype: torch.dtype, K: int, **flags: bool) -> Case:
-    """One launch of `kernel` under the row `name` of a plan, with one head and the flags given."""
+def case(kernel, name: str, config: LaunchConfig, dtype: torch.dtype, K: int, **flags: bool) -> Case:
+    """One launch of `kernel` under the row `name` of a config, with one head and the flags given."""
     operand, wide = str(TYPES[dtype]), str(TYPES[torch.promote_types(dtype, torch.float32)])
-    values = arguments(kernel, constants(plan, name, dtype, 1, 1, K, **flags))
+    values = arguments(kernel, constants(config, name, dtype, 1, 1, K, **flags))
     options = {key: values.pop(key) for key in OPTIONS if key in values}
     rows = {"": values["C"], "v": values.get("BV")}
     columns = {"k": values.get("KB"), "v": values.get("BV"), "c": values["C"]}
@@ -288,7 +288,7 @@ def case(kernel, name: str, plan: Plan, dtype: torch.dtype, K: int, **flags: boo
     for argument in kernel.arg_names:
         if argument in values:
             signature[argument] = "constexpr"
-        elif argument.startswith("x_") and plan.tma:
+        elif argument.startswith("x_") and config.tma:
             # x_<name>_<columns><rows>
             kind = argument.rsplit("_", 1)[1]
             signature[argument] = f"tensordesc<{operand}[1, 1, {rows[kind[1:]]}, {columns[kind[0]]}]>"
@@ -298,10 +298,10 @@ def case(kernel, name: str, plan: Plan, dtype: torch.dtype, K: int, **flags: boo
     return Case(kernel, signature, values, options)
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     cases = []
     for gated in (False, True):
-        cases.append(case(sums, "sums", plan, dtype, K, GATED=gated, PACKED=False))
-        cases.append(case(means, "means", plan, dtype, K, GATED=gated, INIT=True))
-        cases.append(case(intra, "intra", plan, dtype, K, GATED=gated, PACKED=True))
+        cases.append(case(sums, "sums", config, dtype, K, GATED=gated, PACKED=False))
+        cases.append(case(means, "means", config, dtype, K, GATED=gated, INIT=True))
+        cases.append(case(intra, "intra", config, dtype, K, GATED=gated, PACKED=True))
     return cases

@@ -17,8 +17,8 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import block, token_tile
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import Plan, plan
-from needlework.ops.runtime.precompile import bare, kind, rehearse, run
+from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
+from needlework.ops.runtime.precompile import kind, meta, precompile, run
 
 ENGINE = "ccq/curvature"
 
@@ -34,10 +34,10 @@ def clean(
 
 
 class _Line(NamedTuple):
-    """What every launch is given: the sequences as chunks, the sizes, the plan, where tensors are made."""
+    """What every launch is given: the sequences as chunks, the sizes, the config, where tensors are made."""
 
     at: Alignment
-    plan: Plan
+    config: LaunchConfig
     B: int
     H: int
     HV: int
@@ -50,7 +50,7 @@ class _Line(NamedTuple):
 
     @property
     def C(self) -> int:
-        return self.plan.launch["shared"]["C"]
+        return self.config.launch["shared"]["C"]
 
     @property
     def NCB(self) -> int:
@@ -67,15 +67,15 @@ class _Line(NamedTuple):
 
     def constants(self, name: str, **flags: bool) -> dict[str, object]:
         flags = {"GATED": self.gated, "PACKED": self.packed} | flags
-        return constants(self.plan, name, self.dtype, self.H, self.HV, self.K, **flags)
+        return constants(self.config, name, self.dtype, self.H, self.HV, self.K, **flags)
 
     def tile(self, x: Tensor, columns: int) -> Tensor | TensorDescriptor:
         """x [B T H D] as walks take it: tiles of a chunk's tokens and `columns` of D."""
-        return token_tile(x, self.C, columns) if self.plan.tma else x
+        return token_tile(x, self.C, columns) if self.config.tma else x
 
     def block(self, x: Tensor, rows: int, columns: int) -> Tensor | TensorDescriptor:
         """x [chunks H M M], likewise."""
-        return block(x, rows, columns) if self.plan.tma else x
+        return block(x, rows, columns) if self.config.tma else x
 
     def empty(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
         """Numbers of each chunk and key head."""
@@ -121,7 +121,7 @@ class _Kept(NamedTuple):
         return cls(*always, G if gated else None, *((fill, place) if packed else (None, None)))
 
 
-def _line(q: Tensor, HV: int, gated: bool, packed: bool, at: Alignment, fill: Tensor | None, chosen: Plan) -> _Line:
+def _line(q: Tensor, HV: int, gated: bool, packed: bool, at: Alignment, fill: Tensor | None, chosen: LaunchConfig) -> _Line:
     B, _, H, K = q.shape
     return _Line(at, chosen, B, H, HV, K, q.dtype, q.device, at.cum if fill is None else fill, gated, packed)
 
@@ -161,7 +161,7 @@ def _call(q, k, eta, g, C, mean, n, cu_seqlens, *, save: bool) -> tuple[Tensor, 
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
     B, T, _, K = q.shape
-    chosen = plan(ENGINE, q.device, q.dtype, K, K)
+    chosen = launch_config(ENGINE, q.device, q.dtype, K, K)
     at = Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], q.device)
     packed = cu_seqlens is not None
     fill = _fill(at, cu_seqlens, chosen.launch["shared"]["C"]) if packed else None
@@ -172,12 +172,12 @@ def _call(q, k, eta, g, C, mean, n, cu_seqlens, *, save: bool) -> tuple[Tensor, 
         return q.new_empty(*eta.shape, K), _untouched(line, C, mean, n), _no_chunk(q, line)
     q, k, eta, g = (None if x is None else at.align(x) for x in (q, k, eta, g))
     given = (q, k, eta, g, C, mean, n)
-    rehearse(q.device, (ENGINE, chosen.name, kind(*given), packed, save), lambda: _rehearsal(bare(*given), line, save))
+    precompile(q.device, (ENGINE, chosen.name, kind(*given), packed, save), lambda: _launches(meta(*given), line, save))
     cleaned, final, kept = _forward(*given, line, save)
     return at.restore(cleaned), final, kept
 
 
-def _rehearsal(inputs: list[Tensor | None], line: _Line, save: bool) -> None:
+def _launches(inputs: list[Tensor | None], line: _Line, save: bool) -> None:
     """What a call and its backward launch."""
     line = line._replace(device=torch.device("meta"))
     cleaned, (*_, n), kept = _forward(*inputs, line, save)
@@ -267,7 +267,7 @@ def _results(q, k, eta, g, C, mean, n, cu_seqlens):
 @torch.library.register_fake(ccq_triton_fwd)
 def _(q, k, eta, g, C, mean, n, cu_seqlens):
     B, T, H, K = q.shape
-    chunk = plan(ENGINE, q.device, q.dtype, K, K).launch["shared"]["C"]
+    chunk = launch_config(ENGINE, q.device, q.dtype, K, K).launch["shared"]["C"]
     packed, N = cu_seqlens is not None, B if cu_seqlens is None else len(cu_seqlens) - 1
     wide = torch.promote_types(q.dtype, torch.float32)
     number = lambda *sizes, dtype=wide: q.new_empty(*sizes, dtype=dtype)
@@ -290,9 +290,11 @@ def ccq_triton_bwd(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, eta, g, C, mean, n; an empty tensor for what was not given. n1: after the last token."""
     kept = _Kept.of(saved, g is not None, cu_seqlens is not None)
-    chosen = plan(ENGINE, q.device, q.dtype, q.shape[-1], q.shape[-1])
+    chosen = launch_config(ENGINE, q.device, q.dtype, q.shape[-1], q.shape[-1])
     if kept.P.shape[-1] != chosen.launch["shared"]["C"]:
-        raise RuntimeError(f"{ENGINE}: the forward ran with chunks of {kept.P.shape[-1]}, the plan for the backward has others")
+        raise RuntimeError(
+            f"{ENGINE}: the forward ran with chunks of {kept.P.shape[-1]}, the config for the backward has others"
+        )
     at = Alignment(kept.cum, len(kept.cum) - 1, kept.Sq.shape[1], 0, kept.place)
     line = _line(q, eta.shape[2], g is not None, cu_seqlens is not None, at, kept.fill, chosen)
     if q.numel() == 0:

@@ -16,7 +16,7 @@ import triton.language as tl
 from needlework.ops.ccq.curvature.intra import add_product, case, numbers, tokens, whole_of
 from needlework.ops.common.kernels.chain import run_of, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, store_tile
-from needlework.ops.runtime.launch_configs import Case, Plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 
 
 @triton.jit
@@ -221,5 +221,5 @@ def walk(
     )  # fmt: skip
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    return [case(walk, "walk", plan, dtype, K, GATED=gated, INIT=True, SAVE=True) for gated in (False, True)]
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    return [case(walk, "walk", config, dtype, K, GATED=gated, INIT=True, SAVE=True) for gated in (False, True)]

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import Case, Plan, plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv
 
@@ -195,7 +195,7 @@ def conv_triton(x: Tensor, weight: Tensor, position: Tensor | None, after: str, 
     """y of contiguous x [B T C], a tensor for each of `parts`, so many channels; position [T]: of each token in its document."""
     y = _apart(x, weight, position, after, parts)
     if x.numel():
-        chosen = plan(ENGINE, x.device, x.dtype, *x.shape[2:] * 2)
+        chosen = launch_config(ENGINE, x.device, x.dtype, *x.shape[2:] * 2)
         for one, w, made in zip(x.split(parts, -1), weight.contiguous().split(parts), y, strict=True):
             _launch(conv_forward_kernel, chosen, x, made, w.shape[1], position, after, one, w, made)
     return y
@@ -215,7 +215,7 @@ def conv_triton_bwd(
     (B, T, C), W = x.shape, weight.shape[1]
     if not x.numel():
         return dx, torch.zeros_like(weight)
-    chosen = plan(ENGINE, x.device, x.dtype, C, C)
+    chosen = launch_config(ENGINE, x.device, x.dtype, C, C)
     runs = cdiv(T, chosen.launch[conv_backward_kernel.__name__]["BT"])
     dw = x.new_empty(B * runs, 4, C, dtype=accumulator(x.dtype))
     parts = [one.shape[-1] for one in dy]
@@ -242,30 +242,32 @@ def _backward(ctx, dy):
 differentiable(conv_triton, _backward, _save)
 
 
-def _launch(kernel, plan: Plan, x: Tensor, part: Tensor, W: int, position: Tensor | None, after: str, *given: Tensor) -> None:
+def _launch(
+    kernel, config: LaunchConfig, x: Tensor, part: Tensor, W: int, position: Tensor | None, after: str, *given: Tensor
+) -> None:
     """`kernel` over the channels of `part`, which x has among others."""
     B, T, C = part.shape
-    own = _constants(plan, kernel, x.dtype, C, x.shape[-1], W, position, after)
+    own = _constants(config, kernel, x.dtype, C, x.shape[-1], W, position, after)
     run(kernel, (cdiv(C, own["BC"]), cdiv(T, own["BT"]), B), *given, x if position is None else position, T, **own)
 
 
 def _constants(
-    plan: Plan, kernel, dtype: torch.dtype, C: int, row: int, W: int, packed: object, after: str
+    config: LaunchConfig, kernel, dtype: torch.dtype, C: int, row: int, W: int, packed: object, after: str
 ) -> dict[str, object]:  # fmt: skip
-    return plan.launch[kernel.__name__] | {
+    return config.launch[kernel.__name__] | {
         "C": C, "ROW": row, "W": W, "SILU": int(after == "silu"), "ADD": int(after == "add"), "PACKED": int(packed is not None),
         "ACC": TYPES[accumulator(dtype)],
     }  # fmt: skip
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Both kernels on K channels of twice as many, of four taps, with SiLU on packed documents and with the residual."""
     own, wide = NAMES[dtype], NAMES[accumulator(dtype)]
     types = dict.fromkeys(("p_x", "p_y", "p_dy", "p_dx"), f"*{own}") | dict.fromkeys(("p_w", "p_dw"), f"*{wide}")
     cases = []
     for packed, after in ((True, "silu"), (None, "add")):
         for kernel in (conv_forward_kernel, conv_backward_kernel):
-            known = _constants(plan, kernel, dtype, K, 2 * K, 4, packed, after)
+            known = _constants(config, kernel, dtype, K, 2 * K, 4, packed, after)
             options = {"num_warps": known.pop("num_warps")}
             of = types | {"p_position": "*i64" if packed else f"*{own}", "T": "i32"}
             cases.append(Case(kernel, {name: of[name] for name in kernel.arg_names if name in of}, known, options))

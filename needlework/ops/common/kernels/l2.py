@@ -7,7 +7,7 @@ from torch import Tensor
 
 from needlework.ops.common.unit import unit_rows
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import Case, Plan, misfit, plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, misfit
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2
 
@@ -41,7 +41,7 @@ def l2_backward_kernel(p_dy, p_x, p_r, p_dx, rows, D: tl.constexpr, BD: tl.const
 
 
 def l2_rows(x: Tensor) -> Tensor:
-    """x / √(Σx² + 1e-6) over the last axis, in x's dtype; without the kernel where no launch plan may be taken."""
+    """x / √(Σx² + 1e-6) over the last axis, in x's dtype; without the kernel where no launch config may be taken."""
     return unit_rows(x) if misfit(ENGINE, x.device, x.dtype, *x.shape[-1:] * 2) else l2_rows_fwd(x)[0]
 
 
@@ -76,21 +76,21 @@ def _launch(kernel, x: Tensor, *tensors: Tensor) -> None:
     D = x.shape[-1]
     if not x.numel():
         return
-    constants, rows = _constants(plan(ENGINE, x.device, x.dtype, D, D), x.dtype, D), x.numel() // D
+    constants, rows = _constants(launch_config(ENGINE, x.device, x.dtype, D, D), x.dtype, D), x.numel() // D
     run(kernel, (cdiv(rows, constants["BR"]),), *tensors, rows, **constants)
 
 
-def _constants(plan: Plan, dtype: torch.dtype, D: int) -> dict[str, object]:
-    own = dict(plan.launch["rows"])
+def _constants(config: LaunchConfig, dtype: torch.dtype, D: int) -> dict[str, object]:
+    own = dict(config.launch["rows"])
     BD = next_power_of_2(D)
     BR = max(1, own.pop("BLOCK") // BD)
     return {"D": D, "BD": BD, "BR": BR, "ACC": tl.float64 if dtype == torch.float64 else tl.float32, **own}
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Both kernels on rows of K."""
     own = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    constants = _constants(plan, dtype, K)
+    constants = _constants(config, dtype, K)
     options = {"num_warps": constants.pop("num_warps")}
     types = dict.fromkeys(("p_x", "p_y", "p_dy", "p_dx"), own) | {"p_r": "*fp32", "rows": "i32"}
     return [

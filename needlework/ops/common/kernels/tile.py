@@ -23,7 +23,7 @@ def block(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _descriptor(x: Tensor, shape: list[int], strides: list[int], rows: int, columns: int) -> TensorDescriptor:
-    # without __init__, whose checks cost more than a launch, dozens of times a call: the launch plan asks for rows of a multiple
+    # without __init__, whose checks cost more than a launch, dozens of times a call: the launch config asks for rows of a multiple
     # of 16 bytes; the base may be a user's slice
     made = object.__new__(TensorDescriptor)
     made.base = x if x.data_ptr() % 16 == 0 else x.clone()

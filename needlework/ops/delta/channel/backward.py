@@ -17,28 +17,28 @@ from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pair
 from needlework.ops.delta.channel.scan_bwd import adjoint, replay_forward, replay_reverse
 from needlework.ops.delta.gradient_scaling import divided
 from needlework.ops.delta.segments import fix_up, segments
-from needlework.ops.runtime.launch_configs import Case, Plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, cdiv, padded
 
 
 def backward(
     do, dstate, q, k, v, g, beta, erase, write, initial_state, saved: Saved, alignment: Alignment, *,
-    scale: float, prediction: str, R: int, plan: Plan, starts: Tensor | None = None, M: Tensor | None = None,
+    scale: float, prediction: str, R: int, config: LaunchConfig, starts: Tensor | None = None, M: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dq, dk, dv, dg, dbeta, derase, dwrite, dinitial_state; None where the input is None. dstate None: zeros.
 
     starts and M: of sequences that the forward cut into segments.
     """
     (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
-    C, ST, ACC = plan.launch["shared"]["C"], solve_dtype(q.dtype), width(q)
+    C, ST, ACC = config.launch["shared"]["C"], solve_dtype(q.dtype), width(q)
     sequences, kind = alignment.N, None if initial_state is None else initial_state.dtype
     parts = 1 if M is None else len(M) // sequences
     if parts > 1:
         alignment, initial_state = segments(alignment, parts), starts
     N, spans = alignment.N, alignment.spans
     rule = rule_of(beta, erase)
-    constants = channel_constants(plan, q.dtype, rule, H=H, HV=HV, K=K, V=V, previous=prediction == "previous", R=R)
+    constants = channel_constants(config, q.dtype, rule, H=H, HV=HV, K=K, V=V, previous=prediction == "previous", R=R)
     anchor = constants["replay_forward"]["ANCHOR"]
     slots = B * -(-T // C) // anchor + N + 1
 
@@ -54,7 +54,7 @@ def backward(
     anchors, x = q.new_empty(slots, HV, K, V, dtype=ST), q.new_empty(slots, HV, K, dtype=ACC)
 
     walk = constants["adjoint"]
-    rows, square, states = operands(plan, C)
+    rows, square, states = operands(config, C)
     kp, bv = walk["KP"], walk["BV"]
 
     def reverse(dfinal: Tensor) -> Tensor:
@@ -99,30 +99,30 @@ def backward(
     return dq, dk, dv, dg, dbeta, derase, dwrite, None if kind is None else (dinitial[::parts] * unit).to(kind)
 
 
-def operands(plan: Plan, C: int):
+def operands(config: LaunchConfig, C: int):
     """How walks are given [B T H D] (and the columns of a block), [B H NC·C C], [N H K V] (and its block): descriptors, or as is."""
 
-    if not plan.tma:
+    if not config.tma:
         return (lambda x, columns: x), (lambda x: x), (lambda x, rows, columns: x)
     tokens = lambda x, columns: None if x is None else token_tile(x, C, columns)
     return tokens, lambda x: None if x is None else block(x, C, C), block
 
 
 def channel_constants(
-    plan: Plan, dtype: torch.dtype, rule: int, *, H: int, HV: int, K: int, V: int, previous: bool, R: int
+    config: LaunchConfig, dtype: torch.dtype, rule: int, *, H: int, HV: int, K: int, V: int, previous: bool, R: int
 ) -> dict:
     """Kernel -> its constexprs and options."""
-    C = plan.launch["shared"]["C"]
+    C = config.launch["shared"]["C"]
     half = dtype.itemsize == 2
     facts = {"H": HV, "C": C, "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
     channels, values = facts | {"K": K}, facts | {"V": V}
-    walk = channels | values | {"ERASE": int(rule > 0), "TMA": int(plan.tma)}
+    walk = channels | values | {"ERASE": int(rule > 0), "TMA": int(config.tma)}
     gates = {"BETA": int(rule == 1), "GATES": int(rule == 2)}
-    anchor = {"ANCHOR": plan.launch["pairs"]["ANCHOR"]}
+    anchor = {"ANCHOR": config.launch["pairs"]["ANCHOR"]}
     size = {"adjoint": {"BV": padded(V)}, "replay_forward": {"BK": padded(K)}, "replay_reverse": {"BK": padded(K)}}
     size |= {"couplings": {"VB": padded(V)}, "pairs": {"KB": padded(K)}}
     launch = {
-        kernel: {name: min(value, size[kernel].get(name, value)) for name, value in plan.launch[kernel].items()}
+        kernel: {name: min(value, size[kernel].get(name, value)) for name, value in config.launch[kernel].items()}
         for kernel in size
     }
     return {
@@ -136,7 +136,7 @@ def channel_constants(
     }  # fmt: skip
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Every kernel as each rule launches it, one key head for two value heads."""
     given, operand = NAMES[dtype], NAMES[solve_dtype(dtype)]
     wide = "fp64" if dtype == torch.float64 else "fp32"
@@ -146,7 +146,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     for rule, previous in ((0, False), (1, False), (1, True), (2, False)):
         absent = {0: ("beta", "erase", "write", "e_hat", "A", "part"), 1: ("erase", "write"), 2: ("beta", "part")}[rule]
         absent += ("slots", "peaks")
-        for kernel, launch in channel_constants(plan, dtype, rule, H=1, HV=2, K=K, V=V, previous=previous, R=1).items():
+        for kernel, launch in channel_constants(config, dtype, rule, H=1, HV=2, K=K, V=V, previous=previous, R=1).items():
             options = {name: launch.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in launch}
             columns = {"K": launch.get("KP", launch.get("BK")), "V": launch.get("VP", launch.get("BV")), "C": launch["C"]}
             signature = {}
@@ -154,7 +154,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
                 if any(name.removeprefix("p_").removeprefix("d") in (a, a.replace("e_", "de_")) for a in absent):
                     launch[name] = None
                 elif name not in launch:
-                    signature[name] = argument_type(name, columns if plan.tma else {}, given, operand, wide)
+                    signature[name] = argument_type(name, columns if config.tma else {}, given, operand, wide)
             cases.append(Case(kernels[kernel], signature, launch, options))
     return cases
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from needlework.ops.common.kernels.tile import capped
 from needlework.ops.common.shapes import width
-from needlework.ops.runtime.launch_configs import Case, Plan, interpreted
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import padded
 
@@ -212,10 +212,10 @@ def intra_kernel(
     )  # fmt: skip
 
 
-def intra(q, k, g, beta, erase, *, scale, prediction, R, plan) -> Saved:
+def intra(q, k, g, beta, erase, *, scale, prediction, R, config) -> Saved:
     """Saved without W, for aligned tensors."""
     (B, T, H, K), HV = q.shape, g.shape[2]
-    C = plan.launch["shared"]["C"]
+    C = config.launch["shared"]["C"]
     NC = -(-T // C)
     ST, ACC = solve_dtype(q.dtype), width(q)
     square = lambda: q.new_empty(B, HV, NC * C, C, dtype=ST)
@@ -233,15 +233,15 @@ def intra(q, k, g, beta, erase, *, scale, prediction, R, plan) -> Saved:
     run(
         intra_kernel, (B * HV * NC,),
         q, k, g, beta, erase, *saved[:6], T,
-        **intra_constants(plan, q.dtype, rule, H=H, HV=HV, K=K, scale=scale, previous=prediction == "previous", R=R),
+        **intra_constants(config, q.dtype, rule, H=H, HV=HV, K=K, scale=scale, previous=prediction == "previous", R=R),
     )  # fmt: skip
     return saved
 
 
-def intra_constants(plan, dtype, rule: int, *, H: int, HV: int, K: int, scale: float, previous: bool, R: int) -> dict:
+def intra_constants(config, dtype, rule: int, *, H: int, HV: int, K: int, scale: float, previous: bool, R: int) -> dict:
     """The constexprs and options of `intra_kernel`."""
-    C = plan.launch["shared"]["C"]
-    constants = dict(plan.launch["intra"])
+    C = config.launch["shared"]["C"]
+    constants = dict(config.launch["intra"])
     half = dtype.itemsize == 2
     constants |= {"KB": min(constants["KB"], padded(K)), "ASM": int(half and constants["ASM"] and not interpreted())}
     constants |= {
@@ -269,14 +269,14 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """The kernel as each rule launches it, one key head for two value heads."""
     own, solves, wide = (f"*{triton_dtype(x)}" for x in (dtype, solve_dtype(dtype), width(torch.empty(0, dtype=dtype))))
     types = dict.fromkeys(("p_q", "p_k", "p_beta", "p_erase"), own) | {"p_g": wide, "p_whole": wide, "T": "i32"}
     types |= dict.fromkeys(("p_q_hat", "p_e_hat", "p_k_hat", "p_Tp", "p_Pp"), solves)
     cases = []
     for rule, previous in ((0, False), (1, False), (1, True), (2, False)):
-        constants = intra_constants(plan, dtype, rule, H=1, HV=2, K=K, scale=K**-0.5, previous=previous, R=1)
+        constants = intra_constants(config, dtype, rule, H=1, HV=2, K=K, scale=K**-0.5, previous=previous, R=1)
         absent = {0: ("p_beta", "p_erase", "p_e_hat", "p_Tp"), 1: ("p_erase",), 2: ("p_beta",)}[rule]
         cases.append(case(intra_kernel, types, constants, absent))
     return cases

@@ -330,7 +330,7 @@ _made: dict[tuple, Matrices] = {}
 
 
 def matrices(C: int, R: int, dtype: torch.dtype, solves: torch.dtype, sums: torch.dtype, device: torch.device) -> Matrices:
-    """Made once, on the CPU: in a rehearsal, without numbers, PyTorch would compare them in Python and load torch._dynamo for it."""
+    """Made once, on the CPU: on meta tensors PyTorch would compare in Python and load torch._dynamo for it."""
     key = C, R, dtype, solves, sums, device
     if key not in _made:
         i = torch.arange(C)

@@ -16,9 +16,8 @@ from needlework.ops.delta.channel.scan import scan
 from needlework.ops.delta.segments import fix_up, parts_of, segments, transitions
 from needlework.ops.runtime.constant import constant
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import Plan
-from needlework.ops.runtime.launch_configs import plan as pick
-from needlework.ops.runtime.precompile import bare, kind, rehearse
+from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
+from needlework.ops.runtime.precompile import kind, meta, precompile
 
 ENGINE = "delta/channel"
 KEPT = len(Saved._fields) + 2  # tensors that the forward leaves: also the segments' starts and M
@@ -50,7 +49,7 @@ def _one_row(x: Tensor, R: int, row: int) -> Tensor:
     return torch.stack([x if i == row else zeros for i in range(R)], 2).flatten(1, 2)
 
 
-def _rehearsal(inputs: list[Tensor | None], alignment: Alignment, save: bool, parts: int, settings: dict) -> None:
+def _launches(inputs: list[Tensor | None], alignment: Alignment, save: bool, parts: int, settings: dict) -> None:
     """What a call and its backward launch."""
     from needlework.ops.delta.channel.backward import backward
 
@@ -62,22 +61,22 @@ def _rehearsal(inputs: list[Tensor | None], alignment: Alignment, save: bool, pa
 
 def forward(
     q, k, v, g, beta, erase, write, initial_state, alignment: Alignment, *,
-    scale: float, prediction: str, R: int, plan: Plan, save: bool, parts: int = 1,
+    scale: float, prediction: str, R: int, config: LaunchConfig, save: bool, parts: int = 1,
 ) -> tuple[Tensor | Saved, ...]:  # fmt: skip
     """o [B T HV V], the final state and what the backward takes, for aligned contiguous tensors of R rows a token, T > 0.
 
     Of sequences cut into parts also their starts and M (`segments.py`).
     """
-    saved = intra(q, k, g, beta, erase, scale=scale, prediction=prediction, R=R, plan=plan)
+    saved = intra(q, k, g, beta, erase, scale=scale, prediction=prediction, R=R, config=config)
     cut = ()
     if parts > 1:
         alignment = segments(alignment, parts)
         # columns that are not values have no write gate
         gate = lambda x: write if write is None or x is v else x
-        run = lambda x, state: scan(saved, x, beta, gate(x), state, alignment, plan=plan, save=False)[1]
+        run = lambda x, state: scan(saved, x, beta, gate(x), state, alignment, config=config, save=False)[1]
         N, M = transitions(run, v, q.shape[3])
         cut = initial_state, _ = fix_up(M, N, initial_state, parts, reverse=False), M
-    o, state, W = scan(saved, v, beta, write, initial_state, alignment, plan=plan, save=save)
+    o, state, W = scan(saved, v, beta, write, initial_state, alignment, config=config, save=save)
     return o, state if parts == 1 else state[parts - 1 :: parts].clone(), saved._replace(W=W), *cut
 
 
@@ -89,15 +88,15 @@ def delta_channel_fwd(
     """o, the final state, the tensors of `Saved`, starts and M: empty where there is none, all of them without `save`."""
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
-    plan, alignment = _placed(q, v, cu_seqlens)
+    config, alignment = _placed(q, v, cu_seqlens)
     if not v.numel():
         return _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, prediction, R, save)
     tokens = _aligned(alignment, q, k, v, g, beta, erase, write)
     state = None if initial_state is None else initial_state.contiguous()
-    parts = _parts(q, v, alignment.N, cu_seqlens, plan)
-    settings = {"scale": scale, "prediction": prediction, "R": R, "plan": plan}
-    key = ENGINE, plan.name, kind(*tokens, state), scale, prediction, R, parts > 1, save
-    rehearse(q.device, key, lambda: _rehearsal(bare(*tokens, state), alignment, save, parts, settings))
+    parts = _parts(q, v, alignment.N, cu_seqlens, config)
+    settings = {"scale": scale, "prediction": prediction, "R": R, "config": config}
+    key = ENGINE, config.name, kind(*tokens, state), scale, prediction, R, parts > 1, save
+    precompile(q.device, key, lambda: _launches(meta(*tokens, state), alignment, save, parts, settings))
     o, final, saved, *cut = forward(*tokens, state, alignment, save=save, parts=parts, **settings)
     saved = (*saved, *(cut or (None, None))) if save else [None] * KEPT
     return alignment.restore(o), final, *(q.new_empty(0) if x is None else x for x in saved)
@@ -116,13 +115,13 @@ def delta_channel_bwd(
     if not v.numel():
         dtokens = [q.new_empty(0) if x is None else torch.zeros_like(x) for x in inputs[:-1]]
         return [*dtokens, q.new_empty(0) if initial_state is None else _passed(dstate, initial_state)]
-    plan, alignment = _placed(q, v, cu_seqlens)
+    config, alignment = _placed(q, v, cu_seqlens)
     do, *tokens = _aligned(alignment, do, *inputs[:-1])
     state = None if initial_state is None else initial_state.contiguous()
     *saved, starts, M = (x if x.numel() else None for x in saved)
     *dtokens, dinitial = backward(
         do, None if dstate is None else dstate.contiguous(), *tokens, state, Saved(*saved), alignment,
-        scale=scale, prediction=prediction, R=R, plan=plan, starts=starts, M=M,
+        scale=scale, prediction=prediction, R=R, config=config, starts=starts, M=M,
     )  # fmt: skip
     dtokens = [q.new_empty(0) if dx is None else alignment.restore(dx) for dx in dtokens]
     return [*dtokens, q.new_empty(0) if dinitial is None else dinitial]
@@ -133,15 +132,15 @@ def _passed(dstate: Tensor | None, initial_state: Tensor) -> Tensor:
     return torch.zeros_like(initial_state) if dstate is None else dstate.to(initial_state.dtype, copy=True)
 
 
-def _placed(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Plan, Alignment]:
-    plan = pick(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
-    return plan, Alignment.of(cu_seqlens, *q.shape[:2], plan.launch["shared"]["C"], q.device)
+def _placed(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[LaunchConfig, Alignment]:
+    config = launch_config(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    return config, Alignment.of(cu_seqlens, *q.shape[:2], config.launch["shared"]["C"], q.device)
 
 
-def _parts(q: Tensor, v: Tensor, N: int, cu_seqlens: Tensor | None, plan: Plan) -> int:
+def _parts(q: Tensor, v: Tensor, N: int, cu_seqlens: Tensor | None, config: LaunchConfig) -> int:
     """Into how many segments sequences are cut; packed ones are taken as equally long: their lengths are not read back."""
-    launch, (HV, V) = plan.launch["scan"], v.shape[2:]
-    chunks = -(-v.shape[1] // plan.launch["shared"]["C"])
+    launch, (HV, V) = config.launch["scan"], v.shape[2:]
+    chunks = -(-v.shape[1] // config.launch["shared"]["C"])
     # eight warps a multiprocessor, for the registers of the state
     slots = multiprocessors(v.device) * (8 // launch["num_warps"])
     return parts_of(N * HV * -(-V // launch["BV"]), chunks if cu_seqlens is None else chunks // max(N, 1), q.shape[3], V, slots)
@@ -167,8 +166,8 @@ def _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, p
         state.copy_(initial_state)
     if not save:
         return o, state, *(q.new_empty(0) for _ in range(KEPT))
-    plan = pick(ENGINE, q.device, q.dtype, K, V)
-    C, parts = plan.launch["shared"]["C"], _parts(q, v, N, cu_seqlens, plan)
+    config = launch_config(ENGINE, q.device, q.dtype, K, V)
+    C, parts = config.launch["shared"]["C"], _parts(q, v, N, cu_seqlens, config)
     T = T if cu_seqlens is None else (T // C + N) * C
     NC = -(-T // C)
     ST, solves = solve_dtype(q.dtype), rule_of(beta, erase) > 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from needlework.ops.common.kernels.tile import block, token_tile
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra import Saved, case, rule_of, solve_dtype, triton_dtype
-from needlework.ops.runtime.launch_configs import Case, Plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, padded
 
@@ -121,16 +121,16 @@ def scan_kernel(
     tl.store(p_final + o_state, S, mask=in_state)
 
 
-def scan(saved: Saved, v, beta, write, initial_state, alignment, *, plan, save) -> tuple[Tensor, Tensor, Tensor | None]:
+def scan(saved: Saved, v, beta, write, initial_state, alignment, *, config, save) -> tuple[Tensor, Tensor, Tensor | None]:
     """o [B T HV V], the final state [N HV K V] and W, for aligned tensors."""
     (_, T, HV, V), K = v.shape, saved.q_hat.shape[-1]
     rule = rule_of(beta, write)
-    constants = scan_constants(plan, v.dtype, rule, HV=HV, K=K, V=V)
+    constants = scan_constants(config, v.dtype, rule, HV=HV, K=K, V=V)
     constants |= {"INITIAL": int(initial_state is not None), "SAVE": int(save)}
     BK, BV = constants["BK"], constants["BV"]
     o, final = torch.empty_like(v), v.new_empty(alignment.N, HV, K, V, dtype=width(v))
     W = v.new_empty(v.shape, dtype=solve_dtype(v.dtype)) if save else None
-    rows, square = operands(plan)
+    rows, square = operands(config)
     run(
         scan_kernel, (alignment.N * HV * cdiv(V, BV),),
         rows(saved.q_hat, BK), rows(saved.e_hat, BK), rows(saved.k_hat, BK), square(saved.Tp), square(saved.Pp), saved.whole,
@@ -139,26 +139,31 @@ def scan(saved: Saved, v, beta, write, initial_state, alignment, *, plan, save) 
     return o, final, W
 
 
-def scan_constants(plan, dtype, rule: int, *, HV: int, K: int, V: int) -> dict:
+def scan_constants(config, dtype, rule: int, *, HV: int, K: int, V: int) -> dict:
     """The constexprs and options of `scan_kernel`, but INITIAL and SAVE."""
-    constants = dict(plan.launch["scan"])
-    constants |= {"C": plan.launch["shared"]["C"], "BK": padded(K), "BV": min(constants["BV"], padded(V)), "TMA": int(plan.tma)}
+    constants = dict(config.launch["scan"])
+    constants |= {
+        "C": config.launch["shared"]["C"],
+        "BK": padded(K),
+        "BV": min(constants["BV"], padded(V)),
+        "TMA": int(config.tma),
+    }
     constants |= {"ST": triton_dtype(solve_dtype(dtype)), "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
     return constants | {"HV": HV, "K": K, "V": V, "RULE": rule}
 
 
-def operands(plan: Plan):
+def operands(config: LaunchConfig):
     """How a walk is given [B T H D] (and the columns of a block) and [B H NC·C C]: as descriptors, or as they are."""
-    C = plan.launch["shared"]["C"]
+    C = config.launch["shared"]["C"]
 
-    if not plan.tma:
+    if not config.tma:
         return (lambda x, columns: x), (lambda x: x)
     return (lambda x, columns: None if x is None else token_tile(x, C, columns)), (
         lambda x: None if x is None else block(x, C, C)
     )
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """The kernel as each rule launches it, with a state to start from and the backward's tensors asked for."""
     own, solves, wide = (str(triton_dtype(x)) for x in (dtype, solve_dtype(dtype), width(torch.empty(0, dtype=dtype))))
     types = dict.fromkeys(("p_whole", "p_initial", "p_final"), f"*{wide}") | {
@@ -168,12 +173,12 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     }
     cases = []
     for rule in (0, 1, 2):
-        constants = scan_constants(plan, dtype, rule, HV=2, K=K, V=V) | {"INITIAL": 1, "SAVE": 1}
+        constants = scan_constants(config, dtype, rule, HV=2, K=K, V=V) | {"INITIAL": 1, "SAVE": 1}
         C, BK, BV = (constants[name] for name in ("C", "BK", "BV"))
         blocks = dict.fromkeys(("q_hat", "e_hat", "k_hat"), (solves, BK)) | dict.fromkeys(("v", "write", "o"), (own, BV))
         blocks |= {"Tp": (solves, C), "Pp": (solves, C), "W": (solves, BV)}
         for name, (kind, columns) in blocks.items():
-            types[name] = f"tensordesc<{kind}[1, 1, {C}, {columns}]>" if plan.tma else f"*{kind}"
+            types[name] = f"tensordesc<{kind}[1, 1, {C}, {columns}]>" if config.tma else f"*{kind}"
         absent = {0: ("e_hat", "Tp", "p_beta", "write"), 1: ("write",), 2: ("p_beta",)}[rule]
         cases.append(case(scan_kernel, types, constants, absent))
     return cases

@@ -21,7 +21,7 @@ from needlework.ops.delta.scalar.op import forms, inverse, operands, slots_of, s
 from needlework.ops.delta.scalar.replay import replay_forward, replay_reverse
 from needlework.ops.delta.scalar.scan_bwd import adjoint, amax
 from needlework.ops.delta.segments import fix_up, segments
-from needlework.ops.runtime.launch_configs import Case, Plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
@@ -32,13 +32,13 @@ OF_JOBS = "pairs", "combine"  # of whose second form a program does one job afte
 def backward(
     do: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
     lam: Tensor | None, q_read: Tensor | None, initial_state: Tensor | None, saved: tuple[Tensor, ...], alignment: Alignment,
-    *, scale: float, plan: Plan,
+    *, scale: float, config: LaunchConfig,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, k, v, g, beta, lam, q_read and the initial state (None where there is none); numbers a token are wide."""
     W, Tp, Pp, A, G, E, mark, *copies, starts, transitions = saved
     B, T, HV, V = v.shape
     H, K = k.shape[2:]
-    rows, C = Pp.shape[2], plan.launch["shared"]["C"]
+    rows, C = Pp.shape[2], config.launch["shared"]["C"]
     # segments have a state before and a gradient after them
     cuts, from_state = len(starts) // max(alignment.N, 1) or 1, initial_state is not None
     if cuts > 1:
@@ -50,17 +50,17 @@ def backward(
     read = (lam is not None and q_read is not None) or r.shape[2] != H
     asks = r if not read else q_ if lam is not None else k_
     both = forms(q.dtype, lam is not None)
-    constants_of = partial(constants, plan, q.dtype, H, r.shape[2], HV, K, V, g is not None, beta is not None, lam is not None,
+    constants_of = partial(constants, config, q.dtype, H, r.shape[2], HV, K, V, g is not None, beta is not None, lam is not None,
                            read, initial_state is not None, dstate is not None or cuts > 1)  # fmt: skip
     c = constants_of(both[0])
     acc, st = accumulator(q.dtype), solve(q.dtype)
     new = lambda *shape, dtype=acc: torch.empty(shape, dtype=dtype, device=q.device)
-    tile = lambda x, width, height=C: token_tile(x, height, width) if plan.tma else x
+    tile = lambda x, width, height=C: token_tile(x, height, width) if config.tma else x
     or_G = lambda x: G if x is None else x
     chunks_in_all = B * (rows // C)
 
     half = q.dtype.itemsize == 2
-    peaks = new(plan.launch["amax"]["NP"], dtype=torch.float32)
+    peaks = new(config.launch["amax"]["NP"], dtype=torch.float32)
     if half:
         ends = (do, 0) if dstate is None else (dstate, dstate.numel())
         run(amax, (len(peaks),), do, ends[0], peaks, do.numel(), ends[1], **c["amax"])
@@ -100,7 +100,7 @@ def backward(
 
     def walk(dstate: Tensor | None, dinitial: Tensor) -> tuple[int, tuple]:
         """Of adjoint: a chain per sequence, value head and tile of values, and what is left of it where it is cut."""
-        slots, flag = slots_of(plan, "adjoint", alignment, HV * cdiv(V, BV), chunks_in_all)
+        slots, flag = slots_of(config, "adjoint", alignment, HV * cdiv(V, BV), chunks_in_all)
         return slots, (
             tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_T, x_P, E, tile(du, BV), or_G(dstate), dinitial,
             alignment.cum, new(slots, BV, NK * KB), flag, again, peaks, scale, T, rows, N,
@@ -112,7 +112,7 @@ def backward(
         before, given_before = walk(None, found)
 
     chains = HV * slices * parts
-    (slots, flag), (_, flag_back) = (slots_of(plan, "replay_forward", alignment, chains, chunks_in_all) for _ in range(2))
+    (slots, flag), (_, flag_back) = (slots_of(config, "replay_forward", alignment, chains, chunks_in_all) for _ in range(2))
     hand, jobs, runs = new(slots, KS, VB * NT), wide // R * B * HV, cdiv(alignment.longest, EVERY)
     # name, programs, arguments: the same in every form
     calls = [
@@ -147,7 +147,7 @@ def backward(
             fix_up(transitions, found, dlast, cuts, reverse=True, into=dstate, when=again if form == 2 else None)
         for name, programs, arguments in calls:
             if form == 2 and name in OF_JOBS:
-                programs = min(programs, plan.launch["scan"]["NP"])
+                programs = min(programs, config.launch["scan"]["NP"])
             run(KERNELS[name], (programs,), *arguments, **c[name])
     grouped = lambda x, heads: (x if heads == HV else x.unflatten(2, (heads, -1)).sum(3)).to(q.dtype)
     dr = grouped(dr, r.shape[2])
@@ -161,17 +161,19 @@ def backward(
 
 
 @cache
-def constants(plan: Plan, dtype, H, HR, HV, K, V, gated, erase, lam, read, init, end, form) -> dict[str, dict[str, object]]:
+def constants(
+    config: LaunchConfig, dtype, H, HR, HV, K, V, gated, erase, lam, read, init, end, form
+) -> dict[str, dict[str, object]]:
     """Kernel -> its constants, num_warps and the like."""
     half = dtype.itemsize == 2
     types = dict(ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], **operands(dtype, form))
     everything = dict(
-        H=H, HR=HR, HV=HV, K=K, V=V, C=plan.launch["shared"]["C"], NM=plan.launch["amax"]["NP"], TMA=int(plan.tma),
+        H=H, HR=HR, HV=HV, K=K, V=V, C=config.launch["shared"]["C"], NM=config.launch["amax"]["NP"], TMA=int(config.tma),
         HALF=int(half), **types, DT=TYPES[dtype if H == HV else accumulator(dtype)],
         GATE=int(gated), ERASE=int(erase), LAM=int(lam), READ=int(read), INIT=int(init), END=int(end),
     )  # fmt: skip
-    own = {name: dict(plan.launch[name]) for name in ("amax", "adjoint", "pairs", "replay_forward", "combine", "gate")}
-    own["replay_reverse"] = {**own["replay_forward"], **plan.launch["replay_reverse"]}
+    own = {name: dict(config.launch[name]) for name in ("amax", "adjoint", "pairs", "replay_forward", "combine", "gate")}
+    own["replay_reverse"] = {**own["replay_forward"], **config.launch["replay_reverse"]}
     own["adjoint"] |= dict(KB=min(padded(K), 128), NK=cdiv(K, 128))
     for name in ("replay_forward", "replay_reverse"):
         row = own[name]
@@ -202,7 +204,7 @@ KERNELS = {
 }
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Every kernel as Q-Delta launches it, in each of its forms, from a state and with the final state's gradient."""
     own, st, acc = NAMES[dtype], NAMES[solve(dtype)], NAMES[accumulator(dtype)]
     declared = dict.fromkeys(("x_r", "x_q", "x_k", "x_w", "x_du", "x_scaled", "x_P", "x_M", "x_N", "x_D"), st)
@@ -214,7 +216,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     launched = [*((name, first) for name in KERNELS), *((name, form) for form in others for name in KERNELS if name != "amax")]
     for name, form in launched:
         kernel = KERNELS[name]
-        c = dict(constants(plan, dtype, 2, 2, 2, K, V, True, True, True, False, True, True, form)[name])
+        c = dict(constants(config, dtype, 2, 2, 2, K, V, True, True, True, False, True, True, form)[name])
         options = {key: c.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in c}
         of_type = declared | {"p_do": own, "p_max": "fp32"} | dict.fromkeys(("p_cum", "p_flag", "p_wide", "p_again"), "i32")
         if name.startswith("replay"):
@@ -228,7 +230,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
                 continue
             if arg.startswith("x_"):
                 kind, width = of_type.get(arg, own), widths.get(arg, c.get("KB", c.get("KS", c.get("BK"))))
-                signature[arg] = f"tensordesc<{kind}[1, 1, {height}, {width}]>" if plan.tma else f"*{kind}"
+                signature[arg] = f"tensordesc<{kind}[1, 1, {height}, {width}]>" if config.tma else f"*{kind}"
             elif arg.startswith("p_"):
                 signature[arg] = f"*{of_type.get(arg, acc)}"
             else:

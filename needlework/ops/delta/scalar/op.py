@@ -18,8 +18,8 @@ from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.delta.scalar.intra import ROWS, intra
 from needlework.ops.delta.scalar.scan import scan
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import Case, Plan, plan
-from needlework.ops.runtime.precompile import bare, kind, rehearse, run
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
+from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, padded
 
 ENGINE = "delta/scalar"
@@ -73,13 +73,13 @@ def delta_scalar_fwd(
 
 def _call(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale: float, *, save: bool) -> tuple[Tensor, ...]:
     """`forward` of tokens that lie as the caller has them."""
-    chosen = plan(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    chosen = launch_config(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
     align = _alignment(q, cu_seqlens, chosen)
     tokens = [None if x is None else align.align(x) for x in (q, k, v, g, beta, lam, q_read)]
     parts = _parts(align.N, v.shape, k.shape[-1], cu_seqlens, chosen)
-    settings = {"scale": scale, "plan": chosen}
+    settings = {"scale": scale, "config": chosen}
     key = ENGINE, chosen.name, kind(*tokens, initial_state), parts > 1, save
-    rehearse(q.device, key, lambda: _rehearsal(bare(*tokens, initial_state), align, save, parts, settings))
+    precompile(q.device, key, lambda: _launches(meta(*tokens, initial_state), align, save, parts, settings))
     o, *others = forward(*tokens, initial_state, align, save=save, parts=parts, **settings)
     return align.restore(o).contiguous(), *others
 
@@ -93,10 +93,10 @@ def delta_scalar_bwd(
     """Gradients of q, k, v, g, beta, lam, q_read and the initial state; an empty tensor for what was not given."""
     from needlework.ops.delta.scalar.backward import backward
 
-    chosen = plan(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    chosen = launch_config(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
     chunk = saved[2].shape[-1]
     if chunk != chosen.launch["shared"]["C"]:
-        raise RuntimeError(f"{ENGINE}: the forward ran with chunks of {chunk}, the plan for the backward has others")
+        raise RuntimeError(f"{ENGINE}: the forward ran with chunks of {chunk}, the config for the backward has others")
     given = (q, k, v, g, beta, lam, q_read)
     if q.shape[1] == 0:
         dtokens = [None if x is None else torch.zeros_like(x) for x in given]
@@ -107,7 +107,7 @@ def delta_scalar_bwd(
         align = _alignment(q, cu_seqlens, chosen)
         do, *tokens = (None if x is None else align.align(x) for x in (do, *given))
         dstate = None if dstate is None else dstate.contiguous()
-        *dtokens, dinitial = backward(do, dstate, *tokens, initial_state, saved, align, scale=scale, plan=chosen)
+        *dtokens, dinitial = backward(do, dstate, *tokens, initial_state, saved, align, scale=scale, config=chosen)
         dtokens = [None if x is None else align.restore(x) for x in dtokens]
     return [
         q.new_empty(0) if x is None else dx.to(x.dtype).contiguous()
@@ -115,7 +115,7 @@ def delta_scalar_bwd(
     ]
 
 
-def _rehearsal(inputs: list[Tensor | None], align: Alignment, save: bool, parts: int, settings: dict) -> None:
+def _launches(inputs: list[Tensor | None], align: Alignment, save: bool, parts: int, settings: dict) -> None:
     """What a call and its backward launch."""
     from needlework.ops.delta.scalar.backward import backward
 
@@ -125,11 +125,24 @@ def _rehearsal(inputs: list[Tensor | None], align: Alignment, save: bool, parts:
 
 
 def forward(
-    q, k, v, g, beta, lam, q_read, initial_state, align: Alignment, *, scale: float, plan: Plan, save: bool, parts: int = 1
+    q,
+    k,
+    v,
+    g,
+    beta,
+    lam,
+    q_read,
+    initial_state,
+    align: Alignment,
+    *,
+    scale: float,
+    config: LaunchConfig,
+    save: bool,
+    parts: int = 1,
 ):
     """o and state of aligned tokens; with `save` also W, T, P', A, G, E, the mark, the copies, the segments' starts and M."""
     B, T, HV, V = v.shape
-    K, C = k.shape[3], plan.launch["shared"]["C"]
+    K, C = k.shape[3], config.launch["shared"]["C"]
     rows = -(-T // C) * C
     wide = accumulator(q.dtype)
     operand = solve(q.dtype)
@@ -143,7 +156,7 @@ def forward(
     G, E = q.new_empty(B, HV, rows, dtype=wide), q.new_empty(B, HV, rows // C, ROWS.value, C, dtype=wide)
     q_, k_, read = (x if copy is None else copy for x, copy in zip((q, k, q_read), copies, strict=True))
     if o.numel():
-        launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, scale=scale, plan=plan)
+        launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, scale=scale, config=config)
     both = forms(q.dtype, lam is not None)
     mark = unmarked(both, q.device)
     if parts > 1:
@@ -152,7 +165,7 @@ def forward(
 
         align, first = segments(align, parts), initial_state
         tokens = q_, k_, v, beta, lam, Tp, G, E, align, parts, mark
-        N, M = transitions(*tokens, plan=plan, save=save)
+        N, M = transitions(*tokens, config=config, save=save)
         initial_state = starts = fix_up(M, N, first, parts, reverse=False)
     # no chunk: the kernels do not touch the state
     untouched = align.place is not None or T == 0
@@ -163,11 +176,11 @@ def forward(
         state = (torch.zeros if untouched else torch.empty)(align.N, HV, K, V, dtype=wide, device=q.device)
     if o.numel():
         walk = walk_of(
-            q_, k_, v, g, beta, lam, read, Tp, Pp, G, E, o, W, initial_state, state, align, mark, scale=scale, plan=plan
+            q_, k_, v, g, beta, lam, read, Tp, Pp, G, E, o, W, initial_state, state, align, mark, scale=scale, config=config
         )
         for form in both:
             if parts > 1 and form == 2:
-                transitions(*tokens, (N, M), plan=plan, save=save)
+                transitions(*tokens, (N, M), config=config, save=save)
                 fix_up(M, N, first, parts, reverse=False, into=starts, when=mark)
             walk(form)
     state = state if parts == 1 else state[parts - 1 :: parts].clone()
@@ -178,13 +191,21 @@ def forward(
     return o, state, W, Tp, Pp, A, G, E, mark, *copies, *cut
 
 
-def launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, *, scale: float, plan: Plan) -> None:
+def launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, *, scale: float, config: LaunchConfig) -> None:
     """T, P' and the decay of every chunk; A where it is given a place; copies of q, k and q_read as operands, likewise."""
     B, T, HV, _ = v.shape
     r, rows = q if q_read is None else q_read, Pp.shape[2]
     q_copy, k_copy, r_copy = (*copies[:2], copies[0] if q_read is None else copies[2])
     constants = intra_constants(
-        plan, q.dtype, k.shape[2], r.shape[2], HV, k.shape[3], *_flags(g, beta, lam, q_read), k_copy is not None, A is not None
+        config,
+        q.dtype,
+        k.shape[2],
+        r.shape[2],
+        HV,
+        k.shape[3],
+        *_flags(g, beta, lam, q_read),
+        k_copy is not None,
+        A is not None,
     )
     grid = (-(-rows // constants["R"]) * B * HV,)
     run(
@@ -195,7 +216,7 @@ def launch_intra(q, k, v, g, beta, lam, q_read, Tp, Pp, A, G, E, copies, *, scal
 
 
 def walk_of(
-    q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state, state, align, mark, *, scale, plan
+    q, k, v, g, beta, lam, q_read, Tp, Pp, G, E, o, W, initial_state, state, align, mark, *, scale, config
 ) -> Callable[[int], None]:
     """What launches the scan in a form: o, the final state and, where it is given a place, W. q, k, q_read are operands' copies; o and v
     share the caller's type."""
@@ -204,11 +225,11 @@ def walk_of(
     r = q if q_read is None else q_read
     _, erase, with_lam, read = _flags(g, beta, lam, q_read)
     init, save = initial_state is not None, W is not None
-    constants_of = partial(scan_constants, plan, v.dtype, H, r.shape[2], HV, K, V, erase, with_lam, read, init, save)
+    constants_of = partial(scan_constants, config, v.dtype, H, r.shape[2], HV, K, V, erase, with_lam, read, init, save)
     BV, KB, NK = (constants_of(0)[name] for name in ("BV", "KB", "NK"))
-    slots, flag = slots_of(plan, "scan", align, HV * -(-V // BV), len(v) * (rows // C))
+    slots, flag = slots_of(config, "scan", align, HV * -(-V // BV), len(v) * (rows // C))
     hand = q.new_empty(slots, BV, NK * KB, dtype=state.dtype)
-    tile = lambda x, D: token_tile(x, C, D) if plan.tma else x
+    tile = lambda x, D: token_tile(x, C, D) if config.tma else x
     pairs = lambda x: tile(x.view(-1, rows, 1, C), C)
     x_P = pairs(Pp)
     x_o = tile(o, BV)
@@ -220,10 +241,10 @@ def walk_of(
     return lambda form: run(scan, (slots,), *arguments, **constants_of(form))
 
 
-def slots_of(plan: Plan, kernel: str, align: Alignment, per: int, chunks: int) -> tuple[int, Tensor]:
+def slots_of(config: LaunchConfig, kernel: str, align: Alignment, per: int, chunks: int) -> tuple[int, Tensor]:
     """Programs of a walk with `per` chains a sequence over `chunks` chunks in all, and the flags by which they pass chains on."""
     chains = align.N * per
-    slots = min(plan.launch[kernel]["NP"], chains)
+    slots = min(config.launch[kernel]["NP"], chains)
     # where each program has one chain, as long as all others, no flag is ever read
     cut = slots < chains or align.N * align.longest != chunks
     return slots, (torch.zeros if cut else torch.empty)(slots, dtype=torch.int32, device=align.cum.device)
@@ -266,32 +287,32 @@ def operands(dtype: torch.dtype, form: int) -> dict[str, object]:
 
 
 @cache
-def intra_constants(plan: Plan, dtype, H, HR, HV, K, gate, erase, lam, read, copy, save) -> dict[str, object]:
-    own = {**plan.launch["intra"], "BK": min(plan.launch["intra"]["BK"], padded(K))}
+def intra_constants(config: LaunchConfig, dtype, H, HR, HV, K, gate, erase, lam, read, copy, save) -> dict[str, object]:
+    own = {**config.launch["intra"], "BK": min(config.launch["intra"]["BK"], padded(K))}
     return dict(
-        H=H, HR=HR, HV=HV, K=K, C=plan.launch["shared"]["C"], ACC=TYPES[accumulator(dtype)], ST=TYPES[solve(dtype)],
+        H=H, HR=HR, HV=HV, K=K, C=config.launch["shared"]["C"], ACC=TYPES[accumulator(dtype)], ST=TYPES[solve(dtype)],
         COPY=int(copy), SAVE=int(save), GATE=gate, ERASE=erase, LAM=lam, READ=read, **inverse_constants(dtype), **own,
     )  # fmt: skip
 
 
 @cache
-def scan_constants(plan: Plan, dtype, H, HR, HV, K, V, erase, lam, read, init, save, form) -> dict[str, object]:
-    own = {name: x for name, x in plan.launch["scan"].items() if name != "NP"}
+def scan_constants(config: LaunchConfig, dtype, H, HR, HV, K, V, erase, lam, read, init, save, form) -> dict[str, object]:
+    own = {name: x for name, x in config.launch["scan"].items() if name != "NP"}
     KB = min(padded(K), 128)
     return dict(
-        H=H, HR=HR, HV=HV, K=K, V=V, C=plan.launch["shared"]["C"], KB=KB, NK=-(-K // KB), TMA=int(plan.tma),
+        H=H, HR=HR, HV=HV, K=K, V=V, C=config.launch["shared"]["C"], KB=KB, NK=-(-K // KB), TMA=int(config.tma),
         ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ERASE=erase, LAM=lam, READ=read, INIT=int(init), SAVE=int(save),
         **operands(dtype, form), **own,
     )  # fmt: skip
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Both kernels as Q-Delta launches them, the scan in each form, with a state to start from and the backward's tensors asked for."""
     own, st, acc = NAMES[dtype], NAMES[solve(dtype)], NAMES[accumulator(dtype)]
     cases = []
     for kernel, constants in (
-        (intra, intra_constants(plan, dtype, 2, 2, 2, K, 1, 1, 1, 0, solve(dtype) != dtype, 1)),
-        *((scan, scan_constants(plan, dtype, 2, 2, 2, K, V, 1, 1, 0, 1, 1, form)) for form in forms(dtype, True)),
+        (intra, intra_constants(config, dtype, 2, 2, 2, K, 1, 1, 1, 0, solve(dtype) != dtype, 1)),
+        *((scan, scan_constants(config, dtype, 2, 2, 2, K, V, 1, 1, 0, 1, 1, form)) for form in forms(dtype, True)),
     ):
         constants = dict(constants)
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
@@ -307,24 +328,24 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
             ("x_T", NAMES[inverse(dtype)], C),
             ("x_P", st, C),
         ):
-            types[name] = f"tensordesc<{element}[1, 1, {C}, {width}]>" if plan.tma else f"*{element}"
+            types[name] = f"tensordesc<{element}[1, 1, {C}, {width}]>" if config.tma else f"*{element}"
         cases.append(Case(kernel, {n: types[n] for n in kernel.arg_names if n not in constants}, constants, options))
     return cases
 
 
-def _alignment(q: Tensor, cu_seqlens: Tensor | None, plan: Plan) -> Alignment:
+def _alignment(q: Tensor, cu_seqlens: Tensor | None, config: LaunchConfig) -> Alignment:
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
-    return Alignment.of(cu_seqlens, *q.shape[:2], plan.launch["shared"]["C"], q.device)
+    return Alignment.of(cu_seqlens, *q.shape[:2], config.launch["shared"]["C"], q.device)
 
 
-def _parts(N: int, shape, K: int, cu_seqlens: Tensor | None, plan: Plan) -> int:
+def _parts(N: int, shape, K: int, cu_seqlens: Tensor | None, config: LaunchConfig) -> int:
     """Into how many segments sequences are cut; packed ones are taken as equally long: their lengths are not read back."""
     from needlework.ops.delta.segments import parts_of
 
     _, T, HV, V = shape
-    launch = plan.launch["scan"]
-    longest = -(-T // plan.launch["shared"]["C"]) // (1 if cu_seqlens is None else max(N, 1))
+    launch = config.launch["scan"]
+    longest = -(-T // config.launch["shared"]["C"]) // (1 if cu_seqlens is None else max(N, 1))
     return parts_of(N * HV * -(-V // launch["BV"]), longest, K, V, launch["NP"])
 
 
@@ -347,7 +368,7 @@ def _results(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
 @torch.library.register_fake(delta_scalar_fwd)
 def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     B, T, HV, V = v.shape
-    C = plan(ENGINE, q.device, q.dtype, q.shape[-1], V).launch["shared"]["C"]
+    C = launch_config(ENGINE, q.device, q.dtype, q.shape[-1], V).launch["shared"]["C"]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     wide, operand = accumulator(q.dtype), solve(q.dtype)
     nothing = lambda: v.new_empty(0, dtype=operand)
@@ -362,7 +383,7 @@ def _(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     copies = [
         nothing() if x is None or x.dtype == operand else x.new_empty(B, aligned, *x.shape[2:], dtype=operand) for x in wanted
     ]
-    parts = _parts(N, v.shape, k.shape[-1], cu_seqlens, plan(ENGINE, q.device, q.dtype, q.shape[-1], V))
+    parts = _parts(N, v.shape, k.shape[-1], cu_seqlens, launch_config(ENGINE, q.device, q.dtype, q.shape[-1], V))
     states = [v.new_empty(N * parts if parts > 1 else 0, HV, k.shape[-1], D, dtype=wide) for D in (V, k.shape[-1])]
     results = _results(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale)
     return *results, v.new_empty(B, aligned, HV, V, dtype=operand), *pairs, *numbers, mark, *copies, *states

@@ -14,7 +14,7 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import load_tile, token_tile
 from needlework.ops.delta.scalar.op import forms, inverse, scan_constants, solve
 from needlework.ops.delta.scalar.scan import factors, mark
-from needlework.ops.runtime.launch_configs import Case, Plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
@@ -121,7 +121,7 @@ def _store(p, b, i_nh, i_k, o_v, K: tl.constexpr, D: tl.constexpr, KB: tl.conste
 def transitions(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, Tp: Tensor, G: Tensor, E: Tensor,
     segments: Alignment, parts: int, wide: Tensor,
-    found: tuple[Tensor, Tensor] | None = None, *, plan: Plan, save: bool,
+    found: tuple[Tensor, Tensor] | None = None, *, config: LaunchConfig, save: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """N [N·parts HV K V] and M [N·parts HV K K] of aligned tokens; q and k are operands.
 
@@ -130,9 +130,9 @@ def transitions(
     """
     (_, T, HV, V), K, rows = v.shape, k.shape[3], G.shape[2]
     form = forms(v.dtype, lam is not None)[0] if found is None else 2
-    constants = transitions_constants(plan, v.dtype, k.shape[2], HV, K, V, beta is not None, lam is not None, save, form)
+    constants = transitions_constants(config, v.dtype, k.shape[2], HV, K, V, beta is not None, lam is not None, save, form)
     C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
-    tile = lambda x, D: token_tile(x, C, D) if plan.tma else x
+    tile = lambda x, D: token_tile(x, C, D) if config.tma else x
     N, M = found or (k.new_empty(segments.N, HV, K, columns, dtype=G.dtype) for columns in (V, K))
     x_k = tile(k, KB)
     x_T = x_k if beta is None else tile(Tp.view(-1, rows, 1, C), C)
@@ -144,25 +144,25 @@ def transitions(
     return N, M
 
 
-def transitions_constants(plan: Plan, dtype, H, HV, K, V, erase, lam, save, form) -> dict[str, object]:
+def transitions_constants(config: LaunchConfig, dtype, H, HV, K, V, erase, lam, save, form) -> dict[str, object]:
     """`scan`'s, as far as they concern it."""
-    constants = scan_constants(plan, dtype, H, H, HV, K, V, erase, lam, False, False, save, form)
+    constants = scan_constants(config, dtype, H, H, HV, K, V, erase, lam, False, False, save, form)
     used = (*transitions_kernel.arg_names, "num_warps", "num_stages", "maxnreg")
     return {name: x for name, x in constants.items() if name in used}
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """The kernel as Q-Delta launches it for training, in each of its forms."""
     own, st, acc = NAMES[dtype], NAMES[solve(dtype)], NAMES[accumulator(dtype)]
     cases = []
     for form in forms(dtype, True):
-        constants = transitions_constants(plan, dtype, 2, 2, K, V, 1, 1, 1, form)
+        constants = transitions_constants(config, dtype, 2, 2, K, V, 1, 1, 1, form)
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
         C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
         types = dict.fromkeys(("p_E", "p_N", "p_M"), f"*{acc}")
         types |= {"p_cum": "*i32", "p_wide": "*i32", "T": "i32", "NR": "i32", "P": "i32"}
         for name, kind, width in (("x_q", st, KB), ("x_k", st, KB), ("x_v", own, BV), ("x_T", NAMES[inverse(dtype)], C)):
-            types[name] = f"tensordesc<{kind}[1, 1, {C}, {width}]>" if plan.tma else f"*{kind}"
+            types[name] = f"tensordesc<{kind}[1, 1, {C}, {width}]>" if config.tma else f"*{kind}"
         signature = {name: types[name] for name in transitions_kernel.arg_names if name not in constants}
         cases.append(Case(transitions_kernel, signature, constants, options))
     return cases

@@ -16,7 +16,7 @@ from needlework.ops.common.kernels.tile import block
 from needlework.ops.lucid.solve.intra_bwd import key_gradient
 from needlework.ops.lucid.solve.operands import inverses, keys, peak, top
 from needlework.ops.lucid.solve.scan import before_panel, panel, solve
-from needlework.ops.runtime.launch_configs import Case, Plan, plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 
@@ -31,7 +31,7 @@ TURNS = 1 << 22
 class Task:
     """What a call solves, next to its tensors."""
 
-    plan: Plan
+    config: LaunchConfig
     align: Alignment
     packed: bool
     rowmax: bool
@@ -42,7 +42,7 @@ class Task:
     @classmethod
     def of(cls, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, rowmax: bool, window: int | None) -> "Task":
         """For sequences that have no pages."""
-        chosen = plan(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
+        chosen = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
         return cls(chosen, alignment(chosen, k, k.shape[1], cu_seqlens), cu_seqlens is not None, rowmax, window)
 
     def order(self, blocks: int, reverse: bool) -> Tensor:
@@ -54,9 +54,9 @@ class Task:
         return torch.where(c < cum[-1], place, blocks).argsort(stable=True).to(torch.int32)
 
 
-def alignment(plan: Plan, k: Tensor, T: int, cu_seqlens: Tensor | None) -> Alignment:
+def alignment(config: LaunchConfig, k: Tensor, T: int, cu_seqlens: Tensor | None) -> Alignment:
     """Of rows of T tokens where k lies."""
-    C = plan.launch["shared"]["C"]
+    C = config.launch["shared"]["C"]
     if cu_seqlens is None:  # rows of a batch are alike: no table is read
         return Alignment(None, len(k), T, cdiv(T, C), None)
     return Alignment.of(cu_seqlens, len(k), T, C, k.device)
@@ -73,10 +73,10 @@ class Saved(NamedTuple):
     more: Tensor  # "beta": V − U; "rowmax": which row of x μ is of; no numbers otherwise
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, beta: bool, rowmax: bool, save: bool, plan: Plan, N: int) -> "Saved":
+    def of(cls, k: Tensor, v: Tensor, beta: bool, rowmax: bool, save: bool, config: LaunchConfig, N: int) -> "Saved":
         """Places for N sequences of aligned k and v."""
         B, T, H, V = v.shape
-        C, K = plan.launch["shared"]["C"], k.shape[-1]
+        C, K = config.launch["shared"]["C"], k.shape[-1]
         NR, wide, operand = cdiv(T, C) * C, accumulator(k.dtype), _operand(k.dtype)
         new = lambda *shape, dtype=operand: k.new_empty(1, B * H, NR, *shape, dtype=dtype)
         x, Y = new(_whole(K, k.dtype), dtype=k.dtype if rowmax else operand), new(_whole(V, k.dtype))
@@ -97,12 +97,12 @@ def forward(k: Tensor, v: Tensor, beta: Tensor | None, task: Task, *, save: bool
     """y [B T H V] of aligned tokens."""
     T, H, V = v.shape[1:]
     N, W = task.align.N, task.window or 0
-    c = constants(task.plan, k.dtype, H, k.shape[-1], V, task.rowmax, beta is not None, bool(W), task.packed)
-    x, row, inverse, Y, counts, more = saved = Saved.of(k, v, beta is not None, task.rowmax, save, task.plan, N)
+    c = constants(task.config, k.dtype, H, k.shape[-1], V, task.rowmax, beta is not None, bool(W), task.packed)
+    x, row, inverse, Y, counts, more = saved = Saved.of(k, v, beta is not None, task.rowmax, save, task.config, N)
     NR, C = inverse.shape[2:]
     y = torch.empty_like(v)
     if y.numel():
-        programs, x_k = (inverse.shape[1] * (NR // C),), _tile(x, task.plan)
+        programs, x_k = (inverse.shape[1] * (NR // C),), _tile(x, task.config)
         run(keys, programs, k, x, row, T, NR, **c["keys"])
         if task.rowmax:
             where = _or(task.align.cum, more), _or(task.skip, more), row, more
@@ -117,20 +117,20 @@ def backward(dy: Tensor, v: Tensor, beta: Tensor | None, saved: Saved, K: int, t
     """dk, dv, dβ of aligned tokens; v has the pages' y in front, and so has dv their gradient."""
     x, row, inverse, Y, counts, more = saved
     B, T, H, V = dy.shape
-    c = constants(task.plan, dy.dtype, H, K, V, task.rowmax, beta is not None, bool(task.window), task.packed)
+    c = constants(task.config, dy.dtype, H, K, V, task.rowmax, beta is not None, bool(task.window), task.packed)
     NR, C = inverse.shape[2:]
     Z, zv = torch.empty_like(Y), torch.empty_like(row) if task.rowmax else None
     dv, dk = torch.empty_like(dy), dy.new_empty(B, T, H, K)
     dbeta = None if beta is None else torch.empty_like(beta, dtype=accumulator(dy.dtype))
     if dv.numel():
-        x_k = _tile(x, task.plan)
+        x_k = _tile(x, task.config)
         peak_y, rows_y, *_ = counts.unbind()
         peak_z, rows_z, *_ = new = torch.zeros_like(counts).unbind()
         launch_solve(x_k, row, inverse, beta, dy, Z, None, dv, v, zv, new, task, c, REV=True)
         R, best = (Y if beta is None else more), (more if task.rowmax else counts)
         run(
             key_gradient, (NR // C * B * H,),
-            x_k, _tile(Y, task.plan), _tile(Z, task.plan), x, Y, R, Z, row, row, best, _or(zv, row),
+            x_k, _tile(Y, task.config), _tile(Z, task.config), x, Y, R, Z, row, row, best, _or(zv, row),
             _or(beta, dy), v, dy, dk, _or(dbeta, dy), peak_y, peak_z, rows_y, rows_z, _or(task.align.cum, counts),
             T, NR, task.align.N, task.window or 0, **c["key_gradient"],
         )  # fmt: skip
@@ -163,21 +163,21 @@ def launch_solve(x_k, row, inverse, beta, rhs, Y, R, out, v, zv, counts, task: T
     while H % group:
         group -= 1
     run(
-        solve, (min(task.plan.launch["solve"]["NP"], tiles * H),),
+        solve, (min(task.config.launch["solve"]["NP"], tiles * H),),
         *matrix, rhs, *results, order, done, ticket, T, NR, N, W, task.given, tiles, group, TURNS, **of("solve"),
     )  # fmt: skip
 
 
 @cache
 def constants(
-    plan: Plan, dtype: torch.dtype, H: int, K: int, V: int, rowmax: bool, beta: bool, window: bool, packed: bool
+    config: LaunchConfig, dtype: torch.dtype, H: int, K: int, V: int, rowmax: bool, beta: bool, window: bool, packed: bool
 ) -> dict[str, dict[str, object]]:
     """Kernel -> its constants, num_warps and the like; of a solve also its `flags`."""
     half = dtype.itemsize == 2
-    own = {name: dict(row) for name, row in plan.launch.items() if name != "shared"}
+    own = {name: dict(row) for name, row in config.launch.items() if name != "shared"}
     root = math.sqrt(K)
     everything = dict(
-        H=H, K=K, V=V, C=plan.launch["shared"]["C"], KB=_whole(K, dtype), VB=_whole(V, dtype), TMA=int(plan.tma), HALF=int(half),
+        H=H, K=K, V=V, C=config.launch["shared"]["C"], KB=_whole(K, dtype), VB=_whole(V, dtype), TMA=int(config.tma), HALF=int(half),
         ROOT=root, SCALE=math.log2(math.e) * (1 / root if rowmax else root),
         ROWMAX=int(rowmax), BETA=int(beta), WINDOW=int(window), PACKED=int(packed),
         ACC=TYPES[accumulator(dtype)], ST=TYPES[_operand(dtype)],
@@ -205,7 +205,7 @@ def flags(kernel: str, **settings: bool) -> dict[str, int]:
     return {name: int(x) for name, x in settings.items() if name in KERNELS[kernel].arg_names}
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Every kernel of a forward and of a backward; with β in a window, and with μ in a window of packed sequences after pages."""
     own, st, acc = NAMES[dtype], NAMES[_operand(dtype)], NAMES[accumulator(dtype)]
     integers = ("p_top", "p_peak", "p_row_peak", "p_peak_y", "p_peak_z", "p_rows_y", "p_rows_z", "p_cum", "p_skip", "p_order")
@@ -214,7 +214,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     types |= dict.fromkeys(("p_x", "p_I", "p_y", "p_r", "p_z", "x_k", "x_y", "x_z"), st)
     cases = []
     for beta, rowmax in ((False, False), (True, False), (False, True)):
-        everything = constants(plan, dtype, 2, K, V, rowmax, beta, beta or rowmax, rowmax)
+        everything = constants(config, dtype, 2, K, V, rowmax, beta, beta or rowmax, rowmax)
         for name, row in everything.items():
             kernel = KERNELS[name]
             # what a variant does not touch, what it does not launch
@@ -233,7 +233,7 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
                 for arg in kernel.arg_names:
                     if arg not in c:
                         signature[arg] = f"*{of.get(arg, acc)}" if arg.startswith(("p_", "x_")) else "i32"
-                    if plan.tma and arg.startswith("x_"):
+                    if config.tma and arg.startswith("x_"):
                         width = c["VB"] if arg in ("x_y", "x_z") else c["KB"]
                         signature[arg] = f"tensordesc<{of[arg]}[1, 1, {c['C']}, {width}]>"
                 cases.append(Case(kernel, signature, c, options))
@@ -251,8 +251,8 @@ def _whole(size: int, dtype: torch.dtype) -> int:
     return max(next_power_of_2(size), 64 if dtype.itemsize == 2 else 16)
 
 
-def _tile(x: Tensor, plan: Plan):
-    return block(x, plan.launch["shared"]["C"], x.shape[-1]) if plan.tma else x
+def _tile(x: Tensor, config: LaunchConfig):
+    return block(x, config.launch["shared"]["C"], x.shape[-1]) if config.tma else x
 
 
 def _or(x: Tensor | None, stand_in: Tensor) -> Tensor:

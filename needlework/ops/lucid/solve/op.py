@@ -11,7 +11,7 @@ from torch import Tensor
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.lucid.solve.launches import ENGINE, Saved, Task, backward, forward
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.precompile import bare, kind, rehearse
+from needlework.ops.runtime.precompile import kind, meta, precompile
 
 
 def lucid(k: Tensor, v: Tensor, beta: Tensor | None, cu_seqlens: Tensor | None, rowmax: bool, window: int | None) -> Tensor:
@@ -54,13 +54,13 @@ def _task(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, rowmax: bool, window:
 
 
 def solved(tokens: list[Tensor | None], task: Task, save: bool) -> tuple[Tensor, Saved]:
-    """`forward` of aligned k, v and beta, rehearsed."""
-    key = ENGINE, task.plan.name, kind(*tokens), task.rowmax, bool(task.window), task.packed, task.given > 0, save
-    rehearse(tokens[0].device, key, lambda: _rehearsal(bare(*tokens), task, save))
+    """`forward` of aligned k, v and beta, its kernels precompiled."""
+    key = ENGINE, task.config.name, kind(*tokens), task.rowmax, bool(task.window), task.packed, task.given > 0, save
+    precompile(tokens[0].device, key, lambda: _launches(meta(*tokens), task, save))
     return forward(*tokens, task, save=save)
 
 
-def _rehearsal(tokens: list[Tensor | None], task: Task, save: bool) -> None:
+def _launches(tokens: list[Tensor | None], task: Task, save: bool) -> None:
     """What a call and its backward launch."""
     k, v, beta = tokens
     y, saved = forward(k, v, beta, task, save=save)
@@ -84,9 +84,9 @@ def lucid_triton_bwd(
 
 
 def check_blocks(saved: list[Tensor], task: Task) -> None:
-    C, now = Saved(*saved).inverse.shape[-1], task.plan.launch["shared"]["C"]
+    C, now = Saved(*saved).inverse.shape[-1], task.config.launch["shared"]["C"]
     if C != now:
-        raise RuntimeError(f"{ENGINE}: the forward ran with blocks of {C}, the plan for the backward has {now}")
+        raise RuntimeError(f"{ENGINE}: the forward ran with blocks of {C}, the config for the backward has {now}")
 
 
 @torch.library.register_fake(lucid_triton)
@@ -99,7 +99,7 @@ def _(k, v, beta, cu_seqlens, rowmax, window):
     task = Task.of(k, v, cu_seqlens, rowmax, window)
     T, N = task.align.T, task.align.N
     aligned = [x.new_empty(len(x), T, *x.shape[2:]) for x in (k, v)]
-    return torch.empty_like(v), *Saved.of(*aligned, beta is not None, rowmax, True, task.plan, N)
+    return torch.empty_like(v), *Saved.of(*aligned, beta is not None, rowmax, True, task.config, N)
 
 
 @torch.library.register_fake(lucid_triton_bwd)

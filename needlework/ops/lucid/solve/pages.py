@@ -16,7 +16,7 @@ from needlework.ops.lucid.solve.launches import ENGINE, Saved, Task, alignment, 
 from needlework.ops.lucid.solve.op import check_blocks, solved
 from needlework.ops.lucid.state import LucidState
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import plan
+from needlework.ops.runtime.launch_configs import launch_config
 
 
 class Joined(NamedTuple):
@@ -131,7 +131,7 @@ def lucid_pages_bwd(
 
 
 def _task(k, v, page_k, page_y, length, cu_seqlens, rowmax, window) -> tuple[Joined, Task]:
-    chosen = plan(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
+    chosen = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
     C = chosen.launch["shared"]["C"]
     joined = Joined.of(LucidState(page_k, page_y, length), k.shape[1], cu_seqlens, window, C)
     align = alignment(chosen, k, joined.T, joined.cu_seqlens)
@@ -160,7 +160,7 @@ def _(k, v, beta, page_k, page_y, length, cu_seqlens, rowmax, window, keep, save
     ]
     if not save:
         return results
-    chosen = plan(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
+    chosen = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
     C = chosen.launch["shared"]["C"]
     columns, N, T = -(-page_k.shape[1] // C) * C, len(length), k.shape[1]
     T = T + columns if cu_seqlens is None else ((T + N * columns) // C + N) * C

@@ -18,8 +18,8 @@ from needlework.ops.polar.attention.forward import attend
 from needlework.ops.polar.custom_op import polar_checked
 from needlework.ops.polar.state import PolarState, after_pages
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import Case, Plan, plan
-from needlework.ops.runtime.precompile import bare, kind, rehearse, run
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
+from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
 ENGINE = "polar/attention"
@@ -27,9 +27,9 @@ STEPS = 32767  # of an int16: the row's largest number
 
 
 class Walk(NamedTuple):
-    """What every launch is given: sizes, the plan, and the sequences as runs of whole chunks."""
+    """What every launch is given: sizes, the config, and the sequences as runs of whole chunks."""
 
-    plan: Plan
+    config: LaunchConfig
     dtype: torch.dtype
     B: int
     T: int
@@ -51,11 +51,11 @@ class Walk(NamedTuple):
     @property
     def rows(self) -> int:
         """Tokens of a batch row, up to whole chunks."""
-        C = self.plan.launch["shared"]["C"]
+        C = self.config.launch["shared"]["C"]
         return cdiv(self.T, C) * C
 
     def tile(self, x: Tensor, rows: int, columns: int):
-        return token_tile(x, rows, columns) if self.plan.tma else x
+        return token_tile(x, rows, columns) if self.config.tma else x
 
     def launch(self, kernel, grid: tuple[int, int], *arguments, **flags) -> None:
         """Of a kernel over tiles, whose last arguments are the spans, T, rows and the window."""
@@ -64,19 +64,19 @@ class Walk(NamedTuple):
         run(kernel, grid, *arguments, *ends, **self.constants(kernel, **flags))
 
     def constants(self, kernel, **flags) -> dict[str, object]:
-        return constants(self.plan, kernel, self.dtype, self.H, self.HK, self.K, self.V, self.spans, self.window, **flags)
+        return constants(self.config, kernel, self.dtype, self.H, self.HK, self.K, self.V, self.spans, self.window, **flags)
 
 
-def constants(plan: Plan, kernel, dtype, H, HK, K, V, packed, window, **flags) -> dict[str, object]:
+def constants(config: LaunchConfig, kernel, dtype, H, HK, K, V, packed, window, **flags) -> dict[str, object]:
     """All that a kernel is compiled for; what it does not take is left out."""
     half = dtype.itemsize == 2
     known = dict(
-        H=H, HK=HK, K=K, V=V, C=plan.launch["shared"]["C"], BK=padded(K), BV=padded(V), TMA=int(plan.tma),
+        H=H, HK=HK, K=K, V=V, C=config.launch["shared"]["C"], BK=padded(K), BV=padded(V), TMA=int(config.tma),
         ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[dtype],
         MT=tl.int16 if half else TYPES[dtype], STEPS=STEPS if half else 1, SCALE=K**-0.5,
         SCALED=int(dtype == torch.float16), PACKED=int(packed is not None), WINDOW=int(window is not None), **flags,
     )  # fmt: skip
-    own = plan.launch[kernel.__name__]
+    own = config.launch[kernel.__name__]
     return {name: x for name, x in known.items() if name in kernel.arg_names} | own
 
 
@@ -85,7 +85,7 @@ def forward(walk: Walk, tokens, parameters, save: bool) -> tuple[Tensor, Tensor,
     q, k, v = tokens
     B, T, H, V = walk.B, walk.T, walk.H, walk.V
     alpha, beta, gamma, null_base, v_null = parameters
-    own = walk.plan.launch["attend"]
+    own = walk.config.launch["attend"]
     direction = q.new_empty(B, T, H, V)
     magnitude = q.new_empty(B, T, H, dtype=walk.wide)
     mean = q.new_empty(B, T if save else 0, H, V, dtype=walk.mean)
@@ -105,7 +105,7 @@ def backward(walk: Walk, ddirection, dmagnitude, mean, stats, tokens, parameters
     """Gradients of q, k, v, alpha, beta, gamma, null_base, v_null."""
     q, k, v = tokens
     alpha, beta, gamma, null_base, v_null = parameters
-    B, H, HK, V, rows, launch = walk.B, walk.H, walk.HK, walk.V, walk.rows, walk.plan.launch
+    B, H, HK, V, rows, launch = walk.B, walk.H, walk.HK, walk.V, walk.rows, walk.config.launch
     gradients = [torch.empty_like(x) for x in (*tokens, *parameters)]
     if not ddirection.numel():
         return [x.zero_() for x in gradients]
@@ -146,7 +146,7 @@ def backward(walk: Walk, ddirection, dmagnitude, mean, stats, tokens, parameters
 def _walk(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None):
     """The walk over tokens as the alignment lays them, and that."""
     (B, T, H, K), (HK, V) = q.shape, v.shape[2:]
-    chosen = plan(ENGINE, q.device, q.dtype, K, V)
+    chosen = launch_config(ENGINE, q.device, q.dtype, K, V)
     C = chosen.launch["shared"]["C"]
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, B, T)
@@ -191,13 +191,13 @@ def polar_triton_fwd(
 def _call(tokens, parameters, cu_seqlens, held, window, *, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     walk, align = _walk(*tokens, cu_seqlens, held, window)
     tokens, parameters = [align.align(x) for x in tokens], [x.contiguous() for x in parameters]
-    key = ENGINE, walk.plan.name, kind(*tokens), cu_seqlens is not None, window is not None, save
-    rehearse(tokens[0].device, key, lambda: _rehearsal(walk, bare(*tokens), bare(*parameters), save))
+    key = ENGINE, walk.config.name, kind(*tokens), cu_seqlens is not None, window is not None, save
+    precompile(tokens[0].device, key, lambda: _launches(walk, meta(*tokens), meta(*parameters), save))
     direction, magnitude, mean, stats = forward(walk, tokens, parameters, save)
     return align.restore(direction).contiguous(), align.restore(magnitude).contiguous(), mean, stats
 
 
-def _rehearsal(walk: Walk, tokens: list[Tensor], parameters: list[Tensor], save: bool) -> None:
+def _launches(walk: Walk, tokens: list[Tensor], parameters: list[Tensor], save: bool) -> None:
     direction, magnitude, mean, stats = forward(walk, tokens, parameters, save)
     if save:
         backward(walk, direction, magnitude, mean, stats, tokens, parameters)
@@ -212,7 +212,7 @@ def _results(q, k, v, *_):
 @torch.library.register_fake(polar_triton_fwd)
 def _(q, k, v, alpha, beta, gamma, null_base, v_null, cu_seqlens, held, window):
     (B, T, H, K), V = q.shape, v.shape[3]
-    C = plan(ENGINE, q.device, q.dtype, K, V).launch["shared"]["C"]
+    C = launch_config(ENGINE, q.device, q.dtype, K, V).launch["shared"]["C"]
     aligned = T if cu_seqlens is None else (T // C + len(cu_seqlens) - 1) * C
     direction, magnitude = _results(q, k, v)
     mean = q.new_empty(B, aligned, H, V, dtype=torch.int16 if q.dtype.itemsize == 2 else q.dtype)
@@ -228,7 +228,7 @@ def polar_triton_bwd(
     """Gradients of polar_triton_fwd's eight floating inputs, in their order."""
     walk, align = _walk(q, k, v, cu_seqlens, held, window)
     if stats.shape[-1] != walk.rows:
-        raise RuntimeError(f"{ENGINE}: the forward walked {stats.shape[-1]} rows, the plan for the backward has {walk.rows}")
+        raise RuntimeError(f"{ENGINE}: the forward walked {stats.shape[-1]} rows, the config for the backward has {walk.rows}")
     ddirection, dmagnitude, *tokens = (align.align(x) for x in (ddirection, dmagnitude, q, k, v))
     parameters = [x.contiguous() for x in (alpha, beta, gamma, null_base, v_null)]
     *dtokens, dalpha, dbeta, dgamma, dbase, dv_null = backward(walk, ddirection, dmagnitude, mean, stats, tokens, parameters)
@@ -278,7 +278,7 @@ def polar(
     return found if place is None else tuple(x[0, place].unflatten(0, sizes) for x in found)
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Every kernel as a training step over grouped heads launches it, without a window and with one over packed sequences."""
     own = NAMES[dtype]
     number = "*fp64" if dtype == torch.float64 else "*fp32"
@@ -287,10 +287,12 @@ def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     cases = []
     for packed, window in ((None, None), (1, 1)):
         for kernel in (attend, prepare, queries, keys, totals):
-            known = constants(plan, kernel, dtype, 8, 2, K, V, packed, window, **({"SAVE": 1} if kernel is attend else {}))
+            known = constants(config, kernel, dtype, 8, 2, K, V, packed, window, **({"SAVE": 1} if kernel is attend else {}))
             options = {name: known.pop(name) for name in ("num_warps", "maxnreg") if name in known}
             BM, BN = known.get("BM"), known.get("BN")
-            x = lambda element, rows, columns: f"tensordesc<{element}[1, 1, {rows}, {columns}]>" if plan.tma else f"*{element}"
+            x = lambda element, rows, columns: (
+                f"tensordesc<{element}[1, 1, {rows}, {columns}]>" if config.tma else f"*{element}"
+            )
             types = {"p_spans": "*i32", "one": "fp32"}
             types |= dict.fromkeys(("T", "NR", "W", "tiles", "tiles_q"), "i32")
             types |= {"x_q": x(own, BM, BK), "x_dq": x(own, BM, BK), "x_k": x(own, BN, BK), "x_dk": x(own, BN, BK)}

@@ -13,7 +13,7 @@ from needlework.ops.polar.serving.decode import append, decode, merge
 from needlework.ops.polar.serving.prefill import prefill
 from needlework.ops.polar.state import PolarState
 from needlework.ops.runtime.custom_op import operator, step_operator
-from needlework.ops.runtime.launch_configs import Case, Plan, plan
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2, padded
 
@@ -32,7 +32,7 @@ def polar_decode(
     direction, magnitude = q.new_empty(B, H, V), q.new_empty(B, H, dtype=accumulator(q.dtype))
     if not direction.numel():
         return direction, magnitude
-    chosen = plan(ENGINE, q.device, q.dtype, K, V)
+    chosen = launch_config(ENGINE, q.device, q.dtype, K, V)
     known = constants(chosen, decode, q.dtype, H, HK, K, V, k.shape[1])
     capacity = block_table.shape[1] * k.shape[1]
     # enough programs for the machine, and no split that could never have a tile
@@ -104,7 +104,7 @@ def polar_prefill(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """direction [1 T Hq V], magnitude [1 T Hq] of q [1 T Hq K]; sequence n's are the newest of its length[n] tokens."""
     (_, T, H, K), (HK, V) = q.shape, v.shape[2:]
-    chosen = plan(ENGINE, q.device, q.dtype, K, V)
+    chosen = launch_config(ENGINE, q.device, q.dtype, K, V)
     known = constants(chosen, prefill, q.dtype, H, HK, K, V, k.shape[1])
     C, BK, BV = known["BM"], known["BK"], known["BV"]
     align = Alignment.of(cu_seqlens, 1, T, C, q.device)
@@ -132,25 +132,25 @@ def _(q, k, v, *_):
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
 
-def constants(plan: Plan, kernel, dtype: torch.dtype, H: int, HK: int, K: int, V: int, PG: int) -> dict[str, object]:
+def constants(config: LaunchConfig, kernel, dtype: torch.dtype, H: int, HK: int, K: int, V: int, PG: int) -> dict[str, object]:
     """All that a kernel is compiled for."""
     known = dict(
-        H=H, HK=HK, K=K, V=V, PG=PG, BG=padded(H // HK), BK=padded(K), BV=padded(V), TMA=int(plan.tma),
+        H=H, HK=HK, K=K, V=V, PG=PG, BG=padded(H // HK), BK=padded(K), BV=padded(V), TMA=int(config.tma),
         ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], SCALE=K**-0.5,
     )  # fmt: skip
-    return {name: x for name, x in known.items() if name in kernel.arg_names} | plan.launch[kernel.__name__]
+    return {name: x for name, x in known.items() if name in kernel.arg_names} | config.launch[kernel.__name__]
 
 
-def compile_cases(plan: Plan, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Decode, its merge and prefill, four query heads a group and pages of 16 tokens."""
     own, number = NAMES[dtype], "*fp64" if dtype == torch.float64 else "*fp32"
     cases = []
     for kernel in (decode, merge, prefill):
-        known = constants(plan, kernel, dtype, 8, 2, K, V, 16)
+        known = constants(config, kernel, dtype, 8, 2, K, V, 16)
         options = {name: known.pop(name) for name in ("num_warps", "maxnreg") if name in known}
         types = dict.fromkeys(("p_q", "p_k", "p_v", "p_o", "x_q", "x_o"), f"*{own}")
         types |= dict.fromkeys(("p_table", "p_length", "p_chunks"), "*i32") | dict.fromkeys(("T", "NB", "W", "splits"), "i32")
-        if plan.tma and kernel is prefill:
+        if config.tma and kernel is prefill:
             types |= {x: f"tensordesc<{own}[1, 1, {known['BM']}, {known[D]}]>" for x, D in (("x_q", "BK"), ("x_o", "BV"))}
         signature = {name: types.get(name, number) for name in kernel.arg_names if name not in known}
         cases.append(Case(kernel, signature, known, options))
