@@ -69,7 +69,7 @@ class _Carve(WriteRule):
                 self.w1.normal_(std=self.w1.shape[1] ** -0.5)
                 self.w2.zero_()
 
-    def numbers(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         """g is None: what decays depends on what was read. f and b are as their maps give them: the op widens them."""
         *others, f, b, w = side_by_side(x, *beside, self.f, self.b, self.w)
         heads = (self.width.heads, -1)

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig
-from needlework.layers.numbers import numbers
-from needlework.layers.write import Strength, WriteConfig, WriteRule
+from needlework.layers.write import Strength, WriteConfig, WriteRule, gates_of
 from needlework.ops.delta import chunk_delta
 
 
@@ -27,8 +26,8 @@ class _Delta(WriteRule):
         super().__init__(config, width)
         self.beta = Strength(width)
 
-    def numbers(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
-        return numbers(x, *beside, g=self.gate, beta=self.beta)
+    def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+        return gates_of(x, *beside, g=self.gate, beta=self.beta)
 
     def forward(self, q, k, v, *, g, beta, q_read, **carry) -> tuple[Tensor, Tensor]:
         return chunk_delta(q, k, v, g, beta, q_read=q_read, scale=self.width.scale, **carry)

@@ -29,8 +29,8 @@ class _Gdn2(WriteRule):
         self.erase = nn.Linear(width.dim, width.value_heads * width.key_dim, bias=width.bias)
         self.write = nn.Linear(width.dim, width.value_heads * width.value_dim, bias=width.bias)
 
-    def numbers(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
-        found, others = super().numbers(x, *beside)
+    def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+        found, others = super().gates(x, *beside)
         by_channel = lambda project: torch.sigmoid(wide(project(x))).unflatten(-1, (self.width.value_heads, -1))
         return found | {"erase": by_channel(self.erase), "write": by_channel(self.write)}, others
 

@@ -55,9 +55,9 @@ class _Memory(nn.Module):
         state = state or MemoryState(None, None)
         k, v = k.repeat_interleave(self.repeats, 2), v.repeat_interleave(self.repeats, 2)
         q, k = l2(q), l2(k)
-        numbers, logits = self.write.numbers(x, *self.read.maps)
-        q_read, read = self.read(*logits, q, k, g=numbers["g"], initial_state=state.read, **carry)
-        r, write = self.write(q, k, v, q_read=q_read, initial_state=state.write, **numbers, **carry)
+        gates, logits = self.write.gates(x, *self.read.maps)
+        q_read, read = self.read(*logits, q, k, g=gates["g"], initial_state=state.read, **carry)
+        r, write = self.write(q, k, v, q_read=q_read, initial_state=state.write, **gates, **carry)
         r = self.norm(r).flatten(-2).to(x.dtype) * torch.sigmoid(self.g_proj(x))
         return self.mem_proj(r), MemoryState(write, read)
 

@@ -1,4 +1,8 @@
-"""Norms without surprises: eps 1e-6, computed in float32, returned in the input's dtype."""
+"""Norms over the last axis: eps 1e-6, computed in float32 (float64 of float64), rounded to the input's dtype.
+
+`RMSNorm` rounds before it multiplies by the weight. torch.nn.RMSNorm gives the same bits in float32 and float64, but rounds after the
+weight in bfloat16, and under autocast returns bfloat16 where this one returns the weight's float32.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +33,10 @@ def published_rms(x: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """rms(x) ⊙ weight, weight [size] from 1."""
+    """y = x / √(mean x² + 1e-6) ⊙ weight, x and y [.. size]; weight [size] starts at 1.
+
+    y has the wider dtype of x and weight.
+    """
 
     def __init__(self, size: int):
         super().__init__()

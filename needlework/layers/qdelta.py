@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from needlework.fields import NonNegative
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig, ScalarGate
-from needlework.layers.numbers import numbers
-from needlework.layers.write import Strength, WriteConfig, WriteRule
+from needlework.layers.write import Strength, WriteConfig, WriteRule, gates_of
 from needlework.ops.qdelta import chunk_qdelta
 from needlework.ops.qdelta.arguments import Coupling
 from needlework.probe import probe
@@ -50,8 +49,8 @@ class _QDelta(WriteRule):
         self.beta = Strength(width, most=most)
         self.lam = Strength(width, offset=-0.9, most=most) if config.lam is None else None
 
-    def numbers(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
-        found, others = numbers(x, *beside, g=self.gate, beta=self.beta, lam=self.lam)
+    def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+        found, others = gates_of(x, *beside, g=self.gate, beta=self.beta, lam=self.lam)
         if found["lam"] is None:
             found["lam"] = torch.full_like(found["beta"], self.config.lam)
         return found, others

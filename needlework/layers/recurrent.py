@@ -85,11 +85,11 @@ class _Recurrent(nn.Module):
         q, k, v = q.unflatten(-1, self.q_shape), k.unflatten(-1, self.k_shape), v.unflatten(-1, self.v_shape)
         if self.config.write.unit_keys:
             q, k = l2(q), l2(k)
-        numbers, logits = self.write.numbers(x, *self.read.maps)
+        gates, logits = self.write.gates(x, *self.read.maps)
         unit = k if self.config.write.unit_keys else l2(k)
         carry = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
-        q_read, read = self.read(*logits, q, unit, g=numbers["g"], initial_state=state.read, **carry)
-        o, write = self.write(q, k, v, q_read=q_read, initial_state=state.write, **numbers, **carry)
+        q_read, read = self.read(*logits, q, unit, g=gates["g"], initial_state=state.read, **carry)
+        o, write = self.write(q, k, v, q_read=q_read, initial_state=state.write, **gates, **carry)
         o = self.norm(probe("recurrent.o", o)).flatten(-2)
         if self.g_proj is not None:
             o = o * F.silu(self.g_proj(x))

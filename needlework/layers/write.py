@@ -1,4 +1,4 @@
-"""What every write rule has: a decay gate or none, a fixed state [N HV K V], and a forward from (x, q, k, v) to (o, state)."""
+"""What every write rule has: gates of its input, a fixed state [N HV K V], and a forward from q, k, v and the gates to o and the state."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from needlework.layers.config import Config, Width
 from needlework.layers.gates import GateConfig
 from needlework.layers.norm import wide
-from needlework.layers.numbers import numbers
+from needlework.layers.projection import side_by_side
 from needlework.layers.state import fixed_size
 
 
@@ -23,11 +23,11 @@ class WriteConfig(Config):
 
 
 class WriteRule(nn.Module):
-    """Base of the rules: `forward(q, k, v, q_read=, **numbers, **carry) -> (o [B T HV V], state)`.
+    """Base of the rules: `forward(q, k, v, q_read=, **gates, **carry) -> (o [B T HV V], state)`.
 
     q, k, v are projected, convolved and (if the config says `unit_keys`) normalised; q_read is what reads the state, q unless a
-    read rule cleaned it; the numbers are the gates and strengths of the layer's input x [B T D]. `carry` is what every op takes
-    as it is: initial_state, output_final_state, cu_seqlens.
+    read rule cleaned it; the gates are those of the layer's input x [B T D], write strengths among them. `carry` is what every op
+    takes as it is: initial_state, output_final_state, cu_seqlens.
     """
 
     def __init__(self, config: Config, width: Width):
@@ -35,14 +35,30 @@ class WriteRule(nn.Module):
         self.config, self.width = config, width
         self.gate = None if config.gate is None else config.gate.build(width)
 
-    def numbers(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
-        """By `forward`'s names; g is the log decay [B T HV] or [B T HV K], None where nothing decays before its write. And what each of
-        `beside`, other maps of x, gives: they share a product."""
-        return numbers(x, *beside, g=self.gate)
+    def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+        """x [B T D] -> the gates by `forward`'s names, and what each of `beside`, other maps of x, gives (`gates_of`).
+
+        g is the log decay [B T HV] or [B T HV K], None where nothing decays before its write.
+        """
+        return gates_of(x, *beside, g=self.gate)
 
     def state_size(self, dtype: torch.dtype) -> int:
         """Bytes of one sequence's state."""
         return self.width.value_heads * self.width.key_dim * self.width.value_dim * fixed_size(dtype)
+
+
+def gates_of(x: Tensor, *beside: nn.Module, **parts: nn.Module | None) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    """part(x) of each, x [B T D], by name, None for None; and what each of `beside`, maps of x too, gives.
+
+    A part with a `project` is asked for `of(project(x))`: these maps are narrow, one column a head or a channel, so they and `beside`
+    are one product.
+    """
+    shared = {name: part for name, part in parts.items() if hasattr(part, "project")}
+    found = {name: None if part is None else part(x) for name, part in parts.items() if name not in shared}
+    made = side_by_side(x, *beside, *(part.project for part in shared.values()))
+    logits = made[len(beside) :]
+    found |= {name: part.of(logit) for (name, part), logit in zip(shared.items(), logits, strict=True)}
+    return found, made[: len(beside)]
 
 
 class Strength(nn.Module):

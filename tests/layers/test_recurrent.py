@@ -245,7 +245,7 @@ def test_ccq_starts_at_a_tenth():
 def test_retnets_gate_is_one_number_a_head():
     """spec/delta.md: g_h = log(1 − 2^{−5−h})."""
     write = Recurrent(heads=4, key_dim=K, value_dim=V, write=Linear(gate=FixedGate())).build(DIM).write
-    g = write.numbers(sample(3))[0]["g"]
+    g = write.gates(sample(3))[0]["g"]
     torch.testing.assert_close(g[0, 0].exp(), 1 - torch.tensor([1 / 32, 1 / 64, 1 / 128, 1 / 256], dtype=torch.float64))
 
 
