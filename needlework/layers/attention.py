@@ -20,13 +20,28 @@ from needlework.ops.common.packing import document_positions
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Config):
-    """y = W_o( o ⊙ σ(gate) ) (+ what the rule adds) (+ the memory's read), o from the attend rule.
+    """A mixer that attends: x [B T D] -> y [B T D]. Its state grows with the tokens seen, up to the attend rule's window.
 
-    heads Hq of head_dim d, kv_heads Hkv (None: Hq). qk_norm: RMS norm of q and k per head, without weight.
-    conv: Canon, ShortConv or None, on q, k and v after the norm. position: Rope, HalfRope or None.
-    output_gate: the q projection makes 2 d a head, query then gate. bias: in every projection.
+        y = W_o( o ⊙ σ(gate) ) (+ what the rule adds) (+ the memory's read),    o [B T Hq d] from the attend rule
+
+    heads: Hq query heads of head_dim = d channels.
+    kv_heads: Hkv heads of k and v; Hq is a multiple of it, None: Hq.
+    attend: the attend rule: Softmax, Lucid, Polar or Differential.
+    position: Rope, HalfRope or None: no positions.
+    qk_norm: RMS norm of q and k per head, without weight.
+    conv: Canon, ShortConv or None, on q, k and v after the norm.
+    output_gate: with the factor σ(gate), gate [B T Hq d] from the q projection, which makes 2 d a head.
+    bias: in every projection.
+    memory: a write rule beside attention, on the same q, k, v before positions (`Memory`).
     published_eps: qk_norm with the epsilon of the dtype of q and k, as ATMA's models were trained, not 1e-6.
-    memory: a write rule beside attention, on the same q, k, v before positions (`layers/memory.py`).
+    Raises ValueError for a field out of its range, and where the layer is built with heads that are no multiple of kv_heads or with
+    a head_dim that the position cannot turn.
+
+    >>> import torch
+    >>> from needlework.layers import Attention, Rope, Softmax
+    >>> mixer = Attention(heads=4, kv_heads=2, head_dim=16, attend=Softmax(window=32), position=Rope()).build(64)
+    >>> mixer(torch.randn(2, 100, 64))[0].shape
+    torch.Size([2, 100, 64])
     """
 
     kind = "attention"
@@ -43,6 +58,10 @@ class Attention(Config):
     published_eps: bool = False
 
     def build(self, dim: int, layer: int = 0) -> nn.Module:
+        """The module for x [B T dim]; layer: its index in the model, from 0.
+
+        `module(x, state=None, cu_seqlens=None, output_final_state=False)` returns y [B T dim] and the state, or None.
+        """
         return _Attention(self, dim, layer)
 
 

@@ -21,10 +21,24 @@ from needlework.probe import probe
 
 @dataclass(frozen=True, kw_only=True)
 class Carve(WriteConfig):
-    """S_t = Diag(e^g ⊙ (1 − b)) S_{t-1} + w k (v − S_{t-1}ᵀ k)ᵀ, b = σ(b_x + W₂ tanh(W₁ m)), m the last content chunk's mean output.
+    """CARVE: a delta rule whose erase gate b sees what the memory gave in the last content chunk.
 
-    rank: r of W₁ [r V] and W₂ [K r]; 0 for a gate that is blind to the memory, b = σ(b_x). content_chunk: L, a parameter of the model. write_rank: R rows written a token.
+        S_t = Diag(e^g ⊙ (1 − b)) S_{t-1} + w k (v − S_{t-1}ᵀ k)ᵀ,    b = σ(b_x + W₂ tanh(W₁ m)),    S [K V] a head, float32
+
+    m [V] is the mean output of the last whole content chunk. g and b_x are one a key channel, w one a head.
+
+    rank: r of W₁ [r V] and W₂ [K r]; 0 for a gate that is blind to the memory, b = σ(b_x).
+    content_chunk: L tokens, a parameter of the model: another L is another model.
+    prediction: the state that v is compared with: "previous" is S_{t-1}, "decayed" is Diag(e^g ⊙ (1 − b)) S_{t-1}.
+    write_rank: R rows written a token.
     half_life: the range, in tokens, over which the erase gate's and the decay's starts are spread in log over the channels.
+    Raises ValueError where the layer is built with value_heads other than heads.
+
+    >>> import torch
+    >>> from needlework.layers import Carve, Recurrent, Silu
+    >>> mixer = Recurrent(heads=4, key_dim=16, value_dim=16, conv=Silu(), output_gate=False, write=Carve()).build(64)
+    >>> mixer(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
     """
 
     kind = "carve"

@@ -151,6 +151,7 @@ def build(name: str, dim: int, *, heads: int, layer: int = 0, **fields: Any) -> 
     """The mixer of CATALOG called `name`, as a module: `y, state = mixer(x)` with x and y [B T dim].
 
     >>> import torch
+    >>> from needlework.layers import build
     >>> mixer, x = build("qdelta", dim=64, heads=4), torch.randn(1, 100, 64)
     >>> y, _ = mixer(x)  # [1 100 64]; a state is returned only if asked for
     >>> start, state = mixer(x[:, :40], output_final_state=True)

@@ -15,12 +15,17 @@ from needlework.probe import probe
 
 
 class ReadConfig(Config):
-    """Base of the read rules' configs."""
+    """Base of the read rules' configs: `build(width, write)` makes the module, q, k, g -> the query that reads and the rule's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(ReadConfig):
-    """The raw query reads."""
+    """The raw query reads: no parameters and no state.
+
+    >>> from needlework.layers import Delta, Plain, Recurrent
+    >>> Recurrent(heads=4, key_dim=16, value_dim=16, write=Delta()).read == Plain()
+    True
+    """
 
     kind = "plain"
 
@@ -40,9 +45,22 @@ class _Plain(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class CCQ(ReadConfig):
-    """q̃ = q − λ Σ q, Σ the running covariance of the unit keys, λ = σ(W_λ x + b_λ) from `start` at initialisation.
+    """CCQ: the query that reads is cleaned of the directions that many keys share. The write is untouched.
 
-    aligned: the covariance forgets as the state does (weights e^{ḡ}, ḡ the mean decay of a head).
+        q̃ = q − λ Σ q,    λ = σ(W_λ x + b_λ) a head,    o = scale · Sᵀ q̃
+
+    Σ [K K] is the covariance of the unit keys so far. The state holds it, the keys' mean and their count: K² + K + 1 a key head,
+    float32.
+
+    start: λ at initialisation, in (0, 1).
+    aligned: Σ forgets as the state does, with the weights e^{ḡ}, ḡ the mean decay of a head.
+    Raises ValueError where the layer is built on CARVE with aligned=True or with more than one row a token.
+
+    >>> import torch
+    >>> from needlework.layers import CCQ, QDelta, Recurrent
+    >>> mixer = Recurrent(heads=4, key_dim=16, value_dim=16, write=QDelta(), read=CCQ()).build(64)
+    >>> mixer(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
     """
 
     kind = "ccq"

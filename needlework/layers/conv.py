@@ -64,7 +64,17 @@ class ConvConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConv(ConvConfig):
-    """silu(conv(x)): the short convolution of DeltaNet-like layers."""
+    """The short convolution of DeltaNet-like layers, one filter a channel: x [B T C] -> y [B T C].
+
+        y_t = silu( Σ_{j < width} w_j ⊙ x_{t−j} )
+
+    width: taps, at least 2.
+
+    >>> from needlework.layers import Delta, Recurrent, ShortConv
+    >>> mixer = Recurrent(heads=4, key_dim=16, value_dim=16, write=Delta(), conv=ShortConv(width=3)).build(64)
+    >>> mixer.conv.weight.shape  # q, k and v have 64 channels each
+    torch.Size([192, 1, 3])
+    """
 
     kind = "short_conv"
     width: AtLeastTwo = 4
@@ -75,7 +85,17 @@ class ShortConv(ConvConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Canon(ConvConfig):
-    """x + conv(x): ATMA's canon."""
+    """ATMA's canon, one filter a channel: x [B T C] -> y [B T C].
+
+        y_t = x_t + Σ_{j < width} w_j ⊙ x_{t−j}
+
+    width: taps, at least 2.
+
+    >>> import torch
+    >>> from needlework.layers import Attention, Canon, Softmax
+    >>> Attention(heads=4, head_dim=16, attend=Softmax(), conv=Canon()).build(64)(torch.randn(1, 9, 64))[0].shape
+    torch.Size([1, 9, 64])
+    """
 
     kind = "canon"
     width: AtLeastTwo = 4
@@ -86,7 +106,13 @@ class Canon(ConvConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Silu(ConvConfig):
-    """silu(x): no convolution, and so no state."""
+    """silu(x), without a convolution and so without a state, as CARVE has it: x [B T C] -> y [B T C].
+
+    >>> from needlework.layers import Carve, Recurrent, Silu
+    >>> mixer = Recurrent(heads=4, key_dim=16, value_dim=16, write=Carve(), conv=Silu()).build(64)
+    >>> sum(p.numel() for p in mixer.conv.parameters())
+    0
+    """
 
     kind = "silu"
     width: ClassVar[int] = 1
@@ -118,11 +144,20 @@ def conv_state_size(conv: Config | None, channels: int, dtype: torch.dtype) -> i
 
 @dataclass(frozen=True, kw_only=True)
 class GatedConv(Config):
-    """LFM2's mixer: (B, C, x) = W_in h;  y = W_out( C ⊙ conv(B ⊙ x) ), width 3.
+    """LFM2's gated convolution, a mixer: h [B T D] -> y [B T D]. Its state is the last width − 1 inputs of the convolution.
 
-    channels: of B, C and x; None: as many as h has.
-    published_init: W_in starts at zero, as in ATMA's published models. Beside a W_out that starts at zero the layer is dead: its
-    gradient is exactly zero for ever, but for W_out's bias.
+        (B, C, x) = W_in h,    y = W_out( C ⊙ conv(B ⊙ x) )
+
+    width: taps of the convolution, at least 2.
+    channels: of B, C and x; None: D.
+    bias: in both projections.
+    published_init: W_in starts at zero, as in ATMA's published models. Beside a W_out that starts at zero the layer is dead: only
+        W_out's bias ever gets a gradient.
+
+    >>> import torch
+    >>> from needlework.layers import GatedConv
+    >>> GatedConv().build(64)(torch.randn(2, 100, 64))[0].shape
+    torch.Size([2, 100, 64])
     """
 
     kind = "gated_conv"
@@ -132,6 +167,10 @@ class GatedConv(Config):
     published_init: bool = False
 
     def build(self, dim: int, layer: int = 0) -> nn.Module:
+        """The module for h [B T dim]; layer makes no difference.
+
+        `module(h, state=None, cu_seqlens=None, output_final_state=False)` returns y [B T dim] and the state, or None.
+        """
         return _GatedConv(self, dim)
 
 

@@ -12,7 +12,18 @@ from needlework.ops.delta import chunk_delta
 
 @dataclass(frozen=True, kw_only=True)
 class Delta(WriteConfig):
-    """S_t = (I − β k kᵀ) Diag(e^g) S_{t-1} + β k vᵀ. No gate: DeltaNet; scalar: Gated DeltaNet; a channel's: KDA."""
+    """The delta rule: what the state holds under k is erased before v is written.
+
+        S_t = (I − β k kᵀ) Diag(e^g) S_{t-1} + β k vᵀ,    β = σ(W_β x) a head,    k of unit norm,    S [K V] a head, float32
+
+    gate: None is DeltaNet, ScalarGate Gated DeltaNet, ChannelGate KDA.
+
+    >>> import torch
+    >>> from needlework.layers import Delta, Recurrent, ScalarGate
+    >>> mixer = Recurrent(heads=4, key_dim=16, value_dim=16, write=Delta(gate=ScalarGate(half_life=64.0))).build(64)
+    >>> mixer(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
+    """
 
     kind = "delta"
     gate: GateConfig | None = None

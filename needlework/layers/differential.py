@@ -20,9 +20,20 @@ from needlework.layers.state import KVState
 
 @dataclass(frozen=True, kw_only=True)
 class Differential(AttendConfig):
-    """o = (softmax(q₁k₁ᵀ/√(d/2)) − λ softmax(q₂k₂ᵀ/√(d/2))) v, q = [q₁ q₂], k = [k₁ k₂].
+    """Diff Transformer: the difference of two softmaxes over the halves of each head.
 
-    start: λ_init, in [0, 1); None: the paper's, by the layer. Positions turn each half by itself.
+        o = (1 − λ_init) RMSNorm( (softmax(q₁k₁ᵀ/√(d/2)) − λ softmax(q₂k₂ᵀ/√(d/2))) v ),    q = [q₁ q₂],    k = [k₁ k₂]
+
+    Positions turn each half by itself.
+
+    window: W; only keys with 0 <= i − j < W are seen. None: every key so far.
+    start: λ_init, in [0, 1); None: the paper's 0.8 − 0.6 e^{−0.3 l} in layer l, counted from 0.
+    Raises ValueError where the layer is built with an odd head_dim.
+
+    >>> import torch
+    >>> from needlework.layers import Attention, Differential
+    >>> Attention(heads=4, head_dim=16, attend=Differential()).build(64)(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
     """
 
     kind = "differential"

@@ -27,12 +27,23 @@ def half_lives(low: float, high: float, *shape: int) -> Tensor:
 
 
 class GateConfig(Config):
-    """Base of the gates' configs."""
+    """Base of the gates' configs: `build(width)` makes the module, x [B T D] -> g [B T HV] or [B T HV K], float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalarGate(GateConfig):
-    """g = −e^{A_log} softplus(W_a x + dt_bias), one a head (Gated DeltaNet, Q-Delta)."""
+    """One decay a head (Gated DeltaNet, Q-Delta): x [B T D] -> g [B T HV].
+
+        g = −e^{A_log} softplus(W_a x + dt_bias)
+
+    half_life: where every head starts, in tokens; None: Gated DeltaNet's published start, a median of 11 tokens.
+
+    >>> import torch
+    >>> from needlework.layers import Delta, Recurrent, ScalarGate
+    >>> mixer = Recurrent(heads=4, key_dim=16, value_dim=16, write=Delta(gate=ScalarGate(half_life=64.0))).build(64)
+    >>> mixer(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
+    """
 
     kind = "scalar_gate"
     half_life: Positive | None = None
@@ -43,7 +54,19 @@ class ScalarGate(GateConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelGate(GateConfig):
-    """g = −e^{A_log} softplus(W₂ W₁ x + dt_bias), one a key channel through a bottleneck of `rank` (KDA); rank None: V."""
+    """One decay a key channel (KDA): x [B T D] -> g [B T HV K].
+
+        g = −e^{A_log} softplus(W₂ W₁ x + dt_bias),    A_log a head
+
+    rank: of the bottleneck W₁ [r D], W₂ [HV·K r]; None: V.
+    half_life: where every channel starts, in tokens; None: Gated DeltaNet's published start.
+
+    >>> import torch
+    >>> from needlework.layers import Delta, Recurrent, ChannelGate
+    >>> mixer = Recurrent(heads=4, key_dim=16, value_dim=16, write=Delta(gate=ChannelGate())).build(64)
+    >>> mixer(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
+    """
 
     kind = "channel_gate"
     rank: Count | None = None
@@ -86,7 +109,19 @@ class _SoftplusGate(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankGate(GateConfig):
-    """g = logsigmoid(W₂ W₁ x + b) / temperature, one a key channel (GLA: rank 16, temperature 16)."""
+    """One decay a key channel, as GLA has it: x [B T D] -> g [B T HV K].
+
+        g = logsigmoid(W₂ W₁ x + b) / temperature
+
+    rank: of the bottleneck W₁ [r D], W₂ [HV·K r].
+    temperature: what divides the log decay; 16 makes a half-life of 16 tokens at a logit of 0.
+
+    >>> import torch
+    >>> from needlework.layers import Delta, Recurrent, LowRankGate
+    >>> mixer = Recurrent(heads=4, key_dim=16, value_dim=16, write=Delta(gate=LowRankGate())).build(64)
+    >>> mixer(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
+    """
 
     kind = "low_rank_gate"
     rank: Count = 16
@@ -113,10 +148,20 @@ class _LowRankGate(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionGate(GateConfig):
-    """g = logsigmoid(W_γ x + offset), one a head (ATMA's memory: offset 3.9, a half-life of 35 tokens).
+    """One decay a head, as ATMA's memory has it: x [B T D] -> g [B T HV].
 
-    bound: the longest half-life a head may take, in tokens: g ← min(g, −ln 2/bound). One for all heads, or a tuple with one a head,
-    None where it is free. No parameter: a trained model takes another bound in its config.
+        g = min( logsigmoid(W_γ x + offset), −ln 2/bound )
+
+    offset: 3.9 makes a half-life of 35 tokens at a logit of 0.
+    bound: the longest half-life that a head may take, in tokens: one for all heads, or a tuple with one a head, None where it is free.
+        It is no parameter: a trained model takes another bound in its config.
+    Raises ValueError where the layer is built with a tuple of another length than its heads.
+
+    >>> import torch
+    >>> from needlework.layers import Delta, Recurrent, RetentionGate
+    >>> mixer = Recurrent(heads=4, key_dim=16, value_dim=16, write=Delta(gate=RetentionGate(bound=128.0))).build(64)
+    >>> mixer(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
     """
 
     kind = "retention_gate"
@@ -155,7 +200,16 @@ def _below(g: Tensor, limit: float | None) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedGate(GateConfig):
-    """g_h = log(1 − 2^{−5−h}), no input (RetNet)."""
+    """RetNet's decay, one a head h = 0, 1, …, without parameters: x [B T D] -> g [B T HV].
+
+        g_h = log(1 − 2^{−5−h})
+
+    >>> import torch
+    >>> from needlework.layers import Delta, Recurrent, FixedGate
+    >>> mixer = Recurrent(heads=4, key_dim=16, value_dim=16, write=Delta(gate=FixedGate())).build(64)
+    >>> mixer(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
+    """
 
     kind = "fixed_gate"
 

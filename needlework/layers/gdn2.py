@@ -14,7 +14,17 @@ from needlework.ops.delta import chunk_delta
 
 @dataclass(frozen=True, kw_only=True)
 class Gdn2(WriteConfig):
-    """S_t = (I − k (b ⊙ k)ᵀ) Diag(e^g) S_{t-1} + k (w ⊙ v)ᵀ, b = σ(W_b x) [K], w = σ(W_w x) [V]."""
+    """GDN-2: the delta rule with an erase strength a key channel and a write strength a value channel.
+
+        S_t = (I − k (b ⊙ k)ᵀ) Diag(e^g) S_{t-1} + k (w ⊙ v)ᵀ,    b = σ(W_b x) [K],    w = σ(W_w x) [V],    S [K V] a head, float32
+
+    gate: the decay g; ChannelGate by default.
+
+    >>> import torch
+    >>> from needlework.layers import Gdn2, Recurrent
+    >>> Recurrent(heads=4, key_dim=16, value_dim=16, write=Gdn2()).build(64)(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
+    """
 
     kind = "gdn2"
     gate: GateConfig = field(default_factory=ChannelGate)

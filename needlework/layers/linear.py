@@ -12,7 +12,18 @@ from needlework.ops.delta import chunk_delta
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(WriteConfig):
-    """o_t = scale · S_tᵀ q_t with S_t = Diag(e^{g_t}) S_{t-1} + k_t v_tᵀ; keys are not normalised."""
+    """The additive write of linear attention; keys are not normalised.
+
+        S_t = Diag(e^{g_t}) S_{t-1} + k_t v_tᵀ,    o_t = scale · S_tᵀ q_t,    S [K V] a head, float32
+
+    gate: None is linear attention, LowRankGate GLA, FixedGate RetNet, ScalarGate Mamba-2.
+
+    >>> import torch
+    >>> from needlework.layers import Linear, LowRankGate, Recurrent
+    >>> mixer = Recurrent(heads=4, key_dim=16, value_dim=32, conv=None, write=Linear(gate=LowRankGate())).build(64)
+    >>> mixer.state_size(1000, torch.bfloat16)  # bytes: 4 heads of [16 32] in float32, whatever the length
+    8192
+    """
 
     kind = "linear"
     unit_keys = False

@@ -18,10 +18,22 @@ from needlework.probe import probe
 
 @dataclass(frozen=True, kw_only=True)
 class Lucid(AttendConfig):
-    """O = softmax(Q Kᵀ/√d) Y, P Y = V, P_ij = e^{√d (k̂_i·k̂_j − 1)} for j <= i.
+    """LUCID: softmax attention on values that are solved against the overlap of their keys.
 
-    precondition: "key", "qk" (the scores use √d q̂, √d k̂ too), "rowmax" or "beta" (β = 2σ(W_β x), from 1).
-    window: solve and read share it; solve="global" solves against every key and reads in the window.
+        O = softmax(scale · Q Kᵀ) Y,    P Y = V,    P_ij = e^{√d (k̂_i·k̂_j − 1)} for j <= i, else 0
+
+    The state holds k and y, not v.
+
+    precondition: the form of P: "key" as above; "qk", where the scores use √d q̂ and √d k̂ too; "rowmax"; "beta" with
+        β = 2σ(W_β x), which starts at 1 (the card of `ops/lucid` has each).
+    window: W; solve and read see keys with 0 <= i − j < W. None: every key so far.
+    solve: "window", or "global": solves against every key and reads in the window.
+    scale: of the scores; None: d^-1/2.
+
+    >>> import torch
+    >>> from needlework.layers import Attention, Lucid
+    >>> Attention(heads=4, head_dim=16, attend=Lucid()).build(64)(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
     """
 
     kind = "lucid"

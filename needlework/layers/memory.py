@@ -17,10 +17,22 @@ from needlework.layers.write import WriteConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Config):
-    """W_mem( rms(r) ⊙ σ(W_g x) ), r the read (scale 1) of `write`'s state; W_mem starts at zero, so the branch is a no-op at first.
+    """ATMA's memory, a write rule beside attention: what it reads is added to the layer's output [B T D].
 
-    Key-value heads are repeated to Hq; q and k are L2-normalised; values are the raw ones, also beside LUCID.
+        y ← y + W_mem( rms(r) ⊙ σ(W_g x) ),    r_t = S_tᵀ q_t [B T Hq d]
+
+    W_mem starts at zero, so that the branch adds nothing at first. Key and value heads are repeated to Hq. q and k are L2-normalised.
+    Values are the raw ones, also beside LUCID.
+
+    write: the rule that keeps S; Delta with RetentionGate by default.
+    read: Plain or CCQ.
     published_eps: rms with the epsilon of r's own dtype.
+
+    >>> import torch
+    >>> from needlework.layers import Attention, Memory, Polar
+    >>> mixer = Attention(heads=4, head_dim=16, attend=Polar(), memory=Memory()).build(64)
+    >>> mixer(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
     """
 
     kind = "memory"

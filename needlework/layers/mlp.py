@@ -12,7 +12,18 @@ from needlework.layers.projection import OutProjection
 
 @dataclass(frozen=True, kw_only=True)
 class SwiGLU(Config):
-    """W_down( silu(W_gate x) ⊙ W_up x ), hidden width `hidden`."""
+    """x [.. D] -> y [.. D].
+
+        y = W_down( silu(W_gate x) ⊙ W_up x )
+
+    hidden: the width of W_gate x and W_up x.
+    bias: in every projection.
+
+    >>> import torch
+    >>> from needlework.layers import SwiGLU
+    >>> SwiGLU(hidden=128).build(64)(torch.randn(2, 100, 64)).shape
+    torch.Size([2, 100, 64])
+    """
 
     kind = "swiglu"
     hidden: Count
@@ -35,7 +46,18 @@ class _SwiGLU(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class SquaredReLU(Config):
-    """(a, b) = W_fc x;  W_proj( b ⊙ relu(a)² ), hidden width `hidden`."""
+    """ATMA's channel mixer: x [.. D] -> y [.. D].
+
+        (a, b) = W_fc x,    y = W_proj( b ⊙ relu(a)² )
+
+    hidden: the width of a and b.
+    bias: in both projections.
+
+    >>> import torch
+    >>> from needlework.layers import SquaredReLU
+    >>> SquaredReLU(hidden=128).build(64)(torch.randn(2, 100, 64)).shape
+    torch.Size([2, 100, 64])
+    """
 
     kind = "squared_relu"
     hidden: Count

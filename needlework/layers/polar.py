@@ -15,7 +15,20 @@ from needlework.probe import probe
 
 @dataclass(frozen=True, kw_only=True)
 class Polar(AttendConfig):
-    """c = s/‖s‖ of a softmax with a null sink and a length-aware temperature; W_μ mag, mag = tanh(softplus(β) ln(1 + m_eff))."""
+    """Polar attention: a direction, and beside it a bounded count of the keys that were attended to.
+
+        s = the read of a softmax with a null sink and a temperature that grows with the length,    o = s/‖s‖
+        y ← y + W_μ mag,    mag = tanh( softplus(β) ln(1 + m_eff) ) [B T Hq]
+
+    The card of `ops/polar` has s and m_eff, the effective number of keys.
+
+    window: W; only keys with 0 <= i − j < W are seen. None: every key so far.
+
+    >>> import torch
+    >>> from needlework.layers import Attention, Polar
+    >>> Attention(heads=4, head_dim=16, attend=Polar()).build(64)(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
+    """
 
     kind = "polar"
     window: Count | None = None

@@ -16,10 +16,21 @@ from needlework.probe import probe
 
 @dataclass(frozen=True, kw_only=True)
 class QDelta(WriteConfig):
-    """S_t = e^g (I − β k (k + λq)ᵀ) S_{t-1} + β k vᵀ, λ = σ(W_λ x − 0.9); `lam` fixes λ, as the paper's ablation does.
+    """Q-Delta: the delta rule whose write also erases what the query would read.
 
-    allow_neg_eigval doubles β and λ (and leaves the range in which a step contracts).
-    coupling="transposed" is what the authors' released kernels compute, for their checkpoints (`ops/qdelta`).
+        S_t = e^g (I − β k (k + λq)ᵀ) S_{t-1} + β k vᵀ,    β = σ(W_β x),    λ = σ(W_λ x − 0.9) a head,    S [K V] a head, float32
+
+    gate: the decay g; ScalarGate by default, None: no decay.
+    lam: fixes λ, as the paper's ablation does; 0 is Gated DeltaNet. None: λ is computed from x.
+    coupling: "transposed" is what the authors' released kernels compute, for their checkpoints (`ops/qdelta`).
+    allow_neg_eigval: β and λ are doubled, which leaves the range in which a step contracts.
+    Raises ValueError for a lam that is negative or above 1 (2 with allow_neg_eigval).
+
+    >>> import torch
+    >>> from needlework.layers import QDelta, Recurrent
+    >>> mixer = Recurrent(heads=4, key_dim=16, value_dim=16, write=QDelta()).build(64)
+    >>> mixer(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
     """
 
     kind = "qdelta"

@@ -19,10 +19,24 @@ from needlework.probe import probe
 
 @dataclass(frozen=True, kw_only=True)
 class Recurrent(Config):
-    """y = W_o( RMSNorm(o) ⊙ silu(W_g x) ), o the read of a state that `write` keeps, by `read`'s query.
+    """A mixer with a state of fixed size: x [B T D] -> y [B T D].
 
-    heads H of key_dim K; value_heads HV (None: H) of value_dim V. conv: ShortConv (convolution and SiLU), Silu, or None.
-    output_gate: with W_g, as Gated DeltaNet has it, or without, as CARVE.
+        q, k, v = conv(W x),    S_t by `write`,    o_t = scale · S_tᵀ (`read`'s query),    y = W_o( RMSNorm(o) ⊙ silu(W_g x) )
+
+    heads: H, the heads of q and k, of key_dim = K channels each.
+    value_heads: HV, the heads of v and of the state, of value_dim = V channels each; a multiple of H, None: H.
+    write: the write rule: Linear, Delta, Gdn2, QDelta or Carve.
+    read: the read rule: Plain or CCQ.
+    conv: of q, k and v: ShortConv, Canon, Silu (no convolution), or None.
+    output_gate: with the factor silu(W_g x), as Gated DeltaNet has it, or without, as CARVE.
+    Raises ValueError for a field out of its range, and where the layer is built with value_heads that heads do not divide.
+
+    >>> import torch
+    >>> from needlework.layers import QDelta, Recurrent
+    >>> mixer = Recurrent(heads=4, key_dim=16, value_dim=16, write=QDelta()).build(64)
+    >>> y, state = mixer(torch.randn(2, 100, 64), output_final_state=True)  # [2 100 64] and the state after token 99
+    >>> mixer(torch.randn(2, 1, 64), state)[0].shape  # the next token
+    torch.Size([2, 1, 64])
     """
 
     kind = "recurrent"
@@ -36,6 +50,10 @@ class Recurrent(Config):
     output_gate: bool = True
 
     def build(self, dim: int, layer: int = 0) -> nn.Module:
+        """The module for x [B T dim]; layer: its index in the model, from 0.
+
+        `module(x, state=None, cu_seqlens=None, output_final_state=False)` returns y [B T dim] and the state, or None.
+        """
         return _Recurrent(self, dim, layer)
 
 

@@ -63,8 +63,15 @@ class PositionConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Rope(PositionConfig):
-    """Frequencies base^{−2i/d}, i < d/2; d is even.
+    """Rotary positions of the usual frequencies: x [B T H d], positions [B T] -> [B T H d], d even.
 
+        (a_i, b_i) → (a_i cos θ − b_i sin θ, b_i cos θ + a_i sin θ),    θ = position · base^{−2i/d},    i < d/2
+
+    base: of the frequencies; 10,000 as in Llama.
+    Raises ValueError for an odd d.
+
+    >>> import torch
+    >>> from needlework.layers import Rope
     >>> x, positions = torch.ones(1, 2, 1, 4), torch.tensor([[0, 1]])
     >>> Rope()(x, positions)[0, :, 0]
     tensor([[ 1.0000,  1.0000,  1.0000,  1.0000],
@@ -83,9 +90,20 @@ class Rope(PositionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HalfRope(PositionConfig):
-    """ATMA's half-truncated rotary: d/4 frequencies (1/base)^{linspace(0, 1, d/4)}, the other d/4 zero; d is a multiple of 4.
+    """ATMA's half-truncated rotary: x [B T H d], positions [B T] -> [B T H d], d a multiple of 4.
 
-    Its code turns the other way than `Rope`: (a cos + b sin, b cos − a sin) of the halves a, b.
+        (a_i, b_i) → (a_i cos θ + b_i sin θ, b_i cos θ − a_i sin θ),    θ = position · frequency_i
+
+    d/4 of the frequencies are (1/base)^{linspace(0, 1, d/4)}, the other d/4 are zero. The angle has the other sign than in `Rope`.
+
+    base: of the frequencies.
+    Raises ValueError for a d that is no multiple of 4.
+
+    >>> import torch
+    >>> from needlework.layers import HalfRope
+    >>> HalfRope()(torch.ones(1, 2, 1, 4), torch.tensor([[0, 1]]))[0, :, 0]
+    tensor([[ 1.0000,  1.0000,  1.0000,  1.0000],
+            [ 1.3818,  1.0000, -0.3012,  1.0000]])
     """
 
     kind = "half_rope"

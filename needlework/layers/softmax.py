@@ -79,7 +79,7 @@ def _visible(i: Tensor, j: Tensor, window: int | None) -> Tensor:
 
 
 class AttendConfig(Config):
-    """Base of the attend rules' configs: each has a window, or None."""
+    """Base of the attend rules' configs: `build(width)` makes an AttendRule. Each has a window, or None."""
 
 
 class AttendRule(nn.Module):
@@ -103,7 +103,18 @@ class AttendRule(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax(AttendConfig):
-    """o_i = Σ_j softmax_j(scale · q_i·k_j) v_j; window W: only keys with 0 <= i − j < W."""
+    """Softmax attention, full or in a sliding window.
+
+        o_i = Σ_j softmax_j(scale · q_i·k_j) v_j
+
+    window: W; only keys with 0 <= i − j < W are seen, and the state holds W tokens. None: every key so far.
+    scale: of the scores; None: d^-1/2.
+
+    >>> import torch
+    >>> from needlework.layers import Attention, Softmax
+    >>> Attention(heads=4, head_dim=16, attend=Softmax(window=32)).build(64)(torch.randn(1, 100, 64))[0].shape
+    torch.Size([1, 100, 64])
+    """
 
     kind = "softmax"
     window: Count | None = None
