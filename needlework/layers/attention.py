@@ -1,13 +1,13 @@
 """The attention mixer: project, normalise, convolve or rotate, attend, gate, and beside it, if the config says so, a memory."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from needlework.fields import Count
-from needlework.layers.config import Config, Width
+from needlework.layers.config import MixerConfig, Width
 from needlework.layers.conv import ConvConfig, conv_state_size
 from needlework.layers.distract import Distractor
 from needlework.layers.memory import Memory
@@ -19,7 +19,7 @@ from needlework.ops.common.packing import document_positions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention(Config):
+class Attention(MixerConfig):
     """A mixer that attends: x [B T D] -> y [B T D]. Its state grows with the tokens seen, up to the attend rule's window.
 
         y = W_o( o ⊙ σ(gate) ) (+ what the rule adds) (+ the memory's read),    o [B T Hq d] from the attend rule
@@ -65,11 +65,18 @@ class Attention(Config):
         return _Attention(self, dim, layer)
 
 
+class Pages(Protocol):
+    """What an attend rule has seen: `length` [N] tokens."""
+
+    @property
+    def length(self) -> Tensor: ...
+
+
 class AttentionState(NamedTuple):
     """The convolution's last inputs (fixed), the attend rule's pages (growing), the memory's state (fixed)."""
 
     conv: Tensor | None
-    attend: tuple
+    attend: Pages | None
     memory: object
 
 
@@ -108,19 +115,19 @@ class _Attention(nn.Module):
         state = state or AttentionState(None, None, None)
         q, gate, k, v, conv = self._project(x, state.conv, cu_seqlens)
         carry = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
-        memory = None
+        remembered = memory = None
         if self.memory is not None:
             remembered, memory = self.memory(x, q, k, v, state.memory, **carry)
-        if self.config.position is not None:
+        if (position := self.config.position) is not None:
             at = self._positions(x, state, cu_seqlens)
-            q, k = self._turned(q, at), self._turned(k, at)
+            q, k = self._turned(position, q, at), self._turned(position, k, at)
         o, residual, attend = self.attend(x, q, k, v, initial_state=state.attend, **carry)
         if gate is not None:
             o = o * torch.sigmoid(gate)
         y = self.o_proj(o.to(x.dtype).flatten(-2))
         if residual is not None:
             y = y + residual
-        if self.memory is not None:
+        if remembered is not None:
             y = y + remembered
         return y, AttentionState(conv, attend, memory) if output_final_state else None
 
@@ -128,8 +135,8 @@ class _Attention(nn.Module):
         """`distractor`'s loss on this layer's input x [B T D]: a number. Projects again, so that `forward` stays as it is."""
         q, _, k, v, _ = self._project(x, None, cu_seqlens)
         at = self._positions(x, AttentionState(None, None, None), cu_seqlens)
-        if self.config.position is not None:
-            q, k = self._turned(q, at), self._turned(k, at)
+        if (position := self.config.position) is not None:
+            q, k = self._turned(position, q, at), self._turned(position, k, at)
         with torch.no_grad():
             noise = torch.randn_like(x)
             k_r, v_r = (p(noise).unflatten(-1, (-1, self.d)) for p in (self.k_proj, self.v_proj))
@@ -150,10 +157,10 @@ class _Attention(nn.Module):
             q, k, v = (z.unflatten(-1, (-1, self.d)) for z in qkv)
         return q, gate, k, v, state
 
-    def _turned(self, x: Tensor, at: Tensor) -> Tensor:
+    def _turned(self, position: PositionConfig, x: Tensor, at: Tensor) -> Tensor:
         """x [B T H d] at its positions: each of a head's vectors turns by itself, or its scores would not be relative."""
         vectors = x.unflatten(-1, (self.attend.vectors_a_head, -1)).flatten(2, 3)
-        return self.config.position(vectors, at).reshape(x.shape)
+        return position(vectors, at).reshape(x.shape)
 
     def _positions(self, x: Tensor, state: AttentionState, cu_seqlens: Tensor | None) -> Tensor:
         """[B T] or [1 T] position of each token in its own document."""

@@ -16,6 +16,7 @@ from needlework.layers.state import fixed_size
 from needlework.layers.write import WriteConfig, WriteRule
 from needlework.ops.carve import chunk_carve
 from needlework.ops.carve.arguments import Prediction
+from needlework.ops.carve.state import CarveState
 from needlework.probe import probe
 
 
@@ -48,7 +49,7 @@ class Carve(WriteConfig):
     write_rank: Count = 1
     half_life: tuple[Positive, Positive] = (32.0, 8192.0)
 
-    def build(self, width: Width) -> nn.Module:
+    def build(self, width: Width) -> WriteRule:
         if width.value_heads != width.heads:
             raise ValueError(
                 f"carve: value_heads is {width.value_heads}, expected heads = {width.heads}: CARVE has no grouped values"
@@ -56,7 +57,7 @@ class Carve(WriteConfig):
         return _Carve(self, width)
 
 
-class _Carve(WriteRule):
+class _Carve(WriteRule[Carve]):
     """f and b_x come through a bottleneck of rank V, as in KDA; W₁ and W₂ are shared by the heads; W₂ starts at zero."""
 
     def __init__(self, config: Carve, width: Width):
@@ -89,7 +90,7 @@ class _Carve(WriteRule):
         heads = (self.width.heads, -1)
         return {"g": None, "f": f.unflatten(-1, heads), "b": b.unflatten(-1, heads), "w": wide(w)}, others
 
-    def forward(self, q, k, v, *, g, f, b, w, q_read, **carry) -> tuple[Tensor, tuple]:
+    def forward(self, q, k, v, *, g, f, b, w, q_read, **carry) -> tuple[Tensor, CarveState | None]:
         w1, w2 = self.feedback()
         inputs = {
             "q": q_read, "k": k, "v": v, "f": f, "b": b, "w": w,

@@ -14,7 +14,7 @@ from needlework.fields import Count, fitted
 from needlework.layers.attention import Attention
 from needlework.layers.carve import Carve
 from needlework.layers.ccq import CCQ
-from needlework.layers.config import Config, nearest
+from needlework.layers.config import Config, MixerConfig, nearest
 from needlework.layers.conv import Canon
 from needlework.layers.delta import Delta
 from needlework.layers.differential import Differential
@@ -26,7 +26,8 @@ from needlework.layers.memory import Memory
 from needlework.layers.polar import Polar
 from needlework.layers.qdelta import QDelta
 from needlework.layers.recurrent import Recurrent
-from needlework.layers.softmax import Softmax
+from needlework.layers.softmax import AttendConfig, Softmax
+from needlework.layers.write import WriteConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,14 +55,14 @@ class Named:
     equation: str
     state: str
     cost: str
-    make: Callable[[Sizes], Config]
+    make: Callable[[Sizes], MixerConfig]
 
 
-def _recurrent(s: Sizes, write: Config, **settings) -> Recurrent:
+def _recurrent(s: Sizes, write: WriteConfig, **settings) -> Recurrent:
     return Recurrent(heads=s.heads, key_dim=s.key_dim, value_dim=s.value_dim, write=write, **settings)
 
 
-def _attention(s: Sizes, attend: Config, **settings) -> Attention:
+def _attention(s: Sizes, attend: AttendConfig, **settings) -> Attention:
     """No positions: canon's convolution on q, k and v tells neighbours apart."""
     return Attention(
         heads=s.attention_heads, kv_heads=s.kv_heads, head_dim=s.head_dim, attend=attend, qk_norm=True, conv=Canon(), **settings
@@ -75,8 +76,10 @@ def _scale(s: Sizes) -> float:
 
 def _carve(s: Sizes) -> Recurrent:
     # two gates decay: each starts at twice the half-life that the other mixers' single gate has
-    start = {} if s.half_life is None else {"half_life": (2 * s.half_life, 2 * s.half_life)}
-    return _recurrent(s, Carve(content_chunk=s.content_chunk, **start))
+    write = Carve(content_chunk=s.content_chunk)
+    if s.half_life is not None:
+        write = dataclasses.replace(write, half_life=(2 * s.half_life, 2 * s.half_life))
+    return _recurrent(s, write)
 
 
 def _retention(s: Sizes) -> RetentionGate:
@@ -185,7 +188,7 @@ def _fields(config: Config) -> set[str]:
     return {f.name for f in dataclasses.fields(config)}
 
 
-def _replace(name: str, config: Config, fields: dict[str, Any]) -> Config:
+def _replace(name: str, config: MixerConfig, fields: dict[str, Any]) -> MixerConfig:
     """The mixer's config with each of `fields` in the first of its components that has it."""
     left, known = dict(fields), sorted(_fields(config))
     config = dataclasses.replace(config, **{key: left.pop(key) for key in known if key in left})

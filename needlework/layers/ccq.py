@@ -10,12 +10,30 @@ from needlework.fields import Inside
 from needlework.layers.config import Config, Width
 from needlework.layers.norm import wide
 from needlework.layers.state import fixed_size
+from needlework.layers.write import WriteConfig
 from needlework.ops.ccq import chunk_ccq
+from needlework.ops.ccq.state import CcqOutput
 from needlework.probe import probe
 
 
 class ReadConfig(Config):
     """Base of the read rules' configs: `build(width, write)` makes the module, q, k, g -> the query that reads and the rule's state."""
+
+    def build(self, width: Width, write: WriteConfig) -> "ReadRule":
+        raise NotImplementedError
+
+
+class ReadRule(nn.Module):
+    """Base of the read rules: `forward(*logits, q, k, g=, **carry) -> (q̃ [B T HV K], state)`, logits what `maps` give."""
+
+    @property
+    def maps(self) -> tuple[nn.Module, ...]:
+        """Of the layer's input."""
+        return ()
+
+    def state_size(self, dtype: torch.dtype) -> int:
+        """Bytes of one sequence's state."""
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +47,13 @@ class Plain(ReadConfig):
 
     kind = "plain"
 
-    def build(self, width: Width, write: Config) -> nn.Module:
+    def build(self, width: Width, write: WriteConfig) -> ReadRule:
         return _Plain()
 
 
-class _Plain(nn.Module):
-    maps = ()
-
+class _Plain(ReadRule):
     def forward(self, q, k, *, g, **carry) -> tuple[Tensor, None]:
         return q, None
-
-    def state_size(self, dtype: torch.dtype) -> int:
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +80,7 @@ class CCQ(ReadConfig):
     start: Inside = 0.1
     aligned: bool = False
 
-    def build(self, width: Width, write: Config) -> nn.Module:
+    def build(self, width: Width, write: WriteConfig) -> ReadRule:
         if self.aligned and write.kind == "carve":
             raise ValueError(
                 "ccq: aligned=True needs the decay before the read, and CARVE's decay depends on its own outputs; use aligned=False"
@@ -77,7 +90,7 @@ class CCQ(ReadConfig):
         return _CCQ(self, width)
 
 
-class _CCQ(nn.Module):
+class _CCQ(ReadRule):
     def __init__(self, config: CCQ, width: Width):
         super().__init__()
         self.config, self.width = config, width
@@ -93,7 +106,7 @@ class _CCQ(nn.Module):
         """Of the layer's input: what they give comes first in `forward`."""
         return (self.project,)
 
-    def forward(self, logit, q, k, *, g, **carry) -> tuple[Tensor, tuple]:
+    def forward(self, logit, q, k, *, g, **carry) -> CcqOutput:
         """logit [B T HV], q and unit k [B T H K], g [B T HV], [B T HV K] or None -> q̃ [B T HV K] and the statistic."""
         eta = torch.sigmoid(wide(logit) + self.bias)
         if not self.config.aligned:

@@ -4,6 +4,8 @@ import dataclasses
 import difflib
 from typing import Any, ClassVar, NamedTuple
 
+from torch import nn
+
 from needlework.fields import fit
 
 
@@ -41,7 +43,15 @@ class Config:
         }
 
 
-def nearest(word: str, known: list[str]) -> str:
+class MixerConfig(Config):
+    """Base of the mixers' configs."""
+
+    def build(self, dim: int, layer: int = 0) -> nn.Module:
+        """The mixer of layer `layer`, from 0: `forward(x [B T dim], state, cu_seqlens, output_final_state) -> (y, state)`."""
+        raise NotImplementedError
+
+
+def nearest(word: object, known: list[str]) -> str:
     """ " (did you mean 'x'?)" or nothing."""
     close = difflib.get_close_matches(str(word), known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

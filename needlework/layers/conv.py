@@ -5,14 +5,14 @@ y_t = Σ_j w_j ⊙ x_{t-j},  j < width          the last width − 1 inputs are 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.fields import AtLeastTwo, Count
-from needlework.layers.config import Config
+from needlework.layers.config import Config, MixerConfig
 from needlework.layers.projection import OutProjection, ZeroProjection, product
 from needlework.layers.state import size
 from needlework.ops.common.conv import After, causal_conv
@@ -52,7 +52,7 @@ class CausalConv(nn.Module):
         return tuple(y for (y,), _ in made), torch.cat([past for _, past in made], -1)
 
     def of_maps(
-        self, x: Tensor, maps: Sequence[nn.Module], sizes: Sequence[int], state: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, maps: Sequence[nn.Linear], sizes: Sequence[int], state: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
         """The same of maps of x [B T D] to `sizes` channels, made by one product: the convolution's gradient is that product's."""
         return causal_conv(product(x, *maps), self.weight[:, 0], state, cu_seqlens, parts=sizes, after=self.after)
@@ -60,6 +60,14 @@ class CausalConv(nn.Module):
 
 class ConvConfig(Config):
     """Base of what may stand before a rule: `build(channels)`, with `width` taps."""
+
+    if TYPE_CHECKING:  # a field, and a frozen one is read-only
+
+        @property
+        def width(self) -> int: ...
+
+    def build(self, channels: int) -> "CausalConv | _Silu":
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +87,7 @@ class ShortConv(ConvConfig):
     kind = "short_conv"
     width: AtLeastTwo = 4
 
-    def build(self, channels: int) -> nn.Module:
+    def build(self, channels: int) -> CausalConv:
         return _ShortConv(channels, self.width)
 
 
@@ -100,7 +108,7 @@ class Canon(ConvConfig):
     kind = "canon"
     width: AtLeastTwo = 4
 
-    def build(self, channels: int) -> nn.Module:
+    def build(self, channels: int) -> CausalConv:
         return _Canon(channels, self.width)
 
 
@@ -115,9 +123,9 @@ class Silu(ConvConfig):
     """
 
     kind = "silu"
-    width: ClassVar[int] = 1
+    width = 1
 
-    def build(self, channels: int) -> nn.Module:
+    def build(self, channels: int) -> "_Silu":
         return _Silu()
 
 
@@ -130,20 +138,29 @@ class _Canon(CausalConv):
 
 
 class _Silu(nn.Module):
-    def forward(self, parts, state=None, cu_seqlens=None):
+    def forward(
+        self, parts: Sequence[Tensor], state: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], None]:
         return tuple(F.silu(x) for x in parts), None
 
-    def of_maps(self, x, maps, sizes, state=None, cu_seqlens=None):
+    def of_maps(
+        self,
+        x: Tensor,
+        maps: Sequence[nn.Linear],
+        sizes: Sequence[int],
+        state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[tuple[Tensor, ...], None]:
         return self([m(x) for m in maps])
 
 
-def conv_state_size(conv: Config | None, channels: int, dtype: torch.dtype) -> int:
+def conv_state_size(conv: "ConvConfig | GatedConv | None", channels: int, dtype: torch.dtype) -> int:
     """Bytes of one sequence's convolution state."""
     return 0 if conv is None else (conv.width - 1) * channels * size(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedConv(Config):
+class GatedConv(MixerConfig):
     """LFM2's gated convolution, a mixer: h [B T D] -> y [B T D]. Its state is the last width − 1 inputs of the convolution.
 
         (B, C, x) = W_in h,    y = W_out( C ⊙ conv(B ⊙ x) )

@@ -40,11 +40,11 @@ class Differential(AttendConfig):
     window: Count | None = None
     start: Share | None = None
 
-    def build(self, width: Width) -> nn.Module:
+    def build(self, width: Width) -> AttendRule:
         return _Differential(self, width)
 
 
-class _Differential(AttendRule):
+class _Differential(AttendRule[Differential]):
     vectors_a_head = 2
 
     def __init__(self, config: Differential, width: Width):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from needlework.layers.config import Config
 from needlework.layers.norm import wide
-from needlework.layers.polar import Polar
+from needlework.layers.polar import _Polar
 from needlework.layers.softmax import AttendRule, Softmax
 
 
@@ -31,14 +31,14 @@ class Distractor(Config):
     def __call__(self, attend: AttendRule, q: Tensor, k: Tensor, v: Tensor, k_r: Tensor, v_r: Tensor, at: Tensor) -> Tensor:
         """q [B T Hq d], k, v [B T Hkv d] as they enter `attend`, k_r, v_r [B R Hkv d], positions at [1 T] -> a number, float32."""
         k, v, k_r, v_r = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v, k_r, v_r))
-        if isinstance(attend.config, Polar):
+        if isinstance(attend, _Polar):
             return mass(attend, q, k_r, at)
         if isinstance(attend.config, Softmax):
             return shift(attend.config, q, k, v, k_r, v_r, at)
         raise ValueError(f"distractor: defined for polar and softmax attention, this layer has {attend.config.kind}")
 
 
-def mass(polar: AttendRule, q: Tensor, k_r: Tensor, at: Tensor) -> Tensor:
+def mass(polar: _Polar, q: Tensor, k_r: Tensor, at: Tensor) -> Tensor:
     """The attention that random keys get beside the null sink; heads of q and k_r alike."""
     alpha, gamma, null_base = (wide(p)[:, None] for p in (polar.alpha, polar.gamma, polar.null_base))
     n = (at + 1).to(alpha.dtype)  # [1 T]

@@ -29,6 +29,10 @@ def half_lives(low: float, high: float, *shape: int) -> Tensor:
 class GateConfig(Config):
     """Base of the gates' configs: `build(width)` makes the module, x [B T D] -> g [B T HV] or [B T HV K], float32."""
 
+    def build(self, width: Width) -> nn.Module:
+        """x [B T D] -> g [B T HV] or [B T HV K]."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScalarGate(GateConfig):
@@ -81,7 +85,7 @@ class ChannelGate(GateConfig):
 
 
 class _SoftplusGate(nn.Module):
-    def __init__(self, config: Config, project: nn.Module, *shape: int):
+    def __init__(self, config: ScalarGate | ChannelGate, project: nn.Module, *shape: int):
         super().__init__()
         self.config, self.shape = config, shape  # (HV,) or (HV, K)
         self.project = project

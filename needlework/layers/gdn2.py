@@ -9,7 +9,7 @@ from needlework.layers.config import Width
 from needlework.layers.gates import ChannelGate, GateConfig
 from needlework.layers.norm import wide
 from needlework.layers.write import WriteConfig, WriteRule
-from needlework.ops.delta import chunk_delta
+from needlework.ops.delta import DeltaOutput, chunk_delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,11 @@ class Gdn2(WriteConfig):
     kind = "gdn2"
     gate: GateConfig = field(default_factory=ChannelGate)
 
-    def build(self, width: Width) -> nn.Module:
+    def build(self, width: Width) -> WriteRule:
         return _Gdn2(self, width)
 
 
-class _Gdn2(WriteRule):
+class _Gdn2(WriteRule[Gdn2]):
     def __init__(self, config: Gdn2, width: Width):
         super().__init__(config, width)
         self.erase = nn.Linear(width.dim, width.value_heads * width.key_dim, bias=width.bias)
@@ -44,5 +44,5 @@ class _Gdn2(WriteRule):
         by_channel = lambda project: torch.sigmoid(wide(project(x))).unflatten(-1, (self.width.value_heads, -1))
         return found | {"erase": by_channel(self.erase), "write": by_channel(self.write)}, others
 
-    def forward(self, q, k, v, *, g, erase, write, q_read, **carry) -> tuple[Tensor, Tensor]:
+    def forward(self, q, k, v, *, g, erase, write, q_read, **carry) -> DeltaOutput:
         return chunk_delta(q, k, v, g, erase=erase, write=write, q_read=q_read, scale=self.width.scale, **carry)

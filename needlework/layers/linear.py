@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig
 from needlework.layers.write import WriteConfig, WriteRule
-from needlework.ops.delta import chunk_delta
+from needlework.ops.delta import DeltaOutput, chunk_delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +27,10 @@ class Linear(WriteConfig):
     unit_keys = False
     gate: GateConfig | None = None
 
-    def build(self, width: Width) -> nn.Module:
+    def build(self, width: Width) -> WriteRule:
         return _Linear(self, width)
 
 
-class _Linear(WriteRule):
-    def forward(self, q, k, v, *, g, q_read, **carry) -> tuple[Tensor, Tensor]:
+class _Linear(WriteRule[Linear]):
+    def forward(self, q, k, v, *, g, q_read, **carry) -> DeltaOutput:
         return chunk_delta(q, k, v, g, q_read=q_read, scale=self.width.scale, **carry)

@@ -42,11 +42,11 @@ class Lucid(AttendConfig):
     solve: Solve = "window"
     scale: Positive | None = None
 
-    def build(self, width: Width) -> nn.Module:
+    def build(self, width: Width) -> AttendRule:
         return _Lucid(self, width)
 
 
-class _Lucid(AttendRule):
+class _Lucid(AttendRule[Lucid]):
     def __init__(self, config: Lucid, width: Width):
         super().__init__(config, width)
         if config.precondition == "beta":

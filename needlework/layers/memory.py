@@ -40,7 +40,7 @@ class Memory(Config):
     read: ReadConfig = field(default_factory=Plain)
     published_eps: bool = False
 
-    def build(self, width: Width) -> nn.Module:
+    def build(self, width: Width) -> "_Memory":
         return _Memory(self, width)
 
 

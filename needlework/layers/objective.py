@@ -49,8 +49,9 @@ class Objective(Config):
     def terms(self, mixer: nn.Module, h: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Terms:
         """Of a block whose mixer read h [B T D] and whose output is x [B T D]."""
         regulariser = None if self.regulariser is None else self.regulariser(x)
-        distracted = self.distractor is not None and hasattr(mixer, "distraction")
-        return Terms(regulariser, mixer.distraction(h, self.distractor, cu_seqlens) if distracted else None)
+        distraction = getattr(mixer, "distraction", None)  # of a mixer that attends
+        distracted = None if self.distractor is None or distraction is None else distraction(h, self.distractor, cu_seqlens)
+        return Terms(regulariser, distracted)
 
     def means(self, blocks: Sequence[Terms]) -> dict[str, Tensor]:
         """{"regulariser": its mean over blocks, "distractor": over attention layers}, those that are asked for.
@@ -69,4 +70,5 @@ class Objective(Config):
     def auxiliary(self, means: dict[str, Tensor]) -> Tensor | None:
         """a L_reg + b L_dist; None where there is neither."""
         weights = {"regulariser": self.regulariser_weight, "distractor": self.distractor_weight}
-        return sum(weights[name] * value for name, value in means.items()) if means else None
+        terms = [weights[name] * value for name, value in means.items()]
+        return sum(terms[1:], start=terms[0]) if terms else None

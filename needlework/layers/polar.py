@@ -33,11 +33,11 @@ class Polar(AttendConfig):
     kind = "polar"
     window: Count | None = None
 
-    def build(self, width: Width) -> nn.Module:
+    def build(self, width: Width) -> AttendRule:
         return _Polar(self, width)
 
 
-class _Polar(AttendRule):
+class _Polar(AttendRule[Polar]):
     def __init__(self, config: Polar, width: Width):
         super().__init__(config, width)
         heads = width.value_heads  # Hq

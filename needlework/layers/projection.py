@@ -7,6 +7,7 @@ at every column and keeps one. SwiGLU, output gates and attention's q, k and v a
 """
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ def side_by_side(x: Tensor, *maps: nn.Module) -> list[Tensor]:
     """Each map of x [… D]: an nn.Linear, or an nn.Sequential that begins with one; those are one product. What else stands there is
     called."""
     first = [m[0] if isinstance(m, nn.Sequential) else m for m in maps]
-    if not _together(x, first):
+    if not _together(first, x):
         return [m(x) for m in maps]
     y, sizes = _product(x, first), [m.out_features for m in first]
     columns = y.split([*sizes, y.shape[-1] - sum(sizes)], -1)
@@ -28,24 +29,25 @@ def side_by_side(x: Tensor, *maps: nn.Module) -> list[Tensor]:
 
 def product(x: Tensor, *maps: nn.Linear) -> Tensor:
     """The maps of x [… D], one beside the other, [… Σ]."""
-    if not _together(x, maps):
+    if not _together(maps, x):
         return torch.cat([m(x) for m in maps], -1)
     y, columns = _product(x, maps), sum(m.out_features for m in maps)
     return y if y.shape[-1] == columns else y[..., :columns]
 
 
-def _together(x: Tensor, maps: Sequence[nn.Module]) -> bool:
+def _together(maps: Sequence[nn.Module], x: Tensor) -> TypeGuard[Sequence[nn.Linear]]:
     """Whether one product is worth its copy of the weights.
 
     Without gradients it is where x is more than the weights; with them whatever x is, so that ranks with fewer tokens round as one
     does.
     """
-    if len(maps) < 2 or not all(map(_plain, maps)):
+    linear = [m for m in maps if _plain(m)]
+    if len(maps) < 2 or len(linear) < len(maps):
         return False
-    return torch.is_grad_enabled() or x.numel() >= sum(m.weight.numel() for m in maps)
+    return torch.is_grad_enabled() or x.numel() >= sum(m.weight.numel() for m in linear)
 
 
-def _plain(m: nn.Module) -> bool:
+def _plain(m: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether m(x) is x Wᵀ + b and nothing else: no adapter, no quantised weight, nobody who looks on."""
     return (
         type(m) is nn.Linear and type(m.weight) in (Tensor, nn.Parameter) and not m._forward_hooks and not m._forward_pre_hooks

@@ -9,7 +9,7 @@ from needlework.fields import NonNegative
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig, ScalarGate
 from needlework.layers.write import Strength, WriteConfig, WriteRule, gates_of
-from needlework.ops.qdelta import chunk_qdelta
+from needlework.ops.qdelta import QDeltaOutput, chunk_qdelta
 from needlework.ops.qdelta.arguments import Coupling
 from needlework.probe import probe
 
@@ -49,11 +49,11 @@ class QDelta(WriteConfig):
         """Of β and λ."""
         return 2.0 if self.allow_neg_eigval else 1.0
 
-    def build(self, width: Width) -> nn.Module:
+    def build(self, width: Width) -> WriteRule:
         return _QDelta(self, width)
 
 
-class _QDelta(WriteRule):
+class _QDelta(WriteRule[QDelta]):
     def __init__(self, config: QDelta, width: Width):
         super().__init__(config, width)
         most = config.most
@@ -62,11 +62,11 @@ class _QDelta(WriteRule):
 
     def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         found, others = gates_of(x, *beside, g=self.gate, beta=self.beta, lam=self.lam)
-        if found["lam"] is None:
-            found["lam"] = torch.full_like(found["beta"], self.config.lam)
+        if self.config.lam is not None and (beta := found["beta"]) is not None:
+            found["lam"] = torch.full_like(beta, self.config.lam)
         return found, others
 
-    def forward(self, q, k, v, *, g, beta, lam, q_read, **carry) -> tuple[Tensor, Tensor]:
+    def forward(self, q, k, v, *, g, beta, lam, q_read, **carry) -> QDeltaOutput:
         for name, value in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "lam": lam}.items():
             probe(f"qdelta.{name}", value)
         return chunk_qdelta(

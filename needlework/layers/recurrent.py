@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from needlework.fields import Count
 from needlework.layers.ccq import Plain, ReadConfig
-from needlework.layers.config import Config, Width
+from needlework.layers.config import MixerConfig, Width
 from needlework.layers.conv import ConvConfig, ShortConv, conv_state_size
 from needlework.layers.norm import RMSNorm, l2
 from needlework.layers.projection import OutProjection
@@ -18,7 +18,7 @@ from needlework.probe import probe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recurrent(Config):
+class Recurrent(MixerConfig):
     """A mixer with a state of fixed size: x [B T D] -> y [B T D].
 
         q, k, v = conv(W x),    S_t by `write`,    o_t = scale · S_tᵀ (`read`'s query),    y = W_o( RMSNorm(o) ⊙ silu(W_g x) )

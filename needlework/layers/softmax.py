@@ -5,6 +5,7 @@ and so are tokens after pages everywhere.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,19 +44,22 @@ def softmax_attention(
     else:
         check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
         # a padded row's queries give arbitrary numbers, which nobody reads
-        padded = (pad(x, cu_seqlens) for x in (q, k, v))
-        o = unpad(_attend(*padded, window, ring, scale, initial_state), cu_seqlens)
+        q_, k_, v_ = (pad(x, cu_seqlens) for x in (q, k, v))
+        o = unpad(_attend(q_, k_, v_, window, ring, scale, initial_state), cu_seqlens)
     state = None
     if output_final_state:
         if cu_seqlens is not None:
             k, v = pad(k, cu_seqlens), pad(v, cu_seqlens)
         real = torch.full((len(k),), k.shape[1], device=k.device) if cu_seqlens is None else lengths(cu_seqlens)
         past = initial_state or KVState(k[:, :0], v[:, :0], torch.zeros_like(real))
-        state = KVState(*append((past.k, past.v), (k, v), past.length, real, ring), past.length + real)
+        k, v = append((past.k, past.v), (k, v), past.length, real, ring)
+        state = KVState(k, v, past.length + real)
     return o, state
 
 
-def _attend(q, k, v, window: int | None, ring: int | None, scale: float | None, past: KVState | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, ring: int | None, scale: float | None, past: KVState | None
+) -> Tensor:
     T, mask = q.shape[1], None
     at = torch.arange(T, device=q.device)
     if past is not None:
@@ -81,8 +85,19 @@ def _visible(i: Tensor, j: Tensor, window: int | None) -> Tensor:
 class AttendConfig(Config):
     """Base of the attend rules' configs: `build(width)` makes an AttendRule. Each has a window, or None."""
 
+    if TYPE_CHECKING:  # a field, and a frozen one is read-only
 
-class AttendRule(nn.Module):
+        @property
+        def window(self) -> int | None: ...
+
+    def build(self, width: Width) -> "AttendRule":
+        raise NotImplementedError
+
+
+Rule = TypeVar("Rule", bound=AttendConfig, covariant=True)
+
+
+class AttendRule(nn.Module, Generic[Rule]):
     """Base of the attend rules: `forward(x, q, k, v, **carry) -> (o [B T Hq V], residual [B T D] or None, state)`.
 
     The state has a field `length` [N], the tokens seen. `residual` is what a rule adds to the layer's output by itself.
@@ -91,7 +106,7 @@ class AttendRule(nn.Module):
 
     vectors_a_head = 1
 
-    def __init__(self, config: AttendConfig, width: Width):
+    def __init__(self, config: Rule, width: Width):
         super().__init__()
         self.config, self.width = config, width
 
@@ -120,11 +135,11 @@ class Softmax(AttendConfig):
     window: Count | None = None
     scale: Positive | None = None
 
-    def build(self, width: Width) -> nn.Module:
+    def build(self, width: Width) -> AttendRule:
         return _Softmax(self, width)
 
 
-class _Softmax(AttendRule):
+class _Softmax(AttendRule[Softmax]):
     def forward(self, x, q, k, v, **carry):
         o, state = softmax_attention(
             q, k, v, window=self.config.window, ring=self.config.window, scale=self.config.scale, **carry

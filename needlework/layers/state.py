@@ -1,7 +1,7 @@
 """States of layers: NamedTuples of tensors whose first axis is the sequence. Fixed ones keep their size, growing ones are pages."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +15,14 @@ class KVState(NamedTuple):
     length: Tensor
 
 
-def map_state(state: object, f: Callable[[Tensor], Tensor]) -> object:
+def map_state(state: object, f: Callable[[Tensor], object]) -> Any:
     """The state with f applied to each of its tensors."""
     if isinstance(state, Tensor):
         return f(state)
     if isinstance(state, tuple):
         parts = [map_state(part, f) for part in state]
-        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+        kind: Any = type(state)
+        return kind(*parts) if hasattr(state, "_fields") else tuple(parts)
     return state
 
 

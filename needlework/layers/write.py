@@ -1,7 +1,7 @@
 """What every write rule has: gates of its input, a fixed state [N HV K V], and a forward from q, k, v and the gates to o and the state."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,25 @@ class WriteConfig(Config):
     """Base of the write rules' configs. unit_keys: q and k come L2-normalised; write_rank: rows written a token."""
 
     unit_keys: ClassVar[bool] = True
-    write_rank: ClassVar[int] = 1
-    gate: ClassVar[GateConfig | None] = None
+    if TYPE_CHECKING:  # a field in some rules, and a frozen one is read-only
+
+        @property
+        def write_rank(self) -> int: ...
+
+        @property
+        def gate(self) -> GateConfig | None: ...
+
+    else:
+        write_rank, gate = 1, None
+
+    def build(self, width: Width) -> "WriteRule":
+        raise NotImplementedError
 
 
-class WriteRule(nn.Module):
+Rule = TypeVar("Rule", bound=WriteConfig, covariant=True)
+
+
+class WriteRule(nn.Module, Generic[Rule]):
     """Base of the rules: `forward(q, k, v, q_read=, **gates, **carry) -> (o [B T HV V], state)`.
 
     q, k, v are projected, convolved and (if the config says `unit_keys`) normalised; q_read is what reads the state, q unless a
@@ -30,7 +44,7 @@ class WriteRule(nn.Module):
     takes as it is: initial_state, output_final_state, cu_seqlens.
     """
 
-    def __init__(self, config: Config, width: Width):
+    def __init__(self, config: Rule, width: Width):
         super().__init__()
         self.config, self.width = config, width
         self.gate = None if config.gate is None else config.gate.build(width)
@@ -53,7 +67,7 @@ def gates_of(x: Tensor, *beside: nn.Module, **parts: nn.Module | None) -> tuple[
     A part with a `project` is asked for `of(project(x))`: these maps are narrow, one column a head or a channel, so they and `beside`
     are one product.
     """
-    shared = {name: part for name, part in parts.items() if hasattr(part, "project")}
+    shared: dict[str, Any] = {name: part for name, part in parts.items() if hasattr(part, "project")}
     found = {name: None if part is None else part(x) for name, part in parts.items() if name not in shared}
     made = side_by_side(x, *beside, *(part.project for part in shared.values()))
     logits = made[len(beside) :]

@@ -18,7 +18,9 @@ def positions(length: Tensor, rows: int, window: int | None) -> Tensor:
     return torch.where(held >= 0, held, -1)
 
 
-def append(pages: tuple[Tensor, ...], new: tuple[Tensor, ...], length: Tensor, n_new: Tensor, window: int | None):
+def append(
+    pages: tuple[Tensor, ...], new: tuple[Tensor, ...], length: Tensor, n_new: Tensor, window: int | None
+) -> tuple[Tensor, ...]:
     """Pages [N P ...] with `length [N]` tokens, then new rows [N T ...] of which row n's first n_new[n] are real.
 
     Returns the new pages, [N P' ...] with P' = the longest sequence, at most W.
