@@ -25,6 +25,12 @@ public_ops = [
     for name in vars(importlib.import_module(f"needlework.ops.{op}"))
     if name.startswith(FORMS)
 ] + ["needlework.ops.common.conv.causal_conv"]
+familiar = importlib.import_module("needlework.ops.familiar")
+public_ops += [
+    f"{familiar.__name__}.{name}"
+    for name, x in vars(familiar).items()
+    if getattr(x, "__module__", "") == familiar.__name__ and name.startswith(FORMS)
+]
 EXAMPLES = public_ops
 
 

@@ -40,6 +40,13 @@ def chunk_gla(
     """GLA: S_t = Diag(e^{g_t}) S_{t-1} + k_t v_tᵀ, o_t = scale · S_tᵀ q_t; `chunk_delta(q, k, v, g)` with g [B T HV K].
 
     The module's docstring has shapes and what differs.
+
+    >>> import torch
+    >>> from needlework.ops.familiar import chunk_gla
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 32)
+    >>> o, final_state = chunk_gla(q, k, v, -torch.rand(1, 100, 4, 32), output_final_state=True)
+    >>> o.shape, final_state.shape
+    (torch.Size([1, 100, 4, 32]), torch.Size([1, 4, 32, 32]))
     """
     check("g", g, "B T HV K")
     return _delta(q, k, v, g, None, scale, initial_state, output_final_state, state_v_first, cu_seqlens, impl=impl)
@@ -61,6 +68,13 @@ def chunk_retention(
     """RetNet: S_t = γ_h S_{t-1} + k_t v_tᵀ, o_t = scale · S_tᵀ q_t, γ_h = 1 − 2^{−5−h} in value head h = 0, 1, …
 
     `chunk_delta(q, k, v, g)` with g = log γ. The module's docstring has shapes and what differs.
+
+    >>> import torch
+    >>> from needlework.ops.familiar import chunk_retention
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 32)
+    >>> o, final_state = chunk_retention(q, k, v)
+    >>> o.shape, final_state
+    (torch.Size([1, 100, 4, 32]), None)
     """
     _refuse("chunk_retention", head_first=head_first)
     check("v", v, "B T HV V")
@@ -88,6 +102,13 @@ def chunk_delta_rule(
     """DeltaNet: S_t = (I − β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ, o_t = scale · S_tᵀ q_t; `chunk_delta(q, k, v, None, beta)`.
 
     beta [B T HV]. use_qk_l2norm_in_kernel: `l2norm=True`, of the same epsilon, 1e-6. The module's docstring has the rest.
+
+    >>> import torch
+    >>> from needlework.ops.familiar import chunk_delta_rule
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 32)
+    >>> o, _ = chunk_delta_rule(q, k, v, torch.rand(1, 100, 4), use_qk_l2norm_in_kernel=True)
+    >>> o.shape
+    torch.Size([1, 100, 4, 32])
     """
     _refuse("chunk_delta_rule", head_first=head_first)
     settings = {"l2norm": use_qk_l2norm_in_kernel, "chunk_size": chunk_size, "impl": impl}
@@ -125,6 +146,14 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: `l2norm=True`, of the same epsilon, 1e-6. use_gate_in_kernel: g becomes
     −e^{A_log} softplus(g + dt_bias), A_log and dt_bias [HV]. use_beta_sigmoid_in_kernel: β becomes σ(β), or 2σ(β) with
     allow_neg_eigval. transpose_state_layout: the older name of state_v_first. The module's docstring has the rest.
+
+    >>> import torch
+    >>> from needlework.ops.familiar import chunk_gated_delta_rule
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 32)
+    >>> g, beta = -torch.rand(1, 100, 4), torch.rand(1, 100, 4)
+    >>> o, _ = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+    >>> o.shape
+    torch.Size([1, 100, 4, 32])
     """
     _refuse("chunk_gated_delta_rule", cp_context=cp_context, head_first=head_first)
     check("g", g, "B T HV")
@@ -172,6 +201,14 @@ def chunk_kda(
     use_gate_in_kernel: g becomes −e^{A_log} softplus(g + dt_bias), A_log [HV] and dt_bias [HV·K]; with lower_bound it becomes
     lower_bound · σ(e^{A_log} (g + dt_bias)), A_log optional. lower_bound without use_gate_in_kernel does nothing, in theirs as here.
     What else there is: `chunk_gated_delta_rule` and the module's docstring.
+
+    >>> import torch
+    >>> from needlework.ops.familiar import chunk_kda
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 32)
+    >>> g, beta = -torch.rand(1, 100, 4, 32), torch.rand(1, 100, 4)
+    >>> o, _ = chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+    >>> o.shape
+    torch.Size([1, 100, 4, 32])
     """
     refused = {"cp_context": cp_context, "return_intermediate_states": return_intermediate_states, "head_first": head_first}
     _refuse("chunk_kda", **refused)
