@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from needlework import layers
 from needlework.ops.specs import OPS
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +32,8 @@ public_ops += [
     for name, x in vars(familiar).items()
     if getattr(x, "__module__", "") == familiar.__name__ and name.startswith(FORMS)
 ]
-EXAMPLES = public_ops
+configs = [f"needlework.layers.{kind.__name__}" for kind in layers.KINDS if kind not in layers.OBJECTIVES]
+EXAMPLES = [*public_ops, *configs, "needlework.layers.build"]
 
 
 def named(name: str):
