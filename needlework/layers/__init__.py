@@ -56,5 +56,12 @@ KINDS = (*MIXERS, *WRITES, *GATES, *READS, *ATTENDS, Memory, *POSITIONS, *CONVS,
 
 
 def from_dict(data: dict) -> Config:
-    """The component config that `Config.to_dict` wrote."""
+    """The component config that `Config.to_dict` wrote.
+
+    Raises ValueError for an unknown kind or field, with the nearest known name, and for a missing field.
+
+    >>> from needlework.layers import from_dict
+    >>> from_dict({"kind": "qdelta", "lam": 0.5}).lam
+    0.5
+    """
     return _from_dict(data, KINDS)

@@ -26,7 +26,14 @@ class Width(NamedTuple):
 class Config:
     """A component that its config builds. Fields hold numbers, strings, None, tuples of those, or other Configs.
 
-    Each field is checked against its type (`fields.py`): ValueError naming the kind, the field, the value and the range.
+    Raises ValueError for a field that does not have its type and range (`needlework/fields.py`), naming the kind, the field, the
+    value and the range.
+
+    >>> from needlework.layers import Softmax, from_dict
+    >>> Softmax(window=64).to_dict()
+    {'kind': 'softmax', 'window': 64, 'scale': None}
+    >>> from_dict(Softmax(window=64).to_dict()) == Softmax(window=64)
+    True
     """
 
     kind: ClassVar[str]

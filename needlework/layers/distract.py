@@ -18,11 +18,21 @@ from needlework.layers.softmax import AttendRule, Softmax
 
 @dataclass(frozen=True, kw_only=True)
 class Distractor(Config):
-    """Polar: mean over queries and heads of Σ_r softmax([temp_i q_i·k_r/√d, temp_i null_i])_r, the share that is not the null's.
-    Softmax: mean (y' − y)², y the layer's attention, y' that over the R random keys, all visible, and every key before it.
+    """ATMA's distractor loss of one attention layer: what R = T random keys k_r draw from its queries.
 
-    n_i, in temp and null, is the position in the document + 1, and y' sees all T keys, even where the layer has a window.
+        Polar:    mean over queries and heads of Σ_r softmax([temp_i q_i·k_r/√d, temp_i null_i])_r
+        Softmax:  mean (y' − y)², y the layer's attention, y' that over the random keys and every key before it
+
+    n_i, in temp and null, is the position in the document + 1. y' sees all T keys, even where the layer has a window.
+
     raw_keys: k_r = W_k X without the norm, as published for `nope`.
+    Raises ValueError for a layer with another attend rule.
+
+    >>> import torch
+    >>> from needlework.layers import Attention, Distractor, Polar
+    >>> mixer = Attention(heads=4, head_dim=16, attend=Polar(), qk_norm=True).build(64)
+    >>> mixer.distraction(torch.randn(1, 100, 64), Distractor()).shape
+    torch.Size([])
     """
 
     kind = "distractor"

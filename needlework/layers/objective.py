@@ -28,10 +28,18 @@ class Terms(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(Config):
-    """a = regulariser_weight in [0, 1) with a regulariser, else 0; b = distractor_weight >= 0 with a distractor, else 0.
+    """What training minimises.
 
-    summed_over: as published, L_LM is the *sum* over a micro-batch of so many tokens (4 × 2,048), which leaves the other terms
-    1/8,192 of their weight; None: the mean.
+        L = (1 − a) L_LM + a · mean over blocks of L_reg + b · mean over attention layers of L_dist,    L_LM a mean over tokens
+
+    regulariser: Weak, Strong, Discrete, Zipfian or None. regulariser_weight: a, in [0, 1); 0 without a regulariser.
+    distractor: Distractor or None. distractor_weight: b, at least 0; 0 without a distractor.
+    summed_over: as published, L_LM is the sum over a micro-batch of so many tokens (4 × 2,048), which leaves the other terms
+        1/8,192 of their weight. None: the mean.
+
+    >>> from needlework.layers import Objective, Weak
+    >>> Objective(regulariser=Weak(), regulariser_weight=0.25).share  # what multiplies the cross entropy
+    0.75
     """
 
     kind = "objective"

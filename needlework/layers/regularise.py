@@ -50,7 +50,18 @@ class Regulariser(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Weak(Regulariser):
-    """‖yᵀy/(N−1) − I‖: white covariance. On white x it is ‖SSᵀ − I‖, about 64/√D, never 0."""
+    """White covariance: x [.. D], N tokens -> one float32.
+
+        ‖yᵀy/(N−1) − I‖,    y [N 64] = x Sᵀ minus its mean over tokens,    S [64 D] ~ N(0, 1/D)
+
+    On white x it is ‖SSᵀ − I‖, about 64/√D, never 0.
+    Raises ValueError for fewer than two tokens.
+
+    >>> import torch
+    >>> from needlework.layers import Weak
+    >>> bool(Weak()(torch.randn(2, 100, 64)) >= 0)
+    True
+    """
 
     kind = "weak"
 
@@ -60,7 +71,15 @@ class Weak(Regulariser):
 
 @dataclass(frozen=True, kw_only=True)
 class Discrete(Regulariser):
-    """Weak of √D x/‖x‖: directions alone."""
+    """`Weak` of √D x/‖x‖, the directions alone: x [.. D] -> one float32.
+
+    Raises ValueError for fewer than two tokens.
+
+    >>> import torch
+    >>> from needlework.layers import Discrete
+    >>> bool(Discrete()(torch.randn(2, 100, 64)) >= 0)
+    True
+    """
 
     kind = "discrete"
 
@@ -70,7 +89,18 @@ class Discrete(Regulariser):
 
 @dataclass(frozen=True, kw_only=True)
 class Zipfian(Regulariser):
-    """‖offdiag(uᵀu/(N−1))‖ + ‖ρ/Σρ − (1/rank)/Σ(1/rank)‖, u_t = y_t/‖y_t‖, ρ the norms ‖y_t‖ in falling order: the r-th is 1/r."""
+    """White directions, and norms that fall as Zipf's law has it: x [.. D] -> one float32.
+
+        ‖offdiag(uᵀu/(N−1))‖ + ‖ρ/Σρ − (1/rank)/Σ(1/rank)‖,    u_t = y_t/‖y_t‖,    ρ the norms ‖y_t‖ in falling order
+
+    y [N 64] is x on random directions, as in `Weak`.
+    Raises ValueError for fewer than two tokens.
+
+    >>> import torch
+    >>> from needlework.layers import Zipfian
+    >>> bool(Zipfian()(torch.randn(2, 100, 64)) >= 0)
+    True
+    """
 
     kind = "zipfian"
 
@@ -85,9 +115,19 @@ class Zipfian(Regulariser):
 
 @dataclass(frozen=True, kw_only=True)
 class Strong(Regulariser):
-    """∫ e^{−t²/2} [(mean cos ta − e^{−t²/2})² + (mean sin ta)²] dt, mean over A's columns: each projection is normal.
+    """Each projection is normal: x [.. D] -> one float32.
 
-    The trapezoid on linspace(−5, 5, 17). summed: times N, as published (beside a cross entropy that is a sum too).
+        ∫ e^{−t²/2} [(mean cos ta − e^{−t²/2})² + (mean sin ta)²] dt, the mean over A's columns,    a = x A,    A [D 64] of unit columns
+
+    The integral is the trapezoid rule on linspace(−5, 5, 17).
+
+    summed: times N, as published, beside a cross entropy that is a sum too.
+    Raises ValueError for fewer than two tokens.
+
+    >>> import torch
+    >>> from needlework.layers import Strong
+    >>> bool(Strong()(torch.randn(2, 100, 64)) >= 0)
+    True
     """
 
     kind = "strong"

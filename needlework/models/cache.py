@@ -63,7 +63,20 @@ class StateLayer(CacheLayerMixin):
 
 
 class NeedleworkCache(Cache):
-    """A StateLayer for every layer of the model."""
+    """transformers' cache of a needlework model: a StateLayer for every layer.
+
+    Beams may be reordered and rows selected. Tokens cannot be taken back: `crop` raises ValueError.
+
+    >>> import torch
+    >>> from needlework.layers import QDelta, Recurrent
+    >>> from needlework.models import NeedleworkCache, NeedleworkConfig, NeedleworkForCausalLM
+    >>> mixers = {"Q": Recurrent(heads=4, key_dim=16, value_dim=16, write=QDelta())}
+    >>> config = NeedleworkConfig(vocab_size=257, hidden_size=64, layout="QQ", mixers=mixers)
+    >>> cache = NeedleworkCache(config)
+    >>> _ = NeedleworkForCausalLM(config)(torch.randint(257, (2, 100)), past_key_values=cache)
+    >>> cache.get_seq_length()
+    100
+    """
 
     def __init__(self, config):
         super().__init__(layers=[StateLayer() for _ in config.layout])

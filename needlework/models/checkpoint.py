@@ -27,12 +27,26 @@ def save_checkpoint(
 ) -> None:
     """Write the folder for AutoModelForCausalLM and AutoTokenizer: whole, in place of one that is there, or not at all.
 
-    end: the id of the tokenizer's end of text. It begins texts too, for a document followed one in training; and it pads, for no
-        other token is free: pads are masked, but DataCollatorForLanguageModeling then counts no end of text. The model takes the
-        ids: its generation ends where a text does.
-    weights: the state dict, where the model's own is spread over ranks.
+    model: its config takes the ids of `end`, so that its generation ends where a text does.
+    tokenizer: of the model's tokens.
+    end: the id of the tokenizer's end of text. It begins texts too, since a document followed another in training. It also pads, since
+        no other token is free: pads are masked, but DataCollatorForLanguageModeling then counts no end of text.
+    directory: the folder.
+    weights: the state dict, where the model's own is spread over ranks; None: the model's.
+    Raises OSError, naming the folder, where it cannot be written; ValueError for an id that is no token of the tokenizer, and for a
+    tokenizer with more tokens than the model has embeddings.
 
-    OSError names the folder where it cannot be written. ValueError for an id that is no token of the tokenizer, or a tokenizer with more tokens than the model has embeddings.
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from needlework.data import byte_tokenizer
+    >>> from needlework.layers import QDelta, Recurrent
+    >>> from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, save_checkpoint
+    >>> mixers = {"Q": Recurrent(heads=4, key_dim=16, value_dim=16, write=QDelta())}
+    >>> model = NeedleworkForCausalLM(NeedleworkConfig(vocab_size=257, hidden_size=64, layout="QQ", mixers=mixers))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_checkpoint(model, byte_tokenizer(), 256, Path(folder) / "checkpoint")
+    ...     (Path(folder) / "checkpoint" / "model.safetensors").is_file()
+    True
     """
     size, token = tokenizer.get_vocab_size(), tokenizer.id_to_token(end)
     if token is None or size > model.config.vocab_size:

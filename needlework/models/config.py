@@ -30,13 +30,24 @@ _THEIRS = {
 class NeedleworkConfig(Installed, PreTrainedConfig):
     """A language model of any mixers.
 
-    layout: one letter a layer, e.g. "CCCS" * 6; mixers: {letter: mixer config}; mlp: a channel mixer's config (both as
-        `Config.to_dict` writes them; Config objects are taken too). hidden_size: D.
-    softcap: c of c·z/√(z² + c²) on the logits, or None. head_bias: of the unembedding (untied only).
+    vocab_size: tokens. hidden_size: D, the width of the residual stream.
+    layout: one letter a layer, e.g. "CCCS" * 6.
+    mixers: {letter: mixer config}, as `Config.to_dict` writes it; Config objects are taken too.
+    mlp: the channel mixer's config, SwiGLU or SquaredReLU; None: blocks without one.
+    tie_word_embeddings: the unembedding is the embedding.
+    softcap: c of c·z/√(z² + c²) on the logits, or None.
+    head_bias: of the unembedding (untied only).
     initializer_range: standard deviation of matrices and embeddings; None keeps PyTorch's own starts.
     zero_output: every projection back into the residual stream, and the unembedding, starts at zero.
-
+    use_cache: as everywhere in transformers; so are pad_token_id, bos_token_id and eos_token_id.
     Raises ValueError, naming the field, for a value out of its range and for a key that neither this class nor transformers knows.
+
+    >>> from needlework.layers import QDelta, Recurrent, SwiGLU
+    >>> from needlework.models import NeedleworkConfig
+    >>> mixers = {"Q": Recurrent(heads=4, key_dim=16, value_dim=16, write=QDelta())}
+    >>> config = NeedleworkConfig(vocab_size=257, hidden_size=64, layout="QQ", mixers=mixers, mlp=SwiGLU(hidden=128))
+    >>> config.num_hidden_layers, config.mixer("Q").write.kind
+    (2, 'qdelta')
     """
 
     model_type = "needlework"

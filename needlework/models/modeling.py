@@ -46,13 +46,16 @@ class Losses(NamedTuple):
 
 @dataclass
 class NeedleworkOutput(BaseModelOutputWithPast):
-    """terms: the objective's means by name, or None without an objective."""
+    """transformers' output and `terms`: the objective's means by name, or None without an objective."""
 
     terms: dict[str, Tensor] | None = None
 
 
 class Block(GradientCheckpointingLayer):
-    """x + mixer(norm x), then x + mlp(norm x)."""
+    """One layer: x [B T D], a state -> x [B T D], the state after it, the objective's terms.
+
+    x ← x + mixer(norm x),    x ← x + mlp(norm x)
+    """
 
     def __init__(self, config: NeedleworkConfig, letter: str, layer: int):
         super().__init__()
@@ -79,6 +82,8 @@ class Block(GradientCheckpointingLayer):
 
 
 class NeedleworkPreTrainedModel(Installed, PreTrainedModel):
+    """What both models share with transformers: names, initialisation, loading."""
+
     config: NeedleworkConfig
     config_class = NeedleworkConfig
     base_model_prefix = "model"
@@ -125,7 +130,18 @@ class NeedleworkPreTrainedModel(Installed, PreTrainedModel):
 
 
 class NeedleworkModel(NeedleworkPreTrainedModel):
-    """Embedding, blocks, final norm."""
+    """Embedding, blocks, final norm: input_ids [B T] -> last_hidden_state [B T D].
+
+    Raises ValueError for a config without layers.
+
+    >>> import torch
+    >>> from needlework.layers import QDelta, Recurrent
+    >>> from needlework.models import NeedleworkConfig, NeedleworkModel
+    >>> mixers = {"Q": Recurrent(heads=4, key_dim=16, value_dim=16, write=QDelta())}
+    >>> model = NeedleworkModel(NeedleworkConfig(vocab_size=257, hidden_size=64, layout="QQ", mixers=mixers))
+    >>> model(torch.randint(257, (2, 100))).last_hidden_state.shape
+    torch.Size([2, 100, 64])
+    """
 
     def __init__(self, config: NeedleworkConfig):
         super().__init__(config)
@@ -161,8 +177,11 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         **kwargs,
     ) -> NeedleworkOutput:
-        """input_ids [B T]; attention_mask [B ..T] with zeros at pads, or cu_seqlens [N+1] packing documents with B = 1.
+        """Hidden states of tokens, and the cache after them.
 
+        input_ids [B T], or inputs_embeds [B T D].
+        attention_mask [B ..T]: zeros at pads. cu_seqlens [N+1]: packs documents along T, with B = 1.
+        past_key_values: a NeedleworkCache; with use_cache=True one is made where none is given.
         position_ids, seq_idx, cu_seq_lens_q: transformers' ways to say cu_seqlens (`packing.py`); positions are counted here.
         relay: the tokens are a part of a sequence whose other parts are on other ranks; no cache, no pads, no packing then.
         objective: what is asked of every block beside its output, for training; it knows no earlier tokens.
@@ -225,7 +244,18 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
 
 
 class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
-    """The model with its unembedding, tied or not."""
+    """The model with its unembedding, tied or not: input_ids [B T] -> logits [B T V].
+
+    It is a transformers model: `from_pretrained`, `generate`, Trainer and pipelines take it.
+
+    >>> import torch
+    >>> from needlework.layers import QDelta, Recurrent
+    >>> from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+    >>> mixers = {"Q": Recurrent(heads=4, key_dim=16, value_dim=16, write=QDelta())}
+    >>> model = NeedleworkForCausalLM(NeedleworkConfig(vocab_size=257, hidden_size=64, layout="QQ", mixers=mixers))
+    >>> model(torch.randint(257, (2, 100))).logits.shape
+    torch.Size([2, 100, 257])
+    """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012 (the name is transformers')
 
