@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from needlework import layers
 from needlework.ops.specs import OPS
 
 ROOT = Path(__file__).parents[1]
@@ -32,8 +31,16 @@ public_ops += [
     for name, x in vars(familiar).items()
     if getattr(x, "__module__", "") == familiar.__name__ and name.startswith(FORMS)
 ]
-configs = [f"needlework.layers.{kind.__name__}" for kind in layers.KINDS if kind not in layers.OBJECTIVES]
-EXAMPLES = [*public_ops, *configs, "needlework.layers.build"]
+
+
+def public(module: str) -> list[str]:
+    """The classes and functions that a module names for its readers."""
+    named = {name: value for name, value in vars(importlib.import_module(module)).items() if not name.startswith("_")}
+    ours = (name for name, value in named.items() if getattr(value, "__module__", "").startswith("needlework"))
+    return [f"{module}.{name}" for name in ours]
+
+
+EXAMPLES = [*public_ops, *public("needlework.layers"), *public("needlework.models")]
 
 
 def named(name: str):
