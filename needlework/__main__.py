@@ -12,7 +12,7 @@ def main() -> None:
 
         command_line()
     except ModuleNotFoundError as missing:
-        if not extra(missing.name):
+        if missing.name is None or not extra(missing.name):
             raise
         package = missing.name.partition(".")[0]
         lacking = shlex.join(line for name, line in extras().items() if find_spec(name) is None)

@@ -16,4 +16,4 @@ def extras() -> dict[str, str]:
     except PackageNotFoundError:
         return {}
     lines = [line.partition(";")[0].strip() for line in wanted if 'extra == "all"' in line]
-    return {re.match(r"[\w-]+", line)[0]: line for line in lines}
+    return {name[0]: line for line in lines if (name := re.match(r"[\w-]+", line))}
