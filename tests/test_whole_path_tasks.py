@@ -5,7 +5,7 @@ import re
 import pytest
 
 from needlework.data import NeedleMix, byte_tokenizer, load_corpus
-from needlework.experiment.evaluate import TASKS
+from needlework.experiment.tasks import TASKS
 
 PAIRS = {"needle": 1, "needles": 4, "needles-2": 2, "needles-8": 8}
 RULER = {

@@ -8,7 +8,7 @@ from rich.text import Text
 
 def scores(results: dict[str, Any]) -> Table:
     """Loss, and the digits right of every task, by length, one row a mixer."""
-    from needlework.experiment.evaluate import TASKS
+    from needlework.experiment.tasks import TASKS
 
     table = Table(box=None, pad_edge=False)
     table.add_column("mixer")

@@ -7,8 +7,11 @@ import torch
 
 from needlework.data import byte_tokenizer, load_corpus
 from needlework.data.tokenizer import decode_bytes
-from needlework.experiment.evaluate import TASKS, Evaluation, at_once, measure, needle_in_text
+from needlework.experiment.diagnoses import needle_in_text
+from needlework.experiment.evaluate import Evaluation, measure
+from needlework.experiment.reader import at_once
 from needlework.experiment.recipe import build
+from needlework.experiment.tasks import TASKS
 from needlework.recipes import demo
 
 

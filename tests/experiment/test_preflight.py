@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from needlework.data import CorpusConfig, NeedleMix, Text, byte_tokenizer, load_corpus
-from needlework.experiment.evaluate import TASKS, Evaluation, measure
+from needlework.experiment.evaluate import Evaluation, measure
 from needlework.experiment.preflight import check
 from needlework.experiment.recipe import Phase, build
 from needlework.experiment.runner import run
+from needlework.experiment.tasks import TASKS
 from needlework.layers.catalog import CATALOG
 from needlework.layers.distract import Distractor
 from needlework.layers.objective import Objective
