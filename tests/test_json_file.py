@@ -7,7 +7,7 @@ import pytest
 
 from needlework.data import Local, StoreConfig, open_corpus, prepare
 from needlework.json_file import json_files, read_json
-from needlework.train import Parallel, ran
+from needlework.train import Parallel, metadata
 from needlework.train.world import World
 
 TORN = {"half": b'{"a": [1, 2', "empty": b"", "no text": b"\x80\x02\xff", "too deep": b"[" * 100_000}
@@ -42,7 +42,7 @@ def test_a_training_names_its_torn_ran_json(tmp_path):
 
     (tmp_path / "ran.json").write_text('[{"started"')
     with World.open(Parallel()) as world, pytest.raises(ValueError, match=r"ran\.json: torn"):
-        ran.write(tmp_path / "ran.json", {"seed": 0}, world, torch.device("cpu"), None)
+        metadata.write(tmp_path / "ran.json", {"seed": 0}, world, torch.device("cpu"), None)
     assert (tmp_path / "ran.json").read_text() == '[{"started"'
 
 

@@ -93,7 +93,7 @@ def train(
         raise typer.Exit(status)
     first = os.environ.get("RANK", "0") == "0"
     console.quiet = not first
-    config = {chosen.name: chosen.lasting()}
+    config = {chosen.name: chosen.resume_fingerprint()}
     if first:
         claimable(directory, config)
     if told:

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 
 from needlework.data import Corpus, text_read
-from needlework.experiment.board import Board
 from needlework.experiment.claim import claimable, claimed
 from needlework.experiment.preflight import check
+from needlework.experiment.progress_table import ProgressTable
 from needlework.experiment.recipe import Recipe, build, text
 from needlework.experiment.workers import work
 from needlework.report import save_results, write_report
@@ -29,14 +29,14 @@ def compare(
     Everything is read, checked and timed before `directory` is made. Returns the results, or None if a worker was stopped; then the
     same call goes on where it stopped. InUse or RunError as of `claimed`; ValueError as of `check`.
     """
-    config = {recipe.name: recipe.lasting() for recipe in recipes}
+    config = {recipe.name: recipe.resume_fingerprint() for recipe in recipes}
     claimable(directory, config)
     corpus = text(recipes[0], directory.parent / "corpora")
     for recipe in recipes:
         check(recipe, corpus)
     console.print(f"{text_read(corpus.manifest)}; {len(recipes)} mixers -> {directory}", soft_wrap=True)
     with console.status("timing two steps of each mixer, for the time left"):
-        board = Board(
+        table = ProgressTable(
             {recipe.name: recipe for recipe in recipes}, {r.name: seconds_needed(r, corpus) for r in recipes}, workers
         )
 
@@ -45,7 +45,7 @@ def compare(
         if anew:
             console.print(f"no checkpoint had been made: begun anew with another config ({', '.join(anew[:6])})")
         corpus.write_manifest(directory / "manifest.json")
-        entries = work(directories, board, console, workers)
+        entries = work(directories, table, console, workers)
         if len(entries) < len(recipes):
             return None
         outcome = results(name, recipes, corpus.manifest, [entries[path] for path in directories])

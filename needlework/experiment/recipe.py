@@ -94,9 +94,9 @@ class Recipe:
             "loss": self.loss,
         } | {name: asdict(value) for name, value in fields.items()}
 
-    def lasting(self) -> dict[str, Any]:
+    def resume_fingerprint(self) -> dict[str, Any]:
         """What a run that goes on must share with the one that it goes on from."""
-        return self.to_dict() | {"train": self.train.lasting()}
+        return self.to_dict() | {"train": self.train.resume_fingerprint()}
 
     def batch(self, corpus: Corpus, index: int) -> Batch:
         """Micro-batch `index` of the run, `train.accumulate` of them a step: a pure function of the recipe, the corpus and it."""
@@ -112,7 +112,13 @@ class Recipe:
 
     def losses(self, model: NeedleworkForCausalLM, piece: Piece) -> Losses:
         """What a step descends on, of one rank's part of a micro-batch."""
-        return model(piece.input_ids, targets=piece.labels, relay=piece.relay, objective=self.objective, loss_impl=self.loss)
+        return model(
+            piece.input_ids,
+            targets=piece.labels,
+            state_passing=piece.state_passing,
+            objective=self.objective,
+            loss_impl=self.loss,
+        )
 
     def tokens(self) -> int:
         """Training tokens."""

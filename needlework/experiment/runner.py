@@ -163,14 +163,14 @@ def named(recipe: Recipe) -> dict[str, Any]:
 
 
 def origin(recipe: Recipe, directory: Path) -> dict[str, Any]:
-    """What the run read, and on what and from which code it was last started."""
+    """The text, the machine and the code of the run's last start."""
     manifest = read_json(directory / "manifest.json")
-    ran = read_json(directory / "training" / "ran.json")[-1]
+    start = read_json(directory / "training" / "ran.json")[-1]
     return {
         "corpus": {"sha256": manifest["sha256"]},
-        "machine": ran["device"],
-        "versions": ran["versions"],
-        "commit": ran["commit"],
+        "machine": start["device"],
+        "versions": start["versions"],
+        "commit": start["commit"],
         "config": recipe.to_dict(),
     }
 

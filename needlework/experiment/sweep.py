@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from needlework.experiment.board import Board
 from needlework.experiment.claim import RunError, differences, has_work, plain, write_json
 from needlework.experiment.preflight import check
+from needlework.experiment.progress_table import ProgressTable
 from needlework.experiment.recipe import Recipe, text
 from needlework.experiment.runner import ended_entry
 from needlework.experiment.workers import work
@@ -52,7 +52,7 @@ def sweep(
         if run in jobs:
             path.unlink(missing_ok=True)  # where another config ended before its first checkpoint
     pace = TOKENS_PER_SECOND if torch.cuda.is_available() else TOKENS_PER_SECOND / 50
-    board = Board(
+    table = ProgressTable(
         {path.name: recipe for path, recipe in jobs.items()},
         {path.name: recipe.tokens() / pace for path, recipe in jobs.items()},
         workers,
@@ -66,7 +66,7 @@ def sweep(
         keep(run, ended_entry(jobs[run], run, error))
 
     del texts
-    work(jobs, board, console, workers, minutes, keep, keep_ended)
+    work(jobs, table, console, workers, minutes, keep, keep_ended)
     return [path for path in wanted if not path.exists()]
 
 
@@ -81,7 +81,7 @@ def finished(result: Path, recipe: Recipe, run: Path) -> bool:
     """
     if not result.exists():
         return False
-    there, here = read_json(result), plain(recipe.lasting())
+    there, here = read_json(result), plain(recipe.resume_fingerprint())
     config = there["config"] | {"train": {name: there["config"]["train"].get(name) for name in here["train"]}}
     different = sorted(differences(config, here))
     if different and not ("ended" in there and not has_work(run)):

@@ -21,7 +21,7 @@ from needlework.models.loss import linear_cross_entropy, softcap
 from needlework.models.packing import documents
 
 
-class Relay(Protocol):
+class StatePassing(Protocol):
     """How a sequence that is split over ranks goes on: each layer's state comes from the rank before and goes to the one after."""
 
     def receive(self, layer: int, x: Tensor) -> object:
@@ -170,7 +170,7 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         cu_seqlens: Tensor | None = None,
-        relay: Relay | None = None,
+        state_passing: StatePassing | None = None,
         objective: Objective | None = None,
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
@@ -183,7 +183,7 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         attention_mask [B ..T]: zeros at pads. cu_seqlens [N+1]: packs documents along T, with B = 1.
         past_key_values: a NeedleworkCache; with use_cache=True one is made where none is given.
         position_ids, seq_idx, cu_seq_lens_q: transformers' ways to say cu_seqlens (`packing.py`); positions are counted here.
-        relay: the tokens are a part of a sequence whose other parts are on other ranks; no cache, no pads, no packing then.
+        state_passing: the tokens are a part of a sequence whose other parts are on other ranks; no cache, no pads, no packing then.
         objective: what is asked of every block beside its output, for training; it knows no earlier tokens.
         output_hidden_states: the embeddings, then each block's output, the last of them normed, all [B T D] and 0 at pads.
         """
@@ -194,15 +194,21 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             raise ValueError(f"input_ids: got shape {list(x.shape[:-1])}, expected [B, T], and inputs_embeds [B, T, D]")
         B, T = x.shape[:2]
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and relay is None
+            use_cache = self.config.use_cache and not self.training and state_passing is None
         if past_key_values is not None and not isinstance(past_key_values, NeedleworkCache):
             raise TypeError(f"past_key_values: got {type(past_key_values).__name__}, expected NeedleworkCache")
         if output_attentions:
             raise ValueError("output_attentions: a recurrent layer has no attention weights, and no layer here gives any")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        if objective is not None and objective.distractor is not None and (past_key_values is not None or relay is not None):
-            raise ValueError("objective: a distractor needs whole sequences, not the part after a cache or a relay")
+        if (
+            objective is not None
+            and objective.distractor is not None
+            and (past_key_values is not None or state_passing is not None)
+        ):
+            raise ValueError(
+                "objective: a distractor needs whole sequences, not the part after a cache or on one of several ranks"
+            )
         if past_key_values is None and use_cache:
             past_key_values = NeedleworkCache(self.config)
         real = None
@@ -216,10 +222,12 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             cu_seqlens = documents(x, real, position_ids, seq_idx, cu_seq_lens_q)
         if real is not None and cu_seqlens is not None:
             raise ValueError("attention_mask with pads and packed documents are two ways to say one thing: give one")
-        if relay is not None and (
+        if state_passing is not None and (
             use_cache or past_key_values is not None or cu_seqlens is not None or attention_mask is not None
         ):
-            raise ValueError("relay: a sequence split over ranks takes no cache, no attention_mask and no packed documents")
+            raise ValueError(
+                "state_passing: a sequence split over ranks takes no cache, no attention_mask and no packed documents"
+            )
         if real is not None:  # padding is packing: a pad is outside every document
             counts = real.sum(1)
             cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -230,13 +238,13 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             if output_hidden_states:
                 states.append(spread(x))
             layer = None if past_key_values is None else past_key_values.layers[i]
-            before = relay.receive(i, x) if relay is not None else None if layer is None else layer.state
-            x, state, found = block(x, before, cu_seqlens, layer is not None or relay is not None, objective)
+            before = state_passing.receive(i, x) if state_passing is not None else None if layer is None else layer.state
+            x, state, found = block(x, before, cu_seqlens, layer is not None or state_passing is not None, objective)
             terms.append(found)
             if layer is not None:
                 layer.put(state, T)
-            if relay is not None:
-                x = relay.send(i, x, state)
+            if state_passing is not None:
+                x = state_passing.send(i, x, state)
         x = spread(self.norm(x))
         means = None if objective is None else objective.means(terms)
         hidden = (*states, x) if output_hidden_states else None

@@ -24,9 +24,9 @@ from .losses import Batch as Batch
 from .losses import Losses as Losses
 from .losses import Piece as Piece
 from .losses import losses_of as losses_of
+from .metadata import commit as commit
 from .optim import AdamW as AdamW
 from .optim import Muon as Muon
-from .ran import commit as commit
 from .schedule import Cooldown as Cooldown
 from .schedule import Cosine as Cosine
 from .shard import full_state as full_state

@@ -52,7 +52,7 @@ class TrainConfig:
     def __post_init__(self):
         fit("train", self)
 
-    def lasting(self) -> dict[str, Any]:
+    def resume_fingerprint(self) -> dict[str, Any]:
         """The fields that a resumed run must share with the run that it goes on from."""
         changeable = ("parallel", "recompute", "compile", "tensorboard")
         return {name: value for name, value in asdict(self).items() if name not in changeable}

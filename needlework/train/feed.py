@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .losses import IGNORE, Batch, Piece
-from .relay import Relay
+from .sequence_parallel import StatePassing
 from .world import World
 
 
@@ -21,7 +21,12 @@ class Feed(NamedTuple):
 
 
 def feed(
-    batch: Callable[[int], Batch], step: int, accumulate: int, world: World, relay: Relay | None, device: torch.device
+    batch: Callable[[int], Batch],
+    step: int,
+    accumulate: int,
+    world: World,
+    state_passing: StatePassing | None,
+    device: torch.device,
 ) -> Feed:
     """Of `step` (0 is the first). ValueError if no label is counted, or ranks cannot share the rows or tokens evenly."""
     numbers = range(step * accumulate, (step + 1) * accumulate)
@@ -29,13 +34,15 @@ def feed(
 
     def own(x: Tensor) -> Tensor:
         x = world.own(x)
-        return x if relay is None else relay.cut(x)
+        return x if state_passing is None else state_passing.cut(x)
 
     labels = [own(b.labels) for b in batches]
     counted = world.total(sum(int((x != IGNORE).sum()) for x in labels))
     if not counted:
         raise ValueError(f"step {step + 1}: labels: all are {IGNORE}, there is nothing to learn from")
-    pieces = [Piece(_moved(own(b.input_ids), device), _moved(x, device), relay) for b, x in zip(batches, labels, strict=True)]
+    pieces = [
+        Piece(_moved(own(b.input_ids), device), _moved(x, device), state_passing) for b, x in zip(batches, labels, strict=True)
+    ]
     return Feed(numbers, pieces, counted, sum(b.input_ids.numel() for b in batches))
 
 

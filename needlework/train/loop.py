@@ -1,7 +1,6 @@
 """The training loop: step after step into a directory, stopped and resumed without a trace, on one rank or many.
 
-Knows the order of things: batch, gradient, check, clip, step, log, checkpoint. Leaves to others: what the model is and what it
-minimises, where batches come from, what progress looks like, who asks it to stop.
+Knows the order of things: resume, step, log, checkpoint. Leaves to others: what a step does (`step.py`), what the model minimises, where batches come from, what progress looks like, who asks it to stop.
 
 Everything that a step depends on is the step's number (its batches, its learning rate) or in the checkpoint (weights, optimiser
 states, PyTorch's generators). So a resumed run is bit-equal to one that never stopped, wherever the same operations
@@ -22,18 +21,18 @@ from typing import Any
 
 from torch import nn
 
-from . import ran
+from . import metadata
 from .checkpoint import Checkpoints, latest
 from .config import TrainConfig
-from .feed import Feed, feed
-from .guard import Watch, blame
+from .feed import feed
+from .guard import Watch
 from .lock import alone
 from .log import Log, Silence, peak_memory, summary_writer
-from .losses import Batch, Criterion, backward, losses_of, of_logits
-from .relay import Relay
+from .losses import Batch, Criterion, of_logits
+from .sequence_parallel import StatePassing
 from .shard import prepare
 from .state import Run
-from .update import Numbers, Update
+from .step import Stepper
 from .world import World
 
 
@@ -98,21 +97,22 @@ def train(
     """
     world = World.open(config.parallel) if world is None else world
     directory = Path(directory)
-    lasting = config.lasting() | {"recipe": dict(recipe or {})}
+    fingerprint = config.resume_fingerprint() | {"recipe": dict(recipe or {})}
     if config.tensorboard:
         summary_writer()  # asked now: what cannot be is refused before anything is written
     prepare(model, config, world)
     run = Run(model, config.optim.build(model.named_parameters()), world)
     run.seed(config.seed)
-    relay = Relay(world.mesh["sequence"]) if world.sequence > 1 else None
-    peaks = [group["lr"] for group in run.groups]
-    watch, update = Watch(config.guard), Update(run.optimizers, config.clip)
+    state_passing = StatePassing(world.mesh["sequence"]) if world.sequence > 1 else None
+    watch = Watch(config.guard)
+    read = partial(feed, batch, accumulate=config.accumulate, world=world, state_passing=state_passing, device=run.device)
 
     world.share(directory)
     background = world.mesh is not None or run.device.type == "cuda"
-    with ExitStack() as held, Checkpoints(directory, lasting, config.keep, world, background) as checkpoints:
+    with ExitStack() as held, Checkpoints(directory, fingerprint, config.keep, world, background) as checkpoints:
+        stepper = Stepper(run, config, losses, watch, state_passing, read, checkpoints.wait)
         world.agree(lambda: held.enter_context(alone(directory)))
-        last = checkpoints.last = world.agree(lambda: latest(directory, lasting))
+        last = checkpoints.last = world.agree(lambda: latest(directory, fingerprint))
         same_ranks = True
         if last:
             same_ranks = run.restore(last, checkpoints.group)
@@ -122,53 +122,27 @@ def train(
                 watch.skipped() if step in run.skipped else watch.took(*numbers)
         if world.is_first:
             described = asdict(config) | {"recipe": dict(recipe or {})}
-            ran.write(directory / "ran.json", described, world, run.device, last)
+            metadata.write(directory / "ran.json", described, world, run.device, last)
         model.train()
         model.zero_grad()
         recent = deque([(run.tokens, run.seconds)], maxlen=21)
         saved = run.step  # what no step was taken from is no checkpoint
-        read = partial(feed, batch, accumulate=config.accumulate, world=world, relay=relay, device=run.device)
-        ready: Feed | None = None
 
         with Log(directory, run.step, config.tensorboard) if world.is_first else Silence() as log:
             if not same_ranks:
                 log.write(step=run.step, note=f"{world.ranks} ranks now: PyTorch's generators start anew")
             while run.step < config.steps and not world.any(stop()):
                 began = time.perf_counter()
-                ready = ready or read(run.step)
-                for group, peak in zip(run.groups, peaks, strict=True):
-                    group["lr"] = peak * config.schedule.multiplier(run.step, config.steps)
-                found = backward(model, losses, ready.pieces, ready.counted, world.parts, config.autocast)
-                if relay is not None:
-                    relay.sum_gradients(model.parameters())
-                numbers = Numbers(model, found, world)
-                update.begin(numbers, watch.limits())
-                taken, ready = ready, read(run.step + 1) if run.step + 1 < config.steps else None
-                norm, loss, extra, entropies = numbers.read()
-
-                run.step += 1
-                bad = watch.verdict(loss, norm)
-                if bad is None:
-                    update.finish(norm)
-                else:
-                    again = partial(losses_of, model, losses, autocast=config.autocast)
-                    passes = {n: partial(again, piece) for n, piece in zip(taken.numbers, taken.pieces, strict=True)}
-                    where = f"{bad[1]}; {blame(model, passes, entropies, world)}"
-                    if watch.over():
-                        raise bad[0](run.step, loss, norm, where, checkpoints.wait())
-                    run.skipped.append(run.step)
-                    extra |= {"skipped": where}
-                model.zero_grad()
-
-                run.losses.append(loss)
-                run.norms.append(norm)
-                run.tokens += taken.tokens
+                step = stepper.take()
+                run.losses.append(step.loss)
+                run.norms.append(step.norm)
+                run.tokens += step.tokens
                 run.seconds += time.perf_counter() - began
                 recent.append((run.tokens, run.seconds))
-                if bad is not None or run.step % config.log_every == 0 or run.step == config.steps:
+                if not step.applied or run.step % config.log_every == 0 or run.step == config.steps:
                     log.write(
-                        step=run.step, loss=loss, lr=run.groups[0]["lr"], grad_norm=norm, tokens=run.tokens,
-                        seconds=run.seconds, memory=peak_memory(run.device), **extra,
+                        step=run.step, loss=step.loss, lr=run.groups[0]["lr"], grad_norm=step.norm, tokens=run.tokens,
+                        seconds=run.seconds, memory=peak_memory(run.device), **step.extra,
                     )  # fmt: skip
                 if run.step % config.checkpoint_every == 0:
                     log.sync()
@@ -179,7 +153,7 @@ def train(
                         Progress(
                             step=run.step,
                             steps=config.steps,
-                            loss=loss,
+                            loss=step.loss,
                             tokens=run.tokens,
                             seconds=run.seconds,
                             tokens_per_second=_rate(recent),

@@ -27,11 +27,11 @@ class Batch(Protocol):
 
 
 class Piece(NamedTuple):
-    """A rank's part of a batch, on its device. relay: carries states from the sequence's part before; None if it is whole."""
+    """A rank's part of a batch, on its device. state_passing: carries states from the sequence's part before; None if it is whole."""
 
     input_ids: Tensor
     labels: Tensor
-    relay: object = None
+    state_passing: object = None
 
 
 class Losses(Protocol):
@@ -58,7 +58,9 @@ class Plain(NamedTuple):
 
 def of_logits(model: nn.Module, piece: Piece) -> Plain:
     """Of model(input_ids [B T]) -> logits [B T vocabulary], or an object with `.logits`; in float32 or wider."""
-    output = model(piece.input_ids) if piece.relay is None else model(piece.input_ids, relay=piece.relay)
+    output = (
+        model(piece.input_ids) if piece.state_passing is None else model(piece.input_ids, state_passing=piece.state_passing)
+    )
     logits = getattr(output, "logits", output).flatten(0, 1)  # [B·T vocabulary]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return Plain(F.cross_entropy(logits, piece.labels.flatten(), ignore_index=IGNORE, reduction="sum"))

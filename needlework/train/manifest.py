@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .ran import commit
+from .metadata import commit
 
 FORMAT = 2
 MANIFEST = "manifest.json"

@@ -22,7 +22,7 @@ from .world import World
 
 @dataclass
 class Run:
-    """A model, its optimisers and the history of both. losses, norms: of every step; skipped: the steps that left no trace else."""
+    """A model, its optimisers and the history of both. losses, norms: of every step; skipped: steps not applied."""
 
     model: nn.Module
     optimizers: list[Optimizer]

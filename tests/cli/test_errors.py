@@ -201,5 +201,5 @@ def test_a_run_names_its_torn_file(said, tmp_path, name):
     if name != "config.json":
         import json
 
-        (tmp_path / "qdelta" / "config.json").write_text(json.dumps({"qdelta": demo.qdelta().lasting()}))
+        (tmp_path / "qdelta" / "config.json").write_text(json.dumps({"qdelta": demo.qdelta().resume_fingerprint()}))
     assert f"{file}: torn" in said(("train", "demo:qdelta", "--runs", str(tmp_path)), {1})

@@ -78,7 +78,7 @@ def test_the_time_left_is_in_minutes_when_it_is_long():
 
 
 def test_beside_what_moves_on_a_terminal_no_line_is_printed(clock):
-    """The board of a comparison, the status of doctor."""
+    """The table of a comparison, the status of doctor."""
     console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "xterm"})
     Lines(console)(lambda: "0 of 2 done", now=True)
     assert console.file.getvalue() == ""

@@ -122,8 +122,10 @@ def test_packing_that_cannot_be_meant_is_refused(model, prompt, said, message):
 )
 def test_a_part_of_a_sequence_takes_nothing_that_needs_the_whole(model, prompt, said):
     said = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in said.items()}
-    with pytest.raises(ValueError, match="relay: a sequence split over ranks takes no cache, no attention_mask and no packed"):
-        model(prompt[:1, :4], relay=object(), **said)
+    with pytest.raises(
+        ValueError, match="state_passing: a sequence split over ranks takes no cache, no attention_mask and no packed"
+    ):
+        model(prompt[:1, :4], state_passing=object(), **said)
 
 
 def test_positions_of_a_padded_batch_say_nothing_new(model, prompt):

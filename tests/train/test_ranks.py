@@ -68,7 +68,7 @@ def with_auxiliary(model, piece):
 
 
 def of_targets(model, piece):
-    return model(piece.input_ids, targets=piece.labels, relay=piece.relay)
+    return model(piece.input_ids, targets=piece.labels, state_passing=piece.state_passing)
 
 
 MUON = replace(CONFIG, optim=replace(OPTIMISERS["muon"], rest=AdamW(lr=1e-2, rates=(("*embed*", 0.1),))))

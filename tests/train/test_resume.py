@@ -107,7 +107,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_the_run_can_go_on(config,
 def test_a_full_disk_names_the_log_that_could_not_grow(tmp_path, monkeypatch):
     with disk_full_beyond(300), pytest.raises(OSError, match=r"ran\.json"):
         train(Tiny(), batch, CONFIG, tmp_path)
-    monkeypatch.setattr("needlework.train.ran.write", lambda *_: None)
+    monkeypatch.setattr("needlework.train.metadata.write", lambda *_: None)
     with disk_full_beyond(300), pytest.raises(OSError, match=r"log\.jsonl"):
         train(Tiny(), batch, CONFIG, tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"lock", "log.jsonl"}

@@ -35,8 +35,8 @@ from torch.nn import Parameter
 from needlework.layers.state import map_state
 
 
-class Relay:
-    """What a model calls around each block (`models/modeling.py: Relay`), on one rank of the axis that splits the sequence.
+class StatePassing:
+    """What a model calls around each block (`models/modeling.py: StatePassing`), on one rank of the axis that splits the sequence.
 
     One for each model. mesh: that axis alone, e.g. `mesh["sequence"]`; messages are point to point in its group, gloo or NCCL.
     All parts of a sequence are of one length, which `cut` sees to. Raises ValueError for a mesh of several axes.
@@ -44,7 +44,9 @@ class Relay:
 
     def __init__(self, mesh: DeviceMesh):
         if mesh.ndim != 1:
-            raise ValueError(f"relay: the mesh has axes {mesh.mesh_dim_names}, expected the one that splits the sequence")
+            raise ValueError(
+                f"sequence parallelism: the mesh has axes {mesh.mesh_dim_names}, expected the one that splits the sequence"
+            )
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         self._forms: dict[tuple, _Form] = {}  # of states that arrive and leave, by layer and shape of x
         self._sent: list[tuple[dist.Work, Tensor]] = []  # not known to have arrived
@@ -54,7 +56,7 @@ class Relay:
         """This rank's columns of x [B T ...]: [B T/P ...]. ValueError if P does not divide T."""
         T = x.shape[1]
         if T % self.size:
-            raise ValueError(f"relay: {T} tokens cannot be cut into {self.size} equal parts")
+            raise ValueError(f"sequence parallelism: {T} tokens cannot be cut into {self.size} equal parts")
         return x.tensor_split(self.size, 1)[self.rank]
 
     def receive(self, layer: int, x: Tensor) -> object:
@@ -71,7 +73,7 @@ class Relay:
         form = self._forms[key]
         if form.x != x.shape:
             raise ValueError(
-                f"relay: rank {self.rank} holds a part {list(x.shape)}, the rank before {list(form.x)}: expected equal parts"
+                f"sequence parallelism: rank {self.rank} holds a part {list(x.shape)}, the rank before {list(form.x)}: expected equal parts"
             )
         numbers = [self._take(n, dtype, x.device, self.rank - 1) for dtype, n in form.sizes.items()]
         self._arrived = list(_Receive.apply(self, _anchor(), *numbers)) if numbers else []
@@ -89,7 +91,7 @@ class Relay:
                 self._forms[key] = form
             if self._forms[key].sizes != form.sizes:
                 raise RuntimeError(
-                    f"relay: layer {layer}'s state is {form.sizes}, was {self._forms[key].sizes} for an x of the same shape"
+                    f"sequence parallelism: layer {layer}'s state is {form.sizes}, was {self._forms[key].sizes} for an x of the same shape"
                 )
             leaving = form.pack(state)
         return _Send.apply(self, _anchor(), x, len(leaving), *leaving, *arrived) if leaving or arrived else x
@@ -177,9 +179,9 @@ class _Receive(Function):
     """What arrived; its gradient goes back to the rank before. Lengths and positions have none."""
 
     @staticmethod
-    def forward(ctx, relay: Relay, anchor: Tensor, *numbers: Tensor):
+    def forward(ctx, state_passing: StatePassing, anchor: Tensor, *numbers: Tensor):
         numbers = tuple(n.view_as(n) for n in numbers)
-        ctx.relay, ctx.floating = relay, [n.is_floating_point() for n in numbers]
+        ctx.state_passing, ctx.floating = state_passing, [n.is_floating_point() for n in numbers]
         ctx.mark_non_differentiable(*(n for n in numbers if not n.is_floating_point()))
         return numbers
 
@@ -187,7 +189,7 @@ class _Receive(Function):
     def backward(ctx, *gradients: Tensor):
         for gradient, floating in zip(gradients, ctx.floating, strict=True):
             if floating:
-                ctx.relay._give(gradient, ctx.relay.rank - 1)
+                ctx.state_passing._give(gradient, ctx.state_passing.rank - 1)
         return None, None, *[None] * len(gradients)
 
 
@@ -195,15 +197,15 @@ class _Send(Function):
     """x, once the first `count` of `numbers` are on their way; their gradient comes from the next rank."""
 
     @staticmethod
-    def forward(ctx, relay: Relay, anchor: Tensor, x: Tensor, count: int, *numbers: Tensor):
-        ctx.relay = relay
+    def forward(ctx, state_passing: StatePassing, anchor: Tensor, x: Tensor, count: int, *numbers: Tensor):
+        ctx.state_passing = state_passing
         ctx.numbers = [(n.numel(), n.dtype, n.device) if n.is_floating_point() else None for n in numbers[:count]]
         ctx.numbers += [None] * (len(numbers) - count)
         for n in numbers[:count]:
-            relay._give(n, relay.rank + 1)
+            state_passing._give(n, state_passing.rank + 1)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        back = [None if form is None else ctx.relay._take(*form, ctx.relay.rank + 1) for form in ctx.numbers]
+        back = [None if form is None else ctx.state_passing._take(*form, ctx.state_passing.rank + 1) for form in ctx.numbers]
         return None, None, gradient, None, *back

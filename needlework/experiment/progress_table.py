@@ -1,4 +1,4 @@
-"""What is shown while recipes run, and the time that is left."""
+"""The table that shows the progress of many runs, and an estimate of the time left."""
 
 import queue
 import time
@@ -16,8 +16,8 @@ from needlework.train import Progress
 FEW = 12  # more runs than these are shown only while they run
 
 
-class Board:
-    """What is shown while it runs. The time left is the estimate of each mixer, corrected by how those that ran went."""
+class ProgressTable:
+    """The progress of every run: drawn in place on a terminal, one line in a log. The time left is corrected by the pace seen so far."""
 
     def __init__(self, recipes: dict[str, Recipe], seconds: dict[str, float], workers: int):
         self.recipes, self.seconds, self.workers = recipes, seconds, workers
@@ -25,10 +25,11 @@ class Board:
         self.started: dict[str, tuple[float, int]] = {}  # when a mixer was first heard of in this session, and at which step
         self.done: dict[str, dict[str, Any]] = {}
 
-    def read(self, news) -> None:
+    def read(self, reports) -> None:
+        """Takes the (name, Progress) pairs that the workers have put into the queue since."""
         while True:
             try:
-                name, progress = news.get_nowait()
+                name, progress = reports.get_nowait()
             except queue.Empty:
                 return
             self.progress[name] = progress

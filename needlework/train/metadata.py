@@ -1,4 +1,7 @@
-"""ran.json: what ran here, exactly; one entry a start, the newest last."""
+"""Run metadata: config, commit, versions, host, devices and ranks of every start of a run, the newest last.
+
+The file is ran.json, whose name is kept so that runs begun earlier go on.
+"""
 
 import json
 import os

@@ -12,7 +12,7 @@ from needlework.layers import Attention, Canon, GatedConv, Lucid, Rope, Softmax,
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.testing.ranks import member, ranks
-from needlework.train.relay import Relay
+from needlework.train.sequence_parallel import StatePassing
 
 SIZES = Sizes(heads=2, key_dim=4, value_dim=6, attention_heads=4, kv_heads=2, head_dim=4, content_chunk=5)
 HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 4, "position": Rope()}
@@ -64,43 +64,43 @@ def whole(name, **settings):
     return loss.detach(), gradients(one)
 
 
-def split(relay, name, **settings):
-    """The same by the ranks of `relay`."""
+def split(state_passing, name, **settings):
+    """The same by the ranks of `state_passing`."""
     many = model(name, **settings)
-    tokens, targets = (relay.cut(x) for x in batch())
-    loss = many(tokens, targets=targets, relay=relay).cross_entropy
+    tokens, targets = (state_passing.cut(x) for x in batch())
+    loss = many(tokens, targets=targets, state_passing=state_passing).cross_entropy
     loss.backward()
-    relay.sum_gradients(many.parameters())
+    state_passing.sum_gradients(many.parameters())
     loss = loss.detach()
-    dist.all_reduce(loss, group=relay.group)
+    dist.all_reduce(loss, group=state_passing.group)
     return loss, gradients(many)
 
 
-def unread(relay):
+def unread(state_passing):
     """Two layers of a block that hands a state on and reads none: the next rank's zeros must still arrive."""
     x = torch.ones(2, 3, 4, requires_grad=True)
     y = x
     for layer in range(2):
-        relay.receive(layer, y)
-        y = relay.send(layer, 2 * y, (y.mean(1), torch.tensor([relay.rank, 7])))
+        state_passing.receive(layer, y)
+        y = state_passing.send(layer, 2 * y, (y.mean(1), torch.tensor([state_passing.rank, 7])))
     y.sum().backward()
-    relay.sum_gradients([])
+    state_passing.sum_gradients([])
     return x.grad
 
 
 def sharded():
     """Rows over one axis with the weights (FSDP2), tokens over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "sequence"))
-    many, relay, row = model("ccq", checkpointing=True), Relay(mesh["sequence"]), mesh["shard"].get_local_rank()
+    many, state_passing, row = model("ccq", checkpointing=True), StatePassing(mesh["sequence"]), mesh["shard"].get_local_rank()
     for module in (*many.model.blocks, many):
         fully_shard(module, mesh=mesh["shard"])
     for module in (*many.model.blocks, many):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    tokens, targets = (relay.cut(x[row : row + 1]) for x in batch())
-    loss = many(tokens, targets=targets, relay=relay).cross_entropy
+    tokens, targets = (state_passing.cut(x[row : row + 1]) for x in batch())
+    loss = many(tokens, targets=targets, state_passing=state_passing).cross_entropy
     loss.backward()
-    relay.sum_gradients(many.parameters())
+    state_passing.sum_gradients(many.parameters())
     loss = loss.detach()
     dist.all_reduce(loss)
     return loss, {key: gradient.full_tensor() for key, gradient in gradients(many).items()}
@@ -116,23 +116,26 @@ def main(world):
     mesh = DeviceMesh("cpu", list(range(world)), mesh_dim_names=("sequence",))
     if rank < world:
         for name, checkpointing in CASES:
-            found[name, checkpointing] = split(Relay(mesh), name, checkpointing=checkpointing)
-        found["frozen"] = split(Relay(mesh), "carve", frozen=True)
-        found["unread"] = unread(Relay(mesh))
-        relay, counts = Relay(mesh), []
+            found[name, checkpointing] = split(StatePassing(mesh), name, checkpointing=checkpointing)
+        found["frozen"] = split(StatePassing(mesh), "carve", frozen=True)
+        found["unread"] = unread(StatePassing(mesh))
+        state_passing, counts = StatePassing(mesh), []
         for _ in range(3):
-            split(relay, "window")
+            split(state_passing, "window")
             counts.append(tensors())
         found["tensors"] = counts
-        relay = Relay(mesh)
+        state_passing = StatePassing(mesh)
         with torch.no_grad():
             many = model("ccq").eval()
-            tokens, targets = (relay.cut(x) for x in batch())
-            found["evaluated"] = [many(tokens, targets=targets, relay=relay).cross_entropy for _ in range(2)]
-        relay.sum_gradients([])
+            tokens, targets = (state_passing.cut(x) for x in batch())
+            found["evaluated"] = [many(tokens, targets=targets, state_passing=state_passing).cross_entropy for _ in range(2)]
+        state_passing.sum_gradients([])
     found["sharded"] = sharded()
     axes = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
-    for name, wrong in {"axes": lambda: Relay(axes), "parts": lambda: Relay(axes["b"]).cut(torch.zeros(1, 25))}.items():
+    for name, wrong in {
+        "axes": lambda: StatePassing(axes),
+        "parts": lambda: StatePassing(axes["b"]).cut(torch.zeros(1, 25)),
+    }.items():
         with pytest.raises(ValueError) as caught:
             wrong()
         found[name] = str(caught.value)
@@ -193,8 +196,8 @@ def test_nothing_is_kept_from_step_to_step(found, world):
 
 
 def test_what_cannot_be_split_is_refused(found):
-    assert found[0]["parts"] == "relay: 25 tokens cannot be cut into 2 equal parts"
-    assert found[0]["axes"] == "relay: the mesh has axes ('a', 'b'), expected the one that splits the sequence"
+    assert found[0]["parts"] == "sequence parallelism: 25 tokens cannot be cut into 2 equal parts"
+    assert found[0]["axes"] == "sequence parallelism: the mesh has axes ('a', 'b'), expected the one that splits the sequence"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from needlework.train import Parallel, ran, train
+from needlework.train import Parallel, metadata, train
 
 from .tiny import CONFIG, Tiny, batch, stop_at
 
@@ -30,14 +30,14 @@ def test_the_commit_is_that_of_the_checkout_and_dirty_if_anything_differs(tmp_pa
     git = lambda *arguments: (
         subprocess.run(["git", "-C", tmp_path, *arguments], check=True, capture_output=True, text=True).stdout
     )
-    monkeypatch.setattr(ran, "ROOT", tmp_path)
-    assert ran.commit.__wrapped__() == {"commit": None}
+    monkeypatch.setattr(metadata, "ROOT", tmp_path)
+    assert metadata.commit.__wrapped__() == {"commit": None}
     git("init", "-q")
     git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "first")
     head = git("rev-parse", "HEAD").strip()
-    assert ran.commit.__wrapped__() == {"commit": head, "dirty": False}
+    assert metadata.commit.__wrapped__() == {"commit": head, "dirty": False}
     (tmp_path / "new.py").write_text("x = 1")
-    assert ran.commit.__wrapped__() == {"commit": head, "dirty": True}
+    assert metadata.commit.__wrapped__() == {"commit": head, "dirty": True}
 
 
 def test_how_ranks_are_laid_out_is_told_but_may_change(tmp_path):
