@@ -17,17 +17,17 @@ app = typer.Typer(
 
 
 class Output(Console):
-    """Standard output. A reader that leaves (`| head`) is Ctrl-C: a run saves, and ends."""
+    """Standard output. A closed pipe (`| head`) acts as Ctrl-C: a run saves and ends."""
 
     def on_broken_pipe(self) -> None:
         try:
-            super().on_broken_pipe()  # what comes still goes nowhere
+            super().on_broken_pipe()  # sends the rest of the output to /dev/null
         except SystemExit:
             signal.raise_signal(signal.SIGINT)
 
 
-# a pipe has no width of its own, and tables must not be cut there; [brackets] are shapes, extras and paths
-# whatever FORCE_COLOR says, a pipe gets no terminal's control characters
+# a pipe has no width, and rich would cut tables to 80 columns; markup is off because [brackets] are shapes, extras and paths
+# force_terminal: a pipe gets no control characters, whatever FORCE_COLOR is
 console = Output(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False, force_terminal=sys.stdout.isatty())
 errors = Console(stderr=True, markup=False, highlight=False, force_terminal=sys.stderr.isatty())
 
@@ -41,7 +41,7 @@ Runs = Annotated[Path, typer.Option(help="The folder that holds runs.")]
 
 
 def place(runs: Path, name: str) -> Path:
-    """RUNS/NAME; ValueError for a name that is none of a folder in it, or that of the texts there."""
+    """RUNS/NAME. ValueError for a name that cannot be a folder's, or is that of the corpora."""
     from needlework.experiment.recipe import is_folder
 
     if not is_folder(name) or name == "corpora":

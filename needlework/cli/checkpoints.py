@@ -43,7 +43,7 @@ def evaluate(
     folder = cache() / "measuring"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # a home that cannot be written to is no reason not to measure
+    except OSError as error:  # a read-only home: measure all the same
         errors.print(f"{error}: nothing is kept if this is stopped", soft_wrap=True)
         entry = measure(model, text, evaluation)
     else:

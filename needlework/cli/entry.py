@@ -30,7 +30,7 @@ def main() -> None:
         leave(status if isinstance(status, int) else 0)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # who read it has read enough; what is left in the buffer goes nowhere
+    except BrokenPipeError:  # the reader has left: the rest of the buffer goes to /dev/null
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = status or 130
     raise SystemExit(status)
@@ -56,24 +56,24 @@ def status_of(arguments: list[str]) -> int | str | None:
 
 
 def interrupt_once(number: int, frame: FrameType | None) -> None:
-    """The first signal is a KeyboardInterrupt. The next ones change nothing: what is being saved is saved."""
+    """The first signal raises KeyboardInterrupt. Later ones are ignored, so that what is being saved is saved."""
     ignore_the_next()
     raise KeyboardInterrupt
 
 
 def ignore_the_next() -> None:
-    """Not restored: Python's own exit would put the default action back, which kills a process that is ending as it was asked to."""
+    """Ignores further signals, to the end of the process: restored handlers would kill it while Python exits."""
     for end in ENDS:
         signal.signal(end, signal.SIG_IGN)
 
 
 def one_line(error: Exception) -> str:
-    """What it says, or what it is if it says nothing."""
+    """The message in one line, or the error's type if it has none."""
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
 
 
 def repeated(arguments: list[str], option: str) -> list[str]:
-    """`--corpus a b` as `--corpus a --corpus b`: an option takes one value, and a shell's pattern gives many."""
+    """`--corpus a b` as `--corpus a --corpus b`: typer's options take one value, and a shell's pattern gives many."""
     out: list[str] = []
     taking = False
     for argument in arguments:

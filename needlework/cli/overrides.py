@@ -2,8 +2,8 @@
 
     --set a.b=value     a is a field of the recipe, b one of what it holds; of a dict a key, of a tuple a place (0 is the first)
 
-A value is a Python literal, or text, of the type that its field is declared with. All settings are made at once: two that
-belong together are never seen apart.
+A value is a Python literal, or text, of the type that its field is declared with. All settings are applied at once, so two that
+depend on each other may be given together.
 """
 
 import ast
@@ -29,8 +29,8 @@ def changed(recipe, settings: list[str]):
 
 
 def of_steps(recipe, steps: int):
-    """The recipe in `steps` steps, and a sentence that says so: phases keep their shares of the run, and have a step each at least;
-    a warm-up keeps its share of a shorter run, and its steps in a longer one."""
+    """The recipe in `steps` steps, and a sentence about it. Phases keep their shares of the run, at least a step each. A warm-up keeps its
+    share of a shorter run, and its steps in a longer one."""
     if steps < len(recipe.phases):
         raise ValueError(f"--steps {steps}: recipe {recipe.name} has {len(recipe.phases)} phases, expected a step for each")
     phases, left, of = [], steps, recipe.train.steps
@@ -43,12 +43,12 @@ def of_steps(recipe, steps: int):
     warmup = min(schedule.warmup, -(-schedule.warmup * steps // recipe.train.steps))
     train = dataclasses.replace(recipe.train, steps=steps, schedule=dataclasses.replace(schedule, warmup=warmup))
     each = " + ".join(str(phase.steps) for phase in phases)
-    told = f"{recipe.name}: {steps} steps instead of {recipe.train.steps}: phases {each}, warm-up {warmup}"
-    return dataclasses.replace(recipe, phases=tuple(phases), train=train), told
+    note = f"{recipe.name}: {steps} steps instead of {recipe.train.steps}: phases {each}, warm-up {warmup}"
+    return dataclasses.replace(recipe, phases=tuple(phases), train=train), note
 
 
 def _tree(settings: list[str]) -> dict[str, Any]:
-    """{"a": {"b": "value"}} of "a.b=value"; of one field's settings the last counts."""
+    """{"a": {"b": "value"}} of "a.b=value". The last setting of a field wins."""
     tree: dict[str, Any] = {}
     for setting in settings:
         path, equals, text = setting.partition("=")

@@ -61,7 +61,7 @@ def load_module(name: str) -> ModuleType:
             raise ValueError(f"recipe {name!r}: there is no file {name}")
         spec = importlib.util.spec_from_file_location(Path(name).stem, name)
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses of the file look themselves up there
+        sys.modules[spec.name] = module  # dataclasses of the file look up their module there
         with _blamed(Path(spec.origin)):
             spec.loader.exec_module(module)
         return module
@@ -92,7 +92,7 @@ def _returned(name: str) -> Any:
 
 
 def _makes_recipes(value: Any, module: ModuleType) -> bool:
-    """Whether it is a function of the module that may be called without arguments, and says nothing else of what it returns."""
+    """Whether `value` is a function of the module that takes no arguments and is not annotated as returning something else."""
     function = getattr(value, "func", value)  # a partial's
     if not isinstance(function, FunctionType) or function.__module__ != module.__name__:
         return False
@@ -106,7 +106,7 @@ def _makes_recipes(value: Any, module: ModuleType) -> bool:
 
 @contextmanager
 def _blamed(file: Path) -> Iterator[None]:
-    """An error that a recipe's file makes itself is one line with its place; one that we make keeps its traceback."""
+    """Turns an error raised by a recipe's file into a ValueError with its line; an error of ours keeps its traceback."""
     try:
         yield
     except SyntaxError as error:

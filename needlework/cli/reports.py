@@ -10,7 +10,13 @@ import typer
 from .app import app, console
 from .recipes import load_module
 
-SAYS = ("MIXERS", "FAMILIES", "GLANCE", "CLAIMS", "LIMITS")  # of a module: who is compared with whom
+NAMES = (
+    "MIXERS",
+    "FAMILIES",
+    "GLANCE",
+    "CLAIMS",
+    "LIMITS",
+)  # of a module: which mixers are compared, and what is claimed of them
 
 
 @app.command()
@@ -28,7 +34,7 @@ def report(
 
 
 def page_of(results: Path, of: str) -> str:
-    """The command that makes the page, or why there is none."""
+    """The command that makes the page, or the reason why it cannot be made."""
     try:
         _read(results, of)
     except ValueError as error:
@@ -37,10 +43,10 @@ def page_of(results: Path, of: str) -> str:
 
 
 def _read(results: Path, of: str):
-    """The module and the sweep; ValueError for a module that does not say all of SAYS, or results that are no sweep."""
+    """The module and the sweep; ValueError for a module without all of NAMES, or results that are no sweep."""
     from needlework.report.sweep import load_sweep
 
     module: ModuleType = load_module(of)
-    if missing := [name for name in SAYS if not hasattr(module, name)]:
+    if missing := [name for name in NAMES if not hasattr(module, name)]:
         raise ValueError(f"{of} has no {', '.join(missing)}, which a page is made of")
     return module, load_sweep(results, module.MIXERS, module.FAMILIES, module.GLANCE, getattr(module, "VOID", {}))

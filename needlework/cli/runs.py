@@ -84,9 +84,9 @@ def train(
     chosen = load_recipe(recipe)
     if corpus:
         chosen = with_corpus(chosen, corpus)
-    chosen, told = changed(chosen, set_ or []), None
+    chosen, note = changed(chosen, set_ or []), None
     if steps is not None:
-        chosen, told = of_steps(chosen, steps)
+        chosen, note = of_steps(chosen, steps)
     directory = place(runs, chosen.name if name is None else name)
     status = relaunch(sys.argv[1:], ranks)
     if status is not None:
@@ -96,8 +96,8 @@ def train(
     config = {chosen.name: chosen.resume_fingerprint()}
     if first:
         claimable(directory, config)
-    if told:
-        console.print(told, soft_wrap=True)
+    if note:
+        console.print(note, soft_wrap=True)
 
     with Stop() as stop, ExitStack() as held, training(console, chosen.title, chosen.train.steps) as tell:
 
@@ -115,7 +115,7 @@ def train(
         console.print(f"checkpoint: {directory / chosen.name / 'checkpoint'}", soft_wrap=True)
     elif first:
         console.print(f"stopped and saved in {directory}; the same command goes on", soft_wrap=True)
-    if stop.told:
+    if stop.signalled:
         raise KeyboardInterrupt
 
 
@@ -133,7 +133,7 @@ def sweep(
         list[str] | None, typer.Option("--set", help="Change a field of every recipe, e.g. train.compile=False")
     ] = None,
 ) -> None:
-    """Train and measure many recipes and seeds, in as many pieces as it takes; results go to RUNS/NAME/results."""
+    """Train and measure many recipes and seeds, in as many calls as it takes. Results go to RUNS/NAME/results."""
     import torch
 
     from needlework.experiment.sweep import sweep as run_sweep

@@ -1,4 +1,4 @@
-"""Ctrl-C, and SIGTERM, which is a scheduler's: heard by who asks, and once."""
+"""Ctrl-C and a scheduler's SIGTERM as a flag that a run polls."""
 
 import signal
 from types import FrameType
@@ -8,29 +8,29 @@ ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """Inside the `with`, `stop()` is whether it was told to stop. Who asks is not interrupted: it comes to a place to stop at.
+    """Inside the `with`, `stop()` is True once a signal has come.
 
-    Before anyone has asked there is nothing to save, and the first signal is a KeyboardInterrupt. The next ones change nothing, after
-    the `with` too: what is being saved is saved, and the process ends.
+    The first signal raises KeyboardInterrupt only if `stop` was never called, for then there is nothing to save. Later signals are
+    ignored, also after the `with`: the run saves, and the process ends.
     """
 
     def __init__(self):
-        self.told = self.asked = False
+        self.signalled = self.polled = False
 
     def __call__(self) -> bool:
-        self.asked = True
-        return self.told
+        self.polled = True
+        return self.signalled
 
     def __enter__(self):
-        self.before = {sign: signal.signal(sign, self._hear) for sign in ENDS}
+        self.before = {sign: signal.signal(sign, self._receive) for sign in ENDS}
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if not self.told:
+        if not self.signalled:
             for sign, handler in self.before.items():
                 signal.signal(sign, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        again, self.told = self.told, True
-        if not (again or self.asked):
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        again, self.signalled = self.signalled, True
+        if not (again or self.polled):
             raise KeyboardInterrupt

@@ -1,6 +1,9 @@
 """Retrieval: how many tokens of the asked values a model predicts, teacher-forced, and how many values are all right.
 
 The episodes (text, needles, which positions count) are made elsewhere; here they are two integer tensors.
+
+lm-eval's RULER matches generated strings, needs a Hugging Face tokenizer and downloads its texts. This scores tokens of any tokenizer,
+without a network, so the smallest models are measured too.
 """
 
 import math

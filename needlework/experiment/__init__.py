@@ -1,1 +1,1 @@
-"""Runs: a recipe, its directory, what is measured of it; many of them side by side, stopped and resumed."""
+"""Runs: a recipe trains and is measured in its directory; a comparison or a sweep runs many. All of it stops and resumes."""

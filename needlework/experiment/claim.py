@@ -1,8 +1,8 @@
-"""Whose a directory is: one process's at a time, and config.json says what runs in it.
+"""A claim on a directory: one process works there at a time, and config.json says which recipes run there.
 
-    <directory>/config.json      {recipe: what its run must share with the run that it goes on from}
+    <directory>/config.json      {recipe's name: its resume fingerprint}
 
-A run that has a checkpoint, or a result, keeps its config. One that never came so far may begin anew with another.
+A run with a checkpoint or a result keeps its config. A run with neither may begin anew with another.
 """
 
 import json
@@ -22,10 +22,10 @@ class RunError(RuntimeError):
 
 @contextmanager
 def claimed(directory: Path, config: dict[str, Any]) -> Iterator[list[str]]:
-    """`directory`, which is made, for this process alone, as the runs of `config` by recipe's name.
+    """Makes `directory`, locks it for this process, and writes `config`: recipe's name -> resume fingerprint.
 
-    Gives the fields in which runs that never reached a checkpoint begin anew. InUse if another process has the directory; RunError,
-    with the fields that differ, if it holds work of another config.
+    Yields the fields that differ from an earlier config whose runs have no checkpoint. InUse if another process has the directory;
+    RunError, with the fields that differ, if a run there has a checkpoint or a result of another config.
     """
     with alone(directory):
         anew = _agree(directory, config)
@@ -34,7 +34,7 @@ def claimed(directory: Path, config: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def claimable(directory: Path, config: dict[str, Any]) -> None:
-    """What `claimed` would raise, now, before text is read and models are built. Leaves nothing that was not there."""
+    """Raises what `claimed` would raise, before text is read and models are built. Writes nothing."""
     if (directory / "config.json").exists():
         with alone(directory):
             _agree(directory, config)
@@ -54,12 +54,12 @@ def _agree(directory: Path, config: dict[str, Any]) -> list[str]:
 
 
 def has_work(run: Path) -> bool:
-    """Whether a run's directory has what another config would spoil: a checkpoint, or a result."""
+    """Whether a run's directory has a checkpoint or a result."""
     return begun(run / "training") or (run / "result.json").exists()
 
 
 def plain(config: dict[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """The config after a round trip through JSON: tuples are lists."""
     return json.loads(json.dumps(config))
 
 
@@ -72,5 +72,5 @@ def differences(a: Any, b: Any, at: str = "") -> list[str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all."""
+    """Writes `value` as JSON, whole or not at all."""
     write_whole(path, json.dumps(value, indent=1) + "\n")

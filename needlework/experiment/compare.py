@@ -1,4 +1,4 @@
-"""Recipes side by side: two processes of one thread each, live progress, stopped by Ctrl-C and resumed by the same command."""
+"""A comparison: recipes trained side by side, with live progress. Ctrl-C stops it, and the same command resumes it."""
 
 import math
 import os
@@ -26,8 +26,8 @@ def compare(
 ) -> dict[str, Any] | None:
     """Train and measure every recipe in `directory`, write results.json and report.html.
 
-    Everything is read, checked and timed before `directory` is made. Returns the results, or None if a worker was stopped; then the
-    same call goes on where it stopped. InUse or RunError as of `claimed`; ValueError as of `check`.
+    Everything is read, checked and timed before `directory` is made. Returns the results, or None if a worker was stopped; the same
+    call then resumes. Raises InUse or RunError as `claimed` does, ValueError as `check` does.
     """
     config = {recipe.name: recipe.resume_fingerprint() for recipe in recipes}
     claimable(directory, config)
@@ -55,7 +55,7 @@ def compare(
 
 
 def results(name: str, recipes: tuple[Recipe, ...], manifest: dict[str, Any], entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """results.json of the entries that are there."""
+    """The content of results.json for these entries."""
     first = recipes[0]
     return {
         "name": name,
@@ -81,7 +81,8 @@ def results(name: str, recipes: tuple[Recipe, ...], manifest: dict[str, Any], en
 
 
 def seconds_needed(recipe: Recipe, corpus: Corpus) -> float:
-    """An estimate for the whole recipe on one thread: two steps of each phase on a throw-away model, evaluation by its tokens."""
+    """Estimated seconds of the whole recipe on one thread: two steps of each phase are timed on a throw-away model, evaluation is counted
+    by its tokens."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model = build(recipe)

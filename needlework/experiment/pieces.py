@@ -1,8 +1,8 @@
-"""The pieces of a measurement that are done, on the disk: one that was stopped goes on, and gives what it would have given.
+"""The finished pieces of a measurement, on the disk: a measurement that was stopped resumes, with the same numbers.
 
     <folder>/measuring-<digest>.json      {"of": what is measured, by what; "pieces": {name: value}}
 
-The digest is that of `of`. So a file holds pieces of one measurement alone, and another finds none that are not its own.
+The digest is that of `of`, so a file holds the pieces of one measurement alone.
 """
 
 import hashlib
@@ -30,19 +30,19 @@ class Pieces:
         self.done: dict[str, Any] = read_json(self.path)["pieces"] if self.path.exists() else {}
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """The piece of that name as JSON gives it back: what `make` gives, made and written now or before."""
+        """The piece of that name, after a round trip through JSON. `make` is called, and its value written, if there is none yet."""
         if name not in self.done:
             self.done[name] = plain(make())
             write_json(self.path, {"of": self.of, "pieces": self.done})
         return self.done[name]
 
     def forget(self) -> None:
-        """All is measured, and is kept elsewhere."""
+        """Removes the file: the whole measurement is written elsewhere."""
         self.path.unlink(missing_ok=True)
 
 
 def measurement(checkpoint: Path, corpus: Corpus, evaluation: Evaluation, device: torch.device) -> dict[str, Any]:
-    """What a checkpoint's measurement depends on: its files, the text, what is measured; the code and the machine."""
+    """All that a checkpoint's measurement depends on: its files, the text, the evaluation, the code and the machine."""
     read = [path for path in checkpoint.iterdir() if path.suffix in (".safetensors", ".bin")]
     read += [checkpoint / "config.json", checkpoint / "tokenizer.json"]
     return {

@@ -1,4 +1,4 @@
-"""What would end a run later, found before it begins: from the recipe, its text and this machine. Nothing is written."""
+"""Errors that would end a run later, raised before it begins. Writes nothing."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ SHORT = 64  # tokens of the rehearsal's row
 
 
 def check(recipe: Recipe, corpus: Corpus, world: World | None = None) -> None:
-    """ValueError, with the recipe's name, for what training or measuring would stumble over on these ranks."""
+    """ValueError, with the recipe's name, for whatever would fail in training or measuring on these ranks."""
     try:
         with torch.random.fork_rng([]):
             _train(recipe, corpus, World() if world is None else world)
@@ -48,7 +48,7 @@ def _train(recipe: Recipe, corpus: Corpus, world: World) -> None:
 
 
 def _rehearse(recipe: Recipe, batch: Batch) -> None:
-    """A step on one layer of each mixer and a short row: what a layer, an objective or a loss refuses, it refuses here."""
+    """One step on one layer of each mixer and a short row: layers, the objective and the loss raise here what they would raise later."""
     vocabulary = min(recipe.model.vocab_size, 512)
     layout = "".join(dict.fromkeys(recipe.model.layout))
     model = NeedleworkForCausalLM(recipe.model.replaced(layout=layout, vocab_size=vocabulary))

@@ -1,4 +1,4 @@
-"""Progress while it is watched, and where nobody watches: a bar on a terminal; in a pipe or a scheduler's log a line now and then."""
+"""Progress: a bar on a terminal, a line every ten seconds in a pipe or a scheduler's log."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,18 +14,18 @@ EVERY = 10.0  # seconds from line to line
 
 
 def animated(console: Console) -> bool:
-    """Whether what is shown there can change in place."""
+    """Whether the console can redraw a line."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
 class Lines:
-    """Prints what it is given where nothing can change in place: the first at once, then one in `EVERY` seconds."""
+    """Prints lines where the console cannot redraw: the first at once, then at most one in `EVERY` seconds."""
 
     def __init__(self, console: Console):
         self.console, self.next = console, 0.0
 
     def __call__(self, told: Callable[[], str], now: bool = False) -> None:
-        """now: print it however soon it comes, as the last of something."""
+        """now: print it whatever the time, e.g. the last line."""
         if not animated(self.console) and (now or time.monotonic() >= self.next):
             self.next = time.monotonic() + EVERY
             self.console.print(told(), soft_wrap=True)
@@ -37,7 +37,7 @@ def time_left(seconds: float) -> str:
 
 @contextmanager
 def training(console: Console, title: str, steps: int) -> Iterator[Callable[[Progress], None]]:
-    """Gives what is to be called after every step."""
+    """Yields a function to call after every step."""
     if not animated(console):
         yield _in_lines(console, title)
         return
@@ -54,7 +54,7 @@ def _in_lines(console: Console, title: str) -> Callable[[Progress], None]:
 
     def tell(p: Progress) -> None:
         last = p.step == p.steps
-        then = "now it is measured" if last else time_left(p.seconds / p.step * (p.steps - p.step))
+        then = "measuring now" if last else time_left(p.seconds / p.step * (p.steps - p.step))
         speed = f"loss {p.loss:.3f}, {p.tokens_per_second:,.0f} tokens/s"
         lines(lambda: f"{title}: step {p.step} of {p.steps} ({p.step / p.steps:.0%}), {speed}, {then}", now=last)
 

@@ -13,7 +13,7 @@ from needlework.experiment.recipe import Recipe
 from needlework.report.sweep import found
 from needlework.train import Progress
 
-FEW = 12  # more runs than these are shown only while they run
+FEW = 12  # of more runs only those at work are shown
 
 
 class ProgressTable:
@@ -22,7 +22,7 @@ class ProgressTable:
     def __init__(self, recipes: dict[str, Recipe], seconds: dict[str, float], workers: int):
         self.recipes, self.seconds, self.workers = recipes, seconds, workers
         self.progress: dict[str, Progress] = {}
-        self.started: dict[str, tuple[float, int]] = {}  # when a mixer was first heard of in this session, and at which step
+        self.started: dict[str, tuple[float, int]] = {}  # name -> time and step of its first report in this session
         self.done: dict[str, dict[str, Any]] = {}
 
     def read(self, reports) -> None:
@@ -39,7 +39,7 @@ class ProgressTable:
         self.done[name] = entry
 
     def remaining(self) -> float:
-        """Seconds: the work that is left, at the pace seen so far, shared by the workers; never below the longest single part."""
+        """Seconds left: the remaining work at the pace seen so far, shared by the workers, at least that of the longest run."""
         spent = expected = 0.0
         left = []
         for name, total in self.seconds.items():
@@ -56,7 +56,7 @@ class ProgressTable:
         return max(sum(left) / self.workers, max(left, default=0.0)) * pace
 
     def line(self) -> str:
-        """The same where nothing can be drawn twice: how many are done, how far those are that run, the time left."""
+        """One line for a log: how many runs are done, how far the others are, the time left."""
         told = [f"{len(self.done)} of {len(self.recipes)} done"]
         for name in self.running():
             p = self.progress[name]

@@ -1,6 +1,6 @@
 """A recipe: all that fixes a run; its model at its start, and its text.
 
-Knows what a run is made of. What is done with it is runner.py's.
+`runner.py` trains and measures it.
 """
 
 import hashlib
@@ -95,7 +95,7 @@ class Recipe:
         } | {name: asdict(value) for name, value in fields.items()}
 
     def resume_fingerprint(self) -> dict[str, Any]:
-        """What a run that goes on must share with the one that it goes on from."""
+        """The fields that a resumed run must share with the run it resumes."""
         return self.to_dict() | {"train": self.train.resume_fingerprint()}
 
     def batch(self, corpus: Corpus, index: int) -> Batch:
@@ -111,7 +111,7 @@ class Recipe:
         raise ValueError(f"step {step}: the recipe has {first}")
 
     def losses(self, model: NeedleworkForCausalLM, piece: Piece) -> Losses:
-        """What a step descends on, of one rank's part of a micro-batch."""
+        """The loss terms of one rank's part of a micro-batch."""
         return model(
             piece.input_ids,
             targets=piece.labels,
@@ -126,12 +126,12 @@ class Recipe:
 
 
 def is_folder(name: str) -> bool:
-    """Whether it can be the name of a folder in any other, on any system."""
+    """Whether `name` can be that of a folder, on any system."""
     return name not in ("", ".", "..") and name.isprintable() and not any(separator in name for separator in "/\\")
 
 
 def build(recipe: Recipe) -> NeedleworkForCausalLM:
-    """The model at its start: the same for a seed, whatever ran before; ValueError if `start` has other weights."""
+    """The model before its first step, a function of the recipe alone. ValueError if `start` has other weights."""
     if recipe.start is not None:
         try:
             return load_model(Path(recipe.start), recipe.model)

@@ -1,14 +1,14 @@
-"""A recipe, and what is done with it: train, keep, measure; one recipe or several side by side, stopped and resumed.
+"""A run: one recipe trained, saved and measured in its directory, stopped and resumed.
 
-Knows the order of things and the files of a run's directory. How to train, what a task is and how to measure are other rooms'.
+Knows the order of these and the files of the directory. `train`, `data` and `evaluate.py` know how.
 
-    runs/corpora/<digest>/            texts that are tokenised once, for every run that reads them
-    runs/<name>/config.json           what runs here, exactly
+    runs/corpora/<digest>/            texts, tokenised once for every run that reads them
+    runs/<name>/config.json           the resume fingerprint of every recipe that runs here
                 manifest.json         the text that a comparison read
-                results.json          what was measured               report.html       the same, to look at
+                results.json          a comparison's measurements     report.html       its page
                 <mixer>/manifest.json     the text it read            <mixer>/training/     checkpoints, log.jsonl
                 <mixer>/checkpoint/       for AutoModelForCausalLM    <mixer>/result.json   written when the mixer is done
-                <mixer>/measuring-….json  what is measured so far     lock, <mixer>/lock    whose they are now
+                <mixer>/measuring-….json  its measurements so far     lock, <mixer>/lock    held by the process at work
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from needlework.models import NeedleworkForCausalLM, disable_progress_bar, save_
 from needlework.report.curves import curves
 from needlework.train import BadStep, CheckpointError, InUse, Progress, Result, World, alone, full_state, train
 
-# what a user did, or the machine: the message alone explains it; anything else is a mistake of ours and keeps its traceback
+# errors of the user or the machine, shown as one line; any other is a mistake of ours and keeps its traceback
 EXPLAINED = (
     ValueError, ArithmeticError, OSError, MemoryError, torch.OutOfMemoryError,
     RunError, InUse, CheckpointError, StoreError, SourceError,
@@ -50,9 +50,9 @@ def run(
     on_text: Callable[[Corpus], None] = lambda corpus: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
-    """Train and measure one recipe in `directory`, on this rank's part of it; what is done already is not done again.
+    """Trains and measures one recipe in `directory`, on this rank's part of it, from where an earlier call stopped.
 
-    On a GPU where there is one. Returns the mixer's entry of results.json; None if it was stopped, and on all ranks but the first,
+    On a GPU where there is one. Returns the run's entry of results.json; None if it was stopped, and on all ranks but the first,
     which alone measures. On a CPU training is one thread: small operators gain nothing from more, and one is bit-reproducible.
 
     begin: called on the first rank when the text is read, the recipe checked and the model built; what it raises ends the run.
@@ -110,7 +110,7 @@ def run(
 def finish(
     recipe: Recipe, corpus: Corpus, result: Result, directory: Path, device: torch.device, stop: Callable[[], bool]
 ) -> None:
-    """Measure what was kept, and write result.json. Stopped if it is asked to stop; then the next call goes on."""
+    """Measures the saved checkpoint and writes result.json. Raises Stopped if `stop` says so; the next call resumes."""
     checkpoint = directory / "checkpoint"
     pieces = Pieces(directory, measurement(checkpoint, corpus, recipe.evaluate, device))
     kept = lambda config: load_model(checkpoint, config).to(device)
@@ -145,7 +145,7 @@ def training_entry(
 
 
 def ended_entry(recipe: Recipe, directory: Path, error: BadStep) -> dict[str, Any]:
-    """What is known of a run that its guard ended: `ended` instead of what was measured."""
+    """The entry of a run that its guard ended: `ended` instead of measurements."""
     ended = {"step": error.step, "steps": recipe.train.steps, "why": error.where}
     return named(recipe) | {"ended": ended} | origin(recipe, directory)
 

@@ -1,9 +1,9 @@
-"""A sweep: many recipes and seeds, each a run of its own, in as many pieces as it takes; results of any machine lie side by side.
+"""A sweep: many recipes and seeds, each a run of its own, in as many calls as it takes. Results of several machines share a folder.
 
 runs/<name>/<mixer>-<seed>/        a run (runner.py)
-            results/<mixer>-<seed>.json    what it measured, with its config: what `needlework report` reads. Of a run that its
-                                           guard ended, where and why: it would end there again
-                    corpora/<sha256>.json  the manifest of a text that they read: what it was made of
+            results/<mixer>-<seed>.json    its measurements and its config, for `needlework report`. Of a run that its guard
+                                           ended: where and why, for it would end there again
+                    corpora/<sha256>.json  the manifest of a text that the runs read
 """
 
 from pathlib import Path
@@ -22,18 +22,18 @@ from needlework.json_file import read_json
 from needlework.train import BadStep
 
 TOKENS_PER_SECOND = (
-    500_000  # of a small model on one GPU: where the time left is guessed from before any run has shown its pace
+    500_000  # of a small model on one GPU: the first guess of the time left, before any run has reported its pace
 )
 
 
 def sweep(
     recipes: tuple[Recipe, ...], directory: Path, console: Console, workers: int, minutes: float | None = None
 ) -> list[Path]:
-    """Run what has no result yet; returns the results that are missing still.
+    """Runs every recipe that has no result yet. Returns the paths of the results that are still missing.
 
-    minutes: stop after so many, every run with a checkpoint; the same call goes on. One run a worker, a GPU each where there are.
-    ValueError for two runs of one name and seed, and as of `check`, before anything is written; RunError for a result of another
-    config, and names the runs that failed, when all others are done.
+    workers: runs at a time, a GPU each where there are GPUs. minutes: stop after so many, every run with a checkpoint; the same call
+    resumes. ValueError for two runs of one name and seed, and what `check` raises, before anything is written. RunError for a result
+    of another config, and, when all others are done, for the runs that failed.
     """
     wanted = {directory / "results" / f"{name_of(recipe)}.json": recipe for recipe in recipes}
     if len(wanted) < len(recipes):
@@ -75,9 +75,9 @@ def name_of(recipe: Recipe) -> str:
 
 
 def finished(result: Path, recipe: Recipe, run: Path) -> bool:
-    """Whether `result` is the recipe's. A run that ended before its first checkpoint may begin anew with another config.
+    """Whether `result` is there and of this recipe. A run that ended before its first checkpoint may begin anew with another config.
 
-    RunError, with the fields that differ, for another config's result: it would be taken for this one's.
+    RunError, with the fields that differ, for a result of another config.
     """
     if not result.exists():
         return False

@@ -40,7 +40,8 @@ class Claim(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """mean ± half: the 95 % interval; p: two-sided, of no difference. Both None for one pair. n: pairs, or the runs of the smaller side."""
+    """mean ± half: the 95 % interval; p: two-sided, of no difference. Both None for one pair.
+    n: pairs, or the runs of the smaller side."""
 
     mean: float
     half: float | None
@@ -113,7 +114,7 @@ def _word(verdict: Verdict, p: float) -> str:
 
 
 def _measured(sweep: Sweep, claim: Claim) -> Verdict:
-    """The verdict of a claim that its numbers do not decide; else all but p and the word, which is empty."""
+    """The verdict of a claim that needs no test; of another all but p and the word, which is empty."""
     names = (claim.better, claim.worse)
     if sweep.void.keys() & set(names):
         return Verdict(claim, "void, to be rerun")
@@ -139,5 +140,5 @@ def _measured(sweep: Sweep, claim: Claim) -> Verdict:
 
 
 def _no_range(shares: list[float], negligible: float) -> str:
-    """Where shares above chance all lie: "chance", "the ceiling", or "" for anywhere else."""
+    """Where all shares above chance lie: at "chance", at "the ceiling", or elsewhere, ""."""
     return "chance" if max(shares) <= negligible else "the ceiling" if min(shares) >= 1 - negligible else ""

@@ -1,4 +1,4 @@
-"""What a training's log says beside the loss, in as few numbers as a figure needs: results are kept for good."""
+"""Learning rate, gradient norm and memory of a training's log, in as few numbers as a figure needs."""
 
 import json
 import math
@@ -13,7 +13,7 @@ MOST = 64
 def curves(path: Path) -> dict[str, list[float]] | None:
     """{"steps", "lr", "grad_norm", "memory"} of a log.jsonl, at most 64 of each; None if no line has all of them.
 
-    Each stands for a stretch of logged steps: its last step, learning rate and peak memory, and the mean of its gradient norms, of
+    Each entry is a stretch of logged steps: its last step, learning rate and peak memory, and the mean of its gradient norms, of
     three digits. A step without one of them (a gradient that was not finite) is left out.
     """
     logged = list(_logged(path)) if path.exists() else []

@@ -9,7 +9,7 @@ from .sweep import Spread
 
 
 def mean(numbers: Iterable[float], digits: int = 4) -> str:
-    """Their mean; a dash where one is not finite, as of what a rule does not have."""
+    """The mean; a dash where a number is not finite, as a rule's missing measure is."""
     found = statistics.fmean(numbers)
     return f"{found:.{digits}g}" if math.isfinite(found) else "–"
 
@@ -19,7 +19,7 @@ def decimal(s: Spread, digits: int) -> str:
 
 
 def percents(s: Spread, guess: float) -> str:
-    """In percent: mean ± standard deviation, or run by run where they have nothing in common."""
+    """In percent: mean ± standard deviation, or run by run where the runs are split."""
     if s.split(guess):
         return " / ".join(_whole(100 * value) for value in s.values)
     return _whole(100 * s.mean) + ("" if s.deviation is None else f" ± {100 * s.deviation:.0f}")

@@ -1,4 +1,4 @@
-"""Student's t: how far the mean of a few values may be from where it seems. Whole degrees of freedom, exact, no tables.
+"""Student's t for whole degrees of freedom, exact: intervals and p values of the mean of a few values.
 
 with tan θ = t/√ν,  P(|T| <= t) = sin θ (1 + ½ cos² θ + (1·3)/(2·4) cos⁴ θ + … to cos^(ν−2))                    ν even
                                 = 2/π [θ + sin θ cos θ (1 + ⅔ cos² θ + (2·4)/(3·5) cos⁴ θ + … to cos^(ν−3))]     ν odd

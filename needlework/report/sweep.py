@@ -38,12 +38,13 @@ class Spread(NamedTuple):
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     def split(self, guess: float) -> bool:
-        """Whether the runs lie further apart than half of what is above a guess: some learned it and some did not, and no mean is like any."""
+        """Whether the runs lie further apart than half of the range above chance: some learned the task, some did
+        not, and a mean says little."""
         return max(self.values) - min(self.values) > (1 - guess) / 2
 
 
 class Void(NamedTuple):
-    """Runs that measured something else than they say: of code up to its mend, so those whose commit begins with one of `commits`."""
+    """Runs of faulty code, by the commits that they ran from: those whose commit begins with one of `commits`."""
 
     reason: str
     commits: tuple[str, ...]
@@ -87,7 +88,7 @@ class Sweep:
         return self.spread(mixer, lambda run: run[task][str(T)]["accuracy"])
 
     def split(self, mixer: str, tasks: tuple[str, ...], T: int) -> bool:
-        """Whether the mixer's runs lie so far apart in what they find at T that no mean is like any of them."""
+        """Whether the mixer's runs are split at T, see `Spread.split`."""
         return self.spread(mixer, lambda run: found(run, tasks, [T])).split(statistics.fmean(map(chance, tasks)))
 
 
@@ -161,7 +162,7 @@ def load_sweep(
 
 
 def _check_scores(run: dict[str, Any], path: Path) -> None:
-    """ValueError that names a length that is missing, or a share that is none."""
+    """ValueError that names a missing length, or an accuracy outside 0..1."""
     if "ended" in run:
         return
     for key in ("loss", "state_bytes", *run["tasks"]):

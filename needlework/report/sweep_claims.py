@@ -1,4 +1,4 @@
-"""The claims of a sweep as its page tells them: a row each, with what was found, how surely, and in one word."""
+"""The claims on a sweep's page: a row each, with the difference, its interval and the verdict in one word."""
 
 from collections import Counter
 

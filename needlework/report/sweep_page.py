@@ -1,4 +1,4 @@
-"""The page of a sweep: what was run, what was found, which claims hold, and what it cannot say. Markdown, from the runs alone."""
+"""The page of a sweep in Markdown, made from its runs alone: the runs, the results, the claims' verdicts, the limits."""
 
 import json
 import statistics
@@ -19,7 +19,8 @@ from .words import count, listing, multiple, size
 
 
 def write_page(sweep: Sweep, directory: Path, claims: tuple[Claim, ...], limits: str) -> Path:
-    """README.md and its pictures in `directory`; equal runs give equal bytes. `limits` is what the author knows it cannot say."""
+    """README.md and its pictures in `directory`; equal runs give equal bytes. limits: the author's text on what the
+    results do not show."""
     tasks, shown = sweep.tasks, (sweep.lengths[0], sweep.lengths[len(sweep.lengths) // 2 - 1], sweep.lengths[-1])
     figures.at_a_glance(sweep, directory / "glance.png", tasks)
     figures.retrieval_by_length(sweep, directory / "retrieval.png", tasks)
@@ -120,7 +121,7 @@ def _code(run: dict[str, Any]) -> str:
 
 
 def _other(sweep: Sweep, digest: str) -> str:
-    """Who read a text that is not quite the first one's, and what that has."""
+    """Which runs read a text that differs slightly from the first run's, and in what."""
     who = [
         f"{run['title']}, seed {run['seed']}," for of in sweep.runs.values() for run in of if run["corpus"]["sha256"] == digest
     ]

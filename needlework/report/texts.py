@@ -27,7 +27,7 @@ def manifests(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def apart(one: dict[str, Any] | None, other: dict[str, Any] | None) -> str | None:
-    """Why what was trained on one text is not to stand beside what was trained on the other; None if it may."""
+    """Why runs on the one text cannot be compared with runs on the other; None if they can."""
     if one is None or other is None:
         return "corpora/ has no manifest that says what differs"
     if not all("stores" in m and all("held_out" in p for p in m["files"]) for m in (one, other)):

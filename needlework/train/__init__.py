@@ -1,6 +1,6 @@
-"""Training: one model, batches that are a function of the step, a directory; stopped and resumed without a trace.
+"""Training: one model, batches that are a function of the step, a directory. A stopped run resumes.
 
-On one CPU thread or on the GPUs of several hosts, by PyTorch's own engine. Knows no mixer: a model is whatever `losses` can ask.
+On one CPU thread or on the GPUs of several hosts, by PyTorch's own engine. Knows no mixer: a model is whatever `losses` can call.
 """
 
 from .checkpoint import CheckpointError as CheckpointError

@@ -89,7 +89,7 @@ class Checkpoints:
     def _publish(self, final: Path, tmp: Path) -> None:
         manifest.write(tmp, self.config)
         _sync_directory(tmp)
-        # What stands here already is damaged: a run resumes from the newest whole checkpoint, so it passes only damaged ones.
+        # A checkpoint of this step is damaged if there is one: a run resumes from the newest whole one.
         shutil.rmtree(final, ignore_errors=True)
         tmp.rename(final)
         _sync_directory(self.directory)

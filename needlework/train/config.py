@@ -53,6 +53,6 @@ class TrainConfig:
         fit("train", self)
 
     def resume_fingerprint(self) -> dict[str, Any]:
-        """The fields that a resumed run must share with the run that it goes on from."""
+        """The fields that a resumed run must share with the run it resumes."""
         changeable = ("parallel", "recompute", "compile", "tensorboard")
         return {name: value for name, value in asdict(self).items() if name not in changeable}

@@ -1,4 +1,4 @@
-"""What one step reads: its micro-batches, this rank's rows and tokens of them, on the device."""
+"""The input of one step: this rank's rows and tokens of its micro-batches, on the device."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from .world import World
 
 
 class Feed(NamedTuple):
-    """numbers: of the micro-batches. counted, tokens: on all ranks together."""
+    """numbers: those of the micro-batches. counted, tokens: labels that count and tokens, summed over all ranks."""
 
     numbers: range
     pieces: list[Piece]

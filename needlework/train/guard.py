@@ -1,4 +1,4 @@
-"""Steps that must not be taken: a loss or gradient that is not finite, or that leaps; found before the optimiser, and named."""
+"""The guard: finds steps whose loss or gradient is not finite, or leaps, before the optimiser applies them, and their cause."""
 
 import math
 import sys

@@ -1,4 +1,7 @@
-"""One command everywhere: on a machine with several GPUs it starts itself again as one process for each."""
+"""One command everywhere: on a machine with several GPUs it starts itself again as one process for each.
+
+torchrun starts the ranks, in a process of its own: its API would replace the signal handlers of this one.
+"""
 
 import os
 import signal

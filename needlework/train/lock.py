@@ -2,9 +2,10 @@
 
     <directory>/lock     flock(2) on it; it says who has it: process, host, since when
 
-The lock ends with the process, also by kill -9. The file stays: removed, it could be locked by one process while another makes it anew.
+The lock ends with the process, also by kill -9. The file is never removed: one process could lock the old file
+while another makes a new one.
 On NFS the server keeps the lock, for all hosts; when a host dies, it lets go only after its lease, a minute or two. A file system
-without locks (Lustre mounted without -o flock) keeps nobody out, which a warning says.
+without locks (Lustre mounted without -o flock) keeps no process out; a warning says so.
 """
 
 import errno

@@ -1,6 +1,7 @@
-"""The training loop: step after step into a directory, stopped and resumed without a trace, on one rank or many.
+"""The training loop: steps, a log and checkpoints in a directory, stopped and resumed, on one rank or many.
 
-Knows the order of things: resume, step, log, checkpoint. Leaves to others: what a step does (`step.py`), what the model minimises, where batches come from, what progress looks like, who asks it to stop.
+Knows the order of things: resume, step, log, checkpoint. Leaves to others: what a step does (`step.py`), what the model minimises,
+where batches come from, what progress looks like, who asks it to stop.
 
 Everything that a step depends on is the step's number (its batches, its learning rate) or in the checkpoint (weights, optimiser
 states, PyTorch's generators). So a resumed run is bit-equal to one that never stopped, wherever the same operations
@@ -81,12 +82,12 @@ def train(
     Step s (0 is the first) descends on the mean cross entropy over all counted labels of its `config.accumulate` batches, and
     on what `losses` adds to it.
 
-    model: the same weights on every rank; on one rank on the device that it shall stay on, on several it is moved and sharded.
+    model: the same weights on every rank. On one rank it stays on its device; on several it is moved and sharded.
     batch: a pure function of its number, see `TrainConfig.accumulate`; the whole batch on every rank, which takes its part.
-    losses: losses(model, piece) -> `Losses`; as it stands for model(input_ids [B T]) -> logits [B T vocabulary].
+    losses: losses(model, piece) -> `Losses`; the default takes model(input_ids [B T]) -> logits [B T vocabulary].
     directory: takes the checkpoints, log.jsonl (step, loss, lr, grad_norm, tokens, seconds, memory in bytes, what `losses` adds;
-        lr is the first group's, the other groups' are proportional) and ran.json. Ranks on several hosts share it. It is made when
-        model and optimisers are, and locked meanwhile.
+        lr is the first group's, the other groups' are proportional) and ran.json. Ranks on several hosts share it. It is made after
+        the model and the optimisers, and locked during the training.
     recipe: whatever else fixes the run (the model's config, the data's), JSON-ready; kept in each checkpoint and compared.
     on_step: called after every step. It must leave PyTorch's generators and the model's mode as they were.
     stop: asked before every step; True on any rank ends the run with a checkpoint.

@@ -27,7 +27,7 @@ class Batch(Protocol):
 
 
 class Piece(NamedTuple):
-    """A rank's part of a batch, on its device. state_passing: carries states from the sequence's part before; None if it is whole."""
+    """A rank's part of a batch, on its device. state_passing: brings the states of the rank before; None if the sequence is whole."""
 
     input_ids: Tensor
     labels: Tensor

@@ -69,7 +69,7 @@ class Muon:
         X ← a X + b (X Xᵀ) X + c (X Xᵀ)² X         `ns_steps` times, in bfloat16; (a, b, c) = `coefficients`
         W ← (1 - lr weight_decay) W - lr √max(1, rows / cols) X
 
-    matrices: a parameter with two axes whose name matches is a matrix inside a block. As it stands: every `weight` below a
+    matrices: a parameter with two axes whose name matches is a matrix inside a block. The default: every `weight` below a
     numbered module. Other parameters with two axes (one vector or gate per head, say) are no linear maps and go to `rest`.
     Raises ValueError for a number out of its range.
     """

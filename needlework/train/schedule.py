@@ -6,6 +6,8 @@
               m(s) = 1 - (1 - floor) x                   x = (s - flat · steps) / (steps - flat · steps)
 
 The floor is reached at s = steps, one past the last step: a floor of 0 wastes no step.
+
+`torch.optim.lr_scheduler` keeps state that a checkpoint must hold. A function of the step needs none, so a resumed run has the same rates.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""The long-context path: one sequence in contiguous parts over the ranks of a mesh axis, every layer's state handed on.
+"""Sequence parallelism: one sequence in contiguous parts over the ranks of a mesh axis, by passing every layer's state on.
 
     rank r:   state ← rank r−1,   x, state ← block(x, state),   state → rank r+1        layer after layer
 
-No mixer takes part: what passes is what a mixer returns to be resumed (S, a convolution's last inputs, pages of keys and values),
+No mixer knows of it: the ranks pass on the state that a mixer returns (S, a convolution's last inputs, pages of keys and values),
 and its gradient comes back the same way. While rank 1 is in layer 1, rank 0 is in layer 2: the ranks are a wavefront, and a
 pass over L layers takes (L + P − 1)/L of what P ranks would take that need not wait.
 
@@ -49,7 +49,7 @@ class StatePassing:
             )
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         self._forms: dict[tuple, _Form] = {}  # of states that arrive and leave, by layer and shape of x
-        self._sent: list[tuple[dist.Work, Tensor]] = []  # not known to have arrived
+        self._sent: list[tuple[dist.Work, Tensor]] = []  # sends whose completion nobody has waited for
         self._arrived: list[Tensor] = []  # this layer's state, between `receive` and `send`
 
     def cut(self, x: Tensor) -> Tensor:

@@ -132,9 +132,9 @@ class Run:
 
 def _differing(here: dict[str, torch.Size], there: dict[str, tuple[torch.Size, torch.dtype]], prefix: str) -> list[str]:
     saved = {name: size for name, (size, _) in there.items() if name.startswith(prefix)}
-    told = lambda sizes, name: list(sizes[name]) if name in sizes else "absent"
+    size = lambda sizes, name: list(sizes[name]) if name in sizes else "absent"
     return [
-        f"{name.removeprefix(prefix)}: {told(saved, name)} there, {told(here, name)} here"
+        f"{name.removeprefix(prefix)}: {size(saved, name)} there, {size(here, name)} here"
         for name in sorted(saved.keys() | here.keys())
         if saved.get(name) != here.get(name)
     ]

@@ -1,7 +1,7 @@
-"""A step's end: its numbers, on their way to the host, and the optimisers that they let move.
+"""The end of a step: its loss and norms are copied to the host, and the optimisers step if these are sound.
 
-Whether a step is to be taken is known on the device when its backward ends; the host hears of it later, and launching an optimiser
-takes it milliseconds more. So what can decide on the device is launched before the host has read anything.
+The device knows when the backward ends whether a step is sound; the host reads it later and needs milliseconds to launch an
+optimiser. A fused optimiser decides on the device, so it is launched before the host has read anything.
 """
 
 import math
@@ -41,7 +41,7 @@ class Numbers:
         self.copied = torch.cuda.current_stream(self.there.device).record_event() if cuda else None
 
     def read(self) -> Read:
-        """The host waits here, for the backward and not for what was launched since."""
+        """Waits for the backward, and not for what was launched since."""
         if self.copied is not None:
             self.copied.synchronize()
         square, loss, *rest = self.here.tolist()
@@ -63,7 +63,7 @@ class Update:
         self.clip = clip
 
     def begin(self, numbers: Numbers, limits: Limits) -> None:
-        """Launch what decides on the device: moves nothing where the loss or the norm is over its limit, or not finite."""
+        """Launches the fused optimisers. They change no weight if the loss or the norm is over its limit or not finite."""
         if not self.early:
             return
         norm, loss = numbers.there[0].sqrt(), numbers.there[1]
@@ -74,7 +74,7 @@ class Update:
             optimizer.step()
 
     def finish(self, norm: float) -> None:
-        """The others' steps, of a gradient that the host knows to be sound."""
+        """Steps the other optimisers, on a gradient that the host knows to be sound."""
         for optimizer in self.late:
             gradient.clip_([p for group in optimizer.param_groups for p in group["params"]], norm, self.clip)
             optimizer.step()

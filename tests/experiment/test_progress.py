@@ -31,7 +31,7 @@ def test_a_pipe_gets_the_first_step_one_in_ten_seconds_and_the_last(clock):
     lines = console.file.getvalue().splitlines()
     assert [int(re.search(r"step (\d+) of 100", line)[1]) for line in lines] == [*range(1, 100, 10), 100]
     assert lines[1] == "Q-Delta: step 11 of 100 (11%), loss 2.500, 1,234 tokens/s, about 3 min left"
-    assert lines[-1] == "Q-Delta: step 100 of 100 (100%), loss 2.500, 1,234 tokens/s, now it is measured"
+    assert lines[-1] == "Q-Delta: step 100 of 100 (100%), loss 2.500, 1,234 tokens/s, measuring now"
     assert all(line.isprintable() for line in lines)
 
 
