@@ -22,7 +22,9 @@ NAMES = (
 @app.command()
 def report(
     results: Annotated[Path, typer.Argument(help="The folder of a sweep's results: RUNS/NAME/results.")],
-    of: Annotated[str, typer.Option(help="The recipes' module, which says who is compared with whom.")] = "comparison",
+    of: Annotated[
+        str, typer.Option(help="The recipes' module, which names the mixers to compare and the claims.")
+    ] = "comparison",
     to: Annotated[Path | None, typer.Option(help="Where the page goes; default: beside the results.")] = None,
 ) -> None:
     """Make the page of a sweep from its results: tables with mean ± spread, curves, claims, limits."""

@@ -52,7 +52,7 @@ def diagnose(
 
 
 def check_diagnosis(mixers: dict[str, dict[str, Any]], corpus: Corpus, T: int, seed: int) -> None:
-    """ValueError for what `diagnose` would stumble over, of a model with `mixers`."""
+    """Raises the ValueErrors that `diagnose` would raise for a model with `mixers`."""
     ids, needle = needle_in_text(corpus, seed, T)
     for mixer in mixers.values():
         write = mixer.get("write", {})

@@ -49,7 +49,7 @@ class Evaluation:
 
 
 class Stopped(Exception):
-    """Asked to stop in the middle of a measurement."""
+    """A measurement was asked to stop before its end."""
 
 
 def measure(
@@ -59,10 +59,10 @@ def measure(
     once: Once = lambda name, make: make(),
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """{"loss": {T: nats}, task: {T: score}, "positions": …, "diagnostics": …} of a model, which is put in evaluation mode.
+    """{"loss": {T: nats}, task: {T: score}, "positions": …, "diagnostics": …} of a model, which this puts in evaluation mode.
 
-    once: keeps pieces, each a number or JSON: every length's loss, every task at every length, … stop: asked before each module's
-    forward, and at every token of a diagnosis; Stopped is raised when it is True.
+    once: keeps pieces, each a number or JSON: every length's loss, every task at every length, … stop: called before each module's
+    forward and at every token of a diagnosis; True raises Stopped.
     """
     e = evaluation
     model.eval()
@@ -98,7 +98,7 @@ def running(corpus: Corpus, evaluation: Evaluation, T: int) -> Tensor:
 
 
 def questions(corpus: Corpus, evaluation: Evaluation, task: str, T: int) -> Episodes:
-    """What a task asks at T: as many tokens as the loss reads, at least `rows` rows."""
+    """The episodes of a task at T: as many tokens as the loss reads, at least `rows` rows."""
     return TASKS[task](corpus, evaluation.seed, max(evaluation.rows, evaluation.tokens // T), T)
 
 
@@ -108,7 +108,7 @@ def documents(corpus: Corpus, evaluation: Evaluation) -> Tensor:
 
 
 def check_measurement(mixers: dict[str, dict[str, Any]], corpus: Corpus, evaluation: Evaluation) -> None:
-    """ValueError for what `measure` would stumble over, of a model with `mixers`: every row that it reads is made, as it makes them."""
+    """Raises the ValueErrors that `measure` would raise for a model with `mixers`: makes every row that it would read."""
     e = evaluation
     for T in e.lengths:
         running(corpus, e, T)

@@ -27,7 +27,7 @@ def load_model(folder: Path, config: NeedleworkConfig | None = None) -> Needlewo
         except ValueError as error:
             raise ValueError(f"{folder / 'config.json'}: {error}") from None
     if (folder / INDEX).is_file():
-        read_json(folder / INDEX)  # transformers would not say which file is torn
+        read_json(folder / INDEX)  # transformers' own error does not name a torn file
     disable_progress_bar()
     try:
         model, found = NeedleworkForCausalLM.from_pretrained(
@@ -37,6 +37,6 @@ def load_model(folder: Path, config: NeedleworkConfig | None = None) -> Needlewo
         raise ValueError(f"{folder}: model.safetensors, or a part of it, is torn ({error})") from None
     wrong = {what: sorted(map(str, names)) for what, names in found.items() if names}
     if wrong:
-        told = "; ".join(f"{what.replace('_', ' ')}: {', '.join(names[:4])}" for what, names in wrong.items())
-        raise ValueError(f"{folder} holds another model ({told})")
+        differing = "; ".join(f"{what.replace('_', ' ')}: {', '.join(names[:4])}" for what, names in wrong.items())
+        raise ValueError(f"{folder} holds another model ({differing})")
     return model

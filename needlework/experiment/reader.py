@@ -23,7 +23,7 @@ def reader(model: NeedleworkForCausalLM) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def as_trained(device: torch.device) -> Iterator[None]:
-    """On a GPU in bfloat16, attention by the kernels of training: lengths are few here too."""
+    """On a GPU bfloat16 autocast, with training's attention kernels: a measurement has few lengths."""
     if device.type != "cuda":
         yield
     else:
@@ -32,8 +32,8 @@ def as_trained(device: torch.device) -> Iterator[None]:
 
 
 def at_once(model: NeedleworkForCausalLM, T: int) -> int:
-    """Rows of T tokens in a forward pass: those whose logits a quarter of the GPU holds, each as the model gives it, in float32 and in
-    a softmax, and 32 bits count. A long row alone leaves most of a GPU idle where its chunks wait for one another."""
+    """Rows of T tokens in a forward pass. On a GPU their logits (in the model's dtype, in float32 and in a softmax) fill a quarter of
+    its memory and have at most 2³¹ − 1 elements. One long row alone would leave most of a GPU idle."""
     if model.device.type != "cuda":
         return max(1, 8_192 // T)
     memory = torch.cuda.get_device_properties(model.device).total_memory
@@ -42,7 +42,7 @@ def at_once(model: NeedleworkForCausalLM, T: int) -> int:
 
 @contextmanager
 def asking(model: nn.Module, ask: Callable[..., None]) -> Iterator[None]:
-    """`ask` is called before every module's forward: a pass over long rows takes too long to wait for."""
+    """Calls `ask` before every module's forward: a whole pass over long rows takes too long to wait for."""
     hooks = [module.register_forward_pre_hook(ask) for module in model.modules()]
     try:
         yield

@@ -115,7 +115,7 @@ def finish(
     pieces = Pieces(directory, measurement(checkpoint, corpus, recipe.evaluate, device))
     kept = lambda config: load_model(checkpoint, config).to(device)
     model = kept(recipe.model)
-    # the first to measure is who trained: one that goes on has no pace of its own
+    # the call that trained comes here first: a call that resumes a measurement has timed no steps
     log = curves(directory / "training" / "log.jsonl")
     entry = pieces.once("training", partial(training_entry, recipe, model, result, log))
     entry = entry | measure(model, corpus, recipe.evaluate, pieces.once, stop)

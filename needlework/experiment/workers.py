@@ -125,7 +125,7 @@ def _cancel(waiting: dict[Future, Path]) -> None:
 
 
 def _start(progress, stop, places) -> None:
-    """Ctrl-C reaches every process of the terminal; a worker leaves it to the one that asks it to stop."""
+    """In each worker, once. A worker ignores Ctrl-C, which reaches every process of the terminal: the pool tells it to stop."""
     import torch
 
     global _progress, _stop

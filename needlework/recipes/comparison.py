@@ -274,7 +274,7 @@ CLAIMS = (
 # whom the one picture for everybody shows: each paper's, two baselines, and the composition
 GLANCE = ("softmax", "gated-deltanet", "qdelta", "carve", "ccq-gated-deltanet", "lucid", "polar-memory", "qdelta-ccq-lucid")
 
-# the panels of the page: who is looked at beside whom
+# the panels of the page, and the mixers that each compares
 FAMILIES = {
     "Softmax": ("softmax", "nope", "window", "differential"),
     "Recurrent": ("gla", "gated-deltanet", "kda"),

@@ -60,7 +60,7 @@ def tag(index: int, tip: str = "") -> dict[str, str]:
 def svg(figure, name: str, description: str) -> str:
     """The figure as an <svg> element: themed, without ids that could meet another figure's, without date or links.
 
-    name: what it is called by who cannot see it; `description` and what a pointer over each of its points would say are the rest.
+    name: its accessible name. `description` and the tips of all its points are the accessible description.
     """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

@@ -16,7 +16,7 @@ from .words import multiple, percent, size, task_title
 
 
 def draw(figure: Callable, results: Results, name: str, description: str) -> str:
-    """A figure as an <svg> element, with its name and description for who cannot see it."""
+    """A figure as an <svg> element, with an accessible name and description."""
     with style():
         return svg(figure(results), name, description)
 

@@ -25,7 +25,7 @@ from .words import multiple, percent, summary, task_title
 
 
 class Shown(NamedTuple):
-    """One figure on the page: what draws it, its name for who cannot see it, and the line below it."""
+    """One figure on the page: what draws it, its accessible name, and the line below it."""
 
     figure: Callable
     label: str

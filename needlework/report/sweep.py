@@ -61,8 +61,8 @@ class Sweep:
 
     ended: runs that their guard ended before the last step; void: mixer -> runs that are struck, with the reasons in `reasons`.
     Neither is in a mean, nor under `runs`.
-    corpus: digest of the text. others: of the runs whose text is not quite that, its digest -> what it has in the place of what.
-    families: who is looked at beside whom. glance: whom the one picture for everybody shows.
+    corpus: digest of the text. others: digest of a text that differs slightly -> the difference.
+    families: panel -> mixers that it compares. glance: the mixers of the first picture.
     """
 
     runs: dict[str, list[dict[str, Any]]]
@@ -99,9 +99,9 @@ def load_sweep(
     glance: Iterable[str] = (),
     void: dict[str, Void] | None = None,
 ) -> Sweep:
-    """Every run in `directory` (*.json, *.json.xz); mixers of `order` come first, in its order. A family of which fewer
-    than two were run compares nothing and is left out; where none is left, there is one of all, as for a glance of which nobody was run.
+    """Every run in `directory` (*.json, *.json.xz); mixers of `order` come first, in its order.
 
+    families: those with fewer than two mixers among the runs are left out; if none is left, one family has all mixers. glance: likewise.
     void: mixer -> which of its runs are struck; a rerun from other code counts.
 
     ValueError if none was measured, if one lacks a key or scores no task, if two are of one mixer and seed, or if two runs were trained
@@ -146,7 +146,7 @@ def load_sweep(
                 raise ValueError(f"{path}: {key} is {run[key]}, seed {same['seed']} has {same[key]}: not one model")
         runs.setdefault(run["name"], []).append(run)
         if one != other:
-            others[other] = texts.told(known[one], known[other])
+            others[other] = texts.difference(known[one], known[other])
     if not runs:
         raise ValueError(f"{directory}: no runs there (*.json)" + (" but such as ended early or are void" if paths else ""))
     ordered = [name for name in order if name in runs]

@@ -16,7 +16,7 @@ PANEL = (5.0, 3.1)  # inches
 
 
 def at_a_glance(sweep: Sweep, path: Path, tasks: tuple[str, ...]) -> None:
-    """One wide panel of retrieval by length for whom `sweep.glance` names, each with the bytes of a sequence's state at the end."""
+    """One wide panel of retrieval by length for the mixers of `sweep.glance`, each with the bytes of a sequence's state at the end."""
     from matplotlib.figure import Figure
 
     longest = sweep.lengths[-1]

@@ -1,9 +1,8 @@
-"""The texts that the runs of a sweep read: one, or such as are one to what is measured.
+"""The texts of a sweep's runs: one text, or several that measure the same.
 
-The packages of two machines, or of one machine on two days, are not the same to the last version. Beside the results lie the
-manifests of what was read, `corpora/<sha256>.json` (or .json.xz). Two texts are of one sweep if their held-out sides are the same packages, each
-cut into as many tokens, so that what is measured is the same; and if the packages that differ are less than a hundredth of the
-training side.
+Two machines, or one machine on two days, rarely have the same packages to the last version. `corpora/<sha256>.json` (or .json.xz)
+beside the results is the manifest of each text. Runs on two texts belong to one sweep if the held-out sides are the same packages, each of
+as many tokens, and if the packages that differ are less than a hundredth of the training side.
 """
 
 from pathlib import Path
@@ -39,8 +38,8 @@ def apart(one: dict[str, Any] | None, other: dict[str, Any] | None) -> str | Non
     return None if share <= MOST else f"{share:.1%} of their training sides differ"
 
 
-def told(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """What `other` has in the place of what `one` has."""
+def difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """In words: the packages of `other` that replace packages of `one`."""
     a, b = ({p["name"]: p for p in m["files"]} for m in (one, other))
     changed = [n for n in sorted(a.keys() | b.keys()) if a.get(n, {}).get("sha256") != b.get(n, {}).get("sha256")]
     of = lambda packages, name: packages[name].get("of", name) if name in packages else f"no {name}"
@@ -49,7 +48,7 @@ def told(one: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def _share(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Of the larger training side's bytes, those in packages that differ."""
+    """The share of the training side's bytes in packages that differ, of the text where it is larger."""
     sides = [{p["name"]: p for p in m["files"] if not p["held_out"]} for m in (one, other)]
     differs = lambda a, b: sum(p["bytes"] for n, p in a.items() if b.get(n, {}).get("sha256") != p["sha256"])
     return max(differs(*sides), differs(*reversed(sides))) / max(sum(p["bytes"] for p in side.values()) for side in sides)

@@ -17,7 +17,7 @@ class Log:
     """
 
     def __init__(self, directory: Path, step: int, tensorboard: bool = False):
-        self.board = summary_writer()(str(directory / "tensorboard"), purge_step=step + 1) if tensorboard else None
+        self.tensorboard = summary_writer()(str(directory / "tensorboard"), purge_step=step + 1) if tensorboard else None
         self.path = directory / "log.jsonl"
         # Unbuffered: a line is on its way before the next step begins, and closing a full disk's file raises nothing new.
         self.file = self.path.open("ab", buffering=0)
@@ -30,10 +30,10 @@ class Log:
             self.file.write(json.dumps(plain, allow_nan=False).encode() + b"\n")
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
-        if self.board is not None:
+        if self.tensorboard is not None:
             for name, value in plain.items():
                 if isinstance(value, int | float) and name != "step":
-                    self.board.add_scalar(name, value, record["step"])
+                    self.tensorboard.add_scalar(name, value, record["step"])
 
     def sync(self):
         """To the disk itself: a checkpoint must not outlive the lines that led to it."""
@@ -44,8 +44,8 @@ class Log:
 
     def __exit__(self, *exception):
         self.file.close()
-        if self.board is not None:
-            self.board.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
 
 
 class Silence:

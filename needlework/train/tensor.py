@@ -188,7 +188,7 @@ class _Shared(Function):
 
 
 class _Sum(Function):
-    """The sum over ranks, whose gradient every rank has."""
+    """The sum over ranks; every rank has its gradient."""
 
     @staticmethod
     def forward(ctx, group: ProcessGroup, y: Tensor):

@@ -33,7 +33,7 @@ class Numbers:
         self.names = list(found.parts)
         means = torch.stack([gradient.squared_norm(model, world), found.cross_entropy.sum(), *found.parts.values()])
         numbers = torch.cat([means, found.cross_entropy])
-        numbers[1:] /= world.tensor  # whose ranks hold the same tokens
+        numbers[1:] /= world.tensor  # ranks of one tensor group hold the same tokens
         self.there = world.sum_(numbers)
         cuda = self.there.is_cuda
         self.here = torch.empty(self.there.shape, dtype=self.there.dtype, pin_memory=cuda)

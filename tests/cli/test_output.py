@@ -98,7 +98,7 @@ def test_a_run_whose_reader_leaves_is_told_to_stop_and_saves(monkeypatch, capfd)
         monkeypatch.setattr(sys, "stdout", pipe)
         monkeypatch.setattr(console, "quiet", False)
         console.print("step 1 of 4")
-        assert stop.told
+        assert stop.signalled
         console.print("nobody reads this, and that is no error")
         monkeypatch.undo()
     assert capfd.readouterr().err == ""
