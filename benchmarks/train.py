@@ -15,6 +15,7 @@ import argparse
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -56,31 +57,28 @@ def main() -> int:
     device = torch.cuda.get_device_name()
     common = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "commit": _commit()}
     file, failed = results.path(device, given.out), 0
-    for name in given.size:
-        for mixer in given.only:
-            for impl in given.impl:
-                if impl == "fla" and mixer not in PEERS:
-                    continue
-                for T in given.lengths:
-                    row = {
-                        "op": mixer,
-                        "impl": impl,
-                        "dtype": "bfloat16",
-                        "pass": f"step {name} {impl}",
-                        "shape": {"B": TOKENS // T, "T": T},
-                        "bar": BARS.get(mixer) if (name, T, impl) == ("125m", 2048, "needlework") else None,
-                    }
-                    try:
-                        row |= step(mixer, SIZES[name], T, impl) | {"size": name} | common
-                    except Exception as error:  # the other rows are still to be measured
-                        failed += 1
-                        print(f"{mixer} {impl} {name} T {T}: {type(error).__name__}: {error}", flush=True)
-                        continue
-                    results.put(file, row)
-                    print(
-                        f"{mixer:20} {impl:10} {name:5} T {T:6,}: {row['tokens_per_second']:12,.0f} tokens/s, MFU {row['mfu']:.1%}, "
-                        f"{row['ms']:.1f} ms, {row['peak_mib']:,.0f} MiB", flush=True,
-                    )  # fmt: skip
+    for name, mixer, impl, T in product(given.size, given.only, given.impl, given.lengths):
+        if impl == "fla" and mixer not in PEERS:
+            continue
+        row = {
+            "op": mixer,
+            "impl": impl,
+            "dtype": "bfloat16",
+            "pass": f"step {name} {impl}",
+            "shape": {"B": TOKENS // T, "T": T},
+            "bar": BARS.get(mixer) if (name, T, impl) == ("125m", 2048, "needlework") else None,
+        }
+        try:
+            row |= step(mixer, SIZES[name], T, impl) | {"size": name} | common
+        except Exception as error:  # the other rows are still to be measured
+            failed += 1
+            print(f"{mixer} {impl} {name} T {T}: {type(error).__name__}: {error}", flush=True)
+            continue
+        results.put(file, row)
+        print(
+            f"{mixer:20} {impl:10} {name:5} T {T:6,}: {row['tokens_per_second']:12,.0f} tokens/s, MFU {row['mfu']:.1%}, "
+            f"{row['ms']:.1f} ms, {row['peak_mib']:,.0f} MiB", flush=True,
+        )  # fmt: skip
     return 1 if failed else 0
 
 

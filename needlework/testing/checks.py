@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import OpSpec
-from needlework.testing.compare import assert_close, differentiate, leaves, like, make, outputs, tokens, whole
-from needlework.testing.errors import error_over_budget, operand
+from needlework.testing.compare import assert_close, differentiate, leaves, like, make, outputs, poisoned, tokens, whole
+from needlework.testing.errors import error_over_budget, operand, stored
 
 ODD = (1, 37, 63, 1000)
 # numbers that an error is measured on: of two equal errors one is twice the other by chance in 7 % of cases of 2 numbers, in 5e-6 of 24
@@ -136,11 +136,9 @@ def error_budget(
 
 def _four_ways(spec: OpSpec, dtype: torch.dtype, inputs: dict) -> dict[str, tuple[Tensor, ...]]:
     """Every output, state and gradient: fast, exact, by the definition and by the literal form at `dtype`."""
-    stored = {n: x.to(dtype if n in spec.half else torch.float32) for n, x in inputs.items()}
-    wide = {n: x.double() for n, x in stored.items()}
-    single = {n: x.float() for n, x in stored.items()}
+    kept, wide, single = stored(inputs, dtype, spec.half)
     ways = (
-        differentiate(whole(spec.chunk), stored),
+        differentiate(whole(spec.chunk), kept),
         differentiate(whole(spec.recurrent), wide),
         differentiate(whole(spec.recurrent, operand=operand(dtype)), single),
         differentiate(whole(spec.literal, operand=operand(dtype)), single),
@@ -259,20 +257,11 @@ def _record_custom_ops() -> Iterator[dict]:
 
 def outputs_are_complete_when_memory_is_poisoned(spec: OpSpec) -> None:
     """Every number of every output is written: torch.empty gives NaN here."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    fill, torch.utils.deterministic.fill_uninitialized_memory = (
-        torch.utils.deterministic.fill_uninitialized_memory,
-        True,
-    )
-    try:
-        for T in (1, 37, 64):
-            for part in differentiate(whole(spec.chunk), make(spec, 2, T)):
-                for name, x in part.items():
-                    assert torch.isfinite(x).all(), f"T = {T}: {name} holds what was never written"
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+    for T in (1, 37, 64):
+        with poisoned():
+            found = differentiate(whole(spec.chunk), make(spec, 2, T))
+        for name, x in (item for part in found for item in part.items()):
+            assert torch.isfinite(x).all(), f"T = {T}: {name} holds what was never written"
 
 
 def odd_lengths(spec: OpSpec, lengths: tuple[int, ...] = ODD) -> None:

@@ -1,6 +1,7 @@
 """What the checks are written with: inputs of a spec, tensors of a result, gradients, and what "equal" means."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -74,6 +75,19 @@ def differentiate(call: Callable[[dict], object], inputs: dict[str, Tensor], see
     return {n: v.detach() for n, v in values.items()}, {
         f"d{n}": torch.zeros_like(inputs[n]) if g is None else g for n, g in zip(names, gradients, strict=True)
     }
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN: what a kernel does not write shows."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
+    fill, torch.utils.deterministic.fill_uninitialized_memory = torch.utils.deterministic.fill_uninitialized_memory, True
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 def whole(function: Callable, **settings) -> Callable[[dict], tuple]:

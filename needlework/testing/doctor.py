@@ -9,6 +9,7 @@ import math
 import platform
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -28,19 +29,17 @@ def tasks(device: torch.device, full: bool) -> list[Task]:
     """What may be picked here, longest first."""
     interpreted = launch_configs.interpreted()
     arch = launch_configs.capability(device)
+    dtypes = ("float32",) if interpreted else ("bfloat16", "float16", "float32")
     found: list[Task] = []
-    for rule in RULES:
-        for engine, step in ((rule.chunk, False), (rule.step, True)):
-            for row in launch_configs.rows(engine) if engine else ():
-                for dtype in ("float32",) if interpreted else ("bfloat16", "float16", "float32"):
-                    steps = SEVERAL if rule.several else STEP
-                    if interpreted:
-                        chosen = [(size, SHORT) for size in sizes(row, arch, dtype, rule.keys_alone)[:1]]
-                    else:
-                        chosen = _chosen(rule, row, arch, dtype, full)
-                    found += [
-                        Task(rule.spec, engine, row.name, dtype, *size, steps if step else forms) for size, forms in chosen
-                    ]
+    for rule, engine in ((x, engine) for x in RULES for engine in (x.chunk, x.step) if engine):
+        steps = SEVERAL if rule.several else STEP
+        for row, dtype in product(launch_configs.rows(engine), dtypes):
+            if interpreted:
+                chosen = [(size, SHORT) for size in sizes(row, arch, dtype, rule.keys_alone)[:1]]
+            else:
+                chosen = _chosen(rule, row, arch, dtype, full)
+            for size, forms in chosen:
+                found.append(Task(rule.spec, engine, row.name, dtype, *size, steps if engine == rule.step else forms))
     if interpreted:  # that the doctor works; the kernels have the battery there
         found = list({task.engine: task for task in reversed(found)}.values())
     # by what a task takes, roughly, most of it compilation: the longest begin, or the last would end alone

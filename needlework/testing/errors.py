@@ -8,7 +8,7 @@ case and one head together. At p = float32 every operation is IEEE float32; at p
 matrix or outer product is rounded once and products are summed in float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +19,12 @@ def operand(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     if dtype in (torch.float32, torch.float64):
         return lambda x: x
     return lambda x: x.to(dtype).to(x.dtype)
+
+
+def stored(inputs: Mapping[str, Tensor], dtype: torch.dtype, half: Container[str]) -> tuple[dict[str, Tensor], ...]:
+    """The inputs in their storage dtype (`half` names those in `dtype`, the others are float32); those in float64, in float32."""
+    kept = {name: x.to(dtype if name in half else torch.float32) for name, x in inputs.items()}
+    return kept, *({name: x.to(wide) for name, x in kept.items()} for wide in (torch.float64, torch.float32))
 
 
 def norms(x: Tensor, head_axis: int | None) -> Tensor:
@@ -42,3 +48,21 @@ def error_over_budget(
     ratio = torch.where(error == 0, torch.zeros_like(error), error / budget)
     head = int(ratio.argmax())
     return float(ratio[head]), head
+
+
+def over_budget(
+    fast: Mapping[str, Tensor], exact: Mapping[str, Tensor], definition: Mapping[str, Tensor], literal: Mapping[str, Tensor],
+    heads: Mapping[str, int] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Error ÷ budget of every floating tensor of `fast`; `heads` names the head axis of those that are judged head by head."""
+    axes = heads or {}
+    return {
+        name: error_over_budget(x, exact[name], definition[name], literal[name], axes.get(name))[0]
+        for name, x in fast.items()
+        if x.is_floating_point()
+    }
+
+
+def assert_within_budget(ratios: Mapping[str, float], what: str = "") -> None:
+    for name, ratio in ratios.items():
+        assert ratio <= 1, f"{what}{': ' if what else ''}{name}: error is {ratio:.2f} x its budget"

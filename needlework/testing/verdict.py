@@ -17,7 +17,7 @@ from needlework.ops.api import OpSpec
 from needlework.ops.qdelta.spec import growing
 from needlework.ops.runtime import launch_configs
 from needlework.testing.checks import ENOUGH
-from needlework.testing.compare import differentiate, leaves, whole
+from needlework.testing.compare import differentiate, leaves, poisoned, whole
 from needlework.testing.errors import norms, operand
 from needlework.testing.steps import by_definition, by_steps
 from needlework.testing.targets import RULES, sample, spec_of, styles
@@ -267,16 +267,3 @@ def _kernels() -> Iterator[None]:
     finally:
         del os.environ["NEEDLEWORK_IMPL"]
         os.environ |= {} if before is None else {"NEEDLEWORK_IMPL": before}
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN: what a kernel does not write shows."""
-    before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("warn")
-    fill, torch.utils.deterministic.fill_uninitialized_memory = torch.utils.deterministic.fill_uninitialized_memory, True
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fill

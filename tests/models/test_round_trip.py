@@ -8,7 +8,7 @@ from needlework.layers import CCQ, Attention, Carve, Differential, Recurrent, Ro
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.models.presets import PRESETS, preset
-from needlework.testing.verdict import poisoned
+from needlework.testing.compare import poisoned
 
 SIZES = Sizes(heads=2, key_dim=8, value_dim=8, attention_heads=4, kv_heads=2, head_dim=8, content_chunk=4)
 NARROW = {"heads": 2, "kv_heads": 1, "key_dim": 8, "value_dim": 8, "head_dim": 8, "content_chunk": 4, "window": 5, "hidden": 24}

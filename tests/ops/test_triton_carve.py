@@ -12,6 +12,7 @@ from needlework.ops.carve.spec import H, K, V, literal, sample
 from needlework.ops.common.samples import normal
 from needlework.ops.runtime import launch_configs
 from needlework.testing.compare import assert_close, leaves
+from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 from needlework.testing.rows import chosen, covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
@@ -127,23 +128,15 @@ def test_saturated_gates_stay_finite_and_right(dtype, size):
 )
 def test_results_keep_the_error_budget(style, dtype):
     """Twice the definition's own error at this dtype."""
-    from needlework.testing.errors import error_over_budget, operand
-
-    inputs, settings = inputs_of(4, 64, style=style), {"content_chunk": 16}
-    stored = {name: x.to(dtype if name in ("q", "k", "v", "f", "b") else torch.float32) for name, x in inputs.items()}
-    wide, single = ({name: x.to(kind) for name, x in stored.items()} for kind in (torch.float64, torch.float32))
-    settings |= {"output_final_state": True}
+    kept, wide, single = stored(inputs_of(4, 64, style=style), dtype, ("q", "k", "v", "f", "b"))
+    settings = {"content_chunk": 16, "output_final_state": True}
     runs = (
-        ours(**stored, content_chunk=16),
+        ours(**kept, content_chunk=16),
         recurrent_carve(**wide, **settings),
         recurrent_carve(**single, **settings, operand=operand(dtype)),
         literal(**single, **settings, operand=operand(dtype)),
     )
-    for name, *values in (
-        (name, x, *(dict(leaves(run))[name] for run in runs[1:])) for name, x in leaves(runs[0]) if x.is_floating_point()
-    ):
-        ratio, head = error_over_budget(*values, 2 if name == "o" else None)
-        assert ratio <= 1, f"{dtype}, {style}: {name}, head {head}: error is {ratio:.2f} x its budget"
+    assert_within_budget(over_budget(*(dict(leaves(run)) for run in runs), heads={"o": 2}))
 
 
 def assert_bit_equal(a, b):

@@ -7,8 +7,10 @@ import torch
 
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
 from needlework.ops.delta.op import recurrent_delta
+from needlework.ops.delta.spec import literal
 from needlework.ops.runtime import launch_configs
 from needlework.testing.compare import EXACT, assert_close, differentiate, relative
+from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 from needlework.testing.rows import covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
@@ -121,20 +123,10 @@ def test_rows_of_a_token_do_not_see_each_other(rule, R):
 )
 def test_outputs_keep_the_error_budget(style, dtype):
     """Twice the definition's own error at this dtype (tests of gradients: the backward's)."""
-    from needlework.testing.errors import error_over_budget, operand
-
-    inputs = sample("kda", B=8, T=64, style=style, V=16)
-    stored = {name: x.to(dtype if name in ("q", "k", "v") else torch.float32) for name, x in inputs.items()}
-    wide, single = ({name: x.to(kind) for name, x in stored.items()} for kind in (torch.float64, torch.float32))
-    settings = {"scale": 0.3, "output_final_state": True}
-    ours, exact = engine("kda")(stored), definition("kda")(wide)
-    narrow = recurrent_delta(**single, **settings, operand=operand(dtype))
-    from needlework.ops.delta.spec import literal
-
-    for i, name in enumerate(("o", "state")):
-        rounded = literal(**single, **settings, operand=operand(dtype))
-        ratio, head = error_over_budget(ours[i], exact[i], narrow[i], rounded[i], 2 if i == 0 else None)
-        assert ratio <= 1, f"{dtype}, {style}: {name}, head {head}: error is {ratio:.2f} x its budget"
+    kept, wide, single = stored(sample("kda", B=8, T=64, style=style, V=16), dtype, ("q", "k", "v"))
+    settings = {"scale": 0.3, "output_final_state": True, "operand": operand(dtype)}
+    runs = engine("kda")(kept), definition("kda")(wide), recurrent_delta(**single, **settings), literal(**single, **settings)
+    assert_within_budget(over_budget(*(dict(zip(("o", "state"), run, strict=True)) for run in runs), heads={"o": 2}))
 
 
 def test_gates_of_minus_ten_thousand_reset_and_stay_finite():

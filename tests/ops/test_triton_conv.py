@@ -7,9 +7,8 @@ import torch
 
 from needlework.ops.common.conv import causal_conv
 from needlework.ops.runtime.launch_configs import forced
-from needlework.testing.compare import EXACT, relative
+from needlework.testing.compare import EXACT, poisoned, relative
 from needlework.testing.rows import covering
-from needlework.testing.verdict import poisoned
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 

@@ -17,9 +17,8 @@ from needlework.ops.qdelta.spec import growing
 from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs
 from needlework.testing.checks import budgeted
-from needlework.testing.compare import EXACT, differentiate, relative, whole
+from needlework.testing.compare import EXACT, differentiate, poisoned, relative, whole
 from needlework.testing.rows import chosen
-from needlework.testing.verdict import poisoned
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter"),

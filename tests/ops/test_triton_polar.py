@@ -10,8 +10,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 from needlework.ops.polar import PolarState, chunk_polar, recurrent_polar
 from needlework.ops.polar.spec import inputs as sample
 from needlework.ops.runtime.launch_configs import forced, rows
-from needlework.testing.compare import EXACT, differentiate, relative
-from needlework.testing.errors import error_over_budget, operand
+from needlework.testing.compare import EXACT, differentiate, poisoned, relative
+from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 from needlework.testing.rows import covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
@@ -172,23 +172,21 @@ def test_tokens_after_pages_are_the_definitions_and_so_are_the_pages_gradients(w
 @pytest.mark.parametrize("style, config", covering(("random", "null"), ("sm90-d128", None), pairs=False))
 def test_half_precision_is_within_the_error_budget(style, config):
     """float16, whose products the interpreter has; four numbers a parameter are judged with those of two seeds more."""
-    kept = {}
+    seeds = []
     half = operand(torch.float16)
     for seed in range(3):
         inputs = sample(torch.Generator().manual_seed(seed), 2, 70, style, Hq=4, Hkv=2)
-        stored = {n: x.to(torch.float16 if n in "qkv" else torch.float32) for n, x in inputs.items()}
-        wide, single = ({n: x.to(dtype) for n, x in stored.items()} for dtype in (torch.float64, torch.float32))
+        half_inputs, wide, single = stored(inputs, torch.float16, ("q", "k", "v"))
         with forced(ENGINE, config, **(SMALL if config else {})):
-            ways = [differentiate(lambda x: _kernels(**x)[:2], stored)]
+            ways = [differentiate(lambda x: _kernels(**x)[:2], half_inputs)]
         ways += [differentiate(lambda x: recurrent_polar(**x)[:2], wide)]
         ways += [differentiate(lambda x: recurrent_polar(**x, operand=half)[:2], single)] * 2
-        for name in (*ways[0][0], *ways[0][1]):
-            kept.setdefault(name, []).append([{**values, **gradients}[name] for values, gradients in ways])
-    for name, seeds in kept.items():
-        if style == "null" and name == "1":
-            continue  # the first token has all of the magnitude: one number a head
-        ratio, _ = error_over_budget(*(torch.stack(x) for x in zip(*seeds, strict=True)), 3 if seeds[0][0].dim() == 4 else None)
-        assert ratio <= 1, f"{name}: {ratio:.2f} x its budget"
+        seeds.append([{**values, **gradients} for values, gradients in ways])
+    joined = [{name: torch.stack([x[name] for x in way]) for name in way[0]} for way in zip(*seeds, strict=True)]
+    found = over_budget(*joined, heads={name: 3 for name, x in joined[0].items() if x.dim() == 5})
+    if style == "null":
+        del found["1"]  # the first token has all of the magnitude: one number a head
+    assert_within_budget(found)
 
 
 @pytest.mark.parametrize("null_base", (30.0, 45.0))
@@ -203,12 +201,9 @@ def test_half_gradients_of_tokens_after_pages_read_nothing_that_was_not_written(
     state = pages([70, 30], None)
     inputs = {n: x.to(torch.float16 if n in "qkv" else torch.float32) for n, x in make(2, 20).items()}
     inputs |= {"page_k": state.k.half(), "page_v": state.v.half()}
-    torch.use_deterministic_algorithms(True)
-    try:
-        poisoned = differentiate(lambda x: continued(x, chunk_polar, state, impl="triton")[:2], inputs)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for name, found in {**poisoned[0], **poisoned[1]}.items():
+    with poisoned():
+        values, gradients = differentiate(lambda x: continued(x, chunk_polar, state, impl="triton")[:2], inputs)
+    for name, found in {**values, **gradients}.items():
         assert torch.isfinite(found).all(), name
 
 

@@ -210,7 +210,7 @@ def test_packed_sequences_are_their_own_and_an_empty_one_passes_its_gradient_on(
 
 def test_what_was_not_written_is_not_read():
     from needlework.ops.delta.scalar.op import scalar
-    from needlework.testing.verdict import poisoned
+    from needlework.testing.compare import poisoned
 
     # of seven chunks the sixth is nobody's, the fifth a sequence's
     given, cu_seqlens = make(T=53, leave_out=("lam", "initial_state")), torch.tensor([0, 20, 20, 53])

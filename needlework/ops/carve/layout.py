@@ -1,7 +1,7 @@
 """Content chunks as runs of whole kernel chunks: what CARVE's kernels walk, one launch for the i-th of every sequence.
 
 Rows are tokens, or with R writes a token its R rows. A content chunk takes ⌈L/C⌉ kernel chunks, so that L may be any number;
-rows in its gap hold nothing: the caller fills them with what writes, reads and decays nothing. A sequence that resumes inside a
+rows in its gap are no tokens: the caller fills them with what writes, reads and decays nothing. A sequence that resumes inside a
 content chunk starts with a shorter one. Sizes are bounds that the host knows: cu_seqlens and position are never read back.
 """
 

@@ -10,6 +10,7 @@ from needlework.ops.carve.custom_op import carve_fwd
 from needlework.ops.carve.state import CarveOutput, CarveState
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import check_count, check_slots, check_state, check_tensor, now, width
+from needlework.ops.common.slots import Live
 from needlework.ops.runtime.launch_configs import misfit
 
 
@@ -196,10 +197,9 @@ def step_carve(
         from needlework.ops.carve.step import step
 
         return step(*tensors, A_log, dt_bias, w1, w2, state, slots, **settings._asdict())
-    slots = torch.arange(len(q), device=q.device) if slots is None else slots
-    live = slots >= 0
-    held = CarveState(*(x[slots[live]] for x in state))
-    tensors = (*(x[live].unsqueeze(1) for x in tensors), A_log, dt_bias, w1, w2)
+    live = Live.of(slots, len(q), q.device)
+    held = CarveState(*(x[live.slots] for x in state))
+    tensors = (*(x[live.rows].unsqueeze(1) for x in tensors), A_log, dt_bias, w1, w2)
     with torch.no_grad():
         o_live, new = recurrent_carve(
             *tensors,
@@ -209,8 +209,5 @@ def step_carve(
             initial_state=held,
             output_final_state=True,
         )
-        for column, x in zip(state, new, strict=True):
-            column[slots[live]] = x.to(column.dtype)
-        o = o_live.new_zeros(len(q), *o_live.shape[2:])
-        o[live] = o_live[:, 0]
-    return o
+        live.write(state, new)
+        return live.spread(o_live[:, 0])

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from needlework.ops.carve.arguments import Prediction
 from needlework.ops.carve.state import CarveState
-from needlework.ops.common.shapes import width
+from needlework.ops.common.slots import check_contiguous
 from needlework.ops.runtime.custom_op import step_operator
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
-from needlework.ops.runtime.triton_types import cdiv, next_power_of_2
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
+from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 
 ENGINE = "carve/step"
 
@@ -117,12 +117,9 @@ def carve_step(
 ) -> Tensor:  # fmt: skip
     """o [B H V]."""
     (B, H, K), V = q.shape, v.shape[-1]
-    for name, x in (("S", S), ("m", m), ("total", total), ("position", position)):
-        if not x.is_contiguous():
-            raise ValueError(f"state.{name}: must be contiguous, got strides {x.stride()}")
+    check_contiguous(S=S, m=m, total=total, position=position)
     o = q.new_empty(B, H, V)
     tensors = [x.contiguous() for x in (q, k, v, f, b, w, A_log, dt_bias, w1, w2)]
-    ACC = tl.float64 if width(q) == torch.float64 else tl.float32
     constants = _constants(launch_config(ENGINE, q.device, q.dtype, K, V).launch["step"], K, V, w1.shape[0])
     with torch.cuda.device_of(q):
         carve_step_kernel[(B * H * cdiv(V, constants["BV"]),)](
@@ -138,7 +135,7 @@ def carve_step(
             H=H,
             R=k.shape[2] if k.dim() == 4 else 1,
             PREVIOUS=prediction == "previous",
-            ACC=ACC,
+            ACC=TYPES[accumulator(q.dtype)],
             **constants,
         )
     return o
@@ -181,9 +178,8 @@ def _constants(launch: dict[str, int], K: int, V: int, rank: int) -> dict[str, i
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    half = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    options = {name: x for name, x in config.launch["step"].items() if name.startswith("num_")}
-    launch = {name: x for name, x in config.launch["step"].items() if name not in options}
+    half = f"*{NAMES[dtype]}"
+    launch, options = split(config.launch["step"])
     signature = {name: half for name in ("p_q", "p_k", "p_v", "p_f", "p_b", "p_w", "p_o")}
     signature |= {name: "*fp32" for name in ("p_A_log", "p_dt_bias", "p_w1", "p_w2", "p_S", "p_m", "p_total")}
     signature |= {"p_position": "*i64", "p_slots": "*i64", "content_chunk": "i32"}

@@ -53,7 +53,7 @@ def ccq_bwd(
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, eta, g (no numbers without g), C, mean, n."""
+    """Gradients of q, k, eta, g (empty without g), C, mean, n."""
     if q.shape[1] == 0:
         empty = [torch.empty_like(x) for x in (q, k, eta, q.new_empty(0) if g is None else g)]
         return *empty, dC.clone(), dmean.clone(), dn.clone()

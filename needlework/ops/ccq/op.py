@@ -10,6 +10,7 @@ from needlework.ops.ccq.reference import recurrent_ccq
 from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state, symmetric
 from needlework.ops.common.packing import sequences
 from needlework.ops.common.shapes import check_count, check_slots, now
+from needlework.ops.common.slots import Live
 from needlework.ops.runtime.launch_configs import misfit
 
 
@@ -114,20 +115,15 @@ def step_ccq(
         from needlework.ops.ccq.step import step
 
         return step(q, k, eta, g, state, slots)
-    slots = torch.arange(len(q), device=q.device) if slots is None else slots
-    live = slots >= 0
-    slot = slots[live]
+    live = Live.of(slots, len(q), q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
-    q_, k_, eta_, decay = (x[live].to(wide) for x in (q, k, eta, torch.ones_like(k[..., 0]) if g is None else g.exp()))
-    C, mean, n = (x[slot].to(wide) for x in state)
+    q_, k_, eta_, decay = (x[live.rows].to(wide) for x in (q, k, eta, torch.ones_like(k[..., 0]) if g is None else g.exp()))
+    C, mean, n = (x[live.slots].to(wide) for x in state)
     d = k_ - mean
     n = decay * n + 1
     C = decay[..., None, None] * C + torch.einsum("bh,bhk,bhl->bhkl", 1 - 1 / n, d, d)
     mean = mean + d / n[..., None]
     Sq = torch.einsum("bhkl,bhl->bhk", C, q_) / n[..., None]
     q_, Sq = (x.repeat_interleave(eta.shape[1] // q.shape[1], 1) for x in (q_, Sq))
-    for column, new in zip(state, (C, mean, n), strict=True):
-        column[slot] = new.to(column.dtype)
-    cleaned = q.new_zeros(*eta.shape, q.shape[-1])
-    cleaned[live] = (q_ - eta_[..., None] * Sq).to(q.dtype)
-    return cleaned
+    live.write(state, (C, mean, n))
+    return live.spread((q_ - eta_[..., None] * Sq).to(q.dtype))

@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.ccq.state import CurvatureState
-from needlework.ops.common.shapes import width
+from needlework.ops.common.slots import check_contiguous
 from needlework.ops.runtime.custom_op import step_operator
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
-from needlework.ops.runtime.triton_types import cdiv, next_power_of_2
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
+from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 
 ENGINE = "ccq/step"
 
@@ -94,15 +94,12 @@ def ccq_step(
 ) -> Tensor:  # fmt: skip
     """The cleaned query [B HV K]."""
     (B, H, K), HV = q.shape, eta.shape[1]
-    for name, x in (("C", C), ("mean", mean), ("n", n)):
-        if not x.is_contiguous():
-            raise ValueError(f"state.{name}: must be contiguous, got strides {x.stride()}")
+    check_contiguous(C=C, mean=mean, n=n)
     o = q.new_empty(B, HV, K)
     q, k, eta, g = (None if x is None else x.contiguous() for x in (q, k, eta, g))
-    ACC = tl.float64 if width(q) == torch.float64 else tl.float32
     launch = launch_config(ENGINE, q.device, q.dtype, K, K).launch
     constants = _constants(launch["step"], K)
-    sizes = {"H": H, "K": K, "ACC": ACC, "BK": constants["BK"]}
+    sizes = {"H": H, "K": K, "ACC": TYPES[accumulator(q.dtype)], "BK": constants["BK"]}
     with torch.cuda.device_of(q):
         grid = (B * H * cdiv(K, constants["BV"]),)
         ccq_step_kernel[grid](q, k, eta, g, C, mean, n, slots, o, HV=HV, **sizes | constants)
@@ -126,9 +123,9 @@ def _constants(launch: dict[str, int], K: int) -> dict[str, int]:
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    half = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    options = {kernel: {n: x for n, x in launch.items() if n.startswith("num_")} for kernel, launch in config.launch.items()}
-    constants = _constants({"BV": config.launch["step"]["BV"]}, K)
+    half = f"*{NAMES[dtype]}"
+    launch, options = split(config.launch["step"])
+    constants = _constants(launch, K)
     signature = {"p_q": half, "p_k": half, "p_o": half, "p_slots": "*i64"}
     signature |= {name: "*fp32" for name in ("p_eta", "p_g", "p_C", "p_mean", "p_n")}
     sizes = {"H": 2, "ACC": tl.float32}
@@ -136,6 +133,6 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     mean = {**sizes, "K": K, "BK": constants["BK"]}
     names = ccq_mean_kernel.arg_names
     return [
-        Case(ccq_step_kernel, signature, step, options["step"]),
-        Case(ccq_mean_kernel, {n: x for n, x in signature.items() if n in names}, mean, options["mean"]),
+        Case(ccq_step_kernel, signature, step, options),
+        Case(ccq_mean_kernel, {n: x for n, x in signature.items() if n in names}, mean, split(config.launch["mean"])[1]),
     ]

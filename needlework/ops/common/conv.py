@@ -29,6 +29,7 @@ def causal_conv(
     x [B T C]; weight [C past+1], two taps or more, the newest last; state [N past C], the inputs before; T may be below `past`.
     parts: y comes in tensors of so many channels each (q, k and v, say, of one product); None for one of all C. ValueError unless
         they sum to C.
+    cu_seqlens: [N+1] integers from 0 to T that never fall. Their values are not checked: reading them back would wait for the GPU.
     impl: "triton" begins without a state, with at most 4 taps.
 
     >>> import torch

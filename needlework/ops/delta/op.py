@@ -8,6 +8,7 @@ from torch import Tensor
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import check, check_count, check_slots, now, width
+from needlework.ops.common.slots import Live
 from needlework.ops.delta import reference
 from needlework.ops.delta.arguments import Prediction, check_rule, check_state, checked, checked_state
 from needlework.ops.delta.custom_op import delta_fwd
@@ -255,9 +256,8 @@ def step_delta(
 
         q, k = unit(q, k) if l2norm else (q, k)
         return step(q, k, v, g, beta, None, erase, write, q_read, state, slots, scale=scale, prediction=prediction)
-    slots = torch.arange(len(q), device=q.device) if slots is None else slots
-    live = slots >= 0
-    token = lambda x: None if x is None else x[live].unsqueeze(1)
+    live = Live.of(slots, len(q), q.device)
+    token = lambda x: None if x is None else x[live.rows].unsqueeze(1)
     with torch.no_grad():
         o_live, new = recurrent_delta(
             *map(token, (q, k, v, g, beta)),
@@ -267,10 +267,8 @@ def step_delta(
             q_read=token(q_read),
             scale=scale,
             l2norm=l2norm,
-            initial_state=state[slots[live]],
+            initial_state=state[live.slots],
             output_final_state=True,
         )
-        state[slots[live]] = new.to(state.dtype)
-        o = o_live.new_zeros(v.shape)
-        o[live] = o_live[:, 0]
-    return o
+        live.write((state,), (new,))
+        return live.spread(o_live[:, 0])

@@ -8,11 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.common.shapes import width
 from needlework.ops.delta.arguments import Prediction
 from needlework.ops.runtime.custom_op import step_operator
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
-from needlework.ops.runtime.triton_types import cdiv, next_power_of_2
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
+from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 
 ENGINE = "delta/step"
 
@@ -102,7 +101,7 @@ def delta_step(
             HR=H if q_read is None else q_read.shape[1],
             CHANNEL=g is not None and g.dim() == 3,
             PREVIOUS=prediction == "previous",
-            ACC=tl.float64 if width(q) == torch.float64 else tl.float32,
+            ACC=TYPES[accumulator(q.dtype)],
             **constants,
         )
     return o
@@ -139,9 +138,8 @@ def _constants(launch: dict[str, int], K: int, V: int) -> dict[str, int]:
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    half = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    options = {name: x for name, x in config.launch["step"].items() if name.startswith("num_")}
-    launch = {name: x for name, x in config.launch["step"].items() if name not in options}
+    half = f"*{NAMES[dtype]}"
+    launch, options = split(config.launch["step"])
     always = {"p_q": half, "p_k": half, "p_v": half, "p_state": "*fp32", "p_slots": "*i64", "p_o": half, "slot_stride": "i64"}
     optional = {name: "*fp32" for name in ("p_g", "p_beta", "p_lam", "p_erase", "p_write")} | {"p_read": half}
     rules = {

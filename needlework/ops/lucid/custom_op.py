@@ -50,7 +50,7 @@ def lucid_bwd(
     k: Tensor, v: Tensor, beta: Tensor | None, page_k: Tensor, page_y: Tensor, y: Tensor, length: Tensor,
     cu_seqlens: Tensor | None, rowmax: bool, window: int | None, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of k, v, beta (no numbers without beta), page_k, page_y."""
+    """Gradients of k, v, beta (empty without beta), page_k, page_y."""
     dy, k, v, beta, y = _batch(cu_seqlens, dy, k, v, beta, y)
     P, columns = page_k.shape[1], page_k.shape[1] + k.shape[1]
     kept = dfinal_k.shape[1] > 0

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.shapes import check_count, check_slots, check_tensor
+from needlework.ops.common.slots import Live
 from needlework.ops.lucid import chunk, reference
 from needlework.ops.lucid.arguments import (
     Precondition,
@@ -166,19 +167,19 @@ def step_lucid(
         tokens = (None if x is None else x.contiguous() for x in (k, v, beta))
         y = lucid_step(*tokens, *state, slots, rowmax, window)
         return y if several else y[:, 0]
-    live = slots >= 0
-    slot = slots[live]
+    live = Live.of(slots, len(k), k.device)
+    slot = live.slots
     length = state.length[slot]
     wide = torch.promote_types(k.dtype, torch.float32)
-    tokens = (None if x is None else x[live].to(wide) for x in (k, v, beta))
+    tokens = (None if x is None else x[live.rows].to(wide) for x in (k, v, beta))
     pages = (page[slot, :P].to(wide) for page in (state.k, state.y))
     solved = chunk.forward(*tokens, *pages, length, rowmax=rowmax, window=window, chunk_size=R)
-    y = torch.zeros_like(v)
-    y[live] = solved.to(y.dtype)
+    y_live = solved.to(v.dtype)
     row = (length[:, None] + torch.arange(R, device=k.device)) % P
-    state.k[slot[:, None], row] = k[live].to(state.k.dtype)
-    state.y[slot[:, None], row] = y[live].to(state.y.dtype)
+    state.k[slot[:, None], row] = k[live.rows].to(state.k.dtype)
+    state.y[slot[:, None], row] = y_live.to(state.y.dtype)
     state.length[slot] += R
+    y = live.spread(y_live)
     return y if several else y[:, 0]
 
 

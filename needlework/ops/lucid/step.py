@@ -16,7 +16,7 @@ from torch import Tensor
 from needlework.ops.common.kernels.tile import plus_product
 from needlework.ops.lucid.solve.operands import TINY
 from needlework.ops.runtime.custom_op import step_operator
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
@@ -234,7 +234,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     cases = []
     for rowmax in (False, True):
         for kernel, c in zip((read_pages, finish), constants(config, dtype, 2, K, V, rowmax, not rowmax).values(), strict=True):
-            options = {key: c.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in c}
+            c, options = split(c)
             of = lambda arg: types.get(arg, f"*{own}") if arg.startswith("p_") else "i32"
             cases.append(Case(kernel, {arg: of(arg) for arg in kernel.arg_names if arg not in c}, c, options))
     return cases

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.shapes import check, check_count, check_slots, check_state, now
+from needlework.ops.common.slots import Live
 from needlework.ops.polar import chunk, reference
 from needlework.ops.polar.arguments import check_arguments
 from needlework.ops.polar.custom_op import polar_fwd, polar_grow
@@ -153,12 +154,12 @@ def step_polar(
 
         return step(q, k, v, *(x.to(wide) for x in (alpha, beta, gamma, null_base, v_null)), state, slots, window)
     P = min(P, window or P)
-    live = slots >= 0
-    slot = slots[live]
+    live = Live.of(slots, len(q), q.device)
+    slot = live.slots
     length = state.length[slot]
     if len(slot) and P != window and int(length.max()) >= P:
         raise ValueError(f"state.k: axis 1 (P) has capacity {P}, but a sequence of length {int(length.max())} needs a row more")
-    q_live, k_live, v_live = q[live], k[live], v[live]
+    q_live, k_live, v_live = (x[live.rows] for x in (q, k, v))
     pages = state.k[slot, :P], state.v[slot, :P]
     parts = (*(x[:, None] for x in (q_live, k_live, v_live)), alpha, beta, gamma, null_base, v_null, *pages)
     found = chunk.forward(*(x.to(wide) for x in parts), length, window=window, chunk_size=max(1, P))
@@ -166,10 +167,7 @@ def step_polar(
     state.k[slot, row] = k_live.to(state.k.dtype)
     state.v[slot, row] = v_live.to(state.v.dtype)
     state.length[slot] += 1
-    direction = q.new_zeros(len(q), *v_null.shape)
-    magnitude = q.new_zeros(q.shape[:2], dtype=wide)
-    direction[live], magnitude[live] = found[0][:, 0].to(q.dtype), found[1][:, 0]
-    return direction, magnitude
+    return live.spread(found[0][:, 0].to(q.dtype)), live.spread(found[1][:, 0])
 
 
 def _no_step(q: Tensor, v: Tensor, state: PolarState) -> str | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import check, check_count, check_slots, now, width
+from needlework.ops.common.slots import Live
 from needlework.ops.delta.arguments import check_state, checked_state
 from needlework.ops.delta.op import contiguous, unit
 from needlework.ops.qdelta import chunk, reference, transposed
@@ -215,9 +216,8 @@ def step_qdelta(
 
         q, k = unit(q, k) if l2norm else (q, k)
         return step(q, k, v, g, beta, lam, None, None, q_read, state, slots, scale=scale)
-    slots = torch.arange(len(q), device=q.device) if slots is None else slots
-    live = slots >= 0
-    token = lambda x: None if x is None else x[live].unsqueeze(1)
+    live = Live.of(slots, len(q), q.device)
+    token = lambda x: None if x is None else x[live.rows].unsqueeze(1)
     with torch.no_grad():
         o_live, new = recurrent_qdelta(
             *map(token, (q, k, v, g, beta, lam)),
@@ -225,10 +225,8 @@ def step_qdelta(
             q_read=token(q_read),
             scale=scale,
             l2norm=l2norm,
-            initial_state=state[slots[live]],
+            initial_state=state[live.slots],
             output_final_state=True,
         )
-        state[slots[live]] = new.to(state.dtype)
-        o = o_live.new_zeros(v.shape)
-        o[live] = o_live[:, 0]
-    return o
+        live.write((state,), (new,))
+        return live.spread(o_live[:, 0])

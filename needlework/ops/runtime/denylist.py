@@ -1,4 +1,4 @@
-"""Launch configs that `needlework doctor` found wrong on this machine: they are never taken here again.
+"""Launch configs that `needlework doctor` found wrong on this machine; none of them is taken here again.
 
 One JSON file in the user's cache directory. An entry holds for one config and dtype on one GPU, driver, torch, Triton and
 needlework with its kernels' text, so that a newer compiler, and a repaired kernel, get another chance.

@@ -60,6 +60,9 @@ class LaunchConfig(NamedTuple):
         return None
 
 
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+
+
 class Case(NamedTuple):
     """One launch, enough to compile it without a GPU."""
 
@@ -67,6 +70,12 @@ class Case(NamedTuple):
     signature: dict[str, str]
     constexprs: dict[str, Any]
     options: dict[str, int]
+
+
+def split(constants: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """What a kernel is launched with: the constants that it takes, and the compiler's options."""
+    options = {name: x for name, x in constants.items() if name in OPTIONS}
+    return {name: x for name, x in constants.items() if name not in options}, options
 
 
 def interpreted() -> bool:

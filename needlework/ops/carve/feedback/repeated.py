@@ -1,8 +1,8 @@
 """Launches whose cost on the host counts most: several for every content chunk of a call, alike but for a few arguments.
 
-A kernel's C function is found, its descriptors are encoded and its arguments laid out once (`ops/runtime/launcher.py`); then it is
-called with what changed. Where all of a call's buffers lie where an earlier call's lay, as they do from one step of a training to
-the next, its launches are one CUDA graph.
+A kernel's C function is found, its descriptors are encoded and its arguments laid out once (`ops/runtime/launcher.py`); later
+launches pass what changed. When addresses repeat, as they do from one training step to the next, the launches are replayed as a
+CUDA graph.
 """
 
 from collections import OrderedDict

@@ -17,14 +17,13 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.tile import capped, load_tile, store_tile
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig
+from needlework.ops.runtime.launch_configs import OPTIONS, Case, LaunchConfig, split
 from needlework.ops.runtime.triton_types import TYPES, padded
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 ROWS: tl.constexpr = tl.constexpr(7)  # of numbers of a token: `tokens`
 INTEGERS = {"p_fill": "*i32", "p_cum": "*i32", "p_flag": "*i32", "T": "i32", "NCB": "i32", "N": "i32", "NR": "i32"}
 OPERANDS = ("p_q", "p_k", "p_kc", "p_P", "p_dout", "p_eta", "p_Sq", "p_y", "p_Py", "p_C0", "p_N0")
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 @triton.jit
@@ -281,7 +280,7 @@ def case(kernel, name: str, config: LaunchConfig, dtype: torch.dtype, K: int, **
     """One launch of `kernel` under the row `name` of a config, with one head and the flags given."""
     operand, wide = str(TYPES[dtype]), str(TYPES[torch.promote_types(dtype, torch.float32)])
     values = arguments(kernel, constants(config, name, dtype, 1, 1, K, **flags))
-    options = {key: values.pop(key) for key in OPTIONS if key in values}
+    values, options = split(values)
     rows = {"": values["C"], "v": values.get("BV")}
     columns = {"k": values.get("KB"), "v": values.get("BV"), "c": values["C"]}
     signature = {}

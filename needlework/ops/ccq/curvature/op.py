@@ -101,7 +101,7 @@ class _Kept(NamedTuple):
     Sq: Tensor  # [B T H K] Σq
     kc: Tensor  # [B T H K] k*
     P: Tensor  # [chunks H C C]
-    E: Tensor  # [chunks H ROWS C]: triton_intra's `tokens`
+    E: Tensor  # [chunks H ROWS C]: intra.py's `tokens`
     mean: Tensor  # [chunks H K] before each chunk
     step: Tensor  # [chunks H K] from it to the chunk's own
     n: Tensor  # [chunks H] before each chunk

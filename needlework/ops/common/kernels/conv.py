@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv
 
@@ -268,7 +268,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     for packed, after in ((True, "silu"), (None, "add")):
         for kernel in (conv_forward_kernel, conv_backward_kernel):
             known = _constants(config, kernel, dtype, K, 2 * K, 4, packed, after)
-            options = {"num_warps": known.pop("num_warps")}
+            known, options = split(known)
             of = types | {"p_position": "*i64" if packed else f"*{own}", "T": "i32"}
             cases.append(Case(kernel, {name: of[name] for name in kernel.arg_names if name in of}, known, options))
     return cases

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from needlework.ops.common.unit import unit_rows
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, misfit
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, misfit, split
 from needlework.ops.runtime.precompile import run
-from needlework.ops.runtime.triton_types import cdiv, next_power_of_2
+from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 
 ENGINE = "common/l2"
 
@@ -84,14 +84,13 @@ def _constants(config: LaunchConfig, dtype: torch.dtype, D: int) -> dict[str, ob
     own = dict(config.launch["rows"])
     BD = next_power_of_2(D)
     BR = max(1, own.pop("BLOCK") // BD)
-    return {"D": D, "BD": BD, "BR": BR, "ACC": tl.float64 if dtype == torch.float64 else tl.float32, **own}
+    return {"D": D, "BD": BD, "BR": BR, "ACC": TYPES[accumulator(dtype)], **own}
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Both kernels on rows of K."""
-    own = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    constants = _constants(config, dtype, K)
-    options = {"num_warps": constants.pop("num_warps")}
+    own = f"*{NAMES[dtype]}"
+    constants, options = split(_constants(config, dtype, K))
     types = dict.fromkeys(("p_x", "p_y", "p_dy", "p_dx"), own) | {"p_r": "*fp32", "rows": "i32"}
     return [
         Case(kernel, {name: types[name] for name in kernel.arg_names if name in types}, constants, options)

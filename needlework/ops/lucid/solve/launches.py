@@ -16,7 +16,7 @@ from needlework.ops.common.kernels.tile import block
 from needlework.ops.lucid.solve.intra_bwd import key_gradient
 from needlework.ops.lucid.solve.operands import inverses, keys, peak, top
 from needlework.ops.lucid.solve.scan import before_panel, panel, solve
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 
@@ -70,7 +70,7 @@ class Saved(NamedTuple):
     inverse: Tensor  # less the identity
     Y: Tensor
     counters: Tensor
-    more: Tensor  # "beta": V − U; "rowmax": which row of x μ is of; no numbers otherwise
+    more: Tensor  # "beta": V − U; "rowmax": the row of x that μ is of; empty otherwise
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, beta: bool, rowmax: bool, save: bool, config: LaunchConfig, N: int) -> "Saved":
@@ -226,18 +226,22 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
                 continue
             of = types | ({"x_k": own, "p_x": own} if rowmax or name == "peak" else {})
             for REV in (False, True) if "REV" in kernel.arg_names else (False,):
-                c = row | flags(name, REV=REV, SAVE_R=beta and not REV, GIVEN=rowmax)
-                options = {key: c.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in c}
+                c, options = split(row | flags(name, REV=REV, SAVE_R=beta and not REV, GIVEN=rowmax))
                 c = {key: x for key, x in c.items() if key in kernel.arg_names}
-                signature = {}
-                for arg in kernel.arg_names:
-                    if arg not in c:
-                        signature[arg] = f"*{of.get(arg, acc)}" if arg.startswith(("p_", "x_")) else "i32"
-                    if config.tma and arg.startswith("x_"):
-                        width = c["VB"] if arg in ("x_y", "x_z") else c["KB"]
-                        signature[arg] = f"tensordesc<{of[arg]}[1, 1, {c['C']}, {width}]>"
-                cases.append(Case(kernel, signature, c, options))
+                cases.append(Case(kernel, _signature(kernel, c, of, acc, config.tma), c, options))
     return cases
+
+
+def _signature(kernel, constants: dict[str, object], types: dict[str, str], wide: str, tma: bool) -> dict[str, str]:
+    """The types of what `kernel` takes beside its constants: pointers of `types`, or else `wide`, descriptors, integers."""
+    found = {}
+    for arg in kernel.arg_names:
+        if tma and arg.startswith("x_"):
+            width = constants["VB" if arg in ("x_y", "x_z") else "KB"]
+            found[arg] = f"tensordesc<{types[arg]}[1, 1, {constants['C']}, {width}]>"
+        elif arg not in constants:
+            found[arg] = f"*{types.get(arg, wide)}" if arg.startswith(("p_", "x_")) else "i32"
+    return found
 
 
 def _operand(dtype: torch.dtype) -> torch.dtype:

@@ -18,7 +18,7 @@ from needlework.ops.polar.attention.forward import attend
 from needlework.ops.polar.custom_op import polar_checked
 from needlework.ops.polar.state import PolarState, after_pages
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
@@ -288,7 +288,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     for packed, window in ((None, None), (1, 1)):
         for kernel in (attend, prepare, queries, keys, totals):
             known = constants(config, kernel, dtype, 8, 2, K, V, packed, window, **({"SAVE": 1} if kernel is attend else {}))
-            options = {name: known.pop(name) for name in ("num_warps", "maxnreg") if name in known}
+            known, options = split(known)
             BM, BN = known.get("BM"), known.get("BN")
             x = lambda element, rows, columns: (
                 f"tensordesc<{element}[1, 1, {rows}, {columns}]>" if config.tma else f"*{element}"

@@ -13,7 +13,7 @@ from needlework.ops.polar.serving.decode import append, decode, merge
 from needlework.ops.polar.serving.prefill import prefill
 from needlework.ops.polar.state import PolarState
 from needlework.ops.runtime.custom_op import operator, step_operator
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
+from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2, padded
 
@@ -147,7 +147,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     cases = []
     for kernel in (decode, merge, prefill):
         known = constants(config, kernel, dtype, 8, 2, K, V, 16)
-        options = {name: known.pop(name) for name in ("num_warps", "maxnreg") if name in known}
+        known, options = split(known)
         types = dict.fromkeys(("p_q", "p_k", "p_v", "p_o", "x_q", "x_o"), f"*{own}")
         types |= dict.fromkeys(("p_table", "p_length", "p_chunks"), "*i32") | dict.fromkeys(("T", "NB", "W", "splits"), "i32")
         if config.tma and kernel is prefill:
