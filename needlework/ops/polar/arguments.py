@@ -1,10 +1,26 @@
 """What Polar attention's arguments must be. The values of cu_seqlens and length are data, checked apart."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from torch import Tensor
 
 from needlework.ops.common.packing import check_cu_seqlens, sequences
 from needlework.ops.common.shapes import check, check_count, check_dtypes, check_state
 from needlework.ops.polar.state import PolarState
+
+
+class Parameters(NamedTuple):
+    """A layer's own tensors, one row a query head."""
+
+    alpha: Tensor  # [Hq]
+    beta: Tensor  # [Hq]
+    gamma: Tensor  # [Hq]
+    null_base: Tensor  # [Hq]
+    v_null: Tensor  # [Hq V]
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> "Parameters":
+        return Parameters(*map(f, self))
 
 
 def check_arguments(

@@ -7,7 +7,7 @@ from torch import Tensor
 from needlework.ops.common.growth import came_from, final_rows, give_back, grow
 from needlework.ops.common.packing import lengths, pad, unpad
 from needlework.ops.polar import chunk
-from needlework.ops.polar.arguments import check_data
+from needlework.ops.polar.arguments import Parameters, check_data
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
 from needlework.ops.runtime.precision import keep_precision
 
@@ -46,7 +46,7 @@ def polar_fwd(
     check_data(length, page_k.shape[1], window, cu_seqlens, *q.shape[:2])
     if cu_seqlens is not None:
         q, k, v = (pad(x, cu_seqlens) for x in (q, k, v))
-    parameters = alpha, beta, gamma, null_base, v_null
+    parameters = Parameters(alpha, beta, gamma, null_base, v_null)
     found = chunk.forward(q, k, v, *parameters, page_k, page_v, length, window=window, chunk_size=chunk_size)
     if cu_seqlens is not None:
         found = tuple(unpad(x, cu_seqlens) for x in found)
@@ -161,7 +161,7 @@ def polar_bwd(
     tokens = ddirection, dmagnitude, direction, saved, q, k, v
     if cu_seqlens is not None:
         tokens = tuple(pad(x, cu_seqlens) for x in tokens)
-    parameters = alpha, beta, gamma, null_base, v_null
+    parameters = Parameters(alpha, beta, gamma, null_base, v_null)
     dq, dk, dv, *dparameters, dinitial_k, dinitial_v = chunk.backward(
         *tokens, *parameters, page_k, page_v, length, window=window, chunk_size=chunk_size
     )

@@ -8,7 +8,7 @@ from needlework.ops.api import Impl, resolve
 from needlework.ops.common.shapes import check, check_count, check_slots, check_state, now
 from needlework.ops.common.slots import Live
 from needlework.ops.polar import chunk, reference
-from needlework.ops.polar.arguments import check_arguments
+from needlework.ops.polar.arguments import Parameters, check_arguments
 from needlework.ops.polar.custom_op import polar_fwd, polar_grow
 from needlework.ops.polar.state import PolarOutput, PolarState
 from needlework.ops.runtime.launch_configs import misfit
@@ -72,7 +72,7 @@ def chunk_polar(
     N = check_arguments(q, k, v, alpha, beta, gamma, null_base, v_null, window, initial_state, cu_seqlens)
     check_count("chunk_size", chunk_size)
     wide = torch.promote_types(q.dtype, torch.float32)
-    parameters = [x.to(wide) for x in (alpha, beta, gamma, null_base, v_null)]
+    parameters = Parameters(alpha, beta, gamma, null_base, v_null).map(lambda x: x.to(wide))
     fit = lambda: misfit("polar/attention", q.device, q.dtype, q.shape[-1], v.shape[-1])
     path = resolve("polar", impl, q.device, fit)
     given_state = initial_state
@@ -152,7 +152,8 @@ def step_polar(
     if resolve("polar", "auto", q.device, lambda: _no_step(q, v, state)) == "triton":
         from needlework.ops.polar.serving.op import step
 
-        return step(q, k, v, *(x.to(wide) for x in (alpha, beta, gamma, null_base, v_null)), state, slots, window)
+        parameters = Parameters(alpha, beta, gamma, null_base, v_null).map(lambda x: x.to(wide))
+        return step(q, k, v, *parameters, state, slots, window)
     P = min(P, window or P)
     live = Live.of(slots, len(q), q.device)
     slot = live.slots

@@ -12,6 +12,7 @@ from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, sequen
 from needlework.ops.common.pages import positions
 from needlework.ops.common.shapes import check, check_count, check_dtypes, check_tensor
 from needlework.ops.polar import chunk
+from needlework.ops.polar.arguments import Parameters
 from needlework.ops.runtime.launch_configs import misfit
 
 
@@ -66,7 +67,7 @@ def decode_polar(
     table = torch.where(none, 0, block_table)
     found = _gathered(q[:, None], k, v, parameters, table, before, window)
     direction, magnitude = (x[:, 0] for x in found)
-    of_null = parameters[-1] / parameters[-1].norm(dim=-1, keepdim=True).clamp(min=chunk.CLAMP)
+    of_null = parameters.v_null / parameters.v_null.norm(dim=-1, keepdim=True).clamp(min=chunk.CLAMP)
     of_null = torch.where((length == 0)[:, None, None], of_null.to(q.dtype), 0)
     return torch.where(none[..., None], of_null, direction), torch.where(none, 0, magnitude)
 
@@ -120,7 +121,7 @@ def prefill_polar(
     return tuple(unpad(x, cu_seqlens) for x in found)
 
 
-def _gathered(q, k, v, parameters, block_table, before, window) -> tuple[Tensor, Tensor]:
+def _gathered(q, k, v, parameters: Parameters, block_table, before, window) -> tuple[Tensor, Tensor]:
     """q [N T Hq d] after `before [N]` tokens; keys are gathered, the window's alone."""
     wide = torch.promote_types(q.dtype, torch.float32)
     PG, T = k.shape[1], q.shape[1]
@@ -147,7 +148,7 @@ def _path(q: Tensor, v: Tensor, impl: Impl) -> str:
     return resolve("polar", impl, q.device, fit)
 
 
-def _check(q, k, v, alpha, beta, gamma, null_base, v_null, block_table, length, window) -> list[Tensor]:
+def _check(q, k, v, alpha, beta, gamma, null_base, v_null, block_table, length, window) -> Parameters:
     """ValueError for what does not fit; the parameters in the precision of the computation."""
     Hq, d = q.shape[-2:]
     check("k", k, "n PG Hkv d", d=d)
@@ -169,4 +170,4 @@ def _check(q, k, v, alpha, beta, gamma, null_base, v_null, block_table, length, 
     if window is not None:
         check_count("window", window, " (the query's own key)")
     wide = torch.promote_types(q.dtype, torch.float32)
-    return [x.to(wide) for x in (*given.values(), v_null)]
+    return Parameters(alpha, beta, gamma, null_base, v_null).map(lambda x: x.to(wide))

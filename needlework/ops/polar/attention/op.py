@@ -4,6 +4,7 @@
 bits a number (float32 and float64 as they are), and three numbers a query and head.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import token_tile
 from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.polar.arguments import Parameters
 from needlework.ops.polar.attention.backward import keys, prepare, queries, totals
 from needlework.ops.polar.attention.forward import attend
 from needlework.ops.polar.custom_op import polar_checked
@@ -67,6 +69,13 @@ class Walk(NamedTuple):
         return constants(self.config, kernel, self.dtype, self.H, self.HK, self.K, self.V, self.spans, self.window, **flags)
 
 
+class Saved(NamedTuple):
+    """What the forward keeps for the backward, over aligned tokens; empty where nothing is kept."""
+
+    mean: Tensor  # [B T Hq V] the keys' mean, in steps of the row's largest number where that is int16
+    stats: Tensor  # [B Hq 3 rows] lse, n_eff and the mean's step
+
+
 def constants(config: LaunchConfig, kernel, dtype, H, HK, K, V, packed, window, **flags) -> dict[str, object]:
     """All that a kernel is compiled for; what it does not take is left out."""
     half = dtype.itemsize == 2
@@ -80,11 +89,10 @@ def constants(config: LaunchConfig, kernel, dtype, H, HK, K, V, packed, window, 
     return {name: x for name, x in known.items() if name in kernel.arg_names} | own
 
 
-def forward(walk: Walk, tokens, parameters, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """direction, magnitude, the keys' mean and the numbers of a row; the last two empty without `save`."""
+def forward(walk: Walk, tokens: Sequence[Tensor], parameters: Parameters, save: bool) -> tuple[Tensor, Tensor, Saved]:
+    """direction, magnitude and what the backward needs of q, k, v."""
     q, k, v = tokens
     B, T, H, V = walk.B, walk.T, walk.H, walk.V
-    alpha, beta, gamma, null_base, v_null = parameters
     own = walk.config.launch["attend"]
     direction = q.new_empty(B, T, H, V)
     magnitude = q.new_empty(B, T, H, dtype=walk.wide)
@@ -96,15 +104,17 @@ def forward(walk: Walk, tokens, parameters, save: bool) -> tuple[Tensor, Tensor,
         walk.launch(
             attend, (B * H, walk.rows // BM),
             walk.tile(q, BM, BK), walk.tile(k, BN, BK), walk.tile(v, BN, BV), x_o, walk.tile(mean, BM, BV) if save else x_o,
-            alpha, beta, gamma, null_base, v_null, magnitude, stats, SAVE=int(save),
+            *parameters, magnitude, stats, SAVE=int(save),
         )  # fmt: skip
-    return direction, magnitude, mean, stats
+    return direction, magnitude, Saved(mean, stats)
 
 
-def backward(walk: Walk, ddirection, dmagnitude, mean, stats, tokens, parameters) -> list[Tensor]:
+def backward(
+    walk: Walk, ddirection: Tensor, dmagnitude: Tensor, saved: Saved, tokens: Sequence[Tensor], parameters: Parameters
+) -> list[Tensor]:
     """Gradients of q, k, v, alpha, beta, gamma, null_base, v_null."""
     q, k, v = tokens
-    alpha, beta, gamma, null_base, v_null = parameters
+    mean, stats = saved
     B, H, HK, V, rows, launch = walk.B, walk.H, walk.HK, walk.V, walk.rows, walk.config.launch
     gradients = [torch.empty_like(x) for x in (*tokens, *parameters)]
     if not ddirection.numel():
@@ -121,7 +131,7 @@ def backward(walk: Walk, ddirection, dmagnitude, mean, stats, tokens, parameters
     sums, dnull = number(H, 4, tiles), number(H, tiles, V)
     walk.launch(
         prepare, (B * H, rows // BM), *(walk.tile(x, BM, BV) for x in (mean, ddirection, e)),
-        alpha, beta, gamma, null_base, v_null, dmagnitude, stats, numbers, unit, sums, dnull,
+        *parameters, dmagnitude, stats, numbers, unit, sums, dnull,
     )  # fmt: skip
 
     BM, BN = launch["queries"]["BM"], launch["queries"]["BN"]
@@ -132,6 +142,7 @@ def backward(walk: Walk, ddirection, dmagnitude, mean, stats, tokens, parameters
         walk.tile(dq, BM, BK), stats, numbers, unit, dtemp,
     )  # fmt: skip
     totals_constants = walk.constants(totals)
+    alpha, beta, gamma, *_ = parameters
     run(totals, (H,), alpha, beta, gamma, sums, dtemp, dnull, *dparameters, tiles, tiles_q, **totals_constants)
 
     BM, BN = launch["keys"]["BM"], launch["keys"]["BN"]
@@ -174,7 +185,8 @@ def polar_triton(
     cu_seqlens: Tensor | None, held: Tensor | None, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """direction and magnitude. An operator of its own: results that are not there cost the host as much as a launch."""
-    direction, magnitude, *_ = _call((q, k, v), (alpha, beta, gamma, null_base, v_null), cu_seqlens, held, window, save=False)
+    parameters = Parameters(alpha, beta, gamma, null_base, v_null)
+    direction, magnitude, _ = _call((q, k, v), parameters, cu_seqlens, held, window, save=False)
     return direction, magnitude
 
 
@@ -183,24 +195,25 @@ def polar_triton_fwd(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor, null_base: Tensor, v_null: Tensor,
     cu_seqlens: Tensor | None, held: Tensor | None, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """direction, magnitude; nothing for the first held [N] tokens of each sequence. For the backward, over aligned tokens: the
-    keys' mean [B T Hq V], and lse, n_eff and the mean's step [B Hq 3 rows]."""
-    return _call((q, k, v), (alpha, beta, gamma, null_base, v_null), cu_seqlens, held, window, save=True)
+    """direction, magnitude (nothing for the first held [N] tokens of each sequence), and `Saved`."""
+    parameters = Parameters(alpha, beta, gamma, null_base, v_null)
+    direction, magnitude, saved = _call((q, k, v), parameters, cu_seqlens, held, window, save=True)
+    return direction, magnitude, *saved
 
 
-def _call(tokens, parameters, cu_seqlens, held, window, *, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _call(tokens, parameters: Parameters, cu_seqlens, held, window, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
     walk, align = _walk(*tokens, cu_seqlens, held, window)
-    tokens, parameters = [align.align(x) for x in tokens], [x.contiguous() for x in parameters]
+    tokens, parameters = [align.align(x) for x in tokens], parameters.map(Tensor.contiguous)
     key = ENGINE, walk.config.name, kind(*tokens), cu_seqlens is not None, window is not None, save
-    precompile(tokens[0].device, key, lambda: _launches(walk, meta(*tokens), meta(*parameters), save))
-    direction, magnitude, mean, stats = forward(walk, tokens, parameters, save)
-    return align.restore(direction).contiguous(), align.restore(magnitude).contiguous(), mean, stats
+    precompile(tokens[0].device, key, lambda: _launches(walk, meta(*tokens), Parameters(*meta(*parameters)), save))
+    direction, magnitude, saved = forward(walk, tokens, parameters, save)
+    return align.restore(direction).contiguous(), align.restore(magnitude).contiguous(), saved
 
 
-def _launches(walk: Walk, tokens: list[Tensor], parameters: list[Tensor], save: bool) -> None:
-    direction, magnitude, mean, stats = forward(walk, tokens, parameters, save)
+def _launches(walk: Walk, tokens: list[Tensor], parameters: Parameters, save: bool) -> None:
+    direction, magnitude, saved = forward(walk, tokens, parameters, save)
     if save:
-        backward(walk, direction, magnitude, mean, stats, tokens, parameters)
+        backward(walk, direction, magnitude, saved, tokens, parameters)
 
 
 @torch.library.register_fake(polar_triton)
@@ -230,10 +243,10 @@ def polar_triton_bwd(
     if stats.shape[-1] != walk.rows:
         raise RuntimeError(f"{ENGINE}: the forward walked {stats.shape[-1]} rows, the config for the backward has {walk.rows}")
     ddirection, dmagnitude, *tokens = (align.align(x) for x in (ddirection, dmagnitude, q, k, v))
-    parameters = [x.contiguous() for x in (alpha, beta, gamma, null_base, v_null)]
-    *dtokens, dalpha, dbeta, dgamma, dbase, dv_null = backward(walk, ddirection, dmagnitude, mean, stats, tokens, parameters)
-    dq, dk, dv = (align.restore(x).contiguous() for x in dtokens)
-    return dq, dk, dv, dalpha, dbeta, dgamma, dbase, dv_null
+    parameters = Parameters(alpha, beta, gamma, null_base, v_null).map(Tensor.contiguous)
+    gradients = backward(walk, ddirection, dmagnitude, Saved(mean, stats), tokens, parameters)
+    dq, dk, dv = (align.restore(x).contiguous() for x in gradients[:3])
+    return dq, dk, dv, *gradients[3:]
 
 
 @torch.library.register_fake(polar_triton_bwd)
@@ -265,7 +278,7 @@ def polar(
     state: PolarState | None, cu_seqlens: Tensor | None, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """direction [B T Hq V] in q's dtype, magnitude [B T Hq] in float32 or float64; parameters are of magnitude's dtype."""
-    parameters = alpha, beta, gamma, null_base, v_null
+    parameters = Parameters(alpha, beta, gamma, null_base, v_null)
     held, place, sizes = None, None, q.shape[:2]
     if state is not None:
         state = state._replace(length=polar_checked(state.length, state.k.shape[1], cu_seqlens, window, *sizes))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import token_tile
+from needlework.ops.polar.arguments import Parameters
 from needlework.ops.polar.serving.decode import append, decode, merge
 from needlework.ops.polar.serving.prefill import prefill
 from needlework.ops.polar.state import PolarState
@@ -28,7 +29,7 @@ def polar_decode(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """direction [B Hq V], magnitude [B Hq] of q [B Hq K] on pages [n PG Hkv K], [n PG Hkv V]."""
     (B, H, K), (HK, V) = q.shape, v.shape[2:]
-    parameters = [x.contiguous() for x in (alpha, gamma, null_base, beta, v_null)]
+    p = Parameters(alpha, beta, gamma, null_base, v_null).map(Tensor.contiguous)
     direction, magnitude = q.new_empty(B, H, V), q.new_empty(B, H, dtype=accumulator(q.dtype))
     if not direction.numel():
         return direction, magnitude
@@ -40,15 +41,14 @@ def polar_decode(
     stats, S = (q.new_empty(B, H, splits, D, dtype=accumulator(q.dtype)) for D in (3, V))
     table, length = block_table.contiguous(), length.contiguous()
     W = window or ALL
-    alpha, gamma, null_base, beta, v_null = parameters
     run(
         decode, (splits, HK, B),
-        q.contiguous(), k, v, table, length, alpha, gamma, null_base, stats, S, table.shape[1], W, **known,
+        q.contiguous(), k, v, table, length, p.alpha, p.gamma, p.null_base, stats, S, table.shape[1], W, **known,
     )  # fmt: skip
     known = constants(chosen, merge, q.dtype, H, HK, K, V, k.shape[1])
     known["BS"] = min(known["BS"], next_power_of_2(splits))
     run(
-        merge, (B * H,), stats, S, length, alpha, beta, gamma, null_base, v_null, direction, magnitude, splits, W, **known,
+        merge, (B * H,), stats, S, length, *p, direction, magnitude, splits, W, **known,
     )  # fmt: skip
     return direction, magnitude
 
@@ -121,7 +121,7 @@ def polar_prefill(
         table = block_table.contiguous()
         run(
             prefill, (H, align.T // C), tile(q, BK), tile(direction, BV), k, v, table, length.contiguous(), chunks,
-            *(x.contiguous() for x in (alpha, beta, gamma, null_base, v_null)), magnitude, align.T, table.shape[1], window or ALL,
+            *Parameters(alpha, beta, gamma, null_base, v_null).map(Tensor.contiguous), magnitude, align.T, table.shape[1], window or ALL,
             **known,
         )  # fmt: skip
     return align.restore(direction).contiguous(), align.restore(magnitude).contiguous()
