@@ -247,7 +247,7 @@ def test_every_launch_config_names_its_launches(engine):
 
     from needlework.ops.runtime.launch_configs import rows
 
-    module = import_module(f"needlework.ops.{engine.split('/')[0]}.triton_step")
+    module = import_module(f"needlework.ops.{engine.replace('/', '.')}")
     for config in rows(engine):
         for case in module.compile_cases(config, torch.bfloat16, 128, 128):
             given = {**case.signature, **case.constexprs}
