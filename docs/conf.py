@@ -40,3 +40,4 @@ def setup(app):
     app.connect("config-inited", outside.make_pages)
     app.connect("source-read", outside.move_links)
     app.connect("autodoc-process-docstring", docstrings.process)
+    app.connect("autodoc-process-signature", docstrings.shorten)

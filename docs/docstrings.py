@@ -13,6 +13,18 @@ def process(app, what, name, obj, options, lines: list[str]) -> None:
     lines[:] = restructured("\n".join(lines)).splitlines()
 
 
+def shorten(app, what, name, obj, options, signature: str | None, returns: str | None):
+    """A signature without the ranges of its fields, which the docstring says, and without what transformers adds to a config."""
+    if signature is not None:
+        signature = re.sub(
+            r"~?(?:typing\.)?Annotated\[(\w+), Range\(words='[^']*', holds=<function .*? at 0x\w+>\)\]", r"\1", signature
+        )
+        signature = signature.replace("<factory>", "...").replace("~typing.", "").replace("~", "")
+        if name == "needlework.models.NeedleworkConfig":
+            signature = "(*, " + signature.partition("*, ")[2]
+    return signature, returns
+
+
 def restructured(text: str) -> str:
     blocks, example = [], False
     for block in filter(str.strip, re.split(r"\n[ \t]*\n", text.strip("\n"))):
