@@ -1,6 +1,7 @@
 """A byte-pair vocabulary of one's own text: ByteLevel, with all 256 bytes, every digit and the end of text as tokens.
 
-Digits stay apart (no merge holds one), so that a number has as many tokens as digits wherever it stands.
+No merge holds a digit, so that a number has as many tokens as digits in every context.
+The training is `tokenizers`' own.
 """
 
 from __future__ import annotations

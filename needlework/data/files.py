@@ -44,8 +44,8 @@ def stdlib() -> list[Source]:
 def found(paths: Iterable[str]) -> list[Source]:
     """The files that paths name: a file is itself, a directory every file below it but hidden ones.
 
-    A file reached twice counts once. A folder that cannot be opened, and a link to nothing, are among them: whoever reads them finds
-    out why. FileNotFoundError names a path that does not exist.
+    A file reached twice counts once. A folder that cannot be opened, and a link to nothing, are among them: reading them gives
+    the reason. FileNotFoundError names a path that does not exist.
     """
     sources: dict[Path, Source] = {}
     for given in map(Path, paths):
@@ -133,7 +133,7 @@ def _json(source: Source) -> Iterator[tuple[int, str]]:
     except ValueError as error:
         if source.given:
             raise
-        # A directory may hold any JSON; only a file that was asked for must hold text.
+        # A directory may hold any JSON; only a file that was named itself must hold text.
         raise Unreadable(str(error)) from None
 
 

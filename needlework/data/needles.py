@@ -1,6 +1,6 @@
 """Compact needles, "\\n#@xy=7391\\n", in real text: a two-letter key, a four-digit value.
 
-A needle that repeats an earlier key is a query: its value can be read off the earlier one. Between key and value stands
+A needle that repeats an earlier key is a query: its value can be read off the earlier one. Between key and value is
 one byte, so a width-4 convolution reaches from the first digit to the key; that is what makes small models learn
 within minutes. The literal cue of the papers is in induction.py.
 """
@@ -95,7 +95,7 @@ class NeedleMix:
         return _insert(text, _needles(corpus, keys[order], values[order]), cuts)
 
     def _dense(self, rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which pair stands in each of the row's places, [m], and the cuts, [m]: one block, the rest around it."""
+        """The pair at each of the row's places, [m], and the cuts, [m]: one block, the rest around it."""
         least, most = self.dense_pairs
         places = n // WIDTH
         pairs = int(rng.integers(least, min(most, places // 2) + 1))

@@ -2,8 +2,8 @@
 
     window = walk(index, epoch),   walk: a permutation of 0 … n - 1, keyed by (seed, epoch)
 
-A balanced Feistel network permutes the 4^h >= n numbers of 2h bits; whoever lands outside 0 … n - 1 walks on until inside,
-which leaves a permutation of 0 … n - 1 and takes fewer than four steps on average. A batch asks for B numbers and gets them in
+A balanced Feistel network permutes the 4^h >= n numbers of 2h bits; a number outside 0 … n - 1 is permuted again until it is
+inside, which leaves a permutation of 0 … n - 1 and takes fewer than four steps on average. A batch asks for B numbers and gets them in
 microseconds, whatever n is; a drawn permutation would be n numbers to make, keep and make again at every resume and epoch.
 """
 
@@ -25,7 +25,7 @@ def shuffled(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def epoch_windows(step: int, B: int, rows: range, n: int, seed: int) -> np.ndarray:
-    """Which of n windows stand in `rows` of the batch of `step`, [len(rows)] int64.
+    """The windows, of n, at `rows` of the batch of `step`: [len(rows)] int64.
 
     Steps of B rows walk through epoch after epoch; a batch may hold the end of one and the start of the next.
     """

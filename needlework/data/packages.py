@@ -25,7 +25,7 @@ from .records import Piece, SourceError, Stream
 from .sources import TextSource
 
 VENDORED = {"_vendor", "_vendored", "vendor", "vendored", "extern", "externals", "third_party"}
-LINE = 20  # shorter lines are anybody's
+LINE = 20  # characters; shorter lines occur in unrelated files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,9 @@ class Packages(TextSource):
         """Package -> name and version of what it was installed with."""
         found = {}
         for distribution in metadata.distributions(path=[str(root) for root in self._roots()]):
-            told = f"{distribution.name} {distribution.version}"
+            release = f"{distribution.name} {distribution.version}"
             files = [file for file in distribution.files or () if file.suffix == ".py"]
-            found |= {file.parts[0].removesuffix(".py"): told for file in files}
+            found |= {file.parts[0].removesuffix(".py"): release for file in files}
         return found
 
     def stream(self) -> Stream:
@@ -161,7 +161,7 @@ def _piece(name: str, text: str) -> str:
 
 
 def _source(path: Path) -> str | None:
-    """A file's text; None for no UTF-8, nothing, and tables: more than a fifth of digits."""
+    """A file's text; None for a file that is not UTF-8, that is empty, or that is a table: more than a fifth digits."""
     data = path.read_bytes()
     digits = len(data) - len(data.translate(None, b"0123456789"))
     if b"\0" in data or not data.strip() or digits > len(data) / 5:

@@ -1,4 +1,7 @@
-"""Documents to rows: packed, with their boundaries, or as windows of running text. No state: a row is its arguments."""
+"""Documents to rows: packed, with their boundaries, or as windows of running text. A row is a function of its arguments.
+
+With `datasets` one packs in map(batched=True): a row then depends on the batch size and on the rows before. Here it does not.
+"""
 
 from typing import NamedTuple
 

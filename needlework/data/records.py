@@ -1,4 +1,4 @@
-"""Text as a stream of pieces in a fixed order, with a place in it that can be kept and found again.
+"""Text as a stream of pieces in a fixed order, which resumes at any piece.
 
 `Records` reads through `datasets`, streaming, and never shuffles: a shuffled stream cannot be resumed to the record (its buffer is
 lost). The order of training is order.py's.
@@ -85,7 +85,7 @@ class Records:
     def _records(self) -> Iterator[dict[str, Any]]:
         try:
             yield from self.data
-        except Exception as error:  # as above; whoever takes the records raises elsewhere
+        except Exception as error:  # as above; an error of the caller is raised elsewhere
             what = self.files[self.read] if self.files else self.source.title
             raise SourceError(f"{what} cannot be read after {self.read} records: {type(error).__name__}: {error}") from error
 

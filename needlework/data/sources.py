@@ -75,7 +75,7 @@ class Hub(TextSource):
         )
 
     def pinned(self) -> Hub:
-        """The same with its revision; SourceError if the Hub cannot be asked."""
+        """The same with its revision; SourceError if the Hub cannot be reached."""
         if self.revision is not None or self.files:
             return self
         from huggingface_hub import HfApi

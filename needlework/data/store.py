@@ -5,7 +5,7 @@
     manifest.json  what it holds, with the digests of both; written last, so a directory without one is unfinished
 
 A corpus is two of them, train/ and held_out/, with a tokenizer.json and a manifest.json of its own.
-Knows nothing of where the text is from; preparation.py does.
+preparation.py fills a store from a source.
 """
 
 import hashlib

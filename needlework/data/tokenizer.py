@@ -1,7 +1,7 @@
 """Text and tokens: the byte tokenizer (id of byte b is b, end of text 256), and any `tokenizers` JSON file.
 
-The byte tokenizer is a `tokenizers.Tokenizer` like any other, so that a checkpoint can carry it; for bytes that are no
-valid UTF-8, and for speed, `encode_bytes` and `decode_bytes` do the same without it.
+The byte tokenizer is a `tokenizers.Tokenizer` like any other, so that a checkpoint can carry it. `encode_bytes` and `decode_bytes` do
+the same without the library, which takes strings alone: bytes that are not valid UTF-8 have none.
 """
 
 from __future__ import annotations

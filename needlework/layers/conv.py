@@ -59,7 +59,7 @@ class CausalConv(nn.Module):
 
 
 class ConvConfig(Config):
-    """Base of what may stand before a rule: `build(channels)`, with `width` taps."""
+    """Base of what q, k and v may pass before a rule: `build(channels)` makes it, with `width` taps."""
 
     if TYPE_CHECKING:  # a field, and a frozen one is read-only
 

@@ -62,7 +62,7 @@ class Objective(Config):
         return Terms(regulariser, distracted)
 
     def means(self, blocks: Sequence[Terms]) -> dict[str, Tensor]:
-        """{"regulariser": its mean over blocks, "distractor": over attention layers}, those that are asked for.
+        """{"regulariser": its mean over blocks, "distractor": over attention layers}, of the terms that the objective has.
 
         ValueError for a distractor where no block attends.
         """

@@ -17,8 +17,8 @@ ALIGNED = 8  # columns: 16 bytes of a half-precision row, without which products
 
 
 def side_by_side(x: Tensor, *maps: nn.Module) -> list[Tensor]:
-    """Each map of x [… D]: an nn.Linear, or an nn.Sequential that begins with one; those are one product. What else stands there is
-    called."""
+    """Each map of x [… D]: an nn.Linear, or an nn.Sequential that begins with one; those are one product. Any other
+    module is called."""
     first = [m[0] if isinstance(m, nn.Sequential) else m for m in maps]
     if not _together(first, x):
         return [m(x) for m in maps]
@@ -48,7 +48,7 @@ def _together(maps: Sequence[nn.Module], x: Tensor) -> TypeGuard[Sequence[nn.Lin
 
 
 def _plain(m: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether m(x) is x Wᵀ + b and nothing else: no adapter, no quantised weight, nobody who looks on."""
+    """Whether m(x) is x Wᵀ + b and nothing else: no adapter, no quantised weight, no hook."""
     return (
         type(m) is nn.Linear and type(m.weight) in (Tensor, nn.Parameter) and not m._forward_hooks and not m._forward_pre_hooks
     )

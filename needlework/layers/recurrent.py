@@ -1,4 +1,4 @@
-"""The recurrent mixer: project, convolve, gate, write, read. Rules come as configs; this file knows none of them by name."""
+"""The recurrent mixer: project, convolve, gate, write, read. The rules come as configs."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -43,7 +43,7 @@ def softmax_attention(
         o = _attend(q, k, v, window, ring, scale, initial_state)
     else:
         check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
-        # a padded row's queries give arbitrary numbers, which nobody reads
+        # a padded row's queries give arbitrary values, which `unpad` drops
         q_, k_, v_ = (pad(x, cu_seqlens) for x in (q, k, v))
         o = unpad(_attend(q_, k_, v_, window, ring, scale, initial_state), cu_seqlens)
     state = None

@@ -1,7 +1,7 @@
 """How a folder says what loads it: `auto_map` in its config.json, and the module that this names, which is the installed needlework.
 
-transformers' Auto classes follow it with trust_remote_code=True, so that a program that never heard of needlework (lm-eval, a
-pipeline) loads the folder; where needlework.models is imported already its classes are registered and nothing is followed.
+transformers' Auto classes follow it with trust_remote_code=True, so that a program that does not import needlework (lm-eval, a
+pipeline) loads the folder. Where needlework.models is imported, its classes are registered and `auto_map` is not read.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The cache of `generate`: each layer's state as its mixer made it, fixed or growing. Knows no mixer by name."""
+"""The cache of `generate`: each layer's state as its mixer made it, fixed or growing."""
 
 from transformers.cache_utils import Cache, CacheLayerMixin
 

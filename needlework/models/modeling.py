@@ -1,4 +1,4 @@
-"""One Block, one Model, one ForCausalLM for every mixer. What a mixer does is its config's business, not this file's."""
+"""One Block, one Model, one ForCausalLM for every mixer; the config builds the mixers."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -34,8 +34,8 @@ class StatePassing(Protocol):
 class Losses(NamedTuple):
     """What training minimises on a batch: share · cross_entropy / counted targets + auxiliary, as the objective says.
 
-    cross_entropy: the *sum* over the counted targets. auxiliary: the other terms, weighted, a mean that is divided by nothing but
-    the number of batches; None without any. parts: those terms by name, unweighted and detached, for a log.
+    cross_entropy: the *sum* over the counted targets. auxiliary: the other terms, weighted, a mean that is divided by
+    the number of batches alone; None without any. parts: those terms by name, unweighted and detached, for a log.
     """
 
     cross_entropy: Tensor
@@ -183,8 +183,8 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         attention_mask [B ..T]: zeros at pads. cu_seqlens [N+1]: packs documents along T, with B = 1.
         past_key_values: a NeedleworkCache; with use_cache=True one is made where none is given.
         position_ids, seq_idx, cu_seq_lens_q: transformers' ways to say cu_seqlens (`packing.py`); positions are counted here.
-        state_passing: the tokens are a part of a sequence whose other parts are on other ranks; no cache, no pads, no packing then.
-        objective: what is asked of every block beside its output, for training; it knows no earlier tokens.
+        state_passing: the tokens are a segment of a sequence whose other segments are on other ranks; no cache, no pads, no packing then.
+        objective: the terms that every block adds to the loss, for training; of the tokens of this call alone.
         output_hidden_states: the embeddings, then each block's output, the last of them normed, all [B T D] and 0 at pads.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -316,7 +316,7 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
         if targets is not None and labels is not None:
             raise ValueError("targets (aligned, summed) and labels (shifted inside, averaged) are two losses: give one")
         if objective is not None and targets is None:
-            raise ValueError("objective: its terms stand beside the cross entropy of targets; give targets too")
+            raise ValueError("objective: its terms are added to the cross entropy of targets; give targets too")
         out = self.model(
             input_ids, attention_mask, past_key_values, inputs_embeds,
             use_cache=use_cache, cu_seqlens=cu_seqlens, objective=objective, return_dict=True, **kwargs,
