@@ -165,9 +165,29 @@ def test_names_order_and_defaults_are_theirs(name):
     assert listed(getattr(familiar, name)) == listed(inspect.unwrap(theirs(name)))
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_numbers_are_their_definitions(name):
+    theirs(name)
+    q, k, v, g, gk, beta, start = (x.float() for x in tensors(HV=H))
+    naive = import_module(f"fla.ops.{'gated_delta_rule' if name == 'chunk_delta_rule' else MODULES[name]}.naive")
+    if name == "chunk_retention":
+        first = [x.transpose(1, 2) for x in (q, k, v)]
+        torch.testing.assert_close(chunk_retention(q, k, v).o, naive.naive_retention(*first).transpose(1, 2))
+        return
+    mine, call, arguments = {
+        "chunk_gla": ((gk,), "naive_recurrent_gla", (gk,)),
+        "chunk_delta_rule": ((beta,), "naive_recurrent_gated_delta_rule", (beta, torch.zeros_like(g))),
+        "chunk_gated_delta_rule": ((g, beta), "naive_recurrent_gated_delta_rule", (beta, g)),
+        "chunk_kda": ((gk, beta), "naive_recurrent_kda", (gk, beta)),
+    }[name]
+    carry = {"initial_state": start, "output_final_state": True}
+    expected = getattr(naive, call)(q, k, v, *arguments, **carry)
+    torch.testing.assert_close(tuple(getattr(familiar, name)(q, k, v, *mine, **carry)), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="their kernels need a GPU")
 @pytest.mark.parametrize("name", MODULES)
-def test_numbers_are_theirs(name):
+def test_numbers_are_their_kernels(name):
     call, mine = theirs(name), getattr(familiar, name)
     q, k, v, g, gk, beta, start = (x.cuda() for x in tensors(torch.bfloat16, HV=H))
     gates = {"chunk_gla": (gk,), "chunk_retention": (), "chunk_delta_rule": (beta,)} | {
