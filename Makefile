@@ -30,8 +30,8 @@ mutants: .venv/installed  ## plant each bug of tests/mutants in a copy, where `t
 	$(BIN)/python tests/mutants/run.py
 
 lint: .venv/installed
-	$(BIN)/ruff check needlework tests benchmarks
-	$(BIN)/ruff format --check needlework tests benchmarks
+	$(BIN)/ruff check needlework tests benchmarks examples
+	$(BIN)/ruff format --check needlework tests benchmarks examples
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 docs: .venv/docs-installed  ## the site, into site/; a warning is an error
