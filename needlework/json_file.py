@@ -7,7 +7,7 @@ from typing import Any
 
 
 def read_json(path: str | Path) -> Any:
-    """What the file holds; ValueError names it where that is no JSON: half of it, none, too deep. OSErrors name it themselves."""
+    """What the file holds. ValueError names a file that is not JSON: half of it, none, too deep. OSErrors name it themselves."""
     try:
         content = Path(path).read_bytes()
         return json.loads((lzma.decompress(content) if Path(path).suffix == ".xz" else content).decode())

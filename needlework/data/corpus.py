@@ -97,9 +97,10 @@ class Corpus:
 def load_corpus(config: CorpusConfig, tokenizer: Tokenizer) -> Corpus:
     """Read, tokenise and split the files of a config.
 
-    Every document ends in the tokenizer's end of text. Empty documents and repeated ones are left out and counted; a file that is
-    no text, or cannot be read, is skipped and listed in the manifest, which also says what `max_bytes` left unread. Where the split by name leaves a side with less than half its share
-    (few documents), the end of the longest one is held out instead, and the manifest says so.
+    Every document ends in the tokenizer's end of text. Empty documents and repeated ones are left out and counted. A file that is not
+    text, or cannot be read, is skipped and listed in the manifest, which also says what `max_bytes` left unread. Where the split by
+    name leaves a side with less than half its share (few documents), the end of the longest one is held out instead, and the manifest
+    says so.
     Raises FileNotFoundError (a path), ValueError (no readable text; a record that is no JSON or has no "text").
     """
     sources = stdlib() if config.kind == "stdlib" else found(config.paths)

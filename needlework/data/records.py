@@ -1,7 +1,7 @@
 """Text as a stream of pieces in a fixed order, which resumes at any piece.
 
-`Records` reads through `datasets`, streaming, and never shuffles: a shuffled stream cannot be resumed to the record (its buffer is
-lost). The order of training is order.py's.
+`Records` reads through `datasets`, streaming, and never shuffles: the buffer of a shuffled stream is lost, and with it the record at
+which to resume. The order of training is order.py's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stream(Protocol):
 
 
 class Described(Protocol):
-    """A data set by name (`title`), and the fields of a record that hold a document's text and its key (None: the text is the key)."""
+    """A data set's name (`title`), and the fields of a record with a document's text and its key (None: the text is the key)."""
 
     @property
     def title(self) -> str: ...

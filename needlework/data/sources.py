@@ -118,8 +118,9 @@ class PathSource(TextSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Local(PathSource):
-    """Files, or directories of files, of one format: .jsonl and .json (an object a line) and .parquet have a document a record, others one a file.
+    """Files, or directories of files, of one format.
 
+    .jsonl, .json (an object a line) and .parquet have a document a record, other files are a document each.
     .gz, .zst, .bz2 and .xz are read as what they hold.
     """
 

@@ -1,7 +1,7 @@
 """Text and tokens: the byte tokenizer (id of byte b is b, end of text 256), and any `tokenizers` JSON file.
 
-The byte tokenizer is a `tokenizers.Tokenizer` like any other, so that a checkpoint can carry it. `encode_bytes` and `decode_bytes` do
-the same without the library, which takes strings alone: bytes that are not valid UTF-8 have none.
+The byte tokenizer is a `tokenizers.Tokenizer` like any other, so that a checkpoint can carry it. The library takes strings alone, and
+bytes that are not valid UTF-8 have none: `encode_bytes` and `decode_bytes` do the same for any bytes.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class Attention(MixerConfig):
     bias: in every projection.
     memory: a write rule beside attention, on the same q, k, v before positions (`Memory`).
     published_eps: qk_norm with the epsilon of the dtype of q and k, as ATMA's models were trained, not 1e-6.
-    Raises ValueError for a field out of its range, and where the layer is built with heads that are no multiple of kv_heads or with
-    a head_dim that the position cannot turn.
+    Raises ValueError for a field out of its range, and where the layer is built with heads that are no multiple of kv_heads, or
+    with a head_dim that the position cannot turn.
 
     >>> import torch
     >>> from needlework.layers import Attention, Rope, Softmax

@@ -17,7 +17,7 @@ from needlework.probe import probe
 
 
 class ReadConfig(Config):
-    """Base of the read rules' configs: `build(width, write)` makes the module, q, k, g -> the query that reads and the rule's state."""
+    """Base of the read rules' configs: `build(width, write)` makes the module: q, k, g -> the query that reads, the rule's state."""
 
     def build(self, width: Width, write: WriteConfig) -> "ReadRule":
         raise NotImplementedError

@@ -21,8 +21,8 @@ class Memory(Config):
 
         y ← y + W_mem( rms(r) ⊙ σ(W_g x) ),    r_t = S_tᵀ q_t [B T Hq d]
 
-    W_mem starts at zero, so that the branch adds nothing at first. Key and value heads are repeated to Hq. q and k are L2-normalised.
-    Values are the raw ones, also beside LUCID.
+    W_mem starts at zero, so that the branch adds nothing at first. Key and value heads are repeated to Hq. q and k are
+    L2-normalised. Values are the raw ones, also beside LUCID.
 
     write: the rule that keeps S; Delta with RetentionGate by default.
     read: Plain or CCQ.

@@ -1,4 +1,4 @@
-"""What every write rule has: gates of its input, a fixed state [N HV K V], and a forward from q, k, v and the gates to o and the state."""
+"""A write rule: gates of its input, a fixed state [N HV K V], a forward from q, k, v and the gates to o and the state."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -64,8 +64,8 @@ class WriteRule(nn.Module, Generic[Rule]):
 def gates_of(x: Tensor, *beside: nn.Module, **parts: nn.Module | None) -> tuple[dict[str, Tensor | None], list[Tensor]]:
     """part(x) of each, x [B T D], by name, None for None; and what each of `beside`, maps of x too, gives.
 
-    A part with a `project` is asked for `of(project(x))`: these maps are narrow, one column a head or a channel, so they and `beside`
-    are one product.
+    A part with a `project` gives `of(project(x))`. These maps are narrow, one column a head or a channel: they and `beside` are one
+    product.
     """
     shared: dict[str, Any] = {name: part for name, part in parts.items() if hasattr(part, "project")}
     found = {name: None if part is None else part(x) for name, part in parts.items() if name not in shared}

@@ -183,7 +183,7 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         attention_mask [B ..T]: zeros at pads. cu_seqlens [N+1]: packs documents along T, with B = 1.
         past_key_values: a NeedleworkCache; with use_cache=True one is made where none is given.
         position_ids, seq_idx, cu_seq_lens_q: transformers' ways to say cu_seqlens (`packing.py`); positions are counted here.
-        state_passing: the tokens are a segment of a sequence whose other segments are on other ranks; no cache, no pads, no packing then.
+        state_passing: the tokens are a segment of a sequence whose other segments are on other ranks, without cache, pads or packing.
         objective: the terms that every block adds to the loss, for training; of the tokens of this call alone.
         output_hidden_states: the embeddings, then each block's output, the last of them normed, all [B T D] and 0 at pads.
         """
