@@ -1,4 +1,4 @@
-"""Calls of flash-linear-attention and PyTorch for our mathematics, each loaded when it is asked for."""
+"""Calls of flash-linear-attention and PyTorch for our mathematics, each imported at its first use."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -20,10 +20,10 @@ def verdict(row: dict) -> str:
     """The bar and whether it is met: a share must be reached, all else is a bound."""
     if row["bar"] is None or row["ratio"] is None:
         return ""
-    return told(row["bar"], row["ratio"] >= row["bar"] if row["pass"] in SHARES else row["ratio"] <= row["bar"])
+    return bar_text(row["bar"], row["ratio"] >= row["bar"] if row["pass"] in SHARES else row["ratio"] <= row["bar"])
 
 
-def told(bar: float, met: bool) -> str:
+def bar_text(bar: float, met: bool) -> str:
     return f"{bar} {'met' if met else 'NOT met'}"
 
 
@@ -64,8 +64,8 @@ def by_share(rows: list[dict]) -> list[str]:
 
 
 def first_calls(rows: list[dict]) -> list[str]:
-    told = ", ".join(f"{r['op']} {r['ms'] / 1e3:.1f} s{'' if r['ms'] <= r['bar'] else ' (NOT met)'}" for r in rows)
-    return [f"First forward and backward with an empty Triton cache, bar {rows[0]['bar'] / 1e3:.0f} s: {told}."]
+    listed = ", ".join(f"{r['op']} {r['ms'] / 1e3:.1f} s{'' if r['ms'] <= r['bar'] else ' (NOT met)'}" for r in rows)
+    return [f"First forward and backward with an empty Triton cache, bar {rows[0]['bar'] / 1e3:.0f} s: {listed}."]
 
 
 def heading(rows: list[dict]) -> str:
@@ -81,7 +81,7 @@ def training(rows: list[dict]) -> list[str]:
     lines = [heading(rows), "", "| mixer | parameters | B, T | ms | tokens/s | MFU | bar | MiB |", "|" + " --- |" * 8]
     for r in sorted(rows, key=lambda r: (SIZES.index(r["size"]), r["op"], r["impl"], r["shape"]["T"])):
         name = r["op"] if r["impl"] == "needlework" else f"{r['op']} ({r['impl']}'s layer)"
-        bar = "" if r["bar"] is None else told(r["bar"], r["mfu"] >= r["bar"])
+        bar = "" if r["bar"] is None else bar_text(r["bar"], r["mfu"] >= r["bar"])
         figures = (f"{r['parameters'] / 1e6:,.0f}M", f"{r['shape']['B']}, {r['shape']['T']:,}", number(r["ms"], 0), number(r["tokens_per_second"], 0),
                    f"{r['mfu']:.1%}", bar, number(r["peak_mib"], 0))  # fmt: skip
         lines.append(f"| {name} | {' | '.join(figures)} |")

@@ -99,11 +99,11 @@ def tune(
                     return row, best, timed({}), timed(best)
                 trial = best | {kernel: best.get(kernel, {}) | {name: candidate}}
                 try:
-                    told = why_not(trial)
+                    reason = why_not(trial)
                 except Exception as error:  # Triton, LLVM, ptxas and a launch raise what they like: that is its verdict
-                    told = f"{type(error).__name__}: {str(error)[:120]}"
-                print(f"  {kernel}.{name} = {candidate}: {told or 'taken'}", flush=True)
-                if not told:
+                    reason = f"{type(error).__name__}: {str(error)[:120]}"
+                print(f"  {kernel}.{name} = {candidate}: {reason or 'taken'}", flush=True)
+                if not reason:
                     best, gained = trial, True
     return row, best, timed({}), timed(best)
 

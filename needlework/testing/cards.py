@@ -1,6 +1,6 @@
 """The error tables of the cards: `python -m needlework.testing.cards` measures every spec and rewrites them.
 
-What stands between the two marks of ops/<op>/README.md is this file's; the rest of a card is written by hand. Knows no op
+This file writes what is between the two marks of ops/<op>/README.md; the rest of a card is written by hand. Knows no op
 by name. A spec over its budget raises, and its card keeps the old table.
 """
 
@@ -22,7 +22,7 @@ def card(op: str) -> Path:
 
 
 def section(text: str) -> str:
-    """What stands between a card's marks."""
+    """The text between a card's marks."""
     return text.split(BEGIN)[1].split(END)[0].strip()
 
 

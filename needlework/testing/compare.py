@@ -21,7 +21,7 @@ def tokens(spec: OpSpec, inputs: dict, pick: Callable[[Tensor], Tensor]) -> dict
 
 
 def leaves(x: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor in a NamedTuple, tuple or tensor; None holds nothing."""
+    """(name, tensor) of every tensor in a NamedTuple, tuple or tensor; None has no tensors."""
     if isinstance(x, Tensor):
         yield name, x
     elif isinstance(x, tuple):

@@ -1,6 +1,6 @@
 """`needlework doctor`: whether the kernels are right on this machine, under every launch config that may be picked here.
 
-A compiler can get a kernel wrong without a word, and differently from one release to the next. Every rule runs under each config,
+A compiler can miscompile a kernel silently, and differently from one release to the next. Every rule runs under each config,
 forward and backward, twice, against the definition in float64 by the error budget (`verdict.py`); what is wrong goes on
 the denylist (`ops/runtime/denylist.py`) and is never taken here again. Which rules and configs: `targets.py`.
 """

@@ -95,13 +95,13 @@ def judge(device: str, alone: bool, task: Task) -> list[Verdict] | None:
             with launch_configs.forced(task.engine, task.config), _kernels(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found, failing = weigh(task, form, device)
-            wrong = max(found.values()) > WRONG or any(told.endswith(DIFFERS) for told in failing)
+            wrong = max(found.values()) > WRONG or any(reason.endswith(DIFFERS) for reason in failing)
         except (torch.OutOfMemoryError, MemoryError) as error:
             if not alone:
                 return None
-            failing = (_told(error),)
+            failing = (_reason(error),)
         except Exception as error:  # a compiler and a launch raise what they like, and the other configs are still to be judged
-            failing = (_told(error),)
+            failing = (_reason(error),)
             # refused by the op: no kernel has run
             wrong = not (isinstance(error, ValueError) and "impl='triton'" in str(error))
         tensor = max(found, key=found.get, default="")
@@ -126,7 +126,7 @@ def _alive() -> bool:
     return True
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 

@@ -155,4 +155,4 @@ def test_whoever_listens_hears_every_launch(calls):
             launch(copy, (1,), arguments, ONCE)
     finally:
         knobs.runtime.launch_exit_hook.remove(hook)
-    assert launcher._listened() is False and len(calls) == 3
+    assert launcher._hooked() is False and len(calls) == 3

@@ -68,7 +68,7 @@ def _grid(q: Tensor, position: Tensor, cu_seqlens: Tensor | None) -> Grid:
 
 
 def _copy(state: Tensor, q: Tensor) -> Tensor:
-    """A state in the computing dtype that is nobody else's memory: an operator may not return what it was given."""
+    """A copy of a state in the computing dtype: an operator may not return its argument."""
     return state.to(width(q), copy=True, memory_format=torch.contiguous_format)
 
 

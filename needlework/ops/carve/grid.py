@@ -1,7 +1,7 @@
 """Sequences of any length and position as one batch whose content chunks coincide. Knows no mixer.
 
 Row n starts with position[n] virtual tokens and ends with as many as the longest row asks for. A virtual token holds a
-fill value under which the caller's recurrence stands still.
+fill value that leaves the caller's recurrence as it is.
 """
 
 from dataclasses import dataclass

@@ -51,7 +51,7 @@ def chunk_carve(
     content_chunk: tokens of a content chunk, >= 1: a property of the model. chunk_size: the kernel's, invisible.
     prediction: "previous" reads S_{t-1} (Eq. 5), "decayed" Diag(e^{l_t}) S_{t-1} (Appendix E: KDA's order).
     scale: of o and so of m; K ** -0.5 by default.
-    initial_state: CarveState of N = B rows, or one per packed sequence; rows may stand at different positions. Zeros if None.
+    initial_state: CarveState of N = B rows, or one per packed sequence; rows may have different positions. Zeros if None.
     cu_seqlens [N+1]: packs sequences along T (B = 1); content chunks restart at each. An empty one keeps its state.
 
     Dtypes: q, k, v share one; f, b and w may be in half precision too and are widened before their biases are added. float64 computes in float64, all else in float32; o has q's dtype, the state is float32 (or

@@ -20,7 +20,7 @@ class CarveState(NamedTuple):
 
 
 class CarveOutput(NamedTuple):
-    """o [B T H V]; state [N ...], or None unless asked for."""
+    """o [B T H V]; state [N ...], or None without output_final_state."""
 
     o: Tensor
     state: CarveState | None

@@ -19,7 +19,7 @@ class CurvatureState(NamedTuple):
 
 
 class CcqOutput(NamedTuple):
-    """q [B T HV K]: the cleaned query; state [N ...], or None unless asked for."""
+    """q [B T HV K]: the cleaned query; state [N ...], or None without output_final_state."""
 
     q: Tensor
     state: CurvatureState | None

@@ -1,4 +1,4 @@
-"""What a kernel becomes, found without a GPU: registers, shared memory, spills, machine code, and which tools made it."""
+"""Kernels compiled without a GPU: registers, shared memory, spills, machine code, and the versions of the tools."""
 
 import re
 import subprocess
@@ -61,21 +61,21 @@ def _aligned(param: KernelParam, signature: dict[str, str]) -> bool:
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
-    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", _told(cubin, "cuobjdump", "-res-usage")))
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", _output(cubin, "cuobjdump", "-res-usage")))
     return {name: int(found.get(name, 0)) for name in ("REG", "STACK", "LOCAL")}
 
 
 def disassembled(cubin: bytes) -> str | None:
     """nvdisasm's text; None where Triton came without it."""
-    return _told(cubin, "nvdisasm", "-c") if (TOOLS / "nvdisasm").exists() else None
+    return _output(cubin, "nvdisasm", "-c") if (TOOLS / "nvdisasm").exists() else None
 
 
-def _told(cubin: bytes, tool: str, option: str) -> str:
+def _output(cubin: bytes, tool: str, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True)
-    return told.stdout + told.stderr
+        done = subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
 def versions(arch: int = 90) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""Graphs that torch.compile keeps on disk, and the key by which it finds them again.
+"""The key of graphs that torch.compile keeps on disk.
 
-A graph holds sizes of what operators return, and some follow from launch configs; its key has the operators' names and not what
-they are. So the ops' text and tables, and the verdicts of doctor, go into every key: after an upgrade, or with another config, a
-graph is made anew. One of other sizes would stop with an assertion, one of equal sizes might be wrong.
+A graph holds the sizes of operators' results, and some sizes follow from launch configs; torch's key has the operators' names only.
+So the ops' text and tables and doctor's denylist go into every key: after an upgrade, or with another launch config, the graph is
+compiled anew. An old graph would fail an assertion on sizes, or compute with wrong ones.
 """
 
 import hashlib

@@ -31,7 +31,7 @@ def operator(function: Callable) -> OpOverload:
 def backward_operator(function: Callable) -> OpOverload:
     """An operator that computes gradients, and has none itself: a second derivative raises."""
     made = operator(function)
-    differentiable(made, _refusal(made, "its gradient was asked for, and second derivatives are not there"))
+    differentiable(made, _refusal(made, "second derivatives are not implemented"))
     return made
 
 
@@ -51,7 +51,7 @@ def _operator(function: Callable, changes: tuple[str, ...]) -> OpOverload:
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, function, "CompositeExplicitAutograd")
     op = getattr(torch.ops.needlework, name).default
-    _formulas[op] = Info(_refusal(op, "its gradient was asked for, and it has none"), None)
+    _formulas[op] = Info(_refusal(op, "no gradient is implemented"), None)
     _library.impl(name, _reverse_mode_only(op), "Autograd", with_keyset=True)
     if changes:
         _library.impl(name, _counted(op), "ADInplaceOrView", with_keyset=True)
@@ -66,7 +66,7 @@ def _refusal(op: OpOverload, reason: str) -> Callable:
 
 
 def _reverse_mode_only(op: OpOverload) -> Callable:
-    """The kernel that autograd calls: it raises where PyTorch would drop a derivative, or say nothing of which operator failed."""
+    """The kernel that autograd calls: it raises where PyTorch would drop a derivative, or would not name the operator."""
     reverse = make_autograd_impl(op, _formulas[op])
 
     def differentiate(keyset, *args):
@@ -90,7 +90,7 @@ def refuse_tangents(name: str, *tensors: Tensor) -> None:
 
 def _raise(name: str, mode: str) -> None:
     raise NotImplementedError(
-        f"{name}: {mode} is not there. backward() and torch.autograd.grad are, once; impl='reference' "
+        f"{name}: {mode} is not implemented; backward() and torch.autograd.grad are, once. impl='reference' "
         "(NEEDLEWORK_IMPL=reference) computes by PyTorch's own operators, which have every mode"
     )
 

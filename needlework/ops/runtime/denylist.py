@@ -50,10 +50,10 @@ def _digest() -> str:
 
 def _driver() -> str:
     try:
-        told = Path("/proc/driver/nvidia/version").read_text()
+        text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return "unknown"
-    number = re.search(r"Kernel Module.*?(\d+(\.\d+)+)", told)
+    number = re.search(r"Kernel Module.*?(\d+(\.\d+)+)", text)
     return number[1] if number else "unknown"
 
 

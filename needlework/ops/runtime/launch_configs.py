@@ -144,7 +144,7 @@ _forced: dict[str, tuple[str | None, dict[str, dict[str, int]]]] = {}
 
 @contextmanager
 def forced(engine: str, name: str | None = None, **overrides: dict[str, int]) -> Iterator[None]:
-    """Take the row `name`, whatever it is for, and change constants of its kernels: for doctor, tuning and tests."""
+    """Take the row `name` without its conditions, and change constants of its kernels: for doctor, tuning and tests."""
     before = dict(_forced)
     _forced[engine] = (name, overrides)
     try:

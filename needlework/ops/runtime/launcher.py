@@ -1,5 +1,5 @@
-"""Launches that cost the host little: a kernel is launched Triton's way once for every kind of its arguments, and after that by
-the C function that Triton made for it.
+"""Launches that cost the host little. The first launch of a kernel with arguments of one kind is Triton's own; later ones call the
+C function that Triton made for it.
 
 Triton looks at every argument, checks every pointer and encodes every descriptor again at each launch, which takes longer than
 many of these kernels run. The C function takes addresses, and descriptors of the same memory are encoded once.
@@ -39,7 +39,7 @@ _direct: dict[Hashable, "Direct | None"] = {}
 def launch(kernel, grid: tuple[int, ...], arguments: tuple, constants: dict):
     """kernel[grid](*arguments, **constants); the compiled kernel, None of one that is not compiled."""
     direct, kind = None, None
-    if FORMAT and type(kernel) is JITFunction and not _listened():
+    if FORMAT and type(kernel) is JITFunction and not _hooked():
         kind, given = _kind(kernel, arguments, constants)
         direct = _direct.get(kind)
     if direct is not None:
@@ -51,8 +51,8 @@ def launch(kernel, grid: tuple[int, ...], arguments: tuple, constants: dict):
     return compiled
 
 
-def _listened() -> bool:
-    """Whether somebody wants to hear of launches: only Triton's own way tells."""
+def _hooked() -> bool:
+    """Whether a launch hook is set: only Triton's own launch calls it."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
@@ -118,8 +118,8 @@ class Direct:
 
 
 def encode(descriptor: TensorDescriptor, block: dict | None) -> list:
-    """The arguments that stand for a descriptor."""
-    given = descriptor, block, None  # the last is asked for since Triton 3.8, and not read
+    """A descriptor as the C function takes it."""
+    given = descriptor, block, None  # Triton 3.8 and later take the last and do not read it
     return nvidia.make_tensordesc_arg(*given[: nvidia.make_tensordesc_arg.__code__.co_argcount])
 
 
@@ -127,7 +127,7 @@ def c_function(compiled) -> tuple[Callable, list] | None:
     """What launches a compiled kernel, called with three sizes of a grid, a stream and a list of arguments, and the blocks of its
     descriptors; None where it is not to be called directly."""
     launcher = getattr(compiled, "run", None)
-    if not FORMAT or type(launcher) is not nvidia.CudaLauncher or _listened():
+    if not FORMAT or type(launcher) is not nvidia.CudaLauncher or _hooked():
         return None
     if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
         return None
@@ -138,7 +138,7 @@ def c_function(compiled) -> tuple[Callable, list] | None:
         if not {"launcher", "tensordesc_meta"} <= inside.keys():
             return None
         function, blocks = inside["launcher"], inside["tensordesc_meta"]
-    # no scratch, and nobody listens
+    # no scratch, no hooks
     facts = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
     if FORMAT == ONE_BY_ONE:
         facts += None, None, compiled.packed_metadata, None, None, None

@@ -117,5 +117,5 @@ def _bound(compiled, grid: tuple[int, int, int], args: list, places: list[int]):
 
 
 def _address(x):
-    """A tensor as the number that stands for it."""
+    """A tensor's address."""
     return x.data_ptr() if hasattr(x, "data_ptr") else x
