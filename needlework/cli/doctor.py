@@ -47,8 +47,8 @@ def doctor(
     for name, value in known_here.items():
         console.print(f"{name}: {value}", soft_wrap=True)
     device = torch.device("cpu" if interpreted() or compile_only else "cuda")
-    if told := checks.warning(known_here, (9, 0) if compile_only else capability(device)):
-        console.print(told, style="yellow", soft_wrap=True)
+    if warning := checks.warning(known_here, (9, 0) if compile_only else capability(device)):
+        console.print(warning, style="yellow", soft_wrap=True)
     with console.status("compiling") as status:
         lines = Lines(console)
 
@@ -65,8 +65,8 @@ def doctor(
             def tell(v: checks.Verdict, count: int, total: int) -> None:
                 row = f"{v.op} {v.form}, {v.engine} {v.config}, {v.dtype}, K {v.K}, V {v.V}"
                 if full or v.failing:  # minutes, or what is known already
-                    told = "; ".join(v.failing) or "ok"
-                    console.print(f"{time.monotonic() - began:4.0f} s, {count} of {total}: {row}: {told}, {v.seconds} s")
+                    verdict = "; ".join(v.failing) or "ok"
+                    console.print(f"{time.monotonic() - began:4.0f} s, {count} of {total}: {row}: {verdict}, {v.seconds} s")
                     status.update(f"{count} of {total}: {row}")
                 else:
                     at(f"{count} of {total}: {row}")

@@ -23,5 +23,5 @@ def samples(model: Callable, rows: Tensor, prompt: int, decode: Callable[[list[i
     with evaluating(model):
         while ids.shape[1] < rows.shape[1]:
             ids = torch.cat([ids, logits(model, ids)[:, -1:].argmax(-1).to(ids)], 1)
-    told = zip(rows.tolist(), ids.tolist(), strict=True)
-    return [{"prompt": decode(a[:prompt]), "continuation": decode(b[prompt:]), "text": decode(a[prompt:])} for a, b in told]
+    pairs = zip(rows.tolist(), ids.tolist(), strict=True)
+    return [{"prompt": decode(a[:prompt]), "continuation": decode(b[prompt:]), "text": decode(a[prompt:])} for a, b in pairs]

@@ -24,11 +24,11 @@ class Lines:
     def __init__(self, console: Console):
         self.console, self.next = console, 0.0
 
-    def __call__(self, told: Callable[[], str], now: bool = False) -> None:
+    def __call__(self, line: Callable[[], str], now: bool = False) -> None:
         """now: print it whatever the time, e.g. the last line."""
         if not animated(self.console) and (now or time.monotonic() >= self.next):
             self.next = time.monotonic() + EVERY
-            self.console.print(told(), soft_wrap=True)
+            self.console.print(line(), soft_wrap=True)
 
 
 def time_left(seconds: float) -> str:

@@ -57,13 +57,13 @@ class ProgressTable:
 
     def line(self) -> str:
         """One line for a log: how many runs are done, how far the others are, the time left."""
-        told = [f"{len(self.done)} of {len(self.recipes)} done"]
+        parts = [f"{len(self.done)} of {len(self.recipes)} done"]
         for name in self.running():
             p = self.progress[name]
-            told.append(
+            parts.append(
                 f"{name} step {p.step} of {p.steps} ({p.step / p.steps:.0%}), loss {p.loss:.3f}, {p.tokens_per_second:,.0f} tokens/s"
             )
-        return "; ".join([*told, time_left(self.remaining())])
+        return "; ".join([*parts, time_left(self.remaining())])
 
     def running(self) -> list[str]:
         return [name for name in self.progress if name not in self.done]

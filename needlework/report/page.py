@@ -122,14 +122,14 @@ def _tables(results: Results) -> str:
 
 def _samples(results: Results) -> str:
     """Each prompt once, and how every mixer went on from it."""
-    told = [(i, mixer) for i, mixer in enumerate(results["mixers"]) if mixer.get("samples")]
-    if not told:
+    sampled = [(i, mixer) for i, mixer in enumerate(results["mixers"]) if mixer.get("samples")]
+    if not sampled:
         return ""
     parts = []
-    for n, first in enumerate(told[0][1]["samples"]):
+    for n, first in enumerate(sampled[0][1]["samples"]):
         went_on = "".join(
             f'<tr data-mixer="{i}"><th scope="row">{name_of(i, mixer)}</th><td>{escape(mixer["samples"][n]["continuation"])}</td></tr>'
-            for i, mixer in told
+            for i, mixer in sampled
             if n < len(mixer["samples"]) and mixer["samples"][n]["prompt"] == first["prompt"]
         )
         parts.append(

@@ -15,11 +15,11 @@ def claims_section(sweep: Sweep, claims: tuple[Claim, ...]) -> str:
         return "No claim was made before the runs."
     words = Counter(verdict.word for verdict in verdicts)
     head = ("claim", "measured by", "finds", "against", "difference, points", "p", "seeds", "range", "")
-    told = f"Of {len(claims)} claim{'s' if len(claims) > 1 else ''}: {', '.join(f'{n} × {word}' for word, n in words.most_common())}."
+    counts = f"Of {len(claims)} claim{'s' if len(claims) > 1 else ''}: {', '.join(f'{n} × {word}' for word, n in words.most_common())}."
     pairing = {True: "over pairs of one seed", False: "between seeds that have nothing in common"}
     how = listing([pairing[paired] for paired in sorted({claim.paired for claim in claims}, reverse=True)])
     inside = listing(sorted({f"{100 * claim.negligible:g}" for claim in claims}))
-    return f"{told} {_JUDGED.format(how=how, inside=inside)}\n\n{table(head, [_claim(verdict) for verdict in verdicts])}"
+    return f"{counts} {_JUDGED.format(how=how, inside=inside)}\n\n{table(head, [_claim(verdict) for verdict in verdicts])}"
 
 
 _JUDGED = (

@@ -72,7 +72,7 @@ def _summary(sweep: Sweep) -> str:
     runs = [run for of in sweep.runs.values() for run in of]
     counts = [len(of) for of in sweep.runs.values()]
     seeds = f"{_from_to(counts)} seed{'s' if max(counts) > 1 else ''}"
-    told = f"{_SPREAD} " if max(counts) > 1 else "No number has a spread; "
+    spread = f"{_SPREAD} " if max(counts) > 1 else "No number has a spread; "
     machines = sorted({f"{run['machine']}, torch {run['versions']['torch']}" for run in runs})
     commits = sorted({_code(run) for run in runs})
     others = [_other(sweep, digest) for digest in sweep.others]
@@ -83,7 +83,7 @@ def _summary(sweep: Sweep) -> str:
         f"{len(sweep.runs)} mixer{'s' if len(sweep.runs) > 1 else ''}, {seeds} each, {_from_to(run['parameters'] for run in runs)} "
         f"parameters, {_from_to(run['train']['tokens'] for run in runs)} training tokens of length {sweep.train_length:,}, "
         f"{_recipe(runs)} and for a seed one order of data.{struck} Corpus SHA-256 {sweep.corpus[:16]}.{''.join(others)} Trained on "
-        f"{'; '.join(machines)}; code {', '.join(commits)}. {told}every run is beside this page, with its config."
+        f"{'; '.join(machines)}; code {', '.join(commits)}. {spread}every run is beside this page, with its config."
     )
 
 

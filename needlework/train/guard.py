@@ -121,20 +121,20 @@ def blame(model: nn.Module, passes: dict[int, Callable[[], object]], losses: lis
     passes: a forward pass over each micro-batch, by batch number, run again here with every module watched (dropout's masks are
     new ones). losses: theirs. Every rank calls it with the gradients of the step still there.
     """
-    told = []
+    causes = []
     worst = max(range(len(losses)), key=lambda i: losses[i] if math.isfinite(losses[i]) else math.inf)
-    told.append(f"batch {list(passes)[worst]} has the {'largest ' * math.isfinite(losses[worst])}loss {losses[worst]:.4g}")
+    causes.append(f"batch {list(passes)[worst]} has the {'largest ' * math.isfinite(losses[worst])}loss {losses[worst]:.4g}")
     for index, run in passes.items():
         found = [name for name in world.gather(_first_not_finite(model, run)) if name is not None]
         if found:
-            told.append(f"the first output that is not finite, on batch {index}, is that of {found[0] or 'the model'}")
+            causes.append(f"the first output that is not finite, on batch {index}, is that of {found[0] or 'the model'}")
             break
     sizes = gradient.norms(model, world)
     largest = max(sizes, key=lambda name: sizes[name] if math.isfinite(sizes[name]) else math.inf)
-    told.append(
+    causes.append(
         f"{'the largest' if math.isfinite(sizes[largest]) else 'not finite'}: the gradient of {largest}, {sizes[largest]:.4g}"
     )
-    return ", ".join(told)
+    return ", ".join(causes)
 
 
 def _first_not_finite(model: nn.Module, run: Callable[[], object]) -> str | None:

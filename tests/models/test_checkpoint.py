@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +159,26 @@ def test_a_save_that_fails_leaves_what_was_there(saved, monkeypatch):
     monkeypatch.undo()
     saved(byte_tokenizer(), make(seed=2))
     assert (folder / "model.safetensors").read_bytes() != files["model.safetensors"]
+    assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
+
+
+def test_a_save_killed_between_its_renames_leaves_both_models(saved, monkeypatch):
+    folder = saved(byte_tokenizer(), make(seed=1))
+    before, rename = (folder / "model.safetensors").read_bytes(), Path.rename
+
+    def killed(path, target):
+        if path.suffix == ".new":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        saved(byte_tokenizer(), make(seed=2))
+    assert (folder.with_name("checkpoint.old") / "model.safetensors").read_bytes() == before
+    after = (folder.with_name("checkpoint.new") / "model.safetensors").read_bytes()
+    monkeypatch.undo()
+    saved(byte_tokenizer(), make(seed=2))
+    assert (folder / "model.safetensors").read_bytes() == after != before
     assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
 
 
