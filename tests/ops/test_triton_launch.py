@@ -36,7 +36,7 @@ def calls(monkeypatch):
     """What reaches the C function, on a GPU that is not there."""
     made = []
 
-    def launcher(src, metadata):
+    def built(src, metadata):
         new = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
         bare = type("Bare", (), {"__call__": lambda self, *args: made.append(args)})()
         new.arg_annotations, new.kernel_signature, new.gsan_enabled = "annotations", "signature", False
@@ -48,7 +48,7 @@ def calls(monkeypatch):
         return new
 
     active = SimpleNamespace(
-        get_current_device=lambda: 0, get_current_stream=lambda device: 3, launcher_cls=launcher,
+        get_current_device=lambda: 0, get_current_stream=lambda device: 3, launcher_cls=built,
         get_current_target=lambda: GPUTarget("cuda", 90, 32), get_device_interface=lambda: torch.cuda,
         utils=SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 232448}, load_binary=lambda *_: (1, 2, 32, 0, 1024),
