@@ -172,7 +172,7 @@ def test_the_covering_rules_launch_every_kernel_that_another_does(monkeypatch):
 def test_one_sequence_alone_is_long_enough_to_be_cut(hopper):
     """A default run also judges what runs only where few heads meet a long sequence, in every config for large sizes."""
     pytest.importorskip("triton")
-    from needlework.ops.delta.segments import parts_of
+    from needlework.ops.delta.segments import segment_count
 
     long = next(rule.long for rule in targets.RULES if rule.spec == "qdelta")
     todo = [task for task in doctor.tasks(torch.device("cuda"), False) if "long" in task.forms]
@@ -181,7 +181,7 @@ def test_one_sequence_alone_is_long_enough_to_be_cut(hopper):
         if task.engine == "delta/scalar":
             row = next(row for row in launch_configs.rows(task.engine) if row.name == task.config)
             scan, chunks = row.launch["scan"], long // row.launch["shared"]["C"]
-            assert parts_of(2 * -(-task.V // scan["BV"]), chunks, task.K, task.V, scan["NP"]) > 1
+            assert segment_count(2 * -(-task.V // scan["BV"]), chunks, task.K, task.V, scan["NP"]) > 1
 
 
 def test_processes_are_born_with_what_takes_seconds_to_import():

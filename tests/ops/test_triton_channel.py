@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.delta.op import recurrent_delta
 from needlework.ops.delta.spec import literal
 from needlework.ops.runtime import launch_configs
@@ -45,8 +46,7 @@ def engine(rule, cu_seqlens=None, R=1, scale=0.3):
     from needlework.ops.delta.channel.op import channel
 
     def call(inputs):
-        given = {"beta": None, "erase": None, "write": None, "initial_state": None, **inputs}
-        return channel(**given, cu_seqlens=cu_seqlens, scale=scale, prediction=RULES[rule][1], R=R)
+        return channel(DeltaInputs(**inputs), cu_seqlens, scale=scale, prediction=RULES[rule][1], R=R)
 
     return call
 

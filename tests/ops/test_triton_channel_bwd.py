@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.delta.reference import literal, recurrent
 from needlework.ops.runtime.launch_configs import forced, launch_config
 from needlework.testing.compare import EXACT, relative
@@ -79,7 +80,7 @@ def expected(p: Problem, cu_seqlens: Tensor | None = None, form=recurrent, **set
         erase = write = leaves["beta"][..., None]
     o, state = form(
         q, k, leaves["v"], leaves["g"], erase, write,
-        prediction=p.prediction, scale=p.scale, state=leaves["initial_state"], cu_seqlens=cu_seqlens, **settings,
+        prediction=p.prediction, scale=p.scale, initial_state=leaves["initial_state"], cu_seqlens=cu_seqlens, **settings,
     )  # fmt: skip
     loss = (o * p.do).sum() + (state * p.dstate).sum()
     return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
@@ -92,13 +93,11 @@ def computed(p: Problem, cu_seqlens: Tensor | None = None, name: str = "plain", 
     with forced("delta/channel", name, **constants):
         config = launch_config("delta/channel", p.q.device, p.q.dtype, K, V)
     alignment = Alignment.of(cu_seqlens, *p.q.shape[:2], config.launch["shared"]["C"], p.q.device)
-    tokens = lambda x: None if x is None else alignment.align(x)
-    inputs = (*(tokens(getattr(p, n)) for n in NAMES[:-1]), p.initial_state, alignment)
+    inputs = DeltaInputs(**{n: getattr(p, n) for n in NAMES}).aligned(alignment)
     settings = {"scale": p.scale, "prediction": p.prediction, "R": R, "config": config}
-    _, _, saved = forward(*inputs, save=True, **settings)
-    *gradients, dinitial = backward(tokens(p.do), p.dstate, *inputs[:-1], saved, alignment, **settings)
-    gradients = [None if x is None else alignment.restore(x) for x in gradients] + [dinitial]
-    return {n: x for n, x in zip(NAMES, gradients, strict=True) if x is not None}
+    _, _, *kept = forward(inputs, alignment, save=True, **settings)
+    found = backward(alignment.align(p.do), p.dstate, inputs, *kept, alignment, **settings).restored(alignment)
+    return {n: x for n, x in found._asdict().items() if x is not None}
 
 
 def check(p: Problem, cu_seqlens: Tensor | None = None, **constants) -> None:

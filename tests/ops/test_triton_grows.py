@@ -1,6 +1,6 @@
-"""States that grow past what float16 operands hold: the kernels' second form, in Triton's interpreter.
+"""States that grow past what float16 operands hold: the kernels' bf16 fallback, in Triton's interpreter.
 
-The float64 tests launch nothing but the second form, with float64 for every type: each tensor must be the definition's to the last
+The float64 tests launch nothing but the fallback, with float64 for every type: each tensor must be the definition's to the last
 digits. Those in half precision mend the interpreter, whose bfloat16 is a uint16: products are its numbers', and it rounds.
 """
 
@@ -22,7 +22,7 @@ from needlework.testing.rows import chosen
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter"),
-    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # what the first form leaves
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # what FORM 1 leaves
 ]
 
 
@@ -39,28 +39,32 @@ def sample(B=1, T=160, seed=0, **sizes):
     return started(torch.Generator().manual_seed(seed), B, T, **sizes)
 
 
-def mark_of(x, dtype=torch.bfloat16):
+def overflow_of(x, dtype=torch.bfloat16):
     from needlework.ops.delta.scalar.op import delta_scalar_fwd
+    from needlework.ops.delta.scalar.operands import Saved
 
     tokens = [x[n].to(dtype if n in "qkv" else torch.float32) for n in ("q", "k", "v", "g", "beta", "lam")]
-    return delta_scalar_fwd(*tokens, None, x["initial_state"].float(), None, 0.25)[8]
+    _, _, *kept = delta_scalar_fwd(*tokens, None, x["initial_state"].float(), None, 0.25)
+    return Saved.of(kept).overflow
 
 
 @pytest.fixture
-def second_form_in_float64(monkeypatch):
+def fallback_in_float64(monkeypatch):
     from needlework.ops.delta.scalar import backward as scalar_backward
     from needlework.ops.delta.scalar import op as scalar_op
-    from needlework.ops.delta.scalar import transitions
+    from needlework.ops.delta.scalar import operands, transitions
     from needlework.ops.runtime.triton_types import TYPES
 
     double = TYPES[torch.float64]
-    caches = (scalar_op.scan_constants, scalar_backward.constants)
+    caches = (operands.scan_constants, scalar_backward.constants)
     for module in (scalar_op, scalar_backward, transitions):
         monkeypatch.setattr(module, "forms", lambda dtype, lam: (2,))
-    monkeypatch.setattr(scalar_op, "unmarked", lambda both, device: torch.ones(1, dtype=torch.int32))
-    for module in (scalar_op, scalar_backward):
+    empty = operands.Saved.empty
+    overflown = lambda *given, **settings: empty(*given, **settings)._replace(overflow=torch.ones(1, dtype=torch.int32))
+    monkeypatch.setattr(operands.Saved, "empty", overflown)
+    for module in (operands, scalar_backward):
         of_form = lambda dtype, form: dict(BT=double, ST=double, TT=double, SOLVE="ieee", FORM=form)
-        monkeypatch.setattr(module, "operands", of_form)
+        monkeypatch.setattr(module, "operand_types", of_form)
     for made in caches:
         made.cache_clear()
     yield
@@ -118,48 +122,48 @@ def test_the_sample_grows_past_float16():
 
 
 @pytest.mark.parametrize("style", ("random", "cut"))
-def test_the_second_form_is_the_rule(second_form_in_float64, style):
+def test_the_fallback_is_the_rule(fallback_in_float64, style):
     check(sample(style=style))
 
 
 @pytest.mark.parametrize(
     "sizes", ({"q_read": True}, {"K": 136, "V": 40, "HV": 1, "T": 112}, {"H": 2, "HV": 4, "V": 72, "K": 8, "T": 112})
 )
-def test_the_second_form_at_other_sizes(second_form_in_float64, sizes):
+def test_the_fallback_at_other_sizes(fallback_in_float64, sizes):
     check(sample(**sizes))
 
 
-def test_the_second_form_of_packed_sequences_and_of_an_empty_one(second_form_in_float64):
+def test_the_fallback_of_packed_sequences_and_of_an_empty_one(fallback_in_float64):
     check(sample(T=150, N=4), cu_seqlens=torch.tensor([0, 100, 100, 133, 150]))
 
 
-def test_the_second_form_goes_on_where_a_chain_is_cut(second_form_in_float64):
+def test_the_fallback_goes_on_where_a_chain_is_cut(fallback_in_float64):
     check(sample(B=3, T=112, HV=1), {name: {"NP": 2} for name in ("scan", "adjoint", "replay_forward")})
 
 
-def test_the_second_form_of_segments(second_form_in_float64, monkeypatch):
+def test_the_fallback_of_segments(fallback_in_float64, monkeypatch):
     from needlework.ops.delta.scalar import op as scalar_op
 
-    monkeypatch.setattr(scalar_op, "_parts", lambda *given: 3)
+    monkeypatch.setattr(scalar_op, "_segments", lambda *given: 3)
     check(sample(T=160))
 
 
 @pytest.mark.parametrize("style", chosen(("random", "cut"), quick=("cut",)))
 def test_bfloat16_holds_what_grows_within_its_budget(bfloat16_in_the_interpreter, style):
-    assert mark_of(sample(style=style)) == 1
+    assert overflow_of(sample(style=style)) == 1
     within_budget(started, 160, style=style)
 
 
 def test_bfloat16_holds_what_grows_in_segments(bfloat16_in_the_interpreter, monkeypatch):
     from needlework.ops.delta.scalar import op as scalar_op
 
-    monkeypatch.setattr(scalar_op, "_parts", lambda *given: 3)
+    monkeypatch.setattr(scalar_op, "_segments", lambda *given: 3)
     within_budget(started, 160)
 
 
 def test_gradients_that_grow_where_no_state_does(bfloat16_in_the_interpreter):
     small = partial(started, size=2.0**-20)
-    assert mark_of(small(torch.Generator().manual_seed(0), 1, 160)) == 0
+    assert overflow_of(small(torch.Generator().manual_seed(0), 1, 160)) == 0
     within_budget(small, 160)
 
 
@@ -183,15 +187,15 @@ def test_a_row_beside_one_that_grows_keeps_its_numbers(bfloat16_in_the_interpret
         assert relative(beside[name], want) <= 2.0**-6, name  # four roundings to bfloat16
 
 
-def test_memory_that_nothing_wrote_leaves_no_mark(bfloat16_in_the_interpreter, monkeypatch):
+def test_memory_that_nothing_wrote_sets_no_overflow_flag(bfloat16_in_the_interpreter, monkeypatch):
     """Packed sequences lie apart, and of the chunks that none of them has nothing is written."""
     from needlework.ops.delta.scalar import backward as scalar_backward
 
-    marks, run = [], scalar_backward.run
+    flags, run = [], scalar_backward.run
 
     def spied(kernel, grid, *arguments, **constants):
-        if "p_again" in kernel.arg_names:
-            marks.append(arguments[kernel.arg_names.index("p_again")])
+        if "p_overflow_bwd" in kernel.arg_names:
+            flags.append(arguments[kernel.arg_names.index("p_overflow_bwd")])
         return run(kernel, grid, *arguments, **constants)
 
     monkeypatch.setattr(scalar_backward, "run", spied)
@@ -202,12 +206,12 @@ def test_memory_that_nothing_wrote_leaves_no_mark(bfloat16_in_the_interpreter, m
             **x, scale=0.25, cu_seqlens=torch.tensor([0, 17, 17, 34, 60]), output_final_state=True, impl="triton"
         )
         (o.float().sum() + state.sum()).backward()
-    assert marks and not any(mark.any() for mark in marks)
+    assert flags and not any(flag.any() for flag in flags)
     assert all(y.grad.isfinite().all() for y in x.values())
 
 
-def test_what_does_not_grow_is_the_first_forms(bfloat16_in_the_interpreter):
-    assert mark_of(sample(T=16)) == 0
+def test_what_does_not_grow_needs_no_fallback(bfloat16_in_the_interpreter):
+    assert overflow_of(sample(T=16)) == 0
 
 
 def test_float16_inputs_may_have_states_that_float16_does_not_hold(bfloat16_in_the_interpreter):
@@ -218,7 +222,7 @@ def test_float16_inputs_may_have_states_that_float16_does_not_hold(bfloat16_in_t
     assert relative(o, want.o) < 5e-2 and relative(state, want.state) < 5e-2
 
 
-def test_rules_that_contract_have_one_form():
-    from needlework.ops.delta.scalar.op import forms
+def test_rules_that_contract_have_no_fallback():
+    from needlework.ops.delta.scalar.operands import forms
 
     assert forms(torch.bfloat16, False) == (0,) == forms(torch.float32, True) and forms(torch.float16, True) == (1, 2)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.delta.op import recurrent_delta
 from needlework.ops.qdelta.op import recurrent_qdelta
 from needlework.ops.runtime.launch_configs import forced
@@ -48,8 +49,7 @@ def definition(x, cu_seqlens=None):
 def kernels(x, cu_seqlens=None):
     from needlework.ops.delta.scalar.op import scalar
 
-    names = ("q", "k", "v", "g", "beta", "lam", "q_read", "initial_state")
-    return scalar(*(x.get(name) for name in names), cu_seqlens, scale=SCALE)
+    return scalar(DeltaInputs(**x), cu_seqlens, scale=SCALE)
 
 
 def agree(x, cu_seqlens=None, bound=EXACT):
@@ -122,10 +122,11 @@ def test_no_token_keeps_the_state():
 def test_what_the_backward_is_given_is_what_the_page_says():
     """W of the recurrence; T and P' of the chunk; prefixes in log2."""
     from needlework.ops.delta.scalar.op import delta_scalar_fwd
+    from needlework.ops.delta.scalar.operands import TENSORS, Saved
 
     x = inputs(T=21, rule="gated")
-    given = (*x.values(),)
-    _, _, W, Tp, Pp, A, G, E, *_ = delta_scalar_fwd(*given[:-1], None, None, given[-1], None, SCALE)
+    _, _, *kept = delta_scalar_fwd(*DeltaInputs(**x).flat(TENSORS), None, SCALE)
+    W, Tp, Pp, A, G, E, *_ = Saved.of(kept)
     C = Tp.shape[-1]
     q, k, g = (y[0, :C, 0] for y in (x["q"], x["k"], x["g"]))
     prefix = g.cumsum(0)
@@ -199,13 +200,17 @@ def test_half_precision_is_within_the_error_budget(style, dtype, every):
 def test_operands_of_another_half_type_are_copied_once():
     """Copies of q, k and q_read, exact, with rows past the end left alone; none where the input is an operand already."""
     from needlework.ops.delta.scalar.op import delta_scalar_fwd
+    from needlework.ops.delta.scalar.operands import Saved
 
     x = inputs(B=2, T=37, H=2, HV=4)
     x["q_read"] = torch.randn(2, 37, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for dtype in (torch.bfloat16, torch.float16):
         q, k, v, read = (x[n].to(dtype) for n in ("q", "k", "v", "q_read"))
         g, beta, lam = (x[n].float() for n in ("g", "beta", "lam"))
-        *_, q_copy, k_copy, read_copy, _, _ = delta_scalar_fwd(q, k, v, g, beta, lam, read, None, None, SCALE)
-        for copy, given in ((q_copy, q), (k_copy, k), (read_copy, read)):
-            assert copy.dtype == torch.float16
-            assert torch.equal(copy, given.to(torch.float16)) if dtype == torch.bfloat16 else not copy.numel()
+        _, _, *kept = delta_scalar_fwd(q, k, v, g, beta, lam, read, None, None, SCALE)
+        saved = Saved.of(kept)
+        for copy, given in ((saved.q, q), (saved.k, k), (saved.q_read, read)):
+            if dtype == torch.bfloat16:
+                assert copy.dtype == torch.float16 and torch.equal(copy, given.to(torch.float16))
+            else:
+                assert copy is None

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from needlework.ops.common.alignment import Alignment
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.runtime.launch_configs import forced, launch_config
 from needlework.ops.specs import specs
 from needlework.testing.checks import budgeted
@@ -136,7 +137,7 @@ def saved_by_the_forward(inputs, align, C, scale):
 
 def gradients(inputs, do, dstate, cu_seqlens=None, scale=0.25, **overrides):
     from needlework.ops.delta.scalar.backward import backward
-    from needlework.ops.delta.scalar.op import ENGINE, forms, inverse, solve
+    from needlework.ops.delta.scalar.operands import ENGINE, Saved, forms, inverse, solve_dtype
     from needlework.ops.runtime.triton_types import accumulator
 
     q, v = inputs["q"], inputs["v"]
@@ -147,16 +148,16 @@ def gradients(inputs, do, dstate, cu_seqlens=None, scale=0.25, **overrides):
     align = Alignment.of(cu_seqlens, *q.shape[:2], C, q.device)
     aligned = {n: x if x is None or n == "initial_state" else align.align(x) for n, x in inputs.items()}
     W, Tp, Pp, A, G, E = saved_by_the_forward(aligned, align, C, scale)
-    st, acc = solve(q.dtype), accumulator(q.dtype)
-    nothing = torch.empty(0, dtype=st)
-    copies = [nothing if aligned[n] is None or q.dtype == st else aligned[n].to(st) for n in ("q", "k", "q_read")]
-    uncut = torch.empty(0, dtype=acc)
-    mark = torch.zeros(len(forms(q.dtype, inputs["lam"] is not None)) - 1, dtype=torch.int32)
-    saved = W.to(st), Tp.to(inverse(q.dtype)), Pp.to(st), A.to(st), G.to(acc), E.to(acc), mark, *copies, uncut, uncut
-    found = backward(align.align(do), dstate, *aligned.values(), saved, align, scale=scale, config=chosen)
-    return {
-        n: d if n == "initial_state" else align.restore(d) for n, d in zip(NAMES, found, strict=True) if inputs[n] is not None
-    }
+    st, acc = solve_dtype(q.dtype), accumulator(q.dtype)
+    copies = {n: None if aligned[n] is None or q.dtype == st else aligned[n].to(st) for n in ("q", "k", "q_read")}
+    overflow = torch.zeros(len(forms(q.dtype, inputs["lam"] is not None)) - 1, dtype=torch.int32)
+    Tp, A = (x if x.numel() else None for x in (Tp, A))
+    saved = Saved(
+        W=W.to(st), Tp=Tp if Tp is None else Tp.to(inverse(q.dtype)), Pp=Pp.to(st), A=A if A is None else A.to(st), G=G.to(acc),
+        E=E.to(acc), overflow=overflow, **copies, initial_state=None, M=None,
+    )  # fmt: skip
+    found = backward(align.align(do), dstate, DeltaInputs(**aligned), saved, align, scale=scale, config=chosen).restored(align)
+    return {n: getattr(found, n) for n in NAMES if inputs[n] is not None}
 
 
 def incoming(inputs, seed=7):
@@ -218,7 +219,7 @@ def test_what_was_not_written_is_not_read():
 
     def run():
         leaves = {n: x.clone().requires_grad_() for n, x in given.items() if x is not None}
-        o, state = scalar(*(leaves.get(n) for n in NAMES), cu_seqlens, scale=0.25)
+        o, state = scalar(DeltaInputs(**leaves), cu_seqlens, scale=0.25)
         return torch.autograd.grad((o * do).sum() + state.sum(), list(leaves.values()))
 
     clean = run()

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from needlework.ops.common.samples import normal, uniform
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.delta.op import chunk_delta, recurrent_delta
-from needlework.ops.delta.scaling import Units, _power_of_two
+from needlework.ops.delta.scaling import PowersOfTwo, _power_of_two
 from needlework.testing.compare import assert_close, differentiate, relative
 from needlework.testing.rows import covering
 
@@ -31,13 +32,13 @@ def sample(sizes, B=1, T=37, N=None, dtype=torch.float64, device="cpu"):
 
 
 def within(call):
-    """call, on what the units make of its arguments."""
+    """call, on scaled arguments."""
 
     def run(inputs):
         q, k, v, state = (inputs[n] for n in ("q", "k", "v", "initial_state"))
-        units = Units.of(q, k, v, state, SCALE)
-        q, k, v, state = units.divide(q, k, v, state)
-        return units.multiply(*call({"q": q, "k": k, "v": v, "g": inputs["g"], "initial_state": state}))
+        powers = PowersOfTwo.of(q, k, v, state, SCALE)
+        q, k, v, state = powers.divide(q, k, v, state)
+        return powers.multiply(*call({"q": q, "k": k, "v": v, "g": inputs["g"], "initial_state": state}))
 
     return run
 
@@ -67,8 +68,8 @@ def test_no_operand_passes_what_float16_holds(T, scale):
     q, k, v, state = (torch.full((1, 1, 1, 1), x) for x in (5e4, 3e3, 7e5, 1e12))
     keys, values = 256, 512
     expand = lambda x, D: x.expand(1, T, 1, D)
-    units = Units.of(expand(q, keys), expand(k, keys), expand(v, values), state, scale)
-    q, k, v, state = (float(x) for x in units.divide(q, k, v, state))
+    powers = PowersOfTwo.of(expand(q, keys), expand(k, keys), expand(v, values), state, scale)
+    q, k, v, state = (float(x) for x in powers.divide(q, k, v, state))
     found = {
         "S": state + T * k * v,
         "coupling": abs(scale) * keys * q * k,
@@ -81,12 +82,12 @@ def test_no_operand_passes_what_float16_holds(T, scale):
 
 def test_what_is_small_is_left_alone():
     inputs = sample((1.0, 1.0, 1.0, 1.0))
-    units = Units.of(*(inputs[n] for n in ("q", "k", "v", "initial_state")), SCALE)
-    assert all(bool((unit == 1).all()) for unit in units)
+    powers = PowersOfTwo.of(*(inputs[n] for n in ("q", "k", "v", "initial_state")), SCALE)
+    assert all(bool((power == 1).all()) for power in powers)
 
 
 def test_the_compiler_takes_it_whole():
-    call = lambda q, k, v: Units.of(q, k, v, None, SCALE).divide(q, k, v, None)[:3]
+    call = lambda q, k, v: PowersOfTwo.of(q, k, v, None, SCALE).divide(q, k, v, None)[:3]
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
     for T in (37, 2048):
         q, k, v = (torch.randn(1, T, 1, K) * 40 for _ in range(3))
@@ -101,12 +102,9 @@ def test_kernels_alone_pass_it_and_with_units_are_right(engine):
     from needlework.ops.delta.scalar.op import scalar
 
     def call(inputs):
-        settings = {"cu_seqlens": None, "scale": SCALE}
-        given = dict.fromkeys(("beta", "erase", "write")) | inputs
         if engine == "channel":
-            return channel(**given, **settings, prediction="decayed")
-        q, k, v, g, state = (given[n] for n in ("q", "k", "v", "g", "initial_state"))
-        return scalar(q, k, v, g, None, None, None, state, **settings)
+            return channel(DeltaInputs(**inputs), None, scale=SCALE, prediction="decayed")
+        return scalar(DeltaInputs(**inputs), None, scale=SCALE)
 
     inputs = sample((1e-2, 300.0, 300.0, 1.0), dtype=torch.float16)
     if engine == "scalar":

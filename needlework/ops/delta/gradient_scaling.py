@@ -1,11 +1,10 @@
-"""The power of two by which gradients are divided before they become float16 operands: one for all that flows back."""
+"""Power-of-two scaling of gradients: what flows back is divided by one power of two before it becomes float16 operands."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.delta.scalar.scan_bwd import amax, gradient_factor
 from needlework.ops.runtime.precompile import run
 
 # a pass over memory: a few programs a multiprocessor, each with as much as its registers hold
@@ -13,12 +12,44 @@ SHARES = 1024
 BLOCK = 4096
 
 
+@triton.jit
+def loudest(p_x, n, i_share, shares, BLK: tl.constexpr):
+    """Largest |x| of this program's share."""
+    largest = tl.zeros([BLK], tl.float32)
+    for i in range(tl.cast(i_share, tl.int64) * BLK, n, shares * BLK):
+        o = i + tl.arange(0, BLK)
+        b = tl.abs(tl.load(p_x + o, mask=o < n, other=0.0).to(tl.float32))
+        # a NaN must arrive: max drops it
+        largest = tl.maximum(largest, tl.where(b == b, b, float("inf")))
+    return tl.max(largest, 0)
+
+
+@triton.jit(do_not_specialize=["n_o", "n_state"])
+def amax(p_do, p_dstate, p_max, n_o, n_state, NP: tl.constexpr, BLK: tl.constexpr, END: tl.constexpr):
+    """p_max [NP]: maxima of NP shares of the two gradients that come in."""
+    i = tl.program_id(0)
+    largest = loudest(p_do, n_o, i, NP, BLK)
+    if END:
+        largest = tl.maximum(largest, loudest(p_dstate, n_state, i, NP, BLK))
+    tl.store(p_max + i, largest)
+
+
+@triton.jit
+def gradient_factor(p_max, NP: tl.constexpr, HALF: tl.constexpr):
+    """2^−⌈log2 max⌉: gradients times it are at most 1."""
+    factor = 1.0
+    if HALF:
+        largest = tl.maximum(tl.max(tl.load(p_max + tl.arange(0, NP)), 0), 1e-30)
+        factor = tl.exp2(-tl.ceil(tl.log2(largest)))
+    return factor
+
+
 @triton.jit(do_not_specialize=["n"])
-def scaled_kernel(p_x, p_y, p_peaks, p_unit, n, NP: tl.constexpr, BLK: tl.constexpr):
-    """y = x / unit, and unit itself."""
+def scaled_kernel(p_x, p_y, p_peaks, p_divisor, n, NP: tl.constexpr, BLK: tl.constexpr):
+    """y = x / divisor, and the divisor itself."""
     factor = gradient_factor(p_peaks, NP, 1)
     if tl.program_id(0) == 0:
-        tl.store(p_unit, 1.0 / factor)
+        tl.store(p_divisor, 1.0 / factor)
     for i in range(tl.cast(tl.program_id(0), tl.int64) * BLK, n, tl.num_programs(0) * BLK):
         o = i + tl.arange(0, BLK)
         b = tl.load(p_x + o, mask=o < n, other=0.0).to(tl.float32) * factor
@@ -26,14 +57,14 @@ def scaled_kernel(p_x, p_y, p_peaks, p_unit, n, NP: tl.constexpr, BLK: tl.conste
 
 
 def divided(do: Tensor, dstate: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """do / unit in float16, dstate / unit, and unit [1], the power of two at or above every |do| and |dstate|. Contiguous in."""
-    peaks, unit = (torch.empty(n, dtype=torch.float32, device=do.device) for n in (SHARES, 1))
+    """do / divisor in float16, dstate / divisor, and the divisor [1], the power of two at or above every |do| and |dstate|. Contiguous in."""
+    peaks, divisor = (torch.empty(n, dtype=torch.float32, device=do.device) for n in (SHARES, 1))
     end = (do, 0, 0) if dstate is None else (dstate, dstate.numel(), 1)
     run(amax, (SHARES,), do, end[0], peaks, do.numel(), end[1], NP=SHARES, BLK=BLOCK, END=end[2], num_warps=4)
 
     def scaled(x: Tensor, dtype: torch.dtype) -> Tensor:
         y = torch.empty_like(x, dtype=dtype)
-        run(scaled_kernel, (SHARES,), x, y, peaks, unit, x.numel(), NP=SHARES, BLK=BLOCK, num_warps=4)
+        run(scaled_kernel, (SHARES,), x, y, peaks, divisor, x.numel(), NP=SHARES, BLK=BLOCK, num_warps=4)
         return y
 
-    return scaled(do, torch.float16), None if dstate is None else scaled(dstate, torch.float32), unit
+    return scaled(do, torch.float16), None if dstate is None else scaled(dstate, torch.float32), divisor

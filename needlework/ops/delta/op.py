@@ -12,7 +12,8 @@ from needlework.ops.common.slots import Live
 from needlework.ops.delta import reference
 from needlework.ops.delta.arguments import Prediction, check_rule, check_state, checked, checked_state
 from needlework.ops.delta.custom_op import delta_fwd
-from needlework.ops.delta.scaling import Units
+from needlework.ops.delta.inputs import DeltaInputs
+from needlework.ops.delta.scaling import PowersOfTwo
 from needlework.ops.runtime.launch_configs import misfit
 
 
@@ -107,15 +108,16 @@ def chunk_delta(
     if path == "triton":
         q, k = unit(q, k) if l2norm else (q, k)
         read = q if q_read is None else q_read
-        state = None if initial_state is None else initial_state.to(width(q))
-        o, state = _kernels(read, k, v, g, beta, erase, write, prediction, state, cu_seqlens, scale)
+        initial_state = None if initial_state is None else initial_state.to(width(q))
+        inputs = DeltaInputs(read, k, v, g, beta, erase=erase, write=write, initial_state=initial_state)
+        o, state = _kernels(inputs, cu_seqlens, scale, prediction)
         return DeltaOutput(o, state if output_final_state else None)
     rule = checked(q, k, v, g, beta, erase, write, prediction, q_read, l2norm)
-    state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
+    initial_state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
     u = rule.v if rule.write is None else rule.write * rule.v
     e = None if rule.erase is None else (rule.erase * rule.k)[..., None, :]
     o, state = delta_fwd(
-        rule.q, rule.k[..., None, :], u[..., None, :], e, rule.g, state, cu_seqlens, scale, prediction, chunk_size
+        rule.q, rule.k[..., None, :], u[..., None, :], e, rule.g, initial_state, cu_seqlens, scale, prediction, chunk_size
     )
     return DeltaOutput(o.to(q.dtype), state if output_final_state else None)
 
@@ -125,28 +127,29 @@ def _by_channel(g: Tensor | None, erase: Tensor | None, prediction: Prediction) 
     return erase is not None or (g is not None and (g.dim() == 4 or prediction == "previous"))
 
 
-def _kernels(read, k, v, g, beta, erase, write, prediction, state, cu_seqlens, scale) -> tuple[Tensor, Tensor]:
-    """o and the final state. The query that reads may have a head for each value head; k then gets as many."""
-    if read.shape[2] != k.shape[2]:
-        k = k.repeat_interleave(read.shape[2] // k.shape[2], 2)
-    units = None
-    if beta is None and erase is None and v.dtype == torch.bfloat16 and v.numel():
-        units = Units.of(read, k, v, state, scale)
-        read, k, v, state = units.divide(read, k, v, state)
-    o, state = _engine(read, k, v, g, beta, erase, write, prediction, state, cu_seqlens, scale)
-    return (o, state) if units is None else units.multiply(o, state)
+def _kernels(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, prediction: Prediction) -> tuple[Tensor, Tensor]:
+    """o and the final state; q is what reads. It may have a head for each value head; k then gets as many."""
+    q, k, v, initial_state = inputs.q, inputs.k, inputs.v, inputs.initial_state
+    if q.shape[2] != k.shape[2]:
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    powers = None
+    if inputs.beta is None and inputs.erase is None and v.dtype == torch.bfloat16 and v.numel():
+        powers = PowersOfTwo.of(q, k, v, initial_state, scale)
+        q, k, v, initial_state = powers.divide(q, k, v, initial_state)
+    inputs = inputs._replace(q=q, k=k, v=v, initial_state=initial_state)
+    o, state = _engine(inputs, cu_seqlens, scale, prediction)
+    return (o, state) if powers is None else powers.multiply(o, state)
 
 
-def _engine(read, k, v, g, beta, erase, write, prediction, state, cu_seqlens, scale) -> tuple[Tensor, Tensor]:
-    if _by_channel(g, erase, prediction):
+def _engine(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, prediction: Prediction) -> tuple[Tensor, Tensor]:
+    if _by_channel(inputs.g, inputs.erase, prediction):
         from needlework.ops.delta.channel.op import channel
 
-        tensors = contiguous(read, k, v, _every_channel(g, k, v), beta, erase, write, state)
-        return channel(*tensors, cu_seqlens, scale=scale, prediction=prediction)
+        inputs = inputs._replace(g=_every_channel(inputs.g, inputs.k, inputs.v)).contiguous()
+        return channel(inputs, cu_seqlens, scale=scale, prediction=prediction)
     from needlework.ops.delta.scalar.op import scalar
 
-    read, k, v, g, beta, state = contiguous(read, k, v, g, beta, state)
-    return scalar(read, k, v, g, beta, None, None, state, cu_seqlens, scale=scale)
+    return scalar(inputs.contiguous(), cu_seqlens, scale=scale)
 
 
 def _every_channel(g: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
@@ -162,10 +165,6 @@ def unit(*tensors: Tensor) -> tuple[Tensor, ...]:
     from needlework.ops.common.kernels.l2 import l2_rows
 
     return tuple(map(l2_rows, tensors))
-
-
-def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(None if x is None else x.contiguous() for x in tensors)
 
 
 def recurrent_delta(
@@ -201,11 +200,11 @@ def recurrent_delta(
     rule = checked(q, k, v, g, beta, erase, write, prediction, q_read, l2norm)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
-    state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
+    initial_state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
         o, state = reference.recurrent(
-            *rule, prediction=prediction, scale=scale, state=state, cu_seqlens=cu_seqlens, operand=operand
+            *rule, prediction=prediction, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, operand=operand
         )
     return DeltaOutput(o.to(q.dtype), state if output_final_state else None)
 

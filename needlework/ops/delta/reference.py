@@ -15,25 +15,25 @@ from needlework.ops.common.operands import identity
 def by_sequence(form):
     """`form` on packed sequences: one call each, in order, the results side by side."""
 
-    def packed(*tensors: Tensor | None, state: Tensor, cu_seqlens: Tensor | None = None, **settings):
+    def packed(*tensors: Tensor | None, initial_state: Tensor, cu_seqlens: Tensor | None = None, **settings):
         if cu_seqlens is None:
-            return form(*tensors, state=state, **settings)
-        parts = [
-            form(*(None if x is None else x[:, a:b] for x in tensors), state=state[n : n + 1], **settings)
+            return form(*tensors, initial_state=initial_state, **settings)
+        sequences = [
+            form(*(None if x is None else x[:, a:b] for x in tensors), initial_state=initial_state[n : n + 1], **settings)
             for n, (a, b) in enumerate(pairwise(cu_seqlens.tolist()))
         ]
-        return torch.cat([o for o, _ in parts], 1), torch.cat([S for _, S in parts])
+        return torch.cat([o for o, _ in sequences], 1), torch.cat([S for _, S in sequences])
 
     return packed
 
 
 @by_sequence
-def recurrent(q, k, v, g, erase, write, *, prediction, scale, state, operand=identity) -> tuple[Tensor, Tensor]:
+def recurrent(q, k, v, g, erase, write, *, prediction, scale, initial_state, operand=identity) -> tuple[Tensor, Tensor]:
     """S_t = Diag(e^{g_t}) S_{t-1} + k_t (w_t ⊙ v_t − S_{t-1}ᵀ (e^{g_t} ⊙ b_t ⊙ k_t))ᵀ,   o_t = scale · S_tᵀ q_t
 
     "previous" reads S_{t-1} as it was: without e^{g_t} in the erase.
     """
-    S, outputs = state, [v[:, :0]]
+    S, outputs = initial_state, [v[:, :0]]
     for t in range(q.shape[1]):
         before = S
         S = g[:, t].exp()[..., None] * S
@@ -47,13 +47,15 @@ def recurrent(q, k, v, g, erase, write, *, prediction, scale, state, operand=ide
 
 
 @by_sequence
-def literal(q, k, v, g, erase, write, *, prediction, scale, state, chunk_size, operand=identity) -> tuple[Tensor, Tensor]:
+def literal(
+    q, k, v, g, erase, write, *, prediction, scale, initial_state, chunk_size, operand=identity
+) -> tuple[Tensor, Tensor]:
     """R_t = u_t − S₀ᵀ(e^{G_{t-1}} ⊙ e_t),   A_ts = k_sᵀ(e^{G_{t-1} − G_s} ⊙ e_t), s < t,   W = (I + A)⁻¹ R
     o_t  = scale · [ S₀ᵀ(e^{G_t} ⊙ q_t) + Σ_{s≤t} (k_sᵀ(e^{G_t − G_s} ⊙ q_t)) W_s ];   S_C = Diag(e^{G_C}) S₀ + Σ_s (e^{G_C − G_s} ⊙ k_s) W_sᵀ
 
     u = w ⊙ v and e = b ⊙ k; "decayed" has G_t for G_{t-1} in R and A. The C×C×K tensor of factors is formed.
     """
-    S, outputs = state, [v[:, :0]]
+    S, outputs = initial_state, [v[:, :0]]
     g = g.expand(*k.shape)
     u = v if write is None else write * v
     for start in range(0, q.shape[1], chunk_size):

@@ -1,4 +1,4 @@
-"""Powers of two that keep the operands of an additive rule within float16, as which the kernels multiply half precision.
+"""Power-of-two scaling: it keeps the operands of an additive rule within float16, as which the kernels multiply half precision.
 
 Nothing normalises its keys and nothing erases its state, and bfloat16 has the range of float32: a GLA of 60M parameters had states
 of 5.5e4 in its first layer after training, and a loss of NaN on the way there. Multiplication by powers of two rounds nothing:
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Units(NamedTuple):
+class PowersOfTwo(NamedTuple):
     """a, b and c, at least 1: of each sequence of the batch and head."""
 
     q: Tensor  # [B 1 HR 1]
@@ -23,8 +23,8 @@ class Units(NamedTuple):
 
     @classmethod
     @torch.no_grad()
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, scale: float) -> "Units":
-        """Units with which no operand of T tokens passes 2¹⁵, whatever their signs and gates.
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, scale: float) -> "PowersOfTwo":
+        """Powers of two with which no operand of T tokens passes 2¹⁵, whatever their signs and gates.
 
         With |q'|, |k'|, |v'| ≤ 16, T |k'| ≤ 2¹⁰ and |S₀'| ≤ 2¹⁴: |S'| ≤ 2¹⁴ + T |k'| |v'| ≤ 2¹⁵. Couplings scale · q'·k' are
         at most 2¹⁴ where |scale| K |q'| ≤ 2¹⁰. What flows back is at most 1 a token: |dS'| ≤ |scale| T |q'| ≤ 2¹⁴, and
@@ -42,10 +42,12 @@ class Units(NamedTuple):
         return cls(*map(_power_of_two, (a, b, c)))
 
     def divide(self, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None) -> tuple[Tensor | None, ...]:
-        parts = [x * unit.reciprocal().to(x.dtype) for x, unit in zip((q, k, v), self, strict=True)]
-        return *parts, None if initial_state is None else initial_state * self._state().reciprocal()
+        """q', k', v' and S₀'."""
+        scaled = [x * power.reciprocal().to(x.dtype) for x, power in zip((q, k, v), self, strict=True)]
+        return *scaled, None if initial_state is None else initial_state * self._state().reciprocal()
 
     def multiply(self, o: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """o and S from o' and S'."""
         HV = o.shape[2]
         return o * (_heads(self.q, HV) * _heads(self.k, HV) * self.v).to(o.dtype), state * self._state()
 
@@ -54,8 +56,8 @@ class Units(NamedTuple):
         return (_heads(self.k, self.v.shape[2]) * self.v).transpose(1, 2)
 
 
-def _heads(unit: Tensor, HV: int) -> Tensor:
-    return unit.repeat_interleave(HV // unit.shape[2], 2)
+def _heads(power: Tensor, HV: int) -> Tensor:
+    return power.repeat_interleave(HV // power.shape[2], 2)
 
 
 def _power_of_two(x: Tensor) -> Tensor:

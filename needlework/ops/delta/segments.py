@@ -1,4 +1,4 @@
-"""Few heads, long sequences: a sequence cut into segments that run side by side, exactly.
+"""Few heads, long sequences: a sequence in segments that run side by side, exactly.
 
 Over a segment the state goes by  S_end = M S_start + N,  its gradient by  dS_start = Mᵀ dS_end + N',  M [K K] the product of its
 transitions. An engine finds N from v and no state, M from no v and the identity, N' from do alone; `fix_up` goes from segment to
@@ -7,6 +7,7 @@ state and a final state's gradient of its own. Knows no engine.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,10 +20,10 @@ from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2
 
 SHORTEST = 16  # chunks of a segment that are worth a state
-LAUNCHES = 20  # what the launches of a split cost, in chunks of a chain
+LAUNCHES = 20  # what the launches for segments cost, in chunks of a chain
 
 
-def parts_of(chains: int, longest: int, K: int, V: int, slots: int) -> int:
+def segment_count(chains: int, longest: int, K: int, V: int, slots: int) -> int:
     """How many segments make a sequence, 1: none. Only facts that the host has; time in chunks that one chain walks.
 
     A walk of `chains` chains over `slots` places takes as long as the longest chain, or as all chunks over all places:
@@ -32,7 +33,7 @@ def parts_of(chains: int, longest: int, K: int, V: int, slots: int) -> int:
         + ¾ walk(P·chains·(V + K)/V, L/P)       M and N: K more columns, no output
         + 5 P + LAUNCHES                        segment to segment
 
-    so that chains that fill the machine are left alone. slots 0: nothing is cut.
+    so that chains that fill the machine are left alone. slots 0: 1.
     """
     if not slots:
         return 1
@@ -48,37 +49,44 @@ def parts_of(chains: int, longest: int, K: int, V: int, slots: int) -> int:
     return best
 
 
-def segments(alignment: Alignment, parts: int) -> Alignment:
-    """N·parts sequences: the p-th segment of sequence n is number n·parts + p, equal to a chunk. parts: at most `longest`."""
-    N = alignment.N * parts
+class SegmentStates(NamedTuple):
+    """What the backward takes of a forward in segments."""
+
+    initial_state: Tensor  # [N·segments HV K V]: before every segment
+    M: Tensor  # [N·segments HV K K]
+
+
+def segmented(alignment: Alignment, segments: int) -> Alignment:
+    """N·segments sequences: the p-th segment of sequence n is number n·segments + p, equal to a chunk. segments: at most `longest`."""
+    N = alignment.N * segments
     cum = alignment.cum.new_empty(N + 1)
-    run(segments_kernel, (cdiv(N + 1, 256),), alignment.cum, cum, N, parts, BLK=256, num_warps=4)
-    return Alignment(cum, N, alignment.T, -(-alignment.longest // parts), alignment.place)
+    run(segments_kernel, (cdiv(N + 1, 256),), alignment.cum, cum, N, segments, BLK=256, num_warps=4)
+    return Alignment(cum, N, alignment.T, -(-alignment.longest // segments), alignment.place)
 
 
 def transitions(walk: Callable[[Tensor, Tensor | None], Tensor], v: Tensor, K: int) -> tuple[Tensor, Tensor]:
-    """N [N·parts HV K V] and M [N·parts HV K K], from an engine's walk over all segments: walk(v, initial state) -> final state."""
+    """N [N·segments HV K V] and M [N·segments HV K K], from an engine's walk over all segments: walk(v, initial state) -> final state."""
     N = walk(v, None)
     eye = torch.eye(K, dtype=N.dtype, device=N.device).expand(*N.shape[:2], K, K).contiguous()
     return N, walk(v.new_zeros(*v.shape[:3], K), eye)
 
 
 def fix_up(
-    M: Tensor, N: Tensor, first: Tensor | None, parts: int,
+    M: Tensor, N: Tensor, initial_state: Tensor | None, segments: int,
     *, reverse: bool, into: Tensor | None = None, when: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """S of every segment [N·parts HV K V], `first` (None: zeros) in each sequence's first: S_{p+1} = M_p S_p + N_p.
+    """S of every segment [N·segments HV K V], `initial_state` (None: zeros) before each sequence's first: S_{p+1} = M_p S_p + N_p.
 
-    reverse: `first` in each sequence's last, S_{p-1} = M_pᵀ S_p + N_p. into: where S is written; when: nothing is written while it is 0.
+    reverse: from each sequence's last, S_{p-1} = M_pᵀ S_p + N_p. into: where S is written; when: nothing is written while it is 0.
     """
     rows, HV, K, V = N.shape
     S = torch.empty_like(N) if into is None else into
-    constants = fix_up_constants(N.dtype, K, V) | {"FIRST": int(first is not None), "REVERSE": int(reverse)}
+    constants = fix_up_constants(N.dtype, K, V) | {"GIVEN": int(initial_state is not None), "REVERSE": int(reverse)}
     constants["WHEN"] = int(when is not None)
-    programs = rows // parts * HV * cdiv(V, constants["BV"])
+    programs = rows // segments * HV * cdiv(V, constants["BV"])
     if programs:
-        first, when = (N if x is None else x.contiguous() for x in (first, when))
-        run(fix_up_kernel, (programs,), M, N, first, S, when, parts, HV, **constants)
+        initial_state, when = (None if x is None else x.contiguous() for x in (initial_state, when))
+        run(fix_up_kernel, (programs,), M, N, initial_state, S, when, segments, HV, **constants)
     return S
 
 
@@ -86,10 +94,10 @@ def fix_up(
 def segments_kernel(p_cum, p_segments, N, P, BLK: tl.constexpr):
     """Where N segments start, P of a sequence, and where the last one ends."""
     i = tl.program_id(0) * BLK + tl.arange(0, BLK)
-    n, part = i // P, i % P
+    n, segment = i // P, i % P
     first = tl.load(p_cum + n, mask=i <= N, other=0)
     count = tl.load(p_cum + n + 1, mask=i < N, other=0) - first
-    before = (tl.cast(count, tl.int64) * part + P - 1) // P
+    before = (tl.cast(count, tl.int64) * segment + P - 1) // P
     tl.store(p_segments + i, tl.where(i < N, first + before, first).to(tl.int32), mask=i <= N)
 
 
@@ -109,8 +117,8 @@ def store_state(p, b, i_k, o_v, K: tl.constexpr, V: tl.constexpr, KB: tl.constex
 
 @triton.jit(do_not_specialize=["P", "HV"])
 def fix_up_kernel(
-    p_M, p_N, p_first, p_S, p_when, P, HV,
-    K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, FIRST: tl.constexpr, REVERSE: tl.constexpr,
+    p_M, p_N, p_initial_state, p_S, p_when, P, HV,
+    K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
     WHEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One sequence, value head and BV value columns. S passes through memory: rows of registers cannot be taken apart."""
@@ -130,8 +138,8 @@ def fix_up_kernel(
         step = -HV
     for i_k in tl.static_range(0, K, KB):
         S = tl.zeros([BV, KB], ACC)
-        if FIRST:
-            S = load_state(p_first + tl.cast(i_nh, tl.int64) * (K * V), i_k, o_v, K, V, KB).to(ACC)
+        if GIVEN:
+            S = load_state(p_initial_state + tl.cast(i_nh, tl.int64) * (K * V), i_k, o_v, K, V, KB).to(ACC)
         store_state(p_S + i_sh * (K * V), S, i_k, o_v, K, V, KB)
     # loads of S must not be issued ahead of the stores that they read
     for _ in tl.range(1, P, num_stages=1):
@@ -166,8 +174,8 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     cases = [Case(segments_kernel, signature, {"BLK": 256}, {"num_warps": 4})]
     for reverse in (0, 1):
         constants = fix_up_constants(torch.float64 if dtype == torch.float64 else torch.float32, K, V)
-        constants |= {"FIRST": 1, "REVERSE": reverse, "WHEN": 1}
+        constants |= {"GIVEN": 1, "REVERSE": reverse, "WHEN": 1}
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-        signature = dict.fromkeys(("p_M", "p_N", "p_first", "p_S"), wide) | {"p_when": "*i32", "P": "i32", "HV": "i32"}
+        signature = dict.fromkeys(("p_M", "p_N", "p_initial_state", "p_S"), wide) | {"p_when": "*i32", "P": "i32", "HV": "i32"}
         cases.append(Case(fix_up_kernel, signature, constants, options))
     return cases

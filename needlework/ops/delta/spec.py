@@ -47,7 +47,7 @@ def literal(
         *rule,
         prediction=prediction,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        state=checked_state(initial_state, rule.k, rule.v, cu_seqlens),
+        initial_state=checked_state(initial_state, rule.k, rule.v, cu_seqlens),
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
         operand=operand,

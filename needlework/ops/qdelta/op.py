@@ -10,7 +10,8 @@ from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import check, check_count, check_slots, now, width
 from needlework.ops.common.slots import Live
 from needlework.ops.delta.arguments import check_state, checked_state
-from needlework.ops.delta.op import contiguous, unit
+from needlework.ops.delta.inputs import DeltaInputs
+from needlework.ops.delta.op import unit
 from needlework.ops.qdelta import chunk, reference, transposed
 from needlework.ops.qdelta.arguments import Coupling, check_rule, checked
 from needlework.ops.runtime.launch_configs import misfit
@@ -107,16 +108,17 @@ def chunk_qdelta(
         from needlework.ops.delta.scalar.op import scalar
 
         q, k = unit(q, k) if l2norm else (q, k)
-        state = None if initial_state is None else initial_state.to(width(q))
-        o, state = scalar(*contiguous(q, k, v, g, beta, lam, q_read, state), cu_seqlens, scale=scale)
+        initial_state = None if initial_state is None else initial_state.to(width(q))
+        inputs = DeltaInputs(q, k, v, g, beta, lam, q_read=q_read, initial_state=initial_state)
+        o, state = scalar(inputs.contiguous(), cu_seqlens, scale=scale)
         return QDeltaOutput(o, state if output_final_state else None)
     rule = checked(q, k, v, g, beta, lam, coupling, q_read, l2norm)
-    state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
+    initial_state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
     if coupling == "transposed":
         with torch.autocast(q.device.type, enabled=False):
-            o, state = transposed.forward(*rule, state, cu_seqlens, scale)
+            o, state = transposed.forward(*rule, initial_state, cu_seqlens, scale)
     else:
-        o, state = chunk.forward(*rule, state, cu_seqlens, scale, chunk_size)
+        o, state = chunk.forward(*rule, initial_state, cu_seqlens, scale, chunk_size)
     return QDeltaOutput(o.to(q.dtype), state if output_final_state else None)
 
 
@@ -162,10 +164,10 @@ def recurrent_qdelta(
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
     form = reference.recurrent if coupling == "recurrent" else reference.recurrent_transposed
-    state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
+    initial_state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
-        o, state = form(*rule, scale=scale, state=state, cu_seqlens=cu_seqlens, operand=operand)
+        o, state = form(*rule, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, operand=operand)
     return QDeltaOutput(o.to(q.dtype), state if output_final_state else None)
 
 

@@ -11,9 +11,9 @@ from needlework.ops.delta.reference import by_sequence, identity
 
 
 @by_sequence
-def recurrent(q, k, v, g, beta, lam, read, *, scale, state, operand=identity) -> tuple[Tensor, Tensor]:
+def recurrent(q, k, v, g, beta, lam, read, *, scale, initial_state, operand=identity) -> tuple[Tensor, Tensor]:
     """x_t = k_t + λ_t q_t,   S_t = α_t (I − β_t k_t x_tᵀ) S_{t-1} + β_t k_t v_tᵀ,   o_t = scale · S_tᵀ q_t,   α_t = e^{g_t}"""
-    S, outputs = state, [v[:, :0]]
+    S, outputs = initial_state, [v[:, :0]]
     for t in range(q.shape[1]):
         x = k[:, t] + lam[:, t] * q[:, t]
         S = g[:, t].exp()[..., None] * S
@@ -24,12 +24,12 @@ def recurrent(q, k, v, g, beta, lam, read, *, scale, state, operand=identity) ->
 
 
 @by_sequence
-def recurrent_transposed(q, k, v, g, beta, lam, read, *, scale, state, operand=identity) -> tuple[Tensor, Tensor]:
+def recurrent_transposed(q, k, v, g, beta, lam, read, *, scale, initial_state, operand=identity) -> tuple[Tensor, Tensor]:
     """As `recurrent`, but what the chunk's own tokens wrote is held under x_s and read with k_t; chunks of 64 from the start.
 
     S_t = α_t S_{t-1} + k_t w_tᵀ,   w_t = β_t (v_t − Z_tᵀ x_t − N_tᵀ k_t):  Z the decayed state of the chunk's start, N = Σ_s e^{G_t − G_s} x_s w_sᵀ
     """
-    S, outputs = state, [v[:, :0]]
+    S, outputs = initial_state, [v[:, :0]]
     for t in range(q.shape[1]):
         if t % 64 == 0:
             Z, N = S, torch.zeros_like(S)
@@ -46,12 +46,12 @@ def recurrent_transposed(q, k, v, g, beta, lam, read, *, scale, state, operand=i
 
 @by_sequence
 def literal(
-    q, k, v, g, beta, lam, read, *, scale, state, chunk_size, transposed=False, operand=identity
+    q, k, v, g, beta, lam, read, *, scale, initial_state, chunk_size, transposed=False, operand=identity
 ) -> tuple[Tensor, Tensor]:
     """A_ts = β_t x_tᵀ(e^{G_t − G_s} ⊙ k_s), s < t (transposed: β_t e^{G_t − G_s} k_tᵀ x_s);   W = (I + A)⁻¹ (β ⊙ (v − e^G ⊙ x S₀))
     o_t  = scale · [ S₀ᵀ(e^{G_t} ⊙ q_t) + Σ_{s≤t} (k_sᵀ(e^{G_t − G_s} ⊙ q_t)) W_s ];   S_C = Diag(e^{G_C}) S₀ + Σ_s (e^{G_C − G_s} ⊙ k_s) W_sᵀ
     """
-    S, outputs = state, [v[:, :0]]
+    S, outputs = initial_state, [v[:, :0]]
     g = g.expand(*k.shape)
     for start in range(0, q.shape[1], chunk_size):
         part = slice(start, start + chunk_size)

@@ -62,7 +62,7 @@ def literal(
     o, state = reference.literal(
         *rule,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        state=checked_state(initial_state, rule.k, rule.v, cu_seqlens),
+        initial_state=checked_state(initial_state, rule.k, rule.v, cu_seqlens),
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
         transposed=coupling == "transposed",

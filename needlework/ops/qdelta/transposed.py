@@ -18,7 +18,7 @@ CHUNK = 64
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lam: Tensor, read: Tensor,
-    state: Tensor, cu_seqlens: Tensor | None, scale: float,
+    initial_state: Tensor, cu_seqlens: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [B T HV V] and the final state [N HV K V]."""
     tensors = (k, k + lam * q, v, g, beta, read)
@@ -27,8 +27,8 @@ def forward(
         tensors = [pad(x, cu_seqlens) for x in tensors]
     T = tensors[0].shape[1]
     if not T:
-        return v, state
-    o, state = _chunks(*(_by_chunk(x, min(CHUNK, T)) for x in tensors), state)
+        return v, initial_state
+    o, state = _chunks(*(_by_chunk(x, min(CHUNK, T)) for x in tensors), initial_state)
     o = scale * o.transpose(-3, -2).flatten(1, -3)[:, :T]
     return o if cu_seqlens is None else unpad(o, cu_seqlens), state
 

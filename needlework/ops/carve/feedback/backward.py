@@ -23,10 +23,11 @@ from needlework.ops.carve.feedback.forward import overlapping
 from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
 from needlework.ops.carve.layout import Layout
 from needlework.ops.common.shapes import width
-from needlework.ops.delta.channel.backward import argument_type, channel_constants, operands
-from needlework.ops.delta.channel.intra import Saved, case, solve_dtype, triton_dtype
+from needlework.ops.delta.channel.backward import argument_type, channel_constants
 from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pairs
+from needlework.ops.delta.channel.operands import Saved, case, operands, triton_dtype
 from needlework.ops.delta.channel.scan_bwd import replay, replay_forward, replay_reverse
+from needlework.ops.delta.inputs import solve_dtype
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2, padded
@@ -127,7 +128,7 @@ def _chain(
     largest = torch.zeros_like(units, dtype=torch.int32)
 
     joined, back = "replay" in constants, constants["enter"]
-    tokens, square, states = operands(config, C)
+    tokens, square, states = operands(config)
     kp, bv, vp = back["KP"], back["BV"], padded(V)
     dS_peaks = dS.abs().amax((2, 3))[..., None].repeat(1, 1, cdiv(V, bv))
     # dS at the end of every kernel chunk; or S at the start of every anchor, and dS at the end of the content chunk

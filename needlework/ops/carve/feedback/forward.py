@@ -10,8 +10,10 @@ from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
 from needlework.ops.carve.feedback.scan import content_kernel, walk_kernel
 from needlework.ops.carve.layout import Layout
 from needlework.ops.common.shapes import width
-from needlework.ops.delta.channel.intra import Saved, case, intra_constants, solve_dtype, triton_dtype
-from needlework.ops.delta.channel.scan import operands, scan_constants
+from needlework.ops.delta.channel.intra import intra_constants
+from needlework.ops.delta.channel.operands import Saved, case, operands, triton_dtype
+from needlework.ops.delta.channel.scan import scan_constants
+from needlework.ops.delta.inputs import solve_dtype
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2, padded
@@ -42,7 +44,7 @@ def forward(
 
     gates, walk = _constants(config, q.dtype, H=H, K=K, V=V, rank=len(w1), L=layout.L, R=R, scale=scale, prediction=prediction)
     walk["SAVE"] = int(save)
-    rows, square = operands(config)
+    rows, square, _ = operands(config)
     if resumed:
         sizes = {name: walk[name] for name in ("H", "K", "V", "RANK", "BK", "BM", "BR", "ACC")}
         run(content_kernel, (N * H,), m, u, w1, w2, b_bias, **sizes, num_warps=walk["num_warps"])

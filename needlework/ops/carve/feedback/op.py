@@ -10,7 +10,8 @@ from needlework.ops.carve.layout import Layout
 from needlework.ops.carve.state import CarveOutput, CarveState
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import width
-from needlework.ops.delta.channel.intra import Saved, solve_dtype
+from needlework.ops.delta.channel.operands import Saved
+from needlework.ops.delta.inputs import solve_dtype
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
 from needlework.ops.runtime.launch_configs import launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile

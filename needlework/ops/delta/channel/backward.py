@@ -10,79 +10,78 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
-from needlework.ops.common.kernels.tile import block, token_tile
 from needlework.ops.common.shapes import width
-from needlework.ops.delta.channel.intra import Saved, rule_of, solve_dtype
 from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pairs
+from needlework.ops.delta.channel.operands import Saved, operands, rule_of
 from needlework.ops.delta.channel.scan_bwd import adjoint, replay_forward, replay_reverse
 from needlework.ops.delta.gradient_scaling import divided
-from needlework.ops.delta.segments import fix_up, segments
+from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
+from needlework.ops.delta.segments import SegmentStates, fix_up, segmented
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, cdiv, padded
 
 
 def backward(
-    do, dstate, q, k, v, g, beta, erase, write, initial_state, saved: Saved, alignment: Alignment, *,
-    scale: float, prediction: str, R: int, config: LaunchConfig, starts: Tensor | None = None, M: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """dq, dk, dv, dg, dbeta, derase, dwrite, dinitial_state; None where the input is None. dstate None: zeros.
-
-    starts and M: of sequences that the forward cut into segments.
-    """
+    do: Tensor, dstate: Tensor | None, inputs: DeltaInputs, saved: Saved, states: SegmentStates | None, alignment: Alignment, *,
+    scale: float, prediction: str, R: int, config: LaunchConfig,
+) -> DeltaInputs:  # fmt: skip
+    """Gradients of the inputs; None where the input is None. dstate None: zeros. states: None where sequences are whole."""
+    q, k, v, g, beta, erase, write = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.erase, inputs.write
     (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
     C, ST, ACC = config.launch["shared"]["C"], solve_dtype(q.dtype), width(q)
-    sequences, kind = alignment.N, None if initial_state is None else initial_state.dtype
-    parts = 1 if M is None else len(M) // sequences
-    if parts > 1:
-        alignment, initial_state = segments(alignment, parts), starts
+    sequences, initial_state = alignment.N, inputs.initial_state
+    segments = 1 if states is None else len(states.M) // sequences
+    if segments > 1:
+        alignment, initial_state = segmented(alignment, segments), states.initial_state
     N, spans = alignment.N, alignment.spans
     rule = rule_of(beta, erase)
     constants = channel_constants(config, q.dtype, rule, H=H, HV=HV, K=K, V=V, previous=prediction == "previous", R=R)
     anchor = constants["replay_forward"]["ANCHOR"]
     slots = B * -(-T // C) // anchor + N + 1
 
-    unit = torch.ones(1, dtype=ACC, device=q.device)
+    divisor = torch.ones(1, dtype=ACC, device=q.device)
     if ST == torch.float16:
-        do, dstate, unit = divided(do, dstate)
+        do, dstate, divisor = divided(do, dstate)
     dstate = q.new_zeros(sequences, HV, K, V, dtype=ACC) if dstate is None else dstate.to(ACC)
 
     tokens = lambda D: q.new_empty(B, T, HV, D, dtype=ST)
     dr, dq_hat, dk_hat = tokens(V), tokens(K), tokens(K)
     de_hat = tokens(K) if rule else None
-    start = q.new_zeros(N, HV, K, V, dtype=ACC) if initial_state is None else initial_state
+    if initial_state is None:
+        initial_state = q.new_zeros(N, HV, K, V, dtype=ACC)
     anchors, x = q.new_empty(slots, HV, K, V, dtype=ST), q.new_empty(slots, HV, K, dtype=ACC)
 
     walk = constants["adjoint"]
-    rows, square, states = operands(config, C)
+    rows, square, state_tiles = operands(config)
     kp, bv = walk["KP"], walk["BV"]
 
     def reverse(dfinal: Tensor) -> Tensor:
         """The gradient of the initial states, and dr."""
-        dinitial = torch.empty_like(dfinal)
+        dinitial_state = torch.empty_like(dfinal)
         run(
             adjoint, (cdiv(V, bv), HV, N),
             spans, rows(do, bv), rows(saved.q_hat, kp), rows(saved.e_hat, kp), rows(saved.k_hat, kp), square(saved.Pp),
-            square(saved.Tp), saved.whole, beta, dfinal, rows(dr, bv), dinitial, T, **constants["adjoint"],
+            square(saved.Tp), saved.whole, beta, dfinal, rows(dr, bv), dinitial_state, T, **constants["adjoint"],
         )  # fmt: skip
-        return dinitial
+        return dinitial_state
 
-    if parts > 1:
-        dstate = fix_up(M, reverse(torch.zeros_like(starts)), dstate, parts, reverse=True)
-    dinitial = reverse(dstate)
+    if segments > 1:
+        dstate = fix_up(states.M, reverse(torch.zeros_like(initial_state)), dstate, segments, reverse=True)
+    dinitial_state = reverse(dstate)
     walk = constants["replay_forward"]
     bk, vp = walk["BK"], walk["VP"]
     run(
         replay_forward, (cdiv(K, bk), HV, N),
-        spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.k_hat, bk), saved.whole, start, None,
-        rows(dq_hat, bk), rows(de_hat, bk), states(anchors, bk, vp), T, 0, **walk,
+        spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.k_hat, bk), saved.whole, initial_state, None,
+        rows(dq_hat, bk), rows(de_hat, bk), state_tiles(anchors, bk, vp), T, 0, **walk,
     )  # fmt: skip
     walk = constants["replay_reverse"]
     bk, vp = walk["BK"], walk["VP"]
     run(
         replay_reverse, (cdiv(K, bk), HV, N),
         spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.q_hat, bk), rows(saved.e_hat, bk), saved.whole, beta, dstate,
-        states(anchors, bk, vp), rows(dk_hat, bk), x, T, 0, **walk,
+        state_tiles(anchors, bk, vp), rows(dk_hat, bk), x, T, 0, **walk,
     )  # fmt: skip
 
     # a group's heads are summed afterwards, from what is not yet rounded
@@ -90,22 +89,15 @@ def backward(
     dq, dk = shared(q), shared(k)
     dv, dg, dbeta, derase, dwrite = (None if like is None else torch.empty_like(like) for like in (v, g, beta, erase, write))
     launch_pairs(
-        spans, do, dr, saved.W, q, k, v, g, beta, erase, write, dq_hat, de_hat, dk_hat, x, unit,
+        spans, do, dr, saved.W, q, k, v, g, beta, erase, write, dq_hat, de_hat, dk_hat, x, divisor,
         dq, dk, dv, dg, dbeta, derase, dwrite,
         scale=scale, longest=alignment.longest, sequences=N, couple=constants["couplings"], channels=constants["pairs"],
     )  # fmt: skip
     if H != HV:
         dq, dk = (dx.unflatten(2, (H, -1)).sum(3).to(like.dtype) for dx, like in ((dq, q), (dk, k)))
-    return dq, dk, dv, dg, dbeta, derase, dwrite, None if kind is None else (dinitial[::parts] * unit).to(kind)
-
-
-def operands(config: LaunchConfig, C: int):
-    """How walks are given [B T H D] (and the columns of a block), [B H NC·C C], [N H K V] (and its block): descriptors, or as is."""
-
-    if not config.tma:
-        return (lambda x, columns: x), (lambda x: x), (lambda x, rows, columns: x)
-    tokens = lambda x, columns: None if x is None else token_tile(x, C, columns)
-    return tokens, lambda x: None if x is None else block(x, C, C), block
+    given = inputs.initial_state
+    dinitial_state = None if given is None else (dinitial_state[::segments] * divisor).to(given.dtype)
+    return DeltaInputs(dq, dk, dv, dg, dbeta, erase=derase, write=dwrite, initial_state=dinitial_state)
 
 
 def channel_constants(
@@ -175,6 +167,17 @@ def argument_type(name: str, columns: dict[str, int], given: str, operand: str, 
         return "*bf16"
     if name.removeprefix("p_") in axes or name in ("p_A", "p_sums", "p_level"):
         return f"*{operand}"
-    if name in ("p_whole", "p_g", "p_dg", "p_dfinal", "p_initial", "p_dinitial", "p_x", "p_unit", "p_part", "p_back"):
+    if name in (
+        "p_whole",
+        "p_g",
+        "p_dg",
+        "p_dfinal",
+        "p_initial_state",
+        "p_dinitial_state",
+        "p_x",
+        "p_divisor",
+        "p_part",
+        "p_back",
+    ):
         return f"*{wide}"
     return f"*{given}"

@@ -4,41 +4,17 @@ Dyadic references, as in `decay.py`: at each level the exponents of all rows are
 cores. One warp takes a chunk of 16 rows, so that nothing waits at a barrier.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from needlework.ops.common.kernels.tile import capped
 from needlework.ops.common.shapes import width
+from needlework.ops.delta.channel.operands import Saved, case, rule_of, triton_dtype
+from needlework.ops.delta.inputs import solve_dtype
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import padded
-
-
-class Saved(NamedTuple):
-    """What the forward leaves for the backward, over *aligned* tokens: T is `alignment.T`, NC = ⌈T/C⌉.
-
-    The op aligns every token tensor before `forward` and `backward` and restores what they return: both see [B T ...] that is
-    already aligned. ST: float16 for half inputs, else their dtype; ACC: float64 for float64, else float32. Base-2 gates inside.
-    With R rows a token T counts rows (pseudo tokens): the gate lies on a token's first row (0 on the others), the query on its
-    last (0 on the others); rows of one token do not couple in A; "previous" leaves out the gate of the row's own *token*.
-
-    G is the inclusive sum of g in the chunk; E = G for "decayed", G without the own token's gate for "previous";
-    u = e = k (beta), or e = erase ⊙ k (gates). The chunk: r = beta ∘ (v − ê S₀) or write ∘ v − ê S₀;
-    W = T' r; o = q̂ S₀ + P' W; S_C = e^{GC} ∘ S₀ + k̂ᵀ W.       (scale is inside q̂ and P'; W = v for additive rules)
-    """
-
-    q_hat: Tensor  # [B T HV K] ST: scale · q ∘ e^G
-    e_hat: Tensor | None  # [B T HV K] ST: e ∘ e^E, erase inside, beta NOT; None for additive rules
-    k_hat: Tensor  # [B T HV K] ST: k ∘ e^{GC − G}
-    Tp: Tensor | None  # [B HV NC·C C] ST: (I + beta_t A)^-1 by chunk, rows t, columns s; beta rows inside A, NO beta columns;
-    #                    A_ts = (e_t ∘ e^{E_t − G_s}) · k_s, s's token < t's token; zero rows and columns past T but the 1 of I
-    Pp: Tensor  # [B HV NC·C C] ST: scale · (q_t ∘ e^{G_t − G_s}) · k_s, s <= t
-    whole: Tensor  # [B HV NC K] ACC: e^{GC}
-    W: Tensor | None  # [B T HV V] ST; None without `save`
 
 
 @triton.jit
@@ -222,17 +198,17 @@ def intra(q, k, g, beta, erase, *, scale, prediction, R, config) -> Saved:
     gated = lambda: q.new_empty(B, T, HV, K, dtype=ST)
     rule = rule_of(beta, erase)
     saved = Saved(
-        gated(),
-        gated() if rule else None,
-        gated(),
-        square() if rule else None,
-        square(),
-        q.new_empty(B, HV, NC, K, dtype=ACC),
-        None,
+        q_hat=gated(),
+        e_hat=gated() if rule else None,
+        k_hat=gated(),
+        Tp=square() if rule else None,
+        Pp=square(),
+        whole=q.new_empty(B, HV, NC, K, dtype=ACC),
+        W=None,
     )
     run(
         intra_kernel, (B * HV * NC,),
-        q, k, g, beta, erase, *saved[:6], T,
+        q, k, g, beta, erase, saved.q_hat, saved.e_hat, saved.k_hat, saved.Tp, saved.Pp, saved.whole, T,
         **intra_constants(config, q.dtype, rule, H=H, HV=HV, K=K, scale=scale, previous=prediction == "previous", R=R),
     )  # fmt: skip
     return saved
@@ -255,20 +231,6 @@ def intra_constants(config, dtype, rule: int, *, H: int, HV: int, K: int, scale:
     return constants | {"SCALE": scale, "H": H, "HV": HV, "K": K, "RULE": rule, "PREVIOUS": int(previous)}
 
 
-def rule_of(beta: Tensor | None, erase: Tensor | None) -> int:
-    """0: additive, 1: beta, 2: erase and write gates."""
-    return 2 if erase is not None else int(beta is not None)
-
-
-def solve_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What gated operands, the inverse and what it multiplies are held in: bfloat16 would miss the error budget."""
-    return torch.float16 if dtype.itemsize == 2 else dtype
-
-
-def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    return getattr(tl, str(dtype).removeprefix("torch."))
-
-
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """The kernel as each rule launches it, one key head for two value heads."""
     own, solves, wide = (f"*{triton_dtype(x)}" for x in (dtype, solve_dtype(dtype), width(torch.empty(0, dtype=dtype))))
@@ -280,10 +242,3 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         absent = {0: ("p_beta", "p_erase", "p_e_hat", "p_Tp"), 1: ("p_erase",), 2: ("p_beta",)}[rule]
         cases.append(case(intra_kernel, types, constants, absent))
     return cases
-
-
-def case(kernel, types: dict[str, str], constants: dict, absent: tuple[str, ...]) -> Case:
-    """A launch with these argument types, None for what is absent."""
-    options = {name: constants[name] for name in ("num_warps", "num_stages", "maxnreg", "launch_pdl") if name in constants}
-    constants = {name: x for name, x in constants.items() if name not in options} | dict.fromkeys(absent)
-    return Case(kernel, {name: types[name] for name in kernel.arg_names if name not in constants}, constants, options)

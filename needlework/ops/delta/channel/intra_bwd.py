@@ -101,14 +101,14 @@ def _placed(x, one, ACC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def couplings(
-    p_spans, p_do, p_dr, p_W, p_v, p_beta, p_write, p_unit, p_dv, p_dwrite, p_part, p_P, p_A, T,
+    p_spans, p_do, p_dr, p_W, p_v, p_beta, p_write, p_divisor, p_dv, p_dwrite, p_part, p_P, p_A, T,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, R: tl.constexpr, BETA: tl.constexpr, GATES: tl.constexpr,
     PDL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Of one chunk and value head: dP + dPᵀ and dA + dAᵀ, the gradients of v and write, and the values' part of that of β.
 
     PDL: the launch may begin while the one before it runs, of whose results it reads none. It must begin only when the launch
-    before that is done, which makes do, dr and unit: they are read by the second cache, as this multiprocessor may have met them
+    before that is done, which makes do, dr and divisor: they are read by the second cache, as this multiprocessor may have met them
     before they were written. It is done only when that one is too, so that whoever waits for it has waited for all.
     """
     if PDL:
@@ -123,7 +123,7 @@ def couplings(
         OT: tl.constexpr = p_dr.dtype.element_ty
         i = tl.arange(0, C)
         r, c = i[:, None], i[None, :]
-        unit = tl.load(p_unit, cache_modifier=LATE).to(ACC)
+        divisor = tl.load(p_divisor, cache_modifier=LATE).to(ACC)
         i_t = (first + j - b * NC) * C + i
         live = i_t < T
         o_row = (tl.cast(b, tl.int64) * T + i_t) * H + h
@@ -144,7 +144,7 @@ def couplings(
             # both orders: a transposed accumulator must not become a first operand
             dP = tl.dot(b_do, tl.trans(b_W), dP, input_precision="ieee", out_dtype=ACC)
             dPT = tl.dot(b_W, tl.trans(b_do), dPT, input_precision="ieee", out_dtype=ACC)
-            dr = b_dr.to(ACC) * unit
+            dr = b_dr.to(ACC) * divisor
             if ERASE:
                 dA = tl.dot(b_dr, tl.trans(b_W), dA, input_precision="ieee", out_dtype=ACC)
                 dAT = tl.dot(b_W, tl.trans(b_dr), dAT, input_precision="ieee", out_dtype=ACC)
@@ -171,7 +171,7 @@ def couplings(
 
 @triton.jit(do_not_specialize=["T", "scale"])
 def pairs(
-    p_spans, p_P, p_A, p_q, p_k, p_g, p_beta, p_erase, p_dq_hat, p_de_hat, p_dk_hat, p_x, p_unit, p_part, p_sums, p_back, p_level, p_one,
+    p_spans, p_P, p_A, p_q, p_k, p_g, p_beta, p_erase, p_dq_hat, p_de_hat, p_dk_hat, p_x, p_divisor, p_part, p_sums, p_back, p_level, p_one,
     p_dq, p_dk, p_dg, p_dbeta, p_derase,
     scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KB: tl.constexpr, LEVELS: tl.constexpr,
     BETA: tl.constexpr, GATES: tl.constexpr, PREVIOUS: tl.constexpr, ANCHOR: tl.constexpr,
@@ -192,7 +192,7 @@ def pairs(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    unit = tl.load(p_unit).to(ACC)
+    divisor = tl.load(p_divisor).to(ACC)
     p_x += (tl.cast(first // ANCHOR + n + j, tl.int64) * H + h) * K
     top = end - 1 - j * ANCHOR
     for back in tl.range(0, tl.minimum(ANCHOR, top - first + 1), num_stages=1):
@@ -302,14 +302,14 @@ def pairs(
                 dg = _sums(y, back_near_e, dg, HALF, ACC)
 
             if BETA:
-                dbeta += tl.sum(k * de, 0) * unit
+                dbeta += tl.sum(k * de, 0) * divisor
                 dk += beta[None, :] * de
             if GATES:
-                tl.store(p_derase + o_k, k * de * unit, mask=m_k)
+                tl.store(p_derase + o_k, k * de * divisor, mask=m_k)
                 dk += tl.load(p_erase + o_k, mask=m_k, other=0.0).to(ACC) * de
-            tl.store(p_dq + o_k, dq * (scale * unit), mask=m_k)
-            tl.store(p_dk + o_k, dk * unit, mask=m_k)
-            tl.store(p_dg + o_k, dg * unit, mask=m_k)
+            tl.store(p_dq + o_k, dq * (scale * divisor), mask=m_k)
+            tl.store(p_dk + o_k, dk * divisor, mask=m_k)
+            tl.store(p_dg + o_k, dg * divisor, mask=m_k)
         if BETA:
             tl.store(p_dbeta + o_row, dbeta, mask=live)
         if ANCHOR > 1:
@@ -349,7 +349,7 @@ def matrices(C: int, R: int, dtype: torch.dtype, solves: torch.dtype, sums: torc
 
 
 def launch_pairs(
-    spans, do, dr, W, q, k, v, g, beta, erase, write, dq_hat, de_hat, dk_hat, x, unit, dq, dk, dv, dg, dbeta, derase, dwrite, *,
+    spans, do, dr, W, q, k, v, g, beta, erase, write, dq_hat, de_hat, dk_hat, x, divisor, dq, dk, dv, dg, dbeta, derase, dwrite, *,
     scale: float, longest: int, sequences: int, couple: dict, channels: dict, launch=run,
 ) -> tuple:  # fmt: skip
     """Both kernels, for sequences of up to `longest` chunks; what `launch` returns of each."""
@@ -361,11 +361,11 @@ def launch_pairs(
     return (
         launch(
             couplings, (longest, H, sequences),
-            spans, do, dr, W, v, beta, write, unit, dv, dwrite, part, P, A, T, **couple,
+            spans, do, dr, W, v, beta, write, divisor, dv, dwrite, part, P, A, T, **couple,
         ),
         launch(
             pairs, (cdiv(longest, channels["ANCHOR"]), H, sequences),
-            spans, P, A, q, k, g, beta, erase, dq_hat, de_hat, dk_hat, x, unit, part, *made,
+            spans, P, A, q, k, g, beta, erase, dq_hat, de_hat, dk_hat, x, divisor, part, *made,
             dq, dk, dg, dbeta, derase, scale, T, **channels,
         ),
     )  # fmt: skip

@@ -11,35 +11,39 @@ from torch import Tensor
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import width
-from needlework.ops.delta.channel.intra import Saved, intra, rule_of, solve_dtype
+from needlework.ops.delta.channel.backward import backward
+from needlework.ops.delta.channel.intra import intra
+from needlework.ops.delta.channel.operands import ENGINE, TENSORS, Saved, rule_of
 from needlework.ops.delta.channel.scan import scan
-from needlework.ops.delta.segments import fix_up, parts_of, segments, transitions
+from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
+from needlework.ops.delta.segments import SegmentStates, fix_up, segment_count, segmented, transitions
 from needlework.ops.runtime.constant import constant
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
 
-ENGINE = "delta/channel"
-KEPT = len(Saved._fields) + 2  # tensors that the forward leaves: also the segments' starts and M
+KEPT = len(Saved._fields) + len(SegmentStates._fields)  # tensors that the forward leaves
 
 
 def channel(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, erase: Tensor | None, write: Tensor | None,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, *, scale: float, prediction: str, R: int = 1,
+    inputs: DeltaInputs, cu_seqlens: Tensor | None, *, scale: float, prediction: str, R: int = 1
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [B T HV V] in q's dtype and the final state [N HV K V], float32 or wider.
 
-    q [B T H K], g [B T HV K]. R = 1: k [B T H K], v [B T HV V], beta [B T HV] or erase [B T HV K] and write [B T HV V] or none
+    q [B T H K] reads, g [B T HV K]. R = 1: k [B T H K], v [B T HV V], beta [B T HV] or erase [B T HV K] and write [B T HV V] or none
     of them. R = 2, 4 rows a token, which do not see each other: the rows' tensors have an axis R after T: k [B T R H K], …
     """
-    tensors = q, k, v, g, beta, erase, write, initial_state
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if R == 1:
-        return delta_channel_fwd(*tensors, cu_seqlens, scale, prediction, 1, save)[:2]
-    q, g = _one_row(q, R, R - 1), _one_row(g, R, 0)
-    k, v, beta, erase, write = (None if x is None else x.flatten(1, 2) for x in (k, v, beta, erase, write))
+        return delta_channel_fwd(*inputs.flat(TENSORS), cu_seqlens, scale, prediction, 1, save)[:2]
+    rows = {name: getattr(inputs, name) for name in ("k", "v", "beta", "erase", "write")}
+    inputs = inputs._replace(
+        q=_one_row(inputs.q, R, R - 1),
+        g=_one_row(inputs.g, R, 0),
+        **{name: None if x is None else x.flatten(1, 2) for name, x in rows.items()},
+    )
     cu_rows = None if cu_seqlens is None else cu_seqlens * R
-    o, state, *_ = delta_channel_fwd(q, k, v, g, beta, erase, write, initial_state, cu_rows, scale, prediction, R, save)
+    o, state, *_ = delta_channel_fwd(*inputs.flat(TENSORS), cu_rows, scale, prediction, R, save)
     return o[:, R - 1 :: R], state
 
 
@@ -49,35 +53,31 @@ def _one_row(x: Tensor, R: int, row: int) -> Tensor:
     return torch.stack([x if i == row else zeros for i in range(R)], 2).flatten(1, 2)
 
 
-def _launches(inputs: list[Tensor | None], alignment: Alignment, save: bool, parts: int, settings: dict) -> None:
+def _launches(inputs: DeltaInputs, alignment: Alignment, save: bool, segments: int, settings: dict) -> None:
     """What a call and its backward launch."""
-    from needlework.ops.delta.channel.backward import backward
-
-    o, _, saved, *cut = forward(*inputs, alignment, save=save, parts=parts, **settings)
+    o, _, saved, states = forward(inputs, alignment, save=save, segments=segments, **settings)
     if save:
-        starts, M = cut or (None, None)
-        backward(torch.empty_like(o), None, *inputs, saved, alignment, **settings, starts=starts, M=M)
+        backward(torch.empty_like(o), None, inputs, saved, states, alignment, **settings)
 
 
 def forward(
-    q, k, v, g, beta, erase, write, initial_state, alignment: Alignment, *,
-    scale: float, prediction: str, R: int, config: LaunchConfig, save: bool, parts: int = 1,
-) -> tuple[Tensor | Saved, ...]:  # fmt: skip
-    """o [B T HV V], the final state and what the backward takes, for aligned contiguous tensors of R rows a token, T > 0.
-
-    Of sequences cut into parts also their starts and M (`segments.py`).
-    """
-    saved = intra(q, k, g, beta, erase, scale=scale, prediction=prediction, R=R, config=config)
-    cut = ()
-    if parts > 1:
-        alignment = segments(alignment, parts)
+    inputs: DeltaInputs, alignment: Alignment, *,
+    scale: float, prediction: str, R: int, config: LaunchConfig, save: bool, segments: int = 1,
+) -> tuple[Tensor, Tensor, Saved, SegmentStates | None]:  # fmt: skip
+    """o [B T HV V], the final state and what the backward takes, for aligned contiguous tensors of R rows a token, T > 0."""
+    q, v, beta, write, initial_state = inputs.q, inputs.v, inputs.beta, inputs.write, inputs.initial_state
+    saved = intra(q, inputs.k, inputs.g, beta, inputs.erase, scale=scale, prediction=prediction, R=R, config=config)
+    states = None
+    if segments > 1:
+        alignment = segmented(alignment, segments)
         # columns that are not values have no write gate
         gate = lambda x: write if write is None or x is v else x
         run = lambda x, state: scan(saved, x, beta, gate(x), state, alignment, config=config, save=False)[1]
         N, M = transitions(run, v, q.shape[3])
-        cut = initial_state, _ = fix_up(M, N, initial_state, parts, reverse=False), M
+        initial_state = fix_up(M, N, initial_state, segments, reverse=False)
+        states = SegmentStates(initial_state, M)
     o, state, W = scan(saved, v, beta, write, initial_state, alignment, config=config, save=save)
-    return o, state if parts == 1 else state[parts - 1 :: parts].clone(), saved._replace(W=W), *cut
+    return o, state if segments == 1 else state[segments - 1 :: segments].clone(), saved._replace(W=W), states
 
 
 @operator
@@ -85,21 +85,32 @@ def delta_channel_fwd(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, erase: Tensor | None, write: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, prediction: str, R: int, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """o, the final state, the tensors of `Saved`, starts and M: empty where there is none, all of them without `save`."""
+    """o, the final state, the tensors of `Saved` and of `SegmentStates`: empty where there is none, all of them without `save`."""
+    inputs = DeltaInputs.of(TENSORS, (q, k, v, g, beta, erase, write, initial_state))
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
-    config, alignment = _placed(q, v, cu_seqlens)
+    config, alignment = _placed(inputs, cu_seqlens)
     if not v.numel():
         return _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, prediction, R, save)
-    tokens = _aligned(alignment, q, k, v, g, beta, erase, write)
-    state = None if initial_state is None else initial_state.contiguous()
-    parts = _parts(q, v, alignment.N, cu_seqlens, config)
+    aligned = inputs.aligned(alignment)
+    segments = _segments(inputs, alignment.N, cu_seqlens, config)
     settings = {"scale": scale, "prediction": prediction, "R": R, "config": config}
-    key = ENGINE, config.name, kind(*tokens, state), scale, prediction, R, parts > 1, save
-    precompile(q.device, key, lambda: _launches(meta(*tokens, state), alignment, save, parts, settings))
-    o, final, saved, *cut = forward(*tokens, state, alignment, save=save, parts=parts, **settings)
-    saved = (*saved, *(cut or (None, None))) if save else [None] * KEPT
-    return alignment.restore(o), final, *(q.new_empty(0) if x is None else x for x in saved)
+    key = ENGINE, config.name, kind(*aligned.flat(TENSORS)), scale, prediction, R, segments > 1, save
+    precompile(q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, segments, settings))
+    o, final, saved, states = forward(aligned, alignment, save=save, segments=segments, **settings)
+    return alignment.restore(o), final, *(_flat(q, saved, states) if save else (q.new_empty(0) for _ in range(KEPT)))
+
+
+def _flat(q: Tensor, saved: Saved, states: SegmentStates | None) -> tuple[Tensor, ...]:
+    """As an operator returns them: an empty tensor for None."""
+    return tuple(q.new_empty(0) if x is None else x for x in (*saved, *(states or SegmentStates(None, None))))
+
+
+def _named(kept: list[Tensor]) -> tuple[Saved, SegmentStates | None]:
+    """The inverse of `_flat`."""
+    found = [x if x.numel() else None for x in kept]
+    saved, states = Saved(*found[: len(Saved._fields)]), SegmentStates(*found[len(Saved._fields) :])
+    return saved, None if states.M is None else states
 
 
 @backward_operator
@@ -109,22 +120,18 @@ def delta_channel_bwd(
     saved: list[Tensor], cu_seqlens: Tensor | None, scale: float, prediction: str, R: int,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, g, beta, erase, write and the initial state, empty where there is none."""
-    from needlework.ops.delta.channel.backward import backward
-
-    inputs = q, k, v, g, beta, erase, write, initial_state
+    given = q, k, v, g, beta, erase, write, initial_state
     if not v.numel():
-        dtokens = [q.new_empty(0) if x is None else torch.zeros_like(x) for x in inputs[:-1]]
+        dtokens = [q.new_empty(0) if x is None else torch.zeros_like(x) for x in given[:-1]]
         return [*dtokens, q.new_empty(0) if initial_state is None else _passed(dstate, initial_state)]
-    config, alignment = _placed(q, v, cu_seqlens)
-    do, *tokens = _aligned(alignment, do, *inputs[:-1])
-    state = None if initial_state is None else initial_state.contiguous()
-    *saved, starts, M = (x if x.numel() else None for x in saved)
-    *dtokens, dinitial = backward(
-        do, None if dstate is None else dstate.contiguous(), *tokens, state, Saved(*saved), alignment,
-        scale=scale, prediction=prediction, R=R, config=config, starts=starts, M=M,
-    )  # fmt: skip
-    dtokens = [q.new_empty(0) if dx is None else alignment.restore(dx) for dx in dtokens]
-    return [*dtokens, q.new_empty(0) if dinitial is None else dinitial]
+    inputs = DeltaInputs.of(TENSORS, given)
+    config, alignment = _placed(inputs, cu_seqlens)
+    dstate = None if dstate is None else dstate.contiguous()
+    found = backward(
+        alignment.align(do), dstate, inputs.aligned(alignment), *_named(saved), alignment,
+        scale=scale, prediction=prediction, R=R, config=config,
+    ).restored(alignment)  # fmt: skip
+    return [q.new_empty(0) if dx is None else dx for dx in found.flat(TENSORS)]
 
 
 def _passed(dstate: Tensor | None, initial_state: Tensor) -> Tensor:
@@ -132,28 +139,26 @@ def _passed(dstate: Tensor | None, initial_state: Tensor) -> Tensor:
     return torch.zeros_like(initial_state) if dstate is None else dstate.to(initial_state.dtype, copy=True)
 
 
-def _placed(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[LaunchConfig, Alignment]:
+def _placed(inputs: DeltaInputs, cu_seqlens: Tensor | None) -> tuple[LaunchConfig, Alignment]:
+    q, v = inputs.q, inputs.v
     config = launch_config(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
     return config, Alignment.of(cu_seqlens, *q.shape[:2], config.launch["shared"]["C"], q.device)
 
 
-def _parts(q: Tensor, v: Tensor, N: int, cu_seqlens: Tensor | None, config: LaunchConfig) -> int:
-    """Into how many segments sequences are cut; packed ones are taken as equally long: their lengths are not read back."""
-    launch, (HV, V) = config.launch["scan"], v.shape[2:]
-    chunks = -(-v.shape[1] // config.launch["shared"]["C"])
+def _segments(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, config: LaunchConfig) -> int:
+    """How many segments make a sequence; packed ones are taken as equally long: their lengths are not read back."""
+    (_, T, HV, V), K, launch = inputs.v.shape, inputs.q.shape[3], config.launch["scan"]
+    chunks = -(-T // config.launch["shared"]["C"])
     # eight warps a multiprocessor, for the registers of the state
-    slots = multiprocessors(v.device) * (8 // launch["num_warps"])
-    return parts_of(N * HV * -(-V // launch["BV"]), chunks if cu_seqlens is None else chunks // max(N, 1), q.shape[3], V, slots)
+    slots = multiprocessors(inputs.v.device) * (8 // launch["num_warps"])
+    longest = chunks if cu_seqlens is None else chunks // max(N, 1)
+    return segment_count(N * HV * -(-V // launch["BV"]), longest, K, V, slots)
 
 
 @constant
 def multiprocessors(device: torch.device) -> int:
-    """0 in the interpreter: nothing is cut."""
+    """0 in the interpreter: sequences stay whole."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
-
-
-def _aligned(alignment: Alignment, *tokens: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else alignment.align(x) for x in tokens]
 
 
 @torch.library.register_fake(delta_channel_fwd)
@@ -167,16 +172,23 @@ def _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, p
     if not save:
         return o, state, *(q.new_empty(0) for _ in range(KEPT))
     config = launch_config(ENGINE, q.device, q.dtype, K, V)
-    C, parts = config.launch["shared"]["C"], _parts(q, v, N, cu_seqlens, config)
+    C, segments = config.launch["shared"]["C"], _segments(DeltaInputs(q, k, v), N, cu_seqlens, config)
     T = T if cu_seqlens is None else (T // C + N) * C
     NC = -(-T // C)
     ST, solves = solve_dtype(q.dtype), rule_of(beta, erase) > 0
     rows = lambda D: q.new_empty(B, T, HV, D, dtype=ST)
     square = lambda: q.new_empty(B, HV, NC * C, C, dtype=ST)
-    e_hat, Tp = (rows(K), square()) if solves else (q.new_empty(0), q.new_empty(0))
-    kept = rows(K), e_hat, rows(K), Tp, square(), q.new_empty(B, HV, NC, K, dtype=width(q)), rows(V)
-    cut = (q.new_empty(0) if parts == 1 else q.new_empty(N * parts, HV, K, D, dtype=width(q)) for D in (V, K))
-    return o, state, *kept, *cut
+    saved = Saved(
+        q_hat=rows(K),
+        e_hat=rows(K) if solves else None,
+        k_hat=rows(K),
+        Tp=square() if solves else None,
+        Pp=square(),
+        whole=q.new_empty(B, HV, NC, K, dtype=width(q)),
+        W=rows(V),
+    )
+    states = SegmentStates(*(q.new_empty(N * segments, HV, K, D, dtype=width(q)) for D in (V, K))) if segments > 1 else None
+    return o, state, *_flat(q, saved, states)
 
 
 @torch.library.register_fake(delta_channel_bwd)
@@ -192,10 +204,11 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, do, dstate, *_):
-    *inputs, cu_seqlens = ctx.saved_tensors[:9]
-    do = torch.zeros_like(inputs[2]) if do is None else do
-    gradients = delta_channel_bwd(do, dstate, *inputs, list(ctx.saved_tensors[9:]), cu_seqlens, *ctx.settings)
-    return *(None if x is None else dx for x, dx in zip(inputs, gradients, strict=True)), *[None] * 5
+    *tensors, cu_seqlens = ctx.saved_tensors[: len(TENSORS) + 1]
+    saved = ctx.saved_tensors[len(TENSORS) + 1 :]
+    do = torch.zeros_like(tensors[TENSORS.index("v")]) if do is None else do
+    gradients = delta_channel_bwd(do, dstate, *tensors, list(saved), cu_seqlens, *ctx.settings)
+    return *(None if x is None else dx for x, dx in zip(tensors, gradients, strict=True)), *[None] * 5
 
 
 differentiable(delta_channel_fwd, _backward, _save)

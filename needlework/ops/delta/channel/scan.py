@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.common.kernels.tile import block, token_tile
 from needlework.ops.common.shapes import width
-from needlework.ops.delta.channel.intra import Saved, case, rule_of, solve_dtype, triton_dtype
+from needlework.ops.delta.channel.operands import Saved, case, operands, rule_of, triton_dtype
+from needlework.ops.delta.inputs import solve_dtype
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, padded
@@ -97,8 +97,8 @@ def walk(
 
 @triton.jit(do_not_specialize=["T"])
 def scan_kernel(
-    q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_initial, o, p_final, p_spans, T,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, INITIAL: tl.constexpr, SAVE: tl.constexpr,
+    q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_initial_state, o, p_final_state, p_spans, T,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
@@ -112,13 +112,13 @@ def scan_kernel(
     o_state = tl.cast(i_nh, tl.int64) * K * V + o_k[None, :] * V + o_v[:, None]
     in_state = (o_k < K)[None, :] & (o_v < V)[:, None]
     S = tl.zeros([BV, BK], ACC)
-    if INITIAL:
-        S = tl.load(p_initial + o_state, mask=in_state, other=0.0).to(ACC)
+    if INIT:
+        S = tl.load(p_initial_state + o_state, mask=in_state, other=0.0).to(ACC)
     S, _ = walk(
         S, 0, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, o, first, last, j, i_v, T,
         HV, K, V, RULE, SAVE, 0, C, BK, BV, NS, ST, ACC, TMA,
     )  # fmt: skip
-    tl.store(p_final + o_state, S, mask=in_state)
+    tl.store(p_final_state + o_state, S, mask=in_state)
 
 
 def scan(saved: Saved, v, beta, write, initial_state, alignment, *, config, save) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -126,11 +126,11 @@ def scan(saved: Saved, v, beta, write, initial_state, alignment, *, config, save
     (_, T, HV, V), K = v.shape, saved.q_hat.shape[-1]
     rule = rule_of(beta, write)
     constants = scan_constants(config, v.dtype, rule, HV=HV, K=K, V=V)
-    constants |= {"INITIAL": int(initial_state is not None), "SAVE": int(save)}
+    constants |= {"INIT": int(initial_state is not None), "SAVE": int(save)}
     BK, BV = constants["BK"], constants["BV"]
     o, final = torch.empty_like(v), v.new_empty(alignment.N, HV, K, V, dtype=width(v))
     W = v.new_empty(v.shape, dtype=solve_dtype(v.dtype)) if save else None
-    rows, square = operands(config)
+    rows, square, _ = operands(config)
     run(
         scan_kernel, (alignment.N * HV * cdiv(V, BV),),
         rows(saved.q_hat, BK), rows(saved.e_hat, BK), rows(saved.k_hat, BK), square(saved.Tp), square(saved.Pp), saved.whole,
@@ -140,7 +140,7 @@ def scan(saved: Saved, v, beta, write, initial_state, alignment, *, config, save
 
 
 def scan_constants(config, dtype, rule: int, *, HV: int, K: int, V: int) -> dict:
-    """The constexprs and options of `scan_kernel`, but INITIAL and SAVE."""
+    """The constexprs and options of `scan_kernel`, but INIT and SAVE."""
     constants = dict(config.launch["scan"])
     constants |= {
         "C": config.launch["shared"]["C"],
@@ -152,28 +152,17 @@ def scan_constants(config, dtype, rule: int, *, HV: int, K: int, V: int) -> dict
     return constants | {"HV": HV, "K": K, "V": V, "RULE": rule}
 
 
-def operands(config: LaunchConfig):
-    """How a walk is given [B T H D] (and the columns of a block) and [B H NC·C C]: as descriptors, or as they are."""
-    C = config.launch["shared"]["C"]
-
-    if not config.tma:
-        return (lambda x, columns: x), (lambda x: x)
-    return (lambda x, columns: None if x is None else token_tile(x, C, columns)), (
-        lambda x: None if x is None else block(x, C, C)
-    )
-
-
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """The kernel as each rule launches it, with a state to start from and the backward's tensors asked for."""
     own, solves, wide = (str(triton_dtype(x)) for x in (dtype, solve_dtype(dtype), width(torch.empty(0, dtype=dtype))))
-    types = dict.fromkeys(("p_whole", "p_initial", "p_final"), f"*{wide}") | {
+    types = dict.fromkeys(("p_whole", "p_initial_state", "p_final_state"), f"*{wide}") | {
         "p_beta": f"*{own}",
         "p_spans": "*i32",
         "T": "i32",
     }
     cases = []
     for rule in (0, 1, 2):
-        constants = scan_constants(config, dtype, rule, HV=2, K=K, V=V) | {"INITIAL": 1, "SAVE": 1}
+        constants = scan_constants(config, dtype, rule, HV=2, K=K, V=V) | {"INIT": 1, "SAVE": 1}
         C, BK, BV = (constants[name] for name in ("C", "BK", "BV"))
         blocks = dict.fromkeys(("q_hat", "e_hat", "k_hat"), (solves, BK)) | dict.fromkeys(("v", "write", "o"), (own, BV))
         blocks |= {"Tp": (solves, C), "Pp": (solves, C), "W": (solves, BV)}

@@ -56,7 +56,7 @@ def descend(
 
 @triton.jit(do_not_specialize=["T"])
 def adjoint(
-    p_spans, do, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, p_dfinal, dr, p_dinitial,
+    p_spans, do, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, p_dfinal, dr, p_dinitial_state,
     T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     ERASE: tl.constexpr, BETA: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def adjoint(
             dS, b_doT, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, dr, c, b, h, i_v,
             T, H, K, V, C, KP, BV, ERASE, BETA, TMA, ACC,
         )  # fmt: skip
-    tl.store(p_dinitial + state, dS, mask=inside)
+    tl.store(p_dinitial_state + state, dS, mask=inside)
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def _slot(first, n, most, ANCHOR: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "most"])
 def replay_forward(
-    p_spans, W, do, dr, k_hat, p_whole, p_initial, p_slots, dq_hat, de_hat, anchors,
+    p_spans, W, do, dr, k_hat, p_whole, p_initial_state, p_slots, dq_hat, de_hat, anchors,
     T, most, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
     ERASE: tl.constexpr, ANCHOR: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +129,7 @@ def replay_forward(
     start = n
     if p_slots is not None:
         start = tl.load(p_slots + n)
-    S = load_state(p_initial, start, h, o_k, H, K, V, BK, VP, 0).to(ACC)
+    S = load_state(p_initial_state, start, h, o_k, H, K, V, BK, VP, 0).to(ACC)
     slot = _slot(first, n, most, ANCHOR)
     if ANCHOR == 1:
         for i in tl.range(0, end - first, num_stages=STAGES):
@@ -248,7 +248,7 @@ def _reverse(
 
 @triton.jit(do_not_specialize=["T", "most"])
 def replay(
-    p_spans, W, do, dr, k_hat, p_whole, p_initial, p_slots, dq_hat, de_hat, kept, dk_hat, p_x,
+    p_spans, W, do, dr, k_hat, p_whole, p_initial_state, p_slots, dq_hat, de_hat, kept, dk_hat, p_x,
     T, most, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
     ERASE: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -262,7 +262,7 @@ def replay(
     first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
     b = first // tl.maximum(tl.cdiv(T, C), 1)
     c = first - b * tl.cdiv(T, C)
-    S = load_state(p_initial, tl.load(p_slots + n), h, o_k, H, K, V, BK, VP, 0).to(ACC)
+    S = load_state(p_initial_state, tl.load(p_slots + n), h, o_k, H, K, V, BK, VP, 0).to(ACC)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -2,11 +2,11 @@
 
     amax → adjoint (du, dv, initial state) → pairs (E, D) → replay_forward, replay_reverse → combine → gate
 
-Neither S nor dS is kept a chunk. Tensors are aligned; `saved` is `triton_scalar.forward`'s. In half precision every operand is
-float16: r, q and k as the forward copied them, do as pairs copies it, multiplied by a power of two.
+Neither S nor dS is kept a chunk. Tensors are aligned. In half precision every operand is float16: r, q and k as the forward copied
+them, do as pairs copies it, multiplied by a power of two.
 
-Where there are two forms (`triton_scan`) all kernels but amax run in the first, then all in the second: p_again is the forward's mark,
-or one that the first form leaves here. p_wide says which form wrote W.
+Where there is a bf16 fallback (`scan.py`) all kernels but amax run in FORM 1, then all in FORM 2: p_overflow_bwd is the forward's
+overflow flag, or FORM 1 sets it here. p_overflow, the forward's alone, says which FORM wrote W.
 """
 
 from functools import cache, partial
@@ -16,47 +16,48 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import token_tile
+from needlework.ops.delta.gradient_scaling import amax
+from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.delta.scalar.intra_bwd import combine, gate, pairs
-from needlework.ops.delta.scalar.op import forms, inverse, operands, slots_of, solve
+from needlework.ops.delta.scalar.operands import Saved, forms, inverse, operand_types, slots_of
 from needlework.ops.delta.scalar.replay import replay_forward, replay_reverse
-from needlework.ops.delta.scalar.scan_bwd import adjoint, amax
-from needlework.ops.delta.segments import fix_up, segments
+from needlework.ops.delta.scalar.scan_bwd import adjoint
+from needlework.ops.delta.segments import fix_up, segmented
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
 NO_ANCHOR = 1 << 30
-OF_JOBS = "pairs", "combine"  # of whose second form a program does one job after another
+OF_JOBS = "pairs", "combine"  # of whose bf16 fallback a program does one job after another
 
 
 def backward(
-    do: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
-    lam: Tensor | None, q_read: Tensor | None, initial_state: Tensor | None, saved: tuple[Tensor, ...], alignment: Alignment,
-    *, scale: float, config: LaunchConfig,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of q, k, v, g, beta, lam, q_read and the initial state (None where there is none); numbers a token are wide."""
-    W, Tp, Pp, A, G, E, mark, *copies, starts, transitions = saved
+    do: Tensor, dstate: Tensor | None, inputs: DeltaInputs, saved: Saved, alignment: Alignment, *, scale: float, config: LaunchConfig
+) -> DeltaInputs:  # fmt: skip
+    """Gradients of the inputs (None where there is none); those of g, beta and lam are float32 or wider."""
+    q, k, v, g, beta, lam = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.lam
     B, T, HV, V = v.shape
     H, K = k.shape[2:]
-    rows, C = Pp.shape[2], config.launch["shared"]["C"]
+    rows, C = saved.Pp.shape[2], config.launch["shared"]["C"]
     # segments have a state before and a gradient after them
-    cuts, from_state = len(starts) // max(alignment.N, 1) or 1, initial_state is not None
-    if cuts > 1:
-        alignment, initial_state = segments(alignment, cuts), starts
+    segments = 1 if saved.M is None else len(saved.M) // alignment.N
+    initial_state = inputs.initial_state
+    if segments > 1:
+        alignment, initial_state = segmented(alignment, segments), saved.initial_state
     N = alignment.N
-    q_, k_, read_ = (x if x is None or not copy.numel() else copy for x, copy in zip((q, k, q_read), copies, strict=True))
-    r = q_ if q_read is None else read_
+    operands = saved.operands(inputs)
+    q_, k_ = operands.q, operands.k
+    r = q_ if operands.q_read is None else operands.q_read
     # what reads has a gradient of its own where q also enters x, and where its heads are not the keys'
-    read = (lam is not None and q_read is not None) or r.shape[2] != H
+    read = (lam is not None and inputs.q_read is not None) or r.shape[2] != H
     asks = r if not read else q_ if lam is not None else k_
-    both = forms(q.dtype, lam is not None)
+    launched = forms(q.dtype, lam is not None)
     constants_of = partial(constants, config, q.dtype, H, r.shape[2], HV, K, V, g is not None, beta is not None, lam is not None,
-                           read, initial_state is not None, dstate is not None or cuts > 1)  # fmt: skip
-    c = constants_of(both[0])
-    acc, st = accumulator(q.dtype), solve(q.dtype)
+                           read, initial_state is not None, dstate is not None or segments > 1)  # fmt: skip
+    c = constants_of(launched[0])
+    acc, st = accumulator(q.dtype), solve_dtype(q.dtype)
     new = lambda *shape, dtype=acc: torch.empty(shape, dtype=dtype, device=q.device)
-    tile = lambda x, width, height=C: token_tile(x, height, width) if config.tma else x
-    or_G = lambda x: G if x is None else x
+    tile = lambda x, width, height=C: token_tile(x, height, width) if config.tma and x is not None else x
     chunks_in_all = B * (rows // C)
 
     half = q.dtype.itemsize == 2
@@ -67,20 +68,19 @@ def backward(
 
     BV, KB, NK = (c["adjoint"][name] for name in ("BV", "KB", "NK"))
     BVP, R = (c["pairs"][name] for name in ("BV", "R"))
-    wide = cdiv(rows, R) * R
+    tiled = cdiv(rows, R) * R
     du = torch.empty_like(v, dtype=st)
     do_ = torch.empty_like(do, dtype=st) if half else do
-    # additive, wide: one tensor is both
+    # additive, not in half precision: one tensor is both
     dv = torch.empty_like(v) if half or beta is not None else du
-    none = new(0, dtype=st)
-    M, N_, D = (new(B * HV, wide, 1, R, dtype=st) if wanted else none
+    M, N_, D = (new(B * HV, tiled, 1, R, dtype=st) if wanted else None
                 for wanted in (True, beta is not None, read and lam is not None))  # fmt: skip
     held, written, asked, from_start, to_end = new(5, B, HV, rows).unbind()
     KS, VB, NT, EVERY = (c["replay_forward"][name] for name in ("KS", "VB", "NT", "EVERY"))
     parts, slices = cdiv(V, VB * NT), cdiv(K, KS)
     dr_part, dx_part, dk_part = (new(parts * B, T, HV, K, dtype=st) for _ in range(3))
     places = (chunks_in_all // EVERY + N + 1) * HV if g is not None else 1
-    anchors = new(places, K, V, dtype=st) if g is not None else G
+    anchors = new(places, K, V, dtype=st) if g is not None else None
     X = new(places, slices * parts)
     # a group's heads are summed afterwards, from what is not yet rounded
     BK = c["combine"]["BK"]
@@ -88,63 +88,67 @@ def backward(
     dk, dr = keys(), keys()
     dq = keys() if read and lam is not None else dr
     dg, dlam, dbeta = (None if x is None else new(B, T, HV) for x in (g, lam, beta))
-    dinitial = new(N, HV, K, V)
+    dinitial_state = new(N, HV, K, V)
     if alignment.place is not None:
         # of an empty sequence, which no chain walks
-        dinitial.zero_() if dstate is None else dinitial.unflatten(0, (-1, cuts)).copy_(dstate[:, None])
-    again = mark.clone()
+        dinitial_state.zero_() if dstate is None else dinitial_state.unflatten(0, (-1, segments)).copy_(dstate[:, None])
+    overflow = saved.overflow.clone()
 
-    x_P, x_T = (tile(x.view(-1, rows, 1, C), C) for x in (Pp, Pp if beta is None else Tp))
+    x_P, x_T = (None if x is None else tile(x.view(-1, rows, 1, C), C) for x in (saved.Pp, saved.Tp))
     keys_at = lambda x: tile(x, BK, R)
-    square = lambda x: tile(x if x.numel() else M, R, R)
+    square = lambda x: tile(x, R, R)
 
-    def walk(dstate: Tensor | None, dinitial: Tensor) -> tuple[int, tuple]:
+    def walk(dstate: Tensor | None, dinitial_state: Tensor) -> tuple[int, tuple]:
         """Of adjoint: a chain per sequence, value head and tile of values, and what is left of it where it is cut."""
         slots, flag = slots_of(config, "adjoint", alignment, HV * cdiv(V, BV), chunks_in_all)
         return slots, (
-            tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_T, x_P, E, tile(du, BV), or_G(dstate), dinitial,
-            alignment.cum, new(slots, BV, NK * KB), flag, again, peaks, scale, T, rows, N,
+            tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_T, x_P, saved.E, tile(du, BV), dstate, dinitial_state,
+            alignment.cum, new(slots, BV, NK * KB), flag, overflow, peaks, scale, T, rows, N,
         )  # fmt: skip
 
     dlast = dstate
-    if cuts > 1:
-        found, dstate = torch.zeros_like(dinitial), torch.empty_like(dinitial)
+    if segments > 1:
+        found, dstate = torch.zeros_like(dinitial_state), torch.empty_like(dinitial_state)
         before, given_before = walk(None, found)
 
     chains = HV * slices * parts
     (slots, flag), (_, flag_back) = (slots_of(config, "replay_forward", alignment, chains, chunks_in_all) for _ in range(2))
-    hand, jobs, runs = new(slots, KS, VB * NT), wide // R * B * HV, cdiv(alignment.longest, EVERY)
-    # name, programs, arguments: the same in every form
+    hand, jobs, runs = new(slots, KS, VB * NT), tiled // R * B * HV, cdiv(alignment.longest, EVERY)
+    # name, programs, arguments: the same in every FORM
     calls = [
-        ("adjoint", *walk(dstate, dinitial)),
+        ("adjoint", *walk(dstate, dinitial_state)),
         ("pairs", jobs, (
-            tile(do, BVP, R), tile(du, BVP, R), tile(W, BVP, R), tile(v, BVP, R), or_G(g), E, Pp, A, tile(do_, BVP, R),
-            tile(dv, BVP, R), M, N_, D, held, written, asked, mark, again, peaks, scale, T, rows, wide, jobs,
+            tile(do, BVP, R), tile(du, BVP, R), tile(saved.W, BVP, R), tile(v, BVP, R), g, saved.E, saved.Pp, saved.A,
+            tile(do_, BVP, R),
+            tile(dv, BVP, R), M, N_, D, held, written, asked, saved.overflow, overflow, peaks, scale, T, rows, tiled,
+            jobs,
         )),
         ("replay_forward", slots, (
-            tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), E, tile(dr_part, KS), tile(dx_part, KS),
-            or_G(initial_state), anchors, alignment.cum, hand, flag, mark, again, scale, T, rows, N, B,
+            tile(k_, KS), tile(do_, VB), tile(du, VB), tile(saved.W, VB), saved.E, tile(dr_part, KS), tile(dx_part, KS),
+            initial_state, anchors, alignment.cum, hand, flag, saved.overflow, overflow, scale, T, rows, N, B,
         )),
         ("replay_reverse", slots, (
-            tile(r, KS), tile(asks, KS), tile(k_, KS), tile(do_, VB), tile(du, VB), tile(W, VB), G, E,
-            tile(dk_part, KS), or_G(dstate), anchors, X, alignment.cum, hand, flag_back, mark, again, peaks,
+            tile(r, KS), tile(asks, KS), tile(k_, KS), tile(do_, VB), tile(du, VB), tile(saved.W, VB), saved.G,
+            saved.E,
+            tile(dk_part, KS), dstate, anchors, X, alignment.cum, hand, flag_back, saved.overflow, overflow, peaks,
             scale, T, rows, N, B,
         )),
         ("combine", jobs, (
-            keys_at(r), keys_at(asks), keys_at(k_), E, keys_at(dr_part), keys_at(dx_part), keys_at(dk_part),
+            keys_at(r), keys_at(asks), keys_at(k_), saved.E, keys_at(dr_part), keys_at(dx_part), keys_at(dk_part),
             square(M), square(N_), square(D), written, asked, keys_at(dr), keys_at(dq), keys_at(dk), from_start, to_end,
-            or_G(dlam), or_G(dbeta), alignment.cum, again, peaks, T, rows, N, wide, B, jobs,
+            dlam, dbeta, alignment.cum, overflow, peaks, T, rows, N, tiled, B, jobs,
         )),
     ]  # fmt: skip
     if g is not None:
-        arguments = held, from_start, to_end, X, G, dg, alignment.cum, again, peaks, T, rows, N, runs
+        arguments = held, from_start, to_end, X, saved.G, dg, alignment.cum, overflow, peaks, T, rows, N, runs
         calls.append(("gate", runs * N * HV, arguments))
 
-    for form in both:
+    for form in launched:
         c = constants_of(form)
-        if cuts > 1:
+        if segments > 1:
             run(adjoint, (before,), *given_before, **c["adjoint"] | {"END": 0})
-            fix_up(transitions, found, dlast, cuts, reverse=True, into=dstate, when=again if form == 2 else None)
+            when = overflow if form == 2 else None
+            fix_up(saved.M, found, dlast, segments, reverse=True, into=dstate, when=when)
         for name, programs, arguments in calls:
             if form == 2 and name in OF_JOBS:
                 programs = min(programs, config.launch["scan"]["NP"])
@@ -152,11 +156,12 @@ def backward(
     grouped = lambda x, heads: (x if heads == HV else x.unflatten(2, (heads, -1)).sum(3)).to(q.dtype)
     dr = grouped(dr, r.shape[2])
     if lam is None:
-        dq = dr if q_read is None else torch.zeros_like(q)
+        dq = dr if inputs.q_read is None else torch.zeros_like(q)
     else:
         dq = grouped(dq, H) if read else dr
-    return (
-        dq, grouped(dk, H), dv, dg, dbeta, dlam, None if q_read is None else dr, dinitial[::cuts] if from_state else None
+    return DeltaInputs(
+        q=dq, k=grouped(dk, H), v=dv, g=dg, beta=dbeta, lam=dlam, q_read=None if inputs.q_read is None else dr,
+        initial_state=None if inputs.initial_state is None else dinitial_state[::segments],
     )  # fmt: skip
 
 
@@ -166,7 +171,7 @@ def constants(
 ) -> dict[str, dict[str, object]]:
     """Kernel -> its constants, num_warps and the like."""
     half = dtype.itemsize == 2
-    types = dict(ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], **operands(dtype, form))
+    types = dict(ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], **operand_types(dtype, form))
     everything = dict(
         H=H, HR=HR, HV=HV, K=K, V=V, C=config.launch["shared"]["C"], NM=config.launch["amax"]["NP"], TMA=int(config.tma),
         HALF=int(half), **types, DT=TYPES[dtype if H == HV else accumulator(dtype)],
@@ -205,8 +210,8 @@ KERNELS = {
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Every kernel as Q-Delta launches it, in each of its forms, from a state and with the final state's gradient."""
-    own, st, acc = NAMES[dtype], NAMES[solve(dtype)], NAMES[accumulator(dtype)]
+    """Every kernel as Q-Delta launches it, in each FORM, from a state and with the final state's gradient."""
+    own, st, acc = NAMES[dtype], NAMES[solve_dtype(dtype)], NAMES[accumulator(dtype)]
     declared = dict.fromkeys(("x_r", "x_q", "x_k", "x_w", "x_du", "x_scaled", "x_P", "x_M", "x_N", "x_D"), st)
     declared |= {"x_T": NAMES[inverse(dtype)]}
     declared |= dict.fromkeys(("p_P", "p_A", "p_M", "p_N", "p_D", "p_anchor"), st)
@@ -218,7 +223,11 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         kernel = KERNELS[name]
         c = dict(constants(config, dtype, 2, 2, 2, K, V, True, True, True, False, True, True, form)[name])
         options = {key: c.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in c}
-        of_type = declared | {"p_do": own, "p_max": "fp32"} | dict.fromkeys(("p_cum", "p_flag", "p_wide", "p_again"), "i32")
+        of_type = (
+            declared
+            | {"p_do": own, "p_max": "fp32"}
+            | dict.fromkeys(("p_cum", "p_flag", "p_overflow", "p_overflow_bwd"), "i32")
+        )
         if name.startswith("replay"):
             of_type |= {"x_do": st, "x_dr": st, "x_dx": st, "x_dk": st}
         height = c.get("R", c.get("C"))

@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.tile import capped, plus_product
+from needlework.ops.delta.scalar.operands import ROWS
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# rows of E, the factors of a chunk's tokens
-ROWS = tl.constexpr(8)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
     F = do Wᵀ   U = du Wᵀ   E = scale Γ ∘ tril(F)   D = −β Γ ∘ tril₋₁(U)   x = k + λq
     dr = E k + dr₀   dx = D k + β dx₀   dk = dk₀ + Eᵀ r + Dᵀ x + dx   dq = λ dx   dλ = q·dx   dβ = v·du + x·dx/β
 
-dr₀, dx₀, dk₀ passed through the state (`triton_replay`). Where q reads, dq is both and x needs no product of its own:
+dr₀, dx₀, dk₀ passed through the state (`replay.py`). Where q reads, dq is both and x needs no product of its own:
 
     M = E + λD   N = D + Dᵀ      dq = M k + dr₀ + λβ dx₀      dk = N k + Mᵀ q + dk₀ + β dx₀
 
@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.delta.gradient_scaling import gradient_factor
 from needlework.ops.delta.scalar.intra import decay_between, prefixes
-from needlework.ops.delta.scalar.scan import factors, mark, written_as
-from needlework.ops.delta.scalar.scan_bwd import gradient_factor
+from needlework.ops.delta.scalar.scan import factors, flag_overflow, written_as
 
 # log2 of a decay below which nothing that half precision holds passes
 NOTHING = tl.constexpr(-40.0)
@@ -29,7 +29,7 @@ NOTHING = tl.constexpr(-40.0)
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "NE", "jobs"])
 def pairs(
-    x_do, x_du, x_w, x_v, p_g, p_E, p_P, p_A, x_scaled, x_dv, p_M, p_N, p_D, p_held, p_written, p_asked, p_wide, p_again, p_max,
+    x_do, x_du, x_w, x_v, p_g, p_E, p_P, p_A, x_scaled, x_dv, p_M, p_N, p_D, p_held, p_written, p_asked, p_overflow, p_overflow_bwd, p_max,
     scale, T, NR, NE, jobs,
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr,
     TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, BT: tl.constexpr,
@@ -39,7 +39,7 @@ def pairs(
     dβ and dλ what no state passed. HALF: also do times the factor that du holds."""
     turns = 1
     if FORM == 2:
-        if tl.load(p_again) == 0:
+        if tl.load(p_overflow_bwd) == 0:
             return
         # seldom wanted: a program a job would cost every call the start of thousands
         turns = tl.cdiv(jobs - tl.program_id(0), tl.num_programs(0))
@@ -66,7 +66,7 @@ def pairs(
             b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
             b_w = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
             if FORM == 2:
-                b_w = written_as(b_w, p_wide, ST)
+                b_w = written_as(b_w, p_overflow, ST)
             if HALF:
                 b_do = (b_do.to(ACC) * factor).to(ST)
                 store_tile(x_scaled, b_do.to(BT, bitcast=True), i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
@@ -99,7 +99,8 @@ def pairs(
         M = tl.where(seen, F * decay * scale, 0.0)
         # beside a row of A lies one of Q
         BOTH: tl.constexpr = LAM and not READ
-        p_known = p_A + first * (2 * C if BOTH else C)
+        if ERASE:
+            p_known = p_A + first * (2 * C if BOTH else C)
         if BOTH:
             o_A = o_pair + t * C
             own = tl.load(p_factor + 7 * C)
@@ -142,7 +143,7 @@ def parts_at(
 @triton.jit(do_not_specialize=["T", "NR", "N", "NE", "B", "jobs"])
 def combine(
     x_r, x_q, x_k, p_E, x_dr_part, x_dx_part, x_dk_part, x_M, x_N, x_D, p_written, p_asked, x_dr, x_dq, x_dk,
-    p_from, p_to, p_dlam, p_dbeta, p_cum, p_again, p_max, T, NR, N, NE, B, jobs,
+    p_from, p_to, p_dlam, p_dbeta, p_cum, p_overflow_bwd, p_max, T, NR, N, NE, B, jobs,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
     NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, DT: tl.constexpr,
     ST: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, FORM: tl.constexpr,
@@ -150,7 +151,7 @@ def combine(
     """R tokens of one value head, BK keys at a time. p_from, p_to: what each token reads and leaves of ⟨S, dS⟩."""
     turns = 1
     if FORM == 2:
-        if tl.load(p_again) == 0:
+        if tl.load(p_overflow_bwd) == 0:
             return
         # seldom wanted: a program a job would cost every call the start of thousands
         turns = tl.cdiv(jobs - tl.program_id(0), tl.num_programs(0))
@@ -219,7 +220,7 @@ def combine(
         if FORM == 1:
             # of a chunk that no sequence has nothing was written
             walked = i_b * (NR // R) + i_t // R < tl.load(p_cum + N)
-            mark(p_again, tl.where(walked, odd, 0.0))
+            flag_overflow(p_overflow_bwd, tl.where(walked, odd, 0.0))
         if ERASE:
             beta = tl.load(p_factor)
             if LAM:
@@ -239,7 +240,7 @@ def combine(
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "anchors"])
 def gate(
-    p_held, p_from, p_to, p_X, p_G, p_dg, p_cum, p_again, p_max, T, NR, N, anchors,
+    p_held, p_from, p_to, p_X, p_G, p_dg, p_cum, p_overflow_bwd, p_max, T, NR, N, anchors,
     HV: tl.constexpr, C: tl.constexpr, SLICES: tl.constexpr, EVERY: tl.constexpr, NM: tl.constexpr, HALF: tl.constexpr,
     ACC: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
@@ -247,7 +248,7 @@ def gate(
     its start and dS at its end, is what every one of its gates decays; ⟨S, dS⟩ at a chunk's start is X and what its tokens
     read, at its end X and what its keys left."""
     if FORM == 2:
-        if tl.load(p_again) == 0:
+        if tl.load(p_overflow_bwd) == 0:
             return
     i_n = tl.program_id(0) // (anchors * HV)
     i_h = (tl.program_id(0) // anchors) % HV

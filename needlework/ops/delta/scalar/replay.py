@@ -6,7 +6,7 @@ so that a program replays a slice of keys, forward with S and backward with dS, 
 
 The gradient of the gates wants X = e^{G_C} ⟨S, dS⟩ of each chunk, S at its start and dS at its end. The forward pass stores S
 every EVERY chunks, counted from a sequence's end, and the reverse pass measures X there; between, X follows from the tokens.
-Slots and chains are `triton_scan`'s; a chain is one sequence, value head, slice of KS keys and slice of NT·VB values.
+Slots and chains are `scan.py`'s; a chain is one sequence, value head, slice of KS keys and slice of NT·VB values.
 """
 
 import triton
@@ -14,13 +14,13 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.chain import run_of, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.delta.gradient_scaling import gradient_factor
 from needlework.ops.delta.scalar.scan import factors, written_as
-from needlework.ops.delta.scalar.scan_bwd import gradient_factor
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])
 def replay_forward(
-    x_k, x_do, x_du, x_w, p_E, x_dr, x_dx, p_initial, p_anchor, p_cum, p_hand, p_flag, p_wide, p_again, scale, T, NR, N, B,
+    x_k, x_do, x_du, x_w, p_E, x_dr, x_dx, p_initial_state, p_anchor, p_cum, p_hand, p_flag, p_overflow, p_overflow_bwd, scale, T, NR, N, B,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KS: tl.constexpr, VB: tl.constexpr,
     NT: tl.constexpr, NS: tl.constexpr, EVERY: tl.constexpr, TMA: tl.constexpr,
     ACC: tl.constexpr, ST: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, INIT: tl.constexpr,
@@ -32,7 +32,7 @@ def replay_forward(
     NVS: tl.constexpr = (V + VS - 1) // VS
     PER: tl.constexpr = HV * NKS * NVS
     if FORM == 2:
-        if tl.load(p_again) == 0:
+        if tl.load(p_overflow_bwd) == 0:
             return
     slots = tl.num_programs(0)
     i_slot = slots - 1 - tl.program_id(0)
@@ -68,7 +68,7 @@ def replay_forward(
         S0 = tl.load(p_late + o_hand, mask=inside & late, other=0.0)
         if INIT:
             # one 64-bit base and 32-bit offsets: a tile of 64-bit ones does not fit the registers beside S
-            p_start = p_initial + (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V) + o_in_state
+            p_start = p_initial_state + (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V) + o_in_state
             S0 += tl.load(p_start, mask=inside & (c_from == 0), other=0.0).to(ACC)
         if NT == 2:
             inside1 = (o_k < K)[:, None] & (o_v + VB < V)[None, :]
@@ -95,14 +95,14 @@ def replay_forward(
                     b_du0 = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
                 b_w0 = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
                 if FORM == 2:
-                    b_w0 = written_as(b_w0, p_wide, ST)
+                    b_w0 = written_as(b_w0, p_overflow, ST)
                 if NT == 2:
                     b_do1 = load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
                     if ERASE:
                         b_du1 = load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
                     b_w1 = load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
                     if FORM == 2:
-                        b_w1 = written_as(b_w1, p_wide, ST)
+                        b_w1 = written_as(b_w1, p_overflow, ST)
                 b_k = load_tile(x_k, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA).to(ST)
 
                 b_S0 = S0.to(ST)
@@ -141,7 +141,7 @@ def replay_forward(
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])
 def replay_reverse(
-    x_r, x_q, x_k, x_do, x_du, x_w, p_G, p_E, x_dk, p_dstate, p_anchor, p_X, p_cum, p_hand, p_flag, p_wide, p_again, p_max,
+    x_r, x_q, x_k, x_do, x_du, x_w, p_G, p_E, x_dk, p_dstate, p_anchor, p_X, p_cum, p_hand, p_flag, p_overflow, p_overflow_bwd, p_max,
     scale, T, NR, N, B,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KS: tl.constexpr,
     VB: tl.constexpr, NT: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, EVERY: tl.constexpr, TMA: tl.constexpr,
@@ -154,7 +154,7 @@ def replay_reverse(
     NVS: tl.constexpr = (V + VS - 1) // VS
     PER: tl.constexpr = HV * NKS * NVS
     if FORM == 2:
-        if tl.load(p_again) == 0:
+        if tl.load(p_overflow_bwd) == 0:
             return
     slots = tl.num_programs(0)
     i_slot = slots - 1 - tl.program_id(0)
@@ -217,14 +217,14 @@ def replay_reverse(
                 # all loads first: they share barriers
                 b_w0 = load_tile(x_w, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA)
                 if FORM == 2:
-                    b_w0 = written_as(b_w0, p_wide, ST)
+                    b_w0 = written_as(b_w0, p_overflow, ST)
                 b_do0 = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
                 if ERASE:
                     b_du0 = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
                 if NT == 2:
                     b_w1 = load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
                     if FORM == 2:
-                        b_w1 = written_as(b_w1, p_wide, ST)
+                        b_w1 = written_as(b_w1, p_overflow, ST)
                     b_do1 = load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
                     if ERASE:
                         b_du1 = load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA).to(ST, bitcast=True)

@@ -7,10 +7,10 @@ A chain is one sequence, value head and tile of BV values; `kernels/chain.py` sh
 r, q, k and W are operands (ST), v and o of the caller's type (OT), T and what it multiplies of a type of their own (TT).
 
 Where x = k + λq the transition is no contraction, and a state may pass what float16 holds. So in half precision the walk, and all
-that is left to the backward, is launched in two forms. FORM 1 has float16 operands and leaves a mark, p_wide, where what it found
-is not finite; FORM 2 returns at once where there is none, and else does all of it again with bfloat16 operands, which hold what
-float32 does. Tensors of operands are declared float16 for both: what may be large lies in them as the form's own bits. FORM 0: the
-rule has but one.
+that is left to the backward, is launched twice. FORM 1 has float16 operands and sets the overflow flag, p_overflow, where a number is
+not finite. FORM 2 is the bf16 fallback: it returns at once where the flag is 0, and else computes all of it with bfloat16 operands,
+whose range is float32's. Tensors of operands are declared float16 for both; the bf16 fallback stores its own bits in those whose
+numbers may be large. FORM 0: the rule has no fallback.
 """
 
 import triton
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.chain import run_of, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
-from needlework.ops.delta.scalar.intra import ROWS
+from needlework.ops.delta.scalar.operands import ROWS
 
 
 @triton.jit
@@ -28,21 +28,21 @@ def factors(p_E, i_chunk, C: tl.constexpr):
 
 
 @triton.jit
-def written_as(b, p_wide, ST: tl.constexpr):
-    """W for the second form, as the forward's last form stored it: the backward may need the second where the forward did not."""
-    return tl.where(tl.load(p_wide) != 0, b.to(ST, bitcast=True), b.to(ST))
+def written_as(b, p_overflow, ST: tl.constexpr):
+    """W for the bf16 fallback, from the bits that the forward stored: bfloat16 if its overflow flag is set, else float16."""
+    return tl.where(tl.load(p_overflow) != 0, b.to(ST, bitcast=True), b.to(ST))
 
 
 @triton.jit
-def mark(p_wide, odd):
-    """odd: sums of x − x, NaN where x is not finite."""
+def flag_overflow(p_overflow, odd):
+    """Set the overflow flag if a number was not finite. odd: sums of x − x, NaN where x is not finite."""
     if tl.sum(odd, 0) != 0:
-        tl.store(p_wide, 1)
+        tl.store(p_overflow, 1)
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N"])
 def scan(
-    x_r, x_q, x_k, x_v, x_T, x_P, p_E, x_o, x_w, p_initial, p_final, p_cum, p_hand, p_flag, p_wide, scale, T, NR, N,
+    x_r, x_q, x_k, x_v, x_T, x_P, p_E, x_o, x_w, p_initial_state, p_final_state, p_cum, p_hand, p_flag, p_overflow, scale, T, NR, N,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr,
     BT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, INIT: tl.constexpr,
@@ -52,7 +52,7 @@ def scan(
     NV: tl.constexpr = (V + BV - 1) // BV
     PER: tl.constexpr = HV * NV
     if FORM == 2:
-        if tl.load(p_wide) == 0:
+        if tl.load(p_overflow) == 0:
             return
     slots = tl.num_programs(0)
     i_slot = slots - 1 - tl.program_id(0)
@@ -88,12 +88,12 @@ def scan(
         p_late = p_hand + tl.cast(i_slot, tl.int64) * (BV * NK * KB) + o_hand
         S0 = tl.load(p_late, mask=inside & late, other=0.0)
         if INIT:
-            S0 += tl.load(p_initial + o_state, mask=inside & (c_from == 0), other=0.0).to(ACC)
+            S0 += tl.load(p_initial_state + o_state, mask=inside & (c_from == 0), other=0.0).to(ACC)
         if NK == 2:
             inside1 = (o_v < V)[:, None] & (o_k + KB < K)[None, :]
             S1 = tl.load(p_late + KB, mask=inside1 & late, other=0.0)
             if INIT:
-                S1 += tl.load(p_initial + o_state + KB * V, mask=inside1 & (c_from == 0), other=0.0).to(ACC)
+                S1 += tl.load(p_initial_state + o_state + KB * V, mask=inside1 & (c_from == 0), other=0.0).to(ACC)
 
         for i in tl.range(c_from, c_to, num_stages=NS):
             i_t = (c_row + i) * C
@@ -160,10 +160,10 @@ def scan(
             odd = tl.sum(S0 - S0, 1)
             if NK == 2:
                 odd += tl.sum(S1 - S1, 1)
-            mark(p_wide, odd)
-        tl.store(p_final + o_state, S0, mask=inside & done)
+            flag_overflow(p_overflow, odd)
+        tl.store(p_final_state + o_state, S0, mask=inside & done)
         if NK == 2:
-            tl.store(p_final + o_state + KB * V, S1, mask=inside1 & done)
+            tl.store(p_final_state + o_state + KB * V, S1, mask=inside1 & done)
         if begin > 0:
             p_early = p_late - BV * NK * KB
             tl.store(p_early, S0)

@@ -6,7 +6,7 @@ gradient, and the initial state's; every other gradient follows from du without 
 
 dS is kept without the gate of the first token of the chunk walked last, which may leave less than half precision holds.
 T = Γ∘(I + A)⁻¹ without β, P' = scale Γ∘tril(r kᵀ); r reads. Additive rules: du = dW and no last term. Slots and chains are
-`triton_scan`'s, run backwards. Half precision: gradients are multiplied by a power of two near 1/max|do|, so that float16
+`scan.py`'s, run backwards. Half precision: gradients are multiplied by a power of two near 1/max|do|, so that float16
 holds them, and du stays so.
 """
 
@@ -15,45 +15,14 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.chain import run_of, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, store_tile
-from needlework.ops.delta.scalar.intra import ROWS
-from needlework.ops.delta.scalar.scan import factors, mark
-
-
-@triton.jit
-def loudest(p_x, n, i_part, parts, BLK: tl.constexpr):
-    """Largest |x| of this program's share."""
-    largest = tl.zeros([BLK], tl.float32)
-    for i in range(tl.cast(i_part, tl.int64) * BLK, n, parts * BLK):
-        o = i + tl.arange(0, BLK)
-        b = tl.abs(tl.load(p_x + o, mask=o < n, other=0.0).to(tl.float32))
-        # a NaN must arrive: max drops it
-        largest = tl.maximum(largest, tl.where(b == b, b, float("inf")))
-    return tl.max(largest, 0)
-
-
-@triton.jit(do_not_specialize=["n_o", "n_state"])
-def amax(p_do, p_dstate, p_max, n_o, n_state, NP: tl.constexpr, BLK: tl.constexpr, END: tl.constexpr):
-    """p_max [NP]: maxima of NP shares of the two gradients that come in."""
-    i = tl.program_id(0)
-    largest = loudest(p_do, n_o, i, NP, BLK)
-    if END:
-        largest = tl.maximum(largest, loudest(p_dstate, n_state, i, NP, BLK))
-    tl.store(p_max + i, largest)
-
-
-@triton.jit
-def gradient_factor(p_max, NP: tl.constexpr, HALF: tl.constexpr):
-    """2^−⌈log2 max⌉: gradients times it are at most 1."""
-    factor = 1.0
-    if HALF:
-        largest = tl.maximum(tl.max(tl.load(p_max + tl.arange(0, NP)), 0), 1e-30)
-        factor = tl.exp2(-tl.ceil(tl.log2(largest)))
-    return factor
+from needlework.ops.delta.gradient_scaling import gradient_factor
+from needlework.ops.delta.scalar.operands import ROWS
+from needlework.ops.delta.scalar.scan import factors, flag_overflow
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N"])
 def adjoint(
-    x_r, x_q, x_k, x_do, x_T, x_P, p_E, x_du, p_dstate, p_dinitial, p_cum, p_hand, p_flag, p_again, p_max,
+    x_r, x_q, x_k, x_do, x_T, x_P, p_E, x_du, p_dstate, p_dinitial_state, p_cum, p_hand, p_flag, p_overflow_bwd, p_max,
     scale, T, NR, N,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr,
@@ -64,7 +33,7 @@ def adjoint(
     NV: tl.constexpr = (V + BV - 1) // BV
     PER: tl.constexpr = HV * NV
     if FORM == 2:
-        if tl.load(p_again) == 0:
+        if tl.load(p_overflow_bwd) == 0:
             return
     slots = tl.num_programs(0)
     i_slot = slots - 1 - tl.program_id(0)
@@ -171,14 +140,14 @@ def adjoint(
             odd = tl.sum(S0 - S0, 1)
             if NK == 2:
                 odd += tl.sum(S1 - S1, 1)
-            mark(p_again, odd)
+            flag_overflow(p_overflow_bwd, odd)
         done = c_to == count
         # an empty sequence has no first gate
         e_first = -tl.load(factors(p_E, i_bh * chunks_of_row + c_row, C) + 4 * C, mask=count > 0, other=-1.0)
         rest = e_first / factor
-        tl.store(p_dinitial + o_base + o_state, S0 * rest, mask=inside & done)
+        tl.store(p_dinitial_state + o_base + o_state, S0 * rest, mask=inside & done)
         if NK == 2:
-            tl.store(p_dinitial + o_base + o_state + KB * V, S1 * rest, mask=inside1 & done)
+            tl.store(p_dinitial_state + o_base + o_state + KB * V, S1 * rest, mask=inside1 & done)
         if begin > 0:
             p_early = p_late - BV * NK * KB
             tl.store(p_early + o_hand, S0)

@@ -1,8 +1,8 @@
-"""What the scalar gate's segments do to a state, for `triton_split`: N from no state, M from the identity, in one launch.
+"""What the scalar gate's segments do to a state, for `segments.py`: N from no state, M from the identity, in one launch.
 
     Rᵀ = β ⊙ (vᵀ − e^G ⊙ (Sᵀkᵀ + λ Sᵀqᵀ))    Wᵀ = Rᵀ Tᵀ    Sᵀ ← e^{G_C} Sᵀ + (e^{G_C − G} ⊙ W)ᵀ k
 
-`triton_scan` without what it writes a token: a program walks one segment for BV columns of N, or of M, whose values are zeros.
+`scan.py` without what it writes a token: a program walks one segment for BV columns of N, or of M, whose values are zeros.
 """
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import load_tile, token_tile
-from needlework.ops.delta.scalar.op import forms, inverse, scan_constants, solve
-from needlework.ops.delta.scalar.scan import factors, mark
+from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
+from needlework.ops.delta.scalar.operands import Saved, forms, inverse, scan_constants
+from needlework.ops.delta.scalar.scan import factors, flag_overflow
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
@@ -21,7 +22,7 @@ from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
 @triton.jit(do_not_specialize=["T", "NR", "P"])
 def transitions_kernel(
-    x_q, x_k, x_v, x_T, p_E, p_N, p_M, p_cum, p_wide, T, NR, P,
+    x_q, x_k, x_v, x_T, p_E, p_N, p_M, p_cum, p_overflow, T, NR, P,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
     TT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, SAVE: tl.constexpr,
@@ -31,7 +32,7 @@ def transitions_kernel(
     NV: tl.constexpr = (V + BV - 1) // BV
     PER: tl.constexpr = NV + (K + BV - 1) // BV
     if FORM == 2:
-        if tl.load(p_wide) == 0:
+        if tl.load(p_overflow) == 0:
             return
     i_nh = tl.program_id(0) // PER
     i_tile = tl.program_id(0) % PER
@@ -99,7 +100,7 @@ def transitions_kernel(
             odd = tl.sum(S0 - S0, 1)
             if NK == 2:
                 odd += tl.sum(S1 - S1, 1)
-            mark(p_wide, odd)
+            flag_overflow(p_overflow, odd)
         if of_values:
             _store(p_N, S0, i_nh, 0, o_v, K, V, KB)
             if NK == 2:
@@ -119,27 +120,26 @@ def _store(p, b, i_nh, i_k, o_v, K: tl.constexpr, D: tl.constexpr, KB: tl.conste
 
 
 def transitions(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, Tp: Tensor, G: Tensor, E: Tensor,
-    segments: Alignment, parts: int, wide: Tensor,
+    operands: DeltaInputs, saved: Saved, alignment: Alignment, segments: int,
     found: tuple[Tensor, Tensor] | None = None, *, config: LaunchConfig, save: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """N [N·parts HV K V] and M [N·parts HV K K] of aligned tokens; q and k are operands.
+    """N [N·segments HV K V] and M [N·segments HV K K] of aligned tokens, `alignment` that of the segments; q and k are operands.
 
-    N of a sequence's last segment is left as it is, without `save` its M too: nothing follows it. found: both, to be found again in
-    a second form.
+    N of a sequence's last segment is left as it is, without `save` its M too: nothing follows it. found: both, to be found again by
+    the bf16 fallback.
     """
-    (_, T, HV, V), K, rows = v.shape, k.shape[3], G.shape[2]
+    q, k, v, beta, lam = operands.q, operands.k, operands.v, operands.beta, operands.lam
+    (_, T, HV, V), K, NR = v.shape, k.shape[3], saved.G.shape[2]
     form = forms(v.dtype, lam is not None)[0] if found is None else 2
     constants = transitions_constants(config, v.dtype, k.shape[2], HV, K, V, beta is not None, lam is not None, save, form)
     C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
     tile = lambda x, D: token_tile(x, C, D) if config.tma else x
-    N, M = found or (k.new_empty(segments.N, HV, K, columns, dtype=G.dtype) for columns in (V, K))
-    x_k = tile(k, KB)
-    x_T = x_k if beta is None else tile(Tp.view(-1, rows, 1, C), C)
+    N, M = found or (k.new_empty(alignment.N, HV, K, columns, dtype=saved.G.dtype) for columns in (V, K))
     run(
-        transitions_kernel, (segments.N * HV * (cdiv(V, BV) + cdiv(K, BV)),),
-        x_k if lam is None else tile(q, KB), x_k, tile(v, BV), x_T, E, N, M, segments.cum, wide,
-        T, rows, parts, **constants,
+        transitions_kernel, (alignment.N * HV * (cdiv(V, BV) + cdiv(K, BV)),),
+        None if lam is None else tile(q, KB), tile(k, KB), tile(v, BV),
+        None if beta is None else tile(saved.Tp.view(-1, NR, 1, C), C), saved.E, N, M, alignment.cum, saved.overflow,
+        T, NR, segments, **constants,
     )  # fmt: skip
     return N, M
 
@@ -152,15 +152,15 @@ def transitions_constants(config: LaunchConfig, dtype, H, HV, K, V, erase, lam, 
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """The kernel as Q-Delta launches it for training, in each of its forms."""
-    own, st, acc = NAMES[dtype], NAMES[solve(dtype)], NAMES[accumulator(dtype)]
+    """The kernel as Q-Delta launches it for training, in each FORM."""
+    own, st, acc = NAMES[dtype], NAMES[solve_dtype(dtype)], NAMES[accumulator(dtype)]
     cases = []
     for form in forms(dtype, True):
         constants = transitions_constants(config, dtype, 2, 2, K, V, 1, 1, 1, form)
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
         C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
         types = dict.fromkeys(("p_E", "p_N", "p_M"), f"*{acc}")
-        types |= {"p_cum": "*i32", "p_wide": "*i32", "T": "i32", "NR": "i32", "P": "i32"}
+        types |= {"p_cum": "*i32", "p_overflow": "*i32", "T": "i32", "NR": "i32", "P": "i32"}
         for name, kind, width in (("x_q", st, KB), ("x_k", st, KB), ("x_v", own, BV), ("x_T", NAMES[inverse(dtype)], C)):
             types[name] = f"tensordesc<{kind}[1, 1, {C}, {width}]>" if config.tma else f"*{kind}"
         signature = {name: types[name] for name in transitions_kernel.arg_names if name not in constants}
