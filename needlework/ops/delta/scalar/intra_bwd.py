@@ -193,22 +193,22 @@ def combine(
                 wiped += tl.sum(b_k.to(ACC) * dx, 1)
                 if LAM:
                     b_q = b_r
-                    if READ:
-                        b_q = load_tile(x_q, i_b, i_t, i_k, i_d, T, H, K, R, BK, TMA).to(ST)
+                if LAM and READ:
+                    b_q = load_tile(x_q, i_b, i_t, i_k, i_d, T, H, K, R, BK, TMA).to(ST)
+                if LAM:
                     asked += tl.sum(b_q.to(ACC) * dx, 1)
                 dx *= beta[:, None]
                 dk += dx
-                if LAM:
-                    if READ:
-                        b_D = load_tile(x_D, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA).to(ST, bitcast=True)
-                        in_chunk = tl.dot(b_D, b_k, input_precision="ieee", out_dtype=ACC) * own[:, None]
-                        within += tl.sum(b_q.to(ACC) * in_chunk, 1)
-                        b_by_lam = (b_q.to(ACC) * (lam * own)[:, None]).to(ST)
-                        dk = tl.dot(tl.trans(b_D), b_by_lam, dk, input_precision="ieee", out_dtype=ACC)
-                        dq = (dx + in_chunk) * (lam * rest)[:, None]
-                        store_tile(x_dq, dq.to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
-                    else:
-                        dr += dx * lam[:, None]
+                if LAM and READ:
+                    b_D = load_tile(x_D, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA).to(ST, bitcast=True)
+                    in_chunk = tl.dot(b_D, b_k, input_precision="ieee", out_dtype=ACC) * own[:, None]
+                    within += tl.sum(b_q.to(ACC) * in_chunk, 1)
+                    b_by_lam = (b_q.to(ACC) * (lam * own)[:, None]).to(ST)
+                    dk = tl.dot(tl.trans(b_D), b_by_lam, dk, input_precision="ieee", out_dtype=ACC)
+                    dq = (dx + in_chunk) * (lam * rest)[:, None]
+                    store_tile(x_dq, dq.to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
+                elif LAM:
+                    dr += dx * lam[:, None]
                 b_N = load_tile(x_N, i_bh, i_t, 0, 0, NE, 1, R, R, R, TMA).to(ST, bitcast=True)
                 dk = tl.dot(b_N, b_k, dk, input_precision="ieee", out_dtype=ACC)
             dr = tl.dot(b_M, b_k, dr, input_precision="ieee", out_dtype=ACC)

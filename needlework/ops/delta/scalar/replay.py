@@ -98,11 +98,12 @@ def replay_forward(
                     b_w0 = written_as(b_w0, p_overflow, ST)
                 if NT == 2:
                     b_do1 = load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
-                    if ERASE:
-                        b_du1 = load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
+                if NT == 2 and ERASE:
+                    b_du1 = load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
+                if NT == 2:
                     b_w1 = load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
-                    if FORM == 2:
-                        b_w1 = written_as(b_w1, p_overflow, ST)
+                if NT == 2 and FORM == 2:
+                    b_w1 = written_as(b_w1, p_overflow, ST)
                 b_k = load_tile(x_k, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA).to(ST)
 
                 b_S0 = S0.to(ST)
@@ -112,8 +113,8 @@ def replay_forward(
                 if NT == 2:
                     b_S1 = S1.to(ST)
                     dr = tl.dot(b_S1, tl.trans(b_do1), dr, input_precision="ieee", out_dtype=ACC)
-                    if ERASE:
-                        dx = tl.dot(b_S1, tl.trans(b_du1), dx, input_precision="ieee", out_dtype=ACC)
+                if NT == 2 and ERASE:
+                    dx = tl.dot(b_S1, tl.trans(b_du1), dx, input_precision="ieee", out_dtype=ACC)
 
                 p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
                 b_dr = (dr * tl.load(p_factor + 3 * C + o_c)[None, :]).to(ST)
@@ -137,6 +138,19 @@ def replay_forward(
             if NT == 2:
                 tl.store(p_early + VB + o_hand, S1)
             tell(p_flag + i_slot - 1, FORM)
+
+
+@triton.jit
+def erased_along(b_k, b_q, r, p_lam, LAM: tl.constexpr, READ: tl.constexpr, ACC: tl.constexpr):
+    """xᵀ = (k + λq)ᵀ [KS C]; r is qᵀ where no other query reads."""
+    x = tl.trans(b_k).to(ACC)
+    if LAM:
+        lam = tl.load(p_lam)
+        if READ:
+            x += tl.trans(b_q).to(ACC) * lam[None, :]
+        else:
+            x += r * lam[None, :]
+    return x
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N", "B"])
@@ -223,16 +237,18 @@ def replay_reverse(
                     b_du0 = load_tile(x_du, i_b, i_t, i_h, i_v, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
                 if NT == 2:
                     b_w1 = load_tile(x_w, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA)
-                    if FORM == 2:
-                        b_w1 = written_as(b_w1, p_overflow, ST)
+                if NT == 2 and FORM == 2:
+                    b_w1 = written_as(b_w1, p_overflow, ST)
+                if NT == 2:
                     b_do1 = load_tile(x_do, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
-                    if ERASE:
-                        b_du1 = load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
+                if NT == 2 and ERASE:
+                    b_du1 = load_tile(x_du, i_b, i_t, i_h, i_v + VB, T, HV, V, C, VB, TMA).to(ST, bitcast=True)
                 b_r = load_tile(x_r, i_b, i_t, i_h // (HV // HR), i_k, T, HR, K, C, KS, TMA).to(ST)
                 if ERASE:
                     b_x = load_tile(x_k, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA).to(ST)
-                    if LAM and READ:
-                        b_q = load_tile(x_q, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA).to(ST)
+                    b_q = b_x
+                if ERASE and LAM and READ:
+                    b_q = load_tile(x_q, i_b, i_t, i_h // (HV // H), i_k, T, H, K, C, KS, TMA).to(ST)
 
                 dk = tl.dot(S0.to(ST), tl.trans(b_w0), input_precision="ieee", out_dtype=ACC)
                 if NT == 2:
@@ -245,19 +261,13 @@ def replay_reverse(
                 b_by_do = (r * tl.load(p_factor + 3 * C + o_c)[None, :]).to(ST)
                 S0 = tl.dot(b_by_do, b_do0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
                 if ERASE:
-                    x = tl.trans(b_x).to(ACC)
-                    if LAM:
-                        lam = tl.load(p_factor + 2 * C + o_c)
-                        if READ:
-                            x += tl.trans(b_q).to(ACC) * lam[None, :]
-                        else:
-                            x += r * lam[None, :]
+                    x = erased_along(b_x, b_q, r, p_factor + 2 * C + o_c, LAM, READ, ACC)
                     b_by_du = (x * tl.load(p_factor + C + o_c)[None, :]).to(ST)
                     S0 = tl.dot(b_by_du, b_du0, S0, input_precision="ieee", out_dtype=ACC)
                 if NT == 2:
                     S1 = tl.dot(b_by_do, b_do1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
-                    if ERASE:
-                        S1 = tl.dot(b_by_du, b_du1, S1, input_precision="ieee", out_dtype=ACC)
+                if NT == 2 and ERASE:
+                    S1 = tl.dot(b_by_du, b_du1, S1, input_precision="ieee", out_dtype=ACC)
                 # last, while the state's product is under way
                 store_tile(x_dk, tl.trans(b_dk).to(BT, bitcast=True), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
 

@@ -131,10 +131,10 @@ def scan(
             if ERASE:
                 if LAM:
                     lam = tl.load(p_factor + 2 * C + o_c)
-                    if READ:
-                        erased += lam[None, :] * asked
-                    else:
-                        erased += lam[None, :] * read
+                if LAM and READ:
+                    erased += lam[None, :] * asked
+                elif LAM:
+                    erased += lam[None, :] * read
                 beta = tl.load(p_factor + o_c)
                 e_erased = tl.load(p_factor + C + o_c)
                 b_rest = (beta[None, :] * w + e_erased[None, :] * erased).to(TT)

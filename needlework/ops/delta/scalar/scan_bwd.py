@@ -115,10 +115,10 @@ def adjoint(
                 by_k = du * (-e_since * tl.load(p_factor + o_c))[None, :]
                 if LAM:
                     lam = tl.load(p_factor + 2 * C + o_c)
-                    if READ:
-                        b_by_q = (by_k * lam[None, :]).to(ST)
-                    else:
-                        by_r += by_k * lam[None, :]
+                if LAM and READ:
+                    b_by_q = (by_k * lam[None, :]).to(ST)
+                elif LAM:
+                    by_r += by_k * lam[None, :]
                 b_by_k = by_k.to(ST)
             b_by_r = by_r.to(ST)
             e_whole = e_later * tl.load(p_factor + 7 * C - 1)
@@ -131,8 +131,8 @@ def adjoint(
                 S1 = tl.dot(b_by_r, b_r1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
                 if ERASE:
                     S1 = tl.dot(b_by_k, b_k1, S1, input_precision="ieee", out_dtype=ACC)
-                    if LAM and READ:
-                        S1 = tl.dot(b_by_q, b_q1, S1, input_precision="ieee", out_dtype=ACC)
+                if ERASE and LAM and READ:
+                    S1 = tl.dot(b_by_q, b_q1, S1, input_precision="ieee", out_dtype=ACC)
             # last, while the state's product is under way
             store_tile(x_du, tl.trans(b_du).to(BT, bitcast=True), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 

@@ -82,8 +82,8 @@ def transitions_kernel(
                 if NK == 2:
                     b_S1 = S1.to(ST)
                     erased = tl.dot(b_S1, tl.trans(b_k1), erased, input_precision="ieee", out_dtype=ACC)
-                    if LAM:
-                        asked = tl.dot(b_S1, tl.trans(b_q1), asked, input_precision="ieee", out_dtype=ACC)
+                if NK == 2 and LAM:
+                    asked = tl.dot(b_S1, tl.trans(b_q1), asked, input_precision="ieee", out_dtype=ACC)
                 if LAM:
                     erased += tl.load(p_factor + 2 * C + o_c)[None, :] * asked
                 beta = tl.load(p_factor + o_c)
