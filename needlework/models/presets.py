@@ -5,6 +5,7 @@ Parameter counts are checked in tests/models/test_presets.py; sources in each fu
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -32,26 +33,28 @@ from needlework.layers import (
     SquaredReLU,
     SwiGLU,
 )
+from needlework.layers.ccq import ReadConfig
 from needlework.layers.config import nearest
 from needlework.models.config import NeedleworkConfig
 from needlework.models.modeling import NeedleworkForCausalLM
+from needlework.ops.lucid.arguments import Precondition
 
 
 def _stack(layers: int, dim: int, hidden: int, mixer: Config, **settings) -> NeedleworkConfig:
     """One mixer in every layer, SwiGLU, vocabulary 32,000 unless said."""
-    settings = {"vocab_size": 32_000, "tie_word_embeddings": True} | settings
-    return NeedleworkConfig(hidden_size=dim, layout="M" * layers, mixers={"M": mixer}, mlp=SwiGLU(hidden=hidden), **settings)
+    fields: dict[str, Any] = {"vocab_size": 32_000, "tie_word_embeddings": True} | settings
+    return NeedleworkConfig(hidden_size=dim, layout="M" * layers, mixers={"M": mixer}, mlp=SwiGLU(hidden=hidden), **fields)
 
 
 _SIZES = {"500m": (21, 1024, 2816), "1.3b": (21, 2048, 5632)}
 
 
-def gated_deltanet(size: str, read: Config) -> NeedleworkConfig:
+def gated_deltanet(size: str, read: ReadConfig) -> NeedleworkConfig:
     """CCQ's Gated DeltaNet (its Section 5.1): 6 heads, K 256, V 512; tied."""
     return _stack(*_SIZES[size], Recurrent(heads=6, key_dim=256, value_dim=512, write=Delta(gate=ScalarGate()), read=read))
 
 
-def gla(size: str, read: Config) -> NeedleworkConfig:
+def gla(size: str, read: ReadConfig) -> NeedleworkConfig:
     """CCQ's GLA: 6 heads (what meets its size), K 256, V 512, decay rank 16, no convolution; tied."""
     write = Linear(gate=LowRankGate(rank=16))
     return _stack(*_SIZES[size], Recurrent(heads=6, key_dim=256, value_dim=512, conv=None, write=write, read=read))
@@ -62,7 +65,7 @@ def transformer(layers: int, dim: int, hidden: int, heads: int) -> NeedleworkCon
     return _stack(layers, dim, hidden, Attention(heads=heads, head_dim=64, attend=Softmax(), position=Rope()))
 
 
-def lucid(precondition: str | None) -> NeedleworkConfig:
+def lucid(precondition: Precondition | None) -> NeedleworkConfig:
     """LUCID ~1B: 22 layers, D 2048, 32 query and 4 key-value heads of 64, RoPE base 10,000; untied. None: standard."""
     attend = Softmax() if precondition is None else Lucid(precondition=precondition)
     mixer = Attention(heads=32, kv_heads=4, head_dim=64, attend=attend, position=Rope())

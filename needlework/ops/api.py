@@ -107,7 +107,7 @@ class OpSpec:
     recurrent: Callable[..., tuple]
     literal: Callable[..., tuple]
     step: Callable[..., object]
-    inputs: Callable[[torch.Generator, int, int, str], dict[str, Tensor]]
+    inputs: Callable[..., dict[str, Tensor]]
     tokens: tuple[str, ...]
     half: tuple[str, ...]
     table: Callable[[int], object]

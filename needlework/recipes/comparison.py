@@ -8,6 +8,7 @@ machine where this package is installed, the tokenizer is trained on it, a part 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from needlework.data import NeedleMix, Packages, StoreConfig
 from needlework.experiment.evaluate import Evaluation
@@ -35,6 +36,10 @@ from needlework.layers import (
     Softmax,
     SwiGLU,
 )
+from needlework.layers.ccq import ReadConfig
+from needlework.layers.rope import PositionConfig
+from needlework.layers.softmax import AttendConfig
+from needlework.layers.write import WriteConfig
 from needlework.models import NeedleworkConfig
 from needlework.models.presets import count_parameters
 from needlework.report.claims import Claim
@@ -58,22 +63,22 @@ class Size:
     parameters: int
 
     @property
-    def wide(self) -> dict[str, int]:
+    def wide(self) -> dict[str, Any]:
         """CCQ 500M and Q-Delta 340M have 6 heads at D 1024 (K 256, V 512; K 128, V 256): 3 of [128 256] keep 3D/4 at 512."""
         return {"heads": 3 * self.dim // 512, "key_dim": 128, "value_dim": 256}
 
     @property
-    def square(self) -> dict[str, int]:
+    def square(self) -> dict[str, Any]:
         """CARVE 1.3B has 16 heads of [128 128] at D 2048."""
         return {"heads": self.dim // 128, "key_dim": 128, "value_dim": 128}
 
     @property
-    def softmax(self) -> dict[str, int]:
+    def softmax(self) -> dict[str, Any]:
         """LUCID ~1B has 32 query heads of 64 at D 2048, a key-value head for eight of them (ours four, the narrowest that divides)."""
         return {"heads": self.dim // 64, "kv_heads": self.dim // 256, "head_dim": 64}
 
     @property
-    def atma(self) -> dict:
+    def atma(self) -> dict[str, Any]:
         """ATMA has 8 query and 2 key-value heads of 128 at D 1024."""
         return {
             "heads": self.dim // 128, "kv_heads": max(1, self.dim // 512), "head_dim": 128,
@@ -99,11 +104,11 @@ def _one(title: str, mixer: Callable[[Size], Config]) -> Entry:
     return Entry(title=title, mixers=lambda size: {"M": mixer(size)})
 
 
-def _wide(size: Size, write: Config, read: Config | None = None, **settings) -> Recurrent:
+def _wide(size: Size, write: WriteConfig, read: ReadConfig | None = None, **settings) -> Recurrent:
     return Recurrent(**size.wide, write=write, read=read or Plain(), **settings)
 
 
-def _gla(size: Size, read: Config | None = None) -> Recurrent:
+def _gla(size: Size, read: ReadConfig | None = None) -> Recurrent:
     return _wide(size, Linear(gate=LowRankGate(rank=16)), read, conv=None)
 
 
@@ -115,11 +120,11 @@ def _kda(size: Size) -> Recurrent:
     return Recurrent(**size.square, write=Delta(gate=ChannelGate()))
 
 
-def _softmax(size: Size, attend: Config, position: Config | None = None, **settings) -> Attention:
+def _softmax(size: Size, attend: AttendConfig, position: PositionConfig | None = None, **settings) -> Attention:
     return Attention(**size.softmax | settings, attend=attend, position=position)
 
 
-def _atma(size: Size, attend: Config, memory: bool = False) -> Attention:
+def _atma(size: Size, attend: AttendConfig, memory: bool = False) -> Attention:
     return Attention(**size.atma, attend=attend, memory=Memory() if memory else None)
 
 

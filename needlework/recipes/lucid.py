@@ -54,7 +54,7 @@ def finetune(name: str) -> Recipe:
 
 def _base(config: NeedleworkConfig, base: float) -> NeedleworkConfig:
     """The config with another base of its rotary positions."""
-    mixers = {letter: mixer | {"position": Rope(base=base).to_dict()} for letter, mixer in config.mixers.items()}
+    mixers = {letter: mixer | {"position": Rope(base=base).to_dict()} for letter, mixer in (config.mixers or {}).items()}
     return config.replaced(mixers=mixers)
 
 

@@ -6,6 +6,7 @@ budget compare in float64 (`compare.EXACT`).
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,8 @@ def split_then_resume(spec: OpSpec, T: int = 83, cuts: tuple[int, ...] = (1, 23,
             rest = tokens(spec, inputs, lambda x: x[:, cut:])
             second = spec.chunk(**rest, initial_state=first[-1], output_final_state=True)
             joined = [torch.cat(pair, 1) for pair in zip(first[:-1], second[:-1], strict=True)]
-            return type(second)(*joined, second[-1])
+            kind: Any = type(second)
+            return kind(*joined, second[-1])
 
         values, gradients = differentiate(pieces, inputs)
         assert_close(values, base[0], f"cut at {cut}")
@@ -134,7 +136,7 @@ def error_budget(
     return worst
 
 
-def _four_ways(spec: OpSpec, dtype: torch.dtype, inputs: dict) -> dict[str, tuple[Tensor, ...]]:
+def _four_ways(spec: OpSpec, dtype: torch.dtype, inputs: dict) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Every output, state and gradient: fast, exact, by the definition and by the literal form at `dtype`."""
     kept, wide, single = stored(inputs, dtype, spec.half)
     ways = (
@@ -181,7 +183,8 @@ def packed_is_separate(spec: OpSpec) -> None:
             for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
         ]
         joined = [torch.cat(field, 1) for field in zip(*(p[:-1] for p in parts), strict=True)]
-        return type(parts[0])(*joined, _stack([p[-1] for p in parts]))
+        kind: Any = type(parts[0])
+        return kind(*joined, _stack([p[-1] for p in parts]))
 
     got, want = differentiate(packed, inputs), differentiate(separate, inputs)
     assert_close(got[0], want[0], "packed")
@@ -230,10 +233,11 @@ def custom_ops_pass_opcheck(spec: OpSpec) -> None:
         with _record_custom_ops() as calls:
             inputs = {n: x.requires_grad_() for n, x in make(spec, 1 if settings else 2, 21).items()}
             result = spec.chunk(**inputs, output_final_state=True, **settings)
-            sum(x.sum() for _, x in leaves(result) if x.requires_grad).backward()
+            total: Any = sum(x.sum() for _, x in leaves(result) if x.requires_grad)
+            total.backward()
         assert calls or "no custom op" in spec.skip, f"{spec.name}: no custom op was called"
         for op, args, kwargs in calls.values():
-            args = [x.detach().clone().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x for x in args]
+            args = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x for x in args)
             torch.library.opcheck(op, args, kwargs, test_utils=("test_schema", "test_faketensor"))
             if not op._name.endswith("_bwd"):
                 torch.library.opcheck(op, args, kwargs, test_utils=("test_autograd_registration",))

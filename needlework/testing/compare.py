@@ -36,7 +36,8 @@ def like(x: object, values: Iterator[Tensor]) -> object:
         return next(values)
     if isinstance(x, tuple):
         parts = [like(part, values) for part in x]
-        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+        kind: Any = type(x)
+        return kind(*parts) if hasattr(x, "_fields") else tuple(parts)
     return x
 
 
@@ -64,7 +65,7 @@ def differentiate(call: Callable[[dict], object], inputs: dict[str, Tensor], see
     inputs = {n: x.detach().requires_grad_(x.is_floating_point()) for n, x in inputs.items()}
     values = dict(leaves(call(inputs)))
     generator = torch.Generator().manual_seed(seed)
-    loss = 0.0
+    loss: Any = 0.0
     for value in values.values():
         if value.is_floating_point():
             # eighths: the same cotangent in every precision

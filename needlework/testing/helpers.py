@@ -62,7 +62,7 @@ def judged(device: torch.device, todo: list[Task], processes: int) -> Iterator[V
         elif processes > 1:
             again.append(task)
         else:
-            yield unjudged(task, outcome, wrong=True)
+            yield unjudged(task, outcome or "", wrong=True)
     if again:
         yield from judged(device, again, 1)
 

@@ -59,11 +59,12 @@ def _known(lines, labels, effects) -> list[set[int] | None]:
     todo = [(0, set())] if lines else []
     while todo:
         i, coming = todo.pop()
-        if known[i] is not None and coming <= known[i]:
+        before = known[i]
+        if before is not None and coming <= before:
             continue
-        known[i] = coming | (known[i] or set())
+        here = known[i] = coming | (before or set())
         writes, reads = effects[i]
-        leaving = known[i] | writes if reads <= known[i] else known[i]
+        leaving = here | writes if reads <= here else here
         todo += [(j, leaving) for j in _next(i, lines, labels)]
     return known
 

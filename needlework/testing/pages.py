@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from needlework.ops.api import OpSpec
+from needlework.ops.api import Impl, OpSpec
 from needlework.ops.polar.op import chunk_polar
 from needlework.ops.polar.paged import decode_polar, prefill_polar
 from needlework.ops.polar.reference import literal_polar, recurrent_polar
@@ -37,7 +37,7 @@ class Served(NamedTuple):
 
 
 def served(
-    q: Tensor, k: Tensor, v: Tensor, *, impl: str = "torch", cu_seqlens: Tensor | None = None, output_final_state=False, **parameters
+    q: Tensor, k: Tensor, v: Tensor, *, impl: Impl = "torch", cu_seqlens: Tensor | None = None, output_final_state=False, **parameters
 ) -> Served:  # fmt: skip
     """Under impl="triton" by the kernels of `ops/polar/paged.py`, else as `chunk_polar` has it."""
     if impl != "triton":
@@ -57,7 +57,8 @@ def served(
 
     settings = {"k": laid(k), "v": laid(v), "impl": "triton", **parameters}
     early = at < (length // 3)[n]
-    return Served(*(_read(q, table.to(torch.int32), ends, early, **settings, window=window) for window in (None, WINDOW)))
+    whole, windowed = (_read(q, table.to(torch.int32), ends, early, **settings, window=window) for window in (None, WINDOW))
+    return Served(whole, windowed)
 
 
 def _read(q: Tensor, table: Tensor, ends: Tensor, early: Tensor, **settings) -> Read:
@@ -90,7 +91,8 @@ def by_tokens(
     def read(window: int | None) -> Read:
         found = form(q, k, v, cu_seqlens=cu_seqlens, window=window, **settings)[:2]
         direction, magnitude = (x.flatten(0, 1)[(ends[1:] - 1).clamp(min=0)] for x in found)
-        return Read(*found, torch.where(some[:, None, None], direction, null), torch.where(some[:, None], magnitude, 0))
+        every = found[0], found[1]
+        return Read(*every, torch.where(some[:, None, None], direction, null), torch.where(some[:, None], magnitude, 0))
 
     return Served(read(None), read(WINDOW))
 

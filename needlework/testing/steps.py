@@ -1,6 +1,7 @@
 """A rule run by steps on a slot table, and what its definition says of that."""
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ def by_definition(spec: OpSpec, dtype: torch.dtype, R: int, inputs: dict[str, Te
         *values, state = result = spec.recurrent(**own, initial_state=state, output_final_state=True)
         state = like(state, iter([x.to(dtype).to(x) if x.is_floating_point() else x for _, x in leaves(state)]))
         parts.append(values)
-    return type(result)(*(torch.cat(column, 1) for column in zip(*parts, strict=True)), state)
+    kind: Any = type(result)
+    return kind(*(torch.cat(column, 1) for column in zip(*parts, strict=True)), state)
 
 
 def _grows(spec: OpSpec, inputs: dict[str, Tensor]) -> bool:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ def judge(device: str, alone: bool, task: Task) -> list[Verdict] | None:
             failing = (_reason(error),)
             # refused by the op: no kernel has run
             wrong = not (isinstance(error, ValueError) and "impl='triton'" in str(error))
-        tensor = max(found, key=found.get, default="")
+        tensor = max(found, key=lambda name: found[name], default="")
         out.append(Verdict(*task[:-1], form, tensor, found.get(tensor), failing, wrong, round(time.monotonic() - began, 2)))
         if device == "cuda":
             if failing and not _alive():
@@ -137,6 +137,7 @@ def weigh(task: Task, form: str, device: str) -> tuple[dict[str, float], tuple[s
     The inputs are drawn again only while a tensor is over its budget in the geometric mean of the draws so far.
     """
     logs: dict[str, float] = defaultdict(float)
+    mean: dict[str, float] = {}
     for seed in range(DRAWS):
         found, differing = draw(task, form, device, seed)
         if differing:

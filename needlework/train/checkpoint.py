@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from . import manifest
 from .manifest import CheckpointError, Damaged
@@ -52,11 +53,13 @@ class Checkpoints:
         final = self.directory / f"step-{step:08d}"
         tmp = final.with_name(final.name + ".tmp")
         self.world.agree(lambda: shutil.rmtree(tmp, ignore_errors=True))
-        where = {"checkpoint_id": tmp, "process_group": self.group, "no_dist": self.group is None}
+        where: dict[str, Any] = {"checkpoint_id": tmp, "process_group": self.group, "no_dist": self.group is None}
         if self.thread is None:
             self.last = self._finish(final, tmp, lambda: dcp.save(state, **where))
         else:
-            self.underway = self.thread.submit(self._finish, final, tmp, dcp.async_save(state, **where).result)
+            saving = dcp.async_save(state, **where)
+            assert isinstance(saving, Future), "without async_checkpointer_type it is one"
+            self.underway = self.thread.submit(self._finish, final, tmp, saving.result)
 
     def wait(self) -> Path | None:
         """Until nothing is being written; the newest checkpoint that this run wrote or resumed from. Raises what `save` raises."""
@@ -132,7 +135,11 @@ def latest(directory: Path, config: dict[str, Any] | None = None) -> Path | None
 def contents(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """The name, whole shape and dtype of every tensor in the checkpoint directory `path`."""
     described = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    return {name: (tensor.size, tensor.properties.dtype) for name, tensor in described.items()}
+    return {
+        name: (tensor.size, tensor.properties.dtype)
+        for name, tensor in described.items()
+        if isinstance(tensor, TensorStorageMetadata)
+    }
 
 
 def load(path: Path, into: dict[str, Tensor] | None = None, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
@@ -153,8 +160,8 @@ def _reason(error: BaseException) -> BaseException:
     """What went wrong on the first rank that it went wrong on; torch turns an OSError into others."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    while error is not None and not isinstance(error, OSError) and (error.__cause__ or error.__context__):
-        error = error.__cause__ or error.__context__
+    while not isinstance(error, OSError) and (below := error.__cause__ or error.__context__):
+        error = below
     return error
 
 

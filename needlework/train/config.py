@@ -37,7 +37,7 @@ class TrainConfig:
     seed: Seed
     optim: AdamW | Muon
     schedule: Cosine | Cooldown
-    clip: Positive | Literal[math.inf] = 1.0
+    clip: Positive | Literal[math.inf] = 1.0  # pyrefly: ignore[invalid-literal] (typing has no literal floats, fields.fit has)
     accumulate: Count = 1
     autocast: Literal["bf16"] | None = None
     guard: Guard = field(default_factory=Guard)

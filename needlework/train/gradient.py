@@ -21,7 +21,8 @@ def squared_norm(model: nn.Module, world: World) -> Tensor:
     held: dict[int, list[Tensor]] = {}
     for gradient in _gradients(p for p in model.parameters()):
         held.setdefault(_copies(gradient, world), []).append(_local(gradient))
-    return sum(get_total_norm(pieces).double().square() / copies for copies, pieces in held.items())
+    squares = [get_total_norm(pieces).double().square() / copies for copies, pieces in held.items()]
+    return sum(squares, start=torch.zeros((), dtype=torch.float64))
 
 
 def norms(model: nn.Module, world: World) -> dict[str, float]:

@@ -84,9 +84,11 @@ class Watch:
 
     def limits(self) -> Limits:
         """Of the next step."""
-        if self.guard.spike is None or len(self.taken) < self.guard.window:
+        spike = self.guard.spike
+        if spike is None or len(self.taken) < self.guard.window:
             return FINITE
-        return Limits(*(self.guard.spike * median(before) for before in zip(*self.taken, strict=True)))
+        loss, norm = (spike * median(before) for before in zip(*self.taken, strict=True))
+        return Limits(loss, norm)
 
     def verdict(self, loss: float, norm: float) -> tuple[type[BadStep], str] | None:
         """Why a step of this loss and gradient norm is bad; None if it is not, and it then counts as taken."""
@@ -96,7 +98,7 @@ class Watch:
                 self.skipped()
                 return NonFiniteLoss, f"the {name} is {value}"
         for (name, value), limit in zip(named, self.limits(), strict=True):
-            if value > limit:
+            if self.guard.spike is not None and value > limit:
                 self.skipped()
                 usual = limit / self.guard.spike
                 return Spike, f"the {name} is {value / usual:.3g} × its running median {usual:.4g}"
@@ -115,7 +117,7 @@ class Watch:
         return self.in_a_row > self.guard.skip
 
 
-def blame(model: nn.Module, passes: dict[int, Callable[[], object]], losses: list[float], world: World) -> str:
+def blame(model: nn.Module, passes: Mapping[int, Callable[[], object]], losses: list[float], world: World) -> str:
     """Where a bad step comes from: the batch, and the first module whose output is not finite, or the parameter's gradient.
 
     passes: a forward pass over each micro-batch, by batch number, run again here with every module watched (dropout's masks are

@@ -38,10 +38,17 @@ class Losses(Protocol):
     """cross_entropy: the sum over counted labels. auxiliary: a mean, already weighted, or None. share: what cross_entropy is
     multiplied by. parts: means to log, by name; the same names on every rank and in every batch."""
 
-    cross_entropy: Tensor
-    auxiliary: Tensor | None
-    share: float
-    parts: Mapping[str, Tensor]
+    @property
+    def cross_entropy(self) -> Tensor: ...
+
+    @property
+    def auxiliary(self) -> Tensor | None: ...
+
+    @property
+    def share(self) -> float: ...
+
+    @property
+    def parts(self) -> Mapping[str, Tensor]: ...
 
 
 Criterion = Callable[[nn.Module, Piece], Losses]

@@ -62,7 +62,7 @@ def _git(*arguments: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"torch": torch.__version__}
+    found: dict[str, str] = {"torch": torch.__version__}
     for name in ("needlework", "transformers", "triton", "datasets", "tokenizers", "liger-kernel"):
         try:
             found[name] = version(name)

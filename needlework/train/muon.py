@@ -58,6 +58,7 @@ class Muon(torch.optim.Muon):
 
     def _update(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """This rank's piece of U, in bfloat16."""
+        assert p.grad is not None, "a parameter without a gradient is not updated"
         state, gradient = self.state[p], _local(p.grad)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p.grad)
@@ -153,10 +154,11 @@ def _blocks(shape: torch.Size, sizes: tuple[int, ...], placements: tuple[Placeme
                 continue
             if placement.is_partial():
                 raise ValueError(f"muon: a matrix {list(shape)} is placed {placements}, expected Shard or Replicate")
-            low, high = bounds[placement.dim]
+            axis_of: Any = placement  # Shard and the strided one of FSDP2 have a `dim`, their base has none
+            low, high = bounds[axis_of.dim]
             step = -(-(high - low) // sizes[axis])  # as torch.chunk
             low = min(low + coordinate[axis] * step, high)
-            bounds[placement.dim] = low, min(low + step, high)
+            bounds[axis_of.dim] = low, min(low + step, high)
         blocks.append(_Block(slice(*bounds[0]), slice(*bounds[1]), sends))
     return blocks
 

@@ -23,7 +23,7 @@ that waits for all ranks would end the wavefront, or wait for ever. `sum_gradien
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ class StatePassing:
             return None
         key = _key("arrives", layer, x)
         if key not in self._forms:
-            box = [None]
+            box: list[Any] = [None]
             dist.recv_object_list(box, group=self.group, group_src=self.rank - 1)
             self._forms[key] = box[0]
         form = self._forms[key]
@@ -106,7 +106,8 @@ class StatePassing:
                     p.grad = torch.zeros_like(p)
                 gradients.append(p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad)
         for work in [dist.all_reduce(gradient, group=self.group, async_op=True) for gradient in gradients]:
-            work.wait()
+            if work is not None:
+                work.wait()
 
     def _give(self, numbers: Tensor, to: int) -> None:
         """Does not wait: the other end may not be there yet."""
@@ -120,7 +121,8 @@ class StatePassing:
 
     def _settle(self) -> None:
         for work, _ in self._sent:
-            work.wait()
+            if work is not None:
+                work.wait()
         self._sent.clear()
 
 

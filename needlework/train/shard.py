@@ -7,8 +7,10 @@ what layers compute in float32 (gates, norms, decay rates) sees float32 weights.
 2 bytes a weight and rank; but it rounds every parameter, and a decay rate of half-life 1,024 by up to 3 %.
 """
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -52,12 +54,12 @@ def prepare(model: nn.Module, config: TrainConfig, world: World) -> None:
         model.to(world.device)
     if config.compile:
         torch.compiler.reset()  # what another run of this process has compiled counts against a limit
-    if world.tensor > 1:
+    if world.mesh is not None and world.tensor > 1:
         split_heads(model, world.mesh["tensor"])
     if config.compile:
         for block in blocks(model):
             block.compile(fullgraph=True, dynamic=False, options={"realize_reads_threshold": READS})
-    if world.shard > 1:
+    if world.mesh is not None and world.shard > 1:
         for module in (*blocks(model), model):
             fully_shard(module, mesh=world.mesh["shard"])
         for module in model.modules():
@@ -66,6 +68,6 @@ def prepare(model: nn.Module, config: TrainConfig, world: World) -> None:
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
-def full_state(model: nn.Module) -> dict[str, Tensor]:
+def full_state(model: nn.Module) -> dict[str, Any]:
     """The state_dict of a model that may be sharded, whole and on the CPU, on the first rank (empty on others). All ranks call it."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

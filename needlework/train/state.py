@@ -65,7 +65,8 @@ class Run:
         history = {name: torch.empty(there[name][0], dtype=there[name][1]) for name in history}
         load(path, weights | kept | history | (generators if same else {}), group)
         self._give_optimizers(kept)
-        self.step, self.tokens, self.seconds = (history[f"run.{name}"].item() for name in ("step", "tokens", "seconds"))
+        step, tokens, self.seconds = (history[f"run.{name}"].item() for name in ("step", "tokens", "seconds"))
+        self.step, self.tokens = int(step), int(tokens)
         self.losses, self.norms, self.skipped = (history[f"run.{name}"].tolist() for name in ("losses", "norms", "skipped"))
         if same:
             for name, saved in generators.items():
@@ -84,7 +85,7 @@ class Run:
             once.setdefault(id(x), (name, x))
         return {f"model.{name}": x.detach() for name, x in once.values()}
 
-    def _names(self) -> dict[nn.Parameter, str]:
+    def _names(self) -> dict[Tensor, str]:
         return {p: name for name, p in self.model.named_parameters()}
 
     def _kept_by_optimizers(self) -> dict[str, Tensor]:

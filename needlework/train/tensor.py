@@ -44,11 +44,12 @@ def split_heads(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.size() == 1:
         return
     plan = []
-    dim = model.config.hidden_size
-    for layer, (block, letter) in enumerate(zip(model.model.blocks, model.config.layout, strict=True)):
-        plan.append(_Split(block.mixer, model.config.mixer(letter), mesh, dim, layer))
+    config: Any = model.config
+    stack: Any = model.model
+    for layer, (block, letter) in enumerate(zip(stack.blocks, config.layout, strict=True)):
+        plan.append(_Split(block.mixer, config.mixer(letter), mesh, config.hidden_size, layer))
         if block.mlp is not None:
-            plan.append(_Split(block.mlp, model.config.channel_mixer(), mesh, dim))
+            plan.append(_Split(block.mlp, config.channel_mixer(), mesh, config.hidden_size))
     for split in plan:
         split.install()
 
@@ -74,7 +75,7 @@ class _Worker(nn.Module):
 class _Split:
     """A layer whose methods run on this rank's share of it. place: of a mixer, which of the model's layers it is."""
 
-    def __init__(self, layer: nn.Module, config: Config, mesh: DeviceMesh, dim: int, *place: int):
+    def __init__(self, layer: Any, config: Config, mesh: DeviceMesh, dim: int, *place: int):
         self.layer, self.mesh, self.group, self.n = layer, mesh, mesh.get_group(), mesh.size()
         share, self.heads, self.joined = _share(config, dim, self.n)
         with torch.device("meta"):  # only its methods and shapes are used
@@ -127,7 +128,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _share(config: Config, dim: int, n: int) -> tuple[Config, int, dict[str, list[int]]]:
+def _share(config: Config, dim: int, n: int) -> tuple[Any, int, dict[str, list[int]]]:
     """The config of a worker; the most heads of any kind; the parameters that are several axes in one, with their sizes."""
     if any(isinstance(part, FixedGate) for part in _parts(config)):
         raise ValueError(
@@ -176,7 +177,7 @@ class _Shared(Function):
         return x.view_as(x), *(p.view_as(p) for p in copies)
 
     @staticmethod
-    def backward(ctx, dx: Tensor, *gradients: Tensor):
+    def backward(ctx, dx: Tensor, *gradients: Tensor):  # pyrefly: ignore[bad-override] (torch passes as many as outputs)
         if ctx.needs_input_grad[1]:
             dx = _summed(dx, ctx.group)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -195,7 +196,7 @@ class _Sum(Function):
         return _summed(y, group)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx, dy: Tensor):  # pyrefly: ignore[bad-override] (torch passes as many as outputs)
         return None, dy
 
 

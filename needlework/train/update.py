@@ -5,7 +5,7 @@ optimiser. A fused optimiser decides on the device, so it is launched before the
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,7 +70,8 @@ class Update:
         sound = (loss <= limits.loss) & (norm <= limits.norm)  # a NaN is not
         divisor = ((norm + 1e-6) / self.clip).clamp(min=1).float()
         for optimizer in self.early:
-            optimizer.grad_scale, optimizer.found_inf = divisor, (~sound).float()
+            fused: Any = optimizer  # the base has neither attribute
+            fused.grad_scale, fused.found_inf = divisor, (~sound).float()
             optimizer.step()
 
     def finish(self, norm: float) -> None:

@@ -92,7 +92,8 @@ class World:
         if not dist.is_initialized():
             dist.init_process_group(backend)
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-        return cls(device, mesh, dist.new_group(backend="gloo", timeout=PATIENCE))
+        patient: Any = dist.new_group(backend="gloo", timeout=PATIENCE)  # every rank is a member, so it is a ProcessGroup
+        return cls(device, mesh, patient)
 
     @property
     def ranks(self) -> int:
