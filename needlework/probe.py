@@ -1,6 +1,6 @@
 """Probes: identities with a name. `needlework.diagnostics` listens; nobody else changes what flows through."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -16,7 +16,7 @@ def probe(name: str, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def listen(listener: Callable[[str, Tensor], None]):
+def listen(listener: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Call `listener(name, x)` at every probe inside the `with` block."""
     _listeners.append(listener)
     try:

@@ -25,7 +25,7 @@ class ProgressTable:
         self.started: dict[str, tuple[float, int]] = {}  # name -> time and step of its first report in this session
         self.done: dict[str, dict[str, Any]] = {}
 
-    def read(self, reports) -> None:
+    def read(self, reports: Any) -> None:
         """Takes the (name, Progress) pairs that the workers have put into the queue since."""
         while True:
             try:

@@ -128,7 +128,8 @@ def error_budget(
             found = _four_ways(spec, dtype, inputs)
             found |= _over_seeds(spec, dtype, style, {n: x[0].numel() for n, x in found.items() if x[0].numel() < ENOUGH})
             for name, results in found.items():
-                ratio, head = error_over_budget(*results, 2 if name in by_token else None)
+                fast, exact, definition, literal = results
+                ratio, head = error_over_budget(fast, exact, definition, literal, 2 if name in by_token else None)
                 figures.append((ratio, f"{name}, head {head}, {style} inputs"))
         ratio, where = max(figures)
         assert ratio <= 1, f"{dtype}: {where}: error is {ratio:.2f} x its budget"
@@ -136,7 +137,7 @@ def error_budget(
     return worst
 
 
-def _four_ways(spec: OpSpec, dtype: torch.dtype, inputs: dict) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
+def _four_ways(spec: OpSpec, dtype: torch.dtype, inputs: dict) -> dict[str, tuple[Tensor, ...]]:
     """Every output, state and gradient: fast, exact, by the definition and by the literal form at `dtype`."""
     kept, wide, single = stored(inputs, dtype, spec.half)
     ways = (
@@ -154,7 +155,10 @@ def _four_ways(spec: OpSpec, dtype: torch.dtype, inputs: dict) -> dict[str, tupl
 def budgeted(spec: OpSpec, dtype: torch.dtype, B: int, T: int, style: str, device: torch.device) -> dict[str, float]:
     """error ÷ budget of every output, state and gradient of one case on `device`, over all heads together."""
     inputs = {name: x.to(device) for name, x in make(spec, B, T, style=style).items()}
-    return {name: error_over_budget(*ways, None)[0] for name, ways in _four_ways(spec, dtype, inputs).items()}
+    found = {}
+    for name, (fast, exact, definition, literal) in _four_ways(spec, dtype, inputs).items():
+        found[name] = error_over_budget(fast, exact, definition, literal, None)[0]
+    return found
 
 
 def _over_seeds(spec: OpSpec, dtype: torch.dtype, style: str, sizes: dict[str, int]) -> dict[str, tuple[Tensor, ...]]:

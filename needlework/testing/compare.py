@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,12 +84,13 @@ def poisoned() -> Iterator[None]:
     """torch.empty gives NaN: what a kernel does not write shows."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
-    fill, torch.utils.deterministic.fill_uninitialized_memory = torch.utils.deterministic.fill_uninitialized_memory, True
+    memory: Any = torch.utils.deterministic  # a module whose class has the property
+    fill, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, True
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        memory.fill_uninitialized_memory = fill
 
 
 def whole(function: Callable, **settings) -> Callable[[dict], tuple]:

@@ -39,7 +39,9 @@ def tasks(device: torch.device, full: bool) -> list[Task]:
             else:
                 chosen = _chosen(rule, row, arch, dtype, full)
             for size, forms in chosen:
-                found.append(Task(rule.spec, engine, row.name, dtype, *size, steps if engine == rule.step else forms))
+                found.append(
+                    Task(rule.spec, engine, row.name, dtype, size[0], size[1], steps if engine == rule.step else forms)
+                )
     if interpreted:  # that the doctor works; the kernels have the battery there
         found = list({task.engine: task for task in reversed(found)}.values())
     # by what a task takes, roughly, most of it compilation: the longest begin, or the last would end alone

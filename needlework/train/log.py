@@ -23,7 +23,7 @@ class Log:
         self.file = self.path.open("ab", buffering=0)
         self.file.truncate(_length_up_to(self.path, step))
 
-    def write(self, **record: Any):
+    def write(self, **record: Any) -> None:
         """One line; "step" is among the fields. A number that is not finite is written as null."""
         plain = {name: value if _writable(value) else None for name, value in record.items()}
         try:
@@ -35,7 +35,7 @@ class Log:
                 if isinstance(value, int | float) and name != "step":
                     self.tensorboard.add_scalar(name, value, record["step"])
 
-    def sync(self):
+    def sync(self) -> None:
         """To the disk itself: a checkpoint must not outlive the lines that led to it."""
         os.fsync(self.file.fileno())
 
@@ -51,10 +51,10 @@ class Log:
 class Silence:
     """The log of every rank but the first."""
 
-    def write(self, **record: Any):
+    def write(self, **record: Any) -> None:
         pass
 
-    def sync(self):
+    def sync(self) -> None:
         pass
 
     def __enter__(self):

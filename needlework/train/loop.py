@@ -104,7 +104,7 @@ def train(
     prepare(model, config, world)
     run = Run(model, config.optim.build(model.named_parameters()), world)
     run.seed(config.seed)
-    state_passing = StatePassing(world.mesh["sequence"]) if world.sequence > 1 else None
+    state_passing = StatePassing(world.mesh["sequence"]) if world.mesh is not None and world.sequence > 1 else None
     watch = Watch(config.guard)
     read = partial(feed, batch, accumulate=config.accumulate, world=world, state_passing=state_passing, device=run.device)
 

@@ -54,7 +54,7 @@ def verified(path: Path) -> dict[str, Any]:
     return content
 
 
-def compare(path: Path, saved: dict[str, Any], wanted: dict[str, Any]):
+def compare(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
     """CheckpointError names the fields in which the config of the checkpoint at `path` is not the one that is wanted."""
     there, here = dict(_fields(saved)), dict(_fields(wanted))
     differing = [

@@ -49,7 +49,7 @@ class StatePassing:
             )
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         self._forms: dict[tuple, _Form] = {}  # of states that arrive and leave, by layer and shape of x
-        self._sent: list[tuple[dist.Work, Tensor]] = []  # sends whose completion nobody has waited for
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []  # sends whose completion nobody has waited for
         self._arrived: list[Tensor] = []  # this layer's state, between `receive` and `send`
 
     def cut(self, x: Tensor) -> Tensor:
@@ -208,6 +208,6 @@ class _Send(Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx, gradient: Tensor):  # pyrefly: ignore[bad-override] (torch passes as many as outputs)
         back = [None if form is None else ctx.state_passing._take(*form, ctx.state_passing.rank + 1) for form in ctx.numbers]
         return None, None, gradient, None, *back
