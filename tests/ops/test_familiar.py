@@ -10,7 +10,6 @@ from torch.nn.functional import normalize, softplus
 from needlework.ops import familiar
 from needlework.ops.delta import chunk_delta
 from needlework.ops.familiar import chunk_delta_rule, chunk_gated_delta_rule, chunk_gla, chunk_kda, chunk_retention
-from needlework.testing.compare import relative
 
 B, T, H, HV, K, V = 2, 21, 2, 4, 8, 16
 CUTS = torch.tensor([0, 9, 9, 42])
