@@ -6,6 +6,9 @@ several of them. `Ruler` is the whole family:
     PASSKEY, NUMBER, UUID   one needle: a number in repeated noise, a number in text, a uuid in text
     MULTI_KEY               four needles, one asked
     MULTI_NEEDLE            four needles with a value each, all asked in one question (LUCID's)
+
+lm-eval's RULER asks a model to generate from texts that it downloads. Episodes are made here from any corpus and scored teacher-forced,
+so that models too small to generate are measured, at every length, without a network.
 """
 
 import uuid

@@ -133,13 +133,13 @@ def latest(directory: Path, config: dict[str, Any] | None = None) -> Path | None
 
 
 def contents(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """The name, whole shape and dtype of every tensor in the checkpoint directory `path`."""
-    described = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    return {
-        name: (tensor.size, tensor.properties.dtype)
-        for name, tensor in described.items()
-        if isinstance(tensor, TensorStorageMetadata)
-    }
+    """The name, whole shape and dtype of every tensor in the checkpoint directory `path`; CheckpointError if it holds anything else."""
+    found = {}
+    for name, stored in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(f"{path}: {name} is stored as {type(stored).__name__}, expected tensors alone")
+        found[name] = stored.size, stored.properties.dtype
+    return found
 
 
 def load(path: Path, into: dict[str, Tensor] | None = None, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:

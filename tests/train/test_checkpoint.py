@@ -52,6 +52,12 @@ def test_only_what_is_asked_for_is_loaded_and_in_place(tmp_path):
         checkpoint.load(path, {"absent": torch.zeros(1)})
 
 
+def test_what_holds_more_than_tensors_is_refused(tmp_path):
+    dcp.save({"weight": torch.ones(2), "note": "not a tensor"}, checkpoint_id=tmp_path / "other", no_dist=True)
+    with pytest.raises(CheckpointError, match="note is stored as BytesStorageMetadata, expected tensors alone"):
+        checkpoint.load(tmp_path / "other")
+
+
 def test_the_manifest_says_which_commit_wrote_it(tmp_path, monkeypatch):
     monkeypatch.setattr("needlework.train.manifest.commit", lambda: {"commit": "abc", "dirty": True})
     manifest = json.loads((save(tmp_path, 1) / "manifest.json").read_text())

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from needlework.files import write_whole
+
 DENYLISTED = "is on doctor's denylist"
 
 
@@ -86,9 +88,5 @@ def record(verdicts: dict[str, str | None]) -> None:
     everything = dict(_read())
     here = everything.get(machine(), {}) | verdicts
     everything[machine()] = {key: reason for key, reason in here.items() if reason is not None}
-    target = path()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(everything, indent=1, sort_keys=True))
-    partial.replace(target)
+    write_whole(path(), json.dumps(everything, indent=1, sort_keys=True))
     _read.cache_clear()
