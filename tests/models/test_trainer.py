@@ -173,7 +173,8 @@ def test_lora_trains_its_adapters_alone_and_merges(tmp_path, layout, checkpointi
     model.save_pretrained(tmp_path / "adapter")
     again = PeftModel.from_pretrained(make(layout), tmp_path / "adapter").eval()
     torch.testing.assert_close(again(tokens).logits, expected, rtol=0, atol=0)
-    torch.testing.assert_close(model.merge_and_unload()(tokens).logits, expected)
+    expected = model.double()(tokens).logits  # merging adds products to weights: in float32 its rounding is what is seen
+    torch.testing.assert_close(model.merge_and_unload()(tokens).logits, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_half_precision_trainer_trains_and_evaluates(tmp_path):
