@@ -9,7 +9,7 @@ import pytest
 import needlework
 
 PACKAGE = Path(needlework.__file__).parent
-FLOORS = ("data", "diagnostics", "eval", "experiment", "layers", "recipes", "train")
+FLOORS = ("data", "diagnostics", "eval", "experiment", "layers", "recipes", "testing", "train")
 
 
 def unannotated(body: list[ast.stmt], method: bool = False) -> Iterator[str]:

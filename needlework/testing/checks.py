@@ -66,11 +66,12 @@ def step_is_prefill(spec: OpSpec) -> None:
     B, T, slots = 2, 37, torch.tensor([2, -1, 0])
     inputs = make(spec, B, T)
     expected = outputs(whole(spec.chunk)(inputs))
-    table = spec.table(4)
+    assert spec.step is not None and spec.table is not None, f"{spec.name} has no step"
+    step, table = spec.step, spec.table(4)
     before = {name: x.clone() for name, x in leaves(table)}
     pad = torch.tensor([0, 0, 1])  # the padded row brings live values, which must go nowhere
     for t in range(T):
-        result = spec.step(**tokens(spec, inputs, lambda x, t=t: x[pad, t]), state=table, slots=slots)
+        result = step(**tokens(spec, inputs, lambda x, t=t: x[pad, t]), state=table, slots=slots)
         result = dict(leaves(result if isinstance(result, tuple) else (result,)))
         for (name, want), got in zip(expected.items(), result.values(), strict=True):
             assert_close({name: got[[0, 2]]}, {name: want[:, t]}, f"token {t}")

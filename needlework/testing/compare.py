@@ -61,7 +61,9 @@ def assert_close(a: dict[str, Tensor], b: dict[str, Tensor], what: str, bound: f
         assert error <= bound, f"{what}: {name} is off by {error:.2e} in relative norm, bound {bound:.0e}"
 
 
-def differentiate(call: Callable[[dict], object], inputs: dict[str, Tensor], seed: int = 7):
+def differentiate(
+    call: Callable[[dict], object], inputs: dict[str, Tensor], seed: int = 7
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Values of `call(inputs)` and the gradient of every floating input under fixed random cotangents."""
     inputs = {n: x.detach().requires_grad_(x.is_floating_point()) for n, x in inputs.items()}
     values = dict(leaves(call(inputs)))
@@ -93,5 +95,5 @@ def poisoned() -> Iterator[None]:
         memory.fill_uninitialized_memory = fill
 
 
-def whole(function: Callable, **settings) -> Callable[[dict], tuple]:
+def whole(function: Callable, **settings: Any) -> Callable[[dict], tuple]:
     return lambda inputs: function(**inputs, output_final_state=True, **settings)

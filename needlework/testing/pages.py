@@ -6,7 +6,7 @@ the decode, and a sequence of no tokens is a row without keys, whose direction i
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ class Served(NamedTuple):
 
 
 def served(
-    q: Tensor, k: Tensor, v: Tensor, *, impl: Impl = "torch", cu_seqlens: Tensor | None = None, output_final_state=False, **parameters
+    q: Tensor, k: Tensor, v: Tensor, *, impl: Impl = "torch", cu_seqlens: Tensor | None = None, output_final_state: bool = False,
+    **parameters: Any,
 ) -> Served:  # fmt: skip
     """Under impl="triton" by the kernels of `ops/polar/paged.py`, else as `chunk_polar` has it."""
     if impl != "triton":
@@ -80,8 +81,8 @@ def _read(q: Tensor, table: Tensor, ends: Tensor, early: Tensor, **settings) -> 
 
 
 def by_tokens(
-    form: Callable[..., tuple], q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, output_final_state=False,
-    **settings,
+    form: Callable[..., tuple], q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False, **settings: Any,
 ) -> Served:  # fmt: skip
     """The same of a form that sees all tokens."""
     ends = _ends(q, cu_seqlens)

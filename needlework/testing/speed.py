@@ -4,6 +4,8 @@ It reports and judges nothing: a test's verdict does not depend on how long it t
 """
 
 import resource
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ def cpu() -> float:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item):
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
     """With what it shares, if it is the first that asks for it."""
     began = cpu()
     result = yield
@@ -28,7 +30,7 @@ def pytest_runtest_setup(item):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     began = cpu()
     try:
         return (yield)
@@ -36,17 +38,17 @@ def pytest_runtest_call(item):
         item.user_properties.append(("own cpu", cpu() - began))
 
 
-def pytest_runtest_logreport(report):
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Also of the workers' tests: their reports come here."""
     if report.when == "teardown":
-        found = dict(report.user_properties)
+        found: dict[str, Any] = dict(report.user_properties)
         own = found.get("own cpu", 0.0)
         costs.append((own + found.get("cpu", 0.0), report.nodeid))
         if own > LIMIT and "slow" not in report.keywords:
             over.append(report.nodeid)
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("ten slowest, seconds of CPU")
     for seconds, test in sorted(costs, reverse=True)[:10]:
         terminalreporter.line(f"{seconds:6.1f}  {test}")

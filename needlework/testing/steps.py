@@ -13,7 +13,8 @@ from needlework.testing.compare import leaves, like, tokens, whole
 def by_steps(spec: OpSpec, inputs: dict[str, Tensor], R: int = 1) -> dict[str, Tensor]:
     """Outputs and final states of the rows as `recurrent` gives them, by steps of R tokens on a table in which slots are out of order,
     a padded row comes with every token, and one slot belongs to nobody. Pages have rows for all tokens, of the tokens' dtype."""
-    name = spec.tokens[0]
+    assert spec.step is not None, f"{spec.name} has no step"
+    step, name = spec.step, spec.tokens[0]
     B, T = inputs[name].shape[:2]
     device = inputs[name].device
     rows = torch.arange(B + 1, device=device) % B  # the padded row brings live values, which must go nowhere
@@ -30,7 +31,7 @@ def by_steps(spec: OpSpec, inputs: dict[str, Tensor], R: int = 1) -> dict[str, T
     by_token = defaultdict(list)
     for t in range(0, T, R):
         own = slice(t, t + R) if R > 1 else t
-        result = spec.step(**tokens(spec, inputs, lambda x, own=own: x[rows, own].contiguous()), state=table, slots=slots)
+        result = step(**tokens(spec, inputs, lambda x, own=own: x[rows, own].contiguous()), state=table, slots=slots)
         for field, x in leaves(result if isinstance(result, tuple) else (result,)):
             assert not x[-1].any(), "a padded row is not zero"
             by_token[field].append(x[:-1] if R > 1 else x[:-1, None])

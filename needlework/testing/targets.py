@@ -87,7 +87,7 @@ class Rows(NamedTuple):
     y: Tensor
 
 
-def l2norm(x: Tensor, impl: Impl = "torch", **_) -> Rows:
+def l2norm(x: Tensor, impl: Impl = "torch", **_: object) -> Rows:
     """Rows of unit norm; every form of it is the same, and no sequence is anything to it."""
     from needlework.ops.common.kernels.l2 import l2_rows
 
@@ -101,10 +101,10 @@ L2NORM = OpSpec(
 )  # fmt: skip
 
 
-def conv(x: Tensor, weight: Tensor, impl: Impl = "torch", cu_seqlens: Tensor | None = None, **_) -> Rows:
+def conv(x: Tensor, weight: Tensor, impl: Impl = "torch", cu_seqlens: Tensor | None = None, **_: object) -> Rows:
     """The short convolution with its SiLU; no operand of its sums is rounded."""
     parts = [x[0, 0].numel() // 2] * 2
-    y, _ = causal_conv(x.flatten(2), weight.flatten(0, 1), cu_seqlens=cu_seqlens, parts=parts, after="silu", impl=impl)
+    y = causal_conv(x.flatten(2), weight.flatten(0, 1), cu_seqlens=cu_seqlens, parts=parts, after="silu", impl=impl)[0]
     return Rows(torch.cat(y, -1).view_as(x))
 
 
