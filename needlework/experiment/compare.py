@@ -48,7 +48,7 @@ def compare(
         entries = work(directories, table, console, workers)
         if len(entries) < len(recipes):
             return None
-        outcome = results(name, recipes, corpus.manifest, [entries[path] for path in directories])
+        outcome: Any = results(name, recipes, corpus.manifest, [entries[path] for path in directories])
         save_results(outcome, directory / "results.json")
         write_report(outcome, directory / "report.html")
     return outcome

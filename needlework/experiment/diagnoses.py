@@ -28,6 +28,7 @@ def diagnose(
 ) -> dict[str, Any]:
     """{diagnosis: one dict a layer} of the rules that the model has, on rows of T tokens, and the norm of recurrent states at each of
     `lengths`. once keeps each diagnosis. ask is called at every token of a walk; what it raises ends the walk."""
+    assert model.config.mixers is not None  # a dict once the config is made
     ids, needle = needle_in_text(corpus, seed, T)
     chunks = {m["write"]["content_chunk"] for m in model.config.mixers.values() if m.get("write", {}).get("kind") == "carve"}
     made = {

@@ -104,6 +104,7 @@ def questions(corpus: Corpus, evaluation: Evaluation, task: str, T: int) -> Epis
 
 def documents(corpus: Corpus, evaluation: Evaluation) -> Tensor:
     """The long documents whose loss is measured by position, [rows positions+1]."""
+    assert evaluation.positions is not None
     return long_documents(corpus, evaluation.rows, evaluation.positions + 1).input_ids
 
 
@@ -130,6 +131,7 @@ def go_on(read: Callable, corpus: Corpus, evaluation: Evaluation) -> list[dict[s
 def by_position(read: Callable, corpus: Corpus, evaluation: Evaluation, batch_size: int) -> dict[str, Any]:
     """Nats per token of long documents in stretches that double: {"from": [0, 128, 256, …], "loss": […], "rows": n}."""
     T = evaluation.positions
+    assert T is not None
     rows = documents(corpus, evaluation)
     cuts = [1 << n for n in range(7, T.bit_length() - (T & (T - 1) == 0))]
     found = loss(read, rows, batch_size=batch_size, buckets=tuple(cuts))

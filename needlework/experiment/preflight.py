@@ -19,6 +19,7 @@ def check(recipe: Recipe, corpus: Corpus, world: World | None = None) -> None:
     try:
         with torch.random.fork_rng([]):
             _train(recipe, corpus, World() if world is None else world)
+            assert recipe.model.mixers is not None  # a dict once the config is made
             check_measurement(recipe.model.mixers, corpus, recipe.evaluate)
     except (ValueError, ImportError) as error:
         raise ValueError(f"recipe {recipe.name}: {error}") from error
@@ -35,7 +36,7 @@ def _train(recipe: Recipe, corpus: Corpus, world: World) -> None:
         summary_writer()
     if recipe.loss == "liger":
         liger(model.softcap, "cuda" if torch.cuda.is_available() else "cpu")
-    step = 0
+    step, batch = 0, None
     for phase in recipe.phases:
         batch = recipe.batch(corpus, step * train.accumulate)
         world.own(batch.labels)
@@ -44,6 +45,7 @@ def _train(recipe: Recipe, corpus: Corpus, world: World) -> None:
         step += phase.steps
     if world.sequence > 1 and recipe.objective is not None and recipe.objective.distractor is not None:
         raise ValueError("objective: a distractor needs whole sequences, parallel.sequence cuts them")
+    assert batch is not None  # a recipe has a phase
     _rehearse(recipe, batch)
 
 

@@ -1,6 +1,7 @@
 """The model in a checkpoint's folder: config.json and model.safetensors (or its parts and their index)."""
 
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -30,11 +31,12 @@ def load_model(folder: Path, config: NeedleworkConfig | None = None) -> Needlewo
         read_json(folder / INDEX)  # transformers' own error does not name a torn file
     disable_progress_bar()
     try:
-        model, found = NeedleworkForCausalLM.from_pretrained(
+        loaded: Any = NeedleworkForCausalLM.from_pretrained(  # a pair, with output_loading_info
             folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except SafetensorError as error:
         raise ValueError(f"{folder}: model.safetensors, or a part of it, is torn ({error})") from None
+    model, found = loaded
     wrong = {what: sorted(map(str, names)) for what, names in found.items() if names}
     if wrong:
         differing = "; ".join(f"{what.replace('_', ' ')}: {', '.join(names[:4])}" for what, names in wrong.items())

@@ -110,7 +110,7 @@ class Recipe:
             first += phase.steps
         raise ValueError(f"step {step}: the recipe has {first}")
 
-    def losses(self, model: NeedleworkForCausalLM, piece: Piece) -> Losses:
+    def losses(self, model: torch.nn.Module, piece: Piece) -> Losses:
         """The loss terms of one rank's part of a micro-batch."""
         return model(
             piece.input_ids,
@@ -146,10 +146,10 @@ OWN_TEXT = 1 << 28  # bytes of one's own text that are read into memory, where t
 
 def with_corpus(recipe: Recipe, paths: Iterable[str | Path]) -> Recipe:
     """The recipe on the text of `paths` and with the tokenizer that it had: a store stays one, of the same vocabulary; bytes stay bytes."""
-    paths = tuple(map(str, paths))
+    names = tuple(map(str, paths))
     if isinstance(recipe.corpus, StoreConfig):
-        return replace(recipe, corpus=replace(recipe.corpus, source=Files(paths=paths)))
-    return replace(recipe, corpus=replace(recipe.corpus, kind="files", paths=paths, max_bytes=OWN_TEXT))
+        return replace(recipe, corpus=replace(recipe.corpus, source=Files(paths=names)))
+    return replace(recipe, corpus=replace(recipe.corpus, kind="files", paths=names, max_bytes=OWN_TEXT))
 
 
 def text(recipe: Recipe, corpora: Path) -> Corpus:

@@ -113,7 +113,8 @@ def finish(
     """Measures the saved checkpoint and writes result.json. Raises Stopped if `stop` says so; the next call resumes."""
     checkpoint = directory / "checkpoint"
     pieces = Pieces(directory, measurement(checkpoint, corpus, recipe.evaluate, device))
-    kept = lambda config: load_model(checkpoint, config).to(device)
+    # transformers wraps `to` as a function, and the checker takes its first argument for the model
+    kept = lambda config: load_model(checkpoint, config).to(device)  # pyrefly: ignore[bad-argument-type]
     model = kept(recipe.model)
     # the call that trained comes here first: a call that resumes a measurement has timed no steps
     log = curves(directory / "training" / "log.jsonl")
