@@ -195,7 +195,7 @@ def test_float32_is_within_the_error_budget(rule, style):
     assert_within_budget(figures(make(rule, 200, style=style), torch.float32))
 
 
-@pytest.mark.parametrize("size", chosen([1e-6, 1.0, 1e4], quick=[1e-6]))
+@pytest.mark.parametrize("size", chosen([1e-6, 1.0, 4e3], quick=[1e-6]))  # at 1e4 dk is 70,151, which float16 does not hold
 def test_float16_gradients_of_any_size_are_within_the_error_budget(size):
     p = make("kda", 200)
     assert_within_budget(figures(p._replace(do=size * p.do, dstate=size * p.dstate), torch.float16))
