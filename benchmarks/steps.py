@@ -1,6 +1,6 @@
 """One token for many sequences: what share of the copy bandwidth it reaches, replayed from a CUDA graph.
 
-In place: tokens are bfloat16, states float32; only the matrix state's bytes are counted, read and written once. Polar on pages: all
+In place: tokens are bfloat16, states float32; only the matrix state's bytes are counted, read and written once. Attention over pages: all
 bfloat16, keys and values are read once.
 """
 
@@ -17,10 +17,9 @@ from torch import Tensor
 from needlework.ops.api import OpSpec
 from needlework.ops.carve.state import empty_state as empty_carve
 from needlework.ops.ccq.state import empty_state as empty_ccq
-from needlework.ops.polar import decode_polar
+from needlework.ops.paged import paged_attention, paged_differential, paged_polar
 from needlework.testing.compare import leaves, tokens, whole
 from needlework.testing.errors import error_over_budget, operand
-from needlework.testing.pages import PAGES
 
 SHAPE = {"B": 512, "T": 1, "H": 8, "K": 128, "V": 128}
 BAR = 0.85
@@ -81,16 +80,22 @@ def _curvature(B: int, H: int, K: int, V: int, device: torch.device | str) -> tu
 
 
 PAGE = 16
+# row -> the read-out over pages, and the spec that it is judged by
+READ_OUTS: dict[str, tuple[Callable[..., object], OpSpec]] = {
+    "polar/decode": (paged_polar, spec_of("paged/polar")),
+    "paged/softmax": (paged_attention, spec_of("paged/softmax")),
+    "paged/differential": (paged_differential, spec_of("paged/differential")),
+}
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Polar's newest token of B sequences of T tokens, q8 kv2 d128, on shuffled pages."""
+    """The newest token of B sequences of T tokens, q8 kv2 d128, on shuffled pages."""
 
+    op: str
     B: int
     T: int
     bar: float
-    op = "polar/decode"
     kind = "share"
     dtype = "bfloat16"
 
@@ -102,24 +107,31 @@ class Decode:
     def shape(self) -> dict[str, int]:
         return {"B": self.B, "T": self.T, "H": 2, "K": 128, "V": 128}
 
+    def inputs(self, generator: torch.Generator, B: int, T: int, K: int, V: int) -> dict[str, Tensor]:
+        x = polar_inputs(generator, B, T, 2, K, V) | {"lam": torch.full((8,), 0.5, device=generator.device)}
+        names = READ_OUTS[self.op][1].inputs(torch.Generator(), 1, 1, "random")
+        return {name: x[name] for name in names}
+
     def judge(
         self, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, T: int = 200, K: int = 128, V: int = 128
     ) -> float:  # fmt: skip
         """The outputs' largest error ÷ budget, of decode and prefill on pages."""
-        x = polar_inputs(torch.Generator(device=device).manual_seed(0), 2, T, 2, K, V)
-        x = {name: y.to(dtype if name in PAGES.half else torch.float32) for name, y in x.items()}
+        spec = READ_OUTS[self.op][1]
+        x = self.inputs(torch.Generator(device=device).manual_seed(0), 2, T, K, V)
+        x = {name: y.to(dtype if name in spec.half else torch.float32) for name, y in x.items()}
         wide, single = ({name: y.to(kind) for name, y in x.items()} for kind in (torch.float64, torch.float32))
         half = operand(dtype)
         found = (
-            PAGES.chunk(**x, impl="triton"), PAGES.recurrent(**wide), PAGES.recurrent(**single, operand=half),
-            PAGES.literal(**single, operand=half),
+            spec.chunk(**x, impl="triton"), spec.recurrent(**wide), spec.recurrent(**single, operand=half),
+            spec.literal(**single, operand=half),
         )  # fmt: skip
         return max(error_over_budget(*(y for _, y in way), None)[0] for way in zip(*map(leaves, found), strict=True))
 
     def time(self, device: torch.device | str) -> tuple[float, int]:
         generator = torch.Generator(device=device).manual_seed(0)
-        x = polar_inputs(generator, self.B, 1, 2, 128, 128)
-        parameters = {name: y.float() for name, y in x.items() if name not in PAGES.half}
+        attend, spec = READ_OUTS[self.op]
+        x = self.inputs(generator, self.B, 1, 128, 128)
+        parameters = {name: y.float() for name, y in x.items() if name not in spec.half}
         count = self.T // PAGE
         k, v = (
             torch.randn(self.B * count, PAGE, 2, 128, generator=generator, device=device, dtype=torch.bfloat16)
@@ -128,13 +140,15 @@ class Decode:
         table = torch.randperm(self.B * count, generator=generator, device=device).view(self.B, count).int()
         where = {"block_table": table, "length": torch.full((self.B,), self.T, dtype=torch.int32, device=device)}
         q = x["q"][:, 0].bfloat16().contiguous()
-        call = partial(decode_polar, q, k, v, **parameters, **where, impl="triton")
+        call = partial(attend, q, k, v, **parameters, **where, impl="triton")
         return median(replay(call)), k.nbytes + v.nbytes
 
 
 def steps() -> Iterator[Step | Decode]:
     for B, T, bar in ((8, 65536, 0.85), (64, 8192, 0.85), (1, 65536, 0.4)):
-        yield Decode(B, T, bar)
+        yield Decode("polar/decode", B, T, bar)
+    for op in ("paged/softmax", "paged/differential"):
+        yield Decode(op, 64, 8192, 0.85)
     yield Step("gated", spec_of("delta/gated"), partial(inputs, extra=("beta",)), _matrix)
     yield Step("qdelta", spec_of("qdelta"), partial(inputs, extra=("beta", "lam")), _matrix)
     yield Step("kda", spec_of("delta/kda"), partial(inputs, gate="channel", extra=("beta",)), _matrix)

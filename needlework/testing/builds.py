@@ -41,7 +41,7 @@ class Task(NamedTuple):
     K: int
     V: int
     sm: int
-    variants: bool  # all of a kernel, or the one with the most arguments
+    variants: bool  # all of a kernel, or the one with the most arguments, and of those on a slot table likewise
 
 
 def tasks(full: bool) -> list[Task]:
@@ -81,7 +81,8 @@ def _compile(task: Task) -> list[Build]:
     module = importlib.import_module(f"needlework.ops.{task.file}")
     cases = module.compile_cases(row, getattr(torch, task.dtype), task.K, task.V)
     if not task.variants:
-        cases = {case.kernel: case for case in sorted(cases, key=lambda case: len(case.signature))}.values()
+        by_arguments = sorted(cases, key=lambda case: len(case.signature))
+        cases = {(case.kernel, "p_slots" in case.signature): case for case in by_arguments}.values()
     builds = []
     for case in cases:
         try:

@@ -64,7 +64,7 @@ def assert_close(a: dict[str, Tensor], b: dict[str, Tensor], what: str, bound: f
 def differentiate(
     call: Callable[[dict], object], inputs: dict[str, Tensor], seed: int = 7
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Values of `call(inputs)` and the gradient of every floating input under fixed random cotangents."""
+    """Values of `call(inputs)` and the gradient of every floating input under fixed random cotangents; none where no value has one."""
     inputs = {n: x.detach().requires_grad_(x.is_floating_point()) for n, x in inputs.items()}
     values = dict(leaves(call(inputs)))
     generator = torch.Generator().manual_seed(seed)
@@ -74,6 +74,8 @@ def differentiate(
             # eighths: the same cotangent in every precision
             weight = torch.randint(-16, 17, value.shape, generator=generator) / 8
             loss = loss + (value * weight.to(value)).double().sum()
+    if not any(value.requires_grad for value in values.values()):
+        return values, {}
     names = [n for n, x in inputs.items() if x.requires_grad]
     gradients = torch.autograd.grad(loss, [inputs[n] for n in names], allow_unused=True)
     return {n: v.detach() for n, v in values.items()}, {

@@ -8,7 +8,7 @@ the denylist (`ops/runtime/denylist.py`) and is never taken here again. Which ru
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -120,6 +120,6 @@ def warning(facts: dict[str, Any], arch: tuple[int, int]) -> str | None:
         )
 
 
-def report(rows: list[NamedTuple], known: dict[str, Any], seconds: float) -> dict[str, Any]:
+def report(rows: Sequence[NamedTuple], known: dict[str, Any], seconds: float) -> dict[str, Any]:
     made = {"made": time.strftime("%Y-%m-%d %H:%M:%S"), "seconds": round(seconds, 1)}
     return {**made, **known, "denylist": str(denylist.path()), "rows": [row._asdict() for row in rows]}

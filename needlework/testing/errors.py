@@ -8,6 +8,7 @@ case and one head together. At p = float32 every operation is IEEE float32; at p
 matrix or outer product is rounded once and products are summed in float32.
 """
 
+import math
 from collections.abc import Callable, Container, Mapping
 
 import torch
@@ -35,6 +36,11 @@ def norms(x: Tensor, head_axis: int | None) -> Tensor:
     return x.movedim(head_axis, 0).flatten(1).norm(dim=1)
 
 
+def in_budgets(error: Tensor, budget: Tensor) -> Tensor:
+    """error ÷ budget: 0 where there is no error, ∞ where the budget alone is 0, and ∞ where a NaN leaves nothing to compare."""
+    return torch.where(error == 0, 0.0, error / budget).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
 def error_over_budget(
     fast: Tensor, exact: Tensor, definition: Tensor, literal: Tensor, head_axis: int | None
 ) -> tuple[float, int]:
@@ -44,8 +50,7 @@ def error_over_budget(
     rounding = norms(exact.to(fast.dtype).double() - exact, head_axis)
     budget = 2 * torch.stack([rho, kappa, rounding]).amax(0)
     error = norms(fast.double() - exact, head_axis)
-    # where the definition itself is exact (0 / 0) any error at all is over budget
-    ratio = torch.where(error == 0, torch.zeros_like(error), error / budget)
+    ratio = in_budgets(error, budget)
     head = int(ratio.argmax())
     return float(ratio[head]), head
 

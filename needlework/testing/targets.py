@@ -4,19 +4,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, OpSpec
-from needlework.ops.common.conv import causal_conv
+from needlework.ops.common.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
 from needlework.ops.common.unit import unit_rows
 from needlework.ops.runtime.denylist import denied
 from needlework.ops.runtime.launch_configs import LaunchConfig, rows
 from needlework.ops.specs import specs
-from needlework.testing.pages import PAGES
+from needlework.testing.lucid_pages import LUCID_PAGES
 
 # launch table -> the files that hold its kernels
 ENGINES = {
@@ -25,6 +25,8 @@ ENGINES = {
         "delta.channel.intra",
         "delta.channel.scan",
         "delta.channel.backward",
+        "common.kernels.slots",
+        "common.kernels.slot_rows",
         "carve.feedback.forward",
         "carve.feedback.backward",
     ),
@@ -36,8 +38,9 @@ ENGINES = {
     "common/conv": ("common.kernels.conv",),
     "lucid/solve": ("lucid.solve.launches",),
     "lucid/step": ("lucid.step",),
+    "lucid/pages": ("lucid.solve.by_table",),
     "polar/attention": ("polar.attention.op",),
-    "polar/paged": ("polar.serving.op",),
+    "paged/paged": ("paged.engine.op",),
 }
 
 
@@ -74,12 +77,18 @@ RULES = (
     Rule("ccq", "ccq/curvature", "ccq/step", keys_alone=True),
     Rule("l2norm", "common/l2", None, covers=True, keys_alone=True),
     Rule("conv", "common/conv", None, covers=True, keys_alone=True),
+    Rule("conv/slots", "common/conv", None, covers=True, keys_alone=True),
     _pairs("lucid", "lucid/solve", "lucid/step", covers=True, several=True),
     _pairs("lucid/beta", "lucid/solve", "lucid/step", several=True),
     _pairs("lucid/rowmax-window", "lucid/solve", "lucid/step", several=True),
-    _pairs("polar", "polar/attention", "polar/paged", covers=True),
-    _pairs("polar/window", "polar/attention", "polar/paged"),
-    _pairs("polar/pages", "polar/paged", None, covers=True),
+    _pairs("lucid/pages", "lucid/pages", None, covers=True),
+    _pairs("lucid/window-pages", "lucid/pages", None),
+    _pairs("lucid/rowmax-pages", "lucid/pages", None),
+    _pairs("polar", "polar/attention", "paged/paged", covers=True),
+    _pairs("polar/window", "polar/attention", "paged/paged"),
+    _pairs("paged/softmax", "paged/paged", None, covers=True),
+    _pairs("paged/differential", "paged/paged", None, covers=True),
+    _pairs("paged/polar", "paged/paged", None, covers=True),
 )
 
 
@@ -103,15 +112,51 @@ L2NORM = OpSpec(
 
 def conv(x: Tensor, weight: Tensor, impl: Impl = "torch", cu_seqlens: Tensor | None = None, **_: object) -> Rows:
     """The short convolution with its SiLU; no operand of its sums is rounded."""
-    parts = [x[0, 0].numel() // 2] * 2
-    y = causal_conv(x.flatten(2), weight.flatten(0, 1), cu_seqlens=cu_seqlens, parts=parts, after="silu", impl=impl)[0]
+    y = causal_conv(x.flatten(2), weight.flatten(0, 1), None, cu_seqlens, **_short(x, impl))[0]
     return Rows(torch.cat(y, -1).view_as(x))
 
 
+def conv_in_two(x: Tensor, weight: Tensor, impl: Impl = "torch", cu_seqlens: Tensor | None = None, **_: object) -> Rows:
+    """The same, the second half of every row from the state that the first one left."""
+    if cu_seqlens is not None:
+        return conv(x, weight, impl, cu_seqlens)
+    line, weight, given, half = x.flatten(2), weight.flatten(0, 1), _short(x, impl), x.shape[1] // 2
+    first, state = causal_conv(line[:, :half], weight, **given)
+    second = causal_conv(line[:, half:], weight, state, **given)[0]
+    return Rows(torch.cat([torch.cat(first, -1), torch.cat(second, -1)], 1).view_as(x))
+
+
+def conv_on_slots(x: Tensor, weight: Tensor, impl: Impl = "torch", cu_seqlens: Tensor | None = None, **_: object) -> Rows:
+    """The same on a table that held NaN: two calls and, at the end of every row, two steps."""
+    if impl != "triton":  # steps have the environment alone to choose by
+        return conv(x, weight, impl, cu_seqlens)
+    line, weight, given = x.flatten(2), weight.flatten(0, 1), _short(x, impl)
+    T, N = line.shape[1], len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+    table = {
+        "state": line.new_full((2 * N, 3, line.shape[2]), torch.nan),
+        "slots": torch.arange(2 * N - 1, 0, -2, device=x.device),
+    }
+    fresh = torch.ones(N, dtype=torch.bool, device=x.device)
+    if cu_seqlens is not None:
+        return Rows(torch.cat(causal_conv_slots(line, weight, cu_seqlens, **table, fresh=fresh, **given), -1).view_as(x))
+    cut, last = T // 2, T - 2
+    y = [causal_conv_slots(line[:, :cut], weight, **table, fresh=fresh, **given)]
+    y.append(causal_conv_slots(line[:, cut:last], weight, **table, **given))
+    del given["impl"]
+    y += [[part[:, None] for part in step_conv(line[:, t], weight, **table, **given)] for t in range(last, T)]
+    return Rows(torch.cat([torch.cat(parts, -1) for parts in y], 1).view_as(x))
+
+
+def _short(x: Tensor, impl: Impl) -> dict[str, Any]:
+    return {"parts": [x[0, 0].numel() // 2] * 2, "after": "silu", "impl": impl}
+
+
 CONV = replace(
-    L2NORM, name="conv", chunk=conv, recurrent=conv, literal=conv,
+    L2NORM, name="conv", chunk=conv_in_two, recurrent=conv, literal=conv,
     inputs=lambda generator, B, T, style: {"x": normal(generator, B, T, 1, 16), "weight": normal(generator, 1, 16, 4)},
 )  # fmt: skip
+CONV_SLOTS = replace(CONV, name="conv/slots", chunk=conv_on_slots, skip={"gradients": "a table has none"})
+CONVOLUTIONS = CONV, CONV_SLOTS
 
 STYLES = ("random", "identical", "strong")
 SIZES = ((16, 16), (32, 32), (100, 60), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))  # K, V
@@ -135,18 +180,18 @@ def _square(chosen: list[tuple[int, int]], keys_alone: bool) -> list[tuple[int, 
 
 
 def spec_of(rule: str) -> OpSpec:
-    return next(spec for spec in (*specs(), L2NORM, CONV, PAGES) if spec.name == rule)
+    return next(spec for spec in (*specs(), L2NORM, *CONVOLUTIONS, *LUCID_PAGES) if spec.name == rule)
 
 
 def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K: int, V: int) -> dict[str, Tensor]:
     """The rule's inputs at these sizes: one key head, and two value heads where its values may be grouped. Attention has two
-    key-value heads, and Polar two query heads for each.
+    key-value heads, and where it has queries two query heads for each.
 
     Its spec says which arguments there are, and how many axes each has; their names say what they hold.
     """
     if rule.startswith("lucid"):
         return spec_of(rule).inputs(generator, B, T, style, H=2, K=K, V=V)
-    if rule.startswith("polar"):
+    if rule.startswith(("polar", "paged")):
         return spec_of(rule).inputs(generator, B, T, style, Hq=4, Hkv=2, d=K, V=V)
     given = spec_of(rule).inputs(torch.Generator().manual_seed(0), 1, 1, style)
     HV = 1 if "f" in given else 2

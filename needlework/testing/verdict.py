@@ -18,7 +18,7 @@ from needlework.ops.qdelta.spec import growing
 from needlework.ops.runtime import launch_configs
 from needlework.testing.checks import ENOUGH
 from needlework.testing.compare import differentiate, leaves, poisoned, whole
-from needlework.testing.errors import norms, operand
+from needlework.testing.errors import in_budgets, norms, operand
 from needlework.testing.steps import by_definition, by_steps
 from needlework.testing.targets import RULES, sample, spec_of, styles
 
@@ -226,8 +226,7 @@ def over_budget(
     budget = 2 * torch.stack(own).amax(0)
     if floor is not None:
         budget += norms(floor.reshape(groups, -1), 0)
-    ratio = torch.where(error == 0, torch.zeros_like(error), error / budget)
-    return ratio.tolist()
+    return in_budgets(error, budget).tolist()
 
 
 def _inputs(task: Task, spec: OpSpec, form: str, seed: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:

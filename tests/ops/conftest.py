@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +15,30 @@ def hastened():
 
     with hastened():
         yield
+
+
+@pytest.fixture
+def bfloat16_in_the_interpreter(monkeypatch):
+    """Products of bfloat16 are its numbers', and what becomes bfloat16 is rounded: the interpreter has it as a uint16."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def numbers(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, d, *others):
+        return dot(self, numbers(a), numbers(b), d, *others)
+
+    def cast_impl(self, x, to):
+        if to.scalar == tl.bfloat16 and x.dtype.scalar == tl.float32:
+            rounded = torch.from_numpy(np.ascontiguousarray(x.data)).to(torch.bfloat16).view(torch.uint16)
+            return TensorHandle(rounded.numpy(), to.scalar)
+        return cast(self, x, to)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast_impl)

@@ -7,12 +7,14 @@ from functools import partial
 import pytest
 import torch
 
-from needlework.ops.common.conv import causal_conv
-from needlework.ops.polar import decode_polar, prefill_polar
+from needlework.ops.common.conv import causal_conv, causal_conv_slots, step_conv
+from needlework.ops.lucid import solve_pages
+from needlework.ops.paged import paged_attention, paged_differential, paged_polar, write_pages
 from needlework.ops.specs import specs
 from needlework.testing.compare import make, tokens
 
-ALL = pytest.mark.parametrize("spec", specs(), ids=lambda spec: spec.name)
+# of attention over pages the specs' forms are no public functions, and have no step
+ALL = pytest.mark.parametrize("spec", [spec for spec in specs() if spec.step], ids=lambda spec: spec.name)
 NO_TENSORS = (None, [[0.5]], 0.5, "k")
 T = 6
 
@@ -117,18 +119,53 @@ def test_a_convolution_names_what_it_cannot_take():
         ("cu_seqlens", [0, T]),
     ):
         refused(causal_conv, name, value, **{"x": x, "weight": weight})
+    state = torch.zeros(1, 2, 4)
+    for call in (causal_conv, causal_conv_slots, step_conv):
+        x = torch.ones(1, 4) if call is step_conv else torch.ones(1, T, 4)
+        for value in ([1.0], state[0], state[:, :1], state[..., :3], state[:0]):
+            refused(call, "state", value, x=x, weight=weight)
+        if call is causal_conv:
+            continue
+        refused(call, "state", None, x=x, weight=weight)
+        for value in ([0], torch.tensor([0.0]), torch.tensor([0, 0]), torch.tensor([True])):
+            refused(call, "slots", value, x=x, weight=weight, state=state)
+    for value in ([True], torch.tensor([1]), torch.tensor([True, False])):
+        refused(causal_conv_slots, "fresh", value, x=x[:, None], weight=weight, state=state)
 
 
-def test_attention_on_pages_names_what_it_cannot_take():
+def test_attention_over_pages_names_what_it_cannot_take():
     spec = next(spec for spec in specs() if spec.name == "polar")
-    inputs = make(spec, 1, T)
-    pages = {"k": inputs["k"], "v": inputs["v"], "block_table": torch.zeros(1, 1).int(), "length": torch.tensor([T]).int()}
-    decode = tokens(spec, inputs, lambda x: x[:, -1]) | pages
-    prefill = inputs | pages | {"cu_seqlens": torch.tensor([0, T])}
-    decode_polar(**decode), prefill_polar(**prefill)
-    for form, given in ((decode_polar, decode), (prefill_polar, prefill)):
-        for name in given:
+    inputs = make(spec, 1, 16)
+    k, v, parameters = inputs["k"], inputs["v"], {n: x for n, x in inputs.items() if n not in "qkv"}
+    pages = {"k_pages": k, "v_pages": v, "block_table": torch.zeros(1, 1).int(), "length": torch.tensor([16]).int()}
+    decode = pages | {"q": inputs["q"][0, -1:]}
+    prefill = pages | {"q": inputs["q"][0, -T:], "cu_seqlens": torch.tensor([0, T])}
+    for form, own in ((paged_attention, {}), (paged_differential, {"lam": torch.tensor(0.5)}), (paged_polar, parameters)):
+        for call in (decode, prefill):
+            call = call | own
+            form(**call)
+            for name in call:
+                for value in NO_TENSORS:
+                    if name != "cu_seqlens" or value is not None:
+                        refused(form, name, value, **call)
+        for value in ("a list", "a number", "empty", "floats", "not from 0", "past T"):
+            refused(form, "cu_seqlens", CU_SEQLENS[value], **prefill | own)
+    new = {"k": k[0], "v": v[0], "k_pages": k, "v_pages": v, "rows": torch.arange(16)}
+    for name in new:
+        for value in NO_TENSORS:
+            refused(write_pages, name, value, **new)
+
+
+def test_a_solve_on_pages_names_what_it_cannot_take():
+    spec = next(spec for spec in specs() if spec.name == "lucid/beta")
+    inputs = {name: x[0] for name, x in make(spec, 1, T).items()} | {"precondition": "beta"}
+    page = lambda x: x.new_zeros(1, 16, *x.shape[1:])
+    given = inputs | {"k_pages": page(inputs["k"]), "y_pages": page(inputs["v"]), "block_table": torch.zeros(1, 1).int()}
+    given |= {"length": torch.tensor([T]), "rows": torch.arange(T), "cu_seqlens": torch.tensor([0, T])}
+    for impl in ("torch", "reference"):
+        solve_pages(**given, impl=impl)
+        for name in given.keys() - {"precondition", "cu_seqlens"}:
             for value in NO_TENSORS:
-                refused(form, name, value, **given)
-    for value in ("a list", "a number", "empty", "floats", "not from 0", "not to T", "past T"):
-        refused(prefill_polar, "cu_seqlens", CU_SEQLENS[value], **prefill)
+                refused(solve_pages, name, value, **given, impl=impl)
+        for value in CU_SEQLENS.keys() - {"not to T"}:
+            refused(solve_pages, "cu_seqlens", CU_SEQLENS[value], **given, impl=impl)

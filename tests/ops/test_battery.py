@@ -20,6 +20,7 @@ REPRESENTATIVES = (
     "lucid/rowmax-window",
     "polar/window",
     "polar/grouped",
+    "paged/polar",
 )
 HALVES = [partial(checks.error_budget, dtypes=(dtype,)) for dtype in (torch.float16, torch.bfloat16)]
 COSTLY = (checks.compiles_without_a_graph_break, HALVES[0])
@@ -54,3 +55,7 @@ def test_battery(spec, check):
 
 def test_every_op_has_its_representative():
     assert {name.partition("/")[0] for name in REPRESENTATIVES} == {spec.name.partition("/")[0] for spec in specs()}
+
+
+def test_the_chunk_forms_that_take_a_slot_table_are_these():
+    assert {spec.name.partition("/")[0] for spec in specs() if checks.takes_slots(spec)} == {"carve", "ccq", "delta", "qdelta"}

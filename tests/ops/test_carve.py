@@ -319,7 +319,7 @@ def staleness(L: int, T: int = 384, dim: int = 32, r: int = 8) -> float:
 def test_a_content_signal_one_chunk_old_moves_the_output_little():
     """Table 4: 0.18 % on trained activations, flat for L = 16 … 128. Here below that, and far from growing with L."""
     deviation = {L: staleness(L) for L in (16, 32, 64, 128)}
-    assert max(deviation.values()) < 1.8e-3, deviation
+    assert all(x < 1.8e-3 for x in deviation.values()), deviation
     assert deviation[128] / deviation[16] < 128 / 16, deviation
 
 

@@ -1,12 +1,15 @@
-"""The causal convolution against torch's own, and its state."""
+"""The causal convolution against torch's own and a loop over tokens, and its state: given, and on a table of slots."""
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from needlework.ops.common.conv import causal_conv
+from needlework.ops.common.conv import causal_conv, causal_conv_slots, step_conv
+from needlework.testing.compare import EXACT, relative
+from needlework.testing.rows import covering
 
 AFTER = {"none": lambda c, x: c, "silu": lambda c, x: F.silu(c), "add": lambda c, x: x + c}
 
@@ -65,12 +68,131 @@ def test_packed_documents_do_not_see_one_another():
         assert torch.equal(state[n : n + 1], last)
 
 
-@pytest.mark.parametrize(
-    ("width", "state", "message"),
-    ((4, torch.zeros(2, 3, 5), "a state is given"), (5, None, "5 taps, at most 4")),
+class Table(NamedTuple):
+    """Slots that lie apart, and the memory around them: what no sequence owns is NaN, and so is what a fresh one owns."""
+
+    memory: torch.Tensor  # [S 3 past C]
+    slots: torch.Tensor
+    fresh: torch.Tensor | None
+
+    @classmethod
+    def of(cls, slots, fresh, past: int, C: int, dtype: torch.dtype = torch.float64) -> "Table":
+        memory = torch.full((9, 3, past, C), torch.nan, dtype=dtype)
+        generator = torch.Generator().manual_seed(9)
+        for slot, new in zip(slots, fresh or [False] * len(slots), strict=True):
+            if slot >= 0 and not new:
+                memory[slot, 1] = torch.randn(past, C, generator=generator).to(dtype)
+        return cls(memory, torch.tensor(slots), None if fresh is None else torch.tensor(fresh))
+
+    @property
+    def state(self) -> torch.Tensor:
+        return self.memory[:, 1]
+
+    def bytes(self) -> torch.Tensor:
+        return self.memory.view(torch.uint8)
+
+
+def by_loop(x: torch.Tensor, weight: torch.Tensor, held: torch.Tensor, after: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence x [T C] after the inputs `held` [past C]: y, and the last inputs as `held` keeps them."""
+    line = [row.to(x.dtype) for row in held]
+    y = []
+    for token in x:
+        line.append(token)
+        c = sum(tap * row for tap, row in zip(weight.unbind(-1), line[-weight.shape[1] :], strict=True))
+        y.append(AFTER[after](c, token))
+    kept = [*held, *x.to(held.dtype)][-len(held) :]
+    return torch.stack(y) if y else x, torch.stack(kept)
+
+
+def by_loops(x: torch.Tensor, weight: torch.Tensor, ends, table: Table, after: str) -> tuple[torch.Tensor, Table]:
+    """y [B T C], and the table after it."""
+    rows = [x[0, a:b] for a, b in pairwise(ends)] if ends else list(x)
+    memory, found = table.memory.clone(), []
+    for n, (row, slot) in enumerate(zip(rows, table.slots.tolist(), strict=True)):
+        new = slot < 0 or (table.fresh is not None and bool(table.fresh[n]))
+        y, last = by_loop(row, weight, torch.zeros_like(memory[0, 1]) if new else memory[slot, 1], after)
+        found.append(y)
+        if slot >= 0:
+            memory[slot, 1] = last
+    return torch.cat(found)[None] if ends else torch.stack(found), table._replace(memory=memory)
+
+
+# tokens, or the ends of packed sequences; taps; parts; slots; fresh
+SERVED = (
+    (1, 4, None, [5, -1, 0], None),
+    (2, 4, (1, 18, 1), [8, 2, -1], [True, False, False]),
+    (3, 3, None, [3, 1, 0], [False, True, True]),
+    (70, 2, (3, 17), [-1, 7, 4], [False, False, True]),
+    ([0, 1, 1, 3, 6, 76], 4, (8, 12), [5, 0, 3, -1, 2], [False, False, True, False, False]),
+    ([0, 0, 2, 2, 4, 13], 3, None, [4, 1, 0, -1, 7], [True, False, False, True, False]),
+    ([0, 7, 8, 8, 16], 4, None, [3, 2, 1, 0], None),
 )
-def test_what_the_kernels_do_not_take_is_named(width, state, message, monkeypatch):
+
+
+def check_slots_are_the_loop(impl: str, sizes, after: str, dtype: torch.dtype) -> None:
+    tokens, width, parts, slots, fresh = sizes
+    ends = tokens if isinstance(tokens, list) else None
+    x, weight = inputs(ends[-1] if ends else tokens, width, B=1 if ends else len(slots), C=20)
+    table = Table.of(slots, fresh, width - 1, 20, dtype)
+    want, expected = by_loops(x, weight, ends, table, after)
+    given = {"slots": table.slots.int() if ends else table.slots, "fresh": table.fresh, "parts": parts, "after": after}
+    y = causal_conv_slots(x, weight, None if ends is None else torch.tensor(ends), state=table.state, **given, impl=impl)
+    assert [part.shape[-1] for part in y] == list(parts or [20])
+    assert impl == "torch" or all(part.is_contiguous() for part in y)
+    assert relative(torch.cat(y, -1), want) <= EXACT
+    assert torch.equal(table.bytes(), expected.bytes()), "a slot is not what it should be"
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32), ids=str)
+@pytest.mark.parametrize(("sizes", "after"), covering(SERVED, tuple(AFTER), pairs=False))
+def test_on_slots_it_is_a_loop_over_tokens(sizes, after, dtype):
+    check_slots_are_the_loop("torch", sizes, after, dtype)
+
+
+def check_steps_are_a_chunk(impl: str, width: int, after: str, parts) -> None:
+    """Rows out of order, one without a slot, tokens one at a time after a few as a chunk."""
+    x, weight = inputs(6, width, B=3, C=20)
+    stepped, whole = (Table.of([6, -1, 1], None, width - 1, 20) for _ in range(2))
+    want = causal_conv_slots(x, weight, state=whole.state, slots=whole.slots, parts=parts, after=after, impl="torch")
+    for t in range(6):
+        # rows lie apart, as those of a wider product do
+        token = torch.cat([x[:, t], x[:, t]], 1)[:, :20]
+        y = step_conv(token, weight, state=stepped.state, slots=stepped.slots.int(), parts=parts, after=after)
+        for one, every in zip(y, want, strict=True):
+            assert relative(one[[0, 2]], every[[0, 2], t]) <= EXACT
+            assert not one[1].any(), "a row without a slot is not zero"
+    assert torch.equal(stepped.bytes(), whole.bytes())
+    # row b has slot b
+    table = stepped.state[[6, 1, 6]].contiguous()
+    y = step_conv(x[:, 0], weight, state=table, parts=parts, after=after)
+    again = step_conv(x[[0], 0], weight, state=stepped.state, slots=torch.tensor([6]), parts=parts, after=after)
+    assert all(torch.equal(one[:1], other) for one, other in zip(y, again, strict=True))
+    assert torch.equal(table[0], stepped.state[6])
+
+
+STEPS = (4, "silu", (3, 1, 16)), (3, "none", None), (2, "add", (17, 3))
+
+
+@pytest.mark.parametrize(("width", "after", "parts"), (*STEPS, (6, "silu", None)))
+def test_steps_are_a_chunk(width, after, parts):
+    check_steps_are_a_chunk("torch", width, after, parts)
+
+
+@pytest.mark.parametrize("call", (causal_conv_slots, step_conv), ids=lambda call: call.__name__)
+def test_a_table_has_no_gradient(call):
+    x, weight = inputs(4)
+    x, table = x if call is causal_conv_slots else x[:, 0], torch.zeros(2, 3, 5, dtype=torch.float64)
+    for asking in (x, weight, table):
+        asking.requires_grad_()
+        with pytest.raises(ValueError, match="state: no gradient flows through a table"):
+            call(x, weight, state=table)
+        asking.requires_grad_(False)
+    with torch.no_grad():
+        call(x, weight.requires_grad_(), state=table)
+
+
+@pytest.mark.parametrize("call", (causal_conv, causal_conv_slots), ids=lambda call: call.__name__)
+def test_what_the_kernels_do_not_take_is_named(call, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    x, weight = inputs(4, width)
-    with pytest.raises(ValueError, match=message):
-        causal_conv(x, weight, state, impl="triton")
+    with pytest.raises(ValueError, match=f"{call.__name__} has no Triton kernel for this call: 5 taps, at most 4"):
+        call(*inputs(4, 5), state=torch.zeros(2, 4, 5, dtype=torch.float64), impl="triton")

@@ -65,8 +65,9 @@ def test_a_step_is_within_its_budget(bench, op, monkeypatch):
     assert step.judge(CPU, K=16, V=16) <= 1
 
 
-def test_decode_on_pages_is_within_its_budget(bench):
-    step = next(step for step in bench("steps").steps() if step.op == "polar/decode")
+@pytest.mark.parametrize("op", ("polar/decode", "paged/softmax", "paged/differential"))
+def test_decode_on_pages_is_within_its_budget(bench, op):
+    step = next(step for step in bench("steps").steps() if step.op == op)
     assert step.judge(CPU, torch.float32, T=60, K=16, V=16) <= 1
 
 

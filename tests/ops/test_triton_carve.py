@@ -1,16 +1,19 @@
 """CARVE's forward in Triton against the definition: float64, then the error budget, then what is promised bit by bit."""
 
 import os
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 
 import pytest
 import torch
 
-from needlework.ops.carve import CarveState, chunk_carve, recurrent_carve
-from needlework.ops.carve.arguments import checked
-from needlework.ops.carve.spec import H, K, V, literal, sample
+from needlework.ops.carve import CarveState, chunk_carve, recurrent_carve, step_carve
+from needlework.ops.carve.arguments import CarveInputs, checked
+from needlework.ops.carve.spec import SPECS, H, K, V, literal, sample
 from needlework.ops.common.samples import normal
 from needlework.ops.runtime import launch_configs
+from needlework.testing.checks import slots_hold_states
 from needlework.testing.compare import assert_close, leaves
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 from needlework.testing.rows import chosen, covering
@@ -33,7 +36,7 @@ def state_of(position, seed=1):
 def ours(*, content_chunk=64, prediction="previous", scale=None, initial_state=None, cu_seqlens=None, **inputs):
     from needlework.ops.carve.feedback.op import carve
 
-    given, b_bias = tuple(inputs[name] for name in NAMES), inputs["b_bias"]
+    given, b_bias = CarveInputs(*(inputs[name] for name in NAMES)), inputs["b_bias"]
     tensors, _, settings = checked(given, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
     return carve(*tensors, b_bias, initial_state, cu_seqlens, **settings._asdict())
 
@@ -194,6 +197,68 @@ def test_torch_library_accepts_the_operator(save, kind, R):
     state = (None,) * 4 if kind == "batch" else tuple(state_of([3, 0]))
     args = (*(x[name] for name in (*NAMES, "b_bias")), *state, cu_seqlens, 8, "previous", 0.25, R, save)
     torch.library.opcheck(carve_triton_fwd, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    "spec", [replace(spec, chunk=partial(spec.chunk, content_chunk=8)) for spec in SPECS], ids=lambda x: x.name
+)
+def test_slots_of_a_table_hold_the_states(spec):
+    """Content chunks of 8 hand S on, also of a sequence that owns no slot, and calls are cut inside one."""
+    slots_hold_states(spec, T=22, impls=("triton",))
+
+
+def table_of(position):
+    """A table whose slots lie apart."""
+    return CarveState(*(torch.stack((x, x), 1)[:, 1] for x in state_of(position)))
+
+
+def test_prefill_and_steps_take_turns_on_one_table():
+    inputs, table = inputs_of(3, 23), table_of([1, 2, 7, 0, 5])
+    settings, slots = {"content_chunk": 8}, torch.tensor([4, 2, 3])
+    start = CarveState(*(x[slots] for x in table))
+    wanted = recurrent_carve(**inputs, **settings, initial_state=start, output_final_state=True)
+    outputs = []
+    for a, b in pairwise((0, 9, 10, 11, 23)):
+        if b - a > 1:
+            outputs.append(chunk_carve(**part(inputs, a, b), **settings, state=table, slots=slots, impl="triton").o)
+        else:
+            now = {name: x[:, a] if name in TOKENS else x for name, x in inputs.items()}
+            outputs.append(step_carve(**now, **settings, state=table, slots=slots)[:, None])
+    found = {"o": torch.cat(outputs, 1), **{name: x[slots] for name, x in table._asdict().items()}}
+    assert_close(found, {"o": wanted.o, **wanted.state._asdict()}, "in turns")
+
+
+def test_sequences_of_no_slot_do_not_meet():
+    """Three of them, each through three content chunks; between them one on a table."""
+    inputs, table = inputs_of(4, 23), table_of([1, 2])
+    wanted = recurrent_carve(**inputs, content_chunk=8, initial_state=None)
+    before = [x.clone() for x in table]
+    slots, fresh = torch.tensor([-1, -1, 0, -1]), torch.tensor([False, False, True, True])
+    o = chunk_carve(**inputs, content_chunk=8, state=table, slots=slots, fresh=fresh, impl="triton").o
+    assert_close({"o": o}, {"o": wanted.o}, "without slots")
+    assert all(torch.equal(x[1], old[1]) for x, old in zip(table, before, strict=True))
+
+
+@pytest.mark.parametrize("R, ends", covering([1, 4], [None, torch.tensor([0, 4, 4, 13])], pairs=False))
+def test_a_call_on_a_table_reads_nothing_back(R, ends, monkeypatch):
+    """What the host asked a tensor for, a CUDA graph could not hold."""
+    inputs, table = inputs_of(3 if ends is None else 1, 13, R), table_of([1, 2, 7, 0, 5])
+    call = partial(chunk_carve, **inputs, content_chunk=8, cu_seqlens=ends, state=table, impl="triton")
+    slots, fresh = torch.tensor([4, 2, -1]), torch.tensor([True, False, False])
+    read_back = lambda *_: pytest.fail("a number was read back")
+    for name in ("item", "tolist", "nonzero", "__bool__", "__int__", "__index__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, read_back)
+    call(slots=slots, fresh=fresh)
+
+
+@pytest.mark.parametrize("packed, R", covering([False, True], [1, 2], pairs=False))
+def test_torch_library_accepts_the_operator_on_a_table(packed, R):
+    from needlework.ops.carve.feedback.op import carve_triton_slots
+
+    x, table = inputs_of(1 if packed else 2, 22 * R), table_of([3, 0, 5, 7])
+    of_sequences = torch.tensor([3, -1]), torch.tensor([True, False]), torch.tensor([0, 9, 22]) if packed else None
+    args = (*(x[name] for name in (*NAMES, "b_bias")), *table, *of_sequences, 8, "previous", 0.25, R)
+    torch.library.opcheck(carve_triton_slots, args, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.slow

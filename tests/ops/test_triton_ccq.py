@@ -1,6 +1,8 @@
 """CCQ's Triton kernels against the definition, in Triton's interpreter: values, the final state and every gradient."""
 
 import os
+from dataclasses import replace
+from functools import partial, wraps
 from itertools import product
 
 import pytest
@@ -8,8 +10,10 @@ import torch
 
 from needlework.ops.ccq import chunk_ccq
 from needlework.ops.ccq.reference import literal_ccq, recurrent_ccq
-from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state
+from needlework.ops.ccq.spec import SPECS
+from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state, symmetric
 from needlework.ops.runtime import launch_configs
+from needlework.testing.checks import slots_hold_states
 from needlework.testing.compare import assert_close, differentiate, poisoned
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 from needlework.testing.rows import chosen, covering
@@ -17,6 +21,7 @@ from needlework.testing.rows import chosen, covering
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
 ENGINE = "ccq/curvature"
+STATE = CurvatureState._fields
 PACKED = torch.tensor([0, 17, 17, 33, 60])
 
 
@@ -203,6 +208,65 @@ def test_the_operators_pass_opcheck(packed):
             (*leaves, PACKED if packed else None),
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )
+
+
+def of_covariances(spec):
+    """`spec` with states that are what every form takes them for: of an initial C forms read (C + Cᵀ)/2, of a table's C itself."""
+
+    @wraps(spec.chunk)
+    def chunk(**given):
+        result = spec.chunk(**given)
+        made = "state" not in given and "initial_state" not in given
+        return result._replace(state=symmetric(result.state)) if made else result
+
+    return replace(spec, chunk=chunk)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_slots_of_a_table_hold_the_states(spec):
+    slots_hold_states(of_covariances(spec), T=40, impls=("triton",))
+
+
+@pytest.mark.parametrize("K, BV, NP", [(24, 16, 5), (136, 128, 3)])
+def test_cut_chains_begin_and_end_in_the_same_slots(K, BV, NP):
+    """Programs that read a slot and such that write it; rows of C that end inside a tile, and two tiles of columns."""
+    inputs = make(1, 130, 1, 1, K, gated=True, carried=True, N=4)
+    inputs["g"] = inputs["g"].clamp(min=-0.05)
+    names, ends = ("q", "k", "eta", "g"), torch.tensor([0, 60, 60, 61, 130])
+    table = CurvatureState(*(torch.cat((inputs[name], inputs[name]))[:, None].repeat_interleave(2, 1)[:, 1] for name in STATE))
+    slots, fresh = torch.tensor([6, 1, 0, 3]), torch.tensor([False, True, False, False])
+    start = CurvatureState(*(torch.where(fresh.view(-1, *[1] * (x.dim() - 1)), 0, x[slots]) for x in table))
+    wanted = define({name: inputs[name] for name in names} | start._asdict(), ends)
+    with rows_of(BV, NP):
+        cleaned, none = chunk_ccq(
+            *(inputs[name] for name in names), state=table, slots=slots, fresh=fresh, cu_seqlens=ends, impl="triton"
+        )
+    assert none is None
+    found = {"q": cleaned, **{name: x[slots] for name, x in table._asdict().items()}}
+    assert_close(found, {"q": wanted.q, **wanted.state._asdict()}, "on a table")
+
+
+@pytest.mark.parametrize("ends", [None, torch.tensor([0, 7, 7, 20])])
+def test_a_call_on_a_table_reads_nothing_back(ends, monkeypatch):
+    """What the host asked a tensor for, a CUDA graph could not hold."""
+    inputs = make(3 if ends is None else 1, 20, 1, 1, 12, gated=True, carried=True, N=3)
+    table = CurvatureState(*(inputs[name] for name in STATE))
+    call = partial(chunk_ccq, *(inputs[name] for name in ("q", "k", "eta", "g")), state=table, cu_seqlens=ends, impl="triton")
+    slots, fresh = torch.tensor([2, 0, -1]), torch.tensor([True, False, False])
+    read_back = lambda *_: pytest.fail("a number was read back")
+    for name in ("item", "tolist", "nonzero", "__bool__", "__int__", "__index__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, read_back)
+    call(slots=slots, fresh=fresh)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_operator_on_a_table_passes_opcheck(packed):
+    from needlework.ops.ccq.curvature.op import ccq_triton_slots
+
+    inputs = make(1, 60, 1, 1, 12, gated=True, carried=True, N=4)
+    given = [inputs[name].float() for name in ("q", "k", "eta", "g", *STATE)]
+    of_sequences = (torch.tensor([3, 0, -1, 1]), None, PACKED) if packed else (torch.tensor([2]), torch.tensor([True]), None)
+    torch.library.opcheck(ccq_triton_slots, (*given, *of_sequences), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.slow

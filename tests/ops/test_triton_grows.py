@@ -72,32 +72,6 @@ def fallback_in_float64(monkeypatch):
         made.cache_clear()
 
 
-@pytest.fixture
-def bfloat16_in_the_interpreter(monkeypatch):
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
-
-    def numbers(x):
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def create_dot(self, a, b, d, *others):
-        return dot(self, numbers(a), numbers(b), d, *others)
-
-    def cast_impl(self, x, to):
-        if to.scalar == tl.bfloat16 and x.dtype.scalar == tl.float32:
-            rounded = torch.from_numpy(np.ascontiguousarray(x.data)).to(torch.bfloat16).view(torch.uint16)
-            return TensorHandle(rounded.numpy(), to.scalar)
-        return cast(self, x, to)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
-
-
 def check(inputs, overrides=None, **settings):
     kernels = whole(partial(chunk_qdelta, impl="triton"), scale=0.25, **settings)
     with forced("delta/scalar", **(overrides or {})):
@@ -220,6 +194,29 @@ def test_float16_inputs_may_have_states_that_float16_does_not_hold(bfloat16_in_t
     want = recurrent_qdelta(**{n: y.double() for n, y in x.items()}, scale=0.25, output_final_state=True)
     assert want.state.abs().max() > 1e5
     assert relative(o, want.o) < 5e-2 and relative(state, want.state) < 5e-2
+
+
+@pytest.mark.parametrize(
+    "T, size, segments, NP", ((160, 1.0, 1, 216), (112, 1.0, 1, 2), (160, 1.0, 3, 216), (16, 2.0**-20, 1, 216))
+)
+def test_a_slot_table_keeps_what_the_fallback_starts_from(bfloat16_in_the_interpreter, monkeypatch, T, size, segments, NP):
+    """In place FORM 1 writes the slots from which FORM 2 is to start: bits are those of a call from initial states."""
+    from needlework.ops.delta.scalar import op as scalar_op
+
+    monkeypatch.setattr(scalar_op, "_segments", lambda *given: segments)
+    x = sample(B=3, T=T, size=size, HV=1)
+    x = {n: y.to(torch.bfloat16 if n in "qkv" else torch.float32) for n, y in x.items()}
+    assert bool(overflow_of(x)) == (T > 16)
+    table = torch.full((5, *x["initial_state"].shape[1:]), torch.nan)
+    slots, fresh = torch.tensor([3, -1, 0]), torch.tensor([False, False, True])
+    table[3] = x["initial_state"][0]
+    x["initial_state"][1:] = 0
+    call = partial(chunk_qdelta, impl="triton", scale=0.25)
+    with forced("delta/scalar", scan={"NP": NP}):
+        o, state = call(**x, output_final_state=True)
+        del x["initial_state"]
+        found = call(**x, state=table, slots=slots, fresh=fresh).o
+    assert torch.equal(found, o) and torch.equal(table[[3, 0]], state[[0, 2]]) and table[[1, 2, 4]].isnan().all()
 
 
 def test_rules_that_contract_have_no_fallback():

@@ -17,7 +17,7 @@ from needlework.ops.common.samples import decay, normal, uniform, unit
 from needlework.ops.delta import recurrent_delta
 from needlework.ops.qdelta import recurrent_qdelta
 from needlework.ops.runtime.launch_configs import forced
-from needlework.testing.compare import assert_close, leaves
+from needlework.testing.compare import assert_close, leaves, like
 from needlework.testing.rows import chosen, covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
@@ -54,6 +54,19 @@ def filled(table):
     for _, x in leaves(table):
         if x.is_floating_point():
             x.copy_(torch.randn(x.shape, generator=generator, dtype=torch.float64))
+    return table
+
+
+def in_one_buffer(table):
+    """The table with all that belongs to a slot in one run of bytes, and eight bytes between the tensors that nobody owns."""
+    sizes = [x[0].numel() * x.element_size() + 8 for _, x in leaves(table)]
+    buffer = torch.zeros(len(next(leaves(table))[1]), sum(sizes), dtype=torch.uint8)
+    parts = buffer.split(sizes, 1)
+    views = (part[:, :-8].view(x.dtype).view(x.shape) for part, (_, x) in zip(parts, leaves(table), strict=True))
+    return like(table, (view.copy_(x) for view, (_, x) in zip(views, leaves(table), strict=True)))
+
+
+def as_it_is(table):
     return table
 
 
@@ -151,6 +164,11 @@ def test_a_delta_step_walks_a_table_that_is_one_layer_of_many():
     assert torch.equal(layers[:, ::2], others)
 
 
+def test_a_delta_step_takes_slots_that_are_views_of_bytes():
+    table = in_one_buffer(filled(torch.zeros(4, H, K, V, dtype=torch.float64)))
+    check_steps(delta_step, partial(recurrent_delta, scale=0.3), delta_inputs("beta"), table)
+
+
 def test_a_delta_step_reaches_slots_beyond_two_to_the_31():
     """Three slots, so far apart that an int32 offset of the last would be negative; memory never touched is never there."""
     size = 2**30 + 5
@@ -160,13 +178,15 @@ def test_a_delta_step_reaches_slots_beyond_two_to_the_31():
     assert torch.equal(table[2], torch.ones(1, 4, 4)) and torch.allclose(o, torch.full((1, 1, 4), 1.2))
 
 
-@pytest.mark.parametrize("R, prediction", covering([1, 2, 4], ["previous", "decayed"], pairs=False))
-def test_a_carve_step_is_the_definition_s_token(prediction, R):
-    """Rows start at different positions, and content chunks of 4 end at different tokens."""
+@pytest.mark.parametrize(
+    "R, prediction, lay", covering([1, 2, 4], ["previous", "decayed"], [as_it_is, in_one_buffer], pairs=False)
+)
+def test_a_carve_step_is_the_definition_s_token(prediction, R, lay):
+    """Rows start at different positions, and content chunks of 4 end at different tokens; slots may lie apart."""
     inputs = carve.sample(torch.Generator().manual_seed(0), len(OWNER), T, "strong", R=R)
     inputs["b"] = inputs["b"] + inputs.pop("b_bias")
     parameters = {name: inputs.pop(name) for name in ("A_log", "dt_bias", "w1", "w2")}
-    table = filled(empty_carve(4, carve.H, carve.K, carve.V, dtype=torch.float64))
+    table = lay(filled(empty_carve(4, carve.H, carve.K, carve.V, dtype=torch.float64)))
     table.position.copy_(torch.tensor([1, 2, 3, 0]))
     settings = {"content_chunk": 4, "prediction": prediction}
     recurrent = partial(recurrent_carve, scale=0.3, **settings)
@@ -174,15 +194,15 @@ def test_a_carve_step_is_the_definition_s_token(prediction, R):
         check_steps(partial(carve_step, **settings), recurrent, inputs, table, parameters)
 
 
-@pytest.mark.parametrize("HV", [ccq.H, 2 * ccq.H])
-@pytest.mark.parametrize("aligned", [False, True])
-def test_a_ccq_step_is_the_definition_s_token(aligned, HV):
+@pytest.mark.parametrize("lay", [as_it_is, in_one_buffer])
+@pytest.mark.parametrize("HV, aligned", covering([ccq.H, 2 * ccq.H], [False, True]))
+def test_a_ccq_step_is_the_definition_s_token(aligned, HV, lay):
     inputs = ccq.sample(torch.Generator().manual_seed(0), len(OWNER), T, "random", HV=HV, aligned=aligned)
     generator = torch.Generator().manual_seed(3)
     warm = ccq.sample(generator, 4, 5, "random", HV=HV, aligned=aligned)
-    table = recurrent_ccq(**warm, output_final_state=True).state
+    table = lay(recurrent_ccq(**warm, output_final_state=True).state)
     with forced("ccq/step", step={"BV": 8}):
-        check_steps(ccq_step, recurrent_ccq, inputs, table)
+        check_steps(ccq_step, recurrent_ccq, inputs, table, slots=SLOTS.int())
 
 
 def test_a_ccq_step_starts_from_nothing_at_sizes_that_are_no_power_of_two():
@@ -224,6 +244,15 @@ def test_steps_pass_opcheck(slots):
     x = ccq.sample(torch.Generator().manual_seed(0), 2, 1, "random", aligned=True)
     state = empty_ccq(2, ccq.H, ccq.K, dtype=torch.float64)
     check(ccq_step, (*(x[name][:, 0] for name in ("q", "k", "eta", "g")), *state, slots))
+
+
+def test_a_step_refuses_a_slot_that_is_not_contiguous():
+    state = empty_carve(2, carve.H, carve.K, carve.V)
+    x = carve.sample(torch.Generator().manual_seed(0), 2, 1, "random")
+    del x["b_bias"]
+    x = {name: x[:, 0] if name in ("q", "k", "v", "f", "b", "w") else x for name, x in x.items()}
+    with pytest.raises(ValueError, match=r"state.S: a slot must be contiguous, got strides"):
+        carve_step(x, state._replace(S=state.S.mT.contiguous().mT), None)
 
 
 def test_a_step_compiles_without_a_graph_break_and_still_changes_its_table():

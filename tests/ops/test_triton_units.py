@@ -77,7 +77,7 @@ def test_no_operand_passes_what_float16_holds(T, scale):
         "do · v": values * v,
         "q": q,
     }
-    assert max(found.values()) <= 2**15, found
+    assert all(x <= 2**15 for x in found.values()), found
 
 
 def test_what_is_small_is_left_alone():

@@ -12,6 +12,21 @@ Prediction = Literal["previous", "decayed"]
 RANKS = (1, 2, 4)
 
 
+class CarveInputs(NamedTuple):
+    """The op's tensors: of the tokens, then the layer's own."""
+
+    q: Tensor  # [B T H K]
+    k: Tensor  # [B T H R K], or without R
+    v: Tensor  # [B T H R V], or without R
+    f: Tensor  # [B T H K]
+    b: Tensor  # [B T H K]
+    w: Tensor  # [B T H]
+    A_log: Tensor  # [H K]
+    dt_bias: Tensor  # [H K]
+    w1: Tensor  # [r V]
+    w2: Tensor  # [K r]
+
+
 class Settings(NamedTuple):
     """The paper's own settings, as every form of the op takes them."""
 
@@ -21,15 +36,19 @@ class Settings(NamedTuple):
 
 
 def checked(
-    tensors: tuple[Tensor, ...],
+    tensors: CarveInputs,
     b_bias: Tensor | None,
     content_chunk: int,
     prediction: Prediction,
     scale: float | None,
     initial_state: CarveState | None,
     cu_seqlens: Tensor | None,
-) -> tuple[tuple[Tensor, ...], CarveState, Settings]:
-    """(q … w2 with the R axis in k and v, a whole state, settings with a scale); ValueError for what does not fit."""
+    table: CarveState | None = None,
+) -> tuple[CarveInputs, CarveState, Settings]:
+    """(q … w2 with the R axis in k and v, a whole state, settings with a scale); ValueError for what does not fit.
+
+    table: the state is one, of any number of slots.
+    """
     q, k, v, f, b, w, A_log, dt_bias, w1, w2 = tensors
     check_dtypes(q=q, k=k, v=v)
     check("q", q, "B T H K")
@@ -55,25 +74,28 @@ def checked(
     if prediction not in get_args(Prediction):
         raise ValueError(f"prediction: got {prediction!r}, expected 'previous' or 'decayed'")
 
-    N = sequences(cu_seqlens, B)
+    name, N = "initial_state", sequences(cu_seqlens, B)
     state = initial_state if initial_state is not None else empty_state(N, H, K, V, dtype=width(q), device=q.device)
-    check_state("initial_state", state, CarveState)
-    check("initial_state.S", state.S, "N H K V", N=N, H=H, K=K, V=V)
-    check("initial_state.m", state.m, "N H V", N=N, H=H, V=V)
-    check("initial_state.total", state.total, "N H V", N=N, H=H, V=V)
-    check("initial_state.position", state.position, "N", N=N)
+    if table is not None:
+        name, state = "state", table
+    check_state(name, state, CarveState)
+    N = N if table is None else len(table.S)
+    check(f"{name}.S", state.S, "N H K V", N=N, H=H, K=K, V=V)
+    check(f"{name}.m", state.m, "N H V", N=N, H=H, V=V)
+    check(f"{name}.total", state.total, "N H V", N=N, H=H, V=V)
+    check(f"{name}.position", state.position, "N", N=N)
     if not ranked:
         k, v = k.unsqueeze(3), v.unsqueeze(3)
     settings = Settings(content_chunk, prediction, K**-0.5 if scale is None else scale)
-    return (q, k, v, f, b, w, A_log, dt_bias, w1, w2), state, settings
+    return tensors._replace(k=k, v=v), state, settings
 
 
-def biased(tensors: tuple[Tensor, ...], b_bias: Tensor | None) -> tuple[Tensor, ...]:
+def biased(tensors: CarveInputs, b_bias: Tensor | None) -> CarveInputs:
     """q, k, v, f, b, … with b + b_bias for b, in float32 or wider."""
     if b_bias is None:
         return tensors
-    q, k, v, f, b, *rest = tensors
-    return q, k, v, f, b.to(width(b)) + b_bias.to(width(b)), *rest
+    b = tensors.b
+    return tensors._replace(b=b.to(width(b)) + b_bias.to(width(b)))
 
 
 def check_position(position: Tensor, content_chunk: int) -> None:

@@ -25,8 +25,10 @@ def hidden(m: Tensor, w1: Tensor) -> Tensor:
 
 
 def forward(
-    q, k, v, f, b, w, A_log, dt_bias, w1, w2, S, m, total, ends, *, content_chunk, prediction, scale, chunk_size
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
+    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
+    S: Tensor, m: Tensor, total: Tensor, ends: Tensor, *, content_chunk: int, prediction: str, scale: float, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:  # fmt: skip
     """o, S, m, total after the last token, and (S, m) at the start of every content chunk: all that backward needs."""
     g = log_decay(f, A_log, dt_bias)
     write = torch.sigmoid(w)[..., None, None]  # [N T' H 1 1]
@@ -49,8 +51,11 @@ def forward(
 
 
 def backward(
-    do, dS, dm, dtotal, q, k, v, f, b, w, A_log, dt_bias, w1, w2, starts, ends,
-    *, content_chunk, prediction, scale, chunk_size,
+    do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
+    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
+    starts: list[tuple[Tensor, Tensor]], ends: Tensor,
+    *, content_chunk: int, prediction: str, scale: float, chunk_size: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k, v, f, b, w, A_log, dt_bias, w1, w2 and of the S, m, total carried in ("CARVE whole")."""
     x = f + dt_bias
@@ -69,11 +74,13 @@ def backward(
         # every output of the chunk is a term of its sum, and so of the next chunk's m
         dtotal = torch.where(closed, dm / content_chunk, dtotal)
         dm = dm.masked_fill(closed, 0)
-        dq[:, part], dk[:, part], du[:, part], de[:, part], dl[:, part], dS = delta.backward(
+        dq[:, part], dk[:, part], du[:, part], de_part, dl[:, part], dS = delta.backward(
             do[:, part] + dtotal[:, None], dS,
             q[:, part], k[:, part], u[:, part], e[:, part], g[:, part] + logsigmoid(-p), S,
             scale=scale, prediction=prediction, chunk_size=chunk_size,
         )  # fmt: skip
+        assert de_part is not None  # e is given
+        de[:, part] = de_part
         db[:, part] = -torch.sigmoid(p) * dl[:, part]
         dcontent = db[:, part].sum(1)  # [N H K]
         dw2 += torch.einsum("nhk,nhr->kr", dcontent, z)

@@ -5,16 +5,38 @@ buffers as long as any layout of so many tokens may need. Arguments have been ch
 and position, which are data.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from needlework.ops.carve import chunk
-from needlework.ops.carve.arguments import check_position
+from needlework.ops.carve.arguments import CarveInputs, check_position
 from needlework.ops.carve.grid import Grid, gather, scatter
 from needlework.ops.common.packing import check_cu_seqlens, lengths
 from needlework.ops.common.shapes import width
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.precision import keep_precision
+
+
+class Saved(NamedTuple):
+    """What the backward is given beside the cotangents, in the order of its operator's arguments."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    f: Tensor
+    b: Tensor
+    w: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    w1: Tensor
+    w2: Tensor
+    position: Tensor
+    cu_seqlens: Tensor | None
+    kept_S: Tensor
+    kept_m: Tensor
 
 
 @operator
@@ -27,10 +49,12 @@ def carve_fwd(
     """o, S, m, total, position, kept_S, kept_m."""
     check_position(position, content_chunk)
     grid = _grid(q, position, cu_seqlens)
-    tensors = _aligned(grid, q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    tensors = _aligned(grid, CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2))
     S, m, total = (_copy(x, q) for x in (S, m, total))
-    settings = {"content_chunk": content_chunk, "prediction": prediction, "scale": scale, "chunk_size": chunk_size}
-    o, S, m, total, starts = chunk.forward(*tensors, S, m, total, grid.ends, **settings)
+    o, S, m, total, starts = chunk.forward(
+        *tensors, S, m, total, grid.ends,
+        content_chunk=content_chunk, prediction=prediction, scale=scale, chunk_size=chunk_size,
+    )  # fmt: skip
     rows, live = _most_chunks(q, position, content_chunk), grid.chunks(content_chunk)
     kept_S, kept_m = S.new_zeros(rows, *S.shape[1:]), m.new_zeros(rows, *m.shape[1:])
     if starts:
@@ -48,13 +72,15 @@ def carve_bwd(
     content_chunk: int, prediction: str, scale: float, chunk_size: int,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q … w2, then of the S, m and total carried in."""
-    inputs = (q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    inputs = CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)
     grid = _grid(q, position, cu_seqlens)
     live = grid.chunks(content_chunk)
     starts = [scatter(kept[: int(live.sum())], live).unbind(1) for kept in (kept_S, kept_m)]
-    cotangents = [grid.align(do.to(width(q)))] + [_copy(x, q) for x in (dS, dm, dtotal)]
-    settings = {"content_chunk": content_chunk, "prediction": prediction, "scale": scale, "chunk_size": chunk_size}
-    gradients = chunk.backward(*cotangents, *_aligned(grid, *inputs), list(zip(*starts, strict=True)), grid.ends, **settings)
+    do, (dS, dm, dtotal) = grid.align(do.to(width(q))), (_copy(x, q) for x in (dS, dm, dtotal))
+    gradients = chunk.backward(
+        do, dS, dm, dtotal, *_aligned(grid, inputs), list(zip(*starts, strict=True)), grid.ends,
+        content_chunk=content_chunk, prediction=prediction, scale=scale, chunk_size=chunk_size,
+    )  # fmt: skip
     tokens = [grid.restore(dx, like=q) for dx in gradients[:6]]
     given = [dx.to(x.dtype).contiguous() for dx, x in zip([*tokens, *gradients[6:10]], inputs, strict=True)]
     return [*given, *gradients[10:]]
@@ -72,11 +98,13 @@ def _copy(state: Tensor, q: Tensor) -> Tensor:
     return state.to(width(q), copy=True, memory_format=torch.contiguous_format)
 
 
-def _aligned(grid: Grid, *inputs: Tensor) -> list[Tensor]:
+def _aligned(grid: Grid, inputs: CarveInputs) -> CarveInputs:
     """q … w2 in the computing dtype, tokens on the grid: a virtual token writes nothing, reads nothing and keeps all."""
-    q, k, v, f, b, w, *parameters = (x.to(width(inputs[0])) for x in inputs)
+    dtype = width(inputs.q)
+    q, k, v, f, b, w, *parameters = each(lambda x: x.to(dtype), *inputs)
     keep_all = -torch.inf
-    return [*map(grid.align, (q, k, v)), grid.align(f, keep_all), grid.align(b, keep_all), grid.align(w), *parameters]
+    tokens = grid.align(q), grid.align(k), grid.align(v), grid.align(f, keep_all), grid.align(b, keep_all), grid.align(w)
+    return CarveInputs(*tokens, *parameters)
 
 
 def _most_chunks(q: Tensor, position: Tensor, content_chunk: int) -> int:
@@ -100,13 +128,13 @@ def _(do, dS, dm, dtotal, *tensors):
 
 def _save(ctx, inputs, output) -> None:
     *tensors, S, m, total, position, cu_seqlens, content_chunk, prediction, scale, chunk_size = inputs
-    ctx.save_for_backward(*tensors, position, cu_seqlens, *output[-2:])
+    ctx.save_for_backward(*Saved._make((*tensors, position, cu_seqlens, *output[-2:])))
     ctx.settings = content_chunk, prediction, scale, chunk_size
     ctx.state_dtypes = S.dtype, m.dtype, total.dtype
 
 
 def _backward(ctx, do, dS, dm, dtotal, *_):
-    gradients = carve_bwd(do, dS, dm, dtotal, *ctx.saved_tensors, *ctx.settings)
+    gradients = carve_bwd(do, dS, dm, dtotal, *Saved(*ctx.saved_tensors), *ctx.settings)
     state = [dx.to(dtype) for dx, dtype in zip(gradients[10:], ctx.state_dtypes, strict=True)]
     return *gradients[:10], *state, None, None, None, None, None, None
 

@@ -41,11 +41,8 @@ class Layout(NamedTuple):
             ends = torch.full((B,), T, device=device)
             return cls(spans.contiguous(), rows * longest, ends, N, T, L, longest, parts, slots, None)
 
-        if packed:
-            starts = cu_seqlens.to(device=device, dtype=torch.int64)
-            lengths = starts.diff()
-        else:
-            lengths = torch.full((B,), T, device=device)
+        starts = None if cu_seqlens is None else cu_seqlens.to(device=device, dtype=torch.int64)
+        lengths = torch.full((B,), T, device=device) if starts is None else starts.diff()
         before = torch.zeros_like(lengths) if position is None else position.to(lengths)
         ends = before + lengths
         count = torch.where(lengths > 0, (ends + L - 1) // L, 0)
@@ -58,8 +55,11 @@ class Layout(NamedTuple):
         spans = torch.where((i < count)[..., None], spans, 0)
 
         token = torch.arange(T, device=device)
-        n = torch.searchsorted(starts, token, right=True)[None] - 1 if packed else torch.arange(B, device=device)[:, None]
-        at = before[n] + token - (starts[n] if packed else 0)
+        if starts is None:
+            n = torch.arange(B, device=device)[:, None]
+        else:
+            n = torch.searchsorted(starts, token, right=True)[None] - 1
+        at = before[n] + token - (0 if starts is None else starts[n])
         place = (at // L) * (parts * C) + at % L - torch.where(at < L, before[n], 0)
         place = place + (bases[n] * (parts * C) if packed else 0)
         return cls(spans.to(torch.int32), bases.to(torch.int32), ends, N, aligned, L, longest, parts, slots, place)

@@ -5,12 +5,13 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.carve import reference
-from needlework.ops.carve.arguments import Prediction, biased, check_position, checked
+from needlework.ops.carve.arguments import CarveInputs, Prediction, biased, check_position, checked
 from needlework.ops.carve.custom_op import carve_fwd
 from needlework.ops.carve.state import CarveOutput, CarveState
-from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.operands import Operand, identity
+from needlework.ops.common.packing import check_cu_seqlens, sequences
 from needlework.ops.common.shapes import check_count, check_slots, check_state, check_tensor, now, width
-from needlework.ops.common.slots import Live
+from needlework.ops.common.slots import Live, Sequences, check_table
 from needlework.ops.runtime.launch_configs import misfit
 
 
@@ -32,6 +33,9 @@ def chunk_carve(
     scale: float | None = None,
     initial_state: CarveState | None = None,
     output_final_state: bool = False,
+    state: CarveState | None = None,
+    slots: Tensor | None = None,
+    fresh: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
     impl: Impl = "auto",
@@ -52,6 +56,9 @@ def chunk_carve(
     prediction: "previous" reads S_{t-1} (Eq. 5), "decayed" Diag(e^{l_t}) S_{t-1} (Appendix E: KDA's order).
     scale: of o and so of m; K ** -0.5 by default.
     initial_state: CarveState of N = B rows, or one per packed sequence; rows may have different positions. Zeros if None.
+    state: a CarveState of slots, a slot table instead of initial_state, read and written in place, float32 (or float64); its slots
+        may lie apart. slots [N]: the slot of each sequence, None for sequence n in slot n; −1 reads and writes none and starts
+        from zeros. fresh [N] bool: starts from zeros, whatever its slot holds. No two sequences share a slot. Without gradients.
     cu_seqlens [N+1]: packs sequences along T (B = 1); content chunks restart at each. An empty one keeps its state.
 
     Dtypes: q, k, v share one; f, b and w may be in half precision too and are widened before their biases are added. float64 computes in float64, all else in float32; o has q's dtype, the state is float32 (or
@@ -59,11 +66,11 @@ def chunk_carve(
     and chunk_size divides content_chunk. Error: twice the definition's own (the card).
     impl: "torch" is the content-chunked path, "reference" the token loop, "triton" the kernels, which "auto" takes on CUDA.
     Raises ValueError for sizes or dtypes that do not fit, an unknown prediction or impl, and a state whose position is not
-    inside a content chunk of this length.
+    inside a content chunk of this length. On a table the kernels do not read cu_seqlens and positions on the host: they must be right.
 
     >>> import torch
     >>> from torch.nn.functional import normalize
-    >>> from needlework.ops.carve import chunk_carve
+    >>> from needlework.ops.carve import chunk_carve, empty_state
     >>> q, k = normalize(torch.randn(2, 1, 100, 4, 32), dim=-1)  # [B T H K] = [1 100 4 32]
     >>> v, w = torch.randn(1, 100, 4, 64), torch.randn(1, 100, 4)
     >>> f, b = torch.randn(2, 1, 100, 4, 32)
@@ -71,11 +78,32 @@ def chunk_carve(
     >>> o, state = chunk_carve(q, k, v, f, b, w, A_log, dt_bias, w1, w2, content_chunk=32, output_final_state=True)
     >>> o.shape, state.S.shape, state.position  # 100 tokens are three content chunks and four tokens
     (torch.Size([1, 100, 4, 64]), torch.Size([1, 4, 32, 64]), tensor([4]))
+
+    On a table of eight slots, the prompt in two calls:
+
+    >>> table, slots = empty_state(8, 4, 32, 64), torch.tensor([5])
+    >>> first, rest = ([x[:, part] for x in (q, k, v, f, b, w)] for part in (slice(70), slice(70, None)))
+    >>> layer = {"A_log": A_log, "dt_bias": dt_bias, "w1": w1, "w2": w2, "content_chunk": 32, "state": table, "slots": slots}
+    >>> begun = chunk_carve(*first, **layer, fresh=torch.tensor([True])).o
+    >>> torch.allclose(torch.cat([begun, chunk_carve(*rest, **layer).o], 1), o, atol=1e-5), table.position
+    (True, tensor([0, 0, 0, 0, 0, 4, 0, 0]))
     """
-    tensors = (q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    tensors = CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)
     check_count("chunk_size", chunk_size)
-    whole, state, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
+    whole, start, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens, state)
+    N = sequences(cu_seqlens, len(q))
+    given = {"initial_state": initial_state, "output_final_state": output_final_state, "inputs": (*tensors, b_bias)}
+    check_table(state, slots, fresh, N, dtype=width(q), **given)
     path = resolve("carve", impl, q.device, lambda: misfit("delta/channel", q.device, q.dtype, q.shape[-1], v.shape[-1]))
+    if state is not None and path != "triton":
+        own = Sequences.of(slots, fresh, N, q.shape[1], cu_seqlens, q.device)
+        o, new = chunk_carve(
+            *tensors, b_bias=b_bias, content_chunk=content_chunk, prediction=prediction, scale=scale,
+            initial_state=own.read(state), output_final_state=True, cu_seqlens=cu_seqlens, chunk_size=chunk_size, impl=path,
+        )  # fmt: skip
+        assert new is not None  # it was asked for
+        own.write(state, new)
+        return CarveOutput(o, None)
     if path == "reference":
         return recurrent_carve(
             *tensors,
@@ -91,9 +119,10 @@ def chunk_carve(
         from needlework.ops.carve.feedback.op import carve
 
         b_bias = torch.zeros_like(dt_bias) if b_bias is None else b_bias
-        o, state = carve(*whole, b_bias, initial_state, cu_seqlens, **settings._asdict())
-        return CarveOutput(o, state if output_final_state else None)
-    o, S, m, total, position, _, _ = carve_fwd(*biased(whole, b_bias), *state, cu_seqlens, *settings, chunk_size)
+        on_slots = {"table": state, "slots": slots, "fresh": fresh}
+        o, final = carve(*whole, b_bias, initial_state, cu_seqlens, **settings._asdict(), **on_slots)
+        return CarveOutput(o, final if output_final_state else None)
+    o, S, m, total, position, _, _ = carve_fwd(*biased(whole, b_bias), *start, cu_seqlens, *settings, chunk_size)
     # autocast widens what the operator is given
     return CarveOutput(o.to(q.dtype), CarveState(S, m, total, position) if output_final_state else None)
 
@@ -117,7 +146,7 @@ def recurrent_carve(
     initial_state: CarveState | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    operand=reference.identity,
+    operand: Operand = identity,
 ) -> CarveOutput:
     """The definition, token by token, under autograd: `chunk_carve`'s equation, arguments, contract and errors.
 
@@ -134,7 +163,7 @@ def recurrent_carve(
     >>> torch.allclose(recurrent_carve(*tensors).o, chunk_carve(*tensors).o, atol=1e-5)
     True
     """
-    tensors = (q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    tensors = CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)
     tensors, state, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
     check_position(state.position, content_chunk)
     if cu_seqlens is not None:
@@ -166,7 +195,7 @@ def step_carve(
     """One token a row, without gradients: o [B H V]; S, m, total and position advance in place (`chunk_carve`'s equation).
 
     q, f, b [B H K], k, v [B H K], [B H V] or with R before the last axis, w [B H]: `chunk_carve`'s tensors without T.
-    state: a slot table, its leading axis slots. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a
+    state: a slot table, its leading axis slots, which may lie apart. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a
         padded row, which reads and changes no slot and returns zeros. A live slot belongs to one row only.
     Dtypes, settings and errors as in `chunk_carve`.
 
@@ -182,24 +211,23 @@ def step_carve(
     >>> torch.allclose(torch.stack(steps, 1), chunk_carve(q, k, v, f, b, w, *layer).o, atol=1e-5)
     True
     """
-    tensors = (q, k, v, f, b, w)
-    token = (*now(q=q, k=k, v=v, f=f, b=b, w=w), A_log, dt_bias, w1, w2)
+    inputs = CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    token = CarveInputs(*now("q k v f b w", *inputs[:6]), *inputs[6:])
     check_tensor("q", q, "B H K")
     check_slots(slots, len(q))
     check_state("state", state, CarveState)
-    any_slot = CarveState(*(x[:1].expand(len(q), *x.shape[1:]) for x in state))
-    *_, settings = checked(token, b_bias, content_chunk, prediction, scale, any_slot, None)
-    tensors = biased(tensors, b_bias)
+    *_, settings = checked(token, b_bias, content_chunk, prediction, scale, None, None, state)
+    inputs = biased(inputs, b_bias)
     if (
         resolve("carve", "auto", q.device, lambda: misfit("carve/step", q.device, q.dtype, q.shape[-1], v.shape[-1]))
         == "triton"
     ):
         from needlework.ops.carve.step import step
 
-        return step(*tensors, A_log, dt_bias, w1, w2, state, slots, **settings._asdict())
+        return step(*inputs, state, slots, **settings._asdict())
     live = Live.of(slots, len(q), q.device)
     held = CarveState(*(x[live.slots] for x in state))
-    tensors = (*(x[live.rows].unsqueeze(1) for x in tensors), A_log, dt_bias, w1, w2)
+    tensors = *(x[live.rows].unsqueeze(1) for x in inputs[:6]), *inputs[6:]
     with torch.no_grad():
         o_live, new = recurrent_carve(
             *tensors,
@@ -209,5 +237,6 @@ def step_carve(
             initial_state=held,
             output_final_state=True,
         )
+        assert new is not None  # asked for
         live.write(state, new)
         return live.spread(o_live[:, 0])

@@ -4,6 +4,7 @@ Both take the op's arguments with q, k, v in float32 or float64 and a whole `sta
 k is [B T H R K] and v [B T H R V]: R rows a token. `operand` is applied to every operand of a matrix or outer product.
 """
 
+from collections.abc import Callable
 from functools import wraps
 from itertools import pairwise
 
@@ -11,23 +12,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from needlework.ops.carve.state import CarveOutput, CarveState
-from needlework.ops.common.operands import identity
+from needlework.ops.carve.arguments import Prediction
+from needlework.ops.carve.state import CarveState
+from needlework.ops.common.operands import Operand, identity
+
+Form = Callable[..., tuple[Tensor, CarveState]]
 
 
-def by_sequence(form):
+def by_sequence(form: Form) -> Form:
     """`form` on packed sequences: one call each, in order, the results side by side."""
 
     @wraps(form)
-    def packed(*tensors: Tensor, state: CarveState, cu_seqlens: Tensor | None = None, **settings) -> CarveOutput:
+    def packed(*tensors: Tensor, state: CarveState, cu_seqlens: Tensor | None = None, **settings: object):
         if cu_seqlens is None:
             return form(*tensors, state=state, **settings)
         ends, parts = cu_seqlens.tolist(), []
         for n, (a, b) in enumerate(pairwise(ends)):
             cut = [x[:, a:b] for x in tensors[:6]]
             parts.append(form(*cut, *tensors[6:], state=CarveState(*(x[n : n + 1] for x in state)), **settings))
-        states = CarveState(*(torch.cat(field) for field in zip(*(p.state for p in parts), strict=True)))
-        return CarveOutput(torch.cat([p.o for p in parts], 1), states)
+        states = CarveState(*(torch.cat(field) for field in zip(*(state for _, state in parts), strict=True)))
+        return torch.cat([o for o, _ in parts], 1), states
 
     return packed
 
@@ -39,7 +43,11 @@ def retention(f: Tensor, b: Tensor, m: Tensor, A_log: Tensor, dt_bias: Tensor, w
 
 
 @by_sequence
-def recurrent(q, k, v, f, b, w, A_log, dt_bias, w1, w2, *, content_chunk, prediction, scale, state, operand=identity):
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
+    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor, *,
+    content_chunk: int, prediction: Prediction, scale: float, state: CarveState, operand: Operand = identity,
+) -> tuple[Tensor, CarveState]:  # fmt: skip
     """S_t = Diag(e^{l_t}) S_{t-1} + σ(ŵ_t) Σ_r k_tr (v_tr − S_{t-1}ᵀ k_tr)ᵀ,   o_t = scale · S_tᵀ q_t
 
     l_t reads m, the mean of o over the last whole content chunk; "decayed" predicts from Diag(e^{l_t}) S_{t-1}.
@@ -56,10 +64,10 @@ def recurrent(q, k, v, f, b, w, A_log, dt_bias, w1, w2, *, content_chunk, predic
         outputs.append(o)
         m, total, position = advance(o, 1, m, total, position, content_chunk)
     o = torch.stack(outputs, 1) if outputs else v[:, :, :, 0]
-    return CarveOutput(o, CarveState(S, m, total, position))
+    return o, CarveState(S, m, total, position)
 
 
-def advance(o: Tensor, n: int, m: Tensor, total: Tensor, position: Tensor, content_chunk: int):
+def advance(o: Tensor, n: int, m: Tensor, total: Tensor, position: Tensor, content_chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     """(m, total, position) after n more tokens, none beyond the open content chunk's end, whose outputs add up to o."""
     total, position = total + o, position + n
     full = position == content_chunk
@@ -72,7 +80,11 @@ def advance(o: Tensor, n: int, m: Tensor, total: Tensor, position: Tensor, conte
 
 
 @by_sequence
-def literal(q, k, v, f, b, w, A_log, dt_bias, w1, w2, *, content_chunk, prediction, scale, state, chunk_size, operand=identity):
+def literal(
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
+    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor, *,
+    content_chunk: int, prediction: Prediction, scale: float, state: CarveState, chunk_size: int, operand: Operand = identity,
+) -> tuple[Tensor, CarveState]:  # fmt: skip
     """M_ts = w_s k_sᵀ((γ_{t-1}/γ_s) ⊙ k_t), s < t, unit diagonal;   U = M⁻¹ (V − (γ_{t-1} ⊙ K) S₀)
     o_t  = scale [ S₀ᵀ(γ_t ⊙ q_t) + Σ_{s≤t} w_s (k_sᵀ((γ_t/γ_s) ⊙ q_t)) U_s ];   S_C = Diag(γ_C) S₀ + Σ_s w_s ((γ_C/γ_s) ⊙ k_s) U_sᵀ
 
@@ -112,4 +124,4 @@ def literal(q, k, v, f, b, w, A_log, dt_bias, w1, w2, *, content_chunk, predicti
         outputs.append(o)
         m, total, position = advance(o.sum(1), C, m, total, position, content_chunk)
         start += C
-    return CarveOutput(torch.cat(outputs, 1), CarveState(S, m, total, position))
+    return torch.cat(outputs, 1), CarveState(S, m, total, position)

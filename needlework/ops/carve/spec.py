@@ -9,9 +9,10 @@ from torch.nn.functional import softplus
 
 from needlework.ops.api import Limit, OpSpec
 from needlework.ops.carve import reference
-from needlework.ops.carve.arguments import biased, checked
+from needlework.ops.carve.arguments import CarveInputs, Prediction, biased, checked
 from needlework.ops.carve.op import chunk_carve, recurrent_carve, step_carve
-from needlework.ops.carve.state import CarveOutput, empty_state
+from needlework.ops.carve.state import CarveOutput, CarveState, empty_state
+from needlework.ops.common.operands import Operand, identity
 from needlework.ops.common.samples import keys, normal, uniform, unit
 from needlework.ops.delta import chunk_delta
 
@@ -40,16 +41,16 @@ def sample(generator: torch.Generator, B: int, T: int, style: str, *, R: int = 1
     }
 
 
-def literal(*, chunk_size: int = 64, operand=reference.identity, output_final_state: bool = False, **call) -> CarveOutput:
+def literal(
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
+    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor, *,
+    b_bias: Tensor | None = None, content_chunk: int = 64, prediction: Prediction = "previous", scale: float | None = None,
+    initial_state: CarveState | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64, operand: Operand = identity,
+) -> CarveOutput:  # fmt: skip
     """The chunk form as the spec page prints it, with the op's arguments."""
-    names = ("q", "k", "v", "f", "b", "w", "A_log", "dt_bias", "w1", "w2")
-    tensors, cu_seqlens, b_bias = (
-        tuple(call.pop(name) for name in names),
-        call.pop("cu_seqlens", None),
-        call.pop("b_bias", None),
-    )
-    given = {"content_chunk": 64, "prediction": "previous", "scale": None, "initial_state": None} | call
-    tensors, state, settings = checked(tensors, b_bias, **given, cu_seqlens=cu_seqlens)
+    tensors = CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    tensors, state, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
     o, state = reference.literal(
         *biased(tensors, b_bias),
         state=state,
@@ -65,8 +66,12 @@ def blind(**inputs: Tensor) -> dict[str, Tensor]:
     return {**inputs, "w2": torch.zeros_like(inputs["w2"])}
 
 
-def without_content(**settings) -> Callable[..., CarveOutput]:
-    return lambda **x: chunk_carve(**blind(**x), output_final_state=True, **settings)
+def without_content(
+    *, content_chunk: int, prediction: Prediction = "previous", chunk_size: int = 64
+) -> Callable[..., CarveOutput]:
+    settings = {"content_chunk": content_chunk, "prediction": prediction, "chunk_size": chunk_size}
+    run: Callable[..., CarveOutput] = partial(chunk_carve, output_final_state=True, **settings)
+    return lambda **x: run(**blind(**x))
 
 
 def memory(run: Callable[..., CarveOutput]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -74,12 +79,13 @@ def memory(run: Callable[..., CarveOutput]) -> Callable[..., tuple[Tensor, Tenso
 
     def parts(**x: Tensor) -> tuple[Tensor, Tensor]:
         o, state = run(**x)
+        assert state is not None  # asked for
         return o, state.S
 
     return parts
 
 
-def gates_given(prediction: str) -> Callable[..., tuple]:
+def gates_given(prediction: Prediction) -> Callable[..., tuple]:
     """The delta family with g = l and beta = w, l from the page's own words: −exp(A) softplus(f + τ) + log(1 − b)."""
 
     def run(*, q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias) -> tuple:

@@ -26,12 +26,13 @@ class CarveOutput(NamedTuple):
     state: CarveState | None
 
 
-def empty_state(N: int, H: int, K: int, V: int, *, dtype: torch.dtype = torch.float32, device=None) -> CarveState:
+def empty_state(
+    N: int, H: int, K: int, V: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> CarveState:
     """The state of N sequences (or slots) that have seen nothing."""
-    options = {"dtype": dtype, "device": device}
     return CarveState(
-        S=torch.zeros(N, H, K, V, **options),
-        m=torch.zeros(N, H, V, **options),
-        total=torch.zeros(N, H, V, **options),
+        S=torch.zeros(N, H, K, V, dtype=dtype, device=device),
+        m=torch.zeros(N, H, V, dtype=dtype, device=device),
+        total=torch.zeros(N, H, V, dtype=dtype, device=device),
         position=torch.zeros(N, dtype=torch.int64, device=device),
     )

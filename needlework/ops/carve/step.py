@@ -4,6 +4,8 @@ The tiles of a slot need each other twice: each reads the whole m, and a content
 tile of a slot to finish moves its position on, and ends the chunk where it is full.
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,7 @@ ENGINE = "carve/step"
 @triton.jit(do_not_specialize=["content_chunk"])
 def carve_step_kernel(
     p_q, p_k, p_v, p_f, p_b, p_w, p_A_log, p_dt_bias, p_w1, p_w2, p_S, p_m, p_total, p_position, p_slots, p_o, content_chunk,
+    S_stride, m_stride, total_stride, position_stride,
     scale: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr,
     PREVIOUS: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -39,21 +42,23 @@ def carve_step_kernel(
     in_k, in_v = o_k < K, o_v < V
     slot = row
     if p_slots is not None:
-        slot = tl.load(p_slots + row)
+        slot = tl.load(p_slots + row).to(tl.int64)
     if slot < 0:  # a padded row
         tl.store(p_o + head * V + o_v, tl.zeros([BV], ACC), mask=in_v)
         return
-    held = slot * H + h
+    # from here on the row's slot
+    p_S, p_m, p_total = p_S + slot * S_stride, p_m + slot * m_stride, p_total + slot * total_stride
+    p_position += slot * position_stride
     # while a token runs, the upper half of its slot's position counts the tiles that are done
-    position = (tl.load(p_position + slot) & 0xFFFFFFFF) + 1
+    position = (tl.load(p_position) & 0xFFFFFFFF) + 1
 
     # loads are asked for together, well before they are used: a token is one read of memory after another otherwise.
     # The state passes by the first cache, which keeps w1 and w2 for the programs to come.
-    p_tile = p_S + held * K * V + o_k[:, None] * V + o_v[None, :]
+    p_tile = p_S + h * K * V + o_k[:, None] * V + o_v[None, :]
     in_tile = in_k[:, None] & in_v[None, :]
     o_m, o_r = tl.arange(0, BM), tl.arange(0, BR)
-    m = tl.load(p_m + held * V + o_m, mask=o_m < V, other=0).to(ACC)
-    total = tl.load(p_total + held * V + o_v, mask=in_v, other=0).to(ACC)
+    m = tl.load(p_m + h * V + o_m, mask=o_m < V, other=0).to(ACC)
+    total = tl.load(p_total + h * V + o_v, mask=in_v, other=0).to(ACC)
     strength = tl.sigmoid(tl.load(p_w + head).to(ACC))
     keys, values = (), ()
     for r in tl.static_range(R):
@@ -88,13 +93,13 @@ def carve_step_kernel(
         S += keys[r][:, None] * writes[r][None, :]
     o = scale * tl.sum(S * q[:, None], 0)
     tl.store(p_o + head * V + o_v, o, mask=in_v)
-    tl.store(p_total + held * V + o_v, total + o, mask=in_v)
+    tl.store(p_total + h * V + o_v, total + o, mask=in_v)
 
     tl.debug_barrier()  # every warp has read m and position and written its part of total
     if position == content_chunk:
-        done = tl.atomic_add(p_position + slot, 1 << 32, sem="acq_rel", scope="gpu") >> 32
+        done = tl.atomic_add(p_position, 1 << 32, sem="acq_rel", scope="gpu") >> 32
     else:  # nobody will read what the other tiles wrote: no fence
-        done = tl.atomic_add(p_position + slot, 1 << 32, sem="relaxed", scope="gpu") >> 32
+        done = tl.atomic_add(p_position, 1 << 32, sem="relaxed", scope="gpu") >> 32
     tl.store(p_tile, S, mask=in_tile)  # after the count, whose fence waits for what is stored before it
     if done == H * tl.cdiv(V, BV) - 1:
         if position == content_chunk:
@@ -102,10 +107,10 @@ def carve_step_kernel(
             for start in range(0, H * V, BLOCK):
                 o_h = start + tl.arange(0, BLOCK)
                 in_h = o_h < H * V
-                every = tl.load(p_total + slot * H * V + o_h, mask=in_h, other=0, cache_modifier=".cg").to(ACC)
-                tl.store(p_m + slot * H * V + o_h, every / content_chunk, mask=in_h)
-                tl.store(p_total + slot * H * V + o_h, tl.zeros([BLOCK], ACC), mask=in_h)
-        tl.store(p_position + slot, position)
+                every = tl.load(p_total + o_h, mask=in_h, other=0, cache_modifier=".cg").to(ACC)
+                tl.store(p_m + o_h, every / content_chunk, mask=in_h)
+                tl.store(p_total + o_h, tl.zeros([BLOCK], ACC), mask=in_h)
+        tl.store(p_position, position)
 
 
 @step_operator("S", "m", "total", "position")
@@ -131,6 +136,7 @@ def carve_step(
             slots,
             o,
             content_chunk,
+            *(x.stride(0) for x in (S, m, total, position)),
             scale=scale,
             H=H,
             R=k.shape[2] if k.dim() == 4 else 1,
@@ -171,7 +177,7 @@ def step(
     return carve_step(q, k, v, f, b, w, A_log, dt_bias, w1, w2, *state, slots, content_chunk, prediction, scale)
 
 
-def _constants(launch: dict[str, int], K: int, V: int, rank: int) -> dict[str, int]:
+def _constants(launch: Mapping[str, int], K: int, V: int, rank: int) -> dict[str, int]:
     BM, BK = next_power_of_2(V), next_power_of_2(K)
     blocks = {"BK": BK, "BV": min(launch["BV"], BM), "BM": BM, "BR": min(launch["BR"], next_power_of_2(rank))}
     return {**launch, "K": K, "V": V, "RANK": rank, **blocks}
@@ -183,6 +189,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     signature = {name: half for name in ("p_q", "p_k", "p_v", "p_f", "p_b", "p_w", "p_o")}
     signature |= {name: "*fp32" for name in ("p_A_log", "p_dt_bias", "p_w1", "p_w2", "p_S", "p_m", "p_total")}
     signature |= {"p_position": "*i64", "p_slots": "*i64", "content_chunk": "i32"}
+    signature |= dict.fromkeys(("S_stride", "m_stride", "total_stride", "position_stride"), "i64")
     cases = []
     for R, previous in ((1, True), (1, False), (4, True)):
         flags = {"H": 2, "R": R, "PREVIOUS": previous, "ACC": tl.float32, "scale": K**-0.5}

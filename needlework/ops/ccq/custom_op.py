@@ -7,6 +7,7 @@ from needlework.ops.ccq import chunk
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.each import Ts, each
 from needlework.ops.runtime.precision import keep_precision
 
 
@@ -29,7 +30,7 @@ def ccq_fwd(
         return q.new_empty(*eta.shape, q.shape[-1]), C.clone(), mean.clone(), n.clone()
     q, k, eta, g, real = _batch(cu_seqlens, q, k, eta, g)
     cleaned, state = chunk.forward(q, k, eta, g, real, CurvatureState(C, mean, n), chunk_size)
-    return cleaned if cu_seqlens is None else unpad(cleaned, cu_seqlens), *state
+    return cleaned if cu_seqlens is None else unpad(cleaned, cu_seqlens), state.C, state.mean, state.n
 
 
 @torch.library.register_fake(ccq_fwd)
@@ -55,13 +56,15 @@ def ccq_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, eta, g (empty without g), C, mean, n."""
     if q.shape[1] == 0:
-        empty = [torch.empty_like(x) for x in (q, k, eta, q.new_empty(0) if g is None else g)]
+        empty = each(torch.empty_like, q, k, eta, q.new_empty(0) if g is None else g)
         return *empty, dC.clone(), dmean.clone(), dn.clone()
     dcleaned, q, k, eta, g, real = _batch(cu_seqlens, dcleaned, q, k, eta, g)
     dstate = CurvatureState(dC, dmean, dn)
-    *rows, dstate = chunk.backward(dcleaned, dstate, q, k, eta, g, real, CurvatureState(C, mean, n), chunk_size)
-    rows = [q.new_empty(0) if x is None else x if cu_seqlens is None else unpad(x, cu_seqlens) for x in rows]
-    return *rows, *dstate
+    state = CurvatureState(C, mean, n)
+    dq, dk, deta, dg, dstate = chunk.backward(dcleaned, dstate, q, k, eta, g, real, state, chunk_size)
+    if cu_seqlens is not None:
+        dq, dk, deta, dg = each(lambda x: unpad(x, cu_seqlens), dq, dk, deta, dg)
+    return dq, dk, deta, q.new_empty(0) if dg is None else dg, dstate.C, dstate.mean, dstate.n
 
 
 @torch.library.register_fake(ccq_bwd)
@@ -70,14 +73,13 @@ def _(dcleaned, dC, dmean, dn, q, k, eta, g, C, mean, n, cu_seqlens, chunk_size)
     return *(x.new_empty(x.shape) for x in (q, k, eta)), dg, *(x.new_empty(x.shape) for x in (C, mean, n))
 
 
-def _batch(cu_seqlens: Tensor | None, *tensors: Tensor | None) -> tuple:
+def _batch(cu_seqlens: Tensor | None, x: Tensor, *others: *Ts) -> tuple[Tensor, *Ts, Tensor]:
     """The tensors [N T ...], and which of their tokens are real [N or 1, T]."""
-    T = tensors[0].shape[1]
     if cu_seqlens is None:
-        return *tensors, torch.ones(1, T, dtype=torch.bool, device=tensors[0].device)
-    tensors = tuple(None if x is None else pad(x, cu_seqlens) for x in tensors)
-    at = torch.arange(tensors[0].shape[1], device=tensors[0].device)
-    return *tensors, at < lengths(cu_seqlens)[:, None]
+        return x, *others, torch.ones(1, x.shape[1], dtype=torch.bool, device=x.device)
+    padded = each(lambda x: pad(x, cu_seqlens), x, *others)
+    at = torch.arange(padded[0].shape[1], device=x.device)
+    return *padded, at < lengths(cu_seqlens)[:, None]
 
 
 def _setup_context(ctx, inputs, output) -> None:

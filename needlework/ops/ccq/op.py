@@ -9,8 +9,9 @@ from needlework.ops.ccq.custom_op import ccq_fwd
 from needlework.ops.ccq.reference import recurrent_ccq
 from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state, symmetric
 from needlework.ops.common.packing import sequences
-from needlework.ops.common.shapes import check_count, check_slots, now
-from needlework.ops.common.slots import Live
+from needlework.ops.common.shapes import check_count, check_slots, now, width
+from needlework.ops.common.slots import Live, Sequences, check_table
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
 
 
@@ -22,6 +23,9 @@ def chunk_ccq(
     *,
     initial_state: CurvatureState | None = None,
     output_final_state: bool = False,
+    state: CurvatureState | None = None,
+    slots: Tensor | None = None,
+    fresh: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
     impl: Impl = "auto",
@@ -38,6 +42,10 @@ def chunk_ccq(
     initial_state: CurvatureState of N = B rows, or one per packed sequence; n 0 or at least 1. Of C the op reads
         (C + Cᵀ)/2, and C's gradient is symmetric. Zeros if None.
     output_final_state: whether to return the state after the last token.
+    state: a CurvatureState of slots, C symmetric as every call leaves it: a slot table instead of initial_state, read and written in
+        place, float32 (or float64); its slots may lie apart. slots [N]: the slot of each sequence, None for sequence n in slot n; −1
+        reads and writes none and starts from zeros. fresh [N] bool: starts from zeros, whatever its slot holds. No two sequences
+        share a slot. Without gradients.
     cu_seqlens [N+1]: packs N sequences along T, B = 1. An empty one keeps its state.
     chunk_size: >= 1; changes rounding alone. The Triton kernels have their own.
 
@@ -48,11 +56,11 @@ def chunk_ccq(
     impl: "triton" the kernels, "torch" the chunked path with its backward by hand, "reference" the token loop; "auto" takes the
     kernels on a CUDA device where they support the call.
     Raises ValueError for shapes, dtypes or cu_seqlens that do not fit, naming tensor, axis and both sizes, and for impl="triton"
-    where that cannot be.
+    where that cannot be. On a table the kernels do not read cu_seqlens on the host: it must be right.
 
     >>> import torch
     >>> from torch.nn.functional import normalize
-    >>> from needlework.ops.ccq import chunk_ccq
+    >>> from needlework.ops.ccq import chunk_ccq, empty_state
     >>> q, k = torch.randn(1, 100, 4, 32), normalize(torch.randn(1, 100, 4, 32), dim=-1)  # [B T H K]
     >>> eta = torch.rand(1, 100, 4)
     >>> cleaned, state = chunk_ccq(q, k, eta, output_final_state=True)
@@ -60,13 +68,32 @@ def chunk_ccq(
     (torch.Size([1, 100, 4, 32]), torch.Size([1, 4, 32, 32]), tensor([100., 100., 100., 100.]))
     >>> torch.equal(chunk_ccq(q, k, torch.zeros_like(eta)).q, q)  # λ = 0 leaves the query
     True
+
+    On a table of eight slots, the prompt in two calls:
+
+    >>> table, slots = empty_state(8, 4, 32), torch.tensor([5])
+    >>> begun = chunk_ccq(q[:, :70], k[:, :70], eta[:, :70], state=table, slots=slots, fresh=torch.tensor([True])).q
+    >>> rest = chunk_ccq(q[:, 70:], k[:, 70:], eta[:, 70:], state=table, slots=slots).q
+    >>> torch.allclose(torch.cat([begun, rest], 1), cleaned, atol=1e-5), table.n[5]
+    (True, tensor([100., 100., 100., 100.]))
     """
     check_tokens(q, k, eta, g)
     N = sequences(cu_seqlens, len(q))
     if initial_state is not None:
         check_state("initial_state", initial_state, k, N=N)
+    if state is not None:
+        check_state("state", state, k)
+    given = {"initial_state": initial_state, "output_final_state": output_final_state, "inputs": (q, k, eta, g)}
+    check_table(state, slots, fresh, N, dtype=width(q), **given)
     check_count("chunk_size", chunk_size)
     path = resolve("ccq", impl, q.device, lambda: misfit("ccq/curvature", q.device, q.dtype, q.shape[-1], q.shape[-1]))
+    if state is not None and path != "triton":
+        own = Sequences.of(slots, fresh, N, q.shape[1], cu_seqlens, q.device)
+        settings = {"output_final_state": True, "cu_seqlens": cu_seqlens, "chunk_size": chunk_size, "impl": path}
+        cleaned, final = chunk_ccq(q, k, eta, g, initial_state=own.read(state), **settings)
+        assert final is not None  # it was asked for
+        own.write(state, final)
+        return CcqOutput(cleaned, None)
     if path == "reference":
         settings = {"initial_state": initial_state, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         return recurrent_ccq(q, k, eta, g, **settings)
@@ -74,15 +101,18 @@ def chunk_ccq(
     wide = torch.promote_types(q.dtype, torch.float32)
     g = None if g is None else g.to(wide)
     if path == "triton":
-        from needlework.ops.ccq.curvature.op import clean
+        from needlework.ops.ccq.curvature.op import ccq_triton_slots, clean
 
-        state = None if initial_state is None else CurvatureState(*(x.to(wide) for x in initial_state))
-        cleaned, state = clean(*(None if x is None else x.contiguous() for x in (q, k, eta, g)), state, cu_seqlens)
-        return CcqOutput(cleaned, state if output_final_state else None)
-    state = empty_state(N, *k.shape[2:], device=k.device) if initial_state is None else initial_state
-    state = CurvatureState(*(x.to(wide) for x in state))
-    cleaned, *state = ccq_fwd(q.to(wide), k.to(wide), eta.to(wide), g, *state, cu_seqlens, chunk_size)
-    return CcqOutput(cleaned.to(q.dtype), CurvatureState(*state) if output_final_state else None)
+        rows = each(Tensor.contiguous, q, k, eta, g)
+        if state is not None:
+            return CcqOutput(ccq_triton_slots(*rows, *state, slots, fresh, cu_seqlens), None)
+        start = None if initial_state is None else CurvatureState(*(x.to(wide) for x in initial_state))
+        cleaned, final = clean(*rows, start, cu_seqlens)
+        return CcqOutput(cleaned, final if output_final_state else None)
+    start = empty_state(N, *k.shape[2:], device=k.device) if initial_state is None else initial_state
+    start = CurvatureState(*(x.to(wide) for x in start))
+    cleaned, *final = ccq_fwd(q.to(wide), k.to(wide), eta.to(wide), g, *start, cu_seqlens, chunk_size)
+    return CcqOutput(cleaned.to(q.dtype), CurvatureState(*final) if output_final_state else None)
 
 
 @torch.no_grad()
@@ -94,8 +124,8 @@ def step_ccq(
         δ = k − μ,   n ← e^g n + 1,   C ← e^g C + (1 − 1/n) δ δᵀ,   μ ← μ + δ/n,   q̃ = q − λ C q / n
 
     q, k [B H K], eta [B HV], g [B H] or None: `chunk_ccq`'s tensors without T.
-    state: CurvatureState with one row per slot, C symmetric, as every call leaves it. slots [B] int64: the slot of each row; −1 is a padded row, which reads and
-        changes no slot and returns zeros. None: row b is slot b. A slot belongs to one row at most.
+    state: CurvatureState with one row per slot, C symmetric, as every call leaves it; slots may lie apart. slots [B] integers: the
+        slot of each row; −1 is a padded row, which reads and changes no slot and returns zeros. None: row b is slot b. A slot belongs to one row at most.
     Computes in the wider of q's dtype and float32; q̃ has q's dtype; no gradient. Raises ValueError as `chunk_ccq` does.
 
     >>> import torch
@@ -108,7 +138,7 @@ def step_ccq(
     >>> torch.allclose(torch.stack(steps, 1), chunk_ccq(q, k, eta).q, atol=1e-5)
     True
     """
-    check_tokens(*now(q=q, k=k, eta=eta, g=g))
+    check_tokens(*now("q k eta g", q, k, eta, g))
     check_state("state", state, k)
     check_slots(slots, len(q))
     if resolve("ccq", "auto", q.device, lambda: misfit("ccq/step", q.device, q.dtype, q.shape[-1], q.shape[-1])) == "triton":

@@ -8,17 +8,21 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from needlework.ops.ccq.arguments import check_state, check_tokens
 from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state, symmetric
-from needlework.ops.common.operands import identity
+from needlework.ops.common.operands import Operand, identity
 from needlework.ops.common.packing import check_cu_seqlens, sequences
 
 
-def _by_sequence(form: Callable) -> Callable:
+def _by_sequence(form: Callable[..., tuple[Tensor, CurvatureState]]) -> Callable[..., CcqOutput]:
     """`form` on checked arguments, once per packed sequence, with g and the state filled in; q̃ returns in q's dtype."""
 
-    def whole(q, k, eta, g=None, *, initial_state=None, output_final_state=False, cu_seqlens=None, **settings) -> CcqOutput:
+    def whole(
+        q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None = None, *, initial_state: CurvatureState | None = None,
+        output_final_state: bool = False, cu_seqlens: Tensor | None = None, **settings: object,
+    ) -> CcqOutput:  # fmt: skip
         check_tokens(q, k, eta, g)
         N = sequences(cu_seqlens, len(q))
         if initial_state is not None:
@@ -44,7 +48,9 @@ def _by_sequence(form: Callable) -> Callable:
 
 
 @_by_sequence
-def recurrent_ccq(q, k, eta, g, state, *, operand=identity):
+def recurrent_ccq(
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor, state: CurvatureState, *, operand: Operand = identity
+) -> tuple[Tensor, CurvatureState]:
     """CCQ's definition, token by token, under autograd.
 
         M_t = e^{g_t} M_{t-1} + k_t k_tᵀ,   s_t = e^{g_t} s_{t-1} + k_t,   n_t = e^{g_t} n_{t-1} + 1,   μ_t = s_t / n_t
@@ -79,7 +85,9 @@ def recurrent_ccq(q, k, eta, g, state, *, operand=identity):
 
 
 @_by_sequence
-def literal_ccq(q, k, eta, g, state, *, chunk_size=64, operand=identity):
+def literal_ccq(
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor, state: CurvatureState, *, chunk_size: int = 64, operand: Operand = identity
+) -> tuple[Tensor, CurvatureState]:
     """Σ_t q = n_t⁻¹ [e^{Ḡ_t} C₀ q + Σ_s ω_ts (s'_ts − s̄'_t) k'_s],   k' = k − μ₀,  s' = q·k',  s̄' = n_t⁻¹ Σ_s ω_ts s'_ts
     C ← e^{Ḡ_C} C + K''ᵀΩK'' + (n m/(n+m)) d dᵀ,   m = Σω,  d = Σωk'/m,  K'' = k' − d,  μ ← μ + m d/(n+m)
 

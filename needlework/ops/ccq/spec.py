@@ -1,15 +1,18 @@
 """What the battery needs to know of CCQ: plain, decay-aligned, and with two value heads on each key head."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from needlework.ops.api import Limit, OpSpec
 from needlework.ops.ccq.op import chunk_ccq, step_ccq
 from needlework.ops.ccq.reference import literal_ccq, recurrent_ccq
-from needlework.ops.ccq.state import empty_state
+from needlework.ops.ccq.state import CcqOutput, empty_state
 from needlework.ops.common.samples import decay, keys, normal, uniform
 
 H, K = 2, 16
+run: Callable[..., CcqOutput] = chunk_ccq
 
 
 def sample(generator: torch.Generator, B: int, T: int, style: str, *, HV: int = H, aligned: bool = False) -> dict[str, Tensor]:
@@ -43,7 +46,7 @@ NO_LAMBDA = Limit(
     right=unchanged,
     exact=True,
 )
-ONE_KEY = Limit(name="keys that do not vary leave the query", left=lambda **x: chunk_ccq(**still(**x)).q, right=unchanged)
+ONE_KEY = Limit(name="keys that do not vary leave the query", left=lambda **x: run(**still(**x)).q, right=unchanged)
 NO_DECAY = Limit(
     name="g = 0 is plain CCQ",
     left=lambda g, **x: chunk_ccq(g=0 * g, output_final_state=True, **x),
@@ -54,7 +57,7 @@ FORGOTTEN = Limit(name="g → −∞ is the identity", left=lambda g, **x: chunk
 GROUPED = Limit(
     name="value heads of a group share the statistics",
     left=lambda **x: chunk_ccq(**x).q,
-    right=lambda **x: chunk_ccq(**{name: spread(t, x["eta"]) for name, t in x.items()}).q,
+    right=lambda **x: run(**{name: spread(t, x["eta"]) for name, t in x.items()}).q,
 )
 
 

@@ -31,9 +31,12 @@ def symmetric(state: CurvatureState) -> CurvatureState:
     return state._replace(C=(state.C + state.C.mT) / 2)
 
 
-def empty_state(N: int, H: int, K: int, *, dtype: torch.dtype = torch.float32, device=None) -> CurvatureState:
+def empty_state(
+    N: int, H: int, K: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> CurvatureState:
     """The state of N sequences (or slots) that have seen nothing."""
-    options = {"dtype": dtype, "device": device}
     return CurvatureState(
-        C=torch.zeros(N, H, K, K, **options), mean=torch.zeros(N, H, K, **options), n=torch.zeros(N, H, **options)
+        C=torch.zeros(N, H, K, K, dtype=dtype, device=device),
+        mean=torch.zeros(N, H, K, dtype=dtype, device=device),
+        n=torch.zeros(N, H, dtype=dtype, device=device),
     )

@@ -4,6 +4,8 @@ Two launches: the first advances C and cleans the query, a program for each [K B
 second advances mean and n, which every tile of the first reads whole.
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,7 @@ from torch import Tensor
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.common.slots import check_contiguous
 from needlework.ops.runtime.custom_op import step_operator
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 
@@ -20,7 +23,7 @@ ENGINE = "ccq/step"
 
 @triton.jit
 def ccq_step_kernel(
-    p_q, p_k, p_eta, p_g, p_C, p_mean, p_n, p_slots, p_o,
+    p_q, p_k, p_eta, p_g, p_C, p_mean, p_n, p_slots, p_o, C_stride, mean_stride, n_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """δ = k − mean,   n' = e^g n + 1,   C' = e^g C + (1 − 1/n') δ δᵀ,   q̃ = q − η C' q / n';   p_g None: g = 0."""
@@ -34,23 +37,24 @@ def ccq_step_kernel(
     in_k, in_v = o_k < K, o_v < K
     slot = row
     if p_slots is not None:
-        slot = tl.load(p_slots + row)
+        slot = tl.load(p_slots + row).to(tl.int64)
     if slot < 0:  # a padded row
         for j in tl.static_range(G):
             tl.store(p_o + (head * G + j) * K + o_v, tl.zeros([BV], ACC), mask=in_v)
         return
-    held = slot * H + h
-    p_tile = p_C + held * K * K + o_k[:, None] * K + o_v[None, :]
+    p_mean += slot * mean_stride + h * K
+    p_n += slot * n_stride + h
+    p_tile = p_C + slot * C_stride + h * K * K + o_k[:, None] * K + o_v[None, :]
     in_tile = in_k[:, None] & in_v[None, :]
     C = tl.load(p_tile, mask=in_tile, other=0).to(ACC)
 
-    n = tl.load(p_n + held).to(ACC)
+    n = tl.load(p_n).to(ACC)
     if p_g is not None:
         retained = tl.exp(tl.load(p_g + head).to(ACC))
         C, n = C * retained, n * retained
     n += 1
-    d_k = tl.load(p_k + head * K + o_k, mask=in_k, other=0).to(ACC) - tl.load(p_mean + held * K + o_k, mask=in_k, other=0)
-    d_v = tl.load(p_k + head * K + o_v, mask=in_v, other=0).to(ACC) - tl.load(p_mean + held * K + o_v, mask=in_v, other=0)
+    d_k = tl.load(p_k + head * K + o_k, mask=in_k, other=0).to(ACC) - tl.load(p_mean + o_k, mask=in_k, other=0)
+    d_v = tl.load(p_k + head * K + o_v, mask=in_v, other=0).to(ACC) - tl.load(p_mean + o_v, mask=in_v, other=0)
     C += (1 - 1 / n) * (d_k[:, None] * d_v[None, :])  # symmetric to the bit
     tl.store(p_tile, C, mask=in_tile)
 
@@ -64,28 +68,29 @@ def ccq_step_kernel(
 
 @triton.jit
 def ccq_mean_kernel(
-    p_k, p_g, p_mean, p_n, p_slots, H: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr
+    p_k, p_g, p_mean, p_n, p_slots, mean_stride, n_stride, H: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
     """n' = e^g n + 1,   mean' = mean + (k − mean) / n'."""
     head = tl.program_id(0).to(tl.int64)
     row, h = head // H, head % H
     slot = row
     if p_slots is not None:
-        slot = tl.load(p_slots + row)
+        slot = tl.load(p_slots + row).to(tl.int64)
     if slot < 0:
         return
-    held = slot * H + h
-    n = tl.load(p_n + held).to(ACC)
+    p_mean += slot * mean_stride + h * K
+    p_n += slot * n_stride + h
+    n = tl.load(p_n).to(ACC)
     if p_g is not None:
         n *= tl.exp(tl.load(p_g + head).to(ACC))
     n += 1
     o_k = tl.arange(0, BK)
     in_k = o_k < K
     k = tl.load(p_k + head * K + o_k, mask=in_k, other=0).to(ACC)
-    mean = tl.load(p_mean + held * K + o_k, mask=in_k, other=0).to(ACC)
-    tl.store(p_mean + held * K + o_k, mean + (k - mean) / n, mask=in_k)
+    mean = tl.load(p_mean + o_k, mask=in_k, other=0).to(ACC)
+    tl.store(p_mean + o_k, mean + (k - mean) / n, mask=in_k)
     tl.debug_barrier()  # every warp has read n
-    tl.store(p_n + held, n)
+    tl.store(p_n, n)
 
 
 @step_operator("C", "mean", "n")
@@ -96,14 +101,15 @@ def ccq_step(
     (B, H, K), HV = q.shape, eta.shape[1]
     check_contiguous(C=C, mean=mean, n=n)
     o = q.new_empty(B, HV, K)
-    q, k, eta, g = (None if x is None else x.contiguous() for x in (q, k, eta, g))
+    q, k, eta, g = each(Tensor.contiguous, q, k, eta, g)
     launch = launch_config(ENGINE, q.device, q.dtype, K, K).launch
     constants = _constants(launch["step"], K)
     sizes = {"H": H, "K": K, "ACC": TYPES[accumulator(q.dtype)], "BK": constants["BK"]}
+    strides = [x.stride(0) for x in (C, mean, n)]
     with torch.cuda.device_of(q):
         grid = (B * H * cdiv(K, constants["BV"]),)
-        ccq_step_kernel[grid](q, k, eta, g, C, mean, n, slots, o, HV=HV, **sizes | constants)
-        ccq_mean_kernel[(B * H,)](k, g, mean, n, slots, **sizes, **launch["mean"])
+        ccq_step_kernel[grid](q, k, eta, g, C, mean, n, slots, o, *strides, HV=HV, **sizes | constants)
+        ccq_mean_kernel[(B * H,)](k, g, mean, n, slots, *strides[1:], **sizes, **launch["mean"])
     return o
 
 
@@ -117,7 +123,7 @@ def step(q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureSt
     return ccq_step(q, k, eta, g, *state, slots)
 
 
-def _constants(launch: dict[str, int], K: int) -> dict[str, int]:
+def _constants(launch: Mapping[str, int], K: int) -> dict[str, int]:
     BK = next_power_of_2(K)
     return {**launch, "K": K, "BK": BK, "BV": min(launch["BV"], BK)}
 
@@ -128,6 +134,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     constants = _constants(launch, K)
     signature = {"p_q": half, "p_k": half, "p_o": half, "p_slots": "*i64"}
     signature |= {name: "*fp32" for name in ("p_eta", "p_g", "p_C", "p_mean", "p_n")}
+    signature |= dict.fromkeys(("C_stride", "mean_stride", "n_stride"), "i64")
     sizes = {"H": 2, "ACC": tl.float32}
     step = {**sizes, **constants, "HV": 4}
     mean = {**sizes, "K": K, "BK": constants["BK"]}

@@ -31,13 +31,13 @@ def fastest() -> AbstractContextManager:
     return sdpa_kernel(FASTEST, set_priority=True)
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, **settings) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, enable_gqa: bool) -> Tensor:
     """o [B Hq T V] of whole sequences. cuDNN takes two thirds of flash's time on Hopper, and makes a plan for each shape: that is for
     training, whose shapes are few, and for values wider than keys, which flash does not take. What it does not take the next one does."""
     if q.is_cuda and (torch.is_grad_enabled() or q.shape[-1] != v.shape[-1]):
         with fastest():
-            return scaled_dot_product_attention(q, k, v, is_causal=True, **settings)
-    return scaled_dot_product_attention(q, k, v, is_causal=True, **settings)
+            return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
 
 
 def streams(q: Tensor, v: Tensor) -> bool:
@@ -54,9 +54,9 @@ def streamed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window:
     else:
         refuse_tangents("streamed attention", q, k, v)  # a compiled function drops them
         attend = _compiled()
-    heads = (x.transpose(1, 2) for x in (q, k, v))
-    mask = visible(oldest(q, cu_seqlens, window))
-    o = attend(*heads, block_mask=mask, scale=scale, enable_gqa=q.shape[2] != k.shape[2])
+    mask, several = visible(oldest(q, cu_seqlens, window)), q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o = attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=several)
     return o.transpose(1, 2)
 
 

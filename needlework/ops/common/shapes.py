@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from needlework.ops.runtime.each import Ts, each
+
 
 def check_tensor(name: str, x: object, axes: str) -> None:
     """Raise ValueError unless x is a tensor."""
@@ -59,22 +61,22 @@ def check_state(name: str, state: object, kind: type) -> None:
         check_tensor(f"{name}.{field}", x, "N …")
 
 
-def check_slots(slots: Tensor | None, B: int) -> None:
-    """Raise ValueError unless slots, where there are any, are [B] integers."""
+def check_slots(slots: Tensor | None, size: int, axis: str = "B") -> None:
+    """Raise ValueError unless slots, where there are any, are integers, one for each row (B) or sequence (N)."""
     if slots is not None:
-        check("slots", slots, "B", B=B)
+        check("slots", slots, axis, **{axis: size})
         if slots.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"slots: expected int64, got {slots.dtype}")
 
 
-def now(**tokens: Tensor | None) -> list[Tensor | None]:
-    """One token's tensors [B ...] as [B 1 ...]; ValueError for what is no tensor."""
-    for name, x in tokens.items():
+def now(names: str, *tokens: *Ts) -> tuple[*Ts]:
+    """One token's tensors [B ...] as [B 1 ...], None as it is; ValueError for what is neither. names: "q k v"."""
+    for name, x in zip(names.split(), tokens, strict=True):
         if x is not None:
             check_tensor(name, x, "B …")
-            if not x.dim():
-                raise ValueError(f"{name}: expected axes [B …], got shape []")
-    return [None if x is None else x.unsqueeze(1) for x in tokens.values()]
+        if isinstance(x, Tensor) and not x.dim():
+            raise ValueError(f"{name}: expected axes [B …], got shape []")
+    return each(lambda x: x.unsqueeze(1), *tokens)
 
 
 def given(x: object) -> str:

@@ -3,13 +3,16 @@
 S_t = Diag(e^{g_t}) S_{t-1} + k_t (w_t ⊙ v_t − S_{t-1}ᵀ (e^{g_t} ⊙ b_t ⊙ k_t))ᵀ        b: erase, w: write
 """
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
 from needlework.ops.common.packing import sequences
 from needlework.ops.common.shapes import check, check_dtypes, check_groups, check_tensor, width
+from needlework.ops.common.slots import check_table
 from needlework.ops.common.unit import unit_rows
+from needlework.ops.runtime.each import each
 
 Prediction = Literal["decayed", "previous"]
 
@@ -38,15 +41,16 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, q_read: Tensor | None) -> None:
     check("q_read", read, "B T HV K", B=B, T=T, K=K, **({} if read.dim() == 4 and read.shape[2] == H else {"HV": HV}))
 
 
-def checked_heads(q: Tensor, k: Tensor, v: Tensor, q_read: Tensor | None, l2norm: bool = False) -> tuple[Tensor, ...]:
+def checked_heads(
+    q: Tensor, k: Tensor, v: Tensor, q_read: Tensor | None, l2norm: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and the read query (q where there is none), expanded to HV heads; ValueError for what does not fit."""
     check_heads(q, k, v, q_read)
-    wide = [None if x is None else x.to(width(q)) for x in (q, k, v, q_read)]
+    dtype, HV = width(q), v.shape[2]
+    q, k, v, read = each(lambda x: x.to(dtype), q, k, v, q_read)
     if l2norm:
-        wide[:2] = map(unit_rows, wide[:2])
-    if q_read is None:
-        wide[3] = wide[0]
-    return tuple(_expand(x, v.shape[2]) for x in wide)
+        q, k = unit_rows(q), unit_rows(k)
+    return each(lambda x: _expand(x, HV), q, k, v, q if read is None else read)
 
 
 def check_gate(g: Tensor | None, v: Tensor, K: int) -> None:
@@ -92,6 +96,21 @@ def checked_state(initial_state: Tensor | None, k: Tensor, v: Tensor, cu_seqlens
     return v.new_zeros(*sizes) if initial_state is None else initial_state.to(v.dtype)
 
 
+def check_states(
+    state: Tensor | None, slots: Tensor | None, fresh: Tensor | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, *,
+    initial_state: Tensor | None, output_final_state: bool, inputs: Iterable[Tensor | None],
+) -> int:  # fmt: skip
+    """How many sequences a call has; ValueError for an initial state or a table that does not fit."""
+    N, HV, K, V = check_state(initial_state, k, v, cu_seqlens)
+    check_table(
+        state, slots, fresh, N,
+        dtype=width(k), initial_state=initial_state, output_final_state=output_final_state, inputs=inputs,
+    )  # fmt: skip
+    if state is not None:
+        check("state", state, "slots HV K V", HV=HV, K=K, V=V)
+    return N
+
+
 def check_rule(
     q: Tensor,
     k: Tensor,
@@ -114,7 +133,7 @@ def check_rule(
     (B, T, HV, V), K = v.shape, k.shape[-1]
     if beta is not None:
         check_number("beta", beta, v)
-    elif erase is not None:
+    elif erase is not None and write is not None:
         check("erase", erase, "B T HV K", B=B, T=T, HV=HV, K=K)
         check("write", write, "B T HV V", B=B, T=T, HV=HV, V=V)
     check_gate(g, v, K)
@@ -137,7 +156,7 @@ def checked(
     _, k, v, read = checked_heads(q, k, v, q_read, l2norm)
     if beta is not None:
         erase = write = checked_number("beta", beta, v)
-    elif erase is not None:
+    elif erase is not None and write is not None:
         erase, write = erase.to(v.dtype), write.to(v.dtype)
     return Rule(read, k, v, checked_gate(g, v, k.shape[-1]), erase, write)
 

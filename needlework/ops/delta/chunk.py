@@ -20,14 +20,20 @@ from torch import Tensor
 from needlework.ops.delta.decay import ChannelDecay, ScalarDecay, decay_of
 
 
-def forward(q, k, u, e, g, initial_state, *, scale, prediction, chunk_size) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, u: Tensor, e: Tensor | None, g: Tensor, initial_state: Tensor, *,
+    scale: float, prediction: str, chunk_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [B T H V] and the final state [B H K V]."""
     x = _replay(q, k, u, e, g, initial_state, prediction, chunk_size)
     o = scale * (x.q_hat @ x.starts + x.P @ x.W)
     return _join(o, q.shape[1]), x.final
 
 
-def backward(do, dfinal, q, k, u, e, g, initial_state, *, scale, prediction, chunk_size) -> tuple[Tensor | None, ...]:
+def backward(
+    do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, u: Tensor, e: Tensor | None, g: Tensor, initial_state: Tensor, *,
+    scale: float, prediction: str, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """dq, dk, du, de (None where e is), dg, dinitial, from the gradients of o and of the final state."""
     x = _replay(q, k, u, e, g, initial_state, prediction, chunk_size)
     C = x.q.shape[-2]
@@ -39,7 +45,7 @@ def backward(do, dfinal, q, k, u, e, g, initial_state, *, scale, prediction, chu
         dends[i] = dS
         du[i] += x.k_hat[i] @ dS
         dS = x.whole[i] * dS + dread[i]
-        if e is not None:
+        if x.A is not None and x.e_hat is not None:
             du[i] = torch.linalg.solve_triangular(x.A[i].mT, du[i], upper=True, unitriangular=True)
             dS = dS - x.e_hat[i].mT @ du[i]
 
@@ -51,7 +57,8 @@ def backward(do, dfinal, q, k, u, e, g, initial_state, *, scale, prediction, chu
     dwhole = (x.whole * x.starts * dends).sum(-1)
     dM = torch.zeros(*x.rows.shape[:-1], x.W.shape[-2], dtype=q.dtype, device=q.device)  # [n B H C A C·R]
     dM[..., 0, :] = do @ x.W.mT
-    if e is not None:
+    de = de_hat = None
+    if x.e is not None and x.e_hat is not None:
         de_hat = -(du @ x.starts.mT).view_as(x.e)
         dstart[..., :-1, :] += (x.e_hat.view_as(x.e) * de_hat).sum(-2)[..., 1:, :]
         dM[..., :-1, 1:, :] = -(du @ x.W.mT).unflatten(-2, (C, -1))[..., 1:, :, :]
@@ -59,8 +66,7 @@ def backward(do, dfinal, q, k, u, e, g, initial_state, *, scale, prediction, chu
     dg = dg + x.decay.factors_backward(dstart, dend, dwhole)
     dq = drows[..., 0, :] + x.decay.from_start * dq_hat
     dk = dk + x.decay.to_end[..., None, :] * dk_hat
-    de = None
-    if e is not None:
+    if x.e is not None and de_hat is not None:
         de = x.before[..., None, :] * de_hat
         de[..., 1:, :, :] += drows[..., :-1, 1:, :]
         if prediction == "decayed":
@@ -92,7 +98,9 @@ class _Replay(NamedTuple):
     final: Tensor
 
 
-def _replay(q, k, u, e, g, S, prediction, chunk_size) -> _Replay:
+def _replay(
+    q: Tensor, k: Tensor, u: Tensor, e: Tensor | None, g: Tensor, S: Tensor, prediction: str, chunk_size: int
+) -> _Replay:
     C = _chunk(q.shape[1], chunk_size)
     q, k, u, g = (_split(x, C) for x in (q, k, u, g))
     decay = decay_of(g)
@@ -119,7 +127,7 @@ def _replay(q, k, u, e, g, S, prediction, chunk_size) -> _Replay:
     starts = S.new_empty(len(q), *S.shape)
     for i in range(len(q)):
         starts[i] = S
-        if e is not None:
+        if A is not None and e_hat is not None:
             W[i] = torch.linalg.solve_triangular(A[i], W[i] - e_hat[i] @ S, upper=False, unitriangular=True)
         S = whole[i] * S + k_hat[i].mT @ W[i]
     return _Replay(q, k, e, rows, decay, retention, before, whole, q_hat, k_hat, e_hat, P, A, W, starts, S)

@@ -10,6 +10,7 @@ from torch import Tensor
 from needlework.ops.common.packing import check_cu_seqlens, pad, unpad
 from needlework.ops.delta import chunk
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.each import Ts, each
 from needlework.ops.runtime.precision import keep_precision
 
 
@@ -19,8 +20,8 @@ def delta_fwd(
     scale: float, prediction: str, chunk_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [B T H V], final state [N H K V]."""
-    tensors = _batch(cu_seqlens, q, k, u, e, g)
-    o, state = chunk.forward(*tensors, initial_state, scale=scale, prediction=prediction, chunk_size=chunk_size)
+    q, k, u, e, g = _batch(cu_seqlens, q, k, u, e, g)
+    o, state = chunk.forward(q, k, u, e, g, initial_state, scale=scale, prediction=prediction, chunk_size=chunk_size)
     return _given(cu_seqlens, o), _fresh(state, initial_state)
 
 
@@ -31,19 +32,19 @@ def delta_bwd(
     scale: float, prediction: str, chunk_size: int,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, u, e, g and the initial state; without e, its place holds an empty tensor."""
-    do, *tensors = _batch(cu_seqlens, do, q, k, u, e, g)
+    do, q, k, u, e, g = _batch(cu_seqlens, do, q, k, u, e, g)
     *dtokens, dinitial = chunk.backward(
-        do, dstate, *tensors, initial_state, scale=scale, prediction=prediction, chunk_size=chunk_size
+        do, dstate, q, k, u, e, g, initial_state, scale=scale, prediction=prediction, chunk_size=chunk_size
     )
     dtokens = [q.new_empty(0) if dx is None else _given(cu_seqlens, dx) for dx in dtokens]
     return [*dtokens, _fresh(dinitial, dstate)]
 
 
-def _batch(cu_seqlens: Tensor | None, *tokens: Tensor | None) -> tuple[Tensor | None, ...]:
+def _batch(cu_seqlens: Tensor | None, x: Tensor, *others: *Ts) -> tuple[Tensor, *Ts]:
     if cu_seqlens is None:
-        return tokens
-    check_cu_seqlens(cu_seqlens, *tokens[0].shape[:2])
-    return tuple(None if x is None else pad(x, cu_seqlens) for x in tokens)
+        return x, *others
+    check_cu_seqlens(cu_seqlens, *x.shape[:2])
+    return each(lambda x: pad(x, cu_seqlens), x, *others)
 
 
 def _given(cu_seqlens: Tensor | None, x: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 Operators of torch.library take the tensors one by one.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
+from needlework.ops.runtime.each import each
 
 
 class DeltaInputs(NamedTuple):
@@ -29,27 +31,43 @@ class DeltaInputs(NamedTuple):
     initial_state: Tensor | None = None  # [N HV K V]
 
     @classmethod
-    def of(cls, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> "DeltaInputs":
-        return cls(**dict(zip(names, tensors, strict=True)))
+    def of(cls, names: tuple[str, ...], tensors: Sequence[Tensor | None]) -> "DeltaInputs":
+        given = dict(zip(names, tensors, strict=True))
+        q, k, v = (given.pop(name) for name in ("q", "k", "v"))
+        assert q is not None and k is not None and v is not None
+        return cls(q, k, v, **given)
 
     def flat(self, names: tuple[str, ...]) -> tuple[Tensor | None, ...]:
         """The inverse of `of`."""
         return tuple(getattr(self, name) for name in names)
 
     def contiguous(self) -> "DeltaInputs":
-        return DeltaInputs(*(None if x is None else x.contiguous() for x in self))
+        return DeltaInputs(*each(Tensor.contiguous, *self))
 
     def aligned(self, alignment: Alignment) -> "DeltaInputs":
         """Tokens where `alignment` has them; the initial state as it is, contiguous."""
-        *tokens, state = self
-        return DeltaInputs(
-            *(None if x is None else alignment.align(x) for x in tokens), None if state is None else state.contiguous()
-        )
+        return DeltaInputs(*each(alignment.align, *self[:-1]), *each(Tensor.contiguous, self.initial_state))
 
     def restored(self, alignment: Alignment) -> "DeltaInputs":
         """The inverse of `aligned`."""
-        *tokens, state = self
-        return DeltaInputs(*(None if x is None else alignment.restore(x) for x in tokens), state)
+        return DeltaInputs(*each(alignment.restore, *self[:-1]), self.initial_state)
+
+
+class SlotTable(NamedTuple):
+    """Where the sequences of a call find their states and leave them, in place, as an engine's kernels read it."""
+
+    state: Tensor  # [slots HV K V], float32 or float64: the slots may lie apart
+    slots: Tensor | None  # [N]: the slot of each sequence, −1: none; None: sequence n owns slot n
+    fresh: Tensor | None  # [N]: not 0 where a sequence starts from zeros; None: nowhere
+    power: Tensor | None = None  # [N HV] float32, powers of two by which the kernels' states are the table's divided; None: 1
+
+    def arguments(self, segments: int = 1) -> tuple[Tensor | int | None, ...]:
+        """Of a kernel, each sequence in `segments`: p_slots, p_fresh, p_power, slot_stride, P. Without a table all are None."""
+        return *self[1:], self.state.stride(0), segments
+
+
+OF_TABLE = {"p_slots": "*i64", "p_fresh": "*u8", "p_power": "*fp32", "slot_stride": "i64", "P": "i32"}  # their types
+NO_TABLE = (None,) * len(OF_TABLE)
 
 
 def solve_dtype(dtype: torch.dtype) -> torch.dtype:

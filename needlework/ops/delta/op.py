@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.operands import Operand, identity
+from needlework.ops.common.packing import check_cu_seqlens, sequences
 from needlework.ops.common.shapes import check, check_count, check_slots, now, width
-from needlework.ops.common.slots import Live
+from needlework.ops.common.slots import Live, Sequences
 from needlework.ops.delta import reference
-from needlework.ops.delta.arguments import Prediction, check_rule, check_state, checked, checked_state
+from needlework.ops.delta.arguments import Prediction, check_rule, check_states, checked, checked_state
 from needlework.ops.delta.custom_op import delta_fwd
-from needlework.ops.delta.inputs import DeltaInputs
+from needlework.ops.delta.inputs import DeltaInputs, SlotTable
 from needlework.ops.delta.scaling import PowersOfTwo
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
 
 
@@ -39,6 +41,9 @@ def chunk_delta(
     l2norm: bool = False,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    state: Tensor | None = None,
+    slots: Tensor | None = None,
+    fresh: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
     impl: Impl = "auto",
@@ -60,6 +65,9 @@ def chunk_delta(
     scale: of o only; K ** -0.5 by default.
     l2norm: q and k, not q_read, are divided by √(Σx² + 1e-6) first, in float32.
     initial_state [N HV K V]: N = B, or one per packed sequence; zeros if None.
+    state [slots HV K V]: a slot table instead of initial_state, read and written in place, float32 (or float64); its slots may
+        lie apart. slots [N]: the slot of each sequence, None for sequence n in slot n; −1 reads and writes none and starts from
+        zeros. fresh [N] bool: starts from zeros, whatever its slot holds. No two sequences share a slot. Without gradients.
     cu_seqlens [N+1]: packs sequences along T (B = 1). An empty one keeps its state.
     chunk_size: tokens of a chunk at most, >= 1; changes no result. The Triton kernels have their own.
 
@@ -67,7 +75,7 @@ def chunk_delta(
     float32 (or float64), each gradient has its tensor's dtype. State: resume at any token. Error: twice the definition's
     own (the card). impl: "triton" the kernels, "torch" the chunk form with its hand-derived backward, "reference" the token
     loop; "auto" takes the kernels on a CUDA device where they support the call.
-    Raises ValueError for sizes or dtypes that do not fit, gates that exclude each other, an unknown prediction or impl, impl="triton" where that cannot be.
+    Raises ValueError for sizes or dtypes that do not fit, gates that exclude each other, an unknown prediction or impl, impl="triton" where that cannot be. On a table the kernels do not read cu_seqlens on the host: it must be right.
 
     >>> import torch
     >>> from torch.nn.functional import normalize
@@ -81,37 +89,44 @@ def chunk_delta(
     >>> rest = chunk_delta(q[:, 40:], k[:, 40:], v[:, 40:], g[:, 40:], beta[:, 40:], initial_state=start.state)
     >>> torch.allclose(torch.cat([start.o, rest.o], 1), o, atol=1e-5)
     True
+    >>> table = torch.full((8, 4, 32, 64), torch.nan)  # eight slots
+    >>> slot = {"state": table, "slots": torch.tensor([5])}
+    >>> start = chunk_delta(q[:, :40], k[:, :40], v[:, :40], g[:, :40], beta[:, :40], **slot, fresh=torch.tensor([True]))
+    >>> rest = chunk_delta(q[:, 40:], k[:, 40:], v[:, 40:], g[:, 40:], beta[:, 40:], **slot)
+    >>> torch.allclose(torch.cat([start.o, rest.o], 1), o, atol=1e-5), torch.allclose(table[5:6], state, atol=1e-5)
+    (True, True)
     """
     check_count("chunk_size", chunk_size)
     check_rule(q, k, v, g, beta, erase, write, prediction, q_read)
-    check_state(initial_state, k, v, cu_seqlens)
+    N = check_states(
+        state, slots, fresh, k, v, cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
+        inputs=(q, k, v, g, beta, erase, write, q_read),
+    )  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     engine = "delta/channel" if _by_channel(g, erase, prediction) else "delta/scalar"
     path = resolve("delta", impl, q.device, lambda: misfit(engine, q.device, q.dtype, q.shape[-1], v.shape[-1]))
+    if state is not None and path != "triton":
+        found = Sequences.of(slots, fresh, N, q.shape[1], cu_seqlens, q.device)
+        o, left = chunk_delta(
+            q, k, v, g, beta, erase=erase, write=write, prediction=prediction, q_read=q_read, scale=scale, l2norm=l2norm,
+            initial_state=found.read(state), output_final_state=True, cu_seqlens=cu_seqlens, chunk_size=chunk_size, impl=path,
+        )  # fmt: skip
+        assert left is not None  # asked for
+        found.write(state, left)
+        return DeltaOutput(o, None)
     if path == "reference":
         return recurrent_delta(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            erase=erase,
-            write=write,
-            prediction=prediction,
-            q_read=q_read,
-            scale=scale,
-            l2norm=l2norm,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-        )
+            q, k, v, g, beta, erase=erase, write=write, prediction=prediction, q_read=q_read, scale=scale, l2norm=l2norm,
+            initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
     if path == "triton":
         q, k = unit(q, k) if l2norm else (q, k)
         read = q if q_read is None else q_read
         initial_state = None if initial_state is None else initial_state.to(width(q))
         inputs = DeltaInputs(read, k, v, g, beta, erase=erase, write=write, initial_state=initial_state)
-        o, state = _kernels(inputs, cu_seqlens, scale, prediction)
-        return DeltaOutput(o, state if output_final_state else None)
+        table = None if state is None else SlotTable(state, slots, fresh)
+        o, final = _kernels(inputs, table, cu_seqlens, scale, prediction)
+        return DeltaOutput(o, final if output_final_state else None)
     rule = checked(q, k, v, g, beta, erase, write, prediction, q_read, l2norm)
     initial_state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
     u = rule.v if rule.write is None else rule.write * rule.v
@@ -127,28 +142,44 @@ def _by_channel(g: Tensor | None, erase: Tensor | None, prediction: Prediction) 
     return erase is not None or (g is not None and (g.dim() == 4 or prediction == "previous"))
 
 
-def _kernels(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, prediction: Prediction) -> tuple[Tensor, Tensor]:
-    """o and the final state; q is what reads. It may have a head for each value head; k then gets as many."""
+def _kernels(
+    inputs: DeltaInputs, table: SlotTable | None, cu_seqlens: Tensor | None, scale: float, prediction: Prediction
+) -> tuple[Tensor, Tensor | None]:
+    """o and the final state, None where a table has it; q is what reads. It may have a head for each value head; k then gets as many."""
     q, k, v, initial_state = inputs.q, inputs.k, inputs.v, inputs.initial_state
     if q.shape[2] != k.shape[2]:
         k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     powers = None
     if inputs.beta is None and inputs.erase is None and v.dtype == torch.bfloat16 and v.numel():
-        powers = PowersOfTwo.of(q, k, v, initial_state, scale)
+        start, N = initial_state, sequences(cu_seqlens, len(v))
+        if table is not None:
+            from needlework.ops.common.kernels.slots import largest_of_slots
+
+            start = largest_of_slots(table.state, table.slots, table.fresh, cu_seqlens, N)[..., None, None]
+        powers = PowersOfTwo.of(q, k, v, start, scale)
         q, k, v, initial_state = powers.divide(q, k, v, initial_state)
+        table = table and table._replace(power=powers.of_states(N))
     inputs = inputs._replace(q=q, k=k, v=v, initial_state=initial_state)
-    o, state = _engine(inputs, cu_seqlens, scale, prediction)
-    return (o, state) if powers is None else powers.multiply(o, state)
+    o, state = _engine(inputs, table, cu_seqlens, scale, prediction)
+    if powers is None:
+        return o, state
+    return (powers.outputs(o), None) if state is None else powers.multiply(o, state)
 
 
-def _engine(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, prediction: Prediction) -> tuple[Tensor, Tensor]:
+def _engine(
+    inputs: DeltaInputs, table: SlotTable | None, cu_seqlens: Tensor | None, scale: float, prediction: Prediction
+) -> tuple[Tensor, Tensor | None]:
     if _by_channel(inputs.g, inputs.erase, prediction):
-        from needlework.ops.delta.channel.op import channel
+        from needlework.ops.delta.channel.op import channel, channel_on_table
 
         inputs = inputs._replace(g=_every_channel(inputs.g, inputs.k, inputs.v)).contiguous()
+        if table is not None:
+            return channel_on_table(inputs, table, cu_seqlens, scale=scale, prediction=prediction), None
         return channel(inputs, cu_seqlens, scale=scale, prediction=prediction)
-    from needlework.ops.delta.scalar.op import scalar
+    from needlework.ops.delta.scalar.op import scalar, scalar_on_table
 
+    if table is not None:
+        return scalar_on_table(inputs.contiguous(), table, cu_seqlens, scale=scale), None
     return scalar(inputs.contiguous(), cu_seqlens, scale=scale)
 
 
@@ -183,7 +214,7 @@ def recurrent_delta(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    operand=reference.identity,
+    operand: Operand = identity,
 ) -> DeltaOutput:
     """The definition, token by token, under autograd: `chunk_delta`'s equation, arguments, contract and errors.
 
@@ -228,7 +259,7 @@ def step_delta(
     """One token a row, without gradients: o [B HV V]; the state advances in place (`chunk_delta`'s equation).
 
     q, k [B H K], v [B HV V] and the gates: `chunk_delta`'s tensors without T.
-    state [slots HV K V]: a slot table. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a padded row,
+    state [slots HV K V]: a slot table, whose slots may lie apart. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a padded row,
         which reads and changes no slot and returns zeros. A live slot belongs to one row only.
     Dtypes, settings and errors as in `chunk_delta`.
 
@@ -242,8 +273,8 @@ def step_delta(
     >>> torch.allclose(torch.stack(steps, 1), chunk_delta(q, k, v, g, beta).o, atol=1e-5)
     True
     """
-    *rule, read = now(q=q, k=k, v=v, g=g, beta=beta, erase=erase, write=write, q_read=q_read)
-    check_rule(*rule, prediction, read)
+    token = now("q k v g beta erase write q_read", q, k, v, g, beta, erase, write, q_read)
+    check_rule(*token[:-1], prediction, token[-1])
     check_slots(slots, len(q))
     check("state", state, "slots HV K V", HV=v.shape[1], K=q.shape[-1], V=v.shape[-1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -256,18 +287,24 @@ def step_delta(
         q, k = unit(q, k) if l2norm else (q, k)
         return step(q, k, v, g, beta, None, erase, write, q_read, state, slots, scale=scale, prediction=prediction)
     live = Live.of(slots, len(q), q.device)
-    token = lambda x: None if x is None else x[live.rows].unsqueeze(1)
+    tokens = (q, k, v, g, beta, erase, write, q_read)
+    q, k, v, g, beta, erase, write, q_read = each(lambda x: x[live.rows].unsqueeze(1), *tokens)
     with torch.no_grad():
         o_live, new = recurrent_delta(
-            *map(token, (q, k, v, g, beta)),
-            erase=token(erase),
-            write=token(write),
+            q,
+            k,
+            v,
+            g,
+            beta,
+            erase=erase,
+            write=write,
             prediction=prediction,
-            q_read=token(q_read),
+            q_read=q_read,
             scale=scale,
             l2norm=l2norm,
             initial_state=state[live.slots],
             output_final_state=True,
         )
+        assert new is not None  # asked for
         live.write((state,), (new,))
         return live.spread(o_live[:, 0])

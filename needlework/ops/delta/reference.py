@@ -4,18 +4,22 @@ Both take a `Rule`'s tensors: q, k [B T H K], v [B T H V], g [B T H 1] or [B T H
 and 1). They share no code with the fast path. `operand` is applied to every operand of a matrix or outer product.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from needlework.ops.common.operands import identity
+from needlework.ops.common.operands import Operand, identity
+from needlework.ops.delta.arguments import Prediction
+
+Form = Callable[..., tuple[Tensor, Tensor]]
 
 
-def by_sequence(form):
+def by_sequence(form: Form) -> Form:
     """`form` on packed sequences: one call each, in order, the results side by side."""
 
-    def packed(*tensors: Tensor | None, initial_state: Tensor, cu_seqlens: Tensor | None = None, **settings):
+    def packed(*tensors: Tensor | None, initial_state: Tensor, cu_seqlens: Tensor | None = None, **settings: object):
         if cu_seqlens is None:
             return form(*tensors, initial_state=initial_state, **settings)
         sequences = [
@@ -28,7 +32,10 @@ def by_sequence(form):
 
 
 @by_sequence
-def recurrent(q, k, v, g, erase, write, *, prediction, scale, initial_state, operand=identity) -> tuple[Tensor, Tensor]:
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, erase: Tensor | None, write: Tensor | None, *,
+    prediction: Prediction, scale: float, initial_state: Tensor, operand: Operand = identity,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """S_t = Diag(e^{g_t}) S_{t-1} + k_t (w_t ⊙ v_t − S_{t-1}ᵀ (e^{g_t} ⊙ b_t ⊙ k_t))ᵀ,   o_t = scale · S_tᵀ q_t
 
     "previous" reads S_{t-1} as it was: without e^{g_t} in the erase.
@@ -48,8 +55,9 @@ def recurrent(q, k, v, g, erase, write, *, prediction, scale, initial_state, ope
 
 @by_sequence
 def literal(
-    q, k, v, g, erase, write, *, prediction, scale, initial_state, chunk_size, operand=identity
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, erase: Tensor | None, write: Tensor | None, *,
+    prediction: Prediction, scale: float, initial_state: Tensor, chunk_size: int, operand: Operand = identity,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """R_t = u_t − S₀ᵀ(e^{G_{t-1}} ⊙ e_t),   A_ts = k_sᵀ(e^{G_{t-1} − G_s} ⊙ e_t), s < t,   W = (I + A)⁻¹ R
     o_t  = scale · [ S₀ᵀ(e^{G_t} ⊙ q_t) + Σ_{s≤t} (k_sᵀ(e^{G_t − G_s} ⊙ q_t)) W_s ];   S_C = Diag(e^{G_C}) S₀ + Σ_s (e^{G_C − G_s} ⊙ k_s) W_sᵀ
 

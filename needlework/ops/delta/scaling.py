@@ -29,6 +29,8 @@ class PowersOfTwo(NamedTuple):
         With |q'|, |k'|, |v'| ≤ 16, T |k'| ≤ 2¹⁰ and |S₀'| ≤ 2¹⁴: |S'| ≤ 2¹⁴ + T |k'| |v'| ≤ 2¹⁵. Couplings scale · q'·k' are
         at most 2¹⁴ where |scale| K |q'| ≤ 2¹⁰. What flows back is at most 1 a token: |dS'| ≤ |scale| T |q'| ≤ 2¹⁴, and
         do'·v' ≤ 16 V.
+
+        initial_state [N HV K V], or of each head its largest number [N HV 1 1].
         """
         T, K = k.shape[1], k.shape[3]
         largest = [torch.linalg.vector_norm(x, torch.inf, (1, 3), keepdim=True).float() for x in (q, k, v)]
@@ -41,15 +43,25 @@ class PowersOfTwo(NamedTuple):
             c = torch.maximum(c, states[:, None, :, None])
         return cls(*map(_power_of_two, (a, b, c)))
 
-    def divide(self, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None) -> tuple[Tensor | None, ...]:
+    def divide(
+        self, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q', k', v' and S₀'."""
-        scaled = [x * power.reciprocal().to(x.dtype) for x, power in zip((q, k, v), self, strict=True)]
-        return *scaled, None if initial_state is None else initial_state * self._state().reciprocal()
+        q, k, v = (x * power.reciprocal().to(x.dtype) for x, power in zip((q, k, v), self, strict=True))
+        return q, k, v, None if initial_state is None else initial_state * self._state().reciprocal()
 
     def multiply(self, o: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """o and S from o' and S'."""
+        return self.outputs(o), state * self._state()
+
+    def outputs(self, o: Tensor) -> Tensor:
+        """o from o'."""
         HV = o.shape[2]
-        return o * (_heads(self.q, HV) * _heads(self.k, HV) * self.v).to(o.dtype), state * self._state()
+        return o * (_heads(self.q, HV) * _heads(self.k, HV) * self.v).to(o.dtype)
+
+    def of_states(self, N: int) -> Tensor:
+        """bc [N HV], by which N states are divided."""
+        return self._state().flatten(1).expand(N, -1).contiguous()
 
     def _state(self) -> Tensor:
         """bc [B HV 1 1]."""

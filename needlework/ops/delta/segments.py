@@ -15,10 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig
+from needlework.ops.common.kernels.slots import power_of, slot_of
+from needlework.ops.delta.inputs import NO_TABLE, OF_TABLE, SlotTable
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2
 
+SLOTS = {name: OF_TABLE[name] for name in ("p_slots", "p_fresh", "p_power", "slot_stride")}
 SHORTEST = 16  # chunks of a segment that are worth a state
 LAUNCHES = 20  # what the launches for segments cost, in chunks of a chain
 
@@ -73,20 +76,23 @@ def transitions(walk: Callable[[Tensor, Tensor | None], Tensor], v: Tensor, K: i
 
 def fix_up(
     M: Tensor, N: Tensor, initial_state: Tensor | None, segments: int,
-    *, reverse: bool, into: Tensor | None = None, when: Tensor | None = None,
+    *, reverse: bool, into: Tensor | None = None, when: Tensor | None = None, table: SlotTable | None = None,
 ) -> Tensor:  # fmt: skip
     """S of every segment [N·segments HV K V], `initial_state` (None: zeros) before each sequence's first: S_{p+1} = M_p S_p + N_p.
 
     reverse: from each sequence's last, S_{p-1} = M_pᵀ S_p + N_p. into: where S is written; when: nothing is written while it is 0.
+    table: has the initial states in slots, and is only read.
     """
     rows, HV, K, V = N.shape
     S = torch.empty_like(N) if into is None else into
-    constants = fix_up_constants(N.dtype, K, V) | {"GIVEN": int(initial_state is not None), "REVERSE": int(reverse)}
+    slots = (NO_TABLE if table is None else table.arguments())[: len(SLOTS)]
+    given, when = (None if x is None else x.contiguous() for x in (initial_state, when))
+    given = given if table is None else table.state
+    constants = fix_up_constants(N.dtype, K, V) | {"GIVEN": int(given is not None), "REVERSE": int(reverse)}
     constants["WHEN"] = int(when is not None)
     programs = rows // segments * HV * cdiv(V, constants["BV"])
     if programs:
-        initial_state, when = (None if x is None else x.contiguous() for x in (initial_state, when))
-        run(fix_up_kernel, (programs,), M, N, initial_state, S, when, segments, HV, **constants)
+        run(fix_up_kernel, (programs,), M, N, given, S, when, *slots, segments, HV, **constants)
     return S
 
 
@@ -115,9 +121,9 @@ def store_state(p, b, i_k, o_v, K: tl.constexpr, V: tl.constexpr, KB: tl.constex
     tl.store(p + o_k[None, :] * V + o_v[:, None], b, mask=(o_k < K)[None, :] & (o_v < V)[:, None])
 
 
-@triton.jit(do_not_specialize=["P", "HV"])
+@triton.jit(do_not_specialize=["slot_stride", "P", "HV"])
 def fix_up_kernel(
-    p_M, p_N, p_initial_state, p_S, p_when, P, HV,
+    p_M, p_N, p_initial_state, p_S, p_when, p_slots, p_fresh, p_power, slot_stride, P, HV,
     K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
     WHEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -138,8 +144,13 @@ def fix_up_kernel(
         step = -HV
     for i_k in tl.static_range(0, K, KB):
         S = tl.zeros([BV, KB], ACC)
-        if GIVEN:
+        if GIVEN and slot_stride is None:
             S = load_state(p_initial_state + tl.cast(i_nh, tl.int64) * (K * V), i_k, o_v, K, V, KB).to(ACC)
+        if slot_stride is not None:
+            slot, resumed = slot_of(p_slots, p_fresh, n)
+            _, inverse = power_of(p_power, i_nh)
+            p_slot = p_initial_state + slot * slot_stride + h * (K * V)
+            S = load_state(p_slot, i_k, tl.where(resumed, o_v, V), K, V, KB).to(ACC) * inverse
         store_state(p_S + i_sh * (K * V), S, i_k, o_v, K, V, KB)
     # loads of S must not be issued ahead of the stores that they read
     for _ in tl.range(1, P, num_stages=1):
@@ -159,7 +170,7 @@ def fix_up_kernel(
         i_sh += step
 
 
-def fix_up_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, object]:
+def fix_up_constants(dtype: torch.dtype, K: int, V: int) -> Constants:
     """Tiles of 16 values: as many programs as there can be, and products that are not Hopper's asynchronous ones."""
     # errors of M and S add up over the segments: float32 as three TF32 products
     precision = "ieee" if dtype == torch.float64 else "tf32x3"
@@ -168,7 +179,7 @@ def fix_up_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, object]:
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """`segments_kernel`; `fix_up_kernel` forward and backward."""
+    """`segments_kernel`; `fix_up_kernel` forward and backward, and forward from a slot table."""
     wide = "*fp64" if dtype == torch.float64 else "*fp32"
     signature = {"p_cum": "*i32", "p_segments": "*i32", "N": "i32", "P": "i32"}
     cases = [Case(segments_kernel, signature, {"BLK": 256}, {"num_warps": 4})]
@@ -177,5 +188,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         constants |= {"GIVEN": 1, "REVERSE": reverse, "WHEN": 1}
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
         signature = dict.fromkeys(("p_M", "p_N", "p_initial_state", "p_S"), wide) | {"p_when": "*i32", "P": "i32", "HV": "i32"}
-        cases.append(Case(fix_up_kernel, signature, constants, options))
+        cases.append(Case(fix_up_kernel, signature, constants | dict.fromkeys(SLOTS), options))
+    on_table = constants | {"REVERSE": 0}
+    cases.append(Case(fix_up_kernel, signature | SLOTS, on_table, options))
     return cases

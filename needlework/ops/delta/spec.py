@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Limit, OpSpec
+from needlework.ops.common.operands import Operand, identity
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
 from needlework.ops.delta import reference
-from needlework.ops.delta.arguments import checked, checked_state
+from needlework.ops.delta.arguments import Prediction, checked, checked_state
 from needlework.ops.delta.op import DeltaOutput, chunk_delta, recurrent_delta, step_delta
 
 H, K, V = 2, 16, 12
@@ -38,8 +39,10 @@ def sample_gdn2(generator: torch.Generator, B: int, T: int, style: str) -> dict[
 
 
 def literal(
-    q, k, v, g=None, beta=None, *, erase=None, write=None, prediction="decayed", q_read=None, scale=None,
-    initial_state=None, output_final_state=False, cu_seqlens=None, chunk_size=64, operand=reference.identity,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, *, erase: Tensor | None = None,
+    write: Tensor | None = None, prediction: Prediction = "decayed", q_read: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64, operand: Operand = identity,
 ) -> DeltaOutput:  # fmt: skip
     """The chunk form as the spec page prints it, with the op's arguments."""
     rule = checked(q, k, v, g, beta, erase, write, prediction, q_read)

@@ -3,6 +3,8 @@
 Bound by bandwidth: a program holds a [K BV] tile of one head's state in registers, reads it once and writes it once.
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -132,7 +134,7 @@ def step(
     return delta_step(q, k, v, g, beta, lam, erase, write, q_read, state, slots, scale, prediction)
 
 
-def _constants(launch: dict[str, int], K: int, V: int) -> dict[str, int]:
+def _constants(launch: Mapping[str, int], K: int, V: int) -> dict[str, int]:
     BV = min(launch["BV"], next_power_of_2(V))
     return {**launch, "K": K, "V": V, "BK": next_power_of_2(K), "BV": BV}
 

@@ -67,7 +67,7 @@ def backward(
     pages = lambda token, page: fold(torch.cat([page, token], 1))
     y, z = pages(y, page_y), pages(dy, torch.zeros_like(page_y))  # z: dY less what later rows take, until it is solved
     v = pages(v, torch.zeros_like(page_y))
-    dx = torch.zeros_like(x)
+    dx, dbeta = torch.zeros_like(x), None
     if beta is not None:
         beta = pages(beta[..., None], beta.new_zeros(*page_k.shape[:3], 1))
         dbeta = torch.zeros_like(beta)
@@ -75,17 +75,17 @@ def backward(
         C = A.shape[1]
         own = A[..., -C:] if beta is None else beta[:, rows] * A[..., -C:]
         t = torch.linalg.solve_triangular(own.mT, z[:, rows], upper=True, unitriangular=not rowmax)
-        if beta is None:
+        if beta is None or dbeta is None:
             z[:, rows] = t
         else:
             z[:, rows] = beta[:, rows] * t
             dbeta[:, rows] = (t * (v[:, rows] - A @ y[:, seen])).sum(-1, keepdim=True)
         z[:, past].baddbmm_(A[..., :-C].mT, z[:, rows], alpha=-1)
         G = (z[:, rows] @ y[:, seen].mT).mul_(A).neg_()
-        if rowmax:
+        if top is not None:
             G.scatter_add_(-1, top, (z[:, rows] * v[:, rows]).sum(-1, keepdim=True))
         dx[:, rows].baddbmm_(G, x[:, seen])
         dx[:, seen].baddbmm_(G.mT, x[:, rows])
     dk, dy = unfold(matrix.key_gradient(dx), H), unfold(z, H)
-    dbeta = None if beta is None else unfold(dbeta, H)[:, P:, :, 0]
+    dbeta = None if dbeta is None else unfold(dbeta, H)[:, P:, :, 0]
     return dk[:, P:], dy[:, P:], dbeta, dk[:, :P], dy[:, :P]

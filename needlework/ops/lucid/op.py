@@ -18,6 +18,7 @@ from needlework.ops.lucid.arguments import (
 )
 from needlework.ops.lucid.custom_op import lucid_fwd
 from needlework.ops.lucid.state import LucidOutput, LucidState
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
 
 
@@ -80,19 +81,19 @@ def chunk_lucid(
     if path == "triton" and initial_state is None and not output_final_state:
         from needlework.ops.lucid.solve.op import lucid
 
-        tensors = [None if x is None else x.contiguous() for x in (k, v, beta)]
+        tensors = each(Tensor.contiguous, k, v, beta)
         return LucidOutput(lucid(*tensors, cu_seqlens, rowmax, window), None)
     pages = no_tokens_yet(N, k, v) if initial_state is None else initial_state
     if path == "triton":
         from needlework.ops.lucid.solve.pages import lucid_pages_fwd
 
-        tensors = [None if x is None else x.contiguous() for x in (k, v, beta, pages.k.to(k.dtype), pages.y.to(k.dtype))]
+        tensors = each(Tensor.contiguous, k, v, beta, pages.k.to(k.dtype), pages.y.to(k.dtype))
         save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         y, *state = lucid_pages_fwd(*tensors, pages.length, cu_seqlens, rowmax, window, output_final_state, save)[:4]
         return LucidOutput(y, LucidState(*state) if output_final_state else None)
     wide = torch.promote_types(k.dtype, torch.float32)
     pages = LucidState(pages.k.to(wide), pages.y.to(wide), pages.length)
-    tensors = [None if x is None else x.to(wide) for x in (k, v, beta)]
+    tensors = each(lambda x: x.to(wide), k, v, beta)
     if path == "reference":
         y, state = reference.recurrent_lucid(
             *tensors, precondition=precondition, window=window,
@@ -100,7 +101,7 @@ def chunk_lucid(
         )  # fmt: skip
     else:
         y, *state = lucid_fwd(*tensors, *pages, cu_seqlens, rowmax, window, chunk_size, output_final_state)
-    if not output_final_state:
+    if state is None or not output_final_state:
         return LucidOutput(y.to(k.dtype), None)
     final_k, final_y, length = state
     return LucidOutput(y.to(k.dtype), LucidState(final_k.to(k.dtype), final_y.to(k.dtype), length))
@@ -153,7 +154,8 @@ def step_lucid(
     check_slots(slots, len(k))
     if slots is None:
         slots = torch.arange(len(k), device=k.device)
-    k, v, beta = (x if x is None or several else x.unsqueeze(1) for x in (k, v, beta))
+    if not several:
+        k, v, beta = each(lambda x: x.unsqueeze(1), k, v, beta)
     R, P = k.shape[1], state.k.shape[1] if window is None else min(state.k.shape[1], window)
     if R > P:
         raise ValueError(f"k: axis 1 (R) has size {R}, but the pages hold {P} rows")
@@ -164,15 +166,15 @@ def step_lucid(
     if path == "triton":
         from needlework.ops.lucid.step import lucid_step
 
-        tokens = (None if x is None else x.contiguous() for x in (k, v, beta))
+        tokens = each(Tensor.contiguous, k, v, beta)
         y = lucid_step(*tokens, *state, slots, rowmax, window)
         return y if several else y[:, 0]
     live = Live.of(slots, len(k), k.device)
     slot = live.slots
     length = state.length[slot]
     wide = torch.promote_types(k.dtype, torch.float32)
-    tokens = (None if x is None else x[live.rows].to(wide) for x in (k, v, beta))
-    pages = (page[slot, :P].to(wide) for page in (state.k, state.y))
+    tokens = each(lambda x: x[live.rows].to(wide), k, v, beta)
+    pages = each(lambda page: page[slot, :P].to(wide), state.k, state.y)
     solved = chunk.forward(*tokens, *pages, length, rowmax=rowmax, window=window, chunk_size=R)
     y_live = solved.to(v.dtype)
     row = (length[:, None] + torch.arange(R, device=k.device)) % P

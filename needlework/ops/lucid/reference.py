@@ -5,14 +5,16 @@ also A and Y in the sum over earlier blocks. What is solved with (all rows of th
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import sqrt
 
 import torch
 from torch import Tensor
 
-from needlework.ops.common.operands import identity
-from needlework.ops.lucid.arguments import check_call, check_data
+from needlework.ops.common.operands import Operand, identity
+from needlework.ops.lucid.arguments import Placement, Precondition, Solve, check_call, check_data
 from needlework.ops.lucid.state import LucidOutput, LucidState
+from needlework.ops.runtime.each import each
 
 
 def recurrent_lucid(
@@ -20,13 +22,13 @@ def recurrent_lucid(
     v: Tensor,
     beta: Tensor | None = None,
     *,
-    precondition: str = "key",
+    precondition: Precondition = "key",
     window: int | None = None,
-    solve: str = "window",
+    solve: Solve = "window",
     initial_state: LucidState | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    operand: Callable[[Tensor], Tensor] = identity,
+    operand: Operand = identity,
 ) -> LucidOutput:
     """LUCID row by row, j over the rows before i that the window shows (0 < i − j < W):
 
@@ -43,27 +45,49 @@ def recurrent_lucid(
     True
     """
     _, window = check_call(k, v, beta, precondition, window, solve, initial_state, cu_seqlens)
-    length, P = ((), 0) if initial_state is None else (initial_state.length, initial_state.k.shape[1])
+    no_tokens = torch.zeros(0, dtype=torch.int64)
+    length, P = (no_tokens, 0) if initial_state is None else (initial_state.length, initial_state.k.shape[1])
     check_data(length, P, window, cu_seqlens, *k.shape[:2])
 
-    def rows(k: Tensor, v: Tensor, beta: Tensor | None, y: Tensor) -> Tensor:
-        d, past = k.shape[-1], y.shape[1]
-        k = operand(k if precondition == "rowmax" else _unit(k))
-        y = list(y.unbind(1))
-        for i in range(past, k.shape[1]):
-            seen = slice(max(0, i + 1 - (window or i + 1)), i)
-            dots = torch.einsum("bhk,bjhk->bjh", k[:, i], k[:, seen.start : i + 1])
-            Y = torch.stack(y[seen], 1) if y[seen] else v[:, :0]  # [B j H V]
-            u = v[:, i - past]
-            if precondition == "rowmax":
-                a = torch.exp((dots - dots.max(1, keepdim=True).values) / sqrt(d))
-                y.append((u - torch.einsum("bjh,bjhv->bhv", a[:, :-1], Y)) / a[:, -1, :, None])
-                continue
-            u = u - torch.einsum("bjh,bjhv->bhv", torch.exp(sqrt(d) * (dots[:, :-1] - 1)), Y)
-            y.append(u if beta is None else beta[:, i - past, :, None] * u)
-        return torch.stack(y[past:], 1) if y[past:] else v
-
+    rows = partial(_rows, precondition=precondition, window=window, operand=operand)
     return _each_sequence(rows, k, v, beta, window, initial_state, output_final_state, cu_seqlens)
+
+
+def recurrent_pages(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    k_pages: Tensor,
+    y_pages: Tensor,
+    where: Placement,
+    *,
+    precondition: Precondition,
+    window: int | None,
+) -> Tensor:
+    """`recurrent_lucid` of the newest tokens [T ...] of each sequence, after the rows of its pages that the window shows, token by
+    token. The pages change in place; arguments as `solve_pages` has checked them."""
+    y, PG = torch.zeros_like(v), k_pages.shape[1]
+    at = lambda row: (row // PG, row % PG)
+    ends, rows = where.ends(len(k)).tolist(), where.rows.tolist()
+    for n, total in enumerate(where.length.tolist()):
+        new = slice(ends[n], ends[n + 1])
+        if total < 0 or new.start == new.stop:
+            continue
+        past = total - (new.stop - new.start)
+        seen = range(0 if window is None else max(0, past + 1 - window), past)
+        table = where.block_table[n].tolist()
+        held = [(table[t // PG], t % PG) for t in seen]
+        k_own, v_own, beta_own = each(lambda x, new=new: x[None, new], k, v, beta)
+        k_past, y_past = (
+            torch.stack([x.new_zeros(x.shape[2:]), *(x[place] for place in held)])[None, 1:].to(k.dtype)
+            for x in (k_pages, y_pages)
+        )
+        k_own = torch.cat([k_past, k_own], 1)
+        y[new] = _rows(k_own, v_own, beta_own, y_past, precondition=precondition, window=window, operand=identity)[0]
+        for t in range(new.start, new.stop):
+            if rows[t] >= 0:
+                k_pages[at(rows[t])], y_pages[at(rows[t])] = k[t].to(k_pages.dtype), y[t].to(y_pages.dtype)
+    return y
 
 
 def literal_lucid(
@@ -71,14 +95,14 @@ def literal_lucid(
     v: Tensor,
     beta: Tensor | None = None,
     *,
-    precondition: str = "key",
+    precondition: Precondition = "key",
     window: int | None = None,
-    solve: str = "window",
+    solve: Solve = "window",
     initial_state: LucidState | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
-    operand: Callable[[Tensor], Tensor] = identity,
+    operand: Operand = identity,
 ) -> LucidOutput:
     """LUCID by blocks: Y_i = A_ii⁻¹ (V_i − Σ_{j<i} A_ij Y_j), one product per pair of blocks.
 
@@ -116,11 +140,32 @@ def literal_lucid(
     return _each_sequence(blocks, k, v, beta, window, initial_state, output_final_state, cu_seqlens)
 
 
+def _rows(
+    k: Tensor, v: Tensor, beta: Tensor | None, y: Tensor, *, precondition: Precondition, window: int | None, operand: Operand
+) -> Tensor:  # fmt: skip
+    """The rows of v, k beginning with the keys of y: the rows solved before, oldest first."""
+    d, past = k.shape[-1], y.shape[1]
+    k = operand(k if precondition == "rowmax" else _unit(k))
+    ys = list(y.unbind(1))
+    for i in range(past, k.shape[1]):
+        seen = slice(max(0, i + 1 - (window or i + 1)), i)
+        dots = torch.einsum("bhk,bjhk->bjh", k[:, i], k[:, seen.start : i + 1])
+        Y = torch.stack(ys[seen], 1) if ys[seen] else v[:, :0]  # [B j H V]
+        u = v[:, i - past]
+        if precondition == "rowmax":
+            a = torch.exp((dots - dots.max(1, keepdim=True).values) / sqrt(d))
+            ys.append((u - torch.einsum("bjh,bjhv->bhv", a[:, :-1], Y)) / a[:, -1, :, None])
+            continue
+        u = u - torch.einsum("bjh,bjhv->bhv", torch.exp(sqrt(d) * (dots[:, :-1] - 1)), Y)
+        ys.append(u if beta is None else beta[:, i - past, :, None] * u)
+    return torch.stack(ys[past:], 1) if ys[past:] else v
+
+
 def _unit(k: Tensor) -> Tensor:
     return k / k.norm(dim=-1, keepdim=True).clamp(min=1e-6)
 
 
-def _exponents(k: Tensor, rows: slice, columns: slice, window: int | None, precondition: str) -> Tensor:
+def _exponents(k: Tensor, rows: slice, columns: slice, window: int | None, precondition: Precondition) -> Tensor:
     """k_i·k_j [B H C C], −∞ where row i does not see j."""
     i, j = (torch.arange(x.start, x.stop, device=k.device) for x in (rows, columns))
     gap = i[:, None] - j
@@ -128,20 +173,24 @@ def _exponents(k: Tensor, rows: slice, columns: slice, window: int | None, preco
     return torch.einsum("bihk,bjhk->bhij", k[:, rows], k[:, columns]).masked_fill(hidden, float("-inf"))
 
 
-def _each_sequence(solve, k, v, beta, window, initial_state, output_final_state, cu_seqlens) -> LucidOutput:
+def _each_sequence(
+    solve: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor], k: Tensor, v: Tensor, beta: Tensor | None,
+    window: int | None, initial_state: LucidState | None, output_final_state: bool, cu_seqlens: Tensor | None,
+) -> LucidOutput:  # fmt: skip
     """solve(k, v, beta, y): k begins with the keys of y, the rows solved before, oldest first. Alike sequences share a call."""
     N = len(k) if cu_seqlens is None else len(cu_seqlens) - 1
     lengths = [0] * N if initial_state is None else initial_state.length.tolist()
-    take = lambda n: tuple(x if x is None else x[n : n + 1] for x in (k, v, beta))
-    if cu_seqlens is not None:
-        ends = cu_seqlens.tolist()
-        take = lambda n: tuple(x if x is None else x[:, ends[n] : ends[n + 1]] for x in (k, v, beta))
+    ends = None if cu_seqlens is None else cu_seqlens.tolist()
+
+    def own(x: Tensor, n: int) -> Tensor:
+        return x[n : n + 1] if ends is None else x[:, ends[n] : ends[n + 1]]
+
     if initial_state is None and cu_seqlens is None:
         batches = [(k, v, beta, v[:, :0])]
     else:
         batches = []
         for n, length in enumerate(lengths):
-            k_own, v_own, beta_own = take(n)
+            k_own, v_own, beta_own = own(k, n), own(v, n), None if beta is None else own(beta, n)
             y_past = v_own[:, :0]
             if initial_state is not None:
                 row = [t % (window or length) for t in range(max(0, length - (window or length)), length)]
@@ -166,5 +215,6 @@ def _each_sequence(solve, k, v, beta, window, initial_state, output_final_state,
         row = torch.tensor([t % (window or total) for t in kept], dtype=torch.int64, device=x.device)
         return x.new_zeros(P, *x.shape[1:]).index_copy(0, row, x[len(x) - len(kept) :])
 
-    pages = [torch.stack([page(h[i], total) for h, total in zip(held, totals, strict=True)]) for i in (0, 1)]
-    return LucidOutput(y, LucidState(*pages, torch.tensor(totals, dtype=torch.int64, device=k.device)))
+    page_k = torch.stack([page(x, total) for (x, _, _), total in zip(held, totals, strict=True)])
+    page_y = torch.stack([page(x, total) for (_, x, _), total in zip(held, totals, strict=True)])
+    return LucidOutput(y, LucidState(page_k, page_y, torch.tensor(totals, dtype=torch.int64, device=k.device)))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from needlework.ops.api import Limit, OpSpec
 from needlework.ops.common.samples import keys, normal, uniform
+from needlework.ops.lucid.arguments import Precondition
 from needlework.ops.lucid.op import chunk_lucid, step_lucid
 from needlework.ops.lucid.reference import literal_lucid, recurrent_lucid
 from needlework.ops.lucid.state import LucidState
@@ -94,15 +95,14 @@ BETA_LIMITS = (
 )
 
 
-def _spec(name: str, limits: tuple[Limit, ...], *, precondition: str = "key", window: int | None = None) -> OpSpec:
-    bound = {"precondition": precondition, "window": window}
+def _spec(name: str, limits: tuple[Limit, ...], *, precondition: Precondition = "key", window: int | None = None) -> OpSpec:
     with_beta = precondition == "beta"
     return OpSpec(
         name=name,
-        chunk=partial(chunk_lucid, **bound),
-        recurrent=partial(recurrent_lucid, **bound),
-        literal=partial(literal_lucid, **bound),
-        step=partial(step_lucid, **bound),
+        chunk=partial(chunk_lucid, precondition=precondition, window=window),
+        recurrent=partial(recurrent_lucid, precondition=precondition, window=window),
+        literal=partial(literal_lucid, precondition=precondition, window=window),
+        step=partial(step_lucid, precondition=precondition, window=window),
         inputs=partial(inputs, beta=with_beta),
         tokens=("k", "v", "beta") if with_beta else ("k", "v"),
         half=("k", "v"),

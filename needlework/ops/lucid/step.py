@@ -1,155 +1,77 @@
-"""A few new tokens of many sequences against their pages, in place: LUCID's decoding.
+"""A few new tokens of many sequences against their pages, in place: LUCID's decoding, on a block table or on a table of slots.
 
     u_i = v_i − Σ_j A_ij y_j over the pages' rows, read once for all new rows of a sequence       (read_pages, a share each)
     y_i = β_i (u_i − Σ_{j<i} A_ij y_j) over the new rows themselves; y and k into the pages       (finish)
 
-Keys are normalised as they are read. "rowmax": every share has its own maximum m, Σ_j e^{s_ij − m} y_j, and finish the row's.
+On slots (take_rows first) a slot is a sequence's one page.
 """
-
-import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.common.kernels.tile import plus_product
-from needlework.ops.lucid.solve.operands import TINY
+from needlework.ops.lucid.past import exponents, highest, less_past, new_keys, norms, read_pages, shares_of, store_rows, tile_of
+from needlework.ops.lucid.solve.operands import scale
 from needlework.ops.runtime.custom_op import step_operator
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import run
-from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
+from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, padded
 
 ENGINE = "lucid/step"
 ROWS = 16  # new tokens of a sequence at most: the height of a tensor core's product
+NO_ROW = tl.constexpr(-2)  # of a token for which a slot has no room
 
 
-@triton.jit
-def new_keys(p_k, i_b, i_h, R, H: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, M: tl.constexpr, ACC: tl.constexpr):
-    """[M KB] of k [B R H K], zeros past R and K, and their norms."""
+@triton.jit(do_not_specialize=["R", "P", "PG", "W"])
+def take_rows(p_slots, p_length, p_held, p_rows, R, P, PG, W, M: tl.constexpr):
+    """R tokens more in a slot: how many it then holds, and the rows of the new ones. A padded row: −1. W > 0: P = W rows are a ring."""
+    i_b = tl.program_id(0)
+    slot = tl.load(p_slots + i_b).to(tl.int64)
     o_r = tl.arange(0, M)
-    o_k = tl.arange(0, KB)
-    at = p_k + (tl.cast(i_b, tl.int64) * R + o_r[:, None]) * (H * K) + i_h * K + o_k[None, :]
-    b_k = tl.load(at, mask=(o_r < R)[:, None] & (o_k < K)[None, :], other=0.0)
-    return b_k, norms(b_k, ACC)
-
-
-@triton.jit
-def norms(b_k, ACC: tl.constexpr):
-    b = b_k.to(ACC)
-    return tl.maximum(tl.sqrt(tl.sum(b * b, 1)), TINY)
-
-
-@triton.jit
-def exponents(b_a, a_norm, b_b, b_norm, SCALE: tl.constexpr, ROWMAX: tl.constexpr, ACC: tl.constexpr):
-    """log2 A, for "rowmax" before its maximum is taken off. Half keys are operands as they are; of others k̂, as the definition has it:
-    where all keys are one, what the sum of their product was rounded by does not average out."""
-    if not ROWMAX:
-        if b_a.dtype == ACC:
-            b_a = b_a / a_norm[:, None]
-            b_b = b_b / b_norm[:, None]
-    s = tl.dot(b_a, tl.trans(b_b), input_precision="ieee", out_dtype=ACC)
-    if ROWMAX:
-        e = s * SCALE
-    else:
-        if b_a.dtype != ACC:
-            s = s * (1.0 / a_norm)[:, None] * (1.0 / b_norm)[None, :]
-        e = (s - 1.0) * SCALE
-    return e
-
-
-@triton.jit(do_not_specialize=["R", "P", "W", "shares"])
-def read_pages(
-    p_k, p_page_k, p_page_y, p_length, p_slots, p_sum, p_max, R, P, W, shares, slot_k, slot_y,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    NS: tl.constexpr, SCALE: tl.constexpr, ROWMAX: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Σ_j A_ij y_j over one share of the pages' rows. W > 0: the pages are a ring, row j holds the newest token j (mod W)."""
-    i_share = tl.program_id(0) % shares
-    i_bh = tl.program_id(0) // shares
-    i_b = i_bh // H
-    i_h = i_bh % H
-    slot = tl.load(p_slots + i_b)
+    held = tl.full([], -1, tl.int64)
+    row = tl.full([M], -1, tl.int64)
     if slot >= 0:
-        length = tl.load(p_length + slot).to(tl.int32)
-        held = tl.minimum(length, P)
-        per = ((held + shares - 1) // shares + N - 1) // N * N
-        lo = tl.minimum(i_share * per, held)
-        hi = tl.minimum(lo + per, held)
-        o_r = tl.arange(0, M)
-        o_n = tl.arange(0, N)
-        o_k = tl.arange(0, KB)
-        o_v = tl.arange(0, VB)
-        b_k, k_norm = new_keys(p_k, i_b, i_h, R, H, K, KB, M, ACC)
-        p_rows_k = p_page_k + slot * slot_k + i_h * K + o_k[None, :]
-        p_rows_y = p_page_y + slot * slot_y + i_h * V + o_v[None, :]
-        acc = tl.zeros([M, VB], ACC)
-        top = tl.full([M], float("-inf"), ACC)
-        for i in tl.range(lo, hi, N, num_stages=NS):
-            row = i + o_n
-            real = row < hi
-            b_j = tl.load(p_rows_k + row[:, None] * (H * K), mask=real[:, None] & (o_k < K)[None, :], other=0.0)
-            b_y = tl.load(p_rows_y + row[:, None] * (H * V), mask=real[:, None] & (o_v < V)[None, :], other=0.0)
-            e = exponents(b_k, k_norm, b_j, norms(b_j, ACC), SCALE, ROWMAX, ACC)
-            seen = real[None, :] & (o_r < R)[:, None]
-            if W > 0:
-                position = length - 1 - (length - 1 - row + W) % W
-                seen = seen & (length + o_r[:, None] - position[None, :] < W)
-            e = tl.where(seen, e, float("-inf"))
-            if ROWMAX:
-                newer = tl.maximum(top, tl.max(e, 1))
-                shift = tl.where(newer > float("-inf"), newer, 0.0)
-                acc *= tl.exp2(top - shift)[:, None]
-                a = tl.exp2(e - shift[:, None])
-                top = newer
-            else:
-                a = tl.exp2(e)
-            b_a = a.to(b_y.dtype)
-            acc = plus_product(acc, b_a, b_y, not HALF)
-            if HALF:
-                # what the rounding left: the products cost nothing beside the reading
-                acc = tl.dot((a - b_a.to(ACC)).to(b_y.dtype), b_y, acc, input_precision="ieee", out_dtype=ACC)
-        share = tl.cast(tl.program_id(0), tl.int64) * M + o_r
-        tl.store(p_sum + share[:, None] * VB + o_v[None, :], acc)
-        if ROWMAX:
-            tl.store(p_max + share, top)
+        length = tl.load(p_length + slot)
+        tl.debug_barrier()  # every warp has read length
+        held = length + R
+        tl.store(p_length + slot, held)
+        row = length + o_r
+        if W > 0:
+            row = row % P
+        row = tl.where(row < P, slot * PG + row, NO_ROW)
+    tl.store(p_held + i_b, held)
+    tl.store(p_rows + i_b * R + o_r, row, mask=o_r < R)
 
 
-@triton.jit(do_not_specialize=["R", "P", "W", "shares"])
+@triton.jit(do_not_specialize=["sequences", "shares", "R", "PG", "W"])
 def finish(
-    p_k, p_v, p_beta, p_page_k, p_page_y, p_length, p_slots, p_sum, p_max, p_out, R, P, W, shares, slot_k, slot_y,
+    p_k, p_v, p_beta, p_page_k, p_page_y, p_length, p_rows, p_sum, p_max, p_out, sequences, shares, R, PG, W, page_k, page_y,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, M: tl.constexpr,
     SCALE: tl.constexpr, ROWMAX: tl.constexpr, BETA: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The new rows of one sequence and head, in order. Without a row left in the pages y is NaN, and nothing is written there."""
-    i_b = tl.program_id(0) // H
+    """The new rows of one sequence and head, in order. Row −1: nothing is written there; NO_ROW: y is NaN too."""
+    i_n = tl.program_id(0) // H
     i_h = tl.program_id(0) % H
     o_r = tl.arange(0, M)
-    o_k = tl.arange(0, KB)
     o_v = tl.arange(0, VB)
-    token = (tl.cast(i_b, tl.int64) * R + o_r) * H + i_h
+    _, first, count, _, _ = tile_of(p_length, p_length, p_length, i_n, sequences, sequences, R, M, 0)
+    token = (tl.cast(first, tl.int64) + o_r) * H + i_h
     real_v = (o_r < R)[:, None] & (o_v < V)[None, :]
-    slot = tl.load(p_slots + i_b)
     y = tl.zeros([M, VB], ACC)
-    if slot >= 0:
-        length = tl.load(p_length + slot).to(tl.int32)
-        b_k, k_norm = new_keys(p_k, i_b, i_h, R, H, K, KB, M, ACC)
+    if count > 0:
+        b_k = new_keys(p_k, first, count, i_h, H, K, KB, M)
+        k_norm = norms(b_k, ACC)
         e = exponents(b_k, k_norm, b_k, k_norm, SCALE, ROWMAX, ACC)
         seen = o_r[:, None] >= o_r[None, :]
         if W > 0:
             seen = seen & (o_r[:, None] - o_r[None, :] < W)
-        share = tl.cast(tl.program_id(0), tl.int64) * shares * M + o_r
         mu = tl.zeros([M], ACC)
         if ROWMAX:
             mu = tl.max(tl.where(seen, e, float("-inf")), 1)
-            for i in range(0, shares):
-                mu = tl.maximum(mu, tl.load(p_max + share + i * M))
+            mu = highest(mu, p_max, i_n, i_h, shares, count, H, M)
         u = tl.load(p_v + token[:, None] * V + o_v[None, :], mask=real_v, other=0.0).to(ACC)
-        for i in range(0, shares):
-            part = tl.load(p_sum + (share + i * M)[:, None] * VB + o_v[None, :])
-            if ROWMAX:
-                part *= tl.exp2(tl.load(p_max + share + i * M) - mu)[:, None]
-            u -= part
+        u = less_past(u, mu, p_sum, p_max, i_n, i_h, shares, count, H, VB, M, ROWMAX)
         A = tl.where(seen, tl.exp2(e - mu[:, None]), 0.0)
         beta = tl.full([M], 1.0, ACC)
         if BETA:
@@ -163,15 +85,10 @@ def finish(
             mine = tl.sum(tl.where((o_r == i)[:, None], y, 0.0), 0)
             column = tl.sum(tl.where((o_r == i)[None, :], A, 0.0), 1)
             y -= tl.where((o_r > i)[:, None], column[:, None] * mine[None, :], 0.0)
-        row = length + o_r
-        if W > 0:
-            row = row % P
-        y = tl.where((row < P)[:, None], y, float("nan"))
-        fits = (o_r < R) & (row < P)
-        at_k = p_page_k + slot * slot_k + (row[:, None] * H + i_h) * K + o_k[None, :]
-        tl.store(at_k, b_k.to(p_page_k.dtype.element_ty), mask=fits[:, None] & (o_k < K)[None, :])
-        at_y = p_page_y + slot * slot_y + (row[:, None] * H + i_h) * V + o_v[None, :]
-        tl.store(at_y, y.to(p_out.dtype.element_ty).to(p_page_y.dtype.element_ty), mask=fits[:, None] & (o_v < V)[None, :])
+        row = tl.load(p_rows + first + o_r, mask=o_r < R, other=-1)
+        y = tl.where((row == NO_ROW)[:, None], float("nan"), y)
+        store_rows(p_page_k, b_k, row, page_k, PG, i_h, H, K, KB)
+        store_rows(p_page_y, y.to(p_out.dtype.element_ty), row, page_y, PG, i_h, H, V, VB)
     tl.store(p_out + token[:, None] * V + o_v[None, :], y.to(p_out.dtype.element_ty), mask=real_v)
 
 
@@ -184,56 +101,89 @@ def lucid_step(
 
     All contiguous; the tables within a slot.
     """
-    B, R, H, V = v.shape
-    P = page_k.shape[1] if window is None else min(page_k.shape[1], window)
-    chosen = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], V)
+    B, R = v.shape[:2]
+    PG = page_k.shape[1]
+    P = PG if window is None else min(PG, window)
+    W = window if window == P else None  # of fewer rows than the window, the pages are no ring: it hides none of them
+    held, rows = (torch.empty(*size, dtype=torch.int64, device=k.device) for size in ((B,), (B, R)))
+    if not v.numel():
+        return torch.empty_like(v)
+    chosen = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
+    run(take_rows, (B,), slots, length, held, rows, R, P, PG, W or 0, **chosen.launch["take_rows"], M=ROWS)
+    return _decode(chosen, k, v, beta, page_k, page_y, slots.contiguous()[:, None], held, rows, R, P, rowmax, W)
+
+
+@step_operator("k_pages", "y_pages")
+def lucid_decode(
+    k: Tensor, v: Tensor, beta: Tensor | None, k_pages: Tensor, y_pages: Tensor, block_table: Tensor, length: Tensor, rows: Tensor,
+    rowmax: bool, window: int | None,
+) -> Tensor:  # fmt: skip
+    """y [N H V] of one new token a sequence, `solve_pages` without cu_seqlens. All contiguous; the pages each by itself."""
+    if not v.numel():
+        return torch.empty_like(v)
+    chosen = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
+    P = block_table.shape[1] * k_pages.shape[1]
+    return _decode(chosen, k, v, beta, k_pages, y_pages, block_table, length, rows, 1, P, rowmax, window)
+
+
+def _decode(
+    chosen: LaunchConfig, k: Tensor, v: Tensor, beta: Tensor | None, page_k: Tensor, page_y: Tensor, table: Tensor,
+    length: Tensor, rows: Tensor, R: int, P: int, rowmax: bool, window: int | None,
+) -> Tensor:  # fmt: skip
+    """y of R new tokens of each sequence, whose pages hold P rows."""
+    (N, NB), (H, V) = table.shape, v.shape[-2:]
     c = constants(chosen, k.dtype, H, k.shape[-1], V, rowmax, beta is not None)
-    shares = max(1, min(chosen.launch["read_pages"]["NP"] // max(B * H, 1), cdiv(P, 4 * c["read_pages"]["N"])))
+    shares = shares_of(N * H, P, window, R, chosen.launch["read_pages"])
     wide = accumulator(k.dtype)
-    sums = torch.empty(B * H * shares, ROWS, c["finish"]["VB"], dtype=wide, device=k.device)
-    tops = torch.empty(B * H * shares if rowmax else 0, ROWS, dtype=wide, device=k.device)
+    sums = torch.empty(N * H * shares, ROWS, c["finish"]["VB"], dtype=wide, device=k.device)
+    tops = torch.empty(N * H * shares, ROWS, dtype=wide, device=k.device) if rowmax else sums
     y = torch.empty_like(v)
-    if not y.numel():
-        return y
-    tops = tops if rowmax else sums
-    # of fewer rows than the window, the pages are no ring: it hides none of them
-    sizes = R, P, window if window == P else 0, shares, page_k.stride(0), page_y.stride(0)
-    run(read_pages, (B * H * shares,), k, page_k, page_y, length, slots, sums, tops, *sizes, **c["read_pages"])
-    tables = v, sums if beta is None else beta, page_k, page_y, length, slots, sums, tops
-    run(finish, (B * H,), k, *tables, y, *sizes, **c["finish"])
-    length.index_add_(0, slots.clamp(min=0), (slots >= 0).to(length.dtype) * R)
+    PG, W, apart = page_k.shape[1], window or 0, (page_k.stride(0), page_y.stride(0))
+    sizes = N, N, shares, R, P, PG, NB, W
+    tables = page_k, page_y, table, length, length, length
+    run(read_pages, (N * H * shares,), k, *tables, sums, tops, *sizes, *apart, **c["read_pages"])
+    given = k, v, sums if beta is None else beta, page_k, page_y, length, rows, sums, tops
+    run(finish, (N * H,), *given, y, N, shares, R, PG, W, *apart, **c["finish"])
     return y
 
 
 @torch.library.register_fake(lucid_step)
-def _(k, v, beta, page_k, page_y, length, slots, rowmax, window):
+def _(k, v, *_):
     return torch.empty_like(v)
+
+
+@torch.library.register_fake(lucid_decode)
+def _(k, v, *_):
+    return torch.empty_like(v)
+
+
+KERNELS = {"take_rows": take_rows, "read_pages": read_pages, "finish": finish}
 
 
 def constants(
     config: LaunchConfig, dtype: torch.dtype, H: int, K: int, V: int, rowmax: bool, beta: bool
-) -> dict[str, dict[str, object]]:
+) -> dict[str, Constants]:
     """Kernel -> its constants, num_warps and the like."""
-    root = math.sqrt(K)
     everything = dict(
-        H=H, K=K, V=V, KB=padded(K), VB=padded(V), M=ROWS, ROWMAX=int(rowmax), BETA=int(beta),
-        SCALE=math.log2(math.e) * (1 / root if rowmax else root), HALF=int(dtype.itemsize == 2),
+        H=H, K=K, V=V, KB=padded(K), VB=padded(V), M=ROWS, ROWMAX=int(rowmax), BETA=int(beta), PACKED=0,
+        SCALE=scale(K, rowmax), HALF=int(dtype.itemsize == 2),
         ACC=TYPES[accumulator(dtype)],
     )  # fmt: skip
-    own = {name: dict(row) for name, row in config.launch.items()}
-    own["read_pages"].pop("NP")
-    for name, kernel in (("read_pages", read_pages), ("finish", finish)):
+    own: dict[str, Constants] = {name: {key: x for key, x in row.items() if key != "NP"} for name, row in config.launch.items()}
+    for name, kernel in KERNELS.items():
         own[name] |= {key: x for key, x in everything.items() if key in kernel.arg_names}
     return own
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Both kernels, with β and with a maximum a row."""
+    """Every kernel, with β and with a maximum a row."""
     own, acc = NAMES[dtype], NAMES[accumulator(dtype)]
-    types = dict.fromkeys(("p_sum", "p_max", "p_beta"), f"*{acc}") | dict.fromkeys(("p_length", "p_slots"), "*i64")
+    types = dict.fromkeys(("p_sum", "p_max", "p_beta"), f"*{acc}") | {"p_table": "*i32"}
+    types |= dict.fromkeys(("p_length", "p_held", "p_slots", "p_rows", "p_cum", "p_ends"), "*i64")
     cases = []
     for rowmax in (False, True):
-        for kernel, c in zip((read_pages, finish), constants(config, dtype, 2, K, V, rowmax, not rowmax).values(), strict=True):
+        for name, c in constants(config, dtype, 2, K, V, rowmax, not rowmax).items():
+            kernel = KERNELS[name]
             c, options = split(c)
             of = lambda arg: types.get(arg, f"*{own}") if arg.startswith("p_") else "i32"
             cases.append(Case(kernel, {arg: of(arg) for arg in kernel.arg_names if arg not in c}, c, options))

@@ -2,8 +2,6 @@
 
 from needlework.ops.polar.op import chunk_polar as chunk_polar
 from needlework.ops.polar.op import step_polar as step_polar
-from needlework.ops.polar.paged import decode_polar as decode_polar
-from needlework.ops.polar.paged import prefill_polar as prefill_polar
 from needlework.ops.polar.reference import recurrent_polar as recurrent_polar
 from needlework.ops.polar.state import PolarOutput as PolarOutput
 from needlework.ops.polar.state import PolarState as PolarState

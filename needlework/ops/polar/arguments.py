@@ -24,8 +24,9 @@ class Parameters(NamedTuple):
 
 
 def check_arguments(
-    q, k, v, alpha, beta, gamma, null_base, v_null, window: int | None, state: PolarState | None, cu_seqlens: Tensor | None
-) -> int:
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor, null_base: Tensor, v_null: Tensor,
+    window: int | None, state: PolarState | None, cu_seqlens: Tensor | None,
+) -> int:  # fmt: skip
     """How many sequences a call has; ValueError for what does not fit."""
     check("q", q, "B T Hq d")
     B, T, Hq, d = q.shape

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from needlework.ops.polar.arguments import Parameters
 from needlework.ops.polar.blocks import Blocks
 
 CLAMP = 1e-6
@@ -122,8 +123,8 @@ def backward(
     *,
     window: int | None,
     chunk_size: int,
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, alpha, beta, gamma, null_base, v_null, page_k, page_v.
+) -> tuple[Tensor, Tensor, Tensor, Parameters, Tensor, Tensor]:
+    """Gradients of q, k, v, the parameters, page_k, page_v.
 
     With r = ‖s‖ and h = dmag softplus(β) (1 − mag²) m_eff / (1 + m_eff):
 
@@ -197,11 +198,13 @@ def backward(
         blocks.join(dq * gain[..., None]),
         blocks.join(dk[:, :, :, None]),
         blocks.join(dv[:, :, :, None]),
-        torch.sigmoid(alpha) * over_tokens(dtemp * gains.log_n),
-        torch.sigmoid(beta) * over_tokens(dlog * log_m),
-        torch.sigmoid(gamma) * over_tokens(dnull * gains.root),
-        over_tokens(dnull),
-        dv_null,
+        Parameters(
+            torch.sigmoid(alpha) * over_tokens(dtemp * gains.log_n),
+            torch.sigmoid(beta) * over_tokens(dlog * log_m),
+            torch.sigmoid(gamma) * over_tokens(dnull * gains.root),
+            over_tokens(dnull),
+            dv_null,
+        ),
         dpage_k,
         dpage_v,
     )

@@ -9,6 +9,7 @@ from needlework.ops.common.packing import lengths, pad, unpad
 from needlework.ops.polar import chunk
 from needlework.ops.polar.arguments import Parameters, check_data
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.precision import keep_precision
 
 
@@ -49,11 +50,12 @@ def polar_fwd(
     parameters = Parameters(alpha, beta, gamma, null_base, v_null)
     found = chunk.forward(q, k, v, *parameters, page_k, page_v, length, window=window, chunk_size=chunk_size)
     if cu_seqlens is not None:
-        found = tuple(unpad(x, cu_seqlens) for x in found)
+        found = each(lambda x: unpad(x, cu_seqlens), *found)
     if not keep_pages:
         return *found, page_k[:, :0].clone(), page_v[:, :0].clone(), length.clone()
     n_new = q.shape[1] if cu_seqlens is None else lengths(cu_seqlens)
-    return *found, *grow((page_k, page_v), (k, v), length, cu_seqlens, window), length + n_new
+    page_k, page_v = grow((page_k, page_v), (k, v), length, cu_seqlens, window)
+    return *found, page_k, page_v, length + n_new
 
 
 @torch.library.register_fake(polar_fwd)
@@ -84,7 +86,8 @@ def polar_grow(
     if cu_seqlens is not None:
         k, v = (pad(x, cu_seqlens) for x in (k, v))
     n_new = k.shape[1] if cu_seqlens is None else lengths(cu_seqlens)
-    return *grow((page_k, page_v), (k, v), length, cu_seqlens, window), length + n_new
+    page_k, page_v = grow((page_k, page_v), (k, v), length, cu_seqlens, window)
+    return page_k, page_v, length + n_new
 
 
 @torch.library.register_fake(polar_grow)
@@ -107,9 +110,9 @@ def polar_grow_bwd(
     dk, dv = (give_back(dfinal, source, P + longest) for dfinal in (dpage_k, dpage_v))
     tokens = dk[:, P:], dv[:, P:]
     if cu_seqlens is not None:
-        tokens = tuple(unpad(x, cu_seqlens) for x in tokens)
+        tokens = each(lambda x: unpad(x, cu_seqlens), *tokens)
     # copies: an operator's results may not share memory
-    return tuple(x.clone(memory_format=torch.contiguous_format) for x in (dk[:, :P], dv[:, :P], *tokens))
+    return each(lambda x: x.clone(memory_format=torch.contiguous_format), dk[:, :P], dv[:, :P], *tokens)
 
 
 @torch.library.register_fake(polar_grow_bwd)
@@ -160,9 +163,9 @@ def polar_bwd(
     """Gradients of polar_fwd's ten floating inputs, in their order."""
     tokens = ddirection, dmagnitude, direction, saved, q, k, v
     if cu_seqlens is not None:
-        tokens = tuple(pad(x, cu_seqlens) for x in tokens)
+        tokens = each(lambda x: pad(x, cu_seqlens), *tokens)
     parameters = Parameters(alpha, beta, gamma, null_base, v_null)
-    dq, dk, dv, *dparameters, dinitial_k, dinitial_v = chunk.backward(
+    dq, dk, dv, (dalpha, dbeta, dgamma, dnull_base, dv_null), dinitial_k, dinitial_v = chunk.backward(
         *tokens, *parameters, page_k, page_v, length, window=window, chunk_size=chunk_size
     )
     if dpage_k.shape[1]:
@@ -174,7 +177,7 @@ def polar_bwd(
             dnew += x[:, P:]
     if cu_seqlens is not None:
         dq, dk, dv = (unpad(x, cu_seqlens) for x in (dq, dk, dv))
-    return dq, dk, dv, *dparameters, dinitial_k, dinitial_v
+    return dq, dk, dv, dalpha, dbeta, dgamma, dnull_base, dv_null, dinitial_k, dinitial_v
 
 
 @torch.library.register_fake(polar_bwd)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.shapes import check, check_count, check_slots, check_state, now
+from needlework.ops.common.shapes import check, check_count, check_slots, check_state
 from needlework.ops.common.slots import Live
 from needlework.ops.polar import chunk, reference
 from needlework.ops.polar.arguments import Parameters, check_arguments
@@ -82,7 +82,8 @@ def chunk_polar(
     if path == "triton":
         from needlework.ops.polar.attention.op import polar
 
-        direction, magnitude = polar(*(x.contiguous() for x in (q, k, v)), *parameters, given_state, cu_seqlens, window)
+        tokens = q.contiguous(), k.contiguous(), v.contiguous()
+        direction, magnitude = polar(*tokens, *parameters, given_state, cu_seqlens, window)
         if not output_final_state:
             return PolarOutput(direction, magnitude, None)
         return PolarOutput(direction, magnitude, PolarState(*polar_grow(*initial_state, k, v, cu_seqlens, window)))
@@ -139,7 +140,7 @@ def step_polar(
     check("q", q, "B Hq d")
     check("k", k, "B Hkv d", B=len(q), d=q.shape[-1])
     check("v", v, "B Hkv V", B=len(q), Hkv=k.shape[1])
-    check_arguments(*now(q=q, k=k, v=v), alpha, beta, gamma, null_base, v_null, window, None, None)
+    check_arguments(q[:, None], k[:, None], v[:, None], alpha, beta, gamma, null_base, v_null, window, None, None)
     check_state("state", state, PolarState)
     check("state.k", state.k, "N P Hkv d", Hkv=k.shape[1], d=k.shape[2])
     N, P = state.k.shape[:2]
@@ -150,10 +151,10 @@ def step_polar(
         slots = torch.arange(len(q), device=q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
     if resolve("polar", "auto", q.device, lambda: _no_step(q, v, state)) == "triton":
-        from needlework.ops.polar.serving.op import step
+        from needlework.ops.polar.step import step
 
         parameters = Parameters(alpha, beta, gamma, null_base, v_null).map(lambda x: x.to(wide))
-        return step(q, k, v, *parameters, state, slots, window)
+        return step(q, k, v, parameters, state, slots, window)
     P = min(P, window or P)
     live = Live.of(slots, len(q), q.device)
     slot = live.slots
@@ -163,7 +164,7 @@ def step_polar(
     q_live, k_live, v_live = (x[live.rows] for x in (q, k, v))
     pages = state.k[slot, :P], state.v[slot, :P]
     parts = (*(x[:, None] for x in (q_live, k_live, v_live)), alpha, beta, gamma, null_base, v_null, *pages)
-    found = chunk.forward(*(x.to(wide) for x in parts), length, window=window, chunk_size=max(1, P))
+    found = chunk.forward(*(x.to(wide) for x in parts), length=length, window=window, chunk_size=max(1, P))
     row = length % P
     state.k[slot, row] = k_live.to(state.k.dtype)
     state.v[slot, row] = v_live.to(state.v.dtype)
@@ -175,4 +176,4 @@ def _no_step(q: Tensor, v: Tensor, state: PolarState) -> str | None:
     """Why the kernels cannot take a call of step_polar."""
     if not (state.k.is_contiguous() and state.v.is_contiguous()):
         return "the table is not contiguous"
-    return misfit("polar/paged", q.device, q.dtype, q.shape[-1], v.shape[-1])
+    return misfit("paged/paged", q.device, q.dtype, q.shape[-1], v.shape[-1])

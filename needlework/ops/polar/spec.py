@@ -1,5 +1,6 @@
 """Polar attention's entry in the list that checks, benchmarks and docs iterate over."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,12 +11,15 @@ from needlework.ops.api import Limit, OpSpec
 from needlework.ops.common.samples import keys, normal
 from needlework.ops.polar.op import chunk_polar, step_polar
 from needlework.ops.polar.reference import literal_polar, recurrent_polar
-from needlework.ops.polar.state import PolarState
+from needlework.ops.polar.state import PolarOutput, PolarState
 
 CAPACITY = 64  # rows of the slot table
+run: Callable[..., PolarOutput] = chunk_polar
 
 
-def inputs(generator: torch.Generator, B: int, T: int, style: str, *, Hq: int = 2, Hkv: int = 2, d: int = 16, V: int = 24):
+def inputs(
+    generator: torch.Generator, B: int, T: int, style: str, *, Hq: int = 2, Hkv: int = 2, d: int = 16, V: int = 24
+) -> dict[str, Tensor]:
     """q, k of norm √d, parameters around their starts; "null": a sink that takes all but e^-10 of the weight and more."""
     q, k = (d**0.5 * keys(generator, B, T, H, d, style) for H in (Hq, Hkv))
     start = {"alpha": -1.0, "beta": -1.5, "gamma": 0.5, "null_base": 12.0 if style == "null" else 2.0}
@@ -38,16 +42,14 @@ def _softmax_direction(q: Tensor, k: Tensor, v: Tensor, **_) -> Tensor:
     return F.normalize(F.scaled_dot_product_attention(q, k, v, is_causal=True), dim=-1).transpose(1, 2)
 
 
-def _with(**numbers: float):
+def _with(**numbers: float) -> Callable[..., PolarOutput]:
     """chunk_polar with some tensors filled with one number."""
-    return lambda window=None, **x: chunk_polar(
-        **x | {n: torch.full_like(x[n], at) for n, at in numbers.items()}, window=window
-    )
+    return lambda **x: run(**x | {n: torch.full_like(x[n], at) for n, at in numbers.items()})
 
 
-def _expanded(**inputs):
+def _expanded(**inputs: Tensor) -> PolarOutput:
     G = inputs["q"].shape[2] // inputs["k"].shape[2]
-    return chunk_polar(**{n: x.repeat_interleave(G, 2) if n in ("k", "v") else x for n, x in inputs.items()})
+    return run(**{n: x.repeat_interleave(G, 2) if n in ("k", "v") else x for n, x in inputs.items()})
 
 
 def _even_magnitude(q: Tensor, beta: Tensor, alpha: Tensor, gamma: Tensor, null_base: float, **_) -> Tensor:
@@ -81,8 +83,8 @@ LIMITS = (
     ),
     Limit(
         name="a window as long as the sequence is none",
-        left=lambda **x: chunk_polar(**x, window=x["q"].shape[1])[:2],
-        right=lambda **x: chunk_polar(**x)[:2],
+        left=lambda **x: run(**x, window=x["q"].shape[1])[:2],
+        right=lambda **x: run(**x)[:2],
         exact=True,
     ),
     Limit(
@@ -132,7 +134,7 @@ SPECS: tuple[OpSpec, ...] = (
         (
             Limit(
                 name="grouped heads are expanded heads",
-                left=lambda **x: chunk_polar(**x)[:2],
+                left=lambda **x: run(**x)[:2],
                 right=lambda **x: _expanded(**x)[:2],
             ),
         ),

@@ -20,7 +20,9 @@ class PolarOutput(NamedTuple):
     state: PolarState | None
 
 
-def after_pages(q: Tensor, k: Tensor, v: Tensor, state: PolarState, cu_seqlens: Tensor | None, window: int | None):
+def after_pages(
+    q: Tensor, k: Tensor, v: Tensor, state: PolarState, cu_seqlens: Tensor | None, window: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The call as one over packed sequences whose first tokens are the pages', oldest first, with queries of zero.
 
     Returns q [1 S Hq d], k, v; cu_seqlens [N+2], whose last sequence is what room is left of S = N P + B T; held [N+1]: tokens

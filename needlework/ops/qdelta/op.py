@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
+from needlework.ops.common.operands import Operand, identity
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import check, check_count, check_slots, now, width
-from needlework.ops.common.slots import Live
-from needlework.ops.delta.arguments import check_state, checked_state
-from needlework.ops.delta.inputs import DeltaInputs
+from needlework.ops.common.slots import Live, Sequences
+from needlework.ops.delta.arguments import check_states, checked_state
+from needlework.ops.delta.inputs import DeltaInputs, SlotTable
 from needlework.ops.delta.op import unit
 from needlework.ops.qdelta import chunk, reference, transposed
 from needlework.ops.qdelta.arguments import Coupling, check_rule, checked
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
 
 
@@ -38,6 +40,9 @@ def chunk_qdelta(
     l2norm: bool = False,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    state: Tensor | None = None,
+    slots: Tensor | None = None,
+    fresh: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
     impl: Impl = "auto",
@@ -56,6 +61,9 @@ def chunk_qdelta(
     scale: of o only, never of x; K ** -0.5 by default.
     l2norm: q and k, not q_read, are divided by √(Σx² + 1e-6) first, in float32.
     initial_state [N HV K V]: N = B, or one per packed sequence; zeros if None.
+    state [slots HV K V]: a slot table instead of initial_state, read and written in place, float32 (or float64); its slots may
+        lie apart. slots [N]: the slot of each sequence, None for sequence n in slot n; −1 reads and writes none and starts from
+        zeros. fresh [N] bool: starts from zeros, whatever its slot holds. No two sequences share a slot. Without gradients.
     cu_seqlens [N+1]: packs sequences along T (B = 1). An empty one keeps its state.
     chunk_size: tokens of a chunk at most, >= 1; changes no result. The Triton kernels have their own. 64 with coupling="transposed".
 
@@ -64,7 +72,7 @@ def chunk_qdelta(
     own (the card). impl: "triton" the kernels (coupling "recurrent", a gate per head), "torch" the chunk form, "reference"
     the token loop; "auto" takes the kernels on a CUDA device where they support the call.
     Raises ValueError for sizes or dtypes that do not fit, an unknown coupling or impl, another chunk_size where 64 defines,
-    impl="triton" where that cannot be.
+    impl="triton" where that cannot be. On a table the kernels do not read cu_seqlens on the host: it must be right.
 
     >>> import torch
     >>> from torch.nn.functional import normalize
@@ -78,6 +86,12 @@ def chunk_qdelta(
     >>> packed = chunk_qdelta(q, k, v, g, beta, lam, cu_seqlens=torch.tensor([0, 40, 100]), output_final_state=True)
     >>> packed.state.shape  # one state a sequence
     torch.Size([2, 4, 32, 64])
+    >>> table = torch.full((8, 4, 32, 64), torch.nan)  # eight slots
+    >>> slot = {"state": table, "slots": torch.tensor([5])}
+    >>> start, rest = ([x[:, a:b] for x in (q, k, v, g, beta, lam)] for a, b in ((0, 40), (40, 100)))
+    >>> parts = chunk_qdelta(*start, **slot, fresh=torch.tensor([True])).o, chunk_qdelta(*rest, **slot).o
+    >>> torch.allclose(torch.cat(parts, 1), o, atol=1e-5), torch.allclose(table[5:6], state, atol=1e-5)
+    (True, True)
     """
     check_count("chunk_size", chunk_size)
     if coupling == "transposed" and chunk_size != transposed.CHUNK:
@@ -85,33 +99,38 @@ def chunk_qdelta(
             f"chunk_size: got {chunk_size}; with coupling='transposed' chunks of {transposed.CHUNK} are the definition"
         )
     check_rule(q, k, v, g, beta, lam, coupling, q_read)
-    check_state(initial_state, k, v, cu_seqlens)
+    N = check_states(
+        state, slots, fresh, k, v, cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
+        inputs=(q, k, v, g, beta, lam, q_read),
+    )  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     path = resolve("qdelta", impl, q.device, lambda: _unsupported(q, v, g, coupling))
+    if state is not None and path != "triton":
+        found = Sequences.of(slots, fresh, N, q.shape[1], cu_seqlens, q.device)
+        o, left = chunk_qdelta(
+            q, k, v, g, beta, lam, coupling=coupling, q_read=q_read, scale=scale, l2norm=l2norm,
+            initial_state=found.read(state), output_final_state=True, cu_seqlens=cu_seqlens, chunk_size=chunk_size, impl=path,
+        )  # fmt: skip
+        assert left is not None  # asked for
+        found.write(state, left)
+        return QDeltaOutput(o, None)
     if path == "reference":
         return recurrent_qdelta(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            lam,
-            coupling=coupling,
-            q_read=q_read,
-            scale=scale,
-            l2norm=l2norm,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-        )
+            q, k, v, g, beta, lam, coupling=coupling, q_read=q_read, scale=scale, l2norm=l2norm,
+            initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
     if path == "triton":
-        from needlework.ops.delta.scalar.op import scalar
+        from needlework.ops.delta.scalar.op import scalar, scalar_on_table
 
         q, k = unit(q, k) if l2norm else (q, k)
         initial_state = None if initial_state is None else initial_state.to(width(q))
         inputs = DeltaInputs(q, k, v, g, beta, lam, q_read=q_read, initial_state=initial_state)
-        o, state = scalar(inputs.contiguous(), cu_seqlens, scale=scale)
-        return QDeltaOutput(o, state if output_final_state else None)
+        if state is not None:
+            return QDeltaOutput(
+                scalar_on_table(inputs.contiguous(), SlotTable(state, slots, fresh), cu_seqlens, scale=scale), None
+            )
+        o, final = scalar(inputs.contiguous(), cu_seqlens, scale=scale)
+        return QDeltaOutput(o, final if output_final_state else None)
     rule = checked(q, k, v, g, beta, lam, coupling, q_read, l2norm)
     initial_state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
     if coupling == "transposed":
@@ -145,7 +164,7 @@ def recurrent_qdelta(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    operand=reference.identity,
+    operand: Operand = identity,
 ) -> QDeltaOutput:
     """The definition, token by token, under autograd: `chunk_qdelta`'s equation, arguments, contract and errors.
 
@@ -190,7 +209,7 @@ def step_qdelta(
 
     q, k [B H K], v [B HV V], g, beta, lam [B HV]: `chunk_qdelta`'s tensors without T. One token has no coupling: the rule is
         the true one under either name.
-    state [slots HV K V]: a slot table. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a padded row,
+    state [slots HV K V]: a slot table, whose slots may lie apart. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a padded row,
         which reads and changes no slot and returns zeros. A live slot belongs to one row only.
     Dtypes, settings and errors as in `chunk_qdelta`.
 
@@ -205,8 +224,8 @@ def step_qdelta(
     >>> torch.allclose(torch.stack(steps, 1), chunk_qdelta(q, k, v, g, beta, lam).o, atol=1e-5)
     True
     """
-    *rule, read = now(q=q, k=k, v=v, g=g, beta=beta, lam=lam, q_read=q_read)
-    check_rule(*rule, coupling, read)
+    token = now("q k v g beta lam q_read", q, k, v, g, beta, lam, q_read)
+    check_rule(*token[:-1], coupling, token[-1])
     check_slots(slots, len(q))
     check("state", state, "slots HV K V", HV=v.shape[1], K=q.shape[-1], V=v.shape[-1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -219,16 +238,23 @@ def step_qdelta(
         q, k = unit(q, k) if l2norm else (q, k)
         return step(q, k, v, g, beta, lam, None, None, q_read, state, slots, scale=scale)
     live = Live.of(slots, len(q), q.device)
-    token = lambda x: None if x is None else x[live.rows].unsqueeze(1)
+    tokens = (q, k, v, g, beta, lam, q_read)
+    q, k, v, g, beta, lam, q_read = each(lambda x: x[live.rows].unsqueeze(1), *tokens)
     with torch.no_grad():
         o_live, new = recurrent_qdelta(
-            *map(token, (q, k, v, g, beta, lam)),
+            q,
+            k,
+            v,
+            g,
+            beta,
+            lam,
             coupling=coupling,
-            q_read=token(q_read),
+            q_read=q_read,
             scale=scale,
             l2norm=l2norm,
             initial_state=state[live.slots],
             output_final_state=True,
         )
+        assert new is not None  # asked for
         live.write((state,), (new,))
         return live.spread(o_live[:, 0])

@@ -7,11 +7,15 @@ share no code with the fast path. `operand` is applied to every operand of a mat
 import torch
 from torch import Tensor
 
-from needlework.ops.delta.reference import by_sequence, identity
+from needlework.ops.common.operands import Operand, identity
+from needlework.ops.delta.reference import by_sequence
 
 
 @by_sequence
-def recurrent(q, k, v, g, beta, lam, read, *, scale, initial_state, operand=identity) -> tuple[Tensor, Tensor]:
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lam: Tensor, read: Tensor, *,
+    scale: float, initial_state: Tensor, operand: Operand = identity,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x_t = k_t + λ_t q_t,   S_t = α_t (I − β_t k_t x_tᵀ) S_{t-1} + β_t k_t v_tᵀ,   o_t = scale · S_tᵀ q_t,   α_t = e^{g_t}"""
     S, outputs = initial_state, [v[:, :0]]
     for t in range(q.shape[1]):
@@ -24,14 +28,18 @@ def recurrent(q, k, v, g, beta, lam, read, *, scale, initial_state, operand=iden
 
 
 @by_sequence
-def recurrent_transposed(q, k, v, g, beta, lam, read, *, scale, initial_state, operand=identity) -> tuple[Tensor, Tensor]:
+def recurrent_transposed(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lam: Tensor, read: Tensor, *,
+    scale: float, initial_state: Tensor, operand: Operand = identity,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `recurrent`, but what the chunk's own tokens wrote is held under x_s and read with k_t; chunks of 64 from the start.
 
     S_t = α_t S_{t-1} + k_t w_tᵀ,   w_t = β_t (v_t − Z_tᵀ x_t − N_tᵀ k_t):  Z the decayed state of the chunk's start, N = Σ_s e^{G_t − G_s} x_s w_sᵀ
     """
     S, outputs = initial_state, [v[:, :0]]
+    Z, N = S, torch.zeros_like(S)
     for t in range(q.shape[1]):
-        if t % 64 == 0:
+        if t > 0 and t % 64 == 0:
             Z, N = S, torch.zeros_like(S)
         x = k[:, t] + lam[:, t] * q[:, t]
         S, Z, N = (g[:, t].exp()[..., None] * M for M in (S, Z, N))
@@ -46,8 +54,9 @@ def recurrent_transposed(q, k, v, g, beta, lam, read, *, scale, initial_state, o
 
 @by_sequence
 def literal(
-    q, k, v, g, beta, lam, read, *, scale, initial_state, chunk_size, transposed=False, operand=identity
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lam: Tensor, read: Tensor, *,
+    scale: float, initial_state: Tensor, chunk_size: int, transposed: bool = False, operand: Operand = identity,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A_ts = β_t x_tᵀ(e^{G_t − G_s} ⊙ k_s), s < t (transposed: β_t e^{G_t − G_s} k_tᵀ x_s);   W = (I + A)⁻¹ (β ⊙ (v − e^G ⊙ x S₀))
     o_t  = scale · [ S₀ᵀ(e^{G_t} ⊙ q_t) + Σ_{s≤t} (k_sᵀ(e^{G_t − G_s} ⊙ q_t)) W_s ];   S_C = Diag(e^{G_C}) S₀ + Σ_s (e^{G_C − G_s} ⊙ k_s) W_sᵀ
     """

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Limit, OpSpec
+from needlework.ops.common.operands import Operand, identity
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
 from needlework.ops.delta import chunk_delta
 from needlework.ops.delta.arguments import checked_state
 from needlework.ops.qdelta import reference
-from needlework.ops.qdelta.arguments import checked
+from needlework.ops.qdelta.arguments import Coupling, checked
 from needlework.ops.qdelta.op import QDeltaOutput, chunk_qdelta, recurrent_qdelta, step_qdelta
 
 H, HV, K, V = 2, 4, 16, 12
@@ -54,8 +55,9 @@ def growing(
 
 
 def literal(
-    q, k, v, g, beta, lam, *, coupling="recurrent", q_read=None, scale=None,
-    initial_state=None, output_final_state=False, cu_seqlens=None, chunk_size=64, operand=reference.identity,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, lam: Tensor, *, coupling: Coupling = "recurrent",
+    q_read: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, chunk_size: int = 64, operand: Operand = identity,
 ) -> QDeltaOutput:  # fmt: skip
     """The chunk form as the spec page prints it, with the op's arguments."""
     rule = checked(q, k, v, g, beta, lam, coupling, q_read)
@@ -110,14 +112,18 @@ _PLAIN = "plain PyTorch under autograd, for published checkpoints: nothing is re
 def _gdn2(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
     """A sibling's op computes the rule: b ⊙ k = β (k + λq)."""
     erase, write = beta[..., None] * (1 + lam[..., None] * q / k), beta[..., None].expand_as(v)
-    return tuple(chunk_delta(q, k, v, g, erase=erase, write=write, output_final_state=True))
+    o, state = chunk_delta(q, k, v, g, erase=erase, write=write, output_final_state=True)
+    assert state is not None  # asked for
+    return o, state
 
 
 def _ones(v: Tensor) -> Tensor:
     return torch.ones(v.shape[0], v.shape[2], K, V, dtype=v.dtype)
 
 
-def _spec(name: str, *, HV: int = HV, q_read: bool = False, styles=("random",), coupling="recurrent", **more) -> OpSpec:
+def _spec(
+    name: str, *, HV: int = HV, q_read: bool = False, styles=("random",), coupling: Coupling = "recurrent", **more
+) -> OpSpec:
     return OpSpec(
         name=name,
         chunk=partial(chunk_qdelta, coupling=coupling),

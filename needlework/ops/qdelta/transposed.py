@@ -28,7 +28,7 @@ def forward(
     T = tensors[0].shape[1]
     if not T:
         return v, initial_state
-    o, state = _chunks(*(_by_chunk(x, min(CHUNK, T)) for x in tensors), initial_state)
+    o, state = _chunks(*(_by_chunk(x, min(CHUNK, T)) for x in tensors), S=initial_state)
     o = scale * o.transpose(-3, -2).flatten(1, -3)[:, :T]
     return o if cu_seqlens is None else unpad(o, cu_seqlens), state
 

@@ -8,5 +8,5 @@ F = TypeVar("F", bound=Callable)
 
 def constant(f: F) -> F:
     """torch.compiler.assume_constant_result, which would load all of torch._dynamo, and Triton, when this is imported."""
-    f._dynamo_marked_constant = True
+    f._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute] (what torch._dynamo looks for)
     return f

@@ -60,6 +60,8 @@ class LaunchConfig(NamedTuple):
         return None
 
 
+# a kernel's constants by name: numbers, and Triton's dtypes and modes, of which the checker knows no type
+Constants = dict[str, Any]
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 
@@ -68,11 +70,11 @@ class Case(NamedTuple):
 
     kernel: Any
     signature: dict[str, str]
-    constexprs: dict[str, Any]
+    constexprs: Constants
     options: dict[str, int]
 
 
-def split(constants: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+def split(constants: Mapping[str, Any]) -> tuple[Constants, dict[str, int]]:
     """What a kernel is launched with: the constants that it takes, and the compiler's options."""
     options = {name: x for name, x in constants.items() if name in OPTIONS}
     return {name: x for name, x in constants.items() if name not in options}, options
@@ -94,8 +96,8 @@ def rows(engine: str) -> tuple[LaunchConfig, ...]:
     path = Path(__file__).parents[1] / f"{engine}.launch.json"
     configs = []
     for row in json.loads(path.read_text()):
-        pairs = {name: tuple(row.pop(name)) for name in ("arch", "dtypes", "K", "V")}
-        configs.append(LaunchConfig(engine=engine, tma=bool(row.pop("tma", 0)), **pairs, **row))
+        row |= {name: tuple(row[name]) for name in ("arch", "dtypes", "K", "V")}
+        configs.append(LaunchConfig(engine=engine, tma=bool(row.pop("tma", 0)), **row))
     return tuple(configs)
 
 

@@ -8,10 +8,13 @@ many of these kernels run. The C function takes addresses, and descriptors of th
 from collections.abc import Callable, Hashable
 from inspect import signature
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 from triton import JITFunction, knobs
 from triton.backends.nvidia import driver as nvidia
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -20,13 +23,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 ONE_BY_ONE, AS_LIST = "iiiKKppOOOOOO", "iiiKKpp(iii)OOOOOOy*O"
 
 
-def read_by(module) -> str | None:
+def read_by(module: ModuleType) -> str | None:
     """Which of the two the C function of Triton's driver module reads; None of a Triton that is not known here."""
     encodes = getattr(module, "make_tensordesc_arg", None)
     if encodes is None or list(signature(encodes).parameters) not in (["arg", "metadata"], ["arg", "metadata", "_"]):
         return None
     if hasattr(module, "_BASE_ARGS_FORMAT"):
         return ONE_BY_ONE if module._BASE_ARGS_FORMAT == ONE_BY_ONE else None
+    assert module.__file__ is not None
     source = Path(module.__file__).with_name("driver.c")
     return AS_LIST if source.is_file() and f'"{AS_LIST}"' in source.read_text() else None
 
@@ -36,15 +40,15 @@ ENCODED = 256  # descriptors remembered of one argument
 _direct: dict[Hashable, "Direct | None"] = {}
 
 
-def launch(kernel, grid: tuple[int, ...], arguments: tuple, constants: dict):
+def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> CompiledKernel | None:
     """kernel[grid](*arguments, **constants); the compiled kernel, None of one that is not compiled."""
-    direct, kind = None, None
+    kind = None
     if FORMAT and type(kernel) is JITFunction and not _hooked():
         kind, given = _kind(kernel, arguments, constants)
         direct = _direct.get(kind)
-    if direct is not None:
-        direct(grid, given)
-        return direct.compiled
+        if direct is not None:
+            direct(grid, given)
+            return direct.compiled
     compiled = kernel[grid](*arguments, **constants)
     if kind is not None and kind not in _direct:
         _direct[kind] = Direct.of(compiled, arguments, constants)
@@ -56,7 +60,7 @@ def _hooked() -> bool:
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
-def _kind(kernel, arguments: tuple, constants: dict) -> tuple[Hashable, list]:
+def _kind(kernel: JITFunction, arguments: tuple, constants: dict[str, Any]) -> tuple[Hashable, list]:
     """What a kernel is compiled for, None where this is not for the C function; arguments as that takes them."""
     facts, given, low = [kernel, driver.active.get_current_device(), *constants, *constants.values()], [], 0
     for x in arguments:
@@ -83,14 +87,14 @@ def _kind(kernel, arguments: tuple, constants: dict) -> tuple[Hashable, list]:
 class Direct:
     """A compiled kernel's C function."""
 
-    def __init__(self, compiled, call: Callable, blocks: list[dict], arguments: tuple, after: list):
+    def __init__(self, compiled: CompiledKernel, call: Callable, blocks: list[dict], arguments: tuple, after: list):
         self.compiled, self.call, self.after = compiled, call, after
         places = [i for i, x in enumerate(arguments) if isinstance(x, TensorDescriptor)]
         # from the last, so that places stay right while one takes the room of many
         self.descriptors = list(zip(reversed(places), reversed(blocks), ({} for _ in places), strict=True))
 
     @classmethod
-    def of(cls, compiled, arguments: tuple, constants: dict) -> "Direct | None":
+    def of(cls, compiled: CompiledKernel, arguments: tuple, constants: dict[str, Any]) -> "Direct | None":
         """None where it is not to be called directly."""
         found = c_function(compiled)
         if found is None:
@@ -123,7 +127,7 @@ def encode(descriptor: TensorDescriptor, block: dict | None) -> list:
     return nvidia.make_tensordesc_arg(*given[: nvidia.make_tensordesc_arg.__code__.co_argcount])
 
 
-def c_function(compiled) -> tuple[Callable, list] | None:
+def c_function(compiled: CompiledKernel) -> tuple[Callable, list] | None:
     """What launches a compiled kernel, called with three sizes of a grid, a stream and a list of arguments, and the blocks of its
     descriptors; None where it is not to be called directly."""
     launcher = getattr(compiled, "run", None)

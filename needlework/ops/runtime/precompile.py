@@ -12,7 +12,11 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+from triton import JITFunction
+from triton.compiler import CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from needlework.ops.runtime.each import Ts, each
 from needlework.ops.runtime.launch_configs import interpreted
 from needlework.ops.runtime.launcher import launch
 
@@ -21,7 +25,7 @@ _precompiled: set[Hashable] = set()
 _threads = os.cpu_count()
 
 
-def run(kernel, grid: tuple[int, ...], *arguments, **constants):
+def run(kernel: JITFunction, grid: tuple[int, ...], *arguments: object, **constants: object) -> CompiledKernel | None:
     """kernel[grid](...); while precompiling a note of it, and None."""
     launches = _launches.get()
     if launches is None:
@@ -49,10 +53,10 @@ def precompile(device: torch.device, key: Hashable, call: Callable[[], object]) 
     if key in _precompiled or interpreted():
         return
     _precompiled.add(key)
-    token = _launches.set({})
+    launches: dict[Hashable, Callable[[], None]] = {}
+    token = _launches.set(launches)
     try:
         call()
-        launches = _launches.get()
     finally:
         _launches.reset(token)
 
@@ -65,9 +69,9 @@ def precompile(device: torch.device, key: Hashable, call: Callable[[], object]) 
             future.exception()
 
 
-def meta(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The same as meta tensors, which `call` works on."""
-    return [None if x is None else torch.empty_like(x, device="meta") for x in tensors]
+def meta(*arguments: *Ts) -> tuple[*Ts]:
+    """The same with meta tensors, which `call` works on."""
+    return each(lambda x: torch.empty_like(x, device="meta"), *arguments)
 
 
 def kind(*tensors: Tensor | None) -> Hashable:
@@ -77,6 +81,6 @@ def kind(*tensors: Tensor | None) -> Hashable:
 
 def _type(x: object) -> Hashable:
     """Of a kernel's argument: launches that differ in nothing else share a compilation."""
-    if hasattr(x, "block_shape"):
+    if isinstance(x, TensorDescriptor):
         return x.base.dtype, tuple(x.block_shape)
     return getattr(x, "dtype", type(x))

@@ -28,7 +28,7 @@ from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pair
 from needlework.ops.delta.channel.operands import Saved, case, operands, triton_dtype
 from needlework.ops.delta.channel.scan_bwd import replay, replay_forward, replay_reverse
 from needlework.ops.delta.inputs import solve_dtype
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2, padded
 
@@ -56,7 +56,10 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    do, dS, dm, dtotal, q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, layout: Layout, kept_S, kept_m, saved: Saved,
+    do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
+    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
+    b_bias: Tensor, layout: Layout, kept_S: Tensor, kept_m: Tensor, saved: Saved,
     *, content_chunk: int, prediction: str, scale: float, R: int, config: LaunchConfig,
 ) -> Gradients:  # fmt: skip
     """All 14 gradients, for contiguous tensors in rows as `layout` says, T > 0; dS, dm and dtotal, in `width(q)`, are used up.
@@ -97,7 +100,7 @@ def backward(
     dw = (beta * (1 - beta) * dbeta).to(w.dtype)
     dw1, dw2 = dz.flatten(0, 1).T @ m.flatten(0, 1), dcontent.flatten(0, 1).T @ z.flatten(0, 1)
     parameters = zip((dA_log, ddt_bias, dw1, dw2, dcontent.sum(0)), (A_log, dt_bias, w1, w2, b_bias), strict=True)
-    return Gradients(dq, dk, dv, df, db, dw, *(dx.to(x.dtype) for dx, x in parameters), dS, dm, dtotal)
+    return Gradients(dq, dk, dv, df, db, dw, *(dx.to(x.dtype) for dx, x in parameters), S=dS, m=dm, total=dtotal)
 
 
 def _gate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -114,7 +117,7 @@ def _unused(layout: Layout, spans: Tensor, slots: Tensor) -> Tensor:
 
 def _chain(
     do, dS, dm, dtotal, q, k, v, l, beta, b, u, z, w1, w2, spans, slots, layout: Layout, do_peaks, kept_S, saved: Saved,
-    *, content_chunk: int, scale: float, config: LaunchConfig, constants: dict[str, dict],
+    *, content_chunk: int, scale: float, config: LaunchConfig, constants: dict[str, Constants],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k, v, l, β, of every content chunk's u and W₁ m, and of S; dm and dtotal in place."""
     B, T, H, K = q.shape
@@ -190,7 +193,7 @@ def _chain(
 
 def _constants(
     config: LaunchConfig, dtype: torch.dtype, *, H: int, K: int, V: int, rank: int, previous: bool, R: int, parts: int
-) -> dict[str, dict]:
+) -> dict[str, Constants]:
     """Kernel -> its constexprs and options: the engine's, with every chunk an anchor where they are few, and the feedback's."""
     engine = channel_constants(config, dtype, 1, H=H, HV=H, K=K, V=V, previous=previous, R=R)
     enter, overlap = engine.pop("adjoint"), overlapping(config)
@@ -252,7 +255,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     for kernel in (replay, replay_forward, replay_reverse, couplings, pairs):
         for given in (constants[parts].get(kernel.__name__) for parts in constants):
             if given is not None:
-                columns = {"K": given.get("BK"), "V": given.get("VP"), "C": C} if config.tma else {}
+                columns = {"K": given.get("BK", 0), "V": given.get("VP", 0), "C": C} if config.tma else {}
                 types = {n: argument_type(n, columns, own, solves, wide) for n in kernel.arg_names} | ours
                 cases.append(case(kernel, types, given, ("p_erase", "p_write", "p_dwrite", "p_derase")))
     return cases

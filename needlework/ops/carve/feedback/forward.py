@@ -9,41 +9,52 @@ from needlework.ops.carve.feedback.intra import gates_kernel
 from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
 from needlework.ops.carve.feedback.scan import content_kernel, walk_kernel
 from needlework.ops.carve.layout import Layout
+from needlework.ops.common.kernels.slot_rows import OF_TABLE, Slots
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra import intra_constants
 from needlework.ops.delta.channel.operands import Saved, case, operands, triton_dtype
 from needlework.ops.delta.channel.scan import scan_constants
 from needlework.ops.delta.inputs import solve_dtype
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, interpreted
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2, padded
 
 
 def forward(
-    q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, S, m, total, layout: Layout, *,
-    resumed: bool, prediction: str, scale: float, R: int, config: LaunchConfig, save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Saved]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor, A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
+    b_bias: Tensor, S: Tensor, m: Tensor, total: Tensor, layout: Layout, *,
+    resumed: bool, prediction: str, scale: float, R: int, config: LaunchConfig, save: bool, slots: Slots | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Saved]:  # fmt: skip
     """o, kept_S, kept_m (None without `save`) and Saved, for aligned rows, T > 0. S, m, total advance in place, in `width(q)`.
 
-    resumed: m is not known to be zero.
+    resumed: m is not known to be zero. slots: S is a table, and advances in these.
     """
     (B, T, H, K), V, N = q.shape, v.shape[-1], layout.N
     ST, ACC, C = solve_dtype(q.dtype), width(q), config.launch["shared"]["C"]
     NC = -(-T // C)
-    empty = lambda *shape, dtype=ST: torch.empty(shape, dtype=dtype, device=q.device)
+
+    def empty(*shape: int, dtype: torch.dtype = ST) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
     saved = Saved(
-        *(empty(B, T, H, K) for _ in range(3)),
-        *(empty(B, H, NC * C, C) for _ in range(2)),
-        empty(B, H, NC, K, dtype=ACC),
-        empty(B, T, H, V) if save else None,
+        q_hat=empty(B, T, H, K),
+        e_hat=empty(B, T, H, K),
+        k_hat=empty(B, T, H, K),
+        Tp=empty(B, H, NC * C, C),
+        Pp=empty(B, H, NC * C, C),
+        whole=empty(B, H, NC, K, dtype=ACC),
+        W=empty(B, T, H, V) if save else None,
     )
     o, beta = torch.empty_like(v), torch.sigmoid(w.to(ACC))
     kept_S, kept_m = (empty(layout.slots, *x.shape[1:], dtype=ACC) if save else None for x in (S, m))
+    # one that owns no slot hands S on from content chunk to content chunk, too
+    spare = None if slots is None else empty(N, *S.shape[1:], dtype=ACC)
+    p_slots, p_fresh = (None, None) if slots is None else (slots.slots, slots.fresh)
     u = (b_bias.to(ACC) * 1.4426950408889634).repeat(N, 1, 1)  # to every bit what `content` makes of m = 0
     done = torch.zeros(N, H, dtype=torch.int32, device=q.device)
 
     gates, walk = _constants(config, q.dtype, H=H, K=K, V=V, rank=len(w1), L=layout.L, R=R, scale=scale, prediction=prediction)
-    walk["SAVE"] = int(save)
+    walk |= {"SAVE": int(save), "STRIDE": None if slots is None else slots.stride}
     rows, square, _ = operands(config)
     if resumed:
         sizes = {name: walk[name] for name in ("H", "K", "V", "RANK", "BK", "BM", "BR", "ACC")}
@@ -52,7 +63,8 @@ def forward(
     gates_args = q, k, f, b, u, A_log, dt_bias, beta, *saved[:6], layout.spans, T, N, layout.parts
     walk_args = (
         *(rows(x, BK) for x in saved[:3]), square(saved.Tp), square(saved.Pp), saved.whole, rows(saved.W, BV), rows(v, BV),
-        beta, rows(o, BV), S, m, total, kept_S, kept_m, u, done, w1, w2, b_bias, layout.spans, layout.bases, layout.ends, T, N,
+        beta, rows(o, BV), S, m, total, kept_S, kept_m, u, done, w1, w2, b_bias, layout.spans, layout.bases, layout.ends,
+        p_slots, p_fresh, spare, T, N,
     )  # fmt: skip
     launch_gates = Repeated(gates_kernel, (N * H * layout.parts, 1, 1), gates, *gates_args, VARIES)
     launch_walk = Repeated(walk_kernel, (N * H * cdiv(V, BV), 1, 1), walk, *walk_args, VARIES)
@@ -67,9 +79,19 @@ def forward(
 
 
 def _constants(
-    config: LaunchConfig, dtype, *, H: int, K: int, V: int, rank: int, L: int, R: int, scale: float, prediction: str
-):
-    """The constexprs and options of `gates_kernel`, and of `walk_kernel` but SAVE."""
+    config: LaunchConfig,
+    dtype: torch.dtype,
+    *,
+    H: int,
+    K: int,
+    V: int,
+    rank: int,
+    L: int,
+    R: int,
+    scale: float,
+    prediction: str,
+) -> tuple[Constants, Constants]:
+    """The constexprs and options of `gates_kernel`, and of `walk_kernel` but SAVE and STRIDE."""
     gates = intra_constants(config, dtype, 1, H=H, HV=H, K=K, scale=scale, previous=prediction == "previous", R=R)
     walk = scan_constants(config, dtype, 1, HV=H, K=K, V=V)
     del gates["HV"], gates["RULE"], walk["HV"], walk["RULE"]
@@ -78,7 +100,7 @@ def _constants(
     return gates | both, walk | sizes | both | {"RANK": rank}
 
 
-def overlapping(config: LaunchConfig) -> dict:
+def overlapping(config: LaunchConfig) -> Constants:
     """The constexpr and option of launches that may begin before the one ahead of them is done: where there is a copy engine."""
     overlap = config.tma and not interpreted()
     return {"PDL": int(overlap), "launch_pdl": overlap}
@@ -90,7 +112,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     settings = {"H": 2, "K": K, "V": V, "rank": 32, "L": 128, "R": 1, "scale": K**-0.5}
     types = dict.fromkeys(("p_q", "p_k", "p_f", "p_b"), f"*{own}") | dict.fromkeys(("T", "N", "parts", "i"), "i32")
     types |= dict.fromkeys(("p_q_hat", "p_e_hat", "p_k_hat", "p_Tp", "p_Pp"), f"*{solves}") | {"p_ends": "*i64"}
-    types |= dict.fromkeys(("p_spans", "p_bases", "p_done"), "*i32")
+    types |= dict.fromkeys(("p_spans", "p_bases", "p_done"), "*i32") | OF_TABLE
     names = (*gates_kernel.arg_names, *walk_kernel.arg_names)
     types |= {name: f"*{wide}" for name in names if name.startswith("p_") and name not in types}
     cases = []
@@ -101,7 +123,9 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     blocks = {name: (solves, BK) for name in ("q_hat", "e_hat", "k_hat")} | {name: (solves, C) for name in ("Tp", "Pp")}
     for name, (kind, columns) in (blocks | {"W": (solves, BV), "v": (own, BV), "o": (own, BV)}).items():
         types[name] = f"tensordesc<{kind}[1, 1, {C}, {columns}]>" if config.tma else f"*{kind}"
-    cases.append(case(walk_kernel, types, walk | {"SAVE": 1}, ()))
-    cases.append(case(walk_kernel, types, walk | {"SAVE": 0}, ("W", "p_kept_S", "p_kept_m")))
+    table, kept = (*OF_TABLE, "p_spare"), ("W", "p_kept_S", "p_kept_m")
+    cases.append(case(walk_kernel, types, walk | {"SAVE": 0, "STRIDE": 2 * K * V}, kept))
+    cases.append(case(walk_kernel, types, walk | {"SAVE": 0, "STRIDE": None}, kept + table))
+    cases.append(case(walk_kernel, types, walk | {"SAVE": 1, "STRIDE": None}, table))
     sizes = {name: walk[name] for name in ("H", "K", "V", "RANK", "BK", "BM", "BR", "ACC", "num_warps")}
     return [*cases, case(content_kernel, types, sizes, ())]

@@ -1,29 +1,58 @@
 """CARVE in Triton as an operator: layout, R rows a token, and what the backward keeps."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from needlework.ops.carve.arguments import check_position
+from needlework.ops.carve.arguments import CarveInputs, check_position
 from needlework.ops.carve.feedback.backward import backward
 from needlework.ops.carve.feedback.forward import forward
 from needlework.ops.carve.layout import Layout
 from needlework.ops.carve.state import CarveOutput, CarveState
+from needlework.ops.common.kernels.slot_rows import Slots
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import width
+from needlework.ops.common.slots import check_contiguous, start_anew
 from needlework.ops.delta.channel.operands import Saved
 from needlework.ops.delta.inputs import solve_dtype
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import launch_config
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator, step_operator
+from needlework.ops.runtime.each import each
+from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
 
 ENGINE = "delta/channel"  # whose recurrence it is
 
 
+class Kept(NamedTuple):
+    """What the backward is given beside the cotangents and `Saved`, in the order of its operator's arguments."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    f: Tensor
+    b: Tensor
+    w: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    w1: Tensor
+    w2: Tensor
+    b_bias: Tensor
+    position: Tensor | None
+    cu_seqlens: Tensor | None
+    S: Tensor  # [slots H K V], at the start of every content chunk
+    m: Tensor  # [slots H V], likewise
+
+
 def carve(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor, A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
     b_bias: Tensor, initial_state: CarveState | None, cu_seqlens: Tensor | None, *, content_chunk: int, prediction: str, scale: float,
+    table: CarveState | None = None, slots: Tensor | None = None, fresh: Tensor | None = None,
 ) -> CarveOutput:  # fmt: skip
-    """o [B T H V] in q's dtype and the state, for arguments that `checked` has passed: k [B T H R K], v [B T H R V]."""
+    """o [B T H V] in q's dtype and the state, for arguments that `checked` has passed: k [B T H R K], v [B T H R V].
+
+    With a table, whose slots advance in place, the state is None.
+    """
     S, m, total, position = (None,) * 4 if initial_state is None else initial_state
     R = k.shape[3]
     if R > 1:
@@ -31,7 +60,11 @@ def carve(
         q, f, b = _one_row(q, R, R - 1, 0.0), _one_row(f, R, 0, -torch.inf), _one_row(b, R, 0, -torch.inf)
         w = w.repeat_interleave(R, 1)
     k, v = (x.transpose(2, 3).flatten(1, 2) for x in (k, v))
-    tensors = q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, S, m, total
+    inputs = q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias
+    if table is not None:
+        o = carve_triton_slots(*inputs, *table, slots, fresh, cu_seqlens, content_chunk, prediction, scale, R)
+        return CarveOutput(o[:, R - 1 :: R], None)
+    tensors = *inputs, S, m, total
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     o, S, m, total, position, *_ = carve_triton_fwd(*tensors, position, cu_seqlens, content_chunk, prediction, scale, R, save)
     return CarveOutput(o[:, R - 1 :: R], CarveState(S, m, total, position))
@@ -64,15 +97,57 @@ def carve_triton_fwd(
             q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, S, m, total, position, cu_seqlens, content_chunk, "", 0.0, R, save
         )
     layout, config = placed(q, v, position, cu_seqlens, content_chunk, R)
-    *state, _ = _state(q, v, S, m, total, position, cu_seqlens)
-    tokens = *aligned(layout, q, k, v, f, b, w), *(x.contiguous() for x in (A_log, dt_bias, w1, w2, b_bias))
+    resumed, state = m is not None, _state(q, v, S, m, total, position, cu_seqlens)[:3]
+    tokens, b_bias = aligned(layout, CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)), b_bias.contiguous()
     settings = {"prediction": prediction, "scale": scale, "R": R, "config": config}
-    facts = m is not None, save, content_chunk
-    key = "carve", config.name, kind(*tokens), w1.shape, prediction, scale, R, *facts
-    precompile(q.device, key, lambda: _launches(meta(*tokens), meta(*state), layout, *facts, settings))
-    o, kept_S, kept_m, saved = forward(*tokens, *state, layout, resumed=m is not None, save=save, **settings)
-    kept = (kept_S, kept_m, *saved) if save else [q.new_empty(0) for _ in range(9)]
-    return layout.restore(o), *state, layout.ends % layout.L // R, *kept
+    facts = resumed, save, content_chunk
+    key = "carve", config.name, kind(*tokens, b_bias), w1.shape, prediction, scale, R, *facts
+    precompile(q.device, key, lambda: _launches(CarveInputs(*meta(*tokens)), *meta(b_bias, *state), layout, *facts, settings))
+    o, kept_S, kept_m, saved = forward(*tokens, b_bias, *state, layout, resumed=resumed, save=save, **settings)
+    found = layout.restore(o), *state, layout.ends % layout.L // R
+    if kept_S is None or kept_m is None:
+        return *found, *each(lambda x: x.new_empty(0), q, q, q, q, q, q, q, q, q)
+    assert saved.e_hat is not None and saved.Tp is not None and saved.W is not None  # w erases, and W is kept with the others
+    return *found, kept_S, kept_m, saved.q_hat, saved.e_hat, saved.k_hat, saved.Tp, saved.Pp, saved.whole, saved.W
+
+
+@step_operator("S", "m", "total", "position")
+def carve_triton_slots(
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor, A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
+    b_bias: Tensor, S: Tensor, m: Tensor, total: Tensor, position: Tensor, slots: Tensor | None, fresh: Tensor | None,
+    cu_seqlens: Tensor | None, content_chunk: int, prediction: str, scale: float, R: int,
+) -> Tensor:  # fmt: skip
+    """o; what the sequences hold in the table S, m, total, position advances in place. T counts rows, as in `carve_triton_fwd`.
+
+    The recurrence reads and writes S in its slots, and is given rows of m, total and position, which are small. No number is read back:
+    `position` lies inside a content chunk, and cu_seqlens rises from 0 to the tokens that there are, by contract.
+    """
+    check_contiguous(S=S, m=m, total=total, position=position)
+    if not v.numel():
+        start_anew(CarveState(S, m, total, position), slots, fresh, cu_seqlens, q)
+        return torch.empty_like(v, memory_format=torch.contiguous_format)
+    own = Slots.of(S, slots, fresh, cu_seqlens, len(q))
+    state = S, own.read(m), own.read(total)
+    layout, config = placed(q, v, own.read(position), cu_seqlens, content_chunk, R)
+    tokens, b_bias = aligned(layout, CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)), b_bias.contiguous()
+    settings = {"prediction": prediction, "scale": scale, "R": R, "config": config}
+    key = "carve slots", config.name, kind(*tokens, b_bias), own.kind(), w1.shape, prediction, scale, R, content_chunk
+    facts = True, False, content_chunk
+    precompile(
+        q.device,
+        key,
+        lambda: _launches(CarveInputs(*meta(*tokens)), *meta(b_bias, *state), layout, *facts, settings, own.meta()),
+    )
+    o, *_ = forward(*tokens, b_bias, *state, layout, resumed=True, save=False, slots=own, **settings)
+    own.clear(S)
+    for column, x in zip((m, total, position), (*state[1:], layout.ends % layout.L // R), strict=True):
+        own.write(column, x)
+    return layout.restore(o)
+
+
+@torch.library.register_fake(carve_triton_slots)
+def _(q, k, v, *_):
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake(carve_triton_fwd)
@@ -95,37 +170,50 @@ def _nothing(
     return o, *state, *kept, *saved
 
 
-def _launches(tokens, state, layout: Layout, resumed: bool, save: bool, content_chunk: int, settings: dict) -> None:
+def _launches(
+    tokens: CarveInputs, b_bias: Tensor, S: Tensor, m: Tensor, total: Tensor, layout: Layout,
+    resumed: bool, save: bool, content_chunk: int, settings: dict[str, Any], own: Slots | None = None,
+) -> None:  # fmt: skip
     """What a call and its backward launch."""
-    layout = Layout(*(x.to("meta") if isinstance(x, Tensor) else x for x in layout))
-    o, kept_S, kept_m, saved = forward(*tokens, *state, layout, resumed=resumed, save=save, **settings)
-    if save:
-        backward(torch.empty_like(o), *state, *tokens, layout, kept_S, kept_m, saved, content_chunk=content_chunk, **settings)
+    layout = Layout(*meta(*layout))
+    o, kept_S, kept_m, saved = forward(*tokens, b_bias, S, m, total, layout, resumed=resumed, save=save, slots=own, **settings)
+    if kept_S is not None and kept_m is not None:
+        backward(
+            torch.empty_like(o), S, m, total, *tokens, b_bias, layout, kept_S, kept_m, saved,
+            content_chunk=content_chunk, **settings,
+        )  # fmt: skip
 
 
-def placed(q: Tensor, v: Tensor, position: Tensor | None, cu_seqlens: Tensor | None, content_chunk: int, R: int):
+def placed(
+    q: Tensor, v: Tensor, position: Tensor | None, cu_seqlens: Tensor | None, content_chunk: int, R: int
+) -> tuple[Layout, LaunchConfig]:
     """Where rows go, and the launch config."""
     config = launch_config(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
     position, cu_seqlens = (None if x is None else x * R for x in (position, cu_seqlens))
-    C = config.launch["shared"]["C"]
-    return Layout.of(position, cu_seqlens, *q.shape[:2], content_chunk * R, C, q.device), config
+    (B, T), C = q.shape[:2], config.launch["shared"]["C"]
+    return Layout.of(position, cu_seqlens, B, T, content_chunk * R, C, q.device), config
 
 
-def aligned(layout: Layout, q, k, v, f, b, w) -> list[Tensor]:
-    """A row of no token writes nothing, reads nothing and keeps all."""
+def aligned(layout: Layout, inputs: CarveInputs) -> CarveInputs:
+    """A row of no token writes nothing, reads nothing and keeps all; all contiguous."""
     keep_all = -torch.inf
-    return [*map(layout.align, (q, k, v)), layout.align(f, keep_all), layout.align(b, keep_all), layout.align(w)]
+    q, k, v, f, b, w, *_ = inputs
+    tokens = *each(layout.align, q, k, v), layout.align(f, keep_all), layout.align(b, keep_all), layout.align(w)
+    return CarveInputs(*tokens, *each(Tensor.contiguous, *inputs[6:]))
 
 
-def _state(q, v, S, m, total, position, cu_seqlens) -> list[Tensor]:
+def _state(
+    q: Tensor, v: Tensor, S: Tensor | None, m: Tensor | None, total: Tensor | None, position: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> CarveState:  # fmt: skip
     """S, m, total in the computing dtype and position, in memory of their own: an operator may not return what it was given."""
     (B, _, H, V), K = v.shape, q.shape[-1]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    if S is None:
-        state = [q.new_zeros(N, H, *rest, dtype=width(q)) for rest in ((K, V), (V,), (V,))]
-        return [*state, q.new_zeros(N, dtype=torch.int64)]
-    own = {"copy": True, "memory_format": torch.contiguous_format}
-    return [*(x.to(width(q), **own) for x in (S, m, total)), position.to(torch.int64, **own)]
+    if S is None or m is None or total is None or position is None:
+        S, m, total = (q.new_zeros(N, H, *rest, dtype=width(q)) for rest in ((K, V), (V,), (V,)))
+        return CarveState(S, m, total, q.new_zeros(N, dtype=torch.int64))
+    own = lambda x, dtype: x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return CarveState(own(S, width(q)), own(m, width(q)), own(total, width(q)), own(position, torch.int64))
 
 
 @backward_operator
@@ -137,13 +225,12 @@ def carve_triton_bwd(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q … w2 and b_bias, then of the S, m and total carried in."""
     inputs = q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias
-    state = [dx.to(width(q), copy=True, memory_format=torch.contiguous_format) for dx in (dS, dm, dtotal)]
+    state = each(lambda dx: dx.to(width(q), copy=True, memory_format=torch.contiguous_format), dS, dm, dtotal)
     if not v.numel():
         return [*map(torch.zeros_like, inputs), *state]
     layout, config = placed(q, v, position, cu_seqlens, content_chunk, R)
-    parameters = (x.contiguous() for x in inputs[6:])
     gradients = backward(
-        layout.align(do), *state, *aligned(layout, *inputs[:6]), *parameters, layout, kept_S, kept_m, Saved(*saved),
+        layout.align(do), *state, *aligned(layout, CarveInputs(*inputs[:-1])), b_bias.contiguous(), layout, kept_S, kept_m, Saved(*saved),
         content_chunk=content_chunk, prediction=prediction, scale=scale, R=R, config=config,
     )  # fmt: skip
     tokens = (layout.restore(dx).to(x.dtype) for dx, x in zip(gradients[:6], inputs[:6], strict=True))
@@ -159,20 +246,19 @@ def _(do, dS, dm, dtotal, *tensors):
 
 def _save(ctx, inputs, output) -> None:
     *tensors, S, m, total, position, cu_seqlens, content_chunk, prediction, scale, R, _ = inputs
-    ctx.save_for_backward(*tensors, position, cu_seqlens, *output[5:])
+    kept = Kept(*tensors, position=position, cu_seqlens=cu_seqlens, S=output[5], m=output[6])
+    ctx.save_for_backward(*kept, *output[7:])
     ctx.settings = content_chunk, prediction, scale, R
     ctx.state_dtypes = [None if x is None else x.dtype for x in (S, m, total)]
     ctx.set_materialize_grads(False)  # they would be zeros for all that is kept, too
 
 
 def _backward(ctx, *given):
-    *tensors, position, cu_seqlens, kept_S, kept_m = ctx.saved_tensors[:15]
-    q, _, v = tensors[:3]
-    zeros = torch.zeros_like(v) if given[0] is None else None, *_state(q, v, None, None, None, None, cu_seqlens)[:3]
+    tensors, fields = ctx.saved_tensors, len(Kept._fields)
+    kept, saved = Kept(*tensors[:fields]), list(tensors[fields:])
+    zeros = torch.zeros_like(kept.v) if given[0] is None else None, *_state(kept.q, kept.v, *(None,) * 4, kept.cu_seqlens)[:3]
     cotangents = (zero if dx is None else dx for dx, zero in zip(given[:4], zeros, strict=True))
-    gradients = carve_triton_bwd(
-        *cotangents, *tensors, position, cu_seqlens, kept_S, kept_m, list(ctx.saved_tensors[15:]), *ctx.settings
-    )
+    gradients = carve_triton_bwd(*cotangents, *kept, saved, *ctx.settings)
     state = [None if kind is None else dx.to(kind) for dx, kind in zip(gradients[11:], ctx.state_dtypes, strict=True)]
     return *gradients[:11], *state, None, None, None, None, None, None, None
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
+from triton import JITFunction
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from needlework.ops.runtime.launch_configs import interpreted
+from needlework.ops.runtime.launch_configs import Constants, interpreted
 from needlework.ops.runtime.launcher import c_function, encode
 from needlework.ops.runtime.precompile import precompiling, run
 
@@ -30,7 +31,7 @@ class Repeated:
     What is given here is kept: launches know but its address.
     """
 
-    def __init__(self, kernel, grid: tuple[int, int, int], constants: dict, *args):
+    def __init__(self, kernel: JITFunction, grid: tuple[int, int, int], constants: Constants, *args: object):
         self.kernel, self.grid, self.constants, self.args = kernel, grid, constants, args
         self.places = [i for i, x in enumerate(args) if x is VARIES]
         self.launch = None
@@ -39,7 +40,7 @@ class Repeated:
         """What is launched, and where everything that is given here lies."""
         return self.kernel, self.grid, *self.constants, *self.constants.values(), *map(_place, self.args)
 
-    def __call__(self, *varied) -> None:
+    def __call__(self, *varied: object) -> None:
         if self.launch is not None:
             self.launch(*varied)
             return

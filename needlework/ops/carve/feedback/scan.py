@@ -8,6 +8,7 @@ Programs own blocks of value columns. Whoever is the last to finish a head makes
 import triton
 import triton.language as tl
 
+from needlework.ops.common.kernels.slots import slot_of
 from needlework.ops.delta.channel.scan import walk
 
 
@@ -41,14 +42,18 @@ def content_kernel(
 @triton.jit(do_not_specialize=["T", "N", "i"])
 def walk_kernel(
     q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, o, p_S, p_m, p_total, p_kept_S, p_kept_m, p_u, p_done, p_w1, p_w2,
-    p_b_bias, p_spans, p_bases, p_ends, T, N, i,
+    p_b_bias, p_spans, p_bases, p_ends, p_slots, p_fresh, p_spare, T, N, i,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, L: tl.constexpr, R: tl.constexpr, SAVE: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr,
-    ACC: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    STRIDE: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Content chunk i of one sequence, head and block of BV value columns. L: its rows, R of them a token.
 
     PDL: as in `gates_kernel`, but what the walk before this one left is there already, and taken up while the gates end.
+
+    STRIDE: p_S is a table, with so many numbers from slot to slot; a sequence that owns none has its part of p_spare [N H K V]. A tile
+    of S is read and written in place, in each content chunk by one program, and not by the same one: the gates between two walks begin
+    when all that the first has stored is there.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV * BV
@@ -66,13 +71,19 @@ def walk_kernel(
     in_state = (o_k < K)[None, :] & in_v[:, None]
     # what is kept at the start of a content chunk is where the walk before left it, and where this one takes it up
     p_from, p_to = p_S + head * K * V, p_S + head * K * V
+    known = in_state
+    if STRIDE is not None:
+        own, resumed = slot_of(p_slots, p_fresh, n)
+        p_from = tl.where(own < 0, p_spare + head * K * V, p_S + own * STRIDE + j * K * V)
+        p_to = p_from
+        known &= (i > 0) | resumed
     if SAVE:
         if i > 0:
             p_from = p_kept_S + kept * K * V
         if end > (i + 1) * L:
             p_to = p_kept_S + (kept + H) * K * V
     # by the second cache, as all that another multiprocessor may have written while this program was there already
-    S = tl.load(p_from + o_state, mask=in_state, other=0.0, cache_modifier=".cg")
+    S = tl.load(p_from + o_state, mask=known, other=0.0, cache_modifier=".cg")
     total = tl.load(p_total + head * V + o_v, mask=in_v, other=0.0, cache_modifier=".cg")
     if SAVE:
         if i == 0:
@@ -86,6 +97,8 @@ def walk_kernel(
         S, total, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, None, o, first, last, j, i_v, T,
         H, K, V, 1, SAVE, 1, C, BK, BV, NS, ST, ACC, TMA,
     )  # fmt: skip
+    if STRIDE is not None:
+        tl.debug_barrier()  # a number that two threads hold is read by both before one of them writes it
     tl.store(p_to + o_state, S, mask=in_state)
     if end >= (i + 1) * L:
         tl.store(p_m + head * V + o_v, total / (L // R), mask=in_v)

@@ -28,7 +28,7 @@ from needlework.ops.ccq.curvature.intra import (
     whole_of,
 )
 from needlework.ops.ccq.curvature.scan import columns, load_block, read_chains, store_block
-from needlework.ops.common.kernels.chain import run_of, tell, wait_for
+from needlework.ops.common.kernels.chain import part_here, run_of, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.triton_types import padded
@@ -179,14 +179,7 @@ def reverse_chains(
         i_n = i_chain // PER
         i_h = (i_chain % PER) // NV
         i_v = (i_chain % NV) * BV
-        start = tl.load(p_cum + i_n)
-        count = tl.load(p_cum + i_n + 1) - start
-        at = PER * start + (i_chain % PER) * count
-        begin = tl.maximum(lo - at, 0)
-        end = tl.minimum(hi - at, count)
-        late = end < count
-        c_from = tl.where(late, count - end, 0)
-        c_to = tl.where(begin > 0, count - begin, count)
+        start, count, begin, late, c_from, c_to = part_here(p_cum, i_n, i_chain % PER, lo, hi, PER)
         i_b = start // NCB
 
         if late:
@@ -338,8 +331,8 @@ def backward(
         read_chains(
             tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(0) - NR,
             x_y_k, x_kc_k, x_kc_v, x_base_v, x_q_v, x_Py_c, x_dq_v, x_dq_v, x_C0_kv, p_Ey, p_Ey, p_G, p_n, p_step, p_reach, p_scale,
-            p_C_in, p_N_out, p_cum, p_hand + tl.cast(NR, tl.int64) * (BV * (NK * KB + 2)), p_flag + NR, T, NCB, N,
-            H, HV, K, C, BV, KB, NK, NS, TMA, GATED, INIT, True, False, SCALED, ACC, OT,
+            p_C_in, p_N_out, None, None, p_cum, p_hand + tl.cast(NR, tl.int64) * (BV * (NK * KB + 2)), p_flag + NR, T, NCB, N,
+            H, HV, K, C, BV, KB, NK, NS, TMA, GATED, INIT, True, False, SCALED, None, ACC, OT,
         )  # fmt: skip
 
 

@@ -15,14 +15,17 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton import JITFunction
 
+from needlework.ops.common.kernels.slot_rows import OF_TABLE
 from needlework.ops.common.kernels.tile import capped, load_tile, store_tile
-from needlework.ops.runtime.launch_configs import OPTIONS, Case, LaunchConfig, split
+from needlework.ops.runtime.launch_configs import OPTIONS, Case, Constants, LaunchConfig, split
 from needlework.ops.runtime.triton_types import TYPES, padded
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 ROWS: tl.constexpr = tl.constexpr(7)  # of numbers of a token: `tokens`
-INTEGERS = {"p_fill": "*i32", "p_cum": "*i32", "p_flag": "*i32", "T": "i32", "NCB": "i32", "N": "i32", "NR": "i32"}
+INTEGERS = dict.fromkeys(("p_fill", "p_cum", "p_flag"), "*i32") | dict.fromkeys(("T", "NCB", "N", "NR"), "i32")
+INTEGERS |= OF_TABLE
 OPERANDS = ("p_q", "p_k", "p_kc", "p_P", "p_dout", "p_eta", "p_Sq", "p_y", "p_Py", "p_C0", "p_N0")
 
 
@@ -262,7 +265,7 @@ def intra(
 
 
 @cache
-def constants(config: LaunchConfig, name: str, dtype: torch.dtype, H: int, HV: int, K: int, **flags: bool) -> dict[str, object]:
+def constants(config: LaunchConfig, name: str, dtype: torch.dtype, H: int, HV: int, K: int, **flags: int | None) -> Constants:
     """Every constexpr and option of a launch of `name`; a kernel takes those that it names."""
     own = {key: min(x, padded(K)) if key in ("BD", "BV") else x for key, x in config.launch[name].items()}
     KB = min(padded(K), 128)
@@ -271,23 +274,25 @@ def constants(config: LaunchConfig, name: str, dtype: torch.dtype, H: int, HV: i
     return sizes | {"HALF": dtype.itemsize == 2, "SCALED": dtype == torch.float16} | flags | own
 
 
-def arguments(kernel, given: dict[str, object]) -> dict[str, object]:
+def arguments(kernel: JITFunction, given: Constants) -> Constants:
     """Of `constants`, what `kernel` names and its options."""
     return {name: x for name, x in given.items() if name in kernel.arg_names or name in OPTIONS}
 
 
-def case(kernel, name: str, config: LaunchConfig, dtype: torch.dtype, K: int, **flags: bool) -> Case:
-    """One launch of `kernel` under the row `name` of a config, with one head and the flags given."""
+def case(
+    kernel: JITFunction, name: str, config: LaunchConfig, dtype: torch.dtype, K: int, absent: tuple[str, ...] = (), **flags: int | None
+) -> Case:  # fmt: skip
+    """One launch of `kernel` under the row `name` of a config, with one head and the flags given, None for what is absent."""
     operand, wide = str(TYPES[dtype]), str(TYPES[torch.promote_types(dtype, torch.float32)])
-    values = arguments(kernel, constants(config, name, dtype, 1, 1, K, **flags))
+    values = arguments(kernel, constants(config, name, dtype, 1, 1, K, **flags)) | dict.fromkeys(absent)
     values, options = split(values)
     rows = {"": values["C"], "v": values.get("BV")}
     columns = {"k": values.get("KB"), "v": values.get("BV"), "c": values["C"]}
     signature = {}
     for argument in kernel.arg_names:
         if argument in values:
-            signature[argument] = "constexpr"
-        elif argument.startswith("x_") and config.tma:
+            continue
+        if argument.startswith("x_") and config.tma:
             # x_<name>_<columns><rows>
             kind = argument.rsplit("_", 1)[1]
             signature[argument] = f"tensordesc<{operand}[1, 1, {rows[kind[1:]]}, {columns[kind[0]]}]>"

@@ -8,16 +8,20 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.ccq.curvature.intra import ROWS, arguments, constants, intra, means, sums
 from needlework.ops.ccq.curvature.scan import walk
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.kernels.slot_rows import Slots
 from needlework.ops.common.kernels.tile import block, token_tile
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
+from needlework.ops.common.slots import check_contiguous, start_anew
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator, step_operator
+from needlework.ops.runtime.each import each
+from needlework.ops.runtime.launch_configs import Constants, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
 
 ENGINE = "ccq/curvature"
@@ -65,7 +69,7 @@ class _Line(NamedTuple):
     def scaled(self) -> bool:
         return self.dtype == torch.float16
 
-    def constants(self, name: str, **flags: bool) -> dict[str, object]:
+    def constants(self, name: str, **flags: int | None) -> Constants:
         flags = {"GATED": self.gated, "PACKED": self.packed} | flags
         return constants(self.config, name, self.dtype, self.H, self.HV, self.K, **flags)
 
@@ -81,17 +85,17 @@ class _Line(NamedTuple):
         """Numbers of each chunk and key head."""
         return torch.empty(self.B * self.NCB, self.H, *sizes, dtype=dtype or self.wide, device=self.device)
 
-    def launch(self, kernel, settings: dict[str, object], *given, each: int = 1) -> None:
+    def launch(self, kernel: JITFunction, settings: Constants, *given: object, each: int = 1) -> None:
         """`kernel` over chunks and key heads, `each` programs for one."""
         run(kernel, (self.B * self.NCB * self.H * each,), *given, self.at.T, self.NCB, **arguments(kernel, settings))
 
-    def hands(self, settings: dict[str, object], slots: int, side: int = 0) -> tuple[Tensor, Tensor]:
+    def hands(self, settings: Constants, slots: int, side: int = 0) -> tuple[Tensor, Tensor]:
         """Where a cut chain hands on BV rows of its state and `side` numbers more each, and whether it did."""
         sizes = slots, settings["BV"], settings["NK"] * settings["KB"] + side
         hand = torch.empty(sizes, dtype=self.wide, device=self.device)
         return hand, torch.zeros(slots, dtype=torch.int32, device=self.device)
 
-    def chains(self, settings: dict[str, object]) -> int:
+    def chains(self, settings: Constants) -> int:
         return self.at.N * self.H * -(-self.K // settings["BV"])
 
 
@@ -111,14 +115,15 @@ class _Kept(NamedTuple):
     fill: Tensor | None = None  # packed
     place: Tensor | None = None
 
-    def given(self) -> list[Tensor]:
-        """As an operator returns it: empty tensors for what there is not."""
-        return [self.Sq.new_empty(0) if x is None else x for x in self]
+    def last(self) -> tuple[Tensor, Tensor, Tensor]:
+        """G, fill and place as an operator returns them: empty tensors for what there is not."""
+        G, fill, place = (self.Sq.new_empty(0) if x is None else x for x in self[9:])
+        return G, fill, place
 
     @classmethod
     def of(cls, saved: list[Tensor], gated: bool, packed: bool) -> "_Kept":
         *always, G, fill, place = saved
-        return cls(*always, G if gated else None, *((fill, place) if packed else (None, None)))
+        return cls(*always, G=G if gated else None, fill=fill if packed else None, place=place if packed else None)
 
 
 def _line(q: Tensor, HV: int, gated: bool, packed: bool, at: Alignment, fill: Tensor | None, chosen: LaunchConfig) -> _Line:
@@ -140,8 +145,31 @@ def ccq_triton(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """q̃ and the final C, mean, n. An operator of its own: results that are not there cost the host as much as a launch."""
-    cleaned, final, _ = _call(q, k, eta, g, C, mean, n, cu_seqlens, save=False)
+    cleaned, final, _ = _call(q, k, eta, g, _state(C, mean, n), cu_seqlens, save=False)
     return cleaned, *final
+
+
+@step_operator("C", "mean", "n")
+def ccq_triton_slots(
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor, mean: Tensor, n: Tensor, slots: Tensor | None,
+    fresh: Tensor | None, cu_seqlens: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """q̃; what the sequences hold in the table C, mean, n advances in place.
+
+    The walk reads and writes C in its slots; kernels are given rows of mean and n, which are small. No number is read back: cu_seqlens
+    rises from 0 to the tokens that there are, and C is symmetric, by contract.
+    """
+    check_contiguous(C=C, mean=mean, n=n)
+    if not q.numel():
+        start_anew(CurvatureState(C, mean, n), slots, fresh, cu_seqlens, q)
+        return q.new_empty(*eta.shape, q.shape[-1])
+    own = Slots.of(C, slots, fresh, cu_seqlens, len(q))
+    state = CurvatureState(C, own.read(mean), own.read(n))
+    cleaned, (_, *final), _ = _call(q, k, eta, g, state, cu_seqlens, save=False, own=own)
+    own.clear(C)
+    own.write(mean, final[0])
+    own.write(n, final[1])
+    return cleaned
 
 
 @operator
@@ -152,13 +180,21 @@ def ccq_triton_fwd(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """q̃, the final C, mean, n, and what `_Kept` lists."""
-    cleaned, final, kept = _call(q, k, eta, g, C, mean, n, cu_seqlens, save=True)
-    return cleaned, *final, *kept.given()
+    cleaned, final, kept = _call(q, k, eta, g, _state(C, mean, n), cu_seqlens, save=True)
+    return cleaned, *final, *kept[:9], *kept.last()
 
 
-def _call(q, k, eta, g, C, mean, n, cu_seqlens, *, save: bool) -> tuple[Tensor, tuple[Tensor, ...], _Kept]:
-    """`_forward` of tokens that lie as the caller has them."""
-    if cu_seqlens is not None:
+def _state(C: Tensor | None, mean: Tensor | None, n: Tensor | None) -> CurvatureState | None:
+    """All of them or none is given."""
+    return None if C is None or mean is None or n is None else CurvatureState(C, mean, n)
+
+
+def _call(
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureState | None, cu_seqlens: Tensor | None, *,
+    save: bool, own: Slots | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], _Kept]:  # fmt: skip
+    """`_forward` of tokens that lie as the caller has them. own: C is a table."""
+    if cu_seqlens is not None and own is None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
     B, T, _, K = q.shape
     chosen = launch_config(ENGINE, q.device, q.dtype, K, K)
@@ -166,26 +202,33 @@ def _call(q, k, eta, g, C, mean, n, cu_seqlens, *, save: bool) -> tuple[Tensor, 
     packed = cu_seqlens is not None
     fill = _fill(at, cu_seqlens, chosen.launch["shared"]["C"]) if packed else None
     line = _line(q, eta.shape[2], g is not None, packed, at, fill, chosen)
-    if C is not None:
-        C, mean, n = (x.contiguous() for x in (C, mean, n))
+    if state is not None and own is None:
+        state = CurvatureState(*each(Tensor.contiguous, *state))
     if q.numel() == 0:
-        return q.new_empty(*eta.shape, K), _untouched(line, C, mean, n), _no_chunk(q, line)
-    q, k, eta, g = (None if x is None else at.align(x) for x in (q, k, eta, g))
-    given = (q, k, eta, g, C, mean, n)
-    precompile(q.device, (ENGINE, chosen.name, kind(*given), packed, save), lambda: _launches(meta(*given), line, save))
-    cleaned, final, kept = _forward(*given, line, save)
+        return q.new_empty(*eta.shape, K), _untouched(line, state), _no_chunk(q, line)
+    tokens = each(at.align, q, k, eta, g)
+    key = ENGINE, chosen.name, kind(*tokens, *(state or (None, None, None))), packed, save, own and own.kind()
+    precompile(q.device, key, lambda: _launches(tokens, state, line, save, own))
+    cleaned, final, kept = _forward(*tokens, state, line, save, own)
     return at.restore(cleaned), final, kept
 
 
-def _launches(inputs: list[Tensor | None], line: _Line, save: bool) -> None:
-    """What a call and its backward launch."""
-    line = line._replace(device=torch.device("meta"))
-    cleaned, (*_, n), kept = _forward(*inputs, line, save)
+def _launches(
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor | None], state: CurvatureState | None, line: _Line, save: bool, own: Slots | None
+) -> None:  # fmt: skip
+    """What a call and its backward launch, on meta tensors."""
+    line, tokens = line._replace(device=torch.device("meta")), meta(*tokens)
+    state, own = None if state is None else CurvatureState(*meta(*state)), None if own is None else own.meta()
+    cleaned, (*_, n), kept = _forward(*tokens, state, line, save, own)
     if save:
-        _backward_of(torch.empty_like(cleaned), None, None, None, *inputs[:5], n, kept, line)
+        C = None if state is None else state.C
+        _backward_of(torch.empty_like(cleaned), None, None, None, *tokens, C, n, kept, line)
 
 
-def _forward(q, k, eta, g, C, mean, n, line: _Line, save: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], _Kept]:
+def _forward(
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureState | None, line: _Line, save: bool,
+    own: Slots | None,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], _Kept]:  # fmt: skip
     H, K, N = line.H, line.K, line.at.N
     settings = line.constants("sums")
     total, mass = line.empty(K), line.empty()
@@ -194,10 +237,14 @@ def _forward(q, k, eta, g, C, mean, n, line: _Line, save: bool) -> tuple[Tensor,
     line.launch(sums, settings, k, k if g is None else g, line.fill, total, mass, G, each=tiles)
 
     wide = {"dtype": line.wide, "device": line.device}
-    final = _final_place(line, C), torch.empty(N, H, K, **wide), torch.empty(N, H, **wide)
-    initial = final if C is None else (C, mean, n)
+    if own is None or state is None:
+        of_table, stride, final_C = (None, None), None, _final_place(line, None if state is None else state.C)
+    else:
+        of_table, stride, final_C = (own.slots, own.fresh), own.stride, state.C
+    final = final_C, torch.empty(N, H, K, **wide), torch.empty(N, H, **wide)
+    initial = final if state is None else state
     mean0, step, n0 = line.empty(K), line.empty(K), line.empty()
-    settings = line.constants("means", INIT=C is not None)
+    settings = line.constants("means", INIT=state is not None)
     programs = N * H * -(-K // settings["BD"])
     chunks = mean0, step, n0
     given = total, mass, G, *initial[1:], *chunks, *final[1:], line.at.cum
@@ -209,15 +256,15 @@ def _forward(q, k, eta, g, C, mean, n, line: _Line, save: bool) -> tuple[Tensor,
 
     cleaned = q.new_empty(*eta.shape, K)
     Sq = torch.empty_like(q) if save else q
-    settings = line.constants("walk", INIT=C is not None, SAVE=save)
+    settings = line.constants("walk", INIT=state is not None, SAVE=save, STRIDE=stride)
     KB, BV = settings["KB"], settings["BV"]
     slots = min(settings["NP"], line.chains(settings))
     q_v = line.tile(q, BV)
     run(
         walk, (slots,),
         line.tile(q, KB), line.tile(kc, KB), line.tile(kc, BV), q_v, line.block(P, line.C, line.C), line.tile(cleaned, BV),
-        line.tile(Sq, BV) if save else q_v, E, lam, G, n0, step, initial[0], final[0], line.at.cum, *line.hands(settings, slots),
-        line.at.T, line.NCB, N, **arguments(walk, settings),
+        line.tile(Sq, BV) if save else q_v, E, lam, G, n0, step, initial[0], final[0], *of_table, line.at.cum,
+        *line.hands(settings, slots), line.at.T, line.NCB, N, **arguments(walk, settings),
     )  # fmt: skip
     fill, place = (line.fill, line.at.place) if line.packed else (None, None)
     return cleaned, final, _Kept(Sq, kc, P, E, mean0, step, n0, mass, line.at.cum, G if line.gated else None, fill, place)
@@ -231,18 +278,19 @@ def _final_place(line: _Line, C: Tensor | None) -> Tensor:
     return make(line.at.N, line.H, line.K, line.K, dtype=line.wide, device=line.device)
 
 
-def _untouched(line: _Line, C, mean, n) -> tuple[Tensor, ...]:
+def _untouched(line: _Line, state: CurvatureState | None) -> tuple[Tensor, Tensor, Tensor]:
     """The final state where there is no token."""
-    if C is not None:
-        return tuple(x.to(line.wide, copy=True) for x in (C, mean, n))
+    if state is not None:
+        return each(lambda x: x.to(line.wide, copy=True), *state)
     sizes = (line.K, line.K), (line.K,), ()
-    return tuple(torch.zeros(line.at.N, line.H, *size, dtype=line.wide, device=line.device) for size in sizes)
+    C, mean, n = (torch.zeros(line.at.N, line.H, *size, dtype=line.wide, device=line.device) for size in sizes)
+    return C, mean, n
 
 
 def _no_chunk(q: Tensor, line: _Line) -> _Kept:
     """What is kept where there is no token."""
     K, C = line.K, line.C
-    tokens = [q.new_empty(line.B, line.at.T, line.H, K) for _ in range(2)]
+    Sq, kc = (q.new_empty(line.B, line.at.T, line.H, K) for _ in range(2))
     chunks = (
         line.empty(C, C, dtype=line.dtype),
         line.empty(ROWS.value, C),
@@ -252,8 +300,8 @@ def _no_chunk(q: Tensor, line: _Line) -> _Kept:
         line.empty(),
     )
     G = line.empty(2, C) if line.gated else None
-    packed = (line.fill, line.at.place) if line.packed else (None, None)
-    return _Kept(*tokens, *chunks, line.at.cum, G, *packed)
+    fill, place = (line.fill, line.at.place) if line.packed else (None, None)
+    return _Kept(Sq, kc, *chunks, line.at.cum, G, fill, place)
 
 
 @torch.library.register_fake(ccq_triton)
@@ -264,13 +312,21 @@ def _results(q, k, eta, g, C, mean, n, cu_seqlens):
     return q.new_empty(*eta.shape, K), number(N, H, K, K), number(N, H, K), number(N, H)
 
 
+@torch.library.register_fake(ccq_triton_slots)
+def _(q, k, eta, *_):
+    return q.new_empty(*eta.shape, q.shape[-1])
+
+
 @torch.library.register_fake(ccq_triton_fwd)
 def _(q, k, eta, g, C, mean, n, cu_seqlens):
     B, T, H, K = q.shape
     chunk = launch_config(ENGINE, q.device, q.dtype, K, K).launch["shared"]["C"]
     packed, N = cu_seqlens is not None, B if cu_seqlens is None else len(cu_seqlens) - 1
     wide = torch.promote_types(q.dtype, torch.float32)
-    number = lambda *sizes, dtype=wide: q.new_empty(*sizes, dtype=dtype)
+
+    def number(*sizes: int, dtype: torch.dtype = wide) -> Tensor:
+        return q.new_empty(*sizes, dtype=dtype)
+
     aligned = (T // chunk + N) * chunk if packed else T
     rows = B * (-(-aligned // chunk))
     tokens = [q.new_empty(B, aligned, H, K) for _ in range(2)]
@@ -299,21 +355,22 @@ def ccq_triton_bwd(
     line = _line(q, eta.shape[2], g is not None, cu_seqlens is not None, at, kept.fill, chosen)
     if q.numel() == 0:
         tokens = [torch.zeros_like(x) if x is not None else q.new_empty(0) for x in (q, k, eta, g)]
-        return [*tokens, *_nothing_read(q, C, mean, n, dC, dmean, dn)]
-    dcleaned, q, k, eta = (at.align(x) for x in (dcleaned, q, k, eta))
-    if C is not None:
-        C, mean, n = (x.contiguous() for x in (C, mean, n))
+        return [*tokens, *_nothing_read(q, _state(C, mean, n), dC, dmean, dn)]
+    dcleaned, q, k, eta = each(at.align, dcleaned, q, k, eta)
+    C, mean, n = each(Tensor.contiguous, C, mean, n)
+    state = _state(C, mean, n)
     tokens, first, scale = _backward_of(dcleaned, dC, dmean, dn, q, k, eta, g, C, n1, kept, line)
     tokens = [q.new_empty(0) if x is None else at.restore(x) for x in tokens]
     tokens[3] = tokens[3] if g is None else tokens[3].to(g.dtype)
-    if C is None:
+    if state is None:
         return [*tokens, *(q.new_empty(0) for _ in range(3))]
-    return [*tokens, *_first_state(line, scale, first, kept.mean, C, mean, n, dmean)]
+    return [*tokens, *_first_state(line, scale, first, kept.mean, state, dmean)]
 
 
 def _backward_of(
-    dcleaned, dC, dmean, dn, q, k, eta, g, C, n1, kept: _Kept, line: _Line
-) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor, Tensor], Tensor | float]:
+    dcleaned: Tensor, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None,
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, n1: Tensor, kept: _Kept, line: _Line,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor], Tensor | float]:  # fmt: skip
     """Gradients of q, k, eta and g of aligned tokens; N, r and z before the first, which are multiplied by the number returned."""
     from needlework.ops.ccq.curvature.backward import adjoint, backward, fold, gate
 
@@ -341,7 +398,7 @@ def _backward_of(
     ends = _seeds(line, scale, dC, dmean, dn, n1) if seeds else (zsum, zsum, zsum)
     first = _first_place(line, ends if seeds else None, parts) if C is not None else (zsum, zsum, zsum)
     dq, dk, kc_v = torch.empty_like(q), torch.empty_like(k), line.tile(kept.kc, BV)
-    reach, grown, z, x_C0, x_N0 = zsum, zsum, zsum, kc_v, kc_v
+    reach, grown, z, C0, N0, x_C0, x_N0 = zsum, zsum, zsum, zsum, zsum, kc_v, kc_v
     if line.gated:
         reach, grown, z = line.empty(parts, width), line.empty(parts, width), line.empty(parts)
         C0, N0 = (line.empty(K, K, dtype=line.dtype) for _ in range(2))
@@ -388,7 +445,9 @@ def _scale(dcleaned: Tensor, dC: Tensor | None, line: _Line) -> Tensor:
     return exponent.exp2().reshape(1)
 
 
-def _seeds(line: _Line, scale: Tensor | float, dC, dmean, dn, n1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _seeds(
+    line: _Line, scale: Tensor | float, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None, n1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """N, r and z at the end: the final state's gradient in the form that the kernels carry."""
     zeros = lambda *sizes: torch.zeros(*n1.shape, *sizes, dtype=line.wide, device=n1.device)
     N = zeros(line.K, line.K) if dC is None else -scale * (dC + dC.mT)
@@ -398,10 +457,11 @@ def _seeds(line: _Line, scale: Tensor | float, dC, dmean, dn, n1: Tensor) -> tup
 
 
 def _first_state(
-    line: _Line, scale: Tensor | float, first: tuple[Tensor, ...], mean0: Tensor, C, mean, n, dmean
-) -> list[Tensor]:
+    line: _Line, scale: Tensor | float, first: tuple[Tensor, Tensor, Tensor], mean0: Tensor, state: CurvatureState,
+    dmean: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
     """Gradients of the initial state."""
-    N, r, z = first
+    (N, r, z), (_, mean, n) = first, state
     cum = line.at.cum
     still = (cum.diff() == 0)[:, None]
     # seen from the initial mean; the first chunk's is another where no mass is behind it
@@ -413,15 +473,17 @@ def _first_state(
         # without a token the mean passes through, whatever its mass
         dmean0 = torch.where(still[..., None], dmean, dmean0)
     gradients = N / (-2 * scale), dmean0, dn / scale
-    return [dx.to(x.dtype).contiguous() for dx, x in zip(gradients, (C, mean, n), strict=True)]
+    return [dx.to(x.dtype).contiguous() for dx, x in zip(gradients, state, strict=True)]
 
 
-def _nothing_read(q, C, mean, n, dC, dmean, dn) -> list[Tensor]:
+def _nothing_read(
+    q: Tensor, state: CurvatureState | None, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None
+) -> list[Tensor]:
     """Gradients of the initial state where there is no token."""
-    if C is None:
+    if state is None:
         return [q.new_empty(0) for _ in range(3)]
     dC = None if dC is None else (dC + dC.mT) / 2
-    pairs = zip((C, mean, n), (dC, dmean, dn), strict=True)
+    pairs = zip(state, (dC, dmean, dn), strict=True)
     return [torch.zeros_like(x) if dx is None else dx.to(x.dtype, copy=True) for x, dx in pairs]
 
 

@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 
 from needlework.ops.ccq.curvature.intra import add_product, case, numbers, tokens, whole_of
-from needlework.ops.common.kernels.chain import run_of, tell, wait_for
+from needlework.ops.common.kernels.chain import part_here, run_of, tell, wait_for
+from needlework.ops.common.kernels.slot_rows import OF_TABLE
+from needlework.ops.common.kernels.slots import slot_of
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 
@@ -57,14 +59,18 @@ def columns(i_v, KB: tl.constexpr, NK: tl.constexpr, OWN: tl.constexpr):
 def read_chains(
     i_slot, slots,
     x_x_k, x_kc_k, x_kc_v, x_base_v, x_q_v, x_P_c, x_out_v, x_Sx_v, x_C0_kv, p_E, p_lam, p_G, p_n, p_step, p_reach, p_scale,
-    p_C_in, p_C_out, p_cum, p_hand, p_flag, T, NCB, N,
+    p_C_in, p_C_out, p_slots, p_fresh, p_cum, p_hand, p_flag, T, NCB, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, NK: tl.constexpr,
     NS: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, INIT: tl.constexpr, BACKWARD: tl.constexpr, SAVE: tl.constexpr,
-    SCALED: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
+    SCALED: tl.constexpr, STRIDE: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
 ):  # fmt: skip
     """One slot. Forward: x = base = q, out = q̃ and the final C, with SAVE also Σq. BACKWARD: x = y, base = dq̃, out = dq.
 
     Gated, BACKWARD: x_C0 gets C₀ (SCALED: C₀/n₀), and p_reach [chunks H NV C] this tile's share of e^{G_t} ŷ_tᵀ C₀ q_t.
+
+    STRIDE: p_C_in and p_C_out are one table, with so many numbers from slot to slot. A chain reads and writes its own rows of C in
+    place, and no others. Where it is cut, one program reads them and another writes them, after it has waited for the state that the
+    first made of what it read.
     """
     NV: tl.constexpr = (K + BV - 1) // BV
     PER: tl.constexpr = H * NV
@@ -82,34 +88,32 @@ def read_chains(
         i_n = i_chain // PER
         i_h = (i_chain % PER) // NV
         i_v = (i_chain % NV) * BV
-        start = tl.load(p_cum + i_n)
-        count = tl.load(p_cum + i_n + 1) - start
-        at = PER * start + (i_chain % PER) * count
-        # what of the chain's line lies here; the line's end is where its first chunks run
-        begin = tl.maximum(lo - at, 0)
-        end = tl.minimum(hi - at, count)
-        late = end < count
-        c_from = tl.where(late, count - end, 0)
-        c_to = tl.where(begin > 0, count - begin, count)
+        start, count, begin, late, c_from, c_to = part_here(p_cum, i_n, i_chain % PER, lo, hi, PER)
         i_b = start // NCB
 
         if late:
             wait_for(p_flag + i_slot)
         o_v = i_v + tl.arange(0, BV)
         o_base = (tl.cast(i_n, tl.int64) * H + i_h) * (K * K)
+        if STRIDE is not None:
+            slot, resumed = slot_of(p_slots, p_fresh, i_n)
+            o_base = slot * STRIDE + i_h * (K * K)
         i_k0, i_k1 = columns(i_v, KB, NK, OWN)
         o_state = o_v[:, None] * K + (i_k0 + o_k)[None, :]
         inside = (o_v < K)[:, None] & (i_k0 + o_k < K)[None, :]
         p_late = p_hand + tl.cast(i_slot, tl.int64) * (BV * NK * KB)
         M0 = tl.load(p_late + o_hand, mask=inside & late, other=0.0)
         if INIT:
-            M0 += tl.load(p_C_in + o_base + o_state, mask=inside & (c_from == 0), other=0.0).to(ACC)
+            known = c_from == 0
+            if STRIDE is not None:
+                known &= resumed
+            M0 += tl.load(p_C_in + o_base + o_state, mask=inside & known, other=0.0).to(ACC)
         if NK == 2:
             o_state1 = o_v[:, None] * K + (i_k1 + o_k)[None, :]
             inside1 = (o_v < K)[:, None] & (i_k1 + o_k < K)[None, :]
             M1 = tl.load(p_late + KB + o_hand, mask=inside1 & late, other=0.0)
             if INIT:
-                M1 += tl.load(p_C_in + o_base + o_state1, mask=inside1 & (c_from == 0), other=0.0).to(ACC)
+                M1 += tl.load(p_C_in + o_base + o_state1, mask=inside1 & known, other=0.0).to(ACC)
 
         for i_c in tl.range(c_from, c_to, num_stages=NS):
             i = start + i_c
@@ -188,6 +192,11 @@ def read_chains(
                     store_tile(x_out_v, tl.trans(b_clean), i_b, i_t, i_h * GROUP + j, i_v, T, HV, K, C, BV, TMA)
 
         done = c_to == count
+        if STRIDE is not None:
+            slot, resumed = slot_of(p_slots, p_fresh, i_n)  # again: as below
+            o_base = slot * STRIDE + i_h * (K * K)
+            done &= slot >= 0
+            tl.debug_barrier()  # a number that two threads hold is read by both before one of them writes it
         if not BACKWARD:
             # + 0, read again: the compiler would otherwise keep the offsets in registers through the loop
             o_v = i_v + tl.load(p_cum + i_n, volatile=True) - start + tl.arange(0, BV)
@@ -205,21 +214,26 @@ def read_chains(
 
 @triton.jit(do_not_specialize=["T", "NCB", "N"])
 def walk(
-    x_q_k, x_kc_k, x_kc_v, x_q_v, x_P_c, x_out_v, x_Sq_v, p_E, p_lam, p_G, p_n, p_step, p_C_in, p_C_out, p_cum, p_hand, p_flag,
-    T, NCB, N,
+    x_q_k, x_kc_k, x_kc_v, x_q_v, x_P_c, x_out_v, x_Sq_v, p_E, p_lam, p_G, p_n, p_step, p_C_in, p_C_out, p_slots, p_fresh, p_cum,
+    p_hand, p_flag, T, NCB, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, NK: tl.constexpr,
     NS: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr, SCALED: tl.constexpr,
-    ACC: tl.constexpr, OT: tl.constexpr,
+    STRIDE: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
 ):  # fmt: skip
     """q̃, the final C, with SAVE also Σq. Slots are numbered against program ids: a program only waits for one started earlier."""
     slots = tl.num_programs(0)
     read_chains(
         slots - 1 - tl.program_id(0), slots,
         x_q_k, x_kc_k, x_kc_v, x_q_v, x_q_v, x_P_c, x_out_v, x_Sq_v, x_q_v, p_E, p_lam, p_G, p_n, p_step, p_n, p_n,
-        p_C_in, p_C_out, p_cum, p_hand, p_flag, T, NCB, N,
-        H, HV, K, C, BV, KB, NK, NS, TMA, GATED, INIT, False, SAVE, SCALED, ACC, OT,
+        p_C_in, p_C_out, p_slots, p_fresh, p_cum, p_hand, p_flag, T, NCB, N,
+        H, HV, K, C, BV, KB, NK, NS, TMA, GATED, INIT, False, SAVE, SCALED, STRIDE, ACC, OT,
     )  # fmt: skip
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    return [case(walk, "walk", config, dtype, K, GATED=gated, INIT=True, SAVE=True) for gated in (False, True)]
+    cases = []
+    for gated in (False, True):
+        given = {"GATED": gated, "INIT": True}
+        cases.append(case(walk, "walk", config, dtype, K, **given, SAVE=False, STRIDE=2 * K * K))
+        cases.append(case(walk, "walk", config, dtype, K, absent=tuple(OF_TABLE), **given, SAVE=True, STRIDE=None))
+    return cases

@@ -49,6 +49,25 @@ def run_of(p_cum, N, i_slot, slots, PER: tl.constexpr):
 
 
 @triton.jit
+def part_here(p_cum, i_n, i_own, lo, hi, PER: tl.constexpr):
+    """Of sequence i_n and its chain number i_own: what lies at positions [lo, hi) of a slot.
+
+    The sequence's first chunk, and how many it has; how many of them the slot before takes; whether they began in the slot after;
+    the first chunk here and the one after the last, counted from the sequence's first.
+    """
+    start = tl.load(p_cum + i_n)
+    count = tl.load(p_cum + i_n + 1) - start
+    at = PER * start + i_own * count
+    # the line's end is where the chain's first chunks run
+    begin = tl.maximum(lo - at, 0)
+    end = tl.minimum(hi - at, count)
+    late = end < count
+    c_from = tl.where(late, count - end, 0)
+    c_to = tl.where(begin > 0, count - begin, count)
+    return start, count, begin, late, c_from, c_to
+
+
+@triton.jit
 def wait_for(p_flag, FORM: tl.constexpr = 0):
     """Wait until the slot that has the chain's first chunks has stored its state. FORM 2: launched after FORM 1, which left the flags at 1."""
     while tl.atomic_add(p_flag, 0, sem="acquire") < (2 if FORM == 2 else 1):

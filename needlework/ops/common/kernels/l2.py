@@ -7,7 +7,7 @@ from torch import Tensor
 
 from needlework.ops.common.unit import unit_rows
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, misfit, split
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, misfit, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 
@@ -80,7 +80,7 @@ def _launch(kernel, x: Tensor, *tensors: Tensor) -> None:
     run(kernel, (cdiv(rows, constants["BR"]),), *tensors, rows, **constants)
 
 
-def _constants(config: LaunchConfig, dtype: torch.dtype, D: int) -> dict[str, object]:
+def _constants(config: LaunchConfig, dtype: torch.dtype, D: int) -> Constants:
     own = dict(config.launch["rows"])
     BD = next_power_of_2(D)
     BR = max(1, own.pop("BLOCK") // BD)

@@ -17,7 +17,8 @@ from needlework.ops.delta.channel.scan_bwd import adjoint, replay_forward, repla
 from needlework.ops.delta.gradient_scaling import divided
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.delta.segments import SegmentStates, fix_up, segmented
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig
+from needlework.ops.runtime.each import each
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, cdiv, padded
 
@@ -32,7 +33,7 @@ def backward(
     C, ST, ACC = config.launch["shared"]["C"], solve_dtype(q.dtype), width(q)
     sequences, initial_state = alignment.N, inputs.initial_state
     segments = 1 if states is None else len(states.M) // sequences
-    if segments > 1:
+    if states is not None and segments > 1:
         alignment, initial_state = segmented(alignment, segments), states.initial_state
     N, spans = alignment.N, alignment.spans
     rule = rule_of(beta, erase)
@@ -66,7 +67,7 @@ def backward(
         )  # fmt: skip
         return dinitial_state
 
-    if segments > 1:
+    if states is not None and segments > 1:
         dstate = fix_up(states.M, reverse(torch.zeros_like(initial_state)), dstate, segments, reverse=True)
     dinitial_state = reverse(dstate)
     walk = constants["replay_forward"]
@@ -87,7 +88,7 @@ def backward(
     # a group's heads are summed afterwards, from what is not yet rounded
     shared = lambda like: torch.empty(B, T, HV, K, dtype=like.dtype if H == HV else ACC, device=like.device)
     dq, dk = shared(q), shared(k)
-    dv, dg, dbeta, derase, dwrite = (None if like is None else torch.empty_like(like) for like in (v, g, beta, erase, write))
+    dv, dg, dbeta, derase, dwrite = each(torch.empty_like, v, g, beta, erase, write)
     launch_pairs(
         spans, do, dr, saved.W, q, k, v, g, beta, erase, write, dq_hat, de_hat, dk_hat, x, divisor,
         dq, dk, dv, dg, dbeta, derase, dwrite,
@@ -102,7 +103,7 @@ def backward(
 
 def channel_constants(
     config: LaunchConfig, dtype: torch.dtype, rule: int, *, H: int, HV: int, K: int, V: int, previous: bool, R: int
-) -> dict:
+) -> dict[str, Constants]:
     """Kernel -> its constexprs and options."""
     C = config.launch["shared"]["C"]
     half = dtype.itemsize == 2

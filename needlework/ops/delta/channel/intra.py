@@ -7,12 +7,13 @@ cores. One warp takes a chunk of 16 rows, so that nothing waits at a barrier.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from needlework.ops.common.kernels.tile import capped
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.operands import Saved, case, rule_of, triton_dtype
 from needlework.ops.delta.inputs import solve_dtype
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, interpreted
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import padded
 
@@ -188,7 +189,10 @@ def intra_kernel(
     )  # fmt: skip
 
 
-def intra(q, k, g, beta, erase, *, scale, prediction, R, config) -> Saved:
+def intra(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor | None, erase: Tensor | None, *,
+    scale: float, prediction: str, R: int, config: LaunchConfig,
+) -> Saved:  # fmt: skip
     """Saved without W, for aligned tensors."""
     (B, T, H, K), HV = q.shape, g.shape[2]
     C = config.launch["shared"]["C"]
@@ -214,7 +218,10 @@ def intra(q, k, g, beta, erase, *, scale, prediction, R, config) -> Saved:
     return saved
 
 
-def intra_constants(config, dtype, rule: int, *, H: int, HV: int, K: int, scale: float, previous: bool, R: int) -> dict:
+def intra_constants(
+    config: LaunchConfig, dtype: torch.dtype, rule: int, *,
+    H: int, HV: int, K: int, scale: float, previous: bool, R: int,
+) -> Constants:  # fmt: skip
     """The constexprs and options of `intra_kernel`."""
     C = config.launch["shared"]["C"]
     constants = dict(config.launch["intra"])

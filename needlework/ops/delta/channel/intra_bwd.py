@@ -16,7 +16,8 @@ Tiles are channels by tokens: what one product leaves in registers is then the n
 are read: made anew they would be a third of all instructions.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.kernels.tile import capped
-from needlework.ops.runtime.launch_configs import interpreted
+from needlework.ops.runtime.launch_configs import Constants, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv
 
@@ -288,11 +289,11 @@ def pairs(
                 w = F * w
                 dq += w * queries
                 dk += w * keys
+                if ERASE and PREVIOUS:
+                    dg = _sums(y, back_near, dg, HALF, ACC)
+                    y = tl.zeros([KB, C], ACC)
+                    d = _sum_of(x, near_e, ACC)
                 if ERASE:
-                    if PREVIOUS:
-                        dg = _sums(y, back_near, dg, HALF, ACC)
-                        y = tl.zeros([KB, C], ACC)
-                        d = _sum_of(x, near_e, ACC)
                     F, z = _gated(d, row, e, k, HALF)
                     w = tl.dot(z, A * pair, input_precision="ieee", out_dtype=ACC)
                     y += z * w
@@ -349,9 +350,12 @@ def matrices(C: int, R: int, dtype: torch.dtype, solves: torch.dtype, sums: torc
 
 
 def launch_pairs(
-    spans, do, dr, W, q, k, v, g, beta, erase, write, dq_hat, de_hat, dk_hat, x, divisor, dq, dk, dv, dg, dbeta, derase, dwrite, *,
-    scale: float, longest: int, sequences: int, couple: dict, channels: dict, launch=run,
-) -> tuple:  # fmt: skip
+    spans: object, do: Tensor, dr: Tensor, W: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None,
+    beta: Tensor | None, erase: Tensor | None, write: Tensor | None, dq_hat: Tensor, de_hat: Tensor | None, dk_hat: Tensor,
+    x: Tensor, divisor: object, dq: Tensor, dk: Tensor, dv: Tensor, dg: Tensor | None, dbeta: Tensor | None,
+    derase: Tensor | None, dwrite: Tensor | None, *,
+    scale: float, longest: int, sequences: int, couple: Constants, channels: Constants, launch: Callable[..., Any] = run,
+) -> tuple[Any, Any]:  # fmt: skip
     """Both kernels, for sequences of up to `longest` chunks; what `launch` returns of each."""
     (B, T, H), C, ACC = do.shape[:3], couple["C"], x.dtype
     P, A = (do.new_empty(B, H, -(-T // C), C, C, dtype=dr.dtype) if used else None for used in (True, de_hat is not None))

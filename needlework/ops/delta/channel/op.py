@@ -15,14 +15,14 @@ from needlework.ops.delta.channel.backward import backward
 from needlework.ops.delta.channel.intra import intra
 from needlework.ops.delta.channel.operands import ENGINE, TENSORS, Saved, rule_of
 from needlework.ops.delta.channel.scan import scan
-from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
+from needlework.ops.delta.inputs import DeltaInputs, SlotTable, solve_dtype
 from needlework.ops.delta.segments import SegmentStates, fix_up, segment_count, segmented, transitions
+from needlework.ops.delta.table import on_table
 from needlework.ops.runtime.constant import constant
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator, step_operator
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
-
-KEPT = len(Saved._fields) + len(SegmentStates._fields)  # tensors that the forward leaves
 
 
 def channel(
@@ -36,15 +36,21 @@ def channel(
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if R == 1:
         return delta_channel_fwd(*inputs.flat(TENSORS), cu_seqlens, scale, prediction, 1, save)[:2]
-    rows = {name: getattr(inputs, name) for name in ("k", "v", "beta", "erase", "write")}
-    inputs = inputs._replace(
-        q=_one_row(inputs.q, R, R - 1),
-        g=_one_row(inputs.g, R, 0),
-        **{name: None if x is None else x.flatten(1, 2) for name, x in rows.items()},
-    )
+    assert inputs.g is not None  # of every channel
+    q, g = _one_row(inputs.q, R, R - 1), _one_row(inputs.g, R, 0)
+    rows = inputs.k, inputs.v, inputs.beta, inputs.erase, inputs.write
+    k, v, beta, erase, write = each(lambda x: x.flatten(1, 2), *rows)
+    inputs = inputs._replace(q=q, k=k, v=v, g=g, beta=beta, erase=erase, write=write)
     cu_rows = None if cu_seqlens is None else cu_seqlens * R
     o, state, *_ = delta_channel_fwd(*inputs.flat(TENSORS), cu_rows, scale, prediction, R, save)
     return o[:, R - 1 :: R], state
+
+
+def channel_on_table(
+    inputs: DeltaInputs, table: SlotTable, cu_seqlens: Tensor | None, *, scale: float, prediction: str
+) -> Tensor:  # fmt: skip
+    """o alone, R = 1: states start from slots of the table, and end there. The values of cu_seqlens are not checked."""
+    return delta_channel_on_table(*inputs.flat(TENSORS[:-1]), *table, cu_seqlens, scale, prediction)
 
 
 def _one_row(x: Tensor, R: int, row: int) -> Tensor:
@@ -53,19 +59,25 @@ def _one_row(x: Tensor, R: int, row: int) -> Tensor:
     return torch.stack([x if i == row else zeros for i in range(R)], 2).flatten(1, 2)
 
 
-def _launches(inputs: DeltaInputs, alignment: Alignment, save: bool, segments: int, settings: dict) -> None:
+def _launches(
+    inputs: DeltaInputs, alignment: Alignment, save: bool, segments: int, table: SlotTable | None, settings: dict
+) -> None:
     """What a call and its backward launch."""
-    o, _, saved, states = forward(inputs, alignment, save=save, segments=segments, **settings)
+    o, _, saved, states = forward(inputs, alignment, save=save, segments=segments, table=table, **settings)
     if save:
         backward(torch.empty_like(o), None, inputs, saved, states, alignment, **settings)
 
 
 def forward(
     inputs: DeltaInputs, alignment: Alignment, *,
-    scale: float, prediction: str, R: int, config: LaunchConfig, save: bool, segments: int = 1,
+    scale: float, prediction: str, R: int, config: LaunchConfig, save: bool, segments: int = 1, table: SlotTable | None = None,
 ) -> tuple[Tensor, Tensor, Saved, SegmentStates | None]:  # fmt: skip
-    """o [B T HV V], the final state and what the backward takes, for aligned contiguous tensors of R rows a token, T > 0."""
+    """o [B T HV V], the final state and what the backward takes, for aligned contiguous tensors of R rows a token, T > 0.
+
+    table: has the states of sequences with tokens, before and after, and is returned for the final state.
+    """
     q, v, beta, write, initial_state = inputs.q, inputs.v, inputs.beta, inputs.write, inputs.initial_state
+    assert inputs.g is not None  # of every channel
     saved = intra(q, inputs.k, inputs.g, beta, inputs.erase, scale=scale, prediction=prediction, R=R, config=config)
     states = None
     if segments > 1:
@@ -74,10 +86,11 @@ def forward(
         gate = lambda x: write if write is None or x is v else x
         run = lambda x, state: scan(saved, x, beta, gate(x), state, alignment, config=config, save=False)[1]
         N, M = transitions(run, v, q.shape[3])
-        initial_state = fix_up(M, N, initial_state, segments, reverse=False)
+        initial_state = fix_up(M, N, initial_state, segments, reverse=False, table=table)
         states = SegmentStates(initial_state, M)
-    o, state, W = scan(saved, v, beta, write, initial_state, alignment, config=config, save=save)
-    return o, state if segments == 1 else state[segments - 1 :: segments].clone(), saved._replace(W=W), states
+    places = {"table": table, "segments": segments}
+    o, state, W = scan(saved, v, beta, write, initial_state, alignment, config=config, save=save, **places)
+    return o, state if segments == 1 or table else state[segments - 1 :: segments].clone(), saved._replace(W=W), states
 
 
 @operator
@@ -89,28 +102,63 @@ def delta_channel_fwd(
     inputs = DeltaInputs.of(TENSORS, (q, k, v, g, beta, erase, write, initial_state))
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
-    config, alignment = _placed(inputs, cu_seqlens)
     if not v.numel():
         return _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, prediction, R, save)
+    o, final, saved, states = _call(inputs, cu_seqlens, scale, prediction, R, save)
+    return o, final, *_flat(q, saved if save else None, states)
+
+
+@step_operator("state")
+def delta_channel_on_table(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, erase: Tensor | None, write: Tensor | None,
+    state: Tensor, slots: Tensor | None, fresh: Tensor | None, power: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, prediction: str,
+) -> Tensor:  # fmt: skip
+    """o. Nothing is read back to the host."""
+    inputs = DeltaInputs.of(TENSORS, (q, k, v, g, beta, erase, write, None))
+    walk = lambda table: _call(inputs, cu_seqlens, scale, prediction, 1, False, table)[0]
+    return on_table(inputs, SlotTable(state, slots, fresh, power), cu_seqlens, walk)
+
+
+def _call(
+    inputs: DeltaInputs,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    prediction: str,
+    R: int,
+    save: bool,
+    table: SlotTable | None = None,
+) -> tuple[Tensor, Tensor, Saved, SegmentStates | None]:
+    """`forward` of tokens that lie as the caller has them."""
+    config, alignment = _placed(inputs, cu_seqlens)
     aligned = inputs.aligned(alignment)
     segments = _segments(inputs, alignment.N, cu_seqlens, config)
     settings = {"scale": scale, "prediction": prediction, "R": R, "config": config}
-    key = ENGINE, config.name, kind(*aligned.flat(TENSORS)), scale, prediction, R, segments > 1, save
-    precompile(q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, segments, settings))
-    o, final, saved, states = forward(aligned, alignment, save=save, segments=segments, **settings)
-    return alignment.restore(o), final, *(_flat(q, saved, states) if save else (q.new_empty(0) for _ in range(KEPT)))
+    key = ENGINE, config.name, kind(*aligned.flat(TENSORS)), scale, prediction, R, segments > 1, save, table and kind(*table)
+    on_meta = table and SlotTable(*meta(*table))
+    precompile(
+        inputs.q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, segments, on_meta, settings)
+    )
+    o, state, saved, states = forward(aligned, alignment, save=save, segments=segments, table=table, **settings)
+    return alignment.restore(o), state, saved, states
 
 
-def _flat(q: Tensor, saved: Saved, states: SegmentStates | None) -> tuple[Tensor, ...]:
-    """As an operator returns them: an empty tensor for None."""
-    return tuple(q.new_empty(0) if x is None else x for x in (*saved, *(states or SegmentStates(None, None))))
+def _flat(
+    q: Tensor, saved: Saved | None, states: SegmentStates | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As an operator returns them: an empty tensor for None. saved None: nothing is."""
+    kept = (None,) * len(Saved._fields) if saved is None else saved
+    ends = (None,) * len(SegmentStates._fields) if saved is None or states is None else states
+    q_hat, e_hat, k_hat, Tp, Pp, whole, W, initial_state, M = (q.new_empty(0) if x is None else x for x in (*kept, *ends))
+    return q_hat, e_hat, k_hat, Tp, Pp, whole, W, initial_state, M
 
 
 def _named(kept: list[Tensor]) -> tuple[Saved, SegmentStates | None]:
     """The inverse of `_flat`."""
-    found = [x if x.numel() else None for x in kept]
-    saved, states = Saved(*found[: len(Saved._fields)]), SegmentStates(*found[len(Saved._fields) :])
-    return saved, None if states.M is None else states
+    q_hat, e_hat, k_hat, Tp, Pp, whole, W, initial_state, M = kept
+    given = lambda x: x if x.numel() else None
+    saved = Saved(q_hat, given(e_hat), k_hat, given(Tp), Pp, whole, given(W))
+    return saved, SegmentStates(initial_state, M) if M.numel() else None
 
 
 @backward_operator
@@ -142,7 +190,8 @@ def _passed(dstate: Tensor | None, initial_state: Tensor) -> Tensor:
 def _placed(inputs: DeltaInputs, cu_seqlens: Tensor | None) -> tuple[LaunchConfig, Alignment]:
     q, v = inputs.q, inputs.v
     config = launch_config(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
-    return config, Alignment.of(cu_seqlens, *q.shape[:2], config.launch["shared"]["C"], q.device)
+    B, T = q.shape[:2]
+    return config, Alignment.of(cu_seqlens, B, T, config.launch["shared"]["C"], q.device)
 
 
 def _segments(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, config: LaunchConfig) -> int:
@@ -161,6 +210,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
+@torch.library.register_fake(delta_channel_on_table)
+def _(q, k, v, *_):
+    return torch.empty_like(v)
+
+
 @torch.library.register_fake(delta_channel_fwd)
 def _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, prediction, R, save):
     """The results' shapes; without tokens also their values."""
@@ -170,7 +224,7 @@ def _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, p
     if initial_state is not None:
         state.copy_(initial_state)
     if not save:
-        return o, state, *(q.new_empty(0) for _ in range(KEPT))
+        return o, state, *_flat(q, None, None)
     config = launch_config(ENGINE, q.device, q.dtype, K, V)
     C, segments = config.launch["shared"]["C"], _segments(DeltaInputs(q, k, v), N, cu_seqlens, config)
     T = T if cu_seqlens is None else (T // C + N) * C

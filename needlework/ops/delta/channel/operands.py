@@ -1,13 +1,16 @@
 """What the channel engine's operators and the launches of its kernels share: tensors by name, their types and descriptors."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.kernels.tile import block, token_tile
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 
 ENGINE = "delta/channel"
 TENSORS = "q", "k", "v", "g", "beta", "erase", "write", "initial_state"  # of `DeltaInputs`, as the operators take them
@@ -41,18 +44,25 @@ def rule_of(beta: Tensor | None, erase: Tensor | None) -> int:
     return 2 if erase is not None else int(beta is not None)
 
 
+Tile = Tensor | TensorDescriptor
+
+
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
-def case(kernel, types: dict[str, str], constants: dict, absent: tuple[str, ...]) -> Case:
+def case(kernel: JITFunction, types: dict[str, str], constants: Constants, absent: tuple[str, ...]) -> Case:
     """A launch with these argument types, None for what is absent."""
     options = {name: constants[name] for name in ("num_warps", "num_stages", "maxnreg", "launch_pdl") if name in constants}
     constants = {name: x for name, x in constants.items() if name not in options} | dict.fromkeys(absent)
     return Case(kernel, {name: types[name] for name in kernel.arg_names if name not in constants}, constants, options)
 
 
-def operands(config: LaunchConfig):
+def operands(
+    config: LaunchConfig,
+) -> tuple[
+    Callable[[Tensor | None, int], Tile | None], Callable[[Tensor | None], Tile | None], Callable[[Tensor, int, int], Tile]
+]:
     """How walks are given [B T H D] (and the columns of a block), [B H NC·C C], [N H K V] (and its block): descriptors, or as is."""
     if not config.tma:
         return (lambda x, columns: x), (lambda x: x), (lambda x, rows, columns: x)

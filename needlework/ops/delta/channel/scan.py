@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.kernels.slots import power_of, slot_of
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.operands import Saved, case, operands, rule_of, triton_dtype
-from needlework.ops.delta.inputs import solve_dtype
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig
+from needlework.ops.delta.inputs import NO_TABLE, OF_TABLE, SlotTable, solve_dtype
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, padded
 
@@ -95,14 +97,19 @@ def walk(
     return S, total
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["slot_stride", "P", "T"])
 def scan_kernel(
-    q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_initial_state, o, p_final_state, p_spans, T,
+    q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_initial_state, o, p_final_state, p_spans,
+    p_slots, p_fresh, p_power, slot_stride, P, T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, value head and block of BV value columns."""
+    """One sequence, value head and block of BV value columns.
+
+    With slot_stride p_final_state is a slot table (`SlotTable`), P the segments of a sequence, of which the last one with tokens
+    leaves the state. INIT 1: start from p_initial_state [N HV K V]; 2: from the table, whose block no other program has.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV * BV
     i_nh = tl.program_id(0) // NV
@@ -112,34 +119,57 @@ def scan_kernel(
     o_state = tl.cast(i_nh, tl.int64) * K * V + o_k[None, :] * V + o_v[:, None]
     in_state = (o_k < K)[None, :] & (o_v < V)[:, None]
     S = tl.zeros([BV, BK], ACC)
-    if INIT:
+    if INIT == 1:
         S = tl.load(p_initial_state + o_state, mask=in_state, other=0.0).to(ACC)
+    if slot_stride is not None:
+        slot, resumed = slot_of(p_slots, p_fresh, n // P)
+        power, inverse = power_of(p_power, (n // P) * HV + j)
+        p_slot = p_final_state + slot * slot_stride + j * (K * V)
+        o_slot = o_k[None, :] * V + o_v[:, None]
+    if INIT == 2:
+        S = tl.load(p_slot + o_slot, mask=in_state & resumed, other=0.0).to(ACC) * inverse
     S, _ = walk(
         S, 0, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, o, first, last, j, i_v, T,
         HV, K, V, RULE, SAVE, 0, C, BK, BV, NS, ST, ACC, TMA,
     )  # fmt: skip
-    tl.store(p_final_state + o_state, S, mask=in_state)
+    if slot_stride is None:
+        tl.store(p_final_state + o_state, S, mask=in_state)
+    else:
+        end = tl.load(p_spans + 2 * (n // P * P + P) - 1)
+        leaves = (first < last) & (last == end) & (slot >= 0)
+        # a number that two threads hold is read by both before one of them writes it
+        tl.debug_barrier()
+        tl.store(p_slot + o_slot, S * power, mask=in_state & leaves)
 
 
-def scan(saved: Saved, v, beta, write, initial_state, alignment, *, config, save) -> tuple[Tensor, Tensor, Tensor | None]:
-    """o [B T HV V], the final state [N HV K V] and W, for aligned tensors."""
+def scan(
+    saved: Saved, v: Tensor, beta: Tensor | None, write: Tensor | None, initial_state: Tensor | None, alignment: Alignment, *,
+    config: LaunchConfig, save: bool, table: SlotTable | None = None, segments: int = 1,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """o [B T HV V], the final state [N HV K V] and W, for aligned tensors.
+
+    table: where each sequence of `segments` leaves its state, returned for the final state; without an initial state it starts there.
+    """
     (_, T, HV, V), K = v.shape, saved.q_hat.shape[-1]
     rule = rule_of(beta, write)
     constants = scan_constants(config, v.dtype, rule, HV=HV, K=K, V=V)
-    constants |= {"INIT": int(initial_state is not None), "SAVE": int(save)}
+    init = int(initial_state is not None) if table is None or initial_state is not None else 2
+    constants |= {"INIT": init, "SAVE": int(save)}
     BK, BV = constants["BK"], constants["BV"]
-    o, final = torch.empty_like(v), v.new_empty(alignment.N, HV, K, V, dtype=width(v))
+    o = torch.empty_like(v)
+    final = v.new_empty(alignment.N, HV, K, V, dtype=width(v)) if table is None else table.state
     W = v.new_empty(v.shape, dtype=solve_dtype(v.dtype)) if save else None
     rows, square, _ = operands(config)
     run(
         scan_kernel, (alignment.N * HV * cdiv(V, BV),),
         rows(saved.q_hat, BK), rows(saved.e_hat, BK), rows(saved.k_hat, BK), square(saved.Tp), square(saved.Pp), saved.whole,
-        rows(W, BV), rows(v, BV), beta, rows(write, BV), initial_state, rows(o, BV), final, alignment.spans, T, **constants,
+        rows(W, BV), rows(v, BV), beta, rows(write, BV), initial_state, rows(o, BV), final, alignment.spans,
+        *(NO_TABLE if table is None else table.arguments(segments)), T, **constants,
     )  # fmt: skip
     return o, final, W
 
 
-def scan_constants(config, dtype, rule: int, *, HV: int, K: int, V: int) -> dict:
+def scan_constants(config: LaunchConfig, dtype: torch.dtype, rule: int, *, HV: int, K: int, V: int) -> Constants:
     """The constexprs and options of `scan_kernel`, but INIT and SAVE."""
     constants = dict(config.launch["scan"])
     constants |= {
@@ -153,21 +183,24 @@ def scan_constants(config, dtype, rule: int, *, HV: int, K: int, V: int) -> dict
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """The kernel as each rule launches it, with a state to start from and the backward's tensors asked for."""
+    """The kernel as each rule launches it, with a state to start from and the backward's tensors asked for, and on a slot table."""
     own, solves, wide = (str(triton_dtype(x)) for x in (dtype, solve_dtype(dtype), width(torch.empty(0, dtype=dtype))))
     types = dict.fromkeys(("p_whole", "p_initial_state", "p_final_state"), f"*{wide}") | {
         "p_beta": f"*{own}",
         "p_spans": "*i32",
         "T": "i32",
     }
+    types |= OF_TABLE
     cases = []
     for rule in (0, 1, 2):
-        constants = scan_constants(config, dtype, rule, HV=2, K=K, V=V) | {"INIT": 1, "SAVE": 1}
+        constants = scan_constants(config, dtype, rule, HV=2, K=K, V=V)
         C, BK, BV = (constants[name] for name in ("C", "BK", "BV"))
         blocks = dict.fromkeys(("q_hat", "e_hat", "k_hat"), (solves, BK)) | dict.fromkeys(("v", "write", "o"), (own, BV))
         blocks |= {"Tp": (solves, C), "Pp": (solves, C), "W": (solves, BV)}
         for name, (kind, columns) in blocks.items():
             types[name] = f"tensordesc<{kind}[1, 1, {C}, {columns}]>" if config.tma else f"*{kind}"
         absent = {0: ("e_hat", "Tp", "p_beta", "write"), 1: ("write",), 2: ("p_beta",)}[rule]
-        cases.append(case(scan_kernel, types, constants, absent))
+        cases.append(case(scan_kernel, types, constants | {"INIT": 1, "SAVE": 1}, (*absent, *OF_TABLE)))
+        scaled = () if rule == 0 else ("p_power",)
+        cases.append(case(scan_kernel, types, constants | {"INIT": 2, "SAVE": 0}, (*absent, "W", "p_initial_state", *scaled)))
     return cases

@@ -23,7 +23,7 @@ from needlework.ops.delta.scalar.operands import Saved, forms, inverse, operand_
 from needlework.ops.delta.scalar.replay import replay_forward, replay_reverse
 from needlework.ops.delta.scalar.scan_bwd import adjoint
 from needlework.ops.delta.segments import fix_up, segmented
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
@@ -56,7 +56,10 @@ def backward(
                            read, initial_state is not None, dstate is not None or segments > 1)  # fmt: skip
     c = constants_of(launched[0])
     acc, st = accumulator(q.dtype), solve_dtype(q.dtype)
-    new = lambda *shape, dtype=acc: torch.empty(shape, dtype=dtype, device=q.device)
+
+    def new(*shape: int, dtype: torch.dtype = acc) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
     tile = lambda x, width, height=C: token_tile(x, height, width) if config.tma and x is not None else x
     chunks_in_all = B * (rows // C)
 
@@ -106,10 +109,10 @@ def backward(
             alignment.cum, new(slots, BV, NK * KB), flag, overflow, peaks, scale, T, rows, N,
         )  # fmt: skip
 
-    dlast = dstate
-    if segments > 1:
+    dlast, by_segment = dstate, None
+    if saved.M is not None and segments > 1:
         found, dstate = torch.zeros_like(dinitial_state), torch.empty_like(dinitial_state)
-        before, given_before = walk(None, found)
+        by_segment = saved.M, found, *walk(None, found)
 
     chains = HV * slices * parts
     (slots, flag), (_, flag_back) = (slots_of(config, "replay_forward", alignment, chains, chunks_in_all) for _ in range(2))
@@ -145,10 +148,11 @@ def backward(
 
     for form in launched:
         c = constants_of(form)
-        if segments > 1:
-            run(adjoint, (before,), *given_before, **c["adjoint"] | {"END": 0})
+        if by_segment is not None:
+            M_of, found, programs, arguments = by_segment
+            run(adjoint, (programs,), *arguments, **c["adjoint"] | {"END": 0})
             when = overflow if form == 2 else None
-            fix_up(saved.M, found, dlast, segments, reverse=True, into=dstate, when=when)
+            fix_up(M_of, found, dlast, segments, reverse=True, into=dstate, when=when)
         for name, programs, arguments in calls:
             if form == 2 and name in OF_JOBS:
                 programs = min(programs, config.launch["scan"]["NP"])
@@ -167,8 +171,9 @@ def backward(
 
 @cache
 def constants(
-    config: LaunchConfig, dtype, H, HR, HV, K, V, gated, erase, lam, read, init, end, form
-) -> dict[str, dict[str, object]]:
+    config: LaunchConfig, dtype: torch.dtype, H: int, HR: int, HV: int, K: int, V: int,
+    gated: bool, erase: bool, lam: bool, read: bool, init: bool, end: bool, form: int,
+) -> dict[str, Constants]:  # fmt: skip
     """Kernel -> its constants, num_warps and the like."""
     half = dtype.itemsize == 2
     types = dict(ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], **operand_types(dtype, form))
@@ -177,7 +182,9 @@ def constants(
         HALF=int(half), **types, DT=TYPES[dtype if H == HV else accumulator(dtype)],
         GATE=int(gated), ERASE=int(erase), LAM=int(lam), READ=int(read), INIT=int(init), END=int(end),
     )  # fmt: skip
-    own = {name: dict(config.launch[name]) for name in ("amax", "adjoint", "pairs", "replay_forward", "combine", "gate")}
+    own: dict[str, Constants] = {
+        name: dict(config.launch[name]) for name in ("amax", "adjoint", "pairs", "replay_forward", "combine", "gate")
+    }
     own["replay_reverse"] = {**own["replay_forward"], **config.launch["replay_reverse"]}
     own["adjoint"] |= dict(KB=min(padded(K), 128), NK=cdiv(K, 128))
     for name in ("replay_forward", "replay_reverse"):

@@ -7,7 +7,7 @@ beta None: nothing is erased, S_t = e^{g_t} S_{t-1} + k_t v_tᵀ. lam None: x = 
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import token_tile
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
+from needlework.ops.delta.inputs import NO_TABLE, OF_TABLE, DeltaInputs, SlotTable, solve_dtype
 from needlework.ops.delta.scalar.backward import backward
 from needlework.ops.delta.scalar.intra import intra
 from needlework.ops.delta.scalar.operands import (
@@ -32,8 +32,10 @@ from needlework.ops.delta.scalar.operands import (
 from needlework.ops.delta.scalar.scan import scan
 from needlework.ops.delta.scalar.transitions import transitions
 from needlework.ops.delta.segments import fix_up, segment_count, segmented
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
+from needlework.ops.delta.table import on_table
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator, step_operator
+from needlework.ops.runtime.each import each
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, padded
 
@@ -59,6 +61,24 @@ def delta_scalar(
     return o, state
 
 
+def scalar_on_table(inputs: DeltaInputs, table: SlotTable, cu_seqlens: Tensor | None, *, scale: float) -> Tensor:
+    """o alone: states start from slots of the table, and end there. The values of cu_seqlens are not checked."""
+    if inputs.lam is None and inputs.q_read is not None:
+        inputs = inputs._replace(q=inputs.q_read, q_read=None)
+    return delta_scalar_on_table(*inputs.flat(TENSORS[:-1]), *table, cu_seqlens, scale)
+
+
+@step_operator("state")
+def delta_scalar_on_table(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
+    state: Tensor, slots: Tensor | None, fresh: Tensor | None, power: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+) -> Tensor:  # fmt: skip
+    """o. Nothing is read back to the host."""
+    inputs = DeltaInputs.of(TENSORS, (q, k, v, g, beta, lam, q_read, None))
+    walk = lambda table: _call(inputs, cu_seqlens, scale, save=False, table=table)[0]
+    return on_table(inputs, SlotTable(state, slots, fresh, power), cu_seqlens, walk)
+
+
 @operator
 def delta_scalar_fwd(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
@@ -72,16 +92,21 @@ def delta_scalar_fwd(
     return o, state, *saved.flat()
 
 
-def _call(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
+def _call(
+    inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, *, save: bool, table: SlotTable | None = None
+) -> tuple[Tensor, Tensor, Saved]:
     """`forward` of tokens that lie as the caller has them."""
     chosen = _config(inputs)
-    alignment = _alignment(inputs, cu_seqlens, chosen)
+    alignment = _alignment(inputs, cu_seqlens, chosen, check=table is None)
     aligned = inputs.aligned(alignment)
     segments = _segments(inputs, alignment.N, cu_seqlens, chosen)
     settings = {"scale": scale, "config": chosen}
-    key = ENGINE, chosen.name, kind(*aligned.flat(TENSORS)), segments > 1, save
-    precompile(inputs.q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, segments, settings))
-    o, state, saved = forward(aligned, alignment, save=save, segments=segments, **settings)
+    key = ENGINE, chosen.name, kind(*aligned.flat(TENSORS)), segments > 1, save, table and kind(*table)
+    on_meta = table and SlotTable(*meta(*table))
+    precompile(
+        inputs.q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, segments, on_meta, settings)
+    )
+    o, state, saved = forward(aligned, alignment, save=save, segments=segments, table=table, **settings)
     return alignment.restore(o).contiguous(), state, saved
 
 
@@ -99,7 +124,7 @@ def delta_scalar_bwd(
     if chunk != chosen.launch["shared"]["C"]:
         raise RuntimeError(f"{ENGINE}: the forward ran with chunks of {chunk}, the config for the backward has others")
     if not v.numel():
-        found = DeltaInputs(*(None if x is None else torch.zeros_like(x) for x in inputs))
+        found = DeltaInputs(*each(torch.zeros_like, *inputs))
         if initial_state is not None and dstate is not None:
             found = found._replace(initial_state=dstate.to(initial_state.dtype, copy=True))
     else:
@@ -109,49 +134,62 @@ def delta_scalar_bwd(
             alignment.align(do), dstate, inputs.aligned(alignment), kept, alignment, scale=scale, config=chosen
         ).restored(alignment)  # fmt: skip
     return [
-        q.new_empty(0) if x is None else dx.to(x.dtype).contiguous() for x, dx in zip(given, found.flat(TENSORS), strict=True)
+        q.new_empty(0) if x is None or dx is None else dx.to(x.dtype).contiguous()
+        for x, dx in zip(given, found.flat(TENSORS), strict=True)
     ]
 
 
-def _launches(inputs: DeltaInputs, alignment: Alignment, save: bool, segments: int, settings: dict) -> None:
+def _launches(
+    inputs: DeltaInputs, alignment: Alignment, save: bool, segments: int, table: SlotTable | None, settings: dict
+) -> None:
     """What a call and its backward launch."""
-    o, _, saved = forward(inputs, alignment, save=save, segments=segments, **settings)
+    o, _, saved = forward(inputs, alignment, save=save, segments=segments, table=table, **settings)
     if save:
         backward(torch.empty_like(o), None, inputs, saved, alignment, **settings)
 
 
 def forward(
-    inputs: DeltaInputs, alignment: Alignment, *, scale: float, config: LaunchConfig, save: bool, segments: int = 1
-) -> tuple[Tensor, Tensor, Saved]:
-    """o, the final state and `Saved` of aligned tokens, each sequence in `segments`; without `save` neither W nor A is made."""
+    inputs: DeltaInputs, alignment: Alignment, *,
+    scale: float, config: LaunchConfig, save: bool, segments: int = 1, table: SlotTable | None = None,
+) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
+    """o, the final state and `Saved` of aligned tokens, each sequence in `segments`; without `save` neither W nor A is made.
+
+    table: has the states of sequences with tokens, before and after, and is returned for the final state.
+    """
     (_, T, HV, V), K, acc = inputs.v.shape, inputs.k.shape[3], accumulator(inputs.q.dtype)
     o, launched = torch.empty_like(inputs.v), forms(inputs.q.dtype, inputs.lam is not None)
     saved = Saved.empty(inputs, T, config.launch["shared"]["C"], save=save)
     if o.numel():
         launch_intra(inputs, saved, scale=scale, config=config)
     operands = saved.operands(inputs)
+    by_segment = None
     if segments > 1:
         alignment = segmented(alignment, segments)
-        N, M = transitions(operands, saved, alignment, segments, config=config, save=save)
-        saved = saved._replace(initial_state=fix_up(M, N, inputs.initial_state, segments, reverse=False), M=M)
+        N, M = by_segment = transitions(operands, saved, alignment, segments, config=config, save=save)
+        saved = saved._replace(initial_state=fix_up(M, N, inputs.initial_state, segments, reverse=False, table=table), M=M)
         operands = operands._replace(initial_state=saved.initial_state)
     # no chunk: the kernels do not touch the state
     untouched = alignment.place is not None or T == 0
-    if operands.initial_state is not None:
-        operands = operands._replace(initial_state=operands.initial_state.contiguous())
-        initial_state = operands.initial_state
+    if table is not None:
+        state = table.state
+    elif operands.initial_state is not None:
+        initial_state = operands.initial_state.contiguous()
+        operands = operands._replace(initial_state=initial_state)
         state = initial_state.to(acc, copy=True) if untouched else torch.empty_like(initial_state, dtype=acc)
     else:
         state = (torch.zeros if untouched else torch.empty)(alignment.N, HV, K, V, dtype=acc, device=o.device)
     if o.numel():
-        walk = walk_of(operands, saved, o, state, alignment, scale=scale, config=config)
+        walk = walk_of(operands, saved, o, state, alignment, table, segments, scale=scale, config=config)
         for form in launched:
-            if segments > 1 and form == 2:
-                transitions(operands, saved, alignment, segments, (N, M), config=config, save=save)
+            if by_segment is not None and form == 2:
+                N, M = transitions(operands, saved, alignment, segments, by_segment, config=config, save=save)
                 into = saved.initial_state
-                fix_up(M, N, inputs.initial_state, segments, reverse=False, into=into, when=saved.overflow)
+                assert into is not None  # of segments
+                # FORM 1 has written the table; the first segments' states are what it held
+                start = table and SlotTable(into[::segments], None, None)
+                fix_up(M, N, inputs.initial_state, segments, reverse=False, into=into, when=saved.overflow, table=start)
             walk(form)
-    return o, state if segments == 1 else state[segments - 1 :: segments].clone(), saved
+    return o, state if segments == 1 or table else state[segments - 1 :: segments].clone(), saved
 
 
 def launch_intra(inputs: DeltaInputs, saved: Saved, *, scale: float, config: LaunchConfig) -> None:
@@ -169,17 +207,24 @@ def launch_intra(inputs: DeltaInputs, saved: Saved, *, scale: float, config: Lau
 
 
 def walk_of(
-    operands: DeltaInputs, saved: Saved, o: Tensor, state: Tensor, alignment: Alignment, *, scale: float, config: LaunchConfig
-) -> Callable[[int], None]:
+    operands: DeltaInputs, saved: Saved, o: Tensor, state: Tensor, alignment: Alignment,
+    table: SlotTable | None = None, segments: int = 1, *, scale: float, config: LaunchConfig,
+) -> Callable[[int], None]:  # fmt: skip
     """What launches the scan in a FORM: o, the final state and, where it is given a place, W. q, k, q_read are operands; o and v share
-    the caller's type."""
+    the caller's type. table: what `state` is a part of; without segments the states to start from lie there too."""
     q, k, v, initial_state = operands.q, operands.k, operands.v, operands.initial_state
+    first, *others = forms(v.dtype, operands.lam is not None)
+    in_place = table is not None and segments == 1
+    if in_place and others:
+        # the first FORM writes the table: what it starts from is kept for the next one
+        initial_state = state.new_empty(alignment.N, *state.shape[1:])
+    init = lambda form: 2 if in_place and form == first else int(initial_state is not None)
     T, HV, V = v.shape[1:]
     (H, K), (NR, C) = k.shape[2:], saved.Pp.shape[2:]
     r = q if operands.q_read is None else operands.q_read
     _, *given = flags(operands)
-    constants_of = partial(
-        scan_constants, config, v.dtype, H, r.shape[2], HV, K, V, *given, initial_state is not None, saved.W is not None
+    constants_of = lambda form: scan_constants(
+        config, v.dtype, H, r.shape[2], HV, K, V, *given, init(form), saved.W is not None, form
     )
     BV, KB, NK = (constants_of(0)[name] for name in ("BV", "KB", "NK"))
     slots, flag = slots_of(config, "scan", alignment, HV * -(-V // BV), len(v) * (NR // C))
@@ -189,13 +234,16 @@ def walk_of(
     arguments = (
         tile(r, KB), tile(q, KB), tile(k, KB), tile(v, BV), pairs(saved.Tp), pairs(saved.Pp), saved.E,
         tile(o, BV), tile(saved.W, BV), initial_state, state, alignment.cum, hand, flag, saved.overflow,
-        scale, T, NR, alignment.N,
+        *(NO_TABLE if table is None else table.arguments(segments)), scale, T, NR, alignment.N,
     )  # fmt: skip
     return lambda form: run(scan, (slots,), *arguments, **constants_of(form))
 
 
 @cache
-def intra_constants(config: LaunchConfig, dtype, H, HR, HV, K, gate, erase, lam, read, copy, save) -> dict[str, object]:
+def intra_constants(
+    config: LaunchConfig, dtype: torch.dtype, H: int, HR: int, HV: int, K: int,
+    gate: int, erase: int, lam: int, read: int, copy: int, save: int,
+) -> Constants:  # fmt: skip
     own = {**config.launch["intra"], "BK": min(config.launch["intra"]["BK"], padded(K))}
     return dict(
         H=H, HR=HR, HV=HV, K=K, C=config.launch["shared"]["C"], ACC=TYPES[accumulator(dtype)], ST=TYPES[solve_dtype(dtype)],
@@ -204,21 +252,33 @@ def intra_constants(config: LaunchConfig, dtype, H, HR, HV, K, gate, erase, lam,
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Both kernels as Q-Delta launches them, the scan in each FORM, with a state to start from and the backward's tensors asked for."""
+    """Both kernels as Q-Delta launches them, the scan in each FORM, with a state to start from and the backward's tensors asked for; and
+    on a slot table, where the first FORM starts from it and keeps that start for the next one."""
     own, st, acc = NAMES[dtype], NAMES[solve_dtype(dtype)], NAMES[accumulator(dtype)]
     cases = []
-    for kernel, constants in (
-        (intra, intra_constants(config, dtype, 2, 2, 2, K, 1, 1, 1, 0, solve_dtype(dtype) != dtype, 1)),
-        *((scan, scan_constants(config, dtype, 2, 2, 2, K, V, 1, 1, 0, 1, 1, form)) for form in forms(dtype, True)),
+    scans = lambda init, save, form: scan_constants(config, dtype, 2, 2, 2, K, V, 1, 1, 0, init, save, form)
+    plain, on_table = dict.fromkeys(OF_TABLE), {"p_power": None, "x_w": None}
+    for kernel, constants, absent in (
+        (intra, intra_constants(config, dtype, 2, 2, 2, K, 1, 1, 1, 0, solve_dtype(dtype) != dtype, 1), {}),
+        *((scan, scans(1, 1, form), plain) for form in forms(dtype, True)),
+        *((scan, scans(1 if form == 2 else 2, 0, form), on_table) for form in forms(dtype, True)),
     ):
-        constants = dict(constants)
+        constants: Constants = {**constants, **absent}
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
         types = dict.fromkeys(("p_r", "p_q", "p_k"), f"*{own}") | {"p_T": f"*{NAMES[inverse(dtype)]}"}
         types |= dict.fromkeys(("p_P", "p_A", "p_r_copy", "p_q_copy", "p_k_copy"), f"*{st}")
         types |= dict.fromkeys(
             ("p_g", "p_beta", "p_lam", "p_G", "p_E", "p_initial_state", "p_final_state", "p_hand"), f"*{acc}"
         )
-        types |= {"p_cum": "*i32", "p_flag": "*i32", "p_overflow": "*i32", "scale": "fp32", "T": "i32", "NR": "i32", "N": "i32"}
+        types |= OF_TABLE | {
+            "p_cum": "*i32",
+            "p_flag": "*i32",
+            "p_overflow": "*i32",
+            "scale": "fp32",
+            "T": "i32",
+            "NR": "i32",
+            "N": "i32",
+        }
         C, BV, KB = (constants.get(name) for name in ("C", "BV", "KB"))
         for name, element, width in (
             *((name, st, KB) for name in ("x_r", "x_q", "x_k")),
@@ -236,9 +296,9 @@ def _config(inputs: DeltaInputs) -> LaunchConfig:
     return launch_config(ENGINE, inputs.q.device, inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1])
 
 
-def _alignment(inputs: DeltaInputs, cu_seqlens: Tensor | None, chosen: LaunchConfig) -> Alignment:
+def _alignment(inputs: DeltaInputs, cu_seqlens: Tensor | None, chosen: LaunchConfig, check: bool = True) -> Alignment:
     B, T = inputs.q.shape[:2]
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and check:
         check_cu_seqlens(cu_seqlens, B, T)
     return Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], inputs.q.device)
 
@@ -255,6 +315,11 @@ def _segments(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, chosen: La
 def _results(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
     N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
     return torch.empty_like(v), v.new_empty(N, v.shape[2], k.shape[-1], v.shape[-1], dtype=accumulator(q.dtype))
+
+
+@torch.library.register_fake(delta_scalar_on_table)
+def _(q, k, v, *_):
+    return torch.empty_like(v)
 
 
 @torch.library.register_fake(delta_scalar_fwd)

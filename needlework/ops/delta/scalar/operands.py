@@ -1,6 +1,7 @@
 """What the scalar engine's operators, its backward and the launches of its kernels share: tensors by name, types of operands, the
 constants of a scan."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
-from needlework.ops.runtime.launch_configs import LaunchConfig
+from needlework.ops.runtime.launch_configs import Constants, LaunchConfig
 from needlework.ops.runtime.triton_types import TYPES, accumulator, padded
 
 ENGINE = "delta/scalar"
@@ -44,8 +45,13 @@ class Saved(NamedTuple):
         (B, _, HV, V), dtype, acc = inputs.v.shape, inputs.q.dtype, accumulator(inputs.q.dtype)
         operand, erases, fallbacks = solve_dtype(dtype), inputs.beta is not None, len(forms(dtype, inputs.lam is not None)) - 1
         NR = -(-T // C) * C
-        new = lambda *shape, dtype: inputs.v.new_empty(shape, dtype=dtype)
-        copy = lambda x: None if x is None or x.dtype == operand else new(B, T, *x.shape[2:], dtype=operand)
+
+        def new(*shape: int, dtype: torch.dtype) -> Tensor:
+            return inputs.v.new_empty(shape, dtype=dtype)
+
+        def copy(x: Tensor | None) -> Tensor | None:
+            return None if x is None or x.dtype == operand else new(B, T, *x.shape[2:], dtype=operand)
+
         both = inputs.lam is not None and inputs.q_read is None
         return cls(
             W=new(B, T, HV, V, dtype=operand) if save else None,
@@ -64,16 +70,21 @@ class Saved(NamedTuple):
         )
 
     @classmethod
-    def of(cls, tensors: tuple[Tensor, ...]) -> "Saved":
-        found = cls(*tensors)
-        absent = {
-            name: None for name in ("Tp", "A", "q", "k", "q_read", "initial_state", "M") if not getattr(found, name).numel()
-        }
-        return found._replace(**absent)
+    def of(cls, tensors: Sequence[Tensor]) -> "Saved":
+        x = cls(*tensors)
+        given = lambda x: x if x.numel() else None
+        x = x._replace(Tp=given(x.Tp), A=given(x.A), q=given(x.q), k=given(x.k), q_read=given(x.q_read))
+        return x._replace(initial_state=given(x.initial_state), M=given(x.M))
 
-    def flat(self) -> tuple[Tensor, ...]:
+    def flat(
+        self,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The inverse of `of`: an operator returns an empty tensor for None."""
-        return tuple(self.G.new_empty(0) if x is None else x for x in self)
+        W, Tp, A, q, k, q_read, initial_state, M = (
+            self.G.new_empty(0) if x is None else x
+            for x in (self.W, self.Tp, self.A, self.q, self.k, self.q_read, self.initial_state, self.M)
+        )
+        return W, Tp, self.Pp, A, self.G, self.E, self.overflow, q, k, q_read, initial_state, M
 
     def operands(self, inputs: DeltaInputs) -> DeltaInputs:
         """`inputs` with q, k and q_read as the kernels' operands."""
@@ -97,12 +108,12 @@ def inverse(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else solve_dtype(dtype)
 
 
-def inverse_constants(dtype: torch.dtype) -> dict[str, object]:
+def inverse_constants(dtype: torch.dtype) -> Constants:
     """TT, and how its products are made: of float32 as three TF32 ones where all other operands are halves."""
     return {"TT": TYPES[inverse(dtype)], "SOLVE": "tf32x3" if dtype == torch.float16 else "ieee"}
 
 
-def operand_types(dtype: torch.dtype, form: int) -> dict[str, object]:
+def operand_types(dtype: torch.dtype, form: int) -> Constants:
     """ST and TT of a form's products, BT as which tensors of operands are declared."""
     given = dict(BT=TYPES[solve_dtype(dtype)], ST=TYPES[solve_dtype(dtype)], **inverse_constants(dtype), FORM=form)
     return given if form < 2 else given | dict(ST=FALLBACK, TT=TYPES[torch.float32], SOLVE="tf32x3")
@@ -118,7 +129,10 @@ def slots_of(config: LaunchConfig, kernel: str, align: Alignment, per: int, chun
 
 
 @cache
-def scan_constants(config: LaunchConfig, dtype, H, HR, HV, K, V, erase, lam, read, init, save, form) -> dict[str, object]:
+def scan_constants(
+    config: LaunchConfig, dtype: torch.dtype, H: int, HR: int, HV: int, K: int, V: int,
+    erase: int, lam: int, read: int, init: int, save: int, form: int,
+) -> Constants:  # fmt: skip
     own = {name: x for name, x in config.launch["scan"].items() if name != "NP"}
     KB = min(padded(K), 128)
     return dict(

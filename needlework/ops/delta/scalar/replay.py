@@ -12,7 +12,7 @@ Slots and chains are `scan.py`'s; a chain is one sequence, value head, slice of 
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.chain import run_of, tell, wait_for
+from needlework.ops.common.kernels.chain import part_here, run_of, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.gradient_scaling import gradient_factor
 from needlework.ops.delta.scalar.scan import factors, written_as
@@ -46,14 +46,7 @@ def replay_forward(
         i_k = ((i_chain // NVS) % NKS) * KS
         i_s = i_chain % NVS
         i_v = i_s * VS
-        start = tl.load(p_cum + i_n)
-        count = tl.load(p_cum + i_n + 1) - start
-        at = PER * start + (i_chain % PER) * count
-        begin = tl.maximum(lo - at, 0)
-        end = tl.minimum(hi - at, count)
-        late = end < count
-        c_from = tl.where(late, count - end, 0)
-        c_to = tl.where(begin > 0, count - begin, count)
+        start, count, begin, late, c_from, c_to = part_here(p_cum, i_n, i_chain % PER, lo, hi, PER)
         i_b = start // chunks_of_row
         c_row = start - i_b * chunks_of_row
         i_bh = i_b * HV + i_h
@@ -80,13 +73,12 @@ def replay_forward(
         phase = (count - 1) % EVERY - EVERY
         for i_anchor in range((c_from - phase) // EVERY, (c_to - 1 - phase) // EVERY + 1):
             c_anchor = phase + i_anchor * EVERY
-            if GATE:
-                if c_anchor >= c_from:
-                    place = start // EVERY + i_n + (count - 1 - c_anchor) // EVERY
-                    p_here = p_anchor + (tl.cast(place, tl.int64) * HV + i_h) * (K * V) + o_in_state
-                    tl.store(p_here, S0.to(ST).to(BT, bitcast=True), mask=inside)
-                    if NT == 2:
-                        tl.store(p_here + VB, S1.to(ST).to(BT, bitcast=True), mask=inside1)
+            if GATE and c_anchor >= c_from:
+                place = start // EVERY + i_n + (count - 1 - c_anchor) // EVERY
+                p_here = p_anchor + (tl.cast(place, tl.int64) * HV + i_h) * (K * V) + o_in_state
+                tl.store(p_here, S0.to(ST).to(BT, bitcast=True), mask=inside)
+                if NT == 2:
+                    tl.store(p_here + VB, S1.to(ST).to(BT, bitcast=True), mask=inside1)
             for i in tl.range(tl.maximum(c_anchor, c_from), tl.minimum(c_anchor + EVERY, c_to), num_stages=NS):
                 i_t = (c_row + i) * C
                 # all loads first: they share barriers
@@ -182,14 +174,7 @@ def replay_reverse(
         i_k = ((i_chain // NVS) % NKS) * KS
         i_s = i_chain % NVS
         i_v = i_s * VS
-        start = tl.load(p_cum + i_n)
-        count = tl.load(p_cum + i_n + 1) - start
-        at = PER * start + (i_chain % PER) * count
-        begin = tl.maximum(lo - at, 0)
-        end = tl.minimum(hi - at, count)
-        late = end < count
-        c_from = tl.where(late, count - end, 0)
-        c_to = tl.where(begin > 0, count - begin, count)
+        start, count, begin, late, c_from, c_to = part_here(p_cum, i_n, i_chain % PER, lo, hi, PER)
         i_b = start // chunks_of_row
         c_row = start - i_b * chunks_of_row
         i_bh = i_b * HV + i_h
@@ -214,17 +199,15 @@ def replay_reverse(
 
         for i_anchor in range(c_from // EVERY, (c_to + EVERY - 1) // EVERY):
             c_anchor = i_anchor * EVERY
-            if GATE:
-                if c_anchor >= c_from:
-                    place = (tl.cast(start // EVERY + i_n + i_anchor, tl.int64)) * HV + i_h
-                    p_here = p_anchor + place * (K * V) + o_in_state
-                    alike = tl.sum(tl.sum(S0 * tl.load(p_here, mask=inside, other=0.0).to(ST, bitcast=True).to(ACC), 1), 0)
-                    if NT == 2:
-                        alike += tl.sum(
-                            tl.sum(S1 * tl.load(p_here + VB, mask=inside1, other=0.0).to(ST, bitcast=True).to(ACC), 1), 0
-                        )
-                    p_last = p_G + tl.cast(i_bh, tl.int64) * NR + (c_row + count - c_anchor) * C - 1
-                    tl.store(p_X + place * (NKS * NVS) + i_chain % (NKS * NVS), alike * tl.exp2(tl.load(p_last)))
+            if GATE and c_anchor >= c_from:
+                place = (tl.cast(start // EVERY + i_n + i_anchor, tl.int64)) * HV + i_h
+                p_here = p_anchor + place * (K * V) + o_in_state
+                alike = tl.sum(tl.sum(S0 * tl.load(p_here, mask=inside, other=0.0).to(ST, bitcast=True).to(ACC), 1), 0)
+                if NT == 2:
+                    b_anchor1 = tl.load(p_here + VB, mask=inside1, other=0.0).to(ST, bitcast=True).to(ACC)
+                    alike += tl.sum(tl.sum(S1 * b_anchor1, 1), 0)
+                p_last = p_G + tl.cast(i_bh, tl.int64) * NR + (c_row + count - c_anchor) * C - 1
+                tl.store(p_X + place * (NKS * NVS) + i_chain % (NKS * NVS), alike * tl.exp2(tl.load(p_last)))
             for i in tl.range(tl.maximum(c_anchor, c_from), tl.minimum(c_anchor + EVERY, c_to), num_stages=NS):
                 i_chunk = c_row + count - 1 - i
                 i_t = i_chunk * C

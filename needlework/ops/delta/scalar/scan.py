@@ -16,7 +16,8 @@ numbers may be large. FORM 0: the rule has no fallback.
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.chain import run_of, tell, wait_for
+from needlework.ops.common.kernels.chain import part_here, run_of, tell, wait_for
+from needlework.ops.common.kernels.slots import power_of, slot_of
 from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
 from needlework.ops.delta.scalar.operands import ROWS
 
@@ -40,15 +41,22 @@ def flag_overflow(p_overflow, odd):
         tl.store(p_overflow, 1)
 
 
-@triton.jit(do_not_specialize=["scale", "T", "NR", "N"])
+@triton.jit(do_not_specialize=["slot_stride", "P", "scale", "T", "NR", "N"])
 def scan(
-    x_r, x_q, x_k, x_v, x_T, x_P, p_E, x_o, x_w, p_initial_state, p_final_state, p_cum, p_hand, p_flag, p_overflow, scale, T, NR, N,
+    x_r, x_q, x_k, x_v, x_T, x_P, p_E, x_o, x_w, p_initial_state, p_final_state, p_cum, p_hand, p_flag, p_overflow,
+    p_slots, p_fresh, p_power, slot_stride, P, scale, T, NR, N,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr,
     BT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, INIT: tl.constexpr,
     SAVE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """One slot. The state's K columns are NK tiles of KB; p_hand [slots BV NK·KB] and p_flag pass a cut chain on."""
+    """One slot. The state's K columns are NK tiles of KB; p_hand [slots BV NK·KB] and p_flag pass a cut chain on.
+
+    With slot_stride p_final_state is a slot table (`SlotTable`), P the segments of a sequence, of which the last one with tokens
+    leaves the state. INIT 1: start from p_initial_state [N HV K V]; 2: from the table, and keep that start in p_initial_state, where
+    there is one, for the bf16 fallback. The program with a sequence's first chunks reads a slot, the one with its last chunks writes
+    it, and has waited for the state that the first one handed on: a slot is never written before it has been read.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     PER: tl.constexpr = HV * NV
     if FORM == 2:
@@ -67,15 +75,7 @@ def scan(
         i_v = (i_chain % NV) * BV
         i_k = i_h // (HV // H)
         i_r = i_h // (HV // HR)
-        start = tl.load(p_cum + i_n)
-        count = tl.load(p_cum + i_n + 1) - start
-        at = PER * start + (i_chain % PER) * count
-        # what of the chain's line lies here; the line's end is where its first chunks run
-        begin = tl.maximum(lo - at, 0)
-        end = tl.minimum(hi - at, count)
-        late = end < count
-        c_from = tl.where(late, count - end, 0)
-        c_to = tl.where(begin > 0, count - begin, count)
+        start, count, begin, late, c_from, c_to = part_here(p_cum, i_n, i_chain % PER, lo, hi, PER)
         i_b = start // chunks_of_row
         c_row = start - i_b * chunks_of_row
         i_bh = i_b * HV + i_h
@@ -87,13 +87,29 @@ def scan(
         inside = (o_v < V)[:, None] & (o_k < K)[None, :]
         p_late = p_hand + tl.cast(i_slot, tl.int64) * (BV * NK * KB) + o_hand
         S0 = tl.load(p_late, mask=inside & late, other=0.0)
-        if INIT:
+        if INIT == 1:
             S0 += tl.load(p_initial_state + o_state, mask=inside & (c_from == 0), other=0.0).to(ACC)
         if NK == 2:
             inside1 = (o_v < V)[:, None] & (o_k + KB < K)[None, :]
             S1 = tl.load(p_late + KB, mask=inside1 & late, other=0.0)
-            if INIT:
+            if INIT == 1:
                 S1 += tl.load(p_initial_state + o_state + KB * V, mask=inside1 & (c_from == 0), other=0.0).to(ACC)
+        if slot_stride is not None:
+            slot, resumed = slot_of(p_slots, p_fresh, i_n // P)
+            power, inverse = power_of(p_power, (i_n // P) * HV + i_h)
+            # one 64-bit base and 32-bit offsets: a tile of 64-bit ones does not fit the registers beside S
+            p_slot = p_final_state + slot * slot_stride + i_h * (K * V)
+            o_slot = o_k[None, :] * V + o_v[:, None]
+        if INIT == 2:
+            starts = c_from == 0
+            S0 += tl.load(p_slot + o_slot, mask=inside & starts & resumed, other=0.0).to(ACC) * inverse
+            if NK == 2:
+                S1 += tl.load(p_slot + KB * V + o_slot, mask=inside1 & starts & resumed, other=0.0).to(ACC) * inverse
+            if p_initial_state is not None:
+                p_kept = p_initial_state + (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V)
+                tl.store(p_kept + o_slot, S0, mask=inside & starts)
+            if p_initial_state is not None and NK == 2:
+                tl.store(p_kept + KB * V + o_slot, S1, mask=inside1 & starts)
 
         for i in tl.range(c_from, c_to, num_stages=NS):
             i_t = (c_row + i) * C
@@ -161,9 +177,18 @@ def scan(
             if NK == 2:
                 odd += tl.sum(S1 - S1, 1)
             flag_overflow(p_overflow, odd)
-        tl.store(p_final_state + o_state, S0, mask=inside & done)
-        if NK == 2:
-            tl.store(p_final_state + o_state + KB * V, S1, mask=inside1 & done)
+        if slot_stride is None:
+            tl.store(p_final_state + o_state, S0, mask=inside & done)
+            if NK == 2:
+                tl.store(p_final_state + o_state + KB * V, S1, mask=inside1 & done)
+        else:
+            ends = tl.load(p_cum + i_n + 1) == tl.load(p_cum + (i_n // P + 1) * P)
+            leaves = done & ends & (slot >= 0) & (count > 0)
+            # a number that two threads hold is read by both before one of them writes it
+            tl.debug_barrier()
+            tl.store(p_slot + o_slot, S0 * power, mask=inside & leaves)
+            if NK == 2:
+                tl.store(p_slot + KB * V + o_slot, S1 * power, mask=inside1 & leaves)
         if begin > 0:
             p_early = p_late - BV * NK * KB
             tl.store(p_early, S0)

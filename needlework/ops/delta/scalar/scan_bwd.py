@@ -13,7 +13,7 @@ holds them, and du stays so.
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.chain import run_of, tell, wait_for
+from needlework.ops.common.kernels.chain import part_here, run_of, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.gradient_scaling import gradient_factor
 from needlework.ops.delta.scalar.operands import ROWS
@@ -49,14 +49,7 @@ def adjoint(
         i_v = (i_chain % NV) * BV
         i_k = i_h // (HV // H)
         i_r = i_h // (HV // HR)
-        start = tl.load(p_cum + i_n)
-        count = tl.load(p_cum + i_n + 1) - start
-        at = PER * start + (i_chain % PER) * count
-        begin = tl.maximum(lo - at, 0)
-        end = tl.minimum(hi - at, count)
-        late = end < count
-        c_from = tl.where(late, count - end, 0)
-        c_to = tl.where(begin > 0, count - begin, count)
+        start, count, begin, late, c_from, c_to = part_here(p_cum, i_n, i_chain % PER, lo, hi, PER)
         i_b = start // chunks_of_row
         c_row = start - i_b * chunks_of_row
         i_bh = i_b * HV + i_h

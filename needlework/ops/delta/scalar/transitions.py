@@ -15,7 +15,7 @@ from needlework.ops.common.kernels.tile import load_tile, token_tile
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.delta.scalar.operands import Saved, forms, inverse, scan_constants
 from needlework.ops.delta.scalar.scan import factors, flag_overflow
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
@@ -138,13 +138,15 @@ def transitions(
     run(
         transitions_kernel, (alignment.N * HV * (cdiv(V, BV) + cdiv(K, BV)),),
         None if lam is None else tile(q, KB), tile(k, KB), tile(v, BV),
-        None if beta is None else tile(saved.Tp.view(-1, NR, 1, C), C), saved.E, N, M, alignment.cum, saved.overflow,
+        None if saved.Tp is None else tile(saved.Tp.view(-1, NR, 1, C), C), saved.E, N, M, alignment.cum, saved.overflow,
         T, NR, segments, **constants,
     )  # fmt: skip
     return N, M
 
 
-def transitions_constants(config: LaunchConfig, dtype, H, HV, K, V, erase, lam, save, form) -> dict[str, object]:
+def transitions_constants(
+    config: LaunchConfig, dtype: torch.dtype, H: int, HV: int, K: int, V: int, erase: int, lam: int, save: int, form: int
+) -> Constants:
     """`scan`'s, as far as they concern it."""
     constants = scan_constants(config, dtype, H, H, HV, K, V, erase, lam, False, False, save, form)
     used = (*transitions_kernel.arg_names, "num_warps", "num_stages", "maxnreg")

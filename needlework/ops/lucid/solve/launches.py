@@ -4,19 +4,22 @@ keys → (top) → inverses, peak → solve        peak → solve backwards → 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import block
 from needlework.ops.lucid.solve.intra_bwd import key_gradient
-from needlework.ops.lucid.solve.operands import inverses, keys, peak, top
+from needlework.ops.lucid.solve.operands import inverses, keys, peak, scale, top
 from needlework.ops.lucid.solve.scan import before_panel, panel, solve
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 
@@ -45,6 +48,11 @@ class Task:
         chosen = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
         return cls(chosen, alignment(chosen, k, k.shape[1], cu_seqlens), cu_seqlens is not None, rowmax, window)
 
+    @property
+    def cum(self) -> Tensor | None:
+        """The alignment's; None where it is not read."""
+        return self.align.cum if self.packed else None
+
     def order(self, blocks: int, reverse: bool) -> Tensor:
         """[blocks] packed: which block is taken when, the nearest to its sequence's start (end) first, those of none last."""
         cum = self.align.cum
@@ -58,7 +66,7 @@ def alignment(config: LaunchConfig, k: Tensor, T: int, cu_seqlens: Tensor | None
     """Of rows of T tokens where k lies."""
     C = config.launch["shared"]["C"]
     if cu_seqlens is None:  # rows of a batch are alike: no table is read
-        return Alignment(None, len(k), T, cdiv(T, C), None)
+        return Alignment(k.new_empty(0, dtype=torch.int32), len(k), T, cdiv(T, C), None)
     return Alignment.of(cu_seqlens, len(k), T, C, k.device)
 
 
@@ -78,7 +86,10 @@ class Saved(NamedTuple):
         B, T, H, V = v.shape
         C, K = config.launch["shared"]["C"], k.shape[-1]
         NR, wide, operand = cdiv(T, C) * C, accumulator(k.dtype), _operand(k.dtype)
-        new = lambda *shape, dtype=operand: k.new_empty(1, B * H, NR, *shape, dtype=dtype)
+
+        def new(*shape: int, dtype: torch.dtype = operand) -> Tensor:
+            return k.new_empty(1, B * H, NR, *shape, dtype=dtype)
+
         x, Y = new(_whole(K, k.dtype), dtype=k.dtype if rowmax else operand), new(_whole(V, k.dtype))
         if rowmax:
             more = new(dtype=torch.int32)
@@ -93,8 +104,11 @@ def counters(k: Tensor, chains: int) -> Tensor:
     return torch.zeros(4, cdiv(chains, 4) * 4, dtype=torch.int32, device=k.device)
 
 
-def forward(k: Tensor, v: Tensor, beta: Tensor | None, task: Task, *, save: bool) -> tuple[Tensor, Saved]:
-    """y [B T H V] of aligned tokens."""
+def forward(
+    k: Tensor, v: Tensor, beta: Tensor | None, task: Task, *, save: bool, first: Callable[[Tensor], None] | None = None
+) -> tuple[Tensor, Saved]:  # fmt: skip
+    """y [B T H V] of aligned tokens. first: makes v, and "rowmax"'s μ [1 B·H NR] of these tokens one over more columns, before either is
+    read; y then has v's dtype."""
     T, H, V = v.shape[1:]
     N, W = task.align.N, task.window or 0
     c = constants(task.config, k.dtype, H, k.shape[-1], V, task.rowmax, beta is not None, bool(W), task.packed)
@@ -105,15 +119,19 @@ def forward(k: Tensor, v: Tensor, beta: Tensor | None, task: Task, *, save: bool
         programs, x_k = (inverse.shape[1] * (NR // C),), _tile(x, task.config)
         run(keys, programs, k, x, row, T, NR, **c["keys"])
         if task.rowmax:
-            where = _or(task.align.cum, more), _or(task.skip, more), row, more
+            where = _or(task.cum, more), _or(task.skip, more), row, more
             run(top, programs, x_k, *where, NR, N, W, **c["top"], **flags("top", GIVEN=task.given > 0))
+        if first is not None:
+            first(row)
         run(inverses, programs, x, row, _or(beta, row), inverse, T, NR, W, **c["inverses"])
         R = more if beta is not None and save else None
         launch_solve(x_k, row, inverse, beta, v, Y, R, y, v, None, counts.unbind(), task, c, REV=False)
     return y, saved
 
 
-def backward(dy: Tensor, v: Tensor, beta: Tensor | None, saved: Saved, K: int, task: Task) -> tuple[Tensor | None, ...]:
+def backward(
+    dy: Tensor, v: Tensor, beta: Tensor | None, saved: Saved, K: int, task: Task
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """dk, dv, dβ of aligned tokens; v has the pages' y in front, and so has dv their gradient."""
     x, row, inverse, Y, counts, more = saved
     B, T, H, V = dy.shape
@@ -131,13 +149,16 @@ def backward(dy: Tensor, v: Tensor, beta: Tensor | None, saved: Saved, K: int, t
         run(
             key_gradient, (NR // C * B * H,),
             x_k, _tile(Y, task.config), _tile(Z, task.config), x, Y, R, Z, row, row, best, _or(zv, row),
-            _or(beta, dy), v, dy, dk, _or(dbeta, dy), peak_y, peak_z, rows_y, rows_z, _or(task.align.cum, counts),
+            _or(beta, dy), v, dy, dk, _or(dbeta, dy), peak_y, peak_z, rows_y, rows_z, _or(task.cum, counts),
             T, NR, task.align.N, task.window or 0, **c["key_gradient"],
         )  # fmt: skip
     return dk, dv, dbeta
 
 
-def launch_solve(x_k, row, inverse, beta, rhs, Y, R, out, v, zv, counts, task: Task, c: dict, *, REV: bool) -> None:
+def launch_solve(
+    x_k: Tensor | TensorDescriptor, row: Tensor, inverse: Tensor, beta: Tensor | None, rhs: Tensor, Y: Tensor, R: Tensor | None,
+    out: Tensor, v: Tensor, zv: Tensor | None, counts: tuple[Tensor, ...], task: Task, c: dict[str, Constants], *, REV: bool,
+) -> None:  # fmt: skip
     """Y (and R where it has a place), out and the peaks: of the right side, and of the norms of Y's rows."""
     B, T, H = rhs.shape[:3]
     NR, C = inverse.shape[2:]
@@ -147,7 +168,7 @@ def launch_solve(x_k, row, inverse, beta, rhs, Y, R, out, v, zv, counts, task: T
     if c["solve"]["HALF"]:
         run(peak, (B * H * cdiv(T, c["peak"]["R"]),), rhs, peaks, T, **c["peak"])
     matrix = x_k, row, inverse, _or(beta, inverse)
-    results = Y, _or(R, Y), out, v, _or(zv, inverse), peaks, rows, _or(task.align.cum, peaks)
+    results = Y, _or(R, Y), out, v, _or(zv, inverse), peaks, rows, _or(task.cum, peaks)
     W = task.window or 0
     if "panel" in c:
         S = c["panel"]["S"]
@@ -171,18 +192,18 @@ def launch_solve(x_k, row, inverse, beta, rhs, Y, R, out, v, zv, counts, task: T
 @cache
 def constants(
     config: LaunchConfig, dtype: torch.dtype, H: int, K: int, V: int, rowmax: bool, beta: bool, window: bool, packed: bool
-) -> dict[str, dict[str, object]]:
+) -> dict[str, Constants]:
     """Kernel -> its constants, num_warps and the like; of a solve also its `flags`."""
     half = dtype.itemsize == 2
-    own = {name: dict(row) for name, row in config.launch.items() if name != "shared"}
-    root = math.sqrt(K)
+    own: dict[str, Constants] = {name: dict(row) for name, row in config.launch.items() if name != "shared"}
+    KB, VB = widths(K, V, dtype)
     everything = dict(
-        H=H, K=K, V=V, C=config.launch["shared"]["C"], KB=_whole(K, dtype), VB=_whole(V, dtype), TMA=int(config.tma), HALF=int(half),
-        ROOT=root, SCALE=math.log2(math.e) * (1 / root if rowmax else root),
+        H=H, K=K, V=V, C=config.launch["shared"]["C"], KB=KB, VB=VB, TMA=int(config.tma), HALF=int(half),
+        ROOT=math.sqrt(K), SCALE=scale(K, rowmax),
         ROWMAX=int(rowmax), BETA=int(beta), WINDOW=int(window), PACKED=int(packed),
         ACC=TYPES[accumulator(dtype)], ST=TYPES[_operand(dtype)],
     )  # fmt: skip
-    own["peak"] |= dict(D=V, BD=_whole(V, dtype))
+    own["peak"] |= dict(D=V, BD=VB)
     own["solve"].pop("NP")
     if "panel" in own:
         own["panel"] |= own["solve"]
@@ -192,6 +213,11 @@ def constants(
             continue
         own[name] |= {key: x for key, x in everything.items() if key in kernel.arg_names and key not in own[name]}
     return own
+
+
+def widths(K: int, V: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Columns of tiles of keys and of values."""
+    return _whole(K, dtype), _whole(V, dtype)
 
 
 KERNELS = {
@@ -207,16 +233,10 @@ def flags(kernel: str, **settings: bool) -> dict[str, int]:
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Every kernel of a forward and of a backward; with β in a window, and with μ in a window of packed sequences after pages."""
-    own, st, acc = NAMES[dtype], NAMES[_operand(dtype)], NAMES[accumulator(dtype)]
-    integers = ("p_top", "p_peak", "p_row_peak", "p_peak_y", "p_peak_z", "p_rows_y", "p_rows_z", "p_cum", "p_skip", "p_order")
-    types = dict.fromkeys((*integers, "p_done", "p_ticket"), "i32")
-    types |= dict.fromkeys(("p_k", "p_v", "p_rhs", "p_out", "p_dy", "p_dk"), own)
-    types |= dict.fromkeys(("p_x", "p_I", "p_y", "p_r", "p_z", "x_k", "x_y", "x_z"), st)
     cases = []
     for beta, rowmax in ((False, False), (True, False), (False, True)):
         everything = constants(config, dtype, 2, K, V, rowmax, beta, beta or rowmax, rowmax)
         for name, row in everything.items():
-            kernel = KERNELS[name]
             # what a variant does not touch, what it does not launch
             if (
                 (name in ("keys", "peak") and beta)
@@ -224,15 +244,44 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
                 or (name == "solve" and "panel" in everything)
             ):
                 continue
-            of = types | ({"x_k": own, "p_x": own} if rowmax or name == "peak" else {})
-            for REV in (False, True) if "REV" in kernel.arg_names else (False,):
-                c, options = split(row | flags(name, REV=REV, SAVE_R=beta and not REV, GIVEN=rowmax))
-                c = {key: x for key, x in c.items() if key in kernel.arg_names}
-                cases.append(Case(kernel, _signature(kernel, c, of, acc, config.tma), c, options))
+            types = _types(dtype, name, rowmax)
+            for REV in (False, True) if "REV" in KERNELS[name].arg_names else (False,):
+                set_now = flags(name, REV=REV, SAVE_R=beta and not REV, GIVEN=rowmax)
+                cases.append(_case(name, row | set_now, types, dtype, config.tma))
     return cases
 
 
-def _signature(kernel, constants: dict[str, object], types: dict[str, str], wide: str, tma: bool) -> dict[str, str]:
+def compile_cases_of_sums(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """The kernels that read a right side, where that is not v but of the sums' dtype, of packed sequences in a window."""
+    cases = []
+    for beta, rowmax in ((True, False), (False, True)):
+        everything = constants(config, dtype, 2, K, V, rowmax, beta, True, True)
+        wide = dict.fromkeys(("p_rhs", "p_out", "p_v", "p_x"), NAMES[accumulator(dtype)])  # p_x: the peak's right side
+        for name in ("peak", "before_panel", "panel") if "panel" in everything else ("peak", "solve"):
+            types = _types(dtype, name, rowmax) | wide
+            cases.append(
+                _case(name, everything[name] | flags(name, REV=False, SAVE_R=False, GIVEN=False), types, dtype, config.tma)
+            )
+    return cases
+
+
+def _types(dtype: torch.dtype, kernel: str, rowmax: bool) -> dict[str, str]:
+    """Of a kernel's arguments, where they are not sums."""
+    own, st = NAMES[dtype], NAMES[_operand(dtype)]
+    integers = ("p_top", "p_peak", "p_row_peak", "p_peak_y", "p_peak_z", "p_rows_y", "p_rows_z", "p_cum", "p_skip", "p_order")
+    types = dict.fromkeys((*integers, "p_done", "p_ticket"), "i32")
+    types |= dict.fromkeys(("p_k", "p_v", "p_rhs", "p_out", "p_dy", "p_dk"), own)
+    types |= dict.fromkeys(("p_x", "p_I", "p_y", "p_r", "p_z", "x_k", "x_y", "x_z"), st)
+    return types | ({"x_k": own, "p_x": own} if rowmax or kernel == "peak" else {})
+
+
+def _case(name: str, row: Constants, types: dict[str, str], dtype: torch.dtype, tma: bool) -> Case:
+    kernel, (c, options) = KERNELS[name], split(row)
+    c = {key: x for key, x in c.items() if key in kernel.arg_names}
+    return Case(kernel, _signature(kernel, c, types, NAMES[accumulator(dtype)], tma), c, options)
+
+
+def _signature(kernel: JITFunction, constants: Constants, types: dict[str, str], wide: str, tma: bool) -> dict[str, str]:
     """The types of what `kernel` takes beside its constants: pointers of `types`, or else `wide`, descriptors, integers."""
     found = {}
     for arg in kernel.arg_names:

@@ -5,13 +5,25 @@ launches them; the constants are in solve.launch.json. In half precision k̂, A,
 keys are as given), sums are float32.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.lucid.solve.launches import ENGINE, Saved, Task, backward, forward
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.precompile import kind, meta, precompile
+
+
+class Given(NamedTuple):
+    """What a call's backward wants of its arguments, as the caller has them."""
+
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    cu_seqlens: Tensor | None
 
 
 def lucid(k: Tensor, v: Tensor, beta: Tensor | None, cu_seqlens: Tensor | None, rowmax: bool, window: int | None) -> Tensor:
@@ -37,13 +49,15 @@ def lucid_triton_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y, and `Saved` of aligned tokens."""
     y, saved = _call(k, v, beta, cu_seqlens, rowmax, window, save=True)
-    return y, *saved
+    return y, saved.x, saved.row, saved.inverse, saved.Y, saved.counters, saved.more
 
 
-def _call(k, v, beta, cu_seqlens, rowmax: bool, window: int | None, *, save: bool) -> tuple[Tensor, Saved]:
+def _call(
+    k: Tensor, v: Tensor, beta: Tensor | None, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, *, save: bool
+) -> tuple[Tensor, Saved]:
     """`solved` of tokens that lie as the caller has them."""
     task = _task(k, v, cu_seqlens, rowmax, window)
-    y, saved = solved([None if x is None else task.align.align(x) for x in (k, v, beta)], task, save)
+    y, saved = solved(each(task.align.align, k, v, beta), task, save)
     return task.align.restore(y), saved
 
 
@@ -53,14 +67,14 @@ def _task(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, rowmax: bool, window:
     return Task.of(k, v, cu_seqlens, rowmax, window)
 
 
-def solved(tokens: list[Tensor | None], task: Task, save: bool) -> tuple[Tensor, Saved]:
+def solved(tokens: tuple[Tensor, Tensor, Tensor | None], task: Task, save: bool) -> tuple[Tensor, Saved]:
     """`forward` of aligned k, v and beta, its kernels precompiled."""
     key = ENGINE, task.config.name, kind(*tokens), task.rowmax, bool(task.window), task.packed, task.given > 0, save
     precompile(tokens[0].device, key, lambda: _launches(meta(*tokens), task, save))
     return forward(*tokens, task, save=save)
 
 
-def _launches(tokens: list[Tensor | None], task: Task, save: bool) -> None:
+def _launches(tokens: tuple[Tensor, Tensor, Tensor | None], task: Task, save: bool) -> None:
     """What a call and its backward launch."""
     k, v, beta = tokens
     y, saved = forward(k, v, beta, task, save=save)
@@ -76,11 +90,10 @@ def lucid_triton_bwd(
     """Gradients of k, v and, where it is there, beta."""
     task = _task(k, v, cu_seqlens, rowmax, window)
     check_blocks(saved, task)
-    dy, v, aligned = (None if x is None else task.align.align(x) for x in (dy, v, beta))
-    dk, dv, dbeta = (
-        None if x is None else task.align.restore(x) for x in backward(dy, v, aligned, Saved(*saved), k.shape[-1], task)
-    )
-    return [dk, dv] if dbeta is None else [dk, dv, dbeta.to(beta.dtype)]
+    dy, v, aligned = each(task.align.align, dy, v, beta)
+    found = backward(dy, v, aligned, Saved(*saved), k.shape[-1], task)
+    dk, dv, dbeta = each(task.align.restore, *found)
+    return [dk, dv] if beta is None or dbeta is None else [dk, dv, dbeta.to(beta.dtype)]
 
 
 def check_blocks(saved: list[Tensor], task: Task) -> None:
@@ -98,8 +111,8 @@ def _(k, v, beta, cu_seqlens, rowmax, window):
 def _(k, v, beta, cu_seqlens, rowmax, window):
     task = Task.of(k, v, cu_seqlens, rowmax, window)
     T, N = task.align.T, task.align.N
-    aligned = [x.new_empty(len(x), T, *x.shape[2:]) for x in (k, v)]
-    return torch.empty_like(v), *Saved.of(*aligned, beta is not None, rowmax, True, task.config, N)
+    k_aligned, v_aligned = (x.new_empty(len(x), T, *x.shape[2:]) for x in (k, v))
+    return torch.empty_like(v), *Saved.of(k_aligned, v_aligned, beta is not None, rowmax, True, task.config, N)
 
 
 @torch.library.register_fake(lucid_triton_bwd)
@@ -108,16 +121,17 @@ def _(dy, saved, k, v, beta, cu_seqlens, rowmax, window):
 
 
 def _save(ctx, inputs, output) -> None:
-    k, v, beta, cu_seqlens, ctx.rowmax, ctx.window = inputs
-    ctx.save_for_backward(k, v, beta, cu_seqlens, *output[1:])
+    *tensors, ctx.rowmax, ctx.window = inputs
+    ctx.save_for_backward(*Given(*tensors), *Saved(*output[1:]))
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dy, *_):
-    k, v, beta, cu_seqlens, *saved = ctx.saved_tensors
     if dy is None:
         return (None,) * 6
-    dk, dv, *dbeta = lucid_triton_bwd(dy.contiguous(), saved, k, v, beta, cu_seqlens, ctx.rowmax, ctx.window)
+    count = len(Given._fields)
+    given, saved = Given(*ctx.saved_tensors[:count]), Saved(*ctx.saved_tensors[count:])
+    dk, dv, *dbeta = lucid_triton_bwd(dy.contiguous(), list(saved), *given, ctx.rowmax, ctx.window)
     return dk, dv, dbeta[0] if dbeta else None, None, None, None
 
 

@@ -8,10 +8,18 @@ Exponents are in log2: SCALE is √d log2 e, or log2 e / √d, and μ (top) is k
 follow each other, KB wide and NR long a row of the batch, zeros in what is past K and T: the loops that read them need no mask.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
 TINY = tl.constexpr(1e-6)  # norms below it do not scale a key to 1
+
+
+def scale(K: int, rowmax: bool) -> float:
+    """SCALE, of the host."""
+    root = math.sqrt(K)
+    return math.log2(math.e) * (1 / root if rowmax else root)
 
 
 @triton.jit

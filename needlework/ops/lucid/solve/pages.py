@@ -16,7 +16,20 @@ from needlework.ops.lucid.solve.launches import ENGINE, Saved, Task, alignment, 
 from needlework.ops.lucid.solve.op import check_blocks, solved
 from needlework.ops.lucid.state import LucidState
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import launch_config
+
+
+class Given(NamedTuple):
+    """What a call's backward wants of its arguments, as the caller has them."""
+
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    page_k: Tensor
+    page_y: Tensor
+    length: Tensor
+    cu_seqlens: Tensor | None
 
 
 class Joined(NamedTuple):
@@ -66,6 +79,7 @@ class Joined(NamedTuple):
         """The inverse of `join`, for gradients: of the pages' rows, zero where a row is empty (None: no pages), and of the tokens."""
         if not self.columns:
             return None, x
+        assert self.skip is not None  # there are columns
         N = len(self.skip)
         packed = self.from_token is not None
         first, tokens = (
@@ -107,30 +121,35 @@ def lucid_pages_bwd(
     P = page_k.shape[1]
     joined, task = _task(k, v, page_k, page_y, length, cu_seqlens, rowmax, window)
     check_blocks(saved, task)
+    of_tokens = lambda x: x[:, P:] if cu_seqlens is None else unpad(x[:, P:], cu_seqlens)
     through_k = through_y = None
     if dfinal_k.shape[1]:  # a final page is a copy of columns: its k passes dk through, its y adds to dY
         T = k.shape[1] if cu_seqlens is None else int(lengths(cu_seqlens).max())
         source = came_from(P, T, length, cu_seqlens, window)
         through_k, through_y = (give_back(x, source, P + T) for x in (dfinal_k, dfinal_y))
-        of_tokens = lambda x: x[:, P:] if cu_seqlens is None else unpad(x[:, P:], cu_seqlens)
         dy = dy + of_tokens(through_y)
     tokens = _tokens(joined, task, (torch.zeros_like(page_y), page_y), (dy, v, beta))
     found = backward(*tokens, Saved(*saved), k.shape[-1], task)
-    parts = [(None, None) if x is None else joined.part(task.align.restore(x), P) for x in found]
-    (dpage_k, dk), (dpage_y, dv), (_, dbeta) = parts
-    if through_k is not None:
+    dk, dv, dbeta = each(task.align.restore, *found)
+    (dpage_k, dk), (dpage_y, dv) = joined.part(dk, P), joined.part(dv, P)
+    if through_k is not None and through_y is not None:
         dk = dk + of_tokens(through_k)
-        if P:
+        if dpage_k is not None and dpage_y is not None:
             dpage_k, dpage_y = dpage_k + through_k[:, :P], dpage_y + through_y[:, :P]
-    if not P:
+    if dpage_k is None or dpage_y is None:  # no pages
         dpage_k, dpage_y = page_k.clone(), page_y.clone()
     # clones: slices of one tensor, and an operator's results may not share memory
     fresh = lambda x: x.clone(memory_format=torch.contiguous_format) if x._is_view() or not x.is_contiguous() else x
-    dbeta = () if dbeta is None else (dbeta.to(beta.dtype),)
-    return [fresh(x) for x in (dk, dv, dpage_k, dpage_y, *dbeta)]
+    gradients = [dk, dv, dpage_k, dpage_y]
+    if beta is not None and dbeta is not None:
+        gradients.append(joined.part(dbeta, P)[1].to(beta.dtype))
+    return [fresh(x) for x in gradients]
 
 
-def _task(k, v, page_k, page_y, length, cu_seqlens, rowmax, window) -> tuple[Joined, Task]:
+def _task(
+    k: Tensor, v: Tensor, page_k: Tensor, page_y: Tensor, length: Tensor, cu_seqlens: Tensor | None,
+    rowmax: bool, window: int | None,
+) -> tuple[Joined, Task]:  # fmt: skip
     chosen = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
     C = chosen.launch["shared"]["C"]
     joined = Joined.of(LucidState(page_k, page_y, length), k.shape[1], cu_seqlens, window, C)
@@ -138,11 +157,13 @@ def _task(k, v, page_k, page_y, length, cu_seqlens, rowmax, window) -> tuple[Joi
     return joined, Task(chosen, align, cu_seqlens is not None, rowmax, window, joined.columns // C, joined.skip)
 
 
-def _tokens(joined: Joined, task: Task, pages: tuple, tokens: tuple) -> list[Tensor | None]:
+def _tokens(
+    joined: Joined, task: Task, pages: tuple[Tensor, Tensor], tokens: tuple[Tensor, Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Aligned, with the pages in front; a page's β, which nothing multiplies, is 1."""
-    ones = None if tokens[2] is None else tokens[2].new_ones(pages[0].shape[:3])
-    joint = (None if x is None else joined.join(page, x) for page, x in zip((*pages, ones), tokens, strict=True))
-    return [None if x is None else task.align.align(x) for x in joint]
+    (page_k, page_v), (k, v, beta) = pages, tokens
+    joint = joined.join(page_k, k), joined.join(page_v, v)
+    return each(task.align.align, *joint, None if beta is None else joined.join(beta.new_ones(page_k.shape[:3]), beta))
 
 
 @torch.library.register_fake(lucid_pages_fwd)
@@ -164,8 +185,8 @@ def _(k, v, beta, page_k, page_y, length, cu_seqlens, rowmax, window, keep, save
     C = chosen.launch["shared"]["C"]
     columns, N, T = -(-page_k.shape[1] // C) * C, len(length), k.shape[1]
     T = T + columns if cu_seqlens is None else ((T + N * columns) // C + N) * C
-    aligned = [x.new_empty(len(x), T, *x.shape[2:]) for x in (k, v)]
-    return [*results, *Saved.of(*aligned, beta is not None, rowmax, True, chosen, N)]
+    k_aligned, v_aligned = (x.new_empty(len(x), T, *x.shape[2:]) for x in (k, v))
+    return [*results, *Saved.of(k_aligned, v_aligned, beta is not None, rowmax, True, chosen, N)]
 
 
 @torch.library.register_fake(lucid_pages_bwd)
@@ -175,16 +196,18 @@ def _(dy, dfinal_k, dfinal_y, saved, k, v, beta, page_k, page_y, *_):
 
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.rowmax, ctx.window, _, _ = inputs
-    ctx.save_for_backward(*tensors, *output[4:])
+    ctx.save_for_backward(*Given(*tensors), *Saved(*output[4:]))
 
 
 def _backward(ctx, grads):
-    (k, v, beta, page_k, page_y, length, cu_seqlens), saved = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+    count = len(Given._fields)
+    given, saved = Given(*ctx.saved_tensors[:count]), Saved(*ctx.saved_tensors[count:])
     dy, dfinal_k, dfinal_y = (
-        x.new_zeros(x.shape) if d is None else d for d, x in zip(grads[:3], (v, page_k[:, :0], page_y[:, :0]), strict=True)
+        x.new_zeros(x.shape) if d is None else d
+        for d, x in zip(grads[:3], (given.v, given.page_k[:, :0], given.page_y[:, :0]), strict=True)
     )
-    given = k, v, beta, page_k, page_y, length, cu_seqlens, ctx.rowmax, ctx.window
-    dk, dv, dpage_k, dpage_y, *dbeta = lucid_pages_bwd(dy.contiguous(), dfinal_k, dfinal_y, list(saved), *given)
+    found = lucid_pages_bwd(dy.contiguous(), dfinal_k, dfinal_y, list(saved), *given, ctx.rowmax, ctx.window)
+    dk, dv, dpage_k, dpage_y, *dbeta = found
     return dk, dv, dbeta[0] if dbeta else None, dpage_k, dpage_y, *[None] * 6
 
 

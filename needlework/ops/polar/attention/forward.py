@@ -12,8 +12,9 @@ key-value head where it lies.
 import triton
 import triton.language as tl
 
+from needlework.ops.common.kernels.softmax import NONE, soften
 from needlework.ops.common.kernels.tile import load_tile, store_tile
-from needlework.ops.polar.attention.rows import NONE, gains, gains_of, read_out, soften, softplus_of_three, span
+from needlework.ops.polar.attention.rows import gains, gains_of, read_out, softplus_of_three, span
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def _over_keys(
                 seen &= behind - W < o_n
             s = tl.where(seen, s, float("-inf"))
         b_v = load_tile(x_v, i_b, j, i_kv, 0, T, HK, V, BN, BV, TMA)
-        p, m, l, q2, acc = soften(s, sc, m, l, q2, acc)
+        p, m, l, q2, acc = soften(s, sc, m, l, q2, acc, True)
         acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision="ieee", out_dtype=ACC)
     return m, l, q2, acc
 

@@ -4,12 +4,13 @@
 bits a number (float32 and float64 as they are), and three numbers a query and head.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import token_tile
@@ -20,7 +21,8 @@ from needlework.ops.polar.attention.forward import attend
 from needlework.ops.polar.custom_op import polar_checked
 from needlework.ops.polar.state import PolarState, after_pages
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
+from needlework.ops.runtime.each import each
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
@@ -56,17 +58,21 @@ class Walk(NamedTuple):
         C = self.config.launch["shared"]["C"]
         return cdiv(self.T, C) * C
 
-    def tile(self, x: Tensor, rows: int, columns: int):
+    def tile(self, x: Tensor, rows: int, columns: int) -> Tensor | TensorDescriptor:
         return token_tile(x, rows, columns) if self.config.tma else x
 
-    def launch(self, kernel, grid: tuple[int, int], *arguments, **flags) -> None:
+    def launch(self, kernel: JITFunction, grid: tuple[int, int], *arguments: object, **flags: int) -> None:
         """Of a kernel over tiles, whose last arguments are the spans, T, rows and the window."""
         stand_in = arguments[-1] if self.spans is None else self.spans
         ends = stand_in, *((1.0,) if kernel is queries else ()), self.T, self.rows, self.window or 0
         run(kernel, grid, *arguments, *ends, **self.constants(kernel, **flags))
 
-    def constants(self, kernel, **flags) -> dict[str, object]:
-        return constants(self.config, kernel, self.dtype, self.H, self.HK, self.K, self.V, self.spans, self.window, **flags)
+    def constants(self, kernel: JITFunction, **flags: int) -> Constants:
+        packed = self.spans is not None
+        return constants(self.config, kernel, self.dtype, self.H, self.HK, self.K, self.V, packed, self.window, **flags)
+
+
+Tokens = tuple[Tensor, Tensor, Tensor]  # q, k, v
 
 
 class Saved(NamedTuple):
@@ -76,20 +82,23 @@ class Saved(NamedTuple):
     stats: Tensor  # [B Hq 3 rows] lse, n_eff and the mean's step
 
 
-def constants(config: LaunchConfig, kernel, dtype, H, HK, K, V, packed, window, **flags) -> dict[str, object]:
+def constants(
+    config: LaunchConfig, kernel: JITFunction, dtype: torch.dtype, H: int, HK: int, K: int, V: int, packed: bool,
+    window: int | None, **flags: int,
+) -> Constants:  # fmt: skip
     """All that a kernel is compiled for; what it does not take is left out."""
     half = dtype.itemsize == 2
     known = dict(
         H=H, HK=HK, K=K, V=V, C=config.launch["shared"]["C"], BK=padded(K), BV=padded(V), TMA=int(config.tma),
         ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[dtype],
         MT=tl.int16 if half else TYPES[dtype], STEPS=STEPS if half else 1, SCALE=K**-0.5,
-        SCALED=int(dtype == torch.float16), PACKED=int(packed is not None), WINDOW=int(window is not None), **flags,
+        SCALED=int(dtype == torch.float16), PACKED=int(packed), WINDOW=int(window is not None), **flags,
     )  # fmt: skip
     own = config.launch[kernel.__name__]
-    return {name: x for name, x in known.items() if name in kernel.arg_names} | own
+    return {name: x for name, x in known.items() if name in kernel.arg_names} | dict(own)
 
 
-def forward(walk: Walk, tokens: Sequence[Tensor], parameters: Parameters, save: bool) -> tuple[Tensor, Tensor, Saved]:
+def forward(walk: Walk, tokens: Tokens, parameters: Parameters, save: bool) -> tuple[Tensor, Tensor, Saved]:
     """direction, magnitude and what the backward needs of q, k, v."""
     q, k, v = tokens
     B, T, H, V = walk.B, walk.T, walk.H, walk.V
@@ -110,16 +119,16 @@ def forward(walk: Walk, tokens: Sequence[Tensor], parameters: Parameters, save: 
 
 
 def backward(
-    walk: Walk, ddirection: Tensor, dmagnitude: Tensor, saved: Saved, tokens: Sequence[Tensor], parameters: Parameters
-) -> list[Tensor]:
-    """Gradients of q, k, v, alpha, beta, gamma, null_base, v_null."""
+    walk: Walk, ddirection: Tensor, dmagnitude: Tensor, saved: Saved, tokens: Tokens, parameters: Parameters
+) -> tuple[Tokens, Parameters]:
+    """Gradients of q, k, v and of the parameters."""
     q, k, v = tokens
     mean, stats = saved
     B, H, HK, V, rows, launch = walk.B, walk.H, walk.HK, walk.V, walk.rows, walk.config.launch
-    gradients = [torch.empty_like(x) for x in (*tokens, *parameters)]
+    dtokens, dparameters = each(torch.empty_like, *tokens), parameters.map(torch.empty_like)
     if not ddirection.numel():
-        return [x.zero_() for x in gradients]
-    dq, dk, dv, *dparameters = gradients
+        return each(Tensor.zero_, *dtokens), dparameters.map(Tensor.zero_)
+    dq, dk, dv = dtokens
     BK, BV = padded(walk.K), padded(V)
     number = lambda *sizes: q.new_empty(*sizes, dtype=walk.wide)
 
@@ -151,10 +160,12 @@ def backward(
         walk.tile(dk, BN, BK), walk.tile(dv, BN, BV), numbers, unit,
         unit.amax().reshape(1) if scaled else unit,
     )  # fmt: skip
-    return gradients
+    return dtokens, dparameters
 
 
-def _walk(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None):
+def _walk(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None
+) -> tuple[Walk, Alignment]:
     """The walk over tokens as the alignment lays them, and that."""
     (B, T, H, K), (HK, V) = q.shape, v.shape[2:]
     chosen = launch_config(ENGINE, q.device, q.dtype, K, V)
@@ -198,19 +209,21 @@ def polar_triton_fwd(
     """direction, magnitude (nothing for the first held [N] tokens of each sequence), and `Saved`."""
     parameters = Parameters(alpha, beta, gamma, null_base, v_null)
     direction, magnitude, saved = _call((q, k, v), parameters, cu_seqlens, held, window, save=True)
-    return direction, magnitude, *saved
+    return direction, magnitude, saved.mean, saved.stats
 
 
-def _call(tokens, parameters: Parameters, cu_seqlens, held, window, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
+def _call(
+    tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None, *, save: bool
+) -> tuple[Tensor, Tensor, Saved]:
     walk, align = _walk(*tokens, cu_seqlens, held, window)
-    tokens, parameters = [align.align(x) for x in tokens], parameters.map(Tensor.contiguous)
+    tokens, parameters = each(align.align, *tokens), parameters.map(Tensor.contiguous)
     key = ENGINE, walk.config.name, kind(*tokens), cu_seqlens is not None, window is not None, save
     precompile(tokens[0].device, key, lambda: _launches(walk, meta(*tokens), Parameters(*meta(*parameters)), save))
     direction, magnitude, saved = forward(walk, tokens, parameters, save)
     return align.restore(direction).contiguous(), align.restore(magnitude).contiguous(), saved
 
 
-def _launches(walk: Walk, tokens: list[Tensor], parameters: Parameters, save: bool) -> None:
+def _launches(walk: Walk, tokens: Tokens, parameters: Parameters, save: bool) -> None:
     direction, magnitude, saved = forward(walk, tokens, parameters, save)
     if save:
         backward(walk, direction, magnitude, saved, tokens, parameters)
@@ -242,11 +255,12 @@ def polar_triton_bwd(
     walk, align = _walk(q, k, v, cu_seqlens, held, window)
     if stats.shape[-1] != walk.rows:
         raise RuntimeError(f"{ENGINE}: the forward walked {stats.shape[-1]} rows, the config for the backward has {walk.rows}")
-    ddirection, dmagnitude, *tokens = (align.align(x) for x in (ddirection, dmagnitude, q, k, v))
+    ddirection, dmagnitude, q, k, v = each(align.align, ddirection, dmagnitude, q, k, v)
     parameters = Parameters(alpha, beta, gamma, null_base, v_null).map(Tensor.contiguous)
-    gradients = backward(walk, ddirection, dmagnitude, Saved(mean, stats), tokens, parameters)
-    dq, dk, dv = (align.restore(x).contiguous() for x in gradients[:3])
-    return dq, dk, dv, *gradients[3:]
+    dtokens, dparameters = backward(walk, ddirection, dmagnitude, Saved(mean, stats), (q, k, v), parameters)
+    dq, dk, dv = each(lambda x: align.restore(x).contiguous(), *dtokens)
+    dalpha, dbeta, dgamma, dnull_base, dv_null = dparameters
+    return dq, dk, dv, dalpha, dbeta, dgamma, dnull_base, dv_null
 
 
 @torch.library.register_fake(polar_triton_bwd)
@@ -298,7 +312,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     saved = "i16" if dtype.itemsize == 2 else own
     BK, BV = padded(K), padded(V)
     cases = []
-    for packed, window in ((None, None), (1, 1)):
+    for packed, window in ((False, None), (True, 1)):
         for kernel in (attend, prepare, queries, keys, totals):
             known = constants(config, kernel, dtype, 8, 2, K, V, packed, window, **({"SAVE": 1} if kernel is attend else {}))
             known, options = split(known)

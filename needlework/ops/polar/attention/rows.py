@@ -13,7 +13,6 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 CLAMP = tl.constexpr(1e-6)
-NONE = tl.constexpr(-1e30)  # a maximum over nothing: finite, so that hidden scores give 0 and not NaN
 
 
 @triton.jit
@@ -77,19 +76,6 @@ def shares(lse, a_null):
     """f, what the keys get, and 1 − f, the null's: a dominant a_N, rounded to float32, would be the largest error of both."""
     gap = (lse - a_null).to(lse.dtype)
     return 1.0 / (1.0 + tl.exp2(-gap)), 1.0 / (1.0 + tl.exp2(gap))
-
-
-@triton.jit
-def soften(s, sc, m, l, q2, acc):
-    """One tile of scores s more: p, and the running maximum, L, Q₂ and S of S + p v before the product."""
-    new = tl.maximum(m, tl.max(s, 1))
-    p = tl.exp2(s * sc[:, None] - (new * sc)[:, None])
-    # exactly 1 where the maximum stays. Of m sc − new sc the compiler rounds one product alone: what is left is that rounding, 1e22
-    # while no key was seen, and the same way at every tile
-    rescale = tl.exp2((m - new) * sc)
-    l = l * rescale + tl.sum(p, 1)
-    q2 = q2 * (rescale * rescale) + tl.sum(p * p, 1)
-    return p, new, l, q2, acc * rescale[:, None]
 
 
 @triton.jit

@@ -1,0 +1,135 @@
+"""One token's part of a causal depthwise convolution: its inputs of x and of a state, their sum, what follows it, and the slope of that.
+
+Lags l = 0 … 3; narrower weights have zeros. A token at position p of its document sees lags up to p in x. Without a state there is
+nothing before; with one, [W−1 C] a sequence, lag l > p is its row W − 1 + p − l.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _input(p_x, s, T, ROW: tl.constexpr, o_c, real, ACC: tl.constexpr):
+    """Row s of a sequence, zeros outside of it."""
+    return tl.load(p_x + tl.cast(s, tl.int64) * ROW + o_c, mask=real & (s >= 0) & (s < T), other=0.0).to(ACC)
+
+
+@triton.jit
+def _tap(p_w, lag: tl.constexpr, o_c, real, W: tl.constexpr, ACC: tl.constexpr):
+    """The weight [C W] of a lag."""
+    return tl.load(p_w + o_c * W + (W - 1 - lag), mask=real & (lag < W), other=0.0).to(ACC)
+
+
+@triton.jit
+def taps(p_w, o_c, real, W: tl.constexpr, ACC: tl.constexpr):
+    w0 = _tap(p_w, 0, o_c, real, W, ACC)
+    w1 = _tap(p_w, 1, o_c, real, W, ACC)
+    w2 = _tap(p_w, 2, o_c, real, W, ACC)
+    w3 = _tap(p_w, 3, o_c, real, W, ACC)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def four_rows(p_x, s, T, ROW: tl.constexpr, o_c, real, ACC: tl.constexpr):
+    """Rows s to s + 3, ROW numbers apart."""
+    x0 = _input(p_x, s, T, ROW, o_c, real, ACC)
+    x1 = _input(p_x, s + 1, T, ROW, o_c, real, ACC)
+    x2 = _input(p_x, s + 2, T, ROW, o_c, real, ACC)
+    x3 = _input(p_x, s + 3, T, ROW, o_c, real, ACC)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def position_of(p_position, s, T, PACKED: tl.constexpr):
+    if PACKED:
+        p = tl.load(p_position + s, mask=s < T, other=0).to(tl.int32)
+    else:
+        p = s
+    return p
+
+
+@triton.jit
+def slot_of(p_slots, n):
+    """The slot of sequence n, −1 for none; its own number where there are no slots."""
+    slot = tl.cast(n, tl.int64)
+    if p_slots is not None:
+        slot = tl.cast(tl.load(p_slots + n), tl.int64)
+    return slot
+
+
+@triton.jit
+def source_of(p_slots, p_fresh, n):
+    """The slot that sequence n begins with, −1 for zeros."""
+    slot = slot_of(p_slots, n)
+    if p_fresh is not None:
+        slot = tl.where(tl.load(p_fresh + n), -1, slot)
+    return slot
+
+
+@triton.jit
+def held(p_state, slot, row, ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, o_c, real):
+    """A row of a slot [W−1 C] as it lies there, zeros outside of it and of slot −1."""
+    inside = (slot >= 0) & (row >= 0) & (row < W - 1)
+    return tl.load(p_state + slot * STRIDE + row * ROW + o_c, mask=real & inside, other=0.0)
+
+
+@triton.jit
+def seen(
+    s, p, x1, x2, x3, past, T, o_c, real,
+    ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """How many inputs before token s count, at position p, and those 1, 2 and 3 before: the state's, as x would hold them, where
+    the sequence has none yet."""
+    p_state, p_document, p_slots, p_fresh = past
+    reach = p
+    if p_state is not None:
+        reach = 3
+        if p < 3:
+            n = tl.program_id(2)
+            if p_document is not None:
+                n = tl.load(p_document + s, mask=s < T, other=0).to(tl.int32)
+            slot = source_of(p_slots, p_fresh, n)
+            h1 = held(p_state, slot, W - 2 + p, ROW, W, STRIDE, o_c, real)
+            h2 = held(p_state, slot, W - 3 + p, ROW, W, STRIDE, o_c, real)
+            h3 = held(p_state, slot, W - 4 + p, ROW, W, STRIDE, o_c, real)
+            x1 = tl.where(p < 1, h1.to(KIND).to(ACC), x1)
+            x2 = tl.where(p < 2, h2.to(KIND).to(ACC), x2)
+            x3 = h3.to(KIND).to(ACC)
+    return reach, x1, x2, x3
+
+
+@triton.jit
+def span_of(p_ends, n, T):
+    """The first token of sequence n and how many it has; row n of a batch has T."""
+    lo, length = n.to(tl.int64) * T, T
+    if p_ends is not None:
+        lo = tl.load(p_ends + n).to(tl.int64)
+        length = (tl.load(p_ends + n + 1) - lo).to(tl.int32)
+    return lo, length
+
+
+@triton.jit
+def weighted(p, x0, x1, x2, x3, w0, w1, w2, w3):
+    """c at position p, of the inputs 0 to 3 tokens before."""
+    return x0 * w0 + tl.where(p >= 1, x1 * w1, 0.0) + tl.where(p >= 2, x2 * w2, 0.0) + tl.where(p >= 3, x3 * w3, 0.0)
+
+
+@triton.jit
+def fed(p, x0, x1, x2, x3, w0, w1, w2, w3, SILU: tl.constexpr, ADD: tl.constexpr):
+    """y at position p, of the inputs 0 to 3 tokens before."""
+    c = weighted(p, x0, x1, x2, x3, w0, w1, w2, w3)
+    if SILU:
+        c = c / (1.0 + tl.exp(-c))
+    if ADD:
+        c += x0
+    return c
+
+
+@triton.jit
+def slope(dy, c, SILU: tl.constexpr):
+    """dc of dy: y = silu(c) or c, the residual apart."""
+    dc = dy
+    if SILU:
+        share = 1.0 / (1.0 + tl.exp(-c))
+        dc = dy * share * (1.0 + c * (1.0 - share))
+    return dc

@@ -1,0 +1,216 @@
+"""Attention over pages as operators of Triton kernels, one for each read-out, and the write of new rows.
+
+No gradient, nothing read back, and grids that follow from shapes: each can be captured in a CUDA graph. Constants are in
+paged.launch.json.
+"""
+
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton import JITFunction
+
+from needlework.ops.paged.arguments import Pages
+from needlework.ops.paged.engine import readout
+from needlework.ops.paged.engine.attend import attend, merge
+from needlework.ops.paged.engine.write import write
+from needlework.ops.polar.arguments import Parameters
+from needlework.ops.runtime.custom_op import operator, step_operator
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
+from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2, padded
+
+ENGINE = "paged/paged"
+READS = SOFTMAX, DIFFERENTIAL, POLAR = tuple(x.value for x in (readout.SOFTMAX, readout.DIFFERENTIAL, readout.POLAR))
+ALL = 2**30  # a window that no sequence fills
+
+
+@step_operator("k_pages", "v_pages")
+def paged_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Tensor) -> None:
+    if len(k):
+        k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (k, v))
+        run(write, (len(k),), k, v, k_pages, v_pages, rows.contiguous(), **write_constants(k, v, k_pages, v_pages))
+
+
+@torch.library.register_fake(paged_write)
+def _(k, v, k_pages, v_pages, rows):
+    return None
+
+
+@operator
+def paged_softmax(
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, length: Tensor, cu_seqlens: Tensor | None, window: int | None,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    """o [T Hq V] of q [T Hq d] on pages k [n PG Hkv d], v [n PG Hkv V]."""
+    return _launch(q, Pages(k, v, block_table, length, cu_seqlens, window), SOFTMAX, scale=scale)[0]
+
+
+@operator
+def paged_difference(
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, length: Tensor, cu_seqlens: Tensor | None, window: int | None,
+    lam: Tensor, scale: float | None,
+) -> Tensor:  # fmt: skip
+    """o [T Hq V]; lam: a number or [Hq]."""
+    return _launch(q, Pages(k, v, block_table, length, cu_seqlens, window), DIFFERENTIAL, lam=lam.contiguous(), scale=scale)[0]
+
+
+@operator
+def paged_direction(
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, length: Tensor, cu_seqlens: Tensor | None, window: int | None,
+    alpha: Tensor, beta: Tensor, gamma: Tensor, null_base: Tensor, v_null: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """direction [T Hq V], magnitude [T Hq]."""
+    parameters = Parameters(alpha, beta, gamma, null_base, v_null).map(Tensor.contiguous)
+    return _launch(q, Pages(k, v, block_table, length, cu_seqlens, window), POLAR, parameters=parameters)
+
+
+@torch.library.register_fake(paged_softmax)
+def _(q, k, v, *_):
+    return q.new_empty(*q.shape[:2], v.shape[3])
+
+
+@torch.library.register_fake(paged_difference)
+def _(q, k, v, *_):
+    return q.new_empty(*q.shape[:2], v.shape[3])
+
+
+@torch.library.register_fake(paged_direction)
+def _(q, k, v, *_):
+    return q.new_empty(*q.shape[:2], v.shape[3]), q.new_empty(q.shape[:2], dtype=accumulator(q.dtype))
+
+
+class Shape(NamedTuple):
+    """Sizes that kernels are compiled for."""
+
+    H: int
+    HK: int
+    K: int
+    V: int
+    PG: int
+    SK: int  # numbers from page to page
+    SV: int
+
+    @classmethod
+    def of(cls, q: Tensor, pages: Pages) -> "Shape":
+        _, PG, HK, V = pages.v.shape
+        return cls(q.shape[1], HK, q.shape[2], V, PG, pages.k.stride(0), pages.v.stride(0))
+
+
+class Tile(NamedTuple):
+    """BT tokens of one sequence are BM rows; `own`: whose constants in the launch table."""
+
+    own: str
+    BM: int
+    BT: int
+
+    @classmethod
+    def of(cls, config: LaunchConfig, shape: Shape, read: int, T: int, N: int | None) -> "Tile":
+        """Decode's, N None, has one token. Packed tokens take its few rows too where sequences have no more on average."""
+        G = shape.H // shape.HK
+        vectors = 2 if read == DIFFERENTIAL else 1
+        few = max(vectors * next_power_of_2(G), 16)
+        tokens = few // vectors // G
+        if N is None:
+            return cls("decode", few, 1)
+        if T <= N * tokens:
+            return cls("decode", few, tokens)
+        many = max(config.launch["prefill"]["BM"], few)
+        return cls("prefill", many, many // vectors // G)
+
+
+def _launch(
+    q: Tensor,
+    pages: Pages,
+    read: int,
+    parameters: Parameters | None = None,
+    lam: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and magnitudes, which are Polar's alone."""
+    shape, T, wide = Shape.of(q, pages), len(q), accumulator(q.dtype)
+    vectors = 2 if read == DIFFERENTIAL else 1
+    o = q.new_empty(T, shape.H, shape.V)
+    magnitude = q.new_empty(T if read == POLAR else 0, shape.H, dtype=wide)
+    if not o.numel():
+        return o, magnitude
+    packed = pages.cu_seqlens is not None
+    N = len(pages.block_table)
+    config = launch_config(ENGINE, q.device, q.dtype, shape.K, shape.V)
+    tile = Tile.of(config, shape, read, T, N if packed else None)
+    tiles = T // tile.BT + N + 1 if packed else T
+    known = constants(config, attend, q.dtype, shape, tile, read, packed=packed, lam=lam, scale=scale)
+    BN, least = known["BN"], known["LEAST"]
+    NB, W = pages.block_table.shape[1], pages.window or ALL
+    room = min(NB * shape.PG, W + tile.BT + BN)  # keys that a tile may see
+    # enough programs for the machine, and no split that could never have keys
+    splits = max(1, min(config.launch["shared"]["programs"] // (tiles * shape.HK), cdiv(cdiv(room, BN), least)))
+    known["SPLIT"] = int(splits > 1)
+    parts = (T, shape.H, vectors, splits) if splits > 1 else (0,)
+    stats, S = q.new_empty(*parts, 3, dtype=wide), q.new_empty(*parts, shape.V, dtype=wide)
+    q, table, length = q.contiguous(), pages.block_table.contiguous(), pages.length.contiguous()
+    # what a read-out does not take is not looked at: any address does
+    ends = length if pages.cu_seqlens is None else pages.cu_seqlens.contiguous()
+    extra = *(parameters or (o,) * 5), o if lam is None else lam
+    found = o, magnitude if read == POLAR else o
+    run(
+        attend, (tiles * shape.HK * splits,), q, pages.k, pages.v, table, length, ends, *extra, *found, stats if splits > 1 else o,
+        S if splits > 1 else o, N, T, NB, W, splits, **known,
+    )  # fmt: skip
+    if splits > 1:
+        known = constants(config, merge, q.dtype, shape, tile, read, packed=packed, lam=lam, scale=scale)
+        known["BS"] = max(min(known["BS"] // vectors, next_power_of_2(splits)), 1)
+        run(merge, (T * shape.H,), stats, S, length, ends, *extra, *found, N, T, W, splits, **known)
+    return o, magnitude
+
+
+def constants(
+    config: LaunchConfig, kernel: JITFunction, dtype: torch.dtype, shape: Shape, tile: Tile, read: int, *, packed: bool,
+    lam: Tensor | None = None, scale: float | None = None,
+) -> Constants:  # fmt: skip
+    """All that a kernel is compiled for, but whether it is split."""
+    own = config.launch[tile.own]
+    d = shape.K // 2 if read == DIFFERENTIAL else shape.K
+    known = dict(
+        shape._asdict(), BM=tile.BM, BT=tile.BT, BK=padded(shape.K), BV=padded(shape.V), READ=read, PACKED=int(packed),
+        LAM=int(lam is not None and lam.dim() == 1), SCALE=float(scale or d**-0.5), ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype],
+        BN=own["BN"], LEAST=own["LEAST"],
+    )  # fmt: skip
+    launch = {name: x for name, x in own.items() if name != "BM"} if kernel is attend else config.launch["merge"]
+    return {name: x for name, x in known.items() if name in kernel.arg_names} | dict(launch)
+
+
+def write_constants(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> Constants:
+    NK, NV = k[0].numel(), v[0].numel()
+    return dict(
+        PG=k_pages.shape[1], NK=NK, NV=NV, TK=k.stride(0), TV=v.stride(0), SK=k_pages.stride(0), SV=v_pages.stride(0),
+        BK=next_power_of_2(NK), BV=next_power_of_2(NV), num_warps=4,
+    )  # fmt: skip
+
+
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """Of four query heads a group, by every read-out: decode and prefill, in splits on pages of 16 tokens and unsplit on those of whole
+    tiles; and the write."""
+    own, number = NAMES[dtype], "*fp64" if dtype == torch.float64 else "*fp32"
+    cases = []
+    integers = dict.fromkeys(("p_table", "p_length"), "*i32") | dict.fromkeys(("p_ends", "p_rows"), "*i64")
+    integers |= dict.fromkeys(("N", "T", "NB", "W", "splits"), "i32")
+    types = dict.fromkeys(("p_q", "p_k", "p_v", "p_o", "p_k_pages", "p_v_pages"), f"*{own}") | integers
+
+    def case(kernel, known: Constants) -> None:
+        known, options = split(known)
+        signature = {name: types.get(name, number) for name in kernel.arg_names if name not in known}
+        cases.append(Case(kernel, signature, known, options))
+
+    for read, packed, (PG, SPLIT) in product(READS, (False, True), ((16, 1), (64, 0))):
+        shape = Shape(8, 2, K, V, PG, PG * 2 * K, PG * 2 * V)
+        tile = Tile.of(config, shape, read, 4096, 1 if packed else None)
+        case(attend, constants(config, attend, dtype, shape, tile, read, packed=packed) | {"SPLIT": SPLIT})
+        if SPLIT:
+            case(merge, constants(config, merge, dtype, shape, tile, read, packed=packed))
+    k, v, k_pages, v_pages = (
+        torch.empty(*sizes, device="meta") for sizes in ((1, 2, K), (1, 2, V), (1, 16, 2, K), (1, 16, 2, V))
+    )
+    case(write, write_constants(k, v, k_pages, v_pages))
+    return cases
