@@ -1,5 +1,6 @@
 """The attention mixer: project, normalise, convolve or rotate, attend, gate, and beside it, if the config says so, a memory."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -7,14 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from needlework.fields import Count
-from needlework.layers.config import MixerConfig, Width
-from needlework.layers.conv import ConvConfig, conv_state_size
+from needlework.layers.batch import Batch
+from needlework.layers.config import Mixer, MixerConfig, Width
+from needlework.layers.conv import ConvConfig, conv_held
 from needlework.layers.distract import Distractor
 from needlework.layers.memory import Memory
 from needlework.layers.norm import published_rms, rms
 from needlework.layers.projection import OutProjection
 from needlework.layers.rope import PositionConfig
 from needlework.layers.softmax import AttendConfig
+from needlework.layers.state import Held, of, under
 from needlework.ops.common.packing import document_positions
 
 
@@ -57,7 +60,7 @@ class Attention(MixerConfig):
     memory: Memory | None = None
     published_eps: bool = False
 
-    def build(self, dim: int, layer: int = 0) -> nn.Module:
+    def build(self, dim: int, layer: int = 0) -> Mixer:
         """The module for x [B T dim]; layer: its index in the model, from 0.
 
         `module(x, state=None, cu_seqlens=None, output_final_state=False)` returns y [B T dim] and the state, or None.
@@ -80,7 +83,7 @@ class AttentionState(NamedTuple):
     memory: object
 
 
-class _Attention(nn.Module):
+class _Attention(Mixer):
     def __init__(self, config: Attention, dim: int, layer: int):
         super().__init__()
         self.config = config
@@ -113,7 +116,8 @@ class _Attention(nn.Module):
     ) -> tuple[Tensor, AttentionState | None]:
         """x [B T D] -> y [B T D] and, if asked for, the state after the last token (of every packed sequence)."""
         state = state or AttentionState(None, None, None)
-        q, gate, k, v, conv = self._project(x, state.conv, cu_seqlens)
+        q, gate, k, v = self._project(x)
+        q, k, v, conv = self._convolve(q, k, v, state.conv, cu_seqlens)
         carry = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         remembered = memory = None
         if self.memory is not None:
@@ -122,18 +126,30 @@ class _Attention(nn.Module):
             at = self._positions(x, state, cu_seqlens)
             q, k = self._turned(position, q, at), self._turned(position, k, at)
         o, residual, attend = self.attend(x, q, k, v, initial_state=state.attend, **carry)
-        if gate is not None:
-            o = o * torch.sigmoid(gate)
-        y = self.o_proj(o.to(x.dtype).flatten(-2))
-        if residual is not None:
-            y = y + residual
-        if remembered is not None:
-            y = y + remembered
+        y = self._out(x, o, gate, residual, remembered)
         return y, AttentionState(conv, attend, memory) if output_final_state else None
+
+    def serve(self, x: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        q, gate, k, v = self._project(x)
+        if self.conv is not None:
+            line, sizes = torch.cat([z.flatten(-2) for z in (q, k, v)], -1), [z.shape[-2] * self.d for z in (q, k, v)]
+            q, k, v = (z.unflatten(-1, (-1, self.d)) for z in self.conv.serve(line, sizes, tables.get("conv"), batch))
+        remembered = None if self.memory is None else self.memory.serve(x, q, k, v, of("memory", tables), batch)
+        if (position := self.config.position) is not None:
+            q, k = self._turned(position, q, batch.positions), self._turned(position, k, batch.positions)
+        o, residual = self.attend.serve(x, q, k, v, tables, batch)
+        return self._out(x, o, gate, residual, remembered)
+
+    def held(self, dtype: torch.dtype) -> Held:
+        fixed = conv_held(self.config.conv, self.channels, dtype)
+        if self.memory is not None:
+            fixed = fixed | under("memory", self.memory.held(dtype))
+        return Held(fixed, self.attend.rows(dtype), self.attend.reach)
 
     def distraction(self, x: Tensor, distractor: Distractor, cu_seqlens: Tensor | None = None) -> Tensor:
         """`distractor`'s loss on this layer's input x [B T D]: a number. Projects again, so that `forward` stays as it is."""
-        q, _, k, v, _ = self._project(x, None, cu_seqlens)
+        q, _, k, v = self._project(x)
+        q, k, v, _ = self._convolve(q, k, v, None, cu_seqlens)
         at = self._positions(x, AttentionState(None, None, None), cu_seqlens)
         if (position := self.config.position) is not None:
             q, k = self._turned(position, q, at), self._turned(position, k, at)
@@ -144,22 +160,36 @@ class _Attention(nn.Module):
                 k_r = self.norm(k_r)
         return distractor(self.attend, q, k, v, k_r, v_r, at)
 
-    def _project(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None):
-        """q, gate, k, v after norm and convolution, before positions, and the convolution's state."""
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """q, gate, k, v by heads, normed."""
         q, gate = self.q_proj(x).unflatten(-1, (self.Hq, -1)), None
         if self.config.output_gate:
             q, gate = q.chunk(2, -1)
         k, v = (p(x).unflatten(-1, (self.Hkv, -1)) for p in (self.k_proj, self.v_proj))
         if self.config.qk_norm:
             q, k = self.norm(q), self.norm(k)
+        return q, gate, k, v
+
+    def _convolve(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None):
+        """q, k, v after the convolution, before positions, and its state."""
         if self.conv is not None:
             qkv, state = self.conv(tuple(z.flatten(-2) for z in (q, k, v)), state, cu_seqlens)
             q, k, v = (z.unflatten(-1, (-1, self.d)) for z in qkv)
-        return q, gate, k, v, state
+        return q, k, v, state
+
+    def _out(self, x: Tensor, o: Tensor, gate: Tensor | None, residual: Tensor | None, remembered: Tensor | None) -> Tensor:
+        """y [.. D] of what was read, o [.. Hq d], and of what the rule and the memory add."""
+        if gate is not None:
+            o = o * torch.sigmoid(gate)
+        y = self.o_proj(o.to(x.dtype).flatten(-2))
+        for more in (residual, remembered):
+            if more is not None:
+                y = y + more
+        return y
 
     def _turned(self, position: PositionConfig, x: Tensor, at: Tensor) -> Tensor:
-        """x [B T H d] at its positions: each of a head's vectors turns by itself, or its scores would not be relative."""
-        vectors = x.unflatten(-1, (self.attend.vectors_a_head, -1)).flatten(2, 3)
+        """x [.. H d] at its positions [..]: each of a head's vectors turns by itself, or its scores would not be relative."""
+        vectors = x.unflatten(-1, (self.attend.vectors_a_head, -1)).flatten(-3, -2)
         return position(vectors, at).reshape(x.shape)
 
     def _positions(self, x: Tensor, state: AttentionState, cu_seqlens: Tensor | None) -> Tensor:
@@ -169,9 +199,3 @@ class _Attention(nn.Module):
             return at if state.attend is None else at + state.attend.length[:, None]
         document, at = document_positions(cu_seqlens, x.shape[1])
         return (at if state.attend is None else at + state.attend.length[document])[None]
-
-    def state_size(self, T: int, dtype: torch.dtype) -> int:
-        """Bytes of one sequence's state after T tokens, the model in `dtype`."""
-        conv = conv_state_size(self.config.conv, self.channels, dtype)
-        memory = 0 if self.memory is None else self.memory.state_size(dtype)
-        return conv + self.attend.state_size(T, dtype) + memory

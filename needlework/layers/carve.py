@@ -1,8 +1,10 @@
 """CARVE: the erase gate sees what memory holds."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +14,9 @@ from needlework.layers.config import Width
 from needlework.layers.gates import half_lives, inverse_softplus
 from needlework.layers.norm import wide
 from needlework.layers.projection import side_by_side
-from needlework.layers.state import fixed_size
+from needlework.layers.state import Part, fixed
 from needlework.layers.write import WriteConfig, WriteRule
-from needlework.ops.carve import chunk_carve
+from needlework.ops.carve import chunk_carve, step_carve
 from needlework.ops.carve.arguments import Prediction
 from needlework.ops.carve.state import CarveState
 from needlework.probe import probe
@@ -60,6 +62,8 @@ class Carve(WriteConfig):
 class _Carve(WriteRule[Carve]):
     """f and b_x come through a bottleneck of rank V, as in KDA; W₁ and W₂ are shared by the heads; W₂ starts at zero."""
 
+    chunk, step = staticmethod(chunk_carve), staticmethod(step_carve)
+
     def __init__(self, config: Carve, width: Width):
         super().__init__(config, width)
         D, H, K, V = width.dim, width.heads, width.key_dim, width.value_dim
@@ -90,7 +94,7 @@ class _Carve(WriteRule[Carve]):
         heads = (self.width.heads, -1)
         return {"g": None, "f": f.unflatten(-1, heads), "b": b.unflatten(-1, heads), "w": wide(w)}, others
 
-    def forward(self, q, k, v, *, g, f, b, w, q_read, **carry) -> tuple[Tensor, CarveState | None]:
+    def call(self, op, q, k, v, *, g, f, b, w, q_read, **carry):
         w1, w2 = self.feedback()
         inputs = {
             "q": q_read, "k": k, "v": v, "f": f, "b": b, "w": w,
@@ -98,13 +102,11 @@ class _Carve(WriteRule[Carve]):
         }  # fmt: skip
         for name, value in inputs.items():
             probe(f"carve.{name}", value)
-        o, state = chunk_carve(
-            **inputs,
-            content_chunk=self.config.content_chunk,
-            prediction=self.config.prediction,
-            scale=self.width.scale,
-            **carry,
-        )
+        settings = {"content_chunk": self.config.content_chunk, "prediction": self.config.prediction, "scale": self.width.scale}
+        return op(**inputs, **settings, **carry)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **gates_and_carry: Any) -> tuple[Tensor, CarveState | None]:
+        o, state = super().forward(q, k, v, **gates_and_carry)
         return probe("carve.o", o), state
 
     def feedback(self) -> tuple[Tensor, Tensor]:
@@ -114,7 +116,10 @@ class _Carve(WriteRule[Carve]):
         zeros = partial(torch.zeros, dtype=self.w.weight.dtype, device=self.w.weight.device)
         return zeros(1, self.width.value_dim), zeros(self.width.key_dim, 1)
 
-    def state_size(self, dtype: torch.dtype) -> int:
-        """S, the content mean, the running sum, and an int64 position."""
+    def held(self, dtype: torch.dtype) -> dict[str, Part]:
         H, K, V = self.width.heads, self.width.key_dim, self.width.value_dim
-        return H * (K * V + 2 * V) * fixed_size(dtype) + 8
+        shapes = {"S": (H, K, V), "m": (H, V), "total": (H, V)}
+        return {name: Part(shape, fixed(dtype)) for name, shape in shapes.items()} | {"position": Part((), torch.int64)}
+
+    def state(self, tables: Mapping[str, Tensor]) -> CarveState:
+        return CarveState(**tables)

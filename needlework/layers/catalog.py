@@ -8,13 +8,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from needlework.fields import Count, fitted
 from needlework.layers.attention import Attention
 from needlework.layers.carve import Carve
 from needlework.layers.ccq import CCQ
-from needlework.layers.config import Config, MixerConfig, nearest
+from needlework.layers.config import Config, Mixer, MixerConfig, nearest
 from needlework.layers.conv import Canon
 from needlework.layers.delta import Delta
 from needlework.layers.differential import Differential
@@ -150,7 +148,7 @@ CATALOG: dict[str, Named] = {
 }  # fmt: skip
 
 
-def build(name: str, dim: int, *, heads: int, layer: int = 0, **fields: Any) -> nn.Module:
+def build(name: str, dim: int, *, heads: int, layer: int = 0, **fields: Any) -> Mixer:
     """The mixer of CATALOG called `name`, as a module: `y, state = mixer(x)` with x and y [B T dim].
 
     >>> import torch

@@ -1,18 +1,21 @@
 """CCQ, a read rule: the query is cleaned by the covariance of the stored keys, q̃ = (I − λΣ) q; the write is untouched."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from needlework.fields import Inside
+from needlework.layers.batch import Batch
 from needlework.layers.config import Config, Width
 from needlework.layers.norm import wide
-from needlework.layers.state import fixed_size
+from needlework.layers.state import Part, fixed
 from needlework.layers.write import WriteConfig
-from needlework.ops.ccq import chunk_ccq
-from needlework.ops.ccq.state import CcqOutput
+from needlework.ops.ccq import chunk_ccq, step_ccq
+from needlework.ops.ccq.state import CcqOutput, CurvatureState
 from needlework.probe import probe
 
 
@@ -31,9 +34,15 @@ class ReadRule(nn.Module):
         """Of the layer's input."""
         return ()
 
-    def state_size(self, dtype: torch.dtype) -> int:
-        """Bytes of one sequence's state."""
-        return 0
+    def held(self, dtype: torch.dtype) -> dict[str, Part]:
+        """The tensors of one sequence's state, the model in `dtype`."""
+        return {}
+
+    def serve(
+        self, *logits: Tensor, q: Tensor, k: Tensor, g: Tensor | None, tables: Mapping[str, Tensor], batch: Batch
+    ) -> Tensor:
+        """q̃ [T HV K] of tokens [T …]; the tables of `held` advance in place."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +63,11 @@ class Plain(ReadConfig):
 class _Plain(ReadRule):
     def forward(self, q, k, *, g, **carry) -> tuple[Tensor, None]:
         return q, None
+
+    def serve(
+        self, *logits: Tensor, q: Tensor, k: Tensor, g: Tensor | None, tables: Mapping[str, Tensor], batch: Batch
+    ) -> Tensor:
+        return q
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +122,25 @@ class _CCQ(ReadRule):
 
     def forward(self, logit, q, k, *, g, **carry) -> CcqOutput:
         """logit [B T HV], q and unit k [B T H K], g [B T HV], [B T HV K] or None -> q̃ [B T HV K] and the statistic."""
-        eta = torch.sigmoid(wide(logit) + self.bias)
-        if not self.config.aligned:
-            g = None
-        elif g is not None:
-            g = g.mean(-1) if g.dim() == 4 else g
-            g = g.unflatten(-1, (self.width.heads, -1)).mean(-1)  # statistics are per key head
-        return chunk_ccq(q, probe("ccq.k", k), eta, g, **carry)
+        return chunk_ccq(q, probe("ccq.k", k), *self._strengths(logit, q, g), **carry)
 
-    def state_size(self, dtype: torch.dtype) -> int:
-        K = self.width.key_dim
-        return self.width.heads * (K * K + K + 1) * fixed_size(dtype)
+    def serve(
+        self, *logits: Tensor, q: Tensor, k: Tensor, g: Tensor | None, tables: Mapping[str, Tensor], batch: Batch
+    ) -> Tensor:
+        (logit,) = logits
+        eta, g = self._strengths(logit, q, g)
+        state = CurvatureState(**tables)
+        chunk = lambda **tokens: chunk_ccq(**tokens, state=state).q
+        return batch.on_slots(partial(step_ccq, state=state), chunk, q=q, k=k, eta=eta, g=g)
+
+    def _strengths(self, logit: Tensor, q: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """λ [.. HV] of the logit and, where the statistic forgets, its log decay a key head [.. H]."""
+        eta = torch.sigmoid(wide(logit) + self.bias)
+        if g is None or not self.config.aligned:
+            return eta, None
+        g = g.mean(-1) if g.dim() == q.dim() else g
+        return eta, g.unflatten(-1, (self.width.heads, -1)).mean(-1)
+
+    def held(self, dtype: torch.dtype) -> dict[str, Part]:
+        H, K = self.width.heads, self.width.key_dim
+        return {name: Part(shape, fixed(dtype)) for name, shape in {"C": (H, K, K), "mean": (H, K), "n": (H,)}.items()}

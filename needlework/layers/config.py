@@ -2,11 +2,15 @@
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from needlework.fields import fit
+from needlework.layers.batch import Batch
+from needlework.layers.state import Held
 
 
 class Width(NamedTuple):
@@ -50,10 +54,29 @@ class Config:
         }
 
 
+class Mixer(nn.Module):
+    """Base of the mixers: `forward` in training and for `generate`, `serve` where an engine owns the states."""
+
+    def held(self, dtype: torch.dtype) -> Held:
+        """What the layer holds of a sequence, the model in `dtype`."""
+        raise NotImplementedError
+
+    def serve(self, x: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """y [T D] of the new tokens x [T D] of many sequences, without gradients; their states advance in place.
+
+        tables: by the names of `held`: [slots …] of what is fixed, [pages PG …] of rows. A slot and a page are contiguous.
+        """
+        raise NotImplementedError
+
+    def state_size(self, T: int, dtype: torch.dtype) -> int:
+        """Bytes of one sequence's state after T tokens, the model in `dtype`."""
+        return self.held(dtype).nbytes(T)
+
+
 class MixerConfig(Config):
     """Base of the mixers' configs."""
 
-    def build(self, dim: int, layer: int = 0) -> nn.Module:
+    def build(self, dim: int, layer: int = 0) -> Mixer:
         """The mixer of layer `layer`, from 0: `forward(x [B T dim], state, cu_seqlens, output_final_state) -> (y, state)`."""
         raise NotImplementedError
 

@@ -1,21 +1,25 @@
 """Causal depthwise convolutions: short convolution, canon, and LFM2's gated convolution as a mixer of its own.
 
 y_t = Σ_j w_j ⊙ x_{t-j},  j < width          the last width − 1 inputs are the state; a document starts with zeros
+
+To serve, states lie in a table of slots [S width-1 C], which changes in place and has no gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.fields import AtLeastTwo, Count
-from needlework.layers.config import Config, MixerConfig
+from needlework.layers.batch import Batch
+from needlework.layers.config import Config, Mixer, MixerConfig
 from needlework.layers.projection import OutProjection, ZeroProjection, product
-from needlework.layers.state import size
-from needlework.ops.common.conv import After, causal_conv
+from needlework.layers.state import Held, Part
+from needlework.ops.common.conv import After, causal_conv, causal_conv_slots, step_conv
 
 
 class CausalConv(nn.Module):
@@ -56,6 +60,12 @@ class CausalConv(nn.Module):
     ) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
         """The same of maps of x [B T D] to `sizes` channels, made by one product: the convolution's gradient is that product's."""
         return causal_conv(product(x, *maps), self.weight[:, 0], state, cu_seqlens, parts=sizes, after=self.after)
+
+    def serve(self, x: Tensor, sizes: Sequence[int], table: Tensor | None, batch: Batch) -> tuple[Tensor, ...]:
+        """Tokens x [T C] of all channels in parts of `sizes`; the table advances in place."""
+        assert table is not None
+        settings: dict[str, Any] = {"weight": self.weight[:, 0], "state": table, "parts": sizes, "after": self.after}
+        return batch.on_slots(partial(step_conv, **settings), partial(causal_conv_slots, **settings), x=x)
 
 
 class ConvConfig(Config):
@@ -153,10 +163,13 @@ class _Silu(nn.Module):
     ) -> tuple[tuple[Tensor, ...], None]:
         return self([m(x) for m in maps])
 
+    def serve(self, x: Tensor, sizes: Sequence[int], table: Tensor | None, batch: Batch) -> tuple[Tensor, ...]:
+        return F.silu(x).split(sizes, -1)
 
-def conv_state_size(conv: "ConvConfig | GatedConv | None", channels: int, dtype: torch.dtype) -> int:
-    """Bytes of one sequence's convolution state."""
-    return 0 if conv is None else (conv.width - 1) * channels * size(dtype)
+
+def conv_held(conv: "ConvConfig | GatedConv | None", channels: int, dtype: torch.dtype) -> dict[str, Part]:
+    """The last inputs of one sequence, by name, of a layer that convolves."""
+    return {} if conv is None or conv.width == 1 else {"conv": Part((conv.width - 1, channels), dtype)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +196,7 @@ class GatedConv(MixerConfig):
     bias: bool = True
     published_init: bool = False
 
-    def build(self, dim: int, layer: int = 0) -> nn.Module:
+    def build(self, dim: int, layer: int = 0) -> Mixer:
         """The module for h [B T dim]; layer makes no difference.
 
         `module(h, state=None, cu_seqlens=None, output_final_state=False)` returns y [B T dim] and the state, or None.
@@ -191,7 +204,7 @@ class GatedConv(MixerConfig):
         return _GatedConv(self, dim)
 
 
-class _GatedConv(nn.Module):
+class _GatedConv(Mixer):
     def __init__(self, config: GatedConv, dim: int):
         super().__init__()
         self.config, self.channels = config, config.channels or dim
@@ -210,5 +223,10 @@ class _GatedConv(nn.Module):
         (y,), state = self.conv((b * x,), state, cu_seqlens)
         return self.out_proj(c * y), state if output_final_state else None
 
-    def state_size(self, T: int, dtype: torch.dtype) -> int:
-        return conv_state_size(self.config, self.channels, dtype)
+    def serve(self, x: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        b, c, x = self.in_proj(x).chunk(3, -1)
+        (y,) = self.conv.serve(b * x, (self.channels,), tables["conv"], batch)
+        return self.out_proj(c * y)
+
+    def held(self, dtype: torch.dtype) -> Held:
+        return Held(conv_held(self.config, self.channels, dtype), {})

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig
 from needlework.layers.write import Strength, WriteConfig, WriteRule, gates_of
-from needlework.ops.delta import DeltaOutput, chunk_delta
+from needlework.ops.delta import chunk_delta, step_delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class Delta(WriteConfig):
 
 
 class _Delta(WriteRule[Delta]):
+    chunk, step = staticmethod(chunk_delta), staticmethod(step_delta)
+
     def __init__(self, config: Delta, width: Width):
         super().__init__(config, width)
         self.beta = Strength(width)
@@ -40,5 +42,5 @@ class _Delta(WriteRule[Delta]):
     def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         return gates_of(x, *beside, g=self.gate, beta=self.beta)
 
-    def forward(self, q, k, v, *, g, beta, q_read, **carry) -> DeltaOutput:
-        return chunk_delta(q, k, v, g, beta, q_read=q_read, scale=self.width.scale, **carry)
+    def call(self, op, q, k, v, *, g, beta, q_read, **carry):
+        return op(q, k, v, g, beta, q_read=q_read, scale=self.width.scale, **carry)

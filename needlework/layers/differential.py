@@ -7,15 +7,17 @@ whole; λ = e^{λ_q1·λ_k1} − e^{λ_q2·λ_k2} + λ_init; each head's output 
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from needlework.fields import Count, Share
 from needlework.layers.config import Width
 from needlework.layers.norm import RMSNorm, wide
 from needlework.layers.softmax import AttendConfig, AttendRule, softmax_attention
 from needlework.layers.state import KVState
+from needlework.ops.paged import paged_differential
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +65,7 @@ class _Differential(AttendRule[Differential]):
         self.start.fill_(0.8 - 0.6 * math.exp(-0.3 * self.width.layer) if start is None else start)
 
     def forward(self, x, q, k, v, **carry):
-        q1, k1, q2, k2 = wide(self.vectors)
-        lam = (q1 @ k1).exp() - (q2 @ k2).exp() + wide(self.start)
+        lam = self._lam()
         # the two halves as heads of half the size: query heads [h₁ h₂] against key heads [h₁ h₂], the values twice
         halves = lambda x: torch.cat(x.chunk(2, -1), 2)  # [B T 2H d/2]
         o, pages = softmax_attention(
@@ -72,7 +73,18 @@ class _Differential(AttendRule[Differential]):
             window=self.config.window, ring=self.config.window, **carry | {"initial_state": _spread(carry["initial_state"])},
         )  # fmt: skip
         first, second = o.chunk(2, 2)
-        return (1 - wide(self.start)).to(o.dtype) * self.norm(first - lam.to(o.dtype) * second), None, _gather(pages)
+        return self._normed(first - lam.to(o.dtype) * second), None, _gather(pages)
+
+    def serve(self, x, q, k, v, tables, batch):
+        attend = partial(paged_differential, **self.write_rows(k, v, tables, batch), lam=self._lam(), window=self.config.window)
+        return self._normed(batch.on_pages(attend, self.reach, q=q)), None
+
+    def _lam(self) -> Tensor:
+        q1, k1, q2, k2 = wide(self.vectors)
+        return (q1 @ k1).exp() - (q2 @ k2).exp() + wide(self.start)
+
+    def _normed(self, difference: Tensor) -> Tensor:
+        return (1 - wide(self.start)).to(difference.dtype) * self.norm(difference)
 
 
 def _spread(state: KVState | None) -> KVState | None:

@@ -227,4 +227,4 @@ class _FixedGate(nn.Module):
         self.heads = width.value_heads
 
     def forward(self, x: Tensor) -> Tensor:
-        return retention(self.heads, x).expand(*x.shape[:2], self.heads)
+        return retention(self.heads, x).expand(*x.shape[:-1], self.heads)

@@ -9,7 +9,7 @@ from needlework.layers.config import Width
 from needlework.layers.gates import ChannelGate, GateConfig
 from needlework.layers.norm import wide
 from needlework.layers.write import WriteConfig, WriteRule
-from needlework.ops.delta import DeltaOutput, chunk_delta
+from needlework.ops.delta import chunk_delta, step_delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,8 @@ class Gdn2(WriteConfig):
 
 
 class _Gdn2(WriteRule[Gdn2]):
+    chunk, step = staticmethod(chunk_delta), staticmethod(step_delta)
+
     def __init__(self, config: Gdn2, width: Width):
         super().__init__(config, width)
         self.erase = nn.Linear(width.dim, width.value_heads * width.key_dim, bias=width.bias)
@@ -44,5 +46,5 @@ class _Gdn2(WriteRule[Gdn2]):
         by_channel = lambda project: torch.sigmoid(wide(project(x))).unflatten(-1, (self.width.value_heads, -1))
         return found | {"erase": by_channel(self.erase), "write": by_channel(self.write)}, others
 
-    def forward(self, q, k, v, *, g, erase, write, q_read, **carry) -> DeltaOutput:
-        return chunk_delta(q, k, v, g, erase=erase, write=write, q_read=q_read, scale=self.width.scale, **carry)
+    def call(self, op, q, k, v, *, g, erase, write, q_read, **carry):
+        return op(q, k, v, g, erase=erase, write=write, q_read=q_read, scale=self.width.scale, **carry)

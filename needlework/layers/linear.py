@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig
 from needlework.layers.write import WriteConfig, WriteRule
-from needlework.ops.delta import DeltaOutput, chunk_delta
+from needlework.ops.delta import chunk_delta, step_delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,5 +32,7 @@ class Linear(WriteConfig):
 
 
 class _Linear(WriteRule[Linear]):
-    def forward(self, q, k, v, *, g, q_read, **carry) -> DeltaOutput:
-        return chunk_delta(q, k, v, g, q_read=q_read, scale=self.width.scale, **carry)
+    chunk, step = staticmethod(chunk_delta), staticmethod(step_delta)
+
+    def call(self, op, q, k, v, *, g, q_read, **carry):
+        return op(q, k, v, g, q_read=q_read, scale=self.width.scale, **carry)

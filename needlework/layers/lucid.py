@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +11,10 @@ from needlework.fields import Count, Positive
 from needlework.layers.config import Width
 from needlework.layers.norm import wide
 from needlework.layers.softmax import AttendConfig, AttendRule, softmax_attention
-from needlework.layers.state import KVState, size
-from needlework.ops.lucid import chunk_lucid
+from needlework.layers.state import KVState, Part
+from needlework.ops.lucid import chunk_lucid, solve_pages
 from needlework.ops.lucid.arguments import Precondition, Solve
+from needlework.ops.paged import paged_attention
 from needlework.probe import probe
 
 
@@ -54,23 +56,39 @@ class _Lucid(AttendRule[Lucid]):
 
     def forward(self, x, q, k, v, **carry):
         c = self.config
-        if c.precondition == "qk":
-            q, k = _unit(q), _unit(k)
-        beta = self.beta(x) if c.precondition == "beta" else None
+        q, k, beta = self._scored(x, q, k)
         y, pages = chunk_lucid(
             probe("lucid.k", k), v, beta, precondition=c.precondition, window=c.window, solve=c.solve,
             **carry,
         )  # fmt: skip
         past = carry["initial_state"]
         carry |= {"initial_state": past and KVState(*past), "output_final_state": False}  # the solve has made the pages
-        ring = c.window if c.solve == "window" else None
-        o, _ = softmax_attention(q, k, y, window=c.window, ring=ring, scale=c.scale, **carry)
+        o, _ = softmax_attention(q, k, y, window=c.window, ring=self.reach, scale=c.scale, **carry)
         return o, None, pages
 
-    def state_size(self, T: int, dtype: torch.dtype) -> int:
-        """Keys and *solved* values of min(T, window) tokens (of all T where the solve is global), and the length."""
-        rows = T if self.config.window is None or self.config.solve == "global" else min(T, self.config.window)
-        return self.width.heads * (self.width.key_dim + self.width.value_dim) * rows * size(dtype) + 8
+    def serve(self, x, q, k, v, tables, batch):
+        c, pages = self.config, {"k_pages": tables["k"], "y_pages": tables["y"]}
+        q, k, beta = self._scored(x, q, k)
+        solve = partial(solve_pages, **pages, window=c.window, solve=c.solve, precondition=c.precondition)
+        batch.on_pages(solve, self.reach, k=k, v=v, beta=beta, rows=batch.pages[self.reach].rows)
+        attend = partial(paged_attention, k_pages=tables["k"], v_pages=tables["y"], window=c.window, scale=c.scale)
+        return batch.on_pages(attend, self.reach, q=q), None
+
+    def _scored(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """q and k as they score, and β."""
+        if self.config.precondition == "qk":
+            q, k = _unit(q), _unit(k)
+        return q, k, self.beta(x) if self.config.precondition == "beta" else None
+
+    @property
+    def reach(self) -> int | None:
+        """A global solve reads every row."""
+        return self.config.window if self.config.solve == "window" else None
+
+    def rows(self, dtype: torch.dtype) -> dict[str, Part]:
+        """Keys and *solved* values."""
+        k, y = super().rows(dtype).values()
+        return {"k": k, "y": y}
 
 
 def _unit(x: Tensor) -> Tensor:

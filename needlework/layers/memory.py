@@ -1,17 +1,20 @@
 """ATMA's memory: a write rule beside attention, on the same queries, keys and values, added to the layer's output."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from needlework.layers.batch import Batch
 from needlework.layers.ccq import Plain, ReadConfig
 from needlework.layers.config import Config, Width
 from needlework.layers.delta import Delta
 from needlework.layers.gates import RetentionGate
 from needlework.layers.norm import l2, published_rms, rms
 from needlework.layers.projection import ZeroProjection
+from needlework.layers.state import Part, of, under
 from needlework.layers.write import WriteConfig
 
 
@@ -65,13 +68,27 @@ class _Memory(nn.Module):
 
     def forward(self, x, q, k, v, state: MemoryState | None, **carry) -> tuple[Tensor, MemoryState]:
         state = state or MemoryState(None, None)
-        k, v = k.repeat_interleave(self.repeats, 2), v.repeat_interleave(self.repeats, 2)
-        q, k = l2(q), l2(k)
+        q, k, v = self._heads(q, k, v)
         gates, logits = self.write.gates(x, *self.read.maps)
         q_read, read = self.read(*logits, q, k, g=gates["g"], initial_state=state.read, **carry)
         r, write = self.write(q, k, v, q_read=q_read, initial_state=state.write, **gates, **carry)
-        r = self.norm(r).flatten(-2).to(x.dtype) * torch.sigmoid(self.g_proj(x))
-        return self.mem_proj(r), MemoryState(write, read)
+        return self._out(x, r), MemoryState(write, read)
 
-    def state_size(self, dtype: torch.dtype) -> int:
-        return self.write.state_size(dtype) + self.read.state_size(dtype)
+    def serve(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """What the memory adds, [T D], of tokens [T …]; the tables of `held` advance in place."""
+        q, k, v = self._heads(q, k, v)
+        gates, logits = self.write.gates(x, *self.read.maps)
+        q_read = self.read.serve(*logits, q=q, k=k, g=gates["g"], tables=of("read", tables), batch=batch)
+        return self._out(x, self.write.serve(q, k, v, of("write", tables), batch, q_read=q_read, **gates))
+
+    def held(self, dtype: torch.dtype) -> dict[str, Part]:
+        """The tensors of one sequence's state, the model in `dtype`."""
+        return under("write", self.write.held(dtype)) | under("read", self.read.held(dtype))
+
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Unit q and k, k and v with a head for each of q's."""
+        return l2(q), l2(k.repeat_interleave(self.repeats, -2)), v.repeat_interleave(self.repeats, -2)
+
+    def _out(self, x: Tensor, r: Tensor) -> Tensor:
+        r = self.norm(r).flatten(-2).to(x.dtype) * torch.sigmoid(self.g_proj(x))
+        return self.mem_proj(r)

@@ -1,6 +1,7 @@
 """Polar, an attend rule with two outputs: a direction, and a bounded count of the keys that were attended to."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from needlework.fields import Count
 from needlework.layers.config import Width
 from needlework.layers.projection import OutProjection
 from needlework.layers.softmax import AttendConfig, AttendRule
+from needlework.ops.paged import paged_polar
 from needlework.ops.polar import chunk_polar
 from needlework.probe import probe
 
@@ -61,3 +63,9 @@ class _Polar(AttendRule[Polar]):
             window=self.config.window, **carry,
         )  # fmt: skip
         return direction, self.mag_proj(magnitude.to(x.dtype)), state
+
+    def serve(self, x, q, k, v, tables, batch):
+        parameters = {name: getattr(self, name) for name in ("alpha", "beta", "gamma", "null_base", "v_null")}
+        attend = partial(paged_polar, **self.write_rows(k, v, tables, batch), **parameters, window=self.config.window)
+        direction, magnitude = batch.on_pages(attend, self.reach, q=q)
+        return direction, self.mag_proj(magnitude.to(x.dtype))

@@ -9,7 +9,7 @@ from needlework.fields import NonNegative
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig, ScalarGate
 from needlework.layers.write import Strength, WriteConfig, WriteRule, gates_of
-from needlework.ops.qdelta import QDeltaOutput, chunk_qdelta
+from needlework.ops.qdelta import chunk_qdelta, step_qdelta
 from needlework.ops.qdelta.arguments import Coupling
 from needlework.probe import probe
 
@@ -54,6 +54,8 @@ class QDelta(WriteConfig):
 
 
 class _QDelta(WriteRule[QDelta]):
+    chunk, step = staticmethod(chunk_qdelta), staticmethod(step_qdelta)
+
     def __init__(self, config: QDelta, width: Width):
         super().__init__(config, width)
         most = config.most
@@ -66,10 +68,10 @@ class _QDelta(WriteRule[QDelta]):
             found["lam"] = torch.full_like(beta, self.config.lam)
         return found, others
 
-    def forward(self, q, k, v, *, g, beta, lam, q_read, **carry) -> QDeltaOutput:
+    def call(self, op, q, k, v, *, g, beta, lam, q_read, **carry):
         for name, value in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "lam": lam}.items():
             probe(f"qdelta.{name}", value)
-        return chunk_qdelta(
+        return op(
             q, k, v, g, beta, lam, coupling=self.config.coupling, q_read=q_read,
             scale=self.width.scale, **carry,
         )  # fmt: skip

@@ -1,5 +1,6 @@
 """The recurrent mixer: project, convolve, gate, write, read. The rules come as configs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -8,11 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.fields import Count
+from needlework.layers.batch import Batch
 from needlework.layers.ccq import Plain, ReadConfig
-from needlework.layers.config import MixerConfig, Width
-from needlework.layers.conv import ConvConfig, ShortConv, conv_state_size
+from needlework.layers.config import Mixer, MixerConfig, Width
+from needlework.layers.conv import ConvConfig, ShortConv, conv_held
 from needlework.layers.norm import RMSNorm, l2
-from needlework.layers.projection import OutProjection
+from needlework.layers.projection import OutProjection, product
+from needlework.layers.state import Held, of, under
 from needlework.layers.write import WriteConfig
 from needlework.probe import probe
 
@@ -49,7 +52,7 @@ class Recurrent(MixerConfig):
     conv: ConvConfig | None = field(default_factory=ShortConv)
     output_gate: bool = True
 
-    def build(self, dim: int, layer: int = 0) -> nn.Module:
+    def build(self, dim: int, layer: int = 0) -> Mixer:
         """The module for x [B T dim]; layer: its index in the model, from 0.
 
         `module(x, state=None, cu_seqlens=None, output_final_state=False)` returns y [B T dim] and the state, or None.
@@ -65,7 +68,7 @@ class RecurrentState(NamedTuple):
     read: object
 
 
-class _Recurrent(nn.Module):
+class _Recurrent(Mixer):
     def __init__(self, config: Recurrent, dim: int, layer: int):
         super().__init__()
         self.config = config
@@ -100,20 +103,38 @@ class _Recurrent(nn.Module):
             q, k, v = (m(x) for m in maps)
         else:
             (q, k, v), conv = self.conv.of_maps(x, maps, self.sizes, state.conv, cu_seqlens)
-        q, k, v = q.unflatten(-1, self.q_shape), k.unflatten(-1, self.k_shape), v.unflatten(-1, self.v_shape)
-        if self.config.write.unit_keys:
-            q, k = l2(q), l2(k)
+        q, k, v, unit = self._heads(q, k, v)
         gates, logits = self.write.gates(x, *self.read.maps)
-        unit = k if self.config.write.unit_keys else l2(k)
         carry = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         q_read, read = self.read(*logits, q, unit, g=gates["g"], initial_state=state.read, **carry)
         o, write = self.write(q, k, v, q_read=q_read, initial_state=state.write, **gates, **carry)
+        return self._out(x, o), RecurrentState(conv, write, read) if output_final_state else None
+
+    def serve(self, x: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        maps = (self.q_proj, self.k_proj, self.v_proj)
+        if self.conv is None:
+            q, k, v = (m(x) for m in maps)
+        else:
+            q, k, v = self.conv.serve(product(x, *maps), self.sizes, tables.get("conv"), batch)
+        q, k, v, unit = self._heads(q, k, v)
+        gates, logits = self.write.gates(x, *self.read.maps)
+        q_read = self.read.serve(*logits, q=q, k=unit, g=gates["g"], tables=of("read", tables), batch=batch)
+        return self._out(x, self.write.serve(q, k, v, of("write", tables), batch, q_read=q_read, **gates))
+
+    def held(self, dtype: torch.dtype) -> Held:
+        conv = conv_held(self.config.conv, sum(self.sizes), dtype)
+        return Held(conv | under("write", self.write.held(dtype)) | under("read", self.read.held(dtype)), {})
+
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v by heads, q and k of unit norm where the write rule asks for it; and unit keys, for the read rule."""
+        q, k, v = q.unflatten(-1, self.q_shape), k.unflatten(-1, self.k_shape), v.unflatten(-1, self.v_shape)
+        if self.config.write.unit_keys:
+            q, k = l2(q), l2(k)
+        return q, k, v, k if self.config.write.unit_keys else l2(k)
+
+    def _out(self, x: Tensor, o: Tensor) -> Tensor:
+        """y [.. D] of the layer's input and of what was read, o [.. HV V]."""
         o = self.norm(probe("recurrent.o", o)).flatten(-2)
         if self.g_proj is not None:
             o = o * F.silu(self.g_proj(x))
-        return self.o_proj(o.to(x.dtype)), RecurrentState(conv, write, read) if output_final_state else None
-
-    def state_size(self, T: int, dtype: torch.dtype) -> int:
-        """Bytes of one sequence's state after T tokens, the model in `dtype`: the same for every T."""
-        conv = conv_state_size(self.config.conv, sum(self.sizes), dtype)
-        return conv + self.write.state_size(dtype) + self.read.state_size(dtype)
+        return self.o_proj(o.to(x.dtype))

@@ -4,7 +4,9 @@ On a GPU windows and packed documents take memory O(T) (`ops/common/attention.py
 and so are tokens after pages everywhere.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -12,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.fields import Count, Positive
+from needlework.layers.batch import Batch
 from needlework.layers.config import Config, Width
-from needlework.layers.state import KVState, size
+from needlework.layers.state import KVState, Part
 from needlework.ops.common.attention import causal, streamed, streams
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
 from needlework.ops.common.pages import append, positions
+from needlework.ops.paged import paged_attention, write_pages
 
 
 def softmax_attention(
@@ -69,10 +73,11 @@ def _attend(
         k, v = torch.cat([past.k.to(k.dtype), k], 1), torch.cat([past.v.to(v.dtype), v], 1)
     elif window is not None and window < T:
         mask = _visible(at, at, window)
-    heads, settings = (x.transpose(1, 2) for x in (q, k, v)), {"scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
+    several = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is None:
-        return causal(*heads, **settings).transpose(1, 2)
-    return F.scaled_dot_product_attention(*heads, attn_mask=mask, **settings).transpose(1, 2)
+        return causal(q, k, v, scale=scale, enable_gqa=several).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=several).transpose(1, 2)
 
 
 def _visible(i: Tensor, j: Tensor, window: int | None) -> Tensor:
@@ -110,10 +115,26 @@ class AttendRule(nn.Module, Generic[Rule]):
         super().__init__()
         self.config, self.width = config, width
 
-    def state_size(self, T: int, dtype: torch.dtype) -> int:
-        """Bytes of one sequence's pages: keys and values of min(T, window) tokens, and the length."""
-        rows = T if self.config.window is None else min(T, self.config.window)
-        return self.width.heads * (self.width.key_dim + self.width.value_dim) * rows * size(dtype) + 8
+    @property
+    def reach(self) -> int | None:
+        """How many of the newest rows are read again; None: all."""
+        return self.config.window
+
+    def rows(self, dtype: torch.dtype) -> dict[str, Part]:
+        """One token's row in the pages, the model in `dtype`."""
+        H, K, V = self.width.heads, self.width.key_dim, self.width.value_dim
+        return {"k": Part((H, K), dtype), "v": Part((H, V), dtype)}
+
+    def serve(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tables: Mapping[str, Tensor], batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """o [T Hq V] and what the rule adds, of tokens [T …]; their rows are written to the pages first."""
+        raise NotImplementedError
+
+    def write_rows(self, k: Tensor, v: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """The pages, with the rows of new tokens."""
+        write_pages(k, v, tables["k"], tables["v"], batch.pages[self.reach].rows)
+        return {"k_pages": tables["k"], "v_pages": tables["v"]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,3 +166,8 @@ class _Softmax(AttendRule[Softmax]):
             q, k, v, window=self.config.window, ring=self.config.window, scale=self.config.scale, **carry
         )
         return o, None, state
+
+    def serve(self, x, q, k, v, tables, batch):
+        pages = self.write_rows(k, v, tables, batch)
+        attend = partial(paged_attention, **pages, window=self.config.window, scale=self.config.scale)
+        return batch.on_pages(attend, self.reach, q=q), None

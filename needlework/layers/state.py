@@ -1,6 +1,10 @@
-"""States of layers: NamedTuples of tensors whose first axis is the sequence. Fixed ones keep their size, growing ones are pages."""
+"""States of layers: NamedTuples of tensors whose first axis is the sequence. Fixed ones keep their size, growing ones are pages.
 
-from collections.abc import Callable
+`Held` says what a layer holds of a sequence, for whoever keeps the memory.
+"""
+
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +17,45 @@ class KVState(NamedTuple):
     k: Tensor
     v: Tensor
     length: Tensor
+
+
+class Part(NamedTuple):
+    """A tensor of one sequence's state, or of one token's row in it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * size(self.dtype)
+
+
+class Held(NamedTuple):
+    """What a layer holds of a sequence.
+
+    fixed: tensors by name, the same for any length. rows: what it adds a token, by name. window: of the rows only so many, the
+    newest, are read again; None: all.
+    """
+
+    fixed: Mapping[str, Part]
+    rows: Mapping[str, Part]
+    window: int | None = None
+
+    def nbytes(self, T: int) -> int:
+        """Bytes after T tokens, the count of the rows included."""
+        kept = T if self.window is None else min(T, self.window)
+        grown = kept * sum(part.nbytes for part in self.rows.values()) + 8 if self.rows else 0
+        return grown + sum(part.nbytes for part in self.fixed.values())
+
+
+def under(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a component, under its name in the layer that has it: "S" of "write" is "write.S"."""
+    return {f"{name}.{part}": x for part, x in parts.items()}
+
+
+def of(name: str, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tables of a component, by its own names: what `under` named."""
+    return {full.removeprefix(f"{name}."): x for full, x in tables.items() if full.startswith(f"{name}.")}
 
 
 def map_state(state: object, f: Callable[[Tensor], object]) -> Any:
@@ -44,6 +87,6 @@ def size(dtype: torch.dtype) -> int:
     return torch.empty((), dtype=dtype, device="meta").element_size()
 
 
-def fixed_size(dtype: torch.dtype) -> int:
-    """Bytes of one number in a fixed state: float32, or float64 where the model is float64."""
-    return 8 if dtype == torch.float64 else 4
+def fixed(dtype: torch.dtype) -> torch.dtype:
+    """Of a fixed state: float32, or float64 where the model is float64."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,16 +1,18 @@
-"""A write rule: gates of its input, a fixed state [N HV K V], a forward from q, k, v and the gates to o and the state."""
+"""A write rule: gates of its input, a fixed state [N HV K V], an op from q, k, v and the gates to o and the state."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from needlework.layers.batch import Batch
 from needlework.layers.config import Config, Width
 from needlework.layers.gates import GateConfig
 from needlework.layers.norm import wide
 from needlework.layers.projection import side_by_side
-from needlework.layers.state import fixed_size
+from needlework.layers.state import Part, fixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +41,31 @@ Rule = TypeVar("Rule", bound=WriteConfig, covariant=True)
 class WriteRule(nn.Module, Generic[Rule]):
     """Base of the rules: `forward(q, k, v, q_read=, **gates, **carry) -> (o [B T HV V], state)`.
 
-    q, k, v are projected, convolved and (if the config says `unit_keys`) normalised; q_read is what reads the state, q unless a
+    A rule names its ops, `chunk` and `step`, and says in `call` how either is called. q, k, v are projected, convolved and (if the config says `unit_keys`) normalised; q_read is what reads the state, q unless a
     read rule cleaned it; the gates are those of the layer's input x [B T D], write strengths among them. `carry` is what every op
-    takes as it is: initial_state, output_final_state, cu_seqlens.
+    takes as it is: initial_state, output_final_state, cu_seqlens, and while serving state, slots, fresh.
     """
+
+    chunk: Callable[..., Any]
+    step: Callable[..., Any]
+    call: Callable[..., Any]  # (op, q, k, v, *, q_read, **gates, **carry), op one of the two
 
     def __init__(self, config: Rule, width: Width):
         super().__init__()
         self.config, self.width = config, width
         self.gate = None if config.gate is None else config.gate.build(width)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **gates_and_carry: Any) -> Any:
+        return self.call(self.chunk, q, k, v, **gates_and_carry)
+
+    def serve(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Mapping[str, Tensor], batch: Batch, **gates: Tensor | None
+    ) -> Tensor:
+        """o [T HV V] of tokens q, k, v and gates [T …]; the tables of `held` advance in place."""
+        state = self.state(tables)
+        chunk = lambda **tokens: self.call(self.chunk, state=state, **tokens)[0]
+        step = lambda **tokens: self.call(self.step, state=state, **tokens)
+        return batch.on_slots(step, chunk, q=q, k=k, v=v, **gates)
 
     def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         """x [B T D] -> the gates by `forward`'s names, and what each of `beside`, other maps of x, gives (`gates_of`).
@@ -56,9 +74,13 @@ class WriteRule(nn.Module, Generic[Rule]):
         """
         return gates_of(x, *beside, g=self.gate)
 
-    def state_size(self, dtype: torch.dtype) -> int:
-        """Bytes of one sequence's state."""
-        return self.width.value_heads * self.width.key_dim * self.width.value_dim * fixed_size(dtype)
+    def held(self, dtype: torch.dtype) -> dict[str, Part]:
+        """The tensors of one sequence's state, the model in `dtype`."""
+        return {"S": Part((self.width.value_heads, self.width.key_dim, self.width.value_dim), fixed(dtype))}
+
+    def state(self, tables: Mapping[str, Tensor]) -> Any:
+        """The op's state of tables with the names of `held`."""
+        return tables["S"]
 
 
 def gates_of(x: Tensor, *beside: nn.Module, **parts: nn.Module | None) -> tuple[dict[str, Tensor | None], list[Tensor]]:

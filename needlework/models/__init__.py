@@ -9,6 +9,7 @@ from needlework.models.lucid_attention import register as _register_lucid
 from needlework.models.modeling import NeedleworkForCausalLM as NeedleworkForCausalLM
 from needlework.models.modeling import NeedleworkModel as NeedleworkModel
 from needlework.models.modeling import register as _register
+from needlework.models.table_cache import TableCache as TableCache
 
 _register()
 _register_lucid()

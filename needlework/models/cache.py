@@ -1,8 +1,12 @@
 """The cache of `generate`: each layer's state as its mixer made it, fixed or growing."""
 
+from typing import Any, NoReturn
+
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from needlework.layers.state import map_state
+from needlework.models.config import NeedleworkConfig
 
 
 class StateLayer(CacheLayerMixin):
@@ -15,21 +19,22 @@ class StateLayer(CacheLayerMixin):
 
     def __init__(self):
         super().__init__()
-        self.state, self.seen = None, 0
+        self.state: object = None
+        self.seen = 0
 
     def put(self, state: object, tokens: int) -> None:
         self.state, self.seen, self.is_initialized = state, self.seen + tokens, True
 
-    def lazy_initialization(self, *args) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate: the mixer makes its state."""
 
-    def update(self, *args, **kwargs):
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError("a needlework layer hands its state over whole (`put`); it has no key and value to append")
 
     def get_seq_length(self) -> int:
         return self.seen
 
-    def get_mask_sizes(self, query_length) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + int(query_length), 0
 
     def get_max_length(self) -> int:
@@ -40,13 +45,13 @@ class StateLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.state, self.seen, self.is_initialized = None, 0, False
 
-    def reorder_cache(self, beam_idx) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         self.state = map_state(self.state, lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.state = map_state(self.state, lambda x: x.repeat_interleave(repeats, 0))
 
-    def batch_select_indices(self, indices) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         self.state = map_state(self.state, lambda x: x[indices])
 
     def activate_past_recording(self) -> None:
@@ -78,5 +83,7 @@ class NeedleworkCache(Cache):
     100
     """
 
-    def __init__(self, config):
+    layers: list[StateLayer]  # pyrefly: ignore[bad-override-mutable-attribute] (none of transformers' layers is put in)
+
+    def __init__(self, config: NeedleworkConfig):
         super().__init__(layers=[StateLayer() for _ in config.layout])

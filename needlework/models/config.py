@@ -1,6 +1,7 @@
 """The one model config: a layout string over mixers that are configs themselves. config.json holds all of it."""
 
 import copy
+import os
 import string
 from inspect import get_annotations
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig
 
 from needlework.fields import Count, Natural, NonNegative, Positive, fitted
-from needlework.layers import MIXERS, MLPS, Config, from_dict
-from needlework.layers.config import nearest
+from needlework.layers import MIXERS, MLPS, Config, SquaredReLU, SwiGLU, from_dict
+from needlework.layers.config import MixerConfig, nearest
 from needlework.models.auto import AUTO_MAP, Installed, write_module
 
 _LAYER_TYPES = {"recurrent": "linear_attention", "gated_conv": "linear_attention", "attention": "full_attention"}
@@ -92,26 +93,33 @@ class NeedleworkConfig(Installed, PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.validate()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, key: str, value: Any) -> None:
         """ValueError for a value out of its field's range, and for another model in a config that is made."""
-        if name in _FIXED and "layer_types" in self.__dict__ and value != getattr(self, name):
+        if key in _FIXED and "layer_types" in self.__dict__ and value != getattr(self, key):
             raise ValueError(
-                f"config: {name} is fixed once the config is made; expected config.replaced(layout=…, mixers=…, mlp=…)"
+                f"config: {key} is fixed once the config is made; expected config.replaced(layout=…, mixers=…, mlp=…)"
             )
-        super().__setattr__(name, fitted("config", name, value, _FIELDS[name]) if name in _FIELDS else value)
+        super().__setattr__(key, fitted("config", key, value, _FIELDS[key]) if key in _FIELDS else value)
 
-    def mixer(self, letter: str) -> Config:
+    def mixer(self, letter: str) -> MixerConfig:
         """The mixer config of a letter of the layout."""
-        return from_dict(self.mixers[letter])
+        config = from_dict(self._mixers()[letter])
+        assert isinstance(config, MixerConfig)
+        return config
 
-    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs) -> None:
+    def _mixers(self) -> dict[str, dict[str, Any]]:
+        """The field, which is a dict once the config is made."""
+        assert self.mixers is not None
+        return self.mixers
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """config.json, and what leads others from it to this class (`auto.py`)."""
         write_module(Path(save_directory))
         described = copy.copy(self)
         described.auto_map = AUTO_MAP
         super(NeedleworkConfig, described).save_pretrained(save_directory, push_to_hub, **kwargs)
 
-    def replaced(self, **fields) -> "NeedleworkConfig":
+    def replaced(self, **fields: Any) -> "NeedleworkConfig":
         """The same with other values of some fields; what follows from them follows."""
         kept = {name: value for name, value in self.to_dict().items() if name not in _FOLLOWING}
         return type(self).from_dict(kept | fields)
@@ -122,21 +130,23 @@ class NeedleworkConfig(Installed, PreTrainedConfig):
         A trained model takes it if the parameters are alike: `from_pretrained(path, config=config.with_mixer(...))`.
         IndexError for a layer that is not there.
         """
-        layout = list(self.layout)
-        layout[layer] = next(letter for letter in string.ascii_letters if letter not in self.mixers)
-        return self.replaced(layout="".join(layout), mixers=self.mixers | {layout[layer]: mixer.to_dict()})
+        layout, mixers = list(self.layout), self._mixers()
+        layout[layer] = next(letter for letter in string.ascii_letters if letter not in mixers)
+        return self.replaced(layout="".join(layout), mixers=mixers | {layout[layer]: mixer.to_dict()})
 
     def full_context(self) -> "NeedleworkConfig":
         """The same with no window in any attention layer; a trained model takes it as it takes `with_mixer`'s."""
         opened = {
             letter: mixer | {"attend": mixer["attend"] | {"window": None}} if "attend" in mixer else mixer
-            for letter, mixer in self.mixers.items()
+            for letter, mixer in self._mixers().items()
         }
         return self.replaced(mixers=opened)
 
-    def channel_mixer(self) -> Config | None:
+    def channel_mixer(self) -> SwiGLU | SquaredReLU | None:
         """The MLP's config, or None for blocks without one."""
-        return None if self.mlp is None else from_dict(self.mlp)
+        config = None if self.mlp is None else from_dict(self.mlp)
+        assert config is None or isinstance(config, MLPS)
+        return config
 
 
 def _plain(config: Config | dict[str, Any], kinds: tuple[type[Config], ...], where: str) -> dict[str, Any]:

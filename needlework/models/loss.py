@@ -61,11 +61,13 @@ class _Summed(torch.autograd.Function):
                 some = some.to(dtype)
                 part, dz = entropy(F.linear(some, w, b), wanted, cap, wide, any(need))
                 loss = loss + part
+                if dz is None:
+                    continue
                 if need[0]:
                     dx.append((dz @ w).to(x.dtype))
-                if need[1]:
+                if dw is not None:
                     dw += dz.mT @ some
-                if need[2]:
+                if db is not None:
                     db += dz.sum(0, dtype=wide)
         ctx.save_for_backward(torch.cat(dx) if need[0] else None, dw, db)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -73,7 +75,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream):
+    def backward(ctx, upstream: Tensor):  # pyrefly: ignore[bad-override] (torch passes as many as outputs)
         gradients = (None if g is None else (upstream * g).to(t) for g, t in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
         return *gradients, None, None, None, None
 
@@ -84,8 +86,8 @@ def _cross_entropy(
     """Of logits z [n V] before the softcap: the sum over counted targets, and its gradient in z's dtype."""
     dtype, counted = z.dtype, targets != IGNORE
     z = z.to(wide)
-    if cap is not None:
-        slope = torch.rsqrt(z.square() + cap * cap).mul_(cap)
+    slope = None if cap is None else torch.rsqrt(z.square() + cap * cap).mul_(cap)
+    if slope is not None:
         z = z * slope
     normaliser = z.logsumexp(-1)
     target = targets.where(counted, 0)[:, None]
@@ -95,7 +97,7 @@ def _cross_entropy(
     dz = (z - normaliser[:, None]).exp_()
     # not a scatter, which a compiler would leave a pass of its own
     dz.add_(torch.arange(z.shape[1], device=z.device) == target, alpha=-1)
-    if cap is not None:
+    if slope is not None:
         dz.mul_(slope.pow_(3))  # the softcap's derivative
     return loss, dz.mul_(counted[:, None]).to(dtype)
 
@@ -121,5 +123,5 @@ def liger(cap: float | None, device: str) -> Callable[..., Tensor]:
 
 def _liger(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None, dtype: torch.dtype) -> Tensor:
     entropy = liger(cap, x.device.type)
-    x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
-    return entropy(x, weight, targets, bias, ignore_index=IGNORE, reduction="sum", accum_dtype=torch.float32)
+    b = None if bias is None else bias.to(dtype)
+    return entropy(x.to(dtype), weight.to(dtype), targets, b, ignore_index=IGNORE, reduction="sum", accum_dtype=torch.float32)

@@ -59,13 +59,19 @@ def _forward_of(kind: type[nn.Module]) -> str:
     return f"{kind.forward.__module__}.{kind.forward.__qualname__}"
 
 
+def config_of(module: nn.Module) -> PreTrainedConfig:
+    """The config that an attention module of transformers keeps."""
+    return module.config  # pyrefly: ignore[bad-return] (torch types every attribute of a module as a tensor or a module)
+
+
 def check_module(module: nn.Module) -> None:
     """NotImplementedError for a module whose forward is not that of a listed architecture, or that is not causal."""
-    check_architecture(module.config)
-    package, name = ARCHITECTURES[module.config.model_type]
+    config = config_of(module)
+    check_architecture(config)
+    package, name = ARCHITECTURES[config.model_type]
     found, expected = _forward_of(type(module)), f"transformers.models.{package}.modeling_{package}.{name}.forward"
     if found != expected:
-        raise NotImplementedError(f"{NAME} on {module.config.model_type!r}: attention by {found}, expected {expected}")
+        raise NotImplementedError(f"{NAME} on {config.model_type!r}: attention by {found}, expected {expected}")
     if not module.is_causal:
         raise NotImplementedError(f"{NAME}: {type(module).__name__} is not causal, and the solve is")
 

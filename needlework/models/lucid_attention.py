@@ -13,6 +13,7 @@ from its first call on, a module that attends so looks at the cache itself (`_wa
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import sdpa_mask
 
-from needlework.models.lucid_architectures import NAME, check_architecture, check_keywords, check_module, refuse_others
+from needlework.models.lucid_architectures import (
+    NAME,
+    check_architecture,
+    check_keywords,
+    check_module,
+    config_of,
+    refuse_others,
+)
 from needlework.ops.lucid import LucidState, chunk_lucid
 
 BLOCK = 64  # rows that are solved at once under a mask
@@ -35,7 +43,7 @@ def lucid_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **keywords,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
     """query [B Hq n d], key [B Hkv m d], value [B Hkv m V], n <= m, values of the first m − n rows solved -> o [B n Hq V], no weights.
 
@@ -120,7 +128,7 @@ def _solve_masked(key: Tensor, value: Tensor, past: int, visible: Tensor) -> Ten
     return y[:, :, past:].to(value.dtype)
 
 
-def lucid_mask(*args, config: PreTrainedConfig, **kwargs) -> Tensor | None:
+def lucid_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> Tensor | None:
     """transformers' boolean mask; None where every row sees all before it and itself.
 
     Raises NotImplementedError for architectures that are not listed, where keys do not end at the last query, as in a static
@@ -145,9 +153,9 @@ def lucid_mask(*args, config: PreTrainedConfig, **kwargs) -> Tensor | None:
 def _watch(module: nn.Module, args: tuple, kwargs: dict) -> None:
     """ValueError for a cache that does not hold the very tensor that attention gets: solved values would be lost in silence."""
     cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)  # GPT-NeoX calls it layer_past
-    if cache is None or not cache.get_seq_length() or module.config._attn_implementation != "lucid":
+    if cache is None or not cache.get_seq_length() or config_of(module)._attn_implementation != "lucid":
         return
-    layer = cache.layers[module.layer_idx]
+    layer = cache.layers[module.layer_idx]  # pyrefly: ignore[bad-index] (an int, which torch types as a tensor or a module)
     offloaded = getattr(cache, "offloading", False)
     if offloaded or not isinstance(layer, DynamicLayer) or hasattr(layer, "_quantize"):
         name = f"an offloaded {type(cache).__name__}" if offloaded else type(layer).__name__

@@ -1,24 +1,28 @@
 """One Block, one Model, one ForCausalLM for every mixer; the config builds the mixers."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
+from needlework.layers.batch import Batch
 from needlework.layers.norm import RMSNorm
 from needlework.layers.objective import Objective, Terms
 from needlework.layers.projection import OutProjection
+from needlework.layers.state import Held
 from needlework.models.auto import Installed
 from needlework.models.cache import NeedleworkCache
 from needlework.models.config import NeedleworkConfig
 from needlework.models.loss import linear_cross_entropy, softcap
 from needlework.models.packing import documents
+from needlework.models.table_cache import TableCache
 
 
 class StatePassing(Protocol):
@@ -75,21 +79,28 @@ class Block(GradientCheckpointingLayer):
     ) -> tuple[Tensor, object, Terms | None]:
         h = self.mixer_norm(x)
         y, state = self.mixer(h, state, cu_seqlens, output_final_state)
-        x = x + y
-        if self.mlp is not None:
-            x = x + self.mlp(self.mlp_norm(x))
+        x = self._channels(x + y)
         return x, state, None if objective is None else objective.terms(self.mixer, h, x, cu_seqlens)
+
+    def serve(self, x: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """x [T D] after the layer; the states of its sequences advance in place (`Mixer.serve`)."""
+        return self._channels(x + self.mixer.serve(self.mixer_norm(x), tables, batch))
+
+    def _channels(self, x: Tensor) -> Tensor:
+        if self.mlp is None or self.mlp_norm is None:
+            return x
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class NeedleworkPreTrainedModel(Installed, PreTrainedModel):
     """What both models share with transformers: names, initialisation, loading."""
 
-    config: NeedleworkConfig
+    config: NeedleworkConfig  # pyrefly: ignore[bad-override-mutable-attribute] (as every model of transformers does)
     config_class = NeedleworkConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("Block",)
-    _skip_keys_device_placement = ("past_key_values",)
+    _no_split_modules = ["Block"]  # noqa: RUF012 (transformers takes no tuple)
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
     _is_stateful = True  # generate() then refuses assisted decoding and prompt lookup itself
 
@@ -100,12 +111,12 @@ class NeedleworkPreTrainedModel(Installed, PreTrainedModel):
         loaded = {name: p.clone() for name, p in own.items() if getattr(p, "_is_hf_initialized", False)}
         if not own or len(loaded) == len(own):
             return
-        module.reset_parameters()
+        module.reset_parameters()  # pyrefly: ignore[not-callable] (torch types every attribute as a tensor or a module)
         std = self.config.initializer_range
         if type(module) in (nn.Linear, nn.Embedding, OutProjection) and std is not None:
-            nn.init.normal_(module.weight, std=std)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
+            nn.init.normal_(own["weight"], std=std)
+            if "bias" in own:
+                nn.init.zeros_(own["bias"])
         if self.config.zero_output and (isinstance(module, OutProjection) or module is self.get_output_embeddings()):
             for tensor in own.values():
                 nn.init.zeros_(tensor)
@@ -113,8 +124,8 @@ class NeedleworkPreTrainedModel(Installed, PreTrainedModel):
             own[name].copy_(value)
 
     @classmethod
-    def from_pretrained(cls, *args, **kwargs):
-        """As everywhere in transformers; ValueError for a `device_map` that does not keep every weight on a device."""
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Self:
+        """As everywhere in transformers, a pair with `output_loading_info`; ValueError for a `device_map` that does not keep every weight on a device."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if getattr(model, "hf_device_map", None) and any(parameter.is_meta for parameter in model.parameters()):
@@ -147,16 +158,16 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         super().__init__(config)
         if not config.layout:
             raise ValueError("layout is empty: a model needs at least one layer, e.g. layout='RA'")
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, letter, i) for i, letter in enumerate(config.layout))
         self.norm = RMSNorm(config.hidden_size)
         self.gradient_checkpointing = False
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Embedding:
+    def get_input_embeddings(self) -> nn.Module:
         return self.embed
 
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
+    def set_input_embeddings(self, value: nn.Module) -> None:
         self.embed = value
 
     @can_return_tuple
@@ -175,7 +186,7 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> NeedleworkOutput:
         """Hidden states of tokens, and the cache after them.
 
@@ -232,11 +243,24 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             counts = real.sum(1)
             cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             x = x[real][None]
-        spread = lambda x: x if real is None else x.new_zeros(B, T, x.shape[-1]).masked_scatter(real[..., None], x)
+        served = past_key_values if isinstance(past_key_values, TableCache) else None
+        if served is not None and real is None and cu_seqlens is not None:
+            raise ValueError(
+                "past_key_values: a TableCache has a row for each row of input_ids; packed documents need a NeedleworkCache"
+            )
+        batch = None if served is None else served.batch(B, T, real, x.device)
+        if batch is not None:
+            x = x.flatten(0, 1)
+        spread = lambda x: (
+            x.view(B, T, x.shape[-1]) if real is None else x.new_zeros(B, T, x.shape[-1]).masked_scatter(real[..., None], x)
+        )
         terms, states = [], []
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(self._blocks()):
             if output_hidden_states:
                 states.append(spread(x))
+            if served is not None and batch is not None:
+                x = block.serve(x, served.layers[i].tables(), batch)
+                continue
             layer = None if past_key_values is None else past_key_values.layers[i]
             before = state_passing.receive(i, x) if state_passing is not None else None if layer is None else layer.state
             x, state, found = block(x, before, cu_seqlens, layer is not None or state_passing is not None, objective)
@@ -249,6 +273,25 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         means = None if objective is None else objective.means(terms)
         hidden = (*states, x) if output_hidden_states else None
         return NeedleworkOutput(last_hidden_state=x, past_key_values=past_key_values, hidden_states=hidden, terms=means)
+
+    def held(self) -> list[Held]:
+        """What each layer holds of a sequence, in the model's dtype."""
+        return [block.mixer.held(self.dtype) for block in self._blocks()]
+
+    def _blocks(self) -> list[Block]:
+        blocks: Any = self.blocks
+        return list(blocks)
+
+    @torch.no_grad()
+    def serve(self, input_ids: Tensor, tables: Sequence[Mapping[str, Tensor]], batch: Batch) -> Tensor:
+        """Normed hidden states [T D] of the new tokens input_ids [T] of many sequences, whose states advance in place.
+
+        tables: for each layer its tensors by the names of `held`. The caller owns them; nothing else is kept between calls.
+        """
+        x = self.embed(input_ids)
+        for block, own in zip(self._blocks(), tables, strict=True):
+            x = block.serve(x, own, batch)
+        return self.norm(x)
 
 
 class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
@@ -276,11 +319,14 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
 
-    def set_output_embeddings(self, value: nn.Linear) -> None:
-        self.lm_head = value
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.lm_head = new_embeddings
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *sizes) -> None:
-        """A NeedleworkCache, unless generate() is given one or is to use none; ValueError for another `cache_implementation`."""
+    def _prepare_cache_for_generation(  # pyrefly: ignore[bad-override] (transformers says that it returns a bool, and returns None)
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *sizes: Any
+    ) -> None:
+        """A NeedleworkCache, on a GPU a TableCache, unless generate() is given one or is to use none; ValueError for another
+        `cache_implementation`."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(
@@ -288,9 +334,14 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
                 "does; they are not made beforehand, quantised or offloaded. Expected None"
             )
         if model_kwargs.get("past_key_values") is not None:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *sizes)
+            # transformers asks of `self` what its encoder-decoders have
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *sizes)  # pyrefly: ignore[bad-argument-type]
         elif generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = NeedleworkCache(self.config)
+            tokens = sizes[-1]  # the longest that this call can make
+            on_gpu = self.device.type == "cuda"
+            model_kwargs["past_key_values"] = (
+                TableCache(self.config, self.model.held(), tokens) if on_gpu else NeedleworkCache(self.config)
+            )
 
     @can_return_tuple
     def forward(
@@ -306,7 +357,7 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
         targets: Tensor | None = None,
         objective: Objective | None = None,
         loss_impl: str = "torch",
-        **kwargs,
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast | Losses:
         """As NeedleworkModel; labels [B T] are shifted inside, as everywhere in transformers.
 
@@ -321,8 +372,8 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
             input_ids, attention_mask, past_key_values, inputs_embeds,
             use_cache=use_cache, cu_seqlens=cu_seqlens, objective=objective, return_dict=True, **kwargs,
         )  # fmt: skip
-        head, cap = self.lm_head, self.config.softcap
         if targets is not None:
+            head, cap = self.lm_head, self.config.softcap
             hidden = out.last_hidden_state.flatten(0, 1)
             loss = linear_cross_entropy(hidden, head.weight, head.bias, targets.flatten(), cap, impl=loss_impl)
             if objective is None:
@@ -330,13 +381,24 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
             parts = {name: mean.detach() for name, mean in out.terms.items()}
             return Losses(loss, objective.share, objective.auxiliary(out.terms), parts)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = softcap(head(out.last_hidden_state[:, keep]), cap)
+        logits = self.logits(out.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
         )
+
+    @torch.no_grad()
+    def serve(
+        self, input_ids: Tensor, tables: Sequence[Mapping[str, Tensor]], batch: Batch, rows: Tensor | slice = slice(None)
+    ) -> Tensor:
+        """Logits [R V] of the chosen rows of new tokens input_ids [T] (`NeedleworkModel.serve`)."""
+        return self.logits(self.model.serve(input_ids, tables, batch)[rows])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [.. V] of normed hidden states [.. D]."""
+        return softcap(self.lm_head(hidden), self.config.softcap)
 
 
 def register() -> None:

@@ -74,7 +74,7 @@ def test_atmas_memory_holds_512_kib_a_layer_and_its_pages_a_key_and_a_value():
     """spec/polar.md, "State": k, v 2·Hkv·d·n, the last 3 q, k, v, memory [Hq d d] float32, n; a convolution its last 2 inputs."""
     model = meta(preset("atma-polar-memory")).model
     attention, half, n = model.blocks[2].mixer, torch.bfloat16, 1_000
-    assert attention.memory.state_size(half) == 512 * 1024
+    assert sum(part.nbytes for part in attention.memory.held(half).values()) == 512 * 1024
     pages, count, convolution = 2 * 2 * 128 * n * 2, 8, 3 * (8 + 2 + 2) * 128 * 2
     assert attention.state_size(n, half) == pages + count + convolution + 512 * 1024
     assert model.blocks[0].mixer.state_size(n, half) == 2 * 1024 * 2

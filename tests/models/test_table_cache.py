@@ -1,0 +1,98 @@
+"""`generate` on tables that layers advance in place gives what it gives on states that it hands over."""
+
+import pytest
+import torch
+
+from needlework.layers import (
+    CCQ,
+    Attention,
+    Carve,
+    Differential,
+    GatedConv,
+    Lucid,
+    Memory,
+    Polar,
+    QDelta,
+    Recurrent,
+    Rope,
+    Softmax,
+)
+from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, TableCache
+
+MIXERS = {
+    "Q": Recurrent(heads=2, key_dim=8, value_dim=8, write=QDelta(), read=CCQ()),
+    "C": Recurrent(heads=2, key_dim=8, value_dim=8, write=Carve(rank=4, content_chunk=16)),
+    "S": Attention(heads=4, kv_heads=2, head_dim=8, attend=Softmax(window=24), position=Rope()),
+    "P": Attention(heads=2, head_dim=16, attend=Polar(), memory=Memory()),
+    "L": Attention(heads=2, head_dim=16, attend=Lucid(), position=Rope()),
+    "D": Attention(heads=2, head_dim=16, attend=Differential(), position=Rope()),
+    "G": GatedConv(),
+}
+V = 67
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = NeedleworkConfig(vocab_size=V, hidden_size=32, layout="".join(MIXERS), mixers=MIXERS)
+    return NeedleworkForCausalLM(config).double().eval()
+
+
+@pytest.fixture
+def prompt():
+    """Three rows, padded on the left."""
+    ids = torch.randint(V, (3, 30), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    mask[2, :29] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def tables(model, tokens=40):
+    """Less room than the test's tokens need."""
+    return TableCache(model.config, model.model.held(), tokens=tokens)
+
+
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+def test_generate_gives_the_same_tokens(model, prompt, way):
+    found = []
+    for cache in ({}, {"past_key_values": tables(model)}):
+        torch.manual_seed(3)
+        found.append(model.generate(**prompt, max_new_tokens=60, **way, **cache))
+    assert found[0].shape[1] == 90 and torch.equal(*found)
+
+
+def test_a_conversation_goes_on(model):
+    """Tokens come in pieces of many and of one, and rows are chosen between them."""
+    ids = torch.randint(V, (2, 50), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        whole, cache = model(ids).logits, tables(model)
+        start = model(ids[:, :20], past_key_values=cache).logits
+        cache.reorder_cache(torch.tensor([1, 0]))
+        middle = model(ids[:, 20:21].flip(0), past_key_values=cache).logits.flip(0)
+        cache.batch_select_indices(torch.tensor([1]))
+        rest = model(ids[:1, 21:], past_key_values=cache).logits
+    assert cache.get_seq_length() == 50 and cache.length.tolist() == [50]
+    close = lambda a, b: torch.allclose(a, b, rtol=0, atol=1e-12)
+    assert close(start, whole[:, :20]) and close(middle, whole[:, 20:21]) and close(rest, whole[:1, 21:])
+    cache.reset()
+    with torch.no_grad():
+        assert close(model(ids[:, :20], past_key_values=cache).logits, whole[:, :20]), "as new"
+
+
+def test_hidden_states_are_those_of_the_forward(model):
+    ids = torch.randint(V, (2, 9), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = model(ids, output_hidden_states=True).hidden_states
+        found = model(ids, output_hidden_states=True, past_key_values=tables(model)).hidden_states
+    assert len(found) == len(MIXERS) + 1 and all(
+        torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, expected, strict=True)
+    )
+
+
+def test_packed_documents_and_gradients_are_refused(model):
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    with torch.no_grad(), pytest.raises(ValueError, match="packed documents need a NeedleworkCache"):
+        model(ids, past_key_values=tables(model), cu_seqlens=torch.tensor([0, 3, 8]))
+    with pytest.raises(ValueError, match="no_grad"):
+        model(ids, past_key_values=tables(model))
