@@ -46,7 +46,7 @@ docs: .venv/docs-installed  ## the site, into site/; a warning is an error
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"needlework needs Python >= 3.11, this is {sys.version}"'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[all,test,eval]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[all,test,eval,serve]'
 	touch $@
 
 clean:  ## remove the virtual environment; runs stay

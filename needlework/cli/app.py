@@ -33,9 +33,7 @@ errors = Console(stderr=True, markup=False, highlight=False, force_terminal=sys.
 
 CorpusPaths = Annotated[
     list[Path] | None,
-    typer.Option(
-        help='Text to train on: files, folders, .jsonl or .parquet with a "text" field. Default: Python\'s own library.'
-    ),
+    typer.Option(help='Your text: files, folders, .jsonl or .parquet with a "text" field. Default: Python\'s own library.'),
 ]
 Runs = Annotated[Path, typer.Option(help="The folder that holds runs.")]
 

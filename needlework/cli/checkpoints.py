@@ -3,12 +3,18 @@
 import json
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .app import CorpusPaths, app, console, errors
 from .tables import scores
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from torch import Tensor
+
+    from needlework.models import NeedleworkForCausalLM
 
 LEAST = 1e-4  # a temperature below it takes logits out of float32's range
 
@@ -33,12 +39,13 @@ def evaluate(
     from needlework.ops.runtime.denylist import cache
 
     model, tokenizer = load_checkpoint(checkpoint)
-    chosen = {"lengths": tuple(sorted(set(length or ()))), "tasks": tuple(task or ())}
+    chosen: dict[str, Any] = {"lengths": tuple(sorted(set(length or ()))), "tasks": tuple(task or ())}
     evaluation = Evaluation(**{name: value for name, value in chosen.items() if value})
-    own = {"kind": "files", "paths": tuple(map(str, corpus)), "max_bytes": OWN_TEXT} if corpus else {}
+    own: dict[str, Any] = {"kind": "files", "paths": tuple(map(str, corpus)), "max_bytes": OWN_TEXT} if corpus else {}
     text = load_corpus(CorpusConfig(**own), tokenizer)
     if not as_json:
         console.print(text_read(text.manifest), soft_wrap=True)
+    assert model.config.mixers is not None  # a dict once the config is made
     check_measurement(model.config.mixers, text, evaluation)
     folder = cache() / "measuring"
     try:
@@ -79,13 +86,28 @@ def generate(
     if not ids:
         raise ValueError("--prompt is empty: expected at least one token to go on from")
     torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     ids = torch.tensor([ids], device=model.device)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **sampling)
-    console.print(tokenizer.decode(out[0].tolist()), soft_wrap=True)
+    chosen = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "streamer": Shown(tokenizer), **sampling}
+    model.generate(ids, **chosen)  # pyrefly: ignore[bad-argument-type] (transformers asks of it what its encoder-decoders have)
 
 
-def load_checkpoint(path: Path):
+class Shown:
+    """What transformers' `generate` gives its tokens to: they are printed as they come, the prompt first."""
+
+    def __init__(self, tokenizer: "Tokenizer"):
+        from needlework.serve.text import Incremental
+
+        self._text = Incremental(tokenizer.decode)
+
+    def put(self, tokens: "Tensor") -> None:
+        console.print(self._text.push(tokens.flatten().tolist()), end="", soft_wrap=True)
+
+    def end(self) -> None:
+        console.print(self._text.rest(), soft_wrap=True)
+
+
+def load_checkpoint(path: Path) -> "tuple[NeedleworkForCausalLM, Tokenizer]":
     """The model, in evaluation mode, on the GPU where there is one, and its tokenizer."""
     import torch
 
@@ -93,4 +115,6 @@ def load_checkpoint(path: Path):
     from needlework.experiment.pretrained import load_model
 
     model = load_model(path).eval()
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), load_tokenizer(path / "tokenizer.json")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # transformers wraps `to` as a function, and the checker takes its first argument for the model
+    return model.to(device), load_tokenizer(path / "tokenizer.json")  # pyrefly: ignore[bad-argument-type]

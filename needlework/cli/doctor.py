@@ -57,8 +57,8 @@ def doctor(
             lines(lambda: f"{time.monotonic() - began:4.0f} s, {now}")
 
         if compile_only:
-            found = builds.compile_all(full, lambda count, total: at(f"compiling: {count} of {total}"))
-            table, failed, recorded = build_table(found), [b for b in found if b.error], False
+            found = built = builds.compile_all(full, lambda count, total: at(f"compiling: {count} of {total}"))
+            table, failed, denied = build_table(built), sum(bool(b.error) for b in built), False
         else:
             at("compiling and judging")
 
@@ -71,16 +71,17 @@ def doctor(
                 else:
                     at(f"{count} of {total}: {row}")
 
-            found = checks.run(device, full, tell)
-            table, failed, recorded = verdict_table(found), [v for v in found if v.failing], not interpreted()
+            found = judged = checks.run(device, full, tell)
+            table, failed = verdict_table(judged), sum(bool(v.failing) for v in judged)
+            denied = not interpreted() and any(v.wrong for v in judged)  # the interpreter's are not put on the list
     console.print(table)
     seconds = time.monotonic() - began
     if report is not None:
         report.write_text(json.dumps(checks.report(found, known_here, seconds), indent=1))
         console.print(f"report: {report}", soft_wrap=True)
     if failed:
-        console.print(f"{len(failed)} of {len(found)} failed, {seconds:.0f} s", style="red")
-        if recorded and any(v.wrong for v in failed):
+        console.print(f"{failed} of {len(found)} failed, {seconds:.0f} s", style="red")
+        if denied:
             console.print(f"what is wrong is on the denylist {path()}; --full removes what passes it", soft_wrap=True)
         raise typer.Exit(1)
     console.print(f"{len(found)} checked, all right, {seconds:.0f} s")

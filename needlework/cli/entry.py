@@ -1,5 +1,6 @@
 """The entry point: what a user did wrong is one line and exit status 1, never a traceback."""
 
+import io
 import os
 import signal
 import sys
@@ -15,7 +16,8 @@ from .stop import ENDS
 def main() -> None:
     """Entry point: what a user did wrong is one line on stderr and exit status 1, never a traceback."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal without Greek letters shows ? there
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without Greek letters shows ? there
     try:
         for end in ENDS:
             signal.signal(end, interrupt_once)

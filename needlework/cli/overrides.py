@@ -6,14 +6,19 @@ A value is a Python literal, or text, of the type that its field is declared wit
 depend on each other may be given together.
 """
 
+from __future__ import annotations
+
 import ast
 import dataclasses
 import inspect
 import math
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
+
+if TYPE_CHECKING:
+    from needlework.experiment.recipe import Recipe
 
 
-def changed(recipe, settings: list[str]):
+def changed(recipe: Recipe, settings: list[str]) -> Recipe:
     """The recipe with every "a.b=value". Where phases change and train.steps does not, train.steps is their sum."""
     tree = _tree(settings)
     new = _changes(recipe, type(recipe), tree, "")
@@ -28,7 +33,7 @@ def changed(recipe, settings: list[str]):
     return dataclasses.replace(recipe, **new)
 
 
-def of_steps(recipe, steps: int):
+def of_steps(recipe: Recipe, steps: int) -> tuple[Recipe, str]:
     """The recipe in `steps` steps, and a sentence about it. Phases keep their shares of the run, at least a step each. A warm-up keeps its
     share of a shorter run, and its steps in a longer one."""
     if steps < len(recipe.phases):

@@ -1,5 +1,7 @@
 """Recipes by name: MODULE:FUNCTION of needlework.recipes, or of a Python file."""
 
+from __future__ import annotations
+
 import importlib
 import importlib.util
 import inspect
@@ -9,9 +11,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from needlework.extras import extra
+
+if TYPE_CHECKING:
+    from needlework.experiment.recipe import Recipe
 
 
 def known(names: Iterable[str], there: Iterable[str], what: str) -> None:
@@ -22,7 +27,7 @@ def known(names: Iterable[str], there: Iterable[str], what: str) -> None:
             raise ValueError(f"unknown {what} {name!r}{nearest(name, list(there))}; known: {', '.join(there) or 'none'}")
 
 
-def load_recipe(name: str):
+def load_recipe(name: str) -> Recipe:
     """demo:qdelta is what needlework/recipes/demo.py's function qdelta returns; a module that ends in .py is a file."""
     from needlework.experiment.recipe import Recipe
 
@@ -32,7 +37,7 @@ def load_recipe(name: str):
     return recipe
 
 
-def load_recipes(name: str):
+def load_recipes(name: str) -> tuple[Recipe, ...]:
     """comparison:small is what needlework/recipes/comparison.py's function small returns: several recipes."""
     from needlework.experiment.recipe import Recipe
 
@@ -60,6 +65,7 @@ def load_module(name: str) -> ModuleType:
         if not Path(name).is_file():
             raise ValueError(f"recipe {name!r}: there is no file {name}")
         spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+        assert spec is not None and spec.loader is not None and spec.origin is not None  # the name ends in .py
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses of the file look up their module there
         with _blamed(Path(spec.origin)):
@@ -68,7 +74,8 @@ def load_module(name: str) -> ModuleType:
     if Path(name).is_file():
         raise ValueError(f"recipe {name!r}: {name} is no Python file, whose name ends in .py")
     # no dots: the modules of needlework/recipes/ are files, none a package
-    if not name.isidentifier() or (spec := importlib.util.find_spec(f"needlework.recipes.{name}")) is None:
+    spec = importlib.util.find_spec(f"needlework.recipes.{name}") if name.isidentifier() else None
+    if spec is None or spec.origin is None:
         raise ValueError(f"recipe {name!r}: there is no needlework/recipes/{name}.py")
     with _blamed(Path(spec.origin)):
         return importlib.import_module(f"needlework.recipes.{name}")
@@ -79,15 +86,15 @@ def _returned(name: str) -> Any:
     module_name, function_name = split(name)
     module = load_module(module_name)
     recipes = [there for there, value in vars(module).items() if not there.startswith("_") and _makes_recipes(value, module)]
-    function = vars(module).get(function_name)
     if function_name not in vars(module):
         known([function_name], recipes, f"recipe of {module_name}")
+    function = vars(module)[function_name]
     try:
         inspect.signature(function).bind()
     except (TypeError, ValueError) as error:  # no function, one that needs arguments, one that says nothing of them
         there = ", ".join(recipes) or "none"
         raise ValueError(f"recipe {name!r}: expected a function without arguments ({error}); known: {there}") from None
-    with _blamed(Path(module.__file__)):
+    with _blamed(Path(inspect.getfile(module))):
         return function()
 
 

@@ -31,7 +31,7 @@ def compare(
     """Train small models that differ in their mixer alone, and show which finds the needle.
 
     Trains on real text mixed with needle episodes, measures loss and retrieval at 1x to 8x the training length, and writes
-    RUNS/NAME/report.html. Six minutes on two free cores. Ctrl-C saves; the same command goes on where it stopped.
+    RUNS/NAME/report.html. About seven minutes on two cores. Ctrl-C saves; the same command goes on where it stopped.
     """
     from needlework.experiment.compare import compare as compare_recipes
     from needlework.experiment.recipe import with_corpus

@@ -1,9 +1,13 @@
 """What the commands print as tables."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from needlework.testing.builds import Build
+    from needlework.testing.doctor import Verdict
 
 
 def scores(results: dict[str, Any]) -> Table:
@@ -23,7 +27,7 @@ def scores(results: dict[str, Any]) -> Table:
     return table
 
 
-def build_table(found: list[Any]) -> Table:
+def build_table(found: "list[Build]") -> Table:
     names = ("engine", "config", "kernel", "dtype", "K", "V", "sm", "registers", "shared", "spilled", "wgmma", "mma")
     table = Table(*names, "", box=None, pad_edge=False)
     for b in found:
@@ -32,7 +36,7 @@ def build_table(found: list[Any]) -> Table:
     return table
 
 
-def verdict_table(found: list[Any]) -> Table:
+def verdict_table(found: "list[Verdict]") -> Table:
     names = ("op", "form", "config", "dtype", "K", "V", "seconds", "tensor")
     table = Table("op", "form", "config", "dtype", "K", "V", "s", "worst", "error ÷ budget", "", box=None, pad_edge=False)
     for v in found:

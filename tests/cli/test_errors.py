@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from needlework import recipes
 from needlework.data import byte_tokenizer
 from needlework.models import NeedleworkForCausalLM, save_checkpoint
 from needlework.recipes import demo
@@ -180,6 +181,12 @@ def test_what_is_neither_the_users_nor_the_machines_keeps_its_traceback(monkeypa
     monkeypatch.setattr(demo, "model", lambda mixer: {}["ours"])
     with pytest.raises(KeyError, match="ours"):
         cli.main()
+
+
+def test_a_folder_without_python_files_is_no_recipe(said, monkeypatch, tmp_path):
+    (tmp_path / "__pycache__").mkdir()
+    monkeypatch.setattr(recipes, "__path__", [str(tmp_path)])
+    assert "there is no needlework/recipes/__pycache__.py" in said(train("__pycache__:run"), {1})
 
 
 def test_doctor_without_triton_says_what_to_install(said, monkeypatch):

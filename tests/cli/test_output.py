@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from needlework import cli
 from needlework.cli.app import console
@@ -102,3 +103,16 @@ def test_a_run_whose_reader_leaves_is_told_to_stop_and_saves(monkeypatch, capfd)
         console.print("nobody reads this, and that is no error")
         monkeypatch.undo()
     assert capfd.readouterr().err == ""
+
+
+def test_a_text_is_printed_as_its_tokens_come_in_whole_characters(monkeypatch):
+    from needlework.cli.checkpoints import Shown
+
+    printed = []
+    monkeypatch.setattr(console, "print", lambda text, **how: printed.append(text))
+    shown = Shown(byte_tokenizer())
+    shown.put(torch.tensor([list("hé ".encode())]))
+    for byte in "👍!".encode():
+        shown.put(torch.tensor([byte]))
+    shown.end()
+    assert printed == ["hé ", "", "", "", "👍", "!", ""]

@@ -27,7 +27,7 @@ ROOT = HERE.parents[1]
 INTERPRETED = "kernels"  # the area whose tests need TRITON_INTERPRET=1
 LONGEST = 600  # seconds; a mutant may loop for ever
 WORDS = {"failed": "killed", "passed": "SURVIVES", "error": "NOT JUDGED"}  # the tests of a copy that holds it
-ABSENT = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", "*.egg-info", "build", "dist")
+ABSENT = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", "*.egg-info", "build", "dist")
 
 
 class Edit(NamedTuple):

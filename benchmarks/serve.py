@@ -1,0 +1,160 @@
+"""Serving on this GPU: a decoding step by preset and batch, the engine around it, and `generate` for one user.
+
+    python benchmarks/serve.py [--preset qdelta-340m lucid-1b] [--rows 1 64] [--context 512] [--out DIR]
+
+Weights are random, bfloat16; every sequence has `context` tokens. Rows:
+
+    step        the runner's CUDA graph alone: moves, copies to and from the device and the next token included, the scheduler not
+    engine      tokens a second of as many greedy requests as rows, from prompts of `context` tokens, prefill not counted
+    generate    tokens a second of transformers' generate, one user
+
+    share = bytes / (ms · COPY),  bytes = weights read + 2 · fixed states + pages read, the least that a step moves
+"""
+
+import argparse
+import sys
+import time
+from itertools import product
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import results
+from timing import median
+from train import _commit
+
+from needlework.models import NeedleworkForCausalLM
+from needlework.models.presets import preset
+from needlework.serve.engine import Engine
+from needlework.serve.planner import plan
+from needlework.serve.request import Request, Sampling
+from needlework.serve.runner import Runner
+from needlework.serve.scheduler import Scheduler
+from needlework.serve.step import Decode, Step
+from needlework.serve.tables import Tables
+
+COPY = 4.27e12  # bytes a second that a copy moves on an H200: the device's own limit
+MODELS = ("qdelta-340m", "qdelta-1.3b", "atma-polar-memory", "transformer-500m", "carve-125m", "lucid-1b")
+ROWS = (1, 64, 256, 512)
+MADE = 64  # tokens of a request
+# tokens a second at context 512, 0.87 of what a step written for each model alone reached
+BARS = {
+    "qdelta-340m": {1: 2700, 64: 50_000, 256: 79_000, 512: 90_000},
+    "qdelta-1.3b": {1: 1096, 64: 15_900, 512: 22_600},
+    "atma-polar-memory": {1: 2990, 64: 83_000, 256: 181_000, 512: 241_000},
+    "transformer-500m": {1: 1385, 64: 24_600, 256: 38_500, 512: 42_800},
+    "carve-125m": {1: 4590, 64: 106_000, 256: 266_000, 512: 345_000},
+    "lucid-1b": {1: 1180, 64: 37_500, 256: 88_000, 512: 100_000},
+}
+OURS = 0.87
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", nargs="*", default=list(MODELS))
+    parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--only", nargs="*", choices=("step", "engine", "generate"), default=["step", "engine", "generate"])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "serving")
+    given = parser.parse_args()
+    import triton
+
+    device = torch.cuda.get_device_name()
+    common = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "commit": _commit()}
+    file, failed = results.path(device, given.out), 0
+    for name in given.preset:
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = NeedleworkForCausalLM(preset(name)).to(torch.bfloat16).eval()
+        for B, what in product(given.rows, given.only):
+            if what == "generate" and B > 1:
+                continue
+            row = {"op": name, "impl": what, "dtype": "bfloat16", "pass": what, "shape": {"B": B, "T": given.context}}
+            try:
+                figures = {"step": step, "engine": engine, "generate": generate}[what](model, B, given.context)
+            except Exception as error:  # the other rows are still to be measured
+                failed += 1
+                print(f"{name} {what} B {B}: {type(error).__name__}: {error}", flush=True)
+                continue
+            bar = BARS.get(name, {}).get(B) if what == "step" and given.context == 512 else None
+            results.put(file, row | figures | common | {"bar": bar and round(OURS * bar)})
+            print(f"{name:20} {what:9} B {B:4}  " + "  ".join(f"{k} {v:,.4g}" for k, v in figures.items()), flush=True)
+        del model
+        torch.cuda.empty_cache()
+    return 1 if failed else 0
+
+
+def serving(model: NeedleworkForCausalLM, B: int, context: int) -> tuple[Runner, Scheduler]:
+    """Room for B sequences of `context` tokens and MADE more."""
+    held = model.model.held()
+    weights, memory = model.get_memory_footprint(), torch.cuda.get_device_properties(0).total_memory
+    config = plan(
+        held, memory=memory, weights=weights, peak=8 << 30, graphs=4 << 30, length=context + 2 * MADE, batch=B, budget=8192
+    )
+    return Runner(model, Tables(held, config, model.device), config), Scheduler(config)
+
+
+def step(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float]:
+    """The same decoding step over and over, on states that are zeros."""
+    runner, scheduler = serving(model, B, context)
+    for table in (runner.tables.slots, *runner.tables.pages.values()):
+        table.zero_()
+    page, requests = scheduler.config.page, []
+    for i in range(B):
+        request = Request(id=str(i), prompt=(1,) * (context - 1), max_tokens=MADE, sampling=Sampling(temperature=0.0))
+        lines = {window: pool.acquire(-(-context // page)) for window, pool in scheduler.pages.items()}
+        requests.append(Decode(request, i, context, 1, lines))
+        runner.seeds[str(i)] = 0
+    plan_ = Step(decodes=tuple(requests), prefills=(), before=(), after=())
+    runner.run(plan_).wait()
+    (graph,) = runner._graphs.values()
+    ms = median(graph.graph.replay, warmup=100, rep=300)
+    held = model.model.held()
+    fixed = sum(part.nbytes for layer in held for part in layer.fixed.values())
+    rows = sum(min(context, layer.window or context) * part.nbytes for layer in held for part in layer.rows.values())
+    read = model.get_memory_footprint()
+    if not model.config.tie_word_embeddings:
+        read -= model.model.embed.weight.nbytes  # a row a token of it
+    least = read + B * (2 * fixed + rows)
+    return {"ms": ms, "tokens_per_second": B / ms * 1e3, "share": least / (ms * 1e-3 * COPY), "bytes": least}
+
+
+def engine(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float]:
+    """From the first token of the last request to begin to the first request's end."""
+    runner, scheduler = serving(model, B, context)
+    speeds = []
+    with Engine(runner, scheduler) as running:
+        for attempt in range(2):  # the first captures the graphs
+            prompt = torch.randint(model.config.vocab_size, (B, context)).tolist()
+            sampling = Sampling(temperature=0.0)
+            streams = [
+                running.add(Request(id=f"{attempt}-{i}", prompt=tuple(own), max_tokens=2 * MADE, sampling=sampling))
+                for i, own in enumerate(prompt)
+            ]
+            firsts = [next(iter(stream)) for stream in streams]
+            assert all(event.token is not None for event in firsts)
+            began, tokens = time.perf_counter(), running.stats().tokens
+            for _ in streams[0]:
+                pass
+            speeds.append((running.stats().tokens - tokens) / (time.perf_counter() - began))
+            for stream in streams:
+                stream.cancel()
+            while running.stats().running:
+                time.sleep(0.01)
+    return {"tokens_per_second": speeds[-1]}
+
+
+def generate(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float]:
+    ids = torch.randint(model.config.vocab_size, (B, context), device=model.device)
+    ended = []
+    for tokens in (8, 8, 8 + MADE):
+        began = time.perf_counter()
+        model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        torch.cuda.synchronize()
+        ended.append(time.perf_counter() - began)
+    return {"tokens_per_second": B * MADE / (ended[2] - ended[1])}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

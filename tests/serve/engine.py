@@ -1,0 +1,138 @@
+"""An engine of which a test says what it answers: no model, no clock."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+
+from needlework.serve.interface import DrainingError, QueueFullError
+from needlework.serve.request import Event, Request
+
+SAID = "to be, or not"
+
+
+def says(text: str, finish: str = "length") -> list[Event]:
+    """A text's bytes as events, the last with `finish`."""
+    tokens = text.encode()
+    top = ((65, -1.0), (66, -2.0), (67, -3.0))
+    return [
+        Event(token=token, logprob=-0.25, top=top, finish=finish if i == len(tokens) - 1 else None)
+        for i, token in enumerate(tokens)
+    ]
+
+
+def echo(request: Request) -> list[Event]:
+    """The prompt again, and nothing of its own: each client can see that the answer is its own."""
+    top = request.sampling.logprobs
+    said = bytes(token for token in request.prompt if token < 256)[-request.max_tokens :].decode(errors="replace")
+    return says(said) if top is not None else [Event(token=e.token, finish=e.finish) for e in says(said)]
+
+
+class FakeStream:
+    def __init__(self, engine: "FakeEngine", request: Request):
+        self._engine, self.request, self.cancelled, self.over = engine, request, threading.Event(), False
+        self._events: list[Event] = []
+        self._changed = threading.Condition()
+        self._heard: Callable[[], None] = lambda: None
+
+    def put(self, *events: Event) -> None:
+        with self._changed:
+            self._events += events
+            self._changed.notify_all()
+            heard = self._heard
+        heard()
+        if events and events[-1].finish is not None:
+            self._engine.ended(self)
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+        if not self.over:
+            self.put(Event(finish="cancelled"))
+
+    def __iter__(self):
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._events)
+                event = self._events.pop(0)
+            yield event
+            if event.finish is not None:
+                return
+
+    async def __aiter__(self):
+        loop, there = asyncio.get_running_loop(), asyncio.Event()
+        with self._changed:
+            self._heard = lambda: loop.call_soon_threadsafe(there.set)
+        while True:
+            if not self._events:
+                there.clear()
+                if not self._events:
+                    await there.wait()
+                continue
+            event = self._events.pop(0)
+            yield event
+            if event.finish is not None:
+                return
+
+
+class FakeEngine:
+    """answer: the events of a request, given at once; None: nothing until the test puts it. most: requests that may be there."""
+
+    vocabulary, length = 300, 256
+
+    def __init__(self, answer: Callable[[Request], Iterable[Event] | None] = echo, most: int = 1000):
+        self.answer, self.most, self.draining, self.broken = answer, most, False, None
+        self.streams: list[FakeStream] = []
+        self._running: set[FakeStream] = set()
+        self._changed = threading.Condition()
+
+    def add(self, request: Request) -> FakeStream:
+        with self._changed:
+            if self.broken is not None:
+                raise RuntimeError(self.broken)
+            if self.draining:
+                raise DrainingError("the server is ending and takes no more requests")
+            if len(self._running) >= self.most:
+                raise QueueFullError(self.most, 2.5)
+            stream = FakeStream(self, request)
+            self.streams.append(stream)
+            self._running.add(stream)
+            self._changed.notify_all()
+        stream.put(*(self.answer(request) or ()))
+        return stream
+
+    def ended(self, stream: FakeStream) -> None:
+        with self._changed:
+            stream.over = True
+            self._running.discard(stream)
+            self._changed.notify_all()
+
+    def until(self, holds: Callable[["FakeEngine"], bool]) -> None:
+        """Waits for what a client or the server does; a test that waits in vain has failed."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: holds(self), timeout=30)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def drain(self) -> None:
+        with self._changed:
+            self.draining = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._running)
+
+    def close(self) -> None:
+        for stream in [*self._running]:
+            stream.cancel()
+
+    def stats(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            running=self.running,
+            waiting=0,
+            slots_free=3,
+            pages_free=((None, 7), (64, 5)),
+            prompt_tokens=1,
+            prefix_tokens=2,
+            tokens=11,
+            steps=4,
+        )

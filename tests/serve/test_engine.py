@@ -1,0 +1,284 @@
+"""The engine: what a request is answered is what `generate` gives, whatever else is served, parked, cancelled or shared meanwhile."""
+
+import random
+import threading
+
+import pytest
+import torch
+
+from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+from needlework.serve.engine import Engine
+from needlework.serve.interface import DrainingError, QueueFullError
+from needlework.serve.planner import plan
+from needlework.serve.request import Request, Sampling
+from needlework.serve.runner import Runner
+from needlework.serve.scheduler import Scheduler
+from needlework.serve.step import Park, Unpark
+from needlework.serve.tables import Tables
+from tests.models.test_table_cache import MIXERS, V
+
+GREEDY = Sampling(temperature=0.0)
+LENGTH = 160
+HARDLY_ANY = {"memory": 650_000, "budget": 64, "snapshots": 0}  # four slots, and pages for two full requests
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = NeedleworkConfig(vocab_size=V, hidden_size=32, layout="".join(MIXERS), mixers=MIXERS)
+    return NeedleworkForCausalLM(config).double().eval()
+
+
+class Watched(Scheduler):
+    """What nobody owns is poisoned after every step, and what was moved is counted."""
+
+    def __init__(self, config, tables):
+        super().__init__(config)
+        self.tables, self.parked, self.unparked = tables, 0, 0
+
+    def step(self):
+        step = super().step()
+        if step is not None:
+            self.parked += sum(isinstance(move, Park) for move in step.before)
+            self.unparked += sum(isinstance(move, Unpark) for move in step.before)
+        return step
+
+    def done(self, *heard):
+        super().done(*heard)
+        if not self._moves:  # of what is planned next
+            self.tables.slots[self.slots._free] = 0xFF
+            for window, pool in self.pages.items():
+                self.tables.pages[window][pool._free] = 0xFF
+
+
+class Serving:
+    def __init__(self, model, memory=3_000_000, **options):
+        held = model.model.held()
+        given = {"length": LENGTH, "batch": 6, "snapshots": 2, "page": 16, "budget": 128, "host_bytes": 1 << 20} | options
+        engine = {name: given.pop(name) for name in ("waiting", "grammar") if name in given}
+        self.config = plan(held, memory=memory, weights=0, peak=0, graphs=0, **given)
+        tables = Tables(held, self.config, "cpu")
+        for table in (tables.slots, *tables.pages.values()):
+            table.fill_(0xFF)
+        self.runner, self.scheduler = Runner(model, tables, self.config), Watched(self.config, tables)
+        self.engine = Engine(self.runner, self.scheduler, **engine)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.engine.close()
+
+    def answers(self, requests):
+        streams = [self.engine.add(request) for request in requests]
+        return [[event.token for event in stream] for stream in streams]
+
+    def all_is_back(self):
+        """Once the last step has been heard and the snapshots are gone: every slot and page is free."""
+        self.engine.drain()
+        self.engine.close()
+        while self.scheduler._evict():
+            pass
+        pools = (self.scheduler.slots, *self.scheduler.pages.values())
+        return not len(self.scheduler) and all(pool.free == pool.count for pool in pools)
+
+
+def requests(n, seed=0, lengths=(1, 5, 17, 64, 70, 100), answers=(1, 5, 20), **options):
+    rng = random.Random(seed)
+    return [
+        Request(
+            id=f"{seed}-{i}",
+            prompt=tuple(rng.randrange(V) for _ in range(rng.choice(lengths))),
+            max_tokens=rng.choice(answers),
+            **{"sampling": GREEDY} | options,
+        )
+        for i in range(n)
+    ]
+
+
+def generated(model, request):
+    prompt = torch.tensor([request.prompt])
+    return model.generate(prompt, max_new_tokens=request.max_tokens, do_sample=False)[0, len(request.prompt) :].tolist()
+
+
+def test_many_requests_are_answered_as_by_generate(model):
+    asked = requests(16)
+    with Serving(model) as serving:
+        found = serving.answers(asked)
+        assert serving.engine.stats().tokens >= sum(map(len, found))
+    assert found == [generated(model, request) for request in asked]
+
+
+@pytest.mark.slow
+def test_with_hardly_any_memory_requests_wait_and_are_parked(model):
+    asked = requests(4, seed=1, lengths=(50,), answers=(80,))
+    with Serving(model, **HARDLY_ANY) as serving:
+        found = serving.answers(asked)
+        assert serving.scheduler.parked and serving.scheduler.parked == serving.scheduler.unparked
+    assert found == [generated(model, request) for request in asked]
+
+
+@pytest.mark.slow
+def test_without_room_in_host_memory_they_are_computed_again(model):
+    asked = requests(4, seed=1, lengths=(50,), answers=(80,))
+    with Serving(model, **HARDLY_ANY | {"host_bytes": 0}) as serving:
+        found = serving.answers(asked)
+        assert not serving.scheduler.parked
+    assert found == [generated(model, request) for request in asked]
+
+
+def test_a_prefix_that_was_seen_gives_the_same_answer(model):
+    rng = random.Random(5)
+    head = tuple(rng.randrange(V) for _ in range(70))
+    asked = [
+        Request(id=str(i), prompt=(*head, *(rng.randrange(V) for _ in range(20))), max_tokens=8, sampling=GREEDY)
+        for i in range(6)
+    ]
+    with Serving(model) as serving:
+        found = [serving.answers([request])[0] for request in asked]
+    assert found == [generated(model, request) for request in asked]
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_among_others(model):
+    sampling = Sampling(temperature=1.5, seed=7, top_p=0.9, frequency_penalty=0.5, repetition_penalty=1.3)
+    mine = Request(id="mine", prompt=(1, 2, 3, 4), max_tokens=30, sampling=sampling)
+    with Serving(model) as serving:
+        (alone,) = serving.answers([mine])
+        others = requests(8, seed=3, answers=(30,), sampling=Sampling(temperature=1.0))
+        among = serving.answers([*others[:4], mine, *others[4:]])[4]
+    with Serving(model, **HARDLY_ANY) as crowded:
+        *_, parked = crowded.answers([*requests(3, seed=4, lengths=(50,), answers=(80,)), mine])
+    assert alone == among == parked and len(set(alone)) > 3
+
+
+@pytest.mark.slow
+def test_penalties_count_what_was_drawn_also_after_it_is_computed_again(model):
+    sampling = Sampling(temperature=0.0, presence_penalty=2.0, repetition_penalty=1.5)
+    asked = requests(4, seed=1, lengths=(50,), answers=(80,), sampling=sampling)
+    with Serving(model) as serving:
+        wide = serving.answers(asked)
+    with Serving(model, **HARDLY_ANY | {"host_bytes": 0}) as serving:
+        narrow = serving.answers(asked)
+    different = lambda answer: len(set(answer))
+    assert wide == narrow and all(
+        different(answer) > different(generated(model, one)) for answer, one in zip(wide, asked, strict=True)
+    )
+
+
+def test_logprobs_are_of_the_token_and_of_the_likeliest(model):
+    request = Request(id="a", prompt=(5, 6, 7), max_tokens=4, sampling=Sampling(temperature=0.0, logprobs=3))
+    with Serving(model) as serving:
+        events = list(serving.engine.add(request))
+    with torch.no_grad():
+        logits = model(torch.tensor([[*request.prompt, *(event.token for event in events)]])).logits[0].log_softmax(-1)
+    for i, event in enumerate(events):
+        expected = logits[2 + i].topk(3)
+        assert [token for token, _ in event.top] == expected.indices.tolist() and event.top[0][0] == event.token
+        assert event.logprob == pytest.approx(float(expected.values[0]), rel=1e-5)
+
+
+def test_stop_tokens_end_an_answer(model):
+    (plain,) = (generated(model, one) for one in requests(1, seed=9, lengths=(17,), answers=(20,)))
+    stop = plain[4]
+    request = requests(1, seed=9, lengths=(17,), answers=(20,), stop_tokens=frozenset({stop}))[0]
+    with Serving(model) as serving:
+        events = list(serving.engine.add(request))
+    assert [event.token for event in events] == plain[: plain.index(stop) + 1] and events[-1].finish == "stop"
+
+
+@pytest.mark.parametrize("heard", [0, 1, 7])
+def test_a_cancelled_request_ends_and_the_others_do_not_notice(model, heard):
+    asked = requests(10, seed=2, lengths=(17, 100), answers=(25,))
+    with Serving(model) as serving:
+        streams = [serving.engine.add(request) for request in asked]
+        gone = iter(streams[3])
+        for _ in range(heard):
+            next(gone)
+        streams[3].cancel()
+        *_, last = gone
+        found = [[event.token for event in stream] for stream in streams if stream is not streams[3]]
+        assert last.finish == "cancelled" and serving.all_is_back()
+    assert found == [generated(model, request) for request in asked if request is not asked[3]]
+
+
+def test_a_step_out_of_memory_fails_its_newest_prefill_alone(model, monkeypatch):
+    asked = requests(6, seed=6, lengths=(17, 70), answers=(12,))
+    with Serving(model) as serving:
+        run, steps = serving.runner.run, iter(range(1000))
+
+        def short(step, bits=None):
+            if next(steps) == 2:
+                raise torch.OutOfMemoryError("as a test")
+            return run(step, bits)
+
+        monkeypatch.setattr(serving.runner, "run", short)
+        streams = [serving.engine.add(request) for request in asked]
+        events = [list(stream) for stream in streams]
+        assert serving.all_is_back()
+    failed = [i for i, own in enumerate(events) if own[-1].finish == "error"]
+    assert len(failed) == 1 and "out of memory" in events[failed[0]][-1].error
+    for i, own in enumerate(events):
+        if i not in failed:
+            assert [event.token for event in own] == generated(model, asked[i])
+
+
+def test_an_engine_that_fails_says_so_to_everybody(model, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with Serving(model) as serving:
+        monkeypatch.setattr(serving.runner, "run", lambda *_: 1 / 0)
+        streams = [serving.engine.add(request) for request in requests(2)]
+        assert all(list(stream)[-1].finish == "error" for stream in streams)
+        with pytest.raises(RuntimeError, match="has failed"):
+            serving.engine.add(requests(1, seed=8)[0])
+
+
+def test_what_does_not_fit_is_refused(model):
+    with Serving(model, waiting=2) as serving:
+        held = threading.Event()
+        serving.engine._inbox.append(held.wait)  # the thread stands still: nobody is admitted
+        for request in requests(1):
+            with pytest.raises(ValueError, match="at most 160"):
+                serving.engine.add(Request(id="long", prompt=(1,) * 150, max_tokens=11))
+            with pytest.raises(ValueError, match="below 67"):
+                serving.engine.add(Request(id="odd", prompt=(67,), max_tokens=1))
+            with pytest.raises(ValueError, match="without one"):
+                serving.engine.add(Request(id="strict", prompt=(1,), max_tokens=1, grammar="x"))
+            streams = [serving.engine.add(request)]
+            with pytest.raises(ValueError, match="there already"):
+                serving.engine.add(request)
+        with pytest.raises(QueueFullError):
+            for more in requests(3, seed=1):
+                streams.append(serving.engine.add(more))
+        held.set()
+        for stream in streams:
+            list(stream)
+        serving.engine.drain()
+        with pytest.raises(DrainingError):
+            serving.engine.add(requests(1, seed=2)[0])
+
+
+class Alternates:
+    """A grammar: an even token, then an odd one, four in all."""
+
+    def __init__(self):
+        self.taken = []
+
+    def bits(self):
+        allowed = [token for token in range(V) if token % 2 == len(self.taken) % 2]
+        mask = torch.zeros(-(-V // 32), dtype=torch.int64)
+        for token in allowed:
+            mask[token // 32] |= 1 << token % 32
+        return mask.to(torch.int32)
+
+    def take(self, token):
+        self.taken.append(token)
+        return len(self.taken) == 4
+
+
+def test_a_grammar_holds_for_its_own_request(model):
+    strict = Request(id="strict", prompt=(3, 4), max_tokens=20, sampling=GREEDY, grammar="alternates")
+    others = requests(3, seed=3, answers=(12,))
+    with Serving(model, grammar=lambda _: Alternates()) as serving:
+        found = serving.answers([others[0], strict, *others[1:]])
+    assert [token % 2 for token in found[1]] == [0, 1, 0, 1]
+    assert [found[0], *found[2:]] == [generated(model, request) for request in others]
