@@ -298,11 +298,6 @@ VOID = {
         "number but those of training is of another model than was trained",
         ("84d63a5f4e", "d6b12d1c9b", "1dd679fd9b", "1de33d4033"),
     ),
-    "differential": Void(
-        "trained and measured with the rotation over the whole head, which mixes the two halves that are subtracted (each half is to "
-        "turn by itself), and with the first λ of every layer at 0.8 instead of its own",
-        ("5385485625", "d6b12d1c9b", "1dd679fd9b"),
-    ),
 }
 
 # each paper's models as published: parameters, training tokens (LUCID: both of its phases)
@@ -322,16 +317,22 @@ def _times(parameters: float, tokens: float) -> str:
     return f"{float(f'{parameters * tokens / (SMALL.parameters * STEPS * ROWS * LENGTH):.2g}'):,.0f}"
 
 
-LIMITS = (
-    f"The papers' models had more compute (6 · parameters · tokens) than one of ours at 60M by a factor of "
-    f"{', '.join(f'{_times(*of)} ({name})' for name, of in PAPERS.items())}; than one at 125M by half of that. They read another kind of "
-    "text than Python source; half of the rows of the first 200 steps, and a tenth after that, are nothing but needles. Needles of the "
-    "compact form are trained on, sentences (passkey, number, uuid) and the induction needle are not: what they show is what a "
-    "model this small has learnt to copy by itself. Learning rate and schedule were chosen on softmax and Gated DeltaNet and used "
-    "for all, which favours those two. With so few seeds a difference of a few points counts only where each of them has it. Gates, "
-    "memories and norms start as published: half-lives of a few dozen tokens in most heads of Gated DeltaNet and of ATMA's memory, "
-    "which longer training than this moves further. Bytes of state are those of serving: what grows in bfloat16, what is fixed in "
-    "float32. Tokens per second are of this code on the GPU named above. Two of CARVE blind’s three runs shared theirs with each other, so its mean rate is below what one alone has."
+LIMITS = "\n".join(
+    (
+        "- **Compute.** The papers' models had more compute (6 · parameters · tokens) than one of ours at 60M by a factor of "
+        f"{', '.join(f'{_times(*of)} ({name})' for name, of in PAPERS.items())}; than one at 125M by half of that.",
+        "- **Text.** The papers' models read another kind of text than Python source. Half of the rows of our first 200 steps, and a tenth "
+        "after that, are nothing but needles.",
+        "- **Tasks.** The models are trained on needles of the compact form (`#@xy=7391`). They are not trained on the sentences of passkey, "
+        "number, uuid and multikey, nor on the induction needle: those show what a model this small learns to copy by itself.",
+        "- **Tuning.** Learning rate and schedule were chosen on softmax and Gated DeltaNet and used for all, which favours those two.",
+        "- **Seeds.** With so few seeds a difference of a few points counts only where each of them has it.",
+        "- **Initialisation.** Gates, memories and norms start as published: with half-lives of a few dozen tokens in most heads of Gated "
+        "DeltaNet and of ATMA's memory. Longer training moves them further.",
+        "- **Bytes of state** are those of serving: what grows in bfloat16, what is fixed in float32.",
+        "- **Tokens per second** are of this code on the GPU named above. Two of CARVE blind's three runs shared their GPUs with each other, "
+        "so its mean rate is below what one run alone has.",
+    )
 )
 
 softmax, gated_deltanet = partial(recipe, "softmax"), partial(recipe, "gated-deltanet")

@@ -99,13 +99,14 @@ def _difference(mean: float, error: float, freedom: int, n: int) -> Difference:
 def judge(sweep: Sweep, claims: Iterable[Claim]) -> list[Verdict]:
     """A verdict a claim, in their order; Holm's adjustment is over those that have a p."""
     found = [_measured(sweep, claim) for claim in claims]
-    tested = [i for i, verdict in enumerate(found) if verdict.word == ""]
-    adjusted = dict(zip(tested, holm([found[i].difference.p for i in tested]), strict=True))
+    tested = {i: v.difference.p for i, v in enumerate(found) if not v.word and v.difference and v.difference.p is not None}
+    adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
     return [v if v.word else v._replace(p=adjusted[i], word=_word(v, adjusted[i])) for i, v in enumerate(found)]
 
 
 def _word(verdict: Verdict, p: float) -> str:
     difference = verdict.difference
+    assert difference is not None and difference.half is not None  # of more than one pair
     if abs(difference.mean) + difference.half < verdict.claim.negligible:
         return "negligible"
     if p >= LEVEL:
@@ -128,15 +129,16 @@ def _measured(sweep: Sweep, claim: Claim) -> Verdict:
     if claim.paired:
         both = sorted(sides[0].keys() & sides[1].keys())
         sides = [{seed: side[seed] for seed in both} for side in sides]
-    verdict = Verdict(claim, "", *(Spread(tuple(side.values())) for side in sides), (paired if claim.paired else apart)(*sides))
+    better, worse = (Spread(tuple(side.values())) for side in sides)
+    difference = (paired if claim.paired else apart)(*sides)
     cells = [
         [sweep.spread(n, lambda run, t=t, T=T: above_chance(run, [t], [T])).mean for n in names] for t in tasks for T in at
     ]
     low, high = (sum(bool(_no_range(means, claim.negligible) == end) for means in cells) for end in ("chance", "the ceiling"))
-    verdict = verdict._replace(cells=len(cells), low=low, high=high)
-    if end := _no_range([*verdict.better.values, *verdict.worse.values], claim.negligible):
+    verdict = Verdict(claim, "", better, worse, difference, cells=len(cells), low=low, high=high)
+    if end := _no_range([*better.values, *worse.values], claim.negligible):
         return verdict._replace(word=f"no range: at {end}")
-    return verdict if verdict.difference.n > 1 else verdict._replace(word="one seed cannot say")
+    return verdict if difference.n > 1 else verdict._replace(word="one seed cannot say")
 
 
 def _no_range(shares: list[float], negligible: float) -> str:

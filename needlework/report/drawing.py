@@ -4,19 +4,27 @@ matplotlib draws with the light palette; `svg` then turns each colour into the C
 that was marked with `tag` into one that a script can find by its mixer. What is plotted is the business of figures.py.
 """
 
+from __future__ import annotations
+
 import io
 import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
+from typing import TYPE_CHECKING, Any
 
 from .palette import GRID, INK, MUTED, SURFACE, colour, variables
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 LABEL_POINTS = 8.5
 LINE_HEIGHT = 1.3
 
 
 @contextmanager
-def style():
+def style() -> Iterator[None]:
     """matplotlib settings for every figure: text stays text, equal input gives equal bytes, a `$` is a `$`."""
     import matplotlib
 
@@ -52,12 +60,12 @@ def style():
         yield
 
 
-def tag(index: int, tip: str = "") -> dict[str, str]:
+def tag(index: int, tip: str = "") -> dict[str, Any]:
     """The keyword that marks an artist as mixer number `index`'s, with what a pointer over it should say."""
     return {"gid": f"mixer-{index}|{tip}"}
 
 
-def svg(figure, name: str, description: str) -> str:
+def svg(figure: Figure, name: str, description: str) -> str:
     """The figure as an <svg> element: themed, without ids that could meet another figure's, without date or links.
 
     name: its accessible name. `description` and the tips of all its points are the accessible description.
@@ -109,7 +117,16 @@ def _mean(numbers: list[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
-def label_points(axes, points: list[tuple[int, float, float, str]], *, at: float | None = None) -> None:
+def inches(axes: Axes) -> tuple[float, float]:
+    """The width and height of axes."""
+    from matplotlib.figure import Figure
+
+    figure, box = axes.figure, axes.get_position()
+    assert isinstance(figure, Figure)  # and no part of one
+    return box.width * figure.get_figwidth(), box.height * figure.get_figheight()
+
+
+def label_points(axes: Axes, points: Sequence[tuple[int, float, float, str]], *, at: float | None = None) -> None:
     """Write each (mixer, x, y, text) in its colour to the right of its point, at axes fraction `at` or just beside it.
 
     Labels that would overlap move up or down and keep a thin leader to their point. Call it when everything is plotted.
@@ -117,9 +134,7 @@ def label_points(axes, points: list[tuple[int, float, float, str]], *, at: float
     if not points:
         return
     axes.autoscale_view()  # limits that are still to be computed would make the positions below wrong
-    figure = axes.figure
-    height = axes.get_position().height * figure.get_figheight() * 72
-    width = axes.get_position().width * figure.get_figwidth() * 72
+    width, height = (72 * side for side in inches(axes))
     gap = LABEL_POINTS * LINE_HEIGHT / height
     anchors = axes.transAxes.inverted().transform(axes.transData.transform([(x, y) for _, x, y, _ in points]))
     places = spread([float(y) for _, y in anchors], gap, 0.04, 1.0)

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .claims import Difference
 from .sweep import Spread
@@ -33,6 +33,6 @@ def points(d: Difference) -> str:
     return f"{100 * d.mean:+.1f}" + ("" if d.half is None else f" ± {100 * d.half:.1f}")
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

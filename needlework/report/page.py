@@ -3,6 +3,8 @@
 page.html is the page with its style and script; figures.py and table.py make what goes into it.
 """
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Callable
@@ -11,23 +13,26 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from needlework.eval.retrieval import chance
 from needlework.files import write_whole
 
 from . import figures, training_figures
 from .palette import variables
-from .results import Mixer, Results, check_results, tasks_of
+from .results import Mixer, Results, check_results, scores_of, tasks_of
 from .rows import CSV, rows
 from .table import cost_table, name_of, retrieval_table
 from .words import multiple, percent, summary, task_title
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Shown(NamedTuple):
     """One figure on the page: what draws it, its accessible name, and the line below it."""
 
-    figure: Callable
+    figure: Callable[[Results], Figure]
     label: str
     caption: str
 
@@ -82,7 +87,7 @@ def write_report(results: Results, path: str | os.PathLike) -> None:
     Raises ValueError that names what is missing from the results.
     """
     check_results(results)
-    template = Template(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    template = Template(files("needlework.report").joinpath("page.html").read_text(encoding="utf-8"))
     finished = bool(results["mixers"])
     light, dark = ("; ".join(f"--{name}: {pair[i]}" for name, pair in variables().items()) for i in (0, 1))
     page = template.substitute(
@@ -156,7 +161,7 @@ def _provenance(results: Results) -> str:
 
 
 def _limits(results: Results) -> str:
-    scores = [score for mixer in results["mixers"] for task in tasks_of(results) for score in mixer[task].values()]
+    scores = [score for mixer in results["mixers"] for task in tasks_of(results) for score in scores_of(mixer, task).values()]
     digits, values = min(score["digits"] for score in scores), min(score["values"] for score in scores)
     largest = max(mixer["parameters"] for mixer in results["mixers"])
     tokens = max(mixer["train"]["tokens"] for mixer in results["mixers"])

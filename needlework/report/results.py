@@ -91,6 +91,11 @@ def tasks_of(results: Results) -> tuple[str, ...]:
     return tuple(results.get("tasks", ("needle", "needles")))
 
 
+def scores_of(mixer: Mixer, task: str) -> dict[str, Score]:
+    """A mixer's scores in a task, by length."""
+    return mixer[task]  # pyrefly: ignore[bad-typed-dict-key] (a TypedDict cannot say that its other keys are tasks)
+
+
 def check_results(results: Any) -> None:
     """Raise ValueError that names the first key that is missing, of the wrong type, or not finite."""
     _check(results, Results, "results")
@@ -143,9 +148,8 @@ def _check(value: Any, kind: Any, where: str) -> None:
         raise ValueError(f"{where} must be {container.__name__}, got {type(value).__name__}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where} must be finite, got {value}")
-    if get_args(kind):
-        items = value.items() if container is dict else enumerate(value)
-        for key, item in items:
+    if isinstance(value, dict | list) and get_args(kind):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             _check(item, get_args(kind)[-1], f"{where}[{key!r}]")
 
 

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 CSV = "results.csv"
@@ -12,7 +12,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def rows(entries: Iterable[dict[str, Any]], tasks: Iterable[str], lengths: Iterable[int], train_length: int) -> str:
+def rows(entries: Iterable[Mapping[str, Any]], tasks: Iterable[str], lengths: Iterable[int], train_length: int) -> str:
     """The CSV of runs as they are in result.json. `loss` is that of plain text of the row's length; shares and losses have
     six digits, and a field that a run does not have is empty."""
     out = io.StringIO()

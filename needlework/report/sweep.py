@@ -147,7 +147,7 @@ def load_sweep(
         runs.setdefault(run["name"], []).append(run)
         if one != other:
             others[other] = texts.difference(known[one], known[other])
-    if not runs:
+    if first is None or not runs:
         raise ValueError(f"{directory}: no runs there (*.json)" + (" but such as ended early or are void" if paths else ""))
     ordered = [name for name in order if name in runs]
     by_seed = lambda run: run["seed"]

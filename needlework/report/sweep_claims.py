@@ -23,23 +23,27 @@ def claims_section(sweep: Sweep, claims: tuple[Claim, ...]) -> str:
 
 
 _JUDGED = (
-    "Shares are points of what lies above chance, (found − chance)/(1 − chance). A difference is taken {how}, with half its 95 % "
-    "interval (Student's t). *Negligible*: the interval lies inside ± {inside}. *Holds*, *opposite*: p < 0.05 after Holm's adjustment "
-    "over this table. *Undecided*: neither. *No range*: every run of both sides is at chance, or every one at the ceiling. Range counts "
-    "the pairs of task and length at which both sides' means are at chance or at the ceiling, and which so say nothing."
+    "A claim compares two mixers.\n\n"
+    "- Shares are points above chance: 100 · (found − chance)/(1 − chance).\n"
+    "- A difference is taken {how}, with ± half its 95 % interval (Student's t, this claim alone). p is after Holm's adjustment over this "
+    "table.\n"
+    "- *Holds*, *opposite*: p < 0.05. *Negligible*: the interval lies inside ± {inside}. *Undecided*: neither. *No range*: every run of both "
+    "sides is at chance, or every one at the ceiling.\n"
+    "- Range counts the pairs of task and length at which both sides' means are at chance, or both at the ceiling. Such a pair cannot tell "
+    "the mixers apart."
 )
 
 
 def _claim(verdict: Verdict) -> tuple[str, ...]:
-    claim, difference = verdict.claim, verdict.difference
+    claim, better, worse, difference = verdict.claim, verdict.better, verdict.worse, verdict.difference
     measured = f"{', '.join(claim.tasks)} at {', '.join(f'{m:g}×' for m in claim.multiples)}"
-    if difference is None:
+    if better is None or worse is None or difference is None:
         return claim.says, measured, "", "", "", "", "", "", f"**{verdict.word}**"
     ends = [f"{n} at {end}" for n, end in ((verdict.low, "chance"), (verdict.high, "the ceiling")) if n]
     return (
         claim.says,
         measured,
-        *(percents(side, 0.0) for side in (verdict.better, verdict.worse)),
+        *(percents(side, 0.0) for side in (better, worse)),
         points(difference),
         "" if verdict.p is None else f"{verdict.p:.2g}",
         str(difference.n),

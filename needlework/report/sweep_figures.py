@@ -25,7 +25,9 @@ def at_a_glance(sweep: Sweep, path: Path, tasks: tuple[str, ...]) -> None:
         figure = Figure(figsize=(10, 4.2))
         axes = figure.add_axes((0.06, 0.1, 0.56, 0.8))
         _found_by_length(axes, sweep, sweep.glance, tasks, lambda mixer: f"{sweep.title(mixer)} · {state(mixer)}")
-        axes.set_title(f"Found by length · bytes of state after {longest:,} tokens")
+        axes.set_title(
+            f"Needles found, by length in multiples of {sweep.train_length:,} tokens · state after {longest:,} tokens"
+        )
         _save(figure, path)
 
 
@@ -79,13 +81,21 @@ def retrieval_by_state(sweep: Sweep, path: Path, tasks: tuple[str, ...], lengths
     """The same share against the bytes that one sequence's state takes, a panel a length."""
     from matplotlib.figure import Figure
 
+    longest = max(len(_at(sweep, mixer, tasks, T)) for mixer in sweep.runs for T in lengths)
     with style():
         figure = Figure(figsize=(10, 5.2 * len(lengths)))
         for n, T in enumerate(lengths):
-            height = 1 / len(lengths)
-            axes = figure.add_axes((0.07, 1 - (n + 1) * height + 0.13 * height, 0.62, 0.79 * height))
+            height, width = 1 / len(lengths), 0.89 - 0.0072 * longest
+            axes = figure.add_axes((0.07, 1 - (n + 1) * height + 0.13 * height, width, 0.79 * height))
             _by_state(axes, sweep, tasks, T)
         _save(figure, path)
+
+
+def _at(sweep: Sweep, mixer: str, tasks: tuple[str, ...], T: int) -> str:
+    """The mixer's title, and what it finds at T: the mean, or run by run where the runs are split."""
+    share = sweep.spread(mixer, lambda run: found(run, tasks, [T]))
+    shares = share.values if sweep.split(mixer, tasks, T) else (share.mean,)
+    return f"{sweep.title(mixer)} {' / '.join(percent(one).removesuffix(' %') for one in shares)} %"
 
 
 def _by_state(axes, sweep: Sweep, tasks: tuple[str, ...], T: int) -> None:
@@ -108,11 +118,9 @@ def _by_state(axes, sweep: Sweep, tasks: tuple[str, ...], T: int) -> None:
             x = sweep.runs[mixer][0]["state_bytes"][str(T)]
             if sweep.split(mixer, tasks, T):
                 axes.plot([x] * share.n, share.values, marker(i), color=colour(family))
-                said = " / ".join(map(percent, share.values))
             else:
                 axes.errorbar(x, share.mean, yerr=share.deviation or 0, color=colour(family), fmt=marker(i), capsize=2)
-                said = percent(share.mean)
-            points.append((family, x, statistics.median(share.values), f"{sweep.title(mixer)} {said}"))
+            points.append((family, x, statistics.median(share.values), _at(sweep, mixer, tasks, T)))
     label_points(axes, points, at=1.03)
 
 

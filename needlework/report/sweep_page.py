@@ -45,11 +45,12 @@ def write_page(sweep: Sweep, directory: Path, claims: tuple[Claim, ...], limits:
     write_whole(directory / CSV, rows(runs, tasks, sweep.lengths, sweep.train_length))
     sections += [
         "## Every task, by length",
-        f"As rows, a mixer, seed, task and length each: [{CSV}]({CSV}).",
+        *([_described(sweep)] if any(task in _TASKS for task in sweep.tasks) else []),
+        f"[{CSV}]({CSV}) has the same scores with a row for each mixer, seed, task and length.",
         *(_task(sweep, task) for task in tasks),
     ]
     if diagnoses := _diagnoses(sweep):
-        sections += ["## Inside the models", diagnoses]
+        sections += ["## Inside the models", _INSIDE, diagnoses]
     sections += ["## What this cannot say", limits]
     path = directory / "README.md"
     parameters = [run["parameters"] for runs in sweep.runs.values() for run in runs]
@@ -59,12 +60,33 @@ def write_page(sweep: Sweep, directory: Path, claims: tuple[Claim, ...], limits:
 
 
 _BANDS = (
-    "Lines are means over seeds, bands reach from the least of a mixer's runs to the most; where its runs are written one by one below, "
-    "they are drawn so. Bars against state bytes are ± a standard deviation."
+    "Lines are means over seeds. Bands reach from the least of a mixer's runs to the most. Where the tables list a mixer's runs one by one, "
+    "each run has its line. Bars against state bytes are ± a standard deviation. Grey lines are the rest of the mixers."
 )
 _POSITIONS = (
-    "Nats per token of long held-out documents, minus the median run's at that position: down is better. Right of the "
-    "training length no model was trained."
+    "Nats per token of long held-out documents, minus the median run's at that position: down is better. Positions right of the "
+    "training length are beyond what any model was trained on."
+)
+
+# task -> what its rows have, what their end asks for
+_TASKS = {
+    "needle": ("one needle in text: `#@xy=7391`, a key of two letters and a value of four digits", "its value"),
+    "needles-2": ("two such needles", "both values, in shuffled order"),
+    "needles": ("four such needles", "all four values, in shuffled order"),
+    "needles-8": ("eight such needles", "all eight values, in shuffled order"),
+    "passkey": ("one sentence with a number of seven digits, in noise that repeats", "the number"),
+    "number": ("one sentence with a number of seven digits, in text", "the number"),
+    "uuid": ("one sentence with a uuid, in text", "the uuid"),
+    "multikey": ("four sentences with a number each, in text", "one of the numbers"),
+    "induction": ("a cue and five digits, then text, then the cue again", "the digits"),
+}
+_INSIDE = (
+    "Diagnostics of the papers, means over layers and seeds. **qdelta**: beta a is β k·(k + λq); a step contracts where it lies between 0 "
+    "and 2, and unstable is the share of tokens where it does not; cosine compares what the state returns for q and for k; drift is the "
+    "norm of Theorem 3.2's residual. **ccq**: the share of a key's energy in the 16 directions that most keys share, for needles and for "
+    "other tokens. **carve**: content is the share of the feedback in what moves the erase gate; staleness is what its delay by a chunk "
+    "changes in the output. **lucid**: the condition number of P, and the share of P below its diagonal. **polar**: n eff is the effective "
+    "number of keys attended to, null mass the weight of the null sink."
 )
 
 
@@ -72,24 +94,23 @@ def _summary(sweep: Sweep) -> str:
     runs = [run for of in sweep.runs.values() for run in of]
     counts = [len(of) for of in sweep.runs.values()]
     seeds = f"{_from_to(counts)} seed{'s' if max(counts) > 1 else ''}"
-    spread = f"{_SPREAD} " if max(counts) > 1 else "No number has a spread; "
+    spread = _SPREAD if max(counts) > 1 else "No number has a spread."
     machines = sorted({f"{run['machine']}, torch {run['versions']['torch']}" for run in runs})
     commits = sorted({_code(run) for run in runs})
     others = [_other(sweep, digest) for digest in sweep.others]
-    struck = (
-        f" **Void: {listing([of[0]['title'] for of in sweep.void.values()])}**, [why](#what-is-void)." if sweep.void else ""
-    )
+    void = f" **Void: {listing([of[0]['title'] for of in sweep.void.values()])}**, [why](#what-is-void)." if sweep.void else ""
     return (
         f"{len(sweep.runs)} mixer{'s' if len(sweep.runs) > 1 else ''}, {seeds} each, {_from_to(run['parameters'] for run in runs)} "
         f"parameters, {_from_to(run['train']['tokens'] for run in runs)} training tokens of length {sweep.train_length:,}, "
-        f"{_recipe(runs)} and for a seed one order of data.{struck} Corpus SHA-256 {sweep.corpus[:16]}.{''.join(others)} Trained on "
-        f"{'; '.join(machines)}; code {', '.join(commits)}. {spread}every run is beside this page, with its config."
+        f"{_recipe(runs)} and for a seed one order of data.{void}\n\n{spread}\n\nEvery run is beside this page, with its config. "
+        f"Corpus SHA-256 {sweep.corpus[:16]}.{''.join(others)} Trained on {'; '.join(machines)}; code {', '.join(commits)}."
     )
 
 
 _SPREAD = (
-    "Every number is a mean over seeds ± their standard deviation; where a mixer's runs lie further apart than half of what is "
-    "above a guess, some have learned it and some have not: they are written one by one, by seed, with / between them;"
+    "Every number is a mean over seeds ± their standard deviation. Some mixers learn a task with some seeds only. Where a "
+    "mixer's runs differ by more than half of the distance from a guess to the ceiling, the table lists them one by one, by seed, with / "
+    "between them."
 )
 
 
@@ -134,7 +155,7 @@ def _void(sweep: Sweep) -> str:
         seeds = ", ".join(str(seed) for seed in sorted(run["seed"] for run in runs))
         rows.append((runs[0]["title"], seeds, ", ".join(sorted({_code(run) for run in runs})), sweep.reasons[mixer]))
     head = ("mixer", "seeds", "code", "why")
-    return f"These runs are struck until they are run again: no table, picture or claim has them.\n\n{table(head, rows)}"
+    return f"No table, picture or claim has these runs until they are run again.\n\n{table(head, rows)}"
 
 
 def _ended(sweep: Sweep) -> str:
@@ -172,8 +193,15 @@ def _overview(sweep: Sweep) -> str:
             )
         )
     return (
-        f"{table(head, rows)}\n\n`found` is the mean of all tasks: {', '.join(sweep.tasks)}; in percent of the values' tokens."
+        f"`found` is the share of the values' tokens that the model names, in percent, a mean over all tasks. A guess finds "
+        f"{100 * guess:.0f} %; a model that answers with tokens that are no digits finds less. `loss` is in nats a token of held-out text at "
+        f"the training length.\n\n{table(head, rows)}"
     )
+
+
+def _described(sweep: Sweep) -> str:
+    """What each task asks for."""
+    return table(("task", "the row has", "asked for at its end"), [(t, *_TASKS[t]) for t in sweep.tasks if t in _TASKS])
 
 
 def _task(sweep: Sweep, task: str) -> str:

@@ -4,7 +4,7 @@ import statistics
 from html import escape
 
 from .palette import LIGHT, glyph
-from .results import Mixer, Results, Score, tasks_of
+from .results import Mixer, Results, Score, scores_of, tasks_of
 from .words import multiple, percent, size, task_title
 
 
@@ -13,7 +13,7 @@ def retrieval_table(results: Results) -> str:
     lengths, tasks = results["lengths"], tasks_of(results)
     heads = "".join(f'<th colspan="{len(lengths)}">digits found, {escape(task_title(task))}</th>' for task in tasks)
     lengths_head = "".join(f"<th>{multiple(n, results['train_length'])}</th>" for n in lengths) * len(tasks)
-    cells = lambda mixer: "".join(_share(mixer[task][str(n)]) for task in tasks for n in lengths)
+    cells = lambda mixer: "".join(_share(scores_of(mixer, task)[str(n)]) for task in tasks for n in lengths)
     note = f"{_counts(results)} Point at a share to see how many values were right from the first digit to the last."
     return _table(heads, lengths_head, [cells(mixer) for mixer in results["mixers"]], results, note)
 
@@ -85,7 +85,7 @@ def _counts(results: Results) -> str:
     """How many digits each share was taken over: one number if it is the same at every length, else one a length."""
     said = []
     for task in tasks_of(results):
-        counts = [sorted({mixer[task][str(n)]["digits"] for mixer in results["mixers"]}) for n in results["lengths"]]
+        counts = [sorted({scores_of(mixer, task)[str(n)]["digits"] for mixer in results["mixers"]}) for n in results["lengths"]]
         written = ["–".join(f"{count:,}" for count in (few[0], few[-1])[: len(few)]) for few in counts]
         said.append(
             f"{task_title(task)} " + (f"{written[0]} at each length" if len(set(written)) == 1 else " / ".join(written))

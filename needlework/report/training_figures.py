@@ -1,6 +1,9 @@
 """The figures of training: its curves by step, and its speed."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from .drawing import label_points, tag
 from .palette import colour
@@ -8,8 +11,12 @@ from .panels import TOP, WIDTH, label_inches, panels, title
 from .results import Results
 from .words import size
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-def loss_by_step(results: Results):
+
+def loss_by_step(results: Results) -> Figure:
     """Training loss: smoothed, with the recorded values faint behind."""
     figure, (axes,) = panels(results)
     ends, shown = [], []
@@ -30,14 +37,14 @@ def loss_by_step(results: Results):
     return figure
 
 
-def learning_rate(results: Results):
+def learning_rate(results: Results) -> Figure:
     """The learning rate by step."""
     figure, (axes,) = panels(results)
     _logged(axes, results, "lr", "Learning rate", "{:.2e}".format)
     return figure
 
 
-def gradient_norm(results: Results):
+def gradient_norm(results: Results) -> Figure:
     """The norm of the gradient before it is clipped, by step."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -50,20 +57,20 @@ def gradient_norm(results: Results):
     return figure
 
 
-def memory(results: Results):
+def memory(results: Results) -> Figure:
     """The most that was held so far, by step: of a GPU its memory, of a CPU the process's."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     figure, (axes,) = panels(results)
     most = max((max(log["memory"]) for mixer in results["mixers"] if (log := mixer["train"].get("log"))), default=1)
     axes.set_ylim(0, 1.08 * most)
-    axes.set_yticks([tick for tick in MaxNLocator(5).tick_values(0, most / 2**20) * 2**20 if tick <= 1.08 * most])
+    axes.set_yticks([tick * 2**20 for tick in MaxNLocator(5).tick_values(0, most / 2**20) if tick * 2**20 <= 1.08 * most])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: size(y)))
     _logged(axes, results, "memory", "Most memory held", size)
     return figure
 
 
-def training_speed(results: Results):
+def training_speed(results: Results) -> Figure:
     """Tokens per second in training, fastest first."""
     from matplotlib.figure import Figure
 
@@ -78,13 +85,20 @@ def training_speed(results: Results):
     for row, (i, mixer) in enumerate(mixers):
         speed = mixer["train"]["tokens_per_second"]
         axes.barh(row, speed, height=0.62, color=colour(i), **tag(i, f"{mixer['title']}: {speed:,.0f} tokens per second"))
-        beside = {"textcoords": "offset points", "va": "center_baseline", "color": colour(i), "annotation_clip": False}
+        beside: dict[str, Any] = {
+            "textcoords": "offset points",
+            "va": "center_baseline",
+            "color": colour(i),
+            "annotation_clip": False,
+        }
         axes.annotate(mixer["title"], (0, row), xytext=(-8, 0), ha="right", **beside, **tag(i))
         axes.annotate(f"{speed:,.0f}", (speed, row), xytext=(6, 0), ha="left", **beside, **tag(i))
     return figure
 
 
-def _logged(axes, results: Results, name: str, heading: str, say: Callable[[float], str]) -> None:
+def _logged(
+    axes: Axes, results: Results, name: Literal["lr", "grad_norm", "memory"], heading: str, say: Callable[[float], str]
+) -> None:
     ends = []
     for i, mixer in enumerate(results["mixers"]):
         log = mixer["train"].get("log")
@@ -96,7 +110,7 @@ def _logged(axes, results: Results, name: str, heading: str, say: Callable[[floa
     _by_step(axes, ends, heading)
 
 
-def _by_step(axes, ends: list[tuple[int, float, float, str]], heading: str) -> None:
+def _by_step(axes: Axes, ends: Sequence[tuple[int, float, float, str]], heading: str) -> None:
     if ends:
         axes.set_xlim(0, max(x for _, x, _, _ in ends) or 1)
     axes.set_xlabel("training step")
@@ -104,7 +118,7 @@ def _by_step(axes, ends: list[tuple[int, float, float, str]], heading: str) -> N
     label_points(axes, ends, at=1.06)
 
 
-def _thin(numbers: list[float], most: int = 300) -> list[float]:
+def _thin(numbers: Sequence[float], most: int = 300) -> list[float]:
     """Means of neighbours, so that at most `most` are left: a figure has no more pixels than that."""
     width = max(1, -(-len(numbers) // most))
     return [sum(part) / len(part) for part in (numbers[i : i + width] for i in range(0, len(numbers), width))]

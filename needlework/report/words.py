@@ -1,6 +1,6 @@
 """Numbers as people write them, and the one sentence that says what a comparison found."""
 
-from .results import Mixer, Results, tasks_of
+from .results import Mixer, Results, scores_of, tasks_of
 
 TITLES = {"needle": "single needle", "needles": "several needles"}
 
@@ -49,7 +49,7 @@ def listing(titles: list[str]) -> str:
 
 def best(mixers: list[Mixer], task: str, length: int) -> tuple[str, str]:
     """The highest accuracy in a task at a length, and who has it: ('95.3 %', 'A and B'); their number where a list is long."""
-    shares = [mixer[task][str(length)]["accuracy"] for mixer in mixers]
+    shares = [scores_of(mixer, task)[str(length)]["accuracy"] for mixer in mixers]
     titles = [mixer["title"] for mixer, share in zip(mixers, shares, strict=True) if share == max(shares)]
     return percent(max(shares)), listing(titles) if len(titles) <= 3 else f"{len(titles)} mixers"
 

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from needlework.report import sweep_figures
 from needlework.report.claims import Claim, judge
 from needlework.report.sweep import Void, load_sweep
 from needlework.report.sweep_page import write_page
@@ -207,6 +208,16 @@ def test_equal_runs_give_equal_pages(sweep, tmp_path):
     pages = [write_page(sweep, tmp_path / name, (), "").parent for name in "ab"]
     for name in ("README.md", "glance.png", "retrieval.png", "state.png"):
         assert (pages[0] / name).read_bytes() == (pages[1] / name).read_bytes()
+
+
+def test_a_long_label_beside_the_states_is_whole(tmp_path, monkeypatch):
+    runs = [run("long", s, (0.9, 0.1, 0.6)[s], title="A mixer with quite a long title, every 4th") for s in range(3)]
+    sweep, drawn = load_sweep(write(tmp_path / "runs", *runs)), []
+    monkeypatch.setattr(sweep_figures, "_save", lambda figure, path: drawn.append(figure))
+    sweep_figures.retrieval_by_state(sweep, tmp_path / "state.png", tuple(TASKS), (128,))
+    (label,) = (text for text in drawn[0].axes[0].texts if text.get_text().startswith("A mixer"))
+    assert label.get_text().endswith("every 4th 90 / 10 / 60 %")
+    assert label.get_window_extent().x1 <= drawn[0].bbox.x1
 
 
 def test_runs_that_learned_and_runs_that_did_not_are_shown_one_by_one(tmp_path):
