@@ -20,6 +20,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 source_suffix = {".md": "markdown"}
 html_theme = "furo"
 html_title = "needlework"
+html_static_path = html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = html_show_sphinx = False
 smartquotes = False

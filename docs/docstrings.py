@@ -5,6 +5,7 @@ import re
 ITEM = re.compile(
     r"(?:[A-Za-z_]\w*(?:, |(?= \[)|(?=:))|(?:, | or | )?\[[^\]]*\](?:, |(?=:)| (?=or)|(?= \w+:)))+(?: int64| int32)?: "
 )
+WIDTH = 80  # what fits beside the navigation
 TERMS = {"Dtypes", "State", "Error", "Raises", "Returns", "Example", "Computes"}
 
 
@@ -20,6 +21,7 @@ def shorten(app, what, name, obj, options, signature: str | None, returns: str |
             r"~?(?:typing\.)?Annotated\[(\w+), Range\(words='[^']*', holds=<function .*? at 0x\w+>\)\]", r"\1", signature
         )
         signature = signature.replace("<factory>", "...").replace("~typing.", "").replace("~", "")
+        signature = re.sub(r"\b(torch|collections\.abc)\.(?=[A-Z])|\bneedlework\.layers\.\w+\.(?=\w+Config\b)", "", signature)
         if name == "needlework.models.NeedleworkConfig":
             signature = "(*, " + signature.partition("*, ")[2]
     return signature, returns
@@ -33,17 +35,25 @@ def restructured(text: str) -> str:
         if example:
             blocks.append(block)
         elif all(line.startswith("    ") for line in lines):
-            blocks.append("::\n\n" + block)
+            blocks.append("::\n\n" + "\n".join(_broken(line, len(lines) > 1) for line in lines))
         else:
-            blocks += _paragraphs(lines)
+            blocks += _paragraphs(lines, summary=not blocks)
     return "\n\n".join(blocks) + "\n"
 
 
-def _paragraphs(lines: list[str]) -> list[str]:
-    """A line that begins `name [shape]:` opens an item, a line that begins with one of TERMS a paragraph; others go on where they are."""
+def _broken(line: str, of_several: bool) -> str:
+    """A line of an equation that is too wide goes on in lines of its own, indented where the equation has other lines."""
+    if len(line) - 4 <= WIDTH:
+        return line
+    return re.sub(r", {2,}", ",\n    " + "    " * of_several, line)
+
+
+def _paragraphs(lines: list[str], summary: bool) -> list[str]:
+    """A line that begins `name [shape]:` opens an item, a line that begins with one of TERMS a paragraph; others go on where they are.
+    A summary's first line opens neither."""
     parts: list[str] = []
-    for line in lines:
-        head = ITEM.match(line)
+    for i, line in enumerate(lines):
+        head = None if summary and i == 0 else ITEM.match(line)
         term = re.match(r"\w+", line)
         if term and term[0] in TERMS and (head or parts):
             rest = line[term.end() :].lstrip(":")

@@ -1,7 +1,7 @@
 """A mixer of your own: a write rule in thirty lines, beside ours.
 
-You learn: a write rule is a frozen config with a `kind` and a module whose `forward` gets q, k, v, the gate g and the query that reads,
-and returns (o, state). `Recurrent` does the rest: projections, convolution, norm, output gate, state, packing. The rule composes with
+You learn: a write rule is a frozen config with a `kind` and a module that names its two ops and whose `call` gives either q, k, v, the
+gate g and the query that reads. `Recurrent` does the rest: projections, convolution, norm, output gate, state, packing. The rule composes with
 every gate and every read rule. The rule here has one gate for forgetting and for writing, as a GRU has:
 
     S_t = e^g (I − β k kᵀ) S_{t-1} + β k vᵀ,   β = 1 − e^g
@@ -19,7 +19,7 @@ from needlework.layers import CCQ, Recurrent, ScalarGate
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig
 from needlework.layers.write import WriteConfig, WriteRule
-from needlework.ops.delta import chunk_delta
+from needlework.ops.delta import chunk_delta, step_delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,11 @@ class Coupled(WriteConfig):
 
 
 class CoupledRule(WriteRule):
-    def forward(self, q, k, v, *, g, q_read, **carry):
-        """q, k [B T H K] of unit norm, v [B T HV V], g [B T HV] <= 0; carry: initial_state, output_final_state, cu_seqlens."""
-        return chunk_delta(q, k, v, g, -torch.expm1(g), q_read=q_read, scale=self.width.scale, **carry)
+    chunk, step = staticmethod(chunk_delta), staticmethod(step_delta)  # many tokens, and one while serving
+
+    def call(self, op, q, k, v, *, g, q_read, **carry):
+        """q, k [B T H K] of unit norm, v [B T HV V], g [B T HV] <= 0; carry: the states, which the op takes as they are."""
+        return op(q, k, v, g, -torch.expm1(g), q_read=q_read, scale=self.width.scale, **carry)
 
 
 def by_hand(k, v, g):

@@ -104,7 +104,7 @@ def expected(kind: Any) -> str:
     """A type in words."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return f"{_WORDS[inner[0]]} {inner[1].words}"
+        return f"{expected(inner[0])} {inner[1].words}"
     if origin in (Union, UnionType):
         return " or ".join(map(expected, inner))
     if origin is Literal:

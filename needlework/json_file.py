@@ -2,11 +2,12 @@
 
 import json
 import lzma
+import os
 from pathlib import Path
 from typing import Any
 
 
-def read_json(path: str | Path) -> Any:
+def read_json(path: str | os.PathLike) -> Any:
     """What the file holds. ValueError names a file that is not JSON: half of it, none, too deep. OSErrors name it themselves."""
     try:
         content = Path(path).read_bytes()

@@ -17,14 +17,14 @@ ENTRY = re.compile(r"^\.\. auto(?:function|class):: (\S+)$", re.MULTILINE)
 DOCUMENTED = {name for page in (DOCS / "reference").glob("*.md") for name in ENTRY.findall(page.read_text())}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
-FORMS = ("chunk_", "recurrent_", "step_", "decode_", "prefill_")
+FORMS = ("chunk_", "recurrent_", "step_", "paged_", "write_")
 
 public_ops = [
     f"needlework.ops.{op}.{name}"
     for op in OPS
     for name in vars(importlib.import_module(f"needlework.ops.{op}"))
     if name.startswith(FORMS)
-] + ["needlework.ops.common.conv.causal_conv"]
+] + [f"needlework.ops.common.conv.{name}" for name in ("causal_conv", "causal_conv_slots", "step_conv")]
 familiar = importlib.import_module("needlework.ops.familiar")
 public_ops += [
     f"{familiar.__name__}.{name}"

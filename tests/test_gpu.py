@@ -3,16 +3,25 @@ interpreter cannot show of large states. Skipped without one."""
 
 import dataclasses
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 
+from needlework.ops.ccq.state import symmetric
+from needlework.ops.common.conv import causal_conv, causal_conv_slots, step_conv
+from needlework.ops.lucid import solve_pages
 from needlework.ops.qdelta.spec import growing
 from needlework.ops.specs import specs
 from needlework.testing.checks import budgeted
-from needlework.testing.compare import assert_close, differentiate, leaves, make, outputs, tokens, whole
-from needlework.testing.errors import assert_within_budget
+from needlework.testing.compare import assert_close, differentiate, leaves, like, make, outputs, tokens, whole
+from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
+from needlework.testing.lucid_pages import LUCID_PAGES
+from needlework.testing.targets import sample as inputs_of
 from tests.layers.test_mixers import CONFIGS, build, close, sample
+from tests.ops.test_paged import D as PAGED_D
+from tests.ops.test_paged import V as PAGED_V
+from tests.ops.test_paged import each, read_outs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 PACKED = torch.tensor([0, 19, 19, 83])
@@ -49,11 +58,152 @@ def test_a_step_on_the_gpu_is_prefill_on_the_cpu(spec):
             assert_close({name: x.cpu()}, {name: want[:, t]}, f"token {t}")
 
 
+DELTA = "qdelta", "delta/gla", "delta/gated", "delta/kda", "delta/gdn2"
+ON_SLOTS = *DELTA, "carve", "carve/rank4", "ccq", "ccq/aligned"
+
+
+def starts(state, slots, fresh):
+    """The states from which sequences start whose slots hold `state`."""
+    resumed = (slots >= 0) & ~fresh
+    one = lambda x: torch.where(resumed.view(-1, *[1] * (x.dim() - 1)), x[slots.clamp(min=0)], 0)
+    return like(state, iter([one(x) for _, x in leaves(state)]))
+
+
+@pytest.mark.parametrize("rule", ON_SLOTS)
+def test_a_long_call_on_slots_of_a_table_is_one_from_initial_states(rule):
+    """To the bit, in bfloat16: chains are cut, and launches begin before those ahead of them are done."""
+    spec = next(spec for spec in specs() if spec.name == rule)
+    seen, inputs = (inputs_of(rule, torch.Generator().manual_seed(i), 1, 6000, "random", 128, 128) for i in (0, 1))
+    seen, inputs = (on("cuda", stored(x, torch.bfloat16, spec.half)[0]) for x in (seen, inputs))
+    ends = torch.tensor([0, 700, 700, 700, 3001, 3002, 6000]).cuda()
+    slots, fresh = torch.tensor([5, 0, 7, -1, 1, 3]).cuda(), torch.tensor([False, False, True, False, False, True]).cuda()
+    state = spec.chunk(**seen, cu_seqlens=torch.arange(0, 6001, 750).cuda(), output_final_state=True)[-1]
+    if rule.startswith("ccq"):
+        state = symmetric(state)  # what a call reads of an initial C
+    want = spec.chunk(**inputs, initial_state=starts(state, slots, fresh), output_final_state=True, cu_seqlens=ends)
+    table = like(state, iter([torch.stack((x, x), 1)[:, 1] for _, x in leaves(state)]))
+    got = spec.chunk(**inputs, state=table, slots=slots, fresh=fresh, cu_seqlens=ends)
+    assert torch.equal(got[0], want[0])
+    for (name, x), (_, final), (_, old) in zip(leaves(table), leaves(want[-1]), leaves(state), strict=True):
+        assert torch.equal(x[[5, 7, 1, 3]], final[[0, 2, 4, 5]]), name
+        assert torch.equal(x[[0, 2, 4, 6]], old[[0, 2, 4, 6]]), f"{name}: what no sequence writes has changed"
+
+
+@pytest.mark.parametrize("rule, T", (*((rule, 8192) for rule in DELTA), ("qdelta", 256)))
+def test_one_sequence_on_a_slot_is_one_from_an_initial_state(rule, T):
+    """To the bit, in bfloat16: the long one is walked in segments, the states of the short one are more than float16 holds."""
+    spec = next(spec for spec in specs() if spec.name == rule)
+    sample = partial(growing if T == 256 else partial(inputs_of, rule), K=128, V=128)
+    made = lambda i: sample(generator=torch.Generator().manual_seed(i), B=1, T=T, style="random")
+    seen, inputs = (on("cuda", stored(made(i), torch.bfloat16, spec.half)[0]) for i in (0, 1))
+    state = whole(spec.chunk)(tokens(spec, seen, lambda x: x[:, :64]))[-1]
+    want = spec.chunk(**inputs, initial_state=state, output_final_state=True)
+    table = torch.full((3, 2, *state.shape[1:]), torch.nan, device="cuda")[:, 1]
+    table[1] = state[0]
+    got = spec.chunk(**inputs, state=table, slots=torch.tensor([1]).cuda())
+    assert torch.equal(got[0], want[0]) and torch.equal(table[1:2], want[-1]) and bool(table[[0, 2]].isnan().all())
+
+
+@pytest.mark.parametrize("rule", ON_SLOTS)
+def test_a_cuda_graph_holds_a_call_on_a_table(rule):
+    """What is captured for some slots serves others when it is replayed."""
+    spec = next(spec for spec in specs() if spec.name == rule)
+    inputs = on("cuda", {name: x.float() for name, x in make(spec, 3, 83).items()})
+    history = whole(spec.chunk)(inputs)[-1]
+    table = lambda: like(history, iter([torch.cat((x, x)) for _, x in leaves(history)]))
+    slots, fresh = torch.tensor([4, -1, 0]).cuda(), torch.tensor([False, False, True]).cuda()
+    call = lambda state: spec.chunk(**inputs, state=state, slots=slots, fresh=fresh, impl="triton")[0]
+    call(table())  # compiles
+    captured, eager, graph = table(), table(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = call(captured)
+    for others in ([4, -1, 0], [1, 5, 2]):
+        slots.copy_(torch.tensor(others))
+        graph.replay()
+        assert torch.equal(o, call(eager)), others
+        for (name, x), (_, y) in zip(leaves(captured), leaves(eager), strict=True):
+            assert torch.equal(x, y), f"{others}: {name}"
+
+
+@pytest.mark.parametrize("packing", (False, True), ids=("decode", "prefill"))
+@pytest.mark.parametrize("name", read_outs())
+def test_a_captured_graph_of_attention_over_pages_serves_any_lengths(name, packing):
+    """The graph is captured with padded rows alone; its replays are the same kernels' calls, to the bit."""
+    N, NB, PG = 3, 20, 16
+    attend, _ = read_outs()[name]
+    half = lambda *sizes: torch.randn(*sizes, device="cuda", dtype=torch.bfloat16)
+    pages = half(N * NB, PG, 2, PAGED_D), half(N * NB, PG, 2, PAGED_V)
+    table = torch.randperm(N * NB, device="cuda").view(N, NB).int()
+    length, q = torch.full((N,), -1, device="cuda", dtype=torch.int32), half(90 if packing else N, 4, PAGED_D)
+    settings = on("cuda", attend.keywords) if isinstance(attend, partial) else {}
+    where = {"block_table": table, "length": length, "window": 37, "impl": "triton", **settings}
+    if packing:
+        where["cu_seqlens"] = torch.zeros(N + 1, device="cuda", dtype=torch.int64)
+    call = partial(getattr(attend, "func", attend), q, *pages, **where)
+    call()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = each(call())
+    for lengths, ends in (((320, 17, 1), (0, 60, 61, 62)), ((5, -1, 200), (0, 5, 5, 90)), ((0, 33, 64), (0, 0, 33, 34))):
+        length.copy_(torch.tensor(lengths))
+        if packing:
+            where["cu_seqlens"].copy_(torch.tensor(ends))
+        graph.replay()
+        assert all(torch.equal(a, b) and torch.isfinite(a).all() for a, b in zip(captured, each(call()), strict=True))
+        assert captured[0].any()
+
+
 @pytest.mark.parametrize("K, V", ((128, 256), (256, 512)))
 def test_a_state_past_what_float16_holds_is_within_its_budget(K, V):
     spec = next(spec for spec in specs() if spec.name == "qdelta")
     spec = dataclasses.replace(spec, inputs=partial(growing, H=2, HV=4, K=K, V=V))
     assert_within_budget(budgeted(spec, torch.bfloat16, 1, 256, "random", torch.device("cuda")))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("after", ("silu", "add"))
+def test_a_convolution_s_kernels_on_slots_are_the_plain_form_also_from_a_graph(after, dtype):
+    """Chunks of many lengths, then steps, captured once and replayed on other tokens, slots and fresh sequences."""
+    generator = torch.Generator().manual_seed(0)
+    ends, parts, C = torch.tensor([0, 1, 1, 300, 302, 305]), (384, 384, 512), 1280
+    weight = torch.randn(C, 4, generator=generator).cuda()
+    made = lambda *sizes: torch.randn(*sizes, generator=generator).to(dtype).cuda()
+    x, token, memory = made(1, 305, C), made(5, C), made(9, 2, 3, C)  # slots lie apart
+    slots, fresh, cu_seqlens = torch.tensor([3, 8, 0, -1, 5]).cuda(), torch.zeros(5, dtype=torch.bool).cuda(), ends.cuda()
+    given = {"state": memory[:, 1], "slots": slots, "parts": parts, "after": after}
+
+    def served():
+        chunk = causal_conv_slots(x, weight, cu_seqlens, fresh=fresh, **given, impl="triton")
+        return chunk, step_conv(token, weight, **given)
+
+    def check(found, before):
+        want, last, held = [], before.clone(), before[:, 1].double()
+        for n, (a, b) in enumerate(pairwise(ends.tolist())):
+            slot, new = int(slots[n]), bool(fresh[n]) or slots[n] < 0
+            past = torch.zeros_like(held[:1]) if new else held[slot : slot + 1]
+            line = torch.cat([x[:, a:b], token[None, n : n + 1]], 1).double()
+            (y,), end = causal_conv(line, weight.double(), past, after=after, impl="torch")
+            want.append(y[0])
+            if slot >= 0:
+                last[slot, 1] = end[0].to(dtype)
+        rows = [torch.cat([y[:-1] for y in want])[None], torch.stack([y[-1] for y in want]) * (slots >= 0)[:, None]]
+        for parts_found, expected in zip(found, rows, strict=True):
+            error = (torch.cat(parts_found, -1).double() - expected).norm() / expected.norm()
+            # the result's rounding, and those of float32: 7 in c, each of at most 1.5 |c| (the root mean square of Σ|w x|), and SiLU's
+            assert error <= torch.finfo(dtype).eps / 2 + 16 * torch.finfo(torch.float32).eps
+        assert torch.equal(memory, last), "a slot is not what it should be"
+
+    before = memory.clone()
+    check(served(), before)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = served()
+    for new in (0, 1):
+        x.copy_(made(*x.shape)), token.copy_(made(*token.shape))
+        slots.copy_(slots.roll(1)), fresh.copy_(torch.arange(5, device="cuda") % 2 == new)
+        before = memory.clone()
+        graph.replay()
+        check(found, before)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -64,3 +214,52 @@ def test_a_mixer_on_the_gpu_is_the_mixer_on_the_cpu(name):
     first, state = mixer(x[:, :20].cuda(), output_final_state=True)
     second, _ = mixer(x[:, 20:].cuda(), state)
     assert close(torch.cat([first, second], 1).cpu(), y)
+
+
+@pytest.mark.parametrize("spec", LUCID_PAGES, ids=lambda spec: spec.name)
+def test_lucids_solve_by_block_table_is_within_its_budget(spec):
+    """Prefill in two calls and decoding, of a sequence of many blocks, of none and of one token; its shares are many too."""
+    pytest.importorskip("triton")
+    inputs = inputs_of(spec.name, torch.Generator().manual_seed(0), 1, 1000, "clustered", 64, 64)
+    kept, wide, single = stored(on("cuda", inputs), torch.bfloat16, spec.half)
+    ends = torch.tensor([0, 700, 700, 701, 1000], device="cuda")
+    form = lambda call, x, **settings: dict(leaves(call(**x, cu_seqlens=ends, **settings)))
+    literal = form(spec.literal, single, operand=operand(torch.bfloat16), chunk_size=64)
+    found = over_budget(form(spec.chunk, kept, impl="triton"), form(spec.chunk, wide, impl="torch"), literal, literal)
+    assert_within_budget(found)
+
+
+@pytest.mark.parametrize("decoding", [True, False], ids=["decoding", "prefill"])
+def test_a_captured_solve_by_block_table_serves_other_sequences(decoding):
+    """Nothing is read back: lengths, tables and rows are another call's at every replay."""
+    pytest.importorskip("triton")
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=g).bfloat16().cuda()
+    T = 3 if decoding else 48
+    pages = {"k_pages": draw(20, 32, 2, 64), "y_pages": draw(20, 32, 2, 64)}
+
+    def call(lengths: list[int], ends: list[int]) -> dict:
+        table = torch.randperm(20, generator=g)[:18].view(3, 6)
+        n = torch.arange(3) if decoding else torch.searchsorted(torch.tensor(ends), torch.arange(T), right=True) - 1
+        first = torch.tensor(lengths) - torch.tensor(ends).diff()
+        token = (first[n % 3] + torch.arange(T) - torch.tensor(ends)[n % 3]).clamp(0, 191)
+        rows = torch.where(n < 3, table[n % 3, token // 32] * 32 + token % 32, -1)
+        where = {"block_table": table.int(), "length": torch.tensor(lengths), "rows": rows}
+        where = {name: x.cuda() for name, x in where.items()} | {"k": draw(T, 2, 64), "v": draw(T, 2, 64)}
+        return where if decoding else where | {"cu_seqlens": torch.tensor(ends).cuda()}
+
+    own = [[0, 1, 2, 3]] * 3 if decoding else [[0, 30, 30, 40], [0, 1, 40, 48], [0, 20, 20, 20]]
+    made = [call(*given) for given in zip(([150, 33, -1], [2, 190, 64], [31, -1, -1]), own, strict=True)]
+    solve = partial(solve_pages, window=40, impl="triton")
+    static = {name: x.clone() for name, x in (made[0] | pages).items()}
+    solve(**static)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = solve(**static)
+    for given in made:
+        for name, x in (given | pages).items():
+            static[name].copy_(x)
+        graph.replay()
+        fresh = given | {name: x.clone() for name, x in pages.items()}
+        assert torch.equal(y, solve(**fresh))
+        assert all(torch.equal(static[name], fresh[name]) for name in pages)

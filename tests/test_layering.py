@@ -73,6 +73,15 @@ def edges() -> dict[str, set[str]]:
     return found
 
 
+def test_the_scheduler_and_what_it_needs_import_no_torch():
+    graph, modules = edges(), {module(path): path for path in FILES}
+    needed = ["needlework.serve.scheduler"]
+    for name in needed:
+        needed += sorted(graph[name] - {*needed})
+    assert {f"needlework.serve.{name}" for name in ("prefix", "pools", "request", "step")} <= {*needed}
+    assert not [name for name in needed if "torch" in {found.split(".")[0] for found in imports(modules[name])}]
+
+
 def circle(graph: dict[str, set[str]]) -> list[str]:
     """Modules that import one another in a circle, the first again at the end; none: []."""
     done, trail = set(), []

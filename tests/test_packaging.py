@@ -42,7 +42,7 @@ def built(tmp_path_factory):
     """{"wheel": the wheel of a copy of the checkout, "sdist": the wheel of its source distribution}, and that distribution."""
     folder = tmp_path_factory.mktemp("built")
     checkout = folder / "checkout"
-    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__")
+    ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, checkout, ignore=ignored)
     run(sys.executable, "-c", f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})", cwd=checkout)
     (sdist,) = folder.glob("*.tar.gz")

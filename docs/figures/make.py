@@ -109,6 +109,7 @@ def polar() -> None:
         plt.plot(counts, found, "o-", markersize=3, color=colour, label=f"n = {n}")
     plt.gca().set(xlabel="keys equal to the query", ylabel="magnitude", ylim=(0, 1))
     plt.xscale("symlog", base=2)
+    plt.xlim(-0.2)  # a symmetric scale would go on to −2
     plt.legend(frameon=False, fontsize=8)
     save(figure, "polar")
 
