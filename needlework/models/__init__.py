@@ -2,6 +2,10 @@
 
 from transformers.utils.logging import disable_progress_bar as disable_progress_bar
 
+from needlework.models import versions
+
+versions.check()  # before the modules below, which may not import beside another release
+
 from needlework.models.cache import NeedleworkCache as NeedleworkCache
 from needlework.models.checkpoint import save_checkpoint as save_checkpoint
 from needlework.models.config import NeedleworkConfig as NeedleworkConfig
