@@ -3,7 +3,7 @@
 import shlex
 from importlib.util import find_spec
 
-from needlework.extras import extra, extras
+from needlework.extras import VersionError, extra, extras
 
 
 def main() -> None:
@@ -11,6 +11,8 @@ def main() -> None:
         from needlework.cli import main as command_line
 
         command_line()
+    except VersionError as error:
+        raise SystemExit(f"needlework: {error}") from None
     except ModuleNotFoundError as missing:
         if missing.name is None or not extra(missing.name):
             raise

@@ -1,7 +1,11 @@
-"""What the extra `all` of this package installs, and whether a module is of it."""
+"""What the extra `all` of this package installs, whether a module is of it, and what is raised beside a release of another kind."""
 
 import re
 from importlib.metadata import PackageNotFoundError, requires
+
+
+class VersionError(ImportError):
+    """A package is installed in a release that needlework does not work with."""
 
 
 def extra(module: str | None) -> bool:

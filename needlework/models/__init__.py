@@ -2,10 +2,6 @@
 
 from transformers.utils.logging import disable_progress_bar as disable_progress_bar
 
-from needlework.models import versions
-
-versions.check()  # before the modules below, which may not import beside another release
-
 from needlework.models.cache import NeedleworkCache as NeedleworkCache
 from needlework.models.checkpoint import save_checkpoint as save_checkpoint
 from needlework.models.config import NeedleworkConfig as NeedleworkConfig
@@ -14,6 +10,8 @@ from needlework.models.modeling import NeedleworkForCausalLM as NeedleworkForCau
 from needlework.models.modeling import NeedleworkModel as NeedleworkModel
 from needlework.models.modeling import register as _register
 from needlework.models.table_cache import TableCache as TableCache
+from needlework.models.versions import check
 
+check()
 _register()
 _register_lucid()
