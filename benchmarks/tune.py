@@ -124,10 +124,10 @@ def write(
 
 
 def printed(table: list[dict]) -> str:
-    """A launch table as it lies beside its op: a line a fact, and a line a kernel where an engine has a chunk."""
+    """A launch table as it lies beside its op: a line a fact, and a line a kernel where there are more than two."""
 
     def fact(name: str, value: object) -> str:
-        if name == "launch" and "shared" in value:
+        if name == "launch" and isinstance(value, dict) and len(value) > 2:
             kernels = ",\n".join(f"      {json.dumps(kernel)}: {json.dumps(own)}" for kernel, own in value.items())
             return f'    "launch": {{\n{kernels}\n    }}'
         return f"    {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}"

@@ -10,8 +10,8 @@ from needlework.models.modeling import NeedleworkForCausalLM as NeedleworkForCau
 from needlework.models.modeling import NeedleworkModel as NeedleworkModel
 from needlework.models.modeling import register as _register
 from needlework.models.table_cache import TableCache as TableCache
-from needlework.models.versions import check
+from needlework.models.versions import check as _check
 
-check()
+_check()
 _register()
 _register_lucid()
