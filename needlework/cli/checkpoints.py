@@ -11,6 +11,7 @@ from .app import CorpusPaths, app, console, errors
 from .tables import scores
 
 if TYPE_CHECKING:
+    import torch
     from tokenizers import Tokenizer
     from torch import Tensor
 
@@ -107,8 +108,8 @@ class Shown:
         console.print(self._text.rest(), soft_wrap=True)
 
 
-def load_checkpoint(path: Path) -> "tuple[NeedleworkForCausalLM, Tokenizer]":
-    """The model, in evaluation mode, on the GPU where there is one, and its tokenizer."""
+def load_checkpoint(path: Path, dtype: "torch.dtype | None" = None) -> "tuple[NeedleworkForCausalLM, Tokenizer]":
+    """The model, in evaluation mode, on the GPU where there is one, in its own dtype or in this one, and its tokenizer."""
     import torch
 
     from needlework.data import load_tokenizer
@@ -117,4 +118,5 @@ def load_checkpoint(path: Path) -> "tuple[NeedleworkForCausalLM, Tokenizer]":
     model = load_model(path).eval()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # transformers wraps `to` as a function, and the checker takes its first argument for the model
-    return model.to(device), load_tokenizer(path / "tokenizer.json")  # pyrefly: ignore[bad-argument-type]
+    model = model.to(device, dtype or model.dtype)  # pyrefly: ignore[bad-argument-type]
+    return model, load_tokenizer(path / "tokenizer.json")

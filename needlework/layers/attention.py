@@ -141,10 +141,11 @@ class _Attention(Mixer):
         return self._out(x, o, gate, residual, remembered)
 
     def held(self, dtype: torch.dtype) -> Held:
-        fixed = conv_held(self.config.conv, self.channels, dtype)
-        if self.memory is not None:
-            fixed = fixed | under("memory", self.memory.held(dtype))
-        return Held(fixed, self.attend.rows(dtype), self.attend.reach)
+        conv = conv_held(self.config.conv, self.channels, dtype)
+        if self.memory is None:
+            return Held(conv, self.attend.rows(dtype), self.attend.reach)
+        fixed = conv | under("memory", self.memory.held(dtype))
+        return Held(fixed, self.attend.rows(dtype), self.attend.reach, self.memory.write.cut)
 
     def distraction(self, x: Tensor, distractor: Distractor, cu_seqlens: Tensor | None = None) -> Tensor:
         """`distractor`'s loss on this layer's input x [B T D]: a number. Projects again, so that `forward` stays as it is."""

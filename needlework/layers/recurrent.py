@@ -123,7 +123,8 @@ class _Recurrent(Mixer):
 
     def held(self, dtype: torch.dtype) -> Held:
         conv = conv_held(self.config.conv, sum(self.sizes), dtype)
-        return Held(conv | under("write", self.write.held(dtype)) | under("read", self.read.held(dtype)), {})
+        fixed = conv | under("write", self.write.held(dtype)) | under("read", self.read.held(dtype))
+        return Held(fixed, {}, cut=self.write.cut)
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v by heads, q and k of unit norm where the write rule asks for it; and unit keys, for the read rule."""

@@ -34,12 +34,13 @@ class Held(NamedTuple):
     """What a layer holds of a sequence.
 
     fixed: tensors by name, the same for any length. rows: what it adds a token, by name. window: of the rows only so many, the
-    newest, are read again; None: all.
+    newest, are read again; None: all. cut: at multiples of so many tokens a prompt is best cut, for the layer's chunks then stay whole.
     """
 
     fixed: Mapping[str, Part]
     rows: Mapping[str, Part]
     window: int | None = None
+    cut: int = 1
 
     def nbytes(self, T: int) -> int:
         """Bytes after T tokens, the count of the rows included."""

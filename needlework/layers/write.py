@@ -46,6 +46,7 @@ class WriteRule(nn.Module, Generic[Rule]):
     takes as it is: initial_state, output_final_state, cu_seqlens, and while serving state, slots, fresh.
     """
 
+    cut = 1  # of `Held`
     chunk: Callable[..., Any]
     step: Callable[..., Any]
     call: Callable[..., Any]  # (op, q, k, v, *, q_read, **gates, **carry), op one of the two

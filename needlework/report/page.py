@@ -100,6 +100,7 @@ def write_report(results: Results, path: str | os.PathLike) -> None:
         figures="\n".join(_figure(one, results) for one in shown(results)) if finished else "",
         tables=_tables(results) if finished else "",
         samples=_samples(results),
+        serving=_serving(results) if finished else "",
         provenance=_provenance(results),
         config=escape(json.dumps(results["config"], indent=2, ensure_ascii=False)),
         limits=f"<p>{escape(_limits(results))}</p>" if finished else "",
@@ -122,6 +123,19 @@ def _figure(one: Shown, results: Results) -> str:
 def _tables(results: Results) -> str:
     return f"{retrieval_table(results)}\n{cost_table(results)}\n" + (
         f'<p class="note">The same as rows: <a href="{CSV}" download>{CSV}</a>.</p>'
+    )
+
+
+def _serving(results: Results) -> str:
+    """How to ask one of the models: in the folder of this page, where their checkpoints lie."""
+    first = results["mixers"][0]["name"]
+    names = ", ".join(f"<code>{escape(mixer['name'])}</code>" for mixer in results["mixers"])
+    ask = f"""needlework serve {first}/checkpoint
+curl 127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{{"prompt": "def main(", "max_tokens": 64}}'"""
+    return (
+        f"<h2>Ask one</h2>\n<p>In the folder of this page the first command serves a model, and the second, in another terminal, asks it. "
+        f"The models: {names}. <code>make demo</code> installs <code>needlework</code> in <code>.venv/bin</code> of the checkout.</p>\n"
+        f'<pre class="ask">{escape(ask)}</pre>'
     )
 
 

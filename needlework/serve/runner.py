@@ -90,6 +90,12 @@ class Runner:
         requests += [None] * (decodes - len(step.decodes)) + [one.request for one in step.prefills if one.last]
         return self._to_host(tuple(requests), found)
 
+    @torch.no_grad()
+    def capture(self, most: int) -> None:
+        """The graphs of up to `most` rows that nobody filters, penalises or scores, so that no request waits for them."""
+        for size in sorted({rows(n) for n in range(1, most + 1)}, reverse=True):  # the largest first: the others fit its memory
+            self._graph(Shape(size, 0, 0, 0, tuple(self._pages.items())), Way(False, False, False, False))
+
     def _rows(self, inputs: Inputs, way: Way, bits: Tensor | None) -> list[Tensor]:
         """The next tokens of a step that is on the device, which are then the newest; and log p's, if asked for."""
         named, controls = inputs.named, inputs.controls
