@@ -244,23 +244,24 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             x = x[real][None]
         served = past_key_values if isinstance(past_key_values, TableCache) else None
+        if served is not None and objective is not None:
+            raise ValueError("objective: its terms need gradients, and a TableCache's states have none; expected no cache")
         if served is not None and real is None and cu_seqlens is not None:
             raise ValueError(
                 "past_key_values: a TableCache has a row for each row of input_ids; packed documents need a NeedleworkCache"
             )
-        batch = None if served is None else served.batch(B, T, real, x.device)
-        if batch is not None:
-            x = x.flatten(0, 1)
         spread = lambda x: (
             x.view(B, T, x.shape[-1]) if real is None else x.new_zeros(B, T, x.shape[-1]).masked_scatter(real[..., None], x)
         )
+        if served is not None:
+            states = [] if output_hidden_states else None
+            x = spread(self._on_tables(served, x.flatten(0, 1), served.batch(B, T, real, x.device), states))
+            hidden = None if states is None else (*map(spread, states), x)
+            return NeedleworkOutput(last_hidden_state=x, past_key_values=past_key_values, hidden_states=hidden)
         terms, states = [], []
         for i, block in enumerate(self._blocks()):
             if output_hidden_states:
                 states.append(spread(x))
-            if served is not None and batch is not None:
-                x = block.serve(x, served.layers[i].tables(), batch)
-                continue
             layer = None if past_key_values is None else past_key_values.layers[i]
             before = state_passing.receive(i, x) if state_passing is not None else None if layer is None else layer.state
             x, state, found = block(x, before, cu_seqlens, layer is not None or state_passing is not None, objective)
@@ -273,6 +274,18 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         means = None if objective is None else objective.means(terms)
         hidden = (*states, x) if output_hidden_states else None
         return NeedleworkOutput(last_hidden_state=x, past_key_values=past_key_values, hidden_states=hidden, terms=means)
+
+    def _on_tables(self, cache: TableCache, x: Tensor, batch: Batch, states: list[Tensor] | None) -> Tensor:
+        """Normed hidden states of x [T D], new tokens of the cache's rows; states: gets what every block reads."""
+
+        def step(x: Tensor, batch: Batch) -> Tensor:
+            for block, layer in zip(self._blocks(), cache.layers, strict=True):
+                if states is not None:
+                    states.append(x)
+                x = block.serve(x, layer.tables(), batch)
+            return self.norm(x)
+
+        return cache.advance(step, x, batch) if states is None else step(x, batch)
 
     def held(self) -> list[Held]:
         """What each layer holds of a sequence, in the model's dtype."""
