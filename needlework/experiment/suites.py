@@ -89,13 +89,14 @@ def identity(suite: Suite, source: str, subject: Subject, full_context: bool) ->
             "suite": suite.name,
             "checkpoint": weights,
             "full_context": full_context,
-            "fixture": is_fixture(subject.data),
+            "fixture": is_fixture(subject.data) and not suite.own_text,
             "limit": subject.limit,
             "autocast": subject.autocast,
             "device": device_name(subject.model.device),
             "code": commit(),
             "versions": versions(*PACKAGES),
         }
+        | ({"corpus": subject.corpus().manifest["sha256"]} if suite.own_text else {})
     )
 
 
@@ -173,6 +174,6 @@ def _result(
             "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
             "of": of,
             "cells": cells,
-            "means": {name: value._asdict() for name, value in suite.averages(cells).items()},
+            "means": suite.averages(cells),
         }
     )

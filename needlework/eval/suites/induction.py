@@ -103,5 +103,5 @@ def exact(right: Tensor) -> list[float]:
 
 INDUCTION = Suite(
     name="induction", title="the induction needle", source="ATMA, Figure 1 and Table 6", items=(Induction(),),
-    lengths=tuple(2048 << n for n in range(6)), length_is="tokens between the two cues", needs=(),
+    lengths=tuple(2048 << n for n in range(6)), length_is="tokens between the two cues", needs=(), own_text=True,
 )  # fmt: skip

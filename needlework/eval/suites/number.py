@@ -8,6 +8,10 @@ import math
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict
 
+AS_IT_IS = frozenset(
+    {"word_perplexity", "perplexity", "nats", "absent_nats"}
+)  # lower is better; every other metric is a share in 0..1
+
 
 class Unavailable(Exception):
     """A task that cannot be had or measured; the message is the reason."""

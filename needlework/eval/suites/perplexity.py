@@ -4,6 +4,7 @@ perplexity = exp( sum over windows of nats / sum of predicted tokens ),    T −
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from .number import Unavailable, number
 from .sources import reachable
 from .subject import Subject
 from .suite import Cell, Item, Suite
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PIECE = 2048
 MOST = 1 << 21  # tokens of a stream; the paper does not say how many it reads
@@ -40,7 +44,7 @@ class Stream(Item):
         nats = [of for rows in windows.split(subject.at_once(length)) for of in window_nats(subject, rows)]
         return Cell(metrics={"perplexity": number(nats, [length - 1] * len(nats), exp=True)})
 
-    def tokens_of(self, tokenizer) -> list[int]:
+    def tokens_of(self, tokenizer: "Tokenizer") -> list[int]:
         """The first MOST tokens of the stream."""
         from datasets import load_dataset
 
@@ -78,5 +82,5 @@ def streams() -> tuple[Item, ...]:
 
 PERPLEXITY = Suite(
     name="perplexity", title="perplexity by length", source="CCQ, Figures 3 and 4 and Appendix E", items=streams(),
-    lengths=tuple(range(4096, 20_481, 2048)), needs=("datasets",),
+    lengths=tuple(range(4096, 20_481, 2048)), needs=(),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from .subject import Subject
 from .suite import Cell, Item, Suite, key
 
 Once = Callable[[str, Callable[[], Cell]], Cell]
-INSTALL = "pip install 'needlework[eval]'"
+INSTALL = "pip install 'lm-eval[ruler,longbench]>=0.4.13'"
 
 
 def check(suite: Suite) -> None:

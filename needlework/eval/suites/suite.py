@@ -10,7 +10,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 from needlework.layers.config import nearest
 
@@ -30,11 +30,12 @@ class Cell(TypedDict, total=False):
     skipped: str
 
 
-class Value(NamedTuple):
-    """A mean, or None and the cells that it lacks."""
+class Value(TypedDict):
+    """A mean, or None and the cells that it lacks. of: its tasks and the metric of each."""
 
     value: float | None
     missing: list[str]
+    of: list[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +65,8 @@ class Mean:
     def at(self, cells: Mapping[str, Cell], length: int) -> Value:
         """Never over fewer tasks than `of`: without all of them there is no mean."""
         missing = [key(task, length) for task, _ in self.of if "metrics" not in cells.get(key(task, length), ())]
-        if missing:
-            return Value(None, missing)
         values = (cells[key(task, length)].get("metrics", {})[metric]["value"] for task, metric in self.of)
-        return Value(statistics.fmean(values), [])
+        return Value(value=None if missing else statistics.fmean(values), missing=missing, of=list(self.of))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +75,7 @@ class Suite:
 
     items: in the order in which they are measured and shown. lengths: those measured if none are asked for; always: measured whatever is
     asked for. length_is: what a length is. means: given where none of their tasks is missing. needs: modules beside needlework's own.
+    own_text: whether its tasks are made of the user's text.
     """
 
     name: str
@@ -87,6 +87,7 @@ class Suite:
     always: tuple[int, ...] = ()
     means: tuple[Mean, ...] = ()
     needs: tuple[str, ...] = ("lm_eval",)
+    own_text: bool = False
 
     def cells(self, lengths: Iterable[int] = (), tasks: Iterable[str] = ()) -> list[tuple[Item, int]]:
         """What is measured: each item, or only those of `tasks`, at each length, or at those of `lengths`.
