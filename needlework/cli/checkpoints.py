@@ -34,7 +34,7 @@ def evaluate(
     task: Annotated[list[str] | None, typer.Option(help="A task; give it again for more. Default: needle, needles.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     suite: Annotated[
-        list[str] | None, typer.Option(help="A suite by name; give it again for more. Needs needlework[eval].")
+        list[str] | None, typer.Option(help="A suite by name; give it again for more. Needs the extra `eval`.")
     ] = None,
     data: Annotated[Path | None, typer.Option(help="A suite's data sets, OWNER/NAME/ as on the Hub, before the Hub.")] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first documents of each task of a suite.", min=1)] = None,

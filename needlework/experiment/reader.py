@@ -30,9 +30,8 @@ def any_reader(model: Any, autocast: torch.dtype | None) -> Callable[[Tensor, in
 
     def read(ids: Tensor, keep: int) -> Tensor:
         with torch.inference_mode(), torch.autocast(device.type, autocast, enabled=autocast is not None), fastest():
-            if chooses:
-                return model(ids.to(device), use_cache=False, logits_to_keep=keep).logits
-            return model(ids.to(device), use_cache=False).logits[:, -keep:]
+            kept = {"logits_to_keep": keep} if chooses else {}
+            return model(ids.to(device), use_cache=False, **kept).logits[:, -keep:]
 
     return read
 

@@ -43,20 +43,10 @@ class Induction(Item):
         with reachable(None):  # no document is long enough, or the tokenizer has no token for a digit
             corpus = subject.corpus()
             present, absent = (induction_needle(corpus, SEED, trials, length, present=there) for there in (True, False))
-        forced, free, guessed = (
-            teacher_forced(subject, present),
-            free_running(subject, present),
-            teacher_forced(subject, absent),
-        )
-        by_trial = lambda x: x.double().mean(1).tolist()
-        values = (
-            by_trial(forced.right),
-            exact(forced.right),
-            by_trial(free),
-            exact(free),
-            by_trial(forced.nats),
-            by_trial(guessed.nats),
-        )
+        forced, guessed = teacher_forced(subject, present), teacher_forced(subject, absent)
+        free = free_running(subject, present)
+        shares = (by_trial(forced.right), exact(forced.right), by_trial(free), exact(free))
+        values = (*shares, by_trial(forced.nats), by_trial(guessed.nats))
         return Cell(metrics={name: number(value) for name, value in zip(METRICS, values, strict=True)})
 
 
@@ -95,6 +85,11 @@ def places(episodes: Episodes) -> Tensor:
 def batches(subject: Subject, episodes: Episodes) -> list[tuple[Tensor, Tensor]]:
     rows = subject.at_once(episodes.input_ids.shape[1])
     return list(zip(episodes.input_ids.split(rows), episodes.targets.split(rows), strict=True))
+
+
+def by_trial(digits: Tensor) -> list[float]:
+    """The mean over a trial's digits."""
+    return digits.double().mean(1).tolist()
 
 
 def exact(right: Tensor) -> list[float]:
