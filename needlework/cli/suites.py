@@ -37,7 +37,7 @@ def measure_suites(
 
     from needlework.data import CorpusConfig, load_corpus
     from needlework.experiment.recipe import OWN_TEXT
-    from needlework.experiment.suites import measure, subject_of
+    from needlework.experiment.suites import NothingMeasured, measure, subject_of
 
     own: dict[str, Any] = {"kind": "files", "paths": tuple(map(str, corpus)), "max_bytes": OWN_TEXT} if corpus else {}
     text = CorpusConfig(**own)
@@ -45,6 +45,7 @@ def measure_suites(
         source, lambda tokenizer: load_corpus(text, tokenizer), data=data, limit=limit, full_context=full_context
     )
     say = lambda line: errors.print(line, soft_wrap=True)
+    results, empty = {}, []
     for suite in suites:
         try:
             path, result = measure(suite, source, subject, to, lengths, tasks, full_context=full_context, say=say)
@@ -53,13 +54,20 @@ def measure_suites(
                 f"stopped; the cells that are done are kept in {to}, and the same command goes on from them", soft_wrap=True
             )
             raise
+        except NothingMeasured as error:  # of this suite: the others are measured
+            empty.append(str(error))
+            continue
+        results[suite.name] = result
         if as_json:
-            print(json.dumps(result, indent=1))
             continue
         if result["fixture"]:
             console.print("FIXTURE: made-up data sets; these numbers mean nothing")
         console.print(numbers(result))
         console.print(f"result: {path}; needlework report {to} sets it beside others and the papers'", soft_wrap=True)
+    if as_json and results:
+        print(json.dumps(results, indent=1))
+    if empty:
+        raise ValueError("; ".join(empty))
 
 
 def numbers(result: dict[str, Any]) -> Table:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from needlework.data import Corpus
 from needlework.eval.suites import run
@@ -34,9 +35,13 @@ from needlework.train import commit, versions
 PACKAGES = ("lm-eval", "nltk", "wonderwords", "numpy", "safetensors")
 
 
+class NothingMeasured(ValueError):
+    """No task of a suite could be measured; the message has the reasons."""
+
+
 def subject_of(
     source: str,
-    corpus: Callable[[Any], Corpus],
+    corpus: Callable[[Tokenizer], Corpus],
     *,
     data: Path | None = None,
     limit: int | None = None,
@@ -44,7 +49,7 @@ def subject_of(
 ) -> Subject:
     """The model and tokenizer of a folder or of a name on the Hub, on the GPU where there is one.
 
-    corpus: tokenizer (of `tokenizers`) -> the text of tasks made of the user's own. full_context: without the windows that a model of ours
+    corpus: tokenizer -> the text of tasks made of the user's own. full_context: without the windows that a model of ours
     was trained with. ValueError for a folder or name that holds no model, and for windows of a model that is none of ours.
     """
     if data is not None and not data.is_dir():
@@ -52,6 +57,9 @@ def subject_of(
     model: Any = _model(source, full_context)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(source)
+    words = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    words.no_padding()
+    words.no_truncation()
     autocast = torch.bfloat16 if model.device.type == "cuda" and model.dtype == torch.float32 else None
     return Subject(
         model=model,
@@ -59,7 +67,8 @@ def subject_of(
         tokenizer_at=str(Path(source).resolve()) if Path(source).is_dir() else source,
         read=any_reader(model, autocast),
         at_once=partial(at_once, model),
-        corpus=cache(lambda: corpus(tokenizer.backend_tokenizer)),
+        words=words,
+        corpus=cache(lambda: corpus(words)),
         autocast=None if autocast is None else "bfloat16",
         positions=absolute_positions(model),
         data=None if data is None else data.resolve(),
@@ -113,7 +122,8 @@ def measure(
 ) -> tuple[Path, dict[str, Any]]:
     """Measures a suite and writes its result. Returns the file and what it holds.
 
-    ValueError if a result of another measurement lies there, or if nothing could be measured; KeyboardInterrupt leaves what is done.
+    ValueError if a result of another measurement lies there, NothingMeasured, a ValueError, if that is so; KeyboardInterrupt leaves what
+    is done.
     """
     run.check(suite)
     path = folder / f"{title_of(source, full_context).replace('/', '--')}.{suite.name}.json"
@@ -124,7 +134,7 @@ def measure(
     cells = before | run.measure(suite, subject, lengths, tasks, pieces.once, say)
     if not any("metrics" in cell for cell in cells.values()):
         reasons = dict.fromkeys(str(cell.get("skipped")) for cell in cells.values())
-        raise ValueError(f"suite {suite.name}: none of its tasks could be measured: {'; '.join(reasons)}")
+        raise NothingMeasured(f"suite {suite.name}: none of its tasks could be measured: {'; '.join(reasons)}")
     result = _result(suite, source, subject, of, cells, full_context)
     write_json(path, result)
     pieces.forget()

@@ -16,7 +16,7 @@ DRAWS, SEED = 1000, 0
 
 
 def interval(number: Number) -> tuple[float, float] | None:
-    """(low, high); None where another draw is the same. Where all documents are right, or all wrong, drawing them again says nothing: Wilson's then."""
+    """(low, high); None where another draw is the same. Wilson's where all are right or all wrong, of which every draw is the same."""
     documents = number["documents"]
     if not number.get("exp") and set(documents) in ({0.0}, {1.0}):
         return wilson(documents[0], len(documents))

@@ -154,7 +154,7 @@ def train(recipe, *more):
         (("eval", "good", "--suite", "induction", "--data", "nowhere"), "--data nowhere: expected a folder of data sets"),
         (("eval", "nothing", "--suite", "induction"), "nothing: AutoModelForCausalLM loads no model from there"),
         (("eval", "torn-tokenizer", "--suite", "perplexity"), "torn-tokenizer: AutoTokenizer reads no tokenizer there"),
-        *((("eval", "good", *option), f"{option[0]} is a suite's: give --suite too") for option in (("--limit", "2"), ("--data", "."), ("--full-context",))),
+        *((("eval", "good", *o), f"{o[0]} is a suite's: give --suite too") for o in (("--limit", "2"), ("--data", "."), ("--full-context",))),
         # pages
         (("report", "nowhere"), "nowhere: no runs there"),
         (("report", "nothing", "--of", "demo"), "demo has no MIXERS, FAMILIES, GLANCE, CLAIMS, LIMITS, which a page is made of"),

@@ -10,7 +10,7 @@ from needlework.data import byte_tokenizer, eot_id
 from needlework.eval.suites.number import Unavailable, number
 from needlework.eval.suites.suite import Cell, Item, Mean, Suite
 from needlework.experiment import suites
-from needlework.experiment.suites import measure, subject_of, title_of
+from needlework.experiment.suites import NothingMeasured, measure, subject_of, title_of
 from needlework.layers import Attention, QDelta, Recurrent, Softmax
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, save_checkpoint
 from needlework.models.checkpoint import write_tokenizer
@@ -132,7 +132,7 @@ def test_another_measurement_is_not_overwritten(ours, tmp_path):
 
 
 def test_nothing_measured_is_an_error_and_no_file(ours, tmp_path):
-    with pytest.raises(ValueError, match="suite s: none of its tasks could be measured: its data is gone"):
+    with pytest.raises(NothingMeasured, match="suite s: none of its tasks could be measured: its data is gone"):
         measure(suite("lost"), ours, of(ours), tmp_path)
     assert not [*tmp_path.iterdir()]
 
@@ -153,6 +153,12 @@ def test_any_causal_model_is_read_without_a_cache(folder, ours):
         assert torch.equal(subject.read(ids, 20), expected) and torch.equal(subject.read(ids, 3), expected[:, -3:])
         assert not subject.model.training and subject.tokenizer("a")["input_ids"] == [97]
         assert subject.positions == (64 if source.endswith("gpt2") else None)
+
+
+def test_texts_of_our_own_tasks_are_never_padded(ours):
+    subject = of(ours)
+    subject.tokenizer(["a", "long text"], padding=True)
+    assert [len(found.ids) for found in subject.words.encode_batch(["a", "long text"])] == [1, 9]
 
 
 def test_a_model_without_the_choice_of_logits_is_read_whole(folder, monkeypatch):

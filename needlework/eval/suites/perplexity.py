@@ -37,7 +37,7 @@ class Stream(Item):
 
     def measure(self, subject: Subject, length: int) -> Cell:
         with reachable(subject.data):
-            windows = torch.tensor(self.tokens_of(subject.tokenizer.backend_tokenizer), dtype=torch.long)
+            windows = torch.tensor(self.tokens_of(subject.words), dtype=torch.long)
         if len(windows) < length:
             raise Unavailable(f"its stream has {len(windows):,} tokens, and a window has {length:,}")
         windows = windows[: len(windows) // length * length].view(-1, length)[: subject.limit]

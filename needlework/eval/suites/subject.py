@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from needlework.data import Corpus
 
 SEED = 1  # of the needles of our own tasks
@@ -18,6 +20,7 @@ class Subject:
     """A model, in evaluation mode on its device, and the conditions that every suite shares.
 
     model, tokenizer: transformers' objects. tokenizer_at: the folder or Hub name that AutoTokenizer reads the same tokenizer from.
+    words: the same of the `tokenizers` library; transformers' own is left padding by whoever padded a batch last.
     read: ids [B T], keep -> logits [B keep V] of the last `keep` positions, without a cache, in the precision of the measurement.
     at_once: T -> rows of T tokens that fit in one forward pass. autocast: the dtype of products, where it is not the weights'.
     positions: how many tokens its table of absolute positions has; None for a model that takes any length.
@@ -28,6 +31,7 @@ class Subject:
     model: Any
     tokenizer: Any
     tokenizer_at: str
+    words: "Tokenizer"
     read: Callable[[Tensor, int], Tensor]
     at_once: Callable[[int], int]
     corpus: Callable[[], "Corpus"]

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from needlework.data import byte_tokenizer, eot_id
+from needlework.data import byte_tokenizer, eot_id, load_corpus
 from needlework.layers import Attention, Polar, QDelta, Recurrent, SwiGLU
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, save_checkpoint
 
@@ -122,3 +122,11 @@ def others(tmp_path_factory):
         model.save_pretrained(folder / name)
         write_tokenizer(byte_tokenizer(), "<|eot|>", folder / name)
     return folder
+
+
+@pytest.fixture
+def subject(checkpoint, mirror, offline, extras, small_text):
+    """The model of ours, to be measured on the first two documents of the mirror's data sets."""
+    from needlework.experiment.suites import subject_of
+
+    return subject_of(str(checkpoint), lambda tokenizer: load_corpus(small_text, tokenizer), data=mirror, limit=2)

@@ -1,7 +1,4 @@
-"""Every suite end to end on made-up data sets of the true form, by lm-eval itself; RULER's tasks that need no data for real.
-
-A prompt that a task makes of a data set's row is written out here, so that a field that is read wrongly is seen.
-"""
+"""Every suite end to end on made-up data sets of the true form, by lm-eval itself; RULER's tasks that need no data for real."""
 
 import json
 import math
@@ -12,77 +9,12 @@ import pytest
 import torch
 
 from needlework.eval.suites import SUITES
-from needlework.eval.suites.harness import Harness
 from needlework.eval.suites.number import Unavailable
 from needlework.experiment.suites import measure, subject_of
-
-from .hub import DATA
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'lm-eval[ruler,longbench]>=0.4.13'")
 pytestmark = pytest.mark.slow
 
-# task -> the beginning or the end of its first prompt, and its first target, as lm-eval makes them of the rows in hub.py
-PROMPTS = {
-    "wikitext": ("", " = A title =\nThe first line, of nine words, is here.\n"),
-    "lambada_openai": ("the cat sat on the", " mat"),
-    "piqa": ("Question: open a jar\nAnswer:", 0),
-    "hellaswag": ("Cooking: A man cuts bread. He", 0),
-    "winogrande": (1, "was small."),
-    "arc_easy": ("Question: What melts?\nAnswer:", 0),
-    "arc_challenge": ("Question: What melts?\nAnswer:", 0),
-    "openbookqa": ("The sun is", 0),
-    "social_iqa": ("Q: Sam won. How does Sam feel?\nA:", 1),
-    "boolq": ("Ice is cold.\nQuestion: is ice cold?\nAnswer:", 1),
-    "copa": ("It rained therefore", " the street was wet."),
-    "multirc": ("Tom ran.\nQuestion: Who ran?\nAnswer:", 1),
-    "wic": ("Question: Is the word 'bank' used in the same way in the two sentences above?\nAnswer:", 0),
-    "record": ("Ada wrote.\n\n  - Ada Byron wrote a program.\n  - Charles built.\n", "  - Ada wrote the first program"),
-    "race_middle": ("Article: Tom has a red kite.\n\nQuestion: What colour is the kite?\nAnswer:", 1),
-    "storycloze_2016": ("Sentence 1. Sentence 2. Sentence 3. Sentence 4.", 0),
-    "recall_swde": ("The film was directed by Ada Byron in 1843. Director:", "Ada Byron"),
-    "recall_fda_twice": ("Its director is Ada Byron.\nA device. Its director is Ada Byron. Director:", "Ada Byron"),
-    "recall_squad": ("Paris is in France. The capital of France is", "Paris"),
-    "recall_squad_twice": (
-        "What is the capital of France? Paris is in France.\nParis is in France. The capital of France is",
-        "Paris",
-    ),
-    "recall_triviaqa_twice": (
-        "Which river? Lyon  Lyon lies on the Rhone.\nLyon  Lyon lies on the Rhone. The river of Lyon is the",
-        "Rhone",
-    ),
-    "recall_nq": ("The first king was Alfred. The first king was", "Alfred"),
-    "recall_drop": ("They scored 3 goals and 4 more. In all they scored", "7"),
-    "longbench_narrativeqa": ("Question: Who wrote?\n\nAnswer:", ["Ada"]),
-    "longbench_qasper": ("Question: Which method?\n\nAnswer:", ["unanswerable"]),
-    "longbench_multifieldqa_en": ("Question: Where?\nAnswer:", ["Paris"]),
-    "longbench_hotpotqa": ("Question: Who?\nAnswer:", ["Ada Byron"]),
-    "longbench_2wikimqa": ("Question: When?\nAnswer:", ["1843"]),
-    "longbench_musique": ("Question: What?\nAnswer:", ["a program"]),
-    "longbench_gov_report": ("summary of the report.\n\nSummary:", ["The report is short."]),
-    "longbench_qmsum": ("Query: What was decided?\nAnswer:", ["Nothing was."]),
-    "longbench_multi_news": ("summary of all the news.\n\nSummary:", ["All news is old."]),
-    "longbench_trec": ("Question: Who wrote?\nType:", ["Human"]),
-    "longbench_triviaqa": ("Question: Which river?\nAnswer:", ["Rhone"]),
-    "longbench_samsum": ("Dialogue: Hi.\nSummary:", ["They greet."]),
-    "longbench_lcc": ("Next line of code:", ["    return x"]),
-    "longbench_repobench-p": ("def f(x):\nNext line of code:", ["    return x"]),
-    "babilong_qa1": ("Mary went to the garden. John took the ball.\nWhere is Mary?", "garden"),
-    "babilong_qa20": ("Mary went to the garden. John took the ball.\nWhere is Mary?", "garden"),
-    "infinitebench_passkey": ("The pass key is 71432.\n\nWhat is the pass key?", "71432"),
-    "infinitebench_kv_retrieval": ('{"a": "b7"}\n\nKey: "a"', "b7"),
-    "infinitebench_number_string": ("What is the sequence of digits?", "5566"),
-    "infinitebench_code_run": (
-        "the return value of func_1(3). Be concise. Your response must end with the final returned value.",
-        "5",
-    ),
-    "infinitebench_code_debug": ("deliberate and obvious error in A, B, C, or D.", "f"),
-    "infinitebench_math_find": ("[3, 1, 2]\n\nThe largest number of the list:", "3"),
-    "infinitebench_longdialogue_qa_en": ("of one single character and nothing else.", "ADA"),
-    "infinitebench_longbook_qa_en": ("Once Ada wrote.\n\nQuestion: Who wrote?\n\nBe very concise.", "Ada"),
-    "infinitebench_longbook_sum_en": ("Once Ada wrote.", "Ada wrote once."),
-    "infinitebench_longbook_choice_en": ("A. Ada\nB. Ben\nC. Cy\nD. Di", "Ada"),
-    "infinitebench_longbook_qa_chn": ("从前有人。\n\n问题：谁？\n请尽量简短地回答。", "人"),
-}
 LENGTHS = {
     "ruler": (1024,),
     "mniah": (2048,),
@@ -93,56 +25,6 @@ LENGTHS = {
 }
 LENGTHS |= {"induction": (64, 128)}
 ITEMS = {item.task: item for suite in SUITES.values() for item in suite.items}
-
-
-@pytest.fixture
-def subject(checkpoint, mirror, offline, extras, small_text):
-    from needlework.data import load_corpus
-
-    return subject_of(str(checkpoint), lambda tokenizer: load_corpus(small_text, tokenizer), data=mirror, limit=2)
-
-
-@pytest.mark.parametrize("data", [data for data in DATA if data.fields], ids=lambda data: f"{data.path} {data.config}")
-def test_a_data_set_has_the_fields_and_types_of_the_real_one(data, mirror, offline):
-    import datasets
-
-    found = datasets.load_dataset(str(mirror / data.path), data.config)
-    assert found.keys() == data.splits.keys()
-    for split, rows in data.splits.items():
-        assert found[split].column_names == list(data.fields) and len(found[split]) == len(rows)
-        for name, kind in data.fields.items():
-            feature = found[split].features[name]
-            match kind:
-                case str():
-                    assert feature.dtype == kind
-                case [inner]:
-                    assert feature.feature.dtype == inner
-                case tuple():
-                    assert tuple(feature.names) == kind
-                case _:
-                    assert feature.keys() == kind.keys()
-
-
-@pytest.mark.parametrize("task", PROMPTS)
-def test_a_task_makes_the_prompt_of_its_data_sets_row(task, subject):
-    item = ITEMS[task]
-    loaded = item.load(task, subject, item.only[-1] if item.only else 2048)
-    row, (prompt, target) = loaded.eval_docs[0], PROMPTS[task]
-    made, wanted = loaded.doc_to_text(row), loaded.doc_to_target(row)
-    assert made == prompt if prompt == "" or isinstance(prompt, int) else made.endswith(prompt)
-    assert (int(wanted) if isinstance(target, int) else wanted) == target
-
-
-def test_every_task_with_a_data_set_of_its_own_has_its_prompt_written_out():
-    """RULER's texts are generated; tasks that share a loader have one of them written out."""
-    shared = {f"babilong_qa{n}" for n in range(2, 20)} | {f"recall_{s}" for s in ("fda", "triviaqa")}
-    shared |= {f"recall_{s}_twice" for s in ("swde", "nq", "drop")}
-    read = {
-        task
-        for task, item in ITEMS.items()
-        if isinstance(item, Harness) and not hasattr(item, "keys") and item.folder != "ruler"
-    }
-    assert read - shared == PROMPTS.keys()
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -184,7 +66,7 @@ def test_the_numbers_are_the_models_own(checkpoint, subject):
     expected = [nats(before.encode(), word.encode()) for before, word in words]
     assert cell["metrics"]["perplexity"]["documents"] == pytest.approx(expected, rel=1e-5)
     assert cell["metrics"]["perplexity"]["value"] == pytest.approx(math.exp(sum(expected) / 2), rel=1e-4)
-    page = PROMPTS["wikitext"][1].encode()
+    page = b" = A title =\nThe first line, of nine words, is here.\n"
     (first, _) = ITEMS["wikitext"].measure(subject, 16)["metrics"]["word_perplexity"]["documents"]
     windows = [page[i : i + 16] for i in range(0, len(page), 16)]
     assert len(page) % 16, "the last window is filled from before"
@@ -272,6 +154,16 @@ def test_a_task_whose_data_is_nowhere_is_skipped_and_its_mean_is_not_given(check
         "of": result["means"]["S-NIAH@1024"]["of"],
     }
     assert result["fixture"] is False and any(line.startswith("niah_single_2@1024 is skipped: ") for line in said)
+
+
+def test_a_suite_of_which_nothing_can_be_had_leaves_the_others(checkpoint, offline, needlework, tmp_path):
+    asked = ("--suite", "zeroshot-qdelta", "--suite", "induction", "--length", 64, "--limit", 1, "--to", tmp_path)
+    said = needlework("eval", checkpoint, *asked, ok=False)
+    assert (
+        "needlework: suite zeroshot-qdelta: none of its tasks could be measured: ConnectionError: Couldn't reach 'EleutherAI/wik"
+        in said
+    )
+    assert [path.name.split(".")[-2] for path in tmp_path.glob("*.*.json")] == ["induction"]
 
 
 @pytest.mark.parametrize("other", ["llama", "gpt2"])

@@ -10,7 +10,7 @@ from needlework.eval.suites.harness import of_documents, warnings_of
 from needlework.eval.suites.subject import Subject
 
 ITEMS = {item.task: item for suite in SUITES.values() for item in suite.items}
-SUBJECT = Subject(model=None, tokenizer=None, tokenizer_at="a/tokenizer", read=None, at_once=None, corpus=None)
+SUBJECT = Subject(model=None, tokenizer=None, tokenizer_at="a/tokenizer", words=None, read=None, at_once=None, corpus=None)
 
 
 def test_log_likelihoods_become_perplexities_and_shares_stay():

@@ -2,7 +2,6 @@
 
 import math
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +18,14 @@ UNIFORM = lambda ids, keep: torch.zeros(len(ids), keep, 257)
 
 
 def subject(read, text=None, **more):
-    tokenizer = SimpleNamespace(backend_tokenizer=byte_tokenizer())
-    conditions = {"tokenizer_at": "", "at_once": lambda T: 3, "corpus": lambda: load_corpus(text, byte_tokenizer())}
-    return Subject(**{"model": None, "tokenizer": tokenizer, "read": read} | conditions | more)
+    conditions = {
+        "tokenizer": None,
+        "tokenizer_at": "",
+        "words": byte_tokenizer(),
+        "at_once": lambda T: 3,
+        "corpus": lambda: load_corpus(text, byte_tokenizer()),
+    }
+    return Subject(**{"model": None, "read": read} | conditions | more)
 
 
 def copies(ids, keep):
