@@ -1,5 +1,7 @@
 """Mamba-3's public op: three forms of one recurrence. Arguments, mathematics and the registered fast paths lie beside it."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,9 @@ from needlework.ops.mamba3.line import Line, row_ends
 from needlework.ops.mamba3.state import Mamba3Output, Mamba3State
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
+
+if TYPE_CHECKING:
+    from needlework.ops.mamba3.siso.launches import Inputs
 
 
 def chunk_mamba3(
@@ -102,7 +107,13 @@ def chunk_mamba3(
         state, slots, fresh, N, dtype=width(q), initial_state=initial_state, output_final_state=output_final_state,
         inputs=(*tokens, q_bias, k_bias, mimo_x),
     )  # fmt: skip
-    path = resolve("mamba3", impl, q.device, lambda: misfit("delta/scalar", q.device, q.dtype, q.shape[-1], v.shape[-1]))
+    path = resolve("mamba3", impl, q.device, lambda: _unsupported(q, v))
+    kernels = path == "triton" and q.dim() == 4 and bool(v.numel())
+    if kernels and state is not None:
+        from needlework.ops.mamba3.siso.op import siso_on_table
+
+        given = _tokens(*tokens, q_bias, k_bias)
+        return Mamba3Output(siso_on_table(given, state, slots, fresh, cu_seqlens, halves=pairs == "halves"), None)
     if state is not None:
         own = Sequences.of(slots, fresh, N, q.shape[1], cu_seqlens, q.device)
         o, left = chunk_mamba3(
@@ -117,10 +128,41 @@ def chunk_mamba3(
             *tokens, q_bias, k_bias, mimo_x, pairs=pairs,
             initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
         )  # fmt: skip
+    if kernels:
+        from needlework.ops.mamba3.siso.op import siso
+
+        given = _tokens(*tokens, q_bias, k_bias)
+        if initial_state is not None:
+            given = given._replace(**dict(zip(("S", "k0", "v0", "angle0"), initial_state, strict=True)))
+        return Mamba3Output(*siso(given, cu_seqlens, halves=pairs == "halves", final=output_final_state))
     rule = checked(*tokens, q_bias, k_bias, mimo_x, pairs)
     start = checked_state(initial_state, q, v, angle, cu_seqlens)
     o, final = _by_rows(rule, start, cu_seqlens, pairs, chunk_size, path, q.dtype)
     return Mamba3Output(_as_given(o, q), final if output_final_state else None)
+
+
+def _unsupported(q: Tensor, v: Tensor) -> str | None:
+    """R rows a token are made in torch, and the engine's kernels read them."""
+    engines = ("delta/scalar", "mamba3/siso") if q.dim() == 4 else ("delta/scalar",)
+    return next(filter(None, (misfit(engine, q.device, q.dtype, q.shape[-1], v.shape[-1]) for engine in engines)), None)
+
+
+def _tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    dt: Tensor,
+    lam: Tensor,
+    angle: Tensor,
+    q_bias: Tensor | None,
+    k_bias: Tensor | None,
+) -> "Inputs":
+    """As the kernels take them."""
+    from needlework.ops.mamba3.siso.launches import Inputs
+
+    g, dt, lam, rate = (x.to(width(q)) for x in (g, dt, lam, angle.to(width(q)).tanh()))
+    return Inputs(q, k, v, g, dt, lam, rate, q_bias, k_bias)
 
 
 def _by_rows(
@@ -231,6 +273,13 @@ def step_mamba3(
     check_rule(*tokens, q_bias, k_bias, mimo_x, pairs)
     check_state("state", state, tokens[0], tokens[2], tokens[-1])
     check_slots(slots, len(q))
+    if (
+        resolve("mamba3", "auto", q.device, lambda: misfit("mamba3/step", q.device, q.dtype, q.shape[-1], v.shape[-1]))
+        == "triton"
+    ):
+        from needlework.ops.mamba3.step import step
+
+        return step(q, k, v, g, dt, lam, angle, q_bias, k_bias, mimo_x, state, slots, halves=pairs == "halves")
     live = Live.of(slots, len(q), q.device)
     with torch.no_grad():
         o, new = recurrent_mamba3(
