@@ -11,6 +11,7 @@ from needlework.ops.mamba3.spec import SPECS
 from needlework.ops.runtime.launch_configs import forced
 from needlework.testing import checks
 from needlework.testing.compare import make
+from needlework.testing.rows import chosen
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
@@ -60,9 +61,7 @@ def test_a_step_of_rows_is_the_prefill(monkeypatch):
     checks.step_is_prefill(MIMO)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("m", [1, 6])
-@pytest.mark.parametrize("pairs", ["even", "halves"])
+@pytest.mark.parametrize(("pairs", "m"), chosen([(p, m) for p in ("even", "halves") for m in (1, 6)], quick=[("halves", 1)]))
 def test_any_pairs_turn(pairs, m):
     """One of six, all of six; in the config of large K too."""
     settings = {"pairs": pairs}
