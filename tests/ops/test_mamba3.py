@@ -9,7 +9,7 @@ import torch
 from needlework.ops.mamba3 import chunk_mamba3, recurrent_mamba3, reference
 from needlework.ops.mamba3.arguments import checked
 from needlework.ops.mamba3.spec import SPECS, sample
-from needlework.testing.compare import assert_close, make
+from needlework.testing.compare import assert_close, make, tokens
 from needlework.testing.errors import assert_within_budget, over_budget
 
 OPTIONAL = ("q_bias", "k_bias", "mimo_x")
@@ -36,6 +36,15 @@ def test_a_later_token_changes_no_bit(spec):
             for name, x in inputs.items()
         }
         assert torch.equal(spec.chunk(**mixed).o[:, : t + 1], o[:, : t + 1]), f"token {t}"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_a_wiped_state_is_never_read_again(spec):
+    """Its angle goes on, which no read sees: the token before is wiped too."""
+    inputs = make(spec, 1, 83)
+    inputs["g"][:, 40] = -torch.inf
+    alone = spec.chunk(**tokens(spec, inputs, lambda x: x[:, 40:]))
+    assert_close({"o": spec.chunk(**inputs).o[:, 40:]}, {"o": alone.o}, "after the wipe")
 
 
 def test_the_angle_of_a_long_sequence_is_right_to_float32():
