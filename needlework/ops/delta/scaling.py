@@ -51,7 +51,7 @@ class PowersOfTwo(NamedTuple):
             # packed sequences are one row of the batch
             states = states if len(states) == len(c) else states.amax(0, keepdim=True)
             c = torch.maximum(c, states[:, None, :, None])
-        return cls(_power_of_two(a, 1.0), _power_of_two(b, 1.0), _power_of_two(c, least))
+        return cls(_power_of_two(a), _power_of_two(b), _power_of_two(c, least))
 
     def divide(
         self, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None
@@ -82,6 +82,6 @@ def _heads(power: Tensor, HV: int) -> Tensor:
     return power.repeat_interleave(HV // power.shape[2], 2)
 
 
-def _power_of_two(x: Tensor, least: float) -> Tensor:
+def _power_of_two(x: Tensor, least: float = 1.0) -> Tensor:
     """The least at or above x and `least`: the exponent of float32, one more where the mantissa is not 0."""
     return ((x.clamp(min=least).view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
