@@ -1,7 +1,7 @@
 """Sequence mixers as modules: `build("qdelta", dim=256, heads=4)` makes one by its name, a config's `.build(dim)` any that it says.
 
 `forward(x, state, cu_seqlens, output_final_state) -> (y, state)` runs each. The classes below are the configs: a mixer is a
-`Recurrent` of a write rule, a gate and a read rule, or an `Attention` of an attend rule, positions and a memory.
+`Recurrent` of a write rule, a gate and a read rule, an `Attention` of an attend rule, positions and a memory, a `Mamba3` or a `GatedConv`.
 """
 
 from needlework.layers.attention import Attention as Attention
@@ -27,6 +27,7 @@ from needlework.layers.gates import ScalarGate as ScalarGate
 from needlework.layers.gdn2 import Gdn2 as Gdn2
 from needlework.layers.linear import Linear as Linear
 from needlework.layers.lucid import Lucid as Lucid
+from needlework.layers.mamba3 import Mamba3 as Mamba3
 from needlework.layers.memory import Memory as Memory
 from needlework.layers.mlp import SquaredReLU as SquaredReLU
 from needlework.layers.mlp import SwiGLU as SwiGLU
@@ -48,7 +49,7 @@ READS = (Plain, CCQ)
 ATTENDS = (Softmax, Lucid, Polar, Differential)
 POSITIONS = (Rope, HalfRope)
 CONVS = (ShortConv, Canon, Silu)
-MIXERS = (Recurrent, Attention, GatedConv)
+MIXERS = (Recurrent, Attention, GatedConv, Mamba3)
 MLPS = (SwiGLU, SquaredReLU)
 REGULARISERS = (Weak, Strong, Discrete, Zipfian)
 OBJECTIVES = (Objective, Distractor, *REGULARISERS)

@@ -20,6 +20,7 @@ from needlework.layers.gates import ChannelGate, LowRankGate, RetentionGate, Sca
 from needlework.layers.gdn2 import Gdn2
 from needlework.layers.linear import Linear
 from needlework.layers.lucid import Lucid
+from needlework.layers.mamba3 import Mamba3
 from needlework.layers.memory import Memory
 from needlework.layers.polar import Polar
 from needlework.layers.qdelta import QDelta
@@ -80,6 +81,10 @@ def _carve(s: Sizes) -> Recurrent:
     return _recurrent(s, write)
 
 
+def _mamba3(s: Sizes) -> Mamba3:
+    return Mamba3(heads=s.heads, key_dim=s.key_dim, value_dim=s.value_dim, half_life=s.half_life)
+
+
 def _retention(s: Sizes) -> RetentionGate:
     return RetentionGate() if s.half_life is None else RetentionGate(offset=-math.log(2 ** (1 / s.half_life) - 1))
 
@@ -123,6 +128,14 @@ CATALOG: dict[str, Named] = {
         title="CCQ on Gated DeltaNet", equation="o = Sᵀ (I − λΣ) q,  Σ the covariance of the keys so far",
         state=_STATE + " + H(K²+K+1)", cost="O(T·K·(K+V))",
         make=lambda s: _recurrent(s, Delta(gate=ScalarGate(half_life=s.half_life)), read=CCQ()),
+    ),
+    "mamba3": Named(
+        title="Mamba-3", equation="S ← eᵍ (S + (1−λ)Δ k₋v₋ᵀ) + λΔ k vᵀ,  q and k turned by Θ = Σ π tanh(a) Δ",
+        state=_STATE + " + H(K+V+m)", cost=_LINEAR, make=_mamba3,
+    ),
+    "mamba3-mimo": Named(
+        title="Mamba-3, MIMO", equation="S ← eᵍ (S + (1−λ)Δ Σᵣ kᵣ₋vᵣ₋ᵀ) + λΔ Σᵣ kᵣvᵣᵀ,  R rows a token",
+        state=_STATE + " + H(RK+V+m)", cost="O(T·R·K·V)", make=lambda s: dataclasses.replace(_mamba3(s), rank=4, pairs="halves"),
     ),
     "softmax": Named(
         title="Softmax attention", equation="o = softmax(q Kᵀ) V", state=_PAGES, cost=_QUADRATIC,

@@ -21,6 +21,7 @@ from needlework.layers import (
     Linear,
     LowRankGate,
     Lucid,
+    Mamba3,
     Memory,
     Plain,
     Polar,
@@ -97,6 +98,17 @@ def carve_swa() -> NeedleworkConfig:
     )
 
 
+def mamba3_mixer(dim: int, rank: int) -> Mamba3:
+    """Mamba-3's layer (the authors' code): twice the width in heads of 64, N 128; pairs as each of the two has them."""
+    return Mamba3(heads=2 * dim // 64, key_dim=128, value_dim=64, rank=rank, pairs="even" if rank == 1 else "halves")
+
+
+def mamba3(rank: int, hidden: int) -> NeedleworkConfig:
+    """Mamba-3 at the size of GDN-2's published models, 18 × 2304, untied, the MLP of the width that meets it (ours: the paper does not
+    say). With a sliding window in turn it is layout="MS" * 9."""
+    return _stack(18, 2304, hidden, mamba3_mixer(2304, rank), tie_word_embeddings=False)
+
+
 def qdelta(layers: int, dim: int, hidden: int, key_dim: int) -> NeedleworkConfig:
     """Q-Delta (the authors' code): 6 heads, V = 2K; untied."""
     mixer = Recurrent(heads=6, key_dim=key_dim, value_dim=2 * key_dim, write=QDelta())
@@ -143,6 +155,8 @@ PRESETS: dict[str, Callable[[], NeedleworkConfig]] = {
     "carve-125m": partial(carve, 12, 768, 2048, 12, 64, 16, 64),
     "carve-1.3b": partial(carve, 24, 2048, 5632, 16, 128, 32, 128),
     "carve-1.3b-swa": carve_swa,
+    "mamba3-1.3b": partial(mamba3, 1, 5696),
+    "mamba3-mimo-1.3b": partial(mamba3, 4, 5440),
 }
 
 

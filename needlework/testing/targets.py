@@ -41,6 +41,8 @@ ENGINES = {
     "lucid/pages": ("lucid.solve.by_table",),
     "polar/attention": ("polar.attention.op",),
     "paged/paged": ("paged.engine.op",),
+    "mamba3/siso": ("mamba3.siso.launches",),
+    "mamba3/step": ("mamba3.step",),
 }
 
 
@@ -89,6 +91,7 @@ RULES = (
     _pairs("paged/softmax", "paged/paged", None, covers=True),
     _pairs("paged/differential", "paged/paged", None, covers=True),
     _pairs("paged/polar", "paged/paged", None, covers=True),
+    Rule("mamba3", "mamba3/siso", "mamba3/step", covers=True),
 )
 
 
@@ -225,6 +228,10 @@ def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K:
         "w2": lambda: normal(generator, K, rank),
         "weight": lambda: normal(generator, 2, K, 4),
         "x": lambda: normal(generator, B, T, 2, K) * (1e-3 if style == "strong" else 1),  # so small that 1e-6 counts
+        "dt": lambda: uniform(generator, 0.001, 0.1, B, T, HV),
+        "angle": lambda: normal(generator, B, T, K // 4),
+        "q_bias": lambda: 1 + 0.3 * normal(generator, HV, K),
+        "k_bias": lambda: 1 + 0.3 * normal(generator, HV, K),
     }
     inputs = {name: makers[name]() for name in given}
     if style == "hard":

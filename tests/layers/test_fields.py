@@ -21,6 +21,7 @@ from needlework.layers import (
     Linear,
     LowRankGate,
     Lucid,
+    Mamba3,
     Memory,
     Objective,
     Polar,
@@ -37,6 +38,7 @@ from needlework.layers import (
 )
 
 RECURRENT = {"heads": 2, "key_dim": 8, "value_dim": 8, "write": Linear()}
+MAMBA3 = {"heads": 2, "key_dim": 8, "value_dim": 8}
 ATTENTION = {"heads": 2, "head_dim": 8, "attend": Softmax()}
 NOT_A_NUMBER = ("x", math.nan, math.inf, True, [1])
 COUNT = (0, -1, 2.5, *NOT_A_NUMBER)
@@ -50,6 +52,12 @@ NUMBERS = {
     (Attention, "heads"): (ATTENTION, (1, 8), COUNT),
     (Attention, "head_dim"): (ATTENTION, (1, 64), COUNT),
     (Attention, "kv_heads"): (ATTENTION, (None, 1), COUNT),
+    (Mamba3, "heads"): (MAMBA3, (1, 6), COUNT),
+    (Mamba3, "key_dim"): (MAMBA3, (2, 128), COUNT),
+    (Mamba3, "value_dim"): (MAMBA3, (1, 64), COUNT),
+    (Mamba3, "groups"): (MAMBA3, (1, 2), COUNT),
+    (Mamba3, "rank"): (MAMBA3, (1, 4), COUNT),
+    (Mamba3, "half_life"): (MAMBA3, (None, 0.5, 100), ABOVE_ZERO),
     (GatedConv, "width"): ({}, (2, 4), (1, *COUNT)),
     (GatedConv, "channels"): ({}, (None, 1), COUNT),
     (ShortConv, "width"): ({}, (2, 4), (1, *COUNT)),
@@ -96,6 +104,10 @@ OTHERS = {
     (Attention, "position"): (ATTENTION, (None, Rope()), (Canon(), "rope")),
     (Attention, "conv"): (ATTENTION, (None, ShortConv()), (Rope(),)),
     (Attention, "memory"): (ATTENTION, (None, Memory()), (Delta(), True)),
+    (Mamba3, "pairs"): (MAMBA3, ("even", "halves"), ("odd", None)),
+    (Mamba3, "turning"): (MAMBA3, ("half", "all"), ("none", 0.5)),
+    (Mamba3, "decay"): (MAMBA3, ("softplus", "rational"), ("exp", None)),
+    (Mamba3, "output_norm"): (MAMBA3, (True, False), (1, None, "yes")),
     (Memory, "write"): ({}, (QDelta(),), (CCQ(), None)),
     (Memory, "read"): ({}, (CCQ(),), (QDelta(), None)),
     (Delta, "gate"): ({}, (None, ChannelGate()), (Delta(), 0.5)),

@@ -23,6 +23,7 @@ from needlework.layers import (
     Linear,
     LowRankGate,
     Lucid,
+    Mamba3,
     Memory,
     Plain,
     Polar,
@@ -92,6 +93,10 @@ CONFIGS = {f"{w}-{r}": recurrent(WRITES[w], READS[r]) for w in WRITES for r in R
     "differential": attention(Differential(), position=Rope()),
     "differential in a window": attention(Differential(window=7)),
     "gated convolution": GatedConv(),
+    "mamba3": Mamba3(heads=4, key_dim=8, value_dim=6, groups=2),
+    "mamba3 mimo": Mamba3(
+        heads=4, key_dim=8, value_dim=6, rank=2, pairs="halves", turning="all", decay="rational", output_norm=True
+    ),
 }
 EXACT = 1e-12
 

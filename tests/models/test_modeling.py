@@ -12,6 +12,7 @@ from needlework.layers import (
     Delta,
     GatedConv,
     Lucid,
+    Mamba3,
     Memory,
     Polar,
     QDelta,
@@ -31,10 +32,11 @@ MIXERS = {
     "L": Attention(heads=4, kv_heads=2, head_dim=8, attend=Lucid(), position=Rope()),
     "P": Attention(heads=4, kv_heads=2, head_dim=8, attend=Polar(), conv=Canon(), output_gate=True, memory=Memory()),
     "G": GatedConv(),
+    "M": Mamba3(heads=2, key_dim=8, value_dim=8),
 }
 
 
-def config(layout="QCRSLPG", **settings):
+def config(layout="QCRSLPGM", **settings):
     return NeedleworkConfig(
         **{"vocab_size": 61, "hidden_size": 32, "layout": layout, "mixers": MIXERS, "mlp": SwiGLU(hidden=48)}
         | {"initializer_range": 0.2, "pad_token_id": 0} | settings

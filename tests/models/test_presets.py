@@ -8,7 +8,7 @@ import torch
 
 from needlework.layers import Delta, RetentionGate
 from needlework.models import NeedleworkForCausalLM
-from needlework.models.presets import PRESETS, atma, count_parameters, preset
+from needlework.models.presets import PRESETS, atma, count_parameters, mamba3_mixer, preset
 
 COUNTS = {
     "atma-nope": 369_717_376, "atma-polar": 369_758_464, "atma-polar-memory": 378_220_864,
@@ -20,6 +20,8 @@ COUNTS = {
     "lucid-1b": 1_100_048_384, "lucid-1b-qk": 1_100_048_384, "lucid-1b-rowmax": 1_100_048_384,
     "lucid-1b-beta": 1_100_048_384 + 180_224, "standard-1b": 1_100_048_384, "lucid-256k": 1_195_444_224,
     "carve-125m": 112_043_520, "carve-1.3b": 1_325_011_968,
+    "mamba3-1.3b": 18 * (33_030_544 + 3 * 2304 * 5696 + 2 * 2304) + 2 * 32_000 * 2304 + 2304,
+    "mamba3-mimo-1.3b": 18 * (34_910_608 + 3 * 2304 * 5440 + 2 * 2304) + 2 * 32_000 * 2304 + 2304,
 }  # fmt: skip
 # no paper prints these: GLA is its CCQ twin without W_λ; the hybrid swaps every fourth CARVE layer for attention
 UNPRINTED = {"gla-500m", "gla-1.3b", "carve-1.3b-swa"}
@@ -52,6 +54,29 @@ def meta(config) -> NeedleworkForCausalLM:
 
 def numbers(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("dim", "rank", "count", "state"),
+    [
+        (2048, 1, 26_165_632, 4 * 64 * (128 * 64 + 128 + 64 + 32)),
+        (2048, 4, 27_836_800, 4 * 64 * (128 * 64 + 4 * 128 + 64 + 32)),
+        (2304, 1, 33_030_544, 4 * 72 * (128 * 64 + 128 + 64 + 32)),
+        (2304, 4, 34_910_608, 4 * 72 * (128 * 64 + 4 * 128 + 64 + 32)),
+    ],
+)
+def test_a_mamba3_mixer_has_its_pages_parameters_and_state(dim, rank, count, state):
+    """spec/baselines.md, "Sizes" and "Mamba-3": 4 H (N P + R N + P + m) bytes, 2.06 MiB at D 2048."""
+    with torch.device("meta"):
+        mixer = mamba3_mixer(dim, rank).build(dim)
+    assert numbers(mixer) == count
+    assert mixer.state_size(1000, torch.bfloat16) == state
+
+
+def test_at_18_layers_of_2304_mamba3_has_gdn2_s_size():
+    """spec/baselines.md: 1,302,638,112 without embeddings and last norm."""
+    for name in ("mamba3-1.3b", "mamba3-mimo-1.3b"):
+        assert abs(COUNTS[name] - 2 * 32_000 * 2304 - 2304 - 1_302_638_112) < 0.003 * 1_302_638_112
 
 
 def test_atma_is_composed_as_its_table_says():

@@ -18,6 +18,7 @@ from needlework.layers import (
     GatedConv,
     Linear,
     Lucid,
+    Mamba3,
     Memory,
     Polar,
     Recurrent,
@@ -45,6 +46,7 @@ MIXERS = {name: named.make(SIZES) for name, named in CATALOG.items()} | {
     "two rows a token": Recurrent(heads=2, key_dim=4, value_dim=6, write=Carve(write_rank=2, content_chunk=5)),
     "lucid, beta": Attention(attend=Lucid(precondition="beta"), position=Rope(), **HEADS),
     "polar, biased": Attention(attend=Polar(), conv=Canon(), bias=True, output_gate=True, memory=Memory(), **HEADS),
+    "mamba3 with groups": Mamba3(heads=4, key_dim=4, value_dim=6, groups=2, rank=2, output_norm=True),
     "gated convolution": GatedConv(channels=6),
     "gated convolution, published": GatedConv(bias=False, published_init=True),
 }
