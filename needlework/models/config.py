@@ -110,6 +110,10 @@ class NeedleworkConfig(Installed, PreTrainedConfig):
         assert isinstance(config, MixerConfig)
         return config
 
+    def each_layer(self) -> list[MixerConfig]:
+        """The mixer config of every layer."""
+        return [self.mixer(letter) for letter in self.layout]
+
     def _mixers(self) -> dict[str, dict[str, Any]]:
         """The field, which is a dict once the config is made."""
         assert self.mixers is not None

@@ -50,7 +50,8 @@ class Change:
             if new not in letters:
                 letters[new] = next(one for one in string.ascii_letters if one not in letters.values())
             layout[n] = letters[new]
-        return config.replaced(layout="".join(layout), mixers={letters[mixer]: mixer.to_dict() for mixer in letters})
+        used = {letter: mixer.to_dict() for mixer, letter in letters.items() if letter in layout}
+        return config.replaced(layout="".join(layout), mixers=used)
 
     def _fits(self, mixer: MixerConfig) -> bool:
         attends = isinstance(mixer, Attention) and isinstance(mixer.attend, Softmax)

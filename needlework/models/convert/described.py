@@ -51,7 +51,7 @@ class Described:
         """Keys that change no logit."""
         self._taken |= {*names}
 
-    def tokens(self) -> dict[str, int | None]:
+    def tokens(self) -> dict[str, Any]:
         """The ids of tokens that begin, end and pad, one of each: where several end a text, generation_config.json has them all."""
         found = {}
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -1,6 +1,7 @@
 """A source's tensors by their names: safetensors or PyTorch's pickles, in one file or in parts with an index."""
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ def _read(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             return load_file(file)
         held: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{file}: torn, or no file of tensors ({error})") from None
+    except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{file}: torn, or no file of tensors ({str(error).partition('. ')[0]})") from None
     for name in WRAPPED:
         if isinstance(held, dict) and isinstance(held.get(name), dict):
             held = held[name]

@@ -32,12 +32,13 @@ WANTED = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.bin", "
 
 
 class Converted(NamedTuple):
-    """layout: its name. config: the model's. parameters: as counted once. new: tensors that the source has not, which start as their layer
-    does. tokenizer: whether the source had one."""
+    """layout: its name. config: the model's. parameters: tied ones counted once. changed: the layers with another rule. new: tensors that
+    the source does not have, which start as their layer does. tokenizer: whether the source has one."""
 
     layout: str
     config: NeedleworkConfig
     parameters: int
+    changed: tuple[int, ...]
     new: tuple[str, ...]
     tokenizer: bool
 
@@ -81,7 +82,9 @@ def convert(source: str | Path, directory: Path, change: Change | None = None) -
                 shutil.copyfile(file, made / file.name)
         if fast is not None and not (made / TOKENIZER[0]).is_file():
             fast.save_pretrained(made)
-    return Converted(layout, config, model.num_parameters(), new, fast is not None)
+    pairs = zip(reading.config.each_layer(), config.each_layer(), strict=True)
+    changed = tuple(n for n, (before, after) in enumerate(pairs) if before != after)
+    return Converted(layout, config, model.num_parameters(), changed, new, fast is not None)
 
 
 def assembled(
