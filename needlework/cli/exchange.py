@@ -24,10 +24,12 @@ def convert(
     from needlework.models import disable_progress_bar
     from needlework.models.convert import Change
     from needlework.models.convert import convert as convert_to
+    from needlework.report.card import write_card
 
     disable_progress_bar()
     chosen = None if layers is None else tuple(_number(n) for n in layers.split(","))
     done = convert_to(source, directory, Change(attend=attend, read=read, layers=chosen))
+    write_card(directory, source=source)
     console.print(f"{done.layout}: {len(done.config.layout)} layers, {done.parameters:,} parameters", soft_wrap=True)
     if done.changed:
         where = ", ".join(map(str, done.changed))
