@@ -25,8 +25,9 @@ _USE = """```python
 # pip install needlework
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
+name = "."  # this folder, or the model's name on the Hub
+model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
 ```
 
 `trust_remote_code` runs one file of this folder, `modeling_needlework.py`, which imports the installed needlework and nothing else.
@@ -44,7 +45,7 @@ def write_card(checkpoint: Path, *, source: str | None = None) -> None:
             shutil.copyfile(found, checkpoint / name)
     config = read_json(checkpoint / "config.json")
     entry, text = (None if path is None else read_json(path) for path in (result, manifest))
-    write_whole(checkpoint / CARD, card(checkpoint.resolve().name, config, entry, text, source))
+    write_whole(checkpoint / CARD, card(config, entry, text, source))
 
 
 def licensed(checkpoint: Path, licence: str) -> None:
@@ -58,13 +59,11 @@ def licensed(checkpoint: Path, licence: str) -> None:
     write_whole(path, "\n".join(["---", *lines, f"license: {licence}", "---", ""]) + content[front.end() :])
 
 
-def card(
-    name: str, config: dict[str, Any], entry: Mapping[str, Any] | None, manifest: dict[str, Any] | None, source: str | None
-) -> str:
+def card(config: dict[str, Any], entry: Mapping[str, Any] | None, manifest: dict[str, Any] | None, source: str | None) -> str:
     """The card's text. config: config.json; entry: result.json of the run; manifest: of its text."""
     kinds = list(dict.fromkeys(kind for mixer in config["mixers"].values() for kind in _rules(mixer)))
-    title = entry["title"] if entry else name
-    sections = [_front(kinds, manifest, source), f"# {title}", _summary(config, entry, source), _USE.format(name=name)]
+    title = entry["title"] if entry else "A model of needlework" if source is None else Path(source).name
+    sections = [_front(kinds, manifest, source), f"# {title}", _summary(config, entry, source), _USE]
     sections += ["## Model", table(("", ""), _facts(config, entry))]
     described = json.dumps({letter: config["mixers"][letter] for letter in dict.fromkeys(config["layout"])}, indent=1)
     sections.append(f"<details><summary>The mixers of the layout</summary>\n\n```json\n{described}\n```\n\n</details>")
@@ -113,11 +112,11 @@ def _facts(config: dict[str, Any], entry: Mapping[str, Any] | None) -> list[tupl
     layout = config["layout"]
     of = lambda letter: " + ".join(_rules(config["mixers"][letter]))
     facts = [
-        ("layers", f"{len(layout)}: {layout}"),
+        ("layout", f"{layout}, {_layers(len(layout))}"),
         ("width", f"{config['hidden_size']:,}"),
         ("vocabulary", f"{config['vocab_size']:,}"),
     ]
-    facts += [(f"mixer {letter}", f"{of(letter)}, {layout.count(letter)} layers") for letter in dict.fromkeys(layout)]
+    facts += [(f"mixer {letter}", f"{of(letter)}, {_layers(layout.count(letter))}") for letter in dict.fromkeys(layout)]
     facts.append(
         ("channel mixer", "none" if config["mlp"] is None else f"{config['mlp']['kind']}, {config['mlp']['hidden']:,} wide")
     )
@@ -126,6 +125,10 @@ def _facts(config: dict[str, Any], entry: Mapping[str, Any] | None) -> list[tupl
         facts += [("parameters", f"{entry['parameters']:,}"), ("state of a sequence", held)]
         facts += [("trained on", f"{entry['machine']}, commit {(entry.get('commit') or 'unknown')[:10]}")]
     return facts
+
+
+def _layers(number: int) -> str:
+    return f"{number} layer{'' if number == 1 else 's'}"
 
 
 def _text(manifest: dict[str, Any] | None, source: str | None) -> list[str]:
