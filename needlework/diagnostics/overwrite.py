@@ -10,12 +10,14 @@ from needlework.layers.write import WriteRule
 
 from .rules import calls
 
+SHARES = (0.25, 0.5, 1.0)  # of K keys, which is all that a state of K rows can hold apart
+
 
 class Overwriting(NamedTuple):
-    """layer: its number in the model. error: {number of keys: mean squared error of every key's last value}; 1 is an empty memory."""
+    """layer: its number in the model. error: {keys as a share of K: mean squared error of every key's last value}; 1 is an empty memory."""
 
     layer: int
-    error: dict[int, float]
+    error: dict[float, float]
 
 
 def overwrite(model: nn.Module, input_ids: Tensor, seed: int = 0) -> list[Overwriting]:
@@ -33,8 +35,9 @@ def overwrite(model: nn.Module, input_ids: Tensor, seed: int = 0) -> list[Overwr
             _, k, v = call.arguments
             T, K, V = k.shape[1], k.shape[-1], v.shape[-1]
             error = {}
-            for n in (K // 4, K // 2, K):
-                if n and n + round(0.25 * T) <= T:
+            for share in SHARES:
+                n = max(1, round(share * K))
+                if n + round(0.25 * T) <= T:
                     task = SelectiveKeyOverwrite(K=K, V=V, keys=(n, n)).batch(seed, rule.width.layer, 1, T)
                     keys, values, asked, last = (x.to(k) for x in (task.k, task.v, task.keys, task.values))
                     keys, values = (x[:, :, None].expand(1, T, like.shape[2], -1) for x, like in ((keys, k), (values, v)))
@@ -42,7 +45,7 @@ def overwrite(model: nn.Module, input_ids: Tensor, seed: int = 0) -> list[Overwr
                     state = rule(keys, keys, values, **own)[1]
                     S = state if isinstance(state, Tensor) else state[0]  # [1 HV K V]
                     answers = torch.einsum("bhkv,bnk->bhnv", S, asked.to(S))
-                    error[n] = (answers - last[:, None].to(S)).square().mean().item()
+                    error[share] = (answers - last[:, None].to(S)).square().mean().item()
             found.append(Overwriting(rule.width.layer, error))
     return found
 

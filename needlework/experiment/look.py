@@ -11,6 +11,7 @@ from torch import Tensor
 from needlework import diagnostics
 from needlework.data import load_tokenizer
 from needlework.data.tokenizer import encode
+from needlework.diagnostics.overwrite import SHARES
 from needlework.experiment.pretrained import load_model
 from needlework.layers import Attention, Recurrent
 from needlework.layers.config import MixerConfig
@@ -38,7 +39,6 @@ def look(folder: Path, text: Path, tokens: int = 1024) -> Look:
     row = torch.from_numpy(np.asarray(ids))[None]
     mixers, notes = model.config.each_layer(), list[str]()
     rules = _rules(model, row, mixers, encode(tokenizer, NEEDLE), notes)
-    words = [tokenizer.decode([n]) for n in row[0, :SHOWN].tolist()]
     maps = [Map(one.layer, one.rule, one.weights.numpy(force=True)) for one in diagnostics.maps(model, row[:, :SHOWN])]
     if any(rule.endswith("gdn2") for rule in (one.rule for one in maps)):
         notes.append("GDN-2 writes a gate a value channel; its map has their mean.")
@@ -51,7 +51,7 @@ def look(folder: Path, text: Path, tokens: int = 1024) -> Look:
         overwrite=_overwrite(model, row),
         chunks=_chunks(model, row, mixers),
         maps=maps,
-        words=words,
+        words=tokenizer.decode(row[0, :SHOWN].tolist(), skip_special_tokens=False),
         notes=notes,
     )
 
@@ -105,9 +105,10 @@ def _norms(model: NeedleworkForCausalLM, row: Tensor, mixers: Sequence[MixerConf
 
 def _overwrite(model: NeedleworkForCausalLM, row: Tensor) -> ByLayer | None:
     found = diagnostics.overwrite(model, row)
-    counts = sorted({n for one in found for n in one.error})
-    found = [one for one in found if counts and {*one.error} == {*counts}]
-    return ByLayer([one.layer for one in found], {str(n): [one.error[n] for one in found] for n in counts}) if found else None
+    shares = [share for share in SHARES if all(share in one.error for one in found)]
+    if not found or not shares:
+        return None
+    return ByLayer([one.layer for one in found], {str(share): [one.error[share] for one in found] for share in shares})
 
 
 def _chunks(model: NeedleworkForCausalLM, row: Tensor, mixers: Sequence[MixerConfig]) -> ByLayer | None:

@@ -31,8 +31,8 @@ class Map(NamedTuple):
 class Look(NamedTuple):
     """name: of the checkpoint. layers: what each layer is, in words. text: where the tokens are from, and how many.
 
-    rules: a rule's diagnosis by its name. norms, overwrite, chunks: curves, each measure a place on the axis (tokens, keys, chunk);
-    None where no layer has them. maps: of some tokens, words: those. notes: what was left out, and why.
+    rules: a rule's diagnosis by its name. norms, overwrite, chunks: curves, each measure a place on the axis (tokens read, keys as a share
+    of K, tokens of a chunk); None where no layer has them. maps: of the tokens of `words`. notes: what was left out, and why.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Look(NamedTuple):
     overwrite: ByLayer | None
     chunks: ByLayer | None
     maps: list[Map]
-    words: list[str]
+    words: str
     notes: list[str]
 
 
@@ -62,14 +62,23 @@ def write_look(look: Look, path: str | os.PathLike) -> None:
         ),
         table=_table(look),
         notes="".join(f"<li>{escape(note)}</li>" for note in look.notes),
+        words=_words(look),
     )
     write_whole(path, page)
 
 
 def _summary(look: Look) -> str:
     kinds = list(dict.fromkeys(look.layers))
-    counted = ", ".join(f"{look.layers.count(kind)} × {kind}" for kind in kinds)
-    return f"{len(look.layers)} layers: {counted}."
+    counted = "; ".join(f"{look.layers.count(kind)} of {kind}" for kind in kinds)
+    return f"{len(look.layers)} layer{'' if len(look.layers) == 1 else 's'}: {counted}."
+
+
+def _words(look: Look) -> str:
+    """The text whose tokens the maps have."""
+    if not look.maps:
+        return ""
+    T = look.maps[0].weights.shape[-1]
+    return f'<h2>The {T} tokens of the maps</h2>\n<pre class="prompt">{escape(look.words)}</pre>'
 
 
 def _table(look: Look) -> str:
@@ -83,10 +92,12 @@ def _table(look: Look) -> str:
         f'<tr><th scope="row">{n}<small>{escape(kind)}</small></th>{"".join(f"<td>{_cell(look, n, *of)}</td>" for of in columns)}</tr>'
         for n, kind in enumerate(look.layers)
     )
-    return (
-        '<h2>The numbers</h2>\n<div class="scroll" tabindex="0" role="region" aria-label="A table, wider than a small screen"><table>\n'
-        f"<thead><tr><th></th>{heads}</tr><tr><th>layer</th>{names}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>"
-    )
+    return f"""<h2>The numbers</h2>
+<div class="scroll" tabindex="0" role="region" aria-label="A table, wider than a small screen"><table>
+<thead><tr><th></th>{heads}</tr><tr><th style="text-align:left">layer</th>{names}</tr></thead>
+<tbody>
+{rows}
+</tbody></table></div>"""
 
 
 def _cell(look: Look, layer: int, rule: str, measure: str) -> str:

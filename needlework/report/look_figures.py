@@ -9,7 +9,8 @@ import numpy as np
 
 from .drawing import label_points, style, svg, tag
 from .look import ByLayer, Look, Map, number, shown
-from .palette import LIGHT, MUTED, SURFACE, colour, marker
+from .palette import INK, LIGHT, MUTED, colour
+from .panels import point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +29,7 @@ class Drawn(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """A figure of one or two measures of a rule by layer. Lines are drawn at `marks`, between two of them all is well."""
+    """A figure of one or two measures of a rule by layer, called `labels` in it. Dashed lines are drawn at `marks`."""
 
     rule: str
     measures: tuple[str, ...]
@@ -36,12 +37,13 @@ class Measure(NamedTuple):
     caption: str
     scale: str = "linear"
     marks: tuple[float, ...] = ()
+    labels: tuple[str, ...] = ()
 
 
 MEASURES = (
     Measure(
         "qdelta", ("beta a", "beta a most"), "Q-Delta: does a write contract?",
-        "β k·(k + λq) of each token, its mean and its largest: a write reduces the error where it lies between 0 and 2.", marks=(0, 2),
+        "β k·(k + λq) of each token, its mean and its largest: a write reduces the error where it lies between 0 and 2.", marks=(0, 2), labels=("mean", "largest"),
     ),
     Measure(
         "qdelta", ("cosine",), "Q-Delta: does the query ask what the key asks?",
@@ -51,7 +53,7 @@ MEASURES = (
     Measure("qdelta", ("drift",), "Q-Delta: drift", "Norm of Theorem 3.2's residual: how far the target moves from one token to the next."),
     Measure(
         "ccq", ("needle", "distractor"), "CCQ: alignment of keys",
-        "Share of a key's energy in the 16 directions that most keys share; needles stand out where theirs is the smaller.", marks=(0, 1),
+        "Share of a key's energy in the 16 directions that most keys share; needles stand out where theirs is the smaller.", marks=(0, 1), labels=("needle", "other tokens"),
     ),
     Measure(
         "carve", ("content",), "CARVE: content share",
@@ -74,10 +76,10 @@ def drawn(look: Look) -> Iterator[Drawn]:
     with style():
         for one in MEASURES:
             if one.rule in look.rules:
-                yield _drawn(one.title, one.caption, _by_layer(look.rules[one.rule], one))
+                yield _drawn(one.title, one.caption, _by_layer(look.rules[one.rule], one, len(look.layers)))
         for found, title, caption, axis, scale in (
             (look.norms, "Size of the state", _NORMS, "tokens read", "log"),
-            (look.overwrite, "Selective key overwrite", _OVERWRITE, "keys", "linear"),
+            (look.overwrite, "Selective key overwrite", _OVERWRITE, "keys, as a share of the key's channels", "log"),
             (look.chunks, "CARVE: chunkability", _CHUNKS, "tokens of a content chunk", "log"),
         ):
             if found is not None:
@@ -90,18 +92,15 @@ def drawn(look: Look) -> Iterator[Drawn]:
 
 
 _NORMS = "Mean Frobenius norm of the state by tokens read, a line a layer: a memory that grows without bound shows here first."
-_OVERWRITE = "Mean squared error of every key's last value with this text's gates, when keys are given new values; 0 is perfect, 1 an empty memory."
+_OVERWRITE = "Mean squared error of every key's last value, with this text's gates, where keys are given new values; 0 is perfect, 1 an empty memory."
 _CHUNKS = "Staleness if the content signal were of the last chunk of so many tokens; the paper's Table 4 has 0.0018, flat."
 
 
 def _mapped(one: Map) -> str:
-    H, T, _ = one.weights.shape
-    heads = f"{min(H, HEADS)} of {H} heads" if H > HEADS else f"{H} heads"
-    below = " Red is below zero: what an earlier token's value is taken off by." if bool((one.weights < -1e-6).any()) else ""
-    return (
-        f"Row t, column s: how much of token s's value is in what token t reads; {heads}, {T} tokens, darker is more (square root)."
-        f"{below}"
-    )
+    H = len(one.weights)
+    heads = f"the first {HEADS} of {H} heads" if H > HEADS else f"{H} head{'' if H == 1 else 's'}"
+    below = "; red is below zero" if bool((one.weights < -1e-6).any()) else ""
+    return f"Row t, column s: how much of token s's value is in what token t reads; {heads}; darker is more, by the square root{below}."
 
 
 def _drawn(title: str, caption: str, figure: Figure, kind: str = "") -> Drawn:
@@ -121,25 +120,26 @@ def _axes(right: float, title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _by_layer(found: ByLayer, one: Measure) -> Figure:
+def _by_layer(found: ByLayer, one: Measure, layers: int) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
-    several = len(one.measures) > 1
-    figure, axes = _axes(1.0 if several else 0.25, one.title)
+    several, labels = len(one.measures) > 1, one.labels or one.measures
+    figure, axes = _axes(0.4 + 0.075 * max(map(len, labels)) if several else 0.25, one.title)
     axes.set_yscale(one.scale)
     ends = []
-    for i, measure in enumerate(one.measures):
+    for i, (measure, name) in enumerate(zip(one.measures, labels, strict=True)):
         values, at = found.values[measure], i if several else 1
         axes.plot(found.layers, values, color=colour(at), linewidth=1, **tag(at))
         for layer, value in zip(found.layers, values, strict=True):
-            tip = f"layer {layer}, {measure}: {number(value)}"
-            dot = {"markeredgecolor": SURFACE, "markeredgewidth": 0.8, "clip_on": False, "zorder": 3}
-            axes.plot([layer], [value], marker(at), color=colour(at), **dot, **tag(at, tip))
-        ends.append((at, found.layers[-1], values[-1], measure))
+            tip = f"layer {layer}, {name}: {number(value)}"
+            point(axes, at, layer, value, tip)
+        ends.append((at, found.layers[-1], values[-1], name))
     for mark in one.marks:
         axes.axhline(mark, color=MUTED, linewidth=0.8, dashes=(2, 3))
     _y_numbers(axes, one.scale)
-    axes.set_xlim(found.layers[0] - 0.4, found.layers[-1] + 0.4)
+    if one.scale == "linear" and min(min(found.values[measure]) for measure in one.measures) >= 0:
+        axes.set_ylim(bottom=0)
+    axes.set_xlim(-0.4, layers - 0.6)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("layer")
     if several:
@@ -152,23 +152,22 @@ def _curves(found: ByLayer, title: str, axis: str, scale: str) -> Figure:
     figure, axes = _axes(0.85, title)
     if scale == "log":
         axes.set_xscale("log", base=2)
-    places = [int(place) for place in found.values]
+    places = [float(place) for place in found.values]
     named = shown(range(len(found.layers)), LINES)
     ends = []
     for line in range(len(found.layers)):
-        values = [found.values[str(place)][line] for place in places]
+        values = [column[line] for column in found.values.values()]
         if line not in named:
             axes.plot(places, values, color=MUTED, linewidth=0.7, alpha=0.6)
             continue
         i = named.index(line)
         axes.plot(places, values, color=colour(i), **tag(i))
         for place, value in zip(places, values, strict=True):
-            tip = f"layer {found.layers[line]}, {place:,} {axis}: {number(value)}"
-            dot = {"markeredgecolor": SURFACE, "markeredgewidth": 0.8, "clip_on": False, "zorder": 3}
-            axes.plot([place], [value], marker(i), color=colour(i), **dot, **tag(i, tip))
+            tip = f"layer {found.layers[line]}, {place:,g} {axis}: {number(value)}"
+            point(axes, i, place, value, tip)
         ends.append((i, places[-1], values[-1], f"layer {found.layers[line]}"))
     axes.set_ylim(bottom=0)
-    axes.set_xticks(places, [f"{place:,}" for place in places])
+    axes.set_xticks(places, [f"{place:,g}" for place in places])
     axes.minorticks_off()
     axes.set_xlabel(axis)
     label_points(axes, ends, at=1.03)
@@ -176,11 +175,12 @@ def _curves(found: ByLayer, title: str, axis: str, scale: str) -> Figure:
 
 
 def _y_numbers(axes: Axes, scale: str) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     if scale == "log":
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: number(y)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.margins(y=0.12)
 
@@ -193,7 +193,7 @@ def _map(one: Map, title: str) -> Figure:
     side, gap, top = 1.3, 0.12, 0.62
     width = 11.0
     figure = Figure(figsize=(width, side + top))
-    figure.text(0, 1 - 0.12 / (side + top), title, fontsize=10, fontweight="bold", va="top")
+    figure.text(0, 1 - 0.12 / (side + top), title, fontsize=10, fontweight="bold", color=INK, va="top")
     for h, head in enumerate(weights):
         axes = figure.add_axes((h * (side + gap) / width, 0.02, side / width, side / (side + top)))
         axes.imshow(painted(head), interpolation="nearest", aspect="equal")
