@@ -21,7 +21,7 @@ def look(
     Polar's effective count and null mass, state norms, selective key overwrite, and maps by head of what each token reads.
     """
     from needlework.experiment.look import look as looked
-    from needlework.report.look import write_look
+    from needlework.report.look_page import write_look
 
     write_look(looked(checkpoint, text, tokens), out)
     console.print(f"page: {out}", soft_wrap=True)

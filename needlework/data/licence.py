@@ -14,12 +14,7 @@ class Licence(NamedTuple):
 
 
 def licence_of(manifest: dict[str, Any]) -> Licence:
-    """Of the text that a corpus's manifest describes.
-
-    >>> from needlework.data.licence import licence_of
-    >>> licence_of({"kind": "stdlib", "python": "3.12.3"}).name
-    'psf-2.0'
-    """
+    """Of the text that a corpus's manifest describes."""
     source = manifest.get("source", {})
     match source.get("kind", manifest["kind"]):
         case "stdlib":

@@ -1,5 +1,6 @@
 """Published checkpoints as needlework's: models made by transformers itself, whose logits ours must have, and what is refused by name."""
 
+import dataclasses
 import json
 import shutil
 
@@ -8,12 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from needlework.data import byte_tokenizer
+from needlework.data import Files, StoreConfig, byte_tokenizer
+from needlework.experiment.evaluate import Evaluation
 from needlework.experiment.pretrained import load_model
+from needlework.experiment.runner import run
 from needlework.layers import Attention, Lucid, Softmax
 from needlework.models import NeedleworkConfig
 from needlework.models.convert import Change, convert
 from needlework.models.convert.layouts import LAYOUTS
+from needlework.models.tokenizer import load_vocabulary
+from needlework.recipes.finetune import from_checkpoint
 
 SMALL = dict(
     vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -90,6 +95,7 @@ def test_the_folder_has_what_the_source_had_and_generates_what_it_generates(fold
     before, after = (AutoTokenizer.from_pretrained(place) for place in (folder, tmp_path / "ours"))
     assert before("naïve ☃").input_ids == after("naïve ☃").input_ids and after.chat_template == "{{ messages }}"
     assert (tmp_path / "ours" / "LICENSE.txt").read_text() == "some licence"
+    assert load_vocabulary(tmp_path / "ours").ends == {256, 7}  # for `serve`
     assert needlework("generate", tmp_path / "ours", "--prompt", "abc", "--tokens", 3).startswith("abc")
 
 
@@ -183,6 +189,20 @@ def test_lucid_takes_the_place_of_softmax_and_every_weight_stays(folder, tmp_pat
     theirs.set_attn_implementation("lucid")
     lucid = Change(attend="lucid").of(plain)
     assert (logits(load_model(tmp_path / "ours", lucid).eval()) - logits(theirs)).abs().max() <= 1e-5
+
+
+def test_a_changed_model_is_trained_further_by_a_recipe(folder, small_text, tmp_path):
+    peer(MODELS["llama"]).bfloat16().save_pretrained(folder, max_shard_size="20KB")
+    convert(folder, tmp_path / "lucid", Change(attend="lucid", layers=(1,)))
+    assert load_model(tmp_path / "lucid").dtype == torch.bfloat16
+    text = StoreConfig(source=Files(paths=small_text.paths, held_out=0.2), tokenizer=str(tmp_path / "lucid"))
+    recipe = from_checkpoint(tmp_path / "lucid", steps=6, batch=2, length=64, lr=3e-3, corpus=text)
+    recipe = dataclasses.replace(recipe, evaluate=Evaluation(lengths=(64,), tokens=64, rows=1, tasks=("needle",)))
+    entry = run(recipe, tmp_path / "runs" / "tuned" / "lucid")
+    assert entry["train"]["loss"][-1] < entry["train"]["loss"][0]
+    tuned = load_model(tmp_path / "runs" / "tuned" / "lucid" / "checkpoint")
+    assert tuned.dtype == torch.float32  # small steps are lost in half precision
+    assert [mixer.attend.kind for mixer in tuned.config.each_layer()] == ["softmax", "lucid", "softmax"]
 
 
 def test_a_window_and_a_scale_stay_where_lucid_comes():

@@ -5,8 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from needlework.report.look import ByLayer, Look, Map, shown, write_look
+from needlework.report.look import ByLayer, Look, Map, shown
 from needlework.report.look_figures import MEASURES, painted
+from needlework.report.look_page import write_look
 
 RULES = {
     rule: sorted({m for one in MEASURES if one.rule == rule for m in one.measures}) for rule in {one.rule for one in MEASURES}

@@ -5,5 +5,4 @@ does not name, and nothing of the source is left over.
 """
 
 from needlework.models.convert.change import Change as Change
-from needlework.models.convert.write import Converted as Converted
 from needlework.models.convert.write import convert as convert

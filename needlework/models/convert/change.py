@@ -17,7 +17,16 @@ ATTENDS, READS = ("lucid",), ("ccq",)
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """attend: the attend rule that replaces softmax. read: the read rule of a recurrence. layers: which, from 0; None: all that have
-    the rule which it replaces."""
+    the rule which it replaces.
+
+    >>> from needlework.layers import Attention, Softmax
+    >>> from needlework.models import NeedleworkConfig
+    >>> from needlework.models.convert import Change
+    >>> mixers = {"a": Attention(heads=2, head_dim=8, attend=Softmax())}
+    >>> config = NeedleworkConfig(vocab_size=64, hidden_size=16, layout="aaa", mixers=mixers)
+    >>> [mixer.attend.kind for mixer in Change(attend="lucid", layers=(0, 2)).of(config).each_layer()]
+    ['lucid', 'softmax', 'lucid']
+    """
 
     attend: str | None = None
     read: str | None = None
