@@ -45,6 +45,12 @@ def _line(x: Tensor, n: int, last: float) -> Tensor:
     return torch.linspace(0, last, n, dtype=dtype, device=x.device)
 
 
+def _usual(x: Tensor, base: float) -> Tensor:
+    """base^{−2i/d}, i < d/2, for x [.. d]."""
+    half = x.shape[-1] // 2
+    return base ** -_line(x, half, 1 - 1 / half)
+
+
 class PositionConfig(Config):
     """Base of the positions' configs: `config(x [B T H d], positions [B T]) -> [B T H d]`, in x's dtype.
 
@@ -85,8 +91,7 @@ class Rope(PositionConfig):
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         self.check(x.shape[-1])
-        half = x.shape[-1] // 2
-        return rotate(x, positions, self.base ** -_line(x, half, 1 - 1 / half))
+        return rotate(x, positions, _usual(x, self.base))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +126,7 @@ class Llama3Rope(PositionConfig):
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         self.check(x.shape[-1])
-        half = x.shape[-1] // 2
-        f = self.base ** -_line(x, half, 1 - 1 / half)
+        f = _usual(x, self.base)
         stays = ((f * self.length / (2 * math.pi) - self.low) / (self.high - self.low)).clamp(0, 1)
         return rotate(x, positions, f * (stays + (1 - stays) / self.factor))
 
