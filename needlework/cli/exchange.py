@@ -29,7 +29,7 @@ def convert(
     disable_progress_bar()
     chosen = None if layers is None else tuple(_number(n) for n in layers.split(","))
     done = convert_to(source, directory, Change(attend=attend, read=read, layers=chosen))
-    write_card(directory, source=source)
+    write_card(directory, source=Path(source).resolve().name if Path(source).is_dir() else source)
     console.print(f"{done.layout}: {len(done.config.layout)} layers, {done.parameters:,} parameters", soft_wrap=True)
     if done.changed:
         where = ", ".join(map(str, done.changed))

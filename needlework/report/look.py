@@ -39,8 +39,8 @@ class Look(NamedTuple):
 
 
 def number(value: float) -> str:
-    """Three digits: 0.0434, 12.3, 1,230."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    """Three digits: 0.0434, −12.3, 1,230."""
+    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}").replace("-", "−")
 
 
 def shown(layers: Sequence[int], most: int) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from .drawing import label_points, style, svg, tag
 from .look import ByLayer, Look, Map, number, shown
-from .palette import INK, LIGHT, MUTED, colour
+from .palette import INK, MUTED, colour
 from .panels import point
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 5.4, 3.0  # inches
+ABOVE, BELOW = "#3f87e8", "#e8626c"  # a picture's colours are the same in both themes: seen on either ground
 LINES, LAYERS, HEADS = 8, 6, 8  # at most so many lines, layers with maps, heads of a layer
 
 
@@ -100,7 +101,7 @@ def _mapped(one: Map) -> str:
     H = len(one.weights)
     heads = f"the first {HEADS} of {H} heads" if H > HEADS else f"{H} head{'' if H == 1 else 's'}"
     below = "; red is below zero" if bool((one.weights < -1e-6).any()) else ""
-    return f"Row t, column s: how much of token s's value is in what token t reads; {heads}; darker is more, by the square root{below}."
+    return f"Row t, column s: how much of token s's value is in what token t reads; {heads}; a stronger colour is more, by its square root{below}."
 
 
 def _drawn(title: str, caption: str, figure: Figure, kind: str = "") -> Drawn:
@@ -209,7 +210,7 @@ def painted(head: np.ndarray) -> np.ndarray:
     from matplotlib.colors import to_rgb
 
     most = np.abs(head).max()
-    above, below = to_rgb(LIGHT[1]), to_rgb(LIGHT[5])
+    above, below = to_rgb(ABOVE), to_rgb(BELOW)
     made = np.where((head >= 0)[..., None], above, below)
     alpha = np.sqrt(np.abs(head) / most) if most > 0 else np.zeros_like(head)
     return np.concatenate([made, alpha[..., None]], -1)

@@ -88,6 +88,10 @@ def test_ours_has_the_logits_of_transformers(name, tmp_path):
 def test_the_folder_has_what_the_source_had_and_generates_what_it_generates(folder, tmp_path, needlework):
     said = needlework("convert", folder, tmp_path / "ours")
     assert "llama: 3 layers" in said and "39,712 parameters" in said
+    card = (tmp_path / "ours" / "README.md").read_text()
+    assert (
+        "Converted by needlework from source." in card and str(tmp_path) not in card
+    )  # a place of this machine is nobody's business
     theirs, ours = peer(MODELS["llama"]), load_model(tmp_path / "ours")
     asked = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert torch.equal(ours.generate(tokens(), **asked), theirs.generate(tokens(), **asked))
