@@ -32,6 +32,7 @@ from needlework.layers.memory import Memory as Memory
 from needlework.layers.mlp import SquaredReLU as SquaredReLU
 from needlework.layers.mlp import SwiGLU as SwiGLU
 from needlework.layers.objective import Objective as Objective
+from needlework.layers.output import OutputGate as OutputGate
 from needlework.layers.polar import Polar as Polar
 from needlework.layers.qdelta import QDelta as QDelta
 from needlework.layers.recurrent import Recurrent as Recurrent
@@ -40,6 +41,7 @@ from needlework.layers.regularise import Strong as Strong
 from needlework.layers.regularise import Weak as Weak
 from needlework.layers.regularise import Zipfian as Zipfian
 from needlework.layers.rope import HalfRope as HalfRope
+from needlework.layers.rope import Llama3Rope as Llama3Rope
 from needlework.layers.rope import Rope as Rope
 from needlework.layers.softmax import Softmax as Softmax
 
@@ -47,13 +49,13 @@ WRITES = (Linear, Delta, Gdn2, QDelta, Carve)
 GATES = (ScalarGate, ChannelGate, LowRankGate, RetentionGate, FixedGate)
 READS = (Plain, CCQ)
 ATTENDS = (Softmax, Lucid, Polar, Differential)
-POSITIONS = (Rope, HalfRope)
+POSITIONS = (Rope, Llama3Rope, HalfRope)
 CONVS = (ShortConv, Canon, Silu)
 MIXERS = (Recurrent, Attention, GatedConv, Mamba3)
 MLPS = (SwiGLU, SquaredReLU)
 REGULARISERS = (Weak, Strong, Discrete, Zipfian)
 OBJECTIVES = (Objective, Distractor, *REGULARISERS)
-KINDS = (*MIXERS, *WRITES, *GATES, *READS, *ATTENDS, Memory, *POSITIONS, *CONVS, *MLPS, *OBJECTIVES)
+KINDS = (*MIXERS, *WRITES, *GATES, *READS, *ATTENDS, Memory, *POSITIONS, *CONVS, OutputGate, *MLPS, *OBJECTIVES)
 
 
 def from_dict(data: dict) -> Config:

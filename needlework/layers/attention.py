@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from needlework.layers.config import Mixer, MixerConfig, Width
 from needlework.layers.conv import ConvConfig, conv_held
 from needlework.layers.distract import Distractor
 from needlework.layers.memory import Memory
-from needlework.layers.norm import published_rms, rms
+from needlework.layers.norm import RMSNorm, published_rms, rms
 from needlework.layers.projection import OutProjection
 from needlework.layers.rope import PositionConfig
 from needlework.layers.softmax import AttendConfig
@@ -31,14 +31,14 @@ class Attention(MixerConfig):
     kv_heads: Hkv heads of k and v; Hq is a multiple of it, None: Hq.
     attend: the attend rule: Softmax, Lucid, Polar or Differential.
     position: Rope, HalfRope or None: no positions.
-    qk_norm: RMS norm of q and k per head, without weight.
+    qk_norm: RMS norm of q and k per head, without weight; "weighted": each with a weight [d] that the heads share, as Qwen3.
     conv: Canon, ShortConv or None, on q, k and v after the norm.
     output_gate: with the factor σ(gate), gate [B T Hq d] from the q projection, which makes 2 d a head.
     bias: in every projection.
     memory: a write rule beside attention, on the same q, k, v before positions (`Memory`).
     published_eps: qk_norm with the epsilon of the dtype of q and k, as ATMA's models were trained, not 1e-6.
-    Raises ValueError for a field out of its range, and where the layer is built with heads that are no multiple of kv_heads, or
-    with a head_dim that the position cannot turn.
+    Raises ValueError for a field out of its range, and where the layer is built with heads that are no multiple of kv_heads,
+    with a head_dim that the position cannot turn, or with published_eps beside a weighted norm.
 
     >>> import torch
     >>> from needlework.layers import Attention, Rope, Softmax
@@ -53,7 +53,7 @@ class Attention(MixerConfig):
     kv_heads: Count | None = None
     attend: AttendConfig
     position: PositionConfig | None = None
-    qk_norm: bool = False
+    qk_norm: bool | Literal["weighted"] = False
     conv: ConvConfig | None = None
     output_gate: bool = False
     bias: bool = False
@@ -87,11 +87,16 @@ class _Attention(Mixer):
     def __init__(self, config: Attention, dim: int, layer: int):
         super().__init__()
         self.config = config
-        self.norm = published_rms if config.published_eps else rms
         Hq, Hkv, d = config.heads, config.kv_heads or config.heads, config.head_dim
         if Hq % Hkv:
             raise ValueError(f"attention: heads is {Hq}, expected a multiple of kv_heads = {Hkv}")
         self.Hq, self.Hkv, self.d = Hq, Hkv, d
+        if config.qk_norm == "weighted":
+            if config.published_eps:
+                raise ValueError("attention: published_eps is of a qk_norm without weight, got qk_norm='weighted'")
+            self.q_norm, self.k_norm = RMSNorm(d), RMSNorm(d)
+        else:
+            self.q_norm = self.k_norm = published_rms if config.published_eps else rms
         self.q_proj = nn.Linear(dim, Hq * d * (2 if config.output_gate else 1), bias=config.bias)
         self.k_proj, self.v_proj = (nn.Linear(dim, Hkv * d, bias=config.bias) for _ in range(2))
         self.channels = (Hq + 2 * Hkv) * d
@@ -158,7 +163,7 @@ class _Attention(Mixer):
             noise = torch.randn_like(x)
             k_r, v_r = (p(noise).unflatten(-1, (-1, self.d)) for p in (self.k_proj, self.v_proj))
             if self.config.qk_norm and not distractor.raw_keys:
-                k_r = self.norm(k_r)
+                k_r = self.k_norm(k_r).to(k_r.dtype)
         return distractor(self.attend, q, k, v, k_r, v_r, at)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -168,7 +173,8 @@ class _Attention(Mixer):
             q, gate = q.chunk(2, -1)
         k, v = (p(x).unflatten(-1, (self.Hkv, -1)) for p in (self.k_proj, self.v_proj))
         if self.config.qk_norm:
-            q, k = self.norm(q), self.norm(k)
+            # under autocast a weight is wider than what it scales
+            q, k = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
         return q, gate, k, v
 
     def _convolve(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None):

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from needlework.fields import Count
 from needlework.layers.batch import Batch
@@ -14,6 +13,7 @@ from needlework.layers.ccq import Plain, ReadConfig
 from needlework.layers.config import Mixer, MixerConfig, Width
 from needlework.layers.conv import ConvConfig, ShortConv, conv_held
 from needlework.layers.norm import RMSNorm, l2
+from needlework.layers.output import Activation, OutputGate, activated
 from needlework.layers.projection import OutProjection, product
 from needlework.layers.state import Held, of, under
 from needlework.layers.write import WriteConfig
@@ -31,7 +31,7 @@ class Recurrent(MixerConfig):
     write: the write rule: Linear, Delta, Gdn2, QDelta or Carve.
     read: the read rule: Plain or CCQ.
     conv: of q, k and v: ShortConv, Canon, Silu (no convolution), or None.
-    output_gate: with the factor silu(W_g x), as Gated DeltaNet has it, or without, as CARVE.
+    output_gate: True: the factor silu(W_g x), as Gated DeltaNet has it; False: none, as DeltaNet and CARVE; OutputGate: KDA's.
     Raises ValueError for a field out of its range, and where the layer is built with value_heads that heads do not divide.
 
     >>> import torch
@@ -50,7 +50,7 @@ class Recurrent(MixerConfig):
     write: WriteConfig
     read: ReadConfig = field(default_factory=Plain)
     conv: ConvConfig | None = field(default_factory=ShortConv)
-    output_gate: bool = True
+    output_gate: bool | OutputGate = True
 
     def build(self, dim: int, layer: int = 0) -> Mixer:
         """The module for x [B T dim]; layer: its index in the model, from 0.
@@ -86,7 +86,11 @@ class _Recurrent(Mixer):
         self.write = config.write.build(width)
         self.read = config.read.build(width, config.write)
         self.norm = RMSNorm(width.value_dim)
-        self.g_proj = nn.Linear(dim, HV * width.value_dim, bias=False) if config.output_gate else None
+        gate = config.output_gate
+        self.activation: Activation = gate.activation if isinstance(gate, OutputGate) else "silu"
+        self.g_proj = None
+        if gate:
+            self.g_proj = nn.Linear(dim, HV * width.value_dim, bias=False) if gate is True else gate.build(width)
         self.o_proj = OutProjection(HV * width.value_dim, dim, bias=False)
 
     def forward(
@@ -137,5 +141,5 @@ class _Recurrent(Mixer):
         """y [.. D] of the layer's input and of what was read, o [.. HV V]."""
         o = self.norm(probe("recurrent.o", o)).flatten(-2)
         if self.g_proj is not None:
-            o = o * F.silu(self.g_proj(x))
+            o = o * activated(self.activation, self.g_proj(x))
         return self.o_proj(o.to(x.dtype))

@@ -63,10 +63,10 @@ class Block(GradientCheckpointingLayer):
 
     def __init__(self, config: NeedleworkConfig, letter: str, layer: int):
         super().__init__()
-        self.mixer_norm = RMSNorm(config.hidden_size)
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixer = config.mixer(letter).build(config.hidden_size, layer)
         mlp = config.channel_mixer()
-        self.mlp_norm = None if mlp is None else RMSNorm(config.hidden_size)
+        self.mlp_norm = None if mlp is None else RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = None if mlp is None else mlp.build(config.hidden_size)
 
     def forward(
@@ -160,7 +160,7 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             raise ValueError("layout is empty: a model needs at least one layer, e.g. layout='RA'")
         self.embed: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, letter, i) for i, letter in enumerate(config.layout))
-        self.norm = RMSNorm(config.hidden_size)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 

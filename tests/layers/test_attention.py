@@ -192,7 +192,8 @@ def test_the_published_norms_have_the_epsilon_of_the_dtype(dtype, eps):
     assert torch.equal(published_rms(x), (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(dtype))
     config = attention(Polar(), qk_norm=True, memory=Memory(published_eps=True), published_eps=True)
     published, ours = config.build(DIM), attention(Polar(), qk_norm=True, memory=Memory()).build(DIM)
-    assert published.norm is published.memory.norm is published_rms and ours.norm is ours.memory.norm is rms
+    assert published.q_norm is published.k_norm is published.memory.norm is published_rms
+    assert ours.q_norm is ours.k_norm is ours.memory.norm is rms
 
 
 # positions

@@ -19,11 +19,13 @@ from needlework.layers import (
     Gdn2,
     HalfRope,
     Linear,
+    Llama3Rope,
     LowRankGate,
     Lucid,
     Mamba3,
     Memory,
     Objective,
+    OutputGate,
     Polar,
     QDelta,
     Recurrent,
@@ -71,6 +73,12 @@ NUMBERS = {
     (Differential, "start"): ({}, (None, 0, 0.8), (-0.1, 1, *NOT_A_NUMBER)),
     (Rope, "base"): ({}, (0.5, 10_000), ABOVE_ZERO),
     (HalfRope, "base"): ({}, (0.5, 10_000), ABOVE_ZERO),
+    (Llama3Rope, "base"): ({}, (0.5, 10_000), ABOVE_ZERO),
+    (Llama3Rope, "factor"): ({}, (0.5, 32), ABOVE_ZERO),
+    (Llama3Rope, "low"): ({}, (0.5, 1), ABOVE_ZERO),
+    (Llama3Rope, "high"): ({}, (1.5, 4), (1, *ABOVE_ZERO)),
+    (Llama3Rope, "length"): ({}, (1, 8192), COUNT),
+    (OutputGate, "rank"): ({}, (None, 1), COUNT),
     (ScalarGate, "half_life"): ({}, (None, 0.5, 100), ABOVE_ZERO),
     (ChannelGate, "half_life"): ({}, (None, 0.5, 100), ABOVE_ZERO),
     (ChannelGate, "rank"): ({}, (None, 1), COUNT),
@@ -99,7 +107,9 @@ OTHERS = {
     (Recurrent, "write"): (RECURRENT, (Delta(), Carve()), (Softmax(), ScalarGate(), None, "delta")),
     (Recurrent, "read"): (RECURRENT, (CCQ(),), (Delta(), None)),
     (Recurrent, "conv"): (RECURRENT, (None, Canon()), (Rope(), "short_conv", 4)),
-    (Recurrent, "output_gate"): (RECURRENT, (True, False), (1, None, "yes")),
+    (Recurrent, "output_gate"): (RECURRENT, (True, False, OutputGate()), (1, None, "yes")),
+    (OutputGate, "activation"): ({}, ("sigmoid", "silu"), ("relu", None)),
+    (Attention, "qk_norm"): (ATTENTION, (True, False, "weighted"), (1, None, "yes")),
     (Attention, "attend"): (ATTENTION, (Lucid(),), (Delta(), None)),
     (Attention, "position"): (ATTENTION, (None, Rope()), (Canon(), "rope")),
     (Attention, "conv"): (ATTENTION, (None, ShortConv()), (Rope(),)),
@@ -126,6 +136,11 @@ def test_a_field_out_of_its_range_is_refused_by_name(kind, name, beside, good, b
         with pytest.raises(ValueError, match=rf"^{kind.kind}: {name} is .*, expected ") as error:
             kind(**beside | {name: value})
         assert repr(value) in str(error.value)
+
+
+def test_llama_3s_fast_frequencies_begin_above_its_slow_ones():
+    with pytest.raises(ValueError, match=r"llama3_rope: high is 1\.0, expected a number above low = 1\.0"):
+        Llama3Rope(low=1, high=1)
 
 
 def test_every_number_of_every_config_has_its_row():
