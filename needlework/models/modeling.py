@@ -1,6 +1,6 @@
 """One Block, one Model, one ForCausalLM for every mixer; the config builds the mixers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -296,14 +296,21 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         return list(blocks)
 
     @torch.no_grad()
-    def serve(self, input_ids: Tensor, tables: Sequence[Mapping[str, Tensor]], batch: Batch) -> Tensor:
+    def serve(
+        self,
+        input_ids: Tensor,
+        tables: Sequence[Mapping[str, Tensor]],
+        batch: Batch,
+        layer: Callable[[Block, Tensor, Mapping[str, Tensor], Batch], Tensor] = Block.serve,
+    ) -> Tensor:
         """Normed hidden states [T D] of the new tokens input_ids [T] of many sequences, whose states advance in place.
 
         tables: for each layer its tensors by the names of `held`. The caller owns them; nothing else is kept between calls.
+        layer: Block.serve, or what has its results.
         """
         x = self.embed(input_ids)
         for block, own in zip(self._blocks(), tables, strict=True):
-            x = block.serve(x, own, batch)
+            x = layer(block, x, own, batch)
         return self.norm(x)
 
 
