@@ -27,10 +27,14 @@ from needlework.layers.gates import ScalarGate as ScalarGate
 from needlework.layers.gdn2 import Gdn2 as Gdn2
 from needlework.layers.linear import Linear as Linear
 from needlework.layers.lucid import Lucid as Lucid
+from needlework.layers.mamba2 import Mamba2 as Mamba2
 from needlework.layers.memory import Memory as Memory
 from needlework.layers.mlp import SquaredReLU as SquaredReLU
 from needlework.layers.mlp import SwiGLU as SwiGLU
 from needlework.layers.objective import Objective as Objective
+from needlework.layers.output import GatedNorm as GatedNorm
+from needlework.layers.output import HeadNorm as HeadNorm
+from needlework.layers.output import OutputGate as OutputGate
 from needlework.layers.polar import Polar as Polar
 from needlework.layers.qdelta import QDelta as QDelta
 from needlework.layers.recurrent import Recurrent as Recurrent
@@ -39,20 +43,22 @@ from needlework.layers.regularise import Strong as Strong
 from needlework.layers.regularise import Weak as Weak
 from needlework.layers.regularise import Zipfian as Zipfian
 from needlework.layers.rope import HalfRope as HalfRope
+from needlework.layers.rope import PairRope as PairRope
 from needlework.layers.rope import Rope as Rope
 from needlework.layers.softmax import Softmax as Softmax
 
-WRITES = (Linear, Delta, Gdn2, QDelta, Carve)
+WRITES = (Linear, Mamba2, Delta, Gdn2, QDelta, Carve)
 GATES = (ScalarGate, ChannelGate, LowRankGate, RetentionGate, FixedGate)
 READS = (Plain, CCQ)
 ATTENDS = (Softmax, Lucid, Polar, Differential)
-POSITIONS = (Rope, HalfRope)
+POSITIONS = (Rope, HalfRope, PairRope)
+NORMS = (HeadNorm, GatedNorm)
 CONVS = (ShortConv, Canon, Silu)
 MIXERS = (Recurrent, Attention, GatedConv)
 MLPS = (SwiGLU, SquaredReLU)
 REGULARISERS = (Weak, Strong, Discrete, Zipfian)
 OBJECTIVES = (Objective, Distractor, *REGULARISERS)
-KINDS = (*MIXERS, *WRITES, *GATES, *READS, *ATTENDS, Memory, *POSITIONS, *CONVS, *MLPS, *OBJECTIVES)
+KINDS = (*MIXERS, *WRITES, *GATES, *READS, *ATTENDS, Memory, *POSITIONS, *CONVS, *NORMS, OutputGate, *MLPS, *OBJECTIVES)
 
 
 def from_dict(data: dict) -> Config:

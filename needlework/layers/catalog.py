@@ -13,14 +13,16 @@ from needlework.layers.attention import Attention
 from needlework.layers.carve import Carve
 from needlework.layers.ccq import CCQ
 from needlework.layers.config import Config, Mixer, MixerConfig, nearest
-from needlework.layers.conv import Canon
+from needlework.layers.conv import Canon, ShortConv
 from needlework.layers.delta import Delta
 from needlework.layers.differential import Differential
 from needlework.layers.gates import ChannelGate, LowRankGate, RetentionGate, ScalarGate
 from needlework.layers.gdn2 import Gdn2
 from needlework.layers.linear import Linear
 from needlework.layers.lucid import Lucid
+from needlework.layers.mamba2 import Mamba2
 from needlework.layers.memory import Memory
+from needlework.layers.output import GatedNorm
 from needlework.layers.polar import Polar
 from needlework.layers.qdelta import QDelta
 from needlework.layers.recurrent import Recurrent
@@ -57,7 +59,8 @@ class Named:
 
 
 def _recurrent(s: Sizes, write: WriteConfig, **settings) -> Recurrent:
-    return Recurrent(heads=s.heads, key_dim=s.key_dim, value_dim=s.value_dim, write=write, **settings)
+    shape: dict[str, Any] = {"heads": s.heads, "key_dim": s.key_dim, "value_dim": s.value_dim}
+    return Recurrent(**shape | settings, write=write)
 
 
 def _attention(s: Sizes, attend: AttendConfig, **settings) -> Attention:
@@ -94,6 +97,10 @@ CATALOG: dict[str, Named] = {
     "gla": Named(
         title="GLA", equation="S ← Diag(eᵍ) S + k vᵀ", state=_STATE, cost=_LINEAR,
         make=lambda s: _recurrent(s, Linear(gate=LowRankGate())),
+    ),
+    "mamba2": Named(
+        title="Mamba-2", equation="S ← e^ΔA S + B (Δx)ᵀ,  y = SᵀC + D x", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, Mamba2(), heads=1, value_heads=s.heads, conv=ShortConv(bias=True), norm=GatedNorm()),
     ),
     "deltanet": Named(
         title="DeltaNet", equation="S ← (I − β k kᵀ) S + β k vᵀ", state=_STATE, cost=_LINEAR,

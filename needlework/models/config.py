@@ -40,6 +40,7 @@ class NeedleworkConfig(Installed, PreTrainedConfig):
     head_bias: of the unembedding (untied only).
     initializer_range: standard deviation of matrices and embeddings; None keeps PyTorch's own starts.
     zero_output: every projection back into the residual stream, and the unembedding, starts at zero.
+    scaled_output: every projection back into the residual stream starts divided by √layers, as Mamba's do.
     use_cache: as everywhere in transformers; so are pad_token_id, bos_token_id and eos_token_id.
     Raises ValueError, naming the field, for a value out of its range and for a key that neither this class nor transformers knows.
 
@@ -64,6 +65,7 @@ class NeedleworkConfig(Installed, PreTrainedConfig):
     head_bias: bool = False
     initializer_range: NonNegative | None = 0.02
     zero_output: bool = False
+    scaled_output: bool = False
     use_cache: bool = True
     pad_token_id: Natural | None = None
     bos_token_id: Natural | None = None

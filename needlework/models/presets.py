@@ -17,10 +17,12 @@ from needlework.layers import (
     Config,
     Delta,
     GatedConv,
+    GatedNorm,
     HalfRope,
     Linear,
     LowRankGate,
     Lucid,
+    Mamba2,
     Memory,
     Plain,
     Polar,
@@ -28,6 +30,7 @@ from needlework.layers import (
     Recurrent,
     Rope,
     ScalarGate,
+    ShortConv,
     Silu,
     Softmax,
     SquaredReLU,
@@ -40,10 +43,11 @@ from needlework.models.modeling import NeedleworkForCausalLM
 from needlework.ops.lucid.arguments import Precondition
 
 
-def _stack(layers: int, dim: int, hidden: int, mixer: Config, **settings) -> NeedleworkConfig:
-    """One mixer in every layer, SwiGLU, vocabulary 32,000 unless said."""
+def _stack(layers: int, dim: int, hidden: int | None, mixer: Config, **settings) -> NeedleworkConfig:
+    """One mixer in every layer, SwiGLU or no MLP, vocabulary 32,000, tied unless said."""
     fields: dict[str, Any] = {"vocab_size": 32_000, "tie_word_embeddings": True} | settings
-    return NeedleworkConfig(hidden_size=dim, layout="M" * layers, mixers={"M": mixer}, mlp=SwiGLU(hidden=hidden), **fields)
+    mlp = None if hidden is None else SwiGLU(hidden=hidden)
+    return NeedleworkConfig(hidden_size=dim, layout="M" * layers, mixers={"M": mixer}, mlp=mlp, **fields)
 
 
 _SIZES = {"500m": (21, 1024, 2816), "1.3b": (21, 2048, 5632)}
@@ -58,6 +62,14 @@ def gla(size: str, read: ReadConfig) -> NeedleworkConfig:
     """CCQ's GLA: 6 heads (what meets its size), K 256, V 512, decay rank 16, no convolution; tied."""
     write = Linear(gate=LowRankGate(rank=16))
     return _stack(*_SIZES[size], Recurrent(heads=6, key_dim=256, value_dim=512, conv=None, write=write, read=read))
+
+
+def mamba2(layers: int, dim: int, tied: bool = True) -> NeedleworkConfig:
+    """Mamba-2 as its authors' code has it: I = 2D, heads of 64, N 128, one group, no MLP. Tied in CCQ's tables (its 65 and 48 layers)."""
+    mixer = Recurrent(
+        heads=1, value_heads=dim // 32, key_dim=128, value_dim=64, write=Mamba2(), conv=ShortConv(bias=True), norm=GatedNorm()
+    )
+    return _stack(layers, dim, None, mixer, tie_word_embeddings=tied, scaled_output=True)
 
 
 def transformer(layers: int, dim: int, hidden: int, heads: int) -> NeedleworkConfig:
@@ -134,6 +146,8 @@ PRESETS: dict[str, Callable[[], NeedleworkConfig]] = {
     **{f"ccq-gdn-{s}": partial(gated_deltanet, s, CCQ()) for s in _SIZES},
     **{f"gla-{s}": partial(gla, s, Plain()) for s in _SIZES},
     **{f"ccq-gla-{s}": partial(gla, s, CCQ()) for s in _SIZES},
+    "mamba2-500m": partial(mamba2, 65, 1024),
+    "mamba2-1.3b": partial(mamba2, 48, 2048),
     "transformer-500m": partial(transformer, 35, 1024, 2816, 16),
     "transformer-1.3b": partial(transformer, 24, 2048, 5632, 32),
     "standard-1b": partial(lucid, None),

@@ -137,11 +137,13 @@ def _share(config: Config, dim: int, n: int) -> tuple[Any, int, dict[str, list[i
     match config:
         case Recurrent():
             H, HV, R = config.heads, config.value_heads or config.heads, config.write.write_rank
-            joined = {"conv.weight": [H * config.key_dim, H * R * config.key_dim, HV * R * config.value_dim]}
+            parts = [H * config.key_dim, H * R * config.key_dim, HV * R * config.value_dim]
+            joined = {f"conv.{name}": parts for name in ("weight", "bias")}
             return _divided(config, n, heads=H, value_heads=HV), max(H, HV), joined
         case Attention():
             Hq, Hkv, d = config.heads, config.kv_heads or config.heads, config.head_dim
-            return _divided(config, n, heads=Hq, kv_heads=Hkv), Hq, {"conv.weight": [Hq * d, Hkv * d, Hkv * d]}
+            joined = {f"conv.{name}": [Hq * d, Hkv * d, Hkv * d] for name in ("weight", "bias")}
+            return _divided(config, n, heads=Hq, kv_heads=Hkv), Hq, joined
         case GatedConv():
             C = config.channels or dim
             return _divided(config, n, channels=C), 0, {f"in_proj.{name}": [C, C, C] for name in ("weight", "bias")}

@@ -19,6 +19,7 @@ COUNTS = {
     "transformer-500m": 482_417_664, "transformer-1.3b": 1_298_761_728,
     "lucid-1b": 1_100_048_384, "lucid-1b-qk": 1_100_048_384, "lucid-1b-rowmax": 1_100_048_384,
     "lucid-1b-beta": 1_100_048_384 + 180_224, "standard-1b": 1_100_048_384, "lucid-256k": 1_195_444_224,
+    "mamba2-500m": 461_837_664, "mamba2-1.3b": 1_306_303_488,
     "carve-125m": 112_043_520, "carve-1.3b": 1_325_011_968,
 }  # fmt: skip
 # no paper prints these: GLA is its CCQ twin without W_λ; the hybrid swaps every fourth CARVE layer for attention
@@ -38,6 +39,15 @@ def test_a_preset_has_its_paper_s_parameter_count(name):
 def test_ccq_adds_its_projection_and_bias_and_nothing_else(size):
     dim = preset(f"gla-{size}").hidden_size
     assert count_parameters(preset(f"ccq-gla-{size}")) - count_parameters(preset(f"gla-{size}")) == 21 * (6 * dim + 6)
+
+
+@pytest.mark.parametrize(("size", "layer", "wider"), [("500m", 6_601_056, 478_960_224), ("1.3b", 25_849_280, 1_331_530_752)])
+def test_a_mamba_2_layer_has_its_parameters_and_a_wider_state_too(size, layer, wider):
+    """spec/baselines.md: the block's norm included; N 256 beside N 128."""
+    config = preset(f"mamba2-{size}")
+    assert numbers(meta(config).model.blocks[0]) == layer
+    mixer = dataclasses.replace(config.mixer("M"), key_dim=256)
+    assert count_parameters(config.replaced(mixers={"M": mixer.to_dict()})) == wider
 
 
 def test_carve_s_write_gate_is_9216_parameters_a_layer():
