@@ -16,16 +16,17 @@ from needlework.layers.config import Config, Mixer, MixerConfig, nearest
 from needlework.layers.conv import Canon, ShortConv
 from needlework.layers.delta import Delta
 from needlework.layers.differential import Differential
-from needlework.layers.gates import ChannelGate, LowRankGate, RetentionGate, ScalarGate
+from needlework.layers.gates import ChannelGate, FixedGate, LowRankGate, RetentionGate, ScalarGate
 from needlework.layers.gdn2 import Gdn2
 from needlework.layers.linear import Linear
 from needlework.layers.lucid import Lucid
 from needlework.layers.mamba2 import Mamba2
 from needlework.layers.memory import Memory
-from needlework.layers.output import GatedNorm
+from needlework.layers.output import GatedNorm, HeadNorm
 from needlework.layers.polar import Polar
 from needlework.layers.qdelta import QDelta
 from needlework.layers.recurrent import Recurrent
+from needlework.layers.rope import PairRope
 from needlework.layers.softmax import AttendConfig, Softmax
 from needlework.layers.write import WriteConfig
 
@@ -97,6 +98,12 @@ CATALOG: dict[str, Named] = {
     "gla": Named(
         title="GLA", equation="S ← Diag(eᵍ) S + k vᵀ", state=_STATE, cost=_LINEAR,
         make=lambda s: _recurrent(s, Linear(gate=LowRankGate())),
+    ),
+    "retnet": Named(
+        title="RetNet", equation="S ← γ S + k vᵀ,  q and k turned by their positions", state=_STATE + " + a count", cost=_LINEAR,
+        make=lambda s: _recurrent(
+            s, Linear(gate=FixedGate()), position=PairRope(), conv=None, norm=HeadNorm(weight=False)
+        ),
     ),
     "mamba2": Named(
         title="Mamba-2", equation="S ← e^ΔA S + B (Δx)ᵀ,  y = SᵀC + D x", state=_STATE, cost=_LINEAR,

@@ -1,4 +1,4 @@
-"""The additive write: S_t = Diag(e^{g_t}) S_{t-1} + k_t v_tᵀ. Linear attention without a gate, GLA, RetNet or Mamba-2 with one."""
+"""The additive write: S_t = Diag(e^{g_t}) S_{t-1} + k_t v_tᵀ. Linear attention without a gate, GLA or RetNet with one."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Linear(WriteConfig):
 
         S_t = Diag(e^{g_t}) S_{t-1} + k_t v_tᵀ,    o_t = scale · S_tᵀ q_t,    S [K V] a head, float32
 
-    gate: None is linear attention, LowRankGate GLA, FixedGate RetNet, ScalarGate Mamba-2.
+    gate: None is linear attention, LowRankGate GLA, FixedGate RetNet (with a `position` in its Recurrent).
 
     >>> import torch
     >>> from needlework.layers import Linear, LowRankGate, Recurrent

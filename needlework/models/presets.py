@@ -16,6 +16,7 @@ from needlework.layers import (
     Carve,
     Config,
     Delta,
+    FixedGate,
     GatedConv,
     GatedNorm,
     HalfRope,
@@ -70,6 +71,12 @@ def mamba2(layers: int, dim: int, tied: bool = True) -> NeedleworkConfig:
         heads=1, value_heads=dim // 32, key_dim=128, value_dim=64, write=Mamba2(), conv=ShortConv(bias=True), norm=GatedNorm()
     )
     return _stack(layers, dim, None, mixer, tie_word_embeddings=tied, scaled_output=True)
+
+
+def retnet(dim: int, hidden: int) -> NeedleworkConfig:
+    """RetNet in Q-Delta's tables: flash-linear-attention's defaults, whose rotation turns halves and whose norm has a weight; untied."""
+    mixer = Recurrent(heads=8, key_dim=dim // 8, value_dim=dim // 4, write=Linear(gate=FixedGate()), position=Rope(), conv=None)
+    return _stack(24, dim, hidden, mixer, tie_word_embeddings=False)
 
 
 def transformer(layers: int, dim: int, hidden: int, heads: int) -> NeedleworkConfig:
@@ -148,6 +155,10 @@ PRESETS: dict[str, Callable[[], NeedleworkConfig]] = {
     **{f"ccq-gla-{s}": partial(gla, s, CCQ()) for s in _SIZES},
     "mamba2-500m": partial(mamba2, 65, 1024),
     "mamba2-1.3b": partial(mamba2, 48, 2048),
+    "mamba2-340m-untied": partial(mamba2, 48, 1024, tied=False),
+    "mamba2-1.3b-untied": partial(mamba2, 48, 2048, tied=False),
+    "retnet-340m": partial(retnet, 1024, 1536),
+    "retnet-1.3b": partial(retnet, 2048, 2816),
     "transformer-500m": partial(transformer, 35, 1024, 2816, 16),
     "transformer-1.3b": partial(transformer, 24, 2048, 5632, 32),
     "standard-1b": partial(lucid, None),

@@ -21,11 +21,13 @@ from needlework.layers import (
     GatedNorm,
     Gdn2,
     HalfRope,
+    HeadNorm,
     Linear,
     LowRankGate,
     Lucid,
     Mamba2,
     Memory,
+    PairRope,
     Plain,
     Polar,
     QDelta,
@@ -73,6 +75,9 @@ CONFIGS = {f"{w}-{r}": recurrent(WRITES[w], READS[r]) for w in WRITES for r in R
     "aligned ccq on gla, grouped": recurrent(Linear(gate=LowRankGate()), CCQ(aligned=True), value_heads=4),
     "ccq on qdelta, grouped values": recurrent(QDelta(), CCQ(), value_heads=4),
     "carve of rank 2, decayed": recurrent(Carve(rank=4, content_chunk=8, write_rank=2, prediction="decayed"), conv=Silu()),
+    "two turned rows a token": recurrent(Carve(rank=0, content_chunk=8, write_rank=2), position=HalfRope()),
+    "retnet": recurrent(Linear(gate=FixedGate()), position=PairRope(), conv=None, norm=HeadNorm(weight=False)),
+    "positions, ccq on a turned query": recurrent(QDelta(), CCQ(), position=Rope(), value_heads=4),
     "mamba-2": recurrent(Mamba2(), heads=1, value_heads=4, conv=ShortConv(bias=True), norm=GatedNorm()),
     "ccq on mamba-2, two groups": recurrent(
         Mamba2(), CCQ(aligned=True), value_heads=4, conv=ShortConv(bias=True), norm=GatedNorm()

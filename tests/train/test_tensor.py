@@ -14,10 +14,8 @@ from needlework.layers import (
     Canon,
     Carve,
     Delta,
-    FixedGate,
     GatedConv,
     GatedNorm,
-    Linear,
     Lucid,
     Mamba2,
     Memory,
@@ -41,7 +39,7 @@ from needlework.train.tensor import _share, split_heads
 
 SIZES = Sizes(heads=2, key_dim=4, value_dim=6, attention_heads=4, kv_heads=2, head_dim=4, content_chunk=5)
 HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 4}
-WHOLE = ("mamba2",)  # one key head
+WHOLE = ("mamba2", "retnet")  # one key head; heads that are not alike
 MIXERS = {name: named.make(SIZES) for name, named in CATALOG.items() if name not in WHOLE} | {
     "mamba-2 of two groups": Recurrent(
         heads=2, value_heads=4, key_dim=4, value_dim=6, write=Mamba2(), conv=ShortConv(bias=True), norm=GatedNorm()
@@ -60,7 +58,6 @@ CASES = [(mixer, "swiglu") for mixer in MIXERS] + [("rope", "squared_relu")]
 MIXERS["rope"] = Attention(attend=Softmax(), position=Rope(), **HEADS)
 MIXERS |= {
     "one key head": Attention(heads=4, kv_heads=1, head_dim=4, attend=Softmax()),
-    "retnet": Recurrent(heads=2, key_dim=4, value_dim=6, write=Linear(gate=FixedGate())),
     "odd convolution": GatedConv(channels=7),
     **{name: CATALOG[name].make(SIZES) for name in WHOLE},
 }
