@@ -19,6 +19,8 @@ from needlework.layers.conv import Silu as Silu
 from needlework.layers.delta import Delta as Delta
 from needlework.layers.differential import Differential as Differential
 from needlework.layers.distract import Distractor as Distractor
+from needlework.layers.features import Hedgehog as Hedgehog
+from needlework.layers.features import distillation as distillation
 from needlework.layers.gates import ChannelGate as ChannelGate
 from needlework.layers.gates import FixedGate as FixedGate
 from needlework.layers.gates import LowRankGate as LowRankGate
@@ -52,13 +54,28 @@ GATES = (ScalarGate, ChannelGate, LowRankGate, RetentionGate, FixedGate)
 READS = (Plain, CCQ)
 ATTENDS = (Softmax, Lucid, Polar, Differential)
 POSITIONS = (Rope, HalfRope, PairRope)
+FEATURES = (Hedgehog,)
 NORMS = (HeadNorm, GatedNorm)
 CONVS = (ShortConv, Canon, Silu)
 MIXERS = (Recurrent, Attention, GatedConv)
 MLPS = (SwiGLU, SquaredReLU)
 REGULARISERS = (Weak, Strong, Discrete, Zipfian)
 OBJECTIVES = (Objective, Distractor, *REGULARISERS)
-KINDS = (*MIXERS, *WRITES, *GATES, *READS, *ATTENDS, Memory, *POSITIONS, *CONVS, *NORMS, OutputGate, *MLPS, *OBJECTIVES)
+KINDS = (
+    *MIXERS,
+    *WRITES,
+    *GATES,
+    *FEATURES,
+    *READS,
+    *ATTENDS,
+    Memory,
+    *POSITIONS,
+    *CONVS,
+    *NORMS,
+    OutputGate,
+    *MLPS,
+    *OBJECTIVES,
+)
 
 
 def from_dict(data: dict) -> Config:

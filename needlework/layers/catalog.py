@@ -16,6 +16,7 @@ from needlework.layers.config import Config, Mixer, MixerConfig, nearest
 from needlework.layers.conv import Canon, ShortConv
 from needlework.layers.delta import Delta
 from needlework.layers.differential import Differential
+from needlework.layers.features import Hedgehog
 from needlework.layers.gates import ChannelGate, FixedGate, LowRankGate, RetentionGate, ScalarGate
 from needlework.layers.gdn2 import Gdn2
 from needlework.layers.linear import Linear
@@ -104,6 +105,14 @@ CATALOG: dict[str, Named] = {
         make=lambda s: _recurrent(
             s, Linear(gate=FixedGate()), position=PairRope(), conv=None, norm=HeadNorm(weight=False)
         ),
+    ),
+    "hedgehog": Named(
+        title="Hedgehog", equation="o = Sᵀφ(q) / Σφ(q)·φ(k),  S ← S + φ(k) vᵀ,  φ(y) = [softmax(y), softmax(−y)]",
+        state="H·2K·(V+1)", cost=_LINEAR, make=lambda s: _recurrent(s, Linear(features=Hedgehog(), normalise=True), conv=None),
+    ),
+    "gla-hedgehog": Named(
+        title="GLA-Hedgehog", equation="S ← Diag(eᵍ) S + φ(k) vᵀ,  φ(y) = softmax([2y, −2y])", state="H·2K·V", cost=_LINEAR,
+        make=lambda s: _recurrent(s, Linear(gate=LowRankGate(), features=Hedgehog(map="joint", heads="shared")), conv=None),
     ),
     "mamba2": Named(
         title="Mamba-2", equation="S ← e^ΔA S + B (Δx)ᵀ,  y = SᵀC + D x", state=_STATE, cost=_LINEAR,

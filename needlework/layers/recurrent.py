@@ -93,7 +93,7 @@ class _Recurrent(Mixer):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(dim, n, bias=False) for n in self.sizes)
         self.conv = None if config.conv is None else config.conv.build(sum(self.sizes))
         self.write = config.write.build(width)
-        self.read = config.read.build(width, config.write)
+        self.read = config.read.build(width._replace(key_dim=self.write.key_dim), config.write)
         if config.position is not None:
             config.position.check(width.key_dim)
         self.norm = config.norm.build(width)
@@ -146,13 +146,14 @@ class _Recurrent(Mixer):
         return Held(fixed, {}, counted=self.config.position is not None)
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v by heads, q and k turned by their positions `at` and of unit norm where the write rule asks for it; and unit keys, for
-        the read rule."""
+        """q, k, v by heads, q and k turned by their positions `at`, then of unit norm or features as the write rule has it; and unit keys,
+        for the read rule."""
         q, k, v = q.unflatten(-1, self.q_shape), k.unflatten(-1, self.k_shape), v.unflatten(-1, self.v_shape)
         if (position := self.config.position) is not None and at is not None:
             q, k = position(q, at), position(k.flatten(at.dim(), -2), at).view_as(k)
         if self.config.write.unit_keys:
             q, k = l2(q), l2(k)
+        q, k = self.write.mapped(q, k)
         return q, k, v, k if self.config.write.unit_keys else l2(k)
 
     def _length(self, x: Tensor, state: RecurrentState, cu_seqlens: Tensor | None) -> Tensor | None:

@@ -20,6 +20,7 @@ from needlework.layers import (
     GatedConv,
     GatedNorm,
     HalfRope,
+    Hedgehog,
     Linear,
     LowRankGate,
     Lucid,
@@ -39,6 +40,7 @@ from needlework.layers import (
 )
 from needlework.layers.ccq import ReadConfig
 from needlework.layers.config import nearest
+from needlework.layers.features import FeatureConfig
 from needlework.models.config import NeedleworkConfig
 from needlework.models.modeling import NeedleworkForCausalLM
 from needlework.ops.lucid.arguments import Precondition
@@ -59,9 +61,12 @@ def gated_deltanet(size: str, read: ReadConfig) -> NeedleworkConfig:
     return _stack(*_SIZES[size], Recurrent(heads=6, key_dim=256, value_dim=512, write=Delta(gate=ScalarGate()), read=read))
 
 
-def gla(size: str, read: ReadConfig) -> NeedleworkConfig:
-    """CCQ's GLA: 6 heads (what meets its size), K 256, V 512, decay rank 16, no convolution; tied."""
-    write = Linear(gate=LowRankGate(rank=16))
+def gla(size: str, read: ReadConfig, features: FeatureConfig | None = None) -> NeedleworkConfig:
+    """CCQ's GLA: 6 heads (what meets its size), K 256, V 512, decay rank 16, no convolution; tied.
+
+    features: of its GLA-Hedgehog, of which it says no more: a joint map that heads share (ours).
+    """
+    write = Linear(gate=LowRankGate(rank=16), features=features)
     return _stack(*_SIZES[size], Recurrent(heads=6, key_dim=256, value_dim=512, conv=None, write=write, read=read))
 
 
@@ -153,6 +158,7 @@ PRESETS: dict[str, Callable[[], NeedleworkConfig]] = {
     **{f"ccq-gdn-{s}": partial(gated_deltanet, s, CCQ()) for s in _SIZES},
     **{f"gla-{s}": partial(gla, s, Plain()) for s in _SIZES},
     **{f"ccq-gla-{s}": partial(gla, s, CCQ()) for s in _SIZES},
+    **{f"gla-hedgehog-{s}": partial(gla, s, Plain(), Hedgehog(map="joint", heads="shared")) for s in _SIZES},
     "mamba2-500m": partial(mamba2, 65, 1024),
     "mamba2-1.3b": partial(mamba2, 48, 2048),
     "mamba2-340m-untied": partial(mamba2, 48, 1024, tied=False),

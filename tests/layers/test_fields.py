@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from needlework.layers import (
     Gdn2,
     HalfRope,
     HeadNorm,
+    Hedgehog,
     Linear,
     LowRankGate,
     Lucid,
@@ -101,6 +103,9 @@ OTHERS = {
     (Recurrent, "output_gate"): (RECURRENT, (True, False, OutputGate()), (1, None, "yes")),
     (Recurrent, "position"): (RECURRENT, (None, Rope()), (Canon(), "rope")),
     (Recurrent, "norm"): (RECURRENT, (GatedNorm(), HeadNorm(weight=False)), (None, Rope())),
+    (Linear, "features"): ({}, (None, Hedgehog()), (ScalarGate(), "hedgehog")),
+    (Hedgehog, "map"): ({}, ("halves", "joint"), ("both", None)),
+    (Hedgehog, "heads"): ({}, ("own", "shared"), ("all", 4)),
     (OutputGate, "activation"): ({}, ("silu", "sigmoid"), ("relu", None)),
     (Attention, "attend"): (ATTENTION, (Lucid(),), (Delta(), None)),
     (Attention, "position"): (ATTENTION, (None, Rope()), (Canon(), "rope")),
@@ -128,7 +133,7 @@ def test_a_field_out_of_its_range_is_refused_by_name(kind, name, beside, good, b
 
 def test_every_number_of_every_config_has_its_row():
     def has_numbers(annotation):
-        return any(word in str(annotation) for word in ("int", "float"))
+        return re.search(r"\b(int|float)\b", str(annotation)) is not None
 
     numbers = {
         (kind, field.name)

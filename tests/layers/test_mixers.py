@@ -22,6 +22,7 @@ from needlework.layers import (
     Gdn2,
     HalfRope,
     HeadNorm,
+    Hedgehog,
     Linear,
     LowRankGate,
     Lucid,
@@ -78,6 +79,13 @@ CONFIGS = {f"{w}-{r}": recurrent(WRITES[w], READS[r]) for w in WRITES for r in R
     "two turned rows a token": recurrent(Carve(rank=0, content_chunk=8, write_rank=2), position=HalfRope()),
     "retnet": recurrent(Linear(gate=FixedGate()), position=PairRope(), conv=None, norm=HeadNorm(weight=False)),
     "positions, ccq on a turned query": recurrent(QDelta(), CCQ(), position=Rope(), value_heads=4),
+    "hedgehog": recurrent(Linear(features=Hedgehog(), normalise=True), conv=None),
+    "hedgehog in two calls, fixed decay": recurrent(
+        Linear(gate=FixedGate(), features=Hedgehog(heads="shared"), normalise=True), key_dim=130, value_dim=2, value_heads=4
+    ),
+    "ccq on gla-hedgehog": recurrent(
+        Linear(gate=LowRankGate(rank=4), features=Hedgehog(map="joint", heads="shared")), CCQ(aligned=True), value_heads=4
+    ),
     "mamba-2": recurrent(Mamba2(), heads=1, value_heads=4, conv=ShortConv(bias=True), norm=GatedNorm()),
     "ccq on mamba-2, two groups": recurrent(
         Mamba2(), CCQ(aligned=True), value_heads=4, conv=ShortConv(bias=True), norm=GatedNorm()

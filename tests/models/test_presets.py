@@ -19,6 +19,7 @@ COUNTS = {
     "transformer-500m": 482_417_664, "transformer-1.3b": 1_298_761_728,
     "lucid-1b": 1_100_048_384, "lucid-1b-qk": 1_100_048_384, "lucid-1b-rowmax": 1_100_048_384,
     "lucid-1b-beta": 1_100_048_384 + 180_224, "standard-1b": 1_100_048_384, "lucid-256k": 1_195_444_224,
+    "gla-hedgehog-500m": 482_385_408, "gla-hedgehog-1.3b": 1_324_780_032,
     "mamba2-500m": 461_837_664, "mamba2-1.3b": 1_306_303_488,
     "mamba2-340m-untied": 382_387_712, "mamba2-1.3b-untied": 1_371_839_488,
     "retnet-340m": 380_165_120, "retnet-1.3b": 1_351_727_104,
