@@ -29,6 +29,7 @@ from needlework.layers.gates import ScalarGate as ScalarGate
 from needlework.layers.gdn2 import Gdn2 as Gdn2
 from needlework.layers.linear import Linear as Linear
 from needlework.layers.lucid import Lucid as Lucid
+from needlework.layers.mamba import Mamba as Mamba
 from needlework.layers.mamba2 import Mamba2 as Mamba2
 from needlework.layers.memory import Memory as Memory
 from needlework.layers.mlp import SquaredReLU as SquaredReLU
@@ -57,7 +58,7 @@ POSITIONS = (Rope, HalfRope, PairRope)
 FEATURES = (Hedgehog,)
 NORMS = (HeadNorm, GatedNorm)
 CONVS = (ShortConv, Canon, Silu)
-MIXERS = (Recurrent, Attention, GatedConv)
+MIXERS = (Recurrent, Attention, GatedConv, Mamba)
 MLPS = (SwiGLU, SquaredReLU)
 REGULARISERS = (Weak, Strong, Discrete, Zipfian)
 OBJECTIVES = (Objective, Distractor, *REGULARISERS)

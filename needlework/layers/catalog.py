@@ -21,6 +21,7 @@ from needlework.layers.gates import ChannelGate, FixedGate, LowRankGate, Retenti
 from needlework.layers.gdn2 import Gdn2
 from needlework.layers.linear import Linear
 from needlework.layers.lucid import Lucid
+from needlework.layers.mamba import Mamba
 from needlework.layers.mamba2 import Mamba2
 from needlework.layers.memory import Memory
 from needlework.layers.output import GatedNorm, HeadNorm
@@ -113,6 +114,10 @@ CATALOG: dict[str, Named] = {
     "gla-hedgehog": Named(
         title="GLA-Hedgehog", equation="S ← Diag(eᵍ) S + φ(k) vᵀ,  φ(y) = softmax([2y, −2y])", state="H·2K·V", cost=_LINEAR,
         make=lambda s: _recurrent(s, Linear(gate=LowRankGate(), features=Hedgehog(map="joint", heads="shared")), conv=None),
+    ),
+    "mamba": Named(
+        title="Mamba", equation="S ← e^(ΔA) ⊙ S + (Δ⊙x) Bᵀ,  y = S C + D⊙x", state="I·N", cost="O(T·I·N)",
+        make=lambda s: Mamba(channels=s.heads * s.value_dim),
     ),
     "mamba2": Named(
         title="Mamba-2", equation="S ← e^ΔA S + B (Δx)ᵀ,  y = SᵀC + D x", state=_STATE, cost=_LINEAR,

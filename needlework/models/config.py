@@ -14,7 +14,7 @@ from needlework.layers import MIXERS, MLPS, Config, SquaredReLU, SwiGLU, from_di
 from needlework.layers.config import MixerConfig, nearest
 from needlework.models.auto import AUTO_MAP, Installed, write_module
 
-_LAYER_TYPES = {"recurrent": "linear_attention", "gated_conv": "linear_attention", "attention": "full_attention"}
+_LAYER_TYPES = {mixer.kind: "full_attention" if mixer.kind == "attention" else "linear_attention" for mixer in MIXERS}
 _FOLLOWING = ("num_hidden_layers", "layer_types")  # from the layout
 _FIXED = ("layout", "mixers", "mlp", *_FOLLOWING)
 # What transformers and its tools write beside a model's fields, PreTrainedConfig's and GenerationConfig's; names that begin with "_"

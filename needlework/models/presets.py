@@ -24,6 +24,7 @@ from needlework.layers import (
     Linear,
     LowRankGate,
     Lucid,
+    Mamba,
     Mamba2,
     Memory,
     Plain,
@@ -76,6 +77,11 @@ def mamba2(layers: int, dim: int, tied: bool = True) -> NeedleworkConfig:
         heads=1, value_heads=dim // 32, key_dim=128, value_dim=64, write=Mamba2(), conv=ShortConv(bias=True), norm=GatedNorm()
     )
     return _stack(layers, dim, None, mixer, tie_word_embeddings=tied, scaled_output=True)
+
+
+def mamba(dim: int) -> NeedleworkConfig:
+    """Mamba, the first, in Q-Delta's tables: 48 layers, I = 2D, N 16, rank D/16, no MLP; untied."""
+    return _stack(48, dim, None, Mamba(), tie_word_embeddings=False, scaled_output=True)
 
 
 def retnet(dim: int, hidden: int) -> NeedleworkConfig:
@@ -163,6 +169,8 @@ PRESETS: dict[str, Callable[[], NeedleworkConfig]] = {
     "mamba2-1.3b": partial(mamba2, 48, 2048),
     "mamba2-340m-untied": partial(mamba2, 48, 1024, tied=False),
     "mamba2-1.3b-untied": partial(mamba2, 48, 2048, tied=False),
+    "mamba-340m": partial(mamba, 1024),
+    "mamba-1.3b": partial(mamba, 2048),
     "retnet-340m": partial(retnet, 1024, 1536),
     "retnet-1.3b": partial(retnet, 2048, 2816),
     "transformer-500m": partial(transformer, 35, 1024, 2816, 16),

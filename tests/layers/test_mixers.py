@@ -26,6 +26,7 @@ from needlework.layers import (
     Linear,
     LowRankGate,
     Lucid,
+    Mamba,
     Mamba2,
     Memory,
     PairRope,
@@ -111,6 +112,7 @@ CONFIGS = {f"{w}-{r}": recurrent(WRITES[w], READS[r]) for w in WRITES for r in R
     "differential": attention(Differential(), position=Rope()),
     "differential in a window": attention(Differential(window=7)),
     "gated convolution": GatedConv(),
+    "mamba": Mamba(channels=12, state=3, rank=4),
 }
 EXACT = 1e-12
 
