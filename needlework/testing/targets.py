@@ -70,6 +70,7 @@ RULES = (
     Rule("delta/gdn2", "delta/channel", "delta/step", covers=True),
     Rule("delta/kda", "delta/channel", "delta/step"),
     Rule("delta/previous", "delta/channel", "delta/step"),
+    Rule("delta/given", "delta/channel", "delta/step"),
     Rule("delta/gla", "delta/channel", "delta/step"),
     Rule("carve", "delta/channel", "carve/step", covers=True, long=1000),  # nothing of it is cut into segments
     Rule("carve/rank4", "delta/channel", "carve/step"),
@@ -243,6 +244,10 @@ def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K:
         "x": lambda: normal(generator, B, T, 2, K) * (1e-3 if style == "strong" else 1),  # so small that 1e-6 counts
     }
     inputs = {name: makers[name]() for name in given}
+    if rule == "delta/given":  # the direction is a unit vector, and a share of each of its channels is written along
+        direction = inputs["k"]
+        share = uniform(generator, 0, 1, *direction.shape)
+        inputs |= {"k": share * direction, "erase": direction.repeat_interleave(HV, 2)}
     if style == "hard":
         one = torch.ones_like(inputs["beta"])
         inputs |= {"q": inputs["k"], "g": 0 * one, "beta": one, "lam": one}
