@@ -10,6 +10,7 @@ from needlework.layers.catalog import CATALOG as CATALOG
 from needlework.layers.catalog import build as build
 from needlework.layers.ccq import CCQ as CCQ
 from needlework.layers.ccq import Plain as Plain
+from needlework.layers.comba import Comba as Comba
 from needlework.layers.config import Config as Config
 from needlework.layers.config import from_dict as _from_dict
 from needlework.layers.conv import Canon as Canon
@@ -17,6 +18,7 @@ from needlework.layers.conv import GatedConv as GatedConv
 from needlework.layers.conv import ShortConv as ShortConv
 from needlework.layers.conv import Silu as Silu
 from needlework.layers.delta import Delta as Delta
+from needlework.layers.delta_product import DeltaProduct as DeltaProduct
 from needlework.layers.differential import Differential as Differential
 from needlework.layers.distract import Distractor as Distractor
 from needlework.layers.features import Hedgehog as Hedgehog
@@ -28,6 +30,7 @@ from needlework.layers.gates import RetentionGate as RetentionGate
 from needlework.layers.gates import ScalarGate as ScalarGate
 from needlework.layers.gdn2 import Gdn2 as Gdn2
 from needlework.layers.linear import Linear as Linear
+from needlework.layers.longhorn import Longhorn as Longhorn
 from needlework.layers.lucid import Lucid as Lucid
 from needlework.layers.mamba import Mamba as Mamba
 from needlework.layers.mamba2 import Mamba2 as Mamba2
@@ -48,9 +51,10 @@ from needlework.layers.regularise import Zipfian as Zipfian
 from needlework.layers.rope import HalfRope as HalfRope
 from needlework.layers.rope import PairRope as PairRope
 from needlework.layers.rope import Rope as Rope
+from needlework.layers.rwkv7 import Rwkv7 as Rwkv7
 from needlework.layers.softmax import Softmax as Softmax
 
-WRITES = (Linear, Mamba2, Delta, Gdn2, QDelta, Carve)
+WRITES = (Linear, Mamba2, Delta, DeltaProduct, Longhorn, Comba, Gdn2, Rwkv7, QDelta, Carve)
 GATES = (ScalarGate, ChannelGate, LowRankGate, RetentionGate, FixedGate)
 READS = (Plain, CCQ)
 ATTENDS = (Softmax, Lucid, Polar, Differential)

@@ -12,23 +12,27 @@ from needlework.fields import Count, fitted
 from needlework.layers.attention import Attention
 from needlework.layers.carve import Carve
 from needlework.layers.ccq import CCQ
+from needlework.layers.comba import Comba
 from needlework.layers.config import Config, Mixer, MixerConfig, nearest
 from needlework.layers.conv import Canon, ShortConv
 from needlework.layers.delta import Delta
+from needlework.layers.delta_product import DeltaProduct
 from needlework.layers.differential import Differential
 from needlework.layers.features import Hedgehog
 from needlework.layers.gates import ChannelGate, FixedGate, LowRankGate, RetentionGate, ScalarGate
 from needlework.layers.gdn2 import Gdn2
 from needlework.layers.linear import Linear
+from needlework.layers.longhorn import Longhorn
 from needlework.layers.lucid import Lucid
 from needlework.layers.mamba import Mamba
 from needlework.layers.mamba2 import Mamba2
 from needlework.layers.memory import Memory
-from needlework.layers.output import GatedNorm, HeadNorm
+from needlework.layers.output import GatedNorm, HeadNorm, OutputGate
 from needlework.layers.polar import Polar
 from needlework.layers.qdelta import QDelta
 from needlework.layers.recurrent import Recurrent
 from needlework.layers.rope import PairRope
+from needlework.layers.rwkv7 import Rwkv7
 from needlework.layers.softmax import AttendConfig, Softmax
 from needlework.layers.write import WriteConfig
 
@@ -125,7 +129,7 @@ CATALOG: dict[str, Named] = {
     ),
     "deltanet": Named(
         title="DeltaNet", equation="S ← (I − β k kᵀ) S + β k vᵀ", state=_STATE, cost=_LINEAR,
-        make=lambda s: _recurrent(s, Delta()),
+        make=lambda s: _recurrent(s, Delta(), output_gate=False),
     ),
     "gated-deltanet": Named(
         title="Gated DeltaNet", equation="S ← eᵍ (I − β k kᵀ) S + β k vᵀ", state=_STATE, cost=_LINEAR,
@@ -133,11 +137,29 @@ CATALOG: dict[str, Named] = {
     ),
     "kda": Named(
         title="KDA", equation="S ← (I − β k kᵀ) Diag(eᵍ) S + β k vᵀ", state=_STATE, cost=_LINEAR,
-        make=lambda s: _recurrent(s, Delta(gate=ChannelGate(half_life=s.half_life))),
+        make=lambda s: _recurrent(s, Delta(gate=ChannelGate(half_life=s.half_life)), output_gate=OutputGate()),
     ),
     "gdn2": Named(
         title="GDN-2", equation="S ← (I − k (b⊙k)ᵀ) Diag(eᵍ) S + k (w⊙v)ᵀ", state=_STATE, cost=_LINEAR,
-        make=lambda s: _recurrent(s, Gdn2(gate=ChannelGate(half_life=s.half_life))),
+        make=lambda s: _recurrent(
+            s, Gdn2(gate=ChannelGate(half_life=s.half_life)), output_gate=OutputGate(activation="silu")
+        ),
+    ),
+    "deltaproduct": Named(
+        title="Gated DeltaProduct", equation="S ← Π(I − βᵢ kᵢkᵢᵀ) eᵍ S + …,  two of them a token", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, DeltaProduct(gate=ScalarGate(half_life=s.half_life))),
+    ),
+    "comba": Named(
+        title="Comba", equation="S ← (eᵍ I − β b k kᵀ) S + β k vᵀ,  o = Sᵀ(q − d k)", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, Comba(gate=ScalarGate(half_life=s.half_life))),
+    ),
+    "longhorn": Named(
+        title="Longhorn", equation="S ← (I − ε k kᵀ) S + ε k vᵀ,  ε = β/(1 + β‖k‖²)", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, Longhorn()),
+    ),
+    "rwkv7": Named(
+        title="RWKV-7's rule", equation="S ← Diag(eᵍ) S − (a⊙κ̂)(Sᵀκ̂)ᵀ + k̃ vᵀ", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, Rwkv7(), conv=None),
     ),
     "qdelta": Named(
         title="Q-Delta", equation="S ← eᵍ (I − β k (k + λq)ᵀ) S + β k vᵀ", state=_STATE, cost=_LINEAR,

@@ -17,6 +17,7 @@ class Delta(WriteConfig):
         S_t = (I − β k kᵀ) Diag(e^g) S_{t-1} + β k vᵀ,    β = σ(W_β x) a head,    k of unit norm,    S [K V] a head, float32
 
     gate: None is DeltaNet, ScalarGate Gated DeltaNet, ChannelGate KDA.
+    allow_neg_eigval: β is doubled, so that a step may turn what it erases around.
 
     >>> import torch
     >>> from needlework.layers import Delta, Recurrent, ScalarGate
@@ -27,17 +28,18 @@ class Delta(WriteConfig):
 
     kind = "delta"
     gate: GateConfig | None = None
+    allow_neg_eigval: bool = False
 
     def build(self, width: Width) -> WriteRule:
-        return _Delta(self, width)
+        return DeltaRule(self, width, most=2.0 if self.allow_neg_eigval else 1.0)
 
 
-class _Delta(WriteRule[Delta]):
+class DeltaRule(WriteRule):
     chunk, step = staticmethod(chunk_delta), staticmethod(step_delta)
 
-    def __init__(self, config: Delta, width: Width):
+    def __init__(self, config: WriteConfig, width: Width, most: float = 1.0):
         super().__init__(config, width)
-        self.beta = Strength(width)
+        self.beta = Strength(width, most=most)
 
     def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         return gates_of(x, *beside, g=self.gate, beta=self.beta)

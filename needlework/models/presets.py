@@ -19,6 +19,7 @@ from needlework.layers import (
     FixedGate,
     GatedConv,
     GatedNorm,
+    Gdn2,
     HalfRope,
     Hedgehog,
     Linear,
@@ -27,6 +28,7 @@ from needlework.layers import (
     Mamba,
     Mamba2,
     Memory,
+    OutputGate,
     Plain,
     Polar,
     QDelta,
@@ -88,6 +90,25 @@ def retnet(dim: int, hidden: int) -> NeedleworkConfig:
     """RetNet in Q-Delta's tables: flash-linear-attention's defaults, whose rotation turns halves and whose norm has a weight; untied."""
     mixer = Recurrent(heads=8, key_dim=dim // 8, value_dim=dim // 4, write=Linear(gate=FixedGate()), position=Rope(), conv=None)
     return _stack(24, dim, hidden, mixer, tie_word_embeddings=False)
+
+
+def deltanet(dim: int, hidden: int) -> NeedleworkConfig:
+    """DeltaNet in Q-Delta's tables: flash-linear-attention's defaults, no output gate; untied."""
+    mixer = Recurrent(heads=8, key_dim=dim // 8, value_dim=dim // 8, write=Delta(), output_gate=False)
+    return _stack(24, dim, hidden, mixer, tie_word_embeddings=False)
+
+
+def gdn2(layout: str, heads: int, hidden: int) -> NeedleworkConfig:
+    """GDN-2 1.3B as its authors' code has it: 18 layers, D 2304, heads of 128, silu in the output gate; untied.
+
+    layout: of G, GDN-2, and S, a sliding window of 2,048 with 18 heads and RoPE.
+    """
+    G = Recurrent(heads=heads, key_dim=128, value_dim=128, write=Gdn2(), output_gate=OutputGate(activation="silu"))
+    S = Attention(heads=18, head_dim=128, attend=Softmax(window=2048), position=Rope())
+    mixers = {letter: mixer for letter, mixer in {"G": G, "S": S}.items() if letter in layout}
+    return NeedleworkConfig(
+        vocab_size=32_000, hidden_size=2304, layout=layout, mixers=mixers, mlp=SwiGLU(hidden=hidden), tie_word_embeddings=False
+    )
 
 
 def transformer(layers: int, dim: int, hidden: int, heads: int) -> NeedleworkConfig:
@@ -173,6 +194,10 @@ PRESETS: dict[str, Callable[[], NeedleworkConfig]] = {
     "mamba-1.3b": partial(mamba, 2048),
     "retnet-340m": partial(retnet, 1024, 1536),
     "retnet-1.3b": partial(retnet, 2048, 2816),
+    "deltanet-340m": partial(deltanet, 1024, 2816),
+    "deltanet-1.3b": partial(deltanet, 2048, 5632),
+    "gdn2-1.3b": partial(gdn2, "G" * 18, 16, 6208),
+    "gdn2-1.3b-swa": partial(gdn2, "GS" * 9, 16, 6784),
     "transformer-500m": partial(transformer, 35, 1024, 2816, 16),
     "transformer-1.3b": partial(transformer, 24, 2048, 5632, 32),
     "standard-1b": partial(lucid, None),

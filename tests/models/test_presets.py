@@ -24,6 +24,8 @@ COUNTS = {
     "mamba2-340m-untied": 382_387_712, "mamba2-1.3b-untied": 1_371_839_488,
     "mamba-340m": 385_565_696, "mamba-1.3b": 1_400_276_992,
     "retnet-340m": 380_165_120, "retnet-1.3b": 1_351_727_104,
+    "deltanet-340m": 374_362_112, "deltanet-1.3b": 1_365_286_912,
+    "gdn2-1.3b": 1_450_096_416, "gdn2-1.3b-swa": 1_447_772_688,
     "carve-125m": 112_043_520, "carve-1.3b": 1_325_011_968,
 }  # fmt: skip
 # no paper prints these: GLA is its CCQ twin without W_λ; the hybrid swaps every fourth CARVE layer for attention
@@ -52,6 +54,11 @@ def test_a_mamba_2_layer_has_its_parameters_and_a_wider_state_too(size, layer, w
     assert numbers(meta(config).model.blocks[0]) == layer
     mixer = dataclasses.replace(config.mixer("M"), key_dim=256)
     assert count_parameters(config.replaced(mixers={"M": mixer.to_dict()})) == wider
+
+
+@pytest.mark.parametrize(("name", "without"), [("gdn2-1.3b", 1_302_638_112), ("gdn2-1.3b-swa", 1_300_314_384)])
+def test_gdn_2_has_its_published_count_without_embeddings_and_last_norm(name, without):
+    assert numbers(meta(preset(name)).model.blocks) == without
 
 
 def test_carve_s_write_gate_is_9216_parameters_a_layer():
