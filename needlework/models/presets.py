@@ -56,6 +56,7 @@ def _stack(layers: int, dim: int, hidden: int | None, mixer: Config, **settings)
     return NeedleworkConfig(hidden_size=dim, layout="M" * layers, mixers={"M": mixer}, mlp=mlp, **fields)
 
 
+_LUCID_HEADS = {"": 68, "-64": 64}
 _SIZES = {"500m": (21, 1024, 2816), "1.3b": (21, 2048, 5632)}
 
 
@@ -116,10 +117,13 @@ def transformer(layers: int, dim: int, hidden: int, heads: int) -> NeedleworkCon
     return _stack(layers, dim, hidden, Attention(heads=heads, head_dim=64, attend=Softmax(), position=Rope()))
 
 
-def lucid(precondition: Precondition | None) -> NeedleworkConfig:
-    """LUCID ~1B: 22 layers, D 2048, 32 query and 4 key-value heads of 64, RoPE base 10,000; untied. None: standard."""
+def lucid(precondition: Precondition | None, head_dim: int) -> NeedleworkConfig:
+    """LUCID ~1B: 22 layers, D 2048, 32 query and 4 key-value heads, RoPE base 10,000; untied. None: standard.
+
+    head_dim: 68 in the published config, which is what brings it to PaTH's size; 64 in the paper's Section 4.4.
+    """
     attend = Softmax() if precondition is None else Lucid(precondition=precondition)
-    mixer = Attention(heads=32, kv_heads=4, head_dim=64, attend=attend, position=Rope())
+    mixer = Attention(heads=32, kv_heads=4, head_dim=head_dim, attend=attend, position=Rope())
     return _stack(22, 2048, 5632, mixer, tie_word_embeddings=False)
 
 
@@ -200,9 +204,9 @@ PRESETS: dict[str, Callable[[], NeedleworkConfig]] = {
     "gdn2-1.3b-swa": partial(gdn2, "GS" * 9, 16, 6784),
     "transformer-500m": partial(transformer, 35, 1024, 2816, 16),
     "transformer-1.3b": partial(transformer, 24, 2048, 5632, 32),
-    "standard-1b": partial(lucid, None),
-    "lucid-1b": partial(lucid, "key"),
-    **{f"lucid-1b-{p}": partial(lucid, p) for p in ("qk", "rowmax", "beta")},
+    **{f"standard-1b{of}": partial(lucid, None, d) for of, d in _LUCID_HEADS.items()},
+    **{f"lucid-1b{of}": partial(lucid, "key", d) for of, d in _LUCID_HEADS.items()},
+    **{f"lucid-1b{of}-{p}": partial(lucid, p, d) for of, d in _LUCID_HEADS.items() for p in ("qk", "rowmax", "beta")},
     "lucid-256k": lucid_256k,
     "carve-125m": partial(carve, 12, 768, 2048, 12, 64, 16, 64),
     "carve-1.3b": partial(carve, 24, 2048, 5632, 16, 128, 32, 128),
