@@ -4,6 +4,7 @@
 `Recurrent` of a write rule, a gate and a read rule, or an `Attention` of an attend rule, positions and a memory.
 """
 
+from needlework.layers.alibi import Alibi as Alibi
 from needlework.layers.attention import Attention as Attention
 from needlework.layers.carve import Carve as Carve
 from needlework.layers.catalog import CATALOG as CATALOG
@@ -23,6 +24,7 @@ from needlework.layers.differential import Differential as Differential
 from needlework.layers.distract import Distractor as Distractor
 from needlework.layers.features import Hedgehog as Hedgehog
 from needlework.layers.features import distillation as distillation
+from needlework.layers.fox import Fox as Fox
 from needlework.layers.gates import ChannelGate as ChannelGate
 from needlework.layers.gates import FixedGate as FixedGate
 from needlework.layers.gates import LowRankGate as LowRankGate
@@ -53,11 +55,12 @@ from needlework.layers.rope import PairRope as PairRope
 from needlework.layers.rope import Rope as Rope
 from needlework.layers.rwkv7 import Rwkv7 as Rwkv7
 from needlework.layers.softmax import Softmax as Softmax
+from needlework.layers.ssmax import SSMax as SSMax
 
 WRITES = (Linear, Mamba2, Delta, DeltaProduct, Longhorn, Comba, Gdn2, Rwkv7, QDelta, Carve)
 GATES = (ScalarGate, ChannelGate, LowRankGate, RetentionGate, FixedGate)
 READS = (Plain, CCQ)
-ATTENDS = (Softmax, Lucid, Polar, Differential)
+ATTENDS = (Softmax, SSMax, Alibi, Fox, Lucid, Polar, Differential)
 POSITIONS = (Rope, HalfRope, PairRope)
 FEATURES = (Hedgehog,)
 NORMS = (HeadNorm, GatedNorm)

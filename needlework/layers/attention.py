@@ -29,7 +29,7 @@ class Attention(MixerConfig):
 
     heads: Hq query heads of head_dim = d channels.
     kv_heads: Hkv heads of k and v; Hq is a multiple of it, None: Hq.
-    attend: the attend rule: Softmax, Lucid, Polar or Differential.
+    attend: the attend rule, e.g. Softmax.
     position: Rope, HalfRope or None: no positions.
     qk_norm: RMS norm of q and k per head, without weight.
     conv: Canon, ShortConv or None, on q, k and v after the norm.
@@ -144,7 +144,7 @@ class _Attention(Mixer):
         fixed = conv_held(self.config.conv, self.channels, dtype)
         if self.memory is not None:
             fixed = fixed | under("memory", self.memory.held(dtype))
-        return Held(fixed, self.attend.rows(dtype), self.attend.reach)
+        return Held(fixed | under("attend", self.attend.fixed(dtype)), self.attend.rows(dtype), self.attend.reach)
 
     def distraction(self, x: Tensor, distractor: Distractor, cu_seqlens: Tensor | None = None) -> Tensor:
         """`distractor`'s loss on this layer's input x [B T D]: a number. Projects again, so that `forward` stays as it is."""

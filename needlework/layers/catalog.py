@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from needlework.fields import Count, fitted
+from needlework.layers.alibi import Alibi
 from needlework.layers.attention import Attention
 from needlework.layers.carve import Carve
 from needlework.layers.ccq import CCQ
@@ -19,6 +20,7 @@ from needlework.layers.delta import Delta
 from needlework.layers.delta_product import DeltaProduct
 from needlework.layers.differential import Differential
 from needlework.layers.features import Hedgehog
+from needlework.layers.fox import Fox
 from needlework.layers.gates import ChannelGate, FixedGate, LowRankGate, RetentionGate, ScalarGate
 from needlework.layers.gdn2 import Gdn2
 from needlework.layers.linear import Linear
@@ -34,6 +36,7 @@ from needlework.layers.recurrent import Recurrent
 from needlework.layers.rope import PairRope
 from needlework.layers.rwkv7 import Rwkv7
 from needlework.layers.softmax import AttendConfig, Softmax
+from needlework.layers.ssmax import SSMax
 from needlework.layers.write import WriteConfig
 
 
@@ -177,6 +180,18 @@ CATALOG: dict[str, Named] = {
     "softmax": Named(
         title="Softmax attention", equation="o = softmax(q Kᵀ) V", state=_PAGES, cost=_QUADRATIC,
         make=lambda s: _attention(s, Softmax(scale=_scale(s))),
+    ),
+    "ssmax": Named(
+        title="Scalable-softmax", equation="o = softmax(s ln n · q Kᵀ) V,  n the keys seen", state=_PAGES, cost=_QUADRATIC,
+        make=lambda s: _attention(s, SSMax()),
+    ),
+    "alibi": Named(
+        title="ALiBi", equation="o = softmax(q Kᵀ − m (i − j)) V", state=_PAGES, cost=_QUADRATIC,
+        make=lambda s: _attention(s, Alibi(scale=_scale(s))),
+    ),
+    "fox": Named(
+        title="Forgetting attention (FoX)", equation="o = softmax(q Kᵀ + Gᵢ − Gⱼ) V,  G = Σ ln f", state=_PAGES + " + Hq·T",
+        cost=_QUADRATIC, make=lambda s: _attention(s, Fox(scale=_scale(s))),
     ),
     "differential": Named(
         title="Diff Transformer", equation="o = (softmax(q₁K₁ᵀ) − λ softmax(q₂K₂ᵀ)) V", state=_PAGES, cost=_QUADRATIC,

@@ -88,6 +88,7 @@ RULES = (
     _pairs("polar", "polar/attention", "paged/paged", covers=True),
     _pairs("polar/window", "polar/attention", "paged/paged"),
     _pairs("paged/softmax", "paged/paged", None, covers=True),
+    _pairs("paged/forgetting", "paged/paged", None, covers=True),
     _pairs("paged/differential", "paged/paged", None, covers=True),
     _pairs("paged/polar", "paged/paged", None, covers=True),
 )

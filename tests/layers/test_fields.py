@@ -10,6 +10,7 @@ import pytest
 from needlework.layers import (
     CCQ,
     KINDS,
+    Alibi,
     Attention,
     Canon,
     Carve,
@@ -18,6 +19,7 @@ from needlework.layers import (
     Delta,
     DeltaProduct,
     Differential,
+    Fox,
     GatedConv,
     GatedNorm,
     Gdn2,
@@ -42,6 +44,7 @@ from needlework.layers import (
     ShortConv,
     Softmax,
     SquaredReLU,
+    SSMax,
     SwiGLU,
     from_dict,
 )
@@ -70,6 +73,9 @@ NUMBERS = {
     (Canon, "width"): ({}, (2, 4), (1, *COUNT)),
     (Softmax, "window"): ({}, (None, 1), COUNT),
     (Softmax, "scale"): ({}, (None, 0.1, 1), ABOVE_ZERO),
+    **{(kind, "window"): ({}, (None, 1), COUNT) for kind in (SSMax, Alibi, Fox)},
+    **{(kind, "scale"): ({}, (None, 0.1, 1), ABOVE_ZERO) for kind in (SSMax, Alibi, Fox)},
+    (SSMax, "start"): ({}, (0.1, 1), ABOVE_ZERO),
     (Lucid, "window"): ({}, (None, 1), COUNT),
     (Lucid, "scale"): ({}, (None, 0.1, 1), ABOVE_ZERO),
     (Polar, "window"): ({}, (None, 1), COUNT),

@@ -10,6 +10,7 @@ import torch
 from needlework.layers import (
     CCQ,
     KINDS,
+    Alibi,
     Attention,
     Canon,
     Carve,
@@ -19,6 +20,7 @@ from needlework.layers import (
     DeltaProduct,
     Differential,
     FixedGate,
+    Fox,
     GatedConv,
     GatedNorm,
     Gdn2,
@@ -46,6 +48,7 @@ from needlework.layers import (
     Silu,
     Softmax,
     SquaredReLU,
+    SSMax,
     SwiGLU,
     from_dict,
 )
@@ -113,6 +116,13 @@ CONFIGS = {f"{w}-{r}": recurrent(WRITES[w], READS[r]) for w in WRITES for r in R
     "atma rope with memory": attention(
         Softmax(scale=0.12), position=HalfRope(), qk_norm=True, output_gate=True, bias=True, memory=Memory()
     ),
+    "ssmax": attention(SSMax(), position=Rope(), qk_norm=True),
+    "ssmax in a window": attention(SSMax(window=7, scale=0.3)),
+    "alibi": attention(Alibi(), kv_heads=3, heads=6),
+    "alibi in a window": attention(Alibi(window=7, scale=0.3)),
+    "fox": attention(Fox(), qk_norm=True, conv=Canon()),
+    "fox in a window": attention(Fox(window=7, scale=0.3), kv_heads=4),
+    "fox in a window of two, with memory": attention(Fox(window=2), memory=Memory()),
     "lucid": attention(Lucid(), position=Rope()),
     "lucid qk": attention(Lucid(precondition="qk")),
     "lucid rowmax": attention(Lucid(precondition="rowmax")),

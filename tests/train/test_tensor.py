@@ -39,7 +39,7 @@ from needlework.train.tensor import _share, split_heads
 
 SIZES = Sizes(heads=2, key_dim=4, value_dim=6, attention_heads=4, kv_heads=2, head_dim=4, content_chunk=5)
 HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 4}
-WHOLE = ("mamba", "mamba2", "retnet")  # no heads; one key head; heads that are not alike
+WHOLE = ("mamba", "mamba2", "retnet", "alibi")  # no heads; one key head; heads that are not alike
 MIXERS = {name: named.make(SIZES) for name, named in CATALOG.items() if name not in WHOLE} | {
     "mamba-2 of two groups": Recurrent(
         heads=2, value_heads=4, key_dim=4, value_dim=6, write=Mamba2(), conv=ShortConv(bias=True), norm=GatedNorm()
@@ -154,7 +154,10 @@ REFUSED = {
     "recurrent has heads = 1, which 2 ranks cannot share evenly": (2, ["mamba2"], "swiglu"),
     "mamba has no heads that 2 ranks could share": (2, ["mamba"], "swiglu"),
     "swiglu has hidden = 13, which 2 ranks cannot share evenly": (2, ["linear"], "odd"),
-    "recurrent has a fixed_gate, whose heads differ by their number: 2 ranks cannot share them": (2, ["retnet"], "swiglu"),
+    **{
+        f"{mixer} has a part {part}, whose heads differ by their number: 2 ranks cannot share them": (2, [name], "swiglu")
+        for mixer, part, name in (("recurrent", "fixed_gate", "retnet"), ("attention", "alibi", "alibi"))
+    },
     "gated_conv has channels = 7, which 2 ranks cannot share evenly": (2, ["odd convolution"], "swiglu"),
 }
 
