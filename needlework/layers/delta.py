@@ -1,6 +1,8 @@
 """The delta rule: what is already stored under k is erased before v is written. DeltaNet, Gated DeltaNet and KDA by the gate."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -44,5 +46,7 @@ class DeltaRule(WriteRule):
     def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         return gates_of(x, *beside, g=self.gate, beta=self.beta)
 
-    def call(self, op, q, k, v, *, g, beta, q_read, **carry):
+    def call(
+        self, op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None, beta: Tensor, q_read: Tensor, **carry: Any
+    ) -> Any:  # fmt: skip
         return op(q, k, v, g, beta, q_read=q_read, scale=self.width.scale, **carry)

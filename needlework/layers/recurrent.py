@@ -160,7 +160,7 @@ class _Recurrent(Mixer):
         """Tokens of each sequence after x, where positions count."""
         if self.config.position is None:
             return None
-        new = torch.full((len(x),), x.shape[1], device=x.device) if cu_seqlens is None else lengths(cu_seqlens)
+        new = torch.full((len(x),), x.shape[1], device=x.device) if cu_seqlens is None else lengths(cu_seqlens).long()
         return new if state.length is None else state.length + new
 
     def _out(self, x: Tensor, o: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ and so are tokens after pages everywhere.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -200,13 +200,15 @@ class Softmax(AttendConfig):
 class SoftmaxRule(AttendRule):
     """Softmax attention, and the base of rules that change its scores."""
 
-    def forward(self, x, q, k, v, **carry):
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **carry: Any) -> tuple[Tensor, Tensor | None, KVState | None]:
         o, state = softmax_attention(
             q, k, v, window=self.config.window, ring=self.config.window, scale=self.config.scale, **carry
         )
         return o, None, state
 
-    def serve(self, x, q, k, v, tables, batch):
+    def serve(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tables: Mapping[str, Tensor], batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
         pages = self.write_rows(k, v, tables, batch)
         attend = partial(paged_attention, **pages, window=self.config.window, scale=self.config.scale)
         return batch.on_pages(attend, self.reach, q=q), None

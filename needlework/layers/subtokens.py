@@ -20,7 +20,7 @@ class SubTokens(WriteRule[Rule]):
     times: Callable[..., list[dict[str, Tensor | None]]]  # (k, v, **gates): the op's tensors of each time, in order, by name
     settings: Mapping[str, Any]
 
-    def call(self, op, q, k, v, *, q_read, **given):
+    def call(self, op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, q_read: Tensor, **given: Any) -> Any:
         carry: dict[str, Any] = {name: given.pop(name) for name in CARRY if name in given}
         times, settings = self.times(k, v, **given), self.settings
         if op is self.step:
