@@ -1,6 +1,6 @@
 """Serving on this GPU: a decoding step by preset and batch, the engine around it, and `generate` for one user.
 
-    python benchmarks/serve.py [--preset qdelta-340m lucid-1b] [--rows 1 64] [--context 512] [--compiled] [--out DIR]
+    python benchmarks/serve.py [--preset qdelta-340m lucid-1b-64] [--rows 1 64] [--context 512] [--compiled] [--out DIR]
 
 Weights are random, bfloat16; every sequence has `context` tokens. Rows:
 
@@ -50,7 +50,7 @@ from needlework.serve.text import Text
 
 COPY = 4.27e12  # bytes a second that a copy moves on an H200: the device's own limit
 PRODUCT = 700e12  # operations a second of a large product
-MODELS = ("qdelta-340m", "qdelta-1.3b", "atma-polar-memory", "transformer-500m", "carve-125m", "lucid-1b")
+MODELS = ("qdelta-340m", "qdelta-1.3b", "atma-polar-memory", "transformer-500m", "carve-125m", "lucid-1b-64")
 ROWS = (1, 64, 256, 512)
 MADE = 64  # tokens of a request
 # tokens a second at context 512, 0.87 of what a step written for each model alone reached
@@ -60,7 +60,7 @@ BARS = {
     "atma-polar-memory": {1: 2990, 64: 83_000, 256: 181_000, 512: 241_000},
     "transformer-500m": {1: 1385, 64: 24_600, 256: 38_500, 512: 42_800},
     "carve-125m": {1: 4590, 64: 106_000, 256: 266_000, 512: 345_000},
-    "lucid-1b": {1: 1180, 64: 37_500, 256: 88_000, 512: 100_000},
+    "lucid-1b-64": {1: 1180, 64: 37_500, 256: 88_000, 512: 100_000},
 }
 OURS = 0.87
 

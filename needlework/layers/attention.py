@@ -18,7 +18,7 @@ from needlework.layers.projection import OutProjection
 from needlework.layers.rope import PositionConfig
 from needlework.layers.softmax import AttendConfig
 from needlework.layers.state import Held, of, under
-from needlework.ops.common.packing import document_positions
+from needlework.ops.common.packing import token_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Attention(MixerConfig):
 
     heads: Hq query heads of head_dim = d channels.
     kv_heads: Hkv heads of k and v; Hq is a multiple of it, None: Hq.
-    attend: the attend rule: Softmax, Lucid, Polar or Differential.
+    attend: the attend rule, e.g. Softmax.
     position: Rope, HalfRope or None: no positions.
     qk_norm: RMS norm of q and k per head, without weight; "weighted": each with a weight [d] that the heads share, as Qwen3.
     conv: Canon, ShortConv or None, on q, k and v after the norm.
@@ -128,7 +128,7 @@ class _Attention(Mixer):
         if self.memory is not None:
             remembered, memory = self.memory(x, q, k, v, state.memory, **carry)
         if (position := self.config.position) is not None:
-            at = self._positions(x, state, cu_seqlens)
+            at = token_positions(x, None if state.attend is None else state.attend.length, cu_seqlens)
             q, k = self._turned(position, q, at), self._turned(position, k, at)
         o, residual, attend = self.attend(x, q, k, v, initial_state=state.attend, **carry)
         y = self._out(x, o, gate, residual, remembered)
@@ -146,17 +146,16 @@ class _Attention(Mixer):
         return self._out(x, o, gate, residual, remembered)
 
     def held(self, dtype: torch.dtype) -> Held:
-        conv = conv_held(self.config.conv, self.channels, dtype)
-        if self.memory is None:
-            return Held(conv, self.attend.rows(dtype), self.attend.reach)
-        fixed = conv | under("memory", self.memory.held(dtype))
-        return Held(fixed, self.attend.rows(dtype), self.attend.reach, self.memory.write.cut)
+        fixed, cut = conv_held(self.config.conv, self.channels, dtype), 1
+        if self.memory is not None:
+            fixed, cut = fixed | under("memory", self.memory.held(dtype)), self.memory.write.cut
+        return Held(fixed | under("attend", self.attend.fixed(dtype)), self.attend.rows(dtype), self.attend.reach, cut)
 
     def distraction(self, x: Tensor, distractor: Distractor, cu_seqlens: Tensor | None = None) -> Tensor:
         """`distractor`'s loss on this layer's input x [B T D]: a number. Projects again, so that `forward` stays as it is."""
         q, _, k, v = self._project(x)
         q, k, v, _ = self._convolve(q, k, v, None, cu_seqlens)
-        at = self._positions(x, AttentionState(None, None, None), cu_seqlens)
+        at = token_positions(x, None, cu_seqlens)
         if (position := self.config.position) is not None:
             q, k = self._turned(position, q, at), self._turned(position, k, at)
         with torch.no_grad():
@@ -198,11 +197,3 @@ class _Attention(Mixer):
         """x [.. H d] at its positions [..]: each of a head's vectors turns by itself, or its scores would not be relative."""
         vectors = x.unflatten(-1, (self.attend.vectors_a_head, -1)).flatten(-3, -2)
         return position(vectors, at).reshape(x.shape)
-
-    def _positions(self, x: Tensor, state: AttentionState, cu_seqlens: Tensor | None) -> Tensor:
-        """[B T] or [1 T] position of each token in its own document."""
-        if cu_seqlens is None:
-            at = torch.arange(x.shape[1], device=x.device)[None]
-            return at if state.attend is None else at + state.attend.length[:, None]
-        document, at = document_positions(cu_seqlens, x.shape[1])
-        return (at if state.attend is None else at + state.attend.length[document])[None]

@@ -132,6 +132,33 @@ class Llama3Rope(PositionConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairRope(PositionConfig):
+    """RetNet's rotary positions, as its authors have them: neighbours turn: x [B T H d], positions [B T] -> [B T H d], d even.
+
+        (x_2i, x_2i+1) → (x_2i cos θ − x_2i+1 sin θ, x_2i+1 cos θ + x_2i sin θ),    θ = position · base^{−i/(d/2 − 1)},    i < d/2
+
+    base: of the frequencies.
+    Raises ValueError for an odd d.
+
+    >>> import torch
+    >>> from needlework.layers import PairRope
+    >>> PairRope()(torch.ones(1, 2, 1, 4), torch.tensor([[0, 1]]))[0, :, 0]
+    tensor([[ 1.0000,  1.0000,  1.0000,  1.0000],
+            [-0.3012,  1.3818,  0.9999,  1.0001]])
+    """
+
+    kind = "pair_rope"
+    multiple = 2
+    base: Positive = 10_000.0
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        self.check(x.shape[-1])
+        halves = x.unflatten(-1, (-1, 2)).mT.flatten(-2)  # as `rotate` takes them
+        turned = rotate(halves, positions, self.base ** -_line(x, x.shape[-1] // 2, 1.0))
+        return turned.unflatten(-1, (2, -1)).mT.flatten(-2)
+
+
+@dataclass(frozen=True, kw_only=True)
 class HalfRope(PositionConfig):
     """ATMA's half-truncated rotary: x [B T H d], positions [B T] -> [B T H d], d a multiple of 4.
 

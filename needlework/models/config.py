@@ -15,7 +15,7 @@ from needlework.layers.config import MixerConfig, nearest
 from needlework.layers.norm import EPS
 from needlework.models.auto import AUTO_MAP, Installed, write_module
 
-_LAYER_TYPES = dict.fromkeys(("recurrent", "gated_conv", "mamba3"), "linear_attention") | {"attention": "full_attention"}
+_LAYER_TYPES = {mixer.kind: "full_attention" if mixer.kind == "attention" else "linear_attention" for mixer in MIXERS}
 _FOLLOWING = ("num_hidden_layers", "layer_types")  # from the layout
 _FIXED = ("layout", "mixers", "mlp", *_FOLLOWING)
 # What transformers and its tools write beside a model's fields, PreTrainedConfig's and GenerationConfig's; names that begin with "_"
@@ -42,6 +42,7 @@ class NeedleworkConfig(Installed, PreTrainedConfig):
     head_bias: of the unembedding (untied only).
     initializer_range: standard deviation of matrices and embeddings; None keeps PyTorch's own starts.
     zero_output: every projection back into the residual stream, and the unembedding, starts at zero.
+    scaled_output: every projection back into the residual stream starts divided by √layers, as Mamba's do.
     use_cache: as everywhere in transformers; so are pad_token_id, bos_token_id and eos_token_id.
     Raises ValueError, naming the field, for a value out of its range and for a key that neither this class nor transformers knows.
 
@@ -67,6 +68,7 @@ class NeedleworkConfig(Installed, PreTrainedConfig):
     head_bias: bool = False
     initializer_range: NonNegative | None = 0.02
     zero_output: bool = False
+    scaled_output: bool = False
     use_cache: bool = True
     pad_token_id: Natural | None = None
     bos_token_id: Natural | None = None

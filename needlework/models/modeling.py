@@ -120,6 +120,8 @@ class NeedleworkPreTrainedModel(Installed, PreTrainedModel):
         if self.config.zero_output and (isinstance(module, OutProjection) or module is self.get_output_embeddings()):
             for tensor in own.values():
                 nn.init.zeros_(tensor)
+        if self.config.scaled_output and isinstance(module, OutProjection):
+            own["weight"].div_(len(self.config.layout) ** 0.5)
         for name, value in loaded.items():  # from_pretrained has filled these already
             own[name].copy_(value)
 

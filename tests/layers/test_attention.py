@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, logsigmoid, pad, relu, silu
 
+import needlework.layers.attention as attention_file
 from needlework.layers import (
     Attention,
     Canon,
@@ -267,10 +268,10 @@ TURNED = {
 def test_positions_are_relative_under_every_attend_rule(rule, position, monkeypatch):
     mixer, x = build(attention(TURNED[rule], position=position)), sample()
     here = mixer(x)[0].detach()
-    before = mixer._positions
-    monkeypatch.setattr(mixer, "_positions", lambda *args: before(*args) + 100)
+    before = attention_file.token_positions
+    monkeypatch.setattr(attention_file, "token_positions", lambda *args: before(*args) + 100)
     assert relative(mixer(x)[0].detach(), here) < 1e-12
-    monkeypatch.setattr(mixer, "_positions", lambda *args: 2 * before(*args))
+    monkeypatch.setattr(attention_file, "token_positions", lambda *args: 2 * before(*args))
     assert relative(mixer(x)[0].detach(), here) > 1e-3  # they are not without effect
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -9,32 +10,43 @@ import pytest
 from needlework.layers import (
     CCQ,
     KINDS,
+    Alibi,
     Attention,
     Canon,
     Carve,
     ChannelGate,
+    Comba,
     Delta,
+    DeltaProduct,
     Differential,
+    Fox,
     GatedConv,
+    GatedNorm,
     Gdn2,
     HalfRope,
+    HeadNorm,
+    Hedgehog,
     Linear,
     Llama3Rope,
     LowRankGate,
     Lucid,
+    Mamba,
     Mamba3,
     Memory,
     Objective,
     OutputGate,
+    PairRope,
     Polar,
     QDelta,
     Recurrent,
     RetentionGate,
     Rope,
+    Rwkv7,
     ScalarGate,
     ShortConv,
     Softmax,
     SquaredReLU,
+    SSMax,
     SwiGLU,
     from_dict,
 )
@@ -62,10 +74,17 @@ NUMBERS = {
     (Mamba3, "half_life"): (MAMBA3, (None, 0.5, 100), ABOVE_ZERO),
     (GatedConv, "width"): ({}, (2, 4), (1, *COUNT)),
     (GatedConv, "channels"): ({}, (None, 1), COUNT),
+    (Mamba, "channels"): ({}, (None, 1), COUNT),
+    (Mamba, "state"): ({}, (1, 16), COUNT),
+    (Mamba, "rank"): ({}, (None, 1), COUNT),
+    (Mamba, "width"): ({}, (2, 4), (1, *COUNT)),
     (ShortConv, "width"): ({}, (2, 4), (1, *COUNT)),
     (Canon, "width"): ({}, (2, 4), (1, *COUNT)),
     (Softmax, "window"): ({}, (None, 1), COUNT),
     (Softmax, "scale"): ({}, (None, 0.1, 1), ABOVE_ZERO),
+    **{(kind, "window"): ({}, (None, 1), COUNT) for kind in (SSMax, Alibi, Fox)},
+    **{(kind, "scale"): ({}, (None, 0.1, 1), ABOVE_ZERO) for kind in (SSMax, Alibi, Fox)},
+    (SSMax, "start"): ({}, (0.1, 1), ABOVE_ZERO),
     (Lucid, "window"): ({}, (None, 1), COUNT),
     (Lucid, "scale"): ({}, (None, 0.1, 1), ABOVE_ZERO),
     (Polar, "window"): ({}, (None, 1), COUNT),
@@ -78,6 +97,8 @@ NUMBERS = {
     (Llama3Rope, "low"): ({}, (0.5, 1), ABOVE_ZERO),
     (Llama3Rope, "high"): ({}, (1.5, 4), (1, *ABOVE_ZERO)),
     (Llama3Rope, "length"): ({}, (1, 8192), COUNT),
+    (PairRope, "base"): ({}, (0.5, 10_000), ABOVE_ZERO),
+    (GatedNorm, "eps"): ({}, (1e-5, 1), ABOVE_ZERO),
     (OutputGate, "rank"): ({}, (None, 1), COUNT),
     (ScalarGate, "half_life"): ({}, (None, 0.5, 100), ABOVE_ZERO),
     (ChannelGate, "half_life"): ({}, (None, 0.5, 100), ABOVE_ZERO),
@@ -90,6 +111,8 @@ NUMBERS = {
     (Carve, "content_chunk"): ({}, (1, 64), COUNT),
     (Carve, "write_rank"): ({}, (1, 2), COUNT),
     (Carve, "half_life"): ({}, ((32.0, 64.0), [32, 64]), ((0.0, 64.0), (32.0, -1.0), (32.0,), (1.0, 2.0, 3.0), 32.0, "ab")),
+    (DeltaProduct, "write_rank"): ({}, (1, 2), COUNT),
+    (Rwkv7, "rank"): ({}, (None, 1), COUNT),
     (CCQ, "start"): ({}, (0.01, 0.99), (0, 1, -0.1, *NOT_A_NUMBER)),
     (QDelta, "lam"): ({}, (None, 0, 0.5, 1), (-0.1, 1.5, *NOT_A_NUMBER)),
     (SwiGLU, "hidden"): ({}, (1, 64), COUNT),
@@ -108,8 +131,13 @@ OTHERS = {
     (Recurrent, "read"): (RECURRENT, (CCQ(),), (Delta(), None)),
     (Recurrent, "conv"): (RECURRENT, (None, Canon()), (Rope(), "short_conv", 4)),
     (Recurrent, "output_gate"): (RECURRENT, (True, False, OutputGate()), (1, None, "yes")),
-    (OutputGate, "activation"): ({}, ("sigmoid", "silu"), ("relu", None)),
     (Attention, "qk_norm"): (ATTENTION, (True, False, "weighted"), (1, None, "yes")),
+    (Recurrent, "position"): (RECURRENT, (None, Rope()), (Canon(), "rope")),
+    (Recurrent, "norm"): (RECURRENT, (GatedNorm(), HeadNorm(weight=False)), (None, Rope())),
+    (Linear, "features"): ({}, (None, Hedgehog()), (ScalarGate(), "hedgehog")),
+    (Hedgehog, "map"): ({}, ("halves", "joint"), ("both", None)),
+    (Hedgehog, "heads"): ({}, ("own", "shared"), ("all", 4)),
+    (OutputGate, "activation"): ({}, ("silu", "sigmoid"), ("relu", None)),
     (Attention, "attend"): (ATTENTION, (Lucid(),), (Delta(), None)),
     (Attention, "position"): (ATTENTION, (None, Rope()), (Canon(), "rope")),
     (Attention, "conv"): (ATTENTION, (None, ShortConv()), (Rope(),)),
@@ -121,6 +149,10 @@ OTHERS = {
     (Memory, "write"): ({}, (QDelta(),), (CCQ(), None)),
     (Memory, "read"): ({}, (CCQ(),), (QDelta(), None)),
     (Delta, "gate"): ({}, (None, ChannelGate()), (Delta(), 0.5)),
+    (Delta, "allow_neg_eigval"): ({}, (True, False), (1, None)),
+    (Gdn2, "allow_neg_eigval"): ({}, (True, False), (1, None)),
+    (DeltaProduct, "gate"): ({}, (None, ScalarGate()), (Delta(),)),
+    (Comba, "gate"): ({}, (ChannelGate(),), (None, Rope())),
     (Gdn2, "gate"): ({}, (ScalarGate(),), (None, Rope())),
 }  # fmt: skip
 ROWS = [pytest.param(*key, *row, id=f"{key[0].kind}.{key[1]}") for key, row in (NUMBERS | OTHERS).items()]
@@ -145,7 +177,7 @@ def test_llama_3s_fast_frequencies_begin_above_its_slow_ones():
 
 def test_every_number_of_every_config_has_its_row():
     def has_numbers(annotation):
-        return any(word in str(annotation) for word in ("int", "float"))
+        return re.search(r"\b(int|float)\b", str(annotation)) is not None
 
     numbers = {
         (kind, field.name)

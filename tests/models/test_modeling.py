@@ -231,6 +231,16 @@ def test_zero_output_starts_as_the_embedding_alone(prompt):
     assert not model(prompt).logits.any()
 
 
+def test_scaled_output_divides_what_goes_back_into_the_residual_stream_by_the_root_of_the_layers():
+    plain, scaled = config("QQQQ"), config("QQQQ", scaled_output=True)
+    torch.manual_seed(0)
+    one = NeedleworkForCausalLM(plain).state_dict()
+    torch.manual_seed(0)
+    for name, p in NeedleworkForCausalLM(scaled).state_dict().items():
+        half = name.endswith(("mixer.o_proj.weight", "mlp.down_proj.weight"))
+        assert torch.equal(p, one[name] / 2 if half else one[name]), name
+
+
 def test_hidden_states_are_one_a_block_and_the_embedding(model, prompt):
     states = model(prompt, output_hidden_states=True).hidden_states
     assert len(states) == len(model.config.layout) + 1
