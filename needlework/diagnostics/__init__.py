@@ -9,5 +9,6 @@ from .ccq import rare as rare
 from .listen import heard as heard
 from .lucid import lucid as lucid
 from .memory import state_norms as state_norms
+from .memory import state_peaks as state_peaks
 from .polar import polar as polar
 from .qdelta import qdelta as qdelta

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from needlework.data import Corpus, SourceError, StoreError, eot_id
+from needlework.diagnostics import state_peaks
 from needlework.experiment.claim import RunError, write_json
 from needlework.experiment.evaluate import Evaluation as Evaluation
 from needlework.experiment.evaluate import Stopped, measure
@@ -89,7 +90,7 @@ def run(
             described["corpus"]["sha256"] = corpus.manifest["sha256"]
             result = train(
                 model, lambda index: recipe.batch(corpus, index), recipe.train, directory / "training",
-                losses=recipe.losses, recipe=described, on_step=on_step, stop=stop, world=world,
+                losses=recipe.losses, recipe=described, on_step=on_step, stop=stop, world=world, states=state_peaks,
             )  # fmt: skip
             if result.stopped:
                 return None

@@ -10,6 +10,7 @@ from .checkpoint import latest as latest
 from .checkpoint import load as load
 from .config import TrainConfig as TrainConfig
 from .guard import BadStep as BadStep
+from .guard import GrowingState as GrowingState
 from .guard import Guard as Guard
 from .guard import NonFiniteLoss as NonFiniteLoss
 from .guard import Spike as Spike

@@ -26,7 +26,7 @@ from . import metadata
 from .checkpoint import Checkpoints, latest
 from .config import TrainConfig
 from .feed import feed
-from .guard import Watch
+from .guard import States, Watch
 from .lock import alone
 from .log import Log, Silence, peak_memory, summary_writer
 from .losses import Batch, Criterion, of_logits
@@ -76,6 +76,7 @@ def train(
     on_step: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
     world: World | None = None,
+    states: States | None = None,
 ) -> Result:
     """Trains `model` in place, from the newest whole checkpoint in `directory` if there is one.
 
@@ -92,7 +93,8 @@ def train(
     on_step: called after every step. It must leave PyTorch's generators and the model's mode as they were.
     stop: asked before every step; True on any rank ends the run with a checkpoint.
     world: `World.open(config.parallel)`'s; None opens it.
-    Raises NonFiniteLoss or Spike (see `Guard`); InUse if another process trains there; CheckpointError if a checkpoint cannot be
+    states: looks at the model's states, as `Guard.state_every` asks, on one rank; the largest is logged, as state and state_of.
+    Raises NonFiniteLoss, Spike or GrowingState (see `Guard`); InUse if another process trains there; CheckpointError if a checkpoint cannot be
     written, all are damaged, or the newest one is of another config; ValueError for a step without a single counted label, a batch
     that ranks cannot share, or a directory that they do not.
     """
@@ -111,7 +113,7 @@ def train(
     world.share(directory)
     background = world.mesh is not None or run.device.type == "cuda"
     with ExitStack() as held, Checkpoints(directory, fingerprint, config.keep, world, background) as checkpoints:
-        stepper = Stepper(run, config, losses, watch, state_passing, read, checkpoints.wait)
+        stepper = Stepper(run, config, losses, watch, state_passing, read, checkpoints.wait, states)
         world.agree(lambda: held.enter_context(alone(directory)))
         last = checkpoints.last = world.agree(lambda: latest(directory, fingerprint))
         same_ranks = True
