@@ -3,6 +3,7 @@
 Every batch is a pure function of its arguments (rng.py), so training resumes exactly from a step number alone.
 """
 
+from .archive import Archive as Archive
 from .batch import Batch as Batch
 from .batch import Episodes as Episodes
 from .bpe import train_tokenizer as train_tokenizer
