@@ -24,6 +24,7 @@ from needlework.diagnostics import state_peaks
 from needlework.experiment.claim import RunError, write_json
 from needlework.experiment.evaluate import Evaluation as Evaluation
 from needlework.experiment.evaluate import Stopped, measure
+from needlework.experiment.gate import Gatekeeper
 from needlework.experiment.pieces import Pieces, measurement
 from needlework.experiment.preflight import check
 from needlework.experiment.pretrained import load_model
@@ -88,9 +89,10 @@ def run(
             described.pop("train")  # train() compares its own config
             described.pop("evaluate")
             described["corpus"]["sha256"] = corpus.manifest["sha256"]
+            keeper = Gatekeeper(recipe.gate, directory)
             result = train(
-                model, lambda index: recipe.batch(corpus, index), recipe.train, directory / "training",
-                losses=recipe.losses, recipe=described, on_step=on_step, stop=stop, world=world, states=state_peaks,
+                model, lambda index: recipe.batch(corpus, index, keeper.passed), recipe.train, directory / "training",
+                losses=recipe.losses, recipe=described, on_step=keeper.noting(on_step), stop=stop, world=world, states=state_peaks,
             )  # fmt: skip
             if result.stopped:
                 return None
@@ -124,6 +126,8 @@ def finish(
     if recipe.evaluate.full_context:
         once = lambda name, make: pieces.once(f"full context: {name}", make)
         entry["full_context"] = measure(kept(recipe.model.full_context()), corpus, recipe.evaluate, once, stop)
+    if recipe.gate is not None:
+        entry["gate"] = {"step": Gatekeeper(recipe.gate, directory).passed, "most": recipe.phases[0].steps}
     write_json(directory / "result.json", entry | origin(recipe, directory))
     pieces.forget()
 

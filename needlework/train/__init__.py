@@ -17,6 +17,7 @@ from .guard import Spike as Spike
 from .launch import relaunch as relaunch
 from .lock import InUse as InUse
 from .lock import alone as alone
+from .log import logged as logged
 from .log import summary_writer as summary_writer
 from .loop import Progress as Progress
 from .loop import Result as Result

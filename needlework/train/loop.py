@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ from .world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """After a step: `step` of `steps` are done. tokens, seconds: of the whole run; tokens_per_second: over the last 20 steps."""
+    """After a step: `step` of `steps` are done. tokens, seconds: of the whole run; tokens_per_second: over the last 20 steps. extra: what
+    was logged of it beside these."""
 
     step: int
     steps: int
@@ -47,6 +48,7 @@ class Progress:
     tokens: int
     seconds: float
     tokens_per_second: float
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,7 @@ def train(
                             tokens=run.tokens,
                             seconds=run.seconds,
                             tokens_per_second=_rate(recent),
+                            extra=step.extra,
                         )
                     )
             if saved != run.step:
