@@ -70,6 +70,10 @@ class Archive(Bounded):
         """The manifest's list: of each package what it was, its licence, its documents and bytes by side."""
         return self.manifest["packages"]
 
+    def left(self) -> dict[str, int]:
+        """Bytes that were left out when it was gathered, by why."""
+        return {f"bytes_{why}": size for why, size in self.manifest["left_out"].items()}
+
     def stream(self) -> Stream:
         return ArchiveStream(self)
 

@@ -42,7 +42,7 @@ class Bounded:
         raise NotImplementedError
 
     def left(self) -> dict[str, int]:
-        """For the manifest's totals: what of its files the source does not read."""
+        """For the manifest's totals: what of its files, or of its text, the source does not read."""
         return {}
 
     def skipped(self) -> list[dict[str, str]]:

@@ -86,7 +86,8 @@ def test_no_package_is_over_its_share_of_what_is_kept(tmp_path):
 
 
 def test_an_archive_becomes_a_corpus_with_its_four_sides(tmp_path):
-    manifest = gather(packages(), tmp_path / "text", SPLIT, 0.1)
+    copied = Gathered("copied", "", "", [("0", lines("a", "0.txt", 5))])
+    manifest = gather([*packages(), copied], tmp_path / "text", SPLIT, 0.1)
     source = Archive(path=str(tmp_path / "text"), sha256=manifest["sha256"])
     corpus = prepare(StoreConfig(source=source, tokenizer="bytes"), tmp_path / "corpus")
     text = lambda side: [bytes(d[:-1].astype("uint8")).decode() for d in (side[i] for i in range(len(side)))]
@@ -100,6 +101,7 @@ def test_an_archive_becomes_a_corpus_with_its_four_sides(tmp_path):
     with pytest.raises(ValueError, match="there is no side 'test'; it has held_out, development, other"):
         corpus.on("test")
     assert corpus.manifest["files"][0].keys() >= {"name", "of", "licence", "sha256", "held_out"}
+    assert corpus.manifest["totals"]["bytes_copies"] == manifest["left_out"]["copies"] > 0
     with pytest.raises(SourceError, match=r"the recipe says 0{16}…: another text"):
         prepare(StoreConfig(source=Archive(path=str(tmp_path / "text"), sha256="0" * 64), tokenizer="bytes"), tmp_path / "c")
     (tmp_path / "text" / "documents.jsonl.xz").write_bytes(b"")

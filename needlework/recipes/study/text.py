@@ -1,7 +1,7 @@
 """The text of the second study: English prose and reference from Debian packages, and the Python source that is installed here.
 
     needlework gather          makes the archive in FOLDER, where there are apt-get and a network; git does not keep it
-    docs/results/second/text.json.xz   is its manifest: every package with its release, digest, licence, and bytes by side
+    docs/results/second/corpora/       has its manifest: every package with its release, digest, licence, and bytes by side
 
 A machine without a network gets the folder, and tokenises it with the tokenizer in it. SHA256 is the archive's: runs that are to be
 compared read one text.
@@ -19,8 +19,8 @@ from needlework.files import write_whole
 from needlework.recipes.study.mixers import VOCABULARY
 
 FOLDER = "runs/text/second"
-SHA256: str | None = None
-TRAINING = 0  # unique training tokens, under the tokenizer below
+SHA256 = "749fc4ecd93e0bd1f72c0f46d561d7f6830285aa10475e316720a72409ef7332"
+TRAINING = 68_566_118  # unique tokens of the training side, under the tokenizer in FOLDER
 EPOCHS = 1.5  # no experiment reads a token of text more often
 
 SHARE = 0.1  # of the bytes, the most that one package may be
