@@ -1,6 +1,7 @@
 """What the second study asks of a model, of models whose answers are known."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -43,13 +44,17 @@ def test_recall_is_a_mean_over_buckets_of_distance_and_told_apart_for_overwritte
 
     found = recall(says(logits), corpus, MIX, 5, 40, 700, batch_size)
     at = scored.targets != -100
-    assert [b["from"] for b in found["buckets"]] == [1, 64, 256] and found["digits"] == at.sum() == sum(b["digits"] for b in found["buckets"])
+    assert [b["from"] for b in found["buckets"]] == [1, 64, 256] and found["digits"] == at.sum() == sum(
+        b["digits"] for b in found["buckets"]
+    )
     far = at & (scored.distance >= 256)
     share = 1 - scored.overwritten[far].double().mean().item()
     assert [b["nll"] for b in found["buckets"]] == pytest.approx([0, 0, share * math.log(V)], abs=1e-6)
     assert found["nll"] == pytest.approx(share * math.log(V) / 3, abs=1e-6)  # over buckets, and not over digits
     assert found["accuracy"] == pytest.approx(1 - share / 3, abs=0.02)  # a guess is the token 0, which is no digit
-    assert found["overwritten"]["nll"] == pytest.approx(0, abs=1e-6) and found["kept"]["buckets"][-1]["nll"] == pytest.approx(math.log(V))
+    assert found["overwritten"]["nll"] == pytest.approx(0, abs=1e-6) and found["kept"]["buckets"][-1]["nll"] == pytest.approx(
+        math.log(V)
+    )
     assert found["overwritten"]["digits"] + found["kept"]["digits"] == found["digits"]
     assert recall(says(logits), corpus, RecallMix(sparse=1.0), 5, 40, 700, 8)["overwritten"] is None
 
@@ -58,14 +63,14 @@ def test_bigrams_are_counted_and_found_again_in_their_row(corpus, monkeypatch):
     monkeypatch.setattr("needlework.data.bigrams.CHUNK", 1000)
     tokens = corpus.train.tokens.tolist()
     brute = {}
-    for pair in zip(tokens, tokens[1:], strict=False):
+    for pair in pairwise(tokens):
         brute[pair] = brute.get(pair, 0) + 1
     table = counts(corpus.train, V)
     assert {(i // V, i % V): int(n) for i, n in enumerate(table) if n} == brute and table.sum() == len(tokens) - 1
     rows = held_out_text(corpus, 0, 6, 90).input_ids.numpy()
     most = int(np.median(list(brute.values())))
     expected = [
-        [(a, b) in {*zip(row[:t], row[1:t], strict=False)} and brute.get((a, b), 0) <= most for t, (a, b) in enumerate(zip(row, row[1:], strict=False), 1)]
+        [pair in {*pairwise(row[:t])} and brute.get(pair, 0) <= most for t, pair in enumerate(pairwise(row), 1)]
         for row in rows.tolist()
     ]
     found = repeated(rows, table, V, most)
@@ -89,7 +94,7 @@ def test_the_gain_of_a_context_is_late_less_early_and_repeated_bigrams_have_thei
     unsure = ~again & (torch.arange(80) < 40)
     assert found["loss"] == pytest.approx(unsure.double().mean().item() * math.log(V), rel=1e-6)
     with pytest.raises(ValueError, match=r"context: late is \(1024, 2048\), expected \(from, to\) within length = 80"):
-        Context(length=80)
+        Context(length=80, early=(0, 20))
 
 
 def test_the_objective_is_what_a_step_on_held_out_rows_would_have(corpus):
@@ -99,12 +104,22 @@ def test_the_objective_is_what_a_step_on_held_out_rows_would_have(corpus):
     table = torch.randn(V, V, generator=torch.Generator().manual_seed(0))
     found = objective(lambda ids: table[ids], corpus, mix, 4, 16, 100, 5)
     nats = F.cross_entropy(table[ids].transpose(1, 2), labels, reduction="none")
-    wanted = {"loss": (emphasis * nats).sum() / emphasis.sum(), "text": nats[answers == 0].mean(), "asked": nats[answers == ASKED].mean()}
+    wanted = {
+        "loss": (emphasis * nats).sum() / emphasis.sum(),
+        "text": nats[answers == 0].mean(),
+        "asked": nats[answers == ASKED].mean(),
+    }
     assert found == pytest.approx({name: x.item() for name, x in wanted.items()}, rel=1e-5)
-    assert token_nats(lambda ids: table[ids], torch.cat([ids, labels[:, -1:]], 1), batch_size=3) == pytest.approx(nats, rel=1e-5)
+    assert token_nats(lambda ids: table[ids], torch.cat([ids, labels[:, -1:]], 1), batch_size=3) == pytest.approx(
+        nats, rel=1e-5
+    )
 
 
 def test_a_measurement_that_cannot_be_made_is_refused_before_a_run(corpus):
-    for changes, said in (({"recall": MIX}, "T = 30 is too short"), ({"side": "other"}, "there is no side 'other'"), ({"objective": MIX}, "too short")):
+    for changes, said in (
+        ({"recall": MIX}, "T = 30 is too short"),
+        ({"side": "other"}, "there is no side 'other'"),
+        ({"objective": MIX}, "too short"),
+    ):
         with pytest.raises(ValueError, match=said):
             check_measurement({}, corpus, Evaluation(lengths=(30,), tokens=30, rows=1, tasks=(), **changes))
