@@ -76,6 +76,8 @@ NUMBERS = {
     (Carve, "content_chunk"): ({}, (1, 64), COUNT),
     (Carve, "write_rank"): ({}, (1, 2), COUNT),
     (Carve, "half_life"): ({}, ((32.0, 64.0), [32, 64]), ((0.0, 64.0), (32.0, -1.0), (32.0,), (1.0, 2.0, 3.0), 32.0, "ab")),
+    (CCQ, "factor"): ({}, (None, 0, 0.5, 1), (-0.1, 1.5, *NOT_A_NUMBER)),
+    (QDelta, "factor"): ({}, (None, 0, 0.5, 1), (-0.1, 1.5, *NOT_A_NUMBER)),
     (CCQ, "start"): ({}, (0.01, 0.99), (0, 1, -0.1, *NOT_A_NUMBER)),
     (QDelta, "lam"): ({}, (None, 0, 0.5, 1), (-0.1, 1.5, *NOT_A_NUMBER)),
     (SwiGLU, "hidden"): ({}, (1, 64), COUNT),

@@ -54,6 +54,7 @@ WRITES = {
     "gdn2": Gdn2(),
     "qdelta": QDelta(),
     "qdelta_fixed": QDelta(lam=0.5, gate=None),
+    "qdelta_factor": QDelta(factor=0.5),
     "qdelta_doubled": QDelta(allow_neg_eigval=True),
     "carve": Carve(rank=4, content_chunk=16),
 }
@@ -71,6 +72,7 @@ def attention(attend, **settings):
 CONFIGS = {f"{w}-{r}": recurrent(WRITES[w], READS[r]) for w in WRITES for r in READS} | {
     "aligned ccq on gated deltanet": recurrent(Delta(gate=ScalarGate()), CCQ(aligned=True)),
     "aligned ccq on gla, grouped": recurrent(Linear(gate=LowRankGate()), CCQ(aligned=True), value_heads=4),
+    "ccq with a factor on gated deltanet": recurrent(Delta(gate=ScalarGate()), CCQ(factor=0.5)),
     "ccq on qdelta, grouped values": recurrent(QDelta(), CCQ(), value_heads=4),
     "carve of rank 2, decayed": recurrent(Carve(rank=4, content_chunk=8, write_rank=2, prediction="decayed"), conv=Silu()),
     "no convolution, no output gate": recurrent(Delta(), conv=None, output_gate=False),
