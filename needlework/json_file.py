@@ -16,6 +16,16 @@ def read_json(path: str | os.PathLike) -> Any:
         raise ValueError(f"{path}: torn, or no JSON ({error})") from None
 
 
+def read_lines(path: str | os.PathLike) -> list[Any]:
+    """What each line of the file holds; ValueError and OSErrors as in `read_json`."""
+    try:
+        content = Path(path).read_bytes()
+        text = (lzma.decompress(content) if Path(path).suffix == ".xz" else content).decode()
+        return [json.loads(line) for line in text.splitlines()]
+    except (ValueError, RecursionError, lzma.LZMAError) as error:
+        raise ValueError(f"{path}: torn, or no lines of JSON ({error})") from None
+
+
 def json_files(directory: str | Path) -> list[Path]:
     """The JSON files of a folder by name, *.json and *.json.xz (as `xz -9 -T1` writes them)."""
     return sorted(path for pattern in ("*.json", "*.json.xz") for path in Path(directory).glob(pattern))

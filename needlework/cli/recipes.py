@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from needlework.extras import extra
 
 if TYPE_CHECKING:
+    from needlework.experiment.jobs import Job
     from needlework.experiment.recipe import Recipe
 
 
@@ -38,12 +39,12 @@ def load_recipe(name: str) -> Recipe:
     return recipe
 
 
-def load_recipes(name: str) -> tuple[Recipe, ...]:
-    """comparison:small is what needlework/recipes/comparison.py's function small returns: several recipes."""
-    from needlework.experiment.recipe import Recipe
+def load_recipes(name: str) -> tuple[Job, ...]:
+    """comparison:small is what needlework/recipes/comparison.py's function small returns: several recipes, forks or capacity runs."""
+    from needlework.experiment.jobs import Job
 
     found = _returned(name)
-    if not isinstance(found, tuple) or not found or not all(isinstance(recipe, Recipe) for recipe in found):
+    if not isinstance(found, tuple) or not found or not all(isinstance(recipe, Job) for recipe in found):
         raise ValueError(f"recipes {name!r}: returned {_kind(found)}, expected a tuple of Recipes")
     return found
 
@@ -119,7 +120,8 @@ def _makes_recipes(value: Any, module: ModuleType) -> bool:
         p for p in signature.parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     returns = signature.return_annotation
-    return not needed and (returns is signature.empty or "Recipe" in inspect.formatannotation(returns))
+    kinds = ("Recipe", "Fork", "Capacity")
+    return not needed and (returns is signature.empty or any(kind in inspect.formatannotation(returns) for kind in kinds))
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from needlework.data import (
 )
 from needlework.experiment.evaluate import Evaluation
 from needlework.experiment.gate import Gate, told
-from needlework.experiment.pretrained import load_model
+from needlework.experiment.pretrained import grown, load_model
 from needlework.fields import Count, fit
 from needlework.layers.objective import Objective
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
@@ -60,6 +60,7 @@ class Recipe:
     """All that fixes a run: model, text, phases, training, measurement. name is the run's; title and equation are for reading.
 
     start: a checkpoint's folder, whose weights the run starts from; None: the model's own start, from train.seed.
+    grows: the model has weights that `start` lacks, which start as the model starts them.
     objective: what is added to the cross entropy. loss: what makes the cross entropy, "torch" or, on CUDA, "liger".
     """
 
@@ -72,6 +73,7 @@ class Recipe:
     train: TrainConfig
     evaluate: Evaluation
     start: str | None = None
+    grows: bool = False
     objective: Objective | None = None
     loss: str = "torch"
 
@@ -102,6 +104,7 @@ class Recipe:
             "model": self.model.to_diff_dict(),
             "phases": [asdict(phase) for phase in self.phases],
             "start": self.start,
+            "grows": self.grows,
             "objective": None if self.objective is None else self.objective.to_dict(),
             "loss": self.loss,
         } | {name: asdict(value) for name, value in fields.items()}
@@ -164,13 +167,13 @@ def is_folder(name: str) -> bool:
 
 def build(recipe: Recipe) -> NeedleworkForCausalLM:
     """The model before its first step, a function of the recipe alone. ValueError if `start` has other weights."""
-    if recipe.start is not None:
-        try:
-            return load_model(Path(recipe.start), recipe.model)
-        except ValueError as error:
-            raise ValueError(f"recipe {recipe.name}: start: {error}") from None
     torch.manual_seed(recipe.train.seed)
-    return NeedleworkForCausalLM(recipe.model)
+    if recipe.start is None:
+        return NeedleworkForCausalLM(recipe.model)
+    try:
+        return (grown if recipe.grows else load_model)(Path(recipe.start), recipe.model)
+    except ValueError as error:
+        raise ValueError(f"recipe {recipe.name}: start: {error}") from None
 
 
 OWN_TEXT = 1 << 28  # bytes of one's own text that are read into memory, where the recipe reads it there

@@ -51,6 +51,7 @@ def run(
     on_step: Callable[[Progress], None] | None = None,
     on_text: Callable[[Corpus], None] = lambda corpus: None,
     stop: Callable[[], bool] = lambda: False,
+    corpora: Path | None = None,
 ) -> dict[str, Any] | None:
     """Trains and measures one recipe in `directory`, on this rank's part of it, from where an earlier call stopped.
 
@@ -59,7 +60,7 @@ def run(
 
     begin: called on the first rank when the text is read, the recipe checked and the model built; what it raises ends the run.
     Before it nothing is written but the text below runs/corpora. on_text: called after it, with the text.
-    stop: asked before every step, and throughout the measurement.
+    stop: asked before every step, and throughout the measurement. corpora: where texts are prepared; None: beside the runs.
     Raises InUse if another process runs in `directory`.
     """
     done = directory / "result.json"
@@ -68,7 +69,7 @@ def run(
     torch.set_num_threads(1)
     with ExitStack() as held:
         with World.open(recipe.train.parallel) as world:
-            corpora = directory.parents[1] / "corpora"
+            corpora = corpora or directory.parents[1] / "corpora"
             if world.ranks > 1:
                 world.share(corpora)
                 world.agree(lambda: bool(text(recipe, corpora)))  # one rank makes it, the others open it
