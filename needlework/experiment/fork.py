@@ -11,7 +11,7 @@ A trunk that does not pass its gate has no branches: there is no recall to compa
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Fork:
             )
         if self.trunk.gate is None:
             raise ValueError(f"fork {self.name}: the trunk has no gate")
-        data = [(branch.corpus, branch.phases, branch.train) for branch in self.branches]
+        data = [(branch.corpus, branch.phases, _alike(branch.train)) for branch in self.branches]
         if any(of != data[0] for of in data):
             raise ValueError(f"fork {self.name}: its branches differ in their corpus, their phases or their training")
 
@@ -119,6 +119,12 @@ def _of_all(fork: Fork, recipe: Recipe, on_step: Callable[[Progress], None] | No
     before = sum(part.train.steps for part in fork.recipes[: names.index(recipe.name)])
     steps = sum(part.train.steps for part in fork.recipes)
     return lambda progress: on_step(replace(progress, step=before + progress.step, steps=steps))
+
+
+def _alike(train: TrainConfig) -> dict[str, Any]:
+    """What branches have in common: all but the rates of what a branch adds."""
+    described = asdict(train)
+    return described | {"optim": {name: value for name, value in described["optim"].items() if name != "rates"}}
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from needlework.models import NeedleworkForCausalLM
 from needlework.models.presets import count_parameters
 from needlework.recipes.study import mixers
 
-model = cache(mixers.model)
+model = mixers.model
 
 
 def flat(value, at=""):

@@ -12,6 +12,7 @@ A pair differs in what its claim is about and in nothing else (`PAIRS`, which a 
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 from needlework.layers import (
@@ -65,7 +66,7 @@ class Pair(NamedTuple):
     differ: tuple[str, ...]
 
 
-def _recurrent(write: WriteConfig, **settings: Any) -> Recurrent:
+def recurrent(write: WriteConfig, **settings: Any) -> Recurrent:
     return Recurrent(**SMALL.square | settings, write=write)
 
 
@@ -83,13 +84,13 @@ _memory = Memory(write=Delta(gate=RetentionGate(half_life=SPREAD)))
 _plain: dict[str, Any] = {"conv": Canon(), "qk_norm": True}  # attention without positions
 
 MIXERS = {
-    "gated-deltanet": Entry("Gated DeltaNet", {"M": _recurrent(_gated)}),
-    "gated-deltanet-wide": Entry("Gated DeltaNet, V 256", {"M": _recurrent(_gated, value_dim=WIDE)}),
-    "kda": Entry("KDA", {"M": _recurrent(Delta(gate=ChannelGate(half_life=SPREAD)))}),
-    "qdelta": Entry("Q-Delta", {"M": _recurrent(_qdelta)}),
-    "ccq": Entry("CCQ on Gated DeltaNet", {"M": _recurrent(_gated, read=CCQ())}),
-    "carve": Entry("CARVE", {"M": _recurrent(Carve(half_life=TWICE))}),
-    "carve-blind": Entry("CARVE, blind", {"M": _recurrent(Carve(rank=0, half_life=TWICE))}),
+    "gated-deltanet": Entry("Gated DeltaNet", {"M": recurrent(_gated)}),
+    "gated-deltanet-wide": Entry("Gated DeltaNet, V 256", {"M": recurrent(_gated, value_dim=WIDE)}),
+    "kda": Entry("KDA", {"M": recurrent(Delta(gate=ChannelGate(half_life=SPREAD)))}),
+    "qdelta": Entry("Q-Delta", {"M": recurrent(_qdelta)}),
+    "ccq": Entry("CCQ on Gated DeltaNet", {"M": recurrent(_gated, read=CCQ())}),
+    "carve": Entry("CARVE", {"M": recurrent(Carve(half_life=TWICE))}),
+    "carve-blind": Entry("CARVE, blind", {"M": recurrent(Carve(rank=0, half_life=TWICE))}),
     "softmax": Entry("Softmax, RoPE", {"M": _attention(Softmax(), position=Rope())}),
     "lucid": Entry("LUCID, RoPE", {"M": _attention(Lucid(), position=Rope())}),
     "softmax-plain": Entry("Softmax, no positions", {"M": _attention(Softmax(), **_plain)}),
@@ -97,18 +98,18 @@ MIXERS = {
     "softmax-memory": Entry("Softmax + memory", {"M": _atma(Softmax(), _memory)}),
     "polar-memory": Entry("Polar + memory (ATMA)", {"M": _atma(Polar(), _memory)}),
     "composition": Entry(
-        "Q-Delta·CCQ, every 4th LUCID", {"R": _recurrent(_qdelta, read=CCQ()), "L": _attention(Lucid(), **_plain)}, "RRRL"
+        "Q-Delta·CCQ, every 4th LUCID", {"R": recurrent(_qdelta, read=CCQ()), "L": _attention(Lucid(), **_plain)}, "RRRL"
     ),
     "control": Entry(
         "Gated DeltaNet, every 4th softmax",
-        {"R": _recurrent(_gated, value_dim=WIDE), "L": _attention(Softmax(), **_plain)},
+        {"R": recurrent(_gated, value_dim=WIDE), "L": _attention(Softmax(), **_plain)},
         "RRRL",
     ),
     # the papers' own starts
-    "gated-deltanet-published": Entry("Gated DeltaNet, published start", {"M": _recurrent(_published)}),
-    "kda-published": Entry("KDA, published start", {"M": _recurrent(Delta(gate=ChannelGate()))}),
-    "qdelta-published": Entry("Q-Delta, published start", {"M": _recurrent(QDelta())}),
-    "carve-published": Entry("CARVE, published start", {"M": _recurrent(Carve())}),
+    "gated-deltanet-published": Entry("Gated DeltaNet, published start", {"M": recurrent(_published)}),
+    "kda-published": Entry("KDA, published start", {"M": recurrent(Delta(gate=ChannelGate()))}),
+    "qdelta-published": Entry("Q-Delta, published start", {"M": recurrent(QDelta())}),
+    "carve-published": Entry("CARVE, published start", {"M": recurrent(Carve())}),
     "polar-memory-published": Entry("Polar + memory, published start", {"M": _atma(Polar(), Memory())}),
 }
 
@@ -133,6 +134,7 @@ PAIRS = (
 )
 
 
+@cache
 def model(mixer: str, size: Size = SMALL) -> NeedleworkConfig:
     """The model of a mixer."""
     entry = MIXERS[mixer]
