@@ -6,6 +6,8 @@ runs/<name>/<mixer>-<seed>/        a run (runner.py)
                     corpora/<sha256>.json  the manifest of a text that the runs read
 """
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from needlework.experiment.jobs import Job, ended, recipes_of
 from needlework.experiment.pack import read_pack, write_pack
 from needlework.experiment.preflight import check
 from needlework.experiment.progress_table import ProgressTable
-from needlework.experiment.recipe import text
+from needlework.experiment.recipe import Recipe, text
 from needlework.experiment.workers import work
 from needlework.json_file import read_json
 from needlework.train import BadStep
@@ -52,7 +54,9 @@ def sweep(
     jobs = {runs[path]: recipe for path, recipe in wanted.items() if not finished(path, recipe, runs[path])}
     readers = {recipe.corpus: recipe for recipe in recipes_of(jobs.values())}
     texts = {corpus: text(recipe, directory.parent / "corpora") for corpus, recipe in readers.items()}
-    for recipe in recipes_of(jobs.values()):  # before anything is written, and before the workers ask for the texts all at once
+    for recipe in _apart(
+        recipes_of(jobs.values())
+    ):  # before anything is written, and before the workers ask for the texts all at once
         check(recipe, texts[recipe.corpus])
     for made in texts.values():
         manifests = directory / "results" / "corpora"
@@ -82,6 +86,12 @@ def sweep(
         if pack is not None:
             write_pack(pack, packed | {path.stem: read_json(path) for path in wanted if path.exists()})
     return [path for path in wanted if not path.exists()]
+
+
+def _apart(recipes: list[Recipe]) -> list[Recipe]:
+    """One of those that differ in nothing but their seeds."""
+    seedless = lambda recipe: replace(recipe, train=replace(recipe.train, seed=0)).to_dict()
+    return list({json.dumps(seedless(recipe), sort_keys=True): recipe for recipe in recipes}.values())
 
 
 def name_of(recipe: Job) -> str:

@@ -16,7 +16,7 @@ level of the last look what it is, and is open otherwise.
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .student import holm, inside, quantile
@@ -24,7 +24,7 @@ from .sweep import Spread
 
 LEVEL, LOOK = 0.05, 0.001
 Entry = Mapping[str, Any]  # of a run, as a pack has it
-Packs = Mapping[str, list[Entry]]  # experiment -> its runs
+Packs = Mapping[str, Sequence[Entry]]  # experiment -> its runs
 
 
 class Measure(NamedTuple):
@@ -103,7 +103,7 @@ def _word(answer: Answer, p: float) -> str:
     return "negligible" if abs(mean) + half < asked.margin else "undecided"
 
 
-def _measured(asked: Asked, entries: list[Entry]) -> Answer:
+def _measured(asked: Asked, entries: Sequence[Entry]) -> Answer:
     """The answer that needs no test; of another all but p's adjustment and the word, which is empty."""
     better, worse = (_values(asked, name, entries) for name in (asked.better, asked.worse))
     passed = _passed(asked, entries)
@@ -145,7 +145,7 @@ def _apart(better: Spread, worse: Spread) -> tuple[float, float | None, int]:
     return mean, math.sqrt(total), max(least, math.floor(total**2 / spent + 1e-9)) if spent else least
 
 
-def _values(asked: Asked, name: str, entries: list[Entry]) -> dict[int, float]:
+def _values(asked: Asked, name: str, entries: Sequence[Entry]) -> dict[int, float]:
     """seed -> a run's number, of the side `name`; runs that their guard ended, and those that did not pass their gate, have none."""
     found = {}
     for entry in entries:
@@ -163,7 +163,7 @@ def _passes(entry: Entry) -> bool:
     return "gate" not in entry or entry["gate"]["step"] is not None
 
 
-def _passed(asked: Asked, entries: list[Entry]) -> tuple[int, int] | None:
+def _passed(asked: Asked, entries: Sequence[Entry]) -> tuple[int, int] | None:
     """Of the claim's runs that have a gate, how many passed it, and how many there are."""
     names = (asked.trunk,) if asked.trunk else (asked.better, asked.worse)
     gated = [entry for entry in entries if entry["name"] in names and "gate" in entry]

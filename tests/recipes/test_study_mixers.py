@@ -9,7 +9,8 @@ import torch
 from needlework.experiment.runner import state_bytes
 from needlework.models import NeedleworkForCausalLM
 from needlework.models.presets import count_parameters
-from needlework.recipes.study import mixers
+from needlework.recipes import comparison
+from needlework.recipes.study import capacity, forks, mixers, reach
 
 model = mixers.model
 
@@ -23,7 +24,7 @@ def flat(value, at=""):
 
 def differing(better, worse):
     """The names of the fields in which two models' configs differ: of a mixer by its own name, of the rest of the model by theirs."""
-    sides, found = [model(name).to_diff_dict() for name in (better, worse)], set()
+    sides, found = [config.to_diff_dict() for config in (better, worse)], set()
     assert sides[0]["mixers"].keys() == sides[1]["mixers"].keys()
     for letter in sides[0]["mixers"]:
         a, b = (flat(side["mixers"][letter]) for side in sides)
@@ -35,12 +36,52 @@ def differing(better, worse):
 PAIRS = [pytest.param(pair, id=f"{pair.better} against {pair.worse}") for pair in mixers.PAIRS]
 
 
+def check(better, worse, differ, more):
+    """The two configs differ in the fields `differ` of their mixers, all of them, and outside of these in `more` at most."""
+    found, outside = differing(better, worse)
+    assert outside <= more
+    assert not [name for name in found if not any(fnmatchcase(name, pattern) for pattern in differ)]
+    assert not [pattern for pattern in differ if not any(fnmatchcase(name, pattern) for name in found)]
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_pair_differs_in_the_fields_that_it_names_and_in_no_other(pair):
-    found, outside = differing(pair.better, pair.worse)
-    assert outside <= {"mlp.hidden"}
-    assert not [name for name in found if not any(fnmatchcase(name, pattern) for pattern in pair.differ)]
-    assert not [pattern for pattern in pair.differ if not any(fnmatchcase(name, pattern) for name in found)]
+    check(model(pair.better), model(pair.worse), pair.differ, {"mlp.hidden"})
+
+
+SMALL_PAIRS = [pytest.param(pair, id=f"{pair.better} against {pair.worse}") for pair in capacity.PAIRS]
+
+
+@pytest.mark.parametrize("pair", SMALL_PAIRS)
+def test_a_pair_of_capacity_runs_differs_in_the_fields_that_it_names_and_holds_as_many_bytes(pair):
+    better, worse = (capacity.run(name, 0) for name in (pair.better, pair.worse))
+    check(better.model, worse.model, pair.differ, set())
+    of = lambda job: {name: value for name, value in job.to_dict().items() if name not in ("name", "title", "model")}
+    assert of(better) == of(worse)
+    with torch.device("meta"):
+        bytes_ = [state_bytes(NeedleworkForCausalLM(job.model), capacity.LENGTH, torch.bfloat16) for job in (better, worse)]
+    assert bytes_[0] == pytest.approx(bytes_[1], rel=0.02)
+    assert pair.better in capacity.PLAIN or "rule" not in pair.better  # the couplings are compared in plain PyTorch, both
+
+
+def test_what_reach_compares_differs_in_how_it_attends():
+    check(*(comparison.model(name) for name in ("polar-memory", "nope-memory")), ("attend.kind",), {"mlp.hidden"})
+    assert {claim.better: claim.worse for claim in reach.CLAIMS} == {"polar-memory": "nope-memory"}
+
+
+def test_a_branch_has_what_its_trunk_has_and_what_it_is_about():
+    for trunk, branches in forks.BRANCHES.items():
+        job = forks.fork(trunk, 0)
+        itself, *others = job.branches
+        check(itself.model, job.trunk.model, (), set())
+        added = {
+            "qdelta": ("write.kind", "write.coupling", "write.allow_neg_eigval", "write.factor"),
+            "ccq": ("read.*",),
+            "carve": ("write.rank",),
+        }
+        for branch in others:
+            check(branch.model, itself.model, added[branch.name], set())
+        assert [branch.name for branch in job.branches] == list(branches)
 
 
 @cache
