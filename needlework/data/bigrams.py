@@ -7,7 +7,7 @@ import numpy as np
 
 from .corpus import Documents
 
-CHUNK = 1 << 24  # tokens counted at once
+CHUNK = 1 << 26  # tokens counted at once: half a gigabyte
 
 
 def counts(documents: Documents, vocabulary: int) -> np.ndarray:
