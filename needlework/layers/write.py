@@ -111,16 +111,39 @@ def gates_of(x: Tensor, *beside: nn.Module, **parts: nn.Module | None) -> tuple[
     return found, made[: len(beside)]
 
 
-class Strength(nn.Module):
-    """most · σ(W x + offset), one number a token and head, in float32: the write strength β, Q-Delta's λ."""
+class Factor(nn.Module):
+    """A number a head in [0, 1] that is learned: a rule that starts with a factor of 0 starts as the rule without it, and leaves it.
 
-    def __init__(self, width: Width, offset: float = 0.0, most: float = 1.0):
+    Outside of [0, 1] the parameter counts as the nearest end, and its gradient passes all the same, so that it comes back.
+    """
+
+    def __init__(self, start: float, heads: int):
+        super().__init__()
+        self.start = start
+        self.value = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.value, self.start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [.. heads] times the factor."""
+        value = wide(self.value)
+        return x * (value + (value.clamp(0, 1) - value).detach())
+
+
+class Strength(nn.Module):
+    """most · σ(W x + offset), one number a token and head, in float32: the write strength β, Q-Delta's λ. factor: of `Factor`, or none."""
+
+    def __init__(self, width: Width, offset: float = 0.0, most: float = 1.0, factor: float | None = None):
         super().__init__()
         self.offset, self.most = offset, most
         self.project = nn.Linear(width.dim, width.value_heads, bias=width.bias)
+        self.factor = None if factor is None else Factor(factor, width.value_heads)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.of(self.project(x))
 
     def of(self, logit: Tensor) -> Tensor:
-        return self.most * torch.sigmoid(wide(logit) + self.offset)
+        strength = self.most * torch.sigmoid(wide(logit) + self.offset)
+        return strength if self.factor is None else self.factor(strength)
