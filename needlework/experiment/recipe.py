@@ -171,9 +171,8 @@ def build(recipe: Recipe) -> NeedleworkForCausalLM:
     if recipe.start is None:
         return NeedleworkForCausalLM(recipe.model)
     try:
-        return (grown if recipe.grows else load_model)(
-            Path(recipe.start), recipe.model
-        ).float()  # stored, perhaps, in half precision
+        begin = grown if recipe.grows else load_model
+        return begin(Path(recipe.start), recipe.model).float()  # it may be stored in half precision
     except ValueError as error:
         raise ValueError(f"recipe {recipe.name}: start: {error}") from None
 
