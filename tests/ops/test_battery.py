@@ -20,6 +20,7 @@ REPRESENTATIVES = (
     "lucid/rowmax-window",
     "polar/window",
     "polar/grouped",
+    "path/window",
     "paged/polar",
 )
 HALVES = [partial(checks.error_budget, dtypes=(dtype,)) for dtype in (torch.float16, torch.bfloat16)]

@@ -1,0 +1,91 @@
+"""PaTH attention one token at a time, on a table of slots that changes in place.
+
+    the query to the open block's start, q⁰ = q − (q Wᵀ) U; it reads the pages, which are left alone; once in BLOCK tokens k̃ ← k̃ − (k̃ Uᵀ) W
+
+That is the same as carrying every key at every token (`recurrent_path`), which would read and write all of them each time.
+"""
+
+import torch
+from torch import Tensor
+
+from needlework.ops.common.pages import positions
+from needlework.ops.common.shapes import check_slots, check_tensor, width
+from needlework.ops.common.slots import Live
+from needlework.ops.common.unit import unit_rows
+from needlework.ops.path.arguments import PathInputs, check_keys, check_queries, check_read, check_state
+from needlework.ops.path.chunk import History, forward
+from needlework.ops.path.kept import After, after
+from needlework.ops.path.state import BLOCK, PathState
+from needlework.ops.runtime.each import each
+
+
+@torch.no_grad()
+def step_path(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    w: Tensor,
+    *,
+    state: PathState,
+    slots: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    l2norm: bool = False,
+) -> Tensor:
+    """One token of `chunk_path` for every row of a batch, on a table of slots that changes in place.
+
+    q: [B Hq K]; k, v: [B Hkv K], [B Hkv V]; beta: [B Hkv]; w: [B Hkv K]; window, scale, l2norm as in `chunk_path`.
+    state: PathState with one row per slot, P rows of pages each: the capacity, or the ring of a window (P >= W: the first W).
+    slots: [B] int64, the slot of each row; −1 is a padded row, which reads and writes no slot and returns zeros. None: row b is
+        slot b.
+    Returns o [B Hq V] in q's dtype; no gradient.
+    State: the token's k and v are written at row length (mod W), β and w at row length mod 64 of the open block, and length grows by 1.
+        Where that closes the block, the slot's keys are carried on.
+    Raises ValueError for shapes or dtypes that do not fit, and for a full table.
+
+    >>> import torch
+    >>> from torch.nn.functional import normalize
+    >>> from needlework.ops.path import PathState, chunk_path, step_path
+    >>> q, k, v = torch.randn(1, 100, 4, 32), torch.randn(1, 100, 2, 32), torch.randn(1, 100, 2, 64)  # [B T heads channels]
+    >>> beta, w = 2 * torch.rand(1, 100, 2), normalize(torch.randn(1, 100, 2, 32), dim=-1)
+    >>> pages, block = (torch.zeros_like(k), torch.zeros_like(v)), (torch.zeros(1, 64, 2, 32), torch.zeros(1, 64, 2))
+    >>> state = PathState(*pages, *block, torch.zeros(1, dtype=torch.int64))  # one slot with room for 100 tokens
+    >>> steps = [step_path(*(x[:, t] for x in (q, k, v, beta, w)), state=state) for t in range(100)]
+    >>> torch.allclose(torch.stack(steps, 1), chunk_path(q, k, v, beta, w).o, atol=1e-5)
+    True
+    """
+    check_tensor("q", q, "B Hq K")
+    check_keys(k, v, beta, w, "B Hkv")
+    check_queries(q, k, "B Hq")
+    check_read(window, scale)
+    check_state("state", state, k, v)
+    check_slots(slots, len(q))
+    live = Live.of(slots, len(q), q.device)
+    P, slot = min(state.k.shape[1], window or state.k.shape[1]), live.slots
+    length = state.length[slot]
+    if len(slot) and P != window and int(length.max()) >= P:
+        raise ValueError(f"state.k: axis 1 (P) has capacity {P}, but a sequence of length {int(length.max())} needs a row more")
+    w = unit_rows(w) if l2norm else w
+    wide = width(q)
+    inputs = PathInputs(*each(lambda x: x[live.rows, None].to(wide), q, k, v, beta, w))
+    filled = (positions(length, P, window) >= 0)[..., None, None]
+    page_k, page_v = each(lambda x: torch.where(filled, x[slot, :P].to(wide), 0), state.k, state.v)
+    past = History(page_k, page_v, state.w[slot].to(wide), state.beta[slot].to(wide), length, window)
+    o, kept = advance(inputs, past, torch.ones_like(length), scale, chunk_size=1)
+    row, closed = length % P, (length + 1) % BLOCK == 0
+    state.k[slot[closed], :P] = kept.page_k[closed].to(state.k.dtype)
+    state.k[slot, row] = kept.k[:, 0].to(state.k.dtype)
+    state.v[slot, row] = v[live.rows].to(state.v.dtype)
+    state.w[slot], state.beta[slot] = kept.w.to(state.w.dtype), kept.beta.to(state.beta.dtype)
+    state.length[slot] += 1
+    return live.spread(o[:, 0].to(q.dtype))
+
+
+def advance(inputs: PathInputs, past: History, new: Tensor, scale: float | None, *, chunk_size: int) -> tuple[Tensor, After]:
+    """o of `new` [B] tokens of each row [B T ...], and the state after them."""
+    q = inputs.q
+    with torch.autocast(q.device.type, enabled=False):
+        inputs = inputs._replace(q=q * (q.shape[-1] ** -0.5 if scale is None else scale))
+        o, _ = forward(inputs, past, chunk_size=chunk_size)
+        return o, after(past, new, inputs, chunk_size=chunk_size)
