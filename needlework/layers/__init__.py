@@ -31,6 +31,7 @@ from needlework.layers.memory import Memory as Memory
 from needlework.layers.mlp import SquaredReLU as SquaredReLU
 from needlework.layers.mlp import SwiGLU as SwiGLU
 from needlework.layers.objective import Objective as Objective
+from needlework.layers.path import Path as Path
 from needlework.layers.polar import Polar as Polar
 from needlework.layers.qdelta import QDelta as QDelta
 from needlework.layers.recurrent import Recurrent as Recurrent
@@ -45,7 +46,7 @@ from needlework.layers.softmax import Softmax as Softmax
 WRITES = (Linear, Delta, Gdn2, QDelta, Carve)
 GATES = (ScalarGate, ChannelGate, LowRankGate, RetentionGate, FixedGate)
 READS = (Plain, CCQ)
-ATTENDS = (Softmax, Lucid, Polar, Differential)
+ATTENDS = (Softmax, Lucid, Polar, Differential, Path)
 POSITIONS = (Rope, HalfRope)
 CONVS = (ShortConv, Canon, Silu)
 MIXERS = (Recurrent, Attention, GatedConv)

@@ -63,6 +63,14 @@ class Batch:
         many = lambda **rows: op(**rows, block_table=table[D:], length=self.length[D:], cu_seqlens=self.cu_seqlens)
         return self._both(one, many, tokens)
 
+    def on_slots_and_pages(self, op: Callable[..., Any], window: int | None, **tokens: Tensor | None) -> Any:
+        """The same for an op that takes the sequences' slots too, `op(…, slots=, block_table=, length=, cu_seqlens=)`."""
+        D, table = self.decodes, self.pages[window].block_table
+        of = lambda n: {"slots": self.slots[n], "block_table": table[n], "length": self.length[n]}
+        one = lambda **rows: op(**rows, **of(slice(0, D)), cu_seqlens=None)
+        many = lambda **rows: op(**rows, **of(slice(D, None)), cu_seqlens=self.cu_seqlens)
+        return self._both(one, many, tokens)
+
     def _both(self, decode: Callable[..., Any], packed: Callable[..., Any], tokens: Mapping[str, Tensor | None]) -> Any:
         D, T = self.decodes, len(self.positions)
         found = []

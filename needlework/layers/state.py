@@ -34,12 +34,13 @@ class Held(NamedTuple):
     """What a layer holds of a sequence.
 
     fixed: tensors by name, the same for any length. rows: what it adds a token, by name. window: of the rows only so many, the
-    newest, are read again; None: all.
+    newest, are read again; None: all. rewritten: rows change when later tokens come, so that no two sequences may share a page.
     """
 
     fixed: Mapping[str, Part]
     rows: Mapping[str, Part]
     window: int | None = None
+    rewritten: bool = False
 
     def nbytes(self, T: int) -> int:
         """Bytes after T tokens, the count of the rows included."""
