@@ -27,6 +27,7 @@ from needlework.layers.gates import ScalarGate as ScalarGate
 from needlework.layers.gdn2 import Gdn2 as Gdn2
 from needlework.layers.linear import Linear as Linear
 from needlework.layers.lucid import Lucid as Lucid
+from needlework.layers.lucid_path import LucidPath as LucidPath
 from needlework.layers.memory import Memory as Memory
 from needlework.layers.mlp import SquaredReLU as SquaredReLU
 from needlework.layers.mlp import SwiGLU as SwiGLU
@@ -46,7 +47,7 @@ from needlework.layers.softmax import Softmax as Softmax
 WRITES = (Linear, Delta, Gdn2, QDelta, Carve)
 GATES = (ScalarGate, ChannelGate, LowRankGate, RetentionGate, FixedGate)
 READS = (Plain, CCQ)
-ATTENDS = (Softmax, Lucid, Polar, Differential, Path)
+ATTENDS = (Softmax, Lucid, Polar, Differential, Path, LucidPath)
 POSITIONS = (Rope, HalfRope)
 CONVS = (ShortConv, Canon, Silu)
 MIXERS = (Recurrent, Attention, GatedConv)

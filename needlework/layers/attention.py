@@ -29,7 +29,7 @@ class Attention(MixerConfig):
 
     heads: Hq query heads of head_dim = d channels.
     kv_heads: Hkv heads of k and v; Hq is a multiple of it, None: Hq.
-    attend: the attend rule: Softmax, Lucid, Polar, Differential or Path.
+    attend: the attend rule: Softmax, Lucid, Polar, Differential, Path or LucidPath.
     position: Rope, HalfRope or None: no positions.
     qk_norm: RMS norm of q and k per head, without weight.
     conv: Canon, ShortConv or None, on q, k and v after the norm.

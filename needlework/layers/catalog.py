@@ -20,6 +20,7 @@ from needlework.layers.gates import ChannelGate, LowRankGate, RetentionGate, Sca
 from needlework.layers.gdn2 import Gdn2
 from needlework.layers.linear import Linear
 from needlework.layers.lucid import Lucid
+from needlework.layers.lucid_path import LucidPath
 from needlework.layers.memory import Memory
 from needlework.layers.path import Path
 from needlework.layers.polar import Polar
@@ -140,6 +141,10 @@ CATALOG: dict[str, Named] = {
     "path": Named(
         title="PaTH attention", equation="o = softmax(q Hᵢ…Hⱼ₊₁ kⱼ) V,  H = I − β w wᵀ", state=_PAGES, cost=_QUADRATIC,
         make=lambda s: _attention(s, Path(scale=_scale(s))),
+    ),
+    "lucid-path": Named(
+        title="LUCID-PaTH", equation="PaTH's softmax of P⁻¹V,  Pᵢⱼ = exp(√d(k̂ᵢHᵢ…Hⱼ₊₁k̂ⱼ − 1))", state=_PAGES, cost=_QUADRATIC,
+        make=lambda s: _attention(s, LucidPath(scale=_scale(s))),
     ),
     "polar": Named(
         title="Polar", equation="o = s/‖s‖ and a bounded count of the keys attended to", state=_PAGES, cost=_QUADRATIC,

@@ -21,7 +21,9 @@ from needlework.layers import (
     Linear,
     LowRankGate,
     Lucid,
+    LucidPath,
     Memory,
+    Path,
     Plain,
     Polar,
     QDelta,
@@ -35,6 +37,7 @@ from needlework.layers import (
 )
 from needlework.layers.ccq import ReadConfig
 from needlework.layers.config import nearest
+from needlework.layers.softmax import AttendConfig
 from needlework.models.config import NeedleworkConfig
 from needlework.models.modeling import NeedleworkForCausalLM
 from needlework.ops.lucid.arguments import Precondition
@@ -69,6 +72,12 @@ def lucid(precondition: Precondition | None) -> NeedleworkConfig:
     """LUCID ~1B: 22 layers, D 2048, 32 query and 4 key-value heads of 64, RoPE base 10,000; untied. None: standard."""
     attend = Softmax() if precondition is None else Lucid(precondition=precondition)
     mixer = Attention(heads=32, kv_heads=4, head_dim=64, attend=attend, position=Rope())
+    return _stack(22, 2048, 5632, mixer, tie_word_embeddings=False)
+
+
+def path(attend: AttendConfig) -> NeedleworkConfig:
+    """PaTH and LUCID-PaTH as LUCID's authors trained them: `lucid`'s sizes without RoPE, untied."""
+    mixer = Attention(heads=32, kv_heads=4, head_dim=64, attend=attend)
     return _stack(22, 2048, 5632, mixer, tie_word_embeddings=False)
 
 
@@ -140,6 +149,9 @@ PRESETS: dict[str, Callable[[], NeedleworkConfig]] = {
     "lucid-1b": partial(lucid, "key"),
     **{f"lucid-1b-{p}": partial(lucid, p) for p in ("qk", "rowmax", "beta")},
     "lucid-256k": lucid_256k,
+    "path-1b": partial(path, Path(rank=None, conv=None)),
+    "path-1b-rank32": partial(path, Path(rank=32, conv=3)),
+    "lucid-path-1b": partial(path, LucidPath()),
     "carve-125m": partial(carve, 12, 768, 2048, 12, 64, 16, 64),
     "carve-1.3b": partial(carve, 24, 2048, 5632, 16, 128, 32, 128),
     "carve-1.3b-swa": carve_swa,

@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-from needlework.layers import Attention, Path, Rope
+from needlework.layers import Attention, LucidPath, Path, Rope
 from needlework.layers.norm import l2
-from needlework.ops.path import BLOCK, chunk_path
+from needlework.ops.path import BLOCK, chunk_lucid_path, chunk_path
 from tests.layers.test_mixers import DIM, attention, build, close, sample
 from tests.layers.test_serving import served
 
 PATHS = {
+    "solved": attention(LucidPath(conv=3)),
+    "solved in a window": attention(LucidPath(window=30)),
     "every key": attention(Path(rank=4)),
     "a window": attention(Path(window=30, rank=None, conv=None)),
     "a window shorter than a convolution's taps": attention(Path(window=2, conv=4)),
@@ -35,6 +37,14 @@ def test_the_layer_reads_what_the_op_gives():
     assert close(mixer(x)[0], mixer.o_proj(chunk_path(q, k, v, beta, w, scale=0.7).o.flatten(-2)))
 
 
+def test_lucid_path_reads_solved_values_as_path_reads_values():
+    mixer, x = build(attention(LucidPath(scale=0.7))), sample(20)
+    q, k, v = (p(x).unflatten(-1, (-1, 8)) for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+    beta, w, _ = mixer.attend.reflect(x, None, None)
+    y = chunk_lucid_path(k, v, beta, w).y
+    assert close(mixer(x)[0], mixer.o_proj(chunk_path(q, k, y, beta, w, scale=0.7).o.flatten(-2)))
+
+
 def test_a_position_beside_it_is_refused():
     with pytest.raises(
         ValueError, match="attention: position is 'rope', expected None with 'path', which has positions of its own"
@@ -47,6 +57,8 @@ def test_a_sequence_takes_float32_keys_values_an_open_block_and_the_convolutions
     for T in (7, 5000):
         pages, opened = 2 * (16 * 4 + 16 * 2) * min(T, 1000), BLOCK * 2 * (16 * 2 + 4)
         assert mixer.state_size(T, torch.bfloat16) == pages + opened + 2 * 2 * 16 * 2 + 8
+        solved = Attention(heads=8, kv_heads=2, head_dim=16, attend=LucidPath(window=1000)).build(DIM)
+        assert solved.state_size(T, torch.bfloat16) == pages + 2 * 4 * min(T, 1000) + opened + 8
 
 
 @pytest.mark.parametrize("name", PATHS)

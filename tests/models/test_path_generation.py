@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from needlework.layers import Attention, Path
+from needlework.layers import Attention, LucidPath, Path
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, TableCache
 from needlework.ops.path import BLOCK
 
 V = 67
 MIXERS = {
     "H": Attention(heads=4, kv_heads=2, head_dim=8, attend=Path(rank=4)),
+    "L": Attention(heads=4, kv_heads=2, head_dim=8, attend=LucidPath()),
     "W": Attention(heads=2, head_dim=8, attend=Path(window=24, rank=None, conv=None)),
 }
 
@@ -17,7 +18,7 @@ MIXERS = {
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    config = NeedleworkConfig(vocab_size=V, hidden_size=32, layout="HW", mixers=MIXERS, initializer_range=0.2)
+    config = NeedleworkConfig(vocab_size=V, hidden_size=32, layout="HLW", mixers=MIXERS, initializer_range=0.2)
     return NeedleworkForCausalLM(config).double().eval()
 
 

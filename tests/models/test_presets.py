@@ -19,6 +19,7 @@ COUNTS = {
     "transformer-500m": 482_417_664, "transformer-1.3b": 1_298_761_728,
     "lucid-1b": 1_100_048_384, "lucid-1b-qk": 1_100_048_384, "lucid-1b-rowmax": 1_100_048_384,
     "lucid-1b-beta": 1_100_048_384 + 180_224, "standard-1b": 1_100_048_384, "lucid-256k": 1_195_444_224,
+    "path-1b": 1_111_763_032, "lucid-path-1b": 1_111_763_032, "path-1b-rank32": 1_101_867_608,
     "carve-125m": 112_043_520, "carve-1.3b": 1_325_011_968,
 }  # fmt: skip
 # no paper prints these: GLA is its CCQ twin without W_λ; the hybrid swaps every fourth CARVE layer for attention

@@ -69,10 +69,14 @@ def check_call(
     N = sequences(cu_seqlens, len(k))
     if initial_state is not None:
         check_state("initial_state", initial_state, k, v, N=N)
-        P = initial_state.k.shape[1]
-        if window is not None and P > window:
-            raise ValueError(f"initial_state.k: axis 1 (P) has size {P}, expected at most the window {window}")
+        check_pages(initial_state.k, window)
     return N
+
+
+def check_pages(k: Tensor, window: int | None) -> None:
+    """Raise ValueError for pages of an initial state that are no ring of the window."""
+    if window is not None and k.shape[1] > window:
+        raise ValueError(f"initial_state.k: axis 1 (P) has size {k.shape[1]}, expected at most the window {window}")
 
 
 def check_data(length: Tensor, P: int, window: int | None, cu_seqlens: Tensor | None, B: int, T: int) -> None:

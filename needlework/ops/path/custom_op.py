@@ -24,7 +24,7 @@ def path_fwd(
     """o, lse [B T Hq] for the backward, and the final state's tensors (of no rows without keep_state)."""
     check_data(length, page_k.shape[1], window, cu_seqlens, *q.shape[:2])
     past = chunk.History(page_k, page_v, open_w, open_beta, length, window)
-    inputs = PathInputs(*_batch(cu_seqlens, q * scale, k, v, beta, w))
+    inputs = PathInputs(*batch(cu_seqlens, q * scale, k, v, beta, w))
     o, lse = chunk.forward(inputs, past, chunk_size=chunk_size)
     found = (o, lse) if cu_seqlens is None else each(lambda x: unpad(x, cu_seqlens), o, lse)
     if not keep_state:
@@ -36,19 +36,23 @@ def path_fwd(
 def _(q, k, v, beta, w, page_k, page_v, open_w, open_beta, length, cu_seqlens, window, scale, chunk_size, keep_state):
     B, T, Hq, _ = q.shape
     found = q.new_empty(B, T, Hq, v.shape[-1]), q.new_empty(B, T, Hq)
-    return *found, *_fake_final(page_k, page_v, open_w, open_beta, length, T, cu_seqlens, window, keep_state)
+    return *found, *fake_final((page_k, page_v), (open_w, open_beta), length, T, cu_seqlens, window, keep_state)
 
 
-def _fake_final(page_k, page_v, open_w, open_beta, length, T, cu_seqlens, window, keep_state):
+def fake_final(
+    pages: tuple[Tensor, ...], opened: tuple[Tensor, ...], length: Tensor, T: int, cu_seqlens: Tensor | None, window: int | None,
+    keep_state: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Tensors like those of the state after a call."""
     if not keep_state:
         P = 0
     elif cu_seqlens is None:
-        P = final_rows(page_k.shape[1], T, window)
+        P = final_rows(pages[0].shape[1], T, window)
     else:
         P = torch.library.get_ctx().new_dynamic_size()
-    pages = [x.new_empty(len(x), P, *x.shape[2:]) for x in (page_k, page_v)]
-    opened = [x.new_empty(len(x), BLOCK if keep_state else 0, *x.shape[2:]) for x in (open_w, open_beta)]
-    return *pages, *opened, torch.empty_like(length)
+    grown = (x.new_empty(len(x), P, *x.shape[2:]) for x in pages)
+    again = (x.new_empty(len(x), BLOCK if keep_state else 0, *x.shape[2:]) for x in opened)
+    return *grown, *again, torch.empty_like(length)
 
 
 @backward_operator
@@ -60,9 +64,9 @@ def path_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of path_fwd's nine floating inputs, in their order."""
     past = chunk.History(page_k, page_v, open_w, open_beta, length, window)
-    do, o, lse = _batch(cu_seqlens, do, o, lse)
-    inputs = PathInputs(*_batch(cu_seqlens, q * scale, k, v, beta, w))
-    P, T, new = page_k.shape[1], inputs.q.shape[1], _new(length, q, cu_seqlens)
+    do, o, lse = batch(cu_seqlens, do, o, lse)
+    inputs = PathInputs(*batch(cu_seqlens, q * scale, k, v, beta, w))
+    P, T, new = page_k.shape[1], inputs.q.shape[1], new_tokens(length, q, cu_seqlens)
     dkept, through_v = None, None
     if dpage_k.shape[1]:
         source = came_from(P, T, length, cu_seqlens, window)
@@ -75,11 +79,7 @@ def path_bwd(
     if through_v is not None:
         found = found._replace(page_v=found.page_v + through_v[:, :P], v=found.v + through_v[:, P:])
     if dopen_w.shape[1]:
-        moved = Moved.of(length, new)
-        (old_w, new_w), (old_beta, new_beta) = moved.back(dopen_w, T), moved.back(dopen_beta, T)
-        found = found._replace(
-            w=found.w + new_w, beta=found.beta + new_beta, open_w=found.open_w + old_w, open_beta=found.open_beta + old_beta
-        )
+        found = found.with_open(Moved.of(length, new), dopen_w, dopen_beta, T)
     own = found[:5] if cu_seqlens is None else each(lambda x: unpad(x, cu_seqlens), *found[:5])
     # copies: an operator's results may not share memory
     return each(lambda x: x.clone(memory_format=torch.contiguous_format), *own, *found[5:])
@@ -108,18 +108,18 @@ def _final(
     past: chunk.History, x: PathInputs, cu_seqlens: Tensor | None, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The state's tensors after a call."""
-    new = _new(past.length, x.q, cu_seqlens)
+    new = new_tokens(past.length, x.q, cu_seqlens)
     kept = after(past, new, x, chunk_size=chunk_size)
     page_k, page_v = grow((kept.page_k, past.page_v), (kept.k, x.v), past.length, cu_seqlens, past.window)
     return page_k, page_v, kept.w, kept.beta, past.length + new
 
 
-def _new(length: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def new_tokens(length: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """[N] tokens that a call brings each sequence."""
     return torch.full_like(length, q.shape[1]) if cu_seqlens is None else lengths(cu_seqlens).to(length)
 
 
-def _batch(cu_seqlens: Tensor | None, *tensors: *Ts) -> tuple[*Ts]:
+def batch(cu_seqlens: Tensor | None, *tensors: *Ts) -> tuple[*Ts]:
     """One sequence per row, padded at the tail, where causality keeps the padding from every real token."""
     return tensors if cu_seqlens is None else each(lambda x: pad(x, cu_seqlens), *tensors)
 

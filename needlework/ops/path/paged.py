@@ -15,9 +15,10 @@ from needlework.ops.common.placement import Placement, check_placement, check_pl
 from needlework.ops.common.shapes import check, check_dtypes, check_slots, check_tensor, width
 from needlework.ops.path.arguments import PathInputs, check_keys, check_queries, check_read
 from needlework.ops.path.chunk import History
+from needlework.ops.path.kept import After
 from needlework.ops.path.state import BLOCK
 from needlework.ops.path.step import advance
-from needlework.ops.runtime.each import each
+from needlework.ops.runtime.each import Ts, each
 
 
 class Tables(NamedTuple):
@@ -90,65 +91,104 @@ def paged_path(
     check_queries(q, k, "T Hq")
     check_read(window, scale)
     tables, where = Tables(k_pages, v_pages, w_slots, beta_slots), Placement(block_table, length, rows, cu_seqlens)
-    _check(q, k, v, tables, slots, where)
+    check_tables(k, v, tables, slots, where)
     resolve("path", impl, q.device)
-    check_placement_data(where, len(q), *k_pages.shape[:2])
-    return _by_table(q, k, v, beta, w, tables, slots, where, window, scale)
+    found = Gathered.of(k, tables, slots, where, window)
+    o = q.new_zeros(len(q), q.shape[1], v.shape[2])
+    if found.some:
+        inputs = PathInputs(*found.tokens(q, k, v, beta, w))
+        read, kept = advance(inputs, found.history, found.new, scale, chunk_size=64)
+        found.put(o, read)
+        found.keep(kept, inputs.v)
+    return o
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, tables: Tables, slots: Tensor, where: Placement) -> None:
-    """Raise ValueError unless pages, slots and tables fit the tokens."""
+def check_tables(
+    k: Tensor, v: Tensor, tables: Tables, slots: Tensor, where: Placement, values: str = "v_pages"
+) -> None:  # fmt: skip
+    """Raise ValueError unless pages, slots and tables fit the tokens, also by what the tables hold; values: the name of their pages."""
     T, Hkv, K = k.shape
     k_pages, v_pages, w_slots, beta_slots = tables
     check("k_pages", k_pages, "n PG Hkv K", Hkv=Hkv, K=K)
-    check("v_pages", v_pages, "n PG Hkv V", n=len(k_pages), PG=k_pages.shape[1], Hkv=Hkv, V=v.shape[2])
+    check(values, v_pages, "n PG Hkv V", n=len(k_pages), PG=k_pages.shape[1], Hkv=Hkv, V=v.shape[2])
     check("w_slots", w_slots, "slots C Hkv K", C=BLOCK, Hkv=Hkv, K=K)
     check("beta_slots", beta_slots, "slots C Hkv", slots=len(w_slots), C=BLOCK, Hkv=Hkv)
-    check_dtypes(q=q, v_pages=v_pages, w_slots=w_slots)
+    check_dtypes(**{"k": k, values: v_pages, "w_slots": w_slots})
     for name, x in {"k_pages": k_pages, "beta_slots": beta_slots}.items():
-        if x.dtype != width(q):
-            raise ValueError(f"{name}: expected {width(q)} beside tokens of {q.dtype}, got {x.dtype}")
-    check_placement(where, T, {"k_pages": k_pages, "v_pages": v_pages})
+        if x.dtype != width(k):
+            raise ValueError(f"{name}: expected {width(k)} beside tokens of {k.dtype}, got {x.dtype}")
+    check_placement(where, T, {"k_pages": k_pages, values: v_pages})
     check_tensor("slots", slots, "N")
     check_slots(slots, len(where.block_table), "N")
     for name, x in {"w_slots": w_slots, "beta_slots": beta_slots}.items():
         if not x[:1].is_contiguous():
             raise ValueError(f"{name}: expected each slot contiguous, got strides {x.stride()}")
+    check_placement_data(where, T, *k_pages.shape[:2])
 
 
-def _by_table(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, tables: Tables, slots: Tensor, where: Placement,
-    window: int | None, scale: float | None,
-) -> Tensor:  # fmt: skip
-    """The rows that a window shows are gathered, and scattered back where a block has ended."""
-    T, PG, wide = len(q), tables.k_pages.shape[1], width(q)
-    o = q.new_zeros(T, q.shape[1], v.shape[2])
-    ends = where.ends(T)
-    some, new = int(ends[-1]), lengths(ends).long()
-    if not some:
-        return o
-    live, past = where.length >= 0, (where.length.long() - new).clamp(min=0)
-    most = int(past.max())
-    at = positions(past, most if window is None else min(most, window), window)
-    # of the newest W tokens the oldest is before the window of the first new one
-    seen = (at >= 0 if window is None else at > (past[:, None] - window).clamp(min=-1)) & live[:, None]
-    at = torch.where(seen, at, 0)
-    page = torch.where(seen, where.block_table.long().gather(1, at // PG), 0) if most else at
-    page_k, page_v = each(lambda x: torch.where(seen[..., None, None], x[page, at % PG].to(wide), 0), *tables[:2])
-    opened = each(lambda x: x[slots.clamp(min=0)].to(wide), *tables[2:])
-    history = History(page_k, page_v, *opened, length=past, window=window)
-    inputs = PathInputs(*each(lambda x: pad(x[None, :some].to(wide), ends), q, k, v, beta, w))
-    found, kept = advance(inputs, history, new, scale, chunk_size=64)
+class Gathered(NamedTuple):
+    """A call's sequences as a padded batch, with the rows of their pages that a window shows, and the way back."""
 
-    real = live.repeat_interleave(new)
-    o[:some] = torch.where(real[:, None, None], unpad(found, ends)[0], 0).to(o.dtype)
-    again = seen & ((past + new) // BLOCK > past // BLOCK)[:, None]
-    tables.k_pages[page[again], at[again] % PG] = kept.page_k[again].to(tables.k_pages.dtype)
-    token = (real & (where.rows[:some] >= 0)).nonzero()[:, 0]
-    row = where.rows[token]
-    tables.k_pages[row // PG, row % PG] = unpad(kept.k, ends)[0, token].to(tables.k_pages.dtype)
-    tables.v_pages[row // PG, row % PG] = v[token]
-    own = live & (slots >= 0)
-    for table, x in zip(tables[2:], (kept.w, kept.beta), strict=True):
-        table[slots[own]] = x[own].to(table.dtype)
-    return o
+    history: History
+    tables: Tables
+    slots: Tensor
+    where: Placement
+    ends: Tensor  # [N+1]
+    new: Tensor  # [N]
+    live: Tensor  # [N] bool: no padded row
+    page: Tensor  # [N P] where the rows of the history lie
+    row: Tensor
+    seen: Tensor  # [N P] bool
+
+    @classmethod
+    def of(cls, k: Tensor, tables: Tables, slots: Tensor, where: Placement, window: int | None) -> "Gathered":
+        PG, wide, ends = tables.k_pages.shape[1], width(k), where.ends(len(k))
+        live, new = where.length >= 0, lengths(ends).long()
+        past = (where.length.long() - new).clamp(min=0)
+        most = int(past.max()) if len(past) else 0
+        at = positions(past, most if window is None else min(most, window), window)
+        # of the newest W tokens the oldest is before the window of the first new one
+        seen = (at >= 0 if window is None else at > (past[:, None] - window).clamp(min=-1)) & live[:, None]
+        at = torch.where(seen, at, 0)
+        page = torch.where(seen, where.block_table.long().gather(1, at // PG), 0) if most else at
+        take = lambda x: torch.where(seen[..., None, None], x[page, at % PG].to(wide), 0)
+        opened = each(lambda x: x[slots.clamp(min=0)].to(wide), tables.w_slots, tables.beta_slots)
+        history = History(take(tables.k_pages), take(tables.v_pages), *opened, length=past, window=window)
+        return cls(history, tables, slots, where, ends, new, live, page, at % PG, seen)
+
+    @property
+    def some(self) -> int:
+        """Tokens that are somebody's."""
+        return int(self.ends[-1])
+
+    def rows(self, pages: Tensor) -> Tensor:
+        """The history's rows of other pages [n PG ...]: [N P ...]."""
+        x = pages[self.page, self.row]
+        return torch.where(self.seen.view(*self.seen.shape, *[1] * (x.dim() - 2)), x, 0)
+
+    def tokens(self, *tensors: *Ts) -> tuple[*Ts]:
+        """[T ...] -> [N Tmax ...] in the dtype that is computed in."""
+        return each(lambda x: pad(x[None, : self.some].to(self.history.page_k.dtype), self.ends), *tensors)
+
+    def put(self, out: Tensor, x: Tensor) -> None:
+        """x [N Tmax ...] into out [T ...], zeros where a row is padded."""
+        real = self.live.repeat_interleave(self.new)
+        out[: self.some] = torch.where(real.view(-1, *[1] * (out.dim() - 1)), unpad(x, self.ends)[0], 0).to(out.dtype)
+
+    def write(self, x: Tensor, pages: Tensor) -> None:
+        """The new tokens' x [N Tmax ...] into their rows of pages."""
+        rows, PG = self.where.rows[: self.some], pages.shape[1]
+        token = (self.live.repeat_interleave(self.new) & (rows >= 0)).nonzero()[:, 0]
+        pages[rows[token] // PG, rows[token] % PG] = unpad(x, self.ends)[0, token].to(pages.dtype)
+
+    def keep(self, kept: After, v: Tensor) -> None:
+        """The state after the call: new rows, those of the history where a block has ended, and the open blocks."""
+        k_pages, v_pages, *opened = self.tables
+        past = self.history.length
+        again = self.seen & ((past + self.new) // BLOCK > past // BLOCK)[:, None]
+        k_pages[self.page[again], self.row[again]] = kept.page_k[again].to(k_pages.dtype)
+        self.write(kept.k, k_pages)
+        self.write(v, v_pages)
+        own = self.live & (self.slots >= 0)
+        for table, x in zip(opened, (kept.w, kept.beta), strict=True):
+            table[self.slots[own]] = x[own].to(table.dtype)

@@ -8,11 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from needlework.ops.api import Limit, OpSpec
-from needlework.ops.common.samples import keys, normal, uniform
+from needlework.ops.common.samples import keys, normal, uniform, unit
 from needlework.ops.delta.custom_op import delta_fwd
 from needlework.ops.delta.op import chunk_delta
+from needlework.ops.lucid.op import chunk_lucid
 from needlework.ops.path.op import chunk_path
 from needlework.ops.path.reference import literal_path, recurrent_path
+from needlework.ops.path.solve.op import chunk_lucid_path, step_lucid_path
+from needlework.ops.path.solve.reference import literal_lucid_path, recurrent_lucid_path
+from needlework.ops.path.solve.state import LucidPathState
 from needlework.ops.path.state import BLOCK, PathOutput, PathState
 from needlework.ops.path.step import step_path
 from needlework.ops.runtime.each import each
@@ -143,4 +147,57 @@ def _spec(name: str, limits: tuple[Limit, ...], *, Hq: int = 2, window: int | No
     )
 
 
-SPECS: tuple[OpSpec, ...] = (_spec("path", LIMITS), _spec("path/window", GROUPED, Hq=4, window=WINDOW))
+def solve_table(B: int, *, rows: int = CAPACITY) -> LucidPathState:
+    page_k, page_y, *rest = table(B, rows=rows)
+    return LucidPathState(page_k, page_k[..., 0].clone(), page_y, *rest)
+
+
+def solve_inputs(generator: torch.Generator, B: int, T: int, style: str) -> dict[str, Tensor]:
+    """Keys of norm √K/4 to 3√K/4."""
+    x = inputs(generator, B, T, style)
+    del x["q"]
+    return x | {"k": x["k"] * uniform(generator, 0.25, 0.75, B, T, 2, 1)}
+
+
+SOLVE_LIMITS = (
+    Limit(
+        name="with beta = 0 the solve is LUCID's without positions",
+        left=lambda beta, **x: chunk_lucid_path(**x, beta=torch.zeros_like(beta)).y,
+        right=lambda k, v, **_: chunk_lucid(k, v).y,
+    ),
+    Limit(
+        name="the norm of a key does not matter to the solve",
+        left=lambda k, **x: chunk_lucid_path(k=unit(k), **x).y,
+        right=lambda **x: chunk_lucid_path(**x).y,
+    ),
+    Limit(
+        name="a window of one leaves the values as they are",
+        left=lambda **x: chunk_lucid_path(**x, window=1).y,
+        right=lambda v, **_: v,
+        exact=True,
+    ),
+)
+
+
+def _solve(name: str, limits: tuple[Limit, ...], window: int | None = None) -> OpSpec:
+    return OpSpec(
+        name=name,
+        chunk=partial(chunk_lucid_path, window=window),
+        recurrent=partial(recurrent_lucid_path, window=window),
+        literal=partial(literal_lucid_path, window=window),
+        step=partial(step_lucid_path, window=window),
+        inputs=solve_inputs,
+        tokens=("k", "v", "beta", "w"),
+        half=("k", "v", "w"),
+        table=partial(solve_table, rows=window or CAPACITY),
+        styles=("random", "clustered"),
+        limits=limits,
+    )
+
+
+SPECS: tuple[OpSpec, ...] = (
+    _spec("path", LIMITS),
+    _spec("path/window", GROUPED, Hq=4, window=WINDOW),
+    _solve("path/lucid", SOLVE_LIMITS),
+    _solve("path/lucid-window", (), WINDOW),
+)

@@ -5,6 +5,8 @@
 That is the same as carrying every key at every token (`recurrent_path`), which would read and write all of them each time.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from needlework.ops.path.arguments import PathInputs, check_keys, check_queries,
 from needlework.ops.path.chunk import History, forward
 from needlework.ops.path.kept import After, after
 from needlework.ops.path.state import BLOCK, PathState
-from needlework.ops.runtime.each import each
+from needlework.ops.runtime.each import Ts, each
 
 
 @torch.no_grad()
@@ -61,25 +63,52 @@ def step_path(
     check_read(window, scale)
     check_state("state", state, k, v)
     check_slots(slots, len(q))
-    live = Live.of(slots, len(q), q.device)
-    P, slot = min(state.k.shape[1], window or state.k.shape[1]), live.slots
-    length = state.length[slot]
-    if len(slot) and P != window and int(length.max()) >= P:
-        raise ValueError(f"state.k: axis 1 (P) has capacity {P}, but a sequence of length {int(length.max())} needs a row more")
+    live = Rows.of(state.k, state.length, slots, len(q), window)
+    P, slot, length = live.P, live.slots, live.length
     w = unit_rows(w) if l2norm else w
     wide = width(q)
-    inputs = PathInputs(*each(lambda x: x[live.rows, None].to(wide), q, k, v, beta, w))
-    filled = (positions(length, P, window) >= 0)[..., None, None]
-    page_k, page_v = each(lambda x: torch.where(filled, x[slot, :P].to(wide), 0), state.k, state.v)
+    inputs = PathInputs(*each(lambda x: x[live.real, None].to(wide), q, k, v, beta, w))
+    page_k, page_v = live.pages(state.k, state.v, dtype=wide)
     past = History(page_k, page_v, state.w[slot].to(wide), state.beta[slot].to(wide), length, window)
     o, kept = advance(inputs, past, torch.ones_like(length), scale, chunk_size=1)
     row, closed = length % P, (length + 1) % BLOCK == 0
     state.k[slot[closed], :P] = kept.page_k[closed].to(state.k.dtype)
     state.k[slot, row] = kept.k[:, 0].to(state.k.dtype)
-    state.v[slot, row] = v[live.rows].to(state.v.dtype)
+    state.v[slot, row] = v[live.real].to(state.v.dtype)
     state.w[slot], state.beta[slot] = kept.w.to(state.w.dtype), kept.beta.to(state.beta.dtype)
     state.length[slot] += 1
     return live.spread(o[:, 0].to(q.dtype))
+
+
+class Rows(NamedTuple):
+    """The rows of a step that own a slot, and what their slots hold; a padded row (slot −1) is left out."""
+
+    real: Tensor  # [B] bool
+    slots: Tensor  # [live] int64
+    length: Tensor  # [live]
+    P: int  # rows of pages that a slot uses
+    window: int | None
+
+    @classmethod
+    def of(cls, pages: Tensor, length: Tensor, slots: Tensor | None, B: int, window: int | None) -> "Rows":
+        """Raises ValueError for a slot without room. pages: the table's keys."""
+        live, P = Live.of(slots, B, pages.device), min(pages.shape[1], window or pages.shape[1])
+        held = length[live.slots]
+        if len(held) and P != window and int(held.max()) >= P:
+            raise ValueError(
+                f"state.k: axis 1 (P) has capacity {P}, but a sequence of length {int(held.max())} needs a row more"
+            )
+        return cls(live.rows, live.slots, held, P, window)
+
+    def pages(self, *tables: *Ts, dtype: torch.dtype) -> tuple[*Ts]:
+        """[live P ...] of tables, zeros in rows without a token: what lies there may be anything."""
+        filled = positions(self.length, self.P, self.window) >= 0
+        like = lambda x: filled.view(*filled.shape, *[1] * (x.dim() - 2))
+        return each(lambda x: torch.where(like(x), x[self.slots, : self.P].to(dtype), 0), *tables)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[live ...] -> [B ...], zeros in padded rows."""
+        return Live(self.real, self.slots).spread(x)
 
 
 def advance(inputs: PathInputs, past: History, new: Tensor, scale: float | None, *, chunk_size: int) -> tuple[Tensor, After]:
