@@ -14,10 +14,9 @@ from needlework.ops.path.walk import Walk
 
 
 def backward(
-    do: Tensor, o: Tensor, lse: Tensor, inputs: PathInputs, past: History,
-    dkept: tuple[Tensor, Tensor] | None, end: Tensor, *, chunk_size: int,
+    do: Tensor, o: Tensor, lse: Tensor, inputs: PathInputs, past: History, *, chunk_size: int
 ) -> Gradients:  # fmt: skip
-    """Gradients of `chunk.forward`'s inputs; dkept and end as `Sweep.finish` has them."""
+    """Gradients of `chunk.forward`'s inputs."""
     blocks = Blocks(inputs.q.shape[1], inputs.k.shape[2], past.window, chunk_size)
     walk = Walk(blocks, InBlocks.of(blocks, inputs), past, chunk_size)
     sweep = Sweep(walk)
@@ -39,4 +38,4 @@ def backward(
             sweep.values(met.place).add_(p.flatten(2, 3).mT @ do_i)
             y = sweep.come_back(y, met, da.flatten(2, 3))
         sweep.arrived(i, y)
-    return sweep.finish(dA, dkept, end)
+    return sweep.finish(dA)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.blocks import Blocks
-from needlework.ops.path.arguments import PathInputs
 from needlework.ops.path.chunk import History, transition
 from needlework.ops.path.state import BLOCK
-from needlework.ops.path.transition import Cotangents, Transition
+from needlework.ops.path.transition import Cotangents, Transition, gradients
 
 
 def closing(length: Tensor, new: Tensor) -> Tensor:
@@ -30,13 +29,45 @@ class After(NamedTuple):
     beta: Tensor  # [B BLOCK H]
 
 
-def after(past: History, new: Tensor, x: PathInputs, *, chunk_size: int) -> After:
-    """Of a call that brings each row `new` [B] tokens, at most T."""
-    page_k, k, end, moved = past.page_k, x.k, closing(past.length, new), Moved.of(past.length, new)
+def after(past: History, new: Tensor, k: Tensor, beta: Tensor, w: Tensor, *, chunk_size: int) -> After:
+    """Of a call that brings each row `new` [B] tokens, at most T of [B T H ·]."""
+    page_k, end, moved = past.page_k, closing(past.length, new), Moved.of(past.length, new)
+    opened = moved.take(past.w, w), moved.take(past.beta, beta)
     if bool((end > 0).any()):
         blocks = Blocks(k.shape[1], k.shape[2], past.window, chunk_size)
-        page_k, k = Kept(blocks, transition(blocks, k, x.beta, x.w), past, end).forward()
-    return After(page_k, k, moved.take(past.w, x.w), moved.take(past.beta, x.beta))
+        page_k, k = Kept(blocks, transition(blocks, k, beta, w), past, end).forward()
+    return After(page_k, k, *opened)
+
+
+class KeptGradients(NamedTuple):
+    """Of what the kept keys were made from; of the call's tokens first."""
+
+    k: Tensor
+    beta: Tensor
+    w: Tensor
+    page_k: Tensor
+    open_w: Tensor
+    open_beta: Tensor
+
+
+def gradients_of_kept(
+    past: History, dpage_k: Tensor, dk: Tensor, k: Tensor, beta: Tensor, w: Tensor, end: Tensor, *, chunk_size: int
+) -> KeptGradients:
+    """From gradients of the kept keys of the pages [B P H K] and of the call [B T H K], of which the first `end` [B] tokens' are closed."""
+    open_w, open_beta = torch.zeros_like(past.w), torch.zeros_like(past.beta)
+    if not bool((end > 0).any()):
+        return KeptGradients(dk, torch.zeros_like(beta), torch.zeros_like(w), dpage_k, open_w, open_beta)
+    blocks = Blocks(k.shape[1], k.shape[2], past.window, chunk_size)
+    block = transition(blocks, k, beta, w)
+    kept = Kept(blocks, block, past, end)
+    dpage_k, own, open_own = kept.backward(dpage_k, dk)
+    dW, dK, dbeta = gradients(block, [own])
+    if kept.opened is not None and open_own is not None:
+        dw, dopen_k, db = gradients(kept.opened.block, [open_own])
+        open_w, open_beta = dw.transpose(1, 2), db.transpose(1, 2)
+        dpage_k = dpage_k + kept.opened.in_pages(dopen_k, dpage_k.shape[1])
+    one = lambda x: blocks.join(x[:, :, :, None])
+    return KeptGradients(one(dK), one(dbeta), one(dW), dpage_k, open_w, open_beta)
 
 
 class Moved(NamedTuple):

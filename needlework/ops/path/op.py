@@ -8,9 +8,10 @@ from needlework.ops.common.shapes import check_count, check_tensor, width
 from needlework.ops.common.unit import unit_rows
 from needlework.ops.path import reference
 from needlework.ops.path.arguments import PathInputs, check_call, check_keys, check_queries, check_read, no_tokens_yet
-from needlework.ops.path.custom_op import path_fwd
+from needlework.ops.path.custom_op import path_fwd, path_grow
 from needlework.ops.path.state import PathOutput, PathState
 from needlework.ops.runtime.each import each
+from needlework.ops.runtime.launch_configs import misfit
 
 
 def chunk_path(
@@ -51,7 +52,8 @@ def chunk_path(
     State: grows; every key, carried on where a block of 64 tokens ends, every value, and β and w of the tokens since. Initial
         states take gradients and final ones give them.
     Error: within 2 × the larger of the definition's, the blocked form's and the output rounding's own.
-    impl: "torch" in blocks (largest tensor T × chunk_size per head) with a backward by hand; "reference" token by token, as defined.
+    impl: "triton" the kernels (half inputs in half products, no initial_state), "torch" in blocks (largest tensor T × chunk_size per head) with a backward by hand; "reference" token by token, as defined; "auto" takes
+        the kernels on a CUDA device where they support the call.
     Raises ValueError for shapes, dtypes or lengths that do not fit; it names tensor, axis and both sizes.
 
     >>> import torch
@@ -73,23 +75,50 @@ def chunk_path(
     check_read(window, scale)
     check_count("chunk_size", chunk_size)
     N = check_call(k, v, window, initial_state, cu_seqlens)
-    path = resolve("path", impl, q.device)
+    path = resolve("path", impl, q.device, lambda: _unsupported(q, v, initial_state))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if path == "triton":
+        return _kernels(q, k, v, beta, unit_rows(w) if l2norm else w, window, scale, output_final_state, cu_seqlens)
     state = no_tokens_yet(N, k, v, beta, w) if initial_state is None else initial_state
     w = unit_rows(w) if l2norm else w
     wide = width(q)
     inputs = PathInputs(*each(lambda x: x.to(wide), q, k, v, beta, w))
     state = PathState(*each(lambda x: x.to(wide), *state[:4]), length=state.length)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if path == "reference":
         o, final = reference.recurrent_path(
             *inputs, window=window, scale=scale, initial_state=state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
         )  # fmt: skip
     else:
-        o, _, *grown = path_fwd(*inputs, *state, cu_seqlens, window, scale, chunk_size, output_final_state)
-        final = PathState(*grown)
+        o, _ = path_fwd(*inputs, *state, cu_seqlens, window, scale, chunk_size)
+        grown = path_grow(*inputs[1:], *state, cu_seqlens, window, chunk_size) if output_final_state else None
+        final = None if grown is None else PathState(*grown)
     if not output_final_state or final is None:
         return PathOutput(o.to(q.dtype), None)
     return PathOutput(o.to(q.dtype), final._replace(v=final.v.to(v.dtype), w=final.w.to(w.dtype)))
+
+
+def _unsupported(q: Tensor, v: Tensor, initial_state: PathState | None) -> str | None:
+    """Why the kernels cannot take a call, None if they can."""
+    if initial_state is not None:
+        return "it goes on from a state"
+    return misfit("path/engine", q.device, q.dtype, q.shape[-1], v.shape[-1])
+
+
+def _kernels(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, window: int | None, scale: float, output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> PathOutput:  # fmt: skip
+    """The final state is torch's: keys alone are carried for it, which takes what one block of queries a head does."""
+    from needlework.ops.path.engine.op import path
+
+    inputs = PathInputs(*each(Tensor.contiguous, q, k, v, beta.to(width(q)), w))
+    o = path(inputs, cu_seqlens, window, scale)
+    if not output_final_state:
+        return PathOutput(o, None)
+    wide = PathInputs(*each(lambda x: x.to(width(q)), *inputs))
+    past = no_tokens_yet(len(q) if cu_seqlens is None else len(cu_seqlens) - 1, *wide[1:])
+    state = PathState(*path_grow(*wide[1:], *past, cu_seqlens, window, 64))
+    return PathOutput(o, state._replace(v=state.v.to(v.dtype), w=state.w.to(w.dtype)))
 
 
 recurrent_path = reference.recurrent_path

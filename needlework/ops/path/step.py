@@ -117,4 +117,4 @@ def advance(inputs: PathInputs, past: History, new: Tensor, scale: float | None,
     with torch.autocast(q.device.type, enabled=False):
         inputs = inputs._replace(q=q * (q.shape[-1] ** -0.5 if scale is None else scale))
         o, _ = forward(inputs, past, chunk_size=chunk_size)
-        return o, after(past, new, inputs, chunk_size=chunk_size)
+        return o, after(past, new, inputs.k, inputs.beta, inputs.w, chunk_size=chunk_size)

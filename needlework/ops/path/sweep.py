@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.ops.path.kept import Kept, Moved
 from needlework.ops.path.transition import Cotangents, gradients
 from needlework.ops.path.walk import Met, Place, Walk
 
@@ -32,13 +31,6 @@ class Gradients(NamedTuple):
     page_v: Tensor
     open_w: Tensor
     open_beta: Tensor
-
-    def with_open(self, moved: Moved, dw: Tensor, dbeta: Tensor, T: int) -> "Gradients":
-        """And what the cotangents of the open block after the call add, its rows being copies."""
-        (old_w, new_w), (old_beta, new_beta) = moved.back(dw, T), moved.back(dbeta, T)
-        return self._replace(
-            w=self.w + new_w, beta=self.beta + new_beta, open_w=self.open_w + old_w, open_beta=self.open_beta + old_beta
-        )
 
 
 class Sweep:
@@ -78,36 +70,26 @@ class Sweep:
         """Query block i is back with y [B H GC K]."""
         self.dq0[i] = y.unflatten(2, (-1, self.walk.blocks.C))
 
-    def finish(self, dA: Tensor, dkept: tuple[Tensor, Tensor] | None, end: Tensor) -> Gradients:
-        """dA: of `own`'s scores, zeros above the diagonal. dkept: of the keys that the state keeps, [B P H K] and [B T H K], of which the
-        first `end` [B] tokens' are carried on (kept.py). The values' gradients are what the caller has made of dv, page_dv and open_dv."""
+    def finish(self, dA: Tensor) -> Gradients:
+        """dA: of `Walk.own`'s scores, zeros above the diagonal. The values' gradients are what the caller has made of dv, page_dv and open_dv."""
         walk = self.walk
         block, q, past, blocks = walk.block, walk.tokens.q, walk.past, walk.blocks
-        passed, open_passed, raw = [Cotangents(self.transfer, self.dk1)], [], None
-        dpage_k, dpage_v = (x.transpose(1, 2) for x in (self.page_dk, self.page_dv))
-        if dkept is not None and bool((end > 0).any()):
-            dpage, own, open_own = Kept(blocks, block, past, end).backward(*dkept)
-            passed.append(own)
-            open_passed += [] if open_own is None else [open_own]
-            dpage_k = dpage_k + dpage
-        elif dkept is not None:  # nothing is carried
-            raw = dkept[1]
-            dpage_k = dpage_k + dkept[0]
         dL = -(dA @ block.R.mT[:, :, :, None] + self.dq0 @ block.U.mT[:, :, :, None]).tril_()
+        passed = [Cotangents(self.transfer, self.dk1)]
         dW, dk, dbeta = gradients(block, passed, -(walk.L.mT @ dA).sum(3), -(walk.L.mT @ self.dq0).sum(3))
         dq = dA @ block.K[:, :, :, None] + self.dq0 + dL @ block.W[:, :, :, None]
         dk = dk + (dA.mT @ q).sum(3)
         dW = dW + (dL.mT @ q).sum(3)
+        page_k, page_v = (x.transpose(1, 2) for x in (self.page_dk, self.page_dv))
         open_w, open_beta = torch.zeros_like(past.w), torch.zeros_like(past.beta)
         if walk.opened is not None:
-            dw, dopen_k, db = gradients(walk.opened.block, [Cotangents(self.open_transfer, self.open_dk), *open_passed])
+            dw, dopen_k, db = gradients(walk.opened.block, [Cotangents(self.open_transfer, self.open_dk)])
             open_w, open_beta = dw.transpose(1, 2), db.transpose(1, 2)
-            P = dpage_k.shape[1]
-            dpage_k = dpage_k + walk.opened.in_pages(dopen_k, P)
-            dpage_v = dpage_v + walk.opened.in_pages(self.open_dv, P)
+            P = page_k.shape[1]
+            page_k = page_k + walk.opened.in_pages(dopen_k, P)
+            page_v = page_v + walk.opened.in_pages(self.open_dv, P)
         one = lambda x: blocks.join(x[:, :, :, None])
-        dk = one(dk)
         return Gradients(
-            q=blocks.join(dq), k=dk if raw is None else dk + raw, v=one(self.dv), beta=one(dbeta), w=one(dW),
-            page_k=dpage_k, page_v=dpage_v, open_w=open_w, open_beta=open_beta,
+            q=blocks.join(dq), k=one(dk), v=one(self.dv), beta=one(dbeta), w=one(dW),
+            page_k=page_k, page_v=page_v, open_w=open_w, open_beta=open_beta,
         )  # fmt: skip

@@ -31,11 +31,9 @@ def forward(k: Tensor, v: Tensor, beta: Tensor, w: Tensor, past: History, *, chu
 
 
 def backward(
-    dy: Tensor, k: Tensor, y: Tensor, beta: Tensor, w: Tensor, past: History,
-    dkept: tuple[Tensor, Tensor] | None, end: Tensor, *, chunk_size: int,
+    dy: Tensor, k: Tensor, y: Tensor, beta: Tensor, w: Tensor, past: History, *, chunk_size: int
 ) -> Gradients:  # fmt: skip
-    """Gradients of forward's inputs (both sides' in k, none in q), of the pages and of the open block; dkept and end as `Sweep.finish`
-    has them."""
+    """Gradients of forward's inputs (both sides' in k, none in q), of the pages and of the open block."""
     walk, root = _walk(k, y, beta, w, past, chunk_size), sqrt(k.shape[-1])
     sweep, blocks, P = Sweep(walk), walk.blocks, _diagonal(walk, root)
     z = sweep.dv.copy_(blocks.split(dy)[:, :, :, 0])  # dY less what later rows take, until it is solved
@@ -48,7 +46,7 @@ def backward(
             back = sweep.come_back(back, met, (z[i] @ walk.v(met.place).mT).mul_(p).mul_(-root))
         sweep.arrived(i, back)
     dA = (z @ walk.values.mT).mul_(P).mul_(-root)[:, :, :, None]
-    found = sweep.finish(dA, dkept, end)
+    found = sweep.finish(dA)
     return found._replace(k=found.k + found.q, q=torch.zeros_like(found.q))
 
 

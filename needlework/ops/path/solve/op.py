@@ -6,8 +6,9 @@ from torch import Tensor
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.shapes import check_count, check_slots, check_tensor, width
 from needlework.ops.common.unit import unit_rows
-from needlework.ops.path.arguments import PathInputs, check_keys, check_read
+from needlework.ops.path.arguments import check_keys, check_read
 from needlework.ops.path.chunk import History
+from needlework.ops.path.custom_op import path_grow
 from needlework.ops.path.kept import after
 from needlework.ops.path.solve import chunk, reference
 from needlework.ops.path.solve.arguments import as_they_came, check_call, check_state, directions, no_tokens_yet, unit, wide
@@ -78,12 +79,15 @@ def chunk_lucid_path(
         )
     else:
         direction, norm = unit(k_)
-        past = directions(state), *state[1:]
-        y, final_k, *rest = lucid_path_fwd(
-            direction, v_, beta_, w_, norm, *past, cu_seqlens, window, chunk_size, output_final_state
-        )  # fmt: skip
-        final = LucidPathState(final_k, *rest)
-        final = final._replace(k=as_they_came(final_k, final.norm)) if output_final_state else None
+        page_k, settings = directions(state), (cu_seqlens, window, chunk_size)
+        y = lucid_path_fwd(direction, v_, beta_, w_, page_k, state.y, *state[3:], *settings)
+        final = None
+        if output_final_state:  # the norms go with the values
+            beside = torch.cat([state.y, state.norm[..., None]], -1)
+            new = torch.cat([y, norm[..., None]], -1)
+            page_k, beside, *rest = path_grow(direction, new, beta_, w_, page_k, beside, *state[3:], *settings)
+            page_y, norms = beside[..., :-1], beside[..., -1]
+            final = LucidPathState(as_they_came(page_k, norms), norms, page_y, *rest)
     if final is None or not output_final_state:
         return LucidPathOutput(y.to(v.dtype), None)
     return LucidPathOutput(y.to(v.dtype), final._replace(y=final.y.to(v.dtype), w=final.w.to(w.dtype)))
@@ -139,7 +143,7 @@ def step_lucid_path(
     past = History(directions(own), own.y, own.w, own.beta, length, window)
     with torch.autocast(k.device.type, enabled=False):
         y = chunk.forward(direction, v_, beta_, w_, past, chunk_size=1)
-        kept = after(past, torch.ones_like(length), PathInputs(direction, direction, v_, beta_, w_), chunk_size=1)
+        kept = after(past, torch.ones_like(length), direction, beta_, w_, chunk_size=1)
     row, closed = length % P, (length + 1) % BLOCK == 0
     state.k[slot[closed], :P] = as_they_came(kept.page_k, page_norm)[closed].to(state.k.dtype)
     state.k[slot, row] = as_they_came(kept.k, norm)[:, 0].to(state.k.dtype)
