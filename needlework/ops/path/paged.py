@@ -19,6 +19,7 @@ from needlework.ops.path.kept import After
 from needlework.ops.path.state import BLOCK
 from needlework.ops.path.step import advance
 from needlework.ops.runtime.each import Ts, each
+from needlework.ops.runtime.launch_configs import misfit
 
 
 class Tables(NamedTuple):
@@ -66,8 +67,9 @@ def paged_path(
         zeros. None: decoding, one new token a sequence, T = N.
     window, scale: as in `chunk_path`.
     Returns o [T Hq V] in q's dtype; zeros in padded rows. No gradient. Error as `chunk_path`.
-    impl: "torch" gathers the pages.
-    Raises ValueError for shapes or dtypes that do not fit, and for values of the tables that do not.
+    impl: "triton" decodes alone: it reads the pages through the table, splits long ones over programs, reads nothing back, and can be
+        captured in a CUDA graph. "torch" gathers the pages; "auto" takes the kernels on a CUDA device where they support the call.
+    Raises ValueError for shapes or dtypes that do not fit; "torch" also for values of the tables that do not.
 
     >>> import torch
     >>> from torch.nn.functional import normalize
@@ -92,11 +94,20 @@ def paged_path(
     check_read(window, scale)
     tables, where = Tables(k_pages, v_pages, w_slots, beta_slots), Placement(block_table, length, rows, cu_seqlens)
     check_tables(k, v, tables, slots, where)
-    resolve("path", impl, q.device)
+    where_to = resolve("path", impl, q.device, lambda: _unsupported(q, v, cu_seqlens))
+    if where_to == "triton":
+        from needlework.ops.path.engine.step import path_decode
+
+        tokens = each(Tensor.contiguous, q, k, v, beta.to(width(q)), w)
+        placed = slots.contiguous(), block_table.contiguous(), length.to(torch.int32).contiguous(), rows.contiguous()
+        P = block_table.shape[1] * k_pages.shape[1]
+        return path_decode(*tokens, *tables, *placed, P, window, q.shape[-1] ** -0.5 if scale is None else scale)
+    check_placement_data(where, len(q), *k_pages.shape[:2])
     found = Gathered.of(k, tables, slots, where, window)
     o = q.new_zeros(len(q), q.shape[1], v.shape[2])
     if found.some:
         inputs = PathInputs(*found.tokens(q, k, v, beta, w))
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         read, kept = advance(inputs, found.history, found.new, scale, chunk_size=64)
         found.put(o, read)
         found.keep(kept, inputs.v)
@@ -106,7 +117,7 @@ def paged_path(
 def check_tables(
     k: Tensor, v: Tensor, tables: Tables, slots: Tensor, where: Placement, values: str = "v_pages"
 ) -> None:  # fmt: skip
-    """Raise ValueError unless pages, slots and tables fit the tokens, also by what the tables hold; values: the name of their pages."""
+    """Raise ValueError unless pages, slots and tables fit the tokens; values: the name of their pages."""
     T, Hkv, K = k.shape
     k_pages, v_pages, w_slots, beta_slots = tables
     check("k_pages", k_pages, "n PG Hkv K", Hkv=Hkv, K=K)
@@ -123,7 +134,13 @@ def check_tables(
     for name, x in {"w_slots": w_slots, "beta_slots": beta_slots}.items():
         if not x[:1].is_contiguous():
             raise ValueError(f"{name}: expected each slot contiguous, got strides {x.stride()}")
-    check_placement_data(where, T, *k_pages.shape[:2])
+
+
+def _unsupported(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> str | None:
+    """Why the kernels cannot take a call, None if they can."""
+    if cu_seqlens is not None:
+        return "prefill after pages"
+    return misfit("path/step", q.device, q.dtype, q.shape[-1], v.shape[-1])
 
 
 class Gathered(NamedTuple):

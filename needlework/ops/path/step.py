@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from needlework.ops.api import resolve
 from needlework.ops.common.pages import positions
 from needlework.ops.common.shapes import check_slots, check_tensor, width
 from needlework.ops.common.slots import Live
@@ -19,6 +20,7 @@ from needlework.ops.path.chunk import History, forward
 from needlework.ops.path.kept import After, after
 from needlework.ops.path.state import BLOCK, PathState
 from needlework.ops.runtime.each import Ts, each
+from needlework.ops.runtime.launch_configs import misfit
 
 
 @torch.no_grad()
@@ -44,7 +46,8 @@ def step_path(
     Returns o [B Hq V] in q's dtype; no gradient.
     State: the token's k and v are written at row length (mod W), β and w at row length mod 64 of the open block, and length grows by 1.
         Where that closes the block, the slot's keys are carried on.
-    Raises ValueError for shapes or dtypes that do not fit, and for a full table.
+    Raises ValueError for shapes or dtypes that do not fit, and for a full table; kernels on a GPU read nothing back: there a full slot drops
+    its oldest token. They leave rows of w and beta behind the open block's tokens as they are.
 
     >>> import torch
     >>> from torch.nn.functional import normalize
@@ -63,6 +66,10 @@ def step_path(
     check_read(window, scale)
     check_state("state", state, k, v)
     check_slots(slots, len(q))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if resolve("path", "auto", q.device, lambda: _no_step(q, v, state)) == "triton":
+        tokens = each(Tensor.contiguous, q, k, v, beta.to(width(q)), unit_rows(w) if l2norm else w)
+        return _kernels(PathInputs(*tokens), state, slots, window, scale)
     live = Rows.of(state.k, state.length, slots, len(q), window)
     P, slot, length = live.P, live.slots, live.length
     w = unit_rows(w) if l2norm else w
@@ -78,6 +85,33 @@ def step_path(
     state.w[slot], state.beta[slot] = kept.w.to(state.w.dtype), kept.beta.to(state.beta.dtype)
     state.length[slot] += 1
     return live.spread(o[:, 0].to(q.dtype))
+
+
+def _no_step(q: Tensor, v: Tensor, state: PathState) -> str | None:
+    """Why the kernels cannot take a step, None if they can."""
+    if not (state.v.dtype == state.w.dtype == q.dtype and state.k.dtype == state.beta.dtype == width(q)):
+        return f"the table is {', '.join(str(x.dtype) for x in state[:4])} beside tokens of {q.dtype}"
+    if not all(x[:1].is_contiguous() for x in state[:4]):
+        return "a slot of the table is not contiguous"
+    return misfit("path/step", q.device, q.dtype, q.shape[-1], v.shape[-1])
+
+
+def _kernels(x: PathInputs, state: PathState, slots: Tensor | None, window: int | None, scale: float) -> Tensor:
+    """A slot is a sequence's one page. On a GPU nothing is read back: a full slot drops its oldest token."""
+    from needlework.ops.path.engine.step import path_decode
+
+    slots = torch.arange(len(x.q), device=x.q.device) if slots is None else slots.long()
+    P = min(state.k.shape[1], window or state.k.shape[1])
+    if x.q.device.type == "cpu":
+        Rows.of(state.k, state.length, slots, len(slots), window)
+    own, PG = slots.clamp(min=0), state.k.shape[1]
+    before = state.length[own]
+    rows = torch.where(slots >= 0, own * PG + before % P, -1)
+    held = torch.where(slots >= 0, before + 1, -1).to(torch.int32)
+    table = own[:, None].to(torch.int32)
+    o = path_decode(*x, *state[:4], slots, table, held, rows, P, window, scale)
+    state.length.index_add_(0, own, (slots >= 0).to(state.length.dtype))
+    return o
 
 
 class Rows(NamedTuple):
@@ -111,10 +145,10 @@ class Rows(NamedTuple):
         return Live(self.real, self.slots).spread(x)
 
 
-def advance(inputs: PathInputs, past: History, new: Tensor, scale: float | None, *, chunk_size: int) -> tuple[Tensor, After]:
+def advance(inputs: PathInputs, past: History, new: Tensor, scale: float, *, chunk_size: int) -> tuple[Tensor, After]:
     """o of `new` [B] tokens of each row [B T ...], and the state after them."""
     q = inputs.q
     with torch.autocast(q.device.type, enabled=False):
-        inputs = inputs._replace(q=q * (q.shape[-1] ** -0.5 if scale is None else scale))
+        inputs = inputs._replace(q=q * scale)
         o, _ = forward(inputs, past, chunk_size=chunk_size)
         return o, after(past, new, inputs.k, inputs.beta, inputs.w, chunk_size=chunk_size)

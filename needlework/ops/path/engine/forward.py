@@ -80,7 +80,7 @@ def attend(
     acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision="ieee", out_dtype=ACC)
 
     oldest = oldest_seen(i_block, first, W, C, WINDOW)
-    for n in range(0, i_block - tl.maximum(begin, oldest)):
+    for n in tl.range(0, i_block - tl.maximum(begin, oldest), num_stages=1):
         j = i_block - 1 - n
         b_k = tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB))
         s = tl.dot(x.to(ST), tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
@@ -92,7 +92,7 @@ def attend(
         x = passed(x, p_H, i_bk, j, blocks, KB, ST, 0)
     supers = (begin - first) // M
     o_n = tl.arange(0, BN)
-    for n in range(0, supers - (oldest - first) // M):
+    for n in tl.range(0, supers - (oldest - first) // M, num_stages=1):
         sup = begin - (n + 1) * M
         b_x = x.to(ST)
         for j in tl.range(sup * C, (sup + M) * C, BN, num_stages=NS):

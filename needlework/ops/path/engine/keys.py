@@ -52,7 +52,7 @@ def met(
 def keys(
     p_v, p_k1, p_k2, p_cum, p_do, p_lse, p_D, p_x1, p_x2, p_dk1, p_dk2, p_dv, T, NR, N, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
-    SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """p_dk1, p_dk2 [B HK NR KB], p_dv [B HK NR VB] in ACC are added to."""
     G: tl.constexpr = H // HK
@@ -74,7 +74,7 @@ def keys(
     dk = tl.load(at)
     b_k = tl.load(row_pointers(p_k2, i_bk, i_block * C, NR, C, KB))
     lo = tl.maximum(last, start)
-    for n in range(0, tl.maximum(stop - lo, 0) * G):
+    for n in tl.range(0, tl.maximum(stop - lo, 0) * G, num_stages=NS):
         i = lo + n // G
         i_h = i_kv * G + n % G
         i_x = ((tl.cast(i_b, tl.int64) * H + i_h) * PB + i - start) * SB + (begin - first) // M
@@ -88,7 +88,7 @@ def keys(
     dk = tl.load(at)
     b_k = tl.load(row_pointers(p_k1, i_bk, i_block * C, NR, C, KB))
     lo = tl.maximum(i_block + 1, start)
-    for n in range(0, tl.maximum(tl.minimum(stop, last) - lo, 0) * G):
+    for n in tl.range(0, tl.maximum(tl.minimum(stop, last) - lo, 0) * G, num_stages=1):
         i = lo + n // G
         i_h = i_kv * G + n % G
         i_x = ((tl.cast(i_b, tl.int64) * H + i_h) * PB + i - start) * M + i_block - begin

@@ -14,7 +14,7 @@ from triton import JITFunction
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.path.arguments import PathInputs
-from needlework.ops.path.engine.blocks import group, spread, unwind
+from needlework.ops.path.engine.blocks import group, spread, turn, unwind
 from needlework.ops.path.engine.forward import attend
 from needlework.ops.path.engine.keys import keys, transfers
 from needlework.ops.path.engine.prepare import collect, compose, prepare
@@ -26,7 +26,7 @@ from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
 ENGINE = "path/engine"
-KERNELS = prepare, collect, compose, attend, sweep, keys, transfers, spread, group, unwind
+KERNELS = prepare, collect, compose, attend, sweep, keys, transfers, spread, group, turn, unwind
 SCRATCH = 1 << 28  # bytes of x and y that a panel of the backward keeps, unless a block of every head takes more
 LOG2E = log2(2.718281828459045)
 
@@ -103,7 +103,7 @@ def constants(
     """All that a kernel is compiled for; what it does not take is left out."""
     shared = config.launch["shared"]
     known = dict(
-        H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), C=shared["C"], M=shared["M"],
+        H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), RB=min(padded(K), 64), C=shared["C"], M=shared["M"],
         SCALE=scale * LOG2E, RATE=scale, PACKED=int(packed), WINDOW=int(window),
         APART=int(dtype.itemsize == 2 and not interpreted()), ACC=TYPES[accumulator(dtype)], ST=TYPES[dtype],
     )  # fmt: skip
@@ -118,7 +118,7 @@ def prepared(walk: Walk, x: PathInputs) -> Prepared:
     grid, (cum, N) = (B * HK * blocks,), walk.align[:2]
     walk.launch(prepare, grid, x.k, x.w, x.beta, U, R, k1, H, walk.T, rows)
     walk.launch(collect, grid, k1, H, k2, cum, rows, N)
-    walk.launch(compose, grid, H, H2, cum, rows, N)
+    walk.launch(compose, (B * HK * blocks * cdiv(KB, 64),), H, H2, cum, rows, N)
     return Prepared(U, R, k1, k2, H, H2)
 
 
@@ -170,9 +170,8 @@ def backward(walk: Walk, do: Tensor, o: Tensor, lse: Tensor, x: PathInputs) -> P
     walk.launch(
         group, by_block, x.q, x.k, x.v, x.w, U, R, cum, do, lse, D, dq0, sum_k, sum_w, dv, dR, dU, found.v, T, rows, N, W,
     )  # fmt: skip
-    walk.launch(
-        unwind, by_block, x.k, x.w, x.beta, cum, dk1, dH, dR, dU, sum_k, sum_w, found.k, found.w, found.beta, T, rows, N
-    )  # fmt: skip
+    walk.launch(turn, by_block, x.w, U, R, dk1, dH, dR, dU, sum_k, sum_w, T, rows)
+    walk.launch(unwind, by_block, x.k, x.w, x.beta, cum, dR, dU, sum_k, sum_w, found.k, found.w, found.beta, T, rows, N)
     return found
 
 

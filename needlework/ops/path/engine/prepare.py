@@ -50,7 +50,7 @@ def collect(
     i_block = tl.program_id(0) % blocks
     _, _, _, last = superblock(p_cum, N, i_bh // HK, i_block, blocks, M, PACKED)
     k = tl.load(row_pointers(p_k1, i_bh, i_block * C, NR, C, KB)).to(ACC)
-    for j in range(i_block + 1, last):
+    for j in tl.range(i_block + 1, last, num_stages=1):
         k = product(k, tl.load(square_pointers(p_H, i_bh, j, blocks, KB, 1)), APART)
     tl.store(row_pointers(p_k2, i_bh, i_block * C, NR, C, KB), k.to(ST))
 
@@ -58,15 +58,19 @@ def collect(
 @triton.jit(do_not_specialize=["NR", "N"])
 def compose(
     p_H, p_H2, p_cum, NR, N,
-    HK: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr, APART: tl.constexpr,
+    HK: tl.constexpr, KB: tl.constexpr, RB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
-    """H² of the superblock that a block begins, in that block's place; nothing for the other blocks."""
+    """RB rows of H² of the superblock that a block begins, in that block's place; nothing for the other blocks."""
     blocks = NR // C
-    i_bh = tl.program_id(0) // blocks
-    i_block = tl.program_id(0) % blocks
+    i_row = tl.program_id(0) % (KB // RB) * RB
+    i_bh = tl.program_id(0) // (KB // RB) // blocks
+    i_block = tl.program_id(0) // (KB // RB) % blocks
+    at = i_row * KB + tl.arange(0, RB)[:, None] * KB + tl.arange(0, KB)[None, :]
+    place = tl.cast(i_bh, tl.int64) * blocks
     _, end, begin, last = superblock(p_cum, N, i_bh // HK, i_block, blocks, M, PACKED)
     if (begin == i_block) & (i_block < end):
-        X = tl.load(square_pointers(p_H, i_bh, last - 1, blocks, KB, 0))
-        for n in range(2, last - i_block + 1):
+        X = tl.load(p_H + (place + last - 1) * (KB * KB) + at)
+        for n in tl.range(2, last - i_block + 1, num_stages=1):
             X = product(X, tl.load(square_pointers(p_H, i_bh, last - n, blocks, KB, 0)), APART)
-        tl.store(square_pointers(p_H2, i_bh, i_block, blocks, KB, 0), X)
+        tl.store(p_H2 + (place + i_block) * (KB * KB) + at, X)

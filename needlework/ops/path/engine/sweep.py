@@ -54,17 +54,17 @@ def sweep(
     lse = tl.load(p_lse + row)
     D = tl.load(p_D + row)
     b_do = load_tile(p_do, i_b, i_t, i_h, 0, T, H, V, C, VB, 0)
-    b_q, b_L, x = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, ACC, ST)
+    _, _, x = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, ACC, ST)
 
     oldest = oldest_seen(i_block, first, W, C, WINDOW)
     inner = tl.maximum(begin, oldest)
-    for n in range(0, i_block - inner):
+    for n in tl.range(0, i_block - inner, num_stages=1):
         j = i_block - 1 - n
         tl.store(tile_pointers(p_x1, i_tile * M + j - begin, C, KB), x.to(ST))
         x = passed(x, p_H, i_bk, j, blocks, KB, ST, 0)
     supers = (begin - first) // M
     seen_supers = supers - (oldest - first) // M
-    for n in range(0, seen_supers):
+    for n in tl.range(0, seen_supers, num_stages=1):
         sup = supers - 1 - n
         tl.store(tile_pointers(p_x2, i_tile * SB + sup, C, KB), x.to(ST))
         x = passed(x, p_H2, i_bk, first + sup * M, blocks, KB, ST, 0)
@@ -72,7 +72,7 @@ def sweep(
 
     y = tl.zeros([C, KB], ACC)
     o_n = tl.arange(0, BN)
-    for n in range(0, seen_supers):
+    for n in tl.range(0, seen_supers, num_stages=1):
         sup = supers - seen_supers + n
         b_x = tl.load(tile_pointers(p_x2, i_tile * SB + sup, C, KB))
         tl.store(tile_pointers(p_y2, i_tile * SB + sup, C, KB), y.to(ST))
@@ -85,7 +85,7 @@ def sweep(
                 s = tl.where(own[:, None] - (j + o_n)[None, :] < W, s, float("-inf"))
             da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
             y = tl.dot(da.to(ST), b_k, y, input_precision="ieee", out_dtype=ACC)
-    for j in range(inner, i_block):
+    for j in tl.range(inner, i_block, num_stages=1):
         b_x = tl.load(tile_pointers(p_x1, i_tile * M + j - begin, C, KB))
         tl.store(tile_pointers(p_y1, i_tile * M + j - begin, C, KB), y.to(ST))
         y = passed(y, p_H, i_bk, j, blocks, KB, ST, 1)
@@ -97,6 +97,8 @@ def sweep(
         da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
         y = tl.dot(da.to(ST), b_k, y, input_precision="ieee", out_dtype=ACC)
 
+    # again: held until now they would cost the loops their registers
+    b_q, b_L, _ = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, ACC, ST)
     s = own_scores(b_q, b_L, p_k, p_R, i_b, i_t, i_bk, i_kv, T, NR, HK, K, KB, C, ACC)
     seen = o[:, None] >= o[None, :]
     if WINDOW:

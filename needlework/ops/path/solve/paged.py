@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.placement import Placement
+from needlework.ops.common.placement import Placement, check_placement_data
 from needlework.ops.common.shapes import check, check_tensor, width
 from needlework.ops.path.arguments import check_keys, check_read
 from needlework.ops.path.chunk import History
@@ -68,6 +68,7 @@ def solve_path_pages(
     if norm_pages.dtype != width(k):
         raise ValueError(f"norm_pages: expected {width(k)} beside tokens of {k.dtype}, got {norm_pages.dtype}")
     resolve("lucid-path", impl, k.device)
+    check_placement_data(where, len(k), *k_pages.shape[:2])
     found = Gathered.of(k, tables, slots, where, window)
     y = torch.zeros_like(v)
     if not found.some:
