@@ -34,7 +34,7 @@ def sample(B, T, *, Hq=2, H=1, K=8, V=6, style="random", seed=0):
 ROWS = [(T, window) for T in (0, 1, 16, 37, 75) for window in (None, 1, 20, 40)]
 
 
-@pytest.mark.parametrize("T, window", chosen(ROWS, [(0, None), (37, 20), (75, None)]))
+@pytest.mark.parametrize("T, window", chosen(ROWS, [(0, None), (75, 20), (75, None)]))
 def test_values_and_gradients_are_those_of_the_definition(T, window):
     x = sample(1, T)
     fast = differentiate(lambda x: kernels(**x, window=window).o, x)

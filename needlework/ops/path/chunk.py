@@ -128,7 +128,7 @@ def hides(blocks: Blocks, here: Tensor, at: Tensor) -> Tensor:
 
 def reached(blocks: Blocks) -> int:
     """Of how many of the first blocks some query may see what came before the call."""
-    return blocks.n if blocks.window is None else min(blocks.n, 1 + (blocks.window + blocks.C - 2) // blocks.C)
+    return blocks.n if blocks.window is None else min(blocks.n, (blocks.window + blocks.C - 2) // blocks.C)
 
 
 def forward(inputs: PathInputs, past: History, *, chunk_size: int) -> tuple[Tensor, Tensor]:
