@@ -88,8 +88,8 @@ RULES = (
     _pairs("lucid/rowmax-pages", "lucid/pages", None),
     _pairs("polar", "polar/attention", "paged/paged", covers=True),
     _pairs("polar/window", "polar/attention", "paged/paged"),
-    _pairs("path", "path/engine", "path/step", covers=True),
-    _pairs("path/window", "path/engine", "path/step"),
+    Rule("path", "path/engine", "path/step", covers=True, long=1100, wide=300),  # three superblocks, the last one cut
+    Rule("path/window", "path/engine", "path/step", long=1100, wide=300),
     _pairs("paged/softmax", "paged/paged", None, covers=True),
     _pairs("paged/differential", "paged/paged", None, covers=True),
     _pairs("paged/polar", "paged/paged", None, covers=True),
