@@ -10,21 +10,35 @@ import torch
 from needlework.layers import (
     CCQ,
     KINDS,
+    Alibi,
     Attention,
     Canon,
     Carve,
     ChannelGate,
+    Comba,
     Delta,
+    DeltaProduct,
     Differential,
     FixedGate,
+    Fox,
     GatedConv,
+    GatedNorm,
     Gdn2,
     HalfRope,
+    HeadNorm,
+    Hedgehog,
     Linear,
+    Llama3Rope,
+    Longhorn,
     LowRankGate,
     Lucid,
     LucidPath,
+    Mamba,
+    Mamba2,
+    Mamba3,
     Memory,
+    OutputGate,
+    PairRope,
     Path,
     Plain,
     Polar,
@@ -32,11 +46,13 @@ from needlework.layers import (
     Recurrent,
     RetentionGate,
     Rope,
+    Rwkv7,
     ScalarGate,
     ShortConv,
     Silu,
     Softmax,
     SquaredReLU,
+    SSMax,
     SwiGLU,
     from_dict,
 )
@@ -69,17 +85,50 @@ def attention(attend, **settings):
 
 
 CONFIGS = {f"{w}-{r}": recurrent(WRITES[w], READS[r]) for w in WRITES for r in READS} | {
+    "deltaproduct": recurrent(DeltaProduct(), value_heads=4),
+    "deltaproduct of three, no gate": recurrent(DeltaProduct(write_rank=3, gate=None, allow_neg_eigval=False)),
+    "deltaproduct of one": recurrent(DeltaProduct(write_rank=1), CCQ()),
+    "comba, grouped": recurrent(Comba(), value_heads=4),
+    "ccq on comba": recurrent(Comba(gate=ChannelGate()), CCQ()),
+    "longhorn": recurrent(Longhorn(), value_heads=4),
+    "rwkv-7": recurrent(Rwkv7(rank=4), conv=None),
+    "ccq on rwkv-7": recurrent(Rwkv7(rank=4), CCQ(aligned=True)),
+    "kda with its output gate": recurrent(Delta(gate=ChannelGate(), allow_neg_eigval=True), output_gate=OutputGate()),
+    "gdn2 with its output gate": recurrent(Gdn2(allow_neg_eigval=True), output_gate=OutputGate(activation="silu", rank=3)),
     "aligned ccq on gated deltanet": recurrent(Delta(gate=ScalarGate()), CCQ(aligned=True)),
     "aligned ccq on gla, grouped": recurrent(Linear(gate=LowRankGate()), CCQ(aligned=True), value_heads=4),
     "ccq on qdelta, grouped values": recurrent(QDelta(), CCQ(), value_heads=4),
     "carve of rank 2, decayed": recurrent(Carve(rank=4, content_chunk=8, write_rank=2, prediction="decayed"), conv=Silu()),
+    "two turned rows a token": recurrent(Carve(rank=0, content_chunk=8, write_rank=2), position=HalfRope()),
+    "retnet": recurrent(Linear(gate=FixedGate()), position=PairRope(), conv=None, norm=HeadNorm(weight=False)),
+    "positions, ccq on a turned query": recurrent(QDelta(), CCQ(), position=Rope(), value_heads=4),
+    "hedgehog": recurrent(Linear(features=Hedgehog(), normalise=True), conv=None),
+    "hedgehog in two calls, fixed decay": recurrent(
+        Linear(gate=FixedGate(), features=Hedgehog(heads="shared"), normalise=True), key_dim=130, value_dim=2, value_heads=4
+    ),
+    "ccq on gla-hedgehog": recurrent(
+        Linear(gate=LowRankGate(rank=4), features=Hedgehog(map="joint", heads="shared")), CCQ(aligned=True), value_heads=4
+    ),
+    "mamba-2": recurrent(Mamba2(), heads=1, value_heads=4, conv=ShortConv(bias=True), norm=GatedNorm()),
+    "ccq on mamba-2, two groups": recurrent(
+        Mamba2(), CCQ(aligned=True), value_heads=4, conv=ShortConv(bias=True), norm=GatedNorm()
+    ),
     "no convolution, no output gate": recurrent(Delta(), conv=None, output_gate=False),
+    "kda, gated as published": recurrent(Delta(gate=ChannelGate()), value_heads=4, output_gate=OutputGate()),
     "softmax, rope": attention(Softmax(), position=Rope()),
+    "softmax, weighted norms": attention(Softmax(), position=Llama3Rope(length=16), qk_norm="weighted"),
     "softmax, nothing": attention(Softmax(), kv_heads=None),
     "sliding window": attention(Softmax(window=7), position=Rope()),
     "atma rope with memory": attention(
         Softmax(scale=0.12), position=HalfRope(), qk_norm=True, output_gate=True, bias=True, memory=Memory()
     ),
+    "ssmax": attention(SSMax(), position=Rope(), qk_norm=True),
+    "ssmax in a window": attention(SSMax(window=7, scale=0.3)),
+    "alibi": attention(Alibi(), kv_heads=3, heads=6),
+    "alibi in a window": attention(Alibi(window=7, scale=0.3)),
+    "fox": attention(Fox(), qk_norm=True, conv=Canon()),
+    "fox in a window": attention(Fox(window=7, scale=0.3), kv_heads=4),
+    "fox in a window of two, with memory": attention(Fox(window=2), memory=Memory()),
     "lucid": attention(Lucid(), position=Rope()),
     "lucid qk": attention(Lucid(precondition="qk")),
     "lucid rowmax": attention(Lucid(precondition="rowmax")),
@@ -99,6 +148,11 @@ CONFIGS = {f"{w}-{r}": recurrent(WRITES[w], READS[r]) for w in WRITES for r in R
     "differential": attention(Differential(), position=Rope()),
     "differential in a window": attention(Differential(window=7)),
     "gated convolution": GatedConv(),
+    "mamba3": Mamba3(heads=4, key_dim=8, value_dim=6, groups=2),
+    "mamba3 mimo": Mamba3(
+        heads=4, key_dim=8, value_dim=6, rank=2, pairs="halves", turning="all", decay="rational", output_norm=True
+    ),
+    "mamba": Mamba(channels=12, state=3, rank=4),
 }
 EXACT = 1e-12
 
