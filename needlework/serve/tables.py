@@ -92,7 +92,7 @@ class Tables:
 
         if config.prefix and (rewriting := [i for i, layer in enumerate(held) if layer.rewritten]):
             raise ValueError(
-                f"scheduler: prefix is True, expected False (no snapshots): layers {', '.join(map(str, rewriting))} write their pages "
+                f"scheduler: prefix is True, expected False (snapshots = 0): layers {', '.join(map(str, rewriting))} write their pages "
                 "again as tokens come, so that no two sequences may share one"
             )
         self.layers: list[dict[str, Tensor]] = [{} for _ in held]

@@ -169,7 +169,7 @@ def test_sequences_that_write_their_pages_again_do_not_meet(rewriting):
 
 def test_pages_that_are_written_again_are_shared_by_no_two_sequences(rewriting):
     with pytest.raises(
-        ValueError, match=r"scheduler: prefix is True, expected False .no snapshots.: layers 0, 1 write their pages"
+        ValueError, match=r"scheduler: prefix is True, expected False .snapshots = 0.: layers 0, 1 write their pages"
     ):
         Serving(rewriting)
 
