@@ -78,6 +78,14 @@ def test_half_and_single_precision_are_within_the_budget(dtype, style):
     assert_within_budget(over_budget(fast, exact, definition, literal))
 
 
+def test_the_final_state_is_made_in_the_kernels_blocks():
+    """Of identical reflections it has three times the error in blocks of 64 that it has in blocks of 16."""
+    x = {n: y.float() for n, y in sample(1, 70, style="identical").items()}
+    of = lambda form: differentiate(lambda x: form(**x, output_final_state=True).state.k, x)
+    for got, want in zip(of(kernels), of(partial(chunk_path, impl="torch", chunk_size=16)), strict=True):
+        assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in got)
+
+
 def test_every_number_is_written():
     for T in (1, 37):
         with poisoned():

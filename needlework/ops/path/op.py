@@ -109,7 +109,7 @@ def _kernels(
     cu_seqlens: Tensor | None,
 ) -> PathOutput:  # fmt: skip
     """The final state is torch's: keys alone are carried for it, which takes what one block of queries a head does."""
-    from needlework.ops.path.engine.op import path
+    from needlework.ops.path.engine.op import block, path
 
     inputs = PathInputs(*each(Tensor.contiguous, q, k, v, beta.to(width(q)), w))
     o = path(inputs, cu_seqlens, window, scale)
@@ -117,7 +117,8 @@ def _kernels(
         return PathOutput(o, None)
     wide = PathInputs(*each(lambda x: x.to(width(q)), *inputs))
     past = no_tokens_yet(len(q) if cu_seqlens is None else len(cu_seqlens) - 1, *wide[1:])
-    state = PathState(*path_grow(*wide[1:], *past, cu_seqlens, window, 64))
+    # in the kernels' blocks: larger ones have larger errors, and the budget is of the kernels'
+    state = PathState(*path_grow(*wide[1:], *past, cu_seqlens, window, block(q, v)))
     return PathOutput(o, state._replace(v=state.v.to(v.dtype), w=state.w.to(w.dtype)))
 
 

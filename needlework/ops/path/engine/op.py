@@ -222,8 +222,8 @@ def path_triton_fwd(
 
 @torch.library.register_fake(path_triton_fwd)
 def _(q, k, v, beta, w, cu_seqlens, window, scale):
-    (B, T, H, K), V = q.shape, v.shape[3]
-    C = launch_config(ENGINE, q.device, q.dtype, K, V).launch["shared"]["C"]
+    (B, T, H), V = q.shape[:3], v.shape[3]
+    C = block(q, v)
     aligned = T if cu_seqlens is None else (T // C + len(cu_seqlens) - 1) * C
     lse = q.new_empty(B, H, -(-aligned // C) * C, dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(B, T, H, V), lse
@@ -268,6 +268,11 @@ def path(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: fl
     if torch.is_grad_enabled() and any(one.requires_grad for one in x):
         return path_triton_fwd(*x, cu_seqlens, window, scale)[0]
     return path_triton(*x, cu_seqlens, window, scale)
+
+
+def block(q: Tensor, v: Tensor) -> int:
+    """Tokens of a block, under the config that a call takes."""
+    return launch_config(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1]).launch["shared"]["C"]
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
