@@ -9,7 +9,9 @@ import torch
 from needlework.ops.common.samples import keys, normal, uniform, unit
 from needlework.ops.path import BLOCK, PathState, chunk_path, recurrent_path, step_path
 from needlework.ops.path.reference import literal_path, scores
+from needlework.ops.path.spec import inputs
 from needlework.testing.compare import assert_close, differentiate, leaves, relative, whole
+from needlework.testing.errors import assert_within_budget, over_budget, stored
 from needlework.testing.rows import covering
 
 
@@ -52,6 +54,19 @@ def test_a_score_is_at_most_that_of_the_norms_at_any_distance(beta):
     A = scores(x["q"], x["k"], x["beta"], x["w"])[0]
     bound = x["q"].norm(dim=-1)[0].T[:, :, None] * x["k"].norm(dim=-1)[0].T.repeat_interleave(2, 0)[:, None] / 4
     assert (A.abs() <= bound * (1 + 1e-12)).all()
+
+
+def test_tokens_that_are_alike_are_within_the_budget():
+    """In M W of rows that are alike the rounding errors of M add up."""
+    x = inputs(generator(), 8, 70, "identical", Hq=4)
+    kept, wide, single = stored(x, torch.float32, ("q", "k", "v", "w"))
+    calls = (chunk_path, kept), (chunk_path, wide), (recurrent_path, single), (literal_path, single)
+    fast, exact, definition, literal = (
+        {**values, **gradients} for values, gradients in (differentiate(whole(form), given) for form, given in calls)
+    )
+    ratios = over_budget(fast, exact, definition, literal)
+    del ratios["dbeta"]  # it has fewer than 4,096 numbers; the battery has more
+    assert_within_budget(ratios)
 
 
 def test_a_factor_beyond_the_range_lets_scores_grow_with_the_distance():

@@ -28,9 +28,11 @@ class Transition(NamedTuple):
     @classmethod
     def of(cls, W: Tensor, K: Tensor, beta: Tensor) -> "Transition":
         S, N = (W @ W.mT).tril_(-1), (W @ K.mT).tril_(-1)
-        M = torch.linalg.solve_triangular(_unit(beta, S), torch.diag_embed(beta), upper=False, unitriangular=True)
-        R = M @ N
-        return cls(W, K, beta, S, M, M @ W, N, R, K - R.mT @ W)
+        # U and R are solved for too: of rows that are alike, the errors of M would add up in M W
+        right = torch.cat([W, N, torch.eye(S.shape[-1], dtype=W.dtype, device=W.device).expand_as(S)], -1) * beta[..., None]
+        solved = torch.linalg.solve_triangular(_unit(beta, S), right, upper=False, unitriangular=True)
+        U, R, M = solved.split([W.shape[-1], N.shape[-1], S.shape[-1]], -1)
+        return cls(W, K, beta, S, M, U, N, R, K - R.mT @ W)
 
     def back(self, x: Tensor) -> Tensor:
         """Queries x [… rows K] at the block's end -> at its start."""
@@ -76,8 +78,9 @@ def gradients(
     dM = dR @ N.mT + dU @ W.mT
     dN = (M.mT @ dR).tril_(-1)
     Z = torch.linalg.solve_triangular(_unit(block.beta, block.S).mT, dM, upper=True, unitriangular=True)
-    dbeta = Z.diagonal(dim1=-2, dim2=-1) - (Z * (block.S @ M)).sum(-1)
-    dS = -(block.beta[..., None] * (Z @ M.mT)).tril_(-1)
+    passed_on = Z @ M.mT
+    dbeta = Z.diagonal(dim1=-2, dim2=-1) - (passed_on * block.S).sum(-1)
+    dS = -(block.beta[..., None] * passed_on).tril_(-1)
     dW = dW + dN @ K + M.mT @ dU + (dS + dS.mT) @ W
     return dW, dK + dN.mT @ W, dbeta
 

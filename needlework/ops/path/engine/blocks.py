@@ -5,7 +5,7 @@
     group:  dR = −Σ Lᵀ dA    dU = −Σ Lᵀ dq⁰    dK = Σ dAᵀ Q    dW = Σ dLᵀ Q    dV += Σ Pᵀ dO       over the heads of a group
     turn:   dR −= W dk¹ᵀ    dU −= W dH    dK += dk¹    dW −= R dk¹ + U dHᵀ
     unwind: dM = dR Nᵀ + dU Wᵀ    Z = Xᵀ dM    dN = stril(Mᵀ dR)    dS = −stril(Diag(β) Z Mᵀ)
-            dβ_t = Z_tt − Σ_u Z_tu (S M)_tu    dK += dNᵀ W    dW += dN K + Mᵀ dU + (dS + dSᵀ) W
+            dβ_t = Z_tt − Σ_u (Z Mᵀ)_tu S_tu    dK += dNᵀ W    dW += dN K + Mᵀ dU + (dS + dSᵀ) W
 
 X, S, M, N are those of tiles.py, made again. What would be a first operand and transposed is formed transposed.
 """
@@ -187,9 +187,10 @@ def unwind(
     columns = p_block * KB + o[None, :] * KB + o_k[:, None]  # [KB C]
     dU_t = tl.load(p_dU + columns)
     Z_t = product(product(coupled, dR_t, APART) + product(w, dU_t, APART), X, APART)  # [u t]
-    dbeta = tl.sum(tl.where(o[:, None] == o[None, :], Z_t, 0.0) - Z_t * tl.trans(product(S, solve, APART)), 0)
+    passed_t = product(solve, Z_t, APART)  # (Z Mᵀ)ᵀ
+    dbeta = tl.sum(tl.where(o[:, None] == o[None, :], Z_t, 0.0) - passed_t * tl.trans(S), 0)
     before = o[:, None] < o[None, :]
-    dS_t = tl.where(before, -product(solve, Z_t, APART) * beta[None, :], 0.0)
+    dS_t = tl.where(before, -passed_t * beta[None, :], 0.0)
     dw_t = product(tl.trans(b_w).to(ACC), dS_t + tl.trans(dS_t), APART) + product(dU_t, solve, APART)
     dN_t = tl.where(before, product(dR_t, solve, APART), 0.0)
     dw_t += product(tl.trans(b_k).to(ACC), dN_t, APART) + tl.load(p_sum_w + columns)
