@@ -1,4 +1,4 @@
-"""LUCID's solve, LUCID as attention and Polar at the shapes of the papers' models. H counts key-value heads."""
+"""LUCID's solve, LUCID as attention, Polar and PaTH attention at the shapes of the papers' models. H counts key-value heads."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,6 +32,13 @@ def polar_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: 
     x = {"q": long(normal(B, T, 4 * H, K)), "k": long(normal(B, T, H, K)), "v": normal(B, T, H, V)}
     start = {"alpha": -1.0, "beta": -1.5, "gamma": 0.5, "null_base": 2.0}
     return x | {name: at + 0.1 * normal(4 * H) for name, at in start.items()} | {"v_null": 0.3 * normal(4 * H, V)}
+
+
+def path_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: int) -> dict[str, Tensor]:
+    """Queries of four heads a group, unit directions, and β all over its range."""
+    normal, uniform = draws(generator)
+    x = {"q": normal(B, T, 4 * H, K), "k": normal(B, T, H, K), "v": normal(B, T, H, V)}
+    return x | {"beta": 2 * uniform(B, T, H), "w": normalize(normal(B, T, H, K), dim=-1)}
 
 
 def unit_keys(x: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -110,6 +117,21 @@ def _polar(at: str) -> Case:
     )
 
 
+def _path(at: str) -> Case:
+    """A head of 128 is over what the peer's assertion lets through in the versions that were read; then it is timed alone."""
+    T, K, V = (SHAPES[at][axis] for axis in "TKV")
+    return Case(
+        op="path",
+        at=at,
+        spec=spec_of("path"),
+        inputs=path_inputs,
+        peer=peers.PATH,
+        bars={"fwd": 0.6, "fwd+bwd": 0.6},
+        flops=4 * T * (K + V),
+        numbers=6 * K + 5 * V,
+    )
+
+
 CASES = (
     _lucid("kv4-8K", {"fwd": 0.02, "fwd+bwd": 0.04}),
     _lucid("kv4-8K", {"fwd": 0.02, "fwd+bwd": 0.04}, clustered=True),
@@ -121,4 +143,8 @@ CASES = (
     _polar("2K"),
     _polar("16K"),
     _polar("64K"),
+    _path("kv8-4K"),
+    _path("kv8-16K"),
+    _path("kv8-4K-d128"),
+    _path("kv8-16K-d128"),
 )

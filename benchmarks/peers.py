@@ -42,6 +42,11 @@ def _kda() -> Callable[..., Tensor]:
     return lambda q, k, v, g, beta: call(q, k, v, g, beta)[0]
 
 
+def _path() -> Callable[..., Tensor]:
+    call = _fla("fla.ops.path_attn.parallel_path_attn")
+    return lambda q, k, v, beta, w: call(q, k, v, w, beta)[0]
+
+
 def _curvature() -> Callable[..., Tensor]:
     """Σq by its linear attention with v = k, and the rest of the formula in PyTorch."""
     call = _fla("fla.ops.linear_attn.chunk_linear_attn")
@@ -74,6 +79,7 @@ def _attention(backend: SDPBackend) -> Callable[..., Tensor]:
 GATED = Peer("flash-linear-attention chunk_gated_delta_rule", _gated)
 COMBA = Peer("flash-linear-attention chunk_comba", _comba)
 KDA = Peer("flash-linear-attention chunk_kda", _kda)
+PATH = Peer("flash-linear-attention parallel_path_attn", _path)
 CURVATURE = Peer("flash-linear-attention chunk_linear_attn with v = k, the rest in PyTorch", _curvature)
 SOLVE = Peer("flash-linear-attention deltaformer, its u-solve", _solve)
 CUDNN = Peer("SDPA, cuDNN, key-value heads expanded", lambda: _attention(SDPBackend.CUDNN_ATTENTION))

@@ -228,6 +228,10 @@ class NeedleworkVllm(nn.Module):
         super().__init__()
         _check(vllm_config)
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+        if vllm_config.cache_config.enable_prefix_caching and any(held.rewritten for held in Plan.of(config, dtype).held):
+            raise ValueError(
+                "enable_prefix_caching: got True, expected False for a model whose layers write their pages again (docs/serving.md says why)"
+            )
         self.model = NeedleworkForCausalLM(config).to(dtype)
         self.plan = Plan.of(config, dtype)
         self.windows = {held.window for held in self.plan.held if held.rows}

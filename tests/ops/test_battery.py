@@ -20,6 +20,7 @@ REPRESENTATIVES = (
     "lucid/rowmax-window",
     "polar/window",
     "polar/grouped",
+    "path/window",
     "paged/polar",
     "mamba3/mimo",
 )

@@ -32,7 +32,7 @@ def bench(monkeypatch):
 
 
 KEYS = ("gated/A", "qdelta/C", "kda/B", "carve-gates-given/B", "carve/B", "ccq/K256", "ccq+gated/A", "mamba3/64-heads",
-        "lucid/kv4-8K", "lucid/clustered/kv4-8K", "lucid/kv4-d128", "lucid/attention/kv4-32K", "polar/2K")  # fmt: skip
+        "lucid/kv4-8K", "lucid/clustered/kv4-8K", "lucid/kv4-d128", "lucid/attention/kv4-32K", "polar/2K", "path/kv8-4K")  # fmt: skip
 
 
 def case_of(bench, key):

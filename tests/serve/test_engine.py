@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from needlework.layers import Attention, Path
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.serve.engine import Engine
 from needlework.serve.interface import DrainingError, QueueFullError
@@ -26,6 +27,18 @@ HARDLY_ANY = {"memory": 650_000, "budget": 64, "snapshots": 0}  # four slots, an
 def model():
     torch.manual_seed(0)
     config = NeedleworkConfig(vocab_size=V, hidden_size=32, layout="".join(MIXERS), mixers=MIXERS)
+    return NeedleworkForCausalLM(config).double().eval()
+
+
+@pytest.fixture(scope="module")
+def rewriting():
+    """A model whose pages are written again, all of a sequence's once in 64 tokens."""
+    mixers = {
+        "H": Attention(heads=4, kv_heads=2, head_dim=8, attend=Path(rank=4)),
+        "W": Attention(heads=2, head_dim=8, attend=Path(rank=None, conv=None, window=24)),
+    }
+    torch.manual_seed(0)
+    config = NeedleworkConfig(vocab_size=V, hidden_size=32, layout="".join(mixers), mixers=mixers)
     return NeedleworkForCausalLM(config).double().eval()
 
 
@@ -141,6 +154,28 @@ def test_a_prefix_that_was_seen_gives_the_same_answer(model):
     with Serving(model) as serving:
         found = [serving.answers([request])[0] for request in asked]
     assert found == [generated(model, request) for request in asked]
+
+
+def test_sequences_that_write_their_pages_again_do_not_meet(rewriting):
+    """Prompts that begin alike, answers that end a block of keys, and too few pages: some are parked."""
+    rng = random.Random(5)
+    head = tuple(rng.randrange(V) for _ in range(30))
+    asked = [
+        Request(id=str(i), prompt=(*head, *(rng.randrange(V) for _ in range(2))), max_tokens=60, sampling=GREEDY)
+        for i in range(4)
+    ]
+    with Serving(rewriting, memory=220_000, snapshots=0, budget=64, length=100) as serving:
+        found = serving.answers(asked)
+        assert serving.scheduler.parked
+    prompts = torch.tensor([request.prompt for request in asked])
+    assert found == rewriting.generate(prompts, max_new_tokens=60, do_sample=False)[:, 32:].tolist()
+
+
+def test_pages_that_are_written_again_are_shared_by_no_two_sequences(rewriting):
+    with pytest.raises(
+        ValueError, match=r"scheduler: prefix is True, expected False .snapshots = 0.: layers 0, 1 write their pages"
+    ):
+        Serving(rewriting)
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_among_others(model):

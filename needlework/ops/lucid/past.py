@@ -11,8 +11,9 @@ from collections.abc import Mapping
 import triton
 import triton.language as tl
 
+from needlework.ops.common.kernels.runs import sequence_of
 from needlework.ops.common.kernels.tile import plus_product
-from needlework.ops.lucid.solve.operands import TINY, sequence_of
+from needlework.ops.lucid.solve.operands import TINY
 from needlework.ops.runtime.triton_types import cdiv
 
 

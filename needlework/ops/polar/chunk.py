@@ -6,7 +6,7 @@
     mag  = tanh(softplus(β) ln(1 + m_eff))      m_eff = f n_eff,  n_eff = L²/Q₂ = 1 / Σ ŵ²
 
 The null never enters M, L, Q₂: where it dominates, they keep their digits. Letters of shapes: n blocks of C tokens, H key-value
-heads, G query heads each. Dtypes are op.py's, packing and the growth of pages custom_op.py's, the cutting into blocks blocks.py's.
+heads, G query heads each. Dtypes are op.py's, packing and the growth of pages custom_op.py's, the cutting into blocks common/blocks.py's.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from needlework.ops.common.blocks import Blocks
 from needlework.ops.polar.arguments import Parameters
-from needlework.ops.polar.blocks import Blocks
 
 CLAMP = 1e-6
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
-from needlework.ops.lucid.arguments import Placement
+from needlework.ops.common.placement import Placement
 from needlework.ops.lucid.past import highest, less_past, new_keys, read_pages, shares_of, store_rows, tile_of
 from needlework.ops.lucid.solve.launches import ENGINE as SOLVE
 from needlework.ops.lucid.solve.launches import Task, compile_cases_of_sums, forward, widths
