@@ -1,6 +1,6 @@
 """Serving on this GPU: a decoding step by preset and batch, the engine around it, and `generate` for one user.
 
-    python benchmarks/serve.py [--preset qdelta-340m lucid-1b] [--rows 1 64] [--context 512] [--out DIR]
+    python benchmarks/serve.py [--preset qdelta-340m lucid-1b-64] [--rows 1 64] [--context 512] [--compiled] [--out DIR]
 
 Weights are random, bfloat16; every sequence has `context` tokens. Rows:
 
@@ -34,8 +34,10 @@ from timing import median
 from train import _commit
 
 from needlework.models import NeedleworkForCausalLM
+from needlework.models.modeling import Block
 from needlework.models.presets import preset
 from needlework.models.tokenizer import Vocabulary
+from needlework.serve.compiled import Layer, compiled
 from needlework.serve.engine import Engine
 from needlework.serve.http import Front, Server, listen
 from needlework.serve.planner import plan
@@ -48,7 +50,7 @@ from needlework.serve.text import Text
 
 COPY = 4.27e12  # bytes a second that a copy moves on an H200: the device's own limit
 PRODUCT = 700e12  # operations a second of a large product
-MODELS = ("qdelta-340m", "qdelta-1.3b", "atma-polar-memory", "transformer-500m", "carve-125m", "lucid-1b")
+MODELS = ("qdelta-340m", "qdelta-1.3b", "atma-polar-memory", "transformer-500m", "carve-125m", "lucid-1b-64")
 ROWS = (1, 64, 256, 512)
 MADE = 64  # tokens of a request
 # tokens a second at context 512, 0.87 of what a step written for each model alone reached
@@ -58,7 +60,7 @@ BARS = {
     "atma-polar-memory": {1: 2990, 64: 83_000, 256: 181_000, 512: 241_000},
     "transformer-500m": {1: 1385, 64: 24_600, 256: 38_500, 512: 42_800},
     "carve-125m": {1: 4590, 64: 106_000, 256: 266_000, 512: 345_000},
-    "lucid-1b": {1: 1180, 64: 37_500, 256: 88_000, 512: 100_000},
+    "lucid-1b-64": {1: 1180, 64: 37_500, 256: 88_000, 512: 100_000},
 }
 OURS = 0.87
 
@@ -70,9 +72,11 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--only", nargs="*", choices=list(MEASURED), default=["step", "engine", "generate"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "serving")
+    parser.add_argument("--compiled", action="store_true", help="layers by torch.compile in decoding steps")
     given = parser.parse_args()
     import triton
 
+    layer = compiled() if given.compiled else Block.serve
     device = torch.cuda.get_device_name()
     common = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "commit": _commit()}
     file, failed = results.path(device, given.out), 0
@@ -83,9 +87,15 @@ def main() -> int:
         for B, what in product(given.rows, given.only):
             if what in ("first", "generate") and B > 1:
                 continue
-            row = {"op": name, "impl": what, "dtype": "bfloat16", "pass": what, "shape": {"B": B, "T": given.context}}
+            row = {
+                "op": name,
+                "impl": f"{what} compiled" if given.compiled else what,
+                "dtype": "bfloat16",
+                "pass": what,
+                "shape": {"B": B, "T": given.context},
+            }
             try:
-                figures = MEASURED[what](model, B, given.context)
+                figures = MEASURED[what](model, B, given.context, layer)
             except Exception as error:  # the other rows are still to be measured
                 failed += 1
                 print(f"{name} {what} B {B}: {type(error).__name__}: {error}", flush=True)
@@ -98,19 +108,19 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def serving(model: NeedleworkForCausalLM, B: int, context: int) -> tuple[Runner, Scheduler]:
+def serving(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> tuple[Runner, Scheduler]:
     """Room for B sequences of `context` tokens and MADE more."""
     held = model.model.held()
     weights, memory = model.get_memory_footprint(), torch.cuda.get_device_properties(0).total_memory
     config = plan(
         held, memory=memory, weights=weights, peak=8 << 30, graphs=4 << 30, length=context + 2 * MADE, batch=B, budget=8192
     )
-    return Runner(model, Tables(held, config, model.device), config), Scheduler(config)
+    return Runner(model, Tables(held, config, model.device), config, layer), Scheduler(config)
 
 
-def step(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float]:
+def step(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
     """The same decoding step over and over, on states that are zeros."""
-    runner, scheduler = serving(model, B, context)
+    runner, scheduler = serving(model, B, context, layer)
     for table in (runner.tables.slots, *runner.tables.pages.values()):
         table.zero_()
     page, requests = scheduler.config.page, []
@@ -133,9 +143,9 @@ def step(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float]
     return {"ms": ms, "tokens_per_second": B / ms * 1e3, "share": least / (ms * 1e-3 * COPY), "bytes": least}
 
 
-def engine(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float]:
+def engine(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
     """From the first token of the last request to begin to the first request's end."""
-    runner, scheduler = serving(model, B, context)
+    runner, scheduler = serving(model, B, context, layer)
     speeds = []
     with Engine(runner, scheduler) as running:
         for attempt in range(2):  # the first captures the graphs
@@ -181,9 +191,9 @@ def load(port: int, **options: int) -> dict:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def http(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float]:
+def http(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
     """As `engine`: the engine's count of tokens while all streams run."""
-    runner, scheduler = serving(model, B, context)
+    runner, scheduler = serving(model, B, context, layer)
     vocabulary = model.config.vocab_size
     with Engine(runner, scheduler) as running, address(running, vocabulary) as port:
         asked = {"streams": B, "prompt": context, "tokens": 2 * MADE, "vocabulary": vocabulary}
@@ -204,8 +214,8 @@ def http(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float]
     return {"tokens_per_second": (after - before) / (ended - began)}
 
 
-def first(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float]:
-    runner, scheduler = serving(model, 1, context)
+def first(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
+    runner, scheduler = serving(model, 1, context, layer)
     vocabulary = model.config.vocab_size
     with Engine(runner, scheduler) as running, address(running, vocabulary) as port:
         load(port, prompt=context, tokens=1, vocabulary=vocabulary, repeat=2, seed=1)
@@ -214,7 +224,7 @@ def first(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float
     return {"ms": 1e3 * seconds[len(seconds) // 2], "floor_ms": 1e3 * 2 * weights * context / PRODUCT}
 
 
-def generate(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float]:
+def generate(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
     ids = torch.randint(model.config.vocab_size, (B, context), device=model.device)
     ended = []
     for tokens in (8, 8, 8 + MADE):

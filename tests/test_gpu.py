@@ -60,7 +60,7 @@ def test_a_step_on_the_gpu_is_prefill_on_the_cpu(spec):
 
 
 DELTA = "qdelta", "delta/gla", "delta/gated", "delta/kda", "delta/gdn2"
-ON_SLOTS = *DELTA, "carve", "carve/rank4", "ccq", "ccq/aligned"
+ON_SLOTS = *DELTA, "carve", "carve/rank4", "ccq", "ccq/aligned", "mamba3"
 
 
 def starts(state, slots, fresh):

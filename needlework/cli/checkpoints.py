@@ -110,7 +110,8 @@ def generate(
     if not (temperature == 0 or LEAST <= temperature < math.inf):
         raise ValueError(f"--temperature: got {temperature:g}, expected 0, or a finite number of at least {LEAST:g}")
     model, tokenizer = load_checkpoint(checkpoint)
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    # with what the tokenizer itself puts before a text: ours puts nothing, Llama's its beginning of text
+    ids = tokenizer.encode(prompt).ids if prompt else []
     if not ids:
         raise ValueError("--prompt is empty: expected at least one token to go on from")
     torch.manual_seed(seed)

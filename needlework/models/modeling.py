@@ -1,6 +1,6 @@
 """One Block, one Model, one ForCausalLM for every mixer; the config builds the mixers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -63,10 +63,10 @@ class Block(GradientCheckpointingLayer):
 
     def __init__(self, config: NeedleworkConfig, letter: str, layer: int):
         super().__init__()
-        self.mixer_norm = RMSNorm(config.hidden_size)
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixer = config.mixer(letter).build(config.hidden_size, layer)
         mlp = config.channel_mixer()
-        self.mlp_norm = None if mlp is None else RMSNorm(config.hidden_size)
+        self.mlp_norm = None if mlp is None else RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = None if mlp is None else mlp.build(config.hidden_size)
 
     def forward(
@@ -120,6 +120,8 @@ class NeedleworkPreTrainedModel(Installed, PreTrainedModel):
         if self.config.zero_output and (isinstance(module, OutProjection) or module is self.get_output_embeddings()):
             for tensor in own.values():
                 nn.init.zeros_(tensor)
+        if self.config.scaled_output and isinstance(module, OutProjection):
+            own["weight"].div_(len(self.config.layout) ** 0.5)
         for name, value in loaded.items():  # from_pretrained has filled these already
             own[name].copy_(value)
 
@@ -160,7 +162,7 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             raise ValueError("layout is empty: a model needs at least one layer, e.g. layout='RA'")
         self.embed: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, letter, i) for i, letter in enumerate(config.layout))
-        self.norm = RMSNorm(config.hidden_size)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -296,14 +298,21 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         return list(blocks)
 
     @torch.no_grad()
-    def serve(self, input_ids: Tensor, tables: Sequence[Mapping[str, Tensor]], batch: Batch) -> Tensor:
+    def serve(
+        self,
+        input_ids: Tensor,
+        tables: Sequence[Mapping[str, Tensor]],
+        batch: Batch,
+        layer: Callable[[Block, Tensor, Mapping[str, Tensor], Batch], Tensor] = Block.serve,
+    ) -> Tensor:
         """Normed hidden states [T D] of the new tokens input_ids [T] of many sequences, whose states advance in place.
 
         tables: for each layer its tensors by the names of `held`. The caller owns them; nothing else is kept between calls.
+        layer: Block.serve, or what has its results.
         """
         x = self.embed(input_ids)
         for block, own in zip(self._blocks(), tables, strict=True):
-            x = block.serve(x, own, batch)
+            x = layer(block, x, own, batch)
         return self.norm(x)
 
 

@@ -10,18 +10,16 @@ import os
 from collections.abc import Callable
 from functools import partial
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, NamedTuple
 
 from needlework.eval.retrieval import chance
 from needlework.files import write_whole
 
 from . import figures, training_figures
-from .palette import variables
 from .results import Mixer, Results, check_results, scores_of, tasks_of
 from .rows import CSV, rows
+from .sheet import style_sheet, template
 from .table import cost_table, name_of, retrieval_table
 from .words import multiple, percent, summary, task_title
 
@@ -87,13 +85,10 @@ def write_report(results: Results, path: str | os.PathLike) -> None:
     Raises ValueError that names what is missing from the results.
     """
     check_results(results)
-    template = Template(files("needlework.report").joinpath("page.html").read_text(encoding="utf-8"))
     finished = bool(results["mixers"])
-    light, dark = ("; ".join(f"--{name}: {pair[i]}" for name, pair in variables().items()) for i in (0, 1))
-    page = template.substitute(
+    page = template("page.html").substitute(
         title=escape(f"{results['name']}: which mixer finds the needle?"),
-        light_variables=light,
-        dark_variables=dark,
+        style=style_sheet(),
         summary=escape(summary(results)),
         origin=escape(f"{results['name']} · {results['date']} · {len(results['mixers'])} mixers · {results['machine']}"),
         legend="\n".join(_button(i, mixer) for i, mixer in enumerate(results["mixers"])),

@@ -10,6 +10,7 @@ from needlework.layers import (
     Differential,
     GatedConv,
     Lucid,
+    Mamba3,
     Memory,
     Polar,
     QDelta,
@@ -27,6 +28,7 @@ MIXERS = {
     "L": Attention(heads=2, head_dim=16, attend=Lucid(), position=Rope()),
     "D": Attention(heads=2, head_dim=16, attend=Differential(), position=Rope()),
     "G": GatedConv(),
+    "M": Mamba3(heads=2, key_dim=8, value_dim=8, rank=2),
 }
 V = 67
 
