@@ -48,6 +48,6 @@ def on_amd() -> bool:
 def for_amd(constants: Mapping[str, Any]) -> dict[str, Any]:
     """A launch's constants as AMD's compiler takes them: products of float32 exact where NVIDIA's are three of TF32, nothing in PTX,
     and no options that only NVIDIA's has."""
-    changed = {name: "ieee" for name, x in constants.items() if isinstance(x, str) and x == "tf32x3"}
-    changed |= {name: 0 for name in ("ASM", "PDL") if name in constants}
-    return {name: x for name, x in (constants | changed).items() if name not in ("maxnreg", "launch_pdl")}
+    kept = {name: x for name, x in constants.items() if name not in ("maxnreg", "launch_pdl")}
+    kept |= {name: 0 for name in ("ASM", "PDL") if name in kept}
+    return {name: "ieee" if isinstance(x, str) and x == "tf32x3" else x for name, x in kept.items()}
