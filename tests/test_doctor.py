@@ -1,6 +1,7 @@
 """Doctor: it sees a wrong kernel and no wrong in a right one, denies a wrong config, and says what it needs where it cannot run."""
 
 import dataclasses
+import importlib
 import json
 import math
 import multiprocessing
@@ -17,6 +18,7 @@ import torch
 from needlework.ops.delta import chunk_delta
 from needlework.ops.delta.op import DeltaOutput
 from needlework.ops.runtime import denylist, launch_configs
+from needlework.ops.runtime.target import TARGETS
 from needlework.ops.specs import specs
 from needlework.testing import builds, compare, doctor, helpers, processes, steps, targets, verdict
 
@@ -360,6 +362,53 @@ def test_compile_only_takes_every_launch_config_and_says_what_does_not_compile(m
 
     monkeypatch.setattr("needlework.ops.runtime.compile.compile_case", breaks)
     assert {build.error for build in builds._compile(few)} == {"RuntimeError: PassManager::run failed"}
+
+
+def test_a_kernel_that_does_not_fit_the_target_is_an_error_that_says_so(monkeypatch):
+    """The same kernel is right for one GPU, too large for another, and larger than what its row says."""
+    compiled = pytest.importorskip("needlework.ops.runtime.compile")
+    (task, *_) = (
+        task for task in builds.tasks(False, ["sm_100"]) if task.engine == "paged/paged" and task.config == "sm90-d128"
+    )
+    case = next(iter(_cases(task)))
+    made = compiled.compile_case(case, TARGETS["sm_100"])
+    assert 0 < made.shared <= 232448
+    small = TARGETS["sm_89"]._replace(arch=(10, 0), shared=made.shared - 1)
+    with pytest.raises(
+        MemoryError, match=f"{made.kernel} wants {made.shared:,} bytes of shared memory, sm_89 has {made.shared - 1:,}"
+    ):
+        compiled.compile_case(case, small)
+    row = next(row for row in launch_configs.rows(task.engine) if row.name == task.config)
+    assert builds._more_than_said(row, made) == ""
+    said = row._replace(shared_memory=made.shared - 1)
+    assert f"{made.shared:,} bytes of shared memory, its row says {made.shared - 1:,}" in builds._more_than_said(said, made)
+
+
+def _cases(task):
+    row = next(row for row in launch_configs.rows(task.engine) if row.name == task.config)
+    module = importlib.import_module(f"needlework.ops.{task.file}")
+    return module.compile_cases(row, getattr(torch, task.dtype), task.K, task.V)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_100"])
+def test_every_engine_compiles_for_every_gpu_under_the_row_that_is_picked_there(target):
+    pytest.importorskip("triton")
+    todo = builds.tasks(False, [target])
+    picked = {
+        (engine, launch_configs._picked(engine, TARGETS[target].arch, "bfloat16", *size, frozenset()).name)
+        for engine in targets.ENGINES
+        for size in ((64, 64), (128, 128), (256, 256))
+    }
+    found = [task for task in todo if (task.engine, task.config) in picked]
+    assert {task.engine for task in found} == set(targets.ENGINES)
+    errors = [build for task in found for build in builds._compile(task._replace(variants=False)) if build.error]
+    assert errors == []
+
+
+def test_a_target_is_for_compiling_alone(needlework):
+    assert "sm_80, sm_89, sm_90, sm_100, gfx942" in needlework("doctor", "--compile-only", "--target", "sm_75", ok=False)
+    assert "--compile-only" in needlework("doctor", "--target", "sm_80", ok=False)
 
 
 def test_it_knows_the_tools_that_miscompile():

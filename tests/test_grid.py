@@ -1,5 +1,8 @@
 """Drawn calls: the draw covers what it says, every call is one that its op takes, and the report says what the rows hold."""
 
+import sys
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -183,3 +186,73 @@ def test_what_is_judged_and_compiled_beside_others_is_small_and_of_the_same_kern
                 assert all(getattr(other, name) == getattr(call, name) for name in same)
                 assert other.HV // other.H == call.HV // call.H and bool(other.documents) is bool(call.documents)
             assert short.H == call.H and (call.documents or (short.T - call.T) % 64 == 0)
+
+
+@pytest.fixture
+def grid(bench, monkeypatch):
+    """benchmarks/grid.py on a CPU with a clock that knows the answer, its processes this one; few tokens, by the torch form."""
+    grid, draw = bench("grid"), bench("draw")
+    clock = lambda call: 2.0 if call() is not None else 0.0
+    fakes = {"DEVICE": "cpu", "median": clock, "peak": clock, "replay": lambda call: call, "judge": lambda call: (0.5, "o")}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(grid, name, fake)
+    small = partial(draw.draw, tokens=(24, 48), heads=(1, 2))
+    case_of = grid.case_of
+
+    def by_torch(call, device):
+        case = case_of(call, device)
+        return replace(case, spec=replace(case.spec, chunk=partial(case.spec.chunk, impl="torch")))
+
+    def told(act, calls, count):
+        for call in calls:
+            found, reason = {}, None
+            try:
+                grid.ACTS[act](call, found)
+            except Exception as error:
+                reason = grid.why(error)
+            yield call, found, reason
+            if reason:
+                return
+
+    monkeypatch.setattr(draw, "draw", small)
+    monkeypatch.setattr(grid, "case_of", by_torch)
+    monkeypatch.setattr(grid, "told", told)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Device")
+    return grid
+
+
+def test_a_grid_judges_times_and_reports_its_calls_and_goes_on_where_it_stopped(grid, bench, monkeypatch, tmp_path, capsys):
+    """One rule is right, one is wrong, one cannot be captured; none of the peers is installed."""
+    pytest.importorskip("triton")
+    results, file, now = bench("results"), tmp_path / "grid.json", []
+    case_of = grid.case_of
+
+    def breaks(call):
+        if now == ["polar"]:
+            raise RuntimeError("capturing stream has unjoined work")
+        return call
+
+    def noted(call, device):
+        now[:] = [call.rule]
+        return case_of(call, device)
+
+    monkeypatch.setattr(grid, "replay", breaks)
+    monkeypatch.setattr(grid, "case_of", noted)
+    monkeypatch.setattr(grid, "judge", lambda call: (3.0, "dk") if call.rule == "additive" else (0.5, "o"))
+    arguments = ["grid.py", "--rules", "gated", "additive", "polar", "--calls", "2", "--out", str(file), "--commit", "abc"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--minutes", "0"])
+    assert grid.main() == 0 and results.read(file) == []
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert grid.main() == 0
+    rows = {(row["op"], row["index"], row["pass"]): row for row in results.read(file)}
+    assert set(rows) == {(op, i, name) for op in ("gated", "additive", "polar") for i in (0, 1) for name in ("fwd", "fwd+bwd")}
+    gated, additive, polar = (rows[op, 0, "fwd+bwd"] for op in ("gated", "additive", "polar"))
+    assert gated["ms"] == gated["graph_ms"] == 2.0 and gated["error_over_budget"] == 0.5 and gated["why"] is None
+    assert "ModuleNotFoundError" in gated["peer_why"] and gated["peer_ms"] is None and "gated_delta" in gated["peer"]
+    assert additive["why"] == "WRONG: the error of dk is 3.00 × its budget" and additive["ms"] is None
+    assert polar["ms"] == 2.0 and polar["graph_ms"] is None and "graph_ms of fwd: RuntimeError: capturing" in polar["why"]
+    assert "| gated | fwd+bwd | 2 | 0 |" in capsys.readouterr().out
+    monkeypatch.setattr(grid, "told", lambda *_: pytest.fail("all of them have rows"))
+    assert grid.main() == 0

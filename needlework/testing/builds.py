@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -12,6 +12,9 @@ from needlework.ops.runtime.target import SMALL, TARGETS
 from needlework.testing.machine_code import unwritten
 from needlework.testing.processes import context, cores
 from needlework.testing.targets import ENGINES, sizes
+
+if TYPE_CHECKING:
+    from needlework.ops.runtime.compile import Compiled
 
 
 class Build(NamedTuple):
@@ -107,7 +110,7 @@ def _compile(task: Task) -> list[Build]:
             # a disassembly takes a third of a second: of those alone that have such operands
             text = disassembled(made.code) if made.wgmma and target.name == "sm_90" else None
             wrong = unwritten(text) if text else []
-            error = f"ptxas assembled {len(wrong)} wgmma wrongly: {wrong[0]}" if wrong else _more_than_said(row, made.shared)
+            error = f"ptxas assembled {len(wrong)} wgmma wrongly: {wrong[0]}" if wrong else _more_than_said(row, made)
             builds.append(Build(*facts, *made[:-1], error))
         except Exception as error:
             # Triton, LLVM and ptxas raise what they like, and the other kernels are still to be compiled
@@ -115,7 +118,9 @@ def _compile(task: Task) -> list[Build]:
     return builds
 
 
-def _more_than_said(row: launch_configs.LaunchConfig, shared: int) -> str:
+def _more_than_said(row: launch_configs.LaunchConfig, made: "Compiled") -> str:
     """A row for Hopper or later is also picked where a program has less: the row says what it wants."""
     said = row.shared_memory or SMALL
-    return f"wants {shared} bytes of shared memory, its row says {said}" if row.arch >= (9, 0) and shared > said else ""
+    if row.arch < (9, 0) or made.shared <= said:
+        return ""
+    return f"{made.kernel} wants {made.shared:,} bytes of shared memory, its row says {said:,}"

@@ -40,10 +40,10 @@ def compile_case(case: Case, target: Target) -> Compiled:
     made = triton.compile(source, target=gpu(target), options=options)
     shared, name = made.metadata.shared, case.kernel.__name__
     if shared > target.shared:
-        raise MemoryError(f"wants {shared} bytes of shared memory, {target.name} has {target.shared}")
+        raise MemoryError(f"{name} wants {shared:,} bytes of shared memory, {target.name} has {target.shared:,}")
     # of Blackwell's: what wants more is assembled to nothing
     if (columns := getattr(made.metadata, "tmem_size", None) or 0) > TENSOR_MEMORY:
-        raise MemoryError(f"wants {columns} columns of tensor memory, {target.name} has {TENSOR_MEMORY}")
+        raise MemoryError(f"{name} wants {columns} columns of tensor memory, {target.name} has {TENSOR_MEMORY}")
     if target.amd:
         text = made.asm["amdgcn"]
         registers, spilled = _usage_of_amd(text)
