@@ -17,8 +17,9 @@ GROUPS = (1, 1, 1, 2, 4, 8)
 SHORTEST = 16  # tokens of a packed document
 CALLS = 40  # of a rule
 
-# Plans are made on calls of the first seeds and reported on those of the others. A review draws with a seed of its own.
+# Plans are made on calls of the first seeds, tried on those of the second and reported on those of the third. A review draws with one of its own.
 TUNING = (11, 12, 13)
+HELD_OUT = 21
 REPORTING = (101, 102, 103)
 
 MEMORY = 70 * 2**30  # bytes that a call may take, beside its peer
@@ -73,6 +74,11 @@ class Call(NamedTuple):
     dtype: str
     documents: tuple[int, ...] = ()
     state: bool = False
+
+    @classmethod
+    def of(cls, facts: dict) -> "Call":
+        """From what JSON keeps of it."""
+        return cls(**facts | {"documents": tuple(facts["documents"])})
 
     @property
     def sequences(self) -> tuple[int, ...]:

@@ -10,12 +10,8 @@ What does not fit, fails or is wrong has a row that says why. Rows are written o
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import distribution
 import results
+from children import answer, told
 from draw import CALLS, REPORTING, RULES, TUNING, Call, drawn, memory
 from drawn import Drawn, case_of
 from judge import ratios
@@ -34,11 +31,11 @@ from needlework.testing.errors import mean_of_draws
 from needlework.testing.processes import cores
 from needlework.testing.verdict import DRAWS
 
+SCRIPT = Path(__file__)
 DEVICE = "cuda"
 JUDGED = {"T": 200, "documents": (1, 37, 62, 100)}
 SIDE_BY_SIDE = 7
 PREPARED = 8 * 2**30  # bytes that a call may take beside others
-LIMITS = {"prepare": 300, "time": 100}  # seconds that a call is given
 PASSES = ("fwd", "fwd+bwd")
 
 
@@ -112,50 +109,18 @@ def timed(call: Call, found: dict) -> None:
 
 
 ACTS = {"prepare": prepare, "time": timed}
-
-
-def child(calls: list[Call], act: str) -> None:
-    """In a process of its own: of each call a line of JSON. After an error the GPU is in an unknown state, so it ends."""
-    for call in calls:
-        found: dict = {}
-        reason = None
-        try:
-            ACTS[act](call, found)
-        except Exception as error:  # Triton, LLVM, ptxas and a launch raise what they like
-            reason = why(error)
-        print(json.dumps({"name": call.name, "found": found, "why": reason}), flush=True)
-        if reason:
-            raise SystemExit(1)
-        torch.cuda.empty_cache()
-
-
-def told(act: str, calls: list[Call], count: int) -> Iterator[tuple[Call, dict, str | None]]:
-    """What a child finds of these calls, and why that is not all, as far as it comes; of a call at which it dies or does not end that it did."""
-    env = os.environ | {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0"}
-    command = [sys.executable, __file__, "--seed", str(calls[0].seed), "--calls", str(count), "--act", act]
-    command += ["--names", *(call.name for call in calls)]
-    try:
-        run = subprocess.run(command, env=env, timeout=LIMITS[act] * len(calls), capture_output=True, text=True, check=False)
-        output, ended = run.stdout, f"its process ended: {run.stderr.strip()[-300:]}"
-    except subprocess.TimeoutExpired as late:
-        output, ended = (late.stdout or b"").decode(), f"did not end in {LIMITS[act] * len(calls)} s"
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"name"')]
-    for call, line in zip(calls, lines, strict=False):
-        yield call, line["found"], line["why"]
-    if len(lines) < len(calls) and not (lines and lines[-1]["why"]):
-        yield calls[len(lines)], {}, ended
+LIMITS = {"prepare": 300, "time": 100}  # seconds that a call is given
 
 
 class Run:
     """Rows of one run: what they share, and where they go."""
 
-    def __init__(self, file: Path | None, of: str, count: int):
+    def __init__(self, file: Path | None, of: str):
         import triton
 
         device = torch.cuda.get_device_name()
         self.common = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "commit": of}
         self.file = file or results.path(device, distribution.ROOT)
-        self.count = count
 
     def put(self, call: Call, found: dict, reason: str | None, error: float | None = None) -> None:
         """A row of each pass."""
@@ -182,7 +147,7 @@ class Run:
     def batch(self, calls: list[Call], until: float) -> None:
         """Judged and compiled side by side, then timed alone."""
         with ThreadPoolExecutor(len(calls)) as pool:
-            heard = list(pool.map(lambda call: next(told("prepare", [call], self.count)), calls))
+            heard = list(pool.map(lambda call: next(told(SCRIPT, "prepare", [call], LIMITS)), calls))
         right = {}
         for call, found, reason in heard:
             error = found.get("error_over_budget")
@@ -193,7 +158,7 @@ class Run:
             else:
                 right[call] = error
         while right and time.monotonic() < until:
-            for call, found, reason in told("time", list(right), self.count):
+            for call, found, reason in told(SCRIPT, "time", list(right), LIMITS):
                 self.put(call, found, reason, right.pop(call))
 
 
@@ -208,8 +173,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="benchmarks/grids/<device>.json")
     parser.add_argument("--commit", default=commit(), help="what the rows are said to be of, where git cannot tell")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print the distribution of its rows, and time nothing")
-    parser.add_argument("--act", choices=("prepare", "time"), help=argparse.SUPPRESS)
-    parser.add_argument("--names", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.report:
         say("\n".join(distribution.section(results.read(options.report))))
@@ -218,12 +181,9 @@ def main() -> int:
         parser.error("no CUDA device here: kernels are timed on a GPU")
     rules = tuple(rule for rule in RULES if rule.name in options.rules)
     calls, left_out = drawn(options.seed, rules, options.calls)
-    if options.act:
-        child([call for name in options.names for call in calls if call.name == name], options.act)
-        return 0
     begun = time.monotonic()
     until = begun + 60 * options.minutes
-    run = Run(options.out, options.commit, options.calls)
+    run = Run(options.out, options.commit)
     finished = run.finished()
     for call, reason in left_out.items():
         if call.name not in finished:
@@ -240,4 +200,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    answer(ACTS)
     raise SystemExit(main())

@@ -1,8 +1,11 @@
 """Drawn calls: the draw covers what it says, every call is one that its op takes, and the report says what the rows hold."""
 
+import json
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -152,27 +155,45 @@ def test_calls_that_plans_were_made_on_are_not_reported(bench, tmp_path):
     assert "gated fwd" in (tmp_path / "figures" / "grid-d-1.svg").read_text()
 
 
-def test_what_a_process_of_the_grid_did_not_say_is_said_for_it(bench, monkeypatch):
+def test_what_a_child_did_not_say_is_said_for_it(bench, monkeypatch):
     """One that ends early names the call at which it did; one that gave its own reason is believed."""
-    draw, grid = bench("draw"), bench("grid")
+    draw, children = bench("draw"), bench("children")
     calls = draw.draw(draw.RULES[0], 101, 3)[0]
-    says = lambda call, why=None: f'{{"name": "{call.name}", "found": {{"fwd": 1}}, "why": {"null" if why is None else why}}}\n'
+    says = lambda call, why=None: json.dumps({"name": call.name, "found": {"fwd": 1}, "why": why}) + "\n"
 
     def heard(output, late=False):
         def run(command, timeout, **_):
-            assert [call.name for call in calls] == command[command.index("--names") + 1 :]
+            assert [draw.Call.of(json.loads(text)) for text in command[4:]] == calls and command[2:4] == ["--act", "time"]
             if late:
-                raise grid.subprocess.TimeoutExpired(command, timeout, output.encode())
+                raise subprocess.TimeoutExpired(command, timeout, output.encode())
             return SimpleNamespace(stdout=output, stderr="Segmentation fault", returncode=1)
 
-        monkeypatch.setattr(grid.subprocess, "run", run)
-        return list(grid.told("time", calls, 3))
+        monkeypatch.setattr(children.subprocess, "run", run)
+        return list(children.told(Path("grid.py"), "time", calls, {"time": 100}))
 
     a, b, c = calls
     assert heard("loading\n" + says(a) + says(b) + says(c)) == [(call, {"fwd": 1}, None) for call in calls]
-    assert heard(says(a) + says(b, '"no memory"')) == [(a, {"fwd": 1}, None), (b, {"fwd": 1}, "no memory")]
+    assert heard(says(a) + says(b, "no memory")) == [(a, {"fwd": 1}, None), (b, {"fwd": 1}, "no memory")]
     assert heard(says(a)) == [(a, {"fwd": 1}, None), (b, {}, "its process ended: Segmentation fault")]
     assert heard("", late=True) == [(a, {}, "did not end in 300 s")]
+
+
+def test_a_child_says_what_it_finds_and_ends_at_an_error(bench, monkeypatch, capsys):
+    draw, children = bench("draw"), bench("children")
+    calls = draw.draw(draw.RULES[0], 101, 3)[0]
+
+    def act(call, found):
+        found["T"] = call.T
+        if call == calls[1]:
+            raise RuntimeError("an illegal access\nCUDA error")
+
+    children.answer({"time": act})  # no child: nothing happens
+    monkeypatch.setattr(sys, "argv", ["grid.py", "--act", "time", *(json.dumps(call._asdict()) for call in calls)])
+    with pytest.raises(SystemExit) as ended:
+        children.answer({"time": act})
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == {"name": calls[0].name, "found": {"T": calls[0].T}, "why": None}
+    assert second["found"] == {"T": calls[1].T} and second["why"] == "RuntimeError: CUDA error" and ended.value.code == 1
 
 
 def test_what_is_judged_and_compiled_beside_others_is_small_and_of_the_same_kernels(bench):
@@ -203,7 +224,7 @@ def grid(bench, monkeypatch):
         case = case_of(call, device)
         return replace(case, spec=replace(case.spec, chunk=partial(case.spec.chunk, impl="torch")))
 
-    def told(act, calls, count):
+    def told(script, act, calls, limits):
         for call in calls:
             found, reason = {}, None
             try:
