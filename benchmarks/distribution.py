@@ -95,7 +95,7 @@ def heading(rows: list[dict]) -> str:
     )
     return (
         f"{distinct('device')}, torch {distinct('torch')}, Triton {distinct('triton')}, commit {distinct('commit')}: "
-        f"{len(calls)} calls of seed {distinct('seed')}, {len(wrong)} over the error budget."
+        f"{len(calls)} calls of seed {distinct('seed')}, {len(wrong)} over the error budget. Packed documents are timed by launches alone."
     )
 
 
