@@ -384,6 +384,17 @@ def test_a_kernel_that_does_not_fit_the_target_is_an_error_that_says_so(monkeypa
     assert f"{made.shared:,} bytes of shared memory, its row says {made.shared - 1:,}" in builds._more_than_said(said, made)
 
 
+def test_a_kernel_that_wants_more_than_the_gpu_has_is_named_with_both():
+    launcher = pytest.importorskip("needlework.ops.runtime.launcher")
+
+    def refused(*_, **__):
+        raise launcher.OutOfResources(164864, 101376, "shared memory")
+
+    kernel = type("Kernel", (), {"__getitem__": lambda self, grid: refused, "__name__": "attend"})()
+    with pytest.raises(RuntimeError, match="attend wants 164,864 of shared memory, this GPU has 101,376"):
+        launcher.launch(kernel, (1,), (), {})
+
+
 def _cases(task):
     row = next(row for row in launch_configs.rows(task.engine) if row.name == task.config)
     module = importlib.import_module(f"needlework.ops.{task.file}")

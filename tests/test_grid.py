@@ -270,10 +270,25 @@ def test_a_grid_judges_times_and_reports_its_calls_and_goes_on_where_it_stopped(
     rows = {(row["op"], row["index"], row["pass"]): row for row in results.read(file)}
     assert set(rows) == {(op, i, name) for op in ("gated", "additive", "polar") for i in (0, 1) for name in ("fwd", "fwd+bwd")}
     gated, additive, polar = (rows[op, 0, "fwd+bwd"] for op in ("gated", "additive", "polar"))
-    assert gated["ms"] == gated["graph_ms"] == 2.0 and gated["error_over_budget"] == 0.5 and gated["why"] is None
+    # packed lengths are read on the host: no capture
+    assert {(row["graph_ms"], bool(row["shape"]["documents"])) for row in rows.values() if row["op"] == "gated"} == {
+        (2.0, False),
+        (None, True),
+    }
+    assert gated["ms"] == 2.0 and gated["error_over_budget"] == 0.5 and gated["why"] is None
     assert "ModuleNotFoundError" in gated["peer_why"] and gated["peer_ms"] is None and "gated_delta" in gated["peer"]
     assert additive["why"] == "WRONG: the error of dk is 3.00 × its budget" and additive["ms"] is None
     assert polar["ms"] == 2.0 and polar["graph_ms"] is None and "graph_ms of fwd: RuntimeError: capturing" in polar["why"]
     assert "| gated | fwd+bwd | 2 | 0 |" in capsys.readouterr().out
     monkeypatch.setattr(grid, "told", lambda *_: pytest.fail("all of them have rows"))
     assert grid.main() == 0
+
+
+def test_the_literal_attention_on_solved_values_stays_in_its_document(bench):
+    """Each document alone gives what it gives packed."""
+    attention = bench("attention_cases")
+    x = attention.lucid_inputs(torch.Generator().manual_seed(0), 1, 30, 1, 8, 8, queries=2)
+    form = partial(attention.read_by_softmax, attention.spec_of("lucid").recurrent)
+    packed = form(**x, cu_seqlens=torch.tensor([0, 12, 30]))[0]
+    alone = [form(**{name: y[:, a:b] for name, y in x.items()})[0] for a, b in ((0, 12), (12, 30))]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-12, atol=1e-12)
