@@ -115,7 +115,8 @@ def page(rows: list[dict]) -> list[str]:
     if not rows:
         return []
     text = "Our time divided by the peer's, by rule; the line is the median, the triangle what nine of ten calls do not pass"
-    return [f"![{text}]({_file(rows)})", "", *section(rows)]
+    image = [f"![{text}]({_file(rows)})", ""] if found(rows, "by launches") else []
+    return [*image, *section(rows)]
 
 
 def _file(rows: list[dict]) -> str:

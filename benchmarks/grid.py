@@ -4,7 +4,7 @@
     python benchmarks/grid.py --report FILE
 
 Rules take turns, so a run that is cut short has covered all of them; a later one with the same seed, commit and FILE goes on where that
-one stopped. Each call is first judged against float64 at 200 tokens, in processes side by side that also compile its kernels and its
+one stopped. Each call is first judged against float64 at 136 tokens, in processes side by side that also compile its kernels and its
 peer's. What is over its budget is not timed. A call is timed forward and forward + backward, by launches and, unless documents are packed, replayed
 from a CUDA graph.
 What does not fit, fails or is wrong has a row that says why. Rows are written one by one.
@@ -34,9 +34,9 @@ from needlework.testing.verdict import DRAWS
 
 SCRIPT = Path(__file__)
 DEVICE = "cuda"
-JUDGED = {"T": 200, "documents": (1, 37, 62, 100)}
+JUDGED = {"T": 136, "documents": (1, 30, 35, 70)}
 SIDE_BY_SIDE = 7
-PREPARED = 8 * 2**30  # bytes that a call may take beside others
+PREPARED = 5 * 2**30  # bytes that a call may take beside others
 PASSES = ("fwd", "fwd+bwd")
 
 
