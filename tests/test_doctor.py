@@ -18,7 +18,7 @@ import torch
 from needlework.ops.delta import chunk_delta
 from needlework.ops.delta.op import DeltaOutput
 from needlework.ops.runtime import denylist, launch_configs
-from needlework.ops.runtime.target import TARGETS
+from needlework.ops.runtime.target import TARGETS, for_amd
 from needlework.ops.specs import specs
 from needlework.testing import builds, compare, doctor, helpers, processes, steps, targets, verdict
 
@@ -378,7 +378,7 @@ def test_a_kernel_that_does_not_fit_the_target_is_an_error_that_says_so(monkeypa
         MemoryError, match=f"{made.kernel} wants {made.shared:,} bytes of shared memory, sm_89 has {made.shared - 1:,}"
     ):
         compiled.compile_case(case, small)
-    row = next(row for row in launch_configs.rows(task.engine) if row.name == task.config)
+    row = _row(task)
     assert builds._more_than_said(row, made) == ""
     said = row._replace(shared_memory=made.shared - 1)
     assert f"{made.shared:,} bytes of shared memory, its row says {made.shared - 1:,}" in builds._more_than_said(said, made)
@@ -395,16 +395,21 @@ def test_a_kernel_that_wants_more_than_the_gpu_has_is_named_with_both():
         launcher.launch(kernel, (1,), (), {})
 
 
+def _row(task):
+    return next(row for row in launch_configs.rows(task.engine) if row.name == task.config)
+
+
 def _cases(task):
-    row = next(row for row in launch_configs.rows(task.engine) if row.name == task.config)
     module = importlib.import_module(f"needlework.ops.{task.file}")
-    return module.compile_cases(row, getattr(torch, task.dtype), task.K, task.V)
+    return module.compile_cases(_row(task), getattr(torch, task.dtype), task.K, task.V)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_100"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_100", "gfx942"])
 def test_every_engine_compiles_for_every_gpu_under_the_row_that_is_picked_there(target):
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
+    if TARGETS[target].amd and "amd" not in triton.backends.backends:
+        pytest.skip("this Triton has no backend for AMD's GPUs")
     todo = builds.tasks(False, [target])
     picked = {
         (engine, launch_configs._picked(engine, TARGETS[target].arch, "bfloat16", *size, frozenset()).name)
@@ -415,6 +420,22 @@ def test_every_engine_compiles_for_every_gpu_under_the_row_that_is_picked_there(
     assert {task.engine for task in found} == set(targets.ENGINES)
     errors = [build for task in found for build in builds._compile(task._replace(variants=False)) if build.error]
     assert errors == []
+
+
+def test_a_launch_for_amds_gpus_has_nothing_that_only_nvidias_compiler_takes():
+    given = {
+        "PREC": "tf32x3",
+        "OTHER": "ieee",
+        "ASM": 1,
+        "PDL": 1,
+        "BV": 32,
+        "num_warps": 4,
+        "maxnreg": 128,
+        "launch_pdl": True,
+    }
+    assert for_amd(given) == {"PREC": "ieee", "OTHER": "ieee", "ASM": 0, "PDL": 0, "BV": 32, "num_warps": 4}
+    assert for_amd({"BV": 32}) == {"BV": 32}
+    assert {row.name for task in builds.tasks(False, ["gfx942"]) for row in [_row(task)] if row.arch > (1, 0)} == set()
 
 
 def test_a_target_is_for_compiling_alone(needlework):
