@@ -8,7 +8,7 @@ from types import FrameType
 
 from rich.text import Text
 
-from . import checkpoints, doctor, exchange, lists, look, reports, runs, serving  # noqa: F401  their commands join the app
+from . import checkpoints, doctor, exchange, lists, look, reports, runs, serving, texts  # noqa: F401  their commands join the app
 from .app import app, errors
 from .stop import ENDS
 

@@ -41,7 +41,7 @@ from needlework.layers.rope import PositionConfig
 from needlework.layers.softmax import AttendConfig
 from needlework.layers.write import WriteConfig
 from needlework.models import NeedleworkConfig
-from needlework.models.presets import count_parameters
+from needlework.models.presets import of_size
 from needlework.report.claims import Claim
 from needlework.report.sweep import Void
 from needlework.train import AdamW, Cosine, TrainConfig
@@ -184,9 +184,7 @@ def model(mixer: str, size: Size = SMALL) -> NeedleworkConfig:
             tie_word_embeddings=True,
         )
 
-    least = count_parameters(config(32))
-    each = count_parameters(config(64)) - least
-    return config(32 * (1 + round((size.parameters - least) / each)))
+    return of_size(config, size.parameters)
 
 
 def recipe(mixer: str, seed: int = 0, size: Size = SMALL) -> Recipe:
