@@ -1,12 +1,16 @@
 """What tests of several rooms share: the command line in this process, and a little real text."""
 
 import ast
+import importlib
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
 from needlework.data import CorpusConfig
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +20,15 @@ def handlers():
     yield
     for sign, handler in before.items():
         signal.signal(sign, handler)
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Imports a module of benchmarks/, which is forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module
+    for name in [n for n, m in sys.modules.items() if Path(getattr(m, "__file__", None) or "/").parent == BENCHMARKS]:
+        del sys.modules[name]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pair
 from needlework.ops.delta.channel.operands import Saved, case, operands, triton_dtype
 from needlework.ops.delta.channel.scan_bwd import replay, replay_forward, replay_reverse
 from needlework.ops.delta.inputs import solve_dtype
-from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2, padded
 
@@ -207,13 +207,14 @@ def _constants(
         engine[name] |= overlap
     C, KP, VP = config.launch["shared"]["C"], padded(K), padded(V)
     half = {"HALF": int(solve_dtype(dtype) == torch.float16)}
+    asm = {"ASM": int(half["HALF"] and not interpreted())}
     facts = {"H": H, "K": K, "C": C, "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
     value, grouped = {"V": V, "VP": VP}, {"ROWS": 16, "GROUP": GROUP, "num_warps": 4 if K <= 128 else 8}
     # passes over rows at the memory's pace: on Hopper, whose shared memory is large, copied two steps ahead
     grouped |= {"STAGES": 3 if config.tma else 1}
     blocks = cdiv(V, enter["BV"])
     return engine | {
-        "retention": facts | value | grouped | half | {"KP": KP},
+        "retention": facts | value | grouped | asm | {"KP": KP},
         "enter": enter | half | overlap,
         # in the chain, where a program waits for memory again and again: warps enough to ask for all of it at once
         "leave": facts | half | overlap | {
@@ -221,7 +222,7 @@ def _constants(
             "BG": next_power_of_2(cdiv(parts, GROUP)), "BLOCKS": blocks, "BB": next_power_of_2(blocks),
             "num_warps": 16,
         },
-        "activation": facts | grouped | half | {"KP": KP},
+        "activation": facts | grouped | asm | {"KP": KP},
     }  # fmt: skip
 
 

@@ -16,17 +16,15 @@ import triton.language as tl
 from needlework.ops.carve.feedback.intra import softplus2
 from needlework.ops.delta.channel.scan import load_rows, store_rows
 from needlework.ops.delta.channel.scan_bwd import descend, store_state
-from needlework.ops.runtime.launch_configs import interpreted
 
-INTERPRETED = tl.constexpr(interpreted())
 # numbers from a content chunk's unit, and its largest gradient, to the next one's: pointers to them are as aligned as tensors are
 STEP = tl.constexpr(4)
 
 
 @triton.jit
-def _softplus(x, HALF: tl.constexpr):
+def _softplus(x, ASM: tl.constexpr):
     """log(1 + e^x)."""
-    return softplus2(x * 1.4426950408889634, HALF and not INTERPRETED) * 0.6931471805599453
+    return softplus2(x * 1.4426950408889634, ASM) * 0.6931471805599453
 
 
 @triton.jit
@@ -50,7 +48,7 @@ def _row_range(p_span, g, T, C: tl.constexpr, GROUP: tl.constexpr):
 def retention_kernel(
     p_spans, p_slots, p_f, p_b, p_A_log, p_dt_bias, p_u, p_do, p_l, p_do_peaks, T, groups,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """l of the rows, and the largest |do|, of a group of one content chunk."""
     i, g = tl.program_id(0) // groups, tl.program_id(0) % groups
@@ -70,7 +68,7 @@ def retention_kernel(
         f = tl.load(p_f + at, mask=inside, other=0.0).to(ACC) + bias
         p = tl.load(p_b + at, mask=inside, other=0.0).to(ACC) + u
         # e^{-11,356} is 0, and the engine's operand would overflow in base 2
-        l = tl.maximum(-decay * _softplus(f, HALF) - _softplus(p, HALF), -11356.0, propagate_nan=tl.PropagateNan.ALL)
+        l = tl.maximum(-decay * _softplus(f, ASM) - _softplus(p, ASM), -11356.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(p_l + at, l, mask=inside)
         do = tl.load(p_do + row[:, None] * V + i_v[None, :], mask=live[:, None] & in_v[None, :], other=0.0)
         peak = tl.maximum(peak, tl.abs(do.to(ACC)))
@@ -220,7 +218,7 @@ def leave_kernel(
 def activation_kernel(
     p_spans, p_slots, p_f, p_b, p_A_log, p_dt_bias, p_u, p_dl, p_df, p_db, p_dA_log, p_ddt_bias, T, groups,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """df and db of the rows of a group of one content chunk, and its terms of the gradients of A_log and dt_bias."""
     i, g = tl.program_id(0) // groups, tl.program_id(0) % groups
@@ -243,7 +241,7 @@ def activation_kernel(
         df = -decay * tl.sigmoid(f) * dl
         tl.store(p_df + at, df.to(p_df.dtype.element_ty), mask=inside)
         tl.store(p_db + at, (-tl.sigmoid(p) * dl).to(p_db.dtype.element_ty), mask=inside)
-        dA_log -= decay * _softplus(f, HALF) * dl
+        dA_log -= decay * _softplus(f, ASM) * dl
         ddt_bias += df
     at = (((tl.cast(i, tl.int64) * N + n) * groups + g) * H + h) * K + i_k
     tl.store(p_dA_log + at, tl.sum(dA_log, 0), mask=in_k)

@@ -192,9 +192,7 @@ def constants(
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Every kernel, with β and with a maximum a row, and what the first solve that is taken where this config is does with them."""
-    solve = next(
-        row for row in rows(SOLVE) if row.misfit(max(config.arch, (8, 0)), str(dtype).removeprefix("torch."), K, V) is None
-    )
+    solve = next(row for row in rows(SOLVE) if row.misfit(config.arch, str(dtype).removeprefix("torch."), K, V) is None)
     own, acc = NAMES[dtype], NAMES[accumulator(dtype)]
     types = dict.fromkeys(("p_sum", "p_max", "p_mu", "p_beta", "p_to_beta", "p_solved"), acc)
     types |= dict.fromkeys(("p_table", "p_cum"), "i32") | dict.fromkeys(("p_length", "p_ends", "p_rows"), "i64")
