@@ -147,7 +147,7 @@ def test_every_papers_compute_is_told_beside_ours():
     assert all(name in comparison.LIMITS for name in comparison.PAPERS) and "orders of magnitude" not in comparison.LIMITS
 
 
-def test_void_runs_are_mixers_of_the_comparison_struck_for_a_reason_by_their_code():
+def test_void_runs_are_of_mixers_of_the_comparison_and_have_a_reason_and_commits():
     for name, void in comparison.VOID.items():
         assert name in comparison.MIXERS and void.reason
         assert void.commits and all(len(commit) >= 10 for commit in void.commits)

@@ -34,7 +34,7 @@ def feed(
 
     def own(x: Tensor) -> Tensor:
         x = world.own(x)
-        return x if state_passing is None else state_passing.cut(x)
+        return x if state_passing is None else state_passing.segment(x)
 
     labels = [own(b.labels) for b in batches]
     counted = world.total(sum(int((x != IGNORE).sum()) for x in labels))

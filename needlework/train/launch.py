@@ -16,7 +16,7 @@ def relaunch(argv: Sequence[str], ranks: int | None = None) -> int | None:
     """Runs `python -m needlework *argv` once for each rank, and returns the exit status; None if this process is to go on alone.
 
     ranks: how many processes; None is one for each GPU of this machine. None is also returned for one rank, and under torchrun
-    or a scheduler, which have set WORLD_SIZE. Ctrl-C reaches the ranks, which save and end, and SIGTERM is handed on to them; this
+    or a scheduler, which have set WORLD_SIZE. Ctrl-C reaches the ranks, which save and end, and SIGTERM is passed on to them; this
     process waits for them.
     """
     ranks = torch.cuda.device_count() if ranks is None else ranks

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from needlework.layers import Attention, Canon, GatedConv, Lucid, Rope, Softmax, SwiGLU
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
-from needlework.testing.ranks import member, ranks
+from needlework.testing.ranks import ranks
 from needlework.train.sequence_parallel import StatePassing
 
 SIZES = Sizes(heads=2, key_dim=4, value_dim=6, attention_heads=4, kv_heads=2, head_dim=4, content_chunk=5)
@@ -67,7 +67,7 @@ def whole(name, **settings):
 def split(state_passing, name, **settings):
     """The same by the ranks of `state_passing`."""
     many = model(name, **settings)
-    tokens, targets = (state_passing.cut(x) for x in batch())
+    tokens, targets = (state_passing.segment(x) for x in batch())
     loss = many(tokens, targets=targets, state_passing=state_passing).cross_entropy
     loss.backward()
     state_passing.sum_gradients(many.parameters())
@@ -97,7 +97,7 @@ def sharded():
     for module in (*many.model.blocks, many):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    tokens, targets = (state_passing.cut(x[row : row + 1]) for x in batch())
+    tokens, targets = (state_passing.segment(x[row : row + 1]) for x in batch())
     loss = many(tokens, targets=targets, state_passing=state_passing).cross_entropy
     loss.backward()
     state_passing.sum_gradients(many.parameters())
@@ -127,14 +127,14 @@ def main(world):
         state_passing = StatePassing(mesh)
         with torch.no_grad():
             many = model("ccq").eval()
-            tokens, targets = (state_passing.cut(x) for x in batch())
+            tokens, targets = (state_passing.segment(x) for x in batch())
             found["evaluated"] = [many(tokens, targets=targets, state_passing=state_passing).cross_entropy for _ in range(2)]
         state_passing.sum_gradients([])
     found["sharded"] = sharded()
     axes = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
     for name, wrong in {
         "axes": lambda: StatePassing(axes),
-        "parts": lambda: StatePassing(axes["b"]).cut(torch.zeros(1, 25)),
+        "segments": lambda: StatePassing(axes["b"]).segment(torch.zeros(1, 25)),
     }.items():
         with pytest.raises(ValueError) as caught:
             wrong()
@@ -157,7 +157,7 @@ def world(request):
 
 @pytest.fixture(scope="module")
 def found(world):
-    return ranks(4, __file__, str(world))
+    return ranks(4, main, str(world))
 
 
 @pytest.mark.parametrize("name, checkpointing", CASES, ids=lambda x: x if isinstance(x, str) else "checkpointed" if x else "")
@@ -196,9 +196,5 @@ def test_nothing_is_kept_from_step_to_step(found, world):
 
 
 def test_what_cannot_be_split_is_refused(found):
-    assert found[0]["parts"] == "sequence parallelism: 25 tokens cannot be cut into 2 equal parts"
+    assert found[0]["segments"] == "sequence parallelism: 25 tokens do not make 2 equal segments"
     assert found[0]["axes"] == "sequence parallelism: the mesh has axes ('a', 'b'), expected the one that splits the sequence"
-
-
-if __name__ == "__main__":
-    member(main)
