@@ -8,6 +8,8 @@ from types import FrameType
 
 from rich.text import Text
 
+from needlework.explained import PYTHONS
+
 from . import checkpoints, doctor, lists, reports, runs  # noqa: F401  their commands join the app
 from .app import app, errors
 from .stop import ENDS
@@ -48,10 +50,11 @@ def status_of(arguments: list[str]) -> int | str | None:
     except SystemExit as ended:
         return ended.code
     except Exception as error:
-        from needlework.experiment.runner import EXPLAINED  # late: --help needs no PyTorch
+        if not isinstance(error, PYTHONS):
+            from needlework.experiment.runner import EXPLAINED  # late: it needs PyTorch
 
-        if not isinstance(error, EXPLAINED):
-            raise
+            if not isinstance(error, EXPLAINED):
+                raise
         errors.print(Text("needlework: ", style="red").append(one_line(error), style="default"), soft_wrap=True)
         return 1
     return 0
