@@ -209,7 +209,14 @@ def test_one_sequence_alone_is_long_enough_to_be_cut(hopper):
             assert segment_count(2 * -(-task.V // scan["BV"]), chunks, task.K, task.V, scan["NP"]) > 1
 
 
-def test_processes_are_born_with_what_takes_seconds_to_import():
+@pytest.fixture
+def new_server():
+    processes.end()
+    yield
+    processes.end()
+
+
+def test_processes_are_born_with_what_takes_seconds_to_import(new_server):
     pytest.importorskip("triton")
     imported = f"set({processes.IMPORTED}) <= set(__import__('sys').modules)"
     with ProcessPoolExecutor(1, mp_context=processes.context()) as pool:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from needlework.data import NeedleMix
 from needlework.experiment.runner import Evaluation, Phase, run
 from needlework.recipes import demo
+from needlework.testing.rows import chosen
 from needlework.train import AdamW, Cooldown, TrainConfig
 
 TASK = NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 2))
@@ -47,7 +48,7 @@ def test_a_run_writes_a_checkpoint_that_auto_classes_load_and_its_result(small_t
     assert run(recipe, tmp_path) == entry  # done already: nothing is trained again
 
 
-@pytest.mark.parametrize("mixer", ["qdelta", "carve", "atma"])
+@pytest.mark.parametrize("mixer", chosen(["qdelta", "carve", "atma"], quick=["atma"]))
 def test_a_stopped_run_goes_on_bit_equal(small_text, tmp_path, mixer):
     recipe = tiny(small_text, mixer)
     whole = run(recipe, tmp_path / "whole")

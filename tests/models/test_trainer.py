@@ -31,6 +31,7 @@ from needlework.layers import (
     SwiGLU,
 )
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+from needlework.testing.rows import chosen
 
 RECURRENT, ATTENTION = {"heads": 2, "key_dim": 8, "value_dim": 8}, {"heads": 2, "head_dim": 8}
 MIXERS = {
@@ -150,7 +151,7 @@ def test_a_run_that_was_stopped_goes_on_as_one_that_was_not(tmp_path):
     assert_same_weights(again, whole, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layout", MIXERS)
+@pytest.mark.parametrize("layout", chosen([*MIXERS, "".join(MIXERS)], quick=["".join(MIXERS)]))
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_lora_trains_its_adapters_alone_and_merges(tmp_path, layout, checkpointing):
     base = make(layout).eval()

@@ -16,14 +16,11 @@ from torch import Tensor, nn
 from needlework.layers import SwiGLU
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
-from needlework.testing.ranks import member, ranks
+from needlework.testing.ranks import ranks
 from needlework.testing.rows import chosen
 from needlework.train import AdamW, Guard, NonFiniteLoss, Parallel, World, full_state, latest, load, train, world
 
-if __name__ == "__main__":  # as one rank
-    from tiny import CONFIG, OPTIMISERS, VOCABULARY, Tiny, batch, lines, stop_at
-else:
-    from .tiny import CONFIG, OPTIMISERS, VOCABULARY, Tiny, batch, lines, stop_at
+from .tiny import CONFIG, OPTIMISERS, VOCABULARY, Tiny, batch, lines, stop_at
 
 SIZES = Sizes(heads=2, key_dim=4, value_dim=6, attention_heads=2, kv_heads=2, head_dim=4, content_chunk=5)
 
@@ -175,15 +172,15 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(place):
-    return ranks(2, __file__, str(place), "short")[0]
+    return ranks(2, main, str(place), "short")[0]
 
 
 @pytest.fixture(scope="module")
 def long(place):
     with pytest.raises(RuntimeError, match="2 ranks of"):
-        ranks(2, __file__, str(place), "killed")
+        ranks(2, main, str(place), "killed")
     assert lines(place / "killed")[-1]["step"] >= 7  # one rank was in the next step, or had written this one's line, or not yet
-    return ranks(2, __file__, str(place), "long")[0]
+    return ranks(2, main, str(place), "long")[0]
 
 
 def same(found, expected, rel):
@@ -260,7 +257,3 @@ def test_ranks_whose_directory_is_not_one_are_refused_before_anything_is_written
         said,
     )
     assert left == ["run"] and not any((place / "host 1").iterdir())
-
-
-if __name__ == "__main__":
-    member(main)

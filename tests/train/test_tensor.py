@@ -32,7 +32,7 @@ from needlework.layers.distract import Distractor
 from needlework.layers.objective import Objective
 from needlework.layers.regularise import Weak
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
-from needlework.testing.ranks import member, ranks
+from needlework.testing.ranks import ranks
 from needlework.train.muon import Muon
 from needlework.train.tensor import _share, split_heads
 
@@ -179,7 +179,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(directory):
-    return ranks(4, __file__, str(directory))
+    return ranks(4, main, str(directory))
 
 
 def same(gradients, expected):
@@ -244,7 +244,3 @@ def test_heads_that_ranks_cannot_share_are_refused_before_anything_changes(found
 def test_a_mixer_that_nobody_taught_to_be_shared_is_refused():
     with pytest.raises(ValueError, match="softmax has no heads that 2 ranks could share"):
         _share(Softmax(), 8, 2)
-
-
-if __name__ == "__main__":
-    member(main)
