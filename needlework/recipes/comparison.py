@@ -7,7 +7,7 @@ machine where this package is installed, the tokenizer is trained on it, a part 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from needlework.data import NeedleMix, Packages, StoreConfig
@@ -172,21 +172,26 @@ MIXERS: dict[str, Entry] = {
 
 def model(mixer: str, size: Size = SMALL) -> NeedleworkConfig:
     """The model of a mixer, with the SwiGLU width, in steps of 32, that comes nearest to the size's parameters."""
+    return _of_width(mixer, size, _width(mixer, size))
+
+
+def _of_width(mixer: str, size: Size, hidden: int) -> NeedleworkConfig:
     entry = MIXERS[mixer]
+    return NeedleworkConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=size.dim,
+        layout=entry.layout * (size.layers // len(entry.layout)),
+        mixers=entry.mixers(size),
+        mlp=SwiGLU(hidden=hidden),
+        tie_word_embeddings=True,
+    )
 
-    def config(hidden: int) -> NeedleworkConfig:
-        return NeedleworkConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=size.dim,
-            layout=entry.layout * (size.layers // len(entry.layout)),
-            mixers=entry.mixers(size),
-            mlp=SwiGLU(hidden=hidden),
-            tie_word_embeddings=True,
-        )
 
-    least = count_parameters(config(32))
-    each = count_parameters(config(64)) - least
-    return config(32 * (1 + round((size.parameters - least) / each)))
+@cache
+def _width(mixer: str, size: Size) -> int:
+    """The same for every seed."""
+    least, next_one = (count_parameters(_of_width(mixer, size, hidden)) for hidden in (32, 64))
+    return 32 * (1 + round((size.parameters - least) / (next_one - least)))
 
 
 def recipe(mixer: str, seed: int = 0, size: Size = SMALL) -> Recipe:
