@@ -69,17 +69,18 @@ def of_targets(model, piece):
 
 
 MUON = replace(CONFIG, optim=replace(OPTIMISERS["muon"], rest=AdamW(lr=1e-2, rates=(("*embed*", 0.1),))))
+FEW = replace(CONFIG, steps=6, checkpoint_every=6)
 JOBS = {  # what two ranks train, and how
     "adamw": (tiny, CONFIG, {}),
     "muon": (tiny, MUON, {}),
-    "auxiliary": (tiny, CONFIG, {"losses": with_auxiliary}),
+    "auxiliary": (tiny, FEW, {"losses": with_auxiliary}),
     "recomputed": (wide, replace(CONFIG, recompute=True), {"losses": of_targets}),
     "compiled": (wide, replace(CONFIG, compile=True), {"losses": of_targets}),
-    "sequence": (wide, replace(CONFIG, parallel=Parallel(sequence=2)), {"losses": of_targets}),
-    "tensor": (wide, replace(CONFIG, parallel=Parallel(tensor=2)), {"losses": of_targets}),
+    "sequence": (wide, replace(FEW, parallel=Parallel(sequence=2)), {"losses": of_targets}),
+    "tensor": (wide, replace(FEW, parallel=Parallel(tensor=2)), {"losses": of_targets}),
     "tensor, muon": (wide, replace(MUON, parallel=Parallel(tensor=2)), {"losses": of_targets}),
-    "half": (needle, replace(CONFIG, autocast="bf16"), {"losses": of_targets}),
-    "single": (needle, CONFIG, {"losses": of_targets}),
+    "half": (needle, replace(FEW, autocast="bf16"), {"losses": of_targets}),
+    "single": (needle, FEW, {"losses": of_targets}),
 }
 
 
