@@ -1,4 +1,4 @@
-"""The size of what a recurrent layer holds, by length: a memory that grows without bound shows here first."""
+"""The norm of a recurrent layer's state by length. It shows whether a state grows without bound."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""A pytest plugin (`-p needlework.testing.speed`): the tests that cost most, in seconds of CPU, which other work on the machine does not change.
+"""A pytest plugin (`-p needlework.testing.speed`): the tests that cost most, in seconds of CPU.
 
 It reports and judges nothing: a test's verdict does not depend on how long it took.
 """

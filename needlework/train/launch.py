@@ -1,4 +1,4 @@
-"""One command everywhere: on a machine with several GPUs it starts itself again as one process for each.
+"""A command that trains starts itself again, one process for each GPU, on a machine with several.
 
 torchrun starts the ranks, in a process of its own: its API would replace the signal handlers of this one.
 """

@@ -1,4 +1,4 @@
-"""What CCQ's walk needs and no chunk waits for: each chunk's sums, the means before every chunk, centred keys and scores.
+"""What CCQ's walk needs, for all chunks at once: each chunk's sums, the means before every chunk, centred keys and scores.
 
 Chunks of C tokens are numbered through all batch rows, NCB a row. Tensors of the caller lie as [B T H K], numbers of a token as
 [chunks H ROWS C], of a chunk as [chunks H ...]. G, the gates summed from a chunk's start in log2 units, is a pair of numbers: their
