@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
 from needlework.ops.api import OpSpec
+from needlework.ops.delta import chunk_delta
 from needlework.ops.specs import specs
 
 SHAPES = {
@@ -23,6 +24,7 @@ SHAPES = {
     "B": {"B": 8, "T": 4096, "H": 16, "K": 128, "V": 128},
     "C": {"B": 1, "T": 32768, "H": 16, "K": 128, "V": 128},
     "K256": {"B": 8, "T": 4096, "H": 6, "K": 256, "V": 256},
+    "64-heads": {"B": 4, "T": 4096, "H": 64, "K": 128, "V": 64},
     # attention: H key-value heads
     "kv4-8K": {"B": 4, "T": 8192, "H": 4, "K": 64, "V": 64},
     "kv32-8K": {"B": 4, "T": 8192, "H": 32, "K": 64, "V": 64},
@@ -107,6 +109,25 @@ def carve_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: 
     x |= {"f": 0.3 * normal(B, T, H, K), "b": 0.3 * normal(B, T, H, K), "w": normal(B, T, H)}
     x |= {"A_log": 0.1 * normal(H, K), "dt_bias": start + 0.1 * normal(H, K), "b_bias": start.clone()}
     return x | {"w1": normal(rank, V) * V**-0.5, "w2": normal(K, rank) * rank**-0.5}
+
+
+def mamba3_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: int) -> dict[str, Tensor]:
+    """Mamba-3 with one group as its layer starts it: C and B of norm √K, their biases 1, Δ from 1e-3 to 1e-1 and A = −ln 2; half of the pairs turn."""
+    normal, uniform = draws(generator)
+    dt = 1e-3 * 100 ** uniform(1, 1, H) * (0.3 * normal(B, T, H)).exp()
+    one = torch.ones(H, K, dtype=torch.float64, device=generator.device)
+    x = {"q": normal(B, T, 1, K), "k": normal(B, T, 1, K), "v": normal(B, T, H, V), "g": -math.log(2) * dt, "dt": dt}
+    return x | {
+        "lam": torch.sigmoid(normal(B, T, H)),
+        "angle": normal(B, T, max(K // 4, 1)),
+        "q_bias": one,
+        "k_bias": one.clone(),
+    }
+
+
+def with_heads(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the additive rule reads at Mamba-3's sizes: a query and a key for each head."""
+    return {name: (x[name] + x[f"{name}_bias"]).to(x[name]) for name in "qk"} | {"v": x["v"], "g": x["g"]}
 
 
 def draws(generator: torch.Generator) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -222,6 +243,22 @@ def _cleaned_gated() -> Case:
     )
 
 
+def _mamba3() -> Case:
+    K, V = SHAPES["64-heads"]["K"], SHAPES["64-heads"]["V"]
+    additive = lambda **x: chunk_delta(**x, scale=1.0, impl="triton").o
+    return Case(
+        op="mamba3",
+        at="64-heads",
+        spec=spec_of("mamba3"),
+        inputs=mamba3_inputs,
+        peer=peers.Peer("needlework chunk_delta, additive", lambda: additive, ours=True),
+        peer_inputs=with_heads,
+        bars={"fwd": 1.15, "fwd+bwd": 1.15},
+        flops=4 * K * V + 2 * 64 * (K + V),
+        numbers=2 * V,  # queries and keys are one for all heads
+    )
+
+
 CASES = (
     _scalar("gated", "A", {"fwd": 0.5, "fwd+bwd": 0.55}),
     _scalar("qdelta", "A", {"fwd": 0.5, "fwd+bwd": 0.55}),
@@ -234,4 +271,5 @@ CASES = (
     _carve(),
     _ccq(),
     _cleaned_gated(),
+    _mamba3(),
 )

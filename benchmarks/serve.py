@@ -1,23 +1,32 @@
 """Serving on this GPU: a decoding step by preset and batch, the engine around it, and `generate` for one user.
 
-    python benchmarks/serve.py [--preset qdelta-340m lucid-1b] [--rows 1 64] [--context 512] [--out DIR]
+    python benchmarks/serve.py [--preset qdelta-340m lucid-1b-64] [--rows 1 64] [--context 512] [--compiled] [--out DIR]
 
 Weights are random, bfloat16; every sequence has `context` tokens. Rows:
 
     step        the runner's CUDA graph alone: moves, copies to and from the device and the next token included, the scheduler not
     engine      tokens a second of as many greedy requests as rows, from prompts of `context` tokens, prefill not counted
+    http        the same of as many streams over HTTP, from a process of their own
+    first       ms to the first token over HTTP, of one request on an idle server, with a prompt of `context` tokens
     generate    tokens a second of transformers' generate, one user
 
     share = bytes / (ms · COPY),  bytes = weights read + 2 · fixed states + pages read, the least that a step moves
+    floor_ms of `first` = 2 · weights · context / PRODUCT
 """
 
 import argparse
+import json
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).parent))
 import results
@@ -25,17 +34,23 @@ from timing import median
 from train import _commit
 
 from needlework.models import NeedleworkForCausalLM
+from needlework.models.modeling import Block
 from needlework.models.presets import preset
+from needlework.models.tokenizer import Vocabulary
+from needlework.serve.compiled import Layer, compiled
 from needlework.serve.engine import Engine
+from needlework.serve.http import Front, Server, listen
 from needlework.serve.planner import plan
 from needlework.serve.request import Request, Sampling
 from needlework.serve.runner import Runner
 from needlework.serve.scheduler import Scheduler
 from needlework.serve.step import Decode, Step
 from needlework.serve.tables import Tables
+from needlework.serve.text import Text
 
 COPY = 4.27e12  # bytes a second that a copy moves on an H200: the device's own limit
-MODELS = ("qdelta-340m", "qdelta-1.3b", "atma-polar-memory", "transformer-500m", "carve-125m", "lucid-1b")
+PRODUCT = 700e12  # operations a second of a large product
+MODELS = ("qdelta-340m", "qdelta-1.3b", "atma-polar-memory", "transformer-500m", "carve-125m", "lucid-1b-64")
 ROWS = (1, 64, 256, 512)
 MADE = 64  # tokens of a request
 # tokens a second at context 512, 0.87 of what a step written for each model alone reached
@@ -45,7 +60,7 @@ BARS = {
     "atma-polar-memory": {1: 2990, 64: 83_000, 256: 181_000, 512: 241_000},
     "transformer-500m": {1: 1385, 64: 24_600, 256: 38_500, 512: 42_800},
     "carve-125m": {1: 4590, 64: 106_000, 256: 266_000, 512: 345_000},
-    "lucid-1b": {1: 1180, 64: 37_500, 256: 88_000, 512: 100_000},
+    "lucid-1b-64": {1: 1180, 64: 37_500, 256: 88_000, 512: 100_000},
 }
 OURS = 0.87
 
@@ -55,11 +70,13 @@ def main() -> int:
     parser.add_argument("--preset", nargs="*", default=list(MODELS))
     parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--only", nargs="*", choices=("step", "engine", "generate"), default=["step", "engine", "generate"])
+    parser.add_argument("--only", nargs="*", choices=list(MEASURED), default=["step", "engine", "generate"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "serving")
+    parser.add_argument("--compiled", action="store_true", help="layers by torch.compile in decoding steps")
     given = parser.parse_args()
     import triton
 
+    layer = compiled() if given.compiled else Block.serve
     device = torch.cuda.get_device_name()
     common = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "commit": _commit()}
     file, failed = results.path(device, given.out), 0
@@ -68,11 +85,17 @@ def main() -> int:
         with torch.device("cuda"):
             model = NeedleworkForCausalLM(preset(name)).to(torch.bfloat16).eval()
         for B, what in product(given.rows, given.only):
-            if what == "generate" and B > 1:
+            if what in ("first", "generate") and B > 1:
                 continue
-            row = {"op": name, "impl": what, "dtype": "bfloat16", "pass": what, "shape": {"B": B, "T": given.context}}
+            row = {
+                "op": name,
+                "impl": f"{what} compiled" if given.compiled else what,
+                "dtype": "bfloat16",
+                "pass": what,
+                "shape": {"B": B, "T": given.context},
+            }
             try:
-                figures = {"step": step, "engine": engine, "generate": generate}[what](model, B, given.context)
+                figures = MEASURED[what](model, B, given.context, layer)
             except Exception as error:  # the other rows are still to be measured
                 failed += 1
                 print(f"{name} {what} B {B}: {type(error).__name__}: {error}", flush=True)
@@ -85,19 +108,19 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def serving(model: NeedleworkForCausalLM, B: int, context: int) -> tuple[Runner, Scheduler]:
+def serving(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> tuple[Runner, Scheduler]:
     """Room for B sequences of `context` tokens and MADE more."""
     held = model.model.held()
     weights, memory = model.get_memory_footprint(), torch.cuda.get_device_properties(0).total_memory
     config = plan(
         held, memory=memory, weights=weights, peak=8 << 30, graphs=4 << 30, length=context + 2 * MADE, batch=B, budget=8192
     )
-    return Runner(model, Tables(held, config, model.device), config), Scheduler(config)
+    return Runner(model, Tables(held, config, model.device), config, layer), Scheduler(config)
 
 
-def step(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float]:
+def step(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
     """The same decoding step over and over, on states that are zeros."""
-    runner, scheduler = serving(model, B, context)
+    runner, scheduler = serving(model, B, context, layer)
     for table in (runner.tables.slots, *runner.tables.pages.values()):
         table.zero_()
     page, requests = scheduler.config.page, []
@@ -120,9 +143,9 @@ def step(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float]
     return {"ms": ms, "tokens_per_second": B / ms * 1e3, "share": least / (ms * 1e-3 * COPY), "bytes": least}
 
 
-def engine(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float]:
+def engine(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
     """From the first token of the last request to begin to the first request's end."""
-    runner, scheduler = serving(model, B, context)
+    runner, scheduler = serving(model, B, context, layer)
     speeds = []
     with Engine(runner, scheduler) as running:
         for attempt in range(2):  # the first captures the graphs
@@ -145,7 +168,63 @@ def engine(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, floa
     return {"tokens_per_second": speeds[-1]}
 
 
-def generate(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, float]:
+@contextmanager
+def address(engine: Engine, vocabulary: int) -> Iterator[int]:
+    """The port of a server over the engine, whose every token is a word."""
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    bound = listen("127.0.0.1", 0)
+    server = Server(Front(engine, Text(Vocabulary(tokenizer, None, frozenset(), None)), name="it"))
+    thread = threading.Thread(target=server.run, args=([bound],))
+    thread.start()
+    try:
+        yield bound.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def load(port: int, **options: int) -> dict:
+    """What `load.py` prints."""
+    more = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, str(Path(__file__).with_name("load.py")), str(port), *more]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def http(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
+    """As `engine`: the engine's count of tokens while all streams run."""
+    runner, scheduler = serving(model, B, context, layer)
+    vocabulary = model.config.vocab_size
+    with Engine(runner, scheduler) as running, address(running, vocabulary) as port:
+        asked = {"streams": B, "prompt": context, "tokens": 2 * MADE, "vocabulary": vocabulary}
+        load(port, **asked)  # captures the graphs
+        counted, over = [(time.time(), running.stats().tokens)], threading.Event()
+
+        def count() -> None:
+            while not over.wait(0.005):
+                counted.append((time.time(), running.stats().tokens))
+
+        thread = threading.Thread(target=count)
+        thread.start()
+        found = load(port, **asked, seed=1)
+        over.set()
+        thread.join()
+        inside = [(at, tokens) for at, tokens in counted if found["began"] <= at <= found["ended"]]
+        (began, before), (ended, after) = inside[0], inside[-1]
+    return {"tokens_per_second": (after - before) / (ended - began)}
+
+
+def first(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
+    runner, scheduler = serving(model, 1, context, layer)
+    vocabulary = model.config.vocab_size
+    with Engine(runner, scheduler) as running, address(running, vocabulary) as port:
+        load(port, prompt=context, tokens=1, vocabulary=vocabulary, repeat=2, seed=1)
+        seconds = sorted(load(port, prompt=context, tokens=1, vocabulary=vocabulary, repeat=11)["first"])
+    weights = sum(x.numel() for x in model.model.blocks.parameters())
+    return {"ms": 1e3 * seconds[len(seconds) // 2], "floor_ms": 1e3 * 2 * weights * context / PRODUCT}
+
+
+def generate(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
     ids = torch.randint(model.config.vocab_size, (B, context), device=model.device)
     ended = []
     for tokens in (8, 8, 8 + MADE):
@@ -155,6 +234,8 @@ def generate(model: NeedleworkForCausalLM, B: int, context: int) -> dict[str, fl
         ended.append(time.perf_counter() - began)
     return {"tokens_per_second": B * MADE / (ended[2] - ended[1])}
 
+
+MEASURED = {"step": step, "engine": engine, "http": http, "first": first, "generate": generate}
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -10,13 +10,14 @@ from functools import partial
 
 import torch
 from attention_cases import polar_inputs
-from cases import carve_inputs, inputs, spec_of
+from cases import carve_inputs, inputs, mamba3_inputs, spec_of
 from timing import median, replay
 from torch import Tensor
 
 from needlework.ops.api import OpSpec
 from needlework.ops.carve.state import empty_state as empty_carve
 from needlework.ops.ccq.state import empty_state as empty_ccq
+from needlework.ops.mamba3 import empty_state as empty_mamba3
 from needlework.ops.paged import paged_attention, paged_differential, paged_polar
 from needlework.testing.compare import leaves, tokens, whole
 from needlework.testing.errors import error_over_budget, operand
@@ -77,6 +78,10 @@ def _matrix(B: int, H: int, K: int, V: int, device: torch.device | str) -> Tenso
 
 def _curvature(B: int, H: int, K: int, V: int, device: torch.device | str) -> tuple:
     return empty_ccq(B, H, K, device=device)
+
+
+def _turned(B: int, H: int, K: int, V: int, device: torch.device | str) -> tuple:
+    return empty_mamba3(B, H, K, V, max(K // 4, 1), device=device)
 
 
 PAGE = 16
@@ -154,3 +159,4 @@ def steps() -> Iterator[Step | Decode]:
     yield Step("kda", spec_of("delta/kda"), partial(inputs, gate="channel", extra=("beta",)), _matrix)
     yield Step("carve", spec_of("carve"), carve_inputs, empty_carve)
     yield Step("ccq", spec_of("ccq"), partial(inputs, gate=None, extra=("eta",), values=False), _curvature)
+    yield Step("mamba3", spec_of("mamba3"), mamba3_inputs, _turned)

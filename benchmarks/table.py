@@ -7,7 +7,7 @@ import results
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 TRAINING = results.ROOT.parent / "training"
 SHARES = ("step", "share")
-ORDER = ("gated", "qdelta", "kda", "carve-gates-given", "carve", "ccq", "ccq+gated",
+ORDER = ("gated", "qdelta", "kda", "carve-gates-given", "carve", "ccq", "ccq+gated", "mamba3",
          "lucid", "lucid/clustered", "lucid/attention", "polar", "polar/decode",
          "paged/softmax", "paged/differential")  # fmt: skip
 SIZES = ("60m", "125m", "1.3b")

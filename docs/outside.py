@@ -1,4 +1,5 @@
-"""Pages made of files outside docs/ that a page links to: docs/source/ mirrors them, out of git. Links to them are moved there."""
+"""Pages made of files outside docs/ that a page links to: docs/source/ mirrors them, out of git. Links to them, and those to their pictures, are
+moved there."""
 
 import re
 import shutil
@@ -7,6 +8,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 MADE = DOCS / "source"
+IMAGE = re.compile(r"!\[([^\[\]]*)\]\(([^)\s#:]+)\)")
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".yml": "yaml", ".sh": "bash", ".cff": "yaml"}
 
@@ -36,15 +38,21 @@ def move_links(app, docname: str, source: list[str]) -> None:
     if not origin.exists():
         return  # the page shows a file's text
 
+    up = "../" * len(here.relative_to(DOCS).parent.parts)
+
     def moved(match: re.Match) -> str:
         file = target(origin, match[2])
         if file is None:
             return match[0]
         to = file if file.is_relative_to(DOCS) else _copy(file)
-        up = "../" * len(here.relative_to(DOCS).parent.parts)
         return f"[{match[1]}]({up}{to.relative_to(DOCS).as_posix()}{match[3] or ''})"
 
-    source[0] = LINK.sub(moved, source[0])
+    def shown(match: re.Match) -> str:
+        """A picture lies in docs/; elsewhere there is none that a page could show."""
+        file = target(origin, match[2])
+        return match[0] if file is None else f"![{match[1]}]({up}{file.relative_to(DOCS).as_posix()})"
+
+    source[0] = IMAGE.sub(shown, LINK.sub(moved, source[0]))
 
 
 def target(page: Path, link: str) -> Path | None:

@@ -3,7 +3,8 @@
     B  batch                      T  tokens                  N  packed sequences
     H  key heads                  HV value heads             Hq, Hkv  query and key-value heads (attention)
     K  key dim                    V  value dim               D  model dim
-    C  chunk (of a kernel)        L  content chunk (CARVE)   R  rows written per token (CARVE)
+    C  chunk (of a kernel)        L  content chunk (CARVE)   R  rows a token (CARVE, Mamba-3)
+    m  pairs of channels that turn (Mamba-3)
     W  window: keys with 0 <= i - j < W are visible, the query's own included
 
     q, k         [B T H K]        query, key                 v  [B T HV V]   value

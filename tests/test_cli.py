@@ -64,7 +64,7 @@ def recipe(tmp_path_factory):
 
 def test_every_command_has_help_that_says_what_it_does(needlework):
     overview = needlework("--help")
-    for command in ("compare", "train", "eval", "generate", "mixers", "presets"):
+    for command in ("compare", "train", "eval", "generate", "convert", "look", "push", "mixers", "presets"):
         assert command in overview
         assert len(needlework(command, "--help")) > 200
 

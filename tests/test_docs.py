@@ -40,7 +40,7 @@ def public(module: str) -> list[str]:
     return [f"{module}.{name}" for name in ours]
 
 
-EXAMPLES = [*public_ops, *public("needlework.layers"), *public("needlework.models")]
+EXAMPLES = [*public_ops, *public("needlework.layers"), *public("needlework.models"), *public("needlework.models.convert")]
 
 
 def named(name: str):

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from needlework.models import TableCache
 from needlework.ops.ccq.state import symmetric
 from needlework.ops.common.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.lucid import solve_pages
@@ -59,7 +60,7 @@ def test_a_step_on_the_gpu_is_prefill_on_the_cpu(spec):
 
 
 DELTA = "qdelta", "delta/gla", "delta/gated", "delta/kda", "delta/gdn2"
-ON_SLOTS = *DELTA, "carve", "carve/rank4", "ccq", "ccq/aligned"
+ON_SLOTS = *DELTA, "carve", "carve/rank4", "ccq", "ccq/aligned", "mamba3"
 
 
 def starts(state, slots, fresh):
@@ -263,3 +264,38 @@ def test_a_captured_solve_by_block_table_serves_other_sequences(decoding):
         fresh = given | {name: x.clone() for name, x in pages.items()}
         assert torch.equal(y, solve(**fresh))
         assert all(torch.equal(static[name], fresh[name]) for name in pages)
+
+
+def served_model():
+    from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+    from tests.models.test_table_cache import MIXERS
+
+    torch.manual_seed(0)
+    config = NeedleworkConfig(vocab_size=257, hidden_size=32, layout="".join(MIXERS), mixers=MIXERS)
+    return NeedleworkForCausalLM(config).eval()
+
+
+def test_generate_on_the_gpu_replays_graphs_and_writes_what_the_cpu_writes():
+    model = served_model()
+    ids = torch.randint(257, (3, 30), generator=torch.Generator().manual_seed(1))
+    expected = model.generate(ids, max_new_tokens=60, do_sample=False)
+    cache = TableCache(model.config, model.model.held(), tokens=90)
+    assert torch.equal(
+        model.cuda().generate(ids.cuda(), max_new_tokens=60, do_sample=False, past_key_values=cache).cpu(), expected
+    )
+    assert cache._replay is not None
+
+
+def test_an_engine_on_the_gpu_answers_in_graphs_what_generate_answers_on_the_cpu():
+    pytest.importorskip("starlette", reason="the extra `serve` is not installed")
+    from needlework.serve.start import Room, start
+    from tests.serve.test_engine import generated, requests
+    from tests.serve.texts import byte_text
+
+    model, asked = served_model(), requests(12)
+    expected = [generated(model, request) for request in asked]
+    engine, _ = start(model.cuda(), byte_text(), Room(length=160, batch=6, snapshots=2, memory=0.2))
+    with engine:
+        streams = [engine.add(request) for request in asked]
+        assert [[event.token for event in stream] for stream in streams] == expected
+        assert engine._runner._graphs

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .app import CorpusPaths, app, console, errors
+from .suites import measure_suites
 from .tables import scores
 
 if TYPE_CHECKING:
+    import torch
     from tokenizers import Tokenizer
     from torch import Tensor
 
@@ -21,16 +23,42 @@ LEAST = 1e-4  # a temperature below it takes logits out of float32's range
 
 @app.command("eval")
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A folder that `train` or `compare` wrote (…/checkpoint).")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A folder that `train` or `compare` wrote; with --suite any causal model's, or a Hub name.",
+        ),
+    ],
     corpus: CorpusPaths = None,
     length: Annotated[list[int] | None, typer.Option(help="A length in tokens; give it again for more.", min=1)] = None,
     task: Annotated[list[str] | None, typer.Option(help="A task; give it again for more. Default: needle, needles.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    suite: Annotated[
+        list[str] | None, typer.Option(help="A suite by name; give it again for more. Needs the extra `eval`.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="A suite's data sets, OWNER/NAME/ as on the Hub, before the Hub.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first documents of each task of a suite.", min=1)] = None,
+    full_context: Annotated[bool, typer.Option("--full-context", help="A suite without the model's training windows.")] = False,
+    to: Annotated[Path, typer.Option(help="The folder of suites' results.")] = Path("runs/eval"),
 ) -> None:
     """Measure a checkpoint: loss on held-out text and retrieval at each length. Stopped by Ctrl-C, the same command goes on.
 
     Tasks: needle, needles (four at once), needles-2, needles-8, passkey, number, uuid, multikey, induction.
+
+    Suites, with tasks of their own: zeroshot-ccq, zeroshot-carve, zeroshot-lucid, zeroshot-qdelta, ruler, mniah, induction, perplexity,
+    recall, longbench, babilong, infinitebench. docs/evaluation.md says what each needs.
     """
+    if suite:
+        measure_suites(
+            source, suite, corpus=corpus, lengths=tuple(sorted(set(length or ()))), tasks=tuple(task or ()), data=data, limit=limit,
+            full_context=full_context, to=to, as_json=as_json,
+        )  # fmt: skip
+        return
+    for option, value in (("--data", data), ("--limit", limit), ("--full-context", full_context)):
+        if value:
+            raise ValueError(f"{option} is a suite's: give --suite too")
+    checkpoint = Path(source)
     from needlework.data import CorpusConfig, load_corpus, text_read
     from needlework.experiment.evaluate import Evaluation, check_measurement, measure
     from needlework.experiment.pieces import Pieces, measurement
@@ -82,7 +110,8 @@ def generate(
     if not (temperature == 0 or LEAST <= temperature < math.inf):
         raise ValueError(f"--temperature: got {temperature:g}, expected 0, or a finite number of at least {LEAST:g}")
     model, tokenizer = load_checkpoint(checkpoint)
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    # with what the tokenizer itself puts before a text: ours puts nothing, Llama's its beginning of text
+    ids = tokenizer.encode(prompt).ids if prompt else []
     if not ids:
         raise ValueError("--prompt is empty: expected at least one token to go on from")
     torch.manual_seed(seed)
@@ -107,8 +136,8 @@ class Shown:
         console.print(self._text.rest(), soft_wrap=True)
 
 
-def load_checkpoint(path: Path) -> "tuple[NeedleworkForCausalLM, Tokenizer]":
-    """The model, in evaluation mode, on the GPU where there is one, and its tokenizer."""
+def load_checkpoint(path: Path, dtype: "torch.dtype | None" = None) -> "tuple[NeedleworkForCausalLM, Tokenizer]":
+    """The model, in evaluation mode, on the GPU where there is one, in its own dtype or in this one, and its tokenizer."""
     import torch
 
     from needlework.data import load_tokenizer
@@ -117,4 +146,5 @@ def load_checkpoint(path: Path) -> "tuple[NeedleworkForCausalLM, Tokenizer]":
     model = load_model(path).eval()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # transformers wraps `to` as a function, and the checker takes its first argument for the model
-    return model.to(device), load_tokenizer(path / "tokenizer.json")  # pyrefly: ignore[bad-argument-type]
+    model = model.to(device, dtype or model.dtype)  # pyrefly: ignore[bad-argument-type]
+    return model, load_tokenizer(path / "tokenizer.json")

@@ -1,4 +1,4 @@
-"""The command that makes a sweep's page of its results: report."""
+"""The command that makes a page of results, a sweep's or suites': report."""
 
 import shlex
 from pathlib import Path
@@ -21,15 +21,25 @@ NAMES = (
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Argument(help="The folder of a sweep's results: RUNS/NAME/results.")],
+    results: Annotated[
+        Path, typer.Argument(help="The folder of a sweep's results, RUNS/NAME/results, or of suites', runs/eval.")
+    ],
     of: Annotated[
         str, typer.Option(help="The recipes' module, which names the mixers to compare and the claims.")
     ] = "comparison",
     to: Annotated[Path | None, typer.Option(help="Where the page goes; default: beside the results.")] = None,
 ) -> None:
-    """Make the page of a sweep from its results: tables with mean ± spread, curves, claims, limits."""
+    """Make the page of a sweep from its results: tables with mean ± spread, curves, claims, limits.
+
+    Of suites' results: each suite's numbers beside one another and beside the papers'.
+    """
+    from needlework.report import evaluations
     from needlework.report.sweep_page import write_page
 
+    if evaluations.is_evaluation(results):
+        page = evaluations.write_page(evaluations.load_evaluations(results), to or results)
+        console.print(f"page: {page}", soft_wrap=True)
+        return
     module, sweep = _read(results, of)
     page = write_page(sweep, to or results, module.CLAIMS, module.LIMITS)
     console.print(f"page: {page}", soft_wrap=True)

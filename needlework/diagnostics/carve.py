@@ -1,12 +1,14 @@
 """CARVE (arXiv 2606.27229): how much the erase gate depends on content, and what it costs that this content is a chunk old."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from needlework.layers.write import WriteRule
 from needlework.ops.carve.reference import retention
 
 from .listen import heard, together
@@ -35,13 +37,39 @@ def carve(model: nn.Module, input_ids: Tensor, content_chunk: int, ask: Callable
 def _layer(L: int, ask: Callable[[], None], q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, o) -> tuple[Tensor, Tensor]:
     """A `CarveLayer`'s numbers."""
     b = b + b_bias
-    whole = o[:, : o.shape[1] // L * L]
-    means = whole.unflatten(1, (-1, L)).mean(2)  # [B chunks H V]
-    means = torch.cat([torch.zeros_like(means[:, :1]), means], 1).repeat_interleave(L, 1)[:, : o.shape[1]]
+    means = of_last_chunk(o, L)
     content = (torch.tanh(means @ w1.T) @ w2.T).norm()
     token = (b - b.mean(1, keepdim=True)).norm()
     exact = _renewed(L, ask, q, k, v, f, b, w, A_log, dt_bias, w1, w2)
     return content / (content + token), (o - exact).norm() / exact.norm()
+
+
+def of_last_chunk(o: Tensor, L: int) -> Tensor:
+    """m [B T H V] of outputs o [B T H V]: their mean over the last whole chunk of L tokens before each token's chunk; zeros at first."""
+    whole = o[:, : o.shape[1] // L * L]
+    means = whole.unflatten(1, (-1, L)).mean(2)  # [B chunks H V]
+    return torch.cat([torch.zeros_like(means[:, :1]), means], 1).repeat_interleave(L, 1)[:, : o.shape[1]]
+
+
+def chunkability(
+    model: nn.Module, input_ids: Tensor, chunks: tuple[int, ...], ask: Callable[[], None] = lambda: None
+) -> dict[int, list[float]]:
+    """Table 4: L -> for each CARVE layer the staleness that a content signal of the last chunk of L tokens would cost.
+
+    Each L is another model of the same weights; this one is as it was afterwards.
+    """
+    rules = [module for module in model.modules() if isinstance(module, WriteRule) and module.config.kind == "carve"]
+    configs = [rule.config for rule in rules]
+    found = {}
+    try:
+        for L in chunks:
+            for rule, config in zip(rules, configs, strict=True):
+                rule.config = replace(config, content_chunk=L)
+            found[L] = [layer.staleness for layer in carve(model, input_ids, L, ask)]
+    finally:
+        for rule, config in zip(rules, configs, strict=True):
+            rule.config = config
+    return found
 
 
 def _renewed(L: int, ask: Callable[[], None], q, k, v, f, b, w, A_log, dt_bias, w1, w2) -> Tensor:

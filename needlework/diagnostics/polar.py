@@ -26,16 +26,26 @@ def polar(model: nn.Module, input_ids: Tensor) -> list[PolarLayer]:
 
 
 def _layer(q: Tensor, k: Tensor, alpha: Tensor, gamma: Tensor, null_base: Tensor) -> PolarLayer:
-    """q [B T Hq d], k [B T Hkv d]; alpha, gamma, null_base [Hq]."""
+    real, mass = weights(q, k, alpha, gamma, null_base)
+    return PolarLayer((1 / real.square().sum(-1)).mean().item(), mass.mean().item())
+
+
+def weights(
+    q: Tensor, k: Tensor, alpha: Tensor, gamma: Tensor, null_base: Tensor, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """ŵ [B Hq T T], of the real keys among themselves, and the sink's weight [B Hq T].
+
+    q [B T Hq d], k [B T Hkv d]; alpha, gamma, null_base [Hq].
+    """
     T, d = q.shape[1], q.shape[-1]
-    n = torch.arange(1, T + 1, device=q.device, dtype=q.dtype)
+    n = torch.arange(1, T + 1, device=q.device, dtype=q.dtype).clamp(max=window or T)
     temp = 1 + softplus(alpha)[:, None] * n.log()  # [Hq T]
     null = null_base[:, None] + softplus(gamma)[:, None] * (n + 1).log().sqrt()
     q, k = q.transpose(1, 2), k.transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], 1)
     scores = temp[..., None] * (q @ k.mT) / math.sqrt(d)
-    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    scores = scores.masked_fill(future, -math.inf)
+    hidden = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    if window is not None:
+        hidden = hidden | torch.ones_like(hidden).tril(-window)
+    scores = scores.masked_fill(hidden, -math.inf)
     sink = (temp * null).expand(scores.shape[:-1])
-    real = scores.softmax(-1)
-    mass = torch.sigmoid(sink - scores.logsumexp(-1))
-    return PolarLayer((1 / real.square().sum(-1)).mean().item(), mass.mean().item())
+    return scores.softmax(-1), torch.sigmoid(sink - scores.logsumexp(-1))

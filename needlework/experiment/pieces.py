@@ -43,16 +43,25 @@ class Pieces:
 
 def measurement(checkpoint: Path, corpus: Corpus, evaluation: Evaluation, device: torch.device) -> dict[str, Any]:
     """All that a checkpoint's measurement depends on: its files, the text, the evaluation, the code and the machine."""
-    read = [path for path in checkpoint.iterdir() if path.suffix in (".safetensors", ".bin")]
-    read += [checkpoint / "config.json", checkpoint / "tokenizer.json"]
     return {
-        "checkpoint": {path.name: _digest(path) for path in read},
+        "checkpoint": digests(checkpoint),
         "corpus": corpus.manifest["sha256"],
         "evaluation": asdict(evaluation),
         "code": commit(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": device_name(device),
     }
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    """SHA-256 by name of the files of a checkpoint that a measurement depends on."""
+    read = [path for path in sorted(checkpoint.iterdir()) if path.suffix in (".safetensors", ".bin")]
+    read += [checkpoint / name for name in ("config.json", "tokenizer.json") if (checkpoint / name).is_file()]
+    return {path.name: _digest(path) for path in read}
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _digest(path: Path) -> str:

@@ -1,7 +1,9 @@
 """How a measurement reads a trained model: logits without a cache, in training's precision, as many rows at once as fit."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,19 @@ def reader(model: NeedleworkForCausalLM) -> Callable[[Tensor], Tensor]:
     return read
 
 
+def any_reader(model: Any, autocast: torch.dtype | None) -> Callable[[Tensor, int], Tensor]:
+    """Of any causal model of transformers: input_ids [B T], keep -> the last `keep` logits, without a cache, products in `autocast`."""
+    device = model.device
+    chooses = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def read(ids: Tensor, keep: int) -> Tensor:
+        with torch.inference_mode(), torch.autocast(device.type, autocast, enabled=autocast is not None), fastest():
+            kept = {"logits_to_keep": keep} if chooses else {}
+            return model(ids.to(device), use_cache=False, **kept).logits[:, -keep:]
+
+    return read
+
+
 @contextmanager
 def as_trained(device: torch.device) -> Iterator[None]:
     """On a GPU bfloat16 autocast, with training's attention kernels: a measurement has few lengths."""
@@ -31,7 +46,7 @@ def as_trained(device: torch.device) -> Iterator[None]:
             yield
 
 
-def at_once(model: NeedleworkForCausalLM, T: int) -> int:
+def at_once(model: Any, T: int) -> int:
     """Rows of T tokens in a forward pass. On a GPU their logits (in the model's dtype, in float32 and in a softmax) fill a quarter of
     its memory and have at most 2³¹ − 1 elements. One long row alone would leave most of a GPU idle."""
     if model.device.type != "cuda":

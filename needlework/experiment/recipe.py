@@ -134,7 +134,7 @@ def build(recipe: Recipe) -> NeedleworkForCausalLM:
     """The model before its first step, a function of the recipe alone. ValueError if `start` has other weights."""
     if recipe.start is not None:
         try:
-            return load_model(Path(recipe.start), recipe.model)
+            return load_model(Path(recipe.start), recipe.model).float()  # one of other people may be stored in half precision
         except ValueError as error:
             raise ValueError(f"recipe {recipe.name}: start: {error}") from None
     torch.manual_seed(recipe.train.seed)

@@ -7,7 +7,8 @@ Knows the order of these and the files of the directory. `train`, `data` and `ev
                 manifest.json         the text that a comparison read
                 results.json          a comparison's measurements     report.html       its page
                 <mixer>/manifest.json     the text it read            <mixer>/training/     checkpoints, log.jsonl
-                <mixer>/checkpoint/       for AutoModelForCausalLM    <mixer>/result.json   written when the mixer is done
+                <mixer>/checkpoint/       for AutoModelForCausalLM    <mixer>/result.json   written when the mixer is done,
+                                                                      and the checkpoint's card after it
                 <mixer>/measuring-….json  its measurements so far     lock, <mixer>/lock    held by the process at work
 """
 
@@ -32,6 +33,7 @@ from needlework.experiment.recipe import build, text
 from needlework.explained import PYTHONS
 from needlework.json_file import read_json
 from needlework.models import NeedleworkForCausalLM, disable_progress_bar, save_checkpoint
+from needlework.report.card import write_card
 from needlework.report.curves import curves
 from needlework.train import BadStep, CheckpointError, InUse, Progress, Result, World, alone, full_state, train
 
@@ -122,6 +124,7 @@ def finish(
         once = lambda name, make: pieces.once(f"full context: {name}", make)
         entry["full_context"] = measure(kept(recipe.model.full_context()), corpus, recipe.evaluate, once, stop)
     write_json(directory / "result.json", entry | origin(recipe, directory))
+    write_card(checkpoint)
     pieces.forget()
 
 

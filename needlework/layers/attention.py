@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,12 @@ from needlework.layers.config import Mixer, MixerConfig, Width
 from needlework.layers.conv import ConvConfig, conv_held
 from needlework.layers.distract import Distractor
 from needlework.layers.memory import Memory
-from needlework.layers.norm import published_rms, rms
+from needlework.layers.norm import RMSNorm, published_rms, rms
 from needlework.layers.projection import OutProjection
 from needlework.layers.rope import PositionConfig
 from needlework.layers.softmax import AttendConfig
 from needlework.layers.state import Held, of, under
-from needlework.ops.common.packing import document_positions
+from needlework.ops.common.packing import token_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +29,16 @@ class Attention(MixerConfig):
 
     heads: Hq query heads of head_dim = d channels.
     kv_heads: Hkv heads of k and v; Hq is a multiple of it, None: Hq.
-    attend: the attend rule: Softmax, Lucid, Polar or Differential.
+    attend: the attend rule, e.g. Softmax.
     position: Rope, HalfRope or None: no positions.
-    qk_norm: RMS norm of q and k per head, without weight.
+    qk_norm: RMS norm of q and k per head, without weight; "weighted": each with a weight [d] that the heads share, as Qwen3.
     conv: Canon, ShortConv or None, on q, k and v after the norm.
     output_gate: with the factor σ(gate), gate [B T Hq d] from the q projection, which makes 2 d a head.
     bias: in every projection.
     memory: a write rule beside attention, on the same q, k, v before positions (`Memory`).
     published_eps: qk_norm with the epsilon of the dtype of q and k, as ATMA's models were trained, not 1e-6.
-    Raises ValueError for a field out of its range, and where the layer is built with heads that are no multiple of kv_heads, or
-    with a head_dim that the position cannot turn.
+    Raises ValueError for a field out of its range, and where the layer is built with heads that are no multiple of kv_heads,
+    with a head_dim that the position cannot turn, or with published_eps beside a weighted norm.
 
     >>> import torch
     >>> from needlework.layers import Attention, Rope, Softmax
@@ -53,7 +53,7 @@ class Attention(MixerConfig):
     kv_heads: Count | None = None
     attend: AttendConfig
     position: PositionConfig | None = None
-    qk_norm: bool = False
+    qk_norm: bool | Literal["weighted"] = False
     conv: ConvConfig | None = None
     output_gate: bool = False
     bias: bool = False
@@ -87,11 +87,16 @@ class _Attention(Mixer):
     def __init__(self, config: Attention, dim: int, layer: int):
         super().__init__()
         self.config = config
-        self.norm = published_rms if config.published_eps else rms
         Hq, Hkv, d = config.heads, config.kv_heads or config.heads, config.head_dim
         if Hq % Hkv:
             raise ValueError(f"attention: heads is {Hq}, expected a multiple of kv_heads = {Hkv}")
         self.Hq, self.Hkv, self.d = Hq, Hkv, d
+        if config.qk_norm == "weighted":
+            if config.published_eps:
+                raise ValueError("attention: published_eps is of a qk_norm without weight, got qk_norm='weighted'")
+            self.q_norm, self.k_norm = RMSNorm(d), RMSNorm(d)
+        else:
+            self.q_norm = self.k_norm = published_rms if config.published_eps else rms
         self.q_proj = nn.Linear(dim, Hq * d * (2 if config.output_gate else 1), bias=config.bias)
         self.k_proj, self.v_proj = (nn.Linear(dim, Hkv * d, bias=config.bias) for _ in range(2))
         self.channels = (Hq + 2 * Hkv) * d
@@ -123,7 +128,7 @@ class _Attention(Mixer):
         if self.memory is not None:
             remembered, memory = self.memory(x, q, k, v, state.memory, **carry)
         if (position := self.config.position) is not None:
-            at = self._positions(x, state, cu_seqlens)
+            at = token_positions(x, None if state.attend is None else state.attend.length, cu_seqlens)
             q, k = self._turned(position, q, at), self._turned(position, k, at)
         o, residual, attend = self.attend(x, q, k, v, initial_state=state.attend, **carry)
         y = self._out(x, o, gate, residual, remembered)
@@ -141,23 +146,23 @@ class _Attention(Mixer):
         return self._out(x, o, gate, residual, remembered)
 
     def held(self, dtype: torch.dtype) -> Held:
-        fixed = conv_held(self.config.conv, self.channels, dtype)
+        fixed, cut = conv_held(self.config.conv, self.channels, dtype), 1
         if self.memory is not None:
-            fixed = fixed | under("memory", self.memory.held(dtype))
-        return Held(fixed, self.attend.rows(dtype), self.attend.reach)
+            fixed, cut = fixed | under("memory", self.memory.held(dtype)), self.memory.write.cut
+        return Held(fixed | under("attend", self.attend.fixed(dtype)), self.attend.rows(dtype), self.attend.reach, cut)
 
     def distraction(self, x: Tensor, distractor: Distractor, cu_seqlens: Tensor | None = None) -> Tensor:
         """`distractor`'s loss on this layer's input x [B T D]: a number. Projects again, so that `forward` stays as it is."""
         q, _, k, v = self._project(x)
         q, k, v, _ = self._convolve(q, k, v, None, cu_seqlens)
-        at = self._positions(x, AttentionState(None, None, None), cu_seqlens)
+        at = token_positions(x, None, cu_seqlens)
         if (position := self.config.position) is not None:
             q, k = self._turned(position, q, at), self._turned(position, k, at)
         with torch.no_grad():
             noise = torch.randn_like(x)
             k_r, v_r = (p(noise).unflatten(-1, (-1, self.d)) for p in (self.k_proj, self.v_proj))
             if self.config.qk_norm and not distractor.raw_keys:
-                k_r = self.norm(k_r)
+                k_r = self.k_norm(k_r).to(k_r.dtype)
         return distractor(self.attend, q, k, v, k_r, v_r, at)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -167,7 +172,8 @@ class _Attention(Mixer):
             q, gate = q.chunk(2, -1)
         k, v = (p(x).unflatten(-1, (self.Hkv, -1)) for p in (self.k_proj, self.v_proj))
         if self.config.qk_norm:
-            q, k = self.norm(q), self.norm(k)
+            # under autocast a weight is wider than what it scales
+            q, k = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
         return q, gate, k, v
 
     def _convolve(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None):
@@ -191,11 +197,3 @@ class _Attention(Mixer):
         """x [.. H d] at its positions [..]: each of a head's vectors turns by itself, or its scores would not be relative."""
         vectors = x.unflatten(-1, (self.attend.vectors_a_head, -1)).flatten(-3, -2)
         return position(vectors, at).reshape(x.shape)
-
-    def _positions(self, x: Tensor, state: AttentionState, cu_seqlens: Tensor | None) -> Tensor:
-        """[B T] or [1 T] position of each token in its own document."""
-        if cu_seqlens is None:
-            at = torch.arange(x.shape[1], device=x.device)[None]
-            return at if state.attend is None else at + state.attend.length[:, None]
-        document, at = document_positions(cu_seqlens, x.shape[1])
-        return (at if state.attend is None else at + state.attend.length[document])[None]

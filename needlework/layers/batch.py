@@ -47,29 +47,34 @@ class Batch:
     def on_slots(self, step: Callable[..., Any], chunk: Callable[..., Any], **tokens: Tensor | None) -> Any:
         """`step(…, slots=)` on the decoding rows [D …] and `chunk(…, slots=, fresh=, cu_seqlens=)` on the others [1 T − D …] of every
         tensor [T …]; what they return, [T …]."""
-        D = self.decodes
 
-        def packed(**rows: Tensor | None) -> Any:
+        def packed(rows: Tokens, slots: Tensor, fresh: Tensor) -> Any:
             line = {name: None if x is None else x[None] for name, x in rows.items()}
-            found = chunk(**line, slots=self.slots[D:], fresh=self.fresh[D:], cu_seqlens=self.cu_seqlens)
-            return _each(lambda x: x[0], found)
+            return _each(lambda x: x[0], chunk(**line, slots=slots, fresh=fresh, cu_seqlens=self.cu_seqlens))
 
-        return self._both(lambda **rows: step(**rows, slots=self.slots[:D]), packed, tokens)
+        return self._both(lambda rows, slots, _: step(**rows, slots=slots), packed, tokens, self.slots, self.fresh)
 
     def on_pages(self, op: Callable[..., Any], window: int | None, **tokens: Tensor | None) -> Any:
         """`op(…, block_table=, length=, cu_seqlens=)` on the decoding rows, without cu_seqlens, and on the others of every tensor [T …]."""
-        D, table = self.decodes, self.pages[window].block_table
-        one = lambda **rows: op(**rows, block_table=table[:D], length=self.length[:D], cu_seqlens=None)
-        many = lambda **rows: op(**rows, block_table=table[D:], length=self.length[D:], cu_seqlens=self.cu_seqlens)
-        return self._both(one, many, tokens)
 
-    def _both(self, decode: Callable[..., Any], packed: Callable[..., Any], tokens: Mapping[str, Tensor | None]) -> Any:
-        D, T = self.decodes, len(self.positions)
-        found = []
-        for form, rows in ((decode, slice(0, D)), (packed, slice(D, T))):
-            if rows.start < rows.stop:
-                found.append(form(**{name: None if x is None else x[rows] for name, x in tokens.items()}))
-        return found[0] if len(found) == 1 else _each(lambda *x: torch.cat(x), *found)
+        def of(cu_seqlens: Tensor | None) -> Callable[..., Any]:
+            return lambda rows, table, length: op(**rows, block_table=table, length=length, cu_seqlens=cu_seqlens)
+
+        return self._both(of(None), of(self.cu_seqlens), tokens, self.pages[window].block_table, self.length)
+
+    def _both(self, decode: Callable[..., Any], packed: Callable[..., Any], tokens: "Tokens", *sequences: Tensor) -> Any:
+        """decode and packed of their tokens and sequences [N …]. Where all decode nothing is cut, so that torch.compile makes one graph for
+        every number of rows."""
+        if len(self.cu_seqlens) == 1:
+            return decode(tokens, *sequences)
+        if not self.decodes:
+            return packed(tokens, *sequences)
+        cut = lambda rows: ({name: None if x is None else x[rows] for name, x in tokens.items()}, *(x[rows] for x in sequences))
+        first, rest = slice(self.decodes), slice(self.decodes, None)
+        return _each(lambda *x: torch.cat(x), decode(*cut(first)), packed(*cut(rest)))
+
+
+Tokens = Mapping[str, Tensor | None]
 
 
 def _each(function: Callable[..., Tensor], *found: Any) -> Any:

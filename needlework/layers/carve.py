@@ -66,6 +66,7 @@ class _Carve(WriteRule[Carve]):
 
     def __init__(self, config: Carve, width: Width):
         super().__init__(config, width)
+        self.cut = config.content_chunk
         D, H, K, V = width.dim, width.heads, width.key_dim, width.value_dim
         self.f = nn.Sequential(nn.Linear(D, V, bias=False), nn.Linear(V, H * K, bias=False))
         self.b = nn.Sequential(nn.Linear(D, V, bias=False), nn.Linear(V, H * K, bias=False))

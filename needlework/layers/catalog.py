@@ -9,22 +9,35 @@ from collections.abc import Callable
 from typing import Any
 
 from needlework.fields import Count, fitted
+from needlework.layers.alibi import Alibi
 from needlework.layers.attention import Attention
 from needlework.layers.carve import Carve
 from needlework.layers.ccq import CCQ
+from needlework.layers.comba import Comba
 from needlework.layers.config import Config, Mixer, MixerConfig, nearest
-from needlework.layers.conv import Canon
+from needlework.layers.conv import Canon, ShortConv
 from needlework.layers.delta import Delta
+from needlework.layers.delta_product import DeltaProduct
 from needlework.layers.differential import Differential
-from needlework.layers.gates import ChannelGate, LowRankGate, RetentionGate, ScalarGate
+from needlework.layers.features import Hedgehog
+from needlework.layers.fox import Fox
+from needlework.layers.gates import ChannelGate, FixedGate, LowRankGate, RetentionGate, ScalarGate
 from needlework.layers.gdn2 import Gdn2
 from needlework.layers.linear import Linear
+from needlework.layers.longhorn import Longhorn
 from needlework.layers.lucid import Lucid
+from needlework.layers.mamba import Mamba
+from needlework.layers.mamba2 import Mamba2
+from needlework.layers.mamba3 import Mamba3
 from needlework.layers.memory import Memory
+from needlework.layers.output import GatedNorm, HeadNorm, OutputGate
 from needlework.layers.polar import Polar
 from needlework.layers.qdelta import QDelta
 from needlework.layers.recurrent import Recurrent
+from needlework.layers.rope import PairRope
+from needlework.layers.rwkv7 import Rwkv7
 from needlework.layers.softmax import AttendConfig, Softmax
+from needlework.layers.ssmax import SSMax
 from needlework.layers.write import WriteConfig
 
 
@@ -57,7 +70,8 @@ class Named:
 
 
 def _recurrent(s: Sizes, write: WriteConfig, **settings) -> Recurrent:
-    return Recurrent(heads=s.heads, key_dim=s.key_dim, value_dim=s.value_dim, write=write, **settings)
+    shape: dict[str, Any] = {"heads": s.heads, "key_dim": s.key_dim, "value_dim": s.value_dim}
+    return Recurrent(**shape | settings, write=write)
 
 
 def _attention(s: Sizes, attend: AttendConfig, **settings) -> Attention:
@@ -80,6 +94,10 @@ def _carve(s: Sizes) -> Recurrent:
     return _recurrent(s, write)
 
 
+def _mamba3(s: Sizes) -> Mamba3:
+    return Mamba3(heads=s.heads, key_dim=s.key_dim, value_dim=s.value_dim, half_life=s.half_life)
+
+
 def _retention(s: Sizes) -> RetentionGate:
     return RetentionGate() if s.half_life is None else RetentionGate(offset=-math.log(2 ** (1 / s.half_life) - 1))
 
@@ -95,9 +113,31 @@ CATALOG: dict[str, Named] = {
         title="GLA", equation="S ← Diag(eᵍ) S + k vᵀ", state=_STATE, cost=_LINEAR,
         make=lambda s: _recurrent(s, Linear(gate=LowRankGate())),
     ),
+    "retnet": Named(
+        title="RetNet", equation="S ← γ S + k vᵀ,  q and k turned by their positions", state=_STATE + " + a count", cost=_LINEAR,
+        make=lambda s: _recurrent(
+            s, Linear(gate=FixedGate()), position=PairRope(), conv=None, norm=HeadNorm(weight=False)
+        ),
+    ),
+    "hedgehog": Named(
+        title="Hedgehog", equation="o = Sᵀφ(q) / Σφ(q)·φ(k),  S ← S + φ(k) vᵀ,  φ(y) = [softmax(y), softmax(−y)]",
+        state="H·2K·(V+1)", cost=_LINEAR, make=lambda s: _recurrent(s, Linear(features=Hedgehog(), normalise=True), conv=None),
+    ),
+    "gla-hedgehog": Named(
+        title="GLA-Hedgehog", equation="S ← Diag(eᵍ) S + φ(k) vᵀ,  φ(y) = softmax([2y, −2y])", state="H·2K·V", cost=_LINEAR,
+        make=lambda s: _recurrent(s, Linear(gate=LowRankGate(), features=Hedgehog(map="joint", heads="shared")), conv=None),
+    ),
+    "mamba": Named(
+        title="Mamba", equation="S ← e^(ΔA) ⊙ S + (Δ⊙x) Bᵀ,  y = S C + D⊙x", state="I·N", cost="O(T·I·N)",
+        make=lambda s: Mamba(channels=s.heads * s.value_dim),
+    ),
+    "mamba2": Named(
+        title="Mamba-2", equation="S ← e^ΔA S + B (Δx)ᵀ,  y = SᵀC + D x", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, Mamba2(), heads=1, value_heads=s.heads, conv=ShortConv(bias=True), norm=GatedNorm()),
+    ),
     "deltanet": Named(
         title="DeltaNet", equation="S ← (I − β k kᵀ) S + β k vᵀ", state=_STATE, cost=_LINEAR,
-        make=lambda s: _recurrent(s, Delta()),
+        make=lambda s: _recurrent(s, Delta(), output_gate=False),
     ),
     "gated-deltanet": Named(
         title="Gated DeltaNet", equation="S ← eᵍ (I − β k kᵀ) S + β k vᵀ", state=_STATE, cost=_LINEAR,
@@ -105,11 +145,29 @@ CATALOG: dict[str, Named] = {
     ),
     "kda": Named(
         title="KDA", equation="S ← (I − β k kᵀ) Diag(eᵍ) S + β k vᵀ", state=_STATE, cost=_LINEAR,
-        make=lambda s: _recurrent(s, Delta(gate=ChannelGate(half_life=s.half_life))),
+        make=lambda s: _recurrent(s, Delta(gate=ChannelGate(half_life=s.half_life)), output_gate=OutputGate()),
     ),
     "gdn2": Named(
         title="GDN-2", equation="S ← (I − k (b⊙k)ᵀ) Diag(eᵍ) S + k (w⊙v)ᵀ", state=_STATE, cost=_LINEAR,
-        make=lambda s: _recurrent(s, Gdn2(gate=ChannelGate(half_life=s.half_life))),
+        make=lambda s: _recurrent(
+            s, Gdn2(gate=ChannelGate(half_life=s.half_life)), output_gate=OutputGate(activation="silu")
+        ),
+    ),
+    "deltaproduct": Named(
+        title="Gated DeltaProduct", equation="S ← Π(I − βᵢ kᵢkᵢᵀ) eᵍ S + …,  two of them a token", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, DeltaProduct(gate=ScalarGate(half_life=s.half_life))),
+    ),
+    "comba": Named(
+        title="Comba", equation="S ← (eᵍ I − β b k kᵀ) S + β k vᵀ,  o = Sᵀ(q − d k)", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, Comba(gate=ScalarGate(half_life=s.half_life))),
+    ),
+    "longhorn": Named(
+        title="Longhorn", equation="S ← (I − ε k kᵀ) S + ε k vᵀ,  ε = β/(1 + β‖k‖²)", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, Longhorn()),
+    ),
+    "rwkv7": Named(
+        title="RWKV-7's rule", equation="S ← Diag(eᵍ) S − (a⊙κ̂)(Sᵀκ̂)ᵀ + k̃ vᵀ", state=_STATE, cost=_LINEAR,
+        make=lambda s: _recurrent(s, Rwkv7(), conv=None),
     ),
     "qdelta": Named(
         title="Q-Delta", equation="S ← eᵍ (I − β k (k + λq)ᵀ) S + β k vᵀ", state=_STATE, cost=_LINEAR,
@@ -124,9 +182,29 @@ CATALOG: dict[str, Named] = {
         state=_STATE + " + H(K²+K+1)", cost="O(T·K·(K+V))",
         make=lambda s: _recurrent(s, Delta(gate=ScalarGate(half_life=s.half_life)), read=CCQ()),
     ),
+    "mamba3": Named(
+        title="Mamba-3", equation="S ← eᵍ (S + (1−λ)Δ k₋v₋ᵀ) + λΔ k vᵀ,  q and k turned by Θ = Σ π tanh(a) Δ",
+        state=_STATE + " + H(K+V+m)", cost=_LINEAR, make=_mamba3,
+    ),
+    "mamba3-mimo": Named(
+        title="Mamba-3, MIMO", equation="S ← eᵍ (S + (1−λ)Δ Σᵣ kᵣ₋vᵣ₋ᵀ) + λΔ Σᵣ kᵣvᵣᵀ,  R rows a token",
+        state=_STATE + " + H(RK+V+m)", cost="O(T·R·K·V)", make=lambda s: dataclasses.replace(_mamba3(s), rank=4, pairs="halves"),
+    ),
     "softmax": Named(
         title="Softmax attention", equation="o = softmax(q Kᵀ) V", state=_PAGES, cost=_QUADRATIC,
         make=lambda s: _attention(s, Softmax(scale=_scale(s))),
+    ),
+    "ssmax": Named(
+        title="Scalable-softmax", equation="o = softmax(s ln n · q Kᵀ) V,  n the keys seen", state=_PAGES, cost=_QUADRATIC,
+        make=lambda s: _attention(s, SSMax()),
+    ),
+    "alibi": Named(
+        title="ALiBi", equation="o = softmax(q Kᵀ − m (i − j)) V", state=_PAGES, cost=_QUADRATIC,
+        make=lambda s: _attention(s, Alibi(scale=_scale(s))),
+    ),
+    "fox": Named(
+        title="Forgetting attention (FoX)", equation="o = softmax(q Kᵀ + Gᵢ − Gⱼ) V,  G = Σ ln f", state=_PAGES + " + Hq·T",
+        cost=_QUADRATIC, make=lambda s: _attention(s, Fox(scale=_scale(s))),
     ),
     "differential": Named(
         title="Diff Transformer", equation="o = (softmax(q₁K₁ᵀ) − λ softmax(q₂K₂ᵀ)) V", state=_PAGES, cost=_QUADRATIC,

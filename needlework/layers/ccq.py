@@ -81,7 +81,7 @@ class CCQ(ReadConfig):
 
     start: λ at initialisation, in (0, 1).
     aligned: Σ forgets as the state does, with the weights e^{ḡ}, ḡ the mean decay of a head.
-    Raises ValueError where the layer is built on CARVE with aligned=True or with more than one row a token.
+    Raises ValueError where the layer is built on CARVE with aligned=True, on more than one row a token, or on a rule that normalises.
 
     >>> import torch
     >>> from needlework.layers import CCQ, QDelta, Recurrent
@@ -99,8 +99,12 @@ class CCQ(ReadConfig):
             raise ValueError(
                 "ccq: aligned=True needs the decay before the read, and CARVE's decay depends on its own outputs; use aligned=False"
             )
-        if write.kind == "carve" and write.write_rank > 1:
-            raise ValueError(f"ccq: cleans against one key a token, got carve with write_rank={write.write_rank}")
+        if write.write_rank > 1:
+            raise ValueError(f"ccq: cleans against one key a token, got {write.kind} with {write.write_rank} rows a token")
+        if write.normalise:
+            raise ValueError(
+                f"ccq: {write.kind} has normalise=True, expected False: a cleaned query can make the denominator 0 or less"
+            )
         return _CCQ(self, width)
 
 

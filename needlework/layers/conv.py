@@ -1,6 +1,6 @@
 """Causal depthwise convolutions: short convolution, canon, and LFM2's gated convolution as a mixer of its own.
 
-y_t = Σ_j w_j ⊙ x_{t-j},  j < width          the last width − 1 inputs are the state; a document starts with zeros
+y_t = b + Σ_j w_j ⊙ x_{t-j},  j < width          the last width − 1 inputs are the state; a document starts with zeros
 
 To serve, states lie in a table of slots [S width-1 C], which changes in place and has no gradient.
 """
@@ -23,21 +23,23 @@ from needlework.ops.common.conv import After, causal_conv, causal_conv_slots, st
 
 
 class CausalConv(nn.Module):
-    """Depthwise, without bias: weight [C 1 width], newest tap last as in torch.nn.Conv1d."""
+    """Depthwise: weight [C 1 width], newest tap last as in torch.nn.Conv1d, and bias [C] or None."""
 
     after: After = "none"
 
-    def __init__(self, channels: int, width: int):
+    def __init__(self, channels: int, width: int, bias: bool = False):
         super().__init__()
         if width < 2:
             raise ValueError(f"width: got {width}, expected at least 2 taps")
         self.width = width
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.register_parameter("bias", nn.Parameter(torch.empty(channels)) if bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         bound = self.width**-0.5  # torch.nn.Conv1d's default for a fan-in of `width`
-        nn.init.uniform_(self.weight, -bound, bound)
+        for p in self.parameters():
+            nn.init.uniform_(p, -bound, bound)
 
     def forward(
         self, parts: Sequence[Tensor], state: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -50,21 +52,23 @@ class CausalConv(nn.Module):
         sizes = [x.shape[-1] for x in parts]
         weights = self.weight[:, 0].split(sizes)
         states = [None] * len(parts) if state is None else state.split(sizes, -1)
-        made = [
-            causal_conv(x, w, past, cu_seqlens, after=self.after) for x, w, past in zip(parts, weights, states, strict=True)
-        ]
+        biases = [None] * len(parts) if self.bias is None else self.bias.split(sizes)
+        each = zip(parts, weights, biases, states, strict=True)
+        made = [causal_conv(x, w, past, cu_seqlens, bias=b, after=self.after) for x, w, b, past in each]
         return tuple(y for (y,), _ in made), torch.cat([past for _, past in made], -1)
 
     def of_maps(
         self, x: Tensor, maps: Sequence[nn.Linear], sizes: Sequence[int], state: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
         """The same of maps of x [B T D] to `sizes` channels, made by one product: the convolution's gradient is that product's."""
-        return causal_conv(product(x, *maps), self.weight[:, 0], state, cu_seqlens, parts=sizes, after=self.after)
+        made = product(x, *maps)
+        return causal_conv(made, self.weight[:, 0], state, cu_seqlens, bias=self.bias, parts=sizes, after=self.after)
 
     def serve(self, x: Tensor, sizes: Sequence[int], table: Tensor | None, batch: Batch) -> tuple[Tensor, ...]:
         """Tokens x [T C] of all channels in parts of `sizes`; the table advances in place."""
         assert table is not None
-        settings: dict[str, Any] = {"weight": self.weight[:, 0], "state": table, "parts": sizes, "after": self.after}
+        settings: dict[str, Any] = {"weight": self.weight[:, 0], "bias": self.bias, "state": table}
+        settings |= {"parts": sizes, "after": self.after}
         return batch.on_slots(partial(step_conv, **settings), partial(causal_conv_slots, **settings), x=x)
 
 
@@ -84,9 +88,10 @@ class ConvConfig(Config):
 class ShortConv(ConvConfig):
     """The short convolution of DeltaNet-like layers, one filter a channel: x [B T C] -> y [B T C].
 
-        y_t = silu( Σ_{j < width} w_j ⊙ x_{t−j} )
+        y_t = silu( b + Σ_{j < width} w_j ⊙ x_{t−j} )
 
     width: taps, at least 2.
+    bias: with b, as Mamba has it.
 
     >>> from needlework.layers import Delta, Recurrent, ShortConv
     >>> mixer = Recurrent(heads=4, key_dim=16, value_dim=16, write=Delta(), conv=ShortConv(width=3)).build(64)
@@ -96,9 +101,10 @@ class ShortConv(ConvConfig):
 
     kind = "short_conv"
     width: AtLeastTwo = 4
+    bias: bool = False
 
     def build(self, channels: int) -> CausalConv:
-        return _ShortConv(channels, self.width)
+        return _ShortConv(channels, self.width, self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)

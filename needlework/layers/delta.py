@@ -1,6 +1,8 @@
 """The delta rule: what is already stored under k is erased before v is written. DeltaNet, Gated DeltaNet and KDA by the gate."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ class Delta(WriteConfig):
         S_t = (I − β k kᵀ) Diag(e^g) S_{t-1} + β k vᵀ,    β = σ(W_β x) a head,    k of unit norm,    S [K V] a head, float32
 
     gate: None is DeltaNet, ScalarGate Gated DeltaNet, ChannelGate KDA.
+    allow_neg_eigval: β is doubled, so that a step may turn what it erases around.
 
     >>> import torch
     >>> from needlework.layers import Delta, Recurrent, ScalarGate
@@ -27,20 +30,23 @@ class Delta(WriteConfig):
 
     kind = "delta"
     gate: GateConfig | None = None
+    allow_neg_eigval: bool = False
 
     def build(self, width: Width) -> WriteRule:
-        return _Delta(self, width)
+        return DeltaRule(self, width, most=2.0 if self.allow_neg_eigval else 1.0)
 
 
-class _Delta(WriteRule[Delta]):
+class DeltaRule(WriteRule):
     chunk, step = staticmethod(chunk_delta), staticmethod(step_delta)
 
-    def __init__(self, config: Delta, width: Width):
+    def __init__(self, config: WriteConfig, width: Width, most: float = 1.0):
         super().__init__(config, width)
-        self.beta = Strength(width)
+        self.beta = Strength(width, most=most)
 
     def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         return gates_of(x, *beside, g=self.gate, beta=self.beta)
 
-    def call(self, op, q, k, v, *, g, beta, q_read, **carry):
+    def call(
+        self, op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None, beta: Tensor, q_read: Tensor, **carry: Any
+    ) -> Any:  # fmt: skip
         return op(q, k, v, g, beta, q_read=q_read, scale=self.width.scale, **carry)

@@ -18,6 +18,7 @@ from needlework.layers.norm import RMSNorm, wide
 from needlework.layers.softmax import AttendConfig, AttendRule, softmax_attention
 from needlework.layers.state import KVState
 from needlework.ops.paged import paged_differential
+from needlework.probe import probe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class _Differential(AttendRule[Differential]):
         self.start.fill_(0.8 - 0.6 * math.exp(-0.3 * self.width.layer) if start is None else start)
 
     def forward(self, x, q, k, v, **carry):
-        lam = self._lam()
+        lam = probe("differential.lam", self._lam())
         # the two halves as heads of half the size: query heads [h₁ h₂] against key heads [h₁ h₂], the values twice
         halves = lambda x: torch.cat(x.chunk(2, -1), 2)  # [B T 2H d/2]
         o, pages = softmax_attention(

@@ -26,6 +26,13 @@ def half_lives(low: float, high: float, *shape: int) -> Tensor:
     return (math.log(low) + (math.log(high) - math.log(low)) * quantile).exp().expand(*shape)
 
 
+@torch.no_grad()
+def start_steps(dt_bias: Tensor) -> None:
+    """The published start of Mamba's steps, softplus(dt_bias) log-uniform in [1e-3, 1e-1], which gated delta rules took over."""
+    dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
+    dt_bias.copy_(inverse_softplus(dt_bias))
+
+
 class GateConfig(Config):
     """Base of the gates' configs: `build(width)` makes the module, x [B T D] -> g [B T HV] or [B T HV K], float32."""
 
@@ -63,7 +70,7 @@ class ChannelGate(GateConfig):
         g = −e^{A_log} softplus(W₂ W₁ x + dt_bias),    A_log a head
 
     rank: of the bottleneck W₁ [r D], W₂ [HV·K r]; None: V.
-    half_life: where every channel starts, in tokens; None: Gated DeltaNet's published start.
+    half_life: where every channel starts, in tokens; None: KDA's and GDN-2's published start, a median of 10 tokens.
 
     >>> import torch
     >>> from needlework.layers import Delta, Recurrent, ChannelGate
@@ -95,13 +102,12 @@ class _SoftplusGate(nn.Module):
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
-            if self.config.half_life is None:  # Gated DeltaNet's published start: a median half-life of 11 tokens
-                self.A_log.uniform_(0, 16).clamp_(min=1e-4).log_()
-                self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
+            if self.config.half_life is None:  # as published: Gated DeltaNet begins at 0, KDA and GDN-2 at 1
+                self.A_log.uniform_(len(self.shape) - 1, 16).clamp_(min=1e-4).log_()
+                start_steps(self.dt_bias)
             else:
                 self.A_log.zero_()
-                self.dt_bias.fill_(math.log(2) / self.config.half_life)
-            self.dt_bias.copy_(inverse_softplus(self.dt_bias))
+                self.dt_bias.copy_(inverse_softplus(torch.full_like(self.dt_bias, math.log(2) / self.config.half_life)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.of(self.project(x))

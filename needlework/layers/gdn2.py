@@ -19,6 +19,7 @@ class Gdn2(WriteConfig):
         S_t = (I − k (b ⊙ k)ᵀ) Diag(e^g) S_{t-1} + k (w ⊙ v)ᵀ,    b = σ(W_b x) [K],    w = σ(W_w x) [V],    S [K V] a head, float32
 
     gate: the decay g; ChannelGate by default.
+    allow_neg_eigval: b is doubled, so that a step may turn what it erases around; w is not.
 
     >>> import torch
     >>> from needlework.layers import Gdn2, Recurrent
@@ -28,6 +29,7 @@ class Gdn2(WriteConfig):
 
     kind = "gdn2"
     gate: GateConfig = field(default_factory=ChannelGate)
+    allow_neg_eigval: bool = False
 
     def build(self, width: Width) -> WriteRule:
         return _Gdn2(self, width)
@@ -44,7 +46,8 @@ class _Gdn2(WriteRule[Gdn2]):
     def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         found, others = super().gates(x, *beside)
         by_channel = lambda project: torch.sigmoid(wide(project(x))).unflatten(-1, (self.width.value_heads, -1))
-        return found | {"erase": by_channel(self.erase), "write": by_channel(self.write)}, others
+        most = 2.0 if self.config.allow_neg_eigval else 1.0
+        return found | {"erase": most * by_channel(self.erase), "write": by_channel(self.write)}, others
 
     def call(self, op, q, k, v, *, g, erase, write, q_read, **carry):
         return op(q, k, v, g, erase=erase, write=write, q_read=q_read, scale=self.width.scale, **carry)

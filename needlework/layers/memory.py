@@ -44,6 +44,11 @@ class Memory(Config):
     published_eps: bool = False
 
     def build(self, width: Width) -> "_Memory":
+        if self.write.write_rank > 1 or self.write.features is not None:
+            raise ValueError(
+                f"memory: write is {self.write}, expected a rule of one row a token without features: a memory writes attention's own "
+                "keys"
+            )
         return _Memory(self, width)
 
 

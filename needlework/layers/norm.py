@@ -1,4 +1,4 @@
-"""Norms over the last axis: eps 1e-6, computed in float32 (float64 of float64), rounded to the input's dtype.
+"""Norms over the last axis: eps 1e-6 where nothing else is said, computed in float32 (float64 of float64), rounded to the input's dtype.
 
 `RMSNorm` rounds before it multiplies by the weight. torch.nn.RMSNorm gives the same bits in float32 and float64, but rounds after the
 weight in bfloat16, and under autocast returns bfloat16 where this one returns the weight's float32.
@@ -33,17 +33,18 @@ def published_rms(x: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """y = x / √(mean x² + 1e-6) ⊙ weight, x and y [.. size]; weight [size] starts at 1.
+    """y = x / √(mean x² + eps) ⊙ weight, x and y [.. size]; weight [size] starts at 1.
 
     y has the wider dtype of x and weight.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, eps: float = EPS):
         super().__init__()
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(size))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms(x) * self.weight
+        return rms(x, self.eps) * self.weight

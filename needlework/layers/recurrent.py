@@ -6,17 +6,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from needlework.fields import Count
 from needlework.layers.batch import Batch
 from needlework.layers.ccq import Plain, ReadConfig
 from needlework.layers.config import Mixer, MixerConfig, Width
 from needlework.layers.conv import ConvConfig, ShortConv, conv_held
-from needlework.layers.norm import RMSNorm, l2
+from needlework.layers.norm import l2
+from needlework.layers.output import Activation, HeadNorm, NormConfig, OutputGate, activated
 from needlework.layers.projection import OutProjection, product
+from needlework.layers.rope import PositionConfig
 from needlework.layers.state import Held, of, under
 from needlework.layers.write import WriteConfig
+from needlework.ops.common.packing import lengths, token_positions
 from needlework.probe import probe
 
 
@@ -24,14 +26,18 @@ from needlework.probe import probe
 class Recurrent(MixerConfig):
     """A mixer with a state of fixed size: x [B T D] -> y [B T D].
 
-        q, k, v = conv(W x),    S_t by `write`,    o_t = scale · S_tᵀ (`read`'s query),    y = W_o( RMSNorm(o) ⊙ silu(W_g x) )
+        q, k, v = conv(W x),    S_t by `write`,    o_t = scale · S_tᵀ (`read`'s query),    y = W_o norm(o, gate)
+
+    with norm(o, gate) = RMSNorm(o) ⊙ silu(W_g x) unless `norm` or `output_gate` say otherwise.
 
     heads: H, the heads of q and k, of key_dim = K channels each.
     value_heads: HV, the heads of v and of the state, of value_dim = V channels each; a multiple of H, None: H.
-    write: the write rule: Linear, Delta, Gdn2, QDelta or Carve.
+    write: the write rule, e.g. Delta.
     read: the read rule: Plain or CCQ.
     conv: of q, k and v: ShortConv, Canon, Silu (no convolution), or None.
-    output_gate: with the factor silu(W_g x), as Gated DeltaNet has it, or without, as CARVE.
+    position: q and k turn by their position before they write and read, as in RetNet: Rope, PairRope, HalfRope; None: not.
+    norm: of what was read: HeadNorm, or GatedNorm as Mamba-2 has it.
+    output_gate: True: the factor silu(W_g x), as Gated DeltaNet has it; False: none, as DeltaNet and CARVE; OutputGate: KDA's.
     Raises ValueError for a field out of its range, and where the layer is built with value_heads that heads do not divide.
 
     >>> import torch
@@ -50,7 +56,9 @@ class Recurrent(MixerConfig):
     write: WriteConfig
     read: ReadConfig = field(default_factory=Plain)
     conv: ConvConfig | None = field(default_factory=ShortConv)
-    output_gate: bool = True
+    position: PositionConfig | None = None
+    norm: NormConfig = field(default_factory=HeadNorm)
+    output_gate: bool | OutputGate = True
 
     def build(self, dim: int, layer: int = 0) -> Mixer:
         """The module for x [B T dim]; layer: its index in the model, from 0.
@@ -61,11 +69,12 @@ class Recurrent(MixerConfig):
 
 
 class RecurrentState(NamedTuple):
-    """Fixed: the convolution's last inputs, the write rule's state, the read rule's."""
+    """Fixed: the convolution's last inputs, the write rule's state, the read rule's; tokens seen [N], where positions count."""
 
     conv: Tensor | None
     write: object
     read: object
+    length: Tensor | None = None
 
 
 class _Recurrent(Mixer):
@@ -84,9 +93,16 @@ class _Recurrent(Mixer):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(dim, n, bias=False) for n in self.sizes)
         self.conv = None if config.conv is None else config.conv.build(sum(self.sizes))
         self.write = config.write.build(width)
-        self.read = config.read.build(width, config.write)
-        self.norm = RMSNorm(width.value_dim)
-        self.g_proj = nn.Linear(dim, HV * width.value_dim, bias=False) if config.output_gate else None
+        self.read = config.read.build(width._replace(key_dim=self.write.key_dim), config.write)
+        if config.position is not None:
+            config.position.check(width.key_dim)
+        self.norm = config.norm.build(width)
+        gate = config.output_gate
+        self.activation: Activation = gate.activation if isinstance(gate, OutputGate) else "silu"
+        self.g_proj = None
+        if gate:
+            full = gate is True
+            self.g_proj = nn.Linear(dim, HV * width.value_dim, bias=False) if full else gate.build(width)
         self.o_proj = OutProjection(HV * width.value_dim, dim, bias=False)
 
     def forward(
@@ -103,12 +119,15 @@ class _Recurrent(Mixer):
             q, k, v = (m(x) for m in maps)
         else:
             (q, k, v), conv = self.conv.of_maps(x, maps, self.sizes, state.conv, cu_seqlens)
-        q, k, v, unit = self._heads(q, k, v)
+        at = None if self.config.position is None else token_positions(x, state.length, cu_seqlens)
+        q, k, v, unit = self._heads(q, k, v, at)
         gates, logits = self.write.gates(x, *self.read.maps)
         carry = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         q_read, read = self.read(*logits, q, unit, g=gates["g"], initial_state=state.read, **carry)
         o, write = self.write(q, k, v, q_read=q_read, initial_state=state.write, **gates, **carry)
-        return self._out(x, o), RecurrentState(conv, write, read) if output_final_state else None
+        if not output_final_state:
+            return self._out(x, o), None
+        return self._out(x, o), RecurrentState(conv, write, read, self._length(x, state, cu_seqlens))
 
     def serve(self, x: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
         maps = (self.q_proj, self.k_proj, self.v_proj)
@@ -116,25 +135,35 @@ class _Recurrent(Mixer):
             q, k, v = (m(x) for m in maps)
         else:
             q, k, v = self.conv.serve(product(x, *maps), self.sizes, tables.get("conv"), batch)
-        q, k, v, unit = self._heads(q, k, v)
+        q, k, v, unit = self._heads(q, k, v, batch.positions)
         gates, logits = self.write.gates(x, *self.read.maps)
         q_read = self.read.serve(*logits, q=q, k=unit, g=gates["g"], tables=of("read", tables), batch=batch)
         return self._out(x, self.write.serve(q, k, v, of("write", tables), batch, q_read=q_read, **gates))
 
     def held(self, dtype: torch.dtype) -> Held:
         conv = conv_held(self.config.conv, sum(self.sizes), dtype)
-        return Held(conv | under("write", self.write.held(dtype)) | under("read", self.read.held(dtype)), {})
+        fixed = conv | under("write", self.write.held(dtype)) | under("read", self.read.held(dtype))
+        return Held(fixed, {}, cut=self.write.cut, counted=self.config.position is not None)
 
-    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v by heads, q and k of unit norm where the write rule asks for it; and unit keys, for the read rule."""
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v by heads, q and k turned by their positions `at`, then of unit norm or features as the write rule has it; and unit keys,
+        for the read rule."""
         q, k, v = q.unflatten(-1, self.q_shape), k.unflatten(-1, self.k_shape), v.unflatten(-1, self.v_shape)
+        if (position := self.config.position) is not None and at is not None:
+            q, k = position(q, at), position(k.flatten(at.dim(), -2), at).view_as(k)
         if self.config.write.unit_keys:
             q, k = l2(q), l2(k)
+        q, k = self.write.mapped(q, k)
         return q, k, v, k if self.config.write.unit_keys else l2(k)
+
+    def _length(self, x: Tensor, state: RecurrentState, cu_seqlens: Tensor | None) -> Tensor | None:
+        """Tokens of each sequence after x, where positions count."""
+        if self.config.position is None:
+            return None
+        new = torch.full((len(x),), x.shape[1], device=x.device) if cu_seqlens is None else lengths(cu_seqlens).long()
+        return new if state.length is None else state.length + new
 
     def _out(self, x: Tensor, o: Tensor) -> Tensor:
         """y [.. D] of the layer's input and of what was read, o [.. HV V]."""
-        o = self.norm(probe("recurrent.o", o)).flatten(-2)
-        if self.g_proj is not None:
-            o = o * F.silu(self.g_proj(x))
-        return self.o_proj(o.to(x.dtype))
+        gate = None if self.g_proj is None else activated(self.activation, self.g_proj(x))
+        return self.o_proj(self.norm(probe("recurrent.o", o), gate).to(x.dtype))

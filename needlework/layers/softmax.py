@@ -7,7 +7,7 @@ and so are tokens after pages everywhere.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from needlework.layers.batch import Batch
 from needlework.layers.config import Config, Width
 from needlework.layers.state import KVState, Part
 from needlework.ops.common.attention import causal, streamed, streams
-from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
+from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, sequences, unpad
 from needlework.ops.common.pages import append, positions
 from needlework.ops.paged import paged_attention, write_pages
 
@@ -31,38 +31,63 @@ def softmax_attention(
     window: int | None = None,
     ring: int | None = None,
     scale: float | None = None,
+    decay: Tensor | None = None,
+    past_decay: Tensor | None = None,
     initial_state: KVState | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, KVState | None]:
-    """o_i = Σ_j softmax_j(scale · q_i·k_j) v_j over the keys with 0 <= i − j < window of the same document.
+    """o_i = Σ_j softmax_j(scale · q_i·k_j + G_i − G_j) v_j over the keys with 0 <= i − j < window of the same document.
 
     q [B T Hq d], k [B T Hkv d], v [B T Hkv V], scale default d^-1/2 -> o [B T Hq V] and the pages after the last token.
+    decay: G [B T Hq], float64, of which differences in a document alone count, None: 0; past_decay [N P Hq]: of the pages' rows.
     Pages are a ring of `ring` rows, or hold every token (`ops/common/pages.py`).
     """
-    hides = cu_seqlens is not None or (window is not None and window < q.shape[1])
-    if hides and initial_state is None and streams(q, v):
-        o = streamed(q, k, v, cu_seqlens, window, scale)
+    adds = decay is not None or cu_seqlens is not None or (window is not None and window < q.shape[1])
+    if adds and initial_state is None and streams(q, v):
+        o = streamed(q, k, v, cu_seqlens, window, scale, decay)
     elif cu_seqlens is None:
-        o = _attend(q, k, v, window, ring, scale, initial_state)
+        o = _attend(q, k, v, decay, window, ring, scale, initial_state, past_decay)
     else:
         check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
         # a padded row's queries give arbitrary values, which `unpad` drops
         q_, k_, v_ = (pad(x, cu_seqlens) for x in (q, k, v))
-        o = unpad(_attend(q_, k_, v_, window, ring, scale, initial_state), cu_seqlens)
+        decay = None if decay is None else pad(decay, cu_seqlens)
+        o = unpad(_attend(q_, k_, v_, decay, window, ring, scale, initial_state, past_decay), cu_seqlens)
     state = None
     if output_final_state:
-        if cu_seqlens is not None:
-            k, v = pad(k, cu_seqlens), pad(v, cu_seqlens)
-        real = torch.full((len(k),), k.shape[1], device=k.device) if cu_seqlens is None else lengths(cu_seqlens)
-        past = initial_state or KVState(k[:, :0], v[:, :0], torch.zeros_like(real))
-        k, v = append((past.k, past.v), (k, v), past.length, real, ring)
-        state = KVState(k, v, past.length + real)
+        past = initial_state or _no_pages(k, v, sequences(cu_seqlens, len(k)))
+        (k, v), length = appended((past.k, past.v), (k, v), past.length, ring, cu_seqlens)
+        state = KVState(k, v, length)
     return o, state
 
 
+def _no_pages(k: Tensor, v: Tensor, N: int) -> KVState:
+    k, v = (x.new_zeros(N, 0, *x.shape[2:]) for x in (k, v))
+    return KVState(k, v, torch.zeros(N, dtype=torch.int64, device=k.device))
+
+
+def appended(
+    pages: tuple[Tensor, ...], new: tuple[Tensor, ...], length: Tensor, ring: int | None, cu_seqlens: Tensor | None
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Pages [N P …] of `length` [N] tokens with rows of new ones [B T …], and how many tokens they then hold."""
+    if cu_seqlens is None:
+        real = torch.full((len(new[0]),), new[0].shape[1], device=new[0].device)
+    else:
+        new, real = tuple(pad(x, cu_seqlens) for x in new), lengths(cu_seqlens)
+    return append(pages, new, length, real, ring), length + real
+
+
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, ring: int | None, scale: float | None, past: KVState | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    window: int | None,
+    ring: int | None,
+    scale: float | None,
+    past: KVState | None,
+    past_decay: Tensor | None,
 ) -> Tensor:
     T, mask = q.shape[1], None
     at = torch.arange(T, device=q.device)
@@ -71,10 +96,18 @@ def _attend(
         at = past.length[:, None] + at  # [N T]
         mask = _visible(at, torch.cat([held, at], 1), window)[:, None]
         k, v = torch.cat([past.k.to(k.dtype), k], 1), torch.cat([past.v.to(v.dtype), v], 1)
-    elif window is not None and window < T:
+    elif decay is not None or (window is not None and window < T):
         mask = _visible(at, at, window)
     several = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if decay is not None and mask is not None:
+        held = decay if past_decay is None else torch.cat([past_decay, decay], 1)
+        added = decay.transpose(1, 2)[..., None] - held.transpose(1, 2)[:, :, None]  # [B Hq T P]
+        # a bias in half precision would be off by as much as it is large
+        wide_q, wide_k, wide_v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+        bias = added.to(wide_q.dtype).masked_fill(~mask, -torch.inf)
+        o = F.scaled_dot_product_attention(wide_q, wide_k, wide_v, attn_mask=bias, scale=scale, enable_gqa=several)
+        return o.to(q.dtype).transpose(1, 2)
     if mask is None:
         return causal(q, k, v, scale=scale, enable_gqa=several).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=several).transpose(1, 2)
@@ -120,6 +153,10 @@ class AttendRule(nn.Module, Generic[Rule]):
         """How many of the newest rows are read again; None: all."""
         return self.config.window
 
+    def fixed(self, dtype: torch.dtype) -> dict[str, Part]:
+        """What a sequence has beside its rows, by name."""
+        return {}
+
     def rows(self, dtype: torch.dtype) -> dict[str, Part]:
         """One token's row in the pages, the model in `dtype`."""
         H, K, V = self.width.heads, self.width.key_dim, self.width.value_dim
@@ -157,17 +194,21 @@ class Softmax(AttendConfig):
     scale: Positive | None = None
 
     def build(self, width: Width) -> AttendRule:
-        return _Softmax(self, width)
+        return SoftmaxRule(self, width)
 
 
-class _Softmax(AttendRule[Softmax]):
-    def forward(self, x, q, k, v, **carry):
+class SoftmaxRule(AttendRule):
+    """Softmax attention, and the base of rules that change its scores."""
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **carry: Any) -> tuple[Tensor, Tensor | None, KVState | None]:
         o, state = softmax_attention(
             q, k, v, window=self.config.window, ring=self.config.window, scale=self.config.scale, **carry
         )
         return o, None, state
 
-    def serve(self, x, q, k, v, tables, batch):
+    def serve(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tables: Mapping[str, Tensor], batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
         pages = self.write_rows(k, v, tables, batch)
         attend = partial(paged_attention, **pages, window=self.config.window, scale=self.config.scale)
         return batch.on_pages(attend, self.reach, q=q), None

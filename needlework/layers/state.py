@@ -34,17 +34,20 @@ class Held(NamedTuple):
     """What a layer holds of a sequence.
 
     fixed: tensors by name, the same for any length. rows: what it adds a token, by name. window: of the rows only so many, the
-    newest, are read again; None: all.
+    newest, are read again; None: all. cut: at multiples of so many tokens a prompt is best cut, for the layer's chunks then stay whole.
+    counted: the layer counts its tokens, though it has no rows; an engine knows their number.
     """
 
     fixed: Mapping[str, Part]
     rows: Mapping[str, Part]
     window: int | None = None
+    cut: int = 1
+    counted: bool = False
 
     def nbytes(self, T: int) -> int:
-        """Bytes after T tokens, the count of the rows included."""
+        """Bytes after T tokens, their count included where the layer has one."""
         kept = T if self.window is None else min(T, self.window)
-        grown = kept * sum(part.nbytes for part in self.rows.values()) + 8 if self.rows else 0
+        grown = kept * sum(part.nbytes for part in self.rows.values()) + 8 * bool(self.rows or self.counted)
         return grown + sum(part.nbytes for part in self.fixed.values())
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from needlework.layers.batch import Batch
 from needlework.layers.config import Config, Width
+from needlework.layers.features import FeatureConfig
 from needlework.layers.gates import GateConfig
 from needlework.layers.norm import wide
 from needlework.layers.projection import side_by_side
@@ -17,7 +18,8 @@ from needlework.layers.state import Part, fixed
 
 @dataclass(frozen=True, kw_only=True)
 class WriteConfig(Config):
-    """Base of the write rules' configs. unit_keys: q and k come L2-normalised; write_rank: rows written a token."""
+    """Base of the write rules' configs. unit_keys: q and k come L2-normalised; write_rank: rows written a token; features: the map that
+    q and k pass; normalise: what is read is divided by the sum of its weights."""
 
     unit_keys: ClassVar[bool] = True
     if TYPE_CHECKING:  # a field in some rules, and a frozen one is read-only
@@ -28,8 +30,14 @@ class WriteConfig(Config):
         @property
         def gate(self) -> GateConfig | None: ...
 
+        @property
+        def features(self) -> FeatureConfig | None: ...
+
+        @property
+        def normalise(self) -> bool: ...
+
     else:
-        write_rank, gate = 1, None
+        write_rank, gate, features, normalise = 1, None, None, False
 
     def build(self, width: Width) -> "WriteRule":
         raise NotImplementedError
@@ -46,6 +54,7 @@ class WriteRule(nn.Module, Generic[Rule]):
     takes as it is: initial_state, output_final_state, cu_seqlens, and while serving state, slots, fresh.
     """
 
+    cut = 1  # of `Held`
     chunk: Callable[..., Any]
     step: Callable[..., Any]
     call: Callable[..., Any]  # (op, q, k, v, *, q_read, **gates, **carry), op one of the two
@@ -54,6 +63,11 @@ class WriteRule(nn.Module, Generic[Rule]):
         super().__init__()
         self.config, self.width = config, width
         self.gate = None if config.gate is None else config.gate.build(width)
+        self.key_dim = width.key_dim  # of what writes and reads the state
+
+    def mapped(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k as they write and read, `key_dim` channels: before a read rule sees them."""
+        return q, k
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **gates_and_carry: Any) -> Any:
         return self.call(self.chunk, q, k, v, **gates_and_carry)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,13 +58,20 @@ def save_checkpoint(
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     model.config = model.config.replaced(**ids)
     model.generation_config = GenerationConfig(**ids)
+    with whole_folder(directory) as new:
+        model.save_pretrained(new, state_dict=weights)
+        write_tokenizer(tokenizer, token, new)
+
+
+@contextmanager
+def whole_folder(directory: Path) -> Iterator[Path]:
+    """A folder to write a model's files into, which takes `directory`'s place when all are there; OSError names it where one cannot be."""
     new = directory.with_name(f"{directory.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     try:
-        model.save_pretrained(new, state_dict=weights)
+        yield new
     except SafetensorError as error:
         raise OSError(f"{directory}: the model cannot be written ({error})") from error
-    write_tokenizer(tokenizer, token, new)
     old = directory.with_name(f"{directory.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():

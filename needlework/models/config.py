@@ -12,14 +12,15 @@ from transformers import GenerationConfig, PreTrainedConfig
 from needlework.fields import Count, Natural, NonNegative, Positive, fitted
 from needlework.layers import MIXERS, MLPS, Config, SquaredReLU, SwiGLU, from_dict
 from needlework.layers.config import MixerConfig, nearest
+from needlework.layers.norm import EPS
 from needlework.models.auto import AUTO_MAP, Installed, write_module
 
-_LAYER_TYPES = {"recurrent": "linear_attention", "gated_conv": "linear_attention", "attention": "full_attention"}
+_LAYER_TYPES = {mixer.kind: "full_attention" if mixer.kind == "attention" else "linear_attention" for mixer in MIXERS}
 _FOLLOWING = ("num_hidden_layers", "layer_types")  # from the layout
 _FIXED = ("layout", "mixers", "mlp", *_FOLLOWING)
 # What transformers and its tools write beside a model's fields, PreTrainedConfig's and GenerationConfig's; names that begin with "_"
 # are theirs too.
-_THEIRS = {
+THEIRS = {
     "add_cross_attention", "attn_implementation", "auto_map", "cross_attention_hidden_size", "custom_pipelines",
     "distributed_config", "experts_implementation", "finetuning_task", "is_decoder", "model_type", "name_or_path", "num_labels",
     "per_layer_config", "prefix", "pruned_heads", "quantization_config", "sep_token_id", "task_specific_params",
@@ -36,10 +37,12 @@ class NeedleworkConfig(Installed, PreTrainedConfig):
     mixers: {letter: mixer config}, as `Config.to_dict` writes it; Config objects are taken too.
     mlp: the channel mixer's config, SwiGLU or SquaredReLU; None: blocks without one.
     tie_word_embeddings: the unembedding is the embedding.
+    norm_eps: of the norms before mixers and MLPs and of the last one; a mixer's own norms have 1e-6.
     softcap: c of c·z/√(z² + c²) on the logits, or None.
     head_bias: of the unembedding (untied only).
     initializer_range: standard deviation of matrices and embeddings; None keeps PyTorch's own starts.
     zero_output: every projection back into the residual stream, and the unembedding, starts at zero.
+    scaled_output: every projection back into the residual stream starts divided by √layers, as Mamba's do.
     use_cache: as everywhere in transformers; so are pad_token_id, bos_token_id and eos_token_id.
     Raises ValueError, naming the field, for a value out of its range and for a key that neither this class nor transformers knows.
 
@@ -60,10 +63,12 @@ class NeedleworkConfig(Installed, PreTrainedConfig):
     mixers: dict | None = None
     mlp: Any = None
     tie_word_embeddings: bool = True
+    norm_eps: Positive = EPS
     softcap: Positive | None = None
     head_bias: bool = False
     initializer_range: NonNegative | None = 0.02
     zero_output: bool = False
+    scaled_output: bool = False
     use_cache: bool = True
     pad_token_id: Natural | None = None
     bos_token_id: Natural | None = None
@@ -72,7 +77,7 @@ class NeedleworkConfig(Installed, PreTrainedConfig):
     def __post_init__(self, num_hidden_layers: int | None = None, layer_types: list[str] | None = None, **kwargs):
         """num_hidden_layers, layer_types: as a file says them; both follow from the layout."""
         for name in kwargs:
-            if not (name in _THEIRS or name.startswith("_")):
+            if not (name in THEIRS or name.startswith("_")):
                 raise ValueError(f"config: unknown key {name!r}{nearest(name, [*_FIELDS])}; known: {', '.join(_FIELDS)}")
         self.mixers = {letter: _plain(mixer, MIXERS, f"mixers[{letter!r}]") for letter, mixer in (self.mixers or {}).items()}
         self.mlp = None if self.mlp is None else _plain(self.mlp, MLPS, "mlp")
@@ -106,6 +111,10 @@ class NeedleworkConfig(Installed, PreTrainedConfig):
         config = from_dict(self._mixers()[letter])
         assert isinstance(config, MixerConfig)
         return config
+
+    def each_layer(self) -> list[MixerConfig]:
+        """The mixer config of every layer."""
+        return [self.mixer(letter) for letter in self.layout]
 
     def _mixers(self) -> dict[str, dict[str, Any]]:
         """The field, which is a dict once the config is made."""

@@ -1,6 +1,6 @@
 """One Block, one Model, one ForCausalLM for every mixer; the config builds the mixers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -63,10 +63,10 @@ class Block(GradientCheckpointingLayer):
 
     def __init__(self, config: NeedleworkConfig, letter: str, layer: int):
         super().__init__()
-        self.mixer_norm = RMSNorm(config.hidden_size)
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixer = config.mixer(letter).build(config.hidden_size, layer)
         mlp = config.channel_mixer()
-        self.mlp_norm = None if mlp is None else RMSNorm(config.hidden_size)
+        self.mlp_norm = None if mlp is None else RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = None if mlp is None else mlp.build(config.hidden_size)
 
     def forward(
@@ -120,6 +120,8 @@ class NeedleworkPreTrainedModel(Installed, PreTrainedModel):
         if self.config.zero_output and (isinstance(module, OutProjection) or module is self.get_output_embeddings()):
             for tensor in own.values():
                 nn.init.zeros_(tensor)
+        if self.config.scaled_output and isinstance(module, OutProjection):
+            own["weight"].div_(len(self.config.layout) ** 0.5)
         for name, value in loaded.items():  # from_pretrained has filled these already
             own[name].copy_(value)
 
@@ -160,7 +162,7 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             raise ValueError("layout is empty: a model needs at least one layer, e.g. layout='RA'")
         self.embed: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, letter, i) for i, letter in enumerate(config.layout))
-        self.norm = RMSNorm(config.hidden_size)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -244,23 +246,24 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             x = x[real][None]
         served = past_key_values if isinstance(past_key_values, TableCache) else None
+        if served is not None and objective is not None:
+            raise ValueError("objective: its terms need gradients, and a TableCache's states have none; expected no cache")
         if served is not None and real is None and cu_seqlens is not None:
             raise ValueError(
                 "past_key_values: a TableCache has a row for each row of input_ids; packed documents need a NeedleworkCache"
             )
-        batch = None if served is None else served.batch(B, T, real, x.device)
-        if batch is not None:
-            x = x.flatten(0, 1)
         spread = lambda x: (
             x.view(B, T, x.shape[-1]) if real is None else x.new_zeros(B, T, x.shape[-1]).masked_scatter(real[..., None], x)
         )
+        if served is not None:
+            states = [] if output_hidden_states else None
+            x = spread(self._on_tables(served, x.flatten(0, 1), served.batch(B, T, real, x.device), states))
+            hidden = None if states is None else (*map(spread, states), x)
+            return NeedleworkOutput(last_hidden_state=x, past_key_values=past_key_values, hidden_states=hidden)
         terms, states = [], []
         for i, block in enumerate(self._blocks()):
             if output_hidden_states:
                 states.append(spread(x))
-            if served is not None and batch is not None:
-                x = block.serve(x, served.layers[i].tables(), batch)
-                continue
             layer = None if past_key_values is None else past_key_values.layers[i]
             before = state_passing.receive(i, x) if state_passing is not None else None if layer is None else layer.state
             x, state, found = block(x, before, cu_seqlens, layer is not None or state_passing is not None, objective)
@@ -274,6 +277,18 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         hidden = (*states, x) if output_hidden_states else None
         return NeedleworkOutput(last_hidden_state=x, past_key_values=past_key_values, hidden_states=hidden, terms=means)
 
+    def _on_tables(self, cache: TableCache, x: Tensor, batch: Batch, states: list[Tensor] | None) -> Tensor:
+        """Normed hidden states of x [T D], new tokens of the cache's rows; states: gets what every block reads."""
+
+        def step(x: Tensor, batch: Batch) -> Tensor:
+            for block, layer in zip(self._blocks(), cache.layers, strict=True):
+                if states is not None:
+                    states.append(x)
+                x = block.serve(x, layer.tables(), batch)
+            return self.norm(x)
+
+        return cache.advance(step, x, batch) if states is None else step(x, batch)
+
     def held(self) -> list[Held]:
         """What each layer holds of a sequence, in the model's dtype."""
         return [block.mixer.held(self.dtype) for block in self._blocks()]
@@ -283,14 +298,21 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         return list(blocks)
 
     @torch.no_grad()
-    def serve(self, input_ids: Tensor, tables: Sequence[Mapping[str, Tensor]], batch: Batch) -> Tensor:
+    def serve(
+        self,
+        input_ids: Tensor,
+        tables: Sequence[Mapping[str, Tensor]],
+        batch: Batch,
+        layer: Callable[[Block, Tensor, Mapping[str, Tensor], Batch], Tensor] = Block.serve,
+    ) -> Tensor:
         """Normed hidden states [T D] of the new tokens input_ids [T] of many sequences, whose states advance in place.
 
         tables: for each layer its tensors by the names of `held`. The caller owns them; nothing else is kept between calls.
+        layer: Block.serve, or what has its results.
         """
         x = self.embed(input_ids)
         for block, own in zip(self._blocks(), tables, strict=True):
-            x = block.serve(x, own, batch)
+            x = layer(block, x, own, batch)
         return self.norm(x)
 
 

@@ -16,18 +16,27 @@ from needlework.layers import (
     Carve,
     Config,
     Delta,
+    FixedGate,
     GatedConv,
+    GatedNorm,
+    Gdn2,
     HalfRope,
+    Hedgehog,
     Linear,
     LowRankGate,
     Lucid,
+    Mamba,
+    Mamba2,
+    Mamba3,
     Memory,
+    OutputGate,
     Plain,
     Polar,
     QDelta,
     Recurrent,
     Rope,
     ScalarGate,
+    ShortConv,
     Silu,
     Softmax,
     SquaredReLU,
@@ -35,17 +44,20 @@ from needlework.layers import (
 )
 from needlework.layers.ccq import ReadConfig
 from needlework.layers.config import nearest
+from needlework.layers.features import FeatureConfig
 from needlework.models.config import NeedleworkConfig
 from needlework.models.modeling import NeedleworkForCausalLM
 from needlework.ops.lucid.arguments import Precondition
 
 
-def _stack(layers: int, dim: int, hidden: int, mixer: Config, **settings) -> NeedleworkConfig:
-    """One mixer in every layer, SwiGLU, vocabulary 32,000 unless said."""
+def _stack(layers: int, dim: int, hidden: int | None, mixer: Config, **settings) -> NeedleworkConfig:
+    """One mixer in every layer, SwiGLU or no MLP, vocabulary 32,000, tied unless said."""
     fields: dict[str, Any] = {"vocab_size": 32_000, "tie_word_embeddings": True} | settings
-    return NeedleworkConfig(hidden_size=dim, layout="M" * layers, mixers={"M": mixer}, mlp=SwiGLU(hidden=hidden), **fields)
+    mlp = None if hidden is None else SwiGLU(hidden=hidden)
+    return NeedleworkConfig(hidden_size=dim, layout="M" * layers, mixers={"M": mixer}, mlp=mlp, **fields)
 
 
+_LUCID_HEADS = {"": 68, "-64": 64}
 _SIZES = {"500m": (21, 1024, 2816), "1.3b": (21, 2048, 5632)}
 
 
@@ -54,10 +66,51 @@ def gated_deltanet(size: str, read: ReadConfig) -> NeedleworkConfig:
     return _stack(*_SIZES[size], Recurrent(heads=6, key_dim=256, value_dim=512, write=Delta(gate=ScalarGate()), read=read))
 
 
-def gla(size: str, read: ReadConfig) -> NeedleworkConfig:
-    """CCQ's GLA: 6 heads (what meets its size), K 256, V 512, decay rank 16, no convolution; tied."""
-    write = Linear(gate=LowRankGate(rank=16))
+def gla(size: str, read: ReadConfig, features: FeatureConfig | None = None) -> NeedleworkConfig:
+    """CCQ's GLA: 6 heads (what meets its size), K 256, V 512, decay rank 16, no convolution; tied.
+
+    features: of its GLA-Hedgehog, of which it says no more: a joint map that heads share (ours).
+    """
+    write = Linear(gate=LowRankGate(rank=16), features=features)
     return _stack(*_SIZES[size], Recurrent(heads=6, key_dim=256, value_dim=512, conv=None, write=write, read=read))
+
+
+def mamba2(layers: int, dim: int, tied: bool = True) -> NeedleworkConfig:
+    """Mamba-2 as its authors' code has it: I = 2D, heads of 64, N 128, one group, no MLP. Tied in CCQ's tables (its 65 and 48 layers)."""
+    mixer = Recurrent(
+        heads=1, value_heads=dim // 32, key_dim=128, value_dim=64, write=Mamba2(), conv=ShortConv(bias=True), norm=GatedNorm()
+    )
+    return _stack(layers, dim, None, mixer, tie_word_embeddings=tied, scaled_output=True)
+
+
+def mamba(dim: int) -> NeedleworkConfig:
+    """Mamba, the first, in Q-Delta's tables: 48 layers, I = 2D, N 16, rank D/16, no MLP; untied."""
+    return _stack(48, dim, None, Mamba(), tie_word_embeddings=False, scaled_output=True)
+
+
+def retnet(dim: int, hidden: int) -> NeedleworkConfig:
+    """RetNet in Q-Delta's tables: flash-linear-attention's defaults, whose rotation turns halves and whose norm has a weight; untied."""
+    mixer = Recurrent(heads=8, key_dim=dim // 8, value_dim=dim // 4, write=Linear(gate=FixedGate()), position=Rope(), conv=None)
+    return _stack(24, dim, hidden, mixer, tie_word_embeddings=False)
+
+
+def deltanet(dim: int, hidden: int) -> NeedleworkConfig:
+    """DeltaNet in Q-Delta's tables: flash-linear-attention's defaults, no output gate; untied."""
+    mixer = Recurrent(heads=8, key_dim=dim // 8, value_dim=dim // 8, write=Delta(), output_gate=False)
+    return _stack(24, dim, hidden, mixer, tie_word_embeddings=False)
+
+
+def gdn2(layout: str, heads: int, hidden: int) -> NeedleworkConfig:
+    """GDN-2 1.3B as its authors' code has it: 18 layers, D 2304, heads of 128, silu in the output gate; untied.
+
+    layout: of G, GDN-2, and S, a sliding window of 2,048 with 18 heads and RoPE.
+    """
+    G = Recurrent(heads=heads, key_dim=128, value_dim=128, write=Gdn2(), output_gate=OutputGate(activation="silu"))
+    S = Attention(heads=18, head_dim=128, attend=Softmax(window=2048), position=Rope())
+    mixers = {letter: mixer for letter, mixer in {"G": G, "S": S}.items() if letter in layout}
+    return NeedleworkConfig(
+        vocab_size=32_000, hidden_size=2304, layout=layout, mixers=mixers, mlp=SwiGLU(hidden=hidden), tie_word_embeddings=False
+    )
 
 
 def transformer(layers: int, dim: int, hidden: int, heads: int) -> NeedleworkConfig:
@@ -65,10 +118,13 @@ def transformer(layers: int, dim: int, hidden: int, heads: int) -> NeedleworkCon
     return _stack(layers, dim, hidden, Attention(heads=heads, head_dim=64, attend=Softmax(), position=Rope()))
 
 
-def lucid(precondition: Precondition | None) -> NeedleworkConfig:
-    """LUCID ~1B: 22 layers, D 2048, 32 query and 4 key-value heads of 64, RoPE base 10,000; untied. None: standard."""
+def lucid(precondition: Precondition | None, head_dim: int) -> NeedleworkConfig:
+    """LUCID ~1B: 22 layers, D 2048, 32 query and 4 key-value heads, RoPE base 10,000; untied. None: standard.
+
+    head_dim: 68 in the published config, which is what brings it to PaTH's size; 64 in the paper's Section 4.4.
+    """
     attend = Softmax() if precondition is None else Lucid(precondition=precondition)
-    mixer = Attention(heads=32, kv_heads=4, head_dim=64, attend=attend, position=Rope())
+    mixer = Attention(heads=32, kv_heads=4, head_dim=head_dim, attend=attend, position=Rope())
     return _stack(22, 2048, 5632, mixer, tie_word_embeddings=False)
 
 
@@ -95,6 +151,17 @@ def carve_swa() -> NeedleworkConfig:
     return NeedleworkConfig(
         vocab_size=32_000, hidden_size=2048, layout="CCCS" * 6, mixers=mixers, mlp=SwiGLU(hidden=5632), tie_word_embeddings=True
     )
+
+
+def mamba3_mixer(dim: int, rank: int) -> Mamba3:
+    """Mamba-3's layer (the authors' code): twice the width in heads of 64, N 128; pairs as each of the two has them."""
+    return Mamba3(heads=2 * dim // 64, key_dim=128, value_dim=64, rank=rank, pairs="even" if rank == 1 else "halves")
+
+
+def mamba3(rank: int, hidden: int) -> NeedleworkConfig:
+    """Mamba-3 at the size of GDN-2's published models, 18 × 2304, untied, the MLP of the width that meets it (ours: the paper does not
+    say). With a sliding window in turn it is layout="MS" * 9."""
+    return _stack(18, 2304, hidden, mamba3_mixer(2304, rank), tie_word_embeddings=False)
 
 
 def qdelta(layers: int, dim: int, hidden: int, key_dim: int) -> NeedleworkConfig:
@@ -134,15 +201,30 @@ PRESETS: dict[str, Callable[[], NeedleworkConfig]] = {
     **{f"ccq-gdn-{s}": partial(gated_deltanet, s, CCQ()) for s in _SIZES},
     **{f"gla-{s}": partial(gla, s, Plain()) for s in _SIZES},
     **{f"ccq-gla-{s}": partial(gla, s, CCQ()) for s in _SIZES},
+    **{f"gla-hedgehog-{s}": partial(gla, s, Plain(), Hedgehog(map="joint", heads="shared")) for s in _SIZES},
+    "mamba2-500m": partial(mamba2, 65, 1024),
+    "mamba2-1.3b": partial(mamba2, 48, 2048),
+    "mamba2-340m-untied": partial(mamba2, 48, 1024, tied=False),
+    "mamba2-1.3b-untied": partial(mamba2, 48, 2048, tied=False),
+    "mamba-340m": partial(mamba, 1024),
+    "mamba-1.3b": partial(mamba, 2048),
+    "retnet-340m": partial(retnet, 1024, 1536),
+    "retnet-1.3b": partial(retnet, 2048, 2816),
+    "deltanet-340m": partial(deltanet, 1024, 2816),
+    "deltanet-1.3b": partial(deltanet, 2048, 5632),
+    "gdn2-1.3b": partial(gdn2, "G" * 18, 16, 6208),
+    "gdn2-1.3b-swa": partial(gdn2, "GS" * 9, 16, 6784),
     "transformer-500m": partial(transformer, 35, 1024, 2816, 16),
     "transformer-1.3b": partial(transformer, 24, 2048, 5632, 32),
-    "standard-1b": partial(lucid, None),
-    "lucid-1b": partial(lucid, "key"),
-    **{f"lucid-1b-{p}": partial(lucid, p) for p in ("qk", "rowmax", "beta")},
+    **{f"standard-1b{of}": partial(lucid, None, d) for of, d in _LUCID_HEADS.items()},
+    **{f"lucid-1b{of}": partial(lucid, "key", d) for of, d in _LUCID_HEADS.items()},
+    **{f"lucid-1b{of}-{p}": partial(lucid, p, d) for of, d in _LUCID_HEADS.items() for p in ("qk", "rowmax", "beta")},
     "lucid-256k": lucid_256k,
     "carve-125m": partial(carve, 12, 768, 2048, 12, 64, 16, 64),
     "carve-1.3b": partial(carve, 24, 2048, 5632, 16, 128, 32, 128),
     "carve-1.3b-swa": carve_swa,
+    "mamba3-1.3b": partial(mamba3, 1, 5696),
+    "mamba3-mimo-1.3b": partial(mamba3, 4, 5440),
 }
 
 

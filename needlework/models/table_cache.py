@@ -10,9 +10,11 @@ from needlework.layers.batch import Batch, Pages
 from needlework.layers.state import Held
 from needlework.models.cache import NeedleworkCache, StateLayer
 from needlework.models.config import NeedleworkConfig
+from needlework.models.replay import Record, Replay, Step, record
 from needlework.ops.common.packing import document_positions
 
 PAGE = 64  # rows of a page
+STEADY = 2  # steps of one token on the same tables, after which another is worth the time that recording it takes
 
 
 class TableLayer(StateLayer):
@@ -59,7 +61,8 @@ class TableCache(NeedleworkCache):
     """A NeedleworkCache whose states lie in tables. One token a row then advances them in place, and nothing is copied or read back.
 
     tokens: how many each row has room for at first; more makes room for twice as many. Holds every row of a window's keys, where
-    NeedleworkCache holds the window's. No gradients: ValueError from the ops.
+    NeedleworkCache holds the window's. No gradients: ValueError from the ops. On a GPU the third step in a row that finds the tables where
+    they were is recorded as a CUDA graph, which the following ones replay.
 
     >>> import torch
     >>> from needlework.layers import QDelta, Recurrent
@@ -79,11 +82,15 @@ class TableCache(NeedleworkCache):
         self.windows = {one.window for one in held if one.rows}
         self.pages = max(1, ceil(tokens / PAGE))
         self.length: Tensor | None = None  # [B] int32
+        self.record: Record | None = None  # None: as a CUDA graph on a GPU, not at all on a CPU
+        self._steady = 0
+        self._replay: Replay | None = None
 
     def batch(self, B: int, T: int, real: Tensor | None, device: torch.device) -> Batch:
         """The Batch of T new tokens of each of B rows, which are from now on seen; real [B T]: of which those are no pads."""
         seen = self.get_seq_length()
         if self.length is None or seen + T > self.pages * PAGE:
+            self._moved()
             while seen + T > self.pages * PAGE:
                 self.pages *= 2
             for layer in self.layers:
@@ -109,9 +116,24 @@ class TableCache(NeedleworkCache):
             length=self.length, positions=position.long(), pages=dict.fromkeys(self.windows, pages),
         )  # fmt: skip
 
+    def advance(self, step: Step, x: Tensor, batch: Batch) -> Tensor:
+        """`step` of the rows x [T D] of a batch that `batch` made."""
+        recorder = self.record or (record if x.is_cuda else None)
+        if batch.decodes < len(x) or recorder is None:
+            return step(x, batch)
+        if self._replay is None and self._steady == STEADY:
+            self._replay = Replay(step, x, batch, recorder)
+        self._steady += 1
+        return step(x, batch) if self._replay is None else self._replay(x, batch)
+
     def reset(self) -> None:
         super().reset()
         self.length = None
+        self._moved()
+
+    def _moved(self) -> None:
+        """The tables are other ones from now on."""
+        self._steady, self._replay = 0, None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
@@ -126,5 +148,6 @@ class TableCache(NeedleworkCache):
         self._of_length(lambda x: x[indices])
 
     def _of_length(self, f: Callable[[Tensor], Tensor]) -> None:
+        self._moved()
         if self.length is not None:
             self.length = f(self.length)

@@ -21,16 +21,22 @@ class Vocabulary(NamedTuple):
     chat: Callable[[Messages], str] | None
 
 
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in a folder, or of a name on the Hub. ValueError if it is missing, torn or not of the `tokenizers` library."""
+    try:
+        found = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source}: AutoTokenizer reads no tokenizer there: {error}") from None
+    if not isinstance(found, PreTrainedTokenizerFast):
+        raise ValueError(f"{source}: its tokenizer is a {type(found).__name__}, expected one with a tokenizer.json")
+    return found
+
+
 def load_vocabulary(folder: Path) -> Vocabulary:
     """ValueError names the folder whose tokenizer is missing, torn or not of the `tokenizers` library."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected a checkpoint's folder")
-    try:
-        found = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder}: AutoTokenizer reads no tokenizer there: {error}") from None
-    if not isinstance(found, PreTrainedTokenizerFast):
-        raise ValueError(f"{folder}: its tokenizer is a {type(found).__name__}, expected one with a tokenizer.json")
+    found = load_tokenizer(folder)
     ends: set[int] = set() if found.eos_token_id is None else {found.eos_token_id}
     if (folder / "generation_config.json").is_file():
         more = GenerationConfig.from_pretrained(folder).eos_token_id

@@ -10,18 +10,16 @@ import os
 from collections.abc import Callable
 from functools import partial
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, NamedTuple
 
 from needlework.eval.retrieval import chance
 from needlework.files import write_whole
 
 from . import figures, training_figures
-from .palette import variables
 from .results import Mixer, Results, check_results, scores_of, tasks_of
 from .rows import CSV, rows
+from .sheet import style_sheet, template
 from .table import cost_table, name_of, retrieval_table
 from .words import multiple, percent, summary, task_title
 
@@ -87,19 +85,17 @@ def write_report(results: Results, path: str | os.PathLike) -> None:
     Raises ValueError that names what is missing from the results.
     """
     check_results(results)
-    template = Template(files("needlework.report").joinpath("page.html").read_text(encoding="utf-8"))
     finished = bool(results["mixers"])
-    light, dark = ("; ".join(f"--{name}: {pair[i]}" for name, pair in variables().items()) for i in (0, 1))
-    page = template.substitute(
+    page = template("page.html").substitute(
         title=escape(f"{results['name']}: which mixer finds the needle?"),
-        light_variables=light,
-        dark_variables=dark,
+        style=style_sheet(),
         summary=escape(summary(results)),
         origin=escape(f"{results['name']} · {results['date']} · {len(results['mixers'])} mixers · {results['machine']}"),
         legend="\n".join(_button(i, mixer) for i, mixer in enumerate(results["mixers"])),
         figures="\n".join(_figure(one, results) for one in shown(results)) if finished else "",
         tables=_tables(results) if finished else "",
         samples=_samples(results),
+        serving=_serving(results) if finished else "",
         provenance=_provenance(results),
         config=escape(json.dumps(results["config"], indent=2, ensure_ascii=False)),
         limits=f"<p>{escape(_limits(results))}</p>" if finished else "",
@@ -122,6 +118,19 @@ def _figure(one: Shown, results: Results) -> str:
 def _tables(results: Results) -> str:
     return f"{retrieval_table(results)}\n{cost_table(results)}\n" + (
         f'<p class="note">The same as rows: <a href="{CSV}" download>{CSV}</a>.</p>'
+    )
+
+
+def _serving(results: Results) -> str:
+    """How to ask one of the models: in the folder of this page, where their checkpoints lie."""
+    first = results["mixers"][0]["name"]
+    names = ", ".join(f"<code>{escape(mixer['name'])}</code>" for mixer in results["mixers"])
+    ask = f"""needlework serve {first}/checkpoint
+curl 127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{{"prompt": "def main(", "max_tokens": 64}}'"""
+    return (
+        f"<h2>Ask one</h2>\n<p>In the folder of this page the first command serves a model, and the second, in another terminal, asks it. "
+        f"The models: {names}. <code>make demo</code> installs <code>needlework</code> in <code>.venv/bin</code> of the checkout.</p>\n"
+        f'<pre class="ask">{escape(ask)}</pre>'
     )
 
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from needlework.models import NeedleworkForCausalLM
+from needlework.models.modeling import Block
 from needlework.serve.batch import Inputs, Shape
+from needlework.serve.compiled import Layer
 from needlework.serve.pools import most_pages
 from needlework.serve.request import Request, Sampling
 from needlework.serve.sampling import Counts, logprobs, sample
@@ -26,6 +28,7 @@ TOP = 20  # likeliest tokens that a request may ask for
 class Way(NamedTuple):
     """What of sampling a step needs; the rest is left out."""
 
+    draws: bool
     filters: bool
     penalties: bool
     logprobs: bool
@@ -50,11 +53,11 @@ class Sampled(NamedTuple):
 class Runner:
     """A model, and the tables of its requests.
 
-    model: in eval mode, on its device. config: what the scheduler shares out.
+    model: in eval mode, on its device. config: what the scheduler shares out. layer: what advances a layer in steps that only decode.
     """
 
-    def __init__(self, model: NeedleworkForCausalLM, tables: Tables, config: SchedulerConfig):
-        self.model, self.tables, self.config = model, tables, config
+    def __init__(self, model: NeedleworkForCausalLM, tables: Tables, config: SchedulerConfig, layer: Layer = Block.serve):
+        self.model, self.tables, self.config, self.layer = model, tables, config, layer
         self.device, self.vocabulary = model.device, model.config.vocab_size
         self.on_gpu = self.device.type == "cuda"
         # of each slot; the last is where padded rows write
@@ -90,6 +93,13 @@ class Runner:
         requests += [None] * (decodes - len(step.decodes)) + [one.request for one in step.prefills if one.last]
         return self._to_host(tuple(requests), found)
 
+    @torch.no_grad()
+    def capture(self, most: int) -> None:
+        """The graphs of up to `most` rows that nobody filters, penalises or scores, so that no request waits for them."""
+        for size in sorted({rows(n) for n in range(1, most + 1)}, reverse=True):  # the largest first: the others fit its memory
+            for draws in (True, False):
+                self._graph(Shape(size, 0, 0, 0, tuple(self._pages.items())), Way(draws, False, False, False, False))
+
     def _rows(self, inputs: Inputs, way: Way, bits: Tensor | None) -> list[Tensor]:
         """The next tokens of a step that is on the device, which are then the newest; and log p's, if asked for."""
         named, controls = inputs.named, inputs.controls
@@ -98,9 +108,11 @@ class Runner:
         if D:
             slots = named["slots"][:D]
             ids = torch.cat([torch.where(ids[:D] < 0, self.newest[slots], ids[:D]), ids[D:]])
-        hidden = self.model.model.serve(ids, self.tables.layers, inputs.batch)
+        layer = self.layer if D == len(ids) else Block.serve
+        hidden = self.model.model.serve(ids, self.tables.layers, inputs.batch, layer)
         logits = self.model.logits(hidden[named["rows"]])
-        tokens = sample(logits, controls, counts=self.counts if way.penalties else None, bits=bits, filters=way.filters)
+        counts = self.counts if way.penalties else None
+        tokens = sample(logits, controls, counts=counts, bits=bits, draws=way.draws, filters=way.filters)
         self.newest[controls.slots] = tokens
         if way.penalties and self.counts is not None:
             self.counts.add(tokens, controls.slots)
@@ -117,6 +129,7 @@ class Runner:
         # also of a request that comes in this step and is sampled in a later one
         counted = asked + [one.request.sampling for one in step.admitted]
         return Way(
+            any(one.temperature > 0 for one in asked),
             any(_filters(one) for one in asked),
             any(_penalties(one) for one in counted),
             any(one.logprobs is not None for one in asked),

@@ -82,15 +82,23 @@ def drawn(x: Tensor, controls: Controls) -> Tensor:
 
 
 def sample(
-    logits: Tensor, controls: Controls, *, counts: Counts | None = None, bits: Tensor | None = None, filters: bool = True
+    logits: Tensor,
+    controls: Controls,
+    *,
+    counts: Counts | None = None,
+    bits: Tensor | None = None,
+    draws: bool = True,
+    filters: bool = True,
 ) -> Tensor:
-    """The next token [R] of logits [R V]. counts None: nobody has penalties. bits None: nobody has a grammar. filters: whether any row
-    asks for top_k, top_p or min_p."""
+    """The next token [R] of logits [R V]. counts None: nobody has penalties. bits None: nobody has a grammar. draws: whether any row has a
+    temperature; the noise of all rows costs more than the logits. filters: whether any row asks for top_k, top_p or min_p."""
     x = logits.float()
     if counts is not None:
         x = penalised(x, controls, counts)
     if bits is not None:
         x = allowed(x, bits)
+    if not draws:
+        return x.argmax(-1)
     greedy = controls.temperature == 0
     warm = x / torch.where(greedy, 1.0, controls.temperature)[:, None]
     if filters:

@@ -36,8 +36,9 @@ class Line(NamedTuple):
     def spread(self, table: Tensor, layers: Sequence[dict[str, Tensor]]) -> None:
         """Puts the tensors of `table`'s lines [n, bytes] uint8 among those of their layers, by name."""
         for layer, name, part, offset in self.places:
-            own = table[:, offset : offset + part.nbytes].view(part.dtype)
-            layers[layer][name] = own.view(len(table), *part.shape)
+            own = table[:, offset : offset + part.nbytes].view(part.dtype).view(len(table), *part.shape)
+            # torch.compile takes tensors of one storage for aliases, and refuses to change them: these have one each, of the same memory
+            layers[layer][name] = own if own.is_meta else torch.from_dlpack(own)
 
 
 def slot_line(held: Sequence[Held]) -> Line:

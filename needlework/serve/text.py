@@ -40,6 +40,11 @@ class Text:
         return self._vocabulary.ends
 
     @property
+    def size(self) -> int:
+        """Tokens that it has."""
+        return self._tokenizer.get_vocab_size()
+
+    @property
     def tokenizer_json(self) -> str:
         return self._tokenizer.to_str()
 

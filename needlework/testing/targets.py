@@ -41,6 +41,8 @@ ENGINES = {
     "lucid/pages": ("lucid.solve.by_table",),
     "polar/attention": ("polar.attention.op",),
     "paged/paged": ("paged.engine.op",),
+    "mamba3/siso": ("mamba3.siso.launches",),
+    "mamba3/step": ("mamba3.step",),
 }
 
 
@@ -70,6 +72,7 @@ RULES = (
     Rule("delta/gdn2", "delta/channel", "delta/step", covers=True),
     Rule("delta/kda", "delta/channel", "delta/step"),
     Rule("delta/previous", "delta/channel", "delta/step"),
+    Rule("delta/given", "delta/channel", "delta/step"),
     Rule("delta/gla", "delta/channel", "delta/step"),
     Rule("carve", "delta/channel", "carve/step", covers=True, long=1000),  # nothing of it is cut into segments
     Rule("carve/rank4", "delta/channel", "carve/step"),
@@ -87,8 +90,10 @@ RULES = (
     _pairs("polar", "polar/attention", "paged/paged", covers=True),
     _pairs("polar/window", "polar/attention", "paged/paged"),
     _pairs("paged/softmax", "paged/paged", None, covers=True),
+    _pairs("paged/forgetting", "paged/paged", None, covers=True),
     _pairs("paged/differential", "paged/paged", None, covers=True),
     _pairs("paged/polar", "paged/paged", None, covers=True),
+    Rule("mamba3", "mamba3/siso", "mamba3/step", covers=True),
 )
 
 
@@ -110,17 +115,22 @@ L2NORM = OpSpec(
 )  # fmt: skip
 
 
-def conv(x: Tensor, weight: Tensor, impl: Impl = "torch", cu_seqlens: Tensor | None = None, **_: object) -> Rows:
+def conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, impl: Impl = "torch", cu_seqlens: Tensor | None = None, **_: object
+) -> Rows:  # fmt: skip
     """The short convolution with its SiLU; no operand of its sums is rounded."""
-    y = causal_conv(x.flatten(2), weight.flatten(0, 1), None, cu_seqlens, **_short(x, impl))[0]
+    y = causal_conv(x.flatten(2), weight.flatten(0, 1), None, cu_seqlens, **_short(x, impl), bias=_flat(bias))[0]
     return Rows(torch.cat(y, -1).view_as(x))
 
 
-def conv_in_two(x: Tensor, weight: Tensor, impl: Impl = "torch", cu_seqlens: Tensor | None = None, **_: object) -> Rows:
+def conv_in_two(
+    x: Tensor, weight: Tensor, bias: Tensor, impl: Impl = "torch", cu_seqlens: Tensor | None = None, **_: object
+) -> Rows:  # fmt: skip
     """The same, the second half of every row from the state that the first one left."""
     if cu_seqlens is not None:
-        return conv(x, weight, impl, cu_seqlens)
-    line, weight, given, half = x.flatten(2), weight.flatten(0, 1), _short(x, impl), x.shape[1] // 2
+        return conv(x, weight, bias, impl, cu_seqlens)
+    line, weight, half = x.flatten(2), weight.flatten(0, 1), x.shape[1] // 2
+    given = _short(x, impl) | {"bias": _flat(bias)}
     first, state = causal_conv(line[:, :half], weight, **given)
     second = causal_conv(line[:, half:], weight, state, **given)[0]
     return Rows(torch.cat([torch.cat(first, -1), torch.cat(second, -1)], 1).view_as(x))
@@ -129,7 +139,7 @@ def conv_in_two(x: Tensor, weight: Tensor, impl: Impl = "torch", cu_seqlens: Ten
 def conv_on_slots(x: Tensor, weight: Tensor, impl: Impl = "torch", cu_seqlens: Tensor | None = None, **_: object) -> Rows:
     """The same on a table that held NaN: two calls and, at the end of every row, two steps."""
     if impl != "triton":  # steps have the environment alone to choose by
-        return conv(x, weight, impl, cu_seqlens)
+        return conv(x, weight, None, impl, cu_seqlens)
     line, weight, given = x.flatten(2), weight.flatten(0, 1), _short(x, impl)
     T, N = line.shape[1], len(x) if cu_seqlens is None else len(cu_seqlens) - 1
     table = {
@@ -151,11 +161,21 @@ def _short(x: Tensor, impl: Impl) -> dict[str, Any]:
     return {"parts": [x[0, 0].numel() // 2] * 2, "after": "silu", "impl": impl}
 
 
+def _flat(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.flatten()
+
+
+def _line(generator: torch.Generator, B: int, T: int, style: str) -> dict[str, Tensor]:
+    return {"x": normal(generator, B, T, 1, 16), "weight": normal(generator, 1, 16, 4)}
+
+
 CONV = replace(
     L2NORM, name="conv", chunk=conv_in_two, recurrent=conv, literal=conv,
-    inputs=lambda generator, B, T, style: {"x": normal(generator, B, T, 1, 16), "weight": normal(generator, 1, 16, 4)},
+    inputs=lambda generator, *sizes: _line(generator, *sizes) | {"bias": normal(generator, 1, 16)},
 )  # fmt: skip
-CONV_SLOTS = replace(CONV, name="conv/slots", chunk=conv_on_slots, skip={"gradients": "a table has none"})
+CONV_SLOTS = replace(
+    CONV, name="conv/slots", chunk=conv_on_slots, inputs=_line, skip={"gradients": "a table has none"}
+)  # fmt: skip
 CONVOLUTIONS = CONV, CONV_SLOTS
 
 STYLES = ("random", "identical", "strong")
@@ -224,9 +244,18 @@ def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K:
         "w1": lambda: normal(generator, rank, V),
         "w2": lambda: normal(generator, K, rank),
         "weight": lambda: normal(generator, 2, K, 4),
+        "bias": lambda: normal(generator, 2, K),
         "x": lambda: normal(generator, B, T, 2, K) * (1e-3 if style == "strong" else 1),  # so small that 1e-6 counts
+        "dt": lambda: uniform(generator, 0.001, 0.1, B, T, HV),
+        "angle": lambda: normal(generator, B, T, K // 4),
+        "q_bias": lambda: 1 + 0.3 * normal(generator, HV, K),
+        "k_bias": lambda: 1 + 0.3 * normal(generator, HV, K),
     }
     inputs = {name: makers[name]() for name in given}
+    if rule == "delta/given":  # the direction is a unit vector, and a share of each of its channels is written along
+        direction = inputs["k"]
+        share = uniform(generator, 0, 1, *direction.shape)
+        inputs |= {"k": share * direction, "erase": direction.repeat_interleave(HV, 2)}
     if style == "hard":
         one = torch.ones_like(inputs["beta"])
         inputs |= {"q": inputs["k"], "g": 0 * one, "beta": one, "lam": one}

@@ -25,6 +25,7 @@ from .losses import Losses as Losses
 from .losses import Piece as Piece
 from .losses import losses_of as losses_of
 from .metadata import commit as commit
+from .metadata import versions as versions
 from .optim import AdamW as AdamW
 from .optim import Muon as Muon
 from .schedule import Cooldown as Cooldown

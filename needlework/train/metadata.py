@@ -44,7 +44,7 @@ def write(path: Path, config: dict[str, Any], world: World, device: torch.device
         "config": config,
         "seed": config["seed"],
         **commit(),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": versions(),
         "host": platform.node(),
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, {platform.system()}",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -61,9 +61,10 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout
 
 
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {"torch": torch.__version__}
-    for name in ("needlework", "transformers", "triton", "datasets", "tokenizers", "liger-kernel"):
+def versions(*more: str) -> dict[str, str]:
+    """Of Python, and of the packages that training uses and `more` that are installed."""
+    found: dict[str, str] = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("needlework", "transformers", "triton", "datasets", "tokenizers", "liger-kernel", *more):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -5,8 +5,8 @@
 A worker is the mixer that the layer's own config builds with heads/n heads (channels/n for a gated convolution, hidden/n for an
 MLP). Which axis of a parameter is sliced follows from its shape in the layer and in the worker, so no write rule, gate or attend
 rule is known here by name. Three things are: what is several axes in one (q, k and v in a convolution; B, C and x of a gated one;
-a and b in SquaredReLU), that the bias of a map into the residual stream is added once and not by every rank, and that FixedGate
-tells heads apart by their number.
+a and b in SquaredReLU; Mamba-3's rows of groups), that the bias of a map into the residual stream is added once and not by every
+rank, and that FixedGate and Alibi tell heads apart by their number.
 
 Parameters keep their names and full shapes, as DTensors: sharded over the ranks where a rank's slice is one block, else copied
 (one number a head; several axes in one; what heads share). The gradients of copies and of the input are summed in the backward,
@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
-from needlework.layers import Attention, Config, FixedGate, GatedConv, Recurrent, SquaredReLU, SwiGLU
+from needlework.layers import Alibi, Attention, Config, FixedGate, GatedConv, Mamba3, Recurrent, SquaredReLU, SwiGLU
 from needlework.layers.projection import OutProjection, ZeroProjection
 
 
@@ -130,21 +130,30 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _share(config: Config, dim: int, n: int) -> tuple[Any, int, dict[str, list[int]]]:
     """The config of a worker; the most heads of any kind; the parameters that are several axes in one, with their sizes."""
-    if any(isinstance(part, FixedGate) for part in _parts(config)):
-        raise ValueError(
-            f"tensor: {config.kind} has a fixed_gate, whose heads differ by their number: {n} ranks cannot share them"
-        )
+    for part in _parts(config):
+        if isinstance(part, FixedGate | Alibi):
+            raise ValueError(
+                f"tensor: {config.kind} has a part {part.kind}, whose heads differ by their number: {n} ranks cannot share them"
+            )
     match config:
         case Recurrent():
             H, HV, R = config.heads, config.value_heads or config.heads, config.write.write_rank
-            joined = {"conv.weight": [H * config.key_dim, H * R * config.key_dim, HV * R * config.value_dim]}
+            parts = [H * config.key_dim, H * R * config.key_dim, HV * R * config.value_dim]
+            joined = {f"conv.{name}": parts for name in ("weight", "bias")}
             return _divided(config, n, heads=H, value_heads=HV), max(H, HV), joined
         case Attention():
             Hq, Hkv, d = config.heads, config.kv_heads or config.heads, config.head_dim
-            return _divided(config, n, heads=Hq, kv_heads=Hkv), Hq, {"conv.weight": [Hq * d, Hkv * d, Hkv * d]}
+            joined = {f"conv.{name}": [Hq * d, Hkv * d, Hkv * d] for name in ("weight", "bias")}
+            return _divided(config, n, heads=Hq, kv_heads=Hkv), Hq, joined
         case GatedConv():
             C = config.channels or dim
             return _divided(config, n, channels=C), 0, {f"in_proj.{name}": [C, C, C] for name in ("weight", "bias")}
+        case Mamba3():
+            H, G, R, N = config.heads, config.groups, config.rank, config.key_dim
+            if G == 1:  # shared by the heads of all ranks
+                return _divided(config, n, heads=H), H, {}
+            rows = {f"{name}_proj.weight": [G * N] * R for name in "bc"}
+            return _divided(config, n, heads=H, groups=G), H, rows
         case SwiGLU():
             return _divided(config, n, hidden=config.hidden), 0, {}
         case SquaredReLU():

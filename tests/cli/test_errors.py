@@ -147,6 +147,14 @@ def train(recipe, *more):
         (("eval", "good", "--task", "nothing"), "unknown task 'nothing'"),
         *((("generate", "good", "--prompt", "x", f"--temperature={t}"), f"--temperature: got {t}") for t in ("nan", "inf", "-1", "1e-40")),
         (("generate", "good", "--prompt", ""), "--prompt is empty"),
+        # suites
+        (("eval", "good", "--suite", "rulr"), "unknown suite 'rulr' (did you mean 'ruler'?); known: zeroshot-ccq, "),
+        (("eval", "good", "--suite", "induction", "--task", "needle"), "suite induction: unknown task 'needle'; known: induction"),
+        (("eval", "good", "--suite", "babilong", "--length", "1000"), "suite babilong: length is 1000, expected one of 0, 1024, 2048,"),
+        (("eval", "good", "--suite", "induction", "--data", "nowhere"), "--data nowhere: expected a folder of data sets"),
+        (("eval", "nothing", "--suite", "induction"), "nothing: AutoModelForCausalLM loads no model from there"),
+        (("eval", "torn-tokenizer", "--suite", "perplexity"), "torn-tokenizer: AutoTokenizer reads no tokenizer there"),
+        *((("eval", "good", *o), f"{o[0]} is a suite's: give --suite too") for o in (("--limit", "2"), ("--data", "."), ("--full-context",))),
         # pages
         (("report", "nowhere"), "nowhere: no runs there"),
         (("report", "nothing", "--of", "demo"), "demo has no MIXERS, FAMILIES, GLANCE, CLAIMS, LIMITS, which a page is made of"),

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from needlework.data import NeedleMix
 from needlework.experiment.runner import Evaluation, Phase, run
 from needlework.recipes import demo
+from needlework.report.words import percent, task_title
 from needlework.testing.rows import chosen
 from needlework.train import AdamW, Cooldown, TrainConfig
 
@@ -46,6 +47,18 @@ def test_a_run_writes_a_checkpoint_that_auto_classes_load_and_its_result(small_t
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
     assert model.num_parameters() == entry["parameters"] and model.generation_config.eos_token_id == 256
     assert run(recipe, tmp_path) == entry  # done already: nothing is trained again
+
+
+def test_a_runs_checkpoint_has_a_card_with_its_text_and_its_numbers(small_text, tmp_path):
+    entry = run(tiny(small_text), tmp_path)
+    card, folder = (tmp_path / "checkpoint" / "README.md").read_text(), tmp_path / "checkpoint"
+    assert card.startswith("---\nlibrary_name: transformers\n") and "\n# Q-Delta\n" in card
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["sha256"] in card and json.loads((folder / "results.json").read_text()) == entry
+    assert "The text is files of the author's; needlework does not know their licence." in card
+    assert f"| loss on held-out text, nats | {entry['loss']['96']:.3f} | {entry['loss']['192']:.3f} |" in card
+    assert f"| digits found, {task_title('needle')} | {percent(entry['needle']['96']['accuracy'])} |" in card
+    assert f"| parameters | {entry['parameters']:,} |" in card and "| mixer M | recurrent + qdelta, 2 layers |" in card
 
 
 @pytest.mark.parametrize("mixer", chosen(["qdelta", "carve", "atma"], quick=["atma"]))

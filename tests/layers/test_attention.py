@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, logsigmoid, pad, relu, silu
 
+import needlework.layers.attention as attention_file
 from needlework.layers import (
     Attention,
     Canon,
@@ -192,7 +193,8 @@ def test_the_published_norms_have_the_epsilon_of_the_dtype(dtype, eps):
     assert torch.equal(published_rms(x), (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(dtype))
     config = attention(Polar(), qk_norm=True, memory=Memory(published_eps=True), published_eps=True)
     published, ours = config.build(DIM), attention(Polar(), qk_norm=True, memory=Memory()).build(DIM)
-    assert published.norm is published.memory.norm is published_rms and ours.norm is ours.memory.norm is rms
+    assert published.q_norm is published.k_norm is published.memory.norm is published_rms
+    assert ours.q_norm is ours.k_norm is ours.memory.norm is rms
 
 
 # positions
@@ -266,10 +268,10 @@ TURNED = {
 def test_positions_are_relative_under_every_attend_rule(rule, position, monkeypatch):
     mixer, x = build(attention(TURNED[rule], position=position)), sample()
     here = mixer(x)[0].detach()
-    before = mixer._positions
-    monkeypatch.setattr(mixer, "_positions", lambda *args: before(*args) + 100)
+    before = attention_file.token_positions
+    monkeypatch.setattr(attention_file, "token_positions", lambda *args: before(*args) + 100)
     assert relative(mixer(x)[0].detach(), here) < 1e-12
-    monkeypatch.setattr(mixer, "_positions", lambda *args: 2 * before(*args))
+    monkeypatch.setattr(attention_file, "token_positions", lambda *args: 2 * before(*args))
     assert relative(mixer(x)[0].detach(), here) > 1e-3  # they are not without effect
 
 

@@ -48,7 +48,18 @@ def test_what_an_op_reads_and_what_it_gives_are_in_half(name):
     heard = {}
 
     def note(name, x):
-        if name in ("recurrent.o", "qdelta.q", "carve.k", "carve.f", "carve.b", "ccq.k", "lucid.k", "polar.q", "polar.k"):
+        if name in (
+            "recurrent.o",
+            "qdelta.q",
+            "carve.k",
+            "carve.f",
+            "carve.b",
+            "ccq.k",
+            "lucid.k",
+            "polar.q",
+            "polar.k",
+            "mamba3.o",
+        ):
             heard[name] = x.dtype
 
     mixer = CATALOG[name].make(SIZES).build(DIM)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -9,34 +10,49 @@ import pytest
 from needlework.layers import (
     CCQ,
     KINDS,
+    Alibi,
     Attention,
     Canon,
     Carve,
     ChannelGate,
+    Comba,
     Delta,
+    DeltaProduct,
     Differential,
+    Fox,
     GatedConv,
+    GatedNorm,
     Gdn2,
     HalfRope,
+    HeadNorm,
+    Hedgehog,
     Linear,
+    Llama3Rope,
     LowRankGate,
     Lucid,
+    Mamba,
+    Mamba3,
     Memory,
     Objective,
+    OutputGate,
+    PairRope,
     Polar,
     QDelta,
     Recurrent,
     RetentionGate,
     Rope,
+    Rwkv7,
     ScalarGate,
     ShortConv,
     Softmax,
     SquaredReLU,
+    SSMax,
     SwiGLU,
     from_dict,
 )
 
 RECURRENT = {"heads": 2, "key_dim": 8, "value_dim": 8, "write": Linear()}
+MAMBA3 = {"heads": 2, "key_dim": 8, "value_dim": 8}
 ATTENTION = {"heads": 2, "head_dim": 8, "attend": Softmax()}
 NOT_A_NUMBER = ("x", math.nan, math.inf, True, [1])
 COUNT = (0, -1, 2.5, *NOT_A_NUMBER)
@@ -50,12 +66,25 @@ NUMBERS = {
     (Attention, "heads"): (ATTENTION, (1, 8), COUNT),
     (Attention, "head_dim"): (ATTENTION, (1, 64), COUNT),
     (Attention, "kv_heads"): (ATTENTION, (None, 1), COUNT),
+    (Mamba3, "heads"): (MAMBA3, (1, 6), COUNT),
+    (Mamba3, "key_dim"): (MAMBA3, (2, 128), COUNT),
+    (Mamba3, "value_dim"): (MAMBA3, (1, 64), COUNT),
+    (Mamba3, "groups"): (MAMBA3, (1, 2), COUNT),
+    (Mamba3, "rank"): (MAMBA3, (1, 4), COUNT),
+    (Mamba3, "half_life"): (MAMBA3, (None, 0.5, 100), ABOVE_ZERO),
     (GatedConv, "width"): ({}, (2, 4), (1, *COUNT)),
     (GatedConv, "channels"): ({}, (None, 1), COUNT),
+    (Mamba, "channels"): ({}, (None, 1), COUNT),
+    (Mamba, "state"): ({}, (1, 16), COUNT),
+    (Mamba, "rank"): ({}, (None, 1), COUNT),
+    (Mamba, "width"): ({}, (2, 4), (1, *COUNT)),
     (ShortConv, "width"): ({}, (2, 4), (1, *COUNT)),
     (Canon, "width"): ({}, (2, 4), (1, *COUNT)),
     (Softmax, "window"): ({}, (None, 1), COUNT),
     (Softmax, "scale"): ({}, (None, 0.1, 1), ABOVE_ZERO),
+    **{(kind, "window"): ({}, (None, 1), COUNT) for kind in (SSMax, Alibi, Fox)},
+    **{(kind, "scale"): ({}, (None, 0.1, 1), ABOVE_ZERO) for kind in (SSMax, Alibi, Fox)},
+    (SSMax, "start"): ({}, (0.1, 1), ABOVE_ZERO),
     (Lucid, "window"): ({}, (None, 1), COUNT),
     (Lucid, "scale"): ({}, (None, 0.1, 1), ABOVE_ZERO),
     (Polar, "window"): ({}, (None, 1), COUNT),
@@ -63,6 +92,14 @@ NUMBERS = {
     (Differential, "start"): ({}, (None, 0, 0.8), (-0.1, 1, *NOT_A_NUMBER)),
     (Rope, "base"): ({}, (0.5, 10_000), ABOVE_ZERO),
     (HalfRope, "base"): ({}, (0.5, 10_000), ABOVE_ZERO),
+    (Llama3Rope, "base"): ({}, (0.5, 10_000), ABOVE_ZERO),
+    (Llama3Rope, "factor"): ({}, (0.5, 32), ABOVE_ZERO),
+    (Llama3Rope, "low"): ({}, (0.5, 1), ABOVE_ZERO),
+    (Llama3Rope, "high"): ({}, (1.5, 4), (1, *ABOVE_ZERO)),
+    (Llama3Rope, "length"): ({}, (1, 8192), COUNT),
+    (PairRope, "base"): ({}, (0.5, 10_000), ABOVE_ZERO),
+    (GatedNorm, "eps"): ({}, (1e-5, 1), ABOVE_ZERO),
+    (OutputGate, "rank"): ({}, (None, 1), COUNT),
     (ScalarGate, "half_life"): ({}, (None, 0.5, 100), ABOVE_ZERO),
     (ChannelGate, "half_life"): ({}, (None, 0.5, 100), ABOVE_ZERO),
     (ChannelGate, "rank"): ({}, (None, 1), COUNT),
@@ -74,6 +111,8 @@ NUMBERS = {
     (Carve, "content_chunk"): ({}, (1, 64), COUNT),
     (Carve, "write_rank"): ({}, (1, 2), COUNT),
     (Carve, "half_life"): ({}, ((32.0, 64.0), [32, 64]), ((0.0, 64.0), (32.0, -1.0), (32.0,), (1.0, 2.0, 3.0), 32.0, "ab")),
+    (DeltaProduct, "write_rank"): ({}, (1, 2), COUNT),
+    (Rwkv7, "rank"): ({}, (None, 1), COUNT),
     (CCQ, "start"): ({}, (0.01, 0.99), (0, 1, -0.1, *NOT_A_NUMBER)),
     (QDelta, "lam"): ({}, (None, 0, 0.5, 1), (-0.1, 1.5, *NOT_A_NUMBER)),
     (SwiGLU, "hidden"): ({}, (1, 64), COUNT),
@@ -91,14 +130,29 @@ OTHERS = {
     (Recurrent, "write"): (RECURRENT, (Delta(), Carve()), (Softmax(), ScalarGate(), None, "delta")),
     (Recurrent, "read"): (RECURRENT, (CCQ(),), (Delta(), None)),
     (Recurrent, "conv"): (RECURRENT, (None, Canon()), (Rope(), "short_conv", 4)),
-    (Recurrent, "output_gate"): (RECURRENT, (True, False), (1, None, "yes")),
+    (Recurrent, "output_gate"): (RECURRENT, (True, False, OutputGate()), (1, None, "yes")),
+    (Attention, "qk_norm"): (ATTENTION, (True, False, "weighted"), (1, None, "yes")),
+    (Recurrent, "position"): (RECURRENT, (None, Rope()), (Canon(), "rope")),
+    (Recurrent, "norm"): (RECURRENT, (GatedNorm(), HeadNorm(weight=False)), (None, Rope())),
+    (Linear, "features"): ({}, (None, Hedgehog()), (ScalarGate(), "hedgehog")),
+    (Hedgehog, "map"): ({}, ("halves", "joint"), ("both", None)),
+    (Hedgehog, "heads"): ({}, ("own", "shared"), ("all", 4)),
+    (OutputGate, "activation"): ({}, ("silu", "sigmoid"), ("relu", None)),
     (Attention, "attend"): (ATTENTION, (Lucid(),), (Delta(), None)),
     (Attention, "position"): (ATTENTION, (None, Rope()), (Canon(), "rope")),
     (Attention, "conv"): (ATTENTION, (None, ShortConv()), (Rope(),)),
     (Attention, "memory"): (ATTENTION, (None, Memory()), (Delta(), True)),
+    (Mamba3, "pairs"): (MAMBA3, ("even", "halves"), ("odd", None)),
+    (Mamba3, "turning"): (MAMBA3, ("half", "all"), ("none", 0.5)),
+    (Mamba3, "decay"): (MAMBA3, ("softplus", "rational"), ("exp", None)),
+    (Mamba3, "output_norm"): (MAMBA3, (True, False), (1, None, "yes")),
     (Memory, "write"): ({}, (QDelta(),), (CCQ(), None)),
     (Memory, "read"): ({}, (CCQ(),), (QDelta(), None)),
     (Delta, "gate"): ({}, (None, ChannelGate()), (Delta(), 0.5)),
+    (Delta, "allow_neg_eigval"): ({}, (True, False), (1, None)),
+    (Gdn2, "allow_neg_eigval"): ({}, (True, False), (1, None)),
+    (DeltaProduct, "gate"): ({}, (None, ScalarGate()), (Delta(),)),
+    (Comba, "gate"): ({}, (ChannelGate(),), (None, Rope())),
     (Gdn2, "gate"): ({}, (ScalarGate(),), (None, Rope())),
 }  # fmt: skip
 ROWS = [pytest.param(*key, *row, id=f"{key[0].kind}.{key[1]}") for key, row in (NUMBERS | OTHERS).items()]
@@ -116,9 +170,14 @@ def test_a_field_out_of_its_range_is_refused_by_name(kind, name, beside, good, b
         assert repr(value) in str(error.value)
 
 
+def test_llama_3s_fast_frequencies_begin_above_its_slow_ones():
+    with pytest.raises(ValueError, match=r"llama3_rope: high is 1\.0, expected a number above low = 1\.0"):
+        Llama3Rope(low=1, high=1)
+
+
 def test_every_number_of_every_config_has_its_row():
     def has_numbers(annotation):
-        return any(word in str(annotation) for word in ("int", "float"))
+        return re.search(r"\b(int|float)\b", str(annotation)) is not None
 
     numbers = {
         (kind, field.name)

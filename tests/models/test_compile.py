@@ -81,8 +81,8 @@ def test_no_angle_is_made_again_for_every_head():
     assert "rope_angles" in code and "cos(" not in code and "sin(" not in code
 
 
-# a write rule, content, positions, a number of the layer's own, memory
-@pytest.mark.parametrize("mixer", chosen(CATALOG, ("qdelta", "carve", "softmax", "differential", "atma")))
+# a write rule, content, positions, a number of the layer's own, slopes of its own, memory
+@pytest.mark.parametrize("mixer", chosen(CATALOG, ("qdelta", "carve", "softmax", "differential", "alibi", "mamba3", "atma")))
 def test_layers_alike_are_compiled_once(mixer):
     """Blocks are compiled one by one, as training does; what is a layer's own must not be a constant of its graph."""
     one = model({"M": CATALOG[mixer].make(SIZES)}, "MMM")

@@ -41,6 +41,7 @@ BAD = {
     "tie_word_embeddings": (1, None, "yes"),
     "head_bias": (1, None),
     "zero_output": (1, None),
+    "scaled_output": (1, None),
     "use_cache": (1, None),
 }
 

@@ -12,6 +12,7 @@ from needlework.layers import (
     Delta,
     GatedConv,
     Lucid,
+    Mamba3,
     Memory,
     Polar,
     QDelta,
@@ -31,10 +32,11 @@ MIXERS = {
     "L": Attention(heads=4, kv_heads=2, head_dim=8, attend=Lucid(), position=Rope()),
     "P": Attention(heads=4, kv_heads=2, head_dim=8, attend=Polar(), conv=Canon(), output_gate=True, memory=Memory()),
     "G": GatedConv(),
+    "M": Mamba3(heads=2, key_dim=8, value_dim=8),
 }
 
 
-def config(layout="QCRSLPG", **settings):
+def config(layout="QCRSLPGM", **settings):
     return NeedleworkConfig(
         **{"vocab_size": 61, "hidden_size": 32, "layout": layout, "mixers": MIXERS, "mlp": SwiGLU(hidden=48)}
         | {"initializer_range": 0.2, "pad_token_id": 0} | settings
@@ -227,6 +229,16 @@ def test_zero_output_starts_as_the_embedding_alone(prompt):
     hidden = model.model(prompt).last_hidden_state
     assert torch.equal(hidden, model.model.norm(model.model.embed(prompt)))
     assert not model(prompt).logits.any()
+
+
+def test_scaled_output_divides_what_goes_back_into_the_residual_stream_by_the_root_of_the_layers():
+    plain, scaled = config("QQQQ"), config("QQQQ", scaled_output=True)
+    torch.manual_seed(0)
+    one = NeedleworkForCausalLM(plain).state_dict()
+    torch.manual_seed(0)
+    for name, p in NeedleworkForCausalLM(scaled).state_dict().items():
+        half = name.endswith(("mixer.o_proj.weight", "mlp.down_proj.weight"))
+        assert torch.equal(p, one[name] / 2 if half else one[name]), name
 
 
 def test_hidden_states_are_one_a_block_and_the_embedding(model, prompt):

@@ -8,7 +8,7 @@ import torch
 
 from needlework.layers import Delta, RetentionGate
 from needlework.models import NeedleworkForCausalLM
-from needlework.models.presets import PRESETS, atma, count_parameters, preset
+from needlework.models.presets import PRESETS, atma, count_parameters, mamba3_mixer, preset
 
 COUNTS = {
     "atma-nope": 369_717_376, "atma-polar": 369_758_464, "atma-polar-memory": 378_220_864,
@@ -17,9 +17,20 @@ COUNTS = {
     "ccq-gdn-500m": 479_633_274, "ccq-gdn-1.3b": 1_322_070_906, "gdn-500m": 479_504_124, "gdn-1.3b": 1_321_812_732,
     "ccq-gla-500m": 479_751_294, "ccq-gla-1.3b": 1_322_274_942,
     "transformer-500m": 482_417_664, "transformer-1.3b": 1_298_761_728,
-    "lucid-1b": 1_100_048_384, "lucid-1b-qk": 1_100_048_384, "lucid-1b-rowmax": 1_100_048_384,
-    "lucid-1b-beta": 1_100_048_384 + 180_224, "standard-1b": 1_100_048_384, "lucid-256k": 1_195_444_224,
+    **{f"{name}-1b": 1_113_024_512 for name in ("standard", "lucid")}, "lucid-1b-beta": 1_113_204_736,
+    **{f"{name}-1b-64": 1_100_048_384 for name in ("standard", "lucid")}, "lucid-1b-64-beta": 1_100_048_384 + 180_224,
+    **{f"lucid-1b-{p}": 1_113_024_512 for p in ("qk", "rowmax")},
+    **{f"lucid-1b-64-{p}": 1_100_048_384 for p in ("qk", "rowmax")}, "lucid-256k": 1_195_444_224,
+    "gla-hedgehog-500m": 482_385_408, "gla-hedgehog-1.3b": 1_324_780_032,
+    "mamba2-500m": 461_837_664, "mamba2-1.3b": 1_306_303_488,
+    "mamba2-340m-untied": 382_387_712, "mamba2-1.3b-untied": 1_371_839_488,
+    "mamba-340m": 385_565_696, "mamba-1.3b": 1_400_276_992,
+    "retnet-340m": 380_165_120, "retnet-1.3b": 1_351_727_104,
+    "deltanet-340m": 374_362_112, "deltanet-1.3b": 1_365_286_912,
+    "gdn2-1.3b": 1_450_096_416, "gdn2-1.3b-swa": 1_447_772_688,
     "carve-125m": 112_043_520, "carve-1.3b": 1_325_011_968,
+    "mamba3-1.3b": 18 * (33_030_544 + 3 * 2304 * 5696 + 2 * 2304) + 2 * 32_000 * 2304 + 2304,
+    "mamba3-mimo-1.3b": 18 * (34_910_608 + 3 * 2304 * 5440 + 2 * 2304) + 2 * 32_000 * 2304 + 2304,
 }  # fmt: skip
 # no paper prints these: GLA is its CCQ twin without W_λ; the hybrid swaps every fourth CARVE layer for attention
 UNPRINTED = {"gla-500m", "gla-1.3b", "carve-1.3b-swa"}
@@ -40,6 +51,20 @@ def test_ccq_adds_its_projection_and_bias_and_nothing_else(size):
     assert count_parameters(preset(f"ccq-gla-{size}")) - count_parameters(preset(f"gla-{size}")) == 21 * (6 * dim + 6)
 
 
+@pytest.mark.parametrize(("size", "layer", "wider"), [("500m", 6_601_056, 478_960_224), ("1.3b", 25_849_280, 1_331_530_752)])
+def test_a_mamba_2_layer_has_its_parameters_and_a_wider_state_too(size, layer, wider):
+    """spec/baselines.md: the block's norm included; N 256 beside N 128."""
+    config = preset(f"mamba2-{size}")
+    assert numbers(meta(config).model.blocks[0]) == layer
+    mixer = dataclasses.replace(config.mixer("M"), key_dim=256)
+    assert count_parameters(config.replaced(mixers={"M": mixer.to_dict()})) == wider
+
+
+@pytest.mark.parametrize(("name", "without"), [("gdn2-1.3b", 1_302_638_112), ("gdn2-1.3b-swa", 1_300_314_384)])
+def test_gdn_2_has_its_published_count_without_embeddings_and_last_norm(name, without):
+    assert numbers(meta(preset(name)).model.blocks) == without
+
+
 def test_carve_s_write_gate_is_9216_parameters_a_layer():
     mixer = preset("carve-125m").mixer("M").build(768)
     assert sum(p.numel() for p in mixer.write.w.parameters()) == 9_216
@@ -52,6 +77,29 @@ def meta(config) -> NeedleworkForCausalLM:
 
 def numbers(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("dim", "rank", "count", "state"),
+    [
+        (2048, 1, 26_165_632, 4 * 64 * (128 * 64 + 128 + 64 + 32)),
+        (2048, 4, 27_836_800, 4 * 64 * (128 * 64 + 4 * 128 + 64 + 32)),
+        (2304, 1, 33_030_544, 4 * 72 * (128 * 64 + 128 + 64 + 32)),
+        (2304, 4, 34_910_608, 4 * 72 * (128 * 64 + 4 * 128 + 64 + 32)),
+    ],
+)
+def test_a_mamba3_mixer_has_its_pages_parameters_and_state(dim, rank, count, state):
+    """spec/baselines.md, "Sizes" and "Mamba-3": 4 H (N P + R N + P + m) bytes, 2.06 MiB at D 2048."""
+    with torch.device("meta"):
+        mixer = mamba3_mixer(dim, rank).build(dim)
+    assert numbers(mixer) == count
+    assert mixer.state_size(1000, torch.bfloat16) == state
+
+
+def test_at_18_layers_of_2304_mamba3_has_gdn2_s_size():
+    """spec/baselines.md: 1,302,638,112 without embeddings and last norm."""
+    for name in ("mamba3-1.3b", "mamba3-mimo-1.3b"):
+        assert abs(COUNTS[name] - 2 * 32_000 * 2304 - 2304 - 1_302_638_112) < 0.003 * 1_302_638_112
 
 
 def test_atma_is_composed_as_its_table_says():

@@ -21,11 +21,11 @@ MIXERS = {name: mixer.make(SIZES) for name, mixer in CATALOG.items()} | BLIND
 
 
 def narrow(value):
-    """A component's dict with every size small; what it composes, and a rank of 0, stay."""
+    """A component's dict with every size, a number, small; what it composes, and a rank of 0, stay."""
     if not isinstance(value, dict):
         return value
     small = NARROW | {"rank": min(value.get("rank") or 0, 2)}
-    return {k: small[k] if k in small and v is not None else narrow(v) for k, v in value.items()}
+    return {k: small[k] if k in small and isinstance(v, int) else narrow(v) for k, v in value.items()}
 
 
 def in_small(config: NeedleworkConfig) -> NeedleworkConfig:

@@ -10,6 +10,7 @@ from needlework.layers import (
     Differential,
     GatedConv,
     Lucid,
+    Mamba3,
     Memory,
     Polar,
     QDelta,
@@ -27,6 +28,7 @@ MIXERS = {
     "L": Attention(heads=2, head_dim=16, attend=Lucid(), position=Rope()),
     "D": Attention(heads=2, head_dim=16, attend=Differential(), position=Rope()),
     "G": GatedConv(),
+    "M": Mamba3(heads=2, key_dim=8, value_dim=8, rank=2),
 }
 V = 67
 
@@ -78,6 +80,40 @@ def test_a_conversation_goes_on(model):
     cache.reset()
     with torch.no_grad():
         assert close(model(ids[:, :20], past_key_values=cache).logits, whole[:, :20]), "as new"
+
+
+class Recorder:
+    """Stands in for CUDA graphs: runs the recorded step again, on the addresses that it was recorded with."""
+
+    def __init__(self):
+        self.recorded = self.replayed = 0
+
+    def __call__(self, step):
+        self.recorded += 1
+        out = step()
+
+        def replay():
+            self.replayed += 1
+            out.copy_(step())
+
+        return replay, out
+
+
+@pytest.mark.parametrize(
+    "way, recorded, replayed",
+    [
+        ({}, 2, 57 - 2),  # 59 steps of one token; at the 35th a page more makes other tables
+        ({"num_beams": 3}, 0, 0),  # whose rows change places
+        ({"max_new_tokens": 3}, 0, 0),
+    ],
+    ids=("greedy", "beams", "short"),
+)
+def test_steps_of_one_token_are_replayed_where_the_tables_stay(model, prompt, way, recorded, replayed):
+    cache, settings = tables(model), {"max_new_tokens": 60} | way
+    cache.record = recorder = Recorder()
+    found = model.generate(**prompt, past_key_values=cache, **settings)
+    assert torch.equal(found, model.generate(**prompt, **settings))
+    assert (recorder.recorded, recorder.replayed) == (recorded, replayed)
 
 
 def test_hidden_states_are_those_of_the_forward(model):

@@ -21,6 +21,7 @@ REPRESENTATIVES = (
     "polar/window",
     "polar/grouped",
     "paged/polar",
+    "mamba3/mimo",
 )
 ENOUGH = {"B": 47, "T": 88}  # 4,096 numbers a head even for a gate, in a chunk of 64 and a piece of one
 HALVES = [partial(checks.error_budget, dtypes=(dtype,), **ENOUGH) for dtype in (torch.float16, torch.bfloat16)]
@@ -59,4 +60,5 @@ def test_every_op_has_its_representative():
 
 
 def test_the_chunk_forms_that_take_a_slot_table_are_these():
-    assert {spec.name.partition("/")[0] for spec in specs() if checks.takes_slots(spec)} == {"carve", "ccq", "delta", "qdelta"}
+    found = {spec.name.partition("/")[0] for spec in specs() if checks.takes_slots(spec)}
+    assert found == {"carve", "ccq", "delta", "qdelta", "mamba3"}

@@ -19,8 +19,12 @@ def inputs(T: int, width: int = 4, B: int = 2, C: int = 5) -> tuple[torch.Tensor
     return tuple(torch.randn(size, generator=generator, dtype=torch.float64) for size in ((B, T, C), (C, width)))
 
 
-def by_torch(x: torch.Tensor, weight: torch.Tensor, after: str) -> torch.Tensor:
-    c = F.conv1d(F.pad(x.mT, (weight.shape[1] - 1, 0)), weight[:, None], groups=len(weight)).mT
+def bias_of(weight: torch.Tensor) -> torch.Tensor:
+    return weight.sum(1).cos()
+
+
+def by_torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, after: str) -> torch.Tensor:
+    c = F.conv1d(F.pad(x.mT, (weight.shape[1] - 1, 0)), weight[:, None], bias, groups=len(weight)).mT
     return AFTER[after](c, x)
 
 
@@ -28,7 +32,9 @@ def by_torch(x: torch.Tensor, weight: torch.Tensor, after: str) -> torch.Tensor:
 @pytest.mark.parametrize(("T", "width"), ((1, 4), (2, 4), (9, 2), (9, 3), (9, 6)))
 def test_it_is_torchs_convolution(T, width, after):
     x, weight = inputs(T, width)
-    torch.testing.assert_close(causal_conv(x, weight, after=after, impl="torch")[0][0], by_torch(x, weight, after))
+    for bias in (None, bias_of(weight)):
+        found = causal_conv(x, weight, bias=bias, after=after, impl="torch")[0][0]
+        torch.testing.assert_close(found, by_torch(x, weight, bias, after))
 
 
 def test_it_comes_in_parts():
@@ -92,25 +98,29 @@ class Table(NamedTuple):
         return self.memory.view(torch.uint8)
 
 
-def by_loop(x: torch.Tensor, weight: torch.Tensor, held: torch.Tensor, after: str) -> tuple[torch.Tensor, torch.Tensor]:
+def by_loop(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, held: torch.Tensor, after: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence x [T C] after the inputs `held` [past C]: y, and the last inputs as `held` keeps them."""
     line = [row.to(x.dtype) for row in held]
     y = []
     for token in x:
         line.append(token)
-        c = sum(tap * row for tap, row in zip(weight.unbind(-1), line[-weight.shape[1] :], strict=True))
+        c = bias + sum(tap * row for tap, row in zip(weight.unbind(-1), line[-weight.shape[1] :], strict=True))
         y.append(AFTER[after](c, token))
     kept = [*held, *x.to(held.dtype)][-len(held) :]
     return torch.stack(y) if y else x, torch.stack(kept)
 
 
-def by_loops(x: torch.Tensor, weight: torch.Tensor, ends, table: Table, after: str) -> tuple[torch.Tensor, Table]:
+def by_loops(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, ends, table: Table, after: str
+) -> tuple[torch.Tensor, Table]:
     """y [B T C], and the table after it."""
     rows = [x[0, a:b] for a, b in pairwise(ends)] if ends else list(x)
     memory, found = table.memory.clone(), []
     for n, (row, slot) in enumerate(zip(rows, table.slots.tolist(), strict=True)):
         new = slot < 0 or (table.fresh is not None and bool(table.fresh[n]))
-        y, last = by_loop(row, weight, torch.zeros_like(memory[0, 1]) if new else memory[slot, 1], after)
+        y, last = by_loop(row, weight, bias, torch.zeros_like(memory[0, 1]) if new else memory[slot, 1], after)
         found.append(y)
         if slot >= 0:
             memory[slot, 1] = last
@@ -134,8 +144,15 @@ def check_slots_are_the_loop(impl: str, sizes, after: str, dtype: torch.dtype) -
     ends = tokens if isinstance(tokens, list) else None
     x, weight = inputs(ends[-1] if ends else tokens, width, B=1 if ends else len(slots), C=20)
     table = Table.of(slots, fresh, width - 1, 20, dtype)
-    want, expected = by_loops(x, weight, ends, table, after)
-    given = {"slots": table.slots.int() if ends else table.slots, "fresh": table.fresh, "parts": parts, "after": after}
+    bias = bias_of(weight) if ends else None  # packed rows have one
+    want, expected = by_loops(x, weight, torch.zeros(20, dtype=x.dtype) if bias is None else bias, ends, table, after)
+    given = {
+        "slots": table.slots.int() if ends else table.slots,
+        "fresh": table.fresh,
+        "parts": parts,
+        "after": after,
+        "bias": bias,
+    }
     y = causal_conv_slots(x, weight, None if ends is None else torch.tensor(ends), state=table.state, **given, impl=impl)
     assert [part.shape[-1] for part in y] == list(parts or [20])
     assert impl == "torch" or all(part.is_contiguous() for part in y)
@@ -153,19 +170,20 @@ def check_steps_are_a_chunk(impl: str, width: int, after: str, parts) -> None:
     """Rows out of order, one without a slot, tokens one at a time after a few as a chunk."""
     x, weight = inputs(6, width, B=3, C=20)
     stepped, whole = (Table.of([6, -1, 1], None, width - 1, 20) for _ in range(2))
-    want = causal_conv_slots(x, weight, state=whole.state, slots=whole.slots, parts=parts, after=after, impl="torch")
+    given = {"bias": bias_of(weight) if parts else None, "parts": parts, "after": after}
+    want = causal_conv_slots(x, weight, state=whole.state, slots=whole.slots, **given, impl="torch")
     for t in range(6):
         # rows lie apart, as those of a wider product do
         token = torch.cat([x[:, t], x[:, t]], 1)[:, :20]
-        y = step_conv(token, weight, state=stepped.state, slots=stepped.slots.int(), parts=parts, after=after)
+        y = step_conv(token, weight, state=stepped.state, slots=stepped.slots.int(), **given)
         for one, every in zip(y, want, strict=True):
             assert relative(one[[0, 2]], every[[0, 2], t]) <= EXACT
             assert not one[1].any(), "a row without a slot is not zero"
     assert torch.equal(stepped.bytes(), whole.bytes())
     # row b has slot b
     table = stepped.state[[6, 1, 6]].contiguous()
-    y = step_conv(x[:, 0], weight, state=table, parts=parts, after=after)
-    again = step_conv(x[[0], 0], weight, state=stepped.state, slots=torch.tensor([6]), parts=parts, after=after)
+    y = step_conv(x[:, 0], weight, state=table, **given)
+    again = step_conv(x[[0], 0], weight, state=stepped.state, slots=torch.tensor([6]), **given)
     assert all(torch.equal(one[:1], other) for one, other in zip(y, again, strict=True))
     assert torch.equal(table[0], stepped.state[6])
 

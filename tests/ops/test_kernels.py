@@ -39,7 +39,7 @@ SHARED = (
 )
 ONE_ROW = (*MATHEMATICS, SPLIT)  # two rows cost twice as much: batches are batch_invariant's
 # of each engine, the rule with the most arguments
-REPRESENTATIVES = ("qdelta/grouped", "delta/gdn2", "ccq/aligned")
+REPRESENTATIVES = ("qdelta/grouped", "delta/gdn2", "ccq/aligned", "mamba3")
 # Left to the slow run: what needs no second representative, and of the costly checks those that the engine's own tests have as well
 SLOW = {
     "qdelta/grouped": (
@@ -49,6 +49,7 @@ SLOW = {
         checks.custom_ops_pass_opcheck,
     ),
     "ccq/aligned": (CAUSAL, BUDGET, checks.compiles_without_a_graph_break, checks.custom_ops_pass_opcheck),
+    "mamba3": SHARED,  # test_triton_mamba3.py has them in small
 }
 ENGINES = {rule.spec: rule.chunk for rule in RULES if rule.step and not rule.spec.startswith(("lucid", "polar"))}
 CASES = [(spec, check) for spec in specs() if spec.name in ENGINES for check in MATHEMATICS] + [

@@ -31,7 +31,7 @@ def bench(monkeypatch):
             del sys.modules[name]
 
 
-KEYS = ("gated/A", "qdelta/C", "kda/B", "carve-gates-given/B", "carve/B", "ccq/K256", "ccq+gated/A",
+KEYS = ("gated/A", "qdelta/C", "kda/B", "carve-gates-given/B", "carve/B", "ccq/K256", "ccq+gated/A", "mamba3/64-heads",
         "lucid/kv4-8K", "lucid/clustered/kv4-8K", "lucid/kv4-d128", "lucid/attention/kv4-32K", "polar/2K")  # fmt: skip
 
 
@@ -39,7 +39,9 @@ def case_of(bench, key):
     return next(case for case in bench("cases").CASES + bench("attention_cases").CASES if case.key == key)
 
 
-@pytest.mark.parametrize("key", chosen(KEYS, quick=["kda/B", "ccq+gated/A", "lucid/kv4-d128", "carve-gates-given/B"]))
+@pytest.mark.parametrize(
+    "key", chosen(KEYS, quick=["kda/B", "ccq+gated/A", "lucid/kv4-d128", "carve-gates-given/B", "mamba3/64-heads"])
+)
 def test_a_case_is_within_its_budget_or_has_no_kernel(bench, key):
     try:
         # of 20 tokens a parameter's gradient may be a difference of few terms, and its error one draw
@@ -58,7 +60,7 @@ def test_a_wrong_kernel_is_over_its_budget(bench):
     assert bench("judge").judge(replace(case, spec=spec), CPU, torch.float32, T=20)[0] > 1
 
 
-@pytest.mark.parametrize("op", ["gated", "qdelta", "kda", "carve", "ccq"])
+@pytest.mark.parametrize("op", ["gated", "qdelta", "kda", "carve", "ccq", "mamba3"])
 def test_a_step_is_within_its_budget(bench, op, monkeypatch):
     monkeypatch.setenv("NEEDLEWORK_IMPL", "triton")
     step = next(step for step in bench("steps").steps() if step.op == op)

@@ -23,6 +23,7 @@ RULES = {  # what the rule takes besides q, k, v and g, and what it predicts fro
     "previous": (("beta",), "previous"),
     "gdn2": (("erase", "write"), "decayed"),
     "gdn2 previous": (("erase", "write"), "previous"),
+    "given": (("erase", "write"), "given"),
 }
 
 

@@ -26,6 +26,7 @@ RULES = {
     "gdn2": ("gates", "decayed"),
     "previous": ("beta", "previous"),
     "gates, previous": ("gates", "previous"),
+    "given": ("gates", "given"),
 }
 
 

@@ -25,10 +25,12 @@ def small():
     )  # fmt: skip
 
 
-def differentiated(impl: str, x, weight, state, dy, dlast, **settings) -> tuple[torch.Tensor, ...]:
-    """y, the new state, and the gradients of x, weight and, if one is given, the state."""
-    given = [t.clone().requires_grad_() for t in (x, weight, state) if t is not None]
-    y, last = causal_conv(*given, **settings, impl=impl)
+def differentiated(impl: str, x, weight, bias, state, dy, dlast, **settings) -> tuple[torch.Tensor, ...]:
+    """y, the new state, and the gradients of x, weight, bias and, if one is given, the state."""
+    given = [t.clone().requires_grad_() for t in (x, weight, bias, state) if t is not None]
+    named = dict(zip(("weight", "bias", "state"), (weight, bias, state), strict=True))
+    named = dict(zip((name for name, t in named.items() if t is not None), given[1:], strict=True))
+    y, last = causal_conv(given[0], **named, **settings, impl=impl)
     y = torch.cat(y, -1)
     return y.detach(), last.detach(), *torch.autograd.grad((y, last), given, (dy, dlast))
 
@@ -48,13 +50,13 @@ def check_the_kernels_are_the_plain_form(shape, after: str, carried: bool) -> No
     generator = torch.Generator().manual_seed(T)
     B, C = (1 if ends else 2), 20
     N = len(ends) - 1 if ends else B
-    sizes = (B, T, C), (C, width), (N, width - 1, C), (B, T, C), (N, width - 1, C)
-    x, weight, state, *cotangents = (torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes)
-    given = x, weight, state if carried else None, *cotangents
+    sizes = (B, T, C), (C, width), (C,), (N, width - 1, C), (B, T, C), (N, width - 1, C)
+    x, weight, bias, state, *cotangents = (torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes)
+    given = x, weight, None if after == "none" else bias, state if carried else None, *cotangents
     settings = {"after": after, "parts": parts, "cu_seqlens": None if ends is None else torch.tensor(ends)}
     with small(), poisoned():
         found = differentiated("triton", *given, **settings)
-    names = "y", "state", "dx", "dweight", "dstate"
+    names = "y", "state", "dx", "dweight", *(() if after == "none" else ("dbias",)), "dstate"
     for name, got, want in zip(names, found, differentiated("torch", *given, **settings), strict=False):
         assert relative(got, want) <= EXACT, name
     with small():
@@ -113,13 +115,15 @@ def test_the_operators_pass_opcheck(ends):
     for held in (None, state):
         own = [t if t is None else t.clone().requires_grad_() for t in (x, weight, held)]
         torch.library.opcheck(
-            conv_triton, (*own, *documents, "silu", [2, 3]), test_utils=(*values, "test_autograd_registration")
+            conv_triton, (*own, *documents, "silu", [2, 3], False), test_utils=(*values, "test_autograd_registration")
         )
         dy = list(x.split([2, 3], -1))
-        torch.library.opcheck(conv_triton_bwd, (dy, x, weight, held, *documents, "silu"), test_utils=values)
+        torch.library.opcheck(conv_triton_bwd, (dy, x, weight, held, *documents, "silu", False), test_utils=values)
     torch.library.opcheck(
-        conv_slots_triton, (x, weight, table.state, *documents, table.slots, table.fresh, "silu", [2, 3]), test_utils=values
+        conv_slots_triton,
+        (x, weight, table.state, *documents, table.slots, table.fresh, "silu", [2, 3], False),
+        test_utils=values,
     )
     torch.library.opcheck(
-        conv_step_triton, (x[:, 0].repeat(2, 1)[:2], weight, table.state, table.slots, "add", [5]), test_utils=values
+        conv_step_triton, (x[:, 0].repeat(2, 1)[:2], weight, table.state, table.slots, "add", [5], False), test_utils=values
     )

@@ -75,7 +75,7 @@ def test_in_a_window(precondition, window):
     agree(inputs(B=1, T=61, precondition=precondition), precondition=precondition, window=window)
 
 
-@pytest.mark.parametrize("K, V", ((3, 5), (40, 24), (128, 16), (136, 200)))
+@pytest.mark.parametrize("K, V", ((3, 5), (40, 24), (68, 68), (128, 16), (136, 200)))
 def test_any_width_is_the_definition(K, V):
     agree(inputs(B=1, T=20, H=1, K=K, V=V))
 

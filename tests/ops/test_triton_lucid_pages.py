@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from needlework.layers import Attention, Lucid, Rope, Softmax
 from needlework.ops.lucid import solve_pages
 from needlework.ops.runtime.launch_configs import forced
 from needlework.testing.compare import leaves, make, poisoned
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 from needlework.testing.lucid_pages import LUCID_PAGES, Pages
 from needlework.testing.rows import covering
+from tests.layers.test_mixers import build, close, sample
+from tests.layers.test_serving import served
 
 from .test_lucid_pages import PRECONDITIONS, WINDOWS, agree, tokens
 
@@ -131,3 +134,14 @@ def test_the_error_is_within_its_budget(name, dtype, style):
     definition = form(spec.recurrent, single, operand=operand(dtype))
     literal = form(spec.literal, single, operand=operand(dtype), chunk_size=64 if half else 16)
     assert_within_budget(over_budget(fast, form(spec.recurrent, wide), definition, literal))
+
+
+@pytest.mark.parametrize("attend", (Lucid(), Softmax(window=7)), ids=lambda attend: attend.kind)
+def test_a_layer_with_heads_of_68_is_served_by_padded_tiles(attend, monkeypatch):
+    """LUCID's published width, which no tile has: prefill, a few tokens more and decode, solve and read."""
+    mixer = build(Attention(heads=2, kv_heads=1, head_dim=68, attend=attend, position=Rope()))
+    xs = {slot: sample(n, B=1, seed=slot)[0] for slot, n in ((0, 22), (1, 4))}
+    whole = {slot: mixer(x[None])[0][0] for slot, x in xs.items()}
+    monkeypatch.setenv("NEEDLEWORK_IMPL", "triton")
+    found, _ = served(mixer, ({0: 18}, {0: 1, 1: 3}, {0: 2}, {0: 1, 1: 1}), xs)
+    assert all(close(found[slot], y) for slot, y in whole.items())

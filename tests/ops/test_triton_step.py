@@ -139,6 +139,10 @@ def test_a_delta_step_can_predict_from_the_state_before_decay(rule, gate):
     check_delta(delta_inputs(rule, gate=gate), prediction="previous")
 
 
+def test_a_delta_step_can_erase_along_a_direction_of_its_own():
+    check_delta(delta_inputs("erase", gate="channel"), prediction="given")
+
+
 @pytest.mark.parametrize("heads", [H, 4])
 def test_a_delta_step_groups_value_heads_and_reads_with_its_own_query(heads):
     inputs = delta_inputs("lam", HV=4)

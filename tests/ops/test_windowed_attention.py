@@ -47,6 +47,20 @@ def test_values_pages_and_gradients_are_those_of_masks(T, ends, window, request)
         assert relative(a, b) <= 10 * EXACT
 
 
+@pytest.mark.parametrize(("T", "ends", "window"), ((129, None, None), (300, None, 50), (240, [0, 100, 100, 240], 60)))
+def test_decays_are_added_with_the_masks_gradients(T, ends, window, request):
+    """A row's own sum has no gradient: it cancels in the row's softmax."""
+    x, g = tensors(T), torch.Generator().manual_seed(1)
+    decay = (-torch.rand(1, T, 4, generator=g, dtype=torch.float64).cumsum(1) - 50).requires_grad_()
+    want, _ = call(x, ends, window, scale=0.3, decay=decay)
+    request.getfixturevalue("streaming")
+    got, _ = call(x, ends, window, scale=0.3, decay=decay)
+    assert relative(got.detach(), want.detach()) <= EXACT
+    cotangent = torch.randn_like(got)
+    pairs = zip(*(torch.autograd.grad(o, [*x, decay], cotangent) for o in (got, want)), strict=True)
+    assert all(relative(a, b) <= 10 * EXACT for a, b in pairs)
+
+
 @cases
 def test_blocks_hold_every_pair_once_and_whole_blocks_hide_none(T, ends, window):
     """What a compiled kernel goes by: pairs in no block are never looked at, pairs in whole blocks are never masked."""

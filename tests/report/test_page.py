@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import re
+import shlex
 from html.parser import HTMLParser
 
 import pytest
@@ -102,6 +103,15 @@ def test_every_colour_of_a_figure_follows_the_theme(whole):
     figures = "".join(re.findall(r"<svg.*?</svg>", whole, flags=re.DOTALL))
     colours = set(re.findall(r"(?:fill|stroke): ([^;\"]+)", figures))
     assert len(colours) > 8 and all(colour == "none" or colour.startswith("var(--") for colour in colours)
+
+
+def test_a_command_serves_a_model_of_the_page_from_its_folder(example, tmp_path):
+    results = example(mixers=2)
+    asked = "".join(Page(re.search(r'<pre class="ask">.*?</pre>', report(results, tmp_path), re.DOTALL)[0]).text)
+    command, question = asked.split("\n")
+    assert command == f"needlework serve {results['mixers'][0]['name']}/checkpoint"
+    body = json.loads(shlex.split(question)[-1])
+    assert question.startswith("curl 127.0.0.1:8000/v1/completions ") and body == {"prompt": "def main(", "max_tokens": 64}
 
 
 @pytest.mark.filterwarnings("error")

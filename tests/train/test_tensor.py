@@ -14,15 +14,17 @@ from needlework.layers import (
     Canon,
     Carve,
     Delta,
-    FixedGate,
     GatedConv,
-    Linear,
+    GatedNorm,
     Lucid,
+    Mamba2,
+    Mamba3,
     Memory,
     Polar,
     Recurrent,
     Rope,
     ScalarGate,
+    ShortConv,
     Softmax,
     SquaredReLU,
     SwiGLU,
@@ -38,13 +40,18 @@ from needlework.train.tensor import _share, split_heads
 
 SIZES = Sizes(heads=2, key_dim=4, value_dim=6, attention_heads=4, kv_heads=2, head_dim=4, content_chunk=5)
 HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 4}
-MIXERS = {name: named.make(SIZES) for name, named in CATALOG.items()} | {
+WHOLE = ("mamba", "mamba2", "retnet", "alibi")  # no heads; one key head; heads that are not alike
+MIXERS = {name: named.make(SIZES) for name, named in CATALOG.items() if name not in WHOLE} | {
+    "mamba-2 of two groups": Recurrent(
+        heads=2, value_heads=4, key_dim=4, value_dim=6, write=Mamba2(), conv=ShortConv(bias=True), norm=GatedNorm()
+    ),
     "grouped values": Recurrent(
         heads=2, value_heads=4, key_dim=4, value_dim=6, write=Delta(gate=ScalarGate()), read=CCQ(aligned=True)
     ),
     "two rows a token": Recurrent(heads=2, key_dim=4, value_dim=6, write=Carve(write_rank=2, content_chunk=5)),
     "lucid, beta": Attention(attend=Lucid(precondition="beta"), position=Rope(), **HEADS),
     "polar, biased": Attention(attend=Polar(), conv=Canon(), bias=True, output_gate=True, memory=Memory(), **HEADS),
+    "mamba3 with groups": Mamba3(heads=4, key_dim=4, value_dim=6, groups=2, rank=2, output_norm=True),
     "gated convolution": GatedConv(channels=6),
     "gated convolution, published": GatedConv(bias=False, published_init=True),
 }
@@ -53,8 +60,8 @@ CASES = [(mixer, "swiglu") for mixer in MIXERS] + [("rope", "squared_relu")]
 MIXERS["rope"] = Attention(attend=Softmax(), position=Rope(), **HEADS)
 MIXERS |= {
     "one key head": Attention(heads=4, kv_heads=1, head_dim=4, attend=Softmax()),
-    "retnet": Recurrent(heads=2, key_dim=4, value_dim=6, write=Linear(gate=FixedGate())),
     "odd convolution": GatedConv(channels=7),
+    **{name: CATALOG[name].make(SIZES) for name in WHOLE},
 }
 MLPS["odd"] = SwiGLU(hidden=13)
 OBJECTIVE = Objective(regulariser=Weak(), distractor=Distractor(), regulariser_weight=0.3, distractor_weight=0.7)
@@ -146,8 +153,13 @@ REFUSED = {
     "recurrent has heads = 2, which 3 ranks cannot share evenly": (3, ["linear"], "swiglu"),
     "attention has heads = 4, which 3 ranks cannot share evenly": (3, ["rope"], "swiglu"),
     "attention has kv_heads = 1, which 2 ranks cannot share evenly": (2, ["linear", "one key head"], "swiglu"),
+    "recurrent has heads = 1, which 2 ranks cannot share evenly": (2, ["mamba2"], "swiglu"),
+    "mamba has no heads that 2 ranks could share": (2, ["mamba"], "swiglu"),
     "swiglu has hidden = 13, which 2 ranks cannot share evenly": (2, ["linear"], "odd"),
-    "recurrent has a fixed_gate, whose heads differ by their number: 2 ranks cannot share them": (2, ["retnet"], "swiglu"),
+    **{
+        f"{mixer} has a part {part}, whose heads differ by their number: 2 ranks cannot share them": (2, [name], "swiglu")
+        for mixer, part, name in (("recurrent", "fixed_gate", "retnet"), ("attention", "alibi", "alibi"))
+    },
     "gated_conv has channels = 7, which 2 ranks cannot share evenly": (2, ["odd convolution"], "swiglu"),
 }
 

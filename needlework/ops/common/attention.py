@@ -45,19 +45,43 @@ def streams(q: Tensor, v: Tensor) -> bool:
     return q.is_cuda and q.dtype in DTYPES and min(q.shape[-1], v.shape[-1]) >= 16
 
 
-def streamed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None, scale: float | None) -> Tensor:
-    """o [B T Hq V] of q [B T Hq d] and k, v [B T Hkv ·], which are not expanded; scale None: d^-1/2."""
+def streamed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    window: int | None,
+    scale: float | None,
+    decay: Tensor | None = None,
+) -> Tensor:
+    """o [B T Hq V] of q [B T Hq d] and k, v [B T Hkv ·], which are not expanded; scale None: d^-1/2.
+
+    decay: G [B T Hq], float64, of which G_i − G_j is added to the scaled scores; None: nothing.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     if torch.compiler.is_compiling():
         attend = flex_attention
     else:
-        refuse_tangents("streamed attention", q, k, v)  # a compiled function drops them
+        refuse_tangents("streamed attention", q, k, v, *(() if decay is None else (decay,)))  # a compiled function drops them
         attend = _compiled()
     mask, several = visible(oldest(q, cu_seqlens, window)), q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o = attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=several)
+    o = attend(
+        q, k, v, score_mod=None if decay is None else _forgetting(decay), block_mask=mask, scale=scale, enable_gqa=several
+    )
     return o.transpose(1, 2)
+
+
+def _forgetting(decay: Tensor) -> Callable[..., Tensor]:
+    """What FlexAttention adds to a score. A row's own G cancels in its softmax, so that its gradient is 0: it is there for the digits."""
+    keys = decay.transpose(1, 2).contiguous()  # [B Hq T]
+    own = keys.detach()
+
+    def forget(score, batch, head, i, j):
+        return score + (own[batch, head, i] - keys[batch, head, j]).to(score.dtype)
+
+    return forget
 
 
 @cache

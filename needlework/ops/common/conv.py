@@ -1,6 +1,6 @@
 """Causal depthwise convolution of tokens. Knows no op; `kernels/conv.py` has it in one pass.
 
-c_t = Σ_j w_j ⊙ x_{t−past+j},  j = 0 … past        zeros before a sequence, or the inputs that its state kept
+c_t = b + Σ_j w_j ⊙ x_{t−past+j},  j = 0 … past        zeros before a sequence, or the inputs that its state kept
 y = c, silu(c) or x + c                             sums in the wider of x's and the weight's dtype, y in x's
 
 `causal_conv` takes states and returns the new ones, with gradients. To serve, states lie in a table of slots that changes in place:
@@ -26,12 +26,12 @@ TAPS = 4  # that the kernels hold at most
 
 def causal_conv(
     x: Tensor, weight: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    *, parts: Sequence[int] | None = None, after: After = "none", impl: Impl = "auto",
+    *, bias: Tensor | None = None, parts: Sequence[int] | None = None, after: After = "none", impl: Impl = "auto",
 ) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
     """y [B T C] and the new state, the last `past` inputs of each sequence.
 
     x [B T C]; weight [C past+1], two taps or more, the newest last; state [N past C], the inputs before, read in x's dtype; T may be
-        below `past`. Each of them has a gradient, the state too.
+        below `past`. bias [C], None: none. Each of them has a gradient, the state too.
     parts: y comes in tensors of so many channels each (q, k and v, say, of one product); None for one of all C. ValueError unless
         they sum to C.
     cu_seqlens: [N+1] integers from 0 to T that never fall. Their values are not checked: reading them back would wait for the GPU.
@@ -45,7 +45,7 @@ def causal_conv(
     (torch.Size([1, 100, 4]), torch.Size([1, 3, 12]))
     """
     check("x", x, "B T C")
-    parts = _parts(x, weight, parts)
+    parts = _parts(x, weight, bias, parts)
     (_, T, C), past, N = x.shape, weight.shape[1] - 1, sequences(cu_seqlens, len(x))
     if state is None:
         before = x.new_zeros(N, past, C)
@@ -58,18 +58,18 @@ def causal_conv(
 
         ends, document, position = _documents(cu_seqlens, T)
         past = (None, None, None) if state is None else (before.contiguous(), ends, document)
-        return tuple(conv_triton(x.contiguous(), weight, *past, position, after, parts)), last
-    return _convolved(x, weight, before, cu_seqlens, after).split(parts, -1), last
+        return tuple(conv_triton(x.contiguous(), _taps(weight, bias), *past, position, after, parts, bias is not None)), last
+    return _convolved(x, weight, bias, before, cu_seqlens, after).split(parts, -1), last
 
 
 def causal_conv_slots(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor | None = None,
-    *, state: Tensor, slots: Tensor | None = None, fresh: Tensor | None = None, parts: Sequence[int] | None = None,
-    after: After = "none", impl: Impl = "auto",
+    *, state: Tensor, slots: Tensor | None = None, fresh: Tensor | None = None, bias: Tensor | None = None,
+    parts: Sequence[int] | None = None, after: After = "none", impl: Impl = "auto",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`causal_conv` of sequences whose states lie in a table, which changes in place: y [B T C], in `parts`.
 
-    x, weight, cu_seqlens, parts, after, impl: as there; N sequences, of any number of tokens each.
+    x, weight, cu_seqlens, bias, parts, after, impl: as there; N sequences, of any number of tokens each.
     state: the table [S past C] of any dtype: a slot's past inputs, the newest last. Slots may lie apart, each is contiguous.
     slots: [N] integers, a slot for each sequence, no slot twice; None: sequence n has slot n. Slot −1 is none: the sequence begins with
         zeros and nothing of it is kept. Their values are not checked, as those of cu_seqlens.
@@ -87,24 +87,25 @@ def causal_conv_slots(
     (torch.Size([1, 7, 12]), tensor([2, 6]))
     """
     check("x", x, "B T C")
-    parts = _parts(x, weight, parts)
-    _check_table(x, weight, state, slots, fresh, sequences(cu_seqlens, len(x)))
+    parts = _parts(x, weight, bias, parts)
+    _check_table(x, weight, bias, state, slots, fresh, sequences(cu_seqlens, len(x)))
     if _path("causal_conv_slots", impl, x, weight) == "triton":
         from needlework.ops.common.kernels.conv import conv_slots_triton
 
         own = (None if one is None else one.contiguous() for one in (slots, fresh))
-        y = conv_slots_triton(x.contiguous(), weight, state, *_documents(cu_seqlens, x.shape[1]), *own, after, parts)
+        past = state, *_documents(cu_seqlens, x.shape[1]), *own
+        y = conv_slots_triton(x.contiguous(), _taps(weight, bias), *past, after, parts, bias is not None)
         return _apart(y, x, parts)
-    return _on_slots(x, weight, state, slots, fresh, cu_seqlens, after).split(parts, -1)
+    return _on_slots(x, weight, bias, state, slots, fresh, cu_seqlens, after).split(parts, -1)
 
 
 def step_conv(
-    x: Tensor, weight: Tensor, *, state: Tensor, slots: Tensor | None = None, parts: Sequence[int] | None = None,
-    after: After = "none",
+    x: Tensor, weight: Tensor, *, state: Tensor, slots: Tensor | None = None, bias: Tensor | None = None,
+    parts: Sequence[int] | None = None, after: After = "none",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """One token of `causal_conv` for every row of a batch, on a table of slots that changes in place: y [B C], in `parts`.
 
-    x [B C]; weight, parts, after: as there. state, slots: as `causal_conv_slots` has them, a slot for each row; row −1 is zero.
+    x [B C]; weight, bias, parts, after: as there. state, slots: as `causal_conv_slots` has them, a slot for each row; row −1 is zero.
     ValueError where a gradient is asked for.
 
     >>> import torch
@@ -117,31 +118,46 @@ def step_conv(
     (True, True)
     """
     check("x", x, "B C")
-    parts = _parts(x, weight, parts)
-    _check_table(x, weight, state, slots, None, len(x))
+    parts = _parts(x, weight, bias, parts)
+    _check_table(x, weight, bias, state, slots, None, len(x))
     if _path("step_conv", "auto", x, weight) == "triton":
         from needlework.ops.common.kernels.conv import conv_step_triton
 
         x, slots = x if x.stride(1) == 1 else x.contiguous(), None if slots is None else slots.contiguous()
-        return _apart(conv_step_triton(x, weight, state, slots, after, parts), x, parts)
-    y = _on_slots(x[:, None], weight, state, slots, None, None, after)[:, 0]
+        return _apart(conv_step_triton(x, _taps(weight, bias), state, slots, after, parts, bias is not None), x, parts)
+    y = _on_slots(x[:, None], weight, bias, state, slots, None, None, after)[:, 0]
     y = y if slots is None else torch.where(slots[:, None] >= 0, y, 0)
     return y.split(parts, -1)
 
 
-def _parts(x: Tensor, weight: Tensor, parts: Sequence[int] | None) -> list[int]:
+def _parts(x: Tensor, weight: Tensor, bias: Tensor | None, parts: Sequence[int] | None) -> list[int]:
     C = x.shape[-1]
     check("weight", weight, "C past+1", C=C)
+    if bias is not None:
+        check("bias", bias, "C", C=C)
     parts = [C] if parts is None else list(parts)
     if sum(parts) != C:
         raise ValueError(f"parts: got {parts}, expected channels that sum to x's {C}")
     return parts
 
 
-def _check_table(x: Tensor, weight: Tensor, state: Tensor, slots: Tensor | None, fresh: Tensor | None, N: int) -> None:
+def _taps(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As the kernels take them: a channel's bias after its taps."""
+    return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
+
+
+def _check_table(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    slots: Tensor | None,
+    fresh: Tensor | None,
+    N: int,
+) -> None:
     check("state", state, "slots past C", past=weight.shape[1] - 1, C=x.shape[-1])
     kept = {"initial_state": None, "output_final_state": False}
-    check_table(state, slots, fresh, N, dtype=state.dtype, inputs=(x, weight), **kept)
+    check_table(state, slots, fresh, N, dtype=state.dtype, inputs=(x, weight, bias), **kept)
 
 
 def _path(op: str, impl: Impl, x: Tensor, weight: Tensor) -> str:
@@ -165,7 +181,9 @@ def _documents(cu_seqlens: Tensor | None, T: int) -> tuple[Tensor | None, Tensor
     return (None,) * 3 if cu_seqlens is None else (cu_seqlens.contiguous(), *document_positions(cu_seqlens, T))
 
 
-def _convolved(x: Tensor, weight: Tensor, before: Tensor, cu_seqlens: Tensor | None, after: After) -> Tensor:
+def _convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor, cu_seqlens: Tensor | None, after: After
+) -> Tensor:
     """y [B T C] in plain torch; before [N past C], in x's dtype."""
     T, past = x.shape[1], before.shape[1]
     if cu_seqlens is None:
@@ -177,13 +195,14 @@ def _convolved(x: Tensor, weight: Tensor, before: Tensor, cu_seqlens: Tensor | N
         seen = (earlier(document, position, past - j)[None] for j in range(past + 1))
     c = sum(tap * inputs for tap, inputs in zip(weight.unbind(-1), seen, strict=True))
     assert isinstance(c, Tensor)  # of two taps or more
-    c = c.to(x.dtype)
+    c = (c if bias is None else c + bias).to(x.dtype)
     return {"none": lambda: c, "silu": lambda: F.silu(c), "add": lambda: x + c}[after]()
 
 
 def _on_slots(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     state: Tensor,
     slots: Tensor | None,
     fresh: Tensor | None,
@@ -193,7 +212,7 @@ def _on_slots(
     """The same from a table, and the table after it: what a slot keeps does not pass through x's dtype."""
     own = Sequences.of(slots, fresh, sequences(cu_seqlens, len(x)), x.shape[1], cu_seqlens, x.device)
     before = own.read(state)
-    y = _convolved(x, weight, before.to(x.dtype), cu_seqlens, after)
+    y = _convolved(x, weight, bias, before.to(x.dtype), cu_seqlens, after)
     own.write(state, _last(x.to(state.dtype), before, cu_seqlens))
     return y
 

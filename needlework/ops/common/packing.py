@@ -47,6 +47,15 @@ def document_positions(cu_seqlens: Tensor, T: int) -> tuple[Tensor, Tensor]:
     return document, t - cu_seqlens[document]
 
 
+def token_positions(x: Tensor, seen: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """[B T] or [1 T]: the position of each token of x [B T …] in its own sequence, of which `seen` [N] tokens came before; None: none."""
+    if cu_seqlens is None:
+        at = torch.arange(x.shape[1], device=x.device)[None]
+        return at if seen is None else at + seen[:, None]
+    document, at = document_positions(cu_seqlens, x.shape[1])
+    return (at if seen is None else at + seen[document])[None]
+
+
 def _rows(cu_seqlens: Tensor) -> tuple[Tensor, int]:
     n = lengths(cu_seqlens)
     longest = int(n.max())

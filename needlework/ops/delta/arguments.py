@@ -1,6 +1,7 @@
 """What the delta op's entry points accept, and the one form that every rule of the family comes to.
 
-S_t = Diag(e^{g_t}) S_{t-1} + k_t (w_t ⊙ v_t − S_{t-1}ᵀ (e^{g_t} ⊙ b_t ⊙ k_t))ᵀ        b: erase, w: write
+S_t = Diag(e^{g_t}) S_{t-1} + k_t (w_t ⊙ v_t − S_{t-1}ᵀ e_t)ᵀ        w: write; b: erase, which is all of e if "given"
+e_t = e^{g_t} ⊙ b_t ⊙ k_t ("decayed"), b_t ⊙ k_t ("previous"), b_t ("given")
 """
 
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from needlework.ops.common.slots import check_table
 from needlework.ops.common.unit import unit_rows
 from needlework.ops.runtime.each import each
 
-Prediction = Literal["decayed", "previous"]
+Prediction = Literal["decayed", "previous", "given"]
 
 
 class Rule(NamedTuple):
@@ -124,7 +125,9 @@ def check_rule(
 ) -> None:
     """ValueError for what does not fit, or excludes each other."""
     if prediction not in get_args(Prediction):
-        raise ValueError(f"prediction: got {prediction!r}, expected 'decayed' or 'previous'")
+        raise ValueError(f"prediction: got {prediction!r}, expected 'decayed', 'previous' or 'given'")
+    if prediction == "given" and erase is None:
+        raise ValueError("prediction: 'given' takes the direction of the erase from erase, which is not given")
     if (erase is None) != (write is None):
         raise ValueError("erase and write: one is given without the other")
     if beta is not None and erase is not None:
@@ -159,6 +162,11 @@ def checked(
     elif erase is not None and write is not None:
         erase, write = erase.to(v.dtype), write.to(v.dtype)
     return Rule(read, k, v, checked_gate(g, v, k.shape[-1]), erase, write)
+
+
+def direction(erase: Tensor, k: Tensor, prediction: Prediction) -> Tensor:
+    """e, but for the decay that "decayed" has before it."""
+    return erase if prediction == "given" else erase * k
 
 
 def _expand(x: Tensor, HV: int) -> Tensor:

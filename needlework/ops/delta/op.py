@@ -11,7 +11,7 @@ from needlework.ops.common.packing import check_cu_seqlens, sequences
 from needlework.ops.common.shapes import check, check_count, check_slots, now, width
 from needlework.ops.common.slots import Live, Sequences
 from needlework.ops.delta import reference
-from needlework.ops.delta.arguments import Prediction, check_rule, check_states, checked, checked_state
+from needlework.ops.delta.arguments import Prediction, check_rule, check_states, checked, checked_state, direction
 from needlework.ops.delta.custom_op import delta_fwd
 from needlework.ops.delta.inputs import DeltaInputs, SlotTable
 from needlework.ops.delta.scaling import PowersOfTwo
@@ -59,8 +59,9 @@ def chunk_delta(
         j has key head j // (HV // H).
     g [B T HV] or [B T HV K]: natural log decay a head or a channel, <= 0; −∞ wipes. None: no decay.
     beta [B T HV]: write strength, in [0, 1], or to 2 for negative eigenvalues.
-    erase [B T HV K], write [B T HV V]: GDN-2's gates in [0, 1], both or none, instead of beta.
-    prediction: "decayed" erases what the decayed state holds; "previous" drops e^g from e (CARVE's Eq. 5, gates given).
+    erase [B T HV K], write [B T HV V]: GDN-2's gates in [0, 1], both or none, instead of beta. Of any sign for "given".
+    prediction: "decayed" erases what the decayed state holds; "previous" drops e^g from e (CARVE's Eq. 5, gates given); "given" takes
+        erase for e itself, a direction of its own (RWKV-7's), and needs it.
     q_read [B T HV K] or [B T H K]: reads instead of q.
     scale: of o only; K ** -0.5 by default.
     l2norm: q and k, not q_read, are divided by √(Σx² + 1e-6) first, in float32.
@@ -130,7 +131,7 @@ def chunk_delta(
     rule = checked(q, k, v, g, beta, erase, write, prediction, q_read, l2norm)
     initial_state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
     u = rule.v if rule.write is None else rule.write * rule.v
-    e = None if rule.erase is None else (rule.erase * rule.k)[..., None, :]
+    e = None if rule.erase is None else direction(rule.erase, rule.k, prediction)[..., None, :]
     o, state = delta_fwd(
         rule.q, rule.k[..., None, :], u[..., None, :], e, rule.g, initial_state, cu_seqlens, scale, prediction, chunk_size
     )

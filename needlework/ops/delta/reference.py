@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.operands import Operand, identity
-from needlework.ops.delta.arguments import Prediction
+from needlework.ops.delta.arguments import Prediction, direction
 
 Form = Callable[..., tuple[Tensor, Tensor]]
 
@@ -38,7 +38,7 @@ def recurrent(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """S_t = Diag(e^{g_t}) S_{t-1} + k_t (w_t ⊙ v_t − S_{t-1}ᵀ (e^{g_t} ⊙ b_t ⊙ k_t))ᵀ,   o_t = scale · S_tᵀ q_t
 
-    "previous" reads S_{t-1} as it was: without e^{g_t} in the erase.
+    "previous" reads S_{t-1} as it was: without e^{g_t} in the erase. So does "given", along b_t itself.
     """
     S, outputs = initial_state, [v[:, :0]]
     for t in range(q.shape[1]):
@@ -47,7 +47,7 @@ def recurrent(
         w = v[:, t] if write is None else write[:, t] * v[:, t]
         if erase is not None:
             read = S if prediction == "decayed" else before
-            w = w - torch.einsum("bhkv,bhk->bhv", operand(read), operand(erase[:, t] * k[:, t]))
+            w = w - torch.einsum("bhkv,bhk->bhv", operand(read), operand(direction(erase[:, t], k[:, t], prediction)))
         S = S + torch.einsum("bhk,bhv->bhkv", operand(k[:, t]), operand(w))
         outputs.append(scale * torch.einsum("bhkv,bhk->bhv", operand(S), operand(q[:, t]))[:, None])
     return torch.cat(outputs, 1), S
@@ -61,7 +61,7 @@ def literal(
     """R_t = u_t − S₀ᵀ(e^{G_{t-1}} ⊙ e_t),   A_ts = k_sᵀ(e^{G_{t-1} − G_s} ⊙ e_t), s < t,   W = (I + A)⁻¹ R
     o_t  = scale · [ S₀ᵀ(e^{G_t} ⊙ q_t) + Σ_{s≤t} (k_sᵀ(e^{G_t − G_s} ⊙ q_t)) W_s ];   S_C = Diag(e^{G_C}) S₀ + Σ_s (e^{G_C − G_s} ⊙ k_s) W_sᵀ
 
-    u = w ⊙ v and e = b ⊙ k; "decayed" has G_t for G_{t-1} in R and A. The C×C×K tensor of factors is formed.
+    u = w ⊙ v and e = b ⊙ k, or b if "given"; "decayed" has G_t for G_{t-1} in R and A. The C×C×K tensor of factors is formed.
     """
     S, outputs = initial_state, [v[:, :0]]
     g = g.expand(*k.shape)
@@ -78,7 +78,7 @@ def literal(
 
         W = u_.transpose(1, 2)  # [B H C V]
         if erase is not None:
-            e = erase[:, start : start + chunk_size] * k_
+            e = direction(erase[:, start : start + chunk_size], k_, prediction)
             before = G if prediction == "decayed" else G - g_.double()
             A = torch.einsum("bshk,btshk,bthk->bhts", k_, ratio(before, lower.tril(-1)), e)
             R = W - torch.einsum("bthk,bhkv->bhtv", operand(before.to(q.dtype).exp() * e), operand(S))

@@ -38,6 +38,14 @@ def sample_gdn2(generator: torch.Generator, B: int, T: int, style: str) -> dict[
     return {**inputs, **gates, "q_read": unit(normal(generator, B, T, H, K))}
 
 
+def sample_given(generator: torch.Generator, B: int, T: int, style: str) -> dict[str, Tensor]:
+    """As RWKV-7 has it: e is a unit vector, and a share of each of its channels is written along."""
+    inputs = sample(generator, B, T, style, gate="channel", beta=False)
+    direction = inputs["k"]
+    share = uniform(generator, 0, 1, B, T, H, K)
+    return inputs | {"k": share * direction, "erase": direction, "write": uniform(generator, 0, 1, B, T, H, V)}
+
+
 def literal(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, *, erase: Tensor | None = None,
     write: Tensor | None = None, prediction: Prediction = "decayed", q_read: Tensor | None = None, scale: float | None = None,
@@ -137,6 +145,15 @@ GDN2 = (
 )
 
 
+GIVEN = (
+    Limit(
+        name='a direction that is given as erase ⊙ k is "previous"',
+        left=lambda q, k, v, g, erase, write: run(q, k, v, g, erase=erase * k, write=write, prediction="given"),
+        right=lambda q, k, v, g, erase, write: run(q, k, v, g, erase=erase, write=write, prediction="previous"),
+    ),
+)
+
+
 def _one_state(v: Tensor) -> Tensor:
     return torch.ones(v.shape[0], v.shape[2], K, V, dtype=v.dtype)
 
@@ -169,5 +186,12 @@ SPECS = (
         partial(sample, gate="channel"),
         tokens=("q", "k", "v", "g", "beta"),
         prediction="previous",
+    ),
+    _spec(
+        "delta/given",
+        sample_given,
+        tokens=("q", "k", "v", "g", "erase", "write"),
+        limits=GIVEN,
+        prediction="given",
     ),
 )

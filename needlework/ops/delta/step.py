@@ -22,11 +22,11 @@ ENGINE = "delta/step"
 def delta_step_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_lam, p_erase, p_write, p_read, p_state, p_slots, p_o, slot_stride,
     scale: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, HR: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    CHANNEL: tl.constexpr, PREVIOUS: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CHANNEL: tl.constexpr, PREVIOUS: tl.constexpr, GIVEN: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """S' = Diag(e^g) S + k (write ⊙ v − Sᵀ Diag(e^g) e)ᵀ,   o = scale · S'ᵀ read;   pointers that are None have no part in it.
 
-    beta: write = β, e = β (k + λ q). erase: e = erase ⊙ k. PREVIOUS drops e^g from the erase.
+    beta: write = β, e = β (k + λ q). erase: e = erase ⊙ k, or erase if GIVEN. PREVIOUS drops e^g from the erase.
     """
     i = tl.program_id(0)
     i_v = i % tl.cdiv(V, BV)
@@ -64,7 +64,9 @@ def delta_step_kernel(
             x = k + tl.load(p_lam + head).to(ACC) * q
         w = tl.load(p_beta + head).to(ACC) * (w - tl.sum(S * x[:, None], 0))
     if p_erase is not None:
-        x = k * tl.load(p_erase + head * K + o_k, mask=in_k, other=0).to(ACC)
+        x = tl.load(p_erase + head * K + o_k, mask=in_k, other=0).to(ACC)
+        if not GIVEN:
+            x = x * k
         w = w * tl.load(p_write + head * V + o_v, mask=in_v, other=0).to(ACC) - tl.sum(S * x[:, None], 0)
     if PREVIOUS:
         S = S * retained
@@ -102,7 +104,8 @@ def delta_step(
             HV=HV,
             HR=H if q_read is None else q_read.shape[1],
             CHANNEL=g is not None and g.dim() == 3,
-            PREVIOUS=prediction == "previous",
+            PREVIOUS=prediction != "decayed",
+            GIVEN=prediction == "given",
             ACC=TYPES[accumulator(q.dtype)],
             **constants,
         )
@@ -149,11 +152,18 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         "qdelta": ("p_g", "p_beta", "p_lam", "p_read"),
         "channel": ("p_g", "p_beta"),
         "gdn2": ("p_g", "p_erase", "p_write", "p_read"),
+        "given": ("p_g", "p_erase", "p_write"),
     }
     cases = []
     for rule, given in rules.items():
         sizes = {"H": 2, "HV": 2, "HR": 2, **_constants(launch, K, V)}
-        flags = {"CHANNEL": rule in ("channel", "gdn2"), "PREVIOUS": False, "ACC": tl.float32, "scale": K**-0.5}
+        flags = {
+            "CHANNEL": rule in ("channel", "gdn2", "given"),
+            "PREVIOUS": rule == "given",
+            "GIVEN": rule == "given",
+            "ACC": tl.float32,
+            "scale": K**-0.5,
+        }
         absent = {name: None for name in optional if name not in given}
         signature = always | {name: optional[name] for name in given}
         cases.append(Case(delta_step_kernel, signature, sizes | flags | absent, options))

@@ -23,6 +23,14 @@ class Pages(NamedTuple):
     window: int | None
 
 
+class Bias(NamedTuple):
+    """What is added to the scores, −slope_h (i − j) + G_i − G_j; None for what is not."""
+
+    slopes: Tensor | None = None  # [Hq]
+    decay: Tensor | None = None  # [T Hq] G of the queries
+    pages: Tensor | None = None  # [n PG Hq] G of the keys
+
+
 def check_page_tensors(k_pages: Tensor, v_pages: Tensor) -> None:
     """ValueError unless they are pages of the same number of rows and heads, each page contiguous in itself."""
     check("k_pages", k_pages, "n PG Hkv d")
@@ -66,6 +74,29 @@ def check_new(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Tens
     check("rows", rows, "T", T=len(k))
     if rows.dtype != torch.int64:
         raise ValueError(f"rows: expected int64, got {rows.dtype}")
+
+
+def check_decay(decay: Tensor | None, decay_pages: Tensor | None, T: int, Hq: int | None, pages: Tensor) -> None:
+    """ValueError unless decays are given for queries and pages alike, float64, each page contiguous in itself."""
+    if (decay is None) != (decay_pages is None):
+        raise ValueError("decay and decay_pages: one is given without the other")
+    if decay is None or decay_pages is None:
+        return
+    check("decay", decay, "T Hq", T=T, **({} if Hq is None else {"Hq": Hq}))
+    check("decay_pages", decay_pages, "n PG Hq", n=len(pages), PG=pages.shape[1], Hq=decay.shape[1])
+    for name, x in {"decay": decay, "decay_pages": decay_pages}.items():
+        if x.dtype != torch.float64:
+            raise ValueError(f"{name}: expected float64, of which differences keep their digits, got {x.dtype}")
+    if decay_pages[:1].numel() and not decay_pages[0].is_contiguous():
+        raise ValueError(f"decay_pages: expected pages that are contiguous in themselves, got strides {decay_pages.stride()}")
+
+
+def check_bias(bias: Bias, T: int, Hq: int, pages: Pages) -> Bias | None:
+    """None where nothing is added; ValueError for what does not fit."""
+    if bias.slopes is not None:
+        check("slopes", bias.slopes, "Hq", Hq=Hq)
+    check_decay(bias.decay, bias.pages, T, Hq, pages.k)
+    return None if bias == Bias() else bias
 
 
 def check_lam(lam: Tensor, Hq: int) -> None:

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from needlework.ops.common.packing import lengths, pad, unpad
 from needlework.ops.common.pages import positions
-from needlework.ops.paged.arguments import Pages
+from needlework.ops.paged.arguments import Bias, Pages
 from needlework.ops.polar import chunk
 from needlework.ops.polar.arguments import Parameters
 
@@ -36,15 +36,18 @@ class Batch(NamedTuple):
         return self.before[:, None] + torch.arange(self.q.shape[1], device=self.q.device)
 
 
-def softmax(q: Tensor, pages: Pages, scale: float | None) -> Tensor:
+def softmax(q: Tensor, pages: Pages, scale: float | None, bias: Bias | None) -> Tensor:
     batch = Batch.of(q, pages)
-    return spread(_softmax(batch.q, *_visible(batch, pages), scale), q, pages)
+    at, seen = _visible(batch, pages)
+    added = None if bias is None else _added(bias, batch, at, pages)
+    return spread(_softmax(batch.q, *_take(pages, at, q.dtype), seen, scale, added), q, pages)
 
 
 def difference(q: Tensor, pages: Pages, lam: Tensor, scale: float | None) -> Tensor:
     """The two vectors of a head as two heads of half the size, on values that are there twice."""
     batch = Batch.of(q, pages)
-    k, v, seen = _visible(batch, pages)
+    at, seen = _visible(batch, pages)
+    k, v = _take(pages, at, q.dtype)
     halves = lambda x: torch.cat(x.chunk(2, -1), 2)
     first, second = _softmax(halves(batch.q), halves(k), torch.cat((v, v), 2), seen, scale).chunk(2, 2)
     return spread(first - lam.to(q.dtype).expand(q.shape[1])[:, None] * second, q, pages)
@@ -74,35 +77,57 @@ def spread(x: Tensor, q: Tensor, pages: Pages) -> Tensor:
     return torch.cat((found, found.new_zeros(len(q) - len(found), *found.shape[1:])))
 
 
-def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Tensor) -> None:
+def write(rows: Tensor, *columns: tuple[Tensor, Tensor]) -> None:
+    """Each of `columns`: new rows [T …], and the pages [n PG …] that they go to."""
     real = rows >= 0
-    page, row = rows[real] // k_pages.shape[1], rows[real] % k_pages.shape[1]
-    k_pages[page, row] = k[real].to(k_pages.dtype)
-    v_pages[page, row] = v[real].to(v_pages.dtype)
+    for new, pages in columns:
+        pages[rows[real] // pages.shape[1], rows[real] % pages.shape[1]] = new[real].to(pages.dtype)
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None) -> Tensor:
-    """[N S Hq V], zeros where a query sees nothing."""
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None, added: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """[N S Hq V], zeros where a query sees nothing; added [N Hq S R] to the scores."""
     if not seen.numel():
         return q.new_zeros(*q.shape[:3], v.shape[-1])
     heads = (x.transpose(1, 2) for x in (q, k, v))
-    o = scaled_dot_product_attention(*heads, attn_mask=seen[:, None], scale=scale, enable_gqa=q.shape[2] != k.shape[2])
+    mask = seen[:, None] if added is None else added.masked_fill(~seen[:, None], -torch.inf)
+    o = scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=q.shape[2] != k.shape[2])
     return torch.where(seen.any(-1)[..., None, None], o.transpose(1, 2), 0)
 
 
-def _visible(batch: Batch, pages: Pages) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [N R Hkv ·] of the rows that some query of a sequence may see, and which each sees [N S R]."""
+def _added(bias: Bias, batch: Batch, at: Tensor, pages: Pages) -> Tensor:
+    """−slope_h (i − j) + G_i − G_j [N Hq S R] of keys at [N R], in the dtype of q."""
+    added = torch.zeros((), dtype=torch.float64, device=at.device)
+    if bias.slopes is not None:
+        added = -bias.slopes.double()[:, None, None] * (batch.own[..., None] - at[:, None])[:, None]
+    if bias.decay is not None and bias.pages is not None:
+        ends = pages.cu_seqlens
+        own = bias.decay[:, None] if ends is None else pad(bias.decay[None, : int(ends[-1])], ends)  # [N S Hq]
+        (held,) = _rows(pages, at, bias.pages)
+        added = added + (own.transpose(1, 2)[..., None] - held.transpose(1, 2)[:, :, None])
+    return added.to(batch.q.dtype)
+
+
+def _visible(batch: Batch, pages: Pages) -> tuple[Tensor, Tensor]:
+    """The positions [N R] of the rows that some query of a sequence may see, −1 for none, and which each sees [N S R]."""
     W, S, room = pages.window, batch.q.shape[1], _room(pages)
     oldest = torch.zeros_like(batch.before) if W is None else (batch.before + 1 - W).clamp(min=0)
     at = oldest[:, None] + torch.arange(room if W is None else min(room, W - 1 + S), device=batch.q.device)
     at = torch.where(at < pages.length[:, None], at, -1)
     lag = batch.own[..., None] - at[:, None]
     seen = (at >= 0)[:, None] & (lag >= 0)
-    return *_take(pages, at, batch.q.dtype), seen if W is None else seen & (lag < W)
+    return at, seen if W is None else seen & (lag < W)
 
 
 def _take(pages: Pages, at: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [N R Hkv ·] in `dtype` of tokens at [N R], zeros where there is none. What is not asked for is not read: it may be NaN."""
+    """Keys and values [N R Hkv ·] in `dtype` of tokens at [N R], zeros where there is none."""
+    k, v = _rows(pages, at, pages.k, pages.v)
+    return k.to(dtype), v.to(dtype)
+
+
+def _rows(pages: Pages, at: Tensor, *columns: Tensor) -> list[Tensor]:
+    """[N R …] of each of `columns`' pages, of tokens at [N R], zeros where there is none. What is not asked for is not read: it may be NaN."""
     PG = pages.k.shape[1]
     there = (at >= 0) & (at < pages.length[:, None])
     at = torch.where(there, at, 0).long()
@@ -111,9 +136,9 @@ def _take(pages: Pages, at: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     page = torch.where(there, table.gather(1, at // PG), 0)
 
     def rows(x: Tensor) -> Tensor:
-        return torch.where(there[..., None, None], x[page, at % PG].to(dtype), 0)
+        return torch.where(there.view(*there.shape, *[1] * (x.dim() - 2)), x[page, at % PG], 0)
 
-    return rows(pages.k), rows(pages.v)
+    return [rows(x) for x in columns]
 
 
 def _room(pages: Pages) -> int:

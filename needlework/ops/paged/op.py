@@ -14,19 +14,30 @@ from needlework.ops.api import Impl, resolve
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import check, width
 from needlework.ops.paged import chunk, reference
-from needlework.ops.paged.arguments import Pages, check_lam, check_new, check_pages, check_scale
+from needlework.ops.paged.arguments import Bias, Pages, check_bias, check_decay, check_lam, check_new, check_pages, check_scale
 from needlework.ops.polar.arguments import Parameters
 from needlework.ops.runtime.launch_configs import misfit
 
 
 @torch.no_grad()
-def write_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Tensor, *, impl: Impl = "auto") -> None:
-    """Write new keys and values into their rows of the pages, in place.
+def write_pages(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Tensor,
+    *,
+    decay: Tensor | None = None,
+    decay_pages: Tensor | None = None,
+    impl: Impl = "auto",
+) -> None:
+    """Write new keys and values into their rows of the pages, in place, and what else a token's row has.
 
     k: [T Hkv d]. v: [T Hkv V]. Any floating dtype; they are rounded to that of the pages.
     k_pages, v_pages: [n PG Hkv d], [n PG Hkv V]; PG is a multiple of 16. The first axis may have any stride.
     rows: [T] int64, page · PG + row of each token; −1 writes nothing. A row that two tokens name holds either.
-    impl: "triton" is one kernel for both; "reference" and "torch" index. Nothing is returned, nothing is read back by "triton".
+    decay: [T Hq] float64, sums of log decays, with decay_pages [n PG Hq] float64, both or none (`paged_attention`).
+    impl: "triton" is one kernel for all; "reference" and "torch" index. Nothing is returned, nothing is read back by "triton".
     Raises ValueError for shapes or dtypes that do not fit.
 
     >>> import torch
@@ -38,11 +49,13 @@ def write_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Te
     (True, False)
     """
     check_new(k, v, k_pages, v_pages, rows)
+    check_decay(decay, decay_pages, len(k), None, k_pages)
     if resolve("paged", impl, k.device, lambda: None) != "triton":
-        return chunk.write(k, v, k_pages, v_pages, rows)
+        more = () if decay is None or decay_pages is None else ((decay, decay_pages),)
+        return chunk.write(rows, (k, k_pages), (v, v_pages), *more)
     from needlework.ops.paged.engine.op import paged_write
 
-    return paged_write(k, v, k_pages, v_pages, rows)
+    return paged_write(k, v, k_pages, v_pages, rows, decay, decay_pages)
 
 
 @torch.no_grad()
@@ -56,11 +69,14 @@ def paged_attention(
     cu_seqlens: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
+    slopes: Tensor | None = None,
+    decay: Tensor | None = None,
+    decay_pages: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Softmax attention of the newest tokens of N sequences, whose keys and values lie in pages.
 
-        o_i = Σ_j softmax_j(scale · q_i·k_j) v_j        over the keys with 0 <= i − j < window of the same sequence
+        o_i = Σ_j softmax_j(scale · q_i·k_j − m (i − j) + G_i − G_j) v_j    over the keys with 0 <= i − j < window of the same sequence
 
     q: [T Hq d]. Without cu_seqlens one query a sequence, T = N: its newest token. With it sequence n's queries are the tokens
         cu_seqlens[n] … cu_seqlens[n + 1) − 1, the last of its length[n]. Rows past cu_seqlens[N] are padding.
@@ -72,6 +88,9 @@ def paged_attention(
     cu_seqlens: [N+1] int32 or int64 from 0, never falling, to at most T; None: decode.
     window: W >= 1 shows each query its newest W keys, its own included; None shows all.
     scale: of the scores, above 0; None: d^-1/2.
+    slopes: m of each query head [Hq], ALiBi's; None: 0.
+    decay: G of the queries [T Hq], float64: the sum of a head's log decays up to a token, forgetting attention's; only differences
+        count, so that a sequence may begin at any number. decay_pages [n PG Hq]: of the keys, the queries' own included. Both or none.
 
     Returns o [T Hq V] in q's dtype; zeros in padded rows, in rows past cu_seqlens[N], and of a query without keys (length 0).
     Dtypes: q and the pages share one. float64 computes in float64, all else in float32; the kernels multiply operands as they are.
@@ -97,13 +116,14 @@ def paged_attention(
     """
     pages = check_pages(q, k_pages, v_pages, block_table, length, cu_seqlens, window)
     check_scale(scale)
+    bias = check_bias(Bias(slopes, decay, decay_pages), len(q), q.shape[1], pages)
     path = _path(q, pages, impl)
     if path == "triton":
         from needlework.ops.paged.engine.op import paged_softmax
 
-        return paged_softmax(q, *pages, scale)
+        return paged_softmax(q, *pages, scale, *(bias or Bias()))
     form = reference.paged_softmax if path == "reference" else chunk.softmax
-    return _plain(form, q, pages, scale).to(q.dtype)
+    return _plain(form, q, pages, scale, bias).to(q.dtype)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, Limit, OpSpec
 from needlework.ops.common.packing import sequences
-from needlework.ops.common.samples import keys, normal
+from needlework.ops.common.samples import keys, normal, uniform
 from needlework.ops.paged.op import paged_attention, paged_differential, paged_polar, write_pages
 from needlework.ops.paged.reference import differential, literal_attention, recurrent_attention
 from needlework.ops.polar.reference import literal_polar, recurrent_polar
@@ -39,8 +39,8 @@ class ReadPolar(NamedTuple):
 
 
 def served(
-    attend: Callable[..., Tensor | tuple[Tensor, ...]], q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None,
-    chunk_size: int = 16, impl: Impl = "auto", output_final_state: bool = False, window: int = WINDOW, **settings: Any,
+    attend: Callable[..., Tensor | tuple[Tensor, ...]], q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *,
+    cu_seqlens: Tensor | None = None, chunk_size: int = 16, impl: Impl = "auto", output_final_state: bool = False, window: int = WINDOW, **settings: Any,
 ) -> list[Tensor]:  # fmt: skip
     """The outputs of `attend` over pages of chunk_size rows, and those behind the window."""
     PG, device = chunk_size, q.device
@@ -53,7 +53,12 @@ def served(
     at = token - ends[n]
     table = torch.randperm(N * NB, generator=torch.Generator().manual_seed(0)).view(N, NB).to(device)
     pages = [torch.full((N * NB, 2, PG, *x.shape[1:]), torch.nan, dtype=x.dtype, device=device)[:, 1] for x in (k, v)]
-    write_pages(k, v, pages[0], pages[1], table[n, at // PG] * PG + at % PG, impl=impl)
+    decays = {}
+    if decay is not None:
+        decay = decay.flatten(0, 1).double()
+        held = decay.new_full((N * NB, 2, PG, decay.shape[1]), torch.nan)[:, 1]
+        decays = {"decay": decay, "decay_pages": held}
+    write_pages(k, v, pages[0], pages[1], table[n, at // PG] * PG + at % PG, **decays, impl=impl)
     table = torch.cat((table, table[:1]))  # of a padded row, which comes with every call
     third, one = length // 3, length.clamp(max=1)
     early, newest = at < third[n], at == length[n] - 1
@@ -64,7 +69,8 @@ def served(
         freed = torch.cat((freed, freed[:1] | True))
         held = torch.cat((held, held.new_tensor([-1])))
         where = {"block_table": torch.where(freed, -1, table).to(torch.int32), "length": held.to(torch.int32)}
-        found = attend(q[tokens], *pages, **where, **packing, window=W, impl=impl, **settings)
+        added = {} if decay is None else decays | {"decay": decay[tokens]}
+        found = attend(q[tokens], *pages, **where, **packing, **added, window=W, impl=impl, **settings)
         return list(found) if isinstance(found, tuple) else [found]
 
     def read(W: int | None) -> list[Tensor]:
@@ -120,6 +126,14 @@ def _with_lam(*given, **sizes: int) -> dict[str, Tensor]:
     return x | {"lam": torch.linspace(0.2, 0.9, x["q"].shape[2], dtype=x["q"].dtype)}
 
 
+def _forgetting(generator: torch.Generator, *given, **sizes: int) -> dict[str, Tensor]:
+    """A slope a head, and decays of which some are steep after a long past: only their differences count."""
+    x = inputs(generator, *given, **sizes)
+    B, T, Hq = x["q"].shape[:3]
+    decay = -uniform(generator, 0, 1, B, T, Hq).pow(4).mul(3).cumsum(1) - 1e4
+    return x | {"slopes": torch.linspace(0.05, 0.5, Hq, dtype=decay.dtype), "decay": decay}
+
+
 def _dense(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """PyTorch's attention."""
     lag = torch.arange(q.shape[1], device=q.device)[:, None] - torch.arange(q.shape[1], device=q.device)
@@ -130,6 +144,11 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor
 
 def _halves(q: Tensor, k: Tensor, v: Tensor, **_) -> Tensor:
     return _dense(q.chunk(2, -1)[0], k.chunk(2, -1)[0], v)
+
+
+def _falling(decay: Tensor, slopes: Tensor) -> Tensor:
+    """G_t = −m t, from any number on."""
+    return 7 - slopes * torch.arange(decay.shape[1], dtype=decay.dtype)[:, None].expand_as(decay)
 
 
 def _expanded(v: Tensor, Hq: int) -> Tensor:
@@ -149,8 +168,9 @@ SKIP = {
 
 
 def _spec(
-    name: str, read: Callable, chunk: Callable, recurrent: Callable, literal: Callable, half: tuple[str, ...], **more: Any
-) -> OpSpec:
+    name: str, read: Callable, chunk: Callable, recurrent: Callable, literal: Callable, half: tuple[str, ...],
+    tokens: tuple[str, ...] = ("q", "k", "v"), **more: Any,
+) -> OpSpec:  # fmt: skip
     return OpSpec(
         name=f"paged/{name}",
         chunk=chunk,
@@ -158,7 +178,7 @@ def _spec(
         literal=partial(read, partial(by_tokens, literal)),
         step=None,
         table=None,
-        tokens=("q", "k", "v"),
+        tokens=tokens,
         half=half,
         chunk_sizes=(16, 32, 48),  # of a page
         skip=SKIP,
@@ -180,6 +200,22 @@ SPECS: tuple[OpSpec, ...] = (
                 name="a window of one shows each query its own key alone",
                 left=lambda **x: SOFTMAX(**x, window=1).windowed,
                 right=lambda q, v, **_: _expanded(v, q.shape[2]),
+            ),
+        ),
+    ),
+    _spec(
+        "forgetting", _one, SOFTMAX, recurrent_attention, literal_attention, ("q", "k", "v"),
+        inputs=_forgetting, styles=("random",), tokens=("q", "k", "v", "decay"),
+        limits=(
+            Limit(
+                name="decays that fall by a slope a token are that slope",
+                left=lambda q, k, v, slopes, decay: SOFTMAX(q=q, k=k, v=v, slopes=slopes)[:2],
+                right=lambda q, k, v, slopes, decay: SOFTMAX(q=q, k=k, v=v, decay=_falling(decay, slopes))[:2],
+            ),
+            Limit(
+                name="without slopes and decays it is softmax attention",
+                left=lambda q, k, v, slopes, decay: SOFTMAX(q=q, k=k, v=v, slopes=0 * slopes, decay=torch.ones_like(decay))[:2],
+                right=lambda q, k, v, slopes, decay: SOFTMAX(q=q, k=k, v=v)[:2],
             ),
         ),
     ),

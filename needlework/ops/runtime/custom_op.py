@@ -100,7 +100,7 @@ def _counted(op: OpOverload) -> Callable:
     changed, _ = mutated_args_kwargs(op._schema)
 
     def count(keyset, *args):
-        increment_version([args[i] for i in changed])
+        increment_version([args[i] for i in changed if args[i] is not None])
         return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
     return count

@@ -69,9 +69,7 @@ def backward(
     """
     (T, H, K), V = q.shape[1:], v.shape[-1]
     N, rank, ACC = layout.N, len(w1), width(q)
-    constants = _constants(
-        config, q.dtype, H=H, K=K, V=V, rank=rank, previous=prediction == "previous", R=R, parts=layout.parts
-    )
+    constants = _constants(config, q.dtype, H=H, K=K, V=V, rank=rank, prediction=prediction, R=R, parts=layout.parts)
 
     # by content chunk, in rows of a multiple of 16 bytes: kernels are compiled once for all of their pointers
     steps = torch.arange(layout.longest, dtype=torch.int32, device=q.device)[:, None]
@@ -192,10 +190,10 @@ def _chain(
 
 
 def _constants(
-    config: LaunchConfig, dtype: torch.dtype, *, H: int, K: int, V: int, rank: int, previous: bool, R: int, parts: int
+    config: LaunchConfig, dtype: torch.dtype, *, H: int, K: int, V: int, rank: int, prediction: str, R: int, parts: int
 ) -> dict[str, Constants]:
     """Kernel -> its constexprs and options: the engine's, with every chunk an anchor where they are few, and the feedback's."""
-    engine = channel_constants(config, dtype, 1, H=H, HV=H, K=K, V=V, previous=previous, R=R)
+    engine = channel_constants(config, dtype, 1, H=H, HV=H, K=K, V=V, prediction=prediction, R=R)
     enter, overlap = engine.pop("adjoint"), overlapping(config)
     if parts <= FEW:
         for name in ("replay_forward", "replay_reverse", "pairs"):
@@ -231,8 +229,8 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     """The feedback's kernels, and the engine's as they are launched here."""
     own, solves, wide = (str(triton_dtype(x)) for x in (dtype, solve_dtype(dtype), width(torch.empty(0, dtype=dtype))))
     constants = {
-        parts: _constants(config, dtype, H=2, K=K, V=V, rank=32, previous=parts <= FEW, R=1, parts=parts)
-        for parts in (8, FEW + 1)
+        parts: _constants(config, dtype, H=2, K=K, V=V, rank=32, prediction=prediction, R=1, parts=parts)
+        for parts, prediction in ((8, "previous"), (FEW + 1, "decayed"))
     }
     types = dict.fromkeys(("p_f", "p_b", "p_do", "p_df", "p_db"), f"*{own}") | dict.fromkeys(("p_spans", "p_slots"), "*i32")
     gate = f"*{triton_dtype(_gate_dtype(dtype))}"

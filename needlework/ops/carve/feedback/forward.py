@@ -92,9 +92,9 @@ def _constants(
     prediction: str,
 ) -> tuple[Constants, Constants]:
     """The constexprs and options of `gates_kernel`, and of `walk_kernel` but SAVE and STRIDE."""
-    gates = intra_constants(config, dtype, 1, H=H, HV=H, K=K, scale=scale, previous=prediction == "previous", R=R)
+    gates = intra_constants(config, dtype, 1, H=H, HV=H, K=K, scale=scale, prediction=prediction, R=R)
     walk = scan_constants(config, dtype, 1, HV=H, K=K, V=V)
-    del gates["HV"], gates["RULE"], walk["HV"], walk["RULE"]
+    del gates["HV"], gates["RULE"], gates["GIVEN"], walk["HV"], walk["RULE"]
     sizes = {"BM": padded(V), "BR": next_power_of_2(rank), "L": L, "R": R}
     both = {"H": H} | overlapping(config)
     return gates | both, walk | sizes | both | {"RANK": rank}

@@ -74,5 +74,5 @@ def gates_kernel(
     couple(
         p_q, p_k, p_gates, p_beta, None, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole,
         chunk // NC * H + i_nh % H, chunk % NC, T, activated_gates,
-        SCALE, H, H, K, 1, PREVIOUS, R, C, LEVELS, FIRST, KB, LO, ST, ACC, ASM,
+        SCALE, H, H, K, 1, PREVIOUS, False, R, C, LEVELS, FIRST, KB, LO, ST, ACC, ASM,
     )  # fmt: skip

@@ -27,53 +27,68 @@ class Past(NamedTuple):
     fresh: Tensor | None = None  # [N]
 
 
+class Form(NamedTuple):
+    """What a weight [C W], or [C W+1] with a bias, and what follows it make of a kernel."""
+
+    W: int
+    bias: bool
+    after: str
+
+    @classmethod
+    def of(cls, weight: Tensor, after: str, bias: bool) -> "Form":
+        return cls(weight.shape[1] - bias, bias, after)
+
+
 @operator
 def conv_triton(
     x: Tensor, weight: Tensor, state: Tensor | None, ends: Tensor | None, document: Tensor | None, position: Tensor | None,
-    after: str, parts: list[int],
+    after: str, parts: list[int], bias: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """y of contiguous x [B T C], a tensor for each of `parts`, so many channels; the others as `Past` has them, contiguous."""
-    y = _apart(x, weight, state, ends, document, position, after, parts)
-    _forward(x, weight, Past(state, ends, document, position), after, parts, y)
+    """y of contiguous x [B T C], a tensor for each of `parts`, so many channels; the others as `Past` has them, contiguous.
+
+    weight [C W], or with `bias` [C W+1], the last of a channel its bias.
+    """
+    y = _apart(x, weight, state, ends, document, position, after, parts, bias)
+    _forward(x, weight, Past(state, ends, document, position), Form.of(weight, after, bias), parts, y)
     return y
 
 
 @step_operator("state")
 def conv_slots_triton(
     x: Tensor, weight: Tensor, state: Tensor, ends: Tensor | None, document: Tensor | None, position: Tensor | None,
-    slots: Tensor | None, fresh: Tensor | None, after: str, parts: list[int],
+    slots: Tensor | None, fresh: Tensor | None, after: str, parts: list[int], bias: bool,
 ) -> Tensor:  # fmt: skip
     """The same on a table [S W−1 C] of contiguous slots, which changes in place: y [B T ·] of each part, one after the other."""
     (B, T, C), N = x.shape, len(x) if ends is None else len(ends) - 1
     y = x.new_empty(x.numel())
     each = y.split([B * T * channels for channels in parts])
-    past = Past(state, ends, document, position, slots, fresh)
-    _forward(x, weight, past, after, parts, [one.view(B, T, c) for one, c in zip(each, parts, strict=True)])
+    past, form = Past(state, ends, document, position, slots, fresh), Form.of(weight, after, bias)
+    _forward(x, weight, past, form, parts, [one.view(B, T, c) for one, c in zip(each, parts, strict=True)])
     if N:
         kernel = conv_keep_kernel
         chosen = launch_config(ENGINE, x.device, x.dtype, C, C)
-        known = _constants(chosen, kernel, x.dtype, weight.shape[1], after, C=C, STRIDE=_stride(state))
+        known = _constants(chosen, kernel, x.dtype, form, C=C, STRIDE=_stride(state))
         run(kernel, (N, cdiv(C, known["BC"])), x, state, ends, slots, fresh, T, **known)
     return y
 
 
 @torch.library.register_fake(conv_triton)
-def _apart(x, weight, state, ends, document, position, after, parts):
+def _apart(x, weight, state, ends, document, position, after, parts, bias):
     return [x.new_empty(*x.shape[:2], channels) for channels in parts]
 
 
 @torch.library.register_fake(conv_slots_triton)
-def _(x, weight, state, ends, document, position, slots, fresh, after, parts):
+def _(x, weight, state, ends, document, position, slots, fresh, after, parts, bias):
     return x.new_empty(x.numel())
 
 
-def _forward(x: Tensor, weight: Tensor, past: Past, after: str, parts: list[int], y: list[Tensor]) -> None:
+def _forward(x: Tensor, weight: Tensor, past: Past, form: Form, parts: list[int], y: list[Tensor]) -> None:
     """`y` of every part."""
     if x.numel():
         chosen = launch_config(ENGINE, x.device, x.dtype, *x.shape[2:] * 2)
         each = x.split(parts, -1), weight.contiguous().split(parts), _split(past, parts), y
         for one, w, own, made in zip(*each, strict=True):
-            _launch(conv_forward_kernel, chosen, x, made, w.shape[1], own, after, one, w, made)
+            _launch(conv_forward_kernel, chosen, x, made, form, own, one, w, made)
 
 
 def _split(past: Past, parts: list[int]) -> list[Past]:
@@ -84,81 +99,87 @@ def _split(past: Past, parts: list[int]) -> list[Past]:
 
 
 @step_operator("state")
-def conv_step_triton(x: Tensor, weight: Tensor, state: Tensor, slots: Tensor | None, after: str, parts: list[int]) -> Tensor:
+def conv_step_triton(
+    x: Tensor, weight: Tensor, state: Tensor, slots: Tensor | None, after: str, parts: list[int], bias: bool
+) -> Tensor:  # fmt: skip
     """y of one token, x [B C] of contiguous rows, and its slots in place: y [B ·] of each part, one after the other [B C]."""
     y = x.new_empty(x.numel())
     if x.numel():
         (B, C), kernel = x.shape, conv_step_kernel
         sizes = {"C": C, "ROW": x.stride(0), "PARTS": tuple(parts), "STRIDE": _stride(state)}
-        known = _constants(launch_config(ENGINE, x.device, x.dtype, C, C), kernel, x.dtype, weight.shape[1], after, **sizes)
+        chosen = launch_config(ENGINE, x.device, x.dtype, C, C)
+        known = _constants(chosen, kernel, x.dtype, Form.of(weight, after, bias), **sizes)
         blocks = sum(cdiv(channels, known["BC"]) for channels in parts)
         run(kernel, (B, blocks), x, weight.contiguous(), y, state, slots, **known)
     return y
 
 
 @torch.library.register_fake(conv_step_triton)
-def _(x, weight, state, slots, after, parts):
+def _(x, weight, state, slots, after, parts, bias):
     return x.new_empty(x.numel())
 
 
 @backward_operator
 def conv_triton_bwd(
     dy: list[Tensor], x: Tensor, weight: Tensor, state: Tensor | None, ends: Tensor | None, document: Tensor | None,
-    position: Tensor | None, after: str,
+    position: Tensor | None, after: str, bias: bool,
 ) -> list[Tensor]:  # fmt: skip
     """dx, dweight and, of a state, dstate; a token's part of dweight is summed with those of its run first: no atomics."""
-    (B, T, C), W = x.shape, weight.shape[1]
+    (B, T, C), form = x.shape, Form.of(weight, after, bias)
     dx, dstate = torch.empty_like(x), None if state is None else torch.empty_like(state)
     if not x.numel():
         return [dx, torch.zeros_like(weight), *([] if dstate is None else [dstate.zero_()])]
     chosen = launch_config(ENGINE, x.device, x.dtype, C, C)
     runs, N = B * cdiv(T, chosen.launch[conv_backward_kernel.__name__]["BT"]), 0 if state is None else len(state)
-    dw = x.new_empty(runs + N, 4, C, dtype=accumulator(x.dtype))
+    dw = x.new_empty(runs + N, 4 + bias, C, dtype=accumulator(x.dtype))
     parts = [one.shape[-1] for one in dy]
     wide = (tensor.split(parts, -1) for tensor in (x, dx, dw))
     each = dy, weight.contiguous().split(parts), _split(Past(state, ends, document, position), parts), *wide
     for one_dy, w, own, one, one_dx, one_dw in zip(*each, strict=True):
-        _launch(conv_backward_kernel, chosen, x, one_dy, W, own, after, one_dy, one, w, one_dx, one_dw)
+        _launch(conv_backward_kernel, chosen, x, one_dy, form, own, one_dy, one, w, one_dx, one_dw)
     if state is not None and dstate is not None:
         wide = (tensor.split(parts, -1) for tensor in (state, dstate, dw[runs:]))
         for one_dy, one, w, *states in zip(dy, x.split(parts, -1), weight.contiguous().split(parts), *wide, strict=True):
-            own = _constants(chosen, conv_past_backward_kernel, x.dtype, W, after, C=len(w), ROW=C, STRIDE=_stride(state))
+            sizes = {"C": len(w), "ROW": C, "STRIDE": _stride(state)}
+            own = _constants(chosen, conv_past_backward_kernel, x.dtype, form, **sizes)
             grid = N, cdiv(len(w), own["BC"])
             run(conv_past_backward_kernel, grid, one_dy, one, w, *states, ends, T, **own)
-    dweight = dw.sum(0)[:W].flip(0).T.to(weight.dtype).contiguous()
+    dtaps = dw.sum(0)
+    dweight = torch.cat([dtaps[: form.W].flip(0), dtaps[4:]]).T.to(weight.dtype).contiguous()
     return [dx, dweight, *([] if dstate is None else [dstate])]
 
 
 @torch.library.register_fake(conv_triton_bwd)
-def _(dy, x, weight, state, ends, document, position, after):
+def _(dy, x, weight, state, ends, document, position, after, bias):
     return [torch.empty_like(x), weight.new_empty(weight.shape), *([] if state is None else [torch.empty_like(state)])]
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.after, _ = inputs
+    *tensors, after, _, bias = inputs
+    ctx.settings = after, bias
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, dy):
-    dx, dweight, *dstate = conv_triton_bwd([one.contiguous() for one in dy], *ctx.saved_tensors, ctx.after)
-    return dx, dweight, dstate[0] if dstate else None, *[None] * 5
+    dx, dweight, *dstate = conv_triton_bwd([one.contiguous() for one in dy], *ctx.saved_tensors, *ctx.settings)
+    return dx, dweight, dstate[0] if dstate else None, *[None] * 6
 
 
 differentiable(conv_triton, _backward, _save)
 
 
-def _launch(kernel, config: LaunchConfig, x: Tensor, part: Tensor, W: int, past: Past, after: str, *given: Tensor) -> None:
+def _launch(kernel, config: LaunchConfig, x: Tensor, part: Tensor, form: Form, past: Past, *given: Tensor) -> None:
     """`kernel` over the channels of `part`, which x has among others."""
     (B, T, C), packed = part.shape, past.position is not None
-    own = _constants(
-        config, kernel, x.dtype, W, after, C=C, ROW=x.shape[-1], STRIDE=_stride(past.state), PACKED=int(packed)
-    )  # fmt: skip
+    sizes = {"C": C, "ROW": x.shape[-1], "STRIDE": _stride(past.state), "PACKED": int(packed)}
+    own = _constants(config, kernel, x.dtype, form, **sizes)
     around = past.position if packed else x, past.state, past.document, past.slots, past.fresh
     run(kernel, (cdiv(C, own["BC"]), cdiv(T, own["BT"]), B), *given, *around, T, **own)
 
 
-def _constants(config: LaunchConfig, kernel, dtype: torch.dtype, W: int, after: str, **sizes: object) -> Constants:
-    known = sizes | {"W": W, "SILU": int(after == "silu"), "ADD": int(after == "add"), "ACC": TYPES[accumulator(dtype)]}
+def _constants(config: LaunchConfig, kernel, dtype: torch.dtype, form: Form, **sizes: object) -> Constants:
+    known = sizes | {"W": form.W, "BIAS": int(form.bias), "SILU": int(form.after == "silu"), "ADD": int(form.after == "add")}
+    known |= {"ACC": TYPES[accumulator(dtype)]}
     return {**config.launch[kernel.__name__], **{name: x for name, x in known.items() if name in kernel.arg_names}}
 
 
@@ -168,19 +189,20 @@ def _stride(state: Tensor | None) -> int:
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """All kernels on K channels of twice as many, of four taps: with SiLU on packed documents, and with the residual. The two over
-    all tokens without a state too, the forward one on a table."""
+    """All kernels on K channels of twice as many, of four taps: with SiLU on packed documents, with a bias and without, and with the
+    residual. The two over all tokens without a state too, the forward one on a table."""
     own, wide = NAMES[dtype], NAMES[accumulator(dtype)]
     types = dict.fromkeys(("p_x", "p_y", "p_dy", "p_dx", "p_state", "p_dstate"), f"*{own}")
     types |= dict.fromkeys(("p_w", "p_dw"), f"*{wide}") | dict.fromkeys(("p_slots", "p_document", "p_ends"), "*i64")
     types |= {"p_fresh": "*i1", "T": "i32"}
     walks = conv_forward_kernel, conv_backward_kernel
     on_states = *walks, conv_past_backward_kernel, conv_keep_kernel, conv_step_kernel
+    ways = (True, Form(4, False, "silu")), (True, Form(4, True, "silu")), (False, Form(4, False, "add"))
     cases = []
     for state, kernels in ((False, walks), (True, on_states)):
-        for kernel, (packed, after) in product(kernels, ((True, "silu"), (False, "add"))):
+        for kernel, (packed, form) in product(kernels, ways):
             sizes = {"C": K, "ROW": 2 * K, "STRIDE": 6 * K if state else 0, "PACKED": int(packed), "PARTS": (K, K)}
-            known, options = split(_constants(config, kernel, dtype, 4, after, **sizes))
+            known, options = split(_constants(config, kernel, dtype, form, **sizes))
             none = () if state else ("p_state",)
             none += () if state and packed else ("p_document", "p_ends")
             none += () if state and kernel is not conv_backward_kernel else ("p_slots", "p_fresh")

@@ -1,6 +1,6 @@
 """Causal depthwise convolution, and what follows it, in one pass over the tokens; its gradients in another.
 
-    c_t = Σ_l w_l x_{t−l}      dc = dy silu'(c), or dy      dx_t = Σ_l w_l dc_{t+l} (+ dy_t)      dw_l = Σ_t dc_t x_{t−l}
+    c_t = b + Σ_l w_l x_{t−l}      dc = dy silu'(c), or dy      dx_t = Σ_l w_l dc_{t+l} (+ dy_t)      dw_l = Σ_t dc_t x_{t−l}      db = Σ_t dc_t
 
 A program walks a run of tokens, four at a time, and keeps, for its channels, the last inputs and the last dc in registers: each
 number is read once, but for a few around the run.
@@ -25,21 +25,21 @@ from needlework.ops.common.kernels.conv_tokens import (
 
 @triton.jit
 def _made(
-    s, x0, x1, x2, x3, w0, w1, w2, w3, p_position, past, T, o_c, real,
+    s, x0, x1, x2, x3, w0, w1, w2, w3, wb, p_position, past, T, o_c, real,
     ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr,
     KIND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """y of token s, of the rows of x 0 to 3 before."""
     p = position_of(p_position, s, T, PACKED)
     p, x1, x2, x3 = seen(s, p, x1, x2, x3, past, T, o_c, real, ROW, W, STRIDE, KIND, ACC)
-    return fed(p, x0, x1, x2, x3, w0, w1, w2, w3, SILU, ADD)
+    return fed(p, x0, x1, x2, x3, w0, w1, w2, w3, wb, SILU, ADD)
 
 
 @triton.jit(do_not_specialize=["T"])
 def conv_forward_kernel(
     p_x, p_w, p_y, p_position, p_state, p_document, p_slots, p_fresh, T,
     C: tl.constexpr, ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-    SILU: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """BT tokens of BC of C channels of a row of the batch, four at a time while the next four are on their way. x and the state have
     the channels of other parts beside them, y has not. Pointers that are None have no part in it."""
@@ -52,22 +52,22 @@ def conv_forward_kernel(
     base = tl.program_id(2).to(tl.int64) * T
     p_x += base * ROW
     p_y += base * C
-    w0, w1, w2, w3 = taps(p_w, o_c, real, W, ACC)
+    w0, w1, w2, w3, wb = taps(p_w, o_c, real, W, BIAS, ACC)
     _, h3, h2, h1 = four_rows(p_x, lo - 4, T, ROW, o_c, real, ACC)  # 3, 2, 1 tokens before x0
     x0, x1, x2, x3 = four_rows(p_x, lo, T, ROW, o_c, real, ACC)
     for s in range(lo, hi, 4):
         n0, n1, n2, n3 = four_rows(p_x, s + 4, T, ROW, o_c, real, ACC)
         y0 = _made(
-            s, x0, h1, h2, h3, w0, w1, w2, w3, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, PACKED, KIND, ACC
+            s, x0, h1, h2, h3, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, PACKED, KIND, ACC
         )  # fmt: skip
         y1 = _made(
-            s + 1, x1, x0, h1, h2, w0, w1, w2, w3, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, PACKED, KIND, ACC
+            s + 1, x1, x0, h1, h2, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, PACKED, KIND, ACC
         )  # fmt: skip
         y2 = _made(
-            s + 2, x2, x1, x0, h1, w0, w1, w2, w3, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, PACKED, KIND, ACC
+            s + 2, x2, x1, x0, h1, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, PACKED, KIND, ACC
         )  # fmt: skip
         y3 = _made(
-            s + 3, x3, x2, x1, x0, w0, w1, w2, w3, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, PACKED, KIND, ACC
+            s + 3, x3, x2, x1, x0, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, PACKED, KIND, ACC
         )  # fmt: skip
         at = p_y + tl.cast(s, tl.int64) * C + o_c
         tl.store(at, y0.to(p_y.dtype.element_ty), mask=real)
@@ -80,7 +80,7 @@ def conv_forward_kernel(
 
 @triton.jit
 def _before(
-    s, dy, x0, x1, x2, x3, w0, w1, w2, w3, p_position, past, T, o_c, real,
+    s, dy, x0, x1, x2, x3, w0, w1, w2, w3, wb, p_position, past, T, o_c, real,
     ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr, KIND: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def _before(
     dc = dy
     if SILU:
         reach, x1, x2, x3 = seen(s, p, x1, x2, x3, past, T, o_c, real, ROW, W, STRIDE, KIND, ACC)
-        dc = slope(dy, weighted(reach, x0, x1, x2, x3, w0, w1, w2, w3), SILU)
+        dc = slope(dy, weighted(reach, x0, x1, x2, x3, w0, w1, w2, w3, wb), SILU)
     return dc, tl.where(p >= 1, dc, 0.0), tl.where(p >= 2, dc, 0.0), tl.where(p >= 3, dc, 0.0)
 
 
@@ -103,9 +103,9 @@ def _own(s, hi, a, b, c, d):
 def conv_backward_kernel(
     p_dy, p_x, p_w, p_dx, p_dw, p_position, p_state, p_document, p_slots, p_fresh, T,
     C: tl.constexpr, ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-    SILU: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dx of BT tokens of BC channels, and their part of dw: p_dw [B runs 4 ROW]. Three tokens past the run are walked too. What a state
+    """dx of BT tokens of BC channels, and their part of dw: p_dw [B runs 4+BIAS ROW]. Three tokens past the run are walked too. What a state
     has of dw is not in it.
 
     Four tokens s … s + 3 a turn, which finish dx of the four from s − 3 on; a, b, c, d are their dc by lag.
@@ -120,26 +120,26 @@ def conv_backward_kernel(
     p_dy += base * C
     p_x += base * ROW
     p_dx += base * ROW
-    w0, w1, w2, w3 = taps(p_w, o_c, real, W, ACC)
+    w0, w1, w2, w3, wb = taps(p_w, o_c, real, W, BIAS, ACC)
     _, h3, h2, h1 = four_rows(p_x, lo - 4, T, ROW, o_c, real, ACC)
     none = tl.zeros([BC], ACC)
     # what the tokens so far give dx of the last three
     from3, from2, from1 = none, none, none
-    g0, g1, g2, g3 = none, none, none, none
+    g0, g1, g2, g3, gb = none, none, none, none, none
     for s in range(lo, hi + 3, 4):
         x0, x1, x2, x3 = four_rows(p_x, s, T, ROW, o_c, real, ACC)
         e0, e1, e2, e3 = four_rows(p_dy, s, T, C, o_c, real, ACC)
         a0, a1, a2, a3 = _before(
-            s, e0, x0, h1, h2, h3, w0, w1, w2, w3, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, PACKED, KIND, ACC
+            s, e0, x0, h1, h2, h3, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, PACKED, KIND, ACC
         )  # fmt: skip
         b0, b1, b2, b3 = _before(
-            s + 1, e1, x1, x0, h1, h2, w0, w1, w2, w3, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, PACKED, KIND, ACC
+            s + 1, e1, x1, x0, h1, h2, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, PACKED, KIND, ACC
         )  # fmt: skip
         c0, c1, c2, c3 = _before(
-            s + 2, e2, x2, x1, x0, h1, w0, w1, w2, w3, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, PACKED, KIND, ACC
+            s + 2, e2, x2, x1, x0, h1, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, PACKED, KIND, ACC
         )  # fmt: skip
         d0, d1, d2, d3 = _before(
-            s + 3, e3, x3, x2, x1, x0, w0, w1, w2, w3, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, PACKED, KIND, ACC
+            s + 3, e3, x3, x2, x1, x0, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, PACKED, KIND, ACC
         )  # fmt: skip
         dx0 = from3 + a3 * w3
         dx1 = from2 + a2 * w2 + b3 * w3
@@ -166,42 +166,49 @@ def conv_backward_kernel(
         g1 += a1 * h1 + b1 * x0 + c1 * x1 + d1 * x2
         g2 += a2 * h2 + b2 * h1 + c2 * x0 + d2 * x1
         g3 += a3 * h3 + b3 * h2 + c3 * h1 + d3 * x0
+        if BIAS:
+            gb += a0 + b0 + c0 + d0
         h1, h2, h3 = x3, x2, x1
-    p_dw += (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * (4 * ROW) + o_c
+    p_dw += (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * ((4 + BIAS) * ROW) + o_c
     tl.store(p_dw, g0, mask=real)
     tl.store(p_dw + ROW, g1, mask=real)
     tl.store(p_dw + 2 * ROW, g2, mask=real)
     tl.store(p_dw + 3 * ROW, g3, mask=real)
+    if BIAS:
+        tl.store(p_dw + 4 * ROW, gb, mask=real)
 
 
 @triton.jit(do_not_specialize=["T"])
 def conv_past_backward_kernel(
     p_dy, p_x, p_w, p_state, p_dstate, p_dw, p_ends, T,
-    C: tl.constexpr, ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, ACC: tl.constexpr,
+    C: tl.constexpr, ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr, BIAS: tl.constexpr,
+    SILU: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dstate of BC channels of a sequence, and what its state has of dw: p_dw [N 4 ROW]. The first three tokens alone see it."""
+    """dstate of BC channels of a sequence, and what its state has of dw: p_dw [N 4+BIAS ROW]. The first three tokens alone see it."""
     n = tl.program_id(0)
     o_c = tl.program_id(1) * BC + tl.arange(0, BC)
     real = o_c < C
     lo, length = span_of(p_ends, n, T)
     p_dy += lo * C
     p_x += lo * ROW
-    w0, w1, w2, w3 = taps(p_w, o_c, real, W, ACC)
+    w0, w1, w2, w3, wb = taps(p_w, o_c, real, W, BIAS, ACC)
     slot = slot_of(None, n)
     h1 = held(p_state, slot, W - 2, ROW, W, STRIDE, o_c, real).to(ACC)
     h2 = held(p_state, slot, W - 3, ROW, W, STRIDE, o_c, real).to(ACC)
     h3 = held(p_state, slot, W - 4, ROW, W, STRIDE, o_c, real).to(ACC)
     x0, x1, x2, _ = four_rows(p_x, 0, length, ROW, o_c, real, ACC)
     e0, e1, e2, _ = four_rows(p_dy, 0, length, C, o_c, real, ACC)
-    a = slope(e0, weighted(3, x0, h1, h2, h3, w0, w1, w2, w3), SILU)
-    b = slope(e1, weighted(3, x1, x0, h1, h2, w0, w1, w2, w3), SILU)
-    c = slope(e2, weighted(3, x2, x1, x0, h1, w0, w1, w2, w3), SILU)
+    a = slope(e0, weighted(3, x0, h1, h2, h3, w0, w1, w2, w3, wb), SILU)
+    b = slope(e1, weighted(3, x1, x0, h1, h2, w0, w1, w2, w3, wb), SILU)
+    c = slope(e2, weighted(3, x2, x1, x0, h1, w0, w1, w2, w3, wb), SILU)
     at = p_dstate + slot * STRIDE + o_c
     tl.store(at + (W - 2) * ROW, (a * w1 + b * w2 + c * w3).to(p_dstate.dtype.element_ty), mask=real)
     tl.store(at + (W - 3) * ROW, (a * w2 + b * w3).to(p_dstate.dtype.element_ty), mask=real & (W > 2))
     tl.store(at + (W - 4) * ROW, (a * w3).to(p_dstate.dtype.element_ty), mask=real & (W > 3))
-    p_dw += slot * (4 * ROW) + o_c
+    p_dw += slot * ((4 + BIAS) * ROW) + o_c
     tl.store(p_dw, tl.zeros([BC], ACC), mask=real)
     tl.store(p_dw + ROW, a * h1, mask=real)
     tl.store(p_dw + 2 * ROW, a * h2 + b * h1, mask=real)
     tl.store(p_dw + 3 * ROW, a * h3 + b * h2 + c * h1, mask=real)
+    if BIAS:  # what it has of the bias is every token's, and in their part
+        tl.store(p_dw + 4 * ROW, tl.zeros([BC], ACC), mask=real)

@@ -1,6 +1,6 @@
 """One token's part of a causal depthwise convolution: its inputs of x and of a state, their sum, what follows it, and the slope of that.
 
-Lags l = 0 … 3; narrower weights have zeros. A token at position p of its document sees lags up to p in x. Without a state there is
+Lags l = 0 … 3; narrower weights have zeros. A channel's taps [W] end with its bias b, if there is one. A token at position p of its document sees lags up to p in x. Without a state there is
 nothing before; with one, [W−1 C] a sequence, lag l > p is its row W − 1 + p − l.
 """
 
@@ -15,18 +15,20 @@ def _input(p_x, s, T, ROW: tl.constexpr, o_c, real, ACC: tl.constexpr):
 
 
 @triton.jit
-def _tap(p_w, lag: tl.constexpr, o_c, real, W: tl.constexpr, ACC: tl.constexpr):
-    """The weight [C W] of a lag."""
-    return tl.load(p_w + o_c * W + (W - 1 - lag), mask=real & (lag < W), other=0.0).to(ACC)
+def _tap(p_w, lag: tl.constexpr, o_c, real, W: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constexpr):
+    """The weight of a lag; lag −1 is the bias."""
+    there = (lag < W) & (lag >= -BIAS)
+    return tl.load(p_w + o_c * (W + BIAS) + (W - 1 - lag), mask=real & there, other=0.0).to(ACC)
 
 
 @triton.jit
-def taps(p_w, o_c, real, W: tl.constexpr, ACC: tl.constexpr):
-    w0 = _tap(p_w, 0, o_c, real, W, ACC)
-    w1 = _tap(p_w, 1, o_c, real, W, ACC)
-    w2 = _tap(p_w, 2, o_c, real, W, ACC)
-    w3 = _tap(p_w, 3, o_c, real, W, ACC)
-    return w0, w1, w2, w3
+def taps(p_w, o_c, real, W: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constexpr):
+    w0 = _tap(p_w, 0, o_c, real, W, BIAS, ACC)
+    w1 = _tap(p_w, 1, o_c, real, W, BIAS, ACC)
+    w2 = _tap(p_w, 2, o_c, real, W, BIAS, ACC)
+    w3 = _tap(p_w, 3, o_c, real, W, BIAS, ACC)
+    wb = _tap(p_w, -1, o_c, real, W, BIAS, ACC)
+    return w0, w1, w2, w3, wb
 
 
 @triton.jit
@@ -109,15 +111,15 @@ def span_of(p_ends, n, T):
 
 
 @triton.jit
-def weighted(p, x0, x1, x2, x3, w0, w1, w2, w3):
+def weighted(p, x0, x1, x2, x3, w0, w1, w2, w3, wb):
     """c at position p, of the inputs 0 to 3 tokens before."""
-    return x0 * w0 + tl.where(p >= 1, x1 * w1, 0.0) + tl.where(p >= 2, x2 * w2, 0.0) + tl.where(p >= 3, x3 * w3, 0.0)
+    return wb + x0 * w0 + tl.where(p >= 1, x1 * w1, 0.0) + tl.where(p >= 2, x2 * w2, 0.0) + tl.where(p >= 3, x3 * w3, 0.0)
 
 
 @triton.jit
-def fed(p, x0, x1, x2, x3, w0, w1, w2, w3, SILU: tl.constexpr, ADD: tl.constexpr):
+def fed(p, x0, x1, x2, x3, w0, w1, w2, w3, wb, SILU: tl.constexpr, ADD: tl.constexpr):
     """y at position p, of the inputs 0 to 3 tokens before."""
-    c = weighted(p, x0, x1, x2, x3, w0, w1, w2, w3)
+    c = weighted(p, x0, x1, x2, x3, w0, w1, w2, w3, wb)
     if SILU:
         c = c / (1.0 + tl.exp(-c))
     if ADD:

@@ -12,7 +12,7 @@ from torch import Tensor
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pairs
-from needlework.ops.delta.channel.operands import Saved, operands, rule_of
+from needlework.ops.delta.channel.operands import RULES, Saved, operands, predicted, rule_of
 from needlework.ops.delta.channel.scan_bwd import adjoint, replay_forward, replay_reverse
 from needlework.ops.delta.gradient_scaling import divided
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
@@ -37,7 +37,7 @@ def backward(
         alignment, initial_state = segmented(alignment, segments), states.initial_state
     N, spans = alignment.N, alignment.spans
     rule = rule_of(beta, erase)
-    constants = channel_constants(config, q.dtype, rule, H=H, HV=HV, K=K, V=V, previous=prediction == "previous", R=R)
+    constants = channel_constants(config, q.dtype, rule, H=H, HV=HV, K=K, V=V, prediction=prediction, R=R)
     anchor = constants["replay_forward"]["ANCHOR"]
     slots = B * -(-T // C) // anchor + N + 1
 
@@ -102,7 +102,7 @@ def backward(
 
 
 def channel_constants(
-    config: LaunchConfig, dtype: torch.dtype, rule: int, *, H: int, HV: int, K: int, V: int, previous: bool, R: int
+    config: LaunchConfig, dtype: torch.dtype, rule: int, *, H: int, HV: int, K: int, V: int, prediction: str, R: int
 ) -> dict[str, Constants]:
     """Kernel -> its constexprs and options."""
     C = config.launch["shared"]["C"]
@@ -124,8 +124,8 @@ def channel_constants(
         "replay_reverse": launch["replay_reverse"] | walk | anchor | {"VP": padded(V), "BETA": int(rule == 1)},
         "couplings": launch["couplings"] | values | {"R": R, "PDL": 0} | gates,
         "pairs": launch["pairs"] | channels | anchor | gates | {
-            "G": HV // H, "LEVELS": C.bit_length() - 1, "PREVIOUS": int(previous), "PDL": 0, "HALF": int(half),
-        },
+            "G": HV // H, "LEVELS": C.bit_length() - 1, "PDL": 0, "HALF": int(half),
+        } | predicted(prediction),
     }  # fmt: skip
 
 
@@ -136,10 +136,10 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     kernels = {"adjoint": adjoint, "replay_forward": replay_forward, "replay_reverse": replay_reverse}
     kernels |= {"couplings": couplings, "pairs": pairs}
     cases = []
-    for rule, previous in ((0, False), (1, False), (1, True), (2, False)):
+    for rule, prediction in RULES:
         absent = {0: ("beta", "erase", "write", "e_hat", "A", "part"), 1: ("erase", "write"), 2: ("beta", "part")}[rule]
         absent += ("slots", "peaks")
-        for kernel, launch in channel_constants(config, dtype, rule, H=1, HV=2, K=K, V=V, previous=previous, R=1).items():
+        for kernel, launch in channel_constants(config, dtype, rule, H=1, HV=2, K=K, V=V, prediction=prediction, R=1).items():
             options = {name: launch.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in launch}
             columns = {"K": launch.get("KP", launch.get("BK")), "V": launch.get("VP", launch.get("BV")), "C": launch["C"]}
             signature = {}

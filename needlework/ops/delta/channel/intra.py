@@ -11,7 +11,7 @@ from torch import Tensor
 
 from needlework.ops.common.kernels.tile import capped
 from needlework.ops.common.shapes import width
-from needlework.ops.delta.channel.operands import Saved, case, rule_of, triton_dtype
+from needlework.ops.delta.channel.operands import RULES, Saved, case, predicted, rule_of, triton_dtype
 from needlework.ops.delta.inputs import solve_dtype
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, interpreted
 from needlework.ops.runtime.precompile import run
@@ -105,7 +105,7 @@ def given_gates(p_gates, at, inside, channel, in_K, ACC: tl.constexpr, ASM: tl.c
 def couple(
     p_q, p_k, p_gates, p_beta, p_erase, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole, i_bh, i_c, T, GATES: tl.constexpr,
     SCALE: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, RULE: tl.constexpr, PREVIOUS: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr, KB: tl.constexpr, LO: tl.constexpr,
+    GIVEN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr, KB: tl.constexpr, LO: tl.constexpr,
     ST: tl.constexpr, ACC: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """All that chunk i_c of row and value head i_bh needs. GATES: base-2 gates from p_gates (`given_gates`).
@@ -133,7 +133,8 @@ def couple(
         hi, lo = split_gates(x, ST, LO)
         e = k
         if RULE == 2:
-            e = (k.to(ACC) * tl.load(p_erase + o_value, mask=inside, other=0.0).to(ACC)).to(ST)
+            erase = tl.load(p_erase + o_value, mask=inside, other=0.0).to(ACC)
+            e = (erase if GIVEN else k.to(ACC) * erase).to(ST)
         for level in tl.static_range(FIRST, LEVELS):
             # pairs of a row in the second and a key in the first half of a block refer to the first half's end
             half_r, half_c = r >> level, c >> level
@@ -177,7 +178,7 @@ def couple(
 def intra_kernel(
     p_q, p_k, p_g, p_beta, p_erase, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole, T,
     SCALE: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, RULE: tl.constexpr, PREVIOUS: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr, KB: tl.constexpr, LO: tl.constexpr,
+    GIVEN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr, KB: tl.constexpr, LO: tl.constexpr,
     ST: tl.constexpr, ACC: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one value head, gates given."""
@@ -185,7 +186,7 @@ def intra_kernel(
     couple(
         p_q, p_k, (p_g,), p_beta, p_erase, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole,
         tl.program_id(0) // NC, tl.program_id(0) % NC, T, given_gates,
-        SCALE, H, HV, K, RULE, PREVIOUS, R, C, LEVELS, FIRST, KB, LO, ST, ACC, ASM,
+        SCALE, H, HV, K, RULE, PREVIOUS, GIVEN, R, C, LEVELS, FIRST, KB, LO, ST, ACC, ASM,
     )  # fmt: skip
 
 
@@ -213,14 +214,14 @@ def intra(
     run(
         intra_kernel, (B * HV * NC,),
         q, k, g, beta, erase, saved.q_hat, saved.e_hat, saved.k_hat, saved.Tp, saved.Pp, saved.whole, T,
-        **intra_constants(config, q.dtype, rule, H=H, HV=HV, K=K, scale=scale, previous=prediction == "previous", R=R),
+        **intra_constants(config, q.dtype, rule, H=H, HV=HV, K=K, scale=scale, prediction=prediction, R=R),
     )  # fmt: skip
     return saved
 
 
 def intra_constants(
     config: LaunchConfig, dtype: torch.dtype, rule: int, *,
-    H: int, HV: int, K: int, scale: float, previous: bool, R: int,
+    H: int, HV: int, K: int, scale: float, prediction: str, R: int,
 ) -> Constants:  # fmt: skip
     """The constexprs and options of `intra_kernel`."""
     C = config.launch["shared"]["C"]
@@ -235,7 +236,7 @@ def intra_constants(
         "FIRST": R.bit_length() - 1,
     }
     constants |= {"ST": triton_dtype(solve_dtype(dtype)), "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
-    return constants | {"SCALE": scale, "H": H, "HV": HV, "K": K, "RULE": rule, "PREVIOUS": int(previous)}
+    return constants | {"SCALE": scale, "H": H, "HV": HV, "K": K, "RULE": rule} | predicted(prediction)
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
@@ -244,8 +245,8 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     types = dict.fromkeys(("p_q", "p_k", "p_beta", "p_erase"), own) | {"p_g": wide, "p_whole": wide, "T": "i32"}
     types |= dict.fromkeys(("p_q_hat", "p_e_hat", "p_k_hat", "p_Tp", "p_Pp"), solves)
     cases = []
-    for rule, previous in ((0, False), (1, False), (1, True), (2, False)):
-        constants = intra_constants(config, dtype, rule, H=1, HV=2, K=K, scale=K**-0.5, previous=previous, R=1)
+    for rule, prediction in RULES:
+        constants = intra_constants(config, dtype, rule, H=1, HV=2, K=K, scale=K**-0.5, prediction=prediction, R=1)
         absent = {0: ("p_beta", "p_erase", "p_e_hat", "p_Tp"), 1: ("p_erase",), 2: ("p_beta",)}[rule]
         cases.append(case(intra_kernel, types, constants, absent))
     return cases

@@ -175,7 +175,7 @@ def pairs(
     p_spans, p_P, p_A, p_q, p_k, p_g, p_beta, p_erase, p_dq_hat, p_de_hat, p_dk_hat, p_x, p_divisor, p_part, p_sums, p_back, p_level, p_one,
     p_dq, p_dk, p_dg, p_dbeta, p_derase,
     scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KB: tl.constexpr, LEVELS: tl.constexpr,
-    BETA: tl.constexpr, GATES: tl.constexpr, PREVIOUS: tl.constexpr, ANCHOR: tl.constexpr,
+    BETA: tl.constexpr, GATES: tl.constexpr, PREVIOUS: tl.constexpr, GIVEN: tl.constexpr, ANCHOR: tl.constexpr,
     PDL: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """All of an anchor's chunks, last first, for one value head, KB channels at a time.
@@ -238,7 +238,8 @@ def pairs(
             if BETA:
                 e = (k * beta[None, :]).to(OT)
             if GATES:
-                e = (k * tl.load(p_erase + o_k, mask=m_k, other=0.0).to(ACC)).to(OT)
+                erase = tl.load(p_erase + o_k, mask=m_k, other=0.0).to(ACC)
+                e = (erase if GIVEN else k * erase).to(OT)
 
             # the whole chunk: from its start, and to its end
             F = _factor(_sum_of(x, till, ACC), HALF)
@@ -306,8 +307,9 @@ def pairs(
                 dbeta += tl.sum(k * de, 0) * divisor
                 dk += beta[None, :] * de
             if GATES:
-                tl.store(p_derase + o_k, k * de * divisor, mask=m_k)
-                dk += tl.load(p_erase + o_k, mask=m_k, other=0.0).to(ACC) * de
+                tl.store(p_derase + o_k, (de if GIVEN else k * de) * divisor, mask=m_k)
+                if not GIVEN:
+                    dk += tl.load(p_erase + o_k, mask=m_k, other=0.0).to(ACC) * de
             tl.store(p_dq + o_k, dq * (scale * divisor), mask=m_k)
             tl.store(p_dk + o_k, dk * divisor, mask=m_k)
             tl.store(p_dg + o_k, dg * divisor, mask=m_k)

@@ -25,7 +25,7 @@ class Saved(NamedTuple):
     last (0 on the others); rows of one token do not couple in A; "previous" leaves out the gate of the row's own *token*.
 
     G is the inclusive sum of g in the chunk; E = G for "decayed", G without the own token's gate for "previous";
-    u = e = k (beta), or e = erase ⊙ k (gates). The chunk: r = beta ∘ (v − ê S₀) or write ∘ v − ê S₀;
+    u = e = k (beta), or e = erase ⊙ k (gates), erase itself for "given". The chunk: r = beta ∘ (v − ê S₀) or write ∘ v − ê S₀;
     W = T' r; o = q̂ S₀ + P' W; S_C = e^{GC} ∘ S₀ + k̂ᵀ W.       (scale is inside q̂ and P'; W = v for additive rules)
     """
 
@@ -39,9 +39,24 @@ class Saved(NamedTuple):
     W: Tensor | None  # [B T HV V] ST; None without `save`
 
 
+RULES = (
+    (0, "decayed"),
+    (1, "decayed"),
+    (1, "previous"),
+    (2, "decayed"),
+    (2, "previous"),
+    (2, "given"),
+)  # `rule_of` and its prediction
+
+
 def rule_of(beta: Tensor | None, erase: Tensor | None) -> int:
     """0: additive, 1: beta, 2: erase and write gates."""
     return 2 if erase is not None else int(beta is not None)
+
+
+def predicted(prediction: str) -> dict[str, int]:
+    """Of the kernels that make e: PREVIOUS leaves the own token's decay out of it, GIVEN takes erase for it."""
+    return {"PREVIOUS": int(prediction != "decayed"), "GIVEN": int(prediction == "given")}
 
 
 Tile = Tensor | TensorDescriptor

@@ -31,9 +31,24 @@ def scores(b_q, b_k, ACC: tl.constexpr):
 
 
 @triton.jit
+def _added(
+    s, slope, gone, p_pages, o_row, o_t, inside, own, i_h, SCALE: tl.constexpr, H: tl.constexpr, MASK: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    """Scores with −m (i − j) + G_i − G_j, all in units of SCALE. slope: m of each row; gone: G_i, float64 as p_pages; None for none."""
+    if slope is not None:
+        s -= slope[:, None] / SCALE * (own[:, None] - o_t[None, :]).to(ACC)
+    if gone is not None:
+        # a difference of float64, or the digits of a long past would be lost
+        there = inside if MASK else o_t >= 0
+        b_G = tl.load((p_pages + o_row * H)[None, :] + i_h[:, None], mask=there[None, :], other=0.0)
+        s += ((gone[:, None] - b_G) / SCALE).to(ACC)
+    return s
+
+
+@triton.jit
 def _over_pages(
-    m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, lo, hi, oldest, newest, own, sc, W,
-    HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PG: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr, BN: tl.constexpr,
+    m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, lo, hi, oldest, newest, own, sc, W, slope, gone, p_held, i_h,
+    H: tl.constexpr, SG: tl.constexpr, SCALE: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PG: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, READ: tl.constexpr, ACC: tl.constexpr, ALONE: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip
@@ -47,9 +62,13 @@ def _over_pages(
             o_row = o_row.to(tl.int64)  # a page may be a slot of any length
         b_k = page_rows(p_k + pages * SK, o_row, inside, i_kv, HK, K, BK, MASK).to(b_q.dtype)
         b_v = page_rows(p_v + pages * SV, o_row, inside, i_kv, HK, V, BV, MASK).to(b_q.dtype)
+        if gone is not None:
+            p_own = p_held + pages * SG
+        else:
+            p_own = p_held
         # asked for a tile ahead: an address that waits for its page's number would take half of the pipeline's stages
         pages = page_numbers(p_table, j + 1, hi, oldest, newest, PG, BN)
-        s = scores(b_q, b_k, ACC)
+        s = _added(scores(b_q, b_k, ACC), slope, gone, p_own, o_row, o_t, inside, own, i_h, SCALE, H, MASK, ACC)
         if MASK:
             if ALONE:
                 s = tl.where(inside[None, :], s, float("-inf"))
@@ -64,14 +83,15 @@ def _over_pages(
 @triton.jit(do_not_specialize=["N", "T", "NB", "W", "splits"])
 def attend(
     p_q, p_k, p_v, p_table, p_length, p_ends, p_alpha, p_beta, p_gamma, p_base, p_null, p_lam, p_o, p_mag, p_stats, p_S,
-    N, T, NB, W, splits,
-    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PG: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr,
+    p_slopes, p_decay, p_held, N, T, NB, W, splits,
+    SG: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PG: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr,
     BM: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr,
     LEAST: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr,
     ACC: tl.constexpr, OT: tl.constexpr,
 ):  # fmt: skip
     """One split of a tile of BT tokens and a key-value head: BM rows, of a token and a query head, or one of its two vectors.
 
+    p_slopes [H], p_decay [T H] of the queries and p_held of the keys' pages: None where nothing is added to the scores.
     p_stats [T H vectors splits 3]: M, L, Q₂; p_S [T H vectors splits V]; both with SPLIT alone.
     """
     G: tl.constexpr = H // HK
@@ -117,6 +137,12 @@ def attend(
     b_q = tl.load(p_q + row[:, None] * K + o_k[None, :], mask=real, other=0.0)
     seen = tl.minimum(o_own + 1, W)
     sc = gain_of(p_alpha, p_gamma, p_base, i_h, seen, SCALE, READ, ACC)
+    slope = None
+    if p_slopes is not None:
+        slope = tl.load(p_slopes + i_h).to(ACC)
+    gone = None
+    if p_decay is not None:
+        gone = tl.load(p_decay + row, mask=ours, other=0.0)
 
     m = tl.full([BM], NONE, ACC)
     l = tl.zeros([BM], ACC)
@@ -125,24 +151,24 @@ def attend(
     p_table += tl.cast(i_n, tl.int64) * NB
     if BT == 1:
         m, l, q2, acc = _over_pages(
-            m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, lo, hi, oldest, newest, o_own, sc, W,
-            HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, True, True,
+            m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, lo, hi, oldest, newest, o_own, sc, W, slope, gone, p_held, i_h,
+            H, SG, SCALE, HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, True, True,
         )  # fmt: skip
     else:
         # before `full` a token of the tile does not see all of a tile of keys because of its window, from `diagonal` on because of the future
         full = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(newest - W + 1, 0), BN), lo), hi)
         diagonal = tl.minimum(tl.maximum((own + 1) // BN, full), hi)
         m, l, q2, acc = _over_pages(
-            m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, lo, full, oldest, newest, o_own, sc, W,
-            HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, False, True,
+            m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, lo, full, oldest, newest, o_own, sc, W, slope, gone, p_held, i_h,
+            H, SG, SCALE, HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, False, True,
         )  # fmt: skip
         m, l, q2, acc = _over_pages(
-            m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, full, diagonal, oldest, newest, o_own, sc, W,
-            HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, False, False,
+            m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, full, diagonal, oldest, newest, o_own, sc, W, slope, gone, p_held, i_h,
+            H, SG, SCALE, HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, False, False,
         )  # fmt: skip
         m, l, q2, acc = _over_pages(
-            m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, diagonal, hi, oldest, newest, o_own, sc, W,
-            HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, False, True,
+            m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, diagonal, hi, oldest, newest, o_own, sc, W, slope, gone, p_held, i_h,
+            H, SG, SCALE, HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, False, True,
         )  # fmt: skip
 
     o_v = tl.arange(0, BV)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 
-from needlework.ops.paged.arguments import Pages
+from needlework.ops.paged.arguments import Bias, Pages
 from needlework.ops.paged.engine import readout
 from needlework.ops.paged.engine.attend import attend, merge
 from needlework.ops.paged.engine.write import write
@@ -31,27 +31,34 @@ ONLY_WITH = {
     "SPLIT": ("p_stats", "p_S"),
 }
 ALL = 2**30  # a window that no sequence fills
+NO_BIAS = Bias()
 
 
-@step_operator("k_pages", "v_pages")
-def paged_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Tensor) -> None:
+@step_operator("k_pages", "v_pages", "decay_pages")
+def paged_write(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Tensor, decay: Tensor | None, decay_pages: Tensor | None
+) -> None:  # fmt: skip
     if len(k):
         k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (k, v))
-        run(write, (len(k),), k, v, k_pages, v_pages, rows.contiguous(), **write_constants(k, v, k_pages, v_pages))
+        decay = None if decay is None else decay.contiguous()
+        known = write_constants(k, v, k_pages, v_pages, decay_pages)
+        run(write, (len(k),), k, v, k_pages, v_pages, rows.contiguous(), decay, decay_pages, **known)
 
 
 @torch.library.register_fake(paged_write)
-def _(k, v, k_pages, v_pages, rows):
+def _(k, v, k_pages, v_pages, rows, decay, decay_pages):
     return None
 
 
 @operator
 def paged_softmax(
     q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, length: Tensor, cu_seqlens: Tensor | None, window: int | None,
-    scale: float | None,
+    scale: float | None, slopes: Tensor | None, decay: Tensor | None, decay_pages: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """o [T Hq V] of q [T Hq d] on pages k [n PG Hkv d], v [n PG Hkv V]."""
-    return _launch(q, Pages(k, v, block_table, length, cu_seqlens, window), SOFTMAX, scale=scale)[0]
+    slopes, decay = (None if x is None else x.contiguous() for x in (slopes, decay))
+    bias = Bias(slopes, decay, decay_pages)
+    return _launch(q, Pages(k, v, block_table, length, cu_seqlens, window), SOFTMAX, scale=scale, bias=bias)[0]
 
 
 @operator
@@ -136,6 +143,7 @@ def _launch(
     parameters: Parameters | None = None,
     lam: Tensor | None = None,
     scale: float | None = None,
+    bias: Bias = NO_BIAS,
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs and magnitudes, which are Polar's alone."""
     shape, T, wide = Shape.of(q, pages), len(q), accumulator(q.dtype)
@@ -155,14 +163,14 @@ def _launch(
     room = min(NB * shape.PG, W + tile.BT + BN)  # keys that a tile may see
     # enough programs for the machine, and no split that could never have keys
     splits = max(1, min(config.launch["shared"]["programs"] // (tiles * shape.HK), cdiv(cdiv(room, BN), least)))
-    known["SPLIT"] = int(splits > 1)
+    known |= {"SPLIT": int(splits > 1), "SG": 0 if bias.pages is None else bias.pages.stride(0)}
     stats, S = (q.new_empty(T, shape.H, vectors, splits, D, dtype=wide) if splits > 1 else None for D in (3, shape.V))
     q, table, length = q.contiguous(), pages.block_table.contiguous(), pages.length.contiguous()
     ends = None if pages.cu_seqlens is None else pages.cu_seqlens.contiguous()
     extra = *(parameters or (None,) * len(Parameters._fields)), lam
     run(
-        attend, (tiles * shape.HK * splits,), q, pages.k, pages.v, table, length, ends, *extra, o, magnitude, stats, S, N, T, NB, W,
-        splits, **known,
+        attend, (tiles * shape.HK * splits,), q, pages.k, pages.v, table, length, ends, *extra, o, magnitude, stats, S, *bias, N, T,
+        NB, W, splits, **known,
     )  # fmt: skip
     if splits > 1:
         known = constants(config, merge, q.dtype, shape, tile, read, packed=packed, lam=lam, scale=scale)
@@ -187,22 +195,25 @@ def constants(
     return {name: x for name, x in known.items() if name in kernel.arg_names} | dict(launch)
 
 
-def write_constants(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> Constants:
+def write_constants(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, decay_pages: Tensor | None = None) -> Constants:
     NK, NV = k[0].numel(), v[0].numel()
+    NG, SG = (0, 0) if decay_pages is None else (decay_pages.shape[2], decay_pages.stride(0))
     return dict(
         PG=k_pages.shape[1], NK=NK, NV=NV, TK=k.stride(0), TV=v.stride(0), SK=k_pages.stride(0), SV=v_pages.stride(0),
-        BK=next_power_of_2(NK), BV=next_power_of_2(NV), num_warps=4,
+        BK=next_power_of_2(NK), BV=next_power_of_2(NV), NG=NG, SG=SG, BG=next_power_of_2(max(NG, 1)), num_warps=4,
     )  # fmt: skip
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Of four query heads a group, by every read-out: decode and prefill, in splits on pages of 16 tokens and unsplit on those of whole
-    tiles; and the write."""
+    """Of four query heads a group, by every read-out, softmax with a bias too: decode and prefill, in splits on pages of 16 tokens and
+    unsplit on those of whole tiles; and the write."""
     own, number = NAMES[dtype], "*fp64" if dtype == torch.float64 else "*fp32"
     cases = []
     integers = dict.fromkeys(("p_table", "p_length"), "*i32") | dict.fromkeys(("p_ends", "p_rows"), "*i64")
     integers |= dict.fromkeys(("N", "T", "NB", "W", "splits"), "i32")
     types = dict.fromkeys(("p_q", "p_k", "p_v", "p_o", "p_k_pages", "p_v_pages"), f"*{own}") | integers
+    types |= {"p_decay": "*fp64", "p_held": "*fp64"}
+    plain, decays = {"p_slopes": None, "p_decay": None, "p_held": None}, {"p_decay": None, "p_held": None}
 
     def case(kernel, known: Constants) -> None:
         known, options = split(known)
@@ -211,14 +222,16 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         signature = {name: types.get(name, number) for name in kernel.arg_names if name not in known}
         cases.append(Case(kernel, signature, known, options))
 
-    for read, packed, (PG, SPLIT) in product(READS, (False, True), ((16, 1), (64, 0))):
+    reads = *((read, plain) for read in READS), (SOFTMAX, {})
+    for (read, bias), packed, (PG, SPLIT) in product(reads, (False, True), ((16, 1), (64, 0))):
         shape = Shape(8, 2, K, V, PG, PG * 2 * K, PG * 2 * V)
         tile = Tile.of(config, shape, read, 4096, 1 if packed else None)
-        case(attend, constants(config, attend, dtype, shape, tile, read, packed=packed) | {"SPLIT": SPLIT})
+        case(attend, constants(config, attend, dtype, shape, tile, read, packed=packed) | {"SPLIT": SPLIT, "SG": PG * 8} | bias)
         if SPLIT:
             case(merge, constants(config, merge, dtype, shape, tile, read, packed=packed))
     k, v, k_pages, v_pages = (
         torch.empty(*sizes, device="meta") for sizes in ((1, 2, K), (1, 2, V), (1, 16, 2, K), (1, 16, 2, V))
     )
-    case(write, write_constants(k, v, k_pages, v_pages))
+    case(write, write_constants(k, v, k_pages, v_pages) | decays)
+    case(write, write_constants(k, v, k_pages, v_pages, torch.empty(1, 16, 8, device="meta")))
     return cases

@@ -1,0 +1,174 @@
+"""What a call of Mamba-3's kernels launches, forward and backward, around the additive engine's."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from needlework.ops.mamba3.siso.angles import gates_bwd_kernel, starts_kernel, totals_kernel
+from needlework.ops.mamba3.siso.rows import add_own_kernel, rows_kernel
+from needlework.ops.mamba3.siso.rows_bwd import rows_bwd_kernel
+from needlework.ops.mamba3.siso.tiles import ENGINE, OF_TILES, Tiles, arguments, sizes
+from needlework.ops.runtime.each import each
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, split
+from needlework.ops.runtime.precompile import kind, meta, precompile, run
+from needlework.ops.runtime.triton_types import NAMES, accumulator
+
+
+class Inputs(NamedTuple):
+    """Tensors of a call, contiguous; the state's are all given or none is. Their gradients come back as `Inputs` too."""
+
+    q: Tensor  # [B T H K]
+    k: Tensor  # [B T H K]
+    v: Tensor  # [B T HV V]
+    g: Tensor  # [B T HV], as the next three float32 or float64
+    dt: Tensor  # [B T HV]
+    lam: Tensor  # [B T HV]
+    rate: Tensor  # [B T m] tanh(a)
+    q_bias: Tensor | None  # [HV K]
+    k_bias: Tensor | None  # [HV K]
+    S: Tensor | None = None  # [N HV K V]
+    k0: Tensor | None = None  # [N HV 1 K]
+    v0: Tensor | None = None  # [N HV V]
+    angle0: Tensor | None = None  # [N HV m]
+
+    @classmethod
+    def of(cls, *tensors: Tensor | None) -> "Inputs":
+        q, k, v, g, dt, lam, rate, *rest = each(Tensor.contiguous, *tensors)
+        assert q is not None and k is not None and v is not None
+        assert g is not None and dt is not None and lam is not None and rate is not None
+        return cls(q, k, v, g, dt, lam, rate, *rest)
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory, of what is computed in where no dtype is given."""
+        return self.v.new_empty(shape, dtype=accumulator(self.q.dtype) if dtype is None else dtype)
+
+    def constants(self, tiles: Tiles, kernel: str, halves: bool) -> Constants:
+        (H, K), (HV, V) = self.q.shape[2:], self.v.shape[2:]
+        return sizes(tiles.config, kernel, self.q.dtype, H, HV, K, V, self.rate.shape[-1], tiles.F, halves)
+
+
+class Kept(NamedTuple):
+    """What the forward leaves for the backward."""
+
+    start: Tensor  # [tiles HV m] float64: half-turns before each tile
+    same: Tensor  # [B T HV] (q + b_q)ᵀ(k + b_k)
+    q: Tensor  # rows: [B T+F HV ·] or [1 T+NF HV ·]
+    k: Tensor
+    u: Tensor
+    g: Tensor | None  # [B T+F HV]; None where there are no more rows than tokens
+    power: Tensor | None  # [3 B HV] float32: a, b and c; None where nothing is divided
+
+    def of_engine(self, given: Inputs) -> tuple[Tensor | None, ...]:
+        """q, k, v and g of the engine's operators, and what an additive rule has not."""
+        return self.q, self.k, self.u, given.g if self.g is None else self.g, None, None, None
+
+
+def made(given: Inputs, tiles: Tiles, power: Tensor | None, halves: bool) -> tuple[Kept, Tensor, Tensor]:
+    """What the engine is given, and the final k and angle."""
+    key = ENGINE, tiles.config.name, kind(*given), tiles.cu_seqlens is not None, tiles.F, power is not None, halves
+    precompile(given.q.device, key, lambda: _launches(given, tiles, power, halves))
+    return _rows(given, tiles, power, halves)
+
+
+def _launches(given: Inputs, tiles: Tiles, power: Tensor | None, halves: bool) -> None:
+    """What a call and its backward launch, on meta tensors; the engine sees to its own."""
+    given, (power,) = Inputs(*meta(*given)), meta(power)
+    kept, k_end, angle_end = _rows(given, tiles, power, halves)
+    do = with_own(kept.u, given, kept, tiles)
+    g = kept.same if kept.g is None else kept.g
+    ends = (k_end, angle_end) if tiles.F else (None, None)
+    gradients(do, (kept.q, kept.k, kept.u, g), *ends, given, kept, tiles, halves)
+
+
+def _rows(given: Inputs, tiles: Tiles, power: Tensor | None, halves: bool) -> tuple[Kept, Tensor, Tensor]:
+    (B, T, HV, V), K, m = given.v.shape, given.q.shape[-1], given.rate.shape[-1]
+    rows, programs = tiles.rows(B), (tiles.count * HV,)
+    total, start = (given.new(tiles.count, HV, m, dtype=torch.float64) for _ in range(2))
+    angle_end, k_end = given.new(tiles.N, HV, m), given.new(*((tiles.N, HV, 1, K) if tiles.F else (0,)))
+    constants = given.constants(tiles, "totals", halves)
+    run(totals_kernel, programs, given.rate, given.dt, total, *tiles.arguments(), **arguments(totals_kernel, constants))
+    _starts(total, given.angle0, start, angle_end, given, tiles, halves, reverse=False)
+    q, k, u = (given.new(*rows, HV, D, dtype=given.q.dtype) for D in (K, K, V))
+    same, g = given.new(B, T, HV), given.new(*rows, HV) if tiles.F else None
+    run(
+        rows_kernel, programs,
+        *given[:9], start, given.k0, given.v0, power, q, k, u, g, same, k_end if tiles.F else None, *tiles.arguments(),
+        **arguments(rows_kernel, given.constants(tiles, "rows", halves)),
+    )  # fmt: skip
+    return Kept(start, same, q, k, u, g, power), k_end, angle_end
+
+
+def _starts(
+    total: Tensor, at_first: Tensor | None, start: Tensor, end: Tensor, given: Inputs, tiles: Tiles, halves: bool, *, reverse: bool
+) -> None:  # fmt: skip
+    constants = given.constants(tiles, "starts", halves) | {"REVERSE": int(reverse)}
+    programs = (tiles.N * given.v.shape[2],)
+    run(starts_kernel, programs, total, at_first, start, end, *tiles.arguments(), **arguments(starts_kernel, constants))
+
+
+def with_own(read: Tensor, given: Inputs, kept: Kept, tiles: Tiles) -> Tensor:
+    o = torch.empty_like(given.v)
+    run(
+        add_own_kernel, (tiles.count * given.v.shape[2],),
+        read, given.v, given.dt, given.lam, kept.same, kept.power, o, *tiles.arguments(),
+        **arguments(add_own_kernel, given.constants(tiles, "own", False)),
+    )  # fmt: skip
+    return o
+
+
+def gradients(
+    do: Tensor, of_rows: tuple[Tensor, Tensor, Tensor, Tensor], dk_end: Tensor | None, dangle_end: Tensor | None,
+    given: Inputs, kept: Kept, tiles: Tiles, halves: bool,
+) -> Inputs:  # fmt: skip
+    """From those of o, of the rows (q, k, u, g) that the engine was given, and of the final k and angle."""
+    (B, T, HV, _), (H, K), m, wide = given.v.shape, given.q.shape[2:], given.rate.shape[-1], kept.same.dtype
+    dq, dk = (given.new(B, T, HV, K, dtype=given.q.dtype) for _ in range(2))
+    dv, dc, down = torch.empty_like(given.v), given.new(*tiles.rows(B), HV), given.new(B, T, HV)
+    dangle, total = given.new(B, T, HV, m), given.new(tiles.count, HV, m, dtype=torch.float64)
+    # of packed sequences fewer tiles may be there than programs
+    sums = [None if x is None else given.v.new_zeros(tiles.count, HV, K, dtype=wide) for x in (given.q_bias, given.k_bias)]
+    dk0, dv0 = (None if x is None else torch.zeros_like(x) for x in (given.k0, given.v0))
+    run(
+        rows_bwd_kernel, (tiles.count * HV,),
+        do, *of_rows[:3], dk_end, *given[:9], kept.start, given.v0, kept.power, kept.same,
+        dq, dk, dv, dc, down, dangle, total, *sums, dk0, dv0, *tiles.arguments(),
+        **arguments(rows_bwd_kernel, given.constants(tiles, "rows_bwd", halves)),
+    )  # fmt: skip
+    after, dangle0 = torch.empty_like(total), given.new(tiles.N, HV, m)
+    _starts(total, dangle_end, after, dangle0, given, tiles, halves, reverse=True)
+    dg, ddt, dlam, drate = (torch.empty_like(x) for x in (given.g, given.dt, given.lam, given.rate))
+    run(
+        gates_bwd_kernel, (tiles.count,),
+        given.g, given.dt, given.lam, given.rate, kept.same, dc, down, of_rows[3], dangle, after, dg, ddt, dlam, drate, kept.power,
+        *tiles.arguments(), **arguments(gates_bwd_kernel, given.constants(tiles, "gates_bwd", halves)),
+    )  # fmt: skip
+    if HV != H:
+        dq, dk = (x.view(B, T, H, HV // H, K).sum(3, dtype=wide) for x in (dq, dk))
+    dq_bias, dk_bias = (None if x is None else x.sum(0) for x in sums)
+    dangle0 = None if given.angle0 is None else dangle0
+    return Inputs(dq, dk, dv, dg, ddt, dlam, drate, dq_bias, dk_bias, None, dk0, dv0, dangle0)
+
+
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """Every kernel on packed sequences with a state to start from, one to leave, biases and powers of two; half of the pairs "even" and
+    all of them "halves"."""
+    own, wide = f"*{NAMES[dtype]}", f"*{NAMES[accumulator(dtype)]}"
+    in_own = "q k v q_rows k_rows u o do dq_rows dk_rows du dq dk dv rows".split()
+    types = {f"p_{name}": own for name in in_own} | {"p_power": "*fp32"} | OF_TILES
+    types |= {f"p_{name}": "*fp64" for name in ("total", "start", "after", "dangle_total")}
+    cases = []
+    for kernel, name, flags in (
+        (rows_kernel, "rows", (False, True)),
+        (rows_bwd_kernel, "rows_bwd", (False, True)),
+        (totals_kernel, "totals", (True,)),
+        (starts_kernel, "starts", (False, True)),
+        (add_own_kernel, "own", (True,)),
+        (gates_bwd_kernel, "gates_bwd", (True,)),
+    ):
+        for flag in flags:
+            given = sizes(config, name, dtype, 1, 2, K, V, K // 2 if flag else K // 4, 1, flag) | {"REVERSE": int(flag)}
+            constants, options = split(arguments(kernel, given))
+            names = [n for n in kernel.arg_names if n not in constants]
+            cases.append(Case(kernel, {n: types.get(n, wide) for n in names}, constants, options))
+    return cases

@@ -1,0 +1,74 @@
+"""From a model to a running engine: what it may take of the machine is measured, planned, allocated and captured."""
+
+import math
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from needlework.fields import Count, Natural, Portion, fit
+from needlework.models import NeedleworkForCausalLM
+from needlework.serve.costs import PAGE, costs
+from needlework.serve.engine import Engine
+from needlework.serve.planner import plan
+from needlework.serve.runner import Runner
+from needlework.serve.scheduler import Scheduler, SchedulerConfig
+from needlework.serve.tables import Tables
+from needlework.serve.text import Text
+
+if TYPE_CHECKING:
+    from needlework.serve.grammar import Grammar
+
+CUT = 64  # tokens: a prompt is cut at its multiples, and at those of the layers' own chunks
+BUDGET = {"cuda": 8192, "cpu": 512}  # tokens of prefill in a step: others' next tokens wait for them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a server takes of its machine.
+
+    length: tokens of the longest request, its answer included. batch: sequences that run at once. snapshots: slots for the beginnings
+    that prompts share; 0: none are shared. memory: the share of the device's memory for weights, states and steps; None: 0.9 of a GPU's,
+    half of a CPU's. parked: bytes of host memory for requests that make way for older ones. waiting: requests that may wait.
+    """
+
+    length: Count = 8192
+    batch: Count = 64
+    snapshots: Natural = 16
+    memory: Portion | None = None
+    parked: Natural = 4 << 30
+    waiting: Count = 1024
+
+    def __post_init__(self):
+        fit("room", self)
+
+
+def start(model: NeedleworkForCausalLM, text: Text, room: Room) -> tuple[Engine, SchedulerConfig]:
+    """The engine, which runs, and what it shares out. model: in evaluation mode, on its device.
+
+    Raises ValueError, with the bytes, where one request of `room.length` tokens does not fit; and for a tokenizer of more tokens than the
+    model has.
+    """
+    if text.size > model.config.vocab_size:
+        raise ValueError(f"the tokenizer has {text.size} tokens, expected at most the model's {model.config.vocab_size}")
+    held = model.model.held()
+    cut = math.lcm(CUT, *(one.cut for one in held))
+    budget = max(cut, min(BUDGET[model.device.type], room.length))
+    share = room.memory if room.memory is not None else 0.9 if model.device.type == "cuda" else 0.5
+    taken = costs(model, share, tokens=budget, batch=room.batch)
+    config = plan(
+        held, **taken._asdict(), length=room.length, batch=room.batch, snapshots=room.snapshots, page=PAGE, align=cut,
+        budget=budget, host_bytes=room.parked,
+    )  # fmt: skip
+    runner = Runner(model, Tables(held, config, model.device), config)
+    if runner.on_gpu:
+        runner.capture(config.batch)
+    return Engine(runner, Scheduler(config), waiting=room.waiting, grammar=_grammar(text, runner.vocabulary)), config
+
+
+def _grammar(text: Text, vocabulary: int) -> "Grammar | None":
+    """None without llguidance: a request with a grammar is then refused."""
+    if find_spec("llguidance") is None:
+        return None
+    from needlework.serve.grammar import Grammar
+
+    return Grammar(text, vocabulary)

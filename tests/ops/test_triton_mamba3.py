@@ -1,0 +1,103 @@
+"""Mamba-3's kernels where the battery in the interpreter does not go, or takes long to go: documents and pieces, steps, slots, any pairs,
+bfloat16 and its powers of two, rows of R."""
+
+import dataclasses
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from needlework.ops.mamba3.spec import SPECS, sample
+from needlework.ops.mamba3.state import Mamba3State
+from needlework.ops.runtime.launch_configs import forced
+from needlework.testing import checks
+from needlework.testing.compare import assert_close, differentiate, leaves, make, tokens, whole
+from needlework.testing.errors import assert_within_budget, over_budget
+from needlework.testing.rows import chosen
+from needlework.testing.steps import by_steps
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
+
+SISO, MIMO = (dataclasses.replace(spec, chunk=partial(spec.chunk, impl="triton")) for spec in SPECS)
+BOTH = pytest.mark.parametrize("spec", [SISO, MIMO], ids=lambda spec: spec.name)
+
+
+def same(call, want, inputs, where):
+    """Values and gradients."""
+    for got, exact in zip(differentiate(call, inputs), differentiate(want, inputs), strict=True):
+        assert_close(got, exact, where)
+
+
+def test_documents_go_on_from_states_and_leave_them():
+    """One is empty, one ends at a tile's border; the states' gradients too."""
+    ends = torch.tensor([0, 5, 5, 37, 41])
+    states = dict(leaves(whole(SISO.recurrent)(make(SISO, 4, 3, seed=1))[-1]))
+    inputs = make(SISO, 1, 41) | {f"state.{name}": x for name, x in states.items()}
+
+    def call(chunk):
+        split = lambda x: (Mamba3State(*(x.pop(f"state.{name}") for name in states)), x)
+
+        def on(inputs):
+            initial, given = split(dict(inputs))
+            return chunk(**given, initial_state=initial, output_final_state=True, cu_seqlens=ends)
+
+        return on
+
+    same(call(SISO.chunk), call(SISO.recurrent), inputs, "packed")
+
+
+def test_a_call_that_leaves_no_state_has_as_many_rows_as_tokens():
+    inputs = make(SISO, 2, 32)
+    same(lambda x: SISO.chunk(**x), lambda x: SISO.recurrent(**x), inputs, "no final state")
+
+
+@BOTH
+def test_steps_are_the_definition(spec, monkeypatch):
+    """States too, from which a padded row and a slot that nobody owns stay apart."""
+    monkeypatch.setenv("NEEDLEWORK_IMPL", "triton")
+    single, wide = ({name: x.to(dtype) for name, x in make(spec, 3, 7).items()} for dtype in (torch.float32, torch.float64))
+    exact, definition = (dict(leaves(whole(spec.recurrent)(x))) for x in (wide, single))
+    assert_within_budget(over_budget(by_steps(spec, single), exact, definition, definition))
+
+
+def test_a_call_on_slots_is_a_call_from_states():
+    """Out of order, none, fresh, and empty sequences that leave their slots as they are."""
+    ends, slots, fresh = [0, 9, 9, 9, 20, 37], [4, 1, 0, -1, 2], [False, False, True, False, True]
+    checks._on_slots(SPECS[0], "triton", make(SISO, 1, 37), slots, fresh, ends)
+
+
+@pytest.mark.slow
+@BOTH
+def test_every_call_on_slots(spec):
+    checks.slots_hold_states(dataclasses.replace(spec, chunk=spec.chunk.func), T=37, impls=("triton",))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "m"), chosen([(p, m) for p in ("even", "halves") for m in (1, 6)], quick=[("halves", 1), ("even", 6)])
+)
+def test_any_pairs_turn(pairs, m):
+    """One of six, all of six; in the config of large K too."""
+    inputs = make(SISO, 1, 20) | {"angle": torch.randn(1, 20, m, generator=torch.Generator().manual_seed(0)).double()}
+    call, want = (lambda x, form=form: form(**x, pairs=pairs) for form in (SISO.chunk, SISO.recurrent))
+    with forced("mamba3/siso", "plain"):
+        same(call, want, inputs, f"{m} pairs, {pairs}")
+
+
+@pytest.mark.parametrize(
+    "by",
+    [
+        pytest.param({"q": 2.0**12, "q_bias": 2.0**12, "k": 2.0**12, "k_bias": 2.0**12, "v": 2.0**12}, id="large"),
+        pytest.param({"dt": 2.0**-20, "g": 2.0**-20}, id="small steps"),
+    ],
+)
+def test_bfloat16_has_its_own_range(by, bfloat16_in_the_interpreter):
+    """Operands are float16: products of 2²⁴ would be infinite, and writes of 2⁻²² have no digits."""
+    scaled = lambda *given: {name: x * by.get(name, 1) for name, x in sample(*given).items()}
+    found = checks.budgeted(dataclasses.replace(SISO, inputs=scaled), torch.bfloat16, 2, 40, "random", torch.device("cpu"))
+    assert max(found.values()) <= 1, found
+
+
+def test_rows_of_a_token_are_the_engine_s_tokens():
+    inputs = tokens(MIMO, make(MIMO, 1, 37), lambda x: x[:, :20])
+    same(whole(MIMO.chunk), whole(MIMO.recurrent), inputs, "two rows")

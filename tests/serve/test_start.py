@@ -1,0 +1,78 @@
+"""An engine made for a machine: it takes what it may, cuts prompts where the model's chunks end, answers as `generate`, or says what lacks."""
+
+import pytest
+import torch
+
+from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+from needlework.serve.costs import costs
+from needlework.serve.start import Room, start
+from tests.models.test_table_cache import MIXERS
+
+from .test_engine import generated, requests
+from .texts import byte_text
+
+ROOM = Room(length=160, batch=4, snapshots=2, memory=0.01)
+
+
+def made(vocabulary):
+    torch.manual_seed(0)
+    config = NeedleworkConfig(vocab_size=vocabulary, hidden_size=32, layout="".join(MIXERS), mixers=MIXERS)
+    return NeedleworkForCausalLM(config).double().eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return made(257)
+
+
+@pytest.fixture(scope="module")
+def started(model):
+    engine, config = start(model, byte_text(), ROOM)
+    with engine:
+        yield engine, config
+
+
+def test_it_answers_as_generate(model, started):
+    asked = requests(6)
+    streams = [started[0].add(request) for request in asked]
+    assert [[event.token for event in stream] for stream in streams] == [generated(model, request) for request in asked]
+
+
+def test_prompts_are_cut_where_the_chunks_of_every_layer_end(model, started, monkeypatch):
+    held = model.model.held()
+    assert [one.cut for one in held if one.cut > 1] == [MIXERS["C"].write.content_chunk] and started[1].align == 64
+    monkeypatch.setattr(model.model, "held", lambda: [one._replace(cut=48) if one.cut > 1 else one for one in held])
+    engine, config = start(model, byte_text(), ROOM)
+    engine.close()
+    assert config.align == 192 and config.budget >= 192
+
+
+def test_it_holds_what_was_asked_for_within_the_memory(started):
+    config = started[1]
+    assert (config.length, config.batch, config.slots) == (160, 4, 6) and config.prefix
+    assert all(pages >= 6 for _, pages, _ in config.pools)
+
+
+def test_a_request_that_fits_nowhere_is_refused_with_the_bytes(model):
+    with pytest.raises(ValueError, match=r"one request of 160 tokens needs [0-9,]+ bytes: a slot of "):
+        start(model, byte_text(), Room(length=160, memory=0.0))
+
+
+def test_costs_are_of_a_step_and_leave_nothing_behind(model):
+    found = costs(model, 0.5, tokens=128, batch=3)
+    assert found.weights == model.get_memory_footprint() and found.peak >= 0 and found.graphs == 0
+    assert 0 < costs(model, 0.25, tokens=64, batch=1).memory <= found.memory
+
+
+@pytest.mark.parametrize(
+    "field, value, expected",
+    [("length", 0, ">= 1"), ("batch", 2.5, "a whole number"), ("memory", 1.5, r"in \[0, 1\]"), ("waiting", 0, ">= 1")],
+)
+def test_a_room_names_the_field_that_is_out_of_range(field, value, expected):
+    with pytest.raises(ValueError, match=f"room: {field} is {value}, expected .*{expected}"):
+        Room(**{field: value})
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused():
+    with pytest.raises(ValueError, match="the tokenizer has 257 tokens, expected at most the model's 67"):
+        start(made(67), byte_text(), ROOM)
