@@ -8,12 +8,18 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 IMPORTED = ("triton", "needlework.testing.doctor", "needlework.testing.builds")
+FROZEN = "needlework.testing.frozen"
+served: set[str] = set()
 
 
 def context(imported: Sequence[str] = IMPORTED) -> ForkServerContext:
-    """Its processes have the environment, and its server the modules, of the first call."""
+    """Its processes have the environment of the first call. A server without the modules is replaced by one with them too."""
     made = get_context("forkserver")
-    made.set_forkserver_preload(list(imported))
+    if not served.issuperset(imported):
+        wanted = served.union(imported)
+        end()
+        served.update(wanted)
+    made.set_forkserver_preload([*sorted(served), FROZEN])
     forkserver.ensure_running()
     return made
 
@@ -29,6 +35,7 @@ def seconds() -> float:
 
 def end() -> None:
     """Ends the server, and waits for it: what it took counts as this process's children's."""
+    served.clear()
     forkserver._forkserver._stop()  # pyrefly: ignore[missing-attribute] (as above)
 
 
