@@ -49,6 +49,8 @@ def status_of(arguments: list[str]) -> int | str | None:
         app(repeated(arguments, "--corpus"))
     except SystemExit as ended:
         return ended.code
+    except ImportError:
+        raise  # `__main__.py` says what to install
     except Exception as error:
         if not isinstance(error, PYTHONS):
             from needlework.experiment.runner import EXPLAINED  # late: it needs PyTorch
