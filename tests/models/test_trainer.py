@@ -94,21 +94,22 @@ def assert_same_weights(a, b, **tolerance):
         )
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-        {"gradient_checkpointing": True},
-        {"collator": DataCollatorWithFlattening(return_tensors="pt")},
-        {"collator": DataCollatorWithFlattening(return_tensors="pt"), "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
-    ],
-    ids=["one batch", "accumulated", "checkpointed", "packed", "packed and accumulated"],
-)  # fmt: skip
+PACKED = {"collator": DataCollatorWithFlattening(return_tensors="pt")}
+IN_PARTS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+SETTINGS = {
+    "one batch": {},
+    "accumulated": IN_PARTS,
+    "checkpointed": {"gradient_checkpointing": True},
+    "packed": PACKED,
+    "packed and accumulated": PACKED | IN_PARTS,
+}
+
+
+@pytest.mark.parametrize("settings", chosen(SETTINGS, quick=["checkpointed", "packed and accumulated"]))
 def test_a_step_is_the_step_on_the_mean_over_all_targets(tmp_path, settings):
     """However the rows are dealt out: padded, packed, at once or in parts of unequal length."""
     model = make()
-    trainer(model, tmp_path, **settings).train()
+    trainer(model, tmp_path, **SETTINGS[settings]).train()
     assert_same_weights(model, step_by_hand(make()))
 
 
@@ -152,7 +153,7 @@ def test_a_run_that_was_stopped_goes_on_as_one_that_was_not(tmp_path):
 
 
 @pytest.mark.parametrize("layout", chosen([*MIXERS, "".join(MIXERS)], quick=["".join(MIXERS)]))
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", chosen([False, True], quick=[True]))
 def test_lora_trains_its_adapters_alone_and_merges(tmp_path, layout, checkpointing):
     base = make(layout).eval()
     before = copy.deepcopy(base.state_dict())

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from functools import cache
 
 import pytest
 import torch
@@ -96,6 +97,7 @@ def requests(n, seed=0, lengths=(1, 5, 17, 64, 70, 100), answers=(1, 5, 20), **o
     ]
 
 
+@cache
 def generated(model, request):
     prompt = torch.tensor([request.prompt])
     return model.generate(prompt, max_new_tokens=request.max_tokens, do_sample=False)[0, len(request.prompt) :].tolist()
