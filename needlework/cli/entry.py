@@ -10,7 +10,7 @@ from rich.text import Text
 
 from needlework.explained import PYTHONS
 
-from . import checkpoints, doctor, exchange, lists, look, reports, runs, serving  # noqa: F401  their commands join the app
+from . import checkpoints, doctor, exchange, lists, look, reports, runs, serving, texts  # noqa: F401  their commands join the app
 from .app import app, errors
 from .stop import ENDS
 

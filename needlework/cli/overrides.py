@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from needlework.experiment.recipe import Recipe
 
 
-def changed(recipe: Recipe, settings: list[str]) -> Recipe:
-    """The recipe with every "a.b=value". Where phases change and train.steps does not, train.steps is their sum."""
+def changed(recipe: Any, settings: list[str]) -> Any:
+    """The job, a recipe for one, with every "a.b=value". Where phases change and train.steps does not, train.steps is their sum."""
     tree = _tree(settings)
     new = _changes(recipe, type(recipe), tree, "")
     if "phases" in new and "steps" not in tree.get("train", {}):
         train = new.get("train", recipe.train)
         new["train"] = dataclasses.replace(train, steps=sum(phase.steps for phase in new["phases"]))
-    elif "train" in new and "phases" not in new and new["train"].steps != recipe.train.steps:
+    elif "train" in new and hasattr(recipe, "phases") and "phases" not in new and new["train"].steps != recipe.train.steps:
         raise ValueError(
             f"--set train.steps={new['train'].steps}: the recipe's phases have {recipe.train.steps} steps; "
             "set phases.0.steps and so on, or shorten them all: train --steps"

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from needlework.extras import extra
 
 if TYPE_CHECKING:
+    from needlework.experiment.jobs import Job
     from needlework.experiment.recipe import Recipe
 
 
@@ -37,12 +39,12 @@ def load_recipe(name: str) -> Recipe:
     return recipe
 
 
-def load_recipes(name: str) -> tuple[Recipe, ...]:
-    """comparison:small is what needlework/recipes/comparison.py's function small returns: several recipes."""
-    from needlework.experiment.recipe import Recipe
+def load_recipes(name: str) -> tuple[Job, ...]:
+    """comparison:small is what needlework/recipes/comparison.py's function small returns: several recipes, forks or capacity runs."""
+    from needlework.experiment.jobs import Job
 
     found = _returned(name)
-    if not isinstance(found, tuple) or not found or not all(isinstance(recipe, Recipe) for recipe in found):
+    if not isinstance(found, tuple) or not found or not all(isinstance(recipe, Job) for recipe in found):
         raise ValueError(f"recipes {name!r}: returned {_kind(found)}, expected a tuple of Recipes")
     return found
 
@@ -60,7 +62,8 @@ def split(name: str) -> tuple[str, str]:
 
 
 def load_module(name: str) -> ModuleType:
-    """needlework/recipes/NAME.py, or the Python file NAME; ValueError says where it is wrong, or that there is none."""
+    """needlework/recipes/NAME.py, dots for its folders, or the Python file NAME; ValueError says where it is wrong, or that there is
+    none."""
     if name.endswith(".py"):
         if not Path(name).is_file():
             raise ValueError(f"recipe {name!r}: there is no file {name}")
@@ -73,12 +76,21 @@ def load_module(name: str) -> ModuleType:
         return module
     if Path(name).is_file():
         raise ValueError(f"recipe {name!r}: {name} is no Python file, whose name ends in .py")
-    # no dots: the modules of needlework/recipes/ are files, none a package
-    spec = importlib.util.find_spec(f"needlework.recipes.{name}") if name.isidentifier() else None
+    # study.pilot is needlework/recipes/study/pilot.py
+    dotted = all(part.isidentifier() for part in name.split("."))
+    spec = _found("needlework.recipes", name.split(".")) if dotted else None
     if spec is None or spec.origin is None:
-        raise ValueError(f"recipe {name!r}: there is no needlework/recipes/{name}.py")
+        raise ValueError(f"recipe {name!r}: there is no needlework/recipes/{name.replace('.', '/') if dotted else name}.py")
     with _blamed(Path(spec.origin)):
         return importlib.import_module(f"needlework.recipes.{name}")
+
+
+def _found(package: str, names: list[str]) -> ModuleSpec | None:
+    """The module of a package, one folder after another; None where there is none."""
+    spec = importlib.util.find_spec(f"{package}.{names[0]}")
+    if len(names) == 1 or spec is None:
+        return spec
+    return _found(spec.name, names[1:]) if spec.submodule_search_locations else None
 
 
 def _returned(name: str) -> Any:
@@ -108,7 +120,8 @@ def _makes_recipes(value: Any, module: ModuleType) -> bool:
         p for p in signature.parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     returns = signature.return_annotation
-    return not needed and (returns is signature.empty or "Recipe" in inspect.formatannotation(returns))
+    kinds = ("Recipe", "Fork", "Capacity")
+    return not needed and (returns is signature.empty or any(kind in inspect.formatannotation(returns) for kind in kinds))
 
 
 @contextmanager

@@ -32,6 +32,7 @@ def report(
     """Make the page of a sweep from its results: tables with mean ± spread, curves, claims, limits.
 
     Of suites' results: each suite's numbers beside one another and beside the papers'.
+    With --of study.page, of the second study from its packs: its claims, each with its verdict and picture.
     """
     from needlework.report import evaluations
     from needlework.report.sweep_page import write_page
@@ -40,9 +41,24 @@ def report(
         page = evaluations.write_page(evaluations.load_evaluations(results), to or results)
         console.print(f"page: {page}", soft_wrap=True)
         return
+    if hasattr(module := load_module(of), "PAGE"):
+        console.print(f"page: {_answers(module, results, to or results)}", soft_wrap=True)
+        return
     module, sweep = _read(results, of)
     page = write_page(sweep, to or results, module.CLAIMS, module.LIMITS)
     console.print(f"page: {page}", soft_wrap=True)
+
+
+def _answers(module: ModuleType, packs: Path, to: Path) -> Path:
+    """The page of a study that asked before it ran, from the packs in a folder, <experiment>.jsonl.xz."""
+    from needlework.experiment.pack import read_pack
+    from needlework.recipes.study import EXPERIMENTS
+    from needlework.report.answers_page import write_answers
+
+    if not packs.is_dir():
+        raise ValueError(f"{packs}: there is no such folder of packs")
+    found = {name: list(read_pack(packs / f"{name}.jsonl.xz").values()) for name in EXPERIMENTS}
+    return write_answers(module.PAGE, found, to)
 
 
 def page_of(results: Path, of: str) -> str:

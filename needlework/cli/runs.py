@@ -132,6 +132,10 @@ def sweep(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Change a field of every recipe, e.g. train.compile=False")
     ] = None,
+    pack: Annotated[
+        Path | None,
+        typer.Option(help="A file of results, .jsonl.xz: what is in it is not run again, and it takes what is done."),
+    ] = None,
 ) -> None:
     """Train and measure many recipes and seeds, in as many calls as it takes. Results go to RUNS/NAME/results."""
     import torch
@@ -142,10 +146,15 @@ def sweep(
     found = load_recipes(recipes)
     known(only or [], {recipe.name: recipe for recipe in found}, "recipe")
     found = tuple(changed(recipe, set_ or []) for recipe in found if not only or recipe.name in only)
-    directory = place(runs, Path(module).stem if name is None else name)
+    directory = place(runs, _stem(module) if name is None else name)
     with Stop():
-        missing = run_sweep(found, directory, console, workers or torch.cuda.device_count() or 2, minutes)
+        missing = run_sweep(found, directory, console, workers or torch.cuda.device_count() or 2, minutes, pack)
     if missing:
         console.print(f"{len(missing)} runs are to be done still; the same command goes on")
     else:
         console.print(f"all done; {page_of(directory / 'results', module)}", soft_wrap=True)
+
+
+def _stem(module: str) -> str:
+    """The last part of a module's name, or of a file's: study.pilot is pilot, my.py is my."""
+    return Path(module).stem if module.endswith(".py") else module.rpartition(".")[2]

@@ -3,6 +3,10 @@
 Every batch is a pure function of its arguments (rng.py), so training resumes exactly from a step number alone.
 """
 
+from .archive import Archive as Archive
+from .batch import ASKED as ASKED
+from .batch import PAIRED as PAIRED
+from .batch import Answered as Answered
 from .batch import Batch as Batch
 from .batch import Episodes as Episodes
 from .bpe import train_tokenizer as train_tokenizer
@@ -32,6 +36,8 @@ from .preparation import Prepared as Prepared
 from .preparation import StoreConfig as StoreConfig
 from .preparation import prepare as prepare
 from .reading import text_read as text_read
+from .recall import Recall as Recall
+from .recall import RecallMix as RecallMix
 from .records import Piece as Piece
 from .records import SourceError as SourceError
 from .ruler import MULTI_KEY as MULTI_KEY

@@ -17,6 +17,19 @@ class Batch(NamedTuple):
     labels: Tensor
 
 
+PAIRED, ASKED = 1, 2  # an answer's token: in a row of nothing but needles, in a row of text
+
+
+class Answered(NamedTuple):
+    """A Batch with its answers: input_ids and labels [B T] int64; answers [B T] int8, PAIRED or ASKED where the label is a token of an
+    answer, else 0; emphasis [B T] float32, how many times a label is counted."""
+
+    input_ids: Tensor
+    labels: Tensor
+    answers: Tensor
+    emphasis: Tensor
+
+
 class Episodes(NamedTuple):
     """Tokens to score: input_ids and targets, [n T] int64; targets are -100 except where an answer's token is predicted.
 

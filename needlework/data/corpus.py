@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -77,12 +77,24 @@ class Documents:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and held-out documents, the tokenizer of their tokens, and a manifest of where they are from."""
+    """Training and held-out documents, the tokenizer of their tokens, and a manifest of where they are from.
+
+    others: more documents that are not trained on, by the name of their side.
+    """
 
     train: Documents
     held_out: Documents
     tokenizer: Tokenizer
     manifest: dict
+    others: dict[str, Documents] = field(default_factory=dict)
+
+    def on(self, side: str) -> Corpus:
+        """The corpus whose held-out documents are those of `side`: "held_out" or one of `others`. ValueError for a side that is not there."""
+        if side == "held_out":
+            return self
+        if side not in self.others:
+            raise ValueError(f"corpus: there is no side {side!r}; it has {', '.join(('held_out', *self.others))}")
+        return replace(self, held_out=self.others[side])
 
     @cached_property
     def byte_ids(self) -> np.ndarray:
@@ -139,10 +151,15 @@ def _tokenise(texts: list[bytes], tokenizer: Tokenizer) -> list[np.ndarray]:
     return [np.append(ids, end) for ids in encode_documents(tokenizer, [text.decode() for text in texts])]
 
 
-def is_held_out(name: str, share: float) -> bool:
-    """Whether a document stays out of training: its name alone decides."""
+def quantile(name: str) -> float:
+    """A number in [0, 1) that a name alone decides: uniform over names."""
     # The last 8 bytes of the digest: files are *ordered* by its first ones.
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[-8:], "big") / 2**64 < share
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[-8:], "big") / 2**64
+
+
+def is_held_out(name: str, share: float) -> bool:
+    """Whether a document stays out of training."""
+    return quantile(name) < share
 
 
 def _split(names: list[str], parts: list[np.ndarray], share: float) -> tuple[Documents, Documents, dict]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from needlework.fields import Count, Portion, fit
 
-from .batch import Batch, Episodes, scored, shifted
+from .batch import Answered, Batch, Episodes, scored, shifted
 from .corpus import Corpus
 from .rng import generator
 
@@ -59,11 +59,18 @@ class NeedleMix:
         if self.dense + self.sparse > 1:
             raise ValueError(f"needles: dense + sparse is {self.dense} + {self.sparse}, expected at most 1")
 
-    def batch(self, corpus: Corpus, seed: int, step: int, B: int, T: int, rows: range | None = None) -> Batch:
+    def batch(self, corpus: Corpus, seed: int, step: int, B: int, T: int, rows: range | None = None) -> Batch | Answered:
         """Rows of training text [B T], or only `rows` of them, loss on every token.
 
         ValueError if an episode does not fit T, or the training text is too short for whatever row may come.
         """
+        self.check(corpus, T)
+        return shifted(
+            [self._row(corpus, generator("needles", seed, step, row), T + 1) for row in (range(B) if rows is None else rows)]
+        )
+
+    def check(self, corpus: Corpus, T: int) -> None:
+        """ValueError if an episode does not fit T, or the training text is too short for whatever row may come."""
         least = WIDTH * max(2 * self.dense_pairs[0], (1 + self.asks) * self.sparse_pairs[0])
         if T + 1 < least:
             raise ValueError(f"needles: T = {T} is too short for the smallest episode, which needs {least - 1}")
@@ -71,9 +78,6 @@ class NeedleMix:
             raise ValueError(
                 f"needles: a row of T = {T} may take {most} tokens of text, the training text has {len(corpus.train.tokens)}"
             )
-        return shifted(
-            [self._row(corpus, generator("needles", seed, step, row), T + 1) for row in (range(B) if rows is None else rows)]
-        )
 
     def _text(self, n: int) -> int:
         """The most tokens of text that a row of n may take: all of them where rows are plain text."""

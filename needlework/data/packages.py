@@ -65,7 +65,7 @@ class Packages(TextSource):
     def _distributions(self) -> dict[str, str]:
         """Package -> name and version of what it was installed with."""
         found = {}
-        for distribution in metadata.distributions(path=[str(root) for root in self._roots()]):
+        for distribution in metadata.distributions(path=[str(root) for root in self.directories()]):
             release = f"{distribution.name} {distribution.version}"
             files = [file for file in distribution.files or () if file.suffix == ".py"]
             found |= {file.parts[0].removesuffix(".py"): release for file in files}
@@ -74,7 +74,8 @@ class Packages(TextSource):
     def stream(self) -> Stream:
         return PackageStream(self.packages)
 
-    def _roots(self) -> list[Path]:
+    def directories(self) -> list[Path]:
+        """Where the packages lie."""
         own = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
         return list(dict.fromkeys(Path(root).resolve() for root in self.roots or own))
 
@@ -82,7 +83,7 @@ class Packages(TextSource):
     def packages(self) -> list[Package]:
         """The packages that have text, in the order of their names' sha256; FileNotFoundError for a root that is not there."""
         packages: dict[str, Package] = {}
-        for root in self._roots():
+        for root in self.directories():
             if not root.is_dir():
                 raise FileNotFoundError(f"packages: no such directory: {root}")
             for path in sorted(root.rglob("*.py")):
@@ -111,6 +112,10 @@ class Package:
     files: list[tuple[str, Path]] = field(default_factory=list)
     bytes: int = 0
     sha256: str = ""
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """(name, text) of each file, its name in a comment above it; SourceError for a file that is no text any more."""
+        return ((name, _again(name, path)) for name, path in self.files)
 
     def choose(self, seen: set[Digest], lines: set[int]) -> None:
         """Keep the files that are text worth reading; seen: digests of files, lines: hashes of held-out lines, both added to."""
@@ -143,17 +148,23 @@ class PackageStream:
 
     def __iter__(self) -> Iterator[Piece]:
         for package, name, path, last in self.files[self.read :]:
-            text = _source(path)
-            if text is None:
-                raise SourceError(f"{path} changed after the packages were listed")
+            text = _again(name, path)
             self.read += 1
-            yield Piece(package.name, _piece(name, text), last)
+            yield Piece(package.name, text, last)
 
     def state_dict(self) -> dict[str, Any]:
         return {"read": self.read}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.read = state["read"]
+
+
+def _again(name: str, path: Path) -> str:
+    """The piece of a file that was text when the packages were listed."""
+    text = _source(path)
+    if text is None:
+        raise SourceError(f"{path} changed after the packages were listed")
+    return _piece(name, text)
 
 
 def _piece(name: str, text: str) -> str:

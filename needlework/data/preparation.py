@@ -3,7 +3,7 @@
     <directory>/config.json      what is made here, and the revision that was found
                 tokenizer.json   trained on the training side, or given
                 train/  held_out/    a store each
-                progress.json    while tokenising: counts of both stores and the place in the stream that belongs to them
+                progress.json    while tokenising: counts of the stores and the place in the stream that belongs to them
                 manifest.json    written last: the corpus is finished
 
 Text is read in chunks; after each the stores are synced and progress.json is replaced, so a kill loses at most a chunk.
@@ -28,13 +28,14 @@ from needlework.fields import Count, fit
 from needlework.files import write_whole
 from needlework.json_file import read_json
 
+from .archive import Archive
 from .bpe import train_tokenizer
 from .corpus import Corpus
 from .own import Files
 from .packages import Packages
 from .records import Piece, SourceError
-from .sources import Hub, Local, TextSource
-from .store import MANIFEST, SIDES, TOKENIZER, StoreError, Writer, digest, open_corpus
+from .sources import Hub, Local
+from .store import MANIFEST, TOKENIZER, StoreError, Writer, digest, open_corpus
 from .tokenizer import byte_tokenizer, encode_documents, eot_id, load_tokenizer, token_dtype
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 CONFIG, PROGRESS = "config.json", "progress.json"
 CHUNK = 8 << 20  # characters tokenised at once: seconds of work
+Source = Hub | Local | Files | Packages | Archive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class StoreConfig:
     """
 
     kind: str = "store"
-    source: Hub | Local | Files | Packages
+    source: Source
     tokenizer: str | None = None
     vocabulary: int = 16_384
     tokenizer_bytes: Count = 256 << 20
@@ -104,7 +106,7 @@ def _alone(directory: Path) -> Iterator[None]:
         yield
 
 
-def _claimed(directory: Path, config: StoreConfig) -> Hub | Local | Files | Packages:
+def _claimed(directory: Path, config: StoreConfig) -> Source:
     """The source with the revision of the first call; StoreError if the directory is another config's."""
     path = directory / CONFIG
     wanted = json.loads(json.dumps(asdict(config)))
@@ -122,7 +124,7 @@ def _claimed(directory: Path, config: StoreConfig) -> Hub | Local | Files | Pack
     return replace(config.source, revision=there["revision"]) if isinstance(config.source, Hub) else config.source
 
 
-def _tokenizer(config: StoreConfig, source: Hub | Local | Files | Packages, path: Path, on_progress: Callable) -> Tokenizer:
+def _tokenizer(config: StoreConfig, source: Source, path: Path, on_progress: Callable) -> Tokenizer:
     if not path.exists():
         match config.tokenizer:
             case None:
@@ -136,10 +138,10 @@ def _tokenizer(config: StoreConfig, source: Hub | Local | Files | Packages, path
     return load_tokenizer(path)
 
 
-def _training_text(config: StoreConfig, source: Hub | Local | Files | Packages, on_progress: Callable) -> Iterator[str]:
+def _training_text(config: StoreConfig, source: Source, on_progress: Callable) -> Iterator[str]:
     documents = size = 0
     for piece in source.stream():
-        if source.holds_out(piece.key):
+        if source.side(piece.key) != "train":
             continue
         before = size
         documents += piece.ends
@@ -160,11 +162,12 @@ def _hub_tokenizer(name: str) -> Tokenizer:
         raise SourceError(f"tokenizer: {name} is no file here, and the Hub does not give it: {error}") from error
 
 
-def _tokenise(source: Hub | Local | Files | Packages, tokenizer: Tokenizer, directory: Path, on_progress: Callable):
-    """Both stores and the manifest."""
+def _tokenise(source: Source, tokenizer: Tokenizer, directory: Path, on_progress: Callable):
+    """The stores and the manifest."""
     listed = source.listed()
     made_of = {"files": hashlib.sha256(json.dumps(listed).encode()).hexdigest(), "tokenizer": digest(directory / TOKENIZER)}
-    progress, writers = _taken_over(directory, made_of, token_dtype(tokenizer))
+    progress, writers = _taken_over(directory, source.stores, made_of, token_dtype(tokenizer))
+    of_side = dict(zip(source.stores, writers, strict=True))
     stream = source.stream()
     if progress["stream"] is not None:
         stream.load_state_dict(progress["stream"])
@@ -176,7 +179,7 @@ def _tokenise(source: Hub | Local | Files | Packages, tokenizer: Tokenizer, dire
         chunk = next(chunks, [])
         done, full = not chunk, None
         for piece, ids in zip(chunk, encode_documents(tokenizer, [piece.text for piece in chunk]), strict=True):
-            writer = writers[source.holds_out(piece.key)]
+            writer = of_side[source.side(piece.key)]
             writer.write(np.append(ids, end) if piece.ends else ids, piece.ends)
             size += len(piece.text.encode())
             documents, tokens = (sum(getattr(writer, name) for writer in writers) for name in ("documents", "tokens"))
@@ -188,7 +191,7 @@ def _tokenise(source: Hub | Local | Files | Packages, tokenizer: Tokenizer, dire
         write_whole(directory / PROGRESS, json.dumps(made_of | state))
         documents, tokens = (sum(count[name] for count in counts) for name in ("documents", "tokens"))
         on_progress(Prepared("tokens", documents, tokens, size, before))
-    stores = dict(zip(SIDES, (writer.finish() for writer in writers), strict=True))
+    stores = {side: writer.finish() for side, writer in of_side.items()}
     manifest = _manifest(source, tokenizer, made_of["tokenizer"], listed, size, stores, full)
     write_whole(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     for writer in writers:
@@ -208,7 +211,9 @@ def _chunks(stream) -> Iterator[list[Piece]]:
         yield chunk
 
 
-def _taken_over(directory: Path, made_of: dict[str, str], dtype) -> tuple[dict[str, Any], list[Writer]]:
+def _taken_over(
+    directory: Path, sides: tuple[str, ...], made_of: dict[str, str], dtype: Any
+) -> tuple[dict[str, Any], list[Writer]]:
     """The progress of an earlier call and the stores cut to it, or the start."""
     path = directory / PROGRESS
     start = {"stream": None, "bytes": 0, "done": False}
@@ -217,14 +222,14 @@ def _taken_over(directory: Path, made_of: dict[str, str], dtype) -> tuple[dict[s
             progress = read_json(path)
             if different := [name for name, value in made_of.items() if progress[name] != value]:
                 raise StoreError(f"{' and '.join(different)} changed since")
-            return progress, [Writer(directory / side, dtype, **c) for side, c in zip(SIDES, progress["counts"], strict=True)]
+            return progress, [Writer(directory / side, dtype, **c) for side, c in zip(sides, progress["counts"], strict=True)]
         except (StoreError, ValueError) as error:
             warnings.warn(f"corpus {directory}: tokenised again from the start: {error}", stacklevel=4)
             path.unlink()
-    return start, [Writer(directory / side, dtype) for side in SIDES]
+    return start, [Writer(directory / side, dtype) for side in sides]
 
 
-def _full(source: TextSource, documents: int, tokens: int) -> str | None:
+def _full(source: Source, documents: int, tokens: int) -> str | None:
     """The name of the bound that a store has reached."""
     if documents == source.max_documents:
         return "max_documents"
@@ -232,7 +237,7 @@ def _full(source: TextSource, documents: int, tokens: int) -> str | None:
 
 
 def _manifest(source, tokenizer, tokenizer_sha256, listed, size, stores, full) -> dict[str, Any]:
-    arrays = [stores[side][f"{name}_sha256"] for side in SIDES for name in ("tokens", "offsets")]
+    arrays = [store[f"{name}_sha256"] for store in stores.values() for name in ("tokens", "offsets")]
     return {
         "kind": "store",
         "source": json.loads(json.dumps(asdict(source))),
@@ -241,11 +246,10 @@ def _manifest(source, tokenizer, tokenizer_sha256, listed, size, stores, full) -
         "totals": {
             "files": sum(entry.get("files", 1) for entry in listed),
             "stopped_by": full,
-            "documents": sum(stores[side]["documents"] for side in SIDES),
+            "documents": sum(store["documents"] for store in stores.values()),
             "bytes": size,
-            "train_tokens": stores["train"]["tokens"],
-            "held_out_tokens": stores["held_out"]["tokens"],
         }
+        | {f"{side}_tokens": store["tokens"] for side, store in stores.items()}
         | source.left(),
         "split": source.sides(),
         "stores": stores,

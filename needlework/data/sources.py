@@ -12,17 +12,16 @@ from needlework.fields import Count, Inside, fit
 from .corpus import is_held_out
 from .files import Source, found
 from .records import Records, SourceError, Stream
-from .store import digest
+from .store import SIDES, digest
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSource:
-    """What all sources say: the share of documents (by the sha256 of their key) that is held out, and where to stop.
+class Bounded:
+    """What all sources say: which sides a corpus of theirs has, on which a document is, and where to stop.
 
-    max_tokens counts both sides; the document that reaches it is the last one.
+    max_tokens counts all sides; the document that reaches it is the last one.
     """
 
-    held_out: Inside
     max_documents: Count | None = None
     max_tokens: Count | None = None
 
@@ -33,12 +32,17 @@ class TextSource:
         """JSON-ready: what two sources must share for the tokens of one to be those of the other."""
         return asdict(self)
 
-    def holds_out(self, key: str) -> bool:
-        """Whether a document stays out of training: its key alone decides."""
-        return is_held_out(key, self.held_out)
+    @property
+    def stores(self) -> tuple[str, ...]:
+        """The sides: "train" and "held_out", then any others."""
+        return SIDES
+
+    def side(self, key: str) -> str:
+        """The side of a document: its key alone decides."""
+        raise NotImplementedError
 
     def left(self) -> dict[str, int]:
-        """For the manifest's totals: what of its files the source does not read."""
+        """For the manifest's totals: what of its files, or of its text, the source does not read."""
         return {}
 
     def skipped(self) -> list[dict[str, str]]:
@@ -47,6 +51,23 @@ class TextSource:
 
     def sides(self) -> dict[str, Any]:
         """What the manifest says of the sides."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource(Bounded):
+    """A source that holds out a share of its documents, by the sha256 of their keys."""
+
+    held_out: Inside
+
+    def holds_out(self, key: str) -> bool:
+        """Whether a document stays out of training: its key alone decides."""
+        return is_held_out(key, self.held_out)
+
+    def side(self, key: str) -> str:
+        return "held_out" if self.holds_out(key) else "train"
+
+    def sides(self) -> dict[str, Any]:
         return {"by": "sha256 of the key", "share": self.held_out}
 
 

@@ -4,7 +4,8 @@
     offsets.npy    int64: document i is tokens[offsets[i] : offsets[i + 1]]      [N + 1]
     manifest.json  what it holds, with the digests of both; written last, so a directory without one is unfinished
 
-A corpus is two of them, train/ and held_out/, with a tokenizer.json and a manifest.json of its own.
+A corpus is two of them, train/ and held_out/, and any others that its source holds apart, with a tokenizer.json and a manifest.json of
+its own.
 preparation.py fills a store from a source.
 """
 
@@ -120,8 +121,10 @@ def open_corpus(directory: str | Path) -> Corpus:
     directory = Path(directory)
     if not (directory / MANIFEST).exists():
         raise StoreError(f"corpus {directory}: unfinished, it has no {MANIFEST}; prepare it again, which goes on")
-    train, held_out = (open_store(directory / side)[0] for side in SIDES)
-    return Corpus(train, held_out, load_tokenizer(directory / TOKENIZER), read_json(directory / MANIFEST))
+    manifest = read_json(directory / MANIFEST)
+    train, held_out, *others = (open_store(directory / side)[0] for side in manifest["stores"])
+    names = [side for side in manifest["stores"] if side not in SIDES]
+    return Corpus(train, held_out, load_tokenizer(directory / TOKENIZER), manifest, dict(zip(names, others, strict=True)))
 
 
 def verify_corpus(directory: str | Path) -> None:
@@ -130,7 +133,7 @@ def verify_corpus(directory: str | Path) -> None:
     manifest = open_corpus(directory).manifest
     if digest(directory / TOKENIZER) != manifest["tokenizer"]["sha256"]:
         raise StoreError(f"corpus {directory}: {TOKENIZER} does not match its sha256")
-    for side in SIDES:
+    for side in manifest["stores"]:
         verify_store(directory / side)
 
 

@@ -11,6 +11,7 @@ from .listen import heard as heard
 from .lucid import lucid as lucid
 from .maps import maps as maps
 from .memory import state_norms as state_norms
+from .memory import state_peaks as state_peaks
 from .overwrite import overwrite as overwrite
 from .polar import polar as polar
 from .qdelta import qdelta as qdelta

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from needlework.data import Corpus, Episodes, held_out_text, long_documents
+from needlework.data import Corpus, Episodes, RecallMix, held_out_text, long_documents
 from needlework.eval import loss, retrieval
 from needlework.eval.samples import samples
+from needlework.experiment import answers
+from needlework.experiment.answers import Context
 from needlework.experiment.diagnoses import Once, check_diagnosis, diagnose
 from needlework.experiment.reader import asking, at_once, reader
 from needlework.experiment.tasks import TASKS
@@ -25,6 +27,9 @@ class Evaluation:
     positions: the loss by position in rows of this many tokens of one long held-out document; None for not at all.
     diagnose: the papers' diagnoses, on rows of this many tokens of held-out text; None for none.
     full_context: measure a model trained with windows a second time without them.
+    recall: the recall by distance in `rows` rows of this mix at each of lengths. context: what a window's context gives. objective: the
+    training objective on `rows` rows of this mix. None of them: not measured.
+    side: of the corpus, which text all of this is measured on. sample: a few texts that the model goes on from.
     Raises ValueError for a number out of its range, lengths that do not ascend, a task that is not known.
     """
 
@@ -35,6 +40,11 @@ class Evaluation:
     positions: Count | None = None
     diagnose: AtLeastTwo | None = None
     full_context: bool = False
+    recall: RecallMix | None = None
+    context: Context | None = None
+    objective: RecallMix | None = None
+    side: str = "held_out"
+    sample: bool = True
     seed: Natural = 1
 
     def __post_init__(self):
@@ -64,7 +74,7 @@ def measure(
     once: keeps pieces, each a number or JSON: every length's loss, every task at every length, … stop: called before each module's
     forward and at every token of a diagnosis; True raises Stopped.
     """
-    e = evaluation
+    e, corpus = evaluation, corpus.on(evaluation.side)
     model.eval()
     read = reader(model)
     entry: dict[str, Any] = {"loss": {}} | {task: {} for task in e.tasks}
@@ -84,7 +94,22 @@ def measure(
                     read, questions(corpus, e, task, T), batch_size=size
                 )._asdict()
                 entry[task][str(T)] = once(f"{task} {T}", asked)
-        entry["samples"] = once("samples", lambda: go_on(read, corpus, e))
+        if e.recall is not None:
+            entry["recall"] = {
+                str(T): once(
+                    f"recall {T}", lambda T=T: answers.recall(read, corpus, e.recall, e.seed, e.rows, T, at_once(model, T))
+                )
+                for T in e.lengths
+            }
+        if e.context is not None:
+            size = at_once(model, e.context.length)
+            entry["context"] = once("context", lambda: answers.context(read, corpus, e.context, e.seed, size))
+        if e.objective is not None:
+            T = e.lengths[0]
+            asked = lambda: answers.objective(read, corpus, e.objective, e.seed, e.rows, T, at_once(model, T))
+            entry["objective"] = once("objective", asked)
+        if e.sample:
+            entry["samples"] = once("samples", lambda: go_on(read, corpus, e))
         if e.positions is not None:
             entry["positions"] = once("positions", lambda: by_position(read, corpus, e, at_once(model, e.positions)))
         if e.diagnose is not None:
@@ -110,7 +135,8 @@ def documents(corpus: Corpus, evaluation: Evaluation) -> Tensor:
 
 def check_measurement(mixers: dict[str, dict[str, Any]], corpus: Corpus, evaluation: Evaluation) -> None:
     """Raises the ValueErrors that `measure` would raise for a model with `mixers`: makes every row that it would read."""
-    e = evaluation
+    e, corpus = evaluation, corpus.on(evaluation.side)
+    answers.check(corpus, (e.recall, e.objective), e.context, e.seed, e.rows, e.lengths)
     for T in e.lengths:
         running(corpus, e, T)
         for task in e.tasks:

@@ -42,3 +42,18 @@ def load_model(folder: Path, config: NeedleworkConfig | None = None) -> Needlewo
         differing = "; ".join(f"{what.replace('_', ' ')}: {', '.join(names[:4])}" for what, names in wrong.items())
         raise ValueError(f"{folder} holds another model ({differing})")
     return model
+
+
+def grown(folder: Path, config: NeedleworkConfig) -> NeedleworkForCausalLM:
+    """The model of `config`, with the weights in the folder, of a smaller model, and its own start where there are none.
+
+    ValueError, with their names, for weights in the folder that the model does not have, or has in another shape.
+    """
+    model = NeedleworkForCausalLM(config)
+    there, here = load_model(folder).state_dict(), model.state_dict()
+    shape = lambda x: "absent" if x is None else list(x.shape)
+    if wrong := [name for name, x in there.items() if shape(here.get(name)) != list(x.shape)]:
+        differing = "; ".join(f"{name}: {list(there[name].shape)} there, {shape(here.get(name))} here" for name in wrong[:4])
+        raise ValueError(f"{folder} holds no model that this one grows from ({differing})")
+    model.load_state_dict(there, strict=False)
+    return model

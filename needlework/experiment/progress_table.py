@@ -2,14 +2,15 @@
 
 import queue
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from needlework.experiment.jobs import Job
 from needlework.experiment.progress import time_left
-from needlework.experiment.recipe import Recipe
 from needlework.report.sweep import found
 from needlework.train import Progress
 
@@ -19,7 +20,7 @@ FEW = 12  # of more runs only those at work are shown
 class ProgressTable:
     """The progress of every run: drawn in place on a terminal, one line in a log. The time left is corrected by the pace seen so far."""
 
-    def __init__(self, recipes: dict[str, Recipe], seconds: dict[str, float], workers: int):
+    def __init__(self, recipes: Mapping[str, Job], seconds: dict[str, float], workers: int):
         self.recipes, self.seconds, self.workers = recipes, seconds, workers
         self.progress: dict[str, Progress] = {}
         self.started: dict[str, tuple[float, int]] = {}  # name -> time and step of its first report in this session

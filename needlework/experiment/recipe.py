@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from needlework.data import (
+    Answered,
     Batch,
     Corpus,
     CorpusConfig,
     Files,
     NeedleMix,
+    RecallMix,
     StoreConfig,
     Text,
     byte_tokenizer,
@@ -25,7 +27,8 @@ from needlework.data import (
     prepare,
 )
 from needlework.experiment.evaluate import Evaluation
-from needlework.experiment.pretrained import load_model
+from needlework.experiment.gate import Gate, told
+from needlework.experiment.pretrained import grown, load_model
 from needlework.fields import Count, fit
 from needlework.layers.objective import Objective
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
@@ -34,15 +37,22 @@ from needlework.train import Losses, Piece, TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """`steps` optimiser steps on batches of `batch` rows of `length` tokens of a task, in `train.accumulate` equal parts."""
+    """`steps` optimiser steps on batches of `batch` rows of `length` tokens of a task, in `train.accumulate` equal parts.
+
+    until: a gate that ends the phase before, with the steps that it has left then going to the last phase; its task marks answers.
+    Raises ValueError for a gate on a task without marked answers.
+    """
 
     steps: Count
     batch: Count
     length: Count
     task: NeedleMix | Text
+    until: Gate | None = None
 
     def __post_init__(self):
         fit("phase", self)
+        if self.until is not None and not (isinstance(self.task, RecallMix) and self.task.dense > 0):
+            raise ValueError(f"phase: until is a gate on dense rows with marked answers, got the task {self.task}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +60,7 @@ class Recipe:
     """All that fixes a run: model, text, phases, training, measurement. name is the run's; title and equation are for reading.
 
     start: a checkpoint's folder, whose weights the run starts from; None: the model's own start, from train.seed.
+    grows: the model has weights that `start` lacks, which start as the model starts them.
     objective: what is added to the cross entropy. loss: what makes the cross entropy, "torch" or, on CUDA, "liger".
     """
 
@@ -62,6 +73,7 @@ class Recipe:
     train: TrainConfig
     evaluate: Evaluation
     start: str | None = None
+    grows: bool = False
     objective: Objective | None = None
     loss: str = "torch"
 
@@ -79,6 +91,8 @@ class Recipe:
         steps = sum(phase.steps for phase in self.phases)
         if steps != self.train.steps:
             raise ValueError(f"recipe {self.name}: the phases have {steps} steps, train.steps is {self.train.steps}")
+        if any(phase.until is not None for phase in self.phases[1:]) or (len(self.phases) == 1 and self.gate is not None):
+            raise ValueError(f"recipe {self.name}: a gate ends the first of several phases, and no other")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, complete: a run's config.json."""
@@ -90,6 +104,7 @@ class Recipe:
             "model": self.model.to_diff_dict(),
             "phases": [asdict(phase) for phase in self.phases],
             "start": self.start,
+            "grows": self.grows,
             "objective": None if self.objective is None else self.objective.to_dict(),
             "loss": self.loss,
         } | {name: asdict(value) for name, value in fields.items()}
@@ -98,27 +113,47 @@ class Recipe:
         """The fields that a resumed run must share with the run it resumes."""
         return self.to_dict() | {"train": self.train.resume_fingerprint()}
 
-    def batch(self, corpus: Corpus, index: int) -> Batch:
-        """Micro-batch `index` of the run, `train.accumulate` of them a step: a pure function of the recipe, the corpus and it."""
+    @property
+    def gate(self) -> Gate | None:
+        """Of the first phase."""
+        return self.phases[0].until
+
+    def batch(self, corpus: Corpus, index: int, passed: int | None = None) -> Batch | Answered:
+        """Micro-batch `index` of the run, `train.accumulate` of them a step: a pure function of the recipe, the corpus and these numbers.
+
+        passed: the step after which the gate was passed; the batch of the step after it had been made.
+        """
         parts = self.train.accumulate
         step, part = divmod(index, parts)
+        if step >= self.train.steps:
+            raise ValueError(f"step {step}: the recipe has {self.train.steps}")
+        phase = self.phase(step, passed)
+        rows = range(part * phase.batch // parts, (part + 1) * phase.batch // parts)
+        return phase.task.batch(corpus, self.train.seed, step, phase.batch, phase.length, rows)
+
+    def phase(self, step: int, passed: int | None = None) -> Phase:
+        """The phase of `step`, 0 is the first."""
         first = 0
-        for phase in self.phases:
-            if step < first + phase.steps:
-                rows = range(part * phase.batch // parts, (part + 1) * phase.batch // parts)
-                return phase.task.batch(corpus, self.train.seed, step, phase.batch, phase.length, rows)
-            first += phase.steps
-        raise ValueError(f"step {step}: the recipe has {first}")
+        for phase in self.phases[:-1]:
+            ends = phase.steps if phase.until is None or passed is None else min(phase.steps, passed + 1)
+            if step < first + ends:
+                return phase
+            first += ends
+        return self.phases[-1]
 
     def losses(self, model: torch.nn.Module, piece: Piece) -> Losses:
-        """The loss terms of one rank's part of a micro-batch."""
-        return model(
+        """The loss terms of one rank's part of a micro-batch; where a task marks answers, their nats and their number are logged."""
+        found = model(
             piece.input_ids,
             targets=piece.labels,
             state_passing=piece.state_passing,
             objective=self.objective,
             loss_impl=self.loss,
+            **({} if piece.emphasis is None else {"emphasis": piece.emphasis}),
         )
+        if piece.answers is None or found.nats is None:
+            return found
+        return found._replace(parts=found.parts | told(found.nats, piece.answers))
 
     def tokens(self) -> int:
         """Training tokens."""
@@ -132,13 +167,14 @@ def is_folder(name: str) -> bool:
 
 def build(recipe: Recipe) -> NeedleworkForCausalLM:
     """The model before its first step, a function of the recipe alone. ValueError if `start` has other weights."""
-    if recipe.start is not None:
-        try:
-            return load_model(Path(recipe.start), recipe.model).float()  # one of other people may be stored in half precision
-        except ValueError as error:
-            raise ValueError(f"recipe {recipe.name}: start: {error}") from None
     torch.manual_seed(recipe.train.seed)
-    return NeedleworkForCausalLM(recipe.model)
+    if recipe.start is None:
+        return NeedleworkForCausalLM(recipe.model)
+    try:
+        begin = grown if recipe.grows else load_model
+        return begin(Path(recipe.start), recipe.model).float()  # it may be stored in half precision
+    except ValueError as error:
+        raise ValueError(f"recipe {recipe.name}: start: {error}") from None
 
 
 OWN_TEXT = 1 << 28  # bytes of one's own text that are read into memory, where the recipe reads it there

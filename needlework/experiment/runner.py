@@ -21,9 +21,11 @@ from typing import Any
 import torch
 
 from needlework.data import Corpus, SourceError, StoreError, eot_id
+from needlework.diagnostics import state_peaks
 from needlework.experiment.claim import RunError, write_json
 from needlework.experiment.evaluate import Evaluation as Evaluation
 from needlework.experiment.evaluate import Stopped, measure
+from needlework.experiment.gate import Gatekeeper
 from needlework.experiment.pieces import Pieces, measurement
 from needlework.experiment.preflight import check
 from needlework.experiment.pretrained import load_model
@@ -49,6 +51,7 @@ def run(
     on_step: Callable[[Progress], None] | None = None,
     on_text: Callable[[Corpus], None] = lambda corpus: None,
     stop: Callable[[], bool] = lambda: False,
+    corpora: Path | None = None,
 ) -> dict[str, Any] | None:
     """Trains and measures one recipe in `directory`, on this rank's part of it, from where an earlier call stopped.
 
@@ -57,7 +60,7 @@ def run(
 
     begin: called on the first rank when the text is read, the recipe checked and the model built; what it raises ends the run.
     Before it nothing is written but the text below runs/corpora. on_text: called after it, with the text.
-    stop: asked before every step, and throughout the measurement.
+    stop: asked before every step, and throughout the measurement. corpora: where texts are prepared; None: beside the runs.
     Raises InUse if another process runs in `directory`.
     """
     done = directory / "result.json"
@@ -66,7 +69,7 @@ def run(
     torch.set_num_threads(1)
     with ExitStack() as held:
         with World.open(recipe.train.parallel) as world:
-            corpora = directory.parents[1] / "corpora"
+            corpora = corpora or directory.parents[1] / "corpora"
             if world.ranks > 1:
                 world.share(corpora)
                 world.agree(lambda: bool(text(recipe, corpora)))  # one rank makes it, the others open it
@@ -87,9 +90,10 @@ def run(
             described.pop("train")  # train() compares its own config
             described.pop("evaluate")
             described["corpus"]["sha256"] = corpus.manifest["sha256"]
+            keeper = Gatekeeper(recipe.gate, directory)
             result = train(
-                model, lambda index: recipe.batch(corpus, index), recipe.train, directory / "training",
-                losses=recipe.losses, recipe=described, on_step=on_step, stop=stop, world=world,
+                model, lambda index: recipe.batch(corpus, index, keeper.passed), recipe.train, directory / "training",
+                losses=recipe.losses, recipe=described, on_step=keeper.noting(on_step), stop=stop, world=world, states=state_peaks,
             )  # fmt: skip
             if result.stopped:
                 return None
@@ -123,6 +127,8 @@ def finish(
     if recipe.evaluate.full_context:
         once = lambda name, make: pieces.once(f"full context: {name}", make)
         entry["full_context"] = measure(kept(recipe.model.full_context()), corpus, recipe.evaluate, once, stop)
+    if recipe.gate is not None:
+        entry["gate"] = {"step": Gatekeeper(recipe.gate, directory).passed, "most": recipe.phases[0].steps}
     write_json(directory / "result.json", entry | origin(recipe, directory))
     write_card(checkpoint)
     pieces.forget()

@@ -6,6 +6,8 @@ runs/<name>/<mixer>-<seed>/        a run (runner.py)
                     corpora/<sha256>.json  the manifest of a text that the runs read
 """
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ import torch
 from rich.console import Console
 
 from needlework.experiment.claim import RunError, differences, has_work, plain, write_json
+from needlework.experiment.jobs import Job, ended, recipes_of
+from needlework.experiment.pack import read_pack, write_pack
 from needlework.experiment.preflight import check
 from needlework.experiment.progress_table import ProgressTable
 from needlework.experiment.recipe import Recipe, text
-from needlework.experiment.runner import ended_entry
 from needlework.experiment.workers import work
 from needlework.json_file import read_json
 from needlework.train import BadStep
@@ -27,22 +30,33 @@ TOKENS_PER_SECOND = (
 
 
 def sweep(
-    recipes: tuple[Recipe, ...], directory: Path, console: Console, workers: int, minutes: float | None = None
+    recipes: tuple[Job, ...],
+    directory: Path,
+    console: Console,
+    workers: int,
+    minutes: float | None = None,
+    pack: Path | None = None,
 ) -> list[Path]:
     """Runs every recipe that has no result yet. Returns the paths of the results that are still missing.
 
     workers: runs at a time, a GPU each where there are GPUs. minutes: stop after so many, every run with a checkpoint; the same call
-    resumes. ValueError for two runs of one name and seed, and what `check` raises, before anything is written. RunError for a result
+    resumes. pack: a file with results of earlier calls, perhaps on other machines, which takes this call's too. ValueError for two runs of one name and seed, and what `check` raises, before anything is written. RunError for a result
     of another config, and, when all others are done, for the runs that failed.
     """
+    packed = {} if pack is None else read_pack(pack)
     wanted = {directory / "results" / f"{name_of(recipe)}.json": recipe for recipe in recipes}
     if len(wanted) < len(recipes):
         raise ValueError(f"sweep: {len(recipes)} recipes have {len(wanted)} names with seeds; each needs its own")
     runs = {path: directory / path.stem for path in wanted}
+    for path in wanted:
+        if path.stem in packed and not path.exists():
+            write_json(path, packed[path.stem])
     jobs = {runs[path]: recipe for path, recipe in wanted.items() if not finished(path, recipe, runs[path])}
-    readers = {recipe.corpus: recipe for recipe in jobs.values()}
+    readers = {recipe.corpus: recipe for recipe in recipes_of(jobs.values())}
     texts = {corpus: text(recipe, directory.parent / "corpora") for corpus, recipe in readers.items()}
-    for recipe in jobs.values():  # before anything is written, and before the workers ask for the texts all at once
+    for recipe in _apart(
+        recipes_of(jobs.values())
+    ):  # before anything is written, and before the workers ask for the texts all at once
         check(recipe, texts[recipe.corpus])
     for made in texts.values():
         manifests = directory / "results" / "corpora"
@@ -63,18 +77,28 @@ def sweep(
         write_json(directory / "results" / f"{run.name}.json", entry)
 
     def keep_ended(run: Path, error: BadStep) -> None:
-        keep(run, ended_entry(jobs[run], run, error))
+        keep(run, ended(jobs[run], run, error))
 
     del texts
-    work(jobs, table, console, workers, minutes, keep, keep_ended)
+    try:
+        work(jobs, table, console, workers, minutes, keep, keep_ended)
+    finally:
+        if pack is not None:
+            write_pack(pack, packed | {path.stem: read_json(path) for path in wanted if path.exists()})
     return [path for path in wanted if not path.exists()]
 
 
-def name_of(recipe: Recipe) -> str:
+def _apart(recipes: list[Recipe]) -> list[Recipe]:
+    """One of those that differ in nothing but their seeds."""
+    seedless = lambda recipe: replace(recipe, train=replace(recipe.train, seed=0)).to_dict()
+    return list({json.dumps(seedless(recipe), sort_keys=True): recipe for recipe in recipes}.values())
+
+
+def name_of(recipe: Job) -> str:
     return f"{recipe.name}-{recipe.train.seed}"
 
 
-def finished(result: Path, recipe: Recipe, run: Path) -> bool:
+def finished(result: Path, recipe: Job, run: Path) -> bool:
     """Whether `result` is there and of this recipe. A run that ended before its first checkpoint may begin anew with another config.
 
     RunError, with the fields that differ, for a result of another config.

@@ -4,7 +4,7 @@ import math
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.live import Live
 
 from needlework.experiment.claim import RunError
+from needlework.experiment.jobs import Job, run_job
 from needlework.experiment.progress import Lines, animated
 from needlework.experiment.progress_table import ProgressTable
-from needlework.experiment.recipe import Recipe
-from needlework.experiment.runner import EXPLAINED, run
+from needlework.experiment.runner import EXPLAINED
 from needlework.train import BadStep, Progress
 
 # the pool does not say which worker died; the others end with it
@@ -29,7 +29,7 @@ _signals: list[int] = []  # the signals that asked this worker to end
 
 
 def work(
-    jobs: dict[Path, Recipe],
+    jobs: Mapping[Path, Job],
     table: ProgressTable,
     console: Console,
     workers: int,
@@ -37,7 +37,7 @@ def work(
     on_done: Callable[[Path, dict[str, Any]], None] = lambda directory, entry: None,
     on_ended: Callable[[Path, BadStep], None] = lambda directory, error: None,
 ) -> dict[Path, dict[str, Any]]:
-    """Runs every recipe in its directory and returns the entries of the runs that finished.
+    """Runs every job in its directory and returns the entries of the runs that finished.
 
     on_done: called for each finished run. on_ended: called for aborted runs, which their guard ended.
     minutes: after so many every worker saves a checkpoint and ends; the same call goes on.
@@ -136,7 +136,7 @@ def _start(progress, stop, places) -> None:
         torch.cuda.set_device(place % torch.cuda.device_count())
 
 
-def _work(recipe: Recipe, directory: Path) -> dict[str, Any] | None:
+def _work(job: Job, directory: Path) -> dict[str, Any] | None:
     def tell(progress: Progress) -> None:
         if progress.step % 5 == 0 or progress.step == progress.steps:
             _progress.put((directory.name, progress))
@@ -149,7 +149,7 @@ def _work(recipe: Recipe, directory: Path) -> dict[str, Any] | None:
     # a scheduler signals every process
     before = signal.signal(signal.SIGTERM, lambda number, _: _signals.append(number))
     try:
-        return run(recipe, directory, on_step=tell, stop=stop)
+        return run_job(job, directory, on_step=tell, stop=stop)
     finally:
         signal.signal(signal.SIGTERM, before)
         if _signals:  # the run is saved

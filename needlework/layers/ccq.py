@@ -8,12 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from needlework.fields import Inside
+from needlework.fields import Inside, Portion
 from needlework.layers.batch import Batch
 from needlework.layers.config import Config, Width
 from needlework.layers.norm import wide
 from needlework.layers.state import Part, fixed
-from needlework.layers.write import WriteConfig
+from needlework.layers.write import Factor, WriteConfig
 from needlework.ops.ccq import chunk_ccq, step_ccq
 from needlework.ops.ccq.state import CcqOutput, CurvatureState
 from needlework.probe import probe
@@ -81,6 +81,7 @@ class CCQ(ReadConfig):
 
     start: λ at initialisation, in (0, 1).
     aligned: Σ forgets as the state does, with the weights e^{ḡ}, ḡ the mean decay of a head.
+    factor: λ is multiplied by a number a head that is learned in [0, 1] and starts here; 0 starts as the raw query. None: it is not.
     Raises ValueError where the layer is built on CARVE with aligned=True, on more than one row a token, or on a rule that normalises.
 
     >>> import torch
@@ -93,6 +94,7 @@ class CCQ(ReadConfig):
     kind = "ccq"
     start: Inside = 0.1
     aligned: bool = False
+    factor: Portion | None = None
 
     def build(self, width: Width, write: WriteConfig) -> ReadRule:
         if self.aligned and write.kind == "carve":
@@ -114,6 +116,7 @@ class _CCQ(ReadRule):
         self.config, self.width = config, width
         self.project = nn.Linear(width.dim, width.value_heads, bias=False)
         self.bias = nn.Parameter(torch.empty(width.value_heads))
+        self.factor = None if config.factor is None else Factor(config.factor, width.value_heads)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -140,6 +143,7 @@ class _CCQ(ReadRule):
     def _strengths(self, logit: Tensor, q: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """λ [.. HV] of the logit and, where the statistic forgets, its log decay a key head [.. H]."""
         eta = torch.sigmoid(wide(logit) + self.bias)
+        eta = eta if self.factor is None else self.factor(eta)
         if g is None or not self.config.aligned:
             return eta, None
         g = g.mean(-1) if g.dim() == q.dim() else g

@@ -1,6 +1,7 @@
 """Decay gates: x [B T D] -> log decay g, natural log, <= 0, in float32. A write rule holds one, or none.
 
-A half-life of h tokens is g = −ln 2 / h. Gates that take `half_life` start there; without it they start as published.
+A half-life of h tokens is g = −ln 2 / h. Gates that take `half_life` start there, all alike or spread in log over a range; without it
+they start as published.
 """
 
 import math
@@ -33,6 +34,17 @@ def start_steps(dt_bias: Tensor) -> None:
     dt_bias.copy_(inverse_softplus(dt_bias))
 
 
+HalfLife = (
+    Positive | tuple[Positive, Positive] | None
+)  # where a gate starts: one for all, spread over (low, high), as published
+
+
+def started(half_life: float | tuple[float, float], *shape: int) -> Tensor:
+    """The half-lives at which gates of `shape` start: all alike, or `half_lives` over the range."""
+    low, high = half_life if isinstance(half_life, tuple) else (half_life, half_life)
+    return half_lives(low, high, *shape)
+
+
 class GateConfig(Config):
     """Base of the gates' configs: `build(width)` makes the module, x [B T D] -> g [B T HV] or [B T HV K], float32."""
 
@@ -47,7 +59,8 @@ class ScalarGate(GateConfig):
 
         g = −e^{A_log} softplus(W_a x + dt_bias)
 
-    half_life: where every head starts, in tokens; None: Gated DeltaNet's published start, a median of 11 tokens.
+    half_life: where every head starts, in tokens, or the range over which the heads' starts are spread in log; None: Gated DeltaNet's
+        published start, a median of 11 tokens.
 
     >>> import torch
     >>> from needlework.layers import Delta, Recurrent, ScalarGate
@@ -57,7 +70,7 @@ class ScalarGate(GateConfig):
     """
 
     kind = "scalar_gate"
-    half_life: Positive | None = None
+    half_life: HalfLife = None
 
     def build(self, width: Width) -> nn.Module:
         return _SoftplusGate(self, nn.Linear(width.dim, width.value_heads, bias=width.bias), width.value_heads)
@@ -70,7 +83,8 @@ class ChannelGate(GateConfig):
         g = −e^{A_log} softplus(W₂ W₁ x + dt_bias),    A_log a head
 
     rank: of the bottleneck W₁ [r D], W₂ [HV·K r]; None: V.
-    half_life: where every channel starts, in tokens; None: KDA's and GDN-2's published start, a median of 10 tokens.
+    half_life: where every channel starts, in tokens, or the range over which a head's channels' starts are spread in log; None: KDA's
+        and GDN-2's published start, a median of 10 tokens.
 
     >>> import torch
     >>> from needlework.layers import Delta, Recurrent, ChannelGate
@@ -81,7 +95,7 @@ class ChannelGate(GateConfig):
 
     kind = "channel_gate"
     rank: Count | None = None
-    half_life: Positive | None = None
+    half_life: HalfLife = None
 
     def build(self, width: Width) -> nn.Module:
         rank = self.rank or width.value_dim
@@ -107,7 +121,8 @@ class _SoftplusGate(nn.Module):
                 start_steps(self.dt_bias)
             else:
                 self.A_log.zero_()
-                self.dt_bias.copy_(inverse_softplus(torch.full_like(self.dt_bias, math.log(2) / self.config.half_life)))
+                h = started(self.config.half_life, *self.shape).flatten()
+                self.dt_bias.copy_(inverse_softplus(math.log(2) / h))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.of(self.project(x))
@@ -163,6 +178,7 @@ class RetentionGate(GateConfig):
         g = min( logsigmoid(W_γ x + offset), −ln 2/bound )
 
     offset: 3.9 makes a half-life of 35 tokens at a logit of 0.
+    half_life: where every head starts instead, in tokens, or the range over which the heads' starts are spread in log.
     bound: the longest half-life that a head may take, in tokens: one for all heads, or a tuple with one a head, None where it is free.
         It is no parameter: a trained model takes another bound in its config.
     Raises ValueError where the layer is built with a tuple of another length than its heads.
@@ -176,6 +192,7 @@ class RetentionGate(GateConfig):
 
     kind = "retention_gate"
     offset: float = 3.9
+    half_life: HalfLife = None
     bound: Positive | tuple[Positive | None, ...] | None = None
 
     def build(self, width: Width) -> nn.Module:
@@ -190,15 +207,23 @@ class _RetentionGate(nn.Module):
             raise ValueError(
                 f"retention_gate: bound has {len(bounds)} half-lives, expected 1 or one a head = {width.value_heads}"
             )
-        self.offset = config.offset
+        self.config = config
+        if config.half_life is not None:
+            self.register_buffer("offset", torch.empty(width.value_heads), persistent=False)
+            self.reset_parameters()
         self.limits = [None if h is None else -math.log(2) / h for h in bounds]
         self.project = nn.Linear(width.dim, width.value_heads, bias=width.bias)
+
+    def reset_parameters(self) -> None:
+        if self.config.half_life is not None:
+            h = started(self.config.half_life, *self.offset.shape)
+            self.offset.copy_(-torch.expm1(math.log(2) / h).log())  # σ(offset) = 2^{−1/h}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.of(self.project(x))
 
     def of(self, logit: Tensor) -> Tensor:
-        g = F.logsigmoid(wide(logit) + self.offset)
+        g = F.logsigmoid(wide(logit) + (self.config.offset if self.config.half_life is None else self.offset))
         if len(self.limits) == 1:
             return _below(g, self.limits[0])
         return torch.stack([_below(g_h, limit) for g_h, limit in zip(g.unbind(-1), self.limits, strict=True)], -1)

@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from needlework.fields import NonNegative
+from needlework.fields import NonNegative, Portion
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig, ScalarGate
+from needlework.layers.projection import Map
 from needlework.layers.write import Strength, WriteConfig, WriteRule, gates_of
 from needlework.ops.qdelta import chunk_qdelta, step_qdelta
 from needlework.ops.qdelta.arguments import Coupling
@@ -24,7 +25,8 @@ class QDelta(WriteConfig):
     lam: fixes λ, as the paper's ablation does; 0 is Gated DeltaNet. None: λ is computed from x.
     coupling: "transposed" is what the authors' released kernels compute, for their checkpoints (`ops/qdelta`).
     allow_neg_eigval: β and λ are doubled, which leaves the range in which a step contracts.
-    Raises ValueError for a lam that is negative or above 1 (2 with allow_neg_eigval).
+    factor: λ is multiplied by a number a head that is learned in [0, 1] and starts here; 0 starts as Gated DeltaNet. None: it is not.
+    Raises ValueError for a lam that is negative or above 1 (2 with allow_neg_eigval), and for a factor of a fixed lam.
 
     >>> import torch
     >>> from needlework.layers import QDelta, Recurrent
@@ -38,9 +40,14 @@ class QDelta(WriteConfig):
     lam: NonNegative | None = None
     coupling: Coupling = "recurrent"
     allow_neg_eigval: bool = False
+    factor: Portion | None = None
 
     def __post_init__(self):
         super().__post_init__()
+        if self.factor is not None and self.lam is not None:
+            raise ValueError(
+                f"qdelta: factor is {self.factor} and lam is {self.lam}, expected None for one of them: λ is fixed by lam"
+            )
         if self.lam is not None and self.lam > self.most:
             raise ValueError(f"qdelta: lam is {self.lam}, expected a number in [0, {self.most}]")
 
@@ -60,9 +67,9 @@ class _QDelta(WriteRule[QDelta]):
         super().__init__(config, width)
         most = config.most
         self.beta = Strength(width, most=most)
-        self.lam = Strength(width, offset=-0.9, most=most) if config.lam is None else None
+        self.lam = Strength(width, offset=-0.9, most=most, factor=config.factor) if config.lam is None else None
 
-    def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         found, others = gates_of(x, *beside, g=self.gate, beta=self.beta, lam=self.lam)
         if self.config.lam is not None and (beta := found["beta"]) is not None:
             found["lam"] = torch.full_like(beta, self.config.lam)

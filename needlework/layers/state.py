@@ -51,6 +51,16 @@ class Held(NamedTuple):
         return grown + sum(part.nbytes for part in self.fixed.values())
 
 
+class Peak(NamedTuple):
+    """The largest norm that a state was seen with: of a layer's tensor, after `token` tokens of a row. Not finite counts as largest."""
+
+    layer: str
+    tensor: str
+    norm: float
+    row: int
+    token: int
+
+
 def under(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a component, under its name in the layer that has it: "S" of "write" is "write.S"."""
     return {f"{name}.{part}": x for part, x in parts.items()}

@@ -12,7 +12,7 @@ from needlework.layers.config import Config, Width
 from needlework.layers.features import FeatureConfig
 from needlework.layers.gates import GateConfig
 from needlework.layers.norm import wide
-from needlework.layers.projection import side_by_side
+from needlework.layers.projection import Map, side_by_side
 from needlework.layers.state import Part, fixed
 
 
@@ -81,7 +81,7 @@ class WriteRule(nn.Module, Generic[Rule]):
         step = lambda **tokens: self.call(self.step, state=state, **tokens)
         return batch.on_slots(step, chunk, q=q, k=k, v=v, **gates)
 
-    def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         """x [B T D] -> the gates by `forward`'s names, and what each of `beside`, other maps of x, gives (`gates_of`).
 
         g is the log decay [B T HV] or [B T HV K], None where nothing decays before its write.
@@ -97,7 +97,7 @@ class WriteRule(nn.Module, Generic[Rule]):
         return tables["S"]
 
 
-def gates_of(x: Tensor, *beside: nn.Module, **parts: nn.Module | None) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+def gates_of(x: Tensor, *beside: Map, **parts: nn.Module | None) -> tuple[dict[str, Tensor | None], list[Tensor]]:
     """part(x) of each, x [B T D], by name, None for None; and what each of `beside`, maps of x too, gives.
 
     A part with a `project` gives `of(project(x))`. These maps are narrow, one column a head or a channel: they and `beside` are one
@@ -111,16 +111,39 @@ def gates_of(x: Tensor, *beside: nn.Module, **parts: nn.Module | None) -> tuple[
     return found, made[: len(beside)]
 
 
-class Strength(nn.Module):
-    """most · σ(W x + offset), one number a token and head, in float32: the write strength β, Q-Delta's λ."""
+class Factor(nn.Module):
+    """A number a head in [0, 1] that is learned: a rule that starts with a factor of 0 starts as the rule without it, and leaves it.
 
-    def __init__(self, width: Width, offset: float = 0.0, most: float = 1.0):
+    Outside of [0, 1] the parameter counts as the nearest end, and its gradient passes all the same, so that it comes back.
+    """
+
+    def __init__(self, start: float, heads: int):
+        super().__init__()
+        self.start = start
+        self.value = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.value, self.start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [.. heads] times the factor."""
+        value = wide(self.value)
+        return x * (value + (value.clamp(0, 1) - value).detach())
+
+
+class Strength(nn.Module):
+    """most · σ(W x + offset), one number a token and head, in float32: the write strength β, Q-Delta's λ. factor: of `Factor`, or none."""
+
+    def __init__(self, width: Width, offset: float = 0.0, most: float = 1.0, factor: float | None = None):
         super().__init__()
         self.offset, self.most = offset, most
         self.project = nn.Linear(width.dim, width.value_heads, bias=width.bias)
+        self.factor = None if factor is None else Factor(factor, width.value_heads)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.of(self.project(x))
 
     def of(self, logit: Tensor) -> Tensor:
-        return self.most * torch.sigmoid(wide(logit) + self.offset)
+        strength = self.most * torch.sigmoid(wide(logit) + self.offset)
+        return strength if self.factor is None else self.factor(strength)

@@ -20,7 +20,7 @@ from needlework.layers.state import Held
 from needlework.models.auto import Installed
 from needlework.models.cache import NeedleworkCache
 from needlework.models.config import NeedleworkConfig
-from needlework.models.loss import linear_cross_entropy, softcap
+from needlework.models.loss import emphasised_cross_entropy, linear_cross_entropy, softcap
 from needlework.models.packing import documents
 from needlework.models.table_cache import TableCache
 
@@ -40,12 +40,14 @@ class Losses(NamedTuple):
 
     cross_entropy: the *sum* over the counted targets. auxiliary: the other terms, weighted, a mean that is divided by
     the number of batches alone; None without any. parts: those terms by name, unweighted and detached, for a log.
+    nats: of each target [B T], without its emphasis and detached, 0 where it is not counted; None where none has an emphasis.
     """
 
     cross_entropy: Tensor
     share: float
     auxiliary: Tensor | None
     parts: dict[str, Tensor]
+    nats: Tensor | None = None
 
 
 @dataclass
@@ -379,12 +381,14 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
         targets: Tensor | None = None,
         objective: Objective | None = None,
         loss_impl: str = "torch",
+        emphasis: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | Losses:
         """As NeedleworkModel; labels [B T] are shifted inside, as everywhere in transformers.
 
         targets [B T], the token that follows each, −100 where it is not counted: for training. No logits are made then, and
         what comes back is `Losses`. objective: its other terms (None: cross entropy alone); loss_impl: `linear_cross_entropy`'s impl.
+        emphasis [B T]: how many times each target is counted (None: once); with loss_impl "torch".
         """
         if targets is not None and labels is not None:
             raise ValueError("targets (aligned, summed) and labels (shifted inside, averaged) are two losses: give one")
@@ -397,11 +401,20 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
         if targets is not None:
             head, cap = self.lm_head, self.config.softcap
             hidden = out.last_hidden_state.flatten(0, 1)
-            loss = linear_cross_entropy(hidden, head.weight, head.bias, targets.flatten(), cap, impl=loss_impl)
+            nats = None
+            if emphasis is None:
+                loss = linear_cross_entropy(hidden, head.weight, head.bias, targets.flatten(), cap, impl=loss_impl)
+            elif loss_impl != "torch":
+                raise ValueError(f'loss_impl: got {loss_impl!r}, expected "torch" where targets have an emphasis')
+            else:
+                loss, nats = emphasised_cross_entropy(
+                    hidden, head.weight, head.bias, targets.flatten(), emphasis.flatten(), cap
+                )
+                nats = nats.view(targets.shape)
             if objective is None:
-                return Losses(loss, 1.0, None, {})
+                return Losses(loss, 1.0, None, {}, nats)
             parts = {name: mean.detach() for name, mean in out.terms.items()}
-            return Losses(loss, objective.share, objective.auxiliary(out.terms), parts)
+            return Losses(loss, objective.share, objective.auxiliary(out.terms), parts, nats)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.logits(out.last_hidden_state[:, keep])
         loss = None

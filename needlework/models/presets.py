@@ -239,3 +239,10 @@ def count_parameters(config: NeedleworkConfig) -> int:
     """The exact number of parameters, from the meta device: nothing is allocated. Tied weights count once."""
     with torch.device("meta"):
         return sum(p.numel() for p in NeedleworkForCausalLM(config).parameters())
+
+
+def of_size(config: Callable[[int], NeedleworkConfig], parameters: int, step: int = 32) -> NeedleworkConfig:
+    """config(hidden) for the multiple of `step` that brings it nearest to `parameters`: the MLP takes what a mixer leaves."""
+    least = count_parameters(config(step))
+    each = count_parameters(config(2 * step)) - least
+    return config(step * (1 + round((parameters - least) / each)))

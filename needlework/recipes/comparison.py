@@ -41,7 +41,7 @@ from needlework.layers.rope import PositionConfig
 from needlework.layers.softmax import AttendConfig
 from needlework.layers.write import WriteConfig
 from needlework.models import NeedleworkConfig
-from needlework.models.presets import count_parameters
+from needlework.models.presets import of_size
 from needlework.report.claims import Claim
 from needlework.report.sweep import Void
 from needlework.train import AdamW, Cosine, TrainConfig
@@ -170,28 +170,22 @@ MIXERS: dict[str, Entry] = {
 }
 
 
+@cache
 def model(mixer: str, size: Size = SMALL) -> NeedleworkConfig:
     """The model of a mixer, with the SwiGLU width, in steps of 32, that comes nearest to the size's parameters."""
-    return _of_width(mixer, size, _width(mixer, size))
-
-
-def _of_width(mixer: str, size: Size, hidden: int) -> NeedleworkConfig:
     entry = MIXERS[mixer]
-    return NeedleworkConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=size.dim,
-        layout=entry.layout * (size.layers // len(entry.layout)),
-        mixers=entry.mixers(size),
-        mlp=SwiGLU(hidden=hidden),
-        tie_word_embeddings=True,
-    )
 
+    def config(hidden: int) -> NeedleworkConfig:
+        return NeedleworkConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=size.dim,
+            layout=entry.layout * (size.layers // len(entry.layout)),
+            mixers=entry.mixers(size),
+            mlp=SwiGLU(hidden=hidden),
+            tie_word_embeddings=True,
+        )
 
-@cache
-def _width(mixer: str, size: Size) -> int:
-    """The same for every seed."""
-    least, next_one = (count_parameters(_of_width(mixer, size, hidden)) for hidden in (32, 64))
-    return 32 * (1 + round((size.parameters - least) / (next_one - least)))
+    return of_size(config, size.parameters)
 
 
 def recipe(mixer: str, seed: int = 0, size: Size = SMALL) -> Recipe:
@@ -296,7 +290,7 @@ FAMILIES = {
     "Ours": ("gated-deltanet", "softmax", "qdelta-ccq-lucid", "kda-polar"),
 }
 
-# runs of code from before a mend, by the first digits of their commits: left off the page until they are run again
+# runs of code from before a mend, by the first digits of their commits: struck from the page until they are run again
 VOID = {
     "carve-blind": Void(
         "measured with weights that were never set: w1 and w2 of rank 0 were left empty when the checkpoint was read back, so every "

@@ -13,7 +13,7 @@ from needlework.experiment.runner import Evaluation, Phase, Recipe
 from needlework.layers import SwiGLU
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig
-from needlework.models.presets import count_parameters
+from needlework.models.presets import of_size
 from needlework.train import AdamW, Cooldown, TrainConfig
 
 DIM, LAYERS, VOCABULARY = 64, 2, 257
@@ -35,9 +35,7 @@ def model(mixer: str) -> NeedleworkConfig:
         mixers={"M": CATALOG[mixer].make(SIZES)},
         initializer_range=DIM**-0.5,
     )
-    one = count_parameters(config(mlp=SwiGLU(hidden=1)))
-    each = count_parameters(config(mlp=SwiGLU(hidden=2))) - one
-    return config(mlp=SwiGLU(hidden=1 + round((PARAMETERS - one) / each)))
+    return of_size(lambda hidden: config(mlp=SwiGLU(hidden=hidden)), PARAMETERS, step=1)
 
 
 def recipe(mixer: str, corpus: CorpusConfig | None = None) -> Recipe:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from needlework.layers.projection import laying
 from needlework.models import NeedleworkForCausalLM
 from needlework.models.modeling import Block
 from needlework.serve.batch import Inputs, Shape
@@ -67,6 +68,7 @@ class Runner:
         self._graphs: dict[tuple[int, Way], _Graph] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None  # one graph runs at a time: they share their memory
         self._pages = {window: most_pages(config.length, None, config.page, config.budget) for window, *_ in config.pools}
+        self._lay()
 
     @torch.no_grad()
     def run(self, step: Step, bits: Mapping[str, Tensor] | None = None) -> Sampled:
@@ -92,6 +94,14 @@ class Runner:
         requests: list[Request | None] = [one.request for one in step.decodes]
         requests += [None] * (decodes - len(step.decodes)) + [one.request for one in step.prefills if one.last]
         return self._to_host(tuple(requests), found)
+
+    @torch.no_grad()
+    def _lay(self) -> None:
+        """Maps of one input become one product that copies no weights: a decoding step is bound by their launches and bytes."""
+        inputs = Inputs.empty(Shape(1, 0, 0, 0, tuple(self._pages.items())), device=self.device)
+        inputs.copy_(_padded(inputs.shape, self))
+        with laying():
+            self.model.model.serve(inputs.named["ids"].clamp(min=0), self.tables.layers, inputs.batch)
 
     @torch.no_grad()
     def capture(self, most: int) -> None:
@@ -177,9 +187,7 @@ class _Graph:
 
     def __init__(self, runner: Runner, shape: Shape, way: Way):
         self.inputs = Inputs.empty(shape, device=runner.device)
-        padded = Inputs.empty(shape)
-        padded.fill(Step(decodes=(), prefills=(), before=(), after=()), {}, runner.config.page, runner.vocabulary)
-        self.inputs.copy_(padded)  # rows that touch no state: the runs before the capture leave nothing
+        self.inputs.copy_(_padded(shape, runner))
         self.bits = None
         if way.grammar:
             self.bits = torch.full((shape.decodes, -(-runner.vocabulary // 32)), -1, dtype=torch.int32, device=runner.device)
@@ -199,6 +207,13 @@ class _Graph:
             self.bits.copy_(bits, non_blocking=True)
         self.graph.replay()
         return self.found
+
+
+def _padded(shape: Shape, runner: Runner) -> Inputs:
+    """Rows that touch no state: runs of them leave nothing."""
+    padded = Inputs.empty(shape)
+    padded.fill(Step(decodes=(), prefills=(), before=(), after=()), {}, runner.config.page, runner.vocabulary)
+    return padded
 
 
 def rows(n: int) -> int:

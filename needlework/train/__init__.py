@@ -10,12 +10,14 @@ from .checkpoint import latest as latest
 from .checkpoint import load as load
 from .config import TrainConfig as TrainConfig
 from .guard import BadStep as BadStep
+from .guard import GrowingState as GrowingState
 from .guard import Guard as Guard
 from .guard import NonFiniteLoss as NonFiniteLoss
 from .guard import Spike as Spike
 from .launch import relaunch as relaunch
 from .lock import InUse as InUse
 from .lock import alone as alone
+from .log import logged as logged
 from .log import summary_writer as summary_writer
 from .loop import Progress as Progress
 from .loop import Result as Result

@@ -12,11 +12,11 @@ from .world import World
 
 
 class Feed(NamedTuple):
-    """numbers: those of the micro-batches. counted, tokens: labels that count and tokens, summed over all ranks."""
+    """numbers: those of the micro-batches. counted, tokens: labels that count, as often as they do, and tokens, summed over all ranks."""
 
     numbers: range
     pieces: list[Piece]
-    counted: int
+    counted: float
     tokens: int
 
 
@@ -37,13 +37,25 @@ def feed(
         return x if state_passing is None else state_passing.segment(x)
 
     labels = [own(b.labels) for b in batches]
-    counted = world.total(sum(int((x != IGNORE).sum()) for x in labels))
+    beside = [[None if (x := getattr(b, name, None)) is None else own(x) for name in ("answers", "emphasis")] for b in batches]
+    counted = world.total(sum(_count(x, emphasis) for x, (_, emphasis) in zip(labels, beside, strict=True)))
     if not counted:
         raise ValueError(f"step {step + 1}: labels: all are {IGNORE}, there is nothing to learn from")
     pieces = [
-        Piece(_moved(own(b.input_ids), device), _moved(x, device), state_passing) for b, x in zip(batches, labels, strict=True)
+        Piece(
+            _moved(own(b.input_ids), device),
+            _moved(x, device),
+            state_passing,
+            *(z if z is None else _moved(z, device) for z in more),
+        )
+        for b, x, more in zip(batches, labels, beside, strict=True)
     ]
     return Feed(numbers, pieces, counted, sum(b.input_ids.numel() for b in batches))
+
+
+def _count(labels: Tensor, emphasis: Tensor | None) -> float:
+    counted = labels != IGNORE
+    return int(counted.sum()) if emphasis is None else emphasis[counted].double().sum().item()
 
 
 def _moved(x: Tensor, device: torch.device) -> Tensor:

@@ -1,4 +1,5 @@
-"""The guard: finds steps whose loss or gradient is not finite, or leaps, before the optimiser applies them, and their cause."""
+"""The guard: finds steps whose loss or gradient is not finite, or leaps, before the optimiser applies them, and their cause; and states
+that grow, before a loss shows it."""
 
 import math
 import sys
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from needlework.fields import AboveOne, Count, Natural, fit
+from needlework.fields import AboveOne, Count, Natural, Positive, fit
+from needlework.layers.state import Peak
 
 from . import gradient
 from .world import World
@@ -27,15 +29,27 @@ class Guard:
     spike: so is one over `spike` × its running median; None: never.
     window: how many steps the median is over, the last that were taken; no step is a spike before there are so many.
     skip: up to so many bad steps in a row leave the weights as they are and are logged; one more ends the run.
-    Raises ValueError for a spike not above 1, a window below 1, a skip below 0.
+    state: the largest norm that a layer's state may have; one over it ends the run. None: it is not bounded.
+    state_every: steps from one look at the states to the next, which are logged; None: nobody looks, but after a bad step.
+    Raises ValueError for a spike not above 1, a window below 1, a skip below 0, a state without state_every.
     """
 
     spike: AboveOne | None = None
     window: Count = 64
     skip: Natural = 0
+    state: Positive | None = None
+    state_every: Count | None = None
 
     def __post_init__(self):
         fit("guard", self)
+        if self.state is not None and self.state_every is None:
+            raise ValueError(
+                f"guard: state is {self.state:g} and state_every is None, expected a number of steps: nobody looks"
+            )
+
+    def looks(self, step: int) -> bool:
+        """Whether the states are looked at before `step`, 0 is the first."""
+        return self.state_every is not None and step % self.state_every == 0
 
 
 class BadStep(ArithmeticError):
@@ -48,9 +62,11 @@ class BadStep(ArithmeticError):
             if last
             else "there is no checkpoint yet: the run may begin anew with another config"
         )
-        super().__init__(
-            f"step {step}: loss {loss:.6g}, gradient norm {grad_norm:.6g}: {where}; stopped before the optimiser's step; {kept}"
-        )
+        super().__init__(f"step {step}: {self.measured}{where}; stopped before the optimiser's step; {kept}")
+
+    @property
+    def measured(self) -> str:
+        return f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}: "
 
     def __reduce__(self):  # so that it crosses from one process to another
         return type(self), (self.step, self.loss, self.grad_norm, self.where, self.last)
@@ -62,6 +78,29 @@ class NonFiniteLoss(BadStep):
 
 class Spike(BadStep):
     """Over `Guard.spike` × the running median."""
+
+
+class GrowingState(BadStep):
+    """Over `Guard.state`. It is seen before the step has a loss."""
+
+    measured = ""
+
+
+States = Callable[[nn.Module, Tensor], list[Peak]]  # the model, input_ids [B T] -> of each layer with a state its peak
+
+
+def largest(peaks: list[Peak]) -> Peak | None:
+    return max(peaks, key=lambda peak: peak.norm, default=None)
+
+
+def described(peak: Peak) -> str:
+    return f"the state {peak.tensor} of {peak.layer} has the norm {peak.norm:.4g} after {peak.token:,} tokens of row {peak.row}"
+
+
+def look(model: nn.Module, states: States, input_ids: Tensor) -> Peak | None:
+    """The largest state on these rows; uncompiled, and with PyTorch's generators left as they were."""
+    with torch.random.fork_rng([input_ids.device] if input_ids.is_cuda else []), torch.compiler.set_stance("force_eager"):
+        return largest(states(model, input_ids))
 
 
 class Limits(NamedTuple):

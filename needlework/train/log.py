@@ -48,6 +48,16 @@ class Log:
             self.tensorboard.close()
 
 
+def logged(directory: Path) -> list[dict[str, Any]]:
+    """The whole lines of directory/log.jsonl that are of steps; none where there is no log."""
+    path = directory / "log.jsonl"
+    lines = []
+    for text in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        if text.endswith(b"\n") and "loss" in (line := json.loads(text)):
+            lines.append(line)
+    return lines
+
+
 class Silence:
     """The log of every rank but the first."""
 

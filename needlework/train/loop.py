@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from . import metadata
 from .checkpoint import Checkpoints, latest
 from .config import TrainConfig
 from .feed import feed
-from .guard import Watch
+from .guard import States, Watch
 from .lock import alone
 from .log import Log, Silence, peak_memory, summary_writer
 from .losses import Batch, Criterion, of_logits
@@ -39,7 +39,8 @@ from .world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """After a step: `step` of `steps` are done. tokens, seconds: of the whole run; tokens_per_second: over the last 20 steps."""
+    """After a step: `step` of `steps` are done. tokens, seconds: of the whole run; tokens_per_second: over the last 20 steps. extra: what
+    was logged of it beside these."""
 
     step: int
     steps: int
@@ -47,6 +48,7 @@ class Progress:
     tokens: int
     seconds: float
     tokens_per_second: float
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ def train(
     on_step: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
     world: World | None = None,
+    states: States | None = None,
 ) -> Result:
     """Trains `model` in place, from the newest whole checkpoint in `directory` if there is one.
 
@@ -92,7 +95,8 @@ def train(
     on_step: called after every step. It must leave PyTorch's generators and the model's mode as they were.
     stop: asked before every step; True on any rank ends the run with a checkpoint.
     world: `World.open(config.parallel)`'s; None opens it.
-    Raises NonFiniteLoss or Spike (see `Guard`); InUse if another process trains there; CheckpointError if a checkpoint cannot be
+    states: looks at the model's states, as `Guard.state_every` asks, on one rank; the largest is logged, as state and state_of.
+    Raises NonFiniteLoss, Spike or GrowingState (see `Guard`); InUse if another process trains there; CheckpointError if a checkpoint cannot be
     written, all are damaged, or the newest one is of another config; ValueError for a step without a single counted label, a batch
     that ranks cannot share, or a directory that they do not.
     """
@@ -111,7 +115,7 @@ def train(
     world.share(directory)
     background = world.mesh is not None or run.device.type == "cuda"
     with ExitStack() as held, Checkpoints(directory, fingerprint, config.keep, world, background) as checkpoints:
-        stepper = Stepper(run, config, losses, watch, state_passing, read, checkpoints.wait)
+        stepper = Stepper(run, config, losses, watch, state_passing, read, checkpoints.wait, states)
         world.agree(lambda: held.enter_context(alone(directory)))
         last = checkpoints.last = world.agree(lambda: latest(directory, fingerprint))
         same_ranks = True
@@ -158,6 +162,7 @@ def train(
                             tokens=run.tokens,
                             seconds=run.seconds,
                             tokens_per_second=_rate(recent),
+                            extra=step.extra,
                         )
                     )
             if saved != run.step:

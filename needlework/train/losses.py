@@ -2,8 +2,8 @@
 
     total = share · Σ ce / counted  +  Σ auxiliary / (micro-batches · parts)
 
-counted is the number of counted labels on all ranks and in all micro-batches; a part is a rank with tokens of its own. So the
-gradient is that of one large batch on one device, however it was divided.
+counted is the number of counted labels on all ranks and in all micro-batches, each as often as its emphasis says; a part is a rank
+with tokens of its own. So the gradient is that of one large batch on one device, however it was divided.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,9 @@ IGNORE = -100  # a label that is not counted
 
 
 class Batch(Protocol):
-    """input_ids, labels [B T] int64: labels[b, t] is the token to predict after input_ids[b, : t + 1]; -100 where not counted."""
+    """input_ids, labels [B T] int64: labels[b, t] is the token to predict after input_ids[b, : t + 1]; -100 where not counted.
+
+    It may have `answers` and `emphasis`, [B T] each, as `needlework.data.Answered` has them."""
 
     @property
     def input_ids(self) -> Tensor: ...
@@ -32,6 +34,8 @@ class Piece(NamedTuple):
     input_ids: Tensor
     labels: Tensor
     state_passing: object = None
+    answers: Tensor | None = None
+    emphasis: Tensor | None = None
 
 
 class Losses(Protocol):
@@ -87,7 +91,7 @@ class Addends(NamedTuple):
 
 
 def backward(
-    model: nn.Module, criterion: Criterion, pieces: list[Piece], counted: int, parts: int, autocast: str | None
+    model: nn.Module, criterion: Criterion, pieces: list[Piece], counted: float, parts: int, autocast: str | None
 ) -> Addends:
     """Adds the gradient of `total` to the model's, micro-batch by micro-batch. Nothing waits for the device."""
     entropies, means = [], {}

@@ -119,9 +119,12 @@ class World:
             dist.all_reduce(x)
         return x
 
-    def total(self, number: int) -> int:
-        """The sum over the ranks that hold tokens of their own."""
-        return number if self.mesh is None else int(self.sum_(torch.tensor(number)).item()) // self.tensor
+    def total(self, number: float) -> float:
+        """The sum over the ranks that hold tokens of their own; of whole numbers a whole one."""
+        if self.mesh is None:
+            return number
+        total = self.sum_(torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float64)).item()
+        return total // self.tensor if isinstance(number, int) else total / self.tensor
 
     def any(self, flag: bool) -> bool:
         return flag if self.mesh is None else self.total(int(flag) * self.tensor) > 0

@@ -87,7 +87,7 @@ def train(recipe, *more):
         (train("own.py:"), "expected MODULE:FUNCTION"),
         (train("nowhere:run"), "there is no needlework/recipes/nowhere.py"),
         (train("nowhere.py:run"), "there is no file nowhere.py"),
-        (train("demo.x:y"), "there is no needlework/recipes/demo.x.py"),
+        (train("demo.x:y"), "there is no needlework/recipes/demo/x.py"),
         (train("../demo:run"), "there is no needlework/recipes/../demo.py"),
         (train("text.txt:run"), "text.txt is no Python file, whose name ends in .py"),
         (train("demo:DIM"), "expected a function without arguments (64 is not a callable object); known: softmax, gated_deltanet,"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from needlework.diagnostics import carve, ccq, heard, lucid, polar, qdelta, state_norms
+from needlework.diagnostics import carve, ccq, heard, lucid, polar, qdelta, state_norms, state_peaks
 from needlework.diagnostics.ccq import energy
 from needlework.diagnostics.listen import together
 from needlework.layers import SwiGLU
@@ -170,3 +170,28 @@ def test_state_norms_are_of_every_layer_that_recurs(mixer, layers):
     norms = state_norms(model(mixer), tokens(), (10, 30))
     assert set(norms) == {10, 30} and all(len(by_layer) == layers for by_layer in norms.values())
     assert all(x > 0 for by_layer in norms.values() for x in by_layer)
+
+
+@pytest.mark.parametrize("mixer, layers", [("qdelta", 2), ("carve", 2), ("atma", 2), ("softmax", 0)])
+def test_state_peaks_are_the_largest_norms_at_the_cuts_of_the_rows(mixer, layers):
+    """A pass that ends at a cut has the state of that cut."""
+    m, ids = model(mixer), tokens()
+    peaks = state_peaks(m, ids, cuts=4)
+    assert [peak.layer for peak in peaks] == [f"model.blocks.{i}.mixer" for i in range(layers)]
+    for i, peak in enumerate(peaks):
+        states = {t: m(ids[:, :t], use_cache=True).past_key_values.layers[i].state for t in (10, 20, 30, 40)}
+        inner = {t: getattr(s, "memory", None) or s for t, s in states.items()}
+        norms = {t: (s.write if mixer != "carve" else s.write.S).float().norm(dim=(-2, -1)).amax(1) for t, s in inner.items()}
+        (t, row), norm = max((((t, row), norm[row].item()) for t, norm in norms.items() for row in (0, 1)), key=lambda x: x[1])
+        assert (peak.token, peak.row) == (t, row) and peak.norm == pytest.approx(norm, rel=1e-6)
+
+
+def test_a_state_that_is_not_finite_is_the_largest_and_the_first_cut_that_has_it_is_named():
+    m, ids = model("qdelta"), tokens()
+    ids[:, 15:] = ids[:, 15:] % 50
+    ids[1, 15] = 96
+    ids[:, :15] = ids[:, :15] % 50
+    with torch.no_grad():
+        m.model.embed.weight[96] = math.nan
+    found = state_peaks(m, ids, cuts=4)
+    assert [(peak.row, peak.token, peak.norm) for peak in found] == [(1, 20, math.inf)] * 2

@@ -12,7 +12,7 @@ from needlework.experiment.runner import Evaluation, Phase, run
 from needlework.recipes import demo
 from needlework.report.words import percent, task_title
 from needlework.testing.rows import chosen
-from needlework.train import AdamW, Cooldown, TrainConfig
+from needlework.train import AdamW, Cooldown, GrowingState, Guard, TrainConfig
 
 TASK = NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 2))
 
@@ -73,6 +73,16 @@ def test_a_stopped_run_goes_on_bit_equal(small_text, tmp_path, mixer):
     assert {k: cut[k] for k in ("loss", "needle", "needles")} == {k: whole[k] for k in ("loss", "needle", "needles")}
     a, b = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_looks_at_its_models_states(small_text, tmp_path):
+    """spec/qdelta.md: the rule's transition is no contraction, so a state may grow; the layer and the tensor are named before a loss is NaN."""
+    recipe = tiny(small_text)
+    looking = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, guard=Guard(state=1e-6, state_every=1)))
+    with pytest.raises(
+        GrowingState, match=r"step 1: the state S of model\.blocks\.\d\.mixer has the norm .* of row \d, more than 1e-06"
+    ):
+        run(looking, tmp_path)
 
 
 def test_another_seed_is_another_run(small_text, tmp_path):

@@ -57,6 +57,7 @@ ATTENTION = {"heads": 2, "head_dim": 8, "attend": Softmax()}
 NOT_A_NUMBER = ("x", math.nan, math.inf, True, [1])
 COUNT = (0, -1, 2.5, *NOT_A_NUMBER)
 ABOVE_ZERO = (0, -0.5, *NOT_A_NUMBER)
+HALF_LIVES = (None, 0.5, 100, (32.0, 8192.0), [32, 64])
 # (config, field): what is needed beside it, what it may be, what it may not
 NUMBERS = {
     (Recurrent, "heads"): (RECURRENT, (1, 6), COUNT),
@@ -100,8 +101,9 @@ NUMBERS = {
     (PairRope, "base"): ({}, (0.5, 10_000), ABOVE_ZERO),
     (GatedNorm, "eps"): ({}, (1e-5, 1), ABOVE_ZERO),
     (OutputGate, "rank"): ({}, (None, 1), COUNT),
-    (ScalarGate, "half_life"): ({}, (None, 0.5, 100), ABOVE_ZERO),
-    (ChannelGate, "half_life"): ({}, (None, 0.5, 100), ABOVE_ZERO),
+    (ScalarGate, "half_life"): ({}, HALF_LIVES, (*ABOVE_ZERO, (32.0, 0.0))),
+    (ChannelGate, "half_life"): ({}, HALF_LIVES, (*ABOVE_ZERO, (32.0,))),
+    (RetentionGate, "half_life"): ({}, HALF_LIVES, (*ABOVE_ZERO, (1.0, 2.0, 3.0))),
     (ChannelGate, "rank"): ({}, (None, 1), COUNT),
     (LowRankGate, "rank"): ({}, (1, 16), COUNT),
     (LowRankGate, "temperature"): ({}, (0.5, 16), ABOVE_ZERO),
@@ -113,6 +115,8 @@ NUMBERS = {
     (Carve, "half_life"): ({}, ((32.0, 64.0), [32, 64]), ((0.0, 64.0), (32.0, -1.0), (32.0,), (1.0, 2.0, 3.0), 32.0, "ab")),
     (DeltaProduct, "write_rank"): ({}, (1, 2), COUNT),
     (Rwkv7, "rank"): ({}, (None, 1), COUNT),
+    (CCQ, "factor"): ({}, (None, 0, 0.5, 1), (-0.1, 1.5, *NOT_A_NUMBER)),
+    (QDelta, "factor"): ({}, (None, 0, 0.5, 1), (-0.1, 1.5, *NOT_A_NUMBER)),
     (CCQ, "start"): ({}, (0.01, 0.99), (0, 1, -0.1, *NOT_A_NUMBER)),
     (QDelta, "lam"): ({}, (None, 0, 0.5, 1), (-0.1, 1.5, *NOT_A_NUMBER)),
     (SwiGLU, "hidden"): ({}, (1, 64), COUNT),

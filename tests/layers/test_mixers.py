@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -64,10 +65,12 @@ WRITES = {
     "deltanet": Delta(),
     "gated_deltanet": Delta(gate=ScalarGate()),
     "retention": Delta(gate=RetentionGate()),
+    "retention_spread": Delta(gate=RetentionGate(half_life=(32.0, 8192.0))),
     "kda": Delta(gate=ChannelGate()),
     "gdn2": Gdn2(),
     "qdelta": QDelta(),
     "qdelta_fixed": QDelta(lam=0.5, gate=None),
+    "qdelta_factor": QDelta(factor=0.5),
     "qdelta_doubled": QDelta(allow_neg_eigval=True),
     "carve": Carve(rank=4, content_chunk=16),
 }
@@ -95,6 +98,7 @@ CONFIGS = {f"{w}-{r}": recurrent(WRITES[w], READS[r]) for w in WRITES for r in R
     "gdn2 with its output gate": recurrent(Gdn2(allow_neg_eigval=True), output_gate=OutputGate(activation="silu", rank=3)),
     "aligned ccq on gated deltanet": recurrent(Delta(gate=ScalarGate()), CCQ(aligned=True)),
     "aligned ccq on gla, grouped": recurrent(Linear(gate=LowRankGate()), CCQ(aligned=True), value_heads=4),
+    "ccq with a factor on gated deltanet": recurrent(Delta(gate=ScalarGate()), CCQ(factor=0.5)),
     "ccq on qdelta, grouped values": recurrent(QDelta(), CCQ(), value_heads=4),
     "carve of rank 2, decayed": recurrent(Carve(rank=4, content_chunk=8, write_rank=2, prediction="decayed"), conv=Silu()),
     "two turned rows a token": recurrent(Carve(rank=0, content_chunk=8, write_rank=2), position=HalfRope()),
@@ -273,11 +277,25 @@ def test_lucid_beta_starts_equal_to_key():
     assert close(beta.double()(x)[0], key.double()(x)[0])
 
 
-@pytest.mark.parametrize("gate", [ScalarGate(half_life=100.0), ChannelGate(half_life=100.0)])
+GATES = {
+    "a head": ScalarGate(half_life=100.0),
+    "a channel": ChannelGate(half_life=100.0),
+    "retention": RetentionGate(half_life=100.0),
+    "a head, spread": ScalarGate(half_life=(32.0, 8192.0)),
+    "a channel, spread": ChannelGate(half_life=(32.0, 8192.0)),
+    "retention, spread": RetentionGate(half_life=(32.0, 8192.0)),
+}
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 def test_a_gate_starts_at_its_half_life(gate):
-    mixer = recurrent(Delta(gate=gate)).build(DIM)
-    g = mixer.write.gate(torch.zeros(1, 3, DIM))
-    assert torch.allclose(g.exp() ** 100, torch.tensor(0.5), atol=1e-4)
+    """Of n gates spread over (low, high) in log the i-th has low · (high/low)^((i + 1/2)/n); the channels of a head are spread alike."""
+    mixer = recurrent(Delta(gate=gate), heads=3).build(DIM)
+    g = mixer.write.gate(torch.zeros(1, 1, DIM))[0, 0]  # [H] or [H K]
+    n = g.shape[-1]
+    expected = [32 * 256 ** ((i + 0.5) / n) for i in range(n)] if isinstance(gate.half_life, tuple) else [100.0] * n
+    rounding = 4 * 16 * torch.finfo(torch.float32).eps  # g is near e^logit, a logit is below 16 and rounded a few times
+    assert torch.allclose(-math.log(2) / g, torch.tensor(expected).expand(g.shape), rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("mlp", [SwiGLU(hidden=48), SquaredReLU(hidden=48)])

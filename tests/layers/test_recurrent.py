@@ -268,3 +268,36 @@ def test_the_gradient_of_the_l2_norm_is_the_pages():
     n = (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     expected = (dy - y * (y * dy).sum(-1, keepdim=True)) / n
     assert relative(torch.autograd.grad(y, x, dy)[0], expected.detach()) < 1e-12
+
+
+# a rule that starts as another, and leaves it
+
+
+@pytest.mark.parametrize("rule", [{"write": QDelta(factor=0)}, {"write": Delta(gate=ScalarGate()), "read": CCQ(factor=0)}])
+def test_a_rule_with_a_factor_of_zero_is_the_rule_without_it_bit_by_bit_and_its_factor_learns(rule):
+    torch.manual_seed(0)
+    plain = Recurrent(heads=H, key_dim=K, value_dim=V, write=Delta(gate=ScalarGate())).build(DIM)
+    rich = Recurrent(heads=H, key_dim=K, value_dim=V, **rule).build(DIM)
+    missing, unexpected = rich.load_state_dict(plain.state_dict(), strict=False)
+    assert not unexpected and {name.split(".")[-2] for name in missing if "factor" in name} == {"factor"}
+    x = sample(150).float()
+    y, state = rich(x, output_final_state=True)
+    expected, other = plain(x, output_final_state=True)
+    assert torch.equal(y, expected) and torch.equal(state.write, other.write)
+    y.square().sum().backward()
+    factor = rich.write.lam.factor if "read" not in rule else rich.read.factor
+    assert (factor.value.grad != 0).all()
+    assert all(not p.grad.any() for name, p in rich.named_parameters() if "lam.project" in name or "read.project" in name)
+
+
+def test_a_factor_outside_its_range_counts_as_the_nearest_end_and_comes_back():
+    write = Recurrent(heads=H, key_dim=K, value_dim=V, write=QDelta(factor=0.5)).build(DIM).write
+    with torch.no_grad():
+        write.lam.factor.value.copy_(torch.tensor([-0.3, 1.7]))
+    lam = write.lam(torch.zeros(1, 1, DIM))[0, 0]
+    full = torch.sigmoid(torch.tensor(-0.9))
+    assert torch.allclose(lam, torch.stack([0 * full, full]), rtol=1e-6, atol=0)
+    lam.sum().backward()
+    assert torch.allclose(write.lam.factor.value.grad, full.expand(2))
+    with pytest.raises(ValueError, match=r"qdelta: factor is 0\.5 and lam is 0\.2, expected None for one of them"):
+        QDelta(factor=0.5, lam=0.2)

@@ -60,6 +60,23 @@ def test_value_and_gradients_are_the_plain_ones_wherever_it_is_cut(cap, rows, mo
 
 
 @BOTH
+@pytest.mark.parametrize("rows", [6, 1000])
+def test_a_target_with_an_emphasis_is_counted_so_many_times_and_its_nats_are_told_without_it(cap, rows, monkeypatch):
+    monkeypatch.setattr(loss, "LOGITS", rows * V)
+    times = torch.linspace(0, 8, N, dtype=torch.float64)
+    each = lambda x, weight, bias, targets, cap=None: cross_entropy(
+        softcap(linear(x, weight, bias), cap), targets, reduction="none"
+    )
+    weighted = lambda cap=None, **inputs: (times * each(**inputs, cap=cap)).sum()
+    ours = lambda cap=None, **inputs: loss.emphasised_cross_entropy(**inputs, emphasis=times, cap=cap)[0]
+    assert_close(differentiated(ours, sample(), cap), differentiated(weighted, sample(), cap), f"{rows} rows")
+    nats = loss.emphasised_cross_entropy(
+        **{n: x.requires_grad_(x.is_floating_point()) for n, x in sample().items()}, emphasis=times, cap=cap
+    )[1]
+    assert not nats.requires_grad and torch.allclose(nats, each(**sample(), cap=cap), rtol=1e-12, atol=0)
+
+
+@BOTH
 def test_a_head_without_bias(cap):
     inputs = sample() | {"bias": None}
     assert_close(differentiated(linear_cross_entropy, inputs, cap), differentiated(plain, inputs, cap), "no bias")
@@ -206,7 +223,7 @@ def test_compiled_it_is_the_same(monkeypatch, cap, backend):
     x, weight, bias, targets = sample().values()
     z = linear(x, weight, bias)
     for training in (True, False):
-        arguments = z, targets, cap, torch.float64, training
+        arguments = z, targets, torch.linspace(0, 8, N, dtype=torch.float64), cap, torch.float64, training
         for found, want in zip(compiled(*arguments), loss._cross_entropy(*arguments), strict=True):
             assert (found is None) == (want is None)
             if want is not None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from needlework.experiment.pretrained import load_model
-from needlework.layers import CCQ, Attention, Carve, Differential, Recurrent, Rope, SwiGLU
+from needlework.layers import CCQ, Attention, Carve, Delta, Differential, Memory, Polar, Recurrent, RetentionGate, Rope, SwiGLU
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.models.presets import PRESETS, preset
@@ -15,6 +15,9 @@ NARROW = {"heads": 2, "kv_heads": 1, "key_dim": 8, "value_dim": 8, "head_dim": 8
 BLIND = {
     "carve, blind": Recurrent(heads=2, key_dim=8, value_dim=8, write=Carve(rank=0, content_chunk=4)),
     "carve, blind, with ccq": Recurrent(heads=2, key_dim=8, value_dim=8, write=Carve(rank=0, content_chunk=4), read=CCQ()),
+    "retention, spread": Attention(
+        heads=2, head_dim=8, attend=Polar(), memory=Memory(write=Delta(gate=RetentionGate(half_life=(32.0, 8192.0))))
+    ),
     "differential, rope": Attention(heads=2, head_dim=8, attend=Differential(), position=Rope()),
 }
 MIXERS = {name: mixer.make(SIZES) for name, mixer in CATALOG.items()} | BLIND

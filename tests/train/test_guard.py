@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from needlework.train import Guard, NonFiniteLoss, Spike, latest, train
+from needlework.layers.state import Peak
+from needlework.train import GrowingState, Guard, NonFiniteLoss, Spike, latest, train
 from needlework.train.guard import Watch
 
 from .tiny import CONFIG, VOCABULARY, Tiny, batch, equal, lines, stop_at
@@ -190,3 +191,54 @@ def test_the_gradient_of_one_loss_alone_may_be_at_fault(tmp_path):
         train(Cusp(), spoiling(1), PLAIN, tmp_path)
     assert "the gradient norm is nan" in str(caught.value) and "output" not in str(caught.value)
     assert "not finite: the gradient of inner." in str(caught.value)
+
+
+class Growing:
+    """States of two layers; the second's has the norm of the call's number."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, model, input_ids):
+        torch.rand(3)  # a look may draw: the run's generator is as it was
+        self.calls.append(len(input_ids))
+        return [Peak("blocks.0", "S", 0.5, 0, 6), Peak("blocks.1", "S", float(len(self.calls)), 2, 3)]
+
+
+LOOKING = replace(PLAIN, guard=Guard(state=3.5, state_every=2))
+
+
+def test_the_largest_state_is_logged_and_one_over_the_bound_ends_the_run_by_name(tmp_path):
+    with pytest.raises(GrowingState) as caught:
+        train(Tiny(), batch, LOOKING, tmp_path, states=Growing())
+    said = str(caught.value)
+    assert said.startswith(
+        "step 7: the state S of blocks.1 has the norm 4 after 3 tokens of row 2, more than 3.5, on batch 6; stopped"
+    )
+    assert caught.value.step == 7 and caught.value.last.name == "step-00000006"
+    assert str(pickle.loads(pickle.dumps(caught.value))) == said
+    logged = [(line.get("state"), line.get("state_of")) for line in lines(tmp_path)]
+    assert logged == [(1.0, "blocks.1"), (None, None), (2.0, "blocks.1"), (None, None), (3.0, "blocks.1"), (None, None)]
+
+
+def test_a_look_at_the_states_changes_no_step(tmp_path):
+    looked, plain = Tiny(), Tiny()
+    train(
+        looked, batch, replace(LOOKING, guard=Guard(state=99, state_every=1)), tmp_path / "a", states=Growing(), stop=stop_at(4)
+    )
+    train(plain, batch, PLAIN, tmp_path / "b", stop=stop_at(4))
+    assert equal(looked, plain)
+
+
+def test_a_state_that_is_not_finite_is_over_any_bound_and_a_bad_step_names_the_state(tmp_path):
+    with pytest.raises(GrowingState, match="has the norm nan"):
+        train(Tiny(), batch, LOOKING, tmp_path / "a", states=lambda model, ids: [Peak("blocks.0", "S", math.nan, 0, 1)])
+    with pytest.raises(
+        NonFiniteLoss, match=r"the gradient of .*, the state S of blocks.1 has the norm 1 after 3 tokens of row 2"
+    ):
+        train(Fragile(), spoiling(3), PLAIN, tmp_path / "b", states=Growing())
+
+
+def test_a_bound_that_nobody_looks_at_is_refused():
+    with pytest.raises(ValueError, match="guard: state is 5 and state_every is None, expected a number of steps"):
+        Guard(state=5)
