@@ -1,4 +1,4 @@
-"""needlework's models as vLLM builds, loads and runs them. vLLM alone imports this file; `vllm.py` is where it begins."""
+"""needlework's models as vLLM builds, loads and runs them. Only vLLM imports this file; `vllm.py` tells it to."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar

@@ -1,7 +1,7 @@
 """`needlework doctor --compile-only`: every kernel of every launch config, compiled without a GPU, and what became of it."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -59,12 +59,17 @@ def tasks(full: bool, targets: Sequence[str] = ()) -> list[Task]:
         table = launch_configs.rows(engine)
         for row in table:
             variants = full or row in (table[0], table[-1])
-            for target in [TARGETS[name] for name in targets or _usual(row, full)]:
-                for dtype in [name for name in row.dtypes if name != "float64"] if full else row.dtypes[:1]:
-                    fits = sizes(row, target.arch, dtype)
-                    for size in fits if full else fits[-1:]:
-                        found += [Task(file, engine, row.name, dtype, *size, target.name, variants) for file in files]
+            for target, dtype, size in _cases(row, full, targets):
+                found += [Task(file, engine, row.name, dtype, *size, target, variants) for file in files]
     return sorted(found, key=lambda task: -task.K * task.V)
+
+
+def _cases(row: launch_configs.LaunchConfig, full: bool, targets: Sequence[str]) -> Iterator[tuple[str, str, tuple[int, int]]]:
+    """Targets, dtypes and sizes of one config."""
+    for target in [TARGETS[name] for name in targets or _usual(row, full)]:
+        for dtype in [name for name in row.dtypes if name != "float64"] if full else row.dtypes[:1]:
+            fits = sizes(row, target.arch, dtype)
+            yield from ((target.name, dtype, size) for size in (fits if full else fits[-1:]))
 
 
 def _usual(row: launch_configs.LaunchConfig, full: bool) -> tuple[str, ...]:

@@ -108,7 +108,7 @@ def backward(
     ddirection: Tensor,
     dmagnitude: Tensor,
     direction: Tensor,
-    saved: Tensor,
+    stats: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -140,7 +140,7 @@ def backward(
     q = blocks.split(q) * gain[..., None]
     k, v = blocks.split(k)[:, :, :, 0], blocks.split(v)[:, :, :, 0]
     c, dc, dmag = blocks.split(direction), blocks.split(ddirection), blocks.split(dmagnitude)
-    M, L, Q2, r = blocks.split(saved).unbind(-1)
+    M, L, Q2, r = blocks.split(stats).unbind(-1)
     # L and Q₂ hold the largest key's 1; only padding, where zeros were filled in, has less
     L, Q2 = L.clamp(min=1), Q2.clamp(min=1)
     v_null, strength = _per_head(v_null, blocks.H), F.softplus(_per_head(beta, blocks.H))

@@ -86,6 +86,12 @@ def split(constants: Mapping[str, Any]) -> tuple[Constants, dict[str, int]]:
     return {name: x for name, x in constants.items() if name not in options}, options
 
 
+def absent(kernel: Any, constants: Mapping[str, Any], only_with: Mapping[str, tuple[str, ...]]) -> dict[str, None]:
+    """None for each argument that `kernel` does not read under these constants. only_with: flag -> arguments that it alone reads."""
+    unread = {name for flag, names in only_with.items() if not constants.get(flag, True) for name in names}
+    return {name: None for name in kernel.arg_names if name in unread}
+
+
 def interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -125,8 +125,8 @@ def _chain(
     dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
     dl = torch.empty_like(l, dtype=dS.dtype)
     dcontent, dz = torch.zeros_like(u), torch.zeros_like(z)
-    x, units = dS.new_empty(B * -(-T // C) + N, H, K), dS.new_ones(layout.longest + 1, STEP.value)
-    largest = torch.zeros_like(units, dtype=torch.int32)
+    x, powers = dS.new_empty(B * -(-T // C) + N, H, K), dS.new_ones(layout.longest + 1, STEP.value)
+    largest = torch.zeros_like(powers, dtype=torch.int32)
 
     joined, back = "replay" in constants, constants["enter"]
     tokens, square, states = operands(config)
@@ -149,7 +149,7 @@ def _chain(
     )  # fmt: skip
     pairs_args = scaled, dr, saved.W, q, k, v, l, beta, None, None, dq_hat, de_hat, dk_hat, x
     feedback = (
-        spans, slots, layout.ends, b, u, dl, z, w1, w2, do_peaks, dS_peaks, units, dcontent, dz, dm, dtotal, largest,
+        spans, slots, layout.ends, b, u, dl, z, w1, w2, do_peaks, dS_peaks, powers, dcontent, dz, dm, dtotal, largest,
         T, layout.L, layout.longest, content_chunk, do_peaks.shape[-1],
     )  # fmt: skip
 
@@ -174,19 +174,19 @@ def _chain(
 
     def every_chunk() -> None:
         leave(layout.longest)
-        each = list(zip(spans.unbind(), slots.unbind(), units[:-1].unbind(), largest[:-1].unbind(), strict=True))
+        each = list(zip(spans.unbind(), slots.unbind(), powers[:-1].unbind(), largest[:-1].unbind(), strict=True))
         for i in reversed(range(layout.longest)):
-            span, slot, unit, bound = each[i]
-            enter(span, bound, unit)
+            span, slot, power, bound = each[i]
+            enter(span, bound, power)
             replay_forth(span, slot)
             if not joined:
                 replay_back(span)
-            couple(span, unit)
-            pair(span, unit)
+            couple(span, power)
+            pair(span, power)
             leave(i)
 
-    launch_all(every_chunk, (*launches, couple, pair, leave), spans, slots, units, largest)
-    return dq, dk, dv, dl, dbeta, dcontent, dz, dS * units[0, 0]
+    launch_all(every_chunk, (*launches, couple, pair, leave), spans, slots, powers, largest)
+    return dq, dk, dv, dl, dbeta, dcontent, dz, dS * powers[0, 0]
 
 
 def _constants(

@@ -145,7 +145,8 @@ def inverses(
     row = tl.cast(i_bh, tl.int64) * NR + i_t
     p_x += row * KB
     p_mu += row
-    p_beta += (tl.cast(i_bh // H, tl.int64) * T + i_t) * H + i_bh % H
+    if BETA:
+        p_beta += (tl.cast(i_bh // H, tl.int64) * T + i_t) * H + i_bh % H
     n: tl.constexpr = C // 16
     A = overlaps(p_x, p_mu, p_beta, T - i_t, W, n, 16, 0, H, KB, SCALE, ROWMAX, BETA, WINDOW, ACC)
     diagonal = tl.full([n, 16], 1.0, ACC)
