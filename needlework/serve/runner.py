@@ -15,24 +15,17 @@ from needlework.models import NeedleworkForCausalLM
 from needlework.models.modeling import Block
 from needlework.serve.batch import Inputs, Shape
 from needlework.serve.compiled import Layer
+from needlework.serve.holders import Holders
 from needlework.serve.pools import most_pages
-from needlework.serve.request import Request, Sampling
+from needlework.serve.request import Request
 from needlework.serve.sampling import Counts, logprobs, sample
 from needlework.serve.scheduler import SchedulerConfig
+from needlework.serve.staging import Staging
 from needlework.serve.step import Admitted, Step
 from needlework.serve.tables import Tables
+from needlework.serve.way import Way, penalties
 
 TOP = 20  # likeliest tokens that a request may ask for
-
-
-class Way(NamedTuple):
-    """What of sampling a step needs; the rest is left out."""
-
-    draws: bool
-    filters: bool
-    penalties: bool
-    logprobs: bool
-    grammar: bool
 
 
 class Sampled(NamedTuple):
@@ -67,26 +60,31 @@ class Runner:
         self._graphs: dict[tuple[int, Way], _Graph] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None  # one graph runs at a time: they share their memory
         self._pages = {window: most_pages(config.length, None, config.page, config.budget) for window, *_ in config.pools}
+        self.holders = Holders(config.slots, self._pages, config.page, self.vocabulary)
+        self._staging = Staging(pinned=self.on_gpu)
 
     @torch.no_grad()
     def run(self, step: Step, bits: Mapping[str, Tensor] | None = None) -> Sampled:
         """Launch a step's moves and rows. bits: by request, [⌈V/32⌉] int32 of the tokens that its grammar allows."""
         self.tables.move(step.before)
-        way = self._way(step, bits)
-        if way.penalties:
-            self._count_admitted(step.admitted)
+        self.holders.hear(step, self.seeds)
         decodes = len(step.decodes)
         if graphed := self.on_gpu and not step.prefills and decodes > 0:
             decodes = rows(decodes)
         shape = Shape.of(step, decodes, self._pages)
-        host = Inputs.empty(shape, pin_memory=self.on_gpu)
-        host.fill(step, self.seeds, self.config.page, self.vocabulary)
+        host = self._staging.take(shape)
+        self.holders.fill(host, step)
+        way = self._way(host, step, bits)
+        if way.penalties:
+            self._count_admitted(step.admitted)
         mask = None if not bits else self._bits(step, shape, bits)
         if graphed:
             found = self._graph(shape, way).run(host, mask)
         else:
-            inputs = Inputs.empty(shape, device=self.device)
-            inputs.copy_(host)
+            inputs = host
+            if self.on_gpu:
+                inputs = Inputs.empty(shape, device=self.device)
+                inputs.copy_(host)
             found = self._rows(inputs, way, None if mask is None else mask.to(self.device, non_blocking=True))
         self.tables.move(step.after)
         requests: list[Request | None] = [one.request for one in step.decodes]
@@ -124,17 +122,11 @@ class Runner:
             self._graphs[key] = _Graph(self, shape, way)
         return self._graphs[key]
 
-    def _way(self, step: Step, bits: Mapping[str, Tensor] | None) -> Way:
-        asked = [one.request.sampling for one in (*step.decodes, *(one for one in step.prefills if one.last))]
+    def _way(self, host: Inputs, step: Step, bits: Mapping[str, Tensor] | None) -> Way:
         # also of a request that comes in this step and is sampled in a later one
-        counted = asked + [one.request.sampling for one in step.admitted]
-        return Way(
-            any(one.temperature > 0 for one in asked),
-            any(_filters(one) for one in asked),
-            any(_penalties(one) for one in counted),
-            any(one.logprobs is not None for one in asked),
-            bool(bits),
-        )
+        counted = any(penalties(one.request.sampling) for one in step.admitted)
+        way = self.holders.way(host, bool(bits))
+        return way._replace(penalties=True) if counted else way
 
     def _count_admitted(self, admitted: Sequence[Admitted]) -> None:
         """What requests with a new slot have in their prompts, and have drawn so far, into its counts."""
@@ -145,7 +137,7 @@ class Runner:
                 torch.zeros(sizes, dtype=torch.bool, device=self.device),
             )
         for one in admitted:
-            if _penalties(one.request.sampling):
+            if penalties(one.request.sampling):
                 self.counts.drawn[one.slot], self.counts.prompt[one.slot] = 0, False
                 self.counts.prompt[one.slot, torch.tensor(one.request.prompt, device=self.device)] = True
                 answer = torch.tensor(one.answer, dtype=torch.int64, device=self.device)
@@ -178,7 +170,7 @@ class _Graph:
     def __init__(self, runner: Runner, shape: Shape, way: Way):
         self.inputs = Inputs.empty(shape, device=runner.device)
         padded = Inputs.empty(shape)
-        padded.fill(Step(decodes=(), prefills=(), before=(), after=()), {}, runner.config.page, runner.vocabulary)
+        runner.holders.fill(padded, Step(decodes=(), prefills=(), before=(), after=()))
         self.inputs.copy_(padded)  # rows that touch no state: the runs before the capture leave nothing
         self.bits = None
         if way.grammar:
@@ -204,11 +196,3 @@ class _Graph:
 def rows(n: int) -> int:
     """The rows of the smallest graph for n: 1, 2, 4, 8, then every 16."""
     return next((size for size in (1, 2, 4, 8) if n <= size), -(-n // 16) * 16)
-
-
-def _filters(asked: Sampling) -> bool:
-    return asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1 or asked.min_p > 0)
-
-
-def _penalties(asked: Sampling) -> bool:
-    return asked.presence_penalty != 0 or asked.frequency_penalty != 0 or asked.repetition_penalty != 1
