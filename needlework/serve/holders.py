@@ -12,7 +12,7 @@ import numpy as np
 
 from needlework.serve.batch import Inputs
 from needlework.serve.request import Request
-from needlework.serve.step import Decode, Prefill, Step, Window
+from needlework.serve.step import Step, Window
 from needlework.serve.way import Way, wanted
 
 

@@ -17,14 +17,15 @@ class Pieces:
 
     def __init__(self, answers: Answers):
         self._answers = answers
-        self._around: dict[int, list[str]] = {}  # what stands before and behind the text, by answer
+        self._around: dict[int, tuple[str, str]] = {}  # what stands before and behind the text, by answer
 
     def piece(self, index: int, delta: Delta) -> bytes:
         if delta.scored or delta.finish is not None or not delta.text:
             return event(self._answers.piece(index, delta))
         if index not in self._around:
             whole = event(self._answers.piece(index, Delta(HERE, [], None))).decode()
-            self._around[index] = whole.split(_json(HERE))
+            before, _, behind = whole.rpartition(_json(HERE))  # a model may have that name, and stands before
+            self._around[index] = before, behind
         before, behind = self._around[index]
         return f"{before}{_json(delta.text)}{behind}".encode()
 

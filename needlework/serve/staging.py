@@ -1,7 +1,5 @@
 """Where the host writes steps before the device copies them: buffers that are made once a shape and used in turn."""
 
-import torch
-
 from needlework.serve.batch import Inputs, Shape
 
 TURNS = 2  # the device may still read the last one
