@@ -59,10 +59,6 @@ class _Answer:
     def __post_init__(self):
         self.asks = self.request.grammar is not None or self.request.sampling.logprobs is not None
 
-    def ends(self, token: int) -> bool:
-        """Whether it ends with this token, as far as the request says."""
-        return token in self.request.stop_tokens or self.made == self.request.max_tokens
-
 
 class Engine:
     """A runner and a scheduler, and the thread that drives them. Use as a context, or `close` it.
@@ -224,7 +220,7 @@ class Engine:
                 continue
             answer.made += 1
             event = Event(token)
-            if answer.ends(token) or answer.asks:
+            if answer.asks or token in request.stop_tokens or answer.made == request.max_tokens:
                 event = self._event(answer, sampled, row, token)
             if event.finish is None:
                 self._put(answer, event)

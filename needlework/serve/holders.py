@@ -41,7 +41,7 @@ class Holders:
     def _admit(self, request: Request, slot: int, seed: int) -> None:
         asked, V = request.sampling, self._vocabulary
         new = {
-            "seed": seed,
+            "seed": seed - (seed >> 63 << 64),  # the same 64 bits, signed
             "top_k": min(asked.top_k or V, V),
             "temperature": asked.temperature,
             "top_p": asked.top_p,

@@ -27,7 +27,8 @@ def literal(step, shape, seeds, page, vocabulary):
     put("cu_seqlens", ends)
     put("rows", rows)
     put("owners", [-1 if one is None else one.slot for one in sampled])
-    put("seed", [0 if one is None else seeds[one.request.id] for one in sampled])
+    signed = lambda seed: seed - (1 << 64) if seed >= 1 << 63 else seed
+    put("seed", [0 if one is None else signed(seeds[one.request.id]) for one in sampled])
     put("counter", [0 if one is None else one.sampled for one in sampled])
     asked = [None if one is None else one.request.sampling for one in sampled]
     put("top_k", [vocabulary if one is None else min(one.top_k or vocabulary, vocabulary) for one in asked])

@@ -1,4 +1,4 @@
-"""The bell: one wake-up for all that came, nothing lost while it is silent, a rest as long as its work."""
+"""The bell: one wake-up for all that came, nothing lost while it is silent, a rest after long work."""
 
 import asyncio
 import threading
@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from needlework.serve import bell as module
-from needlework.serve.bell import SHORT, Bell
+from needlework.serve.bell import LONGEST, REST, SHORT, Bell
 
 
 class Loop:
@@ -57,7 +57,7 @@ def test_all_that_was_added_is_heard_in_order_by_one_call(rung, clock):
     assert heard == [0, 1, 2]
 
 
-def test_after_its_work_it_is_silent_for_as_long_and_then_rings_for_what_came(rung, clock):
+def test_after_its_work_it_rests_and_then_rings_for_what_came(rung, clock):
     bell, loop = rung
     heard = []
     bell.add(lambda: heard.append("first"))
@@ -68,10 +68,27 @@ def test_after_its_work_it_is_silent_for_as_long_and_then_rings_for_what_came(ru
     clock[0] += 3 * SHORT  # of the tasks that were woken
     loop.run(loop.ready)
     ((seconds, call),) = loop.later
-    assert seconds == 3 * SHORT and heard == ["first"] and not loop.threadsafe
+    assert seconds == REST * 3 * SHORT and heard == ["first"] and not loop.threadsafe
     call()
     loop.run(loop.threadsafe)
     assert heard == ["first", "second"]
+
+
+def test_the_longest_rest_is_short_and_a_mistake_does_not_silence_the_bell(rung, clock):
+    bell, loop = rung
+    heard = []
+    bell.add(lambda: 1 / 0)
+    bell.add(lambda: heard.append("behind"))
+    bell.ring()
+    with pytest.raises(ZeroDivisionError):
+        loop.run(loop.threadsafe)
+    clock[0] += 10.0
+    loop.run(loop.ready)
+    ((seconds, call),) = loop.later
+    assert seconds == LONGEST
+    call()
+    loop.run(loop.threadsafe)
+    assert heard == ["behind"]
 
 
 def test_short_work_needs_no_rest(rung, clock):

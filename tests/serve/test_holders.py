@@ -33,7 +33,7 @@ class Filled(Device):
 
     def run(self, step):
         rows = (*step.decodes, *step.prefills)
-        self.seeds |= {one.request.id: (1 << 62) + int(one.request.id) for one in rows}
+        self.seeds |= {one.request.id: (int(one.request.id) << 62) % (1 << 64) for one in rows}
         shape = Shape.of(step, -(-len(step.decodes) // 4) * 4, self.pages)
         self.holders.hear(step, self.seeds)
         host = self.staging.take(shape)
