@@ -1,6 +1,6 @@
 """Serving on this GPU: a decoding step by preset and batch, the engine around it, and `generate` for one user.
 
-    python benchmarks/serve.py [--preset qdelta-340m lucid-1b-64] [--rows 1 64] [--context 512] [--compiled] [--out DIR]
+    python benchmarks/serve.py [--preset qdelta-340m lucid-1b-64] [--rows 1 64] [--context 512] [--eager] [--out DIR]
 
 Weights are random, bfloat16; every sequence has `context` tokens. Rows:
 
@@ -73,11 +73,11 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--only", nargs="*", choices=list(MEASURED), default=["step", "engine", "generate"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "serving")
-    parser.add_argument("--compiled", action="store_true", help="layers by torch.compile in decoding steps")
+    parser.add_argument("--eager", action="store_true", help="decoding steps as PyTorch runs them, not compiled")
     given = parser.parse_args()
     import triton
 
-    layer = compiled() if given.compiled else Block.serve
+    layer = Block.serve if given.eager else compiled()
     device = torch.cuda.get_device_name()
     common = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "commit": _commit()}
     file, failed = results.path(device, given.out), 0
@@ -90,7 +90,7 @@ def main() -> int:
                 continue
             row = {
                 "op": name,
-                "impl": f"{what} compiled" if given.compiled else what,
+                "impl": f"{what} eager" if given.eager else what,
                 "dtype": "bfloat16",
                 "pass": what,
                 "shape": {"B": B, "T": given.context},
@@ -133,8 +133,8 @@ def step(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> di
     admitted = tuple(Admitted(one.request, one.slot, (), 0) for one in requests)
     plan_ = Step(decodes=tuple(requests), prefills=(), before=(), after=(), admitted=admitted, paged=tuple(requests))
     runner.run(plan_).wait()
-    (graph,) = runner._graphs.values()
-    ms = median(graph.graph.replay, warmup=100, rep=300)
+    (decoding,) = runner._decoding.values()
+    ms = median(decoding.graph, warmup=100, rep=300)
     held = model.model.held()
     fixed = sum(part.nbytes for layer in held for part in layer.fixed.values())
     rows = sum(min(context, layer.window or context) * part.nbytes for layer in held for part in layer.rows.values())

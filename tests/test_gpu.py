@@ -298,4 +298,4 @@ def test_an_engine_on_the_gpu_answers_in_graphs_what_generate_answers_on_the_cpu
     with engine:
         streams = [engine.add(request) for request in asked]
         assert [[event.token for event in stream] for stream in streams] == expected
-        assert engine._runner._graphs
+        assert engine._runner._decoding and engine._runner._prefilling

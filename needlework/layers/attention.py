@@ -14,7 +14,7 @@ from needlework.layers.conv import ConvConfig, conv_held
 from needlework.layers.distract import Distractor
 from needlework.layers.memory import Memory
 from needlework.layers.norm import RMSNorm, published_rms, rms
-from needlework.layers.projection import OutProjection
+from needlework.layers.projection import OutProjection, each
 from needlework.layers.rope import PositionConfig
 from needlework.layers.softmax import AttendConfig
 from needlework.layers.state import Held, of, under
@@ -167,10 +167,11 @@ class _Attention(Mixer):
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """q, gate, k, v by heads, normed."""
-        q, gate = self.q_proj(x).unflatten(-1, (self.Hq, -1)), None
+        q, k, v = each(x, self.q_proj, self.k_proj, self.v_proj)
+        q, gate = q.unflatten(-1, (self.Hq, -1)), None
         if self.config.output_gate:
             q, gate = q.chunk(2, -1)
-        k, v = (p(x).unflatten(-1, (self.Hkv, -1)) for p in (self.k_proj, self.v_proj))
+        k, v = (z.unflatten(-1, (self.Hkv, -1)) for z in (k, v))
         if self.config.qk_norm:
             # under autocast a weight is wider than what it scales
             q, k = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)

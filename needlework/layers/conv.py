@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from needlework.fields import AtLeastTwo, Count
 from needlework.layers.batch import Batch
 from needlework.layers.config import Config, Mixer, MixerConfig
-from needlework.layers.projection import OutProjection, ZeroProjection, product
+from needlework.layers.projection import OutProjection, ZeroProjection, side_by_side
 from needlework.layers.state import Held, Part
 from needlework.ops.common.conv import After, causal_conv, causal_conv_slots, step_conv
 
@@ -61,7 +61,7 @@ class CausalConv(nn.Module):
         self, x: Tensor, maps: Sequence[nn.Linear], sizes: Sequence[int], state: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
         """The same of maps of x [B T D] to `sizes` channels, made by one product: the convolution's gradient is that product's."""
-        made = product(x, *maps)
+        (made,) = side_by_side(x, tuple(maps))
         return causal_conv(made, self.weight[:, 0], state, cu_seqlens, bias=self.bias, parts=sizes, after=self.after)
 
     def serve(self, x: Tensor, sizes: Sequence[int], table: Tensor | None, batch: Batch) -> tuple[Tensor, ...]:

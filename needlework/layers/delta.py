@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig
+from needlework.layers.projection import Map
 from needlework.layers.write import Strength, WriteConfig, WriteRule, gates_of
 from needlework.ops.delta import chunk_delta, step_delta
 
@@ -43,7 +44,7 @@ class DeltaRule(WriteRule):
         super().__init__(config, width)
         self.beta = Strength(width, most=most)
 
-    def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         return gates_of(x, *beside, g=self.gate, beta=self.beta)
 
     def call(

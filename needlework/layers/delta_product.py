@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from needlework.fields import Count
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig, ScalarGate
+from needlework.layers.projection import Map
 from needlework.layers.subtokens import SubTokens, later
 from needlework.layers.write import Strength, WriteConfig, WriteRule, gates_of
 from needlework.ops.delta import chunk_delta, step_delta
@@ -47,7 +48,7 @@ class _DeltaProduct(SubTokens[DeltaProduct]):
         rows = width._replace(value_heads=width.value_heads * config.write_rank)
         self.beta = Strength(rows, most=2.0 if config.allow_neg_eigval else 1.0)
 
-    def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         return gates_of(x, *beside, g=self.gate, beta=self.beta)
 
     def times(self, k, v, *, g, beta):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from needlework.layers.config import Width
 from needlework.layers.gates import ChannelGate, GateConfig
 from needlework.layers.norm import wide
+from needlework.layers.projection import Map
 from needlework.layers.write import WriteConfig, WriteRule
 from needlework.ops.delta import chunk_delta, step_delta
 
@@ -43,7 +44,7 @@ class _Gdn2(WriteRule[Gdn2]):
         self.erase = nn.Linear(width.dim, width.value_heads * width.key_dim, bias=width.bias)
         self.write = nn.Linear(width.dim, width.value_heads * width.value_dim, bias=width.bias)
 
-    def gates(self, x: Tensor, *beside: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         found, others = super().gates(x, *beside)
         by_channel = lambda project: torch.sigmoid(wide(project(x))).unflatten(-1, (self.width.value_heads, -1))
         most = 2.0 if self.config.allow_neg_eigval else 1.0

@@ -77,14 +77,14 @@ class _Memory(nn.Module):
         gates, logits = self.write.gates(x, *self.read.maps)
         q_read, read = self.read(*logits, q, k, g=gates["g"], initial_state=state.read, **carry)
         r, write = self.write(q, k, v, q_read=q_read, initial_state=state.write, **gates, **carry)
-        return self._out(x, r), MemoryState(write, read)
+        return self._out(self.g_proj(x), r), MemoryState(write, read)
 
     def serve(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """What the memory adds, [T D], of tokens [T …]; the tables of `held` advance in place."""
         q, k, v = self._heads(q, k, v)
-        gates, logits = self.write.gates(x, *self.read.maps)
+        gates, (gate, *logits) = self.write.gates(x, self.g_proj, *self.read.maps)
         q_read = self.read.serve(*logits, q=q, k=k, g=gates["g"], tables=of("read", tables), batch=batch)
-        return self._out(x, self.write.serve(q, k, v, of("write", tables), batch, q_read=q_read, **gates))
+        return self._out(gate, self.write.serve(q, k, v, of("write", tables), batch, q_read=q_read, **gates))
 
     def held(self, dtype: torch.dtype) -> dict[str, Part]:
         """The tensors of one sequence's state, the model in `dtype`."""
@@ -94,6 +94,7 @@ class _Memory(nn.Module):
         """Unit q and k, k and v with a head for each of q's."""
         return l2(q), l2(k.repeat_interleave(self.repeats, -2)), v.repeat_interleave(self.repeats, -2)
 
-    def _out(self, x: Tensor, r: Tensor) -> Tensor:
-        r = self.norm(r).flatten(-2).to(x.dtype) * torch.sigmoid(self.g_proj(x))
+    def _out(self, gate: Tensor, r: Tensor) -> Tensor:
+        """What the memory adds, of what `g_proj` gives and of what was read."""
+        r = self.norm(r).flatten(-2).to(gate.dtype) * torch.sigmoid(gate)
         return self.mem_proj(r)

@@ -3,11 +3,16 @@
 One product reads x once and gives one gradient of x where several write one each, to be added. Its own gradient is that of its parts,
 one beside the other: free where a kernel writes it whole (a convolution of q, k and v) or where parts are narrow. Not where a wide
 part's gradient is computed element by element, as a gate's or a rotated query's is: torch.compile then computes every part's formula
-at every column and keeps one. SwiGLU, output gates and attention's q, k and v are therefore products of their own.
+at every column and keeps one. With gradients SwiGLU, output gates and attention's q, k and v are therefore products of their own (`each`).
+
+A product of few rows takes as long as reading its weights, and a launch: one that copied them side by side first would read them
+twice. A server therefore lays them side by side once (`laying`).
 """
 
-from collections.abc import Sequence
-from typing import TypeGuard
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -15,36 +20,82 @@ from torch.nn import functional as F
 
 ALIGNED = 8  # columns: 16 bytes of a half-precision row, without which products take slower kernels
 
+Map = nn.Module | tuple[nn.Linear, ...]  # a tuple's maps are asked for as one, their columns beside one another
 
-def side_by_side(x: Tensor, *maps: nn.Module) -> list[Tensor]:
-    """Each map of x [… D]: an nn.Linear, or an nn.Sequential that begins with one; those are one product. Any other
-    module is called."""
-    first = [m[0] if isinstance(m, nn.Sequential) else m for m in maps]
-    if not _together(first, x):
-        return [m(x) for m in maps]
-    y, sizes = _product(x, first), [m.out_features for m in first]
+_LAYING: ContextVar[bool] = ContextVar("laying", default=False)
+
+
+def side_by_side(x: Tensor, *maps: Map) -> list[Tensor]:
+    """Each map of x [… D]: an nn.Linear, a tuple of them, or an nn.Sequential that begins with one; those are one product.
+    Any other module is called."""
+    first = [_first(m) for one in maps for m in _each(one)]
+    weights = _weights(first, x)
+    if weights is None:
+        return [_apart(x, m) for m in maps]
+    y, sizes = F.linear(x, *weights), [_columns(one) for one in maps]
     columns = y.split([*sizes, y.shape[-1] - sum(sizes)], -1)
     return [m[1:](part) if isinstance(m, nn.Sequential) else part for m, part in zip(maps, columns, strict=False)]
 
 
-def product(x: Tensor, *maps: nn.Linear) -> Tensor:
-    """The maps of x [… D], one beside the other, [… Σ]."""
-    if not _together(maps, x):
-        return torch.cat([m(x) for m in maps], -1)
-    y, columns = _product(x, maps), sum(m.out_features for m in maps)
-    return y if y.shape[-1] == columns else y[..., :columns]
+def each(x: Tensor, *maps: Map) -> list[Tensor]:
+    """`side_by_side` of wide maps: with gradients a product each."""
+    return [_apart(x, m) for m in maps] if torch.is_grad_enabled() else side_by_side(x, *maps)
 
 
-def _together(maps: Sequence[nn.Module], x: Tensor) -> TypeGuard[Sequence[nn.Linear]]:
-    """Whether one product is worth its copy of the weights.
+@contextmanager
+def laying() -> Iterator[None]:
+    """Inside, without gradients, the weights of maps that are asked for together move into one piece of memory, for good.
 
-    Without gradients it is where x is more than the weights; with them whatever x is, so that ranks with fewer tokens round as one
-    does.
+    Later products of these maps copy nothing. A model that is moved or cast afterwards has its weights apart again.
+    """
+    before = _LAYING.set(True)
+    try:
+        yield
+    finally:
+        _LAYING.reset(before)
+
+
+class _Laid(NamedTuple):
+    """Maps whose weights are rows of `weight` [Σ D], and biases of `bias` [Σ], as long as they are still at these addresses."""
+
+    maps: tuple[nn.Linear, ...]
+    addresses: tuple[int, ...]
+    weight: Tensor
+    bias: Tensor | None
+
+
+def _each(one: Map) -> tuple[nn.Module, ...]:
+    return one if isinstance(one, tuple) else (one,)
+
+
+def _first(m: nn.Module) -> nn.Module:
+    return m[0] if isinstance(m, nn.Sequential) else m
+
+
+def _columns(one: Map) -> int:
+    return sum(m.out_features for m in map(_first, _each(one)) if isinstance(m, nn.Linear))
+
+
+def _apart(x: Tensor, m: Map) -> Tensor:
+    return torch.cat([one(x) for one in m], -1) if isinstance(m, tuple) else m(x)
+
+
+def _weights(maps: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of one product of the maps; None where it is not worth its copy of the weights.
+
+    Without gradients it is where they are laid already, or x is more than they; with them whatever x is, so that ranks with fewer
+    tokens round as one does.
     """
     linear = [m for m in maps if _plain(m)]
     if len(maps) < 2 or len(linear) < len(maps):
-        return False
-    return torch.is_grad_enabled() or x.numel() >= sum(m.weight.numel() for m in linear)
+        return None
+    if torch.is_grad_enabled():
+        return _beside(linear)
+    if (laid := _laid(linear)) is not None:
+        return laid
+    if not torch.compiler.is_compiling() and _LAYING.get():
+        return _lay(linear)
+    return _beside(linear) if x.numel() >= sum(m.weight.numel() for m in linear) else None
 
 
 def _plain(m: nn.Module) -> TypeGuard[nn.Linear]:
@@ -54,15 +105,37 @@ def _plain(m: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-def _product(x: Tensor, maps: Sequence[nn.Linear]) -> Tensor:
-    """`product`, with as many columns more as make rows aligned."""
+def _beside(maps: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Their weights and biases in copies, with as many rows more as make columns aligned."""
     weight, bias = torch.cat([m.weight for m in maps]), None
     if any(m.bias is not None for m in maps):
         bias = torch.cat([m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in maps])
     more = -len(weight) % ALIGNED
     if more:
         weight, bias = F.pad(weight, (0, 0, 0, more)), bias if bias is None else F.pad(bias, (0, more))
-    return F.linear(x, weight, bias)
+    return weight, bias
+
+
+def _lay(maps: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    weight, bias = _beside(maps)
+    at = 0
+    for m in maps:
+        m.weight.data = weight[at : at + m.out_features]
+        if m.bias is not None and bias is not None:
+            m.bias.data = bias[at : at + m.out_features]
+        at += m.out_features
+    maps[0].__dict__["laid"] = _Laid(tuple(maps), tuple(m.weight.data_ptr() for m in maps), weight, bias)
+    return weight, bias
+
+
+def _laid(maps: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
+    """What `_lay` gave for these maps."""
+    laid: _Laid | None = maps[0].__dict__.get("laid")
+    if laid is None or len(laid.maps) != len(maps) or any(a is not b for a, b in zip(laid.maps, maps, strict=True)):
+        return None
+    if not torch.compiler.is_compiling() and any(m.weight.data_ptr() != at for m, at in zip(maps, laid.addresses, strict=True)):
+        return None
+    return laid.weight, laid.bias
 
 
 class OutProjection(nn.Linear):

@@ -14,7 +14,7 @@ from needlework.layers.config import Mixer, MixerConfig, Width
 from needlework.layers.conv import ConvConfig, ShortConv, conv_held
 from needlework.layers.norm import l2
 from needlework.layers.output import Activation, HeadNorm, NormConfig, OutputGate, activated
-from needlework.layers.projection import OutProjection, product
+from needlework.layers.projection import OutProjection
 from needlework.layers.rope import PositionConfig
 from needlework.layers.state import Held, of, under
 from needlework.layers.write import WriteConfig
@@ -125,20 +125,19 @@ class _Recurrent(Mixer):
         carry = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         q_read, read = self.read(*logits, q, unit, g=gates["g"], initial_state=state.read, **carry)
         o, write = self.write(q, k, v, q_read=q_read, initial_state=state.write, **gates, **carry)
-        if not output_final_state:
-            return self._out(x, o), None
-        return self._out(x, o), RecurrentState(conv, write, read, self._length(x, state, cu_seqlens))
+        y = self._out(x, o, None if self.g_proj is None else self.g_proj(x))
+        return y, RecurrentState(conv, write, read, self._length(x, state, cu_seqlens)) if output_final_state else None
 
     def serve(self, x: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        maps = (self.q_proj, self.k_proj, self.v_proj)
-        if self.conv is None:
-            q, k, v = (m(x) for m in maps)
-        else:
-            q, k, v = self.conv.serve(product(x, *maps), self.sizes, tables.get("conv"), batch)
+        maps, out = (self.q_proj, self.k_proj, self.v_proj), () if self.g_proj is None else (self.g_proj,)
+        gates, (line, *made) = self.write.gates(x, maps, *out, *self.read.maps)
+        gate, logits = made[0] if out else None, made[len(out) :]
+        q, k, v = (
+            line.split(self.sizes, -1) if self.conv is None else self.conv.serve(line, self.sizes, tables.get("conv"), batch)
+        )
         q, k, v, unit = self._heads(q, k, v, batch.positions)
-        gates, logits = self.write.gates(x, *self.read.maps)
         q_read = self.read.serve(*logits, q=q, k=unit, g=gates["g"], tables=of("read", tables), batch=batch)
-        return self._out(x, self.write.serve(q, k, v, of("write", tables), batch, q_read=q_read, **gates))
+        return self._out(x, self.write.serve(q, k, v, of("write", tables), batch, q_read=q_read, **gates), gate)
 
     def held(self, dtype: torch.dtype) -> Held:
         conv = conv_held(self.config.conv, sum(self.sizes), dtype)
@@ -163,7 +162,7 @@ class _Recurrent(Mixer):
         new = torch.full((len(x),), x.shape[1], device=x.device) if cu_seqlens is None else lengths(cu_seqlens).long()
         return new if state.length is None else state.length + new
 
-    def _out(self, x: Tensor, o: Tensor) -> Tensor:
-        """y [.. D] of the layer's input and of what was read, o [.. HV V]."""
-        gate = None if self.g_proj is None else activated(self.activation, self.g_proj(x))
+    def _out(self, x: Tensor, o: Tensor, gate: Tensor | None) -> Tensor:
+        """y [.. D] in the dtype of x, of what was read, o [.. HV V], and of what `g_proj` gives."""
+        gate = None if gate is None else activated(self.activation, gate)
         return self.o_proj(self.norm(probe("recurrent.o", o), gate).to(x.dtype))

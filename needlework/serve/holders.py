@@ -13,7 +13,7 @@ import numpy as np
 from needlework.serve.batch import Inputs
 from needlework.serve.request import Request
 from needlework.serve.step import Step, Window
-from needlework.serve.way import Way, wanted
+from needlework.serve.way import Way, penalties, wanted
 
 
 class Holders:
@@ -54,12 +54,16 @@ class Holders:
             self._columns[name][slot] = value
         self._prompt[slot], self._wanted[slot] = len(request.prompt), wanted(asked)
 
-    def way(self, host: Inputs, grammar: bool) -> Way:
-        """What the sampled rows of a filled step want."""
-        return Way.of(int(np.bitwise_or.reduce(self._wanted[host.arrays["owners"]], initial=0)), grammar)
+    def way(self, step: Step, grammar: bool) -> Way:
+        """What the sampled rows of a step that was heard want; penalties are those also of who has come in it, and is sampled later."""
+        slots = [one.slot for one in step.decodes] + [one.slot for one in step.prefills if one.last]
+        bits = int(np.bitwise_or.reduce(self._wanted[np.array(slots, np.int64)], initial=0))
+        counted = any(penalties(one.request.sampling) for one in step.admitted)
+        way = Way.of(bits, grammar)
+        return way._replace(penalties=True) if counted else way
 
     def fill(self, host: Inputs, step: Step) -> None:
-        """The host's numbers of a step that was heard."""
+        """The host's numbers of a step, all of whose slots were heard. A prefill of slot −1 is padding too, of length −1."""
         named, D, n = host.arrays, host.shape.decodes, len(step.decodes)
         slots, length, ids, positions = (named[name] for name in ("slots", "length", "ids", "positions"))
         slots[:n], slots[n:D], slots[D:] = [one.slot for one in step.decodes], -1, [one.slot for one in step.prefills]
@@ -73,12 +77,12 @@ class Holders:
         named["fresh"][:D], named["fresh"][D:] = False, [one.fresh for one in step.prefills]
         self._sample(named, D, [i for i, one in enumerate(step.prefills) if one.last], ends)
         owner = np.repeat(np.arange(len(slots)), [1] * D + [len(one.tokens) for one in step.prefills])
-        page, row = np.divmod(positions, self._page)
+        nobody = slots[owner] < 0
+        page, row = np.divmod(np.where(nobody, 0, positions), self._page)
         for window, lines in self._lines.items():
             table, rows = named[f"block_table of {window}"], named[f"rows of {window}"]
             np.take(lines, slots, axis=0, out=table, mode="wrap")
-            rows[:] = table[owner, page] * np.int64(self._page) + row
-            rows[n:D] = -1
+            rows[:] = np.where(nobody, -1, table[owner, page] * np.int64(self._page) + row)
 
     def _sample(self, named: Mapping[str, np.ndarray], D: int, last: list[int], ends: list[int]) -> None:
         """The columns of the rows of which a token is sampled: all that decode, and the ends of these prefills."""

@@ -1,20 +1,22 @@
 """Runs Steps: one copy to the device, the model on its tables, the next tokens, one copy back. Nothing here waits for the device.
 
-A step that only decodes is a CUDA graph on a GPU, one for each number of `rows` and each `Way` of sampling, captured when it
-is first needed. Decoding rows take their token from where the step before left it, so that the host may plan a step before it has
-heard of the last one.
+On a GPU the rows of a step that decode are a CUDA graph, and so is a sequence that is prefilled alone (`graphs.py`). Decoding rows take
+their token from where the step before left it, so that the host may plan a step before it has heard of the last one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from needlework.layers.projection import laying
 from needlework.models import NeedleworkForCausalLM
 from needlework.models.modeling import Block
 from needlework.serve.batch import Inputs, Shape
 from needlework.serve.compiled import Layer
+from needlework.serve.graphs import Call, Decoding, Graph, Prefilling, alone, padded, rows, tokens
 from needlework.serve.holders import Holders
 from needlework.serve.pools import most_pages
 from needlework.serve.request import Request
@@ -25,6 +27,7 @@ from needlework.serve.step import Admitted, Step
 from needlework.serve.tables import Tables
 from needlework.serve.way import Way, penalties
 
+Requests = tuple[Request | None, ...]
 TOP = 20  # likeliest tokens that a request may ask for
 
 
@@ -32,7 +35,7 @@ class Sampled(NamedTuple):
     """The next tokens [R] of a step's rows, on their way to the host, and where asked for their log p [R], the likeliest tokens [R TOP] and
     theirs. requests: whose; None for a padded row."""
 
-    requests: tuple[Request | None, ...]
+    requests: Requests
     tokens: Tensor
     chances: tuple[Tensor, Tensor, Tensor] | None
     done: torch.cuda.Event | None
@@ -57,58 +60,95 @@ class Runner:
         self.newest = torch.zeros(config.slots + 1, dtype=torch.int64, device=self.device)
         self.counts: Counts | None = None
         self.seeds: dict[str, int] = {}
-        self._graphs: dict[tuple[int, Way], _Graph] = {}
-        self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None  # one graph runs at a time: they share their memory
-        self._pages = {window: most_pages(config.length, None, config.page, config.budget) for window, *_ in config.pools}
-        self.holders = Holders(config.slots, self._pages, config.page, self.vocabulary)
+        pages = {window: most_pages(config.length, None, config.page, config.budget) for window, *_ in config.pools}
+        self.pages = tuple(pages.items())
+        self.holders = Holders(config.slots, pages, config.page, self.vocabulary)
         self._staging = Staging(pinned=self.on_gpu)
+        self._decoding: dict[tuple[int, Way], Decoding] = {}
+        self._prefilling: dict[int, Prefilling] = {}
+        self.graph: Callable[[Call], Call] | None = None
+        if self.on_gpu:
+            self.graph = partial(Graph, pool=torch.cuda.graph_pool_handle())
+        self._lay()
 
     @torch.no_grad()
     def run(self, step: Step, bits: Mapping[str, Tensor] | None = None) -> Sampled:
         """Launch a step's moves and rows. bits: by request, [⌈V/32⌉] int32 of the tokens that its grammar allows."""
         self.tables.move(step.before)
         self.holders.hear(step, self.seeds)
-        decodes = len(step.decodes)
-        if graphed := self.on_gpu and not step.prefills and decodes > 0:
-            decodes = rows(decodes)
-        shape = Shape.of(step, decodes, self._pages)
-        host = self._staging.take(shape)
-        self.holders.fill(host, step)
-        way = self._way(host, step, bits)
+        way = self.holders.way(step, bool(bits))
         if way.penalties:
             self._count_admitted(step.admitted)
-        mask = None if not bits else self._bits(step, shape, bits)
-        if graphed:
-            found = self._graph(shape, way).run(host, mask)
-        else:
-            inputs = host
-            if self.on_gpu:
-                inputs = Inputs.empty(shape, device=self.device)
-                inputs.copy_(host)
-            found = self._rows(inputs, way, None if mask is None else mask.to(self.device, non_blocking=True))
+        graphed = self.graph is not None and len(step.prefills) < 2
+        requests, found = self._by_graphs(step, way, bits) if graphed else self._packed(step, way, bits)
         self.tables.move(step.after)
-        requests: list[Request | None] = [one.request for one in step.decodes]
-        requests += [None] * (decodes - len(step.decodes)) + [one.request for one in step.prefills if one.last]
-        return self._to_host(tuple(requests), found)
+        return self._to_host(requests, found)
+
+    def _packed(self, step: Step, way: Way, bits: Mapping[str, Tensor] | None) -> tuple[Requests, list[Tensor]]:
+        """All rows of a step at once, of any shape."""
+        shape = Shape.of(step, len(step.decodes), dict(self.pages))
+        inputs = Inputs.empty(shape, device=self.device)
+        host = Inputs.empty(shape, pin_memory=self.on_gpu)  # hardly two such steps have the same sizes
+        self.holders.fill(host, step)
+        inputs.copy_(host)
+        mask = self._bits(step, shape, bits)
+        found = self.next(self.hidden(inputs), inputs, way, None if mask is None else mask.to(self.device, non_blocking=True))
+        return _sampled(step), found
+
+    def _by_graphs(self, step: Step, way: Way, bits: Mapping[str, Tensor] | None) -> tuple[Requests, list[Tensor]]:
+        """The rows that decode, then the one sequence that is prefilled: each a graph, or none of them."""
+        requests: Requests = ()
+        parts: list[list[Tensor]] = []
+        if step.decodes:
+            own = Step(decodes=step.decodes, prefills=(), before=(), after=())
+            shape = Shape.of(own, rows(len(own.decodes)), dict(self.pages))
+            graph = self._decode(shape.decodes, way)
+            requests = _sampled(own, shape.decodes)
+            parts.append([x.clone() for x in graph.run(self._host(own, shape), self._bits(own, shape, bits))])
+        for one in step.prefills:
+            count = tokens(len(one.tokens))
+            own, graph = alone(one, count), self._prefill(count)
+            hidden = graph.run(self._host(own, graph.inputs.shape))
+            if one.last:
+                requests = (*requests, one.request)
+                mask = self._bits(own, graph.inputs.shape, bits)
+                parts.append(
+                    self.next(hidden, graph.inputs, way, None if mask is None else mask.to(self.device, non_blocking=True))
+                )
+        if not parts:
+            return (), [torch.empty(0, dtype=torch.int64, device=self.device)]
+        return requests, [torch.cat(x) for x in zip(*parts, strict=True)]
+
+    @torch.no_grad()
+    def _lay(self) -> None:
+        """Maps of one input become one product that copies no weights: a decoding step is bound by their launches and bytes."""
+        inputs = padded(self, Shape(1, 0, 0, 0, self.pages))
+        with laying():
+            self.model.model.serve(inputs.named["ids"].clamp(min=0), self.tables.layers, inputs.batch)
 
     @torch.no_grad()
     def capture(self, most: int) -> None:
-        """The graphs of up to `most` rows that nobody filters, penalises or scores, so that no request waits for them."""
-        for size in sorted({rows(n) for n in range(1, most + 1)}, reverse=True):  # the largest first: the others fit its memory
+        """The graphs of up to `most` rows that nobody filters, penalises or scores, and of prompts, so that no request waits for them."""
+        for count in sorted({tokens(n) for n in range(1, self.config.budget + 1)}, reverse=True):
+            self._prefill(count)  # the largest first: the others fit its memory
+        for size in sorted({rows(n) for n in range(1, most + 1)}, reverse=True):
             for draws in (True, False):
-                self._graph(Shape(size, 0, 0, 0, tuple(self._pages.items())), Way(draws, False, False, False, False))
+                self._decode(size, Way(draws, False, False, False, False))
 
-    def _rows(self, inputs: Inputs, way: Way, bits: Tensor | None) -> list[Tensor]:
-        """The next tokens of a step that is on the device, which are then the newest; and log p's, if asked for."""
-        named, controls = inputs.named, inputs.controls
-        D = inputs.shape.decodes
+    def hidden(self, inputs: Inputs) -> Tensor:
+        """Normed hidden states [T D] of a step that is on the device, whose states have then advanced."""
+        named, D = inputs.named, inputs.shape.decodes
         ids = named["ids"]
         if D:
             slots = named["slots"][:D]
             ids = torch.cat([torch.where(ids[:D] < 0, self.newest[slots], ids[:D]), ids[D:]])
         layer = self.layer if D == len(ids) else Block.serve
-        hidden = self.model.model.serve(ids, self.tables.layers, inputs.batch, layer)
-        logits = self.model.logits(hidden[named["rows"]])
+        return self.model.model.serve(ids, self.tables.layers, inputs.batch, layer)
+
+    def next(self, hidden: Tensor, inputs: Inputs, way: Way, bits: Tensor | None) -> list[Tensor]:
+        """The next tokens of hidden states, which are then the newest; and log p's, if asked for."""
+        controls = inputs.controls
+        logits = self.model.logits(hidden[inputs.named["rows"]])
         counts = self.counts if way.penalties else None
         tokens = sample(logits, controls, counts=counts, bits=bits, draws=way.draws, filters=way.filters)
         self.newest[controls.slots] = tokens
@@ -116,17 +156,22 @@ class Runner:
             self.counts.add(tokens, controls.slots)
         return [tokens, *logprobs(logits, tokens, min(TOP, self.vocabulary))] if way.logprobs else [tokens]
 
-    def _graph(self, shape: Shape, way: Way) -> "_Graph":
-        key = shape.decodes, way
-        if key not in self._graphs:
-            self._graphs[key] = _Graph(self, shape, way)
-        return self._graphs[key]
+    def _decode(self, decodes: int, way: Way) -> Decoding:
+        if (decodes, way) not in self._decoding:
+            assert self.graph is not None
+            self._decoding[decodes, way] = Decoding(self, decodes, way, self.graph)
+        return self._decoding[decodes, way]
 
-    def _way(self, host: Inputs, step: Step, bits: Mapping[str, Tensor] | None) -> Way:
-        # also of a request that comes in this step and is sampled in a later one
-        counted = any(penalties(one.request.sampling) for one in step.admitted)
-        way = self.holders.way(host, bool(bits))
-        return way._replace(penalties=True) if counted else way
+    def _prefill(self, count: int) -> Prefilling:
+        if count not in self._prefilling:
+            assert self.graph is not None
+            self._prefilling[count] = Prefilling(self, count, self.graph)
+        return self._prefilling[count]
+
+    def _host(self, step: Step, shape: Shape) -> Inputs:
+        host = self._staging.take(shape)
+        self.holders.fill(host, step)
+        return host
 
     def _count_admitted(self, admitted: Sequence[Admitted]) -> None:
         """What requests with a new slot have in their prompts, and have drawn so far, into its counts."""
@@ -143,8 +188,10 @@ class Runner:
                 answer = torch.tensor(one.answer, dtype=torch.int64, device=self.device)
                 self.counts.add(answer, torch.full_like(answer, one.slot))
 
-    def _bits(self, step: Step, shape: Shape, bits: Mapping[str, Tensor]) -> Tensor:
-        """[R ⌈V/32⌉] on the host, all ones where a row has no grammar."""
+    def _bits(self, step: Step, shape: Shape, bits: Mapping[str, Tensor] | None) -> Tensor | None:
+        """[R ⌈V/32⌉] on the host, all ones where a row has no grammar; None where no request has one."""
+        if not bits:
+            return None
         mask = torch.full(
             (shape.decodes + shape.sampled, -(-self.vocabulary // 32)), -1, dtype=torch.int32, pin_memory=self.on_gpu
         )
@@ -154,7 +201,7 @@ class Runner:
                 mask[i] = bits[one.request.id]
         return mask
 
-    def _to_host(self, requests: tuple[Request | None, ...], found: list[Tensor]) -> Sampled:
+    def _to_host(self, requests: Requests, found: list[Tensor]) -> Sampled:
         done = None
         if self.on_gpu:
             found = [torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True) for x in found]
@@ -164,35 +211,7 @@ class Runner:
         return Sampled(requests, tokens, (chances[0], chances[1], chances[2]) if chances else None, done)
 
 
-class _Graph:
-    """The decoding of so many rows, replayed on buffers of its own."""
-
-    def __init__(self, runner: Runner, shape: Shape, way: Way):
-        self.inputs = Inputs.empty(shape, device=runner.device)
-        padded = Inputs.empty(shape)
-        runner.holders.fill(padded, Step(decodes=(), prefills=(), before=(), after=()))
-        self.inputs.copy_(padded)  # rows that touch no state: the runs before the capture leave nothing
-        self.bits = None
-        if way.grammar:
-            self.bits = torch.full((shape.decodes, -(-runner.vocabulary // 32)), -1, dtype=torch.int32, device=runner.device)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # what is compiled or allocated once is then there
-                runner._rows(self.inputs, way, self.bits)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=runner.pool):
-            self.found = runner._rows(self.inputs, way, self.bits)
-
-    def run(self, host: Inputs, bits: Tensor | None) -> list[Tensor]:
-        self.inputs.copy_(host)
-        if self.bits is not None and bits is not None:
-            self.bits.copy_(bits, non_blocking=True)
-        self.graph.replay()
-        return self.found
-
-
-def rows(n: int) -> int:
-    """The rows of the smallest graph for n: 1, 2, 4, 8, then every 16."""
-    return next((size for size in (1, 2, 4, 8) if n <= size), -(-n // 16) * 16)
+def _sampled(step: Step, decodes: int = 0) -> Requests:
+    """Whose next tokens a step samples, in the order of its rows; None for rows that pad it to `decodes`."""
+    own = tuple(one.request for one in step.decodes)
+    return (*own, *(None,) * (decodes - len(own)), *(one.request for one in step.prefills if one.last))

@@ -13,9 +13,7 @@ class Staging:
         self._made: dict[Shape, list[Inputs]] = {}
 
     def take(self, shape: Shape) -> Inputs:
-        """Inputs that nobody reads any more. Those with prefills are made for one step: hardly two have the same sizes."""
-        if shape.prefills:
-            return Inputs.empty(shape, pin_memory=self._pinned)
+        """Inputs that nobody reads any more."""
         turns = self._made.setdefault(shape, [])
         if len(turns) < TURNS:
             turns.append(Inputs.empty(shape, pin_memory=self._pinned))

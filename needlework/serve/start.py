@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from needlework.fields import Count, Natural, Portion, fit
 from needlework.models import NeedleworkForCausalLM
+from needlework.models.modeling import Block
+from needlework.serve.compiled import compiled
 from needlework.serve.costs import PAGE, costs
 from needlework.serve.engine import Engine
 from needlework.serve.planner import plan
@@ -45,6 +47,8 @@ class Room:
 def start(model: NeedleworkForCausalLM, text: Text, room: Room) -> tuple[Engine, SchedulerConfig]:
     """The engine, which runs, and what it shares out. model: in evaluation mode, on its device.
 
+    On a GPU decoding steps are compiled by torch.compile, a minute where its cache knows nothing of the model.
+
     Raises ValueError, with the bytes, where one request of `room.length` tokens does not fit; and for a tokenizer of more tokens than the
     model has.
     """
@@ -54,12 +58,13 @@ def start(model: NeedleworkForCausalLM, text: Text, room: Room) -> tuple[Engine,
     cut = math.lcm(CUT, *(one.cut for one in held))
     budget = max(cut, min(BUDGET[model.device.type], room.length))
     share = room.memory if room.memory is not None else 0.9 if model.device.type == "cuda" else 0.5
-    taken = costs(model, share, tokens=budget, batch=room.batch)
+    layer = compiled() if model.device.type == "cuda" else Block.serve
+    taken = costs(model, share, tokens=budget, batch=room.batch, layer=layer)
     config = plan(
         held, **taken._asdict(), length=room.length, batch=room.batch, snapshots=room.snapshots, page=PAGE, align=cut,
         budget=budget, host_bytes=room.parked,
     )  # fmt: skip
-    runner = Runner(model, Tables(held, config, model.device), config)
+    runner = Runner(model, Tables(held, config, model.device), config, layer)
     if runner.on_gpu:
         runner.capture(config.batch)
     return Engine(runner, Scheduler(config), waiting=room.waiting, grammar=_grammar(text, runner.vocabulary)), config

@@ -18,7 +18,7 @@ from needlework.layers import (
     Softmax,
     SwiGLU,
 )
-from needlework.layers.projection import product, side_by_side
+from needlework.layers.projection import each, laying, side_by_side
 
 DIM = 24
 
@@ -58,7 +58,7 @@ def test_without_gradients_weights_are_copied_only_where_x_is_more_than_they_are
     alone = maps(False, False, False)  # ten columns
     x = torch.randn(1, tokens, DIM, dtype=torch.float64)
     with torch.set_grad_enabled(gradients):
-        y = product(x, *alone)
+        (y,) = side_by_side(x, tuple(alone))
     assert len(products) == count
     torch.testing.assert_close(y, torch.cat([m(x) for m in alone], -1), rtol=1e-12, atol=1e-12)
 
@@ -72,7 +72,7 @@ def test_a_map_that_someone_has_adapted_is_called():
     adapted = Adapted(DIM, 3).double()
     x = torch.randn(1, 40, DIM, dtype=torch.float64)
     assert torch.equal(side_by_side(x, plain, adapted)[1], adapted(x))
-    assert torch.equal(product(x, plain, adapted)[..., 3:], adapted(x))
+    assert torch.equal(side_by_side(x, (plain, adapted))[0][..., 3:], adapted(x))
 
 
 def test_a_map_that_someone_looks_at_is_called():
@@ -80,7 +80,79 @@ def test_a_map_that_someone_looks_at_is_called():
     seen = []
     first.register_forward_hook(lambda module, given, y: seen.append(y))
     x = torch.randn(1, 40, DIM, dtype=torch.float64)
-    assert torch.equal(product(x, first, second)[..., :3], seen[0])
+    assert torch.equal(side_by_side(x, (first, second))[0][..., :3], seen[0])
+
+
+def laid(*alone):
+    with torch.no_grad(), laying():
+        side_by_side(torch.randn(1, DIM, dtype=torch.float64), *alone)
+
+
+@pytest.mark.parametrize("biases", [(False, False, False), (True, False, True)])
+def test_laid_maps_are_one_product_of_few_tokens_that_copies_no_weights(biases, products):
+    first, second, third = maps(*biases)
+    expected = {name: x.clone() for name, x in nn.ModuleList((first, second, third)).state_dict().items()}
+    parameters = [*first.parameters(), *second.parameters(), *third.parameters()]
+    laid((first, second), third)
+    assert all(
+        a is b for a, b in zip(parameters, (*first.parameters(), *second.parameters(), *third.parameters()), strict=True)
+    )
+    for name, x in nn.ModuleList((first, second, third)).state_dict().items():
+        assert torch.equal(x, expected[name])
+    x = torch.randn(1, DIM, dtype=torch.float64)
+    alone = [torch.cat([first(x), second(x)], -1), third(x)]
+    products.clear()
+    with torch.no_grad():
+        made = side_by_side(x, (first, second), third)
+        assert len(products) == 1 and products[0][1].data_ptr() == first.weight.data_ptr()
+        for one, other in zip(made, alone, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        second.weight.mul_(2)  # a later value, as a checkpoint that is loaded into the model
+        torch.testing.assert_close(side_by_side(x, (first, second), third)[0][:, 3:], second(x), rtol=1e-12, atol=1e-12)
+
+
+def test_maps_that_were_laid_and_then_moved_are_apart(products):
+    alone = maps(True, False, True)
+    laid(*alone)
+    moved = [m.float() for m in alone]
+    with torch.no_grad():
+        for m in moved:
+            m.weight.mul_(2)
+        x = torch.randn(1, DIM)
+        products.clear()
+        made = side_by_side(x, *moved)
+        assert len(products) == 3
+        assert all(torch.equal(y, m(x)) for y, m in zip(made, moved, strict=True))
+
+
+def test_other_maps_than_the_laid_ones_are_apart(products):
+    first, second, third = maps(False, False, False)
+    laid(first, second, third)
+    x = torch.randn(1, DIM, dtype=torch.float64)
+    with torch.no_grad():
+        for others in ((first, third), (first, third, second), (second, first)):
+            products.clear()
+            made = side_by_side(x, *others)
+            assert len(products) == len(others)
+            assert all(torch.equal(y, m(x)) for y, m in zip(made, others, strict=True))
+
+
+def test_laid_maps_learn(products):
+    alone = maps(False, False, False)
+    laid(*alone)
+    x = torch.randn(1, DIM, dtype=torch.float64)
+    grads = torch.autograd.grad(torch.cat(side_by_side(x, *alone), -1).sum(), [m.weight for m in alone])
+    assert all(torch.equal(g, x.expand(m.out_features, DIM)) for g, m in zip(grads, alone, strict=True))
+
+
+def test_wide_maps_are_products_of_their_own_with_gradients_only(products):
+    alone = maps(False, False, False)
+    x = torch.randn(1, 40, DIM, dtype=torch.float64)
+    each(x, *alone)
+    assert len(products) == 3
+    with torch.no_grad():
+        each(x, *alone)
+    assert len(products) == 4
 
 
 @pytest.mark.parametrize(

@@ -103,10 +103,14 @@ def generated(model, request):
     return model.generate(prompt, max_new_tokens=request.max_tokens, do_sample=False)[0, len(request.prompt) :].tolist()
 
 
-def test_many_requests_are_answered_as_by_generate(model):
+@pytest.mark.parametrize("graphs", (False, True))
+def test_many_requests_are_answered_as_by_generate(model, graphs):
+    """graphs: rows that decode and sequences that are prefilled alone run padded, on buffers of their own, as on a GPU."""
     asked = requests(16)
     with Serving(model) as serving:
+        serving.runner.graph = (lambda call: call) if graphs else None
         found = serving.answers(asked)
+        assert bool(serving.runner._prefilling) == bool(serving.runner._decoding) == graphs
         assert serving.engine.stats().tokens >= sum(map(len, found))
     assert found == [generated(model, request) for request in asked]
 
