@@ -41,10 +41,11 @@ from needlework.serve.compiled import Layer, compiled
 from needlework.serve.engine import Engine
 from needlework.serve.http import Front, Server, listen
 from needlework.serve.planner import plan
+from needlework.serve.process import settled
 from needlework.serve.request import Request, Sampling
 from needlework.serve.runner import Runner
 from needlework.serve.scheduler import Scheduler
-from needlework.serve.step import Decode, Step
+from needlework.serve.step import Admitted, Decode, Step
 from needlework.serve.tables import Tables
 from needlework.serve.text import Text
 
@@ -129,7 +130,8 @@ def step(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> di
         lines = {window: pool.acquire(-(-context // page)) for window, pool in scheduler.pages.items()}
         requests.append(Decode(request, i, context, 1, lines))
         runner.seeds[str(i)] = 0
-    plan_ = Step(decodes=tuple(requests), prefills=(), before=(), after=())
+    admitted = tuple(Admitted(one.request, one.slot, (), 0) for one in requests)
+    plan_ = Step(decodes=tuple(requests), prefills=(), before=(), after=(), admitted=admitted, paged=tuple(requests))
     runner.run(plan_).wait()
     (decoding,) = runner._decoding.values()
     ms = median(decoding.graph, warmup=100, rep=300)
@@ -147,7 +149,7 @@ def engine(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> 
     """From the first token of the last request to begin to the first request's end."""
     runner, scheduler = serving(model, B, context, layer)
     speeds = []
-    with Engine(runner, scheduler) as running:
+    with settled(), Engine(runner, scheduler) as running:
         for attempt in range(2):  # the first captures the graphs
             prompt = torch.randint(model.config.vocab_size, (B, context)).tolist()
             sampling = Sampling(temperature=0.0)
@@ -195,7 +197,7 @@ def http(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> di
     """As `engine`: the engine's count of tokens while all streams run."""
     runner, scheduler = serving(model, B, context, layer)
     vocabulary = model.config.vocab_size
-    with Engine(runner, scheduler) as running, address(running, vocabulary) as port:
+    with settled(), Engine(runner, scheduler) as running, address(running, vocabulary) as port:
         asked = {"streams": B, "prompt": context, "tokens": 2 * MADE, "vocabulary": vocabulary}
         load(port, **asked)  # captures the graphs
         counted, over = [(time.time(), running.stats().tokens)], threading.Event()
@@ -211,13 +213,13 @@ def http(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> di
         thread.join()
         inside = [(at, tokens) for at, tokens in counted if found["began"] <= at <= found["ended"]]
         (began, before), (ended, after) = inside[0], inside[-1]
-    return {"tokens_per_second": (after - before) / (ended - began)}
+    return {"tokens_per_second": (after - before) / (ended - began), "tokens_a_piece": B * 2 * MADE / found["pieces"]}
 
 
 def first(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
     runner, scheduler = serving(model, 1, context, layer)
     vocabulary = model.config.vocab_size
-    with Engine(runner, scheduler) as running, address(running, vocabulary) as port:
+    with settled(), Engine(runner, scheduler) as running, address(running, vocabulary) as port:
         load(port, prompt=context, tokens=1, vocabulary=vocabulary, repeat=2, seed=1)
         seconds = sorted(load(port, prompt=context, tokens=1, vocabulary=vocabulary, repeat=11)["first"])
     weights = sum(x.numel() for x in model.model.blocks.parameters())

@@ -107,13 +107,14 @@ def chat(
 
 @contextmanager
 def _running(checkpoint: Path, room: "Room", dtype: str | None) -> "Iterator[tuple[Engine, Text, SchedulerConfig]]":
+    from needlework.serve.process import settled
     from needlework.serve.start import start
     from needlework.serve.text import Text
 
     text = Text.load(checkpoint)
     model, _ = load_checkpoint(checkpoint, _dtype(dtype))
     engine, config = start(model, text, room)
-    with engine:
+    with settled(), engine:
         yield engine, text, config
 
 

@@ -5,16 +5,18 @@ T tokens of N sequences; of R rows the next token is sampled. A padded row decod
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from needlework.layers.batch import Batch, Pages
 from needlework.serve.sampling import Controls
-from needlework.serve.step import Decode, Prefill, Step, Window
+from needlework.serve.step import Step, Window
 
 LINE = 16  # bytes at whose multiples a tensor begins
 
@@ -64,12 +66,13 @@ class Inputs:
     """A step of one shape, in a buffer of bytes on the host or on the device.
 
     ids [T]: −1 where the newest token of the row's slot is meant, of decoding rows alone. rows [R]: which of T are sampled; owners [R]:
-    their slots.
+    their slots. read: of pinned memory, that a copy of it is done.
     """
 
     shape: Shape
     buffer: Tensor  # [bytes] uint8
     named: Mapping[str, Tensor]
+    read: torch.cuda.Event | None
 
     @classmethod
     def empty(cls, shape: Shape, **options: Any) -> "Inputs":
@@ -82,11 +85,23 @@ class Inputs:
         views = {
             name: buffer[begin : begin + field.nbytes].view(field.dtype).view(field.shape) for (name, field), begin in lines
         }
-        return cls(shape, buffer, views)
+        return cls(shape, buffer, views, torch.cuda.Event() if options.get("pin_memory") else None)
 
     def copy_(self, other: "Inputs") -> None:
         """Another step of this shape in this one's place, by one copy that nothing waits for."""
         self.buffer.copy_(other.buffer, non_blocking=True)
+        if other.read is not None:
+            other.read.record()
+
+    def wait(self) -> None:
+        """Until the copies that were made of it are done, and it may be written."""
+        if self.read is not None:
+            self.read.synchronize()
+
+    @cached_property
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        """The same memory of a host for NumPy, whose small operations cost less and keep the interpreter's lock."""
+        return {name: tensor.numpy() for name, tensor in self.named.items()}
 
     @property
     def batch(self) -> Batch:
@@ -100,54 +115,3 @@ class Inputs:
     @property
     def controls(self) -> Controls:
         return Controls(**{name: self.named[name] for name in Controls._fields if name != "slots"}, slots=self.named["owners"])
-
-    def fill(self, step: Step, seeds: Mapping[str, int], page: int, vocabulary: int) -> None:
-        """The host's numbers of a step. seeds: by request; page: rows of one; vocabulary: what top_k is without a limit."""
-        padded = [None] * (self.shape.decodes - len(step.decodes))
-        decodes: list[Decode | Prefill | None] = [*step.decodes, *padded]
-        every = [*decodes, *step.prefills]
-        ends = [*accumulate((len(one.tokens) for one in step.prefills), initial=0)]
-        last = [self.shape.decodes + end - 1 for one, end in zip(step.prefills, ends[1:], strict=True) if one.last]
-        owners = [*decodes, *(one for one in step.prefills if one.last)]
-        self._put("ids", [token for one in every for token in _tokens(one)])
-        self._put("positions", [t for one in every for t in _positions(one)])
-        self._put("slots", [-1 if one is None else one.slot for one in every])
-        self._put("cu_seqlens", ends)
-        self._put("length", [-1 if one is None else one.length for one in every])
-        self._put("fresh", [isinstance(one, Prefill) and one.fresh for one in every])
-        self._put("rows", [*range(self.shape.decodes), *last])
-        self._put("owners", [-1 if one is None else one.slot for one in owners])
-        self._put("seed", [0 if one is None else seeds[one.request.id] for one in owners])
-        self._put("counter", [0 if one is None else one.sampled for one in owners])
-        asked = [None if one is None else one.request.sampling for one in owners]
-        self._put("top_k", [min(one.top_k or vocabulary, vocabulary) if one else vocabulary for one in asked])
-        self._put("temperature", [one.temperature if one else 0 for one in asked])
-        self._put("top_p", [one.top_p if one else 1 for one in asked])
-        self._put("min_p", [one.min_p if one else 0 for one in asked])
-        self._put("presence", [one.presence_penalty if one else 0 for one in asked])
-        self._put("frequency", [one.frequency_penalty if one else 0 for one in asked])
-        self._put("repetition", [one.repetition_penalty if one else 1 for one in asked])
-        for window, _ in self.shape.pages:
-            lines = [() if one is None else one.pages[window] for one in every]
-            row = lambda line, t: line[t // page] * page + t % page if line else -1
-            self._put(
-                f"rows of {window}", [row(line, t) for one, line in zip(every, lines, strict=True) for t in _positions(one)]
-            )
-            table = self.named[f"block_table of {window}"].fill_(-1)
-            for own, line in zip(table, lines, strict=True):
-                own[: len(line)] = torch.tensor(line, dtype=torch.int32)
-
-    def _put(self, name: str, values: list[Any]) -> None:
-        self.named[name].copy_(torch.tensor(values, dtype=self.named[name].dtype))
-
-
-def _tokens(one: Decode | Prefill | None) -> tuple[int, ...]:
-    if isinstance(one, Prefill):
-        return one.tokens
-    return (0,) if one is None else (-1 if one.token is None else one.token,)
-
-
-def _positions(one: Decode | Prefill | None) -> range:
-    if one is None:
-        return range(1)
-    return range(one.start, one.length) if isinstance(one, Prefill) else range(one.length - 1, one.length)

@@ -4,24 +4,23 @@ A step is planned and launched before the one before it has been heard, so that 
 has a grammar the next token depends on the last, and the thread hears each step first.
 """
 
-import asyncio
-import queue
 import random
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from needlework.serve.bell import Bell
 from needlework.serve.interface import DrainingError, QueueFullError
 from needlework.serve.request import Event, Request
 from needlework.serve.runner import Runner, Sampled
 from needlework.serve.scheduler import Scheduler
 from needlework.serve.step import Step, Window
+from needlework.serve.stream import Stream
 
 
 class Stats(NamedTuple):
@@ -48,57 +47,17 @@ class Matcher(Protocol):
         """Go on by a token; whether the grammar is then at its end."""
 
 
-class Stream:
-    """The events of one request, from any thread or from asyncio; the last has `finish`."""
-
-    def __init__(self, id: str, cancel: Callable[[str], None]):
-        self.id, self._cancel = id, cancel
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._heard: Callable[[], None] = lambda: None
-
-    def put(self, event: Event) -> None:
-        self._events.put(event)
-        self._heard()
-
-    def cancel(self) -> None:
-        """The request ends within a step; its last event says so."""
-        self._cancel(self.id)
-
-    def __iter__(self) -> Iterator[Event]:
-        while True:
-            event = self._events.get()
-            yield event
-            if event.finish is not None:
-                return
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        loop, there = asyncio.get_running_loop(), asyncio.Event()
-        self._heard = lambda: _tell(loop, there)
-        while True:
-            try:
-                event = self._events.get_nowait()
-            except queue.Empty:
-                await there.wait()
-                there.clear()
-                continue
-            yield event
-            if event.finish is not None:
-                return
-
-
-def _tell(loop: asyncio.AbstractEventLoop, there: asyncio.Event) -> None:
-    with suppress(RuntimeError):  # whoever listened is gone, and its loop is closed
-        loop.call_soon_threadsafe(there.set)
-
-
 @dataclass(eq=False)
 class _Answer:
     """A request that is not over."""
 
     request: Request
     stream: Stream
-    matcher: Matcher | None
     made: int = 0
+    asks: bool = field(init=False)  # for more than its tokens
+
+    def __post_init__(self):
+        self.asks = self.request.grammar is not None or self.request.sampling.logprobs is not None
 
 
 class Engine:
@@ -113,6 +72,8 @@ class Engine:
         self.length, self.vocabulary = scheduler.config.length, runner.vocabulary
         self._runner, self._scheduler, self._grammar, self._most = runner, scheduler, grammar, waiting
         self._answers: dict[str, _Answer] = {}
+        self._matchers: dict[str, Matcher] = {}  # of those answers that have a grammar
+        self._bells: set[Bell] = set()  # to be rung once the step's events are out
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._draining = self._closing = False
@@ -145,7 +106,9 @@ class Engine:
             if (ahead := self._stats.waiting + len(self._inbox)) >= self._most:
                 raise QueueFullError(ahead)
             stream = Stream(request.id, self.cancel)
-            self._answers[request.id] = _Answer(request, stream, matcher)
+            self._answers[request.id] = _Answer(request, stream)
+            if matcher is not None:
+                self._matchers[request.id] = matcher
             self._tell(lambda: self._begin(request))
         return stream
 
@@ -184,24 +147,31 @@ class Engine:
         flights: deque[tuple[Step, Sampled]] = deque()
         try:
             while self._hear_inbox(idle=not flights):
-                if flights and any(self._constrained(step) for step, _ in flights):
-                    self._finish(*flights.popleft())
-                    continue
-                step = self._scheduler.step()
-                if step is not None:
-                    self._launch(step, flights)
-                if flights and (step is None or len(flights) > 1):
-                    self._finish(*flights.popleft())
+                self._turn(flights)
+                self._ring()
             for id in list(self._answers):
                 self._end(id, Event(finish="cancelled"))
+            self._ring()
         except BaseException as error:  # whoever waits must hear of it, whatever it is
             with self._changed:
                 self._error = error
                 for answer in self._answers.values():
-                    answer.stream.put(Event(finish="error", error=str(error) or type(error).__name__))
+                    self._put(answer, Event(finish="error", error=str(error) or type(error).__name__))
                 self._answers.clear()
                 self._changed.notify_all()
+            self._ring()
             raise
+
+    def _turn(self, flights: deque[tuple[Step, Sampled]]) -> None:
+        """Launches a step, if one is to be, and hears the one before it."""
+        if flights and any(self._constrained(step) for step, _ in flights):
+            self._finish(*flights.popleft())
+            return
+        step = self._scheduler.step()
+        if step is not None:
+            self._launch(step, flights)
+        if flights and (step is None or len(flights) > 1):
+            self._finish(*flights.popleft())
 
     def _hear_inbox(self, idle: bool) -> bool:
         """Does what was asked for; waits for it where nothing else is to be done. False: the end."""
@@ -221,11 +191,10 @@ class Engine:
         self._count(prompt_tokens=len(request.prompt))
 
     def _launch(self, step: Step, flights: deque[tuple[Step, Sampled]]) -> None:
-        bits = {
-            one.request.id: matcher.bits()
-            for one in (*step.decodes, *(one for one in step.prefills if one.last))
-            if (matcher := self._matcher(one.request.id)) is not None
-        }
+        bits = {}
+        if self._matchers:
+            sampled = [one.request.id for one in (*step.decodes, *(one for one in step.prefills if one.last))]
+            bits = {id: self._matchers[id].bits() for id in sampled if id in self._matchers}
         try:
             flights.append((step, self._runner.run(step, bits)))
         except torch.OutOfMemoryError as error:
@@ -240,30 +209,32 @@ class Engine:
     def _finish(self, step: Step, sampled: Sampled) -> None:
         """What a step has sampled goes to its streams."""
         sampled.wait()
-        drawn = sampled.tokens.tolist()
-        whose = list(zip(sampled.requests, drawn, strict=True))
-        tokens = {request.id: token for request, token in whose if request is not None}
+        tokens: dict[str, int] = {}
         over: dict[str, Event] = {}
-        for row, (request, token) in enumerate(whose):
+        for row, (request, token) in enumerate(zip(sampled.requests, sampled.tokens.tolist(), strict=True)):
             if request is None:
                 continue
+            tokens[request.id] = token
             answer = self._answers.get(request.id)
             if answer is None or answer.request is not request:  # over since, and another may have its id
                 continue
-            event = self._event(answer, sampled, row, token)
+            answer.made += 1
+            event = Event(token)
+            if answer.asks or token in request.stop_tokens or answer.made == request.max_tokens:
+                event = self._event(answer, sampled, row, token)
             if event.finish is None:
-                answer.stream.put(event)
+                self._put(answer, event)
             else:
                 over[request.id] = event
-        self._scheduler.done(step, tokens, set(over))
+        self._scheduler.done(step, tokens, over.keys())
         self._count(tokens=len(tokens))
         for id, event in over.items():
             self._end(id, event, forgotten=True)
 
     def _event(self, answer: _Answer, sampled: Sampled, row: int, token: int) -> Event:
-        answer.made += 1
         request, finish = answer.request, None
-        ended = answer.matcher is not None and answer.matcher.take(token)
+        matcher = self._matchers.get(request.id)
+        ended = matcher is not None and matcher.take(token)
         if token in request.stop_tokens or ended:
             finish = "stop"
         elif answer.made == request.max_tokens:
@@ -275,6 +246,15 @@ class Engine:
         best = zip(which[:wanted].tolist(), theirs[:wanted].tolist(), strict=True)
         return Event(token=token, finish=finish, logprob=float(own), top=tuple(best))
 
+    def _put(self, answer: _Answer, event: Event) -> None:
+        bell = answer.stream.put(event)
+        if bell is not None:
+            self._bells.add(bell)
+
+    def _ring(self) -> None:
+        while self._bells:
+            self._bells.pop().ring()
+
     def _end(self, id: str, event: Event, forgotten: bool = False) -> None:
         """A request is over, with its last event. forgotten: the scheduler knows."""
         if not forgotten:
@@ -283,16 +263,13 @@ class Engine:
         self._count()
         with self._changed:
             answer = self._answers.pop(id, None)
+            self._matchers.pop(id, None)
             self._changed.notify_all()
         if answer is not None:
-            answer.stream.put(event)
+            self._put(answer, event)
 
     def _constrained(self, step: Step) -> bool:
-        return any(self._matcher(one.request.id) is not None for one in (*step.decodes, *step.prefills))
-
-    def _matcher(self, id: str) -> Matcher | None:
-        answer = self._answers.get(id)
-        return None if answer is None else answer.matcher
+        return bool(self._matchers) and any(one.request.id in self._matchers for one in (*step.decodes, *step.prefills))
 
     def _count(self, **more: int) -> None:
         """The numbers as they are now, and `more` of what is counted."""

@@ -1,12 +1,11 @@
 """The server: OpenAI's paths over an engine, by Starlette and uvicorn.
 
 An answer's status is known with its first token: what fails before it has a status, what fails later an error event in the stream.
-Each answer is read from its engine's stream by a task of its own. Tokens that came while the client was written to go out together.
+Each answer is written by a task of its own, which the engine's steps wake. Tokens that came while it did not run go out together.
 A client that goes away cancels its requests. SIGTERM and SIGINT let running answers end and refuse new ones; a second one ends them.
 """
 
 import asyncio
-import json
 import secrets
 import socket
 import threading
@@ -28,10 +27,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from needlework.serve import protocol
+from needlework.serve.bell import Bell
 from needlework.serve.interface import DrainingError, Engine, QueueFullError, Stream
 from needlework.serve.metrics import Metrics
+from needlework.serve.pieces import Pieces, event
 from needlework.serve.protocol import Answers, Asked, Choice, Delta, Limits, RefusedError
-from needlework.serve.request import Event, Request
+from needlework.serve.request import Request
 from needlework.serve.text import Text
 
 BODY = 4 << 20  # bytes of a request
@@ -47,6 +48,7 @@ class Front:
         self.limits = Limits(name, engine.length, engine.vocabulary)
         self.metrics = Metrics(engine.stats)
         self.draining = False
+        self._bell: Bell | None = None
         self._key = None if key is None else f"Bearer {key}".encode()
         self._failed: str | None = None
         self._made = int(time.time())
@@ -64,6 +66,12 @@ class Front:
         ]
         handlers = {RefusedError: _refused, HTTPException: _unknown, Exception: _broken}
         return Starlette(routes=routes, exception_handlers=handlers)
+
+    def bell(self) -> Bell:
+        """Of the loop that answers."""
+        if self._bell is None:
+            self._bell = Bell()
+        return self._bell
 
     async def _complete(self, received: Received, chat: bool) -> Response:
         began = time.perf_counter()
@@ -150,12 +158,13 @@ class _Answering(Response):
         self._front, self._path, self._asked, self._streams, self._began = front, path, asked, streams, began
         self._choices = [Choice(front.text, request, asked.stops) for request in requests]
         self._answers = Answers(requests[0].id.rpartition("-")[0], asked, front.limits.name)
-        self._came: list[list[Event]] = [[] for _ in streams]
+        self._pieces = Pieces(self._answers)
         self._there = asyncio.Event()
         self._status: int | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pumps = [asyncio.create_task(self._pump(stream, came)) for stream, came in zip(self._streams, self._came, strict=True)]
+        for stream in self._streams:
+            stream.listen(self._front.bell(), self._there.set)
         tell = asyncio.create_task(self._tell(scope, receive, send))
         gone = asyncio.create_task(_gone(receive))
         try:
@@ -166,19 +175,10 @@ class _Answering(Response):
             for stream, choice in zip(self._streams, self._choices, strict=True):
                 if choice.finish is None:
                     stream.cancel()
-            for task in (tell, gone, *pumps):
+            for task in (tell, gone):
                 task.cancel()
-            await asyncio.gather(tell, gone, *pumps, return_exceptions=True)
+            await asyncio.gather(tell, gone, return_exceptions=True)
             self._front.metrics.answered(self._path, self._status or 499)  # 499: the client had gone
-
-    async def _pump(self, stream: Stream, came: list[Event]) -> None:
-        try:
-            async for event in stream:
-                came.append(event)
-                self._there.set()
-        except Exception as error:
-            came.append(Event(finish="error", error=str(error) or type(error).__name__))
-            self._there.set()
 
     async def _deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """What all answers have got since the last time, until all are over. RefusedError where one has failed."""
@@ -192,11 +192,9 @@ class _Answering(Response):
             yield [delta for i in range(len(self._choices)) if (delta := self._delta(i)) is not None]
 
     def _delta(self, i: int) -> tuple[int, Delta] | None:
-        choice, events = self._choices[i], self._came[i]
-        if not events or choice.finish is not None:
+        choice = self._choices[i]
+        if choice.finish is not None or not (taken := self._streams[i].take()):
             return None
-        taken = events.copy()
-        events.clear()
         delta = choice.push(taken)
         if delta.finish is not None and taken[-1].finish is None:  # by a stop string, of which the engine knows nothing
             self._streams[i].cancel()
@@ -211,7 +209,7 @@ class _Answering(Response):
                 self._status = error.status
                 await _error(error)(scope, receive, send)
             else:  # the stream has begun: its status cannot change, and it ends without [DONE]
-                await send({"type": "http.response.body", "body": _event(error.body), "more_body": False})
+                await send({"type": "http.response.body", "body": event(error.body), "more_body": False})
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         got: list[list[Delta]] = [[] for _ in self._choices]
@@ -224,23 +222,19 @@ class _Answering(Response):
 
     async def _stream(self, send: Send) -> None:
         async for deltas in self._deltas():
-            said = [self._answers.piece(i, delta) for i, delta in deltas if delta.text or delta.scored or delta.finish]
+            said = [self._pieces.piece(i, delta) for i, delta in deltas if delta.text or delta.scored or delta.finish]
             if self._status is None:
                 self._status = 200
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-                said[:0] = [self._answers.opening(i) for i in range(len(self._choices))] if self._asked.chat else []
+                said[:0] = [event(self._answers.opening(i)) for i in range(len(self._choices))] if self._asked.chat else []
             if said:
-                await send({"type": "http.response.body", "body": b"".join(map(_event, said)), "more_body": True})
-        usage = _event(self._answers.closing(self._tokens())) if self._asked.usage else b""
+                await send({"type": "http.response.body", "body": b"".join(said), "more_body": True})
+        usage = event(self._answers.closing(self._tokens())) if self._asked.usage else b""
         await send({"type": "http.response.body", "body": usage + b"data: [DONE]\n\n", "more_body": False})
 
     def _tokens(self) -> int:
         return sum(choice.tokens for choice in self._choices)
-
-
-def _event(piece: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(piece, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 async def _gone(receive: Receive) -> None:

@@ -1,8 +1,9 @@
 """What the front asks of an engine, and why an engine takes no request."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from needlework.serve.bell import Bell
 from needlework.serve.request import Event, Request
 
 
@@ -19,11 +20,13 @@ class DrainingError(Exception):
 
 
 class Stream(Protocol):
-    """The events of one request; the last has `finish`."""
+    """The events of one request; the last has `finish`. listen: `heard` is called in the bell's loop when there is something to take."""
 
     def cancel(self) -> None: ...
 
-    def __aiter__(self) -> AsyncIterator[Event]: ...
+    def listen(self, bell: Bell, heard: Callable[[], None]) -> None: ...
+
+    def take(self) -> list[Event]: ...
 
     def __iter__(self) -> Iterator[Event]: ...
 

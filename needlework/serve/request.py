@@ -1,15 +1,16 @@
 """What a client asks for and what it hears: Request, its Sampling, and the Events of its stream."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
-from needlework.fields import Count, Natural, NonNegative, Positive, Range, Seed, Share, fit
+from needlework.fields import Count, Natural, NonNegative, Positive, Range, Seed, Share, fit, fitted
 
 Nucleus = Annotated[float, Range("in (0, 1]", lambda x: 0 < x <= 1)]
 Penalty = Annotated[float, Range("in [-2, 2]", lambda x: -2 <= x <= 2)]
 # A prompt of 16,384 tokens is checked in half a millisecond by one test of the whole, in 20 by one of each element.
 Prompt = Annotated[tuple, Range("of at least one token id >= 0", lambda x: len(x) > 0 and _ids(x))]
 Tokens = Annotated[frozenset, Range("of token ids >= 0", lambda x: _ids(x))]
+Finish = Literal["stop", "length", "cancelled", "error"]
 
 
 def _ids(tokens: tuple | frozenset) -> bool:
@@ -59,15 +60,31 @@ class Request:
         fit("request", self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """One token of an answer, or its end, or both. top: (token, logprob) of the most likely ones. error: what went wrong."""
+class _Fields(NamedTuple):
+    token: int | None
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+    finish: Finish | None
+    error: str | None
 
-    token: int | None = None
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-    finish: Literal["stop", "length", "cancelled", "error"] | None = None
-    error: str | None = None
 
-    def __post_init__(self):
-        fit("event", self)
+class Event(_Fields):
+    """One token of an answer, or its end, or both. top: (token, logprob) of the most likely ones. error: what went wrong.
+
+    Raises ValueError for another `finish`. The other fields are an engine's own and are not checked: each token is an event, and a check of
+    all costs as much as the rest of its way.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        token: int | None = None,
+        logprob: float | None = None,
+        top: tuple[tuple[int, float], ...] = (),
+        finish: Finish | None = None,
+        error: str | None = None,
+    ) -> "Event":
+        if finish is not None:
+            fitted("event", "finish", finish, Finish)
+        return super().__new__(cls, token, logprob, top, finish, error)

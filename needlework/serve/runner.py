@@ -17,25 +17,18 @@ from needlework.models.modeling import Block
 from needlework.serve.batch import Inputs, Shape
 from needlework.serve.compiled import Layer
 from needlework.serve.graphs import Call, Decoding, Graph, Prefilling, alone, padded, rows, tokens
+from needlework.serve.holders import Holders
 from needlework.serve.pools import most_pages
-from needlework.serve.request import Request, Sampling
+from needlework.serve.request import Request
 from needlework.serve.sampling import Counts, logprobs, sample
 from needlework.serve.scheduler import SchedulerConfig
+from needlework.serve.staging import Staging
 from needlework.serve.step import Admitted, Step
 from needlework.serve.tables import Tables
+from needlework.serve.way import Way, penalties
 
 Requests = tuple[Request | None, ...]
 TOP = 20  # likeliest tokens that a request may ask for
-
-
-class Way(NamedTuple):
-    """What of sampling a step needs; the rest is left out."""
-
-    draws: bool
-    filters: bool
-    penalties: bool
-    logprobs: bool
-    grammar: bool
 
 
 class Sampled(NamedTuple):
@@ -69,6 +62,8 @@ class Runner:
         self.seeds: dict[str, int] = {}
         pages = {window: most_pages(config.length, None, config.page, config.budget) for window, *_ in config.pools}
         self.pages = tuple(pages.items())
+        self.holders = Holders(config.slots, pages, config.page, self.vocabulary)
+        self._staging = Staging(pinned=self.on_gpu)
         self._decoding: dict[tuple[int, Way], Decoding] = {}
         self._prefilling: dict[int, Prefilling] = {}
         self.graph: Callable[[Call], Call] | None = None
@@ -80,7 +75,8 @@ class Runner:
     def run(self, step: Step, bits: Mapping[str, Tensor] | None = None) -> Sampled:
         """Launch a step's moves and rows. bits: by request, [⌈V/32⌉] int32 of the tokens that its grammar allows."""
         self.tables.move(step.before)
-        way = self._way(step, bits)
+        self.holders.hear(step, self.seeds)
+        way = self.holders.way(step, bool(bits))
         if way.penalties:
             self._count_admitted(step.admitted)
         graphed = self.graph is not None and len(step.prefills) < 2
@@ -92,7 +88,9 @@ class Runner:
         """All rows of a step at once, of any shape."""
         shape = Shape.of(step, len(step.decodes), dict(self.pages))
         inputs = Inputs.empty(shape, device=self.device)
-        inputs.copy_(self._host(step, shape))
+        host = Inputs.empty(shape, pin_memory=self.on_gpu)  # hardly two such steps have the same sizes
+        self.holders.fill(host, step)
+        inputs.copy_(host)
         mask = self._bits(step, shape, bits)
         found = self.next(self.hidden(inputs), inputs, way, None if mask is None else mask.to(self.device, non_blocking=True))
         return _sampled(step), found
@@ -176,24 +174,12 @@ class Runner:
         return found
 
     def _padded(self, shape: Shape) -> Inputs:
-        return padded(shape, self.device, self.config.page, self.vocabulary)
+        return padded(shape, self.device, self.holders)
 
     def _host(self, step: Step, shape: Shape) -> Inputs:
-        host = Inputs.empty(shape, pin_memory=self.on_gpu)
-        host.fill(step, self.seeds, self.config.page, self.vocabulary)
+        host = self._staging.take(shape)
+        self.holders.fill(host, step)
         return host
-
-    def _way(self, step: Step, bits: Mapping[str, Tensor] | None) -> Way:
-        asked = [one.request.sampling for one in (*step.decodes, *(one for one in step.prefills if one.last))]
-        # also of a request that comes in this step and is sampled in a later one
-        counted = asked + [one.request.sampling for one in step.admitted]
-        return Way(
-            any(one.temperature > 0 for one in asked),
-            any(_filters(one) for one in asked),
-            any(_penalties(one) for one in counted),
-            any(one.logprobs is not None for one in asked),
-            bool(bits),
-        )
 
     def _count_admitted(self, admitted: Sequence[Admitted]) -> None:
         """What requests with a new slot have in their prompts, and have drawn so far, into its counts."""
@@ -204,7 +190,7 @@ class Runner:
                 torch.zeros(sizes, dtype=torch.bool, device=self.device),
             )
         for one in admitted:
-            if _penalties(one.request.sampling):
+            if penalties(one.request.sampling):
                 self.counts.drawn[one.slot], self.counts.prompt[one.slot] = 0, False
                 self.counts.prompt[one.slot, torch.tensor(one.request.prompt, device=self.device)] = True
                 answer = torch.tensor(one.answer, dtype=torch.int64, device=self.device)
@@ -237,11 +223,3 @@ def _sampled(step: Step, decodes: int = 0) -> Requests:
     """Whose next tokens a step samples, in the order of its rows; None for rows that pad it to `decodes`."""
     own = tuple(one.request for one in step.decodes)
     return (*own, *(None,) * (decodes - len(own)), *(one.request for one in step.prefills if one.last))
-
-
-def _filters(asked: Sampling) -> bool:
-    return asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1 or asked.min_p > 0)
-
-
-def _penalties(asked: Sampling) -> bool:
-    return asked.presence_penalty != 0 or asked.frequency_penalty != 0 or asked.repetition_penalty != 1

@@ -20,7 +20,7 @@ The life of a request, and what it owns:
 from array import array
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -90,8 +90,14 @@ class Sequence:
     slot: int = -1
     parked: int = 0  # bytes
     borrowed: bool = False  # its last page is a snapshot's, and other sequences may write behind the snapshot's rows
+    paged: bool = False  # its pages are others than in the last step that had it
+    steady: int = 0  # while it has computed fewer tokens, its pages stay as they are
     chain: list[bytes] | None = None
     marks: set[int] = field(default_factory=set)  # lengths at which a snapshot is worth its slot
+    last: int = field(init=False)  # tokens computed when the last one of its answer is sampled
+
+    def __post_init__(self):
+        self.last = len(self.request.prompt) + self.request.max_tokens - 1
 
     @property
     def decoding(self) -> bool:
@@ -101,11 +107,6 @@ class Sequence:
     def unheard(self) -> bool:
         """Whether a token was sampled that the host does not know."""
         return self.computed >= len(self.tokens)
-
-    @property
-    def spent(self) -> bool:
-        """Whether its last token is sampled already."""
-        return self.computed - len(self.request.prompt) + 1 >= self.request.max_tokens
 
 
 class _Flight(NamedTuple):
@@ -186,8 +187,13 @@ class Scheduler:
         """The next step. None: nothing can run before a step in flight is done, or before a request comes."""
         plan = _Plan(self.config.budget)
         for seq in list(self.running):
-            if seq.slot >= 0 and seq.decoding and not seq.spent and seq not in plan.held_back:
-                self._extend(seq, seq.computed + 1, plan)
+            computed = seq.computed
+            if seq.slot < 0 or not seq.goal <= computed < seq.last or seq in plan.held_back:
+                continue
+            if computed < seq.steady:  # as most are: what every row costs in every step bounds the tokens a second
+                plan.ends[seq] = computed + 1
+            else:
+                self._extend(seq, computed + 1, plan)
         for seq in list(self.running):
             if seq.slot >= 0 and not seq.decoding:
                 self._extend(seq, self._cut(seq, plan.left), plan)
@@ -200,11 +206,12 @@ class Scheduler:
         flight = self._flights.popleft()
         assert flight.step is step, "steps are done in the order in which they were planned"
         last = [seq for seq, row in zip(flight.prefills, step.prefills, strict=True) if row.last]
-        for seq in filter(self._lives, [*flight.decodes, *last]):
-            request = seq.request
-            seq.tokens.append(tokens[request.id])
-            if request.id in finished or len(seq.tokens) - len(request.prompt) == request.max_tokens:
-                self._forget(seq)
+        for seq in (*flight.decodes, *last):
+            id = seq.request.id
+            if self._known.get(id) is seq:
+                seq.tokens.append(tokens[id])
+                if len(seq.tokens) > seq.last or id in finished:
+                    self._forget(seq)
 
     def failed(self, step: Step) -> Request | None:
         """The only step in flight ran out of memory: its newest prefill, or without one its newest decode, is over and returned.
@@ -256,6 +263,7 @@ class Scheduler:
             self._park(victim)
         if end > seq.holds:
             self._give(seq, end)
+        seq.steady = min([seq.holds, *self._passes(seq)])
         plan.add(seq, end)
 
     def _admit(self, seq: Sequence, plan: _Plan) -> bool:
@@ -312,7 +320,7 @@ class Scheduler:
                 pool.release(pages[-1:])
                 pages[-1] = own
             pages.extend(pool.acquire(pages_for(end, self.config.page) - len(pages)))
-        seq.borrowed, seq.holds = False, pages_for(end, self.config.page) * self.config.page
+        seq.borrowed, seq.paged, seq.holds = False, True, pages_for(end, self.config.page) * self.config.page
 
     def _pass(self, seq: Sequence) -> None:
         """Frees the pages that lie wholly before the window of its next token."""
@@ -322,8 +330,14 @@ class Scheduler:
             i = max(0, seq.computed - window) // self.config.page - 1
             while i >= 0 and pages[i] >= 0:
                 self.pages[window].release(pages[i : i + 1])
-                pages[i] = -1
+                pages[i], seq.paged = -1, True
                 i -= 1
+
+    def _passes(self, seq: Sequence) -> Iterator[int]:
+        """Of each window, the tokens that are computed when it passes its next page."""
+        for window in seq.pages:
+            if window is not None:
+                yield window + (max(0, seq.computed - window) // self.config.page + 1) * self.config.page
 
     def _park(self, seq: Sequence) -> None:
         self._pass(seq)
@@ -361,7 +375,7 @@ class Scheduler:
         """Its slot and pages go back, and it runs no longer."""
         self.running.remove(seq)
         self.slots.release(seq.slot)
-        seq.slot = -1
+        seq.slot, seq.steady = -1, 0
         for window, pages in seq.pages.items():
             self.pages[window].release(pages)
 
@@ -432,16 +446,21 @@ class Scheduler:
                 self.pages[window].release(pages)
 
     def _emit(self, plan: _Plan) -> Step:
-        decodes, prefills, rows = [], [], ([], [])
+        decodes, prefills, paged, rows = [], [], [], ([], [])
         for seq, end in plan.ends.items():
-            if seq.decoding:
-                token = None if seq.unheard else seq.tokens[seq.computed]
-                decodes.append(Decode(seq.request, seq.slot, end, token, seq.pages))
+            known, computed = seq.tokens, seq.computed
+            if computed >= seq.goal:
+                token = known[computed] if computed < len(known) else None
+                row = Decode(seq.request, seq.slot, end, token, seq.pages)
+                decodes.append(row)
+                rows[0].append(seq)
+                if seq.paged:
+                    paged.append(row)
             else:
-                tokens = tuple(seq.tokens[seq.computed : end])
-                prefills.append(Prefill(seq.request, seq.slot, seq.computed, tokens, end == seq.goal, seq.pages))
-            rows[not seq.decoding].append(seq)
-            seq.computed = end
+                tokens = tuple(known[computed:end])
+                prefills.append(Prefill(seq.request, seq.slot, computed, tokens, end == seq.goal, seq.pages))
+                rows[1].append(seq)
+            seq.computed, seq.paged = end, False
         taken = list(filter(None, map(self._snapshot, rows[1])))
         before, self._moves = tuple(self._moves), []
         step = Step(
@@ -450,6 +469,7 @@ class Scheduler:
             before=before,
             after=tuple(copy for _, copy in taken),
             admitted=tuple(plan.admitted),
+            paged=tuple(paged),
         )
         self._flights.append(_Flight(step, *rows, [digest for digest, _ in taken]))
         return step

@@ -115,10 +115,14 @@ class Admitted(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """Rows, the moves around them, and the requests whose slot is new: what else is kept by slot begins anew for these."""
+    """Rows, the moves around them, and the requests whose slot is new: what else is kept by slot begins anew for these.
+
+    paged: those of the decodes whose pages are others than in the last step that had them.
+    """
 
     decodes: tuple[Decode, ...]
     prefills: tuple[Prefill, ...]
     before: tuple[Move, ...]
     after: tuple[CopySlot, ...]
     admitted: tuple[Admitted, ...] = ()
+    paged: tuple[Decode, ...] = ()

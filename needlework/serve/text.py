@@ -143,6 +143,8 @@ class Stops:
 
     def push(self, text: str) -> str:
         """What of the text is in front of a stop string, and cannot be the beginning of one."""
+        if not self._stops:
+            return text
         held = self._held + text
         complete = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
         if complete:

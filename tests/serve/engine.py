@@ -1,12 +1,12 @@
 """An engine of which a test says what it answers: no model, no clock."""
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
 from needlework.serve.interface import DrainingError, QueueFullError
 from needlework.serve.request import Event, Request
+from needlework.serve.stream import Stream
 
 SAID = "to be, or not"
 
@@ -28,50 +28,23 @@ def echo(request: Request) -> list[Event]:
     return says(said) if top is not None else [Event(token=e.token, finish=e.finish) for e in says(said)]
 
 
-class FakeStream:
+class FakeStream(Stream):
+    """Its events are put by a test, from any thread."""
+
     def __init__(self, engine: "FakeEngine", request: Request):
+        super().__init__(request.id, self._end)
         self._engine, self.request, self.cancelled, self.over = engine, request, threading.Event(), False
-        self._events: list[Event] = []
-        self._changed = threading.Condition()
-        self._heard: Callable[[], None] = lambda: None
 
     def put(self, *events: Event) -> None:
-        with self._changed:
-            self._events += events
-            self._changed.notify_all()
-            heard = self._heard
-        heard()
+        for bell in {super(FakeStream, self).put(event) for event in events} - {None}:
+            bell.ring()
         if events and events[-1].finish is not None:
             self._engine.ended(self)
 
-    def cancel(self) -> None:
+    def _end(self, _: str) -> None:
         self.cancelled.set()
         if not self.over:
             self.put(Event(finish="cancelled"))
-
-    def __iter__(self):
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._events)
-                event = self._events.pop(0)
-            yield event
-            if event.finish is not None:
-                return
-
-    async def __aiter__(self):
-        loop, there = asyncio.get_running_loop(), asyncio.Event()
-        with self._changed:
-            self._heard = lambda: loop.call_soon_threadsafe(there.set)
-        while True:
-            if not self._events:
-                there.clear()
-                if not self._events:
-                    await there.wait()
-                continue
-            event = self._events.pop(0)
-            yield event
-            if event.finish is not None:
-                return
 
 
 class FakeEngine:

@@ -1,5 +1,6 @@
 """The engine: what a request is answered is what `generate` gives, whatever else is served, parked, cancelled or shared meanwhile."""
 
+import asyncio
 import random
 import threading
 from functools import cache
@@ -9,6 +10,7 @@ import torch
 
 from needlework.layers import Attention, Path
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+from needlework.serve.bell import Bell
 from needlework.serve.engine import Engine
 from needlework.serve.interface import DrainingError, QueueFullError
 from needlework.serve.planner import plan
@@ -126,6 +128,32 @@ def test_many_requests_are_answered_as_by_generate(model, graphs):
         assert bool(serving.runner._prefilling) == bool(serving.runner._decoding) == graphs
         assert serving.engine.stats().tokens >= sum(map(len, found))
     assert found == [generated(model, request) for request in asked]
+
+
+async def heard(stream, bell):
+    """A task that listens: the events of its stream."""
+    there, events = asyncio.Event(), []
+    stream.listen(bell, there.set)
+    while not events or events[-1].finish is None:
+        await asyncio.wait_for(there.wait(), 30)
+        there.clear()
+        events += stream.take()
+    return events
+
+
+def test_tasks_hear_the_events_of_a_step_by_one_wake_up_at_most(model):
+    asked = requests(6, lengths=(17, 70), answers=(20,))
+
+    async def listen(engine):
+        loop, bell, woken = asyncio.get_running_loop(), Bell(), []
+        call = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *args: (woken.append(args), call(*args))
+        return await asyncio.gather(*(heard(engine.add(request), bell) for request in asked)), len(woken)
+
+    with Serving(model) as serving:
+        found, woken = asyncio.run(listen(serving.engine))
+        assert 0 < woken <= serving.engine.stats().steps
+    assert [[event.token for event in own] for own in found] == [generated(model, request) for request in asked]
 
 
 @pytest.mark.slow
@@ -268,7 +296,12 @@ def test_an_engine_that_fails_says_so_to_everybody(model, monkeypatch):
     with Serving(model) as serving:
         monkeypatch.setattr(serving.runner, "run", lambda *_: 1 / 0)
         streams = [serving.engine.add(request) for request in requests(2)]
-        assert all(list(stream)[-1].finish == "error" for stream in streams)
+        assert all(list(stream)[-1].finish == "error" for stream in streams[1:])
+
+        async def listen():
+            return await heard(streams[0], Bell())
+
+        assert asyncio.run(listen())[-1].finish == "error"
         with pytest.raises(RuntimeError, match="has failed"):
             serving.engine.add(requests(1, seed=8)[0])
 
