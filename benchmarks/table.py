@@ -1,5 +1,5 @@
-"""docs/performance.md's tables of kernels, drawn calls and training, made from benchmarks/results/*.json, grids/*.json and training/*.json:
-`python benchmarks/table.py`. The picture of the drawn calls is made with them."""
+"""docs/performance.md's tables of kernels, drawn calls, training and serving, made from benchmarks/results/*.json, grids/*.json,
+training/*.json and serving/*.json: `python benchmarks/table.py`. The picture of the drawn calls is made with them."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from cells import bar_text, number
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 TRAINING = results.ROOT.parent / "training"
+SERVING = results.ROOT.parent / "serving"
 SHARES = ("step", "share")
 ORDER = ("gated", "qdelta", "kda", "carve-gates-given", "carve", "ccq", "ccq+gated", "mamba3",
          "lucid", "lucid/clustered", "lucid/attention", "polar", "polar/decode", "path",
@@ -84,6 +85,27 @@ def training(rows: list[dict]) -> list[str]:
     return lines
 
 
+def serving(rows: list[dict]) -> list[str]:
+    """Decoding steps of one device by model and rows, then requests from outside: streams, first tokens, `generate`."""
+    steps = [r for r in rows if r["pass"] == "step"]
+    lines = [heading(rows), "", "| model | B | context | ms a step | tokens/s | bar | of what its bytes allow |", "|" + " --- |" * 7]
+    for r in steps:
+        bar = "" if r["bar"] is None else bar_text(f"{r['bar']:,}", r["tokens_per_second"] >= r["bar"])
+        figures = number(r["ms"], 2), number(r["tokens_per_second"], 0), bar, f"{100 * r['share']:.0f} %"
+        lines.append(f"| {r['op']} | {r['shape']['B']} | {r['shape']['T']:,} | {' | '.join(figures)} |")
+    lines += ["", "| model | B | context | what | tokens/s | of the step alone |", "|" + " --- |" * 6]
+    alone = {(r["op"], *r["shape"].values()): r["tokens_per_second"] for r in steps}
+    for r in (r for r in rows if r["pass"] in ("engine", "http", "generate")):
+        share = r["tokens_per_second"] / alone[r["op"], *r["shape"].values()]
+        figures = r["pass"], number(r["tokens_per_second"], 0), f"{100 * share:.0f} %"
+        lines.append(f"| {r['op']} | {r['shape']['B']} | {r['shape']['T']:,} | {' | '.join(figures)} |")
+    lines += ["", "| model | prompt | ms to the first token | floor, ms | times the floor |", "|" + " --- |" * 5]
+    for r in (r for r in rows if r["pass"] == "first"):
+        figures = number(r["ms"], 1), number(r["floor_ms"], 1), number(r["ms"] / r["floor_ms"], 1)
+        lines.append(f"| {r['op']} | {r['shape']['T']:,} | {' | '.join(figures)} |")
+    return lines
+
+
 def section(rows: list[dict]) -> list[str]:
     """All that one device's file of kernels says."""
     place = lambda r: (ORDER.index(r["op"]) if r["op"] in ORDER else len(ORDER), r["shape"]["B"] * -r["shape"]["K"])
@@ -101,6 +123,7 @@ TABLES = (
     ("performance", results.ROOT, section),
     ("grid", distribution.ROOT, distribution.page),
     ("training", TRAINING, training),
+    ("serving", SERVING, serving),
 )
 
 
