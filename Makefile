@@ -11,9 +11,11 @@ demo: .venv/installed  ## train seven small models with different mixers, measur
 # The kernels' tests run in Triton's interpreter, a process of its own kind: neither run collects the other's files.
 KERNELS := tests/ops/test_kernels.py tests/ops/test_launch.py $(wildcard tests/ops/test_triton_*.py)
 PYTEST := $(BIN)/python -m pytest -p needlework.testing.speed -n 2 --disable-warnings
-# a group of ranks is started once for a file, so a file stays with one worker; kernels' tests share nothing
+# Compiled files are kept, whatever the environment says: without them each process compiles every test and module again.
+# A group of ranks is started once for a file, so a file stays with one worker; kernels' tests share nothing.
 define tests
-	@export OMP_NUM_THREADS=1 TIMEFORMAT='%R s of wall time, %U s of CPU in programs and %S s in the system'; failed=0; \
+	@export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; failed=0; \
+	TIMEFORMAT='%R s of wall time, %U s of CPU in programs and %S s in the system'; \
 	time { $(PYTEST) --dist loadscope -m $(1) tests $(addprefix --ignore=,$(KERNELS)) || failed=1; \
 	TRITON_INTERPRET=1 $(PYTEST) --dist worksteal -m $(1) $(KERNELS) || failed=1; }; exit $$failed
 endef

@@ -1,4 +1,4 @@
-"""LUCID's solve, LUCID as attention and Polar at the shapes of the papers' models. H counts key-value heads."""
+"""LUCID's solve, LUCID as attention, Polar and PaTH attention at the shapes of the papers' models. H counts key-value heads."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from needlework.layers.softmax import softmax_attention
-from needlework.ops.api import OpSpec
+from needlework.ops.api import Impl, OpSpec
+from needlework.ops.common.packing import document_positions
 
 
 def lucid_inputs(
@@ -25,13 +26,23 @@ def lucid_inputs(
     return ({"q": normal(B, T, queries, K)} if queries else {}) | {"k": k, "v": normal(B, T, H, V)}
 
 
-def polar_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: int) -> dict[str, Tensor]:
-    """Queries of four heads a group and keys of norm √d, parameters where the layer starts them."""
+def polar_inputs(
+    generator: torch.Generator, B: int, T: int, H: int, K: int, V: int, *, queries: int | None = None
+) -> dict[str, Tensor]:
+    """Queries and keys of norm √d, parameters where the layer starts them. Four query heads a group, or so many in all."""
     normal, _ = draws(generator)
     long = lambda x: K**0.5 * normalize(x, dim=-1)
-    x = {"q": long(normal(B, T, 4 * H, K)), "k": long(normal(B, T, H, K)), "v": normal(B, T, H, V)}
+    Hq = 4 * H if queries is None else queries
+    x = {"q": long(normal(B, T, Hq, K)), "k": long(normal(B, T, H, K)), "v": normal(B, T, H, V)}
     start = {"alpha": -1.0, "beta": -1.5, "gamma": 0.5, "null_base": 2.0}
-    return x | {name: at + 0.1 * normal(4 * H) for name, at in start.items()} | {"v_null": 0.3 * normal(4 * H, V)}
+    return x | {name: at + 0.1 * normal(Hq) for name, at in start.items()} | {"v_null": 0.3 * normal(Hq, V)}
+
+
+def path_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: int) -> dict[str, Tensor]:
+    """Queries of four heads a group, unit directions, and β all over its range."""
+    normal, uniform = draws(generator)
+    x = {"q": normal(B, T, 4 * H, K), "k": normal(B, T, H, K), "v": normal(B, T, H, V)}
+    return x | {"beta": 2 * uniform(B, T, H), "w": normalize(normal(B, T, H, K), dim=-1)}
 
 
 def unit_keys(x: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -45,20 +56,29 @@ def expanded(x: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"q": x["q"]} | {name: x[name].repeat_interleave(G, 2) for name in "kv"}
 
 
-def read_by_softmax(solve: Callable[..., tuple], q: Tensor, k: Tensor, v: Tensor, operand=lambda x: x, **_) -> tuple:
-    """Causal attention on solved values, literally; every operand of a product is rounded once."""
+def read_by_softmax(
+    solve: Callable[..., tuple], q: Tensor, k: Tensor, v: Tensor, operand=lambda x: x, cu_seqlens: Tensor | None = None, **_
+) -> tuple:
+    """Causal attention on solved values in each document, literally; every operand of a product is rounded once."""
     G = q.shape[2] // k.shape[2]
-    y = solve(k, v, operand=operand).y
+    y = solve(k, v, operand=operand, cu_seqlens=cu_seqlens).y
     q, k, y = (operand(x).transpose(1, 2) for x in (q, k.repeat_interleave(G, 2), y.repeat_interleave(G, 2)))
     scores = q @ k.mT * k.shape[-1] ** -0.5
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    if cu_seqlens is not None:
+        document, _ = document_positions(cu_seqlens, q.shape[2])
+        hidden |= document[:, None] != document
     return (operand(scores.masked_fill(hidden, float("-inf")).softmax(-1)) @ y).transpose(1, 2), None
 
 
 def lucid_attention() -> OpSpec:
     """The layer's path: the solve by kernels, then the best attention at hand."""
     lucid = spec_of("lucid")
-    fast = lambda q, k, v, **_: softmax_attention(q, k, lucid.chunk(k, v).y)
+
+    def fast(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, impl: Impl = "triton", **_) -> tuple:
+        y = lucid.chunk(k, v, cu_seqlens=cu_seqlens, impl=impl).y
+        return softmax_attention(q, k, y, cu_seqlens=cu_seqlens)
+
     forms = {form: partial(read_by_softmax, getattr(lucid, form)) for form in ("recurrent", "literal")}
     return dataclasses.replace(lucid, chunk=fast, tokens=("q", "k", "v"), half=("q", "k", "v"), **forms)
 
@@ -110,6 +130,21 @@ def _polar(at: str) -> Case:
     )
 
 
+def _path(at: str) -> Case:
+    """A head of 128 is over what the peer's assertion lets through in the versions that were read; then it is timed alone."""
+    T, K, V = (SHAPES[at][axis] for axis in "TKV")
+    return Case(
+        op="path",
+        at=at,
+        spec=spec_of("path"),
+        inputs=path_inputs,
+        peer=peers.PATH,
+        bars={"fwd": 0.6, "fwd+bwd": 0.6},
+        flops=4 * T * (K + V),
+        numbers=6 * K + 5 * V,
+    )
+
+
 CASES = (
     _lucid("kv4-8K", {"fwd": 0.02, "fwd+bwd": 0.04}),
     _lucid("kv4-8K", {"fwd": 0.02, "fwd+bwd": 0.04}, clustered=True),
@@ -121,4 +156,8 @@ CASES = (
     _polar("2K"),
     _polar("16K"),
     _polar("64K"),
+    _path("kv8-4K"),
+    _path("kv8-16K"),
+    _path("kv8-4K-d128"),
+    _path("kv8-16K-d128"),
 )

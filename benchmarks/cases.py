@@ -33,6 +33,10 @@ SHAPES = {
     "2K": {"B": 16, "T": 2048, "H": 2, "K": 128, "V": 128},
     "16K": {"B": 2, "T": 16384, "H": 2, "K": 128, "V": 128},
     "64K": {"B": 1, "T": 65536, "H": 2, "K": 128, "V": 128},
+    "kv8-4K": {"B": 4, "T": 4096, "H": 8, "K": 64, "V": 64},
+    "kv8-16K": {"B": 1, "T": 16384, "H": 8, "K": 64, "V": 64},
+    "kv8-4K-d128": {"B": 4, "T": 4096, "H": 8, "K": 128, "V": 128},
+    "kv8-16K-d128": {"B": 1, "T": 16384, "H": 8, "K": 128, "V": 128},
 }
 
 
@@ -61,9 +65,9 @@ class Case:
     def shape(self) -> dict[str, int]:
         return SHAPES[self.at]
 
-    def tensors(self, device: torch.device | str, dtype: torch.dtype, B: int, T: int) -> dict[str, Tensor]:
+    def tensors(self, device: torch.device | str, dtype: torch.dtype, B: int, T: int, seed: int = 0) -> dict[str, Tensor]:
         """Inputs as they are stored: q, k, v and what a projection's σ gives in `dtype`, decays and parameters float32."""
-        generator = torch.Generator(device=device).manual_seed(0)
+        generator = torch.Generator(device=device).manual_seed(seed)
         H, K, V = (self.shape[axis] for axis in "HKV")
         made = self.inputs(generator, B, T, H, K, V)
         half = {*self.spec.half, *({"beta", "lam", "eta"} & {*self.spec.tokens})}
@@ -84,19 +88,21 @@ class Case:
 
 
 def inputs(
-    generator: torch.Generator, B: int, T: int, H: int, K: int, V: int, *, gate: str | None = "scalar", extra=(), values=True
-) -> dict[str, Tensor]:
-    """Unit q and k, normal v, Gated DeltaNet's own gate at initialisation; float64 on the generator's device."""
+    generator: torch.Generator, B: int, T: int, H: int, K: int, V: int, *,
+    HV: int | None = None, gate: str | None = "scalar", extra=(), values=True,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Unit q and k, normal v, Gated DeltaNet's own gate at initialisation; float64 on the generator's device. HV: value heads, H by default."""
     normal, uniform = draws(generator)
     unit = partial(normalize, dim=-1)
+    HV = H if HV is None else HV
     x = {"q": unit(normal(B, T, H, K)), "k": unit(normal(B, T, H, K))}
     if values:
-        x["v"] = normal(B, T, H, V)
+        x["v"] = normal(B, T, HV, V)
     if gate is not None:
-        rate, step = 16 * uniform(1, 1, H), (1e-3 * 100 ** uniform(1, 1, H))
-        wide = (B, T, H) if gate == "scalar" else (B, T, H, K)
-        x["g"] = -(rate * step).view(1, 1, H, *[1] * (len(wide) - 3)) * (0.3 * normal(*wide)).exp()
-    return x | {name: torch.sigmoid(normal(B, T, H) - (0 if name == "beta" else 0.9)) for name in extra}
+        rate, step = 16 * uniform(1, 1, HV), (1e-3 * 100 ** uniform(1, 1, HV))
+        wide = (B, T, HV) if gate == "scalar" else (B, T, HV, K)
+        x["g"] = -(rate * step).view(1, 1, HV, *[1] * (len(wide) - 3)) * (0.3 * normal(*wide)).exp()
+    return x | {name: torch.sigmoid(normal(B, T, HV) - (0 if name == "beta" else 0.9)) for name in extra}
 
 
 def carve_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: int, rank: int = 32) -> dict[str, Tensor]:
@@ -111,12 +117,13 @@ def carve_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: 
     return x | {"w1": normal(rank, V) * V**-0.5, "w2": normal(K, rank) * rank**-0.5}
 
 
-def mamba3_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: int) -> dict[str, Tensor]:
-    """Mamba-3 with one group as its layer starts it: C and B of norm √K, their biases 1, Δ from 1e-3 to 1e-1 and A = −ln 2; half of the pairs turn."""
+def mamba3_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: int, *, groups: int = 1) -> dict[str, Tensor]:
+    """Mamba-3 as its layer starts it, its H heads in so many groups: C and B of norm √K, their biases 1, Δ from 1e-3 to 1e-1 and A = −ln 2; half of the pairs turn."""
     normal, uniform = draws(generator)
     dt = 1e-3 * 100 ** uniform(1, 1, H) * (0.3 * normal(B, T, H)).exp()
     one = torch.ones(H, K, dtype=torch.float64, device=generator.device)
-    x = {"q": normal(B, T, 1, K), "k": normal(B, T, 1, K), "v": normal(B, T, H, V), "g": -math.log(2) * dt, "dt": dt}
+    x = {"q": normal(B, T, groups, K), "k": normal(B, T, groups, K), "v": normal(B, T, H, V)}
+    x |= {"g": -math.log(2) * dt, "dt": dt}
     return x | {
         "lam": torch.sigmoid(normal(B, T, H)),
         "angle": normal(B, T, max(K // 4, 1)),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from needlework.ops.api import OpSpec
 from needlework.testing.compare import differentiate, whole
-from needlework.testing.errors import error_over_budget, operand
+from needlework.testing.errors import operand, over_budget
 
 
 def judge(case: Case, device: torch.device | str, dtype: torch.dtype, T: int = 200) -> tuple[float, str]:
@@ -17,19 +17,18 @@ def judge(case: Case, device: torch.device | str, dtype: torch.dtype, T: int = 2
 
 
 def worst(spec: OpSpec, stored: dict[str, Tensor], dtype: torch.dtype) -> tuple[float, str]:
-    """The budget is twice the larger of the definition's own error at `dtype` and the literal chunk form's, all heads together."""
+    return max((ratio, name) for name, ratio in ratios(spec, stored, dtype).items())
+
+
+def ratios(spec: OpSpec, stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, float]:
+    """Error ÷ budget of every tensor, ∞ of one that is not a number. The budget is twice the larger of the definition's own error at `dtype`
+    and the literal chunk form's, all heads together."""
     wide, single = ({n: x.to(kind) for n, x in stored.items()} for kind in (torch.float64, torch.float32))
     fast = _flat(whole(spec.chunk), stored)
     exact = _flat(whole(spec.recurrent), wide)
     definition = _flat(whole(spec.recurrent, operand=operand(dtype)), single)
     literal = _flat(whole(spec.literal, operand=operand(dtype)), single)
-    ratios = {
-        name: error_over_budget(x, exact[name], definition[name], literal[name], None)[0]
-        for name, x in fast.items()
-        if x.is_floating_point()
-    }
-    # a tensor that is not a number is the worst there is
-    return max((ratio if ratio == ratio else float("inf"), name) for name, ratio in ratios.items())
+    return over_budget(fast, exact, definition, literal)
 
 
 def _flat(call: Callable[[dict], object], inputs: dict[str, Tensor]) -> dict[str, Tensor]:

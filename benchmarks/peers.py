@@ -25,21 +25,26 @@ def _fla(path: str) -> Callable:
     return getattr(import_module(module), name)
 
 
-def _gated() -> Callable[..., Tensor]:
-    call = _fla("fla.ops.gated_delta_rule.chunk_gated_delta_rule")
-    return lambda q, k, v, g, beta: call(q, k, v, g, beta)[0]
+def _first(path: str) -> Callable[[], Callable[..., Tensor]]:
+    """A call by its own names of arguments, initial_state and cu_seqlens among them; the first of what it returns."""
+
+    def load() -> Callable[..., Tensor]:
+        call = _fla(path)
+        return lambda **x: call(**x)[0]
+
+    return load
 
 
 def _comba() -> Callable[..., Tensor]:
     """Q-Delta is its comba with p = e^g (k + λq); p is formed outside, as a user of it must."""
     call = _fla("fla.ops.comba.chunk_comba")
     form = lambda q, k, g, lam: (g.exp()[..., None] * (k + lam[..., None] * q)).to(k.dtype)
-    return lambda q, k, v, g, beta, lam: call(q, k, v, form(q, k, g, lam), g, beta)[0]
+    return lambda q, k, v, g, beta, lam, **more: call(q, k, v, form(q, k, g, lam), g, beta, **more)[0]
 
 
-def _kda() -> Callable[..., Tensor]:
-    call = _fla("fla.ops.kda.chunk_kda")
-    return lambda q, k, v, g, beta: call(q, k, v, g, beta)[0]
+def _path() -> Callable[..., Tensor]:
+    call = _fla("fla.ops.path_attn.parallel_path_attn")
+    return lambda q, k, v, beta, w: call(q, k, v, w, beta)[0]
 
 
 def _curvature() -> Callable[..., Tensor]:
@@ -60,7 +65,8 @@ def _solve() -> Callable[..., Tensor]:
     """deltaformer's first stage with q = k = √d k̂: the same solve of a matrix whose rows are normalised (its β, 1 here, scales them back:
     that costs nothing)."""
     module = import_module("fla.ops.deltaformer.parallel")
-    return lambda k, v: module.ParallelDeltaformerFunction.apply(k, k, v, None, module.BLOCK_SIZE_C, None)
+    solve = module.ParallelDeltaformerFunction.apply
+    return lambda k, v, cu_seqlens=None: solve(k, k, v, None, module.BLOCK_SIZE_C, cu_seqlens)
 
 
 def _attention(backend: SDPBackend) -> Callable[..., Tensor]:
@@ -71,10 +77,32 @@ def _attention(backend: SDPBackend) -> Callable[..., Tensor]:
     return attend
 
 
-GATED = Peer("flash-linear-attention chunk_gated_delta_rule", _gated)
+def _documents() -> Callable[..., Tensor]:
+    """Softmax attention in packed documents."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+        ends = cu_seqlens.int()
+        return varlen_attn(q[0], k[0], v[0], ends, ends, longest, longest, window_size=(-1, 0))[None]
+
+    return attend
+
+
+def _peer(name: str) -> Peer:
+    path = f"fla.ops.{name}"
+    return Peer(f"flash-linear-attention {name.rpartition('.')[2]}", _first(path))
+
+
+GATED = _peer("gated_delta_rule.chunk_gated_delta_rule")
 COMBA = Peer("flash-linear-attention chunk_comba", _comba)
-KDA = Peer("flash-linear-attention chunk_kda", _kda)
+KDA = _peer("kda.chunk_kda")
+SIMPLE_GLA = _peer("simple_gla.chunk_simple_gla")
+GLA = _peer("gla.chunk_gla")
+GDN2 = _peer("gdn2.chunk_gdn2")
+DPLR = _peer("generalized_delta_rule.chunk_dplr_delta_rule")
+PATH = Peer("flash-linear-attention parallel_path_attn", _path)
 CURVATURE = Peer("flash-linear-attention chunk_linear_attn with v = k, the rest in PyTorch", _curvature)
 SOLVE = Peer("flash-linear-attention deltaformer, its u-solve", _solve)
 CUDNN = Peer("SDPA, cuDNN, key-value heads expanded", lambda: _attention(SDPBackend.CUDNN_ATTENTION))
 FLASH = Peer("SDPA, flash, key-value heads expanded", lambda: _attention(SDPBackend.FLASH_ATTENTION))
+DOCUMENTS = Peer("varlen_attn, flash, key-value heads expanded", _documents)

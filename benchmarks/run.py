@@ -1,6 +1,6 @@
 """Time the kernels beside their peers on this GPU and write benchmarks/results/<device>.json.
 
-    python benchmarks/run.py [--only qdelta kda/B lucid polar paged step cold] [--graphs] [--out benchmarks/results] [--no-warm]
+    python benchmarks/run.py [--only qdelta kda/B lucid polar path paged step cold] [--graphs] [--out benchmarks/results] [--no-warm]
 
 Every row: op, impl, shape, dtype, pass, ms, peak_mib, peer, peer_ms, ratio (ours ÷ peer; of a step its share of the copy
 bandwidth, of pass "share" that of the copy or of the matrix product), floor_ms, bar, error_over_budget, device, torch, triton, commit; with --graphs also graph_ms, peer_graph_ms. Before a case is timed its outputs, states and

@@ -1,20 +1,19 @@
-"""docs/performance.md's tables of kernels and of training, made from benchmarks/results/*.json and training/*.json: `python benchmarks/table.py`."""
+"""docs/performance.md's tables of kernels, drawn calls and training, made from benchmarks/results/*.json, grids/*.json and training/*.json:
+`python benchmarks/table.py`. The picture of the drawn calls is made with them."""
 
 from pathlib import Path
 
+import distribution
 import results
+from cells import bar_text, number
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 TRAINING = results.ROOT.parent / "training"
 SHARES = ("step", "share")
 ORDER = ("gated", "qdelta", "kda", "carve-gates-given", "carve", "ccq", "ccq+gated", "mamba3",
-         "lucid", "lucid/clustered", "lucid/attention", "polar", "polar/decode",
+         "lucid", "lucid/clustered", "lucid/attention", "polar", "polar/decode", "path",
          "paged/softmax", "paged/differential")  # fmt: skip
 SIZES = ("60m", "125m", "1.3b")
-
-
-def number(x: float | None, digits: int) -> str:
-    return "" if x is None else f"{x:,.{digits}f}"
 
 
 def verdict(row: dict) -> str:
@@ -22,10 +21,6 @@ def verdict(row: dict) -> str:
     if row["bar"] is None or row["ratio"] is None:
         return ""
     return bar_text(row["bar"], row["ratio"] >= row["bar"] if row["pass"] in SHARES else row["ratio"] <= row["bar"])
-
-
-def bar_text(bar: float, met: bool) -> str:
-    return f"{bar} {'met' if met else 'NOT met'}"
 
 
 def by_sequence(rows: list[dict]) -> list[str]:
@@ -102,7 +97,11 @@ def section(rows: list[dict]) -> list[str]:
 
 
 # the name of the comments around a table, the folder of its files, and the function that makes its lines
-TABLES = (("performance", results.ROOT, section), ("training", TRAINING, training))
+TABLES = (
+    ("performance", results.ROOT, section),
+    ("grid", distribution.ROOT, distribution.page),
+    ("training", TRAINING, training),
+)
 
 
 def main() -> None:
@@ -114,6 +113,8 @@ def main() -> None:
         before, rest = text.split(start)
         text = f"{before}{start}\n{lines}\n{end}{rest.split(end)[1]}"
     PAGE.write_text(text)
+    for path in distribution.ROOT.glob("*.json"):
+        distribution.picture(results.read(path), PAGE.parent)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Time candidates for the launch tables on this GPU and write the fastest into needlework/ops/*/*.launch.json.
 
     python benchmarks/tune.py --only gated/A [--seconds 90] [--write]
+    python benchmarks/tune.py --drawn gated kda [--seconds 300] [--write]
 
-One constant of a kernel after another, each over its neighbours, forward + backward of the whole op, until none gains 1 % or the
+With --drawn a row is tuned on several drawn calls that pick it (`draw.py`, the seeds in TUNING): what counts is the geometric mean of their
+times. `held_out.py` says how near to the best such a row is at shapes that nobody timed. One constant of a kernel after another, each over its neighbours, forward + backward of the whole op, until none gains 1 % or the
 time is over: the tables are what the library launches with, so nothing is tuned when it is used. What is faster is taken if it is so
 twice and the doctor finds it right: outputs and gradients by the error budget, short, long and packed, the same in two runs. A
 candidate that does not compile is dropped with its reason. Without --write what would change is printed and nothing changes.
@@ -11,15 +13,19 @@ candidate that does not compile is dropped with its reason. Without --write what
 import argparse
 import json
 import math
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import CASES, Case
+from draw import TUNING, Call, draw, rule_of
+from drawn import case_of
+from grid import shorter
 from timing import median, passes
 
 from needlework.ops.runtime import launch_configs
@@ -39,6 +45,7 @@ CHOICES = {
     "NP": (132, 264, 528), "BD": (32, 64, 128), "BT": (16, 32, 64), "R": (16, 32, 64, 128),
 }  # fmt: skip
 GAIN = 0.01
+TOGETHER, MEMORY = 6, 4 * 2**30  # drawn calls that a row is tuned on, and bytes of each
 FORMS = ("short", "long", "packed")
 
 
@@ -69,15 +76,50 @@ def tune(
     verdict: Callable[..., str] = wrong,
 ) -> tuple[launch_configs.LaunchConfig, dict[str, dict[str, int]], float, float]:
     """The row, the constants that beat it, and the milliseconds before and after, taken one after the other at the end."""
-    until = time.monotonic() + seconds
-    engine = ENGINES[case.op]
     call = passes(case.ours, case.tensors(device, dtype, case.shape["B"], case.shape["T"]))["fwd+bwd"]
-    row = launch_configs.launch_config(engine, device, dtype, case.shape["K"], case.shape["V"])
+    row = launch_configs.launch_config(ENGINES[case.op], device, dtype, case.shape["K"], case.shape["V"])
+    return row, *search(row, [call], lambda: verdict(case, row, device, dtype), seconds=seconds, timer=timer)
+
+
+def tune_drawn(
+    row: launch_configs.LaunchConfig, calls: Sequence[Call], device: torch.device, *, seconds: float = math.inf
+) -> tuple[dict[str, dict[str, int]], float, float]:
+    """As `search`, for one row on drawn calls that pick it."""
+    cases = [case_of(call, device) for call in calls]
+    timed = [passes(case.ours, case.drawn(device))["fwd+bwd"] for case in cases]
+
+    def verdict() -> str:
+        found = (wrong(case, row, device, getattr(torch, case.call.dtype)) for case in cases)
+        return next(filter(None, found), "")
+
+    return search(row, timed, verdict, seconds=seconds)
+
+
+def by_row(rule: str, device: torch.device) -> dict[launch_configs.LaunchConfig, list[Call]]:
+    """Calls of the tuning seeds that pick each row, short enough to be held together."""
+    found: dict[launch_configs.LaunchConfig, list[Call]] = {}
+    for call in (call for seed in TUNING for call in draw(rule_of(rule), seed)[0]):
+        row = launch_configs.launch_config(ENGINES[rule], device, getattr(torch, call.dtype), call.K, call.V)
+        if len(found.setdefault(row, [])) < TOGETHER:
+            found[row].append(shorter(call, MEMORY))
+    return found
+
+
+def search(
+    row: launch_configs.LaunchConfig,
+    calls: Sequence[Callable[[], object]],
+    verdict: Callable[[], str],
+    *,
+    seconds: float = math.inf,
+    timer: Callable[[Callable], float] = median,
+) -> tuple[dict[str, dict[str, int]], float, float]:
+    """The constants that beat the row's, and the geometric means of the calls' milliseconds before and after."""
+    until = time.monotonic() + seconds
     places = [(kernel, name) for kernel, own in row.launch.items() if kernel != "shared" for name in own]
 
     def timed(constants: dict) -> float:
-        with launch_configs.forced(engine, row.name, **constants):
-            return timer(call)
+        with launch_configs.forced(row.engine, row.name, **constants):
+            return statistics.geometric_mean(map(timer, calls))
 
     def why_not(trial: dict) -> str:
         """Why the trial is not taken; empty if it is. Each is timed beside the best, as a GPU's clock wanders."""
@@ -85,8 +127,8 @@ def tune(
             ms, now = timed(trial), timed(best)
             if ms >= now * (1 - GAIN):
                 return f"{ms:.3f} ms against {now:.3f}"
-        with launch_configs.forced(engine, row.name, **trial):
-            return verdict(case, row, device, dtype)
+        with launch_configs.forced(row.engine, row.name, **trial):
+            return verdict()
 
     best: dict[str, dict[str, int]] = {}
     gained = True
@@ -96,7 +138,7 @@ def tune(
             value = best.get(kernel, {}).get(name, row.launch[kernel][name])
             for candidate in neighbours(name, value):
                 if time.monotonic() >= until:
-                    return row, best, timed({}), timed(best)
+                    return best, timed({}), timed(best)
                 trial = best | {kernel: best.get(kernel, {}) | {name: candidate}}
                 try:
                     reason = why_not(trial)
@@ -105,7 +147,7 @@ def tune(
                 print(f"  {kernel}.{name} = {candidate}: {reason or 'taken'}", flush=True)
                 if not reason:
                     best, gained = trial, True
-    return row, best, timed({}), timed(best)
+    return best, timed({}), timed(best)
 
 
 def write(
@@ -139,21 +181,32 @@ def printed(table: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="KEY", help="gated/A, kda/B, …")
+    parser.add_argument(
+        "--drawn", nargs="+", default=[], metavar="RULE", choices=ENGINES, help="tune on drawn calls of these rules"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="of each case, after which what was found is the result"
     )
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
+    device = torch.device("cuda")
+    for rule in options.drawn:
+        for row, calls in by_row(rule, device).items():
+            tried = ", ".join(call.name for call in calls)
+            keep(row, tried, *tune_drawn(row, calls, device, seconds=options.seconds), write_it=options.write)
     for case in CASES:
-        if case.op not in ENGINES or (options.only and case.key not in options.only):
+        if options.drawn or case.op not in ENGINES or (options.only and case.key not in options.only):
             continue
-        dtype = getattr(torch, options.dtype)
-        row, best, before, after = tune(case, torch.device("cuda"), dtype, seconds=options.seconds)
-        note = f"{case.key} {case.shape}, fwd+bwd {before:.3f} -> {after:.3f} ms on {torch.cuda.get_device_name()}"
-        print(f"{row.engine}/{row.name}: {note}: {best}", flush=True)
-        if options.write and best:
-            write(row, best, note)
+        row, *found = tune(case, device, getattr(torch, options.dtype), seconds=options.seconds)
+        keep(row, f"{case.key} {case.shape}", *found, write_it=options.write)
+
+
+def keep(row: launch_configs.LaunchConfig, tried: str, best: dict, before: float, after: float, *, write_it: bool) -> None:
+    note = f"{tried}, fwd+bwd {before:.3f} -> {after:.3f} ms on {torch.cuda.get_device_name()}"
+    print(f"{row.engine}/{row.name}: {note}: {best}", flush=True)
+    if write_it and best:
+        write(row, best, note)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the extra `all` of this package installs, whether a module is of it, and what is raised beside a release of another kind."""
+"""The packages of the extra `all`, whether a module is one of theirs, and the error for a release that is not supported."""
 
 import re
 from importlib.metadata import PackageNotFoundError, requires

@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are written in full or not at all."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""Probes: identities with a name. `needlework.diagnostics` listens; nobody else changes what flows through."""
+"""Probes: identity functions with a name. `needlework.diagnostics` records the values that pass through them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

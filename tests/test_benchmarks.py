@@ -1,21 +1,5 @@
 """The file of results adds up over runs, and the tables of docs/performance.md say what it holds."""
 
-import importlib
-import sys
-from pathlib import Path
-
-import pytest
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module
-    for name in [n for n, m in sys.modules.items() if Path(getattr(m, "__file__", None) or "/").parent == BENCHMARKS]:
-        del sys.modules[name]
-
 
 def row(op="kda", passes="fwd", **changed):
     shape = {"B": 8, "T": 4096, "H": 16, "K": 128, "V": 128}

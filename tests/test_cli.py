@@ -14,14 +14,17 @@ import torch
 
 from needlework import cli
 from needlework.cli.entry import repeated
+from needlework.models import presets
+from needlework.testing.ranks import said_in
 from needlework.testing.rows import chosen
 from needlework.train import latest, load
 
 
 def test_the_module_runs_as_a_program_and_a_mistake_is_no_traceback():
-    done = subprocess.run([sys.executable, "-m", "needlework", "eval", "nowhere"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "needlework", "generate", "nowhere", "--prompt", "x", "--temperature", "-1"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("needlework: nowhere: expected a folder") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("needlework: --temperature: got -1, expected 0") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("module, command", [("typer", "mixers"), ("transformers", "presets")])
@@ -67,9 +70,10 @@ def test_every_command_has_help_that_says_what_it_does(needlework):
         assert len(needlework(command, "--help")) > 200
 
 
-def test_presets_as_json_are_the_papers_counts(needlework):
-    counts = json.loads(needlework("presets", "--json"))
-    assert counts["atma-polar-memory"] == 378_220_864 and counts["qdelta-340m"] == 380_017_148
+def test_presets_as_json_are_the_papers_counts(needlework, monkeypatch):
+    counts = {"atma-polar-memory": 378_220_864, "qdelta-340m": 380_017_148}
+    monkeypatch.setattr(presets, "PRESETS", {name: presets.PRESETS[name] for name in counts})
+    assert json.loads(needlework("presets", "--json")) == counts
 
 
 def test_mixers_prints_a_row_for_each_of_the_catalog(needlework):
@@ -95,19 +99,25 @@ def test_train_then_eval_then_generate(needlework, recipe, tmp_path):
     assert "train.optim.lr" in needlework("train", f"{recipe}:small", "--runs", tmp_path, "--name", "one", ok=False)
 
 
+def command(pipe, said, *arguments):
+    """`needlework …`, for a process of its own."""
+    said_in(said)
+    sys.argv = ["needlework", *map(str, arguments)]
+    cli.main()
+
+
 @pytest.mark.parametrize(
     ("end", "ranks"), chosen([(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)], quick=[(signal.SIGTERM, 1)])
 )
-def test_a_training_that_is_told_to_end_saves_its_last_step(recipe, tmp_path, end, ranks):
-    command = [sys.executable, "-m", "needlework", "train", f"{recipe}:endless", "--runs", tmp_path, "--ranks", str(ranks)]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def test_a_training_that_is_told_to_end_saves_its_last_step(forked, recipe, tmp_path, end, ranks):
+    run, _ = forked(command, tmp_path / "said", "train", f"{recipe}:endless", "--runs", tmp_path, "--ranks", ranks)
     folder = tmp_path / "gated-deltanet" / "gated-deltanet" / "training"
     log = folder / "log.jsonl"
-    while run.poll() is None and not (log.exists() and log.read_text()):
+    while run.is_alive() and not (log.exists() and log.read_text()):
         time.sleep(0.1)
-    run.send_signal(end)
-    said, _ = run.communicate()
-    assert "stopped and saved in" in said and run.returncode, said
+    os.kill(run.pid, end)
+    run.join()
+    assert "stopped and saved in" in (said := (tmp_path / "said").read_text()) and run.exitcode, said
     assert load(latest(folder))["run.step"] == json.loads(log.read_text().splitlines()[-1])["step"]
 
 
@@ -156,7 +166,7 @@ def test_compare_writes_the_report_and_the_same_command_goes_on(recipe, tmp_path
     assert again["mixers"] == results["mixers"]
 
 
-def test_a_loss_that_is_not_finite_names_the_mixer_and_the_step(recipe, tmp_path):
+def test_a_loss_that_is_not_finite_names_the_mixer_and_the_step(forked_workers, recipe, tmp_path):
     from rich.console import Console
 
     from needlework.experiment.claim import RunError
@@ -167,7 +177,7 @@ def test_a_loss_that_is_not_finite_names_the_mixer_and_the_step(recipe, tmp_path
         compare("wild", (wild,), tmp_path / "wild", Console(quiet=True), workers=1)
 
 
-def test_a_run_that_fails_is_named_and_the_others_go_on(recipe, tmp_path):
+def test_a_run_that_fails_is_named_and_the_others_go_on(forked_workers, recipe, tmp_path):
     import dataclasses
 
     from rich.console import Console
@@ -191,7 +201,7 @@ def die(recipe, directory):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_worker_that_is_killed_is_no_mistake_of_ours(recipe, tmp_path, monkeypatch):
+def test_a_worker_that_is_killed_is_no_mistake_of_ours(forked_workers, recipe, tmp_path, monkeypatch):
     from rich.console import Console
 
     from needlework.experiment import workers

@@ -1,6 +1,7 @@
 """Doctor: it sees a wrong kernel and no wrong in a right one, denies a wrong config, and says what it needs where it cannot run."""
 
 import dataclasses
+import importlib
 import json
 import math
 import multiprocessing
@@ -17,8 +18,10 @@ import torch
 from needlework.ops.delta import chunk_delta
 from needlework.ops.delta.op import DeltaOutput
 from needlework.ops.runtime import denylist, launch_configs
+from needlework.ops.runtime.target import TARGETS, for_amd
 from needlework.ops.specs import specs
 from needlework.testing import builds, compare, doctor, helpers, processes, steps, targets, verdict
+from needlework.testing.rows import chosen
 
 TASK = verdict.Task("delta/gated", "delta/scalar", "plain", "float32", 16, 16, ("short", "packed"))
 
@@ -44,10 +47,10 @@ def kernels(monkeypatch, chunk):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_says_what_to_do():
+def test_without_a_gpu_it_says_what_to_do(needlework, monkeypatch):
     pytest.importorskip("triton")
-    done = command(TRITON_INTERPRET="0")
-    assert done.returncode == 1 and "--compile-only" in done.stderr and "Traceback" not in done.stderr
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "--compile-only" in needlework("doctor", ok=False)
 
 
 def test_it_runs_in_the_interpreter_and_writes_a_report(tmp_path):
@@ -93,7 +96,7 @@ def test_a_right_form_passes(monkeypatch):
     assert not any(v.failing or v.wrong for v in verdicts) and all(0 < v.ratio <= 1 for v in verdicts)
 
 
-@pytest.mark.parametrize("tensor", ["o", "state", "dq", "dbeta"])
+@pytest.mark.parametrize("tensor", chosen(["o", "state", "dq", "dbeta"], quick=["state", "dbeta"]))
 def test_a_nan_in_any_tensor_is_the_configs_fault(monkeypatch, tensor):
     """Also in one that is not the first to be compared."""
 
@@ -113,6 +116,7 @@ def test_a_nan_in_any_tensor_is_the_configs_fault(monkeypatch, tensor):
         return out._replace(**{tensor: Nan.apply(getattr(out, tensor), False)}) if tensor in out._fields else out
 
     kernels(monkeypatch, chunk)
+    monkeypatch.setattr(verdict, "DRAWS", 2)
     for found in verdict.judge("cpu", True, TASK):
         assert found.tensor.split(",")[0] == tensor and found.ratio == math.inf and found.wrong and found.failing
 
@@ -139,9 +143,8 @@ def test_a_default_run_judges_every_launch_config_that_is_taken_in_all_its_dtype
             grown = {verdict.GROWN for rule in covering.values() if rule.grows and rule.chunk == engine and first == "bfloat16"}
             forms = {form for task in here if task.rule in covering for form in task.forms}
             assert forms == (expected | grown if taken else set())
-        assert {task.config for task in everything if task.engine == engine} == {
-            row.name for row in launch_configs.rows(engine)
-        }
+        may = {row.name for row in launch_configs.rows(engine) if row.arch <= (9, 0)}
+        assert {task.config for task in everything if task.engine == engine} == may
     for rule in targets.RULES:
         for engine in {rule.chunk, rule.step} - {None}:
             assert any(task.rule == rule.spec and task.engine == engine and task.dtype == "bfloat16" for task in todo)
@@ -270,6 +273,7 @@ def test_a_wrong_tensor_is_named_and_its_launch_config_denied_in_that_dtype(monk
         return DeltaOutput(o, state * torch.linspace(1, 1.001 if impl == "triton" else 1, state.shape[-1]))
 
     kernels(monkeypatch, wrong)
+    monkeypatch.setattr(verdict, "DRAWS", 2)
     verdicts = verdict.judge("cpu", True, TASK)
     assert all(v.wrong and any(what.startswith("state") for what in v.failing) for v in verdicts)
     denylist.record(doctor.outcome(verdicts, full=False))
@@ -346,19 +350,100 @@ def test_an_error_is_a_verdict_and_want_of_memory_is_none(monkeypatch):
 def test_compile_only_takes_every_launch_config_and_says_what_does_not_compile(monkeypatch):
     pytest.importorskip("triton")
     found = builds.tasks(False)
-    for engine in targets.ENGINES:
-        assert {task.config for task in found if task.engine == engine} == {row.name for row in launch_configs.rows(engine)}
-    assert {task.sm for task in found} == {89, 90}
-    assert {task.sm for task in builds.tasks(True)} == {80, 89, 90}
+    for full, latest, names in ((False, (9, 0), {"sm_89", "sm_90"}), (True, (10, 0), {"sm_80", "sm_89", "sm_90", "sm_100"})):
+        todo = builds.tasks(full)
+        for engine in targets.ENGINES:
+            may = {row.name for row in launch_configs.rows(engine) if row.arch <= latest}
+            assert {task.config for task in todo if task.engine == engine} == may
+        assert {task.target for task in todo} == names
     few = next(task for task in found if not task.variants)
     made = [build.kernel for build in builds._compile(few)]
     assert sorted(made) == ["intra", "scan", "scan"]  # the scan without and with a slot table
 
-    def breaks(case, sm):
+    def breaks(case, target):
         raise RuntimeError("PassManager::run failed")
 
     monkeypatch.setattr("needlework.ops.runtime.compile.compile_case", breaks)
     assert {build.error for build in builds._compile(few)} == {"RuntimeError: PassManager::run failed"}
+
+
+def test_a_kernel_that_does_not_fit_the_target_is_an_error_that_says_so(monkeypatch):
+    """The same kernel is right for one GPU, too large for another, and larger than what its row says."""
+    compiled = pytest.importorskip("needlework.ops.runtime.compile")
+    (task, *_) = (
+        task for task in builds.tasks(False, ["sm_100"]) if task.engine == "paged/paged" and task.config == "sm90-d128"
+    )
+    case = next(iter(_cases(task)))
+    made = compiled.compile_case(case, TARGETS["sm_100"])
+    assert 0 < made.shared <= 232448
+    small = TARGETS["sm_89"]._replace(arch=(10, 0), shared=made.shared - 1)
+    with pytest.raises(
+        MemoryError, match=f"{made.kernel} wants {made.shared:,} bytes of shared memory, sm_89 has {made.shared - 1:,}"
+    ):
+        compiled.compile_case(case, small)
+    row = _row(task)
+    assert builds._more_than_said(row, made) == ""
+    said = row._replace(shared_memory=made.shared - 1)
+    assert f"{made.shared:,} bytes of shared memory, its row says {made.shared - 1:,}" in builds._more_than_said(said, made)
+
+
+def test_a_kernel_that_wants_more_than_the_gpu_has_is_named_with_both():
+    launcher = pytest.importorskip("needlework.ops.runtime.launcher")
+
+    def refused(*_, **__):
+        raise launcher.OutOfResources(164864, 101376, "shared memory")
+
+    kernel = type("Kernel", (), {"__getitem__": lambda self, grid: refused, "__name__": "attend"})()
+    with pytest.raises(RuntimeError, match="attend wants 164,864 of shared memory, this GPU has 101,376"):
+        launcher.launch(kernel, (1,), (), {})
+
+
+def _row(task):
+    return next(row for row in launch_configs.rows(task.engine) if row.name == task.config)
+
+
+def _cases(task):
+    module = importlib.import_module(f"needlework.ops.{task.file}")
+    return module.compile_cases(_row(task), getattr(torch, task.dtype), task.K, task.V)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_100", "gfx942"])
+def test_every_engine_compiles_for_every_gpu_under_the_row_that_is_picked_there(target):
+    triton = pytest.importorskip("triton")
+    if TARGETS[target].amd and "amd" not in triton.backends.backends:
+        pytest.skip("this Triton has no backend for AMD's GPUs")
+    todo = builds.tasks(False, [target])
+    picked = {
+        (engine, launch_configs._picked(engine, TARGETS[target].arch, "bfloat16", *size, frozenset()).name)
+        for engine in targets.ENGINES
+        for size in ((64, 64), (128, 128), (256, 256))
+    }
+    found = [task for task in todo if (task.engine, task.config) in picked]
+    assert {task.engine for task in found} == set(targets.ENGINES)
+    errors = [build for task in found for build in builds._compile(task._replace(variants=False)) if build.error]
+    assert errors == []
+
+
+def test_a_launch_for_amds_gpus_has_nothing_that_only_nvidias_compiler_takes():
+    given = {
+        "PREC": "tf32x3",
+        "OTHER": "ieee",
+        "ASM": 1,
+        "PDL": 1,
+        "BV": 32,
+        "num_warps": 4,
+        "maxnreg": 128,
+        "launch_pdl": True,
+    }
+    assert for_amd(given) == {"PREC": "ieee", "OTHER": "ieee", "ASM": 0, "PDL": 0, "BV": 32, "num_warps": 4}
+    assert for_amd({"BV": 32}) == {"BV": 32}
+    assert {row.name for task in builds.tasks(False, ["gfx942"]) for row in [_row(task)] if row.arch > (1, 0)} == set()
+
+
+def test_a_target_is_for_compiling_alone(needlework):
+    assert "sm_80, sm_89, sm_90, sm_100, gfx942" in needlework("doctor", "--compile-only", "--target", "sm_75", ok=False)
+    assert "--target: is for --compile-only" in needlework("doctor", "--target", "sm_80", ok=False)
 
 
 def test_it_knows_the_tools_that_miscompile():

@@ -1,15 +1,17 @@
-"""Floors: imports point down, or sideways inside one package. docs/explanation/tree.md draws the tree."""
+"""Floors: imports point down, or sideways inside one package. docs/explanation/tree.md draws the tree. And no function nests deeply."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import needlework
 
 PACKAGE = Path(needlework.__file__).parent
 FLOORS = {
-    "notation": 0, "probe": 0, "files": 0, "json_file": 0, "fields": 0, "extras": 0, "ops": 1, "layers": 2, "models": 3, "data": 3,
+    "notation": 0, "probe": 0, "files": 0, "json_file": 0, "fields": 0, "extras": 0, "explained": 0, "ops": 1, "layers": 2, "models": 3, "data": 3,
     "train": 4, "eval": 4, "diagnostics": 4, "serve": 4, "testing": 4, "report": 5, "experiment": 6, "recipes": 7, "cli": 8, "__main__": 9,
 }  # fmt: skip
 ONLY = {"triton": "ops", "transformers": "models"}  # who alone may import it
@@ -24,18 +26,24 @@ def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path):
-    """Absolute names of all that a file imports, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    """Absolute names of all that a file imports, also inside functions: modules, and what is taken from them."""
+    found = []
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                base = ["needlework", *path.relative_to(PACKAGE).parent.parts]
-                yield ".".join(base[: len(base) - node.level + 1] + ([node.module] if node.module else []))
-            else:
-                yield node.module
-                yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module == "needlework")
+            base = ["needlework", *path.relative_to(PACKAGE).parent.parts]
+            of = base[: len(base) - node.level + 1] if node.level else []
+            module = ".".join(of + ([node.module] if node.module else []))
+            found += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return tuple(found)
 
 
 def ours(name: str) -> str | None:
@@ -65,12 +73,7 @@ def test_imports_point_down_or_sideways_inside_one_package():
 def edges() -> dict[str, set[str]]:
     """Module of ours -> those that it imports, also inside functions. Packages' `__init__` are no modules here: they list names."""
     modules = {module(path): path for path in FILES if path.name != "__init__.py"}
-    found = {}
-    for name, path in modules.items():
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and not node.level]
-        named = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
-        found[name] = ({*imports(path)} | named) & modules.keys() - {name}
-    return found
+    return {name: {*imports(path)} & modules.keys() for name, path in modules.items()}
 
 
 def test_the_scheduler_and_what_it_needs_import_no_torch():
@@ -101,7 +104,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_modules_import_one_another_in_a_circle():
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"] and circle({"a": {"a"}}) == ["a", "a"]
     assert not circle(edges())
 
 
@@ -113,3 +116,34 @@ def test_import_needlework_loads_torch_and_nothing_else_of_ours_or_theirs():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+DEEPEST = 4
+NESTS = ast.For | ast.AsyncFor | ast.While | ast.If | ast.With | ast.AsyncWith | ast.Try | ast.Match
+
+
+def depth(statements: list[ast.stmt]) -> int:
+    """Levels of blocks in them, without functions inside; `elif` is no level of its own."""
+    return max((_levels(statement) for statement in statements), default=0)
+
+
+def _levels(statement: ast.stmt) -> int:
+    if not isinstance(statement, NESTS):
+        return 0
+    parts = [getattr(statement, "body", []), getattr(statement, "finalbody", [])]
+    parts += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]
+    other = getattr(statement, "orelse", [])
+    elif_ = isinstance(statement, ast.If) and len(other) == 1 and isinstance(other[0], ast.If)
+    return max(1 + max(map(depth, parts)), depth(other) if elif_ else 1 + depth(other))
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_no_function_nests_deeper_than_four_levels():
+    nested = "for a in b:\n if a:\n  pass\n elif b:\n  with c:\n   try:\n    pass\n   except d:\n    while e: pass"
+    assert depth(ast.parse(nested).body) == 5
+    files = [*FILES, *(path for folder in ("benchmarks", "examples") for path in PACKAGE.with_name(folder).rglob("*.py"))]
+    deep = [f"{path}: {f.name}: {depth(f.body)}" for path in files for f in functions(path) if depth(f.body) > DEEPEST]
+    assert not deep

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from needlework.testing.ranks import member, ranks
+from needlework.testing.ranks import ranks
 
 
 def main(failing="none"):
@@ -16,13 +16,9 @@ def main(failing="none"):
 
 
 def test_each_rank_returns_its_own():
-    assert ranks(3, __file__) == [(0, 3), (1, 3), (2, 3)]
+    assert ranks(3, main) == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_a_rank_that_fails_ends_the_others_and_is_told():
     with pytest.raises(RuntimeError, match=r"(?s)2 ranks of .*rank 1: Traceback.*lost its key"):
-        ranks(2, __file__, "1")
-
-
-if __name__ == "__main__":
-    member(main)
+        ranks(2, main, "1")

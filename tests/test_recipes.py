@@ -11,9 +11,10 @@ from needlework.data import CorpusConfig
 from needlework.experiment.evaluate import Evaluation
 from needlework.experiment.runner import Recipe, run, training_entry
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
-from needlework.models.presets import PRESETS, count_parameters
+from needlework.models.presets import count_parameters, preset
 from needlework.recipes import atma, carve, ccq, comparison, lucid, qdelta
 from needlework.testing.rows import chosen
+from tests.models.test_presets import COUNTS, UNPRINTED
 
 PAPERS = {
     f"{module.__name__.rpartition('.')[2]}:{name}": value
@@ -73,7 +74,7 @@ def test_every_papers_recipe_trains_twenty_steps_at_reduced_width(name, small_te
 
 @pytest.fixture(scope="module")
 def sizes():
-    return {count_parameters(build()) for build in PRESETS.values()}
+    return {*COUNTS.values(), *(count_parameters(preset(name)) for name in UNPRINTED)}
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -99,7 +100,7 @@ def test_a_fine_tune_starts_from_what_was_trained_before(small_text, tmp_path):
         run(other, tmp_path / "fourth" / "run")
 
 
-@pytest.mark.parametrize("size", [comparison.SMALL, comparison.MEDIUM], ids=["60M", "125M"])
+@pytest.mark.parametrize("size", chosen([comparison.SMALL, comparison.MEDIUM], quick=[comparison.SMALL]), ids=["60M", "125M"])
 @pytest.mark.parametrize("mixer", comparison.MIXERS)
 def test_the_comparisons_models_are_within_one_percent_of_their_size(mixer, size):
     assert abs(count_parameters(comparison.model(mixer, size)) / size.parameters - 1) < 0.01
@@ -147,7 +148,7 @@ def test_every_papers_compute_is_told_beside_ours():
     assert all(name in comparison.LIMITS for name in comparison.PAPERS) and "orders of magnitude" not in comparison.LIMITS
 
 
-def test_void_runs_are_mixers_of_the_comparison_struck_for_a_reason_by_their_code():
+def test_void_runs_are_of_mixers_of_the_comparison_and_have_a_reason_and_commits():
     for name, void in comparison.VOID.items():
         assert name in comparison.MIXERS and void.reason
         assert void.commits and all(len(commit) >= 10 for commit in void.commits)

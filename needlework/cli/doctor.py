@@ -15,6 +15,10 @@ from .tables import build_table, verdict_table
 def doctor(
     full: Annotated[bool, typer.Option("--full", help="Every size, form and dtype of every config.")] = False,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile every kernel; needs no GPU.")] = False,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="Compile what may be picked on this GPU: sm_80, sm_89, sm_90, sm_100 or gfx942; may be repeated."),
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write what was found here, as JSON.")] = None,
 ) -> None:
     """Check the Triton kernels on this machine, under every launch config that may be picked here.
@@ -36,19 +40,29 @@ def doctor(
 
     from needlework.ops.runtime.denylist import path
     from needlework.ops.runtime.launch_configs import capability, interpreted
+    from needlework.ops.runtime.target import TARGETS
     from needlework.testing import builds
     from needlework.testing import doctor as checks
+
+    targets = target or []
+    for name in targets:
+        if name not in TARGETS:
+            raise ValueError(f"doctor --target: got {name}, expected one of {', '.join(TARGETS)}")
+    if targets and not compile_only:
+        raise ValueError("doctor --target: is for --compile-only; without it doctor judges the GPU that is here")
 
     if compile_only and interpreted():
         raise ValueError("doctor --compile-only: unset TRITON_INTERPRET, the interpreter compiles nothing")
     if not (compile_only or interpreted() or torch.cuda.is_available()):
         raise ValueError("doctor: no CUDA device here; --compile-only compiles the kernels without one")
-    known_here = checks.facts()
+    known_here = checks.facts([TARGETS[name] for name in targets])
     for name, value in known_here.items():
         console.print(f"{name}: {value}", soft_wrap=True)
     device = torch.device("cpu" if interpreted() or compile_only else "cuda")
-    if warning := checks.warning(known_here, (9, 0) if compile_only else capability(device)):
-        console.print(warning, style="yellow", soft_wrap=True)
+    compiled_for = [TARGETS[name].arch for name in targets] or [(9, 0)]
+    for arch in compiled_for if compile_only else [capability(device)]:
+        if warning := checks.warning(known_here, arch):
+            console.print(warning, style="yellow", soft_wrap=True)
     with console.status("compiling") as status:
         lines = Lines(console)
 
@@ -57,7 +71,7 @@ def doctor(
             lines(lambda: f"{time.monotonic() - began:4.0f} s, {now}")
 
         if compile_only:
-            found = built = builds.compile_all(full, lambda count, total: at(f"compiling: {count} of {total}"))
+            found = built = builds.compile_all(full, targets, lambda count, total: at(f"compiling: {count} of {total}"))
             table, failed, denied = build_table(built), sum(bool(b.error) for b in built), False
         else:
             at("compiling and judging")

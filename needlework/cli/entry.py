@@ -8,6 +8,8 @@ from types import FrameType
 
 from rich.text import Text
 
+from needlework.explained import PYTHONS
+
 from . import checkpoints, doctor, exchange, lists, look, reports, runs, serving, texts  # noqa: F401  their commands join the app
 from .app import app, errors
 from .stop import ENDS
@@ -47,11 +49,14 @@ def status_of(arguments: list[str]) -> int | str | None:
         app(repeated(arguments, "--corpus"))
     except SystemExit as ended:
         return ended.code
+    except ImportError:
+        raise  # `__main__.py` says what to install
     except Exception as error:
-        from needlework.experiment.runner import EXPLAINED  # late: --help needs no PyTorch
+        if not isinstance(error, PYTHONS):
+            from needlework.experiment.runner import EXPLAINED  # late: it needs PyTorch
 
-        if not isinstance(error, EXPLAINED):
-            raise
+            if not isinstance(error, EXPLAINED):
+                raise
         errors.print(Text("needlework: ", style="red").append(one_line(error), style="default"), soft_wrap=True)
         return 1
     return 0

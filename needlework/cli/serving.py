@@ -44,7 +44,12 @@ def serve(
     key_file: KeyFile = None,
     length: Length = 8192,
     batch: Annotated[int, typer.Option(help="Sequences that run at once.", min=1)] = 64,
-    snapshots: Annotated[int, typer.Option(help="Slots for beginnings that prompts share. 0: none are shared.", min=0)] = 16,
+    snapshots: Annotated[
+        int | None,
+        typer.Option(
+            help="Slots for beginnings that prompts share. Default: 16, and 0 for a model that writes its pages again.", min=0
+        ),
+    ] = None,
     memory: Annotated[
         float | None, typer.Option(help="Share of the device's memory. Default: 0.9 of a GPU's, 0.5 of a CPU's.", min=0, max=1)
     ] = None,
@@ -95,7 +100,7 @@ def chat(
     from needlework.serve.conversation import Local
     from needlework.serve.start import Room
 
-    with _running(Path(partner), Room(length=length, batch=1, snapshots=1), dtype) as (running, text, _):
+    with _running(Path(partner), Room(length=length, batch=1), dtype) as (running, text, _):
         text.conversation([{"role": "user", "content": ""}])  # a checkpoint that cannot chat says so now
         _converse(Local(running, text, asking), system)
 

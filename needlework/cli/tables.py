@@ -28,7 +28,7 @@ def scores(results: dict[str, Any]) -> Table:
 
 
 def build_table(found: "list[Build]") -> Table:
-    names = ("engine", "config", "kernel", "dtype", "K", "V", "sm", "registers", "shared", "spilled", "wgmma", "mma")
+    names = ("engine", "config", "kernel", "dtype", "K", "V", "target", "registers", "shared", "spilled", "wgmma", "mma")
     table = Table(*names, "", box=None, pad_edge=False)
     for b in found:
         verdict = Text(b.error.splitlines()[0], style="red") if b.error else "ok"

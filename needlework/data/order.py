@@ -1,4 +1,4 @@
-"""Shuffled in the index: the windows of a text in another order every epoch, with no list of them and no state.
+"""The order of a text's windows in each epoch: a permutation that is computed from the index, without a list or a state.
 
     window = walk(index, epoch),   walk: a permutation of 0 … n - 1, keyed by (seed, epoch)
 

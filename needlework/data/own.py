@@ -1,4 +1,4 @@
-"""A source of one's own files, read as they are: text, .jsonl, .json and .parquet side by side, each document once, whatever is no text
+"""A source of the user's own files: text, .jsonl, .json and .parquet side by side. Each document is read once; files without text are
 left out and listed.
 
 Needs no library for plain text and JSON. What is known of the files (which are read, what is held out) comes of going through them

@@ -1,4 +1,4 @@
-"""From a source to a corpus on disk, in one call that goes on where it was stopped, however that was.
+"""Writes a source to disk as a corpus. A call that was stopped, even by a kill, is resumed by the same call.
 
     <directory>/config.json      what is made here, and the revision that was found
                 tokenizer.json   trained on the training side, or given

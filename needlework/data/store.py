@@ -1,4 +1,4 @@
-"""A store: documents tokenised once, end to end in files that are mapped into memory, so that a corpus may be larger than it.
+"""A store: documents tokenised once, one after the other in memory-mapped files. A corpus may be larger than memory.
 
     tokens.bin     uint16, or uint32 for vocabularies over 65,536      [n]
     offsets.npy    int64: document i is tokens[offsets[i] : offsets[i + 1]]      [N + 1]

@@ -1,4 +1,4 @@
-"""What the papers look at inside a trained model: every number from one forward pass over given tokens, probes listening.
+"""The papers' diagnostics of a trained model: every number comes from one forward pass over given tokens, whose probes are recorded.
 
 A diagnosis takes a model and input_ids [B T] and returns plain numbers by layer, in the order of the layers that have the rule.
 """

@@ -1,4 +1,4 @@
-"""CARVE (arXiv 2606.27229): how much of the erase gate is content, and what its being a chunk old costs."""
+"""CARVE (arXiv 2606.27229): how much the erase gate depends on content, and what it costs that this content is a chunk old."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""One forward pass with every probe written down."""
+"""One forward pass that records the values of every probe."""
 
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The size of what a recurrent layer holds, by length: a memory that grows without bound shows here first."""
+"""The norm of a recurrent layer's state by length. It shows whether a state grows without bound."""
 
 import math
 
@@ -34,12 +34,13 @@ def state_peaks(model: nn.Module, input_ids: Tensor, cuts: int = 8) -> list[Peak
         for ids in input_ids.tensor_split(min(cuts, input_ids.shape[1]), 1):
             cache = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
             done += ids.shape[1]
-            for i, layer in enumerate(cache.layers):
-                if (s := _matrix(layer.state)) is not None:
-                    norms = s.float().norm(dim=(-2, -1)).amax(1).nan_to_num(nan=math.inf)  # [N]
-                    norm, row = norms.max(0)
-                    if i not in peaks or norm > peaks[i].norm:
-                        peaks[i] = Peak(f"model.blocks.{i}.mixer", "S", norm.item(), int(row), done)
+            for i, s in enumerate(_matrix(layer.state) for layer in cache.layers):
+                if s is None:
+                    continue
+                norms = s.float().norm(dim=(-2, -1)).amax(1).nan_to_num(nan=math.inf)  # [N]
+                norm, row = norms.max(0)
+                if i not in peaks or norm > peaks[i].norm:
+                    peaks[i] = Peak(f"model.blocks.{i}.mixer", "S", norm.item(), int(row), done)
     return list(peaks.values())
 
 

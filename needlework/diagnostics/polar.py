@@ -1,4 +1,4 @@
-"""Polar attention (arXiv 2606.25156): how many keys a query rests on, and how much of it rests on none."""
+"""Polar attention (arXiv 2606.25156): how many keys share a query's weight, and how much of it the null sink has."""
 
 import math
 from typing import NamedTuple

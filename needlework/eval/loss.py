@@ -1,4 +1,4 @@
-"""Language-model loss: nats per token, over everything and by position, so that a length can be seen to break a model."""
+"""Language-model loss: nats per token, over everything and by position. By position it shows from which length on a model is worse."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -11,7 +11,7 @@ from needlework.models import NeedleworkForCausalLM
 from needlework.models.loss import liger
 from needlework.train import Batch, Piece, World, losses_of, summary_writer
 
-SHORT = 64  # tokens of the rehearsal's row
+SHORT = 64  # tokens of the row of `_one_step`
 
 
 def check(recipe: Recipe, corpus: Corpus, world: World | None = None) -> None:
@@ -41,15 +41,15 @@ def _train(recipe: Recipe, corpus: Corpus, world: World) -> None:
         batch = recipe.batch(corpus, step * train.accumulate)
         world.own(batch.labels)
         if phase.length % world.sequence:
-            raise ValueError(f"a phase's rows of {phase.length} tokens cannot be cut into {world.sequence} equal parts")
+            raise ValueError(f"a phase's rows of {phase.length} tokens do not make {world.sequence} equal segments")
         step += phase.steps
     if world.sequence > 1 and recipe.objective is not None and recipe.objective.distractor is not None:
-        raise ValueError("objective: a distractor needs whole sequences, parallel.sequence cuts them")
+        raise ValueError("objective: a distractor needs whole sequences, parallel.sequence splits them")
     assert batch is not None  # a recipe has a phase
-    _rehearse(recipe, batch)
+    _one_step(recipe, batch)
 
 
-def _rehearse(recipe: Recipe, batch: Batch) -> None:
+def _one_step(recipe: Recipe, batch: Batch) -> None:
     """One step on one layer of each mixer and a short row: layers, the objective and the loss raise here what they would raise later."""
     vocabulary = min(recipe.model.vocab_size, 512)
     layout = "".join(dict.fromkeys(recipe.model.layout))

@@ -32,6 +32,7 @@ from needlework.experiment.pretrained import load_model
 from needlework.experiment.recipe import Phase as Phase
 from needlework.experiment.recipe import Recipe as Recipe
 from needlework.experiment.recipe import build, text
+from needlework.explained import PYTHONS
 from needlework.json_file import read_json
 from needlework.models import NeedleworkForCausalLM, disable_progress_bar, save_checkpoint
 from needlework.report.card import write_card
@@ -39,10 +40,7 @@ from needlework.report.curves import curves
 from needlework.train import BadStep, CheckpointError, InUse, Progress, Result, World, alone, full_state, train
 
 # errors of the user or the machine, shown as one line; any other is a mistake of ours and keeps its traceback
-EXPLAINED = (
-    ValueError, ArithmeticError, OSError, MemoryError, torch.OutOfMemoryError,
-    RunError, InUse, CheckpointError, StoreError, SourceError,
-)  # fmt: skip
+EXPLAINED = (*PYTHONS, torch.OutOfMemoryError, RunError, InUse, CheckpointError, StoreError, SourceError)
 
 
 def run(

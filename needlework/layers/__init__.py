@@ -34,6 +34,7 @@ from needlework.layers.gdn2 import Gdn2 as Gdn2
 from needlework.layers.linear import Linear as Linear
 from needlework.layers.longhorn import Longhorn as Longhorn
 from needlework.layers.lucid import Lucid as Lucid
+from needlework.layers.lucid_path import LucidPath as LucidPath
 from needlework.layers.mamba import Mamba as Mamba
 from needlework.layers.mamba2 import Mamba2 as Mamba2
 from needlework.layers.mamba3 import Mamba3 as Mamba3
@@ -44,6 +45,7 @@ from needlework.layers.objective import Objective as Objective
 from needlework.layers.output import GatedNorm as GatedNorm
 from needlework.layers.output import HeadNorm as HeadNorm
 from needlework.layers.output import OutputGate as OutputGate
+from needlework.layers.path import Path as Path
 from needlework.layers.polar import Polar as Polar
 from needlework.layers.qdelta import QDelta as QDelta
 from needlework.layers.recurrent import Recurrent as Recurrent
@@ -62,7 +64,7 @@ from needlework.layers.ssmax import SSMax as SSMax
 WRITES = (Linear, Mamba2, Delta, DeltaProduct, Longhorn, Comba, Gdn2, Rwkv7, QDelta, Carve)
 GATES = (ScalarGate, ChannelGate, LowRankGate, RetentionGate, FixedGate)
 READS = (Plain, CCQ)
-ATTENDS = (Softmax, SSMax, Alibi, Fox, Lucid, Polar, Differential)
+ATTENDS = (Softmax, SSMax, Alibi, Fox, Lucid, Polar, Differential, Path, LucidPath)
 POSITIONS = (Rope, Llama3Rope, HalfRope, PairRope)
 FEATURES = (Hedgehog,)
 NORMS = (HeadNorm, GatedNorm)

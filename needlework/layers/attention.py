@@ -37,8 +37,9 @@ class Attention(MixerConfig):
     bias: in every projection.
     memory: a write rule beside attention, on the same q, k, v before positions (`Memory`).
     published_eps: qk_norm with the epsilon of the dtype of q and k, as ATMA's models were trained, not 1e-6.
-    Raises ValueError for a field out of its range, and where the layer is built with heads that are no multiple of kv_heads,
-    with a head_dim that the position cannot turn, or with published_eps beside a weighted norm.
+    Raises ValueError for a field out of its range, and where the layer is built with heads that are no multiple of kv_heads, with a
+    head_dim that the position cannot turn, with a position beside an attend rule that has its own, or with published_eps beside a
+    weighted norm.
 
     >>> import torch
     >>> from needlework.layers import Attention, Rope, Softmax
@@ -76,7 +77,7 @@ class Pages(Protocol):
 
 
 class AttentionState(NamedTuple):
-    """The convolution's last inputs (fixed), the attend rule's pages (growing), the memory's state (fixed)."""
+    """The convolution's last inputs (fixed), the attend rule's pages (growing) and what it holds beside them, the memory's state (fixed)."""
 
     conv: Tensor | None
     attend: Pages | None
@@ -104,6 +105,10 @@ class _Attention(Mixer):
         width = Width(dim, Hkv, Hq, d, d, config.bias, layer=layer)
         self.attend = config.attend.build(width)
         vectors, position = self.attend.vectors_a_head, config.position
+        if position is not None and self.attend.own_positions:
+            raise ValueError(
+                f"attention: position is {position.kind!r}, expected None with {config.attend.kind!r}, which has positions of its own"
+            )
         if position is not None and d % (position.multiple * vectors):
             raise ValueError(
                 f"attention: head_dim is {d}, expected a multiple of {position.multiple * vectors} with the position "
@@ -149,7 +154,8 @@ class _Attention(Mixer):
         fixed, cut = conv_held(self.config.conv, self.channels, dtype), 1
         if self.memory is not None:
             fixed, cut = fixed | under("memory", self.memory.held(dtype)), self.memory.write.cut
-        return Held(fixed | under("attend", self.attend.fixed(dtype)), self.attend.rows(dtype), self.attend.reach, cut)
+        fixed = fixed | under("attend", self.attend.fixed(dtype))
+        return Held(fixed, self.attend.rows(dtype), self.attend.reach, cut, rewritten=self.attend.rewrites)
 
     def distraction(self, x: Tensor, distractor: Distractor, cu_seqlens: Tensor | None = None) -> Tensor:
         """`distractor`'s loss on this layer's input x [B T D]: a number. Projects again, so that `forward` stays as it is."""

@@ -56,11 +56,21 @@ class Batch:
 
     def on_pages(self, op: Callable[..., Any], window: int | None, **tokens: Tensor | None) -> Any:
         """`op(…, block_table=, length=, cu_seqlens=)` on the decoding rows, without cu_seqlens, and on the others of every tensor [T …]."""
+        return self._by_table(op, window, tokens, {"length": self.length})
+
+    def on_slots_and_pages(self, op: Callable[..., Any], window: int | None, **tokens: Tensor | None) -> Any:
+        """The same for an op that takes the sequences' slots too, `op(…, slots=, block_table=, length=, cu_seqlens=)`."""
+        return self._by_table(op, window, tokens, {"length": self.length, "slots": self.slots})
+
+    def _by_table(
+        self, op: Callable[..., Any], window: int | None, tokens: "Tokens", sequences: Mapping[str, Tensor]
+    ) -> Any:  # fmt: skip
+        given = {"block_table": self.pages[window].block_table, **sequences}
 
         def of(cu_seqlens: Tensor | None) -> Callable[..., Any]:
-            return lambda rows, table, length: op(**rows, block_table=table, length=length, cu_seqlens=cu_seqlens)
+            return lambda rows, *own: op(**rows, **dict(zip(given, own, strict=True)), cu_seqlens=cu_seqlens)
 
-        return self._both(of(None), of(self.cu_seqlens), tokens, self.pages[window].block_table, self.length)
+        return self._both(of(None), of(self.cu_seqlens), tokens, *given.values())
 
     def _both(self, decode: Callable[..., Any], packed: Callable[..., Any], tokens: "Tokens", *sequences: Tensor) -> Any:
         """decode and packed of their tokens and sequences [N …]. Where all decode nothing is cut, so that torch.compile makes one graph for

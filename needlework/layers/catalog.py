@@ -26,11 +26,13 @@ from needlework.layers.gdn2 import Gdn2
 from needlework.layers.linear import Linear
 from needlework.layers.longhorn import Longhorn
 from needlework.layers.lucid import Lucid
+from needlework.layers.lucid_path import LucidPath
 from needlework.layers.mamba import Mamba
 from needlework.layers.mamba2 import Mamba2
 from needlework.layers.mamba3 import Mamba3
 from needlework.layers.memory import Memory
 from needlework.layers.output import GatedNorm, HeadNorm, OutputGate
+from needlework.layers.path import Path
 from needlework.layers.polar import Polar
 from needlework.layers.qdelta import QDelta
 from needlework.layers.recurrent import Recurrent
@@ -213,6 +215,14 @@ CATALOG: dict[str, Named] = {
     "lucid": Named(
         title="LUCID", equation="o = softmax(q Kᵀ) P⁻¹V,  Pᵢⱼ = exp(√d(k̂ᵢ·k̂ⱼ − 1))", state=_PAGES, cost=_QUADRATIC,
         make=lambda s: _attention(s, Lucid(scale=_scale(s))),
+    ),
+    "path": Named(
+        title="PaTH attention", equation="o = softmax(q Hᵢ…Hⱼ₊₁ kⱼ) V,  H = I − β w wᵀ", state=_PAGES, cost=_QUADRATIC,
+        make=lambda s: _attention(s, Path(scale=_scale(s))),
+    ),
+    "lucid-path": Named(
+        title="LUCID-PaTH", equation="PaTH's softmax of P⁻¹V,  Pᵢⱼ = exp(√d(k̂ᵢHᵢ…Hⱼ₊₁k̂ⱼ − 1))", state=_PAGES, cost=_QUADRATIC,
+        make=lambda s: _attention(s, LucidPath(scale=_scale(s))),
     ),
     "polar": Named(
         title="Polar", equation="o = s/‖s‖ and a bounded count of the keys attended to", state=_PAGES, cost=_QUADRATIC,

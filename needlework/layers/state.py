@@ -35,7 +35,8 @@ class Held(NamedTuple):
 
     fixed: tensors by name, the same for any length. rows: what it adds a token, by name. window: of the rows only so many, the
     newest, are read again; None: all. cut: at multiples of so many tokens a prompt is best cut, for the layer's chunks then stay whole.
-    counted: the layer counts its tokens, though it has no rows; an engine knows their number.
+    counted: the layer counts its tokens, though it has no rows; an engine knows their number. rewritten: rows change when
+    later tokens come, so that no two sequences may share a page.
     """
 
     fixed: Mapping[str, Part]
@@ -43,6 +44,7 @@ class Held(NamedTuple):
     window: int | None = None
     cut: int = 1
     counted: bool = False
+    rewritten: bool = False
 
     def nbytes(self, T: int) -> int:
         """Bytes after T tokens, their count included where the layer has one."""

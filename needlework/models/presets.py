@@ -25,11 +25,13 @@ from needlework.layers import (
     Linear,
     LowRankGate,
     Lucid,
+    LucidPath,
     Mamba,
     Mamba2,
     Mamba3,
     Memory,
     OutputGate,
+    Path,
     Plain,
     Polar,
     QDelta,
@@ -45,6 +47,7 @@ from needlework.layers import (
 from needlework.layers.ccq import ReadConfig
 from needlework.layers.config import nearest
 from needlework.layers.features import FeatureConfig
+from needlework.layers.softmax import AttendConfig
 from needlework.models.config import NeedleworkConfig
 from needlework.models.modeling import NeedleworkForCausalLM
 from needlework.ops.lucid.arguments import Precondition
@@ -125,6 +128,12 @@ def lucid(precondition: Precondition | None, head_dim: int) -> NeedleworkConfig:
     """
     attend = Softmax() if precondition is None else Lucid(precondition=precondition)
     mixer = Attention(heads=32, kv_heads=4, head_dim=head_dim, attend=attend, position=Rope())
+    return _stack(22, 2048, 5632, mixer, tie_word_embeddings=False)
+
+
+def path(attend: AttendConfig) -> NeedleworkConfig:
+    """PaTH and LUCID-PaTH as LUCID's authors trained them: `lucid`'s sizes without RoPE, untied."""
+    mixer = Attention(heads=32, kv_heads=4, head_dim=64, attend=attend)
     return _stack(22, 2048, 5632, mixer, tie_word_embeddings=False)
 
 
@@ -220,6 +229,9 @@ PRESETS: dict[str, Callable[[], NeedleworkConfig]] = {
     **{f"lucid-1b{of}": partial(lucid, "key", d) for of, d in _LUCID_HEADS.items()},
     **{f"lucid-1b{of}-{p}": partial(lucid, p, d) for of, d in _LUCID_HEADS.items() for p in ("qk", "rowmax", "beta")},
     "lucid-256k": lucid_256k,
+    "path-1b": partial(path, Path(rank=None, conv=None)),
+    "path-1b-rank32": partial(path, Path(rank=32, conv=3)),
+    "lucid-path-1b": partial(path, LucidPath()),
     "carve-125m": partial(carve, 12, 768, 2048, 12, 64, 16, 64),
     "carve-1.3b": partial(carve, 24, 2048, 5632, 16, 128, 32, 128),
     "carve-1.3b-swa": carve_swa,

@@ -1,4 +1,4 @@
-"""The releases of transformers that the models work with. In others `generate` would run, and write another text."""
+"""The releases of transformers that the models work with. With others `generate` would run and write wrong text."""
 
 import transformers
 

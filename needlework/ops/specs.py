@@ -4,7 +4,7 @@ from importlib import import_module
 
 from needlework.ops.api import OpSpec
 
-OPS = ("delta", "qdelta", "carve", "ccq", "lucid", "polar", "paged", "mamba3")
+OPS = ("delta", "qdelta", "carve", "ccq", "lucid", "polar", "path", "paged", "mamba3")
 
 
 def specs() -> tuple[OpSpec, ...]:

@@ -7,7 +7,7 @@ machine where this package is installed, the tokenizer is trained on it, a part 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from needlework.data import NeedleMix, Packages, StoreConfig
@@ -170,6 +170,7 @@ MIXERS: dict[str, Entry] = {
 }
 
 
+@cache
 def model(mixer: str, size: Size = SMALL) -> NeedleworkConfig:
     """The model of a mixer, with the SwiGLU width, in steps of 32, that comes nearest to the size's parameters."""
     entry = MIXERS[mixer]

@@ -1,4 +1,4 @@
-"""What a paper says, held against the runs of a sweep: a claim, the difference that was found, and one of a few words for it.
+"""Papers' claims, tested on the runs of a sweep: the claim, the difference that was found, and the verdict.
 
 Shares are taken above chance, (found − chance)/(1 − chance): 0 is a guess, 1 is all. A claim is judged in this order:
 

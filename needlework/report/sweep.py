@@ -59,7 +59,7 @@ def found(run: dict[str, Any], tasks: Iterable[str], lengths: Iterable[int]) -> 
 class Sweep:
     """The runs of a sweep by mixer, in the order in which the mixers came; `tasks` and `lengths` are those that every run has.
 
-    ended: runs that their guard ended before the last step; void: mixer -> runs that are struck, with the reasons in `reasons`.
+    ended: runs that their guard ended before the last step; void: mixer -> runs that do not count, with the reasons in `reasons`.
     Neither is in a mean, nor under `runs`.
     corpus: digest of the text. others: digest of a text that differs slightly -> the difference.
     families: panel -> mixers that it compares. glance: the mixers of the first picture.
@@ -102,7 +102,7 @@ def load_sweep(
     """Every run in `directory` (*.json, *.json.xz); mixers of `order` come first, in its order.
 
     families: those with fewer than two mixers among the runs are left out; if none is left, one family has all mixers. glance: likewise.
-    void: mixer -> which of its runs are struck; a rerun from other code counts.
+    void: mixer -> which of its runs do not count; a rerun from other code does.
 
     ValueError if none was measured, if one lacks a key or scores no task, if two are of one mixer and seed, or if two runs were trained
     on another length, or read texts that are apart (`texts.py`).
@@ -110,7 +110,7 @@ def load_sweep(
     paths = json_files(directory)
     runs: dict[str, list[dict[str, Any]]] = {}
     ended: list[dict[str, Any]] = []
-    struck: dict[str, list[dict[str, Any]]] = {}
+    uncounted: dict[str, list[dict[str, Any]]] = {}
     void = void or {}
     first: dict[str, Any] | None = None
     begun = ""
@@ -124,7 +124,7 @@ def load_sweep(
         if missing:
             raise ValueError(f"{path}: misses the key {missing[0]!r}")
         if (run["commit"] or "").startswith(void[run["name"]].commits if run["name"] in void else ()):
-            struck.setdefault(run["name"], []).append(run)
+            uncounted.setdefault(run["name"], []).append(run)
             continue
         if not run["tasks"]:
             raise ValueError(f"{path}: tasks is empty, expected at least one: a sweep compares what is found")
@@ -157,7 +157,7 @@ def load_sweep(
     seen = tuple(name for name in glance if name in runs)
     return Sweep(
         runs, lengths, first["train_length"], tasks, first["corpus"]["sha256"], tuple(ended),
-        struck, {name: void[name].reason for name in struck}, others, present or {"All": tuple(runs)}, seen or tuple(runs),
+        uncounted, {name: void[name].reason for name in uncounted}, others, present or {"All": tuple(runs)}, seen or tuple(runs),
     )  # fmt: skip
 
 

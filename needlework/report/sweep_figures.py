@@ -1,5 +1,5 @@
-"""The pictures of a sweep: a panel a family, its members in colour over everybody else in grey; mean over seeds, a band from least to
-most. A mixer whose runs are split (sweep.py) has a line, or a point, a run instead."""
+"""The pictures of a sweep: one panel per family, its mixers in colour, all others in grey. A line is the mean over seeds, its band spans
+the runs. A mixer whose runs are split (sweep.py) has one line, or point, per run."""
 
 import statistics
 from collections.abc import Callable

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from needlework.layers.batch import Batch, Pages
+from needlework.layers.config import Mixer
 from needlework.layers.state import Held, Part, size
 from needlework.models.config import NeedleworkConfig
 from needlework.serve.tables import line
@@ -33,11 +34,11 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, config: NeedleworkConfig, dtype: torch.dtype) -> "Plan":
         with torch.device("meta"):
-            built = {
-                letter: config.mixer(letter).build(config.hidden_size).held(dtype) for letter in dict.fromkeys(config.layout)
-            }
+            mixers = {letter: config.mixer(letter).build(config.hidden_size) for letter in dict.fromkeys(config.layout)}
+        built = {letter: mixer.held(dtype) for letter, mixer in mixers.items()}
         held = [built[letter] for letter in config.layout]
-        rows = {i: sum(map(_room, one.rows.values())) for i, one in enumerate(held) if one.rows}
+        numbers = {letter: _numbers(one) for letter, one in mixers.items()}
+        rows = {i: numbers[letter] * size(dtype) for i, letter in enumerate(config.layout) if built[letter].rows}
         fixed = {i: line((i, name, part) for name, part in one.fixed.items()).nbytes for i, one in enumerate(held) if one.fixed}
         pages = bins(rows)
         slots = bins(fixed, max(1, len(pages)))
@@ -72,8 +73,14 @@ def bin_of(layer: int, filled: Bins) -> int | None:
     return next((i for i, layers in enumerate(filled) if layer in layers), None)
 
 
+def _numbers(mixer: Mixer) -> int:
+    """Numbers of a token's row in a bin: as many in every dtype, also where a part of a half-precision model's row is float32."""
+    of = lambda dtype: sum(map(_room, mixer.held(dtype).rows.values())) // size(dtype)
+    return max(of(torch.float32), of(torch.bfloat16))
+
+
 def _room(part: Part) -> int:
-    """Bytes of a token's row in a bin. A page has a multiple of 16 rows, so its tensors then begin where `line` lets them."""
+    """Bytes of a token's part of a row. A page has a multiple of 16 rows, so its tensors then begin where `line` lets them."""
     return -(-prod(part.shape) // LINE) * LINE * size(part.dtype)
 
 

@@ -42,6 +42,7 @@ def costs(model: NeedleworkForCausalLM, share: float, *, tokens: int, batch: int
     pages = {window: most_pages(tokens, None, PAGE, tokens) for window in page_lines(held, PAGE)}
     config = SchedulerConfig(
         length=tokens, batch=1, slots=1, slot_bytes=slot_line(held).nbytes, page=PAGE, align=1, budget=tokens,
+        prefix=False,
         pools=tuple(Pool(window, n, page_lines(held, PAGE)[window].nbytes) for window, n in pages.items()),
     )  # fmt: skip
     runner = Runner(model, Tables(held, config, model.device), config, layer)

@@ -9,18 +9,15 @@ touch no state. All share one pool of memory: one runs at a time, and what one r
 
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from needlework.serve.batch import Inputs, Shape
+from needlework.serve.holders import Holders
 from needlework.serve.request import Request
 from needlework.serve.step import Prefill, Step
-
-if TYPE_CHECKING:
-    from needlework.serve.runner import Runner
-    from needlework.serve.way import Way
 
 Call = Callable[[], list[Tensor]]
 NOBODY = Request(id="", prompt=(0,), max_tokens=1)
@@ -45,15 +42,12 @@ class Graph:
         return self.found
 
 
-class Decoding:
-    """The next tokens of so many rows. graph: makes the graph of a call."""
+class Decoding(NamedTuple):
+    """The next tokens of so many rows, from `inputs`, and from the tokens that grammars allow, `bits`, if there are any."""
 
-    def __init__(self, runner: "Runner", decodes: int, way: "Way", graph: Callable[[Call], Call]):
-        self.inputs = padded(runner, Shape(decodes, 0, 0, 0, runner.pages))
-        self.bits = None
-        if way.grammar:
-            self.bits = torch.full((decodes, -(-runner.vocabulary // 32)), -1, dtype=torch.int32, device=runner.device)
-        self.graph = graph(lambda: runner.next(runner.hidden(self.inputs), self.inputs, way, self.bits))
+    inputs: Inputs
+    bits: Tensor | None
+    graph: Call
 
     def run(self, host: Inputs, bits: Tensor | None) -> list[Tensor]:
         self.inputs.copy_(host)
@@ -62,24 +56,23 @@ class Decoding:
         return self.graph()
 
 
-class Prefilling:
+class Prefilling(NamedTuple):
     """The hidden states of one sequence's new tokens, and behind them of a sequence of padding. Sampling is not part of it: how it is done
     would make many graphs of one."""
 
-    def __init__(self, runner: "Runner", count: int, graph: Callable[[Call], Call]):
-        self.inputs = padded(runner, Shape(0, 2, count, 1, runner.pages))
-        self.graph = graph(lambda: [runner.hidden(self.inputs)])
+    inputs: Inputs
+    graph: Call
 
     def run(self, host: Inputs) -> Tensor:
         self.inputs.copy_(host)
         return self.graph()[0]
 
 
-def padded(runner: "Runner", shape: Shape) -> Inputs:
+def padded(shape: Shape, device: torch.device, page: int, vocabulary: int) -> Inputs:
     """Inputs on the device that touch no state: runs of them leave nothing."""
     host, nothing = Inputs.empty(shape), Step(decodes=(), prefills=(), before=(), after=())
-    runner.holders.fill(host, alone(None, shape.tokens) if shape.tokens else nothing)
-    inputs = Inputs.empty(shape, device=runner.device)
+    Holders(0, dict(shape.pages), page, vocabulary).fill(host, alone(None, shape.tokens) if shape.tokens else nothing)
+    inputs = Inputs.empty(shape, device=device)
     inputs.copy_(host)
     return inputs
 

@@ -29,6 +29,7 @@ def plan(
     batch, snapshots: the slots wanted; fewer are planned where a full-length request, and for each further slot the pages of a first
     chunk, leave no room. Every slot has the pages of its windows. What is left becomes pages of layers that see every token, at most
     those of `length` tokens a slot.
+    snapshots: 0 where a layer of `held` is rewritten, or `Tables` refuses the plan.
     Raises ValueError, with the bytes, if one request of `length` tokens does not fit.
     """
     slot, pages = slot_line(held).nbytes, {window: line.nbytes for window, line in page_lines(held, page).items()}

@@ -122,7 +122,7 @@ class Runner:
     @torch.no_grad()
     def _lay(self) -> None:
         """Maps of one input become one product that copies no weights: a decoding step is bound by their launches and bytes."""
-        inputs = padded(self, Shape(1, 0, 0, 0, self.pages))
+        inputs = self._padded(Shape(1, 0, 0, 0, self.pages))
         with laying():
             self.model.model.serve(inputs.named["ids"].clamp(min=0), self.tables.layers, inputs.batch)
 
@@ -157,16 +157,24 @@ class Runner:
         return [tokens, *logprobs(logits, tokens, min(TOP, self.vocabulary))] if way.logprobs else [tokens]
 
     def _decode(self, decodes: int, way: Way) -> Decoding:
-        if (decodes, way) not in self._decoding:
+        if (found := self._decoding.get((decodes, way))) is None:
             assert self.graph is not None
-            self._decoding[decodes, way] = Decoding(self, decodes, way, self.graph)
-        return self._decoding[decodes, way]
+            inputs, bits = self._padded(Shape(decodes, 0, 0, 0, self.pages)), None
+            if way.grammar:
+                bits = torch.full((decodes, -(-self.vocabulary // 32)), -1, dtype=torch.int32, device=self.device)
+            graph = self.graph(lambda: self.next(self.hidden(inputs), inputs, way, bits))
+            found = self._decoding[decodes, way] = Decoding(inputs, bits, graph)
+        return found
 
     def _prefill(self, count: int) -> Prefilling:
-        if count not in self._prefilling:
+        if (found := self._prefilling.get(count)) is None:
             assert self.graph is not None
-            self._prefilling[count] = Prefilling(self, count, self.graph)
-        return self._prefilling[count]
+            inputs = self._padded(Shape(0, 2, count, 1, self.pages))
+            found = self._prefilling[count] = Prefilling(inputs, self.graph(lambda: [self.hidden(inputs)]))
+        return found
+
+    def _padded(self, shape: Shape) -> Inputs:
+        return padded(shape, self.device, self.config.page, self.vocabulary)
 
     def _host(self, step: Step, shape: Shape) -> Inputs:
         host = self._staging.take(shape)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from needlework.serve.grammar import Grammar
 
 CUT = 64  # tokens: a prompt is cut at its multiples, and at those of the layers' own chunks
+SNAPSHOTS = 16  # slots of their own, which running requests do not have
 BUDGET = {"cuda": 8192, "cpu": 512}  # tokens of prefill in a step: others' next tokens wait for them
 
 
@@ -29,13 +30,14 @@ class Room:
     """What a server takes of its machine.
 
     length: tokens of the longest request, its answer included. batch: sequences that run at once. snapshots: slots for the beginnings
-    that prompts share; 0: none are shared. memory: the share of the device's memory for weights, states and steps; None: 0.9 of a GPU's,
-    half of a CPU's. parked: bytes of host memory for requests that make way for older ones. waiting: requests that may wait.
+    that prompts share; 0: none are shared; None: one a sequence, at most 16, and 0 for a model that writes its pages again. memory: the share
+    of the device's memory for weights, states and steps; None: 0.9 of a GPU's, half of a CPU's. parked: bytes of host memory for requests
+    that make way for older ones. waiting: requests that may wait.
     """
 
     length: Count = 8192
     batch: Count = 64
-    snapshots: Natural = 16
+    snapshots: Natural | None = None
     memory: Portion | None = None
     parked: Natural = 4 << 30
     waiting: Count = 1024
@@ -49,8 +51,8 @@ def start(model: NeedleworkForCausalLM, text: Text, room: Room) -> tuple[Engine,
 
     On a GPU decoding steps are compiled by torch.compile, a minute where its cache knows nothing of the model.
 
-    Raises ValueError, with the bytes, where one request of `room.length` tokens does not fit; and for a tokenizer of more tokens than the
-    model has.
+    Raises ValueError, with the bytes, where one request of `room.length` tokens does not fit; for a tokenizer of more tokens than the
+    model has; and for snapshots of a model that writes its pages again.
     """
     if text.size > model.config.vocab_size:
         raise ValueError(f"the tokenizer has {text.size} tokens, expected at most the model's {model.config.vocab_size}")
@@ -59,9 +61,12 @@ def start(model: NeedleworkForCausalLM, text: Text, room: Room) -> tuple[Engine,
     budget = max(cut, min(BUDGET[model.device.type], room.length))
     share = room.memory if room.memory is not None else 0.9 if model.device.type == "cuda" else 0.5
     layer = compiled() if model.device.type == "cuda" else Block.serve
+    snapshots = room.snapshots
+    if snapshots is None:
+        snapshots = 0 if any(one.rewritten for one in held) else min(SNAPSHOTS, room.batch)
     taken = costs(model, share, tokens=budget, batch=room.batch, layer=layer)
     config = plan(
-        held, **taken._asdict(), length=room.length, batch=room.batch, snapshots=room.snapshots, page=PAGE, align=cut,
+        held, **taken._asdict(), length=room.length, batch=room.batch, snapshots=snapshots, page=PAGE, align=cut,
         budget=budget, host_bytes=room.parked,
     )  # fmt: skip
     runner = Runner(model, Tables(held, config, model.device), config, layer)

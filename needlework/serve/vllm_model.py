@@ -1,4 +1,4 @@
-"""needlework's models as vLLM builds, loads and runs them. vLLM alone imports this file; `vllm.py` is where it begins."""
+"""needlework's models as vLLM builds, loads and runs them. Only vLLM imports this file; `vllm.py` tells it to."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -228,6 +228,10 @@ class NeedleworkVllm(nn.Module):
         super().__init__()
         _check(vllm_config)
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+        if vllm_config.cache_config.enable_prefix_caching and any(held.rewritten for held in Plan.of(config, dtype).held):
+            raise ValueError(
+                "enable_prefix_caching: got True, expected False for a model whose layers write their pages again (docs/serving.md says why)"
+            )
         self.model = NeedleworkForCausalLM(config).to(dtype)
         self.plan = Plan.of(config, dtype)
         self.windows = {held.window for held in self.plan.held if held.rows}

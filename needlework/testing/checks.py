@@ -1,4 +1,4 @@
-"""The battery: every spec times every check; joining the library is passing it.
+"""The battery: every check of every spec. An op joins the library by passing it.
 
 A check is a function of an OpSpec that raises AssertionError with the tensor, the figure and the bound. All but the error
 budget compare in float64 (`compare.EXACT`).

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from needlework.layers.state import map_state
 from needlework.ops.api import OpSpec
 
 EXACT = 1e-12  # float64: thousands of roundings, and nine orders below any mistake in a formula
@@ -33,13 +34,7 @@ def leaves(x: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def like(x: object, values: Iterator[Tensor]) -> object:
     """x with its tensors replaced, in the order of `leaves`."""
-    if isinstance(x, Tensor):
-        return next(values)
-    if isinstance(x, tuple):
-        parts = [like(part, values) for part in x]
-        kind: Any = type(x)
-        return kind(*parts) if hasattr(x, "_fields") else tuple(parts)
-    return x
+    return map_state(x, lambda _: next(values))
 
 
 def outputs(result: tuple) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from needlework.ops.runtime import denylist, launch_configs
+from needlework.ops.runtime.target import Target
 from needlework.testing.helpers import judged
 from needlework.testing.processes import cores
 from needlework.testing.targets import RULES, Rule, sizes, taken
@@ -99,11 +100,12 @@ def _processes(device: torch.device) -> int:
     return max(1, min(cores(), torch.cuda.mem_get_info()[0] // A_PROCESS))
 
 
-def facts() -> dict[str, Any]:
-    """What a verdict depends on."""
+def facts(targets: Sequence[Target] = ()) -> dict[str, Any]:
+    """What a verdict depends on; the tools are those for the GPU that is here, or for the newest target."""
     from needlework.ops.runtime.compile import versions
 
     arch = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    arch = max((target.arch for target in targets), default=arch)
     known = {"machine": denylist.machine(), "python": platform.python_version(), "torch": torch.__version__}
     return known | {"cuda": torch.version.cuda, "capability": f"{arch[0]}.{arch[1]}", **versions(10 * arch[0] + arch[1])}
 

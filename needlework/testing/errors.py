@@ -9,7 +9,8 @@ matrix or outer product is rounded once and products are summed in float32.
 """
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -66,6 +67,19 @@ def over_budget(
         for name, x in fast.items()
         if x.is_floating_point()
     }
+
+
+def mean_of_draws(draws: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Error ÷ budget of every tensor in the geometric mean of the draws; no more are taken than until every tensor is within its budget."""
+    logs: dict[str, float] = defaultdict(float)
+    mean: dict[str, float] = {}
+    for count, found in enumerate(draws, 1):
+        for name, ratio in found.items():
+            logs[name] += math.log(max(ratio, 1e-6)) if math.isfinite(ratio) else math.inf
+        mean = {name: math.exp(total / count) for name, total in logs.items()}
+        if all(ratio <= 1 for ratio in mean.values()):
+            break
+    return mean
 
 
 def assert_within_budget(ratios: Mapping[str, float], what: str = "") -> None:

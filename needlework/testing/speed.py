@@ -1,4 +1,4 @@
-"""A pytest plugin (`-p needlework.testing.speed`): the tests that cost most, in seconds of CPU, which other work on the machine does not change.
+"""A pytest plugin (`-p needlework.testing.speed`): the tests that cost most, in seconds of CPU.
 
 It reports and judges nothing: a test's verdict does not depend on how long it took.
 """
@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
+from needlework.testing import processes
+
 LIMIT = 5  # seconds of its own above which a test carries the mark `slow`
 costs: list[tuple[float, str]] = []
 over: list[str] = []
 
 
 def cpu() -> float:
-    """Seconds of CPU that this process and its children that have ended took."""
+    """Seconds of CPU that this process, its children that have ended, and forked ones took."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(x.ru_utime + x.ru_stime for x in used)
+    return sum(x.ru_utime + x.ru_stime for x in used) + processes.seconds()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -36,6 +38,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         return (yield)
     finally:
         item.user_properties.append(("own cpu", cpu() - began))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    processes.end()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -40,6 +40,8 @@ ENGINES = {
     "lucid/step": ("lucid.step",),
     "lucid/pages": ("lucid.solve.by_table",),
     "polar/attention": ("polar.attention.op",),
+    "path/engine": ("path.engine.op",),
+    "path/step": ("path.engine.step",),
     "paged/paged": ("paged.engine.op",),
     "mamba3/siso": ("mamba3.siso.launches",),
     "mamba3/step": ("mamba3.step",),
@@ -89,6 +91,8 @@ RULES = (
     _pairs("lucid/rowmax-pages", "lucid/pages", None),
     _pairs("polar", "polar/attention", "paged/paged", covers=True),
     _pairs("polar/window", "polar/attention", "paged/paged"),
+    Rule("path", "path/engine", "path/step", covers=True, long=1100, wide=300),  # three superblocks, the last one cut
+    Rule("path/window", "path/engine", "path/step", long=1100, wide=300),
     _pairs("paged/softmax", "paged/paged", None, covers=True),
     _pairs("paged/forgetting", "paged/paged", None, covers=True),
     _pairs("paged/differential", "paged/paged", None, covers=True),
@@ -213,6 +217,8 @@ def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K:
         return spec_of(rule).inputs(generator, B, T, style, H=2, K=K, V=V)
     if rule.startswith(("polar", "paged")):
         return spec_of(rule).inputs(generator, B, T, style, Hq=4, Hkv=2, d=K, V=V)
+    if rule.startswith("path"):
+        return spec_of(rule).inputs(generator, B, T, style, Hq=4, Hkv=2, K=K, V=V)
     given = spec_of(rule).inputs(torch.Generator().manual_seed(0), 1, 1, style)
     HV = 1 if "f" in given else 2
     R = given["k"].shape[3] if "k" in given and given["k"].dim() == 5 else 1

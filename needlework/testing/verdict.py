@@ -4,7 +4,6 @@ import math
 import os
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ from needlework.ops.qdelta.spec import growing
 from needlework.ops.runtime import launch_configs
 from needlework.testing.checks import ENOUGH
 from needlework.testing.compare import differentiate, leaves, poisoned, whole
-from needlework.testing.errors import in_budgets, norms, operand
+from needlework.testing.errors import in_budgets, mean_of_draws, norms, operand
 from needlework.testing.steps import by_definition, by_steps
 from needlework.testing.targets import RULES, sample, spec_of, styles
 
@@ -136,17 +135,20 @@ def weigh(task: Task, form: str, device: str) -> tuple[dict[str, float], tuple[s
 
     The inputs are drawn again only while a tensor is over its budget in the geometric mean of the draws so far.
     """
-    logs: dict[str, float] = defaultdict(float)
-    mean: dict[str, float] = {}
-    for seed in range(DRAWS):
-        found, differing = draw(task, form, device, seed)
-        if differing:
-            return found, tuple(f"{name} {DIFFERS}" for name in differing)
-        for name, ratio in found.items():
-            logs[name] += math.log(max(ratio, 1e-6)) if math.isfinite(ratio) else math.inf
-        mean = {name: math.exp(total / (seed + 1)) for name, total in logs.items()}
-        if all(ratio <= 1 for ratio in mean.values()):
-            return mean, ()
+    differing: list[str] = []
+    last: dict[str, float] = {}
+
+    def draws() -> Iterator[dict[str, float]]:
+        nonlocal differing, last
+        for seed in range(DRAWS):
+            last, differing = draw(task, form, device, seed)
+            if differing:
+                return
+            yield last
+
+    mean = mean_of_draws(draws())
+    if differing:
+        return last, tuple(f"{name} {DIFFERS}" for name in differing)
     return mean, tuple(f"{name} {ratio:.2f}" for name, ratio in mean.items() if ratio > 1)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: `step-00000100/` holds what `torch.distributed.checkpoint` writes, and manifest.json.
+"""Checkpoints that are written in full or not at all: `step-00000100/` holds what `torch.distributed.checkpoint` writes, and manifest.json.
 
 Every rank writes its own part into `step-00000100.tmp/`, synced to the disk; then the first rank adds the manifest (sha256
 and size of every file, the config, the commit) and renames: a directory without `.tmp` was complete when it was made, and its

@@ -34,7 +34,7 @@ def feed(
 
     def own(x: Tensor) -> Tensor:
         x = world.own(x)
-        return x if state_passing is None else state_passing.cut(x)
+        return x if state_passing is None else state_passing.segment(x)
 
     labels = [own(b.labels) for b in batches]
     beside = [[None if (x := getattr(b, name, None)) is None else own(x) for name in ("answers", "emphasis")] for b in batches]

@@ -1,4 +1,4 @@
-"""One command everywhere: on a machine with several GPUs it starts itself again as one process for each.
+"""A command that trains starts itself again, one process for each GPU, on a machine with several.
 
 torchrun starts the ranks, in a process of its own: its API would replace the signal handlers of this one.
 """
@@ -16,7 +16,7 @@ def relaunch(argv: Sequence[str], ranks: int | None = None) -> int | None:
     """Runs `python -m needlework *argv` once for each rank, and returns the exit status; None if this process is to go on alone.
 
     ranks: how many processes; None is one for each GPU of this machine. None is also returned for one rank, and under torchrun
-    or a scheduler, which have set WORLD_SIZE. Ctrl-C reaches the ranks, which save and end, and SIGTERM is handed on to them; this
+    or a scheduler, which have set WORLD_SIZE. Ctrl-C reaches the ranks, which save and end, and SIGTERM is passed on to them; this
     process waits for them.
     """
     ranks = torch.cuda.device_count() if ranks is None else ranks

@@ -1,4 +1,4 @@
-"""Sequence parallelism: one sequence in contiguous parts over the ranks of a mesh axis, by passing every layer's state on.
+"""Sequence parallelism: one sequence in contiguous segments over the ranks of a mesh axis, by passing every layer's state on.
 
     rank r:   state ← rank r−1,   x, state ← block(x, state),   state → rank r+1        layer after layer
 
@@ -12,7 +12,7 @@ Nodes are made layer by layer, so both ends go through the layers downwards. For
 graph whenever autograd records: both have an input that requires a gradient (`_anchor`), and what arrived is an input of the
 node that `send` makes, whether or not the block has read it.
 
-Attention costs more this way than a recurrence. Its pages are handed on whole, so rank r gets r parts of keys and values, and
+Attention costs more this way than a recurrence. Its pages are passed on whole, so rank r gets the keys and values of r segments, and
 its scores are (r + ½)/(P/2) of the mean: the last rank works up to twice as long. Gathering keys and values on all ranks
 instead would send them to the ranks before as well, leave the scores as uneven, and need a form of its own for every attend
 rule; LUCID's solved values depend on all values before, so every rank would solve for the whole sequence. With a window the
@@ -39,7 +39,7 @@ class StatePassing:
     """What a model calls around each block (`models/modeling.py: StatePassing`), on one rank of the axis that splits the sequence.
 
     One for each model. mesh: that axis alone, e.g. `mesh["sequence"]`; messages are point to point in its group, gloo or NCCL.
-    All parts of a sequence are of one length, which `cut` sees to. Raises ValueError for a mesh of several axes.
+    All segments of a sequence are of one length, which `segment` sees to. Raises ValueError for a mesh of several axes.
     """
 
     def __init__(self, mesh: DeviceMesh):
@@ -52,11 +52,11 @@ class StatePassing:
         self._sent: list[tuple[dist.Work | None, Tensor]] = []  # sends whose completion nobody has waited for
         self._arrived: list[Tensor] = []  # this layer's state, between `receive` and `send`
 
-    def cut(self, x: Tensor) -> Tensor:
+    def segment(self, x: Tensor) -> Tensor:
         """This rank's columns of x [B T ...]: [B T/P ...]. ValueError if P does not divide T."""
         T = x.shape[1]
         if T % self.size:
-            raise ValueError(f"sequence parallelism: {T} tokens cannot be cut into {self.size} equal parts")
+            raise ValueError(f"sequence parallelism: {T} tokens do not make {self.size} equal segments")
         return x.tensor_split(self.size, 1)[self.rank]
 
     def receive(self, layer: int, x: Tensor) -> object:
@@ -73,14 +73,14 @@ class StatePassing:
         form = self._forms[key]
         if form.x != x.shape:
             raise ValueError(
-                f"sequence parallelism: rank {self.rank} holds a part {list(x.shape)}, the rank before {list(form.x)}: expected equal parts"
+                f"sequence parallelism: rank {self.rank} holds a segment {list(x.shape)}, the rank before {list(form.x)}: expected equal ones"
             )
         numbers = [self._take(n, dtype, x.device, self.rank - 1) for dtype, n in form.sizes.items()]
         self._arrived = list(_Receive.apply(self, _anchor(), *numbers)) if numbers else []
         return form.unpack(self._arrived, x.device)
 
     def send(self, layer: int, x: Tensor, state: object) -> Tensor:
-        """Hands the state of `layer` after x on to the next rank, if there is one; returns x, tied to the state's gradient."""
+        """Passes the state of `layer` after x on to the next rank, if there is one; returns x, tied to the state's gradient."""
         arrived, self._arrived = self._arrived, []
         leaving = []
         if self.rank < self.size - 1:

@@ -43,14 +43,14 @@ def split_heads(model: nn.Module, mesh: DeviceMesh) -> None:
         raise ValueError(f"tensor: the mesh has axes {mesh.mesh_dim_names}, expected the one that splits heads")
     if mesh.size() == 1:
         return
-    plan = []
+    splits = []
     config: Any = model.config
     stack: Any = model.model
     for layer, (block, letter) in enumerate(zip(stack.blocks, config.layout, strict=True)):
-        plan.append(_Split(block.mixer, config.mixer(letter), mesh, config.hidden_size, layer))
+        splits.append(_Split(block.mixer, config.mixer(letter), mesh, config.hidden_size, layer))
         if block.mlp is not None:
-            plan.append(_Split(block.mlp, config.channel_mixer(), mesh, config.hidden_size))
-    for split in plan:
+            splits.append(_Split(block.mlp, config.channel_mixer(), mesh, config.hidden_size))
+    for split in splits:
         split.install()
 
 

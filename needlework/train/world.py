@@ -34,7 +34,7 @@ class Parallel:
     """How many ranks share what; shard × sequence × tensor is the number of ranks.
 
     shard: parts of the batch and of the weights (FSDP2); -1 takes all ranks that the others leave.
-    sequence: parts of every sequence, states handed on from part to part.
+    sequence: segments of every sequence, states passed on from rank to rank.
     tensor: parts of every large matrix.
     Raises ValueError for a count below 1.
     """

@@ -117,7 +117,7 @@ def test_what_ranks_cannot_share_is_refused_in_every_phase(small_text, corpus):
     with pytest.raises(ValueError, match="1 rows cannot be dealt to shard = 2 ranks"):  # the second phase's
         check(tiny(small_text), corpus, world)
     world.shard, world.sequence = 1, 5
-    with pytest.raises(ValueError, match="rows of 64 tokens cannot be cut into 5 equal parts"):
+    with pytest.raises(ValueError, match="rows of 64 tokens do not make 5 equal segments"):
         check(tiny(small_text), corpus, world)
 
 

@@ -11,6 +11,7 @@ from needlework.data import NeedleMix
 from needlework.experiment.runner import Evaluation, Phase, run
 from needlework.recipes import demo
 from needlework.report.words import percent, task_title
+from needlework.testing.rows import chosen
 from needlework.train import AdamW, Cooldown, GrowingState, Guard, TrainConfig
 
 TASK = NeedleMix(dense_pairs=(1, 2), sparse_pairs=(1, 2))
@@ -60,7 +61,7 @@ def test_a_runs_checkpoint_has_a_card_with_its_text_and_its_numbers(small_text, 
     assert f"| parameters | {entry['parameters']:,} |" in card and "| mixer M | recurrent + qdelta, 2 layers |" in card
 
 
-@pytest.mark.parametrize("mixer", ["qdelta", "carve", "atma"])
+@pytest.mark.parametrize("mixer", chosen(["qdelta", "carve", "atma"], quick=["atma"]))
 def test_a_stopped_run_goes_on_bit_equal(small_text, tmp_path, mixer):
     recipe = tiny(small_text, mixer)
     whole = run(recipe, tmp_path / "whole")

@@ -72,7 +72,7 @@ def test_a_sweep_runs_in_pieces_and_its_page_is_made_of_its_results(needlework, 
     assert "2 mixers, 2 seeds each" in page and "Q-Delta finds more than softmax" in page and "Nothing at all." in page
 
 
-def test_a_run_that_its_guard_ends_is_a_result_and_is_not_run_again(needlework, own, tmp_path):
+def test_a_run_that_its_guard_ends_is_a_result_and_is_not_run_again(forked_workers, needlework, own, tmp_path):
     small = ("sweep", f"{own}:both", "--runs", tmp_path / "runs", "--workers", 1, "--only", "softmax")
     # any rise is a spike, and at this rate there is one
     spoilt = ("--set", "train.guard.spike=1.0001", "--set", "train.guard.window=1", "--set", "train.optim.lr=1.0")

@@ -78,14 +78,14 @@ class Engine:
         return y.split([len(x) for _, x in new])
 
 
-def served(mixer, steps, xs):
+def served(mixer, steps, xs, pages=24):
     """y of each sequence, in steps of {slot: tokens}; a padded row decodes with every other one."""
-    engine, at, found = Engine(mixer, xs[0].dtype), {}, {slot: [] for slot in xs}
+    engine, at, found = Engine(mixer, next(iter(xs.values())).dtype, pages), {}, {slot: [] for slot in xs}
     for i, step in enumerate(steps):
         take = lambda slot, n: xs[slot][at.get(slot, 0) : at.get(slot, 0) + n]
         new = sorted(((slot, take(slot, n)) for slot, n in step.items()), key=lambda one: (len(one[1]) > 1, one[0] not in at))
         if i % 2:
-            new.insert(0, (NONE, torch.full_like(xs[0][:1], 3.0)))
+            new.insert(0, (NONE, torch.full_like(next(iter(xs.values()))[:1], 3.0)))
         for (slot, x), y in zip(new, engine.step(new), strict=True):
             if slot != NONE:
                 at[slot] = at.get(slot, 0) + len(x)

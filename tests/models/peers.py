@@ -1,10 +1,11 @@
 """Tiny models of flash-linear-attention with weights that follow from their names, so that a file of config, shapes and logits is the model.
 
-`TRITON_INTERPRET=1 python tests/models/peers.py`, where flash-linear-attention 0.6.0 is installed, rewrites tests/models/fla/: its kernels
-run in Triton's interpreter, without the search for launch configs, which asks for a GPU.
+`TRITON_INTERPRET=1 python tests/models/peers.py [KIND …]`, where flash-linear-attention 0.6.0 is installed, rewrites tests/models/fla/: its
+kernels run in Triton's interpreter, without the search for launch configs, which asks for a GPU.
 """
 
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
@@ -15,15 +16,20 @@ import torch
 
 FOLDER = Path(__file__).parent / "fla"
 VOCABULARY, TOKENS, SHOWN = 61, 24, (0, 1, 9, 23)  # logits at four positions are in the file
-COMMON = dict(
-    vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, intermediate_size=48, fuse_norm=False, fuse_swiglu=False,
-    fuse_cross_entropy=False,
-)  # fmt: skip
+COMMON = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, fuse_norm=False, fuse_cross_entropy=False)
+WITH_MLP = COMMON | dict(intermediate_size=48, fuse_swiglu=False)
+DELTA = {
+    "delta_net": ("DeltaNet", WITH_MLP | dict(num_heads=2)),
+    "gated_deltanet": ("GatedDeltaNet", WITH_MLP | dict(num_heads=2, num_v_heads=4, head_dim=16, expand_v=1.5)),
+    "kda": ("KDA", WITH_MLP | dict(num_heads=2, num_v_heads=4, head_dim=16, expand_v=0.5)),
+}
 MODELS = {
-    "gla": ("GLA", dict(num_heads=2)),
-    "delta_net": ("DeltaNet", dict(num_heads=2)),
-    "gated_deltanet": ("GatedDeltaNet", dict(num_heads=2, num_v_heads=4, head_dim=16, expand_v=1.5)),
-    "kda": ("KDA", dict(num_heads=2, num_v_heads=4, head_dim=16, expand_v=0.5)),
+    "gla": ("GLA", WITH_MLP | dict(num_heads=2)),
+    "retnet": ("RetNet", WITH_MLP | dict(num_heads=2)),
+    # one group: with several its loop on a CPU gives a head another group than its kernels do
+    "mamba2_fla": ("Mamba2", COMMON | dict(head_dim=16, state_size=8)),
+    **DELTA,
+    **{f"{kind}_negative": (name, own | dict(allow_neg_eigval=True)) for kind, (name, own) in DELTA.items()},
 }
 
 
@@ -43,7 +49,7 @@ def peer(kind):
     import fla.models
 
     name, own = MODELS[kind]
-    config = getattr(fla.models, f"{name}Config")(**COMMON, **own)
+    config = getattr(fla.models, f"{name}Config")(**own)
     model = getattr(fla.models, f"{name}ForCausalLM")(config).eval()
     model.load_state_dict({name: filled(name, x.shape) for name, x in model.state_dict().items()})
     return model
@@ -69,7 +75,7 @@ def fla_version():
 
 
 def write():
-    for kind in MODELS:
+    for kind in sys.argv[1:] or MODELS:
         model = peer(kind)
         shown = logits(model)[0, list(SHOWN)]
         file = {

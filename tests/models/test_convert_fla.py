@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from needlework.experiment.pretrained import load_model
 from needlework.models.convert import Change, convert
+from needlework.models.convert.described import Described
 from needlework.models.convert.layouts import LAYOUTS
 from tests.models import peers
 
@@ -71,12 +72,39 @@ def renamed(tensors, old, new):
     return {name.replace(old, new): x for name, x in tensors.items()}
 
 
-def test_glas_norm_has_another_name_where_one_kernel_norms_and_gates(tmp_path):
-    file = json.loads((peers.FOLDER / "gla.json").read_text())
-    tensors = {name: peers.filled(name, shape) for name, shape in file["tensors"].items()}
-    plain = ours(written(tmp_path / "plain", file["config"], tensors), tmp_path / "ours")
-    fused = written(tmp_path / "fused", file["config"] | {"fuse_norm": True}, renamed(tensors, "g_norm", "g_norm_swish_gate"))
+def read(kind):
+    """The config and the tensors of a file."""
+    file = json.loads((peers.FOLDER / f"{kind}.json").read_text())
+    return file["config"], {name: peers.filled(name, shape) for name, shape in file["tensors"].items()}
+
+
+@pytest.mark.parametrize("kind", ["gla", "retnet"])
+def test_the_norm_has_another_name_where_one_kernel_norms_and_gates(kind, tmp_path):
+    config, tensors = read(kind)
+    plain = ours(written(tmp_path / "plain", config, tensors), tmp_path / "ours")
+    fused = written(tmp_path / "fused", config | {"fuse_norm": True}, renamed(tensors, "g_norm", "g_norm_swish_gate"))
     assert torch.equal(ours(fused, tmp_path / "too"), plain)
+
+
+def test_retnets_convolution_is_none_whatever_its_file_says(tmp_path):
+    """Its model does not hand the key to its layer, which then has no convolution."""
+    config, tensors = read("retnet")
+    plain = ours(written(tmp_path / "plain", config, tensors), tmp_path / "ours")
+    assert torch.equal(ours(written(tmp_path / "said", config | {"use_short_conv": True}, tensors), tmp_path / "too"), plain)
+
+
+@pytest.mark.parametrize("kind", peers.DELTA)
+def test_strengths_are_doubled_where_the_file_says_so(kind):
+    config, _ = read(kind)
+    for said in (True, False):
+        read_as = LAYOUTS[kind](Described(config | {"allow_neg_eigval": said}, "config.json")).config
+        assert [mixer.write.allow_neg_eigval for mixer in read_as.each_layer()] == [said, said]
+
+
+def test_mamba2_of_one_model_type_is_told_apart_by_a_key(tmp_path):
+    config, tensors = read("mamba2_fla")
+    assert config["model_type"] == "mamba2"
+    assert convert(written(tmp_path / "source", config, tensors), tmp_path / "ours").layout == "mamba2_fla"
 
 
 def changed(folder, **values):
@@ -86,14 +114,20 @@ def changed(folder, **values):
 @pytest.mark.parametrize(
     ("kinds", "values"),
     [
-        (("gla", "delta_net", "gated_deltanet", "kda"), {"norm_eps": 1e-5}),
-        (("gla", "delta_net", "gated_deltanet", "kda"), {"attn": {"layers": [1], "num_heads": 2}}),
-        (("gla",), {"feature_map": "relu"}),
+        (("gla", "retnet", "delta_net", "gated_deltanet", "kda"), {"norm_eps": 1e-5}),
+        (("gla", "retnet", "delta_net", "gated_deltanet", "kda"), {"attn": {"layers": [1], "num_heads": 2}}),
+        (("gla", "retnet"), {"feature_map": "relu"}),
+        (("gla", "retnet"), {"num_kv_heads": 1}),
+        (("gla", "retnet"), {"elementwise_affine": False}),
         (("gla",), {"clamp_min": -2.0}),
         (("delta_net",), {"qk_norm": "sum"}),
-        (("delta_net", "gated_deltanet", "kda"), {"allow_neg_eigval": True}),
         (("gated_deltanet",), {"output_gate_activation": "sigmoid"}),
         (("kda",), {"lower_bound": -5.0}),
+        (("mamba2_fla",), {"norm_before_gate": True}),
+        (("mamba2_fla",), {"rmsnorm": False}),
+        (("mamba2_fla",), {"D_has_hdim": True}),
+        (("mamba2_fla",), {"use_bias": True}),
+        (("mamba2_fla",), {"dt_limit": [0.0, 0.5]}),
     ],
 )
 def test_what_no_layer_has_is_refused_by_its_key(kinds, values, tmp_path):
@@ -106,14 +140,13 @@ def test_what_no_layer_has_is_refused_by_its_key(kinds, values, tmp_path):
 
 
 def test_the_width_of_an_mlp_follows_from_its_ratio():
-    from needlework.models.convert.described import Described
-
     config = json.loads((peers.FOLDER / "gla.json").read_text())["config"]
     for dim, ratio, hidden in ((2048, 4, 5632), (1024, 4, 2816), (1024, None, 2816), (96, 4, 256)):
         described = config | {"hidden_size": dim, "hidden_ratio": ratio, "intermediate_size": None}
         assert LAYOUTS["gla"](Described(described, "config.json")).config.channel_mixer().hidden == hidden
 
 
+@pytest.mark.parametrize("kind", [kind for kind in peers.MODELS if not kind.endswith("negative")])
 def test_ccq_reads_a_converted_recurrence(source, tmp_path, kind):
     """Its map and bias are new and start as its layer's; λ = 0 is the model as it was."""
     plain = ours(source, tmp_path / "ours")

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, loss
 from needlework.models.loss import linear_cross_entropy, softcap
 from needlework.testing.compare import assert_close, relative
+from needlework.testing.rows import chosen
 
 N, D, V = 37, 16, 41
 BOTH = pytest.mark.parametrize("cap", [None, 3.0])
@@ -213,13 +214,17 @@ def test_liger_gives_the_plain_loss_and_gradients(dtype):
 
 
 @BOTH
-def test_compiled_it_is_the_same(cap):
+@pytest.mark.parametrize("backend", chosen(["aot_eager", "inductor"], quick=["aot_eager"]))
+def test_compiled_it_is_the_same(monkeypatch, cap, backend):
     """What runs on a GPU: the softmax and its gradient as one graph."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **settings: compile(f, backend=backend, **settings))
+    compiled = loss._compiled.__wrapped__()
     x, weight, bias, targets = sample().values()
     z = linear(x, weight, bias)
     for training in (True, False):
         arguments = z, targets, torch.linspace(0, 8, N, dtype=torch.float64), cap, torch.float64, training
-        for found, want in zip(loss._compiled()(*arguments), loss._cross_entropy(*arguments), strict=True):
+        for found, want in zip(compiled(*arguments), loss._cross_entropy(*arguments), strict=True):
             assert (found is None) == (want is None)
             if want is not None:
                 torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)

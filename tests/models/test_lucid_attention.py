@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 import needlework.models  # noqa: F401 (registers "lucid")
 from needlework.models.lucid_attention import lucid_attention
+from needlework.testing.rows import chosen
 
 SIZES = dict(
     vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -151,7 +152,7 @@ def test_gradients_with_a_cache_and_with_checkpointing_are_those_without(model):
     assert near(gradients(lambda: model(PROMPT).logits[:, 5:].square().sum()))
 
 
-@pytest.mark.parametrize("cached, padded", [(False, False), (True, True)])
+@pytest.mark.parametrize("cached, padded", chosen([(False, False), (True, True)], quick=[(True, True)]))
 def test_it_compiles_without_a_graph_break(cached, padded):
     model = build("llama")
     model.model.layers = model.model.layers[:1]

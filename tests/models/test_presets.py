@@ -21,6 +21,7 @@ COUNTS = {
     **{f"{name}-1b-64": 1_100_048_384 for name in ("standard", "lucid")}, "lucid-1b-64-beta": 1_100_048_384 + 180_224,
     **{f"lucid-1b-{p}": 1_113_024_512 for p in ("qk", "rowmax")},
     **{f"lucid-1b-64-{p}": 1_100_048_384 for p in ("qk", "rowmax")}, "lucid-256k": 1_195_444_224,
+    "path-1b": 1_111_763_032, "lucid-path-1b": 1_111_763_032, "path-1b-rank32": 1_101_867_608,
     "gla-hedgehog-500m": 482_385_408, "gla-hedgehog-1.3b": 1_324_780_032,
     "mamba2-500m": 461_837_664, "mamba2-1.3b": 1_306_303_488,
     "mamba2-340m-untied": 382_387_712, "mamba2-1.3b-untied": 1_371_839_488,

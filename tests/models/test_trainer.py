@@ -31,6 +31,7 @@ from needlework.layers import (
     SwiGLU,
 )
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+from needlework.testing.rows import chosen
 
 RECURRENT, ATTENTION = {"heads": 2, "key_dim": 8, "value_dim": 8}, {"heads": 2, "head_dim": 8}
 MIXERS = {
@@ -93,21 +94,22 @@ def assert_same_weights(a, b, **tolerance):
         )
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-        {"gradient_checkpointing": True},
-        {"collator": DataCollatorWithFlattening(return_tensors="pt")},
-        {"collator": DataCollatorWithFlattening(return_tensors="pt"), "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
-    ],
-    ids=["one batch", "accumulated", "checkpointed", "packed", "packed and accumulated"],
-)  # fmt: skip
+PACKED = {"collator": DataCollatorWithFlattening(return_tensors="pt")}
+IN_PARTS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+SETTINGS = {
+    "one batch": {},
+    "accumulated": IN_PARTS,
+    "checkpointed": {"gradient_checkpointing": True},
+    "packed": PACKED,
+    "packed and accumulated": PACKED | IN_PARTS,
+}
+
+
+@pytest.mark.parametrize("settings", chosen(SETTINGS, quick=["checkpointed", "packed and accumulated"]))
 def test_a_step_is_the_step_on_the_mean_over_all_targets(tmp_path, settings):
     """However the rows are dealt out: padded, packed, at once or in parts of unequal length."""
     model = make()
-    trainer(model, tmp_path, **settings).train()
+    trainer(model, tmp_path, **SETTINGS[settings]).train()
     assert_same_weights(model, step_by_hand(make()))
 
 
@@ -150,8 +152,8 @@ def test_a_run_that_was_stopped_goes_on_as_one_that_was_not(tmp_path):
     assert_same_weights(again, whole, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layout", MIXERS)
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("layout", chosen([*MIXERS, "".join(MIXERS)], quick=["".join(MIXERS)]))
+@pytest.mark.parametrize("checkpointing", chosen([False, True], quick=[True]))
 def test_lora_trains_its_adapters_alone_and_merges(tmp_path, layout, checkpointing):
     base = make(layout).eval()
     before = copy.deepcopy(base.state_dict())

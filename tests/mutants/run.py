@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from time import monotonic
@@ -73,9 +74,15 @@ def mutated(mutant: Mutant, root: Path = ROOT) -> dict[Path, str]:
             raise ValueError(f"{mutant.name}: its old text is {times} times in {edit.file}, not once: {edit.old!r}")
         texts[path] = text.replace(edit.old, edit.new)
     for path, text in texts.items():
-        if ast.dump(ast.parse(text)) == ast.dump(ast.parse(path.read_text(encoding="utf-8"))):
+        if ast.dump(ast.parse(text)) == _program(path.read_text(encoding="utf-8")):
             raise ValueError(f"{mutant.name}: {path.name} is the same program as before")
     return texts
+
+
+@cache
+def _program(text: str) -> str:
+    """Of a file as it is, which many mutants have in common."""
+    return ast.dump(ast.parse(text))
 
 
 @contextmanager

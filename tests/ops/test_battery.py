@@ -20,12 +20,14 @@ REPRESENTATIVES = (
     "lucid/rowmax-window",
     "polar/window",
     "polar/grouped",
+    "path/window",
     "paged/polar",
     "mamba3/mimo",
 )
-HALVES = [partial(checks.error_budget, dtypes=(dtype,)) for dtype in (torch.float16, torch.bfloat16)]
+ENOUGH = {"B": 47, "T": 88}  # 4,096 numbers a head even for a gate, in a chunk of 64 and a piece of one
+HALVES = [partial(checks.error_budget, dtypes=(dtype,), **ENOUGH) for dtype in (torch.float16, torch.bfloat16)]
 COSTLY = (checks.compiles_without_a_graph_break, HALVES[0])
-SINGLE = partial(checks.error_budget, dtypes=(torch.float32,))
+SINGLE = partial(checks.error_budget, dtypes=(torch.float32,), **ENOUGH)
 CHECKS = [SINGLE if check is checks.error_budget else check for check in checks.CHECKS] + HALVES
 
 

@@ -1,7 +1,7 @@
 """The battery on the Triton kernels, in Triton's interpreter: TRITON_INTERPRET=1 pytest.
 
 The interpreter takes milliseconds a program, so every rule has the checks of its mathematics, and one rule of each engine those of
-what its rules share: sequences, states, packing, registration; CARVE, LUCID and Polar have tests of their own. Sizes are as small as
+what its rules share: sequences, states, packing, registration; CARVE, LUCID, PaTH and Polar have tests of their own. Sizes are as small as
 still cut a chunk. Of the battery is left out: literal_form_is_the_recurrence, where no kernel runs; chunk_size_is_invisible, since the
 kernels' chunk is their config's; half precision in error_budget, which `needlework doctor` judges on a GPU, on more numbers.
 """
@@ -51,7 +51,7 @@ SLOW = {
     "ccq/aligned": (CAUSAL, BUDGET, checks.compiles_without_a_graph_break, checks.custom_ops_pass_opcheck),
     "mamba3": SHARED,  # test_triton_mamba3.py has them in small
 }
-ENGINES = {rule.spec: rule.chunk for rule in RULES if rule.step and not rule.spec.startswith(("lucid", "polar"))}
+ENGINES = {rule.spec: rule.chunk for rule in RULES if rule.step and not rule.spec.startswith(("lucid", "path", "polar"))}
 CASES = [(spec, check) for spec in specs() if spec.name in ENGINES for check in MATHEMATICS] + [
     pytest.param(spec, check, marks=pytest.mark.slow if check in SLOW.get(spec.name, ()) else ())
     for spec in specs()

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from needlework.ops.common.unit import unit_rows
 from needlework.ops.delta import chunk_delta, recurrent_delta
 from needlework.ops.qdelta import chunk_qdelta
 from needlework.ops.runtime import compile_cache, denylist, launch_configs
+from needlework.testing import targets
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -71,6 +73,38 @@ def test_a_launch_config_on_the_denylist_is_not_taken_and_torch_says_why_once(mo
         assert resolve("delta", "auto", GPU, lambda: launch_configs.misfit(*arguments)) == "torch"
     denylist.record({f"delta/scalar/{row.name}": None for row in launch_configs.rows("delta/scalar")})
     assert launch_configs.misfit(*arguments) is None
+
+
+GPUS = {"sm_80": (8, 0), "sm_86": (8, 6), "sm_89": (8, 9), "sm_90": (9, 0), "sm_100": (10, 0), "sm_120": (12, 0)}
+# bytes of shared memory that a program may have there, from NVIDIA's table of compute capabilities
+HAD = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_what_is_picked_fits_the_gpu(gpu):
+    """Every size that a table has a row for on Hopper is picked one for on the other GPUs too, and none that wants more than there is."""
+    arch, none_denied = GPUS[gpu], frozenset()
+    assert launch_configs.shared_memory(arch) == HAD[gpu] * 1024
+    for engine, dtype, (K, V) in product(targets.ENGINES, ("bfloat16", "float16", "float32"), targets.SIZES):
+        try:
+            launch_configs._picked(engine, (9, 0), dtype, K, V, none_denied)
+        except launch_configs.Unsupported:
+            continue
+        row = launch_configs._picked(engine, arch, dtype, K, V, none_denied)
+        assert row.shared_memory <= HAD[gpu] * 1024 and row.arch <= arch, row.name
+        assert row.before is None or arch < row.before, row.name
+
+
+def test_a_call_without_a_row_that_fits_is_told_what_each_row_wants_and_what_there_is(monkeypatch):
+    large = [row for row in launch_configs.rows("delta/scalar") if row.shared_memory]
+    monkeypatch.setattr(launch_configs, "rows", lambda engine: large)
+    wants = "sm90-k256 needs 232,448 bytes of shared memory, 12.0 has 101,376"
+    with pytest.raises(launch_configs.Unsupported, match="does not compile for compute capability"):
+        launch_configs._picked.__wrapped__("delta/scalar", (12, 0), "bfloat16", 256, 512, frozenset())
+    only = [row._replace(before=None) for row in large]
+    monkeypatch.setattr(launch_configs, "rows", lambda engine: only)
+    with pytest.raises(launch_configs.Unsupported, match=wants):
+        launch_configs._picked.__wrapped__("delta/scalar", (12, 0), "bfloat16", 256, 512, frozenset())
 
 
 def test_graphs_kept_on_disk_are_known_by_tables_and_verdicts():

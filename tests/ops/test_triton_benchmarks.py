@@ -31,8 +31,10 @@ def bench(monkeypatch):
             del sys.modules[name]
 
 
+RULES = ("gated", "qdelta", "additive", "gla", "kda", "gdn2", "given", "carve-gates-given", "carve", "ccq", "mamba3", "lucid",
+         "lucid/attention", "polar")  # fmt: skip
 KEYS = ("gated/A", "qdelta/C", "kda/B", "carve-gates-given/B", "carve/B", "ccq/K256", "ccq+gated/A", "mamba3/64-heads",
-        "lucid/kv4-8K", "lucid/clustered/kv4-8K", "lucid/kv4-d128", "lucid/attention/kv4-32K", "polar/2K")  # fmt: skip
+        "lucid/kv4-8K", "lucid/clustered/kv4-8K", "lucid/kv4-d128", "lucid/attention/kv4-32K", "polar/2K", "path/kv8-4K")  # fmt: skip
 
 
 def case_of(bench, key):
@@ -102,6 +104,18 @@ def test_a_run_writes_a_row_of_every_kind_and_none_of_a_case_that_is_wrong(bench
     assert rows["gated", "fwd"]["ms"] == 2.0 and rows["gated", "fwd"]["bar"] == 0.5
     share = rows["lucid", "share"]
     assert share["ratio"] == share["floor_ms"] / 2.0 and share["bar"] == 0.42 and rows["lucid", "fwd"]["peer_ms"] is None
+
+
+@pytest.mark.parametrize("rule", chosen(RULES, quick=["qdelta"]))
+def test_a_drawn_call_is_within_its_budget_packed_and_from_a_state(bench, rule, monkeypatch):
+    draw, grid = bench("draw"), bench("grid")
+    for name, value in {"DEVICE": "cpu", "DRAWS": 4, "JUDGED": {"T": 40, "documents": (1, 14, 25)}}.items():
+        monkeypatch.setattr(grid, name, value)
+    (call,), _ = draw.draw(draw.rule_of(rule), 101, 1)
+    call = call._replace(K=32, V=32 if rule == "ccq" else 16, dtype="float32", state=draw.rule_of(rule).state)
+    for documents in ((), (40,)):
+        error, name = grid.judge(call._replace(documents=documents))
+        assert error <= 1, f"{name}: {error:.2f} x its budget"
 
 
 def test_the_tuner_takes_the_fastest_that_is_right_and_writes_it(bench, tmp_path):

@@ -79,7 +79,7 @@ def _score(share: float, digits: int) -> dict:
     return {"accuracy": round(share * digits) / digits, "exact": round(share**3, 3), "digits": digits, "values": digits // 4}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def example():
     """A function: example(mixers=7) -> results, new on every call."""
     return build

@@ -46,10 +46,15 @@ def report(results, folder):
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_every_mixer_is_in_every_figure_the_legend_and_the_table(example, tmp_path):
-    text = report(example(), tmp_path)
-    figures = re.findall(r"<figure>.*?</figure>", text, flags=re.DOTALL)
-    legend, tables = re.search(r"<nav.*?</nav>", text, re.DOTALL)[0], re.findall(r"<table>.*?</table>", text, re.DOTALL)
+@pytest.fixture(scope="module")
+def whole(example, tmp_path_factory):
+    """The page of seven mixers."""
+    return report(example(), tmp_path_factory.mktemp("page"))
+
+
+def test_every_mixer_is_in_every_figure_the_legend_and_the_table(example, whole):
+    figures = re.findall(r"<figure>.*?</figure>", whole, flags=re.DOTALL)
+    legend, tables = re.search(r"<nav.*?</nav>", whole, re.DOTALL)[0], re.findall(r"<table>.*?</table>", whole, re.DOTALL)
     assert len(tables) == 2
     assert len(figures) == 10
     for i, mixer in enumerate(example()["mixers"]):
@@ -58,26 +63,24 @@ def test_every_mixer_is_in_every_figure_the_legend_and_the_table(example, tmp_pa
         assert all(mixer["equation"] in table for table in tables) and f"{mixer['parameters']:,}" in tables[1]
 
 
-def test_the_page_is_well_formed_and_asks_nothing_of_the_network(example, tmp_path):
-    page = Page(report(example(), tmp_path))
+def test_the_page_is_well_formed_and_asks_nothing_of_the_network(whole):
+    page = Page(whole)
     assert page.open == []
     links = [value for _, name, value in page.attributes if name in ("src", "href", "xlink:href", "action")]
     assert {link for link in links if not link.startswith("#")} == {"results.csv"}  # beside the page
     assert {tag for tag, _, _ in page.attributes}.isdisjoint({"link", "img", "iframe", "object"})
-    text = (tmp_path / "report.html").read_text()
-    assert set(re.findall(r"https?://[^\s\"'<>]+", text)) <= {"http://www.w3.org/1999/xlink"}
-    assert "@import" not in text and "url(" not in text.replace("url(#", "")
+    assert set(re.findall(r"https?://[^\s\"'<>]+", whole)) <= {"http://www.w3.org/1999/xlink"}
+    assert "@import" not in whole and "url(" not in whole.replace("url(#", "")
 
 
-def test_a_reference_inside_a_figure_finds_its_definition(example, tmp_path):
-    text = report(example(), tmp_path)
-    ids = [value for _, name, value in Page(text).attributes if name == "id"]
-    wanted = set(re.findall(r'href="#([^"]+)"', text)) | set(re.findall(r"url\(#([^)]+)\)", text))
+def test_a_reference_inside_a_figure_finds_its_definition(whole):
+    ids = [value for _, name, value in Page(whole).attributes if name == "id"]
+    wanted = set(re.findall(r'href="#([^"]+)"', whole)) | set(re.findall(r"url\(#([^)]+)\)", whole))
     assert wanted <= set(ids)
 
 
-def test_equal_results_give_equal_bytes(example, tmp_path):
-    assert report(example(), tmp_path) == report(example(), tmp_path)
+def test_equal_results_give_equal_bytes(example, whole, tmp_path):
+    assert report(example(), tmp_path) == whole
 
 
 def test_names_are_escaped_everywhere(example, tmp_path):
@@ -91,14 +94,13 @@ def test_names_are_escaped_everywhere(example, tmp_path):
     assert "".join(Page(text).text).count(hostile) >= 10
 
 
-def test_the_configuration_can_be_copied_out(example, tmp_path):
-    text = report(example(), tmp_path)
-    copied = re.search(r"<pre>(.*?)</pre>", text, re.DOTALL)[1]
+def test_the_configuration_can_be_copied_out(example, whole):
+    copied = re.search(r"<pre>(.*?)</pre>", whole, re.DOTALL)[1]
     assert json.loads("".join(Page(copied).text)) == example()["config"]
 
 
-def test_every_colour_of_a_figure_follows_the_theme(example, tmp_path):
-    figures = "".join(re.findall(r"<svg.*?</svg>", report(example(), tmp_path), flags=re.DOTALL))
+def test_every_colour_of_a_figure_follows_the_theme(whole):
+    figures = "".join(re.findall(r"<svg.*?</svg>", whole, flags=re.DOTALL))
     colours = set(re.findall(r"(?:fill|stroke): ([^;\"]+)", figures))
     assert len(colours) > 8 and all(colour == "none" or colour.startswith("var(--") for colour in colours)
 
@@ -143,16 +145,16 @@ def test_spread_labels_keep_their_order_and_their_distance():
     assert placed[2] == 0.1  # nothing near it, so it stays
 
 
-def test_the_table_says_how_many_digits_were_scored(example, tmp_path):
+def test_the_table_says_how_many_digits_were_scored(example, whole, tmp_path):
+    assert "single needle 1,280 at each length, several needles 2,560 at each length" in whole
     results = example()
-    assert "single needle 1,280 at each length, several needles 2,560 at each length" in report(results, tmp_path)
     for mixer in results["mixers"]:
         mixer["needle"]["256"]["digits"] = 5120
     assert "single needle 5,120 / 1,280 / 1,280 / 1,280," in report(results, tmp_path)
 
 
-def test_every_picture_has_a_name_and_all_its_points_in_words(example, tmp_path):
-    text = report(example(), tmp_path)
+def test_every_picture_has_a_name_and_all_its_points_in_words(example, whole):
+    text = whole
     pictures = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
     names = set()
     for drawn in pictures:

@@ -248,7 +248,7 @@ def test_void_runs_are_in_no_number_and_the_page_says_why(tmp_path):
     assert "| better finds more than plain | needle at 1×, 2× |  |  |  |  |  |  | **void, to be rerun** |" in page
 
 
-def test_a_run_of_no_known_code_is_not_struck(tmp_path):
+def test_a_run_of_no_known_code_counts(tmp_path):
     runs = write(tmp_path, run("plain", 0, 0.5, commit=None))
     assert load_sweep(runs, void={"plain": Void("", ("abc",))}).void == {}
 

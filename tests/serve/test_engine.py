@@ -3,10 +3,12 @@
 import asyncio
 import random
 import threading
+from functools import cache
 
 import pytest
 import torch
 
+from needlework.layers import Attention, Path
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.serve.bell import Bell
 from needlework.serve.engine import Engine
@@ -28,6 +30,18 @@ HARDLY_ANY = {"memory": 650_000, "budget": 64, "snapshots": 0}  # four slots, an
 def model():
     torch.manual_seed(0)
     config = NeedleworkConfig(vocab_size=V, hidden_size=32, layout="".join(MIXERS), mixers=MIXERS)
+    return NeedleworkForCausalLM(config).double().eval()
+
+
+@pytest.fixture(scope="module")
+def rewriting():
+    """A model whose pages are written again, all of a sequence's once in 64 tokens."""
+    mixers = {
+        "H": Attention(heads=4, kv_heads=2, head_dim=8, attend=Path(rank=4)),
+        "W": Attention(heads=2, head_dim=8, attend=Path(rank=None, conv=None, window=24)),
+    }
+    torch.manual_seed(0)
+    config = NeedleworkConfig(vocab_size=V, hidden_size=32, layout="".join(mixers), mixers=mixers)
     return NeedleworkForCausalLM(config).double().eval()
 
 
@@ -98,6 +112,7 @@ def requests(n, seed=0, lengths=(1, 5, 17, 64, 70, 100), answers=(1, 5, 20), **o
     ]
 
 
+@cache
 def generated(model, request):
     prompt = torch.tensor([request.prompt])
     return model.generate(prompt, max_new_tokens=request.max_tokens, do_sample=False)[0, len(request.prompt) :].tolist()
@@ -106,7 +121,7 @@ def generated(model, request):
 @pytest.mark.parametrize("graphs", (False, True))
 def test_many_requests_are_answered_as_by_generate(model, graphs):
     """graphs: rows that decode and sequences that are prefilled alone run padded, on buffers of their own, as on a GPU."""
-    asked = requests(16)
+    asked = requests(10)  # six at once
     with Serving(model) as serving:
         serving.runner.graph = (lambda call: call) if graphs else None
         found = serving.answers(asked)
@@ -171,12 +186,34 @@ def test_a_prefix_that_was_seen_gives_the_same_answer(model):
     assert found == [generated(model, request) for request in asked]
 
 
+def test_sequences_that_write_their_pages_again_do_not_meet(rewriting):
+    """Prompts that begin alike, answers that end a block of keys, and too few pages: some are parked."""
+    rng = random.Random(5)
+    head = tuple(rng.randrange(V) for _ in range(30))
+    asked = [
+        Request(id=str(i), prompt=(*head, *(rng.randrange(V) for _ in range(2))), max_tokens=60, sampling=GREEDY)
+        for i in range(4)
+    ]
+    with Serving(rewriting, memory=220_000, snapshots=0, budget=64, length=100) as serving:
+        found = serving.answers(asked)
+        assert serving.scheduler.parked
+    prompts = torch.tensor([request.prompt for request in asked])
+    assert found == rewriting.generate(prompts, max_new_tokens=60, do_sample=False)[:, 32:].tolist()
+
+
+def test_pages_that_are_written_again_are_shared_by_no_two_sequences(rewriting):
+    with pytest.raises(
+        ValueError, match=r"scheduler: prefix is True, expected False .snapshots = 0.: layers 0, 1 write their pages"
+    ):
+        Serving(rewriting)
+
+
 def test_a_seed_gives_the_same_tokens_alone_and_among_others(model):
     sampling = Sampling(temperature=1.5, seed=7, top_p=0.9, frequency_penalty=0.5, repetition_penalty=1.3)
-    mine = Request(id="mine", prompt=(1, 2, 3, 4), max_tokens=30, sampling=sampling)
+    mine = Request(id="mine", prompt=(1, 2, 3, 4), max_tokens=20, sampling=sampling)
     with Serving(model) as serving:
         (alone,) = serving.answers([mine])
-        others = requests(8, seed=3, answers=(30,), sampling=Sampling(temperature=1.0))
+        others = requests(8, seed=3, answers=(20,), sampling=Sampling(temperature=1.0))
         among = serving.answers([*others[:4], mine, *others[4:]])[4]
     with Serving(model, **HARDLY_ANY) as crowded:
         *_, parked = crowded.answers([*requests(3, seed=4, lengths=(50,), answers=(80,)), mine])
@@ -220,7 +257,7 @@ def test_stop_tokens_end_an_answer(model):
 
 @pytest.mark.parametrize("heard", [0, 1, 7])
 def test_a_cancelled_request_ends_and_the_others_do_not_notice(model, heard):
-    asked = requests(10, seed=2, lengths=(17, 100), answers=(25,))
+    asked = requests(8, seed=2, lengths=(17, 70), answers=(12,))
     with Serving(model) as serving:
         streams = [serving.engine.add(request) for request in asked]
         gone = iter(streams[3])

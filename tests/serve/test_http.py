@@ -7,8 +7,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from needlework.serve.http import Front, Server, listen  # noqa: E402
 from needlework.serve.request import Event, Request  # noqa: E402
 
 from .engine import FakeEngine, says  # noqa: E402
+from .program import serving  # noqa: E402
 from .texts import END, byte_text  # noqa: E402
 
 
@@ -301,56 +300,29 @@ def test_metrics_are_prometheus_own(engine, client, url):
     assert numbers["needlework_first_token_seconds_count"] == numbers["needlework_request_seconds_count"] == "1.0"
 
 
-PROGRAM = """
-import sys, threading
-from tests.serve.engine import FakeEngine, says
-from tests.serve.texts import byte_text
-from needlework.serve.http import Front, listen, serve
-engine = FakeEngine(lambda request: says("ab")[:1])
-def rest():
-    engine.until(lambda e: e.draining)
-    print("draining", flush=True)
-    sys.stdin.readline()
-    for stream in engine.streams:
-        stream.put(*says("ab")[1:])
-threading.Thread(target=rest, daemon=True).start()
-bound = listen("127.0.0.1", 0)
-print(bound.getsockname()[1], flush=True)
-serve(Front(engine, byte_text(), name="tiny"), bound)
-print("over", flush=True)
-"""
+@pytest.fixture
+def program(forked):
+    """A server in a process of its own, our end of its pipe, and its address."""
+    process, pipe = forked(serving)
+    return process, pipe, f"http://127.0.0.1:{pipe.recv()}"
 
 
-@contextmanager
-def program():
-    """A server in a process of its own, whose answers end when it is told, once it drains; and its address."""
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
-    ) as process:
-        try:
-            yield process, f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.kill()
-
-
-def test_sigterm_lets_running_answers_end_refuses_new_ones_and_exits_0():
-    with program() as (process, url), openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+def test_sigterm_lets_running_answers_end_refuses_new_ones_and_exits_0(program):
+    process, pipe, url = program
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         running = client.completions.create(model="tiny", prompt="x", stream=True)
         assert next(running).choices[0].text == "a"
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout.readline() == "draining\n"
+        process.terminate()
+        assert pipe.recv() == "draining"
         with pytest.raises(openai.InternalServerError) as caught:
             client.completions.create(model="tiny", prompt="y")
         assert caught.value.status_code == 503 and caught.value.code == "draining"
         assert httpx.get(f"{url}/ready").status_code == 503 and httpx.get(f"{url}/health").status_code == 200
-        process.stdin.write("\n")
-        process.stdin.flush()
+        pipe.send("end")
         assert text_of(running) == "b"
-        assert process.stdout.readline() == "over\n" and process.wait(30) == 0
+        assert pipe.recv() == "over"
+        process.join(30)
+        assert process.exitcode == 0
 
 
 def test_a_server_ends_when_the_engine_has_drained_and_not_before(engine):
@@ -369,14 +341,17 @@ def test_a_server_ends_when_the_engine_has_drained_and_not_before(engine):
     assert server.force_exit
 
 
-def test_a_second_signal_ends_it_at_once():
-    with program() as (process, url), openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+def test_a_second_signal_ends_it_at_once(program):
+    process, pipe, url = program
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         running = client.completions.create(model="tiny", prompt="x", stream=True)
         assert next(running).choices[0].text == "a"
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.readline() == "draining\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout.readline() == "over\n" and process.wait(30) == 0
+        os.kill(process.pid, signal.SIGINT)
+        assert pipe.recv() == "draining"
+        process.terminate()
+        assert pipe.recv() == "over"
+        process.join(30)
+        assert process.exitcode == 0
         with pytest.raises((openai.APIError, httpx.HTTPError)):
             list(running)
 

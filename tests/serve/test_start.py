@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from needlework.layers import Attention, Path
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.serve.costs import costs
 from needlework.serve.start import Room, start
@@ -14,9 +15,9 @@ from .texts import byte_text
 ROOM = Room(length=160, batch=4, snapshots=2, memory=0.01)
 
 
-def made(vocabulary):
+def made(vocabulary, mixers=MIXERS):
     torch.manual_seed(0)
-    config = NeedleworkConfig(vocab_size=vocabulary, hidden_size=32, layout="".join(MIXERS), mixers=MIXERS)
+    config = NeedleworkConfig(vocab_size=vocabulary, hidden_size=32, layout="".join(mixers), mixers=mixers)
     return NeedleworkForCausalLM(config).double().eval()
 
 
@@ -51,6 +52,16 @@ def test_it_holds_what_was_asked_for_within_the_memory(started):
     config = started[1]
     assert (config.length, config.batch, config.slots) == (160, 4, 6) and config.prefix
     assert all(pages >= 6 for _, pages, _ in config.pools)
+
+
+def test_a_model_that_writes_its_pages_again_shares_none_unless_it_is_asked_to_and_then_is_refused(model):
+    again = made(257, {"H": Attention(heads=4, kv_heads=2, head_dim=8, attend=Path())})
+    for one, shared in ((model, 1), (again, 0)):
+        engine, config = start(one, byte_text(), Room(length=160, batch=1, memory=0.01))
+        engine.close()
+        assert config.prefix is bool(shared) and config.slots == 1 + shared
+    with pytest.raises(ValueError, match="layers 0 write their pages again"):
+        start(again, byte_text(), ROOM)
 
 
 def test_a_request_that_fits_nowhere_is_refused_with_the_bytes(model):

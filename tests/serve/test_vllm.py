@@ -36,9 +36,10 @@ def caches(plan, slots=4, pages=12, fill=255):
     return made(len(plan.slots), slots, plan.slot_bytes), made(len(plan.pages), pages, PAGE * plan.row_bytes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_layer_has_its_tensors_in_the_bins_and_no_two_share_a_byte(name):
-    plan = Plan.of(model(name).config, torch.float32)
+def test_every_layer_has_its_tensors_in_the_bins_and_no_two_share_a_byte(name, dtype):
+    plan = Plan.of(model(name).config, dtype)
     tables = plan.tables(*caches(plan, fill=0), PAGE)
     for held, own in zip(plan.held, tables, strict=True):
         assert {n: (x.dtype, x.shape[1:]) for n, x in own.items()} == {n: (p.dtype, p.shape) for n, p in held.fixed.items()} | {

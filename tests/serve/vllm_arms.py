@@ -39,6 +39,9 @@ from needlework.layers import (
     Softmax,
     SwiGLU,
 )
+from needlework.layers import (
+    Path as PathAttention,
+)
 from needlework.layers.config import MixerConfig
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 
@@ -86,10 +89,18 @@ MODELS: dict[str, tuple[str, dict[str, MixerConfig]]] = {
             "S": Attention(heads=2, head_dim=32, attend=Softmax(), position=Rope()), "L": attention(Lucid(precondition="rowmax")),
         },
     ),
+    # pages that are written again: no two sequences may share one
+    "rewriting": (
+        "HWQ",
+        {
+            "H": attention(PathAttention(rank=4), position=None), "W": attention(PathAttention(window=24, rank=None, conv=None), position=None),
+            "Q": rule(QDelta()),
+        },
+    ),
 }  # fmt: skip
 
 # Pages, or slots, that are too few for all requests at once, which would otherwise be a memory's worth.
-SCARCE = {"recurrent": 9, "attention": 40, "mixed": 12}
+SCARCE = {"recurrent": 9, "attention": 40, "mixed": 12, "rewriting": 12}
 
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -166,17 +177,19 @@ def arm(name: str, folder: Path, wanted: list[tuple[list[int], list[int]]], scar
 
 def refusals(folder: Path) -> list[str]:
     """What vLLM says where it would serve these models wrongly, before it serves. A process each: vLLM remembers what it has refused."""
-    wrong = []
-    for option, version, expected in (
+    cases = (
         ({"kv_cache_dtype": "fp8"}, None, "kv_cache_dtype: got fp8, expected auto"),
         ({}, "0.1.0", "needlework serves inside vLLM 0.1.0, and this is"),
-    ):
-        code = f"import needlework.serve.vllm as plugin; plugin.VERSION = {version!r} or plugin.VERSION; from vllm import LLM; "
-        code += f"LLM({str(folder)!r}, **{COMMON | option})"
-        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        if not ended.returncode or expected not in ended.stderr:
-            wrong.append(f"{option} with {version}: ended with {ended.returncode}, expected {expected!r}")
-    return wrong
+    )
+    return [line for case in cases for line in refused(folder, *case)]
+
+
+def refused(folder: Path, option: dict[str, Any], version: str | None, expected: str) -> list[str]:
+    code = f"import needlework.serve.vllm as plugin; plugin.VERSION = {version!r} or plugin.VERSION; from vllm import LLM; "
+    code += f"LLM({str(folder)!r}, **{COMMON | {name: x for name, x in option.items() if name != 'scarce'}})"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    right = ended.returncode and expected in ended.stderr
+    return [] if right else [f"{option} with {version}: ended with {ended.returncode}, expected {expected!r}"]
 
 
 def replicas(folder: Path, wanted: list[tuple[list[int], list[int]]]) -> list[str]:
@@ -234,7 +247,7 @@ def replicas(folder: Path, wanted: list[tuple[list[int], list[int]]]) -> list[st
 
 
 def main(models: list[str]) -> None:
-    failed = 0
+    failed, answers = 0, {}
 
     def told(what: str, wrong: list[str], since: float) -> None:
         nonlocal failed
@@ -245,17 +258,22 @@ def main(models: list[str]) -> None:
         for name in models or MODELS:
             path = Path(folder) / name
             model = make(name, path)
-            wanted, one = answered(model, prompts()), answered(model, [[token] for token in range(1, FEW + 1)])
+            answers[name] = wanted = answered(model, prompts())
+            one = answered(model, [[token] for token in range(1, FEW + 1)])
             for label, options in ARMS.items():
                 since = time.time()
+                if name == "rewriting" and options.get("enable_prefix_caching"):
+                    told(f"{name}, {label} is refused", refused(path, options, None, "enable_prefix_caching: got True"), since)
+                    continue
                 told(f"{name}, {label}", arm(name, path, wanted, **options), since)
             since = time.time()
             # slots and pages that others have left: what lies in them is not theirs
             told(f"{name}, prompts of one token", arm(name, path, one, scarce=True, max_num_seqs=4), since)
+        path = Path(folder) / (models or [*MODELS])[0]
         since = time.time()
         told("what is refused", refusals(path), since)
         since = time.time()
-        told("two replicas", replicas(path, wanted), since)
+        told("two replicas", replicas(path, answers[path.name]), since)
     sys.exit(failed > 0)
 
 

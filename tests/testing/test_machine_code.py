@@ -61,9 +61,9 @@ def test_each_kernel_of_a_file_starts_with_nothing():
 def test_a_build_whose_machine_code_is_wrong_is_an_error(text, error, monkeypatch):
     compiled = pytest.importorskip("needlework.ops.runtime.compile")
     made = compiled.Compiled("solve", 168, 1024, 0, 2, 0, b"")
-    monkeypatch.setattr(compiled, "compile_case", lambda case, sm: made)
+    monkeypatch.setattr(compiled, "compile_case", lambda case, target: made)
     monkeypatch.setattr(compiled, "disassembled", lambda cubin: text)
-    task = next(task for task in builds.tasks(False) if task.sm == 90)
+    task = next(task for task in builds.tasks(False) if task.target == "sm_90")
     found = builds._compile(task)
     assert found and {"HGMMA.64x32x16.F32 R24, R120" in build.error for build in found} == {error}
 

@@ -2,35 +2,30 @@
 
 import errno
 import fcntl
-import signal
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 
-from needlework.testing.ranks import member, ranks
+from needlework.testing.ranks import ranks
 from needlework.train import AdamW, InUse, alone, latest, train
 
-if __name__ == "__main__":  # as one rank
-    from tiny import CONFIG, Tiny, batch, stop_at
-else:
-    from .tiny import CONFIG, Tiny, batch, stop_at
+from .tiny import CONFIG, Tiny, batch, stop_at
 
-HOLD = "import sys; from pathlib import Path; from needlework.train.lock import alone\nwith alone(Path(sys.argv[1])): print(1, flush=True); sys.stdin.read()"
+
+def hold(pipe, directory):
+    with alone(directory):
+        pipe.send(None)
+        pipe.recv()
 
 
 @pytest.fixture
-def holder(tmp_path):
+def holder(forked, tmp_path):
     """Another process that has locked tmp_path / "run"."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, tmp_path / "run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "1\n"
-    yield process
-    process.kill()
-    process.communicate()
+    process, pipe = forked(hold, tmp_path / "run")
+    pipe.recv()
+    return process
 
 
 def test_a_second_process_is_told_who_is_there_and_a_kill_lets_go(holder, tmp_path):
@@ -41,8 +36,8 @@ def test_a_second_process_is_told_who_is_there_and_a_kill_lets_go(holder, tmp_pa
     with pytest.raises(InUse, match=told):
         train(Tiny(), batch, CONFIG, tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
+    holder.kill()
+    holder.join()
     assert train(Tiny(), batch, CONFIG, tmp_path / "run").losses
 
 
@@ -74,9 +69,9 @@ def main(directory):
 
 @pytest.mark.slow
 def test_the_ranks_of_a_run_have_one_lock_and_are_all_told_of_another_s(holder, tmp_path):
-    told = ranks(2, __file__, str(tmp_path / "run"))
+    told = ranks(2, main, str(tmp_path / "run"))
     assert f"in use by process {holder.pid}" in told[0] and told[0] == told[1]
-    assert ranks(2, __file__, str(tmp_path / "free")) == [None, None]
+    assert ranks(2, main, str(tmp_path / "free")) == [None, None]
 
 
 def test_what_cannot_begin_leaves_no_directory(tmp_path, monkeypatch):
@@ -94,7 +89,3 @@ def test_no_step_is_no_checkpoint_so_another_config_may_come(tmp_path):
     train(Tiny(), batch, CONFIG, tmp_path, stop=stop_at(0))
     assert latest(tmp_path) is None
     assert len(train(Tiny(), batch, replace(CONFIG, seed=4), tmp_path).losses) == 12
-
-
-if __name__ == "__main__":
-    member(main)

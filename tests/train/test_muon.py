@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from needlework.testing.ranks import member, ranks
+from needlework.testing.ranks import ranks
 from needlework.train.muon import Muon, _rounds
 
 SHAPES = [(8, 8), (7, 12), (12, 7), (1, 6), (16, 4), (5, 5), (33, 2)]  # also fewer rows than ranks, rows that do not divide
@@ -104,7 +104,7 @@ def main():
 
 @pytest.fixture(scope="module")
 def found():
-    return ranks(4, __file__)
+    return ranks(4, main)
 
 
 def same(found, expected):
@@ -162,7 +162,3 @@ def test_owners_share_the_work_evenly():
 
 def test_a_gradient_that_is_not_yet_summed_is_refused(found):
     assert found[0]["refused"] == "muon: a matrix [2, 2] is placed (Partial(sum),), expected Shard or Replicate"
-
-
-if __name__ == "__main__":
-    member(main)

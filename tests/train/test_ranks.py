@@ -16,14 +16,11 @@ from torch import Tensor, nn
 from needlework.layers import SwiGLU
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
-from needlework.testing.ranks import member, ranks
+from needlework.testing.ranks import ranks
 from needlework.testing.rows import chosen
 from needlework.train import AdamW, Guard, NonFiniteLoss, Parallel, World, full_state, latest, load, train, world
 
-if __name__ == "__main__":  # as one rank
-    from tiny import CONFIG, OPTIMISERS, VOCABULARY, Tiny, batch, lines, stop_at
-else:
-    from .tiny import CONFIG, OPTIMISERS, VOCABULARY, Tiny, batch, lines, stop_at
+from .tiny import CONFIG, OPTIMISERS, VOCABULARY, Tiny, batch, lines, stop_at
 
 SIZES = Sizes(heads=2, key_dim=4, value_dim=6, attention_heads=2, kv_heads=2, head_dim=4, content_chunk=5)
 
@@ -72,17 +69,18 @@ def of_targets(model, piece):
 
 
 MUON = replace(CONFIG, optim=replace(OPTIMISERS["muon"], rest=AdamW(lr=1e-2, rates=(("*embed*", 0.1),))))
+FEW = replace(CONFIG, steps=6, checkpoint_every=6)
 JOBS = {  # what two ranks train, and how
     "adamw": (tiny, CONFIG, {}),
     "muon": (tiny, MUON, {}),
-    "auxiliary": (tiny, CONFIG, {"losses": with_auxiliary}),
+    "auxiliary": (tiny, FEW, {"losses": with_auxiliary}),
     "recomputed": (wide, replace(CONFIG, recompute=True), {"losses": of_targets}),
     "compiled": (wide, replace(CONFIG, compile=True), {"losses": of_targets}),
-    "sequence": (wide, replace(CONFIG, parallel=Parallel(sequence=2)), {"losses": of_targets}),
-    "tensor": (wide, replace(CONFIG, parallel=Parallel(tensor=2)), {"losses": of_targets}),
+    "sequence": (wide, replace(FEW, parallel=Parallel(sequence=2)), {"losses": of_targets}),
+    "tensor": (wide, replace(FEW, parallel=Parallel(tensor=2)), {"losses": of_targets}),
     "tensor, muon": (wide, replace(MUON, parallel=Parallel(tensor=2)), {"losses": of_targets}),
-    "half": (needle, replace(CONFIG, autocast="bf16"), {"losses": of_targets}),
-    "single": (needle, CONFIG, {"losses": of_targets}),
+    "half": (needle, replace(FEW, autocast="bf16"), {"losses": of_targets}),
+    "single": (needle, FEW, {"losses": of_targets}),
 }
 
 
@@ -175,15 +173,15 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(place):
-    return ranks(2, __file__, str(place), "short")[0]
+    return ranks(2, main, str(place), "short")[0]
 
 
 @pytest.fixture(scope="module")
 def long(place):
     with pytest.raises(RuntimeError, match="2 ranks of"):
-        ranks(2, __file__, str(place), "killed")
+        ranks(2, main, str(place), "killed")
     assert lines(place / "killed")[-1]["step"] >= 7  # one rank was in the next step, or had written this one's line, or not yet
-    return ranks(2, __file__, str(place), "long")[0]
+    return ranks(2, main, str(place), "long")[0]
 
 
 def same(found, expected, rel):
@@ -260,7 +258,3 @@ def test_ranks_whose_directory_is_not_one_are_refused_before_anything_is_written
         said,
     )
     assert left == ["run"] and not any((place / "host 1").iterdir())
-
-
-if __name__ == "__main__":
-    member(main)

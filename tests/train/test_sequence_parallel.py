@@ -11,7 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from needlework.layers import Attention, Canon, GatedConv, Lucid, Rope, Softmax, SwiGLU
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
-from needlework.testing.ranks import member, ranks
+from needlework.testing.ranks import ranks
+from needlework.testing.rows import chosen
 from needlework.train.sequence_parallel import StatePassing
 
 SIZES = Sizes(heads=2, key_dim=4, value_dim=6, attention_heads=4, kv_heads=2, head_dim=4, content_chunk=5)
@@ -23,6 +24,23 @@ MIXERS = {name: named.make(SIZES) for name, named in CATALOG.items()} | {
     "lucid-window": Attention(attend=Lucid(window=9), **HEADS),
 }
 CASES = [(name, False) for name in MIXERS] + [("carve", True), ("ccq", True), ("atma", True), ("rope", True)]
+# each state that is handed on: S, with content, with a covariance, with rows of the last token, with slots, of a convolution, of a
+# product of steps; keys and values of a window, of all, with a solve, with a norm, with decays
+QUICK = [
+    (name, False)
+    for name in (
+        "qdelta",
+        "ccq",
+        "mamba2",
+        "mamba3-mimo",
+        "deltaproduct",
+        "gated-conv",
+        "differential",
+        "fox",
+        "window",
+        "lucid-window",
+    )
+] + [("carve", True), ("atma", True), ("rope", True)]
 BATCH, TOKENS, VOCABULARY = 2, 24, 31
 
 
@@ -67,7 +85,7 @@ def whole(name, **settings):
 def split(state_passing, name, **settings):
     """The same by the ranks of `state_passing`."""
     many = model(name, **settings)
-    tokens, targets = (state_passing.cut(x) for x in batch())
+    tokens, targets = (state_passing.segment(x) for x in batch())
     loss = many(tokens, targets=targets, state_passing=state_passing).cross_entropy
     loss.backward()
     state_passing.sum_gradients(many.parameters())
@@ -97,7 +115,7 @@ def sharded():
     for module in (*many.model.blocks, many):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    tokens, targets = (state_passing.cut(x[row : row + 1]) for x in batch())
+    tokens, targets = (state_passing.segment(x[row : row + 1]) for x in batch())
     loss = many(tokens, targets=targets, state_passing=state_passing).cross_entropy
     loss.backward()
     state_passing.sum_gradients(many.parameters())
@@ -115,26 +133,26 @@ def main(world):
     rank, world, found = dist.get_rank(), int(world), {}
     mesh = DeviceMesh("cpu", list(range(world)), mesh_dim_names=("sequence",))
     if rank < world:
-        for name, checkpointing in CASES:
+        for name, checkpointing in QUICK if world == 3 else CASES:
             found[name, checkpointing] = split(StatePassing(mesh), name, checkpointing=checkpointing)
         found["frozen"] = split(StatePassing(mesh), "carve", frozen=True)
         found["unread"] = unread(StatePassing(mesh))
         state_passing, counts = StatePassing(mesh), []
-        for _ in range(3):
+        for _ in range(6):
             split(state_passing, "window")
             counts.append(tensors())
         found["tensors"] = counts
         state_passing = StatePassing(mesh)
         with torch.no_grad():
             many = model("ccq").eval()
-            tokens, targets = (state_passing.cut(x) for x in batch())
+            tokens, targets = (state_passing.segment(x) for x in batch())
             found["evaluated"] = [many(tokens, targets=targets, state_passing=state_passing).cross_entropy for _ in range(2)]
         state_passing.sum_gradients([])
     found["sharded"] = sharded()
     axes = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
     for name, wrong in {
         "axes": lambda: StatePassing(axes),
-        "parts": lambda: StatePassing(axes["b"]).cut(torch.zeros(1, 25)),
+        "segments": lambda: StatePassing(axes["b"]).segment(torch.zeros(1, 25)),
     }.items():
         with pytest.raises(ValueError) as caught:
             wrong()
@@ -157,11 +175,17 @@ def world(request):
 
 @pytest.fixture(scope="module")
 def found(world):
-    return ranks(4, __file__, str(world))
+    return ranks(4, main, str(world))
 
 
-@pytest.mark.parametrize("name, checkpointing", CASES, ids=lambda x: x if isinstance(x, str) else "checkpointed" if x else "")
+@pytest.mark.parametrize(
+    "name, checkpointing",
+    chosen(CASES, QUICK),
+    ids=lambda x: x if isinstance(x, str) else "checkpointed" if x else "",
+)
 def test_a_split_sequence_has_the_whole_ones_loss_and_gradients(found, name, checkpointing, world):
+    if (name, checkpointing) not in found[0]:
+        pytest.skip("two ranks have it")
     expected = whole(name)
     for rank in range(world):
         same(found[rank][name, checkpointing], expected)
@@ -190,15 +214,12 @@ def test_a_loss_without_gradients_needs_no_backward(found, world):
 
 
 def test_nothing_is_kept_from_step_to_step(found, world):
+    """One tensor that is kept a step makes five more in five steps. A count may have one that another thread is about to let go."""
     for rank in range(world):
-        first, second, third = found[rank]["tensors"]
-        assert first == second == third
+        counts = found[rank]["tensors"]
+        assert counts[-1] - counts[0] < len(counts) - 1
 
 
 def test_what_cannot_be_split_is_refused(found):
-    assert found[0]["parts"] == "sequence parallelism: 25 tokens cannot be cut into 2 equal parts"
+    assert found[0]["segments"] == "sequence parallelism: 25 tokens do not make 2 equal segments"
     assert found[0]["axes"] == "sequence parallelism: the mesh has axes ('a', 'b'), expected the one that splits the sequence"
-
-
-if __name__ == "__main__":
-    member(main)

@@ -76,8 +76,8 @@ class Change:
         if self.read is not None:
             return (
                 f"read: layer {n} is {mixer.kind!r}. CCQ cleans the query that reads a recurrent state, o = Sᵀ(I − λΣ)q; attention has "
-                "no such state, and what a cleaned query would score is not defined. Expected a recurrent layer (gla, delta_net, "
-                "gated_deltanet, kda, qdelta)"
+                "no such state, and what a cleaned query would score is not defined. Expected a recurrent layer (gla, retnet, "
+                "delta_net, gated_deltanet, kda, mamba2, qdelta)"
             )
         rule = mixer.attend.kind if isinstance(mixer, Attention) else mixer.kind
         return (

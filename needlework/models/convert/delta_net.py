@@ -12,7 +12,7 @@ OWN = {"write.beta.project.weight": "b_proj.weight", "norm.weight": "o_norm.weig
 
 def delta_net(described: Described) -> Reading:
     heads, dim = described.take("num_heads", Count, 16), described.take("hidden_size", Count)
-    described.only(use_beta=(True,), qk_norm=("l2",), qk_activation=("silu",), allow_neg_eigval=(False,))
+    described.only(use_beta=(True,), qk_norm=("l2",), qk_activation=("silu",))
     described.ignore("use_output_norm")  # its layer norms its output whatever this says
     conv, convolution = convolved_or_silu(described)
     gate, gate_names = gated(described, False)
@@ -22,6 +22,6 @@ def delta_net(described: Described) -> Reading:
         value_dim=parts(described, dim, described.take("expand_v", Positive, 1.0), heads, "expand_v"),
         conv=conv,
         output_gate=gate,
-        write=Delta(),
+        write=Delta(allow_neg_eigval=described.take("allow_neg_eigval", bool, False)),
     )
     return model(described, mixer, OWN | convolution | gate_names)

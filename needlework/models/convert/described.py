@@ -19,7 +19,7 @@ class Described:
 
     def __init__(self, values: dict[str, Any], where: str):
         self.where = where
-        self._values, self._taken = values, set[str]()
+        self._values, self._taken = _decoded(values), set[str]()
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -69,3 +69,18 @@ class Described:
                 f"{self.where}: unknown key {left[0]!r}{nearest(left[0], known)}{f', also {others}' if others else ''}; "
                 f"known: {', '.join(known)}"
             )
+
+
+def filled(described: Described, kind: type[PreTrainedConfig]) -> Described:
+    """The config with transformers' defaults, old spellings of rotary positions read by transformers itself. Its keys are asked for here
+    alone from then on."""
+    described.ignore(*described.values())
+    return Described(kind(**described.values()).to_dict(), described.where)
+
+
+def _decoded(value: Any) -> Any:
+    """transformers writes a number that JSON has no word for as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        tagged = value.keys() == {"__float__"}
+        return float(value["__float__"]) if tagged else {name: _decoded(x) for name, x in value.items()}
+    return [_decoded(x) for x in value] if isinstance(value, list) else value

@@ -25,15 +25,15 @@ PROJECTIONS = {f"{name}.weight": f"{name}.weight" for name in ("q_proj", "k_proj
 CONVOLUTIONS = {"conv.weight": tuple(f"{name}_conv1d.weight" for name in "qkv")}
 
 
-def model(described: Described, mixer: Recurrent, names: Mapping[str, str | tuple[str, ...]]) -> Reading:
-    """names: of the mixer's own tensors, ours and theirs, beside PROJECTIONS."""
+def model(described: Described, mixer: Recurrent, names: Mapping[str, str | tuple[str, ...]], ratio: int = 4) -> Reading:
+    """names: of the mixer's own tensors, ours and theirs, beside PROJECTIONS. ratio: of the MLP's width, where the config has none."""
     described.only(hidden_act=("swish", "silu"), norm_eps=(EPS,), attn=(None,), attnres_block_size=(None,))
     # kernels that compute the same, and what only training does
     described.ignore(
         "attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp",
     )  # fmt: skip
     layers, dim = (described.take(name, Count) for name in ("num_hidden_layers", "hidden_size"))
-    ratio, hidden = described.take("hidden_ratio", Count | None, 4), described.take("intermediate_size", Count | None, None)
+    ratio, hidden = described.take("hidden_ratio", Count | None, ratio), described.take("intermediate_size", Count | None, None)
     tied = described.take("tie_word_embeddings", bool, False)
     config = NeedleworkConfig(
         vocab_size=described.take("vocab_size", Count, 32_000), hidden_size=dim, layout="R" * layers, mixers={"R": mixer},
@@ -64,6 +64,15 @@ def gated(described: Described, default: bool) -> tuple[bool, dict[str, Any]]:
     """Whether the output has the factor silu(W_g x), and the names of its map."""
     gate = described.take("use_gate", bool, default)
     return gate, {"g_proj.weight": "g_proj.weight"} if gate else {}
+
+
+def normed_and_gated(described: Described) -> tuple[bool, dict[str, Any]]:
+    """GLA's and RetNet's: whether the output has the factor silu(W_g x), and the names of its map and of the norm before it."""
+    described.only(elementwise_affine=(True,))
+    gate = described.take("use_output_gate", bool, True)
+    fused = gate and described.take("fuse_norm", bool, True)  # one module then norms and gates
+    names = {"norm.weight": "g_norm_swish_gate.weight" if fused else "g_norm.weight"}
+    return gate, names | ({"g_proj.weight": "g_proj.weight"} if gate else {})
 
 
 def parts(described: Described, whole: int, share: float, heads: int, name: str) -> int:

@@ -15,8 +15,9 @@ OWN = {
 
 
 def gated_deltanet(described: Described) -> Reading:
-    described.only(output_gate_activation=("swish", "silu"), allow_neg_eigval=(False,))
-    return gated_delta(described, Delta(gate=ScalarGate()), {})
+    described.only(output_gate_activation=("swish", "silu"))
+    doubled = described.take("allow_neg_eigval", bool, False)
+    return gated_delta(described, Delta(gate=ScalarGate(), allow_neg_eigval=doubled), {})
 
 
 def gated_delta(described: Described, write: WriteConfig, names: dict[str, str]) -> Reading:

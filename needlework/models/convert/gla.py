@@ -4,7 +4,7 @@ from needlework.fields import Count, Positive
 from needlework.layers import Linear, LowRankGate, Recurrent
 
 from .described import Described
-from .fla_model import convolved, model, parts
+from .fla_model import convolved, model, normed_and_gated, parts
 from .layout import Reading
 
 GATE = {
@@ -15,12 +15,9 @@ GATE = {
 
 def gla(described: Described) -> Reading:
     heads, dim = described.take("num_heads", Count, 4), described.take("hidden_size", Count)
-    described.only(
-        num_kv_heads=(None, heads), feature_map=(None,), clamp_min=(None,), elementwise_affine=(True,), use_gk=(True,), use_gv=(False,),
-    )  # fmt: skip
+    described.only(num_kv_heads=(None, heads), feature_map=(None,), clamp_min=(None,), use_gk=(True,), use_gv=(False,))
     conv, convolution = convolved(described, False)
-    gate = described.take("use_output_gate", bool, True)
-    fused = gate and described.take("fuse_norm", bool, True)  # one module then norms and gates
+    gate, output = normed_and_gated(described)
     mixer = Recurrent(
         heads=heads,
         key_dim=parts(described, dim, described.take("expand_k", Positive, 0.5), heads, "expand_k"),
@@ -29,6 +26,4 @@ def gla(described: Described) -> Reading:
         output_gate=gate,
         write=Linear(gate=LowRankGate(rank=16, temperature=16.0)),
     )
-    output = {"norm.weight": "g_norm_swish_gate.weight" if fused else "g_norm.weight"}
-    output |= {"g_proj.weight": "g_proj.weight"} if gate else {}
     return model(described, mixer, GATE | convolution | output)

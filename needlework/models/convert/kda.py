@@ -16,7 +16,7 @@ OWN = {
 
 
 def kda(described: Described) -> Reading:
-    described.only(allow_neg_eigval=(False,), safe_gate=(False,), lower_bound=(None,))
+    described.only(safe_gate=(False,), lower_bound=(None,))
     key_dim = described.take("head_dim", Count, 128)
     conv, convolution = convolved_or_silu(described)
     mixer = Recurrent(
@@ -26,6 +26,6 @@ def kda(described: Described) -> Reading:
         value_dim=parts(described, key_dim, described.take("expand_v", Positive, 1.0), 1, "expand_v"),
         conv=conv,
         output_gate=OutputGate(),
-        write=Delta(gate=ChannelGate()),
+        write=Delta(gate=ChannelGate(), allow_neg_eigval=described.take("allow_neg_eigval", bool, False)),
     )
     return model(described, mixer, OWN | convolution)

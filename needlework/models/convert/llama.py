@@ -2,9 +2,9 @@
 
 from transformers import LlamaConfig
 
-from .described import Described
+from .described import Described, filled
 from .layout import Reading
-from .softmax_decoder import decoder, filled
+from .softmax_decoder import decoder
 
 
 def llama(described: Described) -> Reading:

@@ -5,9 +5,9 @@ from transformers import Qwen3Config
 from needlework.fields import Count
 from needlework.layers.norm import EPS
 
-from .described import Described
+from .described import Described, filled
 from .layout import Reading
-from .softmax_decoder import decoder, filled
+from .softmax_decoder import decoder
 
 NORMS = {"mixer.q_norm": "self_attn.q_norm", "mixer.k_norm": "self_attn.k_norm"}
 

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from transformers import PreTrainedConfig
-
 from needlework.fields import Count, NonNegative, Positive
 from needlework.layers import Attention, Llama3Rope, Rope, Softmax, SwiGLU
 from needlework.layers.rope import PositionConfig
@@ -22,13 +20,6 @@ MATRICES = {
 }  # fmt: skip
 NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 WINDOWED, FULL = "w", "a"  # letters of the layout
-
-
-def filled(described: Described, kind: type[PreTrainedConfig]) -> Described:
-    """The config with transformers' defaults, old spellings of rotary positions read by transformers itself. Its keys are asked for here
-    alone from then on."""
-    described.ignore(*described.values())
-    return Described(kind(**described.values()).to_dict(), described.where)
 
 
 def decoder(

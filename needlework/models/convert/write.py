@@ -94,7 +94,7 @@ def assembled(
     with torch.device("meta"):
         model = NeedleworkForCausalLM(config)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    left = {name: x for name, x in weights.items() if name not in reading.dead}
+    left = reading.parts(weights, folder)
     tensors: dict[str, Tensor] = {}
     for ours, theirs in reading.names.items():
         if missing := [name for name in theirs if name not in left]:

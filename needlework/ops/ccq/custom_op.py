@@ -1,5 +1,7 @@
 """needlework::ccq_fwd and ccq_bwd: chunk.py behind torch.library, with packing and T = 0. All tensors share one wide dtype."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,19 @@ from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, unpad
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
 from needlework.ops.runtime.each import Ts, each
 from needlework.ops.runtime.precision import keep_precision
+
+
+class Saved(NamedTuple):
+    """What the backward is given beside the cotangents, in the order of its operator's arguments."""
+
+    q: Tensor
+    k: Tensor
+    eta: Tensor
+    g: Tensor | None
+    C: Tensor
+    mean: Tensor
+    n: Tensor
+    cu_seqlens: Tensor | None
 
 
 @operator
@@ -84,11 +99,11 @@ def _batch(cu_seqlens: Tensor | None, x: Tensor, *others: *Ts) -> tuple[Tensor, 
 
 def _setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.chunk_size = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*Saved(*tensors))
 
 
 def _backward(ctx, dcleaned, dC, dmean, dn):
-    dq, dk, deta, dg, *dstate = ccq_bwd(dcleaned, dC, dmean, dn, *ctx.saved_tensors, ctx.chunk_size)
+    dq, dk, deta, dg, *dstate = ccq_bwd(dcleaned, dC, dmean, dn, *Saved(*ctx.saved_tensors), ctx.chunk_size)
     return dq, dk, deta, dg if ctx.needs_input_grad[3] else None, *dstate, None, None
 
 

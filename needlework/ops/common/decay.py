@@ -1,4 +1,4 @@
-"""Sums of log decays inside a chunk, each accurate to its own size whatever the gates beside it: −10²⁰ or −∞ wipes, and costs no digit.
+"""Sums of log decays inside a chunk, each accurate to its own size, whatever gates are beside it: −10²⁰ or −∞ empties the state and costs no digit.
 
 Knows no op. `kernels/tile.py: capped` has the kernels' way.
 """

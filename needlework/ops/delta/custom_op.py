@@ -4,6 +4,8 @@ Tensors as `chunk.py` takes them, of one dtype, checked by the rule that calls; 
 checked here.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,18 @@ from needlework.ops.delta import chunk
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
 from needlework.ops.runtime.each import Ts, each
 from needlework.ops.runtime.precision import keep_precision
+
+
+class Saved(NamedTuple):
+    """What the backward is given beside the cotangents, in the order of its operator's arguments."""
+
+    q: Tensor
+    k: Tensor
+    u: Tensor
+    e: Tensor | None
+    g: Tensor
+    initial_state: Tensor
+    cu_seqlens: Tensor | None
 
 
 @operator
@@ -68,12 +82,12 @@ def _(do, dstate, q, k, u, e, g, initial_state, *_):
 
 def _save(ctx, inputs, output) -> None:
     *tensors, scale, prediction, chunk_size = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*Saved(*tensors))
     ctx.settings = scale, prediction, chunk_size
 
 
 def _backward(ctx, do, dstate):
-    dq, dk, du, de, dg, dinitial = delta_bwd(do, dstate, *ctx.saved_tensors, *ctx.settings)
+    dq, dk, du, de, dg, dinitial = delta_bwd(do, dstate, *Saved(*ctx.saved_tensors), *ctx.settings)
     return dq, dk, du, de if ctx.needs_input_grad[3] else None, dg, dinitial, None, None, None, None
 
 

@@ -61,10 +61,9 @@ def literal(
     """R_t = u_t − S₀ᵀ(e^{G_{t-1}} ⊙ e_t),   A_ts = k_sᵀ(e^{G_{t-1} − G_s} ⊙ e_t), s < t,   W = (I + A)⁻¹ R
     o_t  = scale · [ S₀ᵀ(e^{G_t} ⊙ q_t) + Σ_{s≤t} (k_sᵀ(e^{G_t − G_s} ⊙ q_t)) W_s ];   S_C = Diag(e^{G_C}) S₀ + Σ_s (e^{G_C − G_s} ⊙ k_s) W_sᵀ
 
-    u = w ⊙ v and e = b ⊙ k, or b if "given"; "decayed" has G_t for G_{t-1} in R and A. The C×C×K tensor of factors is formed.
+    u = w ⊙ v and e = b ⊙ k, or b if "given"; "decayed" has G_t for G_{t-1} in R and A. The C×C×K tensor of factors is formed, C×C of a scalar gate.
     """
     S, outputs = initial_state, [v[:, :0]]
-    g = g.expand(*k.shape)
     u = v if write is None else write * v
     for start in range(0, q.shape[1], chunk_size):
         q_, k_, u_, g_ = (x[:, start : start + chunk_size] for x in (q, k, u, g))
@@ -73,7 +72,7 @@ def literal(
         lower = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
 
         def ratio(later: Tensor, seen: Tensor, G: Tensor = G) -> Tensor:
-            """e^{later_t − G_s} [B t s H K], zero where s is not seen from t: never above 1."""
+            """e^{later_t − G_s} [B t s H K], or 1 for K as in g; zero where s is not seen from t: never above 1."""
             return (later[:, :, None] - G[:, None]).to(q.dtype).masked_fill(~seen[:, :, None, None], -torch.inf).exp()
 
         W = u_.transpose(1, 2)  # [B H C V]

@@ -1,4 +1,4 @@
-"""Few heads, long sequences: a sequence in segments that run side by side, exactly.
+"""Segments: a long sequence of few heads is split into segments that are computed side by side, with the same result.
 
 Over a segment the state goes by  S_end = M S_start + N,  its gradient by  dS_start = Mᵀ dS_end + N',  M [K K] the product of its
 transitions. An engine finds N from v and no state, M from no v and the identity, N' from do alone; `fix_up` goes from segment to

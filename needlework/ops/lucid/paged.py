@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
+from needlework.ops.common.placement import Placement, check_placement_data
 from needlework.ops.lucid import reference
 from needlework.ops.lucid.arguments import (
-    Placement,
     Precondition,
     Solve,
     check_placement,
-    check_placement_data,
     check_tokens,
     solve_window,
 )

@@ -7,12 +7,15 @@ Keys are normalised as they are read. "rowmax": every share has its own maximum 
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import triton
 import triton.language as tl
 
+from needlework.ops.common.kernels.runs import sequence_of
 from needlework.ops.common.kernels.tile import plus_product
-from needlework.ops.lucid.solve.operands import TINY, sequence_of
+from needlework.ops.lucid.solve.operands import TINY
+from needlework.ops.runtime.launch_configs import Constants, LaunchConfig
 from needlework.ops.runtime.triton_types import cdiv
 
 
@@ -184,3 +187,10 @@ def store_rows(
 def shares_of(tiles: int, P: int, window: int | None, R: int, launch: Mapping[str, int]) -> int:
     """How many shares `tiles` of R new tokens and P rows make: programs for the machine, and at least four products each."""
     return max(1, min(launch["NP"] // tiles, cdiv(min(P, (window or P) + R), 4 * launch["N"])))
+
+
+def constants_of(kernels: Mapping[str, Any], config: LaunchConfig, everything: Mapping[str, Any]) -> dict[str, Constants]:
+    """Kernel -> its row of the config, but for the number of programs, and what it takes of `everything`."""
+    rows = {name: {key: x for key, x in row.items() if key != "NP"} for name, row in config.launch.items()}
+    taken = lambda kernel: {key: x for key, x in everything.items() if key in kernel.arg_names}
+    return {name: row | (taken(kernels[name]) if name in kernels else {}) for name, row in rows.items()}

@@ -11,7 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.lucid.past import exponents, highest, less_past, new_keys, norms, read_pages, shares_of, store_rows, tile_of
+from needlework.ops.lucid.past import (
+    constants_of,
+    exponents,
+    highest,
+    less_past,
+    new_keys,
+    norms,
+    read_pages,
+    shares_of,
+    store_rows,
+    tile_of,
+)
 from needlework.ops.lucid.solve.operands import scale
 from needlework.ops.runtime.custom_op import step_operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
@@ -169,10 +180,7 @@ def constants(
         SCALE=scale(K, rowmax), HALF=int(dtype.itemsize == 2),
         ACC=TYPES[accumulator(dtype)],
     )  # fmt: skip
-    own: dict[str, Constants] = {name: {key: x for key, x in row.items() if key != "NP"} for name, row in config.launch.items()}
-    for name, kernel in KERNELS.items():
-        own[name] |= {key: x for key, x in everything.items() if key in kernel.arg_names}
-    return own
+    return constants_of(KERNELS, config, everything)
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:

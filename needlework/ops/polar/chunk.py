@@ -6,7 +6,7 @@
     mag  = tanh(softplus(β) ln(1 + m_eff))      m_eff = f n_eff,  n_eff = L²/Q₂ = 1 / Σ ŵ²
 
 The null never enters M, L, Q₂: where it dominates, they keep their digits. Letters of shapes: n blocks of C tokens, H key-value
-heads, G query heads each. Dtypes are op.py's, packing and the growth of pages custom_op.py's, the cutting into blocks blocks.py's.
+heads, G query heads each. Dtypes are op.py's, packing and the growth of pages custom_op.py's, the cutting into blocks common/blocks.py's.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from needlework.ops.common.blocks import Blocks
 from needlework.ops.polar.arguments import Parameters
-from needlework.ops.polar.blocks import Blocks
 
 CLAMP = 1e-6
 
@@ -108,7 +108,7 @@ def backward(
     ddirection: Tensor,
     dmagnitude: Tensor,
     direction: Tensor,
-    saved: Tensor,
+    stats: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -140,7 +140,7 @@ def backward(
     q = blocks.split(q) * gain[..., None]
     k, v = blocks.split(k)[:, :, :, 0], blocks.split(v)[:, :, :, 0]
     c, dc, dmag = blocks.split(direction), blocks.split(ddirection), blocks.split(dmagnitude)
-    M, L, Q2, r = blocks.split(saved).unbind(-1)
+    M, L, Q2, r = blocks.split(stats).unbind(-1)
     # L and Q₂ hold the largest key's 1; only padding, where zeros were filled in, has less
     L, Q2 = L.clamp(min=1), Q2.clamp(min=1)
     v_null, strength = _per_head(v_null, blocks.H), F.softplus(_per_head(beta, blocks.H))

@@ -1,6 +1,8 @@
 """Polar attention as operators, opaque to torch.compile: packing, the growth of pages, and what only the values
 of integer tensors can show. All floating tensors of a call share one dtype, float32 or float64."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,25 @@ def _(length, *_):
     return torch.empty_like(length)
 
 
+class Saved(NamedTuple):
+    """What the backward is given beside the cotangents, in the order of its operator's arguments."""
+
+    direction: Tensor
+    stats: Tensor  # [B T Hq 4] M, L, Q₂ and ‖s‖ of chunk.py
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    alpha: Tensor
+    beta: Tensor
+    gamma: Tensor
+    null_base: Tensor
+    v_null: Tensor
+    page_k: Tensor
+    page_v: Tensor
+    length: Tensor
+    cu_seqlens: Tensor | None
+
+
 @operator
 def polar_fwd(
     q: Tensor,
@@ -43,7 +64,7 @@ def polar_fwd(
     chunk_size: int,
     keep_pages: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """direction, magnitude, what the backward needs [B T Hq 4], and the final pages and length (no rows without keep_pages)."""
+    """direction, magnitude, `Saved.stats`, and the final pages and length (no rows without keep_pages)."""
     check_data(length, page_k.shape[1], window, cu_seqlens, *q.shape[:2])
     if cu_seqlens is not None:
         q, k, v = (pad(x, cu_seqlens) for x in (q, k, v))
@@ -144,7 +165,7 @@ def polar_bwd(
     dpage_k: Tensor,
     dpage_v: Tensor,
     direction: Tensor,
-    saved: Tensor,
+    stats: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -161,7 +182,7 @@ def polar_bwd(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of polar_fwd's ten floating inputs, in their order."""
-    tokens = ddirection, dmagnitude, direction, saved, q, k, v
+    tokens = ddirection, dmagnitude, direction, stats, q, k, v
     if cu_seqlens is not None:
         tokens = each(lambda x: pad(x, cu_seqlens), *tokens)
     parameters = Parameters(alpha, beta, gamma, null_base, v_null)
@@ -181,17 +202,18 @@ def polar_bwd(
 
 
 @torch.library.register_fake(polar_bwd)
-def _(ddirection, dmagnitude, dpage_k, dpage_v, direction, saved, *inputs_and_settings):
+def _(ddirection, dmagnitude, dpage_k, dpage_v, direction, stats, *inputs_and_settings):
     return tuple(x.new_empty(x.shape) for x in inputs_and_settings[:10])
 
 
 def _setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.window, ctx.chunk_size, _ = inputs
-    ctx.save_for_backward(output[0], output[2], *tensors)
+    ctx.save_for_backward(*Saved(output[0], output[2], *tensors))
 
 
-def _backward(ctx, ddirection, dmagnitude, dsaved, dpage_k, dpage_v, dlength):
-    gradients = polar_bwd(ddirection, dmagnitude, dpage_k, dpage_v, *ctx.saved_tensors, ctx.window, ctx.chunk_size)
+def _backward(ctx, ddirection, dmagnitude, dstats, dpage_k, dpage_v, dlength):
+    saved = Saved(*ctx.saved_tensors)
+    gradients = polar_bwd(ddirection, dmagnitude, dpage_k, dpage_v, *saved, ctx.window, ctx.chunk_size)
     return *gradients, None, None, None, None, None
 
 

@@ -61,7 +61,6 @@ def literal(
     o_t  = scale · [ S₀ᵀ(e^{G_t} ⊙ q_t) + Σ_{s≤t} (k_sᵀ(e^{G_t − G_s} ⊙ q_t)) W_s ];   S_C = Diag(e^{G_C}) S₀ + Σ_s (e^{G_C − G_s} ⊙ k_s) W_sᵀ
     """
     S, outputs = initial_state, [v[:, :0]]
-    g = g.expand(*k.shape)
     for start in range(0, q.shape[1], chunk_size):
         part = slice(start, start + chunk_size)
         q_, k_, v_, g_, beta_, lam_, read_ = (x[:, part] for x in (q, k, v, g, beta, lam, read))
@@ -69,7 +68,7 @@ def literal(
         G = g_.double().cumsum(1)  # exact to the difference
         C = q_.shape[1]
         lower = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
-        ratio = (G[:, :, None] - G[:, None]).to(q.dtype)  # [B t s H K]
+        ratio = (G[:, :, None] - G[:, None]).to(q.dtype)  # [B t s H K], or 1 for K as in g
         ratio = ratio.masked_fill(~lower[:, :, None, None], -torch.inf).exp()
 
         row, column = (k_, x_) if transposed else (x_, k_)

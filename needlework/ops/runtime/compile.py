@@ -12,7 +12,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import KernelParam
 
 from needlework.ops.runtime.launch_configs import Case
+from needlework.ops.runtime.target import Target, for_amd
 
+TENSOR_MEMORY = 512  # columns
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -21,36 +23,43 @@ class Compiled(NamedTuple):
     registers: int
     shared: int  # bytes
     spilled: int  # bytes a thread, stack included
-    wgmma: int  # instructions of each kind in the PTX
+    wgmma: int  # instructions of each kind: Hopper's products, and those of a warp (AMD's too)
     mma: int
-    cubin: bytes
+    code: bytes
 
 
-# bytes of shared memory that a program may have: a kernel that wants more compiles and does not launch
-SHARED = {80: 166912, 89: 101376, 90: 232448}
-
-
-def compile_case(case: Case, arch: int) -> Compiled:
-    """`arch` 90 is sm_90. Raises what the compiler raises, and MemoryError for more shared memory than there is."""
+def compile_case(case: Case, target: Target) -> Compiled:
+    """Raises what the compiler raises, and MemoryError for more memory on chip than there is: such a kernel compiles and does not launch."""
     names = case.kernel.arg_names
-    constexprs = {name: value for name, value in case.constexprs.items() if name in names}
+    given, options = (for_amd(x) if target.amd else dict(x) for x in (case.constexprs, case.options))
+    constexprs = {name: value for name, value in given.items() if name in names}
     signature = {name: case.signature.get(name, "constexpr") for name in names}
     # what a launch knows of its arguments: tensors start at multiples of 16 bytes, and so do the strides of theirs
     attrs = {(i,): [["tt.divisibility", 16]] for i, param in enumerate(case.kernel.params) if _aligned(param, signature)}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(case.options))
+    made = triton.compile(source, target=gpu(target), options=options)
+    shared, name = made.metadata.shared, case.kernel.__name__
+    if shared > target.shared:
+        raise MemoryError(f"{name} wants {shared:,} bytes of shared memory, {target.name} has {target.shared:,}")
+    # of Blackwell's: what wants more is assembled to nothing
+    if (columns := getattr(made.metadata, "tmem_size", None) or 0) > TENSOR_MEMORY:
+        raise MemoryError(f"{name} wants {columns} columns of tensor memory, {target.name} has {TENSOR_MEMORY}")
+    if target.amd:
+        text = made.asm["amdgcn"]
+        registers, spilled = _usage_of_amd(text)
+        return Compiled(name, registers, shared, spilled, 0, text.count("v_mfma"), made.asm["hsaco"])
     usage, ptx = _usage(made.asm["cubin"]), made.asm["ptx"]
-    if made.metadata.shared > SHARED[arch]:
-        raise MemoryError(f"wants {made.metadata.shared} bytes of shared memory, sm_{arch} has {SHARED[arch]}")
-    return Compiled(
-        case.kernel.__name__,
-        usage["REG"],
-        made.metadata.shared,
-        usage["STACK"] + usage["LOCAL"],
-        ptx.count("wgmma.mma_async"),
-        ptx.count("mma.sync"),
-        made.asm["cubin"],
-    )
+    products = ptx.count("wgmma.mma_async"), ptx.count("mma.sync")
+    return Compiled(name, usage["REG"], shared, usage["STACK"] + usage["LOCAL"], *products, made.asm["cubin"])
+
+
+def gpu(target: Target) -> GPUTarget:
+    """As Triton names it. Raises ValueError where this Triton compiles nothing for it."""
+    if target.amd:
+        if "amd" not in triton.backends.backends:
+            raise ValueError(f"{target.name}: this Triton has no backend for AMD's GPUs")
+        return GPUTarget("hip", target.name, 64)
+    return GPUTarget("cuda", 10 * target.arch[0] + target.arch[1], 32)
 
 
 def _aligned(param: KernelParam, signature: dict[str, str]) -> bool:
@@ -63,6 +72,12 @@ def _aligned(param: KernelParam, signature: dict[str, str]) -> bool:
 def _usage(cubin: bytes) -> dict[str, int]:
     found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", _output(cubin, "cuobjdump", "-res-usage")))
     return {name: int(found.get(name, 0)) for name in ("REG", "STACK", "LOCAL")}
+
+
+def _usage_of_amd(text: str) -> tuple[int, int]:
+    """Vector registers, and bytes of a thread in memory."""
+    found = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", text))
+    return int(found["vgpr_count"]), int(found["private_segment_fixed_size"])
 
 
 def disassembled(cubin: bytes) -> str | None:

@@ -1,8 +1,9 @@
 """Which constants a kernel is launched with: a table beside the op, read once, never tuned at run time.
 
-A row of `ops/<op>/<engine>.launch.json` names the conditions under which it may be picked (compute capability at least `arch`,
-operand dtypes, ranges of K and V), the constants of every kernel of the engine, and why they are what they are. The first row
-that fits, and that is not on this machine's denylist, is taken. Knows no kernel. Imports no Triton.
+A row of `ops/<op>/<engine>.launch.json` names the conditions under which it may be picked (compute capability at least `arch` and
+below `before`, a GPU that has its `shared_memory` for a program, operand dtypes, ranges of K and V), the constants of every kernel
+of the engine, and why they are what they are. The first row that fits, and that is not on this machine's denylist, is taken. Knows no kernel.
+Imports no Triton.
 """
 
 import json
@@ -17,8 +18,7 @@ import torch
 
 from needlework.ops.runtime.constant import constant
 from needlework.ops.runtime.denylist import denied, denylist
-
-INTERPRETER = (0, 0)
+from needlework.ops.runtime.target import AMD, INTERPRETER, on_amd, shared_memory
 
 
 class Unsupported(Exception):
@@ -38,6 +38,8 @@ class LaunchConfig(NamedTuple):
     launch: Mapping[str, Mapping[str, int]]
     why: str
     measured: str = ""  # by benchmarks/tune.py
+    shared_memory: int = 0  # bytes that its kernels want of a GPU; 0: what every one has
+    before: tuple[int, int] | None = None  # the compute capability from which on it does not compile
 
     def __hash__(self) -> int:
         return hash((self.engine, self.name))
@@ -46,6 +48,10 @@ class LaunchConfig(NamedTuple):
         """What keeps this row from being picked, None if nothing does."""
         if arch < self.arch:
             return f"needs compute capability {self.arch[0]}.{self.arch[1]}"
+        if self.before is not None and arch >= self.before:
+            return f"does not compile for compute capability {self.before[0]}.{self.before[1]} and later"
+        if shared_memory(arch) < self.shared_memory:
+            return f"needs {self.shared_memory:,} bytes of shared memory, {arch[0]}.{arch[1]} has {shared_memory(arch):,}"
         if dtype not in self.dtypes:
             return f"is for {', '.join(self.dtypes)}"
         if dtype == "float64" and arch != INTERPRETER:
@@ -80,14 +86,22 @@ def split(constants: Mapping[str, Any]) -> tuple[Constants, dict[str, int]]:
     return {name: x for name, x in constants.items() if name not in options}, options
 
 
+def absent(kernel: Any, constants: Mapping[str, Any], only_with: Mapping[str, tuple[str, ...]]) -> dict[str, None]:
+    """None for each argument that `kernel` does not read under these constants. only_with: flag -> arguments that it alone reads."""
+    unread = {name for flag, names in only_with.items() if not constants.get(flag, True) for name in names}
+    return {name: None for name in kernel.arg_names if name in unread}
+
+
 def interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability; the interpreter has none and takes the plainest rows."""
-    return INTERPRETER if interpreted() else torch.cuda.get_device_capability(device)
+    """Compute capability; the interpreter and AMD's GPUs have none and take the plainest rows."""
+    if interpreted():
+        return INTERPRETER
+    return AMD if on_amd() else torch.cuda.get_device_capability(device)
 
 
 @cache
@@ -96,7 +110,7 @@ def rows(engine: str) -> tuple[LaunchConfig, ...]:
     path = Path(__file__).parents[1] / f"{engine}.launch.json"
     configs = []
     for row in json.loads(path.read_text()):
-        row |= {name: tuple(row[name]) for name in ("arch", "dtypes", "K", "V")}
+        row |= {name: tuple(row[name]) for name in ("arch", "dtypes", "K", "V", "before") if name in row}
         configs.append(LaunchConfig(engine=engine, tma=bool(row.pop("tma", 0)), **row))
     return tuple(configs)
 

@@ -16,6 +16,7 @@ from triton import JITFunction, knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # What the C function reads: a kernel's own takes its arguments one by one (Triton 3.6), or one for all kernels takes them as a list,
@@ -41,7 +42,8 @@ _direct: dict[Hashable, "Direct | None"] = {}
 
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> CompiledKernel | None:
-    """kernel[grid](*arguments, **constants); the compiled kernel, None of one that is not compiled."""
+    """kernel[grid](*arguments, **constants); the compiled kernel, None of one that is not compiled. RuntimeError, which names the kernel, where
+    it wants more memory on chip than this GPU has."""
     kind = None
     if FORMAT and type(kernel) is JITFunction and not _hooked():
         kind, given = _kind(kernel, arguments, constants)
@@ -49,7 +51,12 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: tuple, constan
         if direct is not None:
             direct(grid, given)
             return direct.compiled
-    compiled = kernel[grid](*arguments, **constants)
+    try:
+        compiled = kernel[grid](*arguments, **constants)
+    except OutOfResources as error:
+        raise RuntimeError(
+            f"{kernel.__name__} wants {error.required:,} of {error.name}, this GPU has {error.limit:,}"
+        ) from error
     if kind is not None and kind not in _direct:
         _direct[kind] = Direct.of(compiled, arguments, constants)
     return compiled

@@ -19,14 +19,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from needlework.ops.runtime.each import Ts, each
 from needlework.ops.runtime.launch_configs import interpreted
 from needlework.ops.runtime.launcher import launch
+from needlework.ops.runtime.target import for_amd, on_amd
 
 _launches: ContextVar[dict[Hashable, Callable[[], None]] | None] = ContextVar("launches to compile", default=None)
 _precompiled: set[Hashable] = set()
 _threads = os.cpu_count()
+AMD = on_amd()
 
 
 def run(kernel: JITFunction, grid: tuple[int, ...], *arguments: object, **constants: object) -> CompiledKernel | None:
     """kernel[grid](...); while precompiling a note of it, and None."""
+    if AMD:
+        constants = for_amd(constants)
     launches = _launches.get()
     if launches is None:
         return launch(kernel, grid, arguments, constants)

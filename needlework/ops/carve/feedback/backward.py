@@ -28,7 +28,7 @@ from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pair
 from needlework.ops.delta.channel.operands import Saved, case, operands, triton_dtype
 from needlework.ops.delta.channel.scan_bwd import replay, replay_forward, replay_reverse
 from needlework.ops.delta.inputs import solve_dtype
-from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2, padded
 
@@ -125,8 +125,8 @@ def _chain(
     dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
     dl = torch.empty_like(l, dtype=dS.dtype)
     dcontent, dz = torch.zeros_like(u), torch.zeros_like(z)
-    x, units = dS.new_empty(B * -(-T // C) + N, H, K), dS.new_ones(layout.longest + 1, STEP.value)
-    largest = torch.zeros_like(units, dtype=torch.int32)
+    x, powers = dS.new_empty(B * -(-T // C) + N, H, K), dS.new_ones(layout.longest + 1, STEP.value)
+    largest = torch.zeros_like(powers, dtype=torch.int32)
 
     joined, back = "replay" in constants, constants["enter"]
     tokens, square, states = operands(config)
@@ -149,7 +149,7 @@ def _chain(
     )  # fmt: skip
     pairs_args = scaled, dr, saved.W, q, k, v, l, beta, None, None, dq_hat, de_hat, dk_hat, x
     feedback = (
-        spans, slots, layout.ends, b, u, dl, z, w1, w2, do_peaks, dS_peaks, units, dcontent, dz, dm, dtotal, largest,
+        spans, slots, layout.ends, b, u, dl, z, w1, w2, do_peaks, dS_peaks, powers, dcontent, dz, dm, dtotal, largest,
         T, layout.L, layout.longest, content_chunk, do_peaks.shape[-1],
     )  # fmt: skip
 
@@ -174,19 +174,19 @@ def _chain(
 
     def every_chunk() -> None:
         leave(layout.longest)
-        each = list(zip(spans.unbind(), slots.unbind(), units[:-1].unbind(), largest[:-1].unbind(), strict=True))
+        each = list(zip(spans.unbind(), slots.unbind(), powers[:-1].unbind(), largest[:-1].unbind(), strict=True))
         for i in reversed(range(layout.longest)):
-            span, slot, unit, bound = each[i]
-            enter(span, bound, unit)
+            span, slot, power, bound = each[i]
+            enter(span, bound, power)
             replay_forth(span, slot)
             if not joined:
                 replay_back(span)
-            couple(span, unit)
-            pair(span, unit)
+            couple(span, power)
+            pair(span, power)
             leave(i)
 
-    launch_all(every_chunk, (*launches, couple, pair, leave), spans, slots, units, largest)
-    return dq, dk, dv, dl, dbeta, dcontent, dz, dS * units[0, 0]
+    launch_all(every_chunk, (*launches, couple, pair, leave), spans, slots, powers, largest)
+    return dq, dk, dv, dl, dbeta, dcontent, dz, dS * powers[0, 0]
 
 
 def _constants(
@@ -207,13 +207,14 @@ def _constants(
         engine[name] |= overlap
     C, KP, VP = config.launch["shared"]["C"], padded(K), padded(V)
     half = {"HALF": int(solve_dtype(dtype) == torch.float16)}
+    asm = {"ASM": int(half["HALF"] and not interpreted())}
     facts = {"H": H, "K": K, "C": C, "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
     value, grouped = {"V": V, "VP": VP}, {"ROWS": 16, "GROUP": GROUP, "num_warps": 4 if K <= 128 else 8}
     # passes over rows at the memory's pace: on Hopper, whose shared memory is large, copied two steps ahead
     grouped |= {"STAGES": 3 if config.tma else 1}
     blocks = cdiv(V, enter["BV"])
     return engine | {
-        "retention": facts | value | grouped | half | {"KP": KP},
+        "retention": facts | value | grouped | asm | {"KP": KP},
         "enter": enter | half | overlap,
         # in the chain, where a program waits for memory again and again: warps enough to ask for all of it at once
         "leave": facts | half | overlap | {
@@ -221,7 +222,7 @@ def _constants(
             "BG": next_power_of_2(cdiv(parts, GROUP)), "BLOCKS": blocks, "BB": next_power_of_2(blocks),
             "num_warps": 16,
         },
-        "activation": facts | grouped | half | {"KP": KP},
+        "activation": facts | grouped | asm | {"KP": KP},
     }  # fmt: skip
 
 

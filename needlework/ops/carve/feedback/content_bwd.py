@@ -1,7 +1,7 @@
 """What CARVE's backward does outside the delta engine's kernels: gates before and after, the content's gradient between chunks.
 
     p = b + u,   l = −exp(A) ⊙ softplus(f + τ) − softplus(p)                                  `retention_kernel`, all rows at once
-    do ← (do + dtotal) / unit,   dS ← dS / unit,   then the engine's adjoint                   `enter_kernel`, a content chunk's start
+    do ← (do + dtotal) / power,   dS ← dS / power,   then the engine's adjoint                 `enter_kernel`, a content chunk's start
     dcontent = −Σ_t σ(p) ⊙ dl,   dz = (dcontent W₂)(1 − z²),   dm += dz W₁                    `leave_kernel`, its end
     db = −σ(p) ⊙ dl,   df = −exp(A) σ(f + τ) ⊙ dl,   dτ = Σ df,   dA = Σ g ⊙ dl               `activation_kernel`, all rows at once
 
@@ -16,17 +16,15 @@ import triton.language as tl
 from needlework.ops.carve.feedback.intra import softplus2
 from needlework.ops.delta.channel.scan import load_rows, store_rows
 from needlework.ops.delta.channel.scan_bwd import descend, store_state
-from needlework.ops.runtime.launch_configs import interpreted
 
-INTERPRETED = tl.constexpr(interpreted())
-# numbers from a content chunk's unit, and its largest gradient, to the next one's: pointers to them are as aligned as tensors are
+# numbers from a content chunk's power of two, and its largest gradient, to the next one's: pointers to them are aligned as tensors are
 STEP = tl.constexpr(4)
 
 
 @triton.jit
-def _softplus(x, HALF: tl.constexpr):
+def _softplus(x, ASM: tl.constexpr):
     """log(1 + e^x)."""
-    return softplus2(x * 1.4426950408889634, HALF and not INTERPRETED) * 0.6931471805599453
+    return softplus2(x * 1.4426950408889634, ASM) * 0.6931471805599453
 
 
 @triton.jit
@@ -50,7 +48,7 @@ def _row_range(p_span, g, T, C: tl.constexpr, GROUP: tl.constexpr):
 def retention_kernel(
     p_spans, p_slots, p_f, p_b, p_A_log, p_dt_bias, p_u, p_do, p_l, p_do_peaks, T, groups,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """l of the rows, and the largest |do|, of a group of one content chunk."""
     i, g = tl.program_id(0) // groups, tl.program_id(0) % groups
@@ -70,7 +68,7 @@ def retention_kernel(
         f = tl.load(p_f + at, mask=inside, other=0.0).to(ACC) + bias
         p = tl.load(p_b + at, mask=inside, other=0.0).to(ACC) + u
         # e^{-11,356} is 0, and the engine's operand would overflow in base 2
-        l = tl.maximum(-decay * _softplus(f, HALF) - _softplus(p, HALF), -11356.0, propagate_nan=tl.PropagateNan.ALL)
+        l = tl.maximum(-decay * _softplus(f, ASM) - _softplus(p, ASM), -11356.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(p_l + at, l, mask=inside)
         do = tl.load(p_do + row[:, None] * V + i_v[None, :], mask=live[:, None] & in_v[None, :], other=0.0)
         peak = tl.maximum(peak, tl.abs(do.to(ACC)))
@@ -78,7 +76,7 @@ def retention_kernel(
 
 
 @triton.jit
-def _unit(largest):
+def _power(largest):
     """The power of two above the largest number, exactly, and its inverse; 1 where all is zero."""
     # from the smallest normal number to one whose double has an inverse
     bits = tl.minimum(tl.maximum(largest & 0x7F800000, 0x00800000), 0x7E000000) + 0x00800000
@@ -88,14 +86,14 @@ def _unit(largest):
 
 @triton.jit(do_not_specialize=["T", "most"])
 def enter_kernel(
-    p_spans, do, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, p_dtotal, p_largest, p_unit, p_dS, p_dfinal, kept, scaled, dr,
+    p_spans, do, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, p_dtotal, p_largest, p_power, p_dS, p_dfinal, kept, scaled, dr,
     p_peaks, T, most, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     ERASE: tl.constexpr, BETA: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, HALF: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """The engine's `adjoint` of a content chunk, in its own unit, left at p_unit: what it is given and what it leaves at `scaled`
-    are in it, and so is dS at the end, at p_dfinal, or at the end of the i-th kernel chunk, at n·most + i of `kept`. p_dS comes in
-    that of the chunk after it; a program owns BV columns.
+    """The engine's `adjoint` of a content chunk, whose gradients are divided by a power of two of its own, left at p_power: those that it
+    leaves at `scaled`, and dS at the end, at p_dfinal, or at the end of the i-th kernel chunk, at n·most + i of `kept`. p_dS comes divided
+    by the power of the content chunk after it; a program owns BV columns.
 
     PDL: the launch may begin while the one before it, `leave_kernel`, ends; all before that is done, and dS is taken up already,
     by the second cache, as all that another multiprocessor may have written since this one read there.
@@ -110,25 +108,25 @@ def enter_kernel(
     inside = in_v[:, None] & (i_k < K)[None, :]
     dS = tl.load(p_dS + state, mask=inside, other=0.0, cache_modifier=".cg")  # [BV KP]
     if HALF:
-        # by way of its true size: the quotient of two units may overflow
-        dS *= tl.load(p_unit + STEP, cache_modifier=".cg")
+        # by way of its true size: the quotient of two powers may overflow
+        dS *= tl.load(p_power + STEP, cache_modifier=".cg")
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     dtotal = tl.load(p_dtotal + head * V + o_v, mask=in_v, other=0.0, cache_modifier=".cg")
-    inverse_unit = tl.full([], 1, ACC)
+    inverse_power = tl.full([], 1, ACC)
     if HALF:
-        unit, inverse_unit = _unit(tl.load(p_largest + STEP, cache_modifier=".cg"))
-        dS *= inverse_unit
+        power, inverse_power = _power(tl.load(p_largest + STEP, cache_modifier=".cg"))
+        dS *= inverse_power
         if (tl.program_id(0) == 0) & (head == 0):
-            tl.store(p_unit, unit)
+            tl.store(p_power, power)
     if p_dfinal is not None:
         tl.store(p_dfinal + state, dS, mask=inside)
     for i in tl.range(0, end - first, num_stages=STAGES):
         j = end - 1 - first - i
         c = first + j - b * tl.cdiv(T, C)
         b_doT = tl.trans(load_rows(do, b, h, c * C, i_v, T, H, V, C, BV, TMA)).to(ACC)
-        b_doT = ((b_doT + dtotal[:, None]) * inverse_unit).to(scaled.dtype if TMA else scaled.dtype.element_ty)
+        b_doT = ((b_doT + dtotal[:, None]) * inverse_power).to(scaled.dtype if TMA else scaled.dtype.element_ty)
         store_rows(scaled, tl.trans(b_doT), b, h, c * C, i_v, T, H, V, C, BV, TMA)
         if kept is not None:
             store_state(kept, tl.trans(dS.to(b_doT.dtype)), n * most + j, h, 0, i_v, H, K, V, KP, BV, TMA)
@@ -142,7 +140,7 @@ def enter_kernel(
 
 @triton.jit(do_not_specialize=["T", "i", "L", "longest", "content_chunk", "groups"])
 def leave_kernel(
-    p_spans, p_slots, p_ends, p_b, p_u, p_dl, p_z, p_w1, p_w2, p_do_peaks, p_dS_peaks, p_units,
+    p_spans, p_slots, p_ends, p_b, p_u, p_dl, p_z, p_w1, p_w2, p_do_peaks, p_dS_peaks, p_powers,
     p_dcontent, p_dz, p_dm, p_dtotal, p_largest, T, L, longest, content_chunk, groups, i,
     RANK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr,
     VB: tl.constexpr, ROWS: tl.constexpr, BG: tl.constexpr, BLOCKS: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr,
@@ -186,7 +184,7 @@ def leave_kernel(
     if HALF:
         p_do_peaks += ((tl.cast(tl.maximum(i - 1, 0), tl.int64) * N + n) * H + h) * groups
         do_peaks = tl.load(p_do_peaks + i_g, mask=i_g < groups, other=0.0)
-        dS_peaks = tl.load(p_dS_peaks + head * BLOCKS + i_b, mask=i_b < BLOCKS, other=0.0) * tl.load(p_units + i * STEP)
+        dS_peaks = tl.load(p_dS_peaks + head * BLOCKS + i_b, mask=i_b < BLOCKS, other=0.0) * tl.load(p_powers + i * STEP)
     dcontent = tl.zeros([KP], ACC)
     for t in tl.range(start, stop, ROWS):
         i_t = t + tl.arange(0, ROWS)
@@ -220,7 +218,7 @@ def leave_kernel(
 def activation_kernel(
     p_spans, p_slots, p_f, p_b, p_A_log, p_dt_bias, p_u, p_dl, p_df, p_db, p_dA_log, p_ddt_bias, T, groups,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """df and db of the rows of a group of one content chunk, and its terms of the gradients of A_log and dt_bias."""
     i, g = tl.program_id(0) // groups, tl.program_id(0) % groups
@@ -243,7 +241,7 @@ def activation_kernel(
         df = -decay * tl.sigmoid(f) * dl
         tl.store(p_df + at, df.to(p_df.dtype.element_ty), mask=inside)
         tl.store(p_db + at, (-tl.sigmoid(p) * dl).to(p_db.dtype.element_ty), mask=inside)
-        dA_log -= decay * _softplus(f, HALF) * dl
+        dA_log -= decay * _softplus(f, ASM) * dl
         ddt_bias += df
     at = (((tl.cast(i, tl.int64) * N + n) * groups + g) * H + h) * K + i_k
     tl.store(p_dA_log + at, tl.sum(dA_log, 0), mask=in_k)

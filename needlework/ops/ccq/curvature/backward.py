@@ -330,8 +330,8 @@ def backward(
     else:
         read_chains(
             tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(0) - NR,
-            x_y_k, x_kc_k, x_kc_v, x_base_v, x_q_v, x_Py_c, x_dq_v, x_dq_v, x_C0_kv, p_Ey, p_Ey, p_G, p_n, p_step, p_reach, p_scale,
-            p_C_in, p_N_out, None, None, p_cum, p_hand + tl.cast(NR, tl.int64) * (BV * (NK * KB + 2)), p_flag + NR, T, NCB, N,
+            x_y_k, x_kc_k, x_kc_v, x_base_v, x_q_v, x_Py_c, x_dq_v, None, x_C0_kv, p_Ey, None, p_G, p_n, p_step, p_reach, p_scale,
+            p_C_in, None, None, None, p_cum, p_hand + tl.cast(NR, tl.int64) * (BV * (NK * KB + 2)), p_flag + NR, T, NCB, N,
             H, HV, K, C, BV, KB, NK, NS, TMA, GATED, INIT, True, False, SCALED, None, ACC, OT,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What CCQ's walk needs and no chunk waits for: each chunk's sums, the means before every chunk, centred keys and scores.
+"""What CCQ's walk needs, for all chunks at once: each chunk's sums, the means before every chunk, centred keys and scores.
 
 Chunks of C tokens are numbered through all batch rows, NCB a row. Tensors of the caller lie as [B T H K], numbers of a token as
 [chunks H ROWS C], of a chunk as [chunks H ...]. G, the gates summed from a chunk's start in log2 units, is a pair of numbers: their
@@ -19,13 +19,22 @@ from triton import JITFunction
 
 from needlework.ops.common.kernels.slot_rows import OF_TABLE
 from needlework.ops.common.kernels.tile import capped, load_tile, store_tile
-from needlework.ops.runtime.launch_configs import OPTIONS, Case, Constants, LaunchConfig, split
+from needlework.ops.runtime.launch_configs import OPTIONS, Case, Constants, LaunchConfig, absent, split
 from needlework.ops.runtime.triton_types import TYPES, padded
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 ROWS: tl.constexpr = tl.constexpr(7)  # of numbers of a token: `tokens`
 INTEGERS = dict.fromkeys(("p_fill", "p_cum", "p_flag"), "*i32") | dict.fromkeys(("T", "NCB", "N", "NR"), "i32")
 INTEGERS |= OF_TABLE
+# flag -> arguments that kernels read with it alone
+ONLY_WITH = {
+    "GATED": ("p_g", "p_G", "x_C0_kv", "x_N_kv", "p_reach", "p_grown", "p_z"),
+    "PACKED": ("p_fill",),
+    "INIT": ("p_mean_in", "p_n_in", "p_C_in", "p_N_out", "p_r_out", "p_z_out"),
+    "SEED": ("p_N_in", "p_r_in", "p_z_in"),
+    "SAVE": ("x_Sq_v",),
+    "SCALED": ("p_scale",),
+}
 OPERANDS = ("p_q", "p_k", "p_kc", "p_P", "p_dout", "p_eta", "p_Sq", "p_y", "p_Py", "p_C0", "p_N0")
 
 
@@ -280,12 +289,12 @@ def arguments(kernel: JITFunction, given: Constants) -> Constants:
 
 
 def case(
-    kernel: JITFunction, name: str, config: LaunchConfig, dtype: torch.dtype, K: int, absent: tuple[str, ...] = (), **flags: int | None
+    kernel: JITFunction, name: str, config: LaunchConfig, dtype: torch.dtype, K: int, none: tuple[str, ...] = (), **flags: int | None
 ) -> Case:  # fmt: skip
-    """One launch of `kernel` under the row `name` of a config, with one head and the flags given, None for what is absent."""
+    """One launch of `kernel` under the row `name` of a config, with one head and the flags given; the arguments `none` are None too."""
     operand, wide = str(TYPES[dtype]), str(TYPES[torch.promote_types(dtype, torch.float32)])
-    values = arguments(kernel, constants(config, name, dtype, 1, 1, K, **flags)) | dict.fromkeys(absent)
-    values, options = split(values)
+    values, options = split(arguments(kernel, constants(config, name, dtype, 1, 1, K, **flags)))
+    values |= absent(kernel, values, ONLY_WITH) | dict.fromkeys(none)
     rows = {"": values["C"], "v": values.get("BV")}
     columns = {"k": values.get("KB"), "v": values.get("BV"), "c": values["C"]}
     signature = {}

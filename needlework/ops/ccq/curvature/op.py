@@ -25,13 +25,14 @@ from needlework.ops.runtime.launch_configs import Constants, LaunchConfig, launc
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
 
 ENGINE = "ccq/curvature"
+NO_STATE = None, None, None
 
 
 def clean(
     q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureState | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, CurvatureState]:
     """q, k [B T H K], eta [B T HV], g [B T H] or None, contiguous -> q̃ [B T HV K] and the final state, float32 or wider."""
-    given = (q, k, eta, g, *(state or (None, None, None)))
+    given = (q, k, eta, g, *(state or NO_STATE))
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     cleaned, *final = (ccq_triton_fwd if differentiable else ccq_triton)(*given, cu_seqlens)
     return cleaned, CurvatureState(*final[:3])
@@ -48,7 +49,7 @@ class _Line(NamedTuple):
     K: int
     dtype: torch.dtype
     device: torch.device
-    fill: Tensor  # [chunks] int32: real tokens of each; not read unless packed
+    fill: Tensor | None  # [chunks] int32: real tokens of each; packed
     gated: bool
     packed: bool
 
@@ -99,7 +100,21 @@ class _Line(NamedTuple):
         return self.at.N * self.H * -(-self.K // settings["BV"])
 
 
-class _Kept(NamedTuple):
+class _Given(NamedTuple):
+    """What a call's backward wants of its arguments, as the caller has them, and the final n."""
+
+    q: Tensor
+    k: Tensor
+    eta: Tensor
+    g: Tensor | None
+    C: Tensor | None
+    mean: Tensor | None
+    n: Tensor | None
+    cu_seqlens: Tensor | None
+    n1: Tensor
+
+
+class _Saved(NamedTuple):
     """What the forward keeps for the backward, over aligned tokens."""
 
     Sq: Tensor  # [B T H K] Σq
@@ -121,14 +136,14 @@ class _Kept(NamedTuple):
         return G, fill, place
 
     @classmethod
-    def of(cls, saved: list[Tensor], gated: bool, packed: bool) -> "_Kept":
+    def of(cls, saved: list[Tensor], gated: bool, packed: bool) -> "_Saved":
         *always, G, fill, place = saved
         return cls(*always, G=G if gated else None, fill=fill if packed else None, place=place if packed else None)
 
 
 def _line(q: Tensor, HV: int, gated: bool, packed: bool, at: Alignment, fill: Tensor | None, chosen: LaunchConfig) -> _Line:
     B, _, H, K = q.shape
-    return _Line(at, chosen, B, H, HV, K, q.dtype, q.device, at.cum if fill is None else fill, gated, packed)
+    return _Line(at, chosen, B, H, HV, K, q.dtype, q.device, fill, gated, packed)
 
 
 def _fill(at: Alignment, cu_seqlens: Tensor, C: int) -> Tensor:
@@ -179,8 +194,9 @@ def ccq_triton_fwd(
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
-    """q̃, the final C, mean, n, and what `_Kept` lists."""
+    """q̃, the final C, mean, n, and what `_Saved` lists."""
     cleaned, final, kept = _call(q, k, eta, g, _state(C, mean, n), cu_seqlens, save=True)
+    assert kept is not None  # saved
     return cleaned, *final, *kept[:9], *kept.last()
 
 
@@ -192,7 +208,7 @@ def _state(C: Tensor | None, mean: Tensor | None, n: Tensor | None) -> Curvature
 def _call(
     q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureState | None, cu_seqlens: Tensor | None, *,
     save: bool, own: Slots | None = None,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], _Kept]:  # fmt: skip
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], _Saved | None]:  # fmt: skip
     """`_forward` of tokens that lie as the caller has them. own: C is a table."""
     if cu_seqlens is not None and own is None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
@@ -207,7 +223,7 @@ def _call(
     if q.numel() == 0:
         return q.new_empty(*eta.shape, K), _untouched(line, state), _no_chunk(q, line)
     tokens = each(at.align, q, k, eta, g)
-    key = ENGINE, chosen.name, kind(*tokens, *(state or (None, None, None))), packed, save, own and own.kind()
+    key = ENGINE, chosen.name, kind(*tokens, *(state or NO_STATE)), packed, save, own and own.kind()
     precompile(q.device, key, lambda: _launches(tokens, state, line, save, own))
     cleaned, final, kept = _forward(*tokens, state, line, save, own)
     return at.restore(cleaned), final, kept
@@ -220,7 +236,7 @@ def _launches(
     line, tokens = line._replace(device=torch.device("meta")), meta(*tokens)
     state, own = None if state is None else CurvatureState(*meta(*state)), None if own is None else own.meta()
     cleaned, (*_, n), kept = _forward(*tokens, state, line, save, own)
-    if save:
+    if kept is not None:
         C = None if state is None else state.C
         _backward_of(torch.empty_like(cleaned), None, None, None, *tokens, C, n, kept, line)
 
@@ -228,13 +244,13 @@ def _launches(
 def _forward(
     q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureState | None, line: _Line, save: bool,
     own: Slots | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], _Kept]:  # fmt: skip
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], _Saved | None]:  # fmt: skip
     H, K, N = line.H, line.K, line.at.N
     settings = line.constants("sums")
     total, mass = line.empty(K), line.empty()
-    G = line.empty(2, line.C) if line.gated else mass
+    G = line.empty(2, line.C) if line.gated else None
     tiles = -(-K // settings["BD"])
-    line.launch(sums, settings, k, k if g is None else g, line.fill, total, mass, G, each=tiles)
+    line.launch(sums, settings, k, g, line.fill, total, mass, G, each=tiles)
 
     wide = {"dtype": line.wide, "device": line.device}
     if own is None or state is None:
@@ -242,7 +258,7 @@ def _forward(
     else:
         of_table, stride, final_C = (own.slots, own.fresh), own.stride, state.C
     final = final_C, torch.empty(N, H, K, **wide), torch.empty(N, H, **wide)
-    initial = final if state is None else state
+    initial = NO_STATE if state is None else state
     mean0, step, n0 = line.empty(K), line.empty(K), line.empty()
     settings = line.constants("means", INIT=state is not None)
     programs = N * H * -(-K // settings["BD"])
@@ -255,19 +271,19 @@ def _forward(
     line.launch(intra, line.constants("intra"), q, k, eta, G, line.fill, mean0, step, n0, mass, kc, P, E, lam)
 
     cleaned = q.new_empty(*eta.shape, K)
-    Sq = torch.empty_like(q) if save else q
+    Sq = torch.empty_like(q) if save else None
     settings = line.constants("walk", INIT=state is not None, SAVE=save, STRIDE=stride)
     KB, BV = settings["KB"], settings["BV"]
     slots = min(settings["NP"], line.chains(settings))
-    q_v = line.tile(q, BV)
     run(
         walk, (slots,),
-        line.tile(q, KB), line.tile(kc, KB), line.tile(kc, BV), q_v, line.block(P, line.C, line.C), line.tile(cleaned, BV),
-        line.tile(Sq, BV) if save else q_v, E, lam, G, n0, step, initial[0], final[0], *of_table, line.at.cum,
+        line.tile(q, KB), line.tile(kc, KB), line.tile(kc, BV), line.tile(q, BV), line.block(P, line.C, line.C), line.tile(cleaned, BV),
+        None if Sq is None else line.tile(Sq, BV), E, lam, G, n0, step, initial[0], final[0], *of_table, line.at.cum,
         *line.hands(settings, slots), line.at.T, line.NCB, N, **arguments(walk, settings),
     )  # fmt: skip
     fill, place = (line.fill, line.at.place) if line.packed else (None, None)
-    return cleaned, final, _Kept(Sq, kc, P, E, mean0, step, n0, mass, line.at.cum, G if line.gated else None, fill, place)
+    kept = None if Sq is None else _Saved(Sq, kc, P, E, mean0, step, n0, mass, line.at.cum, G, fill, place)
+    return cleaned, final, kept
 
 
 def _final_place(line: _Line, C: Tensor | None) -> Tensor:
@@ -287,7 +303,7 @@ def _untouched(line: _Line, state: CurvatureState | None) -> tuple[Tensor, Tenso
     return C, mean, n
 
 
-def _no_chunk(q: Tensor, line: _Line) -> _Kept:
+def _no_chunk(q: Tensor, line: _Line) -> _Saved:
     """What is kept where there is no token."""
     K, C = line.K, line.C
     Sq, kc = (q.new_empty(line.B, line.at.T, line.H, K) for _ in range(2))
@@ -301,7 +317,7 @@ def _no_chunk(q: Tensor, line: _Line) -> _Kept:
     )
     G = line.empty(2, C) if line.gated else None
     fill, place = (line.fill, line.at.place) if line.packed else (None, None)
-    return _Kept(Sq, kc, *chunks, line.at.cum, G, fill, place)
+    return _Saved(Sq, kc, *chunks, line.at.cum, G, fill, place)
 
 
 @torch.library.register_fake(ccq_triton)
@@ -345,7 +361,7 @@ def ccq_triton_bwd(
     cu_seqlens: Tensor | None, n1: Tensor, saved: list[Tensor],
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, eta, g, C, mean, n; an empty tensor for what was not given. n1: after the last token."""
-    kept = _Kept.of(saved, g is not None, cu_seqlens is not None)
+    kept = _Saved.of(saved, g is not None, cu_seqlens is not None)
     chosen = launch_config(ENGINE, q.device, q.dtype, q.shape[-1], q.shape[-1])
     if kept.P.shape[-1] != chosen.launch["shared"]["C"]:
         raise RuntimeError(
@@ -362,22 +378,21 @@ def ccq_triton_bwd(
     tokens, first, scale = _backward_of(dcleaned, dC, dmean, dn, q, k, eta, g, C, n1, kept, line)
     tokens = [q.new_empty(0) if x is None else at.restore(x) for x in tokens]
     tokens[3] = tokens[3] if g is None else tokens[3].to(g.dtype)
-    if state is None:
+    if state is None or first is None:
         return [*tokens, *(q.new_empty(0) for _ in range(3))]
     return [*tokens, *_first_state(line, scale, first, kept.mean, state, dmean)]
 
 
 def _backward_of(
     dcleaned: Tensor, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None,
-    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, n1: Tensor, kept: _Kept, line: _Line,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor], Tensor | float]:  # fmt: skip
-    """Gradients of q, k, eta and g of aligned tokens; N, r and z before the first, which are multiplied by the number returned."""
+    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, n1: Tensor, kept: _Saved, line: _Line,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor] | None, Tensor | float]:  # fmt: skip
+    """Gradients of q, k, eta and g of aligned tokens; N, r and z before the first where C is given, times the number returned."""
     from needlework.ops.ccq.curvature.backward import adjoint, backward, fold, gate
 
     H, K, width = line.H, line.K, line.C
     scale = _scale(dcleaned, dC, line) if line.scaled else 1.0
-    p_scale = scale if line.scaled else kept.n
-    G = kept.mass if kept.G is None else kept.G
+    p_scale = scale if line.scaled else None
     deta, y = torch.empty_like(eta), dcleaned
     if line.HV != H or line.scaled:
         y = torch.empty_like(q)
@@ -385,7 +400,7 @@ def _backward_of(
     Py, Ey, rsum, zsum = torch.empty_like(kept.P), torch.empty_like(kept.E), line.empty(K), line.empty()
     line.launch(
         adjoint, line.constants("adjoint"),
-        q, kept.kc, y, kept.Sq, eta, kept.E, G, line.fill, kept.step, kept.n, kept.mass, Py, Ey, deta, rsum, zsum,
+        q, kept.kc, y, kept.Sq, eta, kept.E, kept.G, line.fill, kept.step, kept.n, kept.mass, Py, Ey, deta, rsum, zsum,
     )  # fmt: skip
 
     seeds = dC is not None or dmean is not None or dn is not None
@@ -395,19 +410,20 @@ def _backward_of(
     # a step of dk takes longer: of all programs, NR are its
     NR = min(chains, max(settings["ND"], NP - chains))
     slots = NR + min(chains, NP - NR)
-    ends = _seeds(line, scale, dC, dmean, dn, n1) if seeds else (zsum, zsum, zsum)
-    first = _first_place(line, ends if seeds else None, parts) if C is not None else (zsum, zsum, zsum)
-    dq, dk, kc_v = torch.empty_like(q), torch.empty_like(k), line.tile(kept.kc, BV)
-    reach, grown, z, C0, N0, x_C0, x_N0 = zsum, zsum, zsum, zsum, zsum, kc_v, kc_v
+    ends = _seeds(line, scale, dC, dmean, dn, n1) if seeds else None
+    first = None if C is None else _first_place(line, ends, parts)
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    reach = grown = z = C0 = N0 = x_C0 = x_N0 = None
     if line.gated:
         reach, grown, z = line.empty(parts, width), line.empty(parts, width), line.empty(parts)
         C0, N0 = (line.empty(K, K, dtype=line.dtype) for _ in range(2))
         x_C0, x_N0 = line.block(C0, BV, KB), line.block(N0, BV, KB)
     run(
         backward, (slots,),
-        line.tile(q, KB), line.tile(y, KB), line.tile(kept.kc, KB), line.tile(q, BV), line.tile(y, BV), kc_v, line.tile(dcleaned, BV),
+        line.tile(q, KB), line.tile(y, KB), line.tile(kept.kc, KB), line.tile(q, BV), line.tile(y, BV), line.tile(kept.kc, BV),
+        line.tile(dcleaned, BV),
         line.block(kept.P, width, width), line.block(Py, width, width), line.tile(dq, BV), line.tile(dk, BV), x_C0, x_N0,
-        Ey, G, kept.n, kept.mass, kept.step, rsum, zsum, p_scale, zsum if C is None else C, reach, *ends, grown, z, *first,
+        Ey, kept.G, kept.n, kept.mass, kept.step, rsum, zsum, p_scale, C, reach, *(ends or NO_STATE), grown, z, *(first or NO_STATE),
         line.at.cum, *line.hands(settings, slots, side=2), line.at.T, line.NCB, line.at.N, NR, **arguments(backward, settings),
     )  # fmt: skip
 
@@ -415,7 +431,7 @@ def _backward_of(
     if g is not None:
         dg = torch.empty(line.B, line.at.T, H, dtype=line.wide, device=line.device)
         settings = line.constants("gate", NZ=parts)
-        line.launch(gate, settings, Ey, G, line.fill, kept.n, reach, grown, z, C0, N0, p_scale, dg)
+        line.launch(gate, settings, Ey, kept.G, line.fill, kept.n, reach, grown, z, C0, N0, p_scale, dg)
     return (dq, dk, deta, dg), first, scale
 
 
@@ -489,16 +505,15 @@ def _nothing_read(
 
 def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, *output[3:])
+    ctx.save_for_backward(*_Given(*inputs, n1=output[3]), *output[4:])
 
 
 def _backward(ctx, dcleaned, dC, dmean, dn, *_):
-    *tensors, n1 = ctx.saved_tensors[:9]
-    q, eta = tensors[0], tensors[2]
+    count = len(_Given._fields)
+    given, saved = _Given(*ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
     if dcleaned is None:
-        dcleaned = q.new_zeros(*eta.shape, q.shape[-1])
-    saved = list(ctx.saved_tensors[9:])
-    found = ccq_triton_bwd(dcleaned.contiguous(), dC, dmean, dn, *tensors, n1, saved)
+        dcleaned = given.q.new_zeros(*given.eta.shape, given.q.shape[-1])
+    found = ccq_triton_bwd(dcleaned.contiguous(), dC, dmean, dn, *given, saved)
     found = [dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)]
     return *found, None
 

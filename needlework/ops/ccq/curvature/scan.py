@@ -224,7 +224,7 @@ def walk(
     slots = tl.num_programs(0)
     read_chains(
         slots - 1 - tl.program_id(0), slots,
-        x_q_k, x_kc_k, x_kc_v, x_q_v, x_q_v, x_P_c, x_out_v, x_Sq_v, x_q_v, p_E, p_lam, p_G, p_n, p_step, p_n, p_n,
+        x_q_k, x_kc_k, x_kc_v, x_q_v, x_q_v, x_P_c, x_out_v, x_Sq_v, None, p_E, p_lam, p_G, p_n, p_step, None, None,
         p_C_in, p_C_out, p_slots, p_fresh, p_cum, p_hand, p_flag, T, NCB, N,
         H, HV, K, C, BV, KB, NK, NS, TMA, GATED, INIT, False, SAVE, SCALED, STRIDE, ACC, OT,
     )  # fmt: skip
@@ -235,5 +235,5 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     for gated in (False, True):
         given = {"GATED": gated, "INIT": True}
         cases.append(case(walk, "walk", config, dtype, K, **given, SAVE=False, STRIDE=2 * K * K))
-        cases.append(case(walk, "walk", config, dtype, K, absent=tuple(OF_TABLE), **given, SAVE=True, STRIDE=None))
+        cases.append(case(walk, "walk", config, dtype, K, none=tuple(OF_TABLE), **given, SAVE=True, STRIDE=None))
     return cases

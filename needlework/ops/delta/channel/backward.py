@@ -18,7 +18,7 @@ from needlework.ops.delta.gradient_scaling import divided
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.delta.segments import SegmentStates, fix_up, segmented
 from needlework.ops.runtime.each import each
-from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, cdiv, padded
 
@@ -124,7 +124,7 @@ def channel_constants(
         "replay_reverse": launch["replay_reverse"] | walk | anchor | {"VP": padded(V), "BETA": int(rule == 1)},
         "couplings": launch["couplings"] | values | {"R": R, "PDL": 0} | gates,
         "pairs": launch["pairs"] | channels | anchor | gates | {
-            "G": HV // H, "LEVELS": C.bit_length() - 1, "PDL": 0, "HALF": int(half),
+            "G": HV // H, "LEVELS": C.bit_length() - 1, "PDL": 0, "HALF": int(half), "ASM": int(half and not interpreted()),
         } | predicted(prediction),
     }  # fmt: skip
 

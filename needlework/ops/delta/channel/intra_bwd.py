@@ -34,9 +34,9 @@ INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
-def _sums(y, m, acc, HALF: tl.constexpr, ACC: tl.constexpr):
+def _sums(y, m, acc, HALF: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr):
     """acc + y times a 0/1 matrix. In half mode two bfloat16 of y: 16 bits and the range of float32, straight from registers."""
-    if HALF and not INTERPRETED:
+    if ASM:
         hi, lo = tl.inline_asm_elementwise(
             """{ .reg .b32 a, b;
             cvt.rn.bf16x2.f32 $0, $3, $2;
@@ -46,6 +46,10 @@ def _sums(y, m, acc, HALF: tl.constexpr, ACC: tl.constexpr):
         )  # fmt: skip
         acc = tl.dot(hi, m, acc, input_precision="ieee", out_dtype=ACC)
         acc = tl.dot(lo, m, acc, input_precision="ieee", out_dtype=ACC)
+    elif HALF and not INTERPRETED:
+        hi = y.to(tl.bfloat16)
+        acc = tl.dot(hi, m, acc, input_precision="ieee", out_dtype=ACC)
+        acc = tl.dot((y - hi.to(ACC)).to(tl.bfloat16), m, acc, input_precision="ieee", out_dtype=ACC)
     else:
         acc = tl.dot(y, m, acc, input_precision="ieee", out_dtype=ACC)
     return acc
@@ -58,9 +62,9 @@ def _sum_of(x, m, ACC: tl.constexpr):
 
 
 @triton.jit
-def _factor(d, HALF: tl.constexpr):
+def _factor(d, ASM: tl.constexpr):
     """2^d."""
-    if HALF and not INTERPRETED:
+    if ASM:
         f = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [d], dtype=tl.float32, is_pure=True, pack=1)
     else:
         f = tl.exp2(d)
@@ -68,9 +72,9 @@ def _factor(d, HALF: tl.constexpr):
 
 
 @triton.jit
-def _gated(d, row, x, y, HALF: tl.constexpr):
+def _gated(d, row, x, y, ASM: tl.constexpr):
     """F = 2^d, and F times x in rows, y elsewhere."""
-    if HALF and not INTERPRETED:
+    if ASM:
         bits = tl.where(row, -1, 0).to(tl.int16)
         f, z = tl.inline_asm_elementwise(
             """{ .reg .b32 a, b;
@@ -176,7 +180,7 @@ def pairs(
     p_dq, p_dk, p_dg, p_dbeta, p_derase,
     scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KB: tl.constexpr, LEVELS: tl.constexpr,
     BETA: tl.constexpr, GATES: tl.constexpr, PREVIOUS: tl.constexpr, GIVEN: tl.constexpr, ANCHOR: tl.constexpr,
-    PDL: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
+    PDL: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """All of an anchor's chunks, last first, for one value head, KB channels at a time.
 
@@ -242,7 +246,7 @@ def pairs(
                 e = (erase if GIVEN else k * erase).to(OT)
 
             # the whole chunk: from its start, and to its end
-            F = _factor(_sum_of(x, till, ACC), HALF)
+            F = _factor(_sum_of(x, till, ACC), ASM)
             dq = F * _placed(dq, eye, ACC)
             y = q * dq
             de = tl.zeros([KB, C], ACC)
@@ -250,21 +254,21 @@ def pairs(
             passed = y
             if ERASE:
                 if PREVIOUS:
-                    F = _factor(_sum_of(x, till_e, ACC), HALF)
+                    F = _factor(_sum_of(x, till_e, ACC), ASM)
                 de = F * _placed(de_hat, eye, ACC)
                 passed += e * de
                 if PREVIOUS:
-                    dg = _sums(e * de, since_e, dg, HALF, ACC)
+                    dg = _sums(e * de, since_e, dg, HALF, ASM, ACC)
                 else:
                     y = passed
-            dg = _sums(y, since, dg, HALF, ACC)
-            dk = _factor(_sum_of(x, after, ACC), HALF) * _placed(dk_hat, eye, ACC)
+            dg = _sums(y, since, dg, HALF, ASM, ACC)
+            dk = _factor(_sum_of(x, after, ACC), ASM) * _placed(dk_hat, eye, ACC)
             # x was measured before the keys of the last chunk were added: from there on they count
             y = k * dk
             if back > 0:
                 passed -= y
                 y = -y
-            dg = _sums(y, before, dg, HALF, ACC)
+            dg = _sums(y, before, dg, HALF, ASM, ACC)
             dg += phi[:, None]
             if ANCHOR > 1:
                 tl.store(p_x + i_k, phi + tl.sum(passed, 1), mask=m_x)
@@ -284,24 +288,24 @@ def pairs(
                 queries = tl.where(row, 1.0, 0.0).to(ACC)
                 keys = tl.where(row, 0.0, 1.0).to(ACC)
                 d = _sum_of(x, near, ACC)
-                F, z = _gated(d, row, q, k, HALF)
+                F, z = _gated(d, row, q, k, ASM)
                 w = tl.dot(z, P * pair, input_precision="ieee", out_dtype=ACC)
                 y = z * w
                 w = F * w
                 dq += w * queries
                 dk += w * keys
                 if ERASE and PREVIOUS:
-                    dg = _sums(y, back_near, dg, HALF, ACC)
+                    dg = _sums(y, back_near, dg, HALF, ASM, ACC)
                     y = tl.zeros([KB, C], ACC)
                     d = _sum_of(x, near_e, ACC)
                 if ERASE:
-                    F, z = _gated(d, row, e, k, HALF)
+                    F, z = _gated(d, row, e, k, ASM)
                     w = tl.dot(z, A * pair, input_precision="ieee", out_dtype=ACC)
                     y += z * w
                     w = F * w
                     de += w * queries
                     dk += w * keys
-                dg = _sums(y, back_near_e, dg, HALF, ACC)
+                dg = _sums(y, back_near_e, dg, HALF, ASM, ACC)
 
             if BETA:
                 dbeta += tl.sum(k * de, 0) * divisor

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
-from needlework.ops.lucid.arguments import Placement
-from needlework.ops.lucid.past import highest, less_past, new_keys, read_pages, shares_of, store_rows, tile_of
+from needlework.ops.common.placement import Placement
+from needlework.ops.lucid.past import constants_of, highest, less_past, new_keys, read_pages, shares_of, store_rows, tile_of
 from needlework.ops.lucid.solve.launches import ENGINE as SOLVE
 from needlework.ops.lucid.solve.launches import Task, compile_cases_of_sums, forward, widths
 from needlework.ops.lucid.solve.operands import scale
@@ -184,17 +184,12 @@ def constants(
         H=H, K=K, V=V, KB=KB, VB=VB, M=C, ROWMAX=int(rowmax), BETA=int(beta), PACKED=1, SCALE=scale(K, rowmax),
         HALF=int(dtype.itemsize == 2), ACC=TYPES[accumulator(dtype)],
     )  # fmt: skip
-    own: dict[str, Constants] = {name: {key: x for key, x in row.items() if key != "NP"} for name, row in config.launch.items()}
-    for name, kernel in KERNELS.items():
-        own[name] |= {key: x for key, x in everything.items() if key in kernel.arg_names}
-    return own
+    return constants_of(KERNELS, config, everything)
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Every kernel, with β and with a maximum a row, and what the first solve that is taken where this config is does with them."""
-    solve = next(
-        row for row in rows(SOLVE) if row.misfit(max(config.arch, (8, 0)), str(dtype).removeprefix("torch."), K, V) is None
-    )
+    solve = next(row for row in rows(SOLVE) if row.misfit(config.arch, str(dtype).removeprefix("torch."), K, V) is None)
     own, acc = NAMES[dtype], NAMES[accumulator(dtype)]
     types = dict.fromkeys(("p_sum", "p_max", "p_mu", "p_beta", "p_to_beta", "p_solved"), acc)
     types |= dict.fromkeys(("p_table", "p_cum"), "i32") | dict.fromkeys(("p_length", "p_ends", "p_rows"), "i64")

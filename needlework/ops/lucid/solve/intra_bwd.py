@@ -14,6 +14,7 @@ entry that the norms of their rows allow is a float16 number and small ones lose
 import triton
 import triton.language as tl
 
+from needlework.ops.common.kernels.runs import row_pointers, sequence_of
 from needlework.ops.common.kernels.tile import plus_product
 from needlework.ops.lucid.solve.operands import (
     TINY,
@@ -22,8 +23,6 @@ from needlework.ops.lucid.solve.operands import (
     hidden_in_window,
     load_rows,
     power_of_two,
-    row_pointers,
-    sequence_of,
     token_pointers,
 )
 

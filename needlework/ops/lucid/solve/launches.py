@@ -19,11 +19,20 @@ from needlework.ops.common.kernels.tile import block
 from needlework.ops.lucid.solve.intra_bwd import key_gradient
 from needlework.ops.lucid.solve.operands import inverses, keys, peak, scale, top
 from needlework.ops.lucid.solve.scan import before_panel, panel, solve
-from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 
 ENGINE = "lucid/solve"
+# flag -> arguments that kernels read with it alone
+ONLY_WITH = {
+    "BETA": ("p_beta", "p_dbeta", "p_r"),
+    "SAVE_R": ("p_r",),
+    "ROWMAX": ("p_top", "p_zv"),
+    "REV": ("p_zv",),
+    "PACKED": ("p_cum", "p_order"),
+    "GIVEN": ("p_skip",),
+}
 # keys and values of a group of heads: most of the 50 MB of a Hopper's L2 cache
 GROUP_BYTES = 34_000_000
 # waits of about a microsecond, for a block that takes a few: seconds
@@ -119,11 +128,10 @@ def forward(
         programs, x_k = (inverse.shape[1] * (NR // C),), _tile(x, task.config)
         run(keys, programs, k, x, row, T, NR, **c["keys"])
         if task.rowmax:
-            where = _or(task.cum, more), _or(task.skip, more), row, more
-            run(top, programs, x_k, *where, NR, N, W, **c["top"], **flags("top", GIVEN=task.given > 0))
+            run(top, programs, x_k, task.cum, task.skip, row, more, NR, N, W, **c["top"], **flags("top", GIVEN=task.given > 0))
         if first is not None:
             first(row)
-        run(inverses, programs, x, row, _or(beta, row), inverse, T, NR, W, **c["inverses"])
+        run(inverses, programs, x, row, beta, inverse, T, NR, W, **c["inverses"])
         R = more if beta is not None and save else None
         launch_solve(x_k, row, inverse, beta, v, Y, R, y, v, None, counts.unbind(), task, c, REV=False)
     return y, saved
@@ -145,11 +153,11 @@ def backward(
         peak_y, rows_y, *_ = counts.unbind()
         peak_z, rows_z, *_ = new = torch.zeros_like(counts).unbind()
         launch_solve(x_k, row, inverse, beta, dy, Z, None, dv, v, zv, new, task, c, REV=True)
-        R, best = (Y if beta is None else more), (more if task.rowmax else counts)
+        R, best = (None if beta is None else more), (more if task.rowmax else None)
         run(
             key_gradient, (NR // C * B * H,),
-            x_k, _tile(Y, task.config), _tile(Z, task.config), x, Y, R, Z, row, row, best, _or(zv, row),
-            _or(beta, dy), v, dy, dk, _or(dbeta, dy), peak_y, peak_z, rows_y, rows_z, _or(task.cum, counts),
+            x_k, _tile(Y, task.config), _tile(Z, task.config), x, Y, R, Z, row, row, best, zv,
+            beta, v, dy, dk, dbeta, peak_y, peak_z, rows_y, rows_z, task.cum,
             T, NR, task.align.N, task.window or 0, **c["key_gradient"],
         )  # fmt: skip
     return dk, dv, dbeta
@@ -167,8 +175,8 @@ def launch_solve(
     peaks, rows, done, ticket = counts
     if c["solve"]["HALF"]:
         run(peak, (B * H * cdiv(T, c["peak"]["R"]),), rhs, peaks, T, **c["peak"])
-    matrix = x_k, row, inverse, _or(beta, inverse)
-    results = Y, _or(R, Y), out, v, _or(zv, inverse), peaks, rows, _or(task.cum, peaks)
+    matrix = x_k, row, inverse, beta
+    results = Y, R, out, v, zv, peaks, rows, task.cum
     W = task.window or 0
     if "panel" in c:
         S = c["panel"]["S"]
@@ -179,7 +187,7 @@ def launch_solve(
             run(panel, (N * H,), *matrix, rest, *results, *sizes, **of("panel"))
         return
     tiles = B * blocks
-    order = task.order(blocks, REV) if task.packed else done
+    order = task.order(blocks, REV) if task.packed else None
     group = max(1, min(H, GROUP_BYTES // (tiles * C * (c["solve"]["KB"] + c["solve"]["VB"]) * Y.element_size())))
     while H % group:
         group -= 1
@@ -278,6 +286,7 @@ def _types(dtype: torch.dtype, kernel: str, rowmax: bool) -> dict[str, str]:
 def _case(name: str, row: Constants, types: dict[str, str], dtype: torch.dtype, tma: bool) -> Case:
     kernel, (c, options) = KERNELS[name], split(row)
     c = {key: x for key, x in c.items() if key in kernel.arg_names}
+    c |= absent(kernel, c, ONLY_WITH)
     return Case(kernel, _signature(kernel, c, types, NAMES[accumulator(dtype)], tma), c, options)
 
 
@@ -306,8 +315,3 @@ def _whole(size: int, dtype: torch.dtype) -> int:
 
 def _tile(x: Tensor, config: LaunchConfig):
     return block(x, config.launch["shared"]["C"], x.shape[-1]) if config.tma else x
-
-
-def _or(x: Tensor | None, stand_in: Tensor) -> Tensor:
-    """A kernel argument that is not read where there is none."""
-    return stand_in if x is None else x

@@ -13,6 +13,8 @@ import math
 import triton
 import triton.language as tl
 
+from needlework.ops.common.kernels.runs import row_pointers, sequence_of
+
 TINY = tl.constexpr(1e-6)  # norms below it do not scale a key to 1
 
 
@@ -30,12 +32,6 @@ def load_rows(x, i_bh, i_row, NR, C: tl.constexpr, D: tl.constexpr, TMA: tl.cons
     else:
         b = tl.load(row_pointers(x, i_bh, i_row, NR, C, D))
     return b
-
-
-@triton.jit
-def row_pointers(p, i_bh, i_row, NR, C: tl.constexpr, D: tl.constexpr):
-    # a 64-bit base and 32-bit offsets: a tile of 64-bit ones is dear in registers
-    return p + (tl.cast(i_bh, tl.int64) * NR + i_row) * D + tl.arange(0, C)[:, None] * D + tl.arange(0, D)[None, :]
 
 
 @triton.jit
@@ -149,7 +145,8 @@ def inverses(
     row = tl.cast(i_bh, tl.int64) * NR + i_t
     p_x += row * KB
     p_mu += row
-    p_beta += (tl.cast(i_bh // H, tl.int64) * T + i_t) * H + i_bh % H
+    if BETA:
+        p_beta += (tl.cast(i_bh // H, tl.int64) * T + i_t) * H + i_bh % H
     n: tl.constexpr = C // 16
     A = overlaps(p_x, p_mu, p_beta, T - i_t, W, n, 16, 0, H, KB, SCALE, ROWMAX, BETA, WINDOW, ACC)
     diagonal = tl.full([n, 16], 1.0, ACC)
@@ -209,25 +206,6 @@ def top(
     row = tl.cast(i_bh, tl.int64) * NR + o_i
     tl.store(p_mu + row, mu * SCALE)
     tl.store(p_top + row, best)
-
-
-@triton.jit
-def sequence_of(p_cum, N, i_b, i_block, blocks, PACKED: tl.constexpr):
-    """Number of the sequence that holds a block of row i_b, its first block and the one after its last, counted in the row.
-    A block of no sequence: end <= i_block."""
-    i_n = i_b
-    first = 0
-    end = blocks
-    if PACKED:
-        i_n = 0
-        for i in range(0, N, 512):
-            n = i + tl.arange(0, 512)
-            ends = tl.load(p_cum + n + 1, mask=n < N, other=0)
-            i_n += tl.sum(((n < N) & (ends <= i_block)).to(tl.int32), 0)
-        i_n = tl.minimum(i_n, N - 1)
-        first = tl.load(p_cum + i_n)
-        end = tl.load(p_cum + i_n + 1)
-    return i_n, first, end
 
 
 @triton.jit(do_not_specialize=["T"])

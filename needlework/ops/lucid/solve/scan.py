@@ -18,6 +18,7 @@ rounds at V's size at every key (2.5 times the error of the blocked form at 300 
 import triton
 import triton.language as tl
 
+from needlework.ops.common.kernels.runs import row_pointers, sequence_of
 from needlework.ops.common.kernels.tile import plus_product
 from needlework.ops.lucid.solve.operands import (
     exponent,
@@ -25,8 +26,6 @@ from needlework.ops.lucid.solve.operands import (
     hidden_in_window,
     load_rows,
     power_of_two,
-    row_pointers,
-    sequence_of,
     token_pointers,
 )
 

@@ -17,12 +17,19 @@ from needlework.ops.paged.engine.attend import attend, merge
 from needlework.ops.paged.engine.write import write
 from needlework.ops.polar.arguments import Parameters
 from needlework.ops.runtime.custom_op import operator, step_operator
-from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2, padded
 
 ENGINE = "paged/paged"
 READS = SOFTMAX, DIFFERENTIAL, POLAR = tuple(x.value for x in (readout.SOFTMAX, readout.DIFFERENTIAL, readout.POLAR))
+# what a kernel is compiled for -> arguments that it reads with it alone
+ONLY_WITH = {
+    "PACKED": ("p_ends",),
+    "POLAR": ("p_alpha", "p_beta", "p_gamma", "p_base", "p_null", "p_mag"),
+    "DIFFERENTIAL": ("p_lam",),
+    "SPLIT": ("p_stats", "p_S"),
+}
 ALL = 2**30  # a window that no sequence fills
 NO_BIAS = Bias()
 
@@ -70,7 +77,9 @@ def paged_direction(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """direction [T Hq V], magnitude [T Hq]."""
     parameters = Parameters(alpha, beta, gamma, null_base, v_null).map(Tensor.contiguous)
-    return _launch(q, Pages(k, v, block_table, length, cu_seqlens, window), POLAR, parameters=parameters)
+    direction, magnitude = _launch(q, Pages(k, v, block_table, length, cu_seqlens, window), POLAR, parameters=parameters)
+    assert magnitude is not None  # of Polar
+    return direction, magnitude
 
 
 @torch.library.register_fake(paged_softmax)
@@ -135,12 +144,12 @@ def _launch(
     lam: Tensor | None = None,
     scale: float | None = None,
     bias: Bias = NO_BIAS,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Outputs and magnitudes, which are Polar's alone."""
     shape, T, wide = Shape.of(q, pages), len(q), accumulator(q.dtype)
     vectors = 2 if read == DIFFERENTIAL else 1
     o = q.new_empty(T, shape.H, shape.V)
-    magnitude = q.new_empty(T if read == POLAR else 0, shape.H, dtype=wide)
+    magnitude = q.new_empty(T, shape.H, dtype=wide) if read == POLAR else None
     if not o.numel():
         return o, magnitude
     packed = pages.cu_seqlens is not None
@@ -155,21 +164,18 @@ def _launch(
     # enough programs for the machine, and no split that could never have keys
     splits = max(1, min(config.launch["shared"]["programs"] // (tiles * shape.HK), cdiv(cdiv(room, BN), least)))
     known |= {"SPLIT": int(splits > 1), "SG": 0 if bias.pages is None else bias.pages.stride(0)}
-    parts = (T, shape.H, vectors, splits) if splits > 1 else (0,)
-    stats, S = q.new_empty(*parts, 3, dtype=wide), q.new_empty(*parts, shape.V, dtype=wide)
+    stats, S = (q.new_empty(T, shape.H, vectors, splits, D, dtype=wide) if splits > 1 else None for D in (3, shape.V))
     q, table, length = q.contiguous(), pages.block_table.contiguous(), pages.length.contiguous()
-    # what a read-out does not take is not looked at: any address does
-    ends = length if pages.cu_seqlens is None else pages.cu_seqlens.contiguous()
-    extra = *(parameters or (o,) * 5), o if lam is None else lam
-    found = o, magnitude if read == POLAR else o
+    ends = None if pages.cu_seqlens is None else pages.cu_seqlens.contiguous()
+    extra = *(parameters or (None,) * len(Parameters._fields)), lam
     run(
-        attend, (tiles * shape.HK * splits,), q, pages.k, pages.v, table, length, ends, *extra, *found, stats if splits > 1 else o,
-        S if splits > 1 else o, *bias, N, T, NB, W, splits, **known,
+        attend, (tiles * shape.HK * splits,), q, pages.k, pages.v, table, length, ends, *extra, o, magnitude, stats, S, *bias, N, T,
+        NB, W, splits, **known,
     )  # fmt: skip
     if splits > 1:
         known = constants(config, merge, q.dtype, shape, tile, read, packed=packed, lam=lam, scale=scale)
         known["BS"] = max(min(known["BS"] // vectors, next_power_of_2(splits)), 1)
-        run(merge, (T * shape.H,), stats, S, length, ends, *extra, *found, N, T, W, splits, **known)
+        run(merge, (T * shape.H,), stats, S, length, ends, *extra, o, magnitude, N, T, W, splits, **known)
     return o, magnitude
 
 
@@ -211,6 +217,8 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
 
     def case(kernel, known: Constants) -> None:
         known, options = split(known)
+        reads = {"POLAR": known.get("READ") == POLAR, "DIFFERENTIAL": known.get("READ") == DIFFERENTIAL}
+        known |= absent(kernel, known | reads, ONLY_WITH)
         signature = {name: types.get(name, number) for name in kernel.arg_names if name not in known}
         cases.append(Case(kernel, signature, known, options))
 

@@ -27,13 +27,13 @@ ONES = tl.constexpr(16)  # columns of the product that sums rows: the fewest tha
 
 @triton.jit(do_not_specialize=["T", "NR", "W"])
 def prepare(
-    x_mean, x_dc, x_e, p_alpha, p_beta, p_gamma, p_base, p_null, p_dmag, p_stats, p_rows, p_unit, p_sums, p_dnull, p_spans,
+    x_mean, x_dc, x_e, p_alpha, p_beta, p_gamma, p_base, p_null, p_dmag, p_stats, p_rows, p_power, p_sums, p_dnull, p_spans,
     T, NR, W,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
     ST: tl.constexpr, SCALE: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """e, and a row's numbers in pairs: p_rows [B H 2 NR 2]: sc = log2(e) temp / √K and lse, sc A and sc B. SCALED: e, A and B are in
-    units of a power of two, p_unit [B H NR].
+    divided by a power of two, p_power [B H NR].
 
     A tile's part of the parameters' gradients: p_sums [H 4 tiles]: dα without q·dq, dβ, dγ, dnull_base, all without the factor that
     a head has; p_dnull [H tiles V].
@@ -52,8 +52,8 @@ def prepare(
         if i_t + BM <= asks:
             tl.store(o_sums + tl.arange(0, 4) * tiles, tl.zeros([4], ACC))
             tl.store(o_dnull, tl.zeros([BV], ACC), mask=o_v < V)
-            if SCALED:  # the largest unit is looked for among all rows
-                tl.store(p_unit + tl.cast(i_bh, tl.int64) * NR + i_t + tl.arange(0, BM), tl.zeros([BM], ACC))
+            if SCALED:  # the largest power is looked for among all rows
+                tl.store(p_power + tl.cast(i_bh, tl.int64) * NR + i_t + tl.arange(0, BM), tl.zeros([BM], ACC))
             return
     o_t = i_t + tl.arange(0, BM)
     n = o_t - first + 1
@@ -88,23 +88,23 @@ def prepare(
     da_null = missed * (f * (tl.sum(b_ds * b_null, 1) - delta - h) - of_keys)
     b_e = b_ds * f[:, None]
     B = -2.0 * h * n_eff
-    unit = 1.0
+    power = 1.0
     if SCALED:
         # a power of two that brings e, A and B to at most about 1, whatever ‖s‖ was; the square of f ds would underflow
         size = tl.maximum(f * tl.sqrt(tl.sum(b_ds * b_ds, 1)), tl.maximum(tl.abs(h), tl.abs(B)))
-        unit = tl.exp2(tl.ceil(tl.log2(tl.maximum(size, 1e-30))))
-        b_e *= (1.0 / unit)[:, None]
+        power = tl.exp2(tl.ceil(tl.log2(tl.maximum(size, 1e-30))))
+        b_e *= (1.0 / power)[:, None]
     b_e = b_e.to(ST)
     store_tile(x_e, b_e, i_b, i_t, i_h, 0, T, H, V, BM, BV, TMA)
-    A = (2.0 * h - da_null) / unit - tl.sum(b_e.to(ACC) * b_mean, 1)
+    A = (2.0 * h - da_null) / power - tl.sum(b_e.to(ACC) * b_mean, 1)
     sc = temp * SCALE
     o_rows = p_rows + tl.cast(i_bh, tl.int64) * (4 * NR) + 2 * o_t
     tl.store(o_rows, sc)
     tl.store(o_rows + 1, lse)
     tl.store(o_rows + 2 * NR, A * sc)
-    tl.store(o_rows + 2 * NR + 1, B / unit * sc)
+    tl.store(o_rows + 2 * NR + 1, B / power * sc)
     if SCALED:
-        tl.store(p_unit + tl.cast(i_bh, tl.int64) * NR + o_t, unit)
+        tl.store(p_power + tl.cast(i_bh, tl.int64) * NR + o_t, power)
 
     dnull = temp * LN2 * da_null
     tl.store(o_sums, tl.sum((null - (lse - tl.log2(n_eff)) / temp) * da_null * log_n, 0))
@@ -141,7 +141,7 @@ def _dq_over_keys(
 
 @triton.jit(do_not_specialize=["one", "T", "NR", "W"])
 def queries(
-    x_q, x_k, x_v, x_e, x_dq, p_stats, p_rows, p_unit, p_dtemp, p_spans, one, T, NR, W,
+    x_q, x_k, x_v, x_e, x_dq, p_stats, p_rows, p_power, p_dtemp, p_spans, one, T, NR, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, REG: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
     SCALE: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
@@ -194,9 +194,9 @@ def queries(
 
     da_sum = tl.sum(total, 1) * (1.0 / ONES)
     if SCALED:
-        unit = tl.load(p_unit + tl.cast(i_bh, tl.int64) * NR + own)
-        acc *= unit[:, None]
-        da_sum *= unit
+        power = tl.load(p_power + tl.cast(i_bh, tl.int64) * NR + own)
+        acc *= power[:, None]
+        da_sum *= power
     n = own - first + 1
     if WINDOW:
         n = tl.minimum(n, W)
@@ -211,7 +211,7 @@ def queries(
 
 @triton.jit
 def _over_queries(
-    dk, dv, b_k, b_v, x_q, x_e, p_rows, p_unit, i_b, i_kv, key, lo, hi, ref, T, NR, W,
+    dk, dv, b_k, b_v, x_q, x_e, p_rows, p_power, i_b, i_kv, key, lo, hi, ref, T, NR, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, SCALED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -230,7 +230,7 @@ def _over_queries(
         o_pair = (i_t + tl.arange(0, BM))[:, None] * 2 + tl.arange(0, 2)[None, :]
         sc, lse = tl.split(tl.load(p_rows + 4 * i_row + o_pair))
         if SCALED:
-            part = tl.maximum(tl.load(p_unit + i_row + i_t + tl.arange(0, BM)) / ref, 1e-30)
+            part = tl.maximum(tl.load(p_power + i_row + i_t + tl.arange(0, BM)) / ref, 1e-30)
             lse -= tl.log2(part)
         s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee", out_dtype=ACC)
         p = tl.exp2(s * sc[None, :] - lse[None, :])
@@ -253,12 +253,12 @@ def _over_queries(
 
 @triton.jit(do_not_specialize=["T", "NR", "W"])
 def keys(
-    x_q, x_k, x_v, x_e, x_dk, x_dv, p_rows, p_unit, p_ref, p_spans, T, NR, W,
+    x_q, x_k, x_v, x_e, x_dk, x_dv, p_rows, p_power, p_ref, p_spans, T, NR, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
     SCALED: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a key-value head's tile of BN keys. p_ref [1]: the largest unit of e (SCALED)."""
+    """dk and dv of a key-value head's tile of BN keys. p_ref [1]: the largest power of e (SCALED)."""
     i_bh = tl.program_id(0)
     i_b = i_bh // HK
     i_kv = i_bh % HK
@@ -279,15 +279,15 @@ def keys(
     if WINDOW:
         edge = tl.maximum(tl.minimum((i_s + W) // BM * BM, last), full)
         dk, dv = _over_queries(
-            dk, dv, b_k, b_v, x_q, x_e, p_rows, p_unit, i_b, i_kv, key, edge, tl.minimum(i_s + BN - 1 + W, last), ref, T, NR, W,
+            dk, dv, b_k, b_v, x_q, x_e, p_rows, p_power, i_b, i_kv, key, edge, tl.minimum(i_s + BN - 1 + W, last), ref, T, NR, W,
             H, HK, K, V, BM, BK, BV, NS, TMA, ACC, SCALED, True, True,
         )  # fmt: skip
     dk, dv = _over_queries(
-        dk, dv, b_k, b_v, x_q, x_e, p_rows, p_unit, i_b, i_kv, key, full, edge, ref, T, NR, W,
+        dk, dv, b_k, b_v, x_q, x_e, p_rows, p_power, i_b, i_kv, key, full, edge, ref, T, NR, W,
         H, HK, K, V, BM, BK, BV, NS, TMA, ACC, SCALED, False, False,
     )  # fmt: skip
     dk, dv = _over_queries(
-        dk, dv, b_k, b_v, x_q, x_e, p_rows, p_unit, i_b, i_kv, key, begin, full, ref, T, NR, W,
+        dk, dv, b_k, b_v, x_q, x_e, p_rows, p_power, i_b, i_kv, key, begin, full, ref, T, NR, W,
         H, HK, K, V, BM, BK, BV, NS, TMA, ACC, SCALED, True, WINDOW,
     )  # fmt: skip
     if SCALED:

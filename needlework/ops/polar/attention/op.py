@@ -22,11 +22,13 @@ from needlework.ops.polar.custom_op import polar_checked
 from needlework.ops.polar.state import PolarState, after_pages
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
 from needlework.ops.runtime.each import each
-from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
 ENGINE = "polar/attention"
+# flag -> arguments that kernels read with it alone
+ONLY_WITH = {"PACKED": ("p_spans",), "SAVE": ("x_mean", "p_stats"), "SCALED": ("p_power", "p_ref")}
 STEPS = 32767  # of an int16: the row's largest number
 
 
@@ -63,8 +65,7 @@ class Walk(NamedTuple):
 
     def launch(self, kernel: JITFunction, grid: tuple[int, int], *arguments: object, **flags: int) -> None:
         """Of a kernel over tiles, whose last arguments are the spans, T, rows and the window."""
-        stand_in = arguments[-1] if self.spans is None else self.spans
-        ends = stand_in, *((1.0,) if kernel is queries else ()), self.T, self.rows, self.window or 0
+        ends = self.spans, *((1.0,) if kernel is queries else ()), self.T, self.rows, self.window or 0
         run(kernel, grid, *arguments, *ends, **self.constants(kernel, **flags))
 
     def constants(self, kernel: JITFunction, **flags: int) -> Constants:
@@ -75,8 +76,23 @@ class Walk(NamedTuple):
 Tokens = tuple[Tensor, Tensor, Tensor]  # q, k, v
 
 
+class Given(NamedTuple):
+    """What a call's backward wants of its arguments, as the caller has them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    alpha: Tensor
+    beta: Tensor
+    gamma: Tensor
+    null_base: Tensor
+    v_null: Tensor
+    cu_seqlens: Tensor | None
+    held: Tensor | None
+
+
 class Saved(NamedTuple):
-    """What the forward keeps for the backward, over aligned tokens; empty where nothing is kept."""
+    """What the forward keeps for the backward, over aligned tokens."""
 
     mean: Tensor  # [B T Hq V] the keys' mean, in steps of the row's largest number where that is int16
     stats: Tensor  # [B Hq 3 rows] lse, n_eff and the mean's step
@@ -98,24 +114,25 @@ def constants(
     return {name: x for name, x in known.items() if name in kernel.arg_names} | dict(own)
 
 
-def forward(walk: Walk, tokens: Tokens, parameters: Parameters, save: bool) -> tuple[Tensor, Tensor, Saved]:
-    """direction, magnitude and what the backward needs of q, k, v."""
+def forward(walk: Walk, tokens: Tokens, parameters: Parameters, save: bool) -> tuple[Tensor, Tensor, Saved | None]:
+    """direction, magnitude and, with `save`, what the backward needs of q, k, v."""
     q, k, v = tokens
     B, T, H, V = walk.B, walk.T, walk.H, walk.V
     own = walk.config.launch["attend"]
     direction = q.new_empty(B, T, H, V)
     magnitude = q.new_empty(B, T, H, dtype=walk.wide)
-    mean = q.new_empty(B, T if save else 0, H, V, dtype=walk.mean)
-    stats = q.new_empty(B, H, 3, walk.rows if save else 0, dtype=walk.wide)
+    saved = None
+    if save:
+        saved = Saved(q.new_empty(B, T, H, V, dtype=walk.mean), q.new_empty(B, H, 3, walk.rows, dtype=walk.wide))
     if direction.numel():
         BM, BN, BK, BV = own["BM"], own["BN"], padded(walk.K), padded(V)
-        x_o = walk.tile(direction, BM, BV)
+        x_mean, stats = (None, None) if saved is None else (walk.tile(saved.mean, BM, BV), saved.stats)
         walk.launch(
             attend, (B * H, walk.rows // BM),
-            walk.tile(q, BM, BK), walk.tile(k, BN, BK), walk.tile(v, BN, BV), x_o, walk.tile(mean, BM, BV) if save else x_o,
+            walk.tile(q, BM, BK), walk.tile(k, BN, BK), walk.tile(v, BN, BV), walk.tile(direction, BM, BV), x_mean,
             *parameters, magnitude, stats, SAVE=int(save),
         )  # fmt: skip
-    return direction, magnitude, Saved(mean, stats)
+    return direction, magnitude, saved
 
 
 def backward(
@@ -134,13 +151,13 @@ def backward(
 
     e, numbers = torch.empty_like(ddirection), number(B, H, 2, rows, 2)
     scaled = walk.dtype == torch.float16
-    unit = number(B, H, rows) if scaled else numbers
+    power = number(B, H, rows) if scaled else None
     BM = launch["prepare"]["BM"]
     tiles = B * (rows // BM)
     sums, dnull = number(H, 4, tiles), number(H, tiles, V)
     walk.launch(
         prepare, (B * H, rows // BM), *(walk.tile(x, BM, BV) for x in (mean, ddirection, e)),
-        *parameters, dmagnitude, stats, numbers, unit, sums, dnull,
+        *parameters, dmagnitude, stats, numbers, power, sums, dnull,
     )  # fmt: skip
 
     BM, BN = launch["queries"]["BM"], launch["queries"]["BN"]
@@ -148,7 +165,7 @@ def backward(
     dtemp = number(H, tiles_q)
     walk.launch(
         queries, (B * H, rows // BM), walk.tile(q, BM, BK), walk.tile(k, BN, BK), walk.tile(v, BN, BV), walk.tile(e, BM, BV),
-        walk.tile(dq, BM, BK), stats, numbers, unit, dtemp,
+        walk.tile(dq, BM, BK), stats, numbers, power, dtemp,
     )  # fmt: skip
     totals_constants = walk.constants(totals)
     alpha, beta, gamma, *_ = parameters
@@ -157,8 +174,8 @@ def backward(
     BM, BN = launch["keys"]["BM"], launch["keys"]["BN"]
     walk.launch(
         keys, (B * HK, rows // BN), walk.tile(q, BM, BK), walk.tile(k, BN, BK), walk.tile(v, BN, BV), walk.tile(e, BM, BV),
-        walk.tile(dk, BN, BK), walk.tile(dv, BN, BV), numbers, unit,
-        unit.amax().reshape(1) if scaled else unit,
+        walk.tile(dk, BN, BK), walk.tile(dv, BN, BV), numbers, power,
+        None if power is None else power.amax().reshape(1),
     )  # fmt: skip
     return dtokens, dparameters
 
@@ -209,12 +226,13 @@ def polar_triton_fwd(
     """direction, magnitude (nothing for the first held [N] tokens of each sequence), and `Saved`."""
     parameters = Parameters(alpha, beta, gamma, null_base, v_null)
     direction, magnitude, saved = _call((q, k, v), parameters, cu_seqlens, held, window, save=True)
+    assert saved is not None  # asked for
     return direction, magnitude, saved.mean, saved.stats
 
 
 def _call(
     tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None, *, save: bool
-) -> tuple[Tensor, Tensor, Saved]:
+) -> tuple[Tensor, Tensor, Saved | None]:
     walk, align = _walk(*tokens, cu_seqlens, held, window)
     tokens, parameters = each(align.align, *tokens), parameters.map(Tensor.contiguous)
     key = ENGINE, walk.config.name, kind(*tokens), cu_seqlens is not None, window is not None, save
@@ -225,7 +243,7 @@ def _call(
 
 def _launches(walk: Walk, tokens: Tokens, parameters: Parameters, save: bool) -> None:
     direction, magnitude, saved = forward(walk, tokens, parameters, save)
-    if save:
+    if saved is not None:
         backward(walk, direction, magnitude, saved, tokens, parameters)
 
 
@@ -270,17 +288,18 @@ def _(ddirection, dmagnitude, mean, stats, *inputs):
 
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.window = inputs
-    ctx.save_for_backward(*output[2:], *tensors)
+    ctx.save_for_backward(*Saved(*output[2:]), *Given(*tensors))
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, ddirection, dmagnitude, *_):
-    mean, stats, q, k, v, *rest = ctx.saved_tensors
+    count = len(Saved._fields)
+    saved, given = Saved(*ctx.saved_tensors[:count]), Given(*ctx.saved_tensors[count:])
     if ddirection is None:
-        ddirection = q.new_zeros(*q.shape[:3], v.shape[3])
+        ddirection = given.q.new_zeros(*given.q.shape[:3], given.v.shape[3])
     if dmagnitude is None:
-        dmagnitude = stats.new_zeros(q.shape[:3])
-    found = polar_triton_bwd(ddirection.contiguous(), dmagnitude.contiguous(), mean, stats, q, k, v, *rest, ctx.window)
+        dmagnitude = saved.stats.new_zeros(given.q.shape[:3])
+    found = polar_triton_bwd(ddirection.contiguous(), dmagnitude.contiguous(), *saved, *given, ctx.window)
     return *found, None, None, None
 
 
@@ -316,6 +335,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         for kernel in (attend, prepare, queries, keys, totals):
             known = constants(config, kernel, dtype, 8, 2, K, V, packed, window, **({"SAVE": 1} if kernel is attend else {}))
             known, options = split(known)
+            known |= absent(kernel, known, ONLY_WITH)
             BM, BN = known.get("BM"), known.get("BN")
             x = lambda element, rows, columns: (
                 f"tensordesc<{element}[1, 1, {rows}, {columns}]>" if config.tma else f"*{element}"

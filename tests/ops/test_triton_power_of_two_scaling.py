@@ -62,7 +62,7 @@ def test_the_result_and_every_gradient_stay(cu_seqlens):
     assert_close(gradients, right, "gradients")
 
 
-@pytest.mark.parametrize("T, scale", covering([5, 4096, 1 << 20], [1.0, -1.0, 0.0], pairs=False))
+@pytest.mark.parametrize("T, scale", covering([5, 4096, 1 << 16], [1.0, -1.0, 0.0], pairs=False))
 def test_no_operand_passes_what_float16_holds(T, scale):
     """The worst there is: every number as large as any, of one sign, and nothing forgotten."""
     q, k, v, state = (torch.full((1, 1, 1, 1), x) for x in (5e4, 3e3, 7e5, 1e12))
@@ -97,7 +97,7 @@ def test_the_compiler_takes_it_whole():
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 @pytest.mark.parametrize("engine", ["scalar", "channel"])
-def test_kernels_alone_pass_it_and_with_units_are_right(engine):
+def test_kernels_alone_pass_it_and_with_scaling_are_right(engine):
     from needlework.ops.delta.channel.op import channel
     from needlework.ops.delta.scalar.op import scalar
 

@@ -1,4 +1,4 @@
-"""How chunk.py cuts tokens into blocks, and which blocks meet.
+"""How attention cuts tokens into blocks, and which blocks meet. Knows no op.
 
 Query block i meets key block i − offset for offset = 0, 1, …: all the pairs of one offset are one batched product, so a
 sequence takes T / C steps of [T C] numbers each. The axis of blocks comes first: a range of blocks is then contiguous.

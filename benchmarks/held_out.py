@@ -1,0 +1,173 @@
+"""How the launch tables do at shapes that nobody timed: the milliseconds of the row that is picked, over the best that is found there.
+
+    python benchmarks/held_out.py [--rules gated kda] [--calls 10] [--seed 21] [--out FILE]
+
+The calls are drawn (`draw.py`) with a seed of which no table is made, and shortened to a few GiB. At each shape every constant of the row is
+moved to its neighbours (`tune.py`), one at a time, and then all kernels' best moves are tried together, as kernels run one after another.
+What is best must be right by the error budget. Candidates are compiled side by side first, then timed alone: minutes a rule.
+"""
+
+import argparse
+import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import results
+from children import answer, told
+from draw import HELD_OUT, Call, draw, rule_of
+from drawn import PARTS, Drawn, case_of
+from grid import judge, shorter
+from run import commit, say
+from timing import median, passes
+from tune import neighbours
+
+from needlework.ops.runtime import launch_configs
+
+DEVICE = "cuda"
+ROOT = results.ROOT.parent / "held_out"
+CALLS = 10
+BAR = 1.15
+MEMORY = 3 * 2**30  # bytes of a call: ten of them are compiled side by side
+LIMITS = {"compile": 500, "weigh": 120}
+# one rule of each launch table whose kernels every call launches anew: CARVE's are replayed as they were
+RULES = ("gated", "kda", "ccq", "mamba3", "lucid", "polar")
+Trial = dict[str, dict[str, int]]  # kernel -> constants
+clock = partial(median, warmup=10, rep=50)
+
+
+def moves(row: launch_configs.LaunchConfig) -> list[Trial]:
+    """Every constant at the choices beside its own."""
+    places = [(kernel, name, value) for kernel, own in row.launch.items() if kernel != "shared" for name, value in own.items()]
+    return [{kernel: {name: choice}} for kernel, name, value in places for choice in neighbours(name, value)]
+
+
+def together(times: list[tuple[float, Trial]], now: float) -> Trial:
+    """Of each kernel the move that gains most."""
+    best: dict[str, tuple[float, Trial]] = {}
+    for ms, trial in times:
+        (kernel,) = trial
+        if ms < best.get(kernel, (now, {}))[0]:
+            best[kernel] = ms, trial
+    return {kernel: constants for _, trial in best.values() for kernel, constants in trial.items()}
+
+
+class Shape:
+    """A call as it is timed, and the row that is picked for it."""
+
+    def __init__(self, call: Call):
+        self.case: Drawn = case_of(call, DEVICE)
+        self.engine = PARTS[call.rule].engine
+        self.call = passes(self.case.ours, self.case.drawn(DEVICE))["fwd+bwd"]
+        facts = torch.device(DEVICE), getattr(torch, call.dtype), call.K, call.V
+        self.row = launch_configs.launch_config(self.engine, *facts)
+
+    def under(self, trial: Trial) -> AbstractContextManager[None]:
+        return launch_configs.forced(self.engine, self.row.name, **trial)
+
+    def timed(self, trial: Trial) -> float | None:
+        """None of what does not compile or launch."""
+        try:
+            with self.under(trial):
+                return clock(self.call)
+        except Exception:  # Triton, LLVM, ptxas and a launch raise what they like: that is its verdict
+            return None
+
+
+def compiled(call: Call, found: dict) -> None:
+    """Every candidate has run once."""
+    shape = Shape(call)
+    found["failed"] = 0
+    for trial in moves(shape.row):
+        try:
+            with shape.under(trial):
+                shape.call()
+            torch.cuda.synchronize()
+        except Exception:  # as in `timed`
+            found["failed"] += 1
+
+
+def weighed(call: Call, found: dict) -> None:
+    """The picked row beside the best that is right."""
+    shape = Shape(call)
+    found |= {"engine": shape.engine, "config": shape.row.name}
+    now = clock(shape.call)
+    times = [(ms, trial) for trial in moves(shape.row) if (ms := shape.timed(trial)) is not None]
+    faster = sorted(((ms, trial) for ms, trial in times if ms < now), key=lambda x: x[0])
+    for trial in (together(times, now), *(trial for _, trial in faster[:3]), {}):
+        if not trial or right(shape, call, trial):
+            break
+    found["picked"] = clock(shape.call)
+    ms = shape.timed(trial)
+    found |= {"ms": min(found["picked"], found["picked"] if ms is None else ms), "constants": trial}
+    found["ratio"] = found["picked"] / found["ms"]
+
+
+def right(shape: Shape, call: Call, trial: Trial) -> bool:
+    try:
+        with shape.under(trial):
+            return judge(call)[0] <= 1
+    except Exception:  # as in `timed`
+        return False
+
+
+ACTS = {"compile": compiled, "weigh": weighed}
+
+
+def summary(rule: str, ratios: list[float]) -> str:
+    verdict = "met" if max(ratios) <= BAR else "NOT met"
+    text = f"{rule}: picked ÷ best of {len(ratios)} shapes: median {statistics.median(ratios):.2f}, worst {max(ratios):.2f}"
+    return f"{text}, bar {BAR} {verdict}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES)
+    parser.add_argument("--calls", type=int, default=CALLS, help="of each rule")
+    parser.add_argument("--seed", type=int, default=HELD_OUT)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="benchmarks/held_out/<device>.json")
+    parser.add_argument("--commit", default=commit(), help="what the rows are said to be of, where git cannot tell")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device here: kernels are timed on a GPU")
+    import triton
+
+    common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    file = options.out or results.path(common["device"], ROOT)
+    for rule in options.rules:
+        drawn, _ = draw(rule_of(rule), options.seed, options.calls)
+        calls = [shorter(call, MEMORY) for call in drawn]
+        with ThreadPoolExecutor(len(calls)) as pool:
+            for call, found, reason in pool.map(lambda call: next(told(SCRIPT, "compile", [call], LIMITS)), calls):
+                say(f"{call.name}: {found.get('failed')} candidates do not compile or launch {reason or ''}")
+        left, ratios = calls, []
+        while left:
+            for call, found, reason in told(SCRIPT, "weigh", left, LIMITS):
+                left = [other for other in left if other != call]
+                say(f"{call.name} {call.shape} {call.dtype}: {reason or found}")
+                if not reason:
+                    ratios.append(found["ratio"])
+                    about = {
+                        "op": rule,
+                        "shape": call.shape,
+                        "dtype": call.dtype,
+                        "pass": "fwd+bwd",
+                        "seed": call.seed,
+                        "index": call.index,
+                    }
+                    results.put(file, about | found | common | {"commit": options.commit})
+        if ratios:
+            say(summary(rule, ratios))
+    return 0
+
+
+SCRIPT = Path(__file__)
+
+if __name__ == "__main__":
+    answer(ACTS)
+    raise SystemExit(main())

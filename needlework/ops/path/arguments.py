@@ -1,0 +1,95 @@
+"""What PaTH attention's arguments must be. The values of cu_seqlens and length are data, checked apart."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from needlework.ops.common import shapes
+from needlework.ops.common.packing import check_cu_seqlens, sequences
+from needlework.ops.common.shapes import check, check_count, check_dtypes, given
+from needlework.ops.path.state import BLOCK, PathState
+
+
+class PathInputs(NamedTuple):
+    """A call's tokens, of one dtype."""
+
+    q: Tensor  # [B T Hq K]; inside of an operator times the scores' scale
+    k: Tensor  # [B T Hkv K]
+    v: Tensor  # [B T Hkv V]
+    beta: Tensor  # [B T Hkv]
+    w: Tensor  # [B T Hkv K]
+
+
+def check_keys(k: Tensor, v: Tensor, beta: Tensor, w: Tensor, axes: str) -> None:
+    """Raise ValueError unless what a key-value head has of each token fits; axes: "B T Hkv", "B Hkv" or "T Hkv"."""
+    check("k", k, f"{axes} K")
+    sizes = dict(zip(axes.split(), k.shape, strict=False))
+    check("v", v, f"{axes} V", **sizes)
+    check("beta", beta, axes, **sizes)
+    check("w", w, f"{axes} K", **sizes, K=k.shape[-1])
+    check_dtypes(k=k, v=v, w=w)
+    check_dtypes(beta=beta)
+
+
+def check_queries(q: Tensor, k: Tensor, axes: str) -> None:
+    """Raise ValueError unless q reads k's heads; axes: those of q without K."""
+    check("q", q, f"{axes} K")
+    check("q", q, f"{axes} K", K=k.shape[-1], **dict(zip(axes.split()[:-1], k.shape, strict=False)))
+    Hq, Hkv = q.shape[-2], k.shape[-2]
+    if Hkv == 0 or Hq % Hkv:
+        raise ValueError(f"q: axis {q.dim() - 2} (Hq) has size {Hq}, expected a multiple of the {Hkv} key-value heads of k")
+    check_dtypes(q=q, k=k)
+
+
+def check_read(window: int | None, scale: float | None) -> None:
+    """Raise ValueError unless the window is a count and the scale a number above 0."""
+    if window is not None:
+        check_count("window", window, " (the query's own key)")
+    if scale is not None and not (isinstance(scale, int | float) and scale > 0):
+        raise ValueError(f"scale: expected a number above 0, got {given(scale)}")
+
+
+def check_state(name: str, state: PathState, k: Tensor, v: Tensor, **sizes: int) -> None:
+    """Raise ValueError unless the state has the heads and widths of k, v [... Hkv ·]."""
+    shapes.check_state(name, state, PathState)
+    Hkv, K = k.shape[-2:]
+    check(f"{name}.k", state.k, "N P Hkv K", Hkv=Hkv, K=K, **sizes)
+    N, P = state.k.shape[:2]
+    check(f"{name}.v", state.v, "N P Hkv V", N=N, P=P, Hkv=Hkv, V=v.shape[-1])
+    check(f"{name}.w", state.w, "N C Hkv K", N=N, C=BLOCK, Hkv=Hkv, K=K)
+    check(f"{name}.beta", state.beta, "N C Hkv", N=N, C=BLOCK, Hkv=Hkv)
+    check(f"{name}.length", state.length, "N", N=N)
+
+
+def check_call(
+    k: Tensor, v: Tensor, window: int | None, initial_state: PathState | None, cu_seqlens: Tensor | None
+) -> int:  # fmt: skip
+    """How many sequences a call has; ValueError for a state or cu_seqlens that do not fit."""
+    N = sequences(cu_seqlens, len(k))
+    if initial_state is not None:
+        check_state("initial_state", initial_state, k, v, N=N)
+        check_pages(initial_state.k, window)
+    return N
+
+
+def check_pages(k: Tensor, window: int | None) -> None:
+    """Raise ValueError for pages of an initial state that are no ring of the window."""
+    if window is not None and k.shape[1] > window:
+        raise ValueError(f"initial_state.k: axis 1 (P) has size {k.shape[1]}, expected at most the window {window}")
+
+
+def check_data(length: Tensor, P: int, window: int | None, cu_seqlens: Tensor | None, B: int, T: int) -> None:
+    """What only the values of integer tensors show; called where torch.compile does not look."""
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, B, T)
+    if len(length) and P != window and int(length.max()) > P:
+        raise ValueError(f"initial_state.length: a sequence holds {int(length.max())} tokens, but the pages hold {P} rows")
+
+
+def no_tokens_yet(N: int, k: Tensor, v: Tensor, beta: Tensor, w: Tensor) -> PathState:
+    """Pages without rows, and an open block without tokens."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    pages = k.new_zeros(N, 0, *k.shape[2:], dtype=wide), v.new_zeros(N, 0, *v.shape[2:])
+    opened = w.new_zeros(N, BLOCK, *w.shape[2:]), beta.new_zeros(N, BLOCK, *beta.shape[2:], dtype=wide)
+    return PathState(*pages, *opened, torch.zeros(N, dtype=torch.int64, device=k.device))

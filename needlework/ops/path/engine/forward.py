@@ -1,0 +1,108 @@
+"""PaTH attention of one block of queries and head a program, keys from the newest to the oldest; T × T is never stored.
+
+    own block: scores Q Kᵀ − L R,  x = Q − L U,  L = tril(Q Wᵀ)
+    older blocks of its superblock: scores x k¹ᵀ, then x ← x H;    older superblocks: scores x k²ᵀ of all their keys, then x ← x H²
+
+x stays in the sums' dtype and is rounded where it enters a product. A superblock costs one product of [C K] and [K K] beside those of
+softmax attention.
+"""
+
+import triton
+import triton.language as tl
+
+from needlework.ops.common.kernels.runs import row_pointers
+from needlework.ops.common.kernels.softmax import NONE, soften
+from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.path.engine.tiles import oldest_seen, square_pointers, superblock
+
+
+@triton.jit
+def entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr):  # fmt: skip
+    """A block's q as an operand, L as an operand, and x at the block's start."""
+    b_q = load_tile(p_q, i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
+    b_w = load_tile(p_w, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
+    o = tl.arange(0, C)
+    L = tl.dot(b_q, tl.trans(b_w), input_precision="ieee", out_dtype=ACC)
+    b_L = tl.where(o[:, None] >= o[None, :], L, 0.0).to(ST)
+    b_U = tl.load(row_pointers(p_U, i_bk, i_t, NR, C, KB))
+    x = b_q.to(ACC) - tl.dot(b_L, b_U, input_precision="ieee", out_dtype=ACC)
+    return b_q, b_L, x
+
+
+@triton.jit
+def own_scores(b_q, b_L, p_k, p_R, i_b, i_t, i_bk, i_kv, T, NR, HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+    """Q Kᵀ − L R of a block with itself; above the diagonal anything."""
+    b_k = load_tile(p_k, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
+    s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+    return s - tl.dot(b_L, tl.load(row_pointers(p_R, i_bk, i_t, NR, C, C)), input_precision="ieee", out_dtype=ACC)
+
+
+@triton.jit
+def passed(x, p_H, i_bk, i_block, blocks, KB: tl.constexpr, ST: tl.constexpr, TRANS: tl.constexpr):
+    """x H of queries, or x Hᵀ, of a block or a superblock."""
+    b_H = tl.load(square_pointers(p_H, i_bk, i_block, blocks, KB, TRANS)).to(ST)
+    return tl.dot(x.to(ST), b_H, input_precision="ieee", out_dtype=x.dtype)
+
+
+@triton.jit(do_not_specialize=["T", "NR", "N", "W"])
+def attend(
+    p_q, p_k, p_v, p_w, p_U, p_R, p_k1, p_k2, p_H, p_H2, p_cum, p_o, p_lse, T, NR, N, W,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    ACC: tl.constexpr, ST: tl.constexpr,
+):  # fmt: skip
+    """p_o [B T H V]; p_lse [B H NR], the denominator's logarithm in base 2. SCALE: of the scores, times log2 e."""
+    blocks = NR // C
+    i_bh = tl.program_id(0)
+    i_b = i_bh // H
+    i_h = i_bh % H
+    i_kv = i_h // (H // HK)
+    i_bk = i_b * HK + i_kv
+    i_block = blocks - 1 - tl.program_id(1)  # the longest rows first
+    first, end, begin, _ = superblock(p_cum, N, i_b, i_block, blocks, M, PACKED)
+    if i_block >= end:
+        return
+    i_t = i_block * C
+    o = tl.arange(0, C)
+    own = i_t + o
+    sc = tl.full([C], SCALE, ACC)
+    b_q, b_L, x = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, ACC, ST)
+    s = own_scores(b_q, b_L, p_k, p_R, i_b, i_t, i_bk, i_kv, T, NR, HK, K, KB, C, ACC)
+    seen = o[:, None] >= o[None, :]
+    if WINDOW:
+        seen = seen & (o[:, None] - o[None, :] < W)
+    s = tl.where(seen, s, float("-inf"))
+    m = tl.full([C], NONE, ACC)
+    l = tl.zeros([C], ACC)
+    acc = tl.zeros([C, VB], ACC)
+    b_v = load_tile(p_v, i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
+    p, m, l, _, acc = soften(s, sc, m, l, l, acc, False)
+    acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision="ieee", out_dtype=ACC)
+
+    oldest = oldest_seen(i_block, first, W, C, WINDOW)
+    for n in tl.range(0, i_block - tl.maximum(begin, oldest), num_stages=1):
+        j = i_block - 1 - n
+        b_k = tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB))
+        s = tl.dot(x.to(ST), tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+        if WINDOW:
+            s = tl.where(own[:, None] - (j * C + o)[None, :] < W, s, float("-inf"))
+        b_v = load_tile(p_v, i_b, j * C, i_kv, 0, T, HK, V, C, VB, 0)
+        p, m, l, _, acc = soften(s, sc, m, l, l, acc, False)
+        acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision="ieee", out_dtype=ACC)
+        x = passed(x, p_H, i_bk, j, blocks, KB, ST, 0)
+    supers = (begin - first) // M
+    o_n = tl.arange(0, BN)
+    for n in tl.range(0, supers - (oldest - first) // M, num_stages=1):
+        sup = begin - (n + 1) * M
+        b_x = x.to(ST)
+        for j in tl.range(sup * C, (sup + M) * C, BN, num_stages=NS):
+            b_k = tl.load(row_pointers(p_k2, i_bk, j, NR, BN, KB))
+            s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+            if WINDOW:
+                s = tl.where(own[:, None] - (j + o_n)[None, :] < W, s, float("-inf"))
+            b_v = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)
+            p, m, l, _, acc = soften(s, sc, m, l, l, acc, False)
+            acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision="ieee", out_dtype=ACC)
+        x = passed(x, p_H2, i_bk, sup, blocks, KB, ST, 0)
+    store_tile(p_o, (acc / l[:, None]).to(p_o.dtype.element_ty), i_b, i_t, i_h, 0, T, H, V, C, VB, 0)
+    tl.store(p_lse + tl.cast(i_bh, tl.int64) * NR + own, m * SCALE + tl.log2(l))

@@ -1,0 +1,292 @@
+"""PaTH attention as operators of Triton kernels, forward and backward; their constants are in engine.launch.json.
+
+`prepare.py` makes what a query meets on its way, `forward.py` walks, `sweep.py` walks back and returns, `keys.py` and `blocks.py` have the
+gradients of what it met. What is saved: q, k, v, β, w, o and the softmax's denominators; the rest is made again.
+"""
+
+from math import log2
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton import JITFunction
+
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.path.arguments import PathInputs
+from needlework.ops.path.engine.blocks import group, spread, turn, unwind
+from needlework.ops.path.engine.forward import attend
+from needlework.ops.path.engine.keys import keys, transfers
+from needlework.ops.path.engine.prepare import collect, compose, prepare
+from needlework.ops.path.engine.sweep import sweep
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.each import each
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, interpreted, launch_config, split
+from needlework.ops.runtime.precompile import kind, meta, precompile, run
+from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
+
+ENGINE = "path/engine"
+KERNELS = prepare, collect, compose, attend, sweep, keys, transfers, spread, group, turn, unwind
+SCRATCH = 1 << 28  # bytes of x and y that a panel of the backward keeps, unless a block of every head takes more
+LOG2E = log2(2.718281828459045)
+
+
+class Walk(NamedTuple):
+    """What every launch is given: sizes, the config, and the sequences as runs of whole blocks."""
+
+    config: LaunchConfig
+    dtype: torch.dtype
+    B: int
+    T: int
+    H: int
+    HK: int
+    K: int
+    V: int
+    window: int | None
+    scale: float
+    align: Alignment
+
+    @property
+    def C(self) -> int:
+        return self.config.launch["shared"]["C"]
+
+    @property
+    def M(self) -> int:
+        return self.config.launch["shared"]["M"]
+
+    @property
+    def blocks(self) -> int:
+        return cdiv(self.T, self.C)
+
+    @property
+    def rows(self) -> int:
+        return self.blocks * self.C
+
+    @property
+    def packed(self) -> bool:
+        return self.align.place is not None
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of tiles of keys and of values."""
+        return padded(self.K), padded(self.V)
+
+    def launch(self, kernel: JITFunction, grid: tuple[int, ...], *arguments: object) -> None:
+        run(kernel, grid, *arguments, **self.constants(kernel))
+
+    def constants(self, kernel: JITFunction) -> Constants:
+        return constants(
+            self.config, kernel, self.dtype, self.H, self.HK, self.K, self.V, self.scale, self.packed, self.window is not None
+        )
+
+    def number(self, like: Tensor, *sizes: int, zeros: bool = False) -> Tensor:
+        """In the sums' dtype."""
+        make = like.new_zeros if zeros else like.new_empty
+        return make(*sizes, dtype=accumulator(self.dtype))
+
+
+class Prepared(NamedTuple):
+    """What prepare.py makes; B HK first."""
+
+    U: Tensor  # [NR KB]
+    R: Tensor  # [NR C]
+    k1: Tensor  # [NR KB]
+    k2: Tensor  # [NR KB]
+    H: Tensor  # [blocks KB KB]
+    H2: Tensor  # [blocks KB KB]
+
+
+def constants(
+    config: LaunchConfig, kernel: JITFunction, dtype: torch.dtype, H: int, HK: int, K: int, V: int, scale: float, packed: bool,
+    window: bool,
+) -> Constants:  # fmt: skip
+    """All that a kernel is compiled for; what it does not take is left out."""
+    shared = config.launch["shared"]
+    known = dict(
+        H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), RB=min(padded(K), 64), C=shared["C"], M=shared["M"],
+        SCALE=scale * LOG2E, RATE=scale, PACKED=int(packed), WINDOW=int(window),
+        APART=int(dtype.itemsize == 2 and not interpreted()), ACC=TYPES[accumulator(dtype)], ST=TYPES[dtype],
+    )  # fmt: skip
+    return {name: x for name, x in known.items() if name in kernel.arg_names} | dict(config.launch[kernel.__name__])
+
+
+def prepared(walk: Walk, x: PathInputs) -> Prepared:
+    B, HK, rows, blocks, (KB, _) = walk.B, walk.HK, walk.rows, walk.blocks, walk.widths
+    U, k1, k2 = (x.k.new_empty(B, HK, rows, KB) for _ in range(3))
+    R = x.k.new_empty(B, HK, rows, walk.C)
+    H, H2 = (walk.number(x.k, B, HK, blocks, KB, KB) for _ in range(2))
+    grid, (cum, N) = (B * HK * blocks,), walk.align[:2]
+    walk.launch(prepare, grid, x.k, x.w, x.beta, U, R, k1, H, walk.T, rows)
+    walk.launch(collect, grid, k1, H, k2, cum, rows, N)
+    walk.launch(compose, (B * HK * blocks * cdiv(KB, 64),), H, H2, cum, rows, N)
+    return Prepared(U, R, k1, k2, H, H2)
+
+
+def forward(walk: Walk, x: PathInputs) -> tuple[Tensor, Tensor]:
+    """o, and log2 of each softmax's denominator [B H NR]."""
+    o = x.q.new_empty(walk.B, walk.T, walk.H, walk.V)
+    lse = walk.number(x.q, walk.B, walk.H, walk.rows)
+    if o.numel():
+        U, R, k1, k2, H, H2 = prepared(walk, x)
+        walk.launch(
+            attend, (walk.B * walk.H, walk.blocks), x.q, x.k, x.v, x.w, U, R, k1, k2, H, H2, walk.align.cum, o, lse,
+            walk.T, walk.rows, walk.align.N, walk.window or 0,
+        )  # fmt: skip
+    return o, lse
+
+
+def backward(walk: Walk, do: Tensor, o: Tensor, lse: Tensor, x: PathInputs) -> PathInputs:
+    """Gradients of q, k, v, β and w."""
+    found = PathInputs(*each(torch.empty_like, *x))
+    if not do.numel():
+        return PathInputs(*each(Tensor.zero_, *found))
+    B, T, Hq, HK, rows, blocks, C, (KB, VB) = walk.B, walk.T, walk.H, walk.HK, walk.rows, walk.blocks, walk.C, walk.widths
+    (cum, N), W = walk.align[:2], walk.window or 0
+    U, R, k1, k2, H, H2 = prepared(walk, x)
+    D = walk.number(do, B, Hq, rows, zeros=True)
+    D[:, :, :T] = (do.to(D.dtype) * o.to(D.dtype)).sum(-1).transpose(1, 2)
+    dk1, dk2 = (walk.number(do, B, HK, rows, KB, zeros=True) for _ in range(2))
+    dv = walk.number(do, B, HK, rows, VB, zeros=True)
+    dH, dH2 = (torch.zeros_like(H) for _ in range(2))
+    dq0 = do.new_empty(B, Hq, rows, KB)
+
+    supers = cdiv(walk.align.longest, walk.M)
+    tile = B * Hq * C * KB * do.element_size()
+    panel = max(1, min(blocks, SCRATCH // (2 * (walk.M + supers) * tile)))
+    kept = [do.new_empty(B * Hq * panel * many * C, KB) for many in (walk.M, walk.M, supers, supers)]
+    x1, y1, x2, y2 = kept
+    by_block = (B * HK * blocks,)
+    for start in range(0, blocks, panel):
+        where = rows, N, W, start, panel, supers
+        walk.launch(
+            sweep, (B * Hq, min(panel, blocks - start)), x.q, x.k, x.v, x.w, U, R, k1, k2, H, H2, cum, do, lse, D,
+            x1, y1, x2, y2, found.q, dq0, T, *where,
+        )  # fmt: skip
+        walk.launch(keys, by_block, x.v, k1, k2, cum, do, lse, D, x1, x2, dk1, dk2, dv, T, *where)
+        walk.launch(transfers, by_block, cum, x1, y1, x2, y2, dH, dH2, *where)
+    walk.launch(spread, by_block, k1, H, cum, dk1, dk2, dH, dH2, torch.empty_like(H), torch.empty_like(dk1), rows, N)
+    sum_k, sum_w, dU = (torch.empty_like(dk1) for _ in range(3))
+    dR = walk.number(do, B, HK, rows, C)
+    walk.launch(
+        group, by_block, x.q, x.k, x.v, x.w, U, R, cum, do, lse, D, dq0, sum_k, sum_w, dv, dR, dU, found.v, T, rows, N, W,
+    )  # fmt: skip
+    walk.launch(turn, by_block, x.w, U, R, dk1, dH, dR, dU, sum_k, sum_w, T, rows)
+    walk.launch(unwind, by_block, x.k, x.w, x.beta, cum, dR, dU, sum_k, sum_w, found.k, found.w, found.beta, T, rows, N)
+    return found
+
+
+def _walk(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> Walk:
+    (B, T, H, K), (HK, V) = x.q.shape, x.v.shape[2:]
+    chosen = launch_config(ENGINE, x.q.device, x.q.dtype, K, V)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, B, T)
+    align = Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], x.q.device)
+    return Walk(chosen, x.q.dtype, B, align.T, H, HK, K, V, window, scale, align)
+
+
+def _forward(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float, save: bool) -> tuple[Tensor, Tensor]:
+    walk = _walk(x, cu_seqlens, window, scale)
+    x = PathInputs(*each(walk.align.align, *x))
+    key = ENGINE, walk.config.name, kind(*x), cu_seqlens is not None, window is not None, scale, save
+    precompile(x.q.device, key, lambda: _launches(walk, PathInputs(*meta(*x)), save))
+    o, lse = forward(walk, x)
+    return walk.align.restore(o).contiguous(), lse
+
+
+def _launches(walk: Walk, x: PathInputs, save: bool) -> None:
+    o, lse = forward(walk, x)
+    if save:
+        backward(walk, o, o, lse, x)
+
+
+@operator
+def path_triton(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, cu_seqlens: Tensor | None, window: int | None, scale: float
+) -> Tensor:
+    """o. An operator of its own: results that are not there cost the host as much as a launch."""
+    return _forward(PathInputs(q, k, v, beta, w), cu_seqlens, window, scale, save=False)[0]
+
+
+@torch.library.register_fake(path_triton)
+def _(q, k, v, *_):
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@operator
+def path_triton_fwd(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, cu_seqlens: Tensor | None, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """o, and log2 of the denominators [B H NR] over aligned tokens."""
+    return _forward(PathInputs(q, k, v, beta, w), cu_seqlens, window, scale, save=True)
+
+
+@torch.library.register_fake(path_triton_fwd)
+def _(q, k, v, beta, w, cu_seqlens, window, scale):
+    (B, T, H), V = q.shape[:3], v.shape[3]
+    C = block(q, v)
+    aligned = T if cu_seqlens is None else (T // C + len(cu_seqlens) - 1) * C
+    lse = q.new_empty(B, H, -(-aligned // C) * C, dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(B, T, H, V), lse
+
+
+@backward_operator
+def path_triton_bwd(
+    do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, cu_seqlens: Tensor | None,
+    window: int | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of path_triton_fwd's five floating inputs, in their order."""
+    x = PathInputs(q, k, v, beta, w)
+    walk = _walk(x, cu_seqlens, window, scale)
+    if lse.shape[-1] != walk.rows:
+        raise RuntimeError(f"{ENGINE}: the forward walked {lse.shape[-1]} rows, the config for the backward has {walk.rows}")
+    do, o, *inputs = each(walk.align.align, do, o, *x)
+    found = backward(walk, do, o, lse, PathInputs(*inputs))
+    dq, dk, dv, dbeta, dw = each(lambda x: walk.align.restore(x).contiguous(), *found)
+    return dq, dk, dv, dbeta, dw
+
+
+@torch.library.register_fake(path_triton_bwd)
+def _(do, o, lse, *inputs_and_settings):
+    return tuple(x.new_empty(x.shape) for x in inputs_and_settings[:5])
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _backward(ctx, do, dlse):
+    found = path_triton_bwd(do.contiguous(), *ctx.saved_tensors, ctx.window, ctx.scale)
+    return *found, None, None, None
+
+
+differentiable(path_triton_fwd, _backward, _save)
+
+
+def path(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> Tensor:
+    """o [B T Hq V] in q's dtype; β is of the sums' dtype."""
+    if torch.is_grad_enabled() and any(one.requires_grad for one in x):
+        return path_triton_fwd(*x, cu_seqlens, window, scale)[0]
+    return path_triton(*x, cu_seqlens, window, scale)
+
+
+def block(q: Tensor, v: Tensor) -> int:
+    """Tokens of a block, under the config that a call takes."""
+    return launch_config(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1]).launch["shared"]["C"]
+
+
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """Every kernel as a training step over grouped heads launches it, without a window and with one over packed sequences."""
+    own, wide = f"*{NAMES[dtype]}", f"*{NAMES[accumulator(dtype)]}"
+    given = ("p_q", "p_k", "p_v", "p_w", "p_o", "p_do", "p_dq", "p_dk", "p_dw", "p_U", "p_R", "p_k1", "p_k2")
+    given += ("p_x1", "p_y1", "p_x2", "p_y2", "p_dq0")
+    types = dict.fromkeys(given, own) | {"p_cum": "*i32"}
+    cases = []
+    for several in (False, True):
+        for kernel in KERNELS:
+            known, options = split(constants(config, kernel, dtype, 8, 2, K, V, K**-0.5, several, several))
+            # a dV of later queries is summed; dV itself is written
+            special = {"p_dv": own} if kernel is group else {}
+            of = lambda arg, special=special: (special | types).get(arg, wide) if arg.startswith("p_") else "i32"
+            cases.append(Case(kernel, {arg: of(arg) for arg in kernel.arg_names if arg not in known}, known, options))
+    return cases

@@ -1,0 +1,76 @@
+"""What the walks need of each block before they begin, and of each superblock: all of them in parallel.
+
+    U = M W    R = M N    k¹ = K − Rᵀ W    H = I − Wᵀ U            M = (I + Diag(β) S)⁻¹ Diag(β)
+    k²: the keys carried to their superblock's end, k ← k Hᵀ        H² = H_last … H_first
+
+A query then passes a block, or a superblock, by one product of [C K] and [K K], and meets all of its keys as one vector.
+"""
+
+import triton
+import triton.language as tl
+
+from needlework.ops.common.kernels.runs import row_pointers
+from needlework.ops.path.engine.tiles import product, solved, square_pointers, superblock
+
+
+@triton.jit(do_not_specialize=["T", "NR"])
+def prepare(
+    p_k, p_w, p_beta, p_U, p_R, p_k1, p_H, T, NR,
+    HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+):  # fmt: skip
+    """One block and key-value head. p_U, p_k1 [B HK NR KB], p_R [B HK NR C] in ST, p_H [B HK blocks KB KB] in ACC."""
+    blocks = NR // C
+    i_bh = tl.program_id(0) // blocks
+    i_block = tl.program_id(0) % blocks
+    i_t = i_block * C
+    b_w, b_k, beta, _, X, N = solved(p_k, p_w, p_beta, i_bh // HK, i_t, i_bh % HK, T, HK, K, KB, C, ACC, APART)
+    M = X * beta[None, :]
+    U = product(M, b_w.to(ACC), APART)
+    R = product(M, N, APART)
+    tl.store(row_pointers(p_U, i_bh, i_t, NR, C, KB), U.to(ST))
+    tl.store(row_pointers(p_R, i_bh, i_t, NR, C, C), R.to(ST))
+    w_t = tl.trans(b_w).to(ACC)
+    k1 = tl.trans(b_k).to(ACC) - product(w_t, R, APART)  # transposed, so that R is no first operand
+    o_k = tl.arange(0, KB)
+    at = p_k1 + (tl.cast(i_bh, tl.int64) * NR + i_t) * KB + tl.arange(0, C)[None, :] * KB + o_k[:, None]
+    tl.store(at, k1.to(ST))
+    H = tl.where(o_k[:, None] == o_k[None, :], 1.0, 0.0).to(ACC) - product(w_t, U, APART)
+    tl.store(square_pointers(p_H, i_bh, i_block, blocks, KB, 0), H)
+
+
+@triton.jit(do_not_specialize=["NR", "N"])
+def collect(
+    p_k1, p_H, p_k2, p_cum, NR, N,
+    HK: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr, APART: tl.constexpr,
+    ACC: tl.constexpr, ST: tl.constexpr,
+):  # fmt: skip
+    """k² of one block."""
+    blocks = NR // C
+    i_bh = tl.program_id(0) // blocks
+    i_block = tl.program_id(0) % blocks
+    _, _, _, last = superblock(p_cum, N, i_bh // HK, i_block, blocks, M, PACKED)
+    k = tl.load(row_pointers(p_k1, i_bh, i_block * C, NR, C, KB)).to(ACC)
+    for j in tl.range(i_block + 1, last, num_stages=1):
+        k = product(k, tl.load(square_pointers(p_H, i_bh, j, blocks, KB, 1)), APART)
+    tl.store(row_pointers(p_k2, i_bh, i_block * C, NR, C, KB), k.to(ST))
+
+
+@triton.jit(do_not_specialize=["NR", "N"])
+def compose(
+    p_H, p_H2, p_cum, NR, N,
+    HK: tl.constexpr, KB: tl.constexpr, RB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """RB rows of H² of the superblock that a block begins, in that block's place; nothing for the other blocks."""
+    blocks = NR // C
+    i_row = tl.program_id(0) % (KB // RB) * RB
+    i_bh = tl.program_id(0) // (KB // RB) // blocks
+    i_block = tl.program_id(0) // (KB // RB) % blocks
+    at = i_row * KB + tl.arange(0, RB)[:, None] * KB + tl.arange(0, KB)[None, :]
+    place = tl.cast(i_bh, tl.int64) * blocks
+    _, end, begin, last = superblock(p_cum, N, i_bh // HK, i_block, blocks, M, PACKED)
+    if (begin == i_block) & (i_block < end):
+        X = tl.load(p_H + (place + last - 1) * (KB * KB) + at)
+        for n in tl.range(2, last - i_block + 1, num_stages=1):
+            X = product(X, tl.load(square_pointers(p_H, i_bh, last - n, blocks, KB, 0)), APART)
+        tl.store(p_H2 + (place + i_block) * (KB * KB) + at, X)

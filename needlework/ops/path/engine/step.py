@@ -1,0 +1,299 @@
+"""One new token of many sequences against their pages, in place: PaTH's decoding, on a block table or on a table of slots.
+
+    enter   the query meets the keys of the open block and passes its factors, token by token from the newest on; x is what is left
+    read    x meets the keys of the pages, which are as the open block's start sees them, a share of them each
+    merge   the shares' softmax; the new token's k, v, w and β into their places
+    carry   where the token ends a block: every key of the sequence passes the block's 64 factors
+
+A token's factor takes one number a query and two products of vectors: less than the solve of a block that is 32 tokens long at the mean.
+On slots a slot is a sequence's one page.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from needlework.ops.common.kernels.softmax import NONE
+from needlework.ops.path.state import BLOCK
+from needlework.ops.runtime.custom_op import step_operator
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
+from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
+
+ENGINE = "path/step"
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def row_at(p_table, i_n, token, P, PG, NB, page_size, D: tl.constexpr, real):
+    """Where the numbers of tokens' rows begin, of a table whose pages lie page_size apart."""
+    row = token % P
+    page = tl.load(p_table + tl.cast(i_n, tl.int64) * NB + row // PG, mask=real, other=0).to(tl.int64)
+    return page * page_size + row % PG * D
+
+
+@triton.jit
+def without(x, w, beta):
+    """x H of rows x [rows KB]: x − β (x·w) w."""
+    return x - (beta * tl.sum(x * w[None, :], 1))[:, None] * w[None, :]
+
+
+@triton.jit(do_not_specialize=["P", "PG", "NB", "W", "shares", "page_k", "page_v", "slot_w", "slot_beta"])
+def enter(
+    p_q, p_k, p_v, p_beta, p_w, p_page_k, p_page_v, p_open_w, p_open_beta, p_table, p_slots, p_length, p_x, p_sum, p_max, p_all,
+    P, PG, NB, W, shares, page_k, page_v, slot_w, slot_beta,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr,
+    BLOCK: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One sequence and key-value head. p_x [N HK GB KB]; the last share of p_sum [N HK shares GB VB], p_max and p_all [N HK shares GB]."""
+    G: tl.constexpr = H // HK
+    i_n = tl.program_id(0) // HK
+    i_h = tl.program_id(0) % HK
+    length = tl.load(p_length + i_n).to(tl.int32)
+    if length <= 0:
+        return
+    o_g = tl.arange(0, GB)
+    o_k = tl.arange(0, KB)
+    o_v = tl.arange(0, VB)
+    own = tl.cast(i_n, tl.int64) * HK + i_h
+    x = tl.load(p_q + (own * G + o_g)[:, None] * K + o_k[None, :], mask=(o_g < G)[:, None] & (o_k < K)[None, :], other=0.0).to(
+        ACC
+    )
+    k = tl.load(p_k + own * K + o_k, mask=o_k < K, other=0.0).to(ACC)
+    acc = tl.zeros([GB, VB], ACC) + tl.load(p_v + own * V + o_v, mask=o_v < V, other=0.0).to(ACC)[None, :]
+    m = tl.sum(x * k[None, :], 1) * SCALE
+    l = tl.full([GB], 1.0, ACC)
+    w = tl.load(p_w + own * K + o_k, mask=o_k < K, other=0.0).to(ACC)
+    x = without(x, w, tl.load(p_beta + own).to(ACC))
+    slot = tl.load(p_slots + i_n).to(tl.int64)
+    p_open_w += slot * slot_w + i_h * K
+    p_open_beta += slot * slot_beta + i_h
+    place = (length - 1) % BLOCK
+    for n in range(0, place):
+        t = place - 1 - n
+        token = length - 1 - place + t
+        seen = token >= 0
+        if W > 0:
+            seen = length - 1 - token < W
+        at = row_at(p_table, i_n, token, P, PG, NB, page_k, HK * K, seen) + i_h * K
+        k = tl.load(p_page_k + at + o_k, mask=seen & (o_k < K), other=0.0).to(ACC)
+        at = row_at(p_table, i_n, token, P, PG, NB, page_v, HK * V, seen) + i_h * V
+        v = tl.load(p_page_v + at + o_v, mask=seen & (o_v < V), other=0.0).to(ACC)
+        s = tl.where(seen, tl.sum(x * k[None, :], 1) * SCALE, NONE)
+        new = tl.maximum(m, s)
+        p = tl.exp2(s - new)
+        rescale = tl.exp2(m - new)
+        l = l * rescale + p
+        acc = acc * rescale[:, None] + p[:, None] * v[None, :]
+        m = new
+        w = tl.load(p_open_w + t * (HK * K) + o_k, mask=o_k < K, other=0.0).to(ACC)
+        x = without(x, w, tl.load(p_open_beta + t * HK).to(ACC))
+    tl.store(p_x + (own * GB + o_g)[:, None] * KB + o_k[None, :], x)
+    share = (own * shares + shares - 1) * GB + o_g
+    tl.store(p_sum + share[:, None] * VB + o_v[None, :], acc)
+    tl.store(p_max + share, m)
+    tl.store(p_all + share, l)
+
+
+@triton.jit(do_not_specialize=["P", "PG", "NB", "W", "shares", "page_k", "page_v"])
+def read(
+    p_x, p_page_k, p_page_v, p_table, p_length, p_sum, p_max, p_all, P, PG, NB, W, shares, page_k, page_v,
+    HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr, BN: tl.constexpr,
+    NS: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One share, of all but the last, of the pages' keys of one sequence and key-value head."""
+    parts = shares - 1
+    i_share = tl.program_id(0) % parts
+    i_h = tl.program_id(0) // parts % HK
+    i_n = tl.program_id(0) // parts // HK
+    length = tl.load(p_length + i_n).to(tl.int32)
+    if length <= 0:
+        return
+    hi = (length - 1) // BLOCK * BLOCK
+    lo = 0
+    if W > 0:
+        lo = tl.minimum(tl.maximum(length - W, 0), hi)
+    per = ((hi - lo + parts - 1) // parts + BN - 1) // BN * BN
+    lo = tl.minimum(lo + i_share * per, hi)
+    hi = tl.minimum(lo + per, hi)
+    o_g = tl.arange(0, GB)
+    o_n = tl.arange(0, BN)
+    o_k = tl.arange(0, KB)
+    o_v = tl.arange(0, VB)
+    own = tl.cast(i_n, tl.int64) * HK + i_h
+    b_x = tl.load(p_x + (own * GB + o_g)[:, None] * KB + o_k[None, :]).to(p_page_v.dtype.element_ty)
+    acc = tl.zeros([GB, VB], ACC)
+    m = tl.full([GB], NONE, ACC)
+    l = tl.zeros([GB], ACC)
+    for i in tl.range(lo, hi, BN, num_stages=NS):
+        token = i + o_n
+        real = token < hi
+        at = row_at(p_table, i_n, token, P, PG, NB, page_k, HK * K, real) + i_h * K
+        b_k = tl.load(p_page_k + at[:, None] + o_k[None, :], mask=real[:, None] & (o_k < K)[None, :], other=0.0)
+        at = row_at(p_table, i_n, token, P, PG, NB, page_v, HK * V, real) + i_h * V
+        b_v = tl.load(p_page_v + at[:, None] + o_v[None, :], mask=real[:, None] & (o_v < V)[None, :], other=0.0)
+        s = tl.dot(b_x, tl.trans(b_k.to(b_v.dtype)), input_precision="ieee", out_dtype=ACC) * SCALE
+        s = tl.where(real[None, :], s, NONE)
+        new = tl.maximum(m, tl.max(s, 1))
+        p = tl.where(real[None, :], tl.exp2(s - new[:, None]), 0.0)
+        rescale = tl.exp2(m - new)
+        l = l * rescale + tl.sum(p, 1)
+        acc = tl.dot(p.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision="ieee", out_dtype=ACC)
+        m = new
+    share = (own * shares + i_share) * GB + o_g
+    tl.store(p_sum + share[:, None] * VB + o_v[None, :], acc)
+    tl.store(p_max + share, m)
+    tl.store(p_all + share, l)
+
+
+@triton.jit(do_not_specialize=["PG", "shares", "page_k", "page_v", "slot_w", "slot_beta"])
+def merge(
+    p_k, p_v, p_beta, p_w, p_page_k, p_page_v, p_open_w, p_open_beta, p_slots, p_length, p_rows, p_sum, p_max, p_all, p_out,
+    PG, shares, page_k, page_v, slot_w, slot_beta,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr,
+    BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """p_out [N H V]: zeros of a padded row."""
+    G: tl.constexpr = H // HK
+    i_n = tl.program_id(0) // HK
+    i_h = tl.program_id(0) % HK
+    length = tl.load(p_length + i_n).to(tl.int32)
+    o_g = tl.arange(0, GB)
+    o_k = tl.arange(0, KB)
+    o_v = tl.arange(0, VB)
+    own = tl.cast(i_n, tl.int64) * HK + i_h
+    m = tl.full([GB], NONE, ACC)
+    l = tl.zeros([GB], ACC)
+    acc = tl.zeros([GB, VB], ACC)
+    if length > 0:
+        for i in range(0, shares):
+            share = (own * shares + i) * GB + o_g
+            part = tl.load(p_max + share)
+            new = tl.maximum(m, part)
+            old = tl.exp2(m - new)
+            part = tl.exp2(part - new)
+            l = l * old + tl.load(p_all + share) * part
+            acc = acc * old[:, None] + tl.load(p_sum + share[:, None] * VB + o_v[None, :]) * part[:, None]
+            m = new
+        row = tl.load(p_rows + i_n)
+        k = tl.load(p_k + own * K + o_k, mask=o_k < K, other=0.0).to(ACC)
+        v = tl.load(p_v + own * V + o_v, mask=o_v < V, other=0.0)
+        page = row // PG
+        tl.store(p_page_k + page * page_k + row % PG * (HK * K) + i_h * K + o_k, k, mask=(row >= 0) & (o_k < K))
+        tl.store(p_page_v + page * page_v + row % PG * (HK * V) + i_h * V + o_v, v, mask=(row >= 0) & (o_v < V))
+        slot = tl.load(p_slots + i_n).to(tl.int64)
+        place = (length - 1) % BLOCK
+        w = tl.load(p_w + own * K + o_k, mask=o_k < K, other=0.0)
+        tl.store(p_open_w + slot * slot_w + (place * HK + i_h) * K + o_k, w, mask=(slot >= 0) & (o_k < K))
+        tl.store(p_open_beta + slot * slot_beta + place * HK + i_h, tl.load(p_beta + own).to(ACC), mask=slot >= 0)
+        acc = acc / l[:, None]
+    tl.store(
+        p_out + (own * G + o_g)[:, None] * V + o_v[None, :],
+        acc.to(p_out.dtype.element_ty),
+        mask=(o_g < G)[:, None] & (o_v < V)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["P", "PG", "NB", "W", "tiles", "page_k", "slot_w", "slot_beta"])
+def carry(
+    p_page_k, p_open_w, p_open_beta, p_table, p_slots, p_length, P, PG, NB, W, tiles, page_k, slot_w, slot_beta,
+    HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """BN rows of one sequence and key-value head, where its block has ended."""
+    i_tile = tl.program_id(0) % tiles
+    i_h = tl.program_id(0) // tiles % HK
+    i_n = tl.program_id(0) // tiles // HK
+    length = tl.load(p_length + i_n).to(tl.int32)
+    lo = 0
+    if W > 0:
+        lo = tl.maximum(length - W, 0)
+    token = lo + i_tile * BN + tl.arange(0, BN)
+    if (length > 0) & (length % BLOCK == 0) & (lo + i_tile * BN < length):
+        o_k = tl.arange(0, KB)
+        real = token < length
+        at = p_page_k + row_at(p_table, i_n, token, P, PG, NB, page_k, HK * K, real)[:, None] + i_h * K + o_k[None, :]
+        there = real[:, None] & (o_k < K)[None, :]
+        k = tl.load(at, mask=there, other=0.0).to(ACC)
+        slot = tl.load(p_slots + i_n).to(tl.int64)
+        p_open_w += slot * slot_w + i_h * K
+        p_open_beta += slot * slot_beta + i_h
+        for t in range(0, BLOCK):
+            w = tl.load(p_open_w + t * (HK * K) + o_k, mask=o_k < K, other=0.0).to(ACC)
+            beta = tl.load(p_open_beta + t * HK).to(ACC)
+            # a key's own factor, and those before it, are not its own
+            k = without(k, w, tl.where(token < length - BLOCK + t, beta, 0.0))
+        tl.store(at, k, mask=there)
+
+
+KERNELS = {"enter": enter, "read": read, "merge": merge, "carry": carry}
+
+
+@step_operator("page_k", "page_v", "open_w", "open_beta")
+def path_decode(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor,
+    page_k: Tensor, page_v: Tensor, open_w: Tensor, open_beta: Tensor, slots: Tensor, table: Tensor, length: Tensor, rows: Tensor,
+    P: int, window: int | None, scale: float,
+) -> Tensor:  # fmt: skip
+    """o [N H V] of one new token a sequence. P: rows of a sequence's pages, or of its ring. All contiguous; pages and slots each by itself."""
+    (N, H, K), (HK, V) = q.shape, v.shape[1:]
+    o = torch.empty(N, H, V, dtype=q.dtype, device=q.device)
+    if not o.numel():
+        return o
+    chosen = launch_config(ENGINE, q.device, q.dtype, K, V)
+    c = constants(chosen, q.dtype, H, HK, K, V, scale)
+    (KB, VB), GB, own = (padded(K), padded(V)), padded(H // HK), chosen.launch["read"]
+    reach = min(P, window or P)
+    parts = max(1, min(own["NP"] // (N * HK), cdiv(reach, 4 * own["BN"])))
+    shares = parts + 1
+    number = lambda *sizes: torch.empty(*sizes, dtype=accumulator(q.dtype), device=q.device)
+    x, sums = number(N, HK, GB, KB), number(N, HK, shares, GB, VB)
+    tops, alls = number(N, HK, shares, GB), number(N, HK, shares, GB)
+    PG, NB, W = page_k.shape[1], table.shape[1], window or 0
+    where, apart = (P, PG, NB, W), (page_k.stride(0), page_v.stride(0))
+    opened = open_w.stride(0), open_beta.stride(0)
+    run(
+        enter, (N * HK,), q, k, v, beta, w, page_k, page_v, open_w, open_beta, table, slots, length, x, sums, tops, alls,
+        *where, shares, *apart, *opened, **c["enter"],
+    )  # fmt: skip
+    run(
+        read, (N * HK * parts,), x, page_k, page_v, table, length, sums, tops, alls, *where, shares, *apart, **c["read"]
+    )  # fmt: skip
+    run(
+        merge, (N * HK,), k, v, beta, w, page_k, page_v, open_w, open_beta, slots, length, rows, sums, tops, alls, o,
+        PG, shares, *apart, *opened, **c["merge"],
+    )  # fmt: skip
+    tiles = cdiv(reach, c["carry"]["BN"])
+    run(
+        carry, (N * HK * tiles,), page_k, open_w, open_beta, table, slots, length, *where, tiles, apart[0], *opened, **c["carry"]
+    )  # fmt: skip
+    return o
+
+
+@torch.library.register_fake(path_decode)
+def _(q, k, v, *_):
+    return q.new_empty(*q.shape[:2], v.shape[2])
+
+
+def constants(config: LaunchConfig, dtype: torch.dtype, H: int, HK: int, K: int, V: int, scale: float) -> dict[str, Constants]:
+    """Kernel -> its constants, num_warps and the like."""
+    everything = dict(
+        H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), GB=padded(H // HK), BLOCK=BLOCK, SCALE=scale * LOG2E,
+        ACC=TYPES[accumulator(dtype)],
+    )  # fmt: skip
+    own: dict[str, Constants] = {name: {key: x for key, x in row.items() if key != "NP"} for name, row in config.launch.items()}
+    for name, kernel in KERNELS.items():
+        own[name] |= {key: x for key, x in everything.items() if key in kernel.arg_names}
+    return own
+
+
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    own, wide = f"*{NAMES[dtype]}", f"*{NAMES[accumulator(dtype)]}"
+    types = dict.fromkeys(("p_q", "p_k", "p_v", "p_w", "p_page_v", "p_open_w", "p_out"), own)
+    types |= {"p_table": "*i32", "p_length": "*i32"} | dict.fromkeys(("p_slots", "p_rows"), "*i64")
+    cases = []
+    for name, c in constants(config, dtype, 8, 2, K, V, K**-0.5).items():
+        c, options = split(c)
+        of = lambda arg: types.get(arg, wide) if arg.startswith("p_") else "i32"
+        cases.append(Case(KERNELS[name], {arg: of(arg) for arg in KERNELS[name].arg_names if arg not in c}, c, options))
+    return cases

@@ -1,0 +1,120 @@
+"""The backward of one block of queries and head a program: its way back to the oldest keys, and its return with the carried gradient.
+
+    dA = scale P ∘ (dO Vᵀ − D),  P = 2^{A − lse},  D = rowsum(dO ∘ O)
+    out:  x as it comes to each older block of its superblock, and to each older superblock, is kept
+    back: y = 0; superblocks from the oldest on: y is kept, y ← y H²ᵀ + dA k²; then the blocks of its own: y ← y Hᵀ + dA k¹
+    own:  dL = −tril(dA Rᵀ + y Uᵀ),  dQ = dA K + y + dL W
+
+What is kept lies in tiles [C KB], of a panel of PB blocks of every head: M a block of queries for its superblock, SB for superblocks. keys.py
+reads them. y is the gradient of x as it leaves; of the oldest it is 0.
+"""
+
+import triton
+import triton.language as tl
+
+from needlework.ops.common.kernels.runs import row_pointers
+from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.path.engine.forward import entered, own_scores, passed
+from needlework.ops.path.engine.tiles import oldest_seen, superblock, tile_pointers
+
+
+@triton.jit
+def weights(s, b_do, b_v, lse, D, SCALE: tl.constexpr, RATE: tl.constexpr, ACC: tl.constexpr):
+    """dA from scores s; where s is −∞ it is 0. RATE: scale, without log2 e."""
+    p = tl.exp2(s * SCALE - lse[:, None])
+    dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee", out_dtype=ACC)
+    return p * (dp - D[:, None]) * RATE
+
+
+@triton.jit(do_not_specialize=["T", "NR", "N", "W", "start", "PB", "SB"])
+def sweep(
+    p_q, p_k, p_v, p_w, p_U, p_R, p_k1, p_k2, p_H, p_H2, p_cum, p_do, p_lse, p_D, p_x1, p_y1, p_x2, p_y2, p_dq, p_dq0,
+    T, NR, N, W, start, PB, SB,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+):  # fmt: skip
+    """p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's start, in ST."""
+    blocks = NR // C
+    i_bh = tl.program_id(0)
+    i_b = i_bh // H
+    i_h = i_bh % H
+    i_kv = i_h // (H // HK)
+    i_bk = i_b * HK + i_kv
+    i_at = tl.num_programs(1) - 1 - tl.program_id(1)
+    i_block = start + i_at
+    first, end, begin, _ = superblock(p_cum, N, i_b, i_block, blocks, M, PACKED)
+    if i_block >= end:
+        return
+    i_t = i_block * C
+    i_tile = tl.cast(i_bh, tl.int64) * PB + i_at
+    o = tl.arange(0, C)
+    own = i_t + o
+    row = tl.cast(i_bh, tl.int64) * NR + own
+    lse = tl.load(p_lse + row)
+    D = tl.load(p_D + row)
+    b_do = load_tile(p_do, i_b, i_t, i_h, 0, T, H, V, C, VB, 0)
+    _, _, x = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, ACC, ST)
+
+    oldest = oldest_seen(i_block, first, W, C, WINDOW)
+    inner = tl.maximum(begin, oldest)
+    for n in tl.range(0, i_block - inner, num_stages=1):
+        j = i_block - 1 - n
+        tl.store(tile_pointers(p_x1, i_tile * M + j - begin, C, KB), x.to(ST))
+        x = passed(x, p_H, i_bk, j, blocks, KB, ST, 0)
+    supers = (begin - first) // M
+    seen_supers = supers - (oldest - first) // M
+    for n in tl.range(0, seen_supers, num_stages=1):
+        sup = supers - 1 - n
+        tl.store(tile_pointers(p_x2, i_tile * SB + sup, C, KB), x.to(ST))
+        x = passed(x, p_H2, i_bk, first + sup * M, blocks, KB, ST, 0)
+    tl.debug_barrier()  # what one thread kept another reads
+
+    y = tl.zeros([C, KB], ACC)
+    o_n = tl.arange(0, BN)
+    for n in tl.range(0, seen_supers, num_stages=1):
+        sup = supers - seen_supers + n
+        b_x = tl.load(tile_pointers(p_x2, i_tile * SB + sup, C, KB))
+        tl.store(tile_pointers(p_y2, i_tile * SB + sup, C, KB), y.to(ST))
+        y = passed(y, p_H2, i_bk, first + sup * M, blocks, KB, ST, 1)
+        for j in tl.range((first + sup * M) * C, (first + sup * M + M) * C, BN, num_stages=NS):
+            b_k = tl.load(row_pointers(p_k2, i_bk, j, NR, BN, KB))
+            b_v = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)
+            s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+            if WINDOW:
+                s = tl.where(own[:, None] - (j + o_n)[None, :] < W, s, float("-inf"))
+            da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
+            y = tl.dot(da.to(ST), b_k, y, input_precision="ieee", out_dtype=ACC)
+    for j in tl.range(inner, i_block, num_stages=1):
+        b_x = tl.load(tile_pointers(p_x1, i_tile * M + j - begin, C, KB))
+        tl.store(tile_pointers(p_y1, i_tile * M + j - begin, C, KB), y.to(ST))
+        y = passed(y, p_H, i_bk, j, blocks, KB, ST, 1)
+        b_k = tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB))
+        b_v = load_tile(p_v, i_b, j * C, i_kv, 0, T, HK, V, C, VB, 0)
+        s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+        if WINDOW:
+            s = tl.where(own[:, None] - (j * C + o)[None, :] < W, s, float("-inf"))
+        da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
+        y = tl.dot(da.to(ST), b_k, y, input_precision="ieee", out_dtype=ACC)
+
+    # again: held until now they would cost the loops their registers
+    b_q, b_L, _ = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, ACC, ST)
+    s = own_scores(b_q, b_L, p_k, p_R, i_b, i_t, i_bk, i_kv, T, NR, HK, K, KB, C, ACC)
+    seen = o[:, None] >= o[None, :]
+    if WINDOW:
+        seen = seen & (o[:, None] - o[None, :] < W)
+    s = tl.where(seen, s, float("-inf"))
+    b_v = load_tile(p_v, i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
+    b_da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC).to(ST)
+    b_y = y.to(ST)
+    b_R = tl.load(row_pointers(p_R, i_bk, i_t, NR, C, C))
+    b_U = tl.load(row_pointers(p_U, i_bk, i_t, NR, C, KB))
+    dL = tl.dot(b_da, tl.trans(b_R), input_precision="ieee", out_dtype=ACC)
+    dL = tl.dot(b_y, tl.trans(b_U), dL, input_precision="ieee", out_dtype=ACC)
+    b_dL = tl.where(o[:, None] >= o[None, :], -dL, 0.0).to(ST)
+    b_k = load_tile(p_k, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
+    b_w = load_tile(p_w, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
+    dq = tl.dot(b_da, b_k, y, input_precision="ieee", out_dtype=ACC)
+    dq = tl.dot(b_dL, b_w, dq, input_precision="ieee", out_dtype=ACC)
+    store_tile(p_dq, dq.to(p_dq.dtype.element_ty), i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
+    tl.store(row_pointers(p_dq0, i_bh, i_t, NR, C, KB), b_y)

@@ -1,0 +1,97 @@
+"""What PaTH's kernels share: products of float32 tiles, a block's solve, and where blocks and superblocks begin.
+
+A superblock is M blocks of C tokens of a sequence, counted from its first; the last one of a sequence may have fewer. Derived tensors lie
+head by head, [B HK NR ·], so that the rows of a block follow each other; their columns are padded, zeros past K.
+"""
+
+import triton
+import triton.language as tl
+
+from needlework.ops.common.kernels.runs import sequence_of
+from needlework.ops.common.kernels.tile import load_tile
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def product(a, b, APART: tl.constexpr):
+    """a b of tiles in the sums' dtype. APART: on tensor cores, of two bfloat16 pieces each: sixteen bits of every number."""
+    if APART:
+        a_hi = a.to(tl.bfloat16)
+        b_hi = b.to(tl.bfloat16)
+        acc = tl.dot((a - a_hi.to(tl.float32)).to(tl.bfloat16), b_hi, out_dtype=tl.float32)
+        acc = tl.dot(a_hi, (b - b_hi.to(tl.float32)).to(tl.bfloat16), acc, out_dtype=tl.float32)
+        acc = tl.dot(a_hi, b_hi, acc, out_dtype=tl.float32)
+    else:
+        acc = tl.dot(a, b, input_precision="ieee", out_dtype=a.dtype)
+    return acc
+
+
+@triton.jit
+def inverse(A, C: tl.constexpr, APART: tl.constexpr):
+    """(I + A)⁻¹ of a strictly lower A [C C]: of blocks of 2, 4, …, C from those of their halves, X₂₁ = −X₂₂ A₂₁ X₁₁."""
+    t = tl.arange(0, C)[:, None]
+    s = tl.arange(0, C)[None, :]
+    X = tl.where(t == s, 1.0, 0.0).to(A.dtype) - tl.where(t // 2 == s // 2, A, 0.0)
+    half = 2  # a loop of the kernel's own: unrolled, it is most of what there is to compile
+    while half < C:
+        corner = tl.where((t // (2 * half) == s // (2 * half)) & (t // half != s // half), A, 0.0)
+        X -= product(X, product(corner, X, APART), APART)
+        half *= 2
+    return X
+
+
+@triton.jit
+def load_beta(p_beta, i_b, i_t, i_h, T, H: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr):
+    o_t = i_t + tl.arange(0, C)
+    return tl.load(p_beta + (tl.cast(i_b, tl.int64) * T + o_t) * H + i_h, mask=o_t < T, other=0.0).to(ACC)
+
+
+@triton.jit
+def solved(p_k, p_w, p_beta, i_b, i_t, i_h, T, H: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr, APART: tl.constexpr):  # fmt: skip
+    """A block's W, K, β, S = stril(W Wᵀ), X = (I + Diag(β) S)⁻¹ and N = stril(W Kᵀ)."""
+    b_w = load_tile(p_w, i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
+    b_k = load_tile(p_k, i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
+    beta = load_beta(p_beta, i_b, i_t, i_h, T, H, C, ACC)
+    o = tl.arange(0, C)
+    below = o[:, None] > o[None, :]
+    S = tl.where(below, tl.dot(b_w, tl.trans(b_w), input_precision="ieee", out_dtype=ACC), 0.0)
+    N = tl.where(below, tl.dot(b_w, tl.trans(b_k), input_precision="ieee", out_dtype=ACC), 0.0)
+    X = inverse(S * beta[:, None], C, APART)
+    return b_w, b_k, beta, S, X, N
+
+
+@triton.jit
+def superblock(p_cum, N, i_b, i_block, blocks, M: tl.constexpr, PACKED: tl.constexpr):
+    """Of the sequence that a block is in: its first block, the one after its last, and those of the block's superblock.
+    A block of no sequence: the end is not behind it."""
+    _, first, end = sequence_of(p_cum, N, i_b, i_block, blocks, PACKED)
+    begin = first + (i_block - first) // M * M
+    return first, end, begin, tl.minimum(begin + M, end)
+
+
+@triton.jit
+def oldest_seen(i_block, first, W, C: tl.constexpr, WINDOW: tl.constexpr):
+    """The oldest block of which a query of this one sees a key."""
+    oldest = first
+    if WINDOW:
+        oldest = tl.maximum(first, tl.maximum(i_block * C - W + 1, 0) // C)
+    return oldest
+
+
+@triton.jit
+def square_pointers(p, i_bh, i_block, blocks, D: tl.constexpr, TRANS: tl.constexpr):
+    """Of a block's [D D] of p [B·H blocks D D], or of its transpose."""
+    o = tl.arange(0, D)
+    p += (tl.cast(i_bh, tl.int64) * blocks + i_block) * (D * D)
+    if TRANS:
+        at = p + o[None, :] * D + o[:, None]
+    else:
+        at = p + o[:, None] * D + o[None, :]
+    return at
+
+
+@triton.jit
+def tile_pointers(p, i, C: tl.constexpr, D: tl.constexpr):
+    """Of tile i of p [tiles C D]."""
+    return p + tl.cast(i, tl.int64) * (C * D) + tl.arange(0, C)[:, None] * D + tl.arange(0, D)[None, :]

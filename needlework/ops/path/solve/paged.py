@@ -1,0 +1,85 @@
+"""LUCID-PaTH on pages shared by many sequences, as serving wants it: the solve by block table, before `paged_path` reads. No gradient."""
+
+import torch
+from torch import Tensor
+
+from needlework.ops.api import Impl, resolve
+from needlework.ops.common.placement import Placement, check_placement_data
+from needlework.ops.common.shapes import check, check_tensor, width
+from needlework.ops.path.arguments import check_keys, check_read
+from needlework.ops.path.chunk import History
+from needlework.ops.path.paged import Gathered, Tables, check_tables
+from needlework.ops.path.solve import chunk
+from needlework.ops.path.solve.arguments import TINY, unit
+
+
+@torch.no_grad()
+def solve_path_pages(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    w: Tensor,
+    *,
+    k_pages: Tensor,
+    norm_pages: Tensor,
+    y_pages: Tensor,
+    w_slots: Tensor,
+    beta_slots: Tensor,
+    slots: Tensor,
+    block_table: Tensor,
+    length: Tensor,
+    rows: Tensor,
+    cu_seqlens: Tensor | None = None,
+    window: int | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """`chunk_lucid_path` of the newest tokens of N sequences, after what their pages hold: the values that `paged_path` is to read next.
+
+    It writes the new keys' norms alone. `paged_path` with the same arguments, y for v and y_pages for v_pages, writes the rest.
+
+    k: [T Hkv K], v: [T Hkv V], beta: [T Hkv], w: [T Hkv K], of unit norm: the new tokens, as `chunk_lucid_path` takes them.
+    k_pages: [n PG Hkv K], norm_pages: [n PG Hkv] float32 (float64 for float64), y_pages: [n PG Hkv V]: all pages, PG a multiple of 16.
+    The other arguments, dtypes, errors and impl as in `paged_path`.
+    Returns y [T Hkv V] in v's dtype; zeros in padded rows.
+
+    >>> import torch
+    >>> from torch.nn.functional import normalize
+    >>> from needlework.ops.path import chunk_lucid_path, paged_path, solve_path_pages
+    >>> q, k, v = torch.randn(100, 4, 32), torch.randn(100, 2, 32), torch.randn(100, 2, 32)  # [T heads channels]: one sequence
+    >>> beta, w = 2 * torch.rand(100, 2), normalize(torch.randn(100, 2, 32), dim=-1)
+    >>> pages = {"k_pages": torch.zeros(7, 16, 2, 32), "w_slots": torch.zeros(4, 64, 2, 32), "beta_slots": torch.zeros(4, 64, 2)}
+    >>> norm_pages, y_pages, table = torch.zeros(7, 16, 2), torch.zeros(7, 16, 2, 32), torch.arange(7, dtype=torch.int32)[None]
+    >>> y = []
+    >>> for start, end in ((0, 60), (60, 100)):  # a prompt in two calls
+    ...     where = {"block_table": table, "length": torch.tensor([end]), "rows": torch.arange(start, end)}
+    ...     where |= pages | {"slots": torch.tensor([2]), "cu_seqlens": torch.tensor([0, end - start])}
+    ...     q_, k_, v_, beta_, w_ = (x[start:end] for x in (q, k, v, beta, w))
+    ...     y.append(solve_path_pages(k_, v_, beta_, w_, norm_pages=norm_pages, y_pages=y_pages, **where))
+    ...     _ = paged_path(q_, k_, y[-1], beta_, w_, v_pages=y_pages, **where)
+    >>> torch.allclose(torch.cat(y), chunk_lucid_path(*(x[None] for x in (k, v, beta, w))).y[0], atol=1e-5)
+    True
+    """
+    check_tensor("k", k, "T Hkv K")
+    check_keys(k, v, beta, w, "T Hkv")
+    check_read(window, None)
+    tables, where = Tables(k_pages, y_pages, w_slots, beta_slots), Placement(block_table, length, rows, cu_seqlens)
+    check_tables(k, v, tables, slots, where, values="y_pages")
+    check("norm_pages", norm_pages, "n PG Hkv", n=len(k_pages), PG=k_pages.shape[1], Hkv=k.shape[1])
+    if norm_pages.dtype != width(k):
+        raise ValueError(f"norm_pages: expected {width(k)} beside tokens of {k.dtype}, got {norm_pages.dtype}")
+    resolve("lucid-path", impl, k.device)
+    check_placement_data(where, len(k), *k_pages.shape[:2])
+    found = Gathered.of(k, tables, slots, where, window)
+    y = torch.zeros_like(v)
+    if not found.some:
+        return y
+    past = found.history
+    scales = found.rows(norm_pages).clamp(min=TINY)[..., None]
+    past = History(past.page_k / scales, *past[1:])
+    k_, v_, beta_, w_ = found.tokens(k, v, beta, w)
+    direction, norm = unit(k_)
+    with torch.autocast(k.device.type, enabled=False):
+        solved = chunk.forward(direction, v_, beta_, w_, past, chunk_size=64)
+    found.put(y, solved)
+    found.write(norm, norm_pages)
+    return y

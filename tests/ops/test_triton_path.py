@@ -1,0 +1,157 @@
+"""PaTH's kernels in Triton's interpreter: TRITON_INTERPRET=1 pytest. Blocks of 16 tokens, two a superblock, so that short sequences have
+every kind: own blocks, blocks of their superblock, superblocks, and a last one that is not full."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from needlework.ops.common.samples import keys, normal, uniform
+from needlework.ops.path import BLOCK, PathState, chunk_path, paged_path, recurrent_path, step_path
+from needlework.ops.path.reference import literal_path
+from needlework.ops.runtime.launch_configs import forced
+from needlework.testing.compare import assert_close, differentiate, poisoned, relative, whole
+from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
+from needlework.testing.rows import chosen
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
+kernels = partial(chunk_path, impl="triton")
+
+
+@pytest.fixture(autouse=True)
+def small():
+    with forced("path/engine", shared={"C": 16, "M": 2}):
+        yield
+
+
+def sample(B, T, *, Hq=2, H=1, K=8, V=6, style="random", seed=0):
+    g = torch.Generator().manual_seed(seed)
+    q, k = (K**0.5 * keys(g, B, T, n, K, style) for n in (Hq, H))
+    return {"q": q, "k": k, "v": normal(g, B, T, H, V), "beta": uniform(g, 0, 2, B, T, H), "w": keys(g, B, T, H, K, style)}
+
+
+ROWS = [(T, window) for T in (0, 1, 16, 37, 75) for window in (None, 1, 20, 40)]
+
+
+@pytest.mark.parametrize("T, window", chosen(ROWS, [(0, None), (75, 20), (75, None)]))
+def test_values_and_gradients_are_those_of_the_definition(T, window):
+    x = sample(1, T)
+    fast = differentiate(lambda x: kernels(**x, window=window).o, x)
+    definition = recurrent_path if T else partial(chunk_path, impl="torch")  # a stack of no tokens has no gradient
+    exact = differentiate(lambda x: definition(**x, window=window).o, x)
+    for got, want, what in zip(fast, exact, ("values", "gradients"), strict=True):
+        assert_close(got, want, what)
+
+
+@pytest.mark.parametrize("window", chosen([None, 20], [20]))
+def test_packed_sequences_are_separate(window):
+    """Values, gradients and final states; one is empty, one ends a superblock, one a block."""
+    x, ends = sample(1, 75), torch.tensor([0, 32, 32, 50, 75])
+    call = lambda form, x: form(**x, window=window, cu_seqlens=ends, output_final_state=True)
+    fast = differentiate(partial(call, kernels), x)
+    exact = differentiate(partial(call, recurrent_path), x)
+    for got, want, what in zip(fast, exact, ("values", "gradients"), strict=True):
+        assert_close(got, want, what)
+
+
+def test_panels_of_the_backward_are_one(monkeypatch):
+    """A panel of one block of queries: what keys get is added up in panels."""
+    from needlework.ops.path.engine import op
+
+    x = sample(1, 60)
+    whole_panel = differentiate(lambda x: kernels(**x).o, x)
+    monkeypatch.setattr(op, "SCRATCH", 1)
+    assert_close(differentiate(lambda x: kernels(**x).o, x)[1], whole_panel[1], "panels")
+
+
+@pytest.mark.parametrize("dtype, style", chosen([(d, s) for d in (torch.float32, torch.float16) for s in ("random", "clustered")], [(torch.float16, "clustered")]))  # fmt: skip
+def test_half_and_single_precision_are_within_the_budget(dtype, style):
+    kept, wide, single = stored(sample(4, 60, H=1, Hq=1, K=16, V=16, style=style), dtype, ("q", "k", "v", "w"))
+    ways = (
+        differentiate(lambda x: kernels(**x).o, kept),
+        differentiate(lambda x: recurrent_path(**x).o, wide),
+        differentiate(lambda x: recurrent_path(**x, operand=operand(dtype)).o, single),
+        differentiate(lambda x: literal_path(**x, operand=operand(dtype), chunk_size=16).o, single),
+    )
+    fast, exact, definition, literal = ({**values, **gradients} for values, gradients in ways)
+    assert_within_budget(over_budget(fast, exact, definition, literal))
+
+
+def test_the_final_state_is_made_in_the_kernels_blocks():
+    """Of identical reflections it has three times the error in blocks of 64 that it has in blocks of 16."""
+    x = {n: y.float() for n, y in sample(1, 70, style="identical").items()}
+    of = lambda form: differentiate(lambda x: form(**x, output_final_state=True).state.k, x)
+    for got, want in zip(of(kernels), of(partial(chunk_path, impl="torch", chunk_size=16)), strict=True):
+        assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in got)
+
+
+def test_every_number_is_written():
+    for T in (1, 37):
+        with poisoned():
+            found = differentiate(lambda x: kernels(**x).o, sample(1, T))
+        assert all(torch.isfinite(x).all() for part in found for x in part.values())
+
+
+def test_a_state_to_go_on_from_is_refused_by_name():
+    x = sample(1, 5)
+    state = chunk_path(**x, output_final_state=True).state
+    with pytest.raises(ValueError, match=r"impl='triton': path has no Triton kernel for this call: it goes on from a state"):
+        kernels(**x, initial_state=state)
+    with pytest.raises(ValueError, match=r"no launch config for float64, K = 65"):
+        kernels(**sample(1, 5, K=65))
+
+
+# Decoding.
+
+
+@pytest.mark.parametrize("window", chosen([None, 7, 70], [None, 7]))
+def test_steps_are_those_of_torch_and_end_a_block(window, monkeypatch):
+    """From two tokens before a block's end to one behind; a padded row, and a slot that nobody owns."""
+    x = sample(1, BLOCK + 2, Hq=2)
+    full = whole(chunk_path, window=window)(x)
+    start = whole(chunk_path, window=window)({n: y[:, : BLOCK - 2] for n, y in x.items()}).state
+    rows, slots = window or BLOCK + 10, torch.tensor([2, -1])
+    state = PathState(*(torch.full((3, *y.shape[1:]), torch.nan, dtype=y.dtype) for y in start[:4]), torch.zeros(3).long())
+    room = lambda y: torch.cat([y, y.new_zeros(3, rows - y.shape[1], *y.shape[2:])], 1)
+    for table, y in zip(state, start, strict=True):
+        table[2] = y[0]
+    state = PathState(room(state.k), room(state.v), *state[2:])
+    monkeypatch.setenv("NEEDLEWORK_IMPL", "triton")
+    for t in range(BLOCK - 2, BLOCK + 2):
+        o = step_path(**{n: y[[0, 0], t] for n, y in x.items()}, state=state, slots=slots, window=window)
+        assert relative(o[:1], full.o[:, t]) <= 1e-12 and not o[1].any(), f"token {t}"
+    kept = full.state.k.shape[1]
+    assert relative(state.k[2:, :kept], full.state.k) <= 1e-12 and torch.equal(state.v[2:, :kept], full.state.v)
+    assert torch.equal(state.w[2:, :2], full.state.w[:, :2]) and state.length.tolist() == [0, 0, BLOCK + 2]
+    assert state.w[:2].isnan().all()
+
+
+def test_decoding_reads_and_writes_through_a_block_table(monkeypatch):
+    """Two sequences of unlike lengths on pages in a mixed order, one in a shared step with a padded row; shares of the keys."""
+    x, PG = sample(1, 60, Hq=2), 16
+    pages = {"k_pages": torch.full((9, PG, 1, 8), torch.nan).double(), "v_pages": torch.full((9, PG, 1, 6), torch.nan).double()}
+    pages |= {
+        "w_slots": torch.full((3, BLOCK, 1, 8), torch.nan).double(),
+        "beta_slots": torch.full((3, BLOCK, 1), torch.nan).double(),
+    }
+    table = torch.tensor([[7, 2, 0, 5], [1, -1, -1, -1], [3, 8, -1, -1]], dtype=torch.int32)
+    at = lambda n, t: int(table[n, t // PG]) * PG + t % PG
+    starts, slots = (57, -1, 18), torch.tensor([2, -1, 0])
+    for n in (0, 2):
+        new = {name: y[0, : starts[n]] for name, y in x.items()}
+        where = {"block_table": table[n : n + 1], "length": torch.tensor([starts[n]]), "slots": slots[n : n + 1]}
+        paged_path(
+            **new,
+            **pages,
+            **where,
+            rows=torch.tensor([at(n, t) for t in range(starts[n])]),
+            cu_seqlens=torch.tensor([0, starts[n]]),
+        )
+    full = chunk_path(**x).o[0]
+    for i in range(2):
+        tokens = [starts[n] + i if n != 1 else 0 for n in range(3)]
+        where = {"block_table": table, "length": torch.tensor([starts[0] + i + 1, -1, starts[2] + i + 1]), "slots": slots}
+        rows = torch.tensor([at(0, tokens[0]), -1, at(2, tokens[2])])
+        o = paged_path(**{name: y[0, tokens] for name, y in x.items()}, **pages, **where, rows=rows, impl="triton")
+        assert relative(o[[0, 2]], full[[tokens[0], tokens[2]]]) <= 1e-12 and not o[1].any()

@@ -1,0 +1,94 @@
+"""How the launch tables are tried at shapes that nobody timed: which plans are tried, and that the best is the fastest that is right."""
+
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+BV, NP, WARPS = {"scan": {"BV": 16}}, {"scan": {"NP": 264}}, {"gate": {"num_warps": 2}}
+
+
+@pytest.fixture
+def held_out(bench):
+    pytest.importorskip("triton")
+    return bench("held_out")
+
+
+def test_every_constant_is_moved_to_its_neighbours_one_at_a_time(held_out):
+    row = SimpleNamespace(
+        launch={"shared": {"C": 16, "NP": 132}, "scan": {"BV": 32, "NP": 132, "C2": 3}, "gate": {"num_warps": 1}}
+    )
+    assert held_out.moves(row) == [{"scan": {"BV": 16}}, {"scan": {"BV": 64}}, {"scan": {"NP": 264}}, WARPS]
+
+
+def test_the_best_move_of_each_kernel_is_tried_with_those_of_the_others(held_out):
+    times = [(0.9, BV), (0.8, NP), (0.95, WARPS), (1.2, {"sums": {"BD": 64}})]
+    assert held_out.together(times, 1.0) == {"scan": {"NP": 264}, "gate": {"num_warps": 2}}
+    assert held_out.together(times, 0.7) == {}
+
+
+@pytest.mark.parametrize(
+    "wrong, best, ms", [((), NP | WARPS, 0.76), ((NP | WARPS,), NP, 0.8), ((NP | WARPS, NP, BV, WARPS), {}, 1.0)]
+)
+def test_what_is_best_is_the_fastest_that_is_right(held_out, bench, monkeypatch, wrong, best, ms):
+    gains = {"BV": 0.9, "NP": 0.8, "num_warps": 0.95}
+
+    class Shape:
+        engine, row = "delta/scalar", SimpleNamespace(name="plain", launch={})
+
+        def __init__(self, call):
+            self.call = {}
+
+        def under(self, trial):
+            now.update(trial=trial)
+            return nullcontext()
+
+        def timed(self, trial):
+            if trial == {"scan": {"KS": 64}}:
+                return None  # does not compile
+            found = 1.0
+            for constants in trial.values():
+                for name in constants:
+                    found *= gains[name]
+            return found
+
+    now = {}
+    fakes = {"Shape": Shape, "clock": lambda call: 1.0, "moves": lambda row: [BV, NP, WARPS, {"scan": {"KS": 64}}],
+             "judge": lambda call: (2.0 if now["trial"] in wrong else 0.5, "o")}  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(held_out, name, fake)
+    (call,), _ = bench("draw").draw(bench("draw").RULES[0], 21, 1)
+    found = {}
+    held_out.weighed(call, found)
+    assert found["constants"] == best and found["ms"] == pytest.approx(ms) and found["ratio"] == pytest.approx(1 / ms)
+    assert (found["picked"], found["config"]) == (1.0, "plain")
+
+
+def test_a_run_says_how_far_from_the_best_the_picked_plans_are(held_out, bench, monkeypatch, tmp_path, capsys):
+    def told(script, act, calls, limits):
+        for i, call in enumerate(calls):
+            if act == "weigh" and call.index == 1:
+                yield call, {}, "no memory"
+                return
+            yield call, {"failed": 0} if act == "compile" else {"ratio": 1.0 + 0.1 * i, "ms": 2.0, "config": "plain"}, None
+
+    monkeypatch.setattr(held_out, "told", told)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Device")
+    file = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["held_out.py", "--rules", "gated", "--calls", "4", "--out", str(file)])
+    assert held_out.main() == 0
+    rows = bench("results").read(file)
+    assert [(row["index"], row["ratio"]) for row in rows] == [(0, 1.0), (2, 1.0), (3, 1.1)]
+    assert "gated: picked ÷ best of 3 shapes: median 1.00, worst 1.10, bar 1.15 met" in capsys.readouterr().out
+    assert "NOT met" in held_out.summary("gated", [1.0, 1.2])
+
+
+def test_held_out_shapes_are_of_a_seed_of_their_own(held_out, bench):
+    draw = bench("draw")
+    assert draw.HELD_OUT not in (*draw.TUNING, *draw.REPORTING)
+    for rule in held_out.RULES:
+        calls = [held_out.shorter(call, held_out.MEMORY) for call in draw.draw(draw.rule_of(rule), draw.HELD_OUT, 10)[0]]
+        assert all(draw.memory(call) <= held_out.MEMORY for call in calls)
