@@ -155,7 +155,14 @@ class _Attention(Mixer):
         if self.memory is not None:
             fixed, cut = fixed | under("memory", self.memory.held(dtype)), self.memory.write.cut
         fixed = fixed | under("attend", self.attend.fixed(dtype))
-        return Held(fixed, self.attend.rows(dtype), self.attend.reach, cut, rewritten=self.attend.rewrites)
+        return Held(
+            fixed,
+            self.attend.rows(dtype),
+            self.attend.reach,
+            cut,
+            rewritten=self.attend.rewrites,
+            captured=self.attend.captured,
+        )
 
     def distraction(self, x: Tensor, distractor: Distractor, cu_seqlens: Tensor | None = None) -> Tensor:
         """`distractor`'s loss on this layer's input x [B T D]: a number. Projects again, so that `forward` stays as it is."""

@@ -60,6 +60,7 @@ class LucidPathCache(NamedTuple):
 
 class _LucidPath(AttendRule[LucidPath]):
     own_positions = rewrites = True
+    captured = "none"
 
     def __init__(self, config: LucidPath, width: Width):
         super().__init__(config, width)

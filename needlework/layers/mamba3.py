@@ -135,7 +135,8 @@ class _Mamba3(Mixer):
     def held(self, dtype: torch.dtype) -> Held:
         H, R, N, P = self.config.heads, self.config.rank, self.config.key_dim, self.config.value_dim
         shapes = {"S": (H, N, P), "k": (H, R, N), "v": (H, P), "angle": (H, self.angles)}
-        return Held({name: Part(shape, fixed(dtype)) for name, shape in shapes.items()}, {})
+        kept = {name: Part(shape, fixed(dtype)) for name, shape in shapes.items()}
+        return Held(kept, {}, captured="all" if R == 1 else "steps")
 
     def _tokens(self, x: Tensor) -> dict[str, Tensor]:
         """The op's tensors of tokens x [.. D]."""

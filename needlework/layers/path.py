@@ -106,6 +106,7 @@ class Reflections(nn.Module):
 
 class _Path(AttendRule[Path]):
     own_positions = rewrites = True
+    captured = "steps"
 
     def __init__(self, config: Path, width: Width):
         super().__init__(config, width)

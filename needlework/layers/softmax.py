@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from needlework.fields import Count, Positive
 from needlework.layers.batch import Batch
 from needlework.layers.config import Config, Width
-from needlework.layers.state import KVState, Part
+from needlework.layers.state import Captured, KVState, Part
 from needlework.ops.common.attention import causal, streamed, streams
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, sequences, unpad
 from needlework.ops.common.pages import append, positions
@@ -141,11 +141,13 @@ class AttendRule(nn.Module, Generic[Rule]):
     The state has a field `length` [N], the tokens seen. `residual` is what a rule adds to the layer's output by itself.
     vectors_a_head: a head's query is so many vectors side by side, which score by themselves, and so is its key.
     own_positions: it tells positions apart by itself, and takes no others.
+    captured: of `Held`.
     rewrites: later tokens change rows that were written; a page then has one owner.
     """
 
     vectors_a_head = 1
     own_positions = rewrites = False
+    captured: Captured = "all"
 
     def __init__(self, config: Rule, width: Width):
         super().__init__()

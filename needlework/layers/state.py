@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,13 +30,17 @@ class Part(NamedTuple):
         return math.prod(self.shape) * size(self.dtype)
 
 
+Captured = Literal["all", "steps", "none"]
+
+
 class Held(NamedTuple):
     """What a layer holds of a sequence.
 
     fixed: tensors by name, the same for any length. rows: what it adds a token, by name. window: of the rows only so many, the
     newest, are read again; None: all. cut: at multiples of so many tokens a prompt is best cut, for the layer's chunks then stay whole.
     counted: the layer counts its tokens, though it has no rows; an engine knows their number. rewritten: rows change when
-    later tokens come, so that no two sequences may share a page.
+    later tokens come, so that no two sequences may share a page. captured: what of serving a CUDA graph may hold on a GPU: "all", rows that
+    decode ("steps"), or "none"; the rest reads values back to the host.
     """
 
     fixed: Mapping[str, Part]
@@ -45,6 +49,7 @@ class Held(NamedTuple):
     cut: int = 1
     counted: bool = False
     rewritten: bool = False
+    captured: Captured = "all"
 
     def nbytes(self, T: int) -> int:
         """Bytes after T tokens, their count included where the layer has one."""

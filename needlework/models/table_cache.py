@@ -83,6 +83,7 @@ class TableCache(NeedleworkCache):
         self.pages = max(1, ceil(tokens / PAGE))
         self.length: Tensor | None = None  # [B] int32
         self.record: Record | None = None  # None: as a CUDA graph on a GPU, not at all on a CPU
+        self._captured = all(one.captured != "none" for one in held)
         self._steady = 0
         self._replay: Replay | None = None
 
@@ -119,7 +120,7 @@ class TableCache(NeedleworkCache):
     def advance(self, step: Step, x: Tensor, batch: Batch) -> Tensor:
         """`step` of the rows x [T D] of a batch that `batch` made."""
         recorder = self.record or (record if x.is_cuda else None)
-        if batch.decodes < len(x) or recorder is None:
+        if batch.decodes < len(x) or recorder is None or not self._captured:
             return step(x, batch)
         if self._replay is None and self._steady == STEADY:
             self._replay = Replay(step, x, batch, recorder)

@@ -7,7 +7,6 @@ Each has buffers of its own, is captured when it is first needed, and holds a fe
 touch no state. All share one pool of memory: one runs at a time, and what one returns is copied before the next.
 """
 
-from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -68,10 +67,10 @@ class Prefilling(NamedTuple):
         return self.graph()[0]
 
 
-def padded(shape: Shape, device: torch.device, page: int, vocabulary: int) -> Inputs:
+def padded(shape: Shape, device: torch.device, holders: Holders) -> Inputs:
     """Inputs on the device that touch no state: runs of them leave nothing."""
     host, nothing = Inputs.empty(shape), Step(decodes=(), prefills=(), before=(), after=())
-    Holders(0, dict(shape.pages), page, vocabulary).fill(host, alone(None, shape.tokens) if shape.tokens else nothing)
+    holders.fill(host, alone(None, shape.tokens) if shape.tokens else nothing)
     inputs = Inputs.empty(shape, device=device)
     inputs.copy_(host)
     return inputs
@@ -86,12 +85,7 @@ def alone(one: Prefill | None, count: int) -> Step:
 
 def _padding(count: int) -> Prefill:
     """So many tokens of nobody: of length −1, on slot −1, without pages."""
-    return Prefill(NOBODY, -1, -1 - count, (0,) * count, False, _NoPages())
-
-
-class _NoPages(dict):
-    def __missing__(self, window: object) -> array:
-        return array("i")
+    return Prefill(NOBODY, -1, -1 - count, (0,) * count, False, {})
 
 
 def rows(n: int) -> int:

@@ -6,6 +6,7 @@ their token from where the step before left it, so that the host may plan a step
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,8 @@ class Runner:
         self._staging = Staging(pinned=self.on_gpu)
         self._decoding: dict[tuple[int, Way], Decoding] = {}
         self._prefilling: dict[int, Prefilling] = {}
+        captured = {one.captured for one in model.model.held()}
+        self._captures_steps, self._captures_prompts = "none" not in captured, captured <= {"all"}
         self.graph: Callable[[Call], Call] | None = None
         if self.on_gpu:
             self.graph = partial(Graph, pool=torch.cuda.graph_pool_handle())
@@ -79,10 +82,14 @@ class Runner:
         way = self.holders.way(step, bool(bits))
         if way.penalties:
             self._count_admitted(step.admitted)
-        graphed = self.graph is not None and len(step.prefills) < 2
-        requests, found = self._by_graphs(step, way, bits) if graphed else self._packed(step, way, bits)
+        requests, found = self._by_graphs(step, way, bits) if self._graphed(step) else self._packed(step, way, bits)
         self.tables.move(step.after)
         return self._to_host(requests, found)
+
+    def _graphed(self, step: Step) -> bool:
+        steps = self._captures_steps or not step.decodes
+        prompts = not step.prefills or (self._captures_prompts and len(step.prefills) == 1)
+        return self.graph is not None and steps and prompts
 
     def _packed(self, step: Step, way: Way, bits: Mapping[str, Tensor] | None) -> tuple[Requests, list[Tensor]]:
         """All rows of a step at once, of any shape."""
@@ -104,7 +111,8 @@ class Runner:
             shape = Shape.of(own, rows(len(own.decodes)), dict(self.pages))
             graph = self._decode(shape.decodes, way)
             requests = _sampled(own, shape.decodes)
-            parts.append([x.clone() for x in graph.run(self._host(own, shape), self._bits(own, shape, bits))])
+            found = graph.run(self._host(own, shape), self._bits(own, shape, bits))
+            parts.append([x.clone() for x in found] if step.prefills else found)  # another graph may write there
         for one in step.prefills:
             count = tokens(len(one.tokens))
             own, graph = alone(one, count), self._prefill(count)
@@ -117,7 +125,7 @@ class Runner:
                 )
         if not parts:
             return (), [torch.empty(0, dtype=torch.int64, device=self.device)]
-        return requests, [torch.cat(x) for x in zip(*parts, strict=True)]
+        return requests, parts[0] if len(parts) == 1 else [torch.cat(x) for x in zip(*parts, strict=True)]
 
     @torch.no_grad()
     def _lay(self) -> None:
@@ -130,9 +138,10 @@ class Runner:
     def capture(self, most: int) -> None:
         """The graphs of up to `most` rows that nobody filters, penalises or scores, and of prompts, so that no request waits for them."""
         for count in sorted({tokens(n) for n in range(1, self.config.budget + 1)}, reverse=True):
-            self._prefill(count)  # the largest first: the others fit its memory
-        for size in sorted({rows(n) for n in range(1, most + 1)}, reverse=True):
-            for draws in (True, False):
+            if self._captures_prompts:
+                self._prefill(count)  # the largest first: the others fit its memory
+        for size, draws in product(sorted({rows(n) for n in range(1, most + 1)}, reverse=True), (True, False)):
+            if self._captures_steps:
                 self._decode(size, Way(draws, False, False, False, False))
 
     def hidden(self, inputs: Inputs) -> Tensor:
@@ -174,7 +183,7 @@ class Runner:
         return found
 
     def _padded(self, shape: Shape) -> Inputs:
-        return padded(shape, self.device, self.config.page, self.vocabulary)
+        return padded(shape, self.device, self.holders)
 
     def _host(self, step: Step, shape: Shape) -> Inputs:
         host = self._staging.take(shape)

@@ -60,7 +60,8 @@ def start(model: NeedleworkForCausalLM, text: Text, room: Room) -> tuple[Engine,
     cut = math.lcm(CUT, *(one.cut for one in held))
     budget = max(cut, min(BUDGET[model.device.type], room.length))
     share = room.memory if room.memory is not None else 0.9 if model.device.type == "cuda" else 0.5
-    layer = compiled() if model.device.type == "cuda" else Block.serve
+    traced = model.device.type == "cuda" and all(one.captured != "none" for one in held)
+    layer = compiled() if traced else Block.serve
     snapshots = room.snapshots
     if snapshots is None:
         snapshots = 0 if any(one.rewritten for one in held) else min(SNAPSHOTS, room.batch)

@@ -137,6 +137,19 @@ def test_other_maps_than_the_laid_ones_are_apart(products):
             assert all(torch.equal(y, m(x)) for y, m in zip(made, others, strict=True))
 
 
+def test_compiled_code_knows_laid_maps_by_their_order():
+    """It cannot ask where a weight lies."""
+    first, second, third = maps(False, False, False)
+    laid(first, second, third)
+    x = torch.randn(2, DIM, dtype=torch.float64)
+    together = torch.compile(lambda x: side_by_side(x, first, second, third), backend="eager", fullgraph=True)
+    others = torch.compile(lambda x: side_by_side(x, first, third, second), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for made, order in ((together(x), (first, second, third)), (others(x), (first, third, second))):
+            for y, m in zip(made, order, strict=True):
+                torch.testing.assert_close(y, m(x), rtol=1e-12, atol=1e-12)
+
+
 def test_laid_maps_learn(products):
     alone = maps(False, False, False)
     laid(*alone)

@@ -37,7 +37,7 @@ def literal(step, shape, seeds, page, vocabulary):
     for name, field in fields.items():
         put(name, [NEUTRAL.get(name, 0) if one is None else getattr(one, field) for one in asked])
     for window, width in shape.pages:
-        lines = [[] if one is None else one.pages[window].tolist() for one in every]
+        lines = [[] if one is None or one.slot < 0 else one.pages[window].tolist() for one in every]
         put(f"block_table of {window}", [line + [-1] * (width - len(line)) for line in lines])
         row = lambda line, t: line[t // page] * page + t % page if line else -1
         put(f"rows of {window}", [row(line, t) for one, line in zip(every, lines, strict=True) for t in _positions(one)])
