@@ -14,12 +14,13 @@ def settled() -> Iterator[None]:
 
     A full collection of a process with PyTorch and a model stops every thread for 0.2 s.
     """
-    before = sys.getswitchinterval()
+    interval, frozen = sys.getswitchinterval(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH)
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
-        gc.unfreeze()
+        sys.setswitchinterval(interval)
+        if not frozen:  # who froze before has it so
+            gc.unfreeze()

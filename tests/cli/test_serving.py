@@ -132,7 +132,7 @@ def test_a_client_finds_the_server_and_sigterm_ends_it_with_its_answers(checkpoi
     command = [sys.executable, "-m", "needlework", "serve", checkpoint, "--port", "0", "--length", "256", "--batch", "4"]
     with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         first, second = process.stdout.readline(), process.stdout.readline()
-        assert re.match(r"tiny: 4 sequences at once of up to 256 tokens; 20 slots: .* of states", first), process.stderr.read()
+        assert re.match(r"tiny: 4 sequences at once of up to 256 tokens; 8 slots: .* of states", first), process.stderr.read()
         url = second.split()[0]
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             asked = {"model": "tiny", "prompt": "ab", "max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}

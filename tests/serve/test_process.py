@@ -10,4 +10,4 @@ def test_what_was_there_is_collected_no_more_while_it_serves():
     interval, frozen = sys.getswitchinterval(), gc.get_freeze_count()
     with settled():
         assert gc.get_freeze_count() > frozen and abs(sys.getswitchinterval() - SWITCH) < 1e-6
-    assert gc.get_freeze_count() == 0 and sys.getswitchinterval() == interval
+    assert bool(gc.get_freeze_count()) == bool(frozen) and sys.getswitchinterval() == interval
