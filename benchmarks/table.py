@@ -88,7 +88,12 @@ def training(rows: list[dict]) -> list[str]:
 def serving(rows: list[dict]) -> list[str]:
     """Decoding steps of one device by model and rows, then requests from outside: streams, first tokens, `generate`."""
     steps = [r for r in rows if r["pass"] == "step"]
-    lines = [heading(rows), "", "| model | B | context | ms a step | tokens/s | bar | of what its bytes allow |", "|" + " --- |" * 7]
+    lines = [
+        heading(rows),
+        "",
+        "| model | B | context | ms a step | tokens/s | bar | of what its bytes allow |",
+        "|" + " --- |" * 7,
+    ]
     for r in steps:
         bar = "" if r["bar"] is None else bar_text(f"{r['bar']:,}", r["tokens_per_second"] >= r["bar"])
         figures = number(r["ms"], 2), number(r["tokens_per_second"], 0), bar, f"{100 * r['share']:.0f} %"
