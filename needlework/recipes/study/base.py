@@ -6,8 +6,8 @@
     state        its norm is looked at every 50 steps; one over 1e4, some hundred times the usual, ends the run by name
     seeds        0 … of the tests; 100 … of what is chosen on the development side
 
-PACE is what the minutes are counted by until the pilot has measured it: the first study's 60M models trained at 605,000 to 822,000
-tokens a second on one H200, and 18M models have half of their layers' width times depth.
+PACE is what the minutes are counted by, tokens a second of two runs at a time on one GPU: measured by the pilot on an H100 for its six mixers,
+for the others a guess by the first study's 60M models, which have twice the width times depth.
 """
 
 from dataclasses import replace
@@ -39,9 +39,9 @@ FAMILY = {
 }  # fmt: skip
 
 PACE = {
-    "gated-deltanet": 1.5e6, "gated-deltanet-wide": 1.4e6, "gated-deltanet-published": 1.5e6, "kda": 1.4e6, "qdelta": 1.45e6, "ccq": 1.35e6,
-    "carve": 1.2e6, "carve-blind": 1.2e6, "softmax": 1.6e6, "lucid": 1.5e6, "softmax-plain": 1.6e6, "lucid-plain": 1.5e6,
-    "softmax-memory": 1.3e6, "polar-memory": 1.2e6, "composition": 1.4e6, "control": 1.45e6,
+    "gated-deltanet": 1.47e6, "gated-deltanet-wide": 1.4e6, "gated-deltanet-published": 1.6e6, "kda": 1.4e6, "qdelta": 1.45e6, "ccq": 1.35e6,
+    "carve": 1.2e6, "carve-blind": 0.97e6, "softmax": 1.6e6, "lucid": 1.5e6, "softmax-plain": 1.53e6, "lucid-plain": 1.6e6,
+    "softmax-memory": 1.3e6, "polar-memory": 1.04e6, "composition": 1.4e6, "control": 1.45e6,
 }  # fmt: skip
 BESIDE = 8.0  # seconds a run: its start, compilation from the cache, measurement, with two runs at a time
 
