@@ -100,7 +100,7 @@ MODELS: dict[str, tuple[str, dict[str, MixerConfig]]] = {
 }  # fmt: skip
 
 # Pages, or slots, that are too few for all requests at once, which would otherwise be a memory's worth.
-SCARCE = {"recurrent": 9, "attention": 40, "mixed": 12, "rewriting": 12}
+SCARCE = {"recurrent": 9, "attention": 40, "mixed": 12, "rewriting": 16}
 
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {},
