@@ -1,4 +1,4 @@
-"""What stands in a cell of the generated tables."""
+"""The text of a cell of the generated tables."""
 
 
 def number(x: float | None, digits: int) -> str:

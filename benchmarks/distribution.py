@@ -105,7 +105,7 @@ def section(rows: list[dict]) -> list[str]:
 
 
 def reported(rows: list[dict]) -> list[dict]:
-    """Without the calls that plans were made on."""
+    """Without the calls that launch configs were chosen on."""
     return [row for row in rows if row["seed"] not in TUNING]
 
 

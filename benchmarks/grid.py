@@ -167,7 +167,7 @@ class Run:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--seed", type=int, default=REPORTING[0], help=f"plans were made on {TUNING}, reports are of {REPORTING}"
+        "--seed", type=int, default=REPORTING[0], help=f"launch configs were chosen on {TUNING}, reports are of {REPORTING}"
     )
     parser.add_argument("--minutes", type=float, default=25.0, help="after which no batch is begun")
     parser.add_argument("--rules", nargs="+", default=[rule.name for rule in RULES], choices=[rule.name for rule in RULES])

@@ -53,7 +53,7 @@ def serve(
     memory: Annotated[
         float | None, typer.Option(help="Share of the device's memory. Default: 0.9 of a GPU's, 0.5 of a CPU's.", min=0, max=1)
     ] = None,
-    waiting: Annotated[int, typer.Option(help="Requests that may wait; more are told to come again.", min=1)] = 1024,
+    waiting: Annotated[int, typer.Option(help="Requests that may wait; more get 429 and Retry-After.", min=1)] = 1024,
     dtype: DType = None,
 ) -> None:
     """Serve a checkpoint over HTTP: OpenAI's /v1/completions and /v1/chat/completions, /v1/models, /health, /ready, /metrics."""
@@ -72,7 +72,7 @@ def serve(
     with listen(host, port) as bound, _running(checkpoint, room, dtype) as (running, text, config):
         where = f"http://{host if ':' not in host else f'[{host}]'}:{bound.getsockname()[1]}"
         console.print(f"{name}: {_room(config)}", soft_wrap=True)
-        console.print(f"{where}/v1 answers; Ctrl-C ends it, once the answers that run are over", soft_wrap=True)
+        console.print(f"{where}/v1 is ready; Ctrl-C stops it after the running answers", soft_wrap=True)
         sys.stdout.flush()
         answer(Front(running, text, name=name, key=key), bound)
 
@@ -80,7 +80,7 @@ def serve(
 @app.command()
 def chat(
     partner: Annotated[str, typer.Argument(help="A checkpoint's folder, or the address of a server (http://…).")],
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message, before the conversation.")] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.", min=0, max=2)] = 0.7,
     tokens: Annotated[
         int | None, typer.Option(help="Of an answer, at most. Default: as many as there is room for.", min=1)

@@ -66,8 +66,8 @@ def write_page(results: Sequence[dict[str, Any]], directory: Path) -> Path:
 
 _READING = (
     "Shares are in per cent; of columns with ↓ less is better. Brackets are the 95 % interval of another draw of the same kind of documents "
-    "(bootstrap; Wilson's where all are right or all wrong); another training run is not in them. A mean stands only where every task of it "
-    "was measured. Rows that name a paper are that paper's own figures, on other hardware, data and code; ± is the paper's."
+    "(bootstrap; Wilson's where all are right or all wrong); they do not cover another training run. A mean is given only if all of its "
+    "tasks were measured. Rows that name a paper are that paper's own figures, on other hardware, data and code; ± is the paper's."
 )
 
 

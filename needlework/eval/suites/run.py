@@ -27,8 +27,8 @@ def measure(
 ) -> dict[str, Cell]:
     """Every cell of the suite by its key, or those asked for: measured, or with the reason why it is not.
 
-    once: keeps cells by their key, so that a measurement that was stopped goes on. say: is told of each cell before it is measured and
-    of each that is skipped.
+    once: keeps cells by their key, so that a measurement that was stopped goes on. say: is called for each cell before it is measured and
+    for each that is skipped.
     """
     cells: dict[str, Cell] = {}
     asked = suite.cells(lengths, tasks)

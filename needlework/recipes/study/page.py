@@ -51,8 +51,8 @@ LIMITS = "\n".join(
 )
 
 BEFORE = (
-    "The [first study](../README.md) trained 21 mixers of 60M parameters with three seeds, and 11 of 125M with one. Seven of its nine claims lie "
-    "inside intervals of up to ± 73 points. What it does support: LUCID's held-out loss −0.082 ± 0.028 nats against softmax; Polar's main effect + 42 ± 7 "
+    "The [first study](../README.md) trained 21 mixers of 60M parameters with three seeds, and 11 of 125M with one. Eight of its nine claims are "
+    "undecided, with intervals of ± 12 to ± 81 points. What it does support: LUCID's held-out loss −0.082 ± 0.028 nats against softmax; Polar's main effect + 42 ± 7 "
     "points at 8 × the training length, memory's + 27 ± 7."
 )
 
