@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from needlework.fields import Count
 from needlework.layers.config import Config
-from needlework.layers.projection import OutProjection, each
+from needlework.layers.projection import OutProjection, wide_maps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class _SwiGLU(nn.Module):
         self.down_proj = OutProjection(config.hidden, dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = each(x, self.gate_proj, self.up_proj)
+        gate, up = wide_maps(x, self.gate_proj, self.up_proj)
         return self.down_proj(F.silu(gate) * up)
 
 

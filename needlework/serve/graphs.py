@@ -78,7 +78,7 @@ def padded(shape: Shape, device: torch.device, holders: Holders) -> Inputs:
 
 def alone(one: Prefill | None, count: int) -> Step:
     """A step of `count` tokens: those of one sequence, which is sampled, and a padded one's."""
-    own = one or _padding(0)._replace(last=True)
+    own = one or _padding(0)
     rest = _padding(count - len(own.tokens))
     return Step(decodes=(), prefills=(own._replace(last=True), rest), before=(), after=())
 
@@ -95,5 +95,5 @@ def rows(n: int) -> int:
 
 def tokens(n: int) -> int:
     """The tokens of the smallest graph for n: every 64 up to 512, then four in each octave."""
-    step = max(64, 1 << ((n - 1).bit_length() - 3))
+    step = max(64, 1 << (n - 1).bit_length() >> 3)
     return -(-n // step) * step

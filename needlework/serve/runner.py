@@ -98,9 +98,7 @@ class Runner:
         host = Inputs.empty(shape, pin_memory=self.on_gpu)  # hardly two such steps have the same sizes
         self.holders.fill(host, step)
         inputs.copy_(host)
-        mask = self._bits(step, shape, bits)
-        found = self.next(self.hidden(inputs), inputs, way, None if mask is None else mask.to(self.device, non_blocking=True))
-        return _sampled(step), found
+        return _sampled(step), self.next(self.hidden(inputs), inputs, way, self._bits(step, shape, bits))
 
     def _by_graphs(self, step: Step, way: Way, bits: Mapping[str, Tensor] | None) -> tuple[Requests, list[Tensor]]:
         """The rows that decode, then the one sequence that is prefilled: each a graph, or none of them."""
@@ -119,10 +117,7 @@ class Runner:
             hidden = graph.run(self._host(own, graph.inputs.shape))
             if one.last:
                 requests = (*requests, one.request)
-                mask = self._bits(own, graph.inputs.shape, bits)
-                parts.append(
-                    self.next(hidden, graph.inputs, way, None if mask is None else mask.to(self.device, non_blocking=True))
-                )
+                parts.append(self.next(hidden, graph.inputs, way, self._bits(own, graph.inputs.shape, bits)))
         if not parts:
             return (), [torch.empty(0, dtype=torch.int64, device=self.device)]
         return requests, parts[0] if len(parts) == 1 else [torch.cat(x) for x in zip(*parts, strict=True)]
@@ -137,11 +132,11 @@ class Runner:
     @torch.no_grad()
     def capture(self, most: int) -> None:
         """The graphs of up to `most` rows that nobody filters, penalises or scores, and of prompts, so that no request waits for them."""
-        for count in sorted({tokens(n) for n in range(1, self.config.budget + 1)}, reverse=True):
-            if self._captures_prompts:
+        if self._captures_prompts:
+            for count in sorted({tokens(n) for n in range(1, self.config.budget + 1)}, reverse=True):
                 self._prefill(count)  # the largest first: the others fit its memory
-        for size, draws in product(sorted({rows(n) for n in range(1, most + 1)}, reverse=True), (True, False)):
-            if self._captures_steps:
+        if self._captures_steps:
+            for size, draws in product(sorted({rows(n) for n in range(1, most + 1)}, reverse=True), (True, False)):
                 self._decode(size, Way(draws, False, False, False, False))
 
     def hidden(self, inputs: Inputs) -> Tensor:
@@ -155,7 +150,8 @@ class Runner:
         return self.model.model.serve(ids, self.tables.layers, inputs.batch, layer)
 
     def next(self, hidden: Tensor, inputs: Inputs, way: Way, bits: Tensor | None) -> list[Tensor]:
-        """The next tokens of hidden states, which are then the newest; and log p's, if asked for."""
+        """The next tokens of hidden states, which are then the newest; and log p's, if asked for. bits: on the host or on the device."""
+        bits = None if bits is None else bits.to(self.device, non_blocking=True)
         controls = inputs.controls
         logits = self.model.logits(hidden[inputs.named["rows"]])
         counts = self.counts if way.penalties else None

@@ -49,7 +49,7 @@ class Room:
 def start(model: NeedleworkForCausalLM, text: Text, room: Room) -> tuple[Engine, SchedulerConfig]:
     """The engine, which runs, and what it shares out. model: in evaluation mode, on its device.
 
-    On a GPU decoding steps are compiled by torch.compile, a minute where its cache knows nothing of the model.
+    On a GPU decoding steps are compiled by torch.compile, whose cache makes a second start faster.
 
     Raises ValueError, with the bytes, where one request of `room.length` tokens does not fit; for a tokenizer of more tokens than the
     model has; and for snapshots of a model that writes its pages again.

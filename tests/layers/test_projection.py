@@ -18,7 +18,7 @@ from needlework.layers import (
     Softmax,
     SwiGLU,
 )
-from needlework.layers.projection import each, laying, side_by_side
+from needlework.layers.projection import laying, side_by_side, wide_maps
 
 DIM = 24
 
@@ -161,10 +161,10 @@ def test_laid_maps_learn(products):
 def test_wide_maps_are_products_of_their_own_with_gradients_only(products):
     alone = maps(False, False, False)
     x = torch.randn(1, 40, DIM, dtype=torch.float64)
-    each(x, *alone)
+    wide_maps(x, *alone)
     assert len(products) == 3
     with torch.no_grad():
-        each(x, *alone)
+        wide_maps(x, *alone)
     assert len(products) == 4
 
 

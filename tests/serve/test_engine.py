@@ -132,7 +132,7 @@ def test_padded_rows_on_buffers_of_their_own_answer_as_generate(left_out):
     torch.manual_seed(0)
     kinds = {letter: mixer for letter, mixer in MIXERS.items() if letter not in left_out}
     model = NeedleworkForCausalLM(NeedleworkConfig(vocab_size=V, hidden_size=32, layout="".join(kinds), mixers=kinds))
-    asked = requests(8, seed=6)
+    asked = [*requests(8, seed=6), *requests(2, seed=7, lengths=(1, 4))]
     with Serving(model.double().eval()) as serving:
         serving.runner.graph = lambda call: call
         found = serving.answers(asked)
