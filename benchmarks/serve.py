@@ -34,10 +34,9 @@ from timing import median
 from train import _commit
 
 from needlework.models import NeedleworkForCausalLM
-from needlework.models.modeling import Block
 from needlework.models.presets import preset
 from needlework.models.tokenizer import Vocabulary
-from needlework.serve.compiled import Layer, compiled
+from needlework.serve.compiled import EAGER, Passes, compiled
 from needlework.serve.engine import Engine
 from needlework.serve.http import Front, Server, listen
 from needlework.serve.planner import plan
@@ -77,7 +76,7 @@ def main() -> int:
     given = parser.parse_args()
     import triton
 
-    layer = Block.serve if given.eager else compiled()
+    passes = EAGER if given.eager else compiled()
     device = torch.cuda.get_device_name()
     common = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "commit": _commit()}
     file, failed = results.path(device, given.out), 0
@@ -96,7 +95,7 @@ def main() -> int:
                 "shape": {"B": B, "T": given.context},
             }
             try:
-                figures = MEASURED[what](model, B, given.context, layer)
+                figures = MEASURED[what](model, B, given.context, passes)
             except Exception as error:  # the other rows are still to be measured
                 failed += 1
                 print(f"{name} {what} B {B}: {type(error).__name__}: {error}", flush=True)
@@ -109,19 +108,19 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def serving(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> tuple[Runner, Scheduler]:
+def serving(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) -> tuple[Runner, Scheduler]:
     """Room for B sequences of `context` tokens and MADE more."""
     held = model.model.held()
     weights, memory = model.get_memory_footprint(), torch.cuda.get_device_properties(0).total_memory
     config = plan(
         held, memory=memory, weights=weights, peak=8 << 30, graphs=4 << 30, length=context + 2 * MADE, batch=B, budget=8192
     )
-    return Runner(model, Tables(held, config, model.device), config, layer), Scheduler(config)
+    return Runner(model, Tables(held, config, model.device), config, passes), Scheduler(config)
 
 
-def step(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
+def step(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) -> dict[str, float]:
     """The same decoding step over and over, on states that are zeros."""
-    runner, scheduler = serving(model, B, context, layer)
+    runner, scheduler = serving(model, B, context, passes)
     for table in (runner.tables.slots, *runner.tables.pages.values()):
         table.zero_()
     page, requests = scheduler.config.page, []
@@ -145,9 +144,9 @@ def step(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> di
     return {"ms": ms, "tokens_per_second": B / ms * 1e3, "share": least / (ms * 1e-3 * COPY), "bytes": least}
 
 
-def engine(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
+def engine(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) -> dict[str, float]:
     """From the first token of the last request to begin to the first request's end."""
-    runner, scheduler = serving(model, B, context, layer)
+    runner, scheduler = serving(model, B, context, passes)
     speeds = []
     with settled(), Engine(runner, scheduler) as running:
         for attempt in range(2):  # the first captures the graphs
@@ -193,9 +192,9 @@ def load(port: int, **options: int) -> dict:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def http(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
+def http(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) -> dict[str, float]:
     """As `engine`: the engine's count of tokens while all streams run."""
-    runner, scheduler = serving(model, B, context, layer)
+    runner, scheduler = serving(model, B, context, passes)
     vocabulary = model.config.vocab_size
     with settled(), Engine(runner, scheduler) as running, address(running, vocabulary) as port:
         asked = {"streams": B, "prompt": context, "tokens": 2 * MADE, "vocabulary": vocabulary}
@@ -216,8 +215,8 @@ def http(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> di
     return {"tokens_per_second": (after - before) / (ended - began), "tokens_a_piece": B * 2 * MADE / found["pieces"]}
 
 
-def first(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
-    runner, scheduler = serving(model, 1, context, layer)
+def first(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) -> dict[str, float]:
+    runner, scheduler = serving(model, 1, context, passes)
     vocabulary = model.config.vocab_size
     with settled(), Engine(runner, scheduler) as running, address(running, vocabulary) as port:
         load(port, prompt=context, tokens=1, vocabulary=vocabulary, repeat=2, seed=1)
@@ -226,7 +225,7 @@ def first(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> d
     return {"ms": 1e3 * seconds[len(seconds) // 2], "floor_ms": 1e3 * 2 * weights * context / PRODUCT}
 
 
-def generate(model: NeedleworkForCausalLM, B: int, context: int, layer: Layer) -> dict[str, float]:
+def generate(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) -> dict[str, float]:
     ids = torch.randint(model.config.vocab_size, (B, context), device=model.device)
     ended = []
     for tokens in (8, 8, 8 + MADE):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from needlework.fields import Count
 from needlework.layers.batch import Batch
@@ -14,7 +14,7 @@ from needlework.layers.conv import ConvConfig, conv_held
 from needlework.layers.distract import Distractor
 from needlework.layers.memory import Memory
 from needlework.layers.norm import RMSNorm, published_rms, rms
-from needlework.layers.projection import OutProjection, wide_maps
+from needlework.layers.projection import OutProjection, Projection, wide_maps
 from needlework.layers.rope import PositionConfig
 from needlework.layers.softmax import AttendConfig
 from needlework.layers.state import Held, of, under
@@ -98,8 +98,8 @@ class _Attention(Mixer):
             self.q_norm, self.k_norm = RMSNorm(d), RMSNorm(d)
         else:
             self.q_norm = self.k_norm = published_rms if config.published_eps else rms
-        self.q_proj = nn.Linear(dim, Hq * d * (2 if config.output_gate else 1), bias=config.bias)
-        self.k_proj, self.v_proj = (nn.Linear(dim, Hkv * d, bias=config.bias) for _ in range(2))
+        self.q_proj = Projection(dim, Hq * d * (2 if config.output_gate else 1), bias=config.bias)
+        self.k_proj, self.v_proj = (Projection(dim, Hkv * d, bias=config.bias) for _ in range(2))
         self.channels = (Hq + 2 * Hkv) * d
         self.conv = None if config.conv is None else config.conv.build(self.channels)
         width = Width(dim, Hkv, Hq, d, d, config.bias, layer=layer)

@@ -13,7 +13,7 @@ from needlework.fields import Count, Natural, Positive
 from needlework.layers.config import Width
 from needlework.layers.gates import half_lives, inverse_softplus
 from needlework.layers.norm import wide
-from needlework.layers.projection import Map, side_by_side
+from needlework.layers.projection import Map, Projection, side_by_side
 from needlework.layers.state import Part, fixed
 from needlework.layers.write import WriteConfig, WriteRule
 from needlework.ops.carve import chunk_carve, step_carve
@@ -68,9 +68,9 @@ class _Carve(WriteRule[Carve]):
         super().__init__(config, width)
         self.cut = config.content_chunk
         D, H, K, V = width.dim, width.heads, width.key_dim, width.value_dim
-        self.f = nn.Sequential(nn.Linear(D, V, bias=False), nn.Linear(V, H * K, bias=False))
-        self.b = nn.Sequential(nn.Linear(D, V, bias=False), nn.Linear(V, H * K, bias=False))
-        self.w = nn.Linear(D, H, bias=False)
+        self.f = nn.Sequential(Projection(D, V, bias=False), Projection(V, H * K, bias=False))
+        self.b = nn.Sequential(Projection(D, V, bias=False), Projection(V, H * K, bias=False))
+        self.w = Projection(D, H, bias=False)
         self.A_log = nn.Parameter(torch.empty(H, K))
         self.dt_bias = nn.Parameter(torch.empty(H, K))
         if config.rank:

@@ -12,6 +12,7 @@ from needlework.fields import Inside, Portion
 from needlework.layers.batch import Batch
 from needlework.layers.config import Config, Width
 from needlework.layers.norm import wide
+from needlework.layers.projection import Projection
 from needlework.layers.state import Part, fixed
 from needlework.layers.write import Factor, WriteConfig
 from needlework.ops.ccq import chunk_ccq, step_ccq
@@ -114,7 +115,7 @@ class _CCQ(ReadRule):
     def __init__(self, config: CCQ, width: Width):
         super().__init__()
         self.config, self.width = config, width
-        self.project = nn.Linear(width.dim, width.value_heads, bias=False)
+        self.project = Projection(width.dim, width.value_heads, bias=False)
         self.bias = nn.Parameter(torch.empty(width.value_heads))
         self.factor = None if config.factor is None else Factor(config.factor, width.value_heads)
         self.reset_parameters()

@@ -5,13 +5,14 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from needlework.fields import Count, Positive
 from needlework.layers.batch import Batch
 from needlework.layers.config import Width
 from needlework.layers.norm import wide
+from needlework.layers.projection import Projection
 from needlework.layers.softmax import AttendConfig, AttendRule, appended, softmax_attention
 from needlework.layers.state import KVState, Part
 from needlework.ops.common.packing import document_positions, sequences
@@ -57,7 +58,7 @@ class FoxState(NamedTuple):
 class _Fox(AttendRule[Fox]):
     def __init__(self, config: Fox, width: Width):
         super().__init__(config, width)
-        self.project = nn.Linear(width.dim, width.value_heads)
+        self.project = Projection(width.dim, width.value_heads)
 
     def forward(self, x, q, k, v, *, initial_state, output_final_state, cu_seqlens):
         W, past, N = self.config.window, initial_state, sequences(cu_seqlens, len(q))

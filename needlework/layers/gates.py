@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from needlework.fields import Count, Positive
 from needlework.layers.config import Config, Width
 from needlework.layers.norm import wide
+from needlework.layers.projection import Projection
 from needlework.ops.common.decay import retention
 
 
@@ -73,7 +74,7 @@ class ScalarGate(GateConfig):
     half_life: HalfLife = None
 
     def build(self, width: Width) -> nn.Module:
-        return _SoftplusGate(self, nn.Linear(width.dim, width.value_heads, bias=width.bias), width.value_heads)
+        return _SoftplusGate(self, Projection(width.dim, width.value_heads, bias=width.bias), width.value_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ class ChannelGate(GateConfig):
     def build(self, width: Width) -> nn.Module:
         rank = self.rank or width.value_dim
         project = nn.Sequential(
-            nn.Linear(width.dim, rank, bias=False), nn.Linear(rank, width.value_heads * width.key_dim, bias=False)
+            Projection(width.dim, rank, bias=False), Projection(rank, width.value_heads * width.key_dim, bias=False)
         )
         return _SoftplusGate(self, project, width.value_heads, width.key_dim)
 
@@ -161,7 +162,7 @@ class _LowRankGate(nn.Module):
         super().__init__()
         self.config, self.width = config, width
         self.project = nn.Sequential(
-            nn.Linear(width.dim, config.rank, bias=False), nn.Linear(config.rank, width.value_heads * width.key_dim)
+            Projection(width.dim, config.rank, bias=False), Projection(config.rank, width.value_heads * width.key_dim)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -212,7 +213,7 @@ class _RetentionGate(nn.Module):
             self.register_buffer("offset", torch.empty(width.value_heads), persistent=False)
             self.reset_parameters()
         self.limits = [None if h is None else -math.log(2) / h for h in bounds]
-        self.project = nn.Linear(width.dim, width.value_heads, bias=width.bias)
+        self.project = Projection(width.dim, width.value_heads, bias=width.bias)
 
     def reset_parameters(self) -> None:
         if self.config.half_life is not None:

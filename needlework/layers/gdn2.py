@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from needlework.layers.config import Width
 from needlework.layers.gates import ChannelGate, GateConfig
 from needlework.layers.norm import wide
-from needlework.layers.projection import Map
+from needlework.layers.projection import Map, Projection
 from needlework.layers.write import WriteConfig, WriteRule
 from needlework.ops.delta import chunk_delta, step_delta
 
@@ -41,8 +41,8 @@ class _Gdn2(WriteRule[Gdn2]):
 
     def __init__(self, config: Gdn2, width: Width):
         super().__init__(config, width)
-        self.erase = nn.Linear(width.dim, width.value_heads * width.key_dim, bias=width.bias)
-        self.write = nn.Linear(width.dim, width.value_heads * width.value_dim, bias=width.bias)
+        self.erase = Projection(width.dim, width.value_heads * width.key_dim, bias=width.bias)
+        self.write = Projection(width.dim, width.value_heads * width.value_dim, bias=width.bias)
 
     def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         found, others = super().gates(x, *beside)

@@ -18,7 +18,7 @@ from needlework.layers.config import Mixer, MixerConfig
 from needlework.layers.conv import ShortConv, conv_held
 from needlework.layers.gates import start_steps
 from needlework.layers.norm import wide
-from needlework.layers.projection import OutProjection
+from needlework.layers.projection import OutProjection, Projection
 from needlework.layers.state import Held, Part, fixed
 from needlework.ops.delta import chunk_delta, step_delta
 
@@ -67,9 +67,9 @@ class _Mamba(Mixer):
         super().__init__()
         self.config = config
         self.channels, self.rank = config.channels or 2 * dim, config.rank or -(-dim // 16)
-        self.in_proj = nn.Linear(dim, 2 * self.channels, bias=False)
+        self.in_proj = Projection(dim, 2 * self.channels, bias=False)
         self.conv = ShortConv(width=config.width, bias=True).build(self.channels)
-        self.x_proj = nn.Linear(self.channels, self.rank + 2 * config.state, bias=False)
+        self.x_proj = Projection(self.channels, self.rank + 2 * config.state, bias=False)
         self.dt_proj = _Steps(self.rank, self.channels)
         self.A_log = nn.Parameter(torch.empty(self.channels, config.state))
         self.D = nn.Parameter(torch.empty(self.channels))

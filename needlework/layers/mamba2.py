@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from needlework.layers.config import Width
 from needlework.layers.gates import start_steps
 from needlework.layers.norm import wide
-from needlework.layers.projection import Map, side_by_side
+from needlework.layers.projection import Map, Projection, side_by_side
 from needlework.layers.write import WriteConfig, WriteRule
 from needlework.ops.delta import chunk_delta, step_delta
 
@@ -43,7 +43,7 @@ class _Mamba2(WriteRule[Mamba2]):
 
     def __init__(self, config: Mamba2, width: Width):
         super().__init__(config, width)
-        self.project = nn.Linear(width.dim, width.value_heads, bias=False)
+        self.project = Projection(width.dim, width.value_heads, bias=False)
         self.A_log, self.dt_bias, self.D = (nn.Parameter(torch.empty(width.value_heads)) for _ in range(3))
         self.reset_parameters()
 

@@ -13,7 +13,7 @@ from needlework.layers.config import Config, Width
 from needlework.layers.delta import Delta
 from needlework.layers.gates import RetentionGate
 from needlework.layers.norm import l2, published_rms, rms
-from needlework.layers.projection import ZeroProjection
+from needlework.layers.projection import Projection, ZeroProjection
 from needlework.layers.state import Part, of, under
 from needlework.layers.write import WriteConfig
 
@@ -68,7 +68,7 @@ class _Memory(nn.Module):
         width = width._replace(heads=heads, scale=1.0)
         self.write = config.write.build(width)
         self.read = config.read.build(width, config.write)
-        self.g_proj = nn.Linear(width.dim, heads * width.value_dim, bias=width.bias)
+        self.g_proj = Projection(width.dim, heads * width.value_dim, bias=width.bias)
         self.mem_proj = ZeroProjection(heads * width.value_dim, width.dim, bias=width.bias)
 
     def forward(self, x, q, k, v, state: MemoryState | None, **carry) -> tuple[Tensor, MemoryState]:

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from needlework.fields import Count
 from needlework.layers.config import Config
-from needlework.layers.projection import OutProjection, wide_maps
+from needlework.layers.projection import OutProjection, Projection, wide_maps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class SwiGLU(Config):
 class _SwiGLU(nn.Module):
     def __init__(self, config: SwiGLU, dim: int):
         super().__init__()
-        self.gate_proj = nn.Linear(dim, config.hidden, bias=config.bias)
-        self.up_proj = nn.Linear(dim, config.hidden, bias=config.bias)
+        self.gate_proj = Projection(dim, config.hidden, bias=config.bias)
+        self.up_proj = Projection(dim, config.hidden, bias=config.bias)
         self.down_proj = OutProjection(config.hidden, dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class SquaredReLU(Config):
 class _SquaredReLU(nn.Module):
     def __init__(self, config: SquaredReLU, dim: int):
         super().__init__()
-        self.fc = nn.Linear(dim, 2 * config.hidden, bias=config.bias)
+        self.fc = Projection(dim, 2 * config.hidden, bias=config.bias)
         self.proj = OutProjection(config.hidden, dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from needlework.fields import Count, Positive
 from needlework.layers.config import Config, Width
 from needlework.layers.norm import rms, wide
+from needlework.layers.projection import Projection
 
 Activation = Literal["silu", "sigmoid"]
 
@@ -118,7 +119,7 @@ class OutputGate(Config):
     def build(self, width: Width) -> nn.Module:
         """x [.. D] -> the logit [.. HV·V]."""
         rank = self.rank or width.value_dim
-        return nn.Sequential(nn.Linear(width.dim, rank, bias=False), nn.Linear(rank, width.value_heads * width.value_dim))
+        return nn.Sequential(Projection(width.dim, rank, bias=False), Projection(rank, width.value_heads * width.value_dim))
 
 
 def activated(activation: Activation, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from needlework.layers.batch import Batch
 from needlework.layers.config import Width
 from needlework.layers.conv import ShortConv, conv_held
 from needlework.layers.norm import l2, wide
+from needlework.layers.projection import Projection
 from needlework.layers.softmax import AttendConfig, AttendRule
 from needlework.layers.state import Part, fixed, of
 from needlework.ops.path import BLOCK, PathState, chunk_path, paged_path
@@ -71,11 +72,11 @@ class Reflections(nn.Module):
         self.taps = None if conv is None else ShortConv(width=conv)
         self.conv = None if self.taps is None else self.taps.build(channels)
         self.w = (
-            nn.Linear(D, channels, bias=False)
+            Projection(D, channels, bias=False)
             if rank is None
-            else nn.Sequential(nn.Linear(D, rank, bias=False), nn.Linear(rank, channels, bias=False))
+            else nn.Sequential(Projection(D, rank, bias=False), Projection(rank, channels, bias=False))
         )
-        self.beta = nn.Linear(D, width.heads)
+        self.beta = Projection(D, width.heads)
 
     def forward(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """β [B T Hkv] in float32, w [B T Hkv K], the convolution's state."""

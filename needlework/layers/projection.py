@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from needlework.ops.linear import linear
+
 ALIGNED = 8  # columns: 16 bytes of a half-precision row, without which products take slower kernels
 
 Map = nn.Module | tuple[nn.Linear, ...]  # a tuple's maps are asked for as one, their columns beside one another
@@ -32,7 +34,7 @@ def side_by_side(x: Tensor, *maps: Map) -> list[Tensor]:
     weights = _weights(first, x)
     if weights is None:
         return [_apart(x, m) for m in maps]
-    y, sizes = F.linear(x, *weights), [_columns(one) for one in maps]
+    y, sizes = linear(x, *weights), [_columns(one) for one in maps]
     columns = y.split([*sizes, y.shape[-1] - sum(sizes)], -1)
     return [m[1:](part) if isinstance(m, nn.Sequential) else part for m, part in zip(maps, columns, strict=False)]
 
@@ -86,22 +88,25 @@ def _weights(maps: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, Tensor | Non
     Without gradients it is where they are laid already, or x is more than they; with them whatever x is, so that ranks with fewer
     tokens round as one does.
     """
-    linear = [m for m in maps if _plain(m)]
-    if len(maps) < 2 or len(linear) < len(maps):
+    plain = [m for m in maps if _plain(m)]
+    if len(maps) < 2 or len(plain) < len(maps):
         return None
     if torch.is_grad_enabled():
-        return _beside(linear)
-    if (laid := _laid(linear)) is not None:
+        return _beside(plain)
+    if (laid := _laid(plain)) is not None:
         return laid
     if not torch.compiler.is_compiling() and _LAYING.get():
-        return _lay(linear)
-    return _beside(linear) if x.numel() >= sum(m.weight.numel() for m in linear) else None
+        return _lay(plain)
+    return _beside(plain) if x.numel() >= sum(m.weight.numel() for m in plain) else None
 
 
 def _plain(m: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether m(x) is x Wᵀ + b and nothing else: no adapter, no quantised weight, no hook."""
     return (
-        type(m) is nn.Linear and type(m.weight) in (Tensor, nn.Parameter) and not m._forward_hooks and not m._forward_pre_hooks
+        type(m) in (Projection, nn.Linear)
+        and type(m.weight) in (Tensor, nn.Parameter)
+        and not m._forward_hooks
+        and not m._forward_pre_hooks
     )
 
 
@@ -138,11 +143,18 @@ def _laid(maps: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
     return laid.weight, laid.bias
 
 
-class OutProjection(nn.Linear):
+class Projection(nn.Linear):
+    """torch.nn.Linear, which maps one row without gradients by a kernel of its own (`ops.linear`)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+class OutProjection(Projection):
     """The map back into the residual stream. A model may start all of these at zero."""
 
 
-class ZeroProjection(nn.Linear):
+class ZeroProjection(Projection):
     """A map that always starts at zero, weight and bias: its branch is a no-op at first."""
 
     def reset_parameters(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from needlework.fields import Count
 from needlework.layers.batch import Batch
@@ -14,7 +14,7 @@ from needlework.layers.config import Mixer, MixerConfig, Width
 from needlework.layers.conv import ConvConfig, ShortConv, conv_held
 from needlework.layers.norm import l2
 from needlework.layers.output import Activation, HeadNorm, NormConfig, OutputGate, activated
-from needlework.layers.projection import OutProjection
+from needlework.layers.projection import OutProjection, Projection
 from needlework.layers.rope import PositionConfig
 from needlework.layers.state import Held, of, under
 from needlework.layers.write import WriteConfig
@@ -90,7 +90,7 @@ class _Recurrent(Mixer):
         if rows > 1:
             self.k_shape, self.v_shape = (H, rows, width.key_dim), (HV, rows, width.value_dim)
         self.sizes = [torch.Size(s).numel() for s in (self.q_shape, self.k_shape, self.v_shape)]
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(dim, n, bias=False) for n in self.sizes)
+        self.q_proj, self.k_proj, self.v_proj = (Projection(dim, n, bias=False) for n in self.sizes)
         self.conv = None if config.conv is None else config.conv.build(sum(self.sizes))
         self.write = config.write.build(width)
         self.read = config.read.build(width._replace(key_dim=self.write.key_dim), config.write)
@@ -102,7 +102,7 @@ class _Recurrent(Mixer):
         self.g_proj = None
         if gate:
             full = gate is True
-            self.g_proj = nn.Linear(dim, HV * width.value_dim, bias=False) if full else gate.build(width)
+            self.g_proj = Projection(dim, HV * width.value_dim, bias=False) if full else gate.build(width)
         self.o_proj = OutProjection(HV * width.value_dim, dim, bias=False)
 
     def forward(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from needlework.fields import Count
 from needlework.layers.config import Width
 from needlework.layers.norm import l2, wide
-from needlework.layers.projection import Map, side_by_side
+from needlework.layers.projection import Map, Projection, side_by_side
 from needlework.layers.subtokens import SubTokens, later
 from needlework.layers.write import WriteConfig, WriteRule
 from needlework.ops.delta import chunk_delta, step_delta
@@ -56,8 +56,8 @@ class _Rwkv7(SubTokens[Rwkv7]):
         super().__init__(config, width)
         self.settings = {"prediction": "given", "scale": 1.0}
         D, H, K, rank = width.dim, width.heads, width.key_dim, config.rank or width.key_dim
-        self.decay = nn.Sequential(nn.Linear(D, rank, bias=False), nn.Tanh(), nn.Linear(rank, H * K))
-        self.share = nn.Sequential(nn.Linear(D, rank, bias=False), nn.Linear(rank, H * K))
+        self.decay = nn.Sequential(Projection(D, rank, bias=False), nn.Tanh(), Projection(rank, H * K))
+        self.share = nn.Sequential(Projection(D, rank, bias=False), Projection(rank, H * K))
         self.xi, self.alpha = (nn.Parameter(torch.ones(H, K)) for _ in range(2))
 
     def reset_parameters(self) -> None:

@@ -12,7 +12,7 @@ from needlework.layers.config import Config, Width
 from needlework.layers.features import FeatureConfig
 from needlework.layers.gates import GateConfig
 from needlework.layers.norm import wide
-from needlework.layers.projection import Map, side_by_side
+from needlework.layers.projection import Map, Projection, side_by_side
 from needlework.layers.state import Part, fixed
 
 
@@ -138,7 +138,7 @@ class Strength(nn.Module):
     def __init__(self, width: Width, offset: float = 0.0, most: float = 1.0, factor: float | None = None):
         super().__init__()
         self.offset, self.most = offset, most
-        self.project = nn.Linear(width.dim, width.value_heads, bias=width.bias)
+        self.project = Projection(width.dim, width.value_heads, bias=width.bias)
         self.factor = None if factor is None else Factor(factor, width.value_heads)
 
     def forward(self, x: Tensor) -> Tensor:

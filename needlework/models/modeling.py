@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 from needlework.layers.batch import Batch
 from needlework.layers.norm import RMSNorm
 from needlework.layers.objective import Objective, Terms
-from needlework.layers.projection import OutProjection
+from needlework.layers.projection import OutProjection, Projection
 from needlework.layers.state import Held
 from needlework.models.auto import Installed
 from needlework.models.cache import NeedleworkCache
@@ -115,7 +115,7 @@ class NeedleworkPreTrainedModel(Installed, PreTrainedModel):
             return
         module.reset_parameters()  # pyrefly: ignore[not-callable] (torch types every attribute as a tensor or a module)
         std = self.config.initializer_range
-        if type(module) in (nn.Linear, nn.Embedding, OutProjection) and std is not None:
+        if type(module) in (Projection, nn.Embedding, OutProjection) and std is not None:
             nn.init.normal_(own["weight"], std=std)
             if "bias" in own:
                 nn.init.zeros_(own["bias"])
@@ -300,14 +300,14 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         return list(blocks)
 
     @torch.no_grad()
-    def serve(
+    def through(
         self,
         input_ids: Tensor,
         tables: Sequence[Mapping[str, Tensor]],
         batch: Batch,
         layer: Callable[[Block, Tensor, Mapping[str, Tensor], Batch], Tensor] = Block.serve,
     ) -> Tensor:
-        """Normed hidden states [T D] of the new tokens input_ids [T] of many sequences, whose states advance in place.
+        """What the last layer leaves, [T D], of the new tokens input_ids [T] of many sequences, whose states advance in place.
 
         tables: for each layer its tensors by the names of `held`. The caller owns them; nothing else is kept between calls.
         layer: Block.serve, or what has its results.
@@ -315,7 +315,12 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         x = self.embed(input_ids)
         for block, own in zip(self._blocks(), tables, strict=True):
             x = layer(block, x, own, batch)
-        return self.norm(x)
+        return x
+
+    @torch.no_grad()
+    def serve(self, input_ids: Tensor, tables: Sequence[Mapping[str, Tensor]], batch: Batch) -> Tensor:
+        """Normed hidden states [T D] (`through`)."""
+        return self.norm(self.through(input_ids, tables, batch))
 
 
 class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
@@ -337,7 +342,7 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
     def __init__(self, config: NeedleworkConfig):
         super().__init__(config)
         self.model = NeedleworkModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
+        self.lm_head = Projection(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Linear:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 
 from needlework.models import NeedleworkForCausalLM
-from needlework.models.modeling import Block
-from needlework.serve.compiled import Layer
+from needlework.serve.compiled import EAGER, Passes
 from needlework.serve.pools import most_pages
 from needlework.serve.request import Request, Sampling
 from needlework.serve.runner import TOP, Runner
@@ -35,9 +34,9 @@ class Costs(NamedTuple):
     graphs: int
 
 
-def costs(model: NeedleworkForCausalLM, share: float, *, tokens: int, batch: int, layer: Layer = Block.serve) -> Costs:
+def costs(model: NeedleworkForCausalLM, share: float, *, tokens: int, batch: int, passes: Passes = EAGER) -> Costs:
     """Of `share` of the device's memory, or as much less as others hold. tokens: of prefill in a step; batch: sequences that run at once;
-    layer: the runner's."""
+    passes: the runner's."""
     held = model.model.held()
     pages = {window: most_pages(tokens, None, PAGE, tokens) for window in page_lines(held, PAGE)}
     config = SchedulerConfig(
@@ -45,7 +44,7 @@ def costs(model: NeedleworkForCausalLM, share: float, *, tokens: int, batch: int
         prefix=False,
         pools=tuple(Pool(window, n, page_lines(held, PAGE)[window].nbytes) for window, n in pages.items()),
     )  # fmt: skip
-    runner = Runner(model, Tables(held, config, model.device), config, layer)
+    runner = Runner(model, Tables(held, config, model.device), config, passes)
     for table in (runner.tables.slots, *runner.tables.pages.values()):
         table.zero_()
     step = _step(tokens, batch, pages)

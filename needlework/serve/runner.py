@@ -16,12 +16,13 @@ from needlework.layers.projection import laying
 from needlework.models import NeedleworkForCausalLM
 from needlework.models.modeling import Block
 from needlework.serve.batch import Inputs, Shape
-from needlework.serve.compiled import Layer
+from needlework.serve.compiled import EAGER, Passes
+from needlework.serve.ending import ending
 from needlework.serve.graphs import Call, Decoding, Graph, Prefilling, alone, padded, rows, tokens
 from needlework.serve.holders import Holders
 from needlework.serve.pools import most_pages
 from needlework.serve.request import Request
-from needlework.serve.sampling import Counts, logprobs, sample
+from needlework.serve.sampling import Counts, logprobs
 from needlework.serve.scheduler import SchedulerConfig
 from needlework.serve.staging import Staging
 from needlework.serve.step import Admitted, Step
@@ -50,11 +51,12 @@ class Sampled(NamedTuple):
 class Runner:
     """A model, and the tables of its requests.
 
-    model: in eval mode, on its device. config: what the scheduler shares out. layer: what advances a layer in steps that only decode.
+    model: in eval mode, on its device. config: what the scheduler shares out. passes: what advances a layer, and ends a step, where all rows
+    decode.
     """
 
-    def __init__(self, model: NeedleworkForCausalLM, tables: Tables, config: SchedulerConfig, layer: Layer = Block.serve):
-        self.model, self.tables, self.config, self.layer = model, tables, config, layer
+    def __init__(self, model: NeedleworkForCausalLM, tables: Tables, config: SchedulerConfig, passes: Passes = EAGER):
+        self.model, self.tables, self.config, self.passes = model, tables, config, passes
         self.device, self.vocabulary = model.device, model.config.vocab_size
         self.on_gpu = self.device.type == "cuda"
         # of each slot; the last is where padded rows write
@@ -127,7 +129,7 @@ class Runner:
         """Maps of one input become one product that copies no weights: a decoding step is bound by their launches and bytes."""
         inputs = self._padded(Shape(1, 0, 0, 0, self.pages))
         with laying():
-            self.model.model.serve(inputs.named["ids"].clamp(min=0), self.tables.layers, inputs.batch)
+            self.model.model.through(inputs.named["ids"].clamp(min=0), self.tables.layers, inputs.batch)
 
     @torch.no_grad()
     def capture(self, most: int) -> None:
@@ -140,22 +142,22 @@ class Runner:
                 self._decode(size, Way(draws, False, False, False, False))
 
     def hidden(self, inputs: Inputs) -> Tensor:
-        """Normed hidden states [T D] of a step that is on the device, whose states have then advanced."""
+        """What the last layer leaves, [T D], of a step that is on the device; its states have then advanced."""
         named, D = inputs.named, inputs.shape.decodes
         ids = named["ids"]
         if D:
             slots = named["slots"][:D]
             ids = torch.cat([torch.where(ids[:D] < 0, self.newest[slots], ids[:D]), ids[D:]])
-        layer = self.layer if D == len(ids) else Block.serve
-        return self.model.model.serve(ids, self.tables.layers, inputs.batch, layer)
+        layer = self.passes.layer if D == len(ids) else Block.serve
+        return self.model.model.through(ids, self.tables.layers, inputs.batch, layer)
 
     def next(self, hidden: Tensor, inputs: Inputs, way: Way, bits: Tensor | None) -> list[Tensor]:
-        """The next tokens of hidden states, which are then the newest; and log p's, if asked for. bits: on the host or on the device."""
+        """The next tokens of `hidden`, which are then the newest; and log p's, if asked for. bits: on the host or on the device."""
         bits = None if bits is None else bits.to(self.device, non_blocking=True)
         controls = inputs.controls
-        logits = self.model.logits(hidden[inputs.named["rows"]])
         counts = self.counts if way.penalties else None
-        tokens = sample(logits, controls, counts=counts, bits=bits, draws=way.draws, filters=way.filters)
+        ends = self.passes.ending if way.plain and not inputs.shape.tokens else ending
+        tokens, logits = ends(self.model, hidden[inputs.named["rows"]], controls, counts, bits, way)
         self.newest[controls.slots] = tokens
         if way.penalties and self.counts is not None:
             self.counts.add(tokens, controls.slots)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from needlework.fields import Count, Natural, Portion, fit
 from needlework.models import NeedleworkForCausalLM
-from needlework.models.modeling import Block
-from needlework.serve.compiled import compiled
+from needlework.serve.compiled import EAGER, compiled
 from needlework.serve.costs import PAGE, costs
 from needlework.serve.engine import Engine
 from needlework.serve.planner import plan
@@ -61,16 +60,16 @@ def start(model: NeedleworkForCausalLM, text: Text, room: Room) -> tuple[Engine,
     budget = max(cut, min(BUDGET[model.device.type], room.length))
     share = room.memory if room.memory is not None else 0.9 if model.device.type == "cuda" else 0.5
     traced = model.device.type == "cuda" and all(one.captured != "none" for one in held)
-    layer = compiled() if traced else Block.serve
+    passes = compiled() if traced else EAGER
     snapshots = room.snapshots
     if snapshots is None:
         snapshots = 0 if any(one.rewritten for one in held) else min(SNAPSHOTS, room.batch)
-    taken = costs(model, share, tokens=budget, batch=room.batch, layer=layer)
+    taken = costs(model, share, tokens=budget, batch=room.batch, passes=passes)
     config = plan(
         held, **taken._asdict(), length=room.length, batch=room.batch, snapshots=snapshots, page=PAGE, align=cut,
         budget=budget, host_bytes=room.parked,
     )  # fmt: skip
-    runner = Runner(model, Tables(held, config, model.device), config, layer)
+    runner = Runner(model, Tables(held, config, model.device), config, passes)
     if runner.on_gpu:
         runner.capture(config.batch)
     return Engine(runner, Scheduler(config), waiting=room.waiting, grammar=_grammar(text, runner.vocabulary)), config

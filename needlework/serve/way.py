@@ -14,6 +14,11 @@ class Way(NamedTuple):
     logprobs: bool
     grammar: bool
 
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is asked for but a draw."""
+        return not (self.filters or self.penalties or self.logprobs or self.grammar)
+
     @classmethod
     def of(cls, bits: int, grammar: bool) -> "Way":
         """bits: `wanted` of all rows, or-ed."""

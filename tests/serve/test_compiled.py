@@ -21,7 +21,7 @@ def test_compiled_layers_answer_as_generate_and_do_not_compile_for_each_number_o
     torch._dynamo.reset()
     counters.clear()
     with Serving(model) as serving:
-        serving.runner.layer = compiled("aot_eager")
+        serving.runner.passes = compiled("aot_eager")
         found = serving.answers(asked)
         alone = serving.answers(requests(1, seed=2, answers=(5,)))
     assert found == [generated(model, request) for request in asked]

@@ -27,12 +27,15 @@ def carve_step_kernel(
     S_stride, m_stride, total_stride, position_stride,
     scale: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr,
     PREVIOUS: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """S' = a S + σ(w) Σ_r k_r (v_r − Sᵀ e_r)ᵀ,   o = scale · S'ᵀ q,   e = k (PREVIOUS) or a k,   total' = total + o
 
     a = exp(−exp(A_log) softplus(f + dt_bias)) (1 − σ(b + w2 tanh(w1 m))).   RANK rows of w1, BR at a time; BM covers all of m.
     """
+    if PDL:  # before the state is read, as in `delta_step_kernel`
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     i = tl.program_id(0)
     i_v = i % tl.cdiv(V, BV)
     head = (i // tl.cdiv(V, BV)).to(tl.int64)  # of all rows, as every offset below: beyond 2^31 numbers

@@ -23,11 +23,15 @@ def delta_step_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_lam, p_erase, p_write, p_read, p_state, p_slots, p_o, slot_stride,
     scale: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, HR: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     CHANNEL: tl.constexpr, PREVIOUS: tl.constexpr, GIVEN: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """S' = Diag(e^g) S + k (write ⊙ v − Sᵀ Diag(e^g) e)ᵀ,   o = scale · S'ᵀ read;   pointers that are None have no part in it.
 
     beta: write = β, e = β (k + λ q). erase: e = erase ⊙ k, or erase if GIVEN. PREVIOUS drops e^g from the erase.
     """
+    if PDL:  # before the state is read: the kernel in front may be another step on it
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     i = tl.program_id(0)
     i_v = i % tl.cdiv(V, BV)
     head = (i // tl.cdiv(V, BV)).to(tl.int64)  # of all rows, as every offset below: beyond 2^31 numbers

@@ -51,10 +51,13 @@ def conv_keep_kernel(
 def conv_step_kernel(
     p_x, p_w, p_y, p_state, p_slots,
     C: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token of a row, of BC channels of one of the PARTS, and their slot in place. y has a matrix [rows ·] for each part, one after
     the other."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     i = tl.program_id(1)
     # the part that block i of channels is in: its first block, first channel and width

@@ -1,0 +1,3 @@
+"""Linear maps of few rows, as a decoding step has them."""
+
+from needlework.ops.linear.op import linear as linear
