@@ -38,6 +38,7 @@ class Delta(WriteConfig):
 
 
 class DeltaRule(WriteRule):
+    norms = True
     chunk, step = staticmethod(chunk_delta), staticmethod(step_delta)
 
     def __init__(self, config: WriteConfig, width: Width, most: float = 1.0):

@@ -37,6 +37,7 @@ class Gdn2(WriteConfig):
 
 
 class _Gdn2(WriteRule[Gdn2]):
+    norms = True
     chunk, step = staticmethod(chunk_delta), staticmethod(step_delta)
 
     def __init__(self, config: Gdn2, width: Width):

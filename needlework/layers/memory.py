@@ -84,7 +84,7 @@ class _Memory(nn.Module):
         q, k, v = self._heads(q, k, v)
         gates, (gate, *logits) = self.write.gates(x, self.g_proj, *self.read.maps)
         q_read = self.read.serve(*logits, q=q, k=k, g=gates["g"], tables=of("read", tables), batch=batch)
-        return self._out(gate, self.write.serve(q, k, v, of("write", tables), batch, q_read=q_read, **gates))
+        return self._out(gate, self.write.serve(q, k, v, of("write", tables), batch, l2norm=False, q_read=q_read, **gates))
 
     def held(self, dtype: torch.dtype) -> dict[str, Part]:
         """The tensors of one sequence's state, the model in `dtype`."""

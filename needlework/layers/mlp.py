@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.fields import Count
 from needlework.layers.config import Config
-from needlework.layers.projection import OutProjection, Projection, wide_maps
+from needlework.layers.projection import OutProjection, Projection, gated, plain
+from needlework.ops.linear.op import few, glu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +43,7 @@ class _SwiGLU(nn.Module):
         self.down_proj = OutProjection(config.hidden, dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = wide_maps(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(gated(x, self.gate_proj, self.up_proj))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,5 +76,8 @@ class _SquaredReLU(nn.Module):
         self.proj = OutProjection(config.hidden, dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if few(x) and not torch.is_grad_enabled() and plain(self.fc):
+            parts = self.fc.weight.chunk(2), (None, None) if self.fc.bias is None else self.fc.bias.chunk(2)
+            return self.proj(glu(x, *parts[0], *parts[1], activation="relu2"))
         a, b = self.fc(x).chunk(2, -1)
         return self.proj(b * F.relu(a).square())

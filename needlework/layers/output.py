@@ -52,8 +52,9 @@ class _HeadNorm(nn.Module):
             nn.init.ones_(self.weight)
 
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        o = rms(o)
-        return _gated((o if self.weight is None else o * self.weight).flatten(-2), gate)
+        normed = rms(o) if self.weight is None else rms(o) * self.weight
+        # by heads, as the norm is: compiled they are one kernel
+        return _gated(normed, None if gate is None else gate.unflatten(-1, o.shape[-2:])).flatten(-2)
 
 
 def _gated(o: Tensor, gate: Tensor | None) -> Tensor:

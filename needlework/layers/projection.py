@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from needlework.ops.linear import linear
+from needlework.ops.linear.op import few, glu, linear
 
 ALIGNED = 8  # columns: 16 bytes of a half-precision row, without which products take slower kernels
 
@@ -42,6 +42,14 @@ def side_by_side(x: Tensor, *maps: Map) -> list[Tensor]:
 def wide_maps(x: Tensor, *maps: Map) -> list[Tensor]:
     """`side_by_side` of wide maps: with gradients a product each."""
     return [_apart(x, m) for m in maps] if torch.is_grad_enabled() else side_by_side(x, *maps)
+
+
+def gated(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+    """silu(gate(x)) ⊙ up(x); of one row without gradients by one kernel."""
+    if few(x) and not torch.is_grad_enabled() and plain(gate) and plain(up):
+        return glu(x, gate.weight, up.weight, gate.bias, up.bias)
+    a, b = wide_maps(x, gate, up)
+    return F.silu(a) * b
 
 
 @contextmanager
@@ -88,19 +96,19 @@ def _weights(maps: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, Tensor | Non
     Without gradients it is where they are laid already, or x is more than they; with them whatever x is, so that ranks with fewer
     tokens round as one does.
     """
-    plain = [m for m in maps if _plain(m)]
-    if len(maps) < 2 or len(plain) < len(maps):
+    every = [m for m in maps if plain(m)]
+    if len(maps) < 2 or len(every) < len(maps):
         return None
     if torch.is_grad_enabled():
-        return _beside(plain)
-    if (laid := _laid(plain)) is not None:
+        return _beside(every)
+    if (laid := _laid(every)) is not None:
         return laid
     if not torch.compiler.is_compiling() and _LAYING.get():
-        return _lay(plain)
-    return _beside(plain) if x.numel() >= sum(m.weight.numel() for m in plain) else None
+        return _lay(every)
+    return _beside(every) if x.numel() >= sum(m.weight.numel() for m in every) else None
 
 
-def _plain(m: nn.Module) -> TypeGuard[nn.Linear]:
+def plain(m: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether m(x) is x Wᵀ + b and nothing else: no adapter, no quantised weight, no hook."""
     return (
         type(m) in (Projection, nn.Linear)

@@ -61,6 +61,7 @@ class QDelta(WriteConfig):
 
 
 class _QDelta(WriteRule[QDelta]):
+    norms = True
     chunk, step = staticmethod(chunk_qdelta), staticmethod(step_qdelta)
 
     def __init__(self, config: QDelta, width: Width):

@@ -94,6 +94,8 @@ class _Recurrent(Mixer):
         self.conv = None if config.conv is None else config.conv.build(sum(self.sizes))
         self.write = config.write.build(width)
         self.read = config.read.build(width._replace(key_dim=self.write.key_dim), config.write)
+        # while serving the op makes q and k of unit norm, where nobody else reads them
+        self.l2norm = self.write.norms and config.write.unit_keys and isinstance(config.read, Plain)
         if config.position is not None:
             config.position.check(width.key_dim)
         self.norm = config.norm.build(width)
@@ -135,9 +137,13 @@ class _Recurrent(Mixer):
         q, k, v = (
             line.split(self.sizes, -1) if self.conv is None else self.conv.serve(line, self.sizes, tables.get("conv"), batch)
         )
+        if self.l2norm:
+            q, k, v = self._turned(q, k, v, batch.positions)
+            o = self.write.serve(q, k, v, of("write", tables), batch, q_read=None, l2norm=True, **gates)
+            return self._out(x, o, gate)
         q, k, v, unit = self._heads(q, k, v, batch.positions)
         q_read = self.read.serve(*logits, q=q, k=unit, g=gates["g"], tables=of("read", tables), batch=batch)
-        return self._out(x, self.write.serve(q, k, v, of("write", tables), batch, q_read=q_read, **gates), gate)
+        return self._out(x, self.write.serve(q, k, v, of("write", tables), batch, l2norm=False, q_read=q_read, **gates), gate)
 
     def held(self, dtype: torch.dtype) -> Held:
         conv = conv_held(self.config.conv, sum(self.sizes), dtype)
@@ -145,15 +151,19 @@ class _Recurrent(Mixer):
         return Held(fixed, {}, cut=self.write.cut, counted=self.config.position is not None)
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v by heads, q and k turned by their positions `at`, then of unit norm or features as the write rule has it; and unit keys,
-        for the read rule."""
-        q, k, v = q.unflatten(-1, self.q_shape), k.unflatten(-1, self.k_shape), v.unflatten(-1, self.v_shape)
-        if (position := self.config.position) is not None and at is not None:
-            q, k = position(q, at), position(k.flatten(at.dim(), -2), at).view_as(k)
+        """`_turned`, then q and k of unit norm or features as the write rule has it; and unit keys, for the read rule."""
+        q, k, v = self._turned(q, k, v, at)
         if self.config.write.unit_keys:
             q, k = l2(q), l2(k)
         q, k = self.write.mapped(q, k)
         return q, k, v, k if self.config.write.unit_keys else l2(k)
+
+    def _turned(self, q: Tensor, k: Tensor, v: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v by heads, q and k turned by their positions `at`."""
+        q, k, v = q.unflatten(-1, self.q_shape), k.unflatten(-1, self.k_shape), v.unflatten(-1, self.v_shape)
+        if (position := self.config.position) is not None and at is not None:
+            q, k = position(q, at), position(k.flatten(at.dim(), -2), at).view_as(k)
+        return q, k, v
 
     def _length(self, x: Tensor, state: RecurrentState, cu_seqlens: Tensor | None) -> Tensor | None:
         """Tokens of each sequence after x, where positions count."""

@@ -17,15 +17,18 @@ from needlework.layers.config import Config
 from needlework.ops.runtime.custom_op import operator
 
 
-@operator
-def rope_angles(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """cos and sin of position · frequency: [2 B T 1 d/2] of positions [B T] and frequencies [d/2].
-
-    An operator, or a compiler would fuse it into what reads it and make every angle again for each row and head: a sixth of a
-    training step of 125M parameters.
-    """
+def angles(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """cos and sin of position · frequency: [2 B T 1 d/2] of positions [B T] and frequencies [d/2]."""
     angle = positions[..., None, None].to(frequencies.dtype) * frequencies
     return torch.stack([angle.cos(), angle.sin()])
+
+
+@operator
+def rope_angles(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """`angles` as an operator: a compiler fuses those into what reads them and makes every angle again for each row and head, a sixth of a
+    training step of 125M parameters. Of a decoding step's few rows that costs less than the launch of this.
+    """
+    return angles(positions, frequencies)
 
 
 @torch.library.register_fake(rope_angles)
@@ -35,7 +38,7 @@ def _(positions, frequencies):
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     """x [B T H d], positions [B T], frequencies [d/2]: the halves of x turn against each other by position · frequency."""
-    cos, sin = rope_angles(positions, frequencies)
+    cos, sin = (rope_angles if torch.is_grad_enabled() else angles)(positions, frequencies)
     a, b = x.to(frequencies.dtype).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 

@@ -55,6 +55,7 @@ class WriteRule(nn.Module, Generic[Rule]):
     """
 
     cut = 1  # of `Held`
+    norms = False  # whether the ops make q and k of unit norm themselves, asked by `l2norm`
     chunk: Callable[..., Any]
     step: Callable[..., Any]
     call: Callable[..., Any]  # (op, q, k, v, *, q_read, **gates, **carry), op one of the two
@@ -73,12 +74,13 @@ class WriteRule(nn.Module, Generic[Rule]):
         return self.call(self.chunk, q, k, v, **gates_and_carry)
 
     def serve(
-        self, q: Tensor, k: Tensor, v: Tensor, tables: Mapping[str, Tensor], batch: Batch, **gates: Tensor | None
-    ) -> Tensor:
-        """o [T HV V] of tokens q, k, v and gates [T …]; the tables of `held` advance in place."""
-        state = self.state(tables)
-        chunk = lambda **tokens: self.call(self.chunk, state=state, **tokens)[0]
-        step = lambda **tokens: self.call(self.step, state=state, **tokens)
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Mapping[str, Tensor], batch: Batch, *, l2norm: bool = False, **gates: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        """o [T HV V] of tokens q, k, v and gates [T …]; the tables of `held` advance in place. l2norm: q and k are as they were projected,
+        and q_read is None; of rules that have `norms`."""
+        carry: dict[str, Any] = {"state": self.state(tables)} | ({"l2norm": True} if l2norm else {})
+        chunk = lambda **tokens: self.call(self.chunk, **carry, **tokens)[0]
+        step = lambda **tokens: self.call(self.step, **carry, **tokens)
         return batch.on_slots(step, chunk, q=q, k=k, v=v, **gates)
 
     def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import can_return_tuple
 
 from needlework.layers.batch import Batch
-from needlework.layers.norm import RMSNorm
+from needlework.layers.norm import RMSNorm, wide
 from needlework.layers.objective import Objective, Terms
 from needlework.layers.projection import OutProjection, Projection
 from needlework.layers.state import Held
@@ -84,14 +84,34 @@ class Block(GradientCheckpointingLayer):
         x = self._channels(x + y)
         return x, state, None if objective is None else objective.terms(self.mixer, h, x, cu_seqlens)
 
-    def serve(self, x: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """x [T D] after the layer; the states of its sequences advance in place (`Mixer.serve`)."""
-        return self._channels(x + self.mixer.serve(self.mixer_norm(x), tables, batch))
+    def serve(self, given: "Residual", tables: Mapping[str, Tensor], batch: Batch) -> "Residual":
+        """After the layer; the states of its sequences advance in place (`Mixer.serve`)."""
+        x = given.whole()
+        more = Residual(x, self.mixer.serve(self.mixer_norm(x), tables, batch))
+        if self.mlp is None or self.mlp_norm is None:
+            return more
+        x = more.whole()
+        return Residual(x, self.mlp(self.mlp_norm(x)))
 
     def _channels(self, x: Tensor) -> Tensor:
         if self.mlp is None or self.mlp_norm is None:
             return x
         return x + self.mlp(self.mlp_norm(x))
+
+
+class Residual(NamedTuple):
+    """Between two layers, while serving: x + more, [T D] each. The next layer's norm adds them, where it is compiled in its own kernel."""
+
+    x: Tensor
+    more: Tensor | None = None  # only before the first layer
+
+    def whole(self) -> Tensor:
+        """The sum in float32 and rounded, which is what halves are added by. Written so it is not made part of a product, which would
+        copy x first."""
+        return self.x if self.more is None else (wide(self.x) + self.more).to(self.x.dtype)
+
+    def of(self, rows: Tensor) -> "Residual":
+        return Residual(self.x[rows], None if self.more is None else self.more[rows])
 
 
 class NeedleworkPreTrainedModel(Installed, PreTrainedModel):
@@ -283,11 +303,12 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
         """Normed hidden states of x [T D], new tokens of the cache's rows; states: gets what every block reads."""
 
         def step(x: Tensor, batch: Batch) -> Tensor:
+            given = Residual(x)
             for block, layer in zip(self._blocks(), cache.layers, strict=True):
                 if states is not None:
-                    states.append(x)
-                x = block.serve(x, layer.tables(), batch)
-            return self.norm(x)
+                    states.append(given.whole())
+                given = block.serve(given, layer.tables(), batch)
+            return self.norm(given.whole())
 
         return cache.advance(step, x, batch) if states is None else step(x, batch)
 
@@ -302,25 +323,25 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
     @torch.no_grad()
     def through(
         self,
-        input_ids: Tensor,
+        x: Tensor,
         tables: Sequence[Mapping[str, Tensor]],
         batch: Batch,
-        layer: Callable[[Block, Tensor, Mapping[str, Tensor], Batch], Tensor] = Block.serve,
-    ) -> Tensor:
-        """What the last layer leaves, [T D], of the new tokens input_ids [T] of many sequences, whose states advance in place.
+        layer: Callable[[Block, Residual, Mapping[str, Tensor], Batch], Residual] = Block.serve,
+    ) -> Residual:
+        """What the last layer leaves of embeddings x [T D] of many sequences' new tokens; their states advance in place.
 
         tables: for each layer its tensors by the names of `held`. The caller owns them; nothing else is kept between calls.
         layer: Block.serve, or what has its results.
         """
-        x = self.embed(input_ids)
+        given = Residual(x)
         for block, own in zip(self._blocks(), tables, strict=True):
-            x = layer(block, x, own, batch)
-        return x
+            given = layer(block, given, own, batch)
+        return given
 
     @torch.no_grad()
     def serve(self, input_ids: Tensor, tables: Sequence[Mapping[str, Tensor]], batch: Batch) -> Tensor:
-        """Normed hidden states [T D] (`through`)."""
-        return self.norm(self.through(input_ids, tables, batch))
+        """Normed hidden states [T D] of new tokens input_ids [T] (`through`)."""
+        return self.norm(self.through(self.embed(input_ids), tables, batch).whole())
 
 
 class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):

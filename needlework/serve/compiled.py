@@ -4,6 +4,7 @@ runner = Runner(model, tables, config, compiled())
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,50 +13,55 @@ from torch import Tensor
 
 from needlework.layers.batch import Batch
 from needlework.models import NeedleworkForCausalLM
-from needlework.models.modeling import Block
-from needlework.serve.ending import Chosen, Ending, ending
+from needlework.models.modeling import Block, Residual
+from needlework.serve.edges import Chosen, beginning, ending
 from needlework.serve.sampling import Controls, Counts
 from needlework.serve.way import Way
 
 Options = Mapping[str, Any]
-Layer = Callable[[Block, Tensor, Mapping[str, Tensor], Batch], Tensor]
 GRAPHS = 64  # kinds of layers, and one row and many of each; PyTorch's own limit is 8
 # small kernels that do not depend on one another are one launch; a kernel is launched before the one in front has ended
 FUSED = {"combo_kernels": True, "triton.enable_pdl": True}
 
 
 class Passes(NamedTuple):
-    """What a step of rows that all decode is made of: `Block.serve` and `ending`, or what has their results."""
+    """What a step of rows that all decode is made of."""
 
-    layer: Layer
-    ending: Ending
+    beginning: Callable[[NeedleworkForCausalLM, Tensor, Tensor, Tensor], Tensor]
+    layer: Callable[[Block, Residual, Mapping[str, Tensor], Batch], Residual]
+    ending: Callable[[NeedleworkForCausalLM, Residual, Controls, Counts | None, Tensor | None, Way], Chosen]
 
 
-EAGER = Passes(Block.serve, ending)
+EAGER = Passes(beginning, Block.serve, ending)
 
 
 def compiled(backend: str = "inductor", options: Options = FUSED) -> Passes:
     """One row makes a graph of its own, all other numbers share one. options: Inductor's."""
-    build = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False)
     own = dict(options) if backend == "inductor" else None
-    serve, end = build(Block.serve, options=own), build(ending, options=own)
+    build = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False, options=own)
+    first, serve, last = build(beginning), build(Block.serve), build(ending)
 
-    def layer(block: Block, x: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    def begins(model: NeedleworkForCausalLM, ids: Tensor, newest: Tensor, slots: Tensor) -> Tensor:
+        with _of_any_rows(ids, slots):
+            return first(model, ids, newest, slots)
+
+    def layer(block: Block, given: Residual, tables: Mapping[str, Tensor], batch: Batch) -> Residual:
         pages = (tensor for own in batch.pages.values() for tensor in own)
-        with _of_any_rows(x, batch.slots, batch.fresh, batch.length, batch.positions, *pages):
-            return serve(block, x, tables, batch)
+        with _of_any_rows(*given, batch.slots, batch.fresh, batch.length, batch.positions, *pages):
+            return serve(block, given, tables, batch)
 
     def ends(
-        model: NeedleworkForCausalLM, x: Tensor, controls: Controls, counts: Counts | None, bits: Tensor | None, way: Way
+        model: NeedleworkForCausalLM, left: Residual, controls: Controls, counts: Counts | None, bits: Tensor | None, way: Way
     ) -> Chosen:
-        with _of_any_rows(x, *controls):
-            return end(model, x, controls, counts, bits, way)
+        with _of_any_rows(*left, *controls):
+            return last(model, left, controls, counts, bits, way)
 
-    return Passes(layer, ends)
+    return Passes(begins, layer, ends)
 
 
-def _of_any_rows(*tensors: Tensor):
-    if len(tensors[0]) > 1:
-        for tensor in tensors:
+def _of_any_rows(*tensors: Tensor | None) -> AbstractContextManager:
+    """Tensors that have one row a sequence of the batch: several rows are some number of them."""
+    for tensor in tensors:
+        if tensor is not None and len(tensor) > 1:
             torch._dynamo.mark_dynamic(tensor, 0)
     return torch._dynamo.config.patch(recompile_limit=GRAPHS)

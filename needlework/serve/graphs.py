@@ -1,7 +1,7 @@
 """What of a step is captured in CUDA graphs: a launch of a layer's kernels from Python takes longer than they do.
 
     Decoding      rows that decode, from their inputs to their next tokens; one for each number of `rows` and each `Way` of sampling
-    Prefilling    one sequence's new tokens, from their inputs to hidden states; one for each number of `tokens`
+    Prefilling    one sequence's new tokens, from their inputs to what the last layer leaves; one for each number of `tokens`
 
 Each has buffers of its own, is captured when it is first needed, and holds a few rows more than are asked for: padded ones, which
 touch no state. All share one pool of memory: one runs at a time, and what one returns is copied before the next.
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from needlework.models.modeling import Residual
 from needlework.serve.batch import Inputs, Shape
 from needlework.serve.holders import Holders
 from needlework.serve.request import Request
@@ -56,15 +57,15 @@ class Decoding(NamedTuple):
 
 
 class Prefilling(NamedTuple):
-    """The hidden states of one sequence's new tokens, and behind them of a sequence of padding. Sampling is not part of it: how it is done
+    """What the last layer leaves of one sequence's new tokens, and behind them of a sequence of padding. Sampling is not part of it: how it is done
     would make many graphs of one."""
 
     inputs: Inputs
     graph: Call
 
-    def run(self, host: Inputs) -> Tensor:
+    def run(self, host: Inputs) -> Residual:
         self.inputs.copy_(host)
-        return self.graph()[0]
+        return Residual(self.graph()[0])
 
 
 def padded(shape: Shape, device: torch.device, holders: Holders) -> Inputs:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from needlework.layers.projection import laying
 from needlework.models import NeedleworkForCausalLM
-from needlework.models.modeling import Block
+from needlework.models.modeling import Residual
 from needlework.serve.batch import Inputs, Shape
 from needlework.serve.compiled import EAGER, Passes
-from needlework.serve.ending import ending
 from needlework.serve.graphs import Call, Decoding, Graph, Prefilling, alone, padded, rows, tokens
 from needlework.serve.holders import Holders
 from needlework.serve.pools import most_pages
@@ -100,7 +99,7 @@ class Runner:
         host = Inputs.empty(shape, pin_memory=self.on_gpu)  # hardly two such steps have the same sizes
         self.holders.fill(host, step)
         inputs.copy_(host)
-        return _sampled(step), self.next(self.hidden(inputs), inputs, way, self._bits(step, shape, bits))
+        return _sampled(step), self.next(self.left(inputs), inputs, way, self._bits(step, shape, bits))
 
     def _by_graphs(self, step: Step, way: Way, bits: Mapping[str, Tensor] | None) -> tuple[Requests, list[Tensor]]:
         """The rows that decode, then the one sequence that is prefilled: each a graph, or none of them."""
@@ -116,10 +115,10 @@ class Runner:
         for one in step.prefills:
             count = tokens(len(one.tokens))
             own, graph = alone(one, count), self._prefill(count)
-            hidden = graph.run(self._host(own, graph.inputs.shape))
+            left = graph.run(self._host(own, graph.inputs.shape))
             if one.last:
                 requests = (*requests, one.request)
-                parts.append(self.next(hidden, graph.inputs, way, self._bits(own, graph.inputs.shape, bits)))
+                parts.append(self.next(left, graph.inputs, way, self._bits(own, graph.inputs.shape, bits)))
         if not parts:
             return (), [torch.empty(0, dtype=torch.int64, device=self.device)]
         return requests, parts[0] if len(parts) == 1 else [torch.cat(x) for x in zip(*parts, strict=True)]
@@ -129,7 +128,7 @@ class Runner:
         """Maps of one input become one product that copies no weights: a decoding step is bound by their launches and bytes."""
         inputs = self._padded(Shape(1, 0, 0, 0, self.pages))
         with laying():
-            self.model.model.through(inputs.named["ids"].clamp(min=0), self.tables.layers, inputs.batch)
+            self.model.model.serve(inputs.named["ids"].clamp(min=0), self.tables.layers, inputs.batch)
 
     @torch.no_grad()
     def capture(self, most: int) -> None:
@@ -141,23 +140,27 @@ class Runner:
             for size, draws in product(sorted({rows(n) for n in range(1, most + 1)}, reverse=True), (True, False)):
                 self._decode(size, Way(draws, False, False, False, False))
 
-    def hidden(self, inputs: Inputs) -> Tensor:
-        """What the last layer leaves, [T D], of a step that is on the device; its states have then advanced."""
+    def left(self, inputs: Inputs) -> Residual:
+        """By the last layer, [T D], of a step that is on the device; its states have then advanced."""
         named, D = inputs.named, inputs.shape.decodes
-        ids = named["ids"]
-        if D:
-            slots = named["slots"][:D]
-            ids = torch.cat([torch.where(ids[:D] < 0, self.newest[slots], ids[:D]), ids[D:]])
-        layer = self.passes.layer if D == len(ids) else Block.serve
-        return self.model.model.through(ids, self.tables.layers, inputs.batch, layer)
+        ids, slots = named["ids"], named["slots"][:D]
+        passes = self.passes if D == len(ids) else EAGER
+        x = passes.beginning(self.model, ids[:D], self.newest, slots)
+        if D < len(ids):
+            x = torch.cat([x, self.model.model.embed(ids[D:])])
+        return self.model.model.through(x, self.tables.layers, inputs.batch, passes.layer)
 
-    def next(self, hidden: Tensor, inputs: Inputs, way: Way, bits: Tensor | None) -> list[Tensor]:
-        """The next tokens of `hidden`, which are then the newest; and log p's, if asked for. bits: on the host or on the device."""
+    def next(self, left: Residual, inputs: Inputs, way: Way, bits: Tensor | None) -> list[Tensor]:
+        """The next tokens, which are then the newest, and log p's, if asked for. bits: on the host or on the device."""
         bits = None if bits is None else bits.to(self.device, non_blocking=True)
-        controls = inputs.controls
+        controls, shape = inputs.controls, inputs.shape
         counts = self.counts if way.penalties else None
-        ends = self.passes.ending if way.plain and not inputs.shape.tokens else ending
-        tokens, logits = ends(self.model, hidden[inputs.named["rows"]], controls, counts, bits, way)
+        ends, sampled = EAGER.ending, left
+        if shape.tokens:  # of rows that all decode every one is sampled
+            sampled = left.of(inputs.named["rows"])
+        elif way.plain:
+            ends = self.passes.ending
+        tokens, logits = ends(self.model, sampled, controls, counts, bits, way)
         self.newest[controls.slots] = tokens
         if way.penalties and self.counts is not None:
             self.counts.add(tokens, controls.slots)
@@ -169,7 +172,7 @@ class Runner:
             inputs, bits = self._padded(Shape(decodes, 0, 0, 0, self.pages)), None
             if way.grammar:
                 bits = torch.full((decodes, -(-self.vocabulary // 32)), -1, dtype=torch.int32, device=self.device)
-            graph = self.graph(lambda: self.next(self.hidden(inputs), inputs, way, bits))
+            graph = self.graph(lambda: self.next(self.left(inputs), inputs, way, bits))
             found = self._decoding[decodes, way] = Decoding(inputs, bits, graph)
         return found
 
@@ -177,7 +180,7 @@ class Runner:
         if (found := self._prefilling.get(count)) is None:
             assert self.graph is not None
             inputs = self._padded(Shape(0, 2, count, 1, self.pages))
-            found = self._prefilling[count] = Prefilling(inputs, self.graph(lambda: [self.hidden(inputs)]))
+            found = self._prefilling[count] = Prefilling(inputs, self.graph(lambda: [self.left(inputs).whole()]))
         return found
 
     def _padded(self, shape: Shape) -> Inputs:

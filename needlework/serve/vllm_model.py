@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cach
 
 from needlework.layers.batch import Batch, Pages
 from needlework.layers.state import size
-from needlework.models.modeling import NeedleworkForCausalLM
+from needlework.models.modeling import NeedleworkForCausalLM, Residual
 from needlework.serve.bins import Plan, Step, bin_of
 
 
@@ -266,7 +266,7 @@ class NeedleworkVllm(nn.Module):
             return self.model.model(input_ids[None]).last_hidden_state[0]
         told: dict[str, Step] = steps
         T = next(iter(told.values())).T
-        x = self.embed_input_ids(input_ids[:T])
+        given = Residual(self.embed_input_ids(input_ids[:T]))
         batches: dict[tuple[int, int], Batch] = {}
         for layer, (block, tables) in enumerate(zip(self.model.model.blocks, self._tables(), strict=True)):
             slots, pages = bin_of(layer, self.plan.slots), bin_of(layer, self.plan.pages)
@@ -277,8 +277,8 @@ class NeedleworkVllm(nn.Module):
             key = id(on_slots), id(on_pages)  # vLLM gives layers of a group one and the same
             if key not in batches:
                 batches[key] = step.batch(positions[:T], on_pages, self.windows)
-            x = block.serve(x, tables, batches[key])
-        x = self.model.model.norm(x)
+            given = block.serve(given, tables, batches[key])
+        x = self.model.model.norm(given.whole())
         return torch.cat([x, x.new_zeros(len(input_ids) - T, x.shape[1])])
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

@@ -285,8 +285,9 @@ def step_delta(
     ):
         from needlework.ops.delta.step import step
 
-        q, k = unit(q, k) if l2norm else (q, k)
-        return step(q, k, v, g, beta, None, erase, write, q_read, state, slots, scale=scale, prediction=prediction)
+        return step(
+            q, k, v, g, beta, None, erase, write, q_read, state, slots, scale=scale, prediction=prediction, l2norm=l2norm
+        )
     live = Live.of(slots, len(q), q.device)
     tokens = (q, k, v, g, beta, erase, write, q_read)
     q, k, v, g, beta, erase, write, q_read = each(lambda x: x[live.rows].unsqueeze(1), *tokens)

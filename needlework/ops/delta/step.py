@@ -23,11 +23,12 @@ def delta_step_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_lam, p_erase, p_write, p_read, p_state, p_slots, p_o, slot_stride,
     scale: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, HR: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     CHANNEL: tl.constexpr, PREVIOUS: tl.constexpr, GIVEN: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PDL: tl.constexpr,
+    UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """S' = Diag(e^g) S + k (write ⊙ v − Sᵀ Diag(e^g) e)ᵀ,   o = scale · S'ᵀ read;   pointers that are None have no part in it.
 
     beta: write = β, e = β (k + λ q). erase: e = erase ⊙ k, or erase if GIVEN. PREVIOUS drops e^g from the erase.
+    UNIT: q and k are of unit norm from here on, read is as it is given.
     """
     if PDL:  # before the state is read: the kernel in front may be another step on it
         tl.extra.cuda.gdc_wait()
@@ -53,6 +54,9 @@ def delta_step_kernel(
     q = tl.load(p_q + key * K + o_k, mask=in_k, other=0).to(ACC)
     k = tl.load(p_k + key * K + o_k, mask=in_k, other=0).to(ACC)
     w = tl.load(p_v + head * V + o_v, mask=in_v, other=0).to(ACC)
+    if UNIT:
+        q /= tl.sqrt(tl.sum(q * q, 0) + 1e-6)
+        k /= tl.sqrt(tl.sum(k * k, 0) + 1e-6)
 
     retained = 1
     if p_g is not None:
@@ -86,7 +90,7 @@ def delta_step_kernel(
 def delta_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None,
     erase: Tensor | None, write: Tensor | None, q_read: Tensor | None, state: Tensor, slots: Tensor | None,
-    scale: float, prediction: str,
+    scale: float, prediction: str, l2norm: bool = False,
 ) -> Tensor:  # fmt: skip
     """o [B HV V]."""
     (B, H, K), (HV, V) = q.shape, v.shape[1:]
@@ -110,6 +114,7 @@ def delta_step(
             CHANNEL=g is not None and g.dim() == 3,
             PREVIOUS=prediction != "decayed",
             GIVEN=prediction == "given",
+            UNIT=l2norm,
             ACC=TYPES[accumulator(q.dtype)],
             **constants,
         )
@@ -136,9 +141,10 @@ def step(
     *,
     scale: float,
     prediction: Prediction = "decayed",
+    l2norm: bool = False,
 ) -> Tensor:
     """`step_delta` and `step_qdelta` on arguments that they have checked: o [B HV V] in q's dtype, without gradients."""
-    return delta_step(q, k, v, g, beta, lam, erase, write, q_read, state, slots, scale, prediction)
+    return delta_step(q, k, v, g, beta, lam, erase, write, q_read, state, slots, scale, prediction, l2norm)
 
 
 def _constants(launch: Mapping[str, int], K: int, V: int) -> dict[str, int]:
@@ -165,6 +171,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
             "CHANNEL": rule in ("channel", "gdn2", "given"),
             "PREVIOUS": rule == "given",
             "GIVEN": rule == "given",
+            "UNIT": rule == "qdelta",
             "ACC": tl.float32,
             "scale": K**-0.5,
         }

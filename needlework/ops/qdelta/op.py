@@ -235,8 +235,7 @@ def step_qdelta(
     ):
         from needlework.ops.delta.step import step
 
-        q, k = unit(q, k) if l2norm else (q, k)
-        return step(q, k, v, g, beta, lam, None, None, q_read, state, slots, scale=scale)
+        return step(q, k, v, g, beta, lam, None, None, q_read, state, slots, scale=scale, l2norm=l2norm)
     live = Live.of(slots, len(q), q.device)
     tokens = (q, k, v, g, beta, lam, q_read)
     q, k, v, g, beta, lam, q_read = each(lambda x: x[live.rows].unsqueeze(1), *tokens)
