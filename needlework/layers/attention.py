@@ -13,7 +13,7 @@ from needlework.layers.config import Mixer, MixerConfig, Width
 from needlework.layers.conv import ConvConfig, conv_held
 from needlework.layers.distract import Distractor
 from needlework.layers.memory import Memory
-from needlework.layers.norm import RMSNorm, published_rms, rms
+from needlework.layers.norm import Later, RMSNorm, now, published_rms, rms
 from needlework.layers.projection import OutProjection, Projection, wide_maps
 from needlework.layers.rope import PositionConfig
 from needlework.layers.softmax import AttendConfig
@@ -85,6 +85,8 @@ class AttentionState(NamedTuple):
 
 
 class _Attention(Mixer):
+    late = True
+
     def __init__(self, config: Attention, dim: int, layer: int):
         super().__init__()
         self.config = config
@@ -139,8 +141,9 @@ class _Attention(Mixer):
         y = self._out(x, o, gate, residual, remembered)
         return y, AttentionState(conv, attend, memory) if output_final_state else None
 
-    def serve(self, x: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    def serve(self, x: Tensor | Later, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
         q, gate, k, v = self._project(x)
+        x = now(x)
         if self.conv is not None:
             line, sizes = torch.cat([z.flatten(-2) for z in (q, k, v)], -1), [z.shape[-2] * self.d for z in (q, k, v)]
             q, k, v = (z.unflatten(-1, (-1, self.d)) for z in self.conv.serve(line, sizes, tables.get("conv"), batch))
@@ -178,7 +181,7 @@ class _Attention(Mixer):
                 k_r = self.k_norm(k_r).to(k_r.dtype)
         return distractor(self.attend, q, k, v, k_r, v_r, at)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    def _project(self, x: Tensor | Later) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """q, gate, k, v by heads, normed."""
         q, k, v = wide_maps(x, self.q_proj, self.k_proj, self.v_proj)
         q, gate = q.unflatten(-1, (self.Hq, -1)), None

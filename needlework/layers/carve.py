@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from needlework.fields import Count, Natural, Positive
 from needlework.layers.config import Width
 from needlework.layers.gates import half_lives, inverse_softplus
-from needlework.layers.norm import wide
+from needlework.layers.norm import Later, wide
 from needlework.layers.projection import Map, Projection, side_by_side
 from needlework.layers.state import Part, fixed
 from needlework.layers.write import WriteConfig, WriteRule
@@ -89,7 +89,7 @@ class _Carve(WriteRule[Carve]):
                 self.w1.normal_(std=self.w1.shape[1] ** -0.5)
                 self.w2.zero_()
 
-    def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor | Later, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         """g is None: what decays depends on what was read. f and b are as their maps give them: the op widens them."""
         *others, f, b, w = side_by_side(x, *beside, self.f, self.b, self.w)
         heads = (self.width.heads, -1)

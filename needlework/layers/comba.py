@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig, ScalarGate
-from needlework.layers.norm import wide
+from needlework.layers.norm import Later, wide
 from needlework.layers.projection import Map
 from needlework.layers.write import Strength, WriteConfig, WriteRule, gates_of
 from needlework.ops.delta import chunk_delta, step_delta
@@ -48,7 +48,7 @@ class _Comba(WriteRule[Comba]):
         nn.init.ones_(self.feedback)
         nn.init.ones_(self.correction)
 
-    def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor | Later, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         return gates_of(x, *beside, g=self.gate, beta=self.beta)
 
     def call(self, op, q, k, v, *, g, beta, q_read, **carry):

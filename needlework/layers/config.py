@@ -55,7 +55,12 @@ class Config:
 
 
 class Mixer(nn.Module):
-    """Base of the mixers: `forward` in training and for `generate`, `serve` where an engine owns the states."""
+    """Base of the mixers: `forward` in training and for `generate`, `serve` where an engine owns the states.
+
+    late: whether `serve` takes a `Later` too, a norm that its first product makes.
+    """
+
+    late = False
 
     def held(self, dtype: torch.dtype) -> Held:
         """What the layer holds of a sequence, the model in `dtype`."""

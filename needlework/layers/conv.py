@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from needlework.fields import AtLeastTwo, Count
 from needlework.layers.batch import Batch
 from needlework.layers.config import Config, Mixer, MixerConfig
-from needlework.layers.projection import OutProjection, ZeroProjection, side_by_side
+from needlework.layers.norm import Later
+from needlework.layers.projection import OutProjection, Projection, ZeroProjection, mapped, side_by_side
 from needlework.layers.state import Held, Part
 from needlework.ops.common.conv import After, causal_conv, causal_conv_slots, step_conv
 
@@ -170,7 +171,7 @@ class _Silu(nn.Module):
         return self([m(x) for m in maps])
 
     def serve(self, x: Tensor, sizes: Sequence[int], table: Tensor | None, batch: Batch) -> tuple[Tensor, ...]:
-        return F.silu(x).split(sizes, -1)
+        return tuple(F.silu(part) for part in x.split(sizes, -1))  # each in one piece, as a step takes it
 
 
 def conv_held(conv: "ConvConfig | GatedConv | None", channels: int, dtype: torch.dtype) -> dict[str, Part]:
@@ -211,10 +212,12 @@ class GatedConv(MixerConfig):
 
 
 class _GatedConv(Mixer):
+    late = True
+
     def __init__(self, config: GatedConv, dim: int):
         super().__init__()
         self.config, self.channels = config, config.channels or dim
-        self.in_proj = (ZeroProjection if config.published_init else nn.Linear)(dim, 3 * self.channels, bias=config.bias)
+        self.in_proj = (ZeroProjection if config.published_init else Projection)(dim, 3 * self.channels, bias=config.bias)
         self.conv = CausalConv(self.channels, config.width)
         self.out_proj = OutProjection(self.channels, dim, bias=config.bias)
 
@@ -229,8 +232,8 @@ class _GatedConv(Mixer):
         (y,), state = self.conv((b * x,), state, cu_seqlens)
         return self.out_proj(c * y), state if output_final_state else None
 
-    def serve(self, x: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        b, c, x = self.in_proj(x).chunk(3, -1)
+    def serve(self, x: Tensor | Later, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        b, c, x = mapped(x, self.in_proj).chunk(3, -1)
         (y,) = self.conv.serve(b * x, (self.channels,), tables["conv"], batch)
         return self.out_proj(c * y)
 

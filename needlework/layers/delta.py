@@ -8,6 +8,7 @@ from torch import Tensor
 
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig
+from needlework.layers.norm import Later
 from needlework.layers.projection import Map
 from needlework.layers.write import Strength, WriteConfig, WriteRule, gates_of
 from needlework.ops.delta import chunk_delta, step_delta
@@ -45,7 +46,7 @@ class DeltaRule(WriteRule):
         super().__init__(config, width)
         self.beta = Strength(width, most=most)
 
-    def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor | Later, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         return gates_of(x, *beside, g=self.gate, beta=self.beta)
 
     def call(

@@ -7,6 +7,7 @@ from torch import Tensor
 from needlework.fields import Count
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig, ScalarGate
+from needlework.layers.norm import Later
 from needlework.layers.projection import Map
 from needlework.layers.subtokens import SubTokens, later
 from needlework.layers.write import Strength, WriteConfig, WriteRule, gates_of
@@ -48,7 +49,7 @@ class _DeltaProduct(SubTokens[DeltaProduct]):
         rows = width._replace(value_heads=width.value_heads * config.write_rank)
         self.beta = Strength(rows, most=2.0 if config.allow_neg_eigval else 1.0)
 
-    def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor | Later, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         return gates_of(x, *beside, g=self.gate, beta=self.beta)
 
     def times(self, k, v, *, g, beta):

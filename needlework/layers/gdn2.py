@@ -7,8 +7,8 @@ from torch import Tensor
 
 from needlework.layers.config import Width
 from needlework.layers.gates import ChannelGate, GateConfig
-from needlework.layers.norm import wide
-from needlework.layers.projection import Map, Projection
+from needlework.layers.norm import Later, wide
+from needlework.layers.projection import Map, Projection, mapped
 from needlework.layers.write import WriteConfig, WriteRule
 from needlework.ops.delta import chunk_delta, step_delta
 
@@ -45,9 +45,9 @@ class _Gdn2(WriteRule[Gdn2]):
         self.erase = Projection(width.dim, width.value_heads * width.key_dim, bias=width.bias)
         self.write = Projection(width.dim, width.value_heads * width.value_dim, bias=width.bias)
 
-    def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor | Later, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         found, others = super().gates(x, *beside)
-        by_channel = lambda project: torch.sigmoid(wide(project(x))).unflatten(-1, (self.width.value_heads, -1))
+        by_channel = lambda project: torch.sigmoid(wide(mapped(x, project))).unflatten(-1, (self.width.value_heads, -1))
         most = 2.0 if self.config.allow_neg_eigval else 1.0
         return found | {"erase": most * by_channel(self.erase), "write": by_channel(self.write)}, others
 

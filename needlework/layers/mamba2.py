@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from needlework.layers.config import Width
 from needlework.layers.gates import start_steps
-from needlework.layers.norm import wide
+from needlework.layers.norm import Later, wide
 from needlework.layers.projection import Map, Projection, side_by_side
 from needlework.layers.write import WriteConfig, WriteRule
 from needlework.ops.delta import chunk_delta, step_delta
@@ -53,7 +53,7 @@ class _Mamba2(WriteRule[Mamba2]):
             self.D.fill_(1)
         start_steps(self.dt_bias)
 
-    def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor | Later, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         *others, logit = side_by_side(x, *beside, self.project)
         dt = F.softplus(wide(logit) + self.dt_bias)
         return {"g": -wide(self.A_log).exp() * dt, "dt": dt}, others

@@ -15,7 +15,7 @@ from needlework.layers.batch import Batch
 from needlework.layers.config import Mixer, MixerConfig
 from needlework.layers.gates import inverse_softplus
 from needlework.layers.norm import RMSNorm, rms, wide
-from needlework.layers.projection import OutProjection, side_by_side
+from needlework.layers.projection import OutProjection, Projection, side_by_side
 from needlework.layers.state import Held, Part, fixed
 from needlework.ops.mamba3 import Mamba3State, chunk_mamba3, step_mamba3
 from needlework.ops.mamba3.arguments import Pairs
@@ -85,7 +85,7 @@ class _Mamba3(Mixer):
         if H % G:
             raise ValueError(f"mamba3: heads is {H}, expected a multiple of groups = {G}")
         self.config, self.angles = config, N // 2 if config.turning == "all" else max(N // 4, 1)
-        linear = partial(nn.Linear, dim, bias=False)
+        linear = partial(Projection, dim, bias=False)
         self.z_proj, self.x_proj = linear(H * P), linear(H * P)
         self.b_proj, self.c_proj = linear(R * G * N), linear(R * G * N)
         self.dt_proj, self.a_proj, self.lam_proj, self.angle_proj = linear(H), linear(H), linear(H), linear(self.angles)

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.fields import Count
 from needlework.layers.config import Config
-from needlework.layers.projection import OutProjection, Projection, gated, plain
-from needlework.ops.linear.op import few, glu
+from needlework.layers.norm import Later
+from needlework.layers.projection import OutProjection, Projection, gated, glu_of, mapped, one_row, plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ class _SwiGLU(nn.Module):
         self.up_proj = Projection(dim, config.hidden, bias=config.bias)
         self.down_proj = OutProjection(config.hidden, dim, bias=config.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Later) -> Tensor:
         return self.down_proj(gated(x, self.gate_proj, self.up_proj))
 
 
@@ -75,9 +74,9 @@ class _SquaredReLU(nn.Module):
         self.fc = Projection(dim, 2 * config.hidden, bias=config.bias)
         self.proj = OutProjection(config.hidden, dim, bias=config.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if few(x) and not torch.is_grad_enabled() and plain(self.fc):
-            parts = self.fc.weight.chunk(2), (None, None) if self.fc.bias is None else self.fc.bias.chunk(2)
-            return self.proj(glu(x, *parts[0], *parts[1], activation="relu2"))
-        a, b = self.fc(x).chunk(2, -1)
+    def forward(self, x: Tensor | Later) -> Tensor:
+        if one_row(x) and plain(self.fc):
+            (a, b), bias = self.fc.weight.chunk(2), (None, None) if self.fc.bias is None else self.fc.bias.chunk(2)
+            return self.proj(glu_of(x, (a, bias[0]), (b, bias[1]), "relu2"))
+        a, b = mapped(x, self.fc).chunk(2, -1)
         return self.proj(b * F.relu(a).square())

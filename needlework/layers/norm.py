@@ -7,6 +7,10 @@ weight in bfloat16, and under autocast returns bfloat16 where this one returns t
 import torch
 from torch import Tensor, nn
 
+from needlework.ops.common.unit import rms_rows
+from needlework.ops.linear import Normed, glu, linear, normed_glu, normed_linear
+from needlework.ops.linear.op import Activation, few
+
 EPS = 1e-6
 
 
@@ -23,8 +27,7 @@ def l2(x: Tensor) -> Tensor:
 
 def rms(x: Tensor, eps: float = EPS) -> Tensor:
     """x / √(mean x² + eps) over the last axis, without weight."""
-    w = wide(x)
-    return (w * torch.rsqrt(w.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return rms_rows(x, eps)
 
 
 def published_rms(x: Tensor) -> Tensor:
@@ -48,3 +51,53 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms(x, self.eps) * self.weight
+
+    def later(self, x: Tensor, more: Tensor | None) -> "Later":
+        """Of x + more, when it is read."""
+        return Later(Normed(x, more, self.weight, self.eps))
+
+
+class Later:
+    """The norm of a sum, made when it is read. A product of one row, its first reader, makes both itself. Without gradients.
+
+    whole, tensor: the sum and its norm, [.. D].
+    """
+
+    def __init__(self, normed: Normed):
+        self._normed = normed
+        self._whole: Tensor | None = None
+        self._tensor: Tensor | None = None
+        self.shape, self.dtype, self.device, self.few = normed.x.shape, normed.x.dtype, normed.x.device, few(normed.x)
+
+    @property
+    def whole(self) -> Tensor:
+        if self._whole is None:
+            self._whole = self._normed.whole()
+        return self._whole
+
+    @property
+    def tensor(self) -> Tensor:
+        if self._tensor is None:
+            self._tensor = self._normed.of(self.whole)
+        return self._tensor
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + b of the norm x."""
+        if not self.few or self._tensor is not None:
+            return linear(self.tensor, weight, bias)
+        y, self._whole = normed_linear(self._normed, weight, bias)
+        return y
+
+    def glu(
+        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, activation: Activation = "silu"
+    ) -> Tensor:
+        """φ(x Gᵀ + b) ⊙ (x Uᵀ + c) of the norm x."""
+        if not self.few or self._tensor is not None:
+            return glu(self.tensor, gate, up, gate_bias, up_bias, activation=activation)
+        y, self._whole = normed_glu(self._normed, gate, up, gate_bias, up_bias, activation=activation)
+        return y
+
+
+def now(x: "Tensor | Later") -> Tensor:
+    """x, made if it was not."""
+    return x.tensor if isinstance(x, Later) else x

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from needlework.ops.linear.op import few, glu, linear
+from needlework.layers.norm import Later
+from needlework.ops.linear.op import Activation, few, glu, linear
 
 ALIGNED = 8  # columns: 16 bytes of a half-precision row, without which products take slower kernels
 
@@ -27,29 +28,43 @@ Map = nn.Module | tuple[nn.Linear, ...]  # a tuple's maps are asked for as one, 
 _LAYING: ContextVar[bool] = ContextVar("laying", default=False)
 
 
-def side_by_side(x: Tensor, *maps: Map) -> list[Tensor]:
+def side_by_side(x: Tensor | Later, *maps: Map) -> list[Tensor]:
     """Each map of x [… D]: an nn.Linear, a tuple of them, or an nn.Sequential that begins with one; those are one product.
     Any other module is called."""
     first = [_first(m) for one in maps for m in _each(one)]
     weights = _weights(first, x)
     if weights is None:
-        return [_apart(x, m) for m in maps]
-    y, sizes = linear(x, *weights), [_columns(one) for one in maps]
+        return [mapped(x, m) for m in maps]
+    y, sizes = x.linear(*weights) if isinstance(x, Later) else linear(x, *weights), [_columns(one) for one in maps]
     columns = y.split([*sizes, y.shape[-1] - sum(sizes)], -1)
     return [m[1:](part) if isinstance(m, nn.Sequential) else part for m, part in zip(maps, columns, strict=False)]
 
 
-def wide_maps(x: Tensor, *maps: Map) -> list[Tensor]:
+def wide_maps(x: Tensor | Later, *maps: Map) -> list[Tensor]:
     """`side_by_side` of wide maps: with gradients a product each."""
-    return [_apart(x, m) for m in maps] if torch.is_grad_enabled() else side_by_side(x, *maps)
+    return [mapped(x, m) for m in maps] if torch.is_grad_enabled() else side_by_side(x, *maps)
 
 
-def gated(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+def gated(x: Tensor | Later, gate: nn.Module, up: nn.Module) -> Tensor:
     """silu(gate(x)) ⊙ up(x); of one row without gradients by one kernel."""
-    if few(x) and not torch.is_grad_enabled() and plain(gate) and plain(up):
-        return glu(x, gate.weight, up.weight, gate.bias, up.bias)
+    if one_row(x) and plain(gate) and plain(up):
+        return glu_of(x, (gate.weight, gate.bias), (up.weight, up.bias))
     a, b = wide_maps(x, gate, up)
     return F.silu(a) * b
+
+
+Weights = tuple[Tensor, Tensor | None]  # and bias
+
+
+def glu_of(x: Tensor | Later, gate: Weights, up: Weights, activation: Activation = "silu") -> Tensor:
+    """`ops.linear.glu`, of a norm that is not made yet too."""
+    given = gate[0], up[0], gate[1], up[1]
+    return x.glu(*given, activation) if isinstance(x, Later) else glu(x, *given, activation=activation)
+
+
+def one_row(x: Tensor | Later) -> bool:
+    """Whether x [.. D] has one row, and no gradient is asked for."""
+    return not torch.is_grad_enabled() and (x.few if isinstance(x, Later) else few(x))
 
 
 @contextmanager
@@ -86,11 +101,16 @@ def _columns(one: Map) -> int:
     return sum(m.out_features for m in map(_first, _each(one)) if isinstance(m, nn.Linear))
 
 
-def _apart(x: Tensor, m: Map) -> Tensor:
-    return torch.cat([one(x) for one in m], -1) if isinstance(m, tuple) else m(x)
+def mapped(x: Tensor | Later, m: Map) -> Tensor:
+    """m(x), of a tuple its maps' beside one another. A norm that is not made yet is made by a plain linear map, or before the call."""
+    if isinstance(m, tuple):
+        return torch.cat([mapped(x, one) for one in m], -1)
+    if isinstance(x, Later):
+        return x.linear(m.weight, m.bias) if plain(m) else m(x.tensor)
+    return m(x)
 
 
-def _weights(maps: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+def _weights(maps: Sequence[nn.Module], x: Tensor | Later) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of one product of the maps; None where it is not worth its copy of the weights.
 
     Without gradients it is where they are laid already, or x is more than they; with them whatever x is, so that ranks with fewer
@@ -105,7 +125,7 @@ def _weights(maps: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, Tensor | Non
         return laid
     if not torch.compiler.is_compiling() and _LAYING.get():
         return _lay(every)
-    return _beside(every) if x.numel() >= sum(m.weight.numel() for m in every) else None
+    return _beside(every) if x.shape.numel() >= sum(m.weight.numel() for m in every) else None
 
 
 def plain(m: nn.Module) -> TypeGuard[nn.Linear]:
@@ -152,7 +172,7 @@ def _laid(maps: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
 
 
 class Projection(nn.Linear):
-    """torch.nn.Linear, which maps one row without gradients by a kernel of its own (`ops.linear`)."""
+    """torch.nn.Linear that maps one row without gradients by a kernel of its own (`ops.linear`)."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)

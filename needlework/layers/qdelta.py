@@ -8,6 +8,7 @@ from torch import Tensor
 from needlework.fields import NonNegative, Portion
 from needlework.layers.config import Width
 from needlework.layers.gates import GateConfig, ScalarGate
+from needlework.layers.norm import Later
 from needlework.layers.projection import Map
 from needlework.layers.write import Strength, WriteConfig, WriteRule, gates_of
 from needlework.ops.qdelta import chunk_qdelta, step_qdelta
@@ -70,7 +71,7 @@ class _QDelta(WriteRule[QDelta]):
         self.beta = Strength(width, most=most)
         self.lam = Strength(width, offset=-0.9, most=most, factor=config.factor) if config.lam is None else None
 
-    def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor | Later, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         found, others = gates_of(x, *beside, g=self.gate, beta=self.beta, lam=self.lam)
         if self.config.lam is not None and (beta := found["beta"]) is not None:
             found["lam"] = torch.full_like(beta, self.config.lam)

@@ -12,7 +12,7 @@ from needlework.layers.batch import Batch
 from needlework.layers.ccq import Plain, ReadConfig
 from needlework.layers.config import Mixer, MixerConfig, Width
 from needlework.layers.conv import ConvConfig, ShortConv, conv_held
-from needlework.layers.norm import l2
+from needlework.layers.norm import Later, l2
 from needlework.layers.output import Activation, HeadNorm, NormConfig, OutputGate, activated
 from needlework.layers.projection import OutProjection, Projection
 from needlework.layers.rope import PositionConfig
@@ -78,6 +78,8 @@ class RecurrentState(NamedTuple):
 
 
 class _Recurrent(Mixer):
+    late = True
+
     def __init__(self, config: Recurrent, dim: int, layer: int):
         super().__init__()
         self.config = config
@@ -130,7 +132,7 @@ class _Recurrent(Mixer):
         y = self._out(x, o, None if self.g_proj is None else self.g_proj(x))
         return y, RecurrentState(conv, write, read, self._length(x, state, cu_seqlens)) if output_final_state else None
 
-    def serve(self, x: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    def serve(self, x: Tensor | Later, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
         maps, out = (self.q_proj, self.k_proj, self.v_proj), () if self.g_proj is None else (self.g_proj,)
         gates, (line, *made) = self.write.gates(x, maps, *out, *self.read.maps)
         gate, logits = made[0] if out else None, made[len(out) :]
@@ -172,7 +174,7 @@ class _Recurrent(Mixer):
         new = torch.full((len(x),), x.shape[1], device=x.device) if cu_seqlens is None else lengths(cu_seqlens).long()
         return new if state.length is None else state.length + new
 
-    def _out(self, x: Tensor, o: Tensor, gate: Tensor | None) -> Tensor:
+    def _out(self, x: Tensor | Later, o: Tensor, gate: Tensor | None) -> Tensor:
         """y [.. D] in the dtype of x, of what was read, o [.. HV V], and of what `g_proj` gives."""
         gate = None if gate is None else activated(self.activation, gate)
         return self.o_proj(self.norm(probe("recurrent.o", o), gate).to(x.dtype))

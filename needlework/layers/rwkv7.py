@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from needlework.fields import Count
 from needlework.layers.config import Width
-from needlework.layers.norm import l2, wide
+from needlework.layers.norm import Later, l2, wide
 from needlework.layers.projection import Map, Projection, side_by_side
 from needlework.layers.subtokens import SubTokens, later
 from needlework.layers.write import WriteConfig, WriteRule
@@ -64,7 +64,7 @@ class _Rwkv7(SubTokens[Rwkv7]):
         nn.init.ones_(self.xi)
         nn.init.ones_(self.alpha)
 
-    def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor | Later, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         *others, decay, share = side_by_side(x, *beside, self.decay, self.share)
         by_channel = lambda logit: torch.sigmoid(wide(logit)).unflatten(-1, (self.width.heads, -1))
         return {"g": -DEEPEST * by_channel(decay), "share": by_channel(share)}, others

@@ -11,7 +11,7 @@ from needlework.layers.batch import Batch
 from needlework.layers.config import Config, Width
 from needlework.layers.features import FeatureConfig
 from needlework.layers.gates import GateConfig
-from needlework.layers.norm import wide
+from needlework.layers.norm import Later, now, wide
 from needlework.layers.projection import Map, Projection, side_by_side
 from needlework.layers.state import Part, fixed
 
@@ -83,7 +83,7 @@ class WriteRule(nn.Module, Generic[Rule]):
         step = lambda **tokens: self.call(self.step, **carry, **tokens)
         return batch.on_slots(step, chunk, q=q, k=k, v=v, **gates)
 
-    def gates(self, x: Tensor, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    def gates(self, x: Tensor | Later, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         """x [B T D] -> the gates by `forward`'s names, and what each of `beside`, other maps of x, gives (`gates_of`).
 
         g is the log decay [B T HV] or [B T HV K], None where nothing decays before its write.
@@ -99,14 +99,14 @@ class WriteRule(nn.Module, Generic[Rule]):
         return tables["S"]
 
 
-def gates_of(x: Tensor, *beside: Map, **parts: nn.Module | None) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+def gates_of(x: Tensor | Later, *beside: Map, **parts: nn.Module | None) -> tuple[dict[str, Tensor | None], list[Tensor]]:
     """part(x) of each, x [B T D], by name, None for None; and what each of `beside`, maps of x too, gives.
 
     A part with a `project` gives `of(project(x))`. These maps are narrow, one column a head or a channel: they and `beside` are one
     product.
     """
     shared: dict[str, Any] = {name: part for name, part in parts.items() if hasattr(part, "project")}
-    found = {name: None if part is None else part(x) for name, part in parts.items() if name not in shared}
+    found = {name: None if part is None else part(now(x)) for name, part in parts.items() if name not in shared}
     made = side_by_side(x, *beside, *(part.project for part in shared.values()))
     logits = made[len(beside) :]
     found |= {name: part.of(logit) for (name, part), logit in zip(shared.items(), logits, strict=True)}

@@ -13,9 +13,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import can_return_tuple
 
 from needlework.layers.batch import Batch
-from needlework.layers.norm import RMSNorm, wide
+from needlework.layers.norm import Later, RMSNorm
 from needlework.layers.objective import Objective, Terms
-from needlework.layers.projection import OutProjection, Projection
+from needlework.layers.projection import OutProjection, Projection, mapped
 from needlework.layers.state import Held
 from needlework.models.auto import Installed
 from needlework.models.cache import NeedleworkCache
@@ -23,6 +23,7 @@ from needlework.models.config import NeedleworkConfig
 from needlework.models.loss import emphasised_cross_entropy, linear_cross_entropy, softcap
 from needlework.models.packing import documents
 from needlework.models.table_cache import TableCache
+from needlework.ops.linear.op import added
 
 
 class StatePassing(Protocol):
@@ -86,12 +87,14 @@ class Block(GradientCheckpointingLayer):
 
     def serve(self, given: "Residual", tables: Mapping[str, Tensor], batch: Batch) -> "Residual":
         """After the layer; the states of its sequences advance in place (`Mixer.serve`)."""
-        x = given.whole()
-        more = Residual(x, self.mixer.serve(self.mixer_norm(x), tables, batch))
+        x = self.mixer_norm.later(*given)
+        h: Any = x if self.mixer.late else x.tensor
+        y = self.mixer.serve(h, tables, batch)
         if self.mlp is None or self.mlp_norm is None:
-            return more
-        x = more.whole()
-        return Residual(x, self.mlp(self.mlp_norm(x)))
+            return Residual(x.whole, y)
+        x = self.mlp_norm.later(x.whole, y)
+        y = self.mlp(x)
+        return Residual(x.whole, y)
 
     def _channels(self, x: Tensor) -> Tensor:
         if self.mlp is None or self.mlp_norm is None:
@@ -106,9 +109,7 @@ class Residual(NamedTuple):
     more: Tensor | None = None  # only before the first layer
 
     def whole(self) -> Tensor:
-        """The sum in float32 and rounded, which is what halves are added by. Written so it is not made part of a product, which would
-        copy x first."""
-        return self.x if self.more is None else (wide(self.x) + self.more).to(self.x.dtype)
+        return added(self.x, self.more)
 
     def of(self, rows: Tensor) -> "Residual":
         return Residual(self.x[rows], None if self.more is None else self.more[rows])
@@ -135,7 +136,7 @@ class NeedleworkPreTrainedModel(Installed, PreTrainedModel):
             return
         module.reset_parameters()  # pyrefly: ignore[not-callable] (torch types every attribute as a tensor or a module)
         std = self.config.initializer_range
-        if type(module) in (Projection, nn.Embedding, OutProjection) and std is not None:
+        if type(module) in (nn.Linear, nn.Embedding, OutProjection, Projection) and std is not None:
             nn.init.normal_(own["weight"], std=std)
             if "bias" in own:
                 nn.init.zeros_(own["bias"])
@@ -457,9 +458,9 @@ class NeedleworkForCausalLM(NeedleworkPreTrainedModel, GenerationMixin):
         """Logits [R V] of the chosen rows of new tokens input_ids [T] (`NeedleworkModel.serve`)."""
         return self.logits(self.model.serve(input_ids, tables, batch)[rows])
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor | Later) -> Tensor:
         """Logits [.. V] of normed hidden states [.. D]."""
-        return softcap(self.lm_head(hidden), self.config.softcap)
+        return softcap(mapped(hidden, self.lm_head), self.config.softcap)
 
 
 def register() -> None:

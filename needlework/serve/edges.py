@@ -27,5 +27,5 @@ def ending(
     model: NeedleworkForCausalLM, left: Residual, controls: Controls, counts: Counts | None, bits: Tensor | None, way: Way
 ) -> Chosen:
     """The next tokens of R rows. left: by the last layer, [R D]. counts, bits: as `sample` takes them."""
-    logits = model.logits(model.model.norm(left.whole()))
+    logits = model.logits(model.model.norm.later(*left))
     return Chosen(sample(logits, controls, counts=counts, bits=bits, draws=way.draws, filters=way.filters), logits)

@@ -13,6 +13,7 @@ from needlework.ops.api import Impl, OpSpec
 from needlework.ops.common.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
 from needlework.ops.common.unit import unit_rows
+from needlework.ops.linear import Normed, glu, linear, normed_glu, normed_linear
 from needlework.ops.runtime.denylist import denied
 from needlework.ops.runtime.launch_configs import LaunchConfig, rows
 from needlework.ops.specs import specs
@@ -36,6 +37,7 @@ ENGINES = {
     "carve/step": ("carve.step",),
     "common/l2": ("common.kernels.l2",),
     "common/conv": ("common.kernels.conv",),
+    "linear/few_rows": ("linear.few_rows",),
     "lucid/solve": ("lucid.solve.launches",),
     "lucid/step": ("lucid.step",),
     "lucid/pages": ("lucid.solve.by_table",),
@@ -83,6 +85,7 @@ RULES = (
     Rule("l2norm", "common/l2", None, covers=True, keys_alone=True),
     Rule("conv", "common/conv", None, covers=True, keys_alone=True),
     Rule("conv/slots", "common/conv", None, covers=True, keys_alone=True),
+    Rule("linear", "linear/few_rows", None, covers=True, keys_alone=True),
     _pairs("lucid", "lucid/solve", "lucid/step", covers=True, several=True),
     _pairs("lucid/beta", "lucid/solve", "lucid/step", several=True),
     _pairs("lucid/rowmax-window", "lucid/solve", "lucid/step", several=True),
@@ -182,6 +185,29 @@ CONV_SLOTS = replace(
 )  # fmt: skip
 CONVOLUTIONS = CONV, CONV_SLOTS
 
+
+def maps(x: Tensor, more: Tensor, norm: Tensor, gate: Tensor, up: Tensor, impl: Impl = "torch", **_: object) -> Rows:
+    """A map of the norm of a sum, a gated one of its own, and the sum: every form that the kernel of few rows has."""
+    flat = lambda one: one.flatten(-2)
+    given, weights = Normed(flat(x), flat(more), flat(norm), 1e-6), (flat(gate), flat(up))
+    y, whole = normed_linear(given, weights[0], impl=impl)
+    z, _ = normed_glu(Normed(whole, None, flat(norm), 1e-6), *weights, gate[:, 0, 0], activation="relu2", impl=impl)
+    return Rows(
+        torch.cat([y, z, glu(whole, *weights, impl=impl), linear(whole, weights[1], up[:, 0, 0], impl=impl), whole], -1)[
+            :, :, None
+        ]
+    )
+
+
+LINEAR = replace(
+    L2NORM, name="linear", chunk=maps, recurrent=maps, literal=maps, tokens=("x", "more"), half=("x", "more", "norm", "gate", "up"),
+    inputs=lambda generator, B, T, style: {
+        "x": normal(generator, B, T, 1, 16), "more": normal(generator, B, T, 1, 16), "norm": normal(generator, 1, 16),
+        "gate": normal(generator, 37, 1, 16), "up": normal(generator, 37, 1, 16),
+    },
+    skip={"gradients": "serving has none"},
+)  # fmt: skip
+
 STYLES = ("random", "identical", "strong")
 SIZES = ((16, 16), (32, 32), (100, 60), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))  # K, V
 
@@ -204,7 +230,7 @@ def _square(chosen: list[tuple[int, int]], keys_alone: bool) -> list[tuple[int, 
 
 
 def spec_of(rule: str) -> OpSpec:
-    return next(spec for spec in (*specs(), L2NORM, *CONVOLUTIONS, *LUCID_PAGES) if spec.name == rule)
+    return next(spec for spec in (*specs(), L2NORM, *CONVOLUTIONS, LINEAR, *LUCID_PAGES) if spec.name == rule)
 
 
 def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K: int, V: int) -> dict[str, Tensor]:
@@ -252,6 +278,10 @@ def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K:
         "weight": lambda: normal(generator, 2, K, 4),
         "bias": lambda: normal(generator, 2, K),
         "x": lambda: normal(generator, B, T, 2, K) * (1e-3 if style == "strong" else 1),  # so small that 1e-6 counts
+        "more": lambda: normal(generator, B, T, 2, K),
+        "norm": lambda: 1 + 0.3 * normal(generator, 2, K),
+        "gate": lambda: normal(generator, 5 * K + 3, 2, K) / (2 * K) ** 0.5,
+        "up": lambda: normal(generator, 5 * K + 3, 2, K) / (2 * K) ** 0.5,
         "dt": lambda: uniform(generator, 0.001, 0.1, B, T, HV),
         "angle": lambda: normal(generator, B, T, K // 4),
         "q_bias": lambda: 1 + 0.3 * normal(generator, HV, K),

@@ -88,11 +88,11 @@ def check_steps(step, recurrent, inputs: dict, table, parameters: dict = {}, slo
         assert torch.equal(x[rest], before[name][rest]), f"{name}: a slot that no row owns has changed"
 
 
-def delta_step(x: dict, state, slots, *, prediction="decayed"):
+def delta_step(x: dict, state, slots, *, prediction="decayed", l2norm=False):
     from needlework.ops.delta.step import step
 
     names = ("q", "k", "v", "g", "beta", "lam", "erase", "write", "q_read")
-    return step(*(x.get(name) for name in names), state, slots, scale=0.3, prediction=prediction)
+    return step(*(x.get(name) for name in names), state, slots, scale=0.3, prediction=prediction, l2norm=l2norm)
 
 
 def carve_step(x: dict, state, slots, *, content_chunk=4, prediction="previous"):
@@ -154,6 +154,15 @@ def test_a_delta_step_groups_value_heads_and_reads_with_its_own_query(heads):
 def test_a_delta_step_takes_any_size(K, V, BV):
     with forced("delta/step", "plain", step={"BV": BV}):
         check_delta(delta_inputs("beta", gate="channel", K=K, V=V))
+
+
+def test_a_delta_step_makes_unit_vectors_of_queries_and_keys_but_not_of_what_reads():
+    inputs = delta_inputs("lam")
+    inputs["q"], inputs["k"] = 3 * inputs["q"], 1e-3 * inputs["k"]  # so small that 1e-6 counts
+    recurrent = partial(recurrent_qdelta, scale=0.3, l2norm=True)
+    for given in (inputs, inputs | {"q_read": 2 * inputs["q"]}):
+        table = filled(torch.zeros(4, H, K, V, dtype=torch.float64))
+        check_steps(partial(delta_step, l2norm=True), recurrent, given, table)
 
 
 def test_a_delta_step_without_slots_takes_row_b_to_slot_b():

@@ -1,4 +1,4 @@
-"""Rows of unit norm, as they are written; `kernels/l2.py` has the same in one pass."""
+"""Rows of unit norm and of unit mean square, as they are written; `kernels/l2.py` has the first in one pass."""
 
 import torch
 from torch import Tensor
@@ -8,3 +8,9 @@ def unit_rows(x: Tensor) -> Tensor:
     """x / √(Σx² + 1e-6) over the last axis, computed in float32 or wider, in x's dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+def rms_rows(x: Tensor, eps: float) -> Tensor:
+    """x / √(mean x² + eps), likewise."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.runtime.custom_op import operator
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
@@ -28,24 +29,24 @@ def rows_of(p_w, o_n, in_n, o_d, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def product(p_x, tiles, p_bias, o_n, in_n, o_d, D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, ACC: tl.constexpr):
-    """x W^T + b of one row. x is read in the layout of W's tiles, as often as they have rows: it would be moved there."""
-    same = tl.zeros([BN, 1], tl.int32) + o_d[None, :]
-    y = tl.zeros([BN, BD], ACC)
-    for i in tl.static_range(0, D, BD):
-        y += tl.load(p_x + i + same, mask=same < D - i, other=0).to(ACC) * tiles[i // BD].to(ACC)
+def biased(y, p_bias, o_n, in_n):
     y = tl.sum(y, 1)
     if p_bias is not None:
-        y += tl.load(p_bias + o_n, mask=in_n, other=0).to(ACC)
+        y += tl.load(p_bias + o_n, mask=in_n, other=0).to(y.dtype)
     return y
 
 
-@triton.jit(do_not_specialize=["rows", "N"])
+@triton.jit(do_not_specialize=["rows", "N", "eps"])
 def few_rows_kernel(
-    p_x, p_w, p_bias, p_up, p_up_bias, p_y, rows, N,
+    p_x, p_more, p_norm, p_sum, eps, p_w, p_bias, p_up, p_up_bias, p_y, rows, N,
     D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GLU: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of y [rows N], x [rows D]: x W^T + b, or by GLU silu or squared ReLU of it times x U^T + c."""
+    """BN columns of y [rows N]: x W^T + b, or by GLU silu or squared ReLU of it times x U^T + c. x [rows D], or with p_norm the norm of what
+    x and, if it is there, p_more add up to, which the first program leaves in p_sum.
+
+    x is read in the layout of W's tiles, as often as they have rows: it would be moved there. Every program norms the row by itself: it has
+    all of it anyway.
+    """
     o_n, o_d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD)
     in_n = o_n < N
     tiles = rows_of(p_w, o_n, in_n, o_d, D, BD)
@@ -55,61 +56,84 @@ def few_rows_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    same = tl.zeros([BN, 1], tl.int32) + o_d[None, :]
+    leaves = (o_n == 0)[:, None]
     for _ in range(rows):
-        y = product(p_x, tiles, p_bias, o_n, in_n, o_d, D, BN, BD, ACC)
+        y = tl.zeros([BN, BD], ACC)
+        z = y
+        squares = y
+        for i in tl.static_range(0, D, BD):
+            inside = same < D - i
+            x = tl.load(p_x + i + same, mask=inside, other=0)
+            if p_norm is not None:
+                if p_more is not None:
+                    x = (x.to(ACC) + tl.load(p_more + i + same, mask=inside, other=0).to(ACC)).to(x.dtype)
+                    tl.store(p_sum + i + same, x, mask=inside & leaves)
+                squares += x.to(ACC) * x.to(ACC)
+                x = x.to(ACC) * tl.load(p_norm + i + same, mask=inside, other=0).to(ACC)
+            y += x.to(ACC) * tiles[i // BD].to(ACC)
+            if GLU is not None:
+                z += x.to(ACC) * ups[i // BD].to(ACC)
+        if p_norm is not None:
+            r = 1 / tl.sqrt(tl.sum(squares, 1) / D + eps)
+            y *= r[:, None]
+            z *= r[:, None]
+        y = biased(y, p_bias, o_n, in_n)
         if GLU is not None:
             if GLU == "silu":
                 y = y / (1 + tl.exp(-y))
             else:
                 y = tl.maximum(y, 0) * tl.maximum(y, 0)
-            y *= product(p_x, ups, p_up_bias, o_n, in_n, o_d, D, BN, BD, ACC)
+            y *= biased(z, p_up_bias, o_n, in_n)
         tl.store(p_y + o_n, y.to(p_y.dtype.element_ty), mask=in_n)
         p_x += D
         p_y += N
+        if p_more is not None:
+            p_more += D
+            p_sum += D
 
 
 @operator
-def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """y [rows N] of x [rows D], weight [N D] with contiguous rows."""
-    return _launch(x, weight, bias, None, None, None)
-
-
-@operator
-def few_rows_glu(
-    x: Tensor, gate: Tensor, gate_bias: Tensor | None, up: Tensor, up_bias: Tensor | None, activation: str
-) -> Tensor:
-    """The same of two maps: y [rows N]."""
-    return _launch(x, gate, gate_bias, up, up_bias, activation)
-
-
-def _launch(
+def few_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, up: Tensor | None, up_bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    (rows, D), N = x.shape, len(weight)
-    y = x.new_empty(rows, N)
-    if y.numel():
-        known = _constants(launch_config(ENGINE, x.device, x.dtype, D, N), x.dtype, D, activation)
-        biases = (None if one is None else one.contiguous() for one in (bias, up_bias))
-        run(
-            few_rows_kernel,
-            (cdiv(N, known["BN"]),),
-            x.contiguous(),
-            weight,
-            next(biases),
-            up,
-            next(biases),
-            y,
-            rows,
-            N,
-            **known,
-        )
+    """y [rows N] of x [rows D], weight and up [N D] with contiguous rows."""
+    y = x.new_empty(len(x), len(weight))
+    _launch(x, None, None, None, 0.0, weight, bias, up, up_bias, y, activation)
     return y
 
 
+@operator
+def few_rows_normed(
+    x: Tensor, more: Tensor | None, norm: Tensor, eps: float,
+    weight: Tensor, bias: Tensor | None, up: Tensor | None, up_bias: Tensor | None, activation: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same of the norm of x + more, and x + more; without `more` that is empty."""
+    y, total = x.new_empty(len(x), len(weight)), x.new_empty(0 if more is None else x.shape)
+    _launch(x, more, norm, total, eps, weight, bias, up, up_bias, y, activation)
+    return y, total
+
+
+def _launch(
+    x: Tensor, more: Tensor | None, norm: Tensor | None, total: Tensor | None, eps: float,
+    weight: Tensor, bias: Tensor | None, up: Tensor | None, up_bias: Tensor | None, y: Tensor, activation: str | None,
+) -> None:  # fmt: skip
+    (rows, D), N = x.shape, len(weight)
+    if y.numel():
+        known = _constants(launch_config(ENGINE, x.device, x.dtype, D, N), x.dtype, D, activation)
+        x, more, norm, bias, up_bias = each(lambda one: one.contiguous(), x, more, norm, bias, up_bias)
+        total = total if more is not None else None
+        run(few_rows_kernel, (cdiv(N, known["BN"]),), x, more, norm, total, eps, weight, bias, up, up_bias, y, rows, N, **known)
+
+
 @torch.library.register_fake(few_rows)
-@torch.library.register_fake(few_rows_glu)
 def _(x, weight, *_):
     return x.new_empty(len(x), len(weight))
+
+
+@torch.library.register_fake(few_rows_normed)
+def _(x, more, norm, eps, weight, *_):
+    return x.new_empty(len(x), len(weight)), x.new_empty(0 if more is None else x.shape)
 
 
 def _constants(config: LaunchConfig, dtype: torch.dtype, D: int, activation: str | None) -> Constants:
@@ -118,12 +142,20 @@ def _constants(config: LaunchConfig, dtype: torch.dtype, D: int, activation: str
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Of K columns of W: with a bias and without, and of two maps."""
+    """Of K columns of W: alone, with a bias, normed, and of two maps with all there is."""
     own = f"*{NAMES[dtype]}"
-    every = ("p_x", "p_w", "p_bias", "p_up", "p_up_bias", "p_y")
+    inputs, maps = ("p_more", "p_norm", "p_sum"), ("p_bias", "p_up", "p_up_bias")
     cases = []
-    for activation, absent in ((None, every[3:5]), (None, every[2:5]), ("silu", (every[2], every[4])), ("relu2", ())):
+    for activation, none in (
+        (None, inputs + maps),
+        (None, inputs + maps[1:]),
+        (None, maps),
+        ("silu", maps[::2]),
+        ("relu2", ()),
+    ):
         known, options = split(_constants(config, dtype, K, activation))
-        signature = {name: own for name in every if name not in absent} | {"rows": "i32", "N": "i32"}
-        cases.append(Case(few_rows_kernel, signature, known | dict.fromkeys(absent), options))
+        given = ("p_x", "p_w", "p_y", *(name for name in inputs + maps if name not in none))
+        signature = dict.fromkeys(given, own) | {"rows": "i32", "N": "i32", "eps": "fp32"}
+        signature = {name: signature[name] for name in few_rows_kernel.arg_names if name in signature}
+        cases.append(Case(few_rows_kernel, signature, known | dict.fromkeys(none), options))
     return cases

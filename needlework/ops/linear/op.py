@@ -1,7 +1,7 @@
 """y = x Wᵀ + b. Of few rows a product takes as long as reading W: there a kernel of sums takes the place of a matrix product's tiles."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +9,8 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.shapes import check
+from needlework.ops.common.shapes import check, width
+from needlework.ops.common.unit import rms_rows
 from needlework.ops.runtime.launch_configs import misfit
 
 Activation = Literal["silu", "relu2"]
@@ -19,6 +20,28 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "re
 def few(x: Tensor) -> bool:
     """Whether x [.. D] has one row: of more a matrix product is faster, or as fast."""
     return x.numel() == x.shape[-1]
+
+
+def added(x: Tensor, more: Tensor | None) -> Tensor:
+    """x + more, made in float32 and rounded, as halves are added. Written so, a compiler does not make it part of the product that gave
+    `more`, which would copy x first."""
+    return x if more is None else (x.to(width(x)) + more).to(x.dtype)
+
+
+class Normed(NamedTuple):
+    """A row as a product may take it: x + more, normed. RMSNorm(x + more) ⊙ norm, x and more [.. D], norm [D]; more None: of x."""
+
+    x: Tensor
+    more: Tensor | None
+    norm: Tensor
+    eps: float
+
+    def whole(self) -> Tensor:
+        return added(self.x, self.more)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The norm of the sum, rounded before it meets its weight."""
+        return rms_rows(whole, self.eps) * self.norm
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: Impl = "auto") -> Tensor:
@@ -37,23 +60,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: Impl 
     ...     linear(torch.randn(1, 64), torch.randn(100, 64)).shape
     torch.Size([1, 100])
     """
-    if (impl == "auto" and not few(x)) or _path("linear", impl, x, (weight,), (bias,)) != "triton":
+    if (impl == "auto" and not few(x)) or _path("linear", impl, x, None, (weight,), (bias,)) != "triton":
         return F.linear(x, weight, bias)
     from needlework.ops.linear.few_rows import few_rows
 
-    return few_rows(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+    return _shaped(few_rows(_rows(x), weight, bias, None, None, None), x)
 
 
 def glu(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    *,
-    activation: Activation = "silu",
-    impl: Impl = "auto",
-) -> Tensor:
+    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None,
+    *, activation: Activation = "silu", impl: Impl = "auto",
+) -> Tensor:  # fmt: skip
     """y [.. N] of x [.. D], two maps and what stands between them:
 
         y = φ(x Gᵀ + b) ⊙ (x Uᵀ + c),    φ = silu, or relu² with activation="relu2"
@@ -66,23 +83,72 @@ def glu(
     ...     glu(torch.randn(1, 64), torch.randn(100, 64), torch.randn(100, 64)).shape
     torch.Size([1, 100])
     """
-    if (impl == "auto" and not few(x)) or _path("glu", impl, x, (gate, up), (gate_bias, up_bias)) != "triton":
+    if (impl == "auto" and not few(x)) or _path("glu", impl, x, None, (gate, up), (gate_bias, up_bias)) != "triton":
         return ACTIVATIONS[activation](F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias)
-    from needlework.ops.linear.few_rows import few_rows_glu
+    from needlework.ops.linear.few_rows import few_rows
 
-    return few_rows_glu(x.reshape(-1, x.shape[-1]), gate, gate_bias, up, up_bias, activation).view(*x.shape[:-1], len(gate))
-
-
-def _path(op: str, impl: Impl, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> str:
-    return resolve(op, impl, x.device, lambda: _unsupported(x, weights, biases))
+    return _shaped(few_rows(_rows(x), gate, gate_bias, up, up_bias, activation), x)
 
 
-def _unsupported(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> str | None:
-    tensors = [t for t in (x, *weights, *biases) if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+def normed_linear(x: Normed, weight: Tensor, bias: Tensor | None = None, *, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
+    """`linear` of x's norm, and x + more. The kernel rounds that sum, and of the norm nothing.
+
+    >>> import torch
+    >>> from needlework.ops.linear import Normed, normed_linear
+    >>> with torch.no_grad():
+    ...     y, x = normed_linear(Normed(torch.randn(1, 64), torch.randn(1, 64), torch.ones(64), 1e-6), torch.randn(100, 64))
+    >>> y.shape, x.shape
+    (torch.Size([1, 100]), torch.Size([1, 64]))
+    """
+    if (impl == "auto" and not few(x.x)) or _path("linear", impl, x.x, x, (weight,), (bias,)) != "triton":
+        whole = x.whole()
+        return F.linear(x.of(whole), weight, bias), whole
+    return _of_normed(x, weight, bias, None, None, None)
+
+
+def normed_glu(
+    x: Normed, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None,
+    *, activation: Activation = "silu", impl: Impl = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`glu` of x's norm, and x + more, as `normed_linear` has it."""
+    if (impl == "auto" and not few(x.x)) or _path("glu", impl, x.x, x, (gate, up), (gate_bias, up_bias)) != "triton":
+        whole = x.whole()
+        return glu(x.of(whole), gate, up, gate_bias, up_bias, activation=activation, impl="torch"), whole
+    return _of_normed(x, gate, gate_bias, up, up_bias, activation)
+
+
+def _of_normed(
+    x: Normed, weight: Tensor, bias: Tensor | None, up: Tensor | None, up_bias: Tensor | None, activation: Activation | None
+) -> tuple[Tensor, Tensor]:
+    from needlework.ops.linear.few_rows import few_rows_normed
+
+    more = None if x.more is None else _rows(x.more)
+    y, total = few_rows_normed(_rows(x.x), more, x.norm, x.eps, weight, bias, up, up_bias, activation)
+    return _shaped(y, x.x), x.x if more is None else _shaped(total, x.x)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _shaped(y: Tensor, x: Tensor) -> Tensor:
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _path(
+    op: str, impl: Impl, x: Tensor, normed: Normed | None, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]
+) -> str:
+    return resolve(op, impl, x.device, lambda: _unsupported((x, *(normed or ())[:3]), weights, biases))
+
+
+def _unsupported(
+    inputs: tuple[Tensor | None, ...], weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]
+) -> str | None:
+    x, *tensors = [t for t in (*inputs, *weights, *biases) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *tensors)):
         return "a gradient is asked for"
-    if len({t.dtype for t in tensors}) > 1 or torch.is_autocast_enabled(x.device.type):
-        return f"its tensors have {', '.join(str(t.dtype) for t in tensors)}, expected one dtype and no autocast"
+    if any(t.dtype != x.dtype for t in tensors) or torch.is_autocast_enabled(x.device.type):
+        return f"its tensors have {', '.join(str(t.dtype) for t in (x, *tensors))}, expected one dtype and no autocast"
     for weight in weights:
         check("weight", weight, "N D", N=len(weights[0]), D=x.shape[-1])
         if type(weight) not in (Tensor, Parameter):
