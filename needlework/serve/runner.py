@@ -142,12 +142,14 @@ class Runner:
 
     def left(self, inputs: Inputs) -> Residual:
         """By the last layer, [T D], of a step that is on the device; its states have then advanced."""
-        named, D = inputs.named, inputs.shape.decodes
+        named, shape, D = inputs.named, inputs.shape, inputs.shape.decodes
         ids, slots = named["ids"], named["slots"][:D]
-        passes = self.passes if D == len(ids) else EAGER
-        x = passes.beginning(self.model, ids[:D], self.newest, slots)
+        prompts = self.on_gpu and self._captures_prompts and not D and shape.prefills == 2
+        passes = self.passes if D == len(ids) or prompts else EAGER
+        parts = [passes.beginning(self.model, ids[:D], self.newest, slots)] if D else []
         if D < len(ids):
-            x = torch.cat([x, self.model.model.embed(ids[D:])])
+            parts.append(self.model.model.embed(ids[D:]))
+        x = torch.cat(parts) if len(parts) > 1 else parts[0]
         return self.model.model.through(x, self.tables.layers, inputs.batch, passes.layer)
 
     def next(self, left: Residual, inputs: Inputs, way: Way, bits: Tensor | None) -> list[Tensor]:

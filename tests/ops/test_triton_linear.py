@@ -21,7 +21,9 @@ def check(call, *tensors, eps=3):
     """call of the kernel is PyTorch's in float64, each number within `eps` roundings of the largest."""
     found = call(*tensors, impl="triton")
     want = call(*(None if x is None else x.double() for x in tensors), impl="torch")
-    for one, exact in zip((found,) if isinstance(found, torch.Tensor) else found, (want,) if isinstance(want, torch.Tensor) else want, strict=True):
+    for one, exact in zip(
+        (found,) if isinstance(found, torch.Tensor) else found, (want,) if isinstance(want, torch.Tensor) else want, strict=True
+    ):
         u = torch.finfo(one.dtype).eps
         assert one.dtype == tensors[0].dtype and one.shape == exact.shape
         assert (one.double() - exact).abs().max() <= eps * u * exact.abs().max()
@@ -49,8 +51,19 @@ def test_a_gated_map_is_two_and_what_stands_between_them(activation):
 def test_a_normed_row_is_normed_before_its_product_and_leaves_its_sum(both):
     x, more, norm, gate, up, bias = drawn((3, 300), (3, 300), (300,), (37, 300), (37, 300), (37,))
     more, gate, up = more if both else None, gate / 16, up / 16
-    check(lambda x, more, norm, w, b, impl: normed_linear(Normed(x, more, norm, 1e-6), w, b, impl=impl), x, more, norm, gate, bias)
-    check(lambda x, more, norm, *w, impl: normed_glu(Normed(x, more, norm, 1e-6), *w, impl=impl), x, more, norm, gate, up, bias, bias)
+    check(
+        lambda x, more, norm, w, b, impl: normed_linear(Normed(x, more, norm, 1e-6), w, b, impl=impl), x, more, norm, gate, bias
+    )
+    check(
+        lambda x, more, norm, *w, impl: normed_glu(Normed(x, more, norm, 1e-6), *w, impl=impl),
+        x,
+        more,
+        norm,
+        gate,
+        up,
+        bias,
+        bias,
+    )
 
 
 def test_the_epsilon_counts_in_small_rows():
