@@ -191,12 +191,14 @@ def maps(x: Tensor, more: Tensor, norm: Tensor, gate: Tensor, up: Tensor, impl: 
     flat = lambda one: one.flatten(-2)
     given, weights = Normed(flat(x), flat(more), flat(norm), 1e-6), (flat(gate), flat(up))
     y, whole = normed_linear(given, weights[0], impl=impl)
-    z, _ = normed_glu(Normed(whole, None, flat(norm), 1e-6), *weights, gate[:, 0, 0], activation="relu2", impl=impl)
-    return Rows(
-        torch.cat([y, z, glu(whole, *weights, impl=impl), linear(whole, weights[1], up[:, 0, 0], impl=impl), whole], -1)[
-            :, :, None
-        ]
-    )
+    parts = [
+        y,
+        normed_glu(Normed(whole, None, flat(norm), 1e-6), *weights, gate[:, 0, 0], activation="relu2", impl=impl)[0],
+        glu(whole, *weights, impl=impl),
+        linear(whole, weights[1], up[:, 0, 0], impl=impl),
+        whole,
+    ]
+    return Rows(torch.cat(parts, -1)[:, :, None])
 
 
 LINEAR = replace(
