@@ -198,14 +198,14 @@ def maps(x: Tensor, more: Tensor, norm: Tensor, gate: Tensor, up: Tensor, impl: 
         linear(whole, weights[1], up[:, 0, 0], impl=impl),
         whole,
     ]
-    return Rows(torch.cat(parts, -1)[:, :, None])
+    return Rows(torch.cat(parts, -1).unflatten(-1, (-1, x.shape[-1])))
 
 
 LINEAR = replace(
     L2NORM, name="linear", chunk=maps, recurrent=maps, literal=maps, tokens=("x", "more"), half=("x", "more", "norm", "gate", "up"),
     inputs=lambda generator, B, T, style: {
         "x": normal(generator, B, T, 1, 16), "more": normal(generator, B, T, 1, 16), "norm": normal(generator, 1, 16),
-        "gate": normal(generator, 37, 1, 16), "up": normal(generator, 37, 1, 16),
+        "gate": normal(generator, 80, 1, 16), "up": normal(generator, 80, 1, 16),
     },
     skip={"gradients": "serving has none"},
 )  # fmt: skip
@@ -282,8 +282,8 @@ def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K:
         "x": lambda: normal(generator, B, T, 2, K) * (1e-3 if style == "strong" else 1),  # so small that 1e-6 counts
         "more": lambda: normal(generator, B, T, 2, K),
         "norm": lambda: 1 + 0.3 * normal(generator, 2, K),
-        "gate": lambda: normal(generator, 5 * K + 3, 2, K) / (2 * K) ** 0.5,
-        "up": lambda: normal(generator, 5 * K + 3, 2, K) / (2 * K) ** 0.5,
+        "gate": lambda: normal(generator, 5 * K, 2, K) / (2 * K) ** 0.5,
+        "up": lambda: normal(generator, 5 * K, 2, K) / (2 * K) ** 0.5,
         "dt": lambda: uniform(generator, 0.001, 0.1, B, T, HV),
         "angle": lambda: normal(generator, B, T, K // 4),
         "q_bias": lambda: 1 + 0.3 * normal(generator, HV, K),

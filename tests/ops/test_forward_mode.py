@@ -34,7 +34,7 @@ def arguments(operator, tensor):
     """A value of every argument's type. A refusal comes before any is looked at."""
     values = {
         "Tensor": tensor, "Optional[Tensor]": None, "List[Tensor]": [tensor], "Optional[int]": None, "int": 1, "bool": False,
-        "float": 1.0, "Optional[float]": None, "str": "", "List[int]": [1],
+        "float": 1.0, "Optional[float]": None, "str": "", "Optional[str]": None, "List[int]": [1],
     }  # fmt: skip
     return [values[str(argument.type)] for argument in of(operator)._schema.arguments]
 
