@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from needlework.ops.common.samples import normal, unit
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.qdelta import chunk_qdelta, recurrent_qdelta
 from needlework.ops.qdelta.spec import growing
 from needlework.ops.runtime.launch_configs import forced
@@ -43,9 +44,9 @@ def overflow_of(x, dtype=torch.bfloat16):
     from needlework.ops.delta.scalar.op import delta_scalar_fwd
     from needlework.ops.delta.scalar.operands import Saved
 
-    tokens = [x[n].to(dtype if n in "qkv" else torch.float32) for n in ("q", "k", "v", "g", "beta", "lam")]
-    _, _, *kept = delta_scalar_fwd(*tokens, None, x["initial_state"].float(), None, 0.25)
-    return Saved.of(kept).overflow
+    tokens = {n: x[n].to(dtype if n in "qkv" else torch.float32) for n in ("q", "k", "v", "g", "beta", "lam")}
+    _, _, *kept = delta_scalar_fwd(*DeltaInputs(**tokens, initial_state=x["initial_state"].float()), None, 0.25)
+    return Saved(*kept).overflow
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from needlework.ops.delta import chunk_delta
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs
 from needlework.testing import checks
@@ -100,10 +101,10 @@ def test_operators_on_a_table_pass_opcheck():
     ends = torch.tensor([0, 7, T])
     for N, cu_seqlens in ((2, None), (1, ends)):
         x = make(SPECS["qdelta"], N, T)
-        tensors = [x.get(name) for name in ("q", "k", "v", "g", "beta", "lam", "q_read")]
+        tensors = DeltaInputs(*(x.get(name) for name in DeltaInputs._fields))
         check(delta_scalar_on_table, (*tensors, table(x["v"].shape[2]), slots, fresh, None, cu_seqlens, 0.25))
         x = make(SPECS["delta/gdn2"], N, T)
-        tensors = [x.get(name) for name in ("q", "k", "v", "g", "beta", "erase", "write")]
+        tensors = DeltaInputs(*(x.get(name) for name in DeltaInputs._fields))
         check(delta_channel_on_table, (*tensors, table(2), slots, fresh, None, cu_seqlens, 0.25, "decayed"))
     check(largest_of_slots, (table(2), slots, fresh, ends, 2))
 

@@ -19,7 +19,7 @@ from needlework.ops.common.kernels.slot_rows import Slots
 from needlework.ops.common.kernels.tile import block, token_tile
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.slots import check_contiguous, start_anew
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator, step_operator
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Constants, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
@@ -100,18 +100,13 @@ class _Line(NamedTuple):
         return self.at.N * self.H * -(-self.K // settings["BV"])
 
 
-class _Given(NamedTuple):
-    """What a call's backward wants of its arguments, as the caller has them, and the final n."""
+class CcqInputs(NamedTuple):
+    """A call's tensors of tokens; their gradients come back as `CcqInputs` too."""
 
-    q: Tensor
-    k: Tensor
-    eta: Tensor
-    g: Tensor | None
-    C: Tensor | None
-    mean: Tensor | None
-    n: Tensor | None
-    cu_seqlens: Tensor | None
-    n1: Tensor
+    q: Tensor  # [B T H K]
+    k: Tensor  # [B T H K]
+    eta: Tensor  # [B T HV]
+    g: Tensor | None  # [B T H]
 
 
 class _Saved(NamedTuple):
@@ -130,18 +125,9 @@ class _Saved(NamedTuple):
     fill: Tensor | None = None  # packed
     place: Tensor | None = None
 
-    def last(self) -> tuple[Tensor, Tensor, Tensor]:
-        """G, fill and place as an operator returns them: empty tensors for what there is not."""
-        G, fill, place = (self.Sq.new_empty(0) if x is None else x for x in self[9:])
-        return G, fill, place
 
-    @classmethod
-    def of(cls, saved: list[Tensor], gated: bool, packed: bool) -> "_Saved":
-        *always, G, fill, place = saved
-        return cls(*always, G=G if gated else None, fill=fill if packed else None, place=place if packed else None)
-
-
-def _line(q: Tensor, HV: int, gated: bool, packed: bool, at: Alignment, fill: Tensor | None, chosen: LaunchConfig) -> _Line:
+def _line(inputs: CcqInputs, packed: bool, at: Alignment, fill: Tensor | None, chosen: LaunchConfig) -> _Line:
+    q, HV, gated = inputs.q, inputs.eta.shape[2], inputs.g is not None
     B, _, H, K = q.shape
     return _Line(at, chosen, B, H, HV, K, q.dtype, q.device, fill, gated, packed)
 
@@ -156,60 +142,50 @@ def _fill(at: Alignment, cu_seqlens: Tensor, C: int) -> Tensor:
 
 @operator
 def ccq_triton(
-    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, mean: Tensor | None, n: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """q̃ and the final C, mean, n. An operator of its own: results that are not there cost the host as much as a launch."""
-    cleaned, final, _ = _call(q, k, eta, g, _state(C, mean, n), cu_seqlens, save=False)
-    return cleaned, *final
+    inputs: CcqInputs, initial_state: CurvatureState | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, CurvatureState]:
+    """q̃ and the final state. An operator of its own: results that are not there cost the host as much as a launch."""
+    return _call(inputs, initial_state, cu_seqlens, save=False)[:2]
 
 
-@step_operator("C", "mean", "n")
+@step_operator("table")
 def ccq_triton_slots(
-    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor, mean: Tensor, n: Tensor, slots: Tensor | None,
-    fresh: Tensor | None, cu_seqlens: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """q̃; what the sequences hold in the table C, mean, n advances in place.
+    inputs: CcqInputs, table: CurvatureState, slots: Tensor | None, fresh: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """q̃; what the sequences hold in the table advances in place.
 
     The walk reads and writes C in its slots; kernels are given rows of mean and n, which are small. No number is read back: cu_seqlens
     rises from 0 to the tokens that there are, and C is symmetric, by contract.
     """
-    check_contiguous(C=C, mean=mean, n=n)
+    check_contiguous(**table._asdict())
+    q, (C, mean, n) = inputs.q, table
     if not q.numel():
-        start_anew(CurvatureState(C, mean, n), slots, fresh, cu_seqlens, q)
-        return q.new_empty(*eta.shape, q.shape[-1])
+        start_anew(table, slots, fresh, cu_seqlens, q)
+        return q.new_empty(*inputs.eta.shape, q.shape[-1])
     own = Slots.of(C, slots, fresh, cu_seqlens, len(q))
     state = CurvatureState(C, own.read(mean), own.read(n))
-    cleaned, (_, *final), _ = _call(q, k, eta, g, state, cu_seqlens, save=False, own=own)
+    cleaned, final, _ = _call(inputs, state, cu_seqlens, save=False, own=own)
     own.clear(C)
-    own.write(mean, final[0])
-    own.write(n, final[1])
+    own.write(mean, final.mean)
+    own.write(n, final.n)
     return cleaned
 
 
 @operator
 def ccq_triton_fwd(
-    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, mean: Tensor | None, n: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
-    """q̃, the final C, mean, n, and what `_Saved` lists."""
-    cleaned, final, kept = _call(q, k, eta, g, _state(C, mean, n), cu_seqlens, save=True)
+    inputs: CcqInputs, initial_state: CurvatureState | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, CurvatureState, _Saved]:
+    """q̃, the final state, and what the backward takes."""
+    cleaned, final, kept = _call(inputs, initial_state, cu_seqlens, save=True)
     assert kept is not None  # saved
-    return cleaned, *final, *kept[:9], *kept.last()
-
-
-def _state(C: Tensor | None, mean: Tensor | None, n: Tensor | None) -> CurvatureState | None:
-    """All of them or none is given."""
-    return None if C is None or mean is None or n is None else CurvatureState(C, mean, n)
+    return cleaned, final, kept
 
 
 def _call(
-    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureState | None, cu_seqlens: Tensor | None, *,
-    save: bool, own: Slots | None = None,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], _Saved | None]:  # fmt: skip
+    inputs: CcqInputs, state: CurvatureState | None, cu_seqlens: Tensor | None, *, save: bool, own: Slots | None = None
+) -> tuple[Tensor, CurvatureState, _Saved | None]:
     """`_forward` of tokens that lie as the caller has them. own: C is a table."""
+    q, eta = inputs.q, inputs.eta
     if cu_seqlens is not None and own is None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
     B, T, _, K = q.shape
@@ -217,34 +193,32 @@ def _call(
     at = Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], q.device)
     packed = cu_seqlens is not None
     fill = _fill(at, cu_seqlens, chosen.launch["shared"]["C"]) if packed else None
-    line = _line(q, eta.shape[2], g is not None, packed, at, fill, chosen)
+    line = _line(inputs, packed, at, fill, chosen)
     if state is not None and own is None:
         state = CurvatureState(*each(Tensor.contiguous, *state))
     if q.numel() == 0:
         return q.new_empty(*eta.shape, K), _untouched(line, state), _no_chunk(q, line)
-    tokens = each(at.align, q, k, eta, g)
+    tokens = CcqInputs(*each(at.align, *inputs))
     key = ENGINE, chosen.name, kind(*tokens, *(state or NO_STATE)), packed, save, own and own.kind()
     precompile(q.device, key, lambda: _launches(tokens, state, line, save, own))
-    cleaned, final, kept = _forward(*tokens, state, line, save, own)
+    cleaned, final, kept = _forward(tokens, state, line, save, own)
     return at.restore(cleaned), final, kept
 
 
-def _launches(
-    tokens: tuple[Tensor, Tensor, Tensor, Tensor | None], state: CurvatureState | None, line: _Line, save: bool, own: Slots | None
-) -> None:  # fmt: skip
+def _launches(tokens: CcqInputs, state: CurvatureState | None, line: _Line, save: bool, own: Slots | None) -> None:
     """What a call and its backward launch, on meta tensors."""
-    line, tokens = line._replace(device=torch.device("meta")), meta(*tokens)
+    line, tokens = line._replace(device=torch.device("meta")), CcqInputs(*meta(*tokens))
     state, own = None if state is None else CurvatureState(*meta(*state)), None if own is None else own.meta()
-    cleaned, (*_, n), kept = _forward(*tokens, state, line, save, own)
+    cleaned, final, kept = _forward(tokens, state, line, save, own)
     if kept is not None:
         C = None if state is None else state.C
-        _backward_of(torch.empty_like(cleaned), None, None, None, *tokens, C, n, kept, line)
+        _backward_of(torch.empty_like(cleaned), None, None, None, tokens, C, final.n, kept, line)
 
 
 def _forward(
-    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureState | None, line: _Line, save: bool,
-    own: Slots | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], _Saved | None]:  # fmt: skip
+    tokens: CcqInputs, state: CurvatureState | None, line: _Line, save: bool, own: Slots | None
+) -> tuple[Tensor, CurvatureState, _Saved | None]:
+    q, k, eta, g = tokens
     H, K, N = line.H, line.K, line.at.N
     settings = line.constants("sums")
     total, mass = line.empty(K), line.empty()
@@ -257,7 +231,7 @@ def _forward(
         of_table, stride, final_C = (None, None), None, _final_place(line, None if state is None else state.C)
     else:
         of_table, stride, final_C = (own.slots, own.fresh), own.stride, state.C
-    final = final_C, torch.empty(N, H, K, **wide), torch.empty(N, H, **wide)
+    final = CurvatureState(final_C, torch.empty(N, H, K, **wide), torch.empty(N, H, **wide))
     initial = NO_STATE if state is None else state
     mean0, step, n0 = line.empty(K), line.empty(K), line.empty()
     settings = line.constants("means", INIT=state is not None)
@@ -294,13 +268,13 @@ def _final_place(line: _Line, C: Tensor | None) -> Tensor:
     return make(line.at.N, line.H, line.K, line.K, dtype=line.wide, device=line.device)
 
 
-def _untouched(line: _Line, state: CurvatureState | None) -> tuple[Tensor, Tensor, Tensor]:
+def _untouched(line: _Line, state: CurvatureState | None) -> CurvatureState:
     """The final state where there is no token."""
     if state is not None:
-        return each(lambda x: x.to(line.wide, copy=True), *state)
+        return CurvatureState(*each(lambda x: x.to(line.wide, copy=True), *state))
     sizes = (line.K, line.K), (line.K,), ()
     C, mean, n = (torch.zeros(line.at.N, line.H, *size, dtype=line.wide, device=line.device) for size in sizes)
-    return C, mean, n
+    return CurvatureState(C, mean, n)
 
 
 def _no_chunk(q: Tensor, line: _Line) -> _Saved:
@@ -320,22 +294,27 @@ def _no_chunk(q: Tensor, line: _Line) -> _Saved:
     return _Saved(Sq, kc, *chunks, line.at.cum, G, fill, place)
 
 
-@torch.library.register_fake(ccq_triton)
-def _results(q, k, eta, g, C, mean, n, cu_seqlens):
-    H, K = q.shape[2:]
+@fake(ccq_triton)
+def _results(
+    inputs: CcqInputs, initial_state: CurvatureState | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, CurvatureState]:
+    q, (H, K) = inputs.q, inputs.q.shape[2:]
     N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     number = lambda *sizes: q.new_empty(*sizes, dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty(*eta.shape, K), number(N, H, K, K), number(N, H, K), number(N, H)
+    state = CurvatureState(number(N, H, K, K), number(N, H, K), number(N, H))
+    return q.new_empty(*inputs.eta.shape, K), state
 
 
-@torch.library.register_fake(ccq_triton_slots)
-def _(q, k, eta, *_):
-    return q.new_empty(*eta.shape, q.shape[-1])
+@fake(ccq_triton_slots)
+def _(inputs: CcqInputs, *_):
+    return inputs.q.new_empty(*inputs.eta.shape, inputs.q.shape[-1])
 
 
-@torch.library.register_fake(ccq_triton_fwd)
-def _(q, k, eta, g, C, mean, n, cu_seqlens):
-    B, T, H, K = q.shape
+@fake(ccq_triton_fwd)
+def _(
+    inputs: CcqInputs, initial_state: CurvatureState | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, CurvatureState, _Saved]:
+    q, (B, T, H, K) = inputs.q, inputs.q.shape
     chunk = launch_config(ENGINE, q.device, q.dtype, K, K).launch["shared"]["C"]
     packed, N = cu_seqlens is not None, B if cu_seqlens is None else len(cu_seqlens) - 1
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -345,51 +324,58 @@ def _(q, k, eta, g, C, mean, n, cu_seqlens):
 
     aligned = (T // chunk + N) * chunk if packed else T
     rows = B * (-(-aligned // chunk))
-    tokens = [q.new_empty(B, aligned, H, K) for _ in range(2)]
-    chunks = [q.new_empty(rows, H, chunk, chunk)]
-    chunks += [number(rows, H, *sizes) for sizes in ((ROWS.value, chunk), (K,), (K,), (), ())]
-    G = q.new_empty(0) if g is None else number(rows, H, 2, chunk)
-    fill, place = number(rows, dtype=torch.int32), number(T, dtype=torch.int64)
-    rest = (fill, place) if packed else (q.new_empty(0), q.new_empty(0))
-    return *_results(q, k, eta, g, C, mean, n, cu_seqlens), *tokens, *chunks, number(N + 1, dtype=torch.int32), G, *rest
+    kept = _Saved(
+        Sq=q.new_empty(B, aligned, H, K),
+        kc=q.new_empty(B, aligned, H, K),
+        P=q.new_empty(rows, H, chunk, chunk),
+        E=number(rows, H, ROWS.value, chunk),
+        mean=number(rows, H, K),
+        step=number(rows, H, K),
+        n=number(rows, H),
+        mass=number(rows, H),
+        cum=number(N + 1, dtype=torch.int32),
+        G=None if inputs.g is None else number(rows, H, 2, chunk),
+        fill=number(rows, dtype=torch.int32) if packed else None,
+        place=number(T, dtype=torch.int64) if packed else None,
+    )
+    return *_results(inputs, initial_state, cu_seqlens), kept
 
 
 @backward_operator
 def ccq_triton_bwd(
-    dcleaned: Tensor, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None,
-    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, mean: Tensor | None, n: Tensor | None,
-    cu_seqlens: Tensor | None, n1: Tensor, saved: list[Tensor],
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, eta, g, C, mean, n; an empty tensor for what was not given. n1: after the last token."""
-    kept = _Saved.of(saved, g is not None, cu_seqlens is not None)
-    chosen = launch_config(ENGINE, q.device, q.dtype, q.shape[-1], q.shape[-1])
+    dcleaned: Tensor | None, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None, inputs: CcqInputs,
+    initial_state: CurvatureState | None, cu_seqlens: Tensor | None, n1: Tensor, kept: _Saved,
+) -> tuple[CcqInputs, CurvatureState | None]:  # fmt: skip
+    """Gradients of `inputs` and of the initial state. n1: n after the last token."""
+    q, g, K = inputs.q, inputs.g, inputs.q.shape[-1]
+    chosen = launch_config(ENGINE, q.device, q.dtype, K, K)
     if kept.P.shape[-1] != chosen.launch["shared"]["C"]:
         raise RuntimeError(
             f"{ENGINE}: the forward ran with chunks of {kept.P.shape[-1]}, the config for the backward has others"
         )
-    at = Alignment(kept.cum, len(kept.cum) - 1, kept.Sq.shape[1], 0, kept.place)
-    line = _line(q, eta.shape[2], g is not None, cu_seqlens is not None, at, kept.fill, chosen)
     if q.numel() == 0:
-        tokens = [torch.zeros_like(x) if x is not None else q.new_empty(0) for x in (q, k, eta, g)]
-        return [*tokens, *_nothing_read(q, _state(C, mean, n), dC, dmean, dn)]
-    dcleaned, q, k, eta = each(at.align, dcleaned, q, k, eta)
-    C, mean, n = each(Tensor.contiguous, C, mean, n)
-    state = _state(C, mean, n)
-    tokens, first, scale = _backward_of(dcleaned, dC, dmean, dn, q, k, eta, g, C, n1, kept, line)
-    tokens = [q.new_empty(0) if x is None else at.restore(x) for x in tokens]
-    tokens[3] = tokens[3] if g is None else tokens[3].to(g.dtype)
-    if state is None or first is None:
-        return [*tokens, *(q.new_empty(0) for _ in range(3))]
-    return [*tokens, *_first_state(line, scale, first, kept.mean, state, dmean)]
+        return CcqInputs(*each(torch.zeros_like, *inputs)), _nothing_read(initial_state, dC, dmean, dn)
+    at = Alignment(kept.cum, len(kept.cum) - 1, kept.Sq.shape[1], 0, kept.place)
+    line = _line(inputs, cu_seqlens is not None, at, kept.fill, chosen)
+    dcleaned = q.new_zeros(*inputs.eta.shape, K) if dcleaned is None else dcleaned.contiguous()
+    # the kernels read sums of g that the forward has kept
+    tokens = CcqInputs(*each(at.align, inputs.q, inputs.k, inputs.eta), g)
+    state = None if initial_state is None else CurvatureState(*each(Tensor.contiguous, *initial_state))
+    C = None if state is None else state.C
+    found, first, scale = _backward_of(at.align(dcleaned), dC, dmean, dn, tokens, C, n1, kept, line)
+    found = CcqInputs(*each(at.restore, *found))
+    found = found if g is None or found.g is None else found._replace(g=found.g.to(g.dtype))
+    return found, None if state is None or first is None else _first_state(line, scale, first, kept.mean, state, dmean)
 
 
 def _backward_of(
     dcleaned: Tensor, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None,
-    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor | None, n1: Tensor, kept: _Saved, line: _Line,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor] | None, Tensor | float]:  # fmt: skip
-    """Gradients of q, k, eta and g of aligned tokens; N, r and z before the first where C is given, times the number returned."""
+    tokens: CcqInputs, C: Tensor | None, n1: Tensor, kept: _Saved, line: _Line,
+) -> tuple[CcqInputs, tuple[Tensor, Tensor, Tensor] | None, Tensor | float]:  # fmt: skip
+    """Gradients of aligned tokens; N, r and z before the first where C is given, times the number returned."""
     from needlework.ops.ccq.curvature.backward import adjoint, backward, fold, gate
 
+    q, k, eta, g = tokens
     H, K, width = line.H, line.K, line.C
     scale = _scale(dcleaned, dC, line) if line.scaled else 1.0
     p_scale = scale if line.scaled else None
@@ -432,7 +418,7 @@ def _backward_of(
         dg = torch.empty(line.B, line.at.T, H, dtype=line.wide, device=line.device)
         settings = line.constants("gate", NZ=parts)
         line.launch(gate, settings, Ey, kept.G, line.fill, kept.n, reach, grown, z, C0, N0, p_scale, dg)
-    return (dq, dk, deta, dg), first, scale
+    return CcqInputs(dq, dk, deta, dg), first, scale
 
 
 def _first_place(line: _Line, ends: tuple[Tensor, ...] | None, parts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -447,9 +433,10 @@ def _first_place(line: _Line, ends: tuple[Tensor, ...] | None, parts: int) -> tu
     return make(N, H, K, K, **wide), make(N, H, K, **wide), make(N, H, parts, **wide)
 
 
-@torch.library.register_fake(ccq_triton_bwd)
-def _(dcleaned, dC, dmean, dn, q, k, eta, g, C, mean, n, cu_seqlens, n1, saved):
-    return [q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, eta, g, C, mean, n)]
+@fake(ccq_triton_bwd)
+def _(dcleaned, dC, dmean, dn, inputs: CcqInputs, initial_state: CurvatureState | None, *_):
+    state = None if initial_state is None else CurvatureState(*each(torch.empty_like, *initial_state))
+    return CcqInputs(*each(torch.empty_like, *inputs)), state
 
 
 def _scale(dcleaned: Tensor, dC: Tensor | None, line: _Line) -> Tensor:
@@ -475,7 +462,7 @@ def _seeds(
 def _first_state(
     line: _Line, scale: Tensor | float, first: tuple[Tensor, Tensor, Tensor], mean0: Tensor, state: CurvatureState,
     dmean: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
+) -> CurvatureState:  # fmt: skip
     """Gradients of the initial state."""
     (N, r, z), (_, mean, n) = first, state
     cum = line.at.cum
@@ -489,33 +476,30 @@ def _first_state(
         # without a token the mean passes through, whatever its mass
         dmean0 = torch.where(still[..., None], dmean, dmean0)
     gradients = N / (-2 * scale), dmean0, dn / scale
-    return [dx.to(x.dtype).contiguous() for dx, x in zip(gradients, state, strict=True)]
+    return CurvatureState(*(dx.to(x.dtype).contiguous() for dx, x in zip(gradients, state, strict=True)))
 
 
 def _nothing_read(
-    q: Tensor, state: CurvatureState | None, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None
-) -> list[Tensor]:
+    state: CurvatureState | None, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None
+) -> CurvatureState | None:
     """Gradients of the initial state where there is no token."""
     if state is None:
-        return [q.new_empty(0) for _ in range(3)]
+        return None
     dC = None if dC is None else (dC + dC.mT) / 2
     pairs = zip(state, (dC, dmean, dn), strict=True)
-    return [torch.zeros_like(x) if dx is None else dx.to(x.dtype, copy=True) for x, dx in pairs]
+    return CurvatureState(*(torch.zeros_like(x) if dx is None else dx.to(x.dtype, copy=True) for x, dx in pairs))
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _save(ctx, inputs, output) -> None:
+    given, state, cu_seqlens = inputs
+    _, final, kept = output
+    ctx.save_for_backward(*given, *(NO_STATE if state is None else state), cu_seqlens, final.n, *kept)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*_Given(*inputs, n1=output[3]), *output[4:])
 
 
 def _backward(ctx, dcleaned, dC, dmean, dn, *_):
-    count = len(_Given._fields)
-    given, saved = _Given(*ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
-    if dcleaned is None:
-        dcleaned = given.q.new_zeros(*given.eta.shape, given.q.shape[-1])
-    found = ccq_triton_bwd(dcleaned.contiguous(), dC, dmean, dn, *given, saved)
-    found = [dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)]
-    return *found, None
+    found = ccq_triton_bwd(dcleaned, dC, dmean, dn, *ctx.saved_tensors)
+    return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), None
 
 
-differentiable(ccq_triton_fwd, _backward, _setup_context)
+differentiable(ccq_triton_fwd, _backward, _save)

@@ -20,7 +20,6 @@ from needlework.ops.delta.scalar.backward import backward
 from needlework.ops.delta.scalar.intra import intra
 from needlework.ops.delta.scalar.operands import (
     ENGINE,
-    TENSORS,
     Saved,
     flags,
     forms,
@@ -33,7 +32,7 @@ from needlework.ops.delta.scalar.scan import scan
 from needlework.ops.delta.scalar.transitions import transitions
 from needlework.ops.delta.segments import fix_up, segment_count, segmented
 from needlework.ops.delta.table import on_table
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator, step_operator
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
@@ -44,19 +43,14 @@ def scalar(inputs: DeltaInputs, cu_seqlens: Tensor | None, *, scale: float) -> t
     """o [B T HV V] in q's dtype, final state [N HV K V] in float32 or wider; differentiable in every tensor. No erase, no write."""
     if inputs.lam is None and inputs.q_read is not None:
         inputs = inputs._replace(q=inputs.q_read, q_read=None)
-    given = inputs.flat(TENSORS)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        return delta_scalar_fwd(*given, cu_seqlens, scale)[:2]
-    return delta_scalar(*given, cu_seqlens, scale)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return delta_scalar_fwd(*inputs, cu_seqlens, scale)[:2]
+    return delta_scalar(*inputs, cu_seqlens, scale)
 
 
 @operator
-def delta_scalar(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def delta_scalar(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """o and the final state. An operator of its own: results that are not there cost the host as much as a launch."""
-    inputs = DeltaInputs.of(TENSORS, (q, k, v, g, beta, lam, q_read, initial_state))
     o, state, _ = _call(inputs, cu_seqlens, scale, save=False)
     return o, state
 
@@ -65,31 +59,20 @@ def scalar_on_table(inputs: DeltaInputs, table: SlotTable, cu_seqlens: Tensor | 
     """o alone: states start from slots of the table, and end there. The values of cu_seqlens are not checked."""
     if inputs.lam is None and inputs.q_read is not None:
         inputs = inputs._replace(q=inputs.q_read, q_read=None)
-    return delta_scalar_on_table(*inputs.flat(TENSORS[:-1]), *table, cu_seqlens, scale)
+    return delta_scalar_on_table(*inputs, *table, cu_seqlens, scale)
 
 
-@step_operator("state")
-def delta_scalar_on_table(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
-    state: Tensor, slots: Tensor | None, fresh: Tensor | None, power: Tensor | None, cu_seqlens: Tensor | None, scale: float,
-) -> Tensor:  # fmt: skip
-    """o. Nothing is read back to the host."""
-    inputs = DeltaInputs.of(TENSORS, (q, k, v, g, beta, lam, q_read, None))
+@step_operator("table.state")
+def delta_scalar_on_table(inputs: DeltaInputs, table: SlotTable, cu_seqlens: Tensor | None, scale: float) -> Tensor:
+    """o, without an initial state in `inputs`. Nothing is read back to the host."""
     walk = lambda table: _call(inputs, cu_seqlens, scale, save=False, table=table)[0]
-    return on_table(inputs, SlotTable(state, slots, fresh, power), cu_seqlens, walk)
+    return on_table(inputs, table, cu_seqlens, walk)
 
 
 @operator
-def delta_scalar_fwd(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
-    """o, the final state, and the tensors of `Saved`, empty where there is none."""
-    inputs = DeltaInputs.of(TENSORS, (q, k, v, g, beta, lam, q_read, initial_state))
-    o, state, saved = _call(inputs, cu_seqlens, scale, save=True)
-    return o, state, *saved.flat()
+def delta_scalar_fwd(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Saved]:
+    """o, the final state, and what the backward takes."""
+    return _call(inputs, cu_seqlens, scale, save=True)
 
 
 def _call(
@@ -101,7 +84,7 @@ def _call(
     aligned = inputs.aligned(alignment)
     segments = _segments(inputs, alignment.N, cu_seqlens, chosen)
     settings = {"scale": scale, "config": chosen}
-    key = ENGINE, chosen.name, kind(*aligned.flat(TENSORS)), segments > 1, save, table and kind(*table)
+    key = ENGINE, chosen.name, kind(*aligned), segments > 1, save, table and kind(*table)
     on_meta = table and SlotTable(*meta(*table))
     precompile(
         inputs.q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, segments, on_meta, settings)
@@ -112,31 +95,25 @@ def _call(
 
 @backward_operator
 def delta_scalar_bwd(
-    do: Tensor, dstate: Tensor | None, saved: list[Tensor],
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None, q_read: Tensor | None,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, g, beta, lam, q_read and the initial state; an empty tensor for what was not given."""
-    given = q, k, v, g, beta, lam, q_read, initial_state
-    inputs, kept = DeltaInputs.of(TENSORS, given), Saved.of(saved)
-    chosen = _config(inputs)
-    chunk = kept.Pp.shape[-1]
+    do: Tensor | None, dstate: Tensor | None, saved: Saved, inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float
+) -> DeltaInputs:
+    """Gradients of `inputs`."""
+    chosen, initial_state = _config(inputs), inputs.initial_state
+    chunk = saved.Pp.shape[-1]
     if chunk != chosen.launch["shared"]["C"]:
         raise RuntimeError(f"{ENGINE}: the forward ran with chunks of {chunk}, the config for the backward has others")
-    if not v.numel():
+    if not inputs.v.numel():
         found = DeltaInputs(*each(torch.zeros_like, *inputs))
         if initial_state is not None and dstate is not None:
             found = found._replace(initial_state=dstate.to(initial_state.dtype, copy=True))
     else:
         alignment = _alignment(inputs, cu_seqlens, chosen)
+        do = torch.zeros_like(inputs.v) if do is None else do.contiguous()
         dstate = None if dstate is None else dstate.contiguous()
         found = backward(
-            alignment.align(do), dstate, inputs.aligned(alignment), kept, alignment, scale=scale, config=chosen
+            alignment.align(do), dstate, inputs.aligned(alignment), saved, alignment, scale=scale, config=chosen
         ).restored(alignment)  # fmt: skip
-    return [
-        q.new_empty(0) if x is None or dx is None else dx.to(x.dtype).contiguous()
-        for x, dx in zip(given, found.flat(TENSORS), strict=True)
-    ]
+    return found.like(inputs)
 
 
 def _launches(
@@ -311,51 +288,45 @@ def _segments(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, chosen: La
     return segment_count(N * HV * -(-V // launch["BV"]), longest, K, V, launch["NP"])
 
 
-@torch.library.register_fake(delta_scalar)
-def _results(q, k, v, g, beta, lam, q_read, initial_state, cu_seqlens, scale):
+@fake(delta_scalar)
+def _results(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    v, K = inputs.v, inputs.k.shape[-1]
     N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
-    return torch.empty_like(v), v.new_empty(N, v.shape[2], k.shape[-1], v.shape[-1], dtype=accumulator(q.dtype))
+    return torch.empty_like(v), v.new_empty(N, v.shape[2], K, v.shape[-1], dtype=accumulator(inputs.q.dtype))
 
 
-@torch.library.register_fake(delta_scalar_on_table)
-def _(q, k, v, *_):
-    return torch.empty_like(v)
+@fake(delta_scalar_on_table)
+def _(inputs: DeltaInputs, *_):
+    return torch.empty_like(inputs.v)
 
 
-@torch.library.register_fake(delta_scalar_fwd)
-def _(*given):
-    *tensors, cu_seqlens, _ = given
-    inputs = DeltaInputs.of(TENSORS, tensors)
+@fake(delta_scalar_fwd)
+def _(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Saved]:
     (B, T, HV, V), K, chosen = inputs.v.shape, inputs.k.shape[-1], _config(inputs)
     C = chosen.launch["shared"]["C"]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     saved = Saved.empty(inputs, T if cu_seqlens is None else (T // C + N) * C, C, save=True)
     segments = _segments(inputs, N, cu_seqlens, chosen)
     if segments > 1:
-        states = (saved.G.new_empty(N * segments, HV, K, D) for D in (V, K))
-        saved = saved._replace(**dict(zip(("initial_state", "M"), states, strict=True)))
-    return *_results(*given), *saved.flat()
+        initial_state, M = (saved.G.new_empty(N * segments, HV, K, D) for D in (V, K))
+        saved = saved._replace(initial_state=initial_state, M=M)
+    return *_results(inputs, cu_seqlens, scale), saved
 
 
-@torch.library.register_fake(delta_scalar_bwd)
-def _(do, dstate, saved, *given):
-    *tensors, _, _ = given
-    return [do.new_empty(0) if x is None else torch.empty_like(x) for x in tensors]
+@fake(delta_scalar_bwd)
+def _(do: Tensor | None, dstate: Tensor | None, saved: Saved, inputs: DeltaInputs, *_):
+    return DeltaInputs(*each(torch.empty_like, *inputs))
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*output[2:], *tensors)
+    given, cu_seqlens, ctx.scale = inputs
+    ctx.save_for_backward(*output[2], *given, cu_seqlens)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, dstate, *_):
-    kept = len(Saved._fields)
-    saved, (*tensors, cu_seqlens) = ctx.saved_tensors[:kept], ctx.saved_tensors[kept:]
-    do = torch.zeros_like(tensors[TENSORS.index("v")]) if do is None else do.contiguous()
-    found = delta_scalar_bwd(do, dstate, list(saved), *tensors, cu_seqlens, ctx.scale)
-    found = [dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)]
-    return *found, None, None
+    found = delta_scalar_bwd(do, dstate, *ctx.saved_tensors, ctx.scale)
+    return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), None, None
 
 
 differentiable(delta_scalar_fwd, _backward, _save)
