@@ -19,7 +19,7 @@ from needlework.layers.batch import Batch
 from needlework.layers.config import Config, Mixer, MixerConfig
 from needlework.layers.projection import OutProjection, ZeroProjection, side_by_side
 from needlework.layers.state import Held, Part
-from needlework.ops.common.conv import After, causal_conv, causal_conv_slots, step_conv
+from needlework.ops.conv.op import After, causal_conv, causal_conv_slots, step_conv
 
 
 class CausalConv(nn.Module):

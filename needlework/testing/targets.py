@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, OpSpec
-from needlework.ops.common.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
-from needlework.ops.common.unit import unit_rows
+from needlework.ops.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.runtime.denylist import denied
 from needlework.ops.runtime.launch_configs import LaunchConfig, rows
 from needlework.ops.specs import specs
+from needlework.ops.unit.reference import unit_rows
 from needlework.testing.lucid_pages import LUCID_PAGES
 
 # launch table -> the files that hold its kernels
@@ -25,8 +25,8 @@ ENGINES = {
         "delta.channel.intra",
         "delta.channel.scan",
         "delta.channel.backward",
-        "common.kernels.slots",
-        "common.kernels.slot_rows",
+        "slots.kernels",
+        "slots.rows",
         "carve.feedback.forward",
         "carve.feedback.backward",
     ),
@@ -34,8 +34,8 @@ ENGINES = {
     "ccq/curvature": ("ccq.curvature.intra", "ccq.curvature.scan", "ccq.curvature.backward"),
     "ccq/step": ("ccq.step",),
     "carve/step": ("carve.step",),
-    "common/l2": ("common.kernels.l2",),
-    "common/conv": ("common.kernels.conv",),
+    "unit/rows": ("unit.rows",),
+    "conv/depthwise": ("conv.depthwise.op",),
     "lucid/solve": ("lucid.solve.launches",),
     "lucid/step": ("lucid.step",),
     "lucid/pages": ("lucid.solve.by_table",),
@@ -80,9 +80,9 @@ RULES = (
     Rule("carve/rank4", "delta/channel", "carve/step"),
     Rule("ccq/aligned", "ccq/curvature", "ccq/step", covers=True, keys_alone=True),
     Rule("ccq", "ccq/curvature", "ccq/step", keys_alone=True),
-    Rule("l2norm", "common/l2", None, covers=True, keys_alone=True),
-    Rule("conv", "common/conv", None, covers=True, keys_alone=True),
-    Rule("conv/slots", "common/conv", None, covers=True, keys_alone=True),
+    Rule("l2norm", "unit/rows", None, covers=True, keys_alone=True),
+    Rule("conv", "conv/depthwise", None, covers=True, keys_alone=True),
+    Rule("conv/slots", "conv/depthwise", None, covers=True, keys_alone=True),
     _pairs("lucid", "lucid/solve", "lucid/step", covers=True, several=True),
     _pairs("lucid/beta", "lucid/solve", "lucid/step", several=True),
     _pairs("lucid/rowmax-window", "lucid/solve", "lucid/step", several=True),
@@ -107,7 +107,7 @@ class Rows(NamedTuple):
 
 def l2norm(x: Tensor, impl: Impl = "torch", **_: object) -> Rows:
     """Rows of unit norm; every form of it is the same, and no sequence is anything to it."""
-    from needlework.ops.common.kernels.l2 import l2_rows
+    from needlework.ops.unit.rows import l2_rows
 
     return Rows((l2_rows if impl == "triton" else unit_rows)(x))
 

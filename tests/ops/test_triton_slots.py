@@ -91,9 +91,9 @@ def test_a_call_on_a_table_reads_nothing_back(rule, ends, monkeypatch):
 
 
 def test_operators_on_a_table_pass_opcheck():
-    from needlework.ops.common.kernels.slots import largest_of_slots
     from needlework.ops.delta.channel.op import delta_channel_on_table
     from needlework.ops.delta.scalar.op import delta_scalar_on_table
+    from needlework.ops.slots.kernels import largest_of_slots
 
     check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
     table = lambda H: torch.zeros(4, H, 16, 12, dtype=torch.float64)

@@ -10,16 +10,16 @@ from needlework.ops.carve.feedback.backward import Gradients, backward
 from needlework.ops.carve.feedback.forward import forward
 from needlework.ops.carve.layout import Layout
 from needlework.ops.carve.state import CarveOutput, CarveState
-from needlework.ops.common.kernels.slot_rows import Slots
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import width
-from needlework.ops.common.slots import check_contiguous, start_anew
 from needlework.ops.delta.channel.operands import Saved
 from needlework.ops.delta.inputs import solve_dtype
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
+from needlework.ops.slots.rows import Slots
+from needlework.ops.slots.table import check_contiguous, start_anew
 
 ENGINE = "delta/channel"  # whose recurrence it is
 

@@ -15,14 +15,14 @@ from needlework.ops.ccq.curvature.intra import ROWS, arguments, constants, intra
 from needlework.ops.ccq.curvature.scan import walk
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.common.alignment import Alignment
-from needlework.ops.common.kernels.slot_rows import Slots
 from needlework.ops.common.kernels.tile import block, token_tile
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.common.slots import check_contiguous, start_anew
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Constants, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
+from needlework.ops.slots.rows import Slots
+from needlework.ops.slots.table import check_contiguous, start_anew
 
 ENGINE = "ccq/curvature"
 NO_STATE = None, None, None

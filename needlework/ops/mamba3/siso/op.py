@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from needlework.ops.common.kernels.slot_rows import Slots
-from needlework.ops.common.kernels.slots import largest_of_slots
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.common.slots import Sequences, check_contiguous, start_anew
 from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.delta.scalar.op import delta_scalar, delta_scalar_bwd, delta_scalar_fwd, delta_scalar_on_table
 from needlework.ops.delta.scalar.operands import Saved
@@ -23,6 +20,9 @@ from needlework.ops.mamba3.siso.tiles import Tiles
 from needlework.ops.mamba3.state import Mamba3State
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
+from needlework.ops.slots.kernels import largest_of_slots
+from needlework.ops.slots.rows import Slots
+from needlework.ops.slots.table import Sequences, check_contiguous, start_anew
 
 
 def siso(given: Inputs, cu_seqlens: Tensor | None, *, halves: bool, final: bool) -> tuple[Tensor, Mamba3State | None]:

@@ -1,4 +1,4 @@
-"""Rows of unit norm, as they are written; `kernels/l2.py` has the same in one pass."""
+"""Rows of unit norm, as they are written; `rows.py` has the same in one pass."""
 
 import torch
 from torch import Tensor
