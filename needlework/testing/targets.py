@@ -20,7 +20,7 @@ from needlework.testing.lucid_pages import LUCID_PAGES
 
 # launch table -> the files that hold its kernels
 ENGINES = {
-    "delta/scalar": ("delta.scalar.op", "delta.scalar.backward", "delta.scalar.transitions", "delta.segments"),
+    "delta/scalar": ("delta.scalar.forward", "delta.scalar.backward", "delta.scalar.transitions", "delta.segments"),
     "delta/channel": (
         "delta.channel.intra",
         "delta.channel.scan",
@@ -31,7 +31,7 @@ ENGINES = {
         "carve.feedback.backward",
     ),
     "delta/step": ("delta.step",),
-    "ccq/curvature": ("ccq.curvature.intra", "ccq.curvature.scan", "ccq.curvature.backward"),
+    "ccq/curvature": ("ccq.curvature.intra", "ccq.curvature.scan", "ccq.curvature.intra_bwd", "ccq.curvature.scan_bwd"),
     "ccq/step": ("ccq.step",),
     "carve/step": ("carve.step",),
     "unit/rows": ("unit.rows",),

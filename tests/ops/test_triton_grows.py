@@ -52,13 +52,13 @@ def overflow_of(x, dtype=torch.bfloat16):
 @pytest.fixture
 def fallback_in_float64(monkeypatch):
     from needlework.ops.delta.scalar import backward as scalar_backward
-    from needlework.ops.delta.scalar import op as scalar_op
+    from needlework.ops.delta.scalar import forward as scalar_forward
     from needlework.ops.delta.scalar import operands, transitions
     from needlework.ops.runtime.triton_types import TYPES
 
     double = TYPES[torch.float64]
     caches = (operands.scan_constants, scalar_backward.constants)
-    for module in (scalar_op, scalar_backward, transitions):
+    for module in (scalar_forward, scalar_backward, transitions):
         monkeypatch.setattr(module, "forms", lambda dtype, lam: (2,))
     empty = operands.Saved.empty
     overflown = lambda *given, **settings: empty(*given, **settings)._replace(overflow=torch.ones(1, dtype=torch.int32))
