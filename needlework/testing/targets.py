@@ -39,7 +39,7 @@ ENGINES = {
     "lucid/solve": ("lucid.solve.launches",),
     "lucid/step": ("lucid.step",),
     "lucid/pages": ("lucid.solve.by_table",),
-    "polar/attention": ("polar.attention.op",),
+    "polar/attention": ("polar.attention.launches",),
     "path/engine": ("path.engine.op",),
     "path/step": ("path.engine.step",),
     "paged/paged": ("paged.engine.op",),

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.curvature.intra import arguments
 from needlework.ops.ccq.curvature.intra_bwd import adjoint, fold, gate
-from needlework.ops.ccq.curvature.operands import NO_STATE, CcqInputs, Line, Saved
+from needlework.ops.ccq.curvature.operands import NO_STATE, Line, Saved
 from needlework.ops.ccq.curvature.scan_bwd import backward
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.runtime.precompile import run

@@ -4,8 +4,9 @@ aligned."""
 import torch
 from torch import Tensor
 
+from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.curvature.intra import ROWS, arguments, intra, means, sums
-from needlework.ops.ccq.curvature.operands import NO_STATE, CcqInputs, Line, Saved
+from needlework.ops.ccq.curvature.operands import NO_STATE, Line, Saved
 from needlework.ops.ccq.curvature.scan import walk
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.runtime.each import each

@@ -7,10 +7,11 @@ symmetric by contract, and so is its gradient here.
 import torch
 from torch import Tensor
 
+from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.curvature.backward import gradients, nothing_read, of_first_state
 from needlework.ops.ccq.curvature.forward import forward, no_chunk, untouched
 from needlework.ops.ccq.curvature.intra import ROWS
-from needlework.ops.ccq.curvature.operands import ENGINE, NO_STATE, CcqInputs, Line, Saved, filled, line_of
+from needlework.ops.ccq.curvature.operands import ENGINE, NO_STATE, Line, Saved, filled, line_of
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens

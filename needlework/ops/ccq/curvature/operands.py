@@ -7,6 +7,7 @@ from torch import Tensor
 from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.curvature.intra import arguments, constants
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import block, token_tile
@@ -15,15 +16,6 @@ from needlework.ops.runtime.precompile import run
 
 ENGINE = "ccq/curvature"
 NO_STATE = None, None, None
-
-
-class CcqInputs(NamedTuple):
-    """A call's tensors of tokens; their gradients come back as `CcqInputs` too."""
-
-    q: Tensor  # [B T H K]
-    k: Tensor  # [B T H K]
-    eta: Tensor  # [B T HV]
-    g: Tensor | None  # [B T H]
 
 
 class Saved(NamedTuple):
