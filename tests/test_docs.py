@@ -24,7 +24,7 @@ public_ops = [
     for op in OPS
     for name in vars(importlib.import_module(f"needlework.ops.{op}"))
     if name.startswith(FORMS)
-] + [f"needlework.ops.common.conv.{name}" for name in ("causal_conv", "causal_conv_slots", "step_conv")]
+] + [f"needlework.ops.conv.{name}" for name in ("causal_conv", "causal_conv_slots", "step_conv")]
 familiar = importlib.import_module("needlework.ops.familiar")
 public_ops += [
     f"{familiar.__name__}.{name}"

@@ -10,7 +10,7 @@ import torch
 
 from needlework.models import TableCache
 from needlework.ops.ccq.state import symmetric
-from needlework.ops.common.conv import causal_conv, causal_conv_slots, step_conv
+from needlework.ops.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.lucid import solve_pages
 from needlework.ops.qdelta.spec import growing
 from needlework.ops.specs import specs

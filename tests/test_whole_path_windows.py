@@ -6,7 +6,7 @@ import torch
 from needlework.layers import Lucid, Polar, Softmax
 from needlework.layers.config import Width
 from needlework.layers.differential import Differential
-from needlework.ops.common.attention import oldest
+from needlework.ops.attention.fused import oldest
 
 T, D = 12, 64  # as many keys as stand apart from one another: what LUCID solves away is e^-8 of a value
 RULES = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from needlework.models import NeedleworkForCausalLM
-from needlework.ops.common.attention import fastest
+from needlework.ops.attention.fused import fastest
 
 
 def reader(model: NeedleworkForCausalLM) -> Callable[[Tensor], Tensor]:

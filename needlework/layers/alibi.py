@@ -9,8 +9,8 @@ from torch import Tensor
 from needlework.fields import Count, Positive
 from needlework.layers.config import Width
 from needlework.layers.softmax import AttendConfig, AttendRule, softmax_attention
+from needlework.ops.attention.pages import positions
 from needlework.ops.common.packing import token_positions
-from needlework.ops.common.pages import positions
 from needlework.ops.paged import paged_attention
 
 

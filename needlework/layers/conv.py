@@ -20,7 +20,7 @@ from needlework.layers.config import Config, Mixer, MixerConfig
 from needlework.layers.norm import Later
 from needlework.layers.projection import OutProjection, Projection, ZeroProjection, mapped, side_by_side
 from needlework.layers.state import Held, Part
-from needlework.ops.common.conv import After, causal_conv, causal_conv_slots, step_conv
+from needlework.ops.conv.op import After, causal_conv, causal_conv_slots, step_conv
 
 
 class CausalConv(nn.Module):

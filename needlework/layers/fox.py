@@ -16,8 +16,8 @@ from needlework.layers.projection import Projection
 from needlework.layers.softmax import AttendConfig, AttendRule, appended, softmax_attention
 from needlework.layers.state import KVState, Part
 from needlework.ops.common.packing import document_positions, sequences
-from needlework.ops.common.slots import Sequences
 from needlework.ops.paged import paged_attention, write_pages
+from needlework.ops.slots.table import Sequences
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ weight in bfloat16, and under autocast returns bfloat16 where this one returns t
 import torch
 from torch import Tensor, nn
 
-from needlework.ops.common.unit import rms_rows
 from needlework.ops.linear import Normed, glu, linear, normed_glu, normed_linear
 from needlework.ops.linear.op import Activation, few
+from needlework.ops.unit.reference import rms_rows
 
 EPS = 1e-6
 

@@ -1,6 +1,6 @@
 """Softmax attention, full or in a sliding window: PyTorch's own kernels. Other attend rules score with it.
 
-On a GPU windows and packed documents take memory O(T) (`ops/common/attention.py`); elsewhere documents are padded and windows are masks,
+On a GPU windows and packed documents take memory O(T) (`ops/attention/fused.py`); elsewhere documents are padded and windows are masks,
 and so are tokens after pages everywhere.
 """
 
@@ -17,9 +17,9 @@ from needlework.fields import Count, Positive
 from needlework.layers.batch import Batch
 from needlework.layers.config import Config, Width
 from needlework.layers.state import Captured, KVState, Part
-from needlework.ops.common.attention import causal, streamed, streams
+from needlework.ops.attention.fused import causal, streamed, streams
+from needlework.ops.attention.pages import append, positions
 from needlework.ops.common.packing import check_cu_seqlens, lengths, pad, sequences, unpad
-from needlework.ops.common.pages import append, positions
 from needlework.ops.paged import paged_attention, write_pages
 
 
@@ -41,7 +41,7 @@ def softmax_attention(
 
     q [B T Hq d], k [B T Hkv d], v [B T Hkv V], scale default d^-1/2 -> o [B T Hq V] and the pages after the last token.
     decay: G [B T Hq], float64, of which differences in a document alone count, None: 0; past_decay [N P Hq]: of the pages' rows.
-    Pages are a ring of `ring` rows, or hold every token (`ops/common/pages.py`).
+    Pages are a ring of `ring` rows, or hold every token (`ops/attention/pages.py`).
     """
     adds = decay is not None or cu_seqlens is not None or (window is not None and window < q.shape[1])
     if adds and initial_state is None and streams(q, v):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class KVState(NamedTuple):
-    """Growing: k [N P Hkv K], v [N P Hkv V], length [N] tokens seen (`ops/common/pages.py`)."""
+    """Growing: k [N P Hkv K], v [N P Hkv V], length [N] tokens seen (`ops/attention/pages.py`)."""
 
     k: Tensor
     v: Tensor

@@ -10,38 +10,38 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, OpSpec
-from needlework.ops.common.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
-from needlework.ops.common.unit import unit_rows
+from needlework.ops.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.linear import Normed, glu, linear, normed_glu, normed_linear
 from needlework.ops.runtime.denylist import denied
 from needlework.ops.runtime.launch_configs import LaunchConfig, rows
 from needlework.ops.specs import specs
+from needlework.ops.unit.reference import unit_rows
 from needlework.testing.lucid_pages import LUCID_PAGES
 
 # launch table -> the files that hold its kernels
 ENGINES = {
-    "delta/scalar": ("delta.scalar.op", "delta.scalar.backward", "delta.scalar.transitions", "delta.segments"),
+    "delta/scalar": ("delta.scalar.forward", "delta.scalar.backward", "delta.scalar.transitions", "delta.segments"),
     "delta/channel": (
         "delta.channel.intra",
         "delta.channel.scan",
         "delta.channel.backward",
-        "common.kernels.slots",
-        "common.kernels.slot_rows",
+        "slots.kernels",
+        "slots.rows",
         "carve.feedback.forward",
         "carve.feedback.backward",
     ),
     "delta/step": ("delta.step",),
-    "ccq/curvature": ("ccq.curvature.intra", "ccq.curvature.scan", "ccq.curvature.backward"),
+    "ccq/curvature": ("ccq.curvature.intra", "ccq.curvature.scan", "ccq.curvature.intra_bwd", "ccq.curvature.scan_bwd"),
     "ccq/step": ("ccq.step",),
     "carve/step": ("carve.step",),
-    "common/l2": ("common.kernels.l2",),
-    "common/conv": ("common.kernels.conv",),
+    "unit/rows": ("unit.rows",),
+    "conv/depthwise": ("conv.depthwise.op",),
     "linear/few_rows": ("linear.few_rows",),
     "lucid/solve": ("lucid.solve.launches",),
     "lucid/step": ("lucid.step",),
     "lucid/pages": ("lucid.solve.by_table",),
-    "polar/attention": ("polar.attention.op",),
+    "polar/attention": ("polar.attention.launches",),
     "path/engine": ("path.engine.op",),
     "path/step": ("path.engine.step",),
     "paged/paged": ("paged.engine.op",),
@@ -82,9 +82,9 @@ RULES = (
     Rule("carve/rank4", "delta/channel", "carve/step"),
     Rule("ccq/aligned", "ccq/curvature", "ccq/step", covers=True, keys_alone=True),
     Rule("ccq", "ccq/curvature", "ccq/step", keys_alone=True),
-    Rule("l2norm", "common/l2", None, covers=True, keys_alone=True),
-    Rule("conv", "common/conv", None, covers=True, keys_alone=True),
-    Rule("conv/slots", "common/conv", None, covers=True, keys_alone=True),
+    Rule("l2norm", "unit/rows", None, covers=True, keys_alone=True),
+    Rule("conv", "conv/depthwise", None, covers=True, keys_alone=True),
+    Rule("conv/slots", "conv/depthwise", None, covers=True, keys_alone=True),
     Rule("linear", "linear/few_rows", None, covers=True, keys_alone=True),
     _pairs("lucid", "lucid/solve", "lucid/step", covers=True, several=True),
     _pairs("lucid/beta", "lucid/solve", "lucid/step", several=True),
@@ -110,7 +110,7 @@ class Rows(NamedTuple):
 
 def l2norm(x: Tensor, impl: Impl = "torch", **_: object) -> Rows:
     """Rows of unit norm; every form of it is the same, and no sequence is anything to it."""
-    from needlework.ops.common.kernels.l2 import l2_rows
+    from needlework.ops.unit.rows import l2_rows
 
     return Rows((l2_rows if impl == "triton" else unit_rows)(x))
 

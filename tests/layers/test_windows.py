@@ -9,7 +9,7 @@ from torch.nn.functional import softplus
 
 from needlework.layers import Differential, Lucid, Polar, Softmax
 from needlework.layers.config import Width
-from needlework.ops.common import attention
+from needlework.ops.attention import fused as attention
 from needlework.testing.compare import EXACT, relative
 
 DIM, HQ, HKV, D = 8, 4, 2, 16

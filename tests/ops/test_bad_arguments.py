@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from needlework.ops.common.conv import causal_conv, causal_conv_slots, step_conv
+from needlework.ops.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.lucid import solve_pages
 from needlework.ops.paged import paged_attention, paged_differential, paged_polar, write_pages
 from needlework.ops.specs import specs

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from needlework.ops.common.conv import causal_conv, causal_conv_slots, step_conv
+from needlework.ops.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.testing.compare import EXACT, relative
 from needlework.testing.rows import covering
 

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 import needlework.layers.rope
 import needlework.ops
-from needlework.ops.common.attention import streamed
+from needlework.ops.attention.fused import streamed
 from needlework.ops.specs import specs
 from needlework.testing.compare import assert_close, leaves, make
 

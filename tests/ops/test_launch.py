@@ -12,10 +12,10 @@ from torch.compiler import config
 from needlework.ops.api import _warn_once, resolve
 from needlework.ops.common import alignment
 from needlework.ops.common.alignment import Alignment
-from needlework.ops.common.unit import unit_rows
 from needlework.ops.delta import chunk_delta, recurrent_delta
 from needlework.ops.qdelta import chunk_qdelta
 from needlework.ops.runtime import compile_cache, denylist, launch_configs
+from needlework.ops.unit.reference import unit_rows
 from needlework.testing import targets
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -167,7 +167,7 @@ def test_l2norm_is_to_divide_q_and_k_first_and_not_q_read():
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 @pytest.mark.parametrize("D", [1, 6, 128, 200])
 def test_rows_of_unit_norm_by_a_kernel_with_their_gradient(D):
-    from needlework.ops.common.kernels.l2 import l2_rows
+    from needlework.ops.unit.rows import l2_rows
 
     x = torch.randn(3, 7, D, dtype=torch.float64)
     x[0, 0] = 0
@@ -185,7 +185,7 @@ def test_rows_of_unit_norm_by_a_kernel_with_their_gradient(D):
 
 
 def test_rows_of_unit_norm_where_no_launch_config_may_be_taken(monkeypatch):
-    triton_l2 = pytest.importorskip("needlework.ops.common.kernels.l2")
+    triton_l2 = pytest.importorskip("needlework.ops.unit.rows")
     monkeypatch.setattr(triton_l2, "misfit", lambda *_: "is on doctor's denylist")
     x = torch.randn(3, 7, 20, dtype=torch.float64)
     torch.testing.assert_close(triton_l2.l2_rows(x), unit_rows(x))

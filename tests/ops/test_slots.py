@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlework.ops.common.slots import Sequences, check_table
+from needlework.ops.slots.table import Sequences, check_table
 
 
 class Pair(NamedTuple):

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from needlework.ops.common.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.common.packing import document_positions
+from needlework.ops.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.runtime.launch_configs import forced
 from needlework.testing.compare import EXACT, poisoned, relative
 from needlework.testing.rows import covering
@@ -20,7 +20,7 @@ BLOCK = {"BC": 16}
 
 def small():
     return forced(
-        "common/conv", conv_forward_kernel=SMALL, conv_backward_kernel=SMALL, conv_past_backward_kernel=BLOCK, conv_keep_kernel=BLOCK,
+        "conv/depthwise", conv_forward_kernel=SMALL, conv_backward_kernel=SMALL, conv_past_backward_kernel=BLOCK, conv_keep_kernel=BLOCK,
         conv_step_kernel=BLOCK,
     )  # fmt: skip
 
@@ -104,7 +104,7 @@ def test_calls_on_a_table_compile_whole(monkeypatch):
 
 @pytest.mark.parametrize("ends", (None, [0, 2, 7]))
 def test_the_operators_pass_opcheck(ends):
-    from needlework.ops.common.kernels.conv import conv_slots_triton, conv_step_triton, conv_triton, conv_triton_bwd
+    from needlework.ops.conv.depthwise.op import conv_slots_triton, conv_step_triton, conv_triton, conv_triton_bwd
 
     x, weight = inputs(7, B=1 if ends else 2)
     at = torch.tensor(ends) if ends else None

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from needlework.ops.common.samples import normal, unit
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.qdelta import chunk_qdelta, recurrent_qdelta
 from needlework.ops.qdelta.spec import growing
 from needlework.ops.runtime.launch_configs import forced
@@ -43,21 +44,21 @@ def overflow_of(x, dtype=torch.bfloat16):
     from needlework.ops.delta.scalar.op import delta_scalar_fwd
     from needlework.ops.delta.scalar.operands import Saved
 
-    tokens = [x[n].to(dtype if n in "qkv" else torch.float32) for n in ("q", "k", "v", "g", "beta", "lam")]
-    _, _, *kept = delta_scalar_fwd(*tokens, None, x["initial_state"].float(), None, 0.25)
-    return Saved.of(kept).overflow
+    tokens = {n: x[n].to(dtype if n in "qkv" else torch.float32) for n in ("q", "k", "v", "g", "beta", "lam")}
+    _, _, *kept = delta_scalar_fwd(*DeltaInputs(**tokens, initial_state=x["initial_state"].float()), None, 0.25)
+    return Saved(*kept).overflow
 
 
 @pytest.fixture
 def fallback_in_float64(monkeypatch):
     from needlework.ops.delta.scalar import backward as scalar_backward
-    from needlework.ops.delta.scalar import op as scalar_op
+    from needlework.ops.delta.scalar import forward as scalar_forward
     from needlework.ops.delta.scalar import operands, transitions
     from needlework.ops.runtime.triton_types import TYPES
 
     double = TYPES[torch.float64]
     caches = (operands.scan_constants, scalar_backward.constants)
-    for module in (scalar_op, scalar_backward, transitions):
+    for module in (scalar_forward, scalar_backward, transitions):
         monkeypatch.setattr(module, "forms", lambda dtype, lam: (2,))
     empty = operands.Saved.empty
     overflown = lambda *given, **settings: empty(*given, **settings)._replace(overflow=torch.ones(1, dtype=torch.int32))

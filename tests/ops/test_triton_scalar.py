@@ -122,11 +122,11 @@ def test_no_token_keeps_the_state():
 def test_what_the_backward_is_given_is_what_the_page_says():
     """W of the recurrence; T and P' of the chunk; prefixes in log2."""
     from needlework.ops.delta.scalar.op import delta_scalar_fwd
-    from needlework.ops.delta.scalar.operands import TENSORS, Saved
+    from needlework.ops.delta.scalar.operands import Saved
 
     x = inputs(T=21, rule="gated")
-    _, _, *kept = delta_scalar_fwd(*DeltaInputs(**x).flat(TENSORS), None, SCALE)
-    W, Tp, Pp, A, G, E, *_ = Saved.of(kept)
+    _, _, *kept = delta_scalar_fwd(*DeltaInputs(**x), None, SCALE)
+    W, Tp, Pp, A, G, E, *_ = Saved(*kept)
     C = Tp.shape[-1]
     q, k, g = (y[0, :C, 0] for y in (x["q"], x["k"], x["g"]))
     prefix = g.cumsum(0)
@@ -164,7 +164,7 @@ def test_the_operator_passes_opcheck():
     from needlework.ops.delta.scalar.op import delta_scalar, delta_scalar_fwd
 
     x = inputs(T=20)
-    args = *(x[n] for n in ("q", "k", "v", "g", "beta", "lam")), None, x["initial_state"], None, SCALE
+    args = *DeltaInputs(**x), None, SCALE
     for operator in (delta_scalar, delta_scalar_fwd):
         torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
 
@@ -207,10 +207,10 @@ def test_operands_of_another_half_type_are_copied_once():
     for dtype in (torch.bfloat16, torch.float16):
         q, k, v, read = (x[n].to(dtype) for n in ("q", "k", "v", "q_read"))
         g, beta, lam = (x[n].float() for n in ("g", "beta", "lam"))
-        _, _, *kept = delta_scalar_fwd(q, k, v, g, beta, lam, read, None, None, SCALE)
-        saved = Saved.of(kept)
+        _, _, *kept = delta_scalar_fwd(*DeltaInputs(q, k, v, g, beta, lam, q_read=read), None, SCALE)
+        saved = Saved(*kept)
         for copy, given in ((saved.q, q), (saved.k, k), (saved.q_read, read)):
             if dtype == torch.bfloat16:
                 assert copy.dtype == torch.float16 and torch.equal(copy, given.to(torch.float16))
             else:
-                assert copy is None
+                assert not copy.numel()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from needlework.ops.delta import chunk_delta
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs
 from needlework.testing import checks
@@ -90,9 +91,9 @@ def test_a_call_on_a_table_reads_nothing_back(rule, ends, monkeypatch):
 
 
 def test_operators_on_a_table_pass_opcheck():
-    from needlework.ops.common.kernels.slots import largest_of_slots
     from needlework.ops.delta.channel.op import delta_channel_on_table
     from needlework.ops.delta.scalar.op import delta_scalar_on_table
+    from needlework.ops.slots.kernels import largest_of_slots
 
     check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
     table = lambda H: torch.zeros(4, H, 16, 12, dtype=torch.float64)
@@ -100,10 +101,10 @@ def test_operators_on_a_table_pass_opcheck():
     ends = torch.tensor([0, 7, T])
     for N, cu_seqlens in ((2, None), (1, ends)):
         x = make(SPECS["qdelta"], N, T)
-        tensors = [x.get(name) for name in ("q", "k", "v", "g", "beta", "lam", "q_read")]
+        tensors = DeltaInputs(*(x.get(name) for name in DeltaInputs._fields))
         check(delta_scalar_on_table, (*tensors, table(x["v"].shape[2]), slots, fresh, None, cu_seqlens, 0.25))
         x = make(SPECS["delta/gdn2"], N, T)
-        tensors = [x.get(name) for name in ("q", "k", "v", "g", "beta", "erase", "write")]
+        tensors = DeltaInputs(*(x.get(name) for name in DeltaInputs._fields))
         check(delta_channel_on_table, (*tensors, table(2), slots, fresh, None, cu_seqlens, 0.25, "decayed"))
     check(largest_of_slots, (table(2), slots, fresh, ends, 2))
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import flex_attention
 
 from needlework.layers import softmax
-from needlework.ops.common import attention
+from needlework.ops.attention import fused as attention
 from needlework.testing.compare import EXACT, relative
 
 ENDS = [0, 100, 100, 417, 700]

@@ -1,7 +1,7 @@
 """CARVE's fast path as two operators that the compiler does not look into: layout, dtypes and what backward keeps.
 
-`kept_S`, `kept_m`: state and content at the start of every content chunk that holds a token, sequence by sequence, in
-buffers as long as any layout of so many tokens may need. Arguments have been checked, but for the values of cu_seqlens
+`Kept` has them of every content chunk that holds a token, sequence by sequence, in buffers as long as any layout of so many tokens may
+need. Arguments have been checked, but for the values of cu_seqlens
 and position, which are data.
 """
 
@@ -13,15 +13,23 @@ from torch import Tensor
 from needlework.ops.carve import chunk
 from needlework.ops.carve.arguments import CarveInputs, check_position
 from needlework.ops.carve.grid import Grid, gather, scatter
+from needlework.ops.carve.state import CarveState
 from needlework.ops.common.packing import check_cu_seqlens, lengths
 from needlework.ops.common.shapes import width
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.precision import keep_precision
 
 
-class Saved(NamedTuple):
-    """What the backward is given beside the cotangents, in the order of its operator's arguments."""
+class Kept(NamedTuple):
+    """State and content at the start of every content chunk."""
+
+    S: Tensor
+    m: Tensor
+
+
+class Gradients(NamedTuple):
+    """Of the op's tensors, and of the S, m and total carried in."""
 
     q: Tensor
     k: Tensor
@@ -33,24 +41,22 @@ class Saved(NamedTuple):
     dt_bias: Tensor
     w1: Tensor
     w2: Tensor
-    position: Tensor
-    cu_seqlens: Tensor | None
-    kept_S: Tensor
-    kept_m: Tensor
+    S: Tensor
+    m: Tensor
+    total: Tensor
 
 
 @operator
 def carve_fwd(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
-    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    S: Tensor, m: Tensor, total: Tensor, position: Tensor, cu_seqlens: Tensor | None,
+    inputs: CarveInputs, initial_state: CarveState, cu_seqlens: Tensor | None,
     content_chunk: int, prediction: str, scale: float, chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """o, S, m, total, position, kept_S, kept_m."""
+) -> tuple[Tensor, CarveState, Kept]:  # fmt: skip
+    """o, the final state, and what the backward takes."""
+    q, position = inputs.q, initial_state.position
     check_position(position, content_chunk)
     grid = _grid(q, position, cu_seqlens)
-    tensors = _aligned(grid, CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2))
-    S, m, total = (_copy(x, q) for x in (S, m, total))
+    tensors = _aligned(grid, inputs)
+    S, m, total = (_copy(x, q) for x in initial_state[:3])
     o, S, m, total, starts = chunk.forward(
         *tensors, S, m, total, grid.ends,
         content_chunk=content_chunk, prediction=prediction, scale=scale, chunk_size=chunk_size,
@@ -60,22 +66,20 @@ def carve_fwd(
     if starts:
         for kept, at_start in zip((kept_S, kept_m), zip(*starts, strict=True), strict=True):
             kept[: int(live.sum())] = gather(torch.stack(at_start, 1), live)
-    return grid.restore(o, like=q).to(q.dtype), S, m, total, grid.ends % content_chunk, kept_S, kept_m
+    final = CarveState(S, m, total, grid.ends % content_chunk)
+    return grid.restore(o, like=q).to(q.dtype), final, Kept(kept_S, kept_m)
 
 
 @backward_operator
 def carve_bwd(
-    do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
-    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    position: Tensor, cu_seqlens: Tensor | None, kept_S: Tensor, kept_m: Tensor,
-    content_chunk: int, prediction: str, scale: float, chunk_size: int,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of q … w2, then of the S, m and total carried in."""
-    inputs = CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor, inputs: CarveInputs, position: Tensor, cu_seqlens: Tensor | None,
+    kept: Kept, content_chunk: int, prediction: str, scale: float, chunk_size: int,
+) -> Gradients:  # fmt: skip
+    """Gradients of what the forward was given; S, m and total's float32 or wider."""
+    q = inputs.q
     grid = _grid(q, position, cu_seqlens)
     live = grid.chunks(content_chunk)
-    starts = [scatter(kept[: int(live.sum())], live).unbind(1) for kept in (kept_S, kept_m)]
+    starts = [scatter(x[: int(live.sum())], live).unbind(1) for x in kept]
     do, (dS, dm, dtotal) = grid.align(do.to(width(q))), (_copy(x, q) for x in (dS, dm, dtotal))
     gradients = chunk.backward(
         do, dS, dm, dtotal, *_aligned(grid, inputs), list(zip(*starts, strict=True)), grid.ends,
@@ -83,7 +87,7 @@ def carve_bwd(
     )  # fmt: skip
     tokens = [grid.restore(dx, like=q) for dx in gradients[:6]]
     given = [dx.to(x.dtype).contiguous() for dx, x in zip([*tokens, *gradients[6:10]], inputs, strict=True)]
-    return [*given, *gradients[10:]]
+    return Gradients(*given, *gradients[10:])
 
 
 def _grid(q: Tensor, position: Tensor, cu_seqlens: Tensor | None) -> Grid:
@@ -112,29 +116,30 @@ def _most_chunks(q: Tensor, position: Tensor, content_chunk: int) -> int:
     return (q.shape[0] * q.shape[1] + 2 * len(position) * (content_chunk - 1)) // content_chunk
 
 
-@torch.library.register_fake(carve_fwd)
-def _(q, k, v, f, b, w, A_log, dt_bias, w1, w2, S, m, total, position, cu_seqlens, content_chunk, *_):
+@fake(carve_fwd)
+def _(inputs: CarveInputs, initial_state: CarveState, cu_seqlens: Tensor | None, content_chunk: int, *_):
+    q, (S, m, total, position) = inputs.q, initial_state
     rows = _most_chunks(q, position, content_chunk)
-    state = [x.new_empty(x.shape, dtype=width(q)) for x in (S, m, total)]
-    kept = [x.new_empty(rows, *x.shape[1:], dtype=width(q)) for x in (S, m)]
-    return q.new_empty(*q.shape[:3], v.shape[-1]), *state, position.new_empty(position.shape), *kept
+    S, m, total = (x.new_empty(x.shape, dtype=width(q)) for x in (S, m, total))
+    kept = Kept(*(x.new_empty(rows, *x.shape[1:], dtype=width(q)) for x in (S, m)))
+    return q.new_empty(*q.shape[:3], inputs.v.shape[-1]), CarveState(S, m, total, torch.empty_like(position)), kept
 
 
-@torch.library.register_fake(carve_bwd)
-def _(do, dS, dm, dtotal, *tensors):
-    states = [x.new_empty(x.shape, dtype=width(tensors[0])) for x in (dS, dm, dtotal)]
-    return [x.new_empty(x.shape) for x in tensors[:10]] + states
+@fake(carve_bwd)
+def _(do, dS, dm, dtotal, inputs: CarveInputs, *_):
+    states = (x.new_empty(x.shape, dtype=width(inputs.q)) for x in (dS, dm, dtotal))
+    return Gradients(*(x.new_empty(x.shape) for x in inputs), *states)
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, S, m, total, position, cu_seqlens, content_chunk, prediction, scale, chunk_size = inputs
-    ctx.save_for_backward(*Saved._make((*tensors, position, cu_seqlens, *output[-2:])))
-    ctx.settings = content_chunk, prediction, scale, chunk_size
-    ctx.state_dtypes = S.dtype, m.dtype, total.dtype
+    given, state, cu_seqlens, *ctx.settings = inputs
+    *_, kept = output
+    ctx.save_for_backward(*given, state.position, cu_seqlens, *kept)
+    ctx.state_dtypes = tuple(x.dtype for x in state[:3])
 
 
 def _backward(ctx, do, dS, dm, dtotal, *_):
-    gradients = carve_bwd(do, dS, dm, dtotal, *Saved(*ctx.saved_tensors), *ctx.settings)
+    gradients = carve_bwd(do, dS, dm, dtotal, *ctx.saved_tensors, *ctx.settings)
     state = [dx.to(dtype) for dx, dtype in zip(gradients[10:], ctx.state_dtypes, strict=True)]
     return *gradients[:10], *state, None, None, None, None, None, None
 

@@ -11,8 +11,8 @@ from needlework.ops.carve.state import CarveOutput, CarveState
 from needlework.ops.common.operands import Operand, identity
 from needlework.ops.common.packing import check_cu_seqlens, sequences
 from needlework.ops.common.shapes import check_count, check_slots, check_state, check_tensor, now, width
-from needlework.ops.common.slots import Live, Sequences, check_table
 from needlework.ops.runtime.launch_configs import misfit
+from needlework.ops.slots.table import Live, Sequences, check_table
 
 
 def chunk_carve(

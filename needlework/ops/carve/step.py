@@ -13,10 +13,10 @@ from torch import Tensor
 
 from needlework.ops.carve.arguments import Prediction
 from needlework.ops.carve.state import CarveState
-from needlework.ops.common.slots import check_contiguous
 from needlework.ops.runtime.custom_op import step_operator
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
+from needlework.ops.slots.table import check_contiguous
 
 ENGINE = "carve/step"
 

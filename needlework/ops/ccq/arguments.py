@@ -1,10 +1,21 @@
 """What CCQ's arguments must be; every form of the op checks them here."""
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.common import shapes
 from needlework.ops.common.shapes import check, check_dtypes
+
+
+class CcqInputs(NamedTuple):
+    """A call's tensors of tokens; their gradients come back as `CcqInputs` too."""
+
+    q: Tensor  # [B T H K]
+    k: Tensor  # [B T H K]
+    eta: Tensor  # [B T HV]
+    g: Tensor | None  # [B T H]
 
 
 def check_tokens(q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None) -> None:

@@ -10,9 +10,9 @@ from needlework.ops.ccq.reference import recurrent_ccq
 from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state, symmetric
 from needlework.ops.common.packing import sequences
 from needlework.ops.common.shapes import check_count, check_slots, now, width
-from needlework.ops.common.slots import Live, Sequences, check_table
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
+from needlework.ops.slots.table import Live, Sequences, check_table
 
 
 def chunk_ccq(

@@ -12,11 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.ccq.state import CurvatureState
-from needlework.ops.common.slots import check_contiguous
 from needlework.ops.runtime.custom_op import step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
+from needlework.ops.slots.table import check_contiguous
 
 ENGINE = "ccq/step"
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from needlework.ops.common.packing import sequences
 from needlework.ops.common.shapes import check, check_dtypes, check_groups, check_tensor, width
-from needlework.ops.common.slots import check_table
-from needlework.ops.common.unit import unit_rows
 from needlework.ops.runtime.each import each
+from needlework.ops.slots.table import check_table
+from needlework.ops.unit.reference import unit_rows
 
 Prediction = Literal["decayed", "previous", "given"]
 

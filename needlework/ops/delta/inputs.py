@@ -1,9 +1,5 @@
-"""The tensors of a call by name, from the op to the launches of its kernels, and the type of the operands that these make of them.
+"""The tensors of a call by name, from the op to the launches of its kernels, and the type of the operands that these make of them."""
 
-Operators of torch.library take the tensors one by one.
-"""
-
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +12,7 @@ from needlework.ops.runtime.each import each
 class DeltaInputs(NamedTuple):
     """Tensors of an engine's call, None for what the rule does not have. Their gradients come back as `DeltaInputs` too.
 
-    An engine takes some of them; its `TENSORS` names these in the order of its operators' arguments.
+    The scalar engine takes no erase and no write, the channel engine no lam and no q_read.
     """
 
     q: Tensor  # [B T H K]; for the channel engine what reads
@@ -30,17 +26,6 @@ class DeltaInputs(NamedTuple):
     q_read: Tensor | None = None  # [B T H K] or [B T HV K]
     initial_state: Tensor | None = None  # [N HV K V]
 
-    @classmethod
-    def of(cls, names: tuple[str, ...], tensors: Sequence[Tensor | None]) -> "DeltaInputs":
-        given = dict(zip(names, tensors, strict=True))
-        q, k, v = (given.pop(name) for name in ("q", "k", "v"))
-        assert q is not None and k is not None and v is not None
-        return cls(q, k, v, **given)
-
-    def flat(self, names: tuple[str, ...]) -> tuple[Tensor | None, ...]:
-        """The inverse of `of`."""
-        return tuple(getattr(self, name) for name in names)
-
     def contiguous(self) -> "DeltaInputs":
         return DeltaInputs(*each(Tensor.contiguous, *self))
 
@@ -51,6 +36,14 @@ class DeltaInputs(NamedTuple):
     def restored(self, alignment: Alignment) -> "DeltaInputs":
         """The inverse of `aligned`."""
         return DeltaInputs(*each(alignment.restore, *self[:-1]), self.initial_state)
+
+    def like(self, inputs: "DeltaInputs") -> "DeltaInputs":
+        """Gradients in the dtypes of `inputs`, contiguous; None for what was not given."""
+        pairs = zip(inputs, self, strict=True)
+        found = [None if x is None or dx is None else dx.to(x.dtype).contiguous() for x, dx in pairs]
+        q, k, v, *others = found
+        assert q is not None and k is not None and v is not None
+        return DeltaInputs(q, k, v, *others)
 
 
 class SlotTable(NamedTuple):

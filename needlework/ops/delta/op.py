@@ -9,7 +9,6 @@ from needlework.ops.api import Impl, resolve
 from needlework.ops.common.operands import Operand, identity
 from needlework.ops.common.packing import check_cu_seqlens, sequences
 from needlework.ops.common.shapes import check, check_count, check_slots, now, width
-from needlework.ops.common.slots import Live, Sequences
 from needlework.ops.delta import reference
 from needlework.ops.delta.arguments import Prediction, check_rule, check_states, checked, checked_state, direction
 from needlework.ops.delta.custom_op import delta_fwd
@@ -17,6 +16,7 @@ from needlework.ops.delta.inputs import DeltaInputs, SlotTable
 from needlework.ops.delta.scaling import PowersOfTwo
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
+from needlework.ops.slots.table import Live, Sequences
 
 
 class DeltaOutput(NamedTuple):
@@ -154,7 +154,7 @@ def _kernels(
     if inputs.beta is None and inputs.erase is None and v.dtype == torch.bfloat16 and v.numel():
         start, N = initial_state, sequences(cu_seqlens, len(v))
         if table is not None:
-            from needlework.ops.common.kernels.slots import largest_of_slots
+            from needlework.ops.slots.kernels import largest_of_slots
 
             start = largest_of_slots(table.state, table.slots, table.fresh, cu_seqlens, N)[..., None, None]
         powers = PowersOfTwo.of(q, k, v, start, scale)
@@ -194,7 +194,7 @@ def _every_channel(g: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
 
 def unit(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Rows of unit norm, by a kernel."""
-    from needlework.ops.common.kernels.l2 import l2_rows
+    from needlework.ops.unit.rows import l2_rows
 
     return tuple(map(l2_rows, tensors))
 

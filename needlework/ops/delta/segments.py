@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
-from needlework.ops.common.kernels.slots import power_of, slot_of
 from needlework.ops.delta.inputs import NO_TABLE, OF_TABLE, SlotTable
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2
+from needlework.ops.slots.kernels import power_of, slot_of
 
 SLOTS = {name: OF_TABLE[name] for name in ("p_slots", "p_fresh", "p_power", "slot_stride")}
 SHORTEST = 16  # chunks of a segment that are worth a state

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from needlework.ops.common.kernels.slots import clear, read_by_kernels
-from needlework.ops.common.slots import Sequences
 from needlework.ops.delta.inputs import DeltaInputs, SlotTable
+from needlework.ops.slots.kernels import clear, read_by_kernels
+from needlework.ops.slots.table import Sequences
 
 
 def on_table(

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.shapes import check, width
-from needlework.ops.common.unit import rms_rows
 from needlework.ops.runtime.launch_configs import misfit
+from needlework.ops.unit.reference import rms_rows
 
 Activation = Literal["silu", "relu2"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu2": lambda x: F.relu(x).square()}

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from needlework.ops.common import shapes
 from needlework.ops.common.packing import check_cu_seqlens, sequences
-from needlework.ops.common.placement import Placement
-from needlework.ops.common.placement import check_placement as shared
 from needlework.ops.common.shapes import check, check_count, check_dtypes, given
 from needlework.ops.lucid.state import LucidState
+from needlework.ops.paged.placement import Placement
+from needlework.ops.paged.placement import check_placement as shared
 
 Precondition = Literal["key", "qk", "rowmax", "beta"]
 Solve = Literal["window", "global"]

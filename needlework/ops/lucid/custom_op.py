@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.ops.common.growth import came_from, final_rows, give_back, grow
+from needlework.ops.attention.growth import came_from, final_rows, give_back, grow
+from needlework.ops.attention.pages import positions
 from needlework.ops.common.packing import lengths, pad, unpad
-from needlework.ops.common.pages import positions
-from needlework.ops.common.placement import Placement, check_placement_data
 from needlework.ops.lucid import chunk
 from needlework.ops.lucid.arguments import check_data
+from needlework.ops.paged.placement import Placement, check_placement_data
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator, step_operator
 from needlework.ops.runtime.each import Ts, each
 from needlework.ops.runtime.precision import keep_precision

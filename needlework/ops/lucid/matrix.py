@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.ops.common.pages import positions
+from needlework.ops.attention.pages import positions
 
 TINY = 1e-6  # norms below it do not scale a key to 1
 

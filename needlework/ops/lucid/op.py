@@ -5,7 +5,6 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.shapes import check_count, check_slots, check_tensor
-from needlework.ops.common.slots import Live
 from needlework.ops.lucid import chunk, reference
 from needlework.ops.lucid.arguments import (
     Precondition,
@@ -20,6 +19,7 @@ from needlework.ops.lucid.custom_op import lucid_fwd
 from needlework.ops.lucid.state import LucidOutput, LucidState
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
+from needlework.ops.slots.table import Live
 
 
 def chunk_lucid(

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.placement import Placement, check_placement_data
 from needlework.ops.lucid import reference
 from needlework.ops.lucid.arguments import (
     Precondition,
@@ -14,6 +13,7 @@ from needlework.ops.lucid.arguments import (
     solve_window,
 )
 from needlework.ops.lucid.custom_op import lucid_by_table
+from needlework.ops.paged.placement import Placement, check_placement_data
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
 

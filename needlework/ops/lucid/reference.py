@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.operands import Operand, identity
-from needlework.ops.common.placement import Placement
 from needlework.ops.lucid.arguments import Precondition, Solve, check_call, check_data
 from needlework.ops.lucid.state import LucidOutput, LucidState
+from needlework.ops.paged.placement import Placement
 from needlework.ops.runtime.each import each
 
 

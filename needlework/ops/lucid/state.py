@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class LucidState(NamedTuple):
-    """Growing pages of keys and *solved* values (rows as in ops/common/pages.py) and the count of tokens seen."""
+    """Growing pages of keys and *solved* values (rows as in ops/attention/pages.py) and the count of tokens seen."""
 
     k: Tensor  # [N P Hkv K] as given, not normalised
     y: Tensor  # [N P Hkv V]

@@ -1,36 +1,41 @@
 """The rows of `chunk.py` as two operators that the compiler does not look into; what cu_seqlens holds is data and checked here."""
 
-import torch
+from typing import NamedTuple
+
 from torch import Tensor
 
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.mamba3 import chunk
 from needlework.ops.mamba3.line import Line
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.precision import keep_precision
 
 
+class Inputs(NamedTuple):
+    """What `chunk.py` takes, of tokens and of the state; their gradients come back as `Inputs` too."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    dt: Tensor
+    lam: Tensor
+    rate: Tensor
+    k0: Tensor
+    v0: Tensor
+    angle0: Tensor
+
+
 @operator
-def mamba3_rows_fwd(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, dt: Tensor, lam: Tensor, rate: Tensor,
-    k0: Tensor, v0: Tensor, angle0: Tensor, cu_seqlens: Tensor | None, halves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The tensors of `chunk.Rows`."""
-    line = _line(cu_seqlens, q)
-    return tuple(chunk.forward(q, k, v, g, dt, lam, rate, k0, v0, angle0, line, halves))
+def mamba3_rows_fwd(inputs: Inputs, cu_seqlens: Tensor | None, halves: bool) -> chunk.Rows:
+    return chunk.forward(*inputs, _line(cu_seqlens, inputs.q), halves)
 
 
 @backward_operator
-def mamba3_rows_bwd(
-    dq: Tensor, dk: Tensor, du: Tensor, down: Tensor, dlater: Tensor, dk_end: Tensor, dangle_end: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, dt: Tensor, lam: Tensor, rate: Tensor,
-    k0: Tensor, v0: Tensor, angle0: Tensor, cu_seqlens: Tensor | None, halves: bool,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, g, dt, lam, rate, k0, v0, angle0."""
-    d = chunk.Rows(dq, dk, du, down, dlater, dk_end, dangle_end)
-    found = chunk.backward(d, q, k, v, g, dt, lam, rate, k0, v0, angle0, _line(cu_seqlens, q), halves)
-    return [*each(Tensor.contiguous, *found)]
+def mamba3_rows_bwd(d: chunk.Rows, inputs: Inputs, cu_seqlens: Tensor | None, halves: bool) -> Inputs:
+    """Gradients of `inputs`, from those of the rows."""
+    return Inputs(*each(Tensor.contiguous, *chunk.backward(d, *inputs, _line(cu_seqlens, inputs.q), halves)))
 
 
 def _line(cu_seqlens: Tensor | None, q: Tensor) -> Line:
@@ -39,24 +44,25 @@ def _line(cu_seqlens: Tensor | None, q: Tensor) -> Line:
     return Line.of(cu_seqlens, q.shape[1])
 
 
-@torch.library.register_fake(mamba3_rows_fwd)
-def _(q, k, v, g, dt, lam, rate, k0, v0, angle0, cu_seqlens, halves):
-    (B, T, H, R, K), V = q.shape, v.shape[-1]
+@fake(mamba3_rows_fwd)
+def _(inputs: Inputs, cu_seqlens: Tensor | None, halves: bool) -> chunk.Rows:
+    q, k0, angle0 = inputs.q, inputs.k0, inputs.angle0
+    (B, T, H, R, K), V = q.shape, inputs.v.shape[-1]
     rows = (B, T + (1 if cu_seqlens is None else len(k0)), H, R)
     pairs = q.new_empty(B, T, H, R, R)
     later = q.new_empty(pairs.shape if R > 1 else 0)
     ends = k0.new_empty(k0.shape), angle0.new_empty(angle0.shape)
-    return q.new_empty(*rows, K), q.new_empty(*rows, K), q.new_empty(*rows, V), pairs, later, *ends
+    return chunk.Rows(q.new_empty(*rows, K), q.new_empty(*rows, K), q.new_empty(*rows, V), pairs, later, *ends)
 
 
-@torch.library.register_fake(mamba3_rows_bwd)
-def _(dq, dk, du, down, dlater, dk_end, dangle_end, *given):
-    return [x.new_empty(x.shape) for x in given[:10]]
+@fake(mamba3_rows_bwd)
+def _(d: chunk.Rows, inputs: Inputs, *_):
+    return Inputs(*(x.new_empty(x.shape) for x in inputs))
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.halves = inputs
-    ctx.save_for_backward(*tensors)
+    given, cu_seqlens, ctx.halves = inputs
+    ctx.save_for_backward(*given, cu_seqlens)
 
 
 def _backward(ctx, *gradients):

@@ -9,7 +9,6 @@ from needlework.ops.api import Impl, resolve
 from needlework.ops.common.operands import Operand, identity
 from needlework.ops.common.packing import check_cu_seqlens, sequences
 from needlework.ops.common.shapes import check_count, check_slots, now, width
-from needlework.ops.common.slots import Live, Sequences, check_table
 from needlework.ops.delta import chunk_delta
 from needlework.ops.mamba3 import reference
 from needlework.ops.mamba3.arguments import Pairs, Rule, check_rule, check_state, checked, checked_state
@@ -18,6 +17,7 @@ from needlework.ops.mamba3.line import Line, row_ends
 from needlework.ops.mamba3.state import Mamba3Output, Mamba3State
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
+from needlework.ops.slots.table import Live, Sequences, check_table
 
 if TYPE_CHECKING:
     from needlework.ops.mamba3.siso.launches import Inputs

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
+from needlework.ops.attention.pages import positions
 from needlework.ops.common.packing import lengths, pad, unpad
-from needlework.ops.common.pages import positions
 from needlework.ops.paged.arguments import Bias, Pages
 from needlework.ops.polar import chunk
 from needlework.ops.polar.arguments import Parameters

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.ops.common.blocks import Blocks
-from needlework.ops.common.pages import positions
+from needlework.ops.attention.blocks import Blocks
+from needlework.ops.attention.pages import positions
 from needlework.ops.path.arguments import PathInputs
 from needlework.ops.path.state import BLOCK
 from needlework.ops.path.transition import Transition

@@ -4,7 +4,7 @@ integer tensors can show. All floating tensors of a call share one dtype, float3
 import torch
 from torch import Tensor
 
-from needlework.ops.common.growth import came_from, final_rows, give_back, grow
+from needlework.ops.attention.growth import came_from, final_rows, give_back, grow
 from needlework.ops.common.packing import lengths, pad, unpad
 from needlework.ops.path import backward, chunk
 from needlework.ops.path.arguments import PathInputs, check_data

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.ops.common.blocks import Blocks
+from needlework.ops.attention.blocks import Blocks
 from needlework.ops.path.chunk import History, transition
 from needlework.ops.path.state import BLOCK
 from needlework.ops.path.transition import Cotangents, Transition, gradients

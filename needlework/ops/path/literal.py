@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.operands import Operand
-from needlework.ops.common.unit import unit_rows
 from needlework.ops.path.arguments import check_call, check_data, check_keys, check_queries, check_read, no_tokens_yet
 from needlework.ops.path.state import BLOCK, PathOutput, PathState
+from needlework.ops.unit.reference import unit_rows
 
 
 class Tokens(NamedTuple):

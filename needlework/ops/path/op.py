@@ -5,13 +5,13 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.shapes import check_count, check_tensor, width
-from needlework.ops.common.unit import unit_rows
 from needlework.ops.path import reference
 from needlework.ops.path.arguments import PathInputs, check_call, check_keys, check_queries, check_read, no_tokens_yet
 from needlework.ops.path.custom_op import path_fwd, path_grow
 from needlework.ops.path.state import PathOutput, PathState
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
+from needlework.ops.unit.reference import unit_rows
 
 
 def chunk_path(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
+from needlework.ops.attention.pages import positions
 from needlework.ops.common.packing import lengths, pad, unpad
-from needlework.ops.common.pages import positions
-from needlework.ops.common.placement import Placement, check_placement, check_placement_data
 from needlework.ops.common.shapes import check, check_dtypes, check_slots, check_tensor, width
+from needlework.ops.paged.placement import Placement, check_placement, check_placement_data
 from needlework.ops.path.arguments import PathInputs, check_keys, check_queries, check_read
 from needlework.ops.path.chunk import History
 from needlework.ops.path.kept import After

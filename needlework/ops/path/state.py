@@ -8,7 +8,7 @@ BLOCK = 64  # tokens after which the cached keys are carried on; part of the sta
 
 
 class PathState(NamedTuple):
-    """Growing pages of keys and values (rows as in ops/common/pages.py), the open block, and the count of tokens seen.
+    """Growing pages of keys and values (rows as in ops/attention/pages.py), the open block, and the count of tokens seen.
 
     With s the last multiple of BLOCK at or below `length`, the keys of tokens before s are as token s − 1 sees them,
     H_{s−1} … H_{j+1} k_j; those from s on are k_j. Row t mod BLOCK of w and beta belongs to token t >= s; the rest is zeros, on a

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import resolve
-from needlework.ops.common.pages import positions
+from needlework.ops.attention.pages import positions
 from needlework.ops.common.shapes import check_slots, check_tensor, width
-from needlework.ops.common.slots import Live
-from needlework.ops.common.unit import unit_rows
 from needlework.ops.path.arguments import PathInputs, check_keys, check_queries, check_read, check_state
 from needlework.ops.path.chunk import History, forward
 from needlework.ops.path.kept import After, after
 from needlework.ops.path.state import BLOCK, PathState
 from needlework.ops.runtime.each import Ts, each
 from needlework.ops.runtime.launch_configs import misfit
+from needlework.ops.slots.table import Live
+from needlework.ops.unit.reference import unit_rows
 
 
 @torch.no_grad()

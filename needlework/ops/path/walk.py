@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from needlework.ops.common.blocks import Blocks
+from needlework.ops.attention.blocks import Blocks
 from needlework.ops.path.chunk import History, InBlocks, hides, reached
 from needlework.ops.path.transition import Transition
 

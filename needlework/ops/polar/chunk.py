@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from needlework.ops.common.blocks import Blocks
+from needlework.ops.attention.blocks import Blocks
 from needlework.ops.polar.arguments import Parameters
 
 CLAMP = 1e-6

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.shapes import check, check_count, check_slots, check_state
-from needlework.ops.common.slots import Live
 from needlework.ops.polar import chunk, reference
 from needlework.ops.polar.arguments import Parameters, check_arguments
 from needlework.ops.polar.custom_op import polar_fwd, polar_grow
 from needlework.ops.polar.state import PolarOutput, PolarState
 from needlework.ops.runtime.launch_configs import misfit
+from needlework.ops.slots.table import Live
 
 
 def chunk_polar(

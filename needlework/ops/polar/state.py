@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class PolarState(NamedTuple):
-    """Growing pages of keys and values (rows as in ops/common/pages.py) and the count of tokens seen."""
+    """Growing pages of keys and values (rows as in ops/attention/pages.py) and the count of tokens seen."""
 
     k: Tensor  # [N P Hkv d]
     v: Tensor  # [N P Hkv V]

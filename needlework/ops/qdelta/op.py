@@ -9,7 +9,6 @@ from needlework.ops.api import Impl, resolve
 from needlework.ops.common.operands import Operand, identity
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import check, check_count, check_slots, now, width
-from needlework.ops.common.slots import Live, Sequences
 from needlework.ops.delta.arguments import check_states, checked_state
 from needlework.ops.delta.inputs import DeltaInputs, SlotTable
 from needlework.ops.delta.op import unit
@@ -17,6 +16,7 @@ from needlework.ops.qdelta import chunk, reference, transposed
 from needlework.ops.qdelta.arguments import Coupling, check_rule, checked
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
+from needlework.ops.slots.table import Live, Sequences
 
 
 class QDeltaOutput(NamedTuple):

@@ -3,9 +3,12 @@
 torch.library.custom_op does the same, and more that is not needed here: it imports torch._dynamo at the first call, which takes
 as long as compiling all kernels of that call, and compares every result's memory with every argument's at each one. And an
 operator of torch.library drops the tangents of forward-mode differentiation: its derivative is zero. Here it raises.
+
+A function here takes and returns NamedTuples of tensors where it likes: the operator has their fields one by one (`signature.py`).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +18,18 @@ from torch._ops import OpOverload
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import increment_version
 
+from needlework.ops.runtime.signature import Signature
+
 _library = torch.library.Library("needlework", "FRAGMENT")
 _formulas: dict[OpOverload, Info] = {}
+_signatures: dict[OpOverload, Signature] = {}
 
 
 def operator(function: Callable) -> OpOverload:
     """An operator on any device that changes nothing it is given and returns nothing that shares its memory.
 
-    Its schema is that of the annotations. torch.library.register_fake adds what it returns, `differentiable` its gradient:
-    until then asking for one raises.
+    Its schema is that of the annotations. `fake` adds what it returns, `differentiable` its gradient: until then asking for
+    one raises.
     """
     return _operator(function, ())
 
@@ -36,21 +42,45 @@ def backward_operator(function: Callable) -> OpOverload:
 
 
 def step_operator(*changes: str) -> Callable[[Callable], OpOverload]:
-    """An operator that changes the named arguments in place, and has no gradient."""
+    """An operator that changes the named arguments, "x", or fields of them, "x.y", in place, and has no gradient."""
     return lambda function: _operator(function, changes)
 
 
+def fake(op: OpOverload) -> Callable[[Callable], Callable]:
+    """torch.library.register_fake of a function that takes and returns what the operator's own does."""
+
+    def register(function: Callable) -> Callable:
+        torch.library.register_fake(op, _signatures[op].fake(function))
+        return function
+
+    return register
+
+
 def differentiable(op: OpOverload, backward: Callable, save: Callable | None = None) -> None:
-    """The gradient of `op`: backward(ctx, *gradients), from what save(ctx, inputs, output) has kept."""
-    _formulas[op]._backward_fn, _formulas[op]._setup_context_fn = backward, save
+    """The gradient of `op`: backward(ctx, *gradients), from what save(ctx, inputs, output) has kept.
+
+    Gradients are those of tensors one by one; save takes arguments and results as the operator's function has them, with an empty
+    vector where a result is None.
+    """
+    signature = _signatures[op]
+
+    def keep(ctx: Any, inputs: tuple, output: Any) -> None:
+        assert save is not None
+        results = signature.named_results(output) if signature.several else output
+        save(ctx, signature.named(inputs), results)
+
+    _formulas[op]._backward_fn = backward
+    _formulas[op]._setup_context_fn = save if save is None or signature.plain else keep
 
 
 def _operator(function: Callable, changes: tuple[str, ...]) -> OpOverload:
-    name = function.__name__
-    schema = torch.library.infer_schema(function, mutates_args=changes)
+    name, signature = function.__name__, Signature(function)
+    function = function if signature.plain else signature.operator(function)
+    schema = torch.library.infer_schema(function, mutates_args=signature.fields(changes))
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, function, "CompositeExplicitAutograd")
     op = getattr(torch.ops.needlework, name).default
+    _signatures[op] = signature
     _formulas[op] = Info(_refusal(op, "no gradient is implemented"), None)
     _library.impl(name, _reverse_mode_only(op), "Autograd", with_keyset=True)
     if changes:

@@ -9,7 +9,6 @@ from needlework.ops.carve.feedback.intra import gates_kernel
 from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
 from needlework.ops.carve.feedback.scan import content_kernel, walk_kernel
 from needlework.ops.carve.layout import Layout
-from needlework.ops.common.kernels.slot_rows import OF_TABLE, Slots
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra import intra_constants
 from needlework.ops.delta.channel.operands import Saved, case, operands, triton_dtype
@@ -18,6 +17,7 @@ from needlework.ops.delta.inputs import solve_dtype
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2, padded
+from needlework.ops.slots.rows import OF_TABLE, Slots
 
 
 def forward(

@@ -6,42 +6,29 @@ import torch
 from torch import Tensor
 
 from needlework.ops.carve.arguments import CarveInputs, check_position
-from needlework.ops.carve.feedback.backward import backward
+from needlework.ops.carve.feedback.backward import Gradients, backward
 from needlework.ops.carve.feedback.forward import forward
 from needlework.ops.carve.layout import Layout
 from needlework.ops.carve.state import CarveOutput, CarveState
-from needlework.ops.common.kernels.slot_rows import Slots
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import width
-from needlework.ops.common.slots import check_contiguous, start_anew
 from needlework.ops.delta.channel.operands import Saved
 from needlework.ops.delta.inputs import solve_dtype
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator, step_operator
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
+from needlework.ops.slots.rows import Slots
+from needlework.ops.slots.table import check_contiguous, start_anew
 
 ENGINE = "delta/channel"  # whose recurrence it is
 
 
 class Kept(NamedTuple):
-    """What the backward is given beside the cotangents and `Saved`, in the order of its operator's arguments."""
+    """State and content at the start of every content chunk."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    f: Tensor
-    b: Tensor
-    w: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
-    w1: Tensor
-    w2: Tensor
-    b_bias: Tensor
-    position: Tensor | None
-    cu_seqlens: Tensor | None
-    S: Tensor  # [slots H K V], at the start of every content chunk
-    m: Tensor  # [slots H V], likewise
+    S: Tensor  # [slots H K V]
+    m: Tensor  # [slots H V]
 
 
 def carve(
@@ -53,20 +40,19 @@ def carve(
 
     With a table, whose slots advance in place, the state is None.
     """
-    S, m, total, position = (None,) * 4 if initial_state is None else initial_state
     R = k.shape[3]
     if R > 1:
         # the gate lies on a token's first row and the query on its last
         q, f, b = _one_row(q, R, R - 1, 0.0), _one_row(f, R, 0, -torch.inf), _one_row(b, R, 0, -torch.inf)
         w = w.repeat_interleave(R, 1)
     k, v = (x.transpose(2, 3).flatten(1, 2) for x in (k, v))
-    inputs = q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias
+    inputs = CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)
     if table is not None:
-        o = carve_triton_slots(*inputs, *table, slots, fresh, cu_seqlens, content_chunk, prediction, scale, R)
+        o = carve_triton_slots(*inputs, b_bias, *table, slots, fresh, cu_seqlens, content_chunk, prediction, scale, R)
         return CarveOutput(o[:, R - 1 :: R], None)
-    tensors = *inputs, S, m, total
+    tensors = *inputs, b_bias, *((None,) * 4 if initial_state is None else initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    o, S, m, total, position, *_ = carve_triton_fwd(*tensors, position, cu_seqlens, content_chunk, prediction, scale, R, save)
+    o, S, m, total, position, *_ = carve_triton_fwd(*tensors, cu_seqlens, content_chunk, prediction, scale, R, save)
     return CarveOutput(o[:, R - 1 :: R], CarveState(S, m, total, position))
 
 
@@ -78,60 +64,54 @@ def _one_row(x: Tensor, R: int, row: int, fill: float) -> Tensor:
 
 @operator
 def carve_triton_fwd(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor, A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    b_bias: Tensor, S: Tensor | None, m: Tensor | None, total: Tensor | None, position: Tensor | None, cu_seqlens: Tensor | None,
+    inputs: CarveInputs, b_bias: Tensor, initial_state: CarveState | None, cu_seqlens: Tensor | None,
     content_chunk: int, prediction: str, scale: float, R: int, save: bool,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
-    """o, S, m, total, position, kept_S, kept_m and `Saved`, the last nine empty without `save`.
-
-    T counts rows, R a token; position and content_chunk count tokens. S, m, total, position: all or none, None as zeros.
-    """
+) -> tuple[Tensor, CarveState, Kept | None, Saved | None]:  # fmt: skip
+    """o, the final state and, if `save`, what the backward takes. T counts rows, R a token; position and content_chunk count tokens."""
+    q, v, position = inputs.q, inputs.v, None if initial_state is None else initial_state.position
     if position is not None:
         check_position(position, content_chunk)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1] // R)
     if not v.numel():
-        return _nothing(
-            q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, S, m, total, position, cu_seqlens, content_chunk, "", 0.0, R, save
-        )
+        return _nothing(inputs, b_bias, initial_state, cu_seqlens, content_chunk, "", 0.0, R, save)
     layout, config = placed(q, v, position, cu_seqlens, content_chunk, R)
-    resumed, state = m is not None, _state(q, v, S, m, total, position, cu_seqlens)[:3]
-    tokens, b_bias = aligned(layout, CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)), b_bias.contiguous()
+    state = _state(inputs, initial_state, cu_seqlens)[:3]
+    tokens, b_bias = aligned(layout, inputs), b_bias.contiguous()
     settings = {"prediction": prediction, "scale": scale, "R": R, "config": config}
-    facts = resumed, save, content_chunk
-    key = "carve", config.name, kind(*tokens, b_bias), w1.shape, prediction, scale, R, *facts
+    facts = initial_state is not None, save, content_chunk
+    key = "carve", config.name, kind(*tokens, b_bias), inputs.w1.shape, prediction, scale, R, *facts
     precompile(q.device, key, lambda: _launches(CarveInputs(*meta(*tokens)), *meta(b_bias, *state), layout, *facts, settings))
-    o, kept_S, kept_m, saved = forward(*tokens, b_bias, *state, layout, resumed=resumed, save=save, **settings)
-    found = layout.restore(o), *state, layout.ends % layout.L // R
+    o, kept_S, kept_m, saved = forward(
+        *tokens, b_bias, *state, layout, resumed=initial_state is not None, save=save, **settings
+    )
+    final = CarveState(*state, layout.ends % layout.L // R)
     if kept_S is None or kept_m is None:
-        return *found, *each(lambda x: x.new_empty(0), q, q, q, q, q, q, q, q, q)
-    assert saved.e_hat is not None and saved.Tp is not None and saved.W is not None  # w erases, and W is kept with the others
-    return *found, kept_S, kept_m, saved.q_hat, saved.e_hat, saved.k_hat, saved.Tp, saved.Pp, saved.whole, saved.W
+        return layout.restore(o), final, None, None
+    return layout.restore(o), final, Kept(kept_S, kept_m), saved
 
 
-@step_operator("S", "m", "total", "position")
+@step_operator("table")
 def carve_triton_slots(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor, A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    b_bias: Tensor, S: Tensor, m: Tensor, total: Tensor, position: Tensor, slots: Tensor | None, fresh: Tensor | None,
-    cu_seqlens: Tensor | None, content_chunk: int, prediction: str, scale: float, R: int,
+    inputs: CarveInputs, b_bias: Tensor, table: CarveState, slots: Tensor | None, fresh: Tensor | None, cu_seqlens: Tensor | None,
+    content_chunk: int, prediction: str, scale: float, R: int,
 ) -> Tensor:  # fmt: skip
-    """o; what the sequences hold in the table S, m, total, position advances in place. T counts rows, as in `carve_triton_fwd`.
+    """o; what the sequences hold in the table advances in place. T counts rows, as in `carve_triton_fwd`.
 
     The recurrence reads and writes S in its slots, and is given rows of m, total and position, which are small. No number is read back:
     `position` lies inside a content chunk, and cu_seqlens rises from 0 to the tokens that there are, by contract.
     """
-    check_contiguous(S=S, m=m, total=total, position=position)
+    check_contiguous(**table._asdict())
+    q, v, (S, m, total, position) = inputs.q, inputs.v, table
     if not v.numel():
-        start_anew(CarveState(S, m, total, position), slots, fresh, cu_seqlens, q)
+        start_anew(table, slots, fresh, cu_seqlens, q)
         return torch.empty_like(v, memory_format=torch.contiguous_format)
     own = Slots.of(S, slots, fresh, cu_seqlens, len(q))
     state = S, own.read(m), own.read(total)
     layout, config = placed(q, v, own.read(position), cu_seqlens, content_chunk, R)
-    tokens, b_bias = aligned(layout, CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)), b_bias.contiguous()
+    tokens, b_bias = aligned(layout, inputs), b_bias.contiguous()
     settings = {"prediction": prediction, "scale": scale, "R": R, "config": config}
-    key = "carve slots", config.name, kind(*tokens, b_bias), own.kind(), w1.shape, prediction, scale, R, content_chunk
+    key = "carve slots", config.name, kind(*tokens, b_bias), own.kind(), inputs.w1.shape, prediction, scale, R, content_chunk
     facts = True, False, content_chunk
     precompile(
         q.device,
@@ -145,29 +125,31 @@ def carve_triton_slots(
     return layout.restore(o)
 
 
-@torch.library.register_fake(carve_triton_slots)
-def _(q, k, v, *_):
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+@fake(carve_triton_slots)
+def _(inputs: CarveInputs, *_):
+    return torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake(carve_triton_fwd)
+@fake(carve_triton_fwd)
 def _nothing(
-    q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias, S, m, total, position, cu_seqlens, content_chunk, prediction, scale, R, save
-):  # fmt: skip
+    inputs: CarveInputs, b_bias: Tensor, initial_state: CarveState | None, cu_seqlens: Tensor | None,
+    content_chunk: int, prediction: str, scale: float, R: int, save: bool,
+) -> tuple[Tensor, CarveState, Kept | None, Saved | None]:  # fmt: skip
     """The results' shapes; without tokens also their values."""
-    o, state = torch.empty_like(v, memory_format=torch.contiguous_format), _state(q, v, S, m, total, position, cu_seqlens)
+    q, v = inputs.q, inputs.v
+    o, state = torch.empty_like(v, memory_format=torch.contiguous_format), _state(inputs, initial_state, cu_seqlens)
     if not save:
-        return o, *state, *(q.new_empty(0) for _ in range(9))
+        return o, state, None, None
     (B, T, H, V), K, N = v.shape, q.shape[-1], len(state[0])
     C = launch_config(ENGINE, q.device, q.dtype, K, V).launch["shared"]["C"]
-    _, _, slots, T = Layout.sizes(position is not None, cu_seqlens is not None, N, T, content_chunk * R, C)
+    _, _, slots, T = Layout.sizes(initial_state is not None, cu_seqlens is not None, N, T, content_chunk * R, C)
     ST, ACC = solve_dtype(q.dtype), width(q)
     rows = lambda D: q.new_empty(B, T, H, D, dtype=ST)
     chunks = -(-T // C)
     square = lambda: q.new_empty(B, H, chunks * C, C, dtype=ST)
     kept = q.new_empty(slots, H, K, V, dtype=ACC), q.new_empty(slots, H, V, dtype=ACC)
     saved = Saved(rows(K), rows(K), rows(K), square(), square(), q.new_empty(B, H, chunks, K, dtype=ACC), rows(V))
-    return o, *state, *kept, *saved
+    return o, state, Kept(*kept), saved
 
 
 def _launches(
@@ -202,65 +184,62 @@ def aligned(layout: Layout, inputs: CarveInputs) -> CarveInputs:
     return CarveInputs(*tokens, *each(Tensor.contiguous, *inputs[6:]))
 
 
-def _state(
-    q: Tensor, v: Tensor, S: Tensor | None, m: Tensor | None, total: Tensor | None, position: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> CarveState:  # fmt: skip
+def _state(inputs: CarveInputs, given: CarveState | None, cu_seqlens: Tensor | None) -> CarveState:
     """S, m, total in the computing dtype and position, in memory of their own: an operator may not return what it was given."""
-    (B, _, H, V), K = v.shape, q.shape[-1]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    if S is None or m is None or total is None or position is None:
+    q, (B, _, H, V), K = inputs.q, inputs.v.shape, inputs.q.shape[-1]
+    if given is None:
+        N = B if cu_seqlens is None else len(cu_seqlens) - 1
         S, m, total = (q.new_zeros(N, H, *rest, dtype=width(q)) for rest in ((K, V), (V,), (V,)))
         return CarveState(S, m, total, q.new_zeros(N, dtype=torch.int64))
-    own = lambda x, dtype: x.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    return CarveState(own(S, width(q)), own(m, width(q)), own(total, width(q)), own(position, torch.int64))
+    S, m, total = each(lambda x: _own(x, width(q)), given.S, given.m, given.total)
+    return CarveState(S, m, total, _own(given.position, torch.int64))
+
+
+def _own(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 @backward_operator
 def carve_triton_bwd(
-    do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor, A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    b_bias: Tensor, position: Tensor | None, cu_seqlens: Tensor | None, kept_S: Tensor, kept_m: Tensor, saved: list[Tensor],
+    do: Tensor | None, dS: Tensor | None, dm: Tensor | None, dtotal: Tensor | None, inputs: CarveInputs, b_bias: Tensor,
+    position: Tensor | None, cu_seqlens: Tensor | None, kept: Kept, saved: Saved,
     content_chunk: int, prediction: str, scale: float, R: int,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of q … w2 and b_bias, then of the S, m and total carried in."""
-    inputs = q, k, v, f, b, w, A_log, dt_bias, w1, w2, b_bias
-    state = each(lambda dx: dx.to(width(q), copy=True, memory_format=torch.contiguous_format), dS, dm, dtotal)
+) -> Gradients:  # fmt: skip
+    """Gradients of what the forward was given; S, m and total's float32 or wider."""
+    q, v = inputs.q, inputs.v
+    pairs = zip((dS, dm, dtotal), _state(inputs, None, cu_seqlens)[:3], strict=True)
+    dS, dm, dtotal = (zero if dx is None else _own(dx, width(q)) for dx, zero in pairs)
     if not v.numel():
-        return [*map(torch.zeros_like, inputs), *state]
+        return Gradients(*each(torch.zeros_like, *inputs, b_bias), dS, dm, dtotal)
+    do = torch.zeros_like(v) if do is None else do
     layout, config = placed(q, v, position, cu_seqlens, content_chunk, R)
-    gradients = backward(
-        layout.align(do), *state, *aligned(layout, CarveInputs(*inputs[:-1])), b_bias.contiguous(), layout, kept_S, kept_m, Saved(*saved),
+    found = backward(
+        layout.align(do), dS, dm, dtotal, *aligned(layout, inputs), b_bias.contiguous(), layout, *kept, saved,
         content_chunk=content_chunk, prediction=prediction, scale=scale, R=R, config=config,
     )  # fmt: skip
-    tokens = (layout.restore(dx).to(x.dtype) for dx, x in zip(gradients[:6], inputs[:6], strict=True))
-    return [*tokens, *(dx.to(x.dtype) for dx, x in zip(gradients[6:11], inputs[6:], strict=True)), *gradients[11:]]
+    tokens = (layout.restore(dx).to(x.dtype) for dx, x in zip(found[:6], inputs[:6], strict=True))
+    parameters = (dx.to(x.dtype) for dx, x in zip(found[6:11], (*inputs[6:], b_bias), strict=True))
+    return Gradients(*tokens, *parameters, S=found.S, m=found.m, total=found.total)
 
 
-@torch.library.register_fake(carve_triton_bwd)
-def _(do, dS, dm, dtotal, *tensors):
-    return [torch.empty_like(x) for x in tensors[:11]] + [
-        x.new_empty(x.shape, dtype=width(tensors[0])) for x in (dS, dm, dtotal)
-    ]
+@fake(carve_triton_bwd)
+def _(do, dS, dm, dtotal, inputs: CarveInputs, b_bias: Tensor, position, cu_seqlens: Tensor | None, *_):
+    given = each(torch.empty_like, *inputs, b_bias)
+    return Gradients(*given, *_state(inputs, None, cu_seqlens)[:3])
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, S, m, total, position, cu_seqlens, content_chunk, prediction, scale, R, _ = inputs
-    kept = Kept(*tensors, position=position, cu_seqlens=cu_seqlens, S=output[5], m=output[6])
-    ctx.save_for_backward(*kept, *output[7:])
-    ctx.settings = content_chunk, prediction, scale, R
-    ctx.state_dtypes = [None if x is None else x.dtype for x in (S, m, total)]
+    given, b_bias, state, cu_seqlens, *ctx.settings, _ = inputs
+    *_, kept, saved = output
+    ctx.save_for_backward(*given, b_bias, None if state is None else state.position, cu_seqlens, *kept, *saved)
+    ctx.state_dtypes = (None,) * 3 if state is None else tuple(x.dtype for x in state[:3])
     ctx.set_materialize_grads(False)  # they would be zeros for all that is kept, too
 
 
-def _backward(ctx, *given):
-    tensors, fields = ctx.saved_tensors, len(Kept._fields)
-    kept, saved = Kept(*tensors[:fields]), list(tensors[fields:])
-    zeros = torch.zeros_like(kept.v) if given[0] is None else None, *_state(kept.q, kept.v, *(None,) * 4, kept.cu_seqlens)[:3]
-    cotangents = (zero if dx is None else dx for dx, zero in zip(given[:4], zeros, strict=True))
-    gradients = carve_triton_bwd(*cotangents, *kept, saved, *ctx.settings)
-    state = [None if kind is None else dx.to(kind) for dx, kind in zip(gradients[11:], ctx.state_dtypes, strict=True)]
-    return *gradients[:11], *state, None, None, None, None, None, None, None
+def _backward(ctx, do, dS, dm, dtotal, *_):
+    *gradients, dS, dm, dtotal = carve_triton_bwd(do, dS, dm, dtotal, *ctx.saved_tensors, *ctx.settings)
+    pairs = zip((dS, dm, dtotal), ctx.state_dtypes, strict=True)
+    return *gradients, *(None if kind is None else dx.to(kind) for dx, kind in pairs), *[None] * 7
 
 
 differentiable(carve_triton_fwd, _backward, _save)

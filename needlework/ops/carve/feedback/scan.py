@@ -8,8 +8,8 @@ Programs own blocks of value columns. Whoever is the last to finish a head makes
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.slots import slot_of
 from needlework.ops.delta.channel.scan import walk
+from needlework.ops.slots.kernels import slot_of
 
 
 @triton.jit

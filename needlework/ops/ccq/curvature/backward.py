@@ -1,392 +1,126 @@
-"""Backward: what each chunk needs, all at once, then in one launch the walk of dq, which is the forward's on dq̃, and the walk of dk,
-the gradient of the covariance from the last chunk to the first: neither waits for the other, and together they fill the machine.
-
-A mass ω at the point μ + x changes the loss by ω (r − N x) when it moves, and by z + r·x − ½ xᵀN x when it grows. N is symmetric.
-With ŷ = y/n, P and P̂ the scores of q and ŷ, and the chunk's keys k* = k − z* seen from z*,
-
-    dk_s = ω_Cs (r − N k*_s) − Σ_t (P̂_ts q_t + P_ts ŷ_t)
-    N ← e^{G_C} N + Σ_t e^{G_t} (q ŷᵀ + ŷ qᵀ)         r ← e^{G_C} r + Σ_t e^{G_t} (q_t ŷ·(μ_t−μ₀) + ŷ_t q·(μ_t−μ₀)), from μ₀
-
-Means move along d = c − μ₀, and N d = (β m)⁻¹ Σ_s ω_Cs N k*_s is a sum of what dk needs anyway: no product is made for it. Going
-back by δ, r ← r + N δ and z ← z − δ·(r + ½ N δ) with the old r. z of a tile of columns is that tile's share; the first tile's
-holds what belongs to none.
-"""
+"""The order of the backward's kernels: chunks, the two walks, gates; and the gradient of the state that the walks leave. Tokens are aligned."""
 
 import torch
-import triton
-import triton.language as tl
+from torch import Tensor
 
-from needlework.ops.ccq.curvature.intra import (
-    add_product,
-    case,
-    merge_of,
-    numbers,
-    real_tokens,
-    store_pairs,
-    tokens,
-    weights,
-    whole_of,
-)
-from needlework.ops.ccq.curvature.scan import columns, load_block, read_chains, store_block
-from needlework.ops.common.kernels.chain import part_here, run_of, tell, wait_for
-from needlework.ops.common.kernels.tile import load_tile, store_tile
-from needlework.ops.runtime.launch_configs import Case, LaunchConfig
-from needlework.ops.runtime.triton_types import padded
+from needlework.ops.ccq.arguments import CcqInputs
+from needlework.ops.ccq.curvature.intra import arguments
+from needlework.ops.ccq.curvature.intra_bwd import adjoint, fold, gate
+from needlework.ops.ccq.curvature.operands import NO_STATE, Line, Saved
+from needlework.ops.ccq.curvature.scan_bwd import backward
+from needlework.ops.ccq.state import CurvatureState
+from needlework.ops.runtime.precompile import run
 
 
-@triton.jit(do_not_specialize=["T", "NCB"])
-def fold(
-    p_dout, p_eta, p_Sq, p_fill, p_scale, p_y, p_deta, T, NCB,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
-    SCALED: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
-):  # fmt: skip
-    """y_t = scale Σ_j λ_tj dq̃_tj over the value heads of a key head, and dλ, of a chunk."""
-    GROUP: tl.constexpr = HV // H
-    i = tl.program_id(0) // H
-    i_h = tl.program_id(0) % H
-    i_b = i // NCB
-    i_t = (i - i_b * NCB) * C
-    if real_tokens(p_fill, i, i_t, T, C, PACKED) == 0:
-        return  # of no sequence
-    o_t = i_t + tl.arange(0, C)
-    b_Sq = load_tile(p_Sq, i_b, i_t, i_h, 0, T, H, K, C, BK, 0).to(ACC)
-    b_y = tl.zeros([C, BK], ACC)
-    for j in tl.static_range(GROUP):
-        o_eta = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h * GROUP + j
-        b_eta = tl.load(p_eta + o_eta, mask=o_t < T, other=0.0).to(ACC)
-        b_do = load_tile(p_dout, i_b, i_t, i_h * GROUP + j, 0, T, HV, K, C, BK, 0).to(ACC)
-        b_y += b_eta[:, None] * b_do
-        tl.store(p_deta + o_eta, -tl.sum(b_do * b_Sq, 1), mask=o_t < T)
-    if SCALED:
-        b_y *= tl.load(p_scale)
-    store_tile(p_y, b_y.to(OT), i_b, i_t, i_h, 0, T, H, K, C, BK, 0)
+def gradients(
+    dcleaned: Tensor, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None,
+    tokens: CcqInputs, C: Tensor | None, n1: Tensor, kept: Saved, line: Line,
+) -> tuple[CcqInputs, tuple[Tensor, Tensor, Tensor] | None, Tensor | float]:  # fmt: skip
+    """Gradients of aligned tokens; N, r and z before the first where C is given, times the number returned."""
+    q, k, eta, g = tokens
+    H, K, width = line.H, line.K, line.C
+    scale = _scale(dcleaned, dC, line) if line.scaled else 1.0
+    p_scale = scale if line.scaled else None
+    deta, y = torch.empty_like(eta), dcleaned
+    if line.HV != H or line.scaled:
+        y = torch.empty_like(q)
+        line.launch(fold, line.constants("fold"), dcleaned, eta, kept.Sq, line.fill, p_scale, y, deta)
+    Py, Ey, rsum, zsum = torch.empty_like(kept.P), torch.empty_like(kept.E), line.empty(K), line.empty()
+    line.launch(
+        adjoint, line.constants("adjoint"),
+        q, kept.kc, y, kept.Sq, eta, kept.E, kept.G, line.fill, kept.step, kept.n, kept.mass, Py, Ey, deta, rsum, zsum,
+    )  # fmt: skip
+
+    seeds = dC is not None or dmean is not None or dn is not None
+    settings = line.constants("backward", SEED=seeds, INIT=C is not None)
+    KB, BV, NP = (settings[name] for name in ("KB", "BV", "NP"))
+    parts, chains = -(-K // BV), line.chains(settings)
+    # a step of dk takes longer: of all programs, NR are its
+    NR = min(chains, max(settings["ND"], NP - chains))
+    slots = NR + min(chains, NP - NR)
+    ends = _seeds(line, scale, dC, dmean, dn, n1) if seeds else None
+    first = None if C is None else _first_place(line, ends, parts)
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    reach = grown = z = C0 = N0 = x_C0 = x_N0 = None
+    if line.gated:
+        reach, grown, z = line.empty(parts, width), line.empty(parts, width), line.empty(parts)
+        C0, N0 = (line.empty(K, K, dtype=line.dtype) for _ in range(2))
+        x_C0, x_N0 = line.block(C0, BV, KB), line.block(N0, BV, KB)
+    run(
+        backward, (slots,),
+        line.tile(q, KB), line.tile(y, KB), line.tile(kept.kc, KB), line.tile(q, BV), line.tile(y, BV), line.tile(kept.kc, BV),
+        line.tile(dcleaned, BV),
+        line.block(kept.P, width, width), line.block(Py, width, width), line.tile(dq, BV), line.tile(dk, BV), x_C0, x_N0,
+        Ey, kept.G, kept.n, kept.mass, kept.step, rsum, zsum, p_scale, C, reach, *(ends or NO_STATE), grown, z, *(first or NO_STATE),
+        line.at.cum, *line.hands(settings, slots, side=2), line.at.T, line.NCB, line.at.N, NR, **arguments(backward, settings),
+    )  # fmt: skip
+
+    dg = None
+    if g is not None:
+        dg = torch.empty(line.B, line.at.T, H, dtype=line.wide, device=line.device)
+        settings = line.constants("gate", NZ=parts)
+        line.launch(gate, settings, Ey, kept.G, line.fill, kept.n, reach, grown, z, C0, N0, p_scale, dg)
+    return CcqInputs(dq, dk, deta, dg), first, scale
 
 
-@triton.jit(do_not_specialize=["T", "NCB"])
-def adjoint(
-    p_q, p_kc, p_y, p_Sq, p_eta, p_E, p_G, p_fill, p_step, p_n, p_mass, p_Py, p_Ey, p_deta, p_rsum, p_zsum, T, NCB,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, HALF: tl.constexpr, SCALED: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
-):  # fmt: skip
-    """P̂ of a chunk and key head, the backward's rows of `tokens`, what its queries bring to r and z before it. Where y is not
-    folded it is dq̃: λ is in its factor, and dλ is made here.
-
-    Gated: what g_t of the chunk's tokens changes through readers and keys of the chunk is row 4; summed over r ≥ t, row 3 less
-    e^{G_r} ŷ_rᵀ C₀ q_r is what it changes through its readers of C₀. With ŝ, s the centred scores of ŷ and q,
-
-        row 4: Σ_{r≥t>s} ω_rs (ŷ·Σq − ŝ_rs s_rs)         row 3: e^{G_r} n₀ (ŷ·Σq − ŷ·(μ_r−μ₀) q·(μ_r−μ₀))
-    """
-    i = tl.program_id(0) // H
-    i_h = tl.program_id(0) % H
-    o_ih = tl.cast(i, tl.int64) * H + i_h
-    i_b = i // NCB
-    i_t = (i - i_b * NCB) * C
-    o_c = tl.arange(0, C)
-    fill = real_tokens(p_fill, i, i_t, T, C, PACKED)
-    if fill == 0:
-        return  # of no sequence
-    a = whole_of(p_G, o_ih, C, GATED)
-    _, near, _ = merge_of(p_n, p_mass, o_ih, a)
-    Y = tl.zeros([C, C], ACC)
-    b_at0 = tl.zeros([C], ACC)
-    b_ysq = tl.zeros([C], ACC)
-    if GATED:
-        Q = tl.zeros([C, C], ACC)
-    for i_d in range(0, K, BD):
-        b_y = load_tile(p_y, i_b, i_t, i_h, i_d, T, H, K, C, BD, 0)
-        b_kc = load_tile(p_kc, i_b, i_t, i_h, i_d, T, H, K, C, BD, 0)
-        b_Sq = load_tile(p_Sq, i_b, i_t, i_h, i_d, T, H, K, C, BD, 0)
-        Y = add_product(Y, b_y, tl.trans(b_kc), ACC, OT == ACC)
-        b_at0 -= tl.sum(b_y.to(ACC) * (near * numbers(p_step, o_ih, i_d, K, BD))[None, :], 1)
-        b_ysq += tl.sum(b_y.to(ACC) * b_Sq.to(ACC), 1)
-        if GATED:
-            b_q = load_tile(p_q, i_b, i_t, i_h, i_d, T, H, K, C, BD, 0)
-            Q = add_product(Q, b_q, tl.trans(b_kc), ACC, OT == ACC)
-
-    n = tl.load(p_n + o_ih)
-    b_decay = tl.full([C], 1.0, ACC)
-    if GATED:
-        b_decay = tl.load(tokens(p_E, o_ih, 6, C))
-        tl.store(tokens(p_Ey, o_ih, 5, C), tl.load(tokens(p_E, o_ih, 5, C)))
-        tl.store(tokens(p_Ey, o_ih, 6, C), b_decay)
-    b_inv = tl.load(tokens(p_E, o_ih, 1, C))
-    b_qrel = tl.load(tokens(p_E, o_ih, 3, C))
-    b_factor = b_inv
-    if HV == H and not SCALED:
-        o_t = i_t + o_c
-        o_eta = (tl.cast(i_b, tl.int64) * T + o_t) * H + i_h
-        b_factor *= tl.load(p_eta + o_eta, mask=o_t < T, other=0.0).to(ACC)
-        tl.store(p_deta + o_eta, -b_ysq, mask=o_t < T)
-    b_w = weights(p_G, o_ih, fill, C, GATED, ACC)
-    b_bar = (b_decay * n * b_at0 + tl.sum(b_w * Y, 1)) * b_inv
-    Y = (Y - b_bar[:, None]) * b_factor[:, None]
-    store_pairs(p_Py, (b_w * Y).to(OT), o_ih, C)
-    b_yrel = (b_bar - b_at0) * b_factor
-    b_ysq *= b_factor
-    b_spread = b_decay * (b_ysq - b_yrel * b_qrel)
-    tl.store(p_zsum + o_ih, tl.sum(b_spread, 0))
-    tl.store(tokens(p_Ey, o_ih, 0, C), b_factor * tl.load(tokens(p_E, o_ih, 0, C)))
-    tl.store(tokens(p_Ey, o_ih, 1, C), b_factor)
-    tl.store(tokens(p_Ey, o_ih, 2, C), b_decay * n * b_yrel * near)
-    if GATED:
-        Q = Q - tl.load(tokens(p_E, o_ih, 4, C))[:, None]
-        later_than = o_c[:, None] > o_c[None, :]
-        b_pairs = tl.where(later_than, b_w * (b_ysq[:, None] - Y * Q), 0.0)
-        # no difference of sums: in half the tensor cores' float32 is far more than the operands hold
-        precision: tl.constexpr = "tf32" if HALF else "ieee"
-        upper = (o_c[:, None] <= o_c[None, :]).to(ACC)
-        b_later = tl.dot(upper, b_pairs, input_precision=precision, out_dtype=ACC)
-        tl.store(tokens(p_Ey, o_ih, 3, C), n * b_spread)
-        tl.store(tokens(p_Ey, o_ih, 4, C), tl.sum(tl.where(later_than, b_later, 0.0), 1))
-
-    b_by_q = b_decay * b_yrel
-    b_by_y = b_decay * b_qrel * b_factor
-    for i_d in range(0, K, BD):
-        b_q = load_tile(p_q, i_b, i_t, i_h, i_d, T, H, K, C, BD, 0).to(ACC)
-        b_y = load_tile(p_y, i_b, i_t, i_h, i_d, T, H, K, C, BD, 0).to(ACC)
-        o_d = i_d + tl.arange(0, BD)
-        b_r = tl.sum(b_q * b_by_q[:, None] + b_y * b_by_y[:, None], 0)
-        tl.store(p_rsum + o_ih * K + o_d, b_r, mask=o_d < K)
+def _first_place(line: Line, ends: tuple[Tensor, ...] | None, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where N, r and z before the first token go; no chain writes those of an empty packed sequence: they are the last's."""
+    N, H, K = line.at.N, line.H, line.K
+    wide = {"dtype": line.wide, "device": line.device}
+    if line.packed and ends is not None:
+        z = torch.zeros(N, H, parts, **wide)
+        z[..., 0] = ends[2]
+        return ends[0].clone(), ends[1].clone(), z
+    make = torch.zeros if line.packed else torch.empty
+    return make(N, H, K, K, **wide), make(N, H, K, **wide), make(N, H, parts, **wide)
 
 
-@triton.jit
-def reverse_chains(
-    i_slot, slots,
-    x_q_k, x_y_k, x_kc_k, x_q_v, x_y_v, x_kc_v, x_P_c, x_Py_c, x_dk_v, x_N_kv, p_Ey, p_G, p_n, p_mass, p_step, p_rsum, p_zsum,
-    p_scale, p_N_in, p_r_in, p_z_in, p_grown, p_z, p_N_out, p_r_out, p_z_out, p_cum, p_hand, p_flag, T, NCB, N,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr,
-    TMA: tl.constexpr, GATED: tl.constexpr, SEED: tl.constexpr, INIT: tl.constexpr, SCALED: tl.constexpr, ACC: tl.constexpr,
-    OT: tl.constexpr,
-):  # fmt: skip
-    """One slot: dk, by chains as `read_chains`, run backwards; N is kept as Nᵀ [BV K]. SEED: the final state has a gradient; INIT: the
-    first wants one, seen from its μ₀.
-
-    Gated: after each chunk x_N gets N, p_grown [chunks H NV C] this tile's share of what a token's mass changes, p_z [chunks H NV]
-    that of z seen from μ₀.
-    """
-    NV: tl.constexpr = (K + BV - 1) // BV
-    PER: tl.constexpr = H * NV
-    OWN: tl.constexpr = BV == KB
-    APART: tl.constexpr = OT == ACC
-    lo, hi, first, last = run_of(p_cum, N, i_slot, slots, PER)
-    o_c = tl.arange(0, C)
-    o_k = tl.arange(0, KB)
-    o_hand = tl.arange(0, BV)[:, None] * (NK * KB) + o_k[None, :]
-    unscale = 1.0
-    if SCALED:
-        unscale = 1.0 / tl.load(p_scale)
-    for i_chain in range(first, last + 1):
-        i_n = i_chain // PER
-        i_h = (i_chain % PER) // NV
-        i_v = (i_chain % NV) * BV
-        start, count, begin, late, c_from, c_to = part_here(p_cum, i_n, i_chain % PER, lo, hi, PER)
-        i_b = start // NCB
-
-        if late:
-            wait_for(p_flag + i_slot)
-        o_v = i_v + tl.arange(0, BV)
-        o_nh = tl.cast(i_n, tl.int64) * H + i_h
-        o_base = o_nh * (K * K)
-        i_k0, i_k1 = columns(i_v, KB, NK, OWN)
-        o_state = o_v[:, None] * K + (i_k0 + o_k)[None, :]
-        inside = (o_v < K)[:, None] & (i_k0 + o_k < K)[None, :]
-        # of a slot: N [BV NK·KB], then r and z [BV] each
-        p_late = p_hand + tl.cast(i_slot, tl.int64) * (BV * (NK * KB + 2))
-        o_side = BV * NK * KB + tl.arange(0, BV)
-        N0 = tl.load(p_late + o_hand, mask=inside & late, other=0.0)
-        b_r = tl.load(p_late + o_side, mask=(o_v < K) & late, other=0.0)
-        z = tl.sum(tl.load(p_late + BV + o_side, mask=(o_v < K) & late, other=0.0), 0)
-        if SEED:
-            ends = c_from == 0
-            N0 += tl.load(p_N_in + o_base + o_state, mask=inside & ends, other=0.0)
-            b_r += tl.load(p_r_in + o_nh * K + o_v, mask=(o_v < K) & ends, other=0.0)
-            z += tl.where((i_v == 0) & ends, tl.load(p_z_in + o_nh), 0.0)
-        if NK == 2:
-            o_state1 = o_v[:, None] * K + (i_k1 + o_k)[None, :]
-            inside1 = (o_v < K)[:, None] & (i_k1 + o_k < K)[None, :]
-            N1 = tl.load(p_late + KB + o_hand, mask=inside1 & late, other=0.0)
-            if SEED:
-                N1 += tl.load(p_N_in + o_base + o_state1, mask=inside1 & ends, other=0.0)
-
-        for i_c in tl.range(c_from, c_to, num_stages=NS):
-            i = start + count - 1 - i_c
-            i_t = (i - i_b * NCB) * C
-            o_ih = tl.cast(i, tl.int64) * H + i_h
-            # all loads first: they share barriers
-            b_k0 = load_tile(x_kc_k, i_b, i_t, i_h, i_k0, T, H, K, C, KB, TMA)
-            b_q0 = load_tile(x_q_k, i_b, i_t, i_h, i_k0, T, H, K, C, KB, TMA)
-            b_y0 = load_tile(x_y_k, i_b, i_t, i_h, i_k0, T, H, K, C, KB, TMA)
-            if NK == 2:
-                b_k1 = load_tile(x_kc_k, i_b, i_t, i_h, i_k1, T, H, K, C, KB, TMA)
-                b_q1 = load_tile(x_q_k, i_b, i_t, i_h, i_k1, T, H, K, C, KB, TMA)
-                b_y1 = load_tile(x_y_k, i_b, i_t, i_h, i_k1, T, H, K, C, KB, TMA)
-            if OWN:
-                b_qv, b_yv, b_kv = b_q0, b_y0, b_k0
-            else:
-                b_qv = load_tile(x_q_v, i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
-                b_yv = load_tile(x_y_v, i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
-                if GATED:
-                    b_kv = load_tile(x_kc_v, i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
-            b_P = load_block(x_P_c, i, i_h, 0, 0, H, C, C, C, TMA)
-            b_Py = load_block(x_Py_c, i, i_h, 0, 0, H, C, C, C, TMA)
-
-            b_N0 = N0.to(OT)
-            moved = tl.dot(b_N0, tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
-            if GATED:
-                store_block(x_N_kv, b_N0, i, i_h, i_v, i_k0, H, K, BV, KB, TMA)
-            if NK == 2:
-                b_N1 = N1.to(OT)
-                moved = add_product(moved, b_N1, tl.trans(b_k1), ACC, APART)
-                if GATED:
-                    store_block(x_N_kv, b_N1, i, i_h, i_v, i_k1, H, K, BV, KB, TMA)
-
-            b_factor = tl.load(tokens(p_Ey, o_ih, 1, C))[None, :]
-            by_y = tl.trans(b_yv).to(ACC) * b_factor
-            b_yf = by_y.to(OT)
-            pairs = tl.dot(tl.trans(b_qv), b_Py, input_precision="ieee", out_dtype=ACC)
-            pairs = add_product(pairs, b_yf, b_P, ACC, APART)
-
-            a = whole_of(p_G, o_ih, C, GATED)
-            beta, near, share = merge_of(p_n, p_mass, o_ih, a)
-            per_m = 1.0 / tl.maximum(tl.load(p_mass + o_ih), 1.0)
-            if GATED:
-                b_left = tl.load(tokens(p_Ey, o_ih, 5, C))[None, :]
-                b_sum = tl.sum(moved * b_left, 1) * per_m
-            else:
-                # k* is 0 where there is no token
-                b_sum = tl.sum(moved, 1) * per_m
-            # from the mean after the chunk to z*, and to μ₀
-            to_centre = near * b_sum
-            to_mean = tl.where(beta > 0, share / tl.maximum(beta, 1e-30), 0.0) * b_sum
-            b_here = numbers(p_rsum, o_ih, i_v, K, BV)
-            if GATED or INIT:
-                b_d = numbers(p_step, o_ih, i_v, K, BV)
-                z_centre = z - beta * near * tl.sum(b_d * (b_r + 0.5 * to_centre), 0)
-                z -= share * tl.sum(b_d * (b_r + 0.5 * to_mean), 0)
-            b_seen = b_r + to_centre
-            moved = b_seen[:, None] - moved
-            b_r = a * (b_r + to_mean) + b_here
-            if GATED:
-                b_grown = 0.5 * tl.sum(tl.trans(b_kv).to(ACC) * (b_seen[:, None] + moved), 0) + z_centre
-                tl.store(p_grown + (o_ih * NV + i_v // BV) * C + o_c, b_grown)
-                tl.store(p_z + o_ih * NV + i_v // BV, z)
-                moved *= b_left
-                b_decay = tl.load(tokens(p_Ey, o_ih, 6, C))[None, :]
-                b_yf = (by_y * b_decay).to(OT)
-                b_factor *= b_decay
-                N0 *= a
-            if GATED or INIT:
-                z = a * z + tl.where(i_v == 0, tl.load(p_zsum + o_ih), 0.0)
-            b_dk = ((moved - pairs) * unscale).to(OT)
-
-            b_qf = (tl.trans(b_qv).to(ACC) * b_factor).to(OT)
-            N0 = add_product(N0, b_qf, b_y0, ACC, APART)
-            N0 = add_product(N0, b_yf, b_q0, ACC, APART)
-            if NK == 2:
-                if GATED:
-                    N1 *= a
-                N1 = add_product(N1, b_qf, b_y1, ACC, APART)
-                N1 = add_product(N1, b_yf, b_q1, ACC, APART)
-            # last, while the state's product is under way
-            store_tile(x_dk_v, tl.trans(b_dk), i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
-
-        if INIT:
-            done = c_to == count
-            # + 0, read again: the compiler would otherwise keep the offsets in registers through the loop
-            o_v = i_v + tl.load(p_cum + i_n, volatile=True) - start + tl.arange(0, BV)
-            o_first = o_v[:, None] * K + o_k[None, :]
-            tl.store(p_N_out + o_base + i_k0 + o_first, N0, mask=(o_v < K)[:, None] & (i_k0 + o_k < K)[None, :] & done)
-            if NK == 2:
-                tl.store(p_N_out + o_base + i_k1 + o_first, N1, mask=(o_v < K)[:, None] & (i_k1 + o_k < K)[None, :] & done)
-            tl.store(p_r_out + o_nh * K + o_v, b_r, mask=(o_v < K) & done)
-            tl.store(p_z_out + o_nh * NV + i_v // BV, z, mask=done)
-        if begin > 0:
-            p_early = p_late - BV * (NK * KB + 2)
-            tl.store(p_early + o_hand, N0)
-            if NK == 2:
-                tl.store(p_early + KB + o_hand, N1)
-            tl.store(p_early + o_side, b_r)
-            tl.store(p_early + BV + o_side, tl.where(o_v == i_v, z, 0.0))
-            tell(p_flag + i_slot - 1)
+def _scale(dcleaned: Tensor, dC: Tensor | None, line: Line) -> Tensor:
+    """A power of two that brings float16 gradients into range."""
+    # 64 above 1: y is divided by n, and the sums of its products stay far below 65504
+    top = dcleaned.abs().amax().to(line.wide)
+    top = top if dC is None else torch.maximum(top, dC.abs().amax())
+    exponent = torch.where(top > 0, 6 - top.log2().ceil(), 0).clamp(-100, 100)
+    return exponent.exp2().reshape(1)
 
 
-@triton.jit(do_not_specialize=["T", "NCB", "N", "NR"])
-def backward(
-    x_q_k, x_y_k, x_kc_k, x_q_v, x_y_v, x_kc_v, x_base_v, x_P_c, x_Py_c, x_dq_v, x_dk_v, x_C0_kv, x_N_kv,
-    p_Ey, p_G, p_n, p_mass, p_step, p_rsum, p_zsum, p_scale, p_C_in, p_reach, p_N_in, p_r_in, p_z_in, p_grown, p_z,
-    p_N_out, p_r_out, p_z_out, p_cum, p_hand, p_flag, T, NCB, N, NR,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, NK: tl.constexpr,
-    NS: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, SEED: tl.constexpr, INIT: tl.constexpr, SCALED: tl.constexpr,
-    ACC: tl.constexpr, OT: tl.constexpr,
-):  # fmt: skip
-    """The first NR programs are the slots of dk, the others those of dq; slots are numbered against program ids."""
-    if tl.program_id(0) < NR:
-        reverse_chains(
-            NR - 1 - tl.program_id(0), NR,
-            x_q_k, x_y_k, x_kc_k, x_q_v, x_y_v, x_kc_v, x_P_c, x_Py_c, x_dk_v, x_N_kv, p_Ey, p_G, p_n, p_mass, p_step, p_rsum, p_zsum,
-            p_scale, p_N_in, p_r_in, p_z_in, p_grown, p_z, p_N_out, p_r_out, p_z_out, p_cum, p_hand, p_flag, T, NCB, N,
-            H, K, C, BV, KB, NK, NS, TMA, GATED, SEED, INIT, SCALED, ACC, OT,
-        )  # fmt: skip
-    else:
-        read_chains(
-            tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(0) - NR,
-            x_y_k, x_kc_k, x_kc_v, x_base_v, x_q_v, x_Py_c, x_dq_v, None, x_C0_kv, p_Ey, None, p_G, p_n, p_step, p_reach, p_scale,
-            p_C_in, None, None, None, p_cum, p_hand + tl.cast(NR, tl.int64) * (BV * (NK * KB + 2)), p_flag + NR, T, NCB, N,
-            H, HV, K, C, BV, KB, NK, NS, TMA, GATED, INIT, True, False, SCALED, None, ACC, OT,
-        )  # fmt: skip
+def _seeds(
+    line: Line, scale: Tensor | float, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None, n1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """N, r and z at the end: the final state's gradient in the form that the kernels carry."""
+    zeros = lambda *sizes: torch.zeros(*n1.shape, *sizes, dtype=line.wide, device=n1.device)
+    N = zeros(line.K, line.K) if dC is None else -scale * (dC + dC.mT)
+    r = zeros(line.K) if dmean is None else scale * dmean / n1.clamp(min=1)[..., None]
+    z = zeros() if dn is None else scale * dn
+    return N.contiguous(), r.contiguous(), z.contiguous()
 
 
-@triton.jit(do_not_specialize=["T", "NCB"])
-def gate(
-    p_Ey, p_G, p_fill, p_n, p_reach, p_grown, p_z, p_C0, p_N0, p_scale, p_dg, T, NCB,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, NZ: tl.constexpr, PACKED: tl.constexpr,
-    SCALED: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """dg of a chunk and key head: `adjoint`'s rows, and what its keys and C₀ bring to the chunk's end,
-
-    e^{G_C} (n₀ z − ½⟨N, C₀⟩) + Σ_{s<t} ω_Cs (z + r·x_s − ½ x_sᵀN x_s),   x_s = k_s − μ₀;   parts of NZ tiles
-    """
-    i = tl.program_id(0) // H
-    i_h = tl.program_id(0) % H
-    o_ih = tl.cast(i, tl.int64) * H + i_h
-    i_b = i // NCB
-    i_t = (i - i_b * NCB) * C
-    o_c = tl.arange(0, C)
-    if real_tokens(p_fill, i, i_t, T, C, PACKED) == 0:
-        return  # of no sequence
-    b_alike = tl.zeros([BD], ACC)
-    for j in range(0, K * K, BD):
-        o = j + tl.arange(0, BD)
-        b_C = tl.load(p_C0 + o_ih * (K * K) + o, mask=o < K * K, other=0.0)
-        b_N = tl.load(p_N0 + o_ih * (K * K) + o, mask=o < K * K, other=0.0)
-        b_alike += b_C.to(ACC) * b_N.to(ACC)
-    alike = tl.sum(b_alike, 0)
-    n = tl.load(p_n + o_ih)
-    unscale = 1.0
-    if SCALED:
-        alike *= tl.maximum(n, 1.0)
-        unscale = 1.0 / tl.load(p_scale)
-    z = tl.load(p_z + o_ih * NZ)
-    b_reach = tl.load(tokens(p_Ey, o_ih, 3, C))
-    b_grown = tl.zeros([C], ACC)
-    for j in tl.static_range(NZ):
-        if j > 0:
-            z += tl.load(p_z + o_ih * NZ + j)
-        b_reach -= tl.load(p_reach + (o_ih * NZ + j) * C + o_c)
-        b_grown += tl.load(p_grown + (o_ih * NZ + j) * C + o_c)
-    b_grown *= tl.load(tokens(p_Ey, o_ih, 5, C))
-    b_dg = tl.load(tokens(p_Ey, o_ih, 4, C))
-    b_dg += tl.sum(tl.where(o_c[:, None] <= o_c[None, :], b_reach[None, :], 0.0), 1)
-    b_dg += whole_of(p_G, o_ih, C, True) * (n * z - 0.5 * alike)
-    b_dg += tl.sum(tl.where(o_c[:, None] > o_c[None, :], b_grown[None, :], 0.0), 1)
-    o_t = i_t + o_c
-    tl.store(p_dg + (tl.cast(i_b, tl.int64) * T + o_t) * H + i_h, b_dg * unscale, mask=o_t < T)
+def of_first_state(
+    line: Line, scale: Tensor | float, first: tuple[Tensor, Tensor, Tensor], mean0: Tensor, state: CurvatureState,
+    dmean: Tensor | None,
+) -> CurvatureState:  # fmt: skip
+    """Gradients of the initial state."""
+    (N, r, z), (_, mean, n) = first, state
+    cum = line.at.cum
+    still = (cum.diff() == 0)[:, None]
+    # seen from the initial mean; the first chunk's is another where no mass is behind it
+    origin = mean0[cum[:-1].long().clamp(max=len(mean0) - 1)]
+    x = torch.where((n == 0)[..., None] & ~still[..., None], mean - origin, 0)
+    dn = z.sum(-1) + (x * (r - (N @ x[..., None])[..., 0] / 2)).sum(-1)
+    dmean0 = n[..., None] * r / scale
+    if dmean is not None:
+        # without a token the mean passes through, whatever its mass
+        dmean0 = torch.where(still[..., None], dmean, dmean0)
+    gradients = N / (-2 * scale), dmean0, dn / scale
+    return CurvatureState(*(dx.to(x.dtype).contiguous() for dx, x in zip(gradients, state, strict=True)))
 
 
-def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    NZ = -(-K // min(config.launch["backward"]["BV"], padded(K)))
-    cases = [case(fold, "fold", config, dtype, K, PACKED=False), case(gate, "gate", config, dtype, K, NZ=NZ, PACKED=False)]
-    for gated in (False, True):
-        cases.append(case(adjoint, "adjoint", config, dtype, K, GATED=gated, PACKED=False))
-        cases += [case(backward, "backward", config, dtype, K, GATED=gated, SEED=seed, INIT=seed) for seed in (False, True)]
-    return cases
+def nothing_read(
+    state: CurvatureState | None, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None
+) -> CurvatureState | None:
+    """Gradients of the initial state where there is no token."""
+    if state is None:
+        return None
+    dC = None if dC is None else (dC + dC.mT) / 2
+    pairs = zip(state, (dC, dmean, dn), strict=True)
+    return CurvatureState(*(torch.zeros_like(x) if dx is None else dx.to(x.dtype, copy=True) for x, dx in pairs))

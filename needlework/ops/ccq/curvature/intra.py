@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from triton import JITFunction
 
-from needlework.ops.common.kernels.slot_rows import OF_TABLE
 from needlework.ops.common.kernels.tile import capped, load_tile, store_tile
 from needlework.ops.runtime.launch_configs import OPTIONS, Case, Constants, LaunchConfig, absent, split
 from needlework.ops.runtime.triton_types import TYPES, padded
+from needlework.ops.slots.rows import OF_TABLE
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 ROWS: tl.constexpr = tl.constexpr(7)  # of numbers of a token: `tokens`

@@ -15,10 +15,10 @@ import triton.language as tl
 
 from needlework.ops.ccq.curvature.intra import add_product, case, numbers, tokens, whole_of
 from needlework.ops.common.kernels.chain import part_here, run_of, tell, wait_for
-from needlework.ops.common.kernels.slot_rows import OF_TABLE
-from needlework.ops.common.kernels.slots import slot_of
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig
+from needlework.ops.slots.kernels import slot_of
+from needlework.ops.slots.rows import OF_TABLE
 
 
 @triton.jit

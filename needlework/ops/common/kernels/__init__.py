@@ -1,5 +1,5 @@
 """Triton code that two ops or more use. Knows no op.
 
-tile: tiles loaded and stored, by the copy engine or by pointers · chain: chunks shared out among persistent programs · l2: rows of
-unit norm · conv: the causal convolution.
+tile: tiles loaded and stored, by the copy engine or by pointers · chain: chunks shared out among persistent programs · runs: sequences as
+runs of whole blocks · softmax: sums that rise with a maximum.
 """

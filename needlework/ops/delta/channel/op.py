@@ -13,13 +13,13 @@ from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.backward import backward
 from needlework.ops.delta.channel.intra import intra
-from needlework.ops.delta.channel.operands import ENGINE, TENSORS, Saved, rule_of
+from needlework.ops.delta.channel.operands import ENGINE, Saved, rule_of
 from needlework.ops.delta.channel.scan import scan
 from needlework.ops.delta.inputs import DeltaInputs, SlotTable, solve_dtype
 from needlework.ops.delta.segments import SegmentStates, fix_up, segment_count, segmented, transitions
 from needlework.ops.delta.table import on_table
 from needlework.ops.runtime.constant import constant
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator, step_operator
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
@@ -35,14 +35,14 @@ def channel(
     """
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if R == 1:
-        return delta_channel_fwd(*inputs.flat(TENSORS), cu_seqlens, scale, prediction, 1, save)[:2]
+        return delta_channel_fwd(*inputs, cu_seqlens, scale, prediction, 1, save)[:2]
     assert inputs.g is not None  # of every channel
     q, g = _one_row(inputs.q, R, R - 1), _one_row(inputs.g, R, 0)
     rows = inputs.k, inputs.v, inputs.beta, inputs.erase, inputs.write
     k, v, beta, erase, write = each(lambda x: x.flatten(1, 2), *rows)
     inputs = inputs._replace(q=q, k=k, v=v, g=g, beta=beta, erase=erase, write=write)
     cu_rows = None if cu_seqlens is None else cu_seqlens * R
-    o, state, *_ = delta_channel_fwd(*inputs.flat(TENSORS), cu_rows, scale, prediction, R, save)
+    o, state, *_ = delta_channel_fwd(*inputs, cu_rows, scale, prediction, R, save)
     return o[:, R - 1 :: R], state
 
 
@@ -50,7 +50,7 @@ def channel_on_table(
     inputs: DeltaInputs, table: SlotTable, cu_seqlens: Tensor | None, *, scale: float, prediction: str
 ) -> Tensor:  # fmt: skip
     """o alone, R = 1: states start from slots of the table, and end there. The values of cu_seqlens are not checked."""
-    return delta_channel_on_table(*inputs.flat(TENSORS[:-1]), *table, cu_seqlens, scale, prediction)
+    return delta_channel_on_table(*inputs, *table, cu_seqlens, scale, prediction)
 
 
 def _one_row(x: Tensor, R: int, row: int) -> Tensor:
@@ -95,29 +95,24 @@ def forward(
 
 @operator
 def delta_channel_fwd(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, erase: Tensor | None, write: Tensor | None,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, prediction: str, R: int, save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """o, the final state, the tensors of `Saved` and of `SegmentStates`: empty where there is none, all of them without `save`."""
-    inputs = DeltaInputs.of(TENSORS, (q, k, v, g, beta, erase, write, initial_state))
+    inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, prediction: str, R: int, save: bool
+) -> tuple[Tensor, Tensor, Saved | None, SegmentStates | None]:
+    """o, the final state and, if `save`, what the backward takes."""
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, *q.shape[:2])
-    if not v.numel():
-        return _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, prediction, R, save)
+        check_cu_seqlens(cu_seqlens, *inputs.q.shape[:2])
+    if not inputs.v.numel():
+        return _nothing(inputs, cu_seqlens, scale, prediction, R, save)
     o, final, saved, states = _call(inputs, cu_seqlens, scale, prediction, R, save)
-    return o, final, *_flat(q, saved if save else None, states)
+    return o, final, saved if save else None, states if save else None
 
 
-@step_operator("state")
+@step_operator("table.state")
 def delta_channel_on_table(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, erase: Tensor | None, write: Tensor | None,
-    state: Tensor, slots: Tensor | None, fresh: Tensor | None, power: Tensor | None, cu_seqlens: Tensor | None,
-    scale: float, prediction: str,
-) -> Tensor:  # fmt: skip
-    """o. Nothing is read back to the host."""
-    inputs = DeltaInputs.of(TENSORS, (q, k, v, g, beta, erase, write, None))
+    inputs: DeltaInputs, table: SlotTable, cu_seqlens: Tensor | None, scale: float, prediction: str
+) -> Tensor:
+    """o, without an initial state in `inputs`. Nothing is read back to the host."""
     walk = lambda table: _call(inputs, cu_seqlens, scale, prediction, 1, False, table)[0]
-    return on_table(inputs, SlotTable(state, slots, fresh, power), cu_seqlens, walk)
+    return on_table(inputs, table, cu_seqlens, walk)
 
 
 def _call(
@@ -134,7 +129,7 @@ def _call(
     aligned = inputs.aligned(alignment)
     segments = _segments(inputs, alignment.N, cu_seqlens, config)
     settings = {"scale": scale, "prediction": prediction, "R": R, "config": config}
-    key = ENGINE, config.name, kind(*aligned.flat(TENSORS)), scale, prediction, R, segments > 1, save, table and kind(*table)
+    key = ENGINE, config.name, kind(*aligned), scale, prediction, R, segments > 1, save, table and kind(*table)
     on_meta = table and SlotTable(*meta(*table))
     precompile(
         inputs.q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, segments, on_meta, settings)
@@ -143,43 +138,23 @@ def _call(
     return alignment.restore(o), state, saved, states
 
 
-def _flat(
-    q: Tensor, saved: Saved | None, states: SegmentStates | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As an operator returns them: an empty tensor for None. saved None: nothing is."""
-    kept = (None,) * len(Saved._fields) if saved is None else saved
-    ends = (None,) * len(SegmentStates._fields) if saved is None or states is None else states
-    q_hat, e_hat, k_hat, Tp, Pp, whole, W, initial_state, M = (q.new_empty(0) if x is None else x for x in (*kept, *ends))
-    return q_hat, e_hat, k_hat, Tp, Pp, whole, W, initial_state, M
-
-
-def _named(kept: list[Tensor]) -> tuple[Saved, SegmentStates | None]:
-    """The inverse of `_flat`."""
-    q_hat, e_hat, k_hat, Tp, Pp, whole, W, initial_state, M = kept
-    given = lambda x: x if x.numel() else None
-    saved = Saved(q_hat, given(e_hat), k_hat, given(Tp), Pp, whole, given(W))
-    return saved, SegmentStates(initial_state, M) if M.numel() else None
-
-
 @backward_operator
 def delta_channel_bwd(
-    do: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
-    beta: Tensor | None, erase: Tensor | None, write: Tensor | None, initial_state: Tensor | None,
-    saved: list[Tensor], cu_seqlens: Tensor | None, scale: float, prediction: str, R: int,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, g, beta, erase, write and the initial state, empty where there is none."""
-    given = q, k, v, g, beta, erase, write, initial_state
-    if not v.numel():
-        dtokens = [q.new_empty(0) if x is None else torch.zeros_like(x) for x in given[:-1]]
-        return [*dtokens, q.new_empty(0) if initial_state is None else _passed(dstate, initial_state)]
-    inputs = DeltaInputs.of(TENSORS, given)
+    do: Tensor | None, dstate: Tensor | None, inputs: DeltaInputs, saved: Saved, states: SegmentStates | None,
+    cu_seqlens: Tensor | None, scale: float, prediction: str, R: int,
+) -> DeltaInputs:  # fmt: skip
+    """Gradients of `inputs`."""
+    initial_state = inputs.initial_state
+    if not inputs.v.numel():
+        found = DeltaInputs(*each(torch.zeros_like, *inputs))
+        return found if initial_state is None else found._replace(initial_state=_passed(dstate, initial_state))
     config, alignment = _placed(inputs, cu_seqlens)
+    do = torch.zeros_like(inputs.v) if do is None else do
     dstate = None if dstate is None else dstate.contiguous()
-    found = backward(
-        alignment.align(do), dstate, inputs.aligned(alignment), *_named(saved), alignment,
+    return backward(
+        alignment.align(do), dstate, inputs.aligned(alignment), saved, states, alignment,
         scale=scale, prediction=prediction, R=R, config=config,
     ).restored(alignment)  # fmt: skip
-    return [q.new_empty(0) if dx is None else dx for dx in found.flat(TENSORS)]
 
 
 def _passed(dstate: Tensor | None, initial_state: Tensor) -> Tensor:
@@ -210,26 +185,29 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
-@torch.library.register_fake(delta_channel_on_table)
-def _(q, k, v, *_):
-    return torch.empty_like(v)
+@fake(delta_channel_on_table)
+def _(inputs: DeltaInputs, *_):
+    return torch.empty_like(inputs.v)
 
 
-@torch.library.register_fake(delta_channel_fwd)
-def _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, prediction, R, save):
+@fake(delta_channel_fwd)
+def _nothing(
+    inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, prediction: str, R: int, save: bool
+) -> tuple[Tensor, Tensor, Saved | None, SegmentStates | None]:
     """The results' shapes; without tokens also their values."""
+    q, v = inputs.q, inputs.v
     (B, T, HV, V), K = v.shape, q.shape[-1]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     o, state = torch.empty_like(v), v.new_zeros(N, HV, K, V, dtype=width(v))
-    if initial_state is not None:
-        state.copy_(initial_state)
+    if inputs.initial_state is not None:
+        state.copy_(inputs.initial_state)
     if not save:
-        return o, state, *_flat(q, None, None)
+        return o, state, None, None
     config = launch_config(ENGINE, q.device, q.dtype, K, V)
-    C, segments = config.launch["shared"]["C"], _segments(DeltaInputs(q, k, v), N, cu_seqlens, config)
+    C, segments = config.launch["shared"]["C"], _segments(inputs, N, cu_seqlens, config)
     T = T if cu_seqlens is None else (T // C + N) * C
     NC = -(-T // C)
-    ST, solves = solve_dtype(q.dtype), rule_of(beta, erase) > 0
+    ST, solves = solve_dtype(q.dtype), rule_of(inputs.beta, inputs.erase) > 0
     rows = lambda D: q.new_empty(B, T, HV, D, dtype=ST)
     square = lambda: q.new_empty(B, HV, NC * C, C, dtype=ST)
     saved = Saved(
@@ -242,27 +220,24 @@ def _nothing(q, k, v, g, beta, erase, write, initial_state, cu_seqlens, scale, p
         W=rows(V),
     )
     states = SegmentStates(*(q.new_empty(N * segments, HV, K, D, dtype=width(q)) for D in (V, K))) if segments > 1 else None
-    return o, state, *_flat(q, saved, states)
+    return o, state, saved, states
 
 
-@torch.library.register_fake(delta_channel_bwd)
-def _(do, dstate, q, k, v, g, beta, erase, write, initial_state, *_):
-    return [q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, g, beta, erase, write, initial_state)]
+@fake(delta_channel_bwd)
+def _(do: Tensor | None, dstate: Tensor | None, inputs: DeltaInputs, *_):
+    return DeltaInputs(*each(torch.empty_like, *inputs))
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, scale, prediction, R, _ = inputs
-    ctx.save_for_backward(*tensors, *output[2:])
-    ctx.settings = scale, prediction, R
+    given, cu_seqlens, *ctx.settings, _ = inputs
+    _, _, saved, states = output
+    ctx.save_for_backward(*given, *saved, *states, cu_seqlens)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, dstate, *_):
-    *tensors, cu_seqlens = ctx.saved_tensors[: len(TENSORS) + 1]
-    saved = ctx.saved_tensors[len(TENSORS) + 1 :]
-    do = torch.zeros_like(tensors[TENSORS.index("v")]) if do is None else do
-    gradients = delta_channel_bwd(do, dstate, *tensors, list(saved), cu_seqlens, *ctx.settings)
-    return *(None if x is None else dx for x, dx in zip(tensors, gradients, strict=True)), *[None] * 5
+    found = delta_channel_bwd(do, dstate, *ctx.saved_tensors, *ctx.settings)
+    return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), *[None] * 5
 
 
 differentiable(delta_channel_fwd, _backward, _save)

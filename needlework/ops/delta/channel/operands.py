@@ -13,7 +13,6 @@ from needlework.ops.common.kernels.tile import block, token_tile
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 
 ENGINE = "delta/channel"
-TENSORS = "q", "k", "v", "g", "beta", "erase", "write", "initial_state"  # of `DeltaInputs`, as the operators take them
 
 
 class Saved(NamedTuple):

@@ -11,13 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
-from needlework.ops.common.kernels.slots import power_of, slot_of
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.operands import Saved, case, operands, rule_of, triton_dtype
 from needlework.ops.delta.inputs import NO_TABLE, OF_TABLE, SlotTable, solve_dtype
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, padded
+from needlework.ops.slots.kernels import power_of, slot_of
 
 
 @triton.jit

@@ -1,7 +1,6 @@
-"""What the scalar engine's operators, its backward and the launches of its kernels share: tensors by name, types of operands, the
-constants of a scan."""
+"""What the scalar engine's operators, its backward and the launches of its kernels share: what is saved, types of operands, the constants
+of a scan."""
 
-from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from needlework.ops.runtime.launch_configs import Constants, LaunchConfig
 from needlework.ops.runtime.triton_types import TYPES, accumulator, padded
 
 ENGINE = "delta/scalar"
-TENSORS = "q", "k", "v", "g", "beta", "lam", "q_read", "initial_state"  # of `DeltaInputs`, as the operators take them
 ROWS = tl.constexpr(8)  # of E, the factors of a chunk's tokens
 FALLBACK = TYPES[torch.bfloat16]  # operands of the bf16 fallback: float32's range
 
@@ -68,23 +66,6 @@ class Saved(NamedTuple):
             initial_state=None,
             M=None,
         )
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> "Saved":
-        x = cls(*tensors)
-        given = lambda x: x if x.numel() else None
-        x = x._replace(Tp=given(x.Tp), A=given(x.A), q=given(x.q), k=given(x.k), q_read=given(x.q_read))
-        return x._replace(initial_state=given(x.initial_state), M=given(x.M))
-
-    def flat(
-        self,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The inverse of `of`: an operator returns an empty tensor for None."""
-        W, Tp, A, q, k, q_read, initial_state, M = (
-            self.G.new_empty(0) if x is None else x
-            for x in (self.W, self.Tp, self.A, self.q, self.k, self.q_read, self.initial_state, self.M)
-        )
-        return W, Tp, self.Pp, A, self.G, self.E, self.overflow, q, k, q_read, initial_state, M
 
     def operands(self, inputs: DeltaInputs) -> DeltaInputs:
         """`inputs` with q, k and q_read as the kernels' operands."""

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.chain import part_here, run_of, tell, wait_for
-from needlework.ops.common.kernels.slots import power_of, slot_of
 from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
 from needlework.ops.delta.scalar.operands import ROWS
+from needlework.ops.slots.kernels import power_of, slot_of
 
 
 @triton.jit

@@ -20,11 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
-from needlework.ops.common.placement import Placement
 from needlework.ops.lucid.past import constants_of, highest, less_past, new_keys, read_pages, shares_of, store_rows, tile_of
 from needlework.ops.lucid.solve.launches import ENGINE as SOLVE
 from needlework.ops.lucid.solve.launches import Task, compile_cases_of_sums, forward, widths
 from needlework.ops.lucid.solve.operands import scale
+from needlework.ops.paged.placement import Placement
 from needlework.ops.runtime.custom_op import step_operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, rows, split
 from needlework.ops.runtime.precompile import kind, meta, precompile, run

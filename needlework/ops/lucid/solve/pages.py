@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.ops.common.growth import came_from, final_rows, give_back, grow
+from needlework.ops.attention.growth import came_from, final_rows, give_back, grow
 from needlework.ops.common.packing import lengths, pad, unpad
 from needlework.ops.lucid.arguments import check_data
 from needlework.ops.lucid.solve.launches import ENGINE, Saved, Task, alignment, backward

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.mamba3.siso.angles import gates_bwd_kernel, starts_kernel, totals_kernel
 from needlework.ops.mamba3.siso.rows import add_own_kernel, rows_kernel
 from needlework.ops.mamba3.siso.rows_bwd import rows_bwd_kernel
@@ -32,12 +33,17 @@ class Inputs(NamedTuple):
     v0: Tensor | None = None  # [N HV V]
     angle0: Tensor | None = None  # [N HV m]
 
-    @classmethod
-    def of(cls, *tensors: Tensor | None) -> "Inputs":
-        q, k, v, g, dt, lam, rate, *rest = each(Tensor.contiguous, *tensors)
+    def contiguous(self) -> "Inputs":
+        return Inputs(*each(Tensor.contiguous, *self))
+
+    def like(self, inputs: "Inputs") -> "Inputs":
+        """Gradients in the dtypes and shapes of `inputs`; None for what was not given."""
+        pairs = zip(inputs, self, strict=True)
+        found = [None if x is None or dx is None else dx.to(x.dtype).view(x.shape) for x, dx in pairs]
+        q, k, v, g, dt, lam, rate, *others = found
         assert q is not None and k is not None and v is not None
         assert g is not None and dt is not None and lam is not None and rate is not None
-        return cls(q, k, v, g, dt, lam, rate, *rest)
+        return Inputs(q, k, v, g, dt, lam, rate, *others)
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory, of what is computed in where no dtype is given."""
@@ -59,9 +65,9 @@ class Kept(NamedTuple):
     g: Tensor | None  # [B T+F HV]; None where there are no more rows than tokens
     power: Tensor | None  # [3 B HV] float32: a, b and c; None where nothing is divided
 
-    def of_engine(self, given: Inputs) -> tuple[Tensor | None, ...]:
-        """q, k, v and g of the engine's operators, and what an additive rule has not."""
-        return self.q, self.k, self.u, given.g if self.g is None else self.g, None, None, None
+    def of_engine(self, given: Inputs, initial_state: Tensor | None) -> DeltaInputs:
+        """What the engine's operators are given."""
+        return DeltaInputs(self.q, self.k, self.u, given.g if self.g is None else self.g, initial_state=initial_state)
 
 
 def made(given: Inputs, tiles: Tiles, power: Tensor | None, halves: bool) -> tuple[Kept, Tensor, Tensor]:

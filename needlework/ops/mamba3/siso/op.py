@@ -9,21 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from needlework.ops.common.kernels.slot_rows import Slots
-from needlework.ops.common.kernels.slots import largest_of_slots
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.common.slots import Sequences, check_contiguous, start_anew
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.delta.scalar.op import delta_scalar, delta_scalar_bwd, delta_scalar_fwd, delta_scalar_on_table
+from needlework.ops.delta.scalar.operands import Saved
 from needlework.ops.delta.scaling import PowersOfTwo
 from needlework.ops.mamba3.line import Line
 from needlework.ops.mamba3.siso.launches import Inputs, Kept, gradients, made, with_own
 from needlework.ops.mamba3.siso.tiles import Tiles
 from needlework.ops.mamba3.state import Mamba3State
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator, step_operator
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
-from needlework.ops.runtime.triton_types import accumulator
-
-KEPT = len(Kept._fields)  # before what the engine keeps
+from needlework.ops.slots.kernels import largest_of_slots
+from needlework.ops.slots.rows import Slots
+from needlework.ops.slots.table import Sequences, check_contiguous, start_anew
 
 
 def siso(given: Inputs, cu_seqlens: Tensor | None, *, halves: bool, final: bool) -> tuple[Tensor, Mamba3State | None]:
@@ -38,82 +37,69 @@ def siso(given: Inputs, cu_seqlens: Tensor | None, *, halves: bool, final: bool)
 
 
 @operator
-def mamba3_siso(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, dt: Tensor, lam: Tensor, rate: Tensor, q_bias: Tensor | None, k_bias: Tensor | None,
-    S: Tensor | None, k0: Tensor | None, v0: Tensor | None, angle0: Tensor | None, cu_seqlens: Tensor | None,
-    halves: bool, final: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def mamba3_siso(inputs: Inputs, cu_seqlens: Tensor | None, halves: bool, final: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, and the final S, k and angle: without numbers but for S where they are not wanted."""
-    given, tiles = _checked(q, k, v, g, dt, lam, rate, q_bias, k_bias, S, k0, v0, angle0, cu_seqlens=cu_seqlens, final=final)
+    given, tiles = _checked(inputs, cu_seqlens, final)
     return _call(given, tiles, halves, delta_scalar)[0]
 
 
 @operator
 def mamba3_siso_fwd(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, dt: Tensor, lam: Tensor, rate: Tensor, q_bias: Tensor | None, k_bias: Tensor | None,
-    S: Tensor | None, k0: Tensor | None, v0: Tensor | None, angle0: Tensor | None, cu_seqlens: Tensor | None,
-    halves: bool, final: bool,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-]:  # fmt: skip
-    """The same, the tensors of `Kept`, empty where there is none, and those that the engine keeps."""
-    given, tiles = _checked(q, k, v, g, dt, lam, rate, q_bias, k_bias, S, k0, v0, angle0, cu_seqlens=cu_seqlens, final=final)
+    inputs: Inputs, cu_seqlens: Tensor | None, halves: bool, final: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept, Saved]:
+    """The same, and what the backward and the engine's take."""
+    given, tiles = _checked(inputs, cu_seqlens, final)
     results, kept, saved = _call(given, tiles, halves, delta_scalar_fwd)
-    found: Any = *results, *(kept.same.new_empty(0) if x is None else x for x in kept), *saved
-    return found
+    return *results, kept, Saved(*saved)
 
 
 @backward_operator
 def mamba3_siso_bwd(
-    do: Tensor, dS: Tensor | None, dk_end: Tensor | None, dangle_end: Tensor | None, saved: list[Tensor],
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, dt: Tensor, lam: Tensor, rate: Tensor, q_bias: Tensor | None, k_bias: Tensor | None,
-    S: Tensor | None, k0: Tensor | None, v0: Tensor | None, angle0: Tensor | None, cu_seqlens: Tensor | None,
-    halves: bool, final: bool,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of the tensors of `Inputs`; an empty tensor for what was not given."""
-    given, tiles = _checked(q, k, v, g, dt, lam, rate, q_bias, k_bias, S, k0, v0, angle0, cu_seqlens=cu_seqlens, final=final)
-    kept = Kept(*saved[: KEPT - 2], *(x if x.numel() else None for x in saved[KEPT - 2 : KEPT]))
-    engine = *kept.of_engine(given), _divided(given.S, kept.power)
+    do: Tensor | None, dS: Tensor | None, dk_end: Tensor | None, dangle_end: Tensor | None, kept: Kept, saved: Saved,
+    inputs: Inputs, cu_seqlens: Tensor | None, halves: bool, final: bool,
+) -> Inputs:  # fmt: skip
+    """Gradients of `inputs`."""
+    given, tiles = _checked(inputs, cu_seqlens, final)
+    do = torch.zeros_like(given.v) if do is None else do
+    engine = kept.of_engine(given, _divided(given.S, kept.power))
     do_rows, dS = tiles.in_rows(do), None if dS is None else _by_a(dS, kept.power, multiply=False)
-    dq, dk, du, dg, *_, dS0 = delta_scalar_bwd(do_rows, dS, saved[KEPT:], *engine, tiles.ends(), 1.0)
+    d = DeltaInputs(*delta_scalar_bwd(do_rows, dS, *saved, *engine, tiles.ends(), 1.0))
     ends = each(Tensor.contiguous, dk_end, dangle_end)
-    found = gradients(do.contiguous(), (dq, dk, du, dg), *ends, given, kept, tiles, halves)
-    found = found._replace(S=None if S is None else _by_a(dS0, kept.power, multiply=True))
-    tensors = zip(given, found, strict=True)
-    return [q.new_empty(0) if x is None or dx is None else dx.to(x.dtype).view(x.shape) for x, dx in tensors]
+    assert d.g is not None and d.initial_state is not None  # empty without a state to start from
+    found = gradients(do.contiguous(), (d.q, d.k, d.v, d.g), *ends, given, kept, tiles, halves)
+    found = found._replace(S=None if given.S is None else _by_a(d.initial_state, kept.power, multiply=True))
+    return found.like(given)
 
 
 def siso_on_table(
     given: Inputs, table: Mamba3State, slots: Tensor | None, fresh: Tensor | None, cu_seqlens: Tensor | None, *, halves: bool
 ) -> Tensor:
     """o alone: states start from slots of the table, and end there. The values of cu_seqlens are not checked."""
-    return mamba3_siso_on_table(*given[:9], *table, slots, fresh, cu_seqlens, halves)
+    return mamba3_siso_on_table(*given, *table, slots, fresh, cu_seqlens, halves)
 
 
-@step_operator("S", "k_table", "v_table", "angle")
+@step_operator("table")
 def mamba3_siso_on_table(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, dt: Tensor, lam: Tensor, rate: Tensor, q_bias: Tensor | None, k_bias: Tensor | None,
-    S: Tensor, k_table: Tensor, v_table: Tensor, angle: Tensor, slots: Tensor | None, fresh: Tensor | None,
-    cu_seqlens: Tensor | None, halves: bool,
-) -> Tensor:  # fmt: skip
-    """o. Nothing is read back to the host; the engine reads and writes S in its slots, what is small goes through rows."""
-    table = Mamba3State(S, k_table, v_table, angle)
+    inputs: Inputs, table: Mamba3State, slots: Tensor | None, fresh: Tensor | None, cu_seqlens: Tensor | None, halves: bool
+) -> Tensor:
+    """o, without a state in `inputs`. Nothing is read back to the host; the engine reads and writes S in its slots, what is small goes
+    through rows."""
     check_contiguous(**table._asdict())
+    q, v, S = inputs.q, inputs.v, table.S
     B, T = q.shape[:2]
     if not v.numel():
         start_anew(table, slots, fresh, cu_seqlens, q)
         return torch.empty_like(v)
     own = Slots.of(S, slots, fresh, cu_seqlens, B)
     k0, v0, angle0 = (own.read(x) for x in table[1:])
-    given = Inputs.of(q, k, v, g, dt, lam, rate, q_bias, k_bias, None, k0, v0, angle0)
+    given = inputs._replace(k0=k0, v0=v0, angle0=angle0).contiguous()
     tiles = Tiles.of(v, q.shape[-1], cu_seqlens, True)
     largest = largest_of_slots(S, slots, fresh, cu_seqlens, own.N)[..., None, None] if v.dtype == torch.bfloat16 else None
     kept, k_end, angle_end = made(given, tiles, _powers(given, tiles, largest), halves)
     # every sequence has a row, an empty one too: its slot stays as it is, unless it is fresh
     places = Sequences.of(slots, fresh, own.N, T, cu_seqlens, q.device).slots
     power = None if kept.power is None else (kept.power[1] * kept.power[2]).expand(own.N, -1).contiguous()
-    read = delta_scalar_on_table(*kept.of_engine(given), S, places, fresh, power, tiles.ends(), 1.0)
+    read = delta_scalar_on_table(*kept.of_engine(given, None), S, places, fresh, power, tiles.ends(), 1.0)
     for column, rows in zip(table[1:], (k_end, Line.of(cu_seqlens, T).newest(v0, v.to(S.dtype)), angle_end), strict=True):
         own.write(column, rows.contiguous())
     return with_own(read, given, kept, tiles)
@@ -122,12 +108,12 @@ def mamba3_siso_on_table(
 def _call(given: Inputs, tiles: Tiles, halves: bool, engine: Callable[..., Any]) -> tuple[Any, Kept, list[Tensor]]:
     """o, S, k, angle; what was made for the engine; what it keeps."""
     kept, k_end, angle_end = made(given, tiles, _powers(given, tiles, given.S), halves)
-    read, S, *saved = engine(*kept.of_engine(given), _divided(given.S, kept.power), tiles.ends(), 1.0)
+    read, S, *saved = engine(*kept.of_engine(given, _divided(given.S, kept.power)), tiles.ends(), 1.0)
     return (with_own(read, given, kept, tiles), _multiplied(S, kept.power), k_end, angle_end), kept, saved
 
 
-def _checked(*tensors: Tensor | None, cu_seqlens: Tensor | None, final: bool) -> tuple[Inputs, Tiles]:
-    given = Inputs.of(*tensors)
+def _checked(inputs: Inputs, cu_seqlens: Tensor | None, final: bool) -> tuple[Inputs, Tiles]:
+    given = inputs.contiguous()
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *given.q.shape[:2])
     return given, Tiles.of(given.v, given.q.shape[-1], cu_seqlens, final)
@@ -179,53 +165,57 @@ def _of_states(power: Tensor) -> Tensor:
     return power[:, :, None, None]
 
 
-@torch.library.register_fake(mamba3_siso)
-def _results(q, k, v, g, dt, lam, rate, q_bias, k_bias, S, k0, v0, angle0, cu_seqlens, halves, final):
-    (B, _, HV, V), K, wide = v.shape, q.shape[-1], accumulator(q.dtype)
+@fake(mamba3_siso)
+def _results(given: Inputs, cu_seqlens: Tensor | None, halves: bool, final: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (B, _, HV, V), K = given.v.shape, given.q.shape[-1]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    shapes = (N, HV, K, V), (N, HV, 1, K) if final else (0,), (N, HV, rate.shape[-1])
-    return torch.empty_like(v), *(v.new_empty(shape, dtype=wide) for shape in shapes)
+    S, k_end = given.new(N, HV, K, V), given.new(*((N, HV, 1, K) if final else (0,)))
+    return torch.empty_like(given.v), S, k_end, given.new(N, HV, given.rate.shape[-1])
 
 
-@torch.library.register_fake(mamba3_siso_on_table)
-def _(q, k, v, *_):
-    return torch.empty_like(v)
+@fake(mamba3_siso_on_table)
+def _(inputs: Inputs, *_):
+    return torch.empty_like(inputs.v)
 
 
-@torch.library.register_fake(mamba3_siso_fwd)
-def _(*inputs):
-    *tensors, cu_seqlens, _, final = inputs
-    given = Inputs(*tensors)
+@fake(mamba3_siso_fwd)
+def _(
+    given: Inputs, cu_seqlens: Tensor | None, halves: bool, final: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept, Saved]:
     (B, T, HV, V), K, new = given.v.shape, given.q.shape[-1], given.new
     count, rows = Tiles.sizes(given.v, K, cu_seqlens, final)
-    start, same = new(count, HV, given.rate.shape[-1], dtype=torch.float64), new(B, T, HV)
-    made = [new(*rows, HV, D, dtype=given.q.dtype) for D in (K, K, V)]
-    g = new(*rows, HV)
-    power = new(3, B, HV, dtype=torch.float32) if given.v.dtype == torch.bfloat16 else new(0)
+    q, k, u = (new(*rows, HV, D, dtype=given.q.dtype) for D in (K, K, V))
+    kept = Kept(
+        start=new(count, HV, given.rate.shape[-1], dtype=torch.float64),
+        same=new(B, T, HV),
+        q=q,
+        k=k,
+        u=u,
+        g=new(*rows, HV) if final else None,
+        power=new(3, B, HV, dtype=torch.float32) if given.v.dtype == torch.bfloat16 else None,
+    )
+    engine = kept.of_engine(given, given.S)._replace(g=new(*rows, HV))
     ends = cu_seqlens if cu_seqlens is None or not final else cu_seqlens + 1
-    saved = delta_scalar_fwd(*made, g, None, None, None, given.S, ends, 1.0)[2:]
-    return *_results(*inputs), start, same, *made, g if final else new(0), power, *saved
+    saved = delta_scalar_fwd(*engine, ends, 1.0)[2:]
+    return *_results(given, cu_seqlens, halves, final), kept, Saved(*saved)
 
 
-@torch.library.register_fake(mamba3_siso_bwd)
-def _(do, dS, dk_end, dangle_end, saved, *inputs):
-    return [do.new_empty(0) if x is None else torch.empty_like(x) for x in inputs[: len(Inputs._fields)]]
+@fake(mamba3_siso_bwd)
+def _(do, dS, dk_end, dangle_end, kept: Kept, saved: Saved, inputs: Inputs, *_):
+    return Inputs(*each(torch.empty_like, *inputs))
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.halves, ctx.final = inputs
-    ctx.kept = len(output) - 4
-    ctx.save_for_backward(*output[4:], *tensors)
+    given, cu_seqlens, ctx.halves, ctx.final = inputs
+    *_, kept, saved = output
+    ctx.save_for_backward(*kept, *saved, *given, cu_seqlens)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, dS, dk_end, dangle_end, *_):
-    saved, tensors = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
-    do = torch.zeros_like(tensors[2]) if do is None else do
     ends = (dS, dk_end, dangle_end) if ctx.final else (None, None, None)
-    found = mamba3_siso_bwd(do, *ends, list(saved), *tensors, ctx.halves, ctx.final)
-    found = [dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)]
-    return *found, None, None, None
+    found = mamba3_siso_bwd(do, *ends, *ctx.saved_tensors, ctx.halves, ctx.final)
+    return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), None, None, None
 
 
 differentiable(mamba3_siso_fwd, _backward, _save)

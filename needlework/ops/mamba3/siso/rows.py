@@ -9,9 +9,9 @@ Rows are divided by powers of two where there are any. A tile's program turns th
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.slots import power_of
 from needlework.ops.mamba3.siso.angles import angles_of
 from needlework.ops.mamba3.siso.tiles import load_pairs, past_the_last, place, rest_channels, store_pairs
+from needlework.ops.slots.kernels import power_of
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from needlework.ops.common.blocks import Blocks
+from needlework.ops.attention.blocks import Blocks
 from needlework.ops.path.arguments import PathInputs
 from needlework.ops.path.chunk import History, InBlocks
 from needlework.ops.path.sweep import Gradients, Sweep

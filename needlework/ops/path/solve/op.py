@@ -5,7 +5,6 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.shapes import check_count, check_slots, check_tensor, width
-from needlework.ops.common.unit import unit_rows
 from needlework.ops.path.arguments import check_keys, check_read
 from needlework.ops.path.chunk import History
 from needlework.ops.path.custom_op import path_grow
@@ -17,6 +16,7 @@ from needlework.ops.path.solve.state import LucidPathOutput, LucidPathState
 from needlework.ops.path.state import BLOCK
 from needlework.ops.path.step import Rows
 from needlework.ops.runtime.each import each
+from needlework.ops.unit.reference import unit_rows
 
 
 def chunk_lucid_path(

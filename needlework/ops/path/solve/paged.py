@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.placement import Placement, check_placement_data
 from needlework.ops.common.shapes import check, check_tensor, width
+from needlework.ops.paged.placement import Placement, check_placement_data
 from needlework.ops.path.arguments import check_keys, check_read
 from needlework.ops.path.chunk import History
 from needlework.ops.path.paged import Gathered, Tables, check_tables

@@ -9,7 +9,7 @@ number is read once, but for a few around the run.
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.conv_tokens import (
+from needlework.ops.conv.depthwise.tokens import (
     fed,
     four_rows,
     held,

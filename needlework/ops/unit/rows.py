@@ -5,13 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.common.unit import unit_rows
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, misfit, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
+from needlework.ops.unit.reference import unit_rows
 
-ENGINE = "common/l2"
+ENGINE = "unit/rows"
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.conv_tokens import fed, held, slot_of, source_of, span_of, taps
+from needlework.ops.conv.depthwise.tokens import fed, held, slot_of, source_of, span_of, taps
 
 
 @triton.jit

@@ -1,11 +1,11 @@
-"""How a call's tokens enter the pages, and where the final pages' gradient goes. Rows are those of ops/common/pages.py."""
+"""How a call's tokens enter the pages, and where the final pages' gradient goes. Rows are those of ops/attention/pages.py."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from needlework.ops.attention.pages import append
 from needlework.ops.common.packing import lengths
-from needlework.ops.common.pages import append
 
 
 def final_rows(P: int, T: int, window: int | None) -> int:

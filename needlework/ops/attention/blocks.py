@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from needlework.ops.common.pages import positions
+from needlework.ops.attention.pages import positions
 
 
 @dataclass(frozen=True)

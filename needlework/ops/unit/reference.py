@@ -1,4 +1,4 @@
-"""Rows of unit norm and of unit mean square, as they are written; `kernels/l2.py` has the first in one pass."""
+"""Rows of unit norm and of unit mean square, as they are written; `rows.py` has the first in one pass."""
 
 import torch
 from torch import Tensor

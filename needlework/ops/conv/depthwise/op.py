@@ -1,4 +1,4 @@
-"""Operators of the causal depthwise convolution, and the launches of their kernels: `conv_chunk.py` and `conv_slots.py`."""
+"""Operators of the causal depthwise convolution, and the launches of their kernels: `chunk.py` and `slots.py`."""
 
 from itertools import product
 from typing import NamedTuple
@@ -6,14 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.ops.common.kernels.conv_chunk import conv_backward_kernel, conv_forward_kernel, conv_past_backward_kernel
-from needlework.ops.common.kernels.conv_slots import conv_keep_kernel, conv_step_kernel
+from needlework.ops.conv.depthwise.chunk import conv_backward_kernel, conv_forward_kernel, conv_past_backward_kernel
+from needlework.ops.conv.depthwise.slots import conv_keep_kernel, conv_step_kernel
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator, step_operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv
 
-ENGINE = "common/conv"
+ENGINE = "conv/depthwise"
 
 
 class Past(NamedTuple):

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution of tokens. Knows no op; `kernels/conv.py` has it in one pass.
+"""Causal depthwise convolution of tokens; `depthwise/` has it in one pass.
 
 c_t = b + Σ_j w_j ⊙ x_{t−past+j},  j = 0 … past        zeros before a sequence, or the inputs that its state kept
 y = c, silu(c) or x + c                             sums in the wider of x's and the weight's dtype, y in x's
@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.packing import document_positions, lengths, sequences
 from needlework.ops.common.shapes import check
-from needlework.ops.common.slots import Sequences, check_table
 from needlework.ops.runtime.launch_configs import misfit
+from needlework.ops.slots.table import Sequences, check_table
 
 After = Literal["none", "silu", "add"]
 TAPS = 4  # that the kernels hold at most
@@ -38,7 +38,7 @@ def causal_conv(
     impl: "triton" takes at most 4 taps.
 
     >>> import torch
-    >>> from needlework.ops.common.conv import causal_conv
+    >>> from needlework.ops.conv import causal_conv
     >>> x, weight = torch.randn(1, 100, 12), torch.randn(12, 4)  # [B T C] and four taps
     >>> (q, k, v), state = causal_conv(x, weight, parts=[4, 4, 4], after="silu")
     >>> q.shape, state.shape  # the state is the last three inputs
@@ -54,7 +54,7 @@ def causal_conv(
         before = state.to(x.dtype)
     last = _last(x, before, cu_seqlens)
     if _path("causal_conv", impl, x, weight) == "triton":
-        from needlework.ops.common.kernels.conv import conv_triton
+        from needlework.ops.conv.depthwise.op import conv_triton
 
         ends, document, position = _documents(cu_seqlens, T)
         past = (None, None, None) if state is None else (before.contiguous(), ends, document)
@@ -78,7 +78,7 @@ def causal_conv_slots(
     ValueError where a gradient is asked for: a table has none.
 
     >>> import torch
-    >>> from needlework.ops.common.conv import causal_conv_slots
+    >>> from needlework.ops.conv import causal_conv_slots
     >>> table, weight = torch.zeros(8, 3, 12), torch.randn(12, 4)  # eight slots
     >>> ends, slots = torch.tensor([0, 5, 7]), torch.tensor([6, 2])  # five tokens of one sequence and two of another
     >>> new = torch.tensor([False, True])  # the second has just come
@@ -90,7 +90,7 @@ def causal_conv_slots(
     parts = _parts(x, weight, bias, parts)
     _check_table(x, weight, bias, state, slots, fresh, sequences(cu_seqlens, len(x)))
     if _path("causal_conv_slots", impl, x, weight) == "triton":
-        from needlework.ops.common.kernels.conv import conv_slots_triton
+        from needlework.ops.conv.depthwise.op import conv_slots_triton
 
         own = (None if one is None else one.contiguous() for one in (slots, fresh))
         past = state, *_documents(cu_seqlens, x.shape[1]), *own
@@ -109,7 +109,7 @@ def step_conv(
     ValueError where a gradient is asked for.
 
     >>> import torch
-    >>> from needlework.ops.common.conv import causal_conv, step_conv
+    >>> from needlework.ops.conv import causal_conv, step_conv
     >>> x, weight, table = torch.randn(2, 9, 12), torch.randn(12, 4), torch.zeros(8, 3, 12)
     >>> slots = torch.tensor([5, 0])
     >>> y = torch.stack([step_conv(x[:, t], weight, state=table, slots=slots)[0] for t in range(9)], 1)
@@ -121,7 +121,7 @@ def step_conv(
     parts = _parts(x, weight, bias, parts)
     _check_table(x, weight, bias, state, slots, None, len(x))
     if _path("step_conv", "auto", x, weight) == "triton":
-        from needlework.ops.common.kernels.conv import conv_step_triton
+        from needlework.ops.conv.depthwise.op import conv_step_triton
 
         x, slots = x if x.stride(1) == 1 else x.contiguous(), None if slots is None else slots.contiguous()
         return _apart(conv_step_triton(x, _taps(weight, bias), state, slots, after, parts, bias is not None), x, parts)
@@ -164,7 +164,7 @@ def _path(op: str, impl: Impl, x: Tensor, weight: Tensor) -> str:
     C, taps = weight.shape
 
     def unfit() -> str | None:
-        return f"{taps} taps, at most {TAPS}" if taps > TAPS else misfit("common/conv", x.device, x.dtype, C, C)
+        return f"{taps} taps, at most {TAPS}" if taps > TAPS else misfit("conv/depthwise", x.device, x.dtype, C, C)
 
     return resolve(op, impl, x.device, unfit)
 

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.common.kernels.slots import clear, read_by_kernels, slot_of
 from needlework.ops.common.packing import sequences
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig
 from needlework.ops.runtime.precompile import kind, meta, run
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv, next_power_of_2
+from needlework.ops.slots.kernels import clear, read_by_kernels, slot_of
 
 OF_TABLE = {"p_slots": "*i64", "p_fresh": "*u8"}  # arguments of kernels that find slots, and their types
 BLK = 1024  # numbers of a row that a program has

@@ -1,0 +1,164 @@
+"""The order of the forward's kernels: chunks, the transitions of segments, the walk of the chunks; for half types with λ its bf16
+fallback behind each. Tensors are aligned."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.kernels.tile import token_tile
+from needlework.ops.delta.inputs import NO_TABLE, OF_TABLE, DeltaInputs, SlotTable, solve_dtype
+from needlework.ops.delta.scalar.intra import intra
+from needlework.ops.delta.scalar.operands import Saved, flags, forms, inverse, inverse_constants, scan_constants, slots_of
+from needlework.ops.delta.scalar.scan import scan
+from needlework.ops.delta.scalar.transitions import transitions
+from needlework.ops.delta.segments import fix_up, segmented
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
+from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, padded
+
+
+def forward(
+    inputs: DeltaInputs, alignment: Alignment, *,
+    scale: float, config: LaunchConfig, save: bool, segments: int = 1, table: SlotTable | None = None,
+) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
+    """o, the final state and `Saved` of aligned tokens, each sequence in `segments`; without `save` neither W nor A is made.
+
+    table: has the states of sequences with tokens, before and after, and is returned for the final state.
+    """
+    (_, T, HV, V), K, acc = inputs.v.shape, inputs.k.shape[3], accumulator(inputs.q.dtype)
+    o, launched = torch.empty_like(inputs.v), forms(inputs.q.dtype, inputs.lam is not None)
+    saved = Saved.empty(inputs, T, config.launch["shared"]["C"], save=save)
+    if o.numel():
+        launch_intra(inputs, saved, scale=scale, config=config)
+    operands = saved.operands(inputs)
+    by_segment = None
+    if segments > 1:
+        alignment = segmented(alignment, segments)
+        N, M = by_segment = transitions(operands, saved, alignment, segments, config=config, save=save)
+        saved = saved._replace(initial_state=fix_up(M, N, inputs.initial_state, segments, reverse=False, table=table), M=M)
+        operands = operands._replace(initial_state=saved.initial_state)
+    # no chunk: the kernels do not touch the state
+    untouched = alignment.place is not None or T == 0
+    if table is not None:
+        state = table.state
+    elif operands.initial_state is not None:
+        initial_state = operands.initial_state.contiguous()
+        operands = operands._replace(initial_state=initial_state)
+        state = initial_state.to(acc, copy=True) if untouched else torch.empty_like(initial_state, dtype=acc)
+    else:
+        state = (torch.zeros if untouched else torch.empty)(alignment.N, HV, K, V, dtype=acc, device=o.device)
+    if o.numel():
+        walk = walk_of(operands, saved, o, state, alignment, table, segments, scale=scale, config=config)
+        for form in launched:
+            if by_segment is not None and form == 2:
+                N, M = transitions(operands, saved, alignment, segments, by_segment, config=config, save=save)
+                into = saved.initial_state
+                assert into is not None  # of segments
+                # FORM 1 has written the table; the first segments' states are what it held
+                start = table and SlotTable(into[::segments], None, None)
+                fix_up(M, N, inputs.initial_state, segments, reverse=False, into=into, when=saved.overflow, table=start)
+            walk(form)
+    return o, state if segments == 1 or table else state[segments - 1 :: segments].clone(), saved
+
+
+def launch_intra(inputs: DeltaInputs, saved: Saved, *, scale: float, config: LaunchConfig) -> None:
+    """T, P' and the decay of every chunk; A where it is given a place; copies of q, k and q_read as operands, likewise."""
+    q, k, q_read = inputs.q, inputs.k, inputs.q_read
+    (B, T, HV, _), NR = inputs.v.shape, saved.Pp.shape[2]
+    r, r_copy = (q, saved.q) if q_read is None else (q_read, saved.q_read)
+    copies, saves = saved.k is not None, saved.A is not None
+    constants = intra_constants(config, q.dtype, k.shape[2], r.shape[2], HV, k.shape[3], *flags(inputs), copies, saves)
+    run(
+        intra, (-(-NR // constants["R"]) * B * HV,),
+        r, q, k, inputs.g, inputs.beta, inputs.lam, saved.Tp, saved.Pp, saved.A, saved.G, saved.E, r_copy, saved.q, saved.k,
+        scale, T, NR, **constants,
+    )  # fmt: skip
+
+
+def walk_of(
+    operands: DeltaInputs, saved: Saved, o: Tensor, state: Tensor, alignment: Alignment,
+    table: SlotTable | None = None, segments: int = 1, *, scale: float, config: LaunchConfig,
+) -> Callable[[int], None]:  # fmt: skip
+    """What launches the scan in a FORM: o, the final state and, where it is given a place, W. q, k, q_read are operands; o and v share
+    the caller's type. table: what `state` is a part of; without segments the states to start from lie there too."""
+    q, k, v, initial_state = operands.q, operands.k, operands.v, operands.initial_state
+    first, *others = forms(v.dtype, operands.lam is not None)
+    in_place = table is not None and segments == 1
+    if in_place and others:
+        # the first FORM writes the table: what it starts from is kept for the next one
+        initial_state = state.new_empty(alignment.N, *state.shape[1:])
+    init = lambda form: 2 if in_place and form == first else int(initial_state is not None)
+    T, HV, V = v.shape[1:]
+    (H, K), (NR, C) = k.shape[2:], saved.Pp.shape[2:]
+    r = q if operands.q_read is None else operands.q_read
+    _, *given = flags(operands)
+    constants_of = lambda form: scan_constants(
+        config, v.dtype, H, r.shape[2], HV, K, V, *given, init(form), saved.W is not None, form
+    )
+    BV, KB, NK = (constants_of(0)[name] for name in ("BV", "KB", "NK"))
+    slots, flag = slots_of(config, "scan", alignment, HV * -(-V // BV), len(v) * (NR // C))
+    hand = q.new_empty(slots, BV, NK * KB, dtype=state.dtype)
+    tile = lambda x, D: token_tile(x, C, D) if config.tma and x is not None else x
+    pairs = lambda x: None if x is None else tile(x.view(-1, NR, 1, C), C)
+    arguments = (
+        tile(r, KB), tile(q, KB), tile(k, KB), tile(v, BV), pairs(saved.Tp), pairs(saved.Pp), saved.E,
+        tile(o, BV), tile(saved.W, BV), initial_state, state, alignment.cum, hand, flag, saved.overflow,
+        *(NO_TABLE if table is None else table.arguments(segments)), scale, T, NR, alignment.N,
+    )  # fmt: skip
+    return lambda form: run(scan, (slots,), *arguments, **constants_of(form))
+
+
+@cache
+def intra_constants(
+    config: LaunchConfig, dtype: torch.dtype, H: int, HR: int, HV: int, K: int,
+    gate: int, erase: int, lam: int, read: int, copy: int, save: int,
+) -> Constants:  # fmt: skip
+    own = {**config.launch["intra"], "BK": min(config.launch["intra"]["BK"], padded(K))}
+    return dict(
+        H=H, HR=HR, HV=HV, K=K, C=config.launch["shared"]["C"], ACC=TYPES[accumulator(dtype)], ST=TYPES[solve_dtype(dtype)],
+        COPY=int(copy), SAVE=int(save), GATE=gate, ERASE=erase, LAM=lam, READ=read, **inverse_constants(dtype), **own,
+    )  # fmt: skip
+
+
+def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
+    """Both kernels as Q-Delta launches them, the scan in each FORM, with a state to start from and the backward's tensors asked for; and
+    on a slot table, where the first FORM starts from it and keeps that start for the next one."""
+    own, st, acc = NAMES[dtype], NAMES[solve_dtype(dtype)], NAMES[accumulator(dtype)]
+    cases = []
+    scans = lambda init, save, form: scan_constants(config, dtype, 2, 2, 2, K, V, 1, 1, 0, init, save, form)
+    plain, on_table = dict.fromkeys(OF_TABLE), {"p_power": None, "x_w": None}
+    for kernel, constants, absent in (
+        (intra, intra_constants(config, dtype, 2, 2, 2, K, 1, 1, 1, 0, solve_dtype(dtype) != dtype, 1), {}),
+        *((scan, scans(1, 1, form), plain) for form in forms(dtype, True)),
+        *((scan, scans(1 if form == 2 else 2, 0, form), on_table) for form in forms(dtype, True)),
+    ):
+        constants: Constants = {**constants, **absent}
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
+        types = dict.fromkeys(("p_r", "p_q", "p_k"), f"*{own}") | {"p_T": f"*{NAMES[inverse(dtype)]}"}
+        types |= dict.fromkeys(("p_P", "p_A", "p_r_copy", "p_q_copy", "p_k_copy"), f"*{st}")
+        types |= dict.fromkeys(
+            ("p_g", "p_beta", "p_lam", "p_G", "p_E", "p_initial_state", "p_final_state", "p_hand"), f"*{acc}"
+        )
+        types |= OF_TABLE | {
+            "p_cum": "*i32",
+            "p_flag": "*i32",
+            "p_overflow": "*i32",
+            "scale": "fp32",
+            "T": "i32",
+            "NR": "i32",
+            "N": "i32",
+        }
+        C, BV, KB = (constants.get(name) for name in ("C", "BV", "KB"))
+        for name, element, width in (
+            *((name, st, KB) for name in ("x_r", "x_q", "x_k")),
+            *((name, own, BV) for name in ("x_v", "x_o")),
+            ("x_w", st, BV),
+            ("x_T", NAMES[inverse(dtype)], C),
+            ("x_P", st, C),
+        ):
+            types[name] = f"tensordesc<{element}[1, 1, {C}, {width}]>" if config.tma else f"*{element}"
+        cases.append(Case(kernel, {n: types[n] for n in kernel.arg_names if n not in constants}, constants, options))
+    return cases

@@ -1,0 +1,4 @@
+"""Rows of unit norm. Knows no op.
+
+reference: as they are written · rows: in one pass, by kernels.
+"""
