@@ -5,8 +5,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from traceback import format_exception
 
-from needlework.serve.interface import OwnEngine
+from needlework.serve.interface import DrainingError, OwnEngine, QueueFullError
 from needlework.serve.messages import Add, Cancel, Count, Order, Reply, Said
 from needlework.serve.request import Event
 
@@ -61,12 +62,14 @@ class Courier:
                         self._out.put(Reply(number, self._engine.stats()))
 
     def _add(self, asked: Add) -> None:
+        refusal: Exception | None = None
         try:
             self._engine.begin(asked.request, _Told(self, asked.number))
-        except Exception as error:  # the front names it to the client, whatever it is
-            self._out.put(Reply(asked.number, error))
-        else:
-            self._out.put(Reply(asked.number, None))
+        except (QueueFullError, DrainingError, ValueError, RuntimeError) as error:
+            refusal = error
+        except Exception as error:  # a mistake of ours; of its kind the front may know nothing
+            refusal = Exception("".join(format_exception(error)))
+        self._out.put(Reply(asked.number, refusal))
 
 
 class _Told:

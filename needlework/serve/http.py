@@ -51,12 +51,13 @@ def main(connection: Connection, bound: socket.socket, length: int, vocabulary: 
     engine = RemoteEngine(connection, length, vocabulary)
     front = Front(engine, Text.load(settings.folder), name=settings.name, key=settings.key)
     with settled():
-        asyncio.run(_answer(engine, front, bound))
+        asyncio.run(answer(engine, front, bound))
     if engine.lost:
         raise SystemExit("needlework: the process of the engine has ended, and the front ends with it")
 
 
-async def _answer(engine: RemoteEngine, front: Front, bound: socket.socket) -> None:
+async def answer(engine: RemoteEngine, front: Front, bound: socket.socket) -> None:
+    """Until the engine orders the end, and the clients have what is theirs."""
     running = server(front)
 
     def obey(order: Order) -> None:

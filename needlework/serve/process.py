@@ -30,7 +30,7 @@ def settled() -> Iterator[None]:
 
 @contextmanager
 def deaf() -> Iterator[None]:
-    """A process that is started inside hears no signal that ends it. Those of this process come afterwards."""
+    """For processes that this thread starts inside: no signal of ENDS reaches them, from their first instruction on."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
     try:
         yield

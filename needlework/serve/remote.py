@@ -2,13 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
 
-from needlework.serve.interface import Ringing
+from needlework.serve.bell import Bell
 from needlework.serve.messages import Add, Cancel, Count, Order, Ready, Reply, Said
 from needlework.serve.request import Event, Request
 from needlework.serve.stream import Stream
@@ -44,7 +44,7 @@ class RemoteEngine:
         try:
             self._ask(Add(number, request))
         except Exception:
-            del self._streams[number]
+            self._streams.pop(number, None)
             raise
         return stream
 
@@ -87,22 +87,27 @@ class RemoteEngine:
 
     def _give(self, said: Said) -> None:
         """Events to their streams, and one wake-up for all of them."""
-        bells: set[Ringing | None] = set()
+        bells: set[Bell | None] = set()
         for number, what in said:
             event = Event(what) if isinstance(what, int) else what
             bells.add(self._streams[number].put(event))
             if event.finish is not None:
                 del self._streams[number]
-        for bell in bells:
-            if bell is not None:
-                bell.ring()
+        _ring(bells)
 
     def _lose(self) -> None:
         """Whoever waits for the engine hears that it is gone."""
         asyncio.get_running_loop().remove_reader(self._connection.fileno())
         with self._one:
             self.lost = True
+        left = [self._streams.pop(number, None) for number in [*self._streams]]  # `add` may take out its own meanwhile
+        _ring({stream.put(Event(finish="error", error=GONE)) for stream in left if stream is not None})
         for reply in [*self._asked.values()]:
             reply.set_exception(RuntimeError(GONE))
-        self._give([(number, Event(finish="error", error=GONE)) for number in self._streams])
         self._obey(Order.END)
+
+
+def _ring(bells: Set[Bell | None]) -> None:
+    for bell in bells:
+        if bell is not None:
+            bell.ring()

@@ -4,8 +4,11 @@ import json
 
 import pytest
 
-from needlework.serve.protocol import HARMLESS, Choice, Limits, RefusedError, read
+from needlework.serve.asked import Limits, read
+from needlework.serve.choice import Choice
+from needlework.serve.refused import RefusedError
 from needlework.serve.request import Event, Sampling
+from needlework.serve.sent import HARMLESS
 
 from .texts import END, byte_text
 
