@@ -65,6 +65,12 @@ class FrontProcess:
         self._killer.cancel()
         self._courier.close()
 
+    @property
+    def pid(self) -> int:
+        pid = self._process.pid
+        assert pid is not None, "it has been started"
+        return pid
+
     def wait(self) -> None:
         """In the main thread, until a signal has ended it and the running answers are over. A second signal ends those too.
 
