@@ -6,40 +6,49 @@ A client that goes away cancels its requests.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from needlework.serve.answers import Answers
 from needlework.serve.asked import Asked
+from needlework.serve.bell import Bell
 from needlework.serve.choice import Choice, Delta
 from needlework.serve.interface import Stream
+from needlework.serve.metrics import Metrics
 from needlework.serve.pieces import Pieces, event
 from needlework.serve.refused import RefusedError
 from needlework.serve.request import Request
+from needlework.serve.text import Text
 
-if TYPE_CHECKING:
-    from needlework.serve.front import Front
+
+class Shared(NamedTuple):
+    """By all answers of a front. name: the model's. bell: of the loop that answers, made there."""
+
+    text: Text
+    name: str
+    metrics: Metrics
+    bell: Callable[[], Bell]
 
 
 class Answering(Response):
     """The answer to one request, from the events of its streams, for as long as the client is there."""
 
     def __init__(
-        self, front: "Front", path: str, asked: Asked, requests: Sequence[Request], streams: Sequence[Stream], began: float
+        self, shared: Shared, path: str, asked: Asked, requests: Sequence[Request], streams: Sequence[Stream], began: float
     ):
-        self._front, self._path, self._asked, self._streams, self._began = front, path, asked, streams, began
-        self._choices = [Choice(front.text, request, asked.stops) for request in requests]
-        self._answers = Answers(requests[0].id.rpartition("-")[0], asked, front.limits.name)
+        self._shared, self._path, self._asked, self._streams, self._began = shared, path, asked, streams, began
+        self._choices = [Choice(shared.text, request, asked.stops) for request in requests]
+        self._answers = Answers(requests[0].id.rpartition("-")[0], asked, shared.name)
         self._pieces = Pieces(self._answers)
         self._there = asyncio.Event()
         self._status: int | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         for stream in self._streams:
-            stream.listen(self._front.bell(), self._there.set)
+            stream.listen(self._shared.bell(), self._there.set)
         tell = asyncio.create_task(self._tell(scope, receive, send))
         gone = asyncio.create_task(_gone(receive))
         try:
@@ -53,7 +62,7 @@ class Answering(Response):
             for task in (tell, gone):
                 task.cancel()
             await asyncio.gather(tell, gone, return_exceptions=True)
-            self._front.metrics.answered(self._path, self._status or 499)  # 499: the client had gone
+            self._shared.metrics.answered(self._path, self._status or 499)  # 499: the client had gone
 
     async def _deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """What all answers have got since the last time, until all are over. RefusedError where one has failed."""
@@ -62,7 +71,7 @@ class Answering(Response):
             await self._there.wait()
             self._there.clear()
             if first:
-                self._front.metrics.first_token(time.perf_counter() - self._began)
+                self._shared.metrics.first_token(time.perf_counter() - self._began)
                 first = False
             yield [delta for i in range(len(self._choices)) if (delta := self._delta(i)) is not None]
 
@@ -78,7 +87,7 @@ class Answering(Response):
     async def _tell(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await (self._stream(send) if self._asked.stream else self._whole(scope, receive, send))
-            self._front.metrics.whole(time.perf_counter() - self._began)
+            self._shared.metrics.whole(time.perf_counter() - self._began)
         except RefusedError as error:
             if self._status is None:
                 self._status = error.status

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from needlework.serve import asked
-from needlework.serve.answering import Answering, refusal
+from needlework.serve.answering import Answering, Shared, refusal
 from needlework.serve.asked import Asked, Limits
 from needlework.serve.bell import Bell
 from needlework.serve.interface import DrainingError, Engine, QueueFullError, Stream
@@ -44,6 +44,7 @@ class Front:
         self._key = None if key is None else f"Bearer {key}".encode()
         self._failed: str | None = None
         self._made = int(time.time())
+        self._shared = Shared(text, name, self.metrics, self._own_bell)
 
     def application(self) -> Starlette:
         get, post = {"methods": ["GET"]}, {"methods": ["POST"]}
@@ -59,8 +60,7 @@ class Front:
         handlers = {RefusedError: _refused, HTTPException: _unknown, Exception: _broken}
         return Starlette(routes=routes, exception_handlers=handlers)
 
-    def bell(self) -> Bell:
-        """Of the loop that answers."""
+    def _own_bell(self) -> Bell:
         if self._bell is None:
             self._bell = Bell()
         return self._bell
@@ -74,7 +74,7 @@ class Front:
         except RefusedError as error:
             self.metrics.answered(received.url.path, error.status)
             raise
-        return Answering(self, received.url.path, found, requests, streams, began)
+        return Answering(self._shared, received.url.path, found, requests, streams, began)
 
     def _begin(self, body: bytes, chat: bool) -> tuple[Asked, list[Request], list[Stream]]:
         """In a thread: a long prompt is encoded, and a grammar compiled, while other clients are answered."""
