@@ -11,21 +11,42 @@ import random
 import time
 
 
-async def ask(port: int, prompt: list[int], tokens: int) -> tuple[float, float, int]:
-    """Seconds since the epoch of a stream's first piece and of its end; its pieces."""
+class Client(asyncio.Protocol):
+    """One request. It counts pieces and reads none: hundreds of clients are one process, and the server is what is measured.
+
+    first, ended: seconds since the epoch of the first piece and of the end.
+    """
+
+    def __init__(self, body: dict):
+        sent = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(sent)}\r\nConnection: close\r\n\r\n"
+        self._sent, self._last = head.encode() + sent, b""
+        self.first, self.ended, self.pieces = 0.0, 0.0, 0
+        self.over = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._sent)
+
+    def data_received(self, data: bytes) -> None:
+        pieces = data.count(b"data: {")
+        if pieces and not self.pieces:
+            self.first = time.time()
+        self.pieces += pieces
+        self._last = self._last[-64:] + data[-64:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended = time.time()
+        if b"data: [DONE]" in self._last:
+            self.over.set_result(self)
+        else:
+            self.over.set_exception(RuntimeError(f"a stream ended with {self._last!r}"))
+
+
+async def ask(port: int, prompt: list[int], tokens: int) -> Client:
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
-    sent = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(sent)}\r\nConnection: close\r\n\r\n"
-    writer.write(head.encode() + sent)
-    first, last, pieces = 0.0, b"", 0
-    while line := await reader.readline():
-        if line.startswith(b"data: "):
-            first, last, pieces = first or time.time(), line, pieces + 1
-    writer.close()
-    if last.strip() != b"data: [DONE]":
-        raise RuntimeError(f"a stream ended with {last!r}")
-    return first, time.time(), pieces - 1
+    _, client = await asyncio.get_running_loop().create_connection(lambda: Client(body), "127.0.0.1", port)
+    return await client.over
 
 
 async def main() -> None:
@@ -41,14 +62,14 @@ async def main() -> None:
     rng = random.Random(given.seed)
     prompt = lambda: [rng.randrange(given.vocabulary) for _ in range(given.prompt)]
     if given.streams:
-        times = await asyncio.gather(*(ask(given.port, prompt(), given.tokens) for _ in range(given.streams)))
-        firsts, ends, pieces = zip(*times, strict=True)
-        print(json.dumps({"began": max(firsts), "ended": min(ends), "pieces": sum(pieces)}))
+        clients = await asyncio.gather(*(ask(given.port, prompt(), given.tokens) for _ in range(given.streams)))
+        began, ended = max(client.first for client in clients), min(client.ended for client in clients)
+        print(json.dumps({"began": began, "ended": ended, "pieces": sum(client.pieces for client in clients)}))
         return
     seconds = []
     for _ in range(given.repeat):
         one, began = prompt(), time.time()
-        seconds.append((await ask(given.port, one, given.tokens))[0] - began)
+        seconds.append((await ask(given.port, one, given.tokens)).first - began)
     print(json.dumps({"first": seconds}))
 
 

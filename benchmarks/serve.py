@@ -15,30 +15,23 @@ Weights are random, bfloat16; every sequence has `context` tokens. Rows:
 """
 
 import argparse
-import json
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).parent))
+import front
 import results
 from timing import median
 from train import _commit
 
 from needlework.models import NeedleworkForCausalLM
 from needlework.models.presets import preset
-from needlework.models.tokenizer import Vocabulary
 from needlework.serve.compiled import EAGER, Passes, compiled
 from needlework.serve.engine import Engine
-from needlework.serve.http import Front, Server, listen
 from needlework.serve.planner import plan
 from needlework.serve.process import settled
 from needlework.serve.request import Request, Sampling
@@ -46,7 +39,6 @@ from needlework.serve.runner import Runner
 from needlework.serve.scheduler import Scheduler
 from needlework.serve.step import Admitted, Decode, Step
 from needlework.serve.tables import Tables
-from needlework.serve.text import Text
 
 COPY = 4.27e12  # bytes a second that a copy moves on an H200: the device's own limit
 PRODUCT = 700e12  # operations a second of a large product
@@ -169,58 +161,23 @@ def engine(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) -
     return {"tokens_per_second": speeds[-1]}
 
 
-@contextmanager
-def address(engine: Engine, vocabulary: int) -> Iterator[int]:
-    """The port of a server over the engine, whose every token is a word."""
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    bound = listen("127.0.0.1", 0)
-    server = Server(Front(engine, Text(Vocabulary(tokenizer, None, frozenset(), None)), name="it"))
-    thread = threading.Thread(target=server.run, args=([bound],))
-    thread.start()
-    try:
-        yield bound.getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def load(port: int, **options: int) -> dict:
-    """What `load.py` prints."""
-    more = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    command = [sys.executable, str(Path(__file__).with_name("load.py")), str(port), *more]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
 def http(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) -> dict[str, float]:
     """As `engine`: the engine's count of tokens while all streams run."""
     runner, scheduler = serving(model, B, context, passes)
     vocabulary = model.config.vocab_size
-    with settled(), Engine(runner, scheduler) as running, address(running, vocabulary) as port:
+    with settled(), Engine(runner, scheduler) as running, front.address(running, vocabulary) as (port, _):
         asked = {"streams": B, "prompt": context, "tokens": 2 * MADE, "vocabulary": vocabulary}
-        load(port, **asked)  # captures the graphs
-        counted, over = [(time.time(), running.stats().tokens)], threading.Event()
-
-        def count() -> None:
-            while not over.wait(0.005):
-                counted.append((time.time(), running.stats().tokens))
-
-        thread = threading.Thread(target=count)
-        thread.start()
-        found = load(port, **asked, seed=1)
-        over.set()
-        thread.join()
-        inside = [(at, tokens) for at, tokens in counted if found["began"] <= at <= found["ended"]]
-        (began, before), (ended, after) = inside[0], inside[-1]
-    return {"tokens_per_second": (after - before) / (ended - began), "tokens_a_piece": B * 2 * MADE / found["pieces"]}
+        front.load(port, **asked)  # captures the graphs
+        found = front.streamed(running, port, **asked, seed=1)
+    return {"tokens_per_second": found.tokens / found.seconds, "tokens_a_piece": found.a_piece}
 
 
 def first(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) -> dict[str, float]:
     runner, scheduler = serving(model, 1, context, passes)
     vocabulary = model.config.vocab_size
-    with settled(), Engine(runner, scheduler) as running, address(running, vocabulary) as port:
-        load(port, prompt=context, tokens=1, vocabulary=vocabulary, repeat=2, seed=1)
-        seconds = sorted(load(port, prompt=context, tokens=1, vocabulary=vocabulary, repeat=11)["first"])
+    with settled(), Engine(runner, scheduler) as running, front.address(running, vocabulary) as (port, _):
+        front.load(port, prompt=context, tokens=1, vocabulary=vocabulary, repeat=2, seed=1)
+        seconds = sorted(front.load(port, prompt=context, tokens=1, vocabulary=vocabulary, repeat=11)["first"])
     weights = sum(x.numel() for x in model.model.blocks.parameters())
     return {"ms": 1e3 * seconds[len(seconds) // 2], "floor_ms": 1e3 * 2 * weights * context / PRODUCT}
 

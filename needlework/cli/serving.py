@@ -63,18 +63,19 @@ def serve(
     if context.args:
         raise ValueError(f"{context.args[0]}: arguments after -- are vLLM's, and go with --engine vllm")
     _needs_serving()
-    from needlework.serve.http import Front, listen
-    from needlework.serve.http import serve as answer
+    from needlework.serve.front_process import FrontProcess
+    from needlework.serve.http import Settings, listen
     from needlework.serve.start import Room
 
     room = Room(length=length, batch=batch, snapshots=snapshots, memory=memory, waiting=waiting)
     key = _key(key_file)
-    with listen(host, port) as bound, _running(checkpoint, room, dtype) as (running, text, config):
+    with listen(host, port) as bound, _running(checkpoint, room, dtype) as (running, _, config):
         where = f"http://{host if ':' not in host else f'[{host}]'}:{bound.getsockname()[1]}"
         console.print(f"{name}: {_room(config)}", soft_wrap=True)
-        console.print(f"{where}/v1 is ready; Ctrl-C stops it after the running answers", soft_wrap=True)
-        sys.stdout.flush()
-        answer(Front(running, text, name=name, key=key), bound)
+        with FrontProcess(running, bound, Settings(checkpoint, name, key)) as front:
+            console.print(f"{where}/v1 is ready; Ctrl-C stops it after the running answers", soft_wrap=True)
+            sys.stdout.flush()
+            front.wait()
 
 
 @app.command()
@@ -155,7 +156,7 @@ def _converse(partner: "Partner", system: str | None) -> None:
 
 def _exchange(partner: "Partner", said: list[dict[str, str]], question: str) -> list[dict[str, str]]:
     """The conversation with this question and its answer; without them where there is no answer."""
-    from needlework.serve.protocol import RefusedError
+    from needlework.serve.refused import RefusedError
 
     asked, answer = [*said, {"role": "user", "content": question}], ""
     try:

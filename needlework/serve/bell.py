@@ -1,8 +1,7 @@
-"""News from the engine's thread for tasks of an event loop: one wake-up for all that came, and a rest after it.
+"""News for tasks of an event loop, from another thread or from the engine's process: one wake-up for all that came, and a rest after it.
 
-A wake-up a token, of the thread and of its task, costs more than the token. One thread of the interpreter runs at a time: with the rest
-the loop takes at most a quarter of it, where many clients listen, and the engine's steps have what is left. Tokens that come in the rest
-go out together: about 25 ms of them to each of 256 clients, one at a time to a few.
+A wake-up a token, of the loop and of its task, costs ten times as much as the token, and so does a piece of its own. In the rest tokens gather, and
+they go out together: about 50 ms of them to each of 256 clients, one at a time to a few. Meanwhile the loop is free for new requests.
 """
 
 import asyncio

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 from needlework.models.tokenizer import Messages
+from needlework.serve.choice import Choice
 from needlework.serve.interface import Engine
-from needlework.serve.protocol import Choice, RefusedError
+from needlework.serve.refused import RefusedError
 from needlework.serve.request import Request, Sampling
 from needlework.serve.text import Text
 

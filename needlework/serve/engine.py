@@ -14,8 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from needlework.serve.bell import Bell
-from needlework.serve.interface import DrainingError, QueueFullError
+from needlework.serve.interface import DrainingError, QueueFullError, Ringing, Sink
 from needlework.serve.request import Event, Request
 from needlework.serve.runner import Runner, Sampled
 from needlework.serve.scheduler import Scheduler
@@ -52,7 +51,7 @@ class _Answer:
     """A request that is not over."""
 
     request: Request
-    stream: Stream
+    sink: Sink
     made: int = 0
     asks: bool = field(init=False)  # for more than its tokens
 
@@ -73,7 +72,7 @@ class Engine:
         self._runner, self._scheduler, self._grammar, self._most = runner, scheduler, grammar, waiting
         self._answers: dict[str, _Answer] = {}
         self._matchers: dict[str, Matcher] = {}  # of those answers that have a grammar
-        self._bells: set[Bell] = set()  # to be rung once the step's events are out
+        self._bells: set[Ringing] = set()  # to be rung once the step's events are out
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._draining = self._closing = False
@@ -83,7 +82,13 @@ class Engine:
         self._thread.start()
 
     def add(self, request: Request) -> Stream:
-        """The stream of its events. ValueError for what does not fit, QueueFullError, DrainingError; RuntimeError once the engine has failed."""
+        """The stream of its events. Raises what `begin` raises."""
+        stream = Stream(request.id, self.cancel)
+        self.begin(request, stream)
+        return stream
+
+    def begin(self, request: Request, sink: Sink) -> None:
+        """Its events go there. ValueError for what does not fit, QueueFullError, DrainingError; RuntimeError once the engine has failed."""
         matcher = None
         tokens = len(request.prompt) + request.max_tokens
         if tokens > self.length:
@@ -97,20 +102,17 @@ class Engine:
                 raise ValueError("grammar: this engine was made without one")
             matcher = self._grammar(request.grammar)
         with self._changed:
-            if self._error is not None:
-                raise RuntimeError(f"the engine has failed: {self._error}") from self._error
+            self._check()
             if self._draining:
                 raise DrainingError("the server is ending and takes no more requests")
             if request.id in self._answers:
                 raise ValueError(f"request {request.id!r} is there already")
             if (ahead := self._stats.waiting + len(self._inbox)) >= self._most:
                 raise QueueFullError(ahead)
-            stream = Stream(request.id, self.cancel)
-            self._answers[request.id] = _Answer(request, stream)
+            self._answers[request.id] = _Answer(request, sink)
             if matcher is not None:
                 self._matchers[request.id] = matcher
-            self._tell(lambda: self._begin(request))
-        return stream
+            self._tell(lambda: self._admit(request))
 
     def cancel(self, id: str) -> None:
         """End a request at any stage; nothing for one that is over."""
@@ -122,6 +124,11 @@ class Engine:
         with self._changed:
             self._draining = True
             self._changed.wait_for(lambda: not self._answers or self._error is not None)
+
+    def wait(self) -> None:
+        """Until the thread has ended, because it was closed. RuntimeError where it has failed."""
+        self._thread.join()
+        self._check()
 
     def close(self) -> None:
         """Cancels what is there and ends the thread."""
@@ -138,6 +145,10 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(f"the engine has failed: {self._error}") from self._error
 
     def _tell(self, act: Callable[[], None]) -> None:
         self._inbox.append(act)
@@ -184,7 +195,7 @@ class Engine:
             act()
         return not closing
 
-    def _begin(self, request: Request) -> None:
+    def _admit(self, request: Request) -> None:
         seed = request.sampling.seed
         self._runner.seeds[request.id] = random.getrandbits(62) if seed is None else seed
         self._scheduler.add(request)
@@ -247,7 +258,7 @@ class Engine:
         return Event(token=token, finish=finish, logprob=float(own), top=tuple(best))
 
     def _put(self, answer: _Answer, event: Event) -> None:
-        bell = answer.stream.put(event)
+        bell = answer.sink.put(event)
         if bell is not None:
             self._bells.add(bell)
 

@@ -12,11 +12,26 @@ class QueueFullError(Exception):
 
     def __init__(self, waiting: int, retry_after: float = 1.0):
         super().__init__(f"{waiting} requests wait already, as many as may; try again in {retry_after:g} s")
-        self.retry_after = retry_after
+        self.waiting, self.retry_after = waiting, retry_after
+
+    def __reduce__(self):  # as it is pickled on its way to the front's process
+        return type(self), (self.waiting, self.retry_after)
 
 
 class DrainingError(Exception):
     """The engine takes no more requests: it is ending."""
+
+
+class Ringing(Protocol):
+    """What wakes readers."""
+
+    def ring(self) -> None: ...
+
+
+class Sink(Protocol):
+    """Where the events of a request go. put: what is to be rung once those of the step are there; None: nothing."""
+
+    def put(self, event: Event) -> Ringing | None: ...
 
 
 class Stream(Protocol):
@@ -33,7 +48,7 @@ class Stream(Protocol):
 
 class Engine(Protocol):
     """What serves the requests. add: raises QueueFullError, DrainingError, ValueError for what does not fit, RuntimeError once it has
-    failed. drain: no new requests; returns when the running ones are over."""
+    failed."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -43,6 +58,17 @@ class Engine(Protocol):
 
     def add(self, request: Request) -> Stream: ...
 
+    def stats(self) -> object: ...
+
+
+class OwnEngine(Engine, Protocol):
+    """One of this process. begin: `add` for a reader elsewhere. drain: no new requests; returns when the running ones are over, or it has
+    failed. wait: until it has ended; RuntimeError where it has failed."""
+
+    def begin(self, request: Request, sink: Sink) -> None: ...
+
+    def cancel(self, id: str) -> None: ...
+
     def drain(self) -> None: ...
 
-    def stats(self) -> object: ...
+    def wait(self) -> None: ...

@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from needlework.serve.protocol import Answers, Delta
+from needlework.serve.answers import Answers
+from needlework.serve.choice import Delta
 
 HERE = "\ue000"  # stands for the text while the rest is written; a character of nobody's
 

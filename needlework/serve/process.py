@@ -1,10 +1,12 @@
-"""The Python process that serves: one lock for the engine's thread and the front's, and one garbage collector."""
+"""A Python process that serves, the engine's or the front's: its threads' one lock, its garbage collector, the signals that end it."""
 
 import gc
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+ENDS = (signal.SIGINT, signal.SIGTERM)
 SWITCH = 0.5e-3  # seconds: so long a step waits at most for a thread that has the lock; Python's own 5 ms are several steps
 
 
@@ -24,3 +26,13 @@ def settled() -> Iterator[None]:
         sys.setswitchinterval(interval)
         if not frozen:  # who froze before has it so
             gc.unfreeze()
+
+
+@contextmanager
+def deaf() -> Iterator[None]:
+    """For processes that this thread starts inside: no signal of ENDS reaches them, from their first instruction on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

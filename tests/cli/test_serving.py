@@ -1,6 +1,7 @@
 """serve and chat as a user meets them: a server that a client finds, an answer in the terminal, mistakes in one line."""
 
 import io
+import os
 import re
 import signal
 import subprocess
@@ -127,10 +128,12 @@ def test_vllms_server_gets_the_same_and_what_follows_the_dashes(run, checkpoint,
 
 
 @pytest.mark.slow
-def test_a_client_finds_the_server_and_sigterm_ends_it_with_its_answers(checkpoint):
+def test_a_client_finds_the_server_and_ctrl_c_ends_it_with_its_answers(checkpoint):
+    """In a terminal Ctrl-C reaches every process of the command."""
     openai = pytest.importorskip("openai", reason="the extra `test` is not installed")
     command = [sys.executable, "-m", "needlework", "serve", checkpoint, "--port", "0", "--length", "256", "--batch", "4"]
-    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen([*map(str, command)], **pipes) as process:
         first, second = process.stdout.readline(), process.stdout.readline()
         assert re.match(r"tiny: 4 sequences at once of up to 256 tokens; 8 slots: .* of states", first), process.stderr.read()
         url = second.split()[0]
@@ -140,6 +143,6 @@ def test_a_client_finds_the_server_and_sigterm_ends_it_with_its_answers(checkpoi
             assert whole.usage.completion_tokens == 200
             running = client.completions.create(**asked, stream=True)
             begun = [next(running)]
-            process.send_signal(signal.SIGTERM)
+            os.killpg(process.pid, signal.SIGINT)
             assert "".join(chunk.choices[0].text for chunk in [*begun, *running]) == whole.choices[0].text
         assert process.wait(30) == 0 and process.stderr.read() == ""

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
-from needlework.serve.interface import DrainingError, QueueFullError
+from needlework.serve.interface import DrainingError, QueueFullError, Sink
 from needlework.serve.request import Event, Request
 from needlework.serve.stream import Stream
 
@@ -28,20 +28,22 @@ def echo(request: Request) -> list[Event]:
     return says(said) if top is not None else [Event(token=e.token, finish=e.finish) for e in says(said)]
 
 
-class FakeStream(Stream):
-    """Its events are put by a test, from any thread."""
+class FakeStream:
+    """One request's way to its reader. Its events are put by a test, from any thread."""
 
-    def __init__(self, engine: "FakeEngine", request: Request):
-        super().__init__(request.id, self._end)
-        self._engine, self.request, self.cancelled, self.over = engine, request, threading.Event(), False
+    def __init__(self, engine: "FakeEngine", request: Request, sink: Sink):
+        self._engine, self._sink, self.request = engine, sink, request
+        self.cancelled, self.over = threading.Event(), False
 
     def put(self, *events: Event) -> None:
-        for bell in {super(FakeStream, self).put(event) for event in events} - {None}:
-            bell.ring()
+        """As the events of one step."""
+        with self._engine.step:
+            for bell in {self._sink.put(event) for event in events} - {None}:
+                bell.ring()
         if events and events[-1].finish is not None:
             self._engine.ended(self)
 
-    def _end(self, _: str) -> None:
+    def cancel(self) -> None:
         self.cancelled.set()
         if not self.over:
             self.put(Event(finish="cancelled"))
@@ -55,10 +57,17 @@ class FakeEngine:
     def __init__(self, answer: Callable[[Request], Iterable[Event] | None] = echo, most: int = 1000):
         self.answer, self.most, self.draining, self.broken = answer, most, False, None
         self.streams: list[FakeStream] = []
+        self.step = threading.Lock()  # an engine has one thread
         self._running: set[FakeStream] = set()
         self._changed = threading.Condition()
+        self.watched, self._over = threading.Event(), threading.Event()
 
-    def add(self, request: Request) -> FakeStream:
+    def add(self, request: Request) -> Stream:
+        stream = Stream(request.id, self.cancel)
+        self.begin(request, stream)
+        return stream
+
+    def begin(self, request: Request, sink: Sink) -> None:
         with self._changed:
             if self.broken is not None:
                 raise RuntimeError(self.broken)
@@ -66,12 +75,16 @@ class FakeEngine:
                 raise DrainingError("the server is ending and takes no more requests")
             if len(self._running) >= self.most:
                 raise QueueFullError(self.most, 2.5)
-            stream = FakeStream(self, request)
+            stream = FakeStream(self, request, sink)
             self.streams.append(stream)
             self._running.add(stream)
             self._changed.notify_all()
         stream.put(*(self.answer(request) or ()))
-        return stream
+
+    def cancel(self, id: str) -> None:
+        for stream in self.streams:
+            if stream.request.id == id:
+                stream.cancel()
 
     def ended(self, stream: FakeStream) -> None:
         with self._changed:
@@ -94,9 +107,23 @@ class FakeEngine:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._running)
 
+    def fail(self, why: str) -> None:
+        """As an engine's thread that dies."""
+        self.broken = why
+        for stream in [*self._running]:
+            stream.put(Event(finish="error", error=why))
+        self._over.set()
+
+    def wait(self) -> None:
+        self.watched.set()
+        self._over.wait()
+        if self.broken is not None:
+            raise RuntimeError(self.broken)
+
     def close(self) -> None:
         for stream in [*self._running]:
             stream.cancel()
+        self._over.set()
 
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(

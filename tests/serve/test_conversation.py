@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
 from needlework.serve.conversation import Asking, Local, Remote
-from needlework.serve.protocol import RefusedError
+from needlework.serve.refused import RefusedError
 from needlework.serve.request import Event
 
 from .engine import FakeEngine, says

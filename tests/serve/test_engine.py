@@ -1,6 +1,7 @@
 """The engine: what a request is answered is what `generate` gives, whatever else is served, parked, cancelled or shared meanwhile."""
 
 import asyncio
+import multiprocessing
 import random
 import threading
 from functools import cache
@@ -11,10 +12,12 @@ import torch
 from needlework.layers import Attention, Path
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.serve.bell import Bell
+from needlework.serve.courier import Courier
 from needlework.serve.engine import Engine
 from needlework.serve.interface import DrainingError, QueueFullError
+from needlework.serve.messages import Add
 from needlework.serve.planner import plan
-from needlework.serve.request import Request, Sampling
+from needlework.serve.request import Event, Request, Sampling
 from needlework.serve.runner import Runner
 from needlework.serve.scheduler import Scheduler
 from needlework.serve.step import Park, Unpark
@@ -166,6 +169,24 @@ def test_tasks_hear_the_events_of_a_step_by_one_wake_up_at_most(model):
     assert [[event.token for event in own] for own in found] == [generated(model, request) for request in asked]
 
 
+def test_another_process_hears_the_same_by_a_message_a_step(model):
+    asked, (ours, theirs) = requests(6, lengths=(17, 70), answers=(20,)), multiprocessing.Pipe()
+    with Serving(model) as serving:
+        courier = Courier(serving.engine, ours)
+        for number, request in enumerate(asked):
+            theirs.send(Add(number, request))
+        found, steps = [[] for _ in asked], 0
+        while any(len(own) < 20 for own in found):
+            message = theirs.recv()
+            steps += isinstance(message, list)
+            for number, what in message if isinstance(message, list) else ():
+                found[number].append(what.token if isinstance(what, Event) else what)
+        courier.close()
+        theirs.close()
+        assert 20 <= steps <= serving.engine.stats().steps
+    assert found == [generated(model, request) for request in asked]
+
+
 @pytest.mark.slow
 def test_with_hardly_any_memory_requests_wait_and_are_parked(model):
     asked = requests(4, seed=1, lengths=(50,), answers=(80,))
@@ -312,8 +333,13 @@ def test_an_engine_that_fails_says_so_to_everybody(model, monkeypatch):
             return await heard(streams[0], Bell())
 
         assert asyncio.run(listen())[-1].finish == "error"
-        with pytest.raises(RuntimeError, match="has failed"):
+        with pytest.raises(RuntimeError, match="has failed: division by zero"):
             serving.engine.add(requests(1, seed=8)[0])
+        with pytest.raises(RuntimeError, match="has failed: division by zero"):
+            serving.engine.wait()
+    with Serving(model) as serving:
+        serving.engine.close()
+        serving.engine.wait()
 
 
 def test_what_does_not_fit_is_refused(model):

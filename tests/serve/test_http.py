@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-import os
+import multiprocessing
 import random
 import re
-import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,27 +16,35 @@ pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 httpx = pytest.importorskip("httpx", reason="the extra `test` is not installed")
 openai = pytest.importorskip("openai", reason="the extra `test` is not installed")
 
-from needlework.serve.http import Front, Server, listen  # noqa: E402
-from needlework.serve.request import Event, Request  # noqa: E402
+from needlework.serve import http  # noqa: E402
+from needlework.serve.courier import Courier  # noqa: E402
+from needlework.serve.front import Front  # noqa: E402
+from needlework.serve.messages import Order, Ready  # noqa: E402
+from needlework.serve.remote import RemoteEngine  # noqa: E402
+from needlework.serve.request import Event  # noqa: E402
 
 from .engine import FakeEngine, says  # noqa: E402
-from .program import serving  # noqa: E402
 from .texts import END, byte_text  # noqa: E402
 
 
 @contextmanager
 def served(engine, key=None):
-    """The address of a server over the engine, in a thread of this process."""
-    bound = listen("127.0.0.1", 0)
-    server = Server(Front(engine, byte_text(), name="tiny", key=key))
-    thread = threading.Thread(target=server.run, args=([bound],))
+    """The address of a front over the engine, which hears of it by messages, as from another process: the front is in a thread of this one."""
+    bound, (ours, theirs) = http.listen("127.0.0.1", 0), multiprocessing.Pipe()
+    remote = RemoteEngine(theirs, engine.length, engine.vocabulary)
+    front = Front(remote, byte_text(), name="tiny", key=key)
+    thread = threading.Thread(target=lambda: asyncio.run(http.answer(remote, front, bound)))
     thread.start()
+    assert ours.recv() == Ready()
+    courier = Courier(engine, ours)
     try:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
     finally:
         engine.close()
-        server.should_exit = True
+        courier.order(Order.END)
         thread.join()
+        theirs.close()
+        courier.close()
 
 
 @pytest.fixture
@@ -198,7 +205,8 @@ def test_no_request_is_left_where_one_of_several_was_refused(engine, client):
     with pytest.raises(openai.RateLimitError) as caught:
         client.completions.create(model="tiny", prompt="x", n=3)
     assert caught.value.response.headers["retry-after"] == "2" and caught.value.code == "queue_full"
-    assert engine.running == 0 and len(engine.streams) == 2
+    engine.until(lambda e: e.running == 0)
+    assert len(engine.streams) == 2
 
 
 def test_bodies_paths_and_methods_that_are_wrong(url):
@@ -300,67 +308,11 @@ def test_metrics_are_prometheus_own(engine, client, url):
     assert numbers["needlework_first_token_seconds_count"] == numbers["needlework_request_seconds_count"] == "1.0"
 
 
-@pytest.fixture
-def program(forked):
-    """A server in a process of its own, our end of its pipe, and its address."""
-    process, pipe = forked(serving)
-    return process, pipe, f"http://127.0.0.1:{pipe.recv()}"
-
-
-def test_sigterm_lets_running_answers_end_refuses_new_ones_and_exits_0(program):
-    process, pipe, url = program
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        running = client.completions.create(model="tiny", prompt="x", stream=True)
-        assert next(running).choices[0].text == "a"
-        process.terminate()
-        assert pipe.recv() == "draining"
-        with pytest.raises(openai.InternalServerError) as caught:
-            client.completions.create(model="tiny", prompt="y")
-        assert caught.value.status_code == 503 and caught.value.code == "draining"
-        assert httpx.get(f"{url}/ready").status_code == 503 and httpx.get(f"{url}/health").status_code == 200
-        pipe.send("end")
-        assert text_of(running) == "b"
-        assert pipe.recv() == "over"
-        process.join(30)
-        assert process.exitcode == 0
-
-
-def test_a_server_ends_when_the_engine_has_drained_and_not_before(engine):
-    engine.answer = lambda request: None
-    front = Front(engine, byte_text(), name="tiny")
-    server, stream = Server(front), engine.add(Request(id="x", prompt=(1,), max_tokens=1))
-    server.handle_exit(signal.SIGTERM, None)
-    engine.until(lambda e: e.draining)
-    assert front.draining and not server.should_exit
-    stream.put(Event(token=65, finish="length"))
-    for thread in threading.enumerate():
-        if thread.name == "needlework drain":
-            thread.join()
-    assert server.should_exit and not server.force_exit
-    server.handle_exit(signal.SIGTERM, None)
-    assert server.force_exit
-
-
-def test_a_second_signal_ends_it_at_once(program):
-    process, pipe, url = program
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        running = client.completions.create(model="tiny", prompt="x", stream=True)
-        assert next(running).choices[0].text == "a"
-        os.kill(process.pid, signal.SIGINT)
-        assert pipe.recv() == "draining"
-        process.terminate()
-        assert pipe.recv() == "over"
-        process.join(30)
-        assert process.exitcode == 0
-        with pytest.raises((openai.APIError, httpx.HTTPError)):
-            list(running)
-
-
 def test_an_address_that_is_taken_is_named():
-    with listen("127.0.0.1", 0) as bound:
+    with http.listen("127.0.0.1", 0) as bound:
         port = bound.getsockname()[1]
         with pytest.raises(OSError, match=f"127.0.0.1:{port}: .*in use"):
-            listen("127.0.0.1", port)
+            http.listen("127.0.0.1", port)
 
 
 def test_answers_with_a_schema_are_json_of_it(engine, client):

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from needlework.serve.answers import Answers
+from needlework.serve.choice import Delta, Scored
 from needlework.serve.pieces import HERE, Pieces, event
-from needlework.serve.protocol import Answers, Delta, Scored
 from needlework.serve.request import Sampling
 from needlework.serve.text import Piece
 

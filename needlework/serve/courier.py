@@ -1,0 +1,85 @@
+"""What the front's process asks goes to the engine, and the events of its streams go there, a message a step."""
+
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from traceback import format_exception
+
+from needlework.serve.interface import DrainingError, OwnEngine, QueueFullError
+from needlework.serve.messages import Add, Cancel, Count, Order, Reply, Said
+from needlework.serve.request import Event
+
+
+class Courier:
+    """Over a connection whose other end is a `RemoteEngine`'s. It is the bell of the streams that the front has asked for.
+
+    A thread of its own sends: the engine's never waits for a front that is slow.
+    """
+
+    def __init__(self, engine: OwnEngine, connection: Connection):
+        self._engine, self._connection = engine, connection
+        self._said: Said = []
+        self._out: queue.SimpleQueue[Said | Reply | Order | None] = queue.SimpleQueue()  # None: the end
+        # a grammar is compiled by `begin`, while others ask and are told
+        self._adding = ThreadPoolExecutor(thread_name_prefix="needlework add")
+        for run in (self._send, self._hear):
+            threading.Thread(target=run, name="needlework courier", daemon=True).start()
+
+    def order(self, order: Order) -> None:
+        self._out.put(order)
+
+    def close(self) -> None:
+        """Nothing is sent or heard any more."""
+        self._out.put(None)
+        self._adding.shutdown(wait=False, cancel_futures=True)
+
+    def tell(self, number: int, event: Event) -> None:
+        """In the engine's thread. It goes with the next `ring`."""
+        token, logprob, _, finish, _ = event
+        self._said.append((number, token if token is not None and logprob is None and finish is None else event))
+
+    def ring(self) -> None:
+        """In the engine's thread."""
+        said, self._said = self._said, []
+        self._out.put(said)
+
+    def _send(self) -> None:
+        with suppress(OSError):  # the front's process has ended: whoever started it sees that
+            while (message := self._out.get()) is not None:
+                self._connection.send(message)
+
+    def _hear(self) -> None:
+        with suppress(EOFError, OSError):  # as above
+            while True:
+                match self._connection.recv():
+                    case Add() as asked:
+                        self._adding.submit(self._add, asked)
+                    case Cancel(id):
+                        self._engine.cancel(id)
+                    case Count(number):
+                        self._out.put(Reply(number, self._engine.stats()))
+
+    def _add(self, asked: Add) -> None:
+        refusal: Exception | None = None
+        try:
+            self._engine.begin(asked.request, _Told(self, asked.number))
+        except (QueueFullError, DrainingError, ValueError, RuntimeError) as error:
+            refusal = error
+        except Exception as error:  # a mistake of ours; of its kind the front may know nothing
+            refusal = Exception("".join(format_exception(error)))
+        self._out.put(Reply(asked.number, refusal))
+
+
+class _Told:
+    """A stream in the front's process, by its number."""
+
+    __slots__ = "_courier", "_number"
+
+    def __init__(self, courier: Courier, number: int):
+        self._courier, self._number = courier, number
+
+    def put(self, event: Event) -> Courier:
+        self._courier.tell(self._number, event)
+        return self._courier

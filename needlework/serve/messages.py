@@ -1,0 +1,48 @@
+"""What the front's process and the engine's say to each other, pickled, over one connection.
+
+front to engine     Ready once, then Add, Count and Cancel
+engine to front     Reply to each Add and Count; Said, the events since the last one, a step's or of several; Order
+"""
+
+from enum import Enum
+from typing import NamedTuple
+
+from needlework.serve.request import Event, Request
+
+# Events in order, each with the number of its stream. A token and nothing else is an integer, which pickle is quick with.
+Said = list[tuple[int, int | Event]]
+
+
+class Ready(NamedTuple):
+    """The front answers."""
+
+
+class Add(NamedTuple):
+    """A request, whose stream has that number. The reply: None, or why it was refused."""
+
+    number: int
+    request: Request
+
+
+class Count(NamedTuple):
+    """The reply: the engine's stats."""
+
+    number: int
+
+
+class Cancel(NamedTuple):
+    id: str
+
+
+class Reply(NamedTuple):
+    """value: an exception is to be raised."""
+
+    number: int
+    value: object
+
+
+class Order(Enum):
+    """DRAIN: new requests are refused. END: the front's process is to end once its clients have their answers."""
+
+    DRAIN = "drain"
+    END = "end"
