@@ -12,9 +12,8 @@ from needlework.layers.config import Width
 from needlework.layers.norm import wide
 from needlework.layers.softmax import AttendConfig, AttendRule, softmax_attention
 from needlework.layers.state import KVState, Part
-from needlework.ops.lucid import chunk_lucid, solve_pages
+from needlework.ops.lucid import chunk_lucid, paged_lucid
 from needlework.ops.lucid.arguments import Precondition, Solve
-from needlework.ops.paged import paged_attention
 from needlework.probe import probe
 
 
@@ -67,12 +66,11 @@ class _Lucid(AttendRule[Lucid]):
         return o, None, pages
 
     def serve(self, x, q, k, v, tables, batch):
-        c, pages = self.config, {"k_pages": tables["k"], "y_pages": tables["y"]}
+        c = self.config
         q, k, beta = self._scored(x, q, k)
-        solve = partial(solve_pages, **pages, window=c.window, solve=c.solve, precondition=c.precondition)
-        batch.on_pages(solve, self.reach, k=k, v=v, beta=beta, rows=batch.pages[self.reach].rows)
-        attend = partial(paged_attention, k_pages=tables["k"], v_pages=tables["y"], window=c.window, scale=c.scale)
-        return batch.on_pages(attend, self.reach, q=q), None
+        settings = {"precondition": c.precondition, "window": c.window, "solve": c.solve, "scale": c.scale}
+        attend = partial(paged_lucid, k_pages=tables["k"], y_pages=tables["y"], **settings)
+        return batch.on_pages(attend, self.reach, q=q, k=k, v=v, beta=beta, rows=batch.pages[self.reach].rows), None
 
     def _scored(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """q and k as they score, and β."""

@@ -75,7 +75,7 @@ def served(
     """Under impl="triton" by `solve_pages`, else as `chunk_lucid` has it."""
     if impl != "triton":
         return by_tokens(partial(chunk_lucid, impl=impl), k, v, beta, cu_seqlens=cu_seqlens, **settings)
-    ends = _ends(k, cu_seqlens)
+    ends = ends_of(k, cu_seqlens)
     flat = Tokens(k, v, beta).map(lambda x: x.flatten(0, 1))
     found = in_calls(flat, ends, Pages.of(k, v, ends.diff()), impl=impl, **settings)
     y, rows_k, rows_y = (x.unflatten(0, k.shape[:2]) for x in (found.y, found.rows_k, found.rows_y))
@@ -157,7 +157,7 @@ def by_tokens(
 ) -> Solved:  # fmt: skip
     """The same of a form that sees all tokens."""
     y = form(k, v, beta, cu_seqlens=cu_seqlens, **settings).y
-    return Solved(y, y.flatten(0, 1)[_newest(_ends(k, cu_seqlens))], k, y)
+    return Solved(y, y.flatten(0, 1)[_newest(ends_of(k, cu_seqlens))], k, y)
 
 
 def _newest(ends: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def _newest(ends: Tensor) -> Tensor:
     return (ends[1:] - 1)[ends.diff() > 0]
 
 
-def _ends(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def ends_of(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return torch.arange(len(k) + 1, device=k.device) * k.shape[1] if cu_seqlens is None else cu_seqlens
 
 

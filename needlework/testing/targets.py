@@ -17,6 +17,7 @@ from needlework.ops.runtime.denylist import denied
 from needlework.ops.runtime.launch_configs import LaunchConfig, rows
 from needlework.ops.specs import specs
 from needlework.ops.unit.reference import unit_rows
+from needlework.testing.lucid_decode import LUCID_DECODE
 from needlework.testing.lucid_pages import LUCID_PAGES
 
 # launch table -> the files that hold its kernels
@@ -41,6 +42,7 @@ ENGINES = {
     "lucid/solve": ("lucid.solve.launches",),
     "lucid/step": ("lucid.step",),
     "lucid/pages": ("lucid.solve.by_table",),
+    "lucid/decode": ("lucid.decode.op",),
     "polar/attention": ("polar.attention.launches",),
     "path/engine": ("path.engine.op",),
     "path/step": ("path.engine.step",),
@@ -92,6 +94,9 @@ RULES = (
     _pairs("lucid/pages", "lucid/pages", None, covers=True),
     _pairs("lucid/window-pages", "lucid/pages", None),
     _pairs("lucid/rowmax-pages", "lucid/pages", None),
+    Rule("lucid/decode", "lucid/decode", None, covers=True, long=300, wide=40),  # every token is a sequence and a block
+    Rule("lucid/window-decode", "lucid/decode", None, long=300, wide=40),
+    Rule("lucid/rowmax-decode", "lucid/decode", None, long=300, wide=40),
     _pairs("polar", "polar/attention", "paged/paged", covers=True),
     _pairs("polar/window", "polar/attention", "paged/paged"),
     Rule("path", "path/engine", "path/step", covers=True, long=1100, wide=300),  # three superblocks, the last one cut
@@ -232,7 +237,7 @@ def _square(chosen: list[tuple[int, int]], keys_alone: bool) -> list[tuple[int, 
 
 
 def spec_of(rule: str) -> OpSpec:
-    return next(spec for spec in (*specs(), L2NORM, *CONVOLUTIONS, LINEAR, *LUCID_PAGES) if spec.name == rule)
+    return next(spec for spec in (*specs(), L2NORM, *CONVOLUTIONS, LINEAR, *LUCID_PAGES, *LUCID_DECODE) if spec.name == rule)
 
 
 def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K: int, V: int) -> dict[str, Tensor]:

@@ -38,7 +38,8 @@ def operators() -> Iterator[tuple[str, Callable]]:
 
 def functions() -> Iterator[tuple[str, Callable]]:
     """Of the language."""
-    yield "arange", lambda start, end: _new(np.arange(start, end, dtype=np.int32), tl.int32, None)
+    # a size of a tensor's shape is a constexpr
+    yield "arange", lambda start, end: _new(np.arange(start, getattr(end, "value", end), dtype=np.int32), tl.int32, None)
     yield "where", _where(tl.where)
     yield "load", _load(tl.load)
     yield "store", _store(tl.store)

@@ -1,4 +1,5 @@
-"""LUCID on pages shared by many sequences, as serving wants it: the solve by block table, for prefill and decoding. No gradient."""
+"""LUCID on pages shared by many sequences, as serving wants it: the solve by block table, for prefill and decoding, alone or with the
+attention that reads it. No gradient."""
 
 import torch
 from torch import Tensor
@@ -13,9 +14,13 @@ from needlework.ops.lucid.arguments import (
     solve_window,
 )
 from needlework.ops.lucid.custom_op import lucid_by_table
+from needlework.ops.paged.arguments import check_pages, check_scale
+from needlework.ops.paged.op import paged_attention
 from needlework.ops.paged.placement import Placement, check_placement_data
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
+
+GROUP = 30  # query heads that one pass takes a key-value head: with two rows that solve, two heights of a tensor core's product
 
 
 @torch.no_grad()
@@ -97,3 +102,74 @@ def _misfit(k: Tensor, v: Tensor, decoding: bool) -> str | None:
     """Why the kernels cannot take a call, None if they can."""
     engines = ("lucid/step",) if decoding else ("lucid/pages", "lucid/solve")
     return next(filter(None, (misfit(engine, k.device, k.dtype, k.shape[-1], v.shape[-1]) for engine in engines)), None)
+
+
+@torch.no_grad()
+def paged_lucid(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    *,
+    k_pages: Tensor,
+    y_pages: Tensor,
+    block_table: Tensor,
+    length: Tensor,
+    rows: Tensor,
+    cu_seqlens: Tensor | None = None,
+    precondition: Precondition = "key",
+    window: int | None = None,
+    solve: Solve = "window",
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """`solve_pages` and the attention that reads it, `paged_attention`: in one pass over the pages where sequences decode.
+
+        y_i as in `solve_pages`,    o_i = Σ_j softmax_j(scale · q_i·k_j) y_j,    j up to i, in the window
+
+    q: [T Hq d], in k's dtype; query head h reads key-value head h // (Hq // Hkv).
+    scale: of the scores, above 0; None: d^-1/2.
+    The other arguments as in `solve_pages`: k, v and beta of the new tokens, the pages, which then hold them too, and the tables. With
+        precondition="qk" q and k are as they score. A global solve is read in the window.
+    rows: −1 in padded rows alone: several new tokens of a sequence find each other in the pages.
+    Returns o [T Hq V] in q's dtype; zeros in padded rows and of nobody's tokens; no gradient.
+    Error: within 2 × the larger of the definition's, the blocked form's and the output rounding's own.
+    impl: as in `solve_pages`. Without cu_seqlens the kernels read each row of the pages once, for the solve and for up to 30 query heads a
+        key-value head; with it, or with more heads, they solve and then attend, as the other forms always do.
+    Raises ValueError for shapes or dtypes that do not fit; "torch" and "reference" also for values of the tables that do not.
+
+    >>> import torch
+    >>> from needlework.ops.lucid import paged_lucid, solve_pages
+    >>> from needlework.ops.paged import paged_attention
+    >>> q, k, v = torch.randn(3, 4, 32), torch.randn(3, 2, 32), torch.randn(3, 2, 32)  # [T heads d]: one sequence of 3 tokens
+    >>> k_pages, y_pages = torch.zeros(2, 16, 2, 32), torch.zeros(2, 16, 2, 32)  # [n PG Hkv d]
+    >>> where = {"block_table": torch.tensor([[1]], dtype=torch.int32), "length": torch.tensor([3])}
+    >>> new = where | {"rows": torch.tensor([16, 17, 18]), "cu_seqlens": torch.tensor([0, 3])}
+    >>> o = paged_lucid(q, k, v, k_pages=k_pages, y_pages=y_pages, **new)
+    >>> read = paged_attention(q, k_pages, y_pages, **where, cu_seqlens=torch.tensor([0, 3]))
+    >>> torch.equal(o, read)
+    True
+    """
+    check_tokens(k, v, beta, "T Hkv", precondition)
+    solved_in = solve_window(window, solve)
+    check_placement(k, v, k_pages, y_pages, Placement(block_table, length, rows, cu_seqlens))
+    check_pages(q, k_pages, y_pages, block_table, length, cu_seqlens, window)
+    check_scale(scale)
+    fit = lambda: misfit("lucid/decode", k.device, k.dtype, k.shape[-1], v.shape[-1])
+    if refusal(q, k, cu_seqlens) is None and resolve("lucid", impl, k.device, fit) == "triton":
+        from needlework.ops.lucid.decode.op import lucid_attend
+
+        rowmax = precondition == "rowmax"
+        return lucid_attend(q, k, v, beta, k_pages, y_pages, block_table, length, rows, rowmax, solved_in, window, scale)
+    where = {"block_table": block_table, "length": length, "cu_seqlens": cu_seqlens, "window": window, "impl": impl}
+    settings = {"precondition": precondition, "solve": solve, "rows": rows}
+    solve_pages(k, v, beta, k_pages=k_pages, y_pages=y_pages, **settings, **where)
+    return paged_attention(q, k_pages, y_pages, **where, scale=scale)
+
+
+def refusal(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> str | None:
+    """Why a call of `paged_lucid` takes two passes, None if one can serve it."""
+    if cu_seqlens is not None:
+        return "several new tokens of a sequence are solved block by block"
+    group = q.shape[1] // max(k.shape[1], 1)
+    return None if group <= GROUP else f"{group} query heads a key-value head, at most {GROUP}"
