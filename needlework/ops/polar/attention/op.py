@@ -9,8 +9,8 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.polar.arguments import Parameters
-from needlework.ops.polar.attention.launches import ENGINE, Saved, Tokens, Walk, backward, forward
+from needlework.ops.polar.arguments import Parameters, Tokens
+from needlework.ops.polar.attention.launches import ENGINE, Saved, Walk, backward, forward
 from needlework.ops.polar.custom_op import polar_checked
 from needlework.ops.polar.state import PolarState, after_pages
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
