@@ -15,7 +15,7 @@ from torch import Tensor
 from needlework.ops.api import OpSpec
 from needlework.ops.qdelta.spec import growing
 from needlework.ops.runtime import launch_configs
-from needlework.testing.checks import ENOUGH
+from needlework.testing.budget import ENOUGH
 from needlework.testing.compare import differentiate, leaves, poisoned, whole
 from needlework.testing.errors import in_budgets, mean_of_draws, norms, operand
 from needlework.testing.steps import by_definition, by_steps
