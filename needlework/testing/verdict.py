@@ -174,7 +174,7 @@ def draw(task: Task, form: str, device: str, seed: int) -> tuple[dict[str, float
         in_double = whole(spec.chunk, impl="torch", **settings)
         in_print = lambda half: whole(spec.literal, operand=half, chunk_size=_chunk(task), **settings)
         printed = in_print(operand(dtype))
-        # and for thousands of tokens it keeps a state a token: the printed form stands for it there
+        # and for thousands of tokens it keeps a state a token: the printed form replaces it there
         in_single = (lambda half: whole(spec.recurrent, operand=half)) if form == "short" else in_print
     exact, literal = values(in_double, wide), values(printed, single)
     fast = run()

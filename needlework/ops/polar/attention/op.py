@@ -70,8 +70,9 @@ def _call(
     walk, align = _walk(tokens, cu_seqlens, held, window)
     tokens, parameters = Tokens(*each(align.align, *tokens)), parameters.map(Tensor.contiguous)
     key = ENGINE, walk.config.name, kind(*tokens), cu_seqlens is not None, window is not None, save
-    on_meta = Tokens(*meta(*tokens)), Parameters(*meta(*parameters))
-    precompile(tokens.q.device, key, lambda: _launches(walk, *on_meta, save))
+    precompile(
+        tokens.q.device, key, lambda: _launches(walk, Tokens(*meta(*tokens)), parameters.map(lambda x: meta(x)[0]), save)
+    )
     direction, magnitude, saved = forward(walk, tokens, parameters, save)
     return align.restore(direction).contiguous(), align.restore(magnitude).contiguous(), saved
 
