@@ -14,7 +14,7 @@ from needlework.ops.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.lucid import solve_pages
 from needlework.ops.qdelta.spec import growing
 from needlework.ops.specs import specs
-from needlework.testing.checks import budgeted
+from needlework.testing.budget import budgeted
 from needlework.testing.compare import assert_close, differentiate, leaves, like, make, outputs, tokens, whole
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 from needlework.testing.lucid_pages import LUCID_PAGES

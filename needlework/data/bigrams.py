@@ -1,4 +1,4 @@
-"""Bigrams that stand in their row before and hardly ever in training: what a model says of their last token it has from the row.
+"""Bigrams that occurred earlier in their row and hardly ever in training: what a model says of their last token it has from the row.
 
 After Zoology (arXiv 2312.04927), which slices a loss by whether a bigram is repeated in the context and by how often training had it.
 """

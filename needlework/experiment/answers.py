@@ -71,7 +71,7 @@ def _by_distance(right: Tensor, nats: Tensor, distance: Tensor, which: Tensor) -
 
 def context(read: Callable, corpus: Corpus, c: Context, seed: int, batch_size: int) -> dict[str, Any]:
     """{"loss", "early", "late": nats a token of all positions and of these, "gain": late − early, below 0 where the context helps,
-    "repeated": nats a last token of a rare bigram that stands in its row before, "tokens": how many those are}."""
+    "repeated": nats the last token of a rare bigram that occurred earlier in its row, "tokens": how many those are}."""
     rows = held_out_text(corpus, seed, c.rows, c.length + 1).input_ids
     nats = token_nats(read, rows, batch_size=batch_size)  # [n length]; the one at t is predicted from t + 1 tokens
     vocabulary = corpus.tokenizer.get_vocab_size()

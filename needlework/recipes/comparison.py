@@ -290,7 +290,7 @@ FAMILIES = {
     "Ours": ("gated-deltanet", "softmax", "qdelta-ccq-lucid", "kda-polar"),
 }
 
-# runs of code from before a mend, by the first digits of their commits: struck from the page until they are run again
+# runs of code from before a mend, by the first digits of their commits: left off the page until they are run again
 VOID = {
     "carve-blind": Void(
         "measured with weights that were never set: w1 and w2 of rank 0 were left empty when the checkpoint was read back, so every "

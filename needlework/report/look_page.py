@@ -1,4 +1,4 @@
-"""The page of what is inside a model: one HTML file that stands alone. Of what a model does not have there is no figure."""
+"""The page of what is inside a model: one HTML file that needs no other. Of what a model does not have there is no figure."""
 
 import os
 from html import escape

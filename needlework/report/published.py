@@ -1,4 +1,4 @@
-"""The numbers that papers print, from published.toml: what they are, of which model, and where each stands."""
+"""The numbers that papers print, from published.toml: what they are, of which model, and where each is printed."""
 
 import tomllib
 from importlib.resources import files

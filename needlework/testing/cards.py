@@ -12,7 +12,7 @@ import torch
 import needlework
 from needlework.ops.api import OpSpec
 from needlework.ops.specs import OPS, specs
-from needlework.testing.checks import error_budget
+from needlework.testing.budget import error_budget
 
 BEGIN, END = "<!-- error -->", "<!-- /error -->"
 

@@ -1,25 +1,23 @@
 """The battery: every check of every spec. An op joins the library by passing it.
 
 A check is a function of an OpSpec that raises AssertionError with the tensor, the figure and the bound. All but the error
-budget compare in float64 (`compare.EXACT`).
+budget compare in float64 (`compare.EXACT`). The budget is in `budget.py`, torch.library's and the compiler's part in `operators.py`,
+slot tables are in `slots.py`.
 """
 
-import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from needlework.ops.api import OpSpec
+from needlework.testing.budget import error_budget
 from needlework.testing.compare import assert_close, differentiate, leaves, like, make, outputs, poisoned, tokens, whole
-from needlework.testing.errors import error_over_budget, operand, stored
+from needlework.testing.operators import compiles_without_a_graph_break, custom_ops_pass_opcheck
+from needlework.testing.slots import slots_hold_states
 
 ODD = (1, 37, 63, 1000)
-# numbers that an error is measured on: of two equal errors one is twice the other by chance in 7 % of cases of 2 numbers, in 5e-6 of 24
-ENOUGH = 24
 
 
 def chunk_is_the_recurrence(spec: OpSpec) -> None:
@@ -115,67 +113,6 @@ def limits(spec: OpSpec) -> None:
             assert_close(left, dict(zip(left, right.values(), strict=True)), limit.name)
 
 
-def error_budget(
-    spec: OpSpec,
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16),
-    B: int = 32,  # 4,096 numbers a head even for a gate
-    T: int = 128,
-) -> dict[str, float]:
-    """Every dtype, outputs, states and gradients, all styles. Returns {dtype: worst error ÷ budget}."""
-    worst = {}
-    for dtype in dtypes:
-        figures = []
-        for style in spec.styles:
-            inputs = make(spec, B, T, style=style)
-            by_token = {f"d{name}" for name in spec.tokens} | _token_outputs(spec, inputs)
-            found = _four_ways(spec, dtype, inputs)
-            found |= _over_seeds(spec, dtype, style, {n: x[0].numel() for n, x in found.items() if x[0].numel() < ENOUGH})
-            for name, results in found.items():
-                fast, exact, definition, literal = results
-                ratio, head = error_over_budget(fast, exact, definition, literal, 2 if name in by_token else None)
-                figures.append((ratio, f"{name}, head {head}, {style} inputs"))
-        ratio, where = max(figures)
-        assert ratio <= 1, f"{dtype}: {where}: error is {ratio:.2f} x its budget"
-        worst[str(dtype).removeprefix("torch.")] = ratio
-    return worst
-
-
-def _four_ways(spec: OpSpec, dtype: torch.dtype, inputs: dict) -> dict[str, tuple[Tensor, ...]]:
-    """Every output, state and gradient: fast, exact, by the definition and by the literal form at `dtype`."""
-    kept, wide, single = stored(inputs, dtype, spec.half)
-    ways = (
-        differentiate(whole(spec.chunk), kept),
-        differentiate(whole(spec.recurrent), wide),
-        differentiate(whole(spec.recurrent, operand=operand(dtype)), single),
-        differentiate(whole(spec.literal, operand=operand(dtype)), single),
-    )
-    fast, exact, definition, literal = ({**values, **gradients} for values, gradients in ways)
-    for name in [name for name, x in fast.items() if not x.is_floating_point()]:
-        assert torch.equal(fast.pop(name), exact[name]), f"{name} differs"
-    return {name: (x, exact[name], definition[name], literal[name]) for name, x in fast.items()}
-
-
-def budgeted(spec: OpSpec, dtype: torch.dtype, B: int, T: int, style: str, device: torch.device) -> dict[str, float]:
-    """error ÷ budget of every output, state and gradient of one case on `device`, over all heads together."""
-    inputs = {name: x.to(device) for name, x in make(spec, B, T, style=style).items()}
-    found = {}
-    for name, (fast, exact, definition, literal) in _four_ways(spec, dtype, inputs).items():
-        found[name] = error_over_budget(fast, exact, definition, literal, None)[0]
-    return found
-
-
-def _over_seeds(spec: OpSpec, dtype: torch.dtype, style: str, sizes: dict[str, int]) -> dict[str, tuple[Tensor, ...]]:
-    """The tensors of so few numbers (parameters' gradients) again, from as many short cases as make them ENOUGH."""
-    seeds = range(-(-ENOUGH // min(sizes.values())) if sizes else 0)
-    cases = [_four_ways(spec, dtype, make(spec, 2, 24, seed, style)) for seed in seeds]
-    return {name: tuple(torch.stack(way) for way in zip(*(case[name] for case in cases), strict=True)) for name in sizes}
-
-
-def _token_outputs(spec: OpSpec, inputs: dict) -> set[str]:
-    """Names of the outputs laid out [B T H ...]: all fields but the state."""
-    return set(outputs(spec.chunk(**tokens(spec, inputs, lambda x: x[:1, :1]))))
-
-
 def packed_is_separate(spec: OpSpec) -> None:
     """Three sequences and an empty one in one row, values, states and gradients, against one call each."""
     ends = torch.tensor([0, 19, 19, 83, 120])
@@ -221,51 +158,6 @@ def batch_invariant(spec: OpSpec) -> None:
     assert_close({n: x[1:2] for n, x in together.items()}, alone, "row 1 of 3")
 
 
-def compiles_without_a_graph_break(spec: OpSpec) -> None:
-    """torch.compile(fullgraph=True), forward and backward, plain and packed."""
-    torch._dynamo.reset()
-    for settings in ({}, {"cu_seqlens": torch.tensor([0, 5, 21])}):
-        inputs = make(spec, 1 if settings else 2, 21)
-        call = lambda inputs, settings=settings: outputs(spec.chunk(**inputs, **settings))
-        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-        values = lambda f: differentiate(lambda x: tuple(f(x).values()), inputs)  # noqa: B023
-        got, want = values(compiled), values(call)
-        assert_close(got[0], want[0], "compiled")
-        assert_close(got[1], want[1], "compiled")
-
-
-def custom_ops_pass_opcheck(spec: OpSpec) -> None:
-    """Schema, fake and autograd registration of every custom op that a call reaches."""
-    for settings in ({}, {"cu_seqlens": torch.tensor([0, 5, 5, 21])}):
-        with _record_custom_ops() as calls:
-            inputs = {n: x.requires_grad_() for n, x in make(spec, 1 if settings else 2, 21).items()}
-            result = spec.chunk(**inputs, output_final_state=True, **settings)
-            total: Any = sum(x.sum() for _, x in leaves(result) if x.requires_grad)
-            total.backward()
-        assert calls or "no custom op" in spec.skip, f"{spec.name}: no custom op was called"
-        for op, args, kwargs in calls.values():
-            args = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x for x in args)
-            torch.library.opcheck(op, args, kwargs, test_utils=("test_schema", "test_faketensor"))
-            if not op._name.endswith("_bwd"):
-                torch.library.opcheck(op, args, kwargs, test_utils=("test_autograd_registration",))
-
-
-@contextlib.contextmanager
-def _record_custom_ops() -> Iterator[dict]:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    calls: dict = {}
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "needlework":
-                calls[func._name] = (func, args, kwargs or {})
-            return func(*args, **(kwargs or {}))
-
-    with Recorder():
-        yield calls
-
-
 def outputs_are_complete_when_memory_is_poisoned(spec: OpSpec) -> None:
     """Every number of every output is written: torch.empty gives NaN here."""
     for T in (1, 37, 64):
@@ -291,94 +183,6 @@ def no_tokens(spec: OpSpec) -> None:
     assert_close(dict(leaves(result[-1])), dict(leaves(state)), "state after no token")
     fresh = spec.chunk(**nothing, output_final_state=True)
     assert all(not x.any() for _, x in leaves(fresh[-1]))
-
-
-def takes_slots(spec: OpSpec) -> bool:
-    """Whether `chunk` takes a slot table."""
-    return "state" in inspect.signature(spec.chunk).parameters
-
-
-def slots_hold_states(spec: OpSpec, T: int = 83, impls: tuple[str, ...] = ("torch", "reference")) -> None:
-    """`chunk` on slots of a table is `chunk` from initial states, its outputs to the bit, and nothing else of the table changes. Slots
-    out of order and apart, NaN where nothing is to be read; a batch, packed sequences, no token, and a prompt in two calls."""
-    if not takes_slots(spec):
-        return
-    for impl in impls:
-        no, yes = False, True
-        _on_slots(spec, impl, make(spec, 4, T), [4, 0, -1, 2], [no, yes, no, no])
-        _on_slots(spec, impl, make(spec, 4, T), [4, -1, 3, 0], None)
-        nothing = tokens(spec, make(spec, 4, T), lambda x: x[:, :0])
-        _on_slots(spec, impl, nothing, [4, 0, -1, 2], [no, yes, yes, no])
-        ends = [0, T // 4, T // 4, T // 4, T // 2 + 1, T]
-        _on_slots(spec, impl, make(spec, 1, T), [4, 1, 0, -1, 2], [no, no, yes, no, no], ends)
-        _on_slots(spec, impl, make(spec, 1, T), [4, 1, 0, -1, 2], [no, no, yes, no, yes], ends)
-        if "split_then_resume" not in spec.skip:
-            _in_two_calls(spec, impl, T)
-
-
-def _on_slots(
-    spec: OpSpec, impl: str, inputs: dict, slots: list[int], fresh: list[bool] | None, ends: Sequence[int] | None = None
-) -> None:  # fmt: skip
-    """One call on a table and one from initial states."""
-    N, T = len(slots), inputs[spec.tokens[0]].shape[1]
-    lengths = [T] * N if ends is None else [b - a for a, b in pairwise(ends)]
-    anew = fresh or [False] * N
-    settings: dict[str, Any] = {"impl": impl} | ({} if ends is None else {"cu_seqlens": torch.tensor(ends)})
-    history = dict(leaves(whole(spec.chunk)(make(spec, N, 9, seed=1))[-1]))
-    memory, table = poisoned_table(spec, 6)
-    start = {name: torch.zeros_like(x) for name, x in history.items()}
-    for name, x in leaves(table):
-        for n, slot in enumerate(slots):
-            if slot >= 0 and not anew[n]:
-                x[slot] = start[name][n] = history[name][n]
-                if not lengths[n] and x.is_floating_point():
-                    x[slot].view(-1)[0] = -0.0  # which a sum with zeros would change
-    before = [x.clone() for x in memory]
-    initial = like(table, iter(start.values()))
-    want = spec.chunk(**inputs, initial_state=initial, output_final_state=True, **settings)
-    of_sequences = {"slots": torch.tensor(slots, dtype=torch.int32), "fresh": None if fresh is None else torch.tensor(fresh)}
-    got = spec.chunk(**inputs, state=table, **of_sequences, **settings)
-    where = f"{impl}, slots {slots}, fresh {fresh}, lengths {lengths}"
-    assert got[-1] is None, f"{where}: a state was returned"
-    found = outputs(got)
-    for name, x in outputs(want).items():
-        assert torch.equal(found[name], x), f"{where}: {name} is not that from initial states"
-    # what may change: the slots of sequences with tokens, and of fresh ones
-    written = [n for n in range(N) if slots[n] >= 0 and (lengths[n] or anew[n])]
-    final = dict(leaves(want[-1]))
-    for (name, x), old, now in zip(leaves(table), before, memory, strict=True):
-        for n in written:
-            assert_close({name: x[slots[n]]}, {name: final[name][n]}, f"{where}: state of sequence {n}")
-            old[slots[n], 2:-2] = now[slots[n], 2:-2]
-        same = torch.equal(old.view(torch.uint8), now.view(torch.uint8))
-        assert same, f"{where}: state {name}: what no sequence owns has changed"
-
-
-def _in_two_calls(spec: OpSpec, impl: str, T: int) -> None:
-    """A prompt in two calls on its slot, fresh in the first, is the prompt in one."""
-    inputs, fresh = make(spec, 2, T), torch.tensor([True, True])
-    _, table = poisoned_table(spec, 3)
-    cut = T // 3
-    first = spec.chunk(**tokens(spec, inputs, lambda x: x[:, :cut]), state=table, fresh=fresh, impl=impl)
-    rest = spec.chunk(**tokens(spec, inputs, lambda x: x[:, cut:]), state=table, impl=impl)
-    *values, state = spec.chunk(**inputs, output_final_state=True, impl=impl)
-    joined = [torch.cat(pair, 1) for pair in zip(first[:-1], rest[:-1], strict=True)]
-    found = {n: x[:2] for n, x in leaves(table, "state")}
-    assert_close(dict(leaves(tuple(joined))), dict(leaves(tuple(values))), f"{impl}, two calls on slots")
-    assert_close(found, dict(leaves(state, "state")), f"{impl}, state after two calls on slots")
-
-
-def poisoned_table(spec: OpSpec, slots: int) -> tuple[list[Tensor], Any]:
-    """A table whose slots lie apart, all NaN (of integers a billion), and the memory that it lies in: [slots numbers] of each tensor."""
-    assert spec.table is not None, f"{spec.name} has no table"
-    empty = spec.table(slots)
-    memory, columns = [], []
-    for _, x in leaves(empty):
-        size = x[0].numel()
-        poison = torch.nan if x.is_floating_point() else 10**9
-        memory.append(torch.full((slots, size + 4), poison, dtype=x.dtype))
-        columns.append(memory[-1][:, 2 : size + 2].view(x.shape) if x.dim() > 1 else memory[-1][:, 2])
-    return memory, like(empty, iter(columns))
 
 
 CHECKS: tuple[Callable[[OpSpec], object], ...] = (

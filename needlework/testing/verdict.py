@@ -15,7 +15,7 @@ from torch import Tensor
 from needlework.ops.api import OpSpec
 from needlework.ops.qdelta.spec import growing
 from needlework.ops.runtime import launch_configs
-from needlework.testing.checks import ENOUGH
+from needlework.testing.budget import ENOUGH
 from needlework.testing.compare import differentiate, leaves, poisoned, whole
 from needlework.testing.errors import in_budgets, mean_of_draws, norms, operand
 from needlework.testing.steps import by_definition, by_steps
@@ -174,7 +174,7 @@ def draw(task: Task, form: str, device: str, seed: int) -> tuple[dict[str, float
         in_double = whole(spec.chunk, impl="torch", **settings)
         in_print = lambda half: whole(spec.literal, operand=half, chunk_size=_chunk(task), **settings)
         printed = in_print(operand(dtype))
-        # and for thousands of tokens it keeps a state a token: the printed form stands for it there
+        # and for thousands of tokens it keeps a state a token: the printed form replaces it there
         in_single = (lambda half: whole(spec.recurrent, operand=half)) if form == "short" else in_print
     exact, literal = values(in_double, wide), values(printed, single)
     fast = run()

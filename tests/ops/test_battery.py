@@ -10,6 +10,7 @@ import torch
 
 from needlework.ops.specs import specs
 from needlework.testing import checks
+from needlework.testing.slots import takes_slots
 
 # the spec of each op with the most arguments, of those whose definition is not slow
 REPRESENTATIVES = (
@@ -61,5 +62,5 @@ def test_every_op_has_its_representative():
 
 
 def test_the_chunk_forms_that_take_a_slot_table_are_these():
-    found = {spec.name.partition("/")[0] for spec in specs() if checks.takes_slots(spec)}
+    found = {spec.name.partition("/")[0] for spec in specs() if takes_slots(spec)}
     assert found == {"carve", "ccq", "delta", "qdelta", "mamba3"}

@@ -13,10 +13,10 @@ from needlework.ops.carve.arguments import CarveInputs, checked
 from needlework.ops.carve.spec import SPECS, H, K, V, literal, sample
 from needlework.ops.common.samples import normal
 from needlework.ops.runtime import launch_configs
-from needlework.testing.checks import slots_hold_states
 from needlework.testing.compare import assert_close, leaves
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 from needlework.testing.rows import chosen, covering
+from needlework.testing.slots import slots_hold_states
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 

@@ -13,10 +13,10 @@ from needlework.ops.ccq.reference import literal_ccq, recurrent_ccq
 from needlework.ops.ccq.spec import SPECS
 from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state, symmetric
 from needlework.ops.runtime import launch_configs
-from needlework.testing.checks import slots_hold_states
 from needlework.testing.compare import assert_close, differentiate, poisoned
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 from needlework.testing.rows import chosen, covering
+from needlework.testing.slots import slots_hold_states
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 

@@ -9,7 +9,7 @@ import torch
 
 from needlework.ops.common.decay import NOTHING
 from needlework.ops.specs import specs
-from needlework.testing.checks import budgeted
+from needlework.testing.budget import budgeted
 from needlework.testing.compare import differentiate, make, whole
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")

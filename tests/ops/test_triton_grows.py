@@ -17,7 +17,7 @@ from needlework.ops.qdelta import chunk_qdelta, recurrent_qdelta
 from needlework.ops.qdelta.spec import growing
 from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs
-from needlework.testing.checks import budgeted
+from needlework.testing.budget import budgeted
 from needlework.testing.compare import EXACT, differentiate, poisoned, relative, whole
 from needlework.testing.rows import chosen
 

@@ -13,7 +13,7 @@ from needlework.ops.common.samples import keys, normal, uniform
 from needlework.ops.lucid import LucidState, chunk_lucid, recurrent_lucid, step_lucid
 from needlework.ops.lucid.spec import SPECS
 from needlework.ops.runtime.launch_configs import forced
-from needlework.testing.checks import budgeted
+from needlework.testing.budget import budgeted
 from needlework.testing.compare import differentiate, poisoned, relative
 from needlework.testing.errors import assert_within_budget
 from needlework.testing.rows import chosen, covering

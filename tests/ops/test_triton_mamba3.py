@@ -11,10 +11,11 @@ import torch
 from needlework.ops.mamba3.spec import SPECS, sample
 from needlework.ops.mamba3.state import Mamba3State
 from needlework.ops.runtime.launch_configs import forced
-from needlework.testing import checks
+from needlework.testing.budget import budgeted
 from needlework.testing.compare import assert_close, differentiate, leaves, make, tokens, whole
 from needlework.testing.errors import assert_within_budget, over_budget
 from needlework.testing.rows import chosen
+from needlework.testing.slots import on_slots, slots_hold_states
 from needlework.testing.steps import by_steps
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
@@ -64,13 +65,13 @@ def test_steps_are_the_definition(spec, monkeypatch):
 def test_a_call_on_slots_is_a_call_from_states():
     """Out of order, none, fresh, and empty sequences that leave their slots as they are."""
     ends, slots, fresh = [0, 9, 9, 9, 20, 37], [4, 1, 0, -1, 2], [False, False, True, False, True]
-    checks._on_slots(SPECS[0], "triton", make(SISO, 1, 37), slots, fresh, ends)
+    on_slots(SPECS[0], "triton", make(SISO, 1, 37), slots, fresh, ends)
 
 
 @pytest.mark.slow
 @BOTH
 def test_every_call_on_slots(spec):
-    checks.slots_hold_states(dataclasses.replace(spec, chunk=spec.chunk.func), T=37, impls=("triton",))
+    slots_hold_states(dataclasses.replace(spec, chunk=spec.chunk.func), T=37, impls=("triton",))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_any_pairs_turn(pairs, m):
 def test_bfloat16_has_its_own_range(by, bfloat16_in_the_interpreter):
     """Operands are float16: products of 2²⁴ would be infinite, and writes of 2⁻²² have no digits."""
     scaled = lambda *given: {name: x * by.get(name, 1) for name, x in sample(*given).items()}
-    found = checks.budgeted(dataclasses.replace(SISO, inputs=scaled), torch.bfloat16, 2, 40, "random", torch.device("cpu"))
+    found = budgeted(dataclasses.replace(SISO, inputs=scaled), torch.bfloat16, 2, 40, "random", torch.device("cpu"))
     assert max(found.values()) <= 1, found
 
 

@@ -14,6 +14,7 @@ from needlework.ops.paged.spec import SPECS
 from needlework.ops.runtime.launch_configs import forced, rows
 from needlework.testing import checks
 from needlework.testing.compare import EXACT, poisoned, relative
+from needlework.testing.operators import record_custom_ops
 from needlework.testing.rows import chosen, covering
 from tests.ops.test_paged import D, V, close, each, laid_out, packed, read_outs, sequences
 
@@ -184,7 +185,7 @@ def test_operators_are_registered_and_compile(name):
     k_pages, v_pages, where = laid_out(k, v, new=(1, 2))
     asks, ends = packed(q, (1, 2))
     attend, _ = read_outs()[name]
-    with checks._record_custom_ops() as calls:
+    with record_custom_ops() as calls:
         attend(asks, k_pages, v_pages, impl="triton", cu_seqlens=ends, **where)
         write_pages(k[0], v[0], k_pages, v_pages, torch.arange(3), impl="triton")
     assert len(calls) == 2

@@ -12,7 +12,7 @@ from needlework.ops.delta.op import recurrent_delta
 from needlework.ops.qdelta.op import recurrent_qdelta
 from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs
-from needlework.testing.checks import budgeted
+from needlework.testing.budget import budgeted
 from needlework.testing.compare import differentiate, relative
 from needlework.testing.rows import chosen, covering
 

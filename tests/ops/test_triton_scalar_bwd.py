@@ -13,7 +13,7 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.runtime.launch_configs import forced, launch_config
 from needlework.ops.specs import specs
-from needlework.testing.checks import budgeted
+from needlework.testing.budget import budgeted
 from needlework.testing.compare import EXACT, relative
 from needlework.testing.rows import chosen, covering
 

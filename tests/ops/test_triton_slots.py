@@ -10,7 +10,7 @@ from needlework.ops.delta import chunk_delta
 from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs
-from needlework.testing import checks
+from needlework.testing import slots as slot_checks
 from needlework.testing.compare import make
 from needlework.testing.rows import chosen
 
@@ -22,7 +22,7 @@ T = 19  # two chunks, the second of three tokens
 
 
 def holds(rule, T=T):
-    checks.slots_hold_states(SPECS[rule], T=T, impls=("triton",))
+    slot_checks.slots_hold_states(SPECS[rule], T=T, impls=("triton",))
 
 
 def in_segments(count, monkeypatch):

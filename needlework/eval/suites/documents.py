@@ -4,7 +4,7 @@ cut so that prompt and answer have at most so many tokens.
     once     document question            twice    intro first ⏎ document question
 
 where `first` is the document too, unless the data set has another form of it. A longer document keeps a stretch around the first place
-where an answer stands, as Just Read Twice's code cuts it; where none stands in it, its end.
+where an answer is, as Just Read Twice's code cuts it; where none is in it, its end.
 """
 
 import re

@@ -11,7 +11,7 @@ from .suite import Mean, Suite
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Harness):
-    """`contains`: whether the answer stands in 48 new tokens."""
+    """`contains`: whether the answer is among 48 new tokens."""
 
     metrics: tuple[str, ...] = ("contains",)
     folder: str = "recall"

@@ -39,7 +39,7 @@ class Reading(NamedTuple):
 
 
 def in_layers(layers: Iterable[int], ours: str, theirs: str, names: Mapping[str, str | tuple[str, ...]]) -> Names:
-    """The names in each of `layers`: ours and theirs are what stands before them, with {} for the layer's number."""
+    """The names in each of `layers`: ours and theirs are what precedes them, with {} for the layer's number."""
     each = {mine: (name,) if isinstance(name, str) else name for mine, name in names.items()}
     return {
         f"{ours.format(n)}{mine}": tuple(f"{theirs.format(n)}{name}" for name in several)

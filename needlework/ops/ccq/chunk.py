@@ -95,7 +95,7 @@ def backward(
         first = reach * (n0[..., None, None] * spread - (y * Sq.carried).sum(-1, keepdim=True))
         pairs = torch.cat([first, w * (ySq - Sq.scores * Sy.scores)], -1)
         end = torch.cat([chunks.decay[..., -1:, :] * start, (chunks.left * mass).mT], -1)
-        # g_t stands in a pair's weight when t lies after the seen and not after the seer: no term without e^{g_t}
+        # a pair's weight has e^{g_t} in it when t lies after the seen and not after the seer: no term without e^{g_t}
         dg = torch.cat([pairs, end], -2).cumsum(-1)[..., :-1].tril().sum(-2)  # [B H n C]
         dg = _join(dg[..., None], T)[..., 0]
     r, z = _at(d0, (state.mean - chunks.state.mean[:, :, 0])[:, :, None])

@@ -10,6 +10,14 @@ from needlework.ops.common.shapes import check, check_count, check_dtypes, check
 from needlework.ops.polar.state import PolarState
 
 
+class Tokens(NamedTuple):
+    """A call's tensors of tokens; their gradients come back as `Tokens` too."""
+
+    q: Tensor  # [B T Hq K]
+    k: Tensor  # [B T Hkv K]
+    v: Tensor  # [B T Hkv V]
+
+
 class Parameters(NamedTuple):
     """A layer's own tensors, one row a query head."""
 

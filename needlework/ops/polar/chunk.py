@@ -31,7 +31,7 @@ class _Gains(NamedTuple):
 
 
 def _per_head(x: Tensor, H: int) -> Tensor:
-    """[Hq ...] -> [H G 1 ...], to stand against [n B H G C ...]."""
+    """[Hq ...] -> [H G 1 ...], to broadcast against [n B H G C ...]."""
     return x.unflatten(0, (H, -1)).unsqueeze(2)
 
 

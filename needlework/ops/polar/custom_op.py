@@ -9,8 +9,8 @@ from torch import Tensor
 from needlework.ops.attention.growth import came_from, final_rows, give_back, grow
 from needlework.ops.common.packing import lengths, pad, unpad
 from needlework.ops.polar import chunk
-from needlework.ops.polar.arguments import Parameters, check_data
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.polar.arguments import Parameters, Tokens, check_data
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.precision import keep_precision
 
@@ -28,47 +28,22 @@ def _(length, *_):
 
 
 class Saved(NamedTuple):
-    """What the backward is given beside the cotangents, in the order of its operator's arguments."""
+    """What the forward keeps for the backward."""
 
     direction: Tensor
     stats: Tensor  # [B T Hq 4] M, L, Q₂ and ‖s‖ of chunk.py
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    alpha: Tensor
-    beta: Tensor
-    gamma: Tensor
-    null_base: Tensor
-    v_null: Tensor
-    page_k: Tensor
-    page_v: Tensor
-    length: Tensor
-    cu_seqlens: Tensor | None
 
 
 @operator
 def polar_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    gamma: Tensor,
-    null_base: Tensor,
-    v_null: Tensor,
-    page_k: Tensor,
-    page_v: Tensor,
-    length: Tensor,
-    cu_seqlens: Tensor | None,
-    window: int | None,
-    chunk_size: int,
-    keep_pages: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tokens: Tokens, parameters: Parameters, page_k: Tensor, page_v: Tensor, length: Tensor, cu_seqlens: Tensor | None,
+    window: int | None, chunk_size: int, keep_pages: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """direction, magnitude, `Saved.stats`, and the final pages and length (no rows without keep_pages)."""
+    q, k, v = tokens
     check_data(length, page_k.shape[1], window, cu_seqlens, *q.shape[:2])
     if cu_seqlens is not None:
         q, k, v = (pad(x, cu_seqlens) for x in (q, k, v))
-    parameters = Parameters(alpha, beta, gamma, null_base, v_null)
     found = chunk.forward(q, k, v, *parameters, page_k, page_v, length, window=window, chunk_size=chunk_size)
     if cu_seqlens is not None:
         found = each(lambda x: unpad(x, cu_seqlens), *found)
@@ -79,9 +54,9 @@ def polar_fwd(
     return *found, page_k, page_v, length + n_new
 
 
-@torch.library.register_fake(polar_fwd)
-def _(q, k, v, alpha, beta, gamma, null_base, v_null, page_k, page_v, length, cu_seqlens, window, chunk_size, keep_pages):
-    B, T, Hq, _ = q.shape
+@fake(polar_fwd)
+def _(tokens: Tokens, parameters: Parameters, page_k, page_v, length, cu_seqlens, window, chunk_size, keep_pages):
+    q, (B, T, Hq, _) = tokens.q, tokens.q.shape
     if not keep_pages:
         P = 0
     elif cu_seqlens is None:
@@ -89,7 +64,7 @@ def _(q, k, v, alpha, beta, gamma, null_base, v_null, page_k, page_v, length, cu
     else:
         P = torch.library.get_ctx().new_dynamic_size()
     return (
-        q.new_empty(B, T, *v_null.shape),
+        q.new_empty(B, T, *parameters.v_null.shape),
         q.new_empty(B, T, Hq),
         q.new_empty(B, T, Hq, 4),
         page_k.new_empty(len(page_k), P, *page_k.shape[2:]),
@@ -160,34 +135,17 @@ differentiable(polar_grow, _grow_backward, _grow_setup)
 
 @backward_operator
 def polar_bwd(
-    ddirection: Tensor,
-    dmagnitude: Tensor,
-    dpage_k: Tensor,
-    dpage_v: Tensor,
-    direction: Tensor,
-    stats: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    gamma: Tensor,
-    null_base: Tensor,
-    v_null: Tensor,
-    page_k: Tensor,
-    page_v: Tensor,
-    length: Tensor,
-    cu_seqlens: Tensor | None,
-    window: int | None,
+    ddirection: Tensor, dmagnitude: Tensor, dpage_k: Tensor, dpage_v: Tensor, saved: Saved, tokens: Tokens,
+    parameters: Parameters, page_k: Tensor, page_v: Tensor, length: Tensor, cu_seqlens: Tensor | None, window: int | None,
     chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of polar_fwd's ten floating inputs, in their order."""
-    tokens = ddirection, dmagnitude, direction, stats, q, k, v
+) -> tuple[Tokens, Parameters, Tensor, Tensor]:  # fmt: skip
+    """Gradients of polar_fwd's floating inputs."""
     if cu_seqlens is not None:
-        tokens = each(lambda x: pad(x, cu_seqlens), *tokens)
-    parameters = Parameters(alpha, beta, gamma, null_base, v_null)
-    dq, dk, dv, (dalpha, dbeta, dgamma, dnull_base, dv_null), dinitial_k, dinitial_v = chunk.backward(
-        *tokens, *parameters, page_k, page_v, length, window=window, chunk_size=chunk_size
+        padded = lambda x: pad(x, cu_seqlens)
+        ddirection, dmagnitude = padded(ddirection), padded(dmagnitude)
+        saved, tokens = Saved(*each(padded, *saved)), Tokens(*each(padded, *tokens))
+    dq, dk, dv, dparameters, dinitial_k, dinitial_v = chunk.backward(
+        ddirection, dmagnitude, *saved, *tokens, *parameters, page_k, page_v, length, window=window, chunk_size=chunk_size
     )
     if dpage_k.shape[1]:
         P, T = page_k.shape[1], dk.shape[1]
@@ -198,22 +156,22 @@ def polar_bwd(
             dnew += x[:, P:]
     if cu_seqlens is not None:
         dq, dk, dv = (unpad(x, cu_seqlens) for x in (dq, dk, dv))
-    return dq, dk, dv, dalpha, dbeta, dgamma, dnull_base, dv_null, dinitial_k, dinitial_v
+    return Tokens(dq, dk, dv), Parameters(*dparameters), dinitial_k, dinitial_v
 
 
-@torch.library.register_fake(polar_bwd)
-def _(ddirection, dmagnitude, dpage_k, dpage_v, direction, stats, *inputs_and_settings):
-    return tuple(x.new_empty(x.shape) for x in inputs_and_settings[:10])
+@fake(polar_bwd)
+def _(ddirection, dmagnitude, dpage_k, dpage_v, saved: Saved, tokens: Tokens, parameters: Parameters, page_k, page_v, *_):
+    like = lambda x: x.new_empty(x.shape)
+    return Tokens(*map(like, tokens)), parameters.map(like), like(page_k), like(page_v)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.window, ctx.chunk_size, _ = inputs
-    ctx.save_for_backward(*Saved(output[0], output[2], *tensors))
+    tokens, parameters, *others, ctx.window, ctx.chunk_size, _ = inputs
+    ctx.save_for_backward(output[0], output[2], *tokens, *parameters, *others)
 
 
 def _backward(ctx, ddirection, dmagnitude, dstats, dpage_k, dpage_v, dlength):
-    saved = Saved(*ctx.saved_tensors)
-    gradients = polar_bwd(ddirection, dmagnitude, dpage_k, dpage_v, *saved, ctx.window, ctx.chunk_size)
+    gradients = polar_bwd(ddirection, dmagnitude, dpage_k, dpage_v, *ctx.saved_tensors, ctx.window, ctx.chunk_size)
     return *gradients, None, None, None, None, None
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 INTERPRETER = (0, 0)
-AMD = (1, 0)  # what stands for a compute capability: such a GPU takes the plainest rows of a launch table
+AMD = (1, 0)  # in place of a compute capability: such a GPU takes the plainest rows of a launch table
 
 
 class Target(NamedTuple):

@@ -1,7 +1,7 @@
 """What CCQ's walk needs, for all chunks at once: each chunk's sums, the means before every chunk, centred keys and scores.
 
 Chunks of C tokens are numbered through all batch rows, NCB a row. Tensors of the caller lie as [B T H K], numbers of a token as
-[chunks H ROWS C], of a chunk as [chunks H ...]. G, the gates summed from a chunk's start in log2 units, is a pair of numbers: their
+[chunks H ROWS C], of a chunk as [chunks H ...]. G, the gates summed from a chunk's start in log2, is a pair of numbers: their
 differences are then as accurate as the difference, whatever the sums.
 
 A chunk's keys are centred between the mean μ₀ before it and its own mean c = μ₀ + d, such that their products alone merge two

@@ -9,7 +9,7 @@ from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.kernels.tile import token_tile
-from needlework.ops.polar.arguments import Parameters
+from needlework.ops.polar.arguments import Parameters, Tokens
 from needlework.ops.polar.attention.backward import keys, prepare, queries, totals
 from needlework.ops.polar.attention.forward import attend
 from needlework.ops.runtime.each import each
@@ -21,14 +21,6 @@ ENGINE = "polar/attention"
 # flag -> arguments that kernels read with it alone
 ONLY_WITH = {"PACKED": ("p_spans",), "SAVE": ("x_mean", "p_stats"), "SCALED": ("p_power", "p_ref")}
 STEPS = 32767  # of an int16: the row's largest number
-
-
-class Tokens(NamedTuple):
-    """A call's tensors of tokens; their gradients come back as `Tokens` too."""
-
-    q: Tensor  # [B T Hq K]
-    k: Tensor  # [B T Hkv K]
-    v: Tensor  # [B T Hkv V]
 
 
 class Saved(NamedTuple):

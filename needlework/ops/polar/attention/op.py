@@ -9,8 +9,8 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.polar.arguments import Parameters
-from needlework.ops.polar.attention.launches import ENGINE, Saved, Tokens, Walk, backward, forward
+from needlework.ops.polar.arguments import Parameters, Tokens
+from needlework.ops.polar.attention.launches import ENGINE, Saved, Walk, backward, forward
 from needlework.ops.polar.custom_op import polar_checked
 from needlework.ops.polar.state import PolarState, after_pages
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
@@ -70,8 +70,9 @@ def _call(
     walk, align = _walk(tokens, cu_seqlens, held, window)
     tokens, parameters = Tokens(*each(align.align, *tokens)), parameters.map(Tensor.contiguous)
     key = ENGINE, walk.config.name, kind(*tokens), cu_seqlens is not None, window is not None, save
-    on_meta = Tokens(*meta(*tokens)), Parameters(*meta(*parameters))
-    precompile(tokens.q.device, key, lambda: _launches(walk, *on_meta, save))
+    precompile(
+        tokens.q.device, key, lambda: _launches(walk, Tokens(*meta(*tokens)), parameters.map(lambda x: meta(x)[0]), save)
+    )
     direction, magnitude, saved = forward(walk, tokens, parameters, save)
     return align.restore(direction).contiguous(), align.restore(magnitude).contiguous(), saved
 
