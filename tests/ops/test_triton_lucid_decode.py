@@ -9,7 +9,7 @@ import torch
 from needlework.layers import Attention, Lucid, Rope
 from needlework.ops.lucid import paged_lucid
 from needlework.ops.runtime.launch_configs import forced, rows
-from needlework.testing import checks
+from needlework.testing import operators
 from needlework.testing.compare import EXACT, leaves, make, poisoned, relative
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 from needlework.testing.lucid_decode import LUCID_DECODE
@@ -139,7 +139,7 @@ def test_the_operator_is_registered_and_compiles():
     own |= {
         name: own[name].nan_to_num().contiguous() for name in ("k_pages", "y_pages")
     }  # opcheck compares, and copies what is mutated
-    with checks._record_custom_ops() as calls:
+    with operators.record_custom_ops() as calls:
         paged_lucid(**own, impl="triton")
     ((op, args, kwargs),) = calls.values()
     torch.library.opcheck(op, args, kwargs, test_utils=("test_schema", "test_faketensor"))
@@ -156,7 +156,7 @@ def test_a_layer_decodes_in_one_pass(attend, monkeypatch):
     xs = {slot: sample(n, B=1, seed=slot)[0] for slot, n in ((0, 20), (1, 5))}
     whole = {slot: mixer(x[None])[0][0] for slot, x in xs.items()}
     monkeypatch.setenv("NEEDLEWORK_IMPL", "triton")
-    with checks._record_custom_ops() as calls:
+    with operators.record_custom_ops() as calls:
         found, _ = served(mixer, ({0: 18}, {0: 1, 1: 4}, {0: 1, 1: 1}), xs)
     assert "needlework::lucid_attend" in calls and "needlework::lucid_decode" not in calls
     assert all(close(found[slot], y) for slot, y in whole.items())

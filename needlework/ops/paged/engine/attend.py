@@ -87,13 +87,16 @@ def attend(
     SG: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PG: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr,
     BM: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr,
     LEAST: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr,
-    ACC: tl.constexpr, OT: tl.constexpr,
+    ACC: tl.constexpr, OT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of a tile of BT tokens and a key-value head: BM rows, of a token and a query head, or one of its two vectors.
 
     p_slopes [H], p_decay [T H] of the queries and p_held of the keys' pages: None where nothing is added to the scores.
     p_stats [T H vectors splits 3]: M, L, Q₂; p_S [T H vectors splits V]; both with SPLIT alone.
     """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     G: tl.constexpr = H // HK
     VECTORS: tl.constexpr = 2 if READ == DIFFERENTIAL else 1
     QUERIES: tl.constexpr = BM // VECTORS
@@ -197,9 +200,12 @@ def attend(
 def merge(
     p_stats, p_S, p_length, p_ends, p_alpha, p_beta, p_gamma, p_base, p_null, p_lam, p_o, p_mag, N, T, W, splits,
     H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr, LEAST: tl.constexpr,
-    LAM: tl.constexpr, READ: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
+    LAM: tl.constexpr, READ: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A token and query head: the splits that have keys, BS at a time, are read out as one."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     VECTORS: tl.constexpr = 2 if READ == DIFFERENTIAL else 1
     i_q = tl.program_id(0).to(tl.int64)
     token = (i_q // H).to(tl.int32)
