@@ -8,7 +8,7 @@ as one query more, k itself, whose weights are LUCID's:
     row G + 1     half precision: as row G, of what rounding left of its weights
 
 A tile of keys is RUNS runs of C keys, a warp each, with sums of their own until the end of the loop: no warp waits for another's maximum.
-Page numbers are held in a register of each lane (`runs.py`), so that the loop over tiles loads nothing but k and y.
+Page numbers are held in registers (`paged/engine/rows.py`), so that the loop over tiles loads nothing but k and y.
 
 The token itself is no key of the loop: `newest.py` adds it once its y is known, and writes its row. That is done here where there is one
 split, else by `merge`. Grids follow from shapes and loops end with the live length, which is read here: a captured graph serves any lengths.
@@ -20,10 +20,10 @@ import triton.language as tl
 from needlework.ops.common.kernels.softmax import NONE, soften
 from needlework.ops.common.kernels.tile import plus_product
 from needlework.ops.lucid.decode.newest import finished, queries, row_of, write_row
-from needlework.ops.lucid.decode.runs import held_numbers, page_numbers, picked, rows_of, scores
+from needlework.ops.lucid.decode.runs import page_numbers, rows_of, scores
 from needlework.ops.lucid.solve.operands import TINY
 from needlework.ops.paged.engine.readout import LOG2E
-from needlework.ops.paged.engine.rows import keys_of
+from needlework.ops.paged.engine.rows import held_numbers, keys_of, picked
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def attend(
             o_t = first[:, None] + tl.arange(0, C)[None, :]
             inside = (o_t >= oldest) & (o_t <= newest)
             if PG % BN == 0:
-                pages = picked(held, (j - i) * BN // PG)
+                pages = picked(held, (j - i) * BN // PG) + tl.zeros([1, 1], tl.int64)
             else:
                 pages = page_numbers(p_table, first, oldest, newest, PG, C)
             b_j = rows_of(p_k_pages, pages, first, inside, i_kv, SK, PG, C, HK, K, BK)

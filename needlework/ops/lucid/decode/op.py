@@ -12,13 +12,13 @@ from triton import JITFunction
 
 from needlework.ops.lucid.decode.attend import attend, merge
 from needlework.ops.lucid.solve.operands import scale as solve_scale
+from needlework.ops.paged.engine.op import HELD
 from needlework.ops.runtime.custom_op import step_operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2, padded
 
 ENGINE = "lucid/decode"
-HELD = 32  # page numbers, a lane each and the same in every warp: the sum that picks one needs no other warp
 ALL = 2**30  # a window that no sequence fills
 ONLY_WITH = {"SPLIT": ("p_stats", "p_S"), "BETA": ("p_beta",)}
 
