@@ -54,8 +54,9 @@ def _over_pages(
 ):  # fmt: skip
     """Tiles lo … hi − 1 of keys. With MASK each row sees those up to its own, the newest W; ALONE: all rows are of one token. held: page
     numbers from tile `begin` on, or None."""
+    ahead = None
     if not ALONE:
-        pages = page_numbers(p_table, lo, hi, oldest, newest, PG, BN)
+        ahead = page_numbers(p_table, lo, hi, oldest, newest, PG, BN)
     for j in tl.range(lo, hi, num_stages=NS):
         o_t = j * BN + tl.arange(0, BN)
         inside = (o_t >= oldest) & (o_t <= newest)
@@ -66,6 +67,8 @@ def _over_pages(
             pages = picked(held, (j - begin) * BN // PG)
         elif ALONE:
             pages = page_numbers(p_table, j, hi, oldest, newest, PG, BN)
+        else:
+            pages = ahead
         b_k = page_rows(p_k + pages * SK, o_row, inside, i_kv, HK, K, BK, MASK).to(b_q.dtype)
         b_v = page_rows(p_v + pages * SV, o_row, inside, i_kv, HK, V, BV, MASK).to(b_q.dtype)
         if gone is not None:
@@ -74,7 +77,7 @@ def _over_pages(
             p_own = p_held
         if not ALONE:
             # asked for a tile ahead: two stages then hold the next tile's rows
-            pages = page_numbers(p_table, j + 1, hi, oldest, newest, PG, BN)
+            ahead = page_numbers(p_table, j + 1, hi, oldest, newest, PG, BN)
         s = _added(scores(b_q, b_k, ACC), slope, gone, p_own, o_row, o_t, inside, own, i_h, SCALE, H, MASK, ACC)
         if MASK:
             if ALONE:
