@@ -11,12 +11,13 @@ import torch
 from needlework.models import TableCache
 from needlework.ops.ccq.state import symmetric
 from needlework.ops.conv import causal_conv, causal_conv_slots, step_conv
-from needlework.ops.lucid import solve_pages
+from needlework.ops.lucid import paged_lucid, solve_pages
 from needlework.ops.qdelta.spec import growing
 from needlework.ops.specs import specs
 from needlework.testing.budget import budgeted
 from needlework.testing.compare import assert_close, differentiate, leaves, like, make, outputs, tokens, whole
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
+from needlework.testing.lucid_decode import LUCID_DECODE
 from needlework.testing.lucid_pages import LUCID_PAGES
 from needlework.testing.targets import sample as inputs_of
 from tests.layers.test_mixers import CONFIGS, build, close, sample
@@ -230,8 +231,22 @@ def test_lucids_solve_by_block_table_is_within_its_budget(spec):
     assert_within_budget(found)
 
 
+@pytest.mark.parametrize("spec", LUCID_DECODE, ids=lambda spec: spec.name)
+def test_lucids_decoding_in_one_pass_is_within_its_budget(spec):
+    """Every token of sequences of 150, none and one, as a sequence of its own."""
+    pytest.importorskip("triton")
+    inputs = inputs_of(spec.name, torch.Generator().manual_seed(0), 1, 151, "clustered", 64, 64)
+    kept, wide, single = stored(on("cuda", inputs), torch.bfloat16, spec.half)
+    ends = torch.tensor([0, 150, 150, 151], device="cuda")
+    form = lambda call, x, **settings: dict(leaves(call(**x, cu_seqlens=ends, **settings)))
+    literal = form(spec.literal, single, operand=operand(torch.bfloat16))
+    found = over_budget(form(spec.chunk, kept, impl="triton"), form(spec.chunk, wide, impl="torch"), literal, literal)
+    assert_within_budget(found)
+
+
+@pytest.mark.parametrize("attends", [False, True], ids=["solve", "solve and read"])
 @pytest.mark.parametrize("decoding", [True, False], ids=["decoding", "prefill"])
-def test_a_captured_solve_by_block_table_serves_other_sequences(decoding):
+def test_a_captured_solve_by_block_table_serves_other_sequences(decoding, attends):
     """Nothing is read back: lengths, tables and rows are another call's at every replay."""
     pytest.importorskip("triton")
     g = torch.Generator().manual_seed(0)
@@ -247,11 +262,12 @@ def test_a_captured_solve_by_block_table_serves_other_sequences(decoding):
         rows = torch.where(n < 3, table[n % 3, token // 32] * 32 + token % 32, -1)
         where = {"block_table": table.int(), "length": torch.tensor(lengths), "rows": rows}
         where = {name: x.cuda() for name, x in where.items()} | {"k": draw(T, 2, 64), "v": draw(T, 2, 64)}
+        where |= {"q": draw(T, 16, 64)} if attends else {}
         return where if decoding else where | {"cu_seqlens": torch.tensor(ends).cuda()}
 
     own = [[0, 1, 2, 3]] * 3 if decoding else [[0, 30, 30, 40], [0, 1, 40, 48], [0, 20, 20, 20]]
     made = [call(*given) for given in zip(([150, 33, -1], [2, 190, 64], [31, -1, -1]), own, strict=True)]
-    solve = partial(solve_pages, window=40, impl="triton")
+    solve = partial(paged_lucid if attends else solve_pages, window=40, impl="triton")
     static = {name: x.clone() for name, x in (made[0] | pages).items()}
     solve(**static)  # compiles
     graph = torch.cuda.CUDAGraph()

@@ -24,7 +24,7 @@ def laid_out(lengths=LENGTHS, Hkv=2, G=2, K=16, V=12, PG=16, window=None, solve=
     owned = torch.randperm(N * NB + 2, generator=g)[: N * NB].view(N, NB)
     apart = lambda width: torch.full((N * NB + 2, 2, PG, Hkv, width), torch.nan, dtype=dtype)[:, 1]
     k_pages, y_pages = apart(K), apart(V)
-    table, rows = torch.full((N, NB), NOWHERE, dtype=torch.int32), torch.full((N,), -1)
+    table, rows = torch.full((N, NB), NOWHERE, dtype=torch.int32), torch.zeros(N, dtype=torch.int64)
     for n, length in enumerate(lengths):
         first = 0 if window is None or solve == "global" else max(0, length - window)
         for t in range(first, length - 1):
@@ -34,6 +34,8 @@ def laid_out(lengths=LENGTHS, Hkv=2, G=2, K=16, V=12, PG=16, window=None, solve=
         if length > 0:
             page = owned[n, (length - 1) // PG]
             rows[n], table[n, (length - 1) // PG] = page * PG + (length - 1) % PG, page
+        else:
+            rows[n] = owned[n, 0] * PG  # nothing is written there
     new = {"q": draw(N, Hkv * G, K), "k": draw(N, Hkv, K), "v": draw(N, Hkv, V)}
     where = {"block_table": table, "length": torch.tensor(lengths), "rows": rows, "window": window, "solve": solve}
     return new | {"k_pages": k_pages, "y_pages": y_pages} | where

@@ -48,6 +48,17 @@ def test_decode_is_torchs(name, PG, Hkv, window, programs, BN):
     assert close(got, attend(last, k_pages, v_pages, impl="torch", **where))
 
 
+@pytest.mark.parametrize("window", (None, 20))
+def test_decode_finds_pages_past_those_whose_numbers_are_held_at_a_time(window):
+    """Of 34 pages the last two are another load's; the window begins among them."""
+    q, k, v = sequences((543, 16), Hq=1, Hkv=1)
+    k_pages, v_pages, where = laid_out(k, v, 16, window)
+    last = torch.stack([x[-1] for x in q])
+    with launched(1, 16):
+        got = paged_attention(last, k_pages, v_pages, impl="triton", **where)
+    assert relative(got, paged_attention(last, k_pages, v_pages, impl="torch", **where)) <= EXACT
+
+
 @pytest.mark.parametrize("name", READ_OUTS)
 @pytest.mark.parametrize("PG, Hkv, window, programs, BN", chosen(FORMS, FORMS[:4]))
 def test_prefill_is_torchs(name, PG, Hkv, window, programs, BN):

@@ -8,7 +8,7 @@ as one query more, k itself, whose weights are LUCID's:
     row G + 1     half precision: as row G, of what rounding left of its weights
 
 A tile of keys is RUNS runs of C keys, a warp each, with sums of their own until the end of the loop: no warp waits for another's maximum.
-Page numbers are held in a register of each lane (`runs.py`), so that the loop over tiles loads nothing but k and y.
+Page numbers are held in registers (`paged/engine/rows.py`), so that the loop over tiles loads nothing but k and y.
 
 The token itself is no key of the loop: `newest.py` adds it once its y is known, and writes its row. That is done here where there is one
 split, else by `merge`. Grids follow from shapes and loops end with the live length, which is read here: a captured graph serves any lengths.
@@ -20,10 +20,10 @@ import triton.language as tl
 from needlework.ops.common.kernels.softmax import NONE, soften
 from needlework.ops.common.kernels.tile import plus_product
 from needlework.ops.lucid.decode.newest import finished, queries, row_of, write_row
-from needlework.ops.lucid.decode.runs import held_numbers, page_numbers, picked, rows_of, scores
+from needlework.ops.lucid.decode.runs import page_numbers, rows_of, scores
 from needlework.ops.lucid.solve.operands import TINY
 from needlework.ops.paged.engine.readout import LOG2E
-from needlework.ops.paged.engine.rows import keys_of
+from needlework.ops.paged.engine.rows import held_numbers, keys_of, picked
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def factors(solving, SCALE: tl.constexpr, SOLVE: tl.constexpr, ACC: tl.constexpr
 @triton.jit(do_not_specialize=["NB", "W", "WR", "splits"])
 def attend(
     p_q, p_k, p_v, p_beta, p_k_pages, p_y_pages, p_table, p_length, p_rows, p_o, p_stats, p_S, NB, W, WR, splits,
-    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PG: tl.constexpr, SK: tl.constexpr, SY: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PG: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr,
     TQ: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     RUNS: tl.constexpr, HELD: tl.constexpr, NS: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr, APART: tl.constexpr, ROWMAX: tl.constexpr,
     BETA: tl.constexpr, SCALE: tl.constexpr, SOLVE: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
@@ -53,7 +53,7 @@ def attend(
 ):  # fmt: skip
     """One split of the keys before a sequence's newest token, for the queries of one key-value head.
 
-    W: of the solve; WR: of the read, with APART alone. TQ, TK, TV: from token to token; SK, SY: from page to page.
+    W: of the solve; WR: of the read, with APART alone. TQ, TK, TV: from token to token; SK, SV: from page to page.
     p_stats [N HK splits G+1 2]: M, L; p_S [N HK splits G+1 V], row G what is taken off v; both with SPLIT alone.
     """
     G: tl.constexpr = H // HK
@@ -99,11 +99,11 @@ def attend(
             o_t = first[:, None] + tl.arange(0, C)[None, :]
             inside = (o_t >= oldest) & (o_t <= newest)
             if PG % BN == 0:
-                pages = picked(held, (j - i) * BN // PG)
+                pages = picked(held, (j - i) * BN // PG) + tl.zeros([1, 1], tl.int64)
             else:
                 pages = page_numbers(p_table, first, oldest, newest, PG, C)
             b_j = rows_of(p_k_pages, pages, first, inside, i_kv, SK, PG, C, HK, K, BK)
-            b_y = rows_of(p_y_pages, pages, first, inside, i_kv, SY, PG, C, HK, V, BV)
+            b_y = rows_of(p_y_pages, pages, first, inside, i_kv, SV, PG, C, HK, V, BV)
             s = scores(tile, b_j, norm, solving, ROWMAX, HALF, ACC)
             seen = inside[:, None, :]
             if APART:
@@ -141,13 +141,13 @@ def attend(
         tl.store(p_o + (i_n * H + i_h)[:, None] * V + o_v[None, :], o, mask=ours[:, None] & (o_v < V)[None, :])
         row = tl.where(live > 0, tl.load(p_rows + i_n), -1)
         write_row(p_k_pages, b_k, row, i_kv, SK, PG, HK, K, BK)
-        write_row(p_y_pages, b_y, row, i_kv, SY, PG, HK, V, BV)
+        write_row(p_y_pages, b_y, row, i_kv, SV, PG, HK, V, BV)
 
 
 @triton.jit(do_not_specialize=["W", "splits"])
 def merge(
     p_q, p_k, p_v, p_beta, p_k_pages, p_y_pages, p_length, p_rows, p_o, p_stats, p_S, W, splits,
-    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PG: tl.constexpr, SK: tl.constexpr, SY: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PG: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr,
     TQ: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
     LEAST: tl.constexpr, ROWMAX: tl.constexpr, BETA: tl.constexpr, SCALE: tl.constexpr, SOLVE: tl.constexpr, ACC: tl.constexpr,
     OT: tl.constexpr,
@@ -195,4 +195,4 @@ def merge(
     tl.store(p_o + at[None, :] + 0 * o_a[:, None], o, mask=(o_a == 0)[:, None] & (o_v < V)[None, :])
     row = tl.where((live > 0) & (i_h % G == 0), tl.load(p_rows + i_n), -1)
     write_row(p_k_pages, b_k, row, i_kv, SK, PG, HK, K, BK)
-    write_row(p_y_pages, b_y, row, i_kv, SY, PG, HK, V, BV)
+    write_row(p_y_pages, b_y, row, i_kv, SV, PG, HK, V, BV)

@@ -12,37 +12,24 @@ from triton import JITFunction
 
 from needlework.ops.lucid.decode.attend import attend, merge
 from needlework.ops.lucid.solve.operands import scale as solve_scale
+from needlework.ops.paged.arguments import Pages
+from needlework.ops.paged.engine.op import HELD, Shape
 from needlework.ops.runtime.custom_op import step_operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2, padded
 
 ENGINE = "lucid/decode"
-HELD = 32  # page numbers, a lane each and the same in every warp: the sum that picks one needs no other warp
 ALL = 2**30  # a window that no sequence fills
 ONLY_WITH = {"SPLIT": ("p_stats", "p_S"), "BETA": ("p_beta",)}
 
 
-class Shape(NamedTuple):
-    """Sizes that kernels are compiled for."""
+class Strides(NamedTuple):
+    """Numbers from token to token."""
 
-    H: int
-    HK: int
-    K: int
-    V: int
-    PG: int
-    SK: int  # numbers from page to page
-    SY: int
-    TQ: int  # and from token to token
+    TQ: int
     TK: int
     TV: int
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, y_pages: Tensor) -> "Shape":
-        (_, HK, K), V = k.shape, v.shape[2]
-        return cls(
-            q.shape[1], HK, K, V, k_pages.shape[1], k_pages.stride(0), y_pages.stride(0), q.stride(0), k.stride(0), v.stride(0)
-        )
 
 
 class Rule(NamedTuple):
@@ -80,9 +67,10 @@ def _launch(
     q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))
     table, length, rows = (x.contiguous() for x in (table, length, rows))
     beta = None if beta is None else beta.contiguous()
-    shape, NB = Shape.of(q, k, v, k_pages, y_pages), table.shape[1]
+    shape, NB = Shape.of(q, Pages(k_pages, y_pages, table, length, None, None)), table.shape[1]
+    strides = Strides(q.stride(0), k.stride(0), v.stride(0))
     config = launch_config(ENGINE, q.device, q.dtype, K, shape.V)
-    known = constants(config, attend, q.dtype, shape, rule)
+    known = constants(config, attend, q.dtype, shape, strides, rule)
     tiles = cdiv(min(NB * shape.PG, W + known["BN"]), known["BN"])  # of keys that a token may see
     splits = splits_of(N * shape.HK, cdiv(tiles, known["LEAST"]), **config.launch["shared"])
     part = N * shape.HK * splits * (H // shape.HK + 1)
@@ -93,7 +81,7 @@ def _launch(
         **known, SPLIT=int(splits > 1),
     )  # fmt: skip
     if splits > 1:
-        known = constants(config, merge, q.dtype, shape, rule)
+        known = constants(config, merge, q.dtype, shape, strides, rule)
         known["BS"] = min(known["BS"], next_power_of_2(splits))
         run(merge, (N * H,), *tokens, length, rows, o, stats, S, W, splits, **known)
     return o
@@ -105,11 +93,13 @@ def splits_of(pairs: int, tiles: int, programs: int, dense: int, LONG: int) -> i
     return max(1, min(max(programs // pairs, min(dense // pairs, tiles // LONG)), tiles))
 
 
-def constants(config: LaunchConfig, kernel: JITFunction, dtype: torch.dtype, shape: Shape, rule: Rule) -> Constants:
+def constants(
+    config: LaunchConfig, kernel: JITFunction, dtype: torch.dtype, shape: Shape, strides: Strides, rule: Rule
+) -> Constants:
     """All that a kernel is compiled for, but whether it is split."""
     half, own = dtype.itemsize == 2, config.launch["attend"]
     known = dict(
-        shape._asdict(), BM=tile(shape.H // shape.HK, half), BK=padded(shape.K), BV=padded(shape.V), APART=int(rule.apart),
+        shape._asdict(), **strides._asdict(), BM=tile(shape.H // shape.HK, half), BK=padded(shape.K), BV=padded(shape.V), APART=int(rule.apart),
         ROWMAX=int(rule.rowmax), BETA=int(rule.beta), SCALE=rule.scale, SOLVE=solve_scale(shape.K, rule.rowmax), HALF=int(half),
         HELD=HELD, ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], BN=own["BN"], LEAST=own["LEAST"],
     )  # fmt: skip
@@ -129,10 +119,10 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     types |= dict.fromkeys(("p_beta", "p_stats", "p_S"), f"*{acc}") | dict.fromkeys(("NB", "W", "WR", "splits"), "i32")
     cases = []
     for rowmax, (PG, SPLIT) in product((False, True), ((16, 1), (64, 0))):
-        shape = Shape(8, 2, K, V, PG, PG * 2 * K, PG * 2 * V, 8 * K, 2 * K, 2 * V)
+        shape, strides = Shape(8, 2, K, V, PG, PG * 2 * K, PG * 2 * V), Strides(8 * K, 2 * K, 2 * V)
         rule = Rule(rowmax, not rowmax, bool(SPLIT), K**-0.5)
         for kernel in (attend, merge) if SPLIT else (attend,):
-            known, options = split(constants(config, kernel, dtype, shape, rule))
+            known, options = split(constants(config, kernel, dtype, shape, strides, rule))
             if kernel is attend:
                 known["SPLIT"] = SPLIT
             known |= absent(kernel, known, ONLY_WITH)

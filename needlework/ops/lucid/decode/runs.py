@@ -1,27 +1,12 @@
 """Tiles of keys as runs of C, a warp each: their pages, their rows, and the scores of a tile of queries with them.
 
 A run lies in one page where PG is a multiple of C. Its rows' offsets in the page are then the same in every step, and its page is one number.
-A tile lies in one page where PG is a multiple of it. Then the numbers of HELD pages are loaded at once and picked out of registers: what
-a loop loads to know an address, Triton 3.6 gives stages of the pipeline, or, a step ahead, waits for whatever is under way.
 """
 
 import triton
 import triton.language as tl
 
 from needlework.ops.lucid.solve.operands import TINY
-
-
-@triton.jit
-def held_numbers(p_table, first, oldest, newest, PG: tl.constexpr, HELD: tl.constexpr):
-    """HELD entries of a sequence's table from `first` on, 0 where nothing is to be read."""
-    o_p = first + tl.arange(0, HELD)
-    return tl.load(p_table + o_p, mask=(o_p * PG <= newest) & (o_p * PG + PG > oldest), other=0)
-
-
-@triton.jit
-def picked(held, i):
-    """Number i of them [1 1]."""
-    return tl.sum(tl.where(tl.arange(0, held.shape[0]) == i, held, 0), 0).to(tl.int64) + tl.zeros([1, 1], tl.int64)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.softmax import NONE, soften
 from needlework.ops.paged.engine.readout import DIFFERENTIAL, POLAR, gain_of, read_out
-from needlework.ops.paged.engine.rows import ends_of, keys_of, page_numbers, page_rows, sequence_of
+from needlework.ops.paged.engine.rows import ends_of, held_numbers, keys_of, page_numbers, page_rows, picked, sequence_of
 
 
 @triton.jit
@@ -47,27 +47,37 @@ def _added(
 
 @triton.jit
 def _over_pages(
-    m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, lo, hi, oldest, newest, own, sc, W, slope, gone, p_held, i_h,
+    m, l, q2, acc, b_q, p_k, p_v, p_table, held, begin, i_kv, lo, hi, oldest, newest, own, sc, W, slope, gone, p_held, i_h,
     H: tl.constexpr, SG: tl.constexpr, SCALE: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PG: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, READ: tl.constexpr, ACC: tl.constexpr, ALONE: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip
-    """Tiles lo … hi − 1 of keys. With MASK each row sees those up to its own, the newest W; ALONE: all rows are of one token."""
-    pages = page_numbers(p_table, lo, hi, oldest, newest, PG, BN)
+    """Tiles lo … hi − 1 of keys. With MASK each row sees those up to its own, the newest W; ALONE: all rows are of one token. held: page
+    numbers from tile `begin` on, or None."""
+    ahead = None
+    if not ALONE:
+        ahead = page_numbers(p_table, lo, hi, oldest, newest, PG, BN)
     for j in tl.range(lo, hi, num_stages=NS):
         o_t = j * BN + tl.arange(0, BN)
         inside = (o_t >= oldest) & (o_t <= newest)
         o_row = o_t % PG
         if PG * HK * (K + V) >= 2**31:
             o_row = o_row.to(tl.int64)  # a page may be a slot of any length
+        if held is not None:
+            pages = picked(held, (j - begin) * BN // PG)
+        elif ALONE:
+            pages = page_numbers(p_table, j, hi, oldest, newest, PG, BN)
+        else:
+            pages = ahead
         b_k = page_rows(p_k + pages * SK, o_row, inside, i_kv, HK, K, BK, MASK).to(b_q.dtype)
         b_v = page_rows(p_v + pages * SV, o_row, inside, i_kv, HK, V, BV, MASK).to(b_q.dtype)
         if gone is not None:
             p_own = p_held + pages * SG
         else:
             p_own = p_held
-        # asked for a tile ahead: an address that waits for its page's number would take half of the pipeline's stages
-        pages = page_numbers(p_table, j + 1, hi, oldest, newest, PG, BN)
+        if not ALONE:
+            # asked for a tile ahead: two stages then hold the next tile's rows
+            ahead = page_numbers(p_table, j + 1, hi, oldest, newest, PG, BN)
         s = _added(scores(b_q, b_k, ACC), slope, gone, p_own, o_row, o_t, inside, own, i_h, SCALE, H, MASK, ACC)
         if MASK:
             if ALONE:
@@ -86,7 +96,7 @@ def attend(
     p_slopes, p_decay, p_held, N, T, NB, W, splits,
     SG: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PG: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr,
     BM: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr,
-    LEAST: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr,
+    HELD: tl.constexpr, LEAST: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr,
     ACC: tl.constexpr, OT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of a tile of BT tokens and a key-value head: BM rows, of a token and a query head, or one of its two vectors.
@@ -153,24 +163,33 @@ def attend(
     acc = tl.zeros([BM, BV], ACC)
     p_table += tl.cast(i_n, tl.int64) * NB
     if BT == 1:
-        m, l, q2, acc = _over_pages(
-            m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, lo, hi, oldest, newest, o_own, sc, W, slope, gone, p_held, i_h,
-            H, SG, SCALE, HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, True, True,
-        )  # fmt: skip
+        if PG % BN == 0:
+            TILES: tl.constexpr = HELD * (PG // BN)
+            for i in range(lo // TILES * TILES, hi, TILES):
+                held = held_numbers(p_table, i * BN // PG, oldest, newest, PG, HELD)
+                m, l, q2, acc = _over_pages(
+                    m, l, q2, acc, b_q, p_k, p_v, p_table, held, i, i_kv, tl.maximum(i, lo), tl.minimum(i + TILES, hi), oldest, newest,
+                    o_own, sc, W, slope, gone, p_held, i_h, H, SG, SCALE, HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, True, True,
+                )  # fmt: skip
+        else:
+            m, l, q2, acc = _over_pages(
+                m, l, q2, acc, b_q, p_k, p_v, p_table, None, 0, i_kv, lo, hi, oldest, newest, o_own, sc, W, slope, gone, p_held, i_h,
+                H, SG, SCALE, HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, True, True,
+            )  # fmt: skip
     else:
         # before `full` a token of the tile does not see all of a tile of keys because of its window, from `diagonal` on because of the future
         full = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(newest - W + 1, 0), BN), lo), hi)
         diagonal = tl.minimum(tl.maximum((own + 1) // BN, full), hi)
         m, l, q2, acc = _over_pages(
-            m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, lo, full, oldest, newest, o_own, sc, W, slope, gone, p_held, i_h,
+            m, l, q2, acc, b_q, p_k, p_v, p_table, None, 0, i_kv, lo, full, oldest, newest, o_own, sc, W, slope, gone, p_held, i_h,
             H, SG, SCALE, HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, False, True,
         )  # fmt: skip
         m, l, q2, acc = _over_pages(
-            m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, full, diagonal, oldest, newest, o_own, sc, W, slope, gone, p_held, i_h,
+            m, l, q2, acc, b_q, p_k, p_v, p_table, None, 0, i_kv, full, diagonal, oldest, newest, o_own, sc, W, slope, gone, p_held, i_h,
             H, SG, SCALE, HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, False, False,
         )  # fmt: skip
         m, l, q2, acc = _over_pages(
-            m, l, q2, acc, b_q, p_k, p_v, p_table, i_kv, diagonal, hi, oldest, newest, o_own, sc, W, slope, gone, p_held, i_h,
+            m, l, q2, acc, b_q, p_k, p_v, p_table, None, 0, i_kv, diagonal, hi, oldest, newest, o_own, sc, W, slope, gone, p_held, i_h,
             H, SG, SCALE, HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, False, True,
         )  # fmt: skip
 

@@ -30,6 +30,7 @@ ONLY_WITH = {
     "DIFFERENTIAL": ("p_lam",),
     "SPLIT": ("p_stats", "p_S"),
 }
+HELD = 32  # page numbers, a lane each and the same in every warp: the sum that picks one needs no other warp
 ALL = 2**30  # a window that no sequence fills
 NO_BIAS = Bias()
 
@@ -189,7 +190,7 @@ def constants(
     known = dict(
         shape._asdict(), BM=tile.BM, BT=tile.BT, BK=padded(shape.K), BV=padded(shape.V), READ=read, PACKED=int(packed),
         LAM=int(lam is not None and lam.dim() == 1), SCALE=float(scale or d**-0.5), ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype],
-        BN=own["BN"], LEAST=own["LEAST"],
+        BN=own["BN"], LEAST=own["LEAST"], HELD=HELD,
     )  # fmt: skip
     launch = {name: x for name, x in own.items() if name != "BM"} if kernel is attend else config.launch["merge"]
     return {name: x for name, x in known.items() if name in kernel.arg_names} | dict(launch)
