@@ -14,7 +14,7 @@ from needlework.layers.config import Mixer, MixerConfig, Width
 from needlework.layers.conv import ConvConfig, ShortConv, conv_held
 from needlework.layers.norm import Later, l2
 from needlework.layers.output import Activation, HeadNorm, NormConfig, OutputGate, activated
-from needlework.layers.projection import OutProjection, Projection
+from needlework.layers.projection import OutProjection, Projection, from_heads
 from needlework.layers.rope import PositionConfig
 from needlework.layers.state import Held, of, under
 from needlework.layers.write import WriteConfig
@@ -177,4 +177,4 @@ class _Recurrent(Mixer):
     def _out(self, x: Tensor | Later, o: Tensor, gate: Tensor | None) -> Tensor:
         """y [.. D] in the dtype of x, of what was read, o [.. HV V], and of what `g_proj` gives."""
         gate = None if gate is None else activated(self.activation, gate)
-        return self.o_proj(self.norm(probe("recurrent.o", o), gate).to(x.dtype))
+        return from_heads(self.norm(probe("recurrent.o", o), gate).to(x.dtype), o.shape[-2], self.o_proj)

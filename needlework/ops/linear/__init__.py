@@ -2,6 +2,7 @@
 
 from needlework.ops.linear.op import Normed as Normed
 from needlework.ops.linear.op import glu as glu
+from needlework.ops.linear.op import heads_linear as heads_linear
 from needlework.ops.linear.op import linear as linear
 from needlework.ops.linear.op import normed_glu as normed_glu
 from needlework.ops.linear.op import normed_linear as normed_linear

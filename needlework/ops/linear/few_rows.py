@@ -97,7 +97,8 @@ def few_rows_kernel(
 def few_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, up: Tensor | None, up_bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    """y [rows N] of x [rows D], weight and up [N D] with contiguous rows."""
+    """y [rows N] of rows of x [.. D], of which D may be several axes; weight and up [N D] with contiguous rows."""
+    x = x.reshape(-1, weight.shape[1])
     y = x.new_empty(len(x), len(weight))
     _launch(x, None, None, None, 0.0, weight, bias, up, up_bias, y, activation)
     return y
@@ -128,7 +129,7 @@ def _launch(
 
 @torch.library.register_fake(few_rows)
 def _(x, weight, *_):
-    return x.new_empty(len(x), len(weight))
+    return x.new_empty(x.numel() // weight.shape[1], len(weight))
 
 
 @torch.library.register_fake(few_rows_normed)

@@ -67,6 +67,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: Impl 
     return _shaped(few_rows(_rows(x), weight, bias, None, None, None), x)
 
 
+def heads_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: Impl = "auto") -> Tensor:
+    """`linear` of x [.. H V], whose heads lie side by side in a row: weight [N H·V]. A compiler that norms each head writes them as they are."""
+    row = x.flatten(-2)
+    if (impl == "auto" and not few(row)) or _path("linear", impl, row, None, (weight,), (bias,)) != "triton":
+        return F.linear(row, weight, bias)
+    from needlework.ops.linear.few_rows import few_rows
+
+    return _shaped(few_rows(x, weight, bias, None, None, None), row)
+
+
 def glu(
     x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None,
     *, activation: Activation = "silu", impl: Impl = "auto",
