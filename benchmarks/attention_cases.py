@@ -145,6 +145,27 @@ def _path(at: str) -> Case:
     )
 
 
+def lucid_path_inputs(*sizes) -> dict[str, Tensor]:
+    """PaTH's without queries."""
+    x = path_inputs(*sizes)
+    del x["q"]
+    return x
+
+
+def _lucid_path(at: str) -> Case:
+    """The solve alone; its read is PaTH's rows. No other implementation of it is published as code that runs."""
+    T, K, V = (SHAPES[at][axis] for axis in "TKV")
+    return Case(
+        op="path/lucid",
+        at=at,
+        spec=spec_of("path/lucid"),
+        inputs=lucid_path_inputs,
+        peer=None,
+        flops=T * (K + V),
+        numbers=5 * K + 4 * V,
+    )
+
+
 CASES = (
     _lucid("kv4-8K", {"fwd": 0.02, "fwd+bwd": 0.04}),
     _lucid("kv4-8K", {"fwd": 0.02, "fwd+bwd": 0.04}, clustered=True),
@@ -160,4 +181,8 @@ CASES = (
     _path("kv8-16K"),
     _path("kv8-4K-d128"),
     _path("kv8-16K-d128"),
+    _lucid_path("kv8-4K"),
+    _lucid_path("kv8-16K"),
+    _lucid_path("kv8-4K-d128"),
+    _lucid_path("kv8-16K-d128"),
 )

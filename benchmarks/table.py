@@ -12,7 +12,7 @@ TRAINING = results.ROOT.parent / "training"
 SERVING = results.ROOT.parent / "serving"
 SHARES = ("step", "share")
 ORDER = ("gated", "qdelta", "kda", "carve-gates-given", "carve", "ccq", "ccq+gated", "mamba3",
-         "lucid", "lucid/clustered", "lucid/attention", "polar", "polar/decode", "path",
+         "lucid", "lucid/clustered", "lucid/attention", "polar", "polar/decode", "path", "path/lucid",
          "paged/softmax", "paged/differential")  # fmt: skip
 SIZES = ("60m", "125m", "1.3b")
 

@@ -44,7 +44,7 @@ ENGINES = {
     "lucid/pages": ("lucid.solve.by_table",),
     "lucid/decode": ("lucid.decode.op",),
     "polar/attention": ("polar.attention.launches",),
-    "path/engine": ("path.engine.op",),
+    "path/engine": ("path.engine.op", "path.solve.engine.op"),
     "path/step": ("path.engine.step",),
     "paged/paged": ("paged.engine.op",),
     "mamba3/siso": ("mamba3.siso.launches",),
@@ -101,6 +101,8 @@ RULES = (
     _pairs("polar/window", "polar/attention", "paged/paged"),
     Rule("path", "path/engine", "path/step", covers=True, long=1100, wide=300),  # three superblocks, the last one cut
     Rule("path/window", "path/engine", "path/step", long=1100, wide=300),
+    Rule("path/lucid", "path/engine", None, covers=True, long=1100, wide=300),
+    Rule("path/lucid-window", "path/engine", None, long=1100, wide=300),
     _pairs("paged/softmax", "paged/paged", None, covers=True),
     _pairs("paged/forgetting", "paged/paged", None, covers=True),
     _pairs("paged/differential", "paged/paged", None, covers=True),

@@ -184,5 +184,5 @@ def test_autograd_sees_that_a_step_has_changed_its_state():
     with FakeTensorMode():
         q, v, state = torch.ones(2, 1, 4), torch.ones(2, 1, 3), torch.zeros(2, 1, 4, 3)
         before = state._version
-        torch.ops.needlework.delta_step(q, q, v, None, None, None, None, None, None, state, None, 1.0, "decayed")
+        torch.ops.needlework.delta_step(q, q, v, None, None, None, None, None, None, state, None, 1.0, "decayed", False)
         assert (q._version, state._version) == (0, before + 1)

@@ -34,7 +34,7 @@ def bench(monkeypatch):
 RULES = ("gated", "qdelta", "additive", "gla", "kda", "gdn2", "given", "carve-gates-given", "carve", "ccq", "mamba3", "lucid",
          "lucid/attention", "polar")  # fmt: skip
 KEYS = ("gated/A", "qdelta/C", "kda/B", "carve-gates-given/B", "carve/B", "ccq/K256", "ccq+gated/A", "mamba3/64-heads",
-        "lucid/kv4-8K", "lucid/clustered/kv4-8K", "lucid/kv4-d128", "lucid/attention/kv4-32K", "polar/2K", "path/kv8-4K")  # fmt: skip
+        "lucid/kv4-8K", "lucid/clustered/kv4-8K", "lucid/kv4-d128", "lucid/attention/kv4-32K", "polar/2K", "path/kv8-4K", "path/lucid/kv8-4K")  # fmt: skip
 
 
 def case_of(bench, key):

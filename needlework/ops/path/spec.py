@@ -152,11 +152,13 @@ def solve_table(B: int, *, rows: int = CAPACITY) -> LucidPathState:
     return LucidPathState(page_k, page_k[..., 0].clone(), page_y, *rest)
 
 
-def solve_inputs(generator: torch.Generator, B: int, T: int, style: str) -> dict[str, Tensor]:
-    """Keys of norm √K/4 to 3√K/4."""
-    x = inputs(generator, B, T, style)
+def solve_inputs(
+    generator: torch.Generator, B: int, T: int, style: str, *, Hkv: int = 2, K: int = K, V: int = V, **_: int
+) -> dict[str, Tensor]:
+    """Keys of norm √K/4 to 3√K/4; there are no queries."""
+    x = inputs(generator, B, T, style, Hkv=Hkv, K=K, V=V)
     del x["q"]
-    return x | {"k": x["k"] * uniform(generator, 0.25, 0.75, B, T, 2, 1)}
+    return x | {"k": x["k"] * uniform(generator, 0.25, 0.75, B, T, Hkv, 1)}
 
 
 SOLVE_LIMITS = (

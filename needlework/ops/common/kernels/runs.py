@@ -28,3 +28,16 @@ def sequence_of(p_cum, N, i_b, i_block, blocks, PACKED: tl.constexpr):
         first = tl.load(p_cum + i_n)
         end = tl.load(p_cum + i_n + 1)
     return i_n, first, end
+
+
+@triton.jit
+def chain_of(p_cum, i_n, blocks, PACKED: tl.constexpr):
+    """Row of a sequence, its first block there and the one after its last."""
+    i_b = i_n
+    first = 0
+    end = blocks
+    if PACKED:
+        i_b = 0
+        first = tl.load(p_cum + i_n)
+        end = tl.load(p_cum + i_n + 1)
+    return i_b, first, end

@@ -18,7 +18,7 @@ rounds at V's size at every key (2.5 times the error of the blocked form at 300 
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.runs import row_pointers, sequence_of
+from needlework.ops.common.kernels.runs import chain_of, row_pointers, sequence_of
 from needlework.ops.common.kernels.tile import plus_product
 from needlework.ops.lucid.solve.operands import (
     exponent,
@@ -257,19 +257,6 @@ def solve(
 
 
 # The same without waiting, for where a program may not count on others to run: panels of S blocks, two launches each.
-
-
-@triton.jit
-def chain_of(p_cum, i_n, blocks, PACKED: tl.constexpr):
-    """Row of a sequence, its first block there and the one after its last."""
-    i_b = i_n
-    first = 0
-    end = blocks
-    if PACKED:
-        i_b = 0
-        first = tl.load(p_cum + i_n)
-        end = tl.load(p_cum + i_n + 1)
-    return i_b, first, end
 
 
 @triton.jit(do_not_specialize=["T", "NR", "W", "given", "start"])

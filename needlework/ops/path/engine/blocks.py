@@ -16,7 +16,7 @@ import triton.language as tl
 from needlework.ops.common.kernels.runs import row_pointers
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.path.engine.forward import passed
-from needlework.ops.path.engine.tiles import product, solved, square_pointers, superblock
+from needlework.ops.path.engine.tiles import itself_or_later, product, solved, square_pointers, superblock
 
 
 @triton.jit(do_not_specialize=["NR", "N"])
@@ -72,11 +72,11 @@ def spread(
 def group(
     p_q, p_k, p_v, p_w, p_U, p_R, p_cum, p_do, p_lse, p_D, p_dq0, p_sum_k, p_sum_w, p_sum_v, p_dR, p_dU, p_dv, T, NR, N, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr,
-    ST: tl.constexpr,
+    M: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr,
+    ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """One block with itself. p_sum_k, p_sum_w [B HK NR KB], p_dR [B HK NR C], p_dU [B HK NR KB] in ACC; p_dv [B T HK V]: all of dV,
-    p_sum_v [B HK NR VB] being that of later queries."""
+    p_sum_v [B HK NR VB] being that of later queries. Not SOFT: there is no dV."""
     G: tl.constexpr = H // HK
     blocks = NR // C
     i_bk = tl.program_id(0) // blocks
@@ -97,9 +97,11 @@ def group(
     dw = tl.zeros([C, KB], ACC)
     dU = tl.zeros([C, KB], ACC)
     dR = tl.zeros([C, C], ACC)
-    dv = tl.load(row_pointers(p_sum_v, i_bk, i_t, NR, C, VB))
+    dv = tl.zeros([C, VB], ACC)
+    if SOFT:
+        dv = tl.load(row_pointers(p_sum_v, i_bk, i_t, NR, C, VB))
     later = o[None, :] >= o[:, None]  # [key query]
-    seen = later
+    seen = itself_or_later(o[None, :], o[:, None], SOFT)
     if WINDOW:
         seen = seen & (o[None, :] - o[:, None] < W)
     for g in tl.range(0, G, num_stages=1):
@@ -118,7 +120,8 @@ def group(
         s -= tl.dot(tl.trans(b_R), b_L, input_precision="ieee", out_dtype=ACC)
         p = tl.where(seen, tl.exp2(s * SCALE - lse[None, :]), 0.0)
         dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee", out_dtype=ACC)
-        dv = tl.dot(p.to(b_do.dtype), b_do, dv, input_precision="ieee", out_dtype=ACC)
+        if SOFT:
+            dv = tl.dot(p.to(b_do.dtype), b_do, dv, input_precision="ieee", out_dtype=ACC)
         b_da = (p * (dp - D[None, :]) * RATE).to(ST)
         dk = tl.dot(b_da, b_q, dk, input_precision="ieee", out_dtype=ACC)
         dR -= tl.dot(b_L, tl.trans(b_da), input_precision="ieee", out_dtype=ACC)
@@ -131,7 +134,8 @@ def group(
     tl.store(row_pointers(p_sum_w, i_bk, i_t, NR, C, KB), dw)
     tl.store(row_pointers(p_dU, i_bk, i_t, NR, C, KB), dU)
     tl.store(row_pointers(p_dR, i_bk, i_t, NR, C, C), dR)
-    store_tile(p_dv, dv.to(p_dv.dtype.element_ty), i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
+    if SOFT:
+        store_tile(p_dv, dv.to(p_dv.dtype.element_ty), i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
 
 
 @triton.jit(do_not_specialize=["T", "NR"])

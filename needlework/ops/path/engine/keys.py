@@ -12,23 +12,14 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.runs import row_pointers
 from needlework.ops.common.kernels.tile import load_tile
-from needlework.ops.path.engine.tiles import square_pointers, superblock, tile_pointers
-
-
-@triton.jit
-def newest_asking(i_block, end, W, C: tl.constexpr, WINDOW: tl.constexpr):
-    """The block after the last whose queries see a key of this one."""
-    last = end
-    if WINDOW:
-        last = tl.minimum(end, (i_block * C + C - 1 + W - 1) // C + 1)
-    return last
+from needlework.ops.path.engine.tiles import newest_asking, square_pointers, superblock, tile_pointers
 
 
 @triton.jit
 def met(
     dk, dv, b_k, b_v, p_x, i_x, p_do, p_lse, p_D, i_b, i_h, i, key, T, NR, W,
     H: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """dk and dv with what queries of block i bring, whose x is tile i_x."""
     b_x = tl.load(tile_pointers(p_x, i_x, C, KB))
@@ -42,7 +33,8 @@ def met(
     if WINDOW:
         p = tl.where(own[None, :] - key[:, None] < W, p, 0.0)
     dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee", out_dtype=ACC)
-    dv = tl.dot(p.to(b_do.dtype), b_do, dv, input_precision="ieee", out_dtype=ACC)
+    if SOFT:
+        dv = tl.dot(p.to(b_do.dtype), b_do, dv, input_precision="ieee", out_dtype=ACC)
     da = p * (dp - D[None, :]) * RATE
     dk = tl.dot(da.to(ST), b_x, dk, input_precision="ieee", out_dtype=ACC)
     return dk, dv
@@ -52,9 +44,10 @@ def met(
 def keys(
     p_v, p_k1, p_k2, p_cum, p_do, p_lse, p_D, p_x1, p_x2, p_dk1, p_dk2, p_dv, T, NR, N, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
-    NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """p_dk1, p_dk2 [B HK NR KB], p_dv [B HK NR VB] in ACC are added to."""
+    """p_dk1, p_dk2 [B HK NR KB], p_dv [B HK NR VB] in ACC are added to. Not SOFT: there is no dV."""
     G: tl.constexpr = H // HK
     blocks = NR // C
     i_bk = tl.program_id(0) // blocks
@@ -67,8 +60,9 @@ def keys(
     stop = tl.minimum(newest_asking(i_block, end, W, C, WINDOW), start + PB)
     key = i_block * C + tl.arange(0, C)
     b_v = load_tile(p_v, i_b, i_block * C, i_kv, 0, T, HK, V, C, VB, 0)
-    at_dv = row_pointers(p_dv, i_bk, i_block * C, NR, C, VB)
-    dv = tl.load(at_dv)
+    dv = tl.zeros([C, VB], ACC)
+    if SOFT:
+        dv = tl.load(row_pointers(p_dv, i_bk, i_block * C, NR, C, VB))
 
     at = row_pointers(p_dk2, i_bk, i_block * C, NR, C, KB)
     dk = tl.load(at)
@@ -80,7 +74,7 @@ def keys(
         i_x = ((tl.cast(i_b, tl.int64) * H + i_h) * PB + i - start) * SB + (begin - first) // M
         dk, dv = met(
             dk, dv, b_k, b_v, p_x2, i_x, p_do, p_lse, p_D, i_b, i_h, i, key, T, NR, W,
-            H, V, VB, KB, C, SCALE, RATE, WINDOW, ACC, ST,
+            H, V, VB, KB, C, SCALE, RATE, WINDOW, SOFT, ACC, ST,
         )  # fmt: skip
     tl.store(at, dk)
 
@@ -94,10 +88,11 @@ def keys(
         i_x = ((tl.cast(i_b, tl.int64) * H + i_h) * PB + i - start) * M + i_block - begin
         dk, dv = met(
             dk, dv, b_k, b_v, p_x1, i_x, p_do, p_lse, p_D, i_b, i_h, i, key, T, NR, W,
-            H, V, VB, KB, C, SCALE, RATE, WINDOW, ACC, ST,
+            H, V, VB, KB, C, SCALE, RATE, WINDOW, SOFT, ACC, ST,
         )  # fmt: skip
     tl.store(at, dk)
-    tl.store(at_dv, dv)
+    if SOFT:
+        tl.store(row_pointers(p_dv, i_bk, i_block * C, NR, C, VB), dv)
 
 
 @triton.jit(do_not_specialize=["NR", "N", "W", "start", "PB", "SB"])

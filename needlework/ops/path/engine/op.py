@@ -21,7 +21,7 @@ from needlework.ops.path.engine.prepare import collect, compose, prepare
 from needlework.ops.path.engine.sweep import sweep
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
 from needlework.ops.runtime.each import each
-from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, interpreted, launch_config, split
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, interpreted, launch_config, split
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
@@ -45,6 +45,7 @@ class Walk(NamedTuple):
     window: int | None
     scale: float
     align: Alignment
+    soft: bool = True  # weights are a softmax's; else the solve's exponentials, of queries that are keys
 
     @property
     def C(self) -> int:
@@ -76,8 +77,9 @@ class Walk(NamedTuple):
 
     def constants(self, kernel: JITFunction) -> Constants:
         return constants(
-            self.config, kernel, self.dtype, self.H, self.HK, self.K, self.V, self.scale, self.packed, self.window is not None
-        )
+            self.config, kernel, self.dtype, self.H, self.HK, self.K, self.V, self.scale, self.packed, self.window is not None,
+            self.soft,
+        )  # fmt: skip
 
     def number(self, like: Tensor, *sizes: int, zeros: bool = False) -> Tensor:
         """In the sums' dtype."""
@@ -98,13 +100,13 @@ class Prepared(NamedTuple):
 
 def constants(
     config: LaunchConfig, kernel: JITFunction, dtype: torch.dtype, H: int, HK: int, K: int, V: int, scale: float, packed: bool,
-    window: bool,
+    window: bool, soft: bool = True,
 ) -> Constants:  # fmt: skip
     """All that a kernel is compiled for; what it does not take is left out."""
     shared = config.launch["shared"]
     known = dict(
         H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), RB=min(padded(K), 64), C=shared["C"], M=shared["M"],
-        SCALE=scale * LOG2E, RATE=scale, PACKED=int(packed), WINDOW=int(window),
+        SCALE=scale * LOG2E, RATE=scale if soft else -scale, SOFT=int(soft), PACKED=int(packed), WINDOW=int(window),
         APART=int(dtype.itemsize == 2 and not interpreted()), ACC=TYPES[accumulator(dtype)], ST=TYPES[dtype],
     )  # fmt: skip
     return {name: x for name, x in known.items() if name in kernel.arg_names} | dict(config.launch[kernel.__name__])
@@ -140,13 +142,20 @@ def backward(walk: Walk, do: Tensor, o: Tensor, lse: Tensor, x: PathInputs) -> P
     found = PathInputs(*each(torch.empty_like, *x))
     if not do.numel():
         return PathInputs(*each(Tensor.zero_, *found))
+    D = walk.number(do, walk.B, walk.H, walk.rows, zeros=True)
+    D[:, :, : walk.T] = (do.to(D.dtype) * o.to(D.dtype)).sum(-1).transpose(1, 2)
+    descend(walk, do, lse, D, x, prepared(walk, x), found)
+    return found
+
+
+def descend(walk: Walk, do: Tensor, lse: Tensor, D: Tensor, x: PathInputs, made: Prepared, found: PathInputs) -> None:
+    """Fill `found` with the gradients of x, from weights 2^{A − lse} and the scores' gradient, RATE times these times (do·v − D). The
+    solve's values have theirs already: found.v is not read."""
     B, T, Hq, HK, rows, blocks, C, (KB, VB) = walk.B, walk.T, walk.H, walk.HK, walk.rows, walk.blocks, walk.C, walk.widths
     (cum, N), W = walk.align[:2], walk.window or 0
-    U, R, k1, k2, H, H2 = prepared(walk, x)
-    D = walk.number(do, B, Hq, rows, zeros=True)
-    D[:, :, :T] = (do.to(D.dtype) * o.to(D.dtype)).sum(-1).transpose(1, 2)
+    U, R, k1, k2, H, H2 = made
     dk1, dk2 = (walk.number(do, B, HK, rows, KB, zeros=True) for _ in range(2))
-    dv = walk.number(do, B, HK, rows, VB, zeros=True)
+    dv = walk.number(do, B, HK, rows, VB, zeros=True) if walk.soft else None
     dH, dH2 = (torch.zeros_like(H) for _ in range(2))
     dq0 = do.new_empty(B, Hq, rows, KB)
 
@@ -168,14 +177,14 @@ def backward(walk: Walk, do: Tensor, o: Tensor, lse: Tensor, x: PathInputs) -> P
     sum_k, sum_w, dU = (torch.empty_like(dk1) for _ in range(3))
     dR = walk.number(do, B, HK, rows, C)
     walk.launch(
-        group, by_block, x.q, x.k, x.v, x.w, U, R, cum, do, lse, D, dq0, sum_k, sum_w, dv, dR, dU, found.v, T, rows, N, W,
+        group, by_block, x.q, x.k, x.v, x.w, U, R, cum, do, lse, D, dq0, sum_k, sum_w, dv, dR, dU,
+        found.v if walk.soft else None, T, rows, N, W,
     )  # fmt: skip
     walk.launch(turn, by_block, x.w, U, R, dk1, dH, dR, dU, sum_k, sum_w, T, rows)
     walk.launch(unwind, by_block, x.k, x.w, x.beta, cum, dR, dU, sum_k, sum_w, found.k, found.w, found.beta, T, rows, N)
-    return found
 
 
-def _walk(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> Walk:
+def walk_of(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> Walk:
     (B, T, H, K), (HK, V) = x.q.shape, x.v.shape[2:]
     chosen = launch_config(ENGINE, x.q.device, x.q.dtype, K, V)
     if cu_seqlens is not None:
@@ -185,7 +194,7 @@ def _walk(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: f
 
 
 def _forward(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float, save: bool) -> tuple[Tensor, Tensor]:
-    walk = _walk(x, cu_seqlens, window, scale)
+    walk = walk_of(x, cu_seqlens, window, scale)
     x = PathInputs(*each(walk.align.align, *x))
     key = ENGINE, walk.config.name, kind(*x), cu_seqlens is not None, window is not None, scale, save
     precompile(x.q.device, key, lambda: _launches(walk, PathInputs(*meta(*x)), save))
@@ -236,7 +245,7 @@ def path_triton_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of path_triton_fwd's five floating inputs, in their order."""
     x = PathInputs(q, k, v, beta, w)
-    walk = _walk(x, cu_seqlens, window, scale)
+    walk = walk_of(x, cu_seqlens, window, scale)
     if lse.shape[-1] != walk.rows:
         raise RuntimeError(f"{ENGINE}: the forward walked {lse.shape[-1]} rows, the config for the backward has {walk.rows}")
     do, o, *inputs = each(walk.align.align, do, o, *x)
@@ -284,9 +293,17 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     cases = []
     for several in (False, True):
         for kernel in KERNELS:
-            known, options = split(constants(config, kernel, dtype, 8, 2, K, V, K**-0.5, several, several))
-            # a dV of later queries is summed; dV itself is written
-            special = {"p_dv": own} if kernel is group else {}
-            of = lambda arg, special=special: (special | types).get(arg, wide) if arg.startswith("p_") else "i32"
-            cases.append(Case(kernel, {arg: of(arg) for arg in kernel.arg_names if arg not in known}, known, options))
+            cases.append(
+                compile_case(kernel, types, wide, constants(config, kernel, dtype, 8, 2, K, V, K**-0.5, several, several))
+            )
     return cases
+
+
+def compile_case(kernel: JITFunction, types: dict[str, str], wide: str, known: Constants) -> Case:
+    """types: of arguments that are no pointers to `wide` numbers."""
+    known, options = split(known)
+    known |= absent(kernel, known, {"SOFT": ("p_dv", "p_sum_v")})
+    # a dV of later queries is summed; dV itself is written
+    types = types | ({"p_dv": types["p_do"]} if kernel is group else {})
+    of = lambda arg: types.get(arg, wide) if arg.startswith("p_") else "i32"
+    return Case(kernel, {arg: of(arg) for arg in kernel.arg_names if arg not in known}, known, options)

@@ -15,7 +15,7 @@ import triton.language as tl
 from needlework.ops.common.kernels.runs import row_pointers
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.path.engine.forward import entered, own_scores, passed
-from needlework.ops.path.engine.tiles import oldest_seen, superblock, tile_pointers
+from needlework.ops.path.engine.tiles import itself_or_later, oldest_seen, superblock, tile_pointers
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def sweep(
     T, NR, N, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's start, in ST."""
     blocks = NR // C
@@ -100,7 +100,7 @@ def sweep(
     # again: held until now they would cost the loops their registers
     b_q, b_L, _ = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, ACC, ST)
     s = own_scores(b_q, b_L, p_k, p_R, i_b, i_t, i_bk, i_kv, T, NR, HK, K, KB, C, ACC)
-    seen = o[:, None] >= o[None, :]
+    seen = itself_or_later(o[:, None], o[None, :], SOFT)
     if WINDOW:
         seen = seen & (o[:, None] - o[None, :] < W)
     s = tl.where(seen, s, float("-inf"))

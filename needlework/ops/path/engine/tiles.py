@@ -71,6 +71,25 @@ def superblock(p_cum, N, i_b, i_block, blocks, M: tl.constexpr, PACKED: tl.const
 
 
 @triton.jit
+def itself_or_later(query, key, SOFT: tl.constexpr):
+    """Whether the score of a block's query and key has a gradient. A softmax's own key has one; not SOFT, it is a 1 by definition."""
+    if SOFT:
+        seen = query >= key
+    else:
+        seen = query > key
+    return seen
+
+
+@triton.jit
+def newest_asking(i_block, end, W, C: tl.constexpr, WINDOW: tl.constexpr):
+    """The block after the last whose queries see a key of this one."""
+    last = end
+    if WINDOW:
+        last = tl.minimum(end, (i_block * C + C - 1 + W - 1) // C + 1)
+    return last
+
+
+@triton.jit
 def oldest_seen(i_block, first, W, C: tl.constexpr, WINDOW: tl.constexpr):
     """The oldest block of which a query of this one sees a key."""
     oldest = first

@@ -16,6 +16,7 @@ from needlework.ops.path.solve.state import LucidPathOutput, LucidPathState
 from needlework.ops.path.state import BLOCK
 from needlework.ops.path.step import Rows
 from needlework.ops.runtime.each import each
+from needlework.ops.runtime.launch_configs import misfit
 from needlework.ops.unit.reference import unit_rows
 
 
@@ -52,7 +53,8 @@ def chunk_lucid_path(
     State: grows; every key, carried on where a block of 64 tokens ends, the norm that it came with, every solved value, and β and w of
         the tokens since. Initial states take gradients and final ones give them.
     Error: within 2 × the larger of the definition's, the blocked form's and the output rounding's own.
-    impl: "torch" solves by blocks (largest tensor T × chunk_size per head) with a backward by hand; "reference" row by row, as defined.
+    impl: "triton" the kernels (half inputs in half products, no initial_state), "torch" by blocks (largest tensor T × chunk_size per head)
+        with a backward by hand; "reference" row by row, as defined; "auto" takes the kernels on a CUDA device where they support the call.
     Raises ValueError for shapes, dtypes or lengths that do not fit; it names tensor, axis and both sizes.
 
     >>> import torch
@@ -68,7 +70,7 @@ def chunk_lucid_path(
     check_read(window, None)
     check_count("chunk_size", chunk_size)
     N = check_call(k, v, window, initial_state, cu_seqlens)
-    path = resolve("lucid-path", impl, k.device)
+    path = resolve("lucid-path", impl, k.device, lambda: _unsupported(k, v, initial_state))
     w = unit_rows(w) if l2norm else w
     dtype = width(k)
     state = wide(no_tokens_yet(N, k, v, beta, w) if initial_state is None else initial_state, dtype)
@@ -80,17 +82,32 @@ def chunk_lucid_path(
     else:
         direction, norm = unit(k_)
         page_k, settings = directions(state), (cu_seqlens, window, chunk_size)
-        y = lucid_path_fwd(direction, v_, beta_, w_, page_k, state.y, *state[3:], *settings)
+        if path == "triton":
+            from needlework.ops.path.engine.op import block
+            from needlework.ops.path.solve.engine.op import lucid_path
+
+            y = lucid_path(*each(Tensor.contiguous, k, v, beta_, w), cu_seqlens, window)
+            # in the kernels' blocks: larger ones have larger errors, and the budget is of the kernels'
+            settings = cu_seqlens, window, block(k, v)
+        else:
+            y = lucid_path_fwd(direction, v_, beta_, w_, page_k, state.y, *state[3:], *settings)
         final = None
         if output_final_state:  # the norms go with the values
             beside = torch.cat([state.y, state.norm[..., None]], -1)
-            new = torch.cat([y, norm[..., None]], -1)
+            new = torch.cat([y.to(dtype), norm[..., None]], -1)
             page_k, beside, *rest = path_grow(direction, new, beta_, w_, page_k, beside, *state[3:], *settings)
             page_y, norms = beside[..., :-1], beside[..., -1]
             final = LucidPathState(as_they_came(page_k, norms), norms, page_y, *rest)
     if final is None or not output_final_state:
         return LucidPathOutput(y.to(v.dtype), None)
     return LucidPathOutput(y.to(v.dtype), final._replace(y=final.y.to(v.dtype), w=final.w.to(w.dtype)))
+
+
+def _unsupported(k: Tensor, v: Tensor, initial_state: LucidPathState | None) -> str | None:
+    """Why the kernels cannot take a call, None if they can."""
+    if initial_state is not None:
+        return "it goes on from a state"
+    return misfit("path/engine", k.device, k.dtype, k.shape[-1], v.shape[-1])
 
 
 @torch.no_grad()

@@ -1,0 +1,106 @@
+"""LUCID-PaTH's kernels in Triton's interpreter: TRITON_INTERPRET=1 pytest. Blocks of 16 tokens, two a superblock, as PaTH's tests have them:
+a superblock then waits for older ones, and several of them pass each other's transfers."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from needlework.ops.path import chunk_lucid_path, recurrent_lucid_path
+from needlework.ops.path.engine import op as engine
+from needlework.ops.path.solve.reference import literal_lucid_path
+from needlework.ops.runtime.launch_configs import forced
+from needlework.testing.compare import assert_close, differentiate, poisoned
+from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
+from needlework.testing.rows import chosen
+from tests.ops.test_lucid_path import sample as lucid_path_sample
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
+kernels = partial(chunk_lucid_path, impl="triton")
+sample = partial(lucid_path_sample, H=1, K=8, V=6)
+
+
+@pytest.fixture(autouse=True)
+def small():
+    with forced("path/engine", shared={"C": 16, "M": 2}):
+        yield
+
+
+ROWS = [(T, window) for T in (0, 1, 16, 37, 75, 110) for window in (None, 1, 20, 40)]
+
+
+@pytest.mark.parametrize("T, window", chosen(ROWS, [(0, None), (110, 40), (110, None)]))
+def test_values_and_gradients_are_those_of_the_definition(T, window):
+    x = sample(1, T)
+    fast = differentiate(lambda x: kernels(**x, window=window).y, x)
+    definition = recurrent_lucid_path if T else partial(chunk_lucid_path, impl="torch")  # a stack of no tokens has no gradient
+    exact = differentiate(lambda x: definition(**x, window=window).y, x)
+    for got, want, what in zip(fast, exact, ("values", "gradients"), strict=True):
+        assert_close(got, want, what)
+
+
+@pytest.mark.parametrize("window", chosen([None, 20], [20]))
+def test_packed_sequences_are_separate(window):
+    """Values, gradients and final states, of two heads; one is empty, one has a block and a half of a superblock, one three superblocks."""
+    x, ends = sample(1, 115, H=2), torch.tensor([0, 40, 40, 50, 115])
+    call = lambda form, x: form(**x, window=window, cu_seqlens=ends, output_final_state=True)
+    fast = differentiate(partial(call, kernels), x)
+    exact = differentiate(partial(call, recurrent_lucid_path), x)
+    for got, want, what in zip(fast, exact, ("values", "gradients"), strict=True):
+        assert_close(got, want, what)
+
+
+def test_panels_of_walks_are_one(monkeypatch):
+    """A walk of one superblock at a time, of a batch and of packed sequences, bit for bit."""
+    x, ends = sample(2, 110), torch.tensor([0, 70, 110])
+    one = {n: y[:1] for n, y in x.items()}
+    both = lambda: (differentiate(lambda x: kernels(**x).y, x), differentiate(lambda x: kernels(**x, cu_seqlens=ends).y, one))
+    values = [found for found, _ in both()]
+    monkeypatch.setattr(engine, "SCRATCH", 1)
+    again = both()
+    for (got, _), want in zip(again, values, strict=True):
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    exact = differentiate(lambda x: recurrent_lucid_path(**x).y, x)
+    assert_close(again[0][1], exact[1], "panels")
+
+
+@pytest.mark.parametrize("dtype, style", chosen([(d, s) for d in (torch.float32, torch.float16) for s in ("random", "clustered", "identical")], [(torch.float16, "clustered")]))  # fmt: skip
+def test_half_and_single_precision_are_within_the_budget(dtype, style):
+    kept, wide, single = stored(sample(4, 60, K=16, V=16, style=style), dtype, ("k", "v", "w"))
+    ways = (
+        differentiate(lambda x: kernels(**x).y, kept),
+        differentiate(lambda x: recurrent_lucid_path(**x).y, wide),
+        differentiate(lambda x: recurrent_lucid_path(**x, operand=operand(dtype)).y, single),
+        differentiate(lambda x: literal_lucid_path(**x, operand=operand(dtype), chunk_size=16).y, single),
+    )
+    fast, exact, definition, literal = ({**values, **gradients} for values, gradients in ways)
+    assert_within_budget(over_budget(fast, exact, definition, literal))
+
+
+def test_a_key_of_no_length_is_scaled_and_not_turned():
+    """Below 1e-6 a key is divided by that, and its gradient has no part taken off."""
+    x = sample(1, 20)
+    x["k"][0, 3] *= 1e-9
+    x["k"][0, 7] = 0
+    fast, exact = (differentiate(lambda x, form=form: form(**x).y, x) for form in (kernels, recurrent_lucid_path))
+    for got, want, what in zip(fast, exact, ("values", "gradients"), strict=True):
+        assert_close(got, want, what, bound=1e-7)  # the kernels' 1e-6 is a float32 number
+
+
+def test_every_number_is_written():
+    for T, ends in ((1, None), (37, None), (70, torch.tensor([0, 40, 70]))):
+        with poisoned():
+            found = differentiate(lambda x, ends=ends: kernels(**x, cu_seqlens=ends).y, sample(1, T))
+        assert all(torch.isfinite(x).all() for part in found for x in part.values())
+
+
+def test_a_state_to_go_on_from_is_refused_by_name():
+    x = sample(1, 5)
+    state = chunk_lucid_path(**x, output_final_state=True).state
+    with pytest.raises(
+        ValueError, match=r"impl='triton': lucid-path has no Triton kernel for this call: it goes on from a state"
+    ):
+        kernels(**x, initial_state=state)
+    with pytest.raises(ValueError, match=r"no launch config for float64, K = 65"):
+        kernels(**sample(1, 5, K=65))
