@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from needlework.fields import Count, NonNegative
-from needlework.layers import Recurrent, ShortConv, Silu, SwiGLU
+from needlework.layers import ShortConv, Silu, SwiGLU
+from needlework.layers.config import MixerConfig
 from needlework.layers.conv import ConvConfig
 from needlework.layers.norm import EPS
 from needlework.models.config import NeedleworkConfig
@@ -25,8 +26,11 @@ PROJECTIONS = {f"{name}.weight": f"{name}.weight" for name in ("q_proj", "k_proj
 CONVOLUTIONS = {"conv.weight": tuple(f"{name}_conv1d.weight" for name in "qkv")}
 
 
-def model(described: Described, mixer: Recurrent, names: Mapping[str, str | tuple[str, ...]], ratio: int = 4) -> Reading:
-    """names: of the mixer's own tensors, ours and theirs, beside PROJECTIONS. ratio: of the MLP's width, where the config has none."""
+def model(
+    described: Described, mixer: MixerConfig, names: Mapping[str, str | tuple[str, ...]], *, ratio: int = 4, letter: str = "R"
+) -> Reading:
+    """names: of the mixer's own tensors, ours and theirs, beside PROJECTIONS. ratio: of the MLP's width, where the config has none. letter:
+    of the layout."""
     described.only(hidden_act=("swish", "silu"), norm_eps=(EPS,), attn=(None,), attnres_block_size=(None,))
     # kernels that compute the same, and what only training does
     described.ignore(
@@ -36,7 +40,7 @@ def model(described: Described, mixer: Recurrent, names: Mapping[str, str | tupl
     ratio, hidden = described.take("hidden_ratio", Count | None, ratio), described.take("intermediate_size", Count | None, None)
     tied = described.take("tie_word_embeddings", bool, False)
     config = NeedleworkConfig(
-        vocab_size=described.take("vocab_size", Count, 32_000), hidden_size=dim, layout="R" * layers, mixers={"R": mixer},
+        vocab_size=described.take("vocab_size", Count, 32_000), hidden_size=dim, layout=letter * layers, mixers={letter: mixer},
         mlp=SwiGLU(hidden=hidden or -(-int(dim * (ratio or 4) * 2 / 3) // 256) * 256), tie_word_embeddings=tied,
         initializer_range=described.take("initializer_range", NonNegative, 0.02), **described.tokens(),
     )  # fmt: skip

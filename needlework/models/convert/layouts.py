@@ -15,6 +15,7 @@ from .layout import Reading
 from .llama import llama
 from .mamba2 import mamba2
 from .mamba2_fla import mamba2_fla
+from .path_attn import path_attn
 from .qdelta import qdelta
 from .qwen3 import qwen3
 from .retnet import retnet
@@ -29,6 +30,7 @@ LAYOUTS: dict[str, Callable[[Described], Reading]] = {
     "gated_deltanet": gated_deltanet,
     "kda": kda,
     "retnet": retnet,
+    "path_attn": path_attn,
     "mamba2": mamba2,
     "mamba2_fla": mamba2_fla,
     "state_spaces": state_spaces,
