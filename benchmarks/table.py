@@ -91,22 +91,27 @@ def serving(rows: list[dict]) -> list[str]:
     lines = [
         heading(rows),
         "",
-        "| model | B | context | ms a step | tokens/s | bar | of what its bytes allow |",
-        "|" + " --- |" * 7,
+        "| model | B | context | ms a step | tokens/s | bar | of what its bytes allow | commit |",
+        "|" + " --- |" * 8,
     ]
     for r in steps:
         bar = "" if r["bar"] is None else bar_text(f"{r['bar']:,}", r["tokens_per_second"] >= r["bar"])
-        figures = number(r["ms"], 2), number(r["tokens_per_second"], 0), bar, f"{100 * r['share']:.0f} %"
+        figures = number(r["ms"], 2), number(r["tokens_per_second"], 0), bar, f"{100 * r['share']:.0f} %", r["commit"]
         lines.append(f"| {r['op']} | {r['shape']['B']} | {r['shape']['T']:,} | {' | '.join(figures)} |")
-    lines += ["", "| model | B | context | what | tokens/s | of the step alone |", "|" + " --- |" * 6]
-    alone = {(r["op"], *r["shape"].values()): r["tokens_per_second"] for r in steps}
+    lines += [
+        "",
+        "| model | B | context | what | tokens/s | of the step alone, where both are of one commit | commit |",
+        "|" + " --- |" * 7,
+    ]
+    alone = {(r["commit"], r["op"], *r["shape"].values()): r["tokens_per_second"] for r in steps}
     for r in (r for r in rows if r["pass"] in ("engine", "http", "generate")):
-        share = r["tokens_per_second"] / alone[r["op"], *r["shape"].values()]
-        figures = r["pass"], number(r["tokens_per_second"], 0), f"{100 * share:.0f} %"
+        step = alone.get((r["commit"], r["op"], *r["shape"].values()))
+        share = "" if step is None else f"{100 * r['tokens_per_second'] / step:.0f} %"
+        figures = r["pass"], number(r["tokens_per_second"], 0), share, r["commit"]
         lines.append(f"| {r['op']} | {r['shape']['B']} | {r['shape']['T']:,} | {' | '.join(figures)} |")
-    lines += ["", "| model | prompt | ms to the first token | floor, ms | times the floor |", "|" + " --- |" * 5]
+    lines += ["", "| model | prompt | ms to the first token | floor, ms | times the floor | commit |", "|" + " --- |" * 6]
     for r in (r for r in rows if r["pass"] == "first"):
-        figures = number(r["ms"], 1), number(r["floor_ms"], 1), number(r["ms"] / r["floor_ms"], 1)
+        figures = number(r["ms"], 1), number(r["floor_ms"], 1), number(r["ms"] / r["floor_ms"], 1), r["commit"]
         lines.append(f"| {r['op']} | {r['shape']['T']:,} | {' | '.join(figures)} |")
     return lines
 
