@@ -246,7 +246,7 @@ def test_steps_pass_opcheck(slots):
     check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
     x = {name: x[:, 0] for name, x in delta_inputs("lam", HV=4).items()}
     tensors = [x.get(name) for name in ("q", "k", "v", "g", "beta", "lam", "erase", "write", "q_read")]
-    check(delta_step, (*tensors, torch.zeros(2, 4, K, V, dtype=torch.float64), slots, 0.3, "decayed"))
+    check(delta_step, (*tensors, torch.zeros(2, 4, K, V, dtype=torch.float64), slots, 0.3, "decayed", True))
 
     x = carve.sample(torch.Generator().manual_seed(0), 2, 1, "random", R=2)
     del x["b_bias"]
