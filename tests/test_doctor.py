@@ -75,7 +75,7 @@ def test_every_engine_has_a_table_and_every_table_an_engine():
     kernels = {".".join(x.relative_to(folder).with_suffix("").parts) for x in files}
     assert kernels == {file for files in targets.ENGINES.values() for file in files}
     assert {rule.spec for rule in targets.RULES} <= {
-        spec.name for spec in (*specs(), targets.L2NORM, *targets.CONVOLUTIONS, *targets.LUCID_PAGES)
+        spec.name for spec in (*specs(), targets.L2NORM, *targets.CONVOLUTIONS, *targets.LUCID_PAGES, *targets.PATH_PAGES)
     }
 
 
