@@ -83,6 +83,7 @@ def test_every_engine_has_a_table_and_every_table_an_engine():
             targets.LINEAR,
             *targets.LUCID_PAGES,
             *targets.LUCID_DECODE,
+            *targets.PATH_PAGES,
         )
     }
 

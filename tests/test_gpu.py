@@ -7,11 +7,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from needlework.models import TableCache
 from needlework.ops.ccq.state import symmetric
 from needlework.ops.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.lucid import paged_lucid, solve_pages
+from needlework.ops.path import paged_path, solve_path_pages
 from needlework.ops.qdelta.spec import growing
 from needlework.ops.specs import specs
 from needlework.testing.budget import budgeted
@@ -19,6 +21,7 @@ from needlework.testing.compare import assert_close, differentiate, leaves, like
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 from needlework.testing.lucid_decode import LUCID_DECODE
 from needlework.testing.lucid_pages import LUCID_PAGES
+from needlework.testing.path_pages import PATH_PAGES
 from needlework.testing.targets import sample as inputs_of
 from tests.layers.test_mixers import CONFIGS, build, close, sample
 from tests.ops.test_paged import D as PAGED_D
@@ -218,8 +221,8 @@ def test_a_mixer_on_the_gpu_is_the_mixer_on_the_cpu(name):
     assert close(torch.cat([first, second], 1).cpu(), y)
 
 
-@pytest.mark.parametrize("spec", LUCID_PAGES, ids=lambda spec: spec.name)
-def test_lucids_solve_by_block_table_is_within_its_budget(spec):
+@pytest.mark.parametrize("spec", (*LUCID_PAGES, *PATH_PAGES), ids=lambda spec: spec.name)
+def test_a_call_by_block_table_is_within_its_budget(spec):
     """Prefill in two calls and decoding, of a sequence of many blocks, of none and of one token; its shares are many too."""
     pytest.importorskip("triton")
     inputs = inputs_of(spec.name, torch.Generator().manual_seed(0), 1, 1000, "clustered", 64, 64)
@@ -280,6 +283,51 @@ def test_a_captured_solve_by_block_table_serves_other_sequences(decoding, attend
         fresh = given | {name: x.clone() for name, x in pages.items()}
         assert torch.equal(y, solve(**fresh))
         assert all(torch.equal(static[name], fresh[name]) for name in pages)
+
+
+@pytest.mark.parametrize("solve", [False, True], ids=["path", "lucid path"])
+def test_a_captured_prompt_of_path_serves_other_sequences(solve):
+    """Nothing is read back: of three sequences each goes on from other lengths at every replay, and what it leaves is the eager call's."""
+    pytest.importorskip("triton")
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=g)
+    T, table = 160, torch.arange(60, dtype=torch.int32).view(3, 20).cuda()
+    tokens = {"k": draw(T, 2, 64).bfloat16(), "v": draw(T, 2, 64).bfloat16(), "beta": 2 * torch.rand(T, 2, generator=g)}
+    tokens = on("cuda", tokens | {"w": F.normalize(draw(T, 2, 64), dim=-1).bfloat16()})
+    more = {} if solve else {"q": draw(T, 8, 64).bfloat16().cuda()}
+    memory = {"k_pages": draw(60, 16, 2, 64), "y_pages": draw(60, 16, 2, 64).bfloat16()}
+    memory["norm_pages"] = memory["k_pages"].norm(dim=-1)
+    memory |= {"w_slots": F.normalize(draw(3, 64, 2, 64), dim=-1).bfloat16(), "beta_slots": torch.rand(3, 64, 2, generator=g)}
+    memory = on("cuda", memory)
+
+    def call(place, memory):
+        own, where = dict(memory), dict(place, slots=torch.arange(3).cuda(), block_table=table, impl="triton")
+        norms, y = own.pop("norm_pages"), own.pop("y_pages")
+        if solve:
+            return solve_path_pages(**tokens, **own, **where, norm_pages=norms, y_pages=y)
+        return paged_path(**tokens, **more, **own, **where, v_pages=y)
+
+    def place(past, new):
+        ends = torch.tensor([0, *new]).cumsum(0)
+        n = torch.searchsorted(ends, torch.arange(T), right=True) - 1
+        t = torch.tensor(past)[n % 3] + torch.arange(T) - ends[n]
+        rows = torch.where(n < 3, (n * 20 + t // 16) * 16 + t % 16, -1)
+        return on("cuda", {"length": (torch.tensor(past) + torch.tensor(new)).int(), "rows": rows, "cu_seqlens": ends})
+
+    places = [place((0, 63, 130), (100, 1, 20)), place((64, 5, 0), (64, 59, 0)), place((150, 0, 7), (10, 130, 20))]
+    static, kept = ({name: x.clone() for name, x in y.items()} for y in (places[0], memory))
+    call(static, kept)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = call(static, kept)
+    for where in places:
+        for to, source in ((static, where), (kept, memory)):
+            for name, x in source.items():
+                to[name].copy_(x)
+        graph.replay()
+        fresh = {name: x.clone() for name, x in memory.items()}
+        assert torch.equal(o, call(where, fresh)) and torch.isfinite(o).all()
+        assert all(torch.equal(kept[name], fresh[name]) for name in memory)
 
 
 def served_model(left_out=""):

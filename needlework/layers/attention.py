@@ -164,7 +164,7 @@ class _Attention(Mixer):
             self.attend.reach,
             cut,
             rewritten=self.attend.rewrites,
-            captured=self.attend.captured,
+            captured=self.attend.captured(dtype),
         )
 
     def distraction(self, x: Tensor, distractor: Distractor, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from needlework.fields import AtLeastTwo, Count, Positive
 from needlework.layers.config import Width
-from needlework.layers.path import Reflections
+from needlework.layers.path import Reflections, kernels_have
 from needlework.layers.softmax import AttendConfig, AttendRule
-from needlework.layers.state import Part, fixed, of
+from needlework.layers.state import Captured, Part, fixed, of
 from needlework.ops.path import LucidPathState, chunk_lucid_path, chunk_path, paged_path, solve_path_pages
 from needlework.probe import probe
 
@@ -60,7 +60,6 @@ class LucidPathCache(NamedTuple):
 
 class _LucidPath(AttendRule[LucidPath]):
     own_positions = rewrites = True
-    captured = "none"
 
     def __init__(self, config: LucidPath, width: Width):
         super().__init__(config, width)
@@ -99,3 +98,6 @@ class _LucidPath(AttendRule[LucidPath]):
 
     def fixed(self, dtype: torch.dtype) -> dict[str, Part]:
         return self.reflect.held(dtype)
+
+    def captured(self, dtype: torch.dtype) -> Captured:
+        return "all" if kernels_have(self.width, dtype) else "none"

@@ -15,7 +15,7 @@ from needlework.layers.conv import ShortConv, conv_held
 from needlework.layers.norm import l2, wide
 from needlework.layers.projection import Projection
 from needlework.layers.softmax import AttendConfig, AttendRule
-from needlework.layers.state import Part, fixed, of
+from needlework.layers.state import Captured, Part, fixed, of
 from needlework.ops.path import BLOCK, PathState, chunk_path, paged_path
 from needlework.probe import probe
 
@@ -107,7 +107,6 @@ class Reflections(nn.Module):
 
 class _Path(AttendRule[Path]):
     own_positions = rewrites = True
-    captured = "steps"
 
     def __init__(self, config: Path, width: Width):
         super().__init__(config, width)
@@ -139,3 +138,11 @@ class _Path(AttendRule[Path]):
 
     def fixed(self, dtype: torch.dtype) -> dict[str, Part]:
         return self.reflect.held(dtype)
+
+    def captured(self, dtype: torch.dtype) -> Captured:
+        return "all" if kernels_have(self.width, dtype) else "steps"
+
+
+def kernels_have(width: Width, dtype: torch.dtype) -> bool:
+    """Whether a prompt's kernels have a launch config for these heads: wider ones, whose prompts PyTorch computes, read values back."""
+    return max(width.key_dim, width.value_dim) <= (128 if dtype.itemsize == 2 else 64)

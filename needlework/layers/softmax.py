@@ -141,13 +141,11 @@ class AttendRule(nn.Module, Generic[Rule]):
     The state has a field `length` [N], the tokens seen. `residual` is what a rule adds to the layer's output by itself.
     vectors_a_head: a head's query is so many vectors side by side, which score by themselves, and so is its key.
     own_positions: it tells positions apart by itself, and takes no others.
-    captured: of `Held`.
     rewrites: later tokens change rows that were written; a page then has one owner.
     """
 
     vectors_a_head = 1
     own_positions = rewrites = False
-    captured: Captured = "all"
 
     def __init__(self, config: Rule, width: Width):
         super().__init__()
@@ -161,6 +159,10 @@ class AttendRule(nn.Module, Generic[Rule]):
     def fixed(self, dtype: torch.dtype) -> dict[str, Part]:
         """What a sequence has beside its rows, by name."""
         return {}
+
+    def captured(self, dtype: torch.dtype) -> Captured:
+        """Of `Held`."""
+        return "all"
 
     def rows(self, dtype: torch.dtype) -> dict[str, Part]:
         """One token's row in the pages, the model in `dtype`."""

@@ -19,6 +19,7 @@ from needlework.ops.specs import specs
 from needlework.ops.unit.reference import unit_rows
 from needlework.testing.lucid_decode import LUCID_DECODE
 from needlework.testing.lucid_pages import LUCID_PAGES
+from needlework.testing.path_pages import PATH_PAGES
 
 # launch table -> the files that hold its kernels
 ENGINES = {
@@ -44,7 +45,7 @@ ENGINES = {
     "lucid/pages": ("lucid.solve.by_table",),
     "lucid/decode": ("lucid.decode.op",),
     "polar/attention": ("polar.attention.launches",),
-    "path/engine": ("path.engine.op", "path.solve.engine.op"),
+    "path/engine": ("path.engine.op", "path.engine.pages", "path.solve.engine.op", "path.solve.engine.pages"),
     "path/step": ("path.engine.step",),
     "paged/paged": ("paged.engine.op",),
     "mamba3/siso": ("mamba3.siso.launches",),
@@ -103,6 +104,10 @@ RULES = (
     Rule("path/window", "path/engine", "path/step", long=1100, wide=300),
     Rule("path/lucid", "path/engine", None, covers=True, long=1100, wide=300),
     Rule("path/lucid-window", "path/engine", None, long=1100, wide=300),
+    Rule("path/pages", "path/engine", None, covers=True, long=1100, wide=300),
+    Rule("path/window-pages", "path/engine", None, long=1100, wide=300),
+    Rule("path/lucid-pages", "path/engine", None, covers=True, long=1100, wide=300),
+    Rule("path/lucid-window-pages", "path/engine", None, long=1100, wide=300),
     _pairs("paged/softmax", "paged/paged", None, covers=True),
     _pairs("paged/forgetting", "paged/paged", None, covers=True),
     _pairs("paged/differential", "paged/paged", None, covers=True),
@@ -239,7 +244,11 @@ def _square(chosen: list[tuple[int, int]], keys_alone: bool) -> list[tuple[int, 
 
 
 def spec_of(rule: str) -> OpSpec:
-    return next(spec for spec in (*specs(), L2NORM, *CONVOLUTIONS, LINEAR, *LUCID_PAGES, *LUCID_DECODE) if spec.name == rule)
+    return next(
+        spec
+        for spec in (*specs(), L2NORM, *CONVOLUTIONS, LINEAR, *LUCID_PAGES, *LUCID_DECODE, *PATH_PAGES)
+        if spec.name == rule
+    )
 
 
 def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K: int, V: int) -> dict[str, Tensor]:

@@ -11,10 +11,12 @@ from needlework.ops.path import chunk_lucid_path, recurrent_lucid_path
 from needlework.ops.path.engine import op as engine
 from needlework.ops.path.solve.reference import literal_lucid_path
 from needlework.ops.runtime.launch_configs import forced
-from needlework.testing.compare import assert_close, differentiate, poisoned
+from needlework.testing.compare import assert_close, differentiate, poisoned, relative
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
+from needlework.testing.path_pages import in_calls
 from needlework.testing.rows import chosen
 from tests.ops.test_lucid_path import sample as lucid_path_sample
+from tests.ops.test_triton_path import ENDS, held
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 kernels = partial(chunk_lucid_path, impl="triton")
@@ -104,3 +106,26 @@ def test_a_state_to_go_on_from_is_refused_by_name():
         kernels(**x, initial_state=state)
     with pytest.raises(ValueError, match=r"no launch config for float64, K = 65"):
         kernels(**sample(1, 5, K=65))
+
+
+@pytest.mark.parametrize("window", [None, 20, 90])
+def test_a_prompt_on_pages_is_the_sequence(window):
+    """What it returns, and what the pages then hold, some of it decoded; keys of any norm."""
+    x = {name: y[0] for name, y in sample(1, 300).items()}
+    y, memory = in_calls(x, ENDS, window=window, impl="triton")
+    exact = chunk_lucid_path(**{name: y[None] for name, y in x.items()}, cu_seqlens=ENDS, window=window).y[0]
+    assert relative(y, exact) <= 1e-12
+    for n in (0, 2, 3):
+        (t, rows), k = held(memory, ENDS, n, window), x["k"][ENDS[n] : ENDS[n + 1]]
+        assert relative(rows["norm_pages"], k[t].norm(dim=-1)) <= 1e-12
+        assert relative(rows["y_pages"], exact[ENDS[n] : ENDS[n + 1]][t]) <= 1e-12
+
+
+def test_shares_of_long_pages_are_summed():
+    """A launch config with as many programs as there are keys in pages."""
+    x = {name: y[0] for name, y in sample(1, 300).items()}
+    one, _ = in_calls(x, ENDS, window=None, impl="triton")
+    with forced("path/engine", shared={"C": 16, "M": 2}, take_past={"NP": 1, "BN": 16}):
+        assert relative(in_calls(x, ENDS, window=None, impl="triton")[0], one) <= 1e-12
+    with forced("path/engine", shared={"C": 16, "M": 2}, take_past={"NP": 400, "BN": 16}):
+        assert relative(in_calls(x, ENDS, window=None, impl="triton")[0], one) <= 1e-12

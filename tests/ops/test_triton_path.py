@@ -11,8 +11,9 @@ from needlework.ops.common.samples import keys, normal, uniform
 from needlework.ops.path import BLOCK, PathState, chunk_path, paged_path, recurrent_path, step_path
 from needlework.ops.path.reference import literal_path
 from needlework.ops.runtime.launch_configs import forced
-from needlework.testing.compare import assert_close, differentiate, poisoned, relative, whole
+from needlework.testing.compare import assert_close, differentiate, leaves, make, poisoned, relative, whole
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
+from needlework.testing.path_pages import PATH_PAGES, in_calls
 from needlework.testing.rows import chosen
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
@@ -155,3 +156,50 @@ def test_decoding_reads_and_writes_through_a_block_table(monkeypatch):
         rows = torch.tensor([at(0, tokens[0]), -1, at(2, tokens[2])])
         o = paged_path(**{name: y[0, tokens] for name, y in x.items()}, **pages, **where, rows=rows, impl="triton")
         assert relative(o[[0, 2]], full[[tokens[0], tokens[2]]]) <= 1e-12 and not o[1].any()
+
+
+# Prompts on pages. Five superblocks of 32 tokens in one sequence, whose calls begin and end within blocks of 64.
+
+ENDS = torch.tensor([0, 170, 170, 171, 300])
+
+
+def held(memory, ends, n, window):
+    """Of sequence n the rows that a window still shows, and which of its tokens they have."""
+    length = int(ends.diff()[n])
+    t = torch.arange(0 if window is None else max(0, length - window), length)
+    rows = memory.rows(torch.full_like(t, n), t)
+    return t, {name: x.flatten(0, 1)[rows] for name, x in memory.pages.items()}
+
+
+@pytest.mark.parametrize("window", [None, 20, 90])
+def test_a_prompt_on_pages_is_the_sequence(window):
+    """What it returns, and what pages and slots then hold, some of it decoded."""
+    x = {name: y[0] for name, y in sample(1, 300, Hq=2).items()}
+    o, memory = in_calls(x, ENDS, window=window, impl="triton")
+    exact = chunk_path(**{name: y[None] for name, y in x.items()}, cu_seqlens=ENDS, window=window)
+    assert relative(o, exact.o[0]) <= 1e-12
+    for n in (0, 2, 3):
+        own = {name: y[None, ENDS[n] : ENDS[n + 1]] for name, y in x.items()}
+        state, (t, rows), slot = (
+            chunk_path(**own, output_final_state=True).state,
+            held(memory, ENDS, n, window),
+            memory.slots[n],
+        )
+        assert relative(rows["k_pages"], state.k[0, t]) <= 1e-12 and torch.equal(rows["y_pages"], own["v"][0, t])
+        opened = slice(int(state.length) % BLOCK)
+        assert torch.equal(memory.open_block["w_slots"][slot, opened], state.w[0, opened])
+        assert torch.equal(memory.open_block["beta_slots"][slot, opened], state.beta[0, opened])
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in PATH_PAGES])
+def test_half_prompts_on_pages_are_within_the_budget(name):
+    spec = next(spec for spec in PATH_PAGES if spec.name == name)
+    given = make(spec, 1, 200, style="clustered")
+    kept, wide, single = stored(given, torch.float16, spec.half)
+    form = lambda call, x, **settings: dict(leaves(call(**x, cu_seqlens=torch.tensor([0, 150, 200]), **settings)))
+    ways = [form(spec.chunk, kept, impl="triton"), form(spec.chunk, wide)]
+    ways += [
+        form(spec.recurrent, single, operand=operand(torch.float16)),
+        form(spec.literal, single, operand=operand(torch.float16), chunk_size=16),
+    ]
+    assert_within_budget(over_budget(*ways))

@@ -67,8 +67,8 @@ def paged_path(
         zeros. None: decoding, one new token a sequence, T = N.
     window, scale: as in `chunk_path`.
     Returns o [T Hq V] in q's dtype; zeros in padded rows. No gradient. Error as `chunk_path`.
-    impl: "triton" decodes alone: it reads the pages through the table, splits long ones over programs, reads nothing back, and can be
-        captured in a CUDA graph. "torch" gathers the pages; "auto" takes the kernels on a CUDA device where they support the call.
+    impl: "triton" reads the pages through the table, reads nothing back, and can be captured in a CUDA graph; decoding splits long pages
+        over programs. "torch" gathers the pages; "auto" takes the kernels on a CUDA device where they support the call.
     Raises ValueError for shapes or dtypes that do not fit; "torch" also for values of the tables that do not.
 
     >>> import torch
@@ -94,20 +94,22 @@ def paged_path(
     check_read(window, scale)
     tables, where = Tables(k_pages, v_pages, w_slots, beta_slots), Placement(block_table, length, rows, cu_seqlens)
     check_tables(k, v, tables, slots, where)
-    where_to = resolve("path", impl, q.device, lambda: _unsupported(q, v, cu_seqlens))
-    if where_to == "triton":
-        from needlework.ops.path.engine.step import path_decode
-
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if resolve("path", impl, q.device, lambda: _unsupported(q, v, cu_seqlens)) == "triton":
         tokens = each(Tensor.contiguous, q, k, v, beta.to(width(q)), w)
         placed = slots.contiguous(), block_table.contiguous(), length.to(torch.int32).contiguous(), rows.contiguous()
-        P = block_table.shape[1] * k_pages.shape[1]
-        return path_decode(*tokens, *tables, *placed, P, window, q.shape[-1] ** -0.5 if scale is None else scale)
+        if cu_seqlens is None:
+            from needlework.ops.path.engine.step import path_decode
+
+            return path_decode(*tokens, *tables, *placed, block_table.shape[1] * k_pages.shape[1], window, scale)
+        from needlework.ops.path.engine.pages import path_prefill
+
+        return path_prefill(*tokens, *tables, *placed, cu_seqlens.to(torch.int64).contiguous(), window, scale)
     check_placement_data(where, len(q), *k_pages.shape[:2])
     found = Gathered.of(k, tables, slots, where, window)
     o = q.new_zeros(len(q), q.shape[1], v.shape[2])
     if found.some:
         inputs = PathInputs(*found.tokens(q, k, v, beta, w))
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
         read, kept = advance(inputs, found.history, found.new, scale, chunk_size=64)
         found.put(o, read)
         found.keep(kept, inputs.v)
@@ -138,9 +140,8 @@ def check_tables(
 
 def _unsupported(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> str | None:
     """Why the kernels cannot take a call, None if they can."""
-    if cu_seqlens is not None:
-        return "prefill after pages"
-    return misfit("path/step", q.device, q.dtype, q.shape[-1], v.shape[-1])
+    engine = "path/step" if cu_seqlens is None else "path/engine"
+    return misfit(engine, q.device, q.dtype, q.shape[-1], v.shape[-1])
 
 
 class Gathered(NamedTuple):

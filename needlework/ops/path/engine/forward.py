@@ -10,10 +10,10 @@ softmax attention.
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.runs import row_pointers
+from needlework.ops.common.kernels.runs import row_pointers, sequence_of
 from needlework.ops.common.kernels.softmax import NONE, soften
 from needlework.ops.common.kernels.tile import load_tile, store_tile
-from needlework.ops.path.engine.tiles import oldest_seen, square_pointers, superblock
+from needlework.ops.path.engine.tiles import oldest_row, oldest_seen, row_at, square_pointers, superblock
 
 
 @triton.jit
@@ -44,14 +44,16 @@ def passed(x, p_H, i_bk, i_block, blocks, KB: tl.constexpr, ST: tl.constexpr, TR
     return tl.dot(x.to(ST), b_H, input_precision="ieee", out_dtype=x.dtype)
 
 
-@triton.jit(do_not_specialize=["T", "NR", "N", "W"])
+@triton.jit(do_not_specialize=["T", "NR", "N", "W", "PG", "NB", "page_k", "page_v"])
 def attend(
-    p_q, p_k, p_v, p_w, p_U, p_R, p_k1, p_k2, p_H, p_H2, p_cum, p_o, p_lse, T, NR, N, W,
+    p_q, p_k, p_v, p_w, p_U, p_R, p_k1, p_k2, p_H, p_H2, p_cum, p_o, p_lse, p_start, p_table, p_page_k, p_page_v,
+    T, NR, N, W, PG, NB, page_k, page_v,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
-    ACC: tl.constexpr, ST: tl.constexpr,
+    PAGES: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """p_o [B T H V]; p_lse [B H NR], the denominator's logarithm in base 2. SCALE: of the scores, times log2 e."""
+    """p_o [B T H V]; p_lse [B H NR], the denominator's logarithm in base 2. SCALE: of the scores, times log2 e. PAGES: a sequence's first
+    p_start tokens lie in pages, their keys as its first block sees them."""
     blocks = NR // C
     i_bh = tl.program_id(0)
     i_b = i_bh // H
@@ -82,7 +84,7 @@ def attend(
     oldest = oldest_seen(i_block, first, W, C, WINDOW)
     for n in tl.range(0, i_block - tl.maximum(begin, oldest), num_stages=1):
         j = i_block - 1 - n
-        b_k = tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB))
+        b_k = tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB)).to(ST)
         s = tl.dot(x.to(ST), tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
         if WINDOW:
             s = tl.where(own[:, None] - (j * C + o)[None, :] < W, s, float("-inf"))
@@ -104,5 +106,25 @@ def attend(
             p, m, l, _, acc = soften(s, sc, m, l, l, acc, False)
             acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision="ieee", out_dtype=ACC)
         x = passed(x, p_H2, i_bk, sup, blocks, KB, ST, 0)
+    if PAGES:
+        i_n, first, end = sequence_of(p_cum, N, i_b, i_block, blocks, PACKED)
+        held = tl.load(p_start + i_n)
+        own = held + (i_block - first) * C + o
+        b_x = x.to(ST)
+        o_k = tl.arange(0, KB)
+        o_v = tl.arange(0, VB)
+        for j in tl.range(oldest_row(held, i_block - first, W, C, WINDOW), held, BN, num_stages=1):
+            token = j + o_n
+            real = token < held
+            at = row_at(p_table, i_n, token, NB * PG, PG, NB, page_k, HK * K, real) + i_kv * K
+            b_k = tl.load(p_page_k + at[:, None] + o_k[None, :], mask=real[:, None] & (o_k < K)[None, :], other=0.0).to(ST)
+            at = row_at(p_table, i_n, token, NB * PG, PG, NB, page_v, HK * V, real) + i_kv * V
+            b_v = tl.load(p_page_v + at[:, None] + o_v[None, :], mask=real[:, None] & (o_v < V)[None, :], other=0.0)
+            s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+            s = tl.where(real[None, :], s, float("-inf"))
+            if WINDOW:
+                s = tl.where(own[:, None] - token[None, :] < W, s, float("-inf"))
+            p, m, l, _, acc = soften(s, sc, m, l, l, acc, False)
+            acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision="ieee", out_dtype=ACC)
     store_tile(p_o, (acc / l[:, None]).to(p_o.dtype.element_ty), i_b, i_t, i_h, 0, T, H, V, C, VB, 0)
-    tl.store(p_lse + tl.cast(i_bh, tl.int64) * NR + own, m * SCALE + tl.log2(l))
+    tl.store(p_lse + tl.cast(i_bh, tl.int64) * NR + i_t + o, m * SCALE + tl.log2(l))

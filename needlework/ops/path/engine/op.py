@@ -19,6 +19,7 @@ from needlework.ops.path.engine.forward import attend
 from needlework.ops.path.engine.keys import keys, transfers
 from needlework.ops.path.engine.prepare import collect, compose, prepare
 from needlework.ops.path.engine.sweep import sweep
+from needlework.ops.path.state import BLOCK
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, interpreted, launch_config, split
@@ -27,6 +28,11 @@ from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv,
 
 ENGINE = "path/engine"
 KERNELS = prepare, collect, compose, attend, sweep, keys, transfers, spread, group, turn, unwind
+# flag -> arguments that kernels read with it alone
+ONLY_WITH = {
+    "SOFT": ("p_dv", "p_sum_v"),
+    "PAGES": ("p_start", "p_table", "p_page_k", "p_page_v", "p_given"),
+}
 SCRATCH = 1 << 28  # bytes of x and y that a panel of the backward keeps, unless a block of every head takes more
 LOG2E = log2(2.718281828459045)
 
@@ -46,6 +52,7 @@ class Walk(NamedTuple):
     scale: float
     align: Alignment
     soft: bool = True  # weights are a softmax's; else the solve's exponentials, of queries that are keys
+    pages: bool = False  # the sequences go on from pages
 
     @property
     def C(self) -> int:
@@ -78,7 +85,7 @@ class Walk(NamedTuple):
     def constants(self, kernel: JITFunction) -> Constants:
         return constants(
             self.config, kernel, self.dtype, self.H, self.HK, self.K, self.V, self.scale, self.packed, self.window is not None,
-            self.soft,
+            self.soft, self.pages,
         )  # fmt: skip
 
     def number(self, like: Tensor, *sizes: int, zeros: bool = False) -> Tensor:
@@ -100,21 +107,23 @@ class Prepared(NamedTuple):
 
 def constants(
     config: LaunchConfig, kernel: JITFunction, dtype: torch.dtype, H: int, HK: int, K: int, V: int, scale: float, packed: bool,
-    window: bool, soft: bool = True,
+    window: bool, soft: bool = True, pages: bool = False,
 ) -> Constants:  # fmt: skip
     """All that a kernel is compiled for; what it does not take is left out."""
     shared = config.launch["shared"]
     known = dict(
-        H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), RB=min(padded(K), 64), C=shared["C"], M=shared["M"],
-        SCALE=scale * LOG2E, RATE=scale if soft else -scale, SOFT=int(soft), PACKED=int(packed), WINDOW=int(window),
+        H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), RB=min(padded(K), 64), C=shared["C"], M=shared["M"], BLOCK=BLOCK,
+        SCALE=scale * LOG2E, RATE=scale if soft else -scale, SOFT=int(soft), PAGES=int(pages), PACKED=int(packed), WINDOW=int(window),
         APART=int(dtype.itemsize == 2 and not interpreted()), ACC=TYPES[accumulator(dtype)], ST=TYPES[dtype],
     )  # fmt: skip
-    return {name: x for name, x in known.items() if name in kernel.arg_names} | dict(config.launch[kernel.__name__])
+    own = {name: x for name, x in config.launch[kernel.__name__].items() if name != "NP"}  # programs are the host's
+    return {name: x for name, x in known.items() if name in kernel.arg_names} | own
 
 
 def prepared(walk: Walk, x: PathInputs) -> Prepared:
     B, HK, rows, blocks, (KB, _) = walk.B, walk.HK, walk.rows, walk.blocks, walk.widths
-    U, k1, k2 = (x.k.new_empty(B, HK, rows, KB) for _ in range(3))
+    U, k2 = (x.k.new_empty(B, HK, rows, KB) for _ in range(2))
+    k1 = walk.number(x.k, B, HK, rows, KB) if walk.pages and walk.soft else torch.empty_like(U)
     R = x.k.new_empty(B, HK, rows, walk.C)
     H, H2 = (walk.number(x.k, B, HK, blocks, KB, KB) for _ in range(2))
     grid, (cum, N) = (B * HK * blocks,), walk.align[:2]
@@ -132,7 +141,7 @@ def forward(walk: Walk, x: PathInputs) -> tuple[Tensor, Tensor]:
         U, R, k1, k2, H, H2 = prepared(walk, x)
         walk.launch(
             attend, (walk.B * walk.H, walk.blocks), x.q, x.k, x.v, x.w, U, R, k1, k2, H, H2, walk.align.cum, o, lse,
-            walk.T, walk.rows, walk.align.N, walk.window or 0,
+            None, None, None, None, walk.T, walk.rows, walk.align.N, walk.window or 0, 0, 0, 0, 0,
         )  # fmt: skip
     return o, lse
 
@@ -302,7 +311,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
 def compile_case(kernel: JITFunction, types: dict[str, str], wide: str, known: Constants) -> Case:
     """types: of arguments that are no pointers to `wide` numbers."""
     known, options = split(known)
-    known |= absent(kernel, known, {"SOFT": ("p_dv", "p_sum_v")})
+    known |= absent(kernel, known, ONLY_WITH)
     # a dV of later queries is summed; dV itself is written
     types = types | ({"p_dv": types["p_do"]} if kernel is group else {})
     of = lambda arg: types.get(arg, wide) if arg.startswith("p_") else "i32"

@@ -18,7 +18,8 @@ def prepare(
     p_k, p_w, p_beta, p_U, p_R, p_k1, p_H, T, NR,
     HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """One block and key-value head. p_U, p_k1 [B HK NR KB], p_R [B HK NR C] in ST, p_H [B HK blocks KB KB] in ACC."""
+    """One block and key-value head. p_U, p_k1 [B HK NR KB], p_R [B HK NR C] in ST, p_H [B HK blocks KB KB] in ACC. Where a state is to
+    keep k¹, it is in ACC too."""
     blocks = NR // C
     i_bh = tl.program_id(0) // blocks
     i_block = tl.program_id(0) % blocks
@@ -33,7 +34,7 @@ def prepare(
     k1 = tl.trans(b_k).to(ACC) - product(w_t, R, APART)  # transposed, so that R is no first operand
     o_k = tl.arange(0, KB)
     at = p_k1 + (tl.cast(i_bh, tl.int64) * NR + i_t) * KB + tl.arange(0, C)[None, :] * KB + o_k[:, None]
-    tl.store(at, k1.to(ST))
+    tl.store(at, k1.to(p_k1.dtype.element_ty))
     H = tl.where(o_k[:, None] == o_k[None, :], 1.0, 0.0).to(ACC) - product(w_t, U, APART)
     tl.store(square_pointers(p_H, i_bh, i_block, blocks, KB, 0), H)
 

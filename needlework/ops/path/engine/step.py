@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.kernels.softmax import NONE
+from needlework.ops.path.engine.tiles import row_at
 from needlework.ops.path.state import BLOCK
 from needlework.ops.runtime.custom_op import step_operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
@@ -23,14 +24,6 @@ from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv,
 
 ENGINE = "path/step"
 LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def row_at(p_table, i_n, token, P, PG, NB, page_size, D: tl.constexpr, real):
-    """Where the numbers of tokens' rows begin, of a table whose pages lie page_size apart."""
-    row = token % P
-    page = tl.load(p_table + tl.cast(i_n, tl.int64) * NB + row // PG, mask=real, other=0).to(tl.int64)
-    return page * page_size + row % PG * D
 
 
 @triton.jit

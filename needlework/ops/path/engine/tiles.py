@@ -114,3 +114,20 @@ def square_pointers(p, i_bh, i_block, blocks, D: tl.constexpr, TRANS: tl.constex
 def tile_pointers(p, i, C: tl.constexpr, D: tl.constexpr):
     """Of tile i of p [tiles C D]."""
     return p + tl.cast(i, tl.int64) * (C * D) + tl.arange(0, C)[:, None] * D + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def oldest_row(held, block, W, C: tl.constexpr, WINDOW: tl.constexpr):
+    """The oldest of `held` tokens in pages that a query of a block sees, which is so many blocks behind them."""
+    lo = 0
+    if WINDOW:
+        lo = tl.minimum(tl.maximum(held + block * C - W + 1, 0), held)
+    return lo
+
+
+@triton.jit
+def row_at(p_table, i_n, token, P, PG, NB, page_size, D: tl.constexpr, real):
+    """Where the numbers of tokens' rows begin, of a table whose pages lie page_size apart."""
+    row = token % P
+    page = tl.load(p_table + tl.cast(i_n, tl.int64) * NB + row // PG, mask=real, other=0).to(tl.int64)
+    return page * page_size + row % PG * D

@@ -11,6 +11,8 @@ from needlework.ops.path.chunk import History
 from needlework.ops.path.paged import Gathered, Tables, check_tables
 from needlework.ops.path.solve import chunk
 from needlework.ops.path.solve.arguments import TINY, unit
+from needlework.ops.runtime.each import each
+from needlework.ops.runtime.launch_configs import misfit
 
 
 @torch.no_grad()
@@ -39,7 +41,7 @@ def solve_path_pages(
 
     k: [T Hkv K], v: [T Hkv V], beta: [T Hkv], w: [T Hkv K], of unit norm: the new tokens, as `chunk_lucid_path` takes them.
     k_pages: [n PG Hkv K], norm_pages: [n PG Hkv] float32 (float64 for float64), y_pages: [n PG Hkv V]: all pages, PG a multiple of 16.
-    The other arguments, dtypes, errors and impl as in `paged_path`.
+    The other arguments, dtypes, errors and impl as in `paged_path`; "triton" decodes as it prefills.
     Returns y [T Hkv V] in v's dtype; zeros in padded rows.
 
     >>> import torch
@@ -67,7 +69,14 @@ def solve_path_pages(
     check("norm_pages", norm_pages, "n PG Hkv", n=len(k_pages), PG=k_pages.shape[1], Hkv=k.shape[1])
     if norm_pages.dtype != width(k):
         raise ValueError(f"norm_pages: expected {width(k)} beside tokens of {k.dtype}, got {norm_pages.dtype}")
-    resolve("lucid-path", impl, k.device)
+    unsupported = lambda: misfit("path/engine", k.device, k.dtype, k.shape[-1], v.shape[-1])
+    if resolve("lucid-path", impl, k.device, unsupported) == "triton":
+        from needlework.ops.path.solve.engine.pages import lucid_path_prefill
+
+        tokens = each(Tensor.contiguous, k, v, beta.to(width(k)), w)
+        placed = slots.contiguous(), block_table.contiguous(), length.to(torch.int32).contiguous(), rows.contiguous()
+        ends = where.ends(len(k)).to(torch.int64).contiguous()
+        return lucid_path_prefill(*tokens, k_pages, norm_pages, y_pages, w_slots, beta_slots, *placed, ends, window)
     check_placement_data(where, len(k), *k_pages.shape[:2])
     found = Gathered.of(k, tables, slots, where, window)
     y = torch.zeros_like(v)

@@ -46,7 +46,7 @@ class Keys(NamedTuple):
     def of(cls, walk: Walk, k: Tensor, beta: Tensor, w: Tensor) -> "Keys":
         x, norm = torch.empty_like(k), walk.number(k, *k.shape[:3])
         rows = norm.numel()
-        _launch(walk, directions, (cdiv(rows, walk.config.launch["directions"]["R"]),), k, x, norm, rows)
+        launch(walk, directions, (cdiv(rows, walk.config.launch["directions"]["R"]),), k, x, norm, rows)
         return cls(x, norm, beta, w)
 
     def path(self, v: Tensor) -> PathInputs:
@@ -63,7 +63,8 @@ class Blocks(NamedTuple):
     x0: Tensor  # [B HK NR KB]
 
     @classmethod
-    def of(cls, walk: Walk, own: Keys) -> "Blocks":
+    def of(cls, walk: Walk, own: Keys, given: Tensor | None = None) -> "Blocks":
+        """given: [N] int32 first rows of each sequence that are solved already; None: 0."""
         B, HK, rows, blocks, C, M, (KB, _) = walk.B, walk.HK, walk.rows, walk.blocks, walk.C, walk.M, walk.widths
         made = prepared(walk, own.path(own.x))
         P = own.x.new_empty(B, HK, blocks, M, C, C)
@@ -71,17 +72,19 @@ class Blocks(NamedTuple):
         U, R, k1, _, H, _ = made
         cum, N = walk.align[:2]
         programs, W = (B * HK * blocks,), walk.window or 0
-        _launch(walk, invert, programs, own.x, own.w, U, R, cum, X, x0, walk.T, rows, N, W)
-        _launch(walk, overlaps, programs, k1, H, cum, P, x0, rows, N, W)
+        launch(walk, invert, programs, own.x, own.w, U, R, cum, given, X, x0, walk.T, rows, N, W)
+        launch(walk, overlaps, programs, k1, H, cum, P, x0, rows, N, W)
         return cls(made, P, X, x0)
 
 
-def solve(walk: Walk, blocks: Blocks, right: Tensor, *, reverse: bool) -> Tensor:
-    """Y of right sides V [B T HK V], or with `reverse` Z of dY."""
+def solve(
+    walk: Walk, blocks: Blocks, right: Tensor, *, reverse: bool, gone: Tensor | None = None, given: Tensor | None = None
+) -> Tensor:
+    """Y of right sides V [B T HK V], or with `reverse` Z of dY. gone: [B HK NR VB], taken off already; added to. given: as in `Blocks`."""
     B, HK, rows, (KB, VB) = walk.B, walk.HK, walk.rows, walk.widths
     (cum, N), W = walk.align[:2], walk.window or 0
     made, P, X, x0 = blocks
-    y, gone = torch.empty_like(right), walk.number(right, B, HK, rows, VB, zeros=True)
+    y, gone = torch.empty_like(right), walk.number(right, B, HK, rows, VB, zeros=True) if gone is None else gone
     own, moved = (made.k2, x0) if reverse else (x0, made.k2)
     places = cdiv(walk.blocks, walk.M)
     supers = cdiv(walk.align.longest, walk.M)
@@ -93,11 +96,11 @@ def solve(walk: Walk, blocks: Blocks, right: Tensor, *, reverse: bool) -> Tensor
     for start, turns in _panels(supers, panel, reverse):
         where = start, panel, places
         if supers > 1:
-            _launch(walk, onwards, by_block, moved, made.H2, cum, tiles, rows, N, W, *where, REV=reverse)
+            launch(walk, onwards, by_block, moved, made.H2, cum, tiles, rows, N, W, *where, REV=reverse)
         for now in turns:
-            _launch(walk, chain, by_chain, P, X, right, gone, cum, y, walk.T, rows, W, now, REV=reverse)
+            launch(walk, chain, by_chain, P, X, right, gone, cum, given, y, walk.T, rows, W, now, REV=reverse)
             if now != (0 if reverse else supers - 1):
-                _launch(walk, take_off, by_block, own, tiles, y, cum, gone, walk.T, rows, N, W, now, *where, REV=reverse)
+                launch(walk, take_off, by_block, own, tiles, y, cum, gone, walk.T, rows, N, W, now, *where, REV=reverse)
     return y
 
 
@@ -126,15 +129,15 @@ def backward(walk: Walk, dy: Tensor, y: Tensor, k: Tensor, beta: Tensor, w: Tens
     found = PathInputs(row, column, y, torch.empty_like(beta), torch.empty_like(w))
     descend(walk, z, lse, torch.zeros_like(lse), own.path(y), blocks.made, found)
     dk, rows = torch.empty_like(k), own.norm.numel()
-    _launch(walk, tangents, (cdiv(rows, walk.config.launch["tangents"]["R"]),), own.x, own.norm, row, column, dk, rows)
+    launch(walk, tangents, (cdiv(rows, walk.config.launch["tangents"]["R"]),), own.x, own.norm, row, column, dk, rows)
     return dk, z, found.beta, found.w
 
 
-def _launch(walk: Walk, kernel: JITFunction, grid: tuple[int, ...], *arguments: object, **flags: bool) -> None:
-    run(kernel, grid, *arguments, **_constants(walk.constants(kernel), walk.widths[1], **flags))
+def launch(walk: Walk, kernel: JITFunction, grid: tuple[int, ...], *arguments: object, **flags: bool) -> None:
+    run(kernel, grid, *arguments, **launch_constants(walk.constants(kernel), walk.widths[1], **flags))
 
 
-def _constants(known: Constants, VB: int, **flags: bool) -> Constants:
+def launch_constants(known: Constants, VB: int, **flags: bool) -> Constants:
     columns = {"BV": min(known["BV"], VB)} if "BV" in known else {}
     return known | columns | {name: int(x) for name, x in flags.items()}
 
@@ -209,10 +212,10 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     """The solve's own kernels, both ways, and PaTH's as it launches them: without a window, and with one over packed sequences."""
     own, wide = f"*{NAMES[dtype]}", f"*{NAMES[accumulator(dtype)]}"
     given = ("p_q", "p_k", "p_v", "p_w", "p_do", "p_dw", "p_U", "p_R", "p_k1", "p_k2", "p_x1", "p_y1", "p_x2", "p_y2", "p_dq0")
-    types = dict.fromkeys((*given, "p_x", "p_P", "p_tiles", "p_y", "p_rhs"), own) | {"p_cum": "*i32"}
+    types = dict.fromkeys((*given, "p_x", "p_P", "p_tiles", "p_y", "p_rhs"), own) | dict.fromkeys(("p_cum", "p_given"), "*i32")
     cases = []
     for several in (False, True):
-        of = lambda kernel, several=several: _constants(
+        of = lambda kernel, several=several: launch_constants(
             engine.constants(config, kernel, dtype, 2, 2, K, V, sqrt(K), several, several, soft=False), padded(V)
         )
         for kernel in (directions, invert, overlaps, tangents):

@@ -10,7 +10,7 @@ All of them in parallel. X and x⁰ stay in the sums' dtype: what is solved with
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.runs import row_pointers
+from needlework.ops.common.kernels.runs import row_pointers, sequence_of
 from needlework.ops.path.engine.forward import entered, own_scores
 from needlework.ops.path.engine.tiles import inverse, oldest_seen, product, square_pointers, superblock, tile_pointers
 
@@ -23,17 +23,17 @@ def exponentials(s, SCALE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "W"])
 def invert(
-    p_k, p_w, p_U, p_R, p_cum, p_X, p_x0, T, NR, N, W,
-    HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, SCALE: tl.constexpr,
-    PACKED: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    p_k, p_w, p_U, p_R, p_cum, p_given, p_X, p_x0, T, NR, N, W,
+    HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr,
+    PACKED: tl.constexpr, WINDOW: tl.constexpr, PAGES: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """One block with itself. p_k: k̂. p_X [B HK NR C], and p_x0 [B HK NR KB], x at the block's start, in ACC."""
+    """One block with itself. p_k: k̂. PAGES: a sequence's first p_given rows are those of the identity. p_X [B HK NR C], and p_x0 [B HK NR KB], x at the block's start, in ACC."""
     blocks = NR // C
     i_bk = tl.program_id(0) // blocks
     i_b = i_bk // HK
     i_kv = i_bk % HK
     i_block = tl.program_id(0) % blocks
-    _, end, _, _ = superblock(p_cum, N, i_b, i_block, blocks, M, PACKED)
+    i_n, first, end = sequence_of(p_cum, N, i_b, i_block, blocks, PACKED)
     if i_block >= end:
         return
     i_t = i_block * C
@@ -44,6 +44,8 @@ def invert(
     below = o[:, None] > o[None, :]
     if WINDOW:
         below = below & (o[:, None] - o[None, :] < W)
+    if PAGES:
+        below = below & ((i_block - first) * C + o >= tl.load(p_given + i_n))[:, None]
     A = tl.where(below, exponentials(s, SCALE), 0.0)
     tl.store(row_pointers(p_X, i_bk, i_t, NR, C, C), inverse(A, C, APART))
 

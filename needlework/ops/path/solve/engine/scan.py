@@ -96,11 +96,13 @@ def take_off(
 
 @triton.jit(do_not_specialize=["T", "NR", "W", "now"])
 def chain(
-    p_P, p_X, p_rhs, p_sum, p_cum, p_y, T, NR, W, now,
+    p_P, p_X, p_rhs, p_sum, p_cum, p_given, p_y, T, NR, W, now,
     HK: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
-    PACKED: tl.constexpr, WINDOW: tl.constexpr, REV: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    PACKED: tl.constexpr, WINDOW: tl.constexpr, PAGES: tl.constexpr, REV: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr,
+    ST: tl.constexpr,
 ):  # fmt: skip
-    """BV columns of p_y [B T HK V], Y or Z of superblock `now` of one sequence and head, from its right sides p_rhs less p_sum."""
+    """BV columns of p_y [B T HK V], Y or Z of superblock `now` of one sequence and head, from its right sides p_rhs less p_sum. PAGES: of
+    a sequence's first p_given rows nothing is taken."""
     blocks = NR // C
     i_v = tl.program_id(0) % (VB // BV) * BV
     i_chain = tl.program_id(0) // (VB // BV)
@@ -130,6 +132,8 @@ def chain(
                 b_P = tl.load(p_P + ((tile + i) * M + j - begin) * (C * C) + o[:, None] * C + o[None, :])
             b_y = load_tile(p_y, i_b, j * C, i_kv, i_v, T, HK, V, C, BV, 0)
             gone = plus_product(gone, b_P, b_y, ST == ACC)
+        if PAGES:
+            gone = tl.where(((i - first) * C + o >= tl.load(p_given + i_chain // HK))[:, None], gone, 0.0)
         rest = load_tile(p_rhs, i_b, i * C, i_kv, i_v, T, HK, V, C, BV, 0).to(ACC) - gone
         if REV:
             X = tl.load(p_X + row * C + o[None, :] * C + o[:, None])
