@@ -19,8 +19,6 @@ from needlework.serve.messages import Order, Ready
 from needlework.serve.process import ENDS, deaf
 
 SPARE = 5  # seconds beyond the clients' last ones that a front has to end by itself
-
-
 Context = ForkServerContext | SpawnContext
 
 
