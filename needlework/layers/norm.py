@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from needlework.ops.linear import Normed, glu, linear, normed_glu, normed_linear
 from needlework.ops.linear.op import Activation, few
-from needlework.ops.unit.reference import rms_rows
+from needlework.ops.unit.reference import rms_rows, unit_rows
 
 EPS = 1e-6
 
@@ -21,8 +21,7 @@ def wide(x: Tensor) -> Tensor:
 
 def l2(x: Tensor) -> Tensor:
     """x / √(Σx² + 1e-6) over the last axis."""
-    w = wide(x)
-    return (w * torch.rsqrt(w.square().sum(-1, keepdim=True) + EPS)).to(x.dtype)
+    return unit_rows(x)
 
 
 def rms(x: Tensor, eps: float = EPS) -> Tensor:
@@ -67,7 +66,7 @@ class Later:
         self._normed = normed
         self._whole: Tensor | None = None
         self._tensor: Tensor | None = None
-        self.shape, self.dtype, self.device, self.few = normed.x.shape, normed.x.dtype, normed.x.device, few(normed.x)
+        self.shape, self.dtype, self.few = normed.x.shape, normed.x.dtype, few(normed.x)
 
     @property
     def whole(self) -> Tensor:

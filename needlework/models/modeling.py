@@ -23,7 +23,7 @@ from needlework.models.config import NeedleworkConfig
 from needlework.models.loss import emphasised_cross_entropy, linear_cross_entropy, softcap
 from needlework.models.packing import documents
 from needlework.models.table_cache import TableCache
-from needlework.ops.linear.op import added
+from needlework.ops.linear.arguments import added
 
 
 class StatePassing(Protocol):

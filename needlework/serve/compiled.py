@@ -18,10 +18,9 @@ from needlework.serve.edges import Chosen, beginning, ending
 from needlework.serve.sampling import Controls, Counts
 from needlework.serve.way import Way
 
-Options = Mapping[str, Any]
 GRAPHS = 96  # kinds of layers, and one row, many, and prompts of each; PyTorch's own limit is 8
-# small kernels that do not depend on one another are one launch; a kernel is launched before the one in front has ended
-FUSED = {"combo_kernels": True, "triton.enable_pdl": True}
+# Inductor's: small kernels that do not depend on one another are one launch; a kernel is launched before the one in front has ended
+FUSED: dict[str, Any] = {"combo_kernels": True, "triton.enable_pdl": True}
 
 
 class Passes(NamedTuple):
@@ -35,10 +34,10 @@ class Passes(NamedTuple):
 EAGER = Passes(beginning, Block.serve, ending)
 
 
-def compiled(backend: str = "inductor", options: Options = FUSED) -> Passes:
-    """One decoding row makes a graph of its own, all other numbers share one, and all numbers of a prompt's tokens. options: Inductor's."""
-    own = dict(options) if backend == "inductor" else None
-    build = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False, options=own)
+def compiled(backend: str = "inductor") -> Passes:
+    """One decoding row makes a graph of its own, all other numbers share one, and all numbers of a prompt's tokens."""
+    options = FUSED if backend == "inductor" else None
+    build = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False, options=options)
     first, serve, last = build(beginning), build(Block.serve), build(ending)
 
     def begins(model: NeedleworkForCausalLM, ids: Tensor, newest: Tensor, slots: Tensor) -> Tensor:

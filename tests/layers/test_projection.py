@@ -16,8 +16,10 @@ from needlework.layers import (
     ScalarGate,
     Silu,
     Softmax,
+    SquaredReLU,
     SwiGLU,
 )
+from needlework.layers.norm import RMSNorm
 from needlework.layers.projection import laying, side_by_side, wide_maps
 
 DIM = 24
@@ -188,3 +190,18 @@ def test_how_many_products_a_layer_makes(config, count, products):
     """
     config.build(DIM)(torch.randn(1, 80, DIM))
     assert len(products) == count
+
+
+@pytest.mark.parametrize("mlp", (SwiGLU(hidden=32, bias=True), SquaredReLU(hidden=32)))
+def test_one_row_without_gradients_is_the_row_of_many(mlp):
+    """Of a tensor, and of a norm that its first product makes."""
+    torch.manual_seed(0)
+    module, norm = mlp.build(DIM).double(), RMSNorm(DIM).double()
+    nn.init.normal_(norm.weight)
+    x, more = torch.randn(2, 3, DIM, dtype=torch.float64)
+    want = module(norm(x + more)).detach()
+    with torch.no_grad():
+        one = norm.later(x[:1], more[:1])
+        torch.testing.assert_close(module(one), want[:1], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(one.whole, (x + more)[:1], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(module(norm(x + more)[:1]), want[:1], rtol=1e-12, atol=1e-12)

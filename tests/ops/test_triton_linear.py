@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from needlework.ops.linear import Normed, glu, linear, normed_glu, normed_linear
+from needlework.ops.linear import Normed, glu, heads_linear, linear, normed_glu, normed_linear
 from needlework.ops.runtime.launch_configs import forced
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
@@ -89,3 +89,14 @@ def test_what_is_not_one_tensor_of_one_row_and_one_dtype_goes_to_the_library(mon
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"linear has no Triton kernel for this call: .*{reason}"):
             linear(x[:1], other, impl="triton")
+
+
+def test_heads_lie_side_by_side_in_a_row():
+    x, weight, bias = drawn((2, 3, 20), (9, 60), (9,))
+    check(heads_linear, x, weight / 8, bias)
+
+
+def test_no_row_has_no_result():
+    x, more, norm, weight = drawn((0, 64), (0, 64), (64,), (9, 64))
+    assert linear(x, weight, impl="triton").shape == (0, 9)
+    assert [y.shape for y in normed_linear(Normed(x, more, norm, 1e-6), weight, impl="triton")] == [(0, 9), (0, 64)]

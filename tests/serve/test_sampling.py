@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from needlework.serve.sampling import Controls, Counts, allowed, filtered, logprobs, penalised, sample
+from needlework.serve.sampling import Controls, Counts, allowed, filtered, likeliest, logprobs, penalised, sample
 
 V = 50
 
@@ -108,3 +108,9 @@ def test_logprobs_are_the_models_own():
     expected = x.log_softmax(-1)
     assert torch.allclose(own, expected[range(3), [1, 2, 3]]) and torch.equal(which[:, 0], x.argmax(-1))
     assert torch.equal(best, expected.gather(-1, which)) and (best.diff() <= 0).all()
+
+
+def test_the_likeliest_of_parts_is_the_first_largest():
+    x = torch.randint(100, (50, 320), generator=torch.Generator().manual_seed(0)).float()  # in any part, and often twice
+    x[0] = float("-inf")
+    assert torch.equal(likeliest(x), x.argmax(-1)) and torch.equal(likeliest(x[:, :-1]), x[:, :-1].argmax(-1))

@@ -1,6 +1,6 @@
 """Linear maps of few rows, as a decoding step has them."""
 
-from needlework.ops.linear.op import Normed as Normed
+from needlework.ops.linear.arguments import Normed as Normed
 from needlework.ops.linear.op import glu as glu
 from needlework.ops.linear.op import heads_linear as heads_linear
 from needlework.ops.linear.op import linear as linear

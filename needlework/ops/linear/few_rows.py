@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.runtime.custom_op import operator
+from needlework.ops.linear.arguments import Maps, Normed
+from needlework.ops.runtime.custom_op import fake, operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import run
@@ -94,47 +95,40 @@ def few_rows_kernel(
 
 
 @operator
-def few_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, up: Tensor | None, up_bias: Tensor | None, activation: str | None
-) -> Tensor:
-    """y [rows N] of rows of x [.. D], of which D may be several axes; weight and up [N D] with contiguous rows."""
-    x = x.reshape(-1, weight.shape[1])
-    y = x.new_empty(len(x), len(weight))
-    _launch(x, None, None, None, 0.0, weight, bias, up, up_bias, y, activation)
-    return y
+def few_rows(x: Tensor, maps: Maps, activation: str | None) -> Tensor:
+    """y [rows N] of rows of x [.. D], of which D may be several axes. The maps' rows are contiguous."""
+    return _launch(x.reshape(-1, maps.weight.shape[1]), maps, activation)
 
 
 @operator
-def few_rows_normed(
-    x: Tensor, more: Tensor | None, norm: Tensor, eps: float,
-    weight: Tensor, bias: Tensor | None, up: Tensor | None, up_bias: Tensor | None, activation: str | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same of the norm of x + more, and x + more; without `more` that is empty."""
-    y, total = x.new_empty(len(x), len(weight)), x.new_empty(0 if more is None else x.shape)
-    _launch(x, more, norm, total, eps, weight, bias, up, up_bias, y, activation)
-    return y, total
+def few_rows_normed(x: Normed, maps: Maps, activation: str | None) -> tuple[Tensor, Tensor]:
+    """The same of the norm, and x + more; without `more` that is empty."""
+    total = x.x.new_empty(0 if x.more is None else x.x.shape)
+    return _launch(x.x.reshape(-1, len(x.norm)), maps, activation, x, total), total
 
 
-def _launch(
-    x: Tensor, more: Tensor | None, norm: Tensor | None, total: Tensor | None, eps: float,
-    weight: Tensor, bias: Tensor | None, up: Tensor | None, up_bias: Tensor | None, y: Tensor, activation: str | None,
-) -> None:  # fmt: skip
-    (rows, D), N = x.shape, len(weight)
+def _launch(x: Tensor, maps: Maps, activation: str | None, normed: Normed | None = None, total: Tensor | None = None) -> Tensor:
+    """y of x [rows D]; normed: x is the first part of it, whose sum goes to `total`."""
+    (rows, D), N = x.shape, len(maps.weight)
+    y = x.new_empty(rows, N)
     if y.numel():
         known = _constants(launch_config(ENGINE, x.device, x.dtype, D, N), x.dtype, D, activation)
-        x, more, norm, bias, up_bias = each(lambda one: one.contiguous(), x, more, norm, bias, up_bias)
-        total = total if more is not None else None
-        run(few_rows_kernel, (cdiv(N, known["BN"]),), x, more, norm, total, eps, weight, bias, up, up_bias, y, rows, N, **known)
+        more, norm, eps = (None, None, 0.0) if normed is None else normed[1:]
+        x, more, norm, bias, up_bias = each(lambda one: one.contiguous(), x, more, norm, maps.bias, maps.up_bias)
+        given = x, more, norm, None if more is None else total, eps
+        run(few_rows_kernel, (cdiv(N, known["BN"]),), *given, maps.weight, bias, maps.up, up_bias, y, rows, N, **known)
+    return y
 
 
-@torch.library.register_fake(few_rows)
-def _(x, weight, *_):
-    return x.new_empty(x.numel() // weight.shape[1], len(weight))
+@fake(few_rows)
+def _(x, maps, activation):
+    return x.new_empty(x.numel() // maps.weight.shape[1], len(maps.weight))
 
 
-@torch.library.register_fake(few_rows_normed)
-def _(x, more, norm, eps, weight, *_):
-    return x.new_empty(len(x), len(weight)), x.new_empty(0 if more is None else x.shape)
+@fake(few_rows_normed)
+def _(x, maps, activation):
+    rows = x.x.numel() // maps.weight.shape[1]
+    return x.x.new_empty(rows, len(maps.weight)), x.x.new_empty(0 if x.more is None else x.x.shape)
 
 
 def _constants(config: LaunchConfig, dtype: torch.dtype, D: int, activation: str | None) -> Constants:

@@ -1,0 +1,39 @@
+"""What the maps of few rows are given together: their weights, and a row that is still to be normed."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from needlework.ops.common.shapes import width
+from needlework.ops.unit.reference import rms_rows
+
+
+class Maps(NamedTuple):
+    """x Wᵀ + b, and where there is `up` what that gates: x Uᵀ + c. weight, up [N D]; bias, up_bias [N]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    up: Tensor | None = None
+    up_bias: Tensor | None = None
+
+
+def added(x: Tensor, more: Tensor | None) -> Tensor:
+    """x + more, made in float32 and rounded, as halves are added. Written so, a compiler does not make it part of the product that gave
+    `more`, which would copy x first."""
+    return x if more is None else (x.to(width(x)) + more).to(x.dtype)
+
+
+class Normed(NamedTuple):
+    """A row as a product may take it: x + more, normed. RMSNorm(x + more) ⊙ norm, x and more [.. D], norm [D]; more None: of x."""
+
+    x: Tensor
+    more: Tensor | None
+    norm: Tensor
+    eps: float
+
+    def whole(self) -> Tensor:
+        return added(self.x, self.more)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The norm of the sum, rounded before it meets its weight."""
+        return rms_rows(whole, self.eps) * self.norm
