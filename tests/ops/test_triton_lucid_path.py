@@ -1,6 +1,7 @@
 """LUCID-PaTH's kernels in Triton's interpreter: TRITON_INTERPRET=1 pytest. Blocks of 16 tokens, two a superblock, as PaTH's tests have them:
 a superblock then waits for older ones, and several of them pass each other's transfers."""
 
+import dataclasses
 import os
 from functools import partial
 
@@ -11,6 +12,8 @@ from needlework.ops.path import chunk_lucid_path, recurrent_lucid_path
 from needlework.ops.path.engine import op as engine
 from needlework.ops.path.solve.reference import literal_lucid_path
 from needlework.ops.runtime.launch_configs import forced
+from needlework.ops.specs import specs
+from needlework.testing import checks
 from needlework.testing.compare import assert_close, differentiate, poisoned, relative
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 from needlework.testing.path_pages import in_calls
@@ -95,6 +98,16 @@ def test_every_number_is_written():
         with poisoned():
             found = differentiate(lambda x, ends=ends: kernels(**x, cu_seqlens=ends).y, sample(1, T))
         assert all(torch.isfinite(x).all() for part in found for x in part.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "check", [checks.compiles_without_a_graph_break, checks.custom_ops_pass_opcheck, checks.batch_invariant]
+)
+def test_the_operator_is_one_of_pytorchs(check, monkeypatch):
+    monkeypatch.setenv("NEEDLEWORK_IMPL", "triton")
+    spec = next(spec for spec in specs() if spec.name == "path/lucid")
+    check(dataclasses.replace(spec, chunk=partial(spec.chunk, impl="triton")))
 
 
 def test_a_state_to_go_on_from_is_refused_by_name():

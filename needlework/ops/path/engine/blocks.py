@@ -4,10 +4,10 @@
             H² = H_last … H_first with gradient d is K queries, the identity's rows: dH += xᵀ d at each, d ← d Hᵀ
     group:  dR = −Σ Lᵀ dA    dU = −Σ Lᵀ dq⁰    dK = Σ dAᵀ Q    dW = Σ dLᵀ Q    dV += Σ Pᵀ dO       over the heads of a group
     turn:   dR −= W dk¹ᵀ    dU −= W dH    dK += dk¹    dW −= R dk¹ + U dHᵀ
-    unwind: dM = dR Nᵀ + dU Wᵀ    Z = Xᵀ dM    dN = stril(Mᵀ dR)    dS = −stril(Diag(β) Z Mᵀ)
-            dβ_t = Z_tt − Σ_u (Z Mᵀ)_tu S_tu    dK += dNᵀ W    dW += dN K + Mᵀ dU + (dS + dSᵀ) W
+    unwind: dM = dR Nᵀ + dU Wᵀ    Z = Xᵀ dM    dN = stril(Mᵀ dR)    dS = −stril(Diag(β) Z Mᵀ)    dβ_t = Z_tt − Σ_u (Z Mᵀ)_tu S_tu
+    release: dK += dNᵀ W    dW += dN K + Mᵀ dU + (dS + dSᵀ) W                                    in one kernel the two would spill
 
-X, S, M, N are those of tiles.py, made again. What would be a first operand and transposed is formed transposed.
+X, S, M, N are those of prepare.py. What would be a first operand and transposed is formed transposed.
 """
 
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 from needlework.ops.common.kernels.runs import row_pointers
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.path.engine.forward import passed
-from needlework.ops.path.engine.tiles import itself_or_later, product, solved, square_pointers, superblock
+from needlework.ops.path.engine.tiles import coupled, itself_or_later, load_beta, product, square_pointers, superblock
 
 
 @triton.jit(do_not_specialize=["NR", "N"])
@@ -166,11 +166,11 @@ def turn(
 
 @triton.jit(do_not_specialize=["T", "NR", "N"])
 def unwind(
-    p_k, p_w, p_beta, p_cum, p_dR, p_dU, p_sum_k, p_sum_w, p_dk, p_dw, p_dbeta, T, NR, N,
+    p_k, p_w, p_beta, p_X, p_cum, p_dR, p_dU, p_solve, p_dS, p_dN, p_dbeta, T, NR, N,
     HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
     APART: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """p_dk, p_dw [B T HK K], p_dbeta [B T HK] of one block, from all that R and U, K and W were given."""
+    """p_dbeta [B T HK] of one block, and M, dS + dSᵀ and dNᵀ [B HK NR C] in ACC, from all that R and U were given."""
     blocks = NR // C
     i_bk = tl.program_id(0) // blocks
     i_b = i_bk // HK
@@ -182,23 +182,53 @@ def unwind(
     i_t = i_block * C
     o = tl.arange(0, C)
     o_k = tl.arange(0, KB)
-    b_w, b_k, beta, S, X, coupled = solved(p_k, p_w, p_beta, i_b, i_t, i_kv, T, HK, K, KB, C, ACC, APART)
-    solve = X * beta[None, :]  # M of the equations
-    w = b_w.to(ACC)
-    # transposed: dMᵀ = N dRᵀ + W dUᵀ, Zᵀ = dMᵀ X, dSᵀ, dNᵀ, dWᵀ
-    p_block = tl.cast(i_bk, tl.int64) * NR + i_t
-    dR_t = tl.load(p_dR + p_block * C + o[None, :] * C + o[:, None])
-    columns = p_block * KB + o[None, :] * KB + o_k[:, None]  # [KB C]
-    dU_t = tl.load(p_dU + columns)
-    Z_t = product(product(coupled, dR_t, APART) + product(w, dU_t, APART), X, APART)  # [u t]
-    passed_t = product(solve, Z_t, APART)  # (Z Mᵀ)ᵀ
-    dbeta = tl.sum(tl.where(o[:, None] == o[None, :], Z_t, 0.0) - passed_t * tl.trans(S), 0)
+    beta = load_beta(p_beta, i_b, i_t, i_kv, T, HK, C, ACC)
     before = o[:, None] < o[None, :]
+    p_block = tl.cast(i_bk, tl.int64) * NR + i_t
+    # transposed: dNᵀ, dMᵀ = N dRᵀ + W dUᵀ, Zᵀ = dMᵀ X, dSᵀ. What is loaded again would be held through products that have no room for it
+    dR_t = tl.load(p_dR + p_block * C + o[None, :] * C + o[:, None])
+    solve = tl.load(row_pointers(p_X, i_bk, i_t, NR, C, C)) * beta[None, :]  # M of the equations
+    tl.store(row_pointers(p_solve, i_bk, i_t, NR, C, C), solve)
+    tl.store(row_pointers(p_dN, i_bk, i_t, NR, C, C), tl.where(before, product(dR_t, solve, APART), 0.0))
+    b_w = load_tile(p_w, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
+    b_k = load_tile(p_k, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
+    dM_t = product(coupled(b_w, b_k, C, ACC), dR_t, APART)
+    dM_t += product(b_w.to(ACC), tl.load(p_dU + p_block * KB + o[None, :] * KB + o_k[:, None]), APART)
+    Z_t = product(dM_t, tl.load(row_pointers(p_X, i_bk, i_t, NR, C, C)), APART)  # [u t]
+    dbeta = tl.sum(tl.where(o[:, None] == o[None, :], Z_t, 0.0), 0)
+    passed_t = product(tl.load(row_pointers(p_X, i_bk, i_t, NR, C, C)) * beta[None, :], Z_t, APART)  # (Z Mᵀ)ᵀ
     dS_t = tl.where(before, -passed_t * beta[None, :], 0.0)
-    dw_t = product(tl.trans(b_w).to(ACC), dS_t + tl.trans(dS_t), APART) + product(dU_t, solve, APART)
-    dN_t = tl.where(before, product(dR_t, solve, APART), 0.0)
-    dw_t += product(tl.trans(b_k).to(ACC), dN_t, APART) + tl.load(p_sum_w + columns)
-    dk = tl.load(row_pointers(p_sum_k, i_bk, i_t, NR, C, KB)) + product(dN_t, w, APART)
-    store_tile(p_dk, dk.to(p_dk.dtype.element_ty), i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
-    store_tile(p_dw, tl.trans(dw_t).to(p_dw.dtype.element_ty), i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
+    tl.store(row_pointers(p_dS, i_bk, i_t, NR, C, C), dS_t + tl.trans(dS_t))
+    b_w = load_tile(p_w, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
+    dbeta -= tl.sum(passed_t * tl.trans(coupled(b_w, b_w, C, ACC)), 0)
     tl.store(p_dbeta + (tl.cast(i_b, tl.int64) * T + i_t + o) * HK + i_kv, dbeta, mask=i_t + o < T)
+
+
+@triton.jit(do_not_specialize=["T", "NR", "N"])
+def release(
+    p_k, p_w, p_cum, p_dU, p_solve, p_dS, p_dN, p_sum_k, p_sum_w, p_dk, p_dw, T, NR, N,
+    HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
+    APART: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """p_dk, p_dw [B T HK K] of one block, from what `unwind` has left and all that K and W were given."""
+    blocks = NR // C
+    i_bk = tl.program_id(0) // blocks
+    i_b = i_bk // HK
+    i_kv = i_bk % HK
+    i_block = tl.program_id(0) % blocks
+    _, end, _, _ = superblock(p_cum, N, i_b, i_block, blocks, M, PACKED)
+    if i_block >= end:
+        return
+    i_t = i_block * C
+    o = tl.arange(0, C)
+    o_k = tl.arange(0, KB)
+    columns = (tl.cast(i_bk, tl.int64) * NR + i_t) * KB + o[None, :] * KB + o_k[:, None]  # [KB C]
+    b_w = load_tile(p_w, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
+    dN_t = tl.load(row_pointers(p_dN, i_bk, i_t, NR, C, C))
+    dk = tl.load(row_pointers(p_sum_k, i_bk, i_t, NR, C, KB)) + product(dN_t, b_w.to(ACC), APART)
+    store_tile(p_dk, dk.to(p_dk.dtype.element_ty), i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
+    b_k = load_tile(p_k, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
+    dw_t = tl.load(p_sum_w + columns) + product(tl.trans(b_k).to(ACC), dN_t, APART)
+    dw_t += product(tl.trans(b_w).to(ACC), tl.load(row_pointers(p_dS, i_bk, i_t, NR, C, C)), APART)
+    dw_t += product(tl.load(p_dU + columns), tl.load(row_pointers(p_solve, i_bk, i_t, NR, C, C)), APART)
+    store_tile(p_dw, tl.trans(dw_t).to(p_dw.dtype.element_ty), i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)

@@ -14,7 +14,7 @@ from triton import JITFunction
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.path.arguments import PathInputs
-from needlework.ops.path.engine.blocks import group, spread, turn, unwind
+from needlework.ops.path.engine.blocks import group, release, spread, turn, unwind
 from needlework.ops.path.engine.forward import attend
 from needlework.ops.path.engine.keys import keys, transfers
 from needlework.ops.path.engine.prepare import collect, compose, prepare
@@ -27,10 +27,11 @@ from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
 ENGINE = "path/engine"
-KERNELS = prepare, collect, compose, attend, sweep, keys, transfers, spread, group, turn, unwind
+KERNELS = prepare, collect, compose, attend, sweep, keys, transfers, spread, group, turn, unwind, release
 # flag -> arguments that kernels read with it alone
 ONLY_WITH = {
     "SOFT": ("p_dv", "p_sum_v"),
+    "KEEP": ("p_X",),
     "PAGES": ("p_start", "p_table", "p_page_k", "p_page_v", "p_given"),
 }
 SCRATCH = 1 << 28  # bytes of x and y that a panel of the backward keeps, unless a block of every head takes more
@@ -79,8 +80,8 @@ class Walk(NamedTuple):
         """Columns of tiles of keys and of values."""
         return padded(self.K), padded(self.V)
 
-    def launch(self, kernel: JITFunction, grid: tuple[int, ...], *arguments: object) -> None:
-        run(kernel, grid, *arguments, **self.constants(kernel))
+    def launch(self, kernel: JITFunction, grid: tuple[int, ...], *arguments: object, **flags: int) -> None:
+        run(kernel, grid, *arguments, **self.constants(kernel), **flags)
 
     def constants(self, kernel: JITFunction) -> Constants:
         return constants(
@@ -103,6 +104,7 @@ class Prepared(NamedTuple):
     k2: Tensor  # [NR KB]
     H: Tensor  # [blocks KB KB]
     H2: Tensor  # [blocks KB KB]
+    X: Tensor | None  # [NR C], for the backward
 
 
 def constants(
@@ -120,17 +122,19 @@ def constants(
     return {name: x for name, x in known.items() if name in kernel.arg_names} | own
 
 
-def prepared(walk: Walk, x: PathInputs) -> Prepared:
+def prepared(walk: Walk, x: PathInputs, keep: bool = False) -> Prepared:
+    """keep: with what the backward wants."""
     B, HK, rows, blocks, (KB, _) = walk.B, walk.HK, walk.rows, walk.blocks, walk.widths
     U, k2 = (x.k.new_empty(B, HK, rows, KB) for _ in range(2))
     k1 = walk.number(x.k, B, HK, rows, KB) if walk.pages and walk.soft else torch.empty_like(U)
     R = x.k.new_empty(B, HK, rows, walk.C)
     H, H2 = (walk.number(x.k, B, HK, blocks, KB, KB) for _ in range(2))
+    X = walk.number(x.k, B, HK, rows, walk.C) if keep else None
     grid, (cum, N) = (B * HK * blocks,), walk.align[:2]
-    walk.launch(prepare, grid, x.k, x.w, x.beta, U, R, k1, H, walk.T, rows)
+    walk.launch(prepare, grid, x.k, x.w, x.beta, U, R, k1, H, X, walk.T, rows, KEEP=int(keep))
     walk.launch(collect, grid, k1, H, k2, cum, rows, N)
     walk.launch(compose, (B * HK * blocks * cdiv(KB, 64),), H, H2, cum, rows, N)
-    return Prepared(U, R, k1, k2, H, H2)
+    return Prepared(U, R, k1, k2, H, H2, X)
 
 
 def forward(walk: Walk, x: PathInputs) -> tuple[Tensor, Tensor]:
@@ -138,7 +142,7 @@ def forward(walk: Walk, x: PathInputs) -> tuple[Tensor, Tensor]:
     o = x.q.new_empty(walk.B, walk.T, walk.H, walk.V)
     lse = walk.number(x.q, walk.B, walk.H, walk.rows)
     if o.numel():
-        U, R, k1, k2, H, H2 = prepared(walk, x)
+        U, R, k1, k2, H, H2, _ = prepared(walk, x)
         walk.launch(
             attend, (walk.B * walk.H, walk.blocks), x.q, x.k, x.v, x.w, U, R, k1, k2, H, H2, walk.align.cum, o, lse,
             None, None, None, None, walk.T, walk.rows, walk.align.N, walk.window or 0, 0, 0, 0, 0,
@@ -153,7 +157,7 @@ def backward(walk: Walk, do: Tensor, o: Tensor, lse: Tensor, x: PathInputs) -> P
         return PathInputs(*each(Tensor.zero_, *found))
     D = walk.number(do, walk.B, walk.H, walk.rows, zeros=True)
     D[:, :, : walk.T] = (do.to(D.dtype) * o.to(D.dtype)).sum(-1).transpose(1, 2)
-    descend(walk, do, lse, D, x, prepared(walk, x), found)
+    descend(walk, do, lse, D, x, prepared(walk, x, keep=True), found)
     return found
 
 
@@ -162,7 +166,7 @@ def descend(walk: Walk, do: Tensor, lse: Tensor, D: Tensor, x: PathInputs, made:
     solve's values have theirs already: found.v is not read."""
     B, T, Hq, HK, rows, blocks, C, (KB, VB) = walk.B, walk.T, walk.H, walk.HK, walk.rows, walk.blocks, walk.C, walk.widths
     (cum, N), W = walk.align[:2], walk.window or 0
-    U, R, k1, k2, H, H2 = made
+    U, R, k1, k2, H, H2, X = made
     dk1, dk2 = (walk.number(do, B, HK, rows, KB, zeros=True) for _ in range(2))
     dv = walk.number(do, B, HK, rows, VB, zeros=True) if walk.soft else None
     dH, dH2 = (torch.zeros_like(H) for _ in range(2))
@@ -190,7 +194,9 @@ def descend(walk: Walk, do: Tensor, lse: Tensor, D: Tensor, x: PathInputs, made:
         found.v if walk.soft else None, T, rows, N, W,
     )  # fmt: skip
     walk.launch(turn, by_block, x.w, U, R, dk1, dH, dR, dU, sum_k, sum_w, T, rows)
-    walk.launch(unwind, by_block, x.k, x.w, x.beta, cum, dR, dU, sum_k, sum_w, found.k, found.w, found.beta, T, rows, N)
+    left = [torch.empty_like(dR) for _ in range(3)]
+    walk.launch(unwind, by_block, x.k, x.w, x.beta, X, cum, dR, dU, *left, found.beta, T, rows, N)
+    walk.launch(release, by_block, x.k, x.w, cum, dU, *left, sum_k, sum_w, found.k, found.w, T, rows, N)
 
 
 def walk_of(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> Walk:
@@ -311,6 +317,8 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
 def compile_case(kernel: JITFunction, types: dict[str, str], wide: str, known: Constants) -> Case:
     """types: of arguments that are no pointers to `wide` numbers."""
     known, options = split(known)
+    if "KEEP" in kernel.arg_names:
+        known |= {"KEEP": known.get("KEEP", 1)}
     known |= absent(kernel, known, ONLY_WITH)
     # a dV of later queries is summed; dV itself is written
     types = types | ({"p_dv": types["p_do"]} if kernel is group else {})

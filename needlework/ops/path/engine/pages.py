@@ -178,7 +178,7 @@ def _launches(
     lse = walk.number(x.q, 1, walk.H, walk.rows)
     apart = page_k.stride(0), page_v.stride(0)
     walk.launch(
-        attend, (walk.H, walk.blocks), x.q, x.k, x.v, x.w, *made, cum, o, lse, line.start, table, page_k, page_v,
+        attend, (walk.H, walk.blocks), x.q, x.k, x.v, x.w, *made[:6], cum, o, lse, line.start, table, page_k, page_v,
         walk.T, walk.rows, N, W, PG, NB, *apart,
     )  # fmt: skip
     keep(walk, x, made, state, line, slots, table, rows, ends)

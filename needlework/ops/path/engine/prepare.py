@@ -10,24 +10,33 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.runs import row_pointers
-from needlework.ops.path.engine.tiles import product, solved, square_pointers, superblock
+from needlework.ops.common.kernels.tile import load_tile
+from needlework.ops.path.engine.tiles import coupled, inverse, load_beta, product, square_pointers, superblock
 
 
 @triton.jit(do_not_specialize=["T", "NR"])
 def prepare(
-    p_k, p_w, p_beta, p_U, p_R, p_k1, p_H, T, NR,
-    HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    p_k, p_w, p_beta, p_U, p_R, p_k1, p_H, p_X, T, NR,
+    HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, KEEP: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr,
+    ST: tl.constexpr,
 ):  # fmt: skip
     """One block and key-value head. p_U, p_k1 [B HK NR KB], p_R [B HK NR C] in ST, p_H [B HK blocks KB KB] in ACC. Where a state is to
-    keep k¹, it is in ACC too."""
+    keep k¹, it is in ACC too. KEEP: p_X [B HK NR C] in ACC, (I + Diag(β) S)⁻¹ for the backward."""
     blocks = NR // C
     i_bh = tl.program_id(0) // blocks
     i_block = tl.program_id(0) % blocks
     i_t = i_block * C
-    b_w, b_k, beta, _, X, N = solved(p_k, p_w, p_beta, i_bh // HK, i_t, i_bh % HK, T, HK, K, KB, C, ACC, APART)
+    i_b = i_bh // HK
+    i_h = i_bh % HK
+    b_w = load_tile(p_w, i_b, i_t, i_h, 0, T, HK, K, C, KB, 0)
+    beta = load_beta(p_beta, i_b, i_t, i_h, T, HK, C, ACC)
+    X = inverse(coupled(b_w, b_w, C, ACC) * beta[:, None], C, APART)
+    if KEEP:
+        tl.store(row_pointers(p_X, i_bh, i_t, NR, C, C), X)
+    b_k = load_tile(p_k, i_b, i_t, i_h, 0, T, HK, K, C, KB, 0)
     M = X * beta[None, :]
     U = product(M, b_w.to(ACC), APART)
-    R = product(M, N, APART)
+    R = product(M, coupled(b_w, b_k, C, ACC), APART)
     tl.store(row_pointers(p_U, i_bh, i_t, NR, C, KB), U.to(ST))
     tl.store(row_pointers(p_R, i_bh, i_t, NR, C, C), R.to(ST))
     w_t = tl.trans(b_w).to(ACC)

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.runs import sequence_of
-from needlework.ops.common.kernels.tile import load_tile
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -48,17 +47,10 @@ def load_beta(p_beta, i_b, i_t, i_h, T, H: tl.constexpr, C: tl.constexpr, ACC: t
 
 
 @triton.jit
-def solved(p_k, p_w, p_beta, i_b, i_t, i_h, T, H: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr, APART: tl.constexpr):  # fmt: skip
-    """A block's W, K, β, S = stril(W Wᵀ), X = (I + Diag(β) S)⁻¹ and N = stril(W Kᵀ)."""
-    b_w = load_tile(p_w, i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
-    b_k = load_tile(p_k, i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
-    beta = load_beta(p_beta, i_b, i_t, i_h, T, H, C, ACC)
+def coupled(b_w, b_k, C: tl.constexpr, ACC: tl.constexpr):
+    """N = stril(W Kᵀ) of a block, or S of W and W."""
     o = tl.arange(0, C)
-    below = o[:, None] > o[None, :]
-    S = tl.where(below, tl.dot(b_w, tl.trans(b_w), input_precision="ieee", out_dtype=ACC), 0.0)
-    N = tl.where(below, tl.dot(b_w, tl.trans(b_k), input_precision="ieee", out_dtype=ACC), 0.0)
-    X = inverse(S * beta[:, None], C, APART)
-    return b_w, b_k, beta, S, X, N
+    return tl.where(o[:, None] > o[None, :], tl.dot(b_w, tl.trans(b_k), input_precision="ieee", out_dtype=ACC), 0.0)
 
 
 @triton.jit

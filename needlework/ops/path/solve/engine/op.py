@@ -17,7 +17,7 @@ from triton import JITFunction
 
 from needlework.ops.path.arguments import PathInputs
 from needlework.ops.path.engine import op as engine
-from needlework.ops.path.engine.blocks import group, spread, turn, unwind
+from needlework.ops.path.engine.blocks import group, release, spread, turn, unwind
 from needlework.ops.path.engine.keys import keys, transfers
 from needlework.ops.path.engine.op import Prepared, Walk, descend, prepared
 from needlework.ops.path.engine.sweep import sweep
@@ -63,13 +63,13 @@ class Blocks(NamedTuple):
     x0: Tensor  # [B HK NR KB]
 
     @classmethod
-    def of(cls, walk: Walk, own: Keys, given: Tensor | None = None) -> "Blocks":
-        """given: [N] int32 first rows of each sequence that are solved already; None: 0."""
+    def of(cls, walk: Walk, own: Keys, *, keep: bool = False, given: Tensor | None = None) -> "Blocks":
+        """keep: as in `prepared`. given: [N] int32 first rows of each sequence that are solved already; None: 0."""
         B, HK, rows, blocks, C, M, (KB, _) = walk.B, walk.HK, walk.rows, walk.blocks, walk.C, walk.M, walk.widths
-        made = prepared(walk, own.path(own.x))
+        made = prepared(walk, own.path(own.x), keep)
         P = own.x.new_empty(B, HK, blocks, M, C, C)
         X, x0 = walk.number(P, B, HK, rows, C), walk.number(P, B, HK, rows, KB)
-        U, R, k1, _, H, _ = made
+        U, R, k1, _, H, _, _ = made
         cum, N = walk.align[:2]
         programs, W = (B * HK * blocks,), walk.window or 0
         launch(walk, invert, programs, own.x, own.w, U, R, cum, given, X, x0, walk.T, rows, N, W)
@@ -122,7 +122,7 @@ def backward(walk: Walk, dy: Tensor, y: Tensor, k: Tensor, beta: Tensor, w: Tens
     if not dy.numel():
         return torch.zeros_like(k), torch.zeros_like(dy), torch.zeros_like(beta), torch.zeros_like(w)
     own = Keys.of(walk, k, beta, w)
-    blocks = Blocks.of(walk, own)
+    blocks = Blocks.of(walk, own, keep=True)
     z = solve(walk, blocks, dy, reverse=True)
     lse = walk.number(dy, walk.B, walk.HK, walk.rows).fill_(walk.scale * LOG2E)
     row, column = (torch.empty_like(k, dtype=lse.dtype) for _ in range(2))
@@ -225,6 +225,8 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
             for reverse in (False, True):
                 more = {"p_from": wide if reverse else own, "p_own": own if reverse else wide}
                 cases.append(engine.compile_case(kernel, types | more, wide, of(kernel) | {"REV": int(reverse)}))
-        for kernel in (sweep, keys, transfers, spread, group, turn, unwind):
-            cases.append(engine.compile_case(kernel, types, wide, of(kernel)))
+        for kernel in (sweep, keys, transfers, spread, group, turn, unwind, release):
+            # a gradient of k̂ is summed with another one
+            more = {"p_dk": wide} if kernel is release else {}
+            cases.append(engine.compile_case(kernel, types | more, wide, of(kernel)))
     return cases

@@ -138,7 +138,7 @@ def _launches(
         walk.config.launch["take_past"],
     )
     given = line.past - line.start
-    blocks = Blocks.of(walk, Keys.of(walk, k, beta, w), given)
+    blocks = Blocks.of(walk, Keys.of(walk, k, beta, w), given=given)
     programs = walk.HK * walk.blocks
     shares = max(1, min(own["NP"] // programs, cdiv(min(NB * PG, walk.window or NB * PG), 4 * own["BN"])))
     sums = walk.number(v, shares, walk.HK, walk.rows, walk.widths[1])
