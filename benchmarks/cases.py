@@ -132,6 +132,17 @@ def mamba3_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V:
     }
 
 
+def one_key(generator: torch.Generator, B: int, T: int, H: int, K: int, V: int) -> dict[str, Tensor]:
+    """Mamba-2's: one query and one key for all of its H value heads."""
+    return inputs(generator, B, T, 1, K, V, HV=H)
+
+
+def expanded(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A query and a key for each value head, which the peer wants."""
+    H = x["v"].shape[2]
+    return x | {name: x[name].expand(-1, -1, H, -1).contiguous() for name in "qk"}
+
+
 def with_heads(x: dict[str, Tensor]) -> dict[str, Tensor]:
     """What the additive rule reads at Mamba-3's sizes: a query and a key for each head."""
     return {name: (x[name] + x[f"{name}_bias"]).to(x[name]) for name in "qk"} | {"v": x["v"], "g": x["g"]}
@@ -250,6 +261,21 @@ def _cleaned_gated() -> Case:
     )
 
 
+def _mamba2() -> Case:
+    K, V = SHAPES["64-heads"]["K"], SHAPES["64-heads"]["V"]
+    return Case(
+        op="mamba2",
+        at="64-heads",
+        spec=spec_of("delta/gla"),
+        inputs=one_key,
+        peer=peers.SIMPLE_GLA,
+        peer_inputs=expanded,
+        bars={"fwd": 0.6, "fwd+bwd": 0.6},
+        flops=4 * K * V + 2 * 64 * (K + V),
+        numbers=2 * V,  # a query and a key serve all heads
+    )
+
+
 def _mamba3() -> Case:
     K, V = SHAPES["64-heads"]["K"], SHAPES["64-heads"]["V"]
     additive = lambda **x: chunk_delta(**x, scale=1.0, impl="triton").o
@@ -278,5 +304,6 @@ CASES = (
     _carve(),
     _ccq(),
     _cleaned_gated(),
+    _mamba2(),
     _mamba3(),
 )
