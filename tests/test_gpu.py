@@ -291,7 +291,7 @@ def test_a_captured_prompt_of_path_serves_other_sequences(solve):
     pytest.importorskip("triton")
     g = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=g)
-    T, table = 160, torch.arange(60, dtype=torch.int32).view(3, 20).cuda()
+    T, table, slots = 160, torch.arange(60, dtype=torch.int32).view(3, 20).cuda(), torch.arange(3).cuda()
     tokens = {"k": draw(T, 2, 64).bfloat16(), "v": draw(T, 2, 64).bfloat16(), "beta": 2 * torch.rand(T, 2, generator=g)}
     tokens = on("cuda", tokens | {"w": F.normalize(draw(T, 2, 64), dim=-1).bfloat16()})
     more = {} if solve else {"q": draw(T, 8, 64).bfloat16().cuda()}
@@ -301,7 +301,7 @@ def test_a_captured_prompt_of_path_serves_other_sequences(solve):
     memory = on("cuda", memory)
 
     def call(place, memory):
-        own, where = dict(memory), dict(place, slots=torch.arange(3).cuda(), block_table=table, impl="triton")
+        own, where = dict(memory), dict(place, slots=slots, block_table=table, impl="triton")
         norms, y = own.pop("norm_pages"), own.pop("y_pages")
         if solve:
             return solve_path_pages(**tokens, **own, **where, norm_pages=norms, y_pages=y)

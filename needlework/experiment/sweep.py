@@ -7,6 +7,8 @@ runs/<name>/<mixer>-<seed>/        a run (runner.py)
 """
 
 import json
+import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,10 +41,11 @@ def sweep(
 ) -> list[Path]:
     """Runs every recipe that has no result yet. Returns the paths of the results that are still missing.
 
-    workers: runs at a time, a GPU each where there are GPUs. minutes: stop after so many, every run with a checkpoint; the same call
-    resumes. pack: a file with results of earlier calls, perhaps on other machines, which takes this call's too. ValueError for two runs of one name and seed, and what `check` raises, before anything is written. RunError for a result
+    workers: runs at a time, a GPU each where there are GPUs. minutes: stop after so many, text preparation included, every run with a checkpoint; the same
+    call resumes. pack: a file with results of earlier calls, perhaps on other machines, which takes this call's too. ValueError for two runs of one name and seed, and what `check` raises, before anything is written. RunError for a result
     of another config, and, when all others are done, for the runs that failed.
     """
+    ends = math.inf if minutes is None else time.monotonic() + 60 * minutes
     packed = {} if pack is None else read_pack(pack)
     wanted = {directory / "results" / f"{name_of(recipe)}.json": recipe for recipe in recipes}
     if len(wanted) < len(recipes):
@@ -81,7 +84,7 @@ def sweep(
 
     del texts
     try:
-        work(jobs, table, console, workers, minutes, keep, keep_ended)
+        work(jobs, table, console, workers, ends, keep, keep_ended)
     finally:
         if pack is not None:
             write_pack(pack, packed | {path.stem: read_json(path) for path in wanted if path.exists()})

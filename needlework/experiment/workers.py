@@ -33,14 +33,14 @@ def work(
     table: ProgressTable,
     console: Console,
     workers: int,
-    minutes: float | None = None,
+    ends: float = math.inf,
     on_done: Callable[[Path, dict[str, Any]], None] = lambda directory, entry: None,
     on_ended: Callable[[Path, BadStep], None] = lambda directory, error: None,
 ) -> dict[Path, dict[str, Any]]:
     """Runs every job in its directory and returns the entries of the runs that finished.
 
     on_done: called for each finished run. on_ended: called for aborted runs, which their guard ended.
-    minutes: after so many every worker saves a checkpoint and ends; the same call goes on.
+    ends: at that time of the monotonic clock every worker saves a checkpoint and ends; the same call goes on.
     A run that fails is reported on the console, and the others go on. RunError names the failed runs at the end; a mistake of ours
     keeps its traceback.
     """
@@ -49,7 +49,6 @@ def work(
     for place in range(workers):
         places.put(place)
     outcomes = _Outcomes(table, console, on_done, on_ended)
-    ends = math.inf if minutes is None else time.monotonic() + 60 * minutes
     with ProcessPoolExecutor(workers, context, _start, (progress, stop, places)) as pool:
         longest_first = sorted(jobs, key=lambda directory: -table.seconds[directory.name])
         waiting = {pool.submit(_work, jobs[directory], directory): directory for directory in longest_first}
@@ -106,7 +105,7 @@ class _Outcomes:
 
 
 def _collect(waiting: dict[Future, Path], outcomes: _Outcomes, progress: Any, stop: Any, ends: float) -> None:
-    """Until no run is waited for. After `ends`, a time of the monotonic clock, workers are asked to stop."""
+    """Until no run is waited for. After `ends` workers are asked to stop."""
     lines = Lines(outcomes.console)
     while waiting:
         done, _ = wait(waiting, timeout=0.25, return_when=FIRST_COMPLETED)
