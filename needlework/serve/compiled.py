@@ -35,13 +35,14 @@ EAGER = Passes(beginning, Block.serve, ending)
 
 
 def compiled(backend: str = "inductor") -> Passes:
-    """One decoding row makes a graph of its own, all other numbers share one, and all numbers of a prompt's tokens."""
+    """One decoding row makes a graph of its own, all other numbers share one, and all numbers of a prompt's tokens. Tables may have any number
+    of slots and pages: the few on which costs are measured, and then all that fit."""
     options = FUSED if backend == "inductor" else None
     build = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False, options=options)
     first, serve, last = build(beginning), build(Block.serve), build(ending)
 
     def begins(model: NeedleworkForCausalLM, ids: Tensor, newest: Tensor, slots: Tensor) -> Tensor:
-        with _of_any_length(ids, slots):
+        with _of_any_length(ids, newest, slots):
             return first(model, ids, newest, slots)
 
     def layer(block: Block, given: Residual, tables: Mapping[str, Tensor], batch: Batch) -> Residual:
@@ -50,7 +51,7 @@ def compiled(backend: str = "inductor") -> Passes:
             sequences = batch.slots, batch.fresh, batch.length, *(own.block_table for own in batch.pages.values())
         else:  # two prompts, of any number of tokens
             sequences = ()
-        with _of_any_length(*tokens, *sequences):
+        with _of_any_length(*tokens, *sequences, *tables.values()):
             return serve(block, given, tables, batch)
 
     def ends(

@@ -12,7 +12,7 @@ from .test_engine import Serving, generated, requests
 
 
 @pytest.mark.slow
-def test_compiled_layers_answer_as_generate_and_do_not_compile_for_each_number_of_rows():
+def test_compiled_layers_answer_as_generate_and_do_not_compile_for_each_number_of_rows_or_slots():
     kinds = {letter: mixer for letter, mixer in MIXERS.items() if letter != "C"}  # CARVE's step in PyTorch reads a value back
     torch.manual_seed(0)
     config = NeedleworkConfig(vocab_size=V, hidden_size=32, layout="".join(kinds) * 2, mixers=kinds)
@@ -20,10 +20,19 @@ def test_compiled_layers_answer_as_generate_and_do_not_compile_for_each_number_o
     asked = requests(8)
     torch._dynamo.reset()
     counters.clear()
+    passes = compiled("aot_eager")
     with Serving(model) as serving:
-        serving.runner.passes = compiled("aot_eager")
+        serving.runner.passes = passes
         found = serving.answers(asked)
         alone = serving.answers(requests(1, seed=2, answers=(5,)))
     assert found == [generated(model, request) for request in asked]
     assert alone == [generated(model, request) for request in requests(1, seed=2, answers=(5,))]
     assert counters["stats"]["unique_graphs"] < 3 * len(kinds)  # one row, and many; six numbers of rows were decoded
+    graphs = counters["stats"]["unique_graphs"]
+    with Serving(
+        model, memory=4_000_000, snapshots=3
+    ) as larger:  # as a server's tables are larger than those its costs are measured on
+        assert larger.config.slots > serving.config.slots
+        larger.runner.passes = passes
+        assert larger.answers(asked) == found
+    assert counters["stats"]["unique_graphs"] == graphs
