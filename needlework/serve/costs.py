@@ -39,8 +39,9 @@ def costs(model: NeedleworkForCausalLM, share: float, *, tokens: int, batch: int
     passes: the runner's."""
     held = model.model.held()
     pages = {window: most_pages(tokens, None, PAGE, tokens) for window in page_lines(held, PAGE)}
+    # two slots: what is compiled for tables of one serves no others
     config = SchedulerConfig(
-        length=tokens, batch=1, slots=1, slot_bytes=slot_line(held).nbytes, page=PAGE, align=1, budget=tokens,
+        length=tokens, batch=1, slots=2, slot_bytes=slot_line(held).nbytes, page=PAGE, align=1, budget=tokens,
         prefix=False,
         pools=tuple(Pool(window, n, page_lines(held, PAGE)[window].nbytes) for window, n in pages.items()),
     )  # fmt: skip
