@@ -45,6 +45,11 @@ def path_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: i
     return x | {"beta": 2 * uniform(B, T, H), "w": normalize(normal(B, T, H, K), dim=-1)}
 
 
+def wide_transitions(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """w and β in float32, which the peer asserts."""
+    return x | {name: x[name].float() for name in ("w", "beta")}
+
+
 def unit_keys(x: dict[str, Tensor]) -> dict[str, Tensor]:
     k = x["k"].float()
     return x | {"k": (k.shape[-1] ** 0.5 * normalize(k, dim=-1)).to(x["k"])}
@@ -139,6 +144,7 @@ def _path(at: str) -> Case:
         spec=spec_of("path"),
         inputs=path_inputs,
         peer=peers.PATH,
+        peer_inputs=wide_transitions,
         bars={"fwd": 0.6, "fwd+bwd": 0.6},
         flops=4 * T * (K + V),
         numbers=6 * K + 5 * V,

@@ -15,6 +15,7 @@ from needlework.ops.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.lucid import paged_lucid, solve_pages
 from needlework.ops.path import paged_path, solve_path_pages
 from needlework.ops.qdelta.spec import growing
+from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs
 from needlework.testing.budget import budgeted
 from needlework.testing.compare import assert_close, differentiate, leaves, like, make, outputs, tokens, whole
@@ -234,16 +235,19 @@ def test_a_call_by_block_table_is_within_its_budget(spec):
     assert_within_budget(found)
 
 
+@pytest.mark.parametrize("programs", (1, 4096), ids=("whole", "split"))
 @pytest.mark.parametrize("spec", LUCID_DECODE, ids=lambda spec: spec.name)
-def test_lucids_decoding_in_one_pass_is_within_its_budget(spec):
-    """Every token of sequences of 150, none and one, as a sequence of its own."""
+def test_lucids_decoding_in_one_pass_is_within_its_budget(spec, programs):
+    """Every token of sequences of 150, none and one, as a sequence of its own: the first tokens see no key before them."""
     pytest.importorskip("triton")
     inputs = inputs_of(spec.name, torch.Generator().manual_seed(0), 1, 151, "clustered", 64, 64)
     kept, wide, single = stored(on("cuda", inputs), torch.bfloat16, spec.half)
     ends = torch.tensor([0, 150, 150, 151], device="cuda")
     form = lambda call, x, **settings: dict(leaves(call(**x, cu_seqlens=ends, **settings)))
     literal = form(spec.literal, single, operand=operand(torch.bfloat16))
-    found = over_budget(form(spec.chunk, kept, impl="triton"), form(spec.chunk, wide, impl="torch"), literal, literal)
+    with forced("lucid/decode", shared={"programs": programs, "dense": programs}):
+        fast = form(spec.chunk, kept, impl="triton")
+    found = over_budget(fast, form(spec.chunk, wide, impl="torch"), literal, literal)
     assert_within_budget(found)
 
 

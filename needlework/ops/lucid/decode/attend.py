@@ -116,9 +116,12 @@ def attend(
                 b_p = tl.where((o_r == G + 1)[None, :, None], (p - b_p.to(ACC)).to(b_y.dtype), b_p)
             acc = tl.reshape(plus_product(tl.reshape(acc, [RUNS, BM, BV]), b_p, b_y, not HALF), [RUNS * BM, BV])
 
-    m_runs = tl.reshape(m * sc, [RUNS, BM])
-    M = tl.max(m_runs, 0)
-    share = tl.exp2(m_runs - M[None, :])
+    m_runs = tl.reshape(m, [RUNS, BM])
+    top = tl.max(m_runs, 0)
+    # exactly 1 in the run of the maximum, also of no key: as in `soften`, products of each would leave their rounding
+    rows_sc = factors(solving, SCALE, SOLVE, ACC)
+    share = tl.exp2((m_runs - top[None, :]) * rows_sc[None, :])
+    M = top * rows_sc
     L = tl.sum(tl.reshape(l, [RUNS, BM]) * share, 0)
     S = tl.sum(tl.reshape(acc, [RUNS, BM, BV]) * share[:, :, None], 0)
     if SPLIT:
@@ -136,7 +139,7 @@ def attend(
         beta = 1.0
         if BETA:
             beta = tl.load(p_beta + i_n * HK + i_kv).to(ACC)
-        o, b_y = finished(S, M, L, b_q, factors(solving, SCALE, SOLVE, ACC), solving, b_k, b_v, beta, SOLVE, ROWMAX, ACC, OT)
+        o, b_y = finished(S, M, L, b_q, rows_sc, solving, b_k, b_v, beta, SOLVE, ROWMAX, ACC, OT)
         o = tl.where(live > 0, o, 0.0).to(OT)
         tl.store(p_o + (i_n * H + i_h)[:, None] * V + o_v[None, :], o, mask=ours[:, None] & (o_v < V)[None, :])
         row = tl.where(live > 0, tl.load(p_rows + i_n), -1)
