@@ -12,6 +12,9 @@ from needlework.testing.compare import EXACT, poisoned, relative
 from needlework.testing.rows import covering
 from tests.ops.test_conv import SERVED, STEPS, Table, check_slots_are_the_loop, check_steps_are_a_chunk, inputs
 
+pytest.importorskip("triton")
+from needlework.ops.conv.depthwise.op import tokens_of_a_run
+
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
 SMALL = {"BC": 16, "BT": 8}  # channels past a block's end, and sequences in several programs
@@ -127,3 +130,14 @@ def test_the_operators_pass_opcheck(ends):
     torch.library.opcheck(
         conv_step_triton, (x[:, 0].repeat(2, 1)[:2], weight, table.state, table.slots, "add", [5], False), test_utils=values
     )
+
+
+def test_a_prompt_s_runs_are_short_and_change_no_bit():
+    assert [tokens_of_a_run(3, T, 128, 1056, 8) for T in (1, 512, 4096, 65536)] == [8, 8, 8, 128]
+    assert tokens_of_a_run(1, 10**6, 128, 1056, 8) == 128
+    x, weight = inputs(150)
+    found = []
+    for programs in (1, 10**6):
+        with forced("conv/depthwise", shared={"programs": programs}):
+            found.append(torch.cat(causal_conv(x, weight, impl="triton")[0], -1))
+    assert torch.equal(*found)

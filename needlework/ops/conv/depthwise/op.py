@@ -174,7 +174,18 @@ def _launch(kernel, config: LaunchConfig, x: Tensor, part: Tensor, form: Form, p
     sizes = {"C": C, "ROW": x.shape[-1], "STRIDE": _stride(past.state), "PACKED": int(packed)}
     own = _constants(config, kernel, x.dtype, form, **sizes)
     around = past.position if packed else x, past.state, past.document, past.slots, past.fresh
-    run(kernel, (cdiv(C, own["BC"]), cdiv(T, own["BT"]), B), *given, *around, T, **own)
+    blocks = cdiv(C, own["BC"])
+    if kernel is conv_forward_kernel:
+        own["BT"] = tokens_of_a_run(B * blocks, T, own["BT"], **config.launch["shared"])
+    run(kernel, (blocks, cdiv(T, own["BT"]), B), *given, *around, T, **own)
+
+
+def tokens_of_a_run(blocks: int, T: int, most: int, programs: int, least: int) -> int:
+    """Of each of so many blocks of channels: `most`, halved down to `least` until the machine has its `programs`. A run's first and last
+    tokens are read twice, so that long runs read less; a prompt alone would leave most of a GPU without one."""
+    while most > least and blocks * cdiv(T, most) < programs:
+        most //= 2
+    return most
 
 
 def _constants(config: LaunchConfig, kernel, dtype: torch.dtype, form: Form, **sizes: object) -> Constants:
