@@ -85,10 +85,8 @@ def solve_pages(
         from needlework.ops.lucid.step import lucid_decode
 
         tokens = each(Tensor.contiguous, k, v, beta)
-        tables = each(Tensor.contiguous, block_table, length, rows)
-        if cu_seqlens is None:
-            return lucid_decode(*tokens, k_pages, y_pages, *tables, rowmax, window)
-        return lucid_prefill(*tokens, k_pages, y_pages, *tables, cu_seqlens.contiguous(), rowmax, window)
+        solved = lucid_decode if cu_seqlens is None else lucid_prefill
+        return solved(*tokens, k_pages, y_pages, *each(Tensor.contiguous, *where), rowmax, window)
     if path == "torch":
         return lucid_by_table(k, v, beta, k_pages, y_pages, *where, rowmax, window)
     check_placement_data(where, len(k), *k_pages.shape[:2])
@@ -152,7 +150,8 @@ def paged_lucid(
     """
     check_tokens(k, v, beta, "T Hkv", precondition)
     solved_in = solve_window(window, solve)
-    check_placement(k, v, k_pages, y_pages, Placement(block_table, length, rows, cu_seqlens))
+    placement = Placement(block_table, length, rows, cu_seqlens)
+    check_placement(k, v, k_pages, y_pages, placement)
     check_pages(q, k_pages, y_pages, block_table, length, cu_seqlens, window)
     check_scale(scale)
     fit = lambda: misfit("lucid/decode", k.device, k.dtype, k.shape[-1], v.shape[-1])
@@ -160,7 +159,7 @@ def paged_lucid(
         from needlework.ops.lucid.decode.op import lucid_attend
 
         rowmax = precondition == "rowmax"
-        return lucid_attend(q, k, v, beta, k_pages, y_pages, block_table, length, rows, rowmax, solved_in, window, scale)
+        return lucid_attend(q, k, v, beta, k_pages, y_pages, *placement, rowmax, solved_in, window, scale)
     where = {"block_table": block_table, "length": length, "cu_seqlens": cu_seqlens, "window": window, "impl": impl}
     settings = {"precondition": precondition, "solve": solve, "rows": rows}
     solve_pages(k, v, beta, k_pages=k_pages, y_pages=y_pages, **settings, **where)

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import block
+from needlework.ops.lucid.arguments import LucidInputs
 from needlework.ops.lucid.solve.intra_bwd import key_gradient
 from needlework.ops.lucid.solve.operands import inverses, keys, peak, scale, top
 from needlework.ops.lucid.solve.scan import before_panel, panel, solve
@@ -87,11 +88,12 @@ class Saved(NamedTuple):
     inverse: Tensor  # less the identity
     Y: Tensor
     counters: Tensor
-    more: Tensor  # "beta": V − U; "rowmax": the row of x that μ is of; empty otherwise
+    more: Tensor | None  # "beta": V − U; "rowmax": the row of x that μ is of
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, beta: bool, rowmax: bool, save: bool, config: LaunchConfig, N: int) -> "Saved":
-        """Places for N sequences of aligned k and v."""
+    def of(cls, tokens: LucidInputs, rowmax: bool, save: bool, config: LaunchConfig, N: int) -> "Saved":
+        """Places for N sequences of aligned tokens."""
+        k, v, beta = tokens
         B, T, H, V = v.shape
         C, K = config.launch["shared"]["C"], k.shape[-1]
         NR, wide, operand = cdiv(T, C) * C, accumulator(k.dtype), _operand(k.dtype)
@@ -103,7 +105,7 @@ class Saved(NamedTuple):
         if rowmax:
             more = new(dtype=torch.int32)
         else:
-            more = torch.empty_like(Y) if beta and save else k.new_empty(0, dtype=operand)
+            more = torch.empty_like(Y) if beta is not None and save else None
         return cls(x, new(dtype=wide), new(C), Y, counters(k, max(B, N) * H), more)
 
 
@@ -114,14 +116,15 @@ def counters(k: Tensor, chains: int) -> Tensor:
 
 
 def forward(
-    k: Tensor, v: Tensor, beta: Tensor | None, task: Task, *, save: bool, first: Callable[[Tensor], None] | None = None
+    tokens: LucidInputs, task: Task, *, save: bool, first: Callable[[Tensor], None] | None = None
 ) -> tuple[Tensor, Saved]:  # fmt: skip
     """y [B T H V] of aligned tokens. first: makes v, and "rowmax"'s μ [1 B·H NR] of these tokens one over more columns, before either is
     read; y then has v's dtype."""
+    k, v, beta = tokens
     T, H, V = v.shape[1:]
     N, W = task.align.N, task.window or 0
     c = constants(task.config, k.dtype, H, k.shape[-1], V, task.rowmax, beta is not None, bool(W), task.packed)
-    x, row, inverse, Y, counts, more = saved = Saved.of(k, v, beta is not None, task.rowmax, save, task.config, N)
+    x, row, inverse, Y, counts, more = saved = Saved.of(tokens, task.rowmax, save, task.config, N)
     NR, C = inverse.shape[2:]
     y = torch.empty_like(v)
     if y.numel():
@@ -137,10 +140,8 @@ def forward(
     return y, saved
 
 
-def backward(
-    dy: Tensor, v: Tensor, beta: Tensor | None, saved: Saved, K: int, task: Task
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dk, dv, dβ of aligned tokens; v has the pages' y in front, and so has dv their gradient."""
+def backward(dy: Tensor, v: Tensor, beta: Tensor | None, saved: Saved, K: int, task: Task) -> LucidInputs:
+    """Gradients of aligned tokens; v has the pages' y in front, and so has dv their gradient."""
     x, row, inverse, Y, counts, more = saved
     B, T, H, V = dy.shape
     c = constants(task.config, dy.dtype, H, K, V, task.rowmax, beta is not None, bool(task.window), task.packed)
@@ -160,7 +161,7 @@ def backward(
             beta, v, dy, dk, dbeta, peak_y, peak_z, rows_y, rows_z, task.cum,
             T, NR, task.align.N, task.window or 0, **c["key_gradient"],
         )  # fmt: skip
-    return dk, dv, dbeta
+    return LucidInputs(dk, dv, dbeta)
 
 
 def launch_solve(
