@@ -288,7 +288,7 @@ class Engine:
         self._stats = before._replace(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            slots_free=scheduler.slots.free,
-            pages_free=tuple((window, pool.free) for window, pool in scheduler.pages.items()),
+            slots_free=scheduler.memory.slots.free,
+            pages_free=tuple((window, pool.free) for window, pool in scheduler.memory.pages.items()),
             **{name: getattr(before, name) + n for name, n in more.items()},
         )

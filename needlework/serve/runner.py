@@ -16,13 +16,13 @@ from needlework.layers.projection import laying
 from needlework.models import NeedleworkForCausalLM
 from needlework.models.modeling import Residual
 from needlework.serve.batch import Inputs, Shape
+from needlework.serve.capacity import SchedulerConfig
 from needlework.serve.compiled import EAGER, Passes
 from needlework.serve.graphs import Call, Decoding, Graph, Prefilling, alone, padded, rows, tokens
 from needlework.serve.holders import Holders
 from needlework.serve.pools import most_pages
 from needlework.serve.request import Request
 from needlework.serve.sampling import Counts, logprobs
-from needlework.serve.scheduler import SchedulerConfig
 from needlework.serve.staging import Staging
 from needlework.serve.step import Admitted, Step
 from needlework.serve.tables import Tables
