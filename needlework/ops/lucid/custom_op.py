@@ -85,7 +85,10 @@ def lucid_bwd(
 
 
 @fake(lucid_bwd)
-def fake_gradients(dy: Tensor, final: PageRows, saved: object, tokens: LucidInputs, pages: LucidState, *_):
+def fake_gradients(
+    dy: Tensor, final: PageRows, saved: object, tokens: LucidInputs, pages: LucidState, *settings: object
+) -> tuple[LucidInputs, PageRows]:
+    """Those of a fake operator."""
     empty = lambda x: x.new_empty(x.shape)
     return LucidInputs(*each(empty, *tokens)), PageRows(*each(empty, pages.k, pages.y))
 
