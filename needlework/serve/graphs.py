@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.models.modeling import Residual
+from needlework.models.block import Residual
 from needlework.serve.batch import Inputs, Shape
 from needlework.serve.holders import Holders
 from needlework.serve.request import Request

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from needlework.layers.projection import laying
 from needlework.models import NeedleworkForCausalLM
-from needlework.models.modeling import Residual
+from needlework.models.block import Residual
 from needlework.serve.batch import Inputs, Shape
 from needlework.serve.capacity import SchedulerConfig
 from needlework.serve.compiled import EAGER, Passes

@@ -20,7 +20,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cach
 
 from needlework.layers.batch import Batch, Pages
 from needlework.layers.state import size
-from needlework.models.modeling import NeedleworkForCausalLM, Residual
+from needlework.models.block import Residual
+from needlework.models.modeling import NeedleworkForCausalLM
 from needlework.serve.bins import Plan, Step, bin_of
 
 

@@ -36,7 +36,7 @@ from needlework.layers.state import map_state
 
 
 class StatePassing:
-    """What a model calls around each block (`models/modeling.py: StatePassing`), on one rank of the axis that splits the sequence.
+    """What a model calls around each block (`models/block.py: StatePassing`), on one rank of the axis that splits the sequence.
 
     One for each model. mesh: that axis alone, e.g. `mesh["sequence"]`; messages are point to point in its group, gloo or NCCL.
     All segments of a sequence are of one length, which `segment` sees to. Raises ValueError for a mesh of several axes.
