@@ -19,7 +19,8 @@ from needlework.ops.common.kernels.tile import block
 from needlework.ops.lucid.arguments import LucidInputs
 from needlework.ops.lucid.solve.intra_bwd import key_gradient
 from needlework.ops.lucid.solve.operands import inverses, keys, peak, scale, top
-from needlework.ops.lucid.solve.scan import before_panel, panel, solve
+from needlework.ops.lucid.solve.panels import before_panel, panel
+from needlework.ops.lucid.solve.scan import solve
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
