@@ -1,4 +1,4 @@
-"""How the launch tables do at shapes that nobody timed: the milliseconds of the row that is picked, over the best that is found there.
+"""How the launch tables do at shapes that were not timed: the milliseconds of the row that is picked, over the best that is found there.
 
     python benchmarks/held_out.py [--rules gated kda] [--calls 10] [--seed 21] [--out FILE]
 

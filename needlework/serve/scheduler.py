@@ -10,10 +10,10 @@ The life of a request, and what it owns:
 
 - Decodes come first, then prefills by arrival within a budget of tokens. A prefill is cut at multiples of `align` only.
 - The first of those that wait is admitted once there is a slot, and the pages of its next chunk; beyond these, a page stays free for
-  each sequence that runs, so that what was just admitted is not parked in the next step. Nobody overtakes it.
+  each sequence that runs, so that what was just admitted is not parked in the next step. No request overtakes it.
 - A sequence short of pages takes those of snapshots, then those of the youngest one that runs, which is parked, or computed again from
   its tokens once the host's memory is full. The youngest itself waits. A prefill takes nothing from a decode of the same step.
-- Steps may be planned ahead of their tokens. A sequence whose newest token the host has not heard is not parked: it is left out of
+- Steps may be planned ahead of their tokens. A sequence whose newest token the host does not have is not parked: it is left out of
   steps until the token has come.
 """
 
@@ -47,7 +47,7 @@ class _Plan:
         self.left = budget
         self.ends: dict[Sequence, int] = {}  # tokens computed after the step
         self.admitted: list[Admitted] = []
-        self.held_back: set[Sequence] = set()  # others wait for their pages: they do not run, and nobody is admitted
+        self.held_back: set[Sequence] = set()  # others wait for their pages: they do not run, and no request is admitted
 
     def add(self, seq: Sequence, end: int) -> None:
         self.ends[seq] = end

@@ -20,7 +20,7 @@ class Sequence:
     request: Request
     arrival: int
     pages: dict[Window, array]
-    tokens: array  # the prompt, and the answer as far as the host has heard
+    tokens: array  # the prompt, and the answer as far as the host has it
     goal: int  # tokens to prefill
     computed: int = 0  # tokens in slot and pages once the steps planned so far have run
     holds: int = 0  # tokens for which it has pages, while it runs

@@ -26,7 +26,7 @@ class Described(ModelArchConfigConvertorBase):
         super().__init__(hf_config, *more, **options)
         self.plan = Plan.of(hf_config, torch.float32)
         # vLLM takes a model for one with slots if a layer's type is not "full_attention", and ours with a memory or a convolution is.
-        # The config itself lets nobody change it.
+        # The config's own setter refuses it.
         vars(hf_config)["layer_types"] = ["linear_attention" if held.fixed else "full_attention" for held in self.plan.held]
 
     def get_total_num_attention_heads(self) -> int:

@@ -18,7 +18,7 @@ class Rows(NamedTuple):
 
 
 def l2norm(x: Tensor, impl: Impl = "torch", **_: object) -> Rows:
-    """Rows of unit norm; every form of it is the same, and no sequence is anything to it."""
+    """Rows of unit norm; every form of it is the same, and sequences do not matter to it."""
     from needlework.ops.unit.rows import l2_rows
 
     return Rows((l2_rows if impl == "triton" else unit_rows)(x))

@@ -49,7 +49,7 @@ class StatePassing:
             )
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         self._forms: dict[tuple, _Form] = {}  # of states that arrive and leave, by layer and shape of x
-        self._sent: list[tuple[dist.Work | None, Tensor]] = []  # sends whose completion nobody has waited for
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []  # sends that may not be complete
         self._arrived: list[Tensor] = []  # this layer's state, between `receive` and `send`
 
     def segment(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def forward(tokens: LucidInputs, pages: LucidState, *, rowmax: bool, window: int
     beta = None if beta is None else fold(torch.cat([beta.new_zeros(page_k.shape[:3]), beta], 1)[..., None])
     for rows, _, past, A, _ in matrix.block_rows(chunk_size):
         C = A.shape[1]
-        # contiguous: how a solve rounds depends on its operand's strides, and β = 1 is to be no β, to the bit
+        # contiguous: how a solve rounds depends on its operand's strides, and β = 1 has to equal no β, to the bit
         own, u = A[..., -C:].contiguous(), torch.baddbmm(y[:, rows], A[..., :-C], y[:, past], alpha=-1)
         if beta is not None:
             own, u = beta[:, rows] * own, beta[:, rows] * u

@@ -51,7 +51,7 @@ def solve_pages(
     length: [N] int32 or int64: tokens of each sequence, the new ones included, at most NB · PG; −1: a padded row, whose tokens
         are zeros, and which touches nothing.
     rows: [T] int64: the row that takes each new token's k and y, page · PG + row in the page; −1: none does.
-    cu_seqlens: [N+1]: sequence n's new tokens are cu_seqlens[n] … cu_seqlens[n + 1); those from cu_seqlens[N] on are nobody's, and
+    cu_seqlens: [N+1]: sequence n's new tokens are cu_seqlens[n] … cu_seqlens[n + 1); those from cu_seqlens[N] on belong to none, and
         zeros. None: decoding, one new token a sequence, T = N.
     precondition, window, solve: as in `chunk_lucid`; a global solve reads every row.
     Returns y [T Hkv V] in k's dtype; no gradient. Error as `chunk_lucid`: new rows are solved against new rows before these are
@@ -130,7 +130,7 @@ def paged_lucid(
     The other arguments as in `solve_pages`: k, v and beta of the new tokens, the pages, which then hold them too, and the tables. With
         precondition="qk" q and k are as they score. A global solve is read in the window.
     rows: −1 in padded rows alone: several new tokens of a sequence find each other in the pages.
-    Returns o [T Hq V] in q's dtype; zeros in padded rows and of nobody's tokens; no gradient.
+    Returns o [T Hq V] in q's dtype; zeros for padded rows and for tokens of no sequence; no gradient.
     Error: within 2 × the larger of the definition's, the blocked form's and the output rounding's own.
     impl: as in `solve_pages`. Without cu_seqlens the kernels read each row of the pages once, for the solve and for up to 30 query heads a
         key-value head; with it, or with more heads, they solve and then attend, as the other forms always do.

@@ -126,7 +126,7 @@ def _(tokens: LucidInputs, *_):
 
 
 def _task(k: Tensor, v: Tensor, where: Placement, rowmax: bool, window: int | None) -> Task:
-    """Blocks of sequences that have pages and those that have none alike; none of padded rows and of tokens that are nobody's."""
+    """Blocks of sequences that have pages and those that have none alike; none of padded rows and of tokens of no sequence."""
     config = launch_config(SOLVE, k.device, k.dtype, k.shape[-1], v.shape[-1])
     C, T, N = config.launch["shared"]["C"], len(k), len(where.length)
     new = torch.where(where.length >= 0, where.ends(T).diff(), 0)

@@ -157,7 +157,7 @@ def write(
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, SAVE_R: tl.constexpr, ZV: tl.constexpr,
     HALF: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """What nobody waits for: y as the caller's numbers, and of what is gathered, z, the largest norm of a row, which bounds the
+    """What no program waits for: y as the caller's numbers, and of what is gathered, z, the largest norm of a row, which bounds the
     gradient of A. SAVE_R: also R = V − U. ZV: also z_i·v_i, the gradient of a row's maximum."""
     at, real = token_pointers(p_out, i_bh // H, i_block * C, i_bh % H, T, H, V, C, VB)
     tl.store(at, (y * down).to(p_out.dtype.element_ty), mask=real)
