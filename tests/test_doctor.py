@@ -15,8 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from needlework.ops.delta import chunk_delta
-from needlework.ops.delta.op import DeltaOutput
+from needlework.ops.delta import DeltaOutput, chunk_delta
 from needlework.ops.runtime import denylist, launch_configs
 from needlework.ops.runtime.target import TARGETS, for_amd
 from needlework.testing import builds, compare, doctor, helpers, processes, steps, target_inputs, targets, verdict

@@ -1,29 +1,19 @@
 """The delta family's public op: three forms of one recurrence. Arguments, mathematics and the registered fast path lie beside it."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.operands import Operand, identity
-from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.packing import sequences
 from needlework.ops.common.shapes import check, check_count, check_slots, now, width
-from needlework.ops.delta import reference
 from needlework.ops.delta.arguments import Prediction, check_rule, check_states, checked, checked_state, direction
 from needlework.ops.delta.custom_op import delta_fwd
-from needlework.ops.delta.engines import by_channel, kernels, unit
 from needlework.ops.delta.inputs import DeltaInputs, SlotTable
+from needlework.ops.delta.recurrent import DeltaOutput, recurrent_delta
+from needlework.ops.delta.scaling import PowersOfTwo
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
 from needlework.ops.slots.table import Live, Sequences
-
-
-class DeltaOutput(NamedTuple):
-    """o [B T HV V] in q's dtype; state [N HV K V], float32 or wider, or None unless asked for."""
-
-    o: Tensor
-    state: Tensor | None
 
 
 def chunk_delta(
@@ -104,7 +94,7 @@ def chunk_delta(
         inputs=(q, k, v, g, beta, erase, write, q_read),
     )  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    engine = "delta/channel" if by_channel(g, erase, prediction) else "delta/scalar"
+    engine = "delta/channel" if _by_channel(g, erase, prediction) else "delta/scalar"
     path = resolve("delta", impl, q.device, lambda: misfit(engine, q.device, q.dtype, q.shape[-1], v.shape[-1]))
     if state is not None and path != "triton":
         found = Sequences.of(slots, fresh, N, q.shape[1], cu_seqlens, q.device)
@@ -126,7 +116,7 @@ def chunk_delta(
         initial_state = None if initial_state is None else initial_state.to(width(q))
         inputs = DeltaInputs(read, k, v, g, beta, erase=erase, write=write, initial_state=initial_state)
         table = None if state is None else SlotTable(state, slots, fresh)
-        o, final = kernels(inputs, table, cu_seqlens, scale, prediction)
+        o, final = _kernels(inputs, table, cu_seqlens, scale, prediction)
         return DeltaOutput(o, final if output_final_state else None)
     rule = checked(q, k, v, g, beta, erase, write, prediction, q_read, l2norm)
     initial_state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
@@ -138,46 +128,65 @@ def chunk_delta(
     return DeltaOutput(o.to(q.dtype), state if output_final_state else None)
 
 
-def recurrent_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    *,
-    erase: Tensor | None = None,
-    write: Tensor | None = None,
-    prediction: Prediction = "decayed",
-    q_read: Tensor | None = None,
-    scale: float | None = None,
-    l2norm: bool = False,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    operand: Operand = identity,
-) -> DeltaOutput:
-    """The definition, token by token, under autograd: `chunk_delta`'s equation, arguments, contract and errors.
+def _by_channel(g: Tensor | None, erase: Tensor | None, prediction: Prediction) -> bool:
+    """Whether the rule is one for the engine with a gate per channel. Without decay both predictions are one."""
+    return erase is not None or (g is not None and (g.dim() == 4 or prediction == "previous"))
 
-    operand: applied to every operand of a matrix or outer product, to emulate a narrower precision.
 
-    >>> import torch
-    >>> from torch.nn.functional import normalize
-    >>> from needlework.ops.delta import chunk_delta, recurrent_delta
-    >>> q, k = normalize(torch.randn(2, 1, 100, 4, 32), dim=-1)  # [B T H K] = [1 100 4 32]
-    >>> v, g, beta = torch.randn(1, 100, 4, 64), -torch.rand(1, 100, 4), torch.rand(1, 100, 4)
-    >>> torch.allclose(recurrent_delta(q, k, v, g, beta).o, chunk_delta(q, k, v, g, beta).o, atol=1e-5)
-    True
-    """
-    rule = checked(q, k, v, g, beta, erase, write, prediction, q_read, l2norm)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, *q.shape[:2])
-    initial_state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    with torch.autocast(q.device.type, enabled=False):
-        o, state = reference.recurrent(
-            *rule, prediction=prediction, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, operand=operand
-        )
-    return DeltaOutput(o.to(q.dtype), state if output_final_state else None)
+def _kernels(
+    inputs: DeltaInputs, table: SlotTable | None, cu_seqlens: Tensor | None, scale: float, prediction: Prediction
+) -> tuple[Tensor, Tensor | None]:
+    """o and the final state, None where a table has it; q is what reads. It may have a head for each value head; k then gets as many."""
+    q, k, v, initial_state = inputs.q, inputs.k, inputs.v, inputs.initial_state
+    if q.shape[2] != k.shape[2]:
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    powers = None
+    if inputs.beta is None and inputs.erase is None and v.dtype == torch.bfloat16 and v.numel():
+        start, N = initial_state, sequences(cu_seqlens, len(v))
+        if table is not None:
+            from needlework.ops.slots.kernels import largest_of_slots
+
+            start = largest_of_slots(table.state, table.slots, table.fresh, cu_seqlens, N)[..., None, None]
+        powers = PowersOfTwo.of(q, k, v, start, scale)
+        q, k, v, initial_state = powers.divide(q, k, v, initial_state)
+        table = table and table._replace(power=powers.of_states(N))
+    inputs = inputs._replace(q=q, k=k, v=v, initial_state=initial_state)
+    o, state = _engine(inputs, table, cu_seqlens, scale, prediction)
+    if powers is None:
+        return o, state
+    return (powers.outputs(o), None) if state is None else powers.multiply(o, state)
+
+
+def _engine(
+    inputs: DeltaInputs, table: SlotTable | None, cu_seqlens: Tensor | None, scale: float, prediction: Prediction
+) -> tuple[Tensor, Tensor | None]:
+    if _by_channel(inputs.g, inputs.erase, prediction):
+        from needlework.ops.delta.channel.op import channel, channel_on_table
+
+        inputs = inputs._replace(g=_every_channel(inputs.g, inputs.k, inputs.v)).contiguous()
+        if table is not None:
+            return channel_on_table(inputs, table, cu_seqlens, scale=scale, prediction=prediction), None
+        return channel(inputs, cu_seqlens, scale=scale, prediction=prediction)
+    from needlework.ops.delta.scalar.op import scalar, scalar_on_table
+
+    if table is not None:
+        return scalar_on_table(inputs.contiguous(), table, cu_seqlens, scale=scale), None
+    return scalar(inputs.contiguous(), cu_seqlens, scale=scale)
+
+
+def _every_channel(g: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
+    """g as [B T HV K]."""
+    if g is not None and g.dim() == 4:
+        return g
+    sizes = (*v.shape[:3], k.shape[-1])
+    return v.new_zeros(sizes, dtype=width(v)) if g is None else g[..., None].expand(sizes)
+
+
+def unit(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Rows of unit norm, by a kernel."""
+    from needlework.ops.unit.rows import l2_rows
+
+    return tuple(map(l2_rows, tensors))
 
 
 def step_delta(

@@ -10,8 +10,8 @@ from needlework.ops.common.operands import Operand, identity
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import check, check_count, check_slots, now, width
 from needlework.ops.delta.arguments import check_states, checked_state
-from needlework.ops.delta.engines import unit
 from needlework.ops.delta.inputs import DeltaInputs, SlotTable
+from needlework.ops.delta.op import unit
 from needlework.ops.qdelta import chunk, reference, transposed
 from needlework.ops.qdelta.arguments import Coupling, check_rule, checked
 from needlework.ops.runtime.each import each
