@@ -22,7 +22,7 @@ from needlework.ops.path.transition import Transition
 
 
 class Opened(NamedTuple):
-    """The open block: its tensors [B H BLOCK ·], its values, the positions of its tokens (−1: no key) and the rows that they have in the
+    """The open block: its tensors [B H BLOCK ·], its values, where its tokens stand (−1: no key) and the rows that they have in the
     pages, [B BLOCK]."""
 
     block: Transition
@@ -76,7 +76,7 @@ class History(NamedTuple):
         return Opened(Transition.of(w, k, beta), v, torch.where(there, t, -1), row)
 
     def pages(self, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(positions of their tokens [B rows], keys [B H rows K], values) of `size` rows at a time; −1: empty, or of the open block."""
+        """(where their tokens stand [B rows], keys [B H rows K], values) of `size` rows at a time; −1: empty, or of the open block."""
         at = positions(self.length, self.page_k.shape[1], self.window)
         at = torch.where(at < self.start[:, None], at, -1)
         k, v = self.page_k.transpose(1, 2), self.page_v.transpose(1, 2)

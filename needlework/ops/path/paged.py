@@ -63,7 +63,7 @@ def paged_path(
     block_table: [N NB] int32. Entries past a sequence's length, and those wholly before the window of its first new token, are not read.
     length: [N] int32 or int64: tokens of each sequence, the new ones included, at most NB · PG; −1: a padded row.
     rows: [T] int64: the row that takes each new token's k and v, page · PG + row in the page; −1: none does.
-    cu_seqlens: [N+1]: sequence n's new tokens are cu_seqlens[n] … cu_seqlens[n + 1); those from cu_seqlens[N] on belong to none, and
+    cu_seqlens: [N+1]: sequence n's new tokens are cu_seqlens[n] … cu_seqlens[n + 1); those from cu_seqlens[N] on are nobody's, and
         zeros. None: decoding, one new token a sequence, T = N.
     window, scale: as in `chunk_path`.
     Returns o [T Hq V] in q's dtype; zeros in padded rows. No gradient. Error as `chunk_path`.
