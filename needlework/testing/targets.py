@@ -26,7 +26,7 @@ ENGINES = {
     "unit/rows": ("unit.rows",),
     "conv/depthwise": ("conv.depthwise.op",),
     "linear/few_rows": ("linear.few_rows",),
-    "lucid/solve": ("lucid.solve.launches",),
+    "lucid/solve": ("lucid.solve.cases",),
     "lucid/step": ("lucid.step",),
     "lucid/pages": ("lucid.solve.by_table",),
     "lucid/decode": ("lucid.decode.op",),

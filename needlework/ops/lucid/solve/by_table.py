@@ -22,8 +22,9 @@ from torch import Tensor
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.lucid.arguments import LucidInputs
 from needlework.ops.lucid.past import constants_of, highest, less_past, new_keys, read_pages, shares_of, store_rows, tile_of
+from needlework.ops.lucid.solve.cases import compile_cases_of_sums
 from needlework.ops.lucid.solve.launches import ENGINE as SOLVE
-from needlework.ops.lucid.solve.launches import Task, compile_cases_of_sums, forward, widths
+from needlework.ops.lucid.solve.launches import Task, forward, widths
 from needlework.ops.lucid.solve.operands import scale
 from needlework.ops.paged.placement import Placement
 from needlework.ops.runtime.custom_op import fake, step_operator

@@ -257,8 +257,8 @@ def path_triton_bwd(
     walk = walk_of(inputs, cu_seqlens, window, scale)
     if lse.shape[-1] != walk.rows:
         raise RuntimeError(f"{ENGINE}: the forward walked {lse.shape[-1]} rows, the config for the backward has {walk.rows}")
-    do, o, *aligned = each(walk.align.align, do, o, *inputs)
-    found = backward(walk, do, o, lse, PathInputs(*aligned))
+    do, o = each(walk.align.align, do, o)
+    found = backward(walk, do, o, lse, PathInputs(*each(walk.align.align, *inputs)))
     return PathInputs(*each(lambda x: walk.align.restore(x).contiguous(), *found))
 
 
