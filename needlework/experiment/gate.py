@@ -44,7 +44,7 @@ class Gate:
         fit("gate", self)
 
 
-def told(nats: Tensor, answers: Tensor) -> dict[str, Tensor]:
+def answer_nats(nats: Tensor, answers: Tensor) -> dict[str, Tensor]:
     """What is logged of the answers of a batch: {"paired_nats": their sum, "paired": how many, and of those asked in text likewise}."""
     found: dict[str, Tensor] = {}
     for name, kind in PARTS.items():
