@@ -65,7 +65,7 @@ class Served(NamedTuple):
 
 def in_calls(tokens: Tokens, ends: Tensor, *, window: int | None, impl: Impl) -> tuple[Tensor, Memory]:
     """A prefill of two thirds of each sequence, one of what follows but for the last token, and that token decoded; of o, or of y where
-    there is no q. Tokens of no sequence come with a prefill; sequences of no token are the decoding's padded rows."""
+    there is no q. Tokens of nobody come with a prefill; sequences of no token are the decoding's padded rows."""
     length, k = ends.diff(), tokens["k"]
     memory = Memory.of(tokens, length)
     token = torch.arange(len(k), device=k.device)
@@ -85,7 +85,7 @@ def in_calls(tokens: Tokens, ends: Tensor, *, window: int | None, impl: Impl) ->
             rows=torch.cat([memory.rows(n[new], at[new]), new.new_full((5,), -1)]),
             cu_seqlens=torch.cat([count[:1] * 0, count, count[-1:] + 2]).int(),
         )  # fmt: skip
-        assert not found[len(new) :].any(), "tokens of no sequence are not zero"
+        assert not found[len(new) :].any(), "tokens of nobody are not zero"
         o[new] = found[: len(new)]
     some = length > 0
     new, row = (ends[1:] - 1)[some], some.nonzero()[:, 0]
