@@ -77,7 +77,7 @@ def read_by_softmax(
 
 
 def lucid_attention() -> OpSpec:
-    """The layer's path: the solve by kernels, then the best attention at hand."""
+    """The layer's path: the solve by kernels, then the fastest attention there is."""
     lucid = spec_of("lucid")
 
     def fast(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, impl: Impl = "triton", **_) -> tuple:

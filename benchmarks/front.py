@@ -26,6 +26,7 @@ from torch import Tensor
 
 from needlework.models.checkpoint import write_tokenizer
 from needlework.serve.batch import Shape
+from needlework.serve.capacity import Pool, SchedulerConfig
 from needlework.serve.engine import Engine
 from needlework.serve.front_process import FrontProcess
 from needlework.serve.graphs import rows
@@ -35,7 +36,7 @@ from needlework.serve.pools import most_pages
 from needlework.serve.process import settled
 from needlework.serve.request import Request, Sampling
 from needlework.serve.runner import Sampled
-from needlework.serve.scheduler import Pool, Scheduler, SchedulerConfig
+from needlework.serve.scheduler import Scheduler
 from needlework.serve.staging import Staging
 from needlework.serve.step import Step
 

@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import distribution
 import results
-from children import answer, told
+from children import answer, answers_of
 from draw import CALLS, REPORTING, RULES, TUNING, Call, drawn, memory
 from drawn import Drawn, case_of
 from judge import ratios
@@ -149,9 +149,9 @@ class Run:
     def batch(self, calls: list[Call], until: float) -> None:
         """Judged and compiled side by side, then timed alone."""
         with ThreadPoolExecutor(len(calls)) as pool:
-            heard = list(pool.map(lambda call: next(told(SCRIPT, "prepare", [call], LIMITS)), calls))
+            prepared = list(pool.map(lambda call: next(answers_of(SCRIPT, "prepare", [call], LIMITS)), calls))
         right = {}
-        for call, found, reason in heard:
+        for call, found, reason in prepared:
             error = found.get("error_over_budget")
             if error is not None and not error <= 1:
                 self.put(call, {}, f"WRONG: the error of {found['tensor']} is {error:.2f} × its budget", error)
@@ -160,7 +160,7 @@ class Run:
             else:
                 right[call] = error
         while right and time.monotonic() < until:
-            for call, found, reason in told(SCRIPT, "time", list(right), LIMITS):
+            for call, found, reason in answers_of(SCRIPT, "time", list(right), LIMITS):
                 self.put(call, found, reason, right.pop(call))
 
 

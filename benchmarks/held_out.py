@@ -1,4 +1,4 @@
-"""How the launch tables do at shapes that nobody timed: the milliseconds of the row that is picked, over the best that is found there.
+"""How the launch tables do at shapes that were not timed: the milliseconds of the row that is picked, over the best that is found there.
 
     python benchmarks/held_out.py [--rules gated kda] [--calls 10] [--seed 21] [--out FILE]
 
@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import results
-from children import answer, told
+from children import answer, answers_of
 from draw import HELD_OUT, Call, draw, rule_of
 from drawn import PARTS, Drawn, case_of
 from grid import judge, shorter
@@ -143,11 +143,11 @@ def main() -> int:
         drawn, _ = draw(rule_of(rule), options.seed, options.calls)
         calls = [shorter(call, MEMORY) for call in drawn]
         with ThreadPoolExecutor(len(calls)) as pool:
-            for call, found, reason in pool.map(lambda call: next(told(SCRIPT, "compile", [call], LIMITS)), calls):
+            for call, found, reason in pool.map(lambda call: next(answers_of(SCRIPT, "compile", [call], LIMITS)), calls):
                 say(f"{call.name}: {found.get('failed')} candidates do not compile or launch {reason or ''}")
         left, ratios = calls, []
         while left:
-            for call, found, reason in told(SCRIPT, "weigh", left, LIMITS):
+            for call, found, reason in answers_of(SCRIPT, "weigh", left, LIMITS):
                 left = [other for other in left if other != call]
                 say(f"{call.name} {call.shape} {call.dtype}: {reason or found}")
                 if not reason:

@@ -118,7 +118,7 @@ def step(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) -> 
     page, requests = scheduler.config.page, []
     for i in range(B):
         request = Request(id=str(i), prompt=(1,) * (context - 1), max_tokens=MADE, sampling=Sampling(temperature=0.0))
-        lines = {window: pool.acquire(-(-context // page)) for window, pool in scheduler.pages.items()}
+        lines = {window: pool.acquire(-(-context // page)) for window, pool in scheduler.memory.pages.items()}
         requests.append(Decode(request, i, context, 1, lines))
         runner.seeds[str(i)] = 0
     admitted = tuple(Admitted(one.request, one.slot, (), 0) for one in requests)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 
 class Range(NamedTuple):
-    """Stands beside a type in Annotated: the range in words, and whether a value is in it."""
+    """Beside a type in Annotated: the range in words, and whether a value is in it."""
 
     words: str
     holds: Callable[[Any], bool]

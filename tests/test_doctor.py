@@ -15,12 +15,10 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from needlework.ops.delta import chunk_delta
-from needlework.ops.delta.op import DeltaOutput
+from needlework.ops.delta import DeltaOutput, chunk_delta
 from needlework.ops.runtime import denylist, launch_configs
 from needlework.ops.runtime.target import TARGETS, for_amd
-from needlework.ops.specs import specs
-from needlework.testing import builds, compare, doctor, helpers, processes, steps, targets, verdict
+from needlework.testing import builds, compare, doctor, helpers, processes, steps, target_inputs, targets, verdict
 from needlework.testing.rows import chosen
 
 TASK = verdict.Task("delta/gated", "delta/scalar", "plain", "float32", 16, 16, ("short", "packed"))
@@ -42,7 +40,7 @@ def apart(tmp_path, monkeypatch):
 
 def kernels(monkeypatch, chunk):
     """`chunk` in the place of the rule's kernels."""
-    spec = dataclasses.replace(targets.spec_of(TASK.rule), chunk=chunk)
+    spec = dataclasses.replace(target_inputs.spec_of(TASK.rule), chunk=chunk)
     monkeypatch.setattr(verdict, "spec_of", lambda rule: spec)
 
 
@@ -74,26 +72,15 @@ def test_every_engine_has_a_table_and_every_table_an_engine():
     files = [x for x in folder.rglob("*.py") if "\ndef compile_cases" in x.read_text()]
     kernels = {".".join(x.relative_to(folder).with_suffix("").parts) for x in files}
     assert kernels == {file for files in targets.ENGINES.values() for file in files}
-    assert {rule.spec for rule in targets.RULES} <= {
-        spec.name
-        for spec in (
-            *specs(),
-            targets.L2NORM,
-            *targets.CONVOLUTIONS,
-            targets.LINEAR,
-            *targets.LUCID_PAGES,
-            *targets.LUCID_DECODE,
-            *targets.PATH_PAGES,
-        )
-    }
+    assert {rule.spec for rule in targets.RULES} <= {spec.name for spec in target_inputs.judged()}
 
 
 @pytest.mark.parametrize("rule", targets.RULES, ids=lambda rule: rule.spec)
 def test_every_rule_has_inputs_at_any_size(rule):
-    spec = targets.spec_of(rule.spec)
+    spec = target_inputs.spec_of(rule.spec)
     V = 20 if rule.keys_alone else 24
-    for style in targets.styles(spec):
-        inputs = targets.sample(rule.spec, torch.Generator().manual_seed(0), 2, 3, style, 20, V)
+    for style in target_inputs.styles(spec):
+        inputs = target_inputs.sample(rule.spec, torch.Generator().manual_seed(0), 2, 3, style, 20, V)
         _, result = next(compare.leaves(spec.recurrent(**inputs)))
         assert result.shape[:2] == (2, 3) and result.shape[-1] == V and torch.isfinite(result).all()
 
@@ -192,8 +179,8 @@ def test_the_covering_rules_launch_every_kernel_that_another_does(monkeypatch):
     monkeypatch.setattr(InterpretedFunction, "run", heard)
     monkeypatch.setenv("NEEDLEWORK_IMPL", "triton")
     for rule in targets.RULES:
-        spec = targets.spec_of(rule.spec)
-        inputs = targets.sample(rule.spec, torch.Generator().manual_seed(0), 1, 5, "random", 16, 16)
+        spec = target_inputs.spec_of(rule.spec)
+        inputs = target_inputs.sample(rule.spec, torch.Generator().manual_seed(0), 1, 5, "random", 16, 16)
         inputs = {name: x.float() for name, x in inputs.items()}
         call = compare.whole(spec.chunk, impl="triton")
         now = rule, rule.chunk

@@ -23,7 +23,7 @@ from needlework.testing.errors import assert_within_budget, operand, over_budget
 from needlework.testing.lucid_decode import LUCID_DECODE
 from needlework.testing.lucid_pages import LUCID_PAGES
 from needlework.testing.path_pages import PATH_PAGES
-from needlework.testing.targets import sample as inputs_of
+from needlework.testing.target_inputs import sample as inputs_of
 from tests.layers.test_mixers import CONFIGS, build, close, sample
 from tests.ops.test_paged import D as PAGED_D
 from tests.ops.test_paged import V as PAGED_V

@@ -171,7 +171,7 @@ def test_what_a_child_did_not_say_is_said_for_it(bench, monkeypatch):
             return SimpleNamespace(stdout=output, stderr="Segmentation fault", returncode=1)
 
         monkeypatch.setattr(children.subprocess, "run", run)
-        return list(children.told(Path("grid.py"), "time", calls, {"time": 100}))
+        return list(children.answers_of(Path("grid.py"), "time", calls, {"time": 100}))
 
     a, b, c = calls
     assert heard("loading\n" + says(a) + says(b) + says(c)) == [(call, {"fwd": 1}, None) for call in calls]
@@ -226,7 +226,7 @@ def grid(bench, monkeypatch):
         case = case_of(call, device)
         return replace(case, spec=replace(case.spec, chunk=partial(case.spec.chunk, impl="torch")))
 
-    def told(script, act, calls, limits):
+    def answers_of(script, act, calls, limits):
         for call in calls:
             found, reason = {}, None
             try:
@@ -239,7 +239,7 @@ def grid(bench, monkeypatch):
 
     monkeypatch.setattr(draw, "draw", small)
     monkeypatch.setattr(grid, "case_of", by_torch)
-    monkeypatch.setattr(grid, "told", told)
+    monkeypatch.setattr(grid, "answers_of", answers_of)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Device")
@@ -282,7 +282,7 @@ def test_a_grid_judges_times_and_reports_its_calls_and_goes_on_where_it_stopped(
     assert additive["why"] == "WRONG: the error of dk is 3.00 × its budget" and additive["ms"] is None
     assert polar["ms"] == 2.0 and polar["graph_ms"] is None and "graph_ms of fwd: RuntimeError: capturing" in polar["why"]
     assert "| gated | fwd+bwd | 2 | 0 |" in capsys.readouterr().out
-    monkeypatch.setattr(grid, "told", lambda *_: pytest.fail("all of them have rows"))
+    monkeypatch.setattr(grid, "answers_of", lambda *_: pytest.fail("all of them have rows"))
     assert grid.main() == 0
 
 

@@ -1,4 +1,4 @@
-"""How the launch tables are tried at shapes that nobody timed: which plans are tried, and that the best is the fastest that is right."""
+"""How the launch tables are tried at shapes that were not timed: which launch configs are tried, and that the best is the fastest that is right."""
 
 import sys
 from contextlib import nullcontext
@@ -66,15 +66,15 @@ def test_what_is_best_is_the_fastest_that_is_right(held_out, bench, monkeypatch,
     assert (found["picked"], found["config"]) == (1.0, "plain")
 
 
-def test_a_run_says_how_far_from_the_best_the_picked_plans_are(held_out, bench, monkeypatch, tmp_path, capsys):
-    def told(script, act, calls, limits):
+def test_a_run_says_how_far_from_the_best_the_picked_configs_are(held_out, bench, monkeypatch, tmp_path, capsys):
+    def answers_of(script, act, calls, limits):
         for i, call in enumerate(calls):
             if act == "weigh" and call.index == 1:
                 yield call, {}, "no memory"
                 return
             yield call, {"failed": 0} if act == "compile" else {"ratio": 1.0 + 0.1 * i, "ms": 2.0, "config": "plain"}, None
 
-    monkeypatch.setattr(held_out, "told", told)
+    monkeypatch.setattr(held_out, "answers_of", answers_of)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Device")
     file = tmp_path / "rows.json"

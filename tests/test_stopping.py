@@ -105,9 +105,9 @@ def test_a_comparison_and_a_sweep_that_cannot_run_leave_nothing(own, tmp_path):
     good = load_recipe(f"{own}:small")
     bad = dataclasses.replace(good, name="bad", evaluate=dataclasses.replace(good.evaluate, lengths=(96, 20_000)))
     quiet = Console(quiet=True)
-    with pytest.raises(ValueError, match=r"recipe bad: corpus: 20002 tokens in a row are asked for"):
+    with pytest.raises(ValueError, match=r"recipe bad: corpus: 20002 tokens in a row are needed"):
         compare("it", (good, bad), tmp_path / "it", quiet)
-    with pytest.raises(ValueError, match=r"recipe bad: corpus: 20002 tokens in a row are asked for"):
+    with pytest.raises(ValueError, match=r"recipe bad: corpus: 20002 tokens in a row are needed"):
         sweep((good, bad), tmp_path / "it", quiet, workers=1)
     assert not list(tmp_path.iterdir())
 

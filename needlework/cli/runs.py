@@ -150,7 +150,7 @@ def sweep(
     with Stop():
         missing = run_sweep(found, directory, console, workers or torch.cuda.device_count() or 2, minutes, pack)
     if missing:
-        console.print(f"{len(missing)} runs are to be done still; the same command goes on")
+        console.print(f"{len(missing)} runs are left; the same command goes on")
     else:
         console.print(f"all done; {page_of(directory / 'results', module)}", soft_wrap=True)
 

@@ -17,9 +17,9 @@ from .checkpoints import load_checkpoint
 if TYPE_CHECKING:
     import torch
 
+    from needlework.serve.capacity import SchedulerConfig
     from needlework.serve.conversation import Partner
     from needlework.serve.engine import Engine
-    from needlework.serve.scheduler import SchedulerConfig
     from needlework.serve.start import Room
     from needlework.serve.text import Text
 

@@ -60,5 +60,5 @@ def _stack(rows: list[np.ndarray]) -> np.ndarray:
     """[B T+1]"""
     if not rows or len(rows[0]) < 2:
         T = len(rows[0]) - 1 if rows else "any"
-        raise ValueError(f"batch: at least one row of at least one token is asked for, got B = {len(rows)}, T = {T}")
+        raise ValueError(f"batch: expected at least one row of at least one token, got B = {len(rows)}, T = {T}")
     return np.stack(rows)

@@ -70,7 +70,7 @@ class Documents:
     def sample(self, rng: np.random.Generator, n: int) -> np.ndarray:
         """n contiguous tokens [n] int64 from a random place; they may span documents."""
         if n > len(self.tokens):
-            raise ValueError(f"corpus: {n} tokens in a row are asked for, but this side has only {len(self.tokens)}")
+            raise ValueError(f"corpus: {n} tokens in a row are needed, but this side has only {len(self.tokens)}")
         start = rng.integers(len(self.tokens) - n + 1)
         return self.tokens[start : start + n].astype(np.int64)
 

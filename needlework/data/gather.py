@@ -152,7 +152,9 @@ def _capped(documents: list[Document], share: float, left: Counter[str]) -> list
     for document in documents:
         sizes[document.package] += _size(document)
     if share * len(sizes) < 1:
-        raise ValueError(f"gather: no package is to be over {share:g} of the text, which {len(sizes)} packages cannot be")
+        raise ValueError(
+            f"gather: expected packages of at most {share:g} of the text each, which {len(sizes)} packages cannot be"
+        )
     most = float(max(sizes.values()))
     while (lower := share * sum(min(size, most) for size in sizes.values())) < most - 1:
         most = lower  # it falls until the largest packages are `share` of what is kept

@@ -79,7 +79,7 @@ def long_documents(corpus: Corpus, count: int, T: int) -> Batch:
     stretches = (np.diff(offsets) - 1) // T
     if stretches.sum() < count:
         raise ValueError(
-            f"long documents: {count} stretches of {T} tokens are asked for; the held-out documents have "
+            f"long documents: {count} stretches of {T} tokens are needed; the held-out documents have "
             f"{stretches.sum()} (the longest has {np.diff(offsets).max(initial=0)} tokens)"
         )
     starts = [offsets[i] + k * T for k in range(stretches.max()) for i in np.flatnonzero(stretches > k)]

@@ -1,6 +1,6 @@
 """Needles whose answers are marked, weighted and asked at any distance; a key may get another value before it is asked.
 
-    "\\n#@xy=7391\\n"   tells a pair; after it, asks for it       "\\n#!xy=0264\\n"   tells another value of a key that was told
+    "\\n#@xy=7391\\n"   gives a pair; after it, asks for it       "\\n#!xy=0264\\n"   gives another value to a key
 
 The distance of an answer is that from its telling, in tokens. In training text, lags are log-uniform: as many answers are 64 to 128 tokens
 from their pair as are 1,024 to 2,048.
@@ -99,7 +99,7 @@ class RecallMix(NeedleMix):
         needles = _needles(corpus, keys[plan.key], values[plan.key, plan.version])
         told, first, of = np.unique(2 * plan.key + plan.version, return_index=True, return_inverse=True)
         needles[first[told % 2 == 1], MARK] = corpus.byte_ids[ord("!")]
-        telling = first[of]  # [m]: the needle that told what this one says
+        telling = first[of]  # [m]: the needle that first gave what this one says
         places = plan.cut + WIDTH * np.arange(len(plan.key))
         digits = places[:, None] + np.arange(WIDTH)[VALUE]  # [m 4]
         asks = telling != np.arange(len(telling))

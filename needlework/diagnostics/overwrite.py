@@ -24,7 +24,7 @@ def overwrite(model: nn.Module, input_ids: Tensor, seed: int = 0) -> list[Overwr
     """One for each layer whose rule erases, from one row input_ids [1 T].
 
     The layer's gates are those of the text. Its keys and values are the task's: K/4, K/2 and K random unit keys, a quarter of the tokens
-    give a key a new value; each token asks for the key that it writes. A number of keys that T has no room for is left out.
+    give a key a new value; each token asks for the key that it writes. Numbers of keys that do not fit into T are left out.
     """
     found = []
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Nats of every token of some rows, for whoever groups them: by position, by what precedes them."""
+"""Nats of every token of some rows, to be grouped: by position, by what precedes them."""
 
 from collections.abc import Callable
 

@@ -1,8 +1,8 @@
-"""The gate of a dense warm-up: it ends when the model recalls what it was just told, and not after a count of steps.
+"""The gate of a dense warm-up: it ends when the model recalls the pairs of its row, and not after a count of steps.
 
     excess of a step = Σ over the answers' tokens of its dense rows of −log p(token | the row before it) / how many there are
 
-In a dense row a digit of a value that was told before (a *paired* digit) has one possible value given the row, so the best predictor's
+In a dense row a digit of a value that came earlier in the row (a *paired* digit) has one possible value given the row, so the best predictor's
 loss on it is 0 nats, and a model's loss is all excess. At chance it is ln 10 = 2.30. Where a digit's argmax is wrong its probability is at most
 1/2 and its loss at least ln 2, so by Markov's inequality
 
@@ -44,7 +44,7 @@ class Gate:
         fit("gate", self)
 
 
-def told(nats: Tensor, answers: Tensor) -> dict[str, Tensor]:
+def answer_nats(nats: Tensor, answers: Tensor) -> dict[str, Tensor]:
     """What is logged of the answers of a batch: {"paired_nats": their sum, "paired": how many, and of those asked in text likewise}."""
     found: dict[str, Tensor] = {}
     for name, kind in PARTS.items():

@@ -27,7 +27,7 @@ from needlework.data import (
     prepare,
 )
 from needlework.experiment.evaluate import Evaluation
-from needlework.experiment.gate import Gate, told
+from needlework.experiment.gate import Gate, answer_nats
 from needlework.experiment.pretrained import grown, load_model
 from needlework.fields import Count, fit
 from needlework.layers.objective import Objective
@@ -153,7 +153,7 @@ class Recipe:
         )
         if piece.answers is None or found.nats is None:
             return found
-        return found._replace(parts=found.parts | told(found.nats, piece.answers))
+        return found._replace(parts=found.parts | answer_nats(found.nats, piece.answers))
 
     def tokens(self) -> int:
         """Training tokens."""

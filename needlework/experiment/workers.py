@@ -91,7 +91,7 @@ class _Outcomes:
         self.entries[directory] = entry
         self.on_done(directory, entry)
         self.table.finish(directory.name, entry)
-        if not animated(self.console):  # nobody watches the table: a line a run
+        if not animated(self.console):  # the output is no terminal: a line a run
             self.console.print(f"{directory.name}: done in {entry['train']['seconds']:.0f} s of training", highlight=False)
 
     def raise_failures(self) -> None:

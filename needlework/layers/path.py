@@ -22,7 +22,7 @@ from needlework.probe import probe
 
 @dataclass(frozen=True, kw_only=True)
 class Path(AttendConfig):
-    """PaTH attention: between a key and its query stands the product of the factors of the tokens after the key.
+    """PaTH attention: a key meets its query through the product of the factors of the tokens after the key.
 
         A_ij = scale · q_iᵀ H_i … H_{j+1} k_j,    H_t = I − β_t w_t w_tᵀ,    o_i = Σ_j softmax_j(A_i·) v_j
         w = l2(silu(conv(W x))) [B T Hkv K],    β = 2σ(W_β x + b) [B T Hkv]

@@ -23,7 +23,7 @@ from needlework.ops.linear.op import Activation, few, glu, heads_linear, linear
 
 ALIGNED = 8  # columns: 16 bytes of a half-precision row, without which products take slower kernels
 
-Map = nn.Module | tuple[nn.Linear, ...]  # a tuple's maps are asked for as one, their columns beside one another
+Map = nn.Module | tuple[nn.Linear, ...]  # a tuple's maps are computed as one, their columns side by side
 
 _LAYING: ContextVar[bool] = ContextVar("laying", default=False)
 
@@ -76,7 +76,7 @@ def one_row(x: Tensor | Later) -> bool:
 
 @contextmanager
 def laying() -> Iterator[None]:
-    """Inside, without gradients, the weights of maps that are asked for together move into one piece of memory, for good.
+    """Inside, without gradients, the weights of maps that are asked for together move into one piece of memory, and stay there.
 
     Later products of these maps copy nothing. A model that is moved or cast afterwards has its weights apart again.
     """

@@ -96,7 +96,7 @@ class _Recurrent(Mixer):
         self.conv = None if config.conv is None else config.conv.build(sum(self.sizes))
         self.write = config.write.build(width)
         self.read = config.read.build(width._replace(key_dim=self.write.key_dim), config.write)
-        # while serving the op makes q and k of unit norm, where nobody else reads them
+        # while serving the op makes q and k of unit norm, where nothing else reads them
         self.l2norm = self.write.norms and config.write.unit_keys and isinstance(config.read, Plain)
         if config.position is not None:
             config.position.check(width.key_dim)

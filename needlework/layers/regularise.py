@@ -1,4 +1,4 @@
-"""ATMA's regularisers of a block's output x, N tokens of D: its projection on 64 random directions shall look like white noise.
+"""ATMA's regularisers of a block's output x, N tokens of D: its projection on 64 random directions is pushed towards white noise.
 
     y = x Sᵀ minus its mean over tokens, S [64 D] ~ N(0, 1/D)        a = x A, A [D 64] with columns of unit length
 

@@ -1,6 +1,6 @@
 """States of layers: NamedTuples of tensors whose first axis is the sequence. Fixed ones keep their size, growing ones are pages.
 
-`Held` says what a layer holds of a sequence, for whoever keeps the memory.
+`Held` says what a layer holds of a sequence, for the owner of the memory.
 """
 
 import math

@@ -1,7 +1,47 @@
-"""Where the documents of a packed row begin, as transformers' collators and trainers say it."""
+"""A call's tokens without pads: padding is packing, a pad lies outside every document. And where the documents of a packed row begin, as
+transformers' collators and trainers say it."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Tokens(NamedTuple):
+    """What blocks read: rows of one document each, or documents along one row, with cu_seqlens."""
+
+    x: Tensor  # [B T D]; with documents [1 tokens D]
+    cu_seqlens: Tensor | None  # [N+1]
+    real: Tensor | None  # [B T] what is no pad of the rows as they came; None: there are no pads
+    rows: tuple[int, int]  # B and T as they came
+
+    @classmethod
+    def of(cls, x: Tensor, real: Tensor | None, cu_seqlens: Tensor | None) -> "Tokens":
+        """Raises ValueError for pads and packed documents in one call."""
+        B, T = x.shape[:2]
+        if real is None:
+            return cls(x, cu_seqlens, None, (B, T))
+        if cu_seqlens is not None:
+            raise ValueError("attention_mask with pads and packed documents are two ways to say one thing: give one")
+        counts = real.sum(1)
+        return cls(x[real][None], torch.cat([counts.new_zeros(1), counts.cumsum(0)]), real, (B, T))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[B T D] as the rows came, zeros at pads."""
+        if self.real is None:
+            return x.view(*self.rows, x.shape[-1])
+        return x.new_zeros(*self.rows, x.shape[-1]).masked_scatter(self.real[..., None], x)
+
+
+def real_tokens(x: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """[B T] what is no pad of x [B T D]; None where there are no pads. ValueError for a mask [B ..T] that does not fit."""
+    B, T = x.shape[:2]
+    if attention_mask is None or not T:
+        return None
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+        raise ValueError(f"attention_mask: expected [B, at least T] = [{B}, {T}], got {list(attention_mask.shape)}")
+    real = attention_mask[:, -T:].bool()
+    return None if real.all() else real
 
 
 def documents(

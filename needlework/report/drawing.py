@@ -1,7 +1,7 @@
 """How a figure is drawn: the bare axes, labels at the line's own end that never overlap, and SVG that HTML can colour.
 
 matplotlib draws with the light palette; `svg` then turns each colour into the CSS variable of the same name, and each group
-that was marked with `tag` into one that a script can find by its mixer. What is plotted is the business of figures.py.
+that was marked with `tag` into one that a script can find by its mixer. figures.py has what is plotted.
 """
 
 from __future__ import annotations

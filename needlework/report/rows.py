@@ -1,4 +1,4 @@
-"""results.csv: every score as a row, for whoever wants to plot it anew. One a mixer, seed, task and length."""
+"""results.csv: every score as a row, to plot it in another way. One a mixer, seed, task and length."""
 
 import csv
 import io

@@ -7,7 +7,7 @@ from .palette import variables
 
 
 def template(name: str) -> Template:
-    """A file of this package, whose $names are to be filled."""
+    """A file of this package, whose $names are placeholders."""
     return Template(files("needlework.report").joinpath(name).read_text(encoding="utf-8"))
 
 

@@ -1,6 +1,6 @@
 """A Step as the device takes it: all that the host knows of it in one buffer and one copy, and the layers' Batch in views of that.
 
-T tokens of N sequences; of R rows the next token is sampled. A padded row decodes with slot −1 and length −1, and is sampled for nobody.
+T tokens of N sequences; of R rows the next token is sampled. A padded row decodes with slot −1 and length −1; its sample is dropped.
 """
 
 from collections.abc import Mapping

@@ -31,7 +31,7 @@ class Bell:
         """From any thread: the loop calls what was added."""
         if not self._rung:
             self._rung = True
-            with suppress(RuntimeError):  # whoever listened is gone, and its loop is closed
+            with suppress(RuntimeError):  # the listener is gone, and its loop is closed
                 self._loop.call_soon_threadsafe(self._hear)
 
     def _hear(self) -> None:

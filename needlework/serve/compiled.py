@@ -13,7 +13,7 @@ from torch import Tensor
 
 from needlework.layers.batch import Batch
 from needlework.models import NeedleworkForCausalLM
-from needlework.models.modeling import Block, Residual
+from needlework.models.block import Block, Residual
 from needlework.serve.edges import Chosen, beginning, ending
 from needlework.serve.sampling import Controls, Counts
 from needlework.serve.way import Way

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 
 from needlework.models import NeedleworkForCausalLM
+from needlework.serve.capacity import Pool, SchedulerConfig
 from needlework.serve.compiled import EAGER, Passes
 from needlework.serve.pools import most_pages
 from needlework.serve.request import Request, Sampling
 from needlework.serve.runner import TOP, Runner
-from needlework.serve.scheduler import Pool, SchedulerConfig
 from needlework.serve.step import Admitted, Decode, Prefill, Step
 from needlework.serve.tables import Tables, page_lines, slot_line
 

@@ -22,7 +22,7 @@ class Courier:
         self._engine, self._connection = engine, connection
         self._said: Said = []
         self._out: queue.SimpleQueue[Said | Reply | Order | None] = queue.SimpleQueue()  # None: the end
-        # a grammar is compiled by `begin`, while others ask and are told
+        # a grammar is compiled by `begin`, while other requests are added
         self._adding = ThreadPoolExecutor(thread_name_prefix="needlework add")
         for run in (self._send, self._hear):
             threading.Thread(target=run, name="needlework courier", daemon=True).start()
@@ -31,7 +31,7 @@ class Courier:
         self._out.put(order)
 
     def close(self) -> None:
-        """Nothing is sent or heard any more."""
+        """Nothing is sent or received any more."""
         self._out.put(None)
         self._adding.shutdown(wait=False, cancel_futures=True)
 
@@ -46,7 +46,7 @@ class Courier:
         self._out.put(said)
 
     def _send(self) -> None:
-        with suppress(OSError):  # the front's process has ended: whoever started it sees that
+        with suppress(OSError):  # the front's process has ended: the process that started it sees that
             while (message := self._out.get()) is not None:
                 self._connection.send(message)
 

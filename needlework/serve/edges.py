@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from needlework.models import NeedleworkForCausalLM
-from needlework.models.modeling import Residual
+from needlework.models.block import Residual
 from needlework.serve.sampling import Controls, Counts, sample
 from needlework.serve.way import Way
 

@@ -1,7 +1,7 @@
-"""Requests in, events out: one thread that plans steps, launches them and hears what they sampled.
+"""Requests in, events out: one thread that plans steps, launches them and reads what they sampled.
 
-A step is planned and launched before the one before it has been heard, so that the device never waits for the host. Where a request
-has a grammar the next token depends on the last, and the thread hears each step first.
+A step is planned and launched before the results of the one before it are read, so that the device never waits for the host. Where a request
+has a grammar the next token depends on the last, and the thread reads each step's results first.
 """
 
 import random
@@ -163,7 +163,7 @@ class Engine:
             for id in list(self._answers):
                 self._end(id, Event(finish="cancelled"))
             self._ring()
-        except BaseException as error:  # whoever waits must hear of it, whatever it is
+        except BaseException as error:  # every client that waits gets it, whatever it is
             with self._changed:
                 self._error = error
                 for answer in self._answers.values():
@@ -174,7 +174,7 @@ class Engine:
             raise
 
     def _turn(self, flights: deque[tuple[Step, Sampled]]) -> None:
-        """Launches a step, if one is to be, and hears the one before it."""
+        """Launches a step, if there is one, and reads the results of the one before it."""
         if flights and any(self._constrained(step) for step, _ in flights):
             self._finish(*flights.popleft())
             return
@@ -185,7 +185,7 @@ class Engine:
             self._finish(*flights.popleft())
 
     def _hear_inbox(self, idle: bool) -> bool:
-        """Does what was asked for; waits for it where nothing else is to be done. False: the end."""
+        """Carries out orders; waits for one where there is nothing else to do. False: the end."""
         with self._changed:
             if idle and not len(self._scheduler):
                 self._changed.wait_for(lambda: self._inbox or self._closing)
@@ -288,7 +288,7 @@ class Engine:
         self._stats = before._replace(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            slots_free=scheduler.slots.free,
-            pages_free=tuple((window, pool.free) for window, pool in scheduler.pages.items()),
+            slots_free=scheduler.memory.slots.free,
+            pages_free=tuple((window, pool.free) for window, pool in scheduler.memory.pages.items()),
             **{name: getattr(before, name) + n for name, n in more.items()},
         )

@@ -126,7 +126,7 @@ class Front:
         return own | {"max_model_len": self.limits.length}
 
     async def _health(self, received: Received) -> Response:
-        """Whether the process can serve; one that cannot is to be started again."""
+        """Whether the process can serve; one that cannot has to be started again."""
         if self._failed is not None:
             raise RefusedError(self._failed, status=503, code="unavailable", **SERVER)
         return JSONResponse({"status": "ok"})

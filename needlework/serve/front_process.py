@@ -108,7 +108,7 @@ class FrontProcess:
     def _end(self) -> None:
         """It is to end by itself, and has to by and by."""
         self._courier.order(Order.END)
-        with suppress(RuntimeError):  # it was told before
+        with suppress(RuntimeError):  # the loop has stopped already
             self._killer.start()
 
     def _died(self) -> ChildProcessError:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.models.modeling import Residual
+from needlework.models.block import Residual
 from needlework.serve.batch import Inputs, Shape
 from needlework.serve.holders import Holders
 from needlework.serve.request import Request
@@ -85,7 +85,7 @@ def alone(one: Prefill | None, count: int) -> Step:
 
 
 def _padding(count: int) -> Prefill:
-    """So many tokens of nobody: of length −1, on slot −1, without pages."""
+    """So many tokens of no request: of length −1, on slot −1, without pages."""
     return Prefill(NOBODY, -1, -1 - count, (0,) * count, False, {})
 
 

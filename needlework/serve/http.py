@@ -43,7 +43,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def main(connection: Connection, bound: socket.socket, length: int, vocabulary: int, settings: Settings) -> None:
-    """Answers until it is told to end. SystemExit with a message where the engine's process is gone.
+    """Answers until a signal ends it. SystemExit with a message where the engine's process is gone.
 
     Signals are the other process's: a terminal's Ctrl-C reaches both, and the running answers are to end first.
     """

@@ -29,7 +29,7 @@ class Ringing(Protocol):
 
 
 class Sink(Protocol):
-    """Where the events of a request go. put: what is to be rung once those of the step are there; None: nothing."""
+    """Where the events of a request go. put: the bell to ring once those of the step are there; None: none."""
 
     def put(self, event: Event) -> Ringing | None: ...
 

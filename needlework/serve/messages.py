@@ -35,7 +35,7 @@ class Cancel(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """value: an exception is to be raised."""
+    """value: an exception is raised."""
 
     number: int
     value: object

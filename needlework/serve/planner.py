@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from needlework.layers.state import Held
+from needlework.serve.capacity import Pool, SchedulerConfig
 from needlework.serve.pools import most_pages
-from needlework.serve.scheduler import Pool, SchedulerConfig
 from needlework.serve.step import Window
 from needlework.serve.tables import page_lines, slot_line
 

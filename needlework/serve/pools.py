@@ -52,8 +52,8 @@ class PagePool:
         return len(self._free)
 
     def acquire(self, n: int) -> list[int]:
-        """n pages that nobody owns, now with one owner each."""
-        assert n <= self.free, f"{n} pages asked for, {self.free} are free"
+        """n free pages, now with one owner each."""
+        assert n <= self.free, f"{n} pages wanted, {self.free} are free"
         pages = [self._free.pop() for _ in range(n)]
         self.retain(pages)
         return pages

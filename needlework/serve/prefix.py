@@ -28,7 +28,7 @@ class Snapshot(NamedTuple):
 
 
 class Prefix:
-    """Snapshots by digest, at multiples of `block` tokens. Whoever takes one out gives its slot and pages back."""
+    """Snapshots by digest, at multiples of `block` tokens. The caller that takes one out gives its slot and pages back."""
 
     def __init__(self, block: int):
         self.block = block

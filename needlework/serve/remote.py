@@ -19,7 +19,7 @@ GONE = "the process of the engine has ended"
 class RemoteEngine:
     """length, vocabulary: the engine's own. lost: whether its process has ended without an order.
 
-    `listen` in the loop that answers; `add` and `stats` wait for a message that this loop hears, in other threads than its own.
+    `listen` in the loop that answers; `add` and `stats` wait for a message that this loop receives, in other threads than its own.
     """
 
     def __init__(self, connection: Connection, length: int, vocabulary: int):
@@ -32,7 +32,7 @@ class RemoteEngine:
         self._obey: Callable[[Order], None] = lambda order: None
 
     def listen(self, obey: Callable[[Order], None]) -> None:
-        """From now on the running loop hears the engine, and obeys its orders. An engine that is gone is an END."""
+        """From now on the running loop receives the engine's messages, and obeys its orders. An engine that is gone is an END."""
         self._obey = obey
         asyncio.get_running_loop().add_reader(self._connection.fileno(), self._hear)
         self._send(Ready())
@@ -96,7 +96,7 @@ class RemoteEngine:
         _ring(bells)
 
     def _lose(self) -> None:
-        """Whoever waits for the engine hears that it is gone."""
+        """Every client that waits for the engine gets the news that it is gone."""
         asyncio.get_running_loop().remove_reader(self._connection.fileno())
         with self._one:
             self.lost = True

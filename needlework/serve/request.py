@@ -1,4 +1,4 @@
-"""What a client asks for and what it hears: Request, its Sampling, and the Events of its stream."""
+"""What a client sends and what it gets: Request, its Sampling, and the Events of its stream."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple

@@ -1,7 +1,7 @@
 """Runs Steps: one copy to the device, the model on its tables, the next tokens, one copy back. Nothing here waits for the device.
 
 On a GPU the rows of a step that decode are a CUDA graph, and so is a sequence that is prefilled alone (`graphs.py`). Decoding rows take
-their token from where the step before left it, so that the host may plan a step before it has heard of the last one.
+their token from where the step before left it, so that the host may plan a step before it has the results of the last one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from needlework.layers.projection import laying
 from needlework.models import NeedleworkForCausalLM
-from needlework.models.modeling import Residual
+from needlework.models.block import Residual
 from needlework.serve.batch import Inputs, Shape
+from needlework.serve.capacity import SchedulerConfig
 from needlework.serve.compiled import EAGER, Passes
 from needlework.serve.graphs import Call, Decoding, Graph, Prefilling, alone, padded, rows, tokens
 from needlework.serve.holders import Holders
 from needlework.serve.pools import most_pages
 from needlework.serve.request import Request
 from needlework.serve.sampling import Counts, logprobs
-from needlework.serve.scheduler import SchedulerConfig
 from needlework.serve.staging import Staging
 from needlework.serve.step import Admitted, Step
 from needlework.serve.tables import Tables
@@ -132,7 +132,7 @@ class Runner:
 
     @torch.no_grad()
     def capture(self, most: int) -> None:
-        """The graphs of up to `most` rows that nobody filters, penalises or scores, and of prompts, so that no request waits for them."""
+        """The graphs of up to `most` rows without filters, penalties or log p's, and of prompts, so that no request waits for them."""
         if self._captures_prompts:
             for count in sorted({tokens(n) for n in range(1, self.config.budget + 1)}, reverse=True):
                 self._prefill(count)  # the largest first: the others fit its memory

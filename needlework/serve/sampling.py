@@ -102,7 +102,7 @@ def sample(
     draws: bool = True,
     filters: bool = True,
 ) -> Tensor:
-    """The next token [R] of logits [R V]. counts None: nobody has penalties. bits None: nobody has a grammar. draws: whether any row has a
+    """The next token [R] of logits [R V]. counts None: no row has penalties. bits None: no row has a grammar. draws: whether any row has a
     temperature; the noise of all rows costs more than the logits. filters: whether any row asks for top_k, top_p or min_p."""
     x = logits.float()
     if counts is not None:

@@ -14,7 +14,7 @@ NEUTRAL = {"best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({}
 
 
 class Fields:
-    """The fields of an object; null is as good as absent. `close` refuses those that nobody asked for."""
+    """The fields of an object; null counts as absent. `close` refuses those that were not read."""
 
     def __init__(self, fields: Mapping[str, Any], inside: str = ""):
         self._left = {name: value for name, value in fields.items() if value is not None}

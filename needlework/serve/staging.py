@@ -13,7 +13,7 @@ class Staging:
         self._made: dict[Shape, list[Inputs]] = {}
 
     def take(self, shape: Shape) -> Inputs:
-        """Inputs that nobody reads any more."""
+        """Inputs that no step in flight reads."""
         turns = self._made.setdefault(shape, [])
         if len(turns) < TURNS:
             turns.append(Inputs.empty(shape, pin_memory=self._pinned))

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from needlework.fields import Count, Natural, Portion, fit
 from needlework.models import NeedleworkForCausalLM
+from needlework.serve.capacity import SchedulerConfig
 from needlework.serve.compiled import EAGER, compiled
 from needlework.serve.costs import PAGE, costs
 from needlework.serve.engine import Engine
 from needlework.serve.planner import plan
 from needlework.serve.runner import Runner
-from needlework.serve.scheduler import Scheduler, SchedulerConfig
+from needlework.serve.scheduler import Scheduler
 from needlework.serve.tables import Tables
 from needlework.serve.text import Text
 

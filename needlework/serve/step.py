@@ -3,7 +3,7 @@
 Order: the moves of `before` one after another, then the rows, then the moves of `after`. Steps run in the order in which they were
 planned; so a slot or page may have a new owner while the step of its last one is still in flight.
 
-`pages` of a row are the scheduler's own lines, by window: a sequence's pages in order, −1 for those before the window. Whoever runs the
+`pages` of a row are the scheduler's own lines, by window: a sequence's pages in order, −1 for those before the window. The runner of a
 step copies them before it calls the scheduler again, and keeps no view of their memory.
 """
 
@@ -56,7 +56,7 @@ Move = CopySlot | CopyPage | Park | Unpark | Drop
 class Decode(NamedTuple):
     """One token of a sequence that was prefilled; the next one is sampled.
 
-    length: its tokens, this one included. token: None where an earlier step has sampled it and the host has not heard: it is the newest
+    length: its tokens, this one included. token: None where an earlier step has sampled it and the host does not have it yet: it is the newest
     token of this slot on the device.
     """
 
@@ -104,7 +104,7 @@ class Prefill(NamedTuple):
 class Admitted(NamedTuple):
     """A request that has its slot since this step: fresh, from a snapshot, unparked, or to be computed again.
 
-    answer: its tokens so far behind the prompt, all of which the host has heard. borrowed: tokens whose states a snapshot gave.
+    answer: its tokens so far behind the prompt, all of which the host has. borrowed: tokens whose states a snapshot gave.
     """
 
     request: Request

@@ -1,4 +1,4 @@
-"""The way of a request's events from the engine's thread to whoever asked."""
+"""The way of a request's events from the engine's thread to the client that asked."""
 
 import queue
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ class Stream:
         self._told = False  # the reader, who has not taken yet
 
     def put(self, event: Event) -> Bell | None:
-        """The bell that is to be rung then; None: no need."""
+        """The bell to ring then; None: none."""
         self._events.put(event)
         bell = self._bell
         if bell is None or self._told:
@@ -39,7 +39,7 @@ class Stream:
 
     def take(self) -> list[Event]:
         """What has come."""
-        self._told = False  # before the events: one that comes meanwhile is taken now or told again
+        self._told = False  # before the events: one that comes meanwhile is taken now or announced again
         return [self._events.get_nowait() for _ in range(self._events.qsize())]
 
     def __iter__(self) -> Iterator[Event]:

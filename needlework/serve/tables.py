@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from needlework.layers.state import Held, Part
+from needlework.serve.capacity import SchedulerConfig
 from needlework.serve.pools import pages_for
-from needlework.serve.scheduler import SchedulerConfig
 from needlework.serve.step import CopyPage, CopySlot, Drop, Move, Park, Unpark, Window
 
 ALIGN = 128  # bytes: where a tensor begins in its line; a line of the GPU's cache, and what its loads ask for at most

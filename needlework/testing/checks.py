@@ -62,7 +62,7 @@ def split_then_resume(spec: OpSpec, T: int = 83, cuts: tuple[int, ...] = (1, 23,
 
 
 def step_is_prefill(spec: OpSpec) -> None:
-    """Token by token on a slot table, in place, with slots out of order, a padded row (slot −1) and a slot nobody uses."""
+    """Token by token on a slot table, in place, with slots out of order, a padded row (slot −1) and an unused slot."""
     B, T, slots = 2, 37, torch.tensor([2, -1, 0])
     inputs = make(spec, B, T)
     expected = outputs(whole(spec.chunk)(inputs))

@@ -67,7 +67,7 @@ def _chosen(
 
 
 def run(device: torch.device, full: bool, done: Callable[[Verdict, int, int], None]) -> list[Verdict]:
-    """Every verdict; `done` hears each as it comes, its number and how many there will be. Failures go on the denylist, and what is
+    """Every verdict; `done` gets each as it comes, its number and how many there will be. Failures go on the denylist, and what is
     taken in the place of a config that went there is judged too."""
     verdicts: list[Verdict] = []
     seen: set[Task] = set()

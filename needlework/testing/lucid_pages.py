@@ -86,7 +86,7 @@ def in_calls(
     tokens: Tokens, ends: Tensor, pages: Pages, *, window: int | None = None, solve: Solve = "window", **settings: Any
 ) -> Solved:  # fmt: skip
     """A prefill of each sequence's first third, one of what follows but for the last token, and that token decoded. A prefill has a
-    padded row with tokens, and tokens of nobody; sequences of no token are the decoding's padded rows."""
+    padded row with tokens, and tokens of no sequence; sequences of no token are the decoding's padded rows."""
     length = ends.diff()
     token = torch.arange(len(tokens.k), device=ends.device)
     n = torch.searchsorted(ends, token, right=True) - 1
@@ -112,7 +112,7 @@ def in_calls(
             rows=torch.cat([pages.rows(n[new], at[new]), new.new_full((5,), -1)]),
             cu_seqlens=torch.cat([count[:1] * 0, count, count[-1:] + 2]).int(),
         )
-        assert not found[len(new) :].any(), "tokens of nobody are not zero"
+        assert not found[len(new) :].any(), "tokens of no sequence are not zero"
         y[new] = found[: len(new)]
     some = (length > 0).nonzero()[:, 0]
     new = _newest(ends)

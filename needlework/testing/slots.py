@@ -19,7 +19,7 @@ def takes_slots(spec: OpSpec) -> bool:
 
 def slots_hold_states(spec: OpSpec, T: int = 83, impls: tuple[str, ...] = ("torch", "reference")) -> None:
     """`chunk` on slots of a table is `chunk` from initial states, its outputs to the bit, and nothing else of the table changes. Slots
-    out of order and apart, NaN where nothing is to be read; a batch, packed sequences, no token, and a prompt in two calls."""
+    out of order and apart, NaN where nothing may be read; a batch, packed sequences, no token, and a prompt in two calls."""
     if not takes_slots(spec):
         return
     for impl in impls:

@@ -12,7 +12,7 @@ from needlework.testing.compare import leaves, like, tokens, whole
 
 def by_steps(spec: OpSpec, inputs: dict[str, Tensor], R: int = 1) -> dict[str, Tensor]:
     """Outputs and final states of the rows as `recurrent` gives them, by steps of R tokens on a table in which slots are out of order,
-    a padded row comes with every token, and one slot belongs to nobody. Pages have rows for all tokens."""
+    a padded row comes with every token, and one slot has no owner. Pages have rows for all tokens."""
     assert spec.step is not None, f"{spec.name} has no step"
     step, name = spec.step, spec.tokens[0]
     B, T = inputs[name].shape[:2]

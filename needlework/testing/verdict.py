@@ -19,7 +19,8 @@ from needlework.testing.budget import ENOUGH
 from needlework.testing.compare import differentiate, leaves, poisoned, whole
 from needlework.testing.errors import in_budgets, mean_of_draws, norms, operand
 from needlework.testing.steps import by_definition, by_steps
-from needlework.testing.targets import RULES, sample, spec_of, styles
+from needlework.testing.target_inputs import sample, spec_of, styles
+from needlework.testing.targets import RULES
 
 # Draws of the inputs that a failure takes. From draw to draw the logarithm of error / budget of a right form has a mean of at most
 # -0.6 and a deviation of at most 0.43 (dg of identical keys, where all errors are one; elsewhere 0.05 to 0.2): a draw may be over

@@ -30,7 +30,7 @@ class Guard:
     window: how many steps the median is over, the last that were taken; no step is a spike before there are so many.
     skip: up to so many bad steps in a row leave the weights as they are and are logged; one more ends the run.
     state: the largest norm that a layer's state may have; one over it ends the run. None: it is not bounded.
-    state_every: steps from one look at the states to the next, which are logged; None: nobody looks, but after a bad step.
+    state_every: steps from one look at the states to the next, which are logged; None: only after a bad step.
     Raises ValueError for a spike not above 1, a window below 1, a skip below 0, a state without state_every.
     """
 
@@ -44,7 +44,7 @@ class Guard:
         fit("guard", self)
         if self.state is not None and self.state_every is None:
             raise ValueError(
-                f"guard: state is {self.state:g} and state_every is None, expected a number of steps: nobody looks"
+                f"guard: state is {self.state:g} and state_every is None, expected a number of steps: the states are not looked at"
             )
 
     def looks(self, step: int) -> bool:

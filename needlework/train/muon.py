@@ -107,7 +107,7 @@ def _by_owners(params: list[DTensor], pieces: list[Tensor], mesh: DeviceMesh, se
 
 
 def _rounds(shapes: list[torch.Size], world: int) -> list[dict[int, int]]:
-    """{owner: matrix} for each round, one a rank: matrices of like cost together, the dearest to whoever has had least."""
+    """{owner: matrix} for each round, one a rank: matrices of like cost together, the most expensive to the rank with the least so far."""
     cost = [max(shape) * min(shape) ** 2 for shape in shapes]
     falling = sorted(range(len(shapes)), key=lambda i: -cost[i])
     load, rounds = [0] * world, []

@@ -36,7 +36,7 @@ from needlework.layers.state import map_state
 
 
 class StatePassing:
-    """What a model calls around each block (`models/modeling.py: StatePassing`), on one rank of the axis that splits the sequence.
+    """What a model calls around each block (`models/block.py: StatePassing`), on one rank of the axis that splits the sequence.
 
     One for each model. mesh: that axis alone, e.g. `mesh["sequence"]`; messages are point to point in its group, gloo or NCCL.
     All segments of a sequence are of one length, which `segment` sees to. Raises ValueError for a mesh of several axes.
@@ -49,7 +49,7 @@ class StatePassing:
             )
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         self._forms: dict[tuple, _Form] = {}  # of states that arrive and leave, by layer and shape of x
-        self._sent: list[tuple[dist.Work | None, Tensor]] = []  # sends whose completion nobody has waited for
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []  # sends that may not be complete
         self._arrived: list[Tensor] = []  # this layer's state, between `receive` and `send`
 
     def segment(self, x: Tensor) -> Tensor:

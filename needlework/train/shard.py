@@ -38,7 +38,7 @@ def prepare(model: nn.Module, config: TrainConfig, world: World) -> None:
     """Changes `model` in place as `config` says, and moves it to the rank's device.
 
     Blocks are compiled one by one: a model of a hundred alike is one compilation, and sharding gathers weights between them.
-    Raises ValueError if activations shall be recomputed by a model that has no `activation_checkpointing_enable`, or in blocks that
+    Raises ValueError if activations are to be recomputed by a model that has no `activation_checkpointing_enable`, or in blocks that
     are compiled and split over ranks, and what `split_heads` raises.
     """
     if config.compile and config.recompute and world.tensor > 1:

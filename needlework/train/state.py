@@ -47,7 +47,7 @@ class Run:
         return self._weights() | self._kept_by_optimizers() | self._generators() | self._history()
 
     def restore(self, path: Path, group: Any) -> bool:
-        """Takes up the checkpoint directory `path`; False if it has no generators for this number of ranks, which then start anew.
+        """Loads the checkpoint directory `path`; False if it has no generators for this number of ranks, which then start anew.
 
         Raises CheckpointError if it is of another model or optimiser; nothing is changed then.
         """

@@ -37,8 +37,8 @@ class Done(NamedTuple):
 class Stepper:
     """Takes the steps of `run`. It counts the step and notes one that is not applied; the loop keeps the rest of the history.
 
-    read: read(step) gives the step's `Feed`. last_checkpoint: what an aborted run is to be resumed from. states: looks at a model's
-    states, where the guard asks for it; None where nobody can.
+    read: read(step) gives the step's `Feed`. last_checkpoint: the checkpoint from which an aborted run is resumed. states: looks at a model's
+    states, where the guard asks for it; None where the model has none to look at.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Stepper:
         return "".join(f", {described(peak)}" for peak in [largest(peaks)] if peak is not None)
 
     def _peak(self, feed: Feed, part: int) -> Peak | None:
-        """On one part of the step's rows; None where the model is spread over ranks or nobody can look."""
+        """On one part of the step's rows; None where the model is spread over ranks or has no states to look at."""
         if self.states is None or self.run.world.mesh is not None:
             return None
         ids = feed.pieces[part].input_ids

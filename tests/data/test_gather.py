@@ -81,7 +81,7 @@ def test_no_package_is_over_its_share_of_what_is_kept(tmp_path):
     manifest = gather([*packages(), big], tmp_path, SPLIT, 0.1)
     sizes = {p["name"]: p["bytes"] for p in manifest["packages"]}
     assert 0.09 < sizes["big"] / sum(sizes.values()) <= 0.1 and manifest["left_out"]["capped"] > 0
-    with pytest.raises(ValueError, match=r"no package is to be over 0\.1 of the text, which 3 packages cannot be"):
+    with pytest.raises(ValueError, match=r"expected packages of at most 0\.1 of the text each, which 3 packages cannot be"):
         gather(packages("ab"), tmp_path / "few", SPLIT, 0.1)
 
 

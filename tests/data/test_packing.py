@@ -64,7 +64,7 @@ def test_windows_stay_on_their_side(corpus):
 
 def test_a_window_longer_than_the_text_names_both_lengths(corpus):
     n = len(corpus.held_out.tokens)
-    with pytest.raises(ValueError, match=rf"{n + 1} tokens in a row are asked for, but this side has only {n}"):
+    with pytest.raises(ValueError, match=rf"{n + 1} tokens in a row are needed, but this side has only {n}"):
         held_out_text(corpus, 0, 1, n)
 
 

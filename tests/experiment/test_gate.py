@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from needlework.data import ASKED, PAIRED, NeedleMix, RecallMix, Text
-from needlework.experiment.gate import Gate, Gatekeeper, excess, told
+from needlework.experiment.gate import Gate, Gatekeeper, answer_nats, excess
 from needlework.experiment.recipe import build, text
 from needlework.experiment.runner import Evaluation, Phase, Recipe, run
 from needlework.json_file import read_json
@@ -52,7 +52,7 @@ def test_without_a_gate_nothing_is_passed_and_nothing_written(tmp_path):
 def test_the_nats_of_each_kind_of_answer_are_summed_and_counted():
     nats = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
     answers = torch.tensor([[PAIRED, 0, ASKED], [0, PAIRED, ASKED]], dtype=torch.int8)
-    found = {name: value.item() for name, value in told(nats, answers).items()}
+    found = {name: value.item() for name, value in answer_nats(nats, answers).items()}
     assert found == {"paired_nats": 17.0, "paired": 2, "asked_nats": 36.0, "asked": 2}
     assert excess(found) == 8.5
 

@@ -87,7 +87,7 @@ def test_a_sweep_of_capacity_runs_goes_on_in_calls_and_gives_its_results_to_its_
     own, pack = tmp_path / "own.py", tmp_path / "pack.jsonl.xz"
     own.write_text(OWN.format(module="a_job"))
     call = ("sweep", f"{own}:runs", "--runs", tmp_path / "runs", "--workers", 1, "--pack", pack)
-    assert "2 runs are to be done still" in needlework(*call, "--minutes", 0)
+    assert "2 runs are left" in needlework(*call, "--minutes", 0)
     assert "all done" in needlework(*call)
     assert {name: e["seed"] for name, e in read_pack(pack).items()} == {"delta-0": 0, "delta-1": 1}
     assert "2 of 2 runs are done" in needlework(*call[:3], tmp_path / "elsewhere", *call[4:])

@@ -56,7 +56,7 @@ WRONG = {
         lambda r: phase(r, length=60_000, task=NeedleMix(dense=0.999, sparse=0.0)), "may take 60001 tokens of text"
     ),
     "windows longer than the text": (lambda r: phase(r, length=60_000, task=Text()), "training tokens"),
-    "text held out": (lambda r: evaluated(r, lengths=(96, 100_000), tasks=()), "100002 tokens in a row are asked for"),
+    "text held out": (lambda r: evaluated(r, lengths=(96, 100_000), tasks=()), "100002 tokens in a row are needed"),
     "rows too short for a task": (lambda r: evaluated(r, lengths=(40,)), "4 pairs and their queries need T >= 87"),
     "long documents": (lambda r: evaluated(r, positions=20_000), "long documents: 2 stretches of 20001 tokens"),
     "a diagnosis": (lambda r: evaluated(r, diagnose=30), "T = 30 is too short for its sentence of 47 tokens"),

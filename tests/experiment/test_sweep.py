@@ -53,7 +53,7 @@ def test_a_sweep_runs_in_pieces_and_its_page_is_made_of_its_results(needlework, 
     runs = ("--runs", tmp_path / "runs", "--workers", 1)
 
     stopped = needlework("sweep", f"{own}:both", *runs, "--minutes", 0)
-    assert "4 runs are to be done still" in stopped
+    assert "4 runs are left" in stopped
     first = needlework("sweep", f"{own}:both", *runs, "--only", "qdelta")
     results = tmp_path / "runs" / "my own" / "results"
     assert {path.name for path in results.glob("*.json")} == {"qdelta-0.json", "qdelta-1.json"}

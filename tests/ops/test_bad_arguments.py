@@ -3,6 +3,7 @@
 import inspect
 import re
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -140,14 +141,14 @@ def test_attention_over_pages_names_what_it_cannot_take():
     pages = {"k_pages": k, "v_pages": v, "block_table": torch.zeros(1, 1).int(), "length": torch.tensor([16]).int()}
     decode = pages | {"q": inputs["q"][0, -1:]}
     prefill = pages | {"q": inputs["q"][0, -T:], "cu_seqlens": torch.tensor([0, T])}
-    for form, own in ((paged_attention, {}), (paged_differential, {"lam": torch.tensor(0.5)}), (paged_polar, parameters)):
-        for call in (decode, prefill):
-            call = call | own
-            form(**call)
-            for name in call:
-                for value in NO_TENSORS:
-                    if name != "cu_seqlens" or value is not None:
-                        refused(form, name, value, **call)
+    forms = (paged_attention, {}), (paged_differential, {"lam": torch.tensor(0.5)}), (paged_polar, parameters)
+    for (form, own), given in product(forms, (decode, prefill)):
+        call = given | own
+        form(**call)
+        for name, value in product(call, NO_TENSORS):
+            if name != "cu_seqlens" or value is not None:
+                refused(form, name, value, **call)
+    for form, own in forms:
         for value in ("a list", "a number", "empty", "floats", "not from 0", "past T"):
             refused(form, "cu_seqlens", CU_SEQLENS[value], **prefill | own)
     new = {"k": k[0], "v": v[0], "k_pages": k, "v_pages": v, "rows": torch.arange(16)}

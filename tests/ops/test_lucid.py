@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from needlework.ops.common.samples import keys, normal, uniform, unit
 from needlework.ops.lucid import LucidState, chunk_lucid, recurrent_lucid, step_lucid
 from needlework.ops.lucid import chunk as fast
+from needlework.ops.lucid.arguments import LucidInputs
 from needlework.ops.lucid.reference import literal_lucid
 from needlework.testing.compare import assert_close, differentiate, relative
 from needlework.testing.rows import chosen
@@ -290,13 +291,12 @@ class LargestTensor(TorchDispatchMode):
 def test_no_tensor_of_forward_or_backward_is_larger_than_a_block_row(precondition):
     T, C, K, V = 1024, 16, 8, 12
     inputs = sample(1, T, 1, K, V, precondition=precondition)
-    k, v, beta = inputs["k"], inputs["v"], inputs.get("beta")
-    pages = k[:, :0], v[:, :0]
+    tokens = LucidInputs(inputs["k"], inputs["v"], inputs.get("beta"))
+    pages = LucidState(tokens.k[:, :0], tokens.v[:, :0], torch.zeros(1, dtype=torch.int64))
     settings = {"rowmax": precondition == "rowmax", "window": None, "chunk_size": C}
-    length = torch.zeros(1, dtype=torch.int64)
     with LargestTensor() as largest:
-        y = fast.forward(k, v, beta, *pages, length, **settings)
-        fast.backward(torch.ones_like(y), k, v, beta, *pages, y, length, **settings)
+        y = fast.forward(tokens, pages, **settings)
+        fast.backward(torch.ones_like(y), y, tokens, pages, **settings)
     assert largest.numel == C * T
 
 

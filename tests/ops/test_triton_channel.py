@@ -7,7 +7,7 @@ import torch
 
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
 from needlework.ops.delta.inputs import DeltaInputs
-from needlework.ops.delta.op import recurrent_delta
+from needlework.ops.delta.recurrent import recurrent_delta
 from needlework.ops.delta.spec import literal
 from needlework.ops.runtime import launch_configs
 from needlework.testing.compare import EXACT, assert_close, differentiate, relative

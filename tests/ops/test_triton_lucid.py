@@ -23,6 +23,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from needlework.ops.lucid.solve.launches import Saved
 from needlework.ops.lucid.solve.op import lucid_triton, lucid_triton_fwd
+from needlework.ops.lucid.solve.pages import lucid_pages, lucid_pages_fwd
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 ENGINE = "lucid/solve"
@@ -165,6 +166,15 @@ def test_operators_pass_opcheck(precondition, ends):
     k, v, beta = (*inputs(1, 61, precondition=precondition).values(), None)[:3]
     given = k, v, beta, None if ends is None else torch.tensor(ends), precondition == "rowmax", None
     for made in (lucid_triton, lucid_triton_fwd):
+        torch.library.opcheck(made, given, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("precondition, keep", (("beta", True), ("rowmax", False)))
+def test_operators_after_pages_pass_opcheck(precondition, keep):
+    k, v, beta = (*inputs(2, 19, precondition=precondition).values(), None)[:3]
+    pages = normal(generator(3), 2, 21, 2, 16), normal(generator(4), 2, 21, 2, 12), torch.tensor([21, 4])
+    given = k, v, beta, *pages, None, precondition == "rowmax", None, keep
+    for made in (lucid_pages, lucid_pages_fwd):
         torch.library.opcheck(made, given, test_utils=("test_schema", "test_faketensor"))
 
 

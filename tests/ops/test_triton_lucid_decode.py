@@ -8,6 +8,8 @@ import torch
 
 from needlework.layers import Attention, Lucid, Rope
 from needlework.ops.lucid import paged_lucid
+from needlework.ops.lucid.arguments import LucidInputs
+from needlework.ops.paged.placement import Placement
 from needlework.ops.runtime.launch_configs import forced, rows
 from needlework.testing import operators
 from needlework.testing.compare import EXACT, leaves, make, poisoned, relative
@@ -101,11 +103,11 @@ def test_nothing_is_read_back_and_there_are_two_launches_at_most(N, launches, mo
     grids = []
     monkeypatch.setattr(op, "run", lambda kernel, grid, *_, **constants: grids.append((kernel.__name__, *grid)))
     empty = lambda *sizes, dtype=torch.float32: torch.empty(*sizes, dtype=dtype, device="meta")
-    pages = empty(40, 16, 2, 16), empty(40, 16, 2, 24), empty(N, 5, dtype=torch.int32), empty(N, dtype=torch.int32)
+    tokens = LucidInputs(empty(N, 2, 16), empty(N, 2, 24), None)
+    pages = empty(40, 16, 2, 16), empty(40, 16, 2, 24)
+    where = Placement(empty(N, 5, dtype=torch.int32), empty(N, dtype=torch.int32), empty(N), None)
     with launched(24):
-        op._launch(
-            empty(N, 4, 16), empty(N, 2, 16), empty(N, 2, 24), None, *pages, empty(N), op.Rule(False, False, False, 1.0), op.ALL, op.ALL,
-        )  # fmt: skip
+        op._launch(empty(N, 4, 16), tokens, *pages, where, op.Rule(False, False, False, 1.0), op.ALL, op.ALL)
     assert grids == launches
 
 

@@ -7,7 +7,8 @@ import torch
 
 from needlework.ops.common.samples import normal, uniform
 from needlework.ops.delta.inputs import DeltaInputs
-from needlework.ops.delta.op import chunk_delta, recurrent_delta
+from needlework.ops.delta.op import chunk_delta
+from needlework.ops.delta.recurrent import recurrent_delta
 from needlework.ops.delta.scaling import PowersOfTwo, _power_of_two
 from needlework.testing.compare import assert_close, differentiate, relative
 from needlework.testing.rows import covering

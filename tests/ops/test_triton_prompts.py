@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
-from needlework.models.modeling import Residual
+from needlework.models.block import Residual
 from needlework.serve.batch import Inputs, Shape
 from needlework.serve.compiled import compiled
 from needlework.serve.graphs import alone

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from needlework.ops.delta.inputs import DeltaInputs
-from needlework.ops.delta.op import recurrent_delta
+from needlework.ops.delta.recurrent import recurrent_delta
 from needlework.ops.qdelta.op import recurrent_qdelta
 from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from needlework.layers.state import Held, Part
+from needlework.serve.capacity import Pool, SchedulerConfig
 from needlework.serve.pools import most_pages
-from needlework.serve.scheduler import Pool, SchedulerConfig
 from needlework.serve.tables import Tables, page_lines, slot_line
 
 VOCABULARY = 50

@@ -64,9 +64,9 @@ class Watched(Scheduler):
 
     def done(self, *heard):
         super().done(*heard)
-        if not self._moves:  # of what is planned next
-            self.tables.slots[self.slots._free] = 0xFF
-            for window, pool in self.pages.items():
+        if not self.memory.moves:  # of what is planned next
+            self.tables.slots[self.memory.slots._free] = 0xFF
+            for window, pool in self.memory.pages.items():
                 self.tables.pages[window][pool._free] = 0xFF
 
 
@@ -96,9 +96,9 @@ class Serving:
         """Once the last step has been heard and the snapshots are gone: every slot and page is free."""
         self.engine.drain()
         self.engine.close()
-        while self.scheduler._evict():
+        while self.scheduler.memory.snapshots.evict():
             pass
-        pools = (self.scheduler.slots, *self.scheduler.pages.values())
+        pools = (self.scheduler.memory.slots, *self.scheduler.memory.pages.values())
         return not len(self.scheduler) and all(pool.free == pool.count for pool in pools)
 
 

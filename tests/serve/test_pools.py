@@ -24,7 +24,7 @@ def test_a_page_is_free_when_its_last_owner_lets_it_go():
     assert pool.free == 3 and pool.owners[a] == 1 and a not in pool.acquire(3)
     pool.release([a])
     assert pool.acquire(1) == [a]
-    with pytest.raises(AssertionError, match="1 pages asked for, 0 are free"):
+    with pytest.raises(AssertionError, match="1 pages wanted, 0 are free"):
         pool.acquire(1)
 
 

@@ -37,17 +37,17 @@ def requests(rng, n, length):
 
 def check(scheduler, device):
     """Every slot and page has the owners that the counts say, and what is parked is in host memory."""
-    snapshots = list(scheduler.prefix._snapshots.values())
+    snapshots = list(scheduler.memory.snapshots.prefix._snapshots.values())
     slots = [seq.slot for seq in scheduler.running] + [snapshot.slot for snapshot in snapshots]
-    assert len(set(slots)) == len(slots) == scheduler.slots.count - scheduler.slots.free
-    for window, pool in scheduler.pages.items():
+    assert len(set(slots)) == len(slots) == scheduler.memory.slots.count - scheduler.memory.slots.free
+    for window, pool in scheduler.memory.pages.items():
         owners = Counter(page for x in (*scheduler.running, *snapshots) for page in x.pages[window] if page >= 0)
         assert [owners[page] for page in range(pool.count)] == pool.owners
         assert pool.free == pool.owners.count(0)
     waiting = [seq.arrival for seq in scheduler.waiting]
     assert waiting == sorted(waiting) and all(seq.slot < 0 for seq in scheduler.waiting)
     assert len(scheduler) == len(scheduler.waiting) + len(scheduler.running)
-    assert scheduler.host_bytes == sum(seq.parked for seq in scheduler.waiting) <= scheduler.config.host_bytes
+    assert scheduler.memory.host_bytes == sum(seq.parked for seq in scheduler.waiting) <= scheduler.config.host_bytes
     assert len(scheduler.running) <= scheduler.config.batch
 
 
@@ -117,11 +117,11 @@ def play(seed, case, n=40):
     for id, (request, tokens) in answers.items():
         if ended[id] == "right":
             assert tokens == answer(request), id
-    while scheduler._evict():
+    while scheduler.memory.snapshots.evict():
         pass
-    assert scheduler.slots.free == plan.slots and scheduler.host_bytes == 0
-    assert all(pool.free == pool.count for pool in scheduler.pages.values())
-    parked = {move.id for move in scheduler._moves}
+    assert scheduler.memory.slots.free == plan.slots and scheduler.memory.host_bytes == 0
+    assert all(pool.free == pool.count for pool in scheduler.memory.pages.values())
+    parked = {move.id for move in scheduler.memory.moves}
     assert device.tables._parked.keys() <= parked, "host memory is left"
     return seen
 

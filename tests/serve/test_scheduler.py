@@ -2,9 +2,10 @@
 
 import pytest
 
+from needlework.serve.capacity import Pool, SchedulerConfig
 from needlework.serve.pools import most_pages, pages_for
 from needlework.serve.request import Request
-from needlework.serve.scheduler import Pool, Scheduler, SchedulerConfig
+from needlework.serve.scheduler import Scheduler
 from needlework.serve.step import CopyPage, CopySlot, Drop, Park, Unpark
 
 
@@ -46,7 +47,7 @@ def run(made, tokens=7, finished=frozenset()):
 
 
 def free(made):
-    return made.slots.free, {window: pool.free for window, pool in made.pages.items()}, made.host_bytes
+    return made.memory.slots.free, {window: pool.free for window, pool in made.memory.pages.items()}, made.memory.host_bytes
 
 
 def test_decodes_come_first_and_prefills_by_arrival_within_the_budget():
@@ -119,9 +120,9 @@ def test_a_cancelled_request_gives_all_back(stage):
         made.add(request("b", 64, 90))
         run(made)
         made.add(request("a", 64, 60))
-        while made.running[-1].request.id == "a" or (len(made.running) == 1 and not made.host_bytes):
+        while made.running[-1].request.id == "a" or (len(made.running) == 1 and not made.memory.host_bytes):
             run(made)
-        assert made.host_bytes == 100 + 10 * pages_for(len(made.tokens("a")) - 1, 16)  # the last token has no row yet
+        assert made.memory.host_bytes == 100 + 10 * pages_for(len(made.tokens("a")) - 1, 16)  # the last token has no row yet
         made.cancel("a")
         assert [type(move) for move in run(made).before if not isinstance(move, Park)] == [Drop]
         made.cancel("b")
@@ -140,19 +141,19 @@ def test_a_cancelled_request_gives_all_back(stage):
 def test_short_of_pages_snapshots_go_first_then_the_youngest_is_parked_and_comes_back_where_it_was():
     made = scheduler(request("s", 40, 1), pages=10, host_bytes=1000)
     run(made), run(made)
-    assert len(made.prefix) == 1 and free(made)[1] == {None: 8}
+    assert len(made.memory.snapshots.prefix) == 1 and free(made)[1] == {None: 8}
     made.add(request("a", 60, 60))
     made.add(request("b", 60, 60))
     moves, gone = [], None
     while not any(isinstance(move, Park) for move in moves):
         step = run(made, 5)
         moves += step.before
-        gone = len(moves) if gone is None and not len(made.prefix) else gone
+        gone = len(moves) if gone is None and not len(made.memory.snapshots.prefix) else gone
     park = moves[-1]
-    assert gone is not None and park.id == "b" and made.host_bytes == 100 + 10 * len(park.pages[None])
+    assert gone is not None and park.id == "b" and made.memory.host_bytes == 100 + 10 * len(park.pages[None])
     left = made.tokens("b")
     assert [row.request.id for row in step.decodes] == ["a"]
-    while made.host_bytes:
+    while made.memory.host_bytes:
         step = run(made, 5, {"a"})
     (back,) = step.before
     assert isinstance(back, Unpark) and back.id == "b" and len(back.pages[None]) == len(park.pages[None])
@@ -183,7 +184,7 @@ def test_a_sequence_whose_token_is_unheard_is_held_back_and_parked_once_it_is_he
     while len(made.running) < 2:
         run(made)
     flight = made.step()
-    while made.pages[None].free or made.running[0].computed % 16:
+    while made.memory.pages[None].free or made.running[0].computed % 16:
         made.done(flight, {"a": 1, "b": 1})
         flight = made.step()
     assert made.step() is None  # a needs a page of b's, whose token is in flight
@@ -215,7 +216,7 @@ def test_a_page_that_a_snapshot_ends_in_is_copied_for_who_writes_behind_it():
     run(made)
     made.add(request("b", 30, 1, range(97000, 97030)))
     (row,) = (hit := run(made)).prefills
-    shared = made.prefix.find(made.prefix.chain(row.request.prompt)).pages
+    shared = made.memory.snapshots.prefix.find(made.memory.snapshots.prefix.chain(row.request.prompt)).pages
     assert hit.before == (
         CopySlot(step.after[0].target, row.slot),
         CopyPage(None, shared[None][-1], row.pages[None][-1]),
@@ -248,9 +249,9 @@ def test_pages_of_a_window_are_given_as_it_comes_and_freed_when_it_has_passed():
         start = row.length - 1 if step.decodes else row.start
         pages = row.pages[20].tolist()
         assert [page >= 0 for page in pages] == [16 * (i + 1) > start - 20 for i in range(-(-row.length // 16))]
-        seen.append(made.pages[20].count - made.pages[20].free)
+        seen.append(made.memory.pages[20].count - made.memory.pages[20].free)
         made.done(step, {"a": 1})
-    assert max(seen[3:]) == 3 and free(made)[1] == {20: made.pages[20].count}
+    assert max(seen[3:]) == 3 and free(made)[1] == {20: made.memory.pages[20].count}
 
 
 def test_out_of_memory_fails_the_newest_prefill_and_the_others_of_the_step_are_computed_again():
@@ -260,7 +261,7 @@ def test_out_of_memory_fails_the_newest_prefill_and_the_others_of_the_step_are_c
     made.add(request("d", 5))
     step = made.step()
     assert rows(step) == ([("a", 21), ("b", 21)], [("c", 0, 32), ("d", 0, 5)]) and step.after
-    assert made.failed(step).id == "d" and not len(made.prefix)
+    assert made.failed(step).id == "d" and not len(made.memory.snapshots.prefix)
     assert free(made)[:2] == (6, {None: 40}) and [seq.request.id for seq in made.waiting] == ["a", "b", "c"]
     step = made.step()
     assert rows(step)[1][:2] == [("a", 0, 21), ("b", 0, 21)] and step.prefills[0].tokens[-1] == 4
@@ -278,9 +279,9 @@ def test_what_was_parked_before_a_step_that_failed_is_computed_again():
     while not step.before:
         made.done(step, {"a": 1, "b": 1})
         step = made.step()
-    assert isinstance(step.before[0], Park) and made.host_bytes
+    assert isinstance(step.before[0], Park) and made.memory.host_bytes
     made.add(request("z", 1))
-    assert made.failed(step).id == "a" and made.host_bytes == 0
+    assert made.failed(step).id == "a" and made.memory.host_bytes == 0
     step = made.step()
     assert step.before == (Drop("b"),) and rows(step)[1][0][:2] == ("b", 0)
 

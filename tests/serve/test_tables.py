@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from needlework.layers.state import Held, Part
-from needlework.serve.scheduler import Pool, SchedulerConfig
+from needlework.serve.capacity import Pool, SchedulerConfig
 from needlework.serve.step import CopyPage, CopySlot, Drop, Park, Unpark
 from needlework.serve.tables import Tables, page_lines, slot_line
 

@@ -20,7 +20,7 @@ class Subject:
     """A model, in evaluation mode on its device, and the conditions that every suite shares.
 
     model, tokenizer: transformers' objects. tokenizer_at: the folder or Hub name that AutoTokenizer reads the same tokenizer from.
-    words: the same of the `tokenizers` library; transformers' own is left padding by whoever padded a batch last.
+    words: the same of the `tokenizers` library; transformers' own keeps the padding of the last caller that padded a batch.
     read: ids [B T], keep -> logits [B keep V] of the last `keep` positions, without a cache, in the precision of the measurement.
     at_once: T -> rows of T tokens that fit in one forward pass. autocast: the dtype of products, where it is not the weights'.
     positions: how many tokens its table of absolute positions has; None for a model that takes any length.

@@ -1,5 +1,5 @@
 """A source's config.json, key by key: what a layout takes has its type, what needlework has no layer for is refused, and so is a key
-that nobody took."""
+that were not read."""
 
 from typing import Any
 

@@ -48,7 +48,7 @@ def model(
     start: float = 0.02,
     embedding: str = "embeddings",
 ) -> Reading:
-    """start: the standard deviation of matrices that start anew. embedding: its name within backbone."""
+    """start: the standard deviation of matrices that start from random numbers. embedding: its name within backbone."""
     config = NeedleworkConfig(
         vocab_size=vocabulary, hidden_size=dim, layout="M" * layers, mixers={"M": mixer}, mlp=None, tie_word_embeddings=tied,
         norm_eps=eps, initializer_range=start, **described.tokens(),

@@ -101,7 +101,7 @@ def carve_step_kernel(
     tl.debug_barrier()  # every warp has read m and position and written its part of total
     if position == content_chunk:
         done = tl.atomic_add(p_position, 1 << 32, sem="acq_rel", scope="gpu") >> 32
-    else:  # nobody will read what the other tiles wrote: no fence
+    else:  # no program reads what the other tiles wrote: no fence
         done = tl.atomic_add(p_position, 1 << 32, sem="relaxed", scope="gpu") >> 32
     tl.store(p_tile, S, mask=in_tile)  # after the count, whose fence waits for what is stored before it
     if done == H * tl.cdiv(V, BV) - 1:

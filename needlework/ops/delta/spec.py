@@ -10,7 +10,8 @@ from needlework.ops.common.operands import Operand, identity
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
 from needlework.ops.delta import reference
 from needlework.ops.delta.arguments import Prediction, checked, checked_state
-from needlework.ops.delta.op import DeltaOutput, chunk_delta, recurrent_delta, step_delta
+from needlework.ops.delta.op import chunk_delta, step_delta
+from needlework.ops.delta.recurrent import DeltaOutput, recurrent_delta
 
 H, K, V = 2, 16, 12
 

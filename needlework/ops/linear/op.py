@@ -50,7 +50,7 @@ def glu(
     x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None,
     *, activation: Activation = "silu", impl: Impl = "auto",
 ) -> Tensor:  # fmt: skip
-    """y [.. N] of x [.. D], two maps and what stands between them:
+    """y [.. N] of x [.. D], two maps and what comes between them:
 
         y = φ(x Gᵀ + b) ⊙ (x Uᵀ + c),    φ = silu, or relu² with activation="relu2"
 

@@ -1,6 +1,6 @@
 """What LUCID's entry points accept. The values of cu_seqlens and length are data, checked apart."""
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,14 @@ from needlework.ops.paged.placement import check_placement as shared
 
 Precondition = Literal["key", "qk", "rowmax", "beta"]
 Solve = Literal["window", "global"]
+
+
+class LucidInputs(NamedTuple):
+    """A call's tokens, of one dtype. Their gradients come back as `LucidInputs` too."""
+
+    k: Tensor  # [B T Hkv K]
+    v: Tensor  # [B T Hkv V]
+    beta: Tensor | None  # [B T Hkv]
 
 
 def check_tokens(k: Tensor, v: Tensor, beta: Tensor | None, axes: str, precondition: Precondition) -> None:

@@ -9,28 +9,20 @@ tensors here have one dtype.
 import torch
 from torch import Tensor
 
+from needlework.ops.lucid.arguments import LucidInputs
 from needlework.ops.lucid.matrix import Matrix, fold, unfold
+from needlework.ops.lucid.state import LucidState, PageRows
 
 
-def forward(
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    page_k: Tensor,
-    page_y: Tensor,
-    length: Tensor,
-    *,
-    rowmax: bool,
-    window: int | None,
-    chunk_size: int,
-) -> Tensor:
-    """y [B T H V] for k, v [B T H ·], beta [B T H] or None, after pages [B P H ·] that hold `length` [B] tokens."""
+def forward(tokens: LucidInputs, pages: LucidState, *, rowmax: bool, window: int | None, chunk_size: int) -> Tensor:
+    """y [B T H V] of tokens [B T H ·] after pages [B P H ·] that hold `length` [B] tokens."""
+    (k, v, beta), (page_k, page_y, length) = tokens, pages
     matrix = Matrix.of(page_k, k, length, window, rowmax)
     y = fold(torch.cat([page_y, v], 1))  # V until it is solved
     beta = None if beta is None else fold(torch.cat([beta.new_zeros(page_k.shape[:3]), beta], 1)[..., None])
     for rows, _, past, A, _ in matrix.block_rows(chunk_size):
         C = A.shape[1]
-        # contiguous: how a solve rounds depends on its operand's strides, and β = 1 is to be no β, to the bit
+        # contiguous: how a solve rounds depends on its operand's strides, and β = 1 has to equal no β, to the bit
         own, u = A[..., -C:].contiguous(), torch.baddbmm(y[:, rows], A[..., :-C], y[:, past], alpha=-1)
         if beta is not None:
             own, u = beta[:, rows] * own, beta[:, rows] * u
@@ -39,20 +31,9 @@ def forward(
 
 
 def backward(
-    dy: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    page_k: Tensor,
-    page_y: Tensor,
-    y: Tensor,
-    length: Tensor,
-    *,
-    rowmax: bool,
-    window: int | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Gradients of k, v, beta, page_k, page_y.
+    dy: Tensor, y: Tensor, tokens: LucidInputs, pages: LucidState, *, rowmax: bool, window: int | None, chunk_size: int
+) -> tuple[LucidInputs, PageRows]:
+    """Gradients of the tokens and of the pages.
 
         Z = A⁻ᵀ dY,  the same solve run backwards in time;   dV = Z
         G_ij = −(z_i·y_j) A_ij, j < i;    "rowmax": j <= i, then G_{i,argmax} += z_i·v_i
@@ -61,15 +42,16 @@ def backward(
 
     The pages are columns without rows: dY_page = −Aᵀ Z, and G alone reaches their keys.
     """
+    (k, v, beta), (page_k, page_y, length) = tokens, pages
     H, P = k.shape[2], page_k.shape[1]
     matrix = Matrix.of(page_k, k, length, window, rowmax)
     x = matrix.x
-    pages = lambda token, page: fold(torch.cat([page, token], 1))
-    y, z = pages(y, page_y), pages(dy, torch.zeros_like(page_y))  # z: dY less what later rows take, until it is solved
-    v = pages(v, torch.zeros_like(page_y))
+    after = lambda page, token: fold(torch.cat([page, token], 1))
+    y, z = after(page_y, y), after(torch.zeros_like(page_y), dy)  # z: dY less what later rows take, until it is solved
+    v = after(torch.zeros_like(page_y), v)
     dx, dbeta = torch.zeros_like(x), None
     if beta is not None:
-        beta = pages(beta[..., None], beta.new_zeros(*page_k.shape[:3], 1))
+        beta = after(beta.new_zeros(*page_k.shape[:3], 1), beta[..., None])
         dbeta = torch.zeros_like(beta)
     for rows, seen, past, A, top in matrix.block_rows(chunk_size, backwards=True):
         C = A.shape[1]
@@ -88,4 +70,4 @@ def backward(
         dx[:, seen].baddbmm_(G.mT, x[:, rows])
     dk, dy = unfold(matrix.key_gradient(dx), H), unfold(z, H)
     dbeta = None if dbeta is None else unfold(dbeta, H)[:, P:, :, 0]
-    return dk[:, P:], dy[:, P:], dbeta, dk[:, :P], dy[:, :P]
+    return LucidInputs(dk[:, P:], dy[:, P:], dbeta), PageRows(dk[:, :P], dy[:, :P])

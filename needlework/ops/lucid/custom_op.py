@@ -4,8 +4,6 @@ Tensors share one dtype, float32 or float64 (behind a table any); arguments have
 length and rows, which are data.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -13,96 +11,96 @@ from needlework.ops.attention.growth import came_from, final_rows, give_back, gr
 from needlework.ops.attention.pages import positions
 from needlework.ops.common.packing import lengths, pad, unpad
 from needlework.ops.lucid import chunk
-from needlework.ops.lucid.arguments import check_data
+from needlework.ops.lucid.arguments import LucidInputs, check_data
+from needlework.ops.lucid.state import LucidState, PageRows
 from needlework.ops.paged.placement import Placement, check_placement_data
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator, step_operator
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import Ts, each
 from needlework.ops.runtime.precision import keep_precision
 
 
 @operator
 def lucid_fwd(
-    k: Tensor, v: Tensor, beta: Tensor | None, page_k: Tensor, page_y: Tensor, length: Tensor, cu_seqlens: Tensor | None,
+    tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None,
     rowmax: bool, window: int | None, chunk_size: int, keep_pages: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, and the final pages and length (pages of no rows without keep_pages)."""
-    check_data(length, page_k.shape[1], window, cu_seqlens, *k.shape[:2])
-    k, v, beta = _batch(cu_seqlens, k, v, beta)
-    y = chunk.forward(k, v, beta, page_k, page_y, length, rowmax=rowmax, window=window, chunk_size=chunk_size)
+) -> tuple[Tensor, LucidState]:  # fmt: skip
+    """y, and the final pages (of no rows without keep_pages)."""
+    length = pages.length
+    check_data(length, pages.k.shape[1], window, cu_seqlens, *tokens.k.shape[:2])
+    tokens = LucidInputs(*_batch(cu_seqlens, *tokens))
+    y = chunk.forward(tokens, pages, rowmax=rowmax, window=window, chunk_size=chunk_size)
     if keep_pages:
-        page_k, page_y = grow((page_k, page_y), (k, y), length, cu_seqlens, window)
+        page_k, page_y = grow((pages.k, pages.y), (tokens.k, y), length, cu_seqlens, window)
     else:
-        page_k, page_y = page_k[:, :0].clone(), page_y[:, :0].clone()
-    n_new = k.shape[1] if cu_seqlens is None else lengths(cu_seqlens)
-    return y.contiguous() if cu_seqlens is None else unpad(y, cu_seqlens), page_k, page_y, length + n_new
+        page_k, page_y = pages.k[:, :0].clone(), pages.y[:, :0].clone()
+    n_new = tokens.k.shape[1] if cu_seqlens is None else lengths(cu_seqlens)
+    return y.contiguous() if cu_seqlens is None else unpad(y, cu_seqlens), LucidState(page_k, page_y, length + n_new)
 
 
-@torch.library.register_fake(lucid_fwd)
-def _(k, v, beta, page_k, page_y, length, cu_seqlens, rowmax, window, chunk_size, keep_pages):
+@fake(lucid_fwd)
+def _(
+    tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None,
+    rowmax: bool, window: int | None, chunk_size: int, keep_pages: bool,
+):  # fmt: skip
+    return tokens.v.new_empty(tokens.v.shape), fake_pages(tokens, pages, cu_seqlens, window, keep_pages)
+
+
+def fake_pages(
+    tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None, window: int | None, keep_pages: bool
+) -> LucidState:
+    """The final pages of a fake operator."""
     if not keep_pages:
         P = 0
     elif cu_seqlens is None:
-        P = final_rows(page_k.shape[1], k.shape[1], window)
+        P = final_rows(pages.k.shape[1], tokens.k.shape[1], window)
     else:
         P = torch.library.get_ctx().new_dynamic_size()
-    pages = (x.new_empty(len(x), P, *x.shape[2:]) for x in (page_k, page_y))
-    return v.new_empty(v.shape), *pages, torch.empty_like(length)
-
-
-class Saved(NamedTuple):
-    """What the backward wants of the forward."""
-
-    k: Tensor
-    v: Tensor
-    beta: Tensor | None
-    page_k: Tensor
-    page_y: Tensor
-    y: Tensor
-    length: Tensor
-    cu_seqlens: Tensor | None
+    page_k, page_y = (x.new_empty(len(x), P, *x.shape[2:]) for x in (pages.k, pages.y))
+    return LucidState(page_k, page_y, torch.empty_like(pages.length))
 
 
 @backward_operator
 def lucid_bwd(
-    dy: Tensor, dfinal_k: Tensor, dfinal_y: Tensor,
-    k: Tensor, v: Tensor, beta: Tensor | None, page_k: Tensor, page_y: Tensor, y: Tensor, length: Tensor,
-    cu_seqlens: Tensor | None, rowmax: bool, window: int | None, chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of k, v, beta (empty without beta), page_k, page_y."""
-    dy, k, v, beta, y = _batch(cu_seqlens, dy, k, v, beta, y)
-    P, columns = page_k.shape[1], page_k.shape[1] + k.shape[1]
-    through_k = through_y = None
-    if dfinal_k.shape[1]:  # a final page is a copy of columns: its k passes dk through, its y adds to dY
-        source = came_from(P, k.shape[1], length, cu_seqlens, window)
-        through_k, through_y = (give_back(x, source, columns) for x in (dfinal_k, dfinal_y))
-        dy = dy + through_y[:, P:]
-    dk, dv, dbeta, dpage_k, dpage_y = chunk.backward(
-        dy, k, v, beta, page_k, page_y, y, length, rowmax=rowmax, window=window, chunk_size=chunk_size
-    )
-    if through_k is not None and through_y is not None:
-        dk, dpage_k, dpage_y = dk + through_k[:, P:], dpage_k + through_k[:, :P], dpage_y + through_y[:, :P]
-    dbeta = k.new_empty(0) if dbeta is None else dbeta
+    dy: Tensor, final: PageRows, y: Tensor, tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None,
+    rowmax: bool, window: int | None, chunk_size: int,
+) -> tuple[LucidInputs, PageRows]:  # fmt: skip
+    """Gradients of `tokens` and `pages` from those of y and of the final pages."""
+    dy, y = _batch(cu_seqlens, dy, y)
+    tokens = LucidInputs(*_batch(cu_seqlens, *tokens))
+    P, T = pages.k.shape[1], tokens.k.shape[1]
+    through = None
+    if final.k.shape[1]:  # a final page is a copy of columns: its k passes dk through, its y adds to dY
+        source = came_from(P, T, pages.length, cu_seqlens, window)
+        through = PageRows(*(give_back(x, source, P + T) for x in final))
+        dy = dy + through.y[:, P:]
+    (dk, dv, dbeta), before = chunk.backward(dy, y, tokens, pages, rowmax=rowmax, window=window, chunk_size=chunk_size)
+    if through is not None:
+        dk, before = dk + through.k[:, P:], PageRows(*(x + way[:, :P] for x, way in zip(before, through, strict=True)))
+    own = dk, dv, dbeta
     if cu_seqlens is not None:
-        dk, dv, dbeta = (unpad(x, cu_seqlens) if x.numel() else x for x in (dk, dv, dbeta))
+        own = each(lambda x: unpad(x, cu_seqlens), *own)
     # clones: slices of one tensor, and an operator's outputs may not share memory
-    return each(lambda x: x.clone(memory_format=torch.contiguous_format), dk, dv, dbeta, dpage_k, dpage_y)
+    clone = lambda x: x.clone(memory_format=torch.contiguous_format)
+    return LucidInputs(*each(clone, *own)), PageRows(*each(clone, *before))
 
 
-@torch.library.register_fake(lucid_bwd)
-def _(dy, dfinal_k, dfinal_y, k, v, beta, page_k, page_y, *_):
-    inputs = k, v, k.new_empty(0) if beta is None else beta, page_k, page_y
-    return tuple(x.new_empty(x.shape) for x in inputs)
+@fake(lucid_bwd)
+def fake_gradients(
+    dy: Tensor, final: PageRows, saved: object, tokens: LucidInputs, pages: LucidState, *settings: object
+) -> tuple[LucidInputs, PageRows]:
+    """Those of a fake operator."""
+    empty = lambda x: x.new_empty(x.shape)
+    return LucidInputs(*each(empty, *tokens)), PageRows(*each(empty, pages.k, pages.y))
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    k, v, beta, page_k, page_y, length, cu_seqlens, *ctx.settings, _ = inputs
-    ctx.save_for_backward(*Saved(k, v, beta, page_k, page_y, output[0], length, cu_seqlens))
+    tokens, pages, cu_seqlens, *ctx.settings, _ = inputs
+    ctx.save_for_backward(output[0], *tokens, *pages, cu_seqlens)
 
 
 def _backward(ctx, dy, dfinal_k, dfinal_y, dlength):
-    dk, dv, dbeta, dpage_k, dpage_y = lucid_bwd(dy, dfinal_k, dfinal_y, *Saved(*ctx.saved_tensors), *ctx.settings)
-    dbeta = dbeta if ctx.needs_input_grad[2] else None
-    return dk, dv, dbeta, dpage_k, dpage_y, None, None, None, None, None, None
+    found = lucid_bwd(dy, dfinal_k, dfinal_y, *ctx.saved_tensors, *ctx.settings)
+    return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), *[None] * 6
 
 
 differentiable(lucid_fwd, _backward, _setup_context)
@@ -115,12 +113,11 @@ def _batch(cu_seqlens: Tensor | None, *tensors: *Ts) -> tuple[*Ts]:
 
 @step_operator("k_pages", "y_pages")
 def lucid_by_table(
-    k: Tensor, v: Tensor, beta: Tensor | None, k_pages: Tensor, y_pages: Tensor, block_table: Tensor, length: Tensor, rows: Tensor,
-    cu_seqlens: Tensor | None, rowmax: bool, window: int | None,
-) -> Tensor:  # fmt: skip
+    tokens: LucidInputs, k_pages: Tensor, y_pages: Tensor, where: Placement, rowmax: bool, window: int | None
+) -> Tensor:
     """`solve_pages` of tensors of any one dtype: y [T H V]. The rows that a window shows are gathered."""
+    (k, v, _), (block_table, length, rows, _) = tokens, where
     T, PG = len(k), k_pages.shape[1]
-    where = Placement(block_table, length, rows, cu_seqlens)
     check_placement_data(where, T, len(k_pages), PG)
     y = v.new_zeros(v.shape)
     if not y.numel():
@@ -135,9 +132,9 @@ def lucid_by_table(
     page = torch.where(seen, block_table.long().gather(1, at // PG), 0) if most else at
     held = each(lambda x: torch.where(seen[..., None, None], x[page, at % PG].to(wide), 0), k_pages, y_pages)
     some = int(ends[-1])
-    tokens = each(lambda x: pad(x[None, :some].to(wide), ends), k, v, beta)
+    new = LucidInputs(*each(lambda x: pad(x[None, :some].to(wide), ends), *tokens))
     with torch.autocast(k.device.type, enabled=False):
-        solved = chunk.forward(*tokens, *held, past, rowmax=rowmax, window=window, chunk_size=64)
+        solved = chunk.forward(new, LucidState(*held, past), rowmax=rowmax, window=window, chunk_size=64)
     live = (length >= 0).repeat_interleave(lengths(ends))
     y[:some] = torch.where(live[:, None, None], unpad(solved, ends)[0], 0).to(y.dtype)
     token = (live & (rows[:some] >= 0)).nonzero()[:, 0]
@@ -147,9 +144,9 @@ def lucid_by_table(
     return y
 
 
-@torch.library.register_fake(lucid_by_table)
-def _(k, v, *_):
-    return v.new_empty(v.shape)
+@fake(lucid_by_table)
+def _(tokens: LucidInputs, *_):
+    return tokens.v.new_empty(tokens.v.shape)
 
 
 keep_precision(lucid_fwd, lucid_bwd)

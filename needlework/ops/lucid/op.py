@@ -7,6 +7,7 @@ from needlework.ops.api import Impl, resolve
 from needlework.ops.common.shapes import check_count, check_slots, check_tensor
 from needlework.ops.lucid import chunk, reference
 from needlework.ops.lucid.arguments import (
+    LucidInputs,
     Precondition,
     Solve,
     check_call,
@@ -81,26 +82,26 @@ def chunk_lucid(
     if path == "triton" and initial_state is None and not output_final_state:
         from needlework.ops.lucid.solve.op import lucid
 
-        tensors = each(Tensor.contiguous, k, v, beta)
-        return LucidOutput(lucid(*tensors, cu_seqlens, rowmax, window), None)
+        tokens = LucidInputs(*each(Tensor.contiguous, k, v, beta))
+        return LucidOutput(lucid(tokens, cu_seqlens, rowmax, window), None)
     pages = no_tokens_yet(N, k, v) if initial_state is None else initial_state
     if path == "triton":
-        from needlework.ops.lucid.solve.pages import lucid_pages_fwd
+        from needlework.ops.lucid.solve.pages import lucid_after
 
-        tensors = each(Tensor.contiguous, k, v, beta, pages.k.to(k.dtype), pages.y.to(k.dtype))
-        save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-        y, *state = lucid_pages_fwd(*tensors, pages.length, cu_seqlens, rowmax, window, output_final_state, save)[:4]
-        return LucidOutput(y, LucidState(*state) if output_final_state else None)
+        tokens = LucidInputs(*each(Tensor.contiguous, k, v, beta))
+        pages = LucidState(*each(Tensor.contiguous, pages.k.to(k.dtype), pages.y.to(k.dtype)), pages.length)
+        y, state = lucid_after(pages, tokens, cu_seqlens, rowmax, window, output_final_state)
+        return LucidOutput(y, state if output_final_state else None)
     wide = torch.promote_types(k.dtype, torch.float32)
     pages = LucidState(pages.k.to(wide), pages.y.to(wide), pages.length)
-    tensors = each(lambda x: x.to(wide), k, v, beta)
+    tokens = LucidInputs(*each(lambda x: x.to(wide), k, v, beta))
     if path == "reference":
         y, state = reference.recurrent_lucid(
-            *tensors, precondition=precondition, window=window,
+            *tokens, precondition=precondition, window=window,
             initial_state=pages, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
         )  # fmt: skip
     else:
-        y, *state = lucid_fwd(*tensors, *pages, cu_seqlens, rowmax, window, chunk_size, output_final_state)
+        y, *state = lucid_fwd(*tokens, *pages, cu_seqlens, rowmax, window, chunk_size, output_final_state)
     if state is None or not output_final_state:
         return LucidOutput(y.to(k.dtype), None)
     final_k, final_y, length = state
@@ -173,9 +174,9 @@ def step_lucid(
     slot = live.slots
     length = state.length[slot]
     wide = torch.promote_types(k.dtype, torch.float32)
-    tokens = each(lambda x: x[live.rows].to(wide), k, v, beta)
-    pages = each(lambda page: page[slot, :P].to(wide), state.k, state.y)
-    solved = chunk.forward(*tokens, *pages, length, rowmax=rowmax, window=window, chunk_size=R)
+    tokens = LucidInputs(*each(lambda x: x[live.rows].to(wide), k, v, beta))
+    pages = LucidState(*each(lambda page: page[slot, :P].to(wide), state.k, state.y), length)
+    solved = chunk.forward(tokens, pages, rowmax=rowmax, window=window, chunk_size=R)
     y_live = solved.to(v.dtype)
     row = (length[:, None] + torch.arange(R, device=k.device)) % P
     state.k[slot[:, None], row] = k[live.rows].to(state.k.dtype)

@@ -51,7 +51,7 @@ def solve_pages(
     length: [N] int32 or int64: tokens of each sequence, the new ones included, at most NB · PG; −1: a padded row, whose tokens
         are zeros, and which touches nothing.
     rows: [T] int64: the row that takes each new token's k and y, page · PG + row in the page; −1: none does.
-    cu_seqlens: [N+1]: sequence n's new tokens are cu_seqlens[n] … cu_seqlens[n + 1); those from cu_seqlens[N] on are nobody's, and
+    cu_seqlens: [N+1]: sequence n's new tokens are cu_seqlens[n] … cu_seqlens[n + 1); those from cu_seqlens[N] on belong to none, and
         zeros. None: decoding, one new token a sequence, T = N.
     precondition, window, solve: as in `chunk_lucid`; a global solve reads every row.
     Returns y [T Hkv V] in k's dtype; no gradient. Error as `chunk_lucid`: new rows are solved against new rows before these are
@@ -85,10 +85,8 @@ def solve_pages(
         from needlework.ops.lucid.step import lucid_decode
 
         tokens = each(Tensor.contiguous, k, v, beta)
-        tables = each(Tensor.contiguous, block_table, length, rows)
-        if cu_seqlens is None:
-            return lucid_decode(*tokens, k_pages, y_pages, *tables, rowmax, window)
-        return lucid_prefill(*tokens, k_pages, y_pages, *tables, cu_seqlens.contiguous(), rowmax, window)
+        solved = lucid_decode if cu_seqlens is None else lucid_prefill
+        return solved(*tokens, k_pages, y_pages, *each(Tensor.contiguous, *where), rowmax, window)
     if path == "torch":
         return lucid_by_table(k, v, beta, k_pages, y_pages, *where, rowmax, window)
     check_placement_data(where, len(k), *k_pages.shape[:2])
@@ -132,7 +130,7 @@ def paged_lucid(
     The other arguments as in `solve_pages`: k, v and beta of the new tokens, the pages, which then hold them too, and the tables. With
         precondition="qk" q and k are as they score. A global solve is read in the window.
     rows: −1 in padded rows alone: several new tokens of a sequence find each other in the pages.
-    Returns o [T Hq V] in q's dtype; zeros in padded rows and of nobody's tokens; no gradient.
+    Returns o [T Hq V] in q's dtype; zeros for padded rows and for tokens of no sequence; no gradient.
     Error: within 2 × the larger of the definition's, the blocked form's and the output rounding's own.
     impl: as in `solve_pages`. Without cu_seqlens the kernels read each row of the pages once, for the solve and for up to 30 query heads a
         key-value head; with it, or with more heads, they solve and then attend, as the other forms always do.
@@ -152,7 +150,8 @@ def paged_lucid(
     """
     check_tokens(k, v, beta, "T Hkv", precondition)
     solved_in = solve_window(window, solve)
-    check_placement(k, v, k_pages, y_pages, Placement(block_table, length, rows, cu_seqlens))
+    placement = Placement(block_table, length, rows, cu_seqlens)
+    check_placement(k, v, k_pages, y_pages, placement)
     check_pages(q, k_pages, y_pages, block_table, length, cu_seqlens, window)
     check_scale(scale)
     fit = lambda: misfit("lucid/decode", k.device, k.dtype, k.shape[-1], v.shape[-1])
@@ -160,7 +159,7 @@ def paged_lucid(
         from needlework.ops.lucid.decode.op import lucid_attend
 
         rowmax = precondition == "rowmax"
-        return lucid_attend(q, k, v, beta, k_pages, y_pages, block_table, length, rows, rowmax, solved_in, window, scale)
+        return lucid_attend(q, k, v, beta, k_pages, y_pages, *placement, rowmax, solved_in, window, scale)
     where = {"block_table": block_table, "length": length, "cu_seqlens": cu_seqlens, "window": window, "impl": impl}
     settings = {"precondition": precondition, "solve": solve, "rows": rows}
     solve_pages(k, v, beta, k_pages=k_pages, y_pages=y_pages, **settings, **where)

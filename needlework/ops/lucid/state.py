@@ -13,6 +13,13 @@ class LucidState(NamedTuple):
     length: Tensor  # [N] int64
 
 
+class PageRows(NamedTuple):
+    """The floating tensors of a `LucidState`, or their gradients."""
+
+    k: Tensor
+    y: Tensor
+
+
 class LucidOutput(NamedTuple):
     y: Tensor  # [B T Hkv V]
     state: LucidState | None

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from needlework.ops.lucid.arguments import LucidInputs
 from needlework.ops.lucid.past import (
     constants_of,
     exponents,
@@ -24,7 +25,9 @@ from needlework.ops.lucid.past import (
     tile_of,
 )
 from needlework.ops.lucid.solve.operands import scale
-from needlework.ops.runtime.custom_op import step_operator
+from needlework.ops.lucid.state import LucidState, PageRows
+from needlework.ops.paged.placement import Placement
+from needlework.ops.runtime.custom_op import fake, step_operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, padded
@@ -103,45 +106,48 @@ def finish(
     tl.store(p_out + token[:, None] * V + o_v[None, :], y.to(p_out.dtype.element_ty), mask=real_v)
 
 
-@step_operator("page_k", "page_y", "length")
-def lucid_step(
-    k: Tensor, v: Tensor, beta: Tensor | None, page_k: Tensor, page_y: Tensor, length: Tensor, slots: Tensor,
-    rowmax: bool, window: int | None,
-) -> Tensor:  # fmt: skip
-    """y [B R H V] for k, v [B R H ·] and the tables page_k, page_y [slots P H ·], length [slots], which change in place.
-
-    All contiguous; the tables within a slot.
-    """
+@step_operator("table")
+def lucid_step(tokens: LucidInputs, table: LucidState, slots: Tensor, rowmax: bool, window: int | None) -> Tensor:
+    """y [B R H V] for tokens [B R H ·] and a table of slots, which changes in place. All contiguous; the table within a slot."""
+    k, v, _ = tokens
     B, R = v.shape[:2]
-    PG = page_k.shape[1]
+    PG = table.k.shape[1]
     P = PG if window is None else min(PG, window)
     W = window if window == P else None  # of fewer rows than the window, the pages are no ring: it hides none of them
     held, rows = (torch.empty(*size, dtype=torch.int64, device=k.device) for size in ((B,), (B, R)))
     if not v.numel():
         return torch.empty_like(v)
     chosen = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
-    run(take_rows, (B,), slots, length, held, rows, R, P, PG, W or 0, **chosen.launch["take_rows"], M=ROWS)
-    return _decode(chosen, k, v, beta, page_k, page_y, slots.contiguous()[:, None], held, rows, R, P, rowmax, W)
+    run(take_rows, (B,), slots, table.length, held, rows, R, P, PG, W or 0, **chosen.launch["take_rows"], M=ROWS)
+    where = Placement(slots.contiguous()[:, None], held, rows, None)
+    return _decode(chosen, tokens, PageRows(*table[:2]), where, R, P, rowmax, W)
 
 
 @step_operator("k_pages", "y_pages")
 def lucid_decode(
-    k: Tensor, v: Tensor, beta: Tensor | None, k_pages: Tensor, y_pages: Tensor, block_table: Tensor, length: Tensor, rows: Tensor,
-    rowmax: bool, window: int | None,
-) -> Tensor:  # fmt: skip
+    tokens: LucidInputs, k_pages: Tensor, y_pages: Tensor, where: Placement, rowmax: bool, window: int | None
+) -> Tensor:
     """y [N H V] of one new token a sequence, `solve_pages` without cu_seqlens. All contiguous; the pages each by itself."""
+    k, v, _ = tokens
     if not v.numel():
         return torch.empty_like(v)
     chosen = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
-    P = block_table.shape[1] * k_pages.shape[1]
-    return _decode(chosen, k, v, beta, k_pages, y_pages, block_table, length, rows, 1, P, rowmax, window)
+    P = where.block_table.shape[1] * k_pages.shape[1]
+    return _decode(chosen, tokens, PageRows(k_pages, y_pages), where, 1, P, rowmax, window)
 
 
 def _decode(
-    chosen: LaunchConfig, k: Tensor, v: Tensor, beta: Tensor | None, page_k: Tensor, page_y: Tensor, table: Tensor,
-    length: Tensor, rows: Tensor, R: int, P: int, rowmax: bool, window: int | None,
-) -> Tensor:  # fmt: skip
+    chosen: LaunchConfig,
+    tokens: LucidInputs,
+    pages: PageRows,
+    where: Placement,
+    R: int,
+    P: int,
+    rowmax: bool,
+    window: int | None,
+) -> Tensor:
     """y of R new tokens of each sequence, whose pages hold P rows."""
+    (k, v, beta), (page_k, page_y), (table, length, rows, _) = tokens, pages, where
     (N, NB), (H, V) = table.shape, v.shape[-2:]
     c = constants(chosen, k.dtype, H, k.shape[-1], V, rowmax, beta is not None)
     shares = shares_of(N * H, P, window, R, chosen.launch["read_pages"])
@@ -158,14 +164,14 @@ def _decode(
     return y
 
 
-@torch.library.register_fake(lucid_step)
-def _(k, v, *_):
-    return torch.empty_like(v)
+@fake(lucid_step)
+def _(tokens: LucidInputs, *_):
+    return torch.empty_like(tokens.v)
 
 
-@torch.library.register_fake(lucid_decode)
-def _(k, v, *_):
-    return torch.empty_like(v)
+@fake(lucid_decode)
+def _(tokens: LucidInputs, *_):
+    return torch.empty_like(tokens.v)
 
 
 KERNELS = {"take_rows": take_rows, "read_pages": read_pages, "finish": finish}

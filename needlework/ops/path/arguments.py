@@ -21,6 +21,15 @@ class PathInputs(NamedTuple):
     w: Tensor  # [B T Hkv K]
 
 
+class PathKeys(NamedTuple):
+    """Of a call's tokens, what a key-value head has."""
+
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    w: Tensor
+
+
 def check_keys(k: Tensor, v: Tensor, beta: Tensor, w: Tensor, axes: str) -> None:
     """Raise ValueError unless what a key-value head has of each token fits; axes: "B T Hkv", "B Hkv" or "T Hkv"."""
     check("k", k, f"{axes} K")

@@ -27,7 +27,7 @@ WARM = RecallMix(dense=0.5, sparse=0.2, dense_pairs=(1, 4))
 AFTER = RecallMix(dense=0.1, sparse=0.4, weight=8.0)
 GATE = Gate(excess=0.1, window=4)
 STEPS = 1200  # of a run with needles, 79M tokens
-BY = 360  # its gate is to be passed by this step, 30 % of them
+BY = 360  # the gate has to be passed by this step, 30 % of them
 
 # peak learning rates by family, as rates.py's runs choose them; 2e-3 is the first study's
 RATES = dict.fromkeys(("gated-deltanet", "qdelta", "ccq", "carve", "softmax", "lucid", "composition", "control"), 2e-3)

@@ -44,7 +44,7 @@ SEEDS = tuple(range(8))
 HEADS, HEAD, SIZES = 2, 32, (16, 32, 64)
 RATE = 2e-3
 GRID = (0.5e-3, 1e-3, 2e-3, 4e-3)
-# half-lives around the row: nothing that was told need be forgotten before it is asked
+# half-lives around the row: no pair need be forgotten before its key is asked
 SPREAD, TWICE = (64.0, 4096.0), (128.0, 8192.0)
 
 

@@ -2,7 +2,7 @@
 
 text       18M parameters, 79M tokens of running text in rows of 2,048, 1.15 epochs
 metrics    held-out loss; the gain of a context, loss at 1,024 to 2,048 less loss at 0 to 256; the loss on the last token of bigrams
-           that stand in the row before and at most 16 times in the training text
+           that occur earlier in the row and at most 16 times in the training text
 claims     LUCID's held-out loss is below softmax's by more than 0.02 nats; the composition's gain is below its equal-layout control's by
            more than 0.01
 seeds      6; one look at 3; every model is measured on the same rows

@@ -4,7 +4,7 @@
     grid       {0.5, 1, 2, 4}e-3 with one seed; where the best is at an edge, the next rate beyond it; then the two best with two more seeds
     chosen     the rate with the least mean over its seeds
 
-`runs` returns what is to be run given what the pack holds, so that one command, again and again, does all of it.
+`runs` returns the runs that the pack still lacks, so that one command, repeated, does all of them.
 """
 
 from collections import defaultdict
@@ -67,7 +67,7 @@ def wanted(found: Losses) -> list[tuple[str, float, int]]:
 
 
 def _beyond(first: Mapping[float, float]) -> list[float]:
-    """The rates beyond the grid that were or are to be tried: halved or doubled while the best is at the edge."""
+    """The rates beyond the grid tried, and still to try: halved or doubled while the best is at the edge."""
     rates, tried = sorted(first), []
     tried += [lr for lr in rates if lr not in GRID]
     best = min(rates, key=first.__getitem__)

@@ -7,7 +7,7 @@ Buffers, descriptors and constants are made once; from one content chunk to the 
 Launches begin before the one ahead of them is done where they can (PDL). What holds then: enter, replay, pairs and leave wait for
 the launch before them before they read what the chain writes, and only when all their programs have waited does the next launch
 begin: it finds everything done but the launch just before it. `couplings` needs no more than that, runs beside the replay and
-ends after it, so that whoever waits for it has waited for the replay too. So nothing overtakes what it reads, and whatever is
+ends after it, so that a program that waits for it has waited for the replay too. So nothing overtakes what it reads, and whatever is
 written again for the next content chunk was read by launches that are done.
 """
 

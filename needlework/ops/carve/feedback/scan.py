@@ -2,7 +2,7 @@
 
     m = Σ o / L        u = τ_b + W₂ tanh(W₁ m)        o before it is rounded, scale included
 
-Programs own blocks of value columns. Whoever is the last to finish a head makes its u from the whole m: nobody waits.
+Programs own blocks of value columns. The program that finishes a head last makes its u from the whole m: no program waits.
 """
 
 import triton

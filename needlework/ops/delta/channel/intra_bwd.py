@@ -114,7 +114,7 @@ def couplings(
 
     PDL: the launch may begin while the one before it runs, of whose results it reads none. It must begin only when the launch
     before that is done, which makes do, dr and divisor: they are read by the second cache, as this multiprocessor may have met them
-    before they were written. It is done only when that one is too, so that whoever waits for it has waited for all.
+    before they were written. It is done only when that one is too, so that a program that waits for it has waited for all.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -121,7 +121,7 @@ def pairs(
                 tl.store(p_asked + o_row, -beta * own * tl.sum(U * b_Q, 1), mask=o_t < NR)
         tl.store(p_M + first_wide * R + o_wide, M.to(ST).to(BT, bitcast=True))
         if GATE:
-            # the gate of t stands between s and r for r >= t > s; a sum without cancellation: in half the tensor cores' float32 is
+            # the gate of t lies between s and r for r >= t > s; a sum without cancellation: in half the tensor cores' float32 is
             # far more than the operands hold
             precision: tl.constexpr = "tf32" if HALF else "ieee"
             later = tl.dot((s >= t).to(ACC), held, input_precision=precision, out_dtype=ACC)

@@ -161,7 +161,7 @@ def scan(
             read *= tl.load(p_factor + 3 * C + o_c)[None, :]
             b_o = tl.dot(b_w, tl.trans(b_P), read, input_precision="ieee", out_dtype=ACC).to(OT)
             if FORM == 1:
-                # a W that float16 does not hold is to be seen in the state that is left, however small what is left of it
+                # a W that float16 does not hold has to show in the state that is left, however small what is left of it
                 w = b_w.to(ACC)
             b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
             e_whole = -tl.load(p_factor + 5 * C - 1)

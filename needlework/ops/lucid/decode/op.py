@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 
+from needlework.ops.lucid.arguments import LucidInputs
 from needlework.ops.lucid.decode.attend import attend, merge
 from needlework.ops.lucid.solve.operands import scale as solve_scale
 from needlework.ops.paged.arguments import Pages
 from needlework.ops.paged.engine.op import HELD, Shape
-from needlework.ops.runtime.custom_op import step_operator
+from needlework.ops.paged.placement import Placement
+from needlework.ops.runtime.custom_op import fake, step_operator
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2, padded
@@ -43,29 +46,29 @@ class Rule(NamedTuple):
 
 @step_operator("k_pages", "y_pages")
 def lucid_attend(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, k_pages: Tensor, y_pages: Tensor, block_table: Tensor, length: Tensor,
-    rows: Tensor, rowmax: bool, window: int | None, read: int | None, scale: float | None,
+    q: Tensor, tokens: LucidInputs, k_pages: Tensor, y_pages: Tensor, where: Placement, rowmax: bool, window: int | None,
+    read: int | None, scale: float | None,
 ) -> Tensor:  # fmt: skip
     """o [N H V] of one new token a sequence, `paged_lucid` without cu_seqlens. window: of the solve; read: of the attention."""
-    rule = Rule(rowmax, beta is not None, read != window, scale or q.shape[2] ** -0.5)
-    return _launch(q, k, v, beta, k_pages, y_pages, block_table, length, rows, rule, window or ALL, read or ALL)
+    rule = Rule(rowmax, tokens.beta is not None, read != window, scale or q.shape[2] ** -0.5)
+    return _launch(q, tokens, k_pages, y_pages, where, rule, window or ALL, read or ALL)
 
 
-@torch.library.register_fake(lucid_attend)
-def _(q, k, v, *_):
-    return q.new_empty(*q.shape[:2], v.shape[2])
+@fake(lucid_attend)
+def _(q: Tensor, tokens: LucidInputs, *_):
+    return q.new_empty(*q.shape[:2], tokens.v.shape[2])
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, k_pages: Tensor, y_pages: Tensor, table: Tensor, length: Tensor,
-    rows: Tensor, rule: Rule, W: int, WR: int,
-) -> Tensor:  # fmt: skip
+    q: Tensor, new: LucidInputs, k_pages: Tensor, y_pages: Tensor, where: Placement, rule: Rule, W: int, WR: int
+) -> Tensor:
+    k, v, beta = new
     N, H, K = q.shape
     o = q.new_empty(N, H, v.shape[2])
     if not o.numel():
         return o
     q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))
-    table, length, rows = (x.contiguous() for x in (table, length, rows))
+    table, length, rows, _ = each(Tensor.contiguous, *where)
     beta = None if beta is None else beta.contiguous()
     shape, NB = Shape.of(q, Pages(k_pages, y_pages, table, length, None, None)), table.shape[1]
     strides = Strides(q.stride(0), k.stride(0), v.stride(0))

@@ -11,7 +11,7 @@ from needlework.ops.lucid.solve.operands import TINY
 
 @triton.jit
 def page_numbers(p_table, first, oldest, newest, PG: tl.constexpr, C: tl.constexpr):
-    """The page of each run [RUNS 1], or of each of its rows [RUNS C]; 0 where nothing is to be read. first: of each run, a position."""
+    """The page of each run [RUNS 1], or of each of its rows [RUNS C]; 0 where nothing is read. first: of each run, a position."""
     if PG % C == 0:
         some = (first <= newest) & (first + C > oldest)
         pages = tl.load(p_table + first // PG, mask=some, other=0)[:, None]

@@ -20,12 +20,15 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
+from needlework.ops.lucid.arguments import LucidInputs
 from needlework.ops.lucid.past import constants_of, highest, less_past, new_keys, read_pages, shares_of, store_rows, tile_of
+from needlework.ops.lucid.solve.cases import compile_cases_of_sums
 from needlework.ops.lucid.solve.launches import ENGINE as SOLVE
-from needlework.ops.lucid.solve.launches import Task, compile_cases_of_sums, forward, widths
+from needlework.ops.lucid.solve.launches import Task, forward, widths
 from needlework.ops.lucid.solve.operands import scale
 from needlework.ops.paged.placement import Placement
-from needlework.ops.runtime.custom_op import step_operator
+from needlework.ops.runtime.custom_op import fake, step_operator
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, rows, split
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv
@@ -102,43 +105,42 @@ def hand_out(
 
 @step_operator("k_pages", "y_pages")
 def lucid_prefill(
-    k: Tensor, v: Tensor, beta: Tensor | None, k_pages: Tensor, y_pages: Tensor, block_table: Tensor, length: Tensor, rows: Tensor,
-    cu_seqlens: Tensor, rowmax: bool, window: int | None,
-) -> Tensor:  # fmt: skip
+    tokens: LucidInputs, k_pages: Tensor, y_pages: Tensor, where: Placement, rowmax: bool, window: int | None
+) -> Tensor:
     """y [T H V], `solve_pages` with cu_seqlens. All contiguous; the pages each by itself."""
+    k, v, _ = tokens
     y = torch.zeros_like(v)
     if not y.numel():
         return y
-    where = Placement(block_table, length, rows, cu_seqlens)
     config = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
-    task = _task(k, v, where, cu_seqlens, rowmax, window)
-    tensors = k, v, beta, k_pages, y_pages, y
-    key = ENGINE, config.name, task.config.name, kind(*(None if x is None else x[None] for x in tensors)), rowmax, bool(window)
-    precompile(k.device, key, lambda: _launch(*meta(*tensors), where, config, task))
-    _launch(*tensors, where, config, task)
+    task = _task(k, v, where, rowmax, window)
+    results = k_pages, y_pages, y
+    key = ENGINE, config.name, task.config.name, kind(*each(lambda x: x[None], *tokens, *results)), rowmax, bool(window)
+    precompile(k.device, key, lambda: _launch(LucidInputs(*meta(*tokens)), *meta(*results), where, config, task))
+    _launch(tokens, *results, where, config, task)
     return y
 
 
-@torch.library.register_fake(lucid_prefill)
-def _(k, v, *_):
-    return torch.empty_like(v)
+@fake(lucid_prefill)
+def _(tokens: LucidInputs, *_):
+    return torch.empty_like(tokens.v)
 
 
-def _task(k: Tensor, v: Tensor, where: Placement, cu_seqlens: Tensor, rowmax: bool, window: int | None) -> Task:
-    """Blocks of sequences that have pages and those that have none alike; none of padded rows and of tokens that are nobody's."""
+def _task(k: Tensor, v: Tensor, where: Placement, rowmax: bool, window: int | None) -> Task:
+    """Blocks of sequences that have pages and those that have none alike; none of padded rows and of tokens of no sequence."""
     config = launch_config(SOLVE, k.device, k.dtype, k.shape[-1], v.shape[-1])
     C, T, N = config.launch["shared"]["C"], len(k), len(where.length)
-    new = torch.where(where.length >= 0, cu_seqlens.diff(), 0)
+    new = torch.where(where.length >= 0, where.ends(T).diff(), 0)
     cum = torch.zeros(N + 1, dtype=torch.int32, device=k.device)
     cum[1:] = ((new + C - 1) // C).cumsum(0)
     return Task(config, Alignment(cum, N, (T // C + N) * C, cdiv(T, C), None), True, rowmax, window)
 
 
 def _launch(
-    k: Tensor, v: Tensor, beta: Tensor | None, k_pages: Tensor, y_pages: Tensor, y: Tensor,
-    where: Placement, config: LaunchConfig, task: Task,
-) -> None:  # fmt: skip
+    tokens: LucidInputs, k_pages: Tensor, y_pages: Tensor, y: Tensor, where: Placement, config: LaunchConfig, task: Task
+) -> None:
     """y and the pages' new rows."""
+    k, v, beta = tokens
     (_, H, K), V, align = k.shape, v.shape[2], task.align
     C, W = task.config.launch["shared"]["C"], task.window or 0
     tiles, sequences = align.T // C, align.N
@@ -167,7 +169,7 @@ def _launch(
         )  # fmt: skip
         run(remainder, (tiles * H,), v, *which, sums, tops, mu, rest, sequences, tiles, shares, **c["remainder"])
 
-    solved, _ = forward(placed_k, rest, placed_beta, task, save=False, first=take_off_past)
+    solved, _ = forward(LucidInputs(placed_k, rest, placed_beta), task, save=False, first=take_off_past)
     pages = k_pages, y_pages, y, sequences, tiles, PG, *apart
     run(hand_out, (tiles * H,), k, solved, *which, where.rows, *pages, **c["hand_out"])
 

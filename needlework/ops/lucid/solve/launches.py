@@ -11,28 +11,20 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import block
+from needlework.ops.lucid.arguments import LucidInputs
 from needlework.ops.lucid.solve.intra_bwd import key_gradient
 from needlework.ops.lucid.solve.operands import inverses, keys, peak, scale, top
-from needlework.ops.lucid.solve.scan import before_panel, panel, solve
-from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
+from needlework.ops.lucid.solve.panels import before_panel, panel
+from needlework.ops.lucid.solve.scan import solve
+from needlework.ops.runtime.launch_configs import Constants, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import run
-from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
+from needlework.ops.runtime.triton_types import TYPES, accumulator, cdiv, next_power_of_2
 
 ENGINE = "lucid/solve"
-# flag -> arguments that kernels read with it alone
-ONLY_WITH = {
-    "BETA": ("p_beta", "p_dbeta", "p_r"),
-    "SAVE_R": ("p_r",),
-    "ROWMAX": ("p_top", "p_zv"),
-    "REV": ("p_zv",),
-    "PACKED": ("p_cum", "p_order"),
-    "GIVEN": ("p_skip",),
-}
 # keys and values of a group of heads: most of the 50 MB of a Hopper's L2 cache
 GROUP_BYTES = 34_000_000
 # waits of about a microsecond, for a block that takes a few: seconds
@@ -87,14 +79,15 @@ class Saved(NamedTuple):
     inverse: Tensor  # less the identity
     Y: Tensor
     counters: Tensor
-    more: Tensor  # "beta": V − U; "rowmax": the row of x that μ is of; empty otherwise
+    more: Tensor | None  # "beta": V − U; "rowmax": the row of x that μ is of
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, beta: bool, rowmax: bool, save: bool, config: LaunchConfig, N: int) -> "Saved":
-        """Places for N sequences of aligned k and v."""
+    def of(cls, tokens: LucidInputs, rowmax: bool, save: bool, config: LaunchConfig, N: int) -> "Saved":
+        """Places for N sequences of aligned tokens."""
+        k, v, beta = tokens
         B, T, H, V = v.shape
         C, K = config.launch["shared"]["C"], k.shape[-1]
-        NR, wide, operand = cdiv(T, C) * C, accumulator(k.dtype), _operand(k.dtype)
+        NR, wide, operand = cdiv(T, C) * C, accumulator(k.dtype), operand_dtype(k.dtype)
 
         def new(*shape: int, dtype: torch.dtype = operand) -> Tensor:
             return k.new_empty(1, B * H, NR, *shape, dtype=dtype)
@@ -103,7 +96,7 @@ class Saved(NamedTuple):
         if rowmax:
             more = new(dtype=torch.int32)
         else:
-            more = torch.empty_like(Y) if beta and save else k.new_empty(0, dtype=operand)
+            more = torch.empty_like(Y) if beta is not None and save else None
         return cls(x, new(dtype=wide), new(C), Y, counters(k, max(B, N) * H), more)
 
 
@@ -114,14 +107,15 @@ def counters(k: Tensor, chains: int) -> Tensor:
 
 
 def forward(
-    k: Tensor, v: Tensor, beta: Tensor | None, task: Task, *, save: bool, first: Callable[[Tensor], None] | None = None
+    tokens: LucidInputs, task: Task, *, save: bool, first: Callable[[Tensor], None] | None = None
 ) -> tuple[Tensor, Saved]:  # fmt: skip
     """y [B T H V] of aligned tokens. first: makes v, and "rowmax"'s μ [1 B·H NR] of these tokens one over more columns, before either is
     read; y then has v's dtype."""
+    k, v, beta = tokens
     T, H, V = v.shape[1:]
     N, W = task.align.N, task.window or 0
     c = constants(task.config, k.dtype, H, k.shape[-1], V, task.rowmax, beta is not None, bool(W), task.packed)
-    x, row, inverse, Y, counts, more = saved = Saved.of(k, v, beta is not None, task.rowmax, save, task.config, N)
+    x, row, inverse, Y, counts, more = saved = Saved.of(tokens, task.rowmax, save, task.config, N)
     NR, C = inverse.shape[2:]
     y = torch.empty_like(v)
     if y.numel():
@@ -137,10 +131,8 @@ def forward(
     return y, saved
 
 
-def backward(
-    dy: Tensor, v: Tensor, beta: Tensor | None, saved: Saved, K: int, task: Task
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dk, dv, dβ of aligned tokens; v has the pages' y in front, and so has dv their gradient."""
+def backward(dy: Tensor, v: Tensor, beta: Tensor | None, saved: Saved, K: int, task: Task) -> LucidInputs:
+    """Gradients of aligned tokens; v has the pages' y in front, and so has dv their gradient."""
     x, row, inverse, Y, counts, more = saved
     B, T, H, V = dy.shape
     c = constants(task.config, dy.dtype, H, K, V, task.rowmax, beta is not None, bool(task.window), task.packed)
@@ -160,7 +152,7 @@ def backward(
             beta, v, dy, dk, dbeta, peak_y, peak_z, rows_y, rows_z, task.cum,
             T, NR, task.align.N, task.window or 0, **c["key_gradient"],
         )  # fmt: skip
-    return dk, dv, dbeta
+    return LucidInputs(dk, dv, dbeta)
 
 
 def launch_solve(
@@ -209,7 +201,7 @@ def constants(
         H=H, K=K, V=V, C=config.launch["shared"]["C"], KB=KB, VB=VB, TMA=int(config.tma), HALF=int(half),
         ROOT=math.sqrt(K), SCALE=scale(K, rowmax),
         ROWMAX=int(rowmax), BETA=int(beta), WINDOW=int(window), PACKED=int(packed),
-        ACC=TYPES[accumulator(dtype)], ST=TYPES[_operand(dtype)],
+        ACC=TYPES[accumulator(dtype)], ST=TYPES[operand_dtype(dtype)],
     )  # fmt: skip
     own["peak"] |= dict(D=V, BD=VB)
     own["solve"].pop("NP")
@@ -239,70 +231,7 @@ def flags(kernel: str, **settings: bool) -> dict[str, int]:
     return {name: int(x) for name, x in settings.items() if name in KERNELS[kernel].arg_names}
 
 
-def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Every kernel of a forward and of a backward; with β in a window, and with μ in a window of packed sequences after pages."""
-    cases = []
-    for beta, rowmax in ((False, False), (True, False), (False, True)):
-        everything = constants(config, dtype, 2, K, V, rowmax, beta, beta or rowmax, rowmax)
-        for name, row in everything.items():
-            # what a variant does not touch, what it does not launch
-            if (
-                (name in ("keys", "peak") and beta)
-                or (name == "top" and not rowmax)
-                or (name == "solve" and "panel" in everything)
-            ):
-                continue
-            types = _types(dtype, name, rowmax)
-            for REV in (False, True) if "REV" in KERNELS[name].arg_names else (False,):
-                set_now = flags(name, REV=REV, SAVE_R=beta and not REV, GIVEN=rowmax)
-                cases.append(_case(name, row | set_now, types, dtype, config.tma))
-    return cases
-
-
-def compile_cases_of_sums(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """The kernels that read a right side, where that is not v but of the sums' dtype, of packed sequences in a window."""
-    cases = []
-    for beta, rowmax in ((True, False), (False, True)):
-        everything = constants(config, dtype, 2, K, V, rowmax, beta, True, True)
-        wide = dict.fromkeys(("p_rhs", "p_out", "p_v", "p_x"), NAMES[accumulator(dtype)])  # p_x: the peak's right side
-        for name in ("peak", "before_panel", "panel") if "panel" in everything else ("peak", "solve"):
-            types = _types(dtype, name, rowmax) | wide
-            cases.append(
-                _case(name, everything[name] | flags(name, REV=False, SAVE_R=False, GIVEN=False), types, dtype, config.tma)
-            )
-    return cases
-
-
-def _types(dtype: torch.dtype, kernel: str, rowmax: bool) -> dict[str, str]:
-    """Of a kernel's arguments, where they are not sums."""
-    own, st = NAMES[dtype], NAMES[_operand(dtype)]
-    integers = ("p_top", "p_peak", "p_row_peak", "p_peak_y", "p_peak_z", "p_rows_y", "p_rows_z", "p_cum", "p_skip", "p_order")
-    types = dict.fromkeys((*integers, "p_done", "p_ticket"), "i32")
-    types |= dict.fromkeys(("p_k", "p_v", "p_rhs", "p_out", "p_dy", "p_dk"), own)
-    types |= dict.fromkeys(("p_x", "p_I", "p_y", "p_r", "p_z", "x_k", "x_y", "x_z"), st)
-    return types | ({"x_k": own, "p_x": own} if rowmax or kernel == "peak" else {})
-
-
-def _case(name: str, row: Constants, types: dict[str, str], dtype: torch.dtype, tma: bool) -> Case:
-    kernel, (c, options) = KERNELS[name], split(row)
-    c = {key: x for key, x in c.items() if key in kernel.arg_names}
-    c |= absent(kernel, c, ONLY_WITH)
-    return Case(kernel, _signature(kernel, c, types, NAMES[accumulator(dtype)], tma), c, options)
-
-
-def _signature(kernel: JITFunction, constants: Constants, types: dict[str, str], wide: str, tma: bool) -> dict[str, str]:
-    """The types of what `kernel` takes beside its constants: pointers of `types`, or else `wide`, descriptors, integers."""
-    found = {}
-    for arg in kernel.arg_names:
-        if tma and arg.startswith("x_"):
-            width = constants["VB" if arg in ("x_y", "x_z") else "KB"]
-            found[arg] = f"tensordesc<{types[arg]}[1, 1, {constants['C']}, {width}]>"
-        elif arg not in constants:
-            found[arg] = f"*{types.get(arg, wide)}" if arg.startswith(("p_", "x_")) else "i32"
-    return found
-
-
-def _operand(dtype: torch.dtype) -> torch.dtype:
+def operand_dtype(dtype: torch.dtype) -> torch.dtype:
     """float16 is eight times as near as bfloat16; A is at most 1, and Y is kept times a power of two."""
     return torch.float16 if dtype.itemsize == 2 else dtype
 

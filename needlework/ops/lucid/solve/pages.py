@@ -9,27 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.ops.attention.growth import came_from, final_rows, give_back, grow
+from needlework.ops.attention.growth import came_from, give_back, grow
 from needlework.ops.common.packing import lengths, pad, unpad
-from needlework.ops.lucid.arguments import check_data
+from needlework.ops.lucid.arguments import LucidInputs, check_data
+from needlework.ops.lucid.custom_op import fake_gradients, fake_pages
 from needlework.ops.lucid.solve.launches import ENGINE, Saved, Task, alignment, backward
 from needlework.ops.lucid.solve.op import check_blocks, solved
-from needlework.ops.lucid.state import LucidState
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.lucid.state import LucidState, PageRows
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.each import each
-from needlework.ops.runtime.launch_configs import launch_config
-
-
-class Given(NamedTuple):
-    """What a call's backward wants of its arguments, as the caller has them."""
-
-    k: Tensor
-    v: Tensor
-    beta: Tensor | None
-    page_k: Tensor
-    page_y: Tensor
-    length: Tensor
-    cu_seqlens: Tensor | None
+from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 
 
 class Joined(NamedTuple):
@@ -90,125 +79,141 @@ class Joined(NamedTuple):
         return page[:, :P], tokens
 
 
+def lucid_after(
+    pages: LucidState, tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool
+) -> tuple[Tensor, LucidState]:
+    """y [B T H V] in k's dtype and the final pages (of no rows without `keep`), of contiguous tensors; differentiable in them."""
+    given = *tokens, *pages, cu_seqlens, rowmax, window, keep
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, pages.k, pages.y))
+    y, page_k, page_y, length, *_ = lucid_pages_fwd(*given) if save else lucid_pages(*given)
+    return y, LucidState(page_k, page_y, length)
+
+
+@operator
+def lucid_pages(
+    tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool
+) -> tuple[Tensor, LucidState]:
+    """y and the final pages. An operator of its own: results that are not there cost the host as much as a launch."""
+    y, final, _ = _call(tokens, pages, cu_seqlens, rowmax, window, keep, save=False)
+    return y, final
+
+
 @operator
 def lucid_pages_fwd(
-    k: Tensor, v: Tensor, beta: Tensor | None, page_k: Tensor, page_y: Tensor, length: Tensor, cu_seqlens: Tensor | None,
-    rowmax: bool, window: int | None, keep: bool, save: bool,
-) -> list[Tensor]:  # fmt: skip
-    """y, the final pages (of no rows without `keep`) and length, and with `save` what the backward wants."""
-    T = k.shape[1]
-    check_data(length, page_k.shape[1], window, cu_seqlens, len(k), T)
-    joined, task = _task(k, v, page_k, page_y, length, cu_seqlens, rowmax, window)
-    y, saved = solved(_tokens(joined, task, (page_k, page_y), (k, v, beta)), task, save)
-    _, y = joined.part(task.align.restore(y), page_k.shape[1])
+    tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool
+) -> tuple[Tensor, LucidState, Saved]:
+    """y, the final pages, and what the backward takes."""
+    return _call(tokens, pages, cu_seqlens, rowmax, window, keep, save=True)
+
+
+def _call(
+    tokens: LucidInputs,
+    pages: LucidState,
+    cu_seqlens: Tensor | None,
+    rowmax: bool,
+    window: int | None,
+    keep: bool,
+    *,
+    save: bool,
+) -> tuple[Tensor, LucidState, Saved]:
+    k, length, (B, T) = tokens.k, pages.length, tokens.k.shape[:2]
+    check_data(length, pages.k.shape[1], window, cu_seqlens, B, T)
+    joined, task = _task(tokens, pages, cu_seqlens, rowmax, window)
+    y, saved = solved(_joint(joined, task, PageRows(*pages[:2]), tokens), task, save)
+    _, y = joined.part(task.align.restore(y), pages.k.shape[1])
     y = y.contiguous()
     n_new = T if cu_seqlens is None else lengths(cu_seqlens)
     if keep:
         new = (k, y) if cu_seqlens is None else (pad(k, cu_seqlens), pad(y, cu_seqlens))
-        pages = tuple(x.contiguous() for x in grow((page_k, page_y), new, length, cu_seqlens, window))
+        page_k, page_y = (x.contiguous() for x in grow((pages.k, pages.y), new, length, cu_seqlens, window))
     else:
-        pages = page_k[:, :0].clone(), page_y[:, :0].clone()
-    return [y, *pages, length + n_new, *(saved if save else ())]
+        page_k, page_y = pages.k[:, :0].clone(), pages.y[:, :0].clone()
+    return y, LucidState(page_k, page_y, length + n_new), saved
 
 
 @backward_operator
 def lucid_pages_bwd(
-    dy: Tensor, dfinal_k: Tensor, dfinal_y: Tensor, saved: list[Tensor],
-    k: Tensor, v: Tensor, beta: Tensor | None, page_k: Tensor, page_y: Tensor, length: Tensor, cu_seqlens: Tensor | None,
+    dy: Tensor, final: PageRows, saved: Saved, tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None,
     rowmax: bool, window: int | None,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of k, v, page_k, page_y and, where it is there, beta."""
+) -> tuple[LucidInputs, PageRows]:  # fmt: skip
+    """Gradients of `tokens` and `pages` from those of y and of the final pages."""
+    (k, v, beta), (page_k, page_y, length) = tokens, pages
     P = page_k.shape[1]
-    joined, task = _task(k, v, page_k, page_y, length, cu_seqlens, rowmax, window)
+    joined, task = _task(tokens, pages, cu_seqlens, rowmax, window)
     check_blocks(saved, task)
     of_tokens = lambda x: x[:, P:] if cu_seqlens is None else unpad(x[:, P:], cu_seqlens)
-    through_k = through_y = None
-    if dfinal_k.shape[1]:  # a final page is a copy of columns: its k passes dk through, its y adds to dY
+    through = None
+    if final.k.shape[1]:  # a final page is a copy of columns: its k passes dk through, its y adds to dY
         T = k.shape[1] if cu_seqlens is None else int(lengths(cu_seqlens).max())
         source = came_from(P, T, length, cu_seqlens, window)
-        through_k, through_y = (give_back(x, source, P + T) for x in (dfinal_k, dfinal_y))
-        dy = dy + of_tokens(through_y)
-    tokens = _tokens(joined, task, (torch.zeros_like(page_y), page_y), (dy, v, beta))
-    found = backward(*tokens, Saved(*saved), k.shape[-1], task)
+        through = PageRows(*(give_back(x, source, P + T) for x in final))
+        dy = dy + of_tokens(through.y)
+    joint = _joint(joined, task, PageRows(torch.zeros_like(page_y), page_y), LucidInputs(dy, v, beta))
+    found = backward(*joint, saved, k.shape[-1], task)
     dk, dv, dbeta = each(task.align.restore, *found)
     (dpage_k, dk), (dpage_y, dv) = joined.part(dk, P), joined.part(dv, P)
-    if through_k is not None and through_y is not None:
-        dk = dk + of_tokens(through_k)
+    if through is not None:
+        dk = dk + of_tokens(through.k)
         if dpage_k is not None and dpage_y is not None:
-            dpage_k, dpage_y = dpage_k + through_k[:, :P], dpage_y + through_y[:, :P]
+            dpage_k, dpage_y = dpage_k + through.k[:, :P], dpage_y + through.y[:, :P]
     if dpage_k is None or dpage_y is None:  # no pages
         dpage_k, dpage_y = page_k.clone(), page_y.clone()
+    dbeta = None if beta is None or dbeta is None else joined.part(dbeta, P)[1].to(beta.dtype)
     # clones: slices of one tensor, and an operator's results may not share memory
     fresh = lambda x: x.clone(memory_format=torch.contiguous_format) if x._is_view() or not x.is_contiguous() else x
-    gradients = [dk, dv, dpage_k, dpage_y]
-    if beta is not None and dbeta is not None:
-        gradients.append(joined.part(dbeta, P)[1].to(beta.dtype))
-    return [fresh(x) for x in gradients]
+    return LucidInputs(*each(fresh, dk, dv, dbeta)), PageRows(*each(fresh, dpage_k, dpage_y))
 
 
 def _task(
-    k: Tensor, v: Tensor, page_k: Tensor, page_y: Tensor, length: Tensor, cu_seqlens: Tensor | None,
-    rowmax: bool, window: int | None,
-) -> tuple[Joined, Task]:  # fmt: skip
-    chosen = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
+    tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None
+) -> tuple[Joined, Task]:
+    k, chosen = tokens.k, _config(tokens)
     C = chosen.launch["shared"]["C"]
-    joined = Joined.of(LucidState(page_k, page_y, length), k.shape[1], cu_seqlens, window, C)
+    joined = Joined.of(pages, k.shape[1], cu_seqlens, window, C)
     align = alignment(chosen, k, joined.T, joined.cu_seqlens)
     return joined, Task(chosen, align, cu_seqlens is not None, rowmax, window, joined.columns // C, joined.skip)
 
 
-def _tokens(
-    joined: Joined, task: Task, pages: tuple[Tensor, Tensor], tokens: tuple[Tensor, Tensor, Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _config(tokens: LucidInputs) -> LaunchConfig:
+    return launch_config(ENGINE, tokens.k.device, tokens.k.dtype, tokens.k.shape[-1], tokens.v.shape[-1])
+
+
+def _joint(joined: Joined, task: Task, pages: PageRows, tokens: LucidInputs) -> LucidInputs:
     """Aligned, with the pages in front; a page's β, which nothing multiplies, is 1."""
-    (page_k, page_v), (k, v, beta) = pages, tokens
-    joint = joined.join(page_k, k), joined.join(page_v, v)
-    return each(task.align.align, *joint, None if beta is None else joined.join(beta.new_ones(page_k.shape[:3]), beta))
+    k, v, beta = tokens
+    beta = None if beta is None else joined.join(beta.new_ones(pages.k.shape[:3]), beta)
+    return LucidInputs(*each(task.align.align, joined.join(pages.k, k), joined.join(pages.y, v), beta))
 
 
-@torch.library.register_fake(lucid_pages_fwd)
-def _(k, v, beta, page_k, page_y, length, cu_seqlens, rowmax, window, keep, save):
-    if not keep:
-        P = 0
-    elif cu_seqlens is None:
-        P = final_rows(page_k.shape[1], k.shape[1], window)
-    else:
-        P = torch.library.get_ctx().new_dynamic_size()
-    results = [
-        v.new_empty(v.shape),
-        *(x.new_empty(len(x), P, *x.shape[2:]) for x in (page_k, page_y)),
-        torch.empty_like(length),
-    ]
-    if not save:
-        return results
-    chosen = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
+@fake(lucid_pages)
+def _(
+    tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool
+) -> tuple[Tensor, LucidState]:
+    return tokens.v.new_empty(tokens.v.shape), fake_pages(tokens, pages, cu_seqlens, window, keep)
+
+
+@fake(lucid_pages_fwd)
+def _(tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool):
+    chosen = _config(tokens)
     C = chosen.launch["shared"]["C"]
-    columns, N, T = -(-page_k.shape[1] // C) * C, len(length), k.shape[1]
+    columns, N, T = -(-pages.k.shape[1] // C) * C, len(pages.length), tokens.k.shape[1]
     T = T + columns if cu_seqlens is None else ((T + N * columns) // C + N) * C
-    k_aligned, v_aligned = (x.new_empty(len(x), T, *x.shape[2:]) for x in (k, v))
-    return [*results, *Saved.of(k_aligned, v_aligned, beta is not None, rowmax, True, chosen, N)]
+    aligned = LucidInputs(*each(lambda x: x.new_empty(len(x), T, *x.shape[2:]), *tokens))
+    y, final = tokens.v.new_empty(tokens.v.shape), fake_pages(tokens, pages, cu_seqlens, window, keep)
+    return y, final, Saved.of(aligned, rowmax, True, chosen, N)
 
 
-@torch.library.register_fake(lucid_pages_bwd)
-def _(dy, dfinal_k, dfinal_y, saved, k, v, beta, page_k, page_y, *_):
-    return [x.new_empty(x.shape) for x in (k, v, page_k, page_y, beta) if x is not None]
+fake(lucid_pages_bwd)(fake_gradients)
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.rowmax, ctx.window, _, _ = inputs
-    ctx.save_for_backward(*Given(*tensors), *Saved(*output[4:]))
+    tokens, pages, cu_seqlens, ctx.rowmax, ctx.window, _ = inputs
+    ctx.save_for_backward(*output[2], *tokens, *pages, cu_seqlens)
 
 
-def _backward(ctx, grads):
-    count = len(Given._fields)
-    given, saved = Given(*ctx.saved_tensors[:count]), Saved(*ctx.saved_tensors[count:])
-    dy, dfinal_k, dfinal_y = (
-        x.new_zeros(x.shape) if d is None else d
-        for d, x in zip(grads[:3], (given.v, given.page_k[:, :0], given.page_y[:, :0]), strict=True)
-    )
-    found = lucid_pages_bwd(dy.contiguous(), dfinal_k, dfinal_y, list(saved), *given, ctx.rowmax, ctx.window)
-    dk, dv, dpage_k, dpage_y, *dbeta = found
-    return dk, dv, dbeta[0] if dbeta else None, dpage_k, dpage_y, *[None] * 6
+def _backward(ctx, dy, dfinal_k, dfinal_y, *_):
+    found = lucid_pages_bwd(dy.contiguous(), dfinal_k, dfinal_y, *ctx.saved_tensors, ctx.rowmax, ctx.window)
+    return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), *[None] * 5
 
 
 differentiable(lucid_pages_fwd, _backward, _save)

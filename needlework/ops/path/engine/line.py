@@ -20,11 +20,11 @@ class Line(NamedTuple):
     past: Tensor  # [N] int32 tokens before the call
     length: Tensor  # [N] int32; no more than past in a padded row
     sequence: Tensor  # [R] whose a place is
-    at: Tensor  # [R] which token of its sequence stands there
+    at: Tensor  # [R] which token of its sequence a row has
     token: Tensor  # [R] which one of the call, 0 where it is none
     new: Tensor  # [R] bool: a token of the call
     held: Tensor  # [R] bool: a token of the open block
-    place: Tensor  # [T] where each token of the call is, 0 for nobody's
+    place: Tensor  # [T] where each token of the call is, 0 for a token of no sequence
     real: Tensor  # [T] bool: somebody's
 
     @classmethod
@@ -73,7 +73,7 @@ class Line(NamedTuple):
         return self.tokens(x) + torch.where(_like(self.held, held), held, 0)[None]
 
     def call(self, x: Tensor) -> Tensor:
-        """Of what stands on the line [1 R ...] the call's tokens [T ...], zeros for nobody's."""
+        """The call's tokens [T ...] from rows of the line [1 R ...], zeros for tokens of no sequence."""
         found = x[0, self.place]
         return torch.where(_like(self.real, found), found, 0)
 

@@ -20,7 +20,7 @@ from needlework.ops.path.engine.keys import keys, transfers
 from needlework.ops.path.engine.prepare import collect, compose, prepare
 from needlework.ops.path.engine.sweep import sweep
 from needlework.ops.path.state import BLOCK
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, interpreted, launch_config, split
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
@@ -224,59 +224,52 @@ def _launches(walk: Walk, x: PathInputs, save: bool) -> None:
 
 
 @operator
-def path_triton(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, cu_seqlens: Tensor | None, window: int | None, scale: float
-) -> Tensor:
+def path_triton(inputs: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> Tensor:
     """o. An operator of its own: results that are not there cost the host as much as a launch."""
-    return _forward(PathInputs(q, k, v, beta, w), cu_seqlens, window, scale, save=False)[0]
+    return _forward(inputs, cu_seqlens, window, scale, save=False)[0]
 
 
-@torch.library.register_fake(path_triton)
-def _(q, k, v, *_):
-    return q.new_empty(*q.shape[:3], v.shape[3])
+@fake(path_triton)
+def _result(inputs: PathInputs, *_):
+    return inputs.q.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
 
 
 @operator
-def path_triton_fwd(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, cu_seqlens: Tensor | None, window: int | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def path_triton_fwd(inputs: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> tuple[Tensor, Tensor]:
     """o, and log2 of the denominators [B H NR] over aligned tokens."""
-    return _forward(PathInputs(q, k, v, beta, w), cu_seqlens, window, scale, save=True)
+    return _forward(inputs, cu_seqlens, window, scale, save=True)
 
 
-@torch.library.register_fake(path_triton_fwd)
-def _(q, k, v, beta, w, cu_seqlens, window, scale):
-    (B, T, H), V = q.shape[:3], v.shape[3]
-    C = block(q, v)
+@fake(path_triton_fwd)
+def _(inputs: PathInputs, cu_seqlens: Tensor | None, *_):
+    q = inputs.q
+    (B, T, H), C = q.shape[:3], block(q, inputs.v)
     aligned = T if cu_seqlens is None else (T // C + len(cu_seqlens) - 1) * C
     lse = q.new_empty(B, H, -(-aligned // C) * C, dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty(B, T, H, V), lse
+    return _result(inputs), lse
 
 
 @backward_operator
 def path_triton_bwd(
-    do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, cu_seqlens: Tensor | None,
-    window: int | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of path_triton_fwd's five floating inputs, in their order."""
-    x = PathInputs(q, k, v, beta, w)
-    walk = walk_of(x, cu_seqlens, window, scale)
+    do: Tensor, o: Tensor, lse: Tensor, inputs: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float
+) -> PathInputs:
+    """Gradients of `inputs`."""
+    walk = walk_of(inputs, cu_seqlens, window, scale)
     if lse.shape[-1] != walk.rows:
         raise RuntimeError(f"{ENGINE}: the forward walked {lse.shape[-1]} rows, the config for the backward has {walk.rows}")
-    do, o, *inputs = each(walk.align.align, do, o, *x)
-    found = backward(walk, do, o, lse, PathInputs(*inputs))
-    dq, dk, dv, dbeta, dw = each(lambda x: walk.align.restore(x).contiguous(), *found)
-    return dq, dk, dv, dbeta, dw
+    do, o = each(walk.align.align, do, o)
+    found = backward(walk, do, o, lse, PathInputs(*each(walk.align.align, *inputs)))
+    return PathInputs(*each(lambda x: walk.align.restore(x).contiguous(), *found))
 
 
-@torch.library.register_fake(path_triton_bwd)
-def _(do, o, lse, *inputs_and_settings):
-    return tuple(x.new_empty(x.shape) for x in inputs_and_settings[:5])
+@fake(path_triton_bwd)
+def _(do: Tensor, o: Tensor, lse: Tensor, inputs: PathInputs, *_):
+    return PathInputs(*each(lambda x: x.new_empty(x.shape), *inputs))
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(*output, *tensors)
+    given, cu_seqlens, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(*output, *given, cu_seqlens)
 
 
 def _backward(ctx, do, dlse):

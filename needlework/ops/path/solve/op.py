@@ -5,7 +5,7 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.shapes import check_count, check_slots, check_tensor, width
-from needlework.ops.path.arguments import check_keys, check_read
+from needlework.ops.path.arguments import PathKeys, check_keys, check_read
 from needlework.ops.path.chunk import History
 from needlework.ops.path.custom_op import path_grow
 from needlework.ops.path.kept import after
@@ -86,7 +86,7 @@ def chunk_lucid_path(
             from needlework.ops.path.engine.op import block
             from needlework.ops.path.solve.engine.op import lucid_path
 
-            y = lucid_path(*each(Tensor.contiguous, k, v, beta_, w), cu_seqlens, window)
+            y = lucid_path(PathKeys(*each(Tensor.contiguous, k, v, beta_, w)), cu_seqlens, window)
             # in the kernels' blocks: larger ones have larger errors, and the budget is of the kernels'
             settings = cu_seqlens, window, block(k, v)
         else:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 
-from needlework.ops.path.arguments import PathInputs
+from needlework.ops.path.arguments import PathInputs, PathKeys
 from needlework.ops.path.engine import op as engine
 from needlework.ops.path.engine.blocks import group, release, spread, turn, unwind
 from needlework.ops.path.engine.keys import keys, transfers
@@ -24,7 +24,7 @@ from needlework.ops.path.engine.sweep import sweep
 from needlework.ops.path.solve.engine.directions import directions, tangents
 from needlework.ops.path.solve.engine.overlaps import invert, overlaps
 from needlework.ops.path.solve.engine.scan import chain, onwards, take_off
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
@@ -111,16 +111,19 @@ def _panels(supers: int, panel: int, reverse: bool) -> Iterator[tuple[int, list[
         yield start, turns[::-1] if reverse else turns
 
 
-def forward(walk: Walk, k: Tensor, v: Tensor, beta: Tensor, w: Tensor) -> Tensor:
+def forward(walk: Walk, given: PathKeys) -> Tensor:
+    """y"""
+    k, v, beta, w = given
     if not v.numel():
         return torch.zeros_like(v)
     return solve(walk, Blocks.of(walk, Keys.of(walk, k, beta, w)), v, reverse=False)
 
 
-def backward(walk: Walk, dy: Tensor, y: Tensor, k: Tensor, beta: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of k, v, β and w."""
+def backward(walk: Walk, dy: Tensor, solved: PathKeys) -> PathKeys:
+    """Gradients of what the forward was given. solved: the same with y for v."""
+    k, y, beta, w = solved
     if not dy.numel():
-        return torch.zeros_like(k), torch.zeros_like(dy), torch.zeros_like(beta), torch.zeros_like(w)
+        return PathKeys(*each(torch.zeros_like, k, dy, beta, w))
     own = Keys.of(walk, k, beta, w)
     blocks = Blocks.of(walk, own, keep=True)
     z = solve(walk, blocks, dy, reverse=True)
@@ -130,7 +133,7 @@ def backward(walk: Walk, dy: Tensor, y: Tensor, k: Tensor, beta: Tensor, w: Tens
     descend(walk, z, lse, torch.zeros_like(lse), own.path(y), blocks.made, found)
     dk, rows = torch.empty_like(k), own.norm.numel()
     launch(walk, tangents, (cdiv(rows, walk.config.launch["tangents"]["R"]),), own.x, own.norm, row, column, dk, rows)
-    return dk, z, found.beta, found.w
+    return PathKeys(dk, z, found.beta, found.w)
 
 
 def launch(walk: Walk, kernel: JITFunction, grid: tuple[int, ...], *arguments: object, **flags: bool) -> None:
@@ -147,52 +150,49 @@ def _columns(config: LaunchConfig, VB: int) -> int:
     return min(config.launch["chain"]["BV"], VB)
 
 
-def _walk(k: Tensor, v: Tensor, beta: Tensor, w: Tensor, cu_seqlens: Tensor | None, window: int | None) -> Walk:
-    return engine.walk_of(PathInputs(k, k, v, beta, w), cu_seqlens, window, sqrt(k.shape[-1]))._replace(soft=False)
+def _walk(given: PathKeys, cu_seqlens: Tensor | None, window: int | None) -> Walk:
+    k = given.k
+    return engine.walk_of(PathInputs(k, *given), cu_seqlens, window, sqrt(k.shape[-1]))._replace(soft=False)
 
 
-def _launches(walk: Walk, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, save: bool) -> None:
-    y = forward(walk, k, v, beta, w)
+def _launches(walk: Walk, given: PathKeys, save: bool) -> None:
+    y = forward(walk, given)
     if save:
-        backward(walk, y, y, k, beta, w)
+        backward(walk, y, given._replace(v=y))
 
 
 @operator
-def lucid_path_triton(
-    k: Tensor, v: Tensor, beta: Tensor, w: Tensor, cu_seqlens: Tensor | None, window: int | None, save: bool
-) -> Tensor:
+def lucid_path_triton(given: PathKeys, cu_seqlens: Tensor | None, window: int | None, save: bool) -> Tensor:
     """y. save: whether a backward will follow, whose kernels are compiled beside the forward's."""
-    walk = _walk(k, v, beta, w, cu_seqlens, window)
-    k, v, beta, w = each(walk.align.align, k, v, beta, w)
-    key = "path/solve", walk.config.name, kind(k, v, beta, w), cu_seqlens is not None, window is not None, save
-    precompile(k.device, key, lambda: _launches(walk, *meta(k, v, beta, w), save))
-    return walk.align.restore(forward(walk, k, v, beta, w)).contiguous()
+    walk = _walk(given, cu_seqlens, window)
+    aligned = PathKeys(*each(walk.align.align, *given))
+    key = "path/solve", walk.config.name, kind(*aligned), cu_seqlens is not None, window is not None, save
+    precompile(given.k.device, key, lambda: _launches(walk, PathKeys(*meta(*aligned)), save))
+    return walk.align.restore(forward(walk, aligned)).contiguous()
 
 
-@torch.library.register_fake(lucid_path_triton)
-def _(k, v, *_):
-    return torch.empty_like(v)
+@fake(lucid_path_triton)
+def _(given: PathKeys, *_):
+    return torch.empty_like(given.v)
 
 
 @backward_operator
-def lucid_path_triton_bwd(
-    dy: Tensor, y: Tensor, k: Tensor, beta: Tensor, w: Tensor, cu_seqlens: Tensor | None, window: int | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of lucid_path_triton's four floating inputs, in their order."""
-    walk = _walk(k, y, beta, w, cu_seqlens, window)
-    found = backward(walk, *each(walk.align.align, dy, y, k, beta, w))
-    dk, dv, dbeta, dw = each(lambda x: walk.align.restore(x).contiguous(), *found)
-    return dk, dv, dbeta, dw
+def lucid_path_triton_bwd(dy: Tensor, solved: PathKeys, cu_seqlens: Tensor | None, window: int | None) -> PathKeys:
+    """Gradients of what lucid_path_triton was given. solved: the same with y for v."""
+    walk = _walk(solved, cu_seqlens, window)
+    aligned = PathKeys(*each(walk.align.align, *solved))
+    found = backward(walk, walk.align.align(dy), aligned)
+    return PathKeys(*each(lambda x: walk.align.restore(x).contiguous(), *found))
 
 
-@torch.library.register_fake(lucid_path_triton_bwd)
-def _(dy, y, k, beta, w, *_):
-    return tuple(torch.empty_like(x) for x in (k, y, beta, w))
+@fake(lucid_path_triton_bwd)
+def _(dy: Tensor, solved: PathKeys, *_):
+    return PathKeys(*each(torch.empty_like, *solved))
 
 
 def _save(ctx, inputs, output) -> None:
-    k, _, beta, w, cu_seqlens, ctx.window, _ = inputs
-    ctx.save_for_backward(output, k, beta, w, cu_seqlens)
+    given, cu_seqlens, ctx.window, _ = inputs
+    ctx.save_for_backward(*given._replace(v=output), cu_seqlens)
 
 
 def _backward(ctx, dy):
@@ -202,10 +202,10 @@ def _backward(ctx, dy):
 differentiable(lucid_path_triton, _backward, _save)
 
 
-def lucid_path(k: Tensor, v: Tensor, beta: Tensor, w: Tensor, cu_seqlens: Tensor | None, window: int | None) -> Tensor:
+def lucid_path(given: PathKeys, cu_seqlens: Tensor | None, window: int | None) -> Tensor:
     """y [B T Hkv V] in v's dtype, of contiguous tensors; β is of the sums' dtype."""
-    save = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, beta, w))
-    return lucid_path_triton(k, v, beta, w, cu_seqlens, window, save)
+    save = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    return lucid_path_triton(*given, cu_seqlens, window, save)
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:

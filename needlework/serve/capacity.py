@@ -1,0 +1,52 @@
+"""What a scheduler shares out: slots, pages by window, and host memory."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from needlework.fields import Count, Natural, fit
+from needlework.serve.pools import most_pages
+from needlework.serve.step import Window
+
+
+class Pool(NamedTuple):
+    """Pages of one window, and the bytes of a page in all its layers."""
+
+    window: Window
+    pages: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What there is to share out; `planner.plan` makes one that fits the memory.
+
+    length: tokens of the longest request, its answer included. batch: sequences that run at once. slots: for them and for snapshots.
+    page: rows of a page. align: a prefill is cut, and a snapshot taken, at its multiples only. budget: tokens of prefill in a step.
+    prefix: whether prompts share snapshots. host_bytes: for parked requests.
+    Raises ValueError for a field out of range, and where one request of `length` tokens does not fit.
+    """
+
+    length: Count
+    batch: Count
+    slots: Count
+    slot_bytes: Natural
+    pools: tuple[Pool, ...]
+    page: Count = 64
+    align: Count = 64
+    budget: Count = 2048
+    prefix: bool = True
+    host_bytes: Natural = 0
+
+    def __post_init__(self):
+        fit("scheduler", self)
+        if self.page % 16:
+            raise ValueError(f"scheduler: page is {self.page}, expected a multiple of 16")
+        if self.budget < self.align:
+            raise ValueError(f"scheduler: budget is {self.budget}, expected at least align = {self.align}")
+        if self.slots < self.batch:
+            raise ValueError(f"scheduler: slots is {self.slots}, expected at least batch = {self.batch}")
+        for window, pages, _ in self.pools:
+            if pages < (most := most_pages(self.length, window, self.page, self.budget)):
+                raise ValueError(
+                    f"scheduler: window {window} has {pages} pages, a request of {self.length} tokens needs {most}"
+                )
