@@ -15,7 +15,8 @@ from needlework.layers.norm import wide
 from needlework.layers.projection import Projection
 from needlework.layers.softmax import AttendConfig, AttendRule, appended, softmax_attention
 from needlework.layers.state import KVState, Part
-from needlework.ops.common.packing import document_positions, sequences
+from needlework.ops.common.decay import summed
+from needlework.ops.common.packing import sequences
 from needlework.ops.paged import paged_attention, write_pages
 from needlework.ops.slots.table import Sequences
 
@@ -103,15 +104,3 @@ class _Fox(AttendRule[Fox]):
             return decay
 
         return batch.on_slots(lambda g, slots: chunk(g[:, None], slots, None, None)[:, 0], chunk, g=g)
-
-
-def summed(g: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """G [B T Hq] of log gates g, from `before` [N Hq] on, and what it is after each sequence's last token; float64."""
-    sums = g.double().cumsum(1)
-    if cu_seqlens is None:
-        decay = before[:, None] + sums
-        return decay, torch.cat([before[:, None], decay], 1)[:, -1]
-    ends = F.pad(sums[0], (0, 0, 1, 0))[cu_seqlens]  # [N+1 Hq] before each sequence's first token
-    start = before - ends[:-1]
-    document, _ = document_positions(cu_seqlens, g.shape[1])
-    return sums + start[document.clamp(max=len(start) - 1)], start + ends[1:]

@@ -68,15 +68,16 @@ def check_state(name: str, state: PathState, k: Tensor, v: Tensor, g: Tensor | N
     check(f"{name}.w", state.w, "N C Hkv K", N=N, C=BLOCK, Hkv=Hkv, K=K)
     check(f"{name}.beta", state.beta, "N C Hkv", N=N, C=BLOCK, Hkv=Hkv)
     check(f"{name}.length", state.length, "N", N=N)
-    if isinstance(state, PathState):
-        check_decay(f"{name}.decay", state.decay, g, "N P Hq", N=N, P=P)
+    check_decay(f"{name}.decay", state.decay, g, "N P Hq", N=N, P=P)
 
 
 def check_decay(name: str, decay: Tensor | None, g: Tensor | None, axes: str, **sizes: int) -> None:
     """Raise ValueError unless sums of gates that are held beside keys, float64, are there exactly where new tokens have gates g."""
     if decay is None or g is None:
         if decay is not g:
-            raise ValueError(f"{name}: expected {'None without g' if g is None else f'a tensor [{axes}] beside g'}, got {given(decay)}")
+            raise ValueError(
+                f"{name}: expected {'None without g' if g is None else f'a tensor [{axes}] beside g'}, got {given(decay)}"
+            )
         return
     check(name, decay, axes, Hq=g.shape[-1], **sizes)
     if decay.dtype != torch.float64:

@@ -95,7 +95,7 @@ def chunk_lucid_path(
         if output_final_state:  # the norms go with the values
             beside = torch.cat([state.y, state.norm[..., None]], -1)
             new = torch.cat([y.to(dtype), norm[..., None]], -1)
-            page_k, beside, *rest = path_grow(direction, new, beta_, w_, page_k, beside, *state[3:], *settings)
+            page_k, beside, *rest, _ = path_grow(direction, new, beta_, w_, None, page_k, beside, *state[3:], None, *settings)
             page_y, norms = beside[..., :-1], beside[..., -1]
             final = LucidPathState(as_they_came(page_k, norms), norms, page_y, *rest)
     if final is None or not output_final_state:
