@@ -24,16 +24,16 @@ from needlework.ops.path import (
 )
 from needlework.ops.path.reference import literal_path
 from needlework.ops.path.solve.reference import literal_lucid_path
-from needlework.ops.path.spec import inputs, solve_inputs
+from needlework.ops.path.spec import forgetting, inputs, solve_inputs
 
 PAGE, WINDOW, NOWHERE = 16, 90, 10**6
-Tokens = Mapping[str, Tensor]  # q where there is one, k, v, beta and w, [T ...]
+Tokens = Mapping[str, Tensor]  # q where there is one, k, v, beta and w, g where there is a forget gate, [T ...]
 
 
 class Memory(NamedTuple):
     """Of N sequences of `length` tokens in the end; nothing is written yet."""
 
-    pages: dict[str, Tensor]  # of keys, norms and values
+    pages: dict[str, Tensor]  # of keys, norms, values and sums of gates
     open_block: dict[str, Tensor]
     table: Tensor  # [N NB] int32
     slots: Tensor  # [N]
@@ -47,6 +47,9 @@ class Memory(NamedTuple):
         page = lambda dtype, *row: nothing(dtype, N * NB + 3, PAGE + 1, k.shape[1], *row)[:, :PAGE]
         wide, K, V = width(k), k.shape[2], v.shape[2]
         pages = {"k_pages": page(wide, K), "norm_pages": page(wide), "y_pages": page(v.dtype, V)}
+        if "g" in tokens:
+            shape = N * NB + 3, PAGE + 1, tokens["g"].shape[1]
+            pages["decay_pages"] = nothing(torch.float64, *shape)[:, :PAGE]
         block = {"w_slots": nothing(k.dtype, N + 2, BLOCK, k.shape[1], K)}
         block["beta_slots"] = nothing(wide, N + 2, BLOCK, k.shape[1])
         return cls(pages, block, table.to(k.device, torch.int32), torch.randperm(N + 2, generator=g)[:N].to(k.device))
@@ -101,10 +104,11 @@ def in_calls(tokens: Tokens, ends: Tensor, *, window: int | None, impl: Impl) ->
 
 
 def _call(tokens: Tokens, memory: Memory, **where: Any) -> Tensor:
-    k_pages, norm_pages, y_pages = memory.pages.values()
+    k_pages, norm_pages, y_pages, *decay_pages = memory.pages.values()
     where |= {**memory.open_block, "k_pages": k_pages}
     k, v, beta, w = (tokens[name] for name in ("k", "v", "beta", "w"))
     if "q" in tokens:
+        where |= {"g": tokens["g"], "decay_pages": decay_pages[0]} if decay_pages else {}
         return paged_path(tokens["q"], k, v, beta, w, v_pages=y_pages, **where)
     y = solve_path_pages(k, v, beta, w, norm_pages=norm_pages, y_pages=y_pages, **where)
     paged_path(k, k, y, beta, w, v_pages=y_pages, **where)
@@ -143,17 +147,19 @@ def _spec(
         table=None,
         inputs=sample,
         tokens=names,
-        half=tuple(name for name in names if name != "beta"),
+        half=tuple(name for name in names if name not in ("beta", "g")),
         styles=("random", "clustered"),
         skip={"gradients": "serving has no backward"},
     )
 
 
 _PATH = (chunk_path, recurrent_path, literal_path), inputs, "q k v beta w"
+_FOX = (chunk_path, recurrent_path, literal_path), forgetting, "q k v beta w g"
 _SOLVE = (chunk_lucid_path, recurrent_lucid_path, literal_lucid_path), solve_inputs, "k v beta w"
 PATH_PAGES = (
     _spec("path/pages", *_PATH, None),
     _spec("path/window-pages", *_PATH, WINDOW),
+    _spec("path/fox-pages", *_FOX, None),
     _spec("path/lucid-pages", *_SOLVE, None),
     _spec("path/lucid-window-pages", *_SOLVE, WINDOW),
 )

@@ -102,10 +102,12 @@ RULES = (
     _pairs("polar/window", "polar/attention", "paged/paged"),
     Rule("path", "path/engine", "path/step", covers=True, long=1100, wide=300),  # three superblocks, the last one cut
     Rule("path/window", "path/engine", "path/step", long=1100, wide=300),
+    Rule("path/fox", "path/engine", "path/step", covers=True, long=1100, wide=300),
     Rule("path/lucid", "path/engine", None, covers=True, long=1100, wide=300),
     Rule("path/lucid-window", "path/engine", None, long=1100, wide=300),
     Rule("path/pages", "path/engine", None, covers=True, long=1100, wide=300),
     Rule("path/window-pages", "path/engine", None, long=1100, wide=300),
+    Rule("path/fox-pages", "path/engine", None, covers=True, long=1100, wide=300),
     Rule("path/lucid-pages", "path/engine", None, covers=True, long=1100, wide=300),
     Rule("path/lucid-window-pages", "path/engine", None, long=1100, wide=300),
     _pairs("paged/softmax", "paged/paged", None, covers=True),

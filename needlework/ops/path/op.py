@@ -139,7 +139,8 @@ def _kernels(
 
 def _state(grown: tuple[Tensor, ...], decay: Tensor | None) -> PathState:
     """What `path_grow` returns, whose sums are an empty vector without a forget gate."""
-    return PathState(*grown[:5], None if decay is None else grown[5])
+    k, v, w, beta, length, total = grown
+    return PathState(k, v, w, beta, length, None if decay is None else total)
 
 
 recurrent_path = reference.recurrent_path

@@ -119,8 +119,9 @@ def paged_path(
         inputs, past = PathInputs(*found.tokens(q, k, v, beta, w)), found.history
         if g is not None and decay_pages is not None:
             past = past._replace(decay=found.rows(decay_pages))
-            inputs = inputs._replace(decay=sums(*found.tokens(g), past, window, None))
-            found.write(inputs.decay, decay_pages)
+            decay = sums(*found.tokens(g), past, window, None)
+            found.write(decay, decay_pages)
+            inputs = inputs._replace(decay=decay)
         read, kept = advance(inputs, past, found.new, scale, chunk_size=64)
         found.put(o, read)
         found.keep(kept, inputs.v)

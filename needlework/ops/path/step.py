@@ -73,7 +73,7 @@ def step_path(
     if resolve("path", "auto", q.device, lambda: _no_step(q, v, state)) == "triton":
         w = unit_rows(w) if l2norm else w
         tokens = each(Tensor.contiguous, q, k, v, beta.to(width(q)), w, None if g is None else g.to(width(q)))
-        return _kernels(PathInputs(*tokens), state, slots, window, scale)
+        return _kernels(tokens, state, slots, window, scale)
     live = Rows.of(state.k, state.length, slots, len(q), window)
     P, slot, length = live.P, live.slots, live.length
     w = unit_rows(w) if l2norm else w
@@ -101,25 +101,29 @@ def _no_step(q: Tensor, v: Tensor, state: PathState) -> str | None:
     """Why the kernels cannot take a step, None if they can."""
     if not (state.v.dtype == state.w.dtype == q.dtype and state.k.dtype == state.beta.dtype == width(q)):
         return f"the table is {', '.join(str(x.dtype) for x in state[:4])} beside tokens of {q.dtype}"
-    if not all(x[:1].is_contiguous() for x in state[:4]):
+    if not all(x is None or x[:1].is_contiguous() for x in (*state[:4], state.decay)):
         return "a slot of the table is not contiguous"
     return misfit("path/step", q.device, q.dtype, q.shape[-1], v.shape[-1])
 
 
-def _kernels(x: PathInputs, state: PathState, slots: Tensor | None, window: int | None, scale: float) -> Tensor:
-    """A slot is a sequence's one page. On a GPU nothing is read back: a full slot drops its oldest token."""
+def _kernels(
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], state: PathState, slots: Tensor | None, window: int | None,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Of q, k, v, β, w and g. A slot is a sequence's one page. On a GPU nothing is read back: a full slot drops its oldest token."""
     from needlework.ops.path.engine.step import path_decode
 
-    slots = torch.arange(len(x.q), device=x.q.device) if slots is None else slots.long()
+    q = tokens[0]
+    slots = torch.arange(len(q), device=q.device) if slots is None else slots.long()
     P = min(state.k.shape[1], window or state.k.shape[1])
-    if x.q.device.type == "cpu":
+    if q.device.type == "cpu":
         Rows.of(state.k, state.length, slots, len(slots), window)
     own, PG = slots.clamp(min=0), state.k.shape[1]
     before = state.length[own]
     rows = torch.where(slots >= 0, own * PG + before % P, -1)
     held = torch.where(slots >= 0, before + 1, -1).to(torch.int32)
     table = own[:, None].to(torch.int32)
-    o = path_decode(*x, *state[:4], slots, table, held, rows, P, window, scale)
+    o = path_decode(*tokens, *state[:4], state.decay, slots, table, held, rows, P, window, scale)
     state.length.index_add_(0, own, (slots >= 0).to(state.length.dtype))
     return o
 

@@ -2,7 +2,7 @@
 
     enter   the query meets the keys of the open block and passes its factors, token by token from the newest on; x is what is left
     read    x meets the keys of the pages, which are as the open block's start sees them, a share of them each
-    merge   the shares' softmax; the new token's k, v, w and β into their places
+    merge   the shares' softmax; the new token's k, v, w, β and sum of gates into their places
     carry   where the token ends a block: every key of the sequence passes the block's 64 factors
 
 A token's factor takes one number a query and two products of vectors: less than the solve of a block that is 32 tokens long at the mean.
@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.kernels.softmax import NONE
-from needlework.ops.path.engine.tiles import row_at
+from needlework.ops.path.engine.tiles import LN2, over_scale, row_at
 from needlework.ops.path.state import BLOCK
 from needlework.ops.runtime.custom_op import step_operator
-from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
@@ -32,14 +32,15 @@ def without(x, w, beta):
     return x - (beta * tl.sum(x * w[None, :], 1))[:, None] * w[None, :]
 
 
-@triton.jit(do_not_specialize=["P", "PG", "NB", "W", "shares", "page_k", "page_v", "slot_w", "slot_beta"])
+@triton.jit(do_not_specialize=["P", "PG", "NB", "W", "shares", "page_k", "page_v", "slot_w", "slot_beta", "page_decay"])
 def enter(
-    p_q, p_k, p_v, p_beta, p_w, p_page_k, p_page_v, p_open_w, p_open_beta, p_table, p_slots, p_length, p_x, p_sum, p_max, p_all,
-    P, PG, NB, W, shares, page_k, page_v, slot_w, slot_beta,
+    p_q, p_k, p_v, p_beta, p_w, p_g, p_page_k, p_page_v, p_open_w, p_open_beta, p_page_decay, p_table, p_slots, p_length,
+    p_x, p_decay, p_sum, p_max, p_all, P, PG, NB, W, shares, page_k, page_v, slot_w, slot_beta, page_decay,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr,
-    BLOCK: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr,
+    BLOCK: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and key-value head. p_x [N HK GB KB]; the last share of p_sum [N HK shares GB VB], p_max and p_all [N HK shares GB]."""
+    """One sequence and key-value head. p_x [N HK GB KB]; the last share of p_sum [N HK shares GB VB], p_max and p_all [N HK shares GB].
+    DECAY: p_decay [N HK GB] float64, the sum of gates up to the new token."""
     G: tl.constexpr = H // HK
     i_n = tl.program_id(0) // HK
     i_h = tl.program_id(0) % HK
@@ -62,6 +63,13 @@ def enter(
     slot = tl.load(p_slots + i_n).to(tl.int64)
     p_open_w += slot * slot_w + i_h * K
     p_open_beta += slot * slot_beta + i_h
+    total = tl.zeros([GB], tl.float64)
+    if DECAY:
+        held = (length > 1) & (W != 1)  # a window of 1 may have lost it, and needs none
+        at = row_at(p_table, i_n, length - 2, P, PG, NB, page_decay, H, held) + i_h * G
+        total = tl.load(p_page_decay + at + o_g, mask=held & (o_g < G), other=0.0)
+        total += tl.load(p_g + own * G + o_g, mask=o_g < G, other=0.0).to(tl.float64)
+        tl.store(p_decay + own * GB + o_g, total)
     place = (length - 1) % BLOCK
     for n in range(0, place):
         t = place - 1 - n
@@ -73,7 +81,11 @@ def enter(
         k = tl.load(p_page_k + at + o_k, mask=seen & (o_k < K), other=0.0).to(ACC)
         at = row_at(p_table, i_n, token, P, PG, NB, page_v, HK * V, seen) + i_h * V
         v = tl.load(p_page_v + at + o_v, mask=seen & (o_v < V), other=0.0).to(ACC)
-        s = tl.where(seen, tl.sum(x * k[None, :], 1) * SCALE, NONE)
+        s = tl.sum(x * k[None, :], 1) * SCALE
+        if DECAY:
+            at = row_at(p_table, i_n, token, P, PG, NB, page_decay, H, seen) + i_h * G
+            s += over_scale(total - tl.load(p_page_decay + at + o_g, mask=seen & (o_g < G), other=0.0), LN2, ACC)
+        s = tl.where(seen, s, NONE)
         new = tl.maximum(m, s)
         p = tl.exp2(s - new)
         rescale = tl.exp2(m - new)
@@ -89,11 +101,12 @@ def enter(
     tl.store(p_all + share, l)
 
 
-@triton.jit(do_not_specialize=["P", "PG", "NB", "W", "shares", "page_k", "page_v"])
+@triton.jit(do_not_specialize=["P", "PG", "NB", "W", "shares", "page_k", "page_v", "page_decay"])
 def read(
-    p_x, p_page_k, p_page_v, p_table, p_length, p_sum, p_max, p_all, P, PG, NB, W, shares, page_k, page_v,
-    HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr, BN: tl.constexpr,
-    NS: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr,
+    p_x, p_decay, p_page_k, p_page_v, p_page_decay, p_table, p_length, p_sum, p_max, p_all,
+    P, PG, NB, W, shares, page_k, page_v, page_decay,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr,
+    BN: tl.constexpr, NS: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One share, of all but the last, of the pages' keys of one sequence and key-value head."""
     parts = shares - 1
@@ -116,6 +129,9 @@ def read(
     o_v = tl.arange(0, VB)
     own = tl.cast(i_n, tl.int64) * HK + i_h
     b_x = tl.load(p_x + (own * GB + o_g)[:, None] * KB + o_k[None, :]).to(p_page_v.dtype.element_ty)
+    total = tl.zeros([GB], tl.float64)
+    if DECAY:
+        total = tl.load(p_decay + own * GB + o_g)
     acc = tl.zeros([GB, VB], ACC)
     m = tl.full([GB], NONE, ACC)
     l = tl.zeros([GB], ACC)
@@ -127,6 +143,12 @@ def read(
         at = row_at(p_table, i_n, token, P, PG, NB, page_v, HK * V, real) + i_h * V
         b_v = tl.load(p_page_v + at[:, None] + o_v[None, :], mask=real[:, None] & (o_v < V)[None, :], other=0.0)
         s = tl.dot(b_x, tl.trans(b_k.to(b_v.dtype)), input_precision="ieee", out_dtype=ACC) * SCALE
+        if DECAY:
+            at = row_at(p_table, i_n, token, P, PG, NB, page_decay, H, real) + i_h * (H // HK)
+            there = real[None, :] & (o_g < H // HK)[:, None]
+            s += over_scale(
+                total[:, None] - tl.load(p_page_decay + at[None, :] + o_g[:, None], mask=there, other=0.0), LN2, ACC
+            )
         s = tl.where(real[None, :], s, NONE)
         new = tl.maximum(m, tl.max(s, 1))
         p = tl.where(real[None, :], tl.exp2(s - new[:, None]), 0.0)
@@ -140,12 +162,12 @@ def read(
     tl.store(p_all + share, l)
 
 
-@triton.jit(do_not_specialize=["PG", "shares", "page_k", "page_v", "slot_w", "slot_beta"])
+@triton.jit(do_not_specialize=["PG", "shares", "page_k", "page_v", "slot_w", "slot_beta", "page_decay"])
 def merge(
-    p_k, p_v, p_beta, p_w, p_page_k, p_page_v, p_open_w, p_open_beta, p_slots, p_length, p_rows, p_sum, p_max, p_all, p_out,
-    PG, shares, page_k, page_v, slot_w, slot_beta,
+    p_k, p_v, p_beta, p_w, p_decay, p_page_k, p_page_v, p_open_w, p_open_beta, p_page_decay, p_slots, p_length, p_rows,
+    p_sum, p_max, p_all, p_out, PG, shares, page_k, page_v, slot_w, slot_beta, page_decay,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr,
-    BLOCK: tl.constexpr, ACC: tl.constexpr,
+    BLOCK: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """p_out [N H V]: zeros of a padded row."""
     G: tl.constexpr = H // HK
@@ -175,6 +197,9 @@ def merge(
         page = row // PG
         tl.store(p_page_k + page * page_k + row % PG * (HK * K) + i_h * K + o_k, k, mask=(row >= 0) & (o_k < K))
         tl.store(p_page_v + page * page_v + row % PG * (HK * V) + i_h * V + o_v, v, mask=(row >= 0) & (o_v < V))
+        if DECAY:
+            at = page * page_decay + row % PG * H + i_h * G + o_g
+            tl.store(p_page_decay + at, tl.load(p_decay + own * GB + o_g), mask=(row >= 0) & (o_g < G))
         slot = tl.load(p_slots + i_n).to(tl.int64)
         place = (length - 1) % BLOCK
         w = tl.load(p_w + own * K + o_k, mask=o_k < K, other=0.0)
@@ -222,11 +247,11 @@ def carry(
 KERNELS = {"enter": enter, "read": read, "merge": merge, "carry": carry}
 
 
-@step_operator("page_k", "page_v", "open_w", "open_beta")
+@step_operator("page_k", "page_v", "open_w", "open_beta", "page_decay")
 def path_decode(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor,
-    page_k: Tensor, page_v: Tensor, open_w: Tensor, open_beta: Tensor, slots: Tensor, table: Tensor, length: Tensor, rows: Tensor,
-    P: int, window: int | None, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, g: Tensor | None,
+    page_k: Tensor, page_v: Tensor, open_w: Tensor, open_beta: Tensor, page_decay: Tensor | None, slots: Tensor, table: Tensor,
+    length: Tensor, rows: Tensor, P: int, window: int | None, scale: float,
 ) -> Tensor:  # fmt: skip
     """o [N H V] of one new token a sequence. P: rows of a sequence's pages, or of its ring. All contiguous; pages and slots each by itself."""
     (N, H, K), (HK, V) = q.shape, v.shape[1:]
@@ -234,7 +259,7 @@ def path_decode(
     if not o.numel():
         return o
     chosen = launch_config(ENGINE, q.device, q.dtype, K, V)
-    c = constants(chosen, q.dtype, H, HK, K, V, scale)
+    c = constants(chosen, q.dtype, H, HK, K, V, scale, g is not None)
     (KB, VB), GB, own = (padded(K), padded(V)), padded(H // HK), chosen.launch["read"]
     reach = min(P, window or P)
     parts = max(1, min(own["NP"] // (N * HK), cdiv(reach, 4 * own["BN"])))
@@ -242,19 +267,22 @@ def path_decode(
     number = lambda *sizes: torch.empty(*sizes, dtype=accumulator(q.dtype), device=q.device)
     x, sums = number(N, HK, GB, KB), number(N, HK, shares, GB, VB)
     tops, alls = number(N, HK, shares, GB), number(N, HK, shares, GB)
+    decay = None if g is None else torch.empty(N, HK, GB, dtype=torch.float64, device=q.device)
     PG, NB, W = page_k.shape[1], table.shape[1], window or 0
     where, apart = (P, PG, NB, W), (page_k.stride(0), page_v.stride(0))
+    sums_apart = 0 if page_decay is None else page_decay.stride(0)
     opened = open_w.stride(0), open_beta.stride(0)
     run(
-        enter, (N * HK,), q, k, v, beta, w, page_k, page_v, open_w, open_beta, table, slots, length, x, sums, tops, alls,
-        *where, shares, *apart, *opened, **c["enter"],
+        enter, (N * HK,), q, k, v, beta, w, g, page_k, page_v, open_w, open_beta, page_decay, table, slots, length, x, decay,
+        sums, tops, alls, *where, shares, *apart, *opened, sums_apart, **c["enter"],
     )  # fmt: skip
     run(
-        read, (N * HK * parts,), x, page_k, page_v, table, length, sums, tops, alls, *where, shares, *apart, **c["read"]
+        read, (N * HK * parts,), x, decay, page_k, page_v, page_decay, table, length, sums, tops, alls, *where, shares, *apart,
+        sums_apart, **c["read"],
     )  # fmt: skip
     run(
-        merge, (N * HK,), k, v, beta, w, page_k, page_v, open_w, open_beta, slots, length, rows, sums, tops, alls, o,
-        PG, shares, *apart, *opened, **c["merge"],
+        merge, (N * HK,), k, v, beta, w, decay, page_k, page_v, open_w, open_beta, page_decay, slots, length, rows, sums, tops, alls, o,
+        PG, shares, *apart, *opened, sums_apart, **c["merge"],
     )  # fmt: skip
     tiles = cdiv(reach, c["carry"]["BN"])
     run(
@@ -268,11 +296,13 @@ def _(q, k, v, *_):
     return q.new_empty(*q.shape[:2], v.shape[2])
 
 
-def constants(config: LaunchConfig, dtype: torch.dtype, H: int, HK: int, K: int, V: int, scale: float) -> dict[str, Constants]:
+def constants(
+    config: LaunchConfig, dtype: torch.dtype, H: int, HK: int, K: int, V: int, scale: float, decay: bool = False
+) -> dict[str, Constants]:  # fmt: skip
     """Kernel -> its constants, num_warps and the like."""
     everything = dict(
         H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), GB=padded(H // HK), BLOCK=BLOCK, SCALE=scale * LOG2E,
-        ACC=TYPES[accumulator(dtype)],
+        DECAY=int(decay), ACC=TYPES[accumulator(dtype)],
     )  # fmt: skip
     own: dict[str, Constants] = {name: {key: x for key, x in row.items() if key != "NP"} for name, row in config.launch.items()}
     for name, kernel in KERNELS.items():
@@ -284,9 +314,14 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     own, wide = f"*{NAMES[dtype]}", f"*{NAMES[accumulator(dtype)]}"
     types = dict.fromkeys(("p_q", "p_k", "p_v", "p_w", "p_page_v", "p_open_w", "p_out"), own)
     types |= {"p_table": "*i32", "p_length": "*i32"} | dict.fromkeys(("p_slots", "p_rows"), "*i64")
+    types |= dict.fromkeys(("p_decay", "p_page_decay"), "*fp64")
+    of = lambda arg: types.get(arg, wide) if arg.startswith("p_") else "i32"
     cases = []
-    for name, c in constants(config, dtype, 8, 2, K, V, K**-0.5).items():
-        c, options = split(c)
-        of = lambda arg: types.get(arg, wide) if arg.startswith("p_") else "i32"
-        cases.append(Case(KERNELS[name], {arg: of(arg) for arg in KERNELS[name].arg_names if arg not in c}, c, options))
+    for decay in (False, True):
+        for name, c in constants(config, dtype, 8, 2, K, V, K**-0.5, decay).items():
+            kernel = KERNELS[name]
+            if not decay or "DECAY" in kernel.arg_names:
+                c, options = split(c)
+                c |= absent(kernel, c, {"DECAY": ("p_g", "p_decay", "p_page_decay")})
+                cases.append(Case(kernel, {arg: of(arg) for arg in kernel.arg_names if arg not in c}, c, options))
     return cases
