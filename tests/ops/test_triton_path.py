@@ -59,14 +59,16 @@ def test_packed_sequences_are_separate(window):
         assert_close(got, want, what)
 
 
-def test_panels_of_the_backward_are_one(monkeypatch):
+@pytest.mark.parametrize("window", [None, 20])
+def test_panels_of_the_backward_are_one(window, monkeypatch):
     """A panel of one block of queries: what keys get is added up in panels."""
     from needlework.ops.path.engine import op
 
-    x = sample(1, 60, gates=True)
-    whole_panel = differentiate(lambda x: kernels(**x).o, x)
+    x = sample(1, 90, gates=True)
+    call = lambda: differentiate(lambda x: kernels(**x, window=window).o, x)
+    whole_panel = call()
     monkeypatch.setattr(op, "SCRATCH", 1)
-    assert_close(differentiate(lambda x: kernels(**x).o, x)[1], whole_panel[1], "panels")
+    assert_close(call()[1], whole_panel[1], "panels")
 
 
 BUDGETS = [(d, s, g) for d in (torch.float32, torch.float16) for s in ("random", "clustered") for g in (False, True)]

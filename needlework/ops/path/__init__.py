@@ -1,4 +1,4 @@
-"""PaTH attention: positions that the tokens make, as products of reflections between a key and its query."""
+"""PaTH attention: positions that the tokens make, as products of reflections between a key and its query; with a forget gate PaTH-FoX."""
 
 from needlework.ops.path.op import chunk_path as chunk_path
 from needlework.ops.path.op import recurrent_path as recurrent_path

@@ -144,8 +144,8 @@ def attend(
             if DECAY:
                 at = row_at(p_table, i_n, token, NB * PG, PG, NB, page_decay, H, real) + i_h
                 lost = tl.load(p_page_decay + at, mask=real, other=float("inf"))
-                end = tl.min(lost, 0)  # the newest key's
-                s += over_scale(total - end, RATE, ACC)[:, None] + over_scale(end - lost, RATE, ACC)[None, :]
+                newest = tl.min(lost, 0)
+                s += over_scale(total - newest, RATE, ACC)[:, None] + over_scale(newest - lost, RATE, ACC)[None, :]
             s = tl.where(real[None, :], s, float("-inf"))
             if WINDOW:
                 s = tl.where(own[:, None] - token[None, :] < W, s, float("-inf"))
