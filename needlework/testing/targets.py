@@ -110,6 +110,8 @@ RULES = (
     Rule("path/fox-pages", "path/engine", None, covers=True, long=1100, wide=300),
     Rule("path/lucid-pages", "path/engine", None, covers=True, long=1100, wide=300),
     Rule("path/lucid-window-pages", "path/engine", None, long=1100, wide=300),
+    Rule("path/lucid-read-pages", "path/engine", None, covers=True, long=1100, wide=300),
+    Rule("path/lucid-window-read-pages", "path/engine", None, long=1100, wide=300),
     _pairs("paged/softmax", "paged/paged", None, covers=True),
     _pairs("paged/forgetting", "paged/paged", None, covers=True),
     _pairs("paged/differential", "paged/paged", None, covers=True),

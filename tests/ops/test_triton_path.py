@@ -235,3 +235,19 @@ def test_half_prompts_on_pages_are_within_the_budget(name):
         form(spec.literal, single, operand=operand(torch.float16), chunk_size=16),
     ]
     assert_within_budget(over_budget(*ways))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["path/pages", "path/fox-pages", "path/lucid-read-pages"])
+def test_half_tokens_that_decode_are_within_the_budget(name):
+    """By themselves: two of each sequence, behind a closed block and in the open one."""
+    spec = next(spec for spec in PATH_PAGES if spec.name == name)
+    N, T = 24, BLOCK + 9
+    given = spec.inputs(torch.Generator().manual_seed(0), 1, N * T, "random", Hq=4)
+    kept, wide, single = stored(given, torch.float16, spec.half)
+    ends = torch.arange(N + 1) * T
+    decoded = lambda call, x, **settings: {"o": call(**x, cu_seqlens=ends, **settings)[0][0].unflatten(0, (N, T))[:, -2:]}
+    rounded = {"operand": operand(torch.float16)}
+    ways = decoded(spec.chunk, kept, impl="triton"), decoded(spec.chunk, wide)
+    ways += decoded(spec.recurrent, single, **rounded), decoded(spec.literal, single, **rounded, chunk_size=16)
+    assert_within_budget(over_budget(*ways))

@@ -108,7 +108,7 @@ def paged_path(
         if cu_seqlens is None:
             from needlework.ops.path.engine.step import path_decode
 
-            return path_decode(*tokens, *tables, *placed, block_table.shape[1] * k_pages.shape[1], window, scale)
+            return path_decode(*tokens, *tables, None, *placed, block_table.shape[1] * k_pages.shape[1], window, scale)
         from needlework.ops.path.engine.pages import path_prefill
 
         return path_prefill(*tokens, *tables, *placed, cu_seqlens.to(torch.int64).contiguous(), window, scale)

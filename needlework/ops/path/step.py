@@ -123,7 +123,7 @@ def _kernels(
     rows = torch.where(slots >= 0, own * PG + before % P, -1)
     held = torch.where(slots >= 0, before + 1, -1).to(torch.int32)
     table = own[:, None].to(torch.int32)
-    o = path_decode(*tokens, *state[:4], state.decay, slots, table, held, rows, P, window, scale)
+    o = path_decode(*tokens, *state[:4], state.decay, None, slots, table, held, rows, P, window, scale)
     state.length.index_add_(0, own, (slots >= 0).to(state.length.dtype))
     return o
 

@@ -7,7 +7,12 @@
 
 A token's factor takes one number a query and two products of vectors: less than the solve of a block that is 32 tokens long at the mean.
 On slots a slot is a sequence's one page.
+
+LUCID-PaTH's solve of the token goes along (SOLVE): its k̂ is one query more of its group, whose weights are e^{√d (x·k̃_j / ‖k_j‖ − 1)}: it is
+not divided by their sum, and its maximum is taken back. Pages hold y. The new token's own y is there when all has been summed, in merge, and its queries read it then.
 """
+
+from math import sqrt
 
 import torch
 import triton
@@ -16,6 +21,7 @@ from torch import Tensor
 
 from needlework.ops.common.kernels.softmax import NONE
 from needlework.ops.path.engine.tiles import LN2, over_scale, row_at
+from needlework.ops.path.solve.engine.directions import TINY
 from needlework.ops.path.state import BLOCK
 from needlework.ops.runtime.custom_op import step_operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
@@ -24,6 +30,14 @@ from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv,
 
 ENGINE = "path/step"
 LOG2E = 1.4426950408889634
+# flag -> arguments that kernels read with it alone
+ONLY_WITH = {"DECAY": ("p_g", "p_decay", "p_page_decay"), "SOLVE": ("p_page_norm",)}
+
+
+@triton.jit
+def overlap(product, norm, ROOT: tl.constexpr):
+    """The solve's exponent in base 2 of a product with a key that came with this norm."""
+    return (product / tl.maximum(norm, TINY) - 1) * ROOT
 
 
 @triton.jit
@@ -32,12 +46,14 @@ def without(x, w, beta):
     return x - (beta * tl.sum(x * w[None, :], 1))[:, None] * w[None, :]
 
 
-@triton.jit(do_not_specialize=["P", "PG", "NB", "W", "shares", "page_k", "page_v", "slot_w", "slot_beta", "page_decay"])
+@triton.jit(
+    do_not_specialize=["P", "PG", "NB", "W", "shares", "page_k", "page_v", "slot_w", "slot_beta", "page_decay", "page_norm"]
+)
 def enter(
-    p_q, p_k, p_v, p_beta, p_w, p_g, p_page_k, p_page_v, p_open_w, p_open_beta, p_page_decay, p_table, p_slots, p_length,
-    p_x, p_decay, p_sum, p_max, p_all, P, PG, NB, W, shares, page_k, page_v, slot_w, slot_beta, page_decay,
+    p_q, p_k, p_v, p_beta, p_w, p_g, p_page_k, p_page_v, p_open_w, p_open_beta, p_page_decay, p_page_norm, p_table, p_slots, p_length,
+    p_x, p_decay, p_sum, p_max, p_all, P, PG, NB, W, shares, page_k, page_v, slot_w, slot_beta, page_decay, page_norm,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr,
-    BLOCK: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr,
+    BLOCK: tl.constexpr, SCALE: tl.constexpr, ROOT: tl.constexpr, DECAY: tl.constexpr, SOLVE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One sequence and key-value head. p_x [N HK GB KB]; the last share of p_sum [N HK shares GB VB], p_max and p_all [N HK shares GB].
     DECAY: p_decay [N HK GB] float64, the sum of gates up to the new token."""
@@ -57,6 +73,10 @@ def enter(
     k = tl.load(p_k + own * K + o_k, mask=o_k < K, other=0.0).to(ACC)
     acc = tl.zeros([GB, VB], ACC) + tl.load(p_v + own * V + o_v, mask=o_v < V, other=0.0).to(ACC)[None, :]
     m = tl.sum(x * k[None, :], 1) * SCALE
+    if SOLVE:
+        x = tl.where(o_g[:, None] == G, (k / tl.maximum(tl.sqrt(tl.sum(k * k)), TINY))[None, :], x)
+        m = tl.where(o_g == G, 0.0, m)
+        acc = tl.zeros([GB, VB], ACC)
     l = tl.full([GB], 1.0, ACC)
     w = tl.load(p_w + own * K + o_k, mask=o_k < K, other=0.0).to(ACC)
     x = without(x, w, tl.load(p_beta + own).to(ACC))
@@ -81,7 +101,11 @@ def enter(
         k = tl.load(p_page_k + at + o_k, mask=seen & (o_k < K), other=0.0).to(ACC)
         at = row_at(p_table, i_n, token, P, PG, NB, page_v, HK * V, seen) + i_h * V
         v = tl.load(p_page_v + at + o_v, mask=seen & (o_v < V), other=0.0).to(ACC)
-        s = tl.sum(x * k[None, :], 1) * SCALE
+        product = tl.sum(x * k[None, :], 1)
+        s = product * SCALE
+        if SOLVE:
+            at = row_at(p_table, i_n, token, P, PG, NB, page_norm, HK, seen) + i_h
+            s = tl.where(o_g == G, overlap(product, tl.load(p_page_norm + at, mask=seen, other=1.0), ROOT), s)
         if DECAY:
             at = row_at(p_table, i_n, token, P, PG, NB, page_decay, H, seen) + i_h * G
             s += over_scale(total - tl.load(p_page_decay + at + o_g, mask=seen & (o_g < G), other=0.0), LN2, ACC)
@@ -101,12 +125,13 @@ def enter(
     tl.store(p_all + share, l)
 
 
-@triton.jit(do_not_specialize=["P", "PG", "NB", "W", "shares", "page_k", "page_v", "page_decay"])
+@triton.jit(do_not_specialize=["P", "PG", "NB", "W", "shares", "page_k", "page_v", "page_decay", "page_norm"])
 def read(
-    p_x, p_decay, p_page_k, p_page_v, p_page_decay, p_table, p_length, p_sum, p_max, p_all,
-    P, PG, NB, W, shares, page_k, page_v, page_decay,
+    p_x, p_decay, p_page_k, p_page_v, p_page_decay, p_page_norm, p_table, p_length, p_sum, p_max, p_all,
+    P, PG, NB, W, shares, page_k, page_v, page_decay, page_norm,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr,
-    BN: tl.constexpr, NS: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr,
+    BN: tl.constexpr, NS: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, ROOT: tl.constexpr, DECAY: tl.constexpr,
+    SOLVE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One share, of all but the last, of the pages' keys of one sequence and key-value head."""
     parts = shares - 1
@@ -142,7 +167,12 @@ def read(
         b_k = tl.load(p_page_k + at[:, None] + o_k[None, :], mask=real[:, None] & (o_k < K)[None, :], other=0.0)
         at = row_at(p_table, i_n, token, P, PG, NB, page_v, HK * V, real) + i_h * V
         b_v = tl.load(p_page_v + at[:, None] + o_v[None, :], mask=real[:, None] & (o_v < V)[None, :], other=0.0)
-        s = tl.dot(b_x, tl.trans(b_k.to(b_v.dtype)), input_precision="ieee", out_dtype=ACC) * SCALE
+        product = tl.dot(b_x, tl.trans(b_k.to(b_v.dtype)), input_precision="ieee", out_dtype=ACC)
+        s = product * SCALE
+        if SOLVE:
+            at = row_at(p_table, i_n, token, P, PG, NB, page_norm, HK, real) + i_h
+            norm = tl.load(p_page_norm + at, mask=real, other=1.0)
+            s = tl.where(o_g[:, None] == H // HK, overlap(product, norm[None, :], ROOT), s)
         if DECAY:
             at = row_at(p_table, i_n, token, P, PG, NB, page_decay, H, real) + i_h * (H // HK)
             there = real[None, :] & (o_g < H // HK)[:, None]
@@ -162,12 +192,12 @@ def read(
     tl.store(p_all + share, l)
 
 
-@triton.jit(do_not_specialize=["PG", "shares", "page_k", "page_v", "slot_w", "slot_beta", "page_decay"])
+@triton.jit(do_not_specialize=["PG", "shares", "page_k", "page_v", "slot_w", "slot_beta", "page_decay", "page_norm"])
 def merge(
-    p_k, p_v, p_beta, p_w, p_decay, p_page_k, p_page_v, p_open_w, p_open_beta, p_page_decay, p_slots, p_length, p_rows,
-    p_sum, p_max, p_all, p_out, PG, shares, page_k, page_v, slot_w, slot_beta, page_decay,
+    p_q, p_k, p_v, p_beta, p_w, p_decay, p_page_k, p_page_v, p_open_w, p_open_beta, p_page_decay, p_page_norm, p_slots, p_length, p_rows,
+    p_sum, p_max, p_all, p_out, PG, shares, page_k, page_v, slot_w, slot_beta, page_decay, page_norm,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr,
-    BLOCK: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr,
+    BLOCK: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr, SOLVE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """p_out [N H V]: zeros of a padded row."""
     G: tl.constexpr = H // HK
@@ -195,6 +225,13 @@ def merge(
         k = tl.load(p_k + own * K + o_k, mask=o_k < K, other=0.0).to(ACC)
         v = tl.load(p_v + own * V + o_v, mask=o_v < V, other=0.0)
         page = row // PG
+        if SOLVE:
+            solved = v.to(ACC) - tl.sum(tl.where(o_g[:, None] == G, acc * tl.exp2(m)[:, None], 0.0), 0)
+            v = solved.to(v.dtype)
+            at = (own * G + o_g)[:, None] * K + o_k[None, :]
+            q = tl.load(p_q + at, mask=(o_g < G)[:, None] & (o_k < K)[None, :], other=0.0).to(ACC)
+            acc += tl.exp2(tl.sum(q * k[None, :], 1) * SCALE - m)[:, None] * v.to(ACC)[None, :]
+            tl.store(p_page_norm + page * page_norm + row % PG * HK + i_h, tl.sqrt(tl.sum(k * k)), mask=row >= 0)
         tl.store(p_page_k + page * page_k + row % PG * (HK * K) + i_h * K + o_k, k, mask=(row >= 0) & (o_k < K))
         tl.store(p_page_v + page * page_v + row % PG * (HK * V) + i_h * V + o_v, v, mask=(row >= 0) & (o_v < V))
         if DECAY:
@@ -247,20 +284,21 @@ def carry(
 KERNELS = {"enter": enter, "read": read, "merge": merge, "carry": carry}
 
 
-@step_operator("page_k", "page_v", "open_w", "open_beta", "page_decay")
+@step_operator("page_k", "page_v", "open_w", "open_beta", "page_decay", "page_norm")
 def path_decode(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, g: Tensor | None,
-    page_k: Tensor, page_v: Tensor, open_w: Tensor, open_beta: Tensor, page_decay: Tensor | None, slots: Tensor, table: Tensor,
+    page_k: Tensor, page_v: Tensor, open_w: Tensor, open_beta: Tensor, page_decay: Tensor | None, page_norm: Tensor | None, slots: Tensor, table: Tensor,
     length: Tensor, rows: Tensor, P: int, window: int | None, scale: float,
 ) -> Tensor:  # fmt: skip
-    """o [N H V] of one new token a sequence. P: rows of a sequence's pages, or of its ring. All contiguous; pages and slots each by itself."""
+    """o [N H V] of one new token a sequence. P: rows of a sequence's pages, or of its ring. All contiguous; pages and slots each by itself.
+    page_norm: the norms that LUCID-PaTH's keys came with; page_v then holds y, and v is solved."""
     (N, H, K), (HK, V) = q.shape, v.shape[1:]
     o = torch.empty(N, H, V, dtype=q.dtype, device=q.device)
     if not o.numel():
         return o
     chosen = launch_config(ENGINE, q.device, q.dtype, K, V)
-    c = constants(chosen, q.dtype, H, HK, K, V, scale, g is not None)
-    (KB, VB), GB, own = (padded(K), padded(V)), padded(H // HK), chosen.launch["read"]
+    c = constants(chosen, q.dtype, H, HK, K, V, scale, g is not None, page_norm is not None)
+    (KB, VB), GB, own = (padded(K), padded(V)), c["enter"]["GB"], chosen.launch["read"]
     reach = min(P, window or P)
     parts = max(1, min(own["NP"] // (N * HK), cdiv(reach, 4 * own["BN"])))
     shares = parts + 1
@@ -270,19 +308,19 @@ def path_decode(
     decay = None if g is None else torch.empty(N, HK, GB, dtype=torch.float64, device=q.device)
     PG, NB, W = page_k.shape[1], table.shape[1], window or 0
     where, apart = (P, PG, NB, W), (page_k.stride(0), page_v.stride(0))
-    sums_apart = 0 if page_decay is None else page_decay.stride(0)
+    more_apart = [0 if x is None else x.stride(0) for x in (page_decay, page_norm)]
     opened = open_w.stride(0), open_beta.stride(0)
     run(
-        enter, (N * HK,), q, k, v, beta, w, g, page_k, page_v, open_w, open_beta, page_decay, table, slots, length, x, decay,
-        sums, tops, alls, *where, shares, *apart, *opened, sums_apart, **c["enter"],
+        enter, (N * HK,), q, k, v, beta, w, g, page_k, page_v, open_w, open_beta, page_decay, page_norm, table, slots, length, x, decay,
+        sums, tops, alls, *where, shares, *apart, *opened, *more_apart, **c["enter"],
     )  # fmt: skip
     run(
-        read, (N * HK * parts,), x, decay, page_k, page_v, page_decay, table, length, sums, tops, alls, *where, shares, *apart,
-        sums_apart, **c["read"],
+        read, (N * HK * parts,), x, decay, page_k, page_v, page_decay, page_norm, table, length, sums, tops, alls, *where, shares, *apart,
+        *more_apart, **c["read"],
     )  # fmt: skip
     run(
-        merge, (N * HK,), k, v, beta, w, decay, page_k, page_v, open_w, open_beta, page_decay, slots, length, rows, sums, tops, alls, o,
-        PG, shares, *apart, *opened, sums_apart, **c["merge"],
+        merge, (N * HK,), q, k, v, beta, w, decay, page_k, page_v, open_w, open_beta, page_decay, page_norm, slots, length, rows, sums, tops, alls, o,
+        PG, shares, *apart, *opened, *more_apart, **c["merge"],
     )  # fmt: skip
     tiles = cdiv(reach, c["carry"]["BN"])
     run(
@@ -297,12 +335,12 @@ def _(q, k, v, *_):
 
 
 def constants(
-    config: LaunchConfig, dtype: torch.dtype, H: int, HK: int, K: int, V: int, scale: float, decay: bool = False
+    config: LaunchConfig, dtype: torch.dtype, H: int, HK: int, K: int, V: int, scale: float, decay: bool = False, solve: bool = False
 ) -> dict[str, Constants]:  # fmt: skip
     """Kernel -> its constants, num_warps and the like."""
     everything = dict(
-        H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), GB=padded(H // HK), BLOCK=BLOCK, SCALE=scale * LOG2E,
-        DECAY=int(decay), ACC=TYPES[accumulator(dtype)],
+        H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), GB=padded(H // HK + int(solve)), BLOCK=BLOCK, SCALE=scale * LOG2E,
+        ROOT=sqrt(K) * LOG2E, DECAY=int(decay), SOLVE=int(solve), ACC=TYPES[accumulator(dtype)],
     )  # fmt: skip
     own: dict[str, Constants] = {name: {key: x for key, x in row.items() if key != "NP"} for name, row in config.launch.items()}
     for name, kernel in KERNELS.items():
@@ -317,11 +355,11 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     types |= dict.fromkeys(("p_decay", "p_page_decay"), "*fp64")
     of = lambda arg: types.get(arg, wide) if arg.startswith("p_") else "i32"
     cases = []
-    for decay in (False, True):
-        for name, c in constants(config, dtype, 8, 2, K, V, K**-0.5, decay).items():
+    for decay, solve in ((False, False), (True, False), (False, True)):
+        for name, c in constants(config, dtype, 8, 2, K, V, K**-0.5, decay, solve).items():
             kernel = KERNELS[name]
-            if not decay or "DECAY" in kernel.arg_names:
+            if "SOLVE" in kernel.arg_names or not (decay or solve):
                 c, options = split(c)
-                c |= absent(kernel, c, {"DECAY": ("p_g", "p_decay", "p_page_decay")})
+                c |= absent(kernel, c, ONLY_WITH)
                 cases.append(Case(kernel, {arg: of(arg) for arg in kernel.arg_names if arg not in c}, c, options))
     return cases
