@@ -46,7 +46,7 @@ ENGINES = {
     "lucid/decode": ("lucid.decode.op",),
     "polar/attention": ("polar.attention.launches",),
     "path/engine": ("path.engine.op", "path.engine.pages", "path.solve.engine.op", "path.solve.engine.pages"),
-    "path/step": ("path.engine.step",),
+    "path/step": ("path.engine.decode",),
     "paged/paged": ("paged.engine.op",),
     "mamba3/siso": ("mamba3.siso.launches",),
     "mamba3/step": ("mamba3.step",),

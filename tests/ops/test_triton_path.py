@@ -2,6 +2,7 @@
 every kind: own blocks, blocks of their superblock, superblocks, and a last one that is not full."""
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,8 @@ from needlework.ops.common.samples import keys, normal, uniform
 from needlework.ops.path import BLOCK, PathState, chunk_path, paged_path, recurrent_path, step_path
 from needlework.ops.path.reference import literal_path
 from needlework.ops.runtime.launch_configs import forced
+from needlework.ops.specs import specs
+from needlework.testing import checks
 from needlework.testing.compare import assert_close, differentiate, leaves, make, poisoned, relative, whole
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 from needlework.testing.path_pages import PATH_PAGES, in_calls
@@ -106,6 +109,14 @@ def test_every_number_is_written():
         with poisoned():
             found = differentiate(lambda x: kernels(**x).o, sample(1, T))
         assert all(torch.isfinite(x).all() for part in found for x in part.values())
+
+
+@pytest.mark.parametrize(
+    "check", [checks.custom_ops_pass_opcheck, pytest.param(checks.compiles_without_a_graph_break, marks=pytest.mark.slow)]
+)
+def test_the_operators_with_gates_are_some_of_pytorchs(check):
+    spec = next(spec for spec in specs() if spec.name == "path/fox")
+    check(replace(spec, chunk=partial(spec.chunk, impl="triton")))
 
 
 def test_a_state_to_go_on_from_is_refused_by_name():

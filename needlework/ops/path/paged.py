@@ -106,7 +106,7 @@ def paged_path(
         tokens = each(Tensor.contiguous, q, k, v, beta.to(width(q)), w, None if g is None else g.to(width(q)))
         placed = slots.contiguous(), block_table.contiguous(), length.to(torch.int32).contiguous(), rows.contiguous()
         if cu_seqlens is None:
-            from needlework.ops.path.engine.step import path_decode
+            from needlework.ops.path.engine.decode import path_decode
 
             return path_decode(*tokens, *tables, None, *placed, block_table.shape[1] * k_pages.shape[1], window, scale)
         from needlework.ops.path.engine.pages import path_prefill

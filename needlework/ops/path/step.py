@@ -111,7 +111,7 @@ def _kernels(
     scale: float,
 ) -> Tensor:  # fmt: skip
     """Of q, k, v, β, w and g. A slot is a sequence's one page. On a GPU nothing is read back: a full slot drops its oldest token."""
-    from needlework.ops.path.engine.step import path_decode
+    from needlework.ops.path.engine.decode import path_decode
 
     q = tokens[0]
     slots = torch.arange(len(q), device=q.device) if slots is None else slots.long()

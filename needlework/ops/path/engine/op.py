@@ -16,6 +16,7 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.path.arguments import PathInputs
 from needlework.ops.path.engine.blocks import group, release, spread, turn, unwind
+from needlework.ops.path.engine.forgets import Forgets
 from needlework.ops.path.engine.forward import attend
 from needlework.ops.path.engine.keys import keys, transfers
 from needlework.ops.path.engine.prepare import collect, compose, prepare
@@ -105,29 +106,6 @@ class Walk(NamedTuple):
         return out
 
 
-class Forgets(NamedTuple):
-    """Of the backward with a forget gate: the gates' sums, and what dA's rows and columns sum to, [B H NR] in float64.
-
-    A score has G_i − G_j behind its scale, so that dG_t = (Σ_j dA_tj − Σ_i dA_it) / scale (path/backward.py derives dg from it).
-    """
-
-    decay: Tensor
-    row: Tensor
-    column: Tensor
-
-    @classmethod
-    def of(cls, decay: Tensor) -> "Forgets":
-        return cls(decay, torch.empty_like(decay), torch.zeros_like(decay))
-
-    def columns(self, panel: int, dtype: torch.dtype) -> Tensor:
-        """[B H panel NR] that the blocks of a panel write, each its own queries' share."""
-        B, H, rows = self.decay.shape
-        return self.decay.new_zeros(B, H, panel, rows, dtype=torch.float32 if dtype.itemsize == 2 else torch.float64)
-
-    def ddecay(self, walk: Walk) -> Tensor:
-        return ((self.row - self.column) / walk.scale)[:, :, : walk.T].transpose(1, 2)
-
-
 class Prepared(NamedTuple):
     """What prepare.py makes; B HK first."""
 
@@ -194,7 +172,7 @@ def backward(walk: Walk, do: Tensor, o: Tensor, lse: Tensor, x: PathInputs) -> P
     D = walk.by_head((do.to(wide) * o.to(wide)).sum(-1), wide)
     forgets = None if x.decay is None else Forgets.of(walk.by_head(x.decay, torch.float64))
     descend(walk, do, lse, D, x, prepared(walk, x, keep=True), found, forgets)
-    return found if forgets is None else found._replace(decay=forgets.ddecay(walk))
+    return found if forgets is None else found._replace(decay=forgets.ddecay(walk.scale, walk.T))
 
 
 def descend(
@@ -228,8 +206,7 @@ def descend(
         walk.launch(keys, by_block, x.v, k1, k2, cum, do, lse, D, x1, x2, dk1, dk2, dv, decay, T, *where)
         walk.launch(transfers, by_block, cum, x1, y1, x2, y2, dH, dH2, *where)
         if forgets is not None and columns is not None:
-            forgets.column.add_(columns.sum(2, dtype=torch.float64))
-            columns.zero_()
+            forgets.add(columns)
     walk.launch(spread, by_block, k1, H, cum, dk1, dk2, dH, dH2, torch.empty_like(H), torch.empty_like(dk1), rows, N)
     sum_k, sum_w, dU = (torch.empty_like(dk1) for _ in range(3))
     dR = walk.number(do, B, HK, rows, C)

@@ -7,7 +7,7 @@
     with a forget gate: Σ_j dA_ij of each query, and Σ_i dA_ij of the block's queries for each key
 
 What a gate gets is the sum of the pairs that it lies between, of which the others cancel: rows and columns are sums of the same dA, and of
-float32 inputs they are float64 (op.py has the rest).
+float32 inputs they are float64 (forgets.py has the rest).
 
 What is kept lies in tiles [C KB], of a panel of PB blocks of every head: M a block of queries for its superblock, SB for superblocks. keys.py
 reads them. y is the gradient of x as it leaves; of the oldest it is 0.

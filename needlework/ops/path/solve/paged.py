@@ -146,7 +146,7 @@ def paged_lucid_path(
         settings: dict[str, Any] = held | {"cu_seqlens": cu_seqlens, "window": window, "impl": impl}
         y = solve_path_pages(k, v, beta, w, norm_pages=norm_pages, y_pages=y_pages, **settings)
         return paged_path(q, k, y, beta, w, v_pages=y_pages, scale=scale, **settings)
-    from needlework.ops.path.engine.step import path_decode
+    from needlework.ops.path.engine.decode import path_decode
 
     check_tensor("q", q, "T Hq K")
     check_keys(k, v, beta, w, "T Hkv")
