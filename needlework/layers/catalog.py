@@ -220,6 +220,10 @@ CATALOG: dict[str, Named] = {
         title="PaTH attention", equation="o = softmax(q Hᵢ…Hⱼ₊₁ kⱼ) V,  H = I − β w wᵀ", state=_PAGES, cost=_QUADRATIC,
         make=lambda s: _attention(s, Path(scale=_scale(s))),
     ),
+    "path-fox": Named(
+        title="PaTH-FoX", equation="o = softmax(q Hᵢ…Hⱼ₊₁ kⱼ + Gᵢ − Gⱼ) V,  G = Σ ln f", state=_PAGES + " + Hq·T", cost=_QUADRATIC,
+        make=lambda s: _attention(s, Path(scale=_scale(s), forget=True)),
+    ),
     "lucid-path": Named(
         title="LUCID-PaTH", equation="PaTH's softmax of P⁻¹V,  Pᵢⱼ = exp(√d(k̂ᵢHᵢ…Hⱼ₊₁k̂ⱼ − 1))", state=_PAGES, cost=_QUADRATIC,
         make=lambda s: _attention(s, LucidPath(scale=_scale(s))),

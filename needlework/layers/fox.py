@@ -15,7 +15,8 @@ from needlework.layers.norm import wide
 from needlework.layers.projection import Projection
 from needlework.layers.softmax import AttendConfig, AttendRule, appended, softmax_attention
 from needlework.layers.state import KVState, Part
-from needlework.ops.common.packing import document_positions, sequences
+from needlework.ops.common.decay import summed
+from needlework.ops.common.packing import sequences
 from needlework.ops.paged import paged_attention, write_pages
 from needlework.ops.slots.table import Sequences
 
@@ -63,7 +64,7 @@ class _Fox(AttendRule[Fox]):
     def forward(self, x, q, k, v, *, initial_state, output_final_state, cu_seqlens):
         W, past, N = self.config.window, initial_state, sequences(cu_seqlens, len(q))
         before = x.new_zeros(N, self.width.value_heads, dtype=torch.float64) if past is None else past.total
-        decay, total = summed(self._gate(x), before, cu_seqlens)
+        decay, total = summed(log_gate(self.project, x), before, cu_seqlens)
         o, _ = softmax_attention(
             q, k, v, window=W, ring=W, scale=self.config.scale, decay=decay, past_decay=None if past is None else past.decay,
             initial_state=None if past is None else KVState(past.k, past.v, past.length), cu_seqlens=cu_seqlens,
@@ -78,7 +79,7 @@ class _Fox(AttendRule[Fox]):
 
     def serve(self, x, q, k, v, tables, batch):
         c, pages = self.config, {"k_pages": tables["k"], "v_pages": tables["v"], "decay_pages": tables["decay"]}
-        decay = self._on_slots(self._gate(x), tables["attend.total"], batch)
+        decay = self._on_slots(log_gate(self.project, x), tables["attend.total"], batch)
         write_pages(k, v, **pages, decay=decay, rows=batch.pages[self.reach].rows)
         attend = partial(paged_attention, **pages, window=c.window, scale=c.scale)
         return batch.on_pages(attend, self.reach, q=q, decay=decay), None
@@ -88,10 +89,6 @@ class _Fox(AttendRule[Fox]):
 
     def rows(self, dtype: torch.dtype) -> dict[str, Part]:
         return super().rows(dtype) | {"decay": Part((self.width.value_heads,), torch.float64)}
-
-    def _gate(self, x: Tensor) -> Tensor:
-        """ln f [.. Hq]."""
-        return F.logsigmoid(wide(self.project(x)))
 
     def _on_slots(self, g: Tensor, table: Tensor, batch: Batch) -> Tensor:
         """G [T Hq] of new tokens; the table of totals advances in place."""
@@ -105,13 +102,6 @@ class _Fox(AttendRule[Fox]):
         return batch.on_slots(lambda g, slots: chunk(g[:, None], slots, None, None)[:, 0], chunk, g=g)
 
 
-def summed(g: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """G [B T Hq] of log gates g, from `before` [N Hq] on, and what it is after each sequence's last token; float64."""
-    sums = g.double().cumsum(1)
-    if cu_seqlens is None:
-        decay = before[:, None] + sums
-        return decay, torch.cat([before[:, None], decay], 1)[:, -1]
-    ends = F.pad(sums[0], (0, 0, 1, 0))[cu_seqlens]  # [N+1 Hq] before each sequence's first token
-    start = before - ends[:-1]
-    document, _ = document_positions(cu_seqlens, g.shape[1])
-    return sums + start[document.clamp(max=len(start) - 1)], start + ends[1:]
+def log_gate(project: Projection, x: Tensor) -> Tensor:
+    """ln f [.. Hq]."""
+    return F.logsigmoid(wide(project(x)))

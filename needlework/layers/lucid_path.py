@@ -12,7 +12,7 @@ from needlework.layers.config import Width
 from needlework.layers.path import Reflections, kernels_have
 from needlework.layers.softmax import AttendConfig, AttendRule
 from needlework.layers.state import Captured, Part, fixed, of
-from needlework.ops.path import LucidPathState, chunk_lucid_path, chunk_path, paged_path, solve_path_pages
+from needlework.ops.path import LucidPathState, chunk_lucid_path, chunk_path, paged_lucid_path
 from needlework.probe import probe
 
 
@@ -84,12 +84,12 @@ class _LucidPath(AttendRule[LucidPath]):
     def serve(self, x, q, k, v, tables, batch):
         own = of("attend", tables)
         beta, w = self.reflect.serve(x, own, batch)
-        settings = {"k_pages": tables["k"], "w_slots": own["w"], "beta_slots": own["beta"], "window": self.config.window}
-        tokens = {"k": k, "beta": beta, "w": w, "rows": batch.pages[self.reach].rows}
-        solve = partial(solve_path_pages, norm_pages=tables["norm"], y_pages=tables["y"], **settings)
-        y = batch.on_slots_and_pages(solve, self.reach, v=v, **tokens)
-        attend = partial(paged_path, v_pages=tables["y"], scale=self.config.scale, **settings)
-        return batch.on_slots_and_pages(attend, self.reach, q=q, v=y, **tokens), None
+        attend = partial(
+            paged_lucid_path, k_pages=tables["k"], norm_pages=tables["norm"], y_pages=tables["y"], w_slots=own["w"],
+            beta_slots=own["beta"], window=self.config.window, scale=self.config.scale,
+        )  # fmt: skip
+        rows = batch.pages[self.reach].rows
+        return batch.on_slots_and_pages(attend, self.reach, q=q, k=k, v=v, beta=beta, w=w, rows=rows), None
 
     def rows(self, dtype: torch.dtype) -> dict[str, Part]:
         """Keys that are carried on and their norms are float32; *solved* values."""

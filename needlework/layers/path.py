@@ -12,6 +12,7 @@ from needlework.fields import AtLeastTwo, Count, Positive
 from needlework.layers.batch import Batch
 from needlework.layers.config import Width
 from needlework.layers.conv import ShortConv, conv_held
+from needlework.layers.fox import log_gate
 from needlework.layers.norm import l2, wide
 from needlework.layers.projection import Projection
 from needlework.layers.softmax import AttendConfig, AttendRule
@@ -26,13 +27,16 @@ class Path(AttendConfig):
 
         A_ij = scale · q_iᵀ H_i … H_{j+1} k_j,    H_t = I − β_t w_t w_tᵀ,    o_i = Σ_j softmax_j(A_i·) v_j
         w = l2(silu(conv(W x))) [B T Hkv K],    β = 2σ(W_β x + b) [B T Hkv]
+        forget (PaTH-FoX): A_ij + ln f_{j+1} + … + ln f_i,    f = σ(W_f x + b) [B T Hq]
 
     It has no other position: the layer's `position` is None.
 
     rank: W = W₂ W₁ with W₁ [r D], W₂ [Hkv·K r]; None: one map.
     conv: taps of the causal depthwise convolution of W x, at least 2. None: none, and no SiLU either, as in LUCID's PaTH.
+    forget: whether the scores have `Fox`'s forget gate, a number a token and query head. The state then holds the sums of its logarithms
+        beside keys and values, in float64: 8 Hq bytes a token.
     window: W; only keys with 0 <= i − j < W are seen. None: every key so far.
-    scale: of the scores; None: d^-1/2.
+    scale: of q_iᵀ H … k_j; None: d^-1/2.
     Raises ValueError where the layer is built with a position.
 
     >>> import torch
@@ -44,6 +48,7 @@ class Path(AttendConfig):
     kind = "path"
     rank: Count | None = 32
     conv: AtLeastTwo | None = 3
+    forget: bool = False
     window: Count | None = None
     scale: Positive | None = None
 
@@ -59,6 +64,7 @@ class PathCache(NamedTuple):
     w: Tensor
     beta: Tensor
     length: Tensor
+    decay: Tensor | None
     conv: Tensor | None
 
 
@@ -111,12 +117,13 @@ class _Path(AttendRule[Path]):
     def __init__(self, config: Path, width: Width):
         super().__init__(config, width)
         self.reflect = Reflections(width, config.rank, config.conv)
+        self.forget = Projection(width.dim, width.value_heads) if config.forget else None
 
     def forward(self, x, q, k, v, *, initial_state: PathCache | None, output_final_state, cu_seqlens):
-        past = None if initial_state is None else PathState(*initial_state[:5])
+        past = None if initial_state is None else PathState(*initial_state[:6])
         beta, w, conv = self.reflect(x, initial_state and initial_state.conv, cu_seqlens)
         o, state = chunk_path(
-            q, k, v, probe("path.beta", beta), probe("path.w", w), window=self.config.window, scale=self.config.scale,
+            q, k, v, probe("path.beta", beta), probe("path.w", w), g=self._gate(x), window=self.config.window, scale=self.config.scale,
             initial_state=past, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
         )  # fmt: skip
         return o, None, state and PathCache(*state, conv=conv)
@@ -128,16 +135,22 @@ class _Path(AttendRule[Path]):
             paged_path, k_pages=tables["k"], v_pages=tables["v"], w_slots=own["w"], beta_slots=own["beta"],
             window=self.config.window, scale=self.config.scale,
         )  # fmt: skip
-        rows = batch.pages[self.reach].rows
-        return batch.on_slots_and_pages(attend, self.reach, q=q, k=k, v=v, beta=beta, w=w, rows=rows), None
+        tokens = {"q": q, "k": k, "v": v, "beta": beta, "w": w, "rows": batch.pages[self.reach].rows}
+        if (g := self._gate(x)) is not None:
+            attend, tokens = partial(attend, decay_pages=tables["decay"]), tokens | {"g": g}
+        return batch.on_slots_and_pages(attend, self.reach, **tokens), None
 
     def rows(self, dtype: torch.dtype) -> dict[str, Part]:
         """Keys that are carried on are float32."""
         k, v = super().rows(dtype).values()
-        return {"k": k._replace(dtype=fixed(dtype)), "v": v}
+        sums = {} if self.forget is None else {"decay": Part((self.width.value_heads,), torch.float64)}
+        return {"k": k._replace(dtype=fixed(dtype)), "v": v} | sums
 
     def fixed(self, dtype: torch.dtype) -> dict[str, Part]:
         return self.reflect.held(dtype)
+
+    def _gate(self, x: Tensor) -> Tensor | None:
+        return None if self.forget is None else log_gate(self.forget, x)
 
     def captured(self, dtype: torch.dtype) -> Captured:
         return "all" if kernels_have(self.width, dtype) else "steps"

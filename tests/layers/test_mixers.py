@@ -147,6 +147,8 @@ CONFIGS = {f"{w}-{r}": recurrent(WRITES[w], READS[r]) for w in WRITES for r in R
     "path": attention(Path(rank=4)),
     "path without convolution": attention(Path(rank=None, conv=None), kv_heads=None, qk_norm=True),
     "path in a window and a memory": attention(Path(window=7, rank=4), conv=Canon(), memory=Memory()),
+    "path that forgets": attention(Path(rank=4, forget=True)),
+    "path that forgets, in a window": attention(Path(window=7, rank=None, conv=None, forget=True), kv_heads=4),
     "lucid path": attention(LucidPath()),
     "lucid path in a window, convolved": attention(LucidPath(window=7, rank=4, conv=3)),
     "differential": attention(Differential(), position=Rope()),

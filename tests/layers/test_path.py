@@ -13,6 +13,9 @@ PATHS = {
     "solved": attention(LucidPath(conv=3)),
     "solved in a window": attention(LucidPath(window=30)),
     "every key": attention(Path(rank=4)),
+    "forgetting": attention(Path(rank=4, forget=True)),
+    "forgetting in a window": attention(Path(window=30, forget=True)),
+    "a window of one": attention(Path(window=1, forget=True)),
     "a window": attention(Path(window=30, rank=None, conv=None)),
     "a window shorter than a convolution's taps": attention(Path(window=2, conv=4)),
 }
@@ -37,6 +40,14 @@ def test_the_layer_reads_what_the_op_gives():
     assert close(mixer(x)[0], mixer.o_proj(chunk_path(q, k, v, beta, w, scale=0.7).o.flatten(-2)))
 
 
+def test_the_layers_forget_gate_is_foxs():
+    mixer, x = build(attention(Path(rank=4, forget=True))), sample(20)
+    q, k, v = (p(x).unflatten(-1, (-1, 8)) for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+    beta, w, _ = mixer.attend.reflect(x, None, None)
+    g = torch.sigmoid(x @ mixer.attend.forget.weight.T + mixer.attend.forget.bias).log()
+    assert close(mixer(x)[0], mixer.o_proj(chunk_path(q, k, v, beta, w, g=g).o.flatten(-2)))
+
+
 def test_lucid_path_reads_solved_values_as_path_reads_values():
     mixer, x = build(attention(LucidPath(scale=0.7))), sample(20)
     q, k, v = (p(x).unflatten(-1, (-1, 8)) for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
@@ -57,6 +68,8 @@ def test_a_sequence_takes_float32_keys_values_an_open_block_and_the_convolutions
     for T in (7, 5000):
         pages, opened = 2 * (16 * 4 + 16 * 2) * min(T, 1000), BLOCK * 2 * (16 * 2 + 4)
         assert mixer.state_size(T, torch.bfloat16) == pages + opened + 2 * 2 * 16 * 2 + 8
+        gates = Attention(heads=8, kv_heads=2, head_dim=16, attend=Path(window=1000, forget=True)).build(DIM)
+        assert gates.state_size(T, torch.bfloat16) == mixer.state_size(T, torch.bfloat16) + 8 * 8 * min(T, 1000)
         solved = Attention(heads=8, kv_heads=2, head_dim=16, attend=LucidPath(window=1000)).build(DIM)
         assert solved.state_size(T, torch.bfloat16) == pages + 2 * 4 * min(T, 1000) + opened + 8
 

@@ -11,7 +11,7 @@ V = 67
 MIXERS = {
     "H": Attention(heads=4, kv_heads=2, head_dim=8, attend=Path(rank=4)),
     "L": Attention(heads=4, kv_heads=2, head_dim=8, attend=LucidPath()),
-    "W": Attention(heads=2, head_dim=8, attend=Path(window=24, rank=None, conv=None)),
+    "W": Attention(heads=2, head_dim=8, attend=Path(window=24, rank=None, conv=None, forget=True)),
 }
 
 

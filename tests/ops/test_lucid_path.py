@@ -73,7 +73,7 @@ def test_a_carried_key_is_divided_by_the_norm_that_it_came_with():
 def state(lengths, window):
     past = state_of(lengths, window)
     norm = uniform(generator(5), 0.5, 3, *past.k.shape[:3])
-    return LucidPathState(past.k * norm[..., None] / past.k.norm(dim=-1, keepdim=True), norm, *past[1:])
+    return LucidPathState(past.k * norm[..., None] / past.k.norm(dim=-1, keepdim=True), norm, *past[1:5])
 
 
 ROWS = covering((None, 6, 90), (False, True), (16, 64))

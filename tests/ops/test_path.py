@@ -19,10 +19,11 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def sample(B, T, *, Hq=4, H=2, K=16, V=12, seed=0, style="random"):
+def sample(B, T, *, Hq=4, H=2, K=16, V=12, seed=0, style="random", gates=False):
     g = generator(seed)
     q, k, v = normal(g, B, T, Hq, K), normal(g, B, T, H, K), normal(g, B, T, H, V)
-    return {"q": q, "k": k, "v": v, "beta": uniform(g, 0, 2, B, T, H), "w": keys(g, B, T, H, K, style)}
+    x = {"q": q, "k": k, "v": v, "beta": uniform(g, 0, 2, B, T, H), "w": keys(g, B, T, H, K, style)}
+    return x | ({"g": -uniform(g, 0, 1, B, T, Hq).pow(4)} if gates else {})
 
 
 def cut(inputs, tokens):
@@ -98,7 +99,7 @@ def test_l2norm_makes_the_reflections_unit_vectors():
 # The state.
 
 
-def state_of(lengths, window, seed=3, H=2, K=16, V=12):
+def state_of(lengths, window, seed=3, H=2, K=16, V=12, gates=None):
     """Any numbers: rows of pages and of open blocks that hold a token, zeros elsewhere."""
     N, g = len(lengths), generator(seed)
     P = max(lengths) + 3 if window is None else min(window, max(lengths))
@@ -107,7 +108,7 @@ def state_of(lengths, window, seed=3, H=2, K=16, V=12):
     for n, length in enumerate(lengths):
         for x in opened:
             x[n, length % BLOCK :] = 0
-    return PathState(*pages, *opened, torch.tensor(lengths))
+    return PathState(*pages, *opened, torch.tensor(lengths), gates and normal(g, N, P, gates))
 
 
 ROWS = covering((None, 6, 30, 90), (False, True), (16, 64)) + [(None, False, 1000)]
@@ -120,12 +121,19 @@ def test_the_hand_derived_backward_is_autograd_of_the_definition(window, packed,
     equal_from_states(forms, sample, state_of([0, 5, 63, 70, 128], window), window, packed)
 
 
+@pytest.mark.parametrize("window, packed", [(None, True), (30, False), (6, False), (90, False)])
+def test_so_is_that_of_the_gates(window, packed):
+    forms = {"fast": partial(chunk_path, chunk_size=16), "definition": recurrent_path, "literal": literal_path}
+    past = state_of([0, 5, 63, 70, 128], window, gates=4)
+    equal_from_states(forms, partial(sample, gates=True), past, window, packed)
+
+
 def equal_from_states(forms, sample, past, window, packed):
     """Values of all forms and gradients of the first two, of 80 tokens a row, or of packed sequences, one of them empty."""
     T = 250 if packed else 80
     inputs = sample(1 if packed else 5, T)
     settings = {"cu_seqlens": torch.tensor([0, 80, 83, 84, 84, T])} if packed else {}
-    fields = {f"state_{name}": x for name, x in past._asdict().items() if name != "length"}
+    fields = {f"state_{name}": x for name, x in past._asdict().items() if name != "length" and x is not None}
 
     def call(form):
         def of(x):
@@ -151,22 +159,21 @@ def test_keys_are_carried_where_a_block_ends_and_nowhere_else():
     assert relative(k(2 * BLOCK), k(BLOCK)) > 0.1
 
 
-@pytest.mark.parametrize("window", (None, 6, 30, 90))
-def test_steps_go_on_from_a_prefilled_state_and_prefill_from_theirs(window):
-    x = sample(2, 2 * BLOCK + 40)
+@pytest.mark.parametrize("window, gates", [(None, False), (6, True), (30, False), (90, True), (None, True)])
+def test_steps_go_on_from_a_prefilled_state_and_prefill_from_theirs(window, gates):
+    x = sample(2, 2 * BLOCK + 40, gates=gates)
     full = whole(chunk_path, window=window)(x)
     start = whole(chunk_path, window=window)(cut(x, slice(0, BLOCK - 7)))
     rows = window or 2 * BLOCK + 60
-    state = start.state._replace(
-        k=torch.nn.functional.pad(start.state.k, (0, 0, 0, 0, 0, rows - start.state.k.shape[1])),
-        v=torch.nn.functional.pad(start.state.v, (0, 0, 0, 0, 0, rows - start.state.v.shape[1])),
-    )
+    room = lambda y: torch.cat([y, y.new_zeros(len(y), rows - y.shape[1], *y.shape[2:])], 1)
+    state = start.state._replace(k=room(start.state.k), v=room(start.state.v))
+    state = state._replace(decay=room(start.state.decay)) if gates else state
     for t in range(BLOCK - 7, 2 * BLOCK + 9):
         o = step_path(**{n: y[:, t] for n, y in x.items()}, state=state, window=window)
         assert relative(o, full.o[:, t]) <= 1e-12, f"token {t}"
     rest = chunk_path(**cut(x, slice(2 * BLOCK + 9, None)), initial_state=state, output_final_state=True, window=window)
     assert relative(rest.o, full.o[:, 2 * BLOCK + 9 :]) <= 1e-12
-    for name, y in rest.state._asdict().items():
+    for name, y in leaves(rest.state):
         want = getattr(full.state, name)
         assert_close({name: y[:, : want.shape[1]] if y.dim() > 1 else y}, {name: want}, "the state")
 
@@ -181,7 +188,7 @@ def test_a_step_touches_the_slots_of_its_rows_alone():
     for t in range(BLOCK + 5):
         o = step_path(**{n: y[:, t] for n, y in x.items()}, state=state, slots=slots)
         assert relative(o[[0, 2]], want[[0, 2], t]) <= 1e-12 and not o[1].any()
-    for y in state:
+    for y in state[:5]:
         others = y[[0, 2, 3, 5]]
         assert others.isnan().all() if y.is_floating_point() else not others.any()
 
@@ -206,6 +213,32 @@ def test_bfloat16_beside_float32_keys_costs_its_rounding_unit():
     assert 4 < bfloat16 / float16 < 16
 
 
+def test_gates_cost_no_digit_after_a_long_past():
+    """Only differences of their sums count: in float32 and from a state that lies a hundred million below 0."""
+    x = {name: y.float() for name, y in sample(2, 90, gates=True).items()}
+    first = whole(chunk_path)(cut(x, slice(0, 60)))
+    rest = lambda state: chunk_path(**cut(x, slice(60, None)), initial_state=state).o
+    far = first.state._replace(decay=first.state.decay - 2.0**27)
+    assert relative(rest(far), rest(first.state)) <= 1e-6
+
+
+@pytest.mark.parametrize("settings", ({}, {"cu_seqlens": torch.tensor([0, 20, 70])}))
+def test_rows_behind_a_sequences_end_stay_finite_beside_a_gate_that_hides_all(settings):
+    x = sample(1, 70, gates=True)
+    x["g"][:, 5] -= 1000
+    fast, exact = (differentiate(lambda x, form=form: form(**x, **settings).o, x) for form in (chunk_path, recurrent_path))
+    assert_close(fast[0], exact[0], "values")
+    assert_close(fast[1], exact[1], "gradients")
+
+
+def test_a_gate_hides_all_keys_before_its_token_and_none_after():
+    x = sample(1, 50, gates=True)
+    x["g"][:, 20] = -1e4
+    o = chunk_path(**x).o
+    assert relative(o[:, :20], chunk_path(**cut(x, slice(0, 20))).o) <= 1e-12
+    assert relative(o[:, 20:], chunk_path(**cut(x, slice(20, None))).o) <= 1e-12
+
+
 # What is refused.
 
 
@@ -219,6 +252,8 @@ def test_bfloat16_beside_float32_keys_costs_its_rounding_unit():
         ("w", lambda x: x.float(), "mixed dtypes: k is torch.float64, v is torch.float64, w is torch.float32"),
         ("beta", lambda x: x[:, :, :1], r"beta: axis 2 \(Hkv\) of \[B T Hkv\] has size 1, expected 2"),
         ("beta", lambda x: x.long(), "beta: expected a floating dtype, got torch.int64"),
+        ("g", lambda _: torch.zeros(1, 9, 2), r"g: axis 2 \(Hq\) of \[B T Hq\] has size 2, expected 4"),
+        ("g", lambda _: torch.zeros(1, 9, 4).long(), "g: expected a floating dtype, got torch.int64"),
         ("v", lambda x: x[:, :5], r"v: axis 1 \(T\) of \[B T Hkv V\] has size 5, expected 9"),
         ("scale", lambda _: 0.0, "scale: expected a number above 0, got float 0.0"),
         ("window", lambda _: 0, "window: expected at least 1 .the query's own key., got 0"),
@@ -237,10 +272,16 @@ def test_a_state_that_does_not_fit_is_named():
         ({"k": state.k[:1]}, r"initial_state.k: axis 0 \(N\)"),
         ({"w": state.w[:, :5]}, r"initial_state.w: axis 1 \(C\) of \[N C Hkv K\] has size 5, expected 64"),
         ({"beta": state.beta[..., :1]}, r"initial_state.beta: axis 2 \(Hkv\)"),
+        ({"decay": torch.zeros(2, 9, 4)}, r"initial_state.decay: expected None without g, got a tensor \[2, 9, 4\]"),
         ({"length": state.length + 1}, "initial_state.length: a sequence holds 10 tokens, but the pages hold 9 rows"),
     ):
         with pytest.raises(ValueError, match=message):
             chunk_path(**x, initial_state=state._replace(**change))
+    g = torch.zeros(2, 9, 4)
+    with pytest.raises(ValueError, match=r"initial_state.decay: expected a tensor \[N P Hq\] beside g, got None"):
+        chunk_path(**x, g=g, initial_state=state)
+    with pytest.raises(ValueError, match=r"initial_state.decay: expected torch.float64, got torch.float32"):
+        chunk_path(**x, g=g, initial_state=state._replace(decay=g))
     with pytest.raises(ValueError, match=r"initial_state.k: axis 1 \(P\) has size 9, expected at most the window 4"):
         chunk_path(**x, initial_state=state, window=4)
     with pytest.raises(ValueError, match=r"state.k: axis 1 .P. has capacity 9, but a sequence of length 9 needs a row more"):

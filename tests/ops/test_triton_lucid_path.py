@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from needlework.ops.path import chunk_lucid_path, recurrent_lucid_path
+from needlework.ops.path import chunk_lucid_path, chunk_path, recurrent_lucid_path
 from needlework.ops.path.engine import op as engine
 from needlework.ops.path.solve.reference import literal_lucid_path
 from needlework.ops.runtime.launch_configs import forced
@@ -20,6 +20,7 @@ from needlework.testing.path_pages import in_calls
 from needlework.testing.rows import chosen
 from tests.ops.test_lucid_path import sample as lucid_path_sample
 from tests.ops.test_triton_path import ENDS, held
+from tests.ops.test_triton_path import sample as path_sample
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 kernels = partial(chunk_lucid_path, impl="triton")
@@ -132,6 +133,22 @@ def test_a_prompt_on_pages_is_the_sequence(window):
         (t, rows), k = held(memory, ENDS, n, window), x["k"][ENDS[n] : ENDS[n + 1]]
         assert relative(rows["norm_pages"], k[t].norm(dim=-1)) <= 1e-12
         assert relative(rows["y_pages"], exact[ENDS[n] : ENDS[n + 1]][t]) <= 1e-12
+
+
+@pytest.mark.parametrize("window", [None, 20, 90])
+def test_a_token_that_decodes_is_solved_and_read_in_one_pass(window):
+    """Behind a prompt on pages, to the end of a block and past it: o, and what pages and slots then hold."""
+    x = {name: y[0] for name, y in path_sample(1, 300, Hq=3, H=1, K=8, V=6).items()}
+    o, memory = in_calls(x, ENDS, window=window, impl="triton", solve=True)
+    q, k, v, beta, w = (y[None] for y in x.values())
+    solved = chunk_lucid_path(k, v, beta, w, cu_seqlens=ENDS, window=window)
+    assert relative(o, chunk_path(q, k, solved.y, beta, w, cu_seqlens=ENDS, window=window).o[0]) <= 1e-12
+    for n in (0, 2, 3):
+        (t, rows), own = held(memory, ENDS, n, window), slice(int(ENDS[n]), int(ENDS[n + 1]))
+        state = chunk_lucid_path(*(z[:, own] for z in (k, v, beta, w)), output_final_state=True).state
+        assert relative(rows["k_pages"], state.k[0, t]) <= 1e-12
+        assert relative(rows["norm_pages"], k[0, own][t].norm(dim=-1)) <= 1e-12
+        assert relative(rows["y_pages"], solved.y[0, own][t]) <= 1e-12
 
 
 def test_shares_of_long_pages_are_summed():

@@ -2,6 +2,7 @@
 every kind: own blocks, blocks of their superblock, superblocks, and a last one that is not full."""
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,8 @@ from needlework.ops.common.samples import keys, normal, uniform
 from needlework.ops.path import BLOCK, PathState, chunk_path, paged_path, recurrent_path, step_path
 from needlework.ops.path.reference import literal_path
 from needlework.ops.runtime.launch_configs import forced
+from needlework.ops.specs import specs
+from needlework.testing import checks
 from needlework.testing.compare import assert_close, differentiate, leaves, make, poisoned, relative, whole
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 from needlework.testing.path_pages import PATH_PAGES, in_calls
@@ -26,18 +29,21 @@ def small():
         yield
 
 
-def sample(B, T, *, Hq=2, H=1, K=8, V=6, style="random", seed=0):
+def sample(B, T, *, Hq=2, H=1, K=8, V=6, style="random", seed=0, gates=False):
     g = torch.Generator().manual_seed(seed)
     q, k = (K**0.5 * keys(g, B, T, n, K, style) for n in (Hq, H))
-    return {"q": q, "k": k, "v": normal(g, B, T, H, V), "beta": uniform(g, 0, 2, B, T, H), "w": keys(g, B, T, H, K, style)}
+    x = {"q": q, "k": k, "v": normal(g, B, T, H, V), "beta": uniform(g, 0, 2, B, T, H), "w": keys(g, B, T, H, K, style)}
+    return x | ({"g": -uniform(g, 0, 1, B, T, Hq).pow(4)} if gates else {})
 
 
-ROWS = [(T, window) for T in (0, 1, 16, 37, 75) for window in (None, 1, 20, 40)]
+ROWS = [(T, window, gates) for T in (0, 1, 16, 37, 75) for window in (None, 1, 20, 40) for gates in (False, True)]
 
 
-@pytest.mark.parametrize("T, window", chosen(ROWS, [(0, None), (75, 20), (75, None)]))
-def test_values_and_gradients_are_those_of_the_definition(T, window):
-    x = sample(1, T)
+@pytest.mark.parametrize(
+    "T, window, gates", chosen(ROWS, [(0, None, True), (75, 20, False), (75, 20, True), (75, None, False), (75, None, True)])
+)
+def test_values_and_gradients_are_those_of_the_definition(T, window, gates):
+    x = sample(1, T, gates=gates)
     fast = differentiate(lambda x: kernels(**x, window=window).o, x)
     definition = recurrent_path if T else partial(chunk_path, impl="torch")  # a stack of no tokens has no gradient
     exact = differentiate(lambda x: definition(**x, window=window).o, x)
@@ -48,7 +54,7 @@ def test_values_and_gradients_are_those_of_the_definition(T, window):
 @pytest.mark.parametrize("window", chosen([None, 20], [20]))
 def test_packed_sequences_are_separate(window):
     """Values, gradients and final states; one is empty, one ends a superblock, one a block."""
-    x, ends = sample(1, 75), torch.tensor([0, 32, 32, 50, 75])
+    x, ends = sample(1, 75, gates=True), torch.tensor([0, 32, 32, 50, 75])
     call = lambda form, x: form(**x, window=window, cu_seqlens=ends, output_final_state=True)
     fast = differentiate(partial(call, kernels), x)
     exact = differentiate(partial(call, recurrent_path), x)
@@ -56,19 +62,30 @@ def test_packed_sequences_are_separate(window):
         assert_close(got, want, what)
 
 
-def test_panels_of_the_backward_are_one(monkeypatch):
+@pytest.mark.parametrize("window", [None, 20])
+def test_panels_of_the_backward_are_one(window, monkeypatch):
     """A panel of one block of queries: what keys get is added up in panels."""
     from needlework.ops.path.engine import op
 
-    x = sample(1, 60)
-    whole_panel = differentiate(lambda x: kernels(**x).o, x)
+    x = sample(1, 90, gates=True)
+    call = lambda: differentiate(lambda x: kernels(**x, window=window).o, x)
+    whole_panel = call()
     monkeypatch.setattr(op, "SCRATCH", 1)
-    assert_close(differentiate(lambda x: kernels(**x).o, x)[1], whole_panel[1], "panels")
+    assert_close(call()[1], whole_panel[1], "panels")
 
 
-@pytest.mark.parametrize("dtype, style", chosen([(d, s) for d in (torch.float32, torch.float16) for s in ("random", "clustered")], [(torch.float16, "clustered")]))  # fmt: skip
-def test_half_and_single_precision_are_within_the_budget(dtype, style):
-    kept, wide, single = stored(sample(4, 60, H=1, Hq=1, K=16, V=16, style=style), dtype, ("q", "k", "v", "w"))
+BUDGETS = [(d, s, g) for d in (torch.float32, torch.float16) for s in ("random", "clustered") for g in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "dtype, style, gates",
+    chosen(BUDGETS, [(torch.float16, "clustered", False), (torch.float32, "clustered", True)]),
+)
+def test_half_and_single_precision_are_within_the_budget(dtype, style, gates):
+    given = sample(4, 60, H=1, Hq=1, K=16, V=16, style=style, gates=gates)
+    if gates:
+        given = sample(24, 90, H=1, Hq=2, K=16, V=16, style=style, gates=gates)  # of gates there are few numbers
+    kept, wide, single = stored(given, dtype, ("q", "k", "v", "w"))
     ways = (
         differentiate(lambda x: kernels(**x).o, kept),
         differentiate(lambda x: recurrent_path(**x).o, wide),
@@ -94,6 +111,14 @@ def test_every_number_is_written():
         assert all(torch.isfinite(x).all() for part in found for x in part.values())
 
 
+@pytest.mark.parametrize(
+    "check", [checks.custom_ops_pass_opcheck, pytest.param(checks.compiles_without_a_graph_break, marks=pytest.mark.slow)]
+)
+def test_the_operators_with_gates_are_some_of_pytorchs(check):
+    spec = next(spec for spec in specs() if spec.name == "path/fox")
+    check(replace(spec, chunk=partial(spec.chunk, impl="triton")))
+
+
 def test_a_state_to_go_on_from_is_refused_by_name():
     x = sample(1, 5)
     state = chunk_path(**x, output_final_state=True).state
@@ -106,18 +131,22 @@ def test_a_state_to_go_on_from_is_refused_by_name():
 # Decoding.
 
 
-@pytest.mark.parametrize("window", chosen([None, 7, 70], [None, 7]))
-def test_steps_are_those_of_torch_and_end_a_block(window, monkeypatch):
+@pytest.mark.parametrize(
+    "window, gates", chosen([(None, False), (None, True), (7, True), (70, True)], [(None, False), (None, True), (7, True)])
+)
+def test_steps_are_those_of_torch_and_end_a_block(window, gates, monkeypatch):
     """From two tokens before a block's end to one behind; a padded row, and a slot that nobody owns."""
-    x = sample(1, BLOCK + 2, Hq=2)
+    x = sample(1, BLOCK + 2, Hq=2, gates=gates)
     full = whole(chunk_path, window=window)(x)
     start = whole(chunk_path, window=window)({n: y[:, : BLOCK - 2] for n, y in x.items()}).state
     rows, slots = window or BLOCK + 10, torch.tensor([2, -1])
     state = PathState(*(torch.full((3, *y.shape[1:]), torch.nan, dtype=y.dtype) for y in start[:4]), torch.zeros(3).long())
     room = lambda y: torch.cat([y, y.new_zeros(3, rows - y.shape[1], *y.shape[2:])], 1)
-    for table, y in zip(state, start, strict=True):
+    if gates:
+        state = state._replace(decay=torch.full((3, *start.decay.shape[1:]), torch.nan, dtype=torch.float64))
+    for (_, table), (_, y) in zip(leaves(state), leaves(start), strict=True):
         table[2] = y[0]
-    state = PathState(room(state.k), room(state.v), *state[2:])
+    state = state._replace(k=room(state.k), v=room(state.v), decay=room(state.decay) if gates else None)
     monkeypatch.setenv("NEEDLEWORK_IMPL", "triton")
     for t in range(BLOCK - 2, BLOCK + 2):
         o = step_path(**{n: y[[0, 0], t] for n, y in x.items()}, state=state, slots=slots, window=window)
@@ -126,15 +155,17 @@ def test_steps_are_those_of_torch_and_end_a_block(window, monkeypatch):
     assert relative(state.k[2:, :kept], full.state.k) <= 1e-12 and torch.equal(state.v[2:, :kept], full.state.v)
     assert torch.equal(state.w[2:, :2], full.state.w[:, :2]) and state.length.tolist() == [0, 0, BLOCK + 2]
     assert state.w[:2].isnan().all()
+    assert not gates or torch.equal(state.decay[2:, :kept], full.state.decay)
 
 
 def test_decoding_reads_and_writes_through_a_block_table(monkeypatch):
     """Two sequences of unlike lengths on pages in a mixed order, one in a shared step with a padded row; shares of the keys."""
-    x, PG = sample(1, 60, Hq=2), 16
+    x, PG = sample(1, 60, Hq=2, gates=True), 16
     pages = {"k_pages": torch.full((9, PG, 1, 8), torch.nan).double(), "v_pages": torch.full((9, PG, 1, 6), torch.nan).double()}
     pages |= {
         "w_slots": torch.full((3, BLOCK, 1, 8), torch.nan).double(),
         "beta_slots": torch.full((3, BLOCK, 1), torch.nan).double(),
+        "decay_pages": torch.full((9, PG, 2), torch.nan).double(),
     }
     table = torch.tensor([[7, 2, 0, 5], [1, -1, -1, -1], [3, 8, -1, -1]], dtype=torch.int32)
     at = lambda n, t: int(table[n, t // PG]) * PG + t % PG
@@ -171,11 +202,22 @@ def held(memory, ends, n, window):
     return t, {name: x.flatten(0, 1)[rows] for name, x in memory.pages.items()}
 
 
-@pytest.mark.parametrize("window", [None, 20, 90])
-def test_a_prompt_on_pages_is_the_sequence(window):
+@pytest.mark.parametrize(
+    "window, gates, impl",
+    [
+        (None, False, "triton"),
+        (20, True, "triton"),
+        (90, True, "triton"),
+        (1, True, "triton"),
+        (None, True, "triton"),
+        (90, True, "torch"),
+        (1, True, "torch"),
+    ],
+)
+def test_a_prompt_on_pages_is_the_sequence(window, gates, impl):
     """What it returns, and what pages and slots then hold, some of it decoded."""
-    x = {name: y[0] for name, y in sample(1, 300, Hq=2).items()}
-    o, memory = in_calls(x, ENDS, window=window, impl="triton")
+    x = {name: y[0] for name, y in sample(1, 300, Hq=2, gates=gates).items()}
+    o, memory = in_calls(x, ENDS, window=window, impl=impl)
     exact = chunk_path(**{name: y[None] for name, y in x.items()}, cu_seqlens=ENDS, window=window)
     assert relative(o, exact.o[0]) <= 1e-12
     for n in (0, 2, 3):
@@ -186,6 +228,7 @@ def test_a_prompt_on_pages_is_the_sequence(window):
             memory.slots[n],
         )
         assert relative(rows["k_pages"], state.k[0, t]) <= 1e-12 and torch.equal(rows["y_pages"], own["v"][0, t])
+        assert not gates or window == 1 or relative(rows["decay_pages"], state.decay[0, t]) <= 1e-12
         opened = slice(int(state.length) % BLOCK)
         assert torch.equal(memory.open_block["w_slots"][slot, opened], state.w[0, opened])
         assert torch.equal(memory.open_block["beta_slots"][slot, opened], state.beta[0, opened])
@@ -202,4 +245,20 @@ def test_half_prompts_on_pages_are_within_the_budget(name):
         form(spec.recurrent, single, operand=operand(torch.float16)),
         form(spec.literal, single, operand=operand(torch.float16), chunk_size=16),
     ]
+    assert_within_budget(over_budget(*ways))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["path/pages", "path/fox-pages", "path/lucid-read-pages"])
+def test_half_tokens_that_decode_are_within_the_budget(name):
+    """By themselves: two of each sequence, behind a closed block and in the open one."""
+    spec = next(spec for spec in PATH_PAGES if spec.name == name)
+    N, T = 24, BLOCK + 9
+    given = spec.inputs(torch.Generator().manual_seed(0), 1, N * T, "random", Hq=4)
+    kept, wide, single = stored(given, torch.float16, spec.half)
+    ends = torch.arange(N + 1) * T
+    decoded = lambda call, x, **settings: {"o": call(**x, cu_seqlens=ends, **settings)[0][0].unflatten(0, (N, T))[:, -2:]}
+    rounded = {"operand": operand(torch.float16)}
+    ways = decoded(spec.chunk, kept, impl="triton"), decoded(spec.chunk, wide)
+    ways += decoded(spec.recurrent, single, **rounded), decoded(spec.literal, single, **rounded, chunk_size=16)
     assert_within_budget(over_budget(*ways))

@@ -1,10 +1,14 @@
 """Sums of log decays inside a chunk, each accurate to its own size, whatever gates are beside it: −10²⁰ or −∞ empties the state and costs no digit.
+And sums from a sequence's start, of which attention takes differences.
 
 Knows no op. `kernels/tile.py: capped` has the kernels' way.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from needlework.ops.common.packing import document_positions
 
 # below it e^g is 0 of whatever it decays: e^-1500 times the largest float64 is less than the least
 NOTHING = -1500.0
@@ -18,6 +22,21 @@ def sums_between(g: Tensor) -> Tensor:
     C = g.shape[-1]
     before = torch.ones(C, C, dtype=torch.bool, device=g.device).tril(-1)
     return torch.where(before, g.double()[..., :, None], 0).cumsum(-2).masked_fill_(before.mT, -torch.inf)
+
+
+def summed(g: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """G [B T Hq] of log gates g, from `before` [N Hq] on, and what it is after each sequence's last token; float64.
+
+    cu_seqlens may reach past T, where only an operator sees it and raises.
+    """
+    sums = g.double().cumsum(1)
+    if cu_seqlens is None:
+        decay = before[:, None] + sums
+        return decay, torch.cat([before[:, None], decay], 1)[:, -1]
+    ends = F.pad(sums[0], (0, 0, 1, 0))[cu_seqlens.clamp(0, g.shape[1])]  # [N+1 Hq] before each sequence's first token
+    start = before - ends[:-1]
+    document, _ = document_positions(cu_seqlens, g.shape[1])
+    return sums + start[document.clamp(max=len(start) - 1)], start + ends[1:]
 
 
 def retention(heads: int, like: Tensor) -> Tensor:

@@ -54,11 +54,12 @@ def check_count(name: str, x: int, what: str = "") -> None:
 
 
 def check_state(name: str, state: object, kind: type) -> None:
-    """Raise ValueError unless the state is the op's NamedTuple of tensors."""
+    """Raise ValueError unless the state is the op's NamedTuple of tensors, of which those that are None by default may be None."""
     if not isinstance(state, kind):
         raise ValueError(f"{name}: expected a {kind.__name__}, got {given(state)}")
     for field, x in zip(kind._fields, state, strict=True):
-        check_tensor(f"{name}.{field}", x, "N …")
+        if x is not None or field not in kind._field_defaults:
+            check_tensor(f"{name}.{field}", x, "N …")
 
 
 def check_slots(slots: Tensor | None, size: int, axis: str = "B") -> None:

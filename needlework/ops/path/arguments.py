@@ -19,6 +19,7 @@ class PathInputs(NamedTuple):
     v: Tensor  # [B T Hkv V]
     beta: Tensor  # [B T Hkv]
     w: Tensor  # [B T Hkv K]
+    decay: Tensor | None = None  # [B T Hq] G, the sums of log gates, float64; None: without a forget gate
 
 
 class PathKeys(NamedTuple):
@@ -51,6 +52,13 @@ def check_queries(q: Tensor, k: Tensor, axes: str) -> None:
     check_dtypes(q=q, k=k)
 
 
+def check_gates(g: Tensor | None, q: Tensor, axes: str) -> None:
+    """Raise ValueError unless log gates, where there are any, are one a query head; axes as in `check_queries`."""
+    if g is not None:
+        check("g", g, axes, **dict(zip(axes.split(), q.shape[:-1], strict=True)))
+        check_dtypes(g=g)
+
+
 def check_read(window: int | None, scale: float | None) -> None:
     """Raise ValueError unless the window is a count and the scale a number above 0."""
     if window is not None:
@@ -59,8 +67,8 @@ def check_read(window: int | None, scale: float | None) -> None:
         raise ValueError(f"scale: expected a number above 0, got {given(scale)}")
 
 
-def check_state(name: str, state: PathState, k: Tensor, v: Tensor, **sizes: int) -> None:
-    """Raise ValueError unless the state has the heads and widths of k, v [... Hkv ·]."""
+def check_state(name: str, state: PathState, k: Tensor, v: Tensor, g: Tensor | None = None, **sizes: int) -> None:
+    """Raise ValueError unless the state has the heads and widths of k, v [... Hkv ·], and sums of gates where g [... Hq] has gates."""
     shapes.check_state(name, state, PathState)
     Hkv, K = k.shape[-2:]
     check(f"{name}.k", state.k, "N P Hkv K", Hkv=Hkv, K=K, **sizes)
@@ -69,15 +77,29 @@ def check_state(name: str, state: PathState, k: Tensor, v: Tensor, **sizes: int)
     check(f"{name}.w", state.w, "N C Hkv K", N=N, C=BLOCK, Hkv=Hkv, K=K)
     check(f"{name}.beta", state.beta, "N C Hkv", N=N, C=BLOCK, Hkv=Hkv)
     check(f"{name}.length", state.length, "N", N=N)
+    check_decay(f"{name}.decay", state.decay, g, "N P Hq", N=N, P=P)
+
+
+def check_decay(name: str, decay: Tensor | None, g: Tensor | None, axes: str, **sizes: int) -> None:
+    """Raise ValueError unless sums of gates that are held beside keys, float64, are there exactly where new tokens have gates g."""
+    if decay is None or g is None:
+        if decay is not g:
+            raise ValueError(
+                f"{name}: expected {'None without g' if g is None else f'a tensor [{axes}] beside g'}, got {given(decay)}"
+            )
+        return
+    check(name, decay, axes, Hq=g.shape[-1], **sizes)
+    if decay.dtype != torch.float64:
+        raise ValueError(f"{name}: expected torch.float64, got {decay.dtype}")
 
 
 def check_call(
-    k: Tensor, v: Tensor, window: int | None, initial_state: PathState | None, cu_seqlens: Tensor | None
+    k: Tensor, v: Tensor, window: int | None, initial_state: PathState | None, cu_seqlens: Tensor | None, g: Tensor | None = None
 ) -> int:  # fmt: skip
     """How many sequences a call has; ValueError for a state or cu_seqlens that do not fit."""
     N = sequences(cu_seqlens, len(k))
     if initial_state is not None:
-        check_state("initial_state", initial_state, k, v, N=N)
+        check_state("initial_state", initial_state, k, v, g, N=N)
         check_pages(initial_state.k, window)
     return N
 
@@ -96,9 +118,10 @@ def check_data(length: Tensor, P: int, window: int | None, cu_seqlens: Tensor | 
         raise ValueError(f"initial_state.length: a sequence holds {int(length.max())} tokens, but the pages hold {P} rows")
 
 
-def no_tokens_yet(N: int, k: Tensor, v: Tensor, beta: Tensor, w: Tensor) -> PathState:
+def no_tokens_yet(N: int, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, g: Tensor | None = None) -> PathState:
     """Pages without rows, and an open block without tokens."""
     wide = torch.promote_types(k.dtype, torch.float32)
     pages = k.new_zeros(N, 0, *k.shape[2:], dtype=wide), v.new_zeros(N, 0, *v.shape[2:])
     opened = w.new_zeros(N, BLOCK, *w.shape[2:]), beta.new_zeros(N, BLOCK, *beta.shape[2:], dtype=wide)
-    return PathState(*pages, *opened, torch.zeros(N, dtype=torch.int64, device=k.device))
+    decay = None if g is None else g.new_zeros(N, 0, g.shape[-1], dtype=torch.float64)
+    return PathState(*pages, *opened, torch.zeros(N, dtype=torch.int64, device=k.device), decay)

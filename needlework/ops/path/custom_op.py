@@ -24,6 +24,7 @@ class StateGradients(NamedTuple):
     v: Tensor
     w: Tensor
     beta: Tensor
+    decay: Tensor | None
 
 
 @operator
@@ -32,7 +33,7 @@ def path_fwd(
 ) -> tuple[Tensor, Tensor]:
     """o, and lse [B T Hq] for the backward."""
     check_data(state.length, state.k.shape[1], window, cu_seqlens, *inputs.q.shape[:2])
-    o, lse = chunk.forward(_batch(inputs, cu_seqlens, scale), chunk.History(*state, window), chunk_size=chunk_size)
+    o, lse = chunk.forward(_batch(inputs, cu_seqlens, scale), _history(state, window), chunk_size=chunk_size)
     return packed(cu_seqlens, o, lse)
 
 
@@ -49,15 +50,16 @@ def path_bwd(
 ) -> tuple[PathInputs, StateGradients]:  # fmt: skip
     """Gradients of `inputs` and `state`."""
     do, o, lse = batch(cu_seqlens, do, o, lse)
-    past = chunk.History(*state, window)
+    past = _history(state, window)
     found = backward.backward(do, o, lse, _batch(inputs, cu_seqlens, scale), past, chunk_size=chunk_size)
-    own = packed(cu_seqlens, found.q * scale, found.k, found.v, found.beta, found.w)
-    return PathInputs(*copies(*own)), StateGradients(*copies(found.page_k, found.page_v, found.open_w, found.open_beta))
+    own = packed(cu_seqlens, found.q * scale, found.k, found.v, found.beta, found.w, found.decay)
+    before = found.page_k, found.page_v, found.open_w, found.open_beta, found.page_decay
+    return PathInputs(*copies(*own)), StateGradients(*copies(*before))
 
 
 @fake(path_bwd)
 def _(do: Tensor, o: Tensor, lse: Tensor, inputs: PathInputs, state: PathState, *_):
-    return PathInputs(*like(*inputs)), StateGradients(*like(*state[:4]))
+    return PathInputs(*like(*inputs)), StateGradients(*like(*state[:4], state.decay))
 
 
 def _save(ctx, inputs, output) -> None:
@@ -66,67 +68,80 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, do, dlse):
-    return *path_bwd(do, *ctx.saved_tensors, ctx.window, ctx.scale, ctx.chunk_size), None, None, None, None, None
+    found = path_bwd(do, *ctx.saved_tensors, ctx.window, ctx.scale, ctx.chunk_size)
+    return *_in_place(ctx, *found), None, None, None, None
+
+
+def _in_place(ctx, *found: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of an operator's tensors where these are: the state's length has none, nor have gates that are not there."""
+    *others, dpage_decay = found
+    return tuple(dx if needed else None for dx, needed in zip((*others, None, dpage_decay), ctx.needs_input_grad, strict=False))
 
 
 differentiable(path_fwd, _backward, _save)
 
 
 @operator
-def path_grow(keys: PathKeys, state: PathState, cu_seqlens: Tensor | None, window: int | None, chunk_size: int) -> PathState:
+def path_grow(
+    keys: PathKeys, decay: Tensor | None, state: PathState, cu_seqlens: Tensor | None, window: int | None, chunk_size: int
+) -> PathState:
     """The state after a call."""
     length = state.length
     check_data(length, state.k.shape[1], window, cu_seqlens, *keys.k.shape[:2])
     new = _new(length, keys.k, cu_seqlens)
-    k, v, beta, w = batch(cu_seqlens, *keys)
-    kept = after(chunk.History(*state, window), new, k, beta, w, chunk_size=chunk_size)
-    page_k, page_v = grow((kept.page_k, state.v), (kept.k, v), length, cu_seqlens, window)
-    return PathState(page_k, page_v, kept.w, kept.beta, length + new)
+    k, v, beta, w, decay = batch(cu_seqlens, *keys, decay)
+    kept = after(chunk.History(*state[:5], window), new, k, beta, w, chunk_size=chunk_size)
+    more = () if decay is None or state.decay is None else ((state.decay, decay),)
+    pages, rows = zip((kept.page_k, kept.k), (state.v, v), *more, strict=True)
+    page_k, page_v, *sums = grow(pages, rows, length, cu_seqlens, window)
+    return PathState(page_k, page_v, kept.w, kept.beta, length + new, sums[0] if sums else None)
 
 
 @fake(path_grow)
-def _(keys: PathKeys, state: PathState, cu_seqlens: Tensor | None, window: int | None, chunk_size: int):
+def _(keys: PathKeys, decay: Tensor | None, state: PathState, cu_seqlens: Tensor | None, window: int | None, chunk_size: int):
     if cu_seqlens is None:
         P = final_rows(state.k.shape[1], keys.k.shape[1], window)
     else:
         P = torch.library.get_ctx().new_dynamic_size()
     opened = like(state.w, state.beta)
-    page_k, page_v = (x.new_empty(len(x), P, *x.shape[2:]) for x in (state.k, state.v))
-    return PathState(page_k, page_v, *opened, torch.empty_like(state.length))
+    page_k, page_v, sums = each(lambda x: x.new_empty(len(x), P, *x.shape[2:]), state.k, state.v, state.decay)
+    return PathState(page_k, page_v, *opened, torch.empty_like(state.length), sums)
 
 
 @backward_operator
 def path_grow_bwd(
-    grown: StateGradients, keys: PathKeys, state: PathState, cu_seqlens: Tensor | None, window: int | None, chunk_size: int
-) -> tuple[PathKeys, StateGradients]:
-    """Gradients of `keys` and `state` from those of the state after the call."""
+    grown: StateGradients, keys: PathKeys, decay: Tensor | None, state: PathState, cu_seqlens: Tensor | None,
+    window: int | None, chunk_size: int,
+) -> tuple[PathKeys, Tensor | None, StateGradients]:  # fmt: skip
+    """Gradients of `keys`, `decay` and `state` from those of the state after the call."""
     length, new = state.length, _new(state.length, keys.k, cu_seqlens)
     k, beta, w = batch(cu_seqlens, keys.k, keys.beta, keys.w)
     P, T = state.k.shape[1], k.shape[1]
     source = came_from(P, T, length, cu_seqlens, window)
-    through_k, through_v = (give_back(x, source, P + T) for x in (grown.k, grown.v))
-    past, end = chunk.History(*state, window), closing(length, new)
+    through_k, through_v, through = each(lambda x: give_back(x, source, P + T), grown.k, grown.v, grown.decay)
+    past, end = chunk.History(*state[:5], window), closing(length, new)
     found = gradients_of_kept(past, through_k[:, :P], through_k[:, P:], k, beta, w, end, chunk_size=chunk_size)
     moved = Moved.of(length, new)
     (old_w, new_w), (old_beta, new_beta) = moved.back(grown.w, T), moved.back(grown.beta, T)
     own = packed(cu_seqlens, found.k, through_v[:, P:], found.beta + new_beta, found.w + new_w)
-    before = found.page_k, through_v[:, :P], found.open_w + old_w, found.open_beta + old_beta
-    return PathKeys(*copies(*own)), StateGradients(*copies(*before))
+    ddecay, dpage_decay = (None, None) if through is None else (*packed(cu_seqlens, through[:, P:]), through[:, :P])
+    before = found.page_k, through_v[:, :P], found.open_w + old_w, found.open_beta + old_beta, dpage_decay
+    return PathKeys(*copies(*own)), *copies(ddecay), StateGradients(*copies(*before))
 
 
 @fake(path_grow_bwd)
-def _(grown: StateGradients, keys: PathKeys, state: PathState, *_):
-    return PathKeys(*like(*keys)), StateGradients(*like(*state[:4]))
+def _(grown: StateGradients, keys: PathKeys, decay: Tensor | None, state: PathState, *_):
+    return PathKeys(*like(*keys)), *like(decay), StateGradients(*like(*state[:4], state.decay))
 
 
 def _grow_save(ctx, inputs, output) -> None:
-    keys, state, cu_seqlens, ctx.window, ctx.chunk_size = inputs
-    ctx.save_for_backward(*keys, *state, cu_seqlens)
+    keys, decay, state, cu_seqlens, ctx.window, ctx.chunk_size = inputs
+    ctx.save_for_backward(*keys, decay, *state, cu_seqlens)
 
 
-def _grow_backward(ctx, *gradients):
-    found = path_grow_bwd(*gradients[:4], *ctx.saved_tensors, ctx.window, ctx.chunk_size)
-    return *found, None, None, None, None
+def _grow_backward(ctx, dk, dv, dw, dbeta, dlength, ddecay):
+    found = path_grow_bwd(dk, dv, dw, dbeta, ddecay, *ctx.saved_tensors, ctx.window, ctx.chunk_size)
+    return *_in_place(ctx, *found), None, None, None
 
 
 differentiable(path_grow, _grow_backward, _grow_save)
@@ -135,6 +150,10 @@ differentiable(path_grow, _grow_backward, _grow_save)
 def _batch(inputs: PathInputs, cu_seqlens: Tensor | None, scale: float) -> PathInputs:
     """Of an operator's inputs; q times the scores' scale."""
     return PathInputs(*batch(cu_seqlens, inputs.q * scale, *inputs[1:]))
+
+
+def _history(state: PathState, window: int | None) -> chunk.History:
+    return chunk.History(*state[:5], window, state.decay)
 
 
 def batch(cu_seqlens: Tensor | None, *tensors: *Ts) -> tuple[*Ts]:

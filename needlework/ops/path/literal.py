@@ -11,18 +11,27 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.operands import Operand
-from needlework.ops.path.arguments import check_call, check_data, check_keys, check_queries, check_read, no_tokens_yet
+from needlework.ops.path.arguments import (
+    check_call,
+    check_data,
+    check_gates,
+    check_keys,
+    check_queries,
+    check_read,
+    no_tokens_yet,
+)
 from needlework.ops.path.state import BLOCK, PathOutput, PathState
 from needlework.ops.unit.reference import unit_rows
 
 
 class Tokens(NamedTuple):
-    """What a key-value head has of some tokens of a sequence, [B T Hkv ·]."""
+    """What a key-value head has of some tokens of a sequence, [B T Hkv ·], and the sums G of the query heads' log gates."""
 
     k: Tensor
     v: Tensor
     beta: Tensor
     w: Tensor
+    decay: Tensor | None = None  # [B T Hq]
 
 
 class Past(NamedTuple):
@@ -32,7 +41,8 @@ class Past(NamedTuple):
     v: Tensor
     beta: Tensor
     w: Tensor
-    length: int  # k and v may have fewer tokens, the newest
+    length: int  # k, v and decay may have fewer tokens, the newest
+    decay: Tensor | None = None
 
     @property
     def open(self) -> int:
@@ -41,6 +51,15 @@ class Past(NamedTuple):
 
 # of one sequence, or of several with as many tokens before: o, the keys that the state keeps, and its new values
 Attend = Callable[[Tensor, Tokens, Past], tuple[Tensor, Tensor, Tensor]]
+
+
+def forgotten(a: Tensor, own: Tokens, past: Past, queries: slice, keys: slice) -> Tensor:
+    """Scores a [B H G C columns] of some of a call's queries with some of all keys so far, and what a forget gate adds: G_i − G_j."""
+    if own.decay is None or past.decay is None:
+        return a
+    i, j = own.decay[:, queries], torch.cat([past.decay, own.decay], 1)[:, keys]
+    lost = (i[:, :, None] - j[:, None]).permute(0, 3, 1, 2).to(a.dtype)  # [B Hq C columns]
+    return a + lost.unflatten(1, a.shape[1:3])
 
 
 class Passing:
@@ -150,15 +169,16 @@ class Block(NamedTuple):
 
 def each_sequence(
     attend: Attend, q: Tensor, tokens: Tokens, initial_state: PathState | None, output_final_state: bool, *,
-    window: int | None, scale: float | None, l2norm: bool, cu_seqlens: Tensor | None,
+    window: int | None, scale: float | None, l2norm: bool, cu_seqlens: Tensor | None, g: Tensor | None = None,
 ) -> PathOutput:  # fmt: skip
     """attend(q, tokens, past) of each sequence, or of the whole batch where all have the same past."""
-    check_keys(*tokens, "B T Hkv")
+    check_keys(*tokens[:4], "B T Hkv")
     check_queries(q, tokens.k, "B T Hq")
+    check_gates(g, q, "B T Hq")
     check_read(window, scale)
-    N = check_call(tokens.k, tokens.v, window, initial_state, cu_seqlens)
+    N = check_call(tokens.k, tokens.v, window, initial_state, cu_seqlens, g)
     P = 0 if initial_state is None else initial_state.k.shape[1]
-    state = no_tokens_yet(N, *tokens) if initial_state is None else initial_state
+    state = no_tokens_yet(N, *tokens[:4], g) if initial_state is None else initial_state
     check_data(state.length, P, window, cu_seqlens, *q.shape[:2])
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     tokens = tokens._replace(w=unit_rows(tokens.w)) if l2norm else tokens
@@ -172,25 +192,38 @@ def each_sequence(
         pieces = [(slice(n, n + 1), slice(None), slice(n, n + 1)) for n in range(N)]
     outputs, grown = [], []
     for row, which, sequence in pieces:
-        length, own = pasts[sequence.start], Tokens(*(x[row, which] for x in tokens))
+        length, own = pasts[sequence.start], Tokens(*(x[row, which] for x in tokens[:4]))
         page = [t % (window or length) for t in range(max(0, length - (window or length)), length)]
-        k, v = (x[sequence][:, page] for x in (state.k, state.v))
+        k, v, *decay = (x[sequence][:, page] for x in (state.k, state.v, state.decay) if x is not None)
         beta, w = (x[sequence, : length % BLOCK] for x in (state.beta, state.w))
-        past = Past(k.to(own.k.dtype), v.to(own.v.dtype), beta.to(own.beta.dtype), w.to(own.w.dtype), length)
+        past = Past(k.to(own.k.dtype), v.to(own.v.dtype), beta.to(own.beta.dtype), w.to(own.w.dtype), length, *decay)
+        own = own if g is None else own._replace(decay=_sums(past, g[row, which]))
         o, kept, values = attend(q[row, which], own, past)
         outputs.append(o)
-        grown.append((kept, torch.cat([past.v, values], 1), *_open(past, own)))
+        rows = kept, torch.cat([past.v, values], 1), *(() if own.decay is None else (torch.cat([*decay, own.decay], 1),))
+        grown.append((rows, _open(past, own)))
     o = torch.cat(outputs, 0 if cu_seqlens is None else 1)
     if not output_final_state:
         return PathOutput(o, None)
     totals = [length + x.shape[1] for length, x in zip([pasts[s.start] for *_, s in pieces], outputs, strict=True)]
-    rows = P + q.shape[1] if cu_seqlens is None else max(totals)
-    pages = [[_page(x, total, rows, window) for x in held[:2]] for held, total in zip(grown, totals, strict=True)]
-    k, v, beta, w = (
-        torch.cat(column) for column in zip(*((*a, *b[2:]) for a, b in zip(pages, grown, strict=True)), strict=True)
+    most = P + q.shape[1] if cu_seqlens is None else max(totals)
+    pages = [[_page(x, total, most, window) for x in rows] for (rows, _), total in zip(grown, totals, strict=True)]
+    beta, w, k, v, *decay = (
+        torch.cat(column) for column in zip(*((*opened, *a) for a, (_, opened) in zip(pages, grown, strict=True)), strict=True)
     )
     length = torch.tensor([total for o, total in zip(outputs, totals, strict=True) for _ in range(len(o))], device=q.device)
-    return PathOutput(o, PathState(k, v, w, beta, length.to(torch.int64)))
+    return PathOutput(o, PathState(k, v, w, beta, length.to(torch.int64), *decay))
+
+
+def _sums(past: Past, g: Tensor) -> Tensor:
+    """G of a call's tokens from their log gates g [B T Hq], one after the other."""
+    held = past.decay
+    total = g.new_zeros(len(g), g.shape[2], dtype=torch.float64) if held is None or not held.shape[1] else held[:, -1]
+    sums = []
+    for t in range(g.shape[1]):
+        total = total + g[:, t].double()
+        sums.append(total)
+    return torch.stack(sums, 1) if sums else g.double()
 
 
 def _open(past: Past, own: Tokens) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,9 @@ from needlework.ops.attention.pages import positions
 from needlework.ops.common.packing import lengths, pad, unpad
 from needlework.ops.common.shapes import check, check_dtypes, check_slots, check_tensor, width
 from needlework.ops.paged.placement import Placement, check_placement, check_placement_data
-from needlework.ops.path.arguments import PathInputs, check_keys, check_queries, check_read
+from needlework.ops.path.arguments import PathInputs, check_decay, check_gates, check_keys, check_queries, check_read
 from needlework.ops.path.chunk import History
+from needlework.ops.path.gates import sums
 from needlework.ops.path.kept import After
 from needlework.ops.path.state import BLOCK
 from needlework.ops.path.step import advance
@@ -29,6 +30,7 @@ class Tables(NamedTuple):
     v_pages: Tensor  # [n PG Hkv V]
     w_slots: Tensor  # [slots BLOCK Hkv K]
     beta_slots: Tensor  # [slots BLOCK Hkv] float32, or float64
+    decay_pages: Tensor | None = None  # [n PG Hq] float64
 
 
 @torch.no_grad()
@@ -47,6 +49,8 @@ def paged_path(
     block_table: Tensor,
     length: Tensor,
     rows: Tensor,
+    g: Tensor | None = None,
+    decay_pages: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
@@ -63,6 +67,7 @@ def paged_path(
     block_table: [N NB] int32. Entries past a sequence's length, and those wholly before the window of its first new token, are not read.
     length: [N] int32 or int64: tokens of each sequence, the new ones included, at most NB · PG; −1: a padded row.
     rows: [T] int64: the row that takes each new token's k and v, page · PG + row in the page; −1: none does.
+    g: [T Hq] log forget gates, and decay_pages: [n PG Hq] float64, the sums of the gates up to each row's token: both or none.
     cu_seqlens: [N+1]: sequence n's new tokens are cu_seqlens[n] … cu_seqlens[n + 1); those from cu_seqlens[N] on are nobody's, and
         zeros. None: decoding, one new token a sequence, T = N.
     window, scale: as in `chunk_path`.
@@ -91,17 +96,19 @@ def paged_path(
     check_tensor("q", q, "T Hq K")
     check_keys(k, v, beta, w, "T Hkv")
     check_queries(q, k, "T Hq")
+    check_gates(g, q, "T Hq")
     check_read(window, scale)
-    tables, where = Tables(k_pages, v_pages, w_slots, beta_slots), Placement(block_table, length, rows, cu_seqlens)
-    check_tables(k, v, tables, slots, where)
+    tables = Tables(k_pages, v_pages, w_slots, beta_slots, decay_pages)
+    where = Placement(block_table, length, rows, cu_seqlens)
+    check_tables(k, v, tables, slots, where, g)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if resolve("path", impl, q.device, lambda: _unsupported(q, v, cu_seqlens)) == "triton":
-        tokens = each(Tensor.contiguous, q, k, v, beta.to(width(q)), w)
+        tokens = each(Tensor.contiguous, q, k, v, beta.to(width(q)), w, None if g is None else g.to(width(q)))
         placed = slots.contiguous(), block_table.contiguous(), length.to(torch.int32).contiguous(), rows.contiguous()
         if cu_seqlens is None:
-            from needlework.ops.path.engine.step import path_decode
+            from needlework.ops.path.engine.decode import path_decode
 
-            return path_decode(*tokens, *tables, *placed, block_table.shape[1] * k_pages.shape[1], window, scale)
+            return path_decode(*tokens, *tables, None, *placed, block_table.shape[1] * k_pages.shape[1], window, scale)
         from needlework.ops.path.engine.pages import path_prefill
 
         return path_prefill(*tokens, *tables, *placed, cu_seqlens.to(torch.int64).contiguous(), window, scale)
@@ -109,19 +116,25 @@ def paged_path(
     found = Gathered.of(k, tables, slots, where, window)
     o = q.new_zeros(len(q), q.shape[1], v.shape[2])
     if found.some:
-        inputs = PathInputs(*found.tokens(q, k, v, beta, w))
-        read, kept = advance(inputs, found.history, found.new, scale, chunk_size=64)
+        inputs, past = PathInputs(*found.tokens(q, k, v, beta, w)), found.history
+        if g is not None and decay_pages is not None:
+            past = past._replace(decay=found.rows(decay_pages))
+            decay = sums(*found.tokens(g), past, window, None)
+            found.write(decay, decay_pages)
+            inputs = inputs._replace(decay=decay)
+        read, kept = advance(inputs, past, found.new, scale, chunk_size=64)
         found.put(o, read)
         found.keep(kept, inputs.v)
     return o
 
 
 def check_tables(
-    k: Tensor, v: Tensor, tables: Tables, slots: Tensor, where: Placement, values: str = "v_pages"
-) -> None:  # fmt: skip
+    k: Tensor, v: Tensor, tables: Tables, slots: Tensor, where: Placement, g: Tensor | None = None, values: str = "v_pages"
+) -> None:
     """Raise ValueError unless pages, slots and tables fit the tokens; values: the name of their pages."""
     T, Hkv, K = k.shape
-    k_pages, v_pages, w_slots, beta_slots = tables
+    k_pages, v_pages, w_slots, beta_slots, decay_pages = tables
+    check_decay("decay_pages", decay_pages, g, "n PG Hq", n=len(k_pages), PG=k_pages.shape[1])
     check("k_pages", k_pages, "n PG Hkv K", Hkv=Hkv, K=K)
     check(values, v_pages, "n PG Hkv V", n=len(k_pages), PG=k_pages.shape[1], Hkv=Hkv, V=v.shape[2])
     check("w_slots", w_slots, "slots C Hkv K", C=BLOCK, Hkv=Hkv, K=K)
@@ -130,7 +143,9 @@ def check_tables(
     for name, x in {"k_pages": k_pages, "beta_slots": beta_slots}.items():
         if x.dtype != width(k):
             raise ValueError(f"{name}: expected {width(k)} beside tokens of {k.dtype}, got {x.dtype}")
-    check_placement(where, T, {"k_pages": k_pages, values: v_pages})
+    check_placement(
+        where, T, {"k_pages": k_pages, values: v_pages} | ({} if decay_pages is None else {"decay_pages": decay_pages})
+    )
     check_tensor("slots", slots, "N")
     check_slots(slots, len(where.block_table), "N")
     for name, x in {"w_slots": w_slots, "beta_slots": beta_slots}.items():
@@ -201,7 +216,7 @@ class Gathered(NamedTuple):
 
     def keep(self, kept: After, v: Tensor) -> None:
         """The state after the call: new rows, those of the history where a block has ended, and the open blocks."""
-        k_pages, v_pages, *opened = self.tables
+        k_pages, v_pages, *opened = self.tables[:4]
         past = self.history.length
         again = self.seen & ((past + self.new) // BLOCK > past // BLOCK)[:, None]
         k_pages[self.page[again], self.row[again]] = kept.page_k[again].to(k_pages.dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.operands import Operand, identity
-from needlework.ops.path.literal import Block, InBlocks, Passing, Past, Tokens, each_sequence
+from needlework.ops.path.literal import Block, InBlocks, Passing, Past, Tokens, each_sequence, forgotten
 from needlework.ops.path.state import PathOutput, PathState
 
 
@@ -18,6 +18,7 @@ def recurrent_path(
     beta: Tensor,
     w: Tensor,
     *,
+    g: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
     l2norm: bool = False,
@@ -28,7 +29,7 @@ def recurrent_path(
 ) -> PathOutput:
     """PaTH attention in token order: every key is carried through every later token's factor, one after the other.
 
-        H_t = I − β_t w_t w_tᵀ,    A_ij = scale · q_iᵀ H_i H_{i−1} … H_{j+1} k_j,    o_i = Σ_j softmax_j(A_i·) v_j
+        H_t = I − β_t w_t w_tᵀ,    A_ij = scale · q_iᵀ H_i H_{i−1} … H_{j+1} k_j + g_{j+1} + … + g_i,    o_i = Σ_j softmax_j(A_i·) v_j
 
     Arguments and errors as in `chunk_path`; `operand` is applied to every operand of a matrix product.
 
@@ -47,11 +48,12 @@ def recurrent_path(
         for i, now in enumerate(keys):
             seen = slice(max(0, held + i + 1 - (window or held + i + 1)), held + i + 1)
             heads = operand(q[:, i]).unflatten(1, (-1, G))
-            a = torch.einsum("bhgk,bjhk->bhgj", heads, operand(now[:, seen]))
+            a = torch.einsum("bhgk,bjhk->bhgj", heads, operand(now[:, seen]))[:, :, :, None]
+            a = forgotten(a, own, past, slice(i, i + 1), seen)[:, :, :, 0]
             o.append(torch.einsum("bhgj,bjhv->bhgv", operand(torch.softmax(a, -1)), values[:, seen]).flatten(1, 2))
         return torch.stack(o, 1) if o else q.new_zeros(*q.shape[:3], own.v.shape[3]), keys.kept, own.v
 
-    settings = {"window": window, "scale": scale, "l2norm": l2norm, "cu_seqlens": cu_seqlens}
+    settings = {"g": g, "window": window, "scale": scale, "l2norm": l2norm, "cu_seqlens": cu_seqlens}
     return each_sequence(attend, q, Tokens(k, v, beta, w), initial_state, output_final_state, **settings)
 
 
@@ -62,6 +64,7 @@ def literal_path(
     beta: Tensor,
     w: Tensor,
     *,
+    g: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
     l2norm: bool = False,
@@ -83,12 +86,13 @@ def literal_path(
     def attend(q: Tensor, own: Tokens, past: Past) -> tuple[Tensor, Tensor, Tensor]:
         blocks, values, o = InBlocks(q, own, past, chunk_size, operand), torch.cat([past.v, own.v], 1).transpose(1, 2), []
         for row in blocks.rows(window):
-            p = torch.softmax(row.scores.masked_fill(row.hidden, float("-inf")), -1)
+            a = forgotten(row.scores, own, past, row.tokens, slice(row.scores.shape[-1]))
+            p = torch.softmax(a.masked_fill(row.hidden, float("-inf")), -1)
             v = values[:, :, None, : p.shape[-1]]
             o.append((operand(p) @ operand(v)).flatten(1, 2).transpose(1, 2))
         return torch.cat(o, 1) if o else q.new_zeros(*q.shape[:3], own.v.shape[3]), blocks.kept(), own.v
 
-    settings = {"window": window, "scale": scale, "l2norm": l2norm, "cu_seqlens": cu_seqlens}
+    settings = {"g": g, "window": window, "scale": scale, "l2norm": l2norm, "cu_seqlens": cu_seqlens}
     return each_sequence(attend, q, Tokens(k, v, beta, w), initial_state, output_final_state, **settings)
 
 

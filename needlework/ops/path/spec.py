@@ -39,15 +39,30 @@ def inputs(
     }
 
 
-def table(B: int, *, Hkv: int = 2, rows: int = CAPACITY) -> PathState:
+def forgetting(generator: torch.Generator, B: int, T: int, style: str, *, Hq: int = 2, **sizes: int) -> dict[str, Tensor]:
+    """The same with gates, most of which forget little and some nearly all."""
+    x = inputs(generator, B, T, style, Hq=Hq, **sizes)
+    return x | {"g": -3 * uniform(generator, 0, 1, B, T, Hq).pow(4)}
+
+
+def table(B: int, *, Hkv: int = 2, rows: int = CAPACITY, gates: int | None = None) -> PathState:
+    """gates: query heads whose gates are summed."""
     zeros = lambda *shape: torch.zeros(B, *shape, dtype=torch.float64)
     pages = zeros(rows, Hkv, K), zeros(rows, Hkv, V)
-    return PathState(*pages, zeros(BLOCK, Hkv, K), zeros(BLOCK, Hkv), torch.zeros(B, dtype=torch.int64))
+    decay = None if gates is None else zeros(rows, gates)
+    return PathState(*pages, zeros(BLOCK, Hkv, K), zeros(BLOCK, Hkv), torch.zeros(B, dtype=torch.int64), decay)
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, **_) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def _forgetting_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **_) -> Tensor:
+    G = q.shape[2] // k.shape[2]
+    q, k, v, sums = (x.transpose(1, 2) for x in (q, k.repeat_interleave(G, 2), v.repeat_interleave(G, 2), g.cumsum(1)))
+    bias = (sums[..., :, None] - sums[..., None, :]).masked_fill(torch.ones(q.shape[2], q.shape[2]).triu(1).bool(), -torch.inf)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
 
 
 def _scores(q: Tensor, k: Tensor, v: Tensor, **rule: Tensor) -> Tensor:
@@ -130,25 +145,39 @@ LIMITS = (
 
 GROUPED = (Limit(name="grouped heads are expanded heads", left=lambda **x: run(**x, window=WINDOW).o, right=_expanded),)
 
+FORGETTING = (
+    Limit(
+        name="with beta = 0 and gates it is forgetting attention",
+        left=lambda beta, **x: run(**x, beta=torch.zeros_like(beta)).o,
+        right=_forgetting_attention,
+    ),
+    Limit(
+        name="gates that forget nothing are none",
+        left=lambda g, **x: run(**x, g=torch.zeros_like(g)).o,
+        right=lambda g, **x: run(**x).o,
+        exact=True,
+    ),
+)
 
-def _spec(name: str, limits: tuple[Limit, ...], *, Hq: int = 2, window: int | None = None) -> OpSpec:
+
+def _spec(name: str, limits: tuple[Limit, ...], *, Hq: int = 2, window: int | None = None, gates: bool = False) -> OpSpec:
     return OpSpec(
         name=name,
         chunk=partial(chunk_path, window=window),
         recurrent=partial(recurrent_path, window=window),
         literal=partial(literal_path, window=window),
         step=partial(step_path, window=window),
-        inputs=partial(inputs, Hq=Hq),
-        tokens=("q", "k", "v", "beta", "w"),
+        inputs=partial(forgetting if gates else inputs, Hq=Hq),
+        tokens=("q", "k", "v", "beta", "w", *(("g",) if gates else ())),
         half=("q", "k", "v", "w"),
-        table=partial(table, rows=window or CAPACITY),
+        table=partial(table, rows=window or CAPACITY, gates=Hq if gates else None),
         styles=("random", "clustered"),
         limits=limits,
     )
 
 
 def solve_table(B: int, *, rows: int = CAPACITY) -> LucidPathState:
-    page_k, page_y, *rest = table(B, rows=rows)
+    page_k, page_y, *rest, _ = table(B, rows=rows)
     return LucidPathState(page_k, page_k[..., 0].clone(), page_y, *rest)
 
 
@@ -200,6 +229,7 @@ def _solve(name: str, limits: tuple[Limit, ...], window: int | None = None) -> O
 SPECS: tuple[OpSpec, ...] = (
     _spec("path", LIMITS),
     _spec("path/window", GROUPED, Hq=4, window=WINDOW),
+    _spec("path/fox", FORGETTING, Hq=4, gates=True),
     _solve("path/lucid", SOLVE_LIMITS),
     _solve("path/lucid-window", (), WINDOW),
 )

@@ -12,7 +12,7 @@ class PathState(NamedTuple):
 
     With s the last multiple of BLOCK at or below `length`, the keys of tokens before s are as token s − 1 sees them,
     H_{s−1} … H_{j+1} k_j; those from s on are k_j. Row t mod BLOCK of w and beta belongs to token t >= s; the rest is zeros, on a
-    slot table anything.
+    slot table anything. A row of decay is G of its token, the sum of a query head's log gates so far, and is never written again.
     """
 
     k: Tensor  # [N P Hkv K] float32, or float64
@@ -20,6 +20,7 @@ class PathState(NamedTuple):
     w: Tensor  # [N BLOCK Hkv K]
     beta: Tensor  # [N BLOCK Hkv] float32, or float64
     length: Tensor  # [N] int64
+    decay: Tensor | None = None  # [N P Hq] float64; None: without a forget gate
 
 
 class PathOutput(NamedTuple):

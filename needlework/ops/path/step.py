@@ -13,8 +13,9 @@ from torch import Tensor
 from needlework.ops.api import resolve
 from needlework.ops.attention.pages import positions
 from needlework.ops.common.shapes import check_slots, check_tensor, width
-from needlework.ops.path.arguments import PathInputs, check_keys, check_queries, check_read, check_state
+from needlework.ops.path.arguments import PathInputs, check_gates, check_keys, check_queries, check_read, check_state
 from needlework.ops.path.chunk import History, forward
+from needlework.ops.path.gates import sums
 from needlework.ops.path.kept import After, after
 from needlework.ops.path.state import BLOCK, PathState
 from needlework.ops.runtime.each import Ts, each
@@ -32,6 +33,7 @@ def step_path(
     w: Tensor,
     *,
     state: PathState,
+    g: Tensor | None = None,
     slots: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
@@ -39,13 +41,13 @@ def step_path(
 ) -> Tensor:
     """One token of `chunk_path` for every row of a batch, on a table of slots that changes in place.
 
-    q: [B Hq K]; k, v: [B Hkv K], [B Hkv V]; beta: [B Hkv]; w: [B Hkv K]; window, scale, l2norm as in `chunk_path`.
+    q: [B Hq K]; k, v: [B Hkv K], [B Hkv V]; beta: [B Hkv]; w: [B Hkv K]; g: [B Hq] or None; window, scale, l2norm as in `chunk_path`.
     state: PathState with one row per slot, P rows of pages each: the capacity, or the ring of a window (P >= W: the first W).
     slots: [B] int64, the slot of each row; −1 is a padded row, which reads and writes no slot and returns zeros. None: row b is
         slot b.
     Returns o [B Hq V] in q's dtype; no gradient.
     State: the token's k and v are written at row length (mod W), β and w at row length mod 64 of the open block, and length grows by 1.
-        Where that closes the block, the slot's keys are carried on.
+        Where that closes the block, the slot's keys are carried on. With g the sum of the row before and g is written beside k.
     Raises ValueError for shapes or dtypes that do not fit, and for a full table; kernels on a GPU read nothing back: there a full slot drops
     its oldest token. They leave rows of w and beta behind the open block's tokens as they are.
 
@@ -63,13 +65,15 @@ def step_path(
     check_tensor("q", q, "B Hq K")
     check_keys(k, v, beta, w, "B Hkv")
     check_queries(q, k, "B Hq")
+    check_gates(g, q, "B Hq")
     check_read(window, scale)
-    check_state("state", state, k, v)
+    check_state("state", state, k, v, g)
     check_slots(slots, len(q))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if resolve("path", "auto", q.device, lambda: _no_step(q, v, state)) == "triton":
-        tokens = each(Tensor.contiguous, q, k, v, beta.to(width(q)), unit_rows(w) if l2norm else w)
-        return _kernels(PathInputs(*tokens), state, slots, window, scale)
+        w = unit_rows(w) if l2norm else w
+        tokens = each(Tensor.contiguous, q, k, v, beta.to(width(q)), w, None if g is None else g.to(width(q)))
+        return _kernels(tokens, state, slots, window, scale)
     live = Rows.of(state.k, state.length, slots, len(q), window)
     P, slot, length = live.P, live.slots, live.length
     w = unit_rows(w) if l2norm else w
@@ -77,12 +81,18 @@ def step_path(
     inputs = PathInputs(*each(lambda x: x[live.real, None].to(wide), q, k, v, beta, w))
     page_k, page_v = live.pages(state.k, state.v, dtype=wide)
     past = History(page_k, page_v, state.w[slot].to(wide), state.beta[slot].to(wide), length, window)
+    if g is not None and state.decay is not None:
+        (page_decay,) = live.pages(state.decay, dtype=torch.float64)
+        past = past._replace(decay=page_decay)
+        inputs = inputs._replace(decay=sums(g[live.real, None], past, window, None))
     o, kept = advance(inputs, past, torch.ones_like(length), scale, chunk_size=1)
     row, closed = length % P, (length + 1) % BLOCK == 0
     state.k[slot[closed], :P] = kept.page_k[closed].to(state.k.dtype)
     state.k[slot, row] = kept.k[:, 0].to(state.k.dtype)
     state.v[slot, row] = v[live.real].to(state.v.dtype)
     state.w[slot], state.beta[slot] = kept.w.to(state.w.dtype), kept.beta.to(state.beta.dtype)
+    if state.decay is not None and inputs.decay is not None:
+        state.decay[slot, row] = inputs.decay[:, 0]
     state.length[slot] += 1
     return live.spread(o[:, 0].to(q.dtype))
 
@@ -91,25 +101,29 @@ def _no_step(q: Tensor, v: Tensor, state: PathState) -> str | None:
     """Why the kernels cannot take a step, None if they can."""
     if not (state.v.dtype == state.w.dtype == q.dtype and state.k.dtype == state.beta.dtype == width(q)):
         return f"the table is {', '.join(str(x.dtype) for x in state[:4])} beside tokens of {q.dtype}"
-    if not all(x[:1].is_contiguous() for x in state[:4]):
+    if not all(x is None or x[:1].is_contiguous() for x in (*state[:4], state.decay)):
         return "a slot of the table is not contiguous"
     return misfit("path/step", q.device, q.dtype, q.shape[-1], v.shape[-1])
 
 
-def _kernels(x: PathInputs, state: PathState, slots: Tensor | None, window: int | None, scale: float) -> Tensor:
-    """A slot is a sequence's one page. On a GPU nothing is read back: a full slot drops its oldest token."""
-    from needlework.ops.path.engine.step import path_decode
+def _kernels(
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], state: PathState, slots: Tensor | None, window: int | None,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Of q, k, v, β, w and g. A slot is a sequence's one page. On a GPU nothing is read back: a full slot drops its oldest token."""
+    from needlework.ops.path.engine.decode import path_decode
 
-    slots = torch.arange(len(x.q), device=x.q.device) if slots is None else slots.long()
+    q = tokens[0]
+    slots = torch.arange(len(q), device=q.device) if slots is None else slots.long()
     P = min(state.k.shape[1], window or state.k.shape[1])
-    if x.q.device.type == "cpu":
+    if q.device.type == "cpu":
         Rows.of(state.k, state.length, slots, len(slots), window)
     own, PG = slots.clamp(min=0), state.k.shape[1]
     before = state.length[own]
     rows = torch.where(slots >= 0, own * PG + before % P, -1)
     held = torch.where(slots >= 0, before + 1, -1).to(torch.int32)
     table = own[:, None].to(torch.int32)
-    o = path_decode(*x, *state[:4], slots, table, held, rows, P, window, scale)
+    o = path_decode(*tokens, *state[:4], state.decay, None, slots, table, held, rows, P, window, scale)
     state.length.index_add_(0, own, (slots >= 0).to(state.length.dtype))
     return o
 

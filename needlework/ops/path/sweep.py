@@ -20,7 +20,7 @@ from needlework.ops.path.walk import Met, Place, Walk
 
 
 class Gradients(NamedTuple):
-    """Of `chunk.forward`'s inputs, in their order; w and beta of the open block last."""
+    """Of `chunk.forward`'s inputs: the tokens', then what came before. The sums of gates are the caller's, as what dA is."""
 
     q: Tensor
     k: Tensor
@@ -31,6 +31,8 @@ class Gradients(NamedTuple):
     page_v: Tensor
     open_w: Tensor
     open_beta: Tensor
+    decay: Tensor | None = None
+    page_decay: Tensor | None = None
 
 
 class Sweep:

@@ -23,6 +23,7 @@ class Met(NamedTuple):
     hidden: Tensor | None  # [.. G C columns]
     form: Transition | None  # what lies between them and older keys; None: they are the oldest
     place: Place
+    decay: Tensor | None  # [B H G columns] of the keys
 
 
 class Walk:
@@ -30,7 +31,7 @@ class Walk:
 
     def __init__(self, blocks: Blocks, tokens: InBlocks, past: History, chunk_size: int):
         self.blocks, self.tokens, self.past, self.size = blocks, tokens, past, chunk_size
-        self.block, self.values = tokens.block, tokens.v
+        self.block, self.values, self.decay = tokens.block, tokens.v, tokens.decay
         self.L, self.q0 = tokens.entered()
         self.hidden = dict(blocks.diagonals(tokens.v.device))
         self.opened = None if past.empty else past.open_block()
@@ -44,15 +45,15 @@ class Walk:
         x, met = self.q0[i].flatten(2, 3), []
         for j in range(i - 1, max(0, i + 1 - len(self.hidden)) - 1, -1):
             form = self.block.at(j)
-            met.append(Met(x, form.k1, self.hidden[i - j], form, j))
+            met.append(Met(x, form.k1, self.hidden[i - j], form, j, None if self.decay is None else self.decay[j]))
             x = form.back(x)
         if self.opened is not None and i < reached(self.blocks):
-            here, (form, _, at, _) = self.blocks.positions(self.past.length)[i : i + 1], self.opened
-            met.append(Met(x, form.k1, hides(self.blocks, here, at)[0], form, OPEN))
+            here, (form, _, at, _, decay) = self.blocks.positions(self.past.length)[i : i + 1], self.opened
+            met.append(Met(x, form.k1, hides(self.blocks, here, at)[0], form, OPEN, decay))
             x, row = form.back(x), 0
-            for at, page_k, _ in self.past.pages(self.size):
+            for at, page_k, _, decay in self.past.pages(self.size):
                 rows = slice(row, row := row + at.shape[1])
-                met.append(Met(x, page_k, hides(self.blocks, here, at)[0], None, rows))
+                met.append(Met(x, page_k, hides(self.blocks, here, at)[0], None, rows, decay))
         return met
 
     def v(self, place: Place) -> Tensor:

@@ -16,7 +16,15 @@ import triton.language as tl
 from needlework.ops.common.kernels.runs import row_pointers
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.path.engine.forward import passed
-from needlework.ops.path.engine.tiles import coupled, itself_or_later, load_beta, product, square_pointers, superblock
+from needlework.ops.path.engine.tiles import (
+    coupled,
+    forgets_itself,
+    itself_or_later,
+    load_beta,
+    product,
+    square_pointers,
+    superblock,
+)
 
 
 @triton.jit(do_not_specialize=["NR", "N"])
@@ -70,10 +78,11 @@ def spread(
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "W"])
 def group(
-    p_q, p_k, p_v, p_w, p_U, p_R, p_cum, p_do, p_lse, p_D, p_dq0, p_sum_k, p_sum_w, p_sum_v, p_dR, p_dU, p_dv, T, NR, N, W,
+    p_q, p_k, p_v, p_w, p_U, p_R, p_cum, p_do, p_lse, p_D, p_dq0, p_sum_k, p_sum_w, p_sum_v, p_dR, p_dU, p_dv,
+    p_decay, T, NR, N, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr,
-    ACC: tl.constexpr, ST: tl.constexpr,
+    DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """One block with itself. p_sum_k, p_sum_w [B HK NR KB], p_dR [B HK NR C], p_dU [B HK NR KB] in ACC; p_dv [B T HK V]: all of dV,
     p_sum_v [B HK NR VB] being that of later queries. Not SOFT: there is no dV."""
@@ -118,6 +127,8 @@ def group(
         b_L = tl.where(later, L, 0.0).to(ST)
         s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee", out_dtype=ACC)
         s -= tl.dot(tl.trans(b_R), b_L, input_precision="ieee", out_dtype=ACC)
+        if DECAY:
+            s -= forgets_itself(p_decay, i_bh, NR, i_t + o, RATE, ACC)
         p = tl.where(seen, tl.exp2(s * SCALE - lse[None, :]), 0.0)
         dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee", out_dtype=ACC)
         if SOFT:

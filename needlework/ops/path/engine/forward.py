@@ -13,7 +13,16 @@ import triton.language as tl
 from needlework.ops.common.kernels.runs import row_pointers, sequence_of
 from needlework.ops.common.kernels.softmax import NONE, soften
 from needlework.ops.common.kernels.tile import load_tile, store_tile
-from needlework.ops.path.engine.tiles import oldest_row, oldest_seen, row_at, square_pointers, superblock
+from needlework.ops.path.engine.tiles import (
+    forgets,
+    forgets_itself,
+    oldest_row,
+    oldest_seen,
+    over_scale,
+    row_at,
+    square_pointers,
+    superblock,
+)
 
 
 @triton.jit
@@ -44,16 +53,16 @@ def passed(x, p_H, i_bk, i_block, blocks, KB: tl.constexpr, ST: tl.constexpr, TR
     return tl.dot(x.to(ST), b_H, input_precision="ieee", out_dtype=x.dtype)
 
 
-@triton.jit(do_not_specialize=["T", "NR", "N", "W", "PG", "NB", "page_k", "page_v"])
+@triton.jit(do_not_specialize=["T", "NR", "N", "W", "PG", "NB", "page_k", "page_v", "page_decay"])
 def attend(
-    p_q, p_k, p_v, p_w, p_U, p_R, p_k1, p_k2, p_H, p_H2, p_cum, p_o, p_lse, p_start, p_table, p_page_k, p_page_v,
-    T, NR, N, W, PG, NB, page_k, page_v,
+    p_q, p_k, p_v, p_w, p_decay, p_U, p_R, p_k1, p_k2, p_H, p_H2, p_cum, p_o, p_lse, p_start, p_table, p_page_k, p_page_v, p_page_decay,
+    T, NR, N, W, PG, NB, page_k, page_v, page_decay,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
-    PAGES: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr,
+    WINDOW: tl.constexpr, DECAY: tl.constexpr, PAGES: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """p_o [B T H V]; p_lse [B H NR], the denominator's logarithm in base 2. SCALE: of the scores, times log2 e. PAGES: a sequence's first
-    p_start tokens lie in pages, their keys as its first block sees them."""
+    p_start tokens lie in pages, their keys as its first block sees them. DECAY: p_decay [B H NR] float64, sums of log gates."""
     blocks = NR // C
     i_bh = tl.program_id(0)
     i_b = i_bh // H
@@ -70,6 +79,8 @@ def attend(
     sc = tl.full([C], SCALE, ACC)
     b_q, b_L, x = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, ACC, ST)
     s = own_scores(b_q, b_L, p_k, p_R, i_b, i_t, i_bk, i_kv, T, NR, HK, K, KB, C, ACC)
+    if DECAY:
+        s += forgets_itself(p_decay, i_bh, NR, own, RATE, ACC)
     seen = o[:, None] >= o[None, :]
     if WINDOW:
         seen = seen & (o[:, None] - o[None, :] < W)
@@ -86,6 +97,9 @@ def attend(
         j = i_block - 1 - n
         b_k = tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB)).to(ST)
         s = tl.dot(x.to(ST), tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+        if DECAY:
+            since, before = forgets(p_decay, i_bh, NR, own, j * C + o, j * C + C - 1, RATE, ACC)
+            s += since[:, None] + before[None, :]
         if WINDOW:
             s = tl.where(own[:, None] - (j * C + o)[None, :] < W, s, float("-inf"))
         b_v = load_tile(p_v, i_b, j * C, i_kv, 0, T, HK, V, C, VB, 0)
@@ -100,6 +114,9 @@ def attend(
         for j in tl.range(sup * C, (sup + M) * C, BN, num_stages=NS):
             b_k = tl.load(row_pointers(p_k2, i_bk, j, NR, BN, KB))
             s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+            if DECAY:
+                since, before = forgets(p_decay, i_bh, NR, own, j + o_n, j + BN - 1, RATE, ACC)
+                s += since[:, None] + before[None, :]
             if WINDOW:
                 s = tl.where(own[:, None] - (j + o_n)[None, :] < W, s, float("-inf"))
             b_v = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)
@@ -109,6 +126,9 @@ def attend(
     if PAGES:
         i_n, first, end = sequence_of(p_cum, N, i_b, i_block, blocks, PACKED)
         held = tl.load(p_start + i_n)
+        total = tl.zeros([C], tl.float64)
+        if DECAY:
+            total = tl.load(p_decay + tl.cast(i_bh, tl.int64) * NR + own)
         own = held + (i_block - first) * C + o
         b_x = x.to(ST)
         o_k = tl.arange(0, KB)
@@ -121,6 +141,11 @@ def attend(
             at = row_at(p_table, i_n, token, NB * PG, PG, NB, page_v, HK * V, real) + i_kv * V
             b_v = tl.load(p_page_v + at[:, None] + o_v[None, :], mask=real[:, None] & (o_v < V)[None, :], other=0.0)
             s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+            if DECAY:
+                at = row_at(p_table, i_n, token, NB * PG, PG, NB, page_decay, H, real) + i_h
+                lost = tl.load(p_page_decay + at, mask=real, other=float("inf"))
+                newest = tl.min(lost, 0)
+                s += over_scale(total - newest, RATE, ACC)[:, None] + over_scale(newest - lost, RATE, ACC)[None, :]
             s = tl.where(real[None, :], s, float("-inf"))
             if WINDOW:
                 s = tl.where(own[:, None] - token[None, :] < W, s, float("-inf"))

@@ -12,14 +12,14 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.runs import row_pointers
 from needlework.ops.common.kernels.tile import load_tile
-from needlework.ops.path.engine.tiles import newest_asking, square_pointers, superblock, tile_pointers
+from needlework.ops.path.engine.tiles import forgets, newest_asking, square_pointers, superblock, tile_pointers
 
 
 @triton.jit
 def met(
-    dk, dv, b_k, b_v, p_x, i_x, p_do, p_lse, p_D, i_b, i_h, i, key, T, NR, W,
+    dk, dv, b_k, b_v, p_x, i_x, p_do, p_lse, p_D, p_decay, i_b, i_h, i, key, i_block, T, NR, W,
     H: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """dk and dv with what queries of block i bring, whose x is tile i_x."""
     b_x = tl.load(tile_pointers(p_x, i_x, C, KB))
@@ -29,6 +29,9 @@ def met(
     lse = tl.load(p_lse + row)
     D = tl.load(p_D + row)
     s = tl.dot(b_k, tl.trans(b_x), input_precision="ieee", out_dtype=ACC)
+    if DECAY:
+        since, before = forgets(p_decay, i_b * H + i_h, NR, own, key, i_block * C + C - 1, RATE, ACC)
+        s += before[:, None] + since[None, :]
     p = tl.exp2(s * SCALE - lse[None, :])
     if WINDOW:
         p = tl.where(own[None, :] - key[:, None] < W, p, 0.0)
@@ -42,10 +45,10 @@ def met(
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "W", "start", "PB", "SB"])
 def keys(
-    p_v, p_k1, p_k2, p_cum, p_do, p_lse, p_D, p_x1, p_x2, p_dk1, p_dk2, p_dv, T, NR, N, W, start, PB, SB,
+    p_v, p_k1, p_k2, p_cum, p_do, p_lse, p_D, p_x1, p_x2, p_dk1, p_dk2, p_dv, p_decay, T, NR, N, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
     NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """p_dk1, p_dk2 [B HK NR KB], p_dv [B HK NR VB] in ACC are added to. Not SOFT: there is no dV."""
     G: tl.constexpr = H // HK
@@ -73,8 +76,8 @@ def keys(
         i_h = i_kv * G + n % G
         i_x = ((tl.cast(i_b, tl.int64) * H + i_h) * PB + i - start) * SB + (begin - first) // M
         dk, dv = met(
-            dk, dv, b_k, b_v, p_x2, i_x, p_do, p_lse, p_D, i_b, i_h, i, key, T, NR, W,
-            H, V, VB, KB, C, SCALE, RATE, WINDOW, SOFT, ACC, ST,
+            dk, dv, b_k, b_v, p_x2, i_x, p_do, p_lse, p_D, p_decay, i_b, i_h, i, key, i_block, T, NR, W,
+            H, V, VB, KB, C, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
         )  # fmt: skip
     tl.store(at, dk)
 
@@ -87,8 +90,8 @@ def keys(
         i_h = i_kv * G + n % G
         i_x = ((tl.cast(i_b, tl.int64) * H + i_h) * PB + i - start) * M + i_block - begin
         dk, dv = met(
-            dk, dv, b_k, b_v, p_x1, i_x, p_do, p_lse, p_D, i_b, i_h, i, key, T, NR, W,
-            H, V, VB, KB, C, SCALE, RATE, WINDOW, SOFT, ACC, ST,
+            dk, dv, b_k, b_v, p_x1, i_x, p_do, p_lse, p_D, p_decay, i_b, i_h, i, key, i_block, T, NR, W,
+            H, V, VB, KB, C, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
         )  # fmt: skip
     tl.store(at, dk)
     if SOFT:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.decay import summed
 from needlework.ops.path.state import BLOCK
 from needlework.ops.runtime.each import each
 
@@ -66,6 +67,14 @@ class Line(NamedTuple):
         page = table[self.sequence, torch.where(seen, self.at // PG, 0)].long()
         held = pages[torch.where(seen, page, 0), torch.where(seen, self.at % PG, 0)].to(x.dtype)
         return self.tokens(x) + torch.where(_like(seen, held), held, 0)[None]
+
+    def sums(self, g: Tensor, pages: Tensor, ends: Tensor, table: Tensor, window: int | None) -> Tensor:
+        """The sums [T H] of the call's log gates g, from those in pages [n PG H] of the tokens before on. In a window of 1 none counts."""
+        PG, last = pages.shape[1], (self.past.long() - 1).clamp(min=0)
+        held = (self.past > 0) & (window != 1)
+        page = table.gather(1, (last // PG)[:, None])[:, 0].long()
+        before = torch.where(held[:, None], pages[torch.where(held, page, 0), last % PG], 0)
+        return summed(g[None], before, ends)[0][0]
 
     def opened(self, x: Tensor, table: Tensor, slots: Tensor) -> Tensor:
         """The same with the open block's rows of a table of slots [slots BLOCK ...] in front."""

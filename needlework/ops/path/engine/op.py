@@ -4,6 +4,7 @@
 gradients of what it met. What is saved: q, k, v, β, w, o and the softmax's denominators; the rest is made again.
 """
 
+from functools import partial
 from math import log2
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.path.arguments import PathInputs
 from needlework.ops.path.engine.blocks import group, release, spread, turn, unwind
+from needlework.ops.path.engine.forgets import Forgets
 from needlework.ops.path.engine.forward import attend
 from needlework.ops.path.engine.keys import keys, transfers
 from needlework.ops.path.engine.prepare import collect, compose, prepare
@@ -24,7 +26,7 @@ from needlework.ops.runtime.custom_op import backward_operator, differentiable, 
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, interpreted, launch_config, split
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
-from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
+from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2, padded
 
 ENGINE = "path/engine"
 KERNELS = prepare, collect, compose, attend, sweep, keys, transfers, spread, group, turn, unwind, release
@@ -32,8 +34,10 @@ KERNELS = prepare, collect, compose, attend, sweep, keys, transfers, spread, gro
 ONLY_WITH = {
     "SOFT": ("p_dv", "p_sum_v"),
     "KEEP": ("p_X",),
-    "PAGES": ("p_start", "p_table", "p_page_k", "p_page_v", "p_given"),
+    "PAGES": ("p_start", "p_table", "p_page_k", "p_page_v", "p_page_decay", "p_given"),
+    "DECAY": ("p_decay", "p_page_decay", "p_row", "p_column"),
 }
+SUMS = dict.fromkeys(ONLY_WITH["DECAY"], "*fp64")
 SCRATCH = 1 << 28  # bytes of x and y that a panel of the backward keeps, unless a block of every head takes more
 LOG2E = log2(2.718281828459045)
 
@@ -54,6 +58,7 @@ class Walk(NamedTuple):
     align: Alignment
     soft: bool = True  # weights are a softmax's; else the solve's exponentials, of queries that are keys
     pages: bool = False  # the sequences go on from pages
+    decay: bool = False  # a forget gate is added to the scores
 
     @property
     def C(self) -> int:
@@ -86,13 +91,19 @@ class Walk(NamedTuple):
     def constants(self, kernel: JITFunction) -> Constants:
         return constants(
             self.config, kernel, self.dtype, self.H, self.HK, self.K, self.V, self.scale, self.packed, self.window is not None,
-            self.soft, self.pages,
+            self.soft, self.pages, self.decay,
         )  # fmt: skip
 
     def number(self, like: Tensor, *sizes: int, zeros: bool = False) -> Tensor:
         """In the sums' dtype."""
         make = like.new_zeros if zeros else like.new_empty
         return make(*sizes, dtype=accumulator(self.dtype))
+
+    def by_head(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [B T H] head by head, [B H NR], zeros after T."""
+        out = x.new_zeros(self.B, self.H, self.rows, dtype=dtype)
+        out[:, :, : self.T] = x.transpose(1, 2)
+        return out
 
 
 class Prepared(NamedTuple):
@@ -109,13 +120,14 @@ class Prepared(NamedTuple):
 
 def constants(
     config: LaunchConfig, kernel: JITFunction, dtype: torch.dtype, H: int, HK: int, K: int, V: int, scale: float, packed: bool,
-    window: bool, soft: bool = True, pages: bool = False,
+    window: bool, soft: bool = True, pages: bool = False, decay: bool = False,
 ) -> Constants:  # fmt: skip
     """All that a kernel is compiled for; what it does not take is left out."""
     shared = config.launch["shared"]
     known = dict(
         H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), RB=min(padded(K), 64), C=shared["C"], M=shared["M"], BLOCK=BLOCK,
         SCALE=scale * LOG2E, RATE=scale if soft else -scale, SOFT=int(soft), PAGES=int(pages), PACKED=int(packed), WINDOW=int(window),
+        DECAY=int(decay), GB=next_power_of_2(H // HK),
         APART=int(dtype.itemsize == 2 and not interpreted()), ACC=TYPES[accumulator(dtype)], ST=TYPES[dtype],
     )  # fmt: skip
     own = {name: x for name, x in config.launch[kernel.__name__].items() if name != "NP"}  # programs are the host's
@@ -143,27 +155,31 @@ def forward(walk: Walk, x: PathInputs) -> tuple[Tensor, Tensor]:
     lse = walk.number(x.q, walk.B, walk.H, walk.rows)
     if o.numel():
         U, R, k1, k2, H, H2, _ = prepared(walk, x)
+        decay = None if x.decay is None else walk.by_head(x.decay, torch.float64)
         walk.launch(
-            attend, (walk.B * walk.H, walk.blocks), x.q, x.k, x.v, x.w, U, R, k1, k2, H, H2, walk.align.cum, o, lse,
-            None, None, None, None, walk.T, walk.rows, walk.align.N, walk.window or 0, 0, 0, 0, 0,
+            attend, (walk.B * walk.H, walk.blocks), x.q, x.k, x.v, x.w, decay, U, R, k1, k2, H, H2, walk.align.cum, o, lse,
+            None, None, None, None, None, walk.T, walk.rows, walk.align.N, walk.window or 0, 0, 0, 0, 0, 0,
         )  # fmt: skip
     return o, lse
 
 
 def backward(walk: Walk, do: Tensor, o: Tensor, lse: Tensor, x: PathInputs) -> PathInputs:
-    """Gradients of q, k, v, β and w."""
+    """Gradients of q, k, v, β, w and, with a forget gate, of the gates' sums."""
     found = PathInputs(*each(torch.empty_like, *x))
     if not do.numel():
         return PathInputs(*each(Tensor.zero_, *found))
-    D = walk.number(do, walk.B, walk.H, walk.rows, zeros=True)
-    D[:, :, : walk.T] = (do.to(D.dtype) * o.to(D.dtype)).sum(-1).transpose(1, 2)
-    descend(walk, do, lse, D, x, prepared(walk, x, keep=True), found)
-    return found
+    wide = accumulator(walk.dtype)
+    D = walk.by_head((do.to(wide) * o.to(wide)).sum(-1), wide)
+    forgets = None if x.decay is None else Forgets.of(walk.by_head(x.decay, torch.float64))
+    descend(walk, do, lse, D, x, prepared(walk, x, keep=True), found, forgets)
+    return found if forgets is None else found._replace(decay=forgets.ddecay(walk.scale, walk.T))
 
 
-def descend(walk: Walk, do: Tensor, lse: Tensor, D: Tensor, x: PathInputs, made: Prepared, found: PathInputs) -> None:
+def descend(
+    walk: Walk, do: Tensor, lse: Tensor, D: Tensor, x: PathInputs, made: Prepared, found: PathInputs, forgets: Forgets | None = None
+) -> None:  # fmt: skip
     """Fill `found` with the gradients of x, from weights 2^{A − lse} and the scores' gradient, RATE times these times (do·v − D). The
-    solve's values have theirs already: found.v is not read."""
+    solve's values have theirs already: found.v is not read. What the gates' sums have goes to `forgets`."""
     B, T, Hq, HK, rows, blocks, C, (KB, VB) = walk.B, walk.T, walk.H, walk.HK, walk.rows, walk.blocks, walk.C, walk.widths
     (cum, N), W = walk.align[:2], walk.window or 0
     U, R, k1, k2, H, H2, X = made
@@ -175,6 +191,9 @@ def descend(walk: Walk, do: Tensor, lse: Tensor, D: Tensor, x: PathInputs, made:
     supers = cdiv(walk.align.longest, walk.M)
     tile = B * Hq * C * KB * do.element_size()
     panel = max(1, min(blocks, SCRATCH // (2 * (walk.M + supers) * tile)))
+    decay, row, columns = None, None, None
+    if forgets is not None:
+        decay, row, columns = forgets.decay, forgets.row, forgets.columns(panel, walk.dtype)
     kept = [do.new_empty(B * Hq * panel * many * C, KB) for many in (walk.M, walk.M, supers, supers)]
     x1, y1, x2, y2 = kept
     by_block = (B * HK * blocks,)
@@ -182,16 +201,18 @@ def descend(walk: Walk, do: Tensor, lse: Tensor, D: Tensor, x: PathInputs, made:
         where = rows, N, W, start, panel, supers
         walk.launch(
             sweep, (B * Hq, min(panel, blocks - start)), x.q, x.k, x.v, x.w, U, R, k1, k2, H, H2, cum, do, lse, D,
-            x1, y1, x2, y2, found.q, dq0, T, *where,
+            x1, y1, x2, y2, found.q, dq0, decay, row, columns, T, *where,
         )  # fmt: skip
-        walk.launch(keys, by_block, x.v, k1, k2, cum, do, lse, D, x1, x2, dk1, dk2, dv, T, *where)
+        walk.launch(keys, by_block, x.v, k1, k2, cum, do, lse, D, x1, x2, dk1, dk2, dv, decay, T, *where)
         walk.launch(transfers, by_block, cum, x1, y1, x2, y2, dH, dH2, *where)
+        if forgets is not None and columns is not None:
+            forgets.add(columns)
     walk.launch(spread, by_block, k1, H, cum, dk1, dk2, dH, dH2, torch.empty_like(H), torch.empty_like(dk1), rows, N)
     sum_k, sum_w, dU = (torch.empty_like(dk1) for _ in range(3))
     dR = walk.number(do, B, HK, rows, C)
     walk.launch(
         group, by_block, x.q, x.k, x.v, x.w, U, R, cum, do, lse, D, dq0, sum_k, sum_w, dv, dR, dU,
-        found.v if walk.soft else None, T, rows, N, W,
+        found.v if walk.soft else None, decay, T, rows, N, W,
     )  # fmt: skip
     walk.launch(turn, by_block, x.w, U, R, dk1, dH, dR, dU, sum_k, sum_w, T, rows)
     left = [torch.empty_like(dR) for _ in range(3)]
@@ -205,7 +226,7 @@ def walk_of(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale:
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, B, T)
     align = Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], x.q.device)
-    return Walk(chosen, x.q.dtype, B, align.T, H, HK, K, V, window, scale, align)
+    return Walk(chosen, x.q.dtype, B, align.T, H, HK, K, V, window, scale, align, decay=x.decay is not None)
 
 
 def _forward(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float, save: bool) -> tuple[Tensor, Tensor]:
@@ -274,7 +295,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, do, dlse):
     found = path_triton_bwd(do.contiguous(), *ctx.saved_tensors, ctx.window, ctx.scale)
-    return *found, None, None, None
+    return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), None, None, None
 
 
 differentiable(path_triton_fwd, _backward, _save)
@@ -282,7 +303,7 @@ differentiable(path_triton_fwd, _backward, _save)
 
 def path(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> Tensor:
     """o [B T Hq V] in q's dtype; β is of the sums' dtype."""
-    if torch.is_grad_enabled() and any(one.requires_grad for one in x):
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in x):
         return path_triton_fwd(*x, cu_seqlens, window, scale)[0]
     return path_triton(*x, cu_seqlens, window, scale)
 
@@ -293,17 +314,20 @@ def block(q: Tensor, v: Tensor) -> int:
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Every kernel as a training step over grouped heads launches it, without a window and with one over packed sequences."""
+    """Every kernel as a training step over grouped heads launches it, without a window and with one over packed sequences, and those that
+    know of a forget gate with one."""
     own, wide = f"*{NAMES[dtype]}", f"*{NAMES[accumulator(dtype)]}"
     given = ("p_q", "p_k", "p_v", "p_w", "p_o", "p_do", "p_dq", "p_dk", "p_dw", "p_U", "p_R", "p_k1", "p_k2")
     given += ("p_x1", "p_y1", "p_x2", "p_y2", "p_dq0")
-    types = dict.fromkeys(given, own) | {"p_cum": "*i32"}
+    types = dict.fromkeys(given, own) | {"p_cum": "*i32"} | SUMS | {"p_column": "*fp32" if dtype.itemsize == 2 else "*fp64"}
     cases = []
-    for several in (False, True):
-        for kernel in KERNELS:
-            cases.append(
-                compile_case(kernel, types, wide, constants(config, kernel, dtype, 8, 2, K, V, K**-0.5, several, several))
-            )
+    for several, decay in ((False, False), (True, False), (True, True)):
+        of = partial(
+            constants, config, dtype=dtype, H=8, HK=2, K=K, V=V, scale=K**-0.5, packed=several, window=several, decay=decay
+        )
+        cases += [
+            compile_case(kernel, types, wide, of(kernel)) for kernel in KERNELS if not decay or "DECAY" in kernel.arg_names
+        ]
     return cases
 
 

@@ -8,6 +8,9 @@
 The grids follow from shapes, the loops end with the lengths. Carried keys pass superblocks by H², in the sums' dtype.
 """
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,10 +22,11 @@ from needlework.ops.path.arguments import PathInputs
 from needlework.ops.path.engine import op as engine
 from needlework.ops.path.engine.forward import attend
 from needlework.ops.path.engine.line import Line
-from needlework.ops.path.engine.op import Prepared, Walk, compile_case, constants, prepared
+from needlework.ops.path.engine.op import SUMS, Prepared, Walk, compile_case, constants, prepared
 from needlework.ops.path.engine.prepare import collect, prepare
 from needlework.ops.path.engine.tiles import product, row_at, square_pointers
 from needlework.ops.runtime.custom_op import step_operator
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
@@ -57,12 +61,13 @@ def carried_on(k, p_H, p_H2, i_bk, first, block, closed, blocks, KB: tl.constexp
     return k
 
 
-@triton.jit(do_not_specialize=["T", "NR", "N", "W", "PG", "NB", "page_k", "page_v", "slot_w", "slot_beta"])
+@triton.jit(do_not_specialize=["T", "NR", "N", "W", "PG", "NB", "page_k", "page_v", "slot_w", "slot_beta", "page_decay"])
 def settle(
-    p_k, p_v, p_w, p_beta, p_k1, p_H, p_H2, p_cum, p_start, p_past, p_length, p_ends, p_rows, p_table, p_slots,
-    p_page_k, p_page_v, p_open_w, p_open_beta, T, NR, N, W, PG, NB, page_k, page_v, slot_w, slot_beta,
-    HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
-    BN: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr,
+    p_k, p_v, p_w, p_beta, p_decay, p_k1, p_H, p_H2, p_cum, p_start, p_past, p_length, p_ends, p_rows, p_table, p_slots,
+    p_page_k, p_page_v, p_open_w, p_open_beta, p_page_decay, T, NR, N, W, PG, NB, page_k, page_v, slot_w, slot_beta, page_decay,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr,
+    C: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    DECAY: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """BN tokens of a block and key-value head of the line. Tokens of the open block that stays open are where they were."""
     blocks = NR // C
@@ -98,6 +103,13 @@ def settle(
     b_v = load_tile(p_v, 0, i_t, i_bk, 0, T, HK, V, BN, VB, 0)
     at_v = row // PG * page_v + row % PG * (HK * V) + i_bk * V
     tl.store(p_page_v + at_v[:, None] + o_v[None, :], b_v, mask=placed[:, None] & (o_v < V)[None, :])
+    if DECAY:
+        o_g = tl.arange(0, GB)
+        heads = i_bk * (H // HK) + o_g
+        own = (o_g < H // HK)[None, :]
+        sums = tl.load(p_decay + tl.cast(heads, tl.int64)[None, :] * NR + (i_block * C + o)[:, None], mask=own, other=0.0)
+        at_g = row // PG * page_decay + row % PG * H
+        tl.store(p_page_decay + at_g[:, None] + heads[None, :], sums, mask=placed[:, None] & own)
     if block >= closed:
         slot = tl.load(p_slots + i_n).to(tl.int64)
         place = token - start - closed * C
@@ -136,11 +148,21 @@ def carry_on(
         tl.store(at, carried_on(k, p_H, p_H2, i_kv, first, 0, closed, NR // C, KB, M, APART), mask=there)
 
 
-@step_operator("page_k", "page_v", "open_w", "open_beta")
+class State(NamedTuple):
+    """What a call changes in place."""
+
+    page_k: Tensor
+    page_v: Tensor
+    open_w: Tensor
+    open_beta: Tensor
+    page_decay: Tensor | None
+
+
+@step_operator("page_k", "page_v", "open_w", "open_beta", "page_decay")
 def path_prefill(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor,
-    page_k: Tensor, page_v: Tensor, open_w: Tensor, open_beta: Tensor, slots: Tensor, table: Tensor, length: Tensor, rows: Tensor,
-    ends: Tensor, window: int | None, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, g: Tensor | None,
+    page_k: Tensor, page_v: Tensor, open_w: Tensor, open_beta: Tensor, page_decay: Tensor | None, slots: Tensor, table: Tensor,
+    length: Tensor, rows: Tensor, ends: Tensor, window: int | None, scale: float,
 ) -> Tensor:  # fmt: skip
     """o [T H V] of new tokens, `paged_path` with cu_seqlens. All contiguous; pages and slots each by itself."""
     (T, H, K), (HK, V) = q.shape, v.shape[1:]
@@ -152,12 +174,14 @@ def path_prefill(
         line.tokens(q), line.rows(k, page_k, table, window), line.rows(v, page_v, table, window), line.opened(beta, open_beta, slots),
         line.opened(w, open_w, slots),
     )  # fmt: skip
+    if g is not None and page_decay is not None:
+        given = given._replace(decay=line.rows(line.sums(g, page_decay, ends, table, window), page_decay, table, window))
     align = line.align(config.launch["shared"]["C"])
-    walk = Walk(config, q.dtype, 1, align.T, H, HK, K, V, window, scale, align, pages=True)
+    walk = Walk(config, q.dtype, 1, align.T, H, HK, K, V, window, scale, align, pages=True, decay=g is not None)
     places = line, slots, table, rows, ends
-    state = page_k, page_v, open_w, open_beta
-    key = "path/pages", config.name, kind(*given, *(x[None] for x in state)), window is not None, scale
-    precompile(q.device, key, lambda: _launches(walk, PathInputs(*meta(*given)), meta(*state), *places))
+    state = State(page_k, page_v, open_w, open_beta, page_decay)
+    key = "path/pages", config.name, kind(*given, *each(lambda x: x[None], *state)), window is not None, scale
+    precompile(q.device, key, lambda: _launches(walk, PathInputs(*meta(*given)), State(*meta(*state)), *places))
     return line.call(_launches(walk, given, state, *places))
 
 
@@ -167,35 +191,39 @@ def _(q, k, v, *_):
 
 
 def _launches(
-    walk: Walk, x: PathInputs, state: tuple[Tensor, Tensor, Tensor, Tensor], line: Line, slots: Tensor, table: Tensor, rows: Tensor,
-    ends: Tensor,
+    walk: Walk, x: PathInputs, state: State, line: Line, slots: Tensor, table: Tensor, rows: Tensor, ends: Tensor
 ) -> Tensor:  # fmt: skip
     """o on the line [1 R H V]; the state changes."""
-    page_k, page_v, *_ = state
-    made = prepared(walk, x)
+    page_k, page_v, page_decay = state.page_k, state.page_v, state.page_decay
+    made, decay = prepared(walk, x), None if x.decay is None else walk.by_head(x.decay, torch.float64)
     (cum, N), W, PG, NB = walk.align[:2], walk.window or 0, page_k.shape[1], table.shape[1]
     o = x.q.new_empty(1, walk.T, walk.H, walk.V)
     lse = walk.number(x.q, 1, walk.H, walk.rows)
     apart = page_k.stride(0), page_v.stride(0)
     walk.launch(
-        attend, (walk.H, walk.blocks), x.q, x.k, x.v, x.w, *made[:6], cum, o, lse, line.start, table, page_k, page_v,
-        walk.T, walk.rows, N, W, PG, NB, *apart,
+        attend, (walk.H, walk.blocks), x.q, x.k, x.v, x.w, decay, *made[:6], cum, o, lse, line.start, table, page_k, page_v, page_decay,
+        walk.T, walk.rows, N, W, PG, NB, *apart, apart_of(page_decay),
     )  # fmt: skip
-    keep(walk, x, made, state, line, slots, table, rows, ends)
+    keep(walk, x, decay, made, state, line, slots, table, rows, ends)
     return o
 
 
+def apart_of(pages: Tensor | None) -> int:
+    """Numbers from page to page."""
+    return 0 if pages is None else pages.stride(0)
+
+
 def keep(
-    walk: Walk, x: PathInputs, made: Prepared, state: tuple[Tensor, Tensor, Tensor, Tensor], line: Line, slots: Tensor,
-    table: Tensor, rows: Tensor, ends: Tensor,
+    walk: Walk, x: PathInputs, decay: Tensor | None, made: Prepared, state: State, line: Line, slots: Tensor, table: Tensor,
+    rows: Tensor, ends: Tensor,
 ) -> None:  # fmt: skip
-    """The state after the call."""
-    page_k, page_v, open_w, open_beta = state
+    """The state after the call. decay: sums of gates on the line, head by head."""
+    page_k, page_v, open_w, open_beta, page_decay = state
     (cum, N), W, PG, NB = walk.align[:2], walk.window or 0, page_k.shape[1], table.shape[1]
     which, apart = (line.start, line.past, line.length), (page_k.stride(0), page_v.stride(0))
     walk.launch(
-        settle, (walk.HK * walk.blocks * (walk.C // walk.config.launch["settle"]["BN"]),), x.k, x.v, x.w, x.beta, made.k1, made.H, made.H2, cum, *which, ends, rows, table, slots, *state,
-        walk.T, walk.rows, N, W, PG, NB, *apart, open_w.stride(0), open_beta.stride(0),
+        settle, (walk.HK * walk.blocks * (walk.C // walk.config.launch["settle"]["BN"]),), x.k, x.v, x.w, x.beta, decay, made.k1, made.H, made.H2, cum, *which, ends, rows, table, slots, *state,
+        walk.T, walk.rows, N, W, PG, NB, *apart, open_w.stride(0), open_beta.stride(0), apart_of(page_decay),
     )  # fmt: skip
     tiles = cdiv(min(NB * PG, walk.window or NB * PG), walk.config.launch["carry_on"]["BN"])
     walk.launch(
@@ -207,13 +235,28 @@ KERNELS = prepare, collect, attend, settle, carry_on
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Of grouped heads, without a window and with one."""
+    """Of grouped heads, without a window and with one, and those that know of a forget gate with one."""
     own, wide = f"*{NAMES[dtype]}", f"*{NAMES[accumulator(dtype)]}"
     given = ("p_q", "p_k", "p_v", "p_w", "p_o", "p_U", "p_R", "p_k2", "p_page_v", "p_open_w")
     types = dict.fromkeys(given, own) | dict.fromkeys(("p_cum", "p_start", "p_past", "p_length", "p_table"), "*i32")
-    types |= dict.fromkeys(("p_ends", "p_rows", "p_slots"), "*i64")
-    return [
-        compile_case(kernel, types, wide, constants(config, kernel, dtype, 8, 2, K, V, K**-0.5, True, window, pages=True))
-        for window in (False, True)
-        for kernel in KERNELS
-    ]
+    types |= dict.fromkeys(("p_ends", "p_rows", "p_slots"), "*i64") | SUMS
+    cases = []
+    for window, decay in ((False, False), (True, False), (True, True)):
+        of = partial(
+            constants,
+            config,
+            dtype=dtype,
+            H=8,
+            HK=2,
+            K=K,
+            V=V,
+            scale=K**-0.5,
+            packed=True,
+            window=window,
+            pages=True,
+            decay=decay,
+        )
+        cases += [
+            compile_case(kernel, types, wide, of(kernel)) for kernel in KERNELS if not decay or "DECAY" in kernel.arg_names
+        ]
+    return cases

@@ -2,28 +2,28 @@
 
     enter   the query meets the keys of the open block and passes its factors, token by token from the newest on; x is what is left
     read    x meets the keys of the pages, which are as the open block's start sees them, a share of them each
-    merge   the shares' softmax; the new token's k, v, w and β into their places
+    merge   the shares' softmax; the new token's k, v, w, β and sum of gates into their places
     carry   where the token ends a block: every key of the sequence passes the block's 64 factors
 
 A token's factor takes one number a query and two products of vectors: less than the solve of a block that is 32 tokens long at the mean.
 On slots a slot is a sequence's one page.
+
+LUCID-PaTH's solve of the token goes along (SOLVE): its k̂ is one query more of its group, whose weights are e^{√d (x·k̃_j / ‖k_j‖ − 1)}: it is
+not divided by their sum, and its maximum is taken back. Pages hold y. The new token's own y is there when all has been summed, in merge, and its queries read it then.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from needlework.ops.common.kernels.softmax import NONE
-from needlework.ops.path.engine.tiles import row_at
-from needlework.ops.path.state import BLOCK
-from needlework.ops.runtime.custom_op import step_operator
-from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
-from needlework.ops.runtime.precompile import run
-from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
+from needlework.ops.path.engine.tiles import LN2, over_scale, row_at
+from needlework.ops.path.solve.engine.directions import TINY
 
-ENGINE = "path/step"
-LOG2E = 1.4426950408889634
+
+@triton.jit
+def overlap(product, norm, ROOT: tl.constexpr):
+    """The solve's exponent in base 2 of a product with a key that came with this norm."""
+    return (product / tl.maximum(norm, TINY) - 1) * ROOT
 
 
 @triton.jit
@@ -32,14 +32,17 @@ def without(x, w, beta):
     return x - (beta * tl.sum(x * w[None, :], 1))[:, None] * w[None, :]
 
 
-@triton.jit(do_not_specialize=["P", "PG", "NB", "W", "shares", "page_k", "page_v", "slot_w", "slot_beta"])
+@triton.jit(
+    do_not_specialize=["P", "PG", "NB", "W", "shares", "page_k", "page_v", "slot_w", "slot_beta", "page_decay", "page_norm"]
+)
 def enter(
-    p_q, p_k, p_v, p_beta, p_w, p_page_k, p_page_v, p_open_w, p_open_beta, p_table, p_slots, p_length, p_x, p_sum, p_max, p_all,
-    P, PG, NB, W, shares, page_k, page_v, slot_w, slot_beta,
+    p_q, p_k, p_v, p_beta, p_w, p_g, p_page_k, p_page_v, p_open_w, p_open_beta, p_page_decay, p_page_norm, p_table, p_slots, p_length,
+    p_x, p_decay, p_sum, p_max, p_all, P, PG, NB, W, shares, page_k, page_v, slot_w, slot_beta, page_decay, page_norm,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr,
-    BLOCK: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr,
+    BLOCK: tl.constexpr, SCALE: tl.constexpr, ROOT: tl.constexpr, DECAY: tl.constexpr, SOLVE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and key-value head. p_x [N HK GB KB]; the last share of p_sum [N HK shares GB VB], p_max and p_all [N HK shares GB]."""
+    """One sequence and key-value head. p_x [N HK GB KB]; the last share of p_sum [N HK shares GB VB], p_max and p_all [N HK shares GB].
+    DECAY: p_decay [N HK GB] float64, the sum of gates up to the new token."""
     G: tl.constexpr = H // HK
     i_n = tl.program_id(0) // HK
     i_h = tl.program_id(0) % HK
@@ -56,12 +59,23 @@ def enter(
     k = tl.load(p_k + own * K + o_k, mask=o_k < K, other=0.0).to(ACC)
     acc = tl.zeros([GB, VB], ACC) + tl.load(p_v + own * V + o_v, mask=o_v < V, other=0.0).to(ACC)[None, :]
     m = tl.sum(x * k[None, :], 1) * SCALE
+    if SOLVE:
+        x = tl.where(o_g[:, None] == G, (k / tl.maximum(tl.sqrt(tl.sum(k * k)), TINY))[None, :], x)
+        m = tl.where(o_g == G, 0.0, m)
+        acc = tl.zeros([GB, VB], ACC)
     l = tl.full([GB], 1.0, ACC)
     w = tl.load(p_w + own * K + o_k, mask=o_k < K, other=0.0).to(ACC)
     x = without(x, w, tl.load(p_beta + own).to(ACC))
     slot = tl.load(p_slots + i_n).to(tl.int64)
     p_open_w += slot * slot_w + i_h * K
     p_open_beta += slot * slot_beta + i_h
+    total = tl.zeros([GB], tl.float64)
+    if DECAY:
+        held = (length > 1) & (W != 1)  # a window of 1 may have lost it, and needs none
+        at = row_at(p_table, i_n, length - 2, P, PG, NB, page_decay, H, held) + i_h * G
+        total = tl.load(p_page_decay + at + o_g, mask=held & (o_g < G), other=0.0)
+        total += tl.load(p_g + own * G + o_g, mask=o_g < G, other=0.0).to(tl.float64)
+        tl.store(p_decay + own * GB + o_g, total)
     place = (length - 1) % BLOCK
     for n in range(0, place):
         t = place - 1 - n
@@ -73,7 +87,15 @@ def enter(
         k = tl.load(p_page_k + at + o_k, mask=seen & (o_k < K), other=0.0).to(ACC)
         at = row_at(p_table, i_n, token, P, PG, NB, page_v, HK * V, seen) + i_h * V
         v = tl.load(p_page_v + at + o_v, mask=seen & (o_v < V), other=0.0).to(ACC)
-        s = tl.where(seen, tl.sum(x * k[None, :], 1) * SCALE, NONE)
+        product = tl.sum(x * k[None, :], 1)
+        s = product * SCALE
+        if SOLVE:
+            at = row_at(p_table, i_n, token, P, PG, NB, page_norm, HK, seen) + i_h
+            s = tl.where(o_g == G, overlap(product, tl.load(p_page_norm + at, mask=seen, other=1.0), ROOT), s)
+        if DECAY:
+            at = row_at(p_table, i_n, token, P, PG, NB, page_decay, H, seen) + i_h * G
+            s += over_scale(total - tl.load(p_page_decay + at + o_g, mask=seen & (o_g < G), other=0.0), LN2, ACC)
+        s = tl.where(seen, s, NONE)
         new = tl.maximum(m, s)
         p = tl.exp2(s - new)
         rescale = tl.exp2(m - new)
@@ -89,11 +111,13 @@ def enter(
     tl.store(p_all + share, l)
 
 
-@triton.jit(do_not_specialize=["P", "PG", "NB", "W", "shares", "page_k", "page_v"])
+@triton.jit(do_not_specialize=["P", "PG", "NB", "W", "shares", "page_k", "page_v", "page_decay", "page_norm"])
 def read(
-    p_x, p_page_k, p_page_v, p_table, p_length, p_sum, p_max, p_all, P, PG, NB, W, shares, page_k, page_v,
-    HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr, BN: tl.constexpr,
-    NS: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr,
+    p_x, p_decay, p_page_k, p_page_v, p_page_decay, p_page_norm, p_table, p_length, p_sum, p_max, p_all,
+    P, PG, NB, W, shares, page_k, page_v, page_decay, page_norm,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr,
+    BN: tl.constexpr, NS: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, ROOT: tl.constexpr, DECAY: tl.constexpr,
+    SOLVE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One share, of all but the last, of the pages' keys of one sequence and key-value head."""
     parts = shares - 1
@@ -116,6 +140,9 @@ def read(
     o_v = tl.arange(0, VB)
     own = tl.cast(i_n, tl.int64) * HK + i_h
     b_x = tl.load(p_x + (own * GB + o_g)[:, None] * KB + o_k[None, :]).to(p_page_v.dtype.element_ty)
+    total = tl.zeros([GB], tl.float64)
+    if DECAY:
+        total = tl.load(p_decay + own * GB + o_g)
     acc = tl.zeros([GB, VB], ACC)
     m = tl.full([GB], NONE, ACC)
     l = tl.zeros([GB], ACC)
@@ -126,7 +153,18 @@ def read(
         b_k = tl.load(p_page_k + at[:, None] + o_k[None, :], mask=real[:, None] & (o_k < K)[None, :], other=0.0)
         at = row_at(p_table, i_n, token, P, PG, NB, page_v, HK * V, real) + i_h * V
         b_v = tl.load(p_page_v + at[:, None] + o_v[None, :], mask=real[:, None] & (o_v < V)[None, :], other=0.0)
-        s = tl.dot(b_x, tl.trans(b_k.to(b_v.dtype)), input_precision="ieee", out_dtype=ACC) * SCALE
+        product = tl.dot(b_x, tl.trans(b_k.to(b_v.dtype)), input_precision="ieee", out_dtype=ACC)
+        s = product * SCALE
+        if SOLVE:
+            at = row_at(p_table, i_n, token, P, PG, NB, page_norm, HK, real) + i_h
+            norm = tl.load(p_page_norm + at, mask=real, other=1.0)
+            s = tl.where(o_g[:, None] == H // HK, overlap(product, norm[None, :], ROOT), s)
+        if DECAY:
+            at = row_at(p_table, i_n, token, P, PG, NB, page_decay, H, real) + i_h * (H // HK)
+            there = real[None, :] & (o_g < H // HK)[:, None]
+            s += over_scale(
+                total[:, None] - tl.load(p_page_decay + at[None, :] + o_g[:, None], mask=there, other=0.0), LN2, ACC
+            )
         s = tl.where(real[None, :], s, NONE)
         new = tl.maximum(m, tl.max(s, 1))
         p = tl.where(real[None, :], tl.exp2(s - new[:, None]), 0.0)
@@ -140,12 +178,12 @@ def read(
     tl.store(p_all + share, l)
 
 
-@triton.jit(do_not_specialize=["PG", "shares", "page_k", "page_v", "slot_w", "slot_beta"])
+@triton.jit(do_not_specialize=["PG", "shares", "page_k", "page_v", "slot_w", "slot_beta", "page_decay", "page_norm"])
 def merge(
-    p_k, p_v, p_beta, p_w, p_page_k, p_page_v, p_open_w, p_open_beta, p_slots, p_length, p_rows, p_sum, p_max, p_all, p_out,
-    PG, shares, page_k, page_v, slot_w, slot_beta,
+    p_q, p_k, p_v, p_beta, p_w, p_decay, p_page_k, p_page_v, p_open_w, p_open_beta, p_page_decay, p_page_norm, p_slots, p_length, p_rows,
+    p_sum, p_max, p_all, p_out, PG, shares, page_k, page_v, slot_w, slot_beta, page_decay, page_norm,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GB: tl.constexpr,
-    BLOCK: tl.constexpr, ACC: tl.constexpr,
+    BLOCK: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr, SOLVE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """p_out [N H V]: zeros of a padded row."""
     G: tl.constexpr = H // HK
@@ -173,8 +211,18 @@ def merge(
         k = tl.load(p_k + own * K + o_k, mask=o_k < K, other=0.0).to(ACC)
         v = tl.load(p_v + own * V + o_v, mask=o_v < V, other=0.0)
         page = row // PG
+        if SOLVE:
+            solved = v.to(ACC) - tl.sum(acc * tl.exp2(tl.where(o_g == G, m, NONE))[:, None], 0)
+            v = solved.to(v.dtype)
+            at = (own * G + o_g)[:, None] * K + o_k[None, :]
+            q = tl.load(p_q + at, mask=(o_g < G)[:, None] & (o_k < K)[None, :], other=0.0).to(ACC)
+            acc += tl.exp2(tl.sum(q * k[None, :], 1) * SCALE - m)[:, None] * v.to(ACC)[None, :]
+            tl.store(p_page_norm + page * page_norm + row % PG * HK + i_h, tl.sqrt(tl.sum(k * k)), mask=row >= 0)
         tl.store(p_page_k + page * page_k + row % PG * (HK * K) + i_h * K + o_k, k, mask=(row >= 0) & (o_k < K))
         tl.store(p_page_v + page * page_v + row % PG * (HK * V) + i_h * V + o_v, v, mask=(row >= 0) & (o_v < V))
+        if DECAY:
+            at = page * page_decay + row % PG * H + i_h * G + o_g
+            tl.store(p_page_decay + at, tl.load(p_decay + own * GB + o_g), mask=(row >= 0) & (o_g < G))
         slot = tl.load(p_slots + i_n).to(tl.int64)
         place = (length - 1) % BLOCK
         w = tl.load(p_w + own * K + o_k, mask=o_k < K, other=0.0)
@@ -217,76 +265,3 @@ def carry(
             # a key's own factor, and those before it, are not its own
             k = without(k, w, tl.where(token < length - BLOCK + t, beta, 0.0))
         tl.store(at, k, mask=there)
-
-
-KERNELS = {"enter": enter, "read": read, "merge": merge, "carry": carry}
-
-
-@step_operator("page_k", "page_v", "open_w", "open_beta")
-def path_decode(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor,
-    page_k: Tensor, page_v: Tensor, open_w: Tensor, open_beta: Tensor, slots: Tensor, table: Tensor, length: Tensor, rows: Tensor,
-    P: int, window: int | None, scale: float,
-) -> Tensor:  # fmt: skip
-    """o [N H V] of one new token a sequence. P: rows of a sequence's pages, or of its ring. All contiguous; pages and slots each by itself."""
-    (N, H, K), (HK, V) = q.shape, v.shape[1:]
-    o = torch.empty(N, H, V, dtype=q.dtype, device=q.device)
-    if not o.numel():
-        return o
-    chosen = launch_config(ENGINE, q.device, q.dtype, K, V)
-    c = constants(chosen, q.dtype, H, HK, K, V, scale)
-    (KB, VB), GB, own = (padded(K), padded(V)), padded(H // HK), chosen.launch["read"]
-    reach = min(P, window or P)
-    parts = max(1, min(own["NP"] // (N * HK), cdiv(reach, 4 * own["BN"])))
-    shares = parts + 1
-    number = lambda *sizes: torch.empty(*sizes, dtype=accumulator(q.dtype), device=q.device)
-    x, sums = number(N, HK, GB, KB), number(N, HK, shares, GB, VB)
-    tops, alls = number(N, HK, shares, GB), number(N, HK, shares, GB)
-    PG, NB, W = page_k.shape[1], table.shape[1], window or 0
-    where, apart = (P, PG, NB, W), (page_k.stride(0), page_v.stride(0))
-    opened = open_w.stride(0), open_beta.stride(0)
-    run(
-        enter, (N * HK,), q, k, v, beta, w, page_k, page_v, open_w, open_beta, table, slots, length, x, sums, tops, alls,
-        *where, shares, *apart, *opened, **c["enter"],
-    )  # fmt: skip
-    run(
-        read, (N * HK * parts,), x, page_k, page_v, table, length, sums, tops, alls, *where, shares, *apart, **c["read"]
-    )  # fmt: skip
-    run(
-        merge, (N * HK,), k, v, beta, w, page_k, page_v, open_w, open_beta, slots, length, rows, sums, tops, alls, o,
-        PG, shares, *apart, *opened, **c["merge"],
-    )  # fmt: skip
-    tiles = cdiv(reach, c["carry"]["BN"])
-    run(
-        carry, (N * HK * tiles,), page_k, open_w, open_beta, table, slots, length, *where, tiles, apart[0], *opened, **c["carry"]
-    )  # fmt: skip
-    return o
-
-
-@torch.library.register_fake(path_decode)
-def _(q, k, v, *_):
-    return q.new_empty(*q.shape[:2], v.shape[2])
-
-
-def constants(config: LaunchConfig, dtype: torch.dtype, H: int, HK: int, K: int, V: int, scale: float) -> dict[str, Constants]:
-    """Kernel -> its constants, num_warps and the like."""
-    everything = dict(
-        H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), GB=padded(H // HK), BLOCK=BLOCK, SCALE=scale * LOG2E,
-        ACC=TYPES[accumulator(dtype)],
-    )  # fmt: skip
-    own: dict[str, Constants] = {name: {key: x for key, x in row.items() if key != "NP"} for name, row in config.launch.items()}
-    for name, kernel in KERNELS.items():
-        own[name] |= {key: x for key, x in everything.items() if key in kernel.arg_names}
-    return own
-
-
-def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    own, wide = f"*{NAMES[dtype]}", f"*{NAMES[accumulator(dtype)]}"
-    types = dict.fromkeys(("p_q", "p_k", "p_v", "p_w", "p_page_v", "p_open_w", "p_out"), own)
-    types |= {"p_table": "*i32", "p_length": "*i32"} | dict.fromkeys(("p_slots", "p_rows"), "*i64")
-    cases = []
-    for name, c in constants(config, dtype, 8, 2, K, V, K**-0.5).items():
-        c, options = split(c)
-        of = lambda arg: types.get(arg, wide) if arg.startswith("p_") else "i32"
-        cases.append(Case(KERNELS[name], {arg: of(arg) for arg in KERNELS[name].arg_names if arg not in c}, c, options))
-    return cases

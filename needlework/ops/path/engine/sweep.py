@@ -4,6 +4,10 @@
     out:  x as it comes to each older block of its superblock, and to each older superblock, is kept
     back: y = 0; superblocks from the oldest on: y is kept, y ← y H²ᵀ + dA k²; then the blocks of its own: y ← y Hᵀ + dA k¹
     own:  dL = −tril(dA Rᵀ + y Uᵀ),  dQ = dA K + y + dL W
+    with a forget gate: Σ_j dA_ij of each query, and Σ_i dA_ij of the block's queries for each key
+
+What a gate gets is the sum of the pairs that it lies between, of which the others cancel: rows and columns are sums of the same dA, and of
+float32 inputs they are float64 (forgets.py has the rest).
 
 What is kept lies in tiles [C KB], of a panel of PB blocks of every head: M a block of queries for its superblock, SB for superblocks. keys.py
 reads them. y is the gradient of x as it leaves; of the oldest it is 0.
@@ -15,7 +19,7 @@ import triton.language as tl
 from needlework.ops.common.kernels.runs import row_pointers
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.path.engine.forward import entered, own_scores, passed
-from needlework.ops.path.engine.tiles import itself_or_later, oldest_seen, superblock, tile_pointers
+from needlework.ops.path.engine.tiles import forgets, forgets_itself, itself_or_later, oldest_seen, superblock, tile_pointers
 
 
 @triton.jit
@@ -26,15 +30,24 @@ def weights(s, b_do, b_v, lse, D, SCALE: tl.constexpr, RATE: tl.constexpr, ACC: 
     return p * (dp - D[:, None]) * RATE
 
 
+@triton.jit
+def summed(da, AXIS: tl.constexpr, ST: tl.constexpr):
+    """Along an axis of a tile; of half inputs, whose products are rounded, in float32."""
+    if ST.primitive_bitwidth >= 32:
+        da = da.to(tl.float64)
+    return tl.sum(da, AXIS).to(tl.float64)
+
+
 @triton.jit(do_not_specialize=["T", "NR", "N", "W", "start", "PB", "SB"])
 def sweep(
     p_q, p_k, p_v, p_w, p_U, p_R, p_k1, p_k2, p_H, p_H2, p_cum, p_do, p_lse, p_D, p_x1, p_y1, p_x2, p_y2, p_dq, p_dq0,
-    T, NR, N, W, start, PB, SB,
+    p_decay, p_row, p_column, T, NR, N, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's start, in ST."""
+    """p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's start, in ST. DECAY: p_row [B H NR]
+    and p_column [B H PB NR] take sums of dA's rows and columns; other columns than these are not written."""
     blocks = NR // C
     i_bh = tl.program_id(0)
     i_b = i_bh // H
@@ -71,6 +84,9 @@ def sweep(
     tl.debug_barrier()  # what one thread kept another reads
 
     y = tl.zeros([C, KB], ACC)
+    total = tl.zeros([C], tl.float64)
+    if DECAY:
+        p_column += i_tile * NR
     o_n = tl.arange(0, BN)
     for n in tl.range(0, seen_supers, num_stages=1):
         sup = supers - seen_supers + n
@@ -81,9 +97,15 @@ def sweep(
             b_k = tl.load(row_pointers(p_k2, i_bk, j, NR, BN, KB))
             b_v = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)
             s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+            if DECAY:
+                since, before = forgets(p_decay, i_bh, NR, own, j + o_n, j + BN - 1, RATE, ACC)
+                s += since[:, None] + before[None, :]
             if WINDOW:
                 s = tl.where(own[:, None] - (j + o_n)[None, :] < W, s, float("-inf"))
             da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
+            if DECAY:
+                total += summed(da, 1, ST)
+                tl.store(p_column + j + o_n, summed(da, 0, ST).to(p_column.dtype.element_ty))
             y = tl.dot(da.to(ST), b_k, y, input_precision="ieee", out_dtype=ACC)
     for j in tl.range(inner, i_block, num_stages=1):
         b_x = tl.load(tile_pointers(p_x1, i_tile * M + j - begin, C, KB))
@@ -92,20 +114,32 @@ def sweep(
         b_k = tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB))
         b_v = load_tile(p_v, i_b, j * C, i_kv, 0, T, HK, V, C, VB, 0)
         s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+        if DECAY:
+            since, before = forgets(p_decay, i_bh, NR, own, j * C + o, j * C + C - 1, RATE, ACC)
+            s += since[:, None] + before[None, :]
         if WINDOW:
             s = tl.where(own[:, None] - (j * C + o)[None, :] < W, s, float("-inf"))
         da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
+        if DECAY:
+            total += summed(da, 1, ST)
+            tl.store(p_column + j * C + o, summed(da, 0, ST).to(p_column.dtype.element_ty))
         y = tl.dot(da.to(ST), b_k, y, input_precision="ieee", out_dtype=ACC)
 
     # again: held until now they would cost the loops their registers
     b_q, b_L, _ = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, ACC, ST)
     s = own_scores(b_q, b_L, p_k, p_R, i_b, i_t, i_bk, i_kv, T, NR, HK, K, KB, C, ACC)
+    if DECAY:
+        s += forgets_itself(p_decay, i_bh, NR, own, RATE, ACC)
     seen = itself_or_later(o[:, None], o[None, :], SOFT)
     if WINDOW:
         seen = seen & (o[:, None] - o[None, :] < W)
     s = tl.where(seen, s, float("-inf"))
     b_v = load_tile(p_v, i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
-    b_da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC).to(ST)
+    da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
+    b_da = da.to(ST)
+    if DECAY:
+        tl.store(p_row + row, total + summed(da, 1, ST))
+        tl.store(p_column + own, summed(da, 0, ST).to(p_column.dtype.element_ty))
     b_y = y.to(ST)
     b_R = tl.load(row_pointers(p_R, i_bk, i_t, NR, C, C))
     b_U = tl.load(row_pointers(p_U, i_bk, i_t, NR, C, KB))

@@ -118,6 +118,28 @@ def oldest_row(held, block, W, C: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def forgets(p_decay, i_bh, NR, queries, keys, last, RATE: tl.constexpr, ACC: tl.constexpr):
+    """What a head's gates add to the scores of rows `queries` with older rows `keys`: a number of each query and one of each key. p_decay
+    [B·H NR], the gates' sums; `last`: the newest key, through which both count, so that neither is larger than what it says."""
+    p_decay += tl.cast(i_bh, tl.int64) * NR
+    end = tl.load(p_decay + last)
+    return over_scale(tl.load(p_decay + queries) - end, RATE, ACC), over_scale(end - tl.load(p_decay + keys), RATE, ACC)
+
+
+@triton.jit
+def forgets_itself(p_decay, i_bh, NR, rows, RATE: tl.constexpr, ACC: tl.constexpr):
+    """The same of a block with itself, [query key]."""
+    G = tl.load(p_decay + tl.cast(i_bh, tl.int64) * NR + rows)
+    return over_scale(G[:, None] - G[None, :], RATE, ACC)
+
+
+@triton.jit
+def over_scale(lost, RATE: tl.constexpr, ACC: tl.constexpr):
+    """What the gates have lost, as scores have it before their scale."""
+    return lost.to(ACC) * (1.0 / RATE)
+
+
+@triton.jit
 def row_at(p_table, i_n, token, P, PG, NB, page_size, D: tl.constexpr, real):
     """Where the numbers of tokens' rows begin, of a table whose pages lie page_size apart."""
     row = token % P

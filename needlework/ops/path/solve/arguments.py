@@ -36,7 +36,7 @@ def check_call(
 
 def no_tokens_yet(N: int, k: Tensor, v: Tensor, beta: Tensor, w: Tensor) -> LucidPathState:
     """Pages without rows, and an open block without tokens."""
-    page_k, page_y, *rest = arguments.no_tokens_yet(N, k, v, beta, w)
+    page_k, page_y, *rest, _ = arguments.no_tokens_yet(N, k, v, beta, w)
     return LucidPathState(page_k, page_k.new_zeros(page_k.shape[:3]), page_y, *rest)
 
 

@@ -16,7 +16,7 @@ from needlework.ops.runtime.precision import keep_precision
 def lucid_path_fwd(keys: PathKeys, state: PathState, cu_seqlens: Tensor | None, window: int | None, chunk_size: int) -> Tensor:
     """y. state: with y for v."""
     check_data(state.length, state.k.shape[1], window, cu_seqlens, *keys.k.shape[:2])
-    y = chunk.forward(*batch(cu_seqlens, *keys), History(*state, window), chunk_size=chunk_size)
+    y = chunk.forward(*batch(cu_seqlens, *keys), History(*state[:5], window), chunk_size=chunk_size)
     (y,) = packed(cu_seqlens, y)
     return y
 
@@ -32,15 +32,15 @@ def lucid_path_bwd(
 ) -> tuple[PathKeys, StateGradients]:
     """Gradients of `keys` and `state`."""
     dy, k, y, beta, w = batch(cu_seqlens, dy, keys.k, y, keys.beta, keys.w)
-    found = chunk.backward(dy, k, y, beta, w, History(*state, window), chunk_size=chunk_size)
+    found = chunk.backward(dy, k, y, beta, w, History(*state[:5], window), chunk_size=chunk_size)
     own = packed(cu_seqlens, found.k, found.v, found.beta, found.w)
-    before = found.page_k, found.page_v, found.open_w, found.open_beta
+    before = found.page_k, found.page_v, found.open_w, found.open_beta, None
     return PathKeys(*copies(*own)), StateGradients(*copies(*before))
 
 
 @fake(lucid_path_bwd)
 def _(dy: Tensor, y: Tensor, keys: PathKeys, state: PathState, *_):
-    return PathKeys(*like(*keys)), StateGradients(*like(*state[:4]))
+    return PathKeys(*like(*keys)), StateGradients(*like(*state[:4]), None)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -49,7 +49,8 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dy):
-    return *lucid_path_bwd(dy, *ctx.saved_tensors, ctx.window, ctx.chunk_size), None, None, None, None
+    *found, _ = lucid_path_bwd(dy, *ctx.saved_tensors, ctx.window, ctx.chunk_size)  # no gates
+    return *found, None, None, None, None, None
 
 
 differentiable(lucid_path_fwd, _backward, _save)

@@ -90,12 +90,12 @@ def chunk_lucid_path(
             # in the kernels' blocks: larger ones have larger errors, and the budget is of the kernels'
             settings = cu_seqlens, window, block(k, v)
         else:
-            y = lucid_path_fwd(direction, v_, beta_, w_, page_k, state.y, *state[3:], *settings)
+            y = lucid_path_fwd(direction, v_, beta_, w_, page_k, state.y, *state[3:], None, *settings)
         final = None
         if output_final_state:  # the norms go with the values
             beside = torch.cat([state.y, state.norm[..., None]], -1)
             new = torch.cat([y.to(dtype), norm[..., None]], -1)
-            page_k, beside, *rest = path_grow(direction, new, beta_, w_, page_k, beside, *state[3:], *settings)
+            page_k, beside, *rest, _ = path_grow(direction, new, beta_, w_, None, page_k, beside, *state[3:], None, *settings)
             page_y, norms = beside[..., :-1], beside[..., -1]
             final = LucidPathState(as_they_came(page_k, norms), norms, page_y, *rest)
     if final is None or not output_final_state:

@@ -109,4 +109,4 @@ def _solved(
     if state is None:
         return LucidPathOutput(y, None)
     y_pages, norms = state.v[..., :-1], state.v[..., -1]
-    return LucidPathOutput(y, LucidPathState(as_they_came(state.k, norms), norms, y_pages, *state[2:]))
+    return LucidPathOutput(y, LucidPathState(as_they_came(state.k, norms), norms, y_pages, *state[2:5]))
