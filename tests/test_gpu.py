@@ -54,7 +54,7 @@ def test_a_step_on_the_gpu_is_prefill_on_the_cpu(spec):
     inputs = make(spec, 2, 5)
     expected = outputs(whole(spec.chunk)(inputs))
     table = spec.table(3)
-    table = table.cuda() if isinstance(table, torch.Tensor) else type(table)(*(x.cuda() for x in table))
+    table = table.cuda() if isinstance(table, torch.Tensor) else type(table)(*(x if x is None else x.cuda() for x in table))
     for t in range(5):
         result = spec.step(
             **on("cuda", tokens(spec, inputs, lambda x, t=t: x[:, t])), state=table, slots=torch.tensor([2, 0], device="cuda")
