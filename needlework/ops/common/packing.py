@@ -43,7 +43,8 @@ def lengths(cu_seqlens: Tensor) -> Tensor:
 def document_positions(cu_seqlens: Tensor, T: int) -> tuple[Tensor, Tensor]:
     """[T] the document of each packed token, [T] its position in it."""
     t = torch.arange(T, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens[1:], t, right=True)
+    # not in cu_seqlens[1:]: Inductor of torch 2.11 compiles searchsorted for GPUs without the offset of such a view
+    document = torch.searchsorted(cu_seqlens, t, right=True) - 1
     return document, t - cu_seqlens[document]
 
 
