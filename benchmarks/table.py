@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 TRAINING = results.ROOT.parent / "training"
 SERVING = results.ROOT.parent / "serving"
 SHARES = ("step", "share")
-ORDER = ("gated", "qdelta", "kda", "carve-gates-given", "carve", "ccq", "ccq+gated", "mamba3",
+ORDER = ("gated", "qdelta", "kda", "carve-gates-given", "carve", "ccq", "ccq+gated", "mamba2", "mamba3",
          "lucid", "lucid/clustered", "lucid/attention", "polar", "polar/decode", "path", "path/lucid",
          "paged/softmax", "paged/differential")  # fmt: skip
 SIZES = ("60m", "125m", "1.3b")
