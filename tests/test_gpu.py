@@ -343,6 +343,32 @@ def served_model(left_out=""):
     return NeedleworkForCausalLM(NeedleworkConfig(vocab_size=257, hidden_size=32, layout="".join(kinds), mixers=kinds)).eval()
 
 
+@pytest.mark.parametrize(
+    "layout, packed", [*((letter, False) for letter in "QCSPLDGM"), *((letter, True) for letter in "QCPGM")]
+)
+def test_compiled_blocks_on_the_gpu_are_the_eager_ones(layout, packed):
+    """As training compiles them: values and every gradient in float64, and packed where a layer need not unpack."""
+    from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+    from needlework.train.shard import READS, blocks
+    from tests.models.test_table_cache import MIXERS
+
+    torch.manual_seed(0)
+    config = NeedleworkConfig(vocab_size=67, hidden_size=32, layout=2 * layout, mixers={layout: MIXERS[layout]})
+    model, ids = NeedleworkForCausalLM(config).double().cuda(), torch.randint(67, (1, 83)).cuda()
+    given = {"cu_seqlens": PACKED.cuda()} if packed else {}
+
+    def found():
+        model.zero_grad()
+        logits = model(input_ids=ids, use_cache=False, **given).logits
+        logits.square().mean().backward()
+        return {"logits": logits.detach()} | {f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    eager = {name: x.clone() for name, x in found().items()}
+    for block in blocks(model):
+        block.compile(fullgraph=True, dynamic=False, options={"realize_reads_threshold": READS})
+    assert_close(found(), eager, "compiled")
+
+
 def test_generate_on_the_gpu_replays_graphs_and_writes_what_the_cpu_writes():
     model = served_model()
     ids = torch.randint(257, (3, 30), generator=torch.Generator().manual_seed(1))
