@@ -45,9 +45,9 @@ def state_peaks(model: nn.Module, input_ids: Tensor, cuts: int = 8) -> list[Peak
 
 
 def _matrix(state: object) -> Tensor | None:
-    """The S of a layer's state: its write rule's, or its memory's; None where nothing recurs."""
-    for name in ("memory", "write"):
+    """The S of a layer's state: its memory's, its write rule's, or its own as Mamba's; None where nothing recurs."""
+    for name in ("memory", "write", "S"):
         inner = getattr(state, name, None)
         if inner is not None:
-            return inner if isinstance(inner, Tensor) else _matrix(inner) if hasattr(inner, "write") else inner[0]
+            return inner if isinstance(inner, Tensor) else torch.cat(inner, -2) if type(inner) is tuple else _matrix(inner)
     return None

@@ -13,7 +13,7 @@ from needlework.data import load_tokenizer
 from needlework.data.tokenizer import encode
 from needlework.diagnostics.overwrite import SHARES
 from needlework.experiment.pretrained import load_model
-from needlework.layers import Attention, Recurrent
+from needlework.layers import Attention, Mamba, Mamba3, Recurrent
 from needlework.layers.config import MixerConfig
 from needlework.models import NeedleworkForCausalLM
 from needlework.report.look import ByLayer, Look, Map
@@ -94,7 +94,7 @@ def with_needle(row: Tensor, needle: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def _norms(model: NeedleworkForCausalLM, row: Tensor, mixers: Sequence[MixerConfig]) -> ByLayer | None:
-    layers = [n for n, mixer in enumerate(mixers) if _write(mixer) is not None]
+    layers = [n for n, mixer in enumerate(mixers) if _write(mixer) is not None or isinstance(mixer, Mamba | Mamba3)]
     if not layers:
         return None
     T = row.shape[1]

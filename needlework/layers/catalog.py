@@ -113,7 +113,7 @@ CATALOG: dict[str, Named] = {
     ),
     "gla": Named(
         title="GLA", equation="S ← Diag(eᵍ) S + k vᵀ", state=_STATE, cost=_LINEAR,
-        make=lambda s: _recurrent(s, Linear(gate=LowRankGate())),
+        make=lambda s: _recurrent(s, Linear(gate=LowRankGate()), conv=None),
     ),
     "retnet": Named(
         title="RetNet", equation="S ← γ S + k vᵀ,  q and k turned by their positions", state=_STATE + " + a count", cost=_LINEAR,

@@ -165,14 +165,18 @@ def written_out(values):
     return n_eff, null_mass
 
 
-@pytest.mark.parametrize("mixer, layers", [("gated-deltanet", 2), ("carve", 2), ("atma", 2), ("softmax", 0)])
+@pytest.mark.parametrize(
+    "mixer, layers", [("gated-deltanet", 2), ("carve", 2), ("atma", 2), ("mamba", 2), ("mamba3", 2), ("softmax", 0)]
+)
 def test_state_norms_are_of_every_layer_that_recurs(mixer, layers):
     norms = state_norms(model(mixer), tokens(), (10, 30))
     assert set(norms) == {10, 30} and all(len(by_layer) == layers for by_layer in norms.values())
     assert all(x > 0 for by_layer in norms.values() for x in by_layer)
 
 
-@pytest.mark.parametrize("mixer, layers", [("qdelta", 2), ("carve", 2), ("atma", 2), ("softmax", 0)])
+@pytest.mark.parametrize(
+    "mixer, layers", [("qdelta", 2), ("carve", 2), ("atma", 2), ("mamba", 2), ("mamba3", 2), ("softmax", 0)]
+)
 def test_state_peaks_are_the_largest_norms_at_the_cuts_of_the_rows(mixer, layers):
     """A pass that ends at a cut has the state of that cut."""
     m, ids = model(mixer), tokens()
@@ -181,9 +185,17 @@ def test_state_peaks_are_the_largest_norms_at_the_cuts_of_the_rows(mixer, layers
     for i, peak in enumerate(peaks):
         states = {t: m(ids[:, :t], use_cache=True).past_key_values.layers[i].state for t in (10, 20, 30, 40)}
         inner = {t: getattr(s, "memory", None) or s for t, s in states.items()}
-        norms = {t: (s.write if mixer != "carve" else s.write.S).float().norm(dim=(-2, -1)).amax(1) for t, s in inner.items()}
+        own = {"carve": lambda s: s.write.S, "mamba": lambda s: s.S, "mamba3": lambda s: s.S}.get(mixer, lambda s: s.write)
+        norms = {t: own(s).float().norm(dim=(-2, -1)).amax(1) for t, s in inner.items()}
         (t, row), norm = max((((t, row), norm[row].item()) for t, norm in norms.items() for row in (0, 1)), key=lambda x: x[1])
         assert (peak.token, peak.row) == (t, row) and peak.norm == pytest.approx(norm, rel=1e-6)
+
+
+def test_a_state_that_is_cut_over_calls_has_the_norm_of_the_whole(monkeypatch):
+    whole = state_peaks(model("hedgehog"), tokens())
+    monkeypatch.setattr("needlework.layers.linear.WIDEST", 20)  # 48 features are 20, 20 and 8
+    cut = state_peaks(model("hedgehog"), tokens())
+    assert [peak.norm for peak in cut] == pytest.approx([peak.norm for peak in whole], rel=1e-6)
 
 
 def test_a_state_that_is_not_finite_is_the_largest_and_the_first_cut_that_has_it_is_named():

@@ -5,7 +5,21 @@ import torch
 
 from needlework.data import byte_tokenizer, eot_id
 from needlework.experiment.look import look
-from needlework.layers import CCQ, Attention, Carve, GatedConv, Linear, Lucid, Memory, Polar, QDelta, Recurrent, Softmax, SwiGLU
+from needlework.layers import (
+    CCQ,
+    Attention,
+    Carve,
+    GatedConv,
+    Linear,
+    Lucid,
+    Mamba3,
+    Memory,
+    Polar,
+    QDelta,
+    Recurrent,
+    Softmax,
+    SwiGLU,
+)
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM, save_checkpoint
 
 HEADS = {"heads": 2, "key_dim": 8, "value_dim": 8}
@@ -17,6 +31,7 @@ MIXERS = {
     "S": Attention(heads=2, head_dim=8, attend=Softmax()),
     "G": GatedConv(),
     "A": Recurrent(**HEADS, write=Linear()),
+    "M": Mamba3(**HEADS),
 }
 TEXT = "".join(chr(33 + (7 * n * n + n) % 90) + (" " if n % 6 == 0 else "") for n in range(400))
 
@@ -35,13 +50,14 @@ def checkpoint(tmp_path):
 
 
 def test_every_rule_is_looked_at_in_the_layers_that_have_it(checkpoint, tmp_path):
-    found = look(checkpoint("GQCLPQ"), tmp_path / "text.txt", 192)
+    found = look(checkpoint("GQCLPQM"), tmp_path / "text.txt", 192)
     assert {rule: by_layer.layers for rule, by_layer in found.rules.items()} == {
         "qdelta": [1, 5], "ccq": [1, 5], "carve": [2], "lucid": [3], "polar": [4],
     }  # fmt: skip
-    assert found.name == "GQCLPQ" and found.text == "192 tokens of text.txt"
-    assert found.layers == ["gated_conv", "qdelta + ccq", "carve", "lucid", "polar + memory of delta", "qdelta + ccq"]
-    assert found.norms.layers == [1, 2, 4, 5] and list(found.norms.values) == ["16", "32", "64", "128", "192"]
+    assert found.name == "GQCLPQM" and found.text == "192 tokens of text.txt"
+    assert found.layers == ["gated_conv", "qdelta + ccq", "carve", "lucid", "polar + memory of delta", "qdelta + ccq", "mamba3"]
+    assert found.norms.layers == [1, 2, 4, 5, 6] and list(found.norms.values) == ["16", "32", "64", "128", "192"]
+    assert all(len(norms) == 5 and min(norms) > 0 for norms in found.norms.values.values())
     assert found.overwrite.layers == [1, 2, 4, 5] and found.chunks.layers == [2]
     assert [(one.layer, one.rule) for one in found.maps] == [
         (1, "qdelta"), (2, "carve"), (3, "lucid"), (4, "delta"), (4, "polar"), (5, "qdelta"),

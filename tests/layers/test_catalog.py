@@ -24,6 +24,23 @@ def test_the_built_mixer_is_the_catalogs(name):
     assert build(name, 32, heads=2).config == CATALOG[name].make(sizes)
 
 
+def test_the_baselines_have_the_parts_of_their_papers_layers():
+    """spec/baselines.md: which of them convolve, what gates and norms their output, how they turn."""
+    made = {name: build(name, 32, heads=2).config for name in CATALOG}
+    assert {name for name, c in made.items() if isinstance(c, Recurrent) and c.conv is None} == {
+        "gla", "retnet", "hedgehog", "gla-hedgehog", "rwkv7",
+    }  # fmt: skip
+    gates = {name: made[name].output_gate for name in ("deltanet", "gated-deltanet", "kda", "gdn2")}
+    assert gates == {
+        "deltanet": False, "gated-deltanet": True, "kda": layers.OutputGate(), "gdn2": layers.OutputGate(activation="silu"),
+    }  # fmt: skip
+    assert (made["mamba2"].conv, made["mamba2"].norm) == (layers.ShortConv(bias=True), layers.GatedNorm())
+    assert (made["retnet"].position, made["retnet"].norm) == (layers.PairRope(), layers.HeadNorm(weight=False))
+    maps = {name: (made[name].write.features.map, made[name].write.normalise) for name in ("hedgehog", "gla-hedgehog")}
+    assert maps == {"hedgehog": ("halves", True), "gla-hedgehog": ("joint", False)}
+    assert [made[name].pairs for name in ("mamba3", "mamba3-mimo")] == ["even", "halves"]
+
+
 def test_a_field_goes_to_the_mixer_its_rule_or_its_read():
     assert build("lucid", 32, heads=4, kv_heads=2, window=8, position=Rope()).config == Attention(
         heads=4, kv_heads=2, head_dim=8, attend=layers.Lucid(window=8, scale=2 / 8**0.5), position=Rope(), qk_norm=True,

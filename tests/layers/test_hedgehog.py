@@ -116,6 +116,16 @@ def test_both_maps_start_as_the_identity_and_are_two_functions():
     assert relative(halves / 2, joint) > 0.1
 
 
+def test_unnormalised_halves_weigh_a_key_by_hyperbolic_cosines():
+    """W = I: with the sums of e^y and e^−y put back, φ(q)·φ(k) = 2 Σ_c cosh(q_c + k_c), the paper's exponential map."""
+    q, k = sample()[..., : 2 * K].chunk(2, -1)
+    features = Hedgehog().build(Width(DIM, 1, 1, K, V)).double()
+    fq, fk = (x[..., 0, :].unflatten(-1, (2, K)) for x in features(q[..., None, :], k[..., None, :]))
+    sums = lambda x: torch.stack([x.exp().sum(-1), (-x).exp().sum(-1)], -1)  # [B T 2]
+    weight = ((fq * fk).sum(-1) * sums(q) * sums(k)).sum(-1)
+    assert relative(weight.detach(), 2 * torch.cosh(q + k).sum(-1)) < 1e-12
+
+
 def test_disjoint_halves_leave_a_read_finite_in_float32():
     features = Hedgehog().build(Width(DIM, 1, 1, K, V))
     x = torch.zeros(1, 1, 1, K)

@@ -28,6 +28,12 @@ MODELS = {
     "retnet": ("RetNet", WITH_MLP | dict(num_heads=2)),
     # one group: with several its loop on a CPU gives a head another group than its kernels do
     "mamba2_fla": ("Mamba2", COMMON | dict(head_dim=16, state_size=8)),
+    # 24 tokens are one block: between blocks its kernels round the reflections to float16, and are 4e-4 off its own reference
+    "path_attn": ("PaTHAttention", WITH_MLP | dict(num_heads=2)),
+    "path_attn_grouped": (
+        "PaTHAttention",
+        WITH_MLP | dict(num_heads=2, num_kv_heads=1, use_low_rank_w=False, use_w_shortconv=False),
+    ),
     **DELTA,
     **{f"{kind}_negative": (name, own | dict(allow_neg_eigval=True)) for kind, (name, own) in DELTA.items()},
 }

@@ -195,6 +195,18 @@ def test_lucid_takes_the_place_of_softmax_and_every_weight_stays(folder, tmp_pat
     assert (logits(load_model(tmp_path / "ours", lucid).eval()) - logits(theirs)).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["llama 3.1", "qwen3", "qwen3, windows"])
+def test_lucid_in_a_converted_model_is_lucid_in_the_model_of_transformers(name, tmp_path):
+    theirs = peer(MODELS[name])
+    theirs.save_pretrained(tmp_path / "source")
+    done = convert(tmp_path / "source", tmp_path / "ours", Change(attend="lucid"))
+    assert not done.new and done.parameters == theirs.num_parameters()
+    plain = logits(theirs)
+    theirs.set_attn_implementation("lucid")
+    found, expected = logits(load_model(tmp_path / "ours").eval()), logits(theirs)
+    assert (found - expected).abs().max() <= 1e-5 and (found - plain).abs().max() > 1e-3
+
+
 def test_a_changed_model_is_trained_further_by_a_recipe(folder, small_text, tmp_path):
     peer(MODELS["llama"]).bfloat16().save_pretrained(folder, max_shard_size="20KB")
     convert(folder, tmp_path / "lucid", Change(attend="lucid", layers=(1,)))
