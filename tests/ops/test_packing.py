@@ -12,7 +12,9 @@ def test_every_token_has_its_document_and_its_place_there(ends):
     """Of no tokens too; tokens behind the last end are of one document more."""
     cu_seqlens, T = torch.tensor(ends), ends[-1] + 3
     document, position = document_positions(cu_seqlens, T)
-    expected = [(n, t - start) for n, (start, end) in enumerate(zip(ends, (*ends[1:], T), strict=True)) for t in range(start, end)]
+    expected = [
+        (n, t - start) for n, (start, end) in enumerate(zip(ends, (*ends[1:], T), strict=True)) for t in range(start, end)
+    ]
     assert list(zip(document.tolist(), position.tolist(), strict=True)) == expected
 
 

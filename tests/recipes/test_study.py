@@ -87,7 +87,9 @@ def test_the_minutes_are_those_that_there_are():
     """By the pace that base.py assumes; capacity's minutes are measured when its first runs are in."""
     minutes = {
         "pilot": base.seconds(JOBS["pilot"]) / 60,
-        "rates": 2 * base.seconds(JOBS["rates"][: len(rates.GRID) * len(rates.FAMILIES)]) / 60,  # the grid, and as many runs after it
+        "rates": 2
+        * base.seconds(JOBS["rates"][: len(rates.GRID) * len(rates.FAMILIES)])
+        / 60,  # the grid, and as many runs after it
         "forks": forks.seconds(JOBS["forks"]) / 60,
         "language": base.seconds(JOBS["language"]) / 60,
         "reach": reach.seconds(JOBS["reach"]) / 60,
