@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from needlework.ops.api import OpSpec
 from needlework.testing.compare import assert_close, differentiate, leaves, make, outputs
@@ -42,6 +43,7 @@ def custom_ops_pass_opcheck(spec: OpSpec) -> None:
 
 @contextlib.contextmanager
 def record_custom_ops() -> Iterator[dict]:
+    """The last call of each, by name, with copies of what it was given: what has changed in place may not change again."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     calls: dict = {}
@@ -49,7 +51,7 @@ def record_custom_ops() -> Iterator[dict]:
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func.namespace == "needlework":
-                calls[func._name] = (func, args, kwargs or {})
+                calls[func._name] = (func, *tree_map_only(Tensor, torch.clone, (args, kwargs or {})))
             return func(*args, **(kwargs or {}))
 
     with Recorder():

@@ -25,6 +25,12 @@ class Pair(NamedTuple):
     b: Tensor
 
 
+class Shown(NamedTuple):
+    x: Tensor
+    mask: Tensor | None
+    window: int | None
+
+
 SEEN = []
 
 
@@ -76,6 +82,20 @@ def signature_step(pair: Pair, table: Given, rows: list[Tensor], x: Tensor) -> T
     pair.b.add_(pair.a)
     table.x.add_(len(rows))
     return x.clone()
+
+
+@operator
+def signature_numbers(shown: Shown) -> Tensor:
+    SEEN.append(shown)
+    return shown.x.clone()
+
+
+def test_a_field_that_is_no_tensor_stays_what_it_is():
+    x, nothing = torch.ones(2), torch.empty(0)
+    for mask, window in ((None, None), (nothing, 3), (x, 0)):
+        SEEN.clear()
+        signature_numbers(x, mask, window)
+        assert SEEN[0].window == window and (SEEN[0].mask is None) == (mask is not x)
 
 
 def test_the_schema_has_the_fields_one_by_one_and_tells_those_of_one_name_apart():

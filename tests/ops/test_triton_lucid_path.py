@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from needlework.ops.path import chunk_lucid_path, chunk_path, recurrent_lucid_path
+from needlework.ops.path import chunk_lucid_path, chunk_path, paged_lucid_path, recurrent_lucid_path
 from needlework.ops.path.engine import op as engine
 from needlework.ops.path.solve.reference import literal_lucid_path
 from needlework.ops.runtime.launch_configs import forced
@@ -19,7 +19,7 @@ from needlework.testing.errors import assert_within_budget, operand, over_budget
 from needlework.testing.path_pages import in_calls
 from needlework.testing.rows import chosen
 from tests.ops.test_lucid_path import sample as lucid_path_sample
-from tests.ops.test_triton_path import ENDS, held
+from tests.ops.test_triton_path import ENDS, assert_operators, held
 from tests.ops.test_triton_path import sample as path_sample
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
@@ -149,6 +149,12 @@ def test_a_token_that_decodes_is_solved_and_read_in_one_pass(window):
         assert relative(rows["k_pages"], state.k[0, t]) <= 1e-12
         assert relative(rows["norm_pages"], k[0, own][t].norm(dim=-1)) <= 1e-12
         assert relative(rows["y_pages"], solved.y[0, own][t]) <= 1e-12
+
+
+@pytest.mark.parametrize("count, cu_seqlens", [(2, torch.tensor([0, 2])), (1, None)])
+def test_the_operators_on_pages_are_some_of_pytorchs(count, cu_seqlens):
+    """The solve and the read, or both at once."""
+    assert_operators(paged_lucid_path, count, path_sample(1, count), cu_seqlens)
 
 
 def test_shares_of_long_pages_are_summed():

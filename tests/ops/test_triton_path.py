@@ -16,6 +16,7 @@ from needlework.ops.specs import specs
 from needlework.testing import checks
 from needlework.testing.compare import assert_close, differentiate, leaves, make, poisoned, relative, whole
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
+from needlework.testing.operators import record_custom_ops
 from needlework.testing.path_pages import PATH_PAGES, in_calls
 from needlework.testing.rows import chosen
 
@@ -187,6 +188,33 @@ def test_decoding_reads_and_writes_through_a_block_table(monkeypatch):
         rows = torch.tensor([at(0, tokens[0]), -1, at(2, tokens[2])])
         o = paged_path(**{name: y[0, tokens] for name, y in x.items()}, **pages, **where, rows=rows, impl="triton")
         assert relative(o[[0, 2]], full[[tokens[0], tokens[2]]]) <= 1e-12 and not o[1].any()
+
+
+@pytest.mark.parametrize("cu_seqlens", [torch.tensor([0, 2]), None])
+def test_the_operators_on_pages_are_some_of_pytorchs(cu_seqlens):
+    """Prefill and decoding, with every tensor that they may change."""
+    assert_operators(paged_path, 1, sample(1, 2 if cu_seqlens is not None else 1, gates=True), cu_seqlens)
+
+
+def assert_operators(form, count, x, cu_seqlens):
+    """So many operators behind two tokens that are held: torch.library finds nothing wrong with them, and the compiler takes the call."""
+    x = {name: y[0] for name, y in x.items()}
+    g = torch.Generator().manual_seed(1)
+    pages = {"k_pages": normal(g, 2, 16, 1, 8), "v_pages" if form is paged_path else "y_pages": normal(g, 2, 16, 1, 6)}
+    pages |= {"w_slots": normal(g, 2, BLOCK, 1, 8), "beta_slots": normal(g, 2, BLOCK, 1)}
+    pages |= {"decay_pages": normal(g, 2, 16, 2)} if "g" in x else {"norm_pages": uniform(g, 1, 2, 2, 16, 1)}
+    T = len(x["k"])
+    where = {"slots": torch.tensor([1]), "block_table": torch.tensor([[1]], dtype=torch.int32), "length": torch.tensor([2 + T])}
+    call = lambda pages: form(**x, **pages, **where, rows=torch.arange(18, 18 + T), cu_seqlens=cu_seqlens, impl="triton")
+    own, compiled = ({name: y.clone() for name, y in pages.items()} for _ in range(2))
+    with record_custom_ops() as calls:
+        o = call(own)
+    assert len(calls) == count
+    for op, args, kwargs in calls.values():
+        torch.library.opcheck(op, args, kwargs, test_utils=("test_schema", "test_faketensor"))
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(compiled), o)
+    assert all(torch.equal(y, compiled[name]) and not torch.equal(y, pages[name]) for name, y in own.items())
 
 
 # Prompts on pages. Five superblocks of 32 tokens in one sequence, whose calls begin and end within blocks of 64.

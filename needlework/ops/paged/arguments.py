@@ -31,6 +31,14 @@ class Bias(NamedTuple):
     pages: Tensor | None = None  # [n PG Hq] G of the keys
 
 
+class Rows(NamedTuple):
+    """What a token has in its row: of new tokens [T ...], or of all pages [n PG ...]."""
+
+    k: Tensor  # [.. Hkv d]
+    v: Tensor  # [.. Hkv V]
+    decay: Tensor | None = None  # [.. Hq] G
+
+
 def check_page_tensors(k_pages: Tensor, v_pages: Tensor) -> None:
     """ValueError unless they are pages of the same number of rows and heads, each page contiguous in itself."""
     check("k_pages", k_pages, "n PG Hkv d")

@@ -55,7 +55,7 @@ def write_pages(
         return chunk.write(rows, (k, k_pages), (v, v_pages), *more)
     from needlework.ops.paged.engine.op import paged_write
 
-    return paged_write(k, v, k_pages, v_pages, rows, decay, decay_pages)
+    return paged_write(k, v, decay, k_pages, v_pages, decay_pages, rows)
 
 
 @torch.no_grad()

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from needlework.ops.common import shapes
 from needlework.ops.common.packing import check_cu_seqlens, sequences
-from needlework.ops.common.shapes import check, check_count, check_dtypes, given
+from needlework.ops.common.shapes import check, check_count, check_dtypes, given, width
 from needlework.ops.path.state import BLOCK, PathState
+from needlework.ops.runtime.each import each
 
 
 class PathInputs(NamedTuple):
@@ -20,6 +21,21 @@ class PathInputs(NamedTuple):
     beta: Tensor  # [B T Hkv]
     w: Tensor  # [B T Hkv K]
     decay: Tensor | None = None  # [B T Hq] G, the sums of log gates, float64; None: without a forget gate
+
+
+class NewTokens(NamedTuple):
+    """Tokens of a call that goes on from pages or from a table of slots, as kernels take them: contiguous."""
+
+    q: Tensor  # [T Hq K]
+    k: Tensor  # [T Hkv K]
+    v: Tensor  # [T Hkv V]
+    beta: Tensor  # [T Hkv] in the sums' dtype, as g is
+    w: Tensor  # [T Hkv K]
+    g: Tensor | None = None  # [T Hq] log gates; None: without a forget gate
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, g: Tensor | None = None) -> "NewTokens":
+        return cls(*each(Tensor.contiguous, q, k, v, beta.to(width(q)), w, None if g is None else g.to(width(q))))
 
 
 class PathKeys(NamedTuple):

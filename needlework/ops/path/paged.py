@@ -13,24 +13,14 @@ from needlework.ops.attention.pages import positions
 from needlework.ops.common.packing import lengths, pad, unpad
 from needlework.ops.common.shapes import check, check_dtypes, check_slots, check_tensor, width
 from needlework.ops.paged.placement import Placement, check_placement, check_placement_data
-from needlework.ops.path.arguments import PathInputs, check_decay, check_gates, check_keys, check_queries, check_read
+from needlework.ops.path.arguments import NewTokens, PathInputs, check_decay, check_gates, check_keys, check_queries, check_read
 from needlework.ops.path.chunk import History
 from needlework.ops.path.gates import sums
 from needlework.ops.path.kept import After
-from needlework.ops.path.state import BLOCK
+from needlework.ops.path.state import BLOCK, Tables
 from needlework.ops.path.step import advance
 from needlework.ops.runtime.each import Ts, each
 from needlework.ops.runtime.launch_configs import misfit
-
-
-class Tables(NamedTuple):
-    """The memory of all sequences: pages of rows, and slots of open blocks. Each page and each slot is contiguous."""
-
-    k_pages: Tensor  # [n PG Hkv K] float32, or float64
-    v_pages: Tensor  # [n PG Hkv V]
-    w_slots: Tensor  # [slots BLOCK Hkv K]
-    beta_slots: Tensor  # [slots BLOCK Hkv] float32, or float64
-    decay_pages: Tensor | None = None  # [n PG Hq] float64
 
 
 @torch.no_grad()
@@ -103,15 +93,14 @@ def paged_path(
     check_tables(k, v, tables, slots, where, g)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if resolve("path", impl, q.device, lambda: _unsupported(q, v, cu_seqlens)) == "triton":
-        tokens = each(Tensor.contiguous, q, k, v, beta.to(width(q)), w, None if g is None else g.to(width(q)))
-        placed = slots.contiguous(), block_table.contiguous(), length.to(torch.int32).contiguous(), rows.contiguous()
+        tokens, placed = NewTokens.of(q, k, v, beta, w, g), (*for_kernels(where), slots.contiguous())
         if cu_seqlens is None:
             from needlework.ops.path.engine.decode import path_decode
 
             return path_decode(*tokens, *tables, None, *placed, block_table.shape[1] * k_pages.shape[1], window, scale)
         from needlework.ops.path.engine.pages import path_prefill
 
-        return path_prefill(*tokens, *tables, *placed, cu_seqlens.to(torch.int64).contiguous(), window, scale)
+        return path_prefill(*tokens, *tables, *placed, window, scale)
     check_placement_data(where, len(q), *k_pages.shape[:2])
     found = Gathered.of(k, tables, slots, where, window)
     o = q.new_zeros(len(q), q.shape[1], v.shape[2])
@@ -151,6 +140,12 @@ def check_tables(
     for name, x in {"w_slots": w_slots, "beta_slots": beta_slots}.items():
         if not x[:1].is_contiguous():
             raise ValueError(f"{name}: expected each slot contiguous, got strides {x.stride()}")
+
+
+def for_kernels(where: Placement) -> Placement:
+    """In the integers that kernels are compiled for, contiguous."""
+    ends = None if where.cu_seqlens is None else where.cu_seqlens.to(torch.int64)
+    return Placement(*each(Tensor.contiguous, where.block_table, where.length.to(torch.int32), where.rows, ends))
 
 
 def _unsupported(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> str | None:

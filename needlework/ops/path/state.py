@@ -23,6 +23,16 @@ class PathState(NamedTuple):
     decay: Tensor | None = None  # [N P Hq] float64; None: without a forget gate
 
 
+class Tables(NamedTuple):
+    """The same for all sequences together: pages of rows, and slots of open blocks. Each page and each slot is contiguous."""
+
+    k_pages: Tensor  # [n PG Hkv K] float32, or float64
+    v_pages: Tensor  # [n PG Hkv V]
+    w_slots: Tensor  # [slots BLOCK Hkv K]
+    beta_slots: Tensor  # [slots BLOCK Hkv] float32, or float64
+    decay_pages: Tensor | None = None  # [n PG Hq] float64
+
+
 class PathOutput(NamedTuple):
     o: Tensor  # [B T Hq V]
     state: PathState | None

@@ -13,11 +13,12 @@ from torch import Tensor
 from needlework.ops.api import resolve
 from needlework.ops.attention.pages import positions
 from needlework.ops.common.shapes import check_slots, check_tensor, width
-from needlework.ops.path.arguments import PathInputs, check_gates, check_keys, check_queries, check_read, check_state
+from needlework.ops.paged.placement import Placement
+from needlework.ops.path.arguments import NewTokens, PathInputs, check_gates, check_keys, check_queries, check_read, check_state
 from needlework.ops.path.chunk import History, forward
 from needlework.ops.path.gates import sums
 from needlework.ops.path.kept import After, after
-from needlework.ops.path.state import BLOCK, PathState
+from needlework.ops.path.state import BLOCK, PathState, Tables
 from needlework.ops.runtime.each import Ts, each
 from needlework.ops.runtime.launch_configs import misfit
 from needlework.ops.slots.table import Live
@@ -72,8 +73,7 @@ def step_path(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if resolve("path", "auto", q.device, lambda: _no_step(q, v, state)) == "triton":
         w = unit_rows(w) if l2norm else w
-        tokens = each(Tensor.contiguous, q, k, v, beta.to(width(q)), w, None if g is None else g.to(width(q)))
-        return _kernels(tokens, state, slots, window, scale)
+        return _kernels(NewTokens.of(q, k, v, beta, w, g), state, slots, window, scale)
     live = Rows.of(state.k, state.length, slots, len(q), window)
     P, slot, length = live.P, live.slots, live.length
     w = unit_rows(w) if l2norm else w
@@ -106,14 +106,11 @@ def _no_step(q: Tensor, v: Tensor, state: PathState) -> str | None:
     return misfit("path/step", q.device, q.dtype, q.shape[-1], v.shape[-1])
 
 
-def _kernels(
-    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], state: PathState, slots: Tensor | None, window: int | None,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    """Of q, k, v, β, w and g. A slot is a sequence's one page. On a GPU nothing is read back: a full slot drops its oldest token."""
+def _kernels(tokens: NewTokens, state: PathState, slots: Tensor | None, window: int | None, scale: float) -> Tensor:
+    """A slot is a sequence's one page. On a GPU nothing is read back: a full slot drops its oldest token."""
     from needlework.ops.path.engine.decode import path_decode
 
-    q = tokens[0]
+    q = tokens.q
     slots = torch.arange(len(q), device=q.device) if slots is None else slots.long()
     P = min(state.k.shape[1], window or state.k.shape[1])
     if q.device.type == "cpu":
@@ -122,8 +119,8 @@ def _kernels(
     before = state.length[own]
     rows = torch.where(slots >= 0, own * PG + before % P, -1)
     held = torch.where(slots >= 0, before + 1, -1).to(torch.int32)
-    table = own[:, None].to(torch.int32)
-    o = path_decode(*tokens, *state[:4], state.decay, None, slots, table, held, rows, P, window, scale)
+    where = Placement(own[:, None].to(torch.int32), held, rows, None)
+    o = path_decode(*tokens, *Tables(*state[:4], state.decay), None, *where, slots, P, window, scale)
     state.length.index_add_(0, own, (slots >= 0).to(state.length.dtype))
     return o
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from needlework.ops.paged.arguments import Pages
 from needlework.ops.paged.engine.op import paged_direction
 from needlework.ops.polar.arguments import Parameters
 from needlework.ops.polar.state import PolarState
@@ -78,4 +79,5 @@ def step(
             )
     live = polar_append(k, v, state.k, state.v, state.length, slots, window)
     # a softmax does not mind in which order a ring holds its keys
-    return paged_direction(q, state.k, state.v, slots[:, None].to(torch.int32), live, None, None, *parameters)
+    pages = Pages(state.k, state.v, slots[:, None].to(torch.int32), live, None, None)
+    return paged_direction(q, *pages, *parameters)

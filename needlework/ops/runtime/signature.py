@@ -1,13 +1,14 @@
-"""Functions of NamedTuples of tensors with the signature that torch.library knows: one parameter or result for each field.
+"""Functions of NamedTuples of tensors and numbers with the signature that torch.library knows: one parameter or result for each field.
 
 An operator returns no None: a field that is None comes out as an empty vector. Where such a field is given to an operator again, as what
-the forward has kept is given to the backward, an empty vector is None. Which fields may be None their annotations say.
+the forward has kept is given to the backward, an empty vector is None. Which fields may be None their annotations say; numbers stay as
+they are.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import update_wrapper
 from inspect import Parameter, signature
-from types import GenericAlias, NoneType
+from types import GenericAlias
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from torch import Tensor
@@ -66,7 +67,7 @@ class Signature:
         self.plain = self.flat == own
         self._given, self._returned = _places(self.parameters.values()), _places(self.results)
         parts = [(part, x) for part in self.parameters.values() for x in part.fields.values()]
-        self._may_be = [i for i, (part, x) in enumerate(parts) if part.kind is not None and NoneType in get_args(x)]
+        self._may_be = [i for i, (part, x) in enumerate(parts) if part.kind is not None and x == Tensor | None]
 
     def named(self, values: Sequence) -> list:
         """A call's arguments as the function takes them; a field that is empty stays so."""

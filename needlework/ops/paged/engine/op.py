@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 
-from needlework.ops.paged.arguments import Bias, Pages
+from needlework.ops.paged.arguments import Bias, Pages, Rows
 from needlework.ops.paged.engine import readout
 from needlework.ops.paged.engine.attend import attend, merge
 from needlework.ops.paged.engine.write import write
 from needlework.ops.polar.arguments import Parameters
-from needlework.ops.runtime.custom_op import operator, step_operator
+from needlework.ops.runtime.custom_op import fake, operator, step_operator
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2, padded
@@ -35,67 +36,54 @@ ALL = 2**30  # a window that no sequence fills
 NO_BIAS = Bias()
 
 
-@step_operator("k_pages", "v_pages", "decay_pages")
-def paged_write(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Tensor, decay: Tensor | None, decay_pages: Tensor | None
-) -> None:  # fmt: skip
-    if len(k):
-        k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (k, v))
-        decay = None if decay is None else decay.contiguous()
-        known = write_constants(k, v, k_pages, v_pages, decay_pages)
-        run(write, (len(k),), k, v, k_pages, v_pages, rows.contiguous(), decay, decay_pages, **known)
+@step_operator("pages")
+def paged_write(new: Rows, pages: Rows, rows: Tensor) -> None:
+    if len(rows):
+        k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (new.k, new.v))
+        decay = None if new.decay is None else new.decay.contiguous()
+        known = write_constants(k, v, pages)
+        run(write, (len(k),), k, v, pages.k, pages.v, rows.contiguous(), decay, pages.decay, **known)
 
 
-@torch.library.register_fake(paged_write)
-def _(k, v, k_pages, v_pages, rows, decay, decay_pages):
+@fake(paged_write)
+def _(*_):
     return None
 
 
 @operator
-def paged_softmax(
-    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, length: Tensor, cu_seqlens: Tensor | None, window: int | None,
-    scale: float | None, slopes: Tensor | None, decay: Tensor | None, decay_pages: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """o [T Hq V] of q [T Hq d] on pages k [n PG Hkv d], v [n PG Hkv V]."""
-    slopes, decay = (None if x is None else x.contiguous() for x in (slopes, decay))
-    bias = Bias(slopes, decay, decay_pages)
-    return _launch(q, Pages(k, v, block_table, length, cu_seqlens, window), SOFTMAX, scale=scale, bias=bias)[0]
+def paged_softmax(q: Tensor, pages: Pages, scale: float | None, bias: Bias) -> Tensor:
+    """o [T Hq V]"""
+    slopes, decay = each(Tensor.contiguous, bias.slopes, bias.decay)
+    return _launch(q, pages, SOFTMAX, scale=scale, bias=Bias(slopes, decay, bias.pages))[0]
 
 
 @operator
-def paged_difference(
-    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, length: Tensor, cu_seqlens: Tensor | None, window: int | None,
-    lam: Tensor, scale: float | None,
-) -> Tensor:  # fmt: skip
+def paged_difference(q: Tensor, pages: Pages, lam: Tensor, scale: float | None) -> Tensor:
     """o [T Hq V]; lam: a number or [Hq]."""
-    return _launch(q, Pages(k, v, block_table, length, cu_seqlens, window), DIFFERENTIAL, lam=lam.contiguous(), scale=scale)[0]
+    return _launch(q, pages, DIFFERENTIAL, lam=lam.contiguous(), scale=scale)[0]
 
 
 @operator
-def paged_direction(
-    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, length: Tensor, cu_seqlens: Tensor | None, window: int | None,
-    alpha: Tensor, beta: Tensor, gamma: Tensor, null_base: Tensor, v_null: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def paged_direction(q: Tensor, pages: Pages, parameters: Parameters) -> tuple[Tensor, Tensor]:
     """direction [T Hq V], magnitude [T Hq]."""
-    parameters = Parameters(alpha, beta, gamma, null_base, v_null).map(Tensor.contiguous)
-    direction, magnitude = _launch(q, Pages(k, v, block_table, length, cu_seqlens, window), POLAR, parameters=parameters)
+    direction, magnitude = _launch(q, pages, POLAR, parameters=parameters.map(Tensor.contiguous))
     assert magnitude is not None  # of Polar
     return direction, magnitude
 
 
-@torch.library.register_fake(paged_softmax)
-def _(q, k, v, *_):
-    return q.new_empty(*q.shape[:2], v.shape[3])
+@fake(paged_softmax)
+def _(q: Tensor, pages: Pages, *_):
+    return q.new_empty(*q.shape[:2], pages.v.shape[3])
 
 
-@torch.library.register_fake(paged_difference)
-def _(q, k, v, *_):
-    return q.new_empty(*q.shape[:2], v.shape[3])
+@fake(paged_difference)
+def _(q: Tensor, pages: Pages, *_):
+    return q.new_empty(*q.shape[:2], pages.v.shape[3])
 
 
-@torch.library.register_fake(paged_direction)
-def _(q, k, v, *_):
-    return q.new_empty(*q.shape[:2], v.shape[3]), q.new_empty(q.shape[:2], dtype=accumulator(q.dtype))
+@fake(paged_direction)
+def _(q: Tensor, pages: Pages, *_):
+    return q.new_empty(*q.shape[:2], pages.v.shape[3]), q.new_empty(q.shape[:2], dtype=accumulator(q.dtype))
 
 
 class Shape(NamedTuple):
@@ -196,11 +184,11 @@ def constants(
     return {name: x for name, x in known.items() if name in kernel.arg_names} | dict(launch)
 
 
-def write_constants(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, decay_pages: Tensor | None = None) -> Constants:
+def write_constants(k: Tensor, v: Tensor, pages: Rows) -> Constants:
     NK, NV = k[0].numel(), v[0].numel()
-    NG, SG = (0, 0) if decay_pages is None else (decay_pages.shape[2], decay_pages.stride(0))
+    NG, SG = (0, 0) if pages.decay is None else (pages.decay.shape[2], pages.decay.stride(0))
     return dict(
-        PG=k_pages.shape[1], NK=NK, NV=NV, TK=k.stride(0), TV=v.stride(0), SK=k_pages.stride(0), SV=v_pages.stride(0),
+        PG=pages.k.shape[1], NK=NK, NV=NV, TK=k.stride(0), TV=v.stride(0), SK=pages.k.stride(0), SV=pages.v.stride(0),
         BK=next_power_of_2(NK), BV=next_power_of_2(NV), NG=NG, SG=SG, BG=next_power_of_2(max(NG, 1)), num_warps=4,
     )  # fmt: skip
 
@@ -230,9 +218,9 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         case(attend, constants(config, attend, dtype, shape, tile, read, packed=packed) | {"SPLIT": SPLIT, "SG": PG * 8} | bias)
         if SPLIT:
             case(merge, constants(config, merge, dtype, shape, tile, read, packed=packed))
-    k, v, k_pages, v_pages = (
-        torch.empty(*sizes, device="meta") for sizes in ((1, 2, K), (1, 2, V), (1, 16, 2, K), (1, 16, 2, V))
+    k, v, *pages = (
+        torch.empty(*sizes, device="meta") for sizes in ((1, 2, K), (1, 2, V), (1, 16, 2, K), (1, 16, 2, V), (1, 16, 8))
     )
-    case(write, write_constants(k, v, k_pages, v_pages) | decays)
-    case(write, write_constants(k, v, k_pages, v_pages, torch.empty(1, 16, 8, device="meta")))
+    case(write, write_constants(k, v, Rows(*pages[:2])) | decays)
+    case(write, write_constants(k, v, Rows(*pages)))
     return cases

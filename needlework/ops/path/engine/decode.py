@@ -5,34 +5,36 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from needlework.ops.paged.placement import Placement
+from needlework.ops.path.arguments import NewTokens
 from needlework.ops.path.engine.step import carry, enter, merge, read
-from needlework.ops.path.state import BLOCK
-from needlework.ops.runtime.custom_op import step_operator
+from needlework.ops.path.engine.walk import LOG2E
+from needlework.ops.path.state import BLOCK, Tables
+from needlework.ops.runtime.custom_op import fake, step_operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
 ENGINE = "path/step"
-LOG2E = 1.4426950408889634
 # flag -> arguments that kernels read with it alone
 ONLY_WITH = {"DECAY": ("p_g", "p_decay", "p_page_decay"), "SOLVE": ("p_page_norm",)}
 KERNELS = {"enter": enter, "read": read, "merge": merge, "carry": carry}
 
 
-@step_operator("page_k", "page_v", "open_w", "open_beta", "page_decay", "page_norm")
+@step_operator("tables", "norm_pages")
 def path_decode(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, g: Tensor | None,
-    page_k: Tensor, page_v: Tensor, open_w: Tensor, open_beta: Tensor, page_decay: Tensor | None, page_norm: Tensor | None, slots: Tensor, table: Tensor,
-    length: Tensor, rows: Tensor, P: int, window: int | None, scale: float,
+    tokens: NewTokens, tables: Tables, norm_pages: Tensor | None, where: Placement, slots: Tensor, P: int, window: int | None,
+    scale: float,
 ) -> Tensor:  # fmt: skip
     """o [N H V] of one new token a sequence. P: rows of a sequence's pages, or of its ring. All contiguous; pages and slots each by itself.
-    page_norm: the norms that LUCID-PaTH's keys came with; page_v then holds y, and v is solved."""
+    norm_pages: the norms that LUCID-PaTH's keys came with; v_pages then holds y, and v is solved."""
+    (q, _, v, _, _, g), (page_k, page_v, open_w, open_beta, page_decay), (table, length, rows, _) = tokens, tables, where
     (N, H, K), (HK, V) = q.shape, v.shape[1:]
     o = torch.empty(N, H, V, dtype=q.dtype, device=q.device)
     if not o.numel():
         return o
     chosen = launch_config(ENGINE, q.device, q.dtype, K, V)
-    c = constants(chosen, q.dtype, H, HK, K, V, scale, g is not None, page_norm is not None)
+    c = constants(chosen, q.dtype, H, HK, K, V, scale, g is not None, norm_pages is not None)
     (KB, VB), GB, own = (padded(K), padded(V)), c["enter"]["GB"], chosen.launch["read"]
     reach = min(P, window or P)
     parts = max(1, min(own["NP"] // (N * HK), cdiv(reach, 4 * own["BN"])))
@@ -42,31 +44,31 @@ def path_decode(
     tops, alls = number(N, HK, shares, GB), number(N, HK, shares, GB)
     decay = None if g is None else torch.empty(N, HK, GB, dtype=torch.float64, device=q.device)
     PG, NB, W = page_k.shape[1], table.shape[1], window or 0
-    where, apart = (P, PG, NB, W), (page_k.stride(0), page_v.stride(0))
-    more_apart = [0 if x is None else x.stride(0) for x in (page_decay, page_norm)]
+    sizes, apart = (P, PG, NB, W), (page_k.stride(0), page_v.stride(0))
+    more_apart = [0 if x is None else x.stride(0) for x in (page_decay, norm_pages)]
     opened = open_w.stride(0), open_beta.stride(0)
     run(
-        enter, (N * HK,), q, k, v, beta, w, g, page_k, page_v, open_w, open_beta, page_decay, page_norm, table, slots, length, x, decay,
-        sums, tops, alls, *where, shares, *apart, *opened, *more_apart, **c["enter"],
+        enter, (N * HK,), *tokens, *tables, norm_pages, table, slots, length, x, decay, sums, tops, alls, *sizes, shares, *apart, *opened,
+        *more_apart, **c["enter"],
     )  # fmt: skip
     run(
-        read, (N * HK * parts,), x, decay, page_k, page_v, page_decay, page_norm, table, length, sums, tops, alls, *where, shares, *apart,
+        read, (N * HK * parts,), x, decay, page_k, page_v, page_decay, norm_pages, table, length, sums, tops, alls, *sizes, shares, *apart,
         *more_apart, **c["read"],
     )  # fmt: skip
     run(
-        merge, (N * HK,), q, k, v, beta, w, decay, page_k, page_v, open_w, open_beta, page_decay, page_norm, slots, length, rows, sums, tops, alls, o,
-        PG, shares, *apart, *opened, *more_apart, **c["merge"],
+        merge, (N * HK,), *tokens[:5], decay, *tables, norm_pages, slots, length, rows, sums, tops, alls, o, PG, shares, *apart, *opened,
+        *more_apart, **c["merge"],
     )  # fmt: skip
     tiles = cdiv(reach, c["carry"]["BN"])
     run(
-        carry, (N * HK * tiles,), page_k, open_w, open_beta, table, slots, length, *where, tiles, apart[0], *opened, **c["carry"]
+        carry, (N * HK * tiles,), page_k, open_w, open_beta, table, slots, length, *sizes, tiles, apart[0], *opened, **c["carry"]
     )  # fmt: skip
     return o
 
 
-@torch.library.register_fake(path_decode)
-def _(q, k, v, *_):
-    return q.new_empty(*q.shape[:2], v.shape[2])
+@fake(path_decode)
+def _(tokens: NewTokens, *_):
+    return tokens.q.new_empty(*tokens.q.shape[:2], tokens.v.shape[2])
 
 
 def constants(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.decay import summed
+from needlework.ops.paged.placement import Placement
 from needlework.ops.path.state import BLOCK
 from needlework.ops.runtime.each import each
 
@@ -29,9 +30,9 @@ class Line(NamedTuple):
     real: Tensor  # [T] bool: somebody's
 
     @classmethod
-    def of(cls, length: Tensor, ends: Tensor, T: int, C: int) -> "Line":
-        """length [N] of `Placement`, ends [N+1]."""
-        N, ends = len(length), ends.long()
+    def of(cls, where: Placement, T: int, C: int) -> "Line":
+        length, ends = where.length, where.ends(T).long()
+        N = len(length)
         count, total = ends.diff(), length.long()
         live = (total >= 0) & (count > 0)
         past = torch.where(live, (total - count).clamp(min=0), 0)
@@ -48,9 +49,9 @@ class Line(NamedTuple):
         token = torch.arange(T, device=length.device)
         m = torch.searchsorted(ends[1:], token, right=True).clamp(max=N - 1)
         real = (token < ends[-1]) & live[m]
-        where = torch.where(real, cum[m] * C + past[m] - start[m] + token - ends[m], 0)
+        back = torch.where(real, cum[m] * C + past[m] - start[m] + token - ends[m], 0)
         cum, start, past, total = each(lambda x: x.to(torch.int32), cum, start, past, total)
-        return cls(cum, start, past, total, n, at, of_call, new, there & ~new, where, real)
+        return cls(cum, start, past, total, n, at, of_call, new, there & ~new, back, real)
 
     def align(self, C: int) -> Alignment:
         """As the walks of packed sequences have it; a sequence may fill the line."""

@@ -1,19 +1,16 @@
 """PaTH attention as operators of Triton kernels, forward and backward; their constants are in engine.launch.json.
 
-`prepare.py` makes what a query meets on its way, `forward.py` walks, `sweep.py` walks back and returns, `keys.py` and `blocks.py` have the
+`walk.py` has the sizes of a call, `prepare.py` makes what a query meets on its way, `forward.py` walks, `sweep.py` walks back and returns, `keys.py` and `blocks.py` have the
 gradients of what it met. What is saved: q, k, v, β, w, o and the softmax's denominators; the rest is made again.
 """
 
 from functools import partial
-from math import log2
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton import JITFunction
 
-from needlework.ops.common.alignment import Alignment
-from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.path.arguments import PathInputs
 from needlework.ops.path.engine.blocks import group, release, spread, turn, unwind
 from needlework.ops.path.engine.forgets import Forgets
@@ -21,14 +18,13 @@ from needlework.ops.path.engine.forward import attend
 from needlework.ops.path.engine.keys import keys, transfers
 from needlework.ops.path.engine.prepare import collect, compose, prepare
 from needlework.ops.path.engine.sweep import sweep
-from needlework.ops.path.state import BLOCK
+from needlework.ops.path.engine.walk import ENGINE, Walk, constants
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.each import each
-from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, interpreted, launch_config, split
-from needlework.ops.runtime.precompile import kind, meta, precompile, run
-from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2, padded
+from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
+from needlework.ops.runtime.precompile import kind, meta, precompile
+from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
-ENGINE = "path/engine"
 KERNELS = prepare, collect, compose, attend, sweep, keys, transfers, spread, group, turn, unwind, release
 # flag -> arguments that kernels read with it alone
 ONLY_WITH = {
@@ -39,71 +35,6 @@ ONLY_WITH = {
 }
 SUMS = dict.fromkeys(ONLY_WITH["DECAY"], "*fp64")
 SCRATCH = 1 << 28  # bytes of x and y that a panel of the backward keeps, unless a block of every head takes more
-LOG2E = log2(2.718281828459045)
-
-
-class Walk(NamedTuple):
-    """What every launch is given: sizes, the config, and the sequences as runs of whole blocks."""
-
-    config: LaunchConfig
-    dtype: torch.dtype
-    B: int
-    T: int
-    H: int
-    HK: int
-    K: int
-    V: int
-    window: int | None
-    scale: float
-    align: Alignment
-    soft: bool = True  # weights are a softmax's; else the solve's exponentials, of queries that are keys
-    pages: bool = False  # the sequences go on from pages
-    decay: bool = False  # a forget gate is added to the scores
-
-    @property
-    def C(self) -> int:
-        return self.config.launch["shared"]["C"]
-
-    @property
-    def M(self) -> int:
-        return self.config.launch["shared"]["M"]
-
-    @property
-    def blocks(self) -> int:
-        return cdiv(self.T, self.C)
-
-    @property
-    def rows(self) -> int:
-        return self.blocks * self.C
-
-    @property
-    def packed(self) -> bool:
-        return self.align.place is not None
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Columns of tiles of keys and of values."""
-        return padded(self.K), padded(self.V)
-
-    def launch(self, kernel: JITFunction, grid: tuple[int, ...], *arguments: object, **flags: int) -> None:
-        run(kernel, grid, *arguments, **self.constants(kernel), **flags)
-
-    def constants(self, kernel: JITFunction) -> Constants:
-        return constants(
-            self.config, kernel, self.dtype, self.H, self.HK, self.K, self.V, self.scale, self.packed, self.window is not None,
-            self.soft, self.pages, self.decay,
-        )  # fmt: skip
-
-    def number(self, like: Tensor, *sizes: int, zeros: bool = False) -> Tensor:
-        """In the sums' dtype."""
-        make = like.new_zeros if zeros else like.new_empty
-        return make(*sizes, dtype=accumulator(self.dtype))
-
-    def by_head(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [B T H] head by head, [B H NR], zeros after T."""
-        out = x.new_zeros(self.B, self.H, self.rows, dtype=dtype)
-        out[:, :, : self.T] = x.transpose(1, 2)
-        return out
 
 
 class Prepared(NamedTuple):
@@ -116,22 +47,6 @@ class Prepared(NamedTuple):
     H: Tensor  # [blocks KB KB]
     H2: Tensor  # [blocks KB KB]
     X: Tensor | None  # [NR C], for the backward
-
-
-def constants(
-    config: LaunchConfig, kernel: JITFunction, dtype: torch.dtype, H: int, HK: int, K: int, V: int, scale: float, packed: bool,
-    window: bool, soft: bool = True, pages: bool = False, decay: bool = False,
-) -> Constants:  # fmt: skip
-    """All that a kernel is compiled for; what it does not take is left out."""
-    shared = config.launch["shared"]
-    known = dict(
-        H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), RB=min(padded(K), 64), C=shared["C"], M=shared["M"], BLOCK=BLOCK,
-        SCALE=scale * LOG2E, RATE=scale if soft else -scale, SOFT=int(soft), PAGES=int(pages), PACKED=int(packed), WINDOW=int(window),
-        DECAY=int(decay), GB=next_power_of_2(H // HK),
-        APART=int(dtype.itemsize == 2 and not interpreted()), ACC=TYPES[accumulator(dtype)], ST=TYPES[dtype],
-    )  # fmt: skip
-    own = {name: x for name, x in config.launch[kernel.__name__].items() if name != "NP"}  # programs are the host's
-    return {name: x for name, x in known.items() if name in kernel.arg_names} | own
 
 
 def prepared(walk: Walk, x: PathInputs, keep: bool = False) -> Prepared:
@@ -220,17 +135,8 @@ def descend(
     walk.launch(release, by_block, x.k, x.w, cum, dU, *left, sum_k, sum_w, found.k, found.w, T, rows, N)
 
 
-def walk_of(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> Walk:
-    (B, T, H, K), (HK, V) = x.q.shape, x.v.shape[2:]
-    chosen = launch_config(ENGINE, x.q.device, x.q.dtype, K, V)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, B, T)
-    align = Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], x.q.device)
-    return Walk(chosen, x.q.dtype, B, align.T, H, HK, K, V, window, scale, align, decay=x.decay is not None)
-
-
 def _forward(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float, save: bool) -> tuple[Tensor, Tensor]:
-    walk = walk_of(x, cu_seqlens, window, scale)
+    walk = Walk.of(x, cu_seqlens, window, scale)
     x = PathInputs(*each(walk.align.align, *x))
     key = ENGINE, walk.config.name, kind(*x), cu_seqlens is not None, window is not None, scale, save
     precompile(x.q.device, key, lambda: _launches(walk, PathInputs(*meta(*x)), save))
@@ -275,7 +181,7 @@ def path_triton_bwd(
     do: Tensor, o: Tensor, lse: Tensor, inputs: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float
 ) -> PathInputs:
     """Gradients of `inputs`."""
-    walk = walk_of(inputs, cu_seqlens, window, scale)
+    walk = Walk.of(inputs, cu_seqlens, window, scale)
     if lse.shape[-1] != walk.rows:
         raise RuntimeError(f"{ENGINE}: the forward walked {lse.shape[-1]} rows, the config for the backward has {walk.rows}")
     do, o = each(walk.align.align, do, o)

@@ -9,7 +9,6 @@ The grids follow from shapes, the loops end with the lengths. Carried keys pass 
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,14 +17,16 @@ from torch import Tensor
 
 from needlework.ops.common.kernels.runs import row_pointers, sequence_of
 from needlework.ops.common.kernels.tile import load_tile
-from needlework.ops.path.arguments import PathInputs
-from needlework.ops.path.engine import op as engine
+from needlework.ops.paged.placement import Placement
+from needlework.ops.path.arguments import NewTokens, PathInputs
 from needlework.ops.path.engine.forward import attend
 from needlework.ops.path.engine.line import Line
-from needlework.ops.path.engine.op import SUMS, Prepared, Walk, compile_case, constants, prepared
+from needlework.ops.path.engine.op import SUMS, Prepared, compile_case, prepared
 from needlework.ops.path.engine.prepare import collect, prepare
 from needlework.ops.path.engine.tiles import product, row_at, square_pointers
-from needlework.ops.runtime.custom_op import step_operator
+from needlework.ops.path.engine.walk import ENGINE, Walk, constants
+from needlework.ops.path.state import Tables
+from needlework.ops.runtime.custom_op import fake, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
@@ -148,63 +149,50 @@ def carry_on(
         tl.store(at, carried_on(k, p_H, p_H2, i_kv, first, 0, closed, NR // C, KB, M, APART), mask=there)
 
 
-class State(NamedTuple):
-    """What a call changes in place."""
-
-    page_k: Tensor
-    page_v: Tensor
-    open_w: Tensor
-    open_beta: Tensor
-    page_decay: Tensor | None
-
-
-@step_operator("page_k", "page_v", "open_w", "open_beta", "page_decay")
+@step_operator("tables")
 def path_prefill(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, g: Tensor | None,
-    page_k: Tensor, page_v: Tensor, open_w: Tensor, open_beta: Tensor, page_decay: Tensor | None, slots: Tensor, table: Tensor,
-    length: Tensor, rows: Tensor, ends: Tensor, window: int | None, scale: float,
-) -> Tensor:  # fmt: skip
+    tokens: NewTokens, tables: Tables, where: Placement, slots: Tensor, window: int | None, scale: float
+) -> Tensor:
     """o [T H V] of new tokens, `paged_path` with cu_seqlens. All contiguous; pages and slots each by itself."""
+    (q, k, v, beta, w, g), (page_k, page_v, open_w, open_beta, page_decay), table = tokens, tables, where.block_table
     (T, H, K), (HK, V) = q.shape, v.shape[1:]
     if not q.numel() or not v.numel() or not table.numel():
         return q.new_zeros(T, H, V)
-    config = launch_config(engine.ENGINE, q.device, q.dtype, K, V)
-    line = Line.of(length, ends, T, config.launch["shared"]["C"])
+    config = launch_config(ENGINE, q.device, q.dtype, K, V)
+    line = Line.of(where, T, config.launch["shared"]["C"])
     given = PathInputs(
         line.tokens(q), line.rows(k, page_k, table, window), line.rows(v, page_v, table, window), line.opened(beta, open_beta, slots),
         line.opened(w, open_w, slots),
     )  # fmt: skip
     if g is not None and page_decay is not None:
-        given = given._replace(decay=line.rows(line.sums(g, page_decay, ends, table, window), page_decay, table, window))
+        sums = line.sums(g, page_decay, where.ends(T), table, window)
+        given = given._replace(decay=line.rows(sums, page_decay, table, window))
     align = line.align(config.launch["shared"]["C"])
     walk = Walk(config, q.dtype, 1, align.T, H, HK, K, V, window, scale, align, pages=True, decay=g is not None)
-    places = line, slots, table, rows, ends
-    state = State(page_k, page_v, open_w, open_beta, page_decay)
-    key = "path/pages", config.name, kind(*given, *each(lambda x: x[None], *state)), window is not None, scale
-    precompile(q.device, key, lambda: _launches(walk, PathInputs(*meta(*given)), State(*meta(*state)), *places))
-    return line.call(_launches(walk, given, state, *places))
+    key = "path/pages", config.name, kind(*given, *each(lambda x: x[None], *tables)), window is not None, scale
+    places = line, slots, where
+    precompile(q.device, key, lambda: _launches(walk, PathInputs(*meta(*given)), Tables(*meta(*tables)), *places))
+    return line.call(_launches(walk, given, tables, *places))
 
 
-@torch.library.register_fake(path_prefill)
-def _(q, k, v, *_):
-    return q.new_empty(*q.shape[:2], v.shape[2])
+@fake(path_prefill)
+def _(tokens: NewTokens, *_):
+    return tokens.q.new_empty(*tokens.q.shape[:2], tokens.v.shape[2])
 
 
-def _launches(
-    walk: Walk, x: PathInputs, state: State, line: Line, slots: Tensor, table: Tensor, rows: Tensor, ends: Tensor
-) -> Tensor:  # fmt: skip
-    """o on the line [1 R H V]; the state changes."""
-    page_k, page_v, page_decay = state.page_k, state.page_v, state.page_decay
+def _launches(walk: Walk, x: PathInputs, tables: Tables, line: Line, slots: Tensor, where: Placement) -> Tensor:
+    """o on the line [1 R H V]; the tables change."""
+    page_k, page_v, _, _, page_decay = tables
     made, decay = prepared(walk, x), None if x.decay is None else walk.by_head(x.decay, torch.float64)
-    (cum, N), W, PG, NB = walk.align[:2], walk.window or 0, page_k.shape[1], table.shape[1]
+    (cum, N), W, PG, NB = walk.align[:2], walk.window or 0, page_k.shape[1], where.block_table.shape[1]
     o = x.q.new_empty(1, walk.T, walk.H, walk.V)
     lse = walk.number(x.q, 1, walk.H, walk.rows)
     apart = page_k.stride(0), page_v.stride(0)
     walk.launch(
-        attend, (walk.H, walk.blocks), x.q, x.k, x.v, x.w, decay, *made[:6], cum, o, lse, line.start, table, page_k, page_v, page_decay,
-        walk.T, walk.rows, N, W, PG, NB, *apart, apart_of(page_decay),
+        attend, (walk.H, walk.blocks), x.q, x.k, x.v, x.w, decay, *made[:6], cum, o, lse, line.start, where.block_table, page_k, page_v,
+        page_decay, walk.T, walk.rows, N, W, PG, NB, *apart, apart_of(page_decay),
     )  # fmt: skip
-    keep(walk, x, decay, made, state, line, slots, table, rows, ends)
+    keep(walk, x, decay, made, tables, line, slots, where)
     return o
 
 
@@ -214,20 +202,21 @@ def apart_of(pages: Tensor | None) -> int:
 
 
 def keep(
-    walk: Walk, x: PathInputs, decay: Tensor | None, made: Prepared, state: State, line: Line, slots: Tensor, table: Tensor,
-    rows: Tensor, ends: Tensor,
+    walk: Walk, x: PathInputs, decay: Tensor | None, made: Prepared, tables: Tables, line: Line, slots: Tensor, where: Placement
 ) -> None:  # fmt: skip
-    """The state after the call. decay: sums of gates on the line, head by head."""
-    page_k, page_v, open_w, open_beta, page_decay = state
-    (cum, N), W, PG, NB = walk.align[:2], walk.window or 0, page_k.shape[1], table.shape[1]
+    """The tables after the call. decay: sums of gates on the line, head by head."""
+    page_k, page_v, open_w, open_beta, page_decay = tables
+    (cum, N), W, PG, NB = walk.align[:2], walk.window or 0, page_k.shape[1], where.block_table.shape[1]
     which, apart = (line.start, line.past, line.length), (page_k.stride(0), page_v.stride(0))
+    parts = walk.C // walk.config.launch["settle"]["BN"]  # of a block
     walk.launch(
-        settle, (walk.HK * walk.blocks * (walk.C // walk.config.launch["settle"]["BN"]),), x.k, x.v, x.w, x.beta, decay, made.k1, made.H, made.H2, cum, *which, ends, rows, table, slots, *state,
-        walk.T, walk.rows, N, W, PG, NB, *apart, open_w.stride(0), open_beta.stride(0), apart_of(page_decay),
+        settle, (walk.HK * walk.blocks * parts,), x.k, x.v, x.w, x.beta, decay, made.k1, made.H, made.H2, cum, *which,
+        where.cu_seqlens, where.rows, where.block_table, slots, *tables, walk.T, walk.rows, N, W, PG, NB, *apart, open_w.stride(0),
+        open_beta.stride(0), apart_of(page_decay),
     )  # fmt: skip
     tiles = cdiv(min(NB * PG, walk.window or NB * PG), walk.config.launch["carry_on"]["BN"])
     walk.launch(
-        carry_on, (N * walk.HK * tiles,), made.H, made.H2, cum, *which, table, page_k, walk.rows, W, PG, NB, tiles, apart[0]
+        carry_on, (N * walk.HK * tiles,), made.H, made.H2, cum, *which, where.block_table, page_k, walk.rows, W, PG, NB, tiles, apart[0],
     )  # fmt: skip
 
 
@@ -243,19 +232,8 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     cases = []
     for window, decay in ((False, False), (True, False), (True, True)):
         of = partial(
-            constants,
-            config,
-            dtype=dtype,
-            H=8,
-            HK=2,
-            K=K,
-            V=V,
-            scale=K**-0.5,
-            packed=True,
-            window=window,
-            pages=True,
-            decay=decay,
-        )
+            constants, config, dtype=dtype, H=8, HK=2, K=K, V=V, scale=K**-0.5, packed=True, window=window, pages=True, decay=decay
+        )  # fmt: skip
         cases += [
             compile_case(kernel, types, wide, of(kernel)) for kernel in KERNELS if not decay or "DECAY" in kernel.arg_names
         ]

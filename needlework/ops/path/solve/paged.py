@@ -9,11 +9,12 @@ from torch import Tensor
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.shapes import check, check_tensor, width
 from needlework.ops.paged.placement import Placement, check_placement_data
-from needlework.ops.path.arguments import check_keys, check_queries, check_read
+from needlework.ops.path.arguments import NewTokens, PathKeys, check_keys, check_queries, check_read
 from needlework.ops.path.chunk import History
-from needlework.ops.path.paged import Gathered, Tables, check_tables, paged_path
+from needlework.ops.path.paged import Gathered, check_tables, for_kernels, paged_path
 from needlework.ops.path.solve import chunk
 from needlework.ops.path.solve.arguments import TINY, unit
+from needlework.ops.path.state import Tables
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
 
@@ -74,10 +75,9 @@ def solve_path_pages(
     if resolve("lucid-path", impl, k.device, unsupported) == "triton":
         from needlework.ops.path.solve.engine.pages import lucid_path_prefill
 
-        tokens = each(Tensor.contiguous, k, v, beta.to(width(k)), w)
-        placed = slots.contiguous(), block_table.contiguous(), length.to(torch.int32).contiguous(), rows.contiguous()
-        ends = where.ends(len(k)).to(torch.int64).contiguous()
-        return lucid_path_prefill(*tokens, k_pages, norm_pages, y_pages, w_slots, beta_slots, *placed, ends, window)
+        tokens = PathKeys(*each(Tensor.contiguous, k, v, beta.to(width(k)), w))
+        placed = for_kernels(where._replace(cu_seqlens=where.ends(len(k))))
+        return lucid_path_prefill(*tokens, *tables, norm_pages, *placed, slots.contiguous(), window)
     check_placement_data(where, len(k), *k_pages.shape[:2])
     found = Gathered.of(k, tables, slots, where, window)
     y = torch.zeros_like(v)
@@ -153,12 +153,12 @@ def paged_lucid_path(
     check_queries(q, k, "T Hq")
     check_read(window, scale)
     tables = Tables(k_pages, y_pages, w_slots, beta_slots)
-    check_tables(k, v, tables, slots, Placement(block_table, length, rows, None), values="y_pages")
+    where = Placement(block_table, length, rows, None)
+    check_tables(k, v, tables, slots, where, values="y_pages")
     _check_norms(norm_pages, k, k_pages)
-    tokens = each(Tensor.contiguous, q, k, v, beta.to(width(q)), w)
-    placed = slots.contiguous(), block_table.contiguous(), length.to(torch.int32).contiguous(), rows.contiguous()
+    tokens, placed = NewTokens.of(q, k, v, beta, w), (*for_kernels(where), slots.contiguous())
     rows_held, scale = block_table.shape[1] * k_pages.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
-    return path_decode(*tokens, None, *tables, norm_pages, *placed, rows_held, window, scale)
+    return path_decode(*tokens, *tables, norm_pages, *placed, rows_held, window, scale)
 
 
 def _check_norms(norm_pages: Tensor, k: Tensor, k_pages: Tensor) -> None:

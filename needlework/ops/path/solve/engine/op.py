@@ -8,7 +8,7 @@ In half precision k̂, P between blocks and Y are operands of the inputs' dtype,
 """
 
 from collections.abc import Iterator
-from math import log2, sqrt
+from math import sqrt
 from typing import NamedTuple
 
 import torch
@@ -19,8 +19,9 @@ from needlework.ops.path.arguments import PathInputs, PathKeys
 from needlework.ops.path.engine import op as engine
 from needlework.ops.path.engine.blocks import group, release, spread, turn, unwind
 from needlework.ops.path.engine.keys import keys, transfers
-from needlework.ops.path.engine.op import Prepared, Walk, descend, prepared
+from needlework.ops.path.engine.op import Prepared, compile_case, descend, prepared
 from needlework.ops.path.engine.sweep import sweep
+from needlework.ops.path.engine.walk import LOG2E, Walk, constants
 from needlework.ops.path.solve.engine.directions import directions, tangents
 from needlework.ops.path.solve.engine.overlaps import invert, overlaps
 from needlework.ops.path.solve.engine.scan import chain, onwards, take_off
@@ -30,7 +31,6 @@ from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv, padded
 
-LOG2E = log2(2.718281828459045)
 BOTH_WAYS = onwards, take_off, chain
 
 
@@ -152,7 +152,7 @@ def _columns(config: LaunchConfig, VB: int) -> int:
 
 def _walk(given: PathKeys, cu_seqlens: Tensor | None, window: int | None) -> Walk:
     k = given.k
-    return engine.walk_of(PathInputs(k, *given), cu_seqlens, window, sqrt(k.shape[-1]))._replace(soft=False)
+    return Walk.of(PathInputs(k, *given), cu_seqlens, window, sqrt(k.shape[-1]))._replace(soft=False)
 
 
 def _launches(walk: Walk, given: PathKeys, save: bool) -> None:
@@ -216,17 +216,17 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     cases = []
     for several in (False, True):
         of = lambda kernel, several=several: launch_constants(
-            engine.constants(config, kernel, dtype, 2, 2, K, V, sqrt(K), several, several, soft=False), padded(V)
+            constants(config, kernel, dtype, 2, 2, K, V, sqrt(K), several, several, soft=False), padded(V)
         )
         for kernel in (directions, invert, overlaps, tangents):
             more = {"p_dk": own} if kernel is tangents else {}
-            cases.append(engine.compile_case(kernel, types | more, wide, of(kernel)))
+            cases.append(compile_case(kernel, types | more, wide, of(kernel)))
         for kernel in BOTH_WAYS:
             for reverse in (False, True):
                 more = {"p_from": wide if reverse else own, "p_own": own if reverse else wide}
-                cases.append(engine.compile_case(kernel, types | more, wide, of(kernel) | {"REV": int(reverse)}))
+                cases.append(compile_case(kernel, types | more, wide, of(kernel) | {"REV": int(reverse)}))
         for kernel in (sweep, keys, transfers, spread, group, turn, unwind, release):
             # a gradient of k̂ is summed with another one
             more = {"p_dk": wide} if kernel is release else {}
-            cases.append(engine.compile_case(kernel, types | more, wide, of(kernel)))
+            cases.append(compile_case(kernel, types | more, wide, of(kernel)))
     return cases

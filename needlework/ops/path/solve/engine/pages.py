@@ -9,6 +9,7 @@ A few long sequences are cut into shares of their pages, summed after.
 """
 
 from math import sqrt
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,15 +18,18 @@ from torch import Tensor
 
 from needlework.ops.common.kernels.runs import row_pointers, sequence_of
 from needlework.ops.common.kernels.tile import plus_product
-from needlework.ops.path.engine import op as engine
+from needlework.ops.paged.placement import Placement
+from needlework.ops.path.arguments import PathKeys
 from needlework.ops.path.engine.line import Line
-from needlework.ops.path.engine.op import Walk
+from needlework.ops.path.engine.op import compile_case
 from needlework.ops.path.engine.tiles import oldest_row, product, row_at, square_pointers
+from needlework.ops.path.engine.walk import ENGINE, Walk, constants
 from needlework.ops.path.solve.engine.directions import TINY
 from needlework.ops.path.solve.engine.op import Blocks, Keys, launch, launch_constants, solve
 from needlework.ops.path.solve.engine.overlaps import exponentials, invert
 from needlework.ops.path.solve.engine.scan import chain
-from needlework.ops.runtime.custom_op import step_operator
+from needlework.ops.path.state import Tables
+from needlework.ops.runtime.custom_op import fake, step_operator
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv, padded
@@ -94,62 +98,60 @@ def keep_norms(p_k, p_rows, p_page_norm, rows, PG, page_norm, HK: tl.constexpr, 
     tl.store(p_page_norm + row // PG * page_norm + row % PG * HK + i_kv, tl.sqrt(tl.sum(k * k, 1)), mask=row >= 0)
 
 
-@step_operator("page_norm")
+class Past(NamedTuple):
+    """The pages that new tokens are solved against."""
+
+    k: Tensor  # [n PG HK K]
+    norm: Tensor  # [n PG HK]
+    y: Tensor  # [n PG HK V]
+
+
+@step_operator("norm_pages")
 def lucid_path_prefill(
-    k: Tensor, v: Tensor, beta: Tensor, w: Tensor,
-    page_k: Tensor, page_norm: Tensor, page_y: Tensor, open_w: Tensor, open_beta: Tensor, slots: Tensor, table: Tensor,
-    length: Tensor, rows: Tensor, ends: Tensor, window: int | None,
-) -> Tensor:  # fmt: skip
-    """y [T HK V] of new tokens, `solve_path_pages`. All contiguous; pages and slots each by itself."""
+    tokens: PathKeys, tables: Tables, norm_pages: Tensor, where: Placement, slots: Tensor, window: int | None
+) -> Tensor:
+    """y [T HK V] of new tokens, `solve_path_pages`; v_pages holds y. All contiguous; pages and slots each by itself."""
+    (k, v, beta, w), (page_k, page_y, open_w, open_beta, _), table = tokens, tables, where.block_table
     (T, HK, K), V = k.shape, v.shape[2]
     if not k.numel() or not v.numel() or not table.numel():
         return torch.zeros_like(v)
-    config = launch_config(engine.ENGINE, k.device, k.dtype, K, V)
+    config = launch_config(ENGINE, k.device, k.dtype, K, V)
     C = config.launch["shared"]["C"]
-    line = Line.of(length, ends, T, C)
-    given = (
+    line = Line.of(where, T, C)
+    given = PathKeys(
         line.rows(k, page_k, table, window), line.rows(v, page_y, table, window), line.opened(beta, open_beta, slots),
         line.opened(w, open_w, slots),
     )  # fmt: skip
     align = line.align(C)
     walk = Walk(config, k.dtype, 1, align.T, HK, HK, K, V, window, sqrt(K), align, soft=False, pages=True)
-    state = page_k, page_norm, page_y
-    key = "path/solve/pages", config.name, kind(*given, *(x[None] for x in state)), window is not None
-    precompile(k.device, key, lambda: _launches(walk, *meta(*given), meta(k)[0], meta(*state), line, table, rows))
-    return line.call(_launches(walk, *given, k, state, line, table, rows))
+    past = Past(page_k, norm_pages, page_y)
+    key = "path/solve/pages", config.name, kind(*given, *(x[None] for x in past)), window is not None
+    precompile(k.device, key, lambda: _launches(walk, PathKeys(*meta(*given)), *meta(k), Past(*meta(*past)), line, where))
+    return line.call(_launches(walk, given, k, past, line, where))
 
 
-@torch.library.register_fake(lucid_path_prefill)
-def _(k, v, *_):
-    return torch.empty_like(v)
+@fake(lucid_path_prefill)
+def _(tokens: PathKeys, *_):
+    return torch.empty_like(tokens.v)
 
 
-def _launches(
-    walk: Walk, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, of_call: Tensor, state: tuple[Tensor, Tensor, Tensor], line: Line,
-    table: Tensor, rows: Tensor,
-) -> Tensor:  # fmt: skip
-    """y on the line [1 R HK V]; the norms of the call's keys are written."""
-    page_k, page_norm, page_y = state
-    (cum, N), W, PG, NB, own = (
-        walk.align[:2],
-        walk.window or 0,
-        page_k.shape[1],
-        table.shape[1],
-        walk.config.launch["take_past"],
-    )
+def _launches(walk: Walk, x: PathKeys, of_call: Tensor, past: Past, line: Line, where: Placement) -> Tensor:
+    """y on the line [1 R HK V]; the norms of the call's keys are written. of_call: its keys [T HK K]."""
+    (cum, N), W, own = walk.align[:2], walk.window or 0, walk.config.launch["take_past"]
+    PG, NB = past.k.shape[1], where.block_table.shape[1]
     given = line.past - line.start
-    blocks = Blocks.of(walk, Keys.of(walk, k, beta, w), given=given)
+    blocks = Blocks.of(walk, Keys.of(walk, x.k, x.beta, x.w), given=given)
     programs = walk.HK * walk.blocks
     shares = max(1, min(own["NP"] // programs, cdiv(min(NB * PG, walk.window or NB * PG), 4 * own["BN"])))
-    sums = walk.number(v, shares, walk.HK, walk.rows, walk.widths[1])
-    apart = page_k.stride(0), page_norm.stride(0), page_y.stride(0)
+    sums = walk.number(x.v, shares, walk.HK, walk.rows, walk.widths[1])
+    apart = [pages.stride(0) for pages in past]
     launch(
-        walk, take_past, (programs * shares,), blocks.x0, blocks.made.H2, cum, line.start, table, *state, sums,
+        walk, take_past, (programs * shares,), blocks.x0, blocks.made.H2, cum, line.start, where.block_table, *past, sums,
         walk.rows, N, W, PG, NB, shares, *apart,
     )  # fmt: skip
     R = walk.config.launch["keep_norms"]["R"]
-    launch(walk, keep_norms, (cdiv(len(of_call), R) * walk.HK,), of_call, rows, page_norm, len(of_call), PG, apart[1])
-    return solve(walk, blocks, v, reverse=False, gone=sums.sum(0), given=given)
+    launch(walk, keep_norms, (cdiv(len(of_call), R) * walk.HK,), of_call, where.rows, past.norm, len(of_call), PG, apart[1])
+    return solve(walk, blocks, x.v, reverse=False, gone=sums.sum(0), given=given)
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
@@ -160,7 +162,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     cases = []
     for window in (False, True):
         for kernel in (invert, take_past, keep_norms, chain):
-            known = engine.constants(config, kernel, dtype, 2, 2, K, V, sqrt(K), True, window, soft=False, pages=True)
+            known = constants(config, kernel, dtype, 2, 2, K, V, sqrt(K), True, window, soft=False, pages=True)
             flags = {"REV": False} if kernel is chain else {}
-            cases.append(engine.compile_case(kernel, types, wide, launch_constants(known, padded(V), **flags)))
+            cases.append(compile_case(kernel, types, wide, launch_constants(known, padded(V), **flags)))
     return cases

@@ -1,0 +1,109 @@
+"""A call of PaTH's kernels as every launch of it sees it: sizes, launch config, and sequences as runs of whole blocks."""
+
+from math import log2
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton import JITFunction
+
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.path.arguments import PathInputs
+from needlework.ops.path.state import BLOCK
+from needlework.ops.runtime.launch_configs import Constants, LaunchConfig, interpreted, launch_config
+from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.triton_types import TYPES, accumulator, cdiv, next_power_of_2, padded
+
+ENGINE = "path/engine"
+LOG2E = log2(2.718281828459045)
+
+
+class Walk(NamedTuple):
+    """What every launch is given: sizes, the config, and the sequences as runs of whole blocks."""
+
+    config: LaunchConfig
+    dtype: torch.dtype
+    B: int
+    T: int
+    H: int
+    HK: int
+    K: int
+    V: int
+    window: int | None
+    scale: float
+    align: Alignment
+    soft: bool = True  # weights are a softmax's; else the solve's exponentials, of queries that are keys
+    pages: bool = False  # the sequences go on from pages
+    decay: bool = False  # a forget gate is added to the scores
+
+    @classmethod
+    def of(cls, x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> "Walk":
+        """Of a call's tokens, before they are aligned. Raises ValueError for cu_seqlens that do not fit."""
+        (B, T, H, K), (HK, V) = x.q.shape, x.v.shape[2:]
+        chosen = launch_config(ENGINE, x.q.device, x.q.dtype, K, V)
+        if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, B, T)
+        align = Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], x.q.device)
+        return cls(chosen, x.q.dtype, B, align.T, H, HK, K, V, window, scale, align, decay=x.decay is not None)
+
+    @property
+    def C(self) -> int:
+        return self.config.launch["shared"]["C"]
+
+    @property
+    def M(self) -> int:
+        return self.config.launch["shared"]["M"]
+
+    @property
+    def blocks(self) -> int:
+        return cdiv(self.T, self.C)
+
+    @property
+    def rows(self) -> int:
+        return self.blocks * self.C
+
+    @property
+    def packed(self) -> bool:
+        return self.align.place is not None
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of tiles of keys and of values."""
+        return padded(self.K), padded(self.V)
+
+    def launch(self, kernel: JITFunction, grid: tuple[int, ...], *arguments: object, **flags: int) -> None:
+        run(kernel, grid, *arguments, **self.constants(kernel), **flags)
+
+    def constants(self, kernel: JITFunction) -> Constants:
+        return constants(
+            self.config, kernel, self.dtype, self.H, self.HK, self.K, self.V, self.scale, self.packed, self.window is not None,
+            self.soft, self.pages, self.decay,
+        )  # fmt: skip
+
+    def number(self, like: Tensor, *sizes: int, zeros: bool = False) -> Tensor:
+        """In the sums' dtype."""
+        make = like.new_zeros if zeros else like.new_empty
+        return make(*sizes, dtype=accumulator(self.dtype))
+
+    def by_head(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [B T H] head by head, [B H NR], zeros after T."""
+        out = x.new_zeros(self.B, self.H, self.rows, dtype=dtype)
+        out[:, :, : self.T] = x.transpose(1, 2)
+        return out
+
+
+def constants(
+    config: LaunchConfig, kernel: JITFunction, dtype: torch.dtype, H: int, HK: int, K: int, V: int, scale: float, packed: bool,
+    window: bool, soft: bool = True, pages: bool = False, decay: bool = False,
+) -> Constants:  # fmt: skip
+    """All that a kernel is compiled for; what it does not take is left out."""
+    shared = config.launch["shared"]
+    known = dict(
+        H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), RB=min(padded(K), 64), C=shared["C"], M=shared["M"], BLOCK=BLOCK,
+        SCALE=scale * LOG2E, RATE=scale if soft else -scale, SOFT=int(soft), PAGES=int(pages), PACKED=int(packed), WINDOW=int(window),
+        DECAY=int(decay), GB=next_power_of_2(H // HK),
+        APART=int(dtype.itemsize == 2 and not interpreted()), ACC=TYPES[accumulator(dtype)], ST=TYPES[dtype],
+    )  # fmt: skip
+    own = {name: x for name, x in config.launch[kernel.__name__].items() if name != "NP"}  # programs are the host's
+    return {name: x for name, x in known.items() if name in kernel.arg_names} | own
