@@ -15,6 +15,12 @@ ORDER = ("gated", "qdelta", "kda", "carve-gates-given", "carve", "ccq", "ccq+gat
          "lucid", "lucid/clustered", "lucid/attention", "polar", "polar/decode", "path", "path/lucid",
          "paged/softmax", "paged/differential")  # fmt: skip
 SIZES = ("60m", "125m", "1.3b")
+# bars of serving that a row does not hold, because they are of other rows or of what the row holds itself
+LONG = 16_384, 0.7  # tokens of context, of what a step's bytes allow
+HTTP = 0.9  # of the step alone
+FIRST = 512, 8.0, 2.2  # up to so many tokens ms, beyond them floors
+BEFORE = {"qdelta-340m": 25, "atma-polar-memory": 29, "transformer-500m": 8, "lucid-1b-64": 7, "carve-125m": 17}
+FASTER = 5  # `generate` than BEFORE, tokens a second of one user before it ran on slots and pages
 
 
 def verdict(row: dict) -> str:
@@ -96,22 +102,32 @@ def serving(rows: list[dict]) -> list[str]:
     ]
     for r in steps:
         bar = "" if r["bar"] is None else bar_text(f"{r['bar']:,}", r["tokens_per_second"] >= r["bar"])
+        if r["shape"]["T"] == LONG[0]:
+            bar = bar_text(f"{100 * LONG[1]:.0f} %", r["share"] >= LONG[1])
         figures = number(r["ms"], 2), number(r["tokens_per_second"], 0), bar, f"{100 * r['share']:.0f} %", r["commit"]
         lines.append(f"| {r['op']} | {r['shape']['B']} | {r['shape']['T']:,} | {' | '.join(figures)} |")
     lines += [
         "",
-        "| model | B | context | what | tokens/s | of the step alone, where both are of one commit | commit |",
-        "|" + " --- |" * 7,
+        "| model | B | context | what | tokens/s | of the step alone, where both are of one commit | bar | commit |",
+        "|" + " --- |" * 8,
     ]
     alone = {(r["commit"], r["op"], *r["shape"].values()): r["tokens_per_second"] for r in steps}
     for r in (r for r in rows if r["pass"] in ("engine", "http", "generate")):
         step = alone.get((r["commit"], r["op"], *r["shape"].values()))
-        share = "" if step is None else f"{100 * r['tokens_per_second'] / step:.0f} %"
-        figures = r["pass"], number(r["tokens_per_second"], 0), share, r["commit"]
+        share = "" if step is None else f"{100 * r['tokens_per_second'] / step:.1f} %"
+        bar = ""
+        if r["pass"] == "http" and step is not None:
+            bar = bar_text(f"{100 * HTTP:.0f} %", r["tokens_per_second"] >= HTTP * step)
+        elif r["pass"] == "generate" and r["op"] in BEFORE:
+            bar = bar_text(FASTER * BEFORE[r["op"]], r["tokens_per_second"] >= FASTER * BEFORE[r["op"]])
+        figures = r["pass"], number(r["tokens_per_second"], 0), share, bar, r["commit"]
         lines.append(f"| {r['op']} | {r['shape']['B']} | {r['shape']['T']:,} | {' | '.join(figures)} |")
-    lines += ["", "| model | prompt | ms to the first token | floor, ms | times the floor | commit |", "|" + " --- |" * 6]
+    lines += ["", "| model | prompt | ms to the first token | floor, ms | times the floor | bar | commit |", "|" + " --- |" * 7]
     for r in (r for r in rows if r["pass"] == "first"):
-        figures = number(r["ms"], 1), number(r["floor_ms"], 1), number(r["ms"] / r["floor_ms"], 1), r["commit"]
+        short, ms, floors = FIRST
+        times = r["ms"] / r["floor_ms"]
+        bar = bar_text(f"{ms:g} ms", r["ms"] <= ms) if r["shape"]["T"] <= short else bar_text(f"{floors} ×", times <= floors)
+        figures = number(r["ms"], 1), number(r["floor_ms"], 1), number(times, 1), bar, r["commit"]
         lines.append(f"| {r['op']} | {r['shape']['T']:,} | {' | '.join(figures)} |")
     return lines
 

@@ -66,3 +66,19 @@ def test_every_case_has_a_key_of_its_own_and_a_floor(bench):
     assert len({case.key for case in cases}) == len(cases)
     for case in cases:
         assert 0 < case.floor("fwd", 4e12, 7e14) < case.floor("fwd+bwd", 4e12, 7e14)
+
+
+def test_the_table_of_serving_says_which_bars_are_met(bench):
+    def made(what, B, T, **figures):
+        common = {"op": "carve-125m", "pass": what, "shape": {"B": B, "T": T}, "commit": "a", "bar": None}
+        return common | {"device": "d", "torch": "t", "triton": "t", "dtype": "bfloat16"} | figures
+
+    step = made("step", 64, 512, ms=1, tokens_per_second=1000, share=0.3) | {"bar": 1000}
+    long = [made("step", B, 16384, ms=1, tokens_per_second=10, share=share) for B, share in ((64, 0.7), (65, 0.69))]
+    http = [made("http", 64, 512, tokens_per_second=n) for n in (900, 899)]
+    alone = [made("generate", 1, 512, tokens_per_second=n) for n in (85, 84)]
+    first = [made("first", 1, T, ms=ms, floor_ms=4) for T, ms in ((512, 8), (512, 8.1), (4096, 8.8), (4096, 8.9))]
+    text = "\n".join(bench("table").serving([step, *long, *http, *alone, *first]))
+    for bar in ("70 %", "90 %", "85", "8 ms", "2.2 ×"):
+        assert text.count(f"| {bar} met |") == text.count(f"| {bar} NOT met |") == 1, text
+    assert "| 1,000 met |" in text

@@ -43,7 +43,7 @@ class Matcher(Protocol):
         """[⌈V/32⌉] int32: a bit for each token that may come next."""
 
     def take(self, token: int) -> bool:
-        """Go on by a token; whether the grammar is then at its end."""
+        """Go on by a token; whether the grammar is then at its end. ValueError where it cannot go on."""
 
 
 @dataclass(eq=False)
@@ -245,7 +245,10 @@ class Engine:
     def _event(self, answer: _Answer, sampled: Sampled, row: int, token: int) -> Event:
         request, finish = answer.request, None
         matcher = self._matchers.get(request.id)
-        ended = matcher is not None and matcher.take(token)
+        try:
+            ended = matcher is not None and matcher.take(token)
+        except ValueError as error:  # the answer so far does not match: it must not look as if it were whole
+            return Event(finish="error", error=str(error))
         if token in request.stop_tokens or ended:
             finish = "stop"
         elif answer.made == request.max_tokens:

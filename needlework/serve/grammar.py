@@ -64,6 +64,8 @@ class Matcher:
         return torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
 
     def take(self, token: int) -> bool:
-        """Go on by a token; whether nothing can follow it. A grammar too deep for llguidance's limits ends there too."""
+        """Go on by a token; whether nothing can follow it. ValueError where the grammar is beyond llguidance's limits."""
         self._matcher.consume_token(token)
+        if self._matcher.is_error():  # what follows the first line is llguidance's state
+            raise ValueError(f"grammar: {self._matcher.get_error().partition(chr(10))[0]}")
         return self._matcher.is_stopped()

@@ -21,7 +21,8 @@ class Fields:
         self._inside = inside
 
     def name(self, field: str) -> str:
-        return self._inside + field
+        """As an error shows it: JSON's escapes can write half a character, which no answer can hold."""
+        return self._inside + field.encode(errors="backslashreplace").decode()
 
     def take(self, name: str) -> Any:
         return self._left.pop(name, None)

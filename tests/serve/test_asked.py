@@ -7,7 +7,7 @@ import pytest
 from needlework.serve.asked import Limits, read
 from needlework.serve.refused import RefusedError
 from needlework.serve.request import Sampling
-from needlework.serve.sent import HARMLESS
+from needlework.serve.sent import HARMLESS, is_text
 
 from .texts import END, byte_text
 
@@ -145,6 +145,14 @@ def test_what_is_no_json_object_is_refused(body):
 
 def test_a_number_too_large_for_a_float_is_out_of_range():
     assert refused(b'{"prompt": "a", "temperature": 1e999}').body["error"]["param"] == "temperature"
+
+
+@pytest.mark.parametrize(
+    "body, field", (({"\ud800": 1}, r"\ud800"), ({"response_format": {"type": "text", "\ud800": 1}}, r"response_format.\ud800"))
+)
+def test_a_name_that_has_no_utf8_is_refused_in_utf8(body, field):
+    error = refused({"prompt": "a"} | body)
+    assert error.body["error"]["param"] == field and is_text(str(error))
 
 
 def test_what_is_not_asked_has_openais_defaults():

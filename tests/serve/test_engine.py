@@ -392,3 +392,21 @@ def test_a_grammar_holds_for_its_own_request(model):
         found = serving.answers([others[0], strict, *others[1:]])
     assert [token % 2 for token in found[1]] == [0, 1, 0, 1]
     assert [found[0], *found[2:]] == [generated(model, request) for request in others]
+
+
+class Fails(Alternates):
+    def take(self, token):
+        if len(self.taken) == 2:
+            raise ValueError("grammar: too deep")
+        return super().take(token)
+
+
+def test_a_grammar_that_cannot_go_on_fails_its_own_request(model):
+    strict = Request(id="strict", prompt=(3, 4), max_tokens=20, sampling=GREEDY, grammar="fails")
+    (other,) = requests(1, seed=3, answers=(12,))
+    with Serving(model, grammar=lambda _: Fails()) as serving:
+        streams = [serving.engine.add(request) for request in (strict, other)]
+        failed, found = (list(stream) for stream in streams)
+        assert serving.all_is_back()
+    assert len(failed) == 3 and failed[-1] == Event(finish="error", error="grammar: too deep")
+    assert [event.token for event in found] == generated(model, other)

@@ -101,6 +101,13 @@ def test_tokens_of_several_characters_are_one_step():
     assert not matcher.take(tokenizer.token_to_id("▁a")) and matcher.take(tokenizer.token_to_id("b"))
 
 
+def test_a_grammar_beyond_the_limits_is_an_error_and_no_end(grammar):
+    matcher = grammar(of_regex("((a{100}){100}){100}"))
+    assert allowed(matcher) == [97]
+    with pytest.raises(ValueError, match=r"^grammar: lexer error: too many [^\n]*$"):
+        matcher.take(97)
+
+
 @pytest.mark.parametrize(
     "wrong", [of_regex("(a"), of_schema({"type": "nothing"}), of_schema({"$ref": "http://x/y"})], ids=range(3)
 )
