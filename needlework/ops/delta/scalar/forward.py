@@ -70,11 +70,12 @@ def launch_intra(inputs: DeltaInputs, saved: Saved, *, scale: float, config: Lau
     (B, T, HV, _), NR = inputs.v.shape, saved.Pp.shape[2]
     r, r_copy = (q, saved.q) if q_read is None else (q_read, saved.q_read)
     copies, saves = saved.k is not None, saved.A is not None
+    assert copies or inputs.powers is None  # what follows reads the scaled rows, which are the copies
     constants = intra_constants(config, q.dtype, k.shape[2], r.shape[2], HV, k.shape[3], *flags(inputs), copies, saves)
     run(
         intra, (-(-NR // constants["R"]) * B * HV,),
         r, q, k, inputs.g, inputs.beta, inputs.lam, saved.Tp, saved.Pp, saved.A, saved.G, saved.E, r_copy, saved.q, saved.k,
-        scale, T, NR, **constants,
+        inputs.powers, scale, T, NR, **constants,
     )  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def walk_of(
     arguments = (
         tile(r, KB), tile(q, KB), tile(k, KB), tile(v, BV), pairs(saved.Tp), pairs(saved.Pp), saved.E,
         tile(o, BV), tile(saved.W, BV), initial_state, state, alignment.cum, hand, flag, saved.overflow,
-        *(NO_TABLE if table is None else table.arguments(segments)), scale, T, NR, alignment.N,
+        operands.powers, *(NO_TABLE if table is None else table.arguments(segments)), scale, T, NR, alignment.N,
     )  # fmt: skip
     return lambda form: run(scan, (slots,), *arguments, **constants_of(form))
 
@@ -125,15 +126,20 @@ def intra_constants(
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Both kernels as Q-Delta launches them, the scan in each FORM, with a state to start from and the backward's tensors asked for; and
-    on a slot table, where the first FORM starts from it and keeps that start for the next one."""
+    on a slot table, where the first FORM starts from it and keeps that start for the next one; and of a scaled additive rule."""
     own, st, acc = NAMES[dtype], NAMES[solve_dtype(dtype)], NAMES[accumulator(dtype)]
     cases = []
     scans = lambda init, save, form: scan_constants(config, dtype, 2, 2, 2, K, V, 1, 1, 0, init, save, form)
-    plain, on_table = dict.fromkeys(OF_TABLE), {"p_power": None, "x_w": None}
+    plain, on_table = dict.fromkeys(("p_abc", *OF_TABLE)), dict.fromkeys(("p_abc", "p_power", "x_w"))
+    additive = (
+        (intra, intra_constants(config, dtype, 1, 1, 2, K, 1, 0, 0, 0, 1, 0), {}),
+        (scan, scan_constants(config, dtype, 1, 1, 2, K, V, 0, 0, 0, 1, 1, 0), dict.fromkeys(OF_TABLE)),
+    )
     for kernel, constants, absent in (
-        (intra, intra_constants(config, dtype, 2, 2, 2, K, 1, 1, 1, 0, solve_dtype(dtype) != dtype, 1), {}),
+        (intra, intra_constants(config, dtype, 2, 2, 2, K, 1, 1, 1, 0, solve_dtype(dtype) != dtype, 1), {"p_abc": None}),
         *((scan, scans(1, 1, form), plain) for form in forms(dtype, True)),
         *((scan, scans(1 if form == 2 else 2, 0, form), on_table) for form in forms(dtype, True)),
+        *(additive if dtype == torch.bfloat16 else ()),
     ):
         constants: Constants = {**constants, **absent}
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
@@ -143,6 +149,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
             ("p_g", "p_beta", "p_lam", "p_G", "p_E", "p_initial_state", "p_final_state", "p_hand"), f"*{acc}"
         )
         types |= OF_TABLE | {
+            "p_abc": "*fp32",
             "p_cum": "*i32",
             "p_flag": "*i32",
             "p_overflow": "*i32",

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.tile import capped, plus_product
 from needlework.ops.delta.scalar.operands import ROWS
+from needlework.ops.delta.scalar.powers import divisors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -22,15 +23,18 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def operand_rows(
     p, p_copy, first, keep, mine, i_d, STEP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
-    ST: tl.constexpr, COPY: tl.constexpr,
+    ST: tl.constexpr, COPY: tl.constexpr, by=None,
 ):  # fmt: skip
-    """R rows of [rows D] as operands, every STEP-th from `first`, columns from i_d; zeros where not `keep` and past D.
+    """R rows of [rows D], times `by`, as operands, every STEP-th from `first`, columns from i_d; zeros where not `keep` and past D.
     COPY: where they are `mine` they are also stored as such."""
     o_d = i_d + tl.arange(0, BD)
     # a 64-bit base and 32-bit offsets: a tile of 64-bit ones is dear in registers
     o = tl.arange(0, R)[:, None] * (STEP * D) + o_d[None, :]
     inside = keep[:, None] & (o_d < D)[None, :]
-    b = tl.load(p + first * D + o, mask=inside, other=0.0).to(ST)
+    b = tl.load(p + first * D + o, mask=inside, other=0.0)
+    if by is not None:
+        b = b.to(tl.float32) * by
+    b = b.to(ST)
     if COPY:
         tl.store(p_copy + first * D + o, b, mask=inside & mine)
     return b
@@ -79,7 +83,7 @@ def decay_between(to, since, seen, ACC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["scale", "T", "NR"])
 def intra(
-    p_r, p_q, p_k, p_g, p_beta, p_lam, p_T, p_P, p_A, p_G, p_E, p_r_copy, p_q_copy, p_k_copy, scale, T, NR,
+    p_r, p_q, p_k, p_g, p_beta, p_lam, p_T, p_P, p_A, p_G, p_E, p_r_copy, p_q_copy, p_k_copy, p_abc, scale, T, NR,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
     ACC: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr, SOLVE: tl.constexpr, COPY: tl.constexpr, SAVE: tl.constexpr,
     GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr,
@@ -118,12 +122,15 @@ def intra(
     kk = tl.zeros([R, R], ACC)
     rk = tl.zeros([R, R], ACC)
     qk = tl.zeros([R, R], ACC)
+    by_q, by_k = None, None
+    if p_abc is not None:
+        by_q, by_k, _ = divisors(p_abc, i_bh)
     first_k = i_h % (HV // H) == 0
     first_r = i_h % (HV // HR) == 0
     for i_d in tl.static_range(0, K, BK):
-        b_k = operand_rows(p_k, p_k_copy, o_k, live, first_k, i_d, H, K, R, BK, ST, COPY)
+        b_k = operand_rows(p_k, p_k_copy, o_k, live, first_k, i_d, H, K, R, BK, ST, COPY, by_k)
         b_kT = tl.trans(b_k)
-        b_r = operand_rows(p_r, p_r_copy, o_r, live, first_r, i_d, HR, K, R, BK, ST, COPY)
+        b_r = operand_rows(p_r, p_r_copy, o_r, live, first_r, i_d, HR, K, R, BK, ST, COPY, by_q)
         rk = plus_product(rk, b_r, b_kT, ST == ACC)
         if ERASE:
             kk = plus_product(kk, b_k, b_kT, ST == ACC)
