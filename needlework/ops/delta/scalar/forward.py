@@ -3,6 +3,7 @@ fallback behind each. Tensors are aligned."""
 
 from collections.abc import Callable
 from functools import cache
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from needlework.ops.delta.segments import fix_up, segmented
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, padded
+
+LEAST_PROGRAMS = 2048  # of `intra`, two or three times as many as an H100 holds at once
 
 
 def forward(
@@ -72,10 +75,12 @@ def launch_intra(inputs: DeltaInputs, saved: Saved, *, scale: float, config: Lau
     copies, saves = saved.k is not None, saved.A is not None
     assert copies or inputs.powers is None  # what follows reads the scaled rows, which are the copies
     constants = intra_constants(config, q.dtype, k.shape[2], r.shape[2], HV, k.shape[3], *flags(inputs), copies, saves)
+    programs = -(-NR // constants["R"]) * B * HV
+    heads = heads_of_program(gcd(HV // k.shape[2], HV // r.shape[2]), programs) if constants["SHARED"] else 1
     run(
-        intra, (-(-NR // constants["R"]) * B * HV,),
+        intra, (programs // heads,),
         r, q, k, inputs.g, inputs.beta, inputs.lam, saved.Tp, saved.Pp, saved.A, saved.G, saved.E, r_copy, saved.q, saved.k,
-        inputs.powers, scale, T, NR, **constants,
+        inputs.powers, scale, T, NR, heads, **constants,
     )  # fmt: skip
 
 
@@ -112,6 +117,14 @@ def walk_of(
     return lambda form: run(scan, (slots,), *arguments, **constants_of(form))
 
 
+def heads_of_program(group: int, programs: int) -> int:
+    """Value heads of one key head for which a program of `intra` makes r kᵀ once: up to 8, while there are programs enough to fill a GPU."""
+    heads = 8
+    while heads > 1 and (group % heads or programs < heads * LEAST_PROGRAMS):
+        heads //= 2
+    return heads
+
+
 @cache
 def intra_constants(
     config: LaunchConfig, dtype: torch.dtype, H: int, HR: int, HV: int, K: int,
@@ -120,7 +133,8 @@ def intra_constants(
     own = {**config.launch["intra"], "BK": min(config.launch["intra"]["BK"], padded(K))}
     return dict(
         H=H, HR=HR, HV=HV, K=K, C=config.launch["shared"]["C"], ACC=TYPES[accumulator(dtype)], ST=TYPES[solve_dtype(dtype)],
-        COPY=int(copy), SAVE=int(save), GATE=gate, ERASE=erase, LAM=lam, READ=read, **inverse_constants(dtype), **own,
+        COPY=int(copy), SAVE=int(save), GATE=gate, ERASE=erase, LAM=lam, READ=read,
+        SHARED=int(not erase and H < HV and HR < HV), **inverse_constants(dtype), **own,
     )  # fmt: skip
 
 
@@ -154,6 +168,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
             "p_flag": "*i32",
             "p_overflow": "*i32",
             "scale": "fp32",
+            "heads": "i32",
             "T": "i32",
             "NR": "i32",
             "N": "i32",
