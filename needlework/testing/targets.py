@@ -9,7 +9,13 @@ from needlework.ops.runtime.launch_configs import LaunchConfig, rows
 
 # launch table -> the files that hold its kernels
 ENGINES = {
-    "delta/scalar": ("delta.scalar.forward", "delta.scalar.backward", "delta.scalar.transitions", "delta.segments"),
+    "delta/scalar": (
+        "delta.scalar.forward",
+        "delta.scalar.powers",
+        "delta.scalar.backward",
+        "delta.scalar.transitions",
+        "delta.segments",
+    ),
     "delta/channel": (
         "delta.channel.intra",
         "delta.channel.scan",

@@ -9,11 +9,15 @@ from needlework.ops.common.samples import normal, uniform
 from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.delta.op import chunk_delta
 from needlework.ops.delta.recurrent import recurrent_delta
-from needlework.ops.delta.scaling import PowersOfTwo, _power_of_two
+from needlework.ops.delta.scaled import in_kernels
+from needlework.ops.delta.scaling import PowersOfTwo, _power_of_two, of_states
 from needlework.testing.compare import assert_close, differentiate, relative
 from needlework.testing.rows import covering
 
 H, HV, K, V, SCALE = 1, 2, 16, 12, 0.3
+PACKED = torch.tensor([0, 17, 17, 37])
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
 
 def sample(sizes, B=1, T=37, N=None, dtype=torch.float64, device="cpu"):
@@ -53,7 +57,7 @@ def test_a_power_of_two_is_the_least_at_or_above():
     assert _power_of_two(x).tolist() == [1, 1, 2, 2, 4, 4, 8, 65536, 131072]
 
 
-@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 17, 17, 37])], ids=["batch", "packed"])
+@pytest.mark.parametrize("cu_seqlens", [None, PACKED], ids=["batch", "packed"])
 def test_the_result_and_every_gradient_stay(cu_seqlens):
     inputs = sample((1e3, 3e2, 5e3, 1e7), B=2 if cu_seqlens is None else 1, N=None if cu_seqlens is None else 3)
     (values, gradients), (expected, right) = (
@@ -96,7 +100,7 @@ def test_the_compiler_takes_it_whole():
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
+@interpreted
 @pytest.mark.parametrize("engine", ["scalar", "channel"])
 def test_kernels_alone_pass_it_and_with_scaling_are_right(engine):
     from needlework.ops.delta.channel.op import channel
@@ -122,9 +126,122 @@ def test_kernels_alone_pass_it_and_with_scaling_are_right(engine):
         assert relative(x, (expected | right)[name]) < 2**-9, f"{name}: more than four roundings of float16"
 
 
+def scalar_inputs(sizes=(30.0, 300.0, 300.0, 1e6), seed=0, B=2, N=None, state=True, gate=True):
+    """Of the scalar gate in bfloat16; the second head's values are a sixteenth of the first one's, and its c likewise."""
+    inputs = sample(sizes, B=B, N=N, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {name: x * normal(generator, *x.shape).to(x.dtype) for name, x in inputs.items()}
+    inputs["v"] = inputs["v"] * torch.tensor([1.0, 1 / 16]).bfloat16()[:, None]
+    inputs["g"] = inputs["g"][..., 0].contiguous().abs().neg() if gate else None
+    inputs["initial_state"] = inputs["initial_state"] if state else None
+    return inputs
+
+
+def scaled_by_kernels(cu_seqlens=None):
+    from needlework.ops.delta.scalar.op import scalar
+
+    engine = lambda inputs, _: scalar(inputs, cu_seqlens, scale=SCALE)
+    return lambda inputs: in_kernels(engine, DeltaInputs(**inputs), None, cu_seqlens, SCALE, True)
+
+
+def scaled_around_kernels(cu_seqlens=None):
+    from needlework.ops.delta.scalar.op import scalar
+
+    def call(inputs):
+        q, k, v, state = (inputs[n] for n in ("q", "k", "v", "initial_state"))
+        powers = PowersOfTwo.of(q, k, v, state, SCALE)
+        q, k, v, state = powers.divide(q, k, v, state)
+        return powers.multiply(*scalar(DeltaInputs(q, k, v, inputs["g"], initial_state=state), cu_seqlens, scale=SCALE))
+
+    return call
+
+
+def with_gradients(call, inputs, size=1e-3):
+    """o and the final state, the gradients of what is given."""
+    leaves = {name: None if x is None else x.clone().requires_grad_() for name, x in inputs.items()}
+    results = call(leaves)
+    generator = torch.Generator().manual_seed(7)
+    cotangents = [size * normal(generator, *y.shape).to(y.dtype) for y in results]
+    given = {name: x for name, x in leaves.items() if x is not None}
+    gradients = torch.autograd.grad(results, list(given.values()), cotangents)
+    return dict(zip(("o", "state", *given), (*(y.detach() for y in results), *gradients), strict=True))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "seed, segments, row",
+    [
+        (0, 1, {}),
+        (1, 1, {"state": False, "gate": False}),
+        (2, 1, {"B": 1, "N": 3}),
+        (3, 2, {"B": 1}),
+        (4, 2, {"B": 1, "N": 3}),
+        (5, 1, {"sizes": (1e3, 2.0, 1e8, 1.0)}),
+    ],
+)
+def test_kernels_that_scale_rows_give_the_bits_of_rows_scaled_around_them(
+    seed, segments, row, monkeypatch, bfloat16_in_the_interpreter
+):
+    from needlework.ops.delta.scalar import op
+
+    monkeypatch.setattr(op, "segment_count", lambda *_: segments)
+    cu_seqlens = PACKED if "N" in row else None
+    inputs = scalar_inputs(seed=seed, **row)
+    expected = with_gradients(scaled_around_kernels(cu_seqlens), inputs)
+    found = with_gradients(scaled_by_kernels(cu_seqlens), inputs)
+    for name, x in expected.items():
+        assert x.isfinite().all() and x.any()
+        assert torch.equal(found[name], x), name
+
+
+@interpreted
+def test_gradients_of_zero_are_zero_however_large_the_rows(bfloat16_in_the_interpreter):
+    found = with_gradients(scaled_by_kernels(), scalar_inputs((2e4, 2e4, 2e4, 1.0), B=1), size=0.0)
+    assert not any(x.any() for name, x in found.items() if name not in ("o", "state"))
+
+
+@interpreted
+@pytest.mark.parametrize("heads", [(1, 1, 4), (4, 2, 4)])
+def test_kernels_find_the_powers_of_the_page(heads, monkeypatch):
+    from needlework.ops.delta.scalar import powers
+
+    monkeypatch.setattr(powers, "TOKENS", 8)
+    monkeypatch.setattr(powers, "BLOCK", 64)
+    monkeypatch.setattr(powers, "AT_ONCE", 2)
+    generator, B, T = torch.Generator().manual_seed(0), 2, 37
+    rows = [normal(generator, B, T, n, D).bfloat16() for n, D in zip(heads, (K, K, V), strict=True)]
+    for x in rows:
+        # each head's largest number is somewhere else, the last head's at the end
+        for b in range(B):
+            for h in range(x.shape[2]):
+                x[b, T - 1 - 11 * (x.shape[2] - 1 - h), h, -1] = -(2.0 ** (5 + 2 * h + b))
+    largest = normal(generator, B, heads[2], 1, 1).float() * 2.0**24
+    for states in (None, largest):
+        expected = PowersOfTwo.of(*rows, states, SCALE)
+        a, b, c = (x[:, 0, :, 0].repeat_interleave(heads[2] // x.shape[2], 1) for x in expected)
+        arguments = (*rows, None if states is None else of_states(states, B), SCALE)
+        found = powers.delta_powers(*arguments)
+        assert torch.equal(found, torch.stack((a, b, c, b * c), 2))
+    torch.library.opcheck(powers.delta_powers, arguments, test_utils=("test_schema", "test_faketensor"))
+    rows[2][1, 20, 0, 3] = torch.nan
+    assert powers.delta_powers(*rows, None, SCALE)[1, 0, 2] == torch.inf, "a NaN must arrive"
+
+
+@interpreted
+def test_the_compiler_takes_kernels_that_scale_rows_whole(bfloat16_in_the_interpreter):
+    inputs, call = scalar_inputs(B=1), scaled_by_kernels()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    expected = with_gradients(call, inputs)
+    for name, x in with_gradients(compiled, inputs).items():
+        assert torch.equal(x, expected[name]), name
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("gate", ["scalar", "channel"])
-def test_a_gpu_keeps_bfloat16s_range(gate):
+def test_a_gpu_keeps_bfloat16s_range(gate, monkeypatch):
+    from needlework.ops.delta.scalar import forward
+
+    monkeypatch.setattr(forward, "LEAST_PROGRAMS", 1)  # both value heads in one program
     inputs = sample((30.0, 300.0, 300.0, 1e6), T=2048, dtype=torch.bfloat16, device="cuda")
     inputs["g"] = inputs["g"][..., 0].contiguous() if gate == "scalar" else inputs["g"]
     call = lambda impl: lambda x: tuple(chunk_delta(**x, output_final_state=True, impl=impl))

@@ -148,6 +148,34 @@ def test_what_the_backward_is_given_is_what_the_page_says():
     assert relative(end, want[0, 0]) <= EXACT
 
 
+@pytest.mark.parametrize("dtype, H, HV, heads", ((torch.float64, 1, 4, 4), (torch.float16, 2, 12, 2)))
+def test_value_heads_that_share_a_product_have_the_bits_of_their_own(dtype, H, HV, heads, monkeypatch):
+    from needlework.ops.delta.scalar import forward
+    from needlework.ops.delta.scalar.op import delta_scalar_fwd
+    from needlework.ops.delta.scalar.operands import Saved
+
+    x = inputs(B=2, H=H, HV=HV, rule="additive")
+    x = {n: y.to(dtype) if n in "qkv" or dtype == torch.float64 else y.float() for n, y in x.items()}
+
+    def call():
+        o, state, *kept = delta_scalar_fwd(*DeltaInputs(**x), None, SCALE)
+        kept = Saved(*kept)
+        return o, state, kept.Pp, kept.G, kept.E[..., 3:, :]  # no β and no λ are written
+
+    assert forward.heads_of_program(HV // H, 1) == 1
+    alone = call()
+    monkeypatch.setattr(forward, "LEAST_PROGRAMS", 1)
+    assert forward.heads_of_program(HV // H, 100) == heads
+    assert all(torch.equal(y, z) for y, z in zip(call(), alone, strict=True))
+
+
+def test_programs_share_where_there_are_enough_of_them():
+    from needlework.ops.delta.scalar.forward import heads_of_program
+
+    assert [heads_of_program(64, n) for n in (64, 4095, 4096, 16384, 1 << 20)] == [1, 1, 2, 8, 8]
+    assert [heads_of_program(n, 1 << 20) for n in (1, 3, 6, 12, 24)] == [1, 1, 2, 4, 8]
+
+
 @pytest.mark.parametrize("rule", ("additive", "gated", "qdelta"))
 @pytest.mark.parametrize("ends", (None, [0, 19, 19, 61]))
 def test_every_gradient_is_that_of_the_recurrence(rule, ends):

@@ -12,7 +12,7 @@ from needlework.ops.runtime.each import each
 class DeltaInputs(NamedTuple):
     """Tensors of an engine's call, None for what the rule does not have. Their gradients come back as `DeltaInputs` too.
 
-    The scalar engine takes no erase and no write, the channel engine no lam and no q_read.
+    The scalar engine takes no erase and no write, the channel engine no lam, no q_read and no powers. Powers have no gradient.
     """
 
     q: Tensor  # [B T H K]; for the channel engine what reads
@@ -25,17 +25,18 @@ class DeltaInputs(NamedTuple):
     write: Tensor | None = None  # [B T HV V]
     q_read: Tensor | None = None  # [B T H K] or [B T HV K]
     initial_state: Tensor | None = None  # [N HV K V]
+    powers: Tensor | None = None  # [B HV 4] float32: a, b, c and bc of an additive rule's scaling (`scalar/powers.py`)
 
     def contiguous(self) -> "DeltaInputs":
         return DeltaInputs(*each(Tensor.contiguous, *self))
 
     def aligned(self, alignment: Alignment) -> "DeltaInputs":
-        """Tokens where `alignment` has them; the initial state as it is, contiguous."""
-        return DeltaInputs(*each(alignment.align, *self[:-1]), *each(Tensor.contiguous, self.initial_state))
+        """Tokens where `alignment` has them; the initial state and powers as they are, contiguous."""
+        return DeltaInputs(*each(alignment.align, *self[:-2]), *each(Tensor.contiguous, *self[-2:]))
 
     def restored(self, alignment: Alignment) -> "DeltaInputs":
         """The inverse of `aligned`."""
-        return DeltaInputs(*each(alignment.restore, *self[:-1]), self.initial_state)
+        return DeltaInputs(*each(alignment.restore, *self[:-2]), *self[-2:])
 
     def like(self, inputs: "DeltaInputs") -> "DeltaInputs":
         """Gradients in the dtypes of `inputs`, contiguous; None for what was not given."""

@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.common.packing import sequences
 from needlework.ops.common.shapes import check, check_count, check_slots, now, width
 from needlework.ops.delta.arguments import Prediction, check_rule, check_states, checked, checked_state, direction
 from needlework.ops.delta.custom_op import delta_fwd
 from needlework.ops.delta.inputs import DeltaInputs, SlotTable
 from needlework.ops.delta.recurrent import DeltaOutput, recurrent_delta
-from needlework.ops.delta.scaling import PowersOfTwo
+from needlework.ops.delta.scaled import around_kernels, in_kernels, needs_scaling
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
 from needlework.ops.slots.table import Live, Sequences
@@ -116,7 +115,7 @@ def chunk_delta(
         initial_state = None if initial_state is None else initial_state.to(width(q))
         inputs = DeltaInputs(read, k, v, g, beta, erase=erase, write=write, initial_state=initial_state)
         table = None if state is None else SlotTable(state, slots, fresh)
-        o, final = _kernels(inputs, table, cu_seqlens, scale, prediction)
+        o, final = _kernels(inputs, table, cu_seqlens, scale, prediction, output_final_state)
         return DeltaOutput(o, final if output_final_state else None)
     rule = checked(q, k, v, g, beta, erase, write, prediction, q_read, l2norm)
     initial_state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
@@ -134,27 +133,18 @@ def _by_channel(g: Tensor | None, erase: Tensor | None, prediction: Prediction) 
 
 
 def _kernels(
-    inputs: DeltaInputs, table: SlotTable | None, cu_seqlens: Tensor | None, scale: float, prediction: Prediction
+    inputs: DeltaInputs, table: SlotTable | None, cu_seqlens: Tensor | None, scale: float, prediction: Prediction, final: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """o and the final state, None where a table has it; q is what reads. It may have a head for each value head; k then gets as many."""
-    q, k, v, initial_state = inputs.q, inputs.k, inputs.v, inputs.initial_state
-    if q.shape[2] != k.shape[2]:
-        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    powers = None
-    if inputs.beta is None and inputs.erase is None and v.dtype == torch.bfloat16 and v.numel():
-        start, N = initial_state, sequences(cu_seqlens, len(v))
-        if table is not None:
-            from needlework.ops.slots.kernels import largest_of_slots
-
-            start = largest_of_slots(table.state, table.slots, table.fresh, cu_seqlens, N)[..., None, None]
-        powers = PowersOfTwo.of(q, k, v, start, scale)
-        q, k, v, initial_state = powers.divide(q, k, v, initial_state)
-        table = table and table._replace(power=powers.of_states(N))
-    inputs = inputs._replace(q=q, k=k, v=v, initial_state=initial_state)
-    o, state = _engine(inputs, table, cu_seqlens, scale, prediction)
-    if powers is None:
-        return o, state
-    return (powers.outputs(o), None) if state is None else powers.multiply(o, state)
+    """o and, where it is wanted, the final state, None where a table has it; q is what reads. It may have a head for each value head; k
+    then gets as many."""
+    HR, H = inputs.q.shape[2], inputs.k.shape[2]
+    inputs = inputs if HR == H else inputs._replace(k=inputs.k.repeat_interleave(HR // H, 2))
+    engine = lambda inputs, table: _engine(inputs, table, cu_seqlens, scale, prediction)
+    if not needs_scaling(inputs):
+        return engine(inputs, table)
+    if _by_channel(inputs.g, inputs.erase, prediction):
+        return around_kernels(engine, inputs, table, cu_seqlens, scale)
+    return in_kernels(engine, inputs, table, cu_seqlens, scale, final)
 
 
 def _engine(

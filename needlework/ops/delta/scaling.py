@@ -44,13 +44,9 @@ class PowersOfTwo(NamedTuple):
 
         least: of c, below 1 where values may be so small that float16 has few digits of them.
         """
-        shares = max(1 / 16, abs(scale) * K / 2**10, abs(scale) * T / 2**14), max(1 / 16, T / 2**10), 1 / 16
-        a, b, c = (x * share for x, share in zip((q, k, v), shares, strict=True))
+        a, b, c = (x * share for x, share in zip((q, k, v), shares(T, K, scale), strict=True))
         if initial_state is not None:
-            states = torch.linalg.vector_norm(initial_state, torch.inf, (2, 3)).float() / 2**14
-            # packed sequences are one row of the batch
-            states = states if len(states) == len(c) else states.amax(0, keepdim=True)
-            c = torch.maximum(c, states[:, None, :, None])
+            c = torch.maximum(c, of_states(initial_state, len(c))[:, None, :, None])
         return cls(_power_of_two(a), _power_of_two(b), _power_of_two(c, least))
 
     def divide(
@@ -76,6 +72,17 @@ class PowersOfTwo(NamedTuple):
     def _state(self) -> Tensor:
         """bc [B HV 1 1]."""
         return (_heads(self.k, self.v.shape[2]) * self.v).transpose(1, 2)
+
+
+def shares(T: int, K: int, scale: float) -> tuple[float, float, float]:
+    """What a, b and c are at least, of the largest |q|, |k| and |v| (`PowersOfTwo.bounding`)."""
+    return max(1 / 16, abs(scale) * K / 2**10, abs(scale) * T / 2**14), max(1 / 16, T / 2**10), 1 / 16
+
+
+def of_states(initial_state: Tensor, B: int) -> Tensor:
+    """[B HV]: what c is at least, of the states; packed sequences are one row of the batch."""
+    states = torch.linalg.vector_norm(initial_state, torch.inf, (2, 3)).float() / 2**14
+    return states if len(states) == B else states.amax(0, keepdim=True)
 
 
 def _heads(power: Tensor, HV: int) -> Tensor:

@@ -3,7 +3,8 @@
     amax → adjoint (du, dv, initial state) → pairs (E, D) → replay_forward, replay_reverse → combine → gate
 
 Neither S nor dS is kept a chunk. Tensors are aligned. In half precision every operand is float16: r, q and k as the forward copied
-them, do as pairs copies it, multiplied by a power of two.
+them, do as pairs copies it, multiplied by a power of two. With powers q, k, v and do are q/a, k/b, v/c and abc do everywhere here;
+pairs and combine divide dv, dr and dk by c, a and b as they store them.
 
 Where there is a bf16 fallback (`scan.py`) all kernels but amax run in FORM 1, then all in FORM 2: p_overflow_bwd is the forward's
 overflow flag, or FORM 1 sets it here. p_overflow, the forward's alone, says which FORM wrote W.
@@ -20,6 +21,7 @@ from needlework.ops.delta.gradient_scaling import amax
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.delta.scalar.intra_bwd import combine, gate, pairs
 from needlework.ops.delta.scalar.operands import Saved, forms, inverse, operand_types, slots_of
+from needlework.ops.delta.scalar.powers import TOKENS, amax_of_rows
 from needlework.ops.delta.scalar.replay import replay_forward, replay_reverse
 from needlework.ops.delta.scalar.scan_bwd import adjoint
 from needlework.ops.delta.segments import fix_up, segmented
@@ -67,7 +69,11 @@ def backward(
     peaks = new(config.launch["amax"]["NP"], dtype=torch.float32)
     if half:
         ends = (do, 0) if dstate is None else (dstate, dstate.numel())
-        run(amax, (len(peaks),), do, ends[0], peaks, do.numel(), ends[1], **c["amax"])
+        if inputs.powers is None:
+            run(amax, (len(peaks),), do, ends[0], peaks, do.numel(), ends[1], **c["amax"])
+        else:
+            sizes = dict(HV=HV, V=V, BV=padded(V), TS=TOKENS)
+            run(amax_of_rows, (len(peaks),), do, ends[0], peaks, inputs.powers, B, T, ends[1], **c["amax"], **sizes)
 
     BV, KB, NK = (c["adjoint"][name] for name in ("BV", "KB", "NK"))
     BVP, R = (c["pairs"][name] for name in ("BV", "R"))
@@ -106,7 +112,7 @@ def backward(
         slots, flag = slots_of(config, "adjoint", alignment, HV * cdiv(V, BV), chunks_in_all)
         return slots, (
             tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_T, x_P, saved.E, tile(du, BV), dstate, dinitial_state,
-            alignment.cum, new(slots, BV, NK * KB), flag, overflow, peaks, scale, T, rows, N,
+            alignment.cum, new(slots, BV, NK * KB), flag, overflow, peaks, inputs.powers, scale, T, rows, N,
         )  # fmt: skip
 
     dlast, by_segment = dstate, None
@@ -123,7 +129,7 @@ def backward(
         ("pairs", jobs, (
             tile(do, BVP, R), tile(du, BVP, R), tile(saved.W, BVP, R), tile(v, BVP, R), g, saved.E, saved.Pp, saved.A,
             tile(do_, BVP, R),
-            tile(dv, BVP, R), M, N_, D, held, written, asked, saved.overflow, overflow, peaks, scale, T, rows, tiled,
+            tile(dv, BVP, R), M, N_, D, held, written, asked, saved.overflow, overflow, peaks, inputs.powers, scale, T, rows, tiled,
             jobs,
         )),
         ("replay_forward", slots, (
@@ -139,7 +145,7 @@ def backward(
         ("combine", jobs, (
             keys_at(r), keys_at(asks), keys_at(k_), saved.E, keys_at(dr_part), keys_at(dx_part), keys_at(dk_part),
             square(M), square(N_), square(D), written, asked, keys_at(dr), keys_at(dq), keys_at(dk), from_start, to_end,
-            dlam, dbeta, alignment.cum, overflow, peaks, T, rows, N, tiled, B, jobs,
+            dlam, dbeta, alignment.cum, overflow, peaks, inputs.powers, T, rows, N, tiled, B, jobs,
         )),
     ]  # fmt: skip
     if g is not None:
@@ -217,7 +223,8 @@ KERNELS = {
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Every kernel as Q-Delta launches it, in each FORM, from a state and with the final state's gradient."""
+    """Every kernel as Q-Delta launches it, in each FORM, from a state and with the final state's gradient; those that scale, as a scaled
+    additive rule does."""
     own, st, acc = NAMES[dtype], NAMES[solve_dtype(dtype)], NAMES[accumulator(dtype)]
     declared = dict.fromkeys(("x_r", "x_q", "x_k", "x_w", "x_du", "x_scaled", "x_P", "x_M", "x_N", "x_D"), st)
     declared |= {"x_T": NAMES[inverse(dtype)]}
@@ -225,14 +232,18 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     declared |= dict.fromkeys(("x_dr_part", "x_dx_part", "x_dk_part"), st)
     cases = []
     first, *others = forms(dtype, True)
-    launched = [*((name, first) for name in KERNELS), *((name, form) for form in others for name in KERNELS if name != "amax")]
-    for name, form in launched:
+    launched = [(name, first, True) for name in KERNELS]
+    launched += [(name, form, True) for form in others for name in KERNELS if name != "amax"]
+    scaled = [name for name, kernel in KERNELS.items() if "p_abc" in kernel.arg_names]
+    launched += [(name, 0, False) for name in scaled if dtype == torch.bfloat16]
+    for name, form, erase in launched:
         kernel = KERNELS[name]
-        c = dict(constants(config, dtype, 2, 2, 2, K, V, True, True, True, False, True, True, form)[name])
+        c = dict(constants(config, dtype, 2, 2, 2, K, V, True, erase, erase, False, True, True, form)[name])
+        c |= {"p_abc": None} if erase and name in scaled else {}
         options = {key: c.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in c}
         of_type = (
             declared
-            | {"p_do": own, "p_max": "fp32"}
+            | {"p_do": own, "p_max": "fp32", "p_abc": "fp32"}
             | dict.fromkeys(("p_cum", "p_flag", "p_overflow", "p_overflow_bwd"), "i32")
         )
         if name.startswith("replay"):

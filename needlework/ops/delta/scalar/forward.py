@@ -3,6 +3,7 @@ fallback behind each. Tensors are aligned."""
 
 from collections.abc import Callable
 from functools import cache
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from needlework.ops.delta.segments import fix_up, segmented
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, padded
+
+LEAST_PROGRAMS = 2048  # of `intra`, two or three times as many as an H100 holds at once
 
 
 def forward(
@@ -70,11 +73,14 @@ def launch_intra(inputs: DeltaInputs, saved: Saved, *, scale: float, config: Lau
     (B, T, HV, _), NR = inputs.v.shape, saved.Pp.shape[2]
     r, r_copy = (q, saved.q) if q_read is None else (q_read, saved.q_read)
     copies, saves = saved.k is not None, saved.A is not None
+    assert copies or inputs.powers is None  # what follows reads the scaled rows, which are the copies
     constants = intra_constants(config, q.dtype, k.shape[2], r.shape[2], HV, k.shape[3], *flags(inputs), copies, saves)
+    programs = -(-NR // constants["R"]) * B * HV
+    heads = heads_of_program(gcd(HV // k.shape[2], HV // r.shape[2]), programs) if constants["SHARED"] else 1
     run(
-        intra, (-(-NR // constants["R"]) * B * HV,),
+        intra, (programs // heads,),
         r, q, k, inputs.g, inputs.beta, inputs.lam, saved.Tp, saved.Pp, saved.A, saved.G, saved.E, r_copy, saved.q, saved.k,
-        scale, T, NR, **constants,
+        inputs.powers, scale, T, NR, heads, **constants,
     )  # fmt: skip
 
 
@@ -106,9 +112,17 @@ def walk_of(
     arguments = (
         tile(r, KB), tile(q, KB), tile(k, KB), tile(v, BV), pairs(saved.Tp), pairs(saved.Pp), saved.E,
         tile(o, BV), tile(saved.W, BV), initial_state, state, alignment.cum, hand, flag, saved.overflow,
-        *(NO_TABLE if table is None else table.arguments(segments)), scale, T, NR, alignment.N,
+        operands.powers, *(NO_TABLE if table is None else table.arguments(segments)), scale, T, NR, alignment.N,
     )  # fmt: skip
     return lambda form: run(scan, (slots,), *arguments, **constants_of(form))
+
+
+def heads_of_program(group: int, programs: int) -> int:
+    """Value heads of one key head for which a program of `intra` makes r kᵀ once: up to 8, while there are programs enough to fill a GPU."""
+    heads = 8
+    while heads > 1 and (group % heads or programs < heads * LEAST_PROGRAMS):
+        heads //= 2
+    return heads
 
 
 @cache
@@ -119,21 +133,27 @@ def intra_constants(
     own = {**config.launch["intra"], "BK": min(config.launch["intra"]["BK"], padded(K))}
     return dict(
         H=H, HR=HR, HV=HV, K=K, C=config.launch["shared"]["C"], ACC=TYPES[accumulator(dtype)], ST=TYPES[solve_dtype(dtype)],
-        COPY=int(copy), SAVE=int(save), GATE=gate, ERASE=erase, LAM=lam, READ=read, **inverse_constants(dtype), **own,
+        COPY=int(copy), SAVE=int(save), GATE=gate, ERASE=erase, LAM=lam, READ=read,
+        SHARED=int(not erase and H < HV and HR < HV), **inverse_constants(dtype), **own,
     )  # fmt: skip
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Both kernels as Q-Delta launches them, the scan in each FORM, with a state to start from and the backward's tensors asked for; and
-    on a slot table, where the first FORM starts from it and keeps that start for the next one."""
+    on a slot table, where the first FORM starts from it and keeps that start for the next one; and of a scaled additive rule."""
     own, st, acc = NAMES[dtype], NAMES[solve_dtype(dtype)], NAMES[accumulator(dtype)]
     cases = []
     scans = lambda init, save, form: scan_constants(config, dtype, 2, 2, 2, K, V, 1, 1, 0, init, save, form)
-    plain, on_table = dict.fromkeys(OF_TABLE), {"p_power": None, "x_w": None}
+    plain, on_table = dict.fromkeys(("p_abc", *OF_TABLE)), dict.fromkeys(("p_abc", "p_power", "x_w"))
+    additive = (
+        (intra, intra_constants(config, dtype, 1, 1, 2, K, 1, 0, 0, 0, 1, 0), {}),
+        (scan, scan_constants(config, dtype, 1, 1, 2, K, V, 0, 0, 0, 1, 1, 0), dict.fromkeys(OF_TABLE)),
+    )
     for kernel, constants, absent in (
-        (intra, intra_constants(config, dtype, 2, 2, 2, K, 1, 1, 1, 0, solve_dtype(dtype) != dtype, 1), {}),
+        (intra, intra_constants(config, dtype, 2, 2, 2, K, 1, 1, 1, 0, solve_dtype(dtype) != dtype, 1), {"p_abc": None}),
         *((scan, scans(1, 1, form), plain) for form in forms(dtype, True)),
         *((scan, scans(1 if form == 2 else 2, 0, form), on_table) for form in forms(dtype, True)),
+        *(additive if dtype == torch.bfloat16 else ()),
     ):
         constants: Constants = {**constants, **absent}
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
@@ -143,10 +163,12 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
             ("p_g", "p_beta", "p_lam", "p_G", "p_E", "p_initial_state", "p_final_state", "p_hand"), f"*{acc}"
         )
         types |= OF_TABLE | {
+            "p_abc": "*fp32",
             "p_cum": "*i32",
             "p_flag": "*i32",
             "p_overflow": "*i32",
             "scale": "fp32",
+            "heads": "i32",
             "T": "i32",
             "NR": "i32",
             "N": "i32",

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.tile import capped, plus_product
 from needlework.ops.delta.scalar.operands import ROWS
+from needlework.ops.delta.scalar.powers import divisors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -22,15 +23,18 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def operand_rows(
     p, p_copy, first, keep, mine, i_d, STEP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
-    ST: tl.constexpr, COPY: tl.constexpr,
+    ST: tl.constexpr, COPY: tl.constexpr, by=None,
 ):  # fmt: skip
-    """R rows of [rows D] as operands, every STEP-th from `first`, columns from i_d; zeros where not `keep` and past D.
+    """R rows of [rows D], times `by`, as operands, every STEP-th from `first`, columns from i_d; zeros where not `keep` and past D.
     COPY: where they are `mine` they are also stored as such."""
     o_d = i_d + tl.arange(0, BD)
     # a 64-bit base and 32-bit offsets: a tile of 64-bit ones is dear in registers
     o = tl.arange(0, R)[:, None] * (STEP * D) + o_d[None, :]
     inside = keep[:, None] & (o_d < D)[None, :]
-    b = tl.load(p + first * D + o, mask=inside, other=0.0).to(ST)
+    b = tl.load(p + first * D + o, mask=inside, other=0.0)
+    if by is not None:
+        b = b.to(tl.float32) * by
+    b = b.to(ST)
     if COPY:
         tl.store(p_copy + first * D + o, b, mask=inside & mine)
     return b
@@ -77,34 +81,14 @@ def decay_between(to, since, seen, ACC: tl.constexpr):
     return tl.exp2(tl.where(seen, tl.minimum(between, 0.0), 0.0))
 
 
-@triton.jit(do_not_specialize=["scale", "T", "NR"])
-def intra(
-    p_r, p_q, p_k, p_g, p_beta, p_lam, p_T, p_P, p_A, p_G, p_E, p_r_copy, p_q_copy, p_k_copy, scale, T, NR,
-    H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
-    ACC: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr, SOLVE: tl.constexpr, COPY: tl.constexpr, SAVE: tl.constexpr,
-    GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr,
+@triton.jit
+def decays(
+    p_g, p_G, p_E, o_value, o_row, o_t, i_bh, live, scale, NR, C: tl.constexpr, R: tl.constexpr, ACC: tl.constexpr,
+    GATE: tl.constexpr,
 ):  # fmt: skip
-    """NR rows of T, P', G and NR // C chunks of E [8 C] a value head: T rounded up to whole chunks. READ: r is not q (which then
-    only enters x). SAVE: also A without β, for the backward, and beside it, where q both reads and enters x, Q = Γ⁻∘(q kᵀ).
-
-    E holds the factors of a chunk's tokens: β, −β e^G, λ, scale e^G, −e^G, e^{G_C − G}, e^{G − G_1}, e^g. T is of type TT.
-    """
-    tiles = (NR + R - 1) // R
-    i_t = (tl.program_id(0) % tiles) * R
-    i_bh = tl.program_id(0) // tiles
-    i_b = i_bh // HV
-    i_h = i_bh % HV
-    o_t = i_t + tl.arange(0, R)
-    live = o_t < T
-    token = tl.cast(i_b, tl.int64) * T + o_t
-    o_value = token * HV + i_h
-    start = tl.cast(i_b, tl.int64) * T + i_t
-    o_k = start * H + i_h // (HV // H)
-    o_r = start * HR + i_h // (HV // HR)
-
+    """Gates, G and e^G of R rows of one value head; G and the factors that follow from it are stored."""
     gate, G = prefixes(p_g, o_value, live, R, C, GATE)
     since, left = around(G, R, C)
-    o_row = tl.cast(i_bh, tl.int64) * NR + o_t
     tl.store(p_G + o_row, G.to(ACC), mask=o_t < NR)
     p_factor = p_E + tl.cast(i_bh, tl.int64) * (ROWS * NR) + (o_t // C) * (ROWS * C) + o_t % C
     e_start = power(G, ACC)
@@ -114,16 +98,52 @@ def intra(
     tl.store(p_factor + 5 * C, tl.exp2(tl.minimum(left, 0.0).to(ACC)), mask=o_t < NR)
     tl.store(p_factor + 6 * C, tl.exp2(since.to(ACC)), mask=o_t < NR)
     tl.store(p_factor + 7 * C, power(gate, ACC), mask=o_t < NR)
+    return gate, G, e_start
+
+
+@triton.jit(do_not_specialize=["scale", "T", "NR", "heads"])
+def intra(
+    p_r, p_q, p_k, p_g, p_beta, p_lam, p_T, p_P, p_A, p_G, p_E, p_r_copy, p_q_copy, p_k_copy, p_abc, scale, T, NR, heads,
+    H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+    ACC: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr, SOLVE: tl.constexpr, COPY: tl.constexpr, SAVE: tl.constexpr,
+    GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """NR rows of T, P', G and NR // C chunks of E [8 C] a value head: T rounded up to whole chunks. READ: r is not q (which then
+    only enters x). SAVE: also A without β, for the backward, and beside it, where q both reads and enters x, Q = Γ⁻∘(q kᵀ).
+
+    SHARED: an additive rule, of whose value heads a program has `heads` that read with one query and have one key.
+    E holds the factors of a chunk's tokens: β, −β e^G, λ, scale e^G, −e^G, e^{G_C − G}, e^{G − G_1}, e^g. T is of type TT.
+    """
+    tiles = (NR + R - 1) // R
+    i_t = (tl.program_id(0) % tiles) * R
+    i_bh = tl.program_id(0) // tiles
+    if SHARED:
+        i_bh *= heads
+    i_b = i_bh // HV
+    i_h = i_bh % HV
+    o_t = i_t + tl.arange(0, R)
+    live = o_t < T
+    token = tl.cast(i_b, tl.int64) * T + o_t
+    o_value = token * HV + i_h
+    o_row = tl.cast(i_bh, tl.int64) * NR + o_t
+    start = tl.cast(i_b, tl.int64) * T + i_t
+    o_k = start * H + i_h // (HV // H)
+    o_r = start * HR + i_h // (HV // HR)
+
+    gate, G, e_start = decays(p_g, p_G, p_E, o_value, o_row, o_t, i_bh, live, scale, NR, C, R, ACC, GATE)
 
     kk = tl.zeros([R, R], ACC)
     rk = tl.zeros([R, R], ACC)
     qk = tl.zeros([R, R], ACC)
+    by_q, by_k = None, None
+    if p_abc is not None:
+        by_q, by_k, _ = divisors(p_abc, i_bh)
     first_k = i_h % (HV // H) == 0
     first_r = i_h % (HV // HR) == 0
     for i_d in tl.static_range(0, K, BK):
-        b_k = operand_rows(p_k, p_k_copy, o_k, live, first_k, i_d, H, K, R, BK, ST, COPY)
+        b_k = operand_rows(p_k, p_k_copy, o_k, live, first_k, i_d, H, K, R, BK, ST, COPY, by_k)
         b_kT = tl.trans(b_k)
-        b_r = operand_rows(p_r, p_r_copy, o_r, live, first_r, i_d, HR, K, R, BK, ST, COPY)
+        b_r = operand_rows(p_r, p_r_copy, o_r, live, first_r, i_d, HR, K, R, BK, ST, COPY, by_q)
         rk = plus_product(rk, b_r, b_kT, ST == ACC)
         if ERASE:
             kk = plus_product(kk, b_k, b_kT, ST == ACC)
@@ -139,7 +159,14 @@ def intra(
     o_pair = o_row[:, None] * C + s % C
     keep = same & (o_t < NR)[:, None]
     tl.store(p_P + o_pair, tl.where(seen, rk * decay * scale, 0.0).to(ST), mask=keep)
+    if SHARED:
+        for i in range(1, heads):
+            decayed = decays(p_g, p_G, p_E, o_value + i, o_row + i * NR, o_t, i_bh + i, live, scale, NR, C, R, ACC, GATE)
+            decay_next = decay_between(decayed[1], decayed[1], seen, ACC)
+            o_next = o_pair + tl.cast(i, tl.int64) * NR * C
+            tl.store(p_P + o_next, tl.where(seen, rk * decay_next * scale, 0.0).to(ST), mask=keep)
     if ERASE:
+        p_factor = p_E + tl.cast(i_bh, tl.int64) * (ROWS * NR) + (o_t // C) * (ROWS * C) + o_t % C
         beta = tl.load(p_beta + o_value, mask=live, other=0.0).to(ACC)
         tl.store(p_factor, beta, mask=o_t < NR)
         tl.store(p_factor + C, -beta * e_start, mask=o_t < NR)

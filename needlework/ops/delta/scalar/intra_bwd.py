@@ -21,6 +21,7 @@ import triton.language as tl
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.gradient_scaling import gradient_factor
 from needlework.ops.delta.scalar.intra import decay_between, prefixes
+from needlework.ops.delta.scalar.powers import divisors, product
 from needlework.ops.delta.scalar.scan import factors, flag_overflow, written_as
 
 # log2 of a decay below which nothing that half precision holds passes
@@ -29,7 +30,7 @@ NOTHING = tl.constexpr(-40.0)
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "NE", "jobs"])
 def pairs(
-    x_do, x_du, x_w, x_v, p_g, p_E, p_P, p_A, x_scaled, x_dv, p_M, p_N, p_D, p_held, p_written, p_asked, p_overflow, p_overflow_bwd, p_max,
+    x_do, x_du, x_w, x_v, p_g, p_E, p_P, p_A, x_scaled, x_dv, p_M, p_N, p_D, p_held, p_written, p_asked, p_overflow, p_overflow_bwd, p_max, p_abc,
     scale, T, NR, NE, jobs,
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr,
     TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, BT: tl.constexpr,
@@ -59,6 +60,10 @@ def pairs(
         if ERASE:
             beta = tl.load(p_factor)
         by_v = beta / factor
+        if p_abc is not None:
+            _, _, by_c = divisors(p_abc, i_bh)
+            by_v *= by_c
+            by_o = product(p_abc, i_bh)
         F = tl.zeros([R, R], ACC)
         U = tl.zeros([R, R], ACC)
         written = tl.zeros([R], ACC)
@@ -68,7 +73,10 @@ def pairs(
             if FORM == 2:
                 b_w = written_as(b_w, p_overflow, ST)
             if HALF:
-                b_do = (b_do.to(ACC) * factor).to(ST)
+                do = b_do.to(ACC)
+                if p_abc is not None:
+                    do *= by_o
+                b_do = (do * factor).to(ST)
                 store_tile(x_scaled, b_do.to(BT, bitcast=True), i_b, i_t, i_h, i_v, T, HV, V, R, BV, TMA)
             F = tl.dot(b_do, tl.trans(b_w), F, input_precision="ieee", out_dtype=ACC)
             if ERASE or HALF:
@@ -143,7 +151,7 @@ def parts_at(
 @triton.jit(do_not_specialize=["T", "NR", "N", "NE", "B", "jobs"])
 def combine(
     x_r, x_q, x_k, p_E, x_dr_part, x_dx_part, x_dk_part, x_M, x_N, x_D, p_written, p_asked, x_dr, x_dq, x_dk,
-    p_from, p_to, p_dlam, p_dbeta, p_cum, p_overflow_bwd, p_max, T, NR, N, NE, B, jobs,
+    p_from, p_to, p_dlam, p_dbeta, p_cum, p_overflow_bwd, p_max, p_abc, T, NR, N, NE, B, jobs,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
     NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, DT: tl.constexpr,
     ST: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, FORM: tl.constexpr,
@@ -164,6 +172,11 @@ def combine(
         i_h = i_bh % HV
         i_k = i_h // (HV // H)
         rest = 1.0 / gradient_factor(p_max, NM, HALF)
+        by_r, by_k = rest, rest
+        if p_abc is not None:
+            by_a, by_b, _ = divisors(p_abc, i_bh)
+            by_r *= by_a
+            by_k *= by_b
         o_t = i_t + tl.arange(0, R)
         live = o_t < T
         o_value = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h
@@ -215,8 +228,8 @@ def combine(
             dk = tl.dot(tl.trans(b_M), b_r, dk, input_precision="ieee", out_dtype=ACC)
             if FORM == 1:
                 odd += tl.sum((dr - dr) + (dk - dk), 1)
-            store_tile(x_dr, (dr * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
-            store_tile(x_dk, (dk * rest).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
+            store_tile(x_dr, (dr * by_r).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
+            store_tile(x_dk, (dk * by_k).to(DT), i_b, i_t, i_h, i_d, T, HV, K, R, BK, TMA)
         if FORM == 1:
             # of a chunk that no sequence has nothing was written
             walked = i_b * (NR // R) + i_t // R < tl.load(p_cum + N)

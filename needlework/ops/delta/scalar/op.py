@@ -2,7 +2,8 @@
 
     S_t = e^{g_t} S_{t-1} + β_t k_t (v_t − (e^{g_t} S_{t-1})ᵀ x_t)ᵀ,   x = k + λq        o_t = scale · S_tᵀ r_t
 
-beta None: nothing is erased, S_t = e^{g_t} S_{t-1} + k_t v_tᵀ. lam None: x = k. r = q_read, or q where there is none.
+beta None: nothing is erased, S_t = e^{g_t} S_{t-1} + k_t v_tᵀ; such a rule may have powers (`powers.py`): the kernels divide q, k
+and v by them and multiply o, and the states, given and returned, are S/(bc). lam None: x = k. r = q_read, or q where there is none.
 `intra.py` makes what each chunk needs, `scan.py` walks the chunks, `forward.py` and `backward.py` have the order of the kernels; their
 constants are in scalar.launch.json.
 """
@@ -89,7 +90,7 @@ def delta_scalar_bwd(
     if chunk != chosen.launch["shared"]["C"]:
         raise RuntimeError(f"{ENGINE}: the forward ran with chunks of {chunk}, the config for the backward has others")
     if not inputs.v.numel():
-        found = DeltaInputs(*each(torch.zeros_like, *inputs))
+        found = DeltaInputs(*each(torch.zeros_like, *inputs))._replace(powers=None)
         if initial_state is not None and dstate is not None:
             found = found._replace(initial_state=dstate.to(initial_state.dtype, copy=True))
     else:
@@ -157,7 +158,7 @@ def _(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Ten
 
 @fake(delta_scalar_bwd)
 def _(do: Tensor | None, dstate: Tensor | None, saved: Saved, inputs: DeltaInputs, *_):
-    return DeltaInputs(*each(torch.empty_like, *inputs))
+    return DeltaInputs(*each(torch.empty_like, *inputs))._replace(powers=None)
 
 
 def _save(ctx, inputs, output) -> None:

@@ -19,6 +19,7 @@ import triton.language as tl
 from needlework.ops.common.kernels.chain import part_here, run_of, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
 from needlework.ops.delta.scalar.operands import ROWS
+from needlework.ops.delta.scalar.powers import divisor_of_v, product
 from needlework.ops.slots.kernels import power_of, slot_of
 
 
@@ -44,7 +45,7 @@ def flag_overflow(p_overflow, odd):
 @triton.jit(do_not_specialize=["slot_stride", "P", "scale", "T", "NR", "N"])
 def scan(
     x_r, x_q, x_k, x_v, x_T, x_P, p_E, x_o, x_w, p_initial_state, p_final_state, p_cum, p_hand, p_flag, p_overflow,
-    p_slots, p_fresh, p_power, slot_stride, P, scale, T, NR, N,
+    p_abc, p_slots, p_fresh, p_power, slot_stride, P, scale, T, NR, N,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr,
     BT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, INIT: tl.constexpr,
@@ -79,6 +80,10 @@ def scan(
         i_b = start // chunks_of_row
         c_row = start - i_b * chunks_of_row
         i_bh = i_b * HV + i_h
+        if p_abc is not None:
+            # a segment without chunks may lie past the last row
+            by_v = divisor_of_v(p_abc, i_bh, count > 0)
+            by_o = product(p_abc, i_bh, count > 0)
 
         if late:
             wait_for(p_flag + i_slot, FORM)
@@ -144,6 +149,8 @@ def scan(
 
             p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
             w = tl.trans(b_v).to(ACC)
+            if p_abc is not None:
+                w *= by_v[None, :]
             if ERASE:
                 if LAM:
                     lam = tl.load(p_factor + 2 * C + o_c)
@@ -159,7 +166,10 @@ def scan(
             if SAVE:
                 store_tile(x_w, tl.trans(b_w).to(BT, bitcast=True), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
             read *= tl.load(p_factor + 3 * C + o_c)[None, :]
-            b_o = tl.dot(b_w, tl.trans(b_P), read, input_precision="ieee", out_dtype=ACC).to(OT)
+            o = tl.dot(b_w, tl.trans(b_P), read, input_precision="ieee", out_dtype=ACC)
+            if p_abc is not None:
+                o *= by_o
+            b_o = o.to(OT)
             if FORM == 1:
                 # a W that float16 does not hold has to show in the state that is left, however small what is left of it
                 w = b_w.to(ACC)

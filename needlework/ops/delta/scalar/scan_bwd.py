@@ -7,7 +7,7 @@ gradient, and the initial state's; every other gradient follows from du without 
 dS is kept without the gate of the first token of the chunk walked last, which may leave less than half precision holds.
 T = Γ∘(I + A)⁻¹ without β, P' = scale Γ∘tril(r kᵀ); r reads. Additive rules: du = dW and no last term. Slots and chains are
 `scan.py`'s, run backwards. Half precision: gradients are multiplied by a power of two near 1/max|do|, so that float16
-holds them, and du stays so.
+holds them, and du stays so. With powers do is abc do, du of v/c.
 """
 
 import triton
@@ -17,12 +17,13 @@ from needlework.ops.common.kernels.chain import part_here, run_of, tell, wait_fo
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.gradient_scaling import gradient_factor
 from needlework.ops.delta.scalar.operands import ROWS
+from needlework.ops.delta.scalar.powers import product
 from needlework.ops.delta.scalar.scan import factors, flag_overflow
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N"])
 def adjoint(
-    x_r, x_q, x_k, x_do, x_T, x_P, p_E, x_du, p_dstate, p_dinitial_state, p_cum, p_hand, p_flag, p_overflow_bwd, p_max,
+    x_r, x_q, x_k, x_do, x_T, x_P, p_E, x_du, p_dstate, p_dinitial_state, p_cum, p_hand, p_flag, p_overflow_bwd, p_max, p_abc,
     scale, T, NR, N,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr,
@@ -53,6 +54,9 @@ def adjoint(
         i_b = start // chunks_of_row
         c_row = start - i_b * chunks_of_row
         i_bh = i_b * HV + i_h
+        if p_abc is not None:
+            # a segment without chunks may lie past the last row
+            by_o = product(p_abc, i_bh, count > 0)
 
         if late:
             wait_for(p_flag + i_slot, FORM)
@@ -94,7 +98,10 @@ def adjoint(
                 left = tl.dot(S1.to(ST), tl.trans(b_k1), left, input_precision="ieee", out_dtype=ACC)
 
             p_factor = factors(p_E, i_bh * chunks_of_row + i_chunk, C)
-            do = tl.trans(b_do).to(ACC) * factor
+            do = tl.trans(b_do).to(ACC)
+            if p_abc is not None:
+                do *= by_o
+            do *= factor
             e_later = -tl.load(p_factor + (ROWS + 4) * C, mask=i > 0, other=-1.0)
             left *= (tl.load(p_factor + 5 * C + o_c) * e_later)[None, :]
             du = tl.dot(do.to(ST), b_P, left, input_precision="ieee", out_dtype=ACC)

@@ -14,6 +14,7 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import load_tile, token_tile
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.delta.scalar.operands import Saved, forms, inverse, scan_constants
+from needlework.ops.delta.scalar.powers import divisor_of_v
 from needlework.ops.delta.scalar.scan import factors, flag_overflow
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
@@ -22,7 +23,7 @@ from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
 @triton.jit(do_not_specialize=["T", "NR", "P"])
 def transitions_kernel(
-    x_q, x_k, x_v, x_T, p_E, p_N, p_M, p_cum, p_overflow, T, NR, P,
+    x_q, x_k, x_v, x_T, p_E, p_N, p_M, p_cum, p_overflow, p_abc, T, NR, P,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
     TT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, SAVE: tl.constexpr,
@@ -51,6 +52,9 @@ def transitions_kernel(
         i_b = start // chunks_of_row
         c_row = start - i_b * chunks_of_row
         i_bh = i_b * HV + i_h
+        if p_abc is not None:
+            # a segment without chunks may lie past the last row
+            by_v = divisor_of_v(p_abc, i_bh, count > 0)
         # past the last value there are zeros, which are not fetched
         i_v = tl.where(of_values, i_tile * BV, NV * BV)
         o_c, o_k = tl.arange(0, C), tl.arange(0, KB)
@@ -74,6 +78,8 @@ def transitions_kernel(
 
             p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
             w = tl.trans(b_v).to(ACC)
+            if p_abc is not None:
+                w *= by_v[None, :]
             if ERASE:
                 b_S0 = S0.to(ST)
                 erased = tl.dot(b_S0, tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
@@ -139,7 +145,7 @@ def transitions(
         transitions_kernel, (alignment.N * HV * (cdiv(V, BV) + cdiv(K, BV)),),
         None if lam is None else tile(q, KB), tile(k, KB), tile(v, BV),
         None if saved.Tp is None else tile(saved.Tp.view(-1, NR, 1, C), C), saved.E, N, M, alignment.cum, saved.overflow,
-        T, NR, segments, **constants,
+        operands.powers, T, NR, segments, **constants,
     )  # fmt: skip
     return N, M
 
@@ -154,15 +160,17 @@ def transitions_constants(
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """The kernel as Q-Delta launches it for training, in each FORM."""
+    """The kernel as Q-Delta launches it for training, in each FORM, and as a scaled additive rule does."""
     own, st, acc = NAMES[dtype], NAMES[solve_dtype(dtype)], NAMES[accumulator(dtype)]
     cases = []
-    for form in forms(dtype, True):
-        constants = transitions_constants(config, dtype, 2, 2, K, V, 1, 1, 1, form)
+    launched = [(1, form) for form in forms(dtype, True)] + [(0, 0)] * (dtype == torch.bfloat16)
+    for erase, form in launched:
+        constants = transitions_constants(config, dtype, 2, 2, K, V, erase, erase, 1, form)
+        constants |= {"p_abc": None} if erase else {}
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
         C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
         types = dict.fromkeys(("p_E", "p_N", "p_M"), f"*{acc}")
-        types |= {"p_cum": "*i32", "p_overflow": "*i32", "T": "i32", "NR": "i32", "P": "i32"}
+        types |= {"p_cum": "*i32", "p_overflow": "*i32", "p_abc": "*fp32", "T": "i32", "NR": "i32", "P": "i32"}
         for name, kind, width in (("x_q", st, KB), ("x_k", st, KB), ("x_v", own, BV), ("x_T", NAMES[inverse(dtype)], C)):
             types[name] = f"tensordesc<{kind}[1, 1, {C}, {width}]>" if config.tma else f"*{kind}"
         signature = {name: types[name] for name in transitions_kernel.arg_names if name not in constants}
