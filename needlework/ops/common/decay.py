@@ -27,9 +27,10 @@ def sums_between(g: Tensor) -> Tensor:
 def summed(g: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """G [B T Hq] of log gates g, from `before` [N Hq] on, and what it is after each sequence's last token; float64.
 
-    cu_seqlens may reach past T, where only an operator sees it and raises.
+    A gate of NOTHING or below counts as NOTHING: of −∞ a difference would be no number. cu_seqlens may reach past T, where only an operator
+    sees it and raises.
     """
-    sums = g.double().cumsum(1)
+    sums = g.masked_fill(g <= NOTHING, NOTHING).double().cumsum(1)
     if cu_seqlens is None:
         decay = before[:, None] + sums
         return decay, torch.cat([before[:, None], decay], 1)[:, -1]

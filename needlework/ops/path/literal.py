@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from needlework.ops.common.decay import NOTHING
 from needlework.ops.common.operands import Operand
 from needlework.ops.path.arguments import (
     check_call,
@@ -221,7 +222,9 @@ def _sums(past: Past, g: Tensor) -> Tensor:
     total = g.new_zeros(len(g), g.shape[2], dtype=torch.float64) if held is None or not held.shape[1] else held[:, -1]
     sums = []
     for t in range(g.shape[1]):
-        total = total + g[:, t].double()
+        total = total + g[:, t].double().masked_fill(
+            g[:, t] <= NOTHING, NOTHING
+        )  # e^g is 0; a difference of −∞ would be no number
         sums.append(total)
     return torch.stack(sums, 1) if sums else g.double()
 
