@@ -61,6 +61,14 @@ class Answers:
         return {
             "tokens": [s.piece.text for s in scored],
             "token_logprobs": [s.logprob for s in scored],
-            "top_logprobs": [{piece.text: logprob for piece, logprob in s.top} for s in scored],
+            "top_logprobs": [_by_text(s) for s in scored],
             "text_offset": [s.at for s in scored],
         }
+
+
+def _by_text(scored: Scored) -> dict[str, float]:
+    """The likeliest tokens and the answer's own. Several may have one text, as torn characters do: the likeliest of them counts."""
+    found: dict[str, float] = {}
+    for piece, logprob in (*scored.top, (scored.piece, scored.logprob)):
+        found.setdefault(piece.text, logprob)
+    return found

@@ -196,11 +196,7 @@ class Runner:
     def _count_admitted(self, admitted: Sequence[Admitted]) -> None:
         """What requests with a new slot have in their prompts, and have drawn so far, into its counts."""
         if self.counts is None:
-            sizes = self.config.slots, self.vocabulary
-            self.counts = Counts(
-                torch.zeros(sizes, dtype=torch.int16, device=self.device),
-                torch.zeros(sizes, dtype=torch.bool, device=self.device),
-            )
+            self.counts = Counts.zeros(self.config.slots, self.vocabulary, self.device)
         for one in admitted:
             if penalties(one.request.sampling):
                 self.counts.drawn[one.slot], self.counts.prompt[one.slot] = 0, False

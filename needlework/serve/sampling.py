@@ -37,10 +37,15 @@ class Controls(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """drawn [slots V] int16: how often a request drew each token; prompt [slots V] bool: which its prompt has."""
+    """drawn [slots V] int32: how often a request drew each token; prompt [slots V] bool: which its prompt has."""
 
     drawn: Tensor
     prompt: Tensor
+
+    @classmethod
+    def zeros(cls, slots: int, V: int, device: torch.device | str = "cpu") -> "Counts":
+        made = lambda dtype: torch.zeros(slots, V, dtype=dtype, device=device)
+        return cls(made(torch.int32), made(torch.bool))  # of a long answer a token may be drawn more often than int16 counts
 
     def add(self, tokens: Tensor, slots: Tensor) -> None:
         """One more of tokens [R], in place; a padded row (slot −1) adds nothing."""

@@ -35,6 +35,13 @@ class Engine:
             self.owned[slot].append(self.free.pop())
         return self.owned[slot][t // PG] * PG + t % PG
 
+    def leaves(self, before, slots, pages):
+        """Nothing but these slots and pages has another byte than before."""
+        for name, x in self.tables.items():
+            others = torch.ones(len(x), dtype=torch.bool)
+            others[slots if name in self.held.fixed else pages] = False
+            assert torch.equal(before[name][others].view(torch.uint8), x[others].view(torch.uint8)), name
+
     def step(self, new):
         """new: [(slot or NONE, x [n D])], in which single tokens of sequences that have begun decode and come first."""
         decodes = 0
@@ -73,8 +80,11 @@ class Engine:
             positions=torch.tensor(positions),
             pages={self.held.window: Pages(block_table, torch.tensor(rows))},
         )
+        before = {name: x.clone() for name, x in self.tables.items()}
         with torch.no_grad():
             y = self.mixer.serve(torch.cat([x for _, x in new]), self.tables, batch)
+        pages = torch.cat([torch.tensor(table, dtype=torch.long) for table in tables])
+        self.leaves(before, torch.tensor([slot for slot, _ in new if slot != NONE]), pages[pages != NONE])
         return y.split([len(x) for _, x in new])
 
 

@@ -142,7 +142,7 @@ def test_several_prompts_have_n_answers_each_in_order(engine, client):
 def test_logprobs_are_in_openais_form(client):
     plain = client.completions.create(model="tiny", prompt="é!", logprobs=3).choices[0].logprobs
     assert plain.tokens == ["\ufffd", "\ufffd", "!"] and plain.token_logprobs == [-0.25] * 3 and plain.text_offset == [0, 0, 1]
-    assert plain.top_logprobs[0] == {"A": -1.0, "B": -2.0, "C": -3.0}
+    assert plain.top_logprobs[0] == {"A": -1.0, "B": -2.0, "C": -3.0, "\ufffd": -0.25}
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "é"}], "logprobs": True, "top_logprobs": 3}
     for content in (
         client.chat.completions.create(**asked).choices[0].logprobs.content,

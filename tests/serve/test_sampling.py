@@ -80,7 +80,7 @@ def test_filters_keep_what_they_say():
 
 def test_penalties_are_of_the_requests_own_tokens():
     x = torch.tensor([[2.0, -2.0, 1.0, 1.0]]).expand(2, 4)
-    counts = Counts(torch.zeros(3, 4, dtype=torch.int16), torch.zeros(3, 4, dtype=torch.bool))
+    counts = Counts.zeros(3, 4)
     counts.prompt[2, 3] = True
     for _ in range(2):
         counts.add(torch.tensor([0, 1]), torch.tensor([2, 2]))
@@ -89,6 +89,12 @@ def test_penalties_are_of_the_requests_own_tokens():
     asked = controls(2, presence=0.5, frequency=0.25, repetition=2.0, slots=torch.tensor([2, 1]))
     found = penalised(x, asked, counts)
     assert torch.equal(found[0], torch.tensor([1.0 - 1.0, -4.0 - 1.0, 1.0, 0.5])) and torch.equal(found[1], x[1])
+
+
+def test_a_token_may_be_drawn_as_often_as_a_long_answer_has_tokens():
+    counts, often = Counts.zeros(1, 4), 40_000
+    counts.add(torch.full((often,), 2), torch.zeros(often, dtype=torch.int64))
+    assert counts.drawn.tolist() == [[0, 0, often, 0]]
 
 
 def test_a_bitmask_forbids_what_it_does_not_name():
