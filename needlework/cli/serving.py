@@ -115,7 +115,9 @@ def _running(checkpoint: Path, room: "Room", dtype: str | None) -> "Iterator[tup
     text = Text.load(checkpoint)
     model, _ = load_checkpoint(checkpoint, _dtype(dtype))
     if model.device.type == "cuda":
-        errors.print("compiling this model's steps; later starts find them in PyTorch's cache", soft_wrap=True)
+        errors.print(
+            "compiling this model's kernels; later starts find them in the caches of PyTorch and Triton", soft_wrap=True
+        )
     engine, config = start(model, text, room)
     with settled(), engine:
         yield engine, text, config

@@ -48,6 +48,10 @@ def _matrix(state: object) -> Tensor | None:
     """The S of a layer's state: its memory's, its write rule's, or its own as Mamba's; None where nothing recurs."""
     for name in ("memory", "write", "S"):
         inner = getattr(state, name, None)
+        if isinstance(inner, Tensor):
+            return inner
+        if type(inner) is tuple:  # a state in pieces of its keys
+            return torch.cat(inner, -2)
         if inner is not None:
-            return inner if isinstance(inner, Tensor) else torch.cat(inner, -2) if type(inner) is tuple else _matrix(inner)
+            return _matrix(inner)
     return None

@@ -41,9 +41,10 @@ def sweep(
 ) -> list[Path]:
     """Runs every recipe that has no result yet. Returns the paths of the results that are still missing.
 
-    workers: runs at a time, a GPU each where there are GPUs. minutes: stop after so many, text preparation included, every run with a checkpoint; the same
-    call resumes. pack: a file with results of earlier calls, perhaps on other machines, which takes this call's too. ValueError for two runs of one name and seed, and what `check` raises, before anything is written. RunError for a result
-    of another config, and, when all others are done, for the runs that failed.
+    workers: runs at a time, a GPU each where there are GPUs. minutes: stop after so many, text preparation included, every run with a
+    checkpoint; the same call resumes. pack: a file with results of earlier calls, perhaps on other machines, which takes this call's too.
+    ValueError for two runs of one name and seed, and what `check` raises, before anything is written. RunError for a result of another
+    config, and, when all others are done, for the runs that failed.
     """
     ends = math.inf if minutes is None else time.monotonic() + 60 * minutes
     packed = {} if pack is None else read_pack(pack)

@@ -1,6 +1,6 @@
 """A call of PaTH's kernels as every launch of it sees it: sizes, launch config, and sequences as runs of whole blocks."""
 
-from math import log2
+from math import e, log2
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import TYPES, accumulator, cdiv, next_power_of_2, padded
 
 ENGINE = "path/engine"
-LOG2E = log2(2.718281828459045)
+LOG2E = log2(e)
 
 
 class Walk(NamedTuple):
