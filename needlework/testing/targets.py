@@ -15,6 +15,7 @@ ENGINES = {
         "delta.scalar.backward",
         "delta.scalar.transitions",
         "delta.segments",
+        "common.kernels.moves",
     ),
     "delta/channel": (
         "delta.channel.intra",

@@ -64,7 +64,7 @@ def segmented(alignment: Alignment, segments: int) -> Alignment:
     N = alignment.N * segments
     cum = alignment.cum.new_empty(N + 1)
     run(segments_kernel, (cdiv(N + 1, 256),), alignment.cum, cum, N, segments, BLK=256, num_warps=4)
-    return Alignment(cum, N, alignment.T, -(-alignment.longest // segments), alignment.place)
+    return Alignment(cum, N, alignment.T, -(-alignment.longest // segments), alignment.maps)
 
 
 def transitions(walk: Callable[[Tensor, Tensor | None], Tensor], v: Tensor, K: int) -> tuple[Tensor, Tensor]:

@@ -54,8 +54,8 @@ def forward(
         None if Sq is None else line.tile(Sq, BV), E, lam, G, n0, step, initial[0], final[0], *of_table, line.at.cum,
         *line.hands(settings, slots), line.at.T, line.NCB, N, **arguments(walk, settings),
     )  # fmt: skip
-    fill, place = (line.fill, line.at.place) if line.packed else (None, None)
-    kept = None if Sq is None else Saved(Sq, kc, P, E, mean0, step, n0, mass, line.at.cum, G, fill, place)
+    fill, maps = (line.fill, line.at.maps) if line.packed else (None, None)
+    kept = None if Sq is None else Saved(Sq, kc, P, E, mean0, step, n0, mass, line.at.cum, G, fill, maps)
     return cleaned, final, kept
 
 
@@ -89,5 +89,5 @@ def no_chunk(q: Tensor, line: Line) -> Saved:
         line.empty(),
     )
     G = line.empty(2, C) if line.gated else None
-    fill, place = (line.fill, line.at.place) if line.packed else (None, None)
-    return Saved(Sq, kc, *chunks, line.at.cum, G, fill, place)
+    fill, maps = (line.fill, line.at.maps) if line.packed else (None, None)
+    return Saved(Sq, kc, *chunks, line.at.cum, G, fill, maps)
