@@ -94,7 +94,10 @@ def causal_conv_slots(
 
         own = (None if one is None else one.contiguous() for one in (slots, fresh))
         past = state, *_documents(cu_seqlens, x.shape[1]), *own
-        y = conv_slots_triton(x.contiguous(), _taps(weight, bias), *past, after, parts, bias is not None)
+        (B, T, _), apart = x.shape, x.stride()
+        if apart[2] != 1 or (B > 1 and apart[0] != T * apart[1]):
+            x = x.contiguous()
+        y = conv_slots_triton(x, _taps(weight, bias), *past, after, parts, bias is not None)
         return _apart(y, x, parts)
     return _on_slots(x, weight, bias, state, slots, fresh, cu_seqlens, after).split(parts, -1)
 
