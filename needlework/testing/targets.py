@@ -32,7 +32,7 @@ ENGINES = {
     "carve/step": ("carve.step",),
     "unit/rows": ("unit.rows",),
     "conv/depthwise": ("conv.depthwise.op",),
-    "linear/few_rows": ("linear.few_rows",),
+    "linear/few_rows": ("linear.few_rows", "linear.few_heads"),
     "lucid/solve": ("lucid.solve.cases",),
     "lucid/step": ("lucid.step",),
     "lucid/pages": ("lucid.solve.by_table",),
