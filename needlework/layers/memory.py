@@ -12,10 +12,11 @@ from needlework.layers.ccq import Plain, ReadConfig
 from needlework.layers.config import Config, Width
 from needlework.layers.delta import Delta
 from needlework.layers.gates import RetentionGate
-from needlework.layers.norm import l2, published_rms, rms
-from needlework.layers.projection import Projection, ZeroProjection
+from needlework.layers.norm import EPS, l2, rms
+from needlework.layers.projection import Projection, ZeroProjection, of_one_row_of_heads
 from needlework.layers.state import Part, of, under
 from needlework.layers.write import WriteConfig
+from needlework.ops.linear.arguments import NormedHeads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class MemoryState(NamedTuple):
 class _Memory(nn.Module):
     def __init__(self, config: Memory, width: Width):
         super().__init__()
-        self.norm = published_rms if config.published_eps else rms
+        self.published_eps = config.published_eps
         heads = width.value_heads  # Hq
         self.repeats = heads // width.heads
         width = width._replace(heads=heads, scale=1.0)
@@ -96,5 +97,7 @@ class _Memory(nn.Module):
 
     def _out(self, gate: Tensor, r: Tensor) -> Tensor:
         """What the memory adds, of what `g_proj` gives and of what was read."""
-        r = self.norm(r).flatten(-2).to(gate.dtype) * torch.sigmoid(gate)
-        return self.mem_proj(r)
+        heads = NormedHeads(r, None, gate, torch.finfo(r.dtype).eps if self.published_eps else EPS)
+        if (y := of_one_row_of_heads(self.mem_proj, heads, "sigmoid", gate.dtype)) is not None:
+            return y
+        return self.mem_proj(rms(r, heads.eps).flatten(-2).to(gate.dtype) * torch.sigmoid(gate))

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from needlework.fields import Count, Positive
 from needlework.layers.config import Config, Width
 from needlework.layers.norm import EPS, rms, wide
-from needlework.layers.projection import Projection, one_row, plain
-from needlework.ops.linear import NormedHeads, normed_heads_linear
-from needlework.ops.linear.arguments import GATES, GateActivation
+from needlework.layers.projection import Projection, of_one_row_of_heads
+from needlework.ops.linear.arguments import GATES, GateActivation, NormedHeads
 
 
 class NormConfig(Config):
@@ -59,10 +58,9 @@ class _HeadNorm(nn.Module):
 def mapped_out(
     m: nn.Module, norm: nn.Module, o: Tensor, gate: Tensor | None, activation: GateActivation, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """m of what `norm` makes of o and the gate's logit, in `dtype`; of one row without gradients by one kernel."""
-    if isinstance(norm, _HeadNorm) and plain(m) and o.dtype == dtype and one_row(o.flatten(-2)):
-        return normed_heads_linear(norm.heads(o, gate), m.weight, m.bias, activation=activation)
-    return m(norm(o, gate, activation).to(dtype))
+    """m of what `norm` makes of o and the gate's logit, in `dtype`."""
+    y = of_one_row_of_heads(m, norm.heads(o, gate), activation, dtype) if isinstance(norm, _HeadNorm) else None
+    return m(norm(o, gate, activation).to(dtype)) if y is None else y
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.layers.norm import Later
-from needlework.ops.linear.op import Activation, few, glu, linear
+from needlework.ops.linear.arguments import GateActivation, NormedHeads
+from needlework.ops.linear.op import Activation, few, glu, linear, normed_heads_linear
 
 ALIGNED = 8  # columns: 16 bytes of a half-precision row, without which products take slower kernels
 
@@ -51,6 +52,13 @@ def gated(x: Tensor | Later, gate: nn.Module, up: nn.Module) -> Tensor:
         return glu_of(x, (gate.weight, gate.bias), (up.weight, up.bias))
     a, b = wide_maps(x, gate, up)
     return F.silu(a) * b
+
+
+def of_one_row_of_heads(m: nn.Module, heads: NormedHeads, activation: GateActivation, dtype: torch.dtype) -> Tensor | None:
+    """m(heads.made(activation)) by one kernel, of one row in `dtype` without gradients; None of others."""
+    if heads.x.dtype != dtype or not one_row(heads.x.flatten(-2)) or not plain(m):
+        return None
+    return normed_heads_linear(heads, m.weight, m.bias, activation=activation)
 
 
 Weights = tuple[Tensor, Tensor | None]  # and bias
@@ -131,7 +139,7 @@ def _weights(maps: Sequence[nn.Module], x: Tensor | Later) -> tuple[Tensor, Tens
 def plain(m: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether m(x) is x Wᵀ + b and nothing else: no adapter, no quantised weight, no hook."""
     return (
-        type(m) in (Projection, OutProjection, nn.Linear)
+        type(m) in (Projection, OutProjection, ZeroProjection, nn.Linear)
         and type(m.weight) in (Tensor, nn.Parameter)
         and not m._forward_hooks
         and not m._forward_pre_hooks
