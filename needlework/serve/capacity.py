@@ -22,7 +22,8 @@ class SchedulerConfig:
 
     length: tokens of the longest request, its answer included. batch: sequences that run at once. slots: for them and for snapshots.
     page: rows of a page. align: a prefill is cut, and a snapshot taken, at its multiples only. budget: tokens of prefill in a step.
-    prefix: whether prompts share snapshots. host_bytes: for parked requests.
+    prefix: whether prompts share snapshots. shared: whether a page may be two sequences': not where a layer writes its pages again.
+    host_bytes: for parked requests.
     Raises ValueError for a field out of range, and where one request of `length` tokens does not fit.
     """
 
@@ -35,6 +36,7 @@ class SchedulerConfig:
     align: Count = 64
     budget: Count = 2048
     prefix: bool = True
+    shared: bool = True
     host_bytes: Natural = 0
 
     def __post_init__(self):

@@ -7,6 +7,8 @@ import asyncio
 import secrets
 import time
 import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,7 +24,8 @@ from needlework.serve import asked
 from needlework.serve.answering import Answering, Shared, refusal
 from needlework.serve.asked import Asked, Limits
 from needlework.serve.bell import Bell
-from needlework.serve.interface import DrainingError, Engine, QueueFullError, Stream
+from needlework.serve.courier import COMPILERS
+from needlework.serve.interface import DrainingError, Engine, GrammarError, QueueFullError, Stream
 from needlework.serve.metrics import Metrics
 from needlework.serve.refused import RefusedError
 from needlework.serve.request import Request
@@ -43,6 +46,8 @@ class Front:
         self._bell: Bell | None = None
         self._key = None if key is None else f"Bearer {key}".encode()
         self._failed: str | None = None
+        # of their own: requests that wait for a grammar take no thread from others
+        self._grammars = ThreadPoolExecutor(COMPILERS, thread_name_prefix="needlework grammar")
         self._made = int(time.time())
         self._shared = Shared(text, name, self.metrics, self._own_bell)
 
@@ -71,27 +76,22 @@ class Front:
             self._let_in(received)
             body = await _body(received)
             found, requests, streams = await asyncio.to_thread(self._begin, body, chat)
+            if streams is None:
+                streams = await asyncio.get_running_loop().run_in_executor(self._grammars, self._add, requests)
         except RefusedError as error:
             self.metrics.answered(received.url.path, error.status)
             raise
         return Answering(self._shared, received.url.path, found, requests, streams, began)
 
-    def _begin(self, body: bytes, chat: bool) -> tuple[Asked, list[Request], list[Stream]]:
-        """In a thread: a long prompt is encoded, and a grammar compiled, while other clients are answered."""
+    def _begin(self, body: bytes, chat: bool) -> tuple[Asked, list[Request], Sequence[Stream] | None]:
+        """In a thread: a long prompt is encoded while other clients are answered. None: a grammar is to be compiled first."""
         found = asked.read(body, chat, self.text, self.limits)
-        requests, streams = found.requests(f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"), []
-        try:
-            for request in requests:
-                streams.append(self._add(request))
-        except RefusedError:
-            for stream in streams:
-                stream.cancel()
-            raise
-        return found, requests, streams
+        requests = found.requests(f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}")
+        return found, requests, self._add(requests) if found.grammar is None else None
 
-    def _add(self, request: Request) -> Stream:
+    def _add(self, requests: Sequence[Request]) -> Sequence[Stream]:
         try:
-            return self.engine.add(request)
+            return self.engine.add_all(requests)
         except QueueFullError as error:
             code = "queue_full"
             raise RefusedError(
@@ -99,8 +99,10 @@ class Front:
             ) from None
         except DrainingError as error:
             raise RefusedError(str(error), status=503, code="draining", **SERVER) from None
-        except ValueError as error:  # the numbers were checked: what is left is the grammar
-            raise RefusedError(str(error), "response_format" if request.grammar is not None else None) from None
+        except GrammarError as error:
+            raise RefusedError(f"response_format: {error}", "response_format") from None
+        except ValueError as error:
+            raise RefusedError(str(error)) from None
         except RuntimeError as error:
             self._failed = str(error)
             raise RefusedError(str(error), status=503, code="unavailable", **SERVER) from None

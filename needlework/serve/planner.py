@@ -64,5 +64,6 @@ def plan(
         align=align,
         budget=budget,
         prefix=snapshots > 0,
+        shared=not any(one.rewritten for one in held),
         host_bytes=host_bytes,
     )

@@ -13,6 +13,9 @@ The life of a request, and what it owns:
   each sequence that runs, so that what was just admitted is not parked in the next step. No request overtakes it.
 - A sequence short of pages takes those of snapshots, then those of the youngest one that runs, which is parked, or computed again from
   its tokens once the host's memory is full. The youngest itself waits. A prefill takes nothing from a decode of the same step.
+- Requests that come together with one prompt are prefilled once. The first that is admitted leads; the others get their slots and wait.
+  In the step that ends the prompt they fork: they start from its state and its pages. Where the leader ends before, they wait with the
+  others again, and so does who found no slot in time: the next one leads.
 - Steps may be planned ahead of their tokens. A sequence whose newest token the host does not have is not parked: it is left out of
   steps until the token has come.
 """
@@ -21,22 +24,23 @@ from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Set
-from itertools import count
+from itertools import count, groupby
 from typing import NamedTuple
 
 from needlework.serve.capacity import SchedulerConfig
 from needlework.serve.memory import Memory
 from needlework.serve.request import Request
 from needlework.serve.sequence import Sequence, no_pages
-from needlework.serve.step import Admitted, Decode, Drop, Park, Prefill, Step, Unpark
+from needlework.serve.step import Admitted, Copy, Decode, Drop, Owner, Park, Prefill, Step, Unpark
 
 
 class _Flight(NamedTuple):
-    """A step, whose sequences it is, in the order of its rows, and the snapshots that it takes."""
+    """A step, whose sequences it is, in the order of its rows, those that fork in it, and the snapshots that it takes."""
 
     step: Step
     decodes: list[Sequence]
     prefills: list[Sequence]
+    forks: list[Sequence]
     digests: list[bytes]
 
 
@@ -70,6 +74,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._known: dict[str, Sequence] = {}
+        self._leaders: dict[int | None, Sequence] = {}  # those that prefill, by group
         self._flights: deque[_Flight] = deque()
         self._arrivals = count()
 
@@ -77,20 +82,29 @@ class Scheduler:
         """Requests that are not over."""
         return len(self._known)
 
-    def add(self, request: Request) -> None:
-        """ValueError for an id that is in use, and for a request longer than the longest."""
-        tokens = len(request.prompt) + request.max_tokens
-        if request.id in self._known:
-            raise ValueError(f"request {request.id!r} is there already")
-        if tokens > self.config.length:
-            raise ValueError(
-                f"request {request.id!r}: prompt and max_tokens are {len(request.prompt)} + {request.max_tokens} tokens, expected "
-                f"at most {self.config.length}"
-            )
-        pages = no_pages(self.memory.pages)
-        seq = Sequence(request, next(self._arrivals), pages, array("q", request.prompt), len(request.prompt))
-        self._known[request.id] = seq
-        self.waiting.append(seq)
+    def add(self, *requests: Request) -> None:
+        """A prompt that several of them have, one after another, is prefilled once. ValueError for an id that is in use, and for a request
+        longer than the longest."""
+        for request in requests:
+            tokens = len(request.prompt) + request.max_tokens
+            if request.id in self._known:
+                raise ValueError(f"request {request.id!r} is there already")
+            if tokens > self.config.length:
+                raise ValueError(
+                    f"request {request.id!r}: prompt and max_tokens are {len(request.prompt)} + {request.max_tokens} tokens, expected "
+                    f"at most {self.config.length}"
+                )
+        for _, group in groupby(requests, key=lambda request: request.prompt):
+            self._add(list(group))
+
+    def _add(self, requests: list[Request]) -> None:
+        group = None
+        for request in requests:
+            pages, arrival = no_pages(self.memory.pages), next(self._arrivals)
+            group = arrival if group is None and len(requests) > 1 else group
+            seq = Sequence(request, arrival, pages, array("q", request.prompt), len(request.prompt), group=group)
+            self._known[request.id] = seq
+            self.waiting.append(seq)
 
     def cancel(self, id: str) -> None:
         """At any stage; nothing for a request that is over."""
@@ -113,7 +127,7 @@ class Scheduler:
             else:
                 self._extend(seq, computed + 1, plan)
         for seq in list(self.running):
-            if seq.slot >= 0 and not seq.decoding:
+            if seq.slot >= 0 and not seq.decoding and seq.leader is None:
                 self._extend(seq, self._cut(seq, plan.left), plan)
         while self.waiting and not plan.held_back and self._admit(self.waiting[0], plan):
             pass
@@ -124,7 +138,7 @@ class Scheduler:
         flight = self._flights.popleft()
         assert flight.step is step, "steps are done in the order in which they were planned"
         last = [seq for seq, row in zip(flight.prefills, step.prefills, strict=True) if row.last]
-        for seq in (*flight.decodes, *last):
+        for seq in (*flight.decodes, *last, *flight.forks):
             id = seq.request.id
             if self._known.get(id) is seq:
                 seq.tokens.append(tokens[id])
@@ -146,8 +160,8 @@ class Scheduler:
         newest = max(rows, key=_by_arrival, default=None)
         if newest is not None:
             self._forget(newest)
-        for seq in filter(self._lives, [*flight.decodes, *flight.prefills]):
-            self.running.remove(seq)
+        for seq in filter(self._lives, [*flight.decodes, *flight.prefills, *flight.forks]):
+            self._stop(seq)
             self.memory.release(seq)
             self.memory.restart(seq)
             insort(self.waiting, seq, key=_by_arrival)
@@ -176,11 +190,11 @@ class Scheduler:
         memory = self.memory
         memory.free_passed(seq)
         while end > seq.holds and not memory.room(seq, end):
-            victim = self.running[-1]
+            victim = next(one for one in reversed(self.running) if one.leader is None)  # the others own no pages
             if victim is seq or victim in plan.ends or victim.unheard:
                 plan.held_back.add(victim)
                 return
-            self.running.remove(victim)
+            self._stop(victim)
             memory.park(victim)
             insort(self.waiting, victim, key=_by_arrival)
         if end > seq.holds:
@@ -192,6 +206,9 @@ class Scheduler:
         """Whether it runs now."""
         if len(self.running) == self.config.batch:
             return False
+        leads = seq.group is not None and not seq.decoding and not seq.begun
+        if leads and not seq.parked and (leader := self._leaders.get(seq.group)) is not None:
+            return self._follow(seq, leader)
         memory = self.memory
         snapshot = None if seq.parked else memory.snapshots.borrow(seq)
         end = seq.computed + 1 if seq.decoding else self._cut(seq, plan.left)
@@ -203,23 +220,66 @@ class Scheduler:
         memory.give(seq, end)
         self.waiting.pop(0)
         insort(self.running, seq, key=_by_arrival)
+        if leads:
+            self._leaders.setdefault(seq.group, seq)
         answer = tuple(seq.tokens[len(seq.request.prompt) :])
         plan.admitted.append(Admitted(seq.request, seq.slot, answer, snapshot.length if snapshot is not None else 0))
         plan.add(seq, end)
         return True
 
+    def _follow(self, seq: Sequence, leader: Sequence) -> bool:
+        """Whether it has a slot now, in which it waits for the end of the prompt that its leader prefills."""
+        seq.leader = leader
+        if not self.memory.room(seq, 0, slots=1, spare=len(self.running)):
+            seq.leader = None
+            return False
+        self.memory.enter(seq, None)
+        self.waiting.pop(0)
+        insort(self.running, seq, key=_by_arrival)
+        return True
+
+    def _fork(self, leader: Sequence, plan: _Plan) -> tuple[list[Sequence], list[Copy]]:
+        """Those that start from the state at the end of the prompt that it has led to, and the copies that this takes."""
+        forks, copies = [], []
+        if self._leaders.get(leader.group) is leader:
+            del self._leaders[leader.group]
+            for seq in [one for one in self.running if one.leader is leader]:
+                if (own := self.memory.fork(seq)) is None:
+                    self._wait_again(seq)
+                    continue
+                forks.append(seq)
+                copies += own
+                plan.admitted.append(Admitted(seq.request, seq.slot, (), seq.computed))
+        return forks, copies
+
+    def _wait_again(self, seq: Sequence) -> None:
+        """It has waited in its slot for a leader, and does so no more."""
+        self.running.remove(seq)
+        self.memory.release(seq)
+        seq.leader = None
+        insort(self.waiting, seq, key=_by_arrival)
+
+    def _stop(self, seq: Sequence) -> None:
+        """It runs no more. Those that it leads wait again."""
+        self.running.remove(seq)
+        seq.leader = None
+        if self._leaders.get(seq.group) is seq:
+            del self._leaders[seq.group]
+            for one in [one for one in self.running if one.leader is seq]:
+                self._wait_again(one)
+
     def _forget(self, seq: Sequence) -> None:
         """It is over and gives all back."""
         del self._known[seq.request.id]
         if seq.slot >= 0:
-            self.running.remove(seq)
+            self._stop(seq)
             self.memory.release(seq)
         else:
             self.waiting.remove(seq)
             self.memory.drop(seq)
 
     def _emit(self, plan: _Plan) -> Step:
-        decodes, prefills, paged, rows = [], [], [], ([], [])
+        decodes, prefills, paged, rows, copies = [], [], [], ([], [], []), []
         for seq, end in plan.ends.items():
             known, computed = seq.tokens, seq.computed
             if computed >= seq.goal:
@@ -230,9 +290,13 @@ class Scheduler:
                 if seq.paged:
                     paged.append(row)
             else:
-                tokens = tuple(known[computed:end])
-                prefills.append(Prefill(seq.request, seq.slot, computed, tokens, end == seq.goal, seq.pages))
+                tokens, last = tuple(known[computed:end]), end == seq.goal
+                forks, own = self._fork(seq, plan) if last else ([], [])
+                owners = tuple(Owner(one.request, one.slot) for one in forks)
+                prefills.append(Prefill(seq.request, seq.slot, computed, tokens, last, seq.pages, owners))
                 rows[1].append(seq)
+                rows[2].extend(forks)
+                copies += own
             seq.computed, seq.paged = end, False
         taken = list(filter(None, map(self.memory.snapshots.take, rows[1])))
         before, self.memory.moves = tuple(self.memory.moves), []
@@ -240,7 +304,7 @@ class Scheduler:
             decodes=tuple(decodes),
             prefills=tuple(prefills),
             before=before,
-            after=tuple(copy for _, copy in taken),
+            after=(*copies, *(copy for _, copy in taken)),
             admitted=tuple(plan.admitted),
             paged=tuple(paged),
         )

@@ -14,7 +14,7 @@ from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.serve.bell import Bell
 from needlework.serve.courier import Courier
 from needlework.serve.engine import Engine
-from needlework.serve.interface import DrainingError, QueueFullError
+from needlework.serve.interface import DrainingError, GrammarError, QueueFullError
 from needlework.serve.messages import Add
 from needlework.serve.planner import plan
 from needlework.serve.request import Event, Request, Sampling
@@ -174,7 +174,7 @@ def test_another_process_hears_the_same_by_a_message_a_step(model):
     with Serving(model) as serving:
         courier = Courier(serving.engine, ours)
         for number, request in enumerate(asked):
-            theirs.send(Add(number, request))
+            theirs.send(Add((number,), (request,)))
         found, steps = [[] for _ in asked], 0
         while any(len(own) < 20 for own in found):
             message = theirs.recv()
@@ -373,6 +373,9 @@ class Alternates:
     def __init__(self):
         self.taken = []
 
+    def copy(self):
+        return type(self)()
+
     def bits(self):
         allowed = [token for token in range(V) if token % 2 == len(self.taken) % 2]
         mask = torch.zeros(-(-V // 32), dtype=torch.int64)
@@ -397,7 +400,7 @@ def test_a_grammar_holds_for_its_own_request(model):
 class Fails(Alternates):
     def take(self, token):
         if len(self.taken) == 2:
-            raise ValueError("grammar: too deep")
+            raise GrammarError("grammar: too deep")
         return super().take(token)
 
 
@@ -408,5 +411,5 @@ def test_a_grammar_that_cannot_go_on_fails_its_own_request(model):
         streams = [serving.engine.add(request) for request in (strict, other)]
         failed, found = (list(stream) for stream in streams)
         assert serving.all_is_back()
-    assert len(failed) == 3 and failed[-1] == Event(finish="error", error="grammar: too deep")
+    assert len(failed) == 3 and failed[-1] == Event(finish="refused", error="grammar: too deep")
     assert [event.token for event in found] == generated(model, other)
