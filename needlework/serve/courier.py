@@ -68,7 +68,9 @@ class Courier:
         refusal: Exception | None = None
         try:
             self._engine.begin(asked.requests, [_Told(self, number) for number in asked.numbers])
-        except BaseException as error:  # whatever it is, or the client would wait for ever: a panic in llguidance is no Exception
+        except (
+            BaseException
+        ) as error:  # whatever it is, or the client would wait for ever: a panic in llguidance is no Exception
             refusal = _told(error)
         self._out.put(Reply(asked.number, refusal))
 

@@ -75,7 +75,9 @@ class Holders:
             ids[D + begin : D + end], positions[D + begin : D + end] = one.tokens, np.arange(one.start, one.length)
         named["cu_seqlens"][:] = ends
         named["fresh"][:D], named["fresh"][D:] = False, [one.fresh for one in step.prefills]
-        self._sample(named, D, [(own.slot, one, end) for one, end in zip(step.prefills, ends[1:], strict=False) for own in one.owners])
+        self._sample(
+            named, D, [(own.slot, one, end) for one, end in zip(step.prefills, ends[1:], strict=False) for own in one.owners]
+        )
         owner = np.repeat(np.arange(len(slots)), [1] * D + [len(one.tokens) for one in step.prefills])
         nobody = slots[owner] < 0
         page, row = np.divmod(np.where(nobody, 0, positions), self._page)

@@ -1,5 +1,6 @@
 """What sequences own of slots, pages and host memory, and the moves by which it changes hands. Pure Python: indices and counts."""
 
+from array import array
 from collections.abc import Iterator
 
 from needlework.serve.capacity import SchedulerConfig
@@ -55,26 +56,29 @@ class Memory:
             pages.extend(pool.acquire(pages_for(end, self.config.page) - len(pages)))
         seq.borrowed, seq.paged, seq.holds = False, True, pages_for(end, self.config.page) * self.config.page
 
-    def fork(self, seq: Sequence) -> list[Copy] | None:
-        """The copies, behind a step that ends its leader's prompt, by which it is where the leader is. None: pages lack for them.
+    def follow(self, seq: Sequence) -> None:
+        """A slot, and pages for copies of its leader's where no page may be two sequences'."""
+        seq.slot = self.slots.acquire()
+        if not self.config.shared:
+            for window, pool in self.pages.items():
+                gone = passed(seq.goal, window, self.config.page)
+                seq.pages[window] = array("i", [-1] * gone + pool.acquire(self._live(seq.goal, window)))
 
-        It shares the leader's pages, and who writes behind the prompt copies the last one, if that is not full. Where no page may be two
-        sequences', it has copies of all.
+    def fork(self, seq: Sequence) -> list[Copy]:
+        """The copies, behind a step that ends its leader's prompt, by which it is where the leader is.
+
+        It shares the leader's pages, and who writes behind the prompt copies the last one, if that is not full.
         """
         leader, P, config = seq.leader, seq.goal, self.config
         assert leader is not None and not seq.computed, "it has waited for its leader"
         copies: list[Copy] = [CopySlot(leader.slot, seq.slot)]
-        if not config.shared and any(pool.free < self._live(P, window) for window, pool in self.pages.items()):
-            return None
         for window, pool in self.pages.items():
-            line = seq.pages[window] = live(leader.pages[window], P, window, config.page)
+            theirs, own = live(leader.pages[window], P, window, config.page), seq.pages[window]
             if config.shared:
-                pool.retain(line)
-                continue
-            for i, page in enumerate(line):
-                if page >= 0:
-                    (line[i],) = pool.acquire(1)
-                    copies.append(CopyPage(window, page, line[i]))
+                seq.pages[window] = theirs
+                pool.retain(theirs)
+            else:
+                copies += [CopyPage(window, *pair) for pair in zip(theirs, own, strict=True) if pair[1] >= 0]
         seq.leader, seq.computed, seq.paged, seq.holds = None, P, True, pages_for(P, config.page) * config.page
         if config.shared and P % config.page:
             for one in (leader, seq):

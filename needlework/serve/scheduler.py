@@ -13,9 +13,7 @@ The life of a request, and what it owns:
   each sequence that runs, so that what was just admitted is not parked in the next step. No request overtakes it.
 - A sequence short of pages takes those of snapshots, then those of the youngest one that runs, which is parked, or computed again from
   its tokens once the host's memory is full. The youngest itself waits. A prefill takes nothing from a decode of the same step.
-- Requests that come together with one prompt are prefilled once. The first that is admitted leads; the others get their slots and wait.
-  In the step that ends the prompt they fork: they start from its state and its pages. Where the leader ends before, they wait with the
-  others again, and so does who found no slot in time: the next one leads.
+- Requests that come together with one prompt are prefilled once (`groups.py`).
 - Steps may be planned ahead of their tokens. A sequence whose newest token the host does not have is not parked: it is left out of
   steps until the token has come.
 """
@@ -28,10 +26,11 @@ from itertools import count, groupby
 from typing import NamedTuple
 
 from needlework.serve.capacity import SchedulerConfig
+from needlework.serve.groups import Groups, by_arrival
 from needlework.serve.memory import Memory
 from needlework.serve.request import Request
 from needlework.serve.sequence import Sequence, no_pages
-from needlework.serve.step import Admitted, Copy, Decode, Drop, Owner, Park, Prefill, Step, Unpark
+from needlework.serve.step import Admitted, Decode, Drop, Owner, Park, Prefill, Step, Unpark
 
 
 class _Flight(NamedTuple):
@@ -59,9 +58,6 @@ class _Plan:
             self.left -= end - seq.computed
 
 
-_by_arrival = lambda seq: seq.arrival
-
-
 class Scheduler:
     """`add` and `cancel` requests; run what `step` plans, in order, and tell it by `done` or `failed`.
 
@@ -74,7 +70,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._known: dict[str, Sequence] = {}
-        self._leaders: dict[int | None, Sequence] = {}  # those that prefill, by group
+        self._groups = Groups(self.memory, self.waiting, self.running)
         self._flights: deque[_Flight] = deque()
         self._arrivals = count()
 
@@ -157,14 +153,14 @@ class Scheduler:
         for digest in flight.digests:
             self.memory.snapshots.evict(digest)
         rows = list(filter(self._lives, flight.prefills)) or list(filter(self._lives, flight.decodes))
-        newest = max(rows, key=_by_arrival, default=None)
+        newest = max(rows, key=by_arrival, default=None)
         if newest is not None:
             self._forget(newest)
         for seq in filter(self._lives, [*flight.decodes, *flight.prefills, *flight.forks]):
-            self._stop(seq)
+            self._groups.stop(seq)
             self.memory.release(seq)
             self.memory.restart(seq)
-            insort(self.waiting, seq, key=_by_arrival)
+            insort(self.waiting, seq, key=by_arrival)
         for move in step.before:
             if isinstance(move, Park | Unpark | Drop):
                 self.memory.moves.append(Drop(move.id))
@@ -190,13 +186,16 @@ class Scheduler:
         memory = self.memory
         memory.free_passed(seq)
         while end > seq.holds and not memory.room(seq, end):
-            victim = next(one for one in reversed(self.running) if one.leader is None)  # the others own no pages
+            victim = next(one for one in reversed(self.running) if one.leader is None or any(one.pages.values()))
+            if victim.leader is not None:
+                self._groups.wait_again(victim)
+                continue
             if victim is seq or victim in plan.ends or victim.unheard:
                 plan.held_back.add(victim)
                 return
-            self._stop(victim)
+            self._groups.stop(victim)
             memory.park(victim)
-            insort(self.waiting, victim, key=_by_arrival)
+            insort(self.waiting, victim, key=by_arrival)
         if end > seq.holds:
             memory.give(seq, end)
         seq.steady = min([seq.holds, *memory.passing(seq)])
@@ -206,9 +205,8 @@ class Scheduler:
         """Whether it runs now."""
         if len(self.running) == self.config.batch:
             return False
-        leads = seq.group is not None and not seq.decoding and not seq.begun
-        if leads and not seq.parked and (leader := self._leaders.get(seq.group)) is not None:
-            return self._follow(seq, leader)
+        if (leader := self._groups.leader(seq)) is not None:
+            return self._groups.follow(seq, leader)
         memory = self.memory
         snapshot = None if seq.parked else memory.snapshots.borrow(seq)
         end = seq.computed + 1 if seq.decoding else self._cut(seq, plan.left)
@@ -219,60 +217,18 @@ class Scheduler:
         memory.enter(seq, None if snapshot is None else snapshot.slot)
         memory.give(seq, end)
         self.waiting.pop(0)
-        insort(self.running, seq, key=_by_arrival)
-        if leads:
-            self._leaders.setdefault(seq.group, seq)
+        insort(self.running, seq, key=by_arrival)
+        self._groups.lead(seq)
         answer = tuple(seq.tokens[len(seq.request.prompt) :])
         plan.admitted.append(Admitted(seq.request, seq.slot, answer, snapshot.length if snapshot is not None else 0))
         plan.add(seq, end)
         return True
 
-    def _follow(self, seq: Sequence, leader: Sequence) -> bool:
-        """Whether it has a slot now, in which it waits for the end of the prompt that its leader prefills."""
-        seq.leader = leader
-        if not self.memory.room(seq, 0, slots=1, spare=len(self.running)):
-            seq.leader = None
-            return False
-        self.memory.enter(seq, None)
-        self.waiting.pop(0)
-        insort(self.running, seq, key=_by_arrival)
-        return True
-
-    def _fork(self, leader: Sequence, plan: _Plan) -> tuple[list[Sequence], list[Copy]]:
-        """Those that start from the state at the end of the prompt that it has led to, and the copies that this takes."""
-        forks, copies = [], []
-        if self._leaders.get(leader.group) is leader:
-            del self._leaders[leader.group]
-            for seq in [one for one in self.running if one.leader is leader]:
-                if (own := self.memory.fork(seq)) is None:
-                    self._wait_again(seq)
-                    continue
-                forks.append(seq)
-                copies += own
-                plan.admitted.append(Admitted(seq.request, seq.slot, (), seq.computed))
-        return forks, copies
-
-    def _wait_again(self, seq: Sequence) -> None:
-        """It has waited in its slot for a leader, and does so no more."""
-        self.running.remove(seq)
-        self.memory.release(seq)
-        seq.leader = None
-        insort(self.waiting, seq, key=_by_arrival)
-
-    def _stop(self, seq: Sequence) -> None:
-        """It runs no more. Those that it leads wait again."""
-        self.running.remove(seq)
-        seq.leader = None
-        if self._leaders.get(seq.group) is seq:
-            del self._leaders[seq.group]
-            for one in [one for one in self.running if one.leader is seq]:
-                self._wait_again(one)
-
     def _forget(self, seq: Sequence) -> None:
         """It is over and gives all back."""
         del self._known[seq.request.id]
         if seq.slot >= 0:
-            self._stop(seq)
+            self._groups.stop(seq)
             self.memory.release(seq)
         else:
             self.waiting.remove(seq)
@@ -291,9 +247,10 @@ class Scheduler:
                     paged.append(row)
             else:
                 tokens, last = tuple(known[computed:end]), end == seq.goal
-                forks, own = self._fork(seq, plan) if last else ([], [])
+                forks, own = self._groups.fork(seq) if last else ([], [])
                 owners = tuple(Owner(one.request, one.slot) for one in forks)
                 prefills.append(Prefill(seq.request, seq.slot, computed, tokens, last, seq.pages, owners))
+                plan.admitted += [Admitted(*owner, answer=(), borrowed=end) for owner in owners]
                 rows[1].append(seq)
                 rows[2].extend(forks)
                 copies += own

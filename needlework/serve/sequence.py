@@ -26,22 +26,19 @@ class Sequence:
     holds: int = 0  # tokens for which it has pages, while it runs
     slot: int = -1
     parked: int = 0  # bytes
-    borrowed: bool = False  # its last page is a snapshot's or another answer's too, and others may write behind the rows that they share
+    borrowed: bool = (
+        False  # its last page is a snapshot's or another answer's too, and others may write behind the rows that they share
+    )
     paged: bool = False  # its pages are others than in the last step that had it
     steady: int = 0  # while it has computed fewer tokens, its pages stay as they are
-    leader: "Sequence | None" = None  # has a slot, and prefills the same prompt for this one, which has a slot too
-    group: int | None = None  # of answers to one prompt that came together
+    group: int | None = None  # of answers to one prompt that came together (`groups.py`)
+    leader: "Sequence | None" = None  # while it follows one
     chain: list[bytes] | None = None
     marks: set[int] = field(default_factory=set)  # lengths at which a snapshot is worth its slot
     last: int = field(init=False)  # tokens computed when the last one of its answer is sampled
 
     def __post_init__(self):
         self.last = len(self.request.prompt) + self.request.max_tokens - 1
-
-    @property
-    def begun(self) -> bool:
-        """Whether it has a part of its answer."""
-        return len(self.tokens) > len(self.request.prompt)
 
     @property
     def decoding(self) -> bool:

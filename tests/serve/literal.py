@@ -8,6 +8,7 @@ from needlework.serve.batch import Inputs
 from needlework.serve.request import Request
 from needlework.serve.step import Prefill
 
+
 class _Fork(NamedTuple):
     request: Request
     slot: int

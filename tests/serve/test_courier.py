@@ -5,12 +5,13 @@ import multiprocessing
 import pickle
 import queue
 import threading
+from dataclasses import replace
 
 import pytest
 
 from needlework.serve.bell import Bell
 from needlework.serve.courier import Courier
-from needlework.serve.interface import DrainingError, QueueFullError
+from needlework.serve.interface import DrainingError, GrammarError, QueueFullError
 from needlework.serve.messages import Add, Cancel, Count, Order, Ready, Reply
 from needlework.serve.remote import GONE, RemoteEngine
 from needlework.serve.request import Event, Request
@@ -70,7 +71,20 @@ def test_the_engines_thread_does_not_send(line, engine):
     assert line.sent.get(timeout=30)[1] != threading.get_ident()
 
 
-@pytest.mark.parametrize("error", (QueueFullError(3, 2.5), DrainingError("ends"), ValueError("odd"), RuntimeError("failed")))
+def test_requests_without_a_grammar_are_added_while_one_is_compiled(line, engine):
+    over = threading.Event()
+    engine.answer = lambda request: over.wait(30) and None if request.grammar else None
+    line.inbox.put(Add((0, 1), (replace(ASKED, id="b"), replace(ASKED, id="c", grammar="x"))))
+    line.inbox.put(Add((2,), (ASKED,)))
+    assert line.said() == Reply(2, None) and len(engine.streams) == 3
+    over.set()
+    assert line.said() == Reply(0, None)
+
+
+REFUSALS = (QueueFullError(3, 2.5), DrainingError("ends"), GrammarError("wrong"), ValueError("odd"), RuntimeError("failed"))
+
+
+@pytest.mark.parametrize("error", REFUSALS)
 def test_a_refusal_comes_as_what_it_is(line, engine, error):
     def refuse(request):
         raise error
@@ -81,11 +95,29 @@ def test_a_refusal_comes_as_what_it_is(line, engine, error):
     assert type(found) is type(error) and str(found) == str(error) and vars(found) == vars(error)
 
 
-def test_a_mistake_of_ours_comes_with_its_traceback(line, engine):
-    engine.answer = lambda request: 1 / 0
-    line.inbox.put(Add((0,), (ASKED,)))
+class Panic(BaseException):
+    """As PyO3 raises where Rust panics."""
+
+
+class Odd(ValueError):
+    """Which pickle writes and cannot read."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+@pytest.mark.parametrize(
+    "mistake", (ZeroDivisionError("odd"), Panic("odd"), Odd("odd", "even")), ids=lambda one: type(one).__name__
+)
+@pytest.mark.parametrize("grammar", (None, "x"))
+def test_a_mistake_of_ours_comes_with_its_traceback_whatever_it_is(line, engine, mistake, grammar):
+    def fail(request):
+        raise mistake
+
+    engine.answer = fail
+    line.inbox.put(Add((0,), (replace(ASKED, grammar=grammar),)))
     found = line.said().value
-    assert type(found) is Exception and "ZeroDivisionError" in str(found) and "test_courier.py" in str(found)
+    assert type(found) is Exception and type(mistake).__name__ in str(found) and "test_courier.py" in str(found)
 
 
 def test_cancel_count_and_orders(line, engine):

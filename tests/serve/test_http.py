@@ -17,14 +17,14 @@ httpx = pytest.importorskip("httpx", reason="the extra `test` is not installed")
 openai = pytest.importorskip("openai", reason="the extra `test` is not installed")
 
 from needlework.serve import http  # noqa: E402
-from needlework.serve.courier import Courier  # noqa: E402
+from needlework.serve.courier import COMPILERS, Courier  # noqa: E402
 from needlework.serve.front import Front  # noqa: E402
 from needlework.serve.interface import GrammarError  # noqa: E402
 from needlework.serve.messages import Order, Ready  # noqa: E402
 from needlework.serve.remote import RemoteEngine  # noqa: E402
 from needlework.serve.request import Event  # noqa: E402
 
-from .engine import FakeEngine, says  # noqa: E402
+from .engine import FakeEngine, echo, says  # noqa: E402
 from .texts import END, byte_text  # noqa: E402
 
 
@@ -228,6 +228,27 @@ def test_a_grammar_that_the_engine_does_not_take_is_the_response_format(engine, 
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="x", extra_body={"response_format": {"type": "regex", "pattern": "(a"}})
     assert caught.value.param == "response_format" and "invalid regex" in caught.value.message
+
+
+def test_what_meets_a_grammars_limits_on_its_way_is_the_clients(engine, client):
+    engine.answer = lambda request: [Event(token=65), Event(finish="refused", error="grammar: too deep")]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="x")
+    assert caught.value.param == "response_format" and "response_format: grammar: too deep" in caught.value.message
+
+
+def test_clients_whose_grammars_are_compiled_keep_no_other_waiting(engine, client, url):
+    """As many as there are threads for all others, and more."""
+    over, many = threading.Event(), 48
+    engine.answer = lambda request: echo(request) if request.grammar is None else over.wait(30) and echo(request)
+    strict = {"prompt": "a", "response_format": {"type": "regex", "pattern": "a"}}
+    with ThreadPoolExecutor(many) as pool:
+        asked = [pool.submit(httpx.post, f"{url}/v1/completions", json=strict, timeout=60) for _ in range(many)]
+        engine.until(lambda e: e.running == COMPILERS)
+        assert client.completions.create(model="tiny", prompt="x").choices[0].text == "x"
+        assert engine.running == COMPILERS
+        over.set()
+        assert {one.result().status_code for one in asked} == {200}
 
 
 def test_a_key_is_asked_for_where_there_is_one():
