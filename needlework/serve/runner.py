@@ -58,9 +58,9 @@ class Runner:
         self.model, self.tables, self.config, self.passes = model, tables, config, passes
         self.device, self.vocabulary = model.device, model.config.vocab_size
         self.on_gpu = self.device.type == "cuda"
-        # of each slot; the last is where padded rows write
+        # of each slot; the last is where padded rows write. The counts are there from the start: the plan has their bytes
         self.newest = torch.zeros(config.slots + 1, dtype=torch.int64, device=self.device)
-        self.counts: Counts | None = None
+        self.counts = Counts.zeros(config.slots, self.vocabulary, self.device)
         self.seeds: dict[str, int] = {}
         pages = {window: most_pages(config.length, None, config.page, config.budget) for window, *_ in config.pools}
         self.pages = tuple(pages.items())
@@ -171,7 +171,7 @@ class Runner:
             ends = self.passes.ending
         tokens, logits = ends(self.model, sampled, controls, counts, bits, way)
         self.newest[controls.slots] = tokens
-        if way.penalties and self.counts is not None:
+        if way.penalties:
             self.counts.add(tokens, controls.slots)
         return [tokens, *logprobs(logits, tokens, min(TOP, self.vocabulary))] if way.logprobs else [tokens]
 
@@ -202,8 +202,6 @@ class Runner:
 
     def _count_admitted(self, admitted: Sequence[Admitted]) -> None:
         """What requests with a new slot have in their prompts, and have drawn so far, into its counts."""
-        if self.counts is None:
-            self.counts = Counts.zeros(self.config.slots, self.vocabulary, self.device)
         for one in admitted:
             if penalties(one.request.sampling):
                 self.counts.drawn[one.slot], self.counts.prompt[one.slot] = 0, False

@@ -77,7 +77,7 @@ class Serving:
         held = model.model.held()
         given = {"length": LENGTH, "batch": 6, "snapshots": 2, "page": 16, "budget": 128, "host_bytes": 1 << 20} | options
         engine = {name: given.pop(name) for name in ("waiting", "grammar") if name in given}
-        self.config = plan(held, memory=memory, weights=0, peak=0, graphs=0, **given)
+        self.config = plan(held, vocabulary=V, memory=memory, weights=0, peak=0, graphs=0, **given)
         tables = Tables(held, self.config, "cpu")
         for table in (tables.slots, *tables.pages.values()):
             table.fill_(0xFF)
