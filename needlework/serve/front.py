@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -33,6 +32,7 @@ from needlework.serve.text import Text
 
 BODY = 4 << 20  # bytes of a request
 SERVER = {"kind": "server_error"}
+GONE = 499  # as nginx counts a client that did not wait for its answer
 
 
 class Front:
@@ -145,11 +145,15 @@ class Front:
 
 async def _body(received: Received) -> bytes:
     body = bytearray()
-    with suppress(ClientDisconnect):  # what it had sent is not JSON, or it goes away again where it is answered
+    try:
         async for part in received.stream():
             body += part
             if len(body) > BODY:
-                raise RefusedError(f"the body has more than {BODY} bytes", status=413, code="request_too_large")
+                raise RefusedError(
+                    f"the body has {len(body)} bytes or more, expected at most {BODY}", status=413, code="request_too_large"
+                )
+    except ClientDisconnect:  # nobody reads this answer, but it is counted
+        raise RefusedError(f"the client has gone behind {len(body)} bytes of its body", status=GONE) from None
     return bytes(body)
 
 
