@@ -21,7 +21,7 @@ def _most(wanted: int = 4096) -> int:
     return wanted if files == resource.RLIM_INFINITY else max(1, min(wanted, files - FILES))
 
 
-class Connection(H11Protocol):
+class ClientConnection(H11Protocol):
     """most: connections at once; a further one gets 503. whole: seconds that a request has, headers and body, from the connection's beginning
     or its first byte behind an answer; 408. taken: seconds after which a client has to have made room for more of its answer."""
 

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -62,17 +63,19 @@ class Courier:
                     case Cancel(id):
                         self._engine.cancel(id)
                     case Count(number):
-                        self._out.put(Reply(number, self._engine.stats()))
+                        self._reply(number, self._engine.stats)
 
     def _add(self, asked: Add) -> None:
-        refusal: Exception | None = None
+        sinks = [_Told(self, number) for number in asked.numbers]
+        self._reply(asked.number, lambda: self._engine.begin(asked.requests, sinks))
+
+    def _reply(self, number: int, ask: Callable[[], object]) -> None:
+        """Whatever is raised is the reply, or a client would wait for ever. A panic in llguidance is no Exception."""
         try:
-            self._engine.begin(asked.requests, [_Told(self, number) for number in asked.numbers])
-        except (
-            BaseException
-        ) as error:  # whatever it is, or the client would wait for ever: a panic in llguidance is no Exception
-            refusal = _told(error)
-        self._out.put(Reply(asked.number, refusal))
+            reply = ask()
+        except BaseException as error:
+            reply = _told(error)
+        self._out.put(Reply(number, reply))
 
 
 def _told(error: BaseException) -> Exception:

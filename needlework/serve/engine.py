@@ -9,12 +9,12 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from needlework.serve.interface import DrainingError, GrammarError, QueueFullError, Ringing, Sink
+from needlework.serve.matchers import Matcher, Matchers
 from needlework.serve.request import Event, Request
 from needlework.serve.runner import Runner, Sampled
 from needlework.serve.scheduler import Scheduler
@@ -34,19 +34,6 @@ class Stats(NamedTuple):
     tokens: int = 0
     prefix_tokens: int = 0
     steps: int = 0
-
-
-class Matcher(Protocol):
-    """A request's way through its grammar."""
-
-    def copy(self) -> "Matcher":
-        """Another request's, from here on."""
-
-    def bits(self) -> Tensor:
-        """[⌈V/32⌉] int32: a bit for each token that may come next."""
-
-    def take(self, token: int) -> bool:
-        """Go on by a token; whether the grammar is then at its end. GrammarError where it cannot go on."""
 
 
 @dataclass(eq=False)
@@ -72,9 +59,9 @@ class Engine:
         self, runner: Runner, scheduler: Scheduler, *, waiting: int = 1024, grammar: Callable[[str], Matcher] | None = None
     ):
         self.length, self.vocabulary = scheduler.config.length, runner.vocabulary
-        self._runner, self._scheduler, self._grammar, self._most = runner, scheduler, grammar, waiting
+        self._runner, self._scheduler, self._most = runner, scheduler, waiting
         self._answers: dict[str, _Answer] = {}
-        self._matchers: dict[str, Matcher] = {}  # of those answers that have a grammar
+        self._matchers = Matchers(grammar)
         self._bells: set[Ringing] = set()  # to be rung once the step's events are out
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -105,12 +92,12 @@ class Engine:
             self._fits(request)
         with self._changed:
             self._takes(requests)
-        matchers = self._compiled(requests)
+        matchers = self._matchers.compiled(requests)
         with self._changed:
             self._takes(requests)  # others may have come while grammars were compiled
             for request, sink in zip(requests, sinks, strict=True):
                 self._answers[request.id] = _Answer(request, sink)
-            self._matchers |= matchers
+            self._matchers.add(matchers)
             self._arriving += len(requests)
             self._tell(lambda: self._admit(requests))
 
@@ -122,8 +109,6 @@ class Engine:
             )
         if max(request.prompt) >= self.vocabulary:
             raise ValueError(f"prompt: token {max(request.prompt)}, expected ids below {self.vocabulary}")
-        if request.grammar is not None and self._grammar is None:
-            raise GrammarError("grammar: this engine was made without one")
 
     def _takes(self, requests: Sequence[Request]) -> None:
         """Under the lock: raises where it takes none now."""
@@ -137,13 +122,6 @@ class Engine:
             raise QueueFullError(ahead)
         if len(requests) > self._most:
             raise ValueError(f"requests: {len(requests)} at once, expected at most {self._most}, as many as may wait")
-
-    def _compiled(self, requests: Sequence[Request]) -> dict[str, Matcher]:
-        """By request. A grammar of several is compiled once."""
-        if self._grammar is None:
-            return {}
-        made = {grammar: self._grammar(grammar) for grammar in {one.grammar for one in requests} if grammar is not None}
-        return {one.id: made[one.grammar].copy() for one in requests if one.grammar is not None}
 
     def cancel(self, id: str) -> None:
         """End a request at any stage; nothing for one that is over."""
@@ -206,7 +184,7 @@ class Engine:
 
     def _turn(self, flights: deque[tuple[Step, Sampled]]) -> None:
         """Launches a step, if there is one, and reads the results of the one before it."""
-        if flights and any(self._constrained(step) for step, _ in flights):
+        if flights and any(self._matchers.bind(step) for step, _ in flights):
             self._finish(*flights.popleft())
             return
         step = self._scheduler.step()
@@ -236,9 +214,7 @@ class Engine:
             self._arriving -= len(requests)
 
     def _launch(self, step: Step, flights: deque[tuple[Step, Sampled]]) -> None:
-        bits = {}
-        if self._matchers:
-            bits = {one.id: self._matchers[one.id].bits() for one in step.sampled if one.id in self._matchers}
+        bits = self._matchers.bits(step)
         try:
             flights.append((step, self._runner.run(step, bits)))
         except torch.OutOfMemoryError as error:
@@ -277,9 +253,8 @@ class Engine:
 
     def _event(self, answer: _Answer, sampled: Sampled, row: int, token: int) -> Event:
         request, finish = answer.request, None
-        matcher = self._matchers.get(request.id)
         try:
-            ended = matcher is not None and matcher.take(token)
+            ended = self._matchers.take(request.id, token)
         except GrammarError as error:  # the answer so far does not match: it must not look as if it were whole
             return Event(finish="refused", error=str(error))
         if token in request.stop_tokens or ended:
@@ -310,13 +285,10 @@ class Engine:
         self._count()
         with self._changed:
             answer = self._answers.pop(id, None)
-            self._matchers.pop(id, None)
+            self._matchers.drop(id)
             self._changed.notify_all()
         if answer is not None:
             self._put(answer, event)
-
-    def _constrained(self, step: Step) -> bool:
-        return bool(self._matchers) and any(one.id in self._matchers for one in step.sampled)
 
     def _count(self, **more: int) -> None:
         """The numbers as they are now, and `more` of what is counted."""

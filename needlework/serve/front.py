@@ -78,8 +78,8 @@ class Front:
             found, requests, streams = await asyncio.to_thread(self._begin, body, chat)
             if streams is None:
                 streams = await asyncio.get_running_loop().run_in_executor(self._grammars, self._add, requests)
-        except RefusedError as error:
-            self.metrics.answered(received.url.path, error.status)
+        except Exception as error:
+            self.metrics.answered(received.url.path, error.status if isinstance(error, RefusedError) else 500)
             raise
         return Answering(self._shared, received.url.path, found, requests, streams, began)
 
@@ -119,8 +119,7 @@ class Front:
     async def _model(self, received: Received) -> Response:
         self._let_in(received)
         if received.path_params["name"] != self.limits.name:
-            words = f"model {received.path_params['name']!r} is not served here; {self.limits.name!r} is"
-            raise RefusedError(words, "model", status=404, code="model_not_found")
+            raise asked.unserved(received.path_params["name"], self.limits)
         return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
@@ -140,7 +139,11 @@ class Front:
         return await self._health(received)
 
     async def _numbers(self, received: Received) -> Response:
-        return Response(await asyncio.to_thread(self.metrics.text), media_type="text/plain; version=0.0.4")
+        try:
+            text = await asyncio.to_thread(self.metrics.text)
+        except RuntimeError as error:
+            raise RefusedError(str(error), status=503, code="unavailable", **SERVER) from None
+        return Response(text, media_type="text/plain; version=0.0.4")
 
 
 async def _body(received: Received) -> bytes:

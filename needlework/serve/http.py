@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import uvicorn
 
-from needlework.serve.connection import Connection
+from needlework.serve.connection import ClientConnection
 from needlework.serve.front import Front
 from needlework.serve.messages import Order
 from needlework.serve.process import ENDS, settled
@@ -30,7 +30,7 @@ class Settings(NamedTuple):
 def server(front: Front) -> uvicorn.Server:
     config = uvicorn.Config(
         front.application(),
-        http=Connection,
+        http=ClientConnection,
         ws="none",
         lifespan="off",
         log_level="warning",

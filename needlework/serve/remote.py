@@ -59,7 +59,11 @@ class RemoteEngine:
 
     def _ask(self, message: Add | Count) -> object:
         reply = self._asked[message.number] = Future()
-        self._send(message)
+        try:
+            self._send(message)
+        except RuntimeError:
+            self._asked.pop(message.number, None)
+            raise
         return reply.result()
 
     def _send(self, message: Ready | Add | Count | Cancel) -> None:

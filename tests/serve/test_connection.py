@@ -215,7 +215,7 @@ def test_a_client_that_does_not_read_is_hung_up_on_and_its_request_ends():
 
 
 def test_connections_beyond_the_most_are_a_503_until_one_ends(monkeypatch):
-    monkeypatch.setattr(Connection, "most", 2)
+    monkeypatch.setattr(ClientConnection, "most", 2)
 
     async def test():
         async with serving() as server:
@@ -236,4 +236,4 @@ def test_connections_beyond_the_most_are_a_503_until_one_ends(monkeypatch):
 
 
 def test_no_more_connections_than_files_that_the_process_may_open():
-    assert 1 <= Connection.most <= 4096
+    assert 1 <= ClientConnection.most <= 4096

@@ -17,6 +17,7 @@ httpx = pytest.importorskip("httpx", reason="the extra `test` is not installed")
 openai = pytest.importorskip("openai", reason="the extra `test` is not installed")
 
 from needlework.serve import http  # noqa: E402
+from needlework.serve.choice import Choice  # noqa: E402
 from needlework.serve.courier import COMPILERS, Courier  # noqa: E402
 from needlework.serve.front import Front  # noqa: E402
 from needlework.serve.interface import GrammarError  # noqa: E402
@@ -316,6 +317,34 @@ def test_a_client_that_goes_away_in_the_middle_of_its_body_leaves_nothing(engine
         one.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n{"prompt": "x"')
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
     assert len(engine.streams) == 1
+
+
+@pytest.mark.parametrize("grammar", (None, {"type": "regex", "pattern": "a"}))
+def test_a_mistake_of_ours_is_a_500_and_is_counted(engine, url, grammar):
+    engine.answer = lambda request: 1 / 0
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "response_format": grammar})
+    assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+    assert 'path="/v1/completions",status="500"} 1.0' in httpx.get(f"{url}/metrics").text
+
+
+@pytest.mark.parametrize("stream", (False, True))
+def test_a_mistake_of_ours_while_it_answers_ends_its_requests_and_is_a_500(engine, url, monkeypatch, stream):
+    engine.answer = lambda request: [Event(token=65)]
+    monkeypatch.setattr(Choice, "push", lambda self, events: 1 / 0)
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "n": 2, "stream": stream})
+    assert answer.status_code == 500
+    engine.until(lambda e: e.running == 0)
+    assert 'path="/v1/completions",status="500"} 1.0' in httpx.get(f"{url}/metrics").text
+
+
+def test_numbers_that_the_engine_does_not_give_are_a_503(engine, url, monkeypatch):
+    def fail():
+        raise RuntimeError("the engine has failed: illegal memory access")
+
+    monkeypatch.setattr(engine, "stats", fail)
+    for _ in range(2):  # who replies lives on
+        answer = httpx.get(f"{url}/metrics")
+        assert answer.status_code == 503 and "illegal memory access" in answer.json()["error"]["message"]
 
 
 def test_metrics_are_prometheus_own(engine, client, url):
