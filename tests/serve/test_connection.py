@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
 from needlework.serve import http
-from needlework.serve.connection import Connection
+from needlework.serve.connection import ClientConnection
 from needlework.serve.front import Front
 from needlework.serve.request import Event
 
