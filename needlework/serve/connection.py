@@ -73,8 +73,10 @@ class ClientConnection(H11Protocol):
 
     def _late(self) -> None:
         """The connection ends; with an answer, if a request has begun and none is on its way."""
-        self._coming = None
-        if self._begun and (self.cycle is None or self.cycle.response_complete or not self.cycle.response_started):
+        self._coming, cycle = None, self.cycle
+        # the cycle may be the last request's, which was answered: that of headers that have not come is not there
+        answered = cycle is not None and cycle.response_started and (cycle.more_body or not cycle.response_complete)
+        if self._begun and not answered:
             words = f"the request was not whole after {self.whole:g} s, expected its headers and body in that time"
             self._refuse(RefusedError(words, status=408, code="request_timeout"))
         else:

@@ -118,10 +118,10 @@ class Engine:
         for id, times in Counter(request.id for request in requests).items():
             if id in self._answers or times > 1:
                 raise ValueError(f"request {id!r} is there already")
-        if (ahead := self._stats.waiting + self._arriving) and ahead + len(requests) > self._most:
-            raise QueueFullError(ahead)
         if len(requests) > self._most:
             raise ValueError(f"requests: {len(requests)} at once, expected at most {self._most}, as many as may wait")
+        if (ahead := self._stats.waiting + self._arriving) + len(requests) > self._most:
+            raise QueueFullError(ahead)
 
     def cancel(self, id: str) -> None:
         """End a request at any stage; nothing for one that is over."""

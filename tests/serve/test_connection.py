@@ -191,7 +191,7 @@ def test_a_body_that_goes_on_behind_its_answer_is_not_read_for_ever():
                 if not own.transport.is_closing():
                     await sent(writer, own, b"x")
                     await server.pass_by(4)
-            assert own.transport.is_closing()
+            assert own.transport.is_closing() and await got(reader.read()) == b""
 
     run(test)
 

@@ -496,6 +496,8 @@ def test_what_does_not_fit_is_refused(model):
             with pytest.raises(ValueError, match="there already"):
                 serving.engine.add(request)
         with pytest.raises(QueueFullError):
+            serving.engine.add_all(requests(2, seed=4))
+        with pytest.raises(QueueFullError):
             for more in requests(3, seed=1):
                 streams.append(serving.engine.add(more))
         held.set()
