@@ -15,7 +15,7 @@ from needlework.serve.refused import RefusedError
 FILES = 64  # that the process has open beside its connections, and a few more
 
 
-def _most(wanted: int = 4096) -> int:
+def most(wanted: int = 4096) -> int:
     """Connections: no more than the system lets the process have."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return wanted if files == resource.RLIM_INFINITY else max(1, min(wanted, files - FILES))
@@ -25,7 +25,7 @@ class ClientConnection(H11Protocol):
     """most: connections at once; a further one gets 503. whole: seconds that a request has, headers and body, from the connection's beginning
     or its first byte behind an answer; 408. taken: seconds after which a client has to have made room for more of its answer."""
 
-    most, whole, taken = _most(), 60.0, 60.0
+    most, whole, taken = most(), 60.0, 60.0
     _coming: asyncio.TimerHandle | None = None
     _going: asyncio.TimerHandle | None = None
     _begun = False  # a request has sent a byte, and is not whole

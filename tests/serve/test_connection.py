@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import socket
 import time
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
-from needlework.serve import http
+from needlework.serve import connection, http
 from needlework.serve.connection import ClientConnection
 from needlework.serve.front import Front
 from needlework.serve.request import Event
@@ -235,5 +236,7 @@ def test_connections_beyond_the_most_are_a_503_until_one_ends(monkeypatch):
     run(test)
 
 
-def test_no_more_connections_than_files_that_the_process_may_open():
-    assert 1 <= ClientConnection.most <= 4096
+@pytest.mark.parametrize("files, expected", [(1024, 960), (1 << 20, 4096), (resource.RLIM_INFINITY, 4096), (50, 1)])
+def test_no_more_connections_than_files_that_the_process_may_open(monkeypatch, files, expected):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
+    assert connection.most() == expected
