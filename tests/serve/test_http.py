@@ -240,11 +240,11 @@ def test_what_meets_a_grammars_limits_on_its_way_is_the_clients(engine, client):
 
 def test_clients_whose_grammars_are_compiled_keep_no_other_waiting(engine, client, url):
     """As many as there are threads for all others, and more."""
-    over, many = threading.Event(), 48
+    over, many = threading.Event(), 36
     engine.answer = lambda request: echo(request) if request.grammar is None else over.wait(30) and echo(request)
     strict = {"prompt": "a", "response_format": {"type": "regex", "pattern": "a"}}
-    with ThreadPoolExecutor(many) as pool:
-        asked = [pool.submit(httpx.post, f"{url}/v1/completions", json=strict, timeout=60) for _ in range(many)]
+    with httpx.Client(timeout=60) as others, ThreadPoolExecutor(many) as pool:
+        asked = [pool.submit(others.post, f"{url}/v1/completions", json=strict) for _ in range(many)]
         engine.until(lambda e: e.running == COMPILERS)
         assert client.completions.create(model="tiny", prompt="x").choices[0].text == "x"
         assert engine.running == COMPILERS
