@@ -249,6 +249,18 @@ def test_who_prefills_for_others_makes_way_and_they_wait_with_it():
     assert free(made) == (6, {None: 12}, 0)
 
 
+def test_pages_that_wait_for_copies_make_way_for_the_prompt_itself():
+    made = scheduler(pages=12, budget=32, prefix=False, shared=False)
+    made.add(*answers("ab", 100, 3))
+    found = [(rows(run(made))[1], [seq.request.id for seq in made.running]) for _ in range(4)]
+    assert found == [
+        ([("a", 0, 32)], ["a", "b"]), ([("a", 32, 64)], ["a", "b"]), ([("a", 64, 96)], ["a"]), ([("a", 96, 100)], ["a"])
+    ]  # fmt: skip
+    while len(made):
+        run(made)
+    assert free(made) == (6, {None: 12}, 0)
+
+
 def test_short_of_pages_snapshots_go_first_then_the_youngest_is_parked_and_comes_back_where_it_was():
     made = scheduler(request("s", 40, 1), pages=10, host_bytes=1000)
     run(made), run(made)
