@@ -353,6 +353,9 @@ def test_all_of_several_requests_are_taken_or_none(model):
             serving.engine.add_all([asked[0], asked[0]])
         with pytest.raises(ValueError, match="below 67"):
             serving.engine.add_all([asked[0], replace(asked[1], prompt=(V,))])
+        serving.engine._arriving = 1  # as where another has come, of which the thread has not heard
+        with pytest.raises(QueueFullError, match="1 requests wait already"):
+            serving.engine.add_all(asked[:2])
         assert not serving.engine._answers and serving.all_is_back()
 
 
@@ -495,8 +498,6 @@ def test_what_does_not_fit_is_refused(model):
             streams = [serving.engine.add(request)]
             with pytest.raises(ValueError, match="there already"):
                 serving.engine.add(request)
-        with pytest.raises(QueueFullError):
-            serving.engine.add_all(requests(2, seed=4))
         with pytest.raises(QueueFullError):
             for more in requests(3, seed=1):
                 streams.append(serving.engine.add(more))
