@@ -120,6 +120,16 @@ def test_a_mistake_of_ours_comes_with_its_traceback_whatever_it_is(line, engine,
     assert type(found) is Exception and type(mistake).__name__ in str(found) and "test_courier.py" in str(found)
 
 
+def test_numbers_that_are_not_given_are_a_reply_and_not_the_last(line, engine, monkeypatch):
+    def fail():
+        raise RuntimeError("failed")
+
+    monkeypatch.setattr(engine, "stats", fail)
+    for number in range(2):
+        line.inbox.put(Count(number))
+        assert str(line.said().value) == "failed"
+
+
 def test_cancel_count_and_orders(line, engine):
     line.inbox.put(Add((0,), (ASKED,)))
     line.said()
