@@ -65,7 +65,7 @@ class Sleeper:
             own, count = Step(decodes=step.decodes, prefills=(), before=(), after=()), rows(len(step.decodes))
             self._holders.fill(self._staging.take(Shape.of(own, count, self._pages)), own)
             requests = (*(one.request for one in own.decodes), *(None,) * (count - len(own.decodes)))
-        requests = (*requests, *(one.request for one in step.prefills if one.last))
+        requests = (*requests, *step.sampled[len(step.decodes) :])
         tokens = self._tokens[torch.arange(len(requests)) % len(self._tokens)]
         for _ in range(LAUNCHES):
             tokens = torch.empty_like(tokens).copy_(tokens)

@@ -105,7 +105,15 @@ def serving(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) 
     held = model.model.held()
     weights, memory = model.get_memory_footprint(), torch.cuda.get_device_properties(0).total_memory
     config = plan(
-        held, memory=memory, weights=weights, peak=8 << 30, graphs=4 << 30, length=context + 2 * MADE, batch=B, budget=8192
+        held,
+        vocabulary=model.config.vocab_size,
+        memory=memory,
+        weights=weights,
+        peak=8 << 30,
+        graphs=4 << 30,
+        length=context + 2 * MADE,
+        batch=B,
+        budget=8192,
     )
     return Runner(model, Tables(held, config, model.device), config, passes), Scheduler(config)
 

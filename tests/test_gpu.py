@@ -392,4 +392,6 @@ def test_an_engine_on_the_gpu_answers_in_graphs_what_generate_answers_on_the_cpu
     with engine:
         streams = [engine.add(request) for request in asked]
         assert [[event.token for event in stream] for stream in streams] == expected
+        several = engine.add_all([dataclasses.replace(asked[0], id=str(i)) for i in range(3)])  # of one prefill
+        assert [[event.token for event in stream] for stream in several] == expected[:1] * 3
         assert engine._runner._decoding and bool(engine._runner._prefilling) == bool(left_out)  # of Mamba-3's MIMO no prompts

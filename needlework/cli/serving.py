@@ -138,8 +138,8 @@ def _room(config: "SchedulerConfig") -> str:
         f", {pages:,} pages of {config.page} tokens" + (f" for windows of {window:,}" if window else "")
         for window, pages, _ in config.pools
     )
-    held = config.slots * config.slot_bytes + sum(pages * page for _, pages, page in config.pools)
-    return f"{config.batch} sequences at once of up to {config.length:,} tokens; {config.slots} slots{pages}: {size(held)} of states"
+    given = f"{config.slots} slots{pages}: {size(config.nbytes)}"
+    return f"{config.batch} sequences at once of up to {config.length:,} tokens; {given} of states and counts"
 
 
 def _converse(partner: "Partner", system: str | None) -> None:

@@ -55,6 +55,9 @@ class Answering(Response):
             await asyncio.wait((tell, gone), return_when=asyncio.FIRST_COMPLETED)
             if tell.done():
                 tell.result()
+        except Exception:  # a mistake of ours: where nothing is on its way, the client gets a 500
+            self._status = self._status or 500
+            raise
         finally:
             for stream, choice in zip(self._streams, self._choices, strict=True):
                 if choice.finish is None:

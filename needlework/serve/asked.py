@@ -13,7 +13,7 @@ from needlework.serve import grammar
 from needlework.serve.prompts import conversation, prompts
 from needlework.serve.refused import RefusedError
 from needlework.serve.request import Request, Sampling
-from needlework.serve.sent import Fields, is_text
+from needlework.serve.sent import Fields, is_text, shown
 from needlework.serve.text import Text
 
 CHOICES, STOPS, STOP_LENGTH, LOGPROBS = 8, 4, 256, 20
@@ -77,12 +77,10 @@ def _read(body: bytes, chat: bool, text: Text, limits: Limits) -> Asked:
     except ValueError as error:
         raise RefusedError(f"the body is not JSON: {error}") from None
     if not isinstance(asked, dict):
-        raise RefusedError("the body is not a JSON object")
+        raise RefusedError(f"the body is {shown(asked)}, expected a JSON object")
     fields = Fields(asked)
     if (model := fields.string("model")) not in (None, limits.name):
-        raise RefusedError(
-            f"model {model!r} is not served here; {limits.name!r} is", "model", status=404, code="model_not_found"
-        )
+        raise unserved(str(model), limits)
     given = (conversation(fields, text),) if chat else prompts(fields, text, limits.vocabulary)
     where = "messages" if chat else "prompt"
     most = _most(fields, chat, where, [len(prompt) for prompt in given], limits.length)
@@ -103,6 +101,15 @@ def _read(body: bytes, chat: bool, text: Text, limits: Limits) -> Asked:
     return found
 
 
+def unserved(model: str, limits: Limits) -> RefusedError:
+    return RefusedError(
+        f"model: got {shown(model)}, expected {shown(limits.name)}, which is served here",
+        "model",
+        status=404,
+        code="model_not_found",
+    )
+
+
 def _not_a_number(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON number")
 
@@ -112,7 +119,9 @@ def _most(fields: Fields, chat: bool, where: str, prompts: Sequence[int], length
     names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
     asked = {name: value for name in names if (value := fields.whole(name, 1, length)) is not None}
     if len(set(asked.values())) > 1:
-        raise RefusedError("max_tokens and max_completion_tokens differ, expected one of them", "max_completion_tokens")
+        raise fields.refuse(
+            "max_completion_tokens", asked["max_completion_tokens"], f"max_tokens, {asked['max_tokens']}, or one of them"
+        )
     if (longest := max(prompts)) >= length:
         raise RefusedError(
             f"{where}: {longest} tokens, expected fewer than the model's length of {length}",
@@ -159,7 +168,7 @@ def _logprobs(fields: Fields, chat: bool) -> int | None:
         return fields.whole("logprobs", 0, LOGPROBS)
     wanted, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, LOGPROBS)
     if top is not None and not wanted:
-        raise RefusedError("top_logprobs: needs logprobs: true", "top_logprobs")
+        raise fields.refuse("top_logprobs", top, "none without logprobs: true")
     return (top or 0) if wanted else None
 
 
@@ -176,7 +185,7 @@ def _usage(fields: Fields, stream: bool) -> bool:
     if options is None:
         return False
     if not stream:
-        raise RefusedError("stream_options: needs stream: true", "stream_options")
+        raise fields.refuse("stream_options", {}, "none without stream: true")
     wanted = options.flag("include_usage")
     options.close(frozenset({"include_obfuscation"}))
     return wanted

@@ -22,8 +22,8 @@ LINE = 16  # bytes at whose multiples a tensor begins
 
 
 class Shape(NamedTuple):
-    """The sizes of a step: rows that decode, padded ones among them; prefilled sequences and their tokens; how many of them are
-    sampled; pages a sequence, by window."""
+    """The sizes of a step: rows that decode, padded ones among them; prefilled sequences and their tokens; how many tokens are sampled
+    behind these; pages a sequence, by window."""
 
     decodes: int
     prefills: int
@@ -35,7 +35,8 @@ class Shape(NamedTuple):
     def of(cls, step: Step, decodes: int, pages: Mapping[Window, int]) -> "Shape":
         """Of a step whose decoding rows are padded to `decodes`."""
         packed = sum(len(one.tokens) for one in step.prefills)
-        return cls(decodes, len(step.prefills), packed, sum(one.last for one in step.prefills), tuple(pages.items()))
+        sampled = sum(len(one.owners) for one in step.prefills)
+        return cls(decodes, len(step.prefills), packed, sampled, tuple(pages.items()))
 
 
 class Field(NamedTuple):

@@ -39,7 +39,7 @@ class Choice:
         self.finish: str | None = None
 
     def push(self, events: Sequence[Event]) -> Delta:
-        """RefusedError where the engine has failed the request."""
+        """RefusedError where the engine has failed the request, or its grammar cannot be followed."""
         given, scored = "", []
         for group in [[event] for event in events] if self._single else [events]:
             if self.finish is None:
@@ -50,6 +50,8 @@ class Choice:
 
     def _push(self, events: Sequence[Event]) -> str:
         last = events[-1]
+        if last.finish == "refused":
+            raise RefusedError(f"response_format: {last.error}", "response_format")
         if last.finish in ("error", "cancelled"):
             why = last.error or "the server is ending"
             raise RefusedError(why, status=503, kind="server_error", code="unavailable")

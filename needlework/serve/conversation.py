@@ -40,7 +40,7 @@ class Local:
             raise ValueError(f"the conversation has {len(prompt)} tokens, as many as fit: begin another")
         most, sampling = min(room, self._asking.most or room), Sampling(temperature=self._asking.temperature)
         request = Request(id=uuid.uuid4().hex, prompt=prompt, max_tokens=most, sampling=sampling, stop_tokens=self._text.ends)
-        choice, stream = Choice(self._text, request, ()), self._engine.add(request)
+        choice, (stream,) = Choice(self._text, request, ()), self._engine.add_all([request])
         try:
             for event in stream:
                 yield choice.push([event]).text

@@ -42,7 +42,7 @@ def costs(model: NeedleworkForCausalLM, share: float, *, tokens: int, batch: int
     # two slots: what is compiled for tables of one serves no others
     config = SchedulerConfig(
         length=tokens, batch=1, slots=2, slot_bytes=slot_line(held).nbytes, page=PAGE, align=1, budget=tokens,
-        prefix=False,
+        prefix=False, shared=False,
         pools=tuple(Pool(window, n, page_lines(held, PAGE)[window].nbytes) for window, n in pages.items()),
     )  # fmt: skip
     runner = Runner(model, Tables(held, config, model.device), config, passes)

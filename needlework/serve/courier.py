@@ -2,14 +2,17 @@
 
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from traceback import format_exception
 
-from needlework.serve.interface import DrainingError, OwnEngine, QueueFullError
+from needlework.serve.interface import DrainingError, GrammarError, OwnEngine, QueueFullError
 from needlework.serve.messages import Add, Cancel, Count, Order, Reply, Said
 from needlework.serve.request import Event
+
+COMPILERS = 4  # grammars that are compiled at once
 
 
 class Courier:
@@ -22,8 +25,7 @@ class Courier:
         self._engine, self._connection = engine, connection
         self._said: Said = []
         self._out: queue.SimpleQueue[Said | Reply | Order | None] = queue.SimpleQueue()  # None: the end
-        # a grammar is compiled by `begin`, while other requests are added
-        self._adding = ThreadPoolExecutor(thread_name_prefix="needlework add")
+        self._compiling = ThreadPoolExecutor(COMPILERS, thread_name_prefix="needlework grammar")
         for run in (self._send, self._hear):
             threading.Thread(target=run, name="needlework courier", daemon=True).start()
 
@@ -33,7 +35,7 @@ class Courier:
     def close(self) -> None:
         """Nothing is sent or received any more."""
         self._out.put(None)
-        self._adding.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
 
     def tell(self, number: int, event: Event) -> None:
         """In the engine's thread. It goes with the next `ring`."""
@@ -54,22 +56,34 @@ class Courier:
         with suppress(EOFError, OSError):  # as above
             while True:
                 match self._connection.recv():
+                    case Add() as asked if any(request.grammar is not None for request in asked.requests):
+                        self._compiling.submit(self._add, asked)  # others are added meanwhile
                     case Add() as asked:
-                        self._adding.submit(self._add, asked)
+                        self._add(asked)
                     case Cancel(id):
                         self._engine.cancel(id)
                     case Count(number):
-                        self._out.put(Reply(number, self._engine.stats()))
+                        self._reply(number, self._engine.stats)
 
     def _add(self, asked: Add) -> None:
-        refusal: Exception | None = None
+        sinks = [_Told(self, number) for number in asked.numbers]
+        self._reply(asked.number, lambda: self._engine.begin(asked.requests, sinks))
+
+    def _reply(self, number: int, ask: Callable[[], object]) -> None:
+        """Whatever is raised is the reply, or a client would wait for ever. A panic in llguidance is no Exception."""
         try:
-            self._engine.begin(asked.request, _Told(self, asked.number))
-        except (QueueFullError, DrainingError, ValueError, RuntimeError) as error:
-            refusal = error
-        except Exception as error:  # a mistake of ours; of its kind the front may know nothing
-            refusal = Exception("".join(format_exception(error)))
-        self._out.put(Reply(asked.number, refusal))
+            reply = ask()
+        except BaseException as error:
+            reply = _told(error)
+        self._out.put(Reply(number, reply))
+
+
+def _told(error: BaseException) -> Exception:
+    """As it crosses the connection: what the front knows as it is, and a mistake of ours, of whose kind it may know nothing, in words."""
+    if type(error) in (QueueFullError, DrainingError, GrammarError, ValueError, RuntimeError):
+        assert isinstance(error, Exception)
+        return error
+    return Exception("".join(format_exception(error)))
 
 
 class _Told:

@@ -6,15 +6,15 @@ has a grammar the next token depends on the last, and the thread reads each step
 
 import random
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from needlework.serve.interface import DrainingError, QueueFullError, Ringing, Sink
+from needlework.serve.interface import DrainingError, GrammarError, QueueFullError, Ringing, Sink
+from needlework.serve.matchers import Matcher, Matchers
 from needlework.serve.request import Event, Request
 from needlework.serve.runner import Runner, Sampled
 from needlework.serve.scheduler import Scheduler
@@ -24,7 +24,7 @@ from needlework.serve.stream import Stream
 
 class Stats(NamedTuple):
     """running, waiting: requests now. slots_free, pages_free: of the pools. prompt_tokens, tokens: of requests so far, read and sampled.
-    prefix_tokens: of the prompts, those that a snapshot gave. steps: launched."""
+    prefix_tokens: of the prompts, those that a snapshot or another answer gave. steps: launched."""
 
     running: int = 0
     waiting: int = 0
@@ -34,16 +34,6 @@ class Stats(NamedTuple):
     tokens: int = 0
     prefix_tokens: int = 0
     steps: int = 0
-
-
-class Matcher(Protocol):
-    """A request's way through its grammar."""
-
-    def bits(self) -> Tensor:
-        """[⌈V/32⌉] int32: a bit for each token that may come next."""
-
-    def take(self, token: int) -> bool:
-        """Go on by a token; whether the grammar is then at its end. ValueError where it cannot go on."""
 
 
 @dataclass(eq=False)
@@ -69,12 +59,13 @@ class Engine:
         self, runner: Runner, scheduler: Scheduler, *, waiting: int = 1024, grammar: Callable[[str], Matcher] | None = None
     ):
         self.length, self.vocabulary = scheduler.config.length, runner.vocabulary
-        self._runner, self._scheduler, self._grammar, self._most = runner, scheduler, grammar, waiting
+        self._runner, self._scheduler, self._most = runner, scheduler, waiting
         self._answers: dict[str, _Answer] = {}
-        self._matchers: dict[str, Matcher] = {}  # of those answers that have a grammar
+        self._matchers = Matchers(grammar)
         self._bells: set[Ringing] = set()  # to be rung once the step's events are out
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
+        self._arriving = 0  # requests in the inbox
         self._draining = self._closing = False
         self._error: BaseException | None = None
         self._stats = Stats()
@@ -83,13 +74,34 @@ class Engine:
 
     def add(self, request: Request) -> Stream:
         """The stream of its events. Raises what `begin` raises."""
-        stream = Stream(request.id, self.cancel)
-        self.begin(request, stream)
-        return stream
+        return self.add_all([request])[0]
 
-    def begin(self, request: Request, sink: Sink) -> None:
-        """Its events go there. ValueError for what does not fit, QueueFullError, DrainingError; RuntimeError once the engine has failed."""
-        matcher = None
+    def add_all(self, requests: Sequence[Request]) -> list[Stream]:
+        """The streams of their events. Raises what `begin` raises."""
+        streams = [Stream(request.id, self.cancel) for request in requests]
+        self.begin(requests, streams)
+        return streams
+
+    def begin(self, requests: Sequence[Request], sinks: Sequence[Sink]) -> None:
+        """Their events go there; all are taken, or none. A prompt that several have, one after another, is prefilled once. Grammars are
+        compiled here, in the thread that asks.
+
+        GrammarError, ValueError for what does not fit, QueueFullError, DrainingError; RuntimeError once the engine has failed.
+        """
+        for request in requests:
+            self._fits(request)
+        with self._changed:
+            self._takes(requests)
+        matchers = self._matchers.compiled(requests)
+        with self._changed:
+            self._takes(requests)  # others may have come while grammars were compiled
+            for request, sink in zip(requests, sinks, strict=True):
+                self._answers[request.id] = _Answer(request, sink)
+            self._matchers.add(matchers)
+            self._arriving += len(requests)
+            self._tell(lambda: self._admit(requests))
+
+    def _fits(self, request: Request) -> None:
         tokens = len(request.prompt) + request.max_tokens
         if tokens > self.length:
             raise ValueError(
@@ -97,22 +109,19 @@ class Engine:
             )
         if max(request.prompt) >= self.vocabulary:
             raise ValueError(f"prompt: token {max(request.prompt)}, expected ids below {self.vocabulary}")
-        if request.grammar is not None:
-            if self._grammar is None:
-                raise ValueError("grammar: this engine was made without one")
-            matcher = self._grammar(request.grammar)
-        with self._changed:
-            self._check()
-            if self._draining:
-                raise DrainingError("the server is ending and takes no more requests")
-            if request.id in self._answers:
-                raise ValueError(f"request {request.id!r} is there already")
-            if (ahead := self._stats.waiting + len(self._inbox)) >= self._most:
-                raise QueueFullError(ahead)
-            self._answers[request.id] = _Answer(request, sink)
-            if matcher is not None:
-                self._matchers[request.id] = matcher
-            self._tell(lambda: self._admit(request))
+
+    def _takes(self, requests: Sequence[Request]) -> None:
+        """Under the lock: raises where it takes none now."""
+        self._check()
+        if self._draining:
+            raise DrainingError("the server is ending and takes no more requests")
+        for id, times in Counter(request.id for request in requests).items():
+            if id in self._answers or times > 1:
+                raise ValueError(f"request {id!r} is there already")
+        if len(requests) > self._most:
+            raise ValueError(f"requests: {len(requests)} at once, expected at most {self._most}, as many as may wait")
+        if (ahead := self._stats.waiting + self._arriving) + len(requests) > self._most:
+            raise QueueFullError(ahead)
 
     def cancel(self, id: str) -> None:
         """End a request at any stage; nothing for one that is over."""
@@ -175,7 +184,7 @@ class Engine:
 
     def _turn(self, flights: deque[tuple[Step, Sampled]]) -> None:
         """Launches a step, if there is one, and reads the results of the one before it."""
-        if flights and any(self._constrained(step) for step, _ in flights):
+        if flights and any(self._matchers.bind(step) for step, _ in flights):
             self._finish(*flights.popleft())
             return
         step = self._scheduler.step()
@@ -195,17 +204,17 @@ class Engine:
             act()
         return not closing
 
-    def _admit(self, request: Request) -> None:
-        seed = request.sampling.seed
-        self._runner.seeds[request.id] = random.getrandbits(62) if seed is None else seed
-        self._scheduler.add(request)
-        self._count(prompt_tokens=len(request.prompt))
+    def _admit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            seed = request.sampling.seed
+            self._runner.seeds[request.id] = random.getrandbits(62) if seed is None else seed
+        self._scheduler.add(*requests)
+        self._count(prompt_tokens=sum(len(request.prompt) for request in requests))
+        with self._changed:
+            self._arriving -= len(requests)
 
     def _launch(self, step: Step, flights: deque[tuple[Step, Sampled]]) -> None:
-        bits = {}
-        if self._matchers:
-            sampled = [one.request.id for one in (*step.decodes, *(one for one in step.prefills if one.last))]
-            bits = {id: self._matchers[id].bits() for id in sampled if id in self._matchers}
+        bits = self._matchers.bits(step)
         try:
             flights.append((step, self._runner.run(step, bits)))
         except torch.OutOfMemoryError as error:
@@ -244,11 +253,10 @@ class Engine:
 
     def _event(self, answer: _Answer, sampled: Sampled, row: int, token: int) -> Event:
         request, finish = answer.request, None
-        matcher = self._matchers.get(request.id)
         try:
-            ended = matcher is not None and matcher.take(token)
-        except ValueError as error:  # the answer so far does not match: it must not look as if it were whole
-            return Event(finish="error", error=str(error))
+            ended = self._matchers.take(request.id, token)
+        except GrammarError as error:  # the answer so far does not match: it must not look as if it were whole
+            return Event(finish="refused", error=str(error))
         if token in request.stop_tokens or ended:
             finish = "stop"
         elif answer.made == request.max_tokens:
@@ -277,13 +285,10 @@ class Engine:
         self._count()
         with self._changed:
             answer = self._answers.pop(id, None)
-            self._matchers.pop(id, None)
+            self._matchers.drop(id)
             self._changed.notify_all()
         if answer is not None:
             self._put(answer, event)
-
-    def _constrained(self, step: Step) -> bool:
-        return bool(self._matchers) and any(one.request.id in self._matchers for one in (*step.decodes, *step.prefills))
 
     def _count(self, **more: int) -> None:
         """The numbers as they are now, and `more` of what is counted."""

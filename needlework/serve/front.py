@@ -7,7 +7,8 @@ import asyncio
 import secrets
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,8 @@ from needlework.serve import asked
 from needlework.serve.answering import Answering, Shared, refusal
 from needlework.serve.asked import Asked, Limits
 from needlework.serve.bell import Bell
-from needlework.serve.interface import DrainingError, Engine, QueueFullError, Stream
+from needlework.serve.courier import COMPILERS
+from needlework.serve.interface import DrainingError, Engine, GrammarError, QueueFullError, Stream
 from needlework.serve.metrics import Metrics
 from needlework.serve.refused import RefusedError
 from needlework.serve.request import Request
@@ -30,6 +32,7 @@ from needlework.serve.text import Text
 
 BODY = 4 << 20  # bytes of a request
 SERVER = {"kind": "server_error"}
+GONE = 499  # as nginx counts a client that did not wait for its answer
 
 
 class Front:
@@ -43,6 +46,8 @@ class Front:
         self._bell: Bell | None = None
         self._key = None if key is None else f"Bearer {key}".encode()
         self._failed: str | None = None
+        # of their own: requests that wait for a grammar take no thread from others
+        self._grammars = ThreadPoolExecutor(COMPILERS, thread_name_prefix="needlework grammar")
         self._made = int(time.time())
         self._shared = Shared(text, name, self.metrics, self._own_bell)
 
@@ -71,27 +76,22 @@ class Front:
             self._let_in(received)
             body = await _body(received)
             found, requests, streams = await asyncio.to_thread(self._begin, body, chat)
-        except RefusedError as error:
-            self.metrics.answered(received.url.path, error.status)
+            if streams is None:
+                streams = await asyncio.get_running_loop().run_in_executor(self._grammars, self._add, requests)
+        except Exception as error:
+            self.metrics.answered(received.url.path, error.status if isinstance(error, RefusedError) else 500)
             raise
         return Answering(self._shared, received.url.path, found, requests, streams, began)
 
-    def _begin(self, body: bytes, chat: bool) -> tuple[Asked, list[Request], list[Stream]]:
-        """In a thread: a long prompt is encoded, and a grammar compiled, while other clients are answered."""
+    def _begin(self, body: bytes, chat: bool) -> tuple[Asked, list[Request], Sequence[Stream] | None]:
+        """In a thread: a long prompt is encoded while other clients are answered. None: a grammar is to be compiled first."""
         found = asked.read(body, chat, self.text, self.limits)
-        requests, streams = found.requests(f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"), []
-        try:
-            for request in requests:
-                streams.append(self._add(request))
-        except RefusedError:
-            for stream in streams:
-                stream.cancel()
-            raise
-        return found, requests, streams
+        requests = found.requests(f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}")
+        return found, requests, self._add(requests) if found.grammar is None else None
 
-    def _add(self, request: Request) -> Stream:
+    def _add(self, requests: Sequence[Request]) -> Sequence[Stream]:
         try:
-            return self.engine.add(request)
+            return self.engine.add_all(requests)
         except QueueFullError as error:
             code = "queue_full"
             raise RefusedError(
@@ -99,8 +99,10 @@ class Front:
             ) from None
         except DrainingError as error:
             raise RefusedError(str(error), status=503, code="draining", **SERVER) from None
-        except ValueError as error:  # the numbers were checked: what is left is the grammar
-            raise RefusedError(str(error), "response_format" if request.grammar is not None else None) from None
+        except GrammarError as error:
+            raise RefusedError(f"response_format: {error}", "response_format") from None
+        except ValueError as error:
+            raise RefusedError(str(error)) from None
         except RuntimeError as error:
             self._failed = str(error)
             raise RefusedError(str(error), status=503, code="unavailable", **SERVER) from None
@@ -117,8 +119,7 @@ class Front:
     async def _model(self, received: Received) -> Response:
         self._let_in(received)
         if received.path_params["name"] != self.limits.name:
-            words = f"model {received.path_params['name']!r} is not served here; {self.limits.name!r} is"
-            raise RefusedError(words, "model", status=404, code="model_not_found")
+            raise asked.unserved(received.path_params["name"], self.limits)
         return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
@@ -138,16 +139,24 @@ class Front:
         return await self._health(received)
 
     async def _numbers(self, received: Received) -> Response:
-        return Response(await asyncio.to_thread(self.metrics.text), media_type="text/plain; version=0.0.4")
+        try:
+            text = await asyncio.to_thread(self.metrics.text)
+        except RuntimeError as error:
+            raise RefusedError(str(error), status=503, code="unavailable", **SERVER) from None
+        return Response(text, media_type="text/plain; version=0.0.4")
 
 
 async def _body(received: Received) -> bytes:
     body = bytearray()
-    with suppress(ClientDisconnect):  # what it had sent is not JSON, or it goes away again where it is answered
+    try:
         async for part in received.stream():
             body += part
             if len(body) > BODY:
-                raise RefusedError(f"the body has more than {BODY} bytes", status=413, code="request_too_large")
+                raise RefusedError(
+                    f"the body has {len(body)} bytes or more, expected at most {BODY}", status=413, code="request_too_large"
+                )
+    except ClientDisconnect:  # nobody reads this answer, but it is counted
+        raise RefusedError(f"the client has gone behind {len(body)} bytes of its body", status=GONE) from None
     return bytes(body)
 
 

@@ -1,7 +1,8 @@
 """What an answer must match: a JSON schema or a regular expression, as masks of the tokens that may come next.
 
-llguidance compiles a grammar in milliseconds and a mask in tens of microseconds. JSON is written as json.dumps writes it, on one line:
-where any white space is allowed, a model may write white space for ever. A schema's own "x-guidance" says otherwise.
+llguidance compiles a grammar in milliseconds and a mask in tens of microseconds; the largest that it takes, in half a second without the
+interpreter's lock. JSON is written as json.dumps writes it, on one line: where any white space is allowed, a model may write white space for
+ever. A schema's own "x-guidance" says otherwise.
 """
 
 import json
@@ -10,22 +11,48 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from needlework.serve.interface import GrammarError
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from needlework.serve.text import Text
 
+# What bounds the time: llguidance's own limits are of the lexer's size, and these of the text. The largest take half a second.
+SCHEMA = 1 << 16  # characters
+PATTERNS = 1 << 13  # characters of regular expressions, together; their time grows by the square
+STATE = "\n<state>"  # what follows is llguidance's
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def of_schema(schema: dict[str, Any]) -> str:
-    """The grammar of the JSON values that a schema describes, as a Request holds it."""
-    return _matcher().grammar_from_json_schema(json.dumps(schema), defaults=SPACING)
+    """The grammar of the JSON values that a schema describes, as a Request holds it. ValueError for one that is too large."""
+    written = json.dumps(schema)
+    _sized("a schema", len(written), SCHEMA)
+    _sized("regular expressions", _patterns(schema), PATTERNS)
+    return _matcher().grammar_from_json_schema(written, defaults=SPACING)
 
 
 def of_regex(pattern: str) -> str:
-    """The grammar of the texts that a regular expression matches whole."""
+    """The grammar of the texts that a regular expression matches whole. ValueError for one that is too large."""
+    _sized("a regular expression", len(pattern), PATTERNS)
     return _matcher().grammar_from_regex(pattern)
+
+
+def _sized(what: str, found: int, most: int) -> None:
+    if found > most:
+        raise ValueError(f"{what} of {found} characters, expected at most {most}")
+
+
+def _patterns(schema: Any) -> int:
+    """Characters of a schema's regular expressions."""
+    if isinstance(schema, list):
+        return sum(map(_patterns, schema))
+    if not isinstance(schema, dict):
+        return 0
+    names = schema.get("patternProperties")
+    own = [schema.get("pattern"), schema.get("whitespace_pattern"), *(names if isinstance(names, dict) else ())]
+    return sum(len(text) for text in own if isinstance(text, str)) + sum(map(_patterns, schema.values()))
 
 
 def _matcher() -> "type[LLMatcher]":
@@ -46,11 +73,22 @@ class Grammar:
         self._tokenizer = LLTokenizer(text.tokenizer_json, n_vocab=vocabulary, eos_token=sorted(text.ends) or None, slices=None)
 
     def __call__(self, grammar: str) -> "Matcher":
-        """ValueError for a grammar that llguidance does not take, with its reason."""
+        """GrammarError for a grammar that llguidance does not take, with its reason.
+
+        Its lexer is built by the first mask, and tells at the first token whether that was within its limits.
+        """
         matcher = self._matcher(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"grammar: {matcher.get_error()}")
+        _check(matcher)
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        trial = matcher.deep_copy()
+        trial.consume_token((allowed & -allowed).bit_length() - 1)
+        _check(trial)
         return Matcher(matcher)
+
+
+def _check(matcher: "LLMatcher") -> None:
+    if matcher.is_error():
+        raise GrammarError(f"grammar: {matcher.get_error().partition(STATE)[0].strip()}")
 
 
 class Matcher:
@@ -59,13 +97,16 @@ class Matcher:
     def __init__(self, matcher: "LLMatcher"):
         self._matcher = matcher
 
+    def copy(self) -> "Matcher":
+        """Another request's, from here on."""
+        return Matcher(self._matcher.deep_copy())
+
     def bits(self) -> Tensor:
         """[⌈V/32⌉] int32: a bit for each token that may come next; the token that ends a text is one once the grammar is matched."""
         return torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
 
     def take(self, token: int) -> bool:
-        """Go on by a token; whether nothing can follow it. ValueError where the grammar is beyond llguidance's limits."""
+        """Go on by a token; whether nothing can follow it. GrammarError where the grammar is beyond llguidance's limits."""
         self._matcher.consume_token(token)
-        if self._matcher.is_error():  # what follows the first line is llguidance's state
-            raise ValueError(f"grammar: {self._matcher.get_error().partition(chr(10))[0]}")
+        _check(self._matcher)
         return self._matcher.is_stopped()

@@ -12,7 +12,7 @@ import numpy as np
 
 from needlework.serve.batch import Inputs
 from needlework.serve.request import Request
-from needlework.serve.step import Step, Window
+from needlework.serve.step import Prefill, Step, Window
 from needlework.serve.way import Way, penalties, wanted
 
 
@@ -56,7 +56,7 @@ class Holders:
 
     def way(self, step: Step, grammar: bool) -> Way:
         """What the sampled rows of a step that was heard want; penalties are those also of who has come in it, and is sampled later."""
-        slots = [one.slot for one in step.decodes] + [one.slot for one in step.prefills if one.last]
+        slots = [one.slot for one in step.decodes] + [own.slot for one in step.prefills for own in one.owners]
         bits = int(np.bitwise_or.reduce(self._wanted[np.array(slots, np.int64)], initial=0))
         counted = any(penalties(one.request.sampling) for one in step.admitted)
         way = Way.of(bits, grammar)
@@ -75,7 +75,9 @@ class Holders:
             ids[D + begin : D + end], positions[D + begin : D + end] = one.tokens, np.arange(one.start, one.length)
         named["cu_seqlens"][:] = ends
         named["fresh"][:D], named["fresh"][D:] = False, [one.fresh for one in step.prefills]
-        self._sample(named, D, [i for i, one in enumerate(step.prefills) if one.last], ends)
+        self._sample(
+            named, D, [(own.slot, one, end) for one, end in zip(step.prefills, ends[1:], strict=False) for own in one.owners]
+        )
         owner = np.repeat(np.arange(len(slots)), [1] * D + [len(one.tokens) for one in step.prefills])
         nobody = slots[owner] < 0
         page, row = np.divmod(np.where(nobody, 0, positions), self._page)
@@ -84,12 +86,12 @@ class Holders:
             np.take(lines, slots, axis=0, out=table, mode="wrap")
             rows[:] = np.where(nobody, -1, table[owner, page] * np.int64(self._page) + row)
 
-    def _sample(self, named: Mapping[str, np.ndarray], D: int, last: list[int], ends: list[int]) -> None:
-        """The columns of the rows of which a token is sampled: all that decode, and the ends of these prefills."""
-        rows, owners = named["rows"], named["owners"]
-        rows[:D], rows[D:] = np.arange(D), [D + ends[i + 1] - 1 for i in last]
-        places = np.concatenate((np.arange(D), np.array(last, np.int64) + D))
-        owners[:] = named["slots"][places]
-        named["counter"][:] = named["length"][places] - self._prompt[owners]
+    def _sample(self, named: Mapping[str, np.ndarray], D: int, last: list[tuple[int, Prefill, int]]) -> None:
+        """The columns of the rows of which a token is sampled: all that decode, and the ends of prefills, each for its slots."""
+        rows, owners, counter = named["rows"], named["owners"], named["counter"]
+        rows[:D], rows[D:] = np.arange(D), [D + end - 1 for _, _, end in last]
+        owners[:D], owners[D:] = named["slots"][:D], [slot for slot, _, _ in last]
+        counter[:D], counter[D:] = named["length"][:D], [one.length for _, one, _ in last]
+        counter -= self._prompt[owners]
         for name, column in self._columns.items():
             named[name][:] = column[owners]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import uvicorn
 
+from needlework.serve.connection import ClientConnection
 from needlework.serve.front import Front
 from needlework.serve.messages import Order
 from needlework.serve.process import ENDS, settled
@@ -28,7 +29,12 @@ class Settings(NamedTuple):
 
 def server(front: Front) -> uvicorn.Server:
     config = uvicorn.Config(
-        front.application(), lifespan="off", log_level="warning", timeout_graceful_shutdown=LAST_BYTES, ws="none"
+        front.application(),
+        http=ClientConnection,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        timeout_graceful_shutdown=LAST_BYTES,
     )
     return uvicorn.Server(config)
 

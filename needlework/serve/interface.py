@@ -1,6 +1,6 @@
 """What the front asks of an engine, and why an engine takes no request."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from needlework.serve.bell import Bell
@@ -20,6 +20,10 @@ class QueueFullError(Exception):
 
 class DrainingError(Exception):
     """The engine takes no more requests: it is ending."""
+
+
+class GrammarError(ValueError):
+    """What is no grammar, or is beyond the limits within which one is compiled."""
 
 
 class Ringing(Protocol):
@@ -47,8 +51,8 @@ class Stream(Protocol):
 
 
 class Engine(Protocol):
-    """What serves the requests. add: raises QueueFullError, DrainingError, ValueError for what does not fit, RuntimeError once it has
-    failed."""
+    """What serves the requests. add_all: takes all or none, and reads a prompt that several have one after another once; raises QueueFullError,
+    DrainingError, GrammarError, ValueError for what does not fit, RuntimeError once it has failed."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -56,16 +60,16 @@ class Engine(Protocol):
     @property
     def length(self) -> int: ...
 
-    def add(self, request: Request) -> Stream: ...
+    def add_all(self, requests: Sequence[Request]) -> Sequence[Stream]: ...
 
     def stats(self) -> object: ...
 
 
 class OwnEngine(Engine, Protocol):
-    """One of this process. begin: `add` for a reader elsewhere. drain: no new requests; returns when the running ones are over, or it has
+    """One of this process. begin: `add_all` for readers elsewhere. drain: no new requests; returns when the running ones are over, or it has
     failed. wait: until it has ended; RuntimeError where it has failed."""
 
-    def begin(self, request: Request, sink: Sink) -> None: ...
+    def begin(self, requests: Sequence[Request], sinks: Sequence[Sink]) -> None: ...
 
     def cancel(self, id: str) -> None: ...
 

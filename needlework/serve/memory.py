@@ -1,12 +1,13 @@
 """What sequences own of slots, pages and host memory, and the moves by which it changes hands. Pure Python: indices and counts."""
 
+from array import array
 from collections.abc import Iterator
 
 from needlework.serve.capacity import SchedulerConfig
-from needlework.serve.pools import PagePool, Slots, pages_for
+from needlework.serve.pools import PagePool, Slots, live, pages_for, passed
 from needlework.serve.sequence import Sequence, no_pages
 from needlework.serve.snapshots import Snapshots
-from needlework.serve.step import CopyPage, CopySlot, Drop, Move, Park, Unpark, Window
+from needlework.serve.step import Copy, CopyPage, CopySlot, Drop, Move, Park, Unpark, Window
 
 
 class Memory:
@@ -21,7 +22,9 @@ class Memory:
         self.moves: list[Move] = []
 
     def need(self, seq: Sequence, end: int) -> dict[Window, int]:
-        """Pages that it must acquire to hold `end` tokens."""
+        """Pages that it must acquire to hold `end` tokens; to go on behind a prompt that another prefills for it."""
+        if seq.leader is not None:
+            return {window: 1 if self.config.shared else self._live(seq.goal, window) for window in self.pages}
         need = {}
         for window, pool in self.pages.items():
             pages = seq.pages[window]
@@ -42,7 +45,7 @@ class Memory:
                 return False
 
     def give(self, seq: Sequence, end: int) -> None:
-        """The pages that it needs; a last page that a snapshot shares becomes its own by copy."""
+        """The pages that it needs; a last page that others share becomes its own by copy."""
         for window, pool in self.pages.items():
             pages = seq.pages[window]
             if seq.borrowed and pool.owners[pages[-1]] > 1:
@@ -52,6 +55,39 @@ class Memory:
                 pages[-1] = own
             pages.extend(pool.acquire(pages_for(end, self.config.page) - len(pages)))
         seq.borrowed, seq.paged, seq.holds = False, True, pages_for(end, self.config.page) * self.config.page
+
+    def follow(self, seq: Sequence) -> None:
+        """A slot, and pages for copies of its leader's where no page may be two sequences'."""
+        seq.slot = self.slots.acquire()
+        if not self.config.shared:
+            for window, pool in self.pages.items():
+                gone = passed(seq.goal, window, self.config.page)
+                seq.pages[window] = array("i", [-1] * gone + pool.acquire(self._live(seq.goal, window)))
+
+    def fork(self, seq: Sequence) -> list[Copy]:
+        """The copies, behind a step that ends its leader's prompt, by which it is where the leader is.
+
+        It shares the leader's pages, and who writes behind the prompt copies the last one, if that is not full.
+        """
+        leader, P, config = seq.leader, seq.goal, self.config
+        assert leader is not None and not seq.computed, "it has waited for its leader"
+        copies: list[Copy] = [CopySlot(leader.slot, seq.slot)]
+        for window, pool in self.pages.items():
+            theirs, own = live(leader.pages[window], P, window, config.page), seq.pages[window]
+            if config.shared:
+                seq.pages[window] = theirs
+                pool.retain(theirs)
+            else:
+                copies += [CopyPage(window, *pair) for pair in zip(theirs, own, strict=True) if pair[1] >= 0]
+        seq.leader, seq.computed, seq.paged, seq.holds = None, P, True, pages_for(P, config.page) * config.page
+        if config.shared and P % config.page:
+            for one in (leader, seq):
+                one.borrowed, one.holds, one.steady = True, 0, 0
+        return copies
+
+    def _live(self, tokens: int, window: Window) -> int:
+        """Pages that are read or written again behind so many tokens."""
+        return pages_for(tokens, self.config.page) - passed(tokens, window, self.config.page)
 
     def free_passed(self, seq: Sequence) -> None:
         """Frees the pages that lie wholly before the window of its next token."""
@@ -113,7 +149,7 @@ class Memory:
     def restart(self, seq: Sequence) -> None:
         """It owns nothing and begins anew, its answer so far now part of what is prefilled."""
         self.host_bytes -= seq.parked
-        seq.parked = 0
+        seq.parked, seq.borrowed = 0, False
         seq.pages = no_pages(self.pages)
         seq.goal, seq.computed, seq.chain = len(seq.tokens), 0, None
 

@@ -18,10 +18,14 @@ class Ready(NamedTuple):
 
 
 class Add(NamedTuple):
-    """A request, whose stream has that number. The reply: None, or why it was refused."""
+    """Requests, whose streams have these numbers. The reply, to the first: None, or why they were refused."""
 
-    number: int
-    request: Request
+    numbers: tuple[int, ...]
+    requests: tuple[Request, ...]
+
+    @property
+    def number(self) -> int:
+        return self.numbers[0]
 
 
 class Count(NamedTuple):

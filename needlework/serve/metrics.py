@@ -13,7 +13,7 @@ GAUGES = {
 }
 COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
-    "prefix_tokens": "Tokens of prompts that a snapshot gave.",
+    "prefix_tokens": "Tokens of prompts that a snapshot or another answer to the same prompt gave.",
     "tokens": "Tokens sampled.",
     "steps": "Steps launched.",
 }

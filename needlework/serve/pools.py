@@ -1,5 +1,6 @@
 """Who owns which slot and which page: indices and reference counts. The tensors lie in `tables.py`."""
 
+from array import array
 from collections.abc import Iterable
 
 
@@ -15,6 +16,17 @@ def most_pages(length: int, window: int | None, page: int, chunk: int) -> int:
     """
     whole = pages_for(length, page)
     return whole if window is None else min(whole, (window + chunk - 2) // page + 2)
+
+
+def passed(tokens: int, window: int | None, page: int) -> int:
+    """Pages that lie wholly before the window once so many tokens are computed."""
+    return 0 if window is None else max(0, tokens - window) // page
+
+
+def live(pages: array, tokens: int, window: int | None, page: int) -> array:
+    """A copy of a line of pages, −1 for those that its window has passed."""
+    n = passed(tokens, window, page)
+    return array("i", [-1] * n) + pages[n:]
 
 
 class Slots:

@@ -42,9 +42,9 @@ def conversation(fields: Fields, text: Text) -> tuple[int, ...]:
     try:
         tokens = text.conversation(messages)
     except ValueError as error:
-        raise RefusedError(str(error), "messages") from None
+        raise RefusedError(f"messages: {error}", "messages") from None
     if not tokens:
-        raise RefusedError("messages: the chat template makes no token of them", "messages")
+        raise RefusedError("messages: the chat template makes no token of them, expected at least one", "messages")
     return tokens
 
 

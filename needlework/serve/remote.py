@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
@@ -19,7 +19,7 @@ GONE = "the process of the engine has ended"
 class RemoteEngine:
     """length, vocabulary: the engine's own. lost: whether its process has ended without an order.
 
-    `listen` in the loop that answers; `add` and `stats` wait for a message that this loop receives, in other threads than its own.
+    `listen` in the loop that answers; `add_all` and `stats` wait for a message that this loop receives, in other threads than its own.
     """
 
     def __init__(self, connection: Connection, length: int, vocabulary: int):
@@ -37,16 +37,17 @@ class RemoteEngine:
         asyncio.get_running_loop().add_reader(self._connection.fileno(), self._hear)
         self._send(Ready())
 
-    def add(self, request: Request) -> Stream:
+    def add_all(self, requests: Sequence[Request]) -> list[Stream]:
         """As an engine's own."""
-        stream, number = Stream(request.id, self._cancel), next(self._numbers)
-        self._streams[number] = stream  # its events may come before the reply
+        streams = {next(self._numbers): Stream(request.id, self._cancel) for request in requests}
+        self._streams |= streams  # their events may come before the reply
         try:
-            self._ask(Add(number, request))
+            self._ask(Add(tuple(streams), tuple(requests)))
         except Exception:
-            self._streams.pop(number, None)
+            for number in streams:
+                self._streams.pop(number, None)
             raise
-        return stream
+        return [*streams.values()]
 
     def stats(self) -> object:
         """RuntimeError once the engine's process has ended."""
@@ -58,7 +59,11 @@ class RemoteEngine:
 
     def _ask(self, message: Add | Count) -> object:
         reply = self._asked[message.number] = Future()
-        self._send(message)
+        try:
+            self._send(message)
+        except RuntimeError:
+            self._asked.pop(message.number, None)
+            raise
         return reply.result()
 
     def _send(self, message: Ready | Add | Count | Cancel) -> None:
@@ -100,7 +105,7 @@ class RemoteEngine:
         asyncio.get_running_loop().remove_reader(self._connection.fileno())
         with self._one:
             self.lost = True
-        left = [self._streams.pop(number, None) for number in [*self._streams]]  # `add` may take out its own meanwhile
+        left = [self._streams.pop(number, None) for number in [*self._streams]]  # `add_all` may take out its own meanwhile
         _ring({stream.put(Event(finish="error", error=GONE)) for stream in left if stream is not None})
         for reply in [*self._asked.values()]:
             reply.set_exception(RuntimeError(GONE))

@@ -10,7 +10,7 @@ Penalty = Annotated[float, Range("in [-2, 2]", lambda x: -2 <= x <= 2)]
 # A prompt of 16,384 tokens is checked in half a millisecond by one test of the whole, in 20 by one of each element.
 Prompt = Annotated[tuple, Range("of at least one token id >= 0", lambda x: len(x) > 0 and _ids(x))]
 Tokens = Annotated[frozenset, Range("of token ids >= 0", lambda x: _ids(x))]
-Finish = Literal["stop", "length", "cancelled", "error"]
+Finish = Literal["stop", "length", "cancelled", "error", "refused"]
 
 
 def _ids(tokens: tuple | frozenset) -> bool:
@@ -69,7 +69,8 @@ class _Fields(NamedTuple):
 
 
 class Event(_Fields):
-    """One token of an answer, or its end, or both. top: (token, logprob) of the most likely ones. error: what went wrong.
+    """One token of an answer, or its end, or both. top: (token, logprob) of the most likely ones. error: what went wrong, and where
+    `finish` is "refused" with its grammar.
 
     Raises ValueError for another `finish`. The other fields are an engine's own and are not checked: each token is an event, and a check of
     all costs as much as the rest of its way.

@@ -58,9 +58,9 @@ class Runner:
         self.model, self.tables, self.config, self.passes = model, tables, config, passes
         self.device, self.vocabulary = model.device, model.config.vocab_size
         self.on_gpu = self.device.type == "cuda"
-        # of each slot; the last is where padded rows write
+        # of each slot; the last is where padded rows write. The counts are there from the start: the plan has their bytes
         self.newest = torch.zeros(config.slots + 1, dtype=torch.int64, device=self.device)
-        self.counts: Counts | None = None
+        self.counts = Counts.zeros(config.slots, self.vocabulary, self.device)
         self.seeds: dict[str, int] = {}
         pages = {window: most_pages(config.length, None, config.page, config.budget) for window, *_ in config.pools}
         self.pages = tuple(pages.items())
@@ -95,11 +95,15 @@ class Runner:
     def _packed(self, step: Step, way: Way, bits: Mapping[str, Tensor] | None) -> tuple[Requests, list[Tensor]]:
         """All rows of a step at once, of any shape."""
         shape = Shape.of(step, len(step.decodes), dict(self.pages))
-        inputs = Inputs.empty(shape, device=self.device)
-        host = Inputs.empty(shape, pin_memory=self.on_gpu)  # hardly two such steps have the same sizes
+        inputs = self._inputs(step, shape)
+        return _sampled(step), self.next(self.left(inputs), inputs, way, self._bits(step, shape, bits))
+
+    def _inputs(self, step: Step, shape: Shape) -> Inputs:
+        """On the device, for once: hardly two such steps have the same sizes."""
+        inputs, host = Inputs.empty(shape, device=self.device), Inputs.empty(shape, pin_memory=self.on_gpu)
         self.holders.fill(host, step)
         inputs.copy_(host)
-        return _sampled(step), self.next(self.left(inputs), inputs, way, self._bits(step, shape, bits))
+        return inputs
 
     def _by_graphs(self, step: Step, way: Way, bits: Mapping[str, Tensor] | None) -> tuple[Requests, list[Tensor]]:
         """The rows that decode, then the one sequence that is prefilled: each a graph, or none of them."""
@@ -115,10 +119,13 @@ class Runner:
         for one in step.prefills:
             count = tokens(len(one.tokens))
             own, graph = alone(one, count), self._prefill(count)
-            left = graph.run(self._host(own, graph.inputs.shape))
+            left = graph.run(self._host(alone(one._replace(forks=()), count), graph.inputs.shape))
             if one.last:
-                requests = (*requests, one.request)
-                parts.append(self.next(left, graph.inputs, way, self._bits(own, graph.inputs.shape, bits)))
+                inputs = graph.inputs
+                if one.forks:  # the graph's sample one row
+                    inputs = self._inputs(own, Shape.of(own, 0, dict(self.pages)))
+                requests = (*requests, *_sampled(own))
+                parts.append(self.next(left, inputs, way, self._bits(own, inputs.shape, bits)))
         if not parts:
             return (), [torch.empty(0, dtype=torch.int64, device=self.device)]
         return requests, parts[0] if len(parts) == 1 else [torch.cat(x) for x in zip(*parts, strict=True)]
@@ -164,7 +171,7 @@ class Runner:
             ends = self.passes.ending
         tokens, logits = ends(self.model, sampled, controls, counts, bits, way)
         self.newest[controls.slots] = tokens
-        if way.penalties and self.counts is not None:
+        if way.penalties:
             self.counts.add(tokens, controls.slots)
         return [tokens, *logprobs(logits, tokens, min(TOP, self.vocabulary))] if way.logprobs else [tokens]
 
@@ -195,8 +202,6 @@ class Runner:
 
     def _count_admitted(self, admitted: Sequence[Admitted]) -> None:
         """What requests with a new slot have in their prompts, and have drawn so far, into its counts."""
-        if self.counts is None:
-            self.counts = Counts.zeros(self.config.slots, self.vocabulary, self.device)
         for one in admitted:
             if penalties(one.request.sampling):
                 self.counts.drawn[one.slot], self.counts.prompt[one.slot] = 0, False
@@ -211,10 +216,9 @@ class Runner:
         mask = torch.full(
             (shape.decodes + shape.sampled, -(-self.vocabulary // 32)), -1, dtype=torch.int32, pin_memory=self.on_gpu
         )
-        last = [one for one in step.prefills if one.last]
-        for i, one in [*enumerate(step.decodes), *enumerate(last, shape.decodes)]:
-            if one.request.id in bits:
-                mask[i] = bits[one.request.id]
+        for i, request in enumerate(_sampled(step, shape.decodes)):
+            if request is not None and request.id in bits:
+                mask[i] = bits[request.id]
         return mask
 
     def _to_host(self, requests: Requests, found: list[Tensor]) -> Sampled:
@@ -229,5 +233,5 @@ class Runner:
 
 def _sampled(step: Step, decodes: int = 0) -> Requests:
     """Whose next tokens a step samples, in the order of its rows; None for rows that pad it to `decodes`."""
-    own = tuple(one.request for one in step.decodes)
-    return (*own, *(None,) * (decodes - len(own)), *(one.request for one in step.prefills if one.last))
+    own, n = step.sampled, len(step.decodes)
+    return (*own[:n], *(None,) * (decodes - n), *own[n:])

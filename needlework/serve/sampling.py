@@ -47,6 +47,11 @@ class Counts(NamedTuple):
         made = lambda dtype: torch.zeros(slots, V, dtype=dtype, device=device)
         return cls(made(torch.int32), made(torch.bool))  # of a long answer a token may be drawn more often than int16 counts
 
+    @staticmethod
+    def nbytes(V: int) -> int:
+        """Of a slot."""
+        return V * (torch.int32.itemsize + torch.bool.itemsize)
+
     def add(self, tokens: Tensor, slots: Tensor) -> None:
         """One more of tokens [R], in place; a padded row (slot −1) adds nothing."""
         ones = (slots >= 0).to(self.drawn.dtype)

@@ -13,6 +13,7 @@ The life of a request, and what it owns:
   each sequence that runs, so that what was just admitted is not parked in the next step. No request overtakes it.
 - A sequence short of pages takes those of snapshots, then those of the youngest one that runs, which is parked, or computed again from
   its tokens once the host's memory is full. The youngest itself waits. A prefill takes nothing from a decode of the same step.
+- Requests that come together with one prompt are prefilled once (`groups.py`).
 - Steps may be planned ahead of their tokens. A sequence whose newest token the host does not have is not parked: it is left out of
   steps until the token has come.
 """
@@ -21,22 +22,24 @@ from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Set
-from itertools import count
+from itertools import count, groupby
 from typing import NamedTuple
 
 from needlework.serve.capacity import SchedulerConfig
+from needlework.serve.groups import Groups, by_arrival
 from needlework.serve.memory import Memory
 from needlework.serve.request import Request
 from needlework.serve.sequence import Sequence, no_pages
-from needlework.serve.step import Admitted, Decode, Drop, Park, Prefill, Step, Unpark
+from needlework.serve.step import Admitted, Decode, Drop, Owner, Park, Prefill, Step, Unpark
 
 
 class _Flight(NamedTuple):
-    """A step, whose sequences it is, in the order of its rows, and the snapshots that it takes."""
+    """A step, whose sequences it is, in the order of its rows, those that fork in it, and the snapshots that it takes."""
 
     step: Step
     decodes: list[Sequence]
     prefills: list[Sequence]
+    forks: list[Sequence]
     digests: list[bytes]
 
 
@@ -55,9 +58,6 @@ class _Plan:
             self.left -= end - seq.computed
 
 
-_by_arrival = lambda seq: seq.arrival
-
-
 class Scheduler:
     """`add` and `cancel` requests; run what `step` plans, in order, and tell it by `done` or `failed`.
 
@@ -70,6 +70,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._known: dict[str, Sequence] = {}
+        self._groups = Groups(self.memory, self.waiting, self.running)
         self._flights: deque[_Flight] = deque()
         self._arrivals = count()
 
@@ -77,20 +78,29 @@ class Scheduler:
         """Requests that are not over."""
         return len(self._known)
 
-    def add(self, request: Request) -> None:
-        """ValueError for an id that is in use, and for a request longer than the longest."""
-        tokens = len(request.prompt) + request.max_tokens
-        if request.id in self._known:
-            raise ValueError(f"request {request.id!r} is there already")
-        if tokens > self.config.length:
-            raise ValueError(
-                f"request {request.id!r}: prompt and max_tokens are {len(request.prompt)} + {request.max_tokens} tokens, expected "
-                f"at most {self.config.length}"
-            )
-        pages = no_pages(self.memory.pages)
-        seq = Sequence(request, next(self._arrivals), pages, array("q", request.prompt), len(request.prompt))
-        self._known[request.id] = seq
-        self.waiting.append(seq)
+    def add(self, *requests: Request) -> None:
+        """A prompt that several of them have, one after another, is prefilled once. ValueError for an id that is in use, and for a request
+        longer than the longest."""
+        for request in requests:
+            tokens = len(request.prompt) + request.max_tokens
+            if request.id in self._known:
+                raise ValueError(f"request {request.id!r} is there already")
+            if tokens > self.config.length:
+                raise ValueError(
+                    f"request {request.id!r}: prompt and max_tokens are {len(request.prompt)} + {request.max_tokens} tokens, expected "
+                    f"at most {self.config.length}"
+                )
+        for _, group in groupby(requests, key=lambda request: request.prompt):
+            self._add(list(group))
+
+    def _add(self, requests: list[Request]) -> None:
+        group = None
+        for request in requests:
+            pages, arrival = no_pages(self.memory.pages), next(self._arrivals)
+            group = arrival if group is None and len(requests) > 1 else group
+            seq = Sequence(request, arrival, pages, array("q", request.prompt), len(request.prompt), group=group)
+            self._known[request.id] = seq
+            self.waiting.append(seq)
 
     def cancel(self, id: str) -> None:
         """At any stage; nothing for a request that is over."""
@@ -113,7 +123,7 @@ class Scheduler:
             else:
                 self._extend(seq, computed + 1, plan)
         for seq in list(self.running):
-            if seq.slot >= 0 and not seq.decoding:
+            if seq.slot >= 0 and not seq.decoding and seq.leader is None:
                 self._extend(seq, self._cut(seq, plan.left), plan)
         while self.waiting and not plan.held_back and self._admit(self.waiting[0], plan):
             pass
@@ -124,7 +134,7 @@ class Scheduler:
         flight = self._flights.popleft()
         assert flight.step is step, "steps are done in the order in which they were planned"
         last = [seq for seq, row in zip(flight.prefills, step.prefills, strict=True) if row.last]
-        for seq in (*flight.decodes, *last):
+        for seq in (*flight.decodes, *last, *flight.forks):
             id = seq.request.id
             if self._known.get(id) is seq:
                 seq.tokens.append(tokens[id])
@@ -143,14 +153,14 @@ class Scheduler:
         for digest in flight.digests:
             self.memory.snapshots.evict(digest)
         rows = list(filter(self._lives, flight.prefills)) or list(filter(self._lives, flight.decodes))
-        newest = max(rows, key=_by_arrival, default=None)
+        newest = max(rows, key=by_arrival, default=None)
         if newest is not None:
             self._forget(newest)
-        for seq in filter(self._lives, [*flight.decodes, *flight.prefills]):
-            self.running.remove(seq)
+        for seq in filter(self._lives, [*flight.decodes, *flight.prefills, *flight.forks]):
+            self._groups.stop(seq)
             self.memory.release(seq)
             self.memory.restart(seq)
-            insort(self.waiting, seq, key=_by_arrival)
+            insort(self.waiting, seq, key=by_arrival)
         for move in step.before:
             if isinstance(move, Park | Unpark | Drop):
                 self.memory.moves.append(Drop(move.id))
@@ -176,13 +186,16 @@ class Scheduler:
         memory = self.memory
         memory.free_passed(seq)
         while end > seq.holds and not memory.room(seq, end):
-            victim = self.running[-1]
+            victim = next(one for one in reversed(self.running) if one.leader is None or any(one.pages.values()))
+            if victim.leader is not None:
+                self._groups.wait_again(victim)
+                continue
             if victim is seq or victim in plan.ends or victim.unheard:
                 plan.held_back.add(victim)
                 return
-            self.running.remove(victim)
+            self._groups.stop(victim)
             memory.park(victim)
-            insort(self.waiting, victim, key=_by_arrival)
+            insort(self.waiting, victim, key=by_arrival)
         if end > seq.holds:
             memory.give(seq, end)
         seq.steady = min([seq.holds, *memory.passing(seq)])
@@ -192,6 +205,8 @@ class Scheduler:
         """Whether it runs now."""
         if len(self.running) == self.config.batch:
             return False
+        if (leader := self._groups.leader(seq)) is not None:
+            return self._groups.follow(seq, leader)
         memory = self.memory
         snapshot = None if seq.parked else memory.snapshots.borrow(seq)
         end = seq.computed + 1 if seq.decoding else self._cut(seq, plan.left)
@@ -202,7 +217,8 @@ class Scheduler:
         memory.enter(seq, None if snapshot is None else snapshot.slot)
         memory.give(seq, end)
         self.waiting.pop(0)
-        insort(self.running, seq, key=_by_arrival)
+        insort(self.running, seq, key=by_arrival)
+        self._groups.lead(seq)
         answer = tuple(seq.tokens[len(seq.request.prompt) :])
         plan.admitted.append(Admitted(seq.request, seq.slot, answer, snapshot.length if snapshot is not None else 0))
         plan.add(seq, end)
@@ -212,14 +228,14 @@ class Scheduler:
         """It is over and gives all back."""
         del self._known[seq.request.id]
         if seq.slot >= 0:
-            self.running.remove(seq)
+            self._groups.stop(seq)
             self.memory.release(seq)
         else:
             self.waiting.remove(seq)
             self.memory.drop(seq)
 
     def _emit(self, plan: _Plan) -> Step:
-        decodes, prefills, paged, rows = [], [], [], ([], [])
+        decodes, prefills, paged, rows, copies = [], [], [], ([], [], []), []
         for seq, end in plan.ends.items():
             known, computed = seq.tokens, seq.computed
             if computed >= seq.goal:
@@ -230,9 +246,14 @@ class Scheduler:
                 if seq.paged:
                     paged.append(row)
             else:
-                tokens = tuple(known[computed:end])
-                prefills.append(Prefill(seq.request, seq.slot, computed, tokens, end == seq.goal, seq.pages))
+                tokens, last = tuple(known[computed:end]), end == seq.goal
+                forks, own = self._groups.fork(seq) if last else ([], [])
+                owners = tuple(Owner(one.request, one.slot) for one in forks)
+                prefills.append(Prefill(seq.request, seq.slot, computed, tokens, last, seq.pages, owners))
+                plan.admitted += [Admitted(*owner, answer=(), borrowed=end) for owner in owners]
                 rows[1].append(seq)
+                rows[2].extend(forks)
+                copies += own
             seq.computed, seq.paged = end, False
         taken = list(filter(None, map(self.memory.snapshots.take, rows[1])))
         before, self.memory.moves = tuple(self.memory.moves), []
@@ -240,7 +261,7 @@ class Scheduler:
             decodes=tuple(decodes),
             prefills=tuple(prefills),
             before=before,
-            after=tuple(copy for _, copy in taken),
+            after=(*copies, *(copy for _, copy in taken)),
             admitted=tuple(plan.admitted),
             paged=tuple(paged),
         )

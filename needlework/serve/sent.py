@@ -28,9 +28,7 @@ class Fields:
         return self._left.pop(name, None)
 
     def refuse(self, name: str, value: Any, expected: str) -> RefusedError:
-        shown = json.dumps(value)
-        shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
-        return RefusedError(f"{self.name(name)}: got {shown}, expected {expected}", self.name(name))
+        return RefusedError(f"{self.name(name)}: got {shown(value)}, expected {expected}", self.name(name))
 
     def flag(self, name: str) -> bool:
         value = self.take(name)
@@ -71,7 +69,15 @@ class Fields:
     def close(self, harmless: frozenset[str] = HARMLESS) -> None:
         for name, value in self._left.items():
             if name not in harmless and value not in NEUTRAL.get(name, ()):
-                raise RefusedError(f"{self.name(name)} is not supported here", self.name(name), code="unsupported_parameter")
+                expected = " or ".join(map(shown, NEUTRAL.get(name, ()))) or "no such field"
+                words = f"{self.name(name)}: got {shown(value)}, expected {expected}: it is not supported here"
+                raise RefusedError(words, self.name(name), code="unsupported_parameter")
+
+
+def shown(value: Any) -> str:
+    """As JSON, if that is short."""
+    written = json.dumps(value)
+    return written if len(written) <= 80 else f"{written[:80]}…"
 
 
 def is_text(value: Any) -> bool:

@@ -26,9 +26,13 @@ class Sequence:
     holds: int = 0  # tokens for which it has pages, while it runs
     slot: int = -1
     parked: int = 0  # bytes
-    borrowed: bool = False  # its last page is a snapshot's, and other sequences may write behind the snapshot's rows
+    borrowed: bool = (
+        False  # its last page is a snapshot's or another answer's too, and others may write behind the rows that they share
+    )
     paged: bool = False  # its pages are others than in the last step that had it
     steady: int = 0  # while it has computed fewer tokens, its pages stay as they are
+    group: int | None = None  # of answers to one prompt that came together (`groups.py`)
+    leader: "Sequence | None" = None  # while it follows one
     chain: list[bytes] | None = None
     marks: set[int] = field(default_factory=set)  # lengths at which a snapshot is worth its slot
     last: int = field(init=False)  # tokens computed when the last one of its answer is sampled

@@ -1,10 +1,9 @@
 """Snapshots of beginnings on the scheduler's slots and pages: who borrows one, when one is taken, and which makes way."""
 
-from array import array
 from collections.abc import Mapping
 
 from needlework.serve.capacity import SchedulerConfig
-from needlework.serve.pools import PagePool, Slots
+from needlework.serve.pools import PagePool, Slots, live
 from needlework.serve.prefix import Prefix, Snapshot
 from needlework.serve.sequence import Sequence, no_pages
 from needlework.serve.step import CopySlot, Window
@@ -50,11 +49,8 @@ class Snapshots:
         while not self.slots.free:
             if not self.evict():
                 return None
-        pages = {window: pages[:] for window, pages in seq.pages.items()}
+        pages = {window: live(line, seq.computed, window, self.config.page) for window, line in seq.pages.items()}
         for window, line in pages.items():
-            if window is not None:
-                passed = max(0, seq.computed - window) // self.config.page
-                line[:passed] = array("i", [-1] * passed)
             self.pages[window].retain(line)
         snapshot = Snapshot(seq.computed, self.slots.acquire(), pages)
         self.prefix.put(digest, snapshot)

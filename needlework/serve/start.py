@@ -67,7 +67,7 @@ def start(model: NeedleworkForCausalLM, text: Text, room: Room) -> tuple[Engine,
         snapshots = 0 if any(one.rewritten for one in held) else min(SNAPSHOTS, room.batch)
     taken = costs(model, share, tokens=budget, batch=room.batch, passes=passes)
     config = plan(
-        held, **taken._asdict(), length=room.length, batch=room.batch, snapshots=snapshots, page=PAGE, align=cut,
+        held, **taken._asdict(), vocabulary=model.config.vocab_size, length=room.length, batch=room.batch, snapshots=snapshots, page=PAGE, align=cut,
         budget=budget, host_bytes=room.parked,
     )  # fmt: skip
     runner = Runner(model, Tables(held, config, model.device), config, passes)

@@ -1,6 +1,6 @@
 """What the scheduler plans: a Step for the device, with the moves between slots, pages and host memory around it.
 
-Order: the moves of `before` one after another, then the rows, then the moves of `after`. Steps run in the order in which they were
+Order: the moves of `before` one after another, then the rows, then the moves of `after`, of which none reads what another wrote. Steps run in the order in which they were
 planned; so a slot or page may have a new owner while the step of its last one is still in flight.
 
 `pages` of a row are the scheduler's own lines, by window: a sequence's pages in order, −1 for those before the window. The runner of a
@@ -50,7 +50,15 @@ class Drop(NamedTuple):
     id: str
 
 
-Move = CopySlot | CopyPage | Park | Unpark | Drop
+Copy = CopySlot | CopyPage
+Move = Copy | Park | Unpark | Drop
+
+
+class Owner(NamedTuple):
+    """Of a slot: the next token of its sequence is sampled."""
+
+    request: Request
+    slot: int
 
 
 class Decode(NamedTuple):
@@ -75,7 +83,8 @@ class Decode(NamedTuple):
 class Prefill(NamedTuple):
     """A sequence's tokens from `start` on. last: the next token is sampled; none is after another chunk.
 
-    A request that is computed again has its prompt and its answer so far as tokens.
+    A request that is computed again has its prompt and its answer so far as tokens. forks: other answers to this prompt, which begin with
+    the state at its end; the first token of each is sampled from the same logits.
     """
 
     request: Request
@@ -84,6 +93,12 @@ class Prefill(NamedTuple):
     tokens: tuple[int, ...]
     last: bool
     pages: Mapping[Window, array]
+    forks: tuple[Owner, ...] = ()
+
+    @property
+    def owners(self) -> tuple[Owner, ...]:
+        """Whose next tokens its last row gives."""
+        return (Owner(self.request, self.slot), *self.forks) if self.last else ()
 
     @property
     def length(self) -> int:
@@ -102,9 +117,9 @@ class Prefill(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """A request that has its slot since this step: fresh, from a snapshot, unparked, or to be computed again.
+    """A request whose slot is in use since this step: fresh, from a snapshot, as a fork, unparked, or to be computed again.
 
-    answer: its tokens so far behind the prompt, all of which the host has. borrowed: tokens whose states a snapshot gave.
+    answer: its tokens so far behind the prompt, all of which the host has. borrowed: tokens whose states a snapshot or another answer gave.
     """
 
     request: Request
@@ -123,6 +138,11 @@ class Step:
     decodes: tuple[Decode, ...]
     prefills: tuple[Prefill, ...]
     before: tuple[Move, ...]
-    after: tuple[CopySlot, ...]
+    after: tuple[Copy, ...]
     admitted: tuple[Admitted, ...] = ()
     paged: tuple[Decode, ...] = ()
+
+    @property
+    def sampled(self) -> list[Request]:
+        """Whose next tokens it samples, in the order of its rows."""
+        return [row.request for row in self.decodes] + [one.request for row in self.prefills for one in row.owners]

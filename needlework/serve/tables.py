@@ -79,8 +79,8 @@ class Parked(NamedTuple):
 class Tables:
     """All tensors of `config`'s slots and pages, not initialised. `layers`: for each layer its tensors by the names of `held`.
 
-    Raises ValueError for a config whose prompts share snapshots, where a layer changes rows that were written: a page that two sequences
-    share would be changed by one under the other.
+    Raises ValueError for a config whose sequences share pages, where a layer changes rows that were written: a page of two sequences
+    would be changed by one under the other.
     PyTorch rounds pinned memory up to a power of two and keeps it for the next use, so parking may hold up to twice its bytes.
     """
 
@@ -90,9 +90,10 @@ class Tables:
             one.spread(table, self.layers)
             return table
 
-        if config.prefix and (rewriting := [i for i, layer in enumerate(held) if layer.rewritten]):
+        if (config.prefix or config.shared) and (rewriting := [i for i, layer in enumerate(held) if layer.rewritten]):
+            field, hint = ("prefix", " (snapshots = 0)") if config.prefix else ("shared", "")
             raise ValueError(
-                f"scheduler: prefix is True, expected False (snapshots = 0): layers {', '.join(map(str, rewriting))} write their pages "
+                f"scheduler: {field} is True, expected False{hint}: layers {', '.join(map(str, rewriting))} write their pages "
                 "again as tokens come, so that no two sequences may share one"
             )
         self.layers: list[dict[str, Tensor]] = [{} for _ in held]

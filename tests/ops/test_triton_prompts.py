@@ -34,7 +34,7 @@ def test_a_prompts_layer_is_one_graph_for_any_number_of_tokens(letter, monkeypat
     )
     held, (block,) = model.model.held(), model.model.blocks
     assert all(one.captured == "all" for one in held)
-    config = plan(held, memory=1 << 30, weights=0, peak=0, graphs=0, length=512, batch=2, budget=256)
+    config = plan(held, vocabulary=257, memory=1 << 30, weights=0, peak=0, graphs=0, length=512, batch=2, budget=256)
     runner = Runner(model.eval(), Tables(held, config, model.device), config)
     torch._dynamo.reset()
     counters.clear()

@@ -79,6 +79,11 @@ class Device:
             token = self._row(row, row.start, row.tokens, row.fresh)
             if row.last:
                 sampled[row.request.id] = token
+            for request, slot in row.forks:
+                assert row.last and request.prompt == row.request.prompt and self.owner[slot] is request
+                self.last[slot] = sampled[request.id] = token
+                known = self.tokens[request.id]
+                known[row.length :] = known[row.length :] or [token]
         self.tables.move(step.after)
         return sampled
 

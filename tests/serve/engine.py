@@ -1,7 +1,7 @@
 """An engine of which a test says what it answers: no model, no clock."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 
 from needlework.serve.interface import DrainingError, QueueFullError, Sink
@@ -62,24 +62,25 @@ class FakeEngine:
         self._changed = threading.Condition()
         self.watched, self._over = threading.Event(), threading.Event()
 
-    def add(self, request: Request) -> Stream:
-        stream = Stream(request.id, self.cancel)
-        self.begin(request, stream)
-        return stream
+    def add_all(self, requests: Sequence[Request]) -> list[Stream]:
+        streams = [Stream(request.id, self.cancel) for request in requests]
+        self.begin(requests, streams)
+        return streams
 
-    def begin(self, request: Request, sink: Sink) -> None:
+    def begin(self, requests: Sequence[Request], sinks: Sequence[Sink]) -> None:
         with self._changed:
             if self.broken is not None:
                 raise RuntimeError(self.broken)
             if self.draining:
                 raise DrainingError("the server is ending and takes no more requests")
-            if len(self._running) >= self.most:
+            if len(self._running) + len(requests) > self.most:
                 raise QueueFullError(self.most, 2.5)
-            stream = FakeStream(self, request, sink)
-            self.streams.append(stream)
-            self._running.add(stream)
+            streams = [FakeStream(self, request, sink) for request, sink in zip(requests, sinks, strict=True)]
+            self.streams += streams
+            self._running |= {*streams}
             self._changed.notify_all()
-        stream.put(*(self.answer(request) or ()))
+        for stream in streams:
+            stream.put(*(self.answer(stream.request) or ()))
 
     def cancel(self, id: str) -> None:
         for stream in self.streams:

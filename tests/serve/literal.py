@@ -1,9 +1,23 @@
 """The numbers of a step row by row, as its own fields say them: what the columns of `holders.py` must give."""
 
+from typing import NamedTuple
+
 import torch
 
 from needlework.serve.batch import Inputs
+from needlework.serve.request import Request
 from needlework.serve.step import Prefill
+
+
+class _Fork(NamedTuple):
+    request: Request
+    slot: int
+    length: int
+
+    @property
+    def sampled(self):
+        return self.length - len(self.request.prompt)
+
 
 NEUTRAL = {"top_p": 1, "repetition": 1}
 
@@ -14,7 +28,8 @@ def literal(step, shape, seeds, page, vocabulary):
     put = lambda name, values: found.named[name].copy_(torch.tensor(values, dtype=found.named[name].dtype))
     decodes = [*step.decodes, *[None] * (shape.decodes - len(step.decodes))]
     every = [*decodes, *step.prefills]
-    sampled = [*decodes, *(one for one in step.prefills if one.last)]
+    asking = [one for one in step.prefills if one.last]
+    sampled = [*decodes, *(each for one in asking for each in (one, *(_Fork(*own, one.length) for own in one.forks)))]
     put("ids", [token for one in every for token in _tokens(one)])
     put("positions", [t for one in every for t in _positions(one)])
     put("slots", [-1 if one is None else one.slot for one in every])
@@ -23,7 +38,7 @@ def literal(step, shape, seeds, page, vocabulary):
     ends, rows = [0], [*range(shape.decodes)]
     for one in step.prefills:
         ends.append(ends[-1] + len(one.tokens))
-        rows += [shape.decodes + ends[-1] - 1] * one.last
+        rows += [shape.decodes + ends[-1] - 1] * one.last * (1 + len(one.forks))
     put("cu_seqlens", ends)
     put("rows", rows)
     put("owners", [-1 if one is None else one.slot for one in sampled])

@@ -4,6 +4,8 @@ import asyncio
 import multiprocessing
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,7 +16,7 @@ from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.serve.bell import Bell
 from needlework.serve.courier import Courier
 from needlework.serve.engine import Engine
-from needlework.serve.interface import DrainingError, QueueFullError
+from needlework.serve.interface import DrainingError, GrammarError, QueueFullError
 from needlework.serve.messages import Add
 from needlework.serve.planner import plan
 from needlework.serve.request import Event, Request, Sampling
@@ -75,7 +77,7 @@ class Serving:
         held = model.model.held()
         given = {"length": LENGTH, "batch": 6, "snapshots": 2, "page": 16, "budget": 128, "host_bytes": 1 << 20} | options
         engine = {name: given.pop(name) for name in ("waiting", "grammar") if name in given}
-        self.config = plan(held, memory=memory, weights=0, peak=0, graphs=0, **given)
+        self.config = plan(held, vocabulary=V, memory=memory, weights=0, peak=0, graphs=0, **given)
         tables = Tables(held, self.config, "cpu")
         for table in (tables.slots, *tables.pages.values()):
             table.fill_(0xFF)
@@ -140,6 +142,8 @@ def test_padded_rows_on_buffers_of_their_own_answer_as_generate(left_out):
         serving.runner.graph = lambda call: call
         found = serving.answers(asked)
         assert serving.runner._decoding and bool(serving.runner._prefilling) == bool(left_out)
+        alone = [serving.answers([one])[0] for one in several(3, 8, 20)]
+        assert [[event.token for event in stream] for stream in serving.engine.add_all(several(3, 8, 20))] == alone
     assert found == [generated(model, request) for request in asked]
 
 
@@ -174,7 +178,7 @@ def test_another_process_hears_the_same_by_a_message_a_step(model):
     with Serving(model) as serving:
         courier = Courier(serving.engine, ours)
         for number, request in enumerate(asked):
-            theirs.send(Add(number, request))
+            theirs.send(Add((number,), (request,)))
         found, steps = [[] for _ in asked], 0
         while any(len(own) < 20 for own in found):
             message = theirs.recv()
@@ -215,6 +219,144 @@ def test_a_prefix_that_was_seen_gives_the_same_answer(model):
     with Serving(model) as serving:
         found = [serving.answers([request])[0] for request in asked]
     assert found == [generated(model, request) for request in asked]
+
+
+WARM = Sampling(temperature=1.5, top_p=0.9, frequency_penalty=0.5, repetition_penalty=1.3)
+
+
+def several(n, seed, prompt, answer=12, sampling=WARM):
+    """Answers to one prompt, each with a seed of its own."""
+    (one,) = requests(1, seed=seed, lengths=(prompt,), answers=(answer,))
+    return [replace(one, id=f"{seed}-{i}", sampling=replace(sampling, seed=100 * seed + i)) for i in range(n)]
+
+
+@cache
+def separately(model, asked):
+    """The answers of requests that come one after another."""
+    with Serving(model, snapshots=0, budget=64) as serving:
+        return [serving.answers([one])[0] for one in asked]
+
+
+class Prefilled:
+    """What a runner prefills: tokens, and how often more than one answer is sampled from them."""
+
+    def __init__(self, serving, monkeypatch):
+        self.tokens, self.forks, self._run = 0, 0, serving.runner.run
+        monkeypatch.setattr(serving.runner, "run", self.run)
+
+    def run(self, step, bits=None):
+        self.tokens += sum(len(row.tokens) for row in step.prefills)
+        self.forks += sum(len(row.forks) for row in step.prefills)
+        return self._run(step, bits)
+
+
+@pytest.mark.parametrize("prompt", (1, 64, 70, 100))
+@pytest.mark.parametrize("kind", ("model", "rewriting"))
+def test_answers_to_one_prompt_are_those_of_separate_requests(kind, prompt, request, monkeypatch):
+    model, asked = request.getfixturevalue(kind), several(4, prompt, prompt)
+    options = {"memory": 3_000_000, "snapshots": 0, "budget": 64}
+    alone = separately(model, tuple(asked))
+    with Serving(model, **options) as serving:
+        seen = Prefilled(serving, monkeypatch)
+        streams = serving.engine.add_all(asked)
+        together = [[event.token for event in stream] for stream in streams]
+        assert serving.engine.stats().prefix_tokens == 3 * prompt
+        assert serving.all_is_back() and (seen.tokens, seen.forks) == (prompt, 3)
+    assert together == alone and len({*map(tuple, together)}) == 4
+
+
+@pytest.mark.parametrize("kind", ("model", "rewriting"))
+def test_a_fork_starts_from_the_state_of_its_own_prompt_bit_for_bit(kind, request, monkeypatch):
+    """Slot and pages after the step that ends the prompt, and the step of one that was asked for alone."""
+    asked, kept = several(3, 9, 70, sampling=GREEDY), []
+    for group in (asked[:1], asked):
+        with Serving(request.getfixturevalue(kind), snapshots=0, budget=64) as serving:
+
+            def step(plan=serving.scheduler.step, serving=serving):
+                """What is owned once the step before has run."""
+                ready = [one for one in serving.scheduler.running if one.computed == 70]
+                kept.extend(
+                    [
+                        serving.runner.tables.slots[one.slot].clone(),
+                        *(
+                            table[[page for page in one.pages[window] if page >= 0][-2:]].clone()
+                            for window, table in serving.runner.tables.pages.items()
+                        ),
+                    ]
+                    for one in ready
+                )
+                return plan()
+
+            monkeypatch.setattr(serving.scheduler, "step", step)
+            for stream in serving.engine.add_all(group):
+                list(stream)
+    assert len(kept) == 4
+    for own in kept[1:]:
+        assert len(own) == len(kept[0]) > 1 and all(map(torch.equal, own, kept[0]))
+
+
+@pytest.mark.parametrize("heard, gone", [(0, 0), (1, 0), (1, 2), (5, 0)])
+def test_one_of_several_answers_is_cancelled_and_the_others_go_on(model, heard, gone):
+    asked, others = several(4, 11, 100), requests(2, seed=12, lengths=(17,), answers=(12,))
+    alone = separately(model, tuple(asked))
+    with Serving(model, snapshots=0, budget=64) as serving:
+        streams = [*serving.engine.add_all(asked), *map(serving.engine.add, others)]
+        left = iter(streams[gone])
+        for _ in range(heard):
+            next(left)
+        streams[gone].cancel()
+        *_, last = left
+        found = [[event.token for event in stream] for stream in streams if stream is not streams[gone]]
+        assert last.finish == "cancelled" and serving.all_is_back()
+    assert found == [answer for i, answer in enumerate(alone) if i != gone] + [generated(model, one) for one in others]
+
+
+@pytest.mark.parametrize(
+    "kind, prompt, answer, options",
+    [
+        pytest.param("model", 20, 130, HARDLY_ANY, marks=pytest.mark.slow),
+        ("rewriting", 32, 60, {"memory": 220_000, "snapshots": 0, "budget": 64, "length": 100}),
+    ],
+)
+def test_several_answers_with_hardly_any_memory_are_parked_and_restored(kind, prompt, answer, options, request):
+    model, asked = request.getfixturevalue(kind), several(4, 13, prompt, answer)
+    with Serving(model, **options) as serving:
+        found = [[event.token for event in stream] for stream in serving.engine.add_all(asked)]
+        assert serving.scheduler.parked and serving.all_is_back()
+    assert found[2:] == separately(model, tuple(asked[2:]))  # the youngest make way
+
+
+def test_several_answers_whose_step_is_out_of_memory_are_computed_again(model, monkeypatch):
+    asked = several(3, 11, 100)
+    alone = separately(model, tuple(asked))
+    with Serving(model, snapshots=0) as serving:
+        run, first = serving.runner.run, iter((True,))
+
+        def short(step, bits=None):
+            if any(row.forks for row in step.prefills) and next(first, False):
+                raise torch.OutOfMemoryError("as a test")
+            return run(step, bits)
+
+        monkeypatch.setattr(serving.runner, "run", short)
+        streams = serving.engine.add_all(asked)
+        failed, *found = ([*stream] for stream in streams)
+        assert failed[-1].finish == "error" and serving.all_is_back()
+    assert [[event.token for event in own] for own in found] == alone[1:]
+
+
+def test_all_of_several_requests_are_taken_or_none(model):
+    asked = several(3, 15, 17)
+    with Serving(model, waiting=2) as serving:
+        with pytest.raises(ValueError, match="requests: 3 at once, expected at most 2, as many as may wait"):
+            serving.engine.add_all(asked)
+        with pytest.raises(ValueError, match="'15-0' is there already"):
+            serving.engine.add_all([asked[0], asked[0]])
+        with pytest.raises(ValueError, match="below 67"):
+            serving.engine.add_all([asked[0], replace(asked[1], prompt=(V,))])
+        serving.engine._arriving = 1  # as where another has come, of which the thread has not heard
+        with pytest.raises(QueueFullError, match="1 requests wait already"):
+            serving.engine.add_all(asked[:2])
+        assert not serving.engine._answers and serving.all_is_back()
 
 
 def test_sequences_that_write_their_pages_again_do_not_meet(rewriting):
@@ -373,6 +515,9 @@ class Alternates:
     def __init__(self):
         self.taken = []
 
+    def copy(self):
+        return type(self)()
+
     def bits(self):
         allowed = [token for token in range(V) if token % 2 == len(self.taken) % 2]
         mask = torch.zeros(-(-V // 32), dtype=torch.int64)
@@ -397,8 +542,33 @@ def test_a_grammar_holds_for_its_own_request(model):
 class Fails(Alternates):
     def take(self, token):
         if len(self.taken) == 2:
-            raise ValueError("grammar: too deep")
+            raise GrammarError("grammar: too deep")
         return super().take(token)
+
+
+def test_each_of_several_answers_has_its_own_way_through_a_grammar(model):
+    made = []
+    asked = [replace(one, grammar="alternates") for one in several(3, 16, 17)]
+    with Serving(model, grammar=lambda text: made.append(text) or Alternates()) as serving:
+        found = [[event.token % 2 for event in stream] for stream in serving.engine.add_all(asked)]
+    assert found == [[0, 1, 0, 1]] * 3 and made == ["alternates"]
+
+
+def test_a_grammar_is_compiled_where_it_is_asked_for_and_others_are_served_meanwhile(model):
+    asked, over, begun = several(2, 17, 17), threading.Event(), threading.Event()
+
+    def slow(text):
+        begun.set()
+        assert over.wait(30)
+        return Alternates()
+
+    with Serving(model, grammar=slow) as serving, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(serving.engine.add, replace(asked[0], grammar="slow"))
+        assert begun.wait(30)
+        (found,) = serving.answers(asked[1:])
+        assert len(found) == 12 and not waiting.done() and serving.engine.stats().waiting == 0
+        over.set()
+        assert len(list(waiting.result())) == 4
 
 
 def test_a_grammar_that_cannot_go_on_fails_its_own_request(model):
@@ -408,5 +578,5 @@ def test_a_grammar_that_cannot_go_on_fails_its_own_request(model):
         streams = [serving.engine.add(request) for request in (strict, other)]
         failed, found = (list(stream) for stream in streams)
         assert serving.all_is_back()
-    assert len(failed) == 3 and failed[-1] == Event(finish="error", error="grammar: too deep")
+    assert len(failed) == 3 and failed[-1] == Event(finish="refused", error="grammar: too deep")
     assert [event.token for event in found] == generated(model, other)

@@ -141,7 +141,7 @@ def test_a_front_whose_engines_process_is_gone_tells_its_clients_and_ends(contex
     with ThreadPoolExecutor(1) as pool:
         body = {"prompt": "x"}
         asked = pool.submit(httpx.post, f"http://127.0.0.1:{bound.getsockname()[1]}/v1/completions", json=body)
-        assert ours.recv().request.prompt == (120,)
+        assert ours.recv().requests[0].prompt == (120,)
         ours.close()
         answer = asked.result()
     assert answer.status_code == 503 and answer.json()["error"]["message"] == "the process of the engine has ended"

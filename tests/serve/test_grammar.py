@@ -11,6 +11,7 @@ pytest.importorskip("llguidance", reason="the extra `serve` is not installed")
 
 from needlework.models.tokenizer import Vocabulary
 from needlework.serve.grammar import Grammar, of_regex, of_schema
+from needlework.serve.interface import GrammarError
 from needlework.serve.text import Text
 
 from .texts import END, byte_text, words
@@ -101,16 +102,40 @@ def test_tokens_of_several_characters_are_one_step():
     assert not matcher.take(tokenizer.token_to_id("▁a")) and matcher.take(tokenizer.token_to_id("b"))
 
 
-def test_a_grammar_beyond_the_limits_is_an_error_and_no_end(grammar):
-    matcher = grammar(of_regex("((a{100}){100}){100}"))
-    assert allowed(matcher) == [97]
-    with pytest.raises(ValueError, match=r"^grammar: lexer error: too many [^\n]*$"):
+def test_a_grammar_beyond_the_limits_is_refused_before_it_is_followed(grammar):
+    with pytest.raises(GrammarError, match=r"^grammar: lexer error: too many [^\n]*$"):
+        grammar(of_regex("((a{100}){100}){100}"))
+
+
+def test_what_meets_the_limits_on_its_way_is_an_error_and_no_end(grammar):
+    matcher = grammar(of_regex("bc*d((a{100}){100}){100}"))
+    matcher.take(98), matcher.take(100)
+    matcher.bits()
+    with pytest.raises(GrammarError, match=r"^grammar: lexer error: too many [^\n]*$"):
         matcher.take(97)
+    assert allowed(grammar(of_regex("b"))) == [98]
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: of_regex("a?" * 5000), "a regular expression of 10000 characters, expected at most 8192"),
+        (lambda: of_schema({"enum": ["a" * 70000]}), "a schema of 70014 characters, expected at most 65536"),
+        (
+            lambda: of_schema({"anyOf": [{"pattern": "a?" * 3000}, {"patternProperties": {"b" * 3000: {}}}]}),
+            "regular expressions of 9000 characters, expected at most 8192",
+        ),
+    ],
+    ids=range(3),
+)
+def test_the_size_of_a_grammar_is_bounded_by_field(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
 
 
 @pytest.mark.parametrize(
     "wrong", [of_regex("(a"), of_schema({"type": "nothing"}), of_schema({"$ref": "http://x/y"})], ids=range(3)
 )
 def test_what_is_no_grammar_is_refused_with_the_reason(grammar, wrong):
-    with pytest.raises(ValueError, match=r"(?s)grammar: .*(unclosed|nothing|registry)"):
+    with pytest.raises(GrammarError, match=r"(?s)grammar: .*(unclosed|nothing|registry)"):
         grammar(wrong)

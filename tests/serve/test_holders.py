@@ -34,12 +34,13 @@ class Filled(Device):
 
     def run(self, step):
         rows = (*step.decodes, *step.prefills)
-        self.seeds |= {one.request.id: (int(one.request.id) << 62) % (1 << 64) for one in rows}
+        coming = [row.request for row in rows] + step.sampled
+        self.seeds |= {one.id: (int(one.id.replace("-", "")) << 62) % (1 << 64) for one in coming}
         self.holders.hear(step, self.seeds)
         self.check(step, Shape.of(step, -(-len(step.decodes) // 4) * 4, self.pages))
         for one in step.prefills[:1]:
-            self.check(alone(one, 80), Shape(0, 2, 80, 1, tuple(self.pages.items())))
-        asked = [one.request.sampling for one in (*step.decodes, *(one for one in step.prefills if one.last))]
+            self.check(alone(one, 80), Shape(0, 2, 80, 1 + len(one.forks), tuple(self.pages.items())))
+        asked = [one.sampling for one in step.sampled]
         come = [one.request.sampling for one in step.admitted]
         assert self.holders.way(step, True) == Way(
             any(one.temperature > 0 for one in asked),

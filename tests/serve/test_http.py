@@ -17,13 +17,15 @@ httpx = pytest.importorskip("httpx", reason="the extra `test` is not installed")
 openai = pytest.importorskip("openai", reason="the extra `test` is not installed")
 
 from needlework.serve import http  # noqa: E402
-from needlework.serve.courier import Courier  # noqa: E402
+from needlework.serve.choice import Choice  # noqa: E402
+from needlework.serve.courier import COMPILERS, Courier  # noqa: E402
 from needlework.serve.front import Front  # noqa: E402
+from needlework.serve.interface import GrammarError  # noqa: E402
 from needlework.serve.messages import Order, Ready  # noqa: E402
 from needlework.serve.remote import RemoteEngine  # noqa: E402
 from needlework.serve.request import Event  # noqa: E402
 
-from .engine import FakeEngine, says  # noqa: E402
+from .engine import FakeEngine, echo, says  # noqa: E402
 from .texts import END, byte_text  # noqa: E402
 
 
@@ -206,7 +208,7 @@ def test_no_request_is_left_where_one_of_several_was_refused(engine, client):
         client.completions.create(model="tiny", prompt="x", n=3)
     assert caught.value.response.headers["retry-after"] == "2" and caught.value.code == "queue_full"
     engine.until(lambda e: e.running == 0)
-    assert len(engine.streams) == 2
+    assert not engine.streams
 
 
 def test_bodies_paths_and_methods_that_are_wrong(url):
@@ -221,12 +223,33 @@ def test_bodies_paths_and_methods_that_are_wrong(url):
 
 def test_a_grammar_that_the_engine_does_not_take_is_the_response_format(engine, client):
     def refuse(request):
-        raise ValueError("grammar: invalid regex")
+        raise GrammarError("grammar: invalid regex")
 
     engine.answer = refuse
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="x", extra_body={"response_format": {"type": "regex", "pattern": "(a"}})
     assert caught.value.param == "response_format" and "invalid regex" in caught.value.message
+
+
+def test_what_meets_a_grammars_limits_on_its_way_is_the_clients(engine, client):
+    engine.answer = lambda request: [Event(token=65), Event(finish="refused", error="grammar: too deep")]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="x")
+    assert caught.value.param == "response_format" and "response_format: grammar: too deep" in caught.value.message
+
+
+def test_clients_whose_grammars_are_compiled_keep_no_other_waiting(engine, client, url):
+    """As many as there are threads for all others, and more."""
+    over, many = threading.Event(), 36
+    engine.answer = lambda request: echo(request) if request.grammar is None else over.wait(30) and echo(request)
+    strict = {"prompt": "a", "response_format": {"type": "regex", "pattern": "a"}}
+    with httpx.Client(timeout=60) as others, ThreadPoolExecutor(many) as pool:
+        asked = [pool.submit(others.post, f"{url}/v1/completions", json=strict) for _ in range(many)]
+        engine.until(lambda e: e.running == COMPILERS)
+        assert client.completions.create(model="tiny", prompt="x").choices[0].text == "x"
+        assert engine.running == COMPILERS
+        over.set()
+        assert {one.result().status_code for one in asked} == {200}
 
 
 def test_a_key_is_asked_for_where_there_is_one():
@@ -294,6 +317,33 @@ def test_a_client_that_goes_away_in_the_middle_of_its_body_leaves_nothing(engine
         one.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n{"prompt": "x"')
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
     assert len(engine.streams) == 1
+
+
+@pytest.mark.parametrize("grammar", (None, {"type": "regex", "pattern": "a"}))
+def test_a_mistake_of_ours_is_a_500_and_is_counted(engine, url, grammar):
+    engine.answer = lambda request: 1 / 0
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "response_format": grammar})
+    assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+    assert 'path="/v1/completions",status="500"} 1.0' in httpx.get(f"{url}/metrics").text
+
+
+@pytest.mark.parametrize("stream", (False, True))
+def test_a_mistake_of_ours_while_it_answers_ends_its_requests_and_is_a_500(engine, url, monkeypatch, stream):
+    engine.answer = lambda request: [Event(token=65)]
+    monkeypatch.setattr(Choice, "push", lambda self, events: 1 / 0)
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "n": 2, "stream": stream})
+    assert answer.status_code == 500
+    engine.until(lambda e: e.running == 0)
+    assert 'path="/v1/completions",status="500"} 1.0' in httpx.get(f"{url}/metrics").text
+
+
+def test_numbers_that_the_engine_does_not_give_are_a_503(engine, url, monkeypatch):
+    def fail():
+        raise RuntimeError("the engine has failed: illegal memory access")
+
+    monkeypatch.setattr(engine, "stats", fail)
+    answer = httpx.get(f"{url}/metrics")
+    assert answer.status_code == 503 and "illegal memory access" in answer.json()["error"]["message"]
 
 
 def test_metrics_are_prometheus_own(engine, client, url):

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter, deque
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,7 @@ CASES = {
     "no-prefix": {"prefix": False, "requests": 1, "host_bytes": 1 << 14},
     "one-chunk": {"budget": 128, "requests": 2},
     "slots-only": {"held": FIXED, "slots": 5},
+    "no-page-of-two": {"prefix": False, "shared": False, "requests": 1.5, "host_bytes": 1 << 14},
 }
 
 
@@ -83,8 +85,9 @@ def play(seed, case, n=40):
     for _ in range(20_000):
         if coming and rng.random() < 0.4:
             request = coming.popleft()
-            answers[request.id] = (request, [])
-            scheduler.add(request)
+            group = [replace(request, id=f"{request.id}-{i}") for i in range(rng.choice([1, 1, 1, 2, 4]))]
+            answers |= {one.id: (one, []) for one in group}
+            scheduler.add(*group)
         if rng.random() < 0.03 and (alive := sorted(answers.keys() - ended.keys())):
             chosen = rng.choice(alive)
             ended[chosen] = "cancelled"
@@ -95,6 +98,7 @@ def play(seed, case, n=40):
         if step is not None:
             check_step(step, scheduler, waited)
             seen.update(type(move).__name__ for move in (*step.before, *step.after))
+            seen["forks"] += sum(len(row.forks) for row in step.prefills)
             if rng.random() < 0.01:
                 while flight:
                     report()
@@ -136,6 +140,8 @@ def test_every_answer_is_right_and_the_pools_get_all_back(case):
         "pages-cut-inside": {"CopySlot", "CopyPage", "Park", "Unpark"},
         "no-prefix": {"Park", "Unpark"},
         "slots-only": {"CopySlot"},
+        "no-page-of-two": {"CopySlot", "CopyPage", "Park", "Unpark"},
     }
+    assert bool(seen["forks"]) is (case != "one-slot")
     assert expected.get(case, set()) <= seen.keys()
     assert case not in ("no-host-memory", "one-slot") or not {"Park", "Unpark"} & seen.keys()

@@ -41,7 +41,7 @@ def rows(step):
 def run(made, tokens=7, finished=frozenset()):
     """One step; it samples `tokens` everywhere."""
     step = made.step()
-    ids = [row.request.id for row in (*step.decodes, *step.prefills)]
+    ids = [one.id for one in step.sampled]
     made.done(step, dict.fromkeys(ids, tokens), finished)
     return step
 
@@ -136,6 +136,129 @@ def test_a_cancelled_request_gives_all_back(stage):
             made.done(flight, {})
     assert free(made) == before and len(made) == 0 and made.step() is None
     made.cancel("a")
+
+
+def answers(ids, prompt, max_tokens=10):
+    """Requests of one prompt."""
+    return [request(id, prompt, max_tokens, range(prompt)) for id in ids]
+
+
+def test_answers_to_one_prompt_are_prefilled_once_and_share_its_pages():
+    made = scheduler(windows=(None, 20), prefix=False)
+    made.add(*answers("abc", 100))
+    assert rows(run(made)) == ([], [("a", 0, 64)]) and free(made)[0] == 3  # the others have their slots
+    step = run(made)
+    (row,) = step.prefills
+    assert rows(step) == ([], [("a", 64, 100)]) and [one.request.id for one in row.forks] == ["b", "c"] and not step.before
+    assert [one.request.id for one in row.owners] == [one.id for one in step.sampled] == ["a", "b", "c"]
+    assert step.after == tuple(CopySlot(row.slot, one.slot) for one in row.forks)
+    assert step.admitted == tuple((*one, (), 100) for one in row.forks)
+    assert free(made)[1] == {None: 33, 20: 23}  # of the window pages 2 … 6 are in this step, and 5 and 6 are of all three
+    ends = [row.pages[window][-1] for window in (None, 20)]
+    step = run(made)
+    assert rows(step) == ([("a", 101), ("b", 101), ("c", 101)], []) and len(step.paged) == 3
+    lines = [{window: line.tolist() for window, line in one.pages.items()} for one in step.decodes]
+    assert [line[None][:6] for line in lines] == [[0, 1, 2, 3, 4, 5]] * 3 and [line[20][:5] for line in lines] == [[-1] * 5] * 3
+    new = [(window, lines[i][window][-1]) for i in (0, 1) for window in (None, 20)]
+    assert step.before == tuple(CopyPage(window, end, page) for (window, page), end in zip(new, ends * 2, strict=True))
+    assert [lines[2][window][-1] for window in (None, 20)] == ends  # the last one writes where all were
+    assert [one.token for one in step.decodes] == [7, 7, 7]
+
+
+def test_answers_to_a_prompt_that_fills_its_pages_copy_none():
+    made = scheduler(prefix=False)
+    made.add(*answers("ab", 64))
+    (row,) = run(made).prefills
+    (a, b), last = (step := run(made)).decodes, row.pages[None].tolist()[:4]
+    assert not step.before and a.pages[None].tolist()[:4] == b.pages[None].tolist()[:4] == last
+    assert a.pages[None][4] != b.pages[None][4]
+
+
+def test_answers_that_may_share_no_page_copy_those_that_are_read_again():
+    made = scheduler(windows=(None, 20), prefix=False, shared=False)
+    made.add(*answers("ab", 50))
+    (row,) = (step := run(made)).prefills
+    (a, b) = (after := run(made)).decodes
+    copies = [CopyPage(None, *pair) for pair in zip(row.pages[None], b.pages[None], strict=True)]
+    copies += [CopyPage(20, *pair) for pair in zip(row.pages[20].tolist()[1:], b.pages[20].tolist()[1:], strict=True)]
+    assert step.after == (CopySlot(row.slot, b.slot), *copies) and not after.before
+    assert not {*a.pages[None]} & {*b.pages[None]} and b.pages[20][0] == -1
+
+
+def test_who_comes_too_late_or_finds_no_slot_is_prefilled_with_the_next():
+    made = scheduler(batch=2, slots=2, prefix=False)
+    made.add(*answers("abcd", 20, 2))
+    first = run(made)
+    assert rows(first) == ([], [("a", 0, 20)]) and [one.request.id for one in first.prefills[0].forks] == ["b"]
+    run(made)
+    last = run(made)
+    assert rows(last) == ([], [("c", 0, 20)]) and [one.request.id for one in last.prefills[0].forks] == ["d"]
+    made.add(*answers("e", 20))
+    while (step := run(made)).decodes:
+        pass
+    assert rows(step) == ([], [("e", 0, 20)])
+
+
+@pytest.mark.parametrize("gone", ["leader", "follower", "all"])
+@pytest.mark.parametrize("stage", ["waiting", "prefilling", "in flight", "forked", "decoding", "failed"])
+def test_answers_to_one_prompt_end_at_any_stage_and_the_others_go_on(stage, gone):
+    made = scheduler(prefix=False)
+    before = free(made)
+    made.add(*answers("abc", 100, 3))
+    for _ in range({"waiting": 0, "prefilling": 1, "in flight": 0, "forked": 1, "decoding": 3, "failed": 1}[stage]):
+        run(made)
+    flight = made.step() if stage in ("in flight", "forked", "failed") else None
+    left = {"leader": "bc", "follower": "ac", "all": ""}[gone]
+    for id in {"a", "b", "c"} - {*left}:
+        made.cancel(id)
+    if stage == "failed":
+        lost = made.failed(flight)
+        assert (None if lost is None else lost.id) == {"leader": None, "follower": "a", "all": None}[gone]
+        left = left.replace("a", "")
+    elif flight is not None:
+        made.done(flight, dict.fromkeys("abc", 7))
+    done, prefilled = {}, 0
+    while len(made):
+        step = run(made)
+        prefilled += sum(len(row.tokens) for row in step.prefills)
+        done |= {one.id: 100 + one.max_tokens for one in step.sampled}
+    assert done.keys() >= {*left} and free(made) == before
+    assert prefilled == (
+        0
+        if not left or stage in ("forked", "decoding")
+        else 36
+        if gone == "follower" and stage in ("prefilling", "in flight")
+        else 100
+    )
+
+
+def test_who_prefills_for_others_makes_way_and_they_wait_with_it():
+    made = scheduler(request("z", 30, 120), pages=12, host_bytes=1000, budget=32, prefix=False, length=160)
+    run(made)
+    made.add(*answers("abc", 150, 5))
+    while len(made.running) < 4:
+        run(made)
+    assert [seq.leader is None for seq in made.running] == [True, True, False, False]
+    step = run(made)
+    while not step.before:
+        step = run(made)
+    assert [move.id for move in step.before] == ["a"] and [seq.request.id for seq in made.running] == ["z"]
+    assert [seq.request.id for seq in made.waiting] == ["a", "b", "c"] and all(seq.leader is None for seq in made.waiting)
+    while len(made):
+        run(made, 5)
+    assert free(made) == (6, {None: 12}, 0)
+
+
+def test_pages_that_wait_for_copies_make_way_for_the_prompt_itself():
+    made = scheduler(pages=12, budget=32, prefix=False, shared=False)
+    made.add(*answers("ab", 100, 3))
+    found = [(rows(run(made))[1], [seq.request.id for seq in made.running]) for _ in range(4)]
+    assert found == [
+        ([("a", 0, 32)], ["a", "b"]), ([("a", 32, 64)], ["a", "b"]), ([("a", 64, 96)], ["a"]), ([("a", 96, 100)], ["a"])
+    ]  # fmt: skip
+    while len(made):
+        run(made)
+    assert free(made) == (6, {None: 12}, 0)
 
 
 def test_short_of_pages_snapshots_go_first_then_the_youngest_is_parked_and_comes_back_where_it_was():

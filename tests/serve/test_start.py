@@ -6,6 +6,7 @@ import torch
 from needlework.layers import Attention, Path
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.serve.costs import costs
+from needlework.serve.request import Sampling
 from needlework.serve.start import Room, start
 from tests.models.test_table_cache import MIXERS
 
@@ -52,6 +53,18 @@ def test_it_holds_what_was_asked_for_within_the_memory(started):
     config = started[1]
     assert (config.length, config.batch, config.slots) == (160, 4, 6) and config.prefix
     assert all(pages >= 6 for _, pages, _ in config.pools)
+
+
+def test_the_bytes_of_the_plan_are_those_of_the_tensors_that_are_held(model, started):
+    """Every tensor of the runner that does not go with the model or with a step, once requests with penalties have run."""
+    engine, config = started
+    for stream in map(engine.add, requests(3, seed=7, sampling=Sampling(presence_penalty=0.5, repetition_penalty=1.3))):
+        list(stream)
+    runner = engine._runner
+    held = [runner.tables.slots, *runner.tables.pages.values(), *runner.counts]
+    held += [x for x in vars(runner).values() if isinstance(x, torch.Tensor)]
+    assert sum(x.numel() * x.itemsize for x in held) == config.nbytes
+    assert config.nbytes > runner.tables.bytes + config.slots * 5 * runner.vocabulary
 
 
 def test_a_model_that_writes_its_pages_again_shares_none_unless_it_is_asked_to_and_then_is_refused(model):
