@@ -54,6 +54,19 @@ def test_the_last_segment_with_tokens_leaves_the_state(rule, count, monkeypatch)
     holds(rule, 2 * T)
 
 
+@pytest.mark.parametrize("rule", ("qdelta", "delta/gdn2"))
+def test_a_sequence_of_fewer_chunks_than_segments_leaves_what_its_walk_left(rule, monkeypatch):
+    """To the bit what a call from initial states returns, which takes the last segment's state."""
+    in_segments(3, monkeypatch)
+    spec, ends = SPECS[rule], torch.tensor([0, 40, 40, 41, 61])
+    x = {n: y.float() for n, y in make(spec, 1, 61).items()}
+    state = torch.randn(4, *spec.table(1).shape[1:], generator=torch.Generator().manual_seed(0))
+    want = spec.chunk(**x, initial_state=state, output_final_state=True, cu_seqlens=ends, impl="triton")
+    table = state.clone()
+    got = spec.chunk(**x, state=table, slots=torch.arange(4), cu_seqlens=ends, impl="triton")
+    assert torch.equal(got[0], want[0]) and torch.equal(table[[0, 2, 3]], want[1][[0, 2, 3]])
+
+
 @pytest.mark.parametrize("gate", ("scalar", "channel"))
 @pytest.mark.parametrize("cu_seqlens", (None, torch.tensor([0, 7, 7, T])), ids=("batch", "packed"))
 def test_power_of_two_scaling_goes_by_what_the_slots_hold(gate, cu_seqlens, bfloat16_in_the_interpreter, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -128,6 +129,8 @@ def test_rates_go_beyond_an_edge_and_then_the_two_best_have_two_more_seeds():
     assert more(edge) == {("ccq", 8e-3, 100)} | {("ccq", lr, seed) for lr in (4e-3, 8e-3) for seed in (101, 102)}
     edge["ccq"][8e-3] = {100: 2.0}
     assert more(edge) == {("ccq", 8e-3, 100), ("ccq", 16e-3, 100)}
+    edge["ccq"][8e-3] = {100: math.inf}  # its guard ended it
+    assert more(edge) == {("ccq", 8e-3, 100)} | {("ccq", lr, seed) for lr in (2e-3, 4e-3) for seed in (101, 102)}
     low = found(carve=(2.0, 2.1, 2.2, 2.3))
     assert more(low) == {("carve", 0.25e-3, 100)}
 
@@ -144,9 +147,12 @@ def test_the_rate_that_is_chosen_has_the_least_mean_over_three_seeds(tmp_path):
         for seed, loss in zip(rates.SEEDS, of, strict=False):
             job = rates._run(family, lr, seed)
             entries[name_of(job)] = {"name": job.name, "seed": seed, "loss": {"2048": loss}}
+    ended = rates._run("softmax", 8e-3, 100)
+    entries[name_of(ended)] = {"name": ended.name, "seed": 100, "ended": {"step": 7, "steps": 500, "why": "the norm"}}
     write_pack(tmp_path / "rates.jsonl.xz", entries)
     losses = rates.losses(read_pack(tmp_path / "rates.jsonl.xz"))
-    assert losses["softmax"][1e-3] == {100: 2.0, 101: 2.4, 102: 2.5} and rates.chosen(losses) == {"softmax": 2e-3}
+    assert losses["softmax"][1e-3] == {100: 2.0, 101: 2.4, 102: 2.5} and losses["softmax"][8e-3] == {100: math.inf}
+    assert rates.chosen(losses) == {"softmax": 2e-3}
 
 
 def test_the_rates_of_the_recipes_are_those_that_were_chosen():

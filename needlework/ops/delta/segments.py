@@ -76,6 +76,17 @@ def segmented(alignment: Alignment, segments: int) -> Alignment:
     return Alignment(cum, N, alignment.T, -(-alignment.longest // segments), alignment.maps)
 
 
+def last(state: Tensor, alignment: Alignment, segments: int) -> Tensor:
+    """Of the states of all segments, of `segmented`, those that the sequences' last chunks left: a short one has no chunk in its last segments,
+    whose states have gone through a product more each."""
+    state = state.unflatten(0, (-1, segments))
+    if alignment.maps is None or state.is_meta:
+        return state[:, -1].clone()
+    walked = alignment.cum.diff().view(-1, segments) > 0
+    number = lambda count: torch.arange(count, device=state.device)
+    return state[number(len(state)), (walked * number(segments)).amax(1)]
+
+
 def transitions(walk: Callable[[Tensor, Tensor | None], Tensor], v: Tensor, K: int) -> tuple[Tensor, Tensor]:
     """N [N·segments HV K V] and M [N·segments HV K K], from an engine's walk over all segments: walk(v, initial state) -> final state."""
     N = walk(v, None)

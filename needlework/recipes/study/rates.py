@@ -7,6 +7,7 @@
 `runs` returns the runs that the pack still lacks, so that one command, repeated, does all of them.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,8 +47,9 @@ def losses(pack: Mapping[str, dict[str, Any]]) -> Losses:
     found: dict[str, dict[float, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for entry in pack.values():
         family, _, lr = entry["name"].rpartition("-")
-        if "loss" in entry:  # not of a run that its guard ended
-            found[family][float(lr) / MILLIONTHS][entry["seed"]] = entry["loss"][str(base.LENGTH)]
+        # a run that its guard ended is worse than every other
+        loss = entry["loss"][str(base.LENGTH)] if "loss" in entry else math.inf
+        found[family][float(lr) / MILLIONTHS][entry["seed"]] = loss
     return found
 
 

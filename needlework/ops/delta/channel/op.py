@@ -16,7 +16,7 @@ from needlework.ops.delta.channel.intra import intra
 from needlework.ops.delta.channel.operands import ENGINE, Saved, rule_of
 from needlework.ops.delta.channel.scan import scan
 from needlework.ops.delta.inputs import DeltaInputs, SlotTable, solve_dtype
-from needlework.ops.delta.segments import SegmentStates, fix_up, segmented, segments_of_call, transitions
+from needlework.ops.delta.segments import SegmentStates, fix_up, last, segmented, segments_of_call, transitions
 from needlework.ops.delta.table import on_table
 from needlework.ops.runtime.constant import constant
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
@@ -90,7 +90,7 @@ def forward(
         states = SegmentStates(initial_state, M)
     places = {"table": table, "segments": segments}
     o, state, W = scan(saved, v, beta, write, initial_state, alignment, config=config, save=save, **places)
-    return o, state if segments == 1 or table else state[segments - 1 :: segments].clone(), saved._replace(W=W), states
+    return o, state if segments == 1 or table else last(state, alignment, segments), saved._replace(W=W), states
 
 
 @operator

@@ -15,7 +15,7 @@ from needlework.ops.delta.scalar.intra import intra
 from needlework.ops.delta.scalar.operands import Saved, flags, forms, inverse, inverse_constants, scan_constants, slots_of
 from needlework.ops.delta.scalar.scan import scan
 from needlework.ops.delta.scalar.transitions import transitions
-from needlework.ops.delta.segments import fix_up, segmented
+from needlework.ops.delta.segments import fix_up, last, segmented
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, padded
@@ -64,7 +64,7 @@ def forward(
                 start = table and SlotTable(into[::segments], None, None)
                 fix_up(M, N, inputs.initial_state, segments, reverse=False, into=into, when=saved.overflow, table=start)
             walk(form)
-    return o, state if segments == 1 or table else state[segments - 1 :: segments].clone(), saved
+    return o, state if segments == 1 or table else last(state, alignment, segments), saved
 
 
 def launch_intra(inputs: DeltaInputs, saved: Saved, *, scale: float, config: LaunchConfig) -> None:
