@@ -105,6 +105,13 @@ ADDITIVE = (
         right=lambda q, k, v, g: run(q, k, v, g[..., :1].expand_as(g)),
     ),
 )  # fmt: skip
+GROUPED = (
+    Limit(
+        name="value heads that share a key are heads of that key",
+        left=lambda q, k, v, g: run(q, k, v, g),
+        right=lambda q, k, v, g: run(*(x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k)), v, g),
+    ),
+)
 GATED = (
     Limit(
         name="DeltaNet is Gated DeltaNet with g = 0",
@@ -161,6 +168,14 @@ def _one_state(v: Tensor) -> Tensor:
 
 SPECS = (
     _spec("delta/gla", partial(sample, gate="channel", beta=False), tokens=("q", "k", "v", "g"), limits=ADDITIVE),
+    _spec(
+        "delta/grouped",
+        partial(sample, gate="scalar", HV=2 * H, beta=False),
+        HV=2 * H,
+        tokens=("q", "k", "v", "g"),
+        styles=("random", "strong"),
+        limits=GROUPED,
+    ),
     _spec(
         "delta/gated",
         partial(sample, gate="scalar", HV=2 * H),

@@ -46,7 +46,7 @@ def backward(
 ) -> DeltaInputs:  # fmt: skip
     """Gradients of the inputs, None where there is none; v has numbers."""
     q, k, v, g = inputs.q, inputs.k, inputs.v, inputs.g
-    (B, T, HV, V), (H, K), E = v.shape, k.shape[2:], saved.E
+    (B, T, HV, _), (H, K), E = v.shape, k.shape[2:], saved.E
     dv, dS = torch.empty_like(v), states(v, HV, E.shape[2], K)
     dinitial_state = walk((k, q, do), dv, dS, dstate, E, inputs, alignment, segments, scale=scale, config=config, reverse=True)
     c, groups = _constants(inputs, config)["intra_bwd"], HV // of_program(config, H, HV)
