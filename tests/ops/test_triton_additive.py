@@ -15,7 +15,7 @@ from needlework.ops.runtime import launch_configs
 from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs
 from needlework.testing.budget import budgeted
-from needlework.testing.compare import assert_close, poisoned
+from needlework.testing.compare import assert_close, poisoned, relative
 from needlework.testing.rows import covering
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
@@ -98,6 +98,17 @@ def test_a_call_without_gradients_gives_the_same_bits():
         assert torch.equal(one, other)
     tests = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(delta_additive_fwd, arguments, test_utils=tests)
+
+
+def test_small_gates_beside_large_ones_keep_their_digits():
+    """In float32 a difference of prefix sums of 1e4 would know a gate of 1e-3 to one digit."""
+    x = inputs(T=16, HV=2, state=False)
+    x["g"] = torch.full_like(x["g"], -1e-3)
+    x["g"][:, 2:8] = -1400.0
+    exact = with_gradients(definition(), x)
+    found = with_gradients(kernels(), {name: None if y is None else y.float() for name, y in x.items()})
+    for name in ("o", "dq", "dk", "dv", "dg"):
+        assert relative(found[name].double()[:, 8:], exact[name][:, 8:]) < 1e-5, name
 
 
 def test_without_tokens_the_state_and_its_gradient_pass_through():
