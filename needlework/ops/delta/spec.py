@@ -109,7 +109,7 @@ GROUPED = (
     Limit(
         name="value heads that share a key are heads of that key",
         left=lambda q, k, v, g: run(q, k, v, g),
-        right=lambda q, k, v, g: run(*(x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k)), v, g),
+        right=lambda q, k, v, g: run(_each_head(q, v), _each_head(k, v), v, g),
     ),
 )
 GATED = (
@@ -160,6 +160,10 @@ GIVEN = (
         right=lambda q, k, v, g, erase, write: run(q, k, v, g, erase=erase, write=write, prediction="previous"),
     ),
 )
+
+
+def _each_head(x: Tensor, v: Tensor) -> Tensor:
+    return x.repeat_interleave(v.shape[2] // x.shape[2], 2)
 
 
 def _one_state(v: Tensor) -> Tensor:

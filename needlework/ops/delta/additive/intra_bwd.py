@@ -16,22 +16,28 @@ from needlework.ops.delta.additive.intra import decay_of, factors
 
 @triton.jit
 def through_states(
-    x_do, x_v, x_S, x_dS, b_r, b_k, e_start, e_end, i_b, i_t, i_h, i_v, i_state, T, F, dr, dk, read, left, X,
+    x_do, x_v, x_S, x_dS, b_r, b_k, p_factor, scale, i_b, i_t, i_h, i_v, i_state, T, F, dr, dk, read, left, X,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, TMA: tl.constexpr,
     ACC: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """do vᵀ, dr and dk, and what each token reads and leaves of ⟨S, dS⟩, which is X, BV values more."""
-    # all loads first: they share barriers
+    # each load where it is needed: those of the next step are issued at this one's end, and waited for no earlier
+    o_c = tl.arange(0, C)
     b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
     b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-    b_S = load_tile(x_S, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
-    b_dS = load_tile(x_dS, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
     F = tl.dot(b_do, tl.trans(b_v), F, input_precision="ieee", out_dtype=ACC)
-    dr += tl.dot(b_do, b_S, input_precision="ieee", out_dtype=ACC) * e_start[:, None]
-    dk += tl.dot(b_v, b_dS, input_precision="ieee", out_dtype=ACC) * e_end[:, None]
+    b_S = load_tile(x_S, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
+    through = tl.dot(b_do, b_S, input_precision="ieee", out_dtype=ACC)
+    e_start = tl.load(p_factor + 2 * C + o_c) * scale
+    dr += through * e_start[:, None]
     if GATE:
         reads = tl.dot(b_r, tl.trans(b_S), input_precision="ieee", out_dtype=ACC)
         read += tl.sum(b_do.to(ACC) * reads, 1) * e_start
+    b_dS = load_tile(x_dS, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
+    through = tl.dot(b_v, b_dS, input_precision="ieee", out_dtype=ACC)
+    e_end = tl.load(p_factor + 3 * C + o_c)
+    dk += through * e_end[:, None]
+    if GATE:
         leaves = tl.dot(b_k, tl.trans(b_dS), input_precision="ieee", out_dtype=ACC)
         left += tl.sum(b_v.to(ACC) * leaves, 1) * e_end
         X += tl.sum(b_S.to(ACC) * b_dS.to(ACC), 0)
@@ -84,20 +90,19 @@ def intra_bwd(
         i_bh = i_b * HV + i_h
         i_state = i_bh * chunks + i_chunk
         p_factor = factors(p_E, i_bh, i_chunk, chunks, C)
-        e_start, e_end = tl.load(p_factor + 2 * C + o_c) * scale, tl.load(p_factor + 3 * C + o_c)
         F = tl.zeros([C, C], ACC)
         read = tl.zeros([C], ACC)
         left = tl.zeros([C], ACC)
         X = tl.zeros([KB], ACC)
         if ONE:
             F, dr, dk, read, left, X = through_states(
-                x_do, x_v, x_S, x_dS, b_r, b_k, e_start, e_end, i_b, i_t, i_h, 0, i_state, T, F, dr, dk, read, left, X,
+                x_do, x_v, x_S, x_dS, b_r, b_k, p_factor, scale, i_b, i_t, i_h, 0, i_state, T, F, dr, dk, read, left, X,
                 HV, K, V, C, BV, KB, TMA, ACC, GATE,
             )  # fmt: skip
         else:
             for i_v in tl.range(0, V, BV, num_stages=NS):
                 F, dr, dk, read, left, X = through_states(
-                    x_do, x_v, x_S, x_dS, b_r, b_k, e_start, e_end, i_b, i_t, i_h, i_v, i_state, T, F, dr, dk, read, left, X,
+                    x_do, x_v, x_S, x_dS, b_r, b_k, p_factor, scale, i_b, i_t, i_h, i_v, i_state, T, F, dr, dk, read, left, X,
                     HV, K, V, C, BV, KB, TMA, ACC, GATE,
                 )  # fmt: skip
         high, low = tl.load(p_factor + o_c), tl.load(p_factor + C + o_c)

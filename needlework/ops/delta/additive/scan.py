@@ -58,24 +58,24 @@ def scan(
         if REVERSE:
             i_chunk = c_row + count - 1 - i
         i_t = i_chunk * C
-        # all loads first: they share barriers
+        # each load where it is needed: those of the next step are issued at this one's end, and waited for no earlier
         b_writes = load_tile(x_writes, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
         if OUT:
             b_reads = load_tile(x_reads, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
-        b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-        p_factor = factors(p_E, i_bh, i_chunk, chunks, C)
-        e_writes = tl.load(p_factor + WRITES + o_c) * by_write
-        e_whole = tl.load(p_factor + 3 * C - 1)
-        b_vT = tl.trans(b_v)
-        if OUT:
-            high, low = tl.load(p_factor + o_c), tl.load(p_factor + C + o_c)
-            e_reads = tl.load(p_factor + READS + o_c) * by_read
             b_S = S.to(ST)
             if SAVE:
                 store_tile(x_S, b_S, i_bh * chunks + i_chunk, i_v, 0, 0, V, 1, K, BV, KB, TMA)
             coupling = tl.dot(b_reads, tl.trans(b_writes), input_precision="ieee", out_dtype=ACC)
+            o = tl.dot(b_S, tl.trans(b_reads), input_precision="ieee", out_dtype=ACC)
+        p_factor = factors(p_E, i_bh, i_chunk, chunks, C)
+        e_writes = tl.load(p_factor + WRITES + o_c) * by_write
+        e_whole = tl.load(p_factor + 3 * C - 1)
+        if OUT:
+            high, low = tl.load(p_factor + o_c), tl.load(p_factor + C + o_c)
+            o *= (tl.load(p_factor + READS + o_c) * by_read)[None, :]
             b_P = (coupling * decay_of(high, low, C, REVERSE) * scale).to(ST)
-            o = tl.dot(b_S, tl.trans(b_reads), input_precision="ieee", out_dtype=ACC) * e_reads[None, :]
+        b_vT = tl.trans(load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA))
+        if OUT:
             o = tl.dot(b_vT, tl.trans(b_P), o, input_precision="ieee", out_dtype=ACC)
         else:
             e_all *= e_whole
