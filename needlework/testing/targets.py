@@ -17,6 +17,7 @@ ENGINES = {
         "delta.segments",
         "common.kernels.moves",
     ),
+    "delta/additive": ("delta.additive.launches", "delta.segments"),
     "delta/channel": (
         "delta.channel.intra",
         "delta.channel.scan",
@@ -69,6 +70,7 @@ RULES = (
     Rule("qdelta", "delta/scalar", "delta/step", covers=True, grows=True),
     Rule("qdelta/grouped", "delta/scalar", "delta/step"),
     Rule("delta/gated", "delta/scalar", "delta/step"),
+    Rule("delta/grouped", "delta/additive", "delta/step", covers=True),
     Rule("delta/gdn2", "delta/channel", "delta/step", covers=True),
     Rule("delta/kda", "delta/channel", "delta/step"),
     Rule("delta/previous", "delta/channel", "delta/step"),

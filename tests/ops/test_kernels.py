@@ -39,7 +39,7 @@ SHARED = (
 )
 ONE_ROW = (*MATHEMATICS, SPLIT)  # two rows cost twice as much: batches are batch_invariant's
 # of each engine, the rule with the most arguments
-REPRESENTATIVES = ("qdelta/grouped", "delta/gdn2", "ccq/aligned", "mamba3")
+REPRESENTATIVES = ("qdelta/grouped", "delta/grouped", "delta/gdn2", "ccq/aligned", "mamba3")
 # Left to the slow run: what needs no second representative, and of the costly checks those that the engine's own tests have as well
 SLOW = {
     "qdelta/grouped": (
@@ -48,6 +48,7 @@ SLOW = {
         checks.compiles_without_a_graph_break,
         checks.custom_ops_pass_opcheck,
     ),
+    "delta/grouped": (CAUSAL, checks.compiles_without_a_graph_break, checks.custom_ops_pass_opcheck),
     "ccq/aligned": (CAUSAL, BUDGET, checks.compiles_without_a_graph_break, checks.custom_ops_pass_opcheck),
     "mamba3": SHARED,  # test_triton_mamba3.py has them in small
 }
@@ -57,6 +58,7 @@ CASES = [(spec, check) for spec in specs() if spec.name in ENGINES for check in 
     for spec in specs()
     if spec.name in REPRESENTATIVES
     for check in SHARED
+    if (spec.name, check) != ("delta/grouped", BUDGET)  # of a hundred gates few are large: test_triton_additive.py has more
 ]
 
 

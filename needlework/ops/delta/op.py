@@ -139,12 +139,24 @@ def _kernels(
     then gets as many."""
     HR, H = inputs.q.shape[2], inputs.k.shape[2]
     inputs = inputs if HR == H else inputs._replace(k=inputs.k.repeat_interleave(HR // H, 2))
+    if table is None and _shares_keys(inputs):
+        from needlework.ops.delta.additive.op import additive
+
+        return additive(inputs.contiguous(), cu_seqlens, scale=scale)
     engine = lambda inputs, table: _engine(inputs, table, cu_seqlens, scale, prediction)
     if not needs_scaling(inputs):
         return engine(inputs, table)
     if _by_channel(inputs.g, inputs.erase, prediction):
         return around_kernels(engine, inputs, table, cu_seqlens, scale)
     return in_kernels(engine, inputs, table, cu_seqlens, scale, final)
+
+
+def _shares_keys(inputs: DeltaInputs) -> bool:
+    """Whether the rule is one for the additive engine: it erases nothing, has one decay a head, and its value heads share keys."""
+    q, k, v, g = inputs.q, inputs.k, inputs.v, inputs.g
+    if inputs.beta is not None or inputs.erase is not None or (g is not None and g.dim() == 4) or k.shape[2] == v.shape[2]:
+        return False
+    return misfit("delta/additive", q.device, q.dtype, q.shape[-1], v.shape[-1]) is None
 
 
 def _engine(

@@ -105,6 +105,13 @@ ADDITIVE = (
         right=lambda q, k, v, g: run(q, k, v, g[..., :1].expand_as(g)),
     ),
 )  # fmt: skip
+GROUPED = (
+    Limit(
+        name="value heads that share a key are heads of that key",
+        left=lambda q, k, v, g: run(q, k, v, g),
+        right=lambda q, k, v, g: run(_each_head(q, v), _each_head(k, v), v, g),
+    ),
+)
 GATED = (
     Limit(
         name="DeltaNet is Gated DeltaNet with g = 0",
@@ -155,12 +162,24 @@ GIVEN = (
 )
 
 
+def _each_head(x: Tensor, v: Tensor) -> Tensor:
+    return x.repeat_interleave(v.shape[2] // x.shape[2], 2)
+
+
 def _one_state(v: Tensor) -> Tensor:
     return torch.ones(v.shape[0], v.shape[2], K, V, dtype=v.dtype)
 
 
 SPECS = (
     _spec("delta/gla", partial(sample, gate="channel", beta=False), tokens=("q", "k", "v", "g"), limits=ADDITIVE),
+    _spec(
+        "delta/grouped",
+        partial(sample, gate="scalar", HV=2 * H, beta=False),
+        HV=2 * H,
+        tokens=("q", "k", "v", "g"),
+        styles=("random", "strong"),
+        limits=GROUPED,
+    ),
     _spec(
         "delta/gated",
         partial(sample, gate="scalar", HV=2 * H),

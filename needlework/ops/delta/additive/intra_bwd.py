@@ -1,0 +1,119 @@
+"""The gradients of r, k and g, chunk by chunk, from the states and their gradients that the scans kept: no chain is left.
+
+    M = scale Γ ∘ tril(do vᵀ)      dr = scale e^G ⊙ (do Sᵀ) + M k      dk = e^{G_C − G} ⊙ (v dSᵀ) + Mᵀ r
+    dg_j = Σ_{t>=j>s} M_ts r_tᵀk_s + Σ_{t>=j} scale e^{G_t} do_tᵀ(Sᵀr_t) + Σ_{s<j} e^{G_C − G_s} v_sᵀ(dSᵀk_s) + e^{G_C} ⟨S, dS⟩
+
+S at the chunk's start, dS at its end. Terms of dg all hold e^{g_j} (spec: dg without cancellation): of a pair inside the chunk, of what passes
+through S, through dS, and through both. The heads that share r and k are summed here, M before its products with them.
+"""
+
+import triton
+import triton.language as tl
+
+from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.delta.additive.intra import decay_of, factors
+
+
+@triton.jit
+def through_states(
+    x_do, x_v, x_S, x_dS, b_r, b_k, p_factor, scale, i_b, i_t, i_h, i_v, i_state, T, F, dr, dk, read, left, X,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, TMA: tl.constexpr,
+    ACC: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """do vᵀ, dr and dk, and what each token reads and leaves of ⟨S, dS⟩, which is X, BV values more."""
+    # each load where it is needed: those of the next step are issued at this one's end, and waited for no earlier
+    o_c = tl.arange(0, C)
+    b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+    b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+    F = tl.dot(b_do, tl.trans(b_v), F, input_precision="ieee", out_dtype=ACC)
+    b_S = load_tile(x_S, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
+    through = tl.dot(b_do, b_S, input_precision="ieee", out_dtype=ACC)
+    e_start = tl.load(p_factor + 2 * C + o_c) * scale
+    dr += through * e_start[:, None]
+    if GATE:
+        reads = tl.dot(b_r, tl.trans(b_S), input_precision="ieee", out_dtype=ACC)
+        read += tl.sum(b_do.to(ACC) * reads, 1) * e_start
+    b_dS = load_tile(x_dS, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
+    through = tl.dot(b_v, b_dS, input_precision="ieee", out_dtype=ACC)
+    e_end = tl.load(p_factor + 3 * C + o_c)
+    dk += through * e_end[:, None]
+    if GATE:
+        leaves = tl.dot(b_k, tl.trans(b_dS), input_precision="ieee", out_dtype=ACC)
+        left += tl.sum(b_v.to(ACC) * leaves, 1) * e_end
+        X += tl.sum(b_S.to(ACC) * b_dS.to(ACC), 0)
+    return F, dr, dk, read, left, X
+
+
+@triton.jit
+def of_gates(held, read, left, C: tl.constexpr, ACC: tl.constexpr, HALF: tl.constexpr):
+    """Σ_{t>=j>s} held_ts + Σ_{t>=j} read_t + Σ_{s<j} left_s, held below the diagonal alone."""
+    if HALF:
+        # from each gate to the next: sums of a chunk in float32 keep far more than the operands hold
+        more = left + tl.sum(held, 0) - read - tl.sum(held, 1)
+        dg = tl.sum(read, 0) + (tl.cumsum(more, 0) - more)
+    else:
+        # what a strong gate holds is not the difference of what others do
+        row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+        later = tl.dot((column >= row).to(ACC), held, input_precision="ieee", out_dtype=ACC)
+        dg = tl.sum(tl.where(column < row, later + left[None, :], read[None, :]), 1)
+    return dg
+
+
+@triton.jit(do_not_specialize=["scale", "T", "NR"])
+def intra_bwd(
+    x_r, x_k, x_do, x_v, x_S, x_dS, p_E, x_dr, x_dk, p_dg, scale, T, NR,
+    H: tl.constexpr, HV: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    KB: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, DT: tl.constexpr, ST: tl.constexpr,
+    HALF: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """One chunk of HEADS value heads of one key head; x_dr and x_dk have a sum for each such group: [B T HV/HEADS K]."""
+    GROUPS: tl.constexpr = HV // HEADS
+    # what is loaded in a step is a tile of values, of which a head has one or several
+    ONE: tl.constexpr = V <= BV
+    STEPS: tl.constexpr = NS if ONE else 1
+    chunks = NR // C
+    i_b = tl.program_id(0) // (GROUPS * chunks)
+    i_chunk = tl.program_id(0) // GROUPS % chunks
+    i_group = tl.program_id(0) % GROUPS
+    i_k = i_group // (GROUPS // H)
+    i_t = i_chunk * C
+    o_c = tl.arange(0, C)
+    o_t = i_t + o_c
+    b_r = load_tile(x_r, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
+    b_k = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
+    coupling = tl.dot(b_r, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+    M = tl.zeros([C, C], ACC)
+    dr = tl.zeros([C, KB], ACC)
+    dk = tl.zeros([C, KB], ACC)
+    for i in tl.range(0, HEADS, num_stages=STEPS):
+        i_h = i_group * HEADS + i
+        i_bh = i_b * HV + i_h
+        i_state = i_bh * chunks + i_chunk
+        p_factor = factors(p_E, i_bh, i_chunk, chunks, C)
+        F = tl.zeros([C, C], ACC)
+        read = tl.zeros([C], ACC)
+        left = tl.zeros([C], ACC)
+        X = tl.zeros([KB], ACC)
+        if ONE:
+            F, dr, dk, read, left, X = through_states(
+                x_do, x_v, x_S, x_dS, b_r, b_k, p_factor, scale, i_b, i_t, i_h, 0, i_state, T, F, dr, dk, read, left, X,
+                HV, K, V, C, BV, KB, TMA, ACC, GATE,
+            )  # fmt: skip
+        else:
+            for i_v in tl.range(0, V, BV, num_stages=NS):
+                F, dr, dk, read, left, X = through_states(
+                    x_do, x_v, x_S, x_dS, b_r, b_k, p_factor, scale, i_b, i_t, i_h, i_v, i_state, T, F, dr, dk, read, left, X,
+                    HV, K, V, C, BV, KB, TMA, ACC, GATE,
+                )  # fmt: skip
+        high, low = tl.load(p_factor + o_c), tl.load(p_factor + C + o_c)
+        own = F * decay_of(high, low, C, False) * scale
+        M += own
+        if GATE:
+            X_whole = tl.sum(X, 0) * tl.load(p_factor + 3 * C - 1)
+            dg = of_gates(tl.where(o_c[:, None] > o_c[None, :], own * coupling, 0.0), read, left, C, ACC, HALF) + X_whole
+            tl.store(p_dg + (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h, dg, mask=o_t < T)
+    b_M = M.to(ST)
+    dr = tl.dot(b_M, b_k, dr, input_precision="ieee", out_dtype=ACC)
+    dk = tl.dot(tl.trans(b_M), b_r, dk, input_precision="ieee", out_dtype=ACC)
+    store_tile(x_dr, dr.to(DT), i_b, i_t, i_group, 0, T, GROUPS, K, C, KB, TMA)
+    store_tile(x_dk, dk.to(DT), i_b, i_t, i_group, 0, T, GROUPS, K, C, KB, TMA)

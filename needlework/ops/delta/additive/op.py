@@ -1,0 +1,137 @@
+"""The additive engine: rules with one decay a head that erase nothing, and whose value heads share keys, as Mamba-2's do.
+
+    S_t = e^{g_t} S_{t-1} + k_t v_tᵀ        o_t = scale · S_tᵀ q_t
+
+`intra.py` makes what a chunk's gates come to, `scan.py` walks the chunks, both ways, `intra_bwd.py` ends the backward; `launches.py` has
+the order. The constants are in additive.launch.json.
+"""
+
+import torch
+from torch import Tensor
+
+from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.packing import check_cu_seqlens, sequences
+from needlework.ops.delta.additive.launches import backward, forward
+from needlework.ops.delta.additive.operands import ENGINE, Saved
+from needlework.ops.delta.inputs import DeltaInputs
+from needlework.ops.delta.segments import segments_of_call
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
+from needlework.ops.runtime.each import each
+from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
+from needlework.ops.runtime.precompile import kind, meta, precompile
+from needlework.ops.runtime.triton_types import accumulator, cdiv
+
+
+def additive(inputs: DeltaInputs, cu_seqlens: Tensor | None, *, scale: float) -> tuple[Tensor, Tensor]:
+    """o [B T HV V] in q's dtype, final state [N HV K V] in float32 or wider; differentiable in every tensor. q, k, v, g and a state alone."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return delta_additive_fwd(*inputs, cu_seqlens, scale)[:2]
+    return delta_additive(*inputs, cu_seqlens, scale)
+
+
+@operator
+def delta_additive(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """o and the final state."""
+    o, state, _ = _call(inputs, cu_seqlens, scale, save=False)
+    return o, state
+
+
+@operator
+def delta_additive_fwd(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Saved]:
+    """o, the final state, and what the backward takes."""
+    return _call(inputs, cu_seqlens, scale, save=True)
+
+
+def _call(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
+    """`forward` of tokens that lie as the caller has them."""
+    chosen = _config(inputs)
+    alignment = _alignment(inputs, cu_seqlens, chosen)
+    aligned = inputs.aligned(alignment)
+    segments = _segments(inputs, cu_seqlens, chosen)
+    settings = {"scale": scale, "config": chosen, "segments": segments}
+    key = ENGINE, chosen.name, kind(*aligned), segments > 1, save
+    precompile(inputs.q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, settings))
+    o, state, saved = forward(aligned, alignment, save=save, **settings)
+    return alignment.restore(o).contiguous(), state, saved
+
+
+@backward_operator
+def delta_additive_bwd(
+    do: Tensor | None, dstate: Tensor | None, saved: Saved, inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float
+) -> DeltaInputs:
+    """Gradients of `inputs`."""
+    chosen, initial_state = _config(inputs), inputs.initial_state
+    chunk = saved.E.shape[-1]
+    if chunk != chosen.launch["shared"]["C"]:
+        raise RuntimeError(f"{ENGINE}: the forward ran with chunks of {chunk}, the config for the backward has others")
+    if not inputs.v.numel():
+        found = DeltaInputs(*each(torch.zeros_like, *inputs))
+        if initial_state is not None and dstate is not None:
+            found = found._replace(initial_state=dstate.to(initial_state.dtype, copy=True))
+    else:
+        alignment = _alignment(inputs, cu_seqlens, chosen)
+        do = torch.zeros_like(inputs.v) if do is None else do.contiguous()
+        found = backward(
+            alignment.align(do), dstate, inputs.aligned(alignment), saved, alignment, scale=scale, config=chosen,
+            segments=_segments(inputs, cu_seqlens, chosen),
+        ).restored(alignment)  # fmt: skip
+    return found.like(inputs)
+
+
+def _launches(inputs: DeltaInputs, alignment: Alignment, save: bool, settings: dict) -> None:
+    """What a call and its backward launch."""
+    o, _, saved = forward(inputs, alignment, save=save, **settings)
+    if save:
+        # without the final state's gradient, as a model is trained
+        backward(torch.empty_like(o), None, inputs, saved, alignment, **settings)
+
+
+def _config(inputs: DeltaInputs) -> LaunchConfig:
+    return launch_config(ENGINE, inputs.q.device, inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1])
+
+
+def _alignment(inputs: DeltaInputs, cu_seqlens: Tensor | None, chosen: LaunchConfig) -> Alignment:
+    B, T = inputs.q.shape[:2]
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, B, T)
+    return Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], inputs.q.device)
+
+
+def _segments(inputs: DeltaInputs, cu_seqlens: Tensor | None, chosen: LaunchConfig) -> int:
+    """How many segments make a sequence."""
+    (B, T, HV, V), K, launch = inputs.v.shape, inputs.k.shape[-1], chosen.launch["scan"]
+    chains, chunks = HV * cdiv(V, launch["BV"]), cdiv(T, chosen.launch["shared"]["C"])
+    return segments_of_call(sequences(cu_seqlens, B), cu_seqlens is not None, chains, chunks, K, V, launch["NP"])
+
+
+@fake(delta_additive)
+def _results(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    v, K = inputs.v, inputs.k.shape[-1]
+    N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
+    return torch.empty_like(v), v.new_empty(N, v.shape[2], K, v.shape[-1], dtype=accumulator(inputs.q.dtype))
+
+
+@fake(delta_additive_fwd)
+def _(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Saved]:
+    C, T = _config(inputs).launch["shared"]["C"], inputs.v.shape[1]
+    aligned = T if cu_seqlens is None else (T // C + len(cu_seqlens) - 1) * C
+    return *_results(inputs, cu_seqlens, scale), Saved.empty(inputs, aligned, C, save=True)
+
+
+@fake(delta_additive_bwd)
+def _(do: Tensor | None, dstate: Tensor | None, saved: Saved, inputs: DeltaInputs, *_):
+    return DeltaInputs(*each(torch.empty_like, *inputs))
+
+
+def _save(ctx, inputs, output) -> None:
+    given, cu_seqlens, ctx.scale = inputs
+    ctx.save_for_backward(*output[2], *given, cu_seqlens)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do, dstate, *_):
+    found = delta_additive_bwd(do, dstate, *ctx.saved_tensors, ctx.scale)
+    return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), None, None
+
+
+differentiable(delta_additive_fwd, _backward, _save)
