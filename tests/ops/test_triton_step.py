@@ -15,6 +15,7 @@ from needlework.ops.ccq.reference import recurrent_ccq
 from needlework.ops.ccq.state import empty_state as empty_ccq
 from needlework.ops.common.samples import decay, normal, uniform, unit
 from needlework.ops.delta import recurrent_delta
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.qdelta import recurrent_qdelta
 from needlework.ops.runtime.launch_configs import forced
 from needlework.testing.compare import assert_close, leaves, like
@@ -91,8 +92,7 @@ def check_steps(step, recurrent, inputs: dict, table, parameters: dict = {}, slo
 def delta_step(x: dict, state, slots, *, prediction="decayed", l2norm=False):
     from needlework.ops.delta.step import step
 
-    names = ("q", "k", "v", "g", "beta", "lam", "erase", "write", "q_read")
-    return step(*(x.get(name) for name in names), state, slots, scale=0.3, prediction=prediction, l2norm=l2norm)
+    return step(DeltaInputs(**x), state, slots, scale=0.3, prediction=prediction, l2norm=l2norm)
 
 
 def carve_step(x: dict, state, slots, *, content_chunk=4, prediction="previous"):
@@ -245,8 +245,7 @@ def test_steps_pass_opcheck(slots):
 
     check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
     x = {name: x[:, 0] for name, x in delta_inputs("lam", HV=4).items()}
-    tensors = [x.get(name) for name in ("q", "k", "v", "g", "beta", "lam", "erase", "write", "q_read")]
-    check(delta_step, (*tensors, torch.zeros(2, 4, K, V, dtype=torch.float64), slots, 0.3, "decayed", True))
+    check(delta_step, (*DeltaInputs(**x), torch.zeros(2, 4, K, V, dtype=torch.float64), slots, 0.3, "decayed", True))
 
     x = carve.sample(torch.Generator().manual_seed(0), 2, 1, "random", R=2)
     del x["b_bias"]
