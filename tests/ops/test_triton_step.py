@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from needlework.ops.carve import spec as carve
+from needlework.ops.carve.arguments import CarveInputs, Settings
 from needlework.ops.carve.op import recurrent_carve
 from needlework.ops.carve.state import empty_state as empty_carve
 from needlework.ops.ccq import spec as ccq
+from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.reference import recurrent_ccq
 from needlework.ops.ccq.state import empty_state as empty_ccq
 from needlework.ops.common.samples import decay, normal, uniform, unit
@@ -98,13 +100,13 @@ def delta_step(x: dict, state, slots, *, prediction="decayed", l2norm=False):
 def carve_step(x: dict, state, slots, *, content_chunk=4, prediction="previous"):
     from needlework.ops.carve.step import step
 
-    return step(**x, state=state, slots=slots, content_chunk=content_chunk, prediction=prediction, scale=0.3)
+    return step(CarveInputs(**x), state, slots, Settings(content_chunk, prediction, 0.3))
 
 
 def ccq_step(x: dict, state, slots):
     from needlework.ops.ccq.step import step
 
-    return step(x["q"], x["k"], x["eta"], x.get("g"), state, slots)
+    return step(CcqInputs(x["q"], x["k"], x["eta"], x.get("g")), state, slots)
 
 
 def check_delta(inputs: dict, *, prediction="decayed", **given) -> None:

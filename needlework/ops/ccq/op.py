@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.ccq.arguments import check_state, check_tokens
+from needlework.ops.ccq.arguments import CcqInputs, check_state, check_tokens
 from needlework.ops.ccq.custom_op import ccq_fwd
 from needlework.ops.ccq.reference import recurrent_ccq
 from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state, symmetric
@@ -144,7 +144,7 @@ def step_ccq(
     if resolve("ccq", "auto", q.device, lambda: misfit("ccq/step", q.device, q.dtype, q.shape[-1], q.shape[-1])) == "triton":
         from needlework.ops.ccq.step import step
 
-        return step(q, k, eta, g, state, slots)
+        return step(CcqInputs(q, k, eta, g), state, slots)
     live = Live.of(slots, len(q), q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
     q_, k_, eta_, decay = (x[live.rows].to(wide) for x in (q, k, eta, torch.ones_like(k[..., 0]) if g is None else g.exp()))

@@ -11,13 +11,12 @@ ends after it, so that a program that waits for it has waited for the replay too
 written again for the next content chunk was read by launches that are done.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from needlework.ops.carve.arguments import CarveInputs
 from needlework.ops.carve.feedback.content_bwd import STEP, activation_kernel, enter_kernel, leave_kernel, retention_kernel
 from needlework.ops.carve.feedback.forward import overlapping
 from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
@@ -36,37 +35,19 @@ GROUP = 8  # kernel chunks of a program that passes over rows
 FEW = 32  # kernel chunks of a content chunk that are all anchors: what is kept of each is small, and `pairs` is a program for each
 
 
-class Gradients(NamedTuple):
-    """Of the aligned tensors q … w, of the parameters, and of the S, m and total carried in."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    f: Tensor
-    b: Tensor
-    w: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
-    w1: Tensor
-    w2: Tensor
-    b_bias: Tensor
-    S: Tensor
-    m: Tensor
-    total: Tensor
-
-
 def backward(
-    do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
-    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    b_bias: Tensor, layout: Layout, kept_S: Tensor, kept_m: Tensor, saved: Saved,
+    do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor, inputs: CarveInputs, b_bias: Tensor,
+    layout: Layout, kept_S: Tensor, kept_m: Tensor, saved: Saved,
     *, content_chunk: int, prediction: str, scale: float, R: int, config: LaunchConfig,
-) -> Gradients:  # fmt: skip
-    """All 14 gradients, for contiguous tensors in rows as `layout` says, T > 0; dS, dm and dtotal, in `width(q)`, are used up.
+) -> tuple[CarveInputs, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the aligned inputs, of b_bias and of the S, m and total carried in.
+
+    Tensors are contiguous, in rows as `layout` says, T > 0; dS, dm and dtotal, in `width(q)`, are used up.
 
     Of R rows a token, f and b lie in the first and q and do in the last; elsewhere, and in gaps, f = b = −∞ and the rest is 0. w are
     logits. kept_S [slots H K V], kept_m [slots H V]: what the forward started a content chunk from.
     """
+    (q, k, v, f, b, w), (A_log, dt_bias, w1, w2) = inputs.tokens, inputs.parameters
     (T, H, K), V = q.shape[1:], v.shape[-1]
     N, rank, ACC = layout.N, len(w1), width(q)
     constants = _constants(config, q.dtype, H=H, K=K, V=V, rank=rank, prediction=prediction, R=R, parts=layout.parts)
@@ -97,8 +78,9 @@ def backward(
     dA_log, ddt_bias = (x.clone() for x in terms.sum(1))
     dw = (beta * (1 - beta) * dbeta).to(w.dtype)
     dw1, dw2 = dz.flatten(0, 1).T @ m.flatten(0, 1), dcontent.flatten(0, 1).T @ z.flatten(0, 1)
-    parameters = zip((dA_log, ddt_bias, dw1, dw2, dcontent.sum(0)), (A_log, dt_bias, w1, w2, b_bias), strict=True)
-    return Gradients(dq, dk, dv, df, db, dw, *(dx.to(x.dtype) for dx, x in parameters), S=dS, m=dm, total=dtotal)
+    pairs = zip((dA_log, ddt_bias, dw1, dw2), inputs.parameters, strict=True)
+    gradients = CarveInputs(dq, dk, dv, df, db, dw, *(dx.to(x.dtype) for dx, x in pairs))
+    return gradients, dcontent.sum(0).to(b_bias.dtype), dS, dm, dtotal
 
 
 def _gate_dtype(dtype: torch.dtype) -> torch.dtype:
