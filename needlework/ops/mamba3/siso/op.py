@@ -125,7 +125,7 @@ def _powers(given: Inputs, tiles: Tiles, states: Tensor | None) -> Tensor | None
 
     A turn makes a number √2 times larger at most; u' is at most 2 Δ |v|. Small steps make small values: theirs may be below 1.
     """
-    q, k, v, _, dt, _, _, q_bias, k_bias, _, k0, v0, _ = given
+    q, k, v, k0, v0 = given.q, given.k, given.v, given.k0, given.v0
     if v.dtype != torch.bfloat16:
         return None
     (B, _, H, K), HV, T = q.shape, v.shape[2], tiles.rows(len(q))[1]
@@ -136,11 +136,11 @@ def _powers(given: Inputs, tiles: Tiles, states: Tensor | None) -> Tensor | None
         bound = largest(x, 1, 3).repeat_interleave(HV // H, 2)
         return 2**0.5 * (bound if bias is None else bound + largest(bias, 1))
 
-    keys, values = turned(k, k_bias), largest(v, 1, 3)
+    keys, values = turned(k, given.k_bias), largest(v, 1, 3)
     if k0 is not None and v0 is not None:
         keys, values = torch.maximum(keys, of_state(k0.abs())), torch.maximum(values, of_state(v0.abs()))
-    values = 2 * largest(dt, 1)[..., None] * values
-    powers = PowersOfTwo.bounding(turned(q, q_bias), keys, values, states, T, K, 1.0, least=2.0**-24)
+    values = 2 * largest(given.dt, 1)[..., None] * values
+    powers = PowersOfTwo.bounding(turned(q, given.q_bias), keys, values, states, T, K, 1.0, least=2.0**-24)
     return torch.stack([x.view(B, HV) for x in powers])
 
 
