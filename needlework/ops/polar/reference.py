@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from needlework.ops.common.operands import identity
-from needlework.ops.polar.arguments import check_arguments, check_data
+from needlework.ops.polar.arguments import Parameters, Tokens, check_arguments, check_data
 from needlework.ops.polar.state import PolarOutput, PolarState
 
 
@@ -49,7 +49,8 @@ def recurrent_polar(
     >>> torch.allclose(recurrent_polar(*tensors).direction, chunk_polar(*tensors).direction, atol=1e-5)
     True
     """
-    N = check_arguments(q, k, v, alpha, beta, gamma, null_base, v_null, window, initial_state, cu_seqlens)
+    parameters = Parameters(alpha, beta, gamma, null_base, v_null)
+    N = check_arguments(Tokens(q, k, v), parameters, window, initial_state, cu_seqlens)
     length, P = (q.new_zeros(N), 0) if initial_state is None else (initial_state.length, initial_state.k.shape[1])
     check_data(length, P, window, cu_seqlens, *q.shape[:2])
     G = q.shape[2] // k.shape[2]
