@@ -11,6 +11,8 @@ ends after it, so that a program that waits for it has waited for the replay too
 written again for the next content chunk was read by launches that are done.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -26,13 +28,25 @@ from needlework.ops.delta.channel.backward import argument_type, channel_constan
 from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pairs
 from needlework.ops.delta.channel.operands import Saved, case, operands, triton_dtype
 from needlework.ops.delta.channel.scan_bwd import replay, replay_forward, replay_reverse
-from needlework.ops.delta.inputs import solve_dtype
+from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2, padded
 
 GROUP = 8  # kernel chunks of a program that passes over rows
 FEW = 32  # kernel chunks of a content chunk that are all anchors: what is kept of each is small, and `pairs` is a program for each
+
+
+class Made(NamedTuple):
+    """What waits for no content chunk."""
+
+    l: Tensor  # [B T H K]
+    beta: Tensor  # [B T H]
+    u: Tensor  # [slots H K] b_bias + W₂ z
+    z: Tensor  # [slots H r] tanh(W₁ m)
+    spans: Tensor  # [longest N.. 2], by content chunk from here on
+    slots: Tensor  # [longest N..]
+    do_peaks: Tensor  # [longest N H groups]
 
 
 def backward(
@@ -47,7 +61,7 @@ def backward(
     Of R rows a token, f and b lie in the first and q and do in the last; elsewhere, and in gaps, f = b = −∞ and the rest is 0. w are
     logits. kept_S [slots H K V], kept_m [slots H V]: what the forward started a content chunk from.
     """
-    (q, k, v, f, b, w), (A_log, dt_bias, w1, w2) = inputs.tokens, inputs.parameters
+    (q, _, v, f, b, w), (A_log, dt_bias, w1, w2) = inputs.tokens, inputs.parameters
     (T, H, K), V = q.shape[1:], v.shape[-1]
     N, rank, ACC = layout.N, len(w1), width(q)
     constants = _constants(config, q.dtype, H=H, K=K, V=V, rank=rank, prediction=prediction, R=R, parts=layout.parts)
@@ -66,11 +80,12 @@ def backward(
     gates = spans, slots, f, b, A_log, dt_bias, u
     l, do_peaks = torch.empty_like(f, dtype=_gate_dtype(q.dtype)), q.new_empty(layout.longest, N, H, groups, dtype=ACC)
     run(retention_kernel, every, *gates, do, l, do_peaks, T, groups, **constants["retention"])
+    made = Made(l, beta, u, z, spans, slots, do_peaks)
     dq, dk, dv, dl, dbeta, dcontent, dz, dS = _chain(
-        do, dS, dm, dtotal, q, k, v, l, beta, b, u, z, w1, w2, spans, slots, layout, do_peaks, kept_S, saved,
+        do, dS, dm, dtotal, inputs, made, layout, kept_S, saved,
         content_chunk=content_chunk, scale=scale, config=config, constants=constants,
     )  # fmt: skip
-    del l
+    del l, made
     df, db = torch.empty_like(f), torch.empty_like(b)
     terms = q.new_empty(2, layout.longest * N * groups, H, K, dtype=ACC)
     run(activation_kernel, every, *gates, dl, df, db, *terms, T, groups, **constants["activation"])
@@ -96,10 +111,12 @@ def _unused(layout: Layout, spans: Tensor, slots: Tensor) -> Tensor:
 
 
 def _chain(
-    do, dS, dm, dtotal, q, k, v, l, beta, b, u, z, w1, w2, spans, slots, layout: Layout, do_peaks, kept_S, saved: Saved,
+    do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor, inputs: CarveInputs, made: Made, layout: Layout, kept_S: Tensor, saved: Saved,
     *, content_chunk: int, scale: float, config: LaunchConfig, constants: dict[str, Constants],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k, v, l, β, of every content chunk's u and W₁ m, and of S; dm and dtotal in place."""
+    q, k, v, _, b, _ = inputs.tokens
+    l, beta, u, z, spans, slots, do_peaks = made
     B, T, H, K = q.shape
     V, N, ST, C = v.shape[-1], layout.N, solve_dtype(q.dtype), config.launch["shared"]["C"]
     rows = lambda D: q.new_empty(B, T, H, D, dtype=ST)
@@ -129,9 +146,8 @@ def _chain(
         *read, tokens(saved.k_hat, bk), saved.whole, kept_S, VARIES, tokens(dq_hat, bk), tokens(de_hat, bk), states(kept, bk, vp),
         *((tokens(dk_hat, bk), x) if joined else ()), T, most,
     )  # fmt: skip
-    pairs_args = scaled, dr, saved.W, q, k, v, l, beta, None, None, dq_hat, de_hat, dk_hat, x
     feedback = (
-        spans, slots, layout.ends, b, u, dl, z, w1, w2, do_peaks, dS_peaks, powers, dcontent, dz, dm, dtotal, largest,
+        spans, slots, layout.ends, b, u, dl, z, inputs.w1, inputs.w2, do_peaks, dS_peaks, powers, dcontent, dz, dm, dtotal, largest,
         T, layout.L, layout.longest, content_chunk, do_peaks.shape[-1],
     )  # fmt: skip
 
@@ -148,7 +164,7 @@ def _chain(
         replay_back = Repeated(replay_reverse, (cdiv(K, bk), H, N), again, VARIES, *again_args)
         launches += (replay_back,)
     couple, pair = launch_pairs(
-        VARIES, *pairs_args, VARIES, dq, dk, dv, dl, dbeta, None, None,
+        VARIES, scaled, dr, saved.W, DeltaInputs(q, k, v, l, beta), dq_hat, de_hat, dk_hat, x, VARIES, DeltaInputs(dq, dk, dv, dl, dbeta),
         scale=scale, longest=layout.parts, sequences=N, couple=constants["couplings"], channels=constants["pairs"],
         launch=lambda kernel, grid, *args, **given: Repeated(kernel, grid, given, *args),
     )  # fmt: skip

@@ -55,7 +55,9 @@ def forward(
         *line.hands(settings, slots), line.at.T, line.NCB, N, **arguments(walk, settings),
     )  # fmt: skip
     fill, place = (line.fill, line.at.place) if line.packed else (None, None)
-    kept = None if Sq is None else Saved(Sq, kc, P, E, mean0, step, n0, mass, line.at.cum, G, fill, place)
+    if Sq is None:
+        return cleaned, final, None
+    kept = Saved(Sq=Sq, kc=kc, P=P, E=E, mean=mean0, step=step, n=n0, mass=mass, cum=line.at.cum, G=G, fill=fill, place=place)
     return cleaned, final, kept
 
 
@@ -80,14 +82,17 @@ def no_chunk(q: Tensor, line: Line) -> Saved:
     """What is kept where there is no token."""
     K, C = line.K, line.C
     Sq, kc = (q.new_empty(line.B, line.at.T, line.H, K) for _ in range(2))
-    chunks = (
-        line.empty(C, C, dtype=line.dtype),
-        line.empty(ROWS.value, C),
-        line.empty(K),
-        line.empty(K),
-        line.empty(),
-        line.empty(),
+    return Saved(
+        Sq=Sq,
+        kc=kc,
+        P=line.empty(C, C, dtype=line.dtype),
+        E=line.empty(ROWS.value, C),
+        mean=line.empty(K),
+        step=line.empty(K),
+        n=line.empty(),
+        mass=line.empty(),
+        cum=line.at.cum,
+        G=line.empty(2, C) if line.gated else None,
+        fill=line.fill if line.packed else None,
+        place=line.at.place if line.packed else None,
     )
-    G = line.empty(2, C) if line.gated else None
-    fill, place = (line.fill, line.at.place) if line.packed else (None, None)
-    return Saved(Sq, kc, *chunks, line.at.cum, G, fill, place)
