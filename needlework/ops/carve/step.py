@@ -122,7 +122,7 @@ def carve_step(
 ) -> Tensor:  # fmt: skip
     """o [B H V]."""
     q, (B, H, K), V = inputs.q, inputs.q.shape, inputs.v.shape[-1]
-    check_contiguous(**state._asdict())
+    check_contiguous(state)
     o = q.new_empty(B, H, V)
     constants = _constants(launch_config(ENGINE, q.device, q.dtype, K, V).launch["step"], K, V, len(inputs.w1))
     with torch.cuda.device_of(q):

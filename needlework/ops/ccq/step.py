@@ -97,7 +97,7 @@ def ccq_mean_kernel(
 @step_operator("state")
 def ccq_step(inputs: CcqInputs, state: CurvatureState, slots: Tensor | None) -> Tensor:
     """The cleaned query [B HV K]."""
-    check_contiguous(**state._asdict())
+    check_contiguous(state)
     q, k, eta, g = each(Tensor.contiguous, *inputs)
     C, mean, n = state
     (B, H, K), HV = q.shape, eta.shape[1]

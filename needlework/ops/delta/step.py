@@ -96,7 +96,7 @@ def delta_step(
     if not state[:1].is_contiguous():
         raise ValueError(f"state: a slot [HV K V] must be contiguous, got strides {state.stride()}")
     o = q.new_empty(inputs.v.shape)
-    *tokens, _, _ = inputs.contiguous()
+    *tokens, _, _ = (None if x is None else x.contiguous() for x in inputs)
     launch = launch_config(ENGINE, q.device, q.dtype, K, V).launch["step"]
     constants = _constants(launch, K, V)
     with torch.cuda.device_of(q):

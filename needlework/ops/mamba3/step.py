@@ -163,7 +163,7 @@ class Token(NamedTuple):
 @step_operator("state")
 def mamba3_step(token: Token, state: Mamba3State, slots: Tensor | None, halves: bool) -> Tensor:
     """o [B HV V], or with rows [B HV R V]."""
-    check_contiguous(**state._asdict())
+    check_contiguous(state)
     token = Token(*each(Tensor.contiguous, *token))
     q, k, v, dt, rate = token.q, token.k, token.v, token.dt, token.rate
     (B, H), K, (HV, V), R, m = q.shape[:2], q.shape[-1], v.shape[1:], state.k.shape[2], rate.shape[-1]

@@ -100,7 +100,7 @@ def carve_triton_slots(
     The recurrence reads and writes S in its slots, and is given rows of m, total and position, which are small. No number is read back:
     `position` lies inside a content chunk, and cu_seqlens rises from 0 to the tokens that there are, by contract.
     """
-    check_contiguous(**table._asdict())
+    check_contiguous(table)
     q, v, (S, m, total, position) = inputs.q, inputs.v, table
     if not v.numel():
         start_anew(table, slots, fresh, cu_seqlens, q)

@@ -50,7 +50,7 @@ def ccq_triton_slots(
     The walk reads and writes C in its slots; kernels are given rows of mean and n, which are small. No number is read back: cu_seqlens
     rises from 0 to the tokens that there are, and C is symmetric, by contract.
     """
-    check_contiguous(**table._asdict())
+    check_contiguous(table)
     q, (C, mean, n) = inputs.q, table
     if not q.numel():
         start_anew(table, slots, fresh, cu_seqlens, q)

@@ -84,7 +84,7 @@ def mamba3_siso_on_table(
 ) -> Tensor:
     """o, without a state in `inputs`. Nothing is read back to the host; the engine reads and writes S in its slots, what is small goes
     through rows."""
-    check_contiguous(**table._asdict())
+    check_contiguous(table)
     q, v, S = inputs.q, inputs.v, table.S
     B, T = q.shape[:2]
     if not v.numel():
