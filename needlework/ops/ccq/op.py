@@ -103,15 +103,16 @@ def chunk_ccq(
     if path == "triton":
         from needlework.ops.ccq.curvature.op import ccq_triton_slots, clean
 
-        rows = each(Tensor.contiguous, q, k, eta, g)
+        inputs = CcqInputs(*each(Tensor.contiguous, q, k, eta, g))
         if state is not None:
-            return CcqOutput(ccq_triton_slots(*rows, *state, slots, fresh, cu_seqlens), None)
-        start = None if initial_state is None else CurvatureState(*(x.to(wide) for x in initial_state))
-        cleaned, final = clean(*rows, start, cu_seqlens)
+            return CcqOutput(ccq_triton_slots(*inputs, *state, slots=slots, fresh=fresh, cu_seqlens=cu_seqlens), None)
+        initial_state = None if initial_state is None else CurvatureState(*(x.to(wide) for x in initial_state))
+        cleaned, final = clean(inputs, initial_state, cu_seqlens)
         return CcqOutput(cleaned, final if output_final_state else None)
-    start = empty_state(N, *k.shape[2:], device=k.device) if initial_state is None else initial_state
-    start = CurvatureState(*(x.to(wide) for x in start))
-    cleaned, *final = ccq_fwd(q.to(wide), k.to(wide), eta.to(wide), g, *start, cu_seqlens, chunk_size)
+    initial_state = empty_state(N, *k.shape[2:], device=k.device) if initial_state is None else initial_state
+    initial_state = CurvatureState(*(x.to(wide) for x in initial_state))
+    inputs = CcqInputs(q.to(wide), k.to(wide), eta.to(wide), g)
+    cleaned, *final = ccq_fwd(*inputs, *initial_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
     return CcqOutput(cleaned.to(q.dtype), CurvatureState(*final) if output_final_state else None)
 
 

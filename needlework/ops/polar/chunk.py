@@ -50,10 +50,10 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def forward(
-    tokens: Tokens, parameters: Parameters, pages: PolarState, *, window: int | None, chunk_size: int
+    tokens: Tokens, parameters: Parameters, initial_state: PolarState, *, window: int | None, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """direction [B T Hq V], magnitude [B T Hq], and (M, L, Q₂, ‖s‖) [B T Hq 4] for the backward. N = B."""
-    (q, k, v), (page_k, page_v, length) = tokens, pages
+    (q, k, v), (page_k, page_v, length) = tokens, initial_state
     alpha, beta, gamma, null_base, v_null = parameters
     blocks = Blocks(q.shape[1], k.shape[2], window, chunk_size)
     n = blocks.n
@@ -101,7 +101,7 @@ def backward(
     stats: Tensor,
     tokens: Tokens,
     parameters: Parameters,
-    pages: PolarState,
+    initial_state: PolarState,
     *,
     window: int | None,
     chunk_size: int,
@@ -115,7 +115,7 @@ def backward(
         da_N  = (1 − f) (ds·v_null − δ − h) = −Σ_j da_ij
         dtemp = q·dq / temp + null da_N,    dnull = temp da_N
     """
-    (q, k, v), (page_k, page_v, length) = tokens, pages
+    (q, k, v), (page_k, page_v, length) = tokens, initial_state
     alpha, beta, gamma, null_base, v_null = parameters
     blocks = Blocks(q.shape[1], k.shape[2], window, chunk_size)
     n = blocks.n

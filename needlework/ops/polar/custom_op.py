@@ -37,59 +37,59 @@ class Saved(NamedTuple):
 
 @operator
 def polar_fwd(
-    tokens: Tokens, parameters: Parameters, pages: PolarState, cu_seqlens: Tensor | None,
+    tokens: Tokens, parameters: Parameters, initial_state: PolarState, cu_seqlens: Tensor | None,
     window: int | None, chunk_size: int, keep_pages: bool,
 ) -> tuple[Tensor, Tensor, Tensor, PolarState]:  # fmt: skip
     """direction, magnitude, `Saved.stats`, and the final pages and length (no rows without keep_pages)."""
-    check_data(pages.length, pages.k.shape[1], window, cu_seqlens, *tokens.q.shape[:2])
+    check_data(initial_state.length, initial_state.k.shape[1], window, cu_seqlens, *tokens.q.shape[:2])
     if cu_seqlens is not None:
         tokens = Tokens(*each(lambda x: pad(x, cu_seqlens), *tokens))
-    found = chunk.forward(tokens, parameters, pages, window=window, chunk_size=chunk_size)
+    found = chunk.forward(tokens, parameters, initial_state, window=window, chunk_size=chunk_size)
     if cu_seqlens is not None:
         found = each(lambda x: unpad(x, cu_seqlens), *found)
     if not keep_pages:
-        return *found, PolarState(pages.k[:, :0].clone(), pages.v[:, :0].clone(), pages.length.clone())
-    return *found, _grown(pages, tokens.k, tokens.v, cu_seqlens, window)
+        return *found, PolarState(initial_state.k[:, :0].clone(), initial_state.v[:, :0].clone(), initial_state.length.clone())
+    return *found, _grown(initial_state, tokens.k, tokens.v, cu_seqlens, window)
 
 
 @fake(polar_fwd)
-def _(tokens: Tokens, parameters: Parameters, pages: PolarState, cu_seqlens, window, chunk_size, keep_pages):
+def _(tokens: Tokens, parameters: Parameters, initial_state: PolarState, cu_seqlens, window, chunk_size, keep_pages):
     q, (B, T, Hq, _) = tokens.q, tokens.q.shape
-    final = _of_rows(0, pages) if not keep_pages else _fake_grown(pages, T, cu_seqlens, window)
+    final = _of_rows(0, initial_state) if not keep_pages else _fake_grown(initial_state, T, cu_seqlens, window)
     return q.new_empty(B, T, *parameters.v_null.shape), q.new_empty(B, T, Hq), q.new_empty(B, T, Hq, 4), final
 
 
 @operator
 def polar_grow(
-    pages: PolarState, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None
+    initial_state: PolarState, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None
 ) -> PolarState:  # fmt: skip
     """The final pages and length alone, for kernels that leave them to torch."""
-    check_data(pages.length, pages.k.shape[1], window, cu_seqlens, *k.shape[:2])
+    check_data(initial_state.length, initial_state.k.shape[1], window, cu_seqlens, *k.shape[:2])
     if cu_seqlens is not None:
         k, v = (pad(x, cu_seqlens) for x in (k, v))
-    return _grown(pages, k, v, cu_seqlens, window)
+    return _grown(initial_state, k, v, cu_seqlens, window)
 
 
 @fake(polar_grow)
-def _(pages: PolarState, k, v, cu_seqlens, window):
-    return _fake_grown(pages, k.shape[1], cu_seqlens, window)
+def _(initial_state: PolarState, k, v, cu_seqlens, window):
+    return _fake_grown(initial_state, k.shape[1], cu_seqlens, window)
 
 
-def _grown(pages: PolarState, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None) -> PolarState:
+def _grown(initial_state: PolarState, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None) -> PolarState:
     """After k and v [N T ...] of new tokens."""
-    page_k, page_v = grow((pages.k, pages.v), (k, v), pages.length, cu_seqlens, window)
-    return PolarState(page_k, page_v, pages.length + (k.shape[1] if cu_seqlens is None else lengths(cu_seqlens)))
+    page_k, page_v = grow((initial_state.k, initial_state.v), (k, v), initial_state.length, cu_seqlens, window)
+    return PolarState(page_k, page_v, initial_state.length + (k.shape[1] if cu_seqlens is None else lengths(cu_seqlens)))
 
 
-def _fake_grown(pages: PolarState, T: int, cu_seqlens: Tensor | None, window: int | None) -> PolarState:
+def _fake_grown(initial_state: PolarState, T: int, cu_seqlens: Tensor | None, window: int | None) -> PolarState:
     if cu_seqlens is None:
-        return _of_rows(final_rows(pages.k.shape[1], T, window), pages)
-    return _of_rows(torch.library.get_ctx().new_dynamic_size(), pages)
+        return _of_rows(final_rows(initial_state.k.shape[1], T, window), initial_state)
+    return _of_rows(torch.library.get_ctx().new_dynamic_size(), initial_state)
 
 
-def _of_rows(P: int | torch.SymInt, pages: PolarState) -> PolarState:
-    k, v = (x.new_empty(len(x), P, *x.shape[2:]) for x in (pages.k, pages.v))
-    return PolarState(k, v, torch.empty_like(pages.length))
+def _of_rows(P: int | torch.SymInt, initial_state: PolarState) -> PolarState:
+    k, v = (x.new_empty(len(x), P, *x.shape[2:]) for x in (initial_state.k, initial_state.v))
+    return PolarState(k, v, torch.empty_like(initial_state.length))
 
 
 @backward_operator
@@ -115,9 +115,9 @@ def _(dpage_k, dpage_v, length, cu_seqlens, P, T, window):
 
 
 def _grow_setup(ctx, inputs, output) -> None:
-    pages, k, _, cu_seqlens, ctx.window = inputs
-    ctx.save_for_backward(pages.length, cu_seqlens)
-    ctx.sizes = pages.k.shape[1], k.shape[1]
+    initial_state, k, _, cu_seqlens, ctx.window = inputs
+    ctx.save_for_backward(initial_state.length, cu_seqlens)
+    ctx.sizes = initial_state.k.shape[1], k.shape[1]
 
 
 def _grow_backward(ctx, dpage_k, dpage_v, dlength):
@@ -132,7 +132,7 @@ differentiable(polar_grow, _grow_backward, _grow_setup)
 @backward_operator
 def polar_bwd(
     ddirection: Tensor, dmagnitude: Tensor, dpage_k: Tensor, dpage_v: Tensor, saved: Saved, tokens: Tokens,
-    parameters: Parameters, pages: PolarState, cu_seqlens: Tensor | None, window: int | None, chunk_size: int,
+    parameters: Parameters, initial_state: PolarState, cu_seqlens: Tensor | None, window: int | None, chunk_size: int,
 ) -> tuple[Tokens, Parameters, Tensor, Tensor]:  # fmt: skip
     """Gradients of polar_fwd's floating inputs."""
     if cu_seqlens is not None:
@@ -140,11 +140,11 @@ def polar_bwd(
         ddirection, dmagnitude = padded(ddirection), padded(dmagnitude)
         saved, tokens = Saved(*each(padded, *saved)), Tokens(*each(padded, *tokens))
     dtokens, dparameters, dinitial_k, dinitial_v = chunk.backward(
-        ddirection, dmagnitude, *saved, tokens, parameters, pages, window=window, chunk_size=chunk_size
+        ddirection, dmagnitude, *saved, tokens, parameters, initial_state, window=window, chunk_size=chunk_size
     )
     if dpage_k.shape[1]:
-        P, T = pages.k.shape[1], dtokens.k.shape[1]
-        source = came_from(P, T, pages.length, cu_seqlens, window)
+        P, T = initial_state.k.shape[1], dtokens.k.shape[1]
+        source = came_from(P, T, initial_state.length, cu_seqlens, window)
         for dfinal, dpage, dnew in ((dpage_k, dinitial_k, dtokens.k), (dpage_v, dinitial_v, dtokens.v)):
             x = give_back(dfinal, source, P + T)
             dpage += x[:, :P]
@@ -155,15 +155,25 @@ def polar_bwd(
 
 
 @fake(polar_bwd)
-def _(ddirection, dmagnitude, dpage_k, dpage_v, saved: Saved, tokens: Tokens, parameters: Parameters, pages: PolarState, *_):
+def _(
+    ddirection,
+    dmagnitude,
+    dpage_k,
+    dpage_v,
+    saved: Saved,
+    tokens: Tokens,
+    parameters: Parameters,
+    initial_state: PolarState,
+    *_,
+):
     like = lambda x: x.new_empty(x.shape)
-    return Tokens(*map(like, tokens)), parameters.map(like), like(pages.k), like(pages.v)
+    return Tokens(*map(like, tokens)), parameters.map(like), like(initial_state.k), like(initial_state.v)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    tokens, parameters, pages, cu_seqlens, ctx.window, ctx.chunk_size, _ = inputs
+    tokens, parameters, initial_state, cu_seqlens, ctx.window, ctx.chunk_size, _ = inputs
     direction, _, stats, _ = output
-    ctx.save_for_backward(*Saved(direction, stats), *tokens, *parameters, *pages, cu_seqlens)
+    ctx.save_for_backward(*Saved(direction, stats), *tokens, *parameters, *initial_state, cu_seqlens)
 
 
 def _backward(ctx, ddirection, dmagnitude, dstats, dpage_k, dpage_v, dlength):

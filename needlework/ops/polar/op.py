@@ -90,13 +90,13 @@ def chunk_polar(
             return PolarOutput(direction, magnitude, None)
         return PolarOutput(direction, magnitude, PolarState(*polar_grow(*initial_state, k, v, cu_seqlens, window)))
     tensors = *(x.to(wide) for x in tokens), *parameters
-    pages = initial_state._replace(k=initial_state.k.to(wide), v=initial_state.v.to(wide))
+    initial_state = initial_state._replace(k=initial_state.k.to(wide), v=initial_state.v.to(wide))
     if path == "reference":
-        settings = {"initial_state": pages, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
+        settings = {"initial_state": initial_state, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         direction, magnitude, state = reference.recurrent_polar(*tensors, window=window, **settings)
     else:
         settings = {"cu_seqlens": cu_seqlens, "window": window, "chunk_size": chunk_size}
-        direction, magnitude, _, *grown = polar_fwd(*tensors, *pages, **settings, keep_pages=output_final_state)
+        direction, magnitude, _, *grown = polar_fwd(*tensors, *initial_state, **settings, keep_pages=output_final_state)
         state = PolarState(*grown) if output_final_state else None
     if state is not None:
         state = state._replace(k=state.k.to(k.dtype), v=state.v.to(v.dtype))
