@@ -131,13 +131,11 @@ def chunk_mamba3(
     if kernels:
         from needlework.ops.mamba3.siso.op import siso
 
-        given = _of_kernels(inputs)
-        if initial_state is not None:
-            given = given._replace(**dict(zip(("S", "k0", "v0", "angle0"), initial_state, strict=True)))
-        return Mamba3Output(*siso(given, cu_seqlens, halves=pairs == "halves", final=output_final_state))
+        settings = {"halves": pairs == "halves", "final": output_final_state}
+        return Mamba3Output(*siso(_of_kernels(inputs), initial_state, cu_seqlens, **settings))
     rule = checked(inputs, pairs)
-    start = checked_state(initial_state, q, v, angle, cu_seqlens)
-    o, final = _by_rows(rule, start, cu_seqlens, pairs, chunk_size, path, q.dtype)
+    initial_state = checked_state(initial_state, q, v, angle, cu_seqlens)
+    o, final = _by_rows(rule, initial_state, cu_seqlens, pairs, chunk_size, path, q.dtype)
     return Mamba3Output(_as_given(o, q), final if output_final_state else None)
 
 
@@ -157,14 +155,20 @@ def _of_kernels(inputs: Mamba3Inputs) -> "Inputs":
 
 
 def _by_rows(
-    rule: Rule, start: Mamba3State, cu_seqlens: Tensor | None, pairs: Pairs, chunk_size: int, impl: Impl, dtype: torch.dtype
+    rule: Rule,
+    initial_state: Mamba3State,
+    cu_seqlens: Tensor | None,
+    pairs: Pairs,
+    chunk_size: int,
+    impl: Impl,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Mamba3State]:
     """o [B T HV R V] and the final state: one call of the additive engine; its kernels have operands of `dtype`."""
     R, X = rule.q.shape[3], rule.mimo_x
-    x, x0 = rule.v[..., None, :] * X, start.v[..., None, :] * X
+    x, x0 = rule.v[..., None, :] * X, initial_state.v[..., None, :] * X
     inputs = RowInputs(
         q=rule.q, k=rule.k, v=x, g=rule.g, dt=rule.dt, lam=rule.lam, rate=rule.angle.tanh(),
-        k0=start.k, v0=x0, angle0=start.angle,
+        k0=initial_state.k, v0=x0, angle0=initial_state.angle,
     )  # fmt: skip
     rows, k_rows, u, own, later, k_end, angle_end = mamba3_rows_fwd(*inputs, cu_seqlens=cu_seqlens, halves=pairs == "halves")
     ends = None if cu_seqlens is None else row_ends(cu_seqlens)
@@ -173,7 +177,7 @@ def _by_rows(
     flat = lambda y: y.transpose(2, 3).flatten(1, 2)  # [B T H R ·] -> [B T·R H ·]
     given = each(lambda y: flat(y).to(dtype if impl == "triton" else y.dtype), rows, k_rows, u)
     read, S = chunk_delta(
-        *given, gates.transpose(2, 3).flatten(1, 2), scale=1.0, initial_state=start.S, output_final_state=True,
+        *given, gates.transpose(2, 3).flatten(1, 2), scale=1.0, initial_state=initial_state.S, output_final_state=True,
         cu_seqlens=None if ends is None else R * ends, chunk_size=chunk_size, impl=impl,
     )  # fmt: skip
     assert S is not None  # asked for
@@ -181,7 +185,7 @@ def _by_rows(
         o = line.tokens(read.to(x.dtype).unflatten(1, (-1, R)).transpose(2, 3)) + own @ x
         if R > 1:
             o = o + later @ line.tokens(u)
-    return o, Mamba3State(S, k_end, line.newest(start.v, rule.v), angle_end)
+    return o, Mamba3State(S, k_end, line.newest(initial_state.v, rule.v), angle_end)
 
 
 def _as_given(o: Tensor, q: Tensor) -> Tensor:
