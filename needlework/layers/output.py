@@ -1,22 +1,20 @@
 """Between what a recurrent layer reads, o [.. HV V], and its last map: a norm, and a gate by the layer's input."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from needlework.fields import Count, Positive
 from needlework.layers.config import Config, Width
-from needlework.layers.norm import rms, wide
-from needlework.layers.projection import Projection
-
-Activation = Literal["silu", "sigmoid"]
+from needlework.layers.norm import EPS, rms, wide
+from needlework.layers.projection import Projection, one_row, plain
+from needlework.ops.linear import NormedHeads, normed_heads_linear
+from needlework.ops.linear.arguments import GATES, GateActivation
 
 
 class NormConfig(Config):
-    """Base of the norms' configs: `build(width)` makes the module, o [.. HV V] and the gate's factor [.. HV·V] or None -> [.. HV·V]."""
+    """Base of the norms' configs: `build(width)` makes the module, o [.. HV V], the gate's logit [.. HV·V] or None, φ -> [.. HV·V]."""
 
     def build(self, width: Width) -> nn.Module:
         raise NotImplementedError
@@ -51,14 +49,20 @@ class _HeadNorm(nn.Module):
         if self.weight is not None:
             nn.init.ones_(self.weight)
 
-    def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        normed = rms(o) if self.weight is None else rms(o) * self.weight
-        # by heads, as the norm is: compiled they are one kernel
-        return _gated(normed, None if gate is None else gate.unflatten(-1, o.shape[-2:])).flatten(-2)
+    def forward(self, o: Tensor, gate: Tensor | None, activation: GateActivation) -> Tensor:
+        return self.heads(o, gate).made(activation)
+
+    def heads(self, o: Tensor, gate: Tensor | None) -> NormedHeads:
+        return NormedHeads(o, self.weight, gate, EPS)
 
 
-def _gated(o: Tensor, gate: Tensor | None) -> Tensor:
-    return o if gate is None else o * gate
+def mapped_out(
+    m: nn.Module, norm: nn.Module, o: Tensor, gate: Tensor | None, activation: GateActivation, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """m of what `norm` makes of o and the gate's logit, in `dtype`; of one row without gradients by one kernel."""
+    if isinstance(norm, _HeadNorm) and plain(m) and o.dtype == dtype and one_row(o.flatten(-2)):
+        return normed_heads_linear(norm.heads(o, gate), m.weight, m.bias, activation=activation)
+    return m(norm(o, gate, activation).to(dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +96,9 @@ class _GatedNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        o = _gated(wide(o).flatten(-2), gate)
+    def forward(self, o: Tensor, gate: Tensor | None, activation: GateActivation) -> Tensor:
+        o = wide(o).flatten(-2)
+        o = o if gate is None else o * GATES[activation](gate)
         return rms(o.unflatten(-1, (self.groups, -1)), self.eps).flatten(-2) * self.weight
 
 
@@ -114,14 +119,10 @@ class OutputGate(Config):
     """
 
     kind = "output_gate"
-    activation: Activation = "sigmoid"
+    activation: GateActivation = "sigmoid"
     rank: Count | None = None
 
     def build(self, width: Width) -> nn.Module:
         """x [.. D] -> the logit [.. HV·V]."""
         rank = self.rank or width.value_dim
         return nn.Sequential(Projection(width.dim, rank, bias=False), Projection(rank, width.value_heads * width.value_dim))
-
-
-def activated(activation: Activation, x: Tensor) -> Tensor:
-    return F.silu(x) if activation == "silu" else torch.sigmoid(x)

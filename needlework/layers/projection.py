@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from needlework.layers.norm import Later
-from needlework.ops.linear.op import Activation, few, glu, heads_linear, linear
+from needlework.ops.linear.op import Activation, few, glu, linear
 
 ALIGNED = 8  # columns: 16 bytes of a half-precision row, without which products take slower kernels
 
@@ -51,13 +51,6 @@ def gated(x: Tensor | Later, gate: nn.Module, up: nn.Module) -> Tensor:
         return glu_of(x, (gate.weight, gate.bias), (up.weight, up.bias))
     a, b = wide_maps(x, gate, up)
     return F.silu(a) * b
-
-
-def from_heads(y: Tensor, heads: int, m: nn.Module) -> Tensor:
-    """m(y) of y [.. H·V], heads side by side."""
-    if one_row(y) and plain(m):
-        return heads_linear(y.unflatten(-1, (heads, -1)), m.weight, m.bias)
-    return m(y)
 
 
 Weights = tuple[Tensor, Tensor | None]  # and bias

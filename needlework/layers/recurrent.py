@@ -13,12 +13,13 @@ from needlework.layers.ccq import Plain, ReadConfig
 from needlework.layers.config import Mixer, MixerConfig, Width
 from needlework.layers.conv import ConvConfig, ShortConv, conv_held
 from needlework.layers.norm import Later, l2
-from needlework.layers.output import Activation, HeadNorm, NormConfig, OutputGate, activated
-from needlework.layers.projection import OutProjection, Projection, from_heads
+from needlework.layers.output import HeadNorm, NormConfig, OutputGate, mapped_out
+from needlework.layers.projection import OutProjection, Projection
 from needlework.layers.rope import PositionConfig
 from needlework.layers.state import Held, of, under
 from needlework.layers.write import WriteConfig
 from needlework.ops.common.packing import lengths, token_positions
+from needlework.ops.linear.arguments import GateActivation
 from needlework.probe import probe
 
 
@@ -102,7 +103,7 @@ class _Recurrent(Mixer):
             config.position.check(width.key_dim)
         self.norm = config.norm.build(width)
         gate = config.output_gate
-        self.activation: Activation = gate.activation if isinstance(gate, OutputGate) else "silu"
+        self.activation: GateActivation = gate.activation if isinstance(gate, OutputGate) else "silu"
         self.g_proj = None
         if gate:
             full = gate is True
@@ -176,5 +177,4 @@ class _Recurrent(Mixer):
 
     def _out(self, x: Tensor | Later, o: Tensor, gate: Tensor | None) -> Tensor:
         """y [.. D] in the dtype of x, of what was read, o [.. HV V], and of what `g_proj` gives."""
-        gate = None if gate is None else activated(self.activation, gate)
-        return from_heads(self.norm(probe("recurrent.o", o), gate).to(x.dtype), o.shape[-2], self.o_proj)
+        return mapped_out(self.o_proj, self.norm, probe("recurrent.o", o), gate, self.activation, x.dtype)

@@ -15,6 +15,7 @@ ENGINES = {
         "delta.scalar.backward",
         "delta.scalar.transitions",
         "delta.segments",
+        "common.kernels.moves",
     ),
     "delta/channel": (
         "delta.channel.intra",
@@ -31,7 +32,7 @@ ENGINES = {
     "carve/step": ("carve.step",),
     "unit/rows": ("unit.rows",),
     "conv/depthwise": ("conv.depthwise.op",),
-    "linear/few_rows": ("linear.few_rows",),
+    "linear/few_rows": ("linear.few_rows", "linear.few_heads"),
     "lucid/solve": ("lucid.solve.cases",),
     "lucid/step": ("lucid.step",),
     "lucid/pages": ("lucid.solve.by_table",),

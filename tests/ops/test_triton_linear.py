@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from needlework.ops.linear import Normed, glu, heads_linear, linear, normed_glu, normed_linear
+from needlework.ops.linear import Normed, NormedHeads, glu, linear, normed_glu, normed_heads_linear, normed_linear
 from needlework.ops.runtime.launch_configs import forced
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
@@ -91,9 +91,29 @@ def test_what_is_not_one_tensor_of_one_row_and_one_dtype_goes_to_the_library(mon
             linear(x[:1], other, impl="triton")
 
 
-def test_heads_lie_side_by_side_in_a_row():
-    x, weight, bias = drawn((2, 3, 20), (9, 60), (9,))
-    check(heads_linear, x, weight / 8, bias)
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("H, V", [(3, 20), (2, 64)])
+def test_heads_are_normed_by_themselves_and_gated(H, V, activation):
+    x, norm, gate, weight, bias = drawn((2, H, V), (V,), (2, H * V), (9, H * V), (9,))
+    x = x * torch.tensor([1.0, 1e-3, 30.0])[:H, None]  # heads of other sizes, one of which shows the epsilon
+    weight = weight / 8  # 3 roundings as in a product, 3 more of a head's norm and its gate
+
+    def call(x, norm, gate, weight, bias, impl):
+        return normed_heads_linear(NormedHeads(x, norm, gate, 1e-6), weight, bias, activation=activation, impl=impl)
+
+    check(call, x, norm, gate, weight, bias, eps=6)
+    check(call, x, None, gate, weight, None, eps=6)
+    check(call, x, norm, None, weight, bias, eps=6)
+
+
+def test_gates_that_are_large_give_numbers():
+    x, norm, weight = drawn((1, 2, 16), (16,), (5, 32))
+    gate = torch.tensor([-80.0, 200.0]).repeat(16)[None]
+    for activation in ("silu", "sigmoid"):
+        call = lambda *given, impl, a=activation: normed_heads_linear(
+            NormedHeads(*given[:3], 1e-6), given[3], activation=a, impl=impl
+        )
+        check(call, x, norm, gate, weight, eps=6)
 
 
 def test_no_row_has_no_result():

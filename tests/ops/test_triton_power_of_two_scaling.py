@@ -184,7 +184,7 @@ def test_kernels_that_scale_rows_give_the_bits_of_rows_scaled_around_them(
 ):
     from needlework.ops.delta.scalar import op
 
-    monkeypatch.setattr(op, "segment_count", lambda *_: segments)
+    monkeypatch.setattr(op, "segments_of_call", lambda *_: segments)
     cu_seqlens = PACKED if "N" in row else None
     inputs = scalar_inputs(seed=seed, **row)
     expected = with_gradients(scaled_around_kernels(cu_seqlens), inputs)

@@ -233,6 +233,17 @@ def test_a_few_chains_are_cut_and_a_full_machine_is_not():
             assert count == 1 or longest // count >= SHORTEST
 
 
+def test_a_prompt_is_cut_as_if_its_padding_were_not_there():
+    from needlework.ops.delta.segments import segment_count, segments_of_call
+
+    alone = segment_count(24, 512, 128, 256, 264)
+    assert alone > 1 and segments_of_call(2, True, 24, 512, 128, 256, 264) == alone == segments_of_call(
+        1, True, 24, 512, 128, 256, 264
+    )
+    assert segments_of_call(5, True, 24, 512, 128, 256, 264) == segment_count(4 * 24, 128, 128, 256, 264)
+    assert segments_of_call(2, False, 24, 512, 128, 256, 264) == segment_count(48, 512, 128, 256, 264)
+
+
 def test_segments_cover_every_chunk_once_and_differ_by_one():
     from needlework.ops.delta.segments import segmented
 
@@ -271,7 +282,7 @@ def test_the_operator_cuts_and_nobody_sees_it(call, count, monkeypatch):
     rule, packed = call
     from needlework.ops.delta.scalar import op as scalar_op
 
-    monkeypatch.setattr(scalar_op, "segment_count", lambda *_: count)
+    monkeypatch.setattr(scalar_op, "segments_of_call", lambda *_: count)
     cu_seqlens = PACKED if packed else None
     x = sample(rule, N=4 if packed else 1, HV=1)
     leaves = {name: y.detach().requires_grad_() for name, y in x.items() if name not in ("do", "dstate")}
@@ -291,7 +302,7 @@ def test_the_operator_cuts_and_nobody_sees_it(call, count, monkeypatch):
 def test_the_channel_operator_cuts_and_nobody_sees_it(rule, packed, monkeypatch):
     from needlework.ops.delta.channel import op as channel_op
 
-    monkeypatch.setattr(channel_op, "segment_count", lambda *_: 2)
+    monkeypatch.setattr(channel_op, "segments_of_call", lambda *_: 2)
     cu_seqlens = PACKED if packed else None
     x = sample(rule, N=4 if packed else 1, HV=1)
     leaves = {name: y.detach().requires_grad_() for name, y in x.items() if name not in ("do", "dstate")}

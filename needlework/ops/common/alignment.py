@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from needlework.ops.common.kernels.moves import moved, places
+
 
 class Alignment(NamedTuple):
     """cum [N+1] int32: sequence n is chunks cum[n] … cum[n+1) − 1; chunk c of batch row b has number b·⌈T/C⌉ + c."""
@@ -17,7 +19,9 @@ class Alignment(NamedTuple):
     N: int
     T: int  # aligned tokens of a batch row
     longest: int  # chunks of a sequence at most
-    place: Tensor | None  # [T given] where each token went; None: nothing moved
+    maps: (
+        Tensor | None
+    )  # [T + given] int32: the token that each row has, the row that each token got, −1: none; None: nothing moved
 
     @property
     def spans(self) -> Tensor:
@@ -30,25 +34,17 @@ class Alignment(NamedTuple):
         if cu_seqlens is None:
             return cls(_even(B, chunks, device), B, T, chunks, None)
         N = len(cu_seqlens) - 1
-        starts = cu_seqlens.to(device=device, dtype=torch.int64)
-        cum = torch.zeros_like(starts)
-        cum[1:] = ((starts.diff() + C - 1) // C).cumsum(0)
-        token = torch.arange(T, device=device)
-        n = torch.searchsorted(starts, token, right=True) - 1
-        place = token - starts[n] + cum[n] * C
-        return cls(cum.to(torch.int32), N, (T // C + N) * C, chunks, place)
+        aligned = (T // C + N) * C
+        cum, maps = places(cu_seqlens.to(device), T, aligned, C)
+        return cls(cum, N, aligned, chunks, maps)
 
     def align(self, x: Tensor) -> Tensor:
         """[1 T ...] -> [1 aligned ...], zeros in the gaps; a batch as it is, contiguous."""
-        if self.place is None:
-            return x.contiguous()
-        out = x.new_zeros(1, self.T, *x.shape[2:])
-        out[0, self.place] = x[0]
-        return out
+        return x.contiguous() if self.maps is None else moved(x, self.maps[: self.T])
 
     def restore(self, x: Tensor) -> Tensor:
-        """The inverse of `align`."""
-        return x if self.place is None else x[:, self.place]
+        """The inverse of `align`; zeros for tokens of no sequence."""
+        return x if self.maps is None else moved(x, self.maps[self.T :])
 
 
 _kept: dict[tuple[int, int, torch.device], Tensor] = {}

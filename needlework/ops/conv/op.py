@@ -59,9 +59,8 @@ def causal_conv(
 
         ends, document, position = _documents(cu_seqlens, T)
         own = Past(None, None, None, position) if state is None else Past(before.contiguous(), ends, document, position)
-        return tuple(
-            conv_triton(x.contiguous(), _taps(weight, bias), *own, after=after, parts=parts, bias=bias is not None)
-        ), last
+        y = conv_triton(x.contiguous(), _taps(weight, bias), *own, after=after, parts=parts, bias=bias is not None)
+        return tuple(y), last
     return _convolved(x, weight, bias, before, cu_seqlens, after).split(parts, -1), last
 
 
@@ -96,7 +95,10 @@ def causal_conv_slots(
         from needlework.ops.conv.depthwise.op import Past, conv_slots_triton
 
         past = Past(state, *_documents(cu_seqlens, x.shape[1]), *each(Tensor.contiguous, slots, fresh))
-        y = conv_slots_triton(x.contiguous(), _taps(weight, bias), *past, after=after, parts=parts, bias=bias is not None)
+        (B, T, _), apart = x.shape, x.stride()
+        if apart[2] != 1 or (B > 1 and apart[0] != T * apart[1]):
+            x = x.contiguous()
+        y = conv_slots_triton(x, _taps(weight, bias), *past, after=after, parts=parts, bias=bias is not None)
         return _apart(y, x, parts)
     return _on_slots(x, weight, bias, state, slots, fresh, cu_seqlens, after).split(parts, -1)
 

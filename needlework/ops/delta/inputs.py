@@ -1,12 +1,14 @@
 """The tensors of a call by name, from the op to the launches of its kernels, and the type of the operands that these make of them."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from needlework.ops.common.alignment import Alignment
 from needlework.ops.runtime.each import each
+
+if TYPE_CHECKING:  # it needs Triton
+    from needlework.ops.common.alignment import Alignment
 
 
 class DeltaInputs(NamedTuple):
@@ -31,11 +33,11 @@ class DeltaInputs(NamedTuple):
     def contiguous(self) -> "DeltaInputs":
         return DeltaInputs(*each(Tensor.contiguous, *self))
 
-    def aligned(self, alignment: Alignment) -> "DeltaInputs":
+    def aligned(self, alignment: "Alignment") -> "DeltaInputs":
         """Tokens where `alignment` has them; the initial state and powers as they are, contiguous."""
         return DeltaInputs(*each(alignment.align, *self[:-2]), *each(Tensor.contiguous, *self[-2:]))
 
-    def restored(self, alignment: Alignment) -> "DeltaInputs":
+    def restored(self, alignment: "Alignment") -> "DeltaInputs":
         """The inverse of `aligned`."""
         return DeltaInputs(*each(alignment.restore, *self[:-2]), *self[-2:])
 

@@ -52,6 +52,15 @@ def segment_count(chains: int, longest: int, K: int, V: int, slots: int) -> int:
     return best
 
 
+def segments_of_call(N: int, packed: bool, chains: int, chunks: int, K: int, V: int, slots: int) -> int:
+    """`segment_count` of N sequences, `chains` each, of `chunks`, or packed in as many together. Packed ones are taken as equally long but for
+    one, for a server's prompt has a sequence of padding behind it: their lengths are not read back."""
+    if packed:
+        N = max(N - 1, 1)
+        chunks //= N
+    return segment_count(N * chains, chunks, K, V, slots)
+
+
 class SegmentStates(NamedTuple):
     """What the backward takes of a forward in segments."""
 
@@ -64,7 +73,7 @@ def segmented(alignment: Alignment, segments: int) -> Alignment:
     N = alignment.N * segments
     cum = alignment.cum.new_empty(N + 1)
     run(segments_kernel, (cdiv(N + 1, 256),), alignment.cum, cum, N, segments, BLK=256, num_warps=4)
-    return Alignment(cum, N, alignment.T, -(-alignment.longest // segments), alignment.place)
+    return Alignment(cum, N, alignment.T, -(-alignment.longest // segments), alignment.maps)
 
 
 def transitions(walk: Callable[[Tensor, Tensor | None], Tensor], v: Tensor, K: int) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,11 @@
 """What the maps of few rows are given together: their weights, and a row that is still to be normed."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from needlework.ops.common.shapes import width
 from needlework.ops.unit.reference import rms_rows
@@ -37,3 +40,24 @@ class Normed(NamedTuple):
     def of(self, whole: Tensor) -> Tensor:
         """The norm of the sum, rounded before it meets its weight."""
         return rms_rows(whole, self.eps) * self.norm
+
+
+GateActivation = Literal["silu", "sigmoid"]
+GATES: dict[GateActivation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+class NormedHeads(NamedTuple):
+    """Heads as a product may take them: RMSNorm(x) ⊙ norm ⊙ φ(gate), each head of x [.. H V] by itself, norm [V], gate [.. H·V]; None: not."""
+
+    x: Tensor
+    norm: Tensor | None
+    gate: Tensor | None
+    eps: float
+
+    def made(self, activation: GateActivation) -> Tensor:
+        """[.. H·V], rounded after each factor."""
+        normed = rms_rows(self.x, self.eps)
+        normed = normed if self.norm is None else normed * self.norm
+        # by heads, as the norm is: compiled they are one kernel
+        gate = None if self.gate is None else GATES[activation](self.gate).unflatten(-1, self.x.shape[-2:])
+        return (normed if gate is None else normed * gate).flatten(-2)

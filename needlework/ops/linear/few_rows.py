@@ -54,10 +54,14 @@ def few_rows_kernel(
     ups = tiles
     if GLU is not None:
         ups = rows_of(p_up, o_n, in_n, o_d, D, BD)
+    same = tl.zeros([BN, 1], tl.int32) + o_d[None, :]
+    norms = ()
+    if p_norm is not None:
+        for i in tl.static_range(0, D, BD):
+            norms += (tl.load(p_norm + i + same, mask=same < D - i, other=0),)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    same = tl.zeros([BN, 1], tl.int32) + o_d[None, :]
     leaves = (o_n == 0)[:, None]
     for _ in range(rows):
         y = tl.zeros([BN, BD], ACC)
@@ -71,7 +75,7 @@ def few_rows_kernel(
                     x = (x.to(ACC) + tl.load(p_more + i + same, mask=inside, other=0).to(ACC)).to(x.dtype)
                     tl.store(p_sum + i + same, x, mask=inside & leaves)
                 squares += x.to(ACC) * x.to(ACC)
-                x = x.to(ACC) * tl.load(p_norm + i + same, mask=inside, other=0).to(ACC)
+                x = x.to(ACC) * norms[i // BD].to(ACC)
             y += x.to(ACC) * tiles[i // BD].to(ACC)
             if GLU is not None:
                 z += x.to(ACC) * ups[i // BD].to(ACC)
@@ -96,8 +100,8 @@ def few_rows_kernel(
 
 @operator
 def few_rows(x: Tensor, maps: Maps, activation: str | None) -> Tensor:
-    """y [rows N] of rows of x [.. D], of which D may be several axes. The maps' rows are contiguous."""
-    return _launch(x.reshape(-1, maps.weight.shape[1]), maps, activation)
+    """y [rows N] of rows of x [.. D]. The maps' rows are contiguous."""
+    return _launch(x.reshape(-1, x.shape[-1]), maps, activation)
 
 
 @operator
@@ -122,7 +126,7 @@ def _launch(x: Tensor, maps: Maps, activation: str | None, normed: Normed | None
 
 @fake(few_rows)
 def _(x, maps, activation):
-    return x.new_empty(x.numel() // maps.weight.shape[1], len(maps.weight))
+    return x.new_empty(x.shape[:-1].numel(), len(maps.weight))
 
 
 @fake(few_rows_normed)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.shapes import check
-from needlework.ops.linear.arguments import Maps, Normed
+from needlework.ops.linear.arguments import GateActivation, Maps, Normed, NormedHeads
 from needlework.ops.runtime.launch_configs import misfit
 
 Activation = Literal["silu", "relu2"]
@@ -38,12 +38,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: Impl 
     ...     linear(torch.randn(1, 64), torch.randn(100, 64)).shape
     torch.Size([1, 100])
     """
-    return _mapped(x, x, Maps(weight, bias), None, impl)
-
-
-def heads_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: Impl = "auto") -> Tensor:
-    """`linear` of x [.. H V], whose heads lie side by side in a row: weight [N H·V]. A compiler that norms each head writes them as they are."""
-    return _mapped(x.flatten(-2), x, Maps(weight, bias), None, impl)
+    return _mapped(x, Maps(weight, bias), None, impl)
 
 
 def glu(
@@ -62,7 +57,7 @@ def glu(
     ...     glu(torch.randn(1, 64), torch.randn(100, 64), torch.randn(100, 64)).shape
     torch.Size([1, 100])
     """
-    return _mapped(x, x, Maps(gate, gate_bias, up, up_bias), activation, impl)
+    return _mapped(x, Maps(gate, gate_bias, up, up_bias), activation, impl)
 
 
 def normed_linear(x: Normed, weight: Tensor, bias: Tensor | None = None, *, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
@@ -86,13 +81,33 @@ def normed_glu(
     return _normed(x, Maps(gate, gate_bias, up, up_bias), activation, impl)
 
 
-def _mapped(row: Tensor, x: Tensor, maps: Maps, activation: Activation | None, impl: Impl) -> Tensor:
-    """The maps of row [.. D]; x: the same, perhaps in more axes, as a kernel takes it."""
-    if _path(impl, activation, row, maps) != "triton":
-        return _by_products(row, maps, activation)
+def normed_heads_linear(
+    x: NormedHeads, weight: Tensor, bias: Tensor | None = None, *, activation: GateActivation = "silu", impl: Impl = "auto"
+) -> Tensor:  # fmt: skip
+    """`linear` of heads that are normed and gated, y [.. N]. The kernel rounds nothing but y.
+
+    weight [N H·V], bias [N] or None; activation: the gate's, "silu" or "sigmoid"; impl: as `linear`.
+
+    >>> import torch
+    >>> from needlework.ops.linear import NormedHeads, normed_heads_linear
+    >>> with torch.no_grad():
+    ...     normed_heads_linear(NormedHeads(torch.randn(1, 4, 16), torch.ones(16), torch.randn(1, 64), 1e-6), torch.randn(100, 64)).shape
+    torch.Size([1, 100])
+    """
+    maps, row = Maps(weight, bias), x.x.flatten(-2)
+    if _path(impl, None, row, maps, x.norm, x.gate) != "triton":
+        return _by_products(x.made(activation), maps, None)
+    from needlework.ops.linear.few_heads import few_heads
+
+    return few_heads(*x, *maps, activation).view(*row.shape[:-1], len(weight))
+
+
+def _mapped(x: Tensor, maps: Maps, activation: Activation | None, impl: Impl) -> Tensor:
+    if _path(impl, activation, x, maps) != "triton":
+        return _by_products(x, maps, activation)
     from needlework.ops.linear.few_rows import few_rows
 
-    return few_rows(x, *maps, activation).view(*row.shape[:-1], len(maps.weight))
+    return few_rows(x, *maps, activation).view(*x.shape[:-1], len(maps.weight))
 
 
 def _normed(x: Normed, maps: Maps, activation: Activation | None, impl: Impl) -> tuple[Tensor, Tensor]:

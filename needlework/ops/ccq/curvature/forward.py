@@ -54,10 +54,10 @@ def forward(
         None if Sq is None else line.tile(Sq, BV), E, eta_chunks, G, n0, step, C_in, final.C, *of_table, line.at.cum,
         *line.hands(settings, slots), line.at.T, line.NCB, N, **arguments(walk, settings),
     )  # fmt: skip
-    fill, place = (line.fill, line.at.place) if line.packed else (None, None)
+    fill, maps = (line.fill, line.at.maps) if line.packed else (None, None)
     if Sq is None:
         return cleaned, final, None
-    kept = Saved(Sq=Sq, kc=kc, P=P, E=E, mean=mean0, step=step, n=n0, mass=mass, cum=line.at.cum, G=G, fill=fill, place=place)
+    kept = Saved(Sq=Sq, kc=kc, P=P, E=E, mean=mean0, step=step, n=n0, mass=mass, cum=line.at.cum, G=G, fill=fill, maps=maps)
     return cleaned, final, kept
 
 
@@ -94,5 +94,5 @@ def no_chunk(q: Tensor, line: Line) -> Saved:
         cum=line.at.cum,
         G=line.empty(2, C) if line.gated else None,
         fill=line.fill if line.packed else None,
-        place=line.at.place if line.packed else None,
+        maps=line.at.maps if line.packed else None,
     )

@@ -148,7 +148,7 @@ def _(
         cum=number(N + 1, dtype=torch.int32),
         G=None if inputs.g is None else number(rows, H, 2, chunk),
         fill=number(rows, dtype=torch.int32) if packed else None,
-        place=number(T, dtype=torch.int64) if packed else None,
+        maps=number(aligned + T, dtype=torch.int32) if packed else None,
     )
     return *_results(inputs, initial_state, cu_seqlens), kept
 
@@ -167,7 +167,7 @@ def ccq_triton_bwd(
         )
     if q.numel() == 0:
         return CcqInputs(*each(torch.zeros_like, *inputs)), nothing_read(initial_state, dC, dmean, dn)
-    at = Alignment(kept.cum, len(kept.cum) - 1, kept.Sq.shape[1], 0, kept.place)
+    at = Alignment(kept.cum, len(kept.cum) - 1, kept.Sq.shape[1], 0, kept.maps)
     line = line_of(inputs, cu_seqlens is not None, at, kept.fill, chosen)
     dcleaned = q.new_zeros(*inputs.eta.shape, K) if dcleaned is None else dcleaned.contiguous()
     # the kernels read sums of g that the forward has kept

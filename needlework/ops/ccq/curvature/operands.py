@@ -32,7 +32,7 @@ class Saved(NamedTuple):
     cum: Tensor
     G: Tensor | None = None  # [chunks H 2 C], gated
     fill: Tensor | None = None  # packed
-    place: Tensor | None = None
+    maps: Tensor | None = None
 
 
 class Line(NamedTuple):

@@ -38,11 +38,11 @@ def _made(
 @triton.jit(do_not_specialize=["T"])
 def conv_forward_kernel(
     p_x, p_w, p_y, p_position, p_state, p_document, p_slots, p_fresh, T,
-    C: tl.constexpr, ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
+    C: tl.constexpr, ROW: tl.constexpr, APART: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
     BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """BT tokens of BC of C channels of a row of the batch, four at a time while the next four are on their way. x and the state have
-    the channels of other parts beside them, y has not. Pointers that are None have no part in it."""
+    the channels of other parts beside them, ROW in all, y has not; rows of x lie APART. Pointers that are None have no part in it."""
     past = p_state, p_document, p_slots, p_fresh
     KIND: tl.constexpr = p_x.dtype.element_ty
     o_c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -50,13 +50,13 @@ def conv_forward_kernel(
     lo = tl.program_id(1) * BT
     hi = tl.minimum(lo + BT, T)
     base = tl.program_id(2).to(tl.int64) * T
-    p_x += base * ROW
+    p_x += base * APART
     p_y += base * C
     w0, w1, w2, w3, wb = taps(p_w, o_c, real, W, BIAS, ACC)
-    _, h3, h2, h1 = four_rows(p_x, lo - 4, T, ROW, o_c, real, ACC)  # 3, 2, 1 tokens before x0
-    x0, x1, x2, x3 = four_rows(p_x, lo, T, ROW, o_c, real, ACC)
+    _, h3, h2, h1 = four_rows(p_x, lo - 4, T, APART, o_c, real, ACC)  # 3, 2, 1 tokens before x0
+    x0, x1, x2, x3 = four_rows(p_x, lo, T, APART, o_c, real, ACC)
     for s in range(lo, hi, 4):
-        n0, n1, n2, n3 = four_rows(p_x, s + 4, T, ROW, o_c, real, ACC)
+        n0, n1, n2, n3 = four_rows(p_x, s + 4, T, APART, o_c, real, ACC)
         y0 = _made(
             s, x0, h1, h2, h3, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, PACKED, KIND, ACC
         )  # fmt: skip

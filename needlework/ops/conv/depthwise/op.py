@@ -52,7 +52,8 @@ def conv_triton(x: Tensor, weight: Tensor, past: Past, after: str, parts: list[i
 
 @step_operator("past.state")
 def conv_slots_triton(x: Tensor, weight: Tensor, past: Past, after: str, parts: list[int], bias: bool) -> Tensor:
-    """The same on a table [S W−1 C] of contiguous slots, which changes in place: y [B T ·] of each part, one after the other."""
+    """The same on a table [S W−1 C] of contiguous slots, which changes in place: y [B T ·] of each part, one after the other. Rows of x may lie
+    apart, a batch's equally far."""
     (B, T, C), N = x.shape, len(x) if past.ends is None else len(past.ends) - 1
     y = x.new_empty(x.numel())
     each = y.split([B * T * channels for channels in parts])
@@ -61,7 +62,7 @@ def conv_slots_triton(x: Tensor, weight: Tensor, past: Past, after: str, parts: 
     if N:
         kernel = conv_keep_kernel
         chosen = launch_config(ENGINE, x.device, x.dtype, C, C)
-        known = _constants(chosen, kernel, x.dtype, form, C=C, STRIDE=_stride(past.state))
+        known = _constants(chosen, kernel, x.dtype, form, C=C, APART=x.stride(1), STRIDE=_stride(past.state))
         run(kernel, (N, cdiv(C, known["BC"])), x, past.state, past.ends, past.slots, past.fresh, T, **known)
     return y
 
@@ -104,7 +105,7 @@ def conv_step_triton(
     y = x.new_empty(x.numel())
     if x.numel():
         (B, C), kernel = x.shape, conv_step_kernel
-        sizes = {"C": C, "ROW": x.stride(0), "PARTS": tuple(parts), "STRIDE": _stride(state)}
+        sizes = {"C": C, "APART": x.stride(0), "PARTS": tuple(parts), "STRIDE": _stride(state)}
         chosen = launch_config(ENGINE, x.device, x.dtype, C, C)
         known = _constants(chosen, kernel, x.dtype, Form.of(weight, after, bias), **sizes)
         blocks = sum(cdiv(channels, known["BC"]) for channels in parts)
@@ -169,7 +170,7 @@ differentiable(conv_triton, _backward, _save)
 def _launch(kernel, config: LaunchConfig, x: Tensor, part: Tensor, form: Form, past: Past, *given: Tensor) -> None:
     """`kernel` over the channels of `part`, which x has among others."""
     (B, T, C), packed = part.shape, past.position is not None
-    sizes = {"C": C, "ROW": x.shape[-1], "STRIDE": _stride(past.state), "PACKED": int(packed)}
+    sizes = {"C": C, "ROW": x.shape[-1], "APART": x.stride(1), "STRIDE": _stride(past.state), "PACKED": int(packed)}
     own = _constants(config, kernel, x.dtype, form, **sizes)
     around = past.position if packed else x, past.state, past.document, past.slots, past.fresh
     blocks = cdiv(C, own["BC"])
@@ -210,7 +211,14 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     cases = []
     for state, kernels in ((False, walks), (True, on_states)):
         for kernel, (packed, form) in product(kernels, ways):
-            sizes = {"C": K, "ROW": 2 * K, "STRIDE": 6 * K if state else 0, "PACKED": int(packed), "PARTS": (K, K)}
+            sizes = {
+                "C": K,
+                "ROW": 2 * K,
+                "APART": 3 * K,
+                "STRIDE": 6 * K if state else 0,
+                "PACKED": int(packed),
+                "PARTS": (K, K),
+            }
             known, options = split(_constants(config, kernel, dtype, form, **sizes))
             none = () if state else ("p_state",)
             none += () if state and packed else ("p_document", "p_ends")

@@ -7,10 +7,12 @@ from needlework.ops.conv.depthwise.tokens import fed, held, slot_of, source_of, 
 
 
 @triton.jit
-def _new(p_x, p_state, source, length, row, C: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, o_c, real):
+def _new(
+    p_x, p_state, source, length, row, C: tl.constexpr, APART: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, o_c, real
+):
     """A row of a slot after `length` more tokens: of x, or of what the slot has kept."""
     s = length - (W - 1) + row
-    x = tl.load(p_x + tl.cast(s, tl.int64) * C + o_c, mask=real & (s >= 0) & (row >= 0), other=0.0)
+    x = tl.load(p_x + tl.cast(s, tl.int64) * APART + o_c, mask=real & (s >= 0) & (row >= 0), other=0.0)
     return tl.where(s >= 0, x.to(p_state.dtype.element_ty), held(p_state, source, length + row, C, W, STRIDE, o_c, real))
 
 
@@ -26,7 +28,8 @@ def _keep(p_state, slot, h1, h2, h3, C: tl.constexpr, W: tl.constexpr, STRIDE: t
 
 @triton.jit(do_not_specialize=["T"])
 def conv_keep_kernel(
-    p_x, p_state, p_ends, p_slots, p_fresh, T, C: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr,
+    p_x, p_state, p_ends, p_slots, p_fresh, T,
+    C: tl.constexpr, APART: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The last W − 1 inputs of a sequence, of BC channels, into its slot; with fewer new tokens some of what lies there moves up.
 
@@ -40,17 +43,17 @@ def conv_keep_kernel(
     lo, length = span_of(p_ends, n, T)
     # no token and not fresh: what lies in the slot stays
     if (slot >= 0) & ((length > 0) | (source < 0)):
-        p_x += lo * C
-        h1 = _new(p_x, p_state, source, length, W - 2, C, W, STRIDE, o_c, real)
-        h2 = _new(p_x, p_state, source, length, W - 3, C, W, STRIDE, o_c, real)
-        h3 = _new(p_x, p_state, source, length, W - 4, C, W, STRIDE, o_c, real)
+        p_x += tl.cast(lo, tl.int64) * APART
+        h1 = _new(p_x, p_state, source, length, W - 2, C, APART, W, STRIDE, o_c, real)
+        h2 = _new(p_x, p_state, source, length, W - 3, C, APART, W, STRIDE, o_c, real)
+        h3 = _new(p_x, p_state, source, length, W - 4, C, APART, W, STRIDE, o_c, real)
         _keep(p_state, slot, h1, h2, h3, C, W, STRIDE, o_c, real)
 
 
 @triton.jit
 def conv_step_kernel(
     p_x, p_w, p_y, p_state, p_slots,
-    C: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr,
+    C: tl.constexpr, APART: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr,
     BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token of a row, of BC channels of one of the PARTS, and their slot in place. y has a matrix [rows ·] for each part, one after
@@ -75,7 +78,7 @@ def conv_step_kernel(
     slot = slot_of(p_slots, row)
     live = real & (slot >= 0)
 
-    x = tl.load(p_x + row.to(tl.int64) * ROW + o_c, mask=live, other=0.0)
+    x = tl.load(p_x + row.to(tl.int64) * APART + o_c, mask=live, other=0.0)
     h1 = held(p_state, slot, W - 2, C, W, STRIDE, o_c, real)
     h2 = held(p_state, slot, W - 3, C, W, STRIDE, o_c, real)
     h3 = held(p_state, slot, W - 4, C, W, STRIDE, o_c, real)

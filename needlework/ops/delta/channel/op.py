@@ -16,7 +16,7 @@ from needlework.ops.delta.channel.intra import intra
 from needlework.ops.delta.channel.operands import ENGINE, Saved, rule_of
 from needlework.ops.delta.channel.scan import scan
 from needlework.ops.delta.inputs import DeltaInputs, SlotTable, solve_dtype
-from needlework.ops.delta.segments import SegmentStates, fix_up, segment_count, segmented, transitions
+from needlework.ops.delta.segments import SegmentStates, fix_up, segmented, segments_of_call, transitions
 from needlework.ops.delta.table import on_table
 from needlework.ops.runtime.constant import constant
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
@@ -170,13 +170,12 @@ def _placed(inputs: DeltaInputs, cu_seqlens: Tensor | None) -> tuple[LaunchConfi
 
 
 def _segments(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, config: LaunchConfig) -> int:
-    """How many segments make a sequence; packed ones are taken as equally long: their lengths are not read back."""
+    """How many segments make a sequence."""
     (_, T, HV, V), K, launch = inputs.v.shape, inputs.q.shape[3], config.launch["scan"]
     chunks = -(-T // config.launch["shared"]["C"])
     # eight warps a multiprocessor, for the registers of the state
     slots = multiprocessors(inputs.v.device) * (8 // launch["num_warps"])
-    longest = chunks if cu_seqlens is None else chunks // max(N, 1)
-    return segment_count(N * HV * -(-V // launch["BV"]), longest, K, V, slots)
+    return segments_of_call(N, cu_seqlens is not None, HV * -(-V // launch["BV"]), chunks, K, V, slots)
 
 
 @constant

@@ -98,7 +98,7 @@ def backward(
     dq = keys() if read and lam is not None else dr
     dg, dlam, dbeta = (None if x is None else new(B, T, HV) for x in (g, lam, beta))
     dinitial_state = new(N, HV, K, V)
-    if alignment.place is not None:
+    if alignment.maps is not None:
         # of an empty sequence, which no chain walks
         dinitial_state.zero_() if dstate is None else dinitial_state.unflatten(0, (-1, segments)).copy_(dstate[:, None])
     overflow = saved.overflow.clone()

@@ -44,7 +44,7 @@ def forward(
         saved = saved._replace(initial_state=fix_up(M, N, inputs.initial_state, segments, reverse=False, table=table), M=M)
         operands = operands._replace(initial_state=saved.initial_state)
     # no chunk: the kernels do not touch the state
-    untouched = alignment.place is not None or T == 0
+    untouched = alignment.maps is not None or T == 0
     if table is not None:
         state = table.state
     elif operands.initial_state is not None:

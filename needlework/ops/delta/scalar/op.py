@@ -17,7 +17,7 @@ from needlework.ops.delta.inputs import DeltaInputs, SlotTable
 from needlework.ops.delta.scalar.backward import backward
 from needlework.ops.delta.scalar.forward import forward
 from needlework.ops.delta.scalar.operands import ENGINE, Saved
-from needlework.ops.delta.segments import segment_count
+from needlework.ops.delta.segments import segments_of_call
 from needlework.ops.delta.table import on_table
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
@@ -124,11 +124,10 @@ def _alignment(inputs: DeltaInputs, cu_seqlens: Tensor | None, chosen: LaunchCon
 
 
 def _segments(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, chosen: LaunchConfig) -> int:
-    """How many segments make a sequence; packed ones are taken as equally long: their lengths are not read back."""
-    (_, T, HV, V), K = inputs.v.shape, inputs.k.shape[-1]
-    launch = chosen.launch["scan"]
-    longest = -(-T // chosen.launch["shared"]["C"]) // (1 if cu_seqlens is None else max(N, 1))
-    return segment_count(N * HV * -(-V // launch["BV"]), longest, K, V, launch["NP"])
+    """How many segments make a sequence."""
+    (_, T, HV, V), K, launch = inputs.v.shape, inputs.k.shape[-1], chosen.launch["scan"]
+    chunks = -(-T // chosen.launch["shared"]["C"])
+    return segments_of_call(N, cu_seqlens is not None, HV * -(-V // launch["BV"]), chunks, K, V, launch["NP"])
 
 
 @fake(delta_scalar)

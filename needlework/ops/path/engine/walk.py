@@ -65,7 +65,7 @@ class Walk(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        return self.align.place is not None
+        return self.align.maps is not None
 
     @property
     def widths(self) -> tuple[int, int]:
