@@ -9,7 +9,7 @@ from needlework.ops.common.shapes import check, check_count, check_slots, check_
 from needlework.ops.polar import chunk, reference
 from needlework.ops.polar.arguments import Parameters, Tokens, check_arguments
 from needlework.ops.polar.custom_op import polar_fwd, polar_grow
-from needlework.ops.polar.state import PolarOutput, PolarState
+from needlework.ops.polar.state import PolarOutput, PolarState, no_tokens_yet
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
 from needlework.ops.slots.table import Live
@@ -77,19 +77,17 @@ def chunk_polar(
     parameters = parameters.map(lambda x: x.to(wide))
     fit = lambda: misfit("polar/attention", q.device, q.dtype, q.shape[-1], v.shape[-1])
     path = resolve("polar", impl, q.device, fit)
-    given_state = initial_state
-    if initial_state is None:
-        no_pages = k.new_zeros(N, 0, *k.shape[2:]), v.new_zeros(N, 0, *v.shape[2:])
-        initial_state = PolarState(*no_pages, torch.zeros(N, dtype=torch.int64, device=q.device))
     if path == "triton":
         from needlework.ops.polar.attention.op import polar
 
         tokens = Tokens(*each(Tensor.contiguous, *tokens))
-        direction, magnitude = polar(tokens, parameters, given_state, cu_seqlens, window)
+        direction, magnitude = polar(tokens, parameters, initial_state, cu_seqlens, window)
         if not output_final_state:
             return PolarOutput(direction, magnitude, None)
+        initial_state = no_tokens_yet(N, k, v) if initial_state is None else initial_state
         return PolarOutput(direction, magnitude, PolarState(*polar_grow(*initial_state, k, v, cu_seqlens, window)))
     tensors = *(x.to(wide) for x in tokens), *parameters
+    initial_state = no_tokens_yet(N, k, v) if initial_state is None else initial_state
     initial_state = initial_state._replace(k=initial_state.k.to(wide), v=initial_state.v.to(wide))
     if path == "reference":
         settings = {"initial_state": initial_state, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}

@@ -13,7 +13,7 @@ from torch import Tensor
 from needlework.ops.attention.definition import page, rows_held, together
 from needlework.ops.common.operands import identity
 from needlework.ops.polar.arguments import Parameters, Tokens, check_arguments, check_data
-from needlework.ops.polar.state import PolarOutput, PolarState
+from needlework.ops.polar.state import PolarOutput, PolarState, no_tokens_yet
 
 
 def recurrent_polar(
@@ -153,7 +153,7 @@ def _each_sequence(attend, q, k, v, window, initial_state, output_final_state, c
     """
     N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     if initial_state is None:
-        initial_state = PolarState(k.new_zeros(N, 0, *k.shape[2:]), v.new_zeros(N, 0, *v.shape[2:]), torch.zeros(N).long())
+        initial_state = no_tokens_yet(N, k, v)
     pasts = initial_state.length.tolist()
     outputs, held = [], []
     for row, tokens, sequence in together(pasts, cu_seqlens):

@@ -141,13 +141,13 @@ differentiable(polar_triton_fwd, _backward, _save)
 
 
 def polar(
-    tokens: Tokens, parameters: Parameters, state: PolarState | None, cu_seqlens: Tensor | None, window: int | None
+    tokens: Tokens, parameters: Parameters, initial_state: PolarState | None, cu_seqlens: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """direction [B T Hq V] in q's dtype, magnitude [B T Hq] in float32 or float64; parameters are of magnitude's dtype."""
     held, place, sizes = None, None, tokens.q.shape[:2]
-    if state is not None:
-        state = state._replace(length=polar_checked(state.length, state.k.shape[1], cu_seqlens, window, *sizes))
-        q, k, v, cu_seqlens, held, place = after_pages(*tokens, state, cu_seqlens, window)
+    if initial_state is not None:
+        length = polar_checked(initial_state.length, initial_state.k.shape[1], cu_seqlens, window, *sizes)
+        q, k, v, cu_seqlens, held, place = after_pages(*tokens, initial_state._replace(length=length), cu_seqlens, window)
         tokens = Tokens(q, k, v)
     given = *tokens, *parameters
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
