@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .answers import Answer, Entry
-from .drawing import label_points, style
+from .drawing import axis_of_bytes, label_points, style
 from .palette import GRID, INK, MUTED, SURFACE, colour, marker
-from .words import size
 
 
 def answer(answer: Answer, path: Path) -> None:
@@ -68,16 +67,12 @@ def points(entries: Sequence[Entry], names: Iterable[str]) -> list[Point]:
 def by_bytes(found: list[Point], path: Path) -> None:
     """A line a mixer, its mean and every run, against the bytes that one sequence's state takes."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator
 
     with style():
         figure = Figure(figsize=(7.2, 3.6))
         axes = figure.add_axes((0.08, 0.14, 0.56, 0.76))
         axes.grid(axis="y")
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x)))
-        axes.minorticks_off()
+        axis_of_bytes(axes, 8)
         axes.set_ylim(-0.03, 1.03)
         axes.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
         axes.set_xlabel("bytes of a sequence's state")

@@ -14,6 +14,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from .palette import GRID, INK, MUTED, SURFACE, colour, variables
+from .words import size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,6 +125,16 @@ def inches(axes: Axes) -> tuple[float, float]:
     figure, box = axes.figure, axes.get_position()
     assert isinstance(figure, Figure)  # and no part of one
     return box.width * figure.get_figwidth(), box.height * figure.get_figheight()
+
+
+def axis_of_bytes(axes: Axes, ticks: int) -> None:
+    """x in powers of two, with so many of them named at most."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=ticks))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x)))
+    axes.minorticks_off()
 
 
 def label_points(axes: Axes, points: Sequence[tuple[int, float, float, str]], *, at: float | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from needlework.eval.retrieval import chance, interval
 
-from .drawing import label_points, style, svg
+from .drawing import axis_of_bytes, label_points, style, svg
 from .palette import SURFACE
 from .panels import bar, curve, length_axis, panels, point, share_axis, title
 from .results import Results, check_results, scores_of
@@ -86,22 +86,17 @@ def _retrieval_panel(axes: Axes, results: Results, task: str) -> None:
 
 
 def _state_panel(axes: Axes, results: Results, task: str) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
     last, trained = results["lengths"][-1], results["train_length"]
     points = [
         (i, m["state_bytes"][str(last)], scores_of(m, task)[str(last)]["accuracy"], m["title"])
         for i, m in enumerate(results["mixers"])
     ]
     share_axis(axes, chance(task))
-    axes.set_xscale("log", base=2)
+    axis_of_bytes(axes, 5)
     axes.set_xlabel(f"bytes of state a sequence of {last:,} tokens holds")
     title(axes, f"{_heading(task)} at {multiple(last, trained)}: digits found, by state size")
     if points:
         axes.set_xlim(min(x for _, x, _, _ in points) / 1.7, max(x for _, x, _, _ in points) * 1.7)
-    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=5))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x)))
-    axes.minorticks_off()
     for i, x, y, name in points:
         bar(axes, i, x, interval(y, scores_of(results["mixers"][i], task)[str(last)]["values"]))
         point(axes, i, x, y, f"{name}: {percent(y)} with {size(x)}", points=9)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from needlework.eval.retrieval import GUESS
 
-from .drawing import label_points, style
+from .drawing import axis_of_bytes, label_points, style
 from .palette import GRID, MUTED, SURFACE, colour, marker
 from .sweep import Sweep, found
 from .words import multiple, percent, size
@@ -99,13 +99,8 @@ def _at(sweep: Sweep, mixer: str, tasks: tuple[str, ...], T: int) -> str:
 
 
 def _by_state(axes, sweep: Sweep, tasks: tuple[str, ...], T: int) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
     axes.grid(axis="y")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x)))
-    axes.minorticks_off()
+    axis_of_bytes(axes, 8)
     axes.set_ylim(-0.03, 1.03)
     axes.set_yticks([0, GUESS, 0.5, 1], ["0 %", "guess", "50 %", "100 %"])
     axes.set_xlabel(f"bytes of state that a sequence of {T:,} tokens holds")

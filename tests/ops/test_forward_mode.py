@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 import needlework.layers.rope
 import needlework.ops
 from needlework.ops.attention.fused import streamed
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.specs import specs
 from needlework.testing.compare import assert_close, leaves, make
 
@@ -181,8 +182,10 @@ def test_a_gradient_that_an_operator_does_not_have_is_refused_by_name():
 
 
 def test_autograd_sees_that_a_step_has_changed_its_state():
+    from needlework.ops.delta.step import delta_step
+
     with FakeTensorMode():
         q, v, state = torch.ones(2, 1, 4), torch.ones(2, 1, 3), torch.zeros(2, 1, 4, 3)
         before = state._version
-        torch.ops.needlework.delta_step(q, q, v, None, None, None, None, None, None, state, None, 1.0, "decayed", False)
+        delta_step(*DeltaInputs(q, q, v), state=state, slots=None, scale=1.0, prediction="decayed", l2norm=False)
         assert (q._version, state._version) == (0, before + 1)

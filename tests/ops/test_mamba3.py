@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from needlework.ops.mamba3 import chunk_mamba3, recurrent_mamba3, reference
-from needlework.ops.mamba3.arguments import checked
+from needlework.ops.mamba3.arguments import Mamba3Inputs, checked
 from needlework.ops.mamba3.spec import SPECS, sample
 from needlework.testing.compare import assert_close, make, tokens
 from needlework.testing.errors import assert_within_budget, over_budget
@@ -19,7 +19,7 @@ OPTIONAL = ("q_bias", "k_bias", "mimo_x")
 @pytest.mark.parametrize("R", [None, 3])
 def test_in_the_input_s_frame_it_is_a_complex_diagonal_state(pairs, R):
     inputs = sample(torch.Generator().manual_seed(0), 2, 37, "random", R=R)
-    rule = checked(**dict.fromkeys(OPTIONAL) | inputs, pairs=pairs)
+    rule = checked(Mamba3Inputs(**dict.fromkeys(OPTIONAL) | inputs), pairs)
     o = reference.unrotated(rule, pairs=pairs)
     got = chunk_mamba3(**inputs, pairs=pairs).o
     assert_close({"o": got}, {"o": o if R else o.squeeze(3)}, "unrotated")

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from needlework.ops.polar import PolarState, chunk, chunk_polar, recurrent_polar, step_polar
+from needlework.ops.polar.arguments import Parameters, Tokens
 from needlework.ops.polar.spec import inputs as sample
 from needlework.testing.compare import EXACT, assert_close, leaves
 
@@ -88,19 +89,21 @@ def test_the_gradient_of_the_temperature_is_read_off_the_query():
         assert_close({"dalpha": read_off.detach()}, {"dalpha": dalpha}, f"token {i}")
 
 
+def nothing_held(tokens: Tokens) -> PolarState:
+    return PolarState(tokens.k[:, :0], tokens.v[:, :0], torch.zeros(len(tokens.k), dtype=torch.int64))
+
+
 def test_merged_splits_of_the_keys_are_the_whole():
     """M = max, L and S rescaled by e^{M − M'}, Q₂ by its square: keys in pages, cut anywhere, against keys in one piece."""
     inputs = make(2, 30, Hq=4)
-    tokens = [inputs[n] for n in ("q", "k", "v")]
-    parameters = [inputs[n] for n in PARAMETERS]
-    none = [x[:, :0] for x in tokens[1:]]
-    whole = chunk.forward(*tokens, *parameters, *none, torch.tensor([0, 0]), window=None, chunk_size=30)
+    tokens = Tokens(*(inputs[n] for n in ("q", "k", "v")))
+    parameters = Parameters(*(inputs[n] for n in PARAMETERS))
+    whole = chunk.forward(tokens, parameters, nothing_held(tokens), window=None, chunk_size=30)
     for cut in (1, 13, 29):
-        held = [x[:, :cut] for x in tokens[1:]]
-        new = [x[:, cut:] for x in tokens]
-        past = torch.tensor([cut, cut])
+        held = PolarState(tokens.k[:, :cut], tokens.v[:, :cut], torch.tensor([cut, cut]))
+        new = Tokens(*(x[:, cut:] for x in tokens))
         for size in (4, 30):
-            split = chunk.forward(*new, *parameters, *held, past, window=None, chunk_size=size)
+            split = chunk.forward(new, parameters, held, window=None, chunk_size=size)
             for name, a, b in zip(("direction", "magnitude", "M, L, Q₂, ‖s‖"), split, whole, strict=True):
                 assert_close({name: a}, {name: b[:, cut:]}, f"cut at {cut}, blocks of {size}")
 
@@ -160,10 +163,8 @@ def test_a_null_folded_into_q2_leaves_float32():
 @pytest.mark.parametrize("style", ["random", "identical", "clustered"])
 def test_n_eff_lies_between_one_and_the_keys_seen_and_the_magnitude_below_one(style):
     inputs = {n: x.float() for n, x in make(2, 50, style=style).items()}
-    tokens, parameters = [inputs[n] for n in ("q", "k", "v")], [inputs[n] for n in PARAMETERS]
-    none = [x[:, :0] for x in tokens[1:]]
-    settings = {"window": 20, "chunk_size": 16}
-    _, magnitude, saved = chunk.forward(*tokens, *parameters, *none, torch.tensor([0, 0]), **settings)
+    tokens, parameters = Tokens(*(inputs[n] for n in ("q", "k", "v"))), Parameters(*(inputs[n] for n in PARAMETERS))
+    _, magnitude, saved = chunk.forward(tokens, parameters, nothing_held(tokens), window=20, chunk_size=16)
     assert (magnitude >= 0).all() and (magnitude < 1).all()
     _, L, Q2, _ = saved.unbind(-1)
     n = torch.arange(1, 51).clamp(max=20)[:, None]
@@ -189,8 +190,8 @@ def test_the_largest_tensor_grows_with_t_times_c(window):
     C, Hq = 32, 4
     for T in (128, 256):
         x = make(1, T, Hq=Hq)
-        past = pages([T], window)
-        arguments = [*(x[n] for n in ("q", "k", "v", *PARAMETERS)), *past]
+        tokens, parameters = Tokens(*(x[n] for n in ("q", "k", "v"))), Parameters(*(x[n] for n in PARAMETERS))
+        arguments = tokens, parameters, PolarState(*pages([T], window))
         settings = {"window": window, "chunk_size": C}
         with Largest() as forward:
             direction, magnitude, saved = chunk.forward(*arguments, **settings)

@@ -38,7 +38,7 @@ def ours(*, content_chunk=64, prediction="previous", scale=None, initial_state=N
 
     given, b_bias = CarveInputs(*(inputs[name] for name in NAMES)), inputs["b_bias"]
     tensors, _, settings = checked(given, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
-    return carve(*tensors, b_bias, initial_state, cu_seqlens, **settings._asdict())
+    return carve(tensors, b_bias, initial_state, cu_seqlens, settings)
 
 
 def part(inputs, a, b):

@@ -114,7 +114,8 @@ def starts_of(p: Problem) -> list[tuple[Tensor, Tensor]]:
     fill = {"f": -torch.inf, "b": -torch.inf}
     wide["b"] = wide["b"] + wide.pop("b_bias")
     x = {n: grid.align(y, fill.get(n, 0.0)) if n in TOKENS else y for n, y in wide.items()}
-    return torch_path.forward(*(x[n] for n in INPUTS if n in x), grid.ends, chunk_size=16, **p.settings())[-1]
+    tensors, state = CarveInputs(*(x[n] for n in INPUTS[:10])), (x[n] for n in INPUTS[11:])
+    return torch_path.forward(tensors, *state, grid.ends, chunk_size=16, **p.settings())[-1]
 
 
 def walked(saved, v: Tensor, beta: Tensor, start: Tensor, spans: list[tuple[int, int, int]], C: int) -> Tensor:
@@ -169,8 +170,9 @@ def computed(p: Problem, name: str = "plain", **constants) -> dict[str, Tensor]:
     saved = intra(x["q"], x["k"], l, beta, None, **engine)
     saved = saved._replace(W=walked(saved, x["v"], beta, kept[0], spans, C).to(saved.q_hat.dtype))
     cotangents = [x["do"], *(x[n].clone() for n in ("dS", "dm", "dtotal"))]
-    gradients = backward(*cotangents, *(x[n] for n in INPUTS[:11]), layout, *kept, saved, **settings, R=R, config=config)
-    out = dict(zip(INPUTS, gradients, strict=True))
+    tensors = CarveInputs(*(x[n] for n in INPUTS[:10]))
+    gradients, *others = backward(*cotangents, tensors, x["b_bias"], layout, *kept, saved, **settings, R=R, config=config)
+    out = dict(zip(INPUTS, (*gradients, *others), strict=True))
     out |= {n: layout.restore(out[n]) for n in TOKENS}
     out["q"] = out["q"][:, R - 1 :: R]
     out |= {n: out[n][:, ::R] for n in ("f", "b")}
@@ -244,7 +246,7 @@ def through_the_op(*, content_chunk, prediction, scale, initial_state, cu_seqlen
     b_bias = tensors.pop("b_bias")
     settings = content_chunk, prediction, scale, initial_state, cu_seqlens
     tensors, state, settings = checked(CarveInputs(**tensors), b_bias, *settings)
-    return carve(*tensors, b_bias, state, cu_seqlens, **settings._asdict())
+    return carve(tensors, b_bias, state, cu_seqlens, settings)
 
 
 @pytest.mark.parametrize(

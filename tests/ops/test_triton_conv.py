@@ -107,7 +107,7 @@ def test_calls_on_a_table_compile_whole(monkeypatch):
 
 @pytest.mark.parametrize("ends", (None, [0, 2, 7]))
 def test_the_operators_pass_opcheck(ends):
-    from needlework.ops.conv.depthwise.op import conv_slots_triton, conv_step_triton, conv_triton, conv_triton_bwd
+    from needlework.ops.conv.depthwise.op import Past, conv_slots_triton, conv_step_triton, conv_triton, conv_triton_bwd
 
     x, weight = inputs(7, B=1 if ends else 2)
     at = torch.tensor(ends) if ends else None
@@ -118,13 +118,15 @@ def test_the_operators_pass_opcheck(ends):
     for held in (None, state):
         own = [t if t is None else t.clone().requires_grad_() for t in (x, weight, held)]
         torch.library.opcheck(
-            conv_triton, (*own, *documents, "silu", [2, 3], False), test_utils=(*values, "test_autograd_registration")
+            conv_triton,
+            (*own[:2], *Past(own[2], *documents), "silu", [2, 3], False),
+            test_utils=(*values, "test_autograd_registration"),
         )
         dy = list(x.split([2, 3], -1))
-        torch.library.opcheck(conv_triton_bwd, (dy, x, weight, held, *documents, "silu", False), test_utils=values)
+        torch.library.opcheck(conv_triton_bwd, (dy, x, weight, *Past(held, *documents), "silu", False), test_utils=values)
     torch.library.opcheck(
         conv_slots_triton,
-        (x, weight, table.state, *documents, table.slots, table.fresh, "silu", [2, 3], False),
+        (x, weight, *Past(table.state, *documents, table.slots, table.fresh), "silu", [2, 3], False),
         test_utils=values,
     )
     torch.library.opcheck(

@@ -40,3 +40,11 @@ def test_a_full_table_is_refused_and_left_alone(monkeypatch):
     with pytest.raises(ValueError, match=r"state\.k: axis 1 \(P\) has capacity 3.* length 3"):
         step_polar(**token, state=state)
     assert state.length.tolist() == [3] and not state.k.any()
+
+
+def test_the_append_passes_opcheck():
+    from needlework.ops.polar.step import polar_append
+
+    k, v, slots = torch.randn(3, 2, 16), torch.randn(3, 2, 24), torch.tensor([2, -1, 0])
+    state = PolarState(torch.zeros(4, 5, 2, 16), torch.zeros(4, 5, 2, 24), torch.tensor([0, 1, 4, 7]))
+    torch.library.opcheck(polar_append, (k, v, *state, slots, 4), test_utils=("test_schema", "test_faketensor"))

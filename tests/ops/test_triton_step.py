@@ -8,13 +8,18 @@ import pytest
 import torch
 
 from needlework.ops.carve import spec as carve
+from needlework.ops.carve.arguments import CarveInputs, Settings
 from needlework.ops.carve.op import recurrent_carve
 from needlework.ops.carve.state import empty_state as empty_carve
 from needlework.ops.ccq import spec as ccq
+from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.reference import recurrent_ccq
 from needlework.ops.ccq.state import empty_state as empty_ccq
 from needlework.ops.common.samples import decay, normal, uniform, unit
 from needlework.ops.delta import recurrent_delta
+from needlework.ops.delta.inputs import DeltaInputs
+from needlework.ops.mamba3 import spec as mamba3
+from needlework.ops.mamba3.state import empty_state as empty_mamba3
 from needlework.ops.qdelta import recurrent_qdelta
 from needlework.ops.runtime.launch_configs import forced
 from needlework.testing.compare import assert_close, leaves, like
@@ -91,20 +96,19 @@ def check_steps(step, recurrent, inputs: dict, table, parameters: dict = {}, slo
 def delta_step(x: dict, state, slots, *, prediction="decayed", l2norm=False):
     from needlework.ops.delta.step import step
 
-    names = ("q", "k", "v", "g", "beta", "lam", "erase", "write", "q_read")
-    return step(*(x.get(name) for name in names), state, slots, scale=0.3, prediction=prediction, l2norm=l2norm)
+    return step(DeltaInputs(**x), state, slots, scale=0.3, prediction=prediction, l2norm=l2norm)
 
 
 def carve_step(x: dict, state, slots, *, content_chunk=4, prediction="previous"):
     from needlework.ops.carve.step import step
 
-    return step(**x, state=state, slots=slots, content_chunk=content_chunk, prediction=prediction, scale=0.3)
+    return step(CarveInputs(**x), state, slots, Settings(content_chunk, prediction, 0.3))
 
 
 def ccq_step(x: dict, state, slots):
     from needlework.ops.ccq.step import step
 
-    return step(x["q"], x["k"], x["eta"], x.get("g"), state, slots)
+    return step(CcqInputs(x["q"], x["k"], x["eta"], x.get("g")), state, slots)
 
 
 def check_delta(inputs: dict, *, prediction="decayed", **given) -> None:
@@ -242,11 +246,11 @@ def test_steps_pass_opcheck(slots):
     from needlework.ops.carve.step import carve_step
     from needlework.ops.ccq.step import ccq_step
     from needlework.ops.delta.step import delta_step
+    from needlework.ops.mamba3.step import Token, mamba3_step
 
     check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
     x = {name: x[:, 0] for name, x in delta_inputs("lam", HV=4).items()}
-    tensors = [x.get(name) for name in ("q", "k", "v", "g", "beta", "lam", "erase", "write", "q_read")]
-    check(delta_step, (*tensors, torch.zeros(2, 4, K, V, dtype=torch.float64), slots, 0.3, "decayed", True))
+    check(delta_step, (*DeltaInputs(**x), torch.zeros(2, 4, K, V, dtype=torch.float64), slots, 0.3, "decayed", True))
 
     x = carve.sample(torch.Generator().manual_seed(0), 2, 1, "random", R=2)
     del x["b_bias"]
@@ -257,6 +261,11 @@ def test_steps_pass_opcheck(slots):
     x = ccq.sample(torch.Generator().manual_seed(0), 2, 1, "random", aligned=True)
     state = empty_ccq(2, ccq.H, ccq.K, dtype=torch.float64)
     check(ccq_step, (*(x[name][:, 0] for name in ("q", "k", "eta", "g")), *state, slots))
+
+    x = mamba3.sample(torch.Generator().manual_seed(0), 2, 1, "random", R=2)
+    tokens = (x[name][:, 0] for name in ("q", "k", "v", "g", "dt", "lam", "angle"))
+    state = empty_mamba3(2, mamba3.HV, mamba3.K, mamba3.V, mamba3.M, 2, dtype=torch.float64)
+    check(mamba3_step, (*Token(*tokens, x["q_bias"], x["k_bias"], x["mimo_x"]), *state, slots, True))
 
 
 def test_a_step_refuses_a_slot_that_is_not_contiguous():

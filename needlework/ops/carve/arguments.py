@@ -13,7 +13,7 @@ RANKS = (1, 2, 4)
 
 
 class CarveInputs(NamedTuple):
-    """The op's tensors: of the tokens, then the layer's own."""
+    """The op's tensors: of the tokens, then the layer's own. Their gradients come back as `CarveInputs` too."""
 
     q: Tensor  # [B T H K]
     k: Tensor  # [B T H R K], or without R
@@ -25,6 +25,14 @@ class CarveInputs(NamedTuple):
     dt_bias: Tensor  # [H K]
     w1: Tensor  # [r V]
     w2: Tensor  # [K r]
+
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self[:6]
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self[6:]
 
 
 class Settings(NamedTuple):
@@ -49,7 +57,8 @@ def checked(
 
     table: the state is one, of any number of slots.
     """
-    q, k, v, f, b, w, A_log, dt_bias, w1, w2 = tensors
+    q, k, v, f, b, w = tensors.tokens
+    A_log, dt_bias, w1, w2 = tensors.parameters
     check_dtypes(q=q, k=k, v=v)
     check("q", q, "B T H K")
     check_tensor("k", k, "B T H K")

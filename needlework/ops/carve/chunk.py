@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from needlework.ops.carve.arguments import CarveInputs
 from needlework.ops.delta import chunk as delta
 
 
@@ -25,11 +26,11 @@ def hidden(m: Tensor, w1: Tensor) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
-    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    S: Tensor, m: Tensor, total: Tensor, ends: Tensor, *, content_chunk: int, prediction: str, scale: float, chunk_size: int,
+    inputs: CarveInputs, S: Tensor, m: Tensor, total: Tensor, ends: Tensor,
+    *, content_chunk: int, prediction: str, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:  # fmt: skip
     """o, S, m, total after the last token, and (S, m) at the start of every content chunk: all that backward needs."""
+    (q, k, v, f, b, w), (A_log, dt_bias, w1, w2) = inputs.tokens, inputs.parameters
     g = log_decay(f, A_log, dt_bias)
     write = torch.sigmoid(w)[..., None, None]  # [N T' H 1 1]
     u, e = write * v, write * k
@@ -51,13 +52,11 @@ def forward(
 
 
 def backward(
-    do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
-    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    starts: list[tuple[Tensor, Tensor]], ends: Tensor,
+    do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor, inputs: CarveInputs, starts: list[tuple[Tensor, Tensor]], ends: Tensor,
     *, content_chunk: int, prediction: str, scale: float, chunk_size: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, f, b, w, A_log, dt_bias, w1, w2 and of the S, m, total carried in ("CARVE whole")."""
+) -> tuple[CarveInputs, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of `inputs` and of the S, m, total carried in ("CARVE whole")."""
+    (q, k, v, f, b, w), (A_log, dt_bias, w1, w2) = inputs.tokens, inputs.parameters
     x = f + dt_bias
     g = log_decay(f, A_log, dt_bias)
     gate = torch.sigmoid(w)
@@ -90,10 +89,11 @@ def backward(
     # the gate's gradient is du and de against what it scales: v·du + k·de, with no factor w
     dgate = (v * du).sum((-2, -1)) + (k * de).sum((-2, -1))
     dx = -A_log.exp() * torch.sigmoid(x) * dl
-    return (
+    gradients = CarveInputs(
         dq, dk + write * de, write * du, dx, db, gate * (1 - gate) * dgate,
-        (g * dl).sum((0, 1)), dx.sum((0, 1)), dw1, dw2, dS, dm, dtotal,
+        A_log=(g * dl).sum((0, 1)), dt_bias=dx.sum((0, 1)), w1=dw1, w2=dw2,
     )  # fmt: skip
+    return gradients, dS, dm, dtotal
 
 
 def _closed(ends: Tensor, end: int) -> Tensor:

@@ -28,24 +28,6 @@ class Kept(NamedTuple):
     m: Tensor
 
 
-class Gradients(NamedTuple):
-    """Of the op's tensors, and of the S, m and total carried in."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    f: Tensor
-    b: Tensor
-    w: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
-    w1: Tensor
-    w2: Tensor
-    S: Tensor
-    m: Tensor
-    total: Tensor
-
-
 @operator
 def carve_fwd(
     inputs: CarveInputs, initial_state: CarveState, cu_seqlens: Tensor | None,
@@ -55,10 +37,9 @@ def carve_fwd(
     q, position = inputs.q, initial_state.position
     check_position(position, content_chunk)
     grid = _grid(q, position, cu_seqlens)
-    tensors = _aligned(grid, inputs)
     S, m, total = (_copy(x, q) for x in initial_state[:3])
     o, S, m, total, starts = chunk.forward(
-        *tensors, S, m, total, grid.ends,
+        _aligned(grid, inputs), S, m, total, grid.ends,
         content_chunk=content_chunk, prediction=prediction, scale=scale, chunk_size=chunk_size,
     )  # fmt: skip
     rows, live = _most_chunks(q, position, content_chunk), grid.chunks(content_chunk)
@@ -74,20 +55,20 @@ def carve_fwd(
 def carve_bwd(
     do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor, inputs: CarveInputs, position: Tensor, cu_seqlens: Tensor | None,
     kept: Kept, content_chunk: int, prediction: str, scale: float, chunk_size: int,
-) -> Gradients:  # fmt: skip
+) -> tuple[CarveInputs, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of what the forward was given; S, m and total's float32 or wider."""
     q = inputs.q
     grid = _grid(q, position, cu_seqlens)
     live = grid.chunks(content_chunk)
     starts = [scatter(x[: int(live.sum())], live).unbind(1) for x in kept]
     do, (dS, dm, dtotal) = grid.align(do.to(width(q))), (_copy(x, q) for x in (dS, dm, dtotal))
-    gradients = chunk.backward(
-        do, dS, dm, dtotal, *_aligned(grid, inputs), list(zip(*starts, strict=True)), grid.ends,
+    found, dS, dm, dtotal = chunk.backward(
+        do, dS, dm, dtotal, _aligned(grid, inputs), list(zip(*starts, strict=True)), grid.ends,
         content_chunk=content_chunk, prediction=prediction, scale=scale, chunk_size=chunk_size,
     )  # fmt: skip
-    tokens = [grid.restore(dx, like=q) for dx in gradients[:6]]
-    given = [dx.to(x.dtype).contiguous() for dx, x in zip([*tokens, *gradients[6:10]], inputs, strict=True)]
-    return Gradients(*given, *gradients[10:])
+    tokens = (grid.restore(dx, like=q) for dx in found.tokens)
+    given = (dx.to(x.dtype).contiguous() for dx, x in zip((*tokens, *found.parameters), inputs, strict=True))
+    return CarveInputs(*given), dS, dm, dtotal
 
 
 def _grid(q: Tensor, position: Tensor, cu_seqlens: Tensor | None) -> Grid:
@@ -105,10 +86,11 @@ def _copy(state: Tensor, q: Tensor) -> Tensor:
 def _aligned(grid: Grid, inputs: CarveInputs) -> CarveInputs:
     """q … w2 in the computing dtype, tokens on the grid: a virtual token writes nothing, reads nothing and keeps all."""
     dtype = width(inputs.q)
-    q, k, v, f, b, w, *parameters = each(lambda x: x.to(dtype), *inputs)
+    wide = CarveInputs(*each(lambda x: x.to(dtype), *inputs))
+    q, k, v, f, b, w = wide.tokens
     keep_all = -torch.inf
     tokens = grid.align(q), grid.align(k), grid.align(v), grid.align(f, keep_all), grid.align(b, keep_all), grid.align(w)
-    return CarveInputs(*tokens, *parameters)
+    return CarveInputs(*tokens, *wide.parameters)
 
 
 def _most_chunks(q: Tensor, position: Tensor, content_chunk: int) -> int:
@@ -128,7 +110,7 @@ def _(inputs: CarveInputs, initial_state: CarveState, cu_seqlens: Tensor | None,
 @fake(carve_bwd)
 def _(do, dS, dm, dtotal, inputs: CarveInputs, *_):
     states = (x.new_empty(x.shape, dtype=width(inputs.q)) for x in (dS, dm, dtotal))
-    return Gradients(*(x.new_empty(x.shape) for x in inputs), *states)
+    return CarveInputs(*(x.new_empty(x.shape) for x in inputs)), *states
 
 
 def _save(ctx, inputs, output) -> None:
@@ -139,9 +121,9 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, do, dS, dm, dtotal, *_):
-    gradients = carve_bwd(do, dS, dm, dtotal, *ctx.saved_tensors, *ctx.settings)
-    state = [dx.to(dtype) for dx, dtype in zip(gradients[10:], ctx.state_dtypes, strict=True)]
-    return *gradients[:10], *state, None, None, None, None, None, None
+    *gradients, dS, dm, dtotal = carve_bwd(do, dS, dm, dtotal, *ctx.saved_tensors, *ctx.settings)
+    state = (dx.to(dtype) for dx, dtype in zip((dS, dm, dtotal), ctx.state_dtypes, strict=True))
+    return *gradients, *state, *[None] * 6
 
 
 differentiable(carve_fwd, _backward, _save)

@@ -106,23 +106,18 @@ def chunk_carve(
         return CarveOutput(o, None)
     if path == "reference":
         return recurrent_carve(
-            *tensors,
-            b_bias=b_bias,
-            content_chunk=content_chunk,
-            prediction=prediction,
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
+            *tensors, b_bias=b_bias, **settings._asdict(), initial_state=initial_state, output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
-        )
+        )  # fmt: skip
     if path == "triton":
         from needlework.ops.carve.feedback.op import carve
 
         b_bias = torch.zeros_like(dt_bias) if b_bias is None else b_bias
-        on_slots = {"table": state, "slots": slots, "fresh": fresh}
-        o, final = carve(*whole, b_bias, initial_state, cu_seqlens, **settings._asdict(), **on_slots)
+        o, final = carve(whole, b_bias, initial_state, cu_seqlens, settings, table=state, slots=slots, fresh=fresh)
         return CarveOutput(o, final if output_final_state else None)
-    o, S, m, total, position, _, _ = carve_fwd(*biased(whole, b_bias), *start, cu_seqlens, *settings, chunk_size)
+    o, S, m, total, position, _, _ = carve_fwd(
+        *biased(whole, b_bias), *start, cu_seqlens=cu_seqlens, **settings._asdict(), chunk_size=chunk_size
+    )
     # autocast widens what the operator is given
     return CarveOutput(o.to(q.dtype), CarveState(S, m, total, position) if output_final_state else None)
 
@@ -212,7 +207,7 @@ def step_carve(
     True
     """
     inputs = CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)
-    token = CarveInputs(*now("q k v f b w", *inputs[:6]), *inputs[6:])
+    token = CarveInputs(*now("q k v f b w", *inputs.tokens), *inputs.parameters)
     check_tensor("q", q, "B H K")
     check_slots(slots, len(q))
     check_state("state", state, CarveState)
@@ -224,19 +219,12 @@ def step_carve(
     ):
         from needlework.ops.carve.step import step
 
-        return step(*inputs, state, slots, **settings._asdict())
+        return step(inputs, state, slots, settings)
     live = Live.of(slots, len(q), q.device)
     held = CarveState(*(x[live.slots] for x in state))
-    tensors = *(x[live.rows].unsqueeze(1) for x in inputs[:6]), *inputs[6:]
+    tensors = *(x[live.rows].unsqueeze(1) for x in inputs.tokens), *inputs.parameters
     with torch.no_grad():
-        o_live, new = recurrent_carve(
-            *tensors,
-            content_chunk=content_chunk,
-            prediction=prediction,
-            scale=scale,
-            initial_state=held,
-            output_final_state=True,
-        )
+        o_live, new = recurrent_carve(*tensors, **settings._asdict(), initial_state=held, output_final_state=True)
         assert new is not None  # asked for
         live.write(state, new)
         return live.spread(o_live[:, 0])

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.carve.arguments import Prediction
+from needlework.ops.carve.arguments import CarveInputs, Settings
 from needlework.ops.carve.state import CarveState
-from needlework.ops.runtime.custom_op import step_operator
+from needlework.ops.runtime.custom_op import fake, step_operator
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 from needlework.ops.slots.table import check_contiguous
@@ -116,33 +116,26 @@ def carve_step_kernel(
         tl.store(p_position, position)
 
 
-@step_operator("S", "m", "total", "position")
+@step_operator("state")
 def carve_step(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
-    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    S: Tensor, m: Tensor, total: Tensor, position: Tensor, slots: Tensor | None,
-    content_chunk: int, prediction: str, scale: float,
+    inputs: CarveInputs, state: CarveState, slots: Tensor | None, content_chunk: int, prediction: str, scale: float
 ) -> Tensor:  # fmt: skip
     """o [B H V]."""
-    (B, H, K), V = q.shape, v.shape[-1]
-    check_contiguous(S=S, m=m, total=total, position=position)
+    q, (B, H, K), V = inputs.q, inputs.q.shape, inputs.v.shape[-1]
+    check_contiguous(state)
     o = q.new_empty(B, H, V)
-    tensors = [x.contiguous() for x in (q, k, v, f, b, w, A_log, dt_bias, w1, w2)]
-    constants = _constants(launch_config(ENGINE, q.device, q.dtype, K, V).launch["step"], K, V, w1.shape[0])
+    constants = _constants(launch_config(ENGINE, q.device, q.dtype, K, V).launch["step"], K, V, len(inputs.w1))
     with torch.cuda.device_of(q):
         carve_step_kernel[(B * H * cdiv(V, constants["BV"]),)](
-            *tensors,
-            S,
-            m,
-            total,
-            position,
+            *(x.contiguous() for x in inputs),
+            *state,
             slots,
             o,
             content_chunk,
-            *(x.stride(0) for x in (S, m, total, position)),
+            *(x.stride(0) for x in state),
             scale=scale,
             H=H,
-            R=k.shape[2] if k.dim() == 4 else 1,
+            R=inputs.k.shape[2] if inputs.k.dim() == 4 else 1,
             PREVIOUS=prediction == "previous",
             ACC=TYPES[accumulator(q.dtype)],
             **constants,
@@ -150,34 +143,17 @@ def carve_step(
     return o
 
 
-@torch.library.register_fake(carve_step)
-def _(q, k, v, *_):
-    return q.new_empty(*q.shape[:2], v.shape[-1])
+@fake(carve_step)
+def _(inputs: CarveInputs, *_):
+    return inputs.q.new_empty(*inputs.q.shape[:2], inputs.v.shape[-1])
 
 
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    f: Tensor,
-    b: Tensor,
-    w: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    state: CarveState,
-    slots: Tensor | None,
-    *,
-    content_chunk: int,
-    prediction: Prediction,
-    scale: float,
-) -> Tensor:
+def step(inputs: CarveInputs, state: CarveState, slots: Tensor | None, settings: Settings) -> Tensor:
     """`step_carve` on arguments that it has checked: o [B H V] in q's dtype, without gradients.
 
     The values of state.position are not read on the host: they must lie inside a content chunk.
     """
-    return carve_step(q, k, v, f, b, w, A_log, dt_bias, w1, w2, *state, slots, content_chunk, prediction, scale)
+    return carve_step(*inputs, *state, slots, *settings)
 
 
 def _constants(launch: Mapping[str, int], K: int, V: int, rank: int) -> dict[str, int]:

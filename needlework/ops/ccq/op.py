@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
-from needlework.ops.ccq.arguments import check_state, check_tokens
+from needlework.ops.ccq.arguments import CcqInputs, check_state, check_tokens
 from needlework.ops.ccq.custom_op import ccq_fwd
 from needlework.ops.ccq.reference import recurrent_ccq
 from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state, symmetric
@@ -103,15 +103,16 @@ def chunk_ccq(
     if path == "triton":
         from needlework.ops.ccq.curvature.op import ccq_triton_slots, clean
 
-        rows = each(Tensor.contiguous, q, k, eta, g)
+        inputs = CcqInputs(*each(Tensor.contiguous, q, k, eta, g))
         if state is not None:
-            return CcqOutput(ccq_triton_slots(*rows, *state, slots, fresh, cu_seqlens), None)
-        start = None if initial_state is None else CurvatureState(*(x.to(wide) for x in initial_state))
-        cleaned, final = clean(*rows, start, cu_seqlens)
+            return CcqOutput(ccq_triton_slots(*inputs, *state, slots=slots, fresh=fresh, cu_seqlens=cu_seqlens), None)
+        initial_state = None if initial_state is None else CurvatureState(*(x.to(wide) for x in initial_state))
+        cleaned, final = clean(inputs, initial_state, cu_seqlens)
         return CcqOutput(cleaned, final if output_final_state else None)
-    start = empty_state(N, *k.shape[2:], device=k.device) if initial_state is None else initial_state
-    start = CurvatureState(*(x.to(wide) for x in start))
-    cleaned, *final = ccq_fwd(q.to(wide), k.to(wide), eta.to(wide), g, *start, cu_seqlens, chunk_size)
+    initial_state = empty_state(N, *k.shape[2:], device=k.device) if initial_state is None else initial_state
+    initial_state = CurvatureState(*(x.to(wide) for x in initial_state))
+    inputs = CcqInputs(q.to(wide), k.to(wide), eta.to(wide), g)
+    cleaned, *final = ccq_fwd(*inputs, *initial_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
     return CcqOutput(cleaned.to(q.dtype), CurvatureState(*final) if output_final_state else None)
 
 
@@ -144,7 +145,7 @@ def step_ccq(
     if resolve("ccq", "auto", q.device, lambda: misfit("ccq/step", q.device, q.dtype, q.shape[-1], q.shape[-1])) == "triton":
         from needlework.ops.ccq.step import step
 
-        return step(q, k, eta, g, state, slots)
+        return step(CcqInputs(q, k, eta, g), state, slots)
     live = Live.of(slots, len(q), q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
     q_, k_, eta_, decay = (x[live.rows].to(wide) for x in (q, k, eta, torch.ones_like(k[..., 0]) if g is None else g.exp()))

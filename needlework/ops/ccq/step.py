@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.state import CurvatureState
-from needlework.ops.runtime.custom_op import step_operator
+from needlework.ops.runtime.custom_op import fake, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
@@ -93,19 +94,18 @@ def ccq_mean_kernel(
     tl.store(p_n, n)
 
 
-@step_operator("C", "mean", "n")
-def ccq_step(
-    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, C: Tensor, mean: Tensor, n: Tensor, slots: Tensor | None
-) -> Tensor:  # fmt: skip
+@step_operator("state")
+def ccq_step(inputs: CcqInputs, state: CurvatureState, slots: Tensor | None) -> Tensor:
     """The cleaned query [B HV K]."""
+    check_contiguous(state)
+    q, k, eta, g = each(Tensor.contiguous, *inputs)
+    C, mean, n = state
     (B, H, K), HV = q.shape, eta.shape[1]
-    check_contiguous(C=C, mean=mean, n=n)
     o = q.new_empty(B, HV, K)
-    q, k, eta, g = each(Tensor.contiguous, q, k, eta, g)
     launch = launch_config(ENGINE, q.device, q.dtype, K, K).launch
     constants = _constants(launch["step"], K)
     sizes = {"H": H, "K": K, "ACC": TYPES[accumulator(q.dtype)], "BK": constants["BK"]}
-    strides = [x.stride(0) for x in (C, mean, n)]
+    strides = [x.stride(0) for x in state]
     with torch.cuda.device_of(q):
         grid = (B * H * cdiv(K, constants["BV"]),)
         ccq_step_kernel[grid](q, k, eta, g, C, mean, n, slots, o, *strides, HV=HV, **sizes | constants)
@@ -113,14 +113,14 @@ def ccq_step(
     return o
 
 
-@torch.library.register_fake(ccq_step)
-def _(q, k, eta, *_):
-    return q.new_empty(*eta.shape, q.shape[-1])
+@fake(ccq_step)
+def _(inputs: CcqInputs, *_):
+    return inputs.q.new_empty(*inputs.eta.shape, inputs.q.shape[-1])
 
 
-def step(q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureState, slots: Tensor | None) -> Tensor:
+def step(inputs: CcqInputs, state: CurvatureState, slots: Tensor | None) -> Tensor:
     """`step_ccq` on arguments that it has checked: the cleaned query [B HV K] in q's dtype, without gradients."""
-    return ccq_step(q, k, eta, g, *state, slots)
+    return ccq_step(*inputs, *state, slots)
 
 
 def _constants(launch: Mapping[str, int], K: int) -> dict[str, int]:

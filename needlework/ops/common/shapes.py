@@ -73,10 +73,10 @@ def check_slots(slots: Tensor | None, size: int, axis: str = "B") -> None:
 def now(names: str, *tokens: *Ts) -> tuple[*Ts]:
     """One token's tensors [B ...] as [B 1 ...], None as it is; ValueError for what is neither. names: "q k v"."""
     for name, x in zip(names.split(), tokens, strict=True):
-        if x is not None:
-            check_tensor(name, x, "B …")
-        if isinstance(x, Tensor) and not x.dim():
-            raise ValueError(f"{name}: expected axes [B …], got shape []")
+        if x is None or (isinstance(x, Tensor) and x.dim()):
+            continue
+        check_tensor(name, x, "B …")
+        raise ValueError(f"{name}: expected axes [B …], got shape []")
     return each(lambda x: x.unsqueeze(1), *tokens)
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.packing import document_positions, lengths, sequences
 from needlework.ops.common.shapes import check
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
 from needlework.ops.slots.table import Sequences, check_table
 
@@ -54,11 +55,12 @@ def causal_conv(
         before = state.to(x.dtype)
     last = _last(x, before, cu_seqlens)
     if _path("causal_conv", impl, x, weight) == "triton":
-        from needlework.ops.conv.depthwise.op import conv_triton
+        from needlework.ops.conv.depthwise.op import Past, conv_triton
 
         ends, document, position = _documents(cu_seqlens, T)
-        past = (None, None, None) if state is None else (before.contiguous(), ends, document)
-        return tuple(conv_triton(x.contiguous(), _taps(weight, bias), *past, position, after, parts, bias is not None)), last
+        own = Past(None, None, None, position) if state is None else Past(before.contiguous(), ends, document, position)
+        y = conv_triton(x.contiguous(), _taps(weight, bias), *own, after=after, parts=parts, bias=bias is not None)
+        return tuple(y), last
     return _convolved(x, weight, bias, before, cu_seqlens, after).split(parts, -1), last
 
 
@@ -90,14 +92,13 @@ def causal_conv_slots(
     parts = _parts(x, weight, bias, parts)
     _check_table(x, weight, bias, state, slots, fresh, sequences(cu_seqlens, len(x)))
     if _path("causal_conv_slots", impl, x, weight) == "triton":
-        from needlework.ops.conv.depthwise.op import conv_slots_triton
+        from needlework.ops.conv.depthwise.op import Past, conv_slots_triton
 
-        own = (None if one is None else one.contiguous() for one in (slots, fresh))
-        past = state, *_documents(cu_seqlens, x.shape[1]), *own
+        past = Past(state, *_documents(cu_seqlens, x.shape[1]), *each(Tensor.contiguous, slots, fresh))
         (B, T, _), apart = x.shape, x.stride()
         if apart[2] != 1 or (B > 1 and apart[0] != T * apart[1]):
             x = x.contiguous()
-        y = conv_slots_triton(x, _taps(weight, bias), *past, after, parts, bias is not None)
+        y = conv_slots_triton(x, _taps(weight, bias), *past, after=after, parts=parts, bias=bias is not None)
         return _apart(y, x, parts)
     return _on_slots(x, weight, bias, state, slots, fresh, cu_seqlens, after).split(parts, -1)
 
@@ -127,7 +128,8 @@ def step_conv(
         from needlework.ops.conv.depthwise.op import conv_step_triton
 
         x, slots = x if x.stride(1) == 1 else x.contiguous(), None if slots is None else slots.contiguous()
-        return _apart(conv_step_triton(x, _taps(weight, bias), state, slots, after, parts, bias is not None), x, parts)
+        y = conv_step_triton(x, _taps(weight, bias), state, slots, after=after, parts=parts, bias=bias is not None)
+        return _apart(y, x, parts)
     y = _on_slots(x[:, None], weight, bias, state, slots, None, None, after)[:, 0]
     y = y if slots is None else torch.where(slots[:, None] >= 0, y, 0)
     return y.split(parts, -1)
@@ -175,8 +177,8 @@ def _path(op: str, impl: Impl, x: Tensor, weight: Tensor) -> str:
 def _apart(y: Tensor, x: Tensor, parts: list[int]) -> tuple[Tensor, ...]:
     """[B … ·] of each part, of all numbers of one after those of the other: an operator that changes a table may return no list."""
     shape, rows = x.shape[:-1], x.shape[:-1].numel()
-    each = y.split([rows * channels for channels in parts])
-    return tuple(one.view(*shape, channels) for one, channels in zip(each, parts, strict=True))
+    found = y.split([rows * channels for channels in parts])
+    return tuple(one.view(*shape, channels) for one, channels in zip(found, parts, strict=True))
 
 
 def _documents(cu_seqlens: Tensor | None, T: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from needlework.ops.common.packing import sequences
 from needlework.ops.common.shapes import check, check_dtypes, check_groups, check_tensor, width
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.runtime.each import each
 from needlework.ops.slots.table import check_table
 from needlework.ops.unit.reference import unit_rows
@@ -112,18 +113,9 @@ def check_states(
     return N
 
 
-def check_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    write: Tensor | None,
-    prediction: Prediction,
-    q_read: Tensor | None,
-) -> None:
-    """ValueError for what does not fit, or excludes each other."""
+def check_rule(inputs: DeltaInputs, prediction: Prediction) -> None:
+    """ValueError for what does not fit, or excludes each other. The rule has no lam."""
+    v, beta, erase, write = inputs.v, inputs.beta, inputs.erase, inputs.write
     if prediction not in get_args(Prediction):
         raise ValueError(f"prediction: got {prediction!r}, expected 'decayed', 'previous' or 'given'")
     if prediction == "given" and erase is None:
@@ -132,36 +124,26 @@ def check_rule(
         raise ValueError("erase and write: one is given without the other")
     if beta is not None and erase is not None:
         raise ValueError("beta: erase and write are given, which take its place")
-    check_heads(q, k, v, q_read)
-    (B, T, HV, V), K = v.shape, k.shape[-1]
+    check_heads(inputs.q, inputs.k, v, inputs.q_read)
+    (B, T, HV, V), K = v.shape, inputs.k.shape[-1]
     if beta is not None:
         check_number("beta", beta, v)
     elif erase is not None and write is not None:
         check("erase", erase, "B T HV K", B=B, T=T, HV=HV, K=K)
         check("write", write, "B T HV V", B=B, T=T, HV=HV, V=V)
-    check_gate(g, v, K)
+    check_gate(inputs.g, v, K)
 
 
-def checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    write: Tensor | None,
-    prediction: Prediction,
-    q_read: Tensor | None,
-    l2norm: bool = False,
-) -> Rule:
+def checked(inputs: DeltaInputs, prediction: Prediction, l2norm: bool = False) -> Rule:
     """The rule that these arguments mean; ValueError for what does not fit."""
-    check_rule(q, k, v, g, beta, erase, write, prediction, q_read)
-    _, k, v, read = checked_heads(q, k, v, q_read, l2norm)
-    if beta is not None:
-        erase = write = checked_number("beta", beta, v)
+    check_rule(inputs, prediction)
+    _, k, v, read = checked_heads(inputs.q, inputs.k, inputs.v, inputs.q_read, l2norm)
+    erase, write = inputs.erase, inputs.write
+    if inputs.beta is not None:
+        erase = write = checked_number("beta", inputs.beta, v)
     elif erase is not None and write is not None:
         erase, write = erase.to(v.dtype), write.to(v.dtype)
-    return Rule(read, k, v, checked_gate(g, v, k.shape[-1]), erase, write)
+    return Rule(read, k, v, checked_gate(inputs.g, v, k.shape[-1]), erase, write)
 
 
 def direction(erase: Tensor, k: Tensor, prediction: Prediction) -> Tensor:

@@ -130,7 +130,10 @@ def _replay(
         if A is not None and e_hat is not None:
             W[i] = torch.linalg.solve_triangular(A[i], W[i] - e_hat[i] @ S, upper=False, unitriangular=True)
         S = whole[i] * S + k_hat[i].mT @ W[i]
-    return _Replay(q, k, e, rows, decay, retention, before, whole, q_hat, k_hat, e_hat, P, A, W, starts, S)
+    return _Replay(
+        q=q, k=k, e=e, rows=rows, decay=decay, retention=retention, before=before, whole=whole,
+        q_hat=q_hat, k_hat=k_hat, e_hat=e_hat, P=P, A=A, W=W, starts=starts, final=S,
+    )  # fmt: skip
 
 
 def _chunk(T: int, chunk_size: int) -> int:

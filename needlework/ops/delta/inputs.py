@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # it needs Triton
 class DeltaInputs(NamedTuple):
     """Tensors of an engine's call, None for what the rule does not have. Their gradients come back as `DeltaInputs` too.
 
-    The scalar engine takes no erase and no write, the channel engine no lam, no q_read and no powers. Powers have no gradient.
+    The scalar engine takes no erase and no write, the channel engine no lam, no q_read and no powers. Powers have no gradient. A step takes
+    tensors without T, no initial_state and no powers.
     """
 
     q: Tensor  # [B T H K]; for the channel engine what reads

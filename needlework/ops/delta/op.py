@@ -87,10 +87,11 @@ def chunk_delta(
     (True, True)
     """
     check_count("chunk_size", chunk_size)
-    check_rule(q, k, v, g, beta, erase, write, prediction, q_read)
+    inputs = DeltaInputs(q, k, v, g, beta, erase=erase, write=write, q_read=q_read)
+    check_rule(inputs, prediction)
     N = check_states(
-        state, slots, fresh, k, v, cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
-        inputs=(q, k, v, g, beta, erase, write, q_read),
+        state, slots, fresh, k, v, cu_seqlens,
+        initial_state=initial_state, output_final_state=output_final_state, inputs=inputs,
     )  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     engine = "delta/channel" if _by_channel(g, erase, prediction) else "delta/scalar"
@@ -111,19 +112,19 @@ def chunk_delta(
         )  # fmt: skip
     if path == "triton":
         q, k = unit(q, k) if l2norm else (q, k)
-        read = q if q_read is None else q_read
         initial_state = None if initial_state is None else initial_state.to(width(q))
-        inputs = DeltaInputs(read, k, v, g, beta, erase=erase, write=write, initial_state=initial_state)
+        inputs = inputs._replace(q=q if q_read is None else q_read, k=k, q_read=None, initial_state=initial_state)
         table = None if state is None else SlotTable(state, slots, fresh)
         o, final = _kernels(inputs, table, cu_seqlens, scale, prediction, output_final_state)
         return DeltaOutput(o, final if output_final_state else None)
-    rule = checked(q, k, v, g, beta, erase, write, prediction, q_read, l2norm)
+    rule = checked(inputs, prediction, l2norm)
     initial_state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
     u = rule.v if rule.write is None else rule.write * rule.v
     e = None if rule.erase is None else direction(rule.erase, rule.k, prediction)[..., None, :]
     o, state = delta_fwd(
-        rule.q, rule.k[..., None, :], u[..., None, :], e, rule.g, initial_state, cu_seqlens, scale, prediction, chunk_size
-    )
+        rule.q, rule.k[..., None, :], u[..., None, :], e, rule.g, initial_state,
+        cu_seqlens=cu_seqlens, scale=scale, prediction=prediction, chunk_size=chunk_size,
+    )  # fmt: skip
     return DeltaOutput(o.to(q.dtype), state if output_final_state else None)
 
 
@@ -224,8 +225,8 @@ def step_delta(
     >>> torch.allclose(torch.stack(steps, 1), chunk_delta(q, k, v, g, beta).o, atol=1e-5)
     True
     """
-    token = now("q k v g beta erase write q_read", q, k, v, g, beta, erase, write, q_read)
-    check_rule(*token[:-1], prediction, token[-1])
+    inputs = DeltaInputs(q, k, v, g, beta, erase=erase, write=write, q_read=q_read)
+    check_rule(DeltaInputs(*now(" ".join(DeltaInputs._fields), *inputs)), prediction)
     check_slots(slots, len(q))
     check("state", state, "slots HV K V", HV=v.shape[1], K=q.shape[-1], V=v.shape[-1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -235,28 +236,14 @@ def step_delta(
     ):
         from needlework.ops.delta.step import step
 
-        return step(
-            q, k, v, g, beta, None, erase, write, q_read, state, slots, scale=scale, prediction=prediction, l2norm=l2norm
-        )
+        return step(inputs, state, slots, scale=scale, prediction=prediction, l2norm=l2norm)
     live = Live.of(slots, len(q), q.device)
-    tokens = (q, k, v, g, beta, erase, write, q_read)
-    q, k, v, g, beta, erase, write, q_read = each(lambda x: x[live.rows].unsqueeze(1), *tokens)
+    own = DeltaInputs(*each(lambda x: x[live.rows].unsqueeze(1), *inputs))
     with torch.no_grad():
         o_live, new = recurrent_delta(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            erase=erase,
-            write=write,
-            prediction=prediction,
-            q_read=q_read,
-            scale=scale,
-            l2norm=l2norm,
-            initial_state=state[live.slots],
-            output_final_state=True,
-        )
+            own.q, own.k, own.v, own.g, own.beta, erase=own.erase, write=own.write, prediction=prediction, q_read=own.q_read,
+            scale=scale, l2norm=l2norm, initial_state=state[live.slots], output_final_state=True,
+        )  # fmt: skip
         assert new is not None  # asked for
         live.write((state,), (new,))
         return live.spread(o_live[:, 0])

@@ -9,6 +9,7 @@ from needlework.ops.common.operands import Operand, identity
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.delta import reference
 from needlework.ops.delta.arguments import Prediction, checked, checked_state
+from needlework.ops.delta.inputs import DeltaInputs
 
 
 class DeltaOutput(NamedTuple):
@@ -48,7 +49,8 @@ def recurrent_delta(
     >>> torch.allclose(recurrent_delta(q, k, v, g, beta).o, chunk_delta(q, k, v, g, beta).o, atol=1e-5)
     True
     """
-    rule = checked(q, k, v, g, beta, erase, write, prediction, q_read, l2norm)
+    inputs = DeltaInputs(q, k, v, g, beta, erase=erase, write=write, q_read=q_read)
+    rule = checked(inputs, prediction, l2norm)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
     initial_state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)

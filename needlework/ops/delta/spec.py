@@ -10,6 +10,7 @@ from needlework.ops.common.operands import Operand, identity
 from needlework.ops.common.samples import decay, keys, normal, uniform, unit
 from needlework.ops.delta import reference
 from needlework.ops.delta.arguments import Prediction, checked, checked_state
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.delta.op import chunk_delta, step_delta
 from needlework.ops.delta.recurrent import DeltaOutput, recurrent_delta
 
@@ -54,7 +55,7 @@ def literal(
     chunk_size: int = 64, operand: Operand = identity,
 ) -> DeltaOutput:  # fmt: skip
     """The chunk form as the spec page prints it, with the op's arguments."""
-    rule = checked(q, k, v, g, beta, erase, write, prediction, q_read)
+    rule = checked(DeltaInputs(q, k, v, g, beta, erase=erase, write=write, q_read=q_read), prediction)
     o, state = reference.literal(
         *rule,
         prediction=prediction,

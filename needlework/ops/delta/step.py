@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.delta.arguments import Prediction
-from needlework.ops.runtime.custom_op import step_operator
+from needlework.ops.delta.inputs import DeltaInputs
+from needlework.ops.runtime.custom_op import fake, step_operator
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 
@@ -88,16 +89,14 @@ def delta_step_kernel(
 
 @step_operator("state")
 def delta_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, lam: Tensor | None,
-    erase: Tensor | None, write: Tensor | None, q_read: Tensor | None, state: Tensor, slots: Tensor | None,
-    scale: float, prediction: str, l2norm: bool = False,
+    inputs: DeltaInputs, state: Tensor, slots: Tensor | None, scale: float, prediction: str, l2norm: bool
 ) -> Tensor:  # fmt: skip
     """o [B HV V]."""
-    (B, H, K), (HV, V) = q.shape, v.shape[1:]
+    q, g, q_read, (B, H, K), (HV, V) = inputs.q, inputs.g, inputs.q_read, inputs.q.shape, inputs.v.shape[1:]
     if not state[:1].is_contiguous():
         raise ValueError(f"state: a slot [HV K V] must be contiguous, got strides {state.stride()}")
-    o = q.new_empty(v.shape)
-    tokens = [None if x is None else x.contiguous() for x in (q, k, v, g, beta, lam, erase, write, q_read)]
+    o = q.new_empty(inputs.v.shape)
+    *tokens, _, _ = (None if x is None else x.contiguous() for x in inputs)
     launch = launch_config(ENGINE, q.device, q.dtype, K, V).launch["step"]
     constants = _constants(launch, K, V)
     with torch.cuda.device_of(q):
@@ -121,21 +120,13 @@ def delta_step(
     return o
 
 
-@torch.library.register_fake(delta_step)
-def _(q, k, v, *_):
-    return q.new_empty(v.shape)
+@fake(delta_step)
+def _(inputs: DeltaInputs, *_):
+    return inputs.q.new_empty(inputs.v.shape)
 
 
 def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    lam: Tensor | None,
-    erase: Tensor | None,
-    write: Tensor | None,
-    q_read: Tensor | None,
+    inputs: DeltaInputs,
     state: Tensor,
     slots: Tensor | None,
     *,
@@ -144,7 +135,7 @@ def step(
     l2norm: bool = False,
 ) -> Tensor:
     """`step_delta` and `step_qdelta` on arguments that they have checked: o [B HV V] in q's dtype, without gradients."""
-    return delta_step(q, k, v, g, beta, lam, erase, write, q_read, state, slots, scale, prediction, l2norm)
+    return delta_step(*inputs, state=state, slots=slots, scale=scale, prediction=prediction, l2norm=l2norm)
 
 
 def _constants(launch: Mapping[str, int], K: int, V: int) -> dict[str, int]:

@@ -117,7 +117,7 @@ def _launch(x: Tensor, maps: Maps, activation: str | None, normed: Normed | None
     y = x.new_empty(rows, N)
     if y.numel():
         known = _constants(launch_config(ENGINE, x.device, x.dtype, D, N), x.dtype, D, activation)
-        more, norm, eps = (None, None, 0.0) if normed is None else normed[1:]
+        more, norm, eps = (None, None, 0.0) if normed is None else (normed.more, normed.norm, normed.eps)
         x, more, norm, bias, up_bias = each(lambda one: one.contiguous(), x, more, norm, maps.bias, maps.up_bias)
         given = x, more, norm, None if more is None else total, eps
         run(few_rows_kernel, (cdiv(N, known["BN"]),), *given, maps.weight, bias, maps.up, up_bias, y, rows, N, **known)

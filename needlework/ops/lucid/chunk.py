@@ -14,9 +14,9 @@ from needlework.ops.lucid.matrix import Matrix, fold, unfold
 from needlework.ops.lucid.state import LucidState, PageRows
 
 
-def forward(tokens: LucidInputs, pages: LucidState, *, rowmax: bool, window: int | None, chunk_size: int) -> Tensor:
+def forward(tokens: LucidInputs, initial_state: LucidState, *, rowmax: bool, window: int | None, chunk_size: int) -> Tensor:
     """y [B T H V] of tokens [B T H ·] after pages [B P H ·] that hold `length` [B] tokens."""
-    (k, v, beta), (page_k, page_y, length) = tokens, pages
+    (k, v, beta), (page_k, page_y, length) = tokens, initial_state
     matrix = Matrix.of(page_k, k, length, window, rowmax)
     y = fold(torch.cat([page_y, v], 1))  # V until it is solved
     beta = None if beta is None else fold(torch.cat([beta.new_zeros(page_k.shape[:3]), beta], 1)[..., None])
@@ -31,7 +31,7 @@ def forward(tokens: LucidInputs, pages: LucidState, *, rowmax: bool, window: int
 
 
 def backward(
-    dy: Tensor, y: Tensor, tokens: LucidInputs, pages: LucidState, *, rowmax: bool, window: int | None, chunk_size: int
+    dy: Tensor, y: Tensor, tokens: LucidInputs, initial_state: LucidState, *, rowmax: bool, window: int | None, chunk_size: int
 ) -> tuple[LucidInputs, PageRows]:
     """Gradients of the tokens and of the pages.
 
@@ -42,7 +42,7 @@ def backward(
 
     The pages are columns without rows: dY_page = −Aᵀ Z, and G alone reaches their keys.
     """
-    (k, v, beta), (page_k, page_y, length) = tokens, pages
+    (k, v, beta), (page_k, page_y, length) = tokens, initial_state
     H, P = k.shape[2], page_k.shape[1]
     matrix = Matrix.of(page_k, k, length, window, rowmax)
     x = matrix.x

@@ -21,59 +21,59 @@ from needlework.ops.runtime.precision import keep_precision
 
 @operator
 def lucid_fwd(
-    tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None,
+    tokens: LucidInputs, initial_state: LucidState, cu_seqlens: Tensor | None,
     rowmax: bool, window: int | None, chunk_size: int, keep_pages: bool,
 ) -> tuple[Tensor, LucidState]:  # fmt: skip
     """y, and the final pages (of no rows without keep_pages)."""
-    length = pages.length
-    check_data(length, pages.k.shape[1], window, cu_seqlens, *tokens.k.shape[:2])
+    length = initial_state.length
+    check_data(length, initial_state.k.shape[1], window, cu_seqlens, *tokens.k.shape[:2])
     tokens = LucidInputs(*_batch(cu_seqlens, *tokens))
-    y = chunk.forward(tokens, pages, rowmax=rowmax, window=window, chunk_size=chunk_size)
+    y = chunk.forward(tokens, initial_state, rowmax=rowmax, window=window, chunk_size=chunk_size)
     if keep_pages:
-        page_k, page_y = grow((pages.k, pages.y), (tokens.k, y), length, cu_seqlens, window)
+        page_k, page_y = grow((initial_state.k, initial_state.y), (tokens.k, y), length, cu_seqlens, window)
     else:
-        page_k, page_y = pages.k[:, :0].clone(), pages.y[:, :0].clone()
+        page_k, page_y = initial_state.k[:, :0].clone(), initial_state.y[:, :0].clone()
     n_new = tokens.k.shape[1] if cu_seqlens is None else lengths(cu_seqlens)
     return y.contiguous() if cu_seqlens is None else unpad(y, cu_seqlens), LucidState(page_k, page_y, length + n_new)
 
 
 @fake(lucid_fwd)
 def _(
-    tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None,
+    tokens: LucidInputs, initial_state: LucidState, cu_seqlens: Tensor | None,
     rowmax: bool, window: int | None, chunk_size: int, keep_pages: bool,
 ):  # fmt: skip
-    return tokens.v.new_empty(tokens.v.shape), fake_pages(tokens, pages, cu_seqlens, window, keep_pages)
+    return tokens.v.new_empty(tokens.v.shape), fake_pages(tokens, initial_state, cu_seqlens, window, keep_pages)
 
 
 def fake_pages(
-    tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None, window: int | None, keep_pages: bool
+    tokens: LucidInputs, initial_state: LucidState, cu_seqlens: Tensor | None, window: int | None, keep_pages: bool
 ) -> LucidState:
     """The final pages of a fake operator."""
     if not keep_pages:
         P = 0
     elif cu_seqlens is None:
-        P = final_rows(pages.k.shape[1], tokens.k.shape[1], window)
+        P = final_rows(initial_state.k.shape[1], tokens.k.shape[1], window)
     else:
         P = torch.library.get_ctx().new_dynamic_size()
-    page_k, page_y = (x.new_empty(len(x), P, *x.shape[2:]) for x in (pages.k, pages.y))
-    return LucidState(page_k, page_y, torch.empty_like(pages.length))
+    page_k, page_y = (x.new_empty(len(x), P, *x.shape[2:]) for x in (initial_state.k, initial_state.y))
+    return LucidState(page_k, page_y, torch.empty_like(initial_state.length))
 
 
 @backward_operator
 def lucid_bwd(
-    dy: Tensor, final: PageRows, y: Tensor, tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None,
+    dy: Tensor, final: PageRows, y: Tensor, tokens: LucidInputs, initial_state: LucidState, cu_seqlens: Tensor | None,
     rowmax: bool, window: int | None, chunk_size: int,
 ) -> tuple[LucidInputs, PageRows]:  # fmt: skip
-    """Gradients of `tokens` and `pages` from those of y and of the final pages."""
+    """Gradients of `tokens` and `initial_state` from those of y and of the final pages."""
     dy, y = _batch(cu_seqlens, dy, y)
     tokens = LucidInputs(*_batch(cu_seqlens, *tokens))
-    P, T = pages.k.shape[1], tokens.k.shape[1]
+    P, T = initial_state.k.shape[1], tokens.k.shape[1]
     through = None
     if final.k.shape[1]:  # a final page is a copy of columns: its k passes dk through, its y adds to dY
-        source = came_from(P, T, pages.length, cu_seqlens, window)
+        source = came_from(P, T, initial_state.length, cu_seqlens, window)
         through = PageRows(*(give_back(x, source, P + T) for x in final))
         dy = dy + through.y[:, P:]
-    (dk, dv, dbeta), before = chunk.backward(dy, y, tokens, pages, rowmax=rowmax, window=window, chunk_size=chunk_size)
+    (dk, dv, dbeta), before = chunk.backward(dy, y, tokens, initial_state, rowmax=rowmax, window=window, chunk_size=chunk_size)
     if through is not None:
         dk, before = dk + through.k[:, P:], PageRows(*(x + way[:, :P] for x, way in zip(before, through, strict=True)))
     own = dk, dv, dbeta
@@ -86,16 +86,16 @@ def lucid_bwd(
 
 @fake(lucid_bwd)
 def fake_gradients(
-    dy: Tensor, final: PageRows, saved: object, tokens: LucidInputs, pages: LucidState, *settings: object
+    dy: Tensor, final: PageRows, saved: object, tokens: LucidInputs, initial_state: LucidState, *settings: object
 ) -> tuple[LucidInputs, PageRows]:
     """Those of a fake operator."""
     empty = lambda x: x.new_empty(x.shape)
-    return LucidInputs(*each(empty, *tokens)), PageRows(*each(empty, pages.k, pages.y))
+    return LucidInputs(*each(empty, *tokens)), PageRows(*each(empty, initial_state.k, initial_state.y))
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    tokens, pages, cu_seqlens, *ctx.settings, _ = inputs
-    ctx.save_for_backward(output[0], *tokens, *pages, cu_seqlens)
+    tokens, initial_state, cu_seqlens, *ctx.settings, _ = inputs
+    ctx.save_for_backward(output[0], *tokens, *initial_state, cu_seqlens)
 
 
 def _backward(ctx, dy, dfinal_k, dfinal_y, dlength):

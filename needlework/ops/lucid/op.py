@@ -84,24 +84,33 @@ def chunk_lucid(
 
         tokens = LucidInputs(*each(Tensor.contiguous, k, v, beta))
         return LucidOutput(lucid(tokens, cu_seqlens, rowmax, window), None)
-    pages = no_tokens_yet(N, k, v) if initial_state is None else initial_state
+    initial_state = no_tokens_yet(N, k, v) if initial_state is None else initial_state
+    page_k, page_y, length = initial_state
     if path == "triton":
         from needlework.ops.lucid.solve.pages import lucid_after
 
         tokens = LucidInputs(*each(Tensor.contiguous, k, v, beta))
-        pages = LucidState(*each(Tensor.contiguous, pages.k.to(k.dtype), pages.y.to(k.dtype)), pages.length)
-        y, state = lucid_after(pages, tokens, cu_seqlens, rowmax, window, output_final_state)
+        initial_state = LucidState(*each(Tensor.contiguous, page_k.to(k.dtype), page_y.to(k.dtype)), length)
+        y, state = lucid_after(initial_state, tokens, cu_seqlens, rowmax, window, output_final_state)
         return LucidOutput(y, state if output_final_state else None)
     wide = torch.promote_types(k.dtype, torch.float32)
-    pages = LucidState(pages.k.to(wide), pages.y.to(wide), pages.length)
+    initial_state = LucidState(page_k.to(wide), page_y.to(wide), length)
     tokens = LucidInputs(*each(lambda x: x.to(wide), k, v, beta))
     if path == "reference":
         y, state = reference.recurrent_lucid(
             *tokens, precondition=precondition, window=window,
-            initial_state=pages, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+            initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
         )  # fmt: skip
     else:
-        y, *state = lucid_fwd(*tokens, *pages, cu_seqlens, rowmax, window, chunk_size, output_final_state)
+        y, *state = lucid_fwd(
+            *tokens,
+            *initial_state,
+            cu_seqlens=cu_seqlens,
+            rowmax=rowmax,
+            window=window,
+            chunk_size=chunk_size,
+            keep_pages=output_final_state,
+        )
     if state is None or not output_final_state:
         return LucidOutput(y.to(k.dtype), None)
     final_k, final_y, length = state

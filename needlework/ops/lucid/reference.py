@@ -11,6 +11,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from needlework.ops.attention.definition import page, rows_held
 from needlework.ops.common.operands import Operand, identity
 from needlework.ops.lucid.arguments import Precondition, Solve, check_call, check_data
 from needlework.ops.lucid.state import LucidOutput, LucidState
@@ -194,7 +195,7 @@ def _each_sequence(
             k_own, v_own, beta_own = own(k, n), own(v, n), None if beta is None else own(beta, n)
             y_past = v_own[:, :0]
             if initial_state is not None:
-                row = [t % (window or length) for t in range(max(0, length - (window or length)), length)]
+                row = rows_held(length, window)
                 k_own = torch.cat([initial_state.k[n : n + 1, row].to(k.dtype), k_own], 1)
                 y_past = initial_state.y[n : n + 1, row].to(v.dtype)
             batches.append((k_own, v_own, beta_own, y_past))
@@ -209,13 +210,6 @@ def _each_sequence(
     ]
     totals = [length + new for length, (_, _, new) in zip(lengths, held, strict=True)]
     P = max(totals) if cu_seqlens is not None else k.shape[1] + (0 if initial_state is None else initial_state.k.shape[1])
-    P = min(P, window or P)
-
-    def page(x: Tensor, total: int) -> Tensor:
-        kept = range(max(0, total - (window or total)), total)
-        row = torch.tensor([t % (window or total) for t in kept], dtype=torch.int64, device=x.device)
-        return x.new_zeros(P, *x.shape[1:]).index_copy(0, row, x[len(x) - len(kept) :])
-
-    page_k = torch.stack([page(x, total) for (x, _, _), total in zip(held, totals, strict=True)])
-    page_y = torch.stack([page(x, total) for (_, x, _), total in zip(held, totals, strict=True)])
+    page_k = torch.cat([page(x[None], total, P, window) for (x, _, _), total in zip(held, totals, strict=True)])
+    page_y = torch.cat([page(x[None], total, P, window) for (_, x, _), total in zip(held, totals, strict=True)])
     return LucidOutput(y, LucidState(page_k, page_y, torch.tensor(totals, dtype=torch.int64, device=k.device)))

@@ -13,6 +13,29 @@ from needlework.ops.mamba3.state import Mamba3State, empty_state
 Pairs = Literal["even", "halves"]
 
 
+class Mamba3Inputs(NamedTuple):
+    """The op's tensors: of the tokens, then the layer's own."""
+
+    q: Tensor  # [B T H K] or [B T H R K]
+    k: Tensor  # [B T H K] or [B T H R K]
+    v: Tensor  # [B T HV V]
+    g: Tensor  # [B T HV]
+    dt: Tensor  # [B T HV]
+    lam: Tensor  # [B T HV]
+    angle: Tensor  # [B T m]
+    q_bias: Tensor | None  # [HV K] or [HV R K]
+    k_bias: Tensor | None  # [HV K] or [HV R K]
+    mimo_x: Tensor | None  # [HV R V]
+
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self[:7]
+
+    @property
+    def parameters(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self[7:]
+
+
 class Rule(NamedTuple):
     """The op's tensors in the dtype that it computes in; heads are expanded to HV, a token has R rows."""
 
@@ -26,11 +49,10 @@ class Rule(NamedTuple):
     mimo_x: Tensor  # [HV R V]; row r writes x ⊙ X_r
 
 
-def check_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, dt: Tensor, lam: Tensor, angle: Tensor,
-    q_bias: Tensor | None, k_bias: Tensor | None, mimo_x: Tensor | None, pairs: Pairs,
-) -> None:  # fmt: skip
+def check_rule(inputs: Mamba3Inputs, pairs: Pairs) -> None:
     """ValueError for what does not fit."""
+    q, k, v, g, dt, lam, angle = inputs.tokens
+    q_bias, k_bias, mimo_x = inputs.parameters
     if pairs not in get_args(Pairs):
         raise ValueError(f"pairs: got {pairs!r}, expected 'even' or 'halves'")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -64,12 +86,11 @@ def check_rule(
         check("mimo_x", mimo_x, "HV R V", HV=HV, V=V, **rows)
 
 
-def checked(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, dt: Tensor, lam: Tensor, angle: Tensor,
-    q_bias: Tensor | None, k_bias: Tensor | None, mimo_x: Tensor | None, pairs: Pairs,
-) -> Rule:  # fmt: skip
+def checked(inputs: Mamba3Inputs, pairs: Pairs) -> Rule:
     """The rule's tensors; ValueError for what does not fit."""
-    check_rule(q, k, v, g, dt, lam, angle, q_bias, k_bias, mimo_x, pairs)
+    check_rule(inputs, pairs)
+    q, k, v, g, dt, lam, angle = inputs.tokens
+    q_bias, k_bias, mimo_x = inputs.parameters
     dtype, HV = width(q), v.shape[2]
     q, k = _biased(q, q_bias, HV, dtype), _biased(k, k_bias, HV, dtype)
     v, g, dt, lam, angle = (x.to(dtype) for x in (v, g, dt, lam, angle))

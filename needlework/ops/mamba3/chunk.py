@@ -10,8 +10,6 @@ R tokens, the gate on the first: row r of a token then sees its rows 1 … r, an
     o_{t,r} = engine_{t,r} + Σ_l own_{t,rl} x_{t,l} + Σ_{l>r} (C̄_{t,r}ᵀk'_{t,l}) u'_{t,l},    own_{t,rl} = λ_tΔ_t q_{t,r}ᵀk_{t,l}
 
 Nothing of a later token enters o_t, to the bit. All tensors share one dtype, heads are expanded.
-
-    q, k [B T H R K]   v [B T H R V]   g, dt, lam [B T H]   rate [B T m] tanh(a)   k0 [N H R K]   v0 [N H R V]   angle0 [N H m]
 """
 
 import math
@@ -21,6 +19,21 @@ import torch
 from torch import Tensor
 
 from needlework.ops.mamba3.line import Line
+
+
+class RowInputs(NamedTuple):
+    """Tensors of the tokens and of the state; their gradients come back as `RowInputs` too."""
+
+    q: Tensor  # [B T H R K]
+    k: Tensor  # [B T H R K]
+    v: Tensor  # [B T H R V]
+    g: Tensor  # [B T H]
+    dt: Tensor  # [B T H]
+    lam: Tensor  # [B T H]
+    rate: Tensor  # [B T m] tanh(a)
+    k0: Tensor  # [N H R K]
+    v0: Tensor  # [N H R V]
+    angle0: Tensor  # [N H m]
 
 
 class Rows(NamedTuple):
@@ -66,11 +79,10 @@ def _radians(half_turns: Tensor) -> Tensor:
     return math.pi * (half_turns - 2 * torch.round(half_turns / 2))
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, dt: Tensor, lam: Tensor, rate: Tensor, k0: Tensor, v0: Tensor, angle0: Tensor,
-    line: Line, halves: bool,
-) -> Rows:  # fmt: skip
-    angles = Angles.of(rate, dt, angle0, line)
+def forward(inputs: RowInputs, line: Line, halves: bool) -> Rows:
+    q, k, v, k0, v0 = inputs.q, inputs.k, inputs.v, inputs.k0, inputs.v0
+    g, dt, lam = inputs.g, inputs.dt, inputs.lam
+    angles = Angles.of(inputs.rate, dt, inputs.angle0, line)
     turned, rows = angles.turn(q, halves), line.shifted(k0, angles.turn(k, halves))
     own = (lam * dt)[..., None, None] * (q @ k.mT)
     u = weights(g, dt, lam, line)[..., None, None] * line.shifted(v0, v)
@@ -86,18 +98,17 @@ def weights(g: Tensor, dt: Tensor, lam: Tensor, line: Line) -> Tensor:
     return line.ended(g).exp() * (line.shifted(_nothing(own, line), own) + line.ended(dt - own))
 
 
-def backward(
-    d: Rows, q: Tensor, k: Tensor, v: Tensor, g: Tensor, dt: Tensor, lam: Tensor, rate: Tensor, k0: Tensor, v0: Tensor, angle0: Tensor,
-    line: Line, halves: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, g, dt, lam, rate, k0, v0, angle0 from those of the rows. With dB̄, dC̄ those of the turned rows:
+def backward(d: Rows, inputs: RowInputs, line: Line, halves: bool) -> RowInputs:
+    """Gradients of `inputs` from those of the rows. With dB̄, dC̄ those of the turned rows:
 
         dΘ_t = Σ_r [B̄ × dB̄ + C̄ × dC̄] per pair,  (x, y) × (dx, dy) = x dy − y dx;    D_t = Σ_{s>=t} dΘ_s + dΘ_end
         drate_t = π Σ_heads Δ_t D_t;    dΔ_t = π Σ_m rate_t D_t + λ_t w_t + (1 − λ_t) z_t;    dλ_t = Δ_t (w_t − z_t)
 
     z_t = ∂/∂((1 − λ)Δ) = α_t dc_t, w_t = ∂/∂(λΔ) = α_{t+1} dc_{t+1} + Σ down ⊙ qᵀk, dg_t = c_t dc_t, α = e^g inside c.
     """
-    angles = Angles.of(rate, dt, angle0, line)
+    q, k, v, k0, v0 = inputs.q, inputs.k, inputs.v, inputs.k0, inputs.v0
+    g, dt, lam, rate = inputs.g, inputs.dt, inputs.lam, inputs.rate
+    angles = Angles.of(rate, dt, inputs.angle0, line)
     own, decay, c = lam * dt, line.ended(g).exp(), weights(g, dt, lam, line)
     x, dk_rows, dq_turned = line.shifted(v0, v), d.k.clone(), line.tokens(d.q)
     if q.shape[3] > 1:
@@ -121,7 +132,7 @@ def backward(
     D = math.pi * ((line.spread(total) - upto).to(q.dtype) + dangle + line.spread(d.angle_end))
     ddt = (rate[:, :, None] * D).sum(-1) + lam * down + (1 - lam) * dnow
     drate = (dt[..., None] * D).sum(2)
-    return dq, dk, dv, line.tokens(c * dc), ddt, dt * (down - dnow), drate, dk0, dv0, dangle0
+    return RowInputs(dq, dk, dv, line.tokens(c * dc), ddt, dt * (down - dnow), drate, dk0, dv0, dangle0)
 
 
 def _pairs(x: Tensor, m: int, halves: bool) -> tuple[Tensor, Tensor]:

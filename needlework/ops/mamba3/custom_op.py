@@ -1,41 +1,25 @@
 """The rows of `chunk.py` as two operators that the compiler does not look into; what cu_seqlens holds is data and checked here."""
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.mamba3 import chunk
+from needlework.ops.mamba3.chunk import RowInputs, Rows
 from needlework.ops.mamba3.line import Line
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.precision import keep_precision
 
 
-class Inputs(NamedTuple):
-    """What `chunk.py` takes, of tokens and of the state; their gradients come back as `Inputs` too."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    dt: Tensor
-    lam: Tensor
-    rate: Tensor
-    k0: Tensor
-    v0: Tensor
-    angle0: Tensor
-
-
 @operator
-def mamba3_rows_fwd(inputs: Inputs, cu_seqlens: Tensor | None, halves: bool) -> chunk.Rows:
-    return chunk.forward(*inputs, _line(cu_seqlens, inputs.q), halves)
+def mamba3_rows_fwd(inputs: RowInputs, cu_seqlens: Tensor | None, halves: bool) -> Rows:
+    return chunk.forward(inputs, _line(cu_seqlens, inputs.q), halves)
 
 
 @backward_operator
-def mamba3_rows_bwd(d: chunk.Rows, inputs: Inputs, cu_seqlens: Tensor | None, halves: bool) -> Inputs:
+def mamba3_rows_bwd(d: Rows, inputs: RowInputs, cu_seqlens: Tensor | None, halves: bool) -> RowInputs:
     """Gradients of `inputs`, from those of the rows."""
-    return Inputs(*each(Tensor.contiguous, *chunk.backward(d, *inputs, _line(cu_seqlens, inputs.q), halves)))
+    return RowInputs(*each(Tensor.contiguous, *chunk.backward(d, inputs, _line(cu_seqlens, inputs.q), halves)))
 
 
 def _line(cu_seqlens: Tensor | None, q: Tensor) -> Line:
@@ -45,19 +29,19 @@ def _line(cu_seqlens: Tensor | None, q: Tensor) -> Line:
 
 
 @fake(mamba3_rows_fwd)
-def _(inputs: Inputs, cu_seqlens: Tensor | None, halves: bool) -> chunk.Rows:
+def _(inputs: RowInputs, cu_seqlens: Tensor | None, halves: bool) -> Rows:
     q, k0, angle0 = inputs.q, inputs.k0, inputs.angle0
     (B, T, H, R, K), V = q.shape, inputs.v.shape[-1]
     rows = (B, T + (1 if cu_seqlens is None else len(k0)), H, R)
     pairs = q.new_empty(B, T, H, R, R)
     later = q.new_empty(pairs.shape if R > 1 else 0)
     ends = k0.new_empty(k0.shape), angle0.new_empty(angle0.shape)
-    return chunk.Rows(q.new_empty(*rows, K), q.new_empty(*rows, K), q.new_empty(*rows, V), pairs, later, *ends)
+    return Rows(q.new_empty(*rows, K), q.new_empty(*rows, K), q.new_empty(*rows, V), pairs, later, *ends)
 
 
 @fake(mamba3_rows_bwd)
-def _(d: chunk.Rows, inputs: Inputs, *_):
-    return Inputs(*(x.new_empty(x.shape) for x in inputs))
+def _(d: Rows, inputs: RowInputs, *_):
+    return RowInputs(*(x.new_empty(x.shape) for x in inputs))
 
 
 def _save(ctx, inputs, output) -> None:

@@ -11,7 +11,8 @@ from needlework.ops.common.packing import check_cu_seqlens, sequences
 from needlework.ops.common.shapes import check_count, check_slots, now, width
 from needlework.ops.delta import chunk_delta
 from needlework.ops.mamba3 import reference
-from needlework.ops.mamba3.arguments import Pairs, Rule, check_rule, check_state, checked, checked_state
+from needlework.ops.mamba3.arguments import Mamba3Inputs, Pairs, Rule, check_rule, check_state, checked, checked_state
+from needlework.ops.mamba3.chunk import RowInputs
 from needlework.ops.mamba3.custom_op import mamba3_rows_fwd
 from needlework.ops.mamba3.line import Line, row_ends
 from needlework.ops.mamba3.state import Mamba3Output, Mamba3State
@@ -96,8 +97,8 @@ def chunk_mamba3(
     True
     """
     check_count("chunk_size", chunk_size)
-    tokens = (q, k, v, g, dt, lam, angle)
-    check_rule(*tokens, q_bias, k_bias, mimo_x, pairs)
+    inputs = Mamba3Inputs(q, k, v, g, dt, lam, angle, q_bias, k_bias, mimo_x)
+    check_rule(inputs, pairs)
     N = sequences(cu_seqlens, len(q))
     if initial_state is not None:
         check_state("initial_state", initial_state, q, v, angle, N=N)
@@ -105,19 +106,19 @@ def chunk_mamba3(
         check_state("state", state, q, v, angle)
     check_table(
         state, slots, fresh, N, dtype=width(q), initial_state=initial_state, output_final_state=output_final_state,
-        inputs=(*tokens, q_bias, k_bias, mimo_x),
+        inputs=inputs,
     )  # fmt: skip
     path = resolve("mamba3", impl, q.device, lambda: _unsupported(q, v))
     kernels = path == "triton" and q.dim() == 4 and bool(v.numel())
     if kernels and state is not None:
         from needlework.ops.mamba3.siso.op import siso_on_table
 
-        given = _tokens(*tokens, q_bias, k_bias)
+        given = _of_kernels(inputs)
         return Mamba3Output(siso_on_table(given, state, slots, fresh, cu_seqlens, halves=pairs == "halves"), None)
     if state is not None:
         own = Sequences.of(slots, fresh, N, q.shape[1], cu_seqlens, q.device)
         o, left = chunk_mamba3(
-            *tokens, q_bias, k_bias, mimo_x, pairs=pairs, initial_state=own.read(state), output_final_state=True,
+            *inputs, pairs=pairs, initial_state=own.read(state), output_final_state=True,
             cu_seqlens=cu_seqlens, chunk_size=chunk_size, impl=path,
         )  # fmt: skip
         assert left is not None  # asked for
@@ -125,19 +126,16 @@ def chunk_mamba3(
         return Mamba3Output(o, None)
     if path == "reference":
         return recurrent_mamba3(
-            *tokens, q_bias, k_bias, mimo_x, pairs=pairs,
-            initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+            *inputs, pairs=pairs, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
         )  # fmt: skip
     if kernels:
         from needlework.ops.mamba3.siso.op import siso
 
-        given = _tokens(*tokens, q_bias, k_bias)
-        if initial_state is not None:
-            given = given._replace(**dict(zip(("S", "k0", "v0", "angle0"), initial_state, strict=True)))
-        return Mamba3Output(*siso(given, cu_seqlens, halves=pairs == "halves", final=output_final_state))
-    rule = checked(*tokens, q_bias, k_bias, mimo_x, pairs)
-    start = checked_state(initial_state, q, v, angle, cu_seqlens)
-    o, final = _by_rows(rule, start, cu_seqlens, pairs, chunk_size, path, q.dtype)
+        settings = {"halves": pairs == "halves", "final": output_final_state}
+        return Mamba3Output(*siso(_of_kernels(inputs), initial_state, cu_seqlens, **settings))
+    rule = checked(inputs, pairs)
+    initial_state = checked_state(initial_state, q, v, angle, cu_seqlens)
+    o, final = _by_rows(rule, initial_state, cu_seqlens, pairs, chunk_size, path, q.dtype)
     return Mamba3Output(_as_given(o, q), final if output_final_state else None)
 
 
@@ -147,49 +145,47 @@ def _unsupported(q: Tensor, v: Tensor) -> str | None:
     return next(filter(None, (misfit(engine, q.device, q.dtype, q.shape[-1], v.shape[-1]) for engine in engines)), None)
 
 
-def _tokens(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    dt: Tensor,
-    lam: Tensor,
-    angle: Tensor,
-    q_bias: Tensor | None,
-    k_bias: Tensor | None,
-) -> "Inputs":
-    """As the kernels take them."""
+def _of_kernels(inputs: Mamba3Inputs) -> "Inputs":
+    """As the kernels of one row a token take them."""
     from needlework.ops.mamba3.siso.launches import Inputs
 
-    g, dt, lam, rate = (x.to(width(q)) for x in (g, dt, lam, angle.to(width(q)).tanh()))
-    return Inputs(q, k, v, g, dt, lam, rate, q_bias, k_bias)
+    q, k, v, *others = inputs.tokens
+    g, dt, lam, angle = (x.to(width(q)) for x in others)
+    return Inputs(q, k, v, g, dt, lam, angle.tanh(), inputs.q_bias, inputs.k_bias)
 
 
 def _by_rows(
-    rule: Rule, start: Mamba3State, cu_seqlens: Tensor | None, pairs: Pairs, chunk_size: int, impl: Impl, dtype: torch.dtype
+    rule: Rule,
+    initial_state: Mamba3State,
+    cu_seqlens: Tensor | None,
+    pairs: Pairs,
+    chunk_size: int,
+    impl: Impl,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Mamba3State]:
     """o [B T HV R V] and the final state: one call of the additive engine; its kernels have operands of `dtype`."""
-    q, k, v, g, dt, lam, angle, X = rule
-    R = q.shape[3]
-    x, x0 = v[..., None, :] * X, start.v[..., None, :] * X
-    rows, k_rows, u, own, later, k_end, angle_end = mamba3_rows_fwd(
-        q, k, x, g, dt, lam, angle.tanh(), start.k, x0, start.angle, cu_seqlens, pairs == "halves"
-    )
+    R, X = rule.q.shape[3], rule.mimo_x
+    x, x0 = rule.v[..., None, :] * X, initial_state.v[..., None, :] * X
+    inputs = RowInputs(
+        q=rule.q, k=rule.k, v=x, g=rule.g, dt=rule.dt, lam=rule.lam, rate=rule.angle.tanh(),
+        k0=initial_state.k, v0=x0, angle0=initial_state.angle,
+    )  # fmt: skip
+    rows, k_rows, u, own, later, k_end, angle_end = mamba3_rows_fwd(*inputs, cu_seqlens=cu_seqlens, halves=pairs == "halves")
     ends = None if cu_seqlens is None else row_ends(cu_seqlens)
-    line = Line.of(cu_seqlens, q.shape[1])
+    line, g = Line.of(cu_seqlens, x.shape[1]), rule.g
     gates = torch.cat([line.ended(g)[..., None], g.new_zeros(*rows.shape[:3], R - 1)], -1)
     flat = lambda y: y.transpose(2, 3).flatten(1, 2)  # [B T H R ·] -> [B T·R H ·]
     given = each(lambda y: flat(y).to(dtype if impl == "triton" else y.dtype), rows, k_rows, u)
     read, S = chunk_delta(
-        *given, gates.transpose(2, 3).flatten(1, 2), scale=1.0, initial_state=start.S, output_final_state=True,
+        *given, gates.transpose(2, 3).flatten(1, 2), scale=1.0, initial_state=initial_state.S, output_final_state=True,
         cu_seqlens=None if ends is None else R * ends, chunk_size=chunk_size, impl=impl,
     )  # fmt: skip
     assert S is not None  # asked for
-    with torch.autocast(q.device.type, enabled=False):
-        o = line.tokens(read.to(q.dtype).unflatten(1, (-1, R)).transpose(2, 3)) + own @ x
+    with torch.autocast(x.device.type, enabled=False):
+        o = line.tokens(read.to(x.dtype).unflatten(1, (-1, R)).transpose(2, 3)) + own @ x
         if R > 1:
             o = o + later @ line.tokens(u)
-    return o, Mamba3State(S, k_end, line.newest(start.v, v), angle_end)
+    return o, Mamba3State(S, k_end, line.newest(initial_state.v, rule.v), angle_end)
 
 
 def _as_given(o: Tensor, q: Tensor) -> Tensor:
@@ -227,7 +223,7 @@ def recurrent_mamba3(
     >>> torch.allclose(recurrent_mamba3(*given).o, chunk_mamba3(*given).o, atol=1e-4)
     True
     """
-    rule = checked(q, k, v, g, dt, lam, angle, q_bias, k_bias, mimo_x, pairs)
+    rule = checked(Mamba3Inputs(q, k, v, g, dt, lam, angle, q_bias, k_bias, mimo_x), pairs)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
     start = checked_state(initial_state, q, v, angle, cu_seqlens)
@@ -269,9 +265,10 @@ def step_mamba3(
     >>> torch.allclose(torch.stack(steps, 1), chunk_mamba3(*given).o, atol=1e-4)
     True
     """
-    tokens = now("q k v g dt lam angle", q, k, v, g, dt, lam, angle)
-    check_rule(*tokens, q_bias, k_bias, mimo_x, pairs)
-    check_state("state", state, tokens[0], tokens[2], tokens[-1])
+    inputs = Mamba3Inputs(q, k, v, g, dt, lam, angle, q_bias, k_bias, mimo_x)
+    token = Mamba3Inputs(*now("q k v g dt lam angle", *inputs.tokens), *inputs.parameters)
+    check_rule(token, pairs)
+    check_state("state", state, token.q, token.v, token.angle)
     check_slots(slots, len(q))
     if (
         resolve("mamba3", "auto", q.device, lambda: misfit("mamba3/step", q.device, q.dtype, q.shape[-1], v.shape[-1]))
@@ -279,11 +276,11 @@ def step_mamba3(
     ):
         from needlework.ops.mamba3.step import step
 
-        return step(q, k, v, g, dt, lam, angle, q_bias, k_bias, mimo_x, state, slots, halves=pairs == "halves")
+        return step(inputs, state, slots, halves=pairs == "halves")
     live = Live.of(slots, len(q), q.device)
     with torch.no_grad():
         o, new = recurrent_mamba3(
-            *each(lambda x: x[live.rows], *tokens), q_bias, k_bias, mimo_x, pairs=pairs,
+            *each(lambda x: x[live.rows], *token.tokens), *token.parameters, pairs=pairs,
             initial_state=Mamba3State(*each(lambda x: x[live.slots], *state)), output_final_state=True,
         )  # fmt: skip
         assert new is not None  # asked for

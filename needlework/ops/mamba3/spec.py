@@ -11,7 +11,7 @@ from needlework.ops.common.operands import Operand, identity
 from needlework.ops.common.samples import decay, keys, normal, uniform
 from needlework.ops.delta import chunk_delta
 from needlework.ops.mamba3 import reference
-from needlework.ops.mamba3.arguments import Pairs, checked, checked_state
+from needlework.ops.mamba3.arguments import Mamba3Inputs, Pairs, checked, checked_state
 from needlework.ops.mamba3.op import chunk_mamba3, recurrent_mamba3, step_mamba3
 from needlework.ops.mamba3.state import Mamba3Output, Mamba3State, empty_state
 
@@ -42,7 +42,7 @@ def literal(
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, chunk_size: int = 64, operand: Operand = identity,
 ) -> Mamba3Output:  # fmt: skip
     """The blocked form as the spec page prints it, with the op's arguments; chunk_size rows a block."""
-    rule = checked(q, k, v, g, dt, lam, angle, q_bias, k_bias, mimo_x, pairs)
+    rule = checked(Mamba3Inputs(q, k, v, g, dt, lam, angle, q_bias, k_bias, mimo_x), pairs)
     start = checked_state(initial_state, q, v, angle, cu_seqlens)
     tokens = max(chunk_size // rule.q.shape[3], 1)
     o, state = reference.literal(rule, start, cu_seqlens, pairs=pairs, chunk_size=tokens, operand=operand)

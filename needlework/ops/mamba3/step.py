@@ -6,14 +6,17 @@ which every tile of the first reads.
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from needlework.ops.mamba3.arguments import Mamba3Inputs
 from needlework.ops.mamba3.state import Mamba3State
-from needlework.ops.runtime.custom_op import step_operator
+from needlework.ops.runtime.custom_op import fake, step_operator
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 from needlework.ops.slots.table import check_contiguous
@@ -142,41 +145,50 @@ def mamba3_keep_kernel(
     tl.store(p_v_state + slot * v_stride + h * V + o_v, x, mask=o_v < V)
 
 
-@step_operator("S", "k_table", "v_table", "angle")
-def mamba3_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, dt: Tensor, lam: Tensor, rate: Tensor, q_bias: Tensor | None, k_bias: Tensor | None,
-    mimo_x: Tensor | None, S: Tensor, k_table: Tensor, v_table: Tensor, angle: Tensor, slots: Tensor | None, halves: bool,
-) -> Tensor:  # fmt: skip
+class Token(NamedTuple):
+    """A token's tensors as the kernels take them: `Mamba3Inputs` without T, of the angle the rate."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    dt: Tensor
+    lam: Tensor
+    rate: Tensor  # [B m] tanh(a)
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    mimo_x: Tensor | None
+
+
+@step_operator("state")
+def mamba3_step(token: Token, state: Mamba3State, slots: Tensor | None, halves: bool) -> Tensor:
     """o [B HV V], or with rows [B HV R V]."""
-    check_contiguous(S=S, k=k_table, v=v_table, angle=angle)
-    (B, H), K, (HV, V), R, m = q.shape[:2], q.shape[-1], v.shape[1:], k_table.shape[2], rate.shape[-1]
+    check_contiguous(state)
+    token = Token(*each(Tensor.contiguous, *token))
+    q, k, v, dt, rate = token.q, token.k, token.v, token.dt, token.rate
+    (B, H), K, (HV, V), R, m = q.shape[:2], q.shape[-1], v.shape[1:], state.k.shape[2], rate.shape[-1]
     o = q.new_empty(B, HV, *q.shape[2:-1], V)
-    q, k, v, g, dt, lam, rate = (x.contiguous() for x in (q, k, v, g, dt, lam, rate))
-    q_bias, k_bias, mimo_x = (None if x is None else x.contiguous() for x in (q_bias, k_bias, mimo_x))
     launch = launch_config(ENGINE, q.device, q.dtype, K, V).launch
     sizes = _sizes(q.dtype, H, HV, R, K, V, m, halves)
     step, keep = (_tiles(name, launch[name], V, m) for name in ("step", "keep"))
-    strides = [x.stride(0) for x in (S, k_table, v_table, angle)]
+    strides = [x.stride(0) for x in state]
     with torch.cuda.device_of(q):
-        mamba3_step_kernel[(B * HV * cdiv(V, step["BV"]),)](
-            q, k, v, g, dt, lam, rate, q_bias, k_bias, mimo_x, S, k_table, v_table, angle, slots, o, *strides, **sizes, **step
-        )
-        mamba3_keep_kernel[(B * HV,)](k, v, dt, rate, k_bias, k_table, v_table, angle, slots, *strides[1:], **sizes, **keep)
+        mamba3_step_kernel[(B * HV * cdiv(V, step["BV"]),)](*token, *state, slots, o, *strides, **sizes, **step)
+        mamba3_keep_kernel[(B * HV,)](k, v, dt, rate, token.k_bias, *state[1:], slots, *strides[1:], **sizes, **keep)
     return o
 
 
-@torch.library.register_fake(mamba3_step)
-def _(q, k, v, *_):
+@fake(mamba3_step)
+def _(token: Token, *_):
+    q, v = token.q, token.v
     return q.new_empty(*v.shape[:2], *q.shape[2:-1], v.shape[-1])
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, dt: Tensor, lam: Tensor, angle: Tensor, q_bias: Tensor | None, k_bias: Tensor | None,
-    mimo_x: Tensor | None, state: Mamba3State, slots: Tensor | None, *, halves: bool,
-) -> Tensor:  # fmt: skip
+def step(inputs: Mamba3Inputs, state: Mamba3State, slots: Tensor | None, *, halves: bool) -> Tensor:
     """`step_mamba3` on arguments that it has checked: o in q's dtype, without gradients."""
-    rate = angle.to(state.S.dtype).tanh()
-    return mamba3_step(q, k, v, g, dt, lam, rate, q_bias, k_bias, mimo_x, *state, slots, halves)
+    q, k, v, g, dt, lam, angle = inputs.tokens
+    token = Token(q, k, v, g, dt, lam, angle.to(state.S.dtype).tanh(), *inputs.parameters)
+    return mamba3_step(*token, *state, slots, halves)
 
 
 def _sizes(dtype: torch.dtype, H: int, HV: int, R: int, K: int, V: int, m: int, halves: bool) -> dict:

@@ -13,7 +13,8 @@ from needlework.ops.attention.pages import positions
 from needlework.ops.common.packing import lengths, pad, unpad
 from needlework.ops.paged.arguments import Bias, Pages
 from needlework.ops.polar import chunk
-from needlework.ops.polar.arguments import Parameters
+from needlework.ops.polar.arguments import Parameters, Tokens
+from needlework.ops.polar.state import PolarState
 
 
 class Batch(NamedTuple):
@@ -61,7 +62,8 @@ def direction(q: Tensor, pages: Pages, parameters: Parameters) -> tuple[Tensor, 
         # the ring's oldest row may be one that no query sees, on a page that has been freed
         held = torch.where(held > (before - pages.window)[:, None], held, -1)
     (k, v), (k_held, v_held) = (_take(pages, at, q.dtype) for at in (batch.own, held))
-    found = chunk.forward(batch.q, k, v, *parameters, k_held, v_held, before, window=pages.window, chunk_size=64)
+    tokens, past = Tokens(batch.q, k, v), PolarState(k_held, v_held, before)
+    found = chunk.forward(tokens, parameters, past, window=pages.window, chunk_size=64)
     keyless = (batch.own < 0)[..., None]
     null = normalize(parameters.v_null, dim=-1, eps=chunk.CLAMP)
     direction, magnitude = torch.where(keyless[..., None], null, found[0]), torch.where(keyless, 0, found[1])

@@ -29,11 +29,11 @@ class StateGradients(NamedTuple):
 
 @operator
 def path_fwd(
-    inputs: PathInputs, state: PathState, cu_seqlens: Tensor | None, window: int | None, scale: float, chunk_size: int
+    inputs: PathInputs, initial_state: PathState, cu_seqlens: Tensor | None, window: int | None, scale: float, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     """o, and lse [B T Hq] for the backward."""
-    check_data(state.length, state.k.shape[1], window, cu_seqlens, *inputs.q.shape[:2])
-    o, lse = chunk.forward(_batch(inputs, cu_seqlens, scale), _history(state, window), chunk_size=chunk_size)
+    check_data(initial_state.length, initial_state.k.shape[1], window, cu_seqlens, *inputs.q.shape[:2])
+    o, lse = chunk.forward(_batch(inputs, cu_seqlens, scale), _history(initial_state, window), chunk_size=chunk_size)
     return packed(cu_seqlens, o, lse)
 
 
@@ -45,12 +45,12 @@ def _(inputs: PathInputs, *_):
 
 @backward_operator
 def path_bwd(
-    do: Tensor, o: Tensor, lse: Tensor, inputs: PathInputs, state: PathState, cu_seqlens: Tensor | None,
+    do: Tensor, o: Tensor, lse: Tensor, inputs: PathInputs, initial_state: PathState, cu_seqlens: Tensor | None,
     window: int | None, scale: float, chunk_size: int,
 ) -> tuple[PathInputs, StateGradients]:  # fmt: skip
-    """Gradients of `inputs` and `state`."""
+    """Gradients of `inputs` and `initial_state`."""
     do, o, lse = batch(cu_seqlens, do, o, lse)
-    past = _history(state, window)
+    past = _history(initial_state, window)
     found = backward.backward(do, o, lse, _batch(inputs, cu_seqlens, scale), past, chunk_size=chunk_size)
     own = packed(cu_seqlens, found.q * scale, found.k, found.v, found.beta, found.w, found.decay)
     before = found.page_k, found.page_v, found.open_w, found.open_beta, found.page_decay
@@ -58,13 +58,13 @@ def path_bwd(
 
 
 @fake(path_bwd)
-def _(do: Tensor, o: Tensor, lse: Tensor, inputs: PathInputs, state: PathState, *_):
-    return PathInputs(*like(*inputs)), StateGradients(*like(*state[:4], state.decay))
+def _(do: Tensor, o: Tensor, lse: Tensor, inputs: PathInputs, initial_state: PathState, *_):
+    return PathInputs(*like(*inputs)), StateGradients(*like(*initial_state[:4], initial_state.decay))
 
 
 def _save(ctx, inputs, output) -> None:
-    given, state, cu_seqlens, ctx.window, ctx.scale, ctx.chunk_size = inputs
-    ctx.save_for_backward(*output, *given, *state, cu_seqlens)
+    given, initial_state, cu_seqlens, ctx.window, ctx.scale, ctx.chunk_size = inputs
+    ctx.save_for_backward(*output, *given, *initial_state, cu_seqlens)
 
 
 def _backward(ctx, do, dlse):
@@ -83,43 +83,57 @@ differentiable(path_fwd, _backward, _save)
 
 @operator
 def path_grow(
-    keys: PathKeys, decay: Tensor | None, state: PathState, cu_seqlens: Tensor | None, window: int | None, chunk_size: int
+    keys: PathKeys,
+    decay: Tensor | None,
+    initial_state: PathState,
+    cu_seqlens: Tensor | None,
+    window: int | None,
+    chunk_size: int,
 ) -> PathState:
     """The state after a call."""
-    length = state.length
-    check_data(length, state.k.shape[1], window, cu_seqlens, *keys.k.shape[:2])
+    length = initial_state.length
+    check_data(length, initial_state.k.shape[1], window, cu_seqlens, *keys.k.shape[:2])
     new = _new(length, keys.k, cu_seqlens)
     k, v, beta, w, decay = batch(cu_seqlens, *keys, decay)
-    kept = after(chunk.History(*state[:5], window), new, k, beta, w, chunk_size=chunk_size)
-    more = () if decay is None or state.decay is None else ((state.decay, decay),)
-    pages, rows = zip((kept.page_k, kept.k), (state.v, v), *more, strict=True)
+    kept = after(chunk.History(*initial_state[:5], window), new, k, beta, w, chunk_size=chunk_size)
+    more = () if decay is None or initial_state.decay is None else ((initial_state.decay, decay),)
+    pages, rows = zip((kept.page_k, kept.k), (initial_state.v, v), *more, strict=True)
     page_k, page_v, *sums = grow(pages, rows, length, cu_seqlens, window)
     return PathState(page_k, page_v, kept.w, kept.beta, length + new, sums[0] if sums else None)
 
 
 @fake(path_grow)
-def _(keys: PathKeys, decay: Tensor | None, state: PathState, cu_seqlens: Tensor | None, window: int | None, chunk_size: int):
+def _(
+    keys: PathKeys,
+    decay: Tensor | None,
+    initial_state: PathState,
+    cu_seqlens: Tensor | None,
+    window: int | None,
+    chunk_size: int,
+):
     if cu_seqlens is None:
-        P = final_rows(state.k.shape[1], keys.k.shape[1], window)
+        P = final_rows(initial_state.k.shape[1], keys.k.shape[1], window)
     else:
         P = torch.library.get_ctx().new_dynamic_size()
-    opened = like(state.w, state.beta)
-    page_k, page_v, sums = each(lambda x: x.new_empty(len(x), P, *x.shape[2:]), state.k, state.v, state.decay)
-    return PathState(page_k, page_v, *opened, torch.empty_like(state.length), sums)
+    opened = like(initial_state.w, initial_state.beta)
+    page_k, page_v, sums = each(
+        lambda x: x.new_empty(len(x), P, *x.shape[2:]), initial_state.k, initial_state.v, initial_state.decay
+    )
+    return PathState(page_k, page_v, *opened, torch.empty_like(initial_state.length), sums)
 
 
 @backward_operator
 def path_grow_bwd(
-    grown: StateGradients, keys: PathKeys, decay: Tensor | None, state: PathState, cu_seqlens: Tensor | None,
+    grown: StateGradients, keys: PathKeys, decay: Tensor | None, initial_state: PathState, cu_seqlens: Tensor | None,
     window: int | None, chunk_size: int,
 ) -> tuple[PathKeys, Tensor | None, StateGradients]:  # fmt: skip
-    """Gradients of `keys`, `decay` and `state` from those of the state after the call."""
-    length, new = state.length, _new(state.length, keys.k, cu_seqlens)
+    """Gradients of `keys`, `decay` and `initial_state` from those of the state after the call."""
+    length, new = initial_state.length, _new(initial_state.length, keys.k, cu_seqlens)
     k, beta, w = batch(cu_seqlens, keys.k, keys.beta, keys.w)
-    P, T = state.k.shape[1], k.shape[1]
+    P, T = initial_state.k.shape[1], k.shape[1]
     source = came_from(P, T, length, cu_seqlens, window)
     through_k, through_v, through = each(lambda x: give_back(x, source, P + T), grown.k, grown.v, grown.decay)
-    past, end = chunk.History(*state[:5], window), closing(length, new)
+    past, end = chunk.History(*initial_state[:5], window), closing(length, new)
     found = gradients_of_kept(past, through_k[:, :P], through_k[:, P:], k, beta, w, end, chunk_size=chunk_size)
     moved = Moved.of(length, new)
     (old_w, new_w), (old_beta, new_beta) = moved.back(grown.w, T), moved.back(grown.beta, T)
@@ -130,13 +144,13 @@ def path_grow_bwd(
 
 
 @fake(path_grow_bwd)
-def _(grown: StateGradients, keys: PathKeys, decay: Tensor | None, state: PathState, *_):
-    return PathKeys(*like(*keys)), *like(decay), StateGradients(*like(*state[:4], state.decay))
+def _(grown: StateGradients, keys: PathKeys, decay: Tensor | None, initial_state: PathState, *_):
+    return PathKeys(*like(*keys)), *like(decay), StateGradients(*like(*initial_state[:4], initial_state.decay))
 
 
 def _grow_save(ctx, inputs, output) -> None:
-    keys, decay, state, cu_seqlens, ctx.window, ctx.chunk_size = inputs
-    ctx.save_for_backward(*keys, decay, *state, cu_seqlens)
+    keys, decay, initial_state, cu_seqlens, ctx.window, ctx.chunk_size = inputs
+    ctx.save_for_backward(*keys, decay, *initial_state, cu_seqlens)
 
 
 def _grow_backward(ctx, dk, dv, dw, dbeta, dlength, ddecay):
@@ -152,8 +166,8 @@ def _batch(inputs: PathInputs, cu_seqlens: Tensor | None, scale: float) -> PathI
     return PathInputs(*batch(cu_seqlens, inputs.q * scale, *inputs[1:]))
 
 
-def _history(state: PathState, window: int | None) -> chunk.History:
-    return chunk.History(*state[:5], window, state.decay)
+def _history(initial_state: PathState, window: int | None) -> chunk.History:
+    return chunk.History(*initial_state[:5], window, initial_state.decay)
 
 
 def batch(cu_seqlens: Tensor | None, *tensors: *Ts) -> tuple[*Ts]:

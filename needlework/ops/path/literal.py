@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from needlework.ops.attention.definition import page, rows_held, together
 from needlework.ops.common.decay import NOTHING
 from needlework.ops.common.operands import Operand
 from needlework.ops.path.arguments import (
@@ -184,18 +185,12 @@ def each_sequence(
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     tokens = tokens._replace(w=unit_rows(tokens.w)) if l2norm else tokens
     pasts = state.length.tolist()
-    if cu_seqlens is not None:
-        ends = cu_seqlens.tolist()
-        pieces = [(slice(0, 1), slice(ends[n], ends[n + 1]), slice(n, n + 1)) for n in range(N)]
-    elif len(set(pasts)) == 1:
-        pieces = [(slice(0, N), slice(None), slice(0, N))]
-    else:
-        pieces = [(slice(n, n + 1), slice(None), slice(n, n + 1)) for n in range(N)]
+    pieces = together(pasts, cu_seqlens)
     outputs, grown = [], []
     for row, which, sequence in pieces:
         length, own = pasts[sequence.start], Tokens(*(x[row, which] for x in tokens[:4]))
-        page = [t % (window or length) for t in range(max(0, length - (window or length)), length)]
-        k, v, *decay = (x[sequence][:, page] for x in (state.k, state.v, state.decay) if x is not None)
+        held = rows_held(length, window)
+        k, v, *decay = (x[sequence][:, held] for x in (state.k, state.v, state.decay) if x is not None)
         beta, w = (x[sequence, : length % BLOCK] for x in (state.beta, state.w))
         past = Past(k.to(own.k.dtype), v.to(own.v.dtype), beta.to(own.beta.dtype), w.to(own.w.dtype), length, *decay)
         own = own if g is None else own._replace(decay=_sums(past, g[row, which]))
@@ -208,7 +203,7 @@ def each_sequence(
         return PathOutput(o, None)
     totals = [length + x.shape[1] for length, x in zip([pasts[s.start] for *_, s in pieces], outputs, strict=True)]
     most = P + q.shape[1] if cu_seqlens is None else max(totals)
-    pages = [[_page(x, total, most, window) for x in rows] for (rows, _), total in zip(grown, totals, strict=True)]
+    pages = [[page(x, total, most, window) for x in rows] for (rows, _), total in zip(grown, totals, strict=True)]
     beta, w, k, v, *decay = (
         torch.cat(column) for column in zip(*((*opened, *a) for a, (_, opened) in zip(pages, grown, strict=True)), strict=True)
     )
@@ -239,10 +234,3 @@ def _open(past: Past, own: Tokens) -> tuple[Tensor, Tensor]:
         return torch.cat([x, x.new_zeros(len(x), BLOCK - left, *x.shape[2:])], 1)
 
     return last(past.beta, own.beta), last(past.w, own.w)
-
-
-def _page(x: Tensor, total: int, rows: int, window: int | None) -> Tensor:
-    """[B · ...], a sequence's newest tokens of `total` -> its pages, [B P ...]."""
-    kept = range(max(0, total - (window or total)), total)
-    row = torch.tensor([t % (window or total) for t in kept], dtype=torch.int64, device=x.device)
-    return x.new_zeros(len(x), min(rows, window or rows), *x.shape[2:]).index_copy(1, row, x[:, x.shape[1] - len(kept) :])

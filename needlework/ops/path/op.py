@@ -95,17 +95,19 @@ def chunk_path(
     w = unit_rows(w) if l2norm else w
     if path == "triton":
         return _kernels(PathInputs(q, k, v, beta, w, decay), window, scale, output_final_state, cu_seqlens)
-    state = no_tokens_yet(N, k, v, beta, w, g) if initial_state is None else initial_state
+    initial_state = no_tokens_yet(N, k, v, beta, w, g) if initial_state is None else initial_state
     wide = width(q)
     inputs = PathInputs(*each(lambda x: x.to(wide), q, k, v, beta, w), decay)
-    state = PathState(*each(lambda x: x.to(wide), *state[:4]), state.length, state.decay)
+    initial_state = PathState(*each(lambda x: x.to(wide), *initial_state[:4]), initial_state.length, initial_state.decay)
     if path == "reference":
         o, final = reference.recurrent_path(
-            *inputs[:5], g=g, window=window, scale=scale, initial_state=state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+            *inputs[:5], g=g, window=window, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
         )  # fmt: skip
     else:
-        o, _ = path_fwd(*inputs, *state, cu_seqlens, window, scale, chunk_size)
-        grown = path_grow(*inputs[1:], *state, cu_seqlens, window, chunk_size) if output_final_state else None
+        call = {"cu_seqlens": cu_seqlens, "window": window, "chunk_size": chunk_size}
+        o, _ = path_fwd(*inputs, *initial_state, **call, scale=scale)
+        grown = path_grow(*inputs[1:], *initial_state, **call) if output_final_state else None
         final = None if grown is None else _state(grown, g)
     if not output_final_state or final is None:
         return PathOutput(o.to(q.dtype), None)

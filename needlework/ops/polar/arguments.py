@@ -32,10 +32,10 @@ class Parameters(NamedTuple):
 
 
 def check_arguments(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor, null_base: Tensor, v_null: Tensor,
-    window: int | None, state: PolarState | None, cu_seqlens: Tensor | None,
+    tokens: Tokens, parameters: Parameters, window: int | None, state: PolarState | None, cu_seqlens: Tensor | None
 ) -> int:  # fmt: skip
     """How many sequences a call has; ValueError for what does not fit."""
+    q, k, v = tokens
     check("q", q, "B T Hq d")
     B, T, Hq, d = q.shape
     check("k", k, "B T Hkv d", B=B, T=T, d=d)
@@ -43,9 +43,8 @@ def check_arguments(
     check("v", v, "B T Hkv V", B=B, T=T, Hkv=Hkv)
     if Hq % Hkv:
         raise ValueError(f"q: axis 2 (Hq) has size {Hq}, expected a multiple of the {Hkv} key-value heads of k")
-    for name, x in {"alpha": alpha, "beta": beta, "gamma": gamma, "null_base": null_base}.items():
-        check(name, x, "Hq", Hq=Hq)
-    check("v_null", v_null, "Hq V", Hq=Hq, V=v.shape[3])
+    for name, x in zip(Parameters._fields, parameters, strict=True):
+        check(name, x, "Hq V" if name == "v_null" else "Hq", Hq=Hq, V=v.shape[3])
     check_dtypes(q=q, k=k, v=v)
     if window is not None:
         check_count("window", window, " (the query's own key)")

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from needlework.ops.attention.blocks import Blocks
-from needlework.ops.polar.arguments import Parameters
+from needlework.ops.polar.arguments import Parameters, Tokens
+from needlework.ops.polar.state import PolarState
 
 CLAMP = 1e-6
 
@@ -49,22 +50,11 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def forward(
-    q: Tensor,  # [B T Hq d]
-    k: Tensor,  # [B T Hkv d]
-    v: Tensor,  # [B T Hkv V]
-    alpha: Tensor,  # [Hq], as beta, gamma, null_base
-    beta: Tensor,
-    gamma: Tensor,
-    null_base: Tensor,
-    v_null: Tensor,  # [Hq V]
-    page_k: Tensor,  # [B P Hkv d]
-    page_v: Tensor,  # [B P Hkv V]
-    length: Tensor,  # [B] tokens that came before
-    *,
-    window: int | None,
-    chunk_size: int,
+    tokens: Tokens, parameters: Parameters, initial_state: PolarState, *, window: int | None, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """direction [B T Hq V], magnitude [B T Hq], and (M, L, Q₂, ‖s‖) [B T Hq 4] for the backward."""
+    """direction [B T Hq V], magnitude [B T Hq], and (M, L, Q₂, ‖s‖) [B T Hq 4] for the backward. N = B."""
+    (q, k, v), (page_k, page_v, length) = tokens, initial_state
+    alpha, beta, gamma, null_base, v_null = parameters
     blocks = Blocks(q.shape[1], k.shape[2], window, chunk_size)
     n = blocks.n
     gains = _gains(blocks, length, alpha, gamma, null_base)
@@ -109,22 +99,14 @@ def backward(
     dmagnitude: Tensor,
     direction: Tensor,
     stats: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    gamma: Tensor,
-    null_base: Tensor,
-    v_null: Tensor,
-    page_k: Tensor,
-    page_v: Tensor,
-    length: Tensor,
+    tokens: Tokens,
+    parameters: Parameters,
+    initial_state: PolarState,
     *,
     window: int | None,
     chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Parameters, Tensor, Tensor]:
-    """Gradients of q, k, v, the parameters, page_k, page_v.
+) -> tuple[Tokens, Parameters, Tensor, Tensor]:
+    """Gradients of the tokens, the parameters and the pages' k and v.
 
     With r = ‖s‖ and h = dmag softplus(β) (1 − mag²) m_eff / (1 + m_eff):
 
@@ -133,6 +115,8 @@ def backward(
         da_N  = (1 − f) (ds·v_null − δ − h) = −Σ_j da_ij
         dtemp = q·dq / temp + null da_N,    dnull = temp da_N
     """
+    (q, k, v), (page_k, page_v, length) = tokens, initial_state
+    alpha, beta, gamma, null_base, v_null = parameters
     blocks = Blocks(q.shape[1], k.shape[2], window, chunk_size)
     n = blocks.n
     gains = _gains(blocks, length, alpha, gamma, null_base)
@@ -195,9 +179,7 @@ def backward(
         return x.sum((0, 1, 4)).flatten()  # [Hq]
 
     return (
-        blocks.join(dq * gain[..., None]),
-        blocks.join(dk[:, :, :, None]),
-        blocks.join(dv[:, :, :, None]),
+        Tokens(blocks.join(dq * gain[..., None]), blocks.join(dk[:, :, :, None]), blocks.join(dv[:, :, :, None])),
         Parameters(
             torch.sigmoid(alpha) * over_tokens(dtemp * gains.log_n),
             torch.sigmoid(beta) * over_tokens(dlog * log_m),

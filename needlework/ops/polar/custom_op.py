@@ -10,6 +10,7 @@ from needlework.ops.attention.growth import came_from, final_rows, give_back, gr
 from needlework.ops.common.packing import lengths, pad, unpad
 from needlework.ops.polar import chunk
 from needlework.ops.polar.arguments import Parameters, Tokens, check_data
+from needlework.ops.polar.state import PolarState
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.precision import keep_precision
@@ -36,64 +37,59 @@ class Saved(NamedTuple):
 
 @operator
 def polar_fwd(
-    tokens: Tokens, parameters: Parameters, page_k: Tensor, page_v: Tensor, length: Tensor, cu_seqlens: Tensor | None,
+    tokens: Tokens, parameters: Parameters, initial_state: PolarState, cu_seqlens: Tensor | None,
     window: int | None, chunk_size: int, keep_pages: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, PolarState]:  # fmt: skip
     """direction, magnitude, `Saved.stats`, and the final pages and length (no rows without keep_pages)."""
-    q, k, v = tokens
-    check_data(length, page_k.shape[1], window, cu_seqlens, *q.shape[:2])
+    check_data(initial_state.length, initial_state.k.shape[1], window, cu_seqlens, *tokens.q.shape[:2])
     if cu_seqlens is not None:
-        q, k, v = (pad(x, cu_seqlens) for x in (q, k, v))
-    found = chunk.forward(q, k, v, *parameters, page_k, page_v, length, window=window, chunk_size=chunk_size)
+        tokens = Tokens(*each(lambda x: pad(x, cu_seqlens), *tokens))
+    found = chunk.forward(tokens, parameters, initial_state, window=window, chunk_size=chunk_size)
     if cu_seqlens is not None:
         found = each(lambda x: unpad(x, cu_seqlens), *found)
     if not keep_pages:
-        return *found, page_k[:, :0].clone(), page_v[:, :0].clone(), length.clone()
-    n_new = q.shape[1] if cu_seqlens is None else lengths(cu_seqlens)
-    page_k, page_v = grow((page_k, page_v), (k, v), length, cu_seqlens, window)
-    return *found, page_k, page_v, length + n_new
+        return *found, PolarState(initial_state.k[:, :0].clone(), initial_state.v[:, :0].clone(), initial_state.length.clone())
+    return *found, _grown(initial_state, tokens.k, tokens.v, cu_seqlens, window)
 
 
 @fake(polar_fwd)
-def _(tokens: Tokens, parameters: Parameters, page_k, page_v, length, cu_seqlens, window, chunk_size, keep_pages):
+def _(tokens: Tokens, parameters: Parameters, initial_state: PolarState, cu_seqlens, window, chunk_size, keep_pages):
     q, (B, T, Hq, _) = tokens.q, tokens.q.shape
-    if not keep_pages:
-        P = 0
-    elif cu_seqlens is None:
-        P = final_rows(page_k.shape[1], T, window)
-    else:
-        P = torch.library.get_ctx().new_dynamic_size()
-    return (
-        q.new_empty(B, T, *parameters.v_null.shape),
-        q.new_empty(B, T, Hq),
-        q.new_empty(B, T, Hq, 4),
-        page_k.new_empty(len(page_k), P, *page_k.shape[2:]),
-        page_v.new_empty(len(page_v), P, *page_v.shape[2:]),
-        torch.empty_like(length),
-    )
+    final = _of_rows(0, initial_state) if not keep_pages else _fake_grown(initial_state, T, cu_seqlens, window)
+    return q.new_empty(B, T, *parameters.v_null.shape), q.new_empty(B, T, Hq), q.new_empty(B, T, Hq, 4), final
 
 
 @operator
 def polar_grow(
-    page_k: Tensor, page_v: Tensor, length: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    initial_state: PolarState, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None
+) -> PolarState:  # fmt: skip
     """The final pages and length alone, for kernels that leave them to torch."""
-    check_data(length, page_k.shape[1], window, cu_seqlens, *k.shape[:2])
+    check_data(initial_state.length, initial_state.k.shape[1], window, cu_seqlens, *k.shape[:2])
     if cu_seqlens is not None:
         k, v = (pad(x, cu_seqlens) for x in (k, v))
-    n_new = k.shape[1] if cu_seqlens is None else lengths(cu_seqlens)
-    page_k, page_v = grow((page_k, page_v), (k, v), length, cu_seqlens, window)
-    return page_k, page_v, length + n_new
+    return _grown(initial_state, k, v, cu_seqlens, window)
 
 
-@torch.library.register_fake(polar_grow)
-def _(page_k, page_v, length, k, v, cu_seqlens, window):
+@fake(polar_grow)
+def _(initial_state: PolarState, k, v, cu_seqlens, window):
+    return _fake_grown(initial_state, k.shape[1], cu_seqlens, window)
+
+
+def _grown(initial_state: PolarState, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None) -> PolarState:
+    """After k and v [N T ...] of new tokens."""
+    page_k, page_v = grow((initial_state.k, initial_state.v), (k, v), initial_state.length, cu_seqlens, window)
+    return PolarState(page_k, page_v, initial_state.length + (k.shape[1] if cu_seqlens is None else lengths(cu_seqlens)))
+
+
+def _fake_grown(initial_state: PolarState, T: int, cu_seqlens: Tensor | None, window: int | None) -> PolarState:
     if cu_seqlens is None:
-        P = final_rows(page_k.shape[1], k.shape[1], window)
-    else:
-        P = torch.library.get_ctx().new_dynamic_size()
-    pages = [x.new_empty(len(x), P, *x.shape[2:]) for x in (page_k, page_v)]
-    return *pages, torch.empty_like(length)
+        return _of_rows(final_rows(initial_state.k.shape[1], T, window), initial_state)
+    return _of_rows(torch.library.get_ctx().new_dynamic_size(), initial_state)
+
+
+def _of_rows(P: int | torch.SymInt, initial_state: PolarState) -> PolarState:
+    k, v = (x.new_empty(len(x), P, *x.shape[2:]) for x in (initial_state.k, initial_state.v))
+    return PolarState(k, v, torch.empty_like(initial_state.length))
 
 
 @backward_operator
@@ -119,9 +115,9 @@ def _(dpage_k, dpage_v, length, cu_seqlens, P, T, window):
 
 
 def _grow_setup(ctx, inputs, output) -> None:
-    page_k, _, length, k, _, cu_seqlens, ctx.window = inputs
-    ctx.save_for_backward(length, cu_seqlens)
-    ctx.sizes = page_k.shape[1], k.shape[1]
+    initial_state, k, _, cu_seqlens, ctx.window = inputs
+    ctx.save_for_backward(initial_state.length, cu_seqlens)
+    ctx.sizes = initial_state.k.shape[1], k.shape[1]
 
 
 def _grow_backward(ctx, dpage_k, dpage_v, dlength):
@@ -136,38 +132,48 @@ differentiable(polar_grow, _grow_backward, _grow_setup)
 @backward_operator
 def polar_bwd(
     ddirection: Tensor, dmagnitude: Tensor, dpage_k: Tensor, dpage_v: Tensor, saved: Saved, tokens: Tokens,
-    parameters: Parameters, page_k: Tensor, page_v: Tensor, length: Tensor, cu_seqlens: Tensor | None, window: int | None,
-    chunk_size: int,
+    parameters: Parameters, initial_state: PolarState, cu_seqlens: Tensor | None, window: int | None, chunk_size: int,
 ) -> tuple[Tokens, Parameters, Tensor, Tensor]:  # fmt: skip
     """Gradients of polar_fwd's floating inputs."""
     if cu_seqlens is not None:
         padded = lambda x: pad(x, cu_seqlens)
         ddirection, dmagnitude = padded(ddirection), padded(dmagnitude)
         saved, tokens = Saved(*each(padded, *saved)), Tokens(*each(padded, *tokens))
-    dq, dk, dv, dparameters, dinitial_k, dinitial_v = chunk.backward(
-        ddirection, dmagnitude, *saved, *tokens, *parameters, page_k, page_v, length, window=window, chunk_size=chunk_size
+    dtokens, dparameters, dinitial_k, dinitial_v = chunk.backward(
+        ddirection, dmagnitude, *saved, tokens, parameters, initial_state, window=window, chunk_size=chunk_size
     )
     if dpage_k.shape[1]:
-        P, T = page_k.shape[1], dk.shape[1]
-        source = came_from(P, T, length, cu_seqlens, window)
-        for dfinal, dpage, dnew in ((dpage_k, dinitial_k, dk), (dpage_v, dinitial_v, dv)):
+        P, T = initial_state.k.shape[1], dtokens.k.shape[1]
+        source = came_from(P, T, initial_state.length, cu_seqlens, window)
+        for dfinal, dpage, dnew in ((dpage_k, dinitial_k, dtokens.k), (dpage_v, dinitial_v, dtokens.v)):
             x = give_back(dfinal, source, P + T)
             dpage += x[:, :P]
             dnew += x[:, P:]
     if cu_seqlens is not None:
-        dq, dk, dv = (unpad(x, cu_seqlens) for x in (dq, dk, dv))
-    return Tokens(dq, dk, dv), Parameters(*dparameters), dinitial_k, dinitial_v
+        dtokens = Tokens(*each(lambda x: unpad(x, cu_seqlens), *dtokens))
+    return dtokens, dparameters, dinitial_k, dinitial_v
 
 
 @fake(polar_bwd)
-def _(ddirection, dmagnitude, dpage_k, dpage_v, saved: Saved, tokens: Tokens, parameters: Parameters, page_k, page_v, *_):
+def _(
+    ddirection,
+    dmagnitude,
+    dpage_k,
+    dpage_v,
+    saved: Saved,
+    tokens: Tokens,
+    parameters: Parameters,
+    initial_state: PolarState,
+    *_,
+):
     like = lambda x: x.new_empty(x.shape)
-    return Tokens(*map(like, tokens)), parameters.map(like), like(page_k), like(page_v)
+    return Tokens(*map(like, tokens)), parameters.map(like), like(initial_state.k), like(initial_state.v)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    tokens, parameters, *others, ctx.window, ctx.chunk_size, _ = inputs
-    ctx.save_for_backward(output[0], output[2], *tokens, *parameters, *others)
+    tokens, parameters, initial_state, cu_seqlens, ctx.window, ctx.chunk_size, _ = inputs
+    direction, _, stats, _ = output
+    ctx.save_for_backward(*Saved(direction, stats), *tokens, *parameters, *initial_state, cu_seqlens)
 
 
 def _backward(ctx, ddirection, dmagnitude, dstats, dpage_k, dpage_v, dlength):

@@ -7,9 +7,10 @@ from torch import Tensor
 from needlework.ops.api import Impl, resolve
 from needlework.ops.common.shapes import check, check_count, check_slots, check_state
 from needlework.ops.polar import chunk, reference
-from needlework.ops.polar.arguments import Parameters, check_arguments
+from needlework.ops.polar.arguments import Parameters, Tokens, check_arguments
 from needlework.ops.polar.custom_op import polar_fwd, polar_grow
-from needlework.ops.polar.state import PolarOutput, PolarState
+from needlework.ops.polar.state import PolarOutput, PolarState, no_tokens_yet
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
 from needlework.ops.slots.table import Live
 
@@ -69,31 +70,31 @@ def chunk_polar(
     >>> torch.allclose(direction.norm(dim=-1), torch.ones(1)), bool((0 <= magnitude).all() and (magnitude <= 1).all())
     (True, True)
     """
-    N = check_arguments(q, k, v, alpha, beta, gamma, null_base, v_null, window, initial_state, cu_seqlens)
+    tokens, parameters = Tokens(q, k, v), Parameters(alpha, beta, gamma, null_base, v_null)
+    N = check_arguments(tokens, parameters, window, initial_state, cu_seqlens)
     check_count("chunk_size", chunk_size)
     wide = torch.promote_types(q.dtype, torch.float32)
-    parameters = Parameters(alpha, beta, gamma, null_base, v_null).map(lambda x: x.to(wide))
+    parameters = parameters.map(lambda x: x.to(wide))
     fit = lambda: misfit("polar/attention", q.device, q.dtype, q.shape[-1], v.shape[-1])
     path = resolve("polar", impl, q.device, fit)
-    given_state = initial_state
-    if initial_state is None:
-        no_pages = k.new_zeros(N, 0, *k.shape[2:]), v.new_zeros(N, 0, *v.shape[2:])
-        initial_state = PolarState(*no_pages, torch.zeros(N, dtype=torch.int64, device=q.device))
     if path == "triton":
         from needlework.ops.polar.attention.op import polar
 
-        tokens = q.contiguous(), k.contiguous(), v.contiguous()
-        direction, magnitude = polar(*tokens, *parameters, given_state, cu_seqlens, window)
+        tokens = Tokens(*each(Tensor.contiguous, *tokens))
+        direction, magnitude = polar(tokens, parameters, initial_state, cu_seqlens, window)
         if not output_final_state:
             return PolarOutput(direction, magnitude, None)
+        initial_state = no_tokens_yet(N, k, v) if initial_state is None else initial_state
         return PolarOutput(direction, magnitude, PolarState(*polar_grow(*initial_state, k, v, cu_seqlens, window)))
-    tensors = [*(x.to(wide) for x in (q, k, v)), *parameters]
-    pages = initial_state._replace(k=initial_state.k.to(wide), v=initial_state.v.to(wide))
+    tensors = *(x.to(wide) for x in tokens), *parameters
+    initial_state = no_tokens_yet(N, k, v) if initial_state is None else initial_state
+    initial_state = initial_state._replace(k=initial_state.k.to(wide), v=initial_state.v.to(wide))
     if path == "reference":
-        settings = {"initial_state": pages, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
+        settings = {"initial_state": initial_state, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         direction, magnitude, state = reference.recurrent_polar(*tensors, window=window, **settings)
     else:
-        direction, magnitude, _, *grown = polar_fwd(*tensors, *pages, cu_seqlens, window, chunk_size, output_final_state)
+        settings = {"cu_seqlens": cu_seqlens, "window": window, "chunk_size": chunk_size}
+        direction, magnitude, _, *grown = polar_fwd(*tensors, *initial_state, **settings, keep_pages=output_final_state)
         state = PolarState(*grown) if output_final_state else None
     if state is not None:
         state = state._replace(k=state.k.to(k.dtype), v=state.v.to(v.dtype))
@@ -140,7 +141,8 @@ def step_polar(
     check("q", q, "B Hq d")
     check("k", k, "B Hkv d", B=len(q), d=q.shape[-1])
     check("v", v, "B Hkv V", B=len(q), Hkv=k.shape[1])
-    check_arguments(q[:, None], k[:, None], v[:, None], alpha, beta, gamma, null_base, v_null, window, None, None)
+    tokens, parameters = Tokens(q, k, v), Parameters(alpha, beta, gamma, null_base, v_null)
+    check_arguments(Tokens(*each(lambda x: x[:, None], *tokens)), parameters, window, None, None)
     check_state("state", state, PolarState)
     check("state.k", state.k, "N P Hkv d", Hkv=k.shape[1], d=k.shape[2])
     N, P = state.k.shape[:2]
@@ -150,24 +152,24 @@ def step_polar(
     if slots is None:
         slots = torch.arange(len(q), device=q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
+    parameters = parameters.map(lambda x: x.to(wide))
     if resolve("polar", "auto", q.device, lambda: _no_step(q, v, state)) == "triton":
         from needlework.ops.polar.step import step
 
-        parameters = Parameters(alpha, beta, gamma, null_base, v_null).map(lambda x: x.to(wide))
-        return step(q, k, v, parameters, state, slots, window)
+        return step(tokens, parameters, state, slots, window)
     P = min(P, window or P)
     live = Live.of(slots, len(q), q.device)
     slot = live.slots
     length = state.length[slot]
     if len(slot) and P != window and int(length.max()) >= P:
         raise ValueError(f"state.k: axis 1 (P) has capacity {P}, but a sequence of length {int(length.max())} needs a row more")
-    q_live, k_live, v_live = (x[live.rows] for x in (q, k, v))
-    pages = state.k[slot, :P], state.v[slot, :P]
-    parts = (*(x[:, None] for x in (q_live, k_live, v_live)), alpha, beta, gamma, null_base, v_null, *pages)
-    found = chunk.forward(*(x.to(wide) for x in parts), length=length, window=window, chunk_size=max(1, P))
+    own = Tokens(*each(lambda x: x[live.rows], *tokens))
+    pages = PolarState(state.k[slot, :P].to(wide), state.v[slot, :P].to(wide), length)
+    one = Tokens(*each(lambda x: x[:, None].to(wide), *own))
+    found = chunk.forward(one, parameters, pages, window=window, chunk_size=max(1, P))
     row = length % P
-    state.k[slot, row] = k_live.to(state.k.dtype)
-    state.v[slot, row] = v_live.to(state.v.dtype)
+    state.k[slot, row] = own.k.to(state.k.dtype)
+    state.v[slot, row] = own.v.to(state.v.dtype)
     state.length[slot] += 1
     return live.spread(found[0][:, 0].to(q.dtype)), live.spread(found[1][:, 0])
 

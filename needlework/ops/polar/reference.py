@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from needlework.ops.attention.definition import page, rows_held, together
 from needlework.ops.common.operands import identity
-from needlework.ops.polar.arguments import check_arguments, check_data
-from needlework.ops.polar.state import PolarOutput, PolarState
+from needlework.ops.polar.arguments import Parameters, Tokens, check_arguments, check_data
+from needlework.ops.polar.state import PolarOutput, PolarState, no_tokens_yet
 
 
 def recurrent_polar(
@@ -49,7 +50,8 @@ def recurrent_polar(
     >>> torch.allclose(recurrent_polar(*tensors).direction, chunk_polar(*tensors).direction, atol=1e-5)
     True
     """
-    N = check_arguments(q, k, v, alpha, beta, gamma, null_base, v_null, window, initial_state, cu_seqlens)
+    parameters = Parameters(alpha, beta, gamma, null_base, v_null)
+    N = check_arguments(Tokens(q, k, v), parameters, window, initial_state, cu_seqlens)
     length, P = (q.new_zeros(N), 0) if initial_state is None else (initial_state.length, initial_state.k.shape[1])
     check_data(length, P, window, cu_seqlens, *q.shape[:2])
     G = q.shape[2] // k.shape[2]
@@ -151,36 +153,22 @@ def _each_sequence(attend, q, k, v, window, initial_state, output_final_state, c
     """
     N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     if initial_state is None:
-        initial_state = PolarState(k.new_zeros(N, 0, *k.shape[2:]), v.new_zeros(N, 0, *v.shape[2:]), torch.zeros(N).long())
+        initial_state = no_tokens_yet(N, k, v)
     pasts = initial_state.length.tolist()
-    if cu_seqlens is not None:
-        ends = cu_seqlens.tolist()
-        pieces = [(slice(0, 1), slice(ends[n], ends[n + 1]), slice(n, n + 1)) for n in range(N)]
-    elif len(set(pasts)) == 1:
-        pieces = [(slice(0, N), slice(None), slice(0, N))]
-    else:
-        pieces = [(slice(n, n + 1), slice(None), slice(n, n + 1)) for n in range(N)]
     outputs, held = [], []
-    for row, tokens, sequence in pieces:
+    for row, tokens, sequence in together(pasts, cu_seqlens):
         past = pasts[sequence.start]
         q_own, k_all, v_all = q[row, tokens], k[row, tokens], v[row, tokens]
-        page = [t % (window or past) for t in range(max(0, past - (window or past)), past)]
-        k_all = torch.cat([initial_state.k[sequence][:, page], k_all], 1)
-        v_all = torch.cat([initial_state.v[sequence][:, page], v_all], 1)
+        rows = rows_held(past, window)
+        k_all = torch.cat([initial_state.k[sequence][:, rows], k_all], 1)
+        v_all = torch.cat([initial_state.v[sequence][:, rows], v_all], 1)
         outputs.append(attend(q_own, k_all, v_all, past))
         held.append((k_all, v_all, past + q_own.shape[1]))
     direction, magnitude = (torch.cat(parts, 0 if cu_seqlens is None else 1) for parts in zip(*outputs, strict=True))
     if not output_final_state:
         return PolarOutput(direction, magnitude, None)
     P = initial_state.k.shape[1] + q.shape[1] if cu_seqlens is None else max(total for *_, total in held)
-    P = min(P, window or P)
-
-    def pages(x: Tensor, total: int) -> Tensor:
-        kept = range(max(0, total - (window or total)), total)
-        page = torch.tensor([t % (window or total) for t in kept], dtype=torch.int64, device=x.device)
-        return x.new_zeros(len(x), P, *x.shape[2:]).index_copy(1, page, x[:, x.shape[1] - len(kept) :])
-
-    k_final = torch.cat([pages(x, total) for x, _, total in held])
-    v_final = torch.cat([pages(x, total) for _, x, total in held])
+    k_final = torch.cat([page(x, total, P, window) for x, _, total in held])
+    v_final = torch.cat([page(x, total, P, window) for _, x, total in held])
     new = torch.tensor([total for x, _, total in held for _ in range(len(x))], device=q.device)
     return PolarOutput(direction, magnitude, PolarState(k_final, v_final, new))

@@ -20,8 +20,14 @@ class PolarOutput(NamedTuple):
     state: PolarState | None
 
 
+def no_tokens_yet(N: int, k: Tensor, v: Tensor) -> PolarState:
+    """The state of N sequences before their first token, for k and v [B T Hkv ·]."""
+    length = torch.zeros(N, dtype=torch.int64, device=k.device)
+    return PolarState(k.new_zeros(N, 0, *k.shape[2:]), v.new_zeros(N, 0, *v.shape[2:]), length)
+
+
 def after_pages(
-    q: Tensor, k: Tensor, v: Tensor, state: PolarState, cu_seqlens: Tensor | None, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, initial_state: PolarState, cu_seqlens: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The call as one over packed sequences whose first tokens are the pages', oldest first, with queries of zero.
 
@@ -29,12 +35,12 @@ def after_pages(
     of each sequence that come from pages (all of the last one's); place [B T]: where each token of the call went. Sizes follow
     from shapes; differentiable in q, k, v and the pages.
     """
-    (B, T), (N, P) = q.shape[:2], state.k.shape[:2]
+    (B, T), (N, P) = q.shape[:2], initial_state.k.shape[:2]
     device = q.device
     if cu_seqlens is None:
         cu_seqlens = torch.arange(B + 1, device=device) * T
     room = N * P + B * T
-    held = state.length.to(device).clamp(max=P)
+    held = initial_state.length.to(device).clamp(max=P)
     start = torch.zeros(N + 2, dtype=torch.int64, device=device)
     start[1:-1] = (held + cu_seqlens.diff()).cumsum(0)
     start[-1] = room
@@ -42,7 +48,7 @@ def after_pages(
     n = torch.searchsorted(cu_seqlens.to(token), token, right=True) - 1
     place = start[n] + held[n] + token - cu_seqlens[n]
     oldest = torch.arange(P, device=device)
-    row = state.length[:, None] - held[:, None] + oldest  # the token that comes `oldest`-th
+    row = initial_state.length[:, None] - held[:, None] + oldest  # the token that comes `oldest`-th
     row = row if window is None else row % window
     # rows without a token go to the room at the end, and are nothing there
     spare = torch.where(oldest < held[:, None], 1, 0)
@@ -54,7 +60,7 @@ def after_pages(
         x = x.index_put((to.flatten(),), kept.flatten(0, 1).to(new.dtype))
         return x.index_put((place,), new.flatten(0, 1))[None, :room]
 
-    k, v = joined(state.k, k), joined(state.v, v)
+    k, v = joined(initial_state.k, k), joined(initial_state.v, v)
     q = q.new_zeros(room, *q.shape[2:]).index_put((place,), q.flatten(0, 1))[None]
     held = torch.cat((held, room - start[-2:-1]))
     return q, k, v, start, held, place

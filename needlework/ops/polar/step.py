@@ -10,9 +10,9 @@ from torch import Tensor
 
 from needlework.ops.paged.arguments import Pages
 from needlework.ops.paged.engine.op import paged_direction
-from needlework.ops.polar.arguments import Parameters
+from needlework.ops.polar.arguments import Parameters, Tokens
 from needlework.ops.polar.state import PolarState
-from needlework.ops.runtime.custom_op import step_operator
+from needlework.ops.runtime.custom_op import fake, step_operator
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import next_power_of_2
 
@@ -44,32 +44,29 @@ def append(
     tl.store(p_live + i_b, tl.minimum(length + 1, P))
 
 
-@step_operator("page_k", "page_v", "length")
-def polar_append(
-    k: Tensor, v: Tensor, page_k: Tensor, page_v: Tensor, length: Tensor, slots: Tensor, window: int | None
-) -> Tensor:
+@step_operator("state")
+def polar_append(k: Tensor, v: Tensor, state: PolarState, slots: Tensor, window: int | None) -> Tensor:
     """A token a row written to its slot; [B] int32: how many rows of the slot hold tokens, −1 for a padded row."""
-    P = page_k.shape[1]
+    P = state.k.shape[1]
     P = min(P, window or P)
     live = torch.empty(len(k), dtype=torch.int32, device=k.device)
     NK, NV = k[0].numel() if len(k) else 1, v[0].numel() if len(v) else 1
     if len(k):
         run(
-            append, (len(k),), k.contiguous(), v.contiguous(), page_k, page_v, slots.contiguous(), length, live, P,
-            page_k.stride(0), page_v.stride(0), NK=NK, NV=NV, BK=next_power_of_2(NK), BV=next_power_of_2(NV), num_warps=4,
+            append, (len(k),), k.contiguous(), v.contiguous(), state.k, state.v, slots.contiguous(), state.length, live, P,
+            state.k.stride(0), state.v.stride(0), NK=NK, NV=NV, BK=next_power_of_2(NK), BV=next_power_of_2(NV), num_warps=4,
         )  # fmt: skip
     return live
 
 
-@torch.library.register_fake(polar_append)
+@fake(polar_append)
 def _(k, *_):
     return torch.empty(len(k), dtype=torch.int32, device=k.device)
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, parameters: Parameters, state: PolarState, slots: Tensor, window: int | None
-) -> tuple[Tensor, Tensor]:
+def step(tokens: Tokens, parameters: Parameters, state: PolarState, slots: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
     """`step_polar` on arguments that it has checked."""
+    q, k, v = tokens
     P = min(state.k.shape[1], window or state.k.shape[1])
     if P != window and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         held = torch.where(slots >= 0, state.length[slots], 0)
@@ -77,7 +74,7 @@ def step(
             raise ValueError(
                 f"state.k: axis 1 (P) has capacity {P}, but a sequence of length {int(held.max())} needs a row more"
             )
-    live = polar_append(k, v, state.k, state.v, state.length, slots, window)
+    live = polar_append(k, v, *state, slots, window)
     # a softmax does not mind in which order a ring holds its keys
     pages = Pages(state.k, state.v, slots[:, None].to(torch.int32), live, None, None)
     return paged_direction(q, *pages, *parameters)

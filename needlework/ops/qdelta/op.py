@@ -135,9 +135,9 @@ def chunk_qdelta(
     initial_state = checked_state(initial_state, rule.k, rule.v, cu_seqlens)
     if coupling == "transposed":
         with torch.autocast(q.device.type, enabled=False):
-            o, state = transposed.forward(*rule, initial_state, cu_seqlens, scale)
+            o, state = transposed.forward(rule, initial_state, cu_seqlens, scale)
     else:
-        o, state = chunk.forward(*rule, initial_state, cu_seqlens, scale, chunk_size)
+        o, state = chunk.forward(rule, initial_state, cu_seqlens, scale, chunk_size)
     return QDeltaOutput(o.to(q.dtype), state if output_final_state else None)
 
 
@@ -235,25 +235,15 @@ def step_qdelta(
     ):
         from needlework.ops.delta.step import step
 
-        return step(q, k, v, g, beta, lam, None, None, q_read, state, slots, scale=scale, l2norm=l2norm)
+        return step(DeltaInputs(q, k, v, g, beta, lam, q_read=q_read), state, slots, scale=scale, l2norm=l2norm)
     live = Live.of(slots, len(q), q.device)
     tokens = (q, k, v, g, beta, lam, q_read)
     q, k, v, g, beta, lam, q_read = each(lambda x: x[live.rows].unsqueeze(1), *tokens)
     with torch.no_grad():
         o_live, new = recurrent_qdelta(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            lam,
-            coupling=coupling,
-            q_read=q_read,
-            scale=scale,
-            l2norm=l2norm,
-            initial_state=state[live.slots],
-            output_final_state=True,
-        )
+            q, k, v, g, beta, lam, coupling=coupling, q_read=q_read, scale=scale, l2norm=l2norm,
+            initial_state=state[live.slots], output_final_state=True,
+        )  # fmt: skip
         assert new is not None  # asked for
         live.write((state,), (new,))
         return live.spread(o_live[:, 0])

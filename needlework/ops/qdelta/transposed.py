@@ -3,7 +3,7 @@
     A_ts = β_t e^{G_t − G_s} k_tᵀ x_s        where the recurrence needs β_t e^{G_t − G_s} x_tᵀ k_s,  s < t
 
 All else is the chunk form, in chunks of exactly 64 from each sequence's start, which are part of the definition: a call of
-one token is the true rule. Plain PyTorch under autograd. Tensors as a `Rule`'s: heads expanded, one dtype, one gate a head.
+one token is the true rule. Plain PyTorch under autograd. A `Rule` of one gate a head.
 """
 
 import torch
@@ -12,15 +12,14 @@ from torch.nn import functional as F
 
 from needlework.ops.common.packing import check_cu_seqlens, pad, unpad
 from needlework.ops.delta.decay import ScalarDecay
+from needlework.ops.qdelta.arguments import Rule
 
 CHUNK = 64
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lam: Tensor, read: Tensor,
-    initial_state: Tensor, cu_seqlens: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(rule: Rule, initial_state: Tensor, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """o [B T HV V] and the final state [N HV K V]."""
+    q, k, v, g, beta, lam, read = rule
     tensors = (k, k + lam * q, v, g, beta, read)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])

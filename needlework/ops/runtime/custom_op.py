@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 from torch._library.utils import mutated_args_kwargs
 from torch._ops import OpOverload
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from needlework.ops.runtime.signature import Signature
@@ -114,7 +114,9 @@ def _reverse_mode_only(op: OpOverload) -> Callable:
 
 def refuse_tangents(name: str, *tensors: Tensor) -> None:
     """Raise NotImplementedError where a tensor has a tangent, for a function that would drop it."""
-    if any(unpack_dual(x).tangent is not None for x in tensors):
+    if forward_ad._current_level < 0:  # as unpack_dual asks for every tensor
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         _raise(name, "forward-mode differentiation (torch.func.jvp, jacfwd, torch.autograd.forward_ad)")
 
 

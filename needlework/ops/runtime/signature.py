@@ -29,9 +29,8 @@ class Part(NamedTuple):
         return cls(None, False, {"": annotation})
 
     def named(self, values: Sequence) -> Any:
-        """What the function is given."""
-        if self.kind is None:
-            return values[0]
+        """What the function is given; of several fields."""
+        assert self.kind is not None
         return None if self.optional and all(x is None for x in values) else self.kind(*values)
 
     def flat(self, value: Any) -> tuple:
@@ -71,10 +70,10 @@ class Signature:
 
     def named(self, values: Sequence) -> list:
         """A call's arguments as the function takes them; a field that is empty stays so."""
-        return [part.named(values[at]) for part, at in self._given]
+        return _named(self._given, values)
 
     def named_results(self, values: Sequence) -> list:
-        return [part.named(values[at]) for part, at in self._returned]
+        return _named(self._returned, values)
 
     def flat_results(self, value: Any) -> Any:
         """As an operator returns them: an empty vector, on the device and in the dtype of the first result, for None."""
@@ -94,7 +93,7 @@ class Signature:
         def call(*values: Any) -> Any:
             given = list(values)
             for i in self._may_be:
-                if _absent(given[i]):
+                if given[i] is not None and _absent(given[i]):
                     given[i] = None
             for part, at in self._given:
                 if part.optional and all(map(_absent, given[at])):
@@ -107,6 +106,11 @@ class Signature:
     def fake(self, function: Callable) -> Callable:
         """The same for tensors without numbers, whose sizes are not looked at."""
         return lambda *values: self.flat_results(function(*self.named(values)))
+
+
+def _named(places: list[tuple[Part, slice]], values: Sequence) -> list:
+    """At every call: one value is not worth a call of its own."""
+    return [values[at.start] if part.kind is None else part.named(values[at]) for part, at in places]
 
 
 def _absent(x: Tensor | None) -> bool:

@@ -15,10 +15,10 @@ from needlework.ops.common.shapes import check, check_slots, check_tensor
 Table = TypeVar("Table", bound=Tensor | tuple)
 
 
-def check_contiguous(**table: Tensor) -> None:
+def check_contiguous(state: tuple) -> None:
     """Raise ValueError unless the slots of every tensor of a state table are contiguous, each by itself: kernels write them in place."""
-    for name, x in table.items():
-        _check_slot(f"state.{name}", x)
+    for name, x in _columns(state):
+        _check_slot(name, x)
 
 
 def _check_slot(name: str, x: Tensor) -> None:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from needlework.ops.carve.arguments import CarveInputs
 from needlework.ops.carve.feedback.content_bwd import STEP, activation_kernel, enter_kernel, leave_kernel, retention_kernel
 from needlework.ops.carve.feedback.forward import overlapping
 from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
@@ -27,7 +28,7 @@ from needlework.ops.delta.channel.backward import argument_type, channel_constan
 from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pairs
 from needlework.ops.delta.channel.operands import Saved, case, operands, triton_dtype
 from needlework.ops.delta.channel.scan_bwd import replay, replay_forward, replay_reverse
-from needlework.ops.delta.inputs import solve_dtype
+from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, next_power_of_2, padded
@@ -36,37 +37,31 @@ GROUP = 8  # kernel chunks of a program that passes over rows
 FEW = 32  # kernel chunks of a content chunk that are all anchors: what is kept of each is small, and `pairs` is a program for each
 
 
-class Gradients(NamedTuple):
-    """Of the aligned tensors q … w, of the parameters, and of the S, m and total carried in."""
+class Made(NamedTuple):
+    """What waits for no content chunk."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    f: Tensor
-    b: Tensor
-    w: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
-    w1: Tensor
-    w2: Tensor
-    b_bias: Tensor
-    S: Tensor
-    m: Tensor
-    total: Tensor
+    l: Tensor  # [B T H K]
+    beta: Tensor  # [B T H]
+    u: Tensor  # [slots H K] b_bias + W₂ z
+    z: Tensor  # [slots H r] tanh(W₁ m)
+    spans: Tensor  # [longest N.. 2], by content chunk from here on
+    slots: Tensor  # [longest N..]
+    do_peaks: Tensor  # [longest N H groups]
 
 
 def backward(
-    do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor,
-    A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    b_bias: Tensor, layout: Layout, kept_S: Tensor, kept_m: Tensor, saved: Saved,
+    do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor, inputs: CarveInputs, b_bias: Tensor,
+    layout: Layout, kept_S: Tensor, kept_m: Tensor, saved: Saved,
     *, content_chunk: int, prediction: str, scale: float, R: int, config: LaunchConfig,
-) -> Gradients:  # fmt: skip
-    """All 14 gradients, for contiguous tensors in rows as `layout` says, T > 0; dS, dm and dtotal, in `width(q)`, are used up.
+) -> tuple[CarveInputs, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the aligned inputs, of b_bias and of the S, m and total carried in.
+
+    Tensors are contiguous, in rows as `layout` says, T > 0; dS, dm and dtotal, in `width(q)`, are used up.
 
     Of R rows a token, f and b lie in the first and q and do in the last; elsewhere, and in gaps, f = b = −∞ and the rest is 0. w are
     logits. kept_S [slots H K V], kept_m [slots H V]: what the forward started a content chunk from.
     """
+    (q, _, v, f, b, w), (A_log, dt_bias, w1, w2) = inputs.tokens, inputs.parameters
     (T, H, K), V = q.shape[1:], v.shape[-1]
     N, rank, ACC = layout.N, len(w1), width(q)
     constants = _constants(config, q.dtype, H=H, K=K, V=V, rank=rank, prediction=prediction, R=R, parts=layout.parts)
@@ -85,11 +80,12 @@ def backward(
     gates = spans, slots, f, b, A_log, dt_bias, u
     l, do_peaks = torch.empty_like(f, dtype=_gate_dtype(q.dtype)), q.new_empty(layout.longest, N, H, groups, dtype=ACC)
     run(retention_kernel, every, *gates, do, l, do_peaks, T, groups, **constants["retention"])
+    made = Made(l, beta, u, z, spans, slots, do_peaks)
     dq, dk, dv, dl, dbeta, dcontent, dz, dS = _chain(
-        do, dS, dm, dtotal, q, k, v, l, beta, b, u, z, w1, w2, spans, slots, layout, do_peaks, kept_S, saved,
+        do, dS, dm, dtotal, inputs, made, layout, kept_S, saved,
         content_chunk=content_chunk, scale=scale, config=config, constants=constants,
     )  # fmt: skip
-    del l
+    del l, made
     df, db = torch.empty_like(f), torch.empty_like(b)
     terms = q.new_empty(2, layout.longest * N * groups, H, K, dtype=ACC)
     run(activation_kernel, every, *gates, dl, df, db, *terms, T, groups, **constants["activation"])
@@ -97,8 +93,9 @@ def backward(
     dA_log, ddt_bias = (x.clone() for x in terms.sum(1))
     dw = (beta * (1 - beta) * dbeta).to(w.dtype)
     dw1, dw2 = dz.flatten(0, 1).T @ m.flatten(0, 1), dcontent.flatten(0, 1).T @ z.flatten(0, 1)
-    parameters = zip((dA_log, ddt_bias, dw1, dw2, dcontent.sum(0)), (A_log, dt_bias, w1, w2, b_bias), strict=True)
-    return Gradients(dq, dk, dv, df, db, dw, *(dx.to(x.dtype) for dx, x in parameters), S=dS, m=dm, total=dtotal)
+    pairs = zip((dA_log, ddt_bias, dw1, dw2), inputs.parameters, strict=True)
+    gradients = CarveInputs(dq, dk, dv, df, db, dw, *(dx.to(x.dtype) for dx, x in pairs))
+    return gradients, dcontent.sum(0).to(b_bias.dtype), dS, dm, dtotal
 
 
 def _gate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -114,10 +111,12 @@ def _unused(layout: Layout, spans: Tensor, slots: Tensor) -> Tensor:
 
 
 def _chain(
-    do, dS, dm, dtotal, q, k, v, l, beta, b, u, z, w1, w2, spans, slots, layout: Layout, do_peaks, kept_S, saved: Saved,
+    do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor, inputs: CarveInputs, made: Made, layout: Layout, kept_S: Tensor, saved: Saved,
     *, content_chunk: int, scale: float, config: LaunchConfig, constants: dict[str, Constants],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k, v, l, β, of every content chunk's u and W₁ m, and of S; dm and dtotal in place."""
+    q, k, v, _, b, _ = inputs.tokens
+    l, beta, u, z, spans, slots, do_peaks = made
     B, T, H, K = q.shape
     V, N, ST, C = v.shape[-1], layout.N, solve_dtype(q.dtype), config.launch["shared"]["C"]
     rows = lambda D: q.new_empty(B, T, H, D, dtype=ST)
@@ -147,9 +146,8 @@ def _chain(
         *read, tokens(saved.k_hat, bk), saved.whole, kept_S, VARIES, tokens(dq_hat, bk), tokens(de_hat, bk), states(kept, bk, vp),
         *((tokens(dk_hat, bk), x) if joined else ()), T, most,
     )  # fmt: skip
-    pairs_args = scaled, dr, saved.W, q, k, v, l, beta, None, None, dq_hat, de_hat, dk_hat, x
     feedback = (
-        spans, slots, layout.ends, b, u, dl, z, w1, w2, do_peaks, dS_peaks, powers, dcontent, dz, dm, dtotal, largest,
+        spans, slots, layout.ends, b, u, dl, z, inputs.w1, inputs.w2, do_peaks, dS_peaks, powers, dcontent, dz, dm, dtotal, largest,
         T, layout.L, layout.longest, content_chunk, do_peaks.shape[-1],
     )  # fmt: skip
 
@@ -166,7 +164,7 @@ def _chain(
         replay_back = Repeated(replay_reverse, (cdiv(K, bk), H, N), again, VARIES, *again_args)
         launches += (replay_back,)
     couple, pair = launch_pairs(
-        VARIES, *pairs_args, VARIES, dq, dk, dv, dl, dbeta, None, None,
+        VARIES, scaled, dr, saved.W, DeltaInputs(q, k, v, l, beta), dq_hat, de_hat, dk_hat, x, VARIES, DeltaInputs(dq, dk, dv, dl, dbeta),
         scale=scale, longest=layout.parts, sequences=N, couple=constants["couplings"], channels=constants["pairs"],
         launch=lambda kernel, grid, *args, **given: Repeated(kernel, grid, given, *args),
     )  # fmt: skip

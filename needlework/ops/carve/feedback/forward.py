@@ -5,6 +5,7 @@
 import torch
 from torch import Tensor
 
+from needlework.ops.carve.arguments import CarveInputs
 from needlework.ops.carve.feedback.intra import gates_kernel
 from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
 from needlework.ops.carve.feedback.scan import content_kernel, walk_kernel
@@ -21,14 +22,14 @@ from needlework.ops.slots.rows import OF_TABLE, Slots
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor, A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    b_bias: Tensor, S: Tensor, m: Tensor, total: Tensor, layout: Layout, *,
+    inputs: CarveInputs, b_bias: Tensor, S: Tensor, m: Tensor, total: Tensor, layout: Layout, *,
     resumed: bool, prediction: str, scale: float, R: int, config: LaunchConfig, save: bool, slots: Slots | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Saved]:  # fmt: skip
     """o, kept_S, kept_m (None without `save`) and Saved, for aligned rows, T > 0. S, m, total advance in place, in `width(q)`.
 
     resumed: m is not known to be zero. slots: S is a table, and advances in these.
     """
+    (q, k, v, f, b, w), (A_log, dt_bias, w1, w2) = inputs.tokens, inputs.parameters
     (B, T, H, K), V, N = q.shape, v.shape[-1], layout.N
     ST, ACC, C = solve_dtype(q.dtype), width(q), config.launch["shared"]["C"]
     NC = -(-T // C)

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.ops.carve.arguments import CarveInputs, check_position
-from needlework.ops.carve.feedback.backward import Gradients, backward
+from needlework.ops.carve.arguments import CarveInputs, Settings, check_position
+from needlework.ops.carve.feedback.backward import backward
 from needlework.ops.carve.feedback.forward import forward
 from needlework.ops.carve.layout import Layout
 from needlework.ops.carve.state import CarveOutput, CarveState
@@ -32,27 +32,28 @@ class Kept(NamedTuple):
 
 
 def carve(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, w: Tensor, A_log: Tensor, dt_bias: Tensor, w1: Tensor, w2: Tensor,
-    b_bias: Tensor, initial_state: CarveState | None, cu_seqlens: Tensor | None, *, content_chunk: int, prediction: str, scale: float,
-    table: CarveState | None = None, slots: Tensor | None = None, fresh: Tensor | None = None,
+    inputs: CarveInputs, b_bias: Tensor, initial_state: CarveState | None, cu_seqlens: Tensor | None, settings: Settings,
+    *, table: CarveState | None = None, slots: Tensor | None = None, fresh: Tensor | None = None,
 ) -> CarveOutput:  # fmt: skip
     """o [B T H V] in q's dtype and the state, for arguments that `checked` has passed: k [B T H R K], v [B T H R V].
 
     With a table, whose slots advance in place, the state is None.
     """
+    q, k, v, f, b, w = inputs.tokens
     R = k.shape[3]
     if R > 1:
         # the gate lies on a token's first row and the query on its last
         q, f, b = _one_row(q, R, R - 1, 0.0), _one_row(f, R, 0, -torch.inf), _one_row(b, R, 0, -torch.inf)
         w = w.repeat_interleave(R, 1)
     k, v = (x.transpose(2, 3).flatten(1, 2) for x in (k, v))
-    inputs = CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)
+    inputs = CarveInputs(q, k, v, f, b, w, *inputs.parameters)
+    call = {"cu_seqlens": cu_seqlens, **settings._asdict(), "R": R}
     if table is not None:
-        o = carve_triton_slots(*inputs, b_bias, *table, slots, fresh, cu_seqlens, content_chunk, prediction, scale, R)
+        o = carve_triton_slots(*inputs, b_bias, *table, slots=slots, fresh=fresh, **call)
         return CarveOutput(o[:, R - 1 :: R], None)
     tensors = *inputs, b_bias, *((None,) * 4 if initial_state is None else initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    o, S, m, total, position, *_ = carve_triton_fwd(*tensors, cu_seqlens, content_chunk, prediction, scale, R, save)
+    o, S, m, total, position, *_ = carve_triton_fwd(*tensors, **call, save=save)
     return CarveOutput(o[:, R - 1 :: R], CarveState(S, m, total, position))
 
 
@@ -82,9 +83,7 @@ def carve_triton_fwd(
     facts = initial_state is not None, save, content_chunk
     key = "carve", config.name, kind(*tokens, b_bias), inputs.w1.shape, prediction, scale, R, *facts
     precompile(q.device, key, lambda: _launches(CarveInputs(*meta(*tokens)), *meta(b_bias, *state), layout, *facts, settings))
-    o, kept_S, kept_m, saved = forward(
-        *tokens, b_bias, *state, layout, resumed=initial_state is not None, save=save, **settings
-    )
+    o, kept_S, kept_m, saved = forward(tokens, b_bias, *state, layout, resumed=initial_state is not None, save=save, **settings)
     final = CarveState(*state, layout.ends % layout.L // R)
     if kept_S is None or kept_m is None:
         return layout.restore(o), final, None, None
@@ -101,7 +100,7 @@ def carve_triton_slots(
     The recurrence reads and writes S in its slots, and is given rows of m, total and position, which are small. No number is read back:
     `position` lies inside a content chunk, and cu_seqlens rises from 0 to the tokens that there are, by contract.
     """
-    check_contiguous(**table._asdict())
+    check_contiguous(table)
     q, v, (S, m, total, position) = inputs.q, inputs.v, table
     if not v.numel():
         start_anew(table, slots, fresh, cu_seqlens, q)
@@ -118,7 +117,7 @@ def carve_triton_slots(
         key,
         lambda: _launches(CarveInputs(*meta(*tokens)), *meta(b_bias, *state), layout, *facts, settings, own.meta()),
     )
-    o, *_ = forward(*tokens, b_bias, *state, layout, resumed=True, save=False, slots=own, **settings)
+    o, *_ = forward(tokens, b_bias, *state, layout, resumed=True, save=False, slots=own, **settings)
     own.clear(S)
     for column, x in zip((m, total, position), (*state[1:], layout.ends % layout.L // R), strict=True):
         own.write(column, x)
@@ -158,10 +157,10 @@ def _launches(
 ) -> None:  # fmt: skip
     """What a call and its backward launch."""
     layout = Layout(*meta(*layout))
-    o, kept_S, kept_m, saved = forward(*tokens, b_bias, S, m, total, layout, resumed=resumed, save=save, slots=own, **settings)
+    o, kept_S, kept_m, saved = forward(tokens, b_bias, S, m, total, layout, resumed=resumed, save=save, slots=own, **settings)
     if kept_S is not None and kept_m is not None:
         backward(
-            torch.empty_like(o), S, m, total, *tokens, b_bias, layout, kept_S, kept_m, saved,
+            torch.empty_like(o), S, m, total, tokens, b_bias, layout, kept_S, kept_m, saved,
             content_chunk=content_chunk, **settings,
         )  # fmt: skip
 
@@ -179,9 +178,9 @@ def placed(
 def aligned(layout: Layout, inputs: CarveInputs) -> CarveInputs:
     """A row of no token writes nothing, reads nothing and keeps all; all contiguous."""
     keep_all = -torch.inf
-    q, k, v, f, b, w, *_ = inputs
+    q, k, v, f, b, w = inputs.tokens
     tokens = *each(layout.align, q, k, v), layout.align(f, keep_all), layout.align(b, keep_all), layout.align(w)
-    return CarveInputs(*tokens, *each(Tensor.contiguous, *inputs[6:]))
+    return CarveInputs(*tokens, *each(Tensor.contiguous, *inputs.parameters))
 
 
 def _state(inputs: CarveInputs, given: CarveState | None, cu_seqlens: Tensor | None) -> CarveState:
@@ -204,28 +203,28 @@ def carve_triton_bwd(
     do: Tensor | None, dS: Tensor | None, dm: Tensor | None, dtotal: Tensor | None, inputs: CarveInputs, b_bias: Tensor,
     position: Tensor | None, cu_seqlens: Tensor | None, kept: Kept, saved: Saved,
     content_chunk: int, prediction: str, scale: float, R: int,
-) -> Gradients:  # fmt: skip
+) -> tuple[CarveInputs, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of what the forward was given; S, m and total's float32 or wider."""
     q, v = inputs.q, inputs.v
     pairs = zip((dS, dm, dtotal), _state(inputs, None, cu_seqlens)[:3], strict=True)
     dS, dm, dtotal = (zero if dx is None else _own(dx, width(q)) for dx, zero in pairs)
     if not v.numel():
-        return Gradients(*each(torch.zeros_like, *inputs, b_bias), dS, dm, dtotal)
+        return CarveInputs(*each(torch.zeros_like, *inputs)), torch.zeros_like(b_bias), dS, dm, dtotal
     do = torch.zeros_like(v) if do is None else do
     layout, config = placed(q, v, position, cu_seqlens, content_chunk, R)
-    found = backward(
-        layout.align(do), dS, dm, dtotal, *aligned(layout, inputs), b_bias.contiguous(), layout, *kept, saved,
+    found, db_bias, dS, dm, dtotal = backward(
+        layout.align(do), dS, dm, dtotal, aligned(layout, inputs), b_bias.contiguous(), layout, *kept, saved,
         content_chunk=content_chunk, prediction=prediction, scale=scale, R=R, config=config,
     )  # fmt: skip
-    tokens = (layout.restore(dx).to(x.dtype) for dx, x in zip(found[:6], inputs[:6], strict=True))
-    parameters = (dx.to(x.dtype) for dx, x in zip(found[6:11], (*inputs[6:], b_bias), strict=True))
-    return Gradients(*tokens, *parameters, S=found.S, m=found.m, total=found.total)
+    given = (*map(layout.restore, found.tokens), *found.parameters)
+    gradients = CarveInputs(*(dx.to(x.dtype) for dx, x in zip(given, inputs, strict=True)))
+    return gradients, db_bias.to(b_bias.dtype), dS, dm, dtotal
 
 
 @fake(carve_triton_bwd)
 def _(do, dS, dm, dtotal, inputs: CarveInputs, b_bias: Tensor, position, cu_seqlens: Tensor | None, *_):
-    given = each(torch.empty_like, *inputs, b_bias)
-    return Gradients(*given, *_state(inputs, None, cu_seqlens)[:3])
+    gradients = CarveInputs(*each(torch.empty_like, *inputs))
+    return gradients, torch.empty_like(b_bias), *_state(inputs, None, cu_seqlens)[:3]
 
 
 def _save(ctx, inputs, output) -> None:

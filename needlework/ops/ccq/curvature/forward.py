@@ -15,7 +15,7 @@ from needlework.ops.slots.rows import Slots
 
 
 def forward(
-    tokens: CcqInputs, state: CurvatureState | None, line: Line, save: bool, own: Slots | None
+    tokens: CcqInputs, initial_state: CurvatureState | None, line: Line, save: bool, own: Slots | None
 ) -> tuple[Tensor, CurvatureState, Saved | None]:
     q, k, eta, g = tokens
     H, K, N = line.H, line.K, line.at.N
@@ -26,36 +26,38 @@ def forward(
     line.launch(sums, settings, k, g, line.fill, total, mass, G, each=tiles)
 
     wide = {"dtype": line.wide, "device": line.device}
-    if own is None or state is None:
-        of_table, stride, final_C = (None, None), None, _final_place(line, None if state is None else state.C)
+    if own is None or initial_state is None:
+        of_table, stride, final_C = (None, None), None, _final_place(line, None if initial_state is None else initial_state.C)
     else:
-        of_table, stride, final_C = (own.slots, own.fresh), own.stride, state.C
+        of_table, stride, final_C = (own.slots, own.fresh), own.stride, initial_state.C
     final = CurvatureState(final_C, torch.empty(N, H, K, **wide), torch.empty(N, H, **wide))
-    initial = NO_STATE if state is None else state
+    C_in, *others_in = initial_state or NO_STATE
     mean0, step, n0 = line.empty(K), line.empty(K), line.empty()
-    settings = line.constants("means", INIT=state is not None)
+    settings = line.constants("means", INIT=initial_state is not None)
     programs = N * H * -(-K // settings["BD"])
     chunks = mean0, step, n0
-    given = total, mass, G, *initial[1:], *chunks, *final[1:], line.at.cum
+    given = total, mass, G, *others_in, *chunks, *final[1:], line.at.cum
     run(means, (programs,), *given, **arguments(means, settings))
 
     kc, P, E = torch.empty_like(k), line.empty(line.C, line.C, dtype=line.dtype), line.empty(ROWS.value, line.C)
-    lam = line.empty(line.HV // H, line.C)
-    line.launch(intra, line.constants("intra"), q, k, eta, G, line.fill, mean0, step, n0, mass, kc, P, E, lam)
+    eta_chunks = line.empty(line.HV // H, line.C)
+    line.launch(intra, line.constants("intra"), q, k, eta, G, line.fill, mean0, step, n0, mass, kc, P, E, eta_chunks)
 
     cleaned = q.new_empty(*eta.shape, K)
     Sq = torch.empty_like(q) if save else None
-    settings = line.constants("walk", INIT=state is not None, SAVE=save, STRIDE=stride)
+    settings = line.constants("walk", INIT=initial_state is not None, SAVE=save, STRIDE=stride)
     KB, BV = settings["KB"], settings["BV"]
     slots = min(settings["NP"], line.chains(settings))
     run(
         walk, (slots,),
         line.tile(q, KB), line.tile(kc, KB), line.tile(kc, BV), line.tile(q, BV), line.block(P, line.C, line.C), line.tile(cleaned, BV),
-        None if Sq is None else line.tile(Sq, BV), E, lam, G, n0, step, initial[0], final[0], *of_table, line.at.cum,
+        None if Sq is None else line.tile(Sq, BV), E, eta_chunks, G, n0, step, C_in, final.C, *of_table, line.at.cum,
         *line.hands(settings, slots), line.at.T, line.NCB, N, **arguments(walk, settings),
     )  # fmt: skip
     fill, maps = (line.fill, line.at.maps) if line.packed else (None, None)
-    kept = None if Sq is None else Saved(Sq, kc, P, E, mean0, step, n0, mass, line.at.cum, G, fill, maps)
+    if Sq is None:
+        return cleaned, final, None
+    kept = Saved(Sq=Sq, kc=kc, P=P, E=E, mean=mean0, step=step, n=n0, mass=mass, cum=line.at.cum, G=G, fill=fill, maps=maps)
     return cleaned, final, kept
 
 
@@ -80,14 +82,17 @@ def no_chunk(q: Tensor, line: Line) -> Saved:
     """What is kept where there is no token."""
     K, C = line.K, line.C
     Sq, kc = (q.new_empty(line.B, line.at.T, line.H, K) for _ in range(2))
-    chunks = (
-        line.empty(C, C, dtype=line.dtype),
-        line.empty(ROWS.value, C),
-        line.empty(K),
-        line.empty(K),
-        line.empty(),
-        line.empty(),
+    return Saved(
+        Sq=Sq,
+        kc=kc,
+        P=line.empty(C, C, dtype=line.dtype),
+        E=line.empty(ROWS.value, C),
+        mean=line.empty(K),
+        step=line.empty(K),
+        n=line.empty(),
+        mass=line.empty(),
+        cum=line.at.cum,
+        G=line.empty(2, C) if line.gated else None,
+        fill=line.fill if line.packed else None,
+        maps=line.at.maps if line.packed else None,
     )
-    G = line.empty(2, C) if line.gated else None
-    fill, maps = (line.fill, line.at.maps) if line.packed else (None, None)
-    return Saved(Sq, kc, *chunks, line.at.cum, G, fill, maps)

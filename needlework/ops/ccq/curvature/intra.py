@@ -216,7 +216,7 @@ def means(
 
 @triton.jit(do_not_specialize=["T", "NCB"])
 def intra(
-    p_q, p_k, p_eta, p_G, p_fill, p_mean, p_step, p_n, p_mass, p_kc, p_P, p_E, p_lam, T, NCB,
+    p_q, p_k, p_eta, p_G, p_fill, p_mean, p_step, p_n, p_mass, p_kc, p_P, p_E, p_eta_chunks, T, NCB,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     SCALED: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
 ):  # fmt: skip
@@ -269,8 +269,8 @@ def intra(
     o_t = i_t + o_c
     for j in tl.static_range(GROUP):
         o_eta = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h * GROUP + j
-        b_lam = tl.load(p_eta + o_eta, mask=o_t < T, other=0.0).to(ACC)
-        tl.store(p_lam + (o_ih * GROUP + j) * C + o_c, b_lam)
+        b_eta = tl.load(p_eta + o_eta, mask=o_t < T, other=0.0).to(ACC)
+        tl.store(p_eta_chunks + (o_ih * GROUP + j) * C + o_c, b_eta)
 
 
 @cache

@@ -23,11 +23,9 @@ from needlework.ops.slots.rows import Slots
 from needlework.ops.slots.table import check_contiguous, start_anew
 
 
-def clean(
-    q: Tensor, k: Tensor, eta: Tensor, g: Tensor | None, state: CurvatureState | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, CurvatureState]:
-    """q, k [B T H K], eta [B T HV], g [B T H] or None, contiguous -> q̃ [B T HV K] and the final state, float32 or wider."""
-    given = (q, k, eta, g, *(state or NO_STATE))
+def clean(inputs: CcqInputs, initial_state: CurvatureState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, CurvatureState]:
+    """q̃ [B T HV K] of contiguous tensors and the final state, float32 or wider."""
+    given = (*inputs, *(initial_state or NO_STATE))
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     cleaned, *final = (ccq_triton_fwd if differentiable else ccq_triton)(*given, cu_seqlens)
     return cleaned, CurvatureState(*final[:3])
@@ -50,7 +48,7 @@ def ccq_triton_slots(
     The walk reads and writes C in its slots; kernels are given rows of mean and n, which are small. No number is read back: cu_seqlens
     rises from 0 to the tokens that there are, and C is symmetric, by contract.
     """
-    check_contiguous(**table._asdict())
+    check_contiguous(table)
     q, (C, mean, n) = inputs.q, table
     if not q.numel():
         start_anew(table, slots, fresh, cu_seqlens, q)
@@ -75,7 +73,7 @@ def ccq_triton_fwd(
 
 
 def _call(
-    inputs: CcqInputs, state: CurvatureState | None, cu_seqlens: Tensor | None, *, save: bool, own: Slots | None = None
+    inputs: CcqInputs, initial_state: CurvatureState | None, cu_seqlens: Tensor | None, *, save: bool, own: Slots | None = None
 ) -> tuple[Tensor, CurvatureState, Saved | None]:
     """`forward` of tokens that lie as the caller has them. own: C is a table."""
     q, eta = inputs.q, inputs.eta
@@ -87,24 +85,24 @@ def _call(
     packed = cu_seqlens is not None
     fill = filled(at, cu_seqlens, chosen.launch["shared"]["C"]) if packed else None
     line = line_of(inputs, packed, at, fill, chosen)
-    if state is not None and own is None:
-        state = CurvatureState(*each(Tensor.contiguous, *state))
+    if initial_state is not None and own is None:
+        initial_state = CurvatureState(*each(Tensor.contiguous, *initial_state))
     if q.numel() == 0:
-        return q.new_empty(*eta.shape, K), untouched(line, state), no_chunk(q, line)
+        return q.new_empty(*eta.shape, K), untouched(line, initial_state), no_chunk(q, line)
     tokens = CcqInputs(*each(at.align, *inputs))
-    key = ENGINE, chosen.name, kind(*tokens, *(state or NO_STATE)), packed, save, own and own.kind()
-    precompile(q.device, key, lambda: _launches(tokens, state, line, save, own))
-    cleaned, final, kept = forward(tokens, state, line, save, own)
+    key = ENGINE, chosen.name, kind(*tokens, *(initial_state or NO_STATE)), packed, save, own and own.kind()
+    precompile(q.device, key, lambda: _launches(tokens, initial_state, line, save, own))
+    cleaned, final, kept = forward(tokens, initial_state, line, save, own)
     return at.restore(cleaned), final, kept
 
 
-def _launches(tokens: CcqInputs, state: CurvatureState | None, line: Line, save: bool, own: Slots | None) -> None:
+def _launches(tokens: CcqInputs, initial_state: CurvatureState | None, line: Line, save: bool, own: Slots | None) -> None:
     """What a call and its backward launch, on meta tensors."""
     line, tokens = line._replace(device=torch.device("meta")), CcqInputs(*meta(*tokens))
-    state, own = None if state is None else CurvatureState(*meta(*state)), None if own is None else own.meta()
-    cleaned, final, kept = forward(tokens, state, line, save, own)
+    initial_state = None if initial_state is None else CurvatureState(*meta(*initial_state))
+    cleaned, final, kept = forward(tokens, initial_state, line, save, None if own is None else own.meta())
     if kept is not None:
-        C = None if state is None else state.C
+        C = None if initial_state is None else initial_state.C
         gradients(torch.empty_like(cleaned), None, None, None, tokens, C, final.n, kept, line)
 
 
@@ -174,12 +172,15 @@ def ccq_triton_bwd(
     dcleaned = q.new_zeros(*inputs.eta.shape, K) if dcleaned is None else dcleaned.contiguous()
     # the kernels read sums of g that the forward has kept
     tokens = CcqInputs(*each(at.align, inputs.q, inputs.k, inputs.eta), g)
-    state = None if initial_state is None else CurvatureState(*each(Tensor.contiguous, *initial_state))
-    C = None if state is None else state.C
+    if initial_state is not None:
+        initial_state = CurvatureState(*each(Tensor.contiguous, *initial_state))
+    C = None if initial_state is None else initial_state.C
     found, first, scale = gradients(at.align(dcleaned), dC, dmean, dn, tokens, C, n1, kept, line)
     found = CcqInputs(*each(at.restore, *found))
     found = found if g is None or found.g is None else found._replace(g=found.g.to(g.dtype))
-    return found, None if state is None or first is None else of_first_state(line, scale, first, kept.mean, state, dmean)
+    if initial_state is None or first is None:
+        return found, None
+    return found, of_first_state(line, scale, first, kept.mean, initial_state, dmean)
 
 
 @fake(ccq_triton_bwd)
@@ -189,9 +190,9 @@ def _(dcleaned, dC, dmean, dn, inputs: CcqInputs, initial_state: CurvatureState 
 
 
 def _save(ctx, inputs, output) -> None:
-    given, state, cu_seqlens = inputs
+    given, initial_state, cu_seqlens = inputs
     _, final, kept = output
-    ctx.save_for_backward(*given, *(NO_STATE if state is None else state), cu_seqlens, final.n, *kept)
+    ctx.save_for_backward(*given, *(initial_state or NO_STATE), cu_seqlens, final.n, *kept)
     ctx.set_materialize_grads(False)
 
 

@@ -58,7 +58,7 @@ def columns(i_v, KB: tl.constexpr, NK: tl.constexpr, OWN: tl.constexpr):
 @triton.jit
 def read_chains(
     i_slot, slots,
-    x_x_k, x_kc_k, x_kc_v, x_base_v, x_q_v, x_P_c, x_out_v, x_Sx_v, x_C0_kv, p_E, p_lam, p_G, p_n, p_step, p_reach, p_scale,
+    x_x_k, x_kc_k, x_kc_v, x_base_v, x_q_v, x_P_c, x_out_v, x_Sx_v, x_C0_kv, p_E, p_eta_chunks, p_G, p_n, p_step, p_reach, p_scale,
     p_C_in, p_C_out, p_slots, p_fresh, p_cum, p_hand, p_flag, T, NCB, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, NK: tl.constexpr,
     NS: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, INIT: tl.constexpr, BACKWARD: tl.constexpr, SAVE: tl.constexpr,
@@ -187,8 +187,8 @@ def read_chains(
                     store_tile(x_Sx_v, tl.trans(out.to(OT)), i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
                 b_q = tl.trans(b_base).to(ACC)
                 for j in tl.static_range(GROUP):
-                    b_lam = tl.load(p_lam + (o_ih * GROUP + j) * C + o_c)
-                    b_clean = (b_q - b_lam[None, :] * out).to(OT)
+                    b_eta = tl.load(p_eta_chunks + (o_ih * GROUP + j) * C + o_c)
+                    b_clean = (b_q - b_eta[None, :] * out).to(OT)
                     store_tile(x_out_v, tl.trans(b_clean), i_b, i_t, i_h * GROUP + j, i_v, T, HV, K, C, BV, TMA)
 
         done = c_to == count
@@ -214,7 +214,7 @@ def read_chains(
 
 @triton.jit(do_not_specialize=["T", "NCB", "N"])
 def walk(
-    x_q_k, x_kc_k, x_kc_v, x_q_v, x_P_c, x_out_v, x_Sq_v, p_E, p_lam, p_G, p_n, p_step, p_C_in, p_C_out, p_slots, p_fresh, p_cum,
+    x_q_k, x_kc_k, x_kc_v, x_q_v, x_P_c, x_out_v, x_Sq_v, p_E, p_eta_chunks, p_G, p_n, p_step, p_C_in, p_C_out, p_slots, p_fresh, p_cum,
     p_hand, p_flag, T, NCB, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, NK: tl.constexpr,
     NS: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr, SCALED: tl.constexpr,
@@ -224,7 +224,7 @@ def walk(
     slots = tl.num_programs(0)
     read_chains(
         slots - 1 - tl.program_id(0), slots,
-        x_q_k, x_kc_k, x_kc_v, x_q_v, x_q_v, x_P_c, x_out_v, x_Sq_v, None, p_E, p_lam, p_G, p_n, p_step, None, None,
+        x_q_k, x_kc_k, x_kc_v, x_q_v, x_q_v, x_P_c, x_out_v, x_Sq_v, None, p_E, p_eta_chunks, p_G, p_n, p_step, None, None,
         p_C_in, p_C_out, p_slots, p_fresh, p_cum, p_hand, p_flag, T, NCB, N,
         H, HV, K, C, BV, KB, NK, NS, TMA, GATED, INIT, False, SAVE, SCALED, STRIDE, ACC, OT,
     )  # fmt: skip

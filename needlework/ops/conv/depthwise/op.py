@@ -8,7 +8,7 @@ from torch import Tensor
 
 from needlework.ops.conv.depthwise.chunk import conv_backward_kernel, conv_forward_kernel, conv_past_backward_kernel
 from needlework.ops.conv.depthwise.slots import conv_keep_kernel, conv_step_kernel
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator, step_operator
+from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv
@@ -40,46 +40,44 @@ class Form(NamedTuple):
 
 
 @operator
-def conv_triton(
-    x: Tensor, weight: Tensor, state: Tensor | None, ends: Tensor | None, document: Tensor | None, position: Tensor | None,
-    after: str, parts: list[int], bias: bool,
-) -> list[Tensor]:  # fmt: skip
-    """y of contiguous x [B T C], a tensor for each of `parts`, so many channels; the others as `Past` has them, contiguous.
+def conv_triton(x: Tensor, weight: Tensor, past: Past, after: str, parts: list[int], bias: bool) -> list[Tensor]:
+    """y of contiguous x [B T C], a tensor for each of `parts`, so many channels; the past is contiguous.
 
     weight [C W], or with `bias` [C W+1], the last of a channel its bias.
     """
-    y = _apart(x, weight, state, ends, document, position, after, parts, bias)
-    _forward(x, weight, Past(state, ends, document, position), Form.of(weight, after, bias), parts, y)
+    y = _apart(x, parts)
+    _forward(x, weight, past, Form.of(weight, after, bias), parts, y)
     return y
 
 
-@step_operator("state")
-def conv_slots_triton(
-    x: Tensor, weight: Tensor, state: Tensor, ends: Tensor | None, document: Tensor | None, position: Tensor | None,
-    slots: Tensor | None, fresh: Tensor | None, after: str, parts: list[int], bias: bool,
-) -> Tensor:  # fmt: skip
+@step_operator("past.state")
+def conv_slots_triton(x: Tensor, weight: Tensor, past: Past, after: str, parts: list[int], bias: bool) -> Tensor:
     """The same on a table [S W−1 C] of contiguous slots, which changes in place: y [B T ·] of each part, one after the other. Rows of x may lie
     apart, a batch's equally far."""
-    (B, T, C), N = x.shape, len(x) if ends is None else len(ends) - 1
+    (B, T, C), N = x.shape, len(x) if past.ends is None else len(past.ends) - 1
     y = x.new_empty(x.numel())
     each = y.split([B * T * channels for channels in parts])
-    past, form = Past(state, ends, document, position, slots, fresh), Form.of(weight, after, bias)
+    form = Form.of(weight, after, bias)
     _forward(x, weight, past, form, parts, [one.view(B, T, c) for one, c in zip(each, parts, strict=True)])
     if N:
         kernel = conv_keep_kernel
         chosen = launch_config(ENGINE, x.device, x.dtype, C, C)
-        known = _constants(chosen, kernel, x.dtype, form, C=C, APART=x.stride(1), STRIDE=_stride(state))
-        run(kernel, (N, cdiv(C, known["BC"])), x, state, ends, slots, fresh, T, **known)
+        known = _constants(chosen, kernel, x.dtype, form, C=C, APART=x.stride(1), STRIDE=_stride(past.state))
+        run(kernel, (N, cdiv(C, known["BC"])), x, past.state, past.ends, past.slots, past.fresh, T, **known)
     return y
 
 
-@torch.library.register_fake(conv_triton)
-def _apart(x, weight, state, ends, document, position, after, parts, bias):
+def _apart(x: Tensor, parts: list[int]) -> list[Tensor]:
     return [x.new_empty(*x.shape[:2], channels) for channels in parts]
 
 
-@torch.library.register_fake(conv_slots_triton)
-def _(x, weight, state, ends, document, position, slots, fresh, after, parts, bias):
+@fake(conv_triton)
+def _(x, weight, past: Past, after, parts, bias):
+    return _apart(x, parts)
+
+
+@fake(conv_slots_triton)
+def _(x, *_):
     return x.new_empty(x.numel())
 
 
@@ -115,18 +113,17 @@ def conv_step_triton(
     return y
 
 
-@torch.library.register_fake(conv_step_triton)
-def _(x, weight, state, slots, after, parts, bias):
+@fake(conv_step_triton)
+def _(x, *_):
     return x.new_empty(x.numel())
 
 
 @backward_operator
 def conv_triton_bwd(
-    dy: list[Tensor], x: Tensor, weight: Tensor, state: Tensor | None, ends: Tensor | None, document: Tensor | None,
-    position: Tensor | None, after: str, bias: bool,
+    dy: list[Tensor], x: Tensor, weight: Tensor, past: Past, after: str, bias: bool
 ) -> list[Tensor]:  # fmt: skip
     """dx, dweight and, of a state, dstate; a token's part of dweight is summed with those of its run first: no atomics."""
-    (B, T, C), form = x.shape, Form.of(weight, after, bias)
+    (B, T, C), form, state = x.shape, Form.of(weight, after, bias), past.state
     dx, dstate = torch.empty_like(x), None if state is None else torch.empty_like(state)
     if not x.numel():
         return [dx, torch.zeros_like(weight), *([] if dstate is None else [dstate.zero_()])]
@@ -135,7 +132,7 @@ def conv_triton_bwd(
     dw = x.new_empty(runs + N, 4 + bias, C, dtype=accumulator(x.dtype))
     parts = [one.shape[-1] for one in dy]
     wide = (tensor.split(parts, -1) for tensor in (x, dx, dw))
-    each = dy, weight.contiguous().split(parts), _split(Past(state, ends, document, position), parts), *wide
+    each = dy, weight.contiguous().split(parts), _split(past, parts), *wide
     for one_dy, w, own, one, one_dx, one_dw in zip(*each, strict=True):
         _launch(conv_backward_kernel, chosen, x, one_dy, form, own, one_dy, one, w, one_dx, one_dw)
     if state is not None and dstate is not None:
@@ -144,26 +141,27 @@ def conv_triton_bwd(
             sizes = {"C": len(w), "ROW": C, "STRIDE": _stride(state)}
             own = _constants(chosen, conv_past_backward_kernel, x.dtype, form, **sizes)
             grid = N, cdiv(len(w), own["BC"])
-            run(conv_past_backward_kernel, grid, one_dy, one, w, *states, ends, T, **own)
+            run(conv_past_backward_kernel, grid, one_dy, one, w, *states, past.ends, T, **own)
     dtaps = dw.sum(0)
     dweight = torch.cat([dtaps[: form.W].flip(0), dtaps[4:]]).T.to(weight.dtype).contiguous()
     return [dx, dweight, *([] if dstate is None else [dstate])]
 
 
-@torch.library.register_fake(conv_triton_bwd)
-def _(dy, x, weight, state, ends, document, position, after, bias):
-    return [torch.empty_like(x), weight.new_empty(weight.shape), *([] if state is None else [torch.empty_like(state)])]
+@fake(conv_triton_bwd)
+def _(dy, x, weight, past: Past, after, bias):
+    states = [] if past.state is None else [torch.empty_like(past.state)]
+    return [torch.empty_like(x), weight.new_empty(weight.shape), *states]
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, after, _, bias = inputs
+    x, weight, past, after, _, bias = inputs
     ctx.settings = after, bias
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(x, weight, *past)
 
 
 def _backward(ctx, dy):
     dx, dweight, *dstate = conv_triton_bwd([one.contiguous() for one in dy], *ctx.saved_tensors, *ctx.settings)
-    return dx, dweight, dstate[0] if dstate else None, *[None] * 6
+    return dx, dweight, dstate[0] if dstate else None, *[None] * 8
 
 
 differentiable(conv_triton, _backward, _save)

@@ -28,7 +28,7 @@ def backward(
     scale: float, prediction: str, R: int, config: LaunchConfig,
 ) -> DeltaInputs:  # fmt: skip
     """Gradients of the inputs; None where the input is None. dstate None: zeros. states: None where sequences are whole."""
-    q, k, v, g, beta, erase, write = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.erase, inputs.write
+    q, k, v, beta, erase = inputs.q, inputs.k, inputs.v, inputs.beta, inputs.erase
     (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
     C, ST, ACC = config.launch["shared"]["C"], solve_dtype(q.dtype), width(q)
     sequences, initial_state = alignment.N, inputs.initial_state
@@ -88,17 +88,17 @@ def backward(
     # a group's heads are summed afterwards, from what is not yet rounded
     shared = lambda like: torch.empty(B, T, HV, K, dtype=like.dtype if H == HV else ACC, device=like.device)
     dq, dk = shared(q), shared(k)
-    dv, dg, dbeta, derase, dwrite = each(torch.empty_like, v, g, beta, erase, write)
+    dv, dg, dbeta, derase, dwrite = each(torch.empty_like, v, inputs.g, beta, erase, inputs.write)
+    found = DeltaInputs(dq, dk, dv, dg, dbeta, erase=derase, write=dwrite)
     launch_pairs(
-        spans, do, dr, saved.W, q, k, v, g, beta, erase, write, dq_hat, de_hat, dk_hat, x, divisor,
-        dq, dk, dv, dg, dbeta, derase, dwrite,
+        spans, do, dr, saved.W, inputs, dq_hat, de_hat, dk_hat, x, divisor, found,
         scale=scale, longest=alignment.longest, sequences=N, couple=constants["couplings"], channels=constants["pairs"],
     )  # fmt: skip
     if H != HV:
         dq, dk = (dx.unflatten(2, (H, -1)).sum(3).to(like.dtype) for dx, like in ((dq, q), (dk, k)))
     given = inputs.initial_state
     dinitial_state = None if given is None else (dinitial_state[::segments] * divisor).to(given.dtype)
-    return DeltaInputs(dq, dk, dv, dg, dbeta, erase=derase, write=dwrite, initial_state=dinitial_state)
+    return found._replace(q=dq, k=dk, initial_state=dinitial_state)
 
 
 def channel_constants(

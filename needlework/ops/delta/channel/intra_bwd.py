@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.kernels.tile import capped
+from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.runtime.launch_configs import Constants, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv
@@ -356,13 +357,12 @@ def matrices(C: int, R: int, dtype: torch.dtype, solves: torch.dtype, sums: torc
 
 
 def launch_pairs(
-    spans: object, do: Tensor, dr: Tensor, W: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None,
-    beta: Tensor | None, erase: Tensor | None, write: Tensor | None, dq_hat: Tensor, de_hat: Tensor | None, dk_hat: Tensor,
-    x: Tensor, divisor: object, dq: Tensor, dk: Tensor, dv: Tensor, dg: Tensor | None, dbeta: Tensor | None,
-    derase: Tensor | None, dwrite: Tensor | None, *,
+    spans: object, do: Tensor, dr: Tensor, W: Tensor | None, inputs: DeltaInputs, dq_hat: Tensor, de_hat: Tensor | None,
+    dk_hat: Tensor, x: Tensor, divisor: object, d: DeltaInputs, *,
     scale: float, longest: int, sequences: int, couple: Constants, channels: Constants, launch: Callable[..., Any] = run,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Both kernels, for sequences of up to `longest` chunks; what `launch` returns of each."""
+    """Both kernels, for sequences of up to `longest` chunks; what `launch` returns of each. d: where gradients of `inputs` go."""
+    q, beta = inputs.q, inputs.beta
     (B, T, H), C, ACC = do.shape[:3], couple["C"], x.dtype
     P, A = (do.new_empty(B, H, -(-T // C), C, C, dtype=dr.dtype) if used else None for used in (True, de_hat is not None))
     part = None if beta is None else x.new_empty(B, T, H)
@@ -371,11 +371,11 @@ def launch_pairs(
     return (
         launch(
             couplings, (longest, H, sequences),
-            spans, do, dr, W, v, beta, write, divisor, dv, dwrite, part, P, A, T, **couple,
+            spans, do, dr, W, inputs.v, beta, inputs.write, divisor, d.v, d.write, part, P, A, T, **couple,
         ),
         launch(
             pairs, (cdiv(longest, channels["ANCHOR"]), H, sequences),
-            spans, P, A, q, k, g, beta, erase, dq_hat, de_hat, dk_hat, x, divisor, part, *made,
-            dq, dk, dg, dbeta, derase, scale, T, **channels,
+            spans, P, A, q, inputs.k, inputs.g, beta, inputs.erase, dq_hat, de_hat, dk_hat, x, divisor, part, *made,
+            d.q, d.k, d.g, d.beta, d.erase, scale, T, **channels,
         ),
     )  # fmt: skip

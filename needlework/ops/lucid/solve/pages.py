@@ -33,11 +33,11 @@ class Joined(NamedTuple):
     from_token: Tensor | None  # [T] and of the tokens
 
     @classmethod
-    def of(cls, pages: LucidState, T: int, cu_seqlens: Tensor | None, window: int | None, C: int) -> "Joined":
-        N, P = pages.k.shape[:2]
+    def of(cls, initial_state: LucidState, T: int, cu_seqlens: Tensor | None, window: int | None, C: int) -> "Joined":
+        N, P = initial_state.k.shape[:2]
         if P == 0:
             return cls(0, T, cu_seqlens, None, None, None, None)
-        columns, length = -(-P // C) * C, pages.length
+        columns, length = -(-P // C) * C, initial_state.length
         held = length.clamp(max=P)
         position = length[:, None] - columns + torch.arange(columns, device=length.device)
         row = torch.where(position >= (length - held)[:, None], position if window is None else position % window, P)
@@ -80,35 +80,37 @@ class Joined(NamedTuple):
 
 
 def lucid_after(
-    pages: LucidState, tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool
+    initial_state: LucidState, tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool
 ) -> tuple[Tensor, LucidState]:
     """y [B T H V] in k's dtype and the final pages (of no rows without `keep`), of contiguous tensors; differentiable in them."""
-    given = *tokens, *pages, cu_seqlens, rowmax, window, keep
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, pages.k, pages.y))
+    given = *tokens, *initial_state, cu_seqlens, rowmax, window, keep
+    save = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*tokens, initial_state.k, initial_state.y)
+    )
     y, page_k, page_y, length, *_ = lucid_pages_fwd(*given) if save else lucid_pages(*given)
     return y, LucidState(page_k, page_y, length)
 
 
 @operator
 def lucid_pages(
-    tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool
+    tokens: LucidInputs, initial_state: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool
 ) -> tuple[Tensor, LucidState]:
     """y and the final pages. An operator of its own: results that are not there cost the host as much as a launch."""
-    y, final, _ = _call(tokens, pages, cu_seqlens, rowmax, window, keep, save=False)
+    y, final, _ = _call(tokens, initial_state, cu_seqlens, rowmax, window, keep, save=False)
     return y, final
 
 
 @operator
 def lucid_pages_fwd(
-    tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool
+    tokens: LucidInputs, initial_state: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool
 ) -> tuple[Tensor, LucidState, Saved]:
     """y, the final pages, and what the backward takes."""
-    return _call(tokens, pages, cu_seqlens, rowmax, window, keep, save=True)
+    return _call(tokens, initial_state, cu_seqlens, rowmax, window, keep, save=True)
 
 
 def _call(
     tokens: LucidInputs,
-    pages: LucidState,
+    initial_state: LucidState,
     cu_seqlens: Tensor | None,
     rowmax: bool,
     window: int | None,
@@ -116,30 +118,30 @@ def _call(
     *,
     save: bool,
 ) -> tuple[Tensor, LucidState, Saved]:
-    k, length, (B, T) = tokens.k, pages.length, tokens.k.shape[:2]
-    check_data(length, pages.k.shape[1], window, cu_seqlens, B, T)
-    joined, task = _task(tokens, pages, cu_seqlens, rowmax, window)
-    y, saved = solved(_joint(joined, task, PageRows(*pages[:2]), tokens), task, save)
-    _, y = joined.part(task.align.restore(y), pages.k.shape[1])
+    k, length, (B, T) = tokens.k, initial_state.length, tokens.k.shape[:2]
+    check_data(length, initial_state.k.shape[1], window, cu_seqlens, B, T)
+    joined, task = _task(tokens, initial_state, cu_seqlens, rowmax, window)
+    y, saved = solved(_joint(joined, task, PageRows(*initial_state[:2]), tokens), task, save)
+    _, y = joined.part(task.align.restore(y), initial_state.k.shape[1])
     y = y.contiguous()
     n_new = T if cu_seqlens is None else lengths(cu_seqlens)
     if keep:
         new = (k, y) if cu_seqlens is None else (pad(k, cu_seqlens), pad(y, cu_seqlens))
-        page_k, page_y = (x.contiguous() for x in grow((pages.k, pages.y), new, length, cu_seqlens, window))
+        page_k, page_y = (x.contiguous() for x in grow((initial_state.k, initial_state.y), new, length, cu_seqlens, window))
     else:
-        page_k, page_y = pages.k[:, :0].clone(), pages.y[:, :0].clone()
+        page_k, page_y = initial_state.k[:, :0].clone(), initial_state.y[:, :0].clone()
     return y, LucidState(page_k, page_y, length + n_new), saved
 
 
 @backward_operator
 def lucid_pages_bwd(
-    dy: Tensor, final: PageRows, saved: Saved, tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None,
+    dy: Tensor, final: PageRows, saved: Saved, tokens: LucidInputs, initial_state: LucidState, cu_seqlens: Tensor | None,
     rowmax: bool, window: int | None,
 ) -> tuple[LucidInputs, PageRows]:  # fmt: skip
-    """Gradients of `tokens` and `pages` from those of y and of the final pages."""
-    (k, v, beta), (page_k, page_y, length) = tokens, pages
+    """Gradients of `tokens` and `initial_state` from those of y and of the final pages."""
+    (k, v, beta), (page_k, page_y, length) = tokens, initial_state
     P = page_k.shape[1]
-    joined, task = _task(tokens, pages, cu_seqlens, rowmax, window)
+    joined, task = _task(tokens, initial_state, cu_seqlens, rowmax, window)
     check_blocks(saved, task)
     of_tokens = lambda x: x[:, P:] if cu_seqlens is None else unpad(x[:, P:], cu_seqlens)
     through = None
@@ -165,11 +167,11 @@ def lucid_pages_bwd(
 
 
 def _task(
-    tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None
+    tokens: LucidInputs, initial_state: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None
 ) -> tuple[Joined, Task]:
     k, chosen = tokens.k, _config(tokens)
     C = chosen.launch["shared"]["C"]
-    joined = Joined.of(pages, k.shape[1], cu_seqlens, window, C)
+    joined = Joined.of(initial_state, k.shape[1], cu_seqlens, window, C)
     align = alignment(chosen, k, joined.T, joined.cu_seqlens)
     return joined, Task(chosen, align, cu_seqlens is not None, rowmax, window, joined.columns // C, joined.skip)
 
@@ -187,19 +189,19 @@ def _joint(joined: Joined, task: Task, pages: PageRows, tokens: LucidInputs) -> 
 
 @fake(lucid_pages)
 def _(
-    tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool
+    tokens: LucidInputs, initial_state: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool
 ) -> tuple[Tensor, LucidState]:
-    return tokens.v.new_empty(tokens.v.shape), fake_pages(tokens, pages, cu_seqlens, window, keep)
+    return tokens.v.new_empty(tokens.v.shape), fake_pages(tokens, initial_state, cu_seqlens, window, keep)
 
 
 @fake(lucid_pages_fwd)
-def _(tokens: LucidInputs, pages: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool):
+def _(tokens: LucidInputs, initial_state: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool):
     chosen = _config(tokens)
     C = chosen.launch["shared"]["C"]
-    columns, N, T = -(-pages.k.shape[1] // C) * C, len(pages.length), tokens.k.shape[1]
+    columns, N, T = -(-initial_state.k.shape[1] // C) * C, len(initial_state.length), tokens.k.shape[1]
     T = T + columns if cu_seqlens is None else ((T + N * columns) // C + N) * C
     aligned = LucidInputs(*each(lambda x: x.new_empty(len(x), T, *x.shape[2:]), *tokens))
-    y, final = tokens.v.new_empty(tokens.v.shape), fake_pages(tokens, pages, cu_seqlens, window, keep)
+    y, final = tokens.v.new_empty(tokens.v.shape), fake_pages(tokens, initial_state, cu_seqlens, window, keep)
     return y, final, Saved.of(aligned, rowmax, True, chosen, N)
 
 
@@ -207,8 +209,8 @@ fake(lucid_pages_bwd)(fake_gradients)
 
 
 def _save(ctx, inputs, output) -> None:
-    tokens, pages, cu_seqlens, ctx.rowmax, ctx.window, _ = inputs
-    ctx.save_for_backward(*output[2], *tokens, *pages, cu_seqlens)
+    tokens, initial_state, cu_seqlens, ctx.rowmax, ctx.window, _ = inputs
+    ctx.save_for_backward(*output[2], *tokens, *initial_state, cu_seqlens)
 
 
 def _backward(ctx, dy, dfinal_k, dfinal_y, *_):

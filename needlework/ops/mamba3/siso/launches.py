@@ -10,14 +10,17 @@ from needlework.ops.mamba3.siso.angles import gates_bwd_kernel, starts_kernel, t
 from needlework.ops.mamba3.siso.rows import add_own_kernel, rows_kernel
 from needlework.ops.mamba3.siso.rows_bwd import rows_bwd_kernel
 from needlework.ops.mamba3.siso.tiles import ENGINE, OF_TILES, Tiles, arguments, sizes
+from needlework.ops.mamba3.state import Mamba3State
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, split
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, accumulator
 
+NO_STATE = None, None, None, None
+
 
 class Inputs(NamedTuple):
-    """Tensors of a call, contiguous; the state's are all given or none is. Their gradients come back as `Inputs` too."""
+    """Tensors of a call, contiguous. Their gradients come back as `Inputs` too."""
 
     q: Tensor  # [B T H K]
     k: Tensor  # [B T H K]
@@ -28,10 +31,6 @@ class Inputs(NamedTuple):
     rate: Tensor  # [B T m] tanh(a)
     q_bias: Tensor | None  # [HV K]
     k_bias: Tensor | None  # [HV K]
-    S: Tensor | None = None  # [N HV K V]
-    k0: Tensor | None = None  # [N HV 1 K]
-    v0: Tensor | None = None  # [N HV V]
-    angle0: Tensor | None = None  # [N HV m]
 
     def contiguous(self) -> "Inputs":
         return Inputs(*each(Tensor.contiguous, *self))
@@ -70,36 +69,52 @@ class Kept(NamedTuple):
         return DeltaInputs(self.q, self.k, self.u, given.g if self.g is None else self.g, initial_state=initial_state)
 
 
-def made(given: Inputs, tiles: Tiles, power: Tensor | None, halves: bool) -> tuple[Kept, Tensor, Tensor]:
+def made(
+    given: Inputs, initial_state: Mamba3State | None, tiles: Tiles, power: Tensor | None, halves: bool
+) -> tuple[Kept, Tensor, Tensor]:
     """What the engine is given, and the final k and angle."""
-    key = ENGINE, tiles.config.name, kind(*given), tiles.cu_seqlens is not None, tiles.F, power is not None, halves
-    precompile(given.q.device, key, lambda: _launches(given, tiles, power, halves))
-    return _rows(given, tiles, power, halves)
+    key = (
+        ENGINE,
+        tiles.config.name,
+        kind(*given, *(initial_state or NO_STATE)),
+        tiles.cu_seqlens is not None,
+        tiles.F,
+        power is not None,
+        halves,
+    )
+    precompile(given.q.device, key, lambda: _launches(given, initial_state, tiles, power, halves))
+    return _rows(given, initial_state, tiles, power, halves)
 
 
-def _launches(given: Inputs, tiles: Tiles, power: Tensor | None, halves: bool) -> None:
+def _launches(
+    given: Inputs, initial_state: Mamba3State | None, tiles: Tiles, power: Tensor | None, halves: bool
+) -> None:  # fmt: skip
     """What a call and its backward launch, on meta tensors; the engine sees to its own."""
     given, (power,) = Inputs(*meta(*given)), meta(power)
-    kept, k_end, angle_end = _rows(given, tiles, power, halves)
+    initial_state = None if initial_state is None else Mamba3State(*meta(*initial_state))
+    kept, k_end, angle_end = _rows(given, initial_state, tiles, power, halves)
     do = with_own(kept.u, given, kept, tiles)
     g = kept.same if kept.g is None else kept.g
     ends = (k_end, angle_end) if tiles.F else (None, None)
-    gradients(do, (kept.q, kept.k, kept.u, g), *ends, given, kept, tiles, halves)
+    gradients(do, (kept.q, kept.k, kept.u, g), *ends, given, initial_state, kept, tiles, halves)
 
 
-def _rows(given: Inputs, tiles: Tiles, power: Tensor | None, halves: bool) -> tuple[Kept, Tensor, Tensor]:
+def _rows(
+    given: Inputs, initial_state: Mamba3State | None, tiles: Tiles, power: Tensor | None, halves: bool
+) -> tuple[Kept, Tensor, Tensor]:
+    _, k0, v0, angle0 = initial_state or NO_STATE
     (B, T, HV, V), K, m = given.v.shape, given.q.shape[-1], given.rate.shape[-1]
     rows, programs = tiles.rows(B), (tiles.count * HV,)
     total, start = (given.new(tiles.count, HV, m, dtype=torch.float64) for _ in range(2))
     angle_end, k_end = given.new(tiles.N, HV, m), given.new(*((tiles.N, HV, 1, K) if tiles.F else (0,)))
     constants = given.constants(tiles, "totals", halves)
     run(totals_kernel, programs, given.rate, given.dt, total, *tiles.arguments(), **arguments(totals_kernel, constants))
-    _starts(total, given.angle0, start, angle_end, given, tiles, halves, reverse=False)
+    _starts(total, angle0, start, angle_end, given, tiles, halves, reverse=False)
     q, k, u = (given.new(*rows, HV, D, dtype=given.q.dtype) for D in (K, K, V))
     same, g = given.new(B, T, HV), given.new(*rows, HV) if tiles.F else None
     run(
         rows_kernel, programs,
-        *given[:9], start, given.k0, given.v0, power, q, k, u, g, same, k_end if tiles.F else None, *tiles.arguments(),
+        *given, start, k0, v0, power, q, k, u, g, same, k_end if tiles.F else None, *tiles.arguments(),
         **arguments(rows_kernel, given.constants(tiles, "rows", halves)),
     )  # fmt: skip
     return Kept(start, same, q, k, u, g, power), k_end, angle_end
@@ -125,19 +140,20 @@ def with_own(read: Tensor, given: Inputs, kept: Kept, tiles: Tiles) -> Tensor:
 
 def gradients(
     do: Tensor, of_rows: tuple[Tensor, Tensor, Tensor, Tensor], dk_end: Tensor | None, dangle_end: Tensor | None,
-    given: Inputs, kept: Kept, tiles: Tiles, halves: bool,
-) -> Inputs:  # fmt: skip
-    """From those of o, of the rows (q, k, u, g) that the engine was given, and of the final k and angle."""
+    given: Inputs, initial_state: Mamba3State | None, kept: Kept, tiles: Tiles, halves: bool,
+) -> tuple[Inputs, tuple[Tensor, Tensor, Tensor] | None]:  # fmt: skip
+    """From those of o, of the rows (q, k, u, g) that the engine was given, and of the final k and angle; and of the initial ones, v too."""
+    _, k0, v0, _ = initial_state or NO_STATE
     (B, T, HV, _), (H, K), m, wide = given.v.shape, given.q.shape[2:], given.rate.shape[-1], kept.same.dtype
     dq, dk = (given.new(B, T, HV, K, dtype=given.q.dtype) for _ in range(2))
     dv, dc, down = torch.empty_like(given.v), given.new(*tiles.rows(B), HV), given.new(B, T, HV)
     dangle, total = given.new(B, T, HV, m), given.new(tiles.count, HV, m, dtype=torch.float64)
     # of packed sequences fewer tiles may be there than programs
     sums = [None if x is None else given.v.new_zeros(tiles.count, HV, K, dtype=wide) for x in (given.q_bias, given.k_bias)]
-    dk0, dv0 = (None if x is None else torch.zeros_like(x) for x in (given.k0, given.v0))
+    dk0, dv0 = each(torch.zeros_like, k0, v0)
     run(
         rows_bwd_kernel, (tiles.count * HV,),
-        do, *of_rows[:3], dk_end, *given[:9], kept.start, given.v0, kept.power, kept.same,
+        do, *of_rows[:3], dk_end, *given, kept.start, v0, kept.power, kept.same,
         dq, dk, dv, dc, down, dangle, total, *sums, dk0, dv0, *tiles.arguments(),
         **arguments(rows_bwd_kernel, given.constants(tiles, "rows_bwd", halves)),
     )  # fmt: skip
@@ -152,8 +168,8 @@ def gradients(
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3, dtype=wide) for x in (dq, dk))
     dq_bias, dk_bias = (None if x is None else x.sum(0) for x in sums)
-    dangle0 = None if given.angle0 is None else dangle0
-    return Inputs(dq, dk, dv, dg, ddt, dlam, drate, dq_bias, dk_bias, None, dk0, dv0, dangle0)
+    found = Inputs(dq, dk, dv, dg, ddt, dlam, drate, dq_bias, dk_bias)
+    return found, None if dk0 is None or dv0 is None else (dk0, dv0, dangle0)
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:

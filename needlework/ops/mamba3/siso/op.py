@@ -15,7 +15,7 @@ from needlework.ops.delta.scalar.op import delta_scalar, delta_scalar_bwd, delta
 from needlework.ops.delta.scalar.operands import Saved
 from needlework.ops.delta.scaling import PowersOfTwo
 from needlework.ops.mamba3.line import Line
-from needlework.ops.mamba3.siso.launches import Inputs, Kept, gradients, made, with_own
+from needlework.ops.mamba3.siso.launches import NO_STATE, Inputs, Kept, gradients, made, with_own
 from needlework.ops.mamba3.siso.tiles import Tiles
 from needlework.ops.mamba3.state import Mamba3State
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
@@ -25,107 +25,124 @@ from needlework.ops.slots.rows import Slots
 from needlework.ops.slots.table import Sequences, check_contiguous, start_anew
 
 
-def siso(given: Inputs, cu_seqlens: Tensor | None, *, halves: bool, final: bool) -> tuple[Tensor, Mamba3State | None]:
+def siso(
+    inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, *, halves: bool, final: bool
+) -> tuple[Tensor, Mamba3State | None]:
     """o [B T HV V] in q's dtype and, if it is wanted, the final state; T >= 1. Differentiable in every tensor."""
+    given = *inputs, *(initial_state or NO_STATE)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    o, S, k_end, angle_end, *_ = (mamba3_siso_fwd if wanted else mamba3_siso)(*given, cu_seqlens, halves, final)
+    op = mamba3_siso_fwd if wanted else mamba3_siso
+    o, S, k_end, angle_end, *_ = op(*given, cu_seqlens=cu_seqlens, halves=halves, final=final)
     if not final:
         return o, None
-    v0 = S.new_zeros(len(S), *given.v.shape[2:]) if given.v0 is None else given.v0
-    v_end = Line.of(cu_seqlens, given.v.shape[1]).newest(v0, given.v.to(S.dtype))
+    v0 = S.new_zeros(len(S), *inputs.v.shape[2:]) if initial_state is None else initial_state.v
+    v_end = Line.of(cu_seqlens, inputs.v.shape[1]).newest(v0, inputs.v.to(S.dtype))
     return o, Mamba3State(S, k_end, v_end, angle_end)
 
 
 @operator
-def mamba3_siso(inputs: Inputs, cu_seqlens: Tensor | None, halves: bool, final: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def mamba3_siso(
+    inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, and the final S, k and angle: without numbers but for S where they are not wanted."""
-    given, tiles = _checked(inputs, cu_seqlens, final)
-    return _call(given, tiles, halves, delta_scalar)[0]
+    given, initial_state, tiles = _checked(inputs, initial_state, cu_seqlens, final)
+    return _call(given, initial_state, tiles, halves, delta_scalar)[0]
 
 
 @operator
 def mamba3_siso_fwd(
-    inputs: Inputs, cu_seqlens: Tensor | None, halves: bool, final: bool
+    inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept, Saved]:
     """The same, and what the backward and the engine's take."""
-    given, tiles = _checked(inputs, cu_seqlens, final)
-    results, kept, saved = _call(given, tiles, halves, delta_scalar_fwd)
+    given, initial_state, tiles = _checked(inputs, initial_state, cu_seqlens, final)
+    results, kept, saved = _call(given, initial_state, tiles, halves, delta_scalar_fwd)
     return *results, kept, Saved(*saved)
 
 
 @backward_operator
 def mamba3_siso_bwd(
     do: Tensor | None, dS: Tensor | None, dk_end: Tensor | None, dangle_end: Tensor | None, kept: Kept, saved: Saved,
-    inputs: Inputs, cu_seqlens: Tensor | None, halves: bool, final: bool,
-) -> Inputs:  # fmt: skip
-    """Gradients of `inputs`."""
-    given, tiles = _checked(inputs, cu_seqlens, final)
+    inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool,
+) -> tuple[Inputs, Mamba3State | None]:  # fmt: skip
+    """Gradients of `inputs` and `initial_state`."""
+    given, initial_state, tiles = _checked(inputs, initial_state, cu_seqlens, final)
     do = torch.zeros_like(given.v) if do is None else do
-    engine = kept.of_engine(given, _divided(given.S, kept.power))
+    engine = kept.of_engine(given, _divided(initial_state, kept.power))
     do_rows, dS = tiles.in_rows(do), None if dS is None else _by_a(dS, kept.power, multiply=False)
     d = DeltaInputs(*delta_scalar_bwd(do_rows, dS, *saved, *engine, tiles.ends(), 1.0))
     ends = each(Tensor.contiguous, dk_end, dangle_end)
     assert d.g is not None and d.initial_state is not None  # empty without a state to start from
-    found = gradients(do.contiguous(), (d.q, d.k, d.v, d.g), *ends, given, kept, tiles, halves)
-    found = found._replace(S=None if given.S is None else _by_a(d.initial_state, kept.power, multiply=True))
-    return found.like(given)
+    found, before = gradients(do.contiguous(), (d.q, d.k, d.v, d.g), *ends, given, initial_state, kept, tiles, halves)
+    if initial_state is None or before is None:
+        return found.like(given), None
+    pairs = zip((_by_a(d.initial_state, kept.power, multiply=True), *before), initial_state, strict=True)
+    return found.like(given), Mamba3State(*(dx.to(x.dtype).view(x.shape) for dx, x in pairs))
 
 
 def siso_on_table(
     given: Inputs, table: Mamba3State, slots: Tensor | None, fresh: Tensor | None, cu_seqlens: Tensor | None, *, halves: bool
 ) -> Tensor:
     """o alone: states start from slots of the table, and end there. The values of cu_seqlens are not checked."""
-    return mamba3_siso_on_table(*given, *table, slots, fresh, cu_seqlens, halves)
+    return mamba3_siso_on_table(*given, *table, slots=slots, fresh=fresh, cu_seqlens=cu_seqlens, halves=halves)
 
 
 @step_operator("table")
 def mamba3_siso_on_table(
     inputs: Inputs, table: Mamba3State, slots: Tensor | None, fresh: Tensor | None, cu_seqlens: Tensor | None, halves: bool
 ) -> Tensor:
-    """o, without a state in `inputs`. Nothing is read back to the host; the engine reads and writes S in its slots, what is small goes
-    through rows."""
-    check_contiguous(**table._asdict())
+    """o alone. Nothing is read back to the host; the engine reads and writes S in its slots, what is small goes through rows."""
+    check_contiguous(table)
     q, v, S = inputs.q, inputs.v, table.S
     B, T = q.shape[:2]
     if not v.numel():
         start_anew(table, slots, fresh, cu_seqlens, q)
         return torch.empty_like(v)
     own = Slots.of(S, slots, fresh, cu_seqlens, B)
-    k0, v0, angle0 = (own.read(x) for x in table[1:])
-    given = inputs._replace(k0=k0, v0=v0, angle0=angle0).contiguous()
+    given, initial_state = inputs.contiguous(), Mamba3State(S, *(own.read(x) for x in table[1:]))
     tiles = Tiles.of(v, q.shape[-1], cu_seqlens, True)
     largest = largest_of_slots(S, slots, fresh, cu_seqlens, own.N)[..., None, None] if v.dtype == torch.bfloat16 else None
-    kept, k_end, angle_end = made(given, tiles, _powers(given, tiles, largest), halves)
+    power = _powers(given, initial_state, tiles, largest)
+    kept, k_end, angle_end = made(given, initial_state, tiles, power, halves)
     # every sequence has a row, an empty one too: its slot stays as it is, unless it is fresh
     places = Sequences.of(slots, fresh, own.N, T, cu_seqlens, q.device).slots
     power = None if kept.power is None else (kept.power[1] * kept.power[2]).expand(own.N, -1).contiguous()
     read = delta_scalar_on_table(*kept.of_engine(given, None), S, places, fresh, power, tiles.ends(), 1.0)
-    for column, rows in zip(table[1:], (k_end, Line.of(cu_seqlens, T).newest(v0, v.to(S.dtype)), angle_end), strict=True):
+    for column, rows in zip(
+        table[1:], (k_end, Line.of(cu_seqlens, T).newest(initial_state.v, v.to(S.dtype)), angle_end), strict=True
+    ):
         own.write(column, rows.contiguous())
     return with_own(read, given, kept, tiles)
 
 
-def _call(given: Inputs, tiles: Tiles, halves: bool, engine: Callable[..., Any]) -> tuple[Any, Kept, list[Tensor]]:
+def _call(
+    given: Inputs, initial_state: Mamba3State | None, tiles: Tiles, halves: bool, engine: Callable[..., Any]
+) -> tuple[Any, Kept, list[Tensor]]:
     """o, S, k, angle; what was made for the engine; what it keeps."""
-    kept, k_end, angle_end = made(given, tiles, _powers(given, tiles, given.S), halves)
-    read, S, *saved = engine(*kept.of_engine(given, _divided(given.S, kept.power)), tiles.ends(), 1.0)
+    power = _powers(given, initial_state, tiles, None if initial_state is None else initial_state.S)
+    kept, k_end, angle_end = made(given, initial_state, tiles, power, halves)
+    read, S, *saved = engine(*kept.of_engine(given, _divided(initial_state, kept.power)), tiles.ends(), 1.0)
     return (with_own(read, given, kept, tiles), _multiplied(S, kept.power), k_end, angle_end), kept, saved
 
 
-def _checked(inputs: Inputs, cu_seqlens: Tensor | None, final: bool) -> tuple[Inputs, Tiles]:
+def _checked(
+    inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, final: bool
+) -> tuple[Inputs, Mamba3State | None, Tiles]:
+    """Contiguous, and their tiles."""
     given = inputs.contiguous()
+    if initial_state is not None:
+        initial_state = Mamba3State(*each(Tensor.contiguous, *initial_state))
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *given.q.shape[:2])
-    return given, Tiles.of(given.v, given.q.shape[-1], cu_seqlens, final)
+    return given, initial_state, Tiles.of(given.v, given.q.shape[-1], cu_seqlens, final)
 
 
 @torch.no_grad()
-def _powers(given: Inputs, tiles: Tiles, states: Tensor | None) -> Tensor | None:
+def _powers(given: Inputs, initial_state: Mamba3State | None, tiles: Tiles, states: Tensor | None) -> Tensor | None:
     """[3 B HV]: powers of two by which the rows of bfloat16 calls are divided, from bounds of them (`PowersOfTwo.bounding`).
 
     A turn makes a number √2 times larger at most; u' is at most 2 Δ |v|. Small steps make small values: theirs may be below 1.
     """
-    q, k, v, _, dt, _, _, q_bias, k_bias, _, k0, v0, _ = given
+    q, k, v = given.q, given.k, given.v
     if v.dtype != torch.bfloat16:
         return None
     (B, _, H, K), HV, T = q.shape, v.shape[2], tiles.rows(len(q))[1]
@@ -136,16 +153,19 @@ def _powers(given: Inputs, tiles: Tiles, states: Tensor | None) -> Tensor | None
         bound = largest(x, 1, 3).repeat_interleave(HV // H, 2)
         return 2**0.5 * (bound if bias is None else bound + largest(bias, 1))
 
-    keys, values = turned(k, k_bias), largest(v, 1, 3)
-    if k0 is not None and v0 is not None:
-        keys, values = torch.maximum(keys, of_state(k0.abs())), torch.maximum(values, of_state(v0.abs()))
-    values = 2 * largest(dt, 1)[..., None] * values
-    powers = PowersOfTwo.bounding(turned(q, q_bias), keys, values, states, T, K, 1.0, least=2.0**-24)
+    keys, values = turned(k, given.k_bias), largest(v, 1, 3)
+    if initial_state is not None:
+        keys = torch.maximum(keys, of_state(initial_state.k.abs()))
+        values = torch.maximum(values, of_state(initial_state.v.abs()))
+    values = 2 * largest(given.dt, 1)[..., None] * values
+    powers = PowersOfTwo.bounding(turned(q, given.q_bias), keys, values, states, T, K, 1.0, least=2.0**-24)
     return torch.stack([x.view(B, HV) for x in powers])
 
 
-def _divided(S: Tensor | None, power: Tensor | None) -> Tensor | None:
-    return S if S is None or power is None else S / _of_states(power[1] * power[2])
+def _divided(initial_state: Mamba3State | None, power: Tensor | None) -> Tensor | None:
+    if initial_state is None or power is None:
+        return None if initial_state is None else initial_state.S
+    return initial_state.S / _of_states(power[1] * power[2])
 
 
 def _multiplied(S: Tensor, power: Tensor | None) -> Tensor:
@@ -166,7 +186,9 @@ def _of_states(power: Tensor) -> Tensor:
 
 
 @fake(mamba3_siso)
-def _results(given: Inputs, cu_seqlens: Tensor | None, halves: bool, final: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _results(
+    given: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (B, _, HV, V), K = given.v.shape, given.q.shape[-1]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     S, k_end = given.new(N, HV, K, V), given.new(*((N, HV, 1, K) if final else (0,)))
@@ -180,7 +202,7 @@ def _(inputs: Inputs, *_):
 
 @fake(mamba3_siso_fwd)
 def _(
-    given: Inputs, cu_seqlens: Tensor | None, halves: bool, final: bool
+    given: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept, Saved]:
     (B, T, HV, V), K, new = given.v.shape, given.q.shape[-1], given.new
     count, rows = Tiles.sizes(given.v, K, cu_seqlens, final)
@@ -194,21 +216,22 @@ def _(
         g=new(*rows, HV) if final else None,
         power=new(3, B, HV, dtype=torch.float32) if given.v.dtype == torch.bfloat16 else None,
     )
-    engine = kept.of_engine(given, given.S)._replace(g=new(*rows, HV))
+    engine = kept.of_engine(given, _divided(initial_state, None))._replace(g=new(*rows, HV))
     ends = cu_seqlens if cu_seqlens is None or not final else cu_seqlens + 1
     saved = delta_scalar_fwd(*engine, ends, 1.0)[2:]
-    return *_results(given, cu_seqlens, halves, final), kept, Saved(*saved)
+    return *_results(given, initial_state, cu_seqlens, halves, final), kept, Saved(*saved)
 
 
 @fake(mamba3_siso_bwd)
-def _(do, dS, dk_end, dangle_end, kept: Kept, saved: Saved, inputs: Inputs, *_):
-    return Inputs(*each(torch.empty_like, *inputs))
+def _(do, dS, dk_end, dangle_end, kept: Kept, saved: Saved, inputs: Inputs, initial_state: Mamba3State | None, *_):
+    before = None if initial_state is None else Mamba3State(*each(torch.empty_like, *initial_state))
+    return Inputs(*each(torch.empty_like, *inputs)), before
 
 
 def _save(ctx, inputs, output) -> None:
-    given, cu_seqlens, ctx.halves, ctx.final = inputs
+    given, initial_state, cu_seqlens, ctx.halves, ctx.final = inputs
     *_, kept, saved = output
-    ctx.save_for_backward(*kept, *saved, *given, cu_seqlens)
+    ctx.save_for_backward(*kept, *saved, *given, *(initial_state or NO_STATE), cu_seqlens)
     ctx.set_materialize_grads(False)
 
 

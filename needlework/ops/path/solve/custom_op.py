@@ -13,10 +13,12 @@ from needlework.ops.runtime.precision import keep_precision
 
 
 @operator
-def lucid_path_fwd(keys: PathKeys, state: PathState, cu_seqlens: Tensor | None, window: int | None, chunk_size: int) -> Tensor:
-    """y. state: with y for v."""
-    check_data(state.length, state.k.shape[1], window, cu_seqlens, *keys.k.shape[:2])
-    y = chunk.forward(*batch(cu_seqlens, *keys), History(*state[:5], window), chunk_size=chunk_size)
+def lucid_path_fwd(
+    keys: PathKeys, initial_state: PathState, cu_seqlens: Tensor | None, window: int | None, chunk_size: int
+) -> Tensor:
+    """y. initial_state: with y for v."""
+    check_data(initial_state.length, initial_state.k.shape[1], window, cu_seqlens, *keys.k.shape[:2])
+    y = chunk.forward(*batch(cu_seqlens, *keys), History(*initial_state[:5], window), chunk_size=chunk_size)
     (y,) = packed(cu_seqlens, y)
     return y
 
@@ -28,24 +30,30 @@ def _(keys: PathKeys, *_):
 
 @backward_operator
 def lucid_path_bwd(
-    dy: Tensor, y: Tensor, keys: PathKeys, state: PathState, cu_seqlens: Tensor | None, window: int | None, chunk_size: int
+    dy: Tensor,
+    y: Tensor,
+    keys: PathKeys,
+    initial_state: PathState,
+    cu_seqlens: Tensor | None,
+    window: int | None,
+    chunk_size: int,
 ) -> tuple[PathKeys, StateGradients]:
-    """Gradients of `keys` and `state`."""
+    """Gradients of `keys` and `initial_state`."""
     dy, k, y, beta, w = batch(cu_seqlens, dy, keys.k, y, keys.beta, keys.w)
-    found = chunk.backward(dy, k, y, beta, w, History(*state[:5], window), chunk_size=chunk_size)
+    found = chunk.backward(dy, k, y, beta, w, History(*initial_state[:5], window), chunk_size=chunk_size)
     own = packed(cu_seqlens, found.k, found.v, found.beta, found.w)
     before = found.page_k, found.page_v, found.open_w, found.open_beta, None
     return PathKeys(*copies(*own)), StateGradients(*copies(*before))
 
 
 @fake(lucid_path_bwd)
-def _(dy: Tensor, y: Tensor, keys: PathKeys, state: PathState, *_):
-    return PathKeys(*like(*keys)), StateGradients(*like(*state[:4]), None)
+def _(dy: Tensor, y: Tensor, keys: PathKeys, initial_state: PathState, *_):
+    return PathKeys(*like(*keys)), StateGradients(*like(*initial_state[:4]), None)
 
 
 def _save(ctx, inputs, output) -> None:
-    keys, state, cu_seqlens, ctx.window, ctx.chunk_size = inputs
-    ctx.save_for_backward(output, *keys, *state, cu_seqlens)
+    keys, initial_state, cu_seqlens, ctx.window, ctx.chunk_size = inputs
+    ctx.save_for_backward(output, *keys, *initial_state, cu_seqlens)
 
 
 def _backward(ctx, dy):

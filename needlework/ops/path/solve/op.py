@@ -13,7 +13,7 @@ from needlework.ops.path.solve import chunk, reference
 from needlework.ops.path.solve.arguments import as_they_came, check_call, check_state, directions, no_tokens_yet, unit, wide
 from needlework.ops.path.solve.custom_op import lucid_path_fwd
 from needlework.ops.path.solve.state import LucidPathOutput, LucidPathState
-from needlework.ops.path.state import BLOCK
+from needlework.ops.path.state import BLOCK, PathState
 from needlework.ops.path.step import Rows
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
@@ -73,29 +73,32 @@ def chunk_lucid_path(
     path = resolve("lucid-path", impl, k.device, lambda: _unsupported(k, v, initial_state))
     w = unit_rows(w) if l2norm else w
     dtype = width(k)
-    state = wide(no_tokens_yet(N, k, v, beta, w) if initial_state is None else initial_state, dtype)
+    initial_state = wide(no_tokens_yet(N, k, v, beta, w) if initial_state is None else initial_state, dtype)
     k_, v_, beta_, w_ = each(lambda x: x.to(dtype), k, v, beta, w)
     if path == "reference":
         y, final = reference.recurrent_lucid_path(
-            k_, v_, beta_, w_, window=window, initial_state=state, output_final_state=output_final_state, cu_seqlens=cu_seqlens
-        )
+            k_, v_, beta_, w_, window=window, initial_state=initial_state, output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
     else:
         direction, norm = unit(k_)
-        page_k, settings = directions(state), (cu_seqlens, window, chunk_size)
+        page_k, call = directions(initial_state), {"cu_seqlens": cu_seqlens, "window": window, "chunk_size": chunk_size}
         if path == "triton":
             from needlework.ops.path.engine.op import block
             from needlework.ops.path.solve.engine.op import lucid_path
 
             y = lucid_path(PathKeys(*each(Tensor.contiguous, k, v, beta_, w)), cu_seqlens, window)
             # in the kernels' blocks: larger ones have larger errors, and the budget is of the kernels'
-            settings = cu_seqlens, window, block(k, v)
+            call["chunk_size"] = block(k, v)
         else:
-            y = lucid_path_fwd(direction, v_, beta_, w_, page_k, state.y, *state[3:], None, *settings)
+            past = PathState(page_k, initial_state.y, *initial_state[3:], decay=None)
+            y = lucid_path_fwd(*PathKeys(direction, v_, beta_, w_), *past, **call)
         final = None
         if output_final_state:  # the norms go with the values
-            beside = torch.cat([state.y, state.norm[..., None]], -1)
-            new = torch.cat([y.to(dtype), norm[..., None]], -1)
-            page_k, beside, *rest, _ = path_grow(direction, new, beta_, w_, None, page_k, beside, *state[3:], None, *settings)
+            beside = torch.cat([initial_state.y, initial_state.norm[..., None]], -1)
+            keys = PathKeys(direction, torch.cat([y.to(dtype), norm[..., None]], -1), beta_, w_)
+            past = PathState(page_k, beside, *initial_state[3:], decay=None)
+            page_k, beside, *rest, _ = path_grow(*keys, None, *past, **call)
             page_y, norms = beside[..., :-1], beside[..., -1]
             final = LucidPathState(as_they_came(page_k, norms), norms, page_y, *rest)
     if final is None or not output_final_state:

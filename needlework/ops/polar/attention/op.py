@@ -141,16 +141,15 @@ differentiable(polar_triton_fwd, _backward, _save)
 
 
 def polar(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor, null_base: Tensor, v_null: Tensor,
-    state: PolarState | None, cu_seqlens: Tensor | None, window: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tokens: Tokens, parameters: Parameters, initial_state: PolarState | None, cu_seqlens: Tensor | None, window: int | None
+) -> tuple[Tensor, Tensor]:
     """direction [B T Hq V] in q's dtype, magnitude [B T Hq] in float32 or float64; parameters are of magnitude's dtype."""
-    parameters = Parameters(alpha, beta, gamma, null_base, v_null)
-    held, place, sizes = None, None, q.shape[:2]
-    if state is not None:
-        state = state._replace(length=polar_checked(state.length, state.k.shape[1], cu_seqlens, window, *sizes))
-        q, k, v, cu_seqlens, held, place = after_pages(q, k, v, state, cu_seqlens, window)
-    given = q, k, v, *parameters
+    held, place, sizes = None, None, tokens.q.shape[:2]
+    if initial_state is not None:
+        length = polar_checked(initial_state.length, initial_state.k.shape[1], cu_seqlens, window, *sizes)
+        q, k, v, cu_seqlens, held, place = after_pages(*tokens, initial_state._replace(length=length), cu_seqlens, window)
+        tokens = Tokens(q, k, v)
+    given = *tokens, *parameters
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         found = polar_triton_fwd(*given, cu_seqlens, held, window)[:2]
     else:
