@@ -19,22 +19,27 @@ class Alignment(NamedTuple):
     N: int
     T: int  # aligned tokens of a batch row
     longest: int  # chunks of a sequence at most
-    maps: (
-        Tensor | None
-    )  # [T + given] int32: the token that each row has, the row that each token got, −1: none; None: nothing moved
+    maps: Tensor | None  # [T + given] int32: the token of each row, then the row of each token, −1: none; None: nothing moved
 
     @property
     def spans(self) -> Tensor:
         """[N 2] int32: the first chunk of each sequence, and the one after its last."""
         return torch.stack((self.cum[:-1], self.cum[1:]), 1)
 
+    @staticmethod
+    def sizes(cu_seqlens: Tensor | None, B: int, T: int, C: int) -> tuple[int, int]:
+        """N, and T of the aligned rows: what a result's shape takes of `of`."""
+        if cu_seqlens is None:
+            return B, T
+        N = len(cu_seqlens) - 1
+        return N, (T // C + N) * C
+
     @classmethod
     def of(cls, cu_seqlens: Tensor | None, B: int, T: int, C: int, device: torch.device) -> "Alignment":
         chunks = -(-T // C)
         if cu_seqlens is None:
             return cls(_even(B, chunks, device), B, T, chunks, None)
-        N = len(cu_seqlens) - 1
-        aligned = (T // C + N) * C
+        N, aligned = cls.sizes(cu_seqlens, B, T, C)
         cum, maps = places(cu_seqlens.to(device), T, aligned, C)
         return cls(cum, N, aligned, chunks, maps)
 

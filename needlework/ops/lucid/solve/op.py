@@ -8,11 +8,13 @@ keys are as given), sums are float32.
 import torch
 from torch import Tensor
 
+from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.lucid.arguments import LucidInputs
 from needlework.ops.lucid.solve.launches import ENGINE, Saved, Task, backward, forward
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.each import each
+from needlework.ops.runtime.launch_configs import launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
 
 
@@ -90,9 +92,11 @@ def _(tokens: LucidInputs, *_):
 
 @fake(lucid_triton_fwd)
 def _(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None):
-    task = Task.of(tokens.k, tokens.v, cu_seqlens, rowmax, window)
-    aligned = LucidInputs(*each(lambda x: x.new_empty(len(x), task.align.T, *x.shape[2:]), *tokens))
-    return torch.empty_like(tokens.v), Saved.of(aligned, rowmax, True, task.config, task.align.N)
+    k, v = tokens.k, tokens.v
+    config = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
+    N, T = Alignment.sizes(cu_seqlens, *k.shape[:2], config.launch["shared"]["C"])
+    aligned = LucidInputs(*each(lambda x: x.new_empty(len(x), T, *x.shape[2:]), *tokens))
+    return torch.empty_like(v), Saved.of(aligned, rowmax, True, config, N)
 
 
 @fake(lucid_triton_bwd)
