@@ -1,7 +1,7 @@
 """The rest of the backward, superblock by superblock and block by block: from gradients of k², H², k¹, H to those of K, W and β.
 
-    spread: a k² with gradient d was a key that passed the blocks behind its own: dH += dᵀ k at each, d ← d H, in the end dk¹ += d
-            H² = H_last … H_first with gradient d is K queries, the identity's rows: dH += xᵀ d at each, d ← d Hᵀ
+    spread: k²_i = k¹_i S_iᵀ,  S_i = H_last … H_{i+1},  H² = S_{first−1}: from the first block on, y being S_{i−1}'s gradient, which begins as dH²,
+            dH_i += S_iᵀ y    dk¹_i += dk²_i S_i    y ← y H_iᵀ + dk²_iᵀ k¹_i
     group:  dR = −Σ Lᵀ dA    dU = −Σ Lᵀ dq⁰    dK = Σ dAᵀ Q    dW = Σ dLᵀ Q    dV += Σ Pᵀ dO       over the heads of a group
     turn:   dR −= W dk¹ᵀ    dU −= W dH    dK += dk¹    dW −= R dk¹ + U dHᵀ
     unwind: dM = dR Nᵀ + dU Wᵀ    Z = Xᵀ dM    dN = stril(Mᵀ dR)    dS = −stril(Diag(β) Z Mᵀ)    dβ_t = Z_tt − Σ_u (Z Mᵀ)_tu S_tu
@@ -29,51 +29,33 @@ from needlework.ops.path.engine.tiles import (
 
 @triton.jit(do_not_specialize=["NR", "N"])
 def spread(
-    p_k1, p_H, p_cum, p_dk1, p_dk2, p_dH, p_dH2, p_squares, p_rows, NR, N,
+    p_k1, p_Ho, p_cum, p_dk1, p_dk2, p_dH, p_dH2, p_S, NR, N,
     HK: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """One superblock; p_dk1 and p_dH are added to. Scratch: p_squares as p_H, p_rows as p_dk1."""
+    """One superblock; p_dk1 and p_dH are added to. Scratch: p_S as p_Ho."""
     blocks = NR // C
     i_bk = tl.program_id(0) // blocks
     i_block = tl.program_id(0) % blocks
     _, end, begin, last = superblock(p_cum, N, i_bk // HK, i_block, blocks, M, PACKED)
-    if (begin != i_block) | (i_block >= end):
+    if (begin != i_block) | (last >= end):  # the last superblock is passed by nobody
         return
-    # H²: the identity's rows, as they came to each block
     o = tl.arange(0, KB)
     x = tl.where(o[:, None] == o[None, :], 1.0, 0.0).to(ACC)
     for n in tl.range(0, last - begin, num_stages=1):
         j = last - 1 - n
-        tl.store(square_pointers(p_squares, i_bk, j, blocks, KB, 1), x)
-        x = passed(x, p_H, i_bk, j, blocks, KB, ST, 0)
+        tl.store(square_pointers(p_S, i_bk, j, blocks, KB, 0), x.to(ST))
+        x = passed(x, p_Ho, i_bk, j, blocks, KB, ST, 0)
     tl.debug_barrier()
     y = tl.load(square_pointers(p_dH2, i_bk, begin, blocks, KB, 0))
     for j in tl.range(begin, last, num_stages=1):
+        b_S = tl.load(square_pointers(p_S, i_bk, j, blocks, KB, 0))
         at = square_pointers(p_dH, i_bk, j, blocks, KB, 0)
-        x_t = tl.load(square_pointers(p_squares, i_bk, j, blocks, KB, 0))  # it was stored transposed
-        tl.store(at, tl.load(at) + tl.dot(x_t.to(ST), y.to(ST), input_precision="ieee", out_dtype=ACC))
-        y = passed(y, p_H, i_bk, j, blocks, KB, ST, 1)
-    tl.debug_barrier()
-    for i in tl.range(begin, last, num_stages=1):
-        key = tl.load(row_pointers(p_k1, i_bk, i * C, NR, C, KB)).to(ACC)
-        for j in tl.range(i + 1, last, num_stages=1):
-            tl.store(row_pointers(p_rows, i_bk, j * C, NR, C, KB), key)
-            key = passed(key, p_H, i_bk, j, blocks, KB, ST, 1)
-        tl.debug_barrier()
-        o_d = tl.arange(0, C)
-        p_d = p_dk2 + (tl.cast(i_bk, tl.int64) * NR + i * C) * KB
-        d_t = tl.load(p_d + o_d[None, :] * KB + o[:, None])  # [KB C]
-        for n in tl.range(0, last - 1 - i, num_stages=1):
-            j = last - 1 - n
-            at = square_pointers(p_dH, i_bk, j, blocks, KB, 0)
-            key = tl.load(row_pointers(p_rows, i_bk, j * C, NR, C, KB))
-            tl.store(at, tl.load(at) + tl.dot(d_t.to(ST), key.to(ST), input_precision="ieee", out_dtype=ACC))
-            b_H = tl.load(square_pointers(p_H, i_bk, j, blocks, KB, 1)).to(ST)
-            d_t = tl.dot(b_H, d_t.to(ST), input_precision="ieee", out_dtype=ACC)
-        p_d = p_dk1 + (tl.cast(i_bk, tl.int64) * NR + i * C) * KB
-        at = p_d + o_d[None, :] * KB + o[:, None]
-        tl.store(at, tl.load(at) + d_t)
-        tl.debug_barrier()
+        tl.store(at, tl.load(at) + tl.dot(tl.trans(b_S), y.to(ST), input_precision="ieee", out_dtype=ACC))
+        b_d = tl.load(row_pointers(p_dk2, i_bk, j * C, NR, C, KB)).to(ST)
+        at = row_pointers(p_dk1, i_bk, j * C, NR, C, KB)
+        tl.store(at, tl.load(at) + tl.dot(b_d, b_S, input_precision="ieee", out_dtype=ACC))
+        y = passed(y, p_Ho, i_bk, j, blocks, KB, ST, 1)
+        y = tl.dot(tl.trans(b_d), tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB)), y, input_precision="ieee", out_dtype=ACC)
 
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "W"])

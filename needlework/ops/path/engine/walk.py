@@ -1,6 +1,6 @@
 """A call of PaTH's kernels as every launch of it sees it: sizes, launch config, and sequences as runs of whole blocks."""
 
-from math import e, log2
+from math import e, gcd, log2
 from typing import NamedTuple
 
 import torch
@@ -81,6 +81,10 @@ class Walk(NamedTuple):
             self.soft, self.pages, self.decay,
         )  # fmt: skip
 
+    def programs(self, kernel: JITFunction) -> int:
+        """Of a kernel that has several heads a program, for each block of queries."""
+        return self.B * self.H // self.constants(kernel)["HB"]
+
     def number(self, like: Tensor, *sizes: int, zeros: bool = False) -> Tensor:
         """In the sums' dtype."""
         make = like.new_zeros if zeros else like.new_empty
@@ -106,4 +110,7 @@ def constants(
         APART=int(dtype.itemsize == 2 and not interpreted()), ACC=TYPES[accumulator(dtype)], ST=TYPES[dtype],
     )  # fmt: skip
     own = {name: x for name, x in config.launch[kernel.__name__].items() if name != "NP"}  # programs are the host's
+    if "HB" in own:  # warps are of HB heads; gates are each head's own
+        heads = 1 if decay else gcd(own["HB"], H // HK)
+        own |= {"HB": heads, "num_warps": own["num_warps"] * heads // own["HB"]}
     return {name: x for name, x in known.items() if name in kernel.arg_names} | own
