@@ -21,6 +21,7 @@ from needlework.ops.path.engine.tiles import (
     forgets_itself,
     itself_or_later,
     load_beta,
+    of_columns,
     product,
     square_pointers,
     superblock,
@@ -60,7 +61,7 @@ def spread(
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "W"])
 def group(
-    p_q, p_k, p_v, p_w, p_U, p_R, p_cum, p_do, p_lse, p_D, p_dq0, p_sum_k, p_sum_w, p_sum_v, p_dR, p_dU, p_dv,
+    p_q, p_k, p_v, p_w, p_U, p_R, p_cum, p_do, p_LD, p_dq0, p_sum_k, p_sum_w, p_sum_v, p_dR, p_dU, p_dv,
     p_decay, T, NR, N, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr,
@@ -100,9 +101,7 @@ def group(
         i_bh = i_b * H + i_h
         b_q = load_tile(p_q, i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
         b_do = load_tile(p_do, i_b, i_t, i_h, 0, T, H, V, C, VB, 0)
-        row = tl.cast(i_bh, tl.int64) * NR + i_t + o
-        lse = tl.load(p_lse + row)
-        D = tl.load(p_D + row)
+        lse, D = of_columns(p_LD, tl.cast(i_bh, tl.int64) * NR + i_t + o)
         b_y = tl.load(row_pointers(p_dq0, i_bh, i_t, NR, C, KB))
         # Lᵀ and Pᵀ, dAᵀ, dLᵀ, all [key or token, query]
         L = tl.dot(b_w, tl.trans(b_q), input_precision="ieee", out_dtype=ACC)

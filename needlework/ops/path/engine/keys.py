@@ -13,12 +13,12 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.runs import row_pointers
 from needlework.ops.common.kernels.tile import load_tile
-from needlework.ops.path.engine.tiles import forgets, newest_asking, square_pointers, superblock, tile_pointers
+from needlework.ops.path.engine.tiles import forgets, newest_asking, of_columns, square_pointers, superblock, tile_pointers
 
 
 @triton.jit
 def met(
-    dk, dv, b_k, b_v, p_x, i_x, p_do, p_lse, p_D, p_decay, i_b, i_h, i, key, newest, T, NR, W,
+    dk, dv, b_k, b_v, p_x, i_x, p_do, p_LD, p_decay, i_b, i_h, i, key, newest, T, NR, W,
     H: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
@@ -27,26 +27,28 @@ def met(
     b_do = load_tile(p_do, i_b, i * C, i_h, 0, T, H, V, C, VB, 0)
     own = i * C + tl.arange(0, C)
     row = (tl.cast(i_b, tl.int64) * H + i_h) * NR + own
-    lse = tl.load(p_lse + row)
-    D = tl.load(p_D + row)
+    lse, D = of_columns(p_LD, row)
+    lse = lse[None, :]
+    D = D[None, :]
+    # both before an exponential waits for the first
     s = tl.dot(b_k, tl.trans(b_x), input_precision="ieee", out_dtype=ACC)
+    dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee", out_dtype=ACC)
     if DECAY:
         since, before = forgets(p_decay, i_b * H + i_h, NR, own, key, newest, RATE, ACC)
         s += before[:, None] + since[None, :]
-    p = tl.exp2(s * SCALE - lse[None, :])
+    p = tl.exp2(s * SCALE - lse)
     if WINDOW:
         p = tl.where(own[None, :] - key[:, None] < W, p, 0.0)
-    dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee", out_dtype=ACC)
     if SOFT:
         dv = tl.dot(p.to(b_do.dtype), b_do, dv, input_precision="ieee", out_dtype=ACC)
-    da = p * (dp - D[None, :]) * RATE
+    da = p * (dp - D) * RATE
     dk = tl.dot(da.to(ST), b_x, dk, input_precision="ieee", out_dtype=ACC)
     return dk, dv
 
 
 @triton.jit
 def gathered(
-    p_v, p_k, p_cum, p_do, p_lse, p_D, p_x, p_dk, p_dv, p_decay, i_bk, i_block, lo, stop, slots, slot, T, NR, W, start, PB,
+    p_v, p_k, p_cum, p_do, p_LD, p_x, p_dk, p_dv, p_decay, i_bk, i_block, lo, stop, slots, slot, T, NR, W, start, PB,
     H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr,
     ACC: tl.constexpr, ST: tl.constexpr,
@@ -68,7 +70,7 @@ def gathered(
         i = lo + n // G
         i_x = ((tl.cast(i_bk, tl.int64) * PB + i - start) * slots + slot) * G + n % G
         dk, dv = met(
-            dk, dv, b_k, b_v, p_x, i_x, p_do, p_lse, p_D, p_decay, i_b, i_kv * G + n % G, i, key, i_t + R - 1, T, NR, W,
+            dk, dv, b_k, b_v, p_x, i_x, p_do, p_LD, p_decay, i_b, i_kv * G + n % G, i, key, i_t + R - 1, T, NR, W,
             H, V, VB, KB, C, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
         )  # fmt: skip
     tl.store(row_pointers(p_dk, i_bk, i_t, NR, R, KB), dk)
@@ -78,7 +80,7 @@ def gathered(
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "W", "start", "PB", "SB"])
 def keys(
-    p_v, p_k2, p_cum, p_do, p_lse, p_D, p_x2, p_dk2, p_dv, p_decay, T, NR, N, W, start, PB, SB,
+    p_v, p_k2, p_cum, p_do, p_LD, p_x2, p_dk2, p_dv, p_decay, T, NR, N, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
     KN: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
     SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
@@ -95,14 +97,14 @@ def keys(
     if lo >= stop:  # of the last superblock, which may have fewer than KN blocks left, always
         return
     gathered(
-        p_v, p_k2, p_cum, p_do, p_lse, p_D, p_x2, p_dk2, p_dv, p_decay, i_bk, i_block, lo, stop, SB, (begin - first) // M, T, NR, W,
+        p_v, p_k2, p_cum, p_do, p_LD, p_x2, p_dk2, p_dv, p_decay, i_bk, i_block, lo, stop, SB, (begin - first) // M, T, NR, W,
         start, PB, H, HK, V, KB, VB, C, KN * C, NS, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "W", "start", "PB"])
 def near(
-    p_v, p_k1, p_cum, p_do, p_lse, p_D, p_x1, p_dk1, p_dv, p_decay, T, NR, N, W, start, PB,
+    p_v, p_k1, p_cum, p_do, p_LD, p_x1, p_dk1, p_dv, p_decay, T, NR, N, W, start, PB,
     H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
     NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
     SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
@@ -117,7 +119,7 @@ def near(
     if (i_block >= end) | (lo >= stop):
         return
     gathered(
-        p_v, p_k1, p_cum, p_do, p_lse, p_D, p_x1, p_dk1, p_dv, p_decay, i_bk, i_block, lo, stop, M, i_block - begin, T, NR, W,
+        p_v, p_k1, p_cum, p_do, p_LD, p_x1, p_dk1, p_dv, p_decay, i_bk, i_block, lo, stop, M, i_block - begin, T, NR, W,
         start, PB, H, HK, V, KB, VB, C, C, NS, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
     )  # fmt: skip
 

@@ -34,7 +34,7 @@ ONLY_WITH = {
     "DECAY": ("p_decay", "p_page_decay", "p_row", "p_column"),
 }
 SUMS = dict.fromkeys(ONLY_WITH["DECAY"], "*fp64")
-SCRATCH = 1 << 28  # bytes of x and y that a panel of the backward keeps, unless a block of every head takes more
+SCRATCH = 1 << 30  # bytes of x and y that a panel of the backward keeps, unless a block of every head takes more
 
 
 class Prepared(NamedTuple):
@@ -90,29 +90,29 @@ def backward(walk: Walk, do: Tensor, o: Tensor, lse: Tensor, x: PathInputs) -> P
     found = PathInputs(*each(torch.empty_like, *x))
     if not do.numel():
         return PathInputs(*each(Tensor.zero_, *found))
-    D = walk.number(lse, *lse.shape)
     forgets = None if x.decay is None else Forgets.of(walk.by_head(x.decay, torch.float64))
-    descend(walk, do, o, lse, D, x, prepared(walk, x, keep=True), found, forgets)
+    descend(walk, do, o, lse, x, prepared(walk, x, keep=True), found, forgets)
     return found if forgets is None else found._replace(decay=forgets.ddecay(walk.scale, walk.T))
 
 
 def descend(
-    walk: Walk, do: Tensor, o: Tensor | None, lse: Tensor, D: Tensor, x: PathInputs, made: Prepared, found: PathInputs,
+    walk: Walk, do: Tensor, o: Tensor | None, lse: Tensor, x: PathInputs, made: Prepared, found: PathInputs,
     forgets: Forgets | None = None,
 ) -> None:  # fmt: skip
-    """Fill `found` with the gradients of x, from weights 2^{A − lse} and the scores' gradient, RATE times these times (do·v − D). D
-    is filled too, from o. The solve's is a constant, and its values have their gradients already: o is None, found.v is not read. What the gates' sums have goes to `forgets`."""
+    """Fill `found` with the gradients of x, from weights 2^{A − lse} and the scores' gradient, RATE times these times (do·v − D). The
+    solve's D is 0 and its values have their gradients already: o is None, found.v is not read. What the gates' sums have goes to `forgets`."""
     B, T, Hq, HK, rows, blocks, C, (KB, VB) = walk.B, walk.T, walk.H, walk.HK, walk.rows, walk.blocks, walk.C, walk.widths
     (cum, N), W = walk.align[:2], walk.window or 0
     U, R, k1, k2, H, _, Ho, _, X = made
     dk1, dk2 = (walk.number(do, B, HK, rows, KB, zeros=True) for _ in range(2))
     dv = walk.number(do, B, HK, rows, VB, zeros=True) if walk.soft else None
     dH, dH2 = (torch.zeros_like(H) for _ in range(2))
-    dq0 = do.new_empty(B, Hq, rows, KB)
+    dq0, LD = do.new_empty(B, Hq, rows, KB), walk.number(lse, *lse.shape, 2)
 
     supers = cdiv(walk.align.longest, walk.M)
     tile = B * Hq * C * KB * do.element_size()
     panel = max(1, min(blocks, SCRATCH // (2 * (walk.M + supers) * tile)))
+    panel = cdiv(blocks, cdiv(blocks, panel))  # of like sizes
     decay, row, columns = None, None, None
     if forgets is not None:
         decay, row, columns = forgets.decay, forgets.row, forgets.columns(panel, walk.dtype)
@@ -122,11 +122,11 @@ def descend(
     for start in range(0, blocks, panel):
         where = rows, N, W, start, panel, supers
         walk.launch(
-            sweep, (walk.programs(sweep), min(panel, blocks - start)), x.q, x.k, x.v, x.w, *made.met, cum, o, do, lse, D,
+            sweep, (walk.programs(sweep), min(panel, blocks - start)), x.q, x.k, x.v, x.w, *made.met, cum, o, do, lse, LD,
             x1, y1, x2, y2, found.q, dq0, decay, row, columns, T, *where,
         )  # fmt: skip
-        walk.launch(keys, by_block, x.v, k2, cum, do, lse, D, x2, dk2, dv, decay, T, *where)
-        walk.launch(near, by_block, x.v, k1, cum, do, lse, D, x1, dk1, dv, decay, T, *where[:-1])
+        walk.launch(keys, by_block, x.v, k2, cum, do, LD, x2, dk2, dv, decay, T, *where)
+        walk.launch(near, by_block, x.v, k1, cum, do, LD, x1, dk1, dv, decay, T, *where[:-1])
         walk.launch(transfers, by_block, cum, x1, y1, x2, y2, dH, dH2, *where)
         if forgets is not None and columns is not None:
             forgets.add(columns)
@@ -134,7 +134,7 @@ def descend(
     sum_k, sum_w, dU = (torch.empty_like(dk1) for _ in range(3))
     dR = walk.number(do, B, HK, rows, C)
     walk.launch(
-        group, by_block, x.q, x.k, x.v, x.w, U, R, cum, do, lse, D, dq0, sum_k, sum_w, dv, dR, dU,
+        group, by_block, x.q, x.k, x.v, x.w, U, R, cum, do, LD, dq0, sum_k, sum_w, dv, dR, dU,
         found.v if walk.soft else None, decay, T, rows, N, W,
     )  # fmt: skip
     walk.launch(turn, by_block, x.w, U, R, dk1, dH, dR, dU, sum_k, sum_w, T, rows)

@@ -33,10 +33,9 @@ from needlework.ops.path.engine.tiles import (
 
 
 @triton.jit
-def weights(s, b_do, b_v, lse, D, SCALE: tl.constexpr, RATE: tl.constexpr, ACC: tl.constexpr):
-    """dA from scores s; where s is −∞ it is 0. RATE: scale, without log2 e."""
+def weights(s, dp, lse, D, SCALE: tl.constexpr, RATE: tl.constexpr):
+    """dA from scores s and products dO·v; where s is −∞ it is 0. RATE: scale, without log2 e."""
     p = tl.exp2(s * SCALE - lse[:, None])
-    dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee", out_dtype=ACC)
     return p * (dp - D[:, None]) * RATE
 
 
@@ -50,13 +49,13 @@ def summed(da, AXIS: tl.constexpr, ST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "W", "start", "PB", "SB"])
 def sweep(
-    p_q, p_k, p_v, p_w, p_U, p_R, p_k1, p_k2, p_Ho, p_H2o, p_cum, p_o, p_do, p_lse, p_D, p_x1, p_y1, p_x2, p_y2, p_dq, p_dq0,
+    p_q, p_k, p_v, p_w, p_U, p_R, p_k1, p_k2, p_Ho, p_H2o, p_cum, p_o, p_do, p_lse, p_LD, p_x1, p_y1, p_x2, p_y2, p_dq, p_dq0,
     p_decay, p_row, p_column, T, NR, N, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, NI: tl.constexpr, NO: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr,
     WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """SOFT: p_D [B H NR] is written. p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's start, in ST. DECAY: p_row [B H NR]
+    """p_LD [B H NR 2], lse and D of each query, D 0 unless SOFT. p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's start, in ST. DECAY: p_row [B H NR]
     and p_column [B H PB NR] take sums of dA's rows and columns; other columns than these are not written."""
     blocks = NR // C
     R: tl.constexpr = HB * C
@@ -83,9 +82,10 @@ def sweep(
     b_do = load_heads(p_do, i_b, i_t, i_h, T, H, V, C, R, VB)
     if SOFT:
         D = tl.sum(load_heads(p_o, i_b, i_t, i_h, T, H, V, C, R, VB).to(ACC) * b_do.to(ACC), 1)
-        tl.store(p_D + row, D)
     else:
-        D = tl.load(p_D + row)
+        D = tl.zeros([R], ACC)
+    tl.store(p_LD + 2 * row, lse)
+    tl.store(p_LD + 2 * row + 1, D)
     _, _, x = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, R, ACC, ST)
 
     oldest = oldest_seen(i_block, first, W, C, WINDOW)
@@ -115,13 +115,15 @@ def sweep(
         for j in tl.range((first + sup * M) * C, (first + sup * M + M) * C, BN, num_stages=NS):
             b_k = tl.load(row_pointers(p_k2, i_bk, j, NR, BN, KB))
             b_v = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)
+            # both before an exponential waits for the first
             s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+            dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee", out_dtype=ACC)
             if DECAY:
                 since, before = forgets(p_decay, i_bh, NR, own, j + o_n, j + BN - 1, RATE, ACC)
                 s += since[:, None] + before[None, :]
             if WINDOW:
                 s = tl.where(own[:, None] - (j + o_n)[None, :] < W, s, float("-inf"))
-            da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
+            da = weights(s, dp, lse, D, SCALE, RATE)
             if DECAY:
                 total += summed(da, 1, ST)
                 tl.store(p_column + j + o_n, summed(da, 0, ST).to(p_column.dtype.element_ty))
@@ -133,12 +135,13 @@ def sweep(
         b_k = tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB))
         b_v = load_tile(p_v, i_b, j * C, i_kv, 0, T, HK, V, C, VB, 0)
         s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+        dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee", out_dtype=ACC)
         if DECAY:
             since, before = forgets(p_decay, i_bh, NR, own, j * C + o, j * C + C - 1, RATE, ACC)
             s += since[:, None] + before[None, :]
         if WINDOW:
             s = tl.where(own[:, None] - (j * C + o)[None, :] < W, s, float("-inf"))
-        da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
+        da = weights(s, dp, lse, D, SCALE, RATE)
         if DECAY:
             total += summed(da, 1, ST)
             tl.store(p_column + j * C + o, summed(da, 0, ST).to(p_column.dtype.element_ty))
@@ -154,7 +157,8 @@ def sweep(
         seen = seen & (query[:, None] - o[None, :] < W)
     s = tl.where(seen, s, float("-inf"))
     b_v = load_tile(p_v, i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
-    da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
+    dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee", out_dtype=ACC)
+    da = weights(s, dp, lse, D, SCALE, RATE)
     b_da = da.to(ST)
     if DECAY:
         tl.store(p_row + row, total + summed(da, 1, ST))

@@ -129,7 +129,7 @@ def backward(walk: Walk, dy: Tensor, solved: PathKeys) -> PathKeys:
     lse = walk.number(dy, walk.B, walk.HK, walk.rows).fill_(walk.scale * LOG2E)
     row, column = (torch.empty_like(k, dtype=lse.dtype) for _ in range(2))
     found = PathInputs(row, column, y, torch.empty_like(beta), torch.empty_like(w))
-    descend(walk, z, None, lse, torch.zeros_like(lse), own.path(y), blocks.made, found)
+    descend(walk, z, None, lse, own.path(y), blocks.made, found)
     dk, rows = torch.empty_like(k), own.norm.numel()
     launch(walk, tangents, (cdiv(rows, walk.config.launch["tangents"]["R"]),), own.x, own.norm, row, column, dk, rows)
     return PathKeys(dk, z, found.beta, found.w)
