@@ -64,8 +64,8 @@ def group(
     p_q, p_k, p_v, p_w, p_U, p_R, p_cum, p_do, p_LD, p_dq0, p_sum_k, p_sum_w, p_sum_v, p_dR, p_dU, p_dv,
     p_decay, T, NR, N, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr,
-    DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    M: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """One block with itself. p_sum_k, p_sum_w [B HK NR KB], p_dR [B HK NR C], p_dU [B HK NR KB] in ACC; p_dv [B T HK V]: all of dV,
     p_sum_v [B HK NR VB] being that of later queries. Not SOFT: there is no dV."""
@@ -96,7 +96,7 @@ def group(
     seen = itself_or_later(o[None, :], o[:, None], SOFT)
     if WINDOW:
         seen = seen & (o[None, :] - o[:, None] < W)
-    for g in tl.range(0, G, num_stages=1):
+    for g in tl.range(0, G, num_stages=NS):
         i_h = i_kv * G + g
         i_bh = i_b * H + i_h
         b_q = load_tile(p_q, i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
