@@ -161,4 +161,6 @@ def transfers(
         # of a superblock whose last block is seen
         lo = tl.maximum(last, start)
         stop = tl.minimum(newest_asking(last - 1, end, W, C, WINDOW), start + PB)
-        transferred(p_dH2, p_x2, p_y2, i_bk, i_block, lo, stop, SB, (begin - first) // M, blocks, start, PB, H // HK, KB, C, ACC)
+        transferred(
+            p_dH2, p_x2, p_y2, i_bk, i_block, lo, stop, SB, (begin - first) // M, blocks, start, PB, H // HK, KB, C, ACC
+        )

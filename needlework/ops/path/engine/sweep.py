@@ -26,6 +26,7 @@ from needlework.ops.path.engine.tiles import (
     itself_or_later,
     load_heads,
     oldest_seen,
+    square_pointers,
     store_heads,
     superblock,
     tile_pointers,
@@ -52,11 +53,13 @@ def sweep(
     p_q, p_k, p_v, p_w, p_U, p_R, p_k1, p_k2, p_Ho, p_H2o, p_cum, p_o, p_do, p_lse, p_LD, p_x1, p_y1, p_x2, p_y2, p_dq, p_dq0,
     p_decay, p_row, p_column, T, NR, N, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, NI: tl.constexpr, NO: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    M: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, NO: tl.constexpr, SCALE: tl.constexpr,
+    RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr,
+    ST: tl.constexpr,
 ):  # fmt: skip
-    """p_LD [B H NR 2], lse and D of each query, D 0 unless SOFT. p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's start, in ST. DECAY: p_row [B H NR]
-    and p_column [B H PB NR] take sums of dA's rows and columns; other columns than these are not written."""
+    """p_LD [B H NR 2], lse and D of each query, D 0 unless SOFT. p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's
+    start, in ST. DECAY: p_row [B H NR] and p_column [B H PB NR] take sums of dA's rows and columns; other columns than these are not
+    written. NO: stages of the way out."""
     blocks = NR // C
     R: tl.constexpr = HB * C
     G: tl.constexpr = H // HK // HB  # programs of a group
@@ -110,8 +113,9 @@ def sweep(
     for n in tl.range(0, seen_supers, num_stages=1):
         sup = supers - seen_supers + n
         b_x = tl.load(tile_pointers(p_x2, (i_tile * SB + sup) * G + i_own, R, KB))
-        tl.store(tile_pointers(p_y2, (i_tile * SB + sup) * G + i_own, R, KB), y.to(ST))
-        y = passed(y, p_H2o, i_bk, first + sup * M, blocks, KB, ST, 1)
+        b_y = y.to(ST)
+        tl.store(tile_pointers(p_y2, (i_tile * SB + sup) * G + i_own, R, KB), b_y)
+        y = tl.zeros([R, KB], ACC)
         for j in tl.range((first + sup * M) * C, (first + sup * M + M) * C, BN, num_stages=NS):
             b_k = tl.load(row_pointers(p_k2, i_bk, j, NR, BN, KB))
             b_v = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)
@@ -128,12 +132,18 @@ def sweep(
                 total += summed(da, 1, ST)
                 tl.store(p_column + j + o_n, summed(da, 0, ST).to(p_column.dtype.element_ty))
             y = tl.dot(da.to(ST), b_k, y, input_precision="ieee", out_dtype=ACC)
-    for j in tl.range(inner, i_block, num_stages=NI):
+        # behind the products, whose shared memory H² takes
+        b_H = tl.load(square_pointers(p_H2o, i_bk, first + sup * M, blocks, KB, 1))
+        y = tl.dot(b_y, b_H, y, input_precision="ieee", out_dtype=ACC)
+    for j in tl.range(inner, i_block, num_stages=1):
+        # all that it loads, before a product waits for any
         b_x = tl.load(tile_pointers(p_x1, (i_tile * M + j - begin) * G + i_own, R, KB))
-        tl.store(tile_pointers(p_y1, (i_tile * M + j - begin) * G + i_own, R, KB), y.to(ST))
-        y = passed(y, p_Ho, i_bk, j, blocks, KB, ST, 1)
+        b_H = tl.load(square_pointers(p_Ho, i_bk, j, blocks, KB, 1))
         b_k = tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB))
         b_v = load_tile(p_v, i_b, j * C, i_kv, 0, T, HK, V, C, VB, 0)
+        b_y = y.to(ST)
+        tl.store(tile_pointers(p_y1, (i_tile * M + j - begin) * G + i_own, R, KB), b_y)
+        y = tl.dot(b_y, b_H, input_precision="ieee", out_dtype=ACC)
         s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
         dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee", out_dtype=ACC)
         if DECAY:
