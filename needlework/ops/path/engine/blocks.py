@@ -62,13 +62,13 @@ def spread(
 @triton.jit(do_not_specialize=["T", "NR", "N", "W"])
 def group(
     p_q, p_k, p_v, p_w, p_U, p_R, p_cum, p_do, p_LD, p_dq0, p_sum_k, p_sum_w, p_sum_v, p_dR, p_dU, p_dv,
-    p_decay, T, NR, N, W,
+    p_L, p_dA, p_decay, T, NR, N, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
     SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """One block with itself. p_sum_k, p_sum_w [B HK NR KB], p_dR [B HK NR C], p_dU [B HK NR KB] in ACC; p_dv [B T HK V]: all of dV,
-    p_sum_v [B HK NR VB] being that of later queries. Not SOFT: there is no dV."""
+    p_sum_v [B HK NR VB] being that of later queries. Not SOFT: there is no dV. Scratch: p_L, p_dA [B H NR C] in ST."""
     G: tl.constexpr = H // HK
     blocks = NR // C
     i_bk = tl.program_id(0) // blocks
@@ -84,10 +84,7 @@ def group(
     b_w = load_tile(p_w, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
     b_v = load_tile(p_v, i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
     b_R = tl.load(row_pointers(p_R, i_bk, i_t, NR, C, C))
-    b_U = tl.load(row_pointers(p_U, i_bk, i_t, NR, C, KB))
     dk = tl.zeros([C, KB], ACC)
-    dw = tl.zeros([C, KB], ACC)
-    dU = tl.zeros([C, KB], ACC)
     dR = tl.zeros([C, C], ACC)
     dv = tl.zeros([C, VB], ACC)
     if SOFT:
@@ -96,38 +93,53 @@ def group(
     seen = itself_or_later(o[None, :], o[:, None], SOFT)
     if WINDOW:
         seen = seen & (o[None, :] - o[:, None] < W)
+    # two walks over the heads: in one the sums would have no registers
     for g in tl.range(0, G, num_stages=NS):
         i_h = i_kv * G + g
         i_bh = i_b * H + i_h
         b_q = load_tile(p_q, i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
         b_do = load_tile(p_do, i_b, i_t, i_h, 0, T, H, V, C, VB, 0)
         lse, D = of_columns(p_LD, tl.cast(i_bh, tl.int64) * NR + i_t + o)
-        b_y = tl.load(row_pointers(p_dq0, i_bh, i_t, NR, C, KB))
+        lse = lse[None, :]
+        D = D[None, :]
         # Lᵀ and Pᵀ, dAᵀ, dLᵀ, all [key or token, query]
         L = tl.dot(b_w, tl.trans(b_q), input_precision="ieee", out_dtype=ACC)
         b_L = tl.where(later, L, 0.0).to(ST)
+        tl.store(row_pointers(p_L, i_bh, i_t, NR, C, C), b_L)
         s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee", out_dtype=ACC)
         s -= tl.dot(tl.trans(b_R), b_L, input_precision="ieee", out_dtype=ACC)
+        dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee", out_dtype=ACC)
         if DECAY:
             s -= forgets_itself(p_decay, i_bh, NR, i_t + o, RATE, ACC)
-        p = tl.where(seen, tl.exp2(s * SCALE - lse[None, :]), 0.0)
-        dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee", out_dtype=ACC)
+        p = tl.where(seen, tl.exp2(s * SCALE - lse), 0.0)
         if SOFT:
             dv = tl.dot(p.to(b_do.dtype), b_do, dv, input_precision="ieee", out_dtype=ACC)
-        b_da = (p * (dp - D[None, :]) * RATE).to(ST)
+        b_da = (p * (dp - D) * RATE).to(ST)
+        tl.store(row_pointers(p_dA, i_bh, i_t, NR, C, C), b_da)
         dk = tl.dot(b_da, b_q, dk, input_precision="ieee", out_dtype=ACC)
         dR -= tl.dot(b_L, tl.trans(b_da), input_precision="ieee", out_dtype=ACC)
+    tl.store(row_pointers(p_sum_k, i_bk, i_t, NR, C, KB), dk)
+    tl.store(row_pointers(p_dR, i_bk, i_t, NR, C, C), dR)
+    if SOFT:
+        store_tile(p_dv, dv.to(p_dv.dtype.element_ty), i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
+    tl.debug_barrier()
+    b_U = tl.load(row_pointers(p_U, i_bk, i_t, NR, C, KB))
+    dw = tl.zeros([C, KB], ACC)
+    dU = tl.zeros([C, KB], ACC)
+    for g in tl.range(0, G, num_stages=NS):
+        i_h = i_kv * G + g
+        i_bh = i_b * H + i_h
+        b_q = load_tile(p_q, i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
+        b_y = tl.load(row_pointers(p_dq0, i_bh, i_t, NR, C, KB))
+        b_L = tl.load(row_pointers(p_L, i_bh, i_t, NR, C, C))
+        b_da = tl.load(row_pointers(p_dA, i_bh, i_t, NR, C, C))
         dU -= tl.dot(b_L, b_y, input_precision="ieee", out_dtype=ACC)
         dL = tl.dot(b_R, b_da, input_precision="ieee", out_dtype=ACC)
         dL = tl.dot(b_U, tl.trans(b_y), dL, input_precision="ieee", out_dtype=ACC)
         b_dL = tl.where(later, -dL, 0.0).to(ST)
         dw = tl.dot(b_dL, b_q, dw, input_precision="ieee", out_dtype=ACC)
-    tl.store(row_pointers(p_sum_k, i_bk, i_t, NR, C, KB), dk)
     tl.store(row_pointers(p_sum_w, i_bk, i_t, NR, C, KB), dw)
     tl.store(row_pointers(p_dU, i_bk, i_t, NR, C, KB), dU)
-    tl.store(row_pointers(p_dR, i_bk, i_t, NR, C, C), dR)
-    if SOFT:
-        store_tile(p_dv, dv.to(p_dv.dtype.element_ty), i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
 
 
 @triton.jit(do_not_specialize=["T", "NR"])

@@ -133,9 +133,10 @@ def descend(
     walk.launch(spread, by_block, k1, Ho, cum, dk1, dk2, dH, dH2, torch.empty_like(Ho), rows, N)
     sum_k, sum_w, dU = (torch.empty_like(dk1) for _ in range(3))
     dR = walk.number(do, B, HK, rows, C)
+    L, dA = (do.new_empty(B, Hq, rows, C) for _ in range(2))
     walk.launch(
         group, by_block, x.q, x.k, x.v, x.w, U, R, cum, do, LD, dq0, sum_k, sum_w, dv, dR, dU,
-        found.v if walk.soft else None, decay, T, rows, N, W,
+        found.v if walk.soft else None, L, dA, decay, T, rows, N, W,
     )  # fmt: skip
     walk.launch(turn, by_block, x.w, U, R, dk1, dH, dR, dU, sum_k, sum_w, T, rows)
     left = [torch.empty_like(dR) for _ in range(3)]
@@ -232,7 +233,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     know of a forget gate with one."""
     own, wide = f"*{NAMES[dtype]}", f"*{NAMES[accumulator(dtype)]}"
     given = ("p_q", "p_k", "p_v", "p_w", "p_o", "p_do", "p_dq", "p_dk", "p_dw", "p_U", "p_R", "p_k1", "p_k2")
-    given += ("p_x1", "p_y1", "p_x2", "p_y2", "p_dq0", "p_Ho", "p_H2o", "p_S")
+    given += ("p_x1", "p_y1", "p_x2", "p_y2", "p_dq0", "p_Ho", "p_H2o", "p_S", "p_L", "p_dA")
     types = dict.fromkeys(given, own) | {"p_cum": "*i32"} | SUMS | {"p_column": "*fp32" if dtype.itemsize == 2 else "*fp64"}
     cases = []
     for several, decay in ((False, False), (True, False), (True, True)):

@@ -211,7 +211,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     """The solve's own kernels, both ways, and PaTH's as it launches them: without a window, and with one over packed sequences."""
     own, wide = f"*{NAMES[dtype]}", f"*{NAMES[accumulator(dtype)]}"
     given = ("p_q", "p_k", "p_v", "p_w", "p_do", "p_dw", "p_U", "p_R", "p_k1", "p_k2", "p_x1", "p_y1", "p_x2", "p_y2", "p_dq0")
-    given += ("p_Ho", "p_H2o", "p_S")
+    given += ("p_Ho", "p_H2o", "p_S", "p_L", "p_dA")
     types = dict.fromkeys((*given, "p_x", "p_P", "p_tiles", "p_y", "p_rhs"), own) | dict.fromkeys(("p_cum", "p_given"), "*i32")
     cases = []
     for several in (False, True):
