@@ -70,9 +70,10 @@ def compose(
     for n in tl.range(0, last - begin, num_stages=1):
         j = last - 1 - n
         k_t = tl.trans(tl.load(row_pointers(p_k1, i_bh, j * C, NR, C, KB))).to(ACC)
+        H = tl.load(square_pointers(p_H, i_bh, j, blocks, KB, 0))
         at = p_k2 + (tl.cast(i_bh, tl.int64) * NR + j * C) * KB + tl.arange(0, C)[None, :] * KB + o[:, None]
         tl.store(at, product(X, k_t, APART).to(ST))
-        X = product(X, tl.load(square_pointers(p_H, i_bh, j, blocks, KB, 0)), APART)
+        X = product(X, H, APART)
     at = (tl.cast(i_bh, tl.int64) * blocks + begin) * (KB * KB) + o[:, None] * KB + o_k[None, :]
     tl.store(p_H2 + at, X)
     tl.store(p_H2o + at, X.to(ST))
