@@ -117,16 +117,16 @@ def attend(
         sup = begin - (n + 1) * M
         b_x = x.to(ST)
         for j in tl.range(sup * C, (sup + M) * C, BN, num_stages=NS):
-            b_k = tl.load(row_pointers(p_k2, i_bk, j, NR, BN, KB))
-            s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+            b_k2 = tl.load(row_pointers(p_k2, i_bk, j, NR, BN, KB))
+            s2 = tl.dot(b_x, tl.trans(b_k2), input_precision="ieee", out_dtype=ACC)
             if DECAY:
-                since, before = forgets(p_decay, i_bh, NR, own, j + o_n, j + BN - 1, RATE, ACC)
-                s += since[:, None] + before[None, :]
+                since2, before2 = forgets(p_decay, i_bh, NR, own, j + o_n, j + BN - 1, RATE, ACC)
+                s2 += since2[:, None] + before2[None, :]
             if WINDOW:
-                s = tl.where(own[:, None] - (j + o_n)[None, :] < W, s, float("-inf"))
-            b_v = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)
-            p, m, l, _, acc = soften(s, sc, m, l, l, acc, False)
-            acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision="ieee", out_dtype=ACC)
+                s2 = tl.where(own[:, None] - (j + o_n)[None, :] < W, s2, float("-inf"))
+            b_v2 = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)
+            p2, m, l, _, acc = soften(s2, sc, m, l, l, acc, False)
+            acc = tl.dot(p2.to(b_v2.dtype), b_v2, acc, input_precision="ieee", out_dtype=ACC)
         x = passed(x, p_H2o, i_bk, sup, blocks, KB, ST, 0)
     if PAGES:
         i_n, first, end = sequence_of(p_cum, N, i_b, i_block, blocks, PACKED)
