@@ -34,9 +34,11 @@ from needlework.ops.path.engine.tiles import (
 
 
 @triton.jit
-def weights(s, dp, lse, D, SCALE: tl.constexpr, RATE: tl.constexpr):
-    """dA from scores s and products dO·v; where s is −∞ it is 0. RATE: scale, without log2 e."""
+def weights(s, b_do, b_v, lse, D, SCALE: tl.constexpr, RATE: tl.constexpr, ACC: tl.constexpr):
+    """dA from scores s; where s is −∞ it is 0. RATE: scale, without log2 e."""
+    # in this order: the exponentials are taken while the product is made
     p = tl.exp2(s * SCALE - lse[:, None])
+    dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee", out_dtype=ACC)
     return p * (dp - D[:, None]) * RATE
 
 
@@ -53,7 +55,7 @@ def sweep(
     p_q, p_k, p_v, p_w, p_U, p_R, p_k1, p_k2, p_Ho, p_H2o, p_cum, p_o, p_do, p_lse, p_LD, p_x1, p_y1, p_x2, p_y2, p_dq, p_dq0,
     p_decay, p_row, p_column, T, NR, N, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, NO: tl.constexpr, SCALE: tl.constexpr,
+    M: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, NO: tl.constexpr, LATE: tl.constexpr, SCALE: tl.constexpr,
     RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr,
     ST: tl.constexpr,
 ):  # fmt: skip
@@ -113,28 +115,31 @@ def sweep(
     for n in tl.range(0, seen_supers, num_stages=1):
         sup = supers - seen_supers + n
         b_x = tl.load(tile_pointers(p_x2, (i_tile * SB + sup) * G + i_own, R, KB))
-        b_y = y.to(ST)
-        tl.store(tile_pointers(p_y2, (i_tile * SB + sup) * G + i_own, R, KB), b_y)
-        y = tl.zeros([R, KB], ACC)
+        tl.store(tile_pointers(p_y2, (i_tile * SB + sup) * G + i_own, R, KB), y.to(ST))
+        if LATE:
+            y = tl.zeros([R, KB], ACC)
+        else:
+            y = passed(y, p_H2o, i_bk, first + sup * M, blocks, KB, ST, 1)
         for j in tl.range((first + sup * M) * C, (first + sup * M + M) * C, BN, num_stages=NS):
             b_k = tl.load(row_pointers(p_k2, i_bk, j, NR, BN, KB))
             b_v = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)
-            # both before an exponential waits for the first
             s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
-            dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee", out_dtype=ACC)
             if DECAY:
                 since, before = forgets(p_decay, i_bh, NR, own, j + o_n, j + BN - 1, RATE, ACC)
                 s += since[:, None] + before[None, :]
             if WINDOW:
                 s = tl.where(own[:, None] - (j + o_n)[None, :] < W, s, float("-inf"))
-            da = weights(s, dp, lse, D, SCALE, RATE)
+            da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
             if DECAY:
                 total += summed(da, 1, ST)
                 tl.store(p_column + j + o_n, summed(da, 0, ST).to(p_column.dtype.element_ty))
             y = tl.dot(da.to(ST), b_k, y, input_precision="ieee", out_dtype=ACC)
-        # behind the products, whose shared memory H² takes
-        b_H = tl.load(square_pointers(p_H2o, i_bk, first + sup * M, blocks, KB, 1))
-        y = tl.dot(b_y, b_H, y, input_precision="ieee", out_dtype=ACC)
+        if LATE:
+            # behind the products, whose shared memory these take, and not held through them
+            tl.debug_barrier()
+            b_y = tl.load(tile_pointers(p_y2, (i_tile * SB + sup) * G + i_own, R, KB))
+            b_H = tl.load(square_pointers(p_H2o, i_bk, first + sup * M, blocks, KB, 1))
+            y = tl.dot(b_y, b_H, y, input_precision="ieee", out_dtype=ACC)
     for j in tl.range(inner, i_block, num_stages=1):
         # all that it loads, before a product waits for any
         b_x = tl.load(tile_pointers(p_x1, (i_tile * M + j - begin) * G + i_own, R, KB))
@@ -145,13 +150,12 @@ def sweep(
         tl.store(tile_pointers(p_y1, (i_tile * M + j - begin) * G + i_own, R, KB), b_y)
         y = tl.dot(b_y, b_H, input_precision="ieee", out_dtype=ACC)
         s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
-        dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee", out_dtype=ACC)
         if DECAY:
             since, before = forgets(p_decay, i_bh, NR, own, j * C + o, j * C + C - 1, RATE, ACC)
             s += since[:, None] + before[None, :]
         if WINDOW:
             s = tl.where(own[:, None] - (j * C + o)[None, :] < W, s, float("-inf"))
-        da = weights(s, dp, lse, D, SCALE, RATE)
+        da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
         if DECAY:
             total += summed(da, 1, ST)
             tl.store(p_column + j * C + o, summed(da, 0, ST).to(p_column.dtype.element_ty))
@@ -167,8 +171,7 @@ def sweep(
         seen = seen & (query[:, None] - o[None, :] < W)
     s = tl.where(seen, s, float("-inf"))
     b_v = load_tile(p_v, i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
-    dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee", out_dtype=ACC)
-    da = weights(s, dp, lse, D, SCALE, RATE)
+    da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
     b_da = da.to(ST)
     if DECAY:
         tl.store(p_row + row, total + summed(da, 1, ST))
