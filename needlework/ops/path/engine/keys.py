@@ -1,10 +1,9 @@
-"""The backward of blocks of keys of a key-value head a program, over a panel of queries of all heads of its group: no atomics.
+"""The backward of one block of keys and key-value head a program, over a panel of queries of all heads of its group: no atomics.
 
     dk² = Σ dAᵀ x of queries of later superblocks, dk¹ = Σ dAᵀ x of later blocks of its own, dV = Σ Pᵀ dO of both
     dH² = Σ xᵀ y, dH = Σ xᵀ y                                                      (x and y as sweep.py has kept them)
 
-`keys` has the first sum, of KN blocks a program: one x of a query meets all of a superblock. `near` has the second, of one block: it has an x
-of its own. Tiles are transposed, keys by queries, so that what is summed over queries is a first operand as it comes. Panels add to what the
+`keys` has the first sum: one x of a query meets all of a superblock. `near` has the second: each block has an x of its own. Tiles are transposed, keys by queries, so that what is summed over queries is a first operand as it comes. Panels add to what the
 panels before have left, in their order; a program whose keys no query of the panel sees leaves it as it is.
 """
 
@@ -49,56 +48,54 @@ def met(
 @triton.jit
 def gathered(
     p_v, p_k, p_cum, p_do, p_LD, p_x, p_dk, p_dv, p_decay, i_bk, i_block, lo, stop, slots, slot, T, NR, W, start, PB,
-    H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr,
     ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """p_dk and p_dv of R keys from a block's first on, with what queries of blocks lo to stop bring. Of the `slots` tiles x of a block of
+    """p_dk and p_dv of a block's keys, with what queries of blocks lo to stop bring. Of the `slots` tiles x of a block of
     queries theirs is number `slot`."""
     G: tl.constexpr = H // HK
     i_b = i_bk // HK
     i_kv = i_bk % HK
     i_t = i_block * C
-    key = i_t + tl.arange(0, R)
-    b_v = load_tile(p_v, i_b, i_t, i_kv, 0, T, HK, V, R, VB, 0)
-    b_k = tl.load(row_pointers(p_k, i_bk, i_t, NR, R, KB))
-    dv = tl.zeros([R, VB], ACC)
+    key = i_t + tl.arange(0, C)
+    b_v = load_tile(p_v, i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
+    b_k = tl.load(row_pointers(p_k, i_bk, i_t, NR, C, KB))
+    dv = tl.zeros([C, VB], ACC)
     if SOFT:
-        dv = tl.load(row_pointers(p_dv, i_bk, i_t, NR, R, VB))
-    dk = tl.load(row_pointers(p_dk, i_bk, i_t, NR, R, KB))
+        dv = tl.load(row_pointers(p_dv, i_bk, i_t, NR, C, VB))
+    dk = tl.load(row_pointers(p_dk, i_bk, i_t, NR, C, KB))
     for n in tl.range(0, (stop - lo) * G, num_stages=NS):
         i = lo + n // G
         i_x = ((tl.cast(i_bk, tl.int64) * PB + i - start) * slots + slot) * G + n % G
         dk, dv = met(
-            dk, dv, b_k, b_v, p_x, i_x, p_do, p_LD, p_decay, i_b, i_kv * G + n % G, i, key, i_t + R - 1, T, NR, W,
+            dk, dv, b_k, b_v, p_x, i_x, p_do, p_LD, p_decay, i_b, i_kv * G + n % G, i, key, i_t + C - 1, T, NR, W,
             H, V, VB, KB, C, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
         )  # fmt: skip
-    tl.store(row_pointers(p_dk, i_bk, i_t, NR, R, KB), dk)
+    tl.store(row_pointers(p_dk, i_bk, i_t, NR, C, KB), dk)
     if SOFT:
-        tl.store(row_pointers(p_dv, i_bk, i_t, NR, R, VB), dv)
+        tl.store(row_pointers(p_dv, i_bk, i_t, NR, C, VB), dv)
 
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "W", "start", "PB", "SB"])
 def keys(
     p_v, p_k2, p_cum, p_do, p_LD, p_x2, p_dk2, p_dv, p_decay, T, NR, N, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
-    KN: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
     SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """p_dk2 [B HK NR KB], p_dv [B HK NR VB] in ACC are added to, KN blocks a program. Not SOFT: there is no dV."""
+    """p_dk2 [B HK NR KB], p_dv [B HK NR VB] in ACC are added to. Not SOFT: there is no dV."""
     blocks = NR // C
     i_bk = tl.program_id(0) // blocks
     i_block = tl.program_id(0) % blocks
     first, end, begin, last = superblock(p_cum, N, i_bk // HK, i_block, blocks, M, PACKED)
-    if (i_block >= end) | ((i_block - begin) % KN != 0):
-        return
     lo = tl.maximum(last, start)
-    stop = tl.minimum(newest_asking(i_block + KN - 1, end, W, C, WINDOW), start + PB)
-    if lo >= stop:  # of the last superblock, which may have fewer than KN blocks left, always
+    stop = tl.minimum(newest_asking(i_block, end, W, C, WINDOW), start + PB)
+    if (i_block >= end) | (lo >= stop):
         return
     gathered(
         p_v, p_k2, p_cum, p_do, p_LD, p_x2, p_dk2, p_dv, p_decay, i_bk, i_block, lo, stop, SB, (begin - first) // M, T, NR, W,
-        start, PB, H, HK, V, KB, VB, C, KN * C, NS, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
+        start, PB, H, HK, V, KB, VB, C, NS, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
     )  # fmt: skip
 
 
@@ -109,7 +106,7 @@ def near(
     NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
     SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """The same of p_dk1, a block a program."""
+    """The same of p_dk1."""
     blocks = NR // C
     i_bk = tl.program_id(0) // blocks
     i_block = tl.program_id(0) % blocks
@@ -120,7 +117,7 @@ def near(
         return
     gathered(
         p_v, p_k1, p_cum, p_do, p_LD, p_x1, p_dk1, p_dv, p_decay, i_bk, i_block, lo, stop, M, i_block - begin, T, NR, W,
-        start, PB, H, HK, V, KB, VB, C, C, NS, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
+        start, PB, H, HK, V, KB, VB, C, NS, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
     )  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def forward(walk: Walk, x: PathInputs) -> tuple[Tensor, Tensor]:
         made = prepared(walk, x)
         decay = None if x.decay is None else walk.by_head(x.decay, torch.float64)
         walk.launch(
-            attend, (walk.programs(attend), walk.blocks), x.q, x.k, x.v, x.w, decay, *made.met, walk.align.cum, o, lse,
+            attend, (walk.programs, walk.blocks), x.q, x.k, x.v, x.w, decay, *made.met, walk.align.cum, o, lse,
             None, None, None, None, None, walk.T, walk.rows, walk.align.N, walk.window or 0, 0, 0, 0, 0, 0,
         )  # fmt: skip
     return o, lse
@@ -122,7 +122,7 @@ def descend(
     for start in range(0, blocks, panel):
         where = rows, N, W, start, panel, supers
         walk.launch(
-            sweep, (walk.programs(sweep), min(panel, blocks - start)), x.q, x.k, x.v, x.w, *made.met, cum, o, do, lse, LD,
+            sweep, (B * Hq, min(panel, blocks - start)), x.q, x.k, x.v, x.w, *made.met, cum, o, do, lse, LD,
             x1, y1, x2, y2, found.q, dq0, decay, row, columns, T, *where,
         )  # fmt: skip
         walk.launch(keys, by_block, x.v, k2, cum, do, LD, x2, dk2, dv, decay, T, *where)

@@ -1,4 +1,4 @@
-"""The backward of one block of queries and HB heads of a group a program: its way back to the oldest keys, and its return with the carried gradient.
+"""The backward of one block of queries and head a program: its way back to the oldest keys, and its return with the carried gradient.
 
     dA = scale P ∘ (dO Vᵀ − D),  P = 2^{A − lse},  D = rowsum(dO ∘ O)
     out:  x as it comes to each older block of its superblock, and to each older superblock, is kept
@@ -17,17 +17,14 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.runs import row_pointers
-from needlework.ops.common.kernels.tile import load_tile
+from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.path.engine.forward import entered, own_scores, passed
 from needlework.ops.path.engine.tiles import (
     forgets,
     forgets_itself,
-    head_rows,
     itself_or_later,
-    load_heads,
     oldest_seen,
     square_pointers,
-    store_heads,
     superblock,
     tile_pointers,
 )
@@ -55,17 +52,17 @@ def sweep(
     p_q, p_k, p_v, p_w, p_U, p_R, p_k1, p_k2, p_Ho, p_H2o, p_cum, p_o, p_do, p_lse, p_LD, p_x1, p_y1, p_x2, p_y2, p_dq, p_dq0,
     p_decay, p_row, p_column, T, NR, N, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, NO: tl.constexpr, LATE: tl.constexpr, SCALE: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, NO: tl.constexpr, LATE: tl.constexpr, SCALE: tl.constexpr,
     RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr,
     ST: tl.constexpr,
 ):  # fmt: skip
     """p_LD [B H NR 2], lse and D of each query, D 0 unless SOFT. p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's
     start, in ST. DECAY: p_row [B H NR] and p_column [B H PB NR] take sums of dA's rows and columns; other columns than these are not
-    written. NO: stages of the way out."""
+    written. NO: stages of the way out. LATE: y passes H² behind a superblock's products, whose shared memory H² takes: of heads of 128 a
+    multiprocessor then has two programs."""
     blocks = NR // C
-    R: tl.constexpr = HB * C
-    G: tl.constexpr = H // HK // HB  # programs of a group
-    i_bh = tl.program_id(0) * HB
+    G: tl.constexpr = H // HK
+    i_bh = tl.program_id(0)
     i_b = i_bh // H
     i_h = i_bh % H
     i_kv = i_h // (H // HK)
@@ -77,47 +74,45 @@ def sweep(
         return
     i_t = i_block * C
     i_tile = tl.cast(i_bk, tl.int64) * PB + i_at
-    i_own = i_h // HB % G
+    i_own = i_h % G
     o = tl.arange(0, C)
-    query = tl.arange(0, R) % C
-    own = i_t + query
-    rows = head_rows(NR, C, R)
-    row = tl.cast(i_bh, tl.int64) * NR + i_t + rows
+    own = i_t + o
+    row = tl.cast(i_bh, tl.int64) * NR + own
     lse = tl.load(p_lse + row)
-    b_do = load_heads(p_do, i_b, i_t, i_h, T, H, V, C, R, VB)
+    b_do = load_tile(p_do, i_b, i_t, i_h, 0, T, H, V, C, VB, 0)
     if SOFT:
-        D = tl.sum(load_heads(p_o, i_b, i_t, i_h, T, H, V, C, R, VB).to(ACC) * b_do.to(ACC), 1)
+        D = tl.sum(load_tile(p_o, i_b, i_t, i_h, 0, T, H, V, C, VB, 0).to(ACC) * b_do.to(ACC), 1)
     else:
-        D = tl.zeros([R], ACC)
+        D = tl.zeros([C], ACC)
     tl.store(p_LD + 2 * row, lse)
     tl.store(p_LD + 2 * row + 1, D)
-    _, _, x = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, R, ACC, ST)
+    _, _, x = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, C, ACC, ST)
 
     oldest = oldest_seen(i_block, first, W, C, WINDOW)
     inner = tl.maximum(begin, oldest)
     for n in tl.range(0, i_block - inner, num_stages=NO):
         j = i_block - 1 - n
-        tl.store(tile_pointers(p_x1, (i_tile * M + j - begin) * G + i_own, R, KB), x.to(ST))
+        tl.store(tile_pointers(p_x1, (i_tile * M + j - begin) * G + i_own, C, KB), x.to(ST))
         x = passed(x, p_Ho, i_bk, j, blocks, KB, ST, 0)
     supers = (begin - first) // M
     seen_supers = supers - (oldest - first) // M
     for n in tl.range(0, seen_supers, num_stages=NO):
         sup = supers - 1 - n
-        tl.store(tile_pointers(p_x2, (i_tile * SB + sup) * G + i_own, R, KB), x.to(ST))
+        tl.store(tile_pointers(p_x2, (i_tile * SB + sup) * G + i_own, C, KB), x.to(ST))
         x = passed(x, p_H2o, i_bk, first + sup * M, blocks, KB, ST, 0)
     tl.debug_barrier()  # what one thread kept another reads
 
-    y = tl.zeros([R, KB], ACC)
-    total = tl.zeros([R], tl.float64)
+    y = tl.zeros([C, KB], ACC)
+    total = tl.zeros([C], tl.float64)
     if DECAY:
         p_column += (tl.cast(i_bh, tl.int64) * PB + i_at) * NR
     o_n = tl.arange(0, BN)
     for n in tl.range(0, seen_supers, num_stages=1):
         sup = supers - seen_supers + n
-        b_x = tl.load(tile_pointers(p_x2, (i_tile * SB + sup) * G + i_own, R, KB))
-        tl.store(tile_pointers(p_y2, (i_tile * SB + sup) * G + i_own, R, KB), y.to(ST))
+        b_x = tl.load(tile_pointers(p_x2, (i_tile * SB + sup) * G + i_own, C, KB))
+        tl.store(tile_pointers(p_y2, (i_tile * SB + sup) * G + i_own, C, KB), y.to(ST))
         if LATE:
-            y = tl.zeros([R, KB], ACC)
+            y = tl.zeros([C, KB], ACC)
         else:
             y = passed(y, p_H2o, i_bk, first + sup * M, blocks, KB, ST, 1)
         for j in tl.range((first + sup * M) * C, (first + sup * M + M) * C, BN, num_stages=NS):
@@ -137,17 +132,17 @@ def sweep(
         if LATE:
             # behind the products, whose shared memory these take, and not held through them
             tl.debug_barrier()
-            b_y = tl.load(tile_pointers(p_y2, (i_tile * SB + sup) * G + i_own, R, KB))
+            b_y = tl.load(tile_pointers(p_y2, (i_tile * SB + sup) * G + i_own, C, KB))
             b_H = tl.load(square_pointers(p_H2o, i_bk, first + sup * M, blocks, KB, 1))
             y = tl.dot(b_y, b_H, y, input_precision="ieee", out_dtype=ACC)
     for j in tl.range(inner, i_block, num_stages=1):
         # all that it loads, before a product waits for any
-        b_x = tl.load(tile_pointers(p_x1, (i_tile * M + j - begin) * G + i_own, R, KB))
+        b_x = tl.load(tile_pointers(p_x1, (i_tile * M + j - begin) * G + i_own, C, KB))
         b_H = tl.load(square_pointers(p_Ho, i_bk, j, blocks, KB, 1))
         b_k = tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB))
         b_v = load_tile(p_v, i_b, j * C, i_kv, 0, T, HK, V, C, VB, 0)
         b_y = y.to(ST)
-        tl.store(tile_pointers(p_y1, (i_tile * M + j - begin) * G + i_own, R, KB), b_y)
+        tl.store(tile_pointers(p_y1, (i_tile * M + j - begin) * G + i_own, C, KB), b_y)
         y = tl.dot(b_y, b_H, input_precision="ieee", out_dtype=ACC)
         s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
         if DECAY:
@@ -162,13 +157,13 @@ def sweep(
         y = tl.dot(da.to(ST), b_k, y, input_precision="ieee", out_dtype=ACC)
 
     # again: held until now they would cost the loops their registers
-    b_q, b_L, _ = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, R, ACC, ST)
+    b_q, b_L, _ = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, C, ACC, ST)
     s = own_scores(b_q, b_L, p_k, p_R, i_b, i_t, i_bk, i_kv, T, NR, HK, K, KB, C, ACC)
     if DECAY:
         s += forgets_itself(p_decay, i_bh, NR, own, RATE, ACC)
-    seen = itself_or_later(query[:, None], o[None, :], SOFT)
+    seen = itself_or_later(o[:, None], o[None, :], SOFT)
     if WINDOW:
-        seen = seen & (query[:, None] - o[None, :] < W)
+        seen = seen & (o[:, None] - o[None, :] < W)
     s = tl.where(seen, s, float("-inf"))
     b_v = load_tile(p_v, i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
     da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
@@ -181,11 +176,10 @@ def sweep(
     b_U = tl.load(row_pointers(p_U, i_bk, i_t, NR, C, KB))
     dL = tl.dot(b_da, tl.trans(b_R), input_precision="ieee", out_dtype=ACC)
     dL = tl.dot(b_y, tl.trans(b_U), dL, input_precision="ieee", out_dtype=ACC)
-    b_dL = tl.where(query[:, None] >= o[None, :], -dL, 0.0).to(ST)
+    b_dL = tl.where(o[:, None] >= o[None, :], -dL, 0.0).to(ST)
     b_k = load_tile(p_k, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
     b_w = load_tile(p_w, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
     dq = tl.dot(b_da, b_k, y, input_precision="ieee", out_dtype=ACC)
     dq = tl.dot(b_dL, b_w, dq, input_precision="ieee", out_dtype=ACC)
-    store_heads(p_dq, dq.to(p_dq.dtype.element_ty), i_b, i_t, i_h, T, H, K, C, R, KB)
-    p_dq0 += (tl.cast(i_bh, tl.int64) * NR + i_t) * KB
-    tl.store(p_dq0 + rows[:, None] * KB + tl.arange(0, KB)[None, :], b_y)
+    store_tile(p_dq, dq.to(p_dq.dtype.element_ty), i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
+    tl.store(row_pointers(p_dq0, i_bh, i_t, NR, C, KB), b_y)

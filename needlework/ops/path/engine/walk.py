@@ -81,9 +81,10 @@ class Walk(NamedTuple):
             self.soft, self.pages, self.decay,
         )  # fmt: skip
 
-    def programs(self, kernel: JITFunction) -> int:
-        """Of a kernel that has several heads a program, for each block of queries."""
-        return self.B * self.H // self.constants(kernel)["HB"]
+    @property
+    def programs(self) -> int:
+        """Of `attend`, for each block of queries."""
+        return self.B * self.H // heads(self.config, self.H, self.HK, self.decay)
 
     def number(self, like: Tensor, *sizes: int, zeros: bool = False) -> Tensor:
         """In the sums' dtype."""
@@ -95,6 +96,11 @@ class Walk(NamedTuple):
         out = x.new_zeros(self.B, self.H, self.rows, dtype=dtype)
         out[:, :, : self.T] = x.transpose(1, 2)
         return out
+
+
+def heads(config: LaunchConfig, H: int, HK: int, decay: bool) -> int:
+    """That share a program of `attend`: of one group, and one alone where each has gates of its own."""
+    return 1 if decay else gcd(config.launch["attend"]["HB"], H // HK)
 
 
 def constants(
@@ -110,7 +116,7 @@ def constants(
         APART=int(dtype.itemsize == 2 and not interpreted()), ACC=TYPES[accumulator(dtype)], ST=TYPES[dtype],
     )  # fmt: skip
     own = {name: x for name, x in config.launch[kernel.__name__].items() if name != "NP"}  # programs are the host's
-    if "HB" in own:  # warps are of HB heads; gates are each head's own
-        heads = 1 if decay else gcd(own["HB"], H // HK)
-        own |= {"HB": heads, "num_warps": own["num_warps"] * heads // own["HB"]}
+    if "HB" in own:  # warps are of HB heads
+        have = heads(config, H, HK, decay)
+        own |= {"HB": have, "num_warps": own["num_warps"] * have // own["HB"]}
     return {name: x for name, x in known.items() if name in kernel.arg_names} | own

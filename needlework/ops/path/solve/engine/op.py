@@ -16,7 +16,6 @@ from torch import Tensor
 from triton import JITFunction
 
 from needlework.ops.path.arguments import PathInputs, PathKeys
-from needlework.ops.path.engine import op as engine
 from needlework.ops.path.engine.blocks import group, release, spread, turn, unwind
 from needlework.ops.path.engine.keys import keys, near, transfers
 from needlework.ops.path.engine.op import Prepared, compile_case, descend, prepared
@@ -32,6 +31,7 @@ from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv, padded
 
 BOTH_WAYS = onwards, take_off, chain
+SCRATCH = 1 << 28  # bytes of carried rows that a walk keeps, unless those of one superblock take more
 
 
 class Keys(NamedTuple):
@@ -88,7 +88,7 @@ def solve(
     places = cdiv(walk.blocks, walk.M)
     supers = cdiv(walk.align.longest, walk.M)
     one = B * HK * places * walk.M * walk.C * KB
-    panel = max(1, min(supers, engine.SCRATCH // (one * right.element_size())))
+    panel = max(1, min(supers, SCRATCH // (one * right.element_size())))
     tiles = right.new_empty(one * panel)
     by_block = (B * HK * walk.blocks,)
     by_chain = (N * HK * (VB // _columns(walk.config, VB)),)
