@@ -10,6 +10,7 @@ import torch
 
 from needlework.ops.path import chunk_lucid_path, chunk_path, paged_lucid_path, recurrent_lucid_path
 from needlework.ops.path.engine import op as engine
+from needlework.ops.path.solve.engine import op as solve
 from needlework.ops.path.solve.reference import literal_lucid_path
 from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs
@@ -63,7 +64,8 @@ def test_panels_of_walks_are_one(monkeypatch):
     one = {n: y[:1] for n, y in x.items()}
     both = lambda: (differentiate(lambda x: kernels(**x).y, x), differentiate(lambda x: kernels(**x, cu_seqlens=ends).y, one))
     values = [found for found, _ in both()]
-    monkeypatch.setattr(engine, "SCRATCH", 1)
+    for module in (engine, solve):
+        monkeypatch.setattr(module, "SCRATCH", 1)
     again = both()
     for (got, _), want in zip(again, values, strict=True):
         assert all(torch.equal(got[name], want[name]) for name in want)

@@ -1,7 +1,7 @@
 """The rest of the backward, superblock by superblock and block by block: from gradients of k², H², k¹, H to those of K, W and β.
 
-    spread: a k² with gradient d was a key that passed the blocks behind its own: dH += dᵀ k at each, d ← d H, in the end dk¹ += d
-            H² = H_last … H_first with gradient d is K queries, the identity's rows: dH += xᵀ d at each, d ← d Hᵀ
+    spread: k²_i = k¹_i S_iᵀ,  S_i = H_last … H_{i+1},  H² = S_{first−1}: from the first block on, y being S_{i−1}'s gradient, which begins as dH²,
+            dH_i += S_iᵀ y    dk¹_i += dk²_i S_i    y ← y H_iᵀ + dk²_iᵀ k¹_i
     group:  dR = −Σ Lᵀ dA    dU = −Σ Lᵀ dq⁰    dK = Σ dAᵀ Q    dW = Σ dLᵀ Q    dV += Σ Pᵀ dO       over the heads of a group
     turn:   dR −= W dk¹ᵀ    dU −= W dH    dK += dk¹    dW −= R dk¹ + U dHᵀ
     unwind: dM = dR Nᵀ + dU Wᵀ    Z = Xᵀ dM    dN = stril(Mᵀ dR)    dS = −stril(Diag(β) Z Mᵀ)    dβ_t = Z_tt − Σ_u (Z Mᵀ)_tu S_tu
@@ -21,6 +21,7 @@ from needlework.ops.path.engine.tiles import (
     forgets_itself,
     itself_or_later,
     load_beta,
+    of_columns,
     product,
     square_pointers,
     superblock,
@@ -29,63 +30,45 @@ from needlework.ops.path.engine.tiles import (
 
 @triton.jit(do_not_specialize=["NR", "N"])
 def spread(
-    p_k1, p_H, p_cum, p_dk1, p_dk2, p_dH, p_dH2, p_squares, p_rows, NR, N,
+    p_k1, p_Ho, p_cum, p_dk1, p_dk2, p_dH, p_dH2, p_S, NR, N,
     HK: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """One superblock; p_dk1 and p_dH are added to. Scratch: p_squares as p_H, p_rows as p_dk1."""
+    """One superblock; p_dk1 and p_dH are added to. Scratch: p_S as p_Ho."""
     blocks = NR // C
     i_bk = tl.program_id(0) // blocks
     i_block = tl.program_id(0) % blocks
     _, end, begin, last = superblock(p_cum, N, i_bk // HK, i_block, blocks, M, PACKED)
-    if (begin != i_block) | (i_block >= end):
+    if (begin != i_block) | (last >= end):  # the last superblock is passed by nobody
         return
-    # H²: the identity's rows, as they came to each block
     o = tl.arange(0, KB)
     x = tl.where(o[:, None] == o[None, :], 1.0, 0.0).to(ACC)
     for n in tl.range(0, last - begin, num_stages=1):
         j = last - 1 - n
-        tl.store(square_pointers(p_squares, i_bk, j, blocks, KB, 1), x)
-        x = passed(x, p_H, i_bk, j, blocks, KB, ST, 0)
+        tl.store(square_pointers(p_S, i_bk, j, blocks, KB, 0), x.to(ST))
+        x = passed(x, p_Ho, i_bk, j, blocks, KB, ST, 0)
     tl.debug_barrier()
     y = tl.load(square_pointers(p_dH2, i_bk, begin, blocks, KB, 0))
     for j in tl.range(begin, last, num_stages=1):
+        b_S = tl.load(square_pointers(p_S, i_bk, j, blocks, KB, 0))
         at = square_pointers(p_dH, i_bk, j, blocks, KB, 0)
-        x_t = tl.load(square_pointers(p_squares, i_bk, j, blocks, KB, 0))  # it was stored transposed
-        tl.store(at, tl.load(at) + tl.dot(x_t.to(ST), y.to(ST), input_precision="ieee", out_dtype=ACC))
-        y = passed(y, p_H, i_bk, j, blocks, KB, ST, 1)
-    tl.debug_barrier()
-    for i in tl.range(begin, last, num_stages=1):
-        key = tl.load(row_pointers(p_k1, i_bk, i * C, NR, C, KB)).to(ACC)
-        for j in tl.range(i + 1, last, num_stages=1):
-            tl.store(row_pointers(p_rows, i_bk, j * C, NR, C, KB), key)
-            key = passed(key, p_H, i_bk, j, blocks, KB, ST, 1)
-        tl.debug_barrier()
-        o_d = tl.arange(0, C)
-        p_d = p_dk2 + (tl.cast(i_bk, tl.int64) * NR + i * C) * KB
-        d_t = tl.load(p_d + o_d[None, :] * KB + o[:, None])  # [KB C]
-        for n in tl.range(0, last - 1 - i, num_stages=1):
-            j = last - 1 - n
-            at = square_pointers(p_dH, i_bk, j, blocks, KB, 0)
-            key = tl.load(row_pointers(p_rows, i_bk, j * C, NR, C, KB))
-            tl.store(at, tl.load(at) + tl.dot(d_t.to(ST), key.to(ST), input_precision="ieee", out_dtype=ACC))
-            b_H = tl.load(square_pointers(p_H, i_bk, j, blocks, KB, 1)).to(ST)
-            d_t = tl.dot(b_H, d_t.to(ST), input_precision="ieee", out_dtype=ACC)
-        p_d = p_dk1 + (tl.cast(i_bk, tl.int64) * NR + i * C) * KB
-        at = p_d + o_d[None, :] * KB + o[:, None]
-        tl.store(at, tl.load(at) + d_t)
-        tl.debug_barrier()
+        tl.store(at, tl.load(at) + tl.dot(tl.trans(b_S), y.to(ST), input_precision="ieee", out_dtype=ACC))
+        b_d = tl.load(row_pointers(p_dk2, i_bk, j * C, NR, C, KB)).to(ST)
+        at = row_pointers(p_dk1, i_bk, j * C, NR, C, KB)
+        tl.store(at, tl.load(at) + tl.dot(b_d, b_S, input_precision="ieee", out_dtype=ACC))
+        y = passed(y, p_Ho, i_bk, j, blocks, KB, ST, 1)
+        y = tl.dot(tl.trans(b_d), tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB)), y, input_precision="ieee", out_dtype=ACC)
 
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "W"])
 def group(
-    p_q, p_k, p_v, p_w, p_U, p_R, p_cum, p_do, p_lse, p_D, p_dq0, p_sum_k, p_sum_w, p_sum_v, p_dR, p_dU, p_dv,
-    p_decay, T, NR, N, W,
+    p_q, p_k, p_v, p_w, p_U, p_R, p_cum, p_do, p_LD, p_dq0, p_sum_k, p_sum_w, p_sum_v, p_dR, p_dU, p_dv,
+    p_L, p_dA, p_decay, T, NR, N, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr,
-    DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    M: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """One block with itself. p_sum_k, p_sum_w [B HK NR KB], p_dR [B HK NR C], p_dU [B HK NR KB] in ACC; p_dv [B T HK V]: all of dV,
-    p_sum_v [B HK NR VB] being that of later queries. Not SOFT: there is no dV."""
+    p_sum_v [B HK NR VB] being that of later queries. Not SOFT: there is no dV. Scratch: p_L, p_dA [B H NR C] in ST."""
     G: tl.constexpr = H // HK
     blocks = NR // C
     i_bk = tl.program_id(0) // blocks
@@ -101,10 +84,7 @@ def group(
     b_w = load_tile(p_w, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
     b_v = load_tile(p_v, i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
     b_R = tl.load(row_pointers(p_R, i_bk, i_t, NR, C, C))
-    b_U = tl.load(row_pointers(p_U, i_bk, i_t, NR, C, KB))
     dk = tl.zeros([C, KB], ACC)
-    dw = tl.zeros([C, KB], ACC)
-    dU = tl.zeros([C, KB], ACC)
     dR = tl.zeros([C, C], ACC)
     dv = tl.zeros([C, VB], ACC)
     if SOFT:
@@ -113,40 +93,53 @@ def group(
     seen = itself_or_later(o[None, :], o[:, None], SOFT)
     if WINDOW:
         seen = seen & (o[None, :] - o[:, None] < W)
-    for g in tl.range(0, G, num_stages=1):
+    # two walks over the heads: in one the sums would have no registers
+    for g in tl.range(0, G, num_stages=NS):
         i_h = i_kv * G + g
         i_bh = i_b * H + i_h
         b_q = load_tile(p_q, i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
         b_do = load_tile(p_do, i_b, i_t, i_h, 0, T, H, V, C, VB, 0)
-        row = tl.cast(i_bh, tl.int64) * NR + i_t + o
-        lse = tl.load(p_lse + row)
-        D = tl.load(p_D + row)
-        b_y = tl.load(row_pointers(p_dq0, i_bh, i_t, NR, C, KB))
+        lse, D = of_columns(p_LD, tl.cast(i_bh, tl.int64) * NR + i_t + o)
+        lse = lse[None, :]
+        D = D[None, :]
         # Lᵀ and Pᵀ, dAᵀ, dLᵀ, all [key or token, query]
         L = tl.dot(b_w, tl.trans(b_q), input_precision="ieee", out_dtype=ACC)
         b_L = tl.where(later, L, 0.0).to(ST)
+        tl.store(row_pointers(p_L, i_bh, i_t, NR, C, C), b_L)
         s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee", out_dtype=ACC)
         s -= tl.dot(tl.trans(b_R), b_L, input_precision="ieee", out_dtype=ACC)
+        dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee", out_dtype=ACC)
         if DECAY:
             s -= forgets_itself(p_decay, i_bh, NR, i_t + o, RATE, ACC)
-        p = tl.where(seen, tl.exp2(s * SCALE - lse[None, :]), 0.0)
-        dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee", out_dtype=ACC)
+        p = tl.where(seen, tl.exp2(s * SCALE - lse), 0.0)
         if SOFT:
             dv = tl.dot(p.to(b_do.dtype), b_do, dv, input_precision="ieee", out_dtype=ACC)
-        b_da = (p * (dp - D[None, :]) * RATE).to(ST)
+        b_da = (p * (dp - D) * RATE).to(ST)
+        tl.store(row_pointers(p_dA, i_bh, i_t, NR, C, C), b_da)
         dk = tl.dot(b_da, b_q, dk, input_precision="ieee", out_dtype=ACC)
         dR -= tl.dot(b_L, tl.trans(b_da), input_precision="ieee", out_dtype=ACC)
+    tl.store(row_pointers(p_sum_k, i_bk, i_t, NR, C, KB), dk)
+    tl.store(row_pointers(p_dR, i_bk, i_t, NR, C, C), dR)
+    if SOFT:
+        store_tile(p_dv, dv.to(p_dv.dtype.element_ty), i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
+    tl.debug_barrier()
+    b_U = tl.load(row_pointers(p_U, i_bk, i_t, NR, C, KB))
+    dw = tl.zeros([C, KB], ACC)
+    dU = tl.zeros([C, KB], ACC)
+    for g in tl.range(0, G, num_stages=NS):
+        i_h = i_kv * G + g
+        i_bh = i_b * H + i_h
+        b_q = load_tile(p_q, i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
+        b_y = tl.load(row_pointers(p_dq0, i_bh, i_t, NR, C, KB))
+        b_L = tl.load(row_pointers(p_L, i_bh, i_t, NR, C, C))
+        b_da = tl.load(row_pointers(p_dA, i_bh, i_t, NR, C, C))
         dU -= tl.dot(b_L, b_y, input_precision="ieee", out_dtype=ACC)
         dL = tl.dot(b_R, b_da, input_precision="ieee", out_dtype=ACC)
         dL = tl.dot(b_U, tl.trans(b_y), dL, input_precision="ieee", out_dtype=ACC)
         b_dL = tl.where(later, -dL, 0.0).to(ST)
         dw = tl.dot(b_dL, b_q, dw, input_precision="ieee", out_dtype=ACC)
-    tl.store(row_pointers(p_sum_k, i_bk, i_t, NR, C, KB), dk)
     tl.store(row_pointers(p_sum_w, i_bk, i_t, NR, C, KB), dw)
     tl.store(row_pointers(p_dU, i_bk, i_t, NR, C, KB), dU)
-    tl.store(row_pointers(p_dR, i_bk, i_t, NR, C, C), dR)
-    if SOFT:
-        store_tile(p_dv, dv.to(p_dv.dtype.element_ty), i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
 
 
 @triton.jit(do_not_specialize=["T", "NR"])

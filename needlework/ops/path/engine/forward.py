@@ -1,4 +1,4 @@
-"""PaTH attention of one block of queries and head a program, keys from the newest to the oldest; T × T is never stored.
+"""PaTH attention of one block of queries and HB heads of a group a program, keys from the newest to the oldest; T × T is never stored.
 
     own block: scores Q Kᵀ − L R,  x = Q − L U,  L = tril(Q Wᵀ)
     older blocks of its superblock: scores x k¹ᵀ, then x ← x H;    older superblocks: scores x k²ᵀ of all their keys, then x ← x H²
@@ -12,27 +12,29 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.runs import row_pointers, sequence_of
 from needlework.ops.common.kernels.softmax import NONE, soften
-from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.common.kernels.tile import load_tile
 from needlework.ops.path.engine.tiles import (
     forgets,
     forgets_itself,
+    head_rows,
+    load_heads,
     oldest_row,
     oldest_seen,
     over_scale,
     row_at,
     square_pointers,
+    store_heads,
     superblock,
 )
 
 
 @triton.jit
-def entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr):  # fmt: skip
-    """A block's q as an operand, L as an operand, and x at the block's start."""
-    b_q = load_tile(p_q, i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
+def entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, R: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr):  # fmt: skip
+    """A block's q as an operand, L as an operand, and x at the block's start; of R // C heads, from i_h on."""
+    b_q = load_heads(p_q, i_b, i_t, i_h, T, H, K, C, R, KB)
     b_w = load_tile(p_w, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
-    o = tl.arange(0, C)
     L = tl.dot(b_q, tl.trans(b_w), input_precision="ieee", out_dtype=ACC)
-    b_L = tl.where(o[:, None] >= o[None, :], L, 0.0).to(ST)
+    b_L = tl.where((tl.arange(0, R) % C)[:, None] >= tl.arange(0, C)[None, :], L, 0.0).to(ST)
     b_U = tl.load(row_pointers(p_U, i_bk, i_t, NR, C, KB))
     x = b_q.to(ACC) - tl.dot(b_L, b_U, input_precision="ieee", out_dtype=ACC)
     return b_q, b_L, x
@@ -48,23 +50,25 @@ def own_scores(b_q, b_L, p_k, p_R, i_b, i_t, i_bk, i_kv, T, NR, HK: tl.constexpr
 
 @triton.jit
 def passed(x, p_H, i_bk, i_block, blocks, KB: tl.constexpr, ST: tl.constexpr, TRANS: tl.constexpr):
-    """x H of queries, or x Hᵀ, of a block or a superblock."""
-    b_H = tl.load(square_pointers(p_H, i_bk, i_block, blocks, KB, TRANS)).to(ST)
+    """x H of queries, or x Hᵀ, of a block or a superblock; H as an operand."""
+    b_H = tl.load(square_pointers(p_H, i_bk, i_block, blocks, KB, TRANS))
     return tl.dot(x.to(ST), b_H, input_precision="ieee", out_dtype=x.dtype)
 
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "W", "PG", "NB", "page_k", "page_v", "page_decay"])
 def attend(
-    p_q, p_k, p_v, p_w, p_decay, p_U, p_R, p_k1, p_k2, p_H, p_H2, p_cum, p_o, p_lse, p_start, p_table, p_page_k, p_page_v, p_page_decay,
-    T, NR, N, W, PG, NB, page_k, page_v, page_decay,
+    p_q, p_k, p_v, p_w, p_decay, p_U, p_R, p_k1, p_k2, p_Ho, p_H2o, p_cum, p_o, p_lse, p_start, p_table, p_page_k, p_page_v,
+    p_page_decay, T, NR, N, W, PG, NB, page_k, page_v, page_decay,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr,
-    WINDOW: tl.constexpr, DECAY: tl.constexpr, PAGES: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    M: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, NI: tl.constexpr, SCALE: tl.constexpr,
+    RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, DECAY: tl.constexpr, PAGES: tl.constexpr, ACC: tl.constexpr,
+    ST: tl.constexpr,
 ):  # fmt: skip
     """p_o [B T H V]; p_lse [B H NR], the denominator's logarithm in base 2. SCALE: of the scores, times log2 e. PAGES: a sequence's first
     p_start tokens lie in pages, their keys as its first block sees them. DECAY: p_decay [B H NR] float64, sums of log gates."""
     blocks = NR // C
-    i_bh = tl.program_id(0)
+    R: tl.constexpr = HB * C
+    i_bh = tl.program_id(0) * HB
     i_b = i_bh // H
     i_h = i_bh % H
     i_kv = i_h // (H // HK)
@@ -75,25 +79,26 @@ def attend(
         return
     i_t = i_block * C
     o = tl.arange(0, C)
-    own = i_t + o
-    sc = tl.full([C], SCALE, ACC)
-    b_q, b_L, x = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, ACC, ST)
+    query = tl.arange(0, R) % C
+    own = i_t + query
+    sc = tl.full([R], SCALE, ACC)
+    b_q, b_L, x = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, R, ACC, ST)
     s = own_scores(b_q, b_L, p_k, p_R, i_b, i_t, i_bk, i_kv, T, NR, HK, K, KB, C, ACC)
     if DECAY:
         s += forgets_itself(p_decay, i_bh, NR, own, RATE, ACC)
-    seen = o[:, None] >= o[None, :]
+    seen = query[:, None] >= o[None, :]
     if WINDOW:
-        seen = seen & (o[:, None] - o[None, :] < W)
+        seen = seen & (query[:, None] - o[None, :] < W)
     s = tl.where(seen, s, float("-inf"))
-    m = tl.full([C], NONE, ACC)
-    l = tl.zeros([C], ACC)
-    acc = tl.zeros([C, VB], ACC)
+    m = tl.full([R], NONE, ACC)
+    l = tl.zeros([R], ACC)
+    acc = tl.zeros([R, VB], ACC)
     b_v = load_tile(p_v, i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
     p, m, l, _, acc = soften(s, sc, m, l, l, acc, False)
     acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision="ieee", out_dtype=ACC)
 
     oldest = oldest_seen(i_block, first, W, C, WINDOW)
-    for n in tl.range(0, i_block - tl.maximum(begin, oldest), num_stages=1):
+    for n in tl.range(0, i_block - tl.maximum(begin, oldest), num_stages=NI):
         j = i_block - 1 - n
         b_k = tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB)).to(ST)
         s = tl.dot(x.to(ST), tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
@@ -105,31 +110,31 @@ def attend(
         b_v = load_tile(p_v, i_b, j * C, i_kv, 0, T, HK, V, C, VB, 0)
         p, m, l, _, acc = soften(s, sc, m, l, l, acc, False)
         acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision="ieee", out_dtype=ACC)
-        x = passed(x, p_H, i_bk, j, blocks, KB, ST, 0)
+        x = passed(x, p_Ho, i_bk, j, blocks, KB, ST, 0)
     supers = (begin - first) // M
     o_n = tl.arange(0, BN)
     for n in tl.range(0, supers - (oldest - first) // M, num_stages=1):
         sup = begin - (n + 1) * M
         b_x = x.to(ST)
         for j in tl.range(sup * C, (sup + M) * C, BN, num_stages=NS):
-            b_k = tl.load(row_pointers(p_k2, i_bk, j, NR, BN, KB))
-            s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+            b_k2 = tl.load(row_pointers(p_k2, i_bk, j, NR, BN, KB))
+            s2 = tl.dot(b_x, tl.trans(b_k2), input_precision="ieee", out_dtype=ACC)
             if DECAY:
-                since, before = forgets(p_decay, i_bh, NR, own, j + o_n, j + BN - 1, RATE, ACC)
-                s += since[:, None] + before[None, :]
+                since2, before2 = forgets(p_decay, i_bh, NR, own, j + o_n, j + BN - 1, RATE, ACC)
+                s2 += since2[:, None] + before2[None, :]
             if WINDOW:
-                s = tl.where(own[:, None] - (j + o_n)[None, :] < W, s, float("-inf"))
-            b_v = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)
-            p, m, l, _, acc = soften(s, sc, m, l, l, acc, False)
-            acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision="ieee", out_dtype=ACC)
-        x = passed(x, p_H2, i_bk, sup, blocks, KB, ST, 0)
+                s2 = tl.where(own[:, None] - (j + o_n)[None, :] < W, s2, float("-inf"))
+            b_v2 = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)
+            p2, m, l, _, acc = soften(s2, sc, m, l, l, acc, False)
+            acc = tl.dot(p2.to(b_v2.dtype), b_v2, acc, input_precision="ieee", out_dtype=ACC)
+        x = passed(x, p_H2o, i_bk, sup, blocks, KB, ST, 0)
     if PAGES:
         i_n, first, end = sequence_of(p_cum, N, i_b, i_block, blocks, PACKED)
         held = tl.load(p_start + i_n)
-        total = tl.zeros([C], tl.float64)
+        total = tl.zeros([R], tl.float64)
         if DECAY:
             total = tl.load(p_decay + tl.cast(i_bh, tl.int64) * NR + own)
-        own = held + (i_block - first) * C + o
+        own = held + (i_block - first) * C + query
         b_x = x.to(ST)
         o_k = tl.arange(0, KB)
         o_v = tl.arange(0, VB)
@@ -151,5 +156,5 @@ def attend(
                 s = tl.where(own[:, None] - token[None, :] < W, s, float("-inf"))
             p, m, l, _, acc = soften(s, sc, m, l, l, acc, False)
             acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision="ieee", out_dtype=ACC)
-    store_tile(p_o, (acc / l[:, None]).to(p_o.dtype.element_ty), i_b, i_t, i_h, 0, T, H, V, C, VB, 0)
-    tl.store(p_lse + tl.cast(i_bh, tl.int64) * NR + i_t + o, m * SCALE + tl.log2(l))
+    store_heads(p_o, (acc / l[:, None]).to(p_o.dtype.element_ty), i_b, i_t, i_h, T, H, V, C, R, VB)
+    tl.store(p_lse + tl.cast(i_bh, tl.int64) * NR + i_t + head_rows(NR, C, R), m * SCALE + tl.log2(l))

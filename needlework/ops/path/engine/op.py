@@ -15,8 +15,8 @@ from needlework.ops.path.arguments import PathInputs
 from needlework.ops.path.engine.blocks import group, release, spread, turn, unwind
 from needlework.ops.path.engine.forgets import Forgets
 from needlework.ops.path.engine.forward import attend
-from needlework.ops.path.engine.keys import keys, transfers
-from needlework.ops.path.engine.prepare import collect, compose, prepare
+from needlework.ops.path.engine.keys import keys, near, transfers
+from needlework.ops.path.engine.prepare import compose, prepare
 from needlework.ops.path.engine.sweep import sweep
 from needlework.ops.path.engine.walk import ENGINE, Walk, constants
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
@@ -25,16 +25,16 @@ from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig,
 from needlework.ops.runtime.precompile import kind, meta, precompile
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
-KERNELS = prepare, collect, compose, attend, sweep, keys, transfers, spread, group, turn, unwind, release
+KERNELS = prepare, compose, attend, sweep, keys, near, transfers, spread, group, turn, unwind, release
 # flag -> arguments that kernels read with it alone
 ONLY_WITH = {
-    "SOFT": ("p_dv", "p_sum_v"),
+    "SOFT": ("p_o", "p_dv", "p_sum_v"),
     "KEEP": ("p_X",),
     "PAGES": ("p_start", "p_table", "p_page_k", "p_page_v", "p_page_decay", "p_given"),
     "DECAY": ("p_decay", "p_page_decay", "p_row", "p_column"),
 }
 SUMS = dict.fromkeys(ONLY_WITH["DECAY"], "*fp64")
-SCRATCH = 1 << 28  # bytes of x and y that a panel of the backward keeps, unless a block of every head takes more
+SCRATCH = 1 << 30  # bytes of x and y that a panel of the backward keeps, unless a block of every head takes more
 
 
 class Prepared(NamedTuple):
@@ -46,7 +46,14 @@ class Prepared(NamedTuple):
     k2: Tensor  # [NR KB]
     H: Tensor  # [blocks KB KB]
     H2: Tensor  # [blocks KB KB]
+    Ho: Tensor  # H and H2 as walks take them, as operands
+    H2o: Tensor
     X: Tensor | None  # [NR C], for the backward
+
+    @property
+    def met(self) -> tuple[Tensor, ...]:
+        """What queries meet on their way."""
+        return self.U, self.R, self.k1, self.k2, self.Ho, self.H2o
 
 
 def prepared(walk: Walk, x: PathInputs, keep: bool = False) -> Prepared:
@@ -56,12 +63,12 @@ def prepared(walk: Walk, x: PathInputs, keep: bool = False) -> Prepared:
     k1 = walk.number(x.k, B, HK, rows, KB) if walk.pages and walk.soft else torch.empty_like(U)
     R = x.k.new_empty(B, HK, rows, walk.C)
     H, H2 = (walk.number(x.k, B, HK, blocks, KB, KB) for _ in range(2))
+    Ho, H2o = (torch.empty_like(H, dtype=walk.dtype) for _ in range(2))
     X = walk.number(x.k, B, HK, rows, walk.C) if keep else None
     grid, (cum, N) = (B * HK * blocks,), walk.align[:2]
-    walk.launch(prepare, grid, x.k, x.w, x.beta, U, R, k1, H, X, walk.T, rows, KEEP=int(keep))
-    walk.launch(collect, grid, k1, H, k2, cum, rows, N)
-    walk.launch(compose, (B * HK * blocks * cdiv(KB, 64),), H, H2, cum, rows, N)
-    return Prepared(U, R, k1, k2, H, H2, X)
+    walk.launch(prepare, grid, x.k, x.w, x.beta, U, R, k1, H, Ho, X, walk.T, rows, KEEP=int(keep))
+    walk.launch(compose, (B * HK * blocks * cdiv(KB, 64),), k1, H, k2, H2, H2o, cum, rows, N)
+    return Prepared(U, R, k1, k2, H, H2, Ho, H2o, X)
 
 
 def forward(walk: Walk, x: PathInputs) -> tuple[Tensor, Tensor]:
@@ -69,10 +76,10 @@ def forward(walk: Walk, x: PathInputs) -> tuple[Tensor, Tensor]:
     o = x.q.new_empty(walk.B, walk.T, walk.H, walk.V)
     lse = walk.number(x.q, walk.B, walk.H, walk.rows)
     if o.numel():
-        U, R, k1, k2, H, H2, _ = prepared(walk, x)
+        made = prepared(walk, x)
         decay = None if x.decay is None else walk.by_head(x.decay, torch.float64)
         walk.launch(
-            attend, (walk.B * walk.H, walk.blocks), x.q, x.k, x.v, x.w, decay, U, R, k1, k2, H, H2, walk.align.cum, o, lse,
+            attend, (walk.programs, walk.blocks), x.q, x.k, x.v, x.w, decay, *made.met, walk.align.cum, o, lse,
             None, None, None, None, None, walk.T, walk.rows, walk.align.N, walk.window or 0, 0, 0, 0, 0, 0,
         )  # fmt: skip
     return o, lse
@@ -83,29 +90,29 @@ def backward(walk: Walk, do: Tensor, o: Tensor, lse: Tensor, x: PathInputs) -> P
     found = PathInputs(*each(torch.empty_like, *x))
     if not do.numel():
         return PathInputs(*each(Tensor.zero_, *found))
-    wide = accumulator(walk.dtype)
-    D = walk.by_head((do.to(wide) * o.to(wide)).sum(-1), wide)
     forgets = None if x.decay is None else Forgets.of(walk.by_head(x.decay, torch.float64))
-    descend(walk, do, lse, D, x, prepared(walk, x, keep=True), found, forgets)
+    descend(walk, do, o, lse, x, prepared(walk, x, keep=True), found, forgets)
     return found if forgets is None else found._replace(decay=forgets.ddecay(walk.scale, walk.T))
 
 
 def descend(
-    walk: Walk, do: Tensor, lse: Tensor, D: Tensor, x: PathInputs, made: Prepared, found: PathInputs, forgets: Forgets | None = None
+    walk: Walk, do: Tensor, o: Tensor | None, lse: Tensor, x: PathInputs, made: Prepared, found: PathInputs,
+    forgets: Forgets | None = None,
 ) -> None:  # fmt: skip
     """Fill `found` with the gradients of x, from weights 2^{A − lse} and the scores' gradient, RATE times these times (do·v − D). The
-    solve's values have theirs already: found.v is not read. What the gates' sums have goes to `forgets`."""
+    solve's D is 0 and its values have their gradients already: o is None, found.v is not read. What the gates' sums have goes to `forgets`."""
     B, T, Hq, HK, rows, blocks, C, (KB, VB) = walk.B, walk.T, walk.H, walk.HK, walk.rows, walk.blocks, walk.C, walk.widths
     (cum, N), W = walk.align[:2], walk.window or 0
-    U, R, k1, k2, H, H2, X = made
+    U, R, k1, k2, H, _, Ho, _, X = made
     dk1, dk2 = (walk.number(do, B, HK, rows, KB, zeros=True) for _ in range(2))
     dv = walk.number(do, B, HK, rows, VB, zeros=True) if walk.soft else None
     dH, dH2 = (torch.zeros_like(H) for _ in range(2))
-    dq0 = do.new_empty(B, Hq, rows, KB)
+    dq0, LD = do.new_empty(B, Hq, rows, KB), walk.number(lse, *lse.shape, 2)
 
     supers = cdiv(walk.align.longest, walk.M)
     tile = B * Hq * C * KB * do.element_size()
     panel = max(1, min(blocks, SCRATCH // (2 * (walk.M + supers) * tile)))
+    panel = cdiv(blocks, cdiv(blocks, panel))  # of like sizes
     decay, row, columns = None, None, None
     if forgets is not None:
         decay, row, columns = forgets.decay, forgets.row, forgets.columns(panel, walk.dtype)
@@ -115,19 +122,21 @@ def descend(
     for start in range(0, blocks, panel):
         where = rows, N, W, start, panel, supers
         walk.launch(
-            sweep, (B * Hq, min(panel, blocks - start)), x.q, x.k, x.v, x.w, U, R, k1, k2, H, H2, cum, do, lse, D,
+            sweep, (B * Hq, min(panel, blocks - start)), x.q, x.k, x.v, x.w, *made.met, cum, o, do, lse, LD,
             x1, y1, x2, y2, found.q, dq0, decay, row, columns, T, *where,
         )  # fmt: skip
-        walk.launch(keys, by_block, x.v, k1, k2, cum, do, lse, D, x1, x2, dk1, dk2, dv, decay, T, *where)
+        walk.launch(keys, by_block, x.v, k2, cum, do, LD, x2, dk2, dv, decay, T, *where)
+        walk.launch(near, by_block, x.v, k1, cum, do, LD, x1, dk1, dv, decay, T, *where[:-1])
         walk.launch(transfers, by_block, cum, x1, y1, x2, y2, dH, dH2, *where)
         if forgets is not None and columns is not None:
             forgets.add(columns)
-    walk.launch(spread, by_block, k1, H, cum, dk1, dk2, dH, dH2, torch.empty_like(H), torch.empty_like(dk1), rows, N)
+    walk.launch(spread, by_block, k1, Ho, cum, dk1, dk2, dH, dH2, torch.empty_like(Ho), rows, N)
     sum_k, sum_w, dU = (torch.empty_like(dk1) for _ in range(3))
     dR = walk.number(do, B, HK, rows, C)
+    L, dA = (do.new_empty(B, Hq, rows, C) for _ in range(2))
     walk.launch(
-        group, by_block, x.q, x.k, x.v, x.w, U, R, cum, do, lse, D, dq0, sum_k, sum_w, dv, dR, dU,
-        found.v if walk.soft else None, decay, T, rows, N, W,
+        group, by_block, x.q, x.k, x.v, x.w, U, R, cum, do, LD, dq0, sum_k, sum_w, dv, dR, dU,
+        found.v if walk.soft else None, L, dA, decay, T, rows, N, W,
     )  # fmt: skip
     walk.launch(turn, by_block, x.w, U, R, dk1, dH, dR, dU, sum_k, sum_w, T, rows)
     left = [torch.empty_like(dR) for _ in range(3)]
@@ -224,7 +233,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     know of a forget gate with one."""
     own, wide = f"*{NAMES[dtype]}", f"*{NAMES[accumulator(dtype)]}"
     given = ("p_q", "p_k", "p_v", "p_w", "p_o", "p_do", "p_dq", "p_dk", "p_dw", "p_U", "p_R", "p_k1", "p_k2")
-    given += ("p_x1", "p_y1", "p_x2", "p_y2", "p_dq0")
+    given += ("p_x1", "p_y1", "p_x2", "p_y2", "p_dq0", "p_Ho", "p_H2o", "p_S", "p_L", "p_dA")
     types = dict.fromkeys(given, own) | {"p_cum": "*i32"} | SUMS | {"p_column": "*fp32" if dtype.itemsize == 2 else "*fp64"}
     cases = []
     for several, decay in ((False, False), (True, False), (True, True)):

@@ -22,7 +22,7 @@ from needlework.ops.path.arguments import NewTokens, PathInputs
 from needlework.ops.path.engine.forward import attend
 from needlework.ops.path.engine.line import Line
 from needlework.ops.path.engine.op import SUMS, Prepared, compile_case, prepared
-from needlework.ops.path.engine.prepare import collect, prepare
+from needlework.ops.path.engine.prepare import compose, prepare
 from needlework.ops.path.engine.tiles import product, row_at, square_pointers
 from needlework.ops.path.engine.walk import ENGINE, Walk, constants
 from needlework.ops.path.state import Tables
@@ -189,7 +189,7 @@ def _launches(walk: Walk, x: PathInputs, tables: Tables, line: Line, slots: Tens
     lse = walk.number(x.q, 1, walk.H, walk.rows)
     apart = page_k.stride(0), page_v.stride(0)
     walk.launch(
-        attend, (walk.H, walk.blocks), x.q, x.k, x.v, x.w, decay, *made[:6], cum, o, lse, line.start, where.block_table, page_k, page_v,
+        attend, (walk.programs, walk.blocks), x.q, x.k, x.v, x.w, decay, *made.met, cum, o, lse, line.start, where.block_table, page_k, page_v,
         page_decay, walk.T, walk.rows, N, W, PG, NB, *apart, apart_of(page_decay),
     )  # fmt: skip
     keep(walk, x, decay, made, tables, line, slots, where)
@@ -220,13 +220,13 @@ def keep(
     )  # fmt: skip
 
 
-KERNELS = prepare, collect, attend, settle, carry_on
+KERNELS = prepare, compose, attend, settle, carry_on
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Of grouped heads, without a window and with one, and those that know of a forget gate with one."""
     own, wide = f"*{NAMES[dtype]}", f"*{NAMES[accumulator(dtype)]}"
-    given = ("p_q", "p_k", "p_v", "p_w", "p_o", "p_U", "p_R", "p_k2", "p_page_v", "p_open_w")
+    given = ("p_q", "p_k", "p_v", "p_w", "p_o", "p_U", "p_R", "p_k2", "p_Ho", "p_H2o", "p_page_v", "p_open_w")
     types = dict.fromkeys(given, own) | dict.fromkeys(("p_cum", "p_start", "p_past", "p_length", "p_table"), "*i32")
     types |= dict.fromkeys(("p_ends", "p_rows", "p_slots"), "*i64") | SUMS
     cases = []

@@ -16,11 +16,11 @@ from needlework.ops.path.engine.tiles import coupled, inverse, load_beta, produc
 
 @triton.jit(do_not_specialize=["T", "NR"])
 def prepare(
-    p_k, p_w, p_beta, p_U, p_R, p_k1, p_H, p_X, T, NR,
+    p_k, p_w, p_beta, p_U, p_R, p_k1, p_H, p_Ho, p_X, T, NR,
     HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, KEEP: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr,
     ST: tl.constexpr,
 ):  # fmt: skip
-    """One block and key-value head. p_U, p_k1 [B HK NR KB], p_R [B HK NR C] in ST, p_H [B HK blocks KB KB] in ACC. Where a state is to
+    """One block and key-value head. p_U, p_k1 [B HK NR KB], p_R [B HK NR C] in ST, p_H [B HK blocks KB KB] in ACC, and p_Ho in ST. Where a state is to
     keep k¹, it is in ACC too. KEEP: p_X [B HK NR C] in ACC, (I + Diag(β) S)⁻¹ for the backward."""
     blocks = NR // C
     i_bh = tl.program_id(0) // blocks
@@ -46,41 +46,34 @@ def prepare(
     tl.store(at, k1.to(p_k1.dtype.element_ty))
     H = tl.where(o_k[:, None] == o_k[None, :], 1.0, 0.0).to(ACC) - product(w_t, U, APART)
     tl.store(square_pointers(p_H, i_bh, i_block, blocks, KB, 0), H)
-
-
-@triton.jit(do_not_specialize=["NR", "N"])
-def collect(
-    p_k1, p_H, p_k2, p_cum, NR, N,
-    HK: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr, APART: tl.constexpr,
-    ACC: tl.constexpr, ST: tl.constexpr,
-):  # fmt: skip
-    """k² of one block."""
-    blocks = NR // C
-    i_bh = tl.program_id(0) // blocks
-    i_block = tl.program_id(0) % blocks
-    _, _, _, last = superblock(p_cum, N, i_bh // HK, i_block, blocks, M, PACKED)
-    k = tl.load(row_pointers(p_k1, i_bh, i_block * C, NR, C, KB)).to(ACC)
-    for j in tl.range(i_block + 1, last, num_stages=1):
-        k = product(k, tl.load(square_pointers(p_H, i_bh, j, blocks, KB, 1)), APART)
-    tl.store(row_pointers(p_k2, i_bh, i_block * C, NR, C, KB), k.to(ST))
+    tl.store(square_pointers(p_Ho, i_bh, i_block, blocks, KB, 0), H.to(ST))
 
 
 @triton.jit(do_not_specialize=["NR", "N"])
 def compose(
-    p_H, p_H2, p_cum, NR, N,
+    p_k1, p_H, p_k2, p_H2, p_H2o, p_cum, NR, N,
     HK: tl.constexpr, KB: tl.constexpr, RB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
-    APART: tl.constexpr,
+    APART: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """RB rows of H² of the superblock that a block begins, in that block's place; nothing for the other blocks."""
+    """RB rows of H² of the superblock that a block begins, in that block's place, and as many columns of its keys' k²; nothing for the
+    other blocks."""
     blocks = NR // C
     i_row = tl.program_id(0) % (KB // RB) * RB
     i_bh = tl.program_id(0) // (KB // RB) // blocks
     i_block = tl.program_id(0) // (KB // RB) % blocks
-    at = i_row * KB + tl.arange(0, RB)[:, None] * KB + tl.arange(0, KB)[None, :]
-    place = tl.cast(i_bh, tl.int64) * blocks
     _, end, begin, last = superblock(p_cum, N, i_bh // HK, i_block, blocks, M, PACKED)
-    if (begin == i_block) & (i_block < end):
-        X = tl.load(p_H + (place + last - 1) * (KB * KB) + at)
-        for n in tl.range(2, last - i_block + 1, num_stages=1):
-            X = product(X, tl.load(square_pointers(p_H, i_bh, last - n, blocks, KB, 0)), APART)
-        tl.store(p_H2 + (place + i_block) * (KB * KB) + at, X)
+    if (begin != i_block) | (i_block >= end):
+        return
+    o = i_row + tl.arange(0, RB)
+    o_k = tl.arange(0, KB)
+    X = tl.where(o[:, None] == o_k[None, :], 1.0, 0.0).to(ACC)  # H_last … H_{j+1}
+    for n in tl.range(0, last - begin, num_stages=1):
+        j = last - 1 - n
+        k_t = tl.trans(tl.load(row_pointers(p_k1, i_bh, j * C, NR, C, KB))).to(ACC)
+        H = tl.load(square_pointers(p_H, i_bh, j, blocks, KB, 0))
+        at = p_k2 + (tl.cast(i_bh, tl.int64) * NR + j * C) * KB + tl.arange(0, C)[None, :] * KB + o[:, None]
+        tl.store(at, product(X, k_t, APART).to(ST))
+        X = product(X, H, APART)
+    at = (tl.cast(i_bh, tl.int64) * blocks + begin) * (KB * KB) + o[:, None] * KB + o_k[None, :]
+    tl.store(p_H2 + at, X)
+    tl.store(p_H2o + at, X.to(ST))

@@ -9,8 +9,8 @@
 What a gate gets is the sum of the pairs that it lies between, of which the others cancel: rows and columns are sums of the same dA, and of
 float32 inputs they are float64 (forgets.py has the rest).
 
-What is kept lies in tiles [C KB], of a panel of PB blocks of every head: M a block of queries for its superblock, SB for superblocks. keys.py
-reads them. y is the gradient of x as it leaves; of the oldest it is 0.
+What is kept lies in tiles [C KB], a group's heads behind each other, of a panel of PB blocks: M a block of queries for its superblock, SB for
+superblocks. keys.py reads them. y is the gradient of x as it leaves; of the oldest it is 0.
 """
 
 import triton
@@ -19,12 +19,21 @@ import triton.language as tl
 from needlework.ops.common.kernels.runs import row_pointers
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.path.engine.forward import entered, own_scores, passed
-from needlework.ops.path.engine.tiles import forgets, forgets_itself, itself_or_later, oldest_seen, superblock, tile_pointers
+from needlework.ops.path.engine.tiles import (
+    forgets,
+    forgets_itself,
+    itself_or_later,
+    oldest_seen,
+    square_pointers,
+    superblock,
+    tile_pointers,
+)
 
 
 @triton.jit
 def weights(s, b_do, b_v, lse, D, SCALE: tl.constexpr, RATE: tl.constexpr, ACC: tl.constexpr):
     """dA from scores s; where s is −∞ it is 0. RATE: scale, without log2 e."""
+    # in this order: the exponentials are taken while the product is made
     p = tl.exp2(s * SCALE - lse[:, None])
     dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee", out_dtype=ACC)
     return p * (dp - D[:, None]) * RATE
@@ -40,15 +49,19 @@ def summed(da, AXIS: tl.constexpr, ST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "W", "start", "PB", "SB"])
 def sweep(
-    p_q, p_k, p_v, p_w, p_U, p_R, p_k1, p_k2, p_H, p_H2, p_cum, p_do, p_lse, p_D, p_x1, p_y1, p_x2, p_y2, p_dq, p_dq0,
+    p_q, p_k, p_v, p_w, p_U, p_R, p_k1, p_k2, p_Ho, p_H2o, p_cum, p_o, p_do, p_lse, p_LD, p_x1, p_y1, p_x2, p_y2, p_dq, p_dq0,
     p_decay, p_row, p_column, T, NR, N, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, NO: tl.constexpr, LATE: tl.constexpr, SCALE: tl.constexpr,
+    RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr,
+    ST: tl.constexpr,
 ):  # fmt: skip
-    """p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's start, in ST. DECAY: p_row [B H NR]
-    and p_column [B H PB NR] take sums of dA's rows and columns; other columns than these are not written."""
+    """p_LD [B H NR 2], lse and D of each query, D 0 unless SOFT. p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's
+    start, in ST. DECAY: p_row [B H NR] and p_column [B H PB NR] take sums of dA's rows and columns; other columns than these are not
+    written. NO: stages of the way out. LATE: y passes H² behind a superblock's products, whose shared memory H² takes: of heads of 128 a
+    multiprocessor then has two programs."""
     blocks = NR // C
+    G: tl.constexpr = H // HK
     i_bh = tl.program_id(0)
     i_b = i_bh // H
     i_h = i_bh % H
@@ -60,39 +73,48 @@ def sweep(
     if i_block >= end:
         return
     i_t = i_block * C
-    i_tile = tl.cast(i_bh, tl.int64) * PB + i_at
+    i_tile = tl.cast(i_bk, tl.int64) * PB + i_at
+    i_own = i_h % G
     o = tl.arange(0, C)
     own = i_t + o
     row = tl.cast(i_bh, tl.int64) * NR + own
     lse = tl.load(p_lse + row)
-    D = tl.load(p_D + row)
     b_do = load_tile(p_do, i_b, i_t, i_h, 0, T, H, V, C, VB, 0)
-    _, _, x = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, ACC, ST)
+    if SOFT:
+        D = tl.sum(load_tile(p_o, i_b, i_t, i_h, 0, T, H, V, C, VB, 0).to(ACC) * b_do.to(ACC), 1)
+    else:
+        D = tl.zeros([C], ACC)
+    tl.store(p_LD + 2 * row, lse)
+    tl.store(p_LD + 2 * row + 1, D)
+    _, _, x = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, C, ACC, ST)
 
     oldest = oldest_seen(i_block, first, W, C, WINDOW)
     inner = tl.maximum(begin, oldest)
-    for n in tl.range(0, i_block - inner, num_stages=1):
+    for n in tl.range(0, i_block - inner, num_stages=NO):
         j = i_block - 1 - n
-        tl.store(tile_pointers(p_x1, i_tile * M + j - begin, C, KB), x.to(ST))
-        x = passed(x, p_H, i_bk, j, blocks, KB, ST, 0)
+        tl.store(tile_pointers(p_x1, (i_tile * M + j - begin) * G + i_own, C, KB), x.to(ST))
+        x = passed(x, p_Ho, i_bk, j, blocks, KB, ST, 0)
     supers = (begin - first) // M
     seen_supers = supers - (oldest - first) // M
-    for n in tl.range(0, seen_supers, num_stages=1):
+    for n in tl.range(0, seen_supers, num_stages=NO):
         sup = supers - 1 - n
-        tl.store(tile_pointers(p_x2, i_tile * SB + sup, C, KB), x.to(ST))
-        x = passed(x, p_H2, i_bk, first + sup * M, blocks, KB, ST, 0)
+        tl.store(tile_pointers(p_x2, (i_tile * SB + sup) * G + i_own, C, KB), x.to(ST))
+        x = passed(x, p_H2o, i_bk, first + sup * M, blocks, KB, ST, 0)
     tl.debug_barrier()  # what one thread kept another reads
 
     y = tl.zeros([C, KB], ACC)
     total = tl.zeros([C], tl.float64)
     if DECAY:
-        p_column += i_tile * NR
+        p_column += (tl.cast(i_bh, tl.int64) * PB + i_at) * NR
     o_n = tl.arange(0, BN)
     for n in tl.range(0, seen_supers, num_stages=1):
         sup = supers - seen_supers + n
-        b_x = tl.load(tile_pointers(p_x2, i_tile * SB + sup, C, KB))
-        tl.store(tile_pointers(p_y2, i_tile * SB + sup, C, KB), y.to(ST))
-        y = passed(y, p_H2, i_bk, first + sup * M, blocks, KB, ST, 1)
+        b_x = tl.load(tile_pointers(p_x2, (i_tile * SB + sup) * G + i_own, C, KB))
+        tl.store(tile_pointers(p_y2, (i_tile * SB + sup) * G + i_own, C, KB), y.to(ST))
+        if LATE:
+            y = tl.zeros([C, KB], ACC)
+        else:
+            y = passed(y, p_H2o, i_bk, first + sup * M, blocks, KB, ST, 1)
         for j in tl.range((first + sup * M) * C, (first + sup * M + M) * C, BN, num_stages=NS):
             b_k = tl.load(row_pointers(p_k2, i_bk, j, NR, BN, KB))
             b_v = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)
@@ -107,12 +129,21 @@ def sweep(
                 total += summed(da, 1, ST)
                 tl.store(p_column + j + o_n, summed(da, 0, ST).to(p_column.dtype.element_ty))
             y = tl.dot(da.to(ST), b_k, y, input_precision="ieee", out_dtype=ACC)
+        if LATE:
+            # behind the products, whose shared memory these take, and not held through them
+            tl.debug_barrier()
+            b_y = tl.load(tile_pointers(p_y2, (i_tile * SB + sup) * G + i_own, C, KB))
+            b_H = tl.load(square_pointers(p_H2o, i_bk, first + sup * M, blocks, KB, 1))
+            y = tl.dot(b_y, b_H, y, input_precision="ieee", out_dtype=ACC)
     for j in tl.range(inner, i_block, num_stages=1):
-        b_x = tl.load(tile_pointers(p_x1, i_tile * M + j - begin, C, KB))
-        tl.store(tile_pointers(p_y1, i_tile * M + j - begin, C, KB), y.to(ST))
-        y = passed(y, p_H, i_bk, j, blocks, KB, ST, 1)
+        # all that it loads, before a product waits for any
+        b_x = tl.load(tile_pointers(p_x1, (i_tile * M + j - begin) * G + i_own, C, KB))
+        b_H = tl.load(square_pointers(p_Ho, i_bk, j, blocks, KB, 1))
         b_k = tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB))
         b_v = load_tile(p_v, i_b, j * C, i_kv, 0, T, HK, V, C, VB, 0)
+        b_y = y.to(ST)
+        tl.store(tile_pointers(p_y1, (i_tile * M + j - begin) * G + i_own, C, KB), b_y)
+        y = tl.dot(b_y, b_H, input_precision="ieee", out_dtype=ACC)
         s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
         if DECAY:
             since, before = forgets(p_decay, i_bh, NR, own, j * C + o, j * C + C - 1, RATE, ACC)
@@ -126,7 +157,7 @@ def sweep(
         y = tl.dot(da.to(ST), b_k, y, input_precision="ieee", out_dtype=ACC)
 
     # again: held until now they would cost the loops their registers
-    b_q, b_L, _ = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, ACC, ST)
+    b_q, b_L, _ = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, C, ACC, ST)
     s = own_scores(b_q, b_L, p_k, p_R, i_b, i_t, i_bk, i_kv, T, NR, HK, K, KB, C, ACC)
     if DECAY:
         s += forgets_itself(p_decay, i_bh, NR, own, RATE, ACC)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.runs import sequence_of
+from needlework.ops.common.kernels.tile import load_tile, store_tile
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -106,6 +107,53 @@ def square_pointers(p, i_bh, i_block, blocks, D: tl.constexpr, TRANS: tl.constex
 def tile_pointers(p, i, C: tl.constexpr, D: tl.constexpr):
     """Of tile i of p [tiles C D]."""
     return p + tl.cast(i, tl.int64) * (C * D) + tl.arange(0, C)[:, None] * D + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def head_rows(NR, C: tl.constexpr, R: tl.constexpr):
+    """Where rows of R // C heads' blocks lie behind the first one, of a tensor [B H NR]."""
+    o = tl.arange(0, R)
+    if R > C:
+        o = o // C * NR + o % C
+    return o
+
+
+@triton.jit
+def load_heads(p, i_b, i_t, i_h, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BD: tl.constexpr):
+    """[R BD] of p [B T H D], C tokens of one head after the other, zeros past T and D."""
+    if R > C:
+        at, there = _head_tile(p, i_b, i_t, i_h, T, H, D, C, R, BD)
+        b = tl.load(at, mask=there, other=0.0)
+    else:
+        b = load_tile(p, i_b, i_t, i_h, 0, T, H, D, C, BD, 0)
+    return b
+
+
+@triton.jit
+def store_heads(p, b, i_b, i_t, i_h, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BD: tl.constexpr):
+    """The inverse of `load_heads`."""
+    if R > C:
+        at, there = _head_tile(p, i_b, i_t, i_h, T, H, D, C, R, BD)
+        tl.store(at, b, mask=there)
+    else:
+        store_tile(p, b, i_b, i_t, i_h, 0, T, H, D, C, BD, 0)
+
+
+@triton.jit
+def _head_tile(p, i_b, i_t, i_h, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BD: tl.constexpr):
+    o = tl.arange(0, R)
+    o_d = tl.arange(0, BD)
+    p += ((tl.cast(i_b, tl.int64) * T + i_t) * H + i_h) * D
+    at = p + (o % C * H + o // C)[:, None] * D + o_d[None, :]
+    return at, (i_t + o % C < T)[:, None] & (o_d < D)[None, :]
+
+
+@triton.jit
+def of_columns(p_LD, row):
+    """lse and D of queries that are columns of a tile, of p_LD [· 2]. Loaded one by one, each thread would load all that its columns want."""
+    which = tl.arange(0, 2)[None, :]
+    both = tl.load(p_LD + row[:, None] * 2 + which)
+    return tl.sum(tl.where(which == 0, both, 0.0), 1), tl.sum(tl.where(which == 1, both, 0.0), 1)
 
 
 @triton.jit

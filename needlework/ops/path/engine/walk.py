@@ -1,6 +1,6 @@
 """A call of PaTH's kernels as every launch of it sees it: sizes, launch config, and sequences as runs of whole blocks."""
 
-from math import e, log2
+from math import e, gcd, log2
 from typing import NamedTuple
 
 import torch
@@ -81,6 +81,11 @@ class Walk(NamedTuple):
             self.soft, self.pages, self.decay,
         )  # fmt: skip
 
+    @property
+    def programs(self) -> int:
+        """Of `attend`, for each block of queries."""
+        return self.B * self.H // heads(self.config, self.H, self.HK, self.decay)
+
     def number(self, like: Tensor, *sizes: int, zeros: bool = False) -> Tensor:
         """In the sums' dtype."""
         make = like.new_zeros if zeros else like.new_empty
@@ -91,6 +96,11 @@ class Walk(NamedTuple):
         out = x.new_zeros(self.B, self.H, self.rows, dtype=dtype)
         out[:, :, : self.T] = x.transpose(1, 2)
         return out
+
+
+def heads(config: LaunchConfig, H: int, HK: int, decay: bool) -> int:
+    """That share a program of `attend`: of one group, and one alone where each has gates of its own."""
+    return 1 if decay else gcd(config.launch["attend"]["HB"], H // HK)
 
 
 def constants(
@@ -106,4 +116,7 @@ def constants(
         APART=int(dtype.itemsize == 2 and not interpreted()), ACC=TYPES[accumulator(dtype)], ST=TYPES[dtype],
     )  # fmt: skip
     own = {name: x for name, x in config.launch[kernel.__name__].items() if name != "NP"}  # programs are the host's
+    if "HB" in own:  # warps are of HB heads
+        have = heads(config, H, HK, decay)
+        own |= {"HB": have, "num_warps": own["num_warps"] * have // own["HB"]}
     return {name: x for name, x in known.items() if name in kernel.arg_names} | own

@@ -16,9 +16,8 @@ from torch import Tensor
 from triton import JITFunction
 
 from needlework.ops.path.arguments import PathInputs, PathKeys
-from needlework.ops.path.engine import op as engine
 from needlework.ops.path.engine.blocks import group, release, spread, turn, unwind
-from needlework.ops.path.engine.keys import keys, transfers
+from needlework.ops.path.engine.keys import keys, near, transfers
 from needlework.ops.path.engine.op import Prepared, compile_case, descend, prepared
 from needlework.ops.path.engine.sweep import sweep
 from needlework.ops.path.engine.walk import LOG2E, Walk, constants
@@ -32,6 +31,7 @@ from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv, padded
 
 BOTH_WAYS = onwards, take_off, chain
+SCRATCH = 1 << 28  # bytes of carried rows that a walk keeps, unless those of one superblock take more
 
 
 class Keys(NamedTuple):
@@ -69,11 +69,10 @@ class Blocks(NamedTuple):
         made = prepared(walk, own.path(own.x), keep)
         P = own.x.new_empty(B, HK, blocks, M, C, C)
         X, x0 = walk.number(P, B, HK, rows, C), walk.number(P, B, HK, rows, KB)
-        U, R, k1, _, H, _, _ = made
         cum, N = walk.align[:2]
         programs, W = (B * HK * blocks,), walk.window or 0
-        launch(walk, invert, programs, own.x, own.w, U, R, cum, given, X, x0, walk.T, rows, N, W)
-        launch(walk, overlaps, programs, k1, H, cum, P, x0, rows, N, W)
+        launch(walk, invert, programs, own.x, own.w, made.U, made.R, cum, given, X, x0, walk.T, rows, N, W)
+        launch(walk, overlaps, programs, made.k1, made.H, cum, P, x0, rows, N, W)
         return cls(made, P, X, x0)
 
 
@@ -89,7 +88,7 @@ def solve(
     places = cdiv(walk.blocks, walk.M)
     supers = cdiv(walk.align.longest, walk.M)
     one = B * HK * places * walk.M * walk.C * KB
-    panel = max(1, min(supers, engine.SCRATCH // (one * right.element_size())))
+    panel = max(1, min(supers, SCRATCH // (one * right.element_size())))
     tiles = right.new_empty(one * panel)
     by_block = (B * HK * walk.blocks,)
     by_chain = (N * HK * (VB // _columns(walk.config, VB)),)
@@ -130,7 +129,7 @@ def backward(walk: Walk, dy: Tensor, solved: PathKeys) -> PathKeys:
     lse = walk.number(dy, walk.B, walk.HK, walk.rows).fill_(walk.scale * LOG2E)
     row, column = (torch.empty_like(k, dtype=lse.dtype) for _ in range(2))
     found = PathInputs(row, column, y, torch.empty_like(beta), torch.empty_like(w))
-    descend(walk, z, lse, torch.zeros_like(lse), own.path(y), blocks.made, found)
+    descend(walk, z, None, lse, own.path(y), blocks.made, found)
     dk, rows = torch.empty_like(k), own.norm.numel()
     launch(walk, tangents, (cdiv(rows, walk.config.launch["tangents"]["R"]),), own.x, own.norm, row, column, dk, rows)
     return PathKeys(dk, z, found.beta, found.w)
@@ -212,6 +211,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     """The solve's own kernels, both ways, and PaTH's as it launches them: without a window, and with one over packed sequences."""
     own, wide = f"*{NAMES[dtype]}", f"*{NAMES[accumulator(dtype)]}"
     given = ("p_q", "p_k", "p_v", "p_w", "p_do", "p_dw", "p_U", "p_R", "p_k1", "p_k2", "p_x1", "p_y1", "p_x2", "p_y2", "p_dq0")
+    given += ("p_Ho", "p_H2o", "p_S", "p_L", "p_dA")
     types = dict.fromkeys((*given, "p_x", "p_P", "p_tiles", "p_y", "p_rhs"), own) | dict.fromkeys(("p_cum", "p_given"), "*i32")
     cases = []
     for several in (False, True):
@@ -225,7 +225,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
             for reverse in (False, True):
                 more = {"p_from": wide if reverse else own, "p_own": own if reverse else wide}
                 cases.append(compile_case(kernel, types | more, wide, of(kernel) | {"REV": int(reverse)}))
-        for kernel in (sweep, keys, transfers, spread, group, turn, unwind, release):
+        for kernel in (sweep, keys, near, transfers, spread, group, turn, unwind, release):
             # a gradient of k̂ is summed with another one
             more = {"p_dk": wide} if kernel is release else {}
             cases.append(compile_case(kernel, types | more, wide, of(kernel)))

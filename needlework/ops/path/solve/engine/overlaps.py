@@ -38,7 +38,7 @@ def invert(
         return
     i_t = i_block * C
     o = tl.arange(0, C)
-    b_q, b_L, x = entered(p_k, p_w, p_U, i_b, i_t, i_kv, i_bk, i_kv, T, NR, HK, HK, K, KB, C, ACC, ST)
+    b_q, b_L, x = entered(p_k, p_w, p_U, i_b, i_t, i_kv, i_bk, i_kv, T, NR, HK, HK, K, KB, C, C, ACC, ST)
     tl.store(row_pointers(p_x0, i_bk, i_t, NR, C, KB), x)
     s = own_scores(b_q, b_L, p_k, p_R, i_b, i_t, i_bk, i_kv, T, NR, HK, K, KB, C, ACC)
     below = o[:, None] > o[None, :]
