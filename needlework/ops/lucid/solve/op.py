@@ -94,7 +94,7 @@ def _(tokens: LucidInputs, *_):
 def _(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None):
     k, v = tokens.k, tokens.v
     config = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
-    N, T = Alignment.sizes(cu_seqlens, *k.shape[:2], config.launch["shared"]["C"])
+    N, T = Alignment.sizes(cu_seqlens, k.shape[0], k.shape[1], config.launch["shared"]["C"])
     aligned = LucidInputs(*each(lambda x: x.new_empty(len(x), T, *x.shape[2:]), *tokens))
     return torch.empty_like(v), Saved.of(aligned, rowmax, True, config, N)
 
