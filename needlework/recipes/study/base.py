@@ -31,7 +31,7 @@ BY = 360  # the gate has to be passed by this step, 30 % of them
 
 # peak learning rates by family, as rates.py's runs choose them; 2e-3 is the first study's
 RATES = dict.fromkeys(("gated-deltanet", "qdelta", "ccq", "carve", "softmax", "lucid", "composition", "control"), 2e-3)
-RATES |= {"ccq": 4e-3}
+RATES |= {"ccq": 4e-3, "qdelta": 4e-3}
 FAMILY = {
     "gated-deltanet-wide": "gated-deltanet", "gated-deltanet-published": "gated-deltanet", "kda": "gated-deltanet",
     "kda-published": "gated-deltanet", "qdelta-published": "qdelta", "carve-blind": "carve", "carve-published": "carve",
