@@ -12,7 +12,7 @@ from needlework.layers.ccq import Plain, ReadConfig
 from needlework.layers.config import Config, Width
 from needlework.layers.delta import Delta
 from needlework.layers.gates import RetentionGate
-from needlework.layers.norm import EPS, l2, rms
+from needlework.layers.norm import EPS, l2, published_rms, rms
 from needlework.layers.projection import Projection, ZeroProjection, of_one_row_of_heads
 from needlework.layers.state import Part, of, under
 from needlework.layers.write import WriteConfig
@@ -63,7 +63,7 @@ class MemoryState(NamedTuple):
 class _Memory(nn.Module):
     def __init__(self, config: Memory, width: Width):
         super().__init__()
-        self.published_eps = config.published_eps
+        self.norm = published_rms if config.published_eps else rms
         heads = width.value_heads  # Hq
         self.repeats = heads // width.heads
         width = width._replace(heads=heads, scale=1.0)
@@ -97,7 +97,7 @@ class _Memory(nn.Module):
 
     def _out(self, gate: Tensor, r: Tensor) -> Tensor:
         """What the memory adds, of what `g_proj` gives and of what was read."""
-        heads = NormedHeads(r, None, gate, torch.finfo(r.dtype).eps if self.published_eps else EPS)
+        heads = NormedHeads(r, None, gate, torch.finfo(r.dtype).eps if self.norm is published_rms else EPS)
         if (y := of_one_row_of_heads(self.mem_proj, heads, "sigmoid", gate.dtype)) is not None:
             return y
-        return self.mem_proj(rms(r, heads.eps).flatten(-2).to(gate.dtype) * torch.sigmoid(gate))
+        return self.mem_proj(self.norm(r).flatten(-2).to(gate.dtype) * torch.sigmoid(gate))

@@ -27,6 +27,7 @@ from needlework.layers import (
 )
 from needlework.layers.config import Width
 from needlework.layers.norm import l2, published_rms, rms
+from needlework.layers.projection import Projection
 from needlework.ops.delta import recurrent_delta
 from needlework.ops.polar import recurrent_polar
 from needlework.testing.compare import relative
@@ -195,6 +196,12 @@ def test_the_published_norms_have_the_epsilon_of_the_dtype(dtype, eps):
     published, ours = config.build(DIM), attention(Polar(), qk_norm=True, memory=Memory()).build(DIM)
     assert published.q_norm is published.k_norm is published.memory.norm is published_rms
     assert ours.q_norm is ours.k_norm is ours.memory.norm is rms
+    # one row's map has the norm in it
+    r, gate = (1e-3 * torch.randn(2, *sizes, dtype=dtype) for sizes in ((4, 8), (32,)))
+    for memory in (published.to(dtype).memory, ours.to(dtype).memory):
+        memory.mem_proj = Projection(32, DIM, bias=False).to(dtype)
+        with torch.no_grad():
+            torch.testing.assert_close(memory._out(gate[:1], r[:1]), memory._out(gate, r)[:1])
 
 
 # positions
