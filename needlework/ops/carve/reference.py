@@ -1,4 +1,4 @@
-"""CARVE as its page prints it, twice: token by token (the definition) and chunk by chunk. Slow and literal, under autograd.
+"""CARVE as its equation reads, twice: token by token (the definition) and chunk by chunk. Slow and literal, under autograd.
 
 Both take the op's arguments with q, k, v in float32 or float64 and a whole `state`, and share no code with the fast path.
 k is [B T H R K] and v [B T H R V]: R rows a token. `operand` is applied to every operand of a matrix or outer product.

@@ -1,4 +1,4 @@
-"""CCQ as its page prints it, twice: token by token with plain sums (the definition), and chunk by chunk with centred ones.
+"""CCQ as its equation reads, twice: token by token with plain sums (the definition), and chunk by chunk with centred ones.
 
 Slow and literal, under autograd, in the dtype of q; both share no code with chunk.py. `operand` is applied to every operand
 of a matrix or outer product.

@@ -1,4 +1,4 @@
-"""The delta rule as its page prints it, twice: token by token (the definition) and chunk by chunk. Slow, literal, under autograd.
+"""The delta rule as its equation reads, twice: token by token (the definition) and chunk by chunk. Slow, literal, under autograd.
 
 Both take a `Rule`'s tensors: q, k [B T H K], v [B T H V], g [B T H 1] or [B T H K], and the gates b = erase, w = write (None: 0
 and 1). They share no code with the fast path. `operand` is applied to every operand of a matrix or outer product.

@@ -1,4 +1,4 @@
-"""Mamba-3 as its page prints it: token by token (the definition), block by block, and unrotated. Slow, literal, under autograd.
+"""Mamba-3 as its equation reads: token by token (the definition), block by block, and unrotated. Slow, literal, under autograd.
 
 All take a `Rule`'s tensors and a `Mamba3State`, and share no code with the fast path. R(Θ) turns the first m pairs of channels by +Θ:
 channels (2i, 2i + 1) are a pair ("even"), or (i, i + K/2) ("halves"). `operand` is applied to every operand of a product of matrices

@@ -1,4 +1,4 @@
-"""Q-Delta as its page prints it: token by token (the definition) and chunk by chunk, and the authors' kernels' variant of each.
+"""Q-Delta as its equation reads: token by token (the definition) and chunk by chunk, and the authors' kernels' variant of each.
 
 All take a `Rule`'s tensors: q, k, read [B T H K], v [B T H V], g, beta, lam [B T H 1]. Slow, literal, under autograd; they
 share no code with the fast path. `operand` is applied to every operand of a matrix or outer product.
