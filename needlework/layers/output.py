@@ -12,10 +12,20 @@ from needlework.layers.projection import Projection, of_one_row_of_heads
 from needlework.ops.linear.arguments import GATES, GateActivation, NormedHeads
 
 
-class NormConfig(Config):
-    """Base of the norms' configs: `build(width)` makes the module, o [.. HV V], the gate's logit [.. HV·V] or None, φ -> [.. HV·V]."""
+class OutputNorm(nn.Module):
+    """Base of the norms: o [.. HV V], the gate's logit [.. HV·V] or None, and its activation -> [.. HV·V]."""
 
-    def build(self, width: Width) -> nn.Module:
+    def mapped(
+        self, m: nn.Module, o: Tensor, gate: Tensor | None, activation: GateActivation, dtype: torch.dtype
+    ) -> Tensor:  # fmt: skip
+        """m of the result in `dtype`."""
+        return m(self(o, gate, activation).to(dtype))
+
+
+class NormConfig(Config):
+    """Base of the norms' configs: `build(width)` makes the module."""
+
+    def build(self, width: Width) -> OutputNorm:
         raise NotImplementedError
 
 
@@ -35,11 +45,11 @@ class HeadNorm(NormConfig):
     kind = "head_norm"
     weight: bool = True
 
-    def build(self, width: Width) -> nn.Module:
+    def build(self, width: Width) -> OutputNorm:
         return _HeadNorm(width.value_dim, self.weight)
 
 
-class _HeadNorm(nn.Module):
+class _HeadNorm(OutputNorm):
     def __init__(self, size: int, weight: bool):
         super().__init__()
         self.register_parameter("weight", nn.Parameter(torch.ones(size)) if weight else None)
@@ -54,13 +64,11 @@ class _HeadNorm(nn.Module):
     def heads(self, o: Tensor, gate: Tensor | None) -> NormedHeads:
         return NormedHeads(o, self.weight, gate, EPS)
 
-
-def mapped_out(
-    m: nn.Module, norm: nn.Module, o: Tensor, gate: Tensor | None, activation: GateActivation, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
-    """m of what `norm` makes of o and the gate's logit, in `dtype`."""
-    y = of_one_row_of_heads(m, norm.heads(o, gate), activation, dtype) if isinstance(norm, _HeadNorm) else None
-    return m(norm(o, gate, activation).to(dtype)) if y is None else y
+    def mapped(
+        self, m: nn.Module, o: Tensor, gate: Tensor | None, activation: GateActivation, dtype: torch.dtype
+    ) -> Tensor:  # fmt: skip
+        y = of_one_row_of_heads(m, self.heads(o, gate), activation, dtype)
+        return super().mapped(m, o, gate, activation, dtype) if y is None else y
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +89,11 @@ class GatedNorm(NormConfig):
     kind = "gated_norm"
     eps: Positive = 1e-5
 
-    def build(self, width: Width) -> nn.Module:
+    def build(self, width: Width) -> OutputNorm:
         return _GatedNorm(self, width)
 
 
-class _GatedNorm(nn.Module):
+class _GatedNorm(OutputNorm):
     def __init__(self, config: GatedNorm, width: Width):
         super().__init__()
         self.eps, self.groups = config.eps, width.heads

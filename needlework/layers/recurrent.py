@@ -13,7 +13,7 @@ from needlework.layers.ccq import Plain, ReadConfig
 from needlework.layers.config import Mixer, MixerConfig, Width
 from needlework.layers.conv import ConvConfig, ShortConv, conv_held
 from needlework.layers.norm import Later, l2
-from needlework.layers.output import HeadNorm, NormConfig, OutputGate, mapped_out
+from needlework.layers.output import HeadNorm, NormConfig, OutputGate
 from needlework.layers.projection import OutProjection, Projection
 from needlework.layers.rope import PositionConfig
 from needlework.layers.state import Held, of, under
@@ -177,4 +177,4 @@ class _Recurrent(Mixer):
 
     def _out(self, x: Tensor | Later, o: Tensor, gate: Tensor | None) -> Tensor:
         """y [.. D] in the dtype of x, of what was read, o [.. HV V], and of what `g_proj` gives."""
-        return mapped_out(self.o_proj, self.norm, probe("recurrent.o", o), gate, self.activation, x.dtype)
+        return self.norm.mapped(self.o_proj, probe("recurrent.o", o), gate, self.activation, x.dtype)

@@ -128,13 +128,13 @@ def _(
 ) -> tuple[Tensor, CurvatureState, Saved]:
     q, (B, T, H, K) = inputs.q, inputs.q.shape
     chunk = launch_config(ENGINE, q.device, q.dtype, K, K).launch["shared"]["C"]
-    packed, N = cu_seqlens is not None, B if cu_seqlens is None else len(cu_seqlens) - 1
+    packed = cu_seqlens is not None
     wide = torch.promote_types(q.dtype, torch.float32)
 
     def number(*sizes: int, dtype: torch.dtype = wide) -> Tensor:
         return q.new_empty(*sizes, dtype=dtype)
 
-    aligned = (T // chunk + N) * chunk if packed else T
+    N, aligned = Alignment.sizes(cu_seqlens, B, T, chunk)
     rows = B * (-(-aligned // chunk))
     kept = Saved(
         Sq=q.new_empty(B, aligned, H, K),

@@ -17,7 +17,7 @@ from needlework.ops.delta.additive.intra_bwd import intra_bwd
 from needlework.ops.delta.additive.operands import Saved, constants, of_program, states
 from needlework.ops.delta.additive.scan import scan
 from needlework.ops.delta.inputs import DeltaInputs
-from needlework.ops.delta.segments import fix_up, segmented
+from needlework.ops.delta.segments import fix_up, last, segmented
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
@@ -97,7 +97,7 @@ def walk(
     M = E.new_empty(alignment.N, HV, K, K)
     left = scanned(None, alignment, M)
     end = scanned(fix_up(M, left, start, segments, reverse=reverse), alignment, None)
-    return end[0 if reverse else segments - 1 :: segments].clone()
+    return end[::segments].clone() if reverse else last(end, alignment, segments)
 
 
 def _by_chunk(S: Tensor | None, c: Constants) -> object:

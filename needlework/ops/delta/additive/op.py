@@ -113,8 +113,8 @@ def _results(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tu
 
 @fake(delta_additive_fwd)
 def _(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Saved]:
-    C, T = _config(inputs).launch["shared"]["C"], inputs.v.shape[1]
-    aligned = T if cu_seqlens is None else (T // C + len(cu_seqlens) - 1) * C
+    C = _config(inputs).launch["shared"]["C"]
+    _, aligned = Alignment.sizes(cu_seqlens, *inputs.v.shape[:2], C=C)
     return *_results(inputs, cu_seqlens, scale), Saved.empty(inputs, aligned, C, save=True)
 
 

@@ -204,7 +204,7 @@ def _nothing(
         return o, state, None, None
     config = launch_config(ENGINE, q.device, q.dtype, K, V)
     C, segments = config.launch["shared"]["C"], _segments(inputs, N, cu_seqlens, config)
-    T = T if cu_seqlens is None else (T // C + N) * C
+    _, T = Alignment.sizes(cu_seqlens, B, T, C)
     NC = -(-T // C)
     ST, solves = solve_dtype(q.dtype), rule_of(inputs.beta, inputs.erase) > 0
     rows = lambda D: q.new_empty(B, T, HV, D, dtype=ST)

@@ -146,8 +146,8 @@ def _(inputs: DeltaInputs, *_):
 def _(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Saved]:
     (B, T, HV, V), K, chosen = inputs.v.shape, inputs.k.shape[-1], _config(inputs)
     C = chosen.launch["shared"]["C"]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    saved = Saved.empty(inputs, T if cu_seqlens is None else (T // C + N) * C, C, save=True)
+    N, aligned = Alignment.sizes(cu_seqlens, B, T, C)
+    saved = Saved.empty(inputs, aligned, C, save=True)
     segments = _segments(inputs, N, cu_seqlens, chosen)
     if segments > 1:
         initial_state, M = (saved.G.new_empty(N * segments, HV, K, D) for D in (V, K))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 
+from needlework.ops.common.alignment import Alignment
 from needlework.ops.path.arguments import PathInputs
 from needlework.ops.path.engine.blocks import group, release, spread, turn, unwind
 from needlework.ops.path.engine.forgets import Forgets
@@ -180,7 +181,7 @@ def path_triton_fwd(inputs: PathInputs, cu_seqlens: Tensor | None, window: int |
 def _(inputs: PathInputs, cu_seqlens: Tensor | None, *_):
     q = inputs.q
     (B, T, H), C = q.shape[:3], block(q, inputs.v)
-    aligned = T if cu_seqlens is None else (T // C + len(cu_seqlens) - 1) * C
+    _, aligned = Alignment.sizes(cu_seqlens, B, T, C)
     lse = q.new_empty(B, H, -(-aligned // C) * C, dtype=torch.promote_types(q.dtype, torch.float32))
     return _result(inputs), lse
 

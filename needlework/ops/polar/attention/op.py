@@ -96,7 +96,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Saved]:
     q, (B, T, H, K), V = tokens.q, tokens.q.shape, tokens.v.shape[3]
     C = launch_config(ENGINE, q.device, q.dtype, K, V).launch["shared"]["C"]
-    aligned = T if cu_seqlens is None else (T // C + len(cu_seqlens) - 1) * C
+    _, aligned = Alignment.sizes(cu_seqlens, B, T, C)
     direction, magnitude = _results(tokens)
     mean = q.new_empty(B, aligned, H, V, dtype=torch.int16 if q.dtype.itemsize == 2 else q.dtype)
     return direction, magnitude, Saved(mean, magnitude.new_empty(B, H, 3, -(-aligned // C) * C))
