@@ -145,4 +145,4 @@ def test_a_client_finds_the_server_and_ctrl_c_ends_it_with_its_answers(checkpoin
             begun = [next(running)]
             os.killpg(process.pid, signal.SIGINT)
             assert "".join(chunk.choices[0].text for chunk in [*begun, *running]) == whole.choices[0].text
-        assert process.wait(30) == 0 and process.stderr.read() == ""
+        assert (process.wait(30), process.stderr.read()) == (0, "")
