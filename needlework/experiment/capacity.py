@@ -1,7 +1,8 @@
 """A capacity run: a small model learns associative recall at several loads at once, and is asked at each of them.
 
 Batches are drawn on the device, so that many such runs share a GPU without waiting for a host. Step s has the load s mod their number.
-A run takes about a minute, trains and is measured in one go, and keeps no weights.
+The first steps have few pairs in short rows, as many tokens a step: there every mixer learns to recall at all, soon and at about the same time.
+A run trains and is measured in one go, and keeps no weights.
 """
 
 import os
@@ -28,12 +29,25 @@ ASKED = 1 << 20  # the seed of what is asked, apart from any run's
 
 
 @dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """The first `steps` steps have these loads, in rows of this length."""
+
+    steps: Count
+    pairs: tuple[Count, ...]
+    length: Count
+
+    def __post_init__(self):
+        fit("warm_up", self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Capacity:
     """All that fixes a run. name is the run's, title is for reading.
 
-    pairs: the loads, so many keys a row. vocab, power: MQAR's. length, batch: of a row, of a step. rows: asked at each load.
+    pairs: the loads, so many keys a row. power: MQAR's. length, batch: of a row, of a step. rows: asked at each load.
     impl: "torch" computes every op in plain PyTorch, also where there are kernels; "auto" as everywhere.
-    Raises ValueError for a load that does not fit the length, and for micro-batches.
+    Raises ValueError for a load that does not fit its length, for micro-batches, for a warm-up that is all of the training, and where its
+    rows do not divide a step's tokens.
     """
 
     name: str
@@ -42,6 +56,7 @@ class Capacity:
     pairs: tuple[Count, ...]
     length: Count
     batch: Count
+    warm_up: WarmUp
     train: TrainConfig
     rows: Count = 256
     power: float = 0.01
@@ -51,16 +66,27 @@ class Capacity:
         fit("capacity", self)
         if self.train.accumulate != 1:
             raise ValueError(f"capacity: train.accumulate is {self.train.accumulate}, expected 1")
-        for task in self.tasks:
-            task.batch(0, 0, 1, self.length)
+        if self.warm_up.steps >= self.train.steps:
+            raise ValueError(
+                f"capacity: warm_up.steps is {self.warm_up.steps}, expected fewer than train.steps, {self.train.steps}"
+            )
+        if self.batch * self.length % self.warm_up.length:
+            raise ValueError(
+                f"capacity: warm_up.length is {self.warm_up.length}, expected a divisor of {self.batch} x {self.length}"
+            )
+        for length, loads in ((self.length, self.pairs), (self.warm_up.length, self.warm_up.pairs)):
+            for pairs in loads:
+                self.task(pairs).batch(0, 0, 1, length)
 
-    @property
-    def tasks(self) -> tuple[MQAR, ...]:
-        return tuple(MQAR(vocab=self.model.vocab_size, pairs=n, power=self.power) for n in self.pairs)
+    def task(self, pairs: int) -> MQAR:
+        return MQAR(vocab=self.model.vocab_size, pairs=pairs, power=self.power)
 
     def batch_of(self, step: int, device: torch.device) -> Batch:
         """A pure function of the run, the step and the device."""
-        return self.tasks[step % len(self.pairs)].drawn(device, self.train.seed, step, self.batch, self.length)
+        warm = self.warm_up if step < self.warm_up.steps else None
+        pairs, length = (warm.pairs, warm.length) if warm else (self.pairs, self.length)
+        rows = self.batch * self.length // length
+        return self.task(pairs[step % len(pairs)]).drawn(device, self.train.seed, step, rows, length)
 
     def tokens(self) -> int:
         """Training tokens."""
@@ -70,6 +96,7 @@ class Capacity:
         """JSON-ready, complete."""
         fields = ("name", "title", "pairs", "length", "batch", "rows", "power", "impl")
         return {name: getattr(self, name) for name in fields} | {
+            "warm_up": asdict(self.warm_up),
             "model": self.model.to_diff_dict(),
             "train": asdict(self.train),
         }
@@ -108,7 +135,7 @@ def run_capacity(
         )
         if result.stopped:
             return None
-        loads = {str(task.pairs): _asked(job, task, model, device) for task in job.tasks}
+        loads = {str(pairs): _asked(job, job.task(pairs), model, device) for pairs in job.pairs}
     start = read_json(directory / "training" / "ran.json")[-1]
     mean = lambda name: fmean(load[name] for load in loads.values())
     entry = {

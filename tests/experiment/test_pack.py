@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from rich.console import Console
 
-from needlework.experiment.capacity import Capacity
+from needlework.experiment.capacity import Capacity, WarmUp
 from needlework.experiment.claim import plain
 from needlework.experiment.pack import read_pack, slim, write_pack
 from needlework.experiment.sweep import name_of, sweep
@@ -25,7 +25,7 @@ JOB = Capacity(
     model=NeedleworkConfig(
         vocab_size=32, hidden_size=16, layout="M", mixers={"M": Recurrent(heads=1, key_dim=8, value_dim=8, write=Delta())}
     ),
-    pairs=(2, 3), length=16, batch=2, rows=4,
+    pairs=(2, 3), length=16, batch=2, rows=4, warm_up=WarmUp(steps=1, pairs=(1,), length=8),
     train=TrainConfig(steps=3, seed=0, optim=AdamW(lr=1e-3), schedule=Cosine(), checkpoint_every=3),
 )  # fmt: skip
 

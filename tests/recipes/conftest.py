@@ -8,7 +8,7 @@ import pytest
 from needlework.data import Archive, StoreConfig
 from needlework.data.gather import Gathered, Split, gather
 from needlework.experiment.answers import Context
-from needlework.experiment.capacity import Capacity
+from needlework.experiment.capacity import Capacity, WarmUp
 from needlework.experiment.fork import Fork
 from needlework.experiment.gate import Gate
 
@@ -45,7 +45,8 @@ def in_small(job, corpus, steps=4):
     train = dataclasses.replace(job.train, steps=steps, schedule=schedule, checkpoint_every=2, compile=False)
     if isinstance(job, Capacity):
         model = job.model.replaced(**parts, vocab_size=64, hidden_size=16, layout=letters)
-        return dataclasses.replace(job, model=model, pairs=(2, 4), length=32, batch=4, rows=6, train=train)
+        warm_up = WarmUp(steps=2, pairs=(1, 2), length=16)
+        return dataclasses.replace(job, model=model, pairs=(2, 4), length=32, batch=4, rows=6, warm_up=warm_up, train=train)
     model = job.model.replaced(**parts, vocab_size=257, hidden_size=16, layout=letters)
     e, task = job.evaluate, {"dense_pairs": (1, 2), "sparse_pairs": (1, 1)}
     shrink = lambda mix: dataclasses.replace(mix, **task) if hasattr(mix, "sparse_pairs") else mix

@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from needlework.data import RecallMix
 from needlework.experiment.capacity import Capacity
@@ -209,6 +210,24 @@ def test_a_capacity_run_is_asked_at_every_load_and_a_stopped_one_goes_on(small, 
     assert run_job(job, tmp_path / "cut", steps.append, lambda: len(steps) == 3) is None
     again = run_job(job, tmp_path / "cut")
     assert again["capacity"] == entry["capacity"] and again["train"]["loss"] == entry["train"]["loss"]
+
+
+def test_a_capacity_run_begins_with_few_pairs_in_short_rows_of_as_many_tokens(small):
+    job, cpu = small(CAPACITY["ccq"], 6), torch.device("cpu")
+    shapes = {(tuple(x.input_ids.shape), int((x.labels >= 0).sum())) for x in (job.batch_of(step, cpu) for step in (0, 1))}
+    assert shapes == {((8, 16), 8 * 1), ((8, 16), 8 * 2)}
+    shapes = {(tuple(x.input_ids.shape), int((x.labels >= 0).sum())) for x in (job.batch_of(step, cpu) for step in (2, 3))}
+    assert shapes == {((4, 32), 4 * 2), ((4, 32), 4 * 4)}
+
+
+@pytest.mark.parametrize(
+    "field, said",
+    [({"steps": 6}, "warm_up.steps is 6, expected fewer than train.steps, 6"), ({"length": 24}, "warm_up.length is 24, expected a divisor of 4 x 32"), ({"pairs": (8,)}, "8 pairs")],
+)  # fmt: skip
+def test_a_warm_up_that_does_not_fit_is_refused(small, field, said):
+    job = small(CAPACITY["ccq"], 6)
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(job, warm_up=dataclasses.replace(job.warm_up, **field))
 
 
 def test_the_rule_and_what_was_released_are_one_function_at_lambda_zero(small, tmp_path):
