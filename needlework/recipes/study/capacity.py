@@ -1,6 +1,6 @@
 """E3, capacity: how much does a state of so many bytes hold, before it forgets?
 
-    model      two layers without MLP, D 128; recurrent heads 2 of [32 32], attention heads 8 of 16; canon for attention
+    model      two layers without MLP, D 128; recurrent heads 2 of [16 16], attention heads 8 of 16; canon for attention
     task       associative recall (MQAR), 16 to 128 pairs in rows of 512: loads on both sides of what the states hold; the first fifth of the
                steps has 4 and 8 pairs in rows of 64
     metric     accuracy, a mean over the loads
@@ -44,9 +44,9 @@ STEPS = 3000  # 197M tokens
 # Without it one run in six of the rates' never learned to recall, and the others learned between steps 400 and 2,600
 WARM_UP = WarmUp(steps=600, pairs=(4, 8), length=64)
 SEEDS = tuple(range(8))
-HEADS, HEAD, SIZES = 2, 32, (16, 32, 64)
-RATE = 2e-3
-GRID = (0.5e-3, 1e-3, 2e-3, 4e-3)
+HEADS, HEAD, SIZES = 2, 16, (16, 32, 64)
+RATE = 4e-3  # the largest mean of the two recurrent mixers of `rates`, 8 runs
+GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 # half-lives around the row: no pair need be forgotten before its key is asked
 SPREAD, TWICE = (64.0, 4096.0), (128.0, 8192.0)
 
