@@ -125,7 +125,7 @@ def sweep(
     name: Annotated[str | None, typer.Option(help="The sweep's name; default: the module's.")] = None,
     runs: Runs = Path("runs"),
     only: Annotated[list[str] | None, typer.Option(help="A recipe's name; give it again for more. Default: all.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Runs at a time; default: one a GPU, or two.", min=1)] = None,
+    workers: Annotated[int | None, typer.Option(help="Runs at a time; default: one a GPU, two without one.", min=1)] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Save and stop after so many minutes; the same command goes on.", min=0)
     ] = None,

@@ -14,7 +14,7 @@ HEADLINES = (
     Claim(
         "Q-Delta finds more numbers and uuids than Gated DeltaNet", "qdelta", "gated-deltanet", ("number", "uuid"), (1.0, 2.0)
     ),
-    Claim("CARVE finds more than itself blind", "carve", "carve-blind", _COMPACT, _AT_AND_PAST),
+    Claim("CARVE finds more than CARVE blind", "carve", "carve-blind", _COMPACT, _AT_AND_PAST),
     Claim(
         "Polar + memory finds more at 32× than softmax + memory",
         "polar-memory",
@@ -25,7 +25,7 @@ HEADLINES = (
 )
 CLAIMS = (
     *HEADLINES,
-    Claim("The rule finds more than what was released under its name", "qdelta", "qdelta-transposed", _COMPACT, _AT_AND_PAST),
+    Claim("Q-Delta finds more than Q-Delta as released", "qdelta", "qdelta-transposed", _COMPACT, _AT_AND_PAST),
     Claim(
         "Q-Delta·CCQ with LUCID finds more than Gated DeltaNet", "qdelta-ccq-lucid", "gated-deltanet", _COMPACT, _AT_AND_PAST
     ),
@@ -77,6 +77,8 @@ def limits(compute: float) -> str:
     """What the comparison cannot say. compute: parameters · tokens of a 60M run."""
     return "\n".join(
         (
+            "- **Names.** CARVE, blind, has no feedback of its outputs in its gate. Q-Delta as released has the coupling of its authors' kernels, "
+            "which is not that of its equation.",
             "- **Compute.** The papers' models had more compute (6 · parameters · tokens) than one of ours at 60M by a factor of "
             f"{', '.join(f'{_times(*of, compute)} ({name})' for name, of in PAPERS.items())}; than one at 125M by half of that.",
             "- **Text.** The papers' models read another kind of text than Python source. Half of the rows of our first 200 steps, and a tenth "
