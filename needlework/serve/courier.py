@@ -18,7 +18,8 @@ COMPILERS = 4  # grammars that are compiled at once
 class Courier:
     """Over a connection whose other end is a `RemoteEngine`'s. It is the bell of the streams that the front has asked for.
 
-    A thread of its own sends: the engine's never waits for a front that is slow.
+    A thread of its own sends: the engine's never waits for a front that is slow. `close` it: its threads hold the engine, and a thread that
+    frees a tensor while Python ends aborts the process.
     """
 
     def __init__(self, engine: OwnEngine, connection: Connection):
@@ -26,16 +27,20 @@ class Courier:
         self._said: Said = []
         self._out: queue.SimpleQueue[Said | Reply | Order | None] = queue.SimpleQueue()  # None: the end
         self._compiling = ThreadPoolExecutor(COMPILERS, thread_name_prefix="needlework grammar")
-        for run in (self._send, self._hear):
-            threading.Thread(target=run, name="needlework courier", daemon=True).start()
+        runs = self._send, self._hear
+        self._threads = [threading.Thread(target=run, name="needlework courier", daemon=True) for run in runs]
+        for thread in self._threads:
+            thread.start()
 
     def order(self, order: Order) -> None:
         self._out.put(order)
 
     def close(self) -> None:
-        """Nothing is sent or received any more."""
+        """Once the other end is closed. Its threads have ended when it returns."""
         self._out.put(None)
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        for thread in self._threads:
+            thread.join()
+        self._compiling.shutdown(cancel_futures=True)
 
     def tell(self, number: int, event: Event) -> None:
         """In the engine's thread. It goes with the next `ring`."""

@@ -129,14 +129,15 @@ class Engine:
             self._tell(lambda: self._end(id, Event(finish="cancelled")))
 
     def drain(self) -> None:
-        """Takes no more requests, and returns when those that are there are over."""
+        """Takes no more requests."""
         with self._changed:
             self._draining = True
-            self._changed.wait_for(lambda: not self._answers or self._error is not None)
+            self._changed.notify_all()
 
     def wait(self) -> None:
-        """Until the thread has ended, because it was closed. RuntimeError where it has failed."""
-        self._thread.join()
+        """Until it takes no more requests and those that were there are over. RuntimeError where it has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or (self._draining and not self._answers))
         self._check()
 
     def close(self) -> None:

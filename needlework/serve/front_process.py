@@ -7,7 +7,7 @@ import multiprocessing
 import signal
 import socket
 import threading
-from contextlib import suppress
+from multiprocessing import connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from types import FrameType
 
@@ -37,8 +37,6 @@ class FrontProcess:
         self._connection, theirs = made.Pipe()
         arguments = theirs, bound, engine.length, engine.vocabulary, settings
         self._process = made.Process(target=http.main, args=arguments, name="needlework front")
-        self._killer = threading.Timer(LAST_BYTES + SPARE, self._process.kill)
-        self._killer.daemon = True
         with deaf():
             self._process.start()
         theirs.close()
@@ -60,7 +58,6 @@ class FrontProcess:
     def __exit__(self, *_: object) -> None:
         self._end()
         self._process.join()
-        self._killer.cancel()
         self._courier.close()
 
     @property
@@ -70,15 +67,19 @@ class FrontProcess:
         return pid
 
     def wait(self) -> None:
-        """In the main thread, until a signal has ended it and the running answers are over. A second signal ends those too.
+        """In the main thread, until a signal has ended it and the running answers are over. A second signal ends those too. The engine is then
+        closed.
 
         Raises RuntimeError where the engine has failed, which ends the server, and ChildProcessError where the front has ended by itself.
         """
         before = {sign: signal.signal(sign, self._hear) for sign in ENDS}
-        threading.Thread(target=self._watch, name="needlework watch", daemon=True).start()
+        watch = threading.Thread(target=self._watch, name="needlework watch", daemon=True)
+        watch.start()
         try:
             self._process.join()
         finally:
+            self._engine.close()
+            watch.join()
             for sign, handler in before.items():
                 signal.signal(sign, handler)
         if self._error is not None:
@@ -92,24 +93,20 @@ class FrontProcess:
             self._process.kill()
             return
         self._courier.order(Order.DRAIN)
-        threading.Thread(target=self._drain, name="needlework drain", daemon=True).start()
-
-    def _drain(self) -> None:
         self._engine.drain()
-        self._end()
 
     def _watch(self) -> None:
         try:
             self._engine.wait()
         except RuntimeError as error:
             self._error = error
-            self._end()
+        self._end()
 
     def _end(self) -> None:
         """It is to end by itself, and has to by and by."""
         self._courier.order(Order.END)
-        with suppress(RuntimeError):  # the loop has stopped already
-            self._killer.start()
+        if not connection.wait([self._process.sentinel], LAST_BYTES + SPARE):
+            self._process.kill()
 
     def _died(self) -> ChildProcessError:
         status = self._process.exitcode

@@ -66,8 +66,8 @@ class Engine(Protocol):
 
 
 class OwnEngine(Engine, Protocol):
-    """One of this process. begin: `add_all` for readers elsewhere. drain: no new requests; returns when the running ones are over, or it has
-    failed. wait: until it has ended; RuntimeError where it has failed."""
+    """One of this process. begin: `add_all` for readers elsewhere. drain: no new requests from now on. wait: until it has drained and the
+    running ones are over; RuntimeError where it has failed. close: cancels the running ones and ends it; once more does nothing."""
 
     def begin(self, requests: Sequence[Request], sinks: Sequence[Sink]) -> None: ...
 
@@ -76,3 +76,5 @@ class OwnEngine(Engine, Protocol):
     def drain(self) -> None: ...
 
     def wait(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -60,7 +60,7 @@ class FakeEngine:
         self.step = threading.Lock()  # an engine has one thread
         self._running: set[FakeStream] = set()
         self._changed = threading.Condition()
-        self.watched, self._over = threading.Event(), threading.Event()
+        self.watched = threading.Event()
 
     def add_all(self, requests: Sequence[Request]) -> list[Stream]:
         streams = [Stream(request.id, self.cancel) for request in requests]
@@ -106,25 +106,25 @@ class FakeEngine:
         with self._changed:
             self.draining = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._running)
 
     def fail(self, why: str) -> None:
         """As an engine's thread that dies."""
         self.broken = why
         for stream in [*self._running]:
             stream.put(Event(finish="error", error=why))
-        self._over.set()
+        self.drain()
 
     def wait(self) -> None:
         self.watched.set()
-        self._over.wait()
+        with self._changed:
+            self._changed.wait_for(lambda: self.draining and not self._running)
         if self.broken is not None:
             raise RuntimeError(self.broken)
 
     def close(self) -> None:
+        self.drain()
         for stream in [*self._running]:
             stream.cancel()
-        self._over.set()
 
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(

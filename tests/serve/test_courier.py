@@ -50,8 +50,8 @@ def engine(line):
     engine = FakeEngine(lambda request: None)
     courier = Courier(engine, line)
     yield engine
-    courier.close()
     line.inbox.put(None)
+    courier.close()
 
 
 def test_the_events_of_a_step_are_one_message_in_which_tokens_are_integers(line, engine):

@@ -97,6 +97,7 @@ class Serving:
     def all_is_back(self):
         """Once the last step has been heard and the snapshots are gone: every slot and page is free."""
         self.engine.drain()
+        self.engine.wait()
         self.engine.close()
         while self.scheduler.memory.snapshots.evict():
             pass
@@ -185,8 +186,8 @@ def test_another_process_hears_the_same_by_a_message_a_step(model):
             steps += isinstance(message, list)
             for number, what in message if isinstance(message, list) else ():
                 found[number].append(what.token if isinstance(what, Event) else what)
-        courier.close()
         theirs.close()
+        courier.close()
         assert 20 <= steps <= serving.engine.stats().steps
     assert found == [generated(model, request) for request in asked]
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -39,11 +40,13 @@ def engine():
 
 @contextmanager
 def fronted(engine, context, tmp_path):
-    """A front over the engine and its address."""
+    """A front over the engine and its address. No thread of it is left: one that freed the engine's tensors while Python ends would abort."""
+    before = {*threading.enumerate()}
     bound = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     with FrontProcess(engine, bound, Settings(folder(tmp_path), "tiny"), context) as front:
         yield front, url
+    assert {*threading.enumerate()} <= before
 
 
 @contextmanager
