@@ -82,7 +82,7 @@ def test_a_run_says_how_far_from_the_best_the_picked_configs_are(held_out, bench
     assert held_out.main() == 0
     rows = bench("results").read(file)
     assert [(row["index"], row["ratio"]) for row in rows] == [(0, 1.0), (2, 1.0), (3, 1.1)]
-    assert "gated: picked ÷ best of 3 shapes: median 1.00, worst 1.10, bar 1.15 met" in capsys.readouterr().out
+    assert "gated: picked ÷ best found of 3 shapes: median 1.00, worst 1.10, bar 1.15 met" in capsys.readouterr().out
     assert "NOT met" in held_out.summary("gated", [1.0, 1.2])
 
 
