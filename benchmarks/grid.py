@@ -33,7 +33,6 @@ from judge import ratios
 from run import commit, say, why
 from timing import median, passes, peak, replay
 
-from needlework.ops.runtime.precompile import compile_in
 from needlework.testing.errors import mean_of_draws
 from needlework.testing.processes import cores
 from needlework.testing.verdict import DRAWS
@@ -102,6 +101,8 @@ def once(call: Callable[[], object], quantiles: tuple[float, ...]) -> list[float
 
 def prepare(call: Call, found: dict) -> None:
     """Judged, and compiled with its peer."""
+    from needlework.ops.runtime.precompile import compile_in
+
     compile_in(max(1, cores() // SIDE_BY_SIDE))
     tuned_with(once)
     found["error_over_budget"], found["tensor"] = judge(call)

@@ -37,10 +37,19 @@ CALLS = 10
 BAR = 1.15
 MEMORY = 3 * 2**30  # bytes of a call: ten of them are compiled side by side
 LIMITS = {"compile": 500, "weigh": 240}  # seconds of a call
-# one rule of each launch table whose kernels every call launches anew: CARVE's are replayed as they were
-RULES = ("gated", "additive", "kda", "ccq", "mamba3", "lucid", "polar", "path")
+# a rule of each launch table whose kernels every call launches anew: CARVE's are replayed as they were
+RULES = {
+    "gated": "delta/scalar", "additive": "delta/additive", "kda": "delta/channel", "ccq": "ccq/curvature",
+    "mamba3": "mamba3/siso", "lucid": "lucid/solve", "polar": "polar/attention", "path": "path/engine",
+}  # fmt: skip
 Trial = dict[str, dict[str, int]]  # kernel -> constants
 clock = partial(median, warmup=10, rep=50)
+
+
+def shapes(rule: str, seed: int, count: int, arch: tuple[int, int]) -> list[Call]:
+    """Drawn calls whose kernels read the rule's table, short enough to be compiled side by side."""
+    drawn, _ = draw(rule_of(rule), seed)
+    return [shorter(call, MEMORY) for call in drawn if engine_of(call, arch) == RULES[rule]][:count]
 
 
 def moves(row: launch_configs.LaunchConfig) -> list[Trial]:
@@ -144,8 +153,7 @@ def main() -> int:
     common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     file = options.out or results.path(common["device"], ROOT)
     for rule in options.rules:
-        drawn, _ = draw(rule_of(rule), options.seed, options.calls)
-        calls = [shorter(call, MEMORY) for call in drawn]
+        calls = shapes(rule, options.seed, options.calls, launch_configs.capability(torch.device(DEVICE)))
         with ThreadPoolExecutor(len(calls)) as pool:
             for call, found, reason in pool.map(lambda call: next(answers_of(SCRIPT, "compile", [call], LIMITS)), calls):
                 say(f"{call.name}: {found.get('failed')} candidates do not compile or launch {reason or ''}")

@@ -250,10 +250,11 @@ def test_what_is_judged_and_compiled_beside_others_is_small_and_of_the_same_kern
 @pytest.fixture
 def grid(bench, monkeypatch):
     """benchmarks/grid.py on a CPU with a clock that knows the answer, its processes this one; few tokens, by the torch form."""
+    pytest.importorskip("triton")
     grid, draw = bench("grid"), bench("draw")
     clock = lambda call: 2.0 if call() is not None else 0.0
     fakes = {"DEVICE": "cpu", "median": clock, "peak": clock, "replay": lambda call: call, "judge": lambda call: (0.5, "o"),
-             "tuned_with": lambda benchmark: None, "compile_in": lambda threads: None}  # fmt: skip
+             "tuned_with": lambda benchmark: None}  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(grid, name, fake)
     small = partial(draw.draw, tokens=(24, 48), heads=(1, 2))
@@ -277,6 +278,7 @@ def grid(bench, monkeypatch):
     monkeypatch.setattr(draw, "draw", small)
     monkeypatch.setattr(grid, "case_of", by_torch)
     monkeypatch.setattr(grid, "answers_of", answers_of)
+    monkeypatch.setattr("needlework.ops.runtime.precompile.compile_in", lambda threads: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Device")
@@ -285,7 +287,6 @@ def grid(bench, monkeypatch):
 
 def test_a_grid_judges_times_and_reports_its_calls_and_goes_on_where_it_stopped(grid, bench, monkeypatch, tmp_path, capsys):
     """One rule is right, one is wrong, one cannot be captured; none of the peers is installed."""
-    pytest.importorskip("triton")
     results, file, now = bench("results"), tmp_path / "grid.json", []
     case_of = grid.case_of
 
@@ -326,7 +327,6 @@ def test_a_grid_judges_times_and_reports_its_calls_and_goes_on_where_it_stopped(
 @pytest.fixture
 def timed_in_minutes(grid, monkeypatch, tmp_path):
     """Runs of a grid whose calls take a minute to time and none to prepare; what calls each run timed, in order, by name."""
-    pytest.importorskip("triton")
     now, timed, answers_of = [0.0], [], grid.answers_of
 
     def slowly(script, act, calls, limits, until):
@@ -389,7 +389,6 @@ def test_a_grid_says_before_what_it_takes_by_the_seconds_of_its_rows(timed_in_mi
 
 
 def test_what_finds_no_memory_beside_others_is_prepared_again_alone(grid, bench, monkeypatch, tmp_path):
-    pytest.importorskip("triton")
     calls = bench("draw").draw(bench("draw").RULES[0], 101, 3)[0]
     asked = []
 
