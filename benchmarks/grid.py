@@ -198,8 +198,8 @@ class Run:
         ]
         return [
             *lines,
-            f"{len(calls)} calls: {sums['prepare']:.0f} minutes of one process to prepare, {SIDE_BY_SIDE} of them side by side, and "
-            f"{sums['time']:.0f} to time: {whole:.0f} minutes of this GPU",
+            f"{len(calls)} calls: {sums['prepare']:,.0f} minutes to prepare, by {SIDE_BY_SIDE} processes at once, and {sums['time']:,.0f} to time: "
+            f"{whole:,.0f} minutes of this GPU",
         ]
 
     def prepared(self, calls: list[Call], until: float) -> list[tuple[Call, dict, str | None]]:

@@ -375,17 +375,14 @@ def test_a_grid_says_before_what_it_takes_by_the_seconds_of_its_rows(timed_in_mi
     monkeypatch.setattr(grid, "GUESSED", {"prepare": 120.0, "time": 90.0})
     monkeypatch.setattr(grid, "SIDE_BY_SIDE", 2)
     assert timed_in_minutes(60, "--dry") == []
-    assert (
-        "6 calls: 12 minutes of one process to prepare, 2 of them side by side, and 9 to time: 15 minutes"
-        in capsys.readouterr().out
-    )
+    assert "6 calls: 12 minutes to prepare, by 2 processes at once, and 9 to time: 15 minutes" in capsys.readouterr().out
     timed_in_minutes(4)  # of two minutes a call to prepare, one is left to time it
     capsys.readouterr()
     timed_in_minutes(60, "--dry")
     text = capsys.readouterr().out
     assert "gated: 1 calls, 0 s to prepare and 60 to time one\n" in text
     assert "path: 2 calls, 120 s to prepare and 90 to time one, by guess" in text
-    assert "5 calls: 8 minutes of one process" in text
+    assert "5 calls: 8 minutes to prepare" in text
 
 
 def test_what_finds_no_memory_beside_others_is_prepared_again_alone(grid, bench, monkeypatch, tmp_path):
