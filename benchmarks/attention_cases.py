@@ -8,7 +8,7 @@ import peers
 import torch
 from cases import SHAPES, Case, draws, spec_of
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import logsigmoid, normalize
 
 from needlework.layers.softmax import softmax_attention
 from needlework.ops.api import Impl, OpSpec
@@ -38,11 +38,20 @@ def polar_inputs(
     return x | {name: at + 0.1 * normal(Hq) for name, at in start.items()} | {"v_null": 0.3 * normal(Hq, V)}
 
 
-def path_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: int) -> dict[str, Tensor]:
-    """Queries of four heads a group, unit directions, and β all over its range."""
+def path_inputs(
+    generator: torch.Generator, B: int, T: int, H: int, K: int, V: int, *, queries: int | None = None
+) -> dict[str, Tensor]:
+    """Queries of four heads a group, or of so many in all, unit directions, and β all over its range."""
     normal, uniform = draws(generator)
-    x = {"q": normal(B, T, 4 * H, K), "k": normal(B, T, H, K), "v": normal(B, T, H, V)}
+    x = {"q": normal(B, T, 4 * H if queries is None else queries, K), "k": normal(B, T, H, K), "v": normal(B, T, H, V)}
     return x | {"beta": 2 * uniform(B, T, H), "w": normalize(normal(B, T, H, K), dim=-1)}
+
+
+def forgetting_inputs(generator: torch.Generator, *sizes: int, queries: int | None = None) -> dict[str, Tensor]:
+    """PaTH's with forget gates, half of which keep more than e^-0.02 of what their token sees."""
+    x = path_inputs(generator, *sizes, queries=queries)
+    normal, _ = draws(generator)
+    return x | {"g": logsigmoid(normal(*x["q"].shape[:3]) + 4)}
 
 
 def wide_transitions(x: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -104,7 +113,7 @@ def _lucid(at: str, bars: dict[str, float], *, clustered: bool = False, share: f
     )
 
 
-def _lucid_attention(at: str, bar: float) -> Case:
+def _lucid_attention(at: str, bars: dict[str, float]) -> Case:
     T, H, K, V = (SHAPES[at][axis] for axis in "THKV")
     G = 32 // H
     return Case(
@@ -114,22 +123,22 @@ def _lucid_attention(at: str, bar: float) -> Case:
         inputs=partial(lucid_inputs, queries=32),
         peer=peers.CUDNN,
         peer_inputs=expanded,
-        bars={"fwd+bwd": bar},
+        bars=bars,
         flops=(G + 1) * T * (K + V),
         numbers=G * (K + V) + K + V,
     )
 
 
-def _polar(at: str) -> Case:
+def _polar(at: str, op: str = "polar", peer: peers.Peer = peers.FLASH, fwd: float = 0.7, both: float = 0.85) -> Case:
     T, K, V = (SHAPES[at][axis] for axis in "TKV")
     return Case(
-        op="polar",
+        op=op,
         at=at,
         spec=spec_of("polar"),
         inputs=polar_inputs,
-        peer=peers.FLASH,
+        peer=peer,
         peer_inputs=expanded,
-        bars={"fwd": 0.7, "fwd+bwd": 0.85},
+        bars={"fwd": fwd, "fwd+bwd": both},
         flops=4 * T * (K + V),
         numbers=5 * (K + V),
     )
@@ -177,12 +186,14 @@ CASES = (
     _lucid("kv4-8K", {"fwd": 0.02, "fwd+bwd": 0.04}, clustered=True),
     _lucid("kv32-8K", {"fwd": 0.1, "fwd+bwd": 0.17}),
     _lucid("kv4-d128", {}, share=0.42),
-    _lucid_attention("kv4-8K", 1.25),
-    _lucid_attention("kv4-32K", 1.25),
-    _lucid_attention("kv32-8K", 2.6),
+    _lucid_attention("kv4-8K", {"fwd+bwd": 1.15}),
+    _lucid_attention("kv4-32K", {"fwd+bwd": 1.15}),
+    _lucid_attention("kv32-8K", {"fwd+bwd": 2.6}),
+    _lucid_attention("kv8-4K-d128", {"fwd": 1.25, "fwd+bwd": 1.25}),
     _polar("2K"),
     _polar("16K"),
     _polar("64K"),
+    _polar("16K", "polar/cudnn", peers.CUDNN, 1.1, 1.2),
     _path("kv8-4K"),
     _path("kv8-16K"),
     _path("kv8-4K-d128"),

@@ -145,7 +145,8 @@ def expanded(x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def with_heads(x: dict[str, Tensor]) -> dict[str, Tensor]:
     """What the additive rule reads at Mamba-3's sizes: a query and a key for each head."""
-    return {name: (x[name] + x[f"{name}_bias"]).to(x[name]) for name in "qk"} | {"v": x["v"], "g": x["g"]}
+    groups = lambda y: y.repeat_interleave(x["v"].shape[2] // y.shape[2], 2)
+    return {name: (groups(x[name]) + x[f"{name}_bias"]).to(x[name]) for name in "qk"} | {"v": x["v"], "g": x["g"]}
 
 
 def draws(generator: torch.Generator) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -226,7 +227,7 @@ def _carve() -> Case:
         inputs=carve_inputs,
         peer=peers.KDA,
         peer_inputs=without_content,
-        bars={"fwd": 0.75, "fwd+bwd": 0.6},
+        bars={"fwd": 0.6, "fwd+bwd": 0.45},
         flops=6 * K * V + 4 * 16 * (K + V),
         numbers=4 * K + 2 * V,
     )
@@ -255,7 +256,7 @@ def _cleaned_gated() -> Case:
         inputs=partial(inputs, extra=("beta", "eta")),
         peer=peers.Peer("needlework chunk_delta", lambda: gated.ours, ours=True),
         peer_inputs=only("q", "k", "v", "g", "beta"),
-        bars={"fwd+bwd": 1.3},
+        bars={"fwd+bwd": 1.25},
         flops=gated.flops + ccq.flops,
         numbers=gated.numbers,
     )

@@ -1,11 +1,15 @@
 """What a benchmark does with a call in a process of its own, so that a kernel that hangs or dies takes nothing along."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from threading import Timer
 
 import torch
 from draw import Call
@@ -34,20 +38,50 @@ def answer(acts: Mapping[str, Act]) -> None:
     raise SystemExit(0)
 
 
-def answers_of(script: Path, act: str, calls: list[Call], limits: Mapping[str, int]) -> Iterator[tuple[Call, dict, str | None]]:
-    """What a child of `script` finds of these calls and why that is not all, as far as it comes; that it dies or does not end, of the call at
-    which it does. limits: seconds of a call, by act."""
+def answers_of(
+    script: Path, act: str, calls: list[Call], limits: Mapping[str, int], until: float = math.inf
+) -> Iterator[tuple[Call, dict, str | None]]:
+    """What a child of `script` finds of these calls and why that is not all, each as soon as it is found, as far as it comes; that it dies or
+    does not end, of the call at which it does. limits: seconds of a call, by act. `until`: when the child is ended (time.monotonic), and
+    of the call that it had begun nothing is said."""
     # which configuration of a peer is fastest is found again by the process that times it, alone on the GPU
-    env = os.environ | {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0"}
+    env = os.environ | {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), "--act", act, *(json.dumps(call._asdict()) for call in calls)]
-    limit = limits[act] * len(calls)
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+    ):
+        try:
+            for call in calls:
+                limit = min(limits[act], until - time.monotonic())
+                answer, late = _next(child, limit)
+                if answer is None and late and limit < limits[act]:
+                    return
+                if answer is None:
+                    errors.seek(0)
+                    ended = f"its process ended: {errors.read().strip()[-300:]}"
+                    yield call, {}, f"did not end in {limit} s" if late else ended
+                    return
+                yield call, answer["found"], answer["why"]
+                if answer["why"]:
+                    return
+        finally:
+            child.kill()
+
+
+def _next(child: subprocess.Popen, seconds: float) -> tuple[dict | None, bool]:
+    """Its next answer, None where it gives no more; whether it was ended because it gave none in so many seconds."""
+    assert child.stdout is not None
+    late: list[bool] = []
+
+    def end() -> None:
+        late.append(True)
+        child.kill()
+
+    timer = Timer(max(seconds, 0), end)
+    timer.start()
     try:
-        run = subprocess.run(command, env=env, timeout=limit, capture_output=True, text=True, check=False)
-        output, ended = run.stdout, f"its process ended: {run.stderr.strip()[-300:]}"
-    except subprocess.TimeoutExpired as late:
-        output, ended = (late.stdout or b"").decode(), f"did not end in {limit} s"
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"name"')]
-    for call, line in zip(calls, lines, strict=False):
-        yield call, line["found"], line["why"]
-    if len(lines) < len(calls) and not (lines and lines[-1]["why"]):
-        yield calls[len(lines)], {}, ended
+        lines = (json.loads(line) for line in child.stdout if line.startswith('{"name"'))
+        return next(lines, None), bool(late)
+    finally:
+        timer.cancel()

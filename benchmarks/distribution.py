@@ -7,10 +7,10 @@ from statistics import median
 
 import results
 from cells import bar_text, number
-from draw import RULES, TUNING
+from draw import RULES, TUNING, drawn
 
 ROOT = results.ROOT.parent / "grids"
-FIGURES = ("ms", "graph_ms", "peak_mib", "peer", "peer_ms", "peer_graph_ms", "peer_why", "error_over_budget", "why")
+FIGURES = ("ms", "graph_ms", "peak_mib", "peer", "peer_ms", "peer_graph_ms", "peer_why")
 BARS = {"median": 0.6, "90 %": 0.8, "worst": 1.0}
 WORST = 10
 PASSES = ("fwd", "fwd+bwd")
@@ -44,15 +44,20 @@ def found(rows: list[dict], way: str) -> list[float]:
 def by_rule(rows: list[dict]) -> list[str]:
     """A line for each rule and pass, and for all of them, with the bars."""
     heads = [f"{way}: {head}" for way in WAYS for head in BARS]
-    lines = [f"| rule | pass | calls | beside a peer | {' | '.join(heads)} |", "|" + " --- |" * (4 + len(heads))]
+    lines = [f"| rule | pass | calls | beside a peer | {' | '.join(heads)} | commit |", "|" + " --- |" * (5 + len(heads))]
     rules = [rule.name for rule in RULES if any(row["op"] == rule.name for row in rows)]
     for rule in (*rules, "all"):
         for name in PASSES:
             own = [row for row in rows if row["pass"] == name and rule in (row["op"], "all")]
             cells = [cell for way in WAYS for cell in _cells(found(own, way), rule == "all")]
             beside = len(found(own, "by launches"))
-            lines.append(f"| {rule} | {name} | {sum(row['ms'] is not None for row in own)} | {beside} | {' | '.join(cells)} |")
+            calls = sum(row["ms"] is not None for row in own)
+            lines.append(f"| {rule} | {name} | {calls} | {beside} | {' | '.join(cells)} | {distinct(own, 'commit')} |")
     return lines
+
+
+def distinct(rows: list[dict], name: str) -> str:
+    return ", ".join(sorted({str(row[name]) for row in rows}))
 
 
 def _cells(ratios: list[float], bars: bool) -> list[str]:
@@ -67,8 +72,8 @@ def worst(rows: list[dict]) -> list[str]:
     lines = [
         f"The {WORST} worst, by launches:",
         "",
-        "| call | B, T, H, HV, K, V | documents | from a state | dtype | pass | ms | peer, ms | ratio | in a graph |",
-        "|" + " --- |" * 10,
+        "| call | B, T, H, HV, K, V | documents | from a state | dtype | pass | ms | peer, ms | ratio | in a graph | commit |",
+        "|" + " --- |" * 11,
     ]
     compared = [row for row in rows if ratio(row, "by launches") is not None]
     for row in sorted(compared, key=lambda row: -(ratio(row, "by launches") or 0))[:WORST]:
@@ -76,7 +81,7 @@ def worst(rows: list[dict]) -> list[str]:
         sizes = ", ".join(f"{shape[axis]:,}" for axis in ("B", "T", "H", "HV", "K", "V"))
         facts = (shape["documents"] or "", "yes" if shape["state"] else "", row["dtype"], row["pass"])
         times = (number(row["ms"], 3), number(row["peer_ms"], 3), *(number(ratio(row, way), 2) for way in WAYS))
-        lines.append(f"| {name_of(row)} | {sizes} | {' | '.join(map(str, (*facts, *times)))} |")
+        lines.append(f"| {name_of(row)} | {sizes} | {' | '.join(map(str, (*facts, *times, row['commit'])))} |")
     return lines
 
 
@@ -89,13 +94,16 @@ def missing(rows: list[dict]) -> list[str]:
 
 
 def heading(rows: list[dict]) -> str:
-    distinct = lambda name: ", ".join(sorted({str(row[name]) for row in rows}))
+    """The device, and how much of the draw there is."""
     calls, wrong = (
         {name_of(row) for row in chosen} for chosen in (rows, [row for row in rows if (row["error_over_budget"] or 0) > 1])
     )
+    draws = {(row["seed"], row["calls"]) for row in rows}
+    whole, out = (sum(map(len, some)) for some in zip(*(drawn(seed, count=count) for seed, count in draws), strict=True))
     return (
-        f"{distinct('device')}, torch {distinct('torch')}, Triton {distinct('triton')}, commit {distinct('commit')}: "
-        f"{len(calls)} calls of seed {distinct('seed')}, {len(wrong)} over the error budget. Packed documents are timed by launches alone."
+        f"{distinct(rows, 'device')}, torch {distinct(rows, 'torch')}, Triton {distinct(rows, 'triton')}: {len(calls)} of the {whole} "
+        f"calls of seed {distinct(rows, 'seed')}, {len(wrong)} over the error budget. {out} calls that do not fit were drawn and replaced. "
+        "Packed documents are timed by launches alone."
     )
 
 

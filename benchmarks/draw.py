@@ -14,6 +14,7 @@ VALUES = (*KEYS, 320, 384, 512)
 TOKENS = (2048, 262144)  # of all rows together
 HEADS = (1, 64)  # that have values of their own, or queries in attention
 GROUPS = (1, 1, 1, 2, 4, 8)
+CONTENT = (32, 64, 128)  # tokens of CARVE's content chunk
 SHORTEST = 16  # tokens of a packed document
 CALLS = 40  # of a rule
 
@@ -29,7 +30,8 @@ OPERATIONS = 5e13  # of an attention's forward pass: a tenth of a second at the 
 class Rule(NamedTuple):
     """What a draw needs to know of a rule. `widest`: largest K and V of its kernels; `values`: whether it has values of a size of their own;
     `grouped`: whether value heads may share a key head; `state`: whether a call may start from one of fixed size;
-    `attends`: whether its work grows with the square of a document; `channel`: bytes of a forward and backward pass for a token and channel."""
+    `attends`: whether its work grows with the square of a document; `content`: whether it has content chunks; `channel`: bytes of a forward
+    and backward pass for a token and channel."""
 
     name: str
     widest: tuple[int, int]
@@ -37,6 +39,7 @@ class Rule(NamedTuple):
     grouped: bool = True
     state: bool = True
     attends: bool = False
+    content: bool = False
     channel: int = 48
 
 
@@ -49,18 +52,21 @@ RULES = (
     Rule("gdn2", (256, 512), channel=72),
     Rule("given", (256, 512), channel=72),
     Rule("carve-gates-given", (256, 512), channel=64),
-    Rule("carve", (256, 512), grouped=False, channel=72),
+    Rule("carve", (256, 512), grouped=False, content=True, channel=72),
     Rule("ccq", (256, 256), values=False),
     Rule("mamba3", (256, 512)),
     Rule("lucid", (256, 256), grouped=False, state=False, attends=True),
     Rule("lucid/attention", (256, 256), state=False, attends=True),
     Rule("polar", (256, 256), state=False, attends=True),
+    Rule("path", (128, 128), state=False, attends=True, channel=64),
+    Rule("path/fox", (128, 128), state=False, attends=True, channel=64),
+    Rule("path/lucid", (128, 128), grouped=False, state=False, attends=True, channel=72),
 )
 
 
 class Call(NamedTuple):
     """B rows of T tokens, or B = 1 with packed `documents` of so many tokens each. H: heads of keys (key-value heads in attention); HV: of values
-    (of queries in attention). `state`: it starts from one."""
+    (of queries in attention). `state`: it starts from one. `content`: tokens of a content chunk, 0 of rules that have none."""
 
     rule: str
     seed: int
@@ -74,6 +80,7 @@ class Call(NamedTuple):
     dtype: str
     documents: tuple[int, ...] = ()
     state: bool = False
+    content: int = 0
 
     @classmethod
     def of(cls, facts: dict) -> "Call":
@@ -89,7 +96,7 @@ class Call(NamedTuple):
     def shape(self) -> dict[str, int]:
         """What a row of results says of it."""
         sizes = {name: getattr(self, name) for name in ("B", "T", "H", "HV", "K", "V")}
-        return sizes | {"documents": len(self.documents), "state": int(self.state)}
+        return sizes | {"documents": len(self.documents), "state": int(self.state), "content": self.content}
 
     @property
     def name(self) -> str:
@@ -143,7 +150,7 @@ def draw(
 
 
 def drawn(seed: int, rules: tuple[Rule, ...] = RULES, count: int = CALLS) -> tuple[list[Call], dict[Call, str]]:
-    """Of every rule in turn, so that a run that is cut short covers them all."""
+    """Of every rule in turn. A rule's calls are in random order, so that as many as a run comes to are a sample of them all."""
     each = [draw(rule, seed, count) for rule in rules]
     return [call for calls in zip(*(calls for calls, _ in each), strict=True) for call in calls], {
         call: reason for _, left_out in each for call, reason in left_out.items()
@@ -166,12 +173,14 @@ def _round(
     totals = _strata(tokens[0], tokens[1], count, random)
     wide = _strata(heads[0], heads[1] + 1, count, random)
     rows = _strata(1, 65, count, random)
+    contents = _deck(list(CONTENT), count, random) if rule.content else [0] * count
     for i in range(count):
         G = min(groups[i], heads[1])
         HV = max(G, int(wide[i]) // G * G)
         B, T, documents = _layout(layouts[i], int(totals[i]), int(rows[i]), tokens[0], random)
         values = K[i] if same[i] or not rule.values else V[i]
-        yield Call(rule.name, seed, first + i, B, T, HV // G, HV, K[i], values, dtypes[i], documents, states[i])
+        sizes = HV // G, HV, K[i], values
+        yield Call(rule.name, seed, first + i, B, T, *sizes, dtypes[i], documents, states[i], contents[i])
 
 
 def _layout(layout: str, total: int, rows: int, least: int, random: Random) -> tuple[int, int, tuple[int, ...]]:

@@ -7,27 +7,38 @@ from typing import Any, NamedTuple
 
 import peers
 import torch
-from attention_cases import expanded, lucid_attention, lucid_inputs, polar_inputs, unit_keys
-from cases import Case, carve_inputs, draws, inputs, mamba3_inputs, only, spec_of, without_content
+from attention_cases import (
+    expanded,
+    forgetting_inputs,
+    lucid_attention,
+    lucid_inputs,
+    lucid_path_inputs,
+    path_inputs,
+    polar_inputs,
+    unit_keys,
+    wide_transitions,
+)
+from cases import Case, carve_inputs, draws, inputs, mamba3_inputs, only, spec_of, with_heads, without_content
 from draw import Call, operations
 from torch import Tensor
 
 from needlework.ops.api import OpSpec
+from needlework.ops.runtime.launch_configs import rows
 from needlework.testing.compare import leaves, like, whole
 
 BEFORE = 100  # tokens that a call with an initial state comes after: inside a chunk, and inside a content chunk
 START = "initial_state"
 # whose peer reads a group's key head by itself; for the others it gets a head for every value head
-READ_GROUPS = (peers.GATED, peers.KDA)
+READ_GROUPS = (peers.GATED, peers.KDA, peers.PATH)
 SOLVED = 1e12  # operations of a solve that its peer, a hundred times slower, is given
 
 
 class Parts(NamedTuple):
-    """A rule of the draw: the launch table that its kernels read, its spec, its inputs by a generator and B, T, H, K, V, HV, its peer and what
-    that reads of the inputs."""
+    """A rule of the draw: the launch table that its kernels read (`engine_of`), a call's spec, its inputs by a generator and B, T, H, K, V, HV,
+    its peer and what that reads of the inputs."""
 
     engine: str
-    spec: Callable[[], OpSpec]
+    spec: Callable[[Call], OpSpec]
     inputs: Callable[..., dict[str, Tensor]]
     peer: peers.Peer | None = None
     peer_inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
@@ -63,8 +74,8 @@ def _named(x: dict[str, Tensor]) -> dict[str, Tensor]:
     return only("q", "k", "v", "g")(x) | {"b": x["erase"].to(x["q"]), "w": x["write"].to(x["q"])}
 
 
-SCALAR, CHANNEL = "delta/scalar", "delta/channel"
-_delta = lambda name: partial(spec_of, name)
+SCALAR, CHANNEL, SHARED = "delta/scalar", "delta/channel", "delta/additive"
+_delta = lambda name: lambda call: spec_of(name)
 _scalar = only("q", "k", "v", "g", "beta")
 PARTS = {
     "gated": Parts(SCALAR, _delta("delta/gated"), partial(inputs, extra=("beta",)), peers.GATED, _scalar),
@@ -79,7 +90,7 @@ PARTS = {
     ),
     "carve": Parts(
         CHANNEL,
-        partial(spec_of, "carve", content_chunk=128),
+        lambda call: spec_of("carve", content_chunk=call.content),
         lambda generator, *sizes, HV: carve_inputs(generator, *sizes),
         peers.KDA,
         without_content,
@@ -89,13 +100,15 @@ PARTS = {
         "mamba3/siso",
         _delta("mamba3"),
         lambda generator, B, T, H, K, V, HV: mamba3_inputs(generator, B, T, HV, K, V, groups=H),
+        peers.SIMPLE_GLA,
+        with_heads,
     ),
     "lucid": Parts(
         "lucid/solve", _delta("lucid"), lambda generator, *sizes, HV: lucid_inputs(generator, *sizes), peers.SOLVE, unit_keys
     ),
     "lucid/attention": Parts(
         "lucid/solve",
-        lucid_attention,
+        lambda call: lucid_attention(),
         lambda generator, *sizes, HV: lucid_inputs(generator, *sizes, queries=HV),
         peers.CUDNN,
         expanded,
@@ -107,7 +120,32 @@ PARTS = {
         peers.CUDNN,
         expanded,
     ),
+    "path": Parts(
+        "path/engine",
+        _delta("path"),
+        lambda generator, *sizes, HV: path_inputs(generator, *sizes, queries=HV),
+        peers.PATH,
+        wide_transitions,
+    ),
+    "path/fox": Parts(
+        "path/engine",
+        _delta("path/fox"),
+        lambda generator, *sizes, HV: forgetting_inputs(generator, *sizes, queries=HV),
+        peers.PATH,
+        wide_transitions,
+    ),
+    "path/lucid": Parts(
+        "path/engine", _delta("path/lucid"), lambda generator, *sizes, HV: lucid_path_inputs(generator, *sizes)
+    ),
 }
+
+
+def engine_of(call: Call, arch: tuple[int, int]) -> str:
+    """The launch table that a call's kernels read on a GPU of this compute capability. An additive rule whose heads share keys has an engine
+    of its own, where one of its configs fits."""
+    facts = arch, call.dtype, call.K, call.V
+    shared = call.rule == "additive" and call.H < call.HV and any(row.misfit(*facts) is None for row in rows(SHARED))
+    return SHARED if shared else PARTS[call.rule].engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +173,7 @@ class Drawn(Case):
 def case_of(call: Call, device: torch.device | str) -> Drawn:
     """The call on this device; its initial state is that after BEFORE tokens, float32."""
     parts = PARTS[call.rule]
-    spec, dtype = parts.spec(), getattr(torch, call.dtype)
+    spec, dtype = parts.spec(call), getattr(torch, call.dtype)
     made = partial(parts.inputs, HV=call.HV)
     ends = call.packed()
     cu_seqlens = None if ends is None else torch.tensor(ends, device=device)

@@ -1,20 +1,25 @@
 """Time drawn calls (`draw.py`) beside their peers on this GPU, and say how the ratios are distributed.
 
-    python benchmarks/grid.py --seed 101 --minutes 25 [--rules gated polar] [--calls 40] [--out FILE]
+    python benchmarks/grid.py --seed 101 --minutes 25 [--rules gated polar] [--calls 40] [--out FILE] [--dry]
     python benchmarks/grid.py --report FILE
 
-Rules take turns, so a run that is cut short has covered all of them; a later one with the same seed, commit and FILE goes on where that
-one stopped. Each call is first judged against float64 at 136 tokens, in processes side by side that also compile its kernels and its
-peer's. What is over its budget is not timed. A call is timed forward and forward + backward, by launches and, unless documents are packed, replayed
-from a CUDA graph.
-What does not fit, fails or is wrong has a row that says why. Rows are written one by one.
+Rules take turns, so a run that is cut short has covered all of them; a later one with the same seed, calls, commit and FILE goes on where
+that one stopped. Each call is first judged against float64 at 136 tokens, in processes side by side that also compile its kernels and its
+peer's; no more calls than there is time to time. What is over its budget is not timed. A call is timed forward and forward + backward, by
+launches and, unless documents are packed, replayed from a CUDA graph. A peer that tunes itself does so before, alone on the GPU.
+What fails or is wrong has a row that says why. Rows are written one by one. --dry says what is left, and what it takes by the seconds of
+the rows in FILE, and times nothing.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from statistics import mean
 
 import torch
 
@@ -35,8 +40,10 @@ from needlework.testing.verdict import DRAWS
 SCRIPT = Path(__file__)
 DEVICE = "cuda"
 JUDGED = {"T": 136, "documents": (1, 30, 35, 70)}
-SIDE_BY_SIDE = 7
-PREPARED = 5 * 2**30  # bytes that a call may take beside others
+SIDE_BY_SIDE = min(
+    14, max(1, cores() - 2)
+)  # a peer's kernels compile one after another: a process for each core but the parent's
+PREPARED = 2 * 2**30  # bytes that a call may take beside others, and its peer as many
 PASSES = ("fwd", "fwd+bwd")
 
 
@@ -79,8 +86,25 @@ def beside(case: Drawn, x: dict[str, torch.Tensor]) -> tuple[dict, str]:
         return {}, why(error)
 
 
+def tuned_with(benchmark: Callable[..., list[float]]) -> None:
+    """How Triton's autotuner, which peers have, times a configuration."""
+    from triton.runtime import driver
+
+    driver.active.get_benchmarker = lambda: benchmark
+
+
+def once(call: Callable[[], object], quantiles: tuple[float, ...]) -> list[float]:
+    """Compiles the configuration and says nothing of it."""
+    call()
+    return [0.0 for _ in quantiles]
+
+
 def prepare(call: Call, found: dict) -> None:
     """Judged, and compiled with its peer."""
+    from needlework.ops.runtime.precompile import compile_in
+
+    compile_in(max(1, cores() // SIDE_BY_SIDE))
+    tuned_with(once)
     found["error_over_budget"], found["tensor"] = judge(call)
     torch.cuda.empty_cache()
     if found["error_over_budget"] <= 1:
@@ -92,6 +116,9 @@ def prepare(call: Call, found: dict) -> None:
 
 def timed(call: Call, found: dict) -> None:
     """The figures of each pass. What may leave the process unusable comes last: a peer that fails, then captures."""
+    from triton.testing import do_bench
+
+    tuned_with(partial(do_bench, warmup=5, rep=25))  # a peer has up to hundreds of configurations: by default 125 ms each
     case = case_of(call, DEVICE)
     x = case.drawn(DEVICE)
     mine = passes(case.ours, x)
@@ -111,20 +138,24 @@ def timed(call: Call, found: dict) -> None:
 
 
 ACTS = {"prepare": prepare, "time": timed}
-LIMITS = {"prepare": 300, "time": 100}  # seconds that a call is given
+LIMITS = {"prepare": 400, "time": 100}  # seconds that a call is given
+PREPARING = 0.6  # of a round's time; what is not prepared then waits for the next run, which finds what was compiled
+GUESSED = {"prepare": 100.0, "time": 15.0}  # seconds that a call takes, of rules that the file has no rows of
 
 
 class Run:
     """Rows of one run: what they share, and where they go."""
 
-    def __init__(self, file: Path | None, of: str):
+    def __init__(self, file: Path | None, of: str, calls: int):
         import triton
 
-        device = torch.cuda.get_device_name()
-        self.common = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "commit": of}
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+        versions = {"torch": torch.__version__, "triton": triton.__version__}
+        self.common = {"device": device, **versions, "commit": of, "calls": calls}
         self.file = file or results.path(device, distribution.ROOT)
+        self.before = results.read(self.file)
 
-    def put(self, call: Call, found: dict, reason: str | None, error: float | None = None) -> None:
+    def put(self, call: Call, found: dict, reason: str | None) -> None:
         """A row of each pass."""
         about = {
             "op": call.rule,
@@ -134,34 +165,83 @@ class Run:
             "seed": call.seed,
             "index": call.index,
         }
+        shared = {name: found.get(name) for name in ("error_over_budget", "prepare_s", "time_s")}
         for name in PASSES:
-            figures = dict.fromkeys(distribution.FIGURES) | found.get(name, {}) | {"why": reason, "error_over_budget": error}
+            figures = dict.fromkeys(distribution.FIGURES) | found.get(name, {}) | {"why": reason} | shared
             row = about | {"pass": name} | figures | self.common
             results.put(self.file, row)
             ratios = {way: distribution.ratio(row, way) for way in distribution.WAYS}
             say(f"{call.name} {name}: {reason or ''} {row['ms']} ms, ratios {ratios} {row['peer_why'] or ''}")
 
-    def finished(self) -> set[str]:
-        """Names of calls that this commit has rows of."""
-        same = lambda row: all(row[name] == self.common[name] for name in ("device", "commit"))
-        return {distribution.name_of(row) for row in results.read(self.file) if same(row)}
+    def left(self, calls: list[Call]) -> list[Call]:
+        """Those that this commit has no rows of."""
+        same = lambda row: all(row[name] == self.common[name] for name in ("device", "commit", "calls"))
+        finished = {distribution.name_of(row) for row in results.read(self.file) if same(row)}
+        return [call for call in calls if call.name not in finished]
 
-    def batch(self, calls: list[Call], until: float) -> None:
-        """Judged and compiled side by side, then timed alone."""
-        with ThreadPoolExecutor(len(calls)) as pool:
-            prepared = list(pool.map(lambda call: next(answers_of(SCRIPT, "prepare", [call], LIMITS)), calls))
-        right = {}
+    def seconds(self, act: str, rule: str) -> float:
+        """What a call of the rule takes, by the rows that the file had when the run began."""
+        known = [row[f"{act}_s"] for row in self.before if row["op"] == rule and row[f"{act}_s"] is not None]
+        return mean(known) if known else GUESSED[act]
+
+    def plan(self, calls: list[Call]) -> list[str]:
+        """What these calls take."""
+        sums = {act: sum(self.seconds(act, call.rule) for call in calls) / 60 for act in ACTS}
+        whole = sums["prepare"] / SIDE_BY_SIDE + sums["time"]
+        known = {row["op"] for row in self.before if row["time_s"] is not None}
+        lines = [
+            f"{rule.name}: {sum(call.rule == rule.name for call in calls)} calls, "
+            f"{self.seconds('prepare', rule.name):.0f} s to prepare and {self.seconds('time', rule.name):.0f} to time one"
+            f"{'' if rule.name in known else ', by guess'}"
+            for rule in RULES
+            if any(call.rule == rule.name for call in calls)
+        ]
+        return [
+            *lines,
+            f"{len(calls)} calls: {sums['prepare']:,.0f} minutes to prepare, by {SIDE_BY_SIDE} processes at once, and {sums['time']:,.0f} to time: "
+            f"{whole:,.0f} minutes of this GPU",
+        ]
+
+    def prepared(self, calls: list[Call], until: float) -> list[tuple[Call, dict, str | None]]:
+        """Judged and compiled side by side, in their order, as many as can be timed until then."""
+        timing = accumulate(self.seconds("time", call.rule) for call in calls)
+        now, skipped = time.monotonic(), list[Call]()
+        stop = now + PREPARING * (until - now)
+
+        def one(call: Call, timing: float) -> tuple[Call, dict, str | None] | None:
+            begun = time.monotonic()
+            if skipped or begun + self.seconds("prepare", call.rule) + timing > until:
+                skipped.append(call)
+                return None
+            answer = next(answers_of(SCRIPT, "prepare", [call], LIMITS, stop), None)
+            if answer is not None:
+                answer[1]["prepare_s"] = time.monotonic() - begun
+            return answer
+
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            found = [answer for answer in pool.map(one, calls, timing) if answer is not None]
+        crowded = [call for call, _, reason in found if "OutOfMemory" in (reason or "")]
+        alone = {call: answer for call in crowded for answer in answers_of(SCRIPT, "prepare", [call], LIMITS, until)}
+        return [alone.get(answer[0], answer) for answer in found]
+
+    def round(self, calls: list[Call], until: float) -> bool:
+        """Prepared, then timed alone; whether there was time for any."""
+        right: dict[Call, dict] = {}
+        prepared = self.prepared(calls, until)
         for call, found, reason in prepared:
             error = found.get("error_over_budget")
             if error is not None and not error <= 1:
-                self.put(call, {}, f"WRONG: the error of {found['tensor']} is {error:.2f} × its budget", error)
+                self.put(call, found, f"WRONG: the error of {found['tensor']} is {error:.2f} × its budget")
             elif reason:
-                self.put(call, {}, f"not prepared: {reason}", error)
+                self.put(call, found, f"not prepared: {reason}")
             else:
-                right[call] = error
+                right[call] = found
         while right and time.monotonic() < until:
-            for call, found, reason in answers_of(SCRIPT, "time", list(right), LIMITS):
-                self.put(call, found, reason, right.pop(call))
+            begun = time.monotonic()
+            for call, found, reason in answers_of(SCRIPT, "time", list(right), LIMITS, until):
+                self.put(call, right.pop(call) | found | {"time_s": time.monotonic() - begun}, reason)
+                begun = time.monotonic()
+        return bool(prepared)
 
 
 def main() -> int:
@@ -169,33 +249,32 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=REPORTING[0], help=f"launch configs were chosen on {TUNING}, reports are of {REPORTING}"
     )
-    parser.add_argument("--minutes", type=float, default=25.0, help="after which no batch is begun")
+    parser.add_argument("--minutes", type=float, default=25.0, help="after which the run ends")
     parser.add_argument("--rules", nargs="+", default=[rule.name for rule in RULES], choices=[rule.name for rule in RULES])
-    parser.add_argument("--calls", type=int, default=CALLS, help="of each rule")
+    parser.add_argument("--calls", type=int, default=CALLS, help="of each rule: another number is another draw")
     parser.add_argument("--out", type=Path, metavar="FILE", help="benchmarks/grids/<device>.json")
     parser.add_argument("--commit", default=commit(), help="what the rows are said to be of, where git cannot tell")
+    parser.add_argument("--dry", action="store_true", help="say what is left and what it takes")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print the distribution of its rows, and time nothing")
     options = parser.parse_args()
     if options.report:
         say("\n".join(distribution.section(results.read(options.report))))
         return 0
-    if not torch.cuda.is_available():
+    if not (options.dry or torch.cuda.is_available()):
         parser.error("no CUDA device here: kernels are timed on a GPU")
     rules = tuple(rule for rule in RULES if rule.name in options.rules)
+    run = Run(options.out, options.commit, options.calls)
     calls, left_out = drawn(options.seed, rules, options.calls)
     begun = time.monotonic()
+    left = run.left(calls)
+    say("\n".join(run.plan(left)))
+    if options.dry:
+        say("\n".join(f"{call.name} {call.shape}: left out, it {reason}" for call, reason in left_out.items()))
+        return 0
     until = begun + 60 * options.minutes
-    run = Run(options.out, options.commit)
-    finished = run.finished()
-    for call, reason in left_out.items():
-        if call.name not in finished:
-            run.put(call, {}, reason)
-    todo = [call for call in calls if call.name not in finished]
-    size = min(SIDE_BY_SIDE, max(1, cores() // 2))
-    while todo and time.monotonic() < until:
-        run.batch(todo[:size], until)
-        todo = todo[size:]
-        say(f"[{time.monotonic() - begun:.0f} s] {len(todo)} calls are left")
+    while left and run.round(left, until):
+        left = run.left(left)
+        say(f"[{time.monotonic() - begun:.0f} s] {len(left)} calls are left")
     rows = [row for row in results.read(run.file) if row["seed"] == options.seed]
     say("\n".join(distribution.section(rows)))
     return 0

@@ -44,7 +44,7 @@ def _comba() -> Callable[..., Tensor]:
 
 def _path() -> Callable[..., Tensor]:
     call = _fla("fla.ops.path_attn.parallel_path_attn")
-    return lambda q, k, v, beta, w: call(q, k, v, w, beta)[0]
+    return lambda q, k, v, beta, w, **more: call(q, k, v, w, beta, **more)[0]
 
 
 def _curvature() -> Callable[..., Tensor]:

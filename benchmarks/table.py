@@ -12,9 +12,23 @@ TRAINING = results.ROOT.parent / "training"
 SERVING = results.ROOT.parent / "serving"
 SHARES = ("step", "share")
 ORDER = ("gated", "qdelta", "kda", "carve-gates-given", "carve", "ccq", "ccq+gated", "mamba2", "mamba3",
-         "lucid", "lucid/clustered", "lucid/attention", "polar", "polar/decode", "path", "path/lucid",
+         "lucid", "lucid/clustered", "lucid/attention", "polar", "polar/cudnn", "polar/decode", "path", "path/lucid",
          "paged/softmax", "paged/differential")  # fmt: skip
 SIZES = ("60m", "125m", "1.3b")
+# bars of training that a row does not hold, because they are of other rows: which part of the tokens/s at the shorter rows the longer ones keep
+SHORTER, LONGER = 2048, 65_536
+FIXED = (
+    "gla",
+    "gated-deltanet",
+    "kda",
+    "qdelta",
+    "qdelta-transposed",
+    "carve-blind",
+    "ccq-gla",
+    "ccq-gated-deltanet",
+    "ccq-qdelta",
+)
+KEPT = dict.fromkeys(FIXED, 0.9) | {"carve": 0.7}
 # bars of serving that a row does not hold, because they are of other rows or of what the row holds itself
 LONG = 16_384, 0.7  # tokens of context, of what a step's bytes allow
 HTTP = 0.9  # of the step alone
@@ -32,42 +46,46 @@ def verdict(row: dict) -> str:
 
 def by_sequence(rows: list[dict]) -> list[str]:
     lines = [
-        "| op | B, T, H, K, V | pass | ms | peer, ms | ratio | bar | ratio in a graph | MiB | peer, MiB | floor, ms | error ÷ budget |",
-        "|" + " --- |" * 12,
+        "| op | B, T, H, K, V | pass | ms | peer, ms | ratio | bar | ratio in a graph | MiB | peer, MiB | floor, ms | error ÷ budget | commit |",
+        "|" + " --- |" * 13,
     ]
     for r in rows:
         shape = ", ".join(f"{size:,}" for size in r["shape"].values())
         graphs = r["graph_ms"] / r["peer_graph_ms"] if r.get("peer_graph_ms") else None
         figures = (number(r["ms"], 3), number(r["peer_ms"], 3), number(r["ratio"], 2 if (r["ratio"] or 1) >= 0.1 else 3), verdict(r), number(graphs, 2), number(r["peak_mib"], 0),
-                   number(r["peer_peak_mib"], 0), number(r["floor_ms"], 3), number(r["error_over_budget"], 2))  # fmt: skip
+                   number(r["peer_peak_mib"], 0), number(r["floor_ms"], 3), number(r["error_over_budget"], 2), r["commit"])  # fmt: skip
         lines.append(f"| {r['op']} | {shape} | {r['pass']} | {' | '.join(figures)} |")
     return lines
 
 
 def by_token(rows: list[dict]) -> list[str]:
     lines = [
-        "| one token, in place | B, H, K, V, state | µs | of the copy bandwidth | bar | error ÷ budget |",
-        "|" + " --- |" * 6,
+        "| one token, in place | B, H, K, V, state | µs | of the copy bandwidth | bar | error ÷ budget | commit |",
+        "|" + " --- |" * 7,
     ]
     for r in rows:
         shape = ", ".join(str(r["shape"][axis]) for axis in "BHKV")
         share = f"{100 * r['ratio']:.0f} %"
         error = number(r["error_over_budget"], 2)
-        lines.append(f"| {r['op']} | {shape}, {r['dtype']} | {1e3 * r['ms']:.0f} | {share} | {verdict(r)} | {error} |")
+        figures = f"{1e3 * r['ms']:.0f}", share, verdict(r), error, r["commit"]
+        lines.append(f"| {r['op']} | {shape}, {r['dtype']} | {' | '.join(figures)} |")
     return lines
 
 
 def by_share(rows: list[dict]) -> list[str]:
-    lines = ["| op | B, T, H, K, V | ms | of the run's | share | bar | error ÷ budget |", "|" + " --- |" * 7]
+    lines = ["| op | B, T, H, K, V | ms | of the run's | share | bar | error ÷ budget | commit |", "|" + " --- |" * 8]
     for r in rows:
         shape = ", ".join(f"{size:,}" for size in r["shape"].values())
-        figures = (number(r["ms"], 3), r["peer"], f"{100 * r['ratio']:.0f} %", verdict(r), number(r["error_over_budget"], 2))
+        share, error = f"{100 * r['ratio']:.0f} %", number(r["error_over_budget"], 2)
+        figures = number(r["ms"], 3), r["peer"], share, verdict(r), error, r["commit"]
         lines.append(f"| {r['op']} | {shape} | {' | '.join(figures)} |")
     return lines
 
 
 def first_calls(rows: list[dict]) -> list[str]:
-    listed = ", ".join(f"{r['op']} {r['ms'] / 1e3:.1f} s{'' if r['ms'] <= r['bar'] else ' (NOT met)'}" for r in rows)
+    listed = ", ".join(
+        f"{r['op']} {r['ms'] / 1e3:.1f} s{'' if r['ms'] <= r['bar'] else ' (NOT met)'} at {r['commit']}" for r in rows
+    )
     return [f"First forward and backward with an empty Triton cache, bar {rows[0]['bar'] / 1e3:.0f} s: {listed}."]
 
 
@@ -75,20 +93,30 @@ def heading(rows: list[dict]) -> str:
     distinct = lambda name: ", ".join(sorted({r[name] for r in rows}))
     return (
         f"{distinct('device')}, torch {distinct('torch')}, Triton {distinct('triton')}, bfloat16, medians; "
-        f"each row of the commit that its file names ({distinct('commit')})."
+        "each row names the commit that was measured."
     )
 
 
 def training(rows: list[dict]) -> list[str]:
     """Whole training steps of one device, by size and mixer, the shortest rows first."""
-    lines = [heading(rows), "", "| mixer | parameters | B, T | ms | tokens/s | MFU | bar | MiB |", "|" + " --- |" * 8]
+    heads = f"| mixer | parameters | B, T | ms | tokens/s | MFU | bar | of {SHORTER:,}'s tokens/s | bar | MiB | commit |"
+    lines = [heading(rows), "", heads, "|" + " --- |" * 11]
+    speeds = {run_of(r): r["tokens_per_second"] for r in rows if r["shape"]["T"] == SHORTER}
     for r in sorted(rows, key=lambda r: (SIZES.index(r["size"]), r["op"], r["impl"], r["shape"]["T"])):
         name = r["op"] if r["impl"] == "needlework" else f"{r['op']} ({r['impl']}'s layer)"
         bar = "" if r["bar"] is None else bar_text(r["bar"], r["mfu"] >= r["bar"])
+        kept = r["tokens_per_second"] / speeds[run_of(r)] if r["shape"]["T"] == LONGER and run_of(r) in speeds else None
+        wanted = KEPT.get(r["op"]) if kept is not None and r["impl"] == "needlework" else None
+        long = "" if wanted is None else bar_text(wanted, kept >= wanted)
         figures = (f"{r['parameters'] / 1e6:,.0f}M", f"{r['shape']['B']}, {r['shape']['T']:,}", number(r["ms"], 0), number(r["tokens_per_second"], 0),
-                   f"{r['mfu']:.1%}", bar, number(r["peak_mib"], 0))  # fmt: skip
+                   f"{r['mfu']:.1%}", bar, "" if kept is None else f"{kept:.0%}", long, number(r["peak_mib"], 0), r["commit"])  # fmt: skip
         lines.append(f"| {name} | {' | '.join(figures)} |")
     return lines
+
+
+def run_of(row: dict) -> tuple[str, str, str]:
+    """What rows of several lengths share."""
+    return row["op"], row["impl"], row["size"]
 
 
 def serving(rows: list[dict]) -> list[str]:

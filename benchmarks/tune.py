@@ -3,11 +3,15 @@
     python benchmarks/tune.py --only gated/A [--seconds 90] [--write]
     python benchmarks/tune.py --drawn gated kda [--seconds 300] [--write]
 
-With --drawn a row is tuned on several drawn calls that pick it (`draw.py`, the seeds in TUNING): what counts is the geometric mean of their
-times. `held_out.py` says how near to the best such a row is at shapes that were not timed. One constant of a kernel after another, each over its neighbours, forward + backward of the whole op, until none gains 1 % or the
-time is over: the tables are what the library launches with, so nothing is tuned when it is used. What is faster is taken if it is so
-twice and the doctor finds it right: outputs and gradients by the error budget, short, long and packed, the same in two runs. A
-candidate that does not compile is dropped with its reason. Without --write what would change is printed and nothing changes.
+A row is picked by the GPU, the dtype, K and V. Rows, tokens and heads are not in the table: they decide how many programs a kernel launches, so
+a row that was timed at some of them is used at all. With --drawn it is tuned on several drawn calls that pick it (`draw.py`, the seeds
+in TUNING), by the geometric mean of their times. A row without "measured" was not tuned so: its "why" names what it was chosen by.
+`held_out.py` measures how far from the best rows are at shapes that were not timed.
+
+One constant of a kernel after another, each over its neighbours, forward + backward of the whole op, until none gains 1 % or the time is
+over. What is faster is taken if it is so twice and the doctor finds it right: outputs and gradients by the error budget, short, long and
+packed, the same in two runs. A candidate that does not compile is dropped with its reason. Without --write what would change is printed
+and nothing changes.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """The file of results adds up over runs, and the tables of docs/performance.md say what it holds."""
 
+from needlework.recipes import comparison
+
 
 def row(op="kda", passes="fwd", **changed):
     shape = {"B": 8, "T": 4096, "H": 16, "K": 128, "V": 128}
@@ -39,7 +41,7 @@ def test_a_share_of_a_ceiling_has_a_table_of_its_own(bench):
 def test_the_names_that_rows_are_asked_for_by_select_them(bench):
     keys = [case.key for case in bench("attention_cases").CASES] + [step.key for step in bench("steps").steps()]
     chosen = [key for key in keys if key.startswith(("lucid/", "polar/"))]
-    assert len(chosen) == 13 and {key.split("/")[0] for key in chosen} == {"lucid", "polar"}
+    assert len(chosen) == 15 and {key.split("/")[0] for key in chosen} == {"lucid", "polar"}
 
 
 def test_the_tables_of_the_page_of_performance_are_made_from_the_files(bench):
@@ -54,11 +56,44 @@ def test_the_tables_of_the_page_of_performance_are_made_from_the_files(bench):
 def test_the_table_of_training_says_which_bars_are_met(bench):
     step = {"parameters": 125_000_000, "tokens_per_second": 4e5, "mfu": 0.36, "size": "125m", "shape": {"B": 64, "T": 2048}}
     slow = row("carve", **step | {"mfu": 0.29}, bar=0.3)
-    far = row("carve", **step | {"shape": {"B": 2, "T": 65536}, "mfu": 0.1}, bar=None)
-    given = [row("qdelta", **step, bar=0.35), far, slow]
+    long = step | {"shape": {"B": 2, "T": 65536}, "mfu": 0.1}
+    far = [
+        row(op, **long | {"tokens_per_second": n}, bar=None) for op, n in (("carve", 2.7e5), ("qdelta", 3.6e5), ("kda", 4e5))
+    ]
+    given = [row("qdelta", **step, bar=0.35), *far, slow]
     text = bench("table").training([r | {"impl": "needlework"} for r in given])
-    assert "| carve | 125M | 64, 2,048 |" in text[-3] and "29.0% | 0.3 NOT met |" in text[-3]
-    assert "| 2, 65,536 |" in text[-2] and "10.0% |  |" in text[-2] and "36.0% | 0.35 met |" in text[-1]
+    line = lambda op, T: next(line for line in text if line.startswith(f"| {op} |") and f", {T:,} |" in line)
+    assert "29.0% | 0.3 NOT met |  |  |" in line("carve", 2048) and "36.0% | 0.35 met |" in line("qdelta", 2048)
+    assert "10.0% |  | 68% | 0.7 NOT met |" in line("carve", 65536) and "| 90% | 0.9 met |" in line("qdelta", 65536)
+    assert "10.0% |  |  |  |" in line("kda", 65536)  # no shorter row to compare it with
+
+
+def test_every_row_names_the_commit_that_was_measured(bench):
+    table, results = bench("table"), bench("results")
+    for root, made in ((results.ROOT, table.section), (table.TRAINING, table.training)):
+        for path in root.glob("*.json"):
+            rows = results.read(path)
+            lines = [line for line in made(rows) if line.startswith("| ") and "---" not in line and "| commit |" not in line]
+            commits = {r["commit"] for r in rows}
+            assert lines and all(line.rsplit(" | ", 1)[1].removesuffix(" |") in commits for line in lines)
+
+
+def test_every_long_bar_is_of_a_mixer_whose_state_is_fixed(bench):
+    table, fixed = bench("table"), []
+    for name in comparison.MIXERS:
+        if all(mixer["kind"] == "recurrent" for mixer in comparison.model(name).mixers.values()):
+            fixed.append(name)
+    assert set(fixed) == set(table.KEPT)
+
+
+def test_rows_hold_the_bars_that_their_cases_have_now(bench):
+    """A row that was measured under an older bar is held against the present one."""
+    cases, results = bench("cases").CASES + bench("attention_cases").CASES, bench("results")
+    bars = {(case.op, tuple(case.shape.values())): case.bars for case in cases}
+    for path in results.ROOT.glob("*.json"):
+        for r in results.read(path):
+            if r["pass"] in ("fwd", "fwd+bwd"):
+                assert r["bar"] == bars[r["op"], tuple(r["shape"].values())].get(r["pass"]), r
 
 
 def test_every_case_has_a_key_of_its_own_and_a_floor(bench):

@@ -1,11 +1,11 @@
 """Drawn calls: the draw covers what it says, every call is one that its op takes, and the report says what the rows hold."""
 
 import json
-import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +36,7 @@ def test_a_draw_is_that_of_its_seed_and_covers_the_ranges(bench):
         assert {call.dtype for call in calls} == {"bfloat16", "float16"}
         assert {call.HV // call.H for call in every} == ({1, 2, 4, 8} if rule.grouped else {1})
         assert {call.state for call in calls} == ({False, True} if rule.state else {False})
+        assert {call.content for call in calls} == ({32, 64, 128} if rule.content else {0})
         packed, rows = ([call for call in calls if bool(call.documents) is kind] for kind in (True, False))
         assert len(packed) >= 10 and {call.B for call in packed} == {1}
         assert all(sum(call.documents) == call.T == call.packed()[-1] for call in packed)
@@ -71,7 +72,26 @@ def test_every_drawn_size_has_a_launch_config_on_every_gpu(bench, target):
     for rule in draw.RULES:
         for call in draw.draw(rule, 101)[0]:
             facts = TARGETS[target].arch, call.dtype, call.K, call.V
-            assert any(row.misfit(*facts) is None for row in rows(drawn.PARTS[rule.name].engine)), (call, target)
+            engine = drawn.engine_of(call, TARGETS[target].arch)
+            assert any(row.misfit(*facts) is None for row in rows(engine)), (call, target)
+
+
+def test_an_additive_rule_whose_heads_share_keys_is_of_an_engine_of_its_own(bench):
+    """Where that has a launch config, which it has not for float16 and K past 128."""
+    draw, drawn = bench("draw"), bench("drawn")
+    call = draw.Call("additive", 1, 0, B=1, T=64, H=1, HV=4, K=128, V=64, dtype="bfloat16")
+    assert drawn.engine_of(call, (9, 0)) == "delta/additive"
+    for other in ({"H": 4}, {"K": 160}, {"dtype": "float16"}, {"rule": "gated"}):
+        assert drawn.engine_of(call._replace(**other), (9, 0)) == "delta/scalar", other
+
+
+def test_mamba3s_peer_has_a_query_and_a_key_for_each_head(bench):
+    """Of two groups of two heads each, with that head's bias."""
+    cases = bench("cases")
+    x = cases.mamba3_inputs(torch.Generator().manual_seed(0), 1, 5, 4, 8, 8, groups=2)
+    theirs = cases.with_heads(x)
+    assert theirs["q"].shape == (1, 5, 4, 8)
+    torch.testing.assert_close(theirs["k"][:, :, 3], x["k"][:, :, 1] + x["k_bias"][3])
 
 
 def accepted(bench, rule, count):
@@ -98,7 +118,7 @@ def accepted(bench, rule, count):
 
 
 RULES = ("gated", "qdelta", "additive", "gla", "kda", "gdn2", "given", "carve-gates-given", "carve", "ccq", "mamba3", "lucid",
-         "lucid/attention", "polar")  # fmt: skip
+         "lucid/attention", "polar", "path", "path/fox", "path/lucid")  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -113,7 +133,7 @@ def test_every_drawn_call_is_one_that_the_op_takes(bench, rule):
 
 
 def drawn_row(index, ratio, op="gated", **changed):
-    shape = {"B": 1, "T": 3000, "H": 4, "HV": 4, "K": 96, "V": 192, "documents": 0, "state": 0}
+    shape = {"B": 1, "T": 3000, "H": 4, "HV": 4, "K": 96, "V": 192, "documents": 0, "state": 0, "content": 0}
     times = {"ms": ratio, "peer_ms": 1.0, "graph_ms": ratio and 2 * ratio, "peer_graph_ms": 1.0, "peer_why": "", "why": None}
     about = {
         "seed": 101,
@@ -123,6 +143,7 @@ def drawn_row(index, ratio, op="gated", **changed):
         "torch": "2",
         "triton": "3",
         "commit": "abc",
+        "calls": 40,
     }
     return {"op": op, "shape": shape, "dtype": "float16", "pass": "fwd", **times, **about} | changed
 
@@ -135,13 +156,16 @@ def test_the_report_of_drawn_calls_says_how_their_ratios_are_distributed(bench):
     rows += [drawn_row(21, None, "polar", why="WRONG: dk", error_over_budget=3.0, peer_ms=None)]
     text = distribution.section(rows)
     line = lambda start: next(line for line in text if line.startswith(start))
-    assert line("| gated | fwd |") == "| gated | fwd | 20 | 20 | 0.53 | 0.90 | 1.00 | 1.05 | 1.80 | 2.00 |"
-    assert line("| polar | fwd |") == "| polar | fwd | 1 | 0 |  |  |  |  |  |  |"
+    assert line("| gated | fwd |") == "| gated | fwd | 20 | 20 | 0.53 | 0.90 | 1.00 | 1.05 | 1.80 | 2.00 | abc |"
+    assert line("| polar | fwd |") == "| polar | fwd | 1 | 0 |  |  |  |  |  |  | abc |"
     met = "0.53, 0.6 met | 0.90, 0.8 NOT met | 1.00, 1.0 met | 1.05, 0.6 NOT met | 1.80, 0.8 NOT met | 2.00, 1.0 NOT met"
-    assert line("| all | fwd |") == f"| all | fwd | 21 | 20 | {met} |"
+    assert line("| all | fwd |") == f"| all | fwd | 21 | 20 | {met} | abc |"
     named = [row.split(" | ")[0] for row in text if row.startswith("| gated/")]
     assert named == [f"| gated/101-{i}" for i in range(19, 9, -1)]
-    assert "22 calls of seed 101, 1 over the error budget" in text[0]
+    draw = bench("draw")
+    left_out = sum(len(draw.draw(rule, 101)[1]) for rule in draw.RULES)
+    whole = f"22 of the {40 * len(draw.RULES)} calls of seed 101, 1 over the error budget. {left_out} calls that do not fit"
+    assert whole in text[0]
     assert "- polar/101-21: WRONG: dk" in text and "- polar: its peer did not run for 1 calls: no head of 96" in text
 
 
@@ -157,27 +181,39 @@ def test_calls_that_plans_were_made_on_are_not_reported(bench, tmp_path):
     assert "gated fwd" in (tmp_path / "figures" / "grid-d-1.svg").read_text()
 
 
-def test_what_a_child_did_not_say_is_said_for_it(bench, monkeypatch):
-    """One that ends early names the call at which it did; one that gave its own reason is believed."""
+@pytest.fixture
+def heard(bench, tmp_path):
+    """What is made of a child that says these lines, one for each call that it is given, and then waits or ends with an error."""
     draw, children = bench("draw"), bench("children")
     calls = draw.draw(draw.RULES[0], 101, 3)[0]
-    says = lambda call, why=None: json.dumps({"name": call.name, "found": {"fwd": 1}, "why": why}) + "\n"
 
-    def heard(output, late=False):
-        def run(command, timeout, **_):
-            assert [draw.Call.of(json.loads(text)) for text in command[4:]] == calls and command[2:4] == ["--act", "time"]
-            if late:
-                raise subprocess.TimeoutExpired(command, timeout, output.encode())
-            return SimpleNamespace(stdout=output, stderr="Segmentation fault", returncode=1)
+    def says(call, why=None):
+        return json.dumps({"name": call.name, "found": {"fwd": 1}, "why": why})
 
-        monkeypatch.setattr(children.subprocess, "run", run)
-        return list(children.answers_of(Path("grid.py"), "time", calls, {"time": 100}))
+    def heard(*lines, waits=False, limit=60, **more):
+        script = tmp_path / "child.py"
+        end = "time.sleep(60)" if waits else "sys.exit('Segmentation fault')"
+        said = "".join(f"print({line!r}, flush=True)\n" for line in lines)
+        given = "assert sys.argv[1:3] == ['--act', 'time'] and len(sys.argv) == 6\n"
+        script.write_text(f"import sys, time\n{given}{said}{end}\n")
+        return list(children.answers_of(script, "time", calls, {"time": limit}, **more))
 
-    a, b, c = calls
-    assert heard("loading\n" + says(a) + says(b) + says(c)) == [(call, {"fwd": 1}, None) for call in calls]
-    assert heard(says(a) + says(b, "no memory")) == [(a, {"fwd": 1}, None), (b, {"fwd": 1}, "no memory")]
-    assert heard(says(a)) == [(a, {"fwd": 1}, None), (b, {}, "its process ended: Segmentation fault")]
-    assert heard("", late=True) == [(a, {}, "did not end in 300 s")]
+    return SimpleNamespace(calls=calls, says=says, of=heard)
+
+
+def test_what_a_child_did_not_say_is_said_for_it(heard):
+    """One that ends early names the call at which it did; one that gave its own reason is believed."""
+    (a, b, c), says = heard.calls, heard.says
+    every = [(call, {"fwd": 1}, None) for call in heard.calls]
+    assert heard.of("loading", says(a), says(b), says(c)) == every
+    assert heard.of(says(a), says(b, "no memory")) == [every[0], (b, {"fwd": 1}, "no memory")]
+    assert heard.of(says(a)) == [every[0], (b, {}, "its process ended: Segmentation fault")]
+
+
+def test_a_child_that_waits_is_ended_at_its_limit_and_nothing_is_said_of_a_call_that_the_run_has_no_time_for(heard):
+    a, b, _ = heard.calls
+    assert heard.of(heard.says(a), waits=True, limit=3) == [(a, {"fwd": 1}, None), (b, {}, "did not end in 3 s")]
+    assert heard.of(heard.says(a), waits=True, until=time.monotonic() + 3) == [(a, {"fwd": 1}, None)]
 
 
 def test_a_child_says_what_it_finds_and_ends_at_an_error(bench, monkeypatch, capsys):
@@ -214,9 +250,11 @@ def test_what_is_judged_and_compiled_beside_others_is_small_and_of_the_same_kern
 @pytest.fixture
 def grid(bench, monkeypatch):
     """benchmarks/grid.py on a CPU with a clock that knows the answer, its processes this one; few tokens, by the torch form."""
+    pytest.importorskip("triton")
     grid, draw = bench("grid"), bench("draw")
     clock = lambda call: 2.0 if call() is not None else 0.0
-    fakes = {"DEVICE": "cpu", "median": clock, "peak": clock, "replay": lambda call: call, "judge": lambda call: (0.5, "o")}
+    fakes = {"DEVICE": "cpu", "median": clock, "peak": clock, "replay": lambda call: call, "judge": lambda call: (0.5, "o"),
+             "tuned_with": lambda benchmark: None}  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(grid, name, fake)
     small = partial(draw.draw, tokens=(24, 48), heads=(1, 2))
@@ -226,7 +264,7 @@ def grid(bench, monkeypatch):
         case = case_of(call, device)
         return replace(case, spec=replace(case.spec, chunk=partial(case.spec.chunk, impl="torch")))
 
-    def answers_of(script, act, calls, limits):
+    def answers_of(script, act, calls, limits, until):
         for call in calls:
             found, reason = {}, None
             try:
@@ -240,6 +278,7 @@ def grid(bench, monkeypatch):
     monkeypatch.setattr(draw, "draw", small)
     monkeypatch.setattr(grid, "case_of", by_torch)
     monkeypatch.setattr(grid, "answers_of", answers_of)
+    monkeypatch.setattr("needlework.ops.runtime.precompile.compile_in", lambda threads: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Device")
@@ -248,7 +287,6 @@ def grid(bench, monkeypatch):
 
 def test_a_grid_judges_times_and_reports_its_calls_and_goes_on_where_it_stopped(grid, bench, monkeypatch, tmp_path, capsys):
     """One rule is right, one is wrong, one cannot be captured; none of the peers is installed."""
-    pytest.importorskip("triton")
     results, file, now = bench("results"), tmp_path / "grid.json", []
     case_of = grid.case_of
 
@@ -284,6 +322,103 @@ def test_a_grid_judges_times_and_reports_its_calls_and_goes_on_where_it_stopped(
     assert "| gated | fwd+bwd | 2 | 0 |" in capsys.readouterr().out
     monkeypatch.setattr(grid, "answers_of", lambda *_: pytest.fail("all of them have rows"))
     assert grid.main() == 0
+
+
+@pytest.fixture
+def timed_in_minutes(grid, monkeypatch, tmp_path):
+    """Runs of a grid whose calls take a minute to time and none to prepare; what calls each run timed, in order, by name."""
+    now, timed, answers_of = [0.0], [], grid.answers_of
+
+    def slowly(script, act, calls, limits, until):
+        for answer in answers_of(script, act, calls, limits, until):
+            if act == "time":
+                now[0] += 60
+                timed.append(answer[0].name)
+            yield answer
+
+    monkeypatch.setattr(grid, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(grid, "answers_of", slowly)
+    monkeypatch.setattr(grid, "GUESSED", {"prepare": 0.0, "time": 60.0})
+
+    def run(minutes, *more):
+        timed.clear()
+        arguments = [
+            "--rules",
+            "gated",
+            "polar",
+            "path",
+            "--calls",
+            "2",
+            "--out",
+            str(tmp_path / "grid.json"),
+            "--commit",
+            "abc",
+        ]
+        monkeypatch.setattr(sys, "argv", ["grid.py", *arguments, "--minutes", str(minutes), *more])
+        assert grid.main() == 0
+        return [*timed]
+
+    return run
+
+
+def test_a_grid_in_pieces_is_the_whole_one_its_rules_in_turn(timed_in_minutes, bench, capsys):
+    draw = bench("draw")
+    calls, _ = draw.drawn(101, tuple(rule for rule in draw.RULES if rule.name in ("gated", "polar", "path")), 2)
+    pieces = [timed_in_minutes(minutes) for minutes in (2, 3.5, 10, 10)]
+    assert [len(piece) for piece in pieces] == [2, 3, 1, 0]
+    assert [*chain(*pieces)] == [call.name for call in calls]
+    assert [call.rule for call in calls] == ["gated", "polar", "path"] * 2
+    assert f"6 of the {2 * len(draw.RULES)} calls of seed 101" in capsys.readouterr().out
+
+
+def test_a_grid_says_before_what_it_takes_by_the_seconds_of_its_rows(timed_in_minutes, grid, monkeypatch, capsys):
+    monkeypatch.setattr(grid, "GUESSED", {"prepare": 120.0, "time": 90.0})
+    monkeypatch.setattr(grid, "SIDE_BY_SIDE", 2)
+    assert timed_in_minutes(60, "--dry") == []
+    assert "6 calls: 12 minutes to prepare, by 2 processes at once, and 9 to time: 15 minutes" in capsys.readouterr().out
+    timed_in_minutes(4)  # of two minutes a call to prepare, one is left to time it
+    capsys.readouterr()
+    timed_in_minutes(60, "--dry")
+    text = capsys.readouterr().out
+    assert "gated: 1 calls, 0 s to prepare and 60 to time one\n" in text
+    assert "path: 2 calls, 120 s to prepare and 90 to time one, by guess" in text
+    assert "5 calls: 8 minutes to prepare" in text
+
+
+def test_what_finds_no_memory_beside_others_is_prepared_again_alone(grid, bench, monkeypatch, tmp_path):
+    calls = bench("draw").draw(bench("draw").RULES[0], 101, 3)[0]
+    asked = []
+
+    def answers_of(script, act, given, limits, until):
+        (call,) = given
+        asked.append(call)
+        crowded = call == calls[1] and asked.count(call) == 1
+        yield call, {"error_over_budget": 0.5}, "OutOfMemoryError: 2 GiB" if crowded else None
+
+    monkeypatch.setattr(grid, "answers_of", answers_of)
+    found = grid.Run(tmp_path / "grid.json", "abc", 3).prepared(calls, float("inf"))
+    assert [(call, why) for call, _, why in found] == [(call, None) for call in calls]
+    assert asked[-1] == calls[1] and len(asked) == 4
+
+
+def test_a_peer_is_compiled_without_being_timed_and_then_tuned_alone(bench, monkeypatch):
+    """Through Triton's own autotuner, whose benchmark comes from the driver."""
+    triton = pytest.importorskip("triton")
+    grid, ran = bench("grid"), []
+    driver = triton.runtime.driver
+    before = driver._active
+    driver.set_active(SimpleNamespace())
+    try:
+        kernel = SimpleNamespace(run=lambda *_, num, **__: ran.append(num), fn=lambda x: None)
+        configs = [triton.Config({"num": n}) for n in (1, 2, 3)]
+        grid.tuned_with(grid.once)
+        triton.runtime.Autotuner(kernel, ["x"], configs, ["x"], None, None).run(5)
+        assert ran == [1, 2, 3, 1]
+        grid.tuned_with(lambda call, quantiles: call() or [float(ran[-1] != 2)] * 3)
+        triton.runtime.Autotuner(kernel, ["x"], configs, ["x"], None, None).run(5)
+        assert ran[4:] == [1, 2, 3, 2]
+    finally:
+        driver._active = before
 
 
 def test_the_literal_attention_on_solved_values_stays_in_its_document(bench):

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from needlework.ops.runtime import launch_configs
+
 BV, NP, WARPS = {"scan": {"BV": 16}}, {"scan": {"NP": 264}}, {"gate": {"num_warps": 2}}
 
 
@@ -77,18 +79,21 @@ def test_a_run_says_how_far_from_the_best_the_picked_configs_are(held_out, bench
     monkeypatch.setattr(held_out, "answers_of", answers_of)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Device")
+    monkeypatch.setattr(launch_configs, "capability", lambda device: (9, 0))
     file = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["held_out.py", "--rules", "gated", "--calls", "4", "--out", str(file)])
     assert held_out.main() == 0
     rows = bench("results").read(file)
     assert [(row["index"], row["ratio"]) for row in rows] == [(0, 1.0), (2, 1.0), (3, 1.1)]
-    assert "gated: picked ÷ best of 3 shapes: median 1.00, worst 1.10, bar 1.15 met" in capsys.readouterr().out
+    assert "gated: picked ÷ best found of 3 shapes: median 1.00, worst 1.10, bar 1.15 met" in capsys.readouterr().out
     assert "NOT met" in held_out.summary("gated", [1.0, 1.2])
 
 
 def test_held_out_shapes_are_of_a_seed_of_their_own(held_out, bench):
-    draw = bench("draw")
+    draw, engine_of = bench("draw"), bench("drawn").engine_of
     assert draw.HELD_OUT not in (*draw.TUNING, *draw.REPORTING)
     for rule in held_out.RULES:
-        calls = [held_out.shorter(call, held_out.MEMORY) for call in draw.draw(draw.rule_of(rule), draw.HELD_OUT, 10)[0]]
-        assert all(draw.memory(call) <= held_out.MEMORY for call in calls)
+        calls = held_out.shapes(rule, draw.HELD_OUT, 10, (9, 0))
+        assert len(calls) == 10 == len({call.name for call in calls})
+        assert all(call.seed == draw.HELD_OUT and draw.memory(call) <= held_out.MEMORY for call in calls)
+        assert {engine_of(call, (9, 0)) for call in calls} == {held_out.RULES[rule]}
