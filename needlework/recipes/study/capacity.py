@@ -7,7 +7,7 @@
     claims     CCQ over Gated DeltaNet of as many bytes by more than 3 points, 8 seeds; one look at 4
     explored   LUCID over softmax, both with heads of 16; Q-Delta's rule against the released coupling, both in plain float32 PyTorch, with λ
                learned and with λ = 0, where they are one function; CARVE over blind; accuracy against bytes, at K = V = 16, 32 and 64
-    runs       8 at a time on a GPU: batches are drawn on it, and a model this small leaves most of it idle
+    runs       12 at a time on a GPU: batches are drawn on it, and a model this small leaves most of it idle
 
 CCQ's statistics are K² + K + 1 numbers beside K V, so its partner has V = 2 K: bytes within 2 %.
 """
