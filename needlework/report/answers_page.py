@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from needlework.files import write_whole
 
 from . import answers_figures as figures
-from .answers import Answer, Asked, Entry, Packs, answers
+from .answers import Answer, Asked, answers, compared
+from .asked import Entry, Packs, passes
 from .markdown import table
 from .words import listing
 
@@ -34,7 +35,8 @@ class Study(NamedTuple):
 
 def write_answers(study: Study, packs: Packs, directory: Path) -> Path:
     """README.md and its pictures in `directory`."""
-    found, explored = answers(study.primary, packs), answers(study.explored, packs)
+    found = answers(study.primary, packs)
+    explored = [compared(one, packs.get(one.experiment, [])) for one in study.explored]
     sections = [f"# {study.title}", _summary(found), _claims(found)]
     for answer in found:
         sections += [f"## {answer.asked.about}: {answer.word}", f"{answer.asked.says}. {_said(answer)}"]
@@ -186,7 +188,7 @@ def _runs(packs: Packs) -> str:
         seconds = sum(_seconds(entry) for entry in whole)
         machines = listing(sorted({entry["machine"] for entry in whole})) if whole else ""
         gated = [entry for entry in whole if "gate" in entry]
-        passed = [entry["gate"]["step"] for entry in gated if entry["gate"]["step"] is not None]
+        passed = [entry["gate"]["step"] for entry in gated if passes(entry)]
         gate = (
             f"{len(passed)} of {len(gated)}, steps {min(passed)} to {max(passed)}"
             if passed

@@ -9,6 +9,7 @@ import torch
 
 from needlework.data import RecallMix
 from needlework.experiment.capacity import Capacity
+from needlework.experiment.claim import write_json
 from needlework.experiment.fork import Fork
 from needlework.experiment.jobs import recipes_of, run_job
 from needlework.experiment.pack import read_pack, slim, write_pack
@@ -29,11 +30,11 @@ def test_a_claim_is_about_runs_that_there_are_as_often_as_it_says(claim):
     jobs = JOBS[claim.experiment]
     if claim.trunk:
         trunks = [job for job in jobs if job.name == claim.trunk]
-        assert len({job.train.seed for job in trunks}) == claim.seeds
+        assert {job.train.seed for job in trunks} == {*claim.planned}
         assert all({claim.better, claim.worse} <= {branch.name for branch in job.branches} for job in trunks)
     else:
         for side in (claim.better, claim.worse):
-            assert len({job.train.seed for job in jobs if job.name == side}) == claim.seeds
+            assert {job.train.seed for job in jobs if job.name == side} == {*claim.planned}
 
 
 def test_there_are_six_primary_claims_with_one_measure_each():
@@ -262,6 +263,14 @@ def test_carves_branches_start_as_blind_and_a_stopped_fork_goes_on(small, tmp_pa
             again["branches"][name]["recall"] == branch["recall"]
             and again["branches"][name]["train"]["loss"] == branch["train"]["loss"]
         )
+
+
+def test_a_trunk_that_passes_its_gate_after_its_warm_up_has_no_branches(tmp_path):
+    job = JOBS["forks"][0]
+    assert job.trunk.phases[0].steps == base.BY < forks.TRUNK
+    late = {"name": job.name, "seed": 0, "gate": {"step": base.BY + 1, "most": base.BY}}
+    write_json(tmp_path / "trunk" / "result.json", late)
+    assert run_job(job, tmp_path)["branches"] == {}
 
 
 @pytest.mark.slow
