@@ -50,6 +50,20 @@ def test_there_are_six_primary_claims_with_one_measure_each():
     }
 
 
+def test_a_claim_has_the_ends_that_its_task_has():
+    """A guess and the best there is: of recall both, of text the guess alone."""
+    ends = {claim.about: (claim.measure.floor, claim.measure.ceiling) for claim in study.PRIMARY}
+    guess, text = pytest.approx(math.log(10)), pytest.approx(math.log(mixers.VOCABULARY))
+    assert ends["Q-Delta"] == ends["CARVE"] == (guess, 0.0) and ends["Polar + memory"] == (0.0, 1.0)
+    assert ends["LUCID"] == (text, None) and ends["The composition"] == (0.0, None)
+    claim = forks.CLAIMS[0]._replace(seeds=2)
+    nats = lambda x: {"recall": {"2048": {"nll": x}}}
+    runs = [
+        {"name": "gated-deltanet", "seed": seed, "branches": {"qdelta": nats(2.30), "itself": nats(2.31)}} for seed in (0, 1)
+    ]
+    assert answers((claim,), {"forks": runs})[0].word == "no range: at chance"
+
+
 def test_every_run_has_a_name_of_its_own_and_what_is_chosen_has_seeds_of_its_own():
     for jobs in JOBS.values():
         assert len({name_of(job) for job in jobs}) == len(jobs)
@@ -86,7 +100,7 @@ def test_recall_is_trained_as_the_issue_asks():
     assert base.BY / base.STEPS == 0.3 and 0.25 <= forks.MIX.overwritten <= 0.5
 
 
-def test_the_minutes_are_those_that_there_are():
+def test_the_minutes_are_those_that_there_are(monkeypatch):
     """By the pace that base.py assumes; capacity's minutes are measured when its first runs are in."""
     minutes = {
         "pilot": base.seconds(JOBS["pilot"]) / 60,
@@ -99,6 +113,8 @@ def test_the_minutes_are_those_that_there_are():
     }
     assert all(minutes[name] <= study.EXPERIMENTS[name].MINUTES for name in minutes)
     assert sum(module.MINUTES for module in study.EXPERIMENTS.values()) <= 280
+    monkeypatch.setattr(language, "STEPS", 100_000_000 // (base.ROWS * base.LENGTH))
+    assert base.seconds(language.runs()) / 60 > language.MINUTES  # what language.py says of the tokens that were planned
 
 
 def test_what_a_text_experiment_compares_is_a_pair_of_models():

@@ -34,9 +34,7 @@ RATES = dict.fromkeys(("gated-deltanet", "qdelta", "ccq", "carve", "softmax", "l
 RATES |= {"ccq": 4e-3, "qdelta": 4e-3}
 FAMILY = {
     "gated-deltanet-wide": "gated-deltanet", "gated-deltanet-published": "gated-deltanet", "kda": "gated-deltanet",
-    "kda-published": "gated-deltanet", "qdelta-published": "qdelta", "carve-blind": "carve", "carve-published": "carve",
-    "softmax-plain": "softmax", "lucid-plain": "lucid", "softmax-memory": "softmax", "polar-memory": "softmax",
-    "polar-memory-published": "softmax",
+    "carve-blind": "carve", "softmax-plain": "softmax", "lucid-plain": "lucid", "softmax-memory": "softmax", "polar-memory": "softmax",
 }  # fmt: skip
 
 PACE = {
