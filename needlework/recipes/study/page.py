@@ -30,7 +30,8 @@ METHOD = "\n".join(
         f"start spread over {_from_to(mixers.SPREAD)} tokens; in capacity over {_from_to(capacity.SPREAD)}; in reach as published.",
         f"- **Text**: {text.TRAINING / 1e6:.1f}M tokens, Python source and English of Debian packages, read {text.EPOCHS:g} times at most but for reach; "
         f"{100 * text.SPLIT.development:g} % of the documents to choose by, {100 * text.SPLIT.held_out:g} % to test on.",
-        f"- **Capacity** (CCQ): two layers; associative recall of {capacity.LOADS[0]} to {capacity.LOADS[-1]} pairs.",
+        f"- **Capacity** (CCQ): two layers; associative recall of {capacity.LOADS[0]} to {capacity.LOADS[-1]} pairs, after "
+        f"{capacity.WARM_UP.steps} steps with {capacity.WARM_UP.pairs[-1]} at most.",
         f"- **Forks** (Q-Delta, CARVE): a trunk of {forks.TRUNK} steps, then branches of {forks.BRANCH} on the same data. A share of {base.WARM.dense:g} of the "
         f"trunk's rows is dense until its gate, {base.GATE.excess:g} nats over the best predictor. One that has not passed it by step {base.BY} has no branches.",
         f"- **Language** (LUCID, the composition): {language.STEPS:,} steps, {language.STEPS * base.ROWS * base.LENGTH / 1e6:.0f}M tokens. The 100M that were "
