@@ -45,7 +45,7 @@ def report(
         console.print(f"page: {_answers(module, results, to or results)}", soft_wrap=True)
         return
     module, sweep = _read(results, of)
-    page = write_page(sweep, to or results, module.CLAIMS, module.LIMITS)
+    page = write_page(sweep, to or results, module.CLAIMS, module.LIMITS, getattr(module, "EFFECTS", ()))
     console.print(f"page: {page}", soft_wrap=True)
 
 

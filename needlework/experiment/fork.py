@@ -7,7 +7,7 @@ construction, and what they differ in is what the additions learn. Each starts w
           result.json                 the trunk's entry, and under "branches" each branch's, with "apart": the largest difference of its
                                       logits at its start from the trunk's, on the first row that it trains on
 
-A trunk that does not pass its gate has no branches: there is no recall to compare.
+A trunk that has not passed its gate when its warm-up's steps are over has no branches, though it may pass later: one rule for all trunks.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from needlework.experiment.reader import reader
 from needlework.experiment.recipe import Recipe, build, text
 from needlework.experiment.runner import ended_entry, run
 from needlework.json_file import read_json
+from needlework.report.asked import passes
 from needlework.train import BadStep, Progress, TrainConfig
 
 
@@ -96,7 +97,7 @@ def run_fork(
     if entry is None:
         return None
     branches = {}
-    for branch in fork.branches if entry["gate"]["step"] is not None else ():
+    for branch in fork.branches if passes(entry) else ():
         recipe = replace(branch, start=str(directory / "trunk" / "checkpoint"), grows=True)
         try:
             found = go(recipe, branch.name)

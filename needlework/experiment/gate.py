@@ -12,7 +12,8 @@ The rows are those of the step itself, fresh, and read before the step moves a w
 
     <run>/gate.json     {"step": the first step after which the mean excess of the last `window` steps was below `excess`}
 
-The batch of the next step is read ahead, so the warm-up has one step more. A run that is resumed keeps what gate.json says.
+A run passes if that step is one of the steps that its warm-up may have, `most` of its result. One that passes later has its step noted, and did
+not pass. The batch of the next step is read ahead, so the warm-up has one step more. A run that is resumed keeps what gate.json says.
 """
 
 from collections.abc import Callable, Mapping

@@ -43,6 +43,7 @@ from needlework.layers.write import WriteConfig
 from needlework.models import NeedleworkConfig
 from needlework.models.presets import of_size
 from needlework.recipes.comparison_claims import CLAIMS as CLAIMS
+from needlework.recipes.comparison_claims import EFFECTS as EFFECTS
 from needlework.recipes.comparison_claims import FAMILIES as FAMILIES
 from needlework.recipes.comparison_claims import GLANCE as GLANCE
 from needlework.recipes.comparison_claims import HEADLINES, limits

@@ -1,7 +1,9 @@
-"""What the comparison claims, shows and cannot say: data of its page, fixed before the runs."""
+"""What the comparison claims, shows and cannot say: data of its page. All but `EFFECTS` and `VOID` was fixed before the runs."""
 
+from needlework.report.asked import Measure
 from needlework.report.claims import Claim
-from needlework.report.sweep import Void
+from needlework.report.effects import Effect
+from needlework.report.sweep import Void, found
 
 _COMPACT = ("needle", "needles-2", "needles", "needles-8")
 _AT_AND_PAST = (1.0, 2.0, 4.0, 8.0)
@@ -30,6 +32,14 @@ CLAIMS = (
         "Q-Delta·CCQ with LUCID finds more than Gated DeltaNet", "qdelta-ccq-lucid", "gated-deltanet", _COMPACT, _AT_AND_PAST
     ),
     Claim("KDA with Polar + memory finds more than KDA", "kda-polar", "kda", _COMPACT, _AT_AND_PAST),
+)
+
+_LOSS = Measure(lambda run: run["loss"][str(run["train_length"])], "nats a token", lower=True)
+_FAR = Measure(lambda run: found(run, run["tasks"], [8 * run["train_length"]]), "points", times=100)
+EFFECTS = (
+    Effect("LUCID: held-out loss at the training length", ("lucid",), ("softmax",), _LOSS),
+    Effect("Polar: found at 8×, all tasks", ("polar", "polar-memory"), ("nope", "nope-memory"), _FAR),
+    Effect("Memory: found at 8×, all tasks", ("nope-memory", "polar-memory"), ("nope", "polar"), _FAR),
 )
 
 # whom the one picture for everybody shows: each paper's, two baselines, and the composition

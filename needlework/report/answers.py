@@ -4,61 +4,41 @@
 
 A claim says that d > δ, δ its margin. With the 95 % interval d ± h (Student's t) and p of "d = ± δ, the side it lies beyond":
 
-    not run yet, open            too few seeds: none, or fewer than half of those that were fixed
+    not run yet, open            seeds are missing: no run of them is over, or not those that a look needs
     no range                     every run of both sides is within δ of the measure's floor, or of its ceiling
+    holds, opposite              d > δ, d < −δ with p < 0.05 after Holm's adjustment
     negligible                   the interval lies inside ± δ
-    holds, opposite              d > δ, d < −δ with p < 0.05 after Holm's adjustment over the claims that are judged together
     undecided                    none of these
 
-One look is taken at half of the seeds: there a claim holds, or is opposite, with p < 0.001 only (Haybittle and Peto), which leaves the
-level of the last look what it is, and is open otherwise.
+Two looks are taken: when both sides of the first half of the seeds have run, and when all have. Between them the answer is the half's. At half
+p counts 50 times, so a claim holds, or is opposite, with p < 0.001 (Haybittle and Peto), which leaves the level of the last look what it is;
+it is open otherwise. What holds at half holds.
+
+Holm's adjustment is over all claims that are judged together. One without a p, not run or without range, keeps its place with p = 1, and p of the
+others only falls as its runs come in: what holds stays so.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+from .asked import Asked as Asked
+from .asked import Entry, Packs, Side, passed, side
+from .asked import Measure as Measure
+from .asked import at as at
 from .student import holm, inside, quantile
 from .sweep import Spread
 
 LEVEL, LOOK = 0.05, 0.001
-Entry = Mapping[str, Any]  # of a run, as a pack has it
-Packs = Mapping[str, Sequence[Entry]]  # experiment -> its runs
-
-
-class Measure(NamedTuple):
-    """of(entry): a run's number. lower: less is better. times: what it is shown in multiples of, 100 for points. floor, ceiling: its ends,
-    chance and the best there is; None where it has none."""
-
-    of: Callable[[Entry], float]
-    unit: str
-    lower: bool = False
-    times: float = 1.0
-    floor: float | None = None
-    ceiling: float | None = None
-
-
-class Asked(NamedTuple):
-    """A claim, written before its runs: in `experiment`, `better` beats `worse` by more than `margin`, with so many seeds.
-
-    trunk: the fork's name, whose branches the two are; "": they are runs of their own.
-    """
-
-    about: str
-    says: str
-    experiment: str
-    trunk: str
-    better: str
-    worse: str
-    measure: Measure
-    margin: float
-    seeds: int
 
 
 class Answer(NamedTuple):
-    """better, worse: a number a run. mean ± half: their difference; p after Holm; n: pairs, or the runs of the smaller side. passed: of
-    how many runs with a gate, how many passed it; None where there is no gate."""
+    """Of the last look. better, worse: a number a run. mean ± half: their difference; p: after Holm, at half 50 times itself.
+
+    n: pairs, or the runs of the smaller side, that are scored; looked: the seeds of the look; ran: the seeds of which both sides are over.
+    passed: of how many runs with a gate, how many passed it; None where there is no gate.
+    """
 
     asked: Asked
     word: str
@@ -68,64 +48,75 @@ class Answer(NamedTuple):
     half: float | None = None
     p: float | None = None
     n: int = 0
+    looked: int = 0
+    ran: int = 0
     passed: tuple[int, int] | None = None
 
 
-def at(*path: str) -> Callable[[Entry], float]:
-    """The number at a place of an entry."""
-
-    def of(entry: Entry) -> float:
-        value: Any = entry
-        for name in path:
-            value = value[name]
-        return float(value)
-
-    return of
-
-
 def answers(asked: Iterable[Asked], packs: Packs) -> list[Answer]:
-    """An answer a claim, in their order; Holm's adjustment is over those that have a p."""
-    found = [_measured(one, packs.get(one.experiment, [])) for one in asked]
-    tested = [i for i, answer in enumerate(found) if answer.p is not None and not answer.word]
-    for i, p in zip(tested, holm([p for j in tested if (p := found[j].p) is not None]), strict=True):
-        found[i] = found[i]._replace(p=p, word=_word(found[i], p))
-    return found
+    """An answer a claim, in their order, judged together."""
+    found = [_looked(one, packs.get(one.experiment, [])) for one in asked]
+    adjusted = holm([1.0 if answer.p is None else answer.p for answer in found])
+    return [
+        answer if answer.p is None else answer._replace(p=p, word=_word(answer, p))
+        for answer, p in zip(found, adjusted, strict=True)
+    ]
+
+
+def compared(asked: Asked, entries: Sequence[Entry]) -> Answer:
+    """The difference in all runs that are over, without a verdict."""
+    return _compared(asked, side(asked, asked.better, entries), side(asked, asked.worse, entries), asked.planned)[0]
 
 
 def _word(answer: Answer, p: float) -> str:
     asked, mean, half = answer.asked, answer.mean, answer.half
-    assert mean is not None and half is not None
-    whole = answer.n >= asked.seeds
-    if p < (LEVEL if whole else LOOK):
+    if p < LEVEL:
+        assert mean is not None  # p is below 1
         return "holds" if mean > 0 else "opposite"
-    if not whole:
-        return f"open: {answer.n} of {asked.seeds} seeds"
-    return "negligible" if abs(mean) + half < asked.margin else "undecided"
+    if answer.looked < asked.seeds:
+        return f"open: {answer.ran} of {asked.seeds} seeds"
+    return "negligible" if mean is not None and half is not None and abs(mean) + half < asked.margin else "undecided"
 
 
-def _measured(asked: Asked, entries: Sequence[Entry]) -> Answer:
-    """The answer that needs no test; of another all but p's adjustment and the word, which is empty."""
-    better, worse = (_values(asked, name, entries) for name in (asked.better, asked.worse))
-    passed = _passed(asked, entries)
+def _looked(asked: Asked, entries: Sequence[Entry]) -> Answer:
+    """The last look's answer, its p before Holm and no word; of a claim that needs no test the word, and no p."""
+    better, worse = (side(asked, name, entries) for name in (asked.better, asked.worse))
+    over = better.keys() & worse.keys()
+    counted = {"ran": len(over), "passed": passed(asked, entries)}
+    looks = [seeds for seeds in (asked.planned[: asked.seeds // 2], asked.planned) if seeds and over.issuperset(seeds)]
+    if not looks:
+        return Answer(asked, f"open: {len(over)} of {asked.seeds} seeds" if over else "not run yet", **counted)
+    found = [_compared(asked, better, worse, seeds) for seeds in looks]
+    last = found[-1][0]._replace(**counted)
+    if last.looked == asked.seeds and (end := _no_range(last)):
+        return last._replace(word=f"no range: at {end}")
+    # what half of the seeds decided stays so
+    return last._replace(p=min(p for answer, p in found if _favours(answer) == _favours(last)))
+
+
+def _favours(answer: Answer) -> bool:
+    return answer.mean is not None and answer.mean > 0
+
+
+def _compared(asked: Asked, better: Side, worse: Side, seeds: Sequence[int]) -> tuple[Answer, float]:
+    """The difference over `seeds`, and its p."""
+    sides = [{seed: x for seed in seeds if (x := of.get(seed)) is not None} for of in (better, worse)]
     if asked.trunk:
-        both = better.keys() & worse.keys()
-        better, worse = ({seed: side[seed] for seed in sorted(both)} for side in (better, worse))
-    n = min(len(better), len(worse))
-    if n == 0:
-        return Answer(asked, "not run yet", passed=passed)
-    one, other = (Spread(tuple(side[seed] for seed in sorted(side))) for side in (better, worse))
-    answer = Answer(asked, "", one, other, n=n, passed=passed)
+        both = sides[0].keys() & sides[1].keys()
+        sides = [{seed: x for seed, x in of.items() if seed in both} for of in sides]
+    one, other = (Spread(tuple(of.values())) for of in sides)
+    answer = Answer(asked, "", n=min(one.n, other.n), looked=len(seeds))
+    if answer.n == 0:
+        return answer, 1.0
     mean, error, freedom = (_paired if asked.trunk else _apart)(one, other)
     mean = -mean if asked.measure.lower else mean
-    answer = answer._replace(mean=mean)
-    if n < max(2, asked.seeds // 2) or error is None:
-        return answer._replace(word=f"open: {n} of {asked.seeds} seeds")
-    answer = answer._replace(half=quantile(freedom) * error)
-    if (end := _no_range(asked, [*one.values, *other.values])) and n >= asked.seeds:
-        return answer._replace(word=f"no range: at {end}")
+    answer = answer._replace(better=one, worse=other, mean=mean)
+    if error is None:
+        return answer, 1.0
     beyond = abs(mean) - asked.margin
     p = 1.0 if beyond <= 0 else 0.0 if error == 0 else 1 - inside(beyond / error, freedom)
-    return answer._replace(p=p)
+    times = 1.0 if len(seeds) == asked.seeds else LEVEL / LOOK
+    return answer._replace(half=quantile(freedom) * error), min(1.0, times * p)
 
 
 def _paired(better: Spread, worse: Spread) -> tuple[float, float | None, int]:
@@ -145,34 +136,13 @@ def _apart(better: Spread, worse: Spread) -> tuple[float, float | None, int]:
     return mean, math.sqrt(total), max(least, math.floor(total**2 / spent + 1e-9)) if spent else least
 
 
-def _values(asked: Asked, name: str, entries: Sequence[Entry]) -> dict[int, float]:
-    """seed -> a run's number, of the side `name`; runs that their guard ended, and those that did not pass their gate, have none."""
-    found = {}
-    for entry in entries:
-        of: Entry | None = entry
-        if asked.trunk:
-            of = entry.get("branches", {}).get(name) if entry["name"] == asked.trunk else None
-        elif entry["name"] != name:
-            of = None
-        if of is not None and "ended" not in of and _passes(entry):
-            found[entry["seed"]] = asked.measure.of(of)
-    return found
-
-
-def _passes(entry: Entry) -> bool:
-    return "gate" not in entry or entry["gate"]["step"] is not None
-
-
-def _passed(asked: Asked, entries: Sequence[Entry]) -> tuple[int, int] | None:
-    """Of the claim's runs that have a gate, how many passed it, and how many there are."""
-    names = (asked.trunk,) if asked.trunk else (asked.better, asked.worse)
-    gated = [entry for entry in entries if entry["name"] in names and "gate" in entry]
-    return (sum(map(_passes, gated)), len(gated)) if gated else None
-
-
-def _no_range(asked: Asked, values: list[float]) -> str:
+def _no_range(answer: Answer) -> str:
     """Where all values lie: at "chance", at "the ceiling", or elsewhere, ""."""
-    measure, margin = asked.measure, asked.margin
-    low = measure.floor is not None and all(value <= measure.floor + margin for value in values)
-    high = measure.ceiling is not None and all(value >= measure.ceiling - margin for value in values)
+    measure, margin = answer.asked.measure, answer.asked.margin
+    if answer.better is None or answer.worse is None:
+        return ""
+    sign = -1 if measure.lower else 1  # more is better
+    values = [sign * value for value in (*answer.better.values, *answer.worse.values)]
+    low = measure.floor is not None and all(value <= sign * measure.floor + margin for value in values)
+    high = measure.ceiling is not None and all(value >= sign * measure.ceiling - margin for value in values)
     return "chance" if low else "the ceiling" if high else ""

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .answers import Answer, Entry
+from .answers import Answer
+from .asked import Entry
 from .drawing import axis_of_bytes, label_points, style
 from .palette import GRID, INK, MUTED, SURFACE, colour, marker
 

@@ -5,7 +5,7 @@ its guard ended has no numbers. What is claimed of them is claims.py's, what the
 """
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class Void(NamedTuple):
     commits: tuple[str, ...]
 
 
-def found(run: dict[str, Any], tasks: Iterable[str], lengths: Iterable[int]) -> float:
+def found(run: Mapping[str, Any], tasks: Iterable[str], lengths: Iterable[int]) -> float:
     """The share of the values' tokens that a run finds, a mean over tasks and lengths."""
     return statistics.fmean(run[task][str(T)]["accuracy"] for task in tasks for T in lengths)
 

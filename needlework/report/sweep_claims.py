@@ -25,8 +25,8 @@ def claims_section(sweep: Sweep, claims: tuple[Claim, ...]) -> str:
 _JUDGED = (
     "A claim compares two mixers.\n\n"
     "- Shares are points above chance: 100 · (found − chance)/(1 − chance).\n"
-    "- A difference is taken {how}, with ± half its 95 % interval (Student's t, this claim alone). p is after Holm's adjustment over this "
-    "table.\n"
+    "- A difference is taken {how}, with ± half its 95 % interval (Student's t, this claim alone). p is after Holm's adjustment over the "
+    "claims that have one.\n"
     "- *Holds*, *opposite*: p < 0.05. *Negligible*: the interval lies inside ± {inside}. *Undecided*: neither. *No range*: every run of both "
     "sides is at chance, or every one at the ceiling.\n"
     "- Range counts the pairs of task and length at which both sides' means are at chance, or both at the ceiling. Such a pair cannot tell "

@@ -11,6 +11,7 @@ from needlework.files import write_whole
 
 from . import sweep_figures as figures
 from .claims import Claim
+from .effects import Effect, effects_section
 from .markdown import decimal, mean, percents, table
 from .rows import CSV, rows
 from .sweep import Sweep, found
@@ -18,9 +19,9 @@ from .sweep_claims import claims_section
 from .words import count, listing, multiple, size
 
 
-def write_page(sweep: Sweep, directory: Path, claims: tuple[Claim, ...], limits: str) -> Path:
+def write_page(sweep: Sweep, directory: Path, claims: tuple[Claim, ...], limits: str, effects: tuple[Effect, ...] = ()) -> Path:
     """README.md and its pictures in `directory`; equal runs give equal bytes. limits: the author's text on what the
-    results do not show."""
+    results do not show. effects: what was looked for after the runs."""
     tasks, shown = sweep.tasks, (sweep.lengths[0], sweep.lengths[len(sweep.lengths) // 2 - 1], sweep.lengths[-1])
     figures.at_a_glance(sweep, directory / "glance.png", tasks)
     figures.retrieval_by_length(sweep, directory / "retrieval.png", tasks)
@@ -33,6 +34,8 @@ def write_page(sweep: Sweep, directory: Path, claims: tuple[Claim, ...], limits:
         "![Retrieval against state bytes](state.png)",
     ]
     sections += ["## Which claims hold", claims_section(sweep, claims)]
+    if shows := effects_section(sweep, effects):
+        sections += ["## What else the runs show", shows]
     if sweep.void:
         sections += ["## What is void", _void(sweep)]
     if sweep.ended:

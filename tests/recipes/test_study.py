@@ -9,6 +9,7 @@ import torch
 
 from needlework.data import RecallMix
 from needlework.experiment.capacity import Capacity
+from needlework.experiment.claim import write_json
 from needlework.experiment.fork import Fork
 from needlework.experiment.jobs import recipes_of, run_job
 from needlework.experiment.pack import read_pack, slim, write_pack
@@ -29,11 +30,11 @@ def test_a_claim_is_about_runs_that_there_are_as_often_as_it_says(claim):
     jobs = JOBS[claim.experiment]
     if claim.trunk:
         trunks = [job for job in jobs if job.name == claim.trunk]
-        assert len({job.train.seed for job in trunks}) == claim.seeds
+        assert {job.train.seed for job in trunks} == {*claim.planned}
         assert all({claim.better, claim.worse} <= {branch.name for branch in job.branches} for job in trunks)
     else:
         for side in (claim.better, claim.worse):
-            assert len({job.train.seed for job in jobs if job.name == side}) == claim.seeds
+            assert {job.train.seed for job in jobs if job.name == side} == {*claim.planned}
 
 
 def test_there_are_six_primary_claims_with_one_measure_each():
@@ -47,6 +48,20 @@ def test_there_are_six_primary_claims_with_one_measure_each():
         "The composition": 0.01,
         "Polar + memory": 0.1,
     }
+
+
+def test_a_claim_has_the_ends_that_its_task_has():
+    """A guess and the best there is: of recall both, of text the guess alone."""
+    ends = {claim.about: (claim.measure.floor, claim.measure.ceiling) for claim in study.PRIMARY}
+    guess, text = pytest.approx(math.log(10)), pytest.approx(math.log(mixers.VOCABULARY))
+    assert ends["Q-Delta"] == ends["CARVE"] == (guess, 0.0) and ends["Polar + memory"] == (0.0, 1.0)
+    assert ends["LUCID"] == (text, None) and ends["The composition"] == (0.0, None)
+    claim = forks.CLAIMS[0]._replace(seeds=2)
+    nats = lambda x: {"recall": {"2048": {"nll": x}}}
+    runs = [
+        {"name": "gated-deltanet", "seed": seed, "branches": {"qdelta": nats(2.30), "itself": nats(2.31)}} for seed in (0, 1)
+    ]
+    assert answers((claim,), {"forks": runs})[0].word == "no range: at chance"
 
 
 def test_every_run_has_a_name_of_its_own_and_what_is_chosen_has_seeds_of_its_own():
@@ -85,7 +100,7 @@ def test_recall_is_trained_as_the_issue_asks():
     assert base.BY / base.STEPS == 0.3 and 0.25 <= forks.MIX.overwritten <= 0.5
 
 
-def test_the_minutes_are_those_that_there_are():
+def test_the_minutes_are_those_that_there_are(monkeypatch):
     """By the pace that base.py assumes; capacity's minutes are measured when its first runs are in."""
     minutes = {
         "pilot": base.seconds(JOBS["pilot"]) / 60,
@@ -98,6 +113,8 @@ def test_the_minutes_are_those_that_there_are():
     }
     assert all(minutes[name] <= study.EXPERIMENTS[name].MINUTES for name in minutes)
     assert sum(module.MINUTES for module in study.EXPERIMENTS.values()) <= 280
+    monkeypatch.setattr(language, "STEPS", 100_000_000 // (base.ROWS * base.LENGTH))
+    assert base.seconds(language.runs()) / 60 > language.MINUTES  # what language.py says of the tokens that were planned
 
 
 def test_what_a_text_experiment_compares_is_a_pair_of_models():
@@ -262,6 +279,14 @@ def test_carves_branches_start_as_blind_and_a_stopped_fork_goes_on(small, tmp_pa
             again["branches"][name]["recall"] == branch["recall"]
             and again["branches"][name]["train"]["loss"] == branch["train"]["loss"]
         )
+
+
+def test_a_trunk_that_passes_its_gate_after_its_warm_up_has_no_branches(tmp_path):
+    job = JOBS["forks"][0]
+    assert job.trunk.phases[0].steps == base.BY < forks.TRUNK
+    late = {"name": job.name, "seed": 0, "gate": {"step": base.BY + 1, "most": base.BY}}
+    write_json(tmp_path / "trunk" / "result.json", late)
+    assert run_job(job, tmp_path)["branches"] == {}
 
 
 @pytest.mark.slow

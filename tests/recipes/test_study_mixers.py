@@ -10,7 +10,7 @@ from needlework.experiment.runner import state_bytes
 from needlework.models import NeedleworkForCausalLM
 from needlework.models.presets import count_parameters
 from needlework.recipes import comparison
-from needlework.recipes.study import capacity, forks, mixers, reach
+from needlework.recipes.study import capacity, forks, mixers, pilot, reach
 
 model = mixers.model
 
@@ -134,7 +134,8 @@ def test_every_gate_starts_at_half_lives_of_one_spread(name):
 
 
 @pytest.mark.parametrize("name", [name for name in mixers.MIXERS if name.endswith("-published")])
-def test_a_published_start_is_a_row_of_its_own(name):
+def test_a_published_start_is_a_row_of_its_own_and_is_run(name):
+    assert name in pilot.MIXERS
     assert starts(name).log().mean() != pytest.approx(starts(name.removesuffix("-published")).log().mean().item(), abs=0.1)
 
 

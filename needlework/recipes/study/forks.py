@@ -1,10 +1,12 @@
 """E4, forks: does an addition help recall, from one trunk that recalls already, on the same data?
 
-    trunks     Gated DeltaNet, and CARVE blind, trained past the gate at a constant rate; one of each for each seed
+    trunks     Gated DeltaNet, and CARVE blind, 480 steps at a constant rate; one of each for each seed. One that has not passed the gate by
+               step 360, as everywhere, has no branches
     branches   of Gated DeltaNet: itself, Q-Delta with λ times a factor that starts at 0, CCQ with such a factor
                of CARVE blind: itself, CARVE with W₂ = 0
     data       0.4 of the rows ask for pairs in text; 37.5 % of the keys get another value before they are asked
-    metric     nats a digit of recall in held-out text at T 2,048, a mean over buckets of distance; beside it overwritten keys alone
+    metric     nats a digit of recall in held-out text at T 2,048, a mean over buckets of distance; beside it overwritten keys alone. ln 10 = 2.303
+               for a guess among the digits; 0 is the best there is, for the row has each digit that is asked (an overwrite has a mark of its own)
     claims     Q-Delta, and CARVE, have fewer nats than the trunk's own branch by more than 0.02; CCQ is exploration here, where its
                statistics make the state twice as large
     pairs      the branches of one trunk; 8 trunks each; one look at 4
@@ -12,6 +14,7 @@
 A factor's learning rate is ten times the rest's: it is one number a head and starts at 0.
 """
 
+import math
 from dataclasses import replace
 
 from needlework.data import RecallMix
@@ -51,7 +54,9 @@ BRANCHES: dict[str, dict[str, tuple[str, WriteConfig, Config | None]]] = {
     },
 }
 
-NLL = Measure(at("recall", str(base.LENGTH), "nll"), "nats a digit", lower=True)
+_RANGE = {"floor": math.log(10), "ceiling": 0.0}
+NLL = Measure(at("recall", str(base.LENGTH), "nll"), "nats a digit", lower=True, **_RANGE)
+OVERWRITTEN = Measure(at("recall", str(base.LENGTH), "overwritten", "nll"), "nats a digit", lower=True, **_RANGE)
 CLAIMS = (
     Asked(
         "Q-Delta",
@@ -80,7 +85,7 @@ EXPLORED = (
     Asked("CCQ", "CCQ against Gated DeltaNet, from one trunk", "forks", "gated-deltanet", "ccq", "itself", NLL, 0.02, 8),
     *(
         Asked(paper, f"{paper} on keys that were overwritten", "forks", trunk, branch, "itself",
-              Measure(at("recall", str(base.LENGTH), "overwritten", "nll"), "nats a digit", lower=True), 0.02, 8)
+              OVERWRITTEN, 0.02, 8)
         for paper, trunk, branch in (("Q-Delta", "gated-deltanet", "qdelta"), ("CARVE", "carve-blind", "carve"))
     ),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """The second study's page: what follows from each verdict, how it was done, what it cannot say."""
 
-from needlework.recipes.study import EXPLORED, PRIMARY, base, capacity, forks, language, pilot, rates, reach, text
+from needlework.recipes.study import EXPLORED, PRIMARY, base, capacity, forks, language, mixers, rates, reach, text
 from needlework.report.answers_page import Study
 
 ADVICE = {
@@ -16,44 +16,50 @@ ADVICE = {
     "Polar + memory": ("needles far past the training length", "Polar + memory (ATMA)", "softmax + memory"),
 }
 
+
+def _from_to(ends: tuple[float, float]) -> str:
+    return " to ".join(f"{end:,g}" for end in ends)
+
+
 METHOD = "\n".join(
     (
-        "Claims, measures, margins and numbers of seeds are in `needlework/recipes/study/`, and were committed before the first run.",
+        "Claims, measures, margins and seeds were committed in `needlework/recipes/study/` before the first run. [The runs](runs.md), and what else "
+        "they show.",
         "",
-        f"- **Text.** {text.TRAINING / 1e6:.1f}M unique training tokens of {len(text.SPLIT.other)} packages apart and 341 others: the Python "
-        f"source of installed packages, and English from seven Debian packages, each document once, no package over {text.SHARE:.0%} of the bytes. No "
-        f"experiment but the last reads it more than {text.EPOCHS:g} times. Two sides of {text.SPLIT.held_out:.0%} of the documents are held out: one to "
-        "choose by, one to test on.",
-        "- **Pairs.** Two models that are compared differ in what the claim is about. They start at one spread of half-lives "
-        "(32 to 8,192 tokens), have one convolution, one gate, one layout, one number of parameters and, within 2 %, as many bytes of state.",
-        f"- **Recall** is trained on rows of which {base.AFTER.sparse:g} ask for pairs at any distance, answers counted {base.AFTER.weight:g} times, "
-        f"after a dense warm-up until a gate: {base.GATE.excess:g} nats over the best predictor, by step {base.BY} of {base.STEPS:,}. Runs that do not pass "
-        "are not scored, and are counted.",
-        f"- **Learning rates** are each family's, from {', '.join(f'{lr:g}' for lr in rates.GRID)}, chosen on the development side with seeds of their own.",
-        "- **Verdicts.** A claim says that a difference is above its margin: *holds* and *opposite* have p < 0.05 for the distance to the margin, after "
-        "Holm over the six. *Negligible*: the 95 % interval lies inside the margin. *Undecided*: neither. *No range*: all runs at chance, or at the "
-        "ceiling. One look is taken at half of the seeds, with p < 0.001.",
-        f"- **Experiments.** Pilot: {len(pilot.MIXERS)} mixers. Capacity: two layers, associative recall of {capacity.LOADS[0]} to {capacity.LOADS[-1]} pairs. Forks: "
-        f"{forks.TRUNK} steps of trunk, {forks.BRANCH} of branch. Language: {language.STEPS:,} steps. Reach: the first study's recipe, seeds "
-        f"{reach.SEEDS[0]} to {reach.SEEDS[-1]}.",
+        "- **Pairs** differ in what the claim is about: both have one convolution, gate, layout and, within 2 %, as many bytes of state. Half-lives "
+        f"start spread over {_from_to(mixers.SPREAD)} tokens; in capacity over {_from_to(capacity.SPREAD)}; in reach as published.",
+        f"- **Text**: {text.TRAINING / 1e6:.1f}M tokens, Python source and English of Debian packages, read {text.EPOCHS:g} times at most but for reach; "
+        f"{100 * text.SPLIT.development:g} % of the documents to choose by, {100 * text.SPLIT.held_out:g} % to test on.",
+        f"- **Capacity** (CCQ): two layers; associative recall of {capacity.LOADS[0]} to {capacity.LOADS[-1]} pairs, after "
+        f"{capacity.WARM_UP.steps} steps with {capacity.WARM_UP.pairs[-1]} at most.",
+        f"- **Forks** (Q-Delta, CARVE): a trunk of {forks.TRUNK} steps, then branches of {forks.BRANCH} on the same data. A share of {base.WARM.dense:g} of the "
+        f"trunk's rows is dense until its gate, {base.GATE.excess:g} nats over the best predictor. One that has not passed it by step {base.BY} has no branches.",
+        f"- **Language** (LUCID, the composition): {language.STEPS:,} steps, {language.STEPS * base.ROWS * base.LENGTH / 1e6:.0f}M tokens. The 100M that were "
+        f"planned take more than its {language.MINUTES} minutes.",
+        f"- **Reach** (Polar + memory): the first study's recipe, seeds {reach.SEEDS[0]} to {reach.SEEDS[-1]}, on this study's text: the first's is what its "
+        "machine had installed.",
+        f"- **Learning rates**: each family's, from {_from_to((rates.GRID[0], rates.GRID[-1]))}, by the documents to choose by and seeds of their own.",
+        "- **Verdicts.** *Holds*, *opposite*: the difference lies beyond its margin with p < 0.05 (Student's t) after Holm's adjustment over all "
+        f"{len(PRIMARY)}, run or not. *Negligible*: its 95 % interval lies inside the margin. *Undecided*: neither. *No range*: every run at chance, or at the "
+        "ceiling; a text's loss and gain have no known ceiling. One look is taken at the first half of the seeds, where p counts 50 times.",
     )
 )
 
 LIMITS = "\n".join(
     (
-        "- **Size.** Models have 18M parameters, those of reach 60M, those of capacity less than one million. Order at these sizes need not be order at 1B.",
-        "- **Text.** Two thirds of it is Python source; the English is reference and argument, no stories and no conversation.",
-        "- **Forks** say what an addition learns in a few hundred steps from a model without it, and not what a model trained with it from the start "
-        "would be. CCQ's branch holds a state twice as large as its trunk's.",
-        "- **The released Q-Delta** is computed in float32 PyTorch, as its partner is: no kernel of the authors was run.",
-        "- **One recipe.** Learning rates are chosen for each family, all else is one recipe.",
+        "- **Size.** 18M parameters, in reach 60M, in capacity less than one million. The order at 1B may be another.",
+        "- **Text.** Two thirds are Python source; the English is reference and argument.",
+        "- **Forks** say what an addition learns in a few hundred steps from a model without it, not what a model trained with it from the start would be.",
+        "- **The released Q-Delta** is computed in float32 PyTorch, as its partner is; the authors' kernels were not run.",
+        "- **One recipe** for all but the learning rate.",
     )
 )
 
 BEFORE = (
-    "The [first study](../README.md) trained 21 mixers of 60M parameters with three seeds, and 11 of 125M with one. Eight of its nine claims are "
-    "undecided, with intervals of ± 12 to ± 81 points. What it does support: LUCID's held-out loss −0.082 ± 0.028 nats against softmax; Polar's main effect + 42 ± 7 "
-    "points at 8 × the training length, memory's + 27 ± 7."
+    "The [first study](first/README.md) trained 21 mixers of 60M parameters with three seeds, and [ten of 125M](first/medium/README.md) with one. Eight of its "
+    "nine claims are undecided. [What it does support](first/README.md#what-else-the-runs-show) is on its page."
 )
 
-PAGE = Study("The second study", PRIMARY, EXPLORED, ADVICE, ("capacity", capacity.CURVE), METHOD, LIMITS, BEFORE)
+PAGE = Study(
+    "Six claims about sequence mixers", PRIMARY, EXPLORED, ADVICE, ("capacity", capacity.CURVE), METHOD, LIMITS, BEFORE
+)

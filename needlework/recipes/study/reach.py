@@ -1,9 +1,12 @@
 """E6, reach: does Polar attention find the needle 32 times past its training length, where softmax with the same memory does not?
 
     recipe     the first study's, with its models of 60M parameters, its 157M tokens, its needles; fresh seeds, and this study's text
-    metric     shares above chance of one needle and of the induction needle at 65,536 tokens, a mean of both, 128 episodes each
+    metric     shares above chance (0 a guess, 1 all) of one needle and of the induction needle at 65,536 tokens, a mean of both, 128 episodes each
     claim      Polar + memory finds more than softmax + memory by more than 10 points
     seeds      5 fresh ones; one look at 2
+
+The first study's text is not read: it is the Python source that its machine had installed, and a later commit installs other packages. This
+study's text is one file with a digest. Both sides of the claim read it.
 
 The induction needle's filler is one document: the held-out side has one of more than 65,536 tokens.
 """
@@ -38,7 +41,7 @@ POINTS = Measure(found, "points", times=100, floor=0.0, ceiling=1.0)
 CLAIMS = (
     Asked(
         "Polar + memory", "Polar + memory finds more at 32 times the training length than softmax + memory",
-        "reach", "", "polar-memory", "nope-memory", POINTS, 0.1, 5,
+        "reach", "", "polar-memory", "nope-memory", POINTS, 0.1, 5, first=SEEDS[0],
     ),
 )  # fmt: skip
 EXPLORED: tuple[Asked, ...] = ()
