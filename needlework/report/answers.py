@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .asked import Asked as Asked
-from .asked import Entry, Packs, Side, passed, side
+from .asked import Entry, Packs, Side, passed, side, title
 from .asked import Measure as Measure
 from .asked import at as at
 from .student import holm, inside, quantile
@@ -34,7 +34,7 @@ LEVEL, LOOK = 0.05, 0.001
 
 
 class Answer(NamedTuple):
-    """Of the last look. better, worse: a number a run. mean ± half: their difference; p: after Holm, at half 50 times itself.
+    """Of the last look. titles: of better and worse, for reading. better, worse: a number a run. mean ± half: their difference; p: after Holm, at half 50 times itself.
 
     n: pairs, or the runs of the smaller side, that are scored; looked: the seeds of the look; ran: the seeds of which both sides are over.
     passed: of how many runs with a gate, how many passed it; None where there is no gate.
@@ -42,6 +42,7 @@ class Answer(NamedTuple):
 
     asked: Asked
     word: str
+    titles: tuple[str, str] = ("", "")
     better: Spread | None = None
     worse: Spread | None = None
     mean: float | None = None
@@ -82,7 +83,8 @@ def _looked(asked: Asked, entries: Sequence[Entry]) -> Answer:
     """The last look's answer, its p before Holm and no word; of a claim that needs no test the word, and no p."""
     better, worse = (side(asked, name, entries) for name in (asked.better, asked.worse))
     over = better.keys() & worse.keys()
-    counted = {"ran": len(over), "passed": passed(asked, entries)}
+    titles = title(asked, asked.better, entries), title(asked, asked.worse, entries)
+    counted = {"titles": titles, "ran": len(over), "passed": passed(asked, entries)}
     looks = [seeds for seeds in (asked.planned[: asked.seeds // 2], asked.planned) if seeds and over.issuperset(seeds)]
     if not looks:
         return Answer(asked, f"open: {len(over)} of {asked.seeds} seeds" if over else "not run yet", **counted)

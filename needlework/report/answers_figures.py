@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import NamedTuple
 
 from .answers import Answer
@@ -21,12 +22,11 @@ def answer(answer: Answer, path: Path) -> None:
         figure = Figure(figsize=(7.2, 2.3))
         runs = figure.add_axes((0.2, 0.2, 0.4, 0.66))
         runs.grid(axis="x")
-        sides = ((asked.better, answer.better), (asked.worse, answer.worse))
-        for i, (_, spread) in enumerate(sides):
+        for i, spread in enumerate((answer.better, answer.worse)):
             shown = [times * value for value in spread.values]
             runs.plot(shown, [1 - i] * len(shown), marker(i), color=colour(i), alpha=0.7)
             runs.plot([times * spread.mean] * 2, [0.75 - i, 1.25 - i], color=colour(i))
-        runs.set_yticks([1, 0], [name for name, _ in sides])
+        runs.set_yticks([1, 0], ["\n".join(wrap(title, 20)) for title in answer.titles])
         runs.set_ylim(-0.6, 1.6)
         runs.set_xlabel(asked.measure.unit + (", less is better" if asked.measure.lower else ""))
         runs.set_title(f"{asked.about}: {answer.word}")

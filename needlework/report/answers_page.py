@@ -94,7 +94,7 @@ def _said(answer: Answer) -> str:
     said = [] if answer.looked == asked.seeds else [f"The first {answer.looked} of {asked.seeds} seeds."]
     if answer.better is not None and answer.worse is not None:
         better, worse = (spread(asked, side.values) for side in (answer.better, answer.worse))
-        said.append(f"{asked.better} {better}, {asked.worse} {worse} {asked.measure.unit}.")
+        said.append(f"{answer.titles[0]}: {better}. {answer.titles[1]}: {worse} {asked.measure.unit}.")
     if answer.n < answer.looked:
         what = "pairs" if asked.trunk else "runs of a side"
         said.append(

@@ -75,6 +75,13 @@ def side(asked: Asked, name: str, entries: Sequence[Entry]) -> Side:
     return found
 
 
+def title(asked: Asked, name: str, entries: Sequence[Entry]) -> str:
+    """What the runs of the side `name` are called, for reading; their name where they say nothing."""
+    runs = [entry for entry in entries if entry["name"] == (asked.trunk or name)]
+    of = [run.get("branches", {}).get(name, {}) for run in runs] if asked.trunk else runs
+    return next((entry["title"] for entry in of if "title" in entry), name)
+
+
 def passed(asked: Asked, entries: Sequence[Entry]) -> tuple[int, int] | None:
     """Of the claim's runs, how many passed their gate, and how many are over; a run that its guard ended has no word of its gate."""
     names = (asked.trunk,) if asked.trunk else (asked.better, asked.worse)

@@ -57,6 +57,7 @@ def test_a_claim_has_its_verdict_its_effect_its_interval_and_a_picture(tmp_path)
     text = written(packs, tmp_path / "a")
     assert "## CCQ: holds" in text and "+20.0 ± 0.2 points" in text  # of 8 and 8: sd 0.16 points, 2.14 · 0.16 · √(2/8)
     assert "| +20.0 ± 0.2 points | < 0.0001 | 8 of 8 | **holds** |" in text and "| +0.000 ± 0.001 nats a digit | 1 |" in text
+    assert "CCQ: 70.2 (70.0 to 70.4). GATED-DELTANET-WIDE: 50.2 (50.0 to 50.4) points." in text  # the runs' titles
     assert "## Q-Delta: negligible" in text and "## CARVE: undecided" in text and "## LUCID: not run yet" in text
     assert "3 × not run yet, 1 × holds, 1 × negligible, 1 × undecided" in text
     assert "Only 7 of 8 pairs are scored: the rest did not pass the gate, or their guard ended them." in text
