@@ -33,6 +33,11 @@ class CorpusConfig:
     """Which text: kind "stdlib" (the installed Python's standard library) or "files" (`paths`).
 
     held_out: share of the documents kept out of training, in (0, 1). max_bytes: reading stops there.
+
+    >>> from needlework.data import CorpusConfig, byte_tokenizer, load_corpus
+    >>> corpus = load_corpus(CorpusConfig(max_bytes=1 << 16), byte_tokenizer())
+    >>> corpus.manifest["kind"], len(corpus.held_out) > 0
+    ('stdlib', True)
     """
 
     kind: Literal["stdlib", "files"] = "stdlib"

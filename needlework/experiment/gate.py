@@ -35,7 +35,14 @@ PARTS = {"paired": PAIRED, "asked": ASKED}
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Passed when the mean excess of `window` steps in a row is below `excess` nats."""
+    """Passed when the mean excess of `window` steps in a row is below `excess` nats.
+
+    >>> from needlework.data import RecallMix
+    >>> from needlework.experiment.gate import Gate
+    >>> from needlework.experiment.recipe import Phase
+    >>> Phase(steps=400, batch=8, length=256, task=RecallMix(dense=1.0, sparse=0.0), until=Gate(window=8)).until.excess
+    0.1
+    """
 
     excess: Positive = 0.1
     window: Count = 4
