@@ -31,12 +31,12 @@ def forward(
     else:
         of_table, stride, final_C = (own.slots, own.fresh), own.stride, initial_state.C
     final = CurvatureState(final_C, torch.empty(N, H, K, **wide), torch.empty(N, H, **wide))
-    C_in, *others_in = initial_state or NO_STATE
+    initial_C, *initial_rows = initial_state or NO_STATE
     mean0, step, n0 = line.empty(K), line.empty(K), line.empty()
     settings = line.constants("means", INIT=initial_state is not None)
     programs = N * H * -(-K // settings["BD"])
     chunks = mean0, step, n0
-    given = total, mass, G, *others_in, *chunks, *final[1:], line.at.cum
+    given = total, mass, G, *initial_rows, *chunks, *final[1:], line.at.cum
     run(means, (programs,), *given, **arguments(means, settings))
 
     kc, P, E = torch.empty_like(k), line.empty(line.C, line.C, dtype=line.dtype), line.empty(ROWS.value, line.C)
@@ -51,7 +51,7 @@ def forward(
     run(
         walk, (slots,),
         line.tile(q, KB), line.tile(kc, KB), line.tile(kc, BV), line.tile(q, BV), line.block(P, line.C, line.C), line.tile(cleaned, BV),
-        None if Sq is None else line.tile(Sq, BV), E, eta_chunks, G, n0, step, C_in, final.C, *of_table, line.at.cum,
+        None if Sq is None else line.tile(Sq, BV), E, eta_chunks, G, n0, step, initial_C, final.C, *of_table, line.at.cum,
         *line.hands(settings, slots), line.at.T, line.NCB, N, **arguments(walk, settings),
     )  # fmt: skip
     fill, maps = (line.fill, line.at.maps) if line.packed else (None, None)
