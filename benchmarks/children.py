@@ -35,8 +35,8 @@ def answer(acts: Mapping[str, Act]) -> None:
 
 
 def answers_of(script: Path, act: str, calls: list[Call], limits: Mapping[str, int]) -> Iterator[tuple[Call, dict, str | None]]:
-    """What a child of `script` finds of these calls and why that is not all, as far as it comes; that it dies or does not end, of the call at
-    which it does. limits: seconds of a call, by act."""
+    """What a child of `script` finds of these calls and why that is not all, as far as it comes; that it dies or does not end, of the call
+    at which it does. limits: seconds of a call, by act."""
     # which configuration of a peer is fastest is found again by the process that times it, alone on the GPU
     env = os.environ | {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0"}
     command = [sys.executable, str(script), "--act", act, *(json.dumps(call._asdict()) for call in calls)]

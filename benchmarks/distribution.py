@@ -1,4 +1,5 @@
-"""How the ratios of drawn calls (`grid.py`) are distributed: the tables, the ten worst by name, and the picture. Reads rows of results alone."""
+"""How the ratios of drawn calls (`grid.py`) are distributed: the tables, the ten worst by name, and the picture. Reads rows of results
+alone."""
 
 import math
 from collections import Counter

@@ -17,7 +17,8 @@ GROUPS = (1, 1, 1, 2, 4, 8)
 SHORTEST = 16  # tokens of a packed document
 CALLS = 40  # of a rule
 
-# Plans are made on calls of the first seeds, tried on those of the second and reported on those of the third. A review draws with one of its own.
+# Launch configs are made on calls of the first seeds, tried on those of the second and reported on those of the third. A review draws with a
+# seed of its own.
 TUNING = (11, 12, 13)
 HELD_OUT = 21
 REPORTING = (101, 102, 103)
@@ -27,9 +28,9 @@ OPERATIONS = 5e13  # of an attention's forward pass: a tenth of a second at the 
 
 
 class Rule(NamedTuple):
-    """What a draw needs to know of a rule. `widest`: largest K and V of its kernels; `values`: whether it has values of a size of their own;
-    `grouped`: whether value heads may share a key head; `state`: whether a call may start from one of fixed size;
-    `attends`: whether its work grows with the square of a document; `channel`: bytes of a forward and backward pass for a token and channel."""
+    """What a draw needs to know of a rule. `widest`: largest K and V of its kernels; `values`: whether it has values of a size of their
+    own; `grouped`: whether value heads may share a key head; `state`: whether a call may start from one of fixed size; `attends`: whether
+    its work grows with the square of a document; `channel`: bytes of a forward and backward pass for a token and channel."""
 
     name: str
     widest: tuple[int, int]
@@ -59,8 +60,8 @@ RULES = (
 
 
 class Call(NamedTuple):
-    """B rows of T tokens, or B = 1 with packed `documents` of so many tokens each. H: heads of keys (key-value heads in attention); HV: of values
-    (of queries in attention). `state`: it starts from one."""
+    """B rows of T tokens, or B = 1 with packed `documents` of so many tokens each. H: heads of keys (key-value heads in attention); HV: of
+    values (of queries in attention). `state`: it starts from one."""
 
     rule: str
     seed: int

@@ -1,4 +1,5 @@
-"""A drawn call (`draw.py`) as a case: its tensors, the op with its documents and its initial state, and the peer for the same mathematics."""
+"""A drawn call (`draw.py`) as a case: its tensors, the op with its documents and its initial state, and the peer for the same
+mathematics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,8 +24,8 @@ SOLVED = 1e12  # operations of a solve that its peer, a hundred times slower, is
 
 
 class Parts(NamedTuple):
-    """A rule of the draw: the launch table that its kernels read, its spec, its inputs by a generator and B, T, H, K, V, HV, its peer and what
-    that reads of the inputs."""
+    """A rule of the draw: the launch table that its kernels read, its spec, its inputs by a generator and B, T, H, K, V, HV, its peer and
+    what that reads of the inputs."""
 
     engine: str
     spec: Callable[[], OpSpec]

@@ -5,9 +5,8 @@
 
 Rules take turns, so a run that is cut short has covered all of them; a later one with the same seed, commit and FILE goes on where that
 one stopped. Each call is first judged against float64 at 136 tokens, in processes side by side that also compile its kernels and its
-peer's. What is over its budget is not timed. A call is timed forward and forward + backward, by launches and, unless documents are packed, replayed
-from a CUDA graph.
-What does not fit, fails or is wrong has a row that says why. Rows are written one by one.
+peer's. What is over its budget is not timed. A call is timed forward and forward + backward, by launches and, unless documents are packed,
+replayed from a CUDA graph. What does not fit, fails or is wrong has a row that says why. Rows are written one by one.
 """
 
 import argparse
@@ -46,7 +45,8 @@ def small(call: Call) -> Call:
 
 
 def shorter(call: Call, limit: int = PREPARED) -> Call:
-    """With fewer rows, and then fewer tokens or documents, until it can be run beside others: all that its kernels are compiled for stays."""
+    """With fewer rows, and then fewer tokens or documents, until it can be run beside others: all that its kernels are compiled for
+    stays."""
     while memory(call) > limit:
         if call.B > 1:
             call = call._replace(B=call.B // 2)

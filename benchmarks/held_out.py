@@ -2,9 +2,9 @@
 
     python benchmarks/held_out.py [--rules gated kda] [--calls 10] [--seed 21] [--out FILE]
 
-The calls are drawn (`draw.py`) with a seed of which no table is made, and shortened to a few GiB. At each shape every constant of the row is
-moved to its neighbours (`tune.py`), one at a time, and then all kernels' best moves are tried together, as kernels run one after another.
-What is best must be right by the error budget. Candidates are compiled side by side first, then timed alone: minutes a rule.
+The calls are drawn (`draw.py`) with a seed of which no table is made, and shortened to a few GiB. At each shape every constant of the row
+is moved to its neighbours (`tune.py`), one at a time, and then all kernels' best moves are tried together, as kernels run one after
+another. What is best must be right by the error budget. Candidates are compiled side by side first, then timed alone: minutes a rule.
 """
 
 import argparse

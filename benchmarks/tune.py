@@ -4,7 +4,8 @@
     python benchmarks/tune.py --drawn gated kda [--seconds 300] [--write]
 
 With --drawn a row is tuned on several drawn calls that pick it (`draw.py`, the seeds in TUNING): what counts is the geometric mean of their
-times. `held_out.py` says how near to the best such a row is at shapes that were not timed. One constant of a kernel after another, each over its neighbours, forward + backward of the whole op, until none gains 1 % or the
+times. `held_out.py` says how near to the best such a row is at shapes that were not timed. One constant of a kernel after another, each
+over its neighbours, forward + backward of the whole op, until none gains 1 % or the
 time is over: the tables are what the library launches with, so nothing is tuned when it is used. What is faster is taken if it is so
 twice and the doctor finds it right: outputs and gradients by the error budget, short, long and packed, the same in two runs. A
 candidate that does not compile is dropped with its reason. Without --write what would change is printed and nothing changes.

@@ -1,8 +1,8 @@
 """A mixer of your own: a write rule in thirty lines, beside ours.
 
 You learn: a write rule is a frozen config with a `kind` and a module that names its two ops and whose `call` gives either q, k, v, the
-gate g and the query that reads. `Recurrent` does the rest: projections, convolution, norm, output gate, state, packing. The rule composes with
-every gate and every read rule. The rule here has one gate for forgetting and for writing, as a GRU has:
+gate g and the query that reads. `Recurrent` does the rest: projections, convolution, norm, output gate, state, packing. The rule composes
+with every gate and every read rule. The rule here has one gate for forgetting and for writing, as a GRU has:
 
     S_t = e^g (I − β k kᵀ) S_{t-1} + β k vᵀ,   β = 1 − e^g
 

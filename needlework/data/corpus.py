@@ -94,7 +94,8 @@ class Corpus:
     others: dict[str, Documents] = field(default_factory=dict)
 
     def on(self, side: str) -> Corpus:
-        """The corpus whose held-out documents are those of `side`: "held_out" or one of `others`. ValueError for a side that is not there."""
+        """The corpus whose held-out documents are those of `side`: "held_out" or one of `others`. ValueError for a side that is not
+        there."""
         if side == "held_out":
             return self
         if side not in self.others:

@@ -1,4 +1,5 @@
-"""Selective Key Overwrite (CARVE, arXiv 2606.27229, Definition 6) of a trained model's layers: do its rule and its gates hold keys apart?"""
+"""Selective Key Overwrite (CARVE, arXiv 2606.27229, Definition 6) of a trained model's layers: do its rule and its gates hold keys
+apart?"""
 
 from functools import partial
 from typing import NamedTuple

@@ -11,7 +11,8 @@ from needlework.layers.write import WriteRule
 
 
 class Call(NamedTuple):
-    """layer: its number in the model. rule: the module; arguments and keywords: of its forward. A write rule is given its op before them."""
+    """layer: its number in the model. rule: the module; arguments and keywords: of its forward. A write rule is given its op before
+    them."""
 
     layer: int
     rule: WriteRule | AttendRule

@@ -2,9 +2,9 @@
 
     excess of a step = Σ over the answers' tokens of its dense rows of −log p(token | the row before it) / how many there are
 
-In a dense row a digit of a value that came earlier in the row (a *paired* digit) has one possible value given the row, so the best predictor's
-loss on it is 0 nats, and a model's loss is all excess. At chance it is ln 10 = 2.30. Where a digit's argmax is wrong its probability is at most
-1/2 and its loss at least ln 2, so by Markov's inequality
+In a dense row a digit of a value that came earlier in the row (a *paired* digit) has one possible value given the row, so the best
+predictor's loss on it is 0 nats, and a model's loss is all excess. At chance it is ln 10 = 2.30. Where a digit's argmax is wrong its
+probability is at most 1/2 and its loss at least ln 2, so by Markov's inequality
 
     share of paired digits that are not found <= excess / ln 2            0.1 nats: at most 14.4 %
 

@@ -29,8 +29,8 @@ class ReadConfig(Config):
 
 
 class ReadRule(nn.Module):
-    """Base of the read rules: `forward(op, *logits, q, k, g=) -> (q̃ [B T HV K], state)`, logits what `maps` give, op `chunk` with its states
-    and where sequences end, as a write rule is given its own (`layers/write.py`)."""
+    """Base of the read rules: `forward(op, *logits, q, k, g=) -> (q̃ [B T HV K], state)`, logits what `maps` give, op `chunk` with its
+    states and where sequences end, as a write rule is given its own (`layers/write.py`)."""
 
     chunk: Callable[..., Any]
 

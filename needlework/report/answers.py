@@ -146,7 +146,7 @@ def _apart(better: Spread, worse: Spread) -> tuple[float, float | None, int]:
 
 
 def _values(asked: Asked, name: str, entries: Sequence[Entry]) -> dict[int, float]:
-    """seed -> a run's number, of the side `name`; runs that their guard ended, and those that did not pass their gate, have none."""
+    """seed -> a run's number, of the side `name`; aborted runs, and those that did not pass their gate, have none."""
     found = {}
     for entry in entries:
         of: Entry | None = entry

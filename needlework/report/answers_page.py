@@ -174,7 +174,7 @@ def _explored(found: list[Answer]) -> str:
 
 
 def _runs(packs: Packs) -> str:
-    """Of each experiment its runs, seconds and machines; runs that their guard ended by name."""
+    """Of each experiment its runs, seconds and machines; aborted runs by name."""
     rows, ended = [], []
     for name, entries in packs.items():
         whole = [entry for entry in entries if "ended" not in entry]

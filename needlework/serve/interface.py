@@ -51,8 +51,8 @@ class Stream(Protocol):
 
 
 class Engine(Protocol):
-    """What serves the requests. add_all: takes all or none, and reads a prompt that several have one after another once; raises QueueFullError,
-    DrainingError, GrammarError, ValueError for what does not fit, RuntimeError once it has failed."""
+    """What serves the requests. add_all: takes all or none, and reads a prompt that several have one after another once; raises
+    QueueFullError, DrainingError, GrammarError, ValueError for what does not fit, RuntimeError once it has failed."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -66,8 +66,8 @@ class Engine(Protocol):
 
 
 class OwnEngine(Engine, Protocol):
-    """One of this process. begin: `add_all` for readers elsewhere. drain: no new requests; returns when the running ones are over, or it has
-    failed. wait: until it has ended; RuntimeError where it has failed."""
+    """One of this process. begin: `add_all` for readers elsewhere. drain: no new requests; returns when the running ones are over, or it
+    has failed. wait: until it has ended; RuntimeError where it has failed."""
 
     def begin(self, requests: Sequence[Request], sinks: Sequence[Sink]) -> None: ...
 

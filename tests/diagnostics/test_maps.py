@@ -1,4 +1,5 @@
-"""Maps by head: with them a rule's read is a sum over values, which is what they claim. Overwriting and chunkability, each by its formula."""
+"""Maps by head: with them a rule's read is a sum over values, which is what they claim. Overwriting and chunkability, each by its
+formula."""
 
 import dataclasses
 import math

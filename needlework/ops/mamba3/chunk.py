@@ -37,7 +37,8 @@ class RowInputs(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the engine reads, in rows [B T+1 H R ·] or, packed, [1 T+N H R ·]; what is added to what it gives; the state's new k and angle."""
+    """What the engine reads, in rows [B T+1 H R ·] or, packed, [1 T+N H R ·]; what is added to what it gives; the state's new k and
+    angle."""
 
     q: Tensor
     k: Tensor

@@ -1,4 +1,5 @@
-"""The order of the backward's kernels: chunks, the two walks, gates; and the gradient of the state that the walks leave. Tokens are aligned."""
+"""The order of the backward's kernels: chunks, the two walks, gates; and the gradient of the state that the walks leave. Tokens are
+aligned."""
 
 import torch
 from torch import Tensor

@@ -48,7 +48,8 @@ def numbers(p, o_row, i_d, K: tl.constexpr, BD: tl.constexpr):
 @triton.jit
 def tokens(p_E, o_ih, row: tl.constexpr, C: tl.constexpr):
     """[C] pointers to a row of a chunk's numbers. Forward: 0 what C₀ weighs, 1 1/n_t, 2 what d weighs, 3 q·(μ_t − μ₀), 4 q·(μ_t − z),
-    5 ω_Cs, 6 e^{G_t}. Backward: 0 and 2 likewise, 1 the factor of y, 3 and 4 (gated) of dg what readers change within the chunk, 5 and 6 the same."""
+    5 ω_Cs, 6 e^{G_t}. Backward: 0 and 2 likewise, 1 the factor of y, 3 and 4 (gated) of dg what readers change within the chunk, 5 and 6
+    the same."""
     return p_E + (o_ih * ROWS + row) * C + tl.arange(0, C)
 
 

@@ -69,7 +69,8 @@ def part_here(p_cum, i_n, i_own, lo, hi, PER: tl.constexpr):
 
 @triton.jit
 def wait_for(p_flag, FORM: tl.constexpr = 0):
-    """Wait until the slot that has the chain's first chunks has stored its state. FORM 2: launched after FORM 1, which left the flags at 1."""
+    """Wait until the slot that has the chain's first chunks has stored its state. FORM 2: launched after FORM 1, which left the flags at
+    1."""
     while tl.atomic_add(p_flag, 0, sem="acquire") < (2 if FORM == 2 else 1):
         pass
     tl.debug_barrier()
