@@ -10,7 +10,7 @@ import results
 from cells import bar_text, number
 from draw import RULES, TUNING
 
-ROOT = results.ROOT.parent / "grids"
+ROOT = results.ROOT / "grids"
 FIGURES = ("ms", "graph_ms", "peak_mib", "peer", "peer_ms", "peer_graph_ms", "peer_why", "error_over_budget", "why")
 BARS = {"median": 0.6, "90 %": 0.8, "worst": 1.0}
 WORST = 10

@@ -172,7 +172,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=25.0, help="after which no batch is begun")
     parser.add_argument("--rules", nargs="+", default=[rule.name for rule in RULES], choices=[rule.name for rule in RULES])
     parser.add_argument("--calls", type=int, default=CALLS, help="of each rule")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="benchmarks/grids/<device>.json")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="benchmarks/results/grids/<device>.json")
     parser.add_argument("--commit", default=commit(), help="what the rows are said to be of, where git cannot tell")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print the distribution of its rows, and time nothing")
     options = parser.parse_args()
