@@ -91,7 +91,8 @@ def inputs(
     generator: torch.Generator, B: int, T: int, H: int, K: int, V: int, *,
     HV: int | None = None, gate: str | None = "scalar", extra=(), values=True,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Unit q and k, normal v, Gated DeltaNet's own gate at initialisation; float64 on the generator's device. HV: value heads, H by default."""
+    """Unit q and k, normal v, Gated DeltaNet's own gate at initialisation; float64 on the generator's device. HV: value heads, H by
+    default."""
     normal, uniform = draws(generator)
     unit = partial(normalize, dim=-1)
     HV = H if HV is None else HV
@@ -118,7 +119,8 @@ def carve_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: 
 
 
 def mamba3_inputs(generator: torch.Generator, B: int, T: int, H: int, K: int, V: int, *, groups: int = 1) -> dict[str, Tensor]:
-    """Mamba-3 as its layer starts it, its H heads in so many groups: C and B of norm √K, their biases 1, Δ from 1e-3 to 1e-1 and A = −ln 2; half of the pairs turn."""
+    """Mamba-3 as its layer starts it, its H heads in so many groups: C and B of norm √K, their biases 1, Δ from 1e-3 to 1e-1 and A = −ln 2;
+    half of the pairs turn."""
     normal, uniform = draws(generator)
     dt = 1e-3 * 100 ** uniform(1, 1, H) * (0.3 * normal(B, T, H)).exp()
     one = torch.ones(H, K, dtype=torch.float64, device=generator.device)

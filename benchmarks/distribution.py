@@ -1,4 +1,5 @@
-"""How the ratios of drawn calls (`grid.py`) are distributed: the tables, the ten worst by name, and the picture. Reads rows of results alone."""
+"""How the ratios of drawn calls (`grid.py`) are distributed: the tables, the ten worst by name, and the picture. Reads rows of results
+alone."""
 
 import math
 from collections import Counter
@@ -9,7 +10,7 @@ import results
 from cells import bar_text, number
 from draw import RULES, TUNING, drawn
 
-ROOT = results.ROOT.parent / "grids"
+ROOT = results.ROOT / "grids"
 FIGURES = ("ms", "graph_ms", "peak_mib", "peer", "peer_ms", "peer_graph_ms", "peer_why")
 BARS = {"median": 0.6, "90 %": 0.8, "worst": 1.0}
 WORST = 10

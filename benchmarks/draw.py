@@ -18,7 +18,8 @@ CONTENT = (32, 64, 128)  # tokens of CARVE's content chunk
 SHORTEST = 16  # tokens of a packed document
 CALLS = 40  # of a rule
 
-# Plans are made on calls of the first seeds, tried on those of the second and reported on those of the third. A review draws with one of its own.
+# Launch configs are made on calls of the first seeds, tried on those of the second and reported on those of the third. A review draws with a
+# seed of its own.
 TUNING = (11, 12, 13)
 HELD_OUT = 21
 REPORTING = (101, 102, 103)

@@ -1,4 +1,5 @@
-"""A drawn call (`draw.py`) as a case: its tensors, the op with its documents and its initial state, and the peer for the same mathematics."""
+"""A drawn call (`draw.py`) as a case: its tensors, the op with its documents and its initial state, and the peer for the same
+mathematics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -2,9 +2,9 @@
 
     python benchmarks/front.py [--case 256 2.5] …     streams and ms of a step
 
-For each case, as shares of the tokens a second that the sleep allows: `bare` by requests in the engine's process, `http` by streams over HTTP;
-and microseconds of CPU a token, of the engine's process without and with HTTP and of the front's. On a machine with fewer than four idle cores
-only the CPU time means something: the clients take a core too.
+For each case, as shares of the tokens a second that the sleep allows: `bare` by requests in the engine's process, `http` by streams over
+HTTP; and microseconds of CPU a token, of the engine's process without and with HTTP and of the front's. On a machine with fewer than four
+idle cores only the CPU time means something: the clients take a core too.
 """
 
 import argparse

@@ -53,7 +53,8 @@ def small(call: Call) -> Call:
 
 
 def shorter(call: Call, limit: int = PREPARED) -> Call:
-    """With fewer rows, and then fewer tokens or documents, until it can be run beside others: all that its kernels are compiled for stays."""
+    """With fewer rows, and then fewer tokens or documents, until it can be run beside others: all that its kernels are compiled for
+    stays."""
     while memory(call) > limit:
         if call.B > 1:
             call = call._replace(B=call.B // 2)
@@ -252,7 +253,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=25.0, help="after which the run ends")
     parser.add_argument("--rules", nargs="+", default=[rule.name for rule in RULES], choices=[rule.name for rule in RULES])
     parser.add_argument("--calls", type=int, default=CALLS, help="of each rule: another number is another draw")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="benchmarks/grids/<device>.json")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="benchmarks/results/grids/<device>.json")
     parser.add_argument("--commit", default=commit(), help="what the rows are said to be of, where git cannot tell")
     parser.add_argument("--dry", action="store_true", help="say what is left and what it takes")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print the distribution of its rows, and time nothing")

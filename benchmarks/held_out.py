@@ -32,7 +32,7 @@ from tune import neighbours
 from needlework.ops.runtime import launch_configs
 
 DEVICE = "cuda"
-ROOT = results.ROOT.parent / "held_out"
+ROOT = results.ROOT / "held_out"
 CALLS = 10
 BAR = 1.15
 MEMORY = 3 * 2**30  # bytes of a call: ten of them are compiled side by side
@@ -143,7 +143,7 @@ def main() -> int:
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES)
     parser.add_argument("--calls", type=int, default=CALLS, help="of each rule")
     parser.add_argument("--seed", type=int, default=HELD_OUT)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="benchmarks/held_out/<device>.json")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="benchmarks/results/held_out/<device>.json")
     parser.add_argument("--commit", default=commit(), help="what the rows are said to be of, where git cannot tell")
     options = parser.parse_args()
     if not torch.cuda.is_available():

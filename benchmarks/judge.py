@@ -21,8 +21,8 @@ def worst(spec: OpSpec, stored: dict[str, Tensor], dtype: torch.dtype) -> tuple[
 
 
 def ratios(spec: OpSpec, stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, float]:
-    """Error ÷ budget of every tensor, ∞ of one that is not a number. The budget is twice the larger of the definition's own error at `dtype`
-    and the literal chunk form's, all heads together."""
+    """Error ÷ budget of every tensor, ∞ of one that is not a number. The budget is twice the larger of the definition's own error at
+    `dtype` and the literal chunk form's, all heads together."""
     wide, single = ({n: x.to(kind) for n, x in stored.items()} for kind in (torch.float64, torch.float32))
     fast = _flat(whole(spec.chunk), stored)
     exact = _flat(whole(spec.recurrent), wide)

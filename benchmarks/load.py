@@ -1,4 +1,5 @@
-"""Clients of a server: so many streams of completions at once, or one after another; prints JSON. `serve.py` runs it in a process of its own.
+"""Clients of a server: so many streams of completions at once, or one after another; prints JSON. `serve.py` runs it in a process of its
+own.
 
 python benchmarks/load.py PORT --streams 64 --prompt 512 --tokens 128       began, ended: when the last stream had its first token, when the first one ended; pieces of all
 python benchmarks/load.py PORT --prompt 4096 --tokens 1 --repeat 10         first: seconds to the first token, each request on an idle server

@@ -3,9 +3,10 @@
     python benchmarks/run.py [--only qdelta kda/B lucid polar path paged step cold] [--graphs] [--out benchmarks/results] [--no-warm]
 
 Every row: op, impl, shape, dtype, pass, ms, peak_mib, peer, peer_ms, ratio (ours ÷ peer; of a step its share of the copy
-bandwidth, of pass "share" that of the copy or of the matrix product), floor_ms, bar, error_over_budget, device, torch, triton, commit; with --graphs also graph_ms, peer_graph_ms. Before a case is timed its outputs, states and
-gradients are compared with the float64 definition; a case over its budget is not reported, its old rows go, and the exit
-status is 1. Rows are kept by key and written one by one: runs add up, and one that is cut short loses nothing.
+bandwidth, of pass "share" that of the copy or of the matrix product), floor_ms, bar, error_over_budget, device, torch, triton, commit; with
+--graphs also graph_ms, peer_graph_ms. Before a case is timed its outputs, states and gradients are compared with the float64 definition; a
+case over its budget is not reported, its old rows go, and the exit status is 1. Rows are kept by key and written one by one: runs add up,
+and one that is cut short loses nothing.
 """
 
 import argparse

@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--only", nargs="*", choices=list(MEASURED), default=["step", "engine", "generate"])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "serving")
+    parser.add_argument("--out", type=Path, default=results.ROOT / "serving")
     parser.add_argument("--eager", action="store_true", help="decoding steps as PyTorch runs them, not compiled")
     given = parser.parse_args()
     import triton

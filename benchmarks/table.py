@@ -1,5 +1,5 @@
-"""docs/performance.md's tables of kernels, drawn calls, training and serving, made from benchmarks/results/*.json, grids/*.json,
-training/*.json and serving/*.json: `python benchmarks/table.py`. The picture of the drawn calls is made with them."""
+"""docs/performance.md's tables of kernels, drawn calls, training and serving, made from the *.json of
+benchmarks/results/, its grids/, training/ and serving/: `python benchmarks/table.py`. The picture of the drawn calls is made with them."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ import results
 from cells import bar_text, number
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-TRAINING = results.ROOT.parent / "training"
-SERVING = results.ROOT.parent / "serving"
+TRAINING = results.ROOT / "training"
+SERVING = results.ROOT / "serving"
 SHARES = ("step", "share")
 ORDER = ("gated", "qdelta", "kda", "carve-gates-given", "carve", "ccq", "ccq+gated", "mamba2", "mamba3",
          "lucid", "lucid/clustered", "lucid/attention", "polar", "polar/cudnn", "polar/decode", "path", "path/lucid",

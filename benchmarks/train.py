@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument(
         "--impl", nargs="*", choices=("needlework", "fla"), default=["needlework"], help="fla: its layers, where one exists"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "training")
+    parser.add_argument("--out", type=Path, default=results.ROOT / "training")
     given = parser.parse_args()
     import triton
 

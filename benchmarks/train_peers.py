@@ -1,4 +1,5 @@
-"""flash-linear-attention's layers in our blocks: the same model around them, so that only the mixer differs. Never imported by the package."""
+"""flash-linear-attention's layers in our blocks: the same model around them, so that only the mixer differs. Never imported by the
+package."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -1,5 +1,5 @@
-"""Pages made of files outside docs/ that a page links to: docs/source/ mirrors them, out of git. Links to them, and those to their pictures, are
-moved there."""
+"""Pages made of files outside docs/ that a page links to: docs/source/ mirrors them, out of git. Links to them, and those to their
+pictures, are moved there."""
 
 import re
 import shutil

@@ -1,8 +1,8 @@
 """A mixer of your own: a write rule in thirty lines, beside ours.
 
 You learn: a write rule is a frozen config with a `kind` and a module that names its two ops and whose `call` gives either q, k, v, the
-gate g and the query that reads. `Recurrent` does the rest: projections, convolution, norm, output gate, state, packing. The rule composes with
-every gate and every read rule. The rule here has one gate for forgetting and for writing, as a GRU has:
+gate g and the query that reads. `Recurrent` does the rest: projections, convolution, norm, output gate, state, packing. The rule composes
+with every gate and every read rule. The rule here has one gate for forgetting and for writing, as a GRU has:
 
     S_t = e^g (I − β k kᵀ) S_{t-1} + β k vᵀ,   β = 1 − e^g
 
@@ -11,6 +11,7 @@ its own.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -36,9 +37,9 @@ class Coupled(WriteConfig):
 class CoupledRule(WriteRule):
     chunk, step = staticmethod(chunk_delta), staticmethod(step_delta)  # many tokens, and one while serving
 
-    def call(self, op, q, k, v, *, g, q_read, **carry):
-        """q, k [B T H K] of unit norm, v [B T HV V], g [B T HV] <= 0; carry: the states, which the op takes as they are."""
-        return op(q, k, v, g, -torch.expm1(g), q_read=q_read, scale=self.width.scale, **carry)
+    def call(self, op, q, k, v, *, g, q_read):
+        """q, k [B T H K] of unit norm, v [B T HV V], g [B T HV] <= 0; the op has its states already."""
+        return op(q, k, v, g, -torch.expm1(g), q_read=q_read, scale=self.width.scale)
 
 
 def by_hand(k, v, g):
@@ -55,7 +56,7 @@ def main() -> None:
     k, v, g = torch.randn(1, 20, 1, 8), torch.randn(1, 20, 1, 8), -torch.rand(1, 20, 1)
     k = nn.functional.normalize(k, dim=-1)
     rule = Coupled().build(Width(dim=32, heads=1, value_heads=1, key_dim=8, value_dim=8))
-    state = rule(k, k, v, g=g, q_read=k, output_final_state=True)[1]
+    state = rule(partial(rule.chunk, output_final_state=True), k, k, v, g=g, q_read=k)[1]
     torch.testing.assert_close(state[0, 0], by_hand(k[0, :, 0], v[0, :, 0], g[0, :, 0]), rtol=1e-4, atol=1e-5)
     print("the rule is its equation")
 

@@ -2,7 +2,9 @@
 
 import doctest
 import importlib
+import inspect
 import re
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
@@ -17,30 +19,27 @@ ENTRY = re.compile(r"^\.\. auto(?:function|class):: (\S+)$", re.MULTILINE)
 DOCUMENTED = {name for page in (DOCS / "reference").glob("*.md") for name in ENTRY.findall(page.read_text())}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
-FORMS = ("chunk_", "recurrent_", "step_", "paged_", "write_")
-
-public_ops = [
-    f"needlework.ops.{op}.{name}"
-    for op in OPS
-    for name in vars(importlib.import_module(f"needlework.ops.{op}"))
-    if name.startswith(FORMS)
-] + [f"needlework.ops.conv.{name}" for name in ("causal_conv", "causal_conv_slots", "step_conv")]
-familiar = importlib.import_module("needlework.ops.familiar")
-public_ops += [
-    f"{familiar.__name__}.{name}"
-    for name, x in vars(familiar).items()
-    if getattr(x, "__module__", "") == familiar.__name__ and name.startswith(FORMS)
-]
+FAMILIES = [*(f"needlework.ops.{op}" for op in (*OPS, "conv", "linear")), "needlework.ops.familiar"]
+CONFIGURED = ("data", "train", "serve", "experiment.recipe", "experiment.gate", "experiment.evaluate", "experiment.answers")
 
 
-def public(module: str) -> list[str]:
-    """The classes and functions that a module names for its readers."""
-    named = {name: value for name, value in vars(importlib.import_module(module)).items() if not name.startswith("_")}
-    ours = (name for name, value in named.items() if getattr(value, "__module__", "").startswith("needlework"))
-    return [f"{module}.{name}" for name in ours]
+def public(module: str) -> dict[str, object]:
+    """What a package names for its readers, or a module defines: the classes and functions, by their full names."""
+    here = importlib.import_module(module)
+    inside = "needlework" if hasattr(here, "__path__") else module
+    ours = {name: x for name, x in vars(here).items() if getattr(x, "__module__", "").startswith(inside)}
+    return {f"{module}.{name}": x for name, x in ours.items() if not name.startswith("_")}
 
 
-EXAMPLES = [*public_ops, *public("needlework.layers"), *public("needlework.models"), *public("needlework.models.convert")]
+def is_config(x: object) -> bool:
+    """Whether it is a class whose fields are given by name and checked, or that has a kind."""
+    return inspect.isclass(x) and is_dataclass(x) and (hasattr(x, "kind") or hasattr(x, "__post_init__"))
+
+
+OPERATORS = [name for family in FAMILIES for name, x in public(family).items() if inspect.isfunction(x)]
+CONFIGS = [name for part in CONFIGURED for name, x in public(f"needlework.{part}").items() if is_config(x)]
+COMPONENTS = [name for part in ("layers", "models", "models.convert") for name in public(f"needlework.{part}")]
+EXAMPLES = [*OPERATORS, *COMPONENTS, *CONFIGS]
 
 
 def named(name: str):

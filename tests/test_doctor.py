@@ -57,7 +57,7 @@ def test_it_runs_in_the_interpreter_and_writes_a_report(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     total = len(report["rows"])
-    assert all(f"{count} of {total}: " in done.stdout for count in range(1, total + 1)), "a full run tells of each row at once"
+    assert all(f"{count} of {total}: " in done.stdout for count in range(1, total + 1)), "a full run reports each row at once"
     assert all(row["seconds"] > 0 for row in report["rows"])
     assert {row["engine"] for row in report["rows"]} == {e for rule in targets.RULES for e in (rule.chunk, rule.step)} - {None}
     assert report["triton"] and report["ptxas"]

@@ -1,4 +1,5 @@
-"""How the launch tables are tried at shapes that were not timed: which launch configs are tried, and that the best is the fastest that is right."""
+"""How the launch tables are tried at shapes that were not timed: which launch configs are tried, and that the best is the fastest that is
+right."""
 
 import sys
 from contextlib import nullcontext

@@ -66,7 +66,7 @@ def faults(path: Path):
 
 def test_imports_point_down_or_sideways_inside_one_package():
     files = [path for path in FILES if room(path) != "__init__"]
-    assert {room(path) for path in files} <= FLOORS.keys(), "a file stands on no floor"
+    assert {room(path) for path in files} <= FLOORS.keys(), "a file has no floor"
     assert not [fault for path in files for fault in faults(path)]
 
 

@@ -1,4 +1,4 @@
-"""The recipes of the papers' models: each trains 20 steps at reduced width, all else as it stands; and the comparison's sizes."""
+"""The recipes of the papers' models: each trains 20 steps at reduced width, all else unchanged; and the comparison's sizes."""
 
 import dataclasses
 import math

@@ -36,7 +36,7 @@ ORIGINAL = NeedleworkForCausalLM.forward
 
 
 def copied(row: list[int], t: int, reach: int) -> int | None:
-    """What the copier says comes after row[t]: what came the last time that the same five tokens stood there."""
+    """What the copier says comes after row[t]: what came the last time that the same five tokens came."""
     for s in range(t - 1, max(CONTEXT - 2, t - reach - 1), -1):
         if row[s - CONTEXT + 1 : s + 1] == row[t - CONTEXT + 1 : t + 1]:
             return row[s + 1]
@@ -93,7 +93,7 @@ def runs(small_text, tmp_path_factory):
 
 
 def asked(corpus, T, pairs):
-    """Of each row of the needle tasks: how far back each asked pair stands, and the row. Written from the task's words."""
+    """Of each row of the needle tasks: how far back each asked pair is, and the row. Written from the task's words."""
     name = "single needle None" if pairs == 1 else f"{pairs} needles"
     found = []
     for r in range(max(ROWS, TOKENS // T)):

@@ -1,4 +1,5 @@
-"""Each task read as a person reads it, from the bytes of its rows alone: what is asked, where the answer is, and where nothing is scored."""
+"""Each task read as a person reads it, from the bytes of its rows alone: what is asked, where the answer is, and where nothing is
+scored."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""The figures of docs/explanation/, as SVG files beside this script: `python docs/figures/make.py`. Every curve is computed by the library."""
+"""The figures of docs/explanation/, as SVG files beside this script: `python docs/figures/make.py`. Every curve is computed by the
+library."""
 
 from pathlib import Path
 

@@ -31,6 +31,10 @@ class Archive(Bounded):
     """The documents of an archive in the folder `path`, each on the side that the archive says.
 
     sha256: the file's; None: whatever is there. Another file is refused.
+
+    >>> from needlework.data import Archive
+    >>> Archive(path="gathered").stores
+    ('train', 'held_out', 'development', 'other')
     """
 
     kind: str = "archive"

@@ -33,6 +33,11 @@ class CorpusConfig:
     """Which text: kind "stdlib" (the installed Python's standard library) or "files" (`paths`).
 
     held_out: share of the documents kept out of training, in (0, 1). max_bytes: reading stops there.
+
+    >>> from needlework.data import CorpusConfig, byte_tokenizer, load_corpus
+    >>> corpus = load_corpus(CorpusConfig(max_bytes=1 << 16), byte_tokenizer())
+    >>> corpus.manifest["kind"], len(corpus.held_out) > 0
+    ('stdlib', True)
     """
 
     kind: Literal["stdlib", "files"] = "stdlib"
@@ -89,7 +94,8 @@ class Corpus:
     others: dict[str, Documents] = field(default_factory=dict)
 
     def on(self, side: str) -> Corpus:
-        """The corpus whose held-out documents are those of `side`: "held_out" or one of `others`. ValueError for a side that is not there."""
+        """The corpus whose held-out documents are those of `side`: "held_out" or one of `others`. ValueError for a side that is not
+        there."""
         if side == "held_out":
             return self
         if side not in self.others:

@@ -1,4 +1,4 @@
-"""Under which licence a corpus's text is, as far as its manifest tells."""
+"""Under which licence a corpus's text is, as far as its manifest names it."""
 
 from typing import Any, NamedTuple
 

@@ -22,7 +22,13 @@ from .rng import generator
 
 @dataclass(frozen=True, kw_only=True)
 class MQAR:
-    """vocab: tokens in all; pairs: keys a row; power: a in p(gap) ∝ gap^(a-1), small a asks soon."""
+    """vocab: tokens in all; pairs: keys a row; power: a in p(gap) ∝ gap^(a-1), small a asks soon.
+
+    >>> from needlework.data import MQAR
+    >>> batch = MQAR(vocab=64, pairs=4).batch(seed=0, step=0, B=2, T=32)
+    >>> (batch.labels >= 0).sum(1).tolist()
+    [4, 4]
+    """
 
     kind: str = "mqar"
     vocab: Count = 8192

@@ -41,6 +41,11 @@ class NeedleMix:
     dense: `dense_pairs` (least, most) pairs of key and value, then queries in shuffled rounds to the row's end.
     sparse: `sparse_pairs` pairs spread over text, each asked `asks` times anywhere after it.
     A row that is too short for the most takes as many as fit.
+
+    >>> from needlework.data import CorpusConfig, NeedleMix, byte_tokenizer, load_corpus
+    >>> corpus = load_corpus(CorpusConfig(max_bytes=1 << 16), byte_tokenizer())
+    >>> NeedleMix(dense=1.0, sparse=0.0).batch(corpus, seed=0, step=0, B=2, T=128).labels.shape
+    torch.Size([2, 128])
     """
 
     kind: str = "needles"

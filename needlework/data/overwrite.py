@@ -33,7 +33,13 @@ class Overwrites(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectiveKeyOverwrite:
-    """K, V: sizes of key and value; keys: (least, most) keys, one number a batch; share of tokens that overwrite."""
+    """K, V: sizes of key and value; keys: (least, most) keys, one number a batch; share of tokens that overwrite.
+
+    >>> from needlework.data import SelectiveKeyOverwrite
+    >>> stream = SelectiveKeyOverwrite(K=8, V=4, keys=(6, 6)).batch(seed=0, step=0, B=2, T=32)
+    >>> stream.k.shape, stream.values.shape, stream.overwrite.sum(1).tolist()
+    (torch.Size([2, 32, 8]), torch.Size([2, 6, 4]), [8.0, 8.0])
+    """
 
     kind: str = "overwrite"
     K: Count = 64

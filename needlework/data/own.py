@@ -27,6 +27,10 @@ class Files(PathSource):
 
     held_out: a share of the documents by name. Where that leaves a side with less than half its share (few documents), the end of the
     longest one is held out instead, as a document of its own.
+
+    >>> from needlework.data import Files, StoreConfig
+    >>> StoreConfig(source=Files(paths=("chapters", "notes.jsonl")), vocabulary=8_192).source.title
+    'chapters, notes.jsonl'
     """
 
     kind: str = "files"

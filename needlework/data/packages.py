@@ -35,6 +35,10 @@ class Packages(TextSource):
     held_out: a quarter of the packages' names. The largest few packages are most of the text, so the share of the bytes is
     another one; a quarter of the names is what it takes for sixteen long documents.
     roots: directories of packages; none are the running Python's own.
+
+    >>> from needlework.data import Packages
+    >>> Packages().side("json"), Packages().side("email")
+    ('train', 'held_out')
     """
 
     kind: str = "packages"

@@ -52,6 +52,16 @@ class StoreConfig:
 
     tokenizer: "bytes", a file, a directory, or a name on the Hugging Face Hub; None trains one of `vocabulary` tokens on the first
     `tokenizer_bytes` of the training side.
+
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from needlework.data import Files, StoreConfig, prepare
+    >>> with TemporaryDirectory() as folder:
+    ...     text = Path(folder, "text.txt")
+    ...     written = text.write_text("a needle in a haystack. " * 100)
+    ...     corpus = prepare(StoreConfig(source=Files(paths=(text,)), tokenizer="bytes"), Path(folder, "corpus"))
+    ...     corpus.tokenizer.get_vocab_size()
+    257
     """
 
     kind: str = "store"

@@ -57,6 +57,12 @@ class RecallMix(NeedleMix):
     sparse: each pair is asked `asks` times at lags log-uniform between one token of text and all of the row's; where they leave room
     the telling is anywhere. overwritten: the share of a sparse episode's keys that get another value between telling and asking.
     weight: how many times a token of an answer in a sparse episode is counted; every other token is counted once.
+
+    >>> from needlework.data import CorpusConfig, RecallMix, byte_tokenizer, load_corpus
+    >>> corpus = load_corpus(CorpusConfig(max_bytes=1 << 16), byte_tokenizer())
+    >>> batch = RecallMix(sparse=1.0, weight=8.0).batch(corpus, seed=0, step=0, B=2, T=128)
+    >>> sorted({*batch.emphasis.flatten().tolist()})
+    [1.0, 8.0]
     """
 
     kind: str = "recall"

@@ -45,7 +45,14 @@ class RulerEpisodes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Ruler:
-    """One task: values "number" (7 digits) or "uuid"; haystack "noise" or "text" (held out); needles; how many asked."""
+    """One task: values "number" (7 digits) or "uuid"; haystack "noise" or "text" (held out); needles; how many asked.
+
+    >>> from needlework.data import CorpusConfig, Ruler, byte_tokenizer, load_corpus
+    >>> corpus = load_corpus(CorpusConfig(max_bytes=1 << 16), byte_tokenizer())
+    >>> asked = Ruler(haystack="noise", needles=4, asked=2).episodes(corpus, seed=0, count=3, T=512)
+    >>> len(asked.prompts), [len(strings) for strings in asked.answers]
+    (3, [2, 2, 2])
+    """
 
     kind: str = "ruler"
     values: Literal["number", "uuid"] = "number"

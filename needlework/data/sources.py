@@ -77,6 +77,10 @@ class Hub(TextSource):
 
     text, id: the fields with a document's text and its key; a record without that id, or id None, has its text as key.
     files: URLs to read instead, `path` then being their format ("json", "parquet", "text").
+
+    >>> from needlework.data import Hub
+    >>> Hub(path="HuggingFaceFW/fineweb-edu", name="sample-10BT").title
+    'the data set HuggingFaceFW/fineweb-edu (sample-10BT)'
     """
 
     kind: str = "hub"
@@ -143,6 +147,11 @@ class Local(PathSource):
 
     .jsonl, .json (an object a line) and .parquet have a document a record, other files are a document each.
     .gz, .zst, .bz2 and .xz are read as what they hold.
+
+    >>> from needlework.data import Local
+    >>> source = Local(paths=("reviews.jsonl.gz",), text="body", max_documents=10_000)
+    >>> source.held_out, source.max_documents
+    (0.05, 10000)
     """
 
     kind: str = "local"

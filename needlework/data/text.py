@@ -21,7 +21,13 @@ from .packing import Packed, pack
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Windows of running text: documents end to end, their ends of text among the tokens."""
+    """Windows of running text: documents end to end, their ends of text among the tokens.
+
+    >>> from needlework.data import CorpusConfig, Text, byte_tokenizer, load_corpus
+    >>> corpus = load_corpus(CorpusConfig(max_bytes=1 << 16), byte_tokenizer())
+    >>> Text().batch(corpus, seed=0, step=0, B=2, T=32).input_ids.shape
+    torch.Size([2, 32])
+    """
 
     kind: str = "text"
 
@@ -36,6 +42,12 @@ class PackedText:
     """The same windows end to end in one row, each document in them a sequence of its own.
 
     cut: longer documents are cut into sequences of `cut` tokens, all of them kept (None: never).
+
+    >>> from needlework.data import CorpusConfig, PackedText, byte_tokenizer, load_corpus
+    >>> corpus = load_corpus(CorpusConfig(max_bytes=1 << 16), byte_tokenizer())
+    >>> batch = PackedText(cut=16).batch(corpus, seed=0, step=0, B=2, T=32)
+    >>> batch.input_ids.shape, int(batch.cu_seqlens[-1]), int(batch.cu_seqlens.diff().max())
+    (torch.Size([1, 64]), 64, 16)
     """
 
     kind: str = "packed text"

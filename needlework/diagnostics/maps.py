@@ -68,14 +68,14 @@ def _written(rule: WriteRule, q: Tensor, k: Tensor, v: Tensor, keywords: dict[st
             return chunk_delta(q, k, one, g, w, q_read=keywords["q_read"], **settings).o
         case "gdn2":  # a write gate a value channel: one for the whole value is its mean
             gate = keywords["write"].mean(-1, keepdim=True).expand(*one.shape)
-            return rule(q, k, one, **keywords | {"write": gate})[0]
+            return rule(rule.chunk, q, k, one, **keywords | {"write": gate})[0]
         case _:
-            return rule(q, k, one, **keywords)[0]
+            return rule(rule.chunk, q, k, one, **keywords)[0]
 
 
 def _carves_gates(rule: Any, q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Tensor:
     """The log decay [1 T H K] that the text gave, content included."""
-    o = rule(q, k, v, **keywords)[0]
+    o = rule(rule.chunk, q, k, v, **keywords)[0]
     w1, w2 = rule.feedback()
     m = of_last_chunk(o.float(), rule.config.content_chunk)
     b = keywords["b"] + rule.erase_bias

@@ -1,5 +1,7 @@
-"""Selective Key Overwrite (CARVE, arXiv 2606.27229, Definition 6) of a trained model's layers: do its rule and its gates hold keys apart?"""
+"""Selective Key Overwrite (CARVE, arXiv 2606.27229, Definition 6) of a trained model's layers: do its rule and its gates hold keys
+apart?"""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -41,8 +43,8 @@ def overwrite(model: nn.Module, input_ids: Tensor, seed: int = 0) -> list[Overwr
                     task = SelectiveKeyOverwrite(K=K, V=V, keys=(n, n)).batch(seed, rule.width.layer, 1, T)
                     keys, values, asked, last = (x.to(k) for x in (task.k, task.v, task.keys, task.values))
                     keys, values = (x[:, :, None].expand(1, T, like.shape[2], -1) for x, like in ((keys, k), (values, v)))
-                    own = call.keywords | {"q_read": _by_value_head(keys, call.keywords["q_read"]), "output_final_state": True}
-                    state = rule(keys, keys, values, **own)[1]
+                    own = call.keywords | {"q_read": _by_value_head(keys, call.keywords["q_read"])}
+                    state = rule(partial(rule.chunk, output_final_state=True), keys, keys, values, **own)[1]
                     S = state if isinstance(state, Tensor) else state[0]  # [1 HV K V]
                     answers = torch.einsum("bhkv,bnk->bhnv", S, asked.to(S))
                     error[share] = (answers - last[:, None].to(S)).square().mean().item()

@@ -11,7 +11,8 @@ from needlework.layers.write import WriteRule
 
 
 class Call(NamedTuple):
-    """layer: its number in the model. rule: the module; arguments and keywords: of its forward."""
+    """layer: its number in the model. rule: the module; arguments and keywords: of its forward. A write rule is given its op before
+    them."""
 
     layer: int
     rule: WriteRule | AttendRule
@@ -24,7 +25,8 @@ def calls(model: nn.Module, input_ids: Tensor) -> list[Call]:
     found: list[Call] = []
 
     def note(rule: Any, arguments: tuple[Tensor, ...], keywords: dict[str, Any]) -> None:
-        found.append(Call(rule.width.layer, rule, arguments, keywords | {"output_final_state": False}))
+        own = {"output_final_state": False} if isinstance(rule, AttendRule) else {}
+        found.append(Call(rule.width.layer, rule, arguments[isinstance(rule, WriteRule) :], keywords | own))
 
     with torch.no_grad(), _noting(model, note):
         model(input_ids.to(next(model.parameters()).device), use_cache=False, logits_to_keep=1)

@@ -25,6 +25,10 @@ class Context:
     """The loss by position in `rows` windows of held-out text with `length` predicted tokens each.
 
     early, late: (from, to) of the positions whose losses the gain compares. rare: a bigram is rare if training has it at most so often.
+
+    >>> from needlework.experiment.answers import Context
+    >>> Context(length=4096, late=(2048, 4096)).early
+    (0, 256)
     """
 
     rows: Count = 512

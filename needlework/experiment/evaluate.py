@@ -31,6 +31,10 @@ class Evaluation:
     training objective on `rows` rows of this mix. None of them: not measured.
     side: of the corpus, which text all of this is measured on. sample: a few texts that the model goes on from.
     Raises ValueError for a number out of its range, lengths that do not ascend, a task that is not known.
+
+    >>> from needlework.experiment.evaluate import Evaluation
+    >>> Evaluation(lengths=(512, 2048), tasks=("needle",), rows=32).tasks
+    ('needle',)
     """
 
     lengths: tuple[Count, ...] = (256, 512, 1024, 2048)

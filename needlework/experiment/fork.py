@@ -30,7 +30,8 @@ from needlework.train import BadStep, Progress, TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Fork:
-    """A trunk and its branches, whose `start` is the trunk. ValueError for a trunk without a gate, branches of one name or of other data."""
+    """A trunk and its branches, whose `start` is the trunk. ValueError for a trunk without a gate, branches of one name or of other
+    data."""
 
     trunk: Recipe
     branches: tuple[Recipe, ...]
@@ -87,7 +88,7 @@ def run_fork(
 ) -> dict[str, Any] | None:
     """Trains and measures the trunk, then each branch, in `directory`, from where an earlier call stopped; None if it was stopped.
 
-    A branch that its guard ends has "ended" in its entry; of a trunk the guard's error is raised.
+    An aborted branch has "ended" in its entry; of a trunk the guard's error is raised.
     """
     done = directory / "result.json"
     if done.exists():
@@ -130,7 +131,8 @@ def _alike(train: TrainConfig) -> dict[str, Any]:
 
 @torch.no_grad()
 def apart(branch: Recipe, corpus: Corpus) -> float:
-    """max |Δ logits| between a branch at its start and its trunk, on the first row that the branch trains on; 0 where they are bit-equal."""
+    """max |Δ logits| between a branch at its start and its trunk, on the first row that the branch trains on; 0 where they are
+    bit-equal."""
     assert branch.start is not None
     ids = branch.batch(corpus, 0).input_ids[:1]
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -2,9 +2,9 @@
 
     excess of a step = Σ over the answers' tokens of its dense rows of −log p(token | the row before it) / how many there are
 
-In a dense row a digit of a value that came earlier in the row (a *paired* digit) has one possible value given the row, so the best predictor's
-loss on it is 0 nats, and a model's loss is all excess. At chance it is ln 10 = 2.30. Where a digit's argmax is wrong its probability is at most
-1/2 and its loss at least ln 2, so by Markov's inequality
+In a dense row a digit of a value that came earlier in the row (a *paired* digit) has one possible value given the row, so the best
+predictor's loss on it is 0 nats, and a model's loss is all excess. At chance it is ln 10 = 2.30. Where a digit's argmax is wrong its
+probability is at most 1/2 and its loss at least ln 2, so by Markov's inequality
 
     share of paired digits that are not found <= excess / ln 2            0.1 nats: at most 14.4 %
 
@@ -36,7 +36,14 @@ PARTS = {"paired": PAIRED, "asked": ASKED}
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Passed when the mean excess of `window` steps in a row is below `excess` nats."""
+    """Passed when the mean excess of `window` steps in a row is below `excess` nats.
+
+    >>> from needlework.data import RecallMix
+    >>> from needlework.experiment.gate import Gate
+    >>> from needlework.experiment.recipe import Phase
+    >>> Phase(steps=400, batch=8, length=256, task=RecallMix(dense=1.0, sparse=0.0), until=Gate(window=8)).until.excess
+    0.1
+    """
 
     excess: Positive = 0.1
     window: Count = 4

@@ -39,7 +39,7 @@ def recipes_of(jobs: Iterable[Job]) -> list[Recipe]:
 
 
 def ended(job: Job, directory: Path, error: BadStep) -> dict[str, Any]:
-    """The entry of a job that its guard ended."""
+    """The entry of an aborted job."""
     match job:
         case Fork():
             return ended_entry(job.trunk, directory / "trunk", error) | {"config": job.to_dict()}

@@ -48,7 +48,8 @@ def as_trained(device: torch.device) -> Iterator[None]:
 
 def at_once(model: Any, T: int) -> int:
     """Rows of T tokens in a forward pass. On a GPU their logits (in the model's dtype, in float32 and in a softmax, 16 bytes in all) fill a
-    sixteenth of its memory: several runs may share it, each with its training's memory. One long row alone would leave most of a GPU idle."""
+    sixteenth of its memory: several runs may share it, each with its training's memory. One long row alone would leave most of a GPU
+    idle."""
     if model.device.type != "cuda":
         return max(1, 8_192 // T)
     memory = torch.cuda.get_device_properties(model.device).total_memory

@@ -41,6 +41,11 @@ class Phase:
 
     until: a gate that ends the phase before, with the steps that it has left then going to the last phase; its task marks answers.
     Raises ValueError for a gate on a task without marked answers.
+
+    >>> from needlework.data import Text
+    >>> from needlework.experiment.recipe import Phase
+    >>> Phase(steps=100, batch=8, length=256, task=Text()).until is None
+    True
     """
 
     steps: Count
@@ -62,6 +67,26 @@ class Recipe:
     start: a checkpoint's folder, whose weights the run starts from; None: the model's own start, from train.seed.
     grows: the model has weights that `start` lacks, which start as the model starts them.
     objective: what is added to the cross entropy. loss: what makes the cross entropy, "torch" or, on CUDA, "liger".
+
+    >>> from needlework.data import CorpusConfig, Text
+    >>> from needlework.experiment.evaluate import Evaluation
+    >>> from needlework.experiment.recipe import Phase, Recipe
+    >>> from needlework.layers import QDelta, Recurrent
+    >>> from needlework.models import NeedleworkConfig
+    >>> from needlework.train import AdamW, Cosine, TrainConfig
+    >>> mixers = {"Q": Recurrent(heads=4, key_dim=16, value_dim=16, write=QDelta())}
+    >>> recipe = Recipe(
+    ...     name="mine",
+    ...     title="Q-Delta on Python",
+    ...     equation="S ← eᵍ (I − β k (k + λq)ᵀ) S + β k vᵀ",
+    ...     model=NeedleworkConfig(vocab_size=257, hidden_size=64, layout="QQ", mixers=mixers),
+    ...     corpus=CorpusConfig(),
+    ...     phases=(Phase(steps=100, batch=8, length=256, task=Text()),),
+    ...     train=TrainConfig(steps=100, seed=0, optim=AdamW(lr=1e-3), schedule=Cosine(warmup=10), checkpoint_every=50),
+    ...     evaluate=Evaluation(lengths=(256,)),
+    ... )
+    >>> recipe.tokens()
+    204800
     """
 
     name: str

@@ -153,7 +153,7 @@ def training_entry(
 
 
 def ended_entry(recipe: Recipe, directory: Path, error: BadStep) -> dict[str, Any]:
-    """The entry of a run that its guard ended: `ended` instead of measurements."""
+    """The entry of an aborted run: `ended` instead of measurements."""
     ended = {"step": error.step, "steps": recipe.train.steps, "why": error.where}
     return named(recipe) | {"ended": ended} | origin(recipe, directory)
 

@@ -1,8 +1,8 @@
 """A sweep: many recipes and seeds, each a run of its own, in as many calls as it takes. Results of several machines share a folder.
 
 runs/<name>/<mixer>-<seed>/        a run (runner.py)
-            results/<mixer>-<seed>.json    its measurements and its config, for `needlework report`. Of a run that its guard
-                                           ended: where and why, for it would end there again
+            results/<mixer>-<seed>.json    its measurements and its config, for `needlework report`. Of an aborted run:
+                                           where and why, for it would end there again
                     corpora/<sha256>.json  the manifest of a text that the runs read
 """
 

@@ -39,7 +39,7 @@ def work(
 ) -> dict[Path, dict[str, Any]]:
     """Runs every job in its directory and returns the entries of the runs that finished.
 
-    on_done: called for each finished run. on_ended: called for aborted runs, which their guard ended.
+    on_done: called for each finished run. on_ended: called for aborted runs.
     ends: at that time of the monotonic clock every worker saves a checkpoint and ends; the same call goes on.
     A run that fails is reported on the console, and the others go on. RunError names the failed runs at the end; a mistake of ours
     keeps its traceback.
@@ -124,7 +124,7 @@ def _cancel(waiting: dict[Future, Path]) -> None:
 
 
 def _start(progress, stop, places) -> None:
-    """In each worker, once. A worker ignores Ctrl-C, which reaches every process of the terminal: the pool tells it to stop."""
+    """In each worker, once. A worker ignores Ctrl-C, which reaches every process of the terminal: the pool asks it to stop."""
     import torch
 
     global _progress, _stop

@@ -77,7 +77,8 @@ class Pages(Protocol):
 
 
 class AttentionState(NamedTuple):
-    """The convolution's last inputs (fixed), the attend rule's pages (growing) and what it holds beside them, the memory's state (fixed)."""
+    """The convolution's last inputs (fixed), the attend rule's pages (growing) and what it holds beside them, the memory's state
+    (fixed)."""
 
     conv: Tensor | None
     attend: Pages | None

@@ -1,7 +1,7 @@
 """CARVE: the erase gate sees what memory holds."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,7 +95,7 @@ class _Carve(WriteRule[Carve]):
         heads = (self.width.heads, -1)
         return {"g": None, "f": f.unflatten(-1, heads), "b": b.unflatten(-1, heads), "w": wide(w)}, others
 
-    def call(self, op, q, k, v, *, g, f, b, w, q_read, **carry):
+    def call(self, op, q, k, v, *, g, f, b, w, q_read):
         w1, w2 = self.feedback()
         inputs = {
             "q": q_read, "k": k, "v": v, "f": f, "b": b, "w": w,
@@ -104,10 +104,12 @@ class _Carve(WriteRule[Carve]):
         for name, value in inputs.items():
             probe(f"carve.{name}", value)
         settings = {"content_chunk": self.config.content_chunk, "prediction": self.config.prediction, "scale": self.width.scale}
-        return op(**inputs, **settings, **carry)
+        return op(**inputs, **settings)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **gates_and_carry: Any) -> tuple[Tensor, CarveState | None]:
-        o, state = super().forward(q, k, v, **gates_and_carry)
+    def forward(
+        self, op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **gates: Any
+    ) -> tuple[Tensor, CarveState | None]:
+        o, state = super().forward(op, q, k, v, **gates)
         return probe("carve.o", o), state
 
     def feedback(self) -> tuple[Tensor, Tensor]:

@@ -77,7 +77,7 @@ def _recurrent(s: Sizes, write: WriteConfig, **settings) -> Recurrent:
 
 
 def _attention(s: Sizes, attend: AttendConfig, **settings) -> Attention:
-    """No positions: canon's convolution on q, k and v tells neighbours apart."""
+    """No positions: canon's convolution on q, k and v distinguishes neighbours."""
     return Attention(
         heads=s.attention_heads, kv_heads=s.kv_heads, head_dim=s.head_dim, attend=attend, qk_norm=True, conv=Canon(), **settings
     )

@@ -1,9 +1,10 @@
 """CCQ, a read rule: the query is cleaned by the covariance of the stored keys, q̃ = (I − λΣ) q; the write is untouched."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,10 @@ class ReadConfig(Config):
 
 
 class ReadRule(nn.Module):
-    """Base of the read rules: `forward(*logits, q, k, g=, **carry) -> (q̃ [B T HV K], state)`, logits what `maps` give."""
+    """Base of the read rules: `forward(op, *logits, q, k, g=) -> (q̃ [B T HV K], state)`, logits what `maps` give, op `chunk` with its
+    states and where sequences end, as a write rule is given its own (`layers/write.py`)."""
+
+    chunk: Callable[..., Any]
 
     @property
     def maps(self) -> tuple[nn.Module, ...]:
@@ -61,9 +65,16 @@ class Plain(ReadConfig):
         return _Plain()
 
 
+def raw(q: Tensor, **states: object) -> tuple[Tensor, None]:
+    """The query as it is, by an op without a state."""
+    return q, None
+
+
 class _Plain(ReadRule):
-    def forward(self, q, k, *, g, **carry) -> tuple[Tensor, None]:
-        return q, None
+    chunk = staticmethod(raw)
+
+    def forward(self, op, q, k, *, g) -> tuple[Tensor, None]:
+        return op(q)
 
     def serve(
         self, *logits: Tensor, q: Tensor, k: Tensor, g: Tensor | None, tables: Mapping[str, Tensor], batch: Batch
@@ -112,6 +123,8 @@ class CCQ(ReadConfig):
 
 
 class _CCQ(ReadRule):
+    chunk = staticmethod(chunk_ccq)
+
     def __init__(self, config: CCQ, width: Width):
         super().__init__()
         self.config, self.width = config, width
@@ -128,9 +141,9 @@ class _CCQ(ReadRule):
         """Of the layer's input: what they give comes first in `forward`."""
         return (self.project,)
 
-    def forward(self, logit, q, k, *, g, **carry) -> CcqOutput:
+    def forward(self, op, logit, q, k, *, g) -> CcqOutput:
         """logit [B T HV], q and unit k [B T H K], g [B T HV], [B T HV K] or None -> q̃ [B T HV K] and the statistic."""
-        return chunk_ccq(q, probe("ccq.k", k), *self._strengths(logit, q, g), **carry)
+        return op(q, probe("ccq.k", k), *self._strengths(logit, q, g))
 
     def serve(
         self, *logits: Tensor, q: Tensor, k: Tensor, g: Tensor | None, tables: Mapping[str, Tensor], batch: Batch

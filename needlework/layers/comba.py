@@ -51,11 +51,9 @@ class _Comba(WriteRule[Comba]):
     def gates(self, x: Tensor | Later, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         return gates_of(x, *beside, g=self.gate, beta=self.beta)
 
-    def call(self, op, q, k, v, *, g, beta, q_read, **carry):
+    def call(self, op, q, k, v, *, g, beta, q_read):
         by_head = lambda x: x.repeat_interleave(self.width.value_heads // x.shape[-2], -2)
         q_read = (by_head(q_read) - wide(self.correction)[:, None] * by_head(k)).to(q.dtype)
         erase = (beta * torch.sigmoid(wide(self.feedback)))[..., None].expand(q_read.shape)
-        return op(
-            q, k, v, g, erase=erase, write=beta[..., None].expand(v.shape), prediction="previous", q_read=q_read,
-            scale=self.width.scale, **carry,
-        )  # fmt: skip
+        write = beta[..., None].expand(v.shape)
+        return op(q, k, v, g, erase=erase, write=write, prediction="previous", q_read=q_read, scale=self.width.scale)

@@ -50,6 +50,6 @@ class DeltaRule(WriteRule):
         return gates_of(x, *beside, g=self.gate, beta=self.beta)
 
     def call(
-        self, op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None, beta: Tensor, q_read: Tensor, **carry: Any
-    ) -> Any:  # fmt: skip
-        return op(q, k, v, g, beta, q_read=q_read, scale=self.width.scale, **carry)
+        self, op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None, beta: Tensor, q_read: Tensor
+    ) -> Any:
+        return op(q, k, v, g, beta, q_read=q_read, scale=self.width.scale)

@@ -11,7 +11,6 @@ from needlework.layers.norm import Later
 from needlework.layers.projection import Map
 from needlework.layers.subtokens import SubTokens, later
 from needlework.layers.write import Strength, WriteConfig, WriteRule, gates_of
-from needlework.ops.delta import chunk_delta, step_delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +40,6 @@ class DeltaProduct(WriteConfig):
 
 
 class _DeltaProduct(SubTokens[DeltaProduct]):
-    chunk, step = staticmethod(chunk_delta), staticmethod(step_delta)
-
     def __init__(self, config: DeltaProduct, width: Width):
         super().__init__(config, width)
         self.settings = {"scale": width.scale}

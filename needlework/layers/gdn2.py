@@ -51,5 +51,5 @@ class _Gdn2(WriteRule[Gdn2]):
         most = 2.0 if self.config.allow_neg_eigval else 1.0
         return found | {"erase": most * by_channel(self.erase), "write": by_channel(self.write)}, others
 
-    def call(self, op, q, k, v, *, g, erase, write, q_read, **carry):
-        return op(q, k, v, g, erase=erase, write=write, q_read=q_read, scale=self.width.scale, **carry)
+    def call(self, op, q, k, v, *, g, erase, write, q_read):
+        return op(q, k, v, g, erase=erase, write=write, q_read=q_read, scale=self.width.scale)

@@ -55,8 +55,6 @@ class Linear(WriteConfig):
 
 
 class _Linear(WriteRule[Linear]):
-    chunk, step = staticmethod(chunk_delta), staticmethod(step_delta)
-
     def __init__(self, config: Linear, width: Width):
         super().__init__(config, width)
         self.features = None if config.features is None else config.features.build(width)
@@ -67,24 +65,33 @@ class _Linear(WriteRule[Linear]):
     def mapped(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (q, k) if self.features is None else self.features(q, k)
 
-    def forward(self, q, k, v, **gates_and_carry):
-        o, state = super().forward(q, k, self._counted(v), **gates_and_carry)
+    def forward(self, op, q, k, v, **gates):
+        o, state = super().forward(op, q, k, self._counted(v), **gates)
         return self._divided(o), state
 
     def serve(self, q, k, v, tables, batch, **gates):
         return self._divided(super().serve(q, k, self._counted(v), tables, batch, **gates))
 
-    def call(self, op, q, k, v, *, g, q_read, **carry):
-        """One call of the op, or one for each piece of the channels: then a state is a tuple of theirs."""
+    def call(self, op, q, k, v, *, g, q_read):
         if g is not None and g.dim() == q.dim():
             g = g.repeat(*[1] * (g.dim() - 1), self.key_dim // g.shape[-1])
+        return op(q, k, v, g, q_read=q_read, scale=self.scale)
+
+    def chunk(self, *tensors, **given):
+        return self._by_piece(chunk_delta, *tensors, **given)
+
+    def step(self, *tensors, **given):
+        return self._by_piece(step_delta, *tensors, **given)
+
+    def _by_piece(self, op, q, k, v, g, *, q_read, **given):
+        """One call of the op, or one for each piece of the channels: then a state is a tuple of theirs."""
         if len(self.pieces) == 1:
-            return op(q, k, v, g, q_read=q_read, scale=self.scale, **carry)
-        name = "state" if "state" in carry else "initial_state"
-        states = carry.pop(name) or [None] * len(self.pieces)
+            return op(q, k, v, g, q_read=q_read, **given)
+        name = "state" if "state" in given else "initial_state"
+        states = given.pop(name, None) or [None] * len(self.pieces)
         gates = g.split(self.pieces, -1) if g is not None and g.dim() == q.dim() else [g] * len(self.pieces)
         found = [
-            op(q_i, k_i, v, g_i, q_read=r_i, scale=self.scale, **{name: S_i}, **carry)
+            op(q_i, k_i, v, g_i, q_read=r_i, **{name: S_i}, **given)
             for q_i, k_i, r_i, g_i, S_i in zip(*(x.split(self.pieces, -1) for x in (q, k, q_read)), gates, states, strict=True)
         ]
         if isinstance(found[0], Tensor):

@@ -30,6 +30,6 @@ class Longhorn(WriteConfig):
 
 
 class _Longhorn(DeltaRule):
-    def call(self, op, q, k, v, *, g, beta, q_read, **carry):
+    def call(self, op, q, k, v, *, g, beta, q_read):
         norm = wide(k).square().sum(-1).repeat_interleave(self.width.value_heads // k.shape[-2], -1)
-        return super().call(op, q, k, v, g=g, beta=beta / (1 + beta * norm), q_read=q_read, **carry)
+        return super().call(op, q, k, v, g=g, beta=beta / (1 + beta * norm), q_read=q_read)

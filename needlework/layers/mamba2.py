@@ -58,11 +58,11 @@ class _Mamba2(WriteRule[Mamba2]):
         dt = F.softplus(wide(logit) + self.dt_bias)
         return {"g": -wide(self.A_log).exp() * dt, "dt": dt}, others
 
-    def call(self, op, q, k, v, *, g, dt, q_read, **carry):
-        return op(q, k, (dt[..., None] * v).to(v.dtype), g, q_read=q_read, scale=1.0, **carry)
+    def call(self, op, q, k, v, *, g, dt, q_read):
+        return op(q, k, (dt[..., None] * v).to(v.dtype), g, q_read=q_read, scale=1.0)
 
-    def forward(self, q, k, v, **gates_and_carry):
-        o, state = super().forward(q, k, v, **gates_and_carry)
+    def forward(self, op, q, k, v, **gates):
+        o, state = super().forward(op, q, k, v, **gates)
         return self._skipped(o, v), state
 
     def serve(self, q, k, v, tables, batch, **gates):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -76,8 +77,10 @@ class _Memory(nn.Module):
         state = state or MemoryState(None, None)
         q, k, v = self._heads(q, k, v)
         gates, logits = self.write.gates(x, *self.read.maps)
-        q_read, read = self.read(*logits, q, k, g=gates["g"], initial_state=state.read, **carry)
-        r, write = self.write(q, k, v, q_read=q_read, initial_state=state.write, **gates, **carry)
+        clean = partial(self.read.chunk, initial_state=state.read, **carry)
+        q_read, read = self.read(clean, *logits, q, k, g=gates["g"])
+        chunk = partial(self.write.chunk, initial_state=state.write, **carry)
+        r, write = self.write(chunk, q, k, v, q_read=q_read, **gates)
         return self._out(self.g_proj(x), r), MemoryState(write, read)
 
     def serve(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:

@@ -3,7 +3,8 @@
 One product reads x once and gives one gradient of x where several write one each, to be added. Its own gradient is that of its parts,
 one beside the other: free where a kernel writes it whole (a convolution of q, k and v) or where parts are narrow. Not where a wide
 part's gradient is computed element by element, as a gate's or a rotated query's is: torch.compile then computes every part's formula
-at every column and keeps one. With gradients SwiGLU, output gates and attention's q, k and v are therefore products of their own (`wide_maps`).
+at every column and keeps one. With gradients SwiGLU, output gates and attention's q, k and v are therefore products of their own
+(`wide_maps`).
 
 A product of few rows takes as long as reading its weights, and a launch: one that copied them side by side first would read them
 twice. A server therefore lays them side by side once (`laying`).

@@ -77,10 +77,7 @@ class _QDelta(WriteRule[QDelta]):
             found["lam"] = torch.full_like(beta, self.config.lam)
         return found, others
 
-    def call(self, op, q, k, v, *, g, beta, lam, q_read, **carry):
+    def call(self, op, q, k, v, *, g, beta, lam, q_read):
         for name, value in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "lam": lam}.items():
             probe(f"qdelta.{name}", value)
-        return op(
-            q, k, v, g, beta, lam, coupling=self.config.coupling, q_read=q_read,
-            scale=self.width.scale, **carry,
-        )  # fmt: skip
+        return op(q, k, v, g, beta, lam, coupling=self.config.coupling, q_read=q_read, scale=self.width.scale)

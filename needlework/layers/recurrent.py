@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -128,8 +129,10 @@ class _Recurrent(Mixer):
         q, k, v, unit = self._heads(q, k, v, at)
         gates, logits = self.write.gates(x, *self.read.maps)
         carry = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
-        q_read, read = self.read(*logits, q, unit, g=gates["g"], initial_state=state.read, **carry)
-        o, write = self.write(q, k, v, q_read=q_read, initial_state=state.write, **gates, **carry)
+        clean = partial(self.read.chunk, initial_state=state.read, **carry)
+        q_read, read = self.read(clean, *logits, q, unit, g=gates["g"])
+        chunk = partial(self.write.chunk, initial_state=state.write, **carry)
+        o, write = self.write(chunk, q, k, v, q_read=q_read, **gates)
         y = self._out(x, o, None if self.g_proj is None else self.g_proj(x))
         return y, RecurrentState(conv, write, read, self._length(x, state, cu_seqlens)) if output_final_state else None
 

@@ -12,7 +12,6 @@ from needlework.layers.norm import Later, l2, wide
 from needlework.layers.projection import Map, Projection, side_by_side
 from needlework.layers.subtokens import SubTokens, later
 from needlework.layers.write import WriteConfig, WriteRule
-from needlework.ops.delta import chunk_delta, step_delta
 
 DEEPEST = math.exp(-0.5)  # of a token's log decay
 
@@ -49,8 +48,6 @@ class Rwkv7(WriteConfig):
 
 class _Rwkv7(SubTokens[Rwkv7]):
     """Two rows a token: (a ⊙ κ̂, 0) erases along κ̂ after the decay's state was read, (k̃, v) is added."""
-
-    chunk, step = staticmethod(chunk_delta), staticmethod(step_delta)
 
     def __init__(self, config: Rwkv7, width: Width):
         super().__init__(config, width)

@@ -140,7 +140,7 @@ class AttendRule(nn.Module, Generic[Rule]):
 
     The state has a field `length` [N], the tokens seen. `residual` is what a rule adds to the layer's output by itself.
     vectors_a_head: a head's query is so many vectors side by side, which score by themselves, and so is its key.
-    own_positions: it tells positions apart by itself, and takes no others.
+    own_positions: it distinguishes positions by itself, and takes no others.
     rewrites: later tokens change rows that were written; a page then has one owner.
     """
 

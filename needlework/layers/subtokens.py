@@ -10,31 +10,39 @@ import torch
 from torch import Tensor
 
 from needlework.layers.write import Rule, WriteRule
+from needlework.ops.delta import chunk_delta, step_delta
+from needlework.ops.delta.recurrent import DeltaOutput
 
-CARRY = ("initial_state", "output_final_state", "cu_seqlens", "state", "slots", "fresh")
+Time = dict[str, Any]  # the op's tensors of one of the times, by name; None for what it does not have
+
+
+def chunk_times(q: Tensor, times: list[Time], *, q_read: Tensor, cu_seqlens: Tensor | None = None, **given: Any) -> DeltaOutput:
+    """`chunk_delta` of tokens that write several times, `times` in order."""
+    n = len(times)
+    cu_seqlens = None if cu_seqlens is None else n * cu_seqlens
+    line: Time = {name: _line([one[name] for one in times]) for name in times[0]}
+    q, q_read = (x.repeat_interleave(n, 1) for x in (q, q_read))
+    found = chunk_delta(q, **line, q_read=q_read, cu_seqlens=cu_seqlens, **given)
+    return found._replace(o=found.o[:, n - 1 :: n])
+
+
+def step_times(q: Tensor, times: list[Time], *, q_read: Tensor, **given: Any) -> Tensor:
+    """`step_delta` of tokens that write several times."""
+    *first, last = times
+    for one in first:
+        step_delta(q, **one, **given)
+    return step_delta(q, **last, q_read=q_read, **given)
 
 
 class SubTokens(WriteRule[Rule]):
     """Base of such rules. settings: of every call of the op."""
 
-    times: Callable[..., list[dict[str, Tensor | None]]]  # (k, v, **gates): the op's tensors of each time, in order, by name
+    chunk, step = staticmethod(chunk_times), staticmethod(step_times)
+    times: Callable[..., list[Time]]  # (k, v, **gates): the op's tensors of each time, in order
     settings: Mapping[str, Any]
 
-    def call(self, op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, q_read: Tensor, **given: Any) -> Any:
-        carry: dict[str, Any] = {name: given.pop(name) for name in CARRY if name in given}
-        times, settings = self.times(k, v, **given), self.settings
-        if op is self.step:
-            *first, last = times
-            for one in first:
-                op(q, **one, **settings, **carry)
-            return op(q, **last, q_read=q_read, **settings, **carry)
-        n = len(times)
-        if carry.get("cu_seqlens") is not None:
-            carry["cu_seqlens"] = n * carry["cu_seqlens"]
-        line = {name: _line([one[name] for one in times]) for name in times[0]}
-        q, q_read = (x.repeat_interleave(n, 1) for x in (q, q_read))
-        found = op(q, **line, q_read=q_read, **settings, **carry)
-        return found._replace(o=found.o[:, n - 1 :: n])
+    def call(self, op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, q_read: Tensor, **gates: Any) -> Any:
+        return op(q, self.times(k, v, **gates), q_read=q_read, **self.settings)
 
 
 def _line(times: list[Tensor | None]) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -47,18 +48,19 @@ Rule = TypeVar("Rule", bound=WriteConfig, covariant=True)
 
 
 class WriteRule(nn.Module, Generic[Rule]):
-    """Base of the rules: `forward(q, k, v, q_read=, **gates, **carry) -> (o [B T HV V], state)`.
+    """Base of the rules: `forward(op, q, k, v, q_read=, **gates) -> (o [B T HV V], state)`.
 
-    A rule names its ops, `chunk` and `step`, and says in `call` how either is called. q, k, v are projected, convolved and (if the config says `unit_keys`) normalised; q_read is what reads the state, q unless a
-    read rule cleaned it; the gates are those of the layer's input x [B T D], write strengths among them. `carry` is what every op
-    takes as it is: initial_state, output_final_state, cu_seqlens, and while serving state, slots, fresh.
+    A rule names its ops, `chunk` and `step`, and says in `call` how either is called. q, k, v are projected, convolved and (if the config
+    says `unit_keys`) normalised; q_read is what reads the state, q unless a read rule cleaned it; the gates are those of the layer's
+    input x [B T D], write strengths among them. The op that a rule is given has its states and where sequences end already: who calls
+    the rule holds them, as `functools.partial(rule.chunk, initial_state=…)`.
     """
 
     cut = 1  # of `Held`
     norms = False  # whether the ops make q and k of unit norm themselves, asked by `l2norm`
     chunk: Callable[..., Any]
     step: Callable[..., Any]
-    call: Callable[..., Any]  # (op, q, k, v, *, q_read, **gates, **carry), op one of the two
+    call: Callable[..., Any]  # (op, q, k, v, *, q_read, **gates), op one of the two
 
     def __init__(self, config: Rule, width: Width):
         super().__init__()
@@ -70,17 +72,22 @@ class WriteRule(nn.Module, Generic[Rule]):
         """q and k as they write and read, `key_dim` channels: before a read rule sees them."""
         return q, k
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **gates_and_carry: Any) -> Any:
-        return self.call(self.chunk, q, k, v, **gates_and_carry)
+    def forward(self, op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **gates: Any) -> Any:
+        return self.call(op, q, k, v, **gates)
 
     def serve(
         self, q: Tensor, k: Tensor, v: Tensor, tables: Mapping[str, Tensor], batch: Batch, *, l2norm: bool = False, **gates: Tensor | None
     ) -> Tensor:  # fmt: skip
         """o [T HV V] of tokens q, k, v and gates [T …]; the tables of `held` advance in place. l2norm: q and k are as they were projected,
         and q_read is None; of rules that have `norms`."""
-        carry: dict[str, Any] = {"state": self.state(tables)} | ({"l2norm": True} if l2norm else {})
-        chunk = lambda **tokens: self.call(self.chunk, **carry, **tokens)[0]
-        step = lambda **tokens: self.call(self.step, **carry, **tokens)
+        given: dict[str, Any] = {"state": self.state(tables)} | ({"l2norm": True} if l2norm else {})
+
+        def step(slots: Tensor, **rows: Any) -> Any:
+            return self.call(partial(self.step, **given, slots=slots), **rows)
+
+        def chunk(slots: Tensor, fresh: Tensor, cu_seqlens: Tensor, **rows: Any) -> Any:
+            return self.call(partial(self.chunk, **given, slots=slots, fresh=fresh, cu_seqlens=cu_seqlens), **rows)[0]
+
         return batch.on_slots(step, chunk, q=q, k=k, v=v, **gates)
 
     def gates(self, x: Tensor | Later, *beside: Map) -> tuple[dict[str, Tensor | None], list[Tensor]]:

@@ -12,7 +12,8 @@ from huggingface_hub.hf_api import RepoFile
 
 
 def fetched(name: str, patterns: Iterable[str]) -> Path:
-    """The files of a model `name` on the Hub that `patterns` name, in the client's cache; OSError, with its reason, where they cannot be had."""
+    """The files of a model `name` on the Hub that `patterns` name, in the client's cache; OSError, with its reason, where they cannot be
+    had."""
     try:
         return Path(snapshot_download(name, allow_patterns=[*patterns]))
     except Exception as error:  # whatever the network has

@@ -46,7 +46,8 @@ class NeedleworkPreTrainedModel(Installed, PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Self:
-        """As everywhere in transformers, a pair with `output_loading_info`; ValueError for a `device_map` that does not keep every weight on a device."""
+        """As everywhere in transformers, a pair with `output_loading_info`; ValueError for a `device_map` that does not keep every weight
+        on a device."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if getattr(model, "hf_device_map", None) and any(parameter.is_meta for parameter in model.parameters()):

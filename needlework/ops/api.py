@@ -98,7 +98,8 @@ class OpSpec:
     tokens: names of the inputs laid out [B T H ...]; the others are parameters of the layer.
     half: names of the inputs that a half-precision model stores in half; the others stay float32.
     styles: the styles of `inputs` under which the error budget is checked.
-    table: (B) -> an empty state table with B slots for `step`, float64. Kernels that are no op of their own have no step and no table: None.
+    table: (B) -> an empty state table with B slots for `step`, float64. Kernels that are no op of their own have no step and no table:
+        None.
     skip: {check: reason} for checks that the definition itself rules out.
     """
 

@@ -1,7 +1,7 @@
 """Many runs of many mixers: what was measured, gathered by mixer over seeds.
 
-A run is one JSON file, `<mixer>-<seed>.json`, as needlework.experiment.runner writes it, or the same compressed, `.json.xz`; one that
-its guard ended has no numbers. What is claimed of them is claims.py's, what the page says sweep_page.py's.
+A run is one JSON file, `<mixer>-<seed>.json`, as needlework.experiment.runner writes it, or the same compressed, `.json.xz`; an
+aborted run has no numbers. What is claimed of them is claims.py's, what the page says sweep_page.py's.
 """
 
 import statistics
@@ -59,7 +59,7 @@ def found(run: Mapping[str, Any], tasks: Iterable[str], lengths: Iterable[int]) 
 class Sweep:
     """The runs of a sweep by mixer, in the order in which the mixers came; `tasks` and `lengths` are those that every run has.
 
-    ended: runs that their guard ended before the last step; void: mixer -> runs that do not count, with the reasons in `reasons`.
+    ended: runs that the guard aborted before the last step; void: mixer -> runs that do not count, with the reasons in `reasons`.
     Neither is in a mean, nor under `runs`.
     corpus: digest of the text. others: digest of a text that differs slightly -> the difference.
     families: panel -> mixers that it compares. glance: the mixers of the first picture.

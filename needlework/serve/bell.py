@@ -1,7 +1,8 @@
 """News for tasks of an event loop, from another thread or from the engine's process: one wake-up for all that came, and a rest after it.
 
-A wake-up a token, of the loop and of its task, costs ten times as much as the token, and so does a piece of its own. In the rest tokens gather, and
-they go out together: about 50 ms of them to each of 256 clients, one at a time to a few. Meanwhile the loop is free for new requests.
+A wake-up a token, of the loop and of its task, costs ten times as much as the token, and so does a piece of its own. In the rest tokens
+gather, and they go out together: about 50 ms of them to each of 256 clients, one at a time to a few. Meanwhile the loop is free for new
+requests.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """What vLLM holds of a model and what it says of a step, as layers take it. Nothing here imports vLLM.
 
-vLLM knows two kinds of cache, of one size each: a *slot* of a sequence, and a *page* of so many tokens. Each is bytes to it. `Plan` puts the
-tensors of all layers side by side in few of them, *bins*.
+vLLM knows two kinds of cache, of one size each: a *slot* of a sequence, and a *page* of so many tokens. Each is bytes to it. `Plan` puts
+the tensors of all layers side by side in few of them, *bins*.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,8 @@ Bins = tuple[tuple[int, ...], ...]
 
 
 class Plan(NamedTuple):
-    """What vLLM holds of a model. slots, pages: the layers of each bin; slot_bytes: of a bin's slot, row_bytes: of a token in a bin's page."""
+    """What vLLM holds of a model. slots, pages: the layers of each bin; slot_bytes: of a bin's slot, row_bytes: of a token in a bin's
+    page."""
 
     held: Sequence[Held]  # by layer
     slots: Bins
@@ -120,6 +121,7 @@ class Step(NamedTuple):
 
 
 def decodes(new: Sequence[int], before: Sequence[int]) -> int:
-    """How many of the first sequences decode: one new token after others. A prompt of one token does not: its slot holds another's state."""
+    """How many of the first sequences decode: one new token after others. A prompt of one token does not: its slot holds another's
+    state."""
     packed = (i for i, (count, seen) in enumerate(zip(new, before, strict=True)) if count != 1 or seen == 0)
     return next(packed, len(new))

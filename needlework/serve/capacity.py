@@ -28,6 +28,15 @@ class SchedulerConfig:
     prefix: whether prompts share snapshots. shared: whether a page may be two sequences': not where a layer writes its pages again.
     host_bytes: for parked requests.
     Raises ValueError for a field out of range, and where one request of `length` tokens does not fit.
+
+    >>> from needlework.serve import Request, Scheduler, SchedulerConfig
+    >>> from needlework.serve.capacity import Pool
+    >>> pool = Pool(window=None, pages=40, page_bytes=4096)
+    >>> config = SchedulerConfig(length=1024, batch=4, slots=6, slot_bytes=1 << 16, pools=(pool,))
+    >>> scheduler = Scheduler(config)
+    >>> scheduler.add(Request(id="a", prompt=(5, 7, 11), max_tokens=16))
+    >>> len(scheduler)
+    1
     """
 
     length: Count

@@ -35,8 +35,8 @@ EAGER = Passes(beginning, Block.serve, ending)
 
 
 def compiled(backend: str = "inductor") -> Passes:
-    """One decoding row makes a graph of its own, all other numbers share one, and all numbers of a prompt's tokens. Tables may have any number
-    of slots and pages: the few on which costs are measured, and then all that fit."""
+    """One decoding row makes a graph of its own, all other numbers share one, and all numbers of a prompt's tokens. Tables may have any
+    number of slots and pages: the few on which costs are measured, and then all that fit."""
     options = FUSED if backend == "inductor" else None
     build = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False, options=options)
     first, serve, last = build(beginning), build(Block.serve), build(ending)

@@ -1,4 +1,5 @@
-"""A client's connection, as uvicorn keeps it, with limits: how many there are, how long a request may take to come, and its answer to be read.
+"""A client's connection, as uvicorn keeps it, with limits: how many there are, how long a request may take to come, and its answer to be
+read.
 
 uvicorn closes a connection that is idle behind an answer. One that never sends a request, or half of one, or does not read, it would keep
 for ever.
@@ -22,8 +23,8 @@ def most(wanted: int = 4096) -> int:
 
 
 class ClientConnection(H11Protocol):
-    """most: connections at once; a further one gets 503. whole: seconds that a request has, headers and body, from the connection's beginning
-    or its first byte behind an answer; 408. taken: seconds after which a client has to have made room for more of its answer."""
+    """most: connections at once; a further one gets 503. whole: seconds that a request has, headers and body, from the connection's
+    beginning or its first byte behind an answer; 408. taken: seconds after which a client has to have made room for more of its answer."""
 
     most, whole, taken = most(), 60.0, 60.0
     _coming: asyncio.TimerHandle | None = None

@@ -1,7 +1,7 @@
 """Requests in, events out: one thread that plans steps, launches them and reads what they sampled.
 
-A step is planned and launched before the results of the one before it are read, so that the device never waits for the host. Where a request
-has a grammar the next token depends on the last, and the thread reads each step's results first.
+A step is planned and launched before the results of the one before it are read, so that the device never waits for the host. Where a
+request has a grammar the next token depends on the last, and the thread reads each step's results first.
 """
 
 import random

@@ -1,8 +1,8 @@
 """What an answer must match: a JSON schema or a regular expression, as masks of the tokens that may come next.
 
 llguidance compiles a grammar in milliseconds and a mask in tens of microseconds; the largest that it takes, in half a second without the
-interpreter's lock. JSON is written as json.dumps writes it, on one line: where any white space is allowed, a model may write white space for
-ever. A schema's own "x-guidance" says otherwise.
+interpreter's lock. JSON is written as json.dumps writes it, on one line: where any white space is allowed, a model may write white space
+for ever. A schema's own "x-guidance" says otherwise.
 """
 
 import json
@@ -75,7 +75,7 @@ class Grammar:
     def __call__(self, grammar: str) -> "Matcher":
         """GrammarError for a grammar that llguidance does not take, with its reason.
 
-        Its lexer is built by the first mask, and tells at the first token whether that was within its limits.
+        Its lexer is built by the first mask, and says at the first token whether that was within its limits.
         """
         matcher = self._matcher(self._tokenizer, grammar, log_level=0)
         _check(matcher)

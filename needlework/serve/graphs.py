@@ -57,8 +57,8 @@ class Decoding(NamedTuple):
 
 
 class Prefilling(NamedTuple):
-    """What the last layer leaves of one sequence's new tokens, and behind them of a sequence of padding. Sampling is not part of it: how it is done
-    would make many graphs of one."""
+    """What the last layer leaves of one sequence's new tokens, and behind them of a sequence of padding. Sampling is not part of it: how it
+    is done would make many graphs of one."""
 
     inputs: Inputs
     graph: Call

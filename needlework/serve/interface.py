@@ -51,8 +51,8 @@ class Stream(Protocol):
 
 
 class Engine(Protocol):
-    """What serves the requests. add_all: takes all or none, and reads a prompt that several have one after another once; raises QueueFullError,
-    DrainingError, GrammarError, ValueError for what does not fit, RuntimeError once it has failed."""
+    """What serves the requests. add_all: takes all or none, and reads a prompt that several have one after another once; raises
+    QueueFullError, DrainingError, GrammarError, ValueError for what does not fit, RuntimeError once it has failed."""
 
     @property
     def vocabulary(self) -> int: ...

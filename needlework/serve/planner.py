@@ -1,4 +1,5 @@
-"""Memory -> slots, what is sampled of them, and pages: what is left beside the weights, a step and its graphs holds as many sequences as it can."""
+"""Memory -> slots, what is sampled of them, and pages: what is left beside the weights, a step and its graphs holds as many sequences as it
+can."""
 
 from collections.abc import Sequence
 
@@ -28,9 +29,9 @@ def plan(
 ) -> SchedulerConfig:
     """The slots and pages that `memory` bytes hold beside `weights`, a step's `peak` and its `graphs`.
 
-    vocabulary: tokens, which the penalties of each slot count. batch, snapshots: the slots wanted; fewer are planned where a full-length request, and for each further slot the pages of a first
-    chunk, leave no room. Every slot has the pages of its windows. What is left becomes pages of layers that see every token, at most
-    those of `length` tokens a slot.
+    vocabulary: tokens, which the penalties of each slot count. batch, snapshots: the slots wanted; fewer are planned where a full-length
+    request, and for each further slot the pages of a first chunk, leave no room. Every slot has the pages of its windows. What is left
+    becomes pages of layers that see every token, at most those of `length` tokens a slot.
     snapshots: 0 where a layer of `held` is rewritten, or `Tables` refuses the plan.
     Raises ValueError, with the bytes, if one request of `length` tokens does not fit.
     """

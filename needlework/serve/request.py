@@ -25,6 +25,10 @@ class Sampling:
     token needs. seed: the same request with the same seed gives the same tokens in any batch; None: the engine draws one. logprobs: so
     many of the most likely tokens come with each; None: no logprobs.
     Raises ValueError for a field that does not have its type and range.
+
+    >>> from needlework.serve import Sampling
+    >>> Sampling(temperature=0.7, top_p=0.95, seed=1).top_k
+    0
     """
 
     temperature: NonNegative = 1.0
@@ -47,6 +51,10 @@ class Request:
 
     stop_tokens: each ends the answer. grammar: what the answer must match, as `grammar.py` reads it; None: anything.
     Raises ValueError for a field that does not have its type and range.
+
+    >>> from needlework.serve import Request, Sampling
+    >>> Request(id="a", prompt=(5, 7, 11), max_tokens=16, sampling=Sampling(temperature=0.0), stop_tokens=frozenset({2})).prompt
+    (5, 7, 11)
     """
 
     id: str

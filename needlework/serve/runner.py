@@ -50,8 +50,8 @@ class Sampled(NamedTuple):
 class Runner:
     """A model, and the tables of its requests.
 
-    model: in eval mode, on its device. config: what the scheduler shares out. passes: what advances a layer, and ends a step, where all rows
-    decode.
+    model: in eval mode, on its device. config: what the scheduler shares out. passes: what advances a layer, and ends a step, where all
+    rows decode.
     """
 
     def __init__(self, model: NeedleworkForCausalLM, tables: Tables, config: SchedulerConfig, passes: Passes = EAGER):

@@ -30,9 +30,9 @@ class Room:
     """What a server takes of its machine.
 
     length: tokens of the longest request, its answer included. batch: sequences that run at once. snapshots: slots for the beginnings
-    that prompts share; 0: none are shared; None: one a sequence, at most 16, and 0 for a model that writes its pages again. memory: the share
-    of the device's memory for weights, states and steps; None: 0.9 of a GPU's, half of a CPU's. parked: bytes of host memory for requests
-    that make way for older ones. waiting: requests that may wait.
+    that prompts share; 0: none are shared; None: one a sequence, at most 16, and 0 for a model that writes its pages again. memory: the
+    share of the device's memory for weights, states and steps; None: 0.9 of a GPU's, half of a CPU's. parked: bytes of host memory for
+    requests that make way for older ones. waiting: requests that may wait.
     """
 
     length: Count = 8192

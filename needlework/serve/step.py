@@ -1,7 +1,7 @@
 """What the scheduler plans: a Step for the device, with the moves between slots, pages and host memory around it.
 
-Order: the moves of `before` one after another, then the rows, then the moves of `after`, of which none reads what another wrote. Steps run in the order in which they were
-planned; so a slot or page may have a new owner while the step of its last one is still in flight.
+Order: the moves of `before` one after another, then the rows, then the moves of `after`, of which none reads what another wrote. Steps run
+in the order in which they were planned; so a slot or page may have a new owner while the step of its last one is still in flight.
 
 `pages` of a row are the scheduler's own lines, by window: a sequence's pages in order, −1 for those before the window. The runner of a
 step copies them before it calls the scheduler again, and keeps no view of their memory.
@@ -64,8 +64,8 @@ class Owner(NamedTuple):
 class Decode(NamedTuple):
     """One token of a sequence that was prefilled; the next one is sampled.
 
-    length: its tokens, this one included. token: None where an earlier step has sampled it and the host does not have it yet: it is the newest
-    token of this slot on the device.
+    length: its tokens, this one included. token: None where an earlier step has sampled it and the host does not have it yet: it is the
+    newest token of this slot on the device.
     """
 
     request: Request

@@ -1,7 +1,7 @@
 """needlework's models inside vLLM: the plugin that vLLM finds by the entry point `vllm.general_plugins`. docs/serving.md has the rest.
 
-vLLM is imported only when it calls `register`. What is written against its classes is in `vllm_model.py` and `vllm_layers.py`, which vLLM alone imports; how layers'
-states lie in its caches is `bins.py`, which knows nothing of vLLM's classes.
+vLLM is imported only when it calls `register`. What is written against its classes is in `vllm_model.py` and `vllm_layers.py`, which vLLM
+alone imports; how layers' states lie in its caches is `bins.py`, which knows nothing of vLLM's classes.
 """
 
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""needlework's models as vLLM builds, loads and runs them. Only vLLM imports this file; `vllm.py` tells it to."""
+"""needlework's models as vLLM builds, loads and runs them. Only vLLM imports this file; `vllm.py` registers it."""
 
 from collections.abc import Iterable
 from typing import Any

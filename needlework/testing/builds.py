@@ -81,8 +81,8 @@ def _usual(row: launch_configs.LaunchConfig, full: bool) -> tuple[str, ...]:
 
 
 def compile_all(full: bool, targets: Sequence[str], done: Callable[[int, int], None]) -> list[Build]:
-    """Every build, in the order of the tables; `done` gets how many tasks of how many are done. Raises ValueError for a target that this Triton
-    compiles nothing for."""
+    """Every build, in the order of the tables; `done` gets how many tasks of how many are done. Raises ValueError for a target that this
+    Triton compiles nothing for."""
     from needlework.ops.runtime.compile import gpu
 
     for name in targets:

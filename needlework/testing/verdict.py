@@ -26,8 +26,8 @@ from needlework.testing.targets import RULES
 # -0.6 and a deviation of at most 0.43 (dg of identical keys, where all errors are one; elsewhere 0.05 to 0.2): a draw may be over
 # by chance, the mean of 16 is 5 deviations below 0. What is wrong is wrong in every draw.
 DRAWS = 16
-# Over this, or not the same twice, or not run at all, a config goes on the denylist. A miscompiled product is off by its own size, thousands
-# of times the budget; what is over by less than this is a limit of the form, the same on every machine, and is only reported.
+# Over this, or not the same twice, or not run at all, a config goes on the denylist. A miscompiled product is off by its own size,
+# thousands of times the budget; what is over by less than this is a limit of the form, the same on every machine, and is only reported.
 WRONG = 2.0
 DIFFERS = "differs between two runs"
 # root mean square of a rounding error over x * eps, where leading digits are spread evenly over the scale: sqrt(3 / 8 / ln 2 / 12)
@@ -184,7 +184,8 @@ def draw(task: Task, form: str, device: str, seed: int) -> tuple[dict[str, float
     differing = [name for name, x in fast.items() if not torch.equal(x, again[name]) and torch.isfinite(x).all()]
     floors = {}
     if dtype.itemsize == 2 and "dg" in fast and not task.rule.startswith("path"):  # whose dg sums pairs
-        # the row identity, which the cards speak of: what it subtracts from one another is rounded (the budget's floor for it, e ⊙ de left out)
+        # the row identity, which the cards speak of: what it subtracts from one another is rounded (the budget's floor for it, e ⊙ de left
+        # out)
         products = [(wide[x] * exact[f"d{x}"]).flatten(1) for x in ("q", "k")]
         floors["dg"] = torch.finfo(dtype).eps / 2 * torch.cat(products, 1)
 
@@ -194,7 +195,7 @@ def draw(task: Task, form: str, device: str, seed: int) -> tuple[dict[str, float
             ways = x, exact[name], definition[name], literal[name]
             # the first axis of all but parameters' gradients is the batch
             apart = name not in {f"d{n}" for n in inputs if n not in spec.tokens} and x.numel() >= ENOUGH * len(groups)
-            for i, ratio in enumerate(over_budget(*ways, len(groups) if apart else 1, lucky.get(name), floors.get(name))):
+            for i, ratio in enumerate(ratios_by_group(*ways, len(groups) if apart else 1, lucky.get(name), floors.get(name))):
                 found[f"{name}, {groups[i]}" if apart and groups[i] else name] = ratio
         return found
 
@@ -212,7 +213,7 @@ def draw(task: Task, form: str, device: str, seed: int) -> tuple[dict[str, float
     return found, differing
 
 
-def over_budget(
+def ratios_by_group(
     fast: Tensor, exact: Tensor, definition: Tensor, literal: Tensor, groups: int, lucky: tuple[Tensor, Tensor] | None = None,
     floor: Tensor | None = None,
 ) -> list[float]:  # fmt: skip

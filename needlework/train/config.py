@@ -31,6 +31,11 @@ class TrainConfig:
     compile: torch.compile, each block; a graph break is an error.
     tensorboard: write the log for TensorBoard too.
     Raises ValueError for a count below 1, a seed that is not of 64 bits, a clip that is not positive, an autocast that is not known.
+
+    >>> from needlework.train import AdamW, Cosine, TrainConfig
+    >>> config = TrainConfig(steps=100, seed=0, optim=AdamW(lr=3e-4), schedule=Cosine(warmup=10), checkpoint_every=50)
+    >>> config.clip, config.schedule.multiplier(4, config.steps)
+    (1.0, 0.5)
     """
 
     steps: Count

@@ -32,6 +32,11 @@ class Guard:
     state: the largest norm that a layer's state may have; one over it ends the run. None: it is not bounded.
     state_every: steps from one look at the states to the next, which are logged; None: only after a bad step.
     Raises ValueError for a spike not above 1, a window below 1, a skip below 0, a state without state_every.
+
+    >>> from needlework.train import Guard
+    >>> guard = Guard(spike=4.0, skip=3, state=100.0, state_every=50)
+    >>> guard.looks(0), guard.looks(20)
+    (True, False)
     """
 
     spike: AboveOne | None = None

@@ -96,9 +96,9 @@ def train(
     stop: asked before every step; True on any rank ends the run with a checkpoint.
     world: `World.open(config.parallel)`'s; None opens it.
     states: looks at the model's states, as `Guard.state_every` asks, on one rank; the largest is logged, as state and state_of.
-    Raises NonFiniteLoss, Spike or GrowingState (see `Guard`); InUse if another process trains there; CheckpointError if a checkpoint cannot be
-    written, all are damaged, or the newest one is of another config; ValueError for a step without a single counted label, a batch
-    that ranks cannot share, or a directory that they do not.
+    Raises NonFiniteLoss, Spike or GrowingState (see `Guard`); InUse if another process trains there; CheckpointError if a checkpoint cannot
+    be written, all are damaged, or the newest one is of another config; ValueError for a step without a single counted label, a batch that
+    ranks cannot share, or a directory that they do not.
     """
     world = World.open(config.parallel) if world is None else world
     directory = Path(directory)

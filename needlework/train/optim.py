@@ -27,6 +27,12 @@ class AdamW:
     norms, biases and other vectors are never decayed, nor are embeddings.
     rates: ((pattern, lr), …), a learning rate of its own for the parameters that a pattern matches; the first match counts.
     Raises ValueError for a number out of its range; in `build`, for a pattern of `rates` that no parameter matches.
+
+    >>> from torch import nn
+    >>> from needlework.train import AdamW
+    >>> (optimizer,) = AdamW(lr=1e-3, weight_decay=0.1).build(nn.Linear(4, 4).named_parameters())
+    >>> sorted(group["weight_decay"] for group in optimizer.param_groups)  # the bias is not decayed
+    [0.0, 0.1]
     """
 
     kind: Literal["adamw"] = "adamw"
@@ -72,6 +78,13 @@ class Muon:
     matrices: a parameter with two axes whose name matches is a matrix inside a block. The default: every `weight` below a
     numbered module. Other parameters with two axes (one vector or gate per head, say) are no linear maps and go to `rest`.
     Raises ValueError for a number out of its range.
+
+    >>> from torch import nn
+    >>> from needlework.train import AdamW, Muon
+    >>> blocks = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    >>> named = nn.ModuleDict({"layers": blocks}).named_parameters()
+    >>> [type(optimizer).__name__ for optimizer in Muon(lr=0.02, rest=AdamW(lr=1e-3)).build(named)]
+    ['Muon', 'AdamW']
     """
 
     kind: Literal["muon"] = "muon"

@@ -22,6 +22,10 @@ class Cosine:
     """Linear warm-up over `warmup` steps, then half a cosine down to `floor` × the peak.
 
     Raises ValueError for a warm-up below 0 steps, a floor that is no share.
+
+    >>> from needlework.train import Cosine
+    >>> [round(Cosine(warmup=2, floor=0.1).multiplier(step, 10), 2) for step in (0, 1, 2, 6, 10)]
+    [0.5, 1.0, 1.0, 0.55, 0.1]
     """
 
     kind: Literal["cosine"] = "cosine"
@@ -43,6 +47,10 @@ class Cooldown:
     """Linear warm-up over `warmup` steps, the peak until the share `flat` of all steps, then linear to `floor` × the peak.
 
     Raises ValueError for a warm-up below 0 steps, a flat part or a floor that is no share.
+
+    >>> from needlework.train import Cooldown
+    >>> [Cooldown(warmup=2, flat=0.5).multiplier(step, 8) for step in (0, 1, 4, 6, 8)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
     """
 
     kind: Literal["cooldown"] = "cooldown"

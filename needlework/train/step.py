@@ -37,8 +37,8 @@ class Done(NamedTuple):
 class Stepper:
     """Takes the steps of `run`. It counts the step and notes one that is not applied; the loop keeps the rest of the history.
 
-    read: read(step) gives the step's `Feed`. last_checkpoint: the checkpoint from which an aborted run is resumed. states: looks at a model's
-    states, where the guard asks for it; None where the model has none to look at.
+    read: read(step) gives the step's `Feed`. last_checkpoint: the checkpoint from which an aborted run is resumed. states: looks at a
+    model's states, where the guard asks for it; None where the model has none to look at.
     """
 
     def __init__(

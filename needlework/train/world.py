@@ -37,6 +37,10 @@ class Parallel:
     sequence: segments of every sequence, states passed on from rank to rank.
     tensor: parts of every large matrix.
     Raises ValueError for a count below 1.
+
+    >>> from needlework.train import Parallel
+    >>> Parallel(sequence=2).sizes(8)  # shard, sequence, tensor of eight ranks
+    (4, 2, 1)
     """
 
     shard: Count | Literal[-1] = -1

@@ -1,4 +1,4 @@
-"""A small corpus that the data tests share: forty files of numbered lines, so that text and place can be told apart."""
+"""A small corpus that the data tests share: forty files of numbered lines, so that each text and place is unique."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a manifest tells of its text's licence."""
+"""What a manifest says of its text's licence."""
 
 import json
 from dataclasses import asdict

@@ -17,7 +17,7 @@ def test_every_mqar_query_repeats_a_key_and_its_label_is_the_value(make):
         asked = torch.nonzero(labels >= 0)[:, 0].tolist()
         assert len(pairs) == len(asked) == 6
         assert {inputs[t].item(): labels[t].item() for t in asked} == pairs
-        assert sum(t in pairs for t in inputs.tolist()) == 12  # a key stands in its pair and its query only
+        assert sum(t in pairs for t in inputs.tolist()) == 12  # a key is in its pair and its query only
         assert max(pairs) < 64 <= min(pairs.values())
 
 

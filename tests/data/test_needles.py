@@ -1,4 +1,4 @@
-"""Compact needles: every query is answerable from what stands before it, and targets sit on its digits."""
+"""Compact needles: every query is answerable from what precedes it, and targets sit on its digits."""
 
 import re
 

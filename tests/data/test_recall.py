@@ -26,7 +26,7 @@ def rows(batch):
 
 
 def expected(row):
-    """(place of a digit, its distance, overwritten) of every needle that says what its key was last told, by reading the row."""
+    """(place of a digit, its distance, overwritten) of every needle that repeats its key's last value, by reading the row."""
     told, found = {}, {}
     for needle in NEEDLE.finditer(row):
         mark, key, value = needle.groups()

@@ -1,4 +1,5 @@
-"""Maps by head: with them a rule's read is a sum over values, which is what they claim. Overwriting and chunkability, each by its formula."""
+"""Maps by head: with them a rule's read is a sum over values, which is what they claim. Overwriting and chunkability, each by its
+formula."""
 
 import dataclasses
 import math
@@ -10,16 +11,22 @@ from needlework.data import SelectiveKeyOverwrite
 from needlework.diagnostics import carve, chunkability, maps, overwrite
 from needlework.diagnostics.rules import calls
 from needlework.layers import Attention, Delta, Polar, Recurrent, Softmax
+from needlework.layers.write import WriteRule
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from tests.diagnostics.test_diagnostics import SIZES, model, tokens
 
 LINEAR = ["linear", "gla", "deltanet", "gated-deltanet", "kda", "qdelta", "carve", "ccq", "softmax", "lucid", "atma"]
 
 
+def given(call):
+    """The rule's arguments again."""
+    return (call.rule.chunk, *call.arguments) if isinstance(call.rule, WriteRule) else call.arguments
+
+
 def read(call):
     """What the rule reads [T H V], and its values [T H V], a head for each that reads."""
     with torch.no_grad():
-        o = call.rule(*call.arguments, **call.keywords)[0][0]
+        o = call.rule(*given(call), **call.keywords)[0][0]
     v = call.arguments[-1][0]
     return o, v.repeat_interleave(o.shape[1] // v.shape[1], 1)
 
@@ -44,7 +51,7 @@ def test_gdn2s_map_has_the_mean_of_its_write_gate():
     m, ids = model("gdn2"), tokens(1)
     for call in calls(m, ids):
         gate = call.keywords["write"].mean(-1, keepdim=True).expand_as(call.keywords["write"])
-        o = call.rule(*call.arguments, **call.keywords | {"write": gate})[0][0]
+        o = call.rule(*given(call), **call.keywords | {"write": gate})[0][0]
         (one,) = [one for one in maps(m, ids) if one.layer == call.layer]
         assert torch.allclose(summed(one, call.arguments[-1][0]), o, atol=1e-5)
 

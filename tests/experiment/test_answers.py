@@ -78,7 +78,8 @@ def test_bigrams_are_counted_and_found_again_in_their_row(corpus, monkeypatch):
 
 
 def test_the_gain_of_a_context_is_late_less_early_and_repeated_bigrams_have_their_own_loss(corpus):
-    """A model that knows every token from position 40 on, and the last token of every bigram that its row had before and training rarely."""
+    """A model that knows every token from position 40 on, and the last token of every bigram that its row had before and training
+    rarely."""
     c = Context(rows=9, length=80, early=(0, 20), late=(40, 80), rare=105)
     rows = held_out_text(corpus, 3, 9, 81).input_ids
     again = torch.from_numpy(repeated(rows.numpy(), counts(corpus.train, V), V, 105))

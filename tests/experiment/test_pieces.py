@@ -28,7 +28,7 @@ def corpus(small_text):
 
 
 class Counting:
-    """Tells to stop when it has been asked `after` times."""
+    """Asks to stop when it has been asked `after` times."""
 
     def __init__(self, after=None):
         self.asked, self.after = 0, after

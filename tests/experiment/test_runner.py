@@ -76,7 +76,8 @@ def test_a_stopped_run_goes_on_bit_equal(small_text, tmp_path, mixer):
 
 
 def test_a_run_looks_at_its_models_states(small_text, tmp_path):
-    """spec/qdelta.md: the rule's transition is no contraction, so a state may grow; the layer and the tensor are named before a loss is NaN."""
+    """spec/qdelta.md: the rule's transition is no contraction, so a state may grow; the layer and the tensor are named before a loss is
+    NaN."""
     recipe = tiny(small_text)
     looking = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, guard=Guard(state=1e-6, state_every=1)))
     with pytest.raises(

@@ -115,7 +115,7 @@ def test_twice_the_tokens_leave_a_regulariser_as_it_was(name):
 
 
 def test_zipfian_norms_of_one_over_rank_leave_only_correlation():
-    """Tokens in ± pairs of falling size along one direction: u uᵀ is one matrix, so the second term alone tells the sizes apart."""
+    """Tokens in ± pairs of falling size along one direction: u uᵀ is one matrix, so the second term alone depends on the sizes."""
 
     def second(sizes):  # fmt: skip
         x = torch.zeros(len(sizes), D, dtype=torch.float64)

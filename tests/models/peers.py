@@ -1,4 +1,5 @@
-"""Tiny models of flash-linear-attention with weights that follow from their names, so that a file of config, shapes and logits is the model.
+"""Tiny models of flash-linear-attention with weights that follow from their names, so that a file of config, shapes and logits is the
+model.
 
 `TRITON_INTERPRET=1 python tests/models/peers.py [KIND …]`, where flash-linear-attention 0.6.0 is installed, rewrites tests/models/fla/: its
 kernels run in Triton's interpreter, without the search for launch configs, which asks for a GPU.

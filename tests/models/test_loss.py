@@ -105,7 +105,7 @@ def test_under_autocast_it_errs_no_more_than_the_plain_one(cap):
 
 
 def test_the_weight_s_gradient_is_summed_in_float32(monkeypatch):
-    """600 times the same row, one at a time: a sum in bfloat16 stands still after 256 of them."""
+    """600 times the same row, one at a time: a sum in bfloat16 stops growing after 256 of them."""
     monkeypatch.setattr(loss, "LOGITS", V)
     one = {n: x[:1] if n in ("x", "targets") else x for n, x in sample(torch.bfloat16).items()} | {"targets": torch.tensor([3])}
     many = one | {"x": one["x"].repeat(600, 1), "targets": one["targets"].repeat(600)}

@@ -1,4 +1,5 @@
-"""Every architecture that attn_implementation="lucid" serves is the definition, causal, cached, padded and packed; every other is refused."""
+"""Every architecture that attn_implementation="lucid" serves is the definition, causal, cached, padded and packed; every other is
+refused."""
 
 import functools
 

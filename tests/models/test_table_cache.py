@@ -83,7 +83,7 @@ def test_a_conversation_goes_on(model):
 
 
 class Recorder:
-    """Stands in for CUDA graphs: runs the recorded step again, on the addresses that it was recorded with."""
+    """In the place of CUDA graphs: runs the recorded step again, on the addresses that it was recorded with."""
 
     def __init__(self):
         self.recorded = self.replayed = 0

@@ -1,4 +1,4 @@
-"""The planted bugs are still planted, and the command that runs them tells killed, surviving and not judged apart."""
+"""The planted bugs are still planted, and the command that runs them distinguishes killed, surviving and not judged."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """Triton's interpreter, without what it does again at every step of a kernel: the same numbers in an eighth of the time.
 
-It stands in for functions of Triton's own, so only in the release that it was written for; another interprets kernels as it does.
+It replaces functions of Triton's own, so only in the release that it was written for; another interprets kernels as it does.
 Here is what is kept from step to step; `interpreter_operators.py` has the operations themselves.
 """
 

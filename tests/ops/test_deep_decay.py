@@ -38,8 +38,8 @@ def test_the_chunk_form_is_the_recurrence_with_every_gradient(spec, depth):
     assert not gone.any(), "a gate whose e^g is 0 has a gradient"
 
 
-# "previous" and "given" erase what the state held before it was wiped, the released kernels' coupling counts chunks from the start, and Mamba-3's
-# angle goes on: its reads are compared in test_mamba3.py. PaTH's state keeps the rows that are forgotten
+# "previous" and "given" erase what the state held before it was wiped, the released kernels' coupling counts chunks from the start, and
+# Mamba-3's angle goes on: its reads are compared in test_mamba3.py. PaTH's state keeps the rows that are forgotten
 ELSE = ("delta/previous", "delta/given", "qdelta/transposed", "mamba3", "mamba3/mimo", "path/fox")
 
 

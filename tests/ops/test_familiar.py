@@ -1,4 +1,5 @@
-"""flash-linear-attention's names: each call is `chunk_delta`'s, its arguments are theirs, and where their library is, so are its numbers."""
+"""flash-linear-attention's names: each call is `chunk_delta`'s, its arguments are theirs, and where their library is, so are its
+numbers."""
 
 import inspect
 from importlib import import_module

@@ -10,7 +10,7 @@ from needlework.ops.runtime.precompile import meta, precompile, run
 
 
 class Kernel:
-    """Stands for a Triton kernel; fails to compile where `broken`."""
+    """In the place of a Triton kernel; fails to compile where `broken`."""
 
     def __init__(self, broken: bool = False):
         self.broken, self.launched, self.compiled = broken, [], []

@@ -119,7 +119,7 @@ def test_a_drawn_call_is_within_its_budget_packed_and_from_a_state(bench, rule, 
 
 
 def test_the_tuner_takes_the_fastest_that_is_right_and_writes_it(bench, tmp_path):
-    """A timer that likes BV = 16 in the scan, and num_warps = 8, which is told to be wrong there; a stage more does not compile."""
+    """A timer that likes BV = 16 in the scan, and num_warps = 8, which counts as wrong there; a stage more does not compile."""
     tune, launch_configs = bench("tune"), importlib.import_module("needlework.ops.runtime.launch_configs")
     case, engine = case_of(bench, "gated/A"), "delta/scalar"
     now = lambda: launch_configs.launch_config(engine, CPU, torch.float32, 16, 16).launch["scan"]

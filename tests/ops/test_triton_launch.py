@@ -68,7 +68,7 @@ ONCE = {"N": 16, "TIMES": 1, "MORE": 0}
 
 
 def same(a: tuple, b: tuple) -> bool:
-    """Addresses for tensors; what hooks, of which there are none, would be told is left out."""
+    """Addresses for tensors; what hooks would get is left out: there are none."""
     if launcher.FORMAT == launcher.AS_LIST:
         a, b = ((*call[:8], *call[11:15], *call[15]) for call in (a, b))
     else:

@@ -1,5 +1,5 @@
-"""LUCID-PaTH's kernels in Triton's interpreter: TRITON_INTERPRET=1 pytest. Blocks of 16 tokens, two a superblock, as PaTH's tests have them:
-a superblock then waits for older ones, and several of them pass each other's transfers."""
+"""LUCID-PaTH's kernels in Triton's interpreter: TRITON_INTERPRET=1 pytest. Blocks of 16 tokens, two a superblock, as PaTH's tests have
+them: a superblock then waits for older ones, and several of them pass each other's transfers."""
 
 import dataclasses
 import os

@@ -54,7 +54,8 @@ def test_values_and_gradients_are_those_of_the_definition(T, window, gates):
 
 @pytest.mark.parametrize("window", chosen([None, 20], [20]))
 def test_packed_sequences_are_separate(window):
-    """Values, gradients and final states; one is empty, one ends a block, one has two superblocks, which begin at an odd block, one ends one."""
+    """Values, gradients and final states; one is empty, one ends a block, one has two superblocks, which begin at an odd block, one ends
+    one."""
     x, ends = sample(1, 100, gates=True), torch.tensor([0, 16, 16, 68, 100])
     call = lambda form, x: form(**x, window=window, cu_seqlens=ends, output_final_state=True)
     fast = differentiate(partial(call, kernels), x)

@@ -147,7 +147,7 @@ def test_rates_go_beyond_an_edge_and_then_the_two_best_have_two_more_seeds():
     assert more(edge) == {("ccq", 8e-3, 100)} | {("ccq", lr, seed) for lr in (4e-3, 8e-3) for seed in (101, 102)}
     edge["ccq"][8e-3] = {100: 2.0}
     assert more(edge) == {("ccq", 8e-3, 100), ("ccq", 16e-3, 100)}
-    edge["ccq"][8e-3] = {100: math.inf}  # its guard ended it
+    edge["ccq"][8e-3] = {100: math.inf}  # aborted
     assert more(edge) == {("ccq", 8e-3, 100)} | {("ccq", lr, seed) for lr in (2e-3, 4e-3) for seed in (101, 102)}
     low = found(carve=(2.0, 2.1, 2.2, 2.3))
     assert more(low) == {("carve", 0.25e-3, 100)}

@@ -134,7 +134,8 @@ def test_many_requests_are_answered_as_by_generate(model):
 
 @pytest.mark.parametrize("left_out", ("M", ""))
 def test_padded_rows_on_buffers_of_their_own_answer_as_generate(left_out):
-    """As in CUDA graphs: rows that decode, and a sequence that is prefilled alone where every layer can be captured; Mamba-3's MIMO cannot."""
+    """As in CUDA graphs: rows that decode, and a sequence that is prefilled alone where every layer can be captured; Mamba-3's MIMO
+    cannot."""
     torch.manual_seed(0)
     kinds = {letter: mixer for letter, mixer in MIXERS.items() if letter not in left_out}
     model = NeedleworkForCausalLM(NeedleworkConfig(vocab_size=V, hidden_size=32, layout="".join(kinds), mixers=kinds))
@@ -488,7 +489,7 @@ def test_an_engine_that_fails_says_so_to_everybody(model, monkeypatch):
 def test_what_does_not_fit_is_refused(model):
     with Serving(model, waiting=2) as serving:
         held = threading.Event()
-        serving.engine._inbox.append(held.wait)  # the thread stands still: nobody is admitted
+        serving.engine._inbox.append(held.wait)  # the thread waits: nobody is admitted
         for request in requests(1):
             with pytest.raises(ValueError, match="at most 160"):
                 serving.engine.add(Request(id="long", prompt=(1,) * 150, max_tokens=11))

@@ -31,7 +31,8 @@ from .texts import END, byte_text  # noqa: E402
 
 @contextmanager
 def served(engine, key=None):
-    """The address of a front over the engine, which hears of it by messages, as from another process: the front is in a thread of this one."""
+    """The address of a front over the engine, which hears of it by messages, as from another process: the front is in a thread of this
+    one."""
     bound, (ours, theirs) = http.listen("127.0.0.1", 0), multiprocessing.Pipe()
     remote = RemoteEngine(theirs, engine.length, engine.vocabulary)
     front = Front(remote, byte_text(), name="tiny", key=key)

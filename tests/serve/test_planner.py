@@ -1,4 +1,4 @@
-"""A plan never takes more than it was told, uses what it was told, and is refused with the bytes where one request does not fit."""
+"""A plan never takes more than it was given, uses what it was given, and is refused with the bytes where one request does not fit."""
 
 import random
 

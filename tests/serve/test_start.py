@@ -1,4 +1,5 @@
-"""An engine made for a machine: it takes what it may, cuts prompts where the model's chunks end, answers as `generate`, or says what lacks."""
+"""An engine made for a machine: it takes what it may, cuts prompts where the model's chunks end, answers as `generate`, or says what
+lacks."""
 
 import pytest
 import torch

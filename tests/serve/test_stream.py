@@ -1,4 +1,4 @@
-"""A stream's events reach its one reader in order, whichever comes first, and it is told once until it takes."""
+"""A stream's events reach its one reader in order, whichever comes first; the reader is woken once until it takes."""
 
 from needlework.serve.request import Event
 from needlework.serve.stream import Stream

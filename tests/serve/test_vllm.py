@@ -1,4 +1,4 @@
-"""Inside vLLM, without vLLM: layers' tensors in bins of bytes, which sequences decode, and what another version is told. What vLLM itself
+"""Inside vLLM, without vLLM: layers' tensors in bins of bytes, which sequences decode, and the error for another version. What vLLM itself
 does with them `.ci/vllm` checks, by vllm_arms.py."""
 
 import sys

@@ -19,7 +19,7 @@ def test_a_nan_is_over_every_budget_wherever_it_lies(which, head):
     ways[which] = ROUNDED.clone()
     ways[which][0, 1, head, 2] = math.nan
     assert error_over_budget(ways["fast"], EXACT, ways["definition"], ways["literal"], 2) == (math.inf, head)
-    [ratio] = verdict.over_budget(ways["fast"], EXACT, ways["definition"], ways["literal"], 1)
+    [ratio] = verdict.ratios_by_group(ways["fast"], EXACT, ways["definition"], ways["literal"], 1)
     assert ratio == math.inf
 
 

@@ -14,5 +14,5 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def alone():
-    """One process that saves alone is told so by PyTorch; checkpoint.py's own filter does not reach into pytest."""
+    """PyTorch warns a process that saves alone; checkpoint.py's own filter does not reach into pytest."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

@@ -1,4 +1,4 @@
-"""One process at a time in a directory: a second one is told who is there; the lock ends with its process."""
+"""One process at a time in a directory: a second one gets an error that names the first; the lock ends with its process."""
 
 import errno
 import fcntl

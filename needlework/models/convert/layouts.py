@@ -1,5 +1,5 @@
-"""Every layout that is read, by config.json's model_type or, where it has none, by a key. A layout is a function of the config; its file has
-its names of tensors."""
+"""Every layout that is read, by config.json's model_type or, where it has none, by a key. A layout is a function of the config; its file
+has its names of tensors."""
 
 from collections.abc import Callable
 

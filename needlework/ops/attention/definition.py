@@ -5,7 +5,8 @@ from torch import Tensor
 
 
 def together(pasts: list[int], cu_seqlens: Tensor | None) -> list[tuple[slice, slice, slice]]:
-    """Sequences of one past and one number of tokens: their rows of the batch, their tokens there, their numbers. pasts: tokens before each."""
+    """Sequences of one past and one number of tokens: their rows of the batch, their tokens there, their numbers. pasts: tokens before
+    each."""
     N = len(pasts)
     if cu_seqlens is not None:
         ends = cu_seqlens.tolist()

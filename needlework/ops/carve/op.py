@@ -61,9 +61,10 @@ def chunk_carve(
         from zeros. fresh [N] bool: starts from zeros, whatever its slot holds. No two sequences share a slot. Without gradients.
     cu_seqlens [N+1]: packs sequences along T (B = 1); content chunks restart at each. An empty one keeps its state.
 
-    Dtypes: q, k, v share one; f, b and w may be in half precision too and are widened before their biases are added. float64 computes in float64, all else in float32; o has q's dtype, the state is float32 (or
-    float64), each gradient has its tensor's dtype. State: resume at any token; bit-equal when cut where content chunks end
-    and chunk_size divides content_chunk. Error: twice the definition's own (the card).
+    Dtypes: q, k, v share one; f, b and w may be in half precision too and are widened before their biases are added. float64 computes in
+    float64, all else in float32; o has q's dtype, the state is float32 (or float64), each gradient has its tensor's dtype. State: resume
+    at any token; bit-equal when cut where content chunks end and chunk_size divides content_chunk. Error: twice the definition's own (the
+    card).
     impl: "torch" is the content-chunked path, "reference" the token loop, "triton" the kernels, which "auto" takes on CUDA.
     Raises ValueError for sizes or dtypes that do not fit, an unknown prediction or impl, and a state whose position is not
     inside a content chunk of this length. On a table the kernels do not read cu_seqlens and positions on the host: they must be right.
@@ -190,8 +191,8 @@ def step_carve(
     """One token a row, without gradients: o [B H V]; S, m, total and position advance in place (`chunk_carve`'s equation).
 
     q, f, b [B H K], k, v [B H K], [B H V] or with R before the last axis, w [B H]: `chunk_carve`'s tensors without T.
-    state: a slot table, its leading axis slots, which may lie apart. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a
-        padded row, which reads and changes no slot and returns zeros. A live slot belongs to one row only.
+    state: a slot table, its leading axis slots, which may lie apart. slots [B] int64: the slot of each row, None for row b in slot b; −1 is
+        a padded row, which reads and changes no slot and returns zeros. A live slot belongs to one row only.
     Dtypes, settings and errors as in `chunk_carve`.
 
     >>> import torch

@@ -29,7 +29,12 @@ class CarveOutput(NamedTuple):
 def empty_state(
     N: int, H: int, K: int, V: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> CarveState:
-    """The state of N sequences (or slots) that have seen nothing."""
+    """The state of N sequences (or slots) that have seen nothing.
+
+    >>> from needlework.ops.carve import empty_state
+    >>> empty_state(N=2, H=4, K=16, V=32).S.shape
+    torch.Size([2, 4, 16, 32])
+    """
     return CarveState(
         S=torch.zeros(N, H, K, V, dtype=dtype, device=device),
         m=torch.zeros(N, H, V, dtype=dtype, device=device),

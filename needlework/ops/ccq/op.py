@@ -126,7 +126,8 @@ def step_ccq(
 
     q, k [B H K], eta [B HV], g [B H] or None: `chunk_ccq`'s tensors without T.
     state: CurvatureState with one row per slot, C symmetric, as every call leaves it; slots may lie apart. slots [B] integers: the
-        slot of each row; −1 is a padded row, which reads and changes no slot and returns zeros. None: row b is slot b. A slot belongs to one row at most.
+        slot of each row; −1 is a padded row, which reads and changes no slot and returns zeros. None: row b is slot b. A slot belongs to
+        one row at most.
     Computes in the wider of q's dtype and float32; q̃ has q's dtype; no gradient. Raises ValueError as `chunk_ccq` does.
 
     >>> import torch

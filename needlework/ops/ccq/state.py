@@ -34,7 +34,12 @@ def symmetric(state: CurvatureState) -> CurvatureState:
 def empty_state(
     N: int, H: int, K: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> CurvatureState:
-    """The state of N sequences (or slots) that have seen nothing."""
+    """The state of N sequences (or slots) that have seen nothing.
+
+    >>> from needlework.ops.ccq import empty_state
+    >>> empty_state(N=2, H=4, K=16).C.shape
+    torch.Size([2, 4, 16, 16])
+    """
     return CurvatureState(
         C=torch.zeros(N, H, K, K, dtype=dtype, device=device),
         mean=torch.zeros(N, H, K, dtype=dtype, device=device),

@@ -1,5 +1,5 @@
-"""Sums of log decays inside a chunk, each accurate to its own size, whatever gates are beside it: −10²⁰ or −∞ empties the state and costs no digit.
-And sums from a sequence's start, of which attention takes differences.
+"""Sums of log decays inside a chunk, each accurate to its own size, whatever gates are beside it: −10²⁰ or −∞ empties the state and costs
+no digit. And sums from a sequence's start, of which attention takes differences.
 
 Knows no op. `kernels/tile.py: capped` has the kernels' way.
 """

@@ -1,4 +1,5 @@
-"""Argument checks that every op makes: each error names the argument, what was passed and what was expected. And the dtype it computes in."""
+"""Argument checks that every op makes: each error names the argument, what was passed and what was expected. And the dtype it computes
+in."""
 
 import torch
 from torch import Tensor

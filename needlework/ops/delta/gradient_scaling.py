@@ -57,7 +57,8 @@ def scaled_kernel(p_x, p_y, p_peaks, p_divisor, n, NP: tl.constexpr, BLK: tl.con
 
 
 def divided(do: Tensor, dstate: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """do / divisor in float16, dstate / divisor, and the divisor [1], the power of two at or above every |do| and |dstate|. Contiguous in."""
+    """do / divisor in float16, dstate / divisor, and the divisor [1], the power of two at or above every |do| and |dstate|. Contiguous
+    in."""
     peaks, divisor = (torch.empty(n, dtype=torch.float32, device=do.device) for n in (SHARES, 1))
     end = (do, 0, 0) if dstate is None else (dstate, dstate.numel(), 1)
     run(amax, (SHARES,), do, end[0], peaks, do.numel(), end[1], NP=SHARES, BLK=BLOCK, END=end[2], num_warps=4)

@@ -65,7 +65,8 @@ def chunk_delta(
     float32 (or float64), each gradient has its tensor's dtype. State: resume at any token. Error: twice the definition's
     own (the card). impl: "triton" the kernels, "torch" the chunk form with its hand-derived backward, "reference" the token
     loop; "auto" takes the kernels on a CUDA device where they support the call.
-    Raises ValueError for sizes or dtypes that do not fit, gates that exclude each other, an unknown prediction or impl, impl="triton" where that cannot be. On a table the kernels do not read cu_seqlens on the host: it must be right.
+    Raises ValueError for sizes or dtypes that do not fit, gates that exclude each other, an unknown prediction or impl, impl="triton" where
+    that cannot be. On a table the kernels do not read cu_seqlens on the host: it must be right.
 
     >>> import torch
     >>> from torch.nn.functional import normalize
@@ -211,8 +212,8 @@ def step_delta(
     """One token a row, without gradients: o [B HV V]; the state advances in place (`chunk_delta`'s equation).
 
     q, k [B H K], v [B HV V] and the gates: `chunk_delta`'s tensors without T.
-    state [slots HV K V]: a slot table, whose slots may lie apart. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a padded row,
-        which reads and changes no slot and returns zeros. A live slot belongs to one row only.
+    state [slots HV K V]: a slot table, whose slots may lie apart. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a
+        padded row, which reads and changes no slot and returns zeros. A live slot belongs to one row only.
     Dtypes, settings and errors as in `chunk_delta`.
 
     >>> import torch

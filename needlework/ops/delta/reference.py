@@ -61,7 +61,8 @@ def literal(
     """R_t = u_t − S₀ᵀ(e^{G_{t-1}} ⊙ e_t),   A_ts = k_sᵀ(e^{G_{t-1} − G_s} ⊙ e_t), s < t,   W = (I + A)⁻¹ R
     o_t  = scale · [ S₀ᵀ(e^{G_t} ⊙ q_t) + Σ_{s≤t} (k_sᵀ(e^{G_t − G_s} ⊙ q_t)) W_s ];   S_C = Diag(e^{G_C}) S₀ + Σ_s (e^{G_C − G_s} ⊙ k_s) W_sᵀ
 
-    u = w ⊙ v and e = b ⊙ k, or b if "given"; "decayed" has G_t for G_{t-1} in R and A. The C×C×K tensor of factors is formed, C×C of a scalar gate.
+    u = w ⊙ v and e = b ⊙ k, or b if "given"; "decayed" has G_t for G_{t-1} in R and A. The C×C×K tensor of factors is formed, C×C of a
+    scalar gate.
     """
     S, outputs = initial_state, [v[:, :0]]
     u = v if write is None else write * v

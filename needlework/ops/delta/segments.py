@@ -53,8 +53,8 @@ def segment_count(chains: int, longest: int, K: int, V: int, slots: int) -> int:
 
 
 def segments_of_call(N: int, packed: bool, chains: int, chunks: int, K: int, V: int, slots: int) -> int:
-    """`segment_count` of N sequences, `chains` each, of `chunks`, or packed in as many together. Packed ones are taken as equally long but for
-    one, for a server's prompt has a sequence of padding behind it: their lengths are not read back."""
+    """`segment_count` of N sequences, `chains` each, of `chunks`, or packed in as many together. Packed ones are taken as equally long but
+    for one, for a server's prompt has a sequence of padding behind it: their lengths are not read back."""
     if packed:
         N = max(N - 1, 1)
         chunks //= N
@@ -77,8 +77,8 @@ def segmented(alignment: Alignment, segments: int) -> Alignment:
 
 
 def last(state: Tensor, alignment: Alignment, segments: int) -> Tensor:
-    """Of the states of all segments, of `segmented`, those that the sequences' last chunks left: a short one has no chunk in its last segments,
-    whose states have gone through a product more each."""
+    """Of the states of all segments, of `segmented`, those that the sequences' last chunks left: a short one has no chunk in its last
+    segments, whose states have gone through a product more each."""
     state = state.unflatten(0, (-1, segments))
     if alignment.maps is None or state.is_meta:
         return state[:, -1].clone()

@@ -47,7 +47,8 @@ GATES: dict[GateActivation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigm
 
 
 class NormedHeads(NamedTuple):
-    """Heads as a product may take them: RMSNorm(x) ⊙ norm ⊙ φ(gate), each head of x [.. H V] by itself, norm [V], gate [.. H·V]; None: not."""
+    """Heads as a product may take them: RMSNorm(x) ⊙ norm ⊙ φ(gate), each head of x [.. H V] by itself, norm [V], gate [.. H·V]; None:
+    not."""
 
     x: Tensor
     norm: Tensor | None

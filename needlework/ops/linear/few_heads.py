@@ -1,4 +1,5 @@
-"""The map of few rows whose heads are normed and gated first, by sums: what stands between a recurrent rule and the residual stream, in one kernel.
+"""The map of few rows whose heads are normed and gated first, by sums: all that lies between a recurrent rule and the residual stream,
+in one kernel.
 
 As few_rows.py has it: a program reads its rows of W whole before it waits for the heads, and norms all of them by itself.
 """

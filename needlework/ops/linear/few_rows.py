@@ -1,7 +1,8 @@
 """x Wᵀ + b of few rows by sums. A program reads some rows of W once, whole, before it waits for x.
 
-Bound by the bytes of W: matrix units want 16 rows or more, and a tile of them that is loaded, awaited and multiplied in a loop leaves memory idle
-between two loads. Here a program asks for all of its bytes at once, and where kernels may overlap while the one that makes x still runs.
+Bound by the bytes of W: matrix units want 16 rows or more, and a tile of them that is loaded, awaited and multiplied in a loop leaves
+memory idle between two loads. Here a program asks for all of its bytes at once, and where kernels may overlap while the one that makes x
+still runs.
 """
 
 import torch
@@ -42,8 +43,8 @@ def few_rows_kernel(
     p_x, p_more, p_norm, p_sum, eps, p_w, p_bias, p_up, p_up_bias, p_y, rows, N,
     D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GLU: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of y [rows N]: x W^T + b, or by GLU silu or squared ReLU of it times x U^T + c. x [rows D], or with p_norm the norm of what
-    x and, if it is there, p_more add up to, which the first program leaves in p_sum.
+    """BN columns of y [rows N]: x W^T + b, or by GLU silu or squared ReLU of it times x U^T + c. x [rows D], or with p_norm the norm of
+    what x and, if it is there, p_more add up to, which the first program leaves in p_sum.
 
     x is read in the layout of W's tiles, as often as they have rows: it would be moved there. Every program norms the row by itself: it has
     all of it anyway.

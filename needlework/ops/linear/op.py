@@ -77,7 +77,16 @@ def normed_glu(
     x: Normed, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None,
     *, activation: Activation = "silu", impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`glu` of x's norm, and x + more, as `normed_linear` has it."""
+    """`glu` of x's norm, and x + more, as `normed_linear` has it.
+
+    >>> import torch
+    >>> from needlework.ops.linear import Normed, normed_glu
+    >>> with torch.no_grad():
+    ...     x = Normed(torch.randn(1, 64), torch.randn(1, 64), torch.ones(64), 1e-6)
+    ...     y, total = normed_glu(x, torch.randn(100, 64), torch.randn(100, 64))
+    >>> y.shape, torch.equal(total, x.x + x.more)
+    (torch.Size([1, 100]), True)
+    """
     return _normed(x, Maps(gate, gate_bias, up, up_bias), activation, impl)
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.ops.mamba3.line import Line
+from needlework.ops.mamba3.edges import Edges
 
 
 class RowInputs(NamedTuple):
@@ -37,7 +37,8 @@ class RowInputs(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the engine reads, in rows [B T+1 H R ·] or, packed, [1 T+N H R ·]; what is added to what it gives; the state's new k and angle."""
+    """What the engine reads, in rows [B T+1 H R ·] or, packed, [1 T+N H R ·]; what is added to what it gives; the state's new k and
+    angle."""
 
     q: Tensor
     k: Tensor
@@ -56,11 +57,11 @@ class Angles(NamedTuple):
     end: Tensor
 
     @classmethod
-    def of(cls, rate: Tensor, dt: Tensor, start: Tensor, line: Line) -> "Angles":
+    def of(cls, rate: Tensor, dt: Tensor, start: Tensor, edges: Edges) -> "Angles":
         """Half-turns are summed, in float64, and reduced before they are rounded: a float32 π times a long sum would err by 3e-8 of it."""
-        upto, total = line.sums(rate[:, :, None] * dt[..., None])
+        upto, total = edges.sums(rate[:, :, None] * dt[..., None])
         start = start.double() / math.pi
-        now, end = (_radians(x).to(dt.dtype) for x in (line.spread(start) + upto, start + total))
+        now, end = (_radians(x).to(dt.dtype) for x in (edges.spread(start) + upto, start + total))
         return cls(now.cos(), now.sin(), end)
 
     def turn(self, x: Tensor, halves: bool, back: bool = False) -> Tensor:
@@ -79,26 +80,26 @@ def _radians(half_turns: Tensor) -> Tensor:
     return math.pi * (half_turns - 2 * torch.round(half_turns / 2))
 
 
-def forward(inputs: RowInputs, line: Line, halves: bool) -> Rows:
+def forward(inputs: RowInputs, edges: Edges, halves: bool) -> Rows:
     q, k, v, k0, v0 = inputs.q, inputs.k, inputs.v, inputs.k0, inputs.v0
     g, dt, lam = inputs.g, inputs.dt, inputs.lam
-    angles = Angles.of(inputs.rate, dt, inputs.angle0, line)
-    turned, rows = angles.turn(q, halves), line.shifted(k0, angles.turn(k, halves))
+    angles = Angles.of(inputs.rate, dt, inputs.angle0, edges)
+    turned, rows = angles.turn(q, halves), edges.shifted(k0, angles.turn(k, halves))
     own = (lam * dt)[..., None, None] * (q @ k.mT)
-    u = weights(g, dt, lam, line)[..., None, None] * line.shifted(v0, v)
+    u = weights(g, dt, lam, edges)[..., None, None] * edges.shifted(v0, v)
     later = q.new_empty(0)
     if q.shape[3] > 1:
-        later = (turned @ line.tokens(rows).mT).triu(1)
-    return Rows(line.ended(turned), rows, u, own, later, line.last(rows).clone(), angles.end)
+        later = (turned @ edges.tokens(rows).mT).triu(1)
+    return Rows(edges.ended(turned), rows, u, own, later, edges.last(rows).clone(), angles.end)
 
 
-def weights(g: Tensor, dt: Tensor, lam: Tensor, line: Line) -> Tensor:
+def weights(g: Tensor, dt: Tensor, lam: Tensor, edges: Edges) -> Tensor:
     """c of every row."""
     own = lam * dt
-    return line.ended(g).exp() * (line.shifted(_nothing(own, line), own) + line.ended(dt - own))
+    return edges.ended(g).exp() * (edges.shifted(_nothing(own, edges), own) + edges.ended(dt - own))
 
 
-def backward(d: Rows, inputs: RowInputs, line: Line, halves: bool) -> RowInputs:
+def backward(d: Rows, inputs: RowInputs, edges: Edges, halves: bool) -> RowInputs:
     """Gradients of `inputs` from those of the rows. With dB̄, dC̄ those of the turned rows:
 
         dΘ_t = Σ_r [B̄ × dB̄ + C̄ × dC̄] per pair,  (x, y) × (dx, dy) = x dy − y dx;    D_t = Σ_{s>=t} dΘ_s + dΘ_end
@@ -108,31 +109,31 @@ def backward(d: Rows, inputs: RowInputs, line: Line, halves: bool) -> RowInputs:
     """
     q, k, v, k0, v0 = inputs.q, inputs.k, inputs.v, inputs.k0, inputs.v0
     g, dt, lam, rate = inputs.g, inputs.dt, inputs.lam, inputs.rate
-    angles = Angles.of(rate, dt, inputs.angle0, line)
-    own, decay, c = lam * dt, line.ended(g).exp(), weights(g, dt, lam, line)
-    x, dk_rows, dq_turned = line.shifted(v0, v), d.k.clone(), line.tokens(d.q)
+    angles = Angles.of(rate, dt, inputs.angle0, edges)
+    own, decay, c = lam * dt, edges.ended(g).exp(), weights(g, dt, lam, edges)
+    x, dk_rows, dq_turned = edges.shifted(v0, v), d.k.clone(), edges.tokens(d.q)
     if q.shape[3] > 1:
-        turned, rows = angles.turn(q, halves), line.shifted(k0, angles.turn(k, halves))
+        turned, rows = angles.turn(q, halves), edges.shifted(k0, angles.turn(k, halves))
         dlater = d.later.triu(1)
-        dq_turned = dq_turned + dlater @ line.tokens(rows)
-        dk_rows += line.ended(dlater.mT @ turned)
-    line.add_last(dk_rows, d.k_end)
-    dk0, dk_turned = line.unshifted(dk_rows)
+        dq_turned = dq_turned + dlater @ edges.tokens(rows)
+        dk_rows += edges.ended(dlater.mT @ turned)
+    edges.add_last(dk_rows, d.k_end)
+    dk0, dk_turned = edges.unshifted(dk_rows)
     dq, dk = angles.turn(dq_turned, halves, back=True), angles.turn(dk_turned, halves, back=True)
     m = rate.shape[-1]
     dangle = (_cross(q, dq, m, halves) + _cross(k, dk, m, halves)).sum(-2)  # the same in either frame
     dq, dk = dq + own[..., None, None] * (d.own @ k), dk + own[..., None, None] * (d.own.mT @ q)
-    dv0, dv = line.unshifted(c[..., None, None] * d.u)
+    dv0, dv = edges.unshifted(c[..., None, None] * d.u)
     dc = (d.u * x).sum((-2, -1))
-    _, dbefore = line.unshifted(decay * dc)
-    dnow = line.tokens(decay * dc)
+    _, dbefore = edges.unshifted(decay * dc)
+    dnow = edges.tokens(decay * dc)
     down = dbefore + (d.own * (q @ k.mT)).sum((-2, -1))
-    upto, total = line.sums(dangle)
+    upto, total = edges.sums(dangle)
     dangle0 = total.to(q.dtype) + d.angle_end
-    D = math.pi * ((line.spread(total) - upto).to(q.dtype) + dangle + line.spread(d.angle_end))
+    D = math.pi * ((edges.spread(total) - upto).to(q.dtype) + dangle + edges.spread(d.angle_end))
     ddt = (rate[:, :, None] * D).sum(-1) + lam * down + (1 - lam) * dnow
     drate = (dt[..., None] * D).sum(2)
-    return RowInputs(dq, dk, dv, line.tokens(c * dc), ddt, dt * (down - dnow), drate, dk0, dv0, dangle0)
+    return RowInputs(dq, dk, dv, edges.tokens(c * dc), ddt, dt * (down - dnow), drate, dk0, dv0, dangle0)
 
 
 def _pairs(x: Tensor, m: int, halves: bool) -> tuple[Tensor, Tensor]:
@@ -148,6 +149,6 @@ def _cross(x: Tensor, dx: Tensor, m: int, halves: bool) -> Tensor:
     return a * db - b * da
 
 
-def _nothing(x: Tensor, line: Line) -> Tensor:
+def _nothing(x: Tensor, edges: Edges) -> Tensor:
     """Zeros [N H], of tokens x [B T H]."""
-    return x.new_zeros(len(x) if line.packed is None else len(line.packed.ends) - 1, *x.shape[2:])
+    return x.new_zeros(len(x) if edges.packed is None else len(edges.packed.ends) - 1, *x.shape[2:])

@@ -5,7 +5,7 @@ from torch import Tensor
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.mamba3 import chunk
 from needlework.ops.mamba3.chunk import RowInputs, Rows
-from needlework.ops.mamba3.line import Line
+from needlework.ops.mamba3.edges import Edges
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.precision import keep_precision
@@ -13,19 +13,19 @@ from needlework.ops.runtime.precision import keep_precision
 
 @operator
 def mamba3_rows_fwd(inputs: RowInputs, cu_seqlens: Tensor | None, halves: bool) -> Rows:
-    return chunk.forward(inputs, _line(cu_seqlens, inputs.q), halves)
+    return chunk.forward(inputs, _edges(cu_seqlens, inputs.q), halves)
 
 
 @backward_operator
 def mamba3_rows_bwd(d: Rows, inputs: RowInputs, cu_seqlens: Tensor | None, halves: bool) -> RowInputs:
     """Gradients of `inputs`, from those of the rows."""
-    return RowInputs(*each(Tensor.contiguous, *chunk.backward(d, inputs, _line(cu_seqlens, inputs.q), halves)))
+    return RowInputs(*each(Tensor.contiguous, *chunk.backward(d, inputs, _edges(cu_seqlens, inputs.q), halves)))
 
 
-def _line(cu_seqlens: Tensor | None, q: Tensor) -> Line:
+def _edges(cu_seqlens: Tensor | None, q: Tensor) -> Edges:
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
-    return Line.of(cu_seqlens, q.shape[1])
+    return Edges.of(cu_seqlens, q.shape[1])
 
 
 @fake(mamba3_rows_fwd)

@@ -14,7 +14,7 @@ from needlework.ops.mamba3 import reference
 from needlework.ops.mamba3.arguments import Mamba3Inputs, Pairs, Rule, check_rule, check_state, checked, checked_state
 from needlework.ops.mamba3.chunk import RowInputs
 from needlework.ops.mamba3.custom_op import mamba3_rows_fwd
-from needlework.ops.mamba3.line import Line, row_ends
+from needlework.ops.mamba3.edges import Edges, row_ends
 from needlework.ops.mamba3.state import Mamba3Output, Mamba3State
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
@@ -172,8 +172,8 @@ def _by_rows(
     )  # fmt: skip
     rows, k_rows, u, own, later, k_end, angle_end = mamba3_rows_fwd(*inputs, cu_seqlens=cu_seqlens, halves=pairs == "halves")
     ends = None if cu_seqlens is None else row_ends(cu_seqlens)
-    line, g = Line.of(cu_seqlens, x.shape[1]), rule.g
-    gates = torch.cat([line.ended(g)[..., None], g.new_zeros(*rows.shape[:3], R - 1)], -1)
+    edges, g = Edges.of(cu_seqlens, x.shape[1]), rule.g
+    gates = torch.cat([edges.ended(g)[..., None], g.new_zeros(*rows.shape[:3], R - 1)], -1)
     flat = lambda y: y.transpose(2, 3).flatten(1, 2)  # [B T H R ·] -> [B T·R H ·]
     given = each(lambda y: flat(y).to(dtype if impl == "triton" else y.dtype), rows, k_rows, u)
     read, S = chunk_delta(
@@ -182,10 +182,10 @@ def _by_rows(
     )  # fmt: skip
     assert S is not None  # asked for
     with torch.autocast(x.device.type, enabled=False):
-        o = line.tokens(read.to(x.dtype).unflatten(1, (-1, R)).transpose(2, 3)) + own @ x
+        o = edges.tokens(read.to(x.dtype).unflatten(1, (-1, R)).transpose(2, 3)) + own @ x
         if R > 1:
-            o = o + later @ line.tokens(u)
-    return o, Mamba3State(S, k_end, line.newest(initial_state.v, rule.v), angle_end)
+            o = o + later @ edges.tokens(u)
+    return o, Mamba3State(S, k_end, edges.newest(initial_state.v, rule.v), angle_end)
 
 
 def _as_given(o: Tensor, q: Tensor) -> Tensor:

@@ -30,6 +30,11 @@ def empty_state(
     N: int, HV: int, K: int, V: int, m: int, R: int = 1, *,
     dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
 ) -> Mamba3State:  # fmt: skip
-    """The state of N sequences (or slots) that have seen nothing."""
+    """The state of N sequences (or slots) that have seen nothing.
+
+    >>> from needlework.ops.mamba3 import empty_state
+    >>> empty_state(N=2, HV=4, K=16, V=32, m=8).S.shape
+    torch.Size([2, 4, 16, 32])
+    """
     shapes = (K, V), (R, K), (V,), (m,)
     return Mamba3State(*(torch.zeros(N, HV, *shape, dtype=dtype, device=device) for shape in shapes))

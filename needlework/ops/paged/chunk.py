@@ -129,7 +129,8 @@ def _take(pages: Pages, at: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def _rows(pages: Pages, at: Tensor, *columns: Tensor) -> list[Tensor]:
-    """[N R …] of each of `columns`' pages, of tokens at [N R], zeros where there is none. What is not asked for is not read: it may be NaN."""
+    """[N R …] of each of `columns`' pages, of tokens at [N R], zeros where there is none. What is not asked for is not read: it may be
+    NaN."""
     PG = pages.k.shape[1]
     there = (at >= 0) & (at < pages.length[:, None])
     at = torch.where(there, at, 0).long()

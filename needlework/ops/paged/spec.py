@@ -1,8 +1,8 @@
 """Attention over pages in the list that checks, doctor and docs iterate over: as functions of dense tensors, which pages serve.
 
 Every sequence lies on pages in shuffled order, in views of one buffer, among rows that hold NaN; block tables name no page before the
-window. It comes in three calls: the prefill of a first third, the prefill of the rest but the newest token, and the decode of that, beside a
-padded row; once whole and once behind a window.
+window. It comes in three calls: the prefill of a first third, the prefill of the rest but the newest token, and the decode of that, beside
+a padded row; once whole and once behind a window.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,8 @@ A score holds G_i − G_j of the forget gates' sums: dG_t = Σ_j dA_tj − Σ_i 
 
     dg_t = Σ_{s>=t} dG_s = Σ_{i>=t} Σ_j dA_ij − Σ_{j>=t} Σ_i dA_ij = Σ_{i >= t > j} dA_ij,
 
-the pairs that the gate lies between. Rows of dA sum to 0; they stay, since those of a rounded O do not, and the columns have the same error.
+the pairs that the gate lies between. Rows of dA sum to 0; they stay, since those of a rounded O do not, and the columns have the same
+error.
 """
 
 import torch

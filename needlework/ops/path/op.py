@@ -65,8 +65,9 @@ def chunk_path(
     State: grows; every key, carried on where a block of 64 tokens ends, every value, with gates the sum of them so far, and β and w of the
         tokens since. Initial states take gradients and final ones give them. A state has sums if, and only if, calls have g.
     Error: within 2 × the larger of the definition's, the blocked form's and the output rounding's own.
-    impl: "triton" the kernels (half inputs in half products, no initial_state), "torch" in blocks (largest tensor T × chunk_size per head) with a backward by hand; "reference" token by token, as defined; "auto" takes
-        the kernels on a CUDA device where they support the call.
+    impl: "triton" the kernels (half inputs in half products, no initial_state), "torch" in blocks (largest tensor T × chunk_size per head)
+        with a backward by hand; "reference" token by token, as defined; "auto" takes the kernels on a CUDA device where they support the
+        call.
     Raises ValueError for shapes, dtypes or lengths that do not fit; it names tensor, axis and both sizes.
 
     >>> import torch

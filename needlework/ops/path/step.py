@@ -1,6 +1,7 @@
 """PaTH attention one token at a time, on a table of slots that changes in place.
 
-    the query to the open block's start, q⁰ = q − (q Wᵀ) U; it reads the pages, which are left alone; once in BLOCK tokens k̃ ← k̃ − (k̃ Uᵀ) W
+    the query to the open block's start, q⁰ = q − (q Wᵀ) U; it reads the pages, which are left alone; once in BLOCK tokens k̃ ← k̃ − (k̃ Uᵀ)
+    W
 
 That is the same as carrying every key at every token (`recurrent_path`), which would read and write all of them each time.
 """
@@ -49,8 +50,8 @@ def step_path(
     Returns o [B Hq V] in q's dtype; no gradient.
     State: the token's k and v are written at row length (mod W), β and w at row length mod 64 of the open block, and length grows by 1.
         Where that closes the block, the slot's keys are carried on. With g the sum of the row before and g is written beside k.
-    Raises ValueError for shapes or dtypes that do not fit, and for a full table; kernels on a GPU read nothing back: there a full slot drops
-    its oldest token. They leave rows of w and beta behind the open block's tokens as they are.
+    Raises ValueError for shapes or dtypes that do not fit, and for a full table; kernels on a GPU read nothing back: there a full slot
+    drops its oldest token. They leave rows of w and beta behind the open block's tokens as they are.
 
     >>> import torch
     >>> from torch.nn.functional import normalize

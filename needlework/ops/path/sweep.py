@@ -73,7 +73,8 @@ class Sweep:
         self.dq0[i] = y.unflatten(2, (-1, self.walk.blocks.C))
 
     def finish(self, dA: Tensor) -> Gradients:
-        """dA: of `Walk.own`'s scores, zeros above the diagonal. The values' gradients are what the caller has made of dv, page_dv and open_dv."""
+        """dA: of `Walk.own`'s scores, zeros above the diagonal. The values' gradients are what the caller has made of dv, page_dv and
+        open_dv."""
         walk = self.walk
         block, q, past, blocks = walk.block, walk.tokens.q, walk.past, walk.blocks
         dL = -(dA @ block.R.mT[:, :, :, None] + self.dq0 @ block.U.mT[:, :, :, None]).tril_()

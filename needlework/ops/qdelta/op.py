@@ -209,8 +209,8 @@ def step_qdelta(
 
     q, k [B H K], v [B HV V], g, beta, lam [B HV]: `chunk_qdelta`'s tensors without T. One token has no coupling: the rule is
         the true one under either name.
-    state [slots HV K V]: a slot table, whose slots may lie apart. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a padded row,
-        which reads and changes no slot and returns zeros. A live slot belongs to one row only.
+    state [slots HV K V]: a slot table, whose slots may lie apart. slots [B] int64: the slot of each row, None for row b in slot b; −1 is a
+        padded row, which reads and changes no slot and returns zeros. A live slot belongs to one row only.
     Dtypes, settings and errors as in `chunk_qdelta`.
 
     >>> import torch

@@ -29,7 +29,8 @@ class Compiled(NamedTuple):
 
 
 def compile_case(case: Case, target: Target) -> Compiled:
-    """Raises what the compiler raises, and MemoryError for more memory on chip than there is: such a kernel compiles and does not launch."""
+    """Raises what the compiler raises, and MemoryError for more memory on chip than there is: such a kernel compiles and does not
+    launch."""
     names = case.kernel.arg_names
     given, options = (for_amd(x) if target.amd else dict(x) for x in (case.constexprs, case.options))
     constexprs = {name: value for name, value in given.items() if name in names}

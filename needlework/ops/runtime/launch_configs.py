@@ -2,8 +2,8 @@
 
 A row of `ops/<op>/<engine>.launch.json` names the conditions under which it may be picked (compute capability at least `arch` and
 below `before`, a GPU that has its `shared_memory` for a program, operand dtypes, ranges of K and V), the constants of every kernel
-of the engine, and why they are what they are. The first row that fits, and that is not on this machine's denylist, is taken. Knows no kernel.
-Imports no Triton.
+of the engine, and why they are what they are. The first row that fits, and that is not on this machine's denylist, is taken. Knows no
+kernel. Imports no Triton.
 """
 
 import json

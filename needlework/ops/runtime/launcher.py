@@ -42,8 +42,8 @@ _direct: dict[Hashable, "Direct | None"] = {}
 
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> CompiledKernel | None:
-    """kernel[grid](*arguments, **constants); the compiled kernel, None of one that is not compiled. RuntimeError, which names the kernel, where
-    it wants more memory on chip than this GPU has."""
+    """kernel[grid](*arguments, **constants); the compiled kernel, None of one that is not compiled. RuntimeError, which names the kernel,
+    where it wants more memory on chip than this GPU has."""
     kind = None
     if FORMAT and type(kernel) is JITFunction and not _hooked():
         kind, given = _kind(kernel, arguments, constants)

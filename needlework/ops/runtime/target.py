@@ -10,7 +10,8 @@ AMD = (1, 0)  # in place of a compute capability: such a GPU takes the plainest 
 
 
 class Target(NamedTuple):
-    """`arch`: the compute capability by which rows of a launch table are picked; `shared`: bytes of shared memory that a program may have."""
+    """`arch`: the compute capability by which rows of a launch table are picked; `shared`: bytes of shared memory that a program may
+    have."""
 
     name: str
     arch: tuple[int, int]

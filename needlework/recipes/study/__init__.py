@@ -4,7 +4,8 @@
     pilot.py     E1; warm.py: again      rates.py    E2: learning rates         capacity.py E3
     forks.py     E4                      language.py E5                         reach.py    E6
 
-Claims, metrics, margins and numbers of seeds were written here before the first run. `PRIMARY` are judged together; the rest is exploration.
+Claims, metrics, margins and numbers of seeds were written here before the first run. `PRIMARY` are judged together; the rest is
+exploration.
 """
 
 from types import ModuleType

@@ -6,8 +6,8 @@
     state        its norm is looked at every 50 steps; one over 1e4, some hundred times the usual, ends the run by name
     seeds        0 … of the tests; 100 … of what is chosen on the development side
 
-PACE is what the minutes are counted by, tokens a second of two runs at a time on one GPU: measured by the pilot on an H100 for its six mixers,
-for the others a guess by the first study's 60M models, which have twice the width times depth.
+PACE is what the minutes are counted by, tokens a second of two runs at a time on one GPU: measured by the pilot on an H100 for its six
+mixers, for the others a guess by the first study's 60M models, which have twice the width times depth.
 """
 
 from dataclasses import replace

@@ -47,7 +47,7 @@ def losses(pack: Mapping[str, dict[str, Any]]) -> Losses:
     found: dict[str, dict[float, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for entry in pack.values():
         family, _, lr = entry["name"].rpartition("-")
-        # a run that its guard ended is worse than every other
+        # an aborted run is worse than every other
         loss = entry["loss"][str(base.LENGTH)] if "loss" in entry else math.inf
         found[family][float(lr) / MILLIONTHS][entry["seed"]] = loss
     return found

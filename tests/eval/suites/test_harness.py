@@ -84,7 +84,7 @@ def test_a_longer_prompt_than_the_window_is_named(subject):
 
 
 def test_rulers_needle_is_where_it_says_and_lengths_are_kept(subject):
-    """The tasks that need no data: 500 samples of at most the length, whose answer stands in the text."""
+    """The tasks that need no data: 500 samples of at most the length, whose answer is in the text."""
     for task in ("niah_single_1", "niah_multikey_2", "niah_multikey_3"):
         loaded = ITEMS[task].load(task, subject, 1024)
         rows = loaded.eval_docs

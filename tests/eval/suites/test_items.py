@@ -1,4 +1,4 @@
-"""What each kind of task tells lm-eval and takes from its documents, without lm-eval."""
+"""What each kind of task gives lm-eval and takes from its documents, without lm-eval."""
 
 import logging
 import math

@@ -29,7 +29,7 @@ def subject(read, text=None, **more):
 
 
 def copies(ids, keep):
-    """Says what followed the last place where the last nine tokens stood before; else a space. An induction head."""
+    """Says what followed the last place where the last nine tokens came before; else a space. An induction head."""
     says = torch.full((len(ids), keep), 32)
     for row, said in zip(ids.tolist(), says, strict=True):
         for at in range(keep):

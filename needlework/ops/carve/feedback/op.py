@@ -183,15 +183,15 @@ def aligned(layout: Layout, inputs: CarveInputs) -> CarveInputs:
     return CarveInputs(*tokens, *each(Tensor.contiguous, *inputs.parameters))
 
 
-def _state(inputs: CarveInputs, given: CarveState | None, cu_seqlens: Tensor | None) -> CarveState:
+def _state(inputs: CarveInputs, initial_state: CarveState | None, cu_seqlens: Tensor | None) -> CarveState:
     """S, m, total in the computing dtype and position, in memory of their own: an operator may not return what it was given."""
     q, (B, _, H, V), K = inputs.q, inputs.v.shape, inputs.q.shape[-1]
-    if given is None:
+    if initial_state is None:
         N = B if cu_seqlens is None else len(cu_seqlens) - 1
         S, m, total = (q.new_zeros(N, H, *rest, dtype=width(q)) for rest in ((K, V), (V,), (V,)))
         return CarveState(S, m, total, q.new_zeros(N, dtype=torch.int64))
-    S, m, total = each(lambda x: _own(x, width(q)), given.S, given.m, given.total)
-    return CarveState(S, m, total, _own(given.position, torch.int64))
+    S, m, total = each(lambda x: _own(x, width(q)), *initial_state[:3])
+    return CarveState(S, m, total, _own(initial_state.position, torch.int64))
 
 
 def _own(x: Tensor, dtype: torch.dtype) -> Tensor:

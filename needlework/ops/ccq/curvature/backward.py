@@ -1,4 +1,5 @@
-"""The order of the backward's kernels: chunks, the two walks, gates; and the gradient of the state that the walks leave. Tokens are aligned."""
+"""The order of the backward's kernels: chunks, the two walks, gates; and the gradient of the state that the walks leave. Tokens are
+aligned."""
 
 import torch
 from torch import Tensor
@@ -6,7 +7,7 @@ from torch import Tensor
 from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.curvature.intra import arguments
 from needlework.ops.ccq.curvature.intra_bwd import adjoint, fold, gate
-from needlework.ops.ccq.curvature.operands import NO_STATE, Line, Saved
+from needlework.ops.ccq.curvature.operands import NO_STATE, Saved, Task
 from needlework.ops.ccq.curvature.scan_bwd import backward
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.runtime.precompile import run
@@ -14,94 +15,94 @@ from needlework.ops.runtime.precompile import run
 
 def gradients(
     dcleaned: Tensor, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None,
-    tokens: CcqInputs, C: Tensor | None, n1: Tensor, kept: Saved, line: Line,
+    tokens: CcqInputs, C: Tensor | None, n1: Tensor, kept: Saved, task: Task,
 ) -> tuple[CcqInputs, tuple[Tensor, Tensor, Tensor] | None, Tensor | float]:  # fmt: skip
     """Gradients of aligned tokens; N, r and z before the first where C is given, times the number returned."""
     q, k, eta, g = tokens
-    H, K, width = line.H, line.K, line.C
-    scale = _scale(dcleaned, dC, line) if line.scaled else 1.0
-    p_scale = scale if line.scaled else None
+    H, K, width = task.H, task.K, task.C
+    scale = _scale(dcleaned, dC, task) if task.scaled else 1.0
+    p_scale = scale if task.scaled else None
     deta, y = torch.empty_like(eta), dcleaned
-    if line.HV != H or line.scaled:
+    if task.HV != H or task.scaled:
         y = torch.empty_like(q)
-        line.launch(fold, line.constants("fold"), dcleaned, eta, kept.Sq, line.fill, p_scale, y, deta)
-    Py, Ey, rsum, zsum = torch.empty_like(kept.P), torch.empty_like(kept.E), line.empty(K), line.empty()
-    line.launch(
-        adjoint, line.constants("adjoint"),
-        q, kept.kc, y, kept.Sq, eta, kept.E, kept.G, line.fill, kept.step, kept.n, kept.mass, Py, Ey, deta, rsum, zsum,
+        task.launch(fold, task.constants("fold"), dcleaned, eta, kept.Sq, task.fill, p_scale, y, deta)
+    Py, Ey, rsum, zsum = torch.empty_like(kept.P), torch.empty_like(kept.E), task.empty(K), task.empty()
+    task.launch(
+        adjoint, task.constants("adjoint"),
+        q, kept.kc, y, kept.Sq, eta, kept.E, kept.G, task.fill, kept.step, kept.n, kept.mass, Py, Ey, deta, rsum, zsum,
     )  # fmt: skip
 
     seeds = dC is not None or dmean is not None or dn is not None
-    settings = line.constants("backward", SEED=seeds, INIT=C is not None)
+    settings = task.constants("backward", SEED=seeds, INIT=C is not None)
     KB, BV, NP = (settings[name] for name in ("KB", "BV", "NP"))
-    parts, chains = -(-K // BV), line.chains(settings)
+    parts, chains = -(-K // BV), task.chains(settings)
     # a step of dk takes longer: of all programs, NR are its
     NR = min(chains, max(settings["ND"], NP - chains))
     slots = NR + min(chains, NP - NR)
-    ends = _seeds(line, scale, dC, dmean, dn, n1) if seeds else None
-    first = None if C is None else _first_place(line, ends, parts)
+    ends = _seeds(task, scale, dC, dmean, dn, n1) if seeds else None
+    first = None if C is None else _first_place(task, ends, parts)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     reach = grown = z = C0 = N0 = x_C0 = x_N0 = None
-    if line.gated:
-        reach, grown, z = line.empty(parts, width), line.empty(parts, width), line.empty(parts)
-        C0, N0 = (line.empty(K, K, dtype=line.dtype) for _ in range(2))
-        x_C0, x_N0 = line.block(C0, BV, KB), line.block(N0, BV, KB)
+    if task.gated:
+        reach, grown, z = task.empty(parts, width), task.empty(parts, width), task.empty(parts)
+        C0, N0 = (task.empty(K, K, dtype=task.dtype) for _ in range(2))
+        x_C0, x_N0 = task.block(C0, BV, KB), task.block(N0, BV, KB)
     run(
         backward, (slots,),
-        line.tile(q, KB), line.tile(y, KB), line.tile(kept.kc, KB), line.tile(q, BV), line.tile(y, BV), line.tile(kept.kc, BV),
-        line.tile(dcleaned, BV),
-        line.block(kept.P, width, width), line.block(Py, width, width), line.tile(dq, BV), line.tile(dk, BV), x_C0, x_N0,
+        task.tile(q, KB), task.tile(y, KB), task.tile(kept.kc, KB), task.tile(q, BV), task.tile(y, BV), task.tile(kept.kc, BV),
+        task.tile(dcleaned, BV),
+        task.block(kept.P, width, width), task.block(Py, width, width), task.tile(dq, BV), task.tile(dk, BV), x_C0, x_N0,
         Ey, kept.G, kept.n, kept.mass, kept.step, rsum, zsum, p_scale, C, reach, *(ends or NO_STATE), grown, z, *(first or NO_STATE),
-        line.at.cum, *line.hands(settings, slots, side=2), line.at.T, line.NCB, line.at.N, NR, **arguments(backward, settings),
+        task.at.cum, *task.hands(settings, slots, side=2), task.at.T, task.NCB, task.at.N, NR, **arguments(backward, settings),
     )  # fmt: skip
 
     dg = None
     if g is not None:
-        dg = torch.empty(line.B, line.at.T, H, dtype=line.wide, device=line.device)
-        settings = line.constants("gate", NZ=parts)
-        line.launch(gate, settings, Ey, kept.G, line.fill, kept.n, reach, grown, z, C0, N0, p_scale, dg)
+        dg = torch.empty(task.B, task.at.T, H, dtype=task.wide, device=task.device)
+        settings = task.constants("gate", NZ=parts)
+        task.launch(gate, settings, Ey, kept.G, task.fill, kept.n, reach, grown, z, C0, N0, p_scale, dg)
     return CcqInputs(dq, dk, deta, dg), first, scale
 
 
-def _first_place(line: Line, ends: tuple[Tensor, ...] | None, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _first_place(task: Task, ends: tuple[Tensor, ...] | None, parts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Where N, r and z before the first token go; no chain writes those of an empty packed sequence: they are the last's."""
-    N, H, K = line.at.N, line.H, line.K
-    wide = {"dtype": line.wide, "device": line.device}
-    if line.packed and ends is not None:
+    N, H, K = task.at.N, task.H, task.K
+    wide = {"dtype": task.wide, "device": task.device}
+    if task.packed and ends is not None:
         z = torch.zeros(N, H, parts, **wide)
         z[..., 0] = ends[2]
         return ends[0].clone(), ends[1].clone(), z
-    make = torch.zeros if line.packed else torch.empty
+    make = torch.zeros if task.packed else torch.empty
     return make(N, H, K, K, **wide), make(N, H, K, **wide), make(N, H, parts, **wide)
 
 
-def _scale(dcleaned: Tensor, dC: Tensor | None, line: Line) -> Tensor:
+def _scale(dcleaned: Tensor, dC: Tensor | None, task: Task) -> Tensor:
     """A power of two that brings float16 gradients into range."""
     # 64 above 1: y is divided by n, and the sums of its products stay far below 65504
-    top = dcleaned.abs().amax().to(line.wide)
+    top = dcleaned.abs().amax().to(task.wide)
     top = top if dC is None else torch.maximum(top, dC.abs().amax())
     exponent = torch.where(top > 0, 6 - top.log2().ceil(), 0).clamp(-100, 100)
     return exponent.exp2().reshape(1)
 
 
 def _seeds(
-    line: Line, scale: Tensor | float, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None, n1: Tensor
+    task: Task, scale: Tensor | float, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None, n1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """N, r and z at the end: the final state's gradient in the form that the kernels carry."""
-    zeros = lambda *sizes: torch.zeros(*n1.shape, *sizes, dtype=line.wide, device=n1.device)
-    N = zeros(line.K, line.K) if dC is None else -scale * (dC + dC.mT)
-    r = zeros(line.K) if dmean is None else scale * dmean / n1.clamp(min=1)[..., None]
+    zeros = lambda *sizes: torch.zeros(*n1.shape, *sizes, dtype=task.wide, device=n1.device)
+    N = zeros(task.K, task.K) if dC is None else -scale * (dC + dC.mT)
+    r = zeros(task.K) if dmean is None else scale * dmean / n1.clamp(min=1)[..., None]
     z = zeros() if dn is None else scale * dn
     return N.contiguous(), r.contiguous(), z.contiguous()
 
 
 def of_first_state(
-    line: Line, scale: Tensor | float, first: tuple[Tensor, Tensor, Tensor], mean0: Tensor, state: CurvatureState,
+    task: Task, scale: Tensor | float, first: tuple[Tensor, Tensor, Tensor], mean0: Tensor, state: CurvatureState,
     dmean: Tensor | None,
 ) -> CurvatureState:  # fmt: skip
     """Gradients of the initial state."""
     (N, r, z), (_, mean, n) = first, state
-    cum = line.at.cum
+    cum = task.at.cum
     still = (cum.diff() == 0)[:, None]
     # seen from the initial mean; the first chunk's is another where no mass is behind it
     origin = mean0[cum[:-1].long().clamp(max=len(mean0) - 1)]

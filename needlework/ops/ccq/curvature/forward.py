@@ -6,7 +6,7 @@ from torch import Tensor
 
 from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.curvature.intra import ROWS, arguments, intra, means, sums
-from needlework.ops.ccq.curvature.operands import NO_STATE, Line, Saved
+from needlework.ops.ccq.curvature.operands import NO_STATE, Saved, Task
 from needlework.ops.ccq.curvature.scan import walk
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.runtime.each import each
@@ -15,84 +15,84 @@ from needlework.ops.slots.rows import Slots
 
 
 def forward(
-    tokens: CcqInputs, initial_state: CurvatureState | None, line: Line, save: bool, own: Slots | None
+    tokens: CcqInputs, initial_state: CurvatureState | None, task: Task, save: bool, own: Slots | None
 ) -> tuple[Tensor, CurvatureState, Saved | None]:
     q, k, eta, g = tokens
-    H, K, N = line.H, line.K, line.at.N
-    settings = line.constants("sums")
-    total, mass = line.empty(K), line.empty()
-    G = line.empty(2, line.C) if line.gated else None
+    H, K, N = task.H, task.K, task.at.N
+    settings = task.constants("sums")
+    total, mass = task.empty(K), task.empty()
+    G = task.empty(2, task.C) if task.gated else None
     tiles = -(-K // settings["BD"])
-    line.launch(sums, settings, k, g, line.fill, total, mass, G, each=tiles)
+    task.launch(sums, settings, k, g, task.fill, total, mass, G, each=tiles)
 
-    wide = {"dtype": line.wide, "device": line.device}
+    wide = {"dtype": task.wide, "device": task.device}
     if own is None or initial_state is None:
-        of_table, stride, final_C = (None, None), None, _final_place(line, None if initial_state is None else initial_state.C)
+        of_table, stride, final_C = (None, None), None, _final_place(task, None if initial_state is None else initial_state.C)
     else:
         of_table, stride, final_C = (own.slots, own.fresh), own.stride, initial_state.C
     final = CurvatureState(final_C, torch.empty(N, H, K, **wide), torch.empty(N, H, **wide))
-    C_in, *others_in = initial_state or NO_STATE
-    mean0, step, n0 = line.empty(K), line.empty(K), line.empty()
-    settings = line.constants("means", INIT=initial_state is not None)
+    initial_C, *initial_rows = initial_state or NO_STATE
+    mean0, step, n0 = task.empty(K), task.empty(K), task.empty()
+    settings = task.constants("means", INIT=initial_state is not None)
     programs = N * H * -(-K // settings["BD"])
     chunks = mean0, step, n0
-    given = total, mass, G, *others_in, *chunks, *final[1:], line.at.cum
+    given = total, mass, G, *initial_rows, *chunks, *final[1:], task.at.cum
     run(means, (programs,), *given, **arguments(means, settings))
 
-    kc, P, E = torch.empty_like(k), line.empty(line.C, line.C, dtype=line.dtype), line.empty(ROWS.value, line.C)
-    eta_chunks = line.empty(line.HV // H, line.C)
-    line.launch(intra, line.constants("intra"), q, k, eta, G, line.fill, mean0, step, n0, mass, kc, P, E, eta_chunks)
+    kc, P, E = torch.empty_like(k), task.empty(task.C, task.C, dtype=task.dtype), task.empty(ROWS.value, task.C)
+    eta_chunks = task.empty(task.HV // H, task.C)
+    task.launch(intra, task.constants("intra"), q, k, eta, G, task.fill, mean0, step, n0, mass, kc, P, E, eta_chunks)
 
     cleaned = q.new_empty(*eta.shape, K)
     Sq = torch.empty_like(q) if save else None
-    settings = line.constants("walk", INIT=initial_state is not None, SAVE=save, STRIDE=stride)
+    settings = task.constants("walk", INIT=initial_state is not None, SAVE=save, STRIDE=stride)
     KB, BV = settings["KB"], settings["BV"]
-    slots = min(settings["NP"], line.chains(settings))
+    slots = min(settings["NP"], task.chains(settings))
     run(
         walk, (slots,),
-        line.tile(q, KB), line.tile(kc, KB), line.tile(kc, BV), line.tile(q, BV), line.block(P, line.C, line.C), line.tile(cleaned, BV),
-        None if Sq is None else line.tile(Sq, BV), E, eta_chunks, G, n0, step, C_in, final.C, *of_table, line.at.cum,
-        *line.hands(settings, slots), line.at.T, line.NCB, N, **arguments(walk, settings),
+        task.tile(q, KB), task.tile(kc, KB), task.tile(kc, BV), task.tile(q, BV), task.block(P, task.C, task.C), task.tile(cleaned, BV),
+        None if Sq is None else task.tile(Sq, BV), E, eta_chunks, G, n0, step, initial_C, final.C, *of_table, task.at.cum,
+        *task.hands(settings, slots), task.at.T, task.NCB, N, **arguments(walk, settings),
     )  # fmt: skip
-    fill, maps = (line.fill, line.at.maps) if line.packed else (None, None)
+    fill, maps = (task.fill, task.at.maps) if task.packed else (None, None)
     if Sq is None:
         return cleaned, final, None
-    kept = Saved(Sq=Sq, kc=kc, P=P, E=E, mean=mean0, step=step, n=n0, mass=mass, cum=line.at.cum, G=G, fill=fill, maps=maps)
+    kept = Saved(Sq=Sq, kc=kc, P=P, E=E, mean=mean0, step=step, n=n0, mass=mass, cum=task.at.cum, G=G, fill=fill, maps=maps)
     return cleaned, final, kept
 
 
-def _final_place(line: Line, C: Tensor | None) -> Tensor:
+def _final_place(task: Task, C: Tensor | None) -> Tensor:
     """Where the final C goes; a packed sequence may be empty, and no chain writes its own."""
-    if line.packed and C is not None:
-        return C.to(line.wide, copy=True)
-    make = torch.zeros if line.packed else torch.empty
-    return make(line.at.N, line.H, line.K, line.K, dtype=line.wide, device=line.device)
+    if task.packed and C is not None:
+        return C.to(task.wide, copy=True)
+    make = torch.zeros if task.packed else torch.empty
+    return make(task.at.N, task.H, task.K, task.K, dtype=task.wide, device=task.device)
 
 
-def untouched(line: Line, state: CurvatureState | None) -> CurvatureState:
+def untouched(task: Task, state: CurvatureState | None) -> CurvatureState:
     """The final state where there is no token."""
     if state is not None:
-        return CurvatureState(*each(lambda x: x.to(line.wide, copy=True), *state))
-    sizes = (line.K, line.K), (line.K,), ()
-    C, mean, n = (torch.zeros(line.at.N, line.H, *size, dtype=line.wide, device=line.device) for size in sizes)
+        return CurvatureState(*each(lambda x: x.to(task.wide, copy=True), *state))
+    sizes = (task.K, task.K), (task.K,), ()
+    C, mean, n = (torch.zeros(task.at.N, task.H, *size, dtype=task.wide, device=task.device) for size in sizes)
     return CurvatureState(C, mean, n)
 
 
-def no_chunk(q: Tensor, line: Line) -> Saved:
+def no_chunk(q: Tensor, task: Task) -> Saved:
     """What is kept where there is no token."""
-    K, C = line.K, line.C
-    Sq, kc = (q.new_empty(line.B, line.at.T, line.H, K) for _ in range(2))
+    K, C = task.K, task.C
+    Sq, kc = (q.new_empty(task.B, task.at.T, task.H, K) for _ in range(2))
     return Saved(
         Sq=Sq,
         kc=kc,
-        P=line.empty(C, C, dtype=line.dtype),
-        E=line.empty(ROWS.value, C),
-        mean=line.empty(K),
-        step=line.empty(K),
-        n=line.empty(),
-        mass=line.empty(),
-        cum=line.at.cum,
-        G=line.empty(2, C) if line.gated else None,
-        fill=line.fill if line.packed else None,
-        maps=line.at.maps if line.packed else None,
+        P=task.empty(C, C, dtype=task.dtype),
+        E=task.empty(ROWS.value, C),
+        mean=task.empty(K),
+        step=task.empty(K),
+        n=task.empty(),
+        mass=task.empty(),
+        cum=task.at.cum,
+        G=task.empty(2, C) if task.gated else None,
+        fill=task.fill if task.packed else None,
+        maps=task.at.maps if task.packed else None,
     )

@@ -30,7 +30,7 @@ INTEGERS |= OF_TABLE
 ONLY_WITH = {
     "GATED": ("p_g", "p_G", "x_C0_kv", "x_N_kv", "p_reach", "p_grown", "p_z"),
     "PACKED": ("p_fill",),
-    "INIT": ("p_mean_in", "p_n_in", "p_C_in", "p_N_out", "p_r_out", "p_z_out"),
+    "INIT": ("p_initial_mean", "p_initial_n", "p_initial_C", "p_N_out", "p_r_out", "p_z_out"),
     "SEED": ("p_N_in", "p_r_in", "p_z_in"),
     "SAVE": ("x_Sq_v",),
     "SCALED": ("p_scale",),
@@ -48,7 +48,8 @@ def numbers(p, o_row, i_d, K: tl.constexpr, BD: tl.constexpr):
 @triton.jit
 def tokens(p_E, o_ih, row: tl.constexpr, C: tl.constexpr):
     """[C] pointers to a row of a chunk's numbers. Forward: 0 what C₀ weighs, 1 1/n_t, 2 what d weighs, 3 q·(μ_t − μ₀), 4 q·(μ_t − z),
-    5 ω_Cs, 6 e^{G_t}. Backward: 0 and 2 likewise, 1 the factor of y, 3 and 4 (gated) of dg what readers change within the chunk, 5 and 6 the same."""
+    5 ω_Cs, 6 e^{G_t}. Backward: 0 and 2 likewise, 1 the factor of y, 3 and 4 (gated) of dg what readers change within the chunk, 5 and 6
+    the same."""
     return p_E + (o_ih * ROWS + row) * C + tl.arange(0, C)
 
 
@@ -156,7 +157,7 @@ def then(a, x, b, y):
 
 @triton.jit
 def means(
-    p_sum, p_mass, p_G, p_mean_in, p_n_in, p_mean, p_step, p_n, p_mean_out, p_n_out, p_cum,
+    p_sum, p_mass, p_G, p_initial_mean, p_initial_n, p_mean, p_step, p_n, p_final_mean, p_final_n, p_cum,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, GATED: tl.constexpr, INIT: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
@@ -175,8 +176,8 @@ def means(
     b_given = tl.zeros([BD], ACC)
     n = tl.sum(tl.zeros([BD], ACC), 0)
     if INIT:
-        n += tl.load(p_n_in + o_nh).to(ACC)
-        b_given += numbers(p_mean_in, o_nh, i_d, K, BD).to(ACC)
+        n += tl.load(p_initial_n + o_nh).to(ACC)
+        b_given += numbers(p_initial_mean, o_nh, i_d, K, BD).to(ACC)
         b_total += b_given * n
     for j in range(start, end + 1, BT):
         o_i = j + tl.arange(0, BT)
@@ -209,9 +210,9 @@ def means(
         b_total = tl.sum(tl.where(last[:, None], b_S, 0.0), 0)
         n = tl.sum(tl.where(last, b_n, 0.0), 0)
     b_mean = tl.where(start < end, b_total / tl.maximum(n, 1.0), b_given)
-    tl.store(p_mean_out + o_nh * K + o_d, b_mean, mask=o_d < K)
+    tl.store(p_final_mean + o_nh * K + o_d, b_mean, mask=o_d < K)
     if i_d == 0:
-        tl.store(p_n_out + o_nh, n)
+        tl.store(p_final_n + o_nh, n)
 
 
 @triton.jit(do_not_specialize=["T", "NCB"])

@@ -11,7 +11,7 @@ from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.curvature.backward import gradients, nothing_read, of_first_state
 from needlework.ops.ccq.curvature.forward import forward, no_chunk, untouched
 from needlework.ops.ccq.curvature.intra import ROWS
-from needlework.ops.ccq.curvature.operands import ENGINE, NO_STATE, Line, Saved, filled, line_of
+from needlework.ops.ccq.curvature.operands import ENGINE, NO_STATE, Saved, Task, filled, task_of
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
@@ -84,26 +84,26 @@ def _call(
     at = Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], q.device)
     packed = cu_seqlens is not None
     fill = filled(at, cu_seqlens, chosen.launch["shared"]["C"]) if packed else None
-    line = line_of(inputs, packed, at, fill, chosen)
+    task = task_of(inputs, packed, at, fill, chosen)
     if initial_state is not None and own is None:
         initial_state = CurvatureState(*each(Tensor.contiguous, *initial_state))
     if q.numel() == 0:
-        return q.new_empty(*eta.shape, K), untouched(line, initial_state), no_chunk(q, line)
+        return q.new_empty(*eta.shape, K), untouched(task, initial_state), no_chunk(q, task)
     tokens = CcqInputs(*each(at.align, *inputs))
     key = ENGINE, chosen.name, kind(*tokens, *(initial_state or NO_STATE)), packed, save, own and own.kind()
-    precompile(q.device, key, lambda: _launches(tokens, initial_state, line, save, own))
-    cleaned, final, kept = forward(tokens, initial_state, line, save, own)
+    precompile(q.device, key, lambda: _launches(tokens, initial_state, task, save, own))
+    cleaned, final, kept = forward(tokens, initial_state, task, save, own)
     return at.restore(cleaned), final, kept
 
 
-def _launches(tokens: CcqInputs, initial_state: CurvatureState | None, line: Line, save: bool, own: Slots | None) -> None:
+def _launches(tokens: CcqInputs, initial_state: CurvatureState | None, task: Task, save: bool, own: Slots | None) -> None:
     """What a call and its backward launch, on meta tensors."""
-    line, tokens = line._replace(device=torch.device("meta")), CcqInputs(*meta(*tokens))
+    task, tokens = task._replace(device=torch.device("meta")), CcqInputs(*meta(*tokens))
     initial_state = None if initial_state is None else CurvatureState(*meta(*initial_state))
-    cleaned, final, kept = forward(tokens, initial_state, line, save, None if own is None else own.meta())
+    cleaned, final, kept = forward(tokens, initial_state, task, save, None if own is None else own.meta())
     if kept is not None:
         C = None if initial_state is None else initial_state.C
-        gradients(torch.empty_like(cleaned), None, None, None, tokens, C, final.n, kept, line)
+        gradients(torch.empty_like(cleaned), None, None, None, tokens, C, final.n, kept, task)
 
 
 @fake(ccq_triton)
@@ -168,19 +168,19 @@ def ccq_triton_bwd(
     if q.numel() == 0:
         return CcqInputs(*each(torch.zeros_like, *inputs)), nothing_read(initial_state, dC, dmean, dn)
     at = Alignment(kept.cum, len(kept.cum) - 1, kept.Sq.shape[1], 0, kept.maps)
-    line = line_of(inputs, cu_seqlens is not None, at, kept.fill, chosen)
+    task = task_of(inputs, cu_seqlens is not None, at, kept.fill, chosen)
     dcleaned = q.new_zeros(*inputs.eta.shape, K) if dcleaned is None else dcleaned.contiguous()
     # the kernels read sums of g that the forward has kept
     tokens = CcqInputs(*each(at.align, inputs.q, inputs.k, inputs.eta), g)
     if initial_state is not None:
         initial_state = CurvatureState(*each(Tensor.contiguous, *initial_state))
     C = None if initial_state is None else initial_state.C
-    found, first, scale = gradients(at.align(dcleaned), dC, dmean, dn, tokens, C, n1, kept, line)
+    found, first, scale = gradients(at.align(dcleaned), dC, dmean, dn, tokens, C, n1, kept, task)
     found = CcqInputs(*each(at.restore, *found))
     found = found if g is None or found.g is None else found._replace(g=found.g.to(g.dtype))
     if initial_state is None or first is None:
         return found, None
-    return found, of_first_state(line, scale, first, kept.mean, initial_state, dmean)
+    return found, of_first_state(task, scale, first, kept.mean, initial_state, dmean)
 
 
 @fake(ccq_triton_bwd)

@@ -35,7 +35,7 @@ class Saved(NamedTuple):
     maps: Tensor | None = None
 
 
-class Line(NamedTuple):
+class Task(NamedTuple):
     """What every launch is given: the sequences as chunks, the sizes, the config, where tensors are made."""
 
     at: Alignment
@@ -97,10 +97,10 @@ class Line(NamedTuple):
         return self.at.N * self.H * -(-self.K // settings["BV"])
 
 
-def line_of(inputs: CcqInputs, packed: bool, at: Alignment, fill: Tensor | None, chosen: LaunchConfig) -> Line:
+def task_of(inputs: CcqInputs, packed: bool, at: Alignment, fill: Tensor | None, chosen: LaunchConfig) -> Task:
     q, HV, gated = inputs.q, inputs.eta.shape[2], inputs.g is not None
     B, _, H, K = q.shape
-    return Line(at, chosen, B, H, HV, K, q.dtype, q.device, fill, gated, packed)
+    return Task(at, chosen, B, H, HV, K, q.dtype, q.device, fill, gated, packed)
 
 
 def filled(at: Alignment, cu_seqlens: Tensor, C: int) -> Tensor:

@@ -59,7 +59,7 @@ def columns(i_v, KB: tl.constexpr, NK: tl.constexpr, OWN: tl.constexpr):
 def read_chains(
     i_slot, slots,
     x_x_k, x_kc_k, x_kc_v, x_base_v, x_q_v, x_P_c, x_out_v, x_Sx_v, x_C0_kv, p_E, p_eta_chunks, p_G, p_n, p_step, p_reach, p_scale,
-    p_C_in, p_C_out, p_slots, p_fresh, p_cum, p_hand, p_flag, T, NCB, N,
+    p_initial_C, p_final_C, p_slots, p_fresh, p_cum, p_hand, p_flag, T, NCB, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, NK: tl.constexpr,
     NS: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, INIT: tl.constexpr, BACKWARD: tl.constexpr, SAVE: tl.constexpr,
     SCALED: tl.constexpr, STRIDE: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
@@ -68,7 +68,7 @@ def read_chains(
 
     Gated, BACKWARD: x_C0 gets C₀ (SCALED: C₀/n₀), and p_reach [chunks H NV C] this tile's share of e^{G_t} ŷ_tᵀ C₀ q_t.
 
-    STRIDE: p_C_in and p_C_out are one table, with so many numbers from slot to slot. A chain reads and writes its own rows of C in
+    STRIDE: p_initial_C and p_final_C are one table, with so many numbers from slot to slot. A chain reads and writes its own rows of C in
     place, and no others. Where it is cut, one program reads them and another writes them, after it has waited for the state that the
     first made of what it read.
     """
@@ -107,13 +107,13 @@ def read_chains(
             known = c_from == 0
             if STRIDE is not None:
                 known &= resumed
-            M0 += tl.load(p_C_in + o_base + o_state, mask=inside & known, other=0.0).to(ACC)
+            M0 += tl.load(p_initial_C + o_base + o_state, mask=inside & known, other=0.0).to(ACC)
         if NK == 2:
             o_state1 = o_v[:, None] * K + (i_k1 + o_k)[None, :]
             inside1 = (o_v < K)[:, None] & (i_k1 + o_k < K)[None, :]
             M1 = tl.load(p_late + KB + o_hand, mask=inside1 & late, other=0.0)
             if INIT:
-                M1 += tl.load(p_C_in + o_base + o_state1, mask=inside1 & known, other=0.0).to(ACC)
+                M1 += tl.load(p_initial_C + o_base + o_state1, mask=inside1 & known, other=0.0).to(ACC)
 
         for i_c in tl.range(c_from, c_to, num_stages=NS):
             i = start + i_c
@@ -201,9 +201,9 @@ def read_chains(
             # + 0, read again: the compiler would otherwise keep the offsets in registers through the loop
             o_v = i_v + tl.load(p_cum + i_n, volatile=True) - start + tl.arange(0, BV)
             o_final = o_v[:, None] * K + o_k[None, :]
-            tl.store(p_C_out + o_base + i_k0 + o_final, M0, mask=(o_v < K)[:, None] & (i_k0 + o_k < K)[None, :] & done)
+            tl.store(p_final_C + o_base + i_k0 + o_final, M0, mask=(o_v < K)[:, None] & (i_k0 + o_k < K)[None, :] & done)
             if NK == 2:
-                tl.store(p_C_out + o_base + i_k1 + o_final, M1, mask=(o_v < K)[:, None] & (i_k1 + o_k < K)[None, :] & done)
+                tl.store(p_final_C + o_base + i_k1 + o_final, M1, mask=(o_v < K)[:, None] & (i_k1 + o_k < K)[None, :] & done)
         if begin > 0:
             p_early = p_late - BV * NK * KB
             tl.store(p_early + o_hand, M0)
@@ -214,7 +214,7 @@ def read_chains(
 
 @triton.jit(do_not_specialize=["T", "NCB", "N"])
 def walk(
-    x_q_k, x_kc_k, x_kc_v, x_q_v, x_P_c, x_out_v, x_Sq_v, p_E, p_eta_chunks, p_G, p_n, p_step, p_C_in, p_C_out, p_slots, p_fresh, p_cum,
+    x_q_k, x_kc_k, x_kc_v, x_q_v, x_P_c, x_out_v, x_Sq_v, p_E, p_eta_chunks, p_G, p_n, p_step, p_initial_C, p_final_C, p_slots, p_fresh, p_cum,
     p_hand, p_flag, T, NCB, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, NK: tl.constexpr,
     NS: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr, SCALED: tl.constexpr,
@@ -225,7 +225,7 @@ def walk(
     read_chains(
         slots - 1 - tl.program_id(0), slots,
         x_q_k, x_kc_k, x_kc_v, x_q_v, x_q_v, x_P_c, x_out_v, x_Sq_v, None, p_E, p_eta_chunks, p_G, p_n, p_step, None, None,
-        p_C_in, p_C_out, p_slots, p_fresh, p_cum, p_hand, p_flag, T, NCB, N,
+        p_initial_C, p_final_C, p_slots, p_fresh, p_cum, p_hand, p_flag, T, NCB, N,
         H, HV, K, C, BV, KB, NK, NS, TMA, GATED, INIT, False, SAVE, SCALED, STRIDE, ACC, OT,
     )  # fmt: skip
 

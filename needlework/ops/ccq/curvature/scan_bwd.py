@@ -187,7 +187,7 @@ def reverse_chains(
 @triton.jit(do_not_specialize=["T", "NCB", "N", "NR"])
 def backward(
     x_q_k, x_y_k, x_kc_k, x_q_v, x_y_v, x_kc_v, x_base_v, x_P_c, x_Py_c, x_dq_v, x_dk_v, x_C0_kv, x_N_kv,
-    p_Ey, p_G, p_n, p_mass, p_step, p_rsum, p_zsum, p_scale, p_C_in, p_reach, p_N_in, p_r_in, p_z_in, p_grown, p_z,
+    p_Ey, p_G, p_n, p_mass, p_step, p_rsum, p_zsum, p_scale, p_initial_C, p_reach, p_N_in, p_r_in, p_z_in, p_grown, p_z,
     p_N_out, p_r_out, p_z_out, p_cum, p_hand, p_flag, T, NCB, N, NR,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, NK: tl.constexpr,
     NS: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, SEED: tl.constexpr, INIT: tl.constexpr, SCALED: tl.constexpr,
@@ -205,7 +205,7 @@ def backward(
         read_chains(
             tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(0) - NR,
             x_y_k, x_kc_k, x_kc_v, x_base_v, x_q_v, x_Py_c, x_dq_v, None, x_C0_kv, p_Ey, None, p_G, p_n, p_step, p_reach, p_scale,
-            p_C_in, None, None, None, p_cum, p_hand + tl.cast(NR, tl.int64) * (BV * (NK * KB + 2)), p_flag + NR, T, NCB, N,
+            p_initial_C, None, None, None, p_cum, p_hand + tl.cast(NR, tl.int64) * (BV * (NK * KB + 2)), p_flag + NR, T, NCB, N,
             H, HV, K, C, BV, KB, NK, NS, TMA, GATED, INIT, True, False, SCALED, None, ACC, OT,
         )  # fmt: skip
 

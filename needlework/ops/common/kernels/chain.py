@@ -68,8 +68,27 @@ def part_here(p_cum, i_n, i_own, lo, hi, PER: tl.constexpr):
 
 
 @triton.jit
+def slot_here(p_cum, N, PER: tl.constexpr):
+    """This program's slot, its positions [lo, hi) and its first and last chain."""
+    slots = tl.num_programs(0)
+    i_slot = slots - 1 - tl.program_id(0)
+    lo, hi, first, last = run_of(p_cum, N, i_slot, slots, PER)
+    return i_slot, lo, hi, first, last
+
+
+@triton.jit
+def chain_here(p_cum, i_chain, lo, hi, chunks_of_row, PER: tl.constexpr):
+    """The chain's sequence, its batch row and, in that row, its first chunk; then what `part_here` says of it."""
+    i_n = i_chain // PER
+    start, count, begin, late, c_from, c_to = part_here(p_cum, i_n, i_chain % PER, lo, hi, PER)
+    i_b = start // chunks_of_row
+    return i_n, i_b, start - i_b * chunks_of_row, start, count, begin, late, c_from, c_to
+
+
+@triton.jit
 def wait_for(p_flag, FORM: tl.constexpr = 0):
-    """Wait until the slot that has the chain's first chunks has stored its state. FORM 2: launched after FORM 1, which left the flags at 1."""
+    """Wait until the slot that has the chain's first chunks has stored its state. FORM 2: launched after FORM 1, which left the flags at
+    1."""
     while tl.atomic_add(p_flag, 0, sem="acquire") < (2 if FORM == 2 else 1):
         pass
     tl.debug_barrier()

@@ -105,8 +105,8 @@ def conv_backward_kernel(
     C: tl.constexpr, ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
     BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dx of BT tokens of BC channels, and their part of dw: p_dw [B runs 4+BIAS ROW]. Three tokens past the run are walked too. What a state
-    has of dw is not in it.
+    """dx of BT tokens of BC channels, and their part of dw: p_dw [B runs 4+BIAS ROW]. Three tokens past the run are walked too. What a
+    state has of dw is not in it.
 
     Four tokens s … s + 3 a turn, which finish dx of the four from s − 3 on; a, b, c, d are their dc by lag.
     """

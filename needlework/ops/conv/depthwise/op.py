@@ -52,8 +52,8 @@ def conv_triton(x: Tensor, weight: Tensor, past: Past, after: str, parts: list[i
 
 @step_operator("past.state")
 def conv_slots_triton(x: Tensor, weight: Tensor, past: Past, after: str, parts: list[int], bias: bool) -> Tensor:
-    """The same on a table [S W−1 C] of contiguous slots, which changes in place: y [B T ·] of each part, one after the other. Rows of x may lie
-    apart, a batch's equally far."""
+    """The same on a table [S W−1 C] of contiguous slots, which changes in place: y [B T ·] of each part, one after the other. Rows of x may
+    lie apart, a batch's equally far."""
     (B, T, C), N = x.shape, len(x) if past.ends is None else len(past.ends) - 1
     y = x.new_empty(x.numel())
     each = y.split([B * T * channels for channels in parts])

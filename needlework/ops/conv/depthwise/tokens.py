@@ -1,7 +1,7 @@
 """One token's part of a causal depthwise convolution: its inputs of x and of a state, their sum, what follows it, and the slope of that.
 
-Lags l = 0 … 3; narrower weights have zeros. A channel's taps [W] end with its bias b, if there is one. A token at position p of its document sees lags up to p in x. Without a state there is
-nothing before; with one, [W−1 C] a sequence, lag l > p is its row W − 1 + p − l.
+Lags l = 0 … 3; narrower weights have zeros. A channel's taps [W] end with its bias b, if there is one. A token at position p of its
+document sees lags up to p in x. Without a state there is nothing before; with one, [W−1 C] a sequence, lag l > p is its row W − 1 + p − l.
 """
 
 import triton

@@ -3,8 +3,8 @@
     M = scale Γ ∘ tril(do vᵀ)      dr = scale e^G ⊙ (do Sᵀ) + M k      dk = e^{G_C − G} ⊙ (v dSᵀ) + Mᵀ r
     dg_j = Σ_{t>=j>s} M_ts r_tᵀk_s + Σ_{t>=j} scale e^{G_t} do_tᵀ(Sᵀr_t) + Σ_{s<j} e^{G_C − G_s} v_sᵀ(dSᵀk_s) + e^{G_C} ⟨S, dS⟩
 
-S at the chunk's start, dS at its end. Terms of dg all hold e^{g_j} (spec: dg without cancellation): of a pair inside the chunk, of what passes
-through S, through dS, and through both. The heads that share r and k are summed here, M before its products with them.
+S at the chunk's start, dS at its end. Terms of dg all hold e^{g_j} (spec: dg without cancellation): of a pair inside the chunk, of what
+passes through S, through dS, and through both. The heads that share r and k are summed here, M before its products with them.
 """
 
 import triton

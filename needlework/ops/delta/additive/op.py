@@ -23,7 +23,8 @@ from needlework.ops.runtime.triton_types import accumulator, cdiv
 
 
 def additive(inputs: DeltaInputs, cu_seqlens: Tensor | None, *, scale: float) -> tuple[Tensor, Tensor]:
-    """o [B T HV V] in q's dtype, final state [N HV K V] in float32 or wider; differentiable in every tensor. q, k, v, g and a state alone."""
+    """o [B T HV V] in q's dtype, final state [N HV K V] in float32 or wider; differentiable in every tensor. q, k, v, g and a state
+    alone."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return delta_additive_fwd(*inputs, cu_seqlens, scale)[:2]
     return delta_additive(*inputs, cu_seqlens, scale)

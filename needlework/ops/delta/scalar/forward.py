@@ -118,7 +118,8 @@ def walk_of(
 
 
 def heads_of_program(group: int, programs: int) -> int:
-    """Value heads of one key head for which a program of `intra` makes r kᵀ once: up to 8, while there are programs enough to fill a GPU."""
+    """Value heads of one key head for which a program of `intra` makes r kᵀ once: up to 8, while there are programs enough to fill a
+    GPU."""
     heads = 8
     while heads > 1 and (group % heads or programs < heads * LEAST_PROGRAMS):
         heads //= 2

@@ -32,7 +32,8 @@ def divisors(p_abc, i_bh):
 
 @triton.jit
 def divisor_of_v(p_abc, i_bh, there):
-    """1/c, if there, as a vector of one number: a tile times a number that is not loaded as a tensor would reach a product by shared memory."""
+    """1/c, if there, as a vector of one number: a tile times a number that is not loaded as a tensor would reach a product by shared
+    memory."""
     one = tl.arange(0, 1)
     return 1.0 / tl.load(p_abc + 4 * i_bh + 2 + one, mask=(one == 0) & there, other=1.0)
 
@@ -66,7 +67,8 @@ def peaks(
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TS: tl.constexpr, BLK: tl.constexpr,
 ):  # fmt: skip
-    """p_peaks [B shares HR+H+HV]: the largest |q|, |k| and |v| of TS tokens of each head. One head; those beside it in memory run beside it."""
+    """p_peaks [B shares HR+H+HV]: the largest |q|, |k| and |v| of TS tokens of each head. One head; those beside it in memory run beside
+    it."""
     HEADS: tl.constexpr = HR + H + HV
     i_head = tl.program_id(0) % HEADS
     i_share = tl.program_id(0) // HEADS % shares

@@ -13,7 +13,7 @@ holds them, and du stays so. With powers do is abc do, du of v/c.
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.chain import part_here, run_of, tell, wait_for
+from needlework.ops.common.kernels.chain import chain_here, slot_here, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.gradient_scaling import gradient_factor
 from needlework.ops.delta.scalar.operands import ROWS
@@ -36,23 +36,18 @@ def adjoint(
     if FORM == 2:
         if tl.load(p_overflow_bwd) == 0:
             return
-    slots = tl.num_programs(0)
-    i_slot = slots - 1 - tl.program_id(0)
-    lo, hi, first, last = run_of(p_cum, N, i_slot, slots, PER)
+    i_slot, lo, hi, first, last = slot_here(p_cum, N, PER)
     chunks_of_row = NR // C
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, KB)
     o_hand = tl.arange(0, BV)[:, None] * (NK * KB) + o_k[None, :]
     factor = gradient_factor(p_max, NM, HALF)
     for i_chain in range(first, last + 1):
-        i_n = i_chain // PER
         i_h = (i_chain % PER) // NV
         i_v = (i_chain % NV) * BV
         i_k = i_h // (HV // H)
         i_r = i_h // (HV // HR)
-        start, count, begin, late, c_from, c_to = part_here(p_cum, i_n, i_chain % PER, lo, hi, PER)
-        i_b = start // chunks_of_row
-        c_row = start - i_b * chunks_of_row
+        i_n, i_b, c_row, _, count, begin, late, c_from, c_to = chain_here(p_cum, i_chain, lo, hi, chunks_of_row, PER)
         i_bh = i_b * HV + i_h
         if p_abc is not None:
             # a segment without chunks may lie past the last row

@@ -11,7 +11,8 @@ A tile of keys is RUNS runs of C keys, a warp each, with sums of their own until
 Page numbers are held in registers (`paged/engine/rows.py`), so that the loop over tiles loads nothing but k and y.
 
 The token itself is no key of the loop: `newest.py` adds it once its y is known, and writes its row. That is done here where there is one
-split, else by `merge`. Grids follow from shapes and loops end with the live length, which is read here: a captured graph serves any lengths.
+split, else by `merge`. Grids follow from shapes and loops end with the live length, which is read here: a captured graph serves any
+lengths.
 """
 
 import triton

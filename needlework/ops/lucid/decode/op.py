@@ -115,8 +115,8 @@ def tile(G: int, half: bool) -> int:
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Of four query heads a group, with β and with a maximum a row: in splits on pages of 16 tokens, the windows apart, and unsplit on pages
-    of whole tiles."""
+    """Of four query heads a group, with β and with a maximum a row: in splits on pages of 16 tokens, the windows apart, and unsplit on
+    pages of whole tiles."""
     own, acc = NAMES[dtype], NAMES[accumulator(dtype)]
     types = dict.fromkeys(("p_table", "p_length"), "*i32") | {"p_rows": "*i64"}
     types |= dict.fromkeys(("p_beta", "p_stats", "p_S"), f"*{acc}") | dict.fromkeys(("NB", "W", "WR", "splits"), "i32")

@@ -1,6 +1,7 @@
 """Tiles of keys as runs of C, a warp each: their pages, their rows, and the scores of a tile of queries with them.
 
-A run lies in one page where PG is a multiple of C. Its rows' offsets in the page are then the same in every step, and its page is one number.
+A run lies in one page where PG is a multiple of C. Its rows' offsets in the page are then the same in every step, and its page is one
+number.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """LUCID's solve of whole sequences as operators of Triton kernels, with its gradients. Those with pages are in pages.py.
 
-`operands.py` prepares each block, `scan.py` solves, `panels.py` too, without waiting, `intra_bwd.py` gives the gradient of the keys, `launches.py`
-launches them; the constants are in solve.launch.json. In half precision k̂, A, the inverses and Y are float16 operands ("rowmax"'s
-keys are as given), sums are float32.
+`operands.py` prepares each block, `scan.py` solves, `panels.py` too, without waiting, `intra_bwd.py` gives the gradient of the keys,
+`launches.py` launches them; the constants are in solve.launch.json. In half precision k̂, A, the inverses and Y are float16 operands
+("rowmax"'s keys are as given), sums are float32.
 """
 
 import torch

@@ -14,7 +14,7 @@ from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.delta.scalar.op import delta_scalar, delta_scalar_bwd, delta_scalar_fwd, delta_scalar_on_table
 from needlework.ops.delta.scalar.operands import Saved
 from needlework.ops.delta.scaling import PowersOfTwo
-from needlework.ops.mamba3.line import Line
+from needlework.ops.mamba3.edges import Edges
 from needlework.ops.mamba3.siso.launches import NO_STATE, Inputs, Kept, gradients, made, with_own
 from needlework.ops.mamba3.siso.tiles import Tiles
 from needlework.ops.mamba3.state import Mamba3State
@@ -36,7 +36,7 @@ def siso(
     if not final:
         return o, None
     v0 = S.new_zeros(len(S), *inputs.v.shape[2:]) if initial_state is None else initial_state.v
-    v_end = Line.of(cu_seqlens, inputs.v.shape[1]).newest(v0, inputs.v.to(S.dtype))
+    v_end = Edges.of(cu_seqlens, inputs.v.shape[1]).newest(v0, inputs.v.to(S.dtype))
     return o, Mamba3State(S, k_end, v_end, angle_end)
 
 
@@ -108,7 +108,7 @@ def mamba3_siso_on_table(
     power = None if kept.power is None else (kept.power[1] * kept.power[2]).expand(own.N, -1).contiguous()
     read = delta_scalar_on_table(*kept.of_engine(given, None), S, places, fresh, power, tiles.ends(), 1.0)
     for column, rows in zip(
-        table[1:], (k_end, Line.of(cu_seqlens, T).newest(initial_state.v, v.to(S.dtype)), angle_end), strict=True
+        table[1:], (k_end, Edges.of(cu_seqlens, T).newest(initial_state.v, v.to(S.dtype)), angle_end), strict=True
     ):
         own.write(column, rows.contiguous())
     return with_own(read, given, kept, tiles)

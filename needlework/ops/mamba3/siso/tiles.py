@@ -13,7 +13,7 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.chain import chain_at
-from needlework.ops.mamba3.line import Line, row_ends
+from needlework.ops.mamba3.edges import Edges, row_ends
 from needlework.ops.runtime.launch_configs import Constants, LaunchConfig, launch_config
 from needlework.ops.runtime.triton_types import TYPES, accumulator, next_power_of_2
 
@@ -66,7 +66,7 @@ class Tiles(NamedTuple):
 
     def in_rows(self, x: Tensor) -> Tensor:
         """Tokens [B T ...] at their rows, zeros in rows after the last one."""
-        return Line.of(self.cu_seqlens, self.T).ended(x) if self.F else x.contiguous()
+        return Edges.of(self.cu_seqlens, self.T).ended(x) if self.F else x.contiguous()
 
     def ends(self) -> Tensor | None:
         """cu_seqlens of the rows."""

@@ -177,7 +177,8 @@ def attend(
                 H, SG, SCALE, HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, True, True,
             )  # fmt: skip
     else:
-        # before `full` a token of the tile does not see all of a tile of keys because of its window, from `diagonal` on because of the future
+        # before `full` a token of the tile does not see all of a tile of keys because of its window, from `diagonal` on because of the
+        # future
         full = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(newest - W + 1, 0), BN), lo), hi)
         diagonal = tl.minimum(tl.maximum((own + 1) // BN, full), hi)
         m, l, q2, acc = _over_pages(

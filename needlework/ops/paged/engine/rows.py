@@ -55,9 +55,9 @@ def page_numbers(p_table, j, hi, oldest, newest, PG: tl.constexpr, BN: tl.conste
 
 @triton.jit
 def held_numbers(p_table, first, oldest, newest, PG: tl.constexpr, HELD: tl.constexpr):
-    """HELD entries of a sequence's table from `first` on, 0 where nothing is to be read. A loop over tiles picks them out of registers: a number
-    that it loaded to know an address would take stages of the pipeline, and loaded a tile ahead, with three stages or more, Triton 3.6
-    waits in every step for all that is under way."""
+    """HELD entries of a sequence's table from `first` on, 0 where nothing is to be read. A loop over tiles picks them out of registers: a
+    number that it loaded to know an address would take stages of the pipeline, and loaded a tile ahead, with three stages or more, Triton
+    3.6 waits in every step for all that is under way."""
     o_p = first + tl.arange(0, HELD)
     return tl.load(p_table + o_p, mask=(o_p * PG <= newest) & (o_p * PG + PG > oldest), other=0)
 

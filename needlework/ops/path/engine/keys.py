@@ -3,8 +3,9 @@
     dk² = Σ dAᵀ x of queries of later superblocks, dk¹ = Σ dAᵀ x of later blocks of its own, dV = Σ Pᵀ dO of both
     dH² = Σ xᵀ y, dH = Σ xᵀ y                                                      (x and y as sweep.py has kept them)
 
-`keys` has the first sum: one x of a query meets all of a superblock. `near` has the second: each block has an x of its own. Tiles are transposed, keys by queries, so that what is summed over queries is a first operand as it comes. Panels add to what the
-panels before have left, in their order; a program whose keys no query of the panel sees leaves it as it is.
+`keys` has the first sum: one x of a query meets all of a superblock. `near` has the second: each block has an x of its own. Tiles are
+transposed, keys by queries, so that what is summed over queries is a first operand as it comes. Panels add to what the panels before have
+left, in their order; a program whose keys no query of the panel sees leaves it as it is.
 """
 
 import triton

@@ -1,7 +1,8 @@
 """PaTH attention as operators of Triton kernels, forward and backward; their constants are in engine.launch.json.
 
-`walk.py` has the sizes of a call, `prepare.py` makes what a query meets on its way, `forward.py` walks, `sweep.py` walks back and returns, `keys.py` and `blocks.py` have the
-gradients of what it met. What is saved: q, k, v, β, w, o and the softmax's denominators; the rest is made again.
+`walk.py` has the sizes of a call, `prepare.py` makes what a query meets on its way, `forward.py` walks, `sweep.py` walks back and returns,
+`keys.py` and `blocks.py` have the gradients of what it met. What is saved: q, k, v, β, w, o and the softmax's denominators; the rest is
+made again.
 """
 
 from functools import partial
@@ -101,7 +102,8 @@ def descend(
     forgets: Forgets | None = None,
 ) -> None:  # fmt: skip
     """Fill `found` with the gradients of x, from weights 2^{A − lse} and the scores' gradient, RATE times these times (do·v − D). The
-    solve's D is 0 and its values have their gradients already: o is None, found.v is not read. What the gates' sums have goes to `forgets`."""
+    solve's D is 0 and its values have their gradients already: o is None, found.v is not read. What the gates' sums have goes to
+    `forgets`."""
     B, T, Hq, HK, rows, blocks, C, (KB, VB) = walk.B, walk.T, walk.H, walk.HK, walk.rows, walk.blocks, walk.C, walk.widths
     (cum, N), W = walk.align[:2], walk.window or 0
     U, R, k1, k2, H, _, Ho, _, X = made

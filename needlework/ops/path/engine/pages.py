@@ -35,7 +35,8 @@ from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
 @triton.jit
 def closed_blocks(p_start, p_length, i_n, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a sequence: the tokens in pages that are carried, all of them after the call, and blocks of the line that are full blocks of 64."""
+    """Of a sequence: the tokens in pages that are carried, all of them after the call, and blocks of the line that are full blocks of
+    64."""
     start = tl.load(p_start + i_n)
     length = tl.load(p_length + i_n)
     return start, length, (length // BLOCK * BLOCK - start) // C

@@ -20,8 +20,8 @@ def prepare(
     HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, KEEP: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr,
     ST: tl.constexpr,
 ):  # fmt: skip
-    """One block and key-value head. p_U, p_k1 [B HK NR KB], p_R [B HK NR C] in ST, p_H [B HK blocks KB KB] in ACC, and p_Ho in ST. Where a state is to
-    keep k¹, it is in ACC too. KEEP: p_X [B HK NR C] in ACC, (I + Diag(β) S)⁻¹ for the backward."""
+    """One block and key-value head. p_U, p_k1 [B HK NR KB], p_R [B HK NR C] in ST, p_H [B HK blocks KB KB] in ACC, and p_Ho in ST. Where a
+    state is to keep k¹, it is in ACC too. KEEP: p_X [B HK NR C] in ACC, (I + Diag(β) S)⁻¹ for the backward."""
     blocks = NR // C
     i_bh = tl.program_id(0) // blocks
     i_block = tl.program_id(0) % blocks

@@ -8,8 +8,9 @@
 A token's factor takes one number a query and two products of vectors: less than the solve of a block that is 32 tokens long at the mean.
 On slots a slot is a sequence's one page.
 
-LUCID-PaTH's solve of the token goes along (SOLVE): its k̂ is one query more of its group, whose weights are e^{√d (x·k̃_j / ‖k_j‖ − 1)}: it is
-not divided by their sum, and its maximum is taken back. Pages hold y. The new token's own y is there when all has been summed, in merge, and its queries read it then.
+LUCID-PaTH's solve of the token goes along (SOLVE): its k̂ is one query more of its group, whose weights are e^{√d (x·k̃_j / ‖k_j‖ − 1)}: it
+is not divided by their sum, and its maximum is taken back. Pages hold y. The new token's own y is there when all has been summed, in merge,
+and its queries read it then.
 """
 
 import triton

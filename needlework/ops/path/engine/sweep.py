@@ -9,8 +9,8 @@
 What a gate gets is the sum of the pairs that it lies between, of which the others cancel: rows and columns are sums of the same dA, and of
 float32 inputs they are float64 (forgets.py has the rest).
 
-What is kept lies in tiles [C KB], a group's heads behind each other, of a panel of PB blocks: M a block of queries for its superblock, SB for
-superblocks. keys.py reads them. y is the gradient of x as it leaves; of the oldest it is 0.
+What is kept lies in tiles [C KB], a group's heads behind each other, of a panel of PB blocks: M a block of queries for its superblock, SB
+for superblocks. keys.py reads them. y is the gradient of x as it leaves; of the oldest it is 0.
 """
 
 import triton

@@ -150,7 +150,8 @@ def _head_tile(p, i_b, i_t, i_h, T, H: tl.constexpr, D: tl.constexpr, C: tl.cons
 
 @triton.jit
 def of_columns(p_LD, row):
-    """lse and D of queries that are columns of a tile, of p_LD [· 2]. Loaded one by one, each thread would load all that its columns want."""
+    """lse and D of queries that are columns of a tile, of p_LD [· 2]. Loaded one by one, each thread would load all that its columns
+    want."""
     which = tl.arange(0, 2)[None, :]
     both = tl.load(p_LD + row[:, None] * 2 + which)
     return tl.sum(tl.where(which == 0, both, 0.0), 1), tl.sum(tl.where(which == 1, both, 0.0), 1)

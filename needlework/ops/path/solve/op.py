@@ -141,7 +141,8 @@ def step_lucid_path(
     >>> from needlework.ops.path import LucidPathState, chunk_lucid_path, step_lucid_path
     >>> k, v, beta = torch.randn(1, 100, 2, 32), torch.randn(1, 100, 2, 64), 2 * torch.rand(1, 100, 2)  # [B T Hkv ·]
     >>> w = normalize(torch.randn(1, 100, 2, 32), dim=-1)
-    >>> pages, block = (torch.zeros_like(k), torch.zeros_like(beta), torch.zeros_like(v)), (torch.zeros(1, 64, 2, 32), torch.zeros(1, 64, 2))
+    >>> pages = torch.zeros_like(k), torch.zeros_like(beta), torch.zeros_like(v)
+    >>> block = torch.zeros(1, 64, 2, 32), torch.zeros(1, 64, 2)
     >>> state = LucidPathState(*pages, *block, torch.zeros(1, dtype=torch.int64))  # one slot with room for 100 tokens
     >>> steps = [step_lucid_path(k[:, t], v[:, t], beta[:, t], w[:, t], state=state) for t in range(100)]
     >>> torch.allclose(torch.stack(steps, 1), chunk_lucid_path(k, v, beta, w).y, atol=1e-5)

@@ -45,7 +45,8 @@ def solve_path_pages(
 
     k: [T Hkv K], v: [T Hkv V], beta: [T Hkv], w: [T Hkv K], of unit norm: the new tokens, as `chunk_lucid_path` takes them.
     k_pages: [n PG Hkv K], norm_pages: [n PG Hkv] float32 (float64 for float64), y_pages: [n PG Hkv V]: all pages, PG a multiple of 16.
-    The other arguments, dtypes, errors and impl as in `paged_path`; "triton" decodes as it prefills, by whole blocks (`paged_lucid_path` by rows).
+    The other arguments, dtypes, errors and impl as in `paged_path`; "triton" decodes as it prefills, by whole blocks (`paged_lucid_path` by
+    rows).
     Returns y [T Hkv V] in v's dtype; zeros in padded rows.
 
     >>> import torch

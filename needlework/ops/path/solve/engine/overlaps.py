@@ -27,7 +27,8 @@ def invert(
     HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr,
     PACKED: tl.constexpr, WINDOW: tl.constexpr, PAGES: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """One block with itself. p_k: k̂. PAGES: a sequence's first p_given rows are those of the identity. p_X [B HK NR C], and p_x0 [B HK NR KB], x at the block's start, in ACC."""
+    """One block with itself. p_k: k̂. PAGES: a sequence's first p_given rows are those of the identity. p_X [B HK NR C], and p_x0 [B HK NR
+    KB], x at the block's start, in ACC."""
     blocks = NR // C
     i_bk = tl.program_id(0) // blocks
     i_b = i_bk // HK

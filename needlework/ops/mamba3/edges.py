@@ -1,4 +1,4 @@
-"""The tokens of sequences, and the rows between them: one row more than tokens for every sequence. In plain tensors.
+"""Edges of tokens: the rows between the tokens of sequences, one more than tokens for every sequence. In plain tensors.
 
 Row t of a sequence is before its token t, the last row after its last token. A batch has tokens [B T ...] and rows [B T+1 ...], packed
 sequences [1 T ...] and [1 T+N ...]; what is one of each sequence is [N ...].
@@ -21,13 +21,13 @@ class Packed(NamedTuple):
     row: Tensor  # [T] the row before each token
 
 
-class Line(NamedTuple):
+class Edges(NamedTuple):
     """`packed` is None of a batch."""
 
     packed: Packed | None
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor | None, T: int) -> "Line":
+    def of(cls, cu_seqlens: Tensor | None, T: int) -> "Edges":
         if cu_seqlens is None:
             return cls(None)
         document, _ = document_positions(cu_seqlens, T)
