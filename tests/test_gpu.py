@@ -383,7 +383,7 @@ def test_generate_on_the_gpu_replays_graphs_and_writes_what_the_cpu_writes():
 def test_an_engine_on_the_gpu_answers_in_graphs_what_generate_answers_on_the_cpu(left_out):
     pytest.importorskip("starlette", reason="the extra `serve` is not installed")
     from needlework.serve.start import Room, start
-    from tests.serve.test_engine import generated, requests
+    from tests.serve.serving import generated, requests
     from tests.serve.texts import byte_text
 
     model, asked = served_model(left_out), requests(12)
