@@ -1,12 +1,14 @@
 """A real engine for tests: a small model on tables full of NaN, a scheduler that poisons what nobody owns and counts what it moves."""
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import torch
 
 from needlework.serve.engine import Engine
 from needlework.serve.planner import plan
+from needlework.serve.pools import most_pages
 from needlework.serve.request import Request, Sampling
 from needlework.serve.runner import Runner
 from needlework.serve.scheduler import Scheduler
@@ -20,17 +22,18 @@ HARDLY_ANY = {"memory": 650_000, "budget": 64, "snapshots": 0}  # four slots, an
 
 
 class Watched(Scheduler):
-    """What nobody owns is poisoned after every step, and what was moved is counted."""
+    """What nobody owns is poisoned after every step, and what was moved is counted. resumed: answers that went on in another slot."""
 
     def __init__(self, config, tables):
         super().__init__(config)
-        self.tables, self.parked, self.unparked = tables, 0, 0
+        self.tables, self.parked, self.unparked, self.resumed = tables, 0, 0, 0
 
     def step(self):
         step = super().step()
         if step is not None:
             self.parked += sum(isinstance(move, Park) for move in step.before)
             self.unparked += sum(isinstance(move, Unpark) for move in step.before)
+            self.resumed += sum(bool(one.answer) for one in step.admitted)
         return step
 
     def done(self, *heard):
@@ -42,11 +45,17 @@ class Watched(Scheduler):
 
 
 class Serving:
-    def __init__(self, model, memory=3_000_000, **options):
+    """A model that is served. full: pages of layers that see every token, for so many requests of full length; None: what `memory` gives."""
+
+    def __init__(self, model, memory=3_000_000, full=None, **options):
         held = model.model.held()
         given = {"length": LENGTH, "batch": 6, "snapshots": 2, "page": 16, "budget": 128, "host_bytes": 1 << 20} | options
         engine = {name: given.pop(name) for name in ("waiting", "grammar") if name in given}
         self.config = plan(held, vocabulary=model.config.vocab_size, memory=memory, weights=0, peak=0, graphs=0, **given)
+        if full is not None:
+            pages = int(full * most_pages(self.config.length, None, self.config.page, self.config.budget))
+            pools = (pool._replace(pages=pages) if pool.window is None else pool for pool in self.config.pools)
+            self.config = replace(self.config, pools=tuple(pools))
         tables = Tables(held, self.config, "cpu")
         for table in (tables.slots, *tables.pages.values()):
             table.fill_(0xFF)
