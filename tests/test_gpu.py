@@ -383,7 +383,7 @@ def test_generate_on_the_gpu_replays_graphs_and_writes_what_the_cpu_writes():
 def test_an_engine_on_the_gpu_answers_in_graphs_what_generate_answers_on_the_cpu(left_out):
     pytest.importorskip("starlette", reason="the extra `serve` is not installed")
     from needlework.serve.start import Room, start
-    from tests.serve.test_engine import generated, requests
+    from tests.serve.serving import generated, requests
     from tests.serve.texts import byte_text
 
     model, asked = served_model(left_out), requests(12)
@@ -395,3 +395,46 @@ def test_an_engine_on_the_gpu_answers_in_graphs_what_generate_answers_on_the_cpu
         several = engine.add_all([dataclasses.replace(asked[0], id=str(i)) for i in range(3)])  # of one prefill
         assert [[event.token for event in stream] for stream in several] == expected[:1] * 3
         assert engine._runner._decoding and bool(engine._runner._prefilling) == bool(left_out)  # of Mamba-3's MIMO no prompts
+
+
+@pytest.mark.parametrize("sampling", ({"temperature": 0.0}, {"temperature": 1.0}), ids=("greedy", "drawn"))
+def test_nothing_waits_for_the_host_in_a_steady_decode(sampling):
+    """Steps are planned and launched, one ahead of the results, under PyTorch's own watch for calls that wait for the device."""
+    from needlework.serve.planner import plan
+    from needlework.serve.request import Request, Sampling
+    from needlework.serve.runner import Runner
+    from needlework.serve.scheduler import Scheduler
+    from needlework.serve.tables import Tables
+
+    model = served_model().cuda()
+    held, room = model.model.held(), {"memory": 1 << 26, "weights": 0, "peak": 0, "graphs": 0}
+    config = plan(held, vocabulary=257, length=160, batch=6, page=16, budget=128, **room)
+    runner, scheduler = Runner(model, Tables(held, config, "cuda"), config), Scheduler(config)
+    runner.capture(6)
+    own = Sampling(**sampling)
+    asked = [Request(id=str(i), prompt=(i, 2, 3), max_tokens=120, sampling=own) for i in range(6)]
+    runner.seeds |= {one.id: i for i, one in enumerate(asked)}
+    scheduler.add(*asked)
+    flights, decoded = [], 0
+
+    def turn():
+        step = scheduler.step()
+        flights.append((step, runner.run(step)))
+        if len(flights) > 1:
+            before, sampled = flights.pop(0)
+            sampled.wait()
+            pairs = zip(sampled.requests, sampled.tokens.tolist(), strict=True)
+            scheduler.done(before, {request.id: token for request, token in pairs if request is not None})
+        return step
+
+    while len(turn().decodes) < 6:
+        pass
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        with pytest.raises(RuntimeError, match="synchroniz"):  # the watch sees one
+            torch.ones((), device="cuda").item()
+        for _ in range(80):  # pages are acquired meanwhile
+            decoded += len(turn().decodes)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert decoded == 6 * 80

@@ -18,8 +18,8 @@ def convert(
 ) -> None:
     """Convert a published checkpoint: the same model as a folder that `generate`, `eval` and `serve` read.
 
-    Layouts: transformers' Llama, Qwen3 and Mamba-2; flash-linear-attention's GLA, RetNet, DeltaNet, Gated DeltaNet, KDA and Mamba-2; the
-    authors' Mamba-2, Q-Delta and ATMA. Keys of its config and tensors that needlework has no layer for are refused by name.
+    Layouts: transformers' Llama, Qwen3 and Mamba-2; flash-linear-attention's GLA, RetNet, DeltaNet, Gated DeltaNet, KDA, PaTH and
+    Mamba-2; the authors' Mamba-2, Q-Delta and ATMA. Keys of its config and tensors that needlework has no layer for are refused by name.
     """
     from needlework.models import disable_progress_bar
     from needlework.models.convert import Change

@@ -67,7 +67,7 @@ def _rules(
         "qdelta": (lambda m: _is(_write(m), "qdelta"), lambda: diagnostics.qdelta(model, row)),
         "ccq": (lambda m: _is(_read(m), "ccq"), lambda: diagnostics.ccq(model, *with_needle(row, needle))),
         "carve": (lambda m: _is(_write(m), "carve"), lambda: diagnostics.carve(model, row, *content)),
-        "lucid": (lambda m: _is(_attend(m), "lucid"), lambda: diagnostics.lucid(model, short)),
+        "lucid": (lambda m: _is(_attend(m), "lucid", "lucid_path"), lambda: diagnostics.lucid(model, short)),
         "polar": (lambda m: _is(_attend(m), "polar"), lambda: diagnostics.polar(model, short[:, : min([1024, *windows])])),
     }
     found = {}
@@ -135,8 +135,8 @@ def _attend(mixer: MixerConfig) -> Any:
     return mixer.attend if isinstance(mixer, Attention) else None
 
 
-def _is(rule: Any, kind: str) -> bool:
-    return rule is not None and rule.kind == kind
+def _is(rule: Any, *kinds: str) -> bool:
+    return rule is not None and rule.kind in kinds
 
 
 def _words(mixer: MixerConfig) -> str:

@@ -75,7 +75,7 @@ class _LucidPath(AttendRule[LucidPath]):
             "cu_seqlens": cu_seqlens,
         }
         y, state = chunk_lucid_path(
-            probe("lucid.k", k), v, **rule, initial_state=past, output_final_state=output_final_state
+            probe("lucid_path.k", k), v, **rule, initial_state=past, output_final_state=output_final_state
         )  # fmt: skip
         # the solve has made the state
         o, _ = chunk_path(q, k, y, **rule, scale=self.config.scale, initial_state=None if past is None else past.read)

@@ -1,6 +1,7 @@
 """Each diagnosis against its formula, on a small model whose rule it looks at."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,18 +10,23 @@ from torch.nn.functional import cosine_similarity
 from needlework.diagnostics import carve, ccq, heard, lucid, polar, qdelta, state_norms, state_peaks
 from needlework.diagnostics.ccq import energy
 from needlework.diagnostics.listen import together
+from needlework.diagnostics.rules import calls
 from needlework.layers import SwiGLU
 from needlework.layers.catalog import CATALOG, Sizes
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+from needlework.ops.path import recurrent_lucid_path
 
 SIZES = Sizes(heads=2, key_dim=24, value_dim=12, attention_heads=4, kv_heads=2, head_dim=8, half_life=32.0, content_chunk=8)
 VOCABULARY, T = 97, 40
 
 
-def model(mixer, layers=2):
+def model(mixer, layers=2, window=None):
     torch.manual_seed(0)
+    made = CATALOG[mixer].make(SIZES)
+    if window is not None:
+        made = replace(made, attend=replace(made.attend, window=window))
     config = NeedleworkConfig(
-        vocab_size=VOCABULARY, hidden_size=16, layout="M" * layers, mixers={"M": CATALOG[mixer].make(SIZES)}, mlp=SwiGLU(hidden=24),
+        vocab_size=VOCABULARY, hidden_size=16, layout="M" * layers, mixers={"M": made}, mlp=SwiGLU(hidden=24),
         initializer_range=0.3,
     )  # fmt: skip
     built = NeedleworkForCausalLM(config).double()
@@ -130,6 +136,26 @@ def test_lucids_condition_and_off_diagonal_are_those_of_its_matrix():
     (found,) = lucid(m, tokens())
     assert found.condition == pytest.approx(sum(conditions) / 4, rel=1e-6)
     assert found.off_diagonal == pytest.approx(sum(shares) / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("window", (None, 24))
+def test_lucid_paths_condition_is_of_the_keys_as_its_reflections_move_them(window):
+    """P from its solve: with one-hot values Y = P⁻¹."""
+    m = model("lucid-path", layers=1, window=window)
+    (call,) = calls(m, tokens())
+    x, _, k, _ = call.arguments
+    with torch.no_grad():
+        beta, w, _ = call.rule.reflect(x, None, None)
+        one = torch.eye(T, dtype=k.dtype)[None, :, None].expand(2, T, 2, T)
+        P = torch.linalg.inv(recurrent_lucid_path(k, one, beta, w, window=window).y.transpose(1, 2))
+    (found,) = lucid(m, tokens())
+    assert found.condition == pytest.approx(torch.linalg.cond(P).mean().item(), rel=1e-6)
+    assert found.off_diagonal == pytest.approx((P.tril(-1).sum((-2, -1)) / P.sum((-2, -1))).mean().item(), rel=1e-6)
+
+
+def test_lucids_in_their_windows_have_the_matrix_that_is_solved():
+    conditions = [lucid(model("lucid", layers=1, window=window), tokens())[0].condition for window in (1, 24, T, None)]
+    assert conditions[0] == 1.0 and conditions[1] != conditions[2] == conditions[3]
 
 
 def test_polars_count_agrees_with_the_magnitude_that_the_op_returns():

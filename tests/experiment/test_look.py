@@ -12,6 +12,7 @@ from needlework.layers import (
     GatedConv,
     Linear,
     Lucid,
+    LucidPath,
     Mamba3,
     Memory,
     Polar,
@@ -27,6 +28,7 @@ MIXERS = {
     "Q": Recurrent(**HEADS, write=QDelta(), read=CCQ()),
     "C": Recurrent(**HEADS, write=Carve(rank=4, content_chunk=8)),
     "L": Attention(heads=2, head_dim=8, attend=Lucid()),
+    "H": Attention(heads=2, head_dim=8, attend=LucidPath()),
     "P": Attention(heads=2, head_dim=8, attend=Polar(window=70), memory=Memory()),
     "S": Attention(heads=2, head_dim=8, attend=Softmax()),
     "G": GatedConv(),
@@ -63,6 +65,12 @@ def test_every_rule_is_looked_at_in_the_layers_that_have_it(checkpoint, tmp_path
         (1, "qdelta"), (2, "carve"), (3, "lucid"), (4, "delta"), (4, "polar"), (5, "qdelta"),
     ]  # fmt: skip
     assert found.notes == [] and len(found.words) == 96
+
+
+def test_a_page_has_lucid_and_lucid_path_by_their_layers(checkpoint, tmp_path):
+    folder = checkpoint("LSH")
+    by_layer = look(folder, tmp_path / "text.txt", 96).rules["lucid"]
+    assert by_layer.layers == [0, 2] and [len(values) for values in by_layer.values.values()] == [2, 2]
 
 
 def test_the_command_writes_the_page_of_what_there_is(checkpoint, tmp_path, needlework):

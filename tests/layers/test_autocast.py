@@ -56,6 +56,7 @@ def test_what_an_op_reads_and_what_it_gives_are_in_half(name):
             "carve.b",
             "ccq.k",
             "lucid.k",
+            "lucid_path.k",
             "polar.q",
             "polar.k",
             "mamba3.o",

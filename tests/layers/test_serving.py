@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from needlework.layers.batch import Batch, Pages
-from tests.layers.test_mixers import CONFIGS, build, close, sample
+from tests.layers.test_mixers import CONFIGS, DIM, build, close, sample
 
 SLOTS, PG, NONE = 7, 16, -1
 
@@ -131,6 +131,29 @@ def test_what_is_served_is_what_whole_sequences_give(config):
         for slot in (1, 3, 4):
             left = engine.tables[name][slot]
             assert left.isnan().all() if left.is_floating_point() else (left == 99).all(), name
+
+
+def beside(mixer, others):
+    """y of two sequences in a prompt's step and in two decoding ones, and the bytes of their slots and pages, beside `others`: slots, or
+    NONE."""
+    engine, y = Engine(mixer, torch.float64), []
+    g = torch.Generator().manual_seed(3)
+    tokens = lambda n: torch.randn(n, DIM, dtype=torch.float64, generator=g)
+    engine.free = [*range(24)]
+    for n in (19, 1, 1):
+        own, theirs = [(slot, tokens(n)) for slot in (2, 5)], [(slot, tokens(n)) for slot in others]
+        y += engine.step([*own, *theirs])[:2]
+    rows = {name: [2, 5] if name in engine.held.fixed else engine.owned[2] + engine.owned[5] for name in engine.tables}
+    return torch.cat(y), {name: x[rows[name]].view(torch.uint8) for name, x in engine.tables.items()}
+
+
+def test_a_padded_row_is_to_the_others_as_any_other_row_is_bit_for_bit(config):
+    """A step of fewer rows gives other bits on a CPU, whatever the layer: its BLAS multiplies few rows by another kernel, and what is left
+    over of a vector goes through exp by another."""
+    mixer = build(config)
+    (y, held), (other_y, others_held) = beside(mixer, (NONE, NONE, NONE)), beside(mixer, (0, 3, 6))
+    assert y.isfinite().all() and torch.equal(y, other_y)
+    assert all(torch.equal(x, others_held[name]) for name, x in held.items())
 
 
 def test_the_tables_hold_the_bytes_of_the_state(config):

@@ -8,7 +8,7 @@ from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.serve.compiled import compiled
 from tests.models.test_table_cache import MIXERS, V
 
-from .test_engine import Serving, generated, requests
+from .serving import Serving, generated, requests
 
 
 @pytest.mark.slow

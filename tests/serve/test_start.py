@@ -11,7 +11,7 @@ from needlework.serve.request import Sampling
 from needlework.serve.start import Room, start
 from tests.models.test_table_cache import MIXERS
 
-from .test_engine import generated, requests
+from .serving import generated, requests
 from .texts import byte_text
 
 ROOM = Room(length=160, batch=4, snapshots=2, memory=0.01)
