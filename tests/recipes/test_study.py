@@ -18,6 +18,7 @@ from needlework.recipes.study import base, capacity, forks, language, mixers, pi
 from needlework.report.answers import answers
 
 JOBS = {name: module.runs() for name, module in study.EXPERIMENTS.items()}
+JOBS["rates"] = tuple(rates.run(*wanted) for wanted in rates.wanted({}))  # the grid; `runs` has what is not in its pack
 CLAIMS = [pytest.param(claim, id=claim.says) for claim in study.PRIMARY + study.EXPLORED]
 
 
@@ -104,9 +105,7 @@ def test_the_minutes_are_those_that_there_are(monkeypatch):
     """By the pace that base.py assumes; capacity's minutes are measured when its first runs are in."""
     minutes = {
         "pilot": base.seconds(JOBS["pilot"]) / 60,
-        "rates": 2
-        * base.seconds(JOBS["rates"][: len(rates.GRID) * len(rates.FAMILIES)])
-        / 60,  # the grid, and as many runs after it
+        "rates": 2 * base.seconds(JOBS["rates"]) / 60,  # the grid, and as many runs after it
         "forks": forks.seconds(JOBS["forks"]) / 60,
         "language": base.seconds(JOBS["language"]) / 60,
         "reach": reach.seconds(JOBS["reach"]) / 60,
@@ -163,14 +162,24 @@ def test_the_rate_that_is_chosen_has_the_least_mean_over_three_seeds(tmp_path):
     entries = {}
     for (family, lr), of in runs.items():
         for seed, loss in zip(rates.SEEDS, of, strict=False):
-            job = rates._run(family, lr, seed)
+            job = rates.run(family, lr, seed)
             entries[name_of(job)] = {"name": job.name, "seed": seed, "loss": {"2048": loss}}
-    ended = rates._run("softmax", 8e-3, 100)
+    ended = rates.run("softmax", 8e-3, 100)
     entries[name_of(ended)] = {"name": ended.name, "seed": 100, "ended": {"step": 7, "steps": 500, "why": "the norm"}}
     write_pack(tmp_path / "rates.jsonl.xz", entries)
     losses = rates.losses(read_pack(tmp_path / "rates.jsonl.xz"))
     assert losses["softmax"][1e-3] == {100: 2.0, 101: 2.4, 102: 2.5} and losses["softmax"][8e-3] == {100: math.inf}
     assert rates.chosen(losses) == {"softmax": 2e-3}
+
+
+def test_what_is_in_the_pack_is_not_run_again(tmp_path, monkeypatch):
+    first = JOBS["rates"][0]
+    write_pack(
+        tmp_path / "rates.jsonl.xz",
+        {name_of(first): {"name": first.name, "seed": first.train.seed, "loss": {"2048": 4.0}, "train": {"loss": []}}},
+    )
+    monkeypatch.setattr(rates, "PACK", tmp_path / "rates.jsonl.xz")
+    assert rates.runs() == JOBS["rates"][1:]
 
 
 def test_the_rates_of_the_recipes_are_those_that_were_chosen():
@@ -205,7 +214,7 @@ def test_a_pilot_run_passes_its_gate_and_recalls(small, tmp_path):
 
 
 def test_a_run_of_the_rates_has_its_development_loss(small, tmp_path):
-    entry = packed(tmp_path, "rates", run_job(small(rates.runs()[0]), tmp_path / "runs" / "rates" / "a"))
+    entry = packed(tmp_path, "rates", run_job(small(JOBS["rates"][0]), tmp_path / "runs" / "rates" / "a"))
     numbers(entry, ["loss/96"])
     assert entry["config"]["evaluate"]["side"] == "development"
 

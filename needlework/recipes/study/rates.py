@@ -3,6 +3,7 @@
     metric     nats a token of the development side
     grid       {0.5, 1, 2, 4}e-3 with one seed; where the best is at an edge, the next rate beyond it; then the two best with two more seeds
     chosen     the rate with the least mean over its seeds
+    text       one for all runs of a family: LUCID's and the control's are of text.py's, the others' of the one before it
 
 `runs` returns the runs that the pack still lacks, so that one command, repeated, does all of them.
 """
@@ -32,11 +33,12 @@ EVALUATE = Evaluation(
 
 
 def runs() -> tuple[Recipe, ...]:
-    """The grid, and what follows of the results that are in PACK."""
-    return tuple(_run(family, lr, seed) for family, lr, seed in wanted(losses(read_pack(PACK))))
+    """What PACK lacks of the grid, and of what follows of the results in it."""
+    found = losses(read_pack(PACK))
+    return tuple(run(family, lr, seed) for family, lr, seed in wanted(found) if seed not in found.get(family, {}).get(lr, {}))
 
 
-def _run(family: str, lr: float, seed: int) -> Recipe:
+def run(family: str, lr: float, seed: int) -> Recipe:
     return base.recipe(family, base.plain(STEPS), base.train(STEPS, seed, lr), EVALUATE, f"{family}-{lr * MILLIONTHS:g}")
 
 

@@ -19,7 +19,7 @@ from needlework.files import write_whole
 from needlework.recipes.study.mixers import VOCABULARY
 
 FOLDER = "runs/text/second"
-SHA256 = "749fc4ecd93e0bd1f72c0f46d561d7f6830285aa10475e316720a72409ef7332"
+SHA256 = "3618f8387d70c093b1908d63e623470a87ef1e448344bd87ae9e81acceb1eb4b"
 TRAINING = 68_566_118  # unique tokens of the training side, under the tokenizer in FOLDER
 EPOCHS = 1.5  # no experiment reads a token of text more often
 
