@@ -32,9 +32,9 @@ def convolved(x, weight):
 class Model:
     """The tensors of a state dict of given shapes, in float64, and tokens."""
 
-    def __init__(self, shapes):
+    def __init__(self, shapes, tokens=T):
         self.tensors = {name: filled(name, shape) for name, shape in shapes.items()}
-        self.ids = torch.randint(VOCABULARY, (T,), generator=torch.Generator().manual_seed(0))
+        self.ids = torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(0))
 
     def __getitem__(self, name):
         return self.tensors[name].double()

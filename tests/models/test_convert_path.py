@@ -7,9 +7,10 @@ from torch.nn import functional as F
 from needlework.layers import Path
 from needlework.models.convert.described import Described
 from needlework.models.convert.layouts import LAYOUTS
-from tests.models.test_convert_authors import VOCABULARY, D, Model, T, convolved, l2, near, rms
+from tests.models.test_convert_authors import VOCABULARY, D, Model, convolved, l2, near, rms
 
 HEADS, HIDDEN, RANK = 4, 24, 32
+T = 150  # two blocks of 64, and one cut short
 K = D // HEADS
 # as its config.json says it; the width of the bottleneck and of the convolution are its layer's defaults
 CONFIG = dict(
@@ -76,7 +77,7 @@ def literal(m, config):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_path_has_the_logits_of_its_layout(variant, tmp_path):
     config = CONFIG | VARIANTS[variant]
-    model = Model(shapes(config))
+    model = Model(shapes(config), T)
     assert near(model.as_ours(config, tmp_path / "source"), literal(model, config))
 
 

@@ -21,22 +21,44 @@ import torch
 
 from needlework.layers import (
     CCQ,
+    Alibi,
     Attention,
     Canon,
     Carve,
+    ChannelGate,
+    Comba,
     Delta,
+    DeltaProduct,
     Differential,
+    FixedGate,
+    Fox,
     GatedConv,
+    GatedNorm,
     Gdn2,
     HalfRope,
+    HeadNorm,
+    Hedgehog,
     Linear,
+    Llama3Rope,
+    Longhorn,
+    LowRankGate,
     Lucid,
+    LucidPath,
+    Mamba,
+    Mamba2,
+    Mamba3,
     Memory,
+    OutputGate,
+    PairRope,
     Polar,
     QDelta,
     Recurrent,
     Rope,
+    Rwkv7,
+    ShortConv,
+    Silu,
     Softmax,
+    SSMax,
     SwiGLU,
 )
 from needlework.layers import (
@@ -65,10 +87,15 @@ attention = lambda attend, **more: Attention(heads=4, kv_heads=2, head_dim=16, a
 MODELS: dict[str, tuple[str, dict[str, MixerConfig]]] = {
     # no layer grows
     "recurrent": (
-        "QCDNLG",
+        "QCDNLGRAHPOXWKM23",
         {
             "Q": rule(QDelta(), read=CCQ()), "C": rule(Carve(content_chunk=8)), "D": rule(Delta()), "N": rule(Gdn2()),
             "L": rule(Linear(), conv=None), "G": GatedConv(),
+            "R": rule(Linear(gate=FixedGate()), position=PairRope(), conv=None, norm=HeadNorm(weight=False)), "A": rule(Linear(gate=LowRankGate(rank=4)), conv=Silu()),
+            "H": rule(Linear(features=Hedgehog(), normalise=True), conv=None), "P": rule(DeltaProduct()), "O": rule(Comba()), "X": rule(Longhorn()),
+            "W": rule(Rwkv7(rank=4), conv=None), "K": rule(Delta(gate=ChannelGate()), output_gate=OutputGate()), "M": Mamba(channels=32, state=8),
+            "2": Recurrent(heads=1, value_heads=4, key_dim=16, value_dim=16, write=Mamba2(), conv=ShortConv(bias=True), norm=GatedNorm()),
+            "3": Mamba3(heads=2, key_dim=16, value_dim=16),
         },
     ),
     # every layer grows, and none has a slot
@@ -78,6 +105,14 @@ MODELS: dict[str, tuple[str, dict[str, MixerConfig]]] = {
             "S": attention(Softmax()), "W": attention(Softmax(window=24), position=HalfRope()), "L": attention(Lucid()),
             "B": attention(Lucid(window=48, solve="global", precondition="beta")), "D": attention(Differential()),
             "P": attention(Polar(window=40), qk_norm=True),
+        },
+    ),
+    # other scores; FoX has a slot beside its pages
+    "scores": (
+        "MAFL",
+        {
+            "M": attention(SSMax(), qk_norm=True), "A": attention(Alibi(), position=None), "F": attention(Fox(), position=None, conv=Canon()),
+            "L": attention(Softmax(), position=Llama3Rope(length=64)),
         },
     ),
     # some of each, and layers with both
@@ -91,8 +126,9 @@ MODELS: dict[str, tuple[str, dict[str, MixerConfig]]] = {
     ),
     # pages that are written again: no two sequences may share one
     "rewriting": (
-        "HWQ",
+        "HWLQ",
         {
+            "L": attention(LucidPath(rank=4, conv=3), position=None),
             "H": attention(PathAttention(rank=4), position=None), "W": attention(PathAttention(window=24, rank=None, conv=None), position=None),
             "Q": rule(QDelta()),
         },
@@ -100,7 +136,7 @@ MODELS: dict[str, tuple[str, dict[str, MixerConfig]]] = {
 }  # fmt: skip
 
 # Pages, or slots, that are too few for all requests at once, which would otherwise be a memory's worth.
-SCARCE = {"recurrent": 9, "attention": 40, "mixed": 12, "rewriting": 16}
+SCARCE = {"recurrent": 9, "attention": 40, "scores": 64, "mixed": 12, "rewriting": 16}
 
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {},
