@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -18,7 +17,7 @@ import torch
 from needlework.ops.delta import DeltaOutput, chunk_delta
 from needlework.ops.runtime import denylist, launch_configs
 from needlework.ops.runtime.target import TARGETS, for_amd
-from needlework.testing import builds, compare, doctor, helpers, processes, steps, target_inputs, targets, verdict
+from needlework.testing import builds, compare, doctor, helpers, processes, target_inputs, targets, verdict
 from needlework.testing.rows import chosen
 
 TASK = verdict.Task("delta/gated", "delta/scalar", "plain", "float32", 16, 16, ("short", "packed"))
@@ -163,34 +162,6 @@ def test_what_is_taken_in_the_place_of_a_denied_launch_config_is_judged_too(hopp
     doctor.run(torch.device("cuda"), False, lambda *_: None)
     assert asked[0] == {"sm90", "sm90-128", "sm90-256", "sm80", "plain-64", "plain"}
     assert asked[1:] == [{"sm80", "sm80-256"}, {"panels", "plain"}]
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
-def test_the_covering_rules_launch_every_kernel_that_another_does(monkeypatch):
-    """But LUCID's `top`, of "rowmax" alone: the first config and a full run judge it."""
-    from triton.runtime.interpreter import InterpretedFunction
-
-    launched, run = defaultdict(set), InterpretedFunction.run
-
-    def heard(self, *args, **kwargs):
-        launched[now].add(self.fn.__name__)
-        return run(self, *args, **kwargs)
-
-    monkeypatch.setattr(InterpretedFunction, "run", heard)
-    monkeypatch.setenv("NEEDLEWORK_IMPL", "triton")
-    for rule in targets.RULES:
-        spec = target_inputs.spec_of(rule.spec)
-        inputs = target_inputs.sample(rule.spec, torch.Generator().manual_seed(0), 1, 5, "random", 16, 16)
-        inputs = {name: x.float() for name, x in inputs.items()}
-        call = compare.whole(spec.chunk, impl="triton")
-        now = rule, rule.chunk
-        call(inputs) if "gradients" in spec.skip else compare.differentiate(call, inputs)
-        now = rule, rule.step
-        if rule.step:
-            steps.by_steps(spec, inputs)
-    for (_, engine), kernels in launched.items():
-        others = [(other, engine) for other in targets.RULES if other.covers and engine in (other.chunk, other.step)]
-        assert kernels - {"top"} and kernels - {"top"} <= set().union(*(launched[other] for other in others))
 
 
 def test_one_sequence_alone_is_long_enough_to_be_cut(hopper):
