@@ -74,7 +74,7 @@ def _claims(found: list[Answer]) -> str:
         asked, p = answer.asked, "" if answer.p is None else f"{answer.p:.2g}" if answer.p >= LEAST else f"< {LEAST:g}"
         margin = f"{shown(asked, asked.margin)} {asked.measure.unit}"
         rows.append((asked.says, margin, difference(answer), p, f"{answer.n} of {asked.seeds}", f"**{answer.word}**"))
-    return table(("claim", "by more than", "difference, 95 %", "p", "seeds", "verdict"), rows)
+    return table(("claim", "by more than", "difference, 95 %", "p, corrected", "seeds", "verdict"), rows)
 
 
 def _picture(answer: Answer, directory: Path) -> list[str]:

@@ -68,7 +68,7 @@ def mixers(head: int = HEAD) -> dict[str, tuple[str, Config]]:
     """name -> title, mixer, of recurrent heads [head head]."""
     plain = {"gate": _gated()}
     return {
-        "gated-deltanet-wide": (f"Gated DeltaNet, V {2 * head}", _recurrent(head, Delta(gate=_gated()), value_dim=2 * head)),
+        "gated-deltanet-wide": ("Gated DeltaNet, V = 2 K", _recurrent(head, Delta(gate=_gated()), value_dim=2 * head)),
         "ccq": ("CCQ on Gated DeltaNet", _recurrent(head, Delta(gate=_gated()), read=CCQ())),
         "carve": ("CARVE", _recurrent(head, Carve(half_life=TWICE))),
         "carve-blind": ("CARVE, blind", _recurrent(head, Carve(rank=0, half_life=TWICE))),
@@ -82,7 +82,7 @@ def mixers(head: int = HEAD) -> dict[str, tuple[str, Config]]:
 
 
 PLAIN = ("rule", "released", "rule-0", "released-0")  # in float32 PyTorch, all four alike
-CURVE = ("gated-deltanet-wide", "ccq", "carve", "carve-blind")
+CURVE = ("ccq", "gated-deltanet-wide", "carve", "carve-blind")
 PAIRS = (
     Pair("ccq", "gated-deltanet-wide", ("read.*", "value_dim")),
     Pair("carve", "carve-blind", ("write.rank",)),

@@ -27,27 +27,28 @@ METHOD = "\n".join(
         "they show.",
         "",
         "- **Pairs** differ in what the claim is about: both have one convolution, gate, layout and, within 2 %, as many bytes of state. Half-lives "
-        f"start spread over {_from_to(mixers.SPREAD)} tokens; in capacity over {_from_to(capacity.SPREAD)}; in reach as published.",
-        f"- **Text**: {text.TRAINING / 1e6:.1f}M tokens, Python source and English of Debian packages, read {text.EPOCHS:g} times at most but for reach; "
+        f"start spread over {_from_to(mixers.SPREAD)} tokens; under Capacity, below, over {_from_to(capacity.SPREAD)}; under Reach as published.",
+        f"- **Text**: {text.TRAINING / 1e6:.1f}M tokens, Python source and English of Debian packages, read {text.EPOCHS:g} times at most, but under Reach; "
         f"{100 * text.SPLIT.development:g} % of the documents to choose by, {100 * text.SPLIT.held_out:g} % to test on.",
         f"- **Capacity** (CCQ): two layers; associative recall of {capacity.LOADS[0]} to {capacity.LOADS[-1]} pairs, after "
         f"{capacity.WARM_UP.steps} steps with {capacity.WARM_UP.pairs[-1]} at most.",
-        f"- **Forks** (Q-Delta, CARVE): a trunk of {forks.TRUNK} steps, then branches of {forks.BRANCH} on the same data. A share of {base.WARM.dense:g} of the "
-        f"trunk's rows is dense until its gate, {base.GATE.excess:g} nats over the best predictor. One that has not passed it by step {base.BY} has no branches.",
-        f"- **Language** (LUCID, the composition): {language.STEPS:,} steps, {language.STEPS * base.ROWS * base.LENGTH / 1e6:.0f}M tokens. The 100M that were "
-        f"planned take more than its {language.MINUTES} minutes.",
+        f"- **Forks** (Q-Delta, CARVE): a trunk of {forks.TRUNK} steps, then branches of {forks.BRANCH} on the same data. {100 * base.WARM.dense:g} % of the "
+        f"trunk's rows are pairs and questions alone until its loss on them is within {base.GATE.excess:g} nats of the least there is. A trunk that is not there by step "
+        f"{base.BY} has no branches.",
+        f"- **Language** (LUCID, the composition): {language.STEPS:,} steps, {language.STEPS * base.ROWS * base.LENGTH / 1e6:.0f}M tokens. 100M were "
+        f"planned; its {language.MINUTES} minutes allow these.",
         f"- **Reach** (Polar + memory): the first study's recipe, seeds {reach.SEEDS[0]} to {reach.SEEDS[-1]}, on this study's text: the first's is what its "
         "machine had installed.",
         f"- **Learning rates**: each family's, from {_from_to((rates.GRID[0], rates.GRID[-1]))}, by the documents to choose by and seeds of their own.",
         "- **Verdicts.** *Holds*, *opposite*: the difference lies beyond its margin with p < 0.05 (Student's t) after Holm's adjustment over all "
         f"{len(PRIMARY)}, run or not. *Negligible*: its 95 % interval lies inside the margin. *Undecided*: neither. *No range*: every run at chance, or at the "
-        "ceiling; a text's loss and gain have no known ceiling. One look is taken at the first half of the seeds, where p counts 50 times.",
+        "ceiling; a text's loss and gain have no known ceiling. There is one interim look, at the first half of the seeds, with p times 50.",
     )
 )
 
 LIMITS = "\n".join(
     (
-        "- **Size.** 18M parameters, in reach 60M, in capacity less than one million. The order at 1B may be another.",
+        "- **Size.** 18M parameters; under Reach 60M, under Capacity less than one million. The order at 1B may be another.",
         "- **Text.** Two thirds are Python source; the English is reference and argument.",
         "- **Forks** say what an addition learns in a few hundred steps from a model without it, not what a model trained with it from the start would be.",
         "- **The released Q-Delta** is computed in float32 PyTorch, as its partner is; the authors' kernels were not run.",
