@@ -36,9 +36,9 @@ METHOD = "\n".join(
         f"trunk's rows are pairs and questions alone until its loss on them is within {base.GATE.excess:g} nats of the least there is. A trunk that is not there by step "
         f"{base.BY} has no branches.",
         f"- **Language** (LUCID, the composition): {language.STEPS:,} steps, {language.STEPS * base.ROWS * base.LENGTH / 1e6:.0f}M tokens. 100M were "
-        f"planned; its {language.MINUTES} minutes allow these.",
-        f"- **Reach** (Polar + memory): the first study's recipe, seeds {reach.SEEDS[0]} to {reach.SEEDS[-1]}, on this study's text: the first's is what its "
-        "machine had installed.",
+        f"planned, and cut before the first run to what its {language.MINUTES} minutes allow.",
+        f"- **Reach** (Polar + memory): the first study's recipe, seeds {reach.SEEDS[0]} to {reach.SEEDS[-1]}, on this study's text, because the first's was the "
+        "packages that one machine had installed.",
         f"- **Learning rates**: each family's, from {_from_to((rates.GRID[0], rates.GRID[-1]))}, by the documents to choose by and seeds of their own.",
         "- **Verdicts.** *Holds*, *opposite*: the difference lies beyond its margin with p < 0.05 (Student's t) after Holm's adjustment over all "
         f"{len(PRIMARY)}, run or not. *Negligible*: its 95 % interval lies inside the margin. *Undecided*: neither. *No range*: every run at chance, or at the "
