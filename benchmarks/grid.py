@@ -40,9 +40,8 @@ from needlework.testing.verdict import DRAWS
 SCRIPT = Path(__file__)
 DEVICE = "cuda"
 JUDGED = {"T": 136, "documents": (1, 30, 35, 70)}
-SIDE_BY_SIDE = min(
-    14, max(1, cores() - 2)
-)  # a peer's kernels compile one after another: a process for each core but the parent's
+# A peer's kernels compile one after another: a process for each core but the parent's
+SIDE_BY_SIDE = min(14, max(1, cores() - 2))
 PREPARED = 2 * 2**30  # bytes that a call may take beside others, and its peer as many
 PASSES = ("fwd", "fwd+bwd")
 
