@@ -10,7 +10,7 @@ Weights are random, bfloat16; every sequence has `context` tokens. Rows:
     first       ms to the first token over HTTP, of one request on an idle server, with a prompt of `context` tokens
     generate    tokens a second of transformers' generate, one user
 
-    share = bytes / (ms · COPY),  bytes = weights read + 2 · fixed states + pages read, the least that a step moves
+    share = bytes / (ms · bandwidth of a copy, measured first),  bytes = weights read + 2 · fixed states + pages read, the least that a step moves
     floor_ms of `first` = 2 · weights · context / PRODUCT
 """
 
@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import front
 import results
-from timing import median
+from timing import ceilings, median
 from train import _commit
 
 from needlework.models import NeedleworkForCausalLM
@@ -40,12 +40,11 @@ from needlework.serve.scheduler import Scheduler
 from needlework.serve.step import Admitted, Decode, Step
 from needlework.serve.tables import Tables
 
-COPY = 4.27e12  # bytes a second that a copy moves on an H200: the device's own limit
 PRODUCT = 700e12  # operations a second of a large product
 MODELS = ("qdelta-340m", "qdelta-1.3b", "atma-polar-memory", "transformer-500m", "carve-125m", "lucid-1b-64")
 ROWS = (1, 64, 256, 512)
 MADE = 64  # tokens of a request
-# tokens a second at context 512, 0.87 of what a step written for each model alone reached
+# tokens a second at context 512 on an H200, 0.87 of what a step written for each model alone reached there
 BARS = {
     "qdelta-340m": {1: 2700, 64: 50_000, 256: 79_000, 512: 90_000},
     "qdelta-1.3b": {1: 1096, 64: 15_900, 512: 22_600},
@@ -54,6 +53,7 @@ BARS = {
     "carve-125m": {1: 4590, 64: 106_000, 256: 266_000, 512: 345_000},
     "lucid-1b-64": {1: 1180, 64: 37_500, 256: 88_000, 512: 100_000},
 }
+BARS_OF = "NVIDIA H200"
 OURS = 0.87
 
 
@@ -72,6 +72,8 @@ def main() -> int:
     device = torch.cuda.get_device_name()
     common = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "commit": _commit()}
     file, failed = results.path(device, given.out), 0
+    copied, _ = ceilings()
+    torch.cuda.empty_cache()
     for name in given.preset:
         torch.manual_seed(0)
         with torch.device("cuda"):
@@ -92,7 +94,10 @@ def main() -> int:
                 failed += 1
                 print(f"{name} {what} B {B}: {type(error).__name__}: {error}", flush=True)
                 continue
-            bar = BARS.get(name, {}).get(B) if what == "step" and given.context == 512 else None
+            if what == "step":
+                figures["share"] = figures["bytes"] / (figures["ms"] * 1e-3 * copied)
+            barred = what == "step" and given.context == 512 and device == BARS_OF
+            bar = BARS.get(name, {}).get(B) if barred else None
             results.put(file, row | figures | common | {"bar": bar and round(OURS * bar)})
             print(f"{name:20} {what:9} B {B:4}  " + "  ".join(f"{k} {v:,.4g}" for k, v in figures.items()), flush=True)
         del model
@@ -141,7 +146,7 @@ def step(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) -> 
     if not model.config.tie_word_embeddings:
         read -= model.model.embed.weight.nbytes  # a row a token of it
     least = read + B * (2 * fixed + rows)
-    return {"ms": ms, "tokens_per_second": B / ms * 1e3, "share": least / (ms * 1e-3 * COPY), "bytes": least}
+    return {"ms": ms, "tokens_per_second": B / ms * 1e3, "bytes": least}
 
 
 def engine(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) -> dict[str, float]:
