@@ -110,8 +110,18 @@ def finished(result: Path, recipe: Job, run: Path) -> bool:
     if not result.exists():
         return False
     there, here = read_json(result), plain(recipe.resume_fingerprint())
-    config = there["config"] | {"train": {name: there["config"]["train"].get(name) for name in here["train"]}}
-    different = sorted(differences(config, here))
+    different = sorted(differences(_fingerprint(there["config"], here), here))
     if different and not ("ended" in there and not has_work(run)):
         raise RunError(f"{result} is of another config ({', '.join(different[:6])}); choose another --name, or remove it")
     return not different
+
+
+def _fingerprint(config: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    """The config with those fields of training alone that `like` has; a fork has training in each of its parts."""
+    parts = {
+        name: _fingerprint(part, like[name])
+        for name, part in config.items()
+        if isinstance(part, dict) and isinstance(like.get(name), dict)
+    }
+    trained = {"train": {name: config["train"].get(name) for name in like["train"]}} if "train" in like else {}
+    return config | parts | trained

@@ -9,16 +9,18 @@ import torch
 
 from needlework.data import RecallMix
 from needlework.experiment.capacity import Capacity
-from needlework.experiment.claim import write_json
+from needlework.experiment.claim import RunError, write_json
 from needlework.experiment.fork import Fork
 from needlework.experiment.jobs import recipes_of, run_job
 from needlework.experiment.pack import read_pack, slim, write_pack
+from needlework.experiment.sweep import finished
 from needlework.recipes import study
 from needlework.recipes.study import base, capacity, forks, language, mixers, pilot, rates, reach, text
 from needlework.report.answers import answers
 
 JOBS = {name: module.runs() for name, module in study.EXPERIMENTS.items()}
 JOBS["rates"] = tuple(rates.run(*wanted) for wanted in rates.wanted({}))  # the grid; `runs` has what is not in its pack
+CHOOSE = ("rates", "trunks")  # what is chosen on the development side
 CLAIMS = [pytest.param(claim, id=claim.says) for claim in study.PRIMARY + study.EXPLORED]
 
 
@@ -60,7 +62,8 @@ def test_a_claim_has_the_ends_that_its_task_has():
     claim = forks.CLAIMS[0]._replace(seeds=2)
     nats = lambda x: {"recall": {"2048": {"nll": x}}}
     runs = [
-        {"name": "gated-deltanet", "seed": seed, "branches": {"qdelta": nats(2.30), "itself": nats(2.31)}} for seed in (0, 1)
+        {"name": "gated-deltanet", "seed": seed, "branches": {"qdelta": nats(2.30), "itself": nats(2.31)}}
+        for seed in claim.planned
     ]
     assert answers((claim,), {"forks": runs})[0].word == "no range: at chance"
 
@@ -71,15 +74,14 @@ def test_every_run_has_a_name_of_its_own_and_what_is_chosen_has_seeds_of_its_own
     tests = {
         r.train.seed
         for name, jobs in JOBS.items()
-        if name != "rates"
+        if name not in CHOOSE
         for job in jobs
         for r in ([job] if isinstance(job, Capacity) else recipes_of([job]))
     }
-    choosing = {job.train.seed for job in (*JOBS["rates"], *capacity.rates())} | {rates.EVALUATE.seed}
-    assert not tests & choosing and rates.EVALUATE.side == "development"
-    assert {
-        r.evaluate.side for jobs in JOBS.values() for r in recipes_of(jobs) if r.name.rpartition("-")[0] not in rates.FAMILIES
-    } == {"held_out"}
+    choosing = {job.train.seed for job in (*JOBS["rates"], *JOBS["trunks"], *capacity.rates())} | {rates.EVALUATE.seed}
+    assert not tests & choosing
+    for name, jobs in JOBS.items():
+        assert {r.evaluate.side for r in recipes_of(jobs)} <= ({"development"} if name in CHOOSE else {"held_out"})
 
 
 def test_no_run_reads_the_text_more_often_than_it_may_and_recall_is_asked_128_times_at_least():
@@ -92,7 +94,7 @@ def test_no_run_reads_the_text_more_often_than_it_may_and_recall_is_asked_128_ti
 
 
 def test_recall_is_trained_as_the_issue_asks():
-    for name in ("pilot", "forks"):
+    for name in ("pilot", "trunks", "forks"):
         for recipe in recipes_of(JOBS[name]):
             if len(recipe.phases) > 1:
                 warm, after = recipe.phases
@@ -105,6 +107,7 @@ def test_the_minutes_are_those_that_there_are(monkeypatch):
     """By the pace that base.py assumes; capacity's runs took 29 minutes."""
     minutes = {
         "pilot": base.seconds(JOBS["pilot"]) / 60,
+        "trunks": base.seconds(JOBS["trunks"]) / 60,
         "rates": 2 * base.seconds(JOBS["rates"]) / 60,  # the grid, and as many runs after it
         "forks": forks.seconds(JOBS["forks"]) / 60,
         "language": base.seconds(JOBS["language"]) / 60,
@@ -292,8 +295,8 @@ def test_carves_branches_start_as_blind_and_a_stopped_fork_goes_on(small, tmp_pa
 
 def test_a_trunk_that_passes_its_gate_after_its_warm_up_has_no_branches(tmp_path):
     job = JOBS["forks"][0]
-    assert job.trunk.phases[0].steps == base.BY < forks.TRUNK
-    late = {"name": job.name, "seed": 0, "gate": {"step": base.BY + 1, "most": base.BY}}
+    assert job.trunk.phases[0].steps == forks.BY < forks.TRUNK
+    late = {"name": job.name, "seed": 0, "gate": {"step": forks.BY + 1, "most": forks.BY}}
     write_json(tmp_path / "trunk" / "result.json", late)
     assert run_job(job, tmp_path)["branches"] == {}
 
@@ -306,6 +309,16 @@ def test_a_trunk_that_does_not_pass_its_gate_has_no_branches(small, tmp_path):
     entry = run_job(job, tmp_path / "runs" / "forks" / "a")
     assert entry["branches"] == {} and entry["gate"]["step"] is None
     assert answers(forks.CLAIMS, {"forks": [entry]})[0].passed == (0, 1)
+
+
+def test_a_sweep_that_goes_on_knows_the_result_of_a_fork(tmp_path):
+    """Fields that a resumed run may change, as compile, stand in the config of each part and in no fingerprint."""
+    job, result = JOBS["forks"][0], tmp_path / "a.json"
+    write_json(result, {"config": job.to_dict()})
+    assert finished(result, job, tmp_path / "a")
+    branches = tuple(dataclasses.replace(one, train=dataclasses.replace(one.train, seed=9)) for one in job.branches)
+    with pytest.raises(RunError, match=r"ccq\.train\.seed, itself\.train\.seed, qdelta\.train\.seed"):
+        finished(result, dataclasses.replace(job, branches=branches), tmp_path / "a")
 
 
 def test_a_text_run_tells_what_its_context_gives(small, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 
 from needlework.experiment.pack import write_pack
 from needlework.recipes.study import EXPERIMENTS, page
+from needlework.recipes.study import forks as planned
 from needlework.report.answers_page import write_answers
 
 COMMON = {"machine": "a GPU", "train": {"seconds": 60.0, "loss": []}}
@@ -26,16 +27,16 @@ def forks():
     """Q-Delta and its trunk are alike; CARVE's runs lie far apart; one trunk of CARVE passed its gate too late."""
     found = []
     for trunk, branch, apart in (("gated-deltanet", "qdelta", 0.001), ("carve-blind", "carve", 0.3)):
-        for seed in range(8):
+        for seed in planned.SEEDS:
             nll = {
                 name: {"recall": {"2048": {"nll": x, "overwritten": {"nll": x}}}} | COMMON
                 for name, x in (("itself", 0.5), (branch, 0.5 + apart * (-1) ** seed))
             }
             found.append(
-                {"name": trunk, "seed": seed, "title": trunk, "gate": {"step": 200 + seed, "most": 360}, "branches": nll}
+                {"name": trunk, "seed": seed, "title": trunk, "gate": {"step": 200 + seed, "most": planned.BY}, "branches": nll}
                 | COMMON
             )
-    found[-1] |= {"gate": {"step": 361, "most": 360}, "branches": {}}
+    found[-1] |= {"gate": {"step": planned.BY + 1, "most": planned.BY}, "branches": {}}
     return found
 
 
@@ -67,7 +68,7 @@ def test_a_claim_has_its_verdict_its_effect_its_interval_and_a_picture(tmp_path)
     assert pictures == {"ccq.png", "q-delta.png", "carve.png", "bytes.png"}
     behind = (tmp_path / "a" / "runs.md").read_text()
     assert (
-        "| forks | 16 | 46 | 15 of 16 by step 360 | a GPU |" in behind
+        "| forks | 16 | 46 | 15 of 16 by step 1080 | a GPU |" in behind
         and "| CCQ against Gated DeltaNet, from one trunk |" in behind
     )
     written(packs, tmp_path / "b")

@@ -2,7 +2,8 @@
 
     text.py      what is read            mixers.py   what is compared           base.py     what the recipes share
     pilot.py     E1; warm.py: again      rates.py    E2: learning rates         capacity.py E3
-    forks.py     E4                      language.py E5                         reach.py    E6
+    trunks.py    E4's warm-up            forks.py    E4                         language.py E5
+    reach.py     E6
 
 Claims, metrics, margins and numbers of seeds were written here before the first run. `PRIMARY` are judged together; the rest is
 exploration.
@@ -10,13 +11,14 @@ exploration.
 
 from types import ModuleType
 
-from needlework.recipes.study import capacity, forks, language, pilot, rates, reach, warm
+from needlework.recipes.study import capacity, forks, language, pilot, rates, reach, trunks, warm
 
 EXPERIMENTS: dict[str, ModuleType] = {
     "pilot": pilot,
     "warm": warm,
     "rates": rates,
     "capacity": capacity,
+    "trunks": trunks,
     "forks": forks,
     "language": language,
     "reach": reach,

@@ -2,12 +2,13 @@
 
     training     32 rows of 2,048 tokens a step; AdamW, cosine to a tenth; bfloat16, blocks compiled
     needles      0.4 of the rows ask for pairs in text at any distance, answers counted 8 times; a dense warm-up comes first, until its
-                 gate, for 360 steps at most: of the pilot's 1,200, of a fork's trunk's 480. A run that passes it later has not passed
+                 gate, for 360 of the pilot's 1,200 steps at most, for 1,080 of those of a fork's trunk. A run that passes it later
+                 has not passed
     state        its norm is looked at every 50 steps; one over 1e4, some hundred times the usual, ends the run by name
     seeds        0 … of the tests; 100 … of what is chosen on the development side
 
-PACE is what the minutes are counted by, tokens a second of two runs at a time on one GPU: measured by the pilot on an H100 for its six
-mixers, for the others a guess by the first study's 60M models, which have twice the width times depth.
+PACE is what the minutes are counted by, tokens a second of four runs at a time on one GPU under NVIDIA's MPS: measured on two H100s as
+E4 and E5 began, for the rest the pilot's two runs at a time without MPS.
 """
 
 from dataclasses import replace
@@ -31,16 +32,16 @@ BY = 360  # the gate has to be passed by this step, 30 % of them
 
 # peak learning rates by family, as rates.py's runs choose them; 2e-3 is the first study's
 RATES = dict.fromkeys(("gated-deltanet", "qdelta", "ccq", "carve", "softmax", "lucid", "composition", "control"), 2e-3)
-RATES |= {"ccq": 4e-3, "qdelta": 4e-3}
+RATES |= dict.fromkeys(("ccq", "qdelta", "lucid", "control"), 4e-3)
 FAMILY = {
     "gated-deltanet-wide": "gated-deltanet", "gated-deltanet-published": "gated-deltanet", "kda": "gated-deltanet",
     "carve-blind": "carve", "softmax-plain": "softmax", "lucid-plain": "lucid", "softmax-memory": "softmax", "polar-memory": "softmax",
 }  # fmt: skip
 
 PACE = {
-    "gated-deltanet": 1.47e6, "gated-deltanet-wide": 1.4e6, "gated-deltanet-published": 1.6e6, "kda": 1.4e6, "qdelta": 1.45e6, "ccq": 1.35e6,
-    "carve": 1.2e6, "carve-blind": 0.97e6, "softmax": 1.6e6, "lucid": 1.5e6, "softmax-plain": 1.53e6, "lucid-plain": 1.6e6,
-    "softmax-memory": 1.3e6, "polar-memory": 1.04e6, "composition": 1.4e6, "control": 1.45e6,
+    "gated-deltanet": 1.85e6, "gated-deltanet-wide": 1.4e6, "gated-deltanet-published": 1.6e6, "kda": 1.4e6, "qdelta": 1.75e6, "ccq": 1.7e6,
+    "carve": 0.78e6, "carve-blind": 1.25e6, "softmax": 2.2e6, "lucid": 2.2e6, "softmax-plain": 1.53e6, "lucid-plain": 1.6e6,
+    "softmax-memory": 1.3e6, "polar-memory": 1.04e6, "composition": 1.9e6, "control": 1.9e6,
 }  # fmt: skip
 BESIDE = 8.0  # seconds a run: its start, compilation from the cache, measurement, with two runs at a time
 
@@ -82,11 +83,11 @@ def recipe(
     )
 
 
-def gated(after: RecallMix = AFTER, steps: int = STEPS) -> tuple[Phase, ...]:
-    """The warm-up until its gate, then the needle rows in text."""
+def gated(warm: RecallMix = WARM, after: RecallMix = AFTER, by: int = BY, steps: int = STEPS) -> tuple[Phase, ...]:
+    """The warm-up until its gate, for `by` steps at most, then the needle rows in text."""
     return (
-        Phase(steps=BY, batch=ROWS, length=LENGTH, task=WARM, until=GATE),
-        Phase(steps=steps - BY, batch=ROWS, length=LENGTH, task=after),
+        Phase(steps=by, batch=ROWS, length=LENGTH, task=warm, until=GATE),
+        Phase(steps=steps - by, batch=ROWS, length=LENGTH, task=after),
     )
 
 

@@ -1,7 +1,7 @@
 """E5, text: what does a mixer give a language model that reads, at one size and on one text?
 
-text       18M parameters, 79M tokens of running text in rows of 2,048, 1.15 epochs; not the 100M that were planned, whose 48 runs would take
-           63 minutes by base.PACE, of 53 that there are
+text       18M parameters, 79M tokens of running text in rows of 2,048, 1.15 epochs; not the 100M that were planned, whose 48 runs take more
+           than the 53 minutes that there are
 metrics    held-out loss; the gain of a context, loss at 1,024 to 2,048 less loss at 0 to 256; the loss on the last token of bigrams
            that occur earlier in the row and at most 16 times in the training text
 ends       a loss is ln 8,192 = 9.01 nats for a guess among the tokens, a gain 0 for a model that makes
