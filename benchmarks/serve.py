@@ -5,7 +5,8 @@
 Weights are random, bfloat16; every sequence has `context` tokens. Rows:
 
     step        the runner's CUDA graph alone: moves, copies to and from the device and the next token included, the scheduler not
-    engine      tokens a second of as many greedy requests as rows, from prompts of `context` tokens, prefill not counted
+    engine      tokens a second of as many greedy requests as rows, prefill not counted; each has `context` tokens at half of its answer,
+                for a step costs by what its sequences hold
     http        the same of as many streams over HTTP, from a process of their own
     first       ms to the first token over HTTP, of one request on an idle server, with a prompt of `context` tokens
     generate    tokens a second of transformers' generate, one user
@@ -43,7 +44,7 @@ from needlework.serve.tables import Tables
 PRODUCT = 700e12  # operations a second of a large product
 MODELS = ("qdelta-340m", "qdelta-1.3b", "atma-polar-memory", "transformer-500m", "carve-125m", "lucid-1b-64")
 ROWS = (1, 64, 256, 512)
-MADE = 64  # tokens of a request
+MADE = 64  # tokens that `generate` is timed over, and half of what a request of `engine` and `http` makes
 # tokens a second at context 512 on an H200, 0.87 of what a step written for each model alone reached there
 BARS = {
     "qdelta-340m": {1: 2700, 64: 50_000, 256: 79_000, 512: 90_000},
@@ -155,7 +156,7 @@ def engine(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) -
     speeds = []
     with settled(), Engine(runner, scheduler) as running:
         for attempt in range(2):  # the first captures the graphs
-            prompt = torch.randint(model.config.vocab_size, (B, context)).tolist()
+            prompt = torch.randint(model.config.vocab_size, (B, context - MADE)).tolist()
             sampling = Sampling(temperature=0.0)
             streams = [
                 running.add(Request(id=f"{attempt}-{i}", prompt=tuple(own), max_tokens=2 * MADE, sampling=sampling))
@@ -179,7 +180,7 @@ def http(model: NeedleworkForCausalLM, B: int, context: int, passes: Passes) -> 
     runner, scheduler = serving(model, B, context, passes)
     vocabulary = model.config.vocab_size
     with settled(), Engine(runner, scheduler) as running, front.address(running, vocabulary) as (port, _):
-        asked = {"streams": B, "prompt": context, "tokens": 2 * MADE, "vocabulary": vocabulary}
+        asked = {"streams": B, "prompt": context - MADE, "tokens": 2 * MADE, "vocabulary": vocabulary}
         front.load(port, **asked)  # captures the graphs
         found = front.streamed(running, port, **asked, seed=1)
     return {"tokens_per_second": found.tokens / found.seconds, "tokens_a_piece": found.a_piece}
