@@ -50,6 +50,7 @@ def test_without_a_gpu_it_says_what_to_do(needlework, monkeypatch):
     assert "--compile-only" in needlework("doctor", ok=False)
 
 
+@pytest.mark.slow
 def test_it_runs_in_the_interpreter_and_writes_a_report(tmp_path):
     pytest.importorskip("triton")
     done = command("--full", "--report", str(tmp_path / "r.json"), TRITON_INTERPRET="1")

@@ -131,6 +131,7 @@ def test_a_sweep_s_result_of_another_config_is_not_taken_for_this_one_s(own, tmp
     assert asked == [[], [], ["qdelta-0"]]
 
 
+@pytest.mark.slow
 def test_eval_goes_on_from_the_numbers_that_it_has(needlework, own, tmp_path, monkeypatch):
     from needlework.experiment import evaluate
 

@@ -82,7 +82,7 @@ BUDGETS = [(d, s, g) for d in (torch.float32, torch.float16) for s in ("random",
 
 @pytest.mark.parametrize(
     "dtype, style, gates",
-    chosen(BUDGETS, [(torch.float16, "clustered", False), (torch.float32, "clustered", True)]),
+    chosen(BUDGETS, [(torch.float16, "clustered", False)]),
 )
 def test_half_and_single_precision_are_within_the_budget(dtype, style, gates):
     given = sample(4, 60, H=1, Hq=1, K=16, V=16, style=style, gates=gates)
@@ -264,7 +264,9 @@ def test_a_prompt_on_pages_is_the_sequence(window, gates, impl):
         assert torch.equal(memory.open_block["beta_slots"][slot, opened], state.beta[0, opened])
 
 
-@pytest.mark.parametrize("name", [spec.name for spec in PATH_PAGES])
+@pytest.mark.parametrize(
+    "name", chosen([spec.name for spec in PATH_PAGES], ("path-pages", "path/lucid-window-read-pages", "path/fox-pages"))
+)
 def test_half_prompts_on_pages_are_within_the_budget(name):
     spec = next(spec for spec in PATH_PAGES if spec.name == name)
     given = make(spec, 1, 200, style="clustered")

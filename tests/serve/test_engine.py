@@ -18,6 +18,7 @@ from needlework.serve.courier import Courier
 from needlework.serve.interface import DrainingError, GrammarError, QueueFullError
 from needlework.serve.messages import Add
 from needlework.serve.request import Event, Request, Sampling
+from needlework.testing.rows import chosen
 from tests.models.test_table_cache import MIXERS, V
 
 from .serving import GREEDY, HARDLY_ANY, Serving, generated, requests
@@ -50,7 +51,7 @@ def test_many_requests_are_answered_as_by_generate(model):
     assert found == [generated(model, request) for request in asked]
 
 
-@pytest.mark.parametrize("left_out", ("M", ""))
+@pytest.mark.parametrize("left_out", chosen(("M", ""), quick=("M",)))
 def test_padded_rows_on_buffers_of_their_own_answer_as_generate(left_out):
     """As in CUDA graphs: rows that decode, and a sequence that is prefilled alone where every layer can be captured; Mamba-3's MIMO
     cannot."""
@@ -308,9 +309,19 @@ def test_a_seed_gives_the_same_tokens_alone_and_among_others(model):
         (alone,) = serving.answers([mine])
         others = requests(8, seed=3, answers=(20,), sampling=Sampling(temperature=1.0))
         among = serving.answers([*others[:4], mine, *others[4:]])[4]
+    assert alone == among and len(set(alone)) > 3
+
+
+@pytest.mark.slow
+def test_a_seed_gives_the_same_tokens_to_one_that_was_parked(model):
+    sampling = Sampling(temperature=1.5, seed=7, top_p=0.9, frequency_penalty=0.5, repetition_penalty=1.3)
+    mine = Request(id="mine", prompt=(1, 2, 3, 4), max_tokens=20, sampling=sampling)
+    with Serving(model) as serving:
+        (alone,) = serving.answers([mine])
     with Serving(model, **HARDLY_ANY) as crowded:
         *_, parked = crowded.answers([*requests(3, seed=4, lengths=(50,), answers=(80,)), mine])
-    assert alone == among == parked and len(set(alone)) > 3
+        assert crowded.scheduler.parked
+    assert alone == parked
 
 
 @pytest.mark.slow
