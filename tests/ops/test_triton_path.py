@@ -82,7 +82,7 @@ BUDGETS = [(d, s, g) for d in (torch.float32, torch.float16) for s in ("random",
 
 @pytest.mark.parametrize(
     "dtype, style, gates",
-    chosen(BUDGETS, [(torch.float16, "clustered", False)]),
+    chosen(BUDGETS, [(torch.float16, "clustered", False), (torch.float32, "clustered", True)]),
 )
 def test_half_and_single_precision_are_within_the_budget(dtype, style, gates):
     given = sample(4, 60, H=1, Hq=1, K=16, V=16, style=style, gates=gates)
