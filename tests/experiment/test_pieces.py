@@ -87,7 +87,6 @@ def test_what_a_measurement_depends_on_is_its_weights_text_and_questions(small_t
     assert measurement(tmp_path / "a", other, EVERYTHING, torch.device("cpu")) != of("a")
 
 
-@pytest.mark.slow
 def test_a_run_that_is_stopped_while_it_is_measured_ends_in_the_result_of_one_that_was_not(small_text, tmp_path):
     recipe = dataclasses.replace(tiny(small_text), evaluate=dataclasses.replace(EVERYTHING, full_context=True))
     whole = run(recipe, tmp_path / "runs" / "whole" / "qdelta")
