@@ -20,7 +20,6 @@ from needlework.report.answers import answers
 
 JOBS = {name: module.runs() for name, module in study.EXPERIMENTS.items()}
 JOBS["rates"] = tuple(rates.run(*wanted) for wanted in rates.wanted({}))  # the grid; `runs` has what is not in its pack
-CHOOSE = ("rates", "trunks")  # what is chosen on the development side
 CLAIMS = [pytest.param(claim, id=claim.says) for claim in study.PRIMARY + study.EXPLORED]
 
 
@@ -74,14 +73,14 @@ def test_every_run_has_a_name_of_its_own_and_what_is_chosen_has_seeds_of_its_own
     tests = {
         r.train.seed
         for name, jobs in JOBS.items()
-        if name not in CHOOSE
+        if name != "rates"
         for job in jobs
         for r in ([job] if isinstance(job, Capacity) else recipes_of([job]))
     }
-    choosing = {job.train.seed for job in (*JOBS["rates"], *JOBS["trunks"], *capacity.rates())} | {rates.EVALUATE.seed}
+    choosing = {job.train.seed for job in (*JOBS["rates"], *capacity.rates())} | {rates.EVALUATE.seed}
     assert not tests & choosing
     for name, jobs in JOBS.items():
-        assert {r.evaluate.side for r in recipes_of(jobs)} <= ({"development"} if name in CHOOSE else {"held_out"})
+        assert {r.evaluate.side for r in recipes_of(jobs)} <= {"development" if name == "rates" else "held_out"}
 
 
 def test_no_run_reads_the_text_more_often_than_it_may_and_recall_is_asked_128_times_at_least():
@@ -94,7 +93,7 @@ def test_no_run_reads_the_text_more_often_than_it_may_and_recall_is_asked_128_ti
 
 
 def test_recall_is_trained_as_the_issue_asks():
-    for name in ("pilot", "trunks", "forks"):
+    for name in ("pilot", "forks"):
         for recipe in recipes_of(JOBS[name]):
             if len(recipe.phases) > 1:
                 warm, after = recipe.phases
@@ -107,7 +106,6 @@ def test_the_minutes_are_those_that_there_are(monkeypatch):
     """By the pace that base.py assumes; capacity's runs took 29 minutes."""
     minutes = {
         "pilot": base.seconds(JOBS["pilot"]) / 60,
-        "trunks": base.seconds(JOBS["trunks"]) / 60,
         "rates": 2 * base.seconds(JOBS["rates"]) / 60,  # the grid, and as many runs after it
         "forks": forks.seconds(JOBS["forks"]) / 60,
         "language": base.seconds(JOBS["language"]) / 60,

@@ -2,8 +2,7 @@
 
     text.py      what is read            mixers.py   what is compared           base.py     what the recipes share
     pilot.py     E1; warm.py: again      rates.py    E2: learning rates         capacity.py E3
-    trunks.py    E4's warm-up            forks.py    E4                         language.py E5
-    reach.py     E6
+    forks.py     E4                      language.py E5                         reach.py    E6
 
 Claims, metrics, margins and numbers of seeds were written here before the first run. `PRIMARY` are judged together; the rest is
 exploration.
@@ -11,14 +10,13 @@ exploration.
 
 from types import ModuleType
 
-from needlework.recipes.study import capacity, forks, language, pilot, rates, reach, trunks, warm
+from needlework.recipes.study import capacity, forks, language, pilot, rates, reach, warm
 
 EXPERIMENTS: dict[str, ModuleType] = {
     "pilot": pilot,
     "warm": warm,
     "rates": rates,
     "capacity": capacity,
-    "trunks": trunks,
     "forks": forks,
     "language": language,
     "reach": reach,
