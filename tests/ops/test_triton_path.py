@@ -265,7 +265,7 @@ def test_a_prompt_on_pages_is_the_sequence(window, gates, impl):
 
 
 @pytest.mark.parametrize(
-    "name", chosen([spec.name for spec in PATH_PAGES], ("path-pages", "path/lucid-window-read-pages", "path/fox-pages"))
+    "name", chosen([spec.name for spec in PATH_PAGES], ("path/pages", "path/lucid-window-read-pages", "path/fox-pages"))
 )
 def test_half_prompts_on_pages_are_within_the_budget(name):
     spec = next(spec for spec in PATH_PAGES if spec.name == name)
