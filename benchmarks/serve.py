@@ -67,6 +67,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=results.ROOT / "serving")
     parser.add_argument("--eager", action="store_true", help="decoding steps as PyTorch runs them, not compiled")
     given = parser.parse_args()
+    if given.context <= MADE and {"engine", "http"} & {*given.only}:
+        parser.error(f"--context is {given.context}, expected more than {MADE}: a request begins {MADE} tokens before it")
     import triton
 
     passes = EAGER if given.eager else compiled()
@@ -95,10 +97,11 @@ def main() -> int:
                 failed += 1
                 print(f"{name} {what} B {B}: {type(error).__name__}: {error}", flush=True)
                 continue
+            bar = None
             if what == "step":
                 figures["share"] = figures["bytes"] / (figures["ms"] * 1e-3 * copied)
-            barred = what == "step" and given.context == 512 and device == BARS_OF
-            bar = BARS.get(name, {}).get(B) if barred else None
+                if given.context == 512 and device == BARS_OF:
+                    bar = BARS.get(name, {}).get(B)
             results.put(file, row | figures | common | {"bar": bar and round(OURS * bar)})
             print(f"{name:20} {what:9} B {B:4}  " + "  ".join(f"{k} {v:,.4g}" for k, v in figures.items()), flush=True)
         del model

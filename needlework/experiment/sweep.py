@@ -118,10 +118,10 @@ def finished(result: Path, recipe: Job, run: Path) -> bool:
 
 def _fingerprint(config: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
     """The config with those fields of training alone that `like` has; a fork has training in each of its parts."""
-    parts = {
-        name: _fingerprint(part, like[name])
-        for name, part in config.items()
-        if isinstance(part, dict) and isinstance(like.get(name), dict)
-    }
-    trained = {"train": {name: config["train"].get(name) for name in like["train"]}} if "train" in like else {}
-    return config | parts | trained
+
+    def part(name: str, value: Any) -> Any:
+        if name == "train":
+            return {field: value.get(field) for field in like[name]}
+        return _fingerprint(value, like[name]) if isinstance(value, dict) and isinstance(like.get(name), dict) else value
+
+    return {name: part(name, value) for name, value in config.items()}

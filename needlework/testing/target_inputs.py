@@ -48,14 +48,14 @@ def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K:
         rows = keys(generator, B, T * R, 1, K, "clustered" if style == "hard" else style)
         return rows.view(B, T, R, 1, K).transpose(2, 3).contiguous() if R > 1 else rows
 
-    def rows(name: str, axes: int) -> list[int]:
+    def row_axis(name: str, axes: int) -> list[int]:
         """The axis of rows of an argument that has so many axes with it."""
         return [R] if given[name].dim() == axes else []
 
     makers: dict[str, Callable[[], Tensor]] = {
-        "q": lambda: unit(normal(generator, B, T, 1, *rows("q", 5), K)),
+        "q": lambda: unit(normal(generator, B, T, 1, *row_axis("q", 5), K)),
         "k": k,
-        "v": lambda: normal(generator, B, T, HV, *rows("v", 5), V),
+        "v": lambda: normal(generator, B, T, HV, *row_axis("v", 5), V),
         "g": lambda: decay(generator, B, T, gate, *([K] if channel else []), style=style),
         "beta": lambda: uniform(generator, 0.1, 1, B, T, HV),
         "lam": lambda: uniform(generator, 0, 1, B, T, HV),
@@ -80,8 +80,8 @@ def sample(rule: str, generator: torch.Generator, B: int, T: int, style: str, K:
         "up": lambda: normal(generator, 5 * K, 2, K) / (2 * K) ** 0.5,
         "dt": lambda: uniform(generator, 0.001, 0.1, B, T, HV),
         "angle": lambda: normal(generator, B, T, K // 4),
-        "q_bias": lambda: 1 + 0.3 * normal(generator, HV, *rows("q_bias", 3), K),
-        "k_bias": lambda: 1 + 0.3 * normal(generator, HV, *rows("k_bias", 3), K),
+        "q_bias": lambda: 1 + 0.3 * normal(generator, HV, *row_axis("q_bias", 3), K),
+        "k_bias": lambda: 1 + 0.3 * normal(generator, HV, *row_axis("k_bias", 3), K),
         "mimo_x": lambda: 1 / R + 0.3 * normal(generator, HV, R, V),
     }
     inputs = {name: makers[name]() for name in given}

@@ -26,10 +26,8 @@ REPRESENTATIVES = (
     "mamba3/mimo",
 )
 ENOUGH = {"B": 47, "T": 88}  # 4,096 numbers a head even for a gate, in a chunk of 64 and a piece of one
-FEW = {
-    "B": 12,
-    "T": 88,
-}  # 1,056: two norms of equal errors are within a tenth of each other, where the budget is twice the larger
+# 1,056: two norms of equal errors are within a tenth of each other, where the budget is twice the larger
+FEW = {"B": 12, "T": 88}
 HALVES = [partial(checks.error_budget, dtypes=(dtype,), **ENOUGH) for dtype in (torch.float16, torch.bfloat16)]
 COSTLY = (checks.compiles_without_a_graph_break, HALVES[0])
 SINGLE = partial(checks.error_budget, dtypes=(torch.float32,), **FEW)

@@ -7,8 +7,9 @@
     state        its norm is looked at every 50 steps; one over 1e4, some hundred times the usual, ends the run by name
     seeds        0 … of the tests; 100 … of what is chosen on the development side
 
-PACE is what the minutes are counted by, tokens a second of four runs at a time on one GPU under NVIDIA's MPS: measured on two H100s as
-E4 and E5 began, for the rest the pilot's two runs at a time without MPS.
+PACE is what the minutes are counted by, tokens a second of four runs at a time on one GPU under NVIDIA's MPS: four times what one of them
+made on an H100, as E4 and E5 began; the control's is the composition's, and of mixers that were not there then the pilot's two runs at a
+time without MPS, or a guess.
 """
 
 from dataclasses import replace
@@ -83,10 +84,10 @@ def recipe(
     )
 
 
-def gated(warm: RecallMix = WARM, after: RecallMix = AFTER, by: int = BY, steps: int = STEPS) -> tuple[Phase, ...]:
+def gated(after: RecallMix = AFTER, by: int = BY, steps: int = STEPS) -> tuple[Phase, ...]:
     """The warm-up until its gate, for `by` steps at most, then the needle rows in text."""
     return (
-        Phase(steps=by, batch=ROWS, length=LENGTH, task=warm, until=GATE),
+        Phase(steps=by, batch=ROWS, length=LENGTH, task=WARM, until=GATE),
         Phase(steps=steps - by, batch=ROWS, length=LENGTH, task=after),
     )
 

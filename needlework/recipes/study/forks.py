@@ -106,7 +106,7 @@ def fork(trunk: str, seed: int) -> Fork:
     lr = base.rate(trunk)
     flat = base.train(TRUNK, seed, lr, Cooldown(warmup=50, flat=1.0))
     return Fork(
-        trunk=base.recipe(trunk, base.gated(base.WARM, MIX, BY, TRUNK), flat, OF_TRUNK),
+        trunk=base.recipe(trunk, base.gated(MIX, BY, TRUNK), flat, OF_TRUNK),
         branches=tuple(_branch(trunk, name, seed, lr) for name in BRANCHES[trunk]),
     )
 

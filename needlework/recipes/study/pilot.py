@@ -37,4 +37,4 @@ def _run(mixer: str, seed: int) -> Recipe:
 def _once(seed: int) -> Recipe:
     """Answers counted once: what the weight does."""
     found = _run("gated-deltanet", seed)
-    return replace(found, name="gated-deltanet-once", phases=base.gated(after=replace(base.AFTER, weight=1.0)))
+    return replace(found, name="gated-deltanet-once", phases=base.gated(replace(base.AFTER, weight=1.0)))
