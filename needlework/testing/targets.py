@@ -117,7 +117,7 @@ RULES = (
     _pairs("paged/differential", "paged/paged", None, covers=True),
     _pairs("paged/polar", "paged/paged", None, covers=True),
     Rule("mamba3", "mamba3/siso", "mamba3/step", covers=True),
-    Rule("mamba3/mimo", "delta/additive", "mamba3/step"),
+    Rule("mamba3/mimo", "delta/scalar", "mamba3/step"),
 )
 
 
