@@ -3,6 +3,7 @@
 Parameter counts are checked in tests/models/test_presets.py; sources in each function.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -248,9 +249,15 @@ def preset(name: str) -> NeedleworkConfig:
 
 
 def count_parameters(config: NeedleworkConfig) -> int:
-    """The exact number of parameters, from the meta device: nothing is allocated. Tied weights count once."""
+    """The exact number of parameters, from the meta device: nothing is allocated. Tied weights count once.
+
+    Layers of one letter are alike: one of each is made.
+    """
+    times = Counter(config.layout)
     with torch.device("meta"):
-        return sum(p.numel() for p in NeedleworkForCausalLM(config).parameters())
+        model = NeedleworkForCausalLM(config.replaced(layout="".join(times)))
+    count = lambda module: sum(p.numel() for p in module.parameters())
+    return count(model) + sum((n - 1) * count(block) for n, block in zip(times.values(), model.model.blocks, strict=True))
 
 
 def of_size(config: Callable[[int], NeedleworkConfig], parameters: int, step: int = 32) -> NeedleworkConfig:

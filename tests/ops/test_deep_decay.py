@@ -7,6 +7,7 @@ from needlework.ops.carve.op import chunk_carve, recurrent_carve
 from needlework.ops.common.decay import NOTHING
 from needlework.ops.specs import specs
 from needlework.testing.compare import assert_close, differentiate, leaves, make, tokens, whole
+from needlework.testing.rows import chosen
 
 DEPTHS = (-30.0, -1e3, -1e12, -1e20, -torch.inf)
 GATED = [spec for spec in specs() if "g" in spec.tokens]
@@ -24,7 +25,8 @@ def deep(g: torch.Tensor, depth: float | None = None) -> torch.Tensor:
     return g
 
 
-@pytest.mark.parametrize("depth", (*DEPTHS, None))
+# every depth one after the other, and the deepest alone
+@pytest.mark.parametrize("depth", chosen((*DEPTHS, None), (-torch.inf, None)))
 @pytest.mark.parametrize("spec", GATED, ids=lambda spec: spec.name)
 def test_the_chunk_form_is_the_recurrence_with_every_gradient(spec, depth):
     inputs = make(spec, 1, T)

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from functools import cache
 
 import torch
 
@@ -96,7 +95,12 @@ def requests(n, seed=0, lengths=(1, 5, 17, 64, 70, 100), answers=(1, 5, 20), **o
     ]
 
 
-@cache
-def generated(model, request):
-    prompt = torch.tensor([request.prompt])
-    return model.generate(prompt, max_new_tokens=request.max_tokens, do_sample=False)[0, len(request.prompt) :].tolist()
+def generated(model, requests):
+    """What `generate` continues each prompt with: all at once, padded on the left."""
+    longest = max(len(request.prompt) for request in requests)
+    left = lambda row: [0] * (longest - len(row)) + row
+    prompts = torch.tensor([left([*request.prompt]) for request in requests])
+    mask = torch.tensor([left([1] * len(request.prompt)) for request in requests])
+    most = max(request.max_tokens for request in requests)
+    found = model.generate(prompts, attention_mask=mask, max_new_tokens=most, do_sample=False)[:, longest:].tolist()
+    return [row[: request.max_tokens] for row, request in zip(found, requests, strict=True)]

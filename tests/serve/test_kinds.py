@@ -19,8 +19,8 @@ EPS = torch.finfo(torch.float32).eps
 ASKED = Sampling(temperature=0.0, logprobs=1)
 HEAD = 70  # tokens that prompts begin with: a snapshot has 64 of them
 QUICK = [
-    "linear-plain", "gdn2 with its output gate", "deltaproduct", "comba, grouped", "longhorn", "rwkv-7", "retnet", "hedgehog",
-    "ccq on gla-hedgehog", "mamba-2", "mamba", "kda with its output gate", "ssmax", "alibi", "fox", "lucid path", "polar and a kda memory",
+    "linear-plain", "gdn2 with its output gate", "deltaproduct", "comba, grouped", "rwkv-7", "ccq on gla-hedgehog", "mamba", "ssmax", "fox",
+    "lucid path", "polar and a kda memory",
 ]  # fmt: skip
 COMPUTED_AGAIN = ["carve of rank 2, decayed", "ccq on mamba-2, two groups", "fox in a window", "path that forgets"]
 SNAPSHOTS = ["carve-ccq", "hedgehog", "ccq on mamba-2, two groups", "mamba3", "fox in a window", "lucid beta", "differential"]

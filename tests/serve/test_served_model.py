@@ -69,7 +69,7 @@ def server(model, tmp_path):
 
 def written(model, prompt, answer=ANSWER):
     """The text that `generate` writes."""
-    tokens = generated(model, Request(id="", prompt=tuple(prompt), max_tokens=answer))
+    tokens = generated(model, [Request(id="", prompt=tuple(prompt), max_tokens=answer)])[0]
     return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
