@@ -19,6 +19,7 @@ from needlework.serve.messages import Order, Ready
 from needlework.serve.process import ENDS, deaf
 
 SPARE = 5  # seconds beyond the clients' last ones that a front has to end by itself
+HEARS = 0.5  # seconds after which the main thread hears a signal that came just before it began to wait, or to another thread
 Context = ForkServerContext | SpawnContext
 
 
@@ -76,7 +77,8 @@ class FrontProcess:
         watch = threading.Thread(target=self._watch, name="needlework watch", daemon=True)
         watch.start()
         try:
-            self._process.join()
+            while self._process.is_alive():
+                self._process.join(HEARS)
         finally:
             self._engine.close()
             watch.join()

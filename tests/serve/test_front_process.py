@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -105,6 +107,21 @@ def test_a_second_signal_ends_it_at_once(engine, context, tmp_path):
 
     with fronted(engine, context, tmp_path) as (front, url):
         wait(front, engine, client)
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_is_heard(engine, context, tmp_path):
+    """As one that comes between its last instruction and its wait; here another thread has it."""
+
+    def client():
+        while sys._current_frames()[threading.main_thread().ident].f_code.co_name != "select":
+            time.sleep(0.01)
+        time.sleep(0.1)  # it waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        engine.until(lambda e: e.draining)
+
+    with fronted(engine, context, tmp_path) as (front, _):
+        wait(front, engine, client)
+        assert front._process.exitcode == 0
 
 
 def test_a_front_that_dies_ends_the_server(engine, context, tmp_path):
