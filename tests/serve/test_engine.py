@@ -18,6 +18,7 @@ from needlework.serve.courier import Courier
 from needlework.serve.interface import DrainingError, GrammarError, QueueFullError
 from needlework.serve.messages import Add
 from needlework.serve.request import Event, Request, Sampling
+from needlework.testing.rows import covering
 from tests.models.test_table_cache import MIXERS, V
 
 from .serving import GREEDY, HARDLY_ANY, Serving, generated, requests
@@ -170,8 +171,7 @@ class Prefilled:
         return self._run(step, bits)
 
 
-@pytest.mark.parametrize("prompt", (1, 64, 70, 100))
-@pytest.mark.parametrize("kind", ("model", "rewriting"))
+@pytest.mark.parametrize("kind, prompt", covering(("model", "rewriting"), (1, 64, 70, 100), pairs=False))
 def test_answers_to_one_prompt_are_those_of_separate_requests(kind, prompt, request, monkeypatch):
     model, asked = request.getfixturevalue(kind), several(4, prompt, prompt)
     options = {"memory": 3_000_000, "snapshots": 0, "budget": 64}
