@@ -94,6 +94,19 @@ def test_a_conversation_goes_on(model):
         assert close(model(ids[:, :20], past_key_values=cache).logits, whole[:, :20]), "as new"
 
 
+def test_a_row_that_changes_its_place_takes_its_length_along(model, prompt):
+    ids, mask = prompt["input_ids"], prompt["attention_mask"]
+    order, newest = torch.tensor([1, 2, 0]), torch.tensor([[5], [6], [7]])
+    with torch.no_grad():
+        cache = tables(model)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        cache.reorder_cache(order)
+        found = model(newest, past_key_values=cache).logits
+        for row, own in enumerate(order):
+            alone = torch.cat([ids[own][mask[own].bool()], newest[row]])[None]
+            torch.testing.assert_close(found[row, -1], model(alone).logits[0, -1], rtol=0, atol=1e-12)
+
+
 class Recorder:
     """In the place of CUDA graphs: runs the recorded step again, on the addresses that it was recorded with."""
 
