@@ -113,8 +113,12 @@ def test_a_signal_that_does_not_wake_the_main_thread_is_heard(engine, context, t
     """As one that comes between its last instruction and its wait; here another thread has it."""
 
     def client():
-        while sys._current_frames()[threading.main_thread().ident].f_code.co_name != "select":
+        inside = lambda: sys._current_frames()[threading.main_thread().ident].f_code.co_name
+        for _ in range(3000):
+            if inside() == "select":
+                break
             time.sleep(0.01)
+        assert inside() == "select"
         time.sleep(0.1)  # it waits
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         engine.until(lambda e: e.draining)

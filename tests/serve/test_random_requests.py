@@ -6,7 +6,6 @@ again, and there would be nothing to shrink. Where a plan alone decides what hap
 
 import random
 import threading
-from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.serve.request import Request, Sampling
 from tests.models.test_table_cache import MIXERS, V
 
-from .serving import GREEDY, Serving
+from .serving import GREEDY, Serving, generated
 
 ANSWERS = (1, 20, 60, 60)  # tokens
 WARM = Sampling(temperature=1.5, top_p=0.9, frequency_penalty=0.5, repetition_penalty=1.3)
@@ -39,19 +38,8 @@ def mixed(rng, n):
     return made
 
 
-def generated(model, requests):
-    """What `generate` continues each prompt with, up to its stop token: prompts of one length at a time."""
-    alike, found = defaultdict(set), {}
-    for request in requests:
-        alike[len(request.prompt)].add(request.prompt)
-    for length, prompts in alike.items():
-        tokens = model.generate(torch.tensor(sorted(prompts)), max_new_tokens=max(ANSWERS), do_sample=False)[:, length:]
-        found |= dict(zip(sorted(prompts), tokens.tolist(), strict=True))
-    return [_cut(request, found[request.prompt]) for request in requests]
-
-
-def _cut(request, tokens):
-    tokens = tokens[: request.max_tokens]
+def ended(request, tokens):
+    """Up to its stop token."""
     stops = [at + 1 for at, token in enumerate(tokens) if token in request.stop_tokens]
     return tokens[: stops[0]] if stops else tokens
 
@@ -84,6 +72,6 @@ def test_mixed_requests_are_answered_as_by_generate_and_nothing_leaks(model, n):
         assert 0 < scheduler.unparked < scheduler.resumed and serving.engine.stats().prefix_tokens
         assert serving.all_is_back()
     greedy = [one for one in found if one.sampling is GREEDY and one not in gone]
-    assert [found[one] for one in greedy] == generated(model, greedy)
+    assert [found[one] for one in greedy] == [ended(*pair) for pair in zip(greedy, generated(model, greedy), strict=True)]
     for group in groups:  # of one seed
         assert len({tuple(found[one]) for one in group if one not in gone}) <= 1
