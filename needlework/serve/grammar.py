@@ -6,6 +6,7 @@ for ever. A schema's own "x-guidance" says otherwise.
 """
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,14 +64,36 @@ def _matcher() -> "type[LLMatcher]":
     return LLMatcher
 
 
+def maker(text: "Text", vocabulary: int) -> Callable[[str], "Matcher"]:
+    """A Grammar. Where there can be none, what refuses each request's with the reason: the others are served all the same."""
+    try:
+        return Grammar(text, vocabulary)
+    except ValueError as error:
+        reason = str(error)
+
+    def refuse(grammar: str) -> "Matcher":
+        raise GrammarError(f"grammar: {reason}")
+
+    return refuse
+
+
 class Grammar:
-    """Makes the matcher of a request's grammar, over one tokenizer. vocabulary: tokens that the model has logits of."""
+    """Makes the matcher of a request's grammar, over one tokenizer. vocabulary: tokens that the model has logits of.
+
+    Raises ValueError without llguidance, and for a tokenizer that it cannot read.
+    """
 
     def __init__(self, text: "Text", vocabulary: int):
-        self._matcher = _matcher()
+        self._matcher, self._words = _matcher(), -(-vocabulary // 32)
         from llguidance import LLTokenizer
 
-        self._tokenizer = LLTokenizer(text.tokenizer_json, n_vocab=vocabulary, eos_token=sorted(text.ends) or None, slices=None)
+        ends = sorted(text.ends) or None
+        try:
+            self._tokenizer = LLTokenizer(text.tokenizer_json, n_vocab=vocabulary, eos_token=ends, slices=None)
+        except ValueError as error:
+            raise ValueError(
+                f"llguidance cannot read this model's tokenizer, expected one that decodes by ByteLevel or ByteFallback: {error}"
+            ) from error
 
     def __call__(self, grammar: str) -> "Matcher":
         """GrammarError for a grammar that llguidance does not take, with its reason.
@@ -83,7 +106,7 @@ class Grammar:
         trial = matcher.deep_copy()
         trial.consume_token((allowed & -allowed).bit_length() - 1)
         _check(trial)
-        return Matcher(matcher)
+        return Matcher(matcher, self._words)
 
 
 def _check(matcher: "LLMatcher") -> None:
@@ -92,18 +115,18 @@ def _check(matcher: "LLMatcher") -> None:
 
 
 class Matcher:
-    """A request's way through its grammar."""
+    """A request's way through its grammar. words: ⌈V/32⌉; llguidance's mask has one more where 32 divides V."""
 
-    def __init__(self, matcher: "LLMatcher"):
-        self._matcher = matcher
+    def __init__(self, matcher: "LLMatcher", words: int):
+        self._matcher, self._words = matcher, words
 
     def copy(self) -> "Matcher":
         """Another request's, from here on."""
-        return Matcher(self._matcher.deep_copy())
+        return Matcher(self._matcher.deep_copy(), self._words)
 
     def bits(self) -> Tensor:
         """[⌈V/32⌉] int32: a bit for each token that may come next; the token that ends a text is one once the grammar is matched."""
-        return torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
+        return torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)[: self._words]
 
     def take(self, token: int) -> bool:
         """Go on by a token; whether nothing can follow it. GrammarError where the grammar is beyond llguidance's limits."""

@@ -2,8 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from needlework.fields import Count, Natural, Portion, fit
 from needlework.models import NeedleworkForCausalLM
@@ -11,14 +9,12 @@ from needlework.serve.capacity import SchedulerConfig
 from needlework.serve.compiled import EAGER, compiled
 from needlework.serve.costs import PAGE, costs
 from needlework.serve.engine import Engine
+from needlework.serve.grammar import maker
 from needlework.serve.planner import plan
 from needlework.serve.runner import Runner
 from needlework.serve.scheduler import Scheduler
 from needlework.serve.tables import Tables
 from needlework.serve.text import Text
-
-if TYPE_CHECKING:
-    from needlework.serve.grammar import Grammar
 
 CUT = 64  # tokens: a prompt is cut at its multiples, and at those of the layers' own chunks
 SNAPSHOTS = 16  # slots of their own, which running requests do not have
@@ -73,13 +69,4 @@ def start(model: NeedleworkForCausalLM, text: Text, room: Room) -> tuple[Engine,
     runner = Runner(model, Tables(held, config, model.device), config, passes)
     if runner.on_gpu:
         runner.capture(config.batch)
-    return Engine(runner, Scheduler(config), waiting=room.waiting, grammar=_grammar(text, runner.vocabulary)), config
-
-
-def _grammar(text: Text, vocabulary: int) -> "Grammar | None":
-    """None without llguidance: a request with a grammar is then refused."""
-    if find_spec("llguidance") is None:
-        return None
-    from needlework.serve.grammar import Grammar
-
-    return Grammar(text, vocabulary)
+    return Engine(runner, Scheduler(config), waiting=room.waiting, grammar=maker(text, runner.vocabulary)), config

@@ -1,6 +1,9 @@
 """An engine made for a machine: it takes what it may, cuts prompts where the model's chunks end, answers as `generate`, or says what
 lacks."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,7 +15,7 @@ from needlework.serve.start import Room, start
 from tests.models.test_table_cache import MIXERS
 
 from .serving import generated, requests
-from .texts import byte_text
+from .texts import END, byte_text
 
 ROOM = Room(length=160, batch=4, snapshots=2, memory=0.01)
 
@@ -39,6 +42,18 @@ def test_it_answers_as_generate(model, started):
     asked = requests(6)
     streams = [started[0].add(request) for request in asked]
     assert [[event.token for event in stream] for stream in streams] == generated(model, asked)
+
+
+def test_an_answer_matches_its_grammar_whole_on_a_vocabulary_of_whole_words():
+    pytest.importorskip("llguidance", reason="the extra `serve` is not installed")
+    from needlework.serve.grammar import of_regex
+
+    model = made(288, {"M": MIXERS["M"]})
+    asked = [replace(one, max_tokens=20, grammar=of_regex("(ab|cd){5}")) for one in requests(2)]
+    with start(model, byte_text(), ROOM)[0] as engine:
+        for stream in [engine.add(one) for one in asked]:
+            tokens = [event.token for event in stream if event.token is not None]
+            assert re.fullmatch(b"(ab|cd){5}", bytes(token for token in tokens if token != END))
 
 
 def test_prompts_are_cut_where_the_chunks_of_every_layer_end(model, started, monkeypatch):
