@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 
 def save_checkpoint(
-    model: NeedleworkForCausalLM, tokenizer: Tokenizer, end: int, directory: Path, weights: dict[str, Tensor] | None = None
+    model: NeedleworkForCausalLM,
+    tokenizer: Tokenizer,
+    end: int,
+    directory: str | Path,
+    weights: dict[str, Tensor] | None = None,
 ) -> None:
     """Write the folder for AutoModelForCausalLM and AutoTokenizer: whole, in place of one that is there, or not at all.
 
@@ -58,7 +62,7 @@ def save_checkpoint(
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     model.config = model.config.replaced(**ids)
     model.generation_config = GenerationConfig(**ids)
-    with whole_folder(directory) as new:
+    with whole_folder(Path(directory)) as new:
         model.save_pretrained(new, state_dict=weights)
         write_tokenizer(tokenizer, token, new)
 

@@ -63,7 +63,7 @@ def last():
 def saved(tmp_path):
     def save(tokenizer, model=None):
         folder = tmp_path / "checkpoint"
-        save_checkpoint(model or make(tokenizer.get_vocab_size()), tokenizer, eot_id(tokenizer), folder)
+        save_checkpoint(model or make(tokenizer.get_vocab_size()), tokenizer, eot_id(tokenizer), str(folder))
         return folder
 
     return save
