@@ -20,7 +20,7 @@ define tests
 	TRITON_INTERPRET=1 $(PYTEST) --dist worksteal -m $(1) $(KERNELS) || failed=1; }; exit $$failed
 endef
 
-test: lint  ## every op and every kernel, in seven to eight minutes on two cores: what to run while working
+test: lint  ## every op and every kernel, in five to eight minutes on two cores: what to run while working
 	$(call tests,"not slow")
 
 test-slow: .venv/installed  ## what is left: tests over five seconds, and the products of which `test` has the rows that cover
