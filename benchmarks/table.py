@@ -185,7 +185,7 @@ def main() -> None:
     text = PAGE.read_text()
     for name, root, made in TABLES:
         files = [results.read(path) for path in sorted(root.glob("*.json"))]
-        lines = "\n\n".join("\n".join(made(rows)) for rows in files if rows)
+        lines = "\n\n".join("\n".join(made(rows)) for rows in files if rows) or "Nothing has been measured yet."
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         before, rest = text.split(start)
         text = f"{before}{start}\n{lines}\n{end}{rest.split(end)[1]}"

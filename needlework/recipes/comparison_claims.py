@@ -95,6 +95,9 @@ def limits(compute: float) -> str:
             "after that, are nothing but needles.",
             "- **Tasks.** The models are trained on needles of the compact form (`#@xy=7391`). They are not trained on the sentences of passkey, "
             "number, uuid and multikey, nor on the induction needle: those show what a model this small learns to copy by itself.",
+            "- **Around the mixer** is what its paper has there. Softmax with RoPE, Diff Transformer and LUCID have no convolution, no norms of q and "
+            "k and no output gate; softmax without positions, Polar and those with memory have them all, as in ATMA. A difference between the two "
+            "groups is of all this.",
             "- **Tuning.** Learning rate and schedule were chosen on softmax and Gated DeltaNet and used for all, which favours those two.",
             "- **Seeds.** With so few seeds a difference of a few points counts only where each of them has it.",
             "- **Initialisation.** Gates, memories and norms start as published: with half-lives of a few dozen tokens in most heads of Gated "
