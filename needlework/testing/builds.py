@@ -87,7 +87,11 @@ def compile_all(full: bool, targets: Sequence[str], done: Callable[[int, int], N
 
     for name in targets:
         gpu(TARGETS[name])
-    todo = tasks(full, targets)
+    return compiled(tasks(full, targets), done)
+
+
+def compiled(todo: Sequence[Task], done: Callable[[int, int], None] = lambda count, of: None) -> list[Build]:
+    """As `compile_all`, of some tasks: one process for each core."""
     builds = []
     with ProcessPoolExecutor(cores(), mp_context=context()) as pool:
         for count, future in enumerate(as_completed([pool.submit(_compile, task) for task in todo]), 1):
