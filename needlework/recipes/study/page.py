@@ -24,7 +24,7 @@ def _from_to(ends: tuple[float, float]) -> str:
 METHOD = "\n".join(
     (
         "Claims, measures, margins and seeds were committed in `needlework/recipes/study/` before the first run. [The runs](runs.md), and what else "
-        "they show.",
+        "they show. A difference above 0 is for the claim.",
         "",
         "- **Pairs** differ in what the claim is about: both have one convolution, gate, layout and, within 2 %, as many bytes of state. Half-lives "
         f"start spread over {_from_to(mixers.SPREAD)} tokens; under Capacity, below, over {_from_to(capacity.SPREAD)}; under Reach as published.",
@@ -51,7 +51,7 @@ LIMITS = "\n".join(
         "- **Size.** 18M parameters; under Reach 60M, under Capacity less than one million. The order at 1B may be another.",
         "- **Text.** Two thirds are Python source; the English is reference and argument.",
         "- **Forks** say what an addition learns in a few hundred steps from a model without it, not what a model trained with it from the start would be.",
-        "- **The released Q-Delta** is computed in float32 PyTorch, as its partner is; the authors' kernels were not run.",
+        "- **The released Q-Delta**, which is in [the runs](runs.md), is computed in float32 PyTorch, as its partner is; the authors' kernels were not run.",
         "- **One recipe** for all but the learning rate.",
     )
 )
