@@ -6,12 +6,11 @@ import re
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models
 
 pytest.importorskip("llguidance", reason="the extra `serve` is not installed")
 
 from needlework.models.tokenizer import Vocabulary
-from needlework.serve.grammar import Grammar, maker, of_regex, of_schema
+from needlework.serve.grammar import Grammar, of_regex, of_schema
 from needlework.serve.interface import GrammarError
 from needlework.serve.text import Text
 
@@ -95,13 +94,6 @@ def test_a_mask_has_the_vocabularys_bits_and_no_word_more(vocabulary):
     matcher = Grammar(byte_text(), vocabulary)(of_regex("ab"))
     for one in (matcher, matcher.copy()):
         assert one.bits().shape == (-(-vocabulary // 32),)
-
-
-def test_a_tokenizer_that_llguidance_cannot_read_refuses_grammars_alone():
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    make = maker(Text(Vocabulary(tokenizer, None, frozenset({0}), None)), 2)
-    with pytest.raises(GrammarError, match=r"^grammar: llguidance cannot read this model's tokenizer, .* ByteFallback: "):
-        make(of_regex("a"))
 
 
 def test_matchers_of_one_grammar_go_their_own_ways(grammar):

@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 from needlework.layers import Attention, Path
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
+from needlework.models.tokenizer import Vocabulary
 from needlework.serve.costs import costs
+from needlework.serve.interface import GrammarError
 from needlework.serve.request import Sampling
 from needlework.serve.start import Room, start
+from needlework.serve.text import Text
 from tests.models.test_table_cache import MIXERS
 
 from .serving import generated, requests
@@ -44,7 +48,7 @@ def test_it_answers_as_generate(model, started):
     assert [[event.token for event in stream] for stream in streams] == generated(model, asked)
 
 
-def test_an_answer_matches_its_grammar_whole_on_a_vocabulary_of_whole_words():
+def test_an_answer_matches_its_grammar_whole_where_32_divides_the_vocabulary():
     pytest.importorskip("llguidance", reason="the extra `serve` is not installed")
     from needlework.serve.grammar import of_regex
 
@@ -54,6 +58,16 @@ def test_an_answer_matches_its_grammar_whole_on_a_vocabulary_of_whole_words():
         for stream in [engine.add(one) for one in asked]:
             tokens = [event.token for event in stream if event.token is not None]
             assert re.fullmatch(b"(ab|cd){5}", bytes(token for token in tokens if token != END))
+
+
+def test_with_a_tokenizer_that_llguidance_cannot_read_grammars_alone_are_refused():
+    pytest.importorskip("llguidance", reason="the extra `serve` is not installed")
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    model, asked = made(288, {"M": MIXERS["M"]}), requests(1)
+    with start(model, Text(Vocabulary(tokenizer, None, frozenset(), None)), ROOM)[0] as engine:
+        with pytest.raises(GrammarError, match=r"^grammar: llguidance cannot read this model's tokenizer, .* ByteFallback: "):
+            engine.add(replace(asked[0], grammar="x"))
+        assert [[event.token for event in engine.add(asked[0])]] == generated(model, asked)
 
 
 def test_prompts_are_cut_where_the_chunks_of_every_layer_end(model, started, monkeypatch):
