@@ -22,6 +22,7 @@ def answer(answer: Answer, path: Path) -> None:
         figure = Figure(figsize=(7.2, 2.3))
         runs = figure.add_axes((0.2, 0.2, 0.4, 0.66))
         runs.grid(axis="x")
+        runs.locator_params(axis="x", nbins=5)  # more labels would touch
         for i, spread in enumerate((answer.better, answer.worse)):
             shown = [times * value for value in spread.values]
             runs.plot(shown, [1 - i] * len(shown), marker(i), color=colour(i), alpha=0.7)

@@ -50,6 +50,9 @@ LIMITS = "\n".join(
     (
         "- **Size.** 18M parameters; under Reach 60M, under Capacity less than one million. The order at 1B may be another.",
         "- **Text.** Two thirds are Python source; the English is reference and argument.",
+        f"- **Language** stops at {language.STEPS * base.ROWS * base.LENGTH / 1e6:.0f}M tokens, while losses fall: a difference may be one of speed. One side of a "
+        f"pair may learn a thing in some seeds alone; its picture has every run. Rates differ: LUCID {base.rate('lucid'):g}, softmax {base.rate('softmax'):g}, "
+        f"the composition {base.rate('composition'):g}, its control {base.rate('control'):g}.",
         "- **Forks** say what an addition learns in a few hundred steps from a model without it, not what a model trained with it from the start would be.",
         "- **The released Q-Delta**, which is in [the runs](runs.md), is computed in float32 PyTorch, as its partner is; the authors' kernels were not run.",
         "- **One recipe** for all but the learning rate.",
