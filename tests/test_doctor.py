@@ -335,6 +335,14 @@ def test_compile_only_takes_every_launch_config_and_says_what_does_not_compile(m
     assert {build.error for build in builds._compile(few)} == {"RuntimeError: PassManager::run failed"}
 
 
+def test_fewer_variants_keep_those_of_other_warps():
+    """PaTH's attend has a program for two heads, and for one where each has gates: the first has fewer arguments and takes more memory."""
+    pytest.importorskip("triton")
+    (task,) = (task for task in builds.tasks(False) if (task.file, task.config) == ("path.engine.op", "sm90-128"))
+    kept = [case for case in builds.fewer(_cases(task)) if case.kernel.__name__ == "attend"]
+    assert [case.constexprs["HB"] for case in kept] == [case.options["num_warps"] // 4 for case in kept] == [2, 1]
+
+
 def test_a_kernel_that_does_not_fit_the_target_is_an_error_that_says_so(monkeypatch):
     """The same kernel is right for one GPU, too large for another, and larger than what its row says."""
     compiled = pytest.importorskip("needlework.ops.runtime.compile")
@@ -376,7 +384,7 @@ def _cases(task):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_100", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942"])
 def test_every_engine_compiles_for_every_gpu_under_the_row_that_is_picked_there(target):
     triton = pytest.importorskip("triton")
     if TARGETS[target].amd and "amd" not in triton.backends.backends:

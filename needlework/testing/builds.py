@@ -15,6 +15,7 @@ from needlework.testing.targets import ENGINES, sizes
 
 if TYPE_CHECKING:
     from needlework.ops.runtime.compile import Compiled
+    from needlework.ops.runtime.launch_configs import Case
 
 
 class Build(NamedTuple):
@@ -45,7 +46,7 @@ class Task(NamedTuple):
     K: int
     V: int
     target: str
-    variants: bool  # all of a kernel, or the one with the most arguments, and of those on a slot table likewise
+    variants: bool  # all of a kernel, or `fewer`
 
 
 def tasks(full: bool, targets: Sequence[str] = ()) -> list[Task]:
@@ -110,8 +111,7 @@ def _compile(task: Task) -> list[Build]:
     module = importlib.import_module(f"needlework.ops.{task.file}")
     cases = module.compile_cases(of_target, getattr(torch, task.dtype), task.K, task.V)
     if not task.variants:
-        by_arguments = sorted(cases, key=lambda case: len(case.signature))
-        cases = {(case.kernel, "p_slots" in case.signature): case for case in by_arguments}.values()
+        cases = fewer(cases)
     builds = []
     for case in cases:
         try:
@@ -125,6 +125,13 @@ def _compile(task: Task) -> list[Build]:
             # Triton, LLVM and ptxas raise what they like, and the other kernels are still to be compiled
             builds.append(Build(*facts, case.kernel.__name__, error=f"{type(error).__name__}: {error}"))
     return builds
+
+
+def fewer(cases: Sequence["Case"]) -> list["Case"]:
+    """Of a kernel the variant with the most arguments; of those on a slot table, and of each number of warps, whose tiles are others,
+    likewise."""
+    by_arguments = sorted(cases, key=lambda case: len(case.signature))
+    return list({(case.kernel, "p_slots" in case.signature, *case.options.items()): case for case in by_arguments}.values())
 
 
 def _more_than_said(row: launch_configs.LaunchConfig, made: "Compiled") -> str:

@@ -1,14 +1,20 @@
 """Attention in windows and over documents as blocks of FlexAttention, run as it is on a CPU, against masks and padding."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.attention import flex_attention
 
 from needlework.layers import softmax
 from needlework.ops.attention import fused as attention
-from needlework.testing.compare import EXACT, relative
+from needlework.ops.paged.reference import literal_attention, recurrent_attention
+from needlework.ops.specs import specs
+from needlework.testing.compare import EXACT, differentiate, relative
+from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 
 ENDS = [0, 100, 100, 417, 700]
+FORGETTING = ((129, None, None), (300, None, 50), (700, None, None), (640, [0, 100, 100, 640], None))
 CASES = [(1, None, 1), (129, None, 5), (300, None, 50), (700, None, 300), (512, None, 128), (700, ENDS, None), (700, ENDS, 60)]
 cases = pytest.mark.parametrize(("T", "ends", "window"), CASES)
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -61,6 +67,32 @@ def test_decays_are_added_with_the_masks_gradients(T, ends, window, request):
     assert all(relative(a, b) <= 10 * EXACT for a, b in pairs)
 
 
+def forgetting_over_budget(dtype, T, ends, window, device):
+    """Error ÷ budget of o and of the gradients of q, k, v and g, the log gates whose sums are the decays; a GPU streams it."""
+    (spec,) = (spec for spec in specs() if spec.name == "paged/forgetting")
+    x = spec.inputs(torch.Generator().manual_seed(0), 1, T, "random", d=64, V=64)
+    x = {name: x[name].to(device) for name in ("q", "k", "v")} | {
+        "g": x["decay"].diff(dim=1, prepend=x["decay"][:, :1]).to(device)
+    }
+    kept, wide, single = stored(x, dtype, spec.half)
+    settings = {"window": window, "cu_seqlens": None if ends is None else torch.tensor(ends, device=device)}
+
+    def found(attend, x, **more):
+        run = lambda x: attend(x["q"], x["k"], x["v"], decay=x["g"].double().cumsum(1), **settings, **more)
+        o, gradients = differentiate(run, x)
+        return o | gradients
+
+    streams = lambda *x, **more: softmax.softmax_attention(*x, **more)[0]
+    definition, literal = (found(form, single, operand=operand(dtype)) for form in (recurrent_attention, literal_attention))
+    return over_budget(found(streams, kept), found(recurrent_attention, wide), definition, literal)
+
+
+@pytest.mark.parametrize(("T", "ends", "window"), FORGETTING[:2])
+def test_a_gates_gradient_is_within_its_budget(T, ends, window, streaming):
+    """It is a sum over pairs that the gate lies between; all others are to cancel."""
+    assert_within_budget(forgetting_over_budget(torch.float32, T, ends, window, "cpu"))
+
+
 @cases
 def test_blocks_hold_every_pair_once_and_whole_blocks_hide_none(T, ends, window):
     """What a compiled kernel goes by: pairs in no block are never looked at, pairs in whole blocks are never masked."""
@@ -97,6 +129,21 @@ def test_a_layer_compiles_without_a_graph_break(streaming):
     run = lambda *x: softmax.softmax_attention(*x, window=60, cu_seqlens=ends)[0]
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     assert relative(compiled(*x).detach(), run(*x).detach()) <= 1e-6
+
+
+def test_attention_stays_compiled_over_many_kinds_of_calls(monkeypatch):
+    """After 8 of them torch.compile would run the T × T scores."""
+
+    def attend(*xs):
+        if not torch.compiler.is_compiling():
+            raise AssertionError("not compiled")
+        return sum(x.sum() for x in xs)
+
+    monkeypatch.setattr(flex_attention, "flex_attention", attend)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compiled = attention._compiled.__wrapped__()
+    for n in range(1, 13):
+        assert compiled(*(torch.ones(2) for _ in range(n))) == 2 * n
 
 
 @pytest.mark.parametrize("ends", ([0, 5, 3, 300], [0, 100], [1, 300]))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
+KINDS = 256  # of calls that FlexAttention is compiled for in a process
 FASTEST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -74,9 +75,11 @@ def streamed(
 
 
 def _forgetting(decay: Tensor) -> Callable[..., Tensor]:
-    """What FlexAttention adds to a score. A row's own G cancels in its softmax, so that its gradient is 0: it is there for the digits."""
+    """What FlexAttention adds to a score. A row's own G cancels in its softmax, and its gradient is 0 but for rounding, which is kept: it
+    is that of the same pairs as the keys', and both cancel in a gate's sum over tokens after it. Without it a gate's gradient is 6 to 27
+    times over its budget."""
     keys = decay.transpose(1, 2).contiguous()  # [B Hq T]
-    own = keys.detach()
+    own = keys.clone()  # FlexAttention takes no gradient of one tensor in two places
 
     def forget(score, batch, head, i, j):
         return score + (own[batch, head, i] - keys[batch, head, j]).to(score.dtype)
@@ -86,10 +89,13 @@ def _forgetting(decay: Tensor) -> Callable[..., Tensor]:
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    """As it is, it would make the T × T scores. torch.compile loads all of torch._dynamo: not where this is imported."""
+    """As it is, it would make the T × T scores, and so does what torch.compile falls back to after 8 kinds of calls: dtypes, widths, masks,
+    with gradients and without. Here it may have KINDS of them, and then raises. torch.compile loads all of torch._dynamo: not where this is
+    imported."""
+    from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    return config.patch(recompile_limit=KINDS)(torch.compile(flex_attention, fullgraph=True))
 
 
 def oldest(q: Tensor, cu_seqlens: Tensor | None, window: int | None) -> Tensor:

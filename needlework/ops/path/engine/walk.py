@@ -84,7 +84,7 @@ class Walk(NamedTuple):
     @property
     def programs(self) -> int:
         """Of `attend`, for each block of queries."""
-        return self.B * self.H // heads(self.config, self.H, self.HK, self.decay)
+        return self.B * self.H // heads(self.config, self.H, self.HK, self.decay or self.pages)
 
     def number(self, like: Tensor, *sizes: int, zeros: bool = False) -> Tensor:
         """In the sums' dtype."""
@@ -98,9 +98,10 @@ class Walk(NamedTuple):
         return out
 
 
-def heads(config: LaunchConfig, H: int, HK: int, decay: bool) -> int:
-    """That share a program of `attend`: of one group, and one alone where each has gates of its own."""
-    return 1 if decay else gcd(config.launch["attend"]["HB"], H // HK)
+def heads(config: LaunchConfig, H: int, HK: int, alone: bool) -> int:
+    """That share a program of `attend`: of one group. One alone where each has gates of its own, and where pages follow, whose tiles take
+    the shared memory that a second head's would."""
+    return 1 if alone else gcd(config.launch["attend"]["HB"], H // HK)
 
 
 def constants(
@@ -117,6 +118,6 @@ def constants(
     )  # fmt: skip
     own = {name: x for name, x in config.launch[kernel.__name__].items() if name != "NP"}  # programs are the host's
     if "HB" in own:  # warps are of HB heads
-        have = heads(config, H, HK, decay)
+        have = heads(config, H, HK, decay or pages)
         own |= {"HB": have, "num_warps": own["num_warps"] * have // own["HB"]}
     return {name: x for name, x in known.items() if name in kernel.arg_names} | own
