@@ -136,9 +136,9 @@ def test_a_default_run_judges_every_launch_config_that_is_taken_in_all_its_dtype
             here = [task for task in todo if (task.engine, task.config) == (engine, row.name)]
             assert {task.dtype for task in here} == {task.dtype for task in here if task.rule in covering} == taken
             first = next((dtype for dtype in row.dtypes if dtype in taken), None)
-            grown = {verdict.GROWN for rule in covering.values() if rule.grows and rule.chunk == engine and first == "bfloat16"}
+            grows = any(rule.grows and rule.chunk == engine for rule in covering.values()) and first == "bfloat16"
             forms = {form for task in here if task.rule in covering for form in task.forms}
-            assert forms == (expected | grown if taken else set())
+            assert forms == (expected | set(verdict.GROWN if grows else ()) if taken else set())
         may = {row.name for row in launch_configs.rows(engine) if row.arch <= (9, 0)}
         assert {task.config for task in everything if task.engine == engine} == may
     for rule in targets.RULES:
@@ -299,6 +299,15 @@ def test_a_tensor_fails_by_the_mean_of_many_draws(monkeypatch, ratios, fails):
     found, failing = verdict.weigh(TASK, "short", "cpu")
     assert bool(failing) == fails and list(left) == []
     assert set(found) == {"dk"}
+
+
+def test_packed_sequences_that_grow_are_each_beyond_float16():
+    """The larger of the two alone would take the call to the fallback; the second starts from nothing."""
+    spec, ends = target_inputs.spec_of("qdelta"), torch.tensor(verdict.ENDS["grown-packed"])
+    x, _ = verdict._inputs(TASK._replace(rule="qdelta"), spec, "grown-packed", 0)
+    _, states = spec.chunk(**x, cu_seqlens=ends, output_final_state=True)
+    largest = states.abs().amax((1, 2, 3))
+    assert (largest > torch.finfo(torch.float16).max).tolist() == [True, False, True]
 
 
 def test_an_error_is_a_verdict_and_want_of_memory_is_none(monkeypatch):

@@ -55,7 +55,7 @@ def _chosen(
     """Sizes and forms: with `full` all. Without, the rules that cover the kernels at the largest size that takes the row now, in every
     dtype, in the first one by every form; the others in bfloat16 at the row and the size that most models have. Each size is another
     compilation of every kernel."""
-    every = (*ROWS, GROWN) if rule.grows and dtype == "bfloat16" else ROWS
+    every = (*ROWS, *GROWN) if rule.grows and dtype == "bfloat16" else ROWS
     if full:
         return [(size, every) for size in sizes(row, arch, dtype, rule.keys_alone)]
     here = lambda row, dtype: taken(row, arch, dtype, rule.keys_alone)

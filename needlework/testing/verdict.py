@@ -70,13 +70,14 @@ FORMS = {
     "wide": "48 sequences of `rule.wide` tokens: more tiles than programs",
     "packed": "cu_seqlens: four sequences, one empty",
     "grown": "160 tokens whose state passes what float16 holds, in bfloat16, of a rule whose step may make it longer",
+    "grown-packed": "cu_seqlens: two such sequences, and an empty one between them",
     "step": "24 tokens one at a time, on a slot table with a padded row: more than the window of a rule that has one",
     "several": "the same, a few tokens at a time",
 }
 SHORT, STEP, SEVERAL = ("short",), ("step",), ("step", "several")
-GROWN = "grown"
-ROWS = tuple(form for form in FORMS if form not in (*SEVERAL, GROWN))
-ENDS = (0, 100, 100, 217, 300)
+GROWN = ("grown", "grown-packed")
+ROWS = tuple(form for form in FORMS if form not in (*SEVERAL, *GROWN))
+ENDS = {"packed": (0, 100, 100, 217, 300), "grown-packed": (0, 160, 160, 320)}
 FEW = 5  # tokens of a call of several
 
 
@@ -160,7 +161,7 @@ def draw(task: Task, form: str, device: str, seed: int) -> tuple[dict[str, float
     stored = {n: x.to(device, dtype if n in spec.half else torch.float32) for n, x in inputs.items()}
     wide = {n: x.double() for n, x in stored.items()}
     single = {n: x.float() for n, x in stored.items()}
-    settings = {"cu_seqlens": torch.tensor(ENDS, device=device)} if form == "packed" else {}
+    settings = {"cu_seqlens": torch.tensor(ENDS[form], device=device)} if form in ENDS else {}
     values = lambda call, x: _joined(differentiate(call, x))
     if form in SEVERAL or "gradients" in spec.skip:
         values = lambda call, x: dict(leaves(call(x)))
@@ -238,9 +239,10 @@ def _inputs(task: Task, spec: OpSpec, form: str, seed: int) -> tuple[dict[str, T
     make = lambda B, T, style: sample(task.rule, generator, B, T, style, task.K, task.V)
     generator = torch.Generator().manual_seed(seed)
     if form == "packed":
-        return make(1, ENDS[-1], "random"), ("",)
-    if form == GROWN:
-        return growing(generator, 1, 160, K=task.K, V=task.V), ("",)
+        return make(1, ENDS[form][-1], "random"), ("",)
+    if form in GROWN:
+        sequences = [growing(generator, 1, 160, K=task.K, V=task.V) for _ in range(2 if form in ENDS else 1)]
+        return {name: torch.cat([x[name] for x in sequences], 1) for name in sequences[0]}, ("",)
     if form in ("long", "wide"):
         rule = next(rule for rule in RULES if rule.spec == task.rule)
         return make(*{"long": (1, rule.long), "wide": (48, rule.wide)}[form], "random"), ("",)
