@@ -3,11 +3,14 @@
     dA = scale P ∘ (dO Vᵀ − D),  P = 2^{A − lse},  D = rowsum(dO ∘ O)
     out:  x as it comes to each older block of its superblock, and to each older superblock, is kept
     back: y = 0; superblocks from the oldest on: y is kept, y ← y H²ᵀ + dA k²; then the blocks of its own: y ← y Hᵀ + dA k¹
-    own:  dL = −tril(dA Rᵀ + y Uᵀ),  dQ = dA K + y + dL W
+    own:  dL = −tril(dA Rᵀ + y Uᵀ),  dQ = dA K + y + dL W − rowsum(dA) mean(K)
     with a forget gate: Σ_j dA_ij of each query, and Σ_i dA_ij of the block's queries for each key
 
 What a gate gets is the sum of the pairs that it lies between, of which the others cancel: rows and columns are sums of the same dA, and of
 float32 inputs they are float64 (forgets.py has the rest).
+
+A row of a softmax's dA sums to 0, but for the rounding of dA as an operand and of O in D. Keys that are alike would add that up to
+a dQ along them: it is taken off along the mean of the block's own keys, which is short where they are not.
 
 What is kept lies in tiles [C KB], a group's heads behind each other, of a panel of PB blocks: M a block of queries for its superblock, SB
 for superblocks. keys.py reads them. y is the gradient of x as it leaves; of the oldest it is 0.
@@ -37,6 +40,15 @@ def weights(s, b_do, b_v, lse, D, SCALE: tl.constexpr, RATE: tl.constexpr, ACC: 
     p = tl.exp2(s * SCALE - lse[:, None])
     dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee", out_dtype=ACC)
     return p * (dp - D[:, None]) * RATE
+
+
+@triton.jit
+def as_operand(da, left, SOFT: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr):
+    """dA rounded, and `left` with the sum of its rows."""
+    b_da = da.to(ST)
+    if SOFT:
+        left += tl.sum(b_da.to(ACC), 1)
+    return b_da, left
 
 
 @triton.jit
@@ -103,6 +115,7 @@ def sweep(
     tl.debug_barrier()  # what one thread kept another reads
 
     y = tl.zeros([C, KB], ACC)
+    left = tl.zeros([C], ACC)
     total = tl.zeros([C], tl.float64)
     if DECAY:
         p_column += (tl.cast(i_bh, tl.int64) * PB + i_at) * NR
@@ -128,7 +141,8 @@ def sweep(
             if DECAY:
                 total += summed(da, 1, ST)
                 tl.store(p_column + j + o_n, summed(da, 0, ST).to(p_column.dtype.element_ty))
-            y = tl.dot(da.to(ST), b_k, y, input_precision="ieee", out_dtype=ACC)
+            b_da, left = as_operand(da, left, SOFT, ACC, ST)
+            y = tl.dot(b_da, b_k, y, input_precision="ieee", out_dtype=ACC)
         if LATE:
             # behind the products, whose shared memory these take, and not held through them
             tl.debug_barrier()
@@ -154,7 +168,8 @@ def sweep(
         if DECAY:
             total += summed(da, 1, ST)
             tl.store(p_column + j * C + o, summed(da, 0, ST).to(p_column.dtype.element_ty))
-        y = tl.dot(da.to(ST), b_k, y, input_precision="ieee", out_dtype=ACC)
+        b_da, left = as_operand(da, left, SOFT, ACC, ST)
+        y = tl.dot(b_da, b_k, y, input_precision="ieee", out_dtype=ACC)
 
     # again: held until now they would cost the loops their registers
     b_q, b_L, _ = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, C, ACC, ST)
@@ -167,7 +182,7 @@ def sweep(
     s = tl.where(seen, s, float("-inf"))
     b_v = load_tile(p_v, i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
     da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
-    b_da = da.to(ST)
+    b_da, left = as_operand(da, left, SOFT, ACC, ST)
     if DECAY:
         tl.store(p_row + row, total + summed(da, 1, ST))
         tl.store(p_column + own, summed(da, 0, ST).to(p_column.dtype.element_ty))
@@ -181,5 +196,9 @@ def sweep(
     b_w = load_tile(p_w, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
     dq = tl.dot(b_da, b_k, y, input_precision="ieee", out_dtype=ACC)
     dq = tl.dot(b_dL, b_w, dq, input_precision="ieee", out_dtype=ACC)
+    if SOFT:
+        k = b_k.to(ACC)
+        real = tl.sum(tl.where(tl.max(tl.abs(k), 1) > 0, 1.0, 0.0).to(ACC), 0)  # rows behind a sequence's end are zeros
+        dq -= left[:, None] * (tl.sum(k, 0) / tl.maximum(real, 1.0))[None, :]
     store_tile(p_dq, dq.to(p_dq.dtype.element_ty), i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
     tl.store(row_pointers(p_dq0, i_bh, i_t, NR, C, KB), b_y)
