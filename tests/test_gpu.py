@@ -238,11 +238,12 @@ def test_attention_that_forgets_is_within_its_budget(dtype, T, ends, window):
     assert_within_budget(forgetting_over_budget(dtype, T, ends, window, "cuda"))
 
 
+@pytest.mark.parametrize("K", (64, 128))
 @pytest.mark.parametrize("spec", (*LUCID_PAGES, *PATH_PAGES), ids=lambda spec: spec.name)
-def test_a_call_by_block_table_is_within_its_budget(spec):
+def test_a_call_by_block_table_is_within_its_budget(spec, K):
     """Prefill in two calls and decoding, of a sequence of many blocks, of none and of one token; its shares are many too."""
     pytest.importorskip("triton")
-    inputs = inputs_of(spec.name, torch.Generator().manual_seed(0), 1, 1000, "clustered", 64, 64)
+    inputs = inputs_of(spec.name, torch.Generator().manual_seed(0), 1, 1000, "clustered", K, K)
     kept, wide, single = stored(on("cuda", inputs), torch.bfloat16, spec.half)
     ends = torch.tensor([0, 700, 700, 701, 1000], device="cuda")
     form = lambda call, x, **settings: dict(leaves(call(**x, cu_seqlens=ends, **settings)))
