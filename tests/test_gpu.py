@@ -28,7 +28,7 @@ from tests.layers.test_mixers import CONFIGS, build, close, sample
 from tests.ops.test_paged import D as PAGED_D
 from tests.ops.test_paged import V as PAGED_V
 from tests.ops.test_paged import each, read_outs
-from tests.ops.test_windowed_attention import FORGETTING, forgetting_over_budget
+from tests.ops.test_windowed_attention import STREAMED, streamed_over_budget
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 PACKED = torch.tensor([0, 19, 19, 83])
@@ -223,19 +223,14 @@ def test_a_mixer_on_the_gpu_is_the_mixer_on_the_cpu(name):
     assert close(torch.cat([first, second], 1).cpu(), y)
 
 
-@pytest.mark.parametrize(("T", "ends", "window"), FORGETTING)
-@pytest.mark.parametrize(
-    "dtype",
-    (
-        torch.bfloat16,
-        torch.float16,
-        pytest.param(torch.float32, marks=pytest.mark.xfail(reason="FlexAttention sums dg in float32", strict=True)),
-    ),
-    ids=str,
-)
-def test_attention_that_forgets_is_within_its_budget(dtype, T, ends, window):
-    """FlexAttention with a bias, as training takes it for ALiBi and forgetting attention: o and every gradient, the gate's too."""
-    assert_within_budget(forgetting_over_budget(dtype, T, ends, window, "cuda"))
+@pytest.mark.parametrize("gates", (True, False), ids=("gates", "plain"))
+@pytest.mark.parametrize(("T", "ends", "window"), STREAMED)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+def test_streamed_attention_is_within_its_budget(dtype, T, ends, window, gates, request):
+    """FlexAttention as training takes it for windows, packed documents, ALiBi and forgetting attention: o and every gradient."""
+    if gates and dtype == torch.float32:
+        request.applymarker(pytest.mark.xfail(reason="FlexAttention sums dg in float32", strict=True))
+    assert_within_budget(streamed_over_budget(dtype, T, ends, window, gates, "cuda"))
 
 
 @pytest.mark.parametrize("K", (64, 128))

@@ -14,7 +14,7 @@ from needlework.testing.compare import EXACT, differentiate, relative
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
 
 ENDS = [0, 100, 100, 417, 700]
-FORGETTING = ((129, None, None), (300, None, 50), (700, None, None), (640, [0, 100, 100, 640], None))
+STREAMED = ((129, None, None), (300, None, 50), (700, None, None), (640, [0, 100, 100, 640], None))
 CASES = [(1, None, 1), (129, None, 5), (300, None, 50), (700, None, 300), (512, None, 128), (700, ENDS, None), (700, ENDS, 60)]
 cases = pytest.mark.parametrize(("T", "ends", "window"), CASES)
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -67,8 +67,9 @@ def test_decays_are_added_with_the_masks_gradients(T, ends, window, request):
     assert all(relative(a, b) <= 10 * EXACT for a, b in pairs)
 
 
-def forgetting_over_budget(dtype, T, ends, window, device):
-    """Error ÷ budget of o and of the gradients of q, k, v and g, the log gates whose sums are the decays; a GPU streams it."""
+def streamed_over_budget(dtype, T, ends, window, gates, device):
+    """Error ÷ budget of o and of the gradients of q, k, v and, with `gates`, of g, the log gates whose sums are the decays. A GPU streams
+    it where there are gates, documents or a window."""
     (spec,) = (spec for spec in specs() if spec.name == "paged/forgetting")
     x = spec.inputs(torch.Generator().manual_seed(0), 1, T, "random", d=64, V=64)
     x = {name: x[name].to(device) for name in ("q", "k", "v")} | {
@@ -78,8 +79,8 @@ def forgetting_over_budget(dtype, T, ends, window, device):
     settings = {"window": window, "cu_seqlens": None if ends is None else torch.tensor(ends, device=device)}
 
     def found(attend, x, **more):
-        run = lambda x: attend(x["q"], x["k"], x["v"], decay=x["g"].double().cumsum(1), **settings, **more)
-        o, gradients = differentiate(run, x)
+        decay = lambda x: x["g"].double().cumsum(1) if gates else None
+        o, gradients = differentiate(lambda x: attend(x["q"], x["k"], x["v"], decay=decay(x), **settings, **more), x)
         return o | gradients
 
     streams = lambda *x, **more: softmax.softmax_attention(*x, **more)[0]
@@ -87,10 +88,10 @@ def forgetting_over_budget(dtype, T, ends, window, device):
     return over_budget(found(streams, kept), found(recurrent_attention, wide), definition, literal)
 
 
-@pytest.mark.parametrize(("T", "ends", "window"), FORGETTING[:2])
+@pytest.mark.parametrize(("T", "ends", "window"), STREAMED[:2])
 def test_a_gates_gradient_is_within_its_budget(T, ends, window, streaming):
     """It is a sum over pairs that the gate lies between; all others are to cancel."""
-    assert_within_budget(forgetting_over_budget(torch.float32, T, ends, window, "cpu"))
+    assert_within_budget(streamed_over_budget(torch.float32, T, ends, window, True, "cpu"))
 
 
 @cases
