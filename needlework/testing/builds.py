@@ -15,7 +15,6 @@ from needlework.testing.targets import ENGINES, sizes
 
 if TYPE_CHECKING:
     from needlework.ops.runtime.compile import Compiled
-    from needlework.ops.runtime.launch_configs import Case
 
 
 class Build(NamedTuple):
@@ -127,7 +126,7 @@ def _compile(task: Task) -> list[Build]:
     return builds
 
 
-def fewer(cases: Sequence["Case"]) -> list["Case"]:
+def fewer(cases: Sequence[launch_configs.Case]) -> list[launch_configs.Case]:
     """Of a kernel the variant with the most arguments; of those on a slot table, and of each number of warps, whose tiles are others,
     likewise."""
     by_arguments = sorted(cases, key=lambda case: len(case.signature))

@@ -72,20 +72,19 @@ def streamed_over_budget(dtype, T, ends, window, gates, device):
     it where there are gates, documents or a window."""
     (spec,) = (spec for spec in specs() if spec.name == "paged/forgetting")
     x = spec.inputs(torch.Generator().manual_seed(0), 1, T, "random", d=64, V=64)
-    x = {name: x[name].to(device) for name in ("q", "k", "v")} | {
-        "g": x["decay"].diff(dim=1, prepend=x["decay"][:, :1]).to(device)
-    }
+    x["g"] = x["decay"].diff(dim=1, prepend=x["decay"][:, :1])
+    x = {name: x[name].to(device) for name in (*"qkv", *("g" if gates else ""))}
     kept, wide, single = stored(x, dtype, spec.half)
     settings = {"window": window, "cu_seqlens": None if ends is None else torch.tensor(ends, device=device)}
 
     def found(attend, x, **more):
-        decay = lambda x: x["g"].double().cumsum(1) if gates else None
-        o, gradients = differentiate(lambda x: attend(x["q"], x["k"], x["v"], decay=decay(x), **settings, **more), x)
+        decays = lambda x: {"decay": x["g"].double().cumsum(1)} if gates else {}
+        o, gradients = differentiate(lambda x: attend(x["q"], x["k"], x["v"], **decays(x), **settings, **more), x)
         return o | gradients
 
-    streams = lambda *x, **more: softmax.softmax_attention(*x, **more)[0]
+    streamed = lambda *x, **more: softmax.softmax_attention(*x, **more)[0]
     definition, literal = (found(form, single, operand=operand(dtype)) for form in (recurrent_attention, literal_attention))
-    return over_budget(found(streams, kept), found(recurrent_attention, wide), definition, literal)
+    return over_budget(found(streamed, kept), found(recurrent_attention, wide), definition, literal)
 
 
 @pytest.mark.parametrize(("T", "ends", "window"), STREAMED[:2])
