@@ -76,6 +76,7 @@ FORMS = {
 }
 SHORT, STEP, SEVERAL = ("short",), ("step",), ("step", "several")
 GROWN = ("grown", "grown-packed")
+BRIEF = (*SHORT, *GROWN)  # so few tokens that the definition's own error is within reach
 ROWS = tuple(form for form in FORMS if form not in (*SEVERAL, *GROWN))
 ENDS = {"packed": (0, 100, 100, 217, 300), "grown-packed": (0, 160, 160, 320)}
 FEW = 5  # tokens of a call of several
@@ -177,7 +178,7 @@ def draw(task: Task, form: str, device: str, seed: int) -> tuple[dict[str, float
         in_print = lambda half: whole(spec.literal, operand=half, chunk_size=_chunk(task), **settings)
         printed = in_print(operand(dtype))
         # and for thousands of tokens it keeps a state a token: the printed form replaces it there
-        in_single = (lambda half: whole(spec.recurrent, operand=half)) if form == "short" else in_print
+        in_single = (lambda half: whole(spec.recurrent, operand=half, **settings)) if form in BRIEF else in_print
     exact, literal = values(in_double, wide), values(printed, single)
     fast = run()
     with poisoned():
@@ -202,7 +203,7 @@ def draw(task: Task, form: str, device: str, seed: int) -> tuple[dict[str, float
 
     # what is within twice the printed form's own error is within the budget, whatever the definition's own is
     definition, found = literal, ratios(literal, {})
-    if form == "short" and max(found.values()) > 1:
+    if form in BRIEF and max(found.values()) > 1:
         definition = values(in_single(operand(dtype)), single)
         found = ratios(definition, {})
     if dtype.itemsize == 2 and max(found.values()) > 1:

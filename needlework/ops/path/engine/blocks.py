@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.runs import row_pointers
-from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
 from needlework.ops.path.engine.forward import passed
 from needlework.ops.path.engine.tiles import (
     coupled,
@@ -113,10 +113,10 @@ def group(
             s -= forgets_itself(p_decay, i_bh, NR, i_t + o, RATE, ACC)
         p = tl.where(seen, tl.exp2(s * SCALE - lse), 0.0)
         if SOFT:
-            dv = tl.dot(p.to(b_do.dtype), b_do, dv, input_precision="ieee", out_dtype=ACC)
+            dv = plus_product(dv, p.to(b_do.dtype), b_do, ST == ACC)
         b_da = (p * (dp - D) * RATE).to(ST)
         tl.store(row_pointers(p_dA, i_bh, i_t, NR, C, C), b_da)
-        dk = tl.dot(b_da, b_q, dk, input_precision="ieee", out_dtype=ACC)
+        dk = plus_product(dk, b_da, b_q, ST == ACC)
         dR -= tl.dot(b_L, tl.trans(b_da), input_precision="ieee", out_dtype=ACC)
     tl.store(row_pointers(p_sum_k, i_bk, i_t, NR, C, KB), dk)
     tl.store(row_pointers(p_dR, i_bk, i_t, NR, C, C), dR)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.runs import row_pointers
-from needlework.ops.common.kernels.tile import load_tile
+from needlework.ops.common.kernels.tile import load_tile, plus_product
 from needlework.ops.path.engine.tiles import forgets, newest_asking, of_columns, square_pointers, superblock, tile_pointers
 
 
@@ -40,9 +40,9 @@ def met(
     if WINDOW:
         p = tl.where(own[None, :] - key[:, None] < W, p, 0.0)
     if SOFT:
-        dv = tl.dot(p.to(b_do.dtype), b_do, dv, input_precision="ieee", out_dtype=ACC)
+        dv = plus_product(dv, p.to(b_do.dtype), b_do, ST == ACC)
     da = p * (dp - D) * RATE
-    dk = tl.dot(da.to(ST), b_x, dk, input_precision="ieee", out_dtype=ACC)
+    dk = plus_product(dk, da.to(ST), b_x, ST == ACC)
     return dk, dv
 
 
@@ -135,7 +135,7 @@ def transferred(
             tile = ((tl.cast(i_bk, tl.int64) * PB + lo + n // G - start) * slots + slot) * G + n % G
             b_x = tl.load(tile_pointers(p_x, tile, C, KB))
             b_y = tl.load(tile_pointers(p_y, tile, C, KB))
-            dH = tl.dot(tl.trans(b_x), b_y, dH, input_precision="ieee", out_dtype=ACC)
+            dH = plus_product(dH, tl.trans(b_x), b_y, b_x.dtype == ACC)
         tl.store(at, dH)
 
 

@@ -19,7 +19,7 @@ with ones are exact and nearly free.
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
 from needlework.ops.polar.attention.rows import CLAMP, LN2, clamped, gains_of, log1p, shares, softplus_of_three, span, tanh
 
 ONES = tl.constexpr(16)  # columns of the product that sums rows: the fewest that a tensor core takes
@@ -134,7 +134,7 @@ def _dq_over_keys(
             p = tl.where(seen, p, 0.0)
         da = p * (ev * sc[:, None] + (p * B[:, None] + A[:, None]))
         b_da = da.to(b_k.dtype)
-        acc = tl.dot(b_da, b_k, acc, input_precision="ieee", out_dtype=ACC)
+        acc = plus_product(acc, b_da, b_k, b_k.dtype == ACC)
         total = tl.dot(b_da, tl.full([BN, ONES], 1.0, tl.float32).to(b_k.dtype), total, input_precision="ieee", out_dtype=ACC)
     return acc, total
 
@@ -241,13 +241,13 @@ def _over_queries(
                 seen &= behind < W
             p = tl.where(seen, p, 0.0)
         ev = tl.dot(b_v, tl.trans(b_e), input_precision="ieee", out_dtype=ACC)
-        dv = tl.dot(p.to(b_e.dtype), b_e, dv, input_precision="ieee", out_dtype=ACC)
+        dv = plus_product(dv, p.to(b_e.dtype), b_e, b_e.dtype == ACC)
         # late: two numbers a query fewer to hold meanwhile
         A, B = tl.split(tl.load(p_rows + 4 * i_row + 2 * NR + o_pair))
         if SCALED:
             B /= part
         da = p * (ev * sc[None, :] + (p * B[None, :] + A[None, :]))
-        dk = tl.dot(da.to(b_q.dtype), b_q, dk, input_precision="ieee", out_dtype=ACC)
+        dk = plus_product(dk, da.to(b_q.dtype), b_q, b_q.dtype == ACC)
     return dk, dv
 
 

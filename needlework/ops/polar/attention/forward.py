@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.softmax import NONE, soften
-from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
 from needlework.ops.polar.attention.rows import gains, gains_of, read_out, softplus_of_three, span
 
 
@@ -36,7 +36,7 @@ def _over_keys(
             s = tl.where(seen, s, float("-inf"))
         b_v = load_tile(x_v, i_b, j, i_kv, 0, T, HK, V, BN, BV, TMA)
         p, m, l, q2, acc = soften(s, sc, m, l, q2, acc, True)
-        acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision="ieee", out_dtype=ACC)
+        acc = plus_product(acc, p.to(b_v.dtype), b_v, b_v.dtype == ACC)
     return m, l, q2, acc
 
 
