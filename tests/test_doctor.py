@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from needlework.ops.delta import DeltaOutput, chunk_delta
 from needlework.ops.runtime import denylist, launch_configs
 from needlework.ops.runtime.target import TARGETS, for_amd
 from needlework.testing import builds, compare, doctor, helpers, processes, target_inputs, targets, verdict
+from needlework.testing.errors import operand
 from needlework.testing.rows import chosen
 
 TASK = verdict.Task("delta/gated", "delta/scalar", "plain", "float32", 16, 16, ("short", "packed"))
@@ -308,6 +310,22 @@ def test_packed_sequences_that_grow_are_each_beyond_float16():
     _, states = spec.chunk(**x, cu_seqlens=ends, output_final_state=True)
     largest = states.abs().amax((1, 2, 3))
     assert (largest > torch.finfo(torch.float16).max).tolist() == [True, False, True]
+
+
+def test_growing_states_are_judged_by_the_definitions_own_error_too(monkeypatch):
+    """In bfloat16 it is three times the printed form's, which rounds a state once a chunk."""
+    spec = target_inputs.spec_of("qdelta")
+    definition = partial(spec.recurrent, operand=operand(torch.bfloat16))
+
+    def rounded(impl, **x):
+        if impl == "torch":
+            return spec.chunk(**x)
+        return definition(**x | {name: x[name].float() for name in spec.half})
+
+    monkeypatch.setattr(verdict, "spec_of", lambda rule: dataclasses.replace(spec, chunk=rounded))
+    task = verdict.Task("qdelta", "delta/scalar", "plain", "bfloat16", 32, 32, ("grown-packed",))
+    found, differing = verdict.draw(task, "grown-packed", "cpu", 0)
+    assert max(found.values()) <= 1 and not differing, found
 
 
 def test_an_error_is_a_verdict_and_want_of_memory_is_none(monkeypatch):

@@ -42,3 +42,23 @@ def bfloat16_in_the_interpreter(monkeypatch):
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
+
+
+@pytest.fixture
+def chained(monkeypatch):
+    """Products of float32 matrices as a GPU sums them: one chain of fused multiply-adds, from the accumulator on."""
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    plain = InterpreterBuilder.create_dot
+
+    def dot(builder, a, b, d, precision, apart):
+        if not a.data.dtype == d.data.dtype == np.float32:
+            return plain(builder, a, b, d, precision, apart)
+        x, y = a.data.astype(np.float64), b.data.astype(np.float64)
+        total = np.zeros_like(d.data) if apart else d.data
+        for i in range(x.shape[-1]):
+            total = (total + x[..., :, i, None] * y[..., i, None, :]).astype(np.float32)
+        return TensorHandle(total + d.data if apart else total, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)

@@ -5,7 +5,6 @@ import dataclasses
 import os
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,8 +18,6 @@ from needlework.testing.errors import assert_within_budget
 from needlework.testing.rows import chosen, covering
 
 pytest.importorskip("triton")
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
 from needlework.ops.lucid.solve.launches import Saved
 from needlework.ops.lucid.solve.op import lucid_triton, lucid_triton_fwd
 from needlework.ops.lucid.solve.pages import lucid_pages, lucid_pages_fwd
@@ -210,23 +207,6 @@ def test_narrower_types_stay_near(style, narrow):
     x = {n: t.to(dtype) for n, t in inputs(T=64, style=style).items()}
     y, exact = chunk_lucid(**x, impl="triton").y, recurrent_lucid(**{n: t.double() for n, t in x.items()}).y
     assert relative(y, exact) <= bound
-
-
-@pytest.fixture
-def chained(monkeypatch):
-    """Products of float32 matrices as a GPU sums them: one chain of fused multiply-adds, from the accumulator on."""
-    plain = InterpreterBuilder.create_dot
-
-    def dot(builder, a, b, d, precision, apart):
-        if not a.data.dtype == d.data.dtype == np.float32:
-            return plain(builder, a, b, d, precision, apart)
-        x, y = a.data.astype(np.float64), b.data.astype(np.float64)
-        total = np.zeros_like(d.data) if apart else d.data
-        for i in range(x.shape[-1]):
-            total = (total + x[..., :, i, None] * y[..., i, None, :]).astype(np.float32)
-        return TensorHandle(total + d.data if apart else total, d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 @pytest.mark.parametrize(

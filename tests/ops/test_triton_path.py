@@ -97,6 +97,12 @@ def test_identical_keys_do_not_add_up_what_rounding_leaves_of_a_row_of_scores():
     assert_within_budget(_over_budget(given, torch.float16))
 
 
+@pytest.mark.parametrize("gates", (False, True))
+def test_a_key_of_many_queries_is_within_the_budget_in_float32(gates, chained):
+    """What a long sequence adds up is a sum of its blocks' sums."""
+    assert_within_budget(_over_budget(sample(1, 400, Hq=4, K=16, V=16, gates=gates), torch.float32))
+
+
 def _over_budget(given, dtype):
     kept, wide, single = stored(given, dtype, ("q", "k", "v", "w"))
     ways = (
