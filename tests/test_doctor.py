@@ -320,7 +320,7 @@ def test_growing_states_are_judged_by_the_definitions_own_error_too(monkeypatch)
     def rounded(impl, **x):
         if impl == "torch":
             return spec.chunk(**x)
-        return definition(**x | {name: x[name].float() for name in spec.half})
+        return definition(**x | {name: x[name].float() for name in "qkv"})
 
     monkeypatch.setattr(verdict, "spec_of", lambda rule: dataclasses.replace(spec, chunk=rounded))
     task = verdict.Task("qdelta", "delta/scalar", "plain", "bfloat16", 32, 32, ("grown-packed",))
