@@ -14,8 +14,9 @@ the rows in FILE, and times nothing.
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -99,19 +100,30 @@ def once(call: Callable[[], object], quantiles: tuple[float, ...]) -> list[float
     return [0.0 for _ in quantiles]
 
 
+@contextmanager
+def clocked(found: dict, what: str) -> Iterator[None]:
+    """What it takes is kept."""
+    begun = time.monotonic()
+    yield
+    found["took"] = {**found.get("took", {}), what: round(time.monotonic() - begun, 1)}
+
+
 def prepare(call: Call, found: dict) -> None:
     """Judged, and compiled with its peer."""
     from needlework.ops.runtime.precompile import compile_in
 
     compile_in(max(1, cores() // SIDE_BY_SIDE))
     tuned_with(once)
-    found["error_over_budget"], found["tensor"] = judge(call)
+    with clocked(found, "judged"):
+        found["error_over_budget"], found["tensor"] = judge(call)
     torch.cuda.empty_cache()
     if found["error_over_budget"] <= 1:
         case = case_of(shorter(call), DEVICE)
         x = case.drawn(DEVICE)
-        passes(case.ours, x)["fwd+bwd"]()
-        beside(case, x)
+        with clocked(found, "compiled"):
+            passes(case.ours, x)["fwd+bwd"]()
+        with clocked(found, "compiled the peer"):
+            beside(case, x)
 
 
 def timed(call: Call, found: dict) -> None:
@@ -216,6 +228,8 @@ class Run:
             answer = next(answers_of(SCRIPT, "prepare", [call], LIMITS, stop), None)
             if answer is not None:
                 answer[1]["prepare_s"] = time.monotonic() - begun
+                parts = "; ".join(f"{what} in {seconds} s" for what, seconds in answer[1].get("took", {}).items())
+                say(f"{call.name} prepared in {answer[1]['prepare_s']:.0f} s: {parts}")
             return answer
 
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
