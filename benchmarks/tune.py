@@ -42,11 +42,13 @@ ENGINES = {
     "kda": "delta/channel",
     "carve-gates-given": "delta/channel",
     "ccq": "ccq/curvature",
+    "path": "path/engine",
 }
 CHOICES = {
     "num_warps": (1, 2, 4, 8), "NS": (1, 2, 3, 4), "STAGES": (1, 2, 3, 4), "num_stages": (1, 2, 3, 4), "BV": (16, 32, 64, 128),
     "BK": (16, 32, 64, 128), "KB": (16, 32, 64, 128), "VB": (16, 32, 64, 128), "KS": (32, 64, 128), "NT": (1, 2, 4),
     "NP": (132, 264, 528), "BD": (32, 64, 128), "BT": (16, 32, 64), "R": (16, 32, 64, 128),
+    "BN": (16, 32, 64, 128), "HB": (1, 2, 4), "NI": (1, 2, 3), "NO": (1, 2, 3), "LATE": (0, 1),
 }  # fmt: skip
 GAIN = 0.01
 TOGETHER, MEMORY = 6, 4 * 2**30  # drawn calls that a row is tuned on, and bytes of each
