@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from attention_cases import CASES as ATTENTION
 from cases import CASES, Case
 from draw import TUNING, Call, draw, rule_of
 from drawn import case_of
@@ -35,6 +36,7 @@ from timing import median, passes
 from needlework.ops.runtime import launch_configs
 from needlework.testing.verdict import Task, weigh
 
+CASES = CASES + ATTENTION
 # op -> the launch table that its case is to tune
 ENGINES = {
     "gated": "delta/scalar",
