@@ -102,10 +102,10 @@ def once(call: Callable[[], object], quantiles: tuple[float, ...]) -> list[float
 
 @contextmanager
 def clocked(found: dict, what: str) -> Iterator[None]:
-    """What it takes is kept."""
+    """The seconds it took are kept."""
     begun = time.monotonic()
     yield
-    found["took"] = {**found.get("took", {}), what: round(time.monotonic() - begun, 1)}
+    found.setdefault("took", {})[what] = time.monotonic() - begun
 
 
 def prepare(call: Call, found: dict) -> None:
@@ -114,15 +114,15 @@ def prepare(call: Call, found: dict) -> None:
 
     compile_in(max(1, cores() // SIDE_BY_SIDE))
     tuned_with(once)
-    with clocked(found, "judged"):
+    with clocked(found, "judging"):
         found["error_over_budget"], found["tensor"] = judge(call)
     torch.cuda.empty_cache()
     if found["error_over_budget"] <= 1:
         case = case_of(shorter(call), DEVICE)
         x = case.drawn(DEVICE)
-        with clocked(found, "compiled"):
+        with clocked(found, "compiling"):
             passes(case.ours, x)["fwd+bwd"]()
-        with clocked(found, "compiled the peer"):
+        with clocked(found, "the peer"):
             beside(case, x)
 
 
@@ -228,8 +228,8 @@ class Run:
             answer = next(answers_of(SCRIPT, "prepare", [call], LIMITS, stop), None)
             if answer is not None:
                 answer[1]["prepare_s"] = time.monotonic() - begun
-                parts = "; ".join(f"{what} in {seconds} s" for what, seconds in answer[1].get("took", {}).items())
-                say(f"{call.name} prepared in {answer[1]['prepare_s']:.0f} s: {parts}")
+                took = answer[1].get("took", {}) | {"whole": answer[1]["prepare_s"]}
+                say(f"{call.name}: " + ", ".join(f"{what} {seconds:.0f} s" for what, seconds in took.items()))
             return answer
 
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:

@@ -26,17 +26,16 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from attention_cases import CASES as ATTENTION
-from cases import CASES, Case
+from cases import Case
 from draw import TUNING, Call, draw, rule_of
 from drawn import case_of
 from grid import shorter
+from run import CASES
 from timing import median, passes
 
 from needlework.ops.runtime import launch_configs
 from needlework.testing.verdict import Task, weigh
 
-CASES = CASES + ATTENTION
 # op -> the launch table that its case is to tune
 ENGINES = {
     "gated": "delta/scalar",

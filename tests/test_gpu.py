@@ -230,7 +230,7 @@ def test_a_mixer_on_the_gpu_is_the_mixer_on_the_cpu(name):
 def test_streamed_attention_is_within_its_budget(dtype, T, ends, window, gates, request):
     """FlexAttention as training takes it for windows, packed documents, ALiBi and forgetting attention: o and every gradient."""
     if dtype == torch.float32 and (gates or ends):
-        # dg in float32, and a key's dv over all of its queries as one chain of additions: longer than a window's
+        # dg by atomics, and dv of a key with all of its queries as one chain of additions, which a window keeps short
         request.applymarker(pytest.mark.xfail(reason="how FlexAttention sums dg and dv in float32", strict=True))
     assert_within_budget(streamed_over_budget(dtype, T, ends, window, gates, "cuda"))
 

@@ -319,7 +319,9 @@ def test_a_grid_judges_times_and_reports_its_calls_and_goes_on_where_it_stopped(
     assert "ModuleNotFoundError" in gated["peer_why"] and gated["peer_ms"] is None and "gated_delta" in gated["peer"]
     assert additive["why"] == "WRONG: the error of dk is 3.00 × its budget" and additive["ms"] is None
     assert polar["ms"] == 2.0 and polar["graph_ms"] is None and "graph_ms of fwd: RuntimeError: capturing" in polar["why"]
-    assert "| gated | fwd+bwd | 2 | 0 |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| gated | fwd+bwd | 2 | 0 |" in said
+    assert "gated/101-0: judging " in said and ", the peer " in said
     monkeypatch.setattr(grid, "answers_of", lambda *_: pytest.fail("all of them have rows"))
     assert grid.main() == 0
 

@@ -132,7 +132,7 @@ def read_pages(
             else:
                 a = tl.exp2(e)
             b_a = a.to(b_y.dtype)
-            acc = plus_product(acc, b_a, b_y, not HALF)
+            acc = plus_product(acc, b_a, b_y)
             if HALF:
                 # what the rounding left: the products cost nothing beside the reading
                 acc = tl.dot((a - b_a.to(ACC)).to(b_y.dtype), b_y, acc, input_precision="ieee", out_dtype=ACC)

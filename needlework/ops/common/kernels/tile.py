@@ -38,10 +38,10 @@ def capped(g):
 
 
 @triton.jit
-def plus_product(acc, a, b, APART: tl.constexpr):
-    """acc + a b. APART: the product is summed by itself first. One float32 sum of 256 products errs more than sums of its parts do;
-    an "imprecise" accumulator, which float32 products know nothing of, keeps the compiler from making one of them again."""
-    if APART:
+def plus_product(acc, a, b):
+    """acc + a b. Of operands as wide as their sums the product is summed by itself first: one float32 sum of 256 products errs more than sums
+    of its parts do; an "imprecise" accumulator, which float32 products know nothing of, keeps the compiler from making one of them again."""
+    if a.dtype == acc.dtype:
         acc += tl.dot(a, b, input_precision="ieee", max_num_imprecise_acc=1, out_dtype=acc.dtype)
     else:
         acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=acc.dtype)

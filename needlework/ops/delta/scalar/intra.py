@@ -144,12 +144,12 @@ def intra(
         b_k = operand_rows(p_k, p_k_copy, o_k, live, first_k, i_d, H, K, R, BK, ST, COPY, by_k)
         b_kT = tl.trans(b_k)
         b_r = operand_rows(p_r, p_r_copy, o_r, live, first_r, i_d, HR, K, R, BK, ST, COPY, by_q)
-        rk = plus_product(rk, b_r, b_kT, ST == ACC)
+        rk = plus_product(rk, b_r, b_kT)
         if ERASE:
-            kk = plus_product(kk, b_k, b_kT, ST == ACC)
+            kk = plus_product(kk, b_k, b_kT)
         if READ:
             b_q = operand_rows(p_q, p_q_copy, o_k, live, first_k, i_d, H, K, R, BK, ST, COPY)
-            qk = plus_product(qk, b_q, b_kT, ST == ACC)
+            qk = plus_product(qk, b_q, b_kT)
 
     t = tl.arange(0, R)[:, None]
     s = tl.arange(0, R)[None, :]

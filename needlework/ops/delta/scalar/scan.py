@@ -137,10 +137,10 @@ def scan(
             if NK == 2:
                 b_S1 = S1.to(ST)
                 if ERASE:
-                    erased = plus_product(erased, b_S1, tl.trans(b_k1), ST == ACC)
-                read = plus_product(read, b_S1, tl.trans(b_r1), ST == ACC)
+                    erased = plus_product(erased, b_S1, tl.trans(b_k1))
+                read = plus_product(read, b_S1, tl.trans(b_r1))
                 if READ:
-                    asked = plus_product(asked, b_S1, tl.trans(b_q1), ST == ACC)
+                    asked = plus_product(asked, b_S1, tl.trans(b_q1))
 
             p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
             w = tl.trans(b_v).to(ACC)

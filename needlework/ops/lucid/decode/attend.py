@@ -115,7 +115,7 @@ def attend(
             b_p = p.to(b_y.dtype)
             if HALF:
                 b_p = tl.where((o_r == G + 1)[None, :, None], (p - b_p.to(ACC)).to(b_y.dtype), b_p)
-            acc = tl.reshape(plus_product(tl.reshape(acc, [RUNS, BM, BV]), b_p, b_y, not HALF), [RUNS * BM, BV])
+            acc = tl.reshape(plus_product(tl.reshape(acc, [RUNS, BM, BV]), b_p, b_y), [RUNS * BM, BV])
 
     m_runs = tl.reshape(m, [RUNS, BM])
     top = tl.max(m_runs, 0)

@@ -65,7 +65,7 @@ def coupled(
     b_g = g.to(b_j.dtype)
     if ROWMAX and not LATER:
         rho += tl.sum(b_g.to(ACC), 1)
-    acc = plus_product(acc, b_g, b_j, b_j.dtype == ACC)
+    acc = plus_product(acc, b_g, b_j)
     return acc, rho
 
 

@@ -59,7 +59,7 @@ def panel(
             first, end, NR, W, C, KB, VB, NS, SCALE, TMA, ROWMAX, WINDOW, REV, ACC, ST,
         )  # fmt: skip
         b_I, beta = operands(p_I, p_beta, i_bh, i_block, T, NR, H, C, BETA, REV, ACC)
-        u = inverted(acc, b_I, beta, is_given, BETA, REV, ACC, ST)
+        u = inverted(acc, b_I, beta, is_given, BETA, REV, ST)
         y, kept = solved(u, beta, is_given, BETA, REV)
         tl.store(row_pointers(p_y, i_bh, i_block * C, NR, C, VB), kept.to(ST))
         tl.debug_barrier()

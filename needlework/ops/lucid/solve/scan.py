@@ -75,7 +75,7 @@ def gathered(
         j_row = neighbour(first, end, q, REV) * C
         a = entries(b_x, x_k, p_mu, i_bh, i_block * C, j_row, NR, W, C, KB, SCALE, TMA, ROWMAX, WINDOW, REV, ACC)
         b_y = tl.load(row_pointers(p_y, i_bh, j_row, NR, C, VB))
-        acc = plus_product(acc, a.to(ST), b_y, ST == ACC)
+        acc = plus_product(acc, a.to(ST), b_y)
     return acc
 
 
@@ -127,7 +127,7 @@ def right_side(
 
 
 @triton.jit
-def inverted(acc, b_I, beta, is_given, BETA: tl.constexpr, REV: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr):
+def inverted(acc, b_I, beta, is_given, BETA: tl.constexpr, REV: tl.constexpr, ST: tl.constexpr):
     """I times the right side that is left, −acc; of a given block the right side itself."""
     acc = -acc
     if is_given:
@@ -135,7 +135,7 @@ def inverted(acc, b_I, beta, is_given, BETA: tl.constexpr, REV: tl.constexpr, AC
     else:
         if BETA and REV:
             acc *= beta[:, None]
-        u = plus_product(acc, b_I, acc.to(ST), ST == ACC)
+        u = plus_product(acc, b_I, acc.to(ST))
     return u
 
 
@@ -217,7 +217,7 @@ def solve(
             a = entries(b_x, x_k, p_mu, i_bh, i_block * C, j_row, NR, W, C, KB, SCALE, TMA, ROWMAX, WINDOW, REV, ACC)
             if BETA and REV:
                 a *= beta[:, None]
-            b_M = (-plus_product(a, b_I, a.to(ST), ST == ACC)).to(ST)
+            b_M = (-plus_product(a, b_I, a.to(ST))).to(ST)
             acc, down = right_side(p_rhs, p_peak, i_bh, i_block, T, H, V, C, VB, HALF, ACC)
 
             q = first_seen(i_block, first, end, W, C, WINDOW, REV)
@@ -235,7 +235,7 @@ def solve(
                 q = tl.maximum(q, known)
                 turn += 1
             late = q < last  # never, unless a wait has run out
-            u = inverted(acc, b_I, beta, is_given, BETA, REV, ACC, ST)
+            u = inverted(acc, b_I, beta, is_given, BETA, REV, ST)
             known = 0
             while (known < at) & (turn < turns):
                 known = tl.atomic_add(p_count, 0, sem="acquire")
@@ -243,7 +243,7 @@ def solve(
             late = late | (known < at)
             if (at > 0) & (not is_given):
                 b_y = tl.load(row_pointers(p_y, i_bh, j_row, NR, C, VB))
-                u = plus_product(u, b_M, b_y, ST == ACC)
+                u = plus_product(u, b_M, b_y)
             u = tl.where(late, float("nan"), u)
             y, kept = solved(u, beta, is_given, BETA, REV)
             tl.store(row_pointers(p_y, i_bh, i_block * C, NR, C, VB), kept.to(ST))

@@ -113,10 +113,10 @@ def group(
             s -= forgets_itself(p_decay, i_bh, NR, i_t + o, RATE, ACC)
         p = tl.where(seen, tl.exp2(s * SCALE - lse), 0.0)
         if SOFT:
-            dv = plus_product(dv, p.to(b_do.dtype), b_do, ST == ACC)
+            dv = plus_product(dv, p.to(b_do.dtype), b_do)
         b_da = (p * (dp - D) * RATE).to(ST)
         tl.store(row_pointers(p_dA, i_bh, i_t, NR, C, C), b_da)
-        dk = plus_product(dk, b_da, b_q, ST == ACC)
+        dk = plus_product(dk, b_da, b_q)
         dR -= tl.dot(b_L, tl.trans(b_da), input_precision="ieee", out_dtype=ACC)
     tl.store(row_pointers(p_sum_k, i_bk, i_t, NR, C, KB), dk)
     tl.store(row_pointers(p_dR, i_bk, i_t, NR, C, C), dR)

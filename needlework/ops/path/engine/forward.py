@@ -95,7 +95,7 @@ def attend(
     acc = tl.zeros([R, VB], ACC)
     b_v = load_tile(p_v, i_b, i_t, i_kv, 0, T, HK, V, C, VB, 0)
     p, m, l, _, acc = soften(s, sc, m, l, l, acc, False)
-    acc = plus_product(acc, p.to(b_v.dtype), b_v, ST == ACC)
+    acc = plus_product(acc, p.to(b_v.dtype), b_v)
 
     oldest = oldest_seen(i_block, first, W, C, WINDOW)
     for n in tl.range(0, i_block - tl.maximum(begin, oldest), num_stages=NI):
@@ -109,7 +109,7 @@ def attend(
             s = tl.where(own[:, None] - (j * C + o)[None, :] < W, s, float("-inf"))
         b_v = load_tile(p_v, i_b, j * C, i_kv, 0, T, HK, V, C, VB, 0)
         p, m, l, _, acc = soften(s, sc, m, l, l, acc, False)
-        acc = plus_product(acc, p.to(b_v.dtype), b_v, ST == ACC)
+        acc = plus_product(acc, p.to(b_v.dtype), b_v)
         x = passed(x, p_Ho, i_bk, j, blocks, KB, ST, 0)
     supers = (begin - first) // M
     o_n = tl.arange(0, BN)
@@ -126,7 +126,7 @@ def attend(
                 s2 = tl.where(own[:, None] - (j + o_n)[None, :] < W, s2, float("-inf"))
             b_v2 = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)
             p2, m, l, _, acc = soften(s2, sc, m, l, l, acc, False)
-            acc = plus_product(acc, p2.to(b_v2.dtype), b_v2, ST == ACC)
+            acc = plus_product(acc, p2.to(b_v2.dtype), b_v2)
         x = passed(x, p_H2o, i_bk, sup, blocks, KB, ST, 0)
     if PAGES:
         i_n, first, end = sequence_of(p_cum, N, i_b, i_block, blocks, PACKED)
@@ -155,6 +155,6 @@ def attend(
             if WINDOW:
                 s = tl.where(own[:, None] - token[None, :] < W, s, float("-inf"))
             p, m, l, _, acc = soften(s, sc, m, l, l, acc, False)
-            acc = plus_product(acc, p.to(b_v.dtype), b_v, ST == ACC)
+            acc = plus_product(acc, p.to(b_v.dtype), b_v)
     store_heads(p_o, (acc / l[:, None]).to(p_o.dtype.element_ty), i_b, i_t, i_h, T, H, V, C, R, VB)
     tl.store(p_lse + tl.cast(i_bh, tl.int64) * NR + i_t + head_rows(NR, C, R), m * SCALE + tl.log2(l))

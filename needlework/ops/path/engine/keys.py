@@ -40,15 +40,15 @@ def met(
     if WINDOW:
         p = tl.where(own[None, :] - key[:, None] < W, p, 0.0)
     if SOFT:
-        dv = plus_product(dv, p.to(b_do.dtype), b_do, ST == ACC)
+        dv = plus_product(dv, p.to(b_do.dtype), b_do)
     da = p * (dp - D) * RATE
-    dk = plus_product(dk, da.to(ST), b_x, ST == ACC)
+    dk = plus_product(dk, da.to(ST), b_x)
     return dk, dv
 
 
 @triton.jit
 def gathered(
-    p_v, p_k, p_cum, p_do, p_LD, p_x, p_dk, p_dv, p_decay, i_bk, i_block, lo, stop, slots, slot, T, NR, W, start, PB,
+    p_v, p_k, p_do, p_LD, p_x, p_dk, p_dv, p_decay, i_bk, i_block, lo, stop, slots, slot, T, NR, W, start, PB,
     H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr,
     ACC: tl.constexpr, ST: tl.constexpr,
@@ -95,7 +95,7 @@ def keys(
     if (i_block >= end) | (lo >= stop):
         return
     gathered(
-        p_v, p_k2, p_cum, p_do, p_LD, p_x2, p_dk2, p_dv, p_decay, i_bk, i_block, lo, stop, SB, (begin - first) // M, T, NR, W,
+        p_v, p_k2, p_do, p_LD, p_x2, p_dk2, p_dv, p_decay, i_bk, i_block, lo, stop, SB, (begin - first) // M, T, NR, W,
         start, PB, H, HK, V, KB, VB, C, NS, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
     )  # fmt: skip
 
@@ -117,7 +117,7 @@ def near(
     if (i_block >= end) | (lo >= stop):
         return
     gathered(
-        p_v, p_k1, p_cum, p_do, p_LD, p_x1, p_dk1, p_dv, p_decay, i_bk, i_block, lo, stop, M, i_block - begin, T, NR, W,
+        p_v, p_k1, p_do, p_LD, p_x1, p_dk1, p_dv, p_decay, i_bk, i_block, lo, stop, M, i_block - begin, T, NR, W,
         start, PB, H, HK, V, KB, VB, C, NS, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
     )  # fmt: skip
 
@@ -125,7 +125,7 @@ def near(
 @triton.jit
 def transferred(
     p_dH, p_x, p_y, i_bk, i_block, lo, stop, slots, slot, blocks, start, PB,
-    G: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr,
+    G: tl.constexpr, KB: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """p_dH of a block, with what queries of blocks lo to stop bring; slots as in `gathered`."""
     if lo < stop:
@@ -135,7 +135,7 @@ def transferred(
             tile = ((tl.cast(i_bk, tl.int64) * PB + lo + n // G - start) * slots + slot) * G + n % G
             b_x = tl.load(tile_pointers(p_x, tile, C, KB))
             b_y = tl.load(tile_pointers(p_y, tile, C, KB))
-            dH = plus_product(dH, tl.trans(b_x), b_y, b_x.dtype == ACC)
+            dH = plus_product(dH, tl.trans(b_x), b_y)
         tl.store(at, dH)
 
 
@@ -143,7 +143,7 @@ def transferred(
 def transfers(
     p_cum, p_x1, p_y1, p_x2, p_y2, p_dH, p_dH2, NR, N, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """dH of a block, and dH² of the superblock that it begins: p_dH, p_dH2 [B HK blocks KB KB] in ACC are added to."""
     blocks = NR // C
@@ -154,11 +154,9 @@ def transfers(
         return
     lo = tl.maximum(i_block + 1, start)
     stop = tl.minimum(tl.minimum(newest_asking(i_block, end, W, C, WINDOW), last), start + PB)
-    transferred(p_dH, p_x1, p_y1, i_bk, i_block, lo, stop, M, i_block - begin, blocks, start, PB, H // HK, KB, C, ACC)
+    transferred(p_dH, p_x1, p_y1, i_bk, i_block, lo, stop, M, i_block - begin, blocks, start, PB, H // HK, KB, C)
     if begin == i_block:
         # of a superblock whose last block is seen
         lo = tl.maximum(last, start)
         stop = tl.minimum(newest_asking(last - 1, end, W, C, WINDOW), start + PB)
-        transferred(
-            p_dH2, p_x2, p_y2, i_bk, i_block, lo, stop, SB, (begin - first) // M, blocks, start, PB, H // HK, KB, C, ACC
-        )
+        transferred(p_dH2, p_x2, p_y2, i_bk, i_block, lo, stop, SB, (begin - first) // M, blocks, start, PB, H // HK, KB, C)

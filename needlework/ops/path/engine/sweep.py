@@ -142,13 +142,13 @@ def sweep(
                 total += summed(da, 1, ST)
                 tl.store(p_column + j + o_n, summed(da, 0, ST).to(p_column.dtype.element_ty))
             b_da, left = as_operand(da, left, SOFT, ACC, ST)
-            y = plus_product(y, b_da, b_k, ST == ACC)
+            y = plus_product(y, b_da, b_k)
         if LATE:
             # behind the products, whose shared memory these take, and not held through them
             tl.debug_barrier()
             b_y = tl.load(tile_pointers(p_y2, (i_tile * SB + sup) * G + i_own, C, KB))
             b_H = tl.load(square_pointers(p_H2o, i_bk, first + sup * M, blocks, KB, 1))
-            y = plus_product(y, b_y, b_H, ST == ACC)
+            y = plus_product(y, b_y, b_H)
     for j in tl.range(inner, i_block, num_stages=1):
         # all that it loads, before a product waits for any
         b_x = tl.load(tile_pointers(p_x1, (i_tile * M + j - begin) * G + i_own, C, KB))
@@ -169,7 +169,7 @@ def sweep(
             total += summed(da, 1, ST)
             tl.store(p_column + j * C + o, summed(da, 0, ST).to(p_column.dtype.element_ty))
         b_da, left = as_operand(da, left, SOFT, ACC, ST)
-        y = plus_product(y, b_da, b_k, ST == ACC)
+        y = plus_product(y, b_da, b_k)
 
     # again: held until now they would cost the loops their registers
     b_q, b_L, _ = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, C, ACC, ST)
@@ -194,7 +194,7 @@ def sweep(
     b_dL = tl.where(o[:, None] >= o[None, :], -dL, 0.0).to(ST)
     b_k = load_tile(p_k, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
     b_w = load_tile(p_w, i_b, i_t, i_kv, 0, T, HK, K, C, KB, 0)
-    dq = plus_product(y, b_da, b_k, ST == ACC)
+    dq = plus_product(y, b_da, b_k)
     dq = tl.dot(b_dL, b_w, dq, input_precision="ieee", out_dtype=ACC)
     if SOFT:
         k = b_k.to(ACC)

@@ -134,7 +134,7 @@ def _dq_over_keys(
             p = tl.where(seen, p, 0.0)
         da = p * (ev * sc[:, None] + (p * B[:, None] + A[:, None]))
         b_da = da.to(b_k.dtype)
-        acc = plus_product(acc, b_da, b_k, b_k.dtype == ACC)
+        acc = plus_product(acc, b_da, b_k)
         total = tl.dot(b_da, tl.full([BN, ONES], 1.0, tl.float32).to(b_k.dtype), total, input_precision="ieee", out_dtype=ACC)
     return acc, total
 
@@ -241,13 +241,13 @@ def _over_queries(
                 seen &= behind < W
             p = tl.where(seen, p, 0.0)
         ev = tl.dot(b_v, tl.trans(b_e), input_precision="ieee", out_dtype=ACC)
-        dv = plus_product(dv, p.to(b_e.dtype), b_e, b_e.dtype == ACC)
+        dv = plus_product(dv, p.to(b_e.dtype), b_e)
         # late: two numbers a query fewer to hold meanwhile
         A, B = tl.split(tl.load(p_rows + 4 * i_row + 2 * NR + o_pair))
         if SCALED:
             B /= part
         da = p * (ev * sc[None, :] + (p * B[None, :] + A[None, :]))
-        dk = plus_product(dk, da.to(b_q.dtype), b_q, b_q.dtype == ACC)
+        dk = plus_product(dk, da.to(b_q.dtype), b_q)
     return dk, dv
 
 

@@ -36,7 +36,7 @@ def _over_keys(
             s = tl.where(seen, s, float("-inf"))
         b_v = load_tile(x_v, i_b, j, i_kv, 0, T, HK, V, BN, BV, TMA)
         p, m, l, q2, acc = soften(s, sc, m, l, q2, acc, True)
-        acc = plus_product(acc, p.to(b_v.dtype), b_v, b_v.dtype == ACC)
+        acc = plus_product(acc, p.to(b_v.dtype), b_v)
     return m, l, q2, acc
 
 

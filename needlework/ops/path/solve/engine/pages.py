@@ -81,7 +81,7 @@ def take_past(
             seen = real[None, :]
             if WINDOW:
                 seen = seen & (own[:, None] - token[None, :] < W)
-            acc = plus_product(acc, tl.where(seen, a, 0.0).to(ST), b_y, ST == ACC)
+            acc = plus_product(acc, tl.where(seen, a, 0.0).to(ST), b_y)
     p_sum += tl.cast(i_share, tl.int64) * HK * NR * VB
     tl.store(row_pointers(p_sum, i_bk, i_block * C, NR, C, VB), acc)
 

@@ -90,7 +90,7 @@ def take_off(
                 # a tile that no query asked for is not there: whatever lies in its place is hidden
                 a = tl.where((-gap if REV else gap) < W, a, 0.0)
             b_y = load_tile(p_y, i_b, j * C, i_bk % HK, 0, T, HK, V, C, VB, 0)
-            acc = plus_product(acc, a.to(ST), b_y, ST == ACC)
+            acc = plus_product(acc, a.to(ST), b_y)
         tl.store(at_sum, acc)
 
 
@@ -99,7 +99,6 @@ def chain(
     p_P, p_X, p_rhs, p_sum, p_cum, p_given, p_y, T, NR, W, now,
     HK: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
     PACKED: tl.constexpr, WINDOW: tl.constexpr, PAGES: tl.constexpr, REV: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr,
-    ST: tl.constexpr,
 ):  # fmt: skip
     """BV columns of p_y [B T HK V], Y or Z of superblock `now` of one sequence and head, from its right sides p_rhs less p_sum. PAGES: of
     a sequence's first p_given rows nothing is taken."""
@@ -131,7 +130,7 @@ def chain(
             else:
                 b_P = tl.load(p_P + ((tile + i) * M + j - begin) * (C * C) + o[:, None] * C + o[None, :])
             b_y = load_tile(p_y, i_b, j * C, i_kv, i_v, T, HK, V, C, BV, 0)
-            gone = plus_product(gone, b_P, b_y, ST == ACC)
+            gone = plus_product(gone, b_P, b_y)
         if PAGES:
             gone = tl.where(((i - first) * C + o >= tl.load(p_given + i_chain // HK))[:, None], gone, 0.0)
         rest = load_tile(p_rhs, i_b, i * C, i_kv, i_v, T, HK, V, C, BV, 0).to(ACC) - gone
