@@ -118,7 +118,7 @@ def _measured(sweep: Sweep, claim: Claim) -> Verdict:
     """The verdict of a claim that needs no test; of another all but p and the word, which is empty."""
     names = (claim.better, claim.worse)
     if sweep.void.keys() & set(names):
-        return Verdict(claim, "void, to be rerun")
+        return Verdict(claim, "void")
     at = [T for T in sweep.lengths if T / sweep.train_length in claim.multiples]
     tasks = [task for task in claim.tasks if task in sweep.tasks]
     sides = [{run["seed"]: above_chance(run, tasks, at) for run in sweep.runs.get(n, ()) if at and tasks} for n in names]
