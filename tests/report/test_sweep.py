@@ -237,7 +237,7 @@ def test_void_runs_are_in_no_number_and_the_page_says_why(tmp_path):
     sweep = load_sweep(write(tmp_path / "runs", *runs), ("better", "plain"), FAMILIES, ("better",), void)
     assert list(sweep.runs) == ["plain", "other"] and [r["seed"] for r in sweep.void["better"]] == [0, 1]
     verdicts = judge(sweep, [claim("better", "plain"), claim("plain", "better"), claim("other", "plain")])
-    assert [v.word for v in verdicts] == ["void", "void, to be rerun", "holds"] and verdicts[0].difference is None
+    assert [v.word for v in verdicts] == ["void", "void", "holds"] and verdicts[0].difference is None
     page = write_page(sweep, tmp_path / "page", (claim("better", "plain"),), "").read_text()
     assert (
         "**Void: Better**" in page
