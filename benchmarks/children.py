@@ -7,7 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 
@@ -19,11 +20,11 @@ Act = Callable[[Call, dict], None]  # of a call, what it finds, filled as it goe
 
 
 def answer(acts: Mapping[str, Act]) -> None:
-    """What a child does, and then it ends: of each call that it was given a line of JSON. After an error the GPU is in an unknown state, so
+    """What a child does, and then it ends: of each call that it reads a line of JSON. After an error the GPU is in an unknown state, so
     no more follow. Nothing where this process is no child."""
     if sys.argv[1:2] != ["--act"]:
         return
-    for text in sys.argv[3:]:
+    for text in sys.stdin:
         call = Call.of(json.loads(text))
         found: dict = {}
         reason = None
@@ -39,20 +40,23 @@ def answer(acts: Mapping[str, Act]) -> None:
 
 
 def answers_of(
-    script: Path, act: str, calls: list[Call], limits: Mapping[str, int], until: float = math.inf
+    script: Path, act: str, calls: Iterable[Call], limits: Mapping[str, int], until: float = math.inf
 ) -> Iterator[tuple[Call, dict, str | None]]:
     """What a child of `script` finds of these calls and why that is not all, each as soon as it is found, as far as it comes; that it dies or
-    does not end, of the call at which it does. limits: seconds of a call, by act. `until`: when the child is ended (time.monotonic), and
-    of the call that it had begun nothing is said."""
+    does not end, of the call at which it does. A call is taken from `calls` when the one before it is answered. limits: seconds of a call,
+    by act. `until`: when the child is ended (time.monotonic), and of the call that it had begun nothing is said."""
     # which configuration of a peer is fastest is found again by the process that times it, alone on the GPU
     env = os.environ | {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), "--act", act, *(json.dumps(call._asdict()) for call in calls)]
+    command, pipe = [sys.executable, str(script), "--act", act], subprocess.PIPE
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+        suppress(BrokenPipeError),  # one that has ended reads no more: what it did not say is said for it
+        subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=errors, text=True) as child,
     ):
         try:
             for call in calls:
+                with suppress(BrokenPipeError):
+                    print(json.dumps(call._asdict()), file=child.stdin, flush=True)
                 limit = min(limits[act], until - time.monotonic())
                 answer, late = _next(child, limit)
                 if answer is None and late and limit < limits[act]:

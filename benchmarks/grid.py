@@ -4,9 +4,11 @@
     python benchmarks/grid.py --report FILE
 
 Rules take turns, so a run that is cut short has covered all of them; a later one with the same seed, calls, commit and FILE goes on where
-that one stopped. Each call is first judged against float64 at 136 tokens, in processes side by side that also compile its kernels and its
-peer's; no more calls than there is time to time. What is over its budget is not timed. A call is timed forward and forward + backward, by
-launches and, unless documents are packed, replayed from a CUDA graph. A peer that tunes itself does so before, alone on the GPU.
+that one stopped. Processes side by side prepare calls: they judge one against float64 at 136 tokens, and compile its kernels and its
+peer's. Meanwhile another process times what is ready, one call after another. Of those beside it the GPU has short kernels, for
+milliseconds of seconds: the references are the CPU's, a peer's kernels are compiled and not launched, ours are launched on little. Every
+figure is a median. What is over its budget is not timed. A call is timed forward and forward + backward, by launches and,
+unless documents are packed, replayed from a CUDA graph. A peer that tunes itself does so before, where its call is timed.
 What fails or is wrong has a row that says why. Rows are written one by one. --dry says what is left, and what it takes by the seconds of
 the rows in FILE, and times nothing.
 """
@@ -18,8 +20,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import chain
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import mean
 
 import torch
@@ -30,10 +33,11 @@ import results
 from children import answer, answers_of
 from draw import CALLS, REPORTING, RULES, TUNING, Call, drawn, memory
 from drawn import Drawn, case_of
-from judge import ratios
+from judge import compared, flat
 from run import commit, say, why
 from timing import median, passes, peak, replay
 
+from needlework.testing.compare import whole
 from needlework.testing.errors import mean_of_draws
 from needlework.testing.processes import cores
 from needlework.testing.verdict import DRAWS
@@ -41,9 +45,10 @@ from needlework.testing.verdict import DRAWS
 SCRIPT = Path(__file__)
 DEVICE = "cuda"
 JUDGED = {"T": 136, "documents": (1, 30, 35, 70)}
-# A peer's kernels compile one after another: a process for each core but the parent's
-SIDE_BY_SIDE = min(14, max(1, cores() - 2))
-PREPARED = 2 * 2**30  # bytes that a call may take beside others, and its peer as many
+# A peer's kernels compile one after another: a process for each core but the parent's and the two of what is timed
+SIDE_BY_SIDE = min(14, max(1, cores() - 3))
+PREPARED = 2**28  # bytes that a call may take beside others, and its peer as many
+SHORTEST = 128  # tokens of a row that it takes all the same
 PASSES = ("fwd", "fwd+bwd")
 
 
@@ -55,7 +60,7 @@ def small(call: Call) -> Call:
 def shorter(call: Call, limit: int = PREPARED) -> Call:
     """With fewer rows, and then fewer tokens or documents, until it can be run beside others: all that its kernels are compiled for
     stays."""
-    while memory(call) > limit:
+    while memory(call) > limit and (call.B > 1 or call.T > SHORTEST):
         if call.B > 1:
             call = call._replace(B=call.B // 2)
         elif len(call.documents) > 1:
@@ -68,10 +73,16 @@ def shorter(call: Call, limit: int = PREPARED) -> Call:
 
 
 def judge(call: Call) -> tuple[float, str]:
-    """The largest error ÷ budget in the mean of the draws that it takes, and the tensor that has it."""
-    case = case_of(small(call), DEVICE)
-    draws = (ratios(case.spec, case.drawn(DEVICE, seed), getattr(torch, call.dtype)) for seed in range(DRAWS))
-    return max((ratio, name) for name, ratio in mean_of_draws(draws).items())
+    """The largest error ÷ budget in the mean of the draws that it takes, and the tensor that has it. The references are the CPU's: of
+    thousands of steps of one head, which would keep the GPU from what is timed."""
+    timed, reference = (case_of(small(call), device) for device in (DEVICE, "cpu"))
+
+    def one(seed: int) -> dict[str, float]:
+        x = reference.drawn("cpu", seed)
+        fast = flat(whole(timed.spec.chunk), {name: y.to(DEVICE) for name, y in x.items()})
+        return compared({name: y.cpu() for name, y in fast.items()}, reference.spec, x, getattr(torch, call.dtype))
+
+    return max((ratio, name) for name, ratio in mean_of_draws(map(one, range(DRAWS))).items())
 
 
 def beside(case: Drawn, x: dict[str, torch.Tensor]) -> tuple[dict, str]:
@@ -94,18 +105,32 @@ def tuned_with(benchmark: Callable[..., list[float]]) -> None:
     driver.active.get_benchmarker = lambda: benchmark
 
 
-def once(call: Callable[[], object], quantiles: tuple[float, ...]) -> list[float]:
-    """Compiles the configuration and says nothing of it."""
-    call()
-    return [0.0 for _ in quantiles]
+@contextmanager
+def compiled_alone() -> Iterator[None]:
+    """What is launched through Triton is compiled and not launched, each configuration that an autotuner would time."""
+    from triton import JITFunction
+
+    def once(call: Callable[[], object], quantiles: tuple[float, ...]) -> list[float]:
+        call()
+        return [0.0 for _ in quantiles]
+
+    run = JITFunction.run
+    tuned_with(once)
+    JITFunction.run = lambda self, *arguments, warmup, **more: run(self, *arguments, warmup=True, **more)
+    try:
+        yield
+    finally:
+        JITFunction.run = run
 
 
 @contextmanager
 def clocked(found: dict, what: str) -> Iterator[None]:
     """The seconds it took are kept."""
     begun = time.monotonic()
-    yield
-    found.setdefault("took", {})[what] = time.monotonic() - begun
+    try:
+        yield
+    finally:
+        found.setdefault("took", {})[what] = time.monotonic() - begun
 
 
 def prepare(call: Call, found: dict) -> None:
@@ -113,7 +138,6 @@ def prepare(call: Call, found: dict) -> None:
     from needlework.ops.runtime.precompile import compile_in
 
     compile_in(max(1, cores() // SIDE_BY_SIDE))
-    tuned_with(once)
     with clocked(found, "judging"):
         found["error_over_budget"], found["tensor"] = judge(call)
     torch.cuda.empty_cache()
@@ -122,12 +146,18 @@ def prepare(call: Call, found: dict) -> None:
         x = case.drawn(DEVICE)
         with clocked(found, "compiling"):
             passes(case.ours, x)["fwd+bwd"]()
-        with clocked(found, "the peer"):
+        with clocked(found, "the peer"), compiled_alone():
             beside(case, x)
 
 
 def timed(call: Call, found: dict) -> None:
-    """The figures of each pass. What may leave the process unusable comes last: a peer that fails, then captures."""
+    """The figures of each pass."""
+    with clocked(found, "timing"):
+        figures(call, found)
+
+
+def figures(call: Call, found: dict) -> None:
+    """What may leave the process unusable comes last: a peer that fails, then captures."""
     from triton.testing import do_bench
 
     tuned_with(partial(do_bench, warmup=5, rep=25))  # a peer has up to hundreds of configurations: by default 125 ms each
@@ -150,8 +180,9 @@ def timed(call: Call, found: dict) -> None:
 
 
 ACTS = {"prepare": prepare, "time": timed}
-LIMITS = {"prepare": 400, "time": 100}  # seconds that a call is given
-PREPARING = 0.6  # of a round's time; what is not prepared then waits for the next run, which finds what was compiled
+LIMITS = {"prepare": 500, "time": 100}  # seconds that a call is given
+MEMORY_RAN_OUT = "OutOfMemory"
+ROOM = 56 * 2**30  # bytes that a call may take while others are prepared
 GUESSED = {"prepare": 100.0, "time": 15.0}  # seconds that a call takes, of rules that the file has no rows of
 
 
@@ -177,7 +208,8 @@ class Run:
             "seed": call.seed,
             "index": call.index,
         }
-        shared = {name: found.get(name) for name in ("error_over_budget", "prepare_s", "time_s")}
+        shared = {"error_over_budget": found.get("error_over_budget"), "prepare_s": found.get("prepare_s")}
+        shared["time_s"] = found.get("took", {}).get("timing")
         for name in PASSES:
             figures = dict.fromkeys(distribution.FIGURES) | found.get(name, {}) | {"why": reason} | shared
             row = about | {"pass": name} | figures | self.common
@@ -199,7 +231,7 @@ class Run:
     def plan(self, calls: list[Call]) -> list[str]:
         """What these calls take."""
         sums = {act: sum(self.seconds(act, call.rule) for call in calls) / 60 for act in ACTS}
-        whole = sums["prepare"] / SIDE_BY_SIDE + sums["time"]
+        whole = max(sums["prepare"] / SIDE_BY_SIDE, sums["time"])
         known = {row["op"] for row in self.before if row["time_s"] is not None}
         lines = [
             f"{rule.name}: {sum(call.rule == rule.name for call in calls)} calls, "
@@ -210,52 +242,59 @@ class Run:
         ]
         return [
             *lines,
-            f"{len(calls)} calls: {sums['prepare']:,.0f} minutes to prepare, by {SIDE_BY_SIDE} processes at once, and {sums['time']:,.0f} to time: "
-            f"{whole:,.0f} minutes of this GPU",
+            f"{len(calls)} calls: {sums['prepare']:,.0f} minutes to prepare, by {SIDE_BY_SIDE} processes at once, and {sums['time']:,.0f} to time "
+            f"meanwhile: {whole:,.0f} minutes of this GPU",
         ]
 
-    def prepared(self, calls: list[Call], until: float) -> list[tuple[Call, dict, str | None]]:
-        """Judged and compiled side by side, in their order, as many as can be timed until then."""
-        timing = accumulate(self.seconds("time", call.rule) for call in calls)
-        now, skipped = time.monotonic(), list[Call]()
-        stop = now + PREPARING * (until - now)
+    def prepared(self, call: Call, until: float) -> tuple[dict, str | None] | None:
+        """Judged and compiled; None where there is no time to do that and then to time it."""
+        begun = time.monotonic()
+        if begun + self.seconds("prepare", call.rule) + self.seconds("time", call.rule) > until:
+            return None
+        for _, found, reason in answers_of(SCRIPT, "prepare", [call], LIMITS, until):
+            found["prepare_s"] = time.monotonic() - begun
+            took = found.get("took", {}) | {"whole": found["prepare_s"]}
+            say(f"{call.name}: " + ", ".join(f"{what} {seconds:.0f} s" for what, seconds in took.items()))
+            return found, reason
+        return None
 
-        def one(call: Call, timing: float) -> tuple[Call, dict, str | None] | None:
-            begun = time.monotonic()
-            if skipped or begun + self.seconds("prepare", call.rule) + timing > until:
-                skipped.append(call)
-                return None
-            answer = next(answers_of(SCRIPT, "prepare", [call], LIMITS, stop), None)
-            if answer is not None:
-                answer[1]["prepare_s"] = time.monotonic() - begun
-                took = answer[1].get("took", {}) | {"whole": answer[1]["prepare_s"]}
-                say(f"{call.name}: " + ", ".join(f"{what} {seconds:.0f} s" for what, seconds in took.items()))
-            return answer
-
-        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-            found = [answer for answer in pool.map(one, calls, timing) if answer is not None]
-        crowded = [call for call, _, reason in found if "OutOfMemory" in (reason or "")]
-        alone = {call: answer for call in crowded for answer in answers_of(SCRIPT, "prepare", [call], LIMITS, until)}
-        return [alone.get(answer[0], answer) for answer in found]
-
-    def round(self, calls: list[Call], until: float) -> bool:
-        """Prepared, then timed alone; whether there was time for any."""
+    def turn(self, calls: list[Call], until: float, workers: int) -> list[Call]:
+        """Calls are prepared by so many workers, and each is timed once it is. Those that have no memory beside others come back."""
+        crowded = [call for call in calls if workers > 1 and memory(call) > ROOM]
+        beside_others = [call for call in calls if call not in crowded]
         right: dict[Call, dict] = {}
-        prepared = self.prepared(calls, until)
-        for call, found, reason in prepared:
-            error = found.get("error_over_budget")
-            if error is not None and not error <= 1:
-                self.put(call, found, f"WRONG: the error of {found['tensor']} is {error:.2f} × its budget")
-            elif reason:
-                self.put(call, found, f"not prepared: {reason}")
+        ready: SimpleQueue = SimpleQueue()
+
+        def row(call: Call, found: dict, reason: str | None) -> None:
+            if workers > 1 and MEMORY_RAN_OUT in f"{reason} {found.get('fwd', {}).get('peer_why')}":
+                crowded.append(call)
             else:
-                right[call] = found
-        while right and time.monotonic() < until:
-            begun = time.monotonic()
-            for call, found, reason in answers_of(SCRIPT, "time", list(right), LIMITS, until):
-                self.put(call, right.pop(call) | found | {"time_s": time.monotonic() - begun}, reason)
-                begun = time.monotonic()
-        return bool(prepared)
+                self.put(call, found, reason)
+
+        def waiting() -> Iterator[Call]:
+            """What is right, as it gets ready, while there is time for it."""
+            for _ in beside_others:
+                call, future = ready.get()
+                found, reason = future.result() or ({}, None)
+                error = found.get("error_over_budget")
+                if reason:
+                    row(call, found, f"not prepared: {reason}")
+                elif error is not None and not error <= 1:
+                    row(call, found, f"WRONG: the error of {found['tensor']} is {error:.2f} × its budget")
+                elif error is not None and time.monotonic() + self.seconds("time", call.rule) <= until:
+                    right[call] = found
+                    yield call
+
+        with ThreadPoolExecutor(workers) as pool:
+            for call in beside_others:
+                pool.submit(self.prepared, call, until).add_done_callback(lambda future, call=call: ready.put((call, future)))
+            following = waiting()
+            for first in following:  # a child times as many as it survives, the next one goes on
+                for call, found, reason in answers_of(SCRIPT, "time", chain([first], following), LIMITS, until):
+                    before = right.pop(call)
+                    took = before.get("took", {}) | found.get("took", {})
+                    row(call, before | found | {"took": took}, reason)
+        return crowded
 
 
 def main() -> int:
@@ -286,9 +325,9 @@ def main() -> int:
         say("\n".join(f"{call.name} {call.shape}: left out, it {reason}" for call, reason in left_out.items()))
         return 0
     until = begun + 60 * options.minutes
-    while left and run.round(left, until):
-        left = run.left(left)
-        say(f"[{time.monotonic() - begun:.0f} s] {len(left)} calls are left")
+    crowded = run.turn(left, until, SIDE_BY_SIDE)
+    run.turn(crowded, until, 1)
+    say(f"[{time.monotonic() - begun:.0f} s] {len(run.left(left))} calls are left")
     rows = [row for row in results.read(run.file) if row["seed"] == options.seed]
     say("\n".join(distribution.section(rows)))
     return 0

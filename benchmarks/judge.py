@@ -21,16 +21,21 @@ def worst(spec: OpSpec, stored: dict[str, Tensor], dtype: torch.dtype) -> tuple[
 
 
 def ratios(spec: OpSpec, stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, float]:
-    """Error ÷ budget of every tensor, ∞ of one that is not a number. The budget is twice the larger of the definition's own error at
+    """Of spec.chunk, and the references where it is."""
+    return compared(flat(whole(spec.chunk), stored), spec, stored, dtype)
+
+
+def compared(fast: dict[str, Tensor], spec: OpSpec, stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, float]:
+    """Error ÷ budget of every tensor of `fast`, ∞ of one that is not a number. The budget is twice the larger of the definition's own error at
     `dtype` and the literal chunk form's, all heads together."""
     wide, single = ({n: x.to(kind) for n, x in stored.items()} for kind in (torch.float64, torch.float32))
-    fast = _flat(whole(spec.chunk), stored)
-    exact = _flat(whole(spec.recurrent), wide)
-    definition = _flat(whole(spec.recurrent, operand=operand(dtype)), single)
-    literal = _flat(whole(spec.literal, operand=operand(dtype)), single)
+    exact = flat(whole(spec.recurrent), wide)
+    definition = flat(whole(spec.recurrent, operand=operand(dtype)), single)
+    literal = flat(whole(spec.literal, operand=operand(dtype)), single)
     return over_budget(fast, exact, definition, literal)
 
 
-def _flat(call: Callable[[dict], object], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def flat(call: Callable[[dict], object], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Values and gradients of call(inputs)."""
     values, gradients = differentiate(call, inputs)
     return {**values, **gradients}
