@@ -97,7 +97,7 @@ def computed(p: Problem, cu_seqlens: Tensor | None = None, name: str = "plain", 
     inputs = DeltaInputs(**{n: getattr(p, n) for n in NAMES}).aligned(alignment)
     settings = {"scale": p.scale, "prediction": p.prediction, "R": R, "config": config}
     _, _, *kept = forward(inputs, alignment, save=True, **settings)
-    found = backward(alignment.align(p.do), p.dstate, inputs, *kept, alignment, **settings).restored(alignment)
+    found = backward(*alignment.align(p.do), p.dstate, inputs, *kept, alignment, **settings).restored(alignment)
     return {n: x for n, x in found._asdict().items() if x is not None}
 
 

@@ -146,7 +146,7 @@ def gradients(inputs, do, dstate, cu_seqlens=None, scale=0.25, **overrides):
     chosen = chosen._replace(tma=overrides.get("tma", chosen.tma))
     C = chosen.launch["shared"]["C"]
     align = Alignment.of(cu_seqlens, *q.shape[:2], C, q.device)
-    aligned = {n: x if x is None or n == "initial_state" else align.align(x) for n, x in inputs.items()}
+    aligned = {n: x if x is None or n == "initial_state" else align.align(x)[0] for n, x in inputs.items()}
     W, Tp, Pp, A, G, E = saved_by_the_forward(aligned, align, C, scale)
     st, acc = solve_dtype(q.dtype), accumulator(q.dtype)
     copies = {n: None if aligned[n] is None or q.dtype == st else aligned[n].to(st) for n in ("q", "k", "q_read")}
@@ -156,7 +156,7 @@ def gradients(inputs, do, dstate, cu_seqlens=None, scale=0.25, **overrides):
         W=W.to(st), Tp=Tp if Tp is None else Tp.to(inverse(q.dtype)), Pp=Pp.to(st), A=A if A is None else A.to(st), G=G.to(acc),
         E=E.to(acc), overflow=overflow, **copies, initial_state=None, M=None,
     )  # fmt: skip
-    found = backward(align.align(do), dstate, DeltaInputs(**aligned), saved, align, scale=scale, config=chosen).restored(align)
+    found = backward(*align.align(do), dstate, DeltaInputs(**aligned), saved, align, scale=scale, config=chosen).restored(align)
     return {n: getattr(found, n) for n in NAMES if inputs[n] is not None}
 
 

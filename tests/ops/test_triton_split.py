@@ -111,11 +111,11 @@ def in_segments(rule, x, count, cu_seqlens=None, C=8):
     N, M = segments.transitions(run, given.v, q.shape[-1])
     given = given._replace(initial_state=segments.fix_up(M, N, x.get("initial_state"), count, reverse=False))
     o, state, *saved = forward(given, pieces)
-    do = whole.align(x["do"])
+    (do,) = whole.align(x["do"])
     reverse = lambda dstate: backward(do, dstate, given, *saved, pieces)
     before = reverse(torch.zeros_like(given.initial_state)).initial_state
     gradients = reverse(segments.fix_up(M, before, x["dstate"], count, reverse=True)).restored(whole)
-    found = {"o": whole.restore(o), "state": state[count - 1 :: count]}
+    found = {"o": whole.restore(o)[0], "state": state[count - 1 :: count]}
     found |= {f"d{n}": getattr(gradients, n) for n in names if n in x}
     return found | {"dinitial_state": gradients.initial_state[::count]}
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.kernels.moves import moved, places
+from needlework.ops.runtime.each import Ts, each
 
 
 class Alignment(NamedTuple):
@@ -43,13 +44,13 @@ class Alignment(NamedTuple):
         cum, maps = places(cu_seqlens.to(device), T, aligned, C)
         return cls(cum, N, aligned, chunks, maps)
 
-    def align(self, x: Tensor) -> Tensor:
-        """[1 T ...] -> [1 aligned ...], zeros in the gaps; a batch as it is, contiguous."""
-        return x.contiguous() if self.maps is None else moved(x, self.maps[: self.T])
+    def align(self, *tensors: *Ts) -> tuple[*Ts]:
+        """Each [1 T ...] -> [1 aligned ...], zeros in the gaps; a batch as it is, contiguous. What is no tensor stays."""
+        return each(Tensor.contiguous, *tensors) if self.maps is None else moved(self.maps[: self.T], *tensors)
 
-    def restore(self, x: Tensor) -> Tensor:
-        """The inverse of `align`; zeros for tokens of no sequence."""
-        return x if self.maps is None else moved(x, self.maps[self.T :])
+    def restore(self, *tensors: *Ts) -> tuple[*Ts]:
+        """The inverse of `align`, contiguous; zeros for tokens of no sequence."""
+        return each(Tensor.contiguous, *tensors) if self.maps is None else moved(self.maps[self.T :], *tensors)
 
 
 _kept: dict[tuple[int, int, torch.device], Tensor] = {}

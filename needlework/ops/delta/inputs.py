@@ -35,11 +35,16 @@ class DeltaInputs(NamedTuple):
 
     def aligned(self, alignment: "Alignment") -> "DeltaInputs":
         """Tokens where `alignment` has them; the initial state and powers as they are, contiguous."""
-        return DeltaInputs(*each(alignment.align, *self[:-2]), *each(Tensor.contiguous, *self[-2:]))
+        return DeltaInputs(*alignment.align(*self[:-2]), *each(Tensor.contiguous, *self[-2:]))
+
+    def aligned_with(self, do: Tensor, alignment: "Alignment") -> tuple[Tensor, "DeltaInputs"]:
+        """The same, and do [B T HV V] beside them."""
+        aligned = alignment.align(do, *self[:-2])
+        return aligned[0], DeltaInputs(*aligned[1:], *each(Tensor.contiguous, *self[-2:]))
 
     def restored(self, alignment: "Alignment") -> "DeltaInputs":
         """The inverse of `aligned`."""
-        return DeltaInputs(*each(alignment.restore, *self[:-2]), *self[-2:])
+        return DeltaInputs(*alignment.restore(*self[:-2]), *self[-2:])
 
     def like(self, inputs: "DeltaInputs") -> "DeltaInputs":
         """Gradients in the dtypes of `inputs`, contiguous; None for what was not given."""

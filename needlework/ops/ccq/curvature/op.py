@@ -89,11 +89,11 @@ def _call(
         initial_state = CurvatureState(*each(Tensor.contiguous, *initial_state))
     if q.numel() == 0:
         return q.new_empty(*eta.shape, K), untouched(task, initial_state), no_chunk(q, task)
-    tokens = CcqInputs(*each(at.align, *inputs))
+    tokens = CcqInputs(*at.align(*inputs))
     key = ENGINE, chosen.name, kind(*tokens, *(initial_state or NO_STATE)), packed, save, own and own.kind()
     precompile(q.device, key, lambda: _launches(tokens, initial_state, task, save, own))
     cleaned, final, kept = forward(tokens, initial_state, task, save, own)
-    return at.restore(cleaned), final, kept
+    return *at.restore(cleaned), final, kept
 
 
 def _launches(tokens: CcqInputs, initial_state: CurvatureState | None, task: Task, save: bool, own: Slots | None) -> None:
@@ -171,12 +171,13 @@ def ccq_triton_bwd(
     task = task_of(inputs, cu_seqlens is not None, at, kept.fill, chosen)
     dcleaned = q.new_zeros(*inputs.eta.shape, K) if dcleaned is None else dcleaned.contiguous()
     # the kernels read sums of g that the forward has kept
-    tokens = CcqInputs(*each(at.align, inputs.q, inputs.k, inputs.eta), g)
+    dcleaned, q, k, eta = at.align(dcleaned, inputs.q, inputs.k, inputs.eta)
+    tokens = CcqInputs(q, k, eta, g)
     if initial_state is not None:
         initial_state = CurvatureState(*each(Tensor.contiguous, *initial_state))
     C = None if initial_state is None else initial_state.C
-    found, first, scale = gradients(at.align(dcleaned), dC, dmean, dn, tokens, C, n1, kept, task)
-    found = CcqInputs(*each(at.restore, *found))
+    found, first, scale = gradients(dcleaned, dC, dmean, dn, tokens, C, n1, kept, task)
+    found = CcqInputs(*at.restore(*found))
     found = found if g is None or found.g is None else found._replace(g=found.g.to(g.dtype))
     if initial_state is None or first is None:
         return found, None

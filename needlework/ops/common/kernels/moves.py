@@ -1,4 +1,7 @@
-"""Tokens of packed sequences moved to where each sequence begins a chunk, and back: one map of rows, and one kernel that follows it."""
+"""Tokens of packed sequences moved to where each sequence begins a chunk, and back: one map of rows, and one kernel that follows it.
+
+One launch moves all tensors of a call. A launch costs the host as much as a small tensor's move takes, and a call has up to nine tensors.
+"""
 
 import math
 
@@ -7,12 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from needlework.ops.runtime.each import Ts, each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv, next_power_of_2
 
 ROWS, SEQUENCES = 64, 64  # of a program of `places`
-TILE = 4096  # numbers that a program of `move` moves
+TILE, COLUMNS = 4096, 256  # numbers that a program of `move` moves, and of a row at most
+TENSORS = 8  # of a launch of `move`
+# those that a kernel reads; and the constants of a tensor, by their names and of one that is not there
+IN_TILE, IN_ROW = tl.constexpr(TILE), tl.constexpr(COLUMNS)
+UNITS, WIDTHS = (tuple(f"{name}{n}" for n in range(TENSORS)) for name in ("UNIT", "W"))
+NONE = dict.fromkeys((*UNITS, *WIDTHS), 0)
 
 
 def places(cu_seqlens: Tensor, T: int, aligned: int, C: int) -> tuple[Tensor, Tensor]:
@@ -26,22 +35,26 @@ def places(cu_seqlens: Tensor, T: int, aligned: int, C: int) -> tuple[Tensor, Te
     return cum, maps
 
 
-def moved(x: Tensor, source: Tensor) -> Tensor:
-    """x [1 rows ...] -> [1 len(source) ...]: row source[i] at i, zeros where it is −1."""
-    out = x.new_empty(1, len(source), *x.shape[2:])
-    width = math.prod(x.shape[2:])
-    if not out.numel():
-        return out
-    if x.numel() and not x[0, 0].is_contiguous():
-        x = x.contiguous()
-    columns, stride = min(next_power_of_2(width), 256), x.stride(1)
-    rows = TILE // columns
-    unit = math.gcd(stride, 16)
-    run(
-        move, (cdiv(len(source), rows), cdiv(width, columns)),
-        x, out, source, len(source), stride // unit, UNIT=unit, W=width, R=rows, BW=columns, num_warps=4,
-    )  # fmt: skip
-    return out
+def moved(source: Tensor, *tensors: *Ts) -> tuple[*Ts]:
+    """Each [1 rows ...] -> [1 len(source) ...]: row source[i] at i, zeros where it is −1. One launch moves up to TENSORS; what is no tensor
+    stays."""
+    found = each(lambda x: x.new_empty(1, len(source), *x.shape[2:]), *tensors)
+    both = zip(tensors, found, strict=True)
+    pairs = [(x, out) for x, out in both if isinstance(x, Tensor) and isinstance(out, Tensor) and out.numel()]
+    for first in range(0, len(pairs), TENSORS):
+        own = pairs[first : first + TENSORS]
+        arguments, constants, programs = [], NONE.copy(), 0
+        for (x, out), unit, width in zip(own, UNITS, WIDTHS, strict=False):
+            if not (x.is_contiguous() or x[0, 0].is_contiguous()):
+                x = x.contiguous()
+            numbers, stride = math.prod(x.shape[2:]), x.stride(1)
+            constants[width], constants[unit] = numbers, math.gcd(stride, 16)
+            arguments += x, out, stride // constants[unit]
+            columns = min(next_power_of_2(numbers), COLUMNS)
+            programs += cdiv(len(source), TILE // columns) * cdiv(numbers, columns)
+        arguments += (None,) * 3 * (TENSORS - len(own))
+        run(move, (programs,), *arguments, source, len(source), **constants, num_warps=4)
+    return found
 
 
 @triton.jit(do_not_specialize=["N", "T", "aligned"])
@@ -82,29 +95,61 @@ def places_kernel(p_cu_seqlens, p_cum, p_maps, N, T, aligned, C: tl.constexpr, B
     tl.store(p_maps + aligned + i, tl.where(owned, i - token_start + token_chunk * C, -1), mask=i < T)
 
 
-@triton.jit(do_not_specialize=["rows", "stride"])
+@triton.jit
+def part(i, p_from, p_to, stride, UNIT: tl.constexpr, W: tl.constexpr, p_source, rows):
+    """Tile i of a tensor, where it has so many; the number of the tile in the next one. Rows of W numbers lie stride · UNIT apart in p_from."""
+    if W > 0:
+        BW: tl.constexpr = min(triton.next_power_of_2(W), IN_ROW)
+        R: tl.constexpr = IN_TILE // BW
+        ACROSS: tl.constexpr = triton.cdiv(W, BW)
+        tiles = tl.cdiv(rows, R) * ACROSS
+        if (i >= 0) & (i < tiles):
+            o = i // ACROSS * R + tl.arange(0, R)
+            j = i % ACROSS * BW + tl.arange(0, BW)
+            source = tl.load(p_source + o, mask=o < rows, other=-1)
+            p_row = p_from + tl.cast(source, tl.int64) * stride * UNIT
+            columns = (j < W)[None, :]
+            b = tl.load(p_row[:, None] + j[None, :], mask=(source >= 0)[:, None] & columns, other=0.0)
+            tl.store(p_to + tl.cast(o, tl.int64)[:, None] * W + j[None, :], b, mask=(o < rows)[:, None] & columns)
+        i -= tiles
+    return i
+
+
+@triton.jit(do_not_specialize=["rows", *(f"stride{n}" for n in range(TENSORS))])
 def move(
-    p_from, p_to, p_source, rows, stride,
-    UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BW: tl.constexpr,
+    p_from0, p_to0, stride0, p_from1, p_to1, stride1, p_from2, p_to2, stride2, p_from3, p_to3, stride3,
+    p_from4, p_to4, stride4, p_from5, p_to5, stride5, p_from6, p_to6, stride6, p_from7, p_to7, stride7, p_source, rows,
+    UNIT0: tl.constexpr, UNIT1: tl.constexpr, UNIT2: tl.constexpr, UNIT3: tl.constexpr,
+    UNIT4: tl.constexpr, UNIT5: tl.constexpr, UNIT6: tl.constexpr, UNIT7: tl.constexpr,
+    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
+    W4: tl.constexpr, W5: tl.constexpr, W6: tl.constexpr, W7: tl.constexpr,
 ):  # fmt: skip
-    """R rows of W numbers, BW of them; rows lie stride · UNIT apart in p_from."""
-    i = tl.program_id(0) * R + tl.arange(0, R)
-    j = tl.program_id(1) * BW + tl.arange(0, BW)
-    source = tl.load(p_source + i, mask=i < rows, other=-1)
-    p_row = p_from + tl.cast(source, tl.int64) * stride * UNIT
-    columns = (j < W)[None, :]
-    b = tl.load(p_row[:, None] + j[None, :], mask=(source >= 0)[:, None] & columns, other=0.0)
-    tl.store(p_to + tl.cast(i, tl.int64)[:, None] * W + j[None, :], b, mask=(i < rows)[:, None] & columns)
+    """A tile a program, of one tensor behind the other. Of a tensor that is not there W is 0."""
+    i = tl.program_id(0)
+    i = part(i, p_from0, p_to0, stride0, UNIT0, W0, p_source, rows)
+    i = part(i, p_from1, p_to1, stride1, UNIT1, W1, p_source, rows)
+    i = part(i, p_from2, p_to2, stride2, UNIT2, W2, p_source, rows)
+    i = part(i, p_from3, p_to3, stride3, UNIT3, W3, p_source, rows)
+    i = part(i, p_from4, p_to4, stride4, UNIT4, W4, p_source, rows)
+    i = part(i, p_from5, p_to5, stride5, UNIT5, W5, p_source, rows)
+    i = part(i, p_from6, p_to6, stride6, UNIT6, W6, p_source, rows)
+    i = part(i, p_from7, p_to7, stride7, UNIT7, W7, p_source, rows)
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """The map, and moves of keys and of numbers."""
+    """The map, and a move of keys and of numbers."""
     C = config.launch["shared"]["C"]
     types = {"p_cu_seqlens": "*i64", "p_cum": "*i32", "p_maps": "*i32"} | dict.fromkeys(("N", "T", "aligned"), "i32")
-    cases = [Case(places_kernel, types, {"C": C, "BLK": ROWS, "BN": SEQUENCES}, {"num_warps": 4})]
-    for element, width in ((NAMES[dtype], 2 * K), (NAMES[accumulator(dtype)], 2)):
-        columns = min(next_power_of_2(width), 256)
-        types = {"p_from": f"*{element}", "p_to": f"*{element}", "p_source": "*i32", "rows": "i32", "stride": "i32"}
-        constants: Constants = {"UNIT": math.gcd(width, 16), "W": width, "R": TILE // columns, "BW": columns}
-        cases.append(Case(move, types, constants, {"num_warps": 4}))
-    return cases
+    signature, constants = {"p_source": "*i32", "rows": "i32"}, Constants()
+    for n in range(TENSORS):
+        width = (2 * K, 2)[n] if n < 2 else 0
+        element = NAMES[dtype if n == 0 else accumulator(dtype)]
+        if width:
+            signature |= {f"p_from{n}": f"*{element}", f"p_to{n}": f"*{element}", f"stride{n}": "i32"}
+        else:
+            constants |= dict.fromkeys((f"p_from{n}", f"p_to{n}", f"stride{n}"))
+        constants |= {f"UNIT{n}": math.gcd(width, 16), f"W{n}": width}
+    return [
+        Case(places_kernel, types, {"C": C, "BLK": ROWS, "BN": SEQUENCES}, {"num_warps": 4}),
+        Case(move, signature, constants, {"num_warps": 4}),
+    ]

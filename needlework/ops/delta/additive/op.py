@@ -53,7 +53,7 @@ def _call(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, *, save:
     key = ENGINE, chosen.name, kind(*aligned), segments > 1, save
     precompile(inputs.q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, settings))
     o, state, saved = forward(aligned, alignment, save=save, **settings)
-    return alignment.restore(o).contiguous(), state, saved
+    return *alignment.restore(o), state, saved
 
 
 @backward_operator
@@ -72,9 +72,10 @@ def delta_additive_bwd(
     else:
         alignment = _alignment(inputs, cu_seqlens, chosen)
         do = torch.zeros_like(inputs.v) if do is None else do.contiguous()
+        do, aligned = inputs.aligned_with(do, alignment)
+        segments = _segments(inputs, cu_seqlens, chosen)
         found = backward(
-            alignment.align(do), dstate, inputs.aligned(alignment), saved, alignment, scale=scale, config=chosen,
-            segments=_segments(inputs, cu_seqlens, chosen),
+            do, dstate, aligned, saved, alignment, scale=scale, config=chosen, segments=segments
         ).restored(alignment)  # fmt: skip
     return found.like(inputs)
 

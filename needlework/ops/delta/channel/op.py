@@ -135,7 +135,7 @@ def _call(
         inputs.q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, segments, on_meta, settings)
     )
     o, state, saved, states = forward(aligned, alignment, save=save, segments=segments, table=table, **settings)
-    return alignment.restore(o), state, saved, states
+    return *alignment.restore(o), state, saved, states
 
 
 @backward_operator
@@ -151,9 +151,9 @@ def delta_channel_bwd(
     config, alignment = _placed(inputs, cu_seqlens)
     do = torch.zeros_like(inputs.v) if do is None else do
     dstate = None if dstate is None else dstate.contiguous()
+    do, aligned = inputs.aligned_with(do, alignment)
     return backward(
-        alignment.align(do), dstate, inputs.aligned(alignment), saved, states, alignment,
-        scale=scale, prediction=prediction, R=R, config=config,
+        do, dstate, aligned, saved, states, alignment, scale=scale, prediction=prediction, R=R, config=config
     ).restored(alignment)  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def _call(
         inputs.q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, segments, on_meta, settings)
     )
     o, state, saved = forward(aligned, alignment, save=save, segments=segments, table=table, **settings)
-    return alignment.restore(o).contiguous(), state, saved
+    return *alignment.restore(o), state, saved
 
 
 @backward_operator
@@ -97,9 +97,8 @@ def delta_scalar_bwd(
         alignment = _alignment(inputs, cu_seqlens, chosen)
         do = torch.zeros_like(inputs.v) if do is None else do.contiguous()
         dstate = None if dstate is None else dstate.contiguous()
-        found = backward(
-            alignment.align(do), dstate, inputs.aligned(alignment), saved, alignment, scale=scale, config=chosen
-        ).restored(alignment)  # fmt: skip
+        do, aligned = inputs.aligned_with(do, alignment)
+        found = backward(do, dstate, aligned, saved, alignment, scale=scale, config=chosen).restored(alignment)
     return found.like(inputs)
 
 

@@ -43,8 +43,8 @@ def _call(
 ) -> tuple[Tensor, Saved]:
     """`solved` of tokens that lie as the caller has them."""
     task = _task(tokens, cu_seqlens, rowmax, window)
-    y, saved = solved(LucidInputs(*each(task.align.align, *tokens)), task, save)
-    return task.align.restore(y), saved
+    y, saved = solved(LucidInputs(*task.align.align(*tokens)), task, save)
+    return *task.align.restore(y), saved
 
 
 def _task(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None) -> Task:
@@ -74,8 +74,8 @@ def lucid_triton_bwd(
     """Gradients of `tokens`."""
     task, beta = _task(tokens, cu_seqlens, rowmax, window), tokens.beta
     check_blocks(saved, task)
-    found = backward(*each(task.align.align, dy, tokens.v, beta), saved, tokens.k.shape[-1], task)
-    dk, dv, dbeta = each(task.align.restore, *found)
+    found = backward(*task.align.align(dy, tokens.v, beta), saved, tokens.k.shape[-1], task)
+    dk, dv, dbeta = task.align.restore(*found)
     return LucidInputs(dk, dv, None if beta is None or dbeta is None else dbeta.to(beta.dtype))
 
 

@@ -122,7 +122,8 @@ def _call(
     check_data(length, initial_state.k.shape[1], window, cu_seqlens, B, T)
     joined, task = _task(tokens, initial_state, cu_seqlens, rowmax, window)
     y, saved = solved(_joint(joined, task, PageRows(*initial_state[:2]), tokens), task, save)
-    _, y = joined.part(task.align.restore(y), initial_state.k.shape[1])
+    (y,) = task.align.restore(y)
+    _, y = joined.part(y, initial_state.k.shape[1])
     y = y.contiguous()
     n_new = T if cu_seqlens is None else lengths(cu_seqlens)
     if keep:
@@ -152,7 +153,7 @@ def lucid_pages_bwd(
         dy = dy + of_tokens(through.y)
     joint = _joint(joined, task, PageRows(torch.zeros_like(page_y), page_y), LucidInputs(dy, v, beta))
     found = backward(*joint, saved, k.shape[-1], task)
-    dk, dv, dbeta = each(task.align.restore, *found)
+    dk, dv, dbeta = task.align.restore(*found)
     (dpage_k, dk), (dpage_y, dv) = joined.part(dk, P), joined.part(dv, P)
     if through is not None:
         dk = dk + of_tokens(through.k)
@@ -184,7 +185,7 @@ def _joint(joined: Joined, task: Task, pages: PageRows, tokens: LucidInputs) -> 
     """Aligned, with the pages in front; a page's β, which nothing multiplies, is 1."""
     k, v, beta = tokens
     beta = None if beta is None else joined.join(beta.new_ones(pages.k.shape[:3]), beta)
-    return LucidInputs(*each(task.align.align, joined.join(pages.k, k), joined.join(pages.y, v), beta))
+    return LucidInputs(*task.align.align(joined.join(pages.k, k), joined.join(pages.y, v), beta))
 
 
 @fake(lucid_pages)

@@ -149,11 +149,11 @@ def descend(
 
 def _forward(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float, save: bool) -> tuple[Tensor, Tensor]:
     walk = Walk.of(x, cu_seqlens, window, scale)
-    x = PathInputs(*each(walk.align.align, *x))
+    x = PathInputs(*walk.align.align(*x))
     key = ENGINE, walk.config.name, kind(*x), cu_seqlens is not None, window is not None, scale, save
     precompile(x.q.device, key, lambda: _launches(walk, PathInputs(*meta(*x)), save))
     o, lse = forward(walk, x)
-    return walk.align.restore(o).contiguous(), lse
+    return *walk.align.restore(o), lse
 
 
 def _launches(walk: Walk, x: PathInputs, save: bool) -> None:
@@ -196,9 +196,9 @@ def path_triton_bwd(
     walk = Walk.of(inputs, cu_seqlens, window, scale)
     if lse.shape[-1] != walk.rows:
         raise RuntimeError(f"{ENGINE}: the forward walked {lse.shape[-1]} rows, the config for the backward has {walk.rows}")
-    do, o = each(walk.align.align, do, o)
-    found = backward(walk, do, o, lse, PathInputs(*each(walk.align.align, *inputs)))
-    return PathInputs(*each(lambda x: walk.align.restore(x).contiguous(), *found))
+    aligned = walk.align.align(do, o, *inputs)
+    found = backward(walk, *aligned[:2], lse, PathInputs(*aligned[2:]))
+    return PathInputs(*walk.align.restore(*found))
 
 
 @fake(path_triton_bwd)

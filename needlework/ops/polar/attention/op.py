@@ -14,7 +14,6 @@ from needlework.ops.polar.attention.launches import ENGINE, Saved, Walk, backwar
 from needlework.ops.polar.custom_op import polar_checked
 from needlework.ops.polar.state import PolarState, after_pages
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
-from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
 
@@ -68,13 +67,13 @@ def _call(
     tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None, *, save: bool
 ) -> tuple[Tensor, Tensor, Saved | None]:
     walk, align = _walk(tokens, cu_seqlens, held, window)
-    tokens, parameters = Tokens(*each(align.align, *tokens)), parameters.map(Tensor.contiguous)
+    tokens, parameters = Tokens(*align.align(*tokens)), parameters.map(Tensor.contiguous)
     key = ENGINE, walk.config.name, kind(*tokens), cu_seqlens is not None, window is not None, save
     precompile(
         tokens.q.device, key, lambda: _launches(walk, Tokens(*meta(*tokens)), parameters.map(lambda x: meta(x)[0]), save)
     )
     direction, magnitude, saved = forward(walk, tokens, parameters, save)
-    return align.restore(direction).contiguous(), align.restore(magnitude).contiguous(), saved
+    return *align.restore(direction, magnitude), saved
 
 
 def _launches(walk: Walk, tokens: Tokens, parameters: Parameters, save: bool) -> None:
@@ -116,9 +115,9 @@ def polar_triton_bwd(
     direction, magnitude = _results(tokens)
     ddirection = direction.zero_() if ddirection is None else ddirection.contiguous()
     dmagnitude = magnitude.zero_() if dmagnitude is None else dmagnitude.contiguous()
-    ddirection, dmagnitude, *aligned = each(align.align, ddirection, dmagnitude, *tokens)
+    ddirection, dmagnitude, *aligned = align.align(ddirection, dmagnitude, *tokens)
     dtokens, dparameters = backward(walk, ddirection, dmagnitude, saved, Tokens(*aligned), parameters.map(Tensor.contiguous))
-    return Tokens(*each(lambda x: align.restore(x).contiguous(), *dtokens)), dparameters
+    return Tokens(*align.restore(*dtokens)), dparameters
 
 
 @fake(polar_triton_bwd)

@@ -164,10 +164,10 @@ def _launches(walk: Walk, given: PathKeys, save: bool) -> None:
 def lucid_path_triton(given: PathKeys, cu_seqlens: Tensor | None, window: int | None, save: bool) -> Tensor:
     """y. save: whether a backward will follow, whose kernels are compiled beside the forward's."""
     walk = _walk(given, cu_seqlens, window)
-    aligned = PathKeys(*each(walk.align.align, *given))
+    aligned = PathKeys(*walk.align.align(*given))
     key = "path/solve", walk.config.name, kind(*aligned), cu_seqlens is not None, window is not None, save
     precompile(given.k.device, key, lambda: _launches(walk, PathKeys(*meta(*aligned)), save))
-    return walk.align.restore(forward(walk, aligned)).contiguous()
+    return walk.align.restore(forward(walk, aligned))[0]
 
 
 @fake(lucid_path_triton)
@@ -179,9 +179,9 @@ def _(given: PathKeys, *_):
 def lucid_path_triton_bwd(dy: Tensor, solved: PathKeys, cu_seqlens: Tensor | None, window: int | None) -> PathKeys:
     """Gradients of what lucid_path_triton was given. solved: the same with y for v."""
     walk = _walk(solved, cu_seqlens, window)
-    aligned = PathKeys(*each(walk.align.align, *solved))
-    found = backward(walk, walk.align.align(dy), aligned)
-    return PathKeys(*each(lambda x: walk.align.restore(x).contiguous(), *found))
+    dy, *aligned = walk.align.align(dy, *solved)
+    found = backward(walk, dy, PathKeys(*aligned))
+    return PathKeys(*walk.align.restore(*found))
 
 
 @fake(lucid_path_triton_bwd)
