@@ -75,11 +75,11 @@ def shorter(call: Call, limit: int = PREPARED) -> Call:
 def judge(call: Call) -> tuple[float, str]:
     """The largest error ÷ budget in the mean of the draws that it takes, and the tensor that has it. The references are the CPU's: of
     thousands of steps of one head, which would keep the GPU from what is timed."""
-    timed, reference = (case_of(small(call), device) for device in (DEVICE, "cpu"))
+    tried, reference = (case_of(small(call), device) for device in (DEVICE, "cpu"))
 
     def one(seed: int) -> dict[str, float]:
         x = reference.drawn("cpu", seed)
-        fast = flat(whole(timed.spec.chunk), {name: y.to(DEVICE) for name, y in x.items()})
+        fast = flat(whole(tried.spec.chunk), {name: y.to(DEVICE) for name, y in x.items()})
         return compared({name: y.cpu() for name, y in fast.items()}, reference.spec, x, getattr(torch, call.dtype))
 
     return max((ratio, name) for name, ratio in mean_of_draws(map(one, range(DRAWS))).items())
