@@ -5,7 +5,7 @@
 
 Rules take turns, so a run that is cut short has covered all of them; a later one with the same seed, calls, commit and FILE goes on where
 that one stopped. Processes side by side prepare calls: they judge one against float64 at 136 tokens, and compile its kernels and its
-peer's. Meanwhile another process times what is ready, one call after another. Of those beside it the GPU has short kernels, for
+peer's. Meanwhile another process times what is ready, one call after another, what is ready first before the others. Of those beside it the GPU has short kernels, for
 milliseconds of seconds: the references are the CPU's, a peer's kernels are compiled and not launched, ours are launched on little. Every
 figure is a median. What is over its budget is not timed. A call is timed forward and forward + backward, by launches and,
 unless documents are packed, replayed from a CUDA graph. A peer that tunes itself does so before, where its call is timed.

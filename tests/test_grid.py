@@ -298,7 +298,7 @@ def grid(bench, monkeypatch):
     grid, draw = bench("grid"), bench("draw")
     clock = lambda call: 2.0 if call() is not None else 0.0
     fakes = {"DEVICE": "cpu", "median": clock, "peak": clock, "replay": lambda call: call, "judge": lambda call: (0.5, "o"),
-             "tuned_with": lambda benchmark: None}  # fmt: skip
+             "tuned_with": lambda benchmark: None, "SIDE_BY_SIDE": 1}  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(grid, name, fake)
     small = partial(draw.draw, tokens=(24, 48), heads=(1, 2))
@@ -327,19 +327,19 @@ def grid(bench, monkeypatch):
 def test_a_grid_judges_times_and_reports_its_calls_and_goes_on_where_it_stopped(grid, bench, monkeypatch, tmp_path, capsys):
     """One rule is right, one is wrong, one cannot be captured; none of the peers is installed."""
     results, file, now = bench("results"), tmp_path / "grid.json", []
-    case_of = grid.case_of
+    figures = grid.figures
 
     def breaks(call):
         if now == ["polar"]:
             raise RuntimeError("capturing stream has unjoined work")
         return call
 
-    def noted(call, device):
+    def noted(call, found):
         now[:] = [call.rule]
-        return case_of(call, device)
+        figures(call, found)
 
     monkeypatch.setattr(grid, "replay", breaks)
-    monkeypatch.setattr(grid, "case_of", noted)
+    monkeypatch.setattr(grid, "figures", noted)
     monkeypatch.setattr(grid, "judge", lambda call: (3.0, "dk") if call.rule == "additive" else (0.5, "o"))
     arguments = ["grid.py", "--rules", "gated", "additive", "polar", "--calls", "2", "--out", str(file), "--commit", "abc"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--minutes", "0"])
@@ -367,7 +367,8 @@ def test_a_grid_judges_times_and_reports_its_calls_and_goes_on_where_it_stopped(
 
 @pytest.fixture
 def timed_in_minutes(grid, monkeypatch, tmp_path):
-    """Runs of a grid whose calls take a minute to time and none to prepare; what calls each run timed, in order, by name."""
+    """Runs of a grid whose calls take a minute to time and none to prepare, one after another, as what gets ready first is timed first; what calls
+    each run timed, in order, by name."""
     now, timed, figures = [0.0], [], grid.figures
 
     def slowly(call, found):
@@ -411,16 +412,17 @@ def test_a_grid_in_pieces_is_the_whole_one_its_rules_in_turn(timed_in_minutes, b
 
 
 def test_a_grid_says_before_what_it_takes_by_the_seconds_of_its_rows(timed_in_minutes, grid, monkeypatch, capsys):
-    monkeypatch.setattr(grid, "SIDE_BY_SIDE", 2)
 
     def said(minutes, *more):
         timed_in_minutes(minutes, *more)
         return capsys.readouterr().out
 
     monkeypatch.setattr(grid, "GUESSED", {"prepare": 600.0, "time": 150.0})
+    monkeypatch.setattr(grid, "SIDE_BY_SIDE", 2)
     assert "6 calls: 60 minutes to prepare, by 2 processes at once, and 15 to time meanwhile: 30 minutes" in said(60, "--dry")
     monkeypatch.setattr(grid, "GUESSED", {"prepare": 60.0, "time": 150.0})
     assert "and 15 to time meanwhile: 15 minutes" in said(60, "--dry")
+    monkeypatch.setattr(grid, "SIDE_BY_SIDE", 1)
     said(3.5)  # two are timed: no third is begun that would take longer than there is, by the guess
     text = said(60, "--dry")
     assert "gated: 1 calls, 0 s to prepare and 60 to time one\n" in text
