@@ -45,7 +45,7 @@ def answers_of(
     """What a child of `script` finds of these calls and why that is not all, each as soon as it is found, as far as it comes; that it dies or
     does not end, of the call at which it does. A call is taken from `calls` when the one before it is answered. limits: seconds of a call,
     by act. `until`: when the child is ended (time.monotonic), and of the call that it had begun nothing is said."""
-    # which configuration of a peer is fastest is found again by the process that times it, alone on the GPU
+    # which configuration of a peer is fastest is found again by the process that times it
     env = os.environ | {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0", "OMP_NUM_THREADS": "1"}
     command, pipe = [sys.executable, str(script), "--act", act], subprocess.PIPE
     with (

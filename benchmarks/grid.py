@@ -5,8 +5,8 @@
 
 Rules take turns, so a run that is cut short has covered all of them; a later one with the same seed, calls, commit and FILE goes on where
 that one stopped. Processes side by side prepare calls: they judge one against float64 at 136 tokens, and compile its kernels and its
-peer's. Meanwhile another process times what is ready, one call after another, what is ready first before the others. Of those beside it the GPU has short kernels, for
-milliseconds of seconds: the references are the CPU's, a peer's kernels are compiled and not launched, ours are launched on little. Every
+peer's. Meanwhile another process times calls one after another, in the order in which they get ready. The others keep little of the GPU
+from it: the CPU computes the references, a peer's kernels are compiled and not launched, ours are launched on small tensors. Every
 figure is a median. What is over its budget is not timed. A call is timed forward and forward + backward, by launches and,
 unless documents are packed, replayed from a CUDA graph. A peer that tunes itself does so before, where its call is timed.
 What fails or is wrong has a row that says why. Rows are written one by one. --dry says what is left, and what it takes by the seconds of
@@ -73,8 +73,8 @@ def shorter(call: Call, limit: int = PREPARED) -> Call:
 
 
 def judge(call: Call) -> tuple[float, str]:
-    """The largest error ÷ budget in the mean of the draws that it takes, and the tensor that has it. The references are the CPU's: of
-    thousands of steps of one head, which would keep the GPU from what is timed."""
+    """The largest error ÷ budget in the mean of the draws that it takes, and the tensor that has it. The CPU computes the references: thousands
+    of small kernels would keep the GPU from what is timed."""
     tried, reference = (case_of(small(call), device) for device in (DEVICE, "cpu"))
 
     def one(seed: int) -> dict[str, float]:
