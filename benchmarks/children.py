@@ -3,14 +3,15 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Timer
+from threading import Lock, Timer
 
 import torch
 from draw import Call
@@ -39,38 +40,76 @@ def answer(acts: Mapping[str, Act]) -> None:
     raise SystemExit(0)
 
 
+class Running:
+    """Children that run, and can be stopped for a while: what they launch would take turns with what is timed."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.children: set[subprocess.Popen] = set()
+
+    @contextmanager
+    def started(self, command: list[str], **settings: object) -> Iterator[subprocess.Popen]:
+        """One more, which is none of them when it has ended."""
+        with self.lock:  # none starts while they are stopped
+            child = subprocess.Popen(command, **settings)
+            self.children.add(child)
+        with child:
+            try:
+                yield child
+            finally:
+                child.kill()
+                with self.lock:
+                    self.children.remove(child)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        with self.lock:
+            self._send(signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                self._send(signal.SIGCONT)
+
+    def _send(self, what: signal.Signals) -> None:
+        for child in self.children:
+            child.send_signal(what)
+
+
 def answers_of(
-    script: Path, act: str, calls: Iterable[Call], limits: Mapping[str, int], until: float = math.inf
+    script: Path,
+    act: str,
+    calls: Iterable[Call],
+    limits: Mapping[str, int],
+    until: float = math.inf,
+    running: Running | None = None,
 ) -> Iterator[tuple[Call, dict, str | None]]:
     """What a child of `script` finds of these calls and why that is not all, each as soon as it is found, as far as it comes; that it dies or
     does not end, of the call at which it does. A call is taken from `calls` when the one before it is answered. limits: seconds of a call,
-    by act. `until`: when the child is ended (time.monotonic), and of the call that it had begun nothing is said."""
+    by act, those in which it is stopped included. `until`: when the child is ended (time.monotonic), and of the call that it had begun
+    nothing is said. `running`: whose children it is one of."""
     # which configuration of a peer is fastest is found again by the process that times it
     env = os.environ | {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0", "OMP_NUM_THREADS": "1"}
     command, pipe = [sys.executable, str(script), "--act", act], subprocess.PIPE
     with (
         tempfile.TemporaryFile("w+") as errors,
         suppress(BrokenPipeError),  # one that has ended reads no more: what it did not say is said for it
-        subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=errors, text=True) as child,
+        (running or Running()).started(command, env=env, stdin=pipe, stdout=pipe, stderr=errors, text=True) as child,
     ):
-        try:
-            for call in calls:
-                with suppress(BrokenPipeError):
-                    print(json.dumps(call._asdict()), file=child.stdin, flush=True)
-                limit = min(limits[act], until - time.monotonic())
-                answer, late = _next(child, limit)
-                if answer is None and late and limit < limits[act]:
-                    return
-                if answer is None:
-                    errors.seek(0)
-                    ended = f"its process ended: {errors.read().strip()[-300:]}"
-                    yield call, {}, f"did not end in {limit} s" if late else ended
-                    return
-                yield call, answer["found"], answer["why"]
-                if answer["why"]:
-                    return
-        finally:
-            child.kill()
+        for call in calls:
+            with suppress(BrokenPipeError):
+                print(json.dumps(call._asdict()), file=child.stdin, flush=True)
+            limit = min(limits[act], until - time.monotonic())
+            answer, late = _next(child, limit)
+            if answer is None and late and limit < limits[act]:
+                return
+            if answer is None:
+                errors.seek(0)
+                ended = f"its process ended: {errors.read().strip()[-300:]}"
+                yield call, {}, f"did not end in {limit} s" if late else ended
+                return
+            yield call, answer["found"], answer["why"]
+            if answer["why"]:
+                return
 
 
 def _next(child: subprocess.Popen, seconds: float) -> tuple[dict | None, bool]:

@@ -5,9 +5,8 @@
 
 Rules take turns, so a run that is cut short has covered all of them; a later one with the same seed, calls, commit and FILE goes on where
 that one stopped. Processes side by side prepare calls: they judge one against float64 at 136 tokens, and compile its kernels and its
-peer's. Meanwhile another process times calls one after another, in the order in which they get ready. The others keep little of the GPU
-from it: the CPU computes the references, a peer's kernels are compiled and not launched, ours are launched on small tensors. Every
-figure is a median. What is over its budget is not timed. A call is timed forward and forward + backward, by launches and,
+peer's. Another process times calls one after another, in the order in which they get ready. Where there are several GPUs, the last is for what
+prepares and the first for what is timed. On a single one, what prepares is stopped while a call is timed. Every figure is a median. What is over its budget is not timed. A call is timed forward and forward + backward, by launches and,
 unless documents are packed, replayed from a CUDA graph. A peer that tunes itself does so before, where its call is timed.
 What fails or is wrong has a row that says why. Rows are written one by one. --dry says what is left, and what it takes by the seconds of
 the rows in FILE, and times nothing.
@@ -18,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,7 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import distribution
 import results
-from children import answer, answers_of
+from children import Running, answer, answers_of
 from draw import CALLS, REPORTING, RULES, TUNING, Call, drawn, memory
 from drawn import Drawn, case_of
 from judge import compared, flat
@@ -134,9 +133,10 @@ def clocked(found: dict, what: str) -> Iterator[None]:
 
 
 def prepare(call: Call, found: dict) -> None:
-    """Judged, and compiled with its peer."""
+    """Judged, and compiled with its peer, on the last GPU."""
     from needlework.ops.runtime.precompile import compile_in
 
+    torch.cuda.set_device(torch.cuda.device_count() - 1)
     compile_in(max(1, cores() // SIDE_BY_SIDE))
     with clocked(found, "judging"):
         found["error_over_budget"], found["tensor"] = judge(call)
@@ -160,7 +160,7 @@ def figures(call: Call, found: dict) -> None:
     """What may leave the process unusable comes last: a peer that fails, then captures."""
     from triton.testing import do_bench
 
-    tuned_with(partial(do_bench, warmup=5, rep=25))  # a peer has up to hundreds of configurations: by default 125 ms each
+    tuned_with(partial(do_bench, warmup=2, rep=10))  # a peer has up to hundreds of configurations: by default 125 ms each
     case = case_of(call, DEVICE)
     x = case.drawn(DEVICE)
     mine = passes(case.ours, x)
@@ -180,7 +180,7 @@ def figures(call: Call, found: dict) -> None:
 
 
 ACTS = {"prepare": prepare, "time": timed}
-LIMITS = {"prepare": 500, "time": 100}  # seconds that a call is given
+LIMITS = {"prepare": 1500, "time": 100}  # seconds that a call is given, those in which others are timed included
 MEMORY_RAN_OUT = "OutOfMemory"
 ROOM = 56 * 2**30  # bytes that a call may take while others are prepared
 GUESSED = {"prepare": 100.0, "time": 15.0}  # seconds that a call takes, of rules that the file has no rows of
@@ -197,6 +197,11 @@ class Run:
         self.common = {"device": device, **versions, "commit": of, "calls": calls}
         self.file = file or results.path(device, distribution.ROOT)
         self.before = results.read(self.file)
+        self.running = Running()
+
+    def alone(self) -> AbstractContextManager[None]:
+        """What prepares is stopped, unless it has a GPU of its own."""
+        return nullcontext() if torch.cuda.device_count() > 1 else self.running.stopped()
 
     def put(self, call: Call, found: dict, reason: str | None) -> None:
         """A row of each pass."""
@@ -251,7 +256,7 @@ class Run:
         begun = time.monotonic()
         if begun + self.seconds("prepare", call.rule) + self.seconds("time", call.rule) > until:
             return None
-        for _, found, reason in answers_of(SCRIPT, "prepare", [call], LIMITS, until):
+        for _, found, reason in answers_of(SCRIPT, "prepare", [call], LIMITS, until, self.running):
             found["prepare_s"] = time.monotonic() - begun
             took = found.get("took", {}) | {"whole": found["prepare_s"]}
             say(f"{call.name}: " + ", ".join(f"{what} {seconds:.0f} s" for what, seconds in took.items()))
@@ -283,7 +288,8 @@ class Run:
                     row(call, found, f"WRONG: the error of {found['tensor']} is {error:.2f} × its budget")
                 elif error is not None and time.monotonic() + self.seconds("time", call.rule) <= until:
                     right[call] = found
-                    yield call
+                    with self.alone():
+                        yield call
 
         with ThreadPoolExecutor(workers) as pool:
             for call in beside_others:

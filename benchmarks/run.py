@@ -183,8 +183,9 @@ def warm_peer(case: Case) -> None:
 
 
 def why(error: Exception) -> str:
-    """Its last line: of what a process said, the exception."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1][:400]}"
+    """Its line that names CUDA's error, or its last: of what a process said, the exception."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {next((line for line in lines if 'CUDA error' in line), lines[-1])[:400]}"
 
 
 def commit() -> str:

@@ -2,6 +2,7 @@
 interpreter cannot show of large states. Skipped without one."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 
@@ -46,6 +47,25 @@ def test_an_op_on_the_gpu_is_the_op_on_the_cpu(spec, settings):
     there = differentiate(whole(spec.chunk, **on("cuda", settings)), on("cuda", inputs))
     for a, b in zip(there, here, strict=True):
         assert_close(on("cpu", a), b, "on the GPU")
+
+
+@pytest.mark.parametrize("spec", specs(), ids=lambda spec: spec.name)
+def test_a_backward_pass_may_be_the_first_call_of_its_thread(spec):
+    """As autograd's is: one that has no context of CUDA yet."""
+    pytest.importorskip("triton")
+    drawn = inputs_of(spec.name, torch.Generator().manual_seed(0), 2, 500, "random", 64, 64)
+    x = {name: y.requires_grad_() for name, y in on("cuda", stored(drawn, torch.bfloat16, spec.half)[0]).items()}
+
+    def backward() -> list[torch.Tensor]:
+        with torch.autograd.set_multithreading_enabled(False):
+            return torch.autograd.grad(o, list(x.values()), do)
+
+    for _ in range(2):  # the second compiles nothing, and its descriptors are of other memory
+        o = whole(spec.chunk)(x)[0]
+        do = torch.randn_like(o)
+        torch.cuda.synchronize()
+        with ThreadPoolExecutor(1) as thread:
+            assert all(dx.isfinite().all() for dx in thread.submit(backward).result())
 
 
 @pytest.mark.parametrize("spec", specs(), ids=lambda spec: spec.name)

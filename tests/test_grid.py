@@ -1,6 +1,7 @@
 """Drawn calls: the draw covers what it says, every call is one that its op takes, and the report says what the rows hold."""
 
 import json
+import os
 import sys
 import time
 from dataclasses import replace
@@ -233,6 +234,25 @@ def test_a_child_is_given_a_call_when_the_one_before_is_answered_and_one_that_en
     assert ended[0] == calls[0] and ended[2] == "its process ended: " and next(following) == calls[1]
 
 
+def test_children_are_stopped_while_a_call_is_timed_and_then_go_on(bench, tmp_path):
+    children, call = bench("children"), bench("draw").draw(bench("draw").RULES[0], 101, 1)[0][0]
+    running, script, now = (
+        children.Running(),
+        tmp_path / "child.py",
+        lambda what: os.waitid(os.P_PID, child.pid, what | os.WNOWAIT).si_code,
+    )
+    script.write_text(
+        "import json, sys\nfor line in sys.stdin:\n    print(json.dumps({'name': 'a', 'found': {}, 'why': None}), flush=True)\n"
+    )
+    answers = children.answers_of(script, "prepare", [call, call], {"prepare": 60}, running=running)
+    assert next(answers) == (call, {}, None)
+    (child,) = running.children
+    with running.stopped():
+        assert now(os.WSTOPPED) == os.CLD_STOPPED and not running.lock.acquire(blocking=False)
+    assert now(os.WCONTINUED) == os.CLD_CONTINUED
+    assert list(answers) == [(call, {}, None)] and not running.children
+
+
 def test_a_child_says_what_it_finds_and_ends_at_an_error(bench, monkeypatch, capsys):
     draw, children = bench("draw"), bench("children")
     calls = draw.draw(draw.RULES[0], 101, 3)[0]
@@ -303,7 +323,7 @@ def grid(bench, monkeypatch):
         monkeypatch.setattr(grid, name, fake)
     small = partial(draw.draw, tokens=(24, 48), heads=(1, 2))
 
-    def answers_of(script, act, calls, limits, until):
+    def answers_of(script, act, calls, limits, until, running=None):
         for call in calls:
             found, reason = {}, None
             try:
@@ -443,7 +463,7 @@ def test_what_has_no_memory_beside_others_is_tried_again_alone(grid, bench, monk
     asked = {"prepare": [], "time": []}
     monkeypatch.setattr(grid, "memory", lambda call: grid.ROOM + (call == calls[3]))
 
-    def answers_of(script, now, given, limits, until):
+    def answers_of(script, now, given, limits, until, running=None):
         for call in given:
             asked[now].append(call)
             short = call == calls[1] and asked[now].count(call) == 1

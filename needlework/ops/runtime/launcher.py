@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton import JITFunction, knobs
 from triton.backends.nvidia import driver as nvidia
@@ -51,6 +52,7 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: tuple, constan
         if direct is not None:
             direct(grid, given)
             return direct.compiled
+    enter_context()
     try:
         compiled = kernel[grid](*arguments, **constants)
     except OutOfResources as error:
@@ -121,11 +123,19 @@ class Direct:
             x = given[i]
             key = x.base.data_ptr(), *x.shape, *x.strides
             if key not in encoded:
+                enter_context()
                 if len(encoded) >= ENCODED:
                     encoded.clear()
                 encoded[key] = encode(x, block)
             given[i : i + 1] = encoded[key]
         self.call((*grid, *(1,) * (3 - len(grid))), stream, given + self.after)
+
+
+def enter_context() -> None:
+    """CUDA encodes a descriptor in a thread that has a context. A thread gets one with its first call of the runtime, which neither Triton's
+    encoder nor PyTorch's allocator makes: autograd's has none where a backward pass begins with a kernel of ours. This call is such a one,
+    takes a microsecond and is allowed in a capture."""
+    torch.cuda.is_current_stream_capturing()
 
 
 def encode(descriptor: TensorDescriptor, block: dict | None) -> list:
