@@ -45,7 +45,7 @@ SCRIPT = Path(__file__)
 DEVICE = "cuda"
 JUDGED = {"T": 136, "documents": (1, 30, 35, 70)}
 # A peer's kernels compile one after another: a process for each core but the parent's and the two of what is timed
-SIDE_BY_SIDE = min(14, max(1, cores() - 3))
+SIDE_BY_SIDE = min(28, max(1, cores() - 3))
 PREPARED = 2**28  # bytes that a call may take beside others, and its peer as many
 SHORTEST = 128  # tokens of a row that it takes all the same
 PASSES = ("fwd", "fwd+bwd")
