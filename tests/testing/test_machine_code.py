@@ -39,10 +39,28 @@ def test_a_product_whose_descriptor_nothing_wrote_is_named_with_its_registers():
 
 
 def test_what_is_made_of_an_unwritten_register_is_unwritten():
-    (found,) = unwritten(
-        HEADER + LOOP.replace("UMOV UR5, 0x40000040", "UIADD3 UR5, UR12, 0x1, URZ").replace("S2UR UR5", "S2UR UR8")
+    """UR4 was written, and then again from UR5."""
+    first, last = unwritten(HEADER + LOOP.replace("S2UR UR5", "S2UR UR8"))
+    assert first.endswith("at 0x0080 reads UR6, which nothing wrote") and last.endswith(
+        "at 0x00a0 reads UR4, UR6, which nothing wrote"
     )
-    assert "gdesc[UR4], R24, !UPT at 0x00a0" in found
+
+
+@pytest.mark.parametrize("source", ("UR12", "R1"))
+def test_a_descriptor_is_followed_through_the_registers_of_threads(source):
+    """As ptxas 12.8.93 made those of PaTH's `prepare` and `unwind` for heads of 32: from UR16, and from the stack's address."""
+    through = f"""
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0002*/                   IMAD.MOV.U32 R20, RZ, RZ, RZ ;
+        /*0004*/                   IADD3 R60, P3, {source}, 0x2, RZ ;
+        /*0006*/                   IADD3.X R62, R20, -0x7fffffe0, RZ, P3, !PT ;
+        /*0008*/                   LDL R4, [R1+0x10] ;"""
+    text = LOOP.replace("UMOV UR4, 0x400", "R2UR UR4, R62").replace("ULEA UR4, UR5, UR4, 0x18", "R2UR UR4, R60")
+    first, last = unwritten(HEADER + through + text)
+    assert first.endswith("at 0x0080 reads UR6, which nothing wrote") and last.endswith(
+        "at 0x00a0 reads UR4, UR6, which nothing wrote"
+    )
+    assert unwritten(HEADER + through.replace(source, "R20") + text) == []
 
 
 def test_a_register_that_one_path_writes_is_written():

@@ -24,3 +24,9 @@ def next_power_of_2(size: int) -> int:
 def padded(size: int) -> int:
     """The axis of a tile that holds `size`: a power of two, at least what a matrix product takes."""
     return max(next_power_of_2(size), 16)
+
+
+def one_layout(size: int, dtype: torch.dtype) -> int:
+    """`padded`, of halves at least 64: all tiles that products take have one layout in shared memory. Where a kernel had others beside it, ptxas
+    12.8 read registers that nothing had written, for the descriptors of Hopper's products."""
+    return max(padded(size), 64 if dtype.itemsize == 2 else 0)

@@ -22,7 +22,7 @@ from needlework.ops.lucid.solve.panels import before_panel, panel
 from needlework.ops.lucid.solve.scan import solve
 from needlework.ops.runtime.launch_configs import Constants, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import run
-from needlework.ops.runtime.triton_types import TYPES, accumulator, cdiv, next_power_of_2
+from needlework.ops.runtime.triton_types import TYPES, accumulator, cdiv, one_layout
 
 ENGINE = "lucid/solve"
 # keys and values of a group of heads: most of the 50 MB of a Hopper's L2 cache
@@ -92,7 +92,7 @@ class Saved(NamedTuple):
         def new(*shape: int, dtype: torch.dtype = operand) -> Tensor:
             return k.new_empty(1, B * H, NR, *shape, dtype=dtype)
 
-        x, Y = new(_whole(K, k.dtype), dtype=k.dtype if rowmax else operand), new(_whole(V, k.dtype))
+        x, Y = new(one_layout(K, k.dtype), dtype=k.dtype if rowmax else operand), new(one_layout(V, k.dtype))
         if rowmax:
             more = new(dtype=torch.int32)
         else:
@@ -217,7 +217,7 @@ def constants(
 
 def widths(K: int, V: int, dtype: torch.dtype) -> tuple[int, int]:
     """Columns of tiles of keys and of values."""
-    return _whole(K, dtype), _whole(V, dtype)
+    return one_layout(K, dtype), one_layout(V, dtype)
 
 
 KERNELS = {
@@ -234,12 +234,6 @@ def flags(kernel: str, **settings: bool) -> dict[str, int]:
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
     """float16 is eight times as near as bfloat16; A is at most 1, and Y is kept times a power of two."""
     return torch.float16 if dtype.itemsize == 2 else dtype
-
-
-def _whole(size: int, dtype: torch.dtype) -> int:
-    """Columns of a tile. Of halves at least 64: tiles of one layout in shared memory. Where Y's was another than I's and x's, ptxas
-    12.8 read registers that nothing had written, for the descriptors of the solve's products."""
-    return max(next_power_of_2(size), 64 if dtype.itemsize == 2 else 16)
 
 
 def _tile(x: Tensor, config: LaunchConfig):

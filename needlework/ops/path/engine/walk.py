@@ -13,7 +13,7 @@ from needlework.ops.path.arguments import PathInputs
 from needlework.ops.path.state import BLOCK
 from needlework.ops.runtime.launch_configs import Constants, LaunchConfig, interpreted, launch_config
 from needlework.ops.runtime.precompile import run
-from needlework.ops.runtime.triton_types import TYPES, accumulator, cdiv, next_power_of_2, padded
+from needlework.ops.runtime.triton_types import TYPES, accumulator, cdiv, next_power_of_2, one_layout
 
 ENGINE = "path/engine"
 LOG2E = log2(e)
@@ -70,7 +70,7 @@ class Walk(NamedTuple):
     @property
     def widths(self) -> tuple[int, int]:
         """Columns of tiles of keys and of values."""
-        return padded(self.K), padded(self.V)
+        return one_layout(self.K, self.dtype), one_layout(self.V, self.dtype)
 
     def launch(self, kernel: JITFunction, grid: tuple[int, ...], *arguments: object, **flags: int) -> None:
         run(kernel, grid, *arguments, **self.constants(kernel), **flags)
@@ -110,8 +110,9 @@ def constants(
 ) -> Constants:  # fmt: skip
     """All that a kernel is compiled for; what it does not take is left out."""
     shared = config.launch["shared"]
+    KB, VB = one_layout(K, dtype), one_layout(V, dtype)
     known = dict(
-        H=H, HK=HK, K=K, V=V, KB=padded(K), VB=padded(V), RB=min(padded(K), 64), C=shared["C"], M=shared["M"], BLOCK=BLOCK,
+        H=H, HK=HK, K=K, V=V, KB=KB, VB=VB, RB=min(KB, 64), C=shared["C"], M=shared["M"], BLOCK=BLOCK,
         SCALE=scale * LOG2E, RATE=scale if soft else -scale, SOFT=int(soft), PAGES=int(pages), PACKED=int(packed), WINDOW=int(window),
         DECAY=int(decay), GB=next_power_of_2(H // HK),
         APART=int(dtype.itemsize == 2 and not interpreted()), ACC=TYPES[accumulator(dtype)], ST=TYPES[dtype],

@@ -28,7 +28,7 @@ from needlework.ops.runtime.custom_op import backward_operator, differentiable, 
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
-from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv, padded
+from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
 BOTH_WAYS = onwards, take_off, chain
 SCRATCH = 1 << 28  # bytes of carried rows that a walk keeps, unless those of one superblock take more
@@ -136,11 +136,11 @@ def backward(walk: Walk, dy: Tensor, solved: PathKeys) -> PathKeys:
 
 
 def launch(walk: Walk, kernel: JITFunction, grid: tuple[int, ...], *arguments: object, **flags: bool) -> None:
-    run(kernel, grid, *arguments, **launch_constants(walk.constants(kernel), walk.widths[1], **flags))
+    run(kernel, grid, *arguments, **launch_constants(walk.constants(kernel), **flags))
 
 
-def launch_constants(known: Constants, VB: int, **flags: bool) -> Constants:
-    columns = {"BV": min(known["BV"], VB)} if "BV" in known else {}
+def launch_constants(known: Constants, **flags: bool) -> Constants:
+    columns = {"BV": min(known["BV"], known["VB"])} if "BV" in known else {}
     return known | columns | {name: int(x) for name, x in flags.items()}
 
 
@@ -216,7 +216,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     cases = []
     for several in (False, True):
         of = lambda kernel, several=several: launch_constants(
-            constants(config, kernel, dtype, 2, 2, K, V, sqrt(K), several, several, soft=False), padded(V)
+            constants(config, kernel, dtype, 2, 2, K, V, sqrt(K), several, several, soft=False)
         )
         for kernel in (directions, invert, overlaps, tangents):
             more = {"p_dk": own} if kernel is tangents else {}

@@ -32,7 +32,7 @@ from needlework.ops.path.state import Tables
 from needlework.ops.runtime.custom_op import fake, step_operator
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
-from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv, padded
+from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
 
 @triton.jit(do_not_specialize=["NR", "N", "W", "PG", "NB", "shares", "page_k", "page_norm", "page_y"])
@@ -164,5 +164,5 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         for kernel in (invert, take_past, keep_norms, chain):
             known = constants(config, kernel, dtype, 2, 2, K, V, sqrt(K), True, window, soft=False, pages=True)
             flags = {"REV": False} if kernel is chain else {}
-            cases.append(compile_case(kernel, types, wide, launch_constants(known, padded(V), **flags)))
+            cases.append(compile_case(kernel, types, wide, launch_constants(known, **flags)))
     return cases
