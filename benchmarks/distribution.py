@@ -104,7 +104,7 @@ def heading(rows: list[dict]) -> str:
     return (
         f"{distinct(rows, 'device')}, torch {distinct(rows, 'torch')}, Triton {distinct(rows, 'triton')}: {len(calls)} of the {whole} "
         f"calls of seed {distinct(rows, 'seed')}, {len(wrong)} over the error budget. {out} calls that do not fit were drawn and replaced. "
-        "Packed documents are timed by launches alone."
+        "Packed documents, and CARVE from a state, are timed by launches alone."
     )
 
 
