@@ -42,7 +42,7 @@ ENGINES = {
     "path/engine": ("path.engine.op", "path.engine.pages", "path.solve.engine.op", "path.solve.engine.pages"),
     "path/step": ("path.engine.decode",),
     "paged/paged": ("paged.engine.op",),
-    "mamba3/siso": ("mamba3.siso.launches",),
+    "mamba3/siso": ("mamba3.siso.launches", "mamba3.siso.powers"),
     "mamba3/step": ("mamba3.step",),
 }
 

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from needlework.ops.delta.scaling import PowersOfTwo
 from needlework.ops.mamba3.spec import SPECS, sample
 from needlework.ops.mamba3.state import Mamba3State
 from needlework.ops.runtime.launch_configs import forced
@@ -97,6 +98,52 @@ def test_bfloat16_has_its_own_range(by, bfloat16_in_the_interpreter):
     scaled = lambda *given: {name: x * by.get(name, 1) for name, x in sample(*given).items()}
     found = budgeted(dataclasses.replace(SISO, inputs=scaled), torch.bfloat16, 2, 40, "random", torch.device("cpu"))
     assert max(found.values()) <= 1, found
+
+
+def largest(x, *axes):
+    return torch.linalg.vector_norm(x, torch.inf, axes, keepdim=True).float()
+
+
+@pytest.mark.parametrize("begun", ["at zero", "from states", "packed"])
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+def test_kernels_find_the_powers_of_the_page(begun, biased, monkeypatch, bfloat16_in_the_interpreter):
+    """Each factor's own largest number decides in turn: of a token, a bias, a state."""
+    from needlework.ops.mamba3.siso import powers
+    from needlework.ops.mamba3.siso.launches import Inputs
+
+    monkeypatch.setattr(powers, "TOKENS", 8)
+    monkeypatch.setattr(powers, "BLOCK", 64)
+    monkeypatch.setattr(powers, "AT_ONCE", 2)
+    B, T, H, HV, K, V, N = (1 if begun == "packed" else 2), 37, 2, 4, 12, 20, (3 if begun == "packed" else 2)
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=g)
+    decay = draw(B, T, HV)
+    for loud in ("q", "k", "v", "dt", "q_bias", "k_bias", "S", "state k", "state v"):
+        size = lambda name: 2.0 ** (9 if name == loud else 3)  # noqa: B023
+        q, k, v = (size(n) * draw(B, T, h, D) for n, h, D in (("q", H, K), ("k", H, K), ("v", HV, V)))
+        dt = size("dt") * draw(B, T, HV).abs()
+        biases = [size(f"{n}_bias") * draw(HV, K) if biased else None for n in "qk"]
+        given = Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), decay, dt, decay, decay, *biases)
+        state, S = None, None
+        if begun != "at zero":
+            S, k0, v0 = (
+                size("S") ** 3 * draw(N, HV, K, V),
+                size("state k") * draw(N, HV, 1, K),
+                size("state v") * draw(N, HV, V),
+            )
+            state = Mamba3State(S, k0, v0, draw(N, HV, 4))
+        turned = lambda x, bias: (
+            2**0.5 * (largest(x, 1, 3).repeat_interleave(HV // H, 2) + (0 if bias is None else largest(bias, 1)))
+        )
+        rows, values = turned(given.k, given.k_bias), largest(given.v, 1, 3)
+        if state is not None:
+            of = lambda x: largest(x, *range(2, x.dim())).view(N // B, B, HV).amax(0)[:, None, :, None]
+            rows, values = torch.maximum(rows, of(state.k)), torch.maximum(values, of(state.v))
+        bounds = turned(given.q, given.q_bias), rows, 2 * largest(dt, 1)[..., None] * values
+        expected = PowersOfTwo.bounding(*bounds, S, 41, K, 1.0, least=powers.LEAST)
+        found = powers.powers(given, state, 41, S)
+        assert torch.equal(found, torch.stack([x.view(B, HV) for x in expected])), loud
+    assert powers.powers(given._replace(v=v), state, 41, S) is None, "float32 is not divided"
 
 
 def test_rows_of_a_token_are_the_engine_s_tokens():

@@ -85,14 +85,19 @@ def peaks(
 
 
 @triton.jit
-def power_above(p_column, share, least, shares, HEADS: tl.constexpr, BLK: tl.constexpr):
-    """The least power of two at or above `least`, 1 and the largest of a head's peaks times share: the exponent of float32, one more
-    where the mantissa is not 0."""
+def largest_peak(p_column, shares, HEADS: tl.constexpr, BLK: tl.constexpr):
+    """Of a head's peaks."""
     largest = tl.zeros([BLK], tl.float32)
     for i in range(0, shares, BLK):
         o = i + tl.arange(0, BLK)
         largest = tl.maximum(largest, tl.load(p_column + o * HEADS, mask=o < shares, other=0.0))
-    x = tl.maximum(tl.maximum(tl.max(largest, 0) * share, least), 1.0)
+    return tl.max(largest, 0)
+
+
+@triton.jit
+def power_at_least(x, least):
+    """The least power of two at or above x and `least`: the exponent of float32, one more where the mantissa is not 0."""
+    x = tl.maximum(x, least)
     return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
@@ -109,9 +114,9 @@ def powers_of_peaks(
     least = 1.0
     if p_states is not None:
         least = tl.load(p_states + i_bh)
-    a = power_above(p_row + i_h // (HV // HR), share_q, 1.0, shares, HEADS, BLK)
-    b = power_above(p_row + HR + i_h // (HV // H), share_k, 1.0, shares, HEADS, BLK)
-    c = power_above(p_row + HR + H + i_h, share_v, least, shares, HEADS, BLK)
+    a = power_at_least(largest_peak(p_row + i_h // (HV // HR), shares, HEADS, BLK) * share_q, 1.0)
+    b = power_at_least(largest_peak(p_row + HR + i_h // (HV // H), shares, HEADS, BLK) * share_k, 1.0)
+    c = power_at_least(tl.maximum(largest_peak(p_row + HR + H + i_h, shares, HEADS, BLK) * share_v, least), 1.0)
     p = p_abc + 4 * i_bh
     tl.store(p, a)
     tl.store(p + 1, b)

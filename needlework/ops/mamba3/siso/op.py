@@ -13,9 +13,9 @@ from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.delta.scalar.op import delta_scalar, delta_scalar_bwd, delta_scalar_fwd, delta_scalar_on_table
 from needlework.ops.delta.scalar.operands import Saved
-from needlework.ops.delta.scaling import PowersOfTwo
 from needlework.ops.mamba3.edges import Edges
 from needlework.ops.mamba3.siso.launches import NO_STATE, Inputs, Kept, gradients, made, with_own
+from needlework.ops.mamba3.siso.powers import powers
 from needlework.ops.mamba3.siso.tiles import Tiles
 from needlework.ops.mamba3.state import Mamba3State
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
@@ -101,7 +101,7 @@ def mamba3_siso_on_table(
     given, initial_state = inputs.contiguous(), Mamba3State(S, *(own.read(x) for x in table[1:]))
     tiles = Tiles.of(v, q.shape[-1], cu_seqlens, True)
     largest = largest_of_slots(S, slots, fresh, cu_seqlens, own.N)[..., None, None] if v.dtype == torch.bfloat16 else None
-    power = _powers(given, initial_state, tiles, largest)
+    power = powers(given, initial_state, tiles.rows(B)[1], largest)
     kept, k_end, angle_end = made(given, initial_state, tiles, power, halves)
     # every sequence has a row, an empty one too: its slot stays as it is, unless it is fresh
     places = Sequences.of(slots, fresh, own.N, T, cu_seqlens, q.device).slots
@@ -118,7 +118,8 @@ def _call(
     given: Inputs, initial_state: Mamba3State | None, tiles: Tiles, halves: bool, engine: Callable[..., Any]
 ) -> tuple[Any, Kept, list[Tensor]]:
     """o, S, k, angle; what was made for the engine; what it keeps."""
-    power = _powers(given, initial_state, tiles, None if initial_state is None else initial_state.S)
+    rows = tiles.rows(len(given.q))[1]
+    power = powers(given, initial_state, rows, None if initial_state is None else initial_state.S)
     kept, k_end, angle_end = made(given, initial_state, tiles, power, halves)
     read, S, *saved = engine(*kept.of_engine(given, _divided(initial_state, kept.power)), tiles.ends(), 1.0)
     return (with_own(read, given, kept, tiles), _multiplied(S, kept.power), k_end, angle_end), kept, saved
@@ -134,32 +135,6 @@ def _checked(
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *given.q.shape[:2])
     return given, initial_state, Tiles.of(given.v, given.q.shape[-1], cu_seqlens, final)
-
-
-@torch.no_grad()
-def _powers(given: Inputs, initial_state: Mamba3State | None, tiles: Tiles, states: Tensor | None) -> Tensor | None:
-    """[3 B HV]: powers of two by which the rows of bfloat16 calls are divided, from bounds of them (`PowersOfTwo.bounding`).
-
-    A turn makes a number √2 times larger at most; u' is at most 2 Δ |v|. Small steps make small values: theirs may be below 1.
-    """
-    q, k, v = given.q, given.k, given.v
-    if v.dtype != torch.bfloat16:
-        return None
-    (B, _, H, K), HV, T = q.shape, v.shape[2], tiles.rows(len(q))[1]
-    largest = lambda x, *axes: torch.linalg.vector_norm(x, torch.inf, axes, keepdim=True).float()
-    of_state = lambda x: largest(x, *range(2, x.dim())).view(-1, 1, HV, 1) if len(x) == B else of_state(x.amax(0, True))
-
-    def turned(x: Tensor, bias: Tensor | None) -> Tensor:
-        bound = largest(x, 1, 3).repeat_interleave(HV // H, 2)
-        return 2**0.5 * (bound if bias is None else bound + largest(bias, 1))
-
-    keys, values = turned(k, given.k_bias), largest(v, 1, 3)
-    if initial_state is not None:
-        keys = torch.maximum(keys, of_state(initial_state.k.abs()))
-        values = torch.maximum(values, of_state(initial_state.v.abs()))
-    values = 2 * largest(given.dt, 1)[..., None] * values
-    powers = PowersOfTwo.bounding(turned(q, given.q_bias), keys, values, states, T, K, 1.0, least=2.0**-24)
-    return torch.stack([x.view(B, HV) for x in powers])
 
 
 def _divided(initial_state: Mamba3State | None, power: Tensor | None) -> Tensor | None:
