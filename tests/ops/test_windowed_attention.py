@@ -134,16 +134,30 @@ def test_a_layer_compiles_without_a_graph_break(streaming):
 def test_attention_stays_compiled_over_many_kinds_of_calls(monkeypatch):
     """After 8 of them torch.compile would run the T × T scores."""
 
-    def attend(*xs):
+    def attend(*xs, **more):
         if not torch.compiler.is_compiling():
             raise AssertionError("not compiled")
-        return sum(x.sum() for x in xs)
+        return sum(x.sum() for x in (*xs, *more.values()))
 
     monkeypatch.setattr(flex_attention, "flex_attention", attend)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     compiled = attention._compiled.__wrapped__()
-    for n in range(1, 13):
-        assert compiled(*(torch.ones(2) for _ in range(n))) == 2 * n
+    one = torch.ones(2)
+    for n in range(12):
+        assert compiled(one, one, one, **{f"x{i}": one for i in range(n)}) == 2 * (3 + n)
+
+
+def test_sizes_that_have_no_kernel_are_named(monkeypatch):
+    def fails(graph, inputs):
+        raise ValueError("no valid triton configs")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fails))
+    attend = attention._compiled.__wrapped__()
+    q, v = torch.zeros(1, 1, 3, 64, dtype=torch.float16), torch.zeros(1, 1, 3, 256, dtype=torch.float16)
+    with pytest.raises(
+        RuntimeError, match=r"no kernel for torch.float16 heads of 64 and values of 256 .*: no valid triton configs"
+    ):
+        attend(q, q, v, enable_gqa=False)
 
 
 @pytest.mark.parametrize("ends", ([0, 5, 3, 300], [0, 100], [1, 300]))

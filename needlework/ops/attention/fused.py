@@ -93,9 +93,21 @@ def _compiled() -> Callable[..., Tensor]:
     with gradients and without. Here it may have KINDS of them, and then raises. torch.compile loads all of torch._dynamo: not where this is
     imported."""
     from torch._dynamo import config
+    from torch._dynamo.exc import BackendCompilerFailed
     from torch.nn.attention.flex_attention import flex_attention
 
-    return config.patch(recompile_limit=KINDS)(torch.compile(flex_attention, fullgraph=True))
+    compiled = config.patch(recompile_limit=KINDS)(torch.compile(flex_attention, fullgraph=True))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **settings: object) -> Tensor:
+        try:
+            return compiled(q, k, v, **settings)
+        except BackendCompilerFailed as error:  # its own last line is how to ask PyTorch for more
+            raise RuntimeError(
+                f"streamed attention: FlexAttention has no kernel for {q.dtype} heads of {q.shape[-1]} and values of {v.shape[-1]} on this GPU: "
+                f"{error.inner_exception}"
+            ) from error
+
+    return attend
 
 
 def oldest(q: Tensor, cu_seqlens: Tensor | None, window: int | None) -> Tensor:
