@@ -5,9 +5,10 @@
 
 Rules take turns, so a run that is cut short has covered all of them; a later one with the same seed, calls, commit and FILE goes on where
 that one stopped. Processes side by side prepare calls: they judge one against float64 at 136 tokens, and compile its kernels and its
-peer's. Another process times calls one after another, in the order in which they get ready. Where there are several GPUs, the last is for what
-prepares and the first for what is timed. On a single one, what prepares is stopped while a call is timed. Every figure is a median. What is over its budget is not timed. A call is timed forward and forward + backward, by launches and,
-where it can be captured, replayed from a CUDA graph. A peer that tunes itself does so before, where its call is timed.
+peer's. Another process times calls one after another, in the order in which they get ready: first a peer that tunes itself does so, then
+figures are taken. What prepares is stopped meanwhile: our launches wait for Python more than a peer's. Where there are several GPUs, the
+last is for what prepares. A call is timed forward and forward + backward, by launches and, where it can be captured, replayed from a CUDA
+graph. Every figure is a median. What is over its budget is not timed.
 What fails or is wrong has a row that says why. Rows are written one by one. --dry says what is left, and what it takes by the seconds of
 the rows in FILE, and times nothing.
 """
@@ -17,12 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import mean
+from typing import NamedTuple
 
 import torch
 
@@ -150,23 +152,45 @@ def prepare(call: Call, found: dict) -> None:
             beside(case, x)
 
 
+class Ready(NamedTuple):
+    """A call before its figures are taken."""
+
+    peer: str | None
+    mine: dict[str, Callable[[], object]]
+    theirs: dict[str, Callable[[], object]]
+    reason: str  # why there are none
+
+    @classmethod
+    def of(cls, call: Call) -> "Ready":
+        """Run once, its peer too, which tunes itself."""
+        from triton.testing import do_bench
+
+        tuned_with(partial(do_bench, warmup=2, rep=10))  # a peer has up to hundreds of configurations: by default 125 ms each
+        case = case_of(call, DEVICE)
+        x = case.drawn(DEVICE)
+        mine = passes(case.ours, x)
+        mine["fwd+bwd"]()
+        return cls(case.peer and case.peer.name, mine, *beside(case, x))
+
+
+READY: dict[Call, Ready] = {}
+
+
 def timed(call: Call, found: dict) -> None:
-    """The figures of each pass."""
-    with clocked(found, "timing"):
-        figures(call, found)
+    """Asked twice: a call is made ready, and then its figures are taken."""
+    ready = READY.pop(call, None)
+    with clocked(found, "tuning" if ready is None else "timing"):
+        if ready is None:
+            READY[call] = Ready.of(call)
+        else:
+            figures(call, ready, found)
 
 
-def figures(call: Call, found: dict) -> None:
-    """What may leave the process unusable comes last: a peer that fails, then captures."""
-    from triton.testing import do_bench
-
-    tuned_with(partial(do_bench, warmup=2, rep=10))  # a peer has up to hundreds of configurations: by default 125 ms each
-    case = case_of(call, DEVICE)
-    x = case.drawn(DEVICE)
-    mine = passes(case.ours, x)
+def figures(call: Call, ready: Ready, found: dict) -> None:
+    """Of each pass. Captures come last: one that fails may leave the process unusable."""
+    _, mine, theirs, reason = ready
     for name in PASSES:
-        found[name] = {"ms": median(mine[name]), "peak_mib": peak(mine[name]), "peer": case.peer and case.peer.name}
-    theirs, reason = beside(case, x)
+        found[name] = {"ms": median(mine[name]), "peak_mib": peak(mine[name]), "peer": ready.peer}
     for name in PASSES:
         found[name] |= {"peer_ms": median(theirs[name]) if theirs else None, "peer_why": reason}
     for figure, calls in (("graph_ms", mine), ("peer_graph_ms", theirs)):
@@ -179,7 +203,7 @@ def figures(call: Call, found: dict) -> None:
 
 
 ACTS = {"prepare": prepare, "time": timed}
-LIMITS = {"prepare": 1500, "time": 100}  # seconds that a call is given, those in which others are timed included
+LIMITS = {"prepare": 1500, "time": 100}  # seconds that a call is given at a time, those in which others are timed included
 MEMORY_RAN_OUT = "OutOfMemory"
 ROOM = 56 * 2**30  # bytes that a call may take while others are prepared
 GUESSED = {"prepare": 100.0, "time": 15.0}  # seconds that a call takes, of rules that the file has no rows of
@@ -198,10 +222,6 @@ class Run:
         self.before = results.read(self.file)
         self.running = Running()
 
-    def alone(self) -> AbstractContextManager[None]:
-        """What prepares is stopped, unless it has a GPU of its own."""
-        return nullcontext() if torch.cuda.device_count() > 1 else self.running.stopped()
-
     def put(self, call: Call, found: dict, reason: str | None) -> None:
         """A row of each pass."""
         about = {
@@ -213,7 +233,8 @@ class Run:
             "index": call.index,
         }
         shared = {"error_over_budget": found.get("error_over_budget"), "prepare_s": found.get("prepare_s")}
-        shared["time_s"] = found.get("took", {}).get("timing")
+        took = found.get("took", {})
+        shared["time_s"] = took["tuning"] + took["timing"] if "timing" in took else None
         for name in PASSES:
             figures = dict.fromkeys(distribution.FIGURES) | found.get(name, {}) | {"why": reason} | shared
             row = about | {"pass": name} | figures | self.common
@@ -287,8 +308,10 @@ class Run:
                     row(call, found, f"WRONG: the error of {found['tensor']} is {error:.2f} × its budget")
                 elif error is not None and time.monotonic() + self.seconds("time", call.rule) <= until:
                     right[call] = found
-                    with self.alone():
-                        yield call
+                    yield call  # made ready
+                    if call in right:
+                        with self.running.stopped():
+                            yield call
 
         with ThreadPoolExecutor(workers) as pool:
             for call in beside_others:
@@ -296,9 +319,10 @@ class Run:
             following = waiting()
             for first in following:  # a child times as many as it survives, the next one goes on
                 for call, found, reason in answers_of(SCRIPT, "time", chain([first], following), LIMITS, until):
-                    before = right.pop(call)
-                    took = before.get("took", {}) | found.get("took", {})
-                    row(call, before | found | {"took": took}, reason)
+                    took = right[call].get("took", {}) | found.get("took", {})
+                    right[call] |= found | {"took": took}
+                    if reason or "fwd" in found:
+                        row(call, right.pop(call), reason)
         return crowded
 
 

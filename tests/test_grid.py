@@ -354,9 +354,9 @@ def test_a_grid_judges_times_and_reports_its_calls_and_goes_on_where_it_stopped(
             raise RuntimeError("capturing stream has unjoined work")
         return call
 
-    def noted(call, found):
+    def noted(call, ready, found):
         now[:] = [call.rule]
-        figures(call, found)
+        figures(call, ready, found)
 
     monkeypatch.setattr(grid, "replay", breaks)
     monkeypatch.setattr(grid, "figures", noted)
@@ -385,14 +385,30 @@ def test_a_grid_judges_times_and_reports_its_calls_and_goes_on_where_it_stopped(
     assert grid.main() == 0
 
 
+def test_what_prepares_is_stopped_while_figures_are_taken_and_not_while_a_peer_tunes_itself(grid, monkeypatch, tmp_path):
+    stopped, running, of, figures = [], [], grid.Ready.of, grid.figures
+
+    def heard(what):
+        stopped.append((what, running[0].lock.locked()))
+
+    monkeypatch.setattr(grid, "Running", lambda made=grid.Running: running.append(made()) or running[-1])
+    monkeypatch.setattr(grid.Ready, "of", lambda call: heard("tuning") or of(call))
+    monkeypatch.setattr(grid, "figures", lambda *given: heard("figures") or figures(*given))
+    monkeypatch.setattr(
+        sys, "argv", ["grid.py", "--rules", "gated", "--calls", "2", "--out", str(tmp_path / "grid.json"), "--commit", "abc"]
+    )
+    assert grid.main() == 0
+    assert stopped == [("tuning", False), ("figures", True)] * 2
+
+
 @pytest.fixture
 def timed_in_minutes(grid, monkeypatch, tmp_path):
     """Runs of a grid whose calls take a minute to time and none to prepare, one after another, as what gets ready first is timed first; what calls
     each run timed, in order, by name."""
     now, timed, figures = [0.0], [], grid.figures
 
-    def slowly(call, found):
-        figures(call, found)
+    def slowly(call, ready, found):
+        figures(call, ready, found)
         now[0] += 60
         timed.append(call.name)
 
