@@ -147,16 +147,14 @@ def test_attention_stays_compiled_over_many_kinds_of_calls(monkeypatch):
         assert compiled(one, one, one, **{f"x{i}": one for i in range(n)}) == 2 * (3 + n)
 
 
-def test_sizes_that_have_no_kernel_are_named(monkeypatch):
+def test_sizes_that_are_not_compiled_are_named(monkeypatch):
     def fails(graph, inputs):
         raise ValueError("no valid triton configs")
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fails))
     attend = attention._compiled.__wrapped__()
     q, v = torch.zeros(1, 1, 3, 64, dtype=torch.float16), torch.zeros(1, 1, 3, 256, dtype=torch.float16)
-    with pytest.raises(
-        RuntimeError, match=r"no kernel for torch.float16 heads of 64 and values of 256 .*: no valid triton configs"
-    ):
+    with pytest.raises(RuntimeError, match=r"for torch.float16 heads of 64 and values of 256: no valid triton configs"):
         attend(q, q, v, enable_gqa=False)
 
 

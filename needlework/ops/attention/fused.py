@@ -103,7 +103,7 @@ def _compiled() -> Callable[..., Tensor]:
             return compiled(q, k, v, **settings)
         except BackendCompilerFailed as error:  # its own last line is how to ask PyTorch for more
             raise RuntimeError(
-                f"streamed attention: FlexAttention has no kernel for {q.dtype} heads of {q.shape[-1]} and values of {v.shape[-1]} on this GPU: "
+                f"streamed attention: PyTorch did not compile FlexAttention for {q.dtype} heads of {q.shape[-1]} and values of {v.shape[-1]}: "
                 f"{error.inner_exception}"
             ) from error
 
