@@ -188,9 +188,9 @@ def timed(call: Call, found: dict) -> None:
 
 def figures(call: Call, ready: Ready, found: dict) -> None:
     """Of each pass. Captures come last: one that fails may leave the process unusable."""
-    _, mine, theirs, reason = ready
+    peer, mine, theirs, reason = ready
     for name in PASSES:
-        found[name] = {"ms": median(mine[name]), "peak_mib": peak(mine[name]), "peer": ready.peer}
+        found[name] = {"ms": median(mine[name]), "peak_mib": peak(mine[name]), "peer": peer}
     for name in PASSES:
         found[name] |= {"peer_ms": median(theirs[name]) if theirs else None, "peer_why": reason}
     for figure, calls in (("graph_ms", mine), ("peer_graph_ms", theirs)):

@@ -236,11 +236,8 @@ def test_a_child_is_given_a_call_when_the_one_before_is_answered_and_one_that_en
 
 def test_children_are_stopped_while_a_call_is_timed_and_then_go_on(bench, tmp_path):
     children, call = bench("children"), bench("draw").draw(bench("draw").RULES[0], 101, 1)[0][0]
-    running, script, now = (
-        children.Running(),
-        tmp_path / "child.py",
-        lambda what: os.waitid(os.P_PID, child.pid, what | os.WNOWAIT).si_code,
-    )
+    running, script = children.Running(), tmp_path / "child.py"
+    now = lambda what: os.waitid(os.P_PID, child.pid, what | os.WNOWAIT).si_code
     script.write_text(
         "import json, sys\nfor line in sys.stdin:\n    print(json.dumps({'name': 'a', 'found': {}, 'why': None}), flush=True)\n"
     )

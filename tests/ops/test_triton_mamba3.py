@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from needlework.ops.delta.scaling import PowersOfTwo
+from needlework.ops.delta.scaling import of_states, shares
 from needlework.ops.mamba3.spec import SPECS, sample
 from needlework.ops.mamba3.state import Mamba3State
 from needlework.ops.runtime.launch_configs import forced
@@ -126,12 +126,8 @@ def test_kernels_find_the_powers_of_the_page(begun, biased, monkeypatch, bfloat1
         given = Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), decay, dt, decay, decay, *biases)
         state, S = None, None
         if begun != "at zero":
-            S, k0, v0 = (
-                size("S") ** 3 * draw(N, HV, K, V),
-                size("state k") * draw(N, HV, 1, K),
-                size("state v") * draw(N, HV, V),
-            )
-            state = Mamba3State(S, k0, v0, draw(N, HV, 4))
+            S, k0 = size("S") ** 3 * draw(N, HV, K, V), size("state k") * draw(N, HV, 1, K)
+            state = Mamba3State(S, k0, size("state v") * draw(N, HV, V), draw(N, HV, 4))
         turned = lambda x, bias: (
             2**0.5 * (largest(x, 1, 3).repeat_interleave(HV // H, 2) + (0 if bias is None else largest(bias, 1)))
         )
@@ -140,9 +136,14 @@ def test_kernels_find_the_powers_of_the_page(begun, biased, monkeypatch, bfloat1
             of = lambda x: largest(x, *range(2, x.dim())).view(N // B, B, HV).amax(0)[:, None, :, None]
             rows, values = torch.maximum(rows, of(state.k)), torch.maximum(values, of(state.v))
         bounds = turned(given.q, given.q_bias), rows, 2 * largest(dt, 1)[..., None] * values
-        expected = PowersOfTwo.bounding(*bounds, S, 41, K, 1.0, least=powers.LEAST)
+        least = torch.tensor([1, 1, powers.LEAST])[:, None, None]
+        expected = torch.stack([x.view(B, HV) * share for x, share in zip(bounds, shares(41, K, 1.0), strict=True)]).maximum(
+            least
+        )
+        if S is not None:
+            expected[2] = expected[2].maximum(of_states(S, B))
         found = powers.powers(given, state, 41, S)
-        assert torch.equal(found, torch.stack([x.view(B, HV) for x in expected])), loud
+        assert torch.equal(found, expected.double().log2().ceil().exp2().float()), loud
     assert powers.powers(given._replace(v=v), state, 41, S) is None, "float32 is not divided"
 
 

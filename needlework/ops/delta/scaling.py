@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class PowersOfTwo(NamedTuple):
-    """a, b and c, at least 1 but for c where `bounding` says: of each sequence of the batch and head."""
+    """a, b and c, at least 1: of each sequence of the batch and head."""
 
     q: Tensor  # [B 1 HR 1]
     k: Tensor  # [B 1 H 1]
@@ -27,27 +27,17 @@ class PowersOfTwo(NamedTuple):
         """Powers of two with which no operand of T tokens passes 2¹⁵, whatever their signs and gates.
 
         initial_state [N HV K V], or of each head its largest number [N HV 1 1].
-        """
-        T, K = k.shape[1], k.shape[3]
-        q, k, v = (torch.linalg.vector_norm(x, torch.inf, (1, 3), keepdim=True).float() for x in (q, k, v))
-        return cls.bounding(q, k, v, initial_state, T, K, scale)
-
-    @classmethod
-    def bounding(
-        cls, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, T: int, K: int, scale: float, least: float = 1.0
-    ) -> "PowersOfTwo":
-        """The same of bounds [B 1 · 1] of |q|, |k| and |v|.
 
         With |q'|, |k'|, |v'| ≤ 16, T |k'| ≤ 2¹⁰ and |S₀'| ≤ 2¹⁴: |S'| ≤ 2¹⁴ + T |k'| |v'| ≤ 2¹⁵. Couplings scale · q'·k' are
         at most 2¹⁴ where |scale| K |q'| ≤ 2¹⁰. What flows back is at most 1 a token: |dS'| ≤ |scale| T |q'| ≤ 2¹⁴, and
         do'·v' ≤ 16 V.
-
-        least: of c, below 1 where values may be so small that float16 has few digits of them.
         """
-        a, b, c = (x * share for x, share in zip((q, k, v), shares(T, K, scale), strict=True))
+        T, K = k.shape[1], k.shape[3]
+        bounds = (torch.linalg.vector_norm(x, torch.inf, (1, 3), keepdim=True).float() for x in (q, k, v))
+        a, b, c = (x * share for x, share in zip(bounds, shares(T, K, scale), strict=True))
         if initial_state is not None:
             c = torch.maximum(c, of_states(initial_state, len(c))[:, None, :, None])
-        return cls(_power_of_two(a), _power_of_two(b), _power_of_two(c, least))
+        return cls(*map(_power_of_two, (a, b, c)))
 
     def divide(
         self, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None
@@ -75,7 +65,7 @@ class PowersOfTwo(NamedTuple):
 
 
 def shares(T: int, K: int, scale: float) -> tuple[float, float, float]:
-    """What a, b and c are at least, of the largest |q|, |k| and |v| (`PowersOfTwo.bounding`)."""
+    """What a, b and c are at least, of the largest |q|, |k| and |v| (`PowersOfTwo.of`)."""
     return max(1 / 16, abs(scale) * K / 2**10, abs(scale) * T / 2**14), max(1 / 16, T / 2**10), 1 / 16
 
 
@@ -89,6 +79,6 @@ def _heads(power: Tensor, HV: int) -> Tensor:
     return power.repeat_interleave(HV // power.shape[2], 2)
 
 
-def _power_of_two(x: Tensor, least: float = 1.0) -> Tensor:
-    """The least at or above x and `least`: the exponent of float32, one more where the mantissa is not 0."""
-    return ((x.clamp(min=least).view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+def _power_of_two(x: Tensor) -> Tensor:
+    """The least at or above x and 1: the exponent of float32, one more where the mantissa is not 0."""
+    return ((x.clamp(min=1).view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)

@@ -134,7 +134,7 @@ class Direct:
 def enter_context() -> None:
     """CUDA encodes a descriptor in a thread that has a context. A thread gets one with its first call of the runtime, which neither Triton's
     encoder nor PyTorch's allocator makes: autograd's has none where a backward pass begins with a kernel of ours. This call is such a one,
-    takes a microsecond and is allowed in a capture."""
+    and allowed in a capture."""
     if torch.cuda.is_initialized():  # the interpreter needs none
         torch.cuda.is_current_stream_capturing()
 

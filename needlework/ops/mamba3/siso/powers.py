@@ -1,4 +1,4 @@
-"""Powers of two by which the rows of bfloat16 calls are divided (`PowersOfTwo.bounding`), from bounds of rows that are not made yet: two
+"""Powers of two by which the rows of bfloat16 calls are divided (`PowersOfTwo.of`), from bounds of rows that are not made yet: two
 small kernels.
 
     q rows: √2 (max|q| + max|b_q|)        k rows: √2 (max|k| + max|b_k|), max|k| of the state        u': 2 max Δ · max|v|, the state's v with it
