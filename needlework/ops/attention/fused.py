@@ -1,5 +1,5 @@
-"""Causal softmax attention by the fastest of PyTorch's kernels: of whole sequences cuDNN's, in a window or over packed documents
-FlexAttention, without a mask of T × T.
+"""Causal softmax attention by the fastest of PyTorch's kernels: of whole sequences cuDNN's, in a window or over packed documents flash's
+(`flash.py`) or, in float32 and with decays, FlexAttention's, without a mask of T × T.
 
 Windows and documents are one bound: query i sees keys j with oldest[i] <= j <= i. It never falls from query to query, so which blocks
 of keys a block of queries sees whole, in part or not at all follows from its first and its last row.
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from needlework.ops.attention.flash import flash_attention, takes
 from needlework.ops.common.packing import check_cu_seqlens, sequences
 from needlework.ops.runtime.custom_op import operator, refuse_tangents
 
@@ -59,6 +60,8 @@ def streamed(
 
     decay: G [B T Hq], float64, of which G_i − G_j is added to the scaled scores; None: nothing.
     """
+    if decay is None and takes(q, v):
+        return flash_attention(q, k, v, cu_seqlens, window, scale)
     from torch.nn.attention.flex_attention import flex_attention
 
     if torch.compiler.is_compiling():

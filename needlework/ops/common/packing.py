@@ -26,13 +26,14 @@ def sequences(cu_seqlens: Tensor | None, B: int) -> int:
     return len(cu_seqlens) - 1
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, B: int, T: int, *, padded: bool = False) -> None:
-    """Raise ValueError unless cu_seqlens is [N+1], integer, from 0 to T, non-decreasing, and B is 1. padded: to at most T."""
+def check_cu_seqlens(cu_seqlens: Tensor, B: int, T: int, *, padded: bool = False) -> list[int]:
+    """What cu_seqlens holds. ValueError unless it is [N+1], integer, from 0 to T, non-decreasing, and B is 1. padded: to at most T."""
     sequences(cu_seqlens, B)
     ends = cu_seqlens.tolist()
     whole = ends[-1] <= T if padded else ends[-1] == T
     if ends[0] != 0 or not whole or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"cu_seqlens: expected to rise from 0 to {'at most ' if padded else ''}T = {T}, got {ends}")
+    return ends
 
 
 def lengths(cu_seqlens: Tensor) -> Tensor:
