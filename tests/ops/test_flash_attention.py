@@ -8,7 +8,14 @@ from needlework.ops.attention import flash, fused
 from needlework.testing.compare import EXACT, relative
 from tests.ops.test_windowed_attention import call
 
-SHAPES = [(1, None, 1), (129, None, 5), (70, None, 300), (70, [0, 10, 10, 41, 70], None), (70, [0, 10, 10, 41, 70], 6), (3, [0, 1, 2, 3], None)]
+SHAPES = [
+    (1, None, 1),
+    (129, None, 5),
+    (70, None, 300),
+    (70, [0, 10, 10, 41, 70], None),
+    (70, [0, 10, 10, 41, 70], 6),
+    (3, [0, 1, 2, 3], None),
+]
 
 
 def probabilities(q, k, ends, causal, scale, left, right):
@@ -38,7 +45,9 @@ def rows(ends, longest, *x):
 
 @pytest.fixture
 def flashing(monkeypatch):
-    def forward(q, k, v, ends, ends_k, longest, longest_k, dropout, causal, debug, *, scale, window_size_left, window_size_right):
+    def forward(
+        q, k, v, ends, ends_k, longest, longest_k, dropout, causal, debug, *, scale, window_size_left, window_size_right
+    ):
         assert ends is ends_k and longest == longest_k and dropout == 0 and not debug
         bounds, q_, k_, v_ = rows(ends, longest, q, k, v)
         G = q.shape[-2] // k.shape[-2]
@@ -46,7 +55,9 @@ def flashing(monkeypatch):
         o = torch.einsum("hij,jhd->ihd", p, v_.repeat_interleave(G, 1))
         return o.view(q.shape), q.new_zeros(0), None, None, None
 
-    def backward(do, q, k, v, o, lse, ends, _, longest, __, dropout, causal, *drawn, scale, window_size_left, window_size_right):
+    def backward(
+        do, q, k, v, o, lse, ends, _, longest, __, dropout, causal, *drawn, scale, window_size_left, window_size_right
+    ):
         bounds, do_, q_, k_, v_, o_ = rows(ends, longest, do, q, k, v, o)
         G = q.shape[-2] // k.shape[-2]
         k_, v_ = (x.repeat_interleave(G, 1) for x in (k_, v_))

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.shapes import behind
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
 
 FORWARD, BACKWARD = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
@@ -32,8 +32,7 @@ def flash_attention(
     wide, get zeros behind."""
     K, V = q.shape[-1], v.shape[-1]
     width = -(-max(K, V) // MULTIPLE) * MULTIPLE
-    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-    o, _, _ = flash_fwd(q, k, v, cu_seqlens, window, K**-0.5 if scale is None else scale)
+    o, _, _ = flash_fwd(*(behind(x, width) for x in (q, k, v)), cu_seqlens, window, K**-0.5 if scale is None else scale)
     return o[..., :V]
 
 
@@ -103,4 +102,8 @@ def _lengths(cu_seqlens: Tensor | None, longest: int, q: Tensor) -> tuple[Tensor
 
 def _seen(window: int | None) -> dict[str, int]:
     """Keys before and after its own that a query sees; −1: all, as causal as the call is."""
-    return {"window_size_left": -1, "window_size_right": -1} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    return (
+        {"window_size_left": -1, "window_size_right": -1}
+        if window is None
+        else {"window_size_left": window - 1, "window_size_right": 0}
+    )

@@ -3,6 +3,7 @@ in."""
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from needlework.ops.runtime.each import Ts, each
 
@@ -94,3 +95,8 @@ def given(x: object) -> str:
 def width(q: Tensor) -> torch.dtype:
     """The dtype that an op on q computes in."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def behind(x: Tensor, size: int) -> Tensor:
+    """x with zeros behind the numbers of its last axis, `size` together."""
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))

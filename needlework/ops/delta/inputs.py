@@ -1,11 +1,14 @@
 """The tensors of a call by name, from the op to the launches of its kernels, and the type of the operands that these make of them."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from needlework.ops.common.shapes import behind
 from needlework.ops.runtime.each import each
+from needlework.ops.runtime.launch_configs import widths
 
 if TYPE_CHECKING:  # it needs Triton
     from needlework.ops.common.alignment import Alignment
@@ -32,6 +35,14 @@ class DeltaInputs(NamedTuple):
 
     def contiguous(self) -> "DeltaInputs":
         return DeltaInputs(*each(Tensor.contiguous, *self))
+
+    def widened(self, K: int, V: int) -> "DeltaInputs":
+        """With zeros behind the numbers of each head, which hold, read and write nothing."""
+        q, k, erase, q_read = each(lambda x: behind(x, K), self.q, self.k, self.erase, self.q_read)
+        v, write = each(lambda x: behind(x, V), self.v, self.write)
+        g = self.g if self.g is None or self.g.dim() < 4 else behind(self.g, K)
+        state = None if self.initial_state is None else behind(behind(self.initial_state, V).mT, K).mT
+        return self._replace(q=q, k=k, v=v, g=g, erase=erase, write=write, q_read=q_read, initial_state=state)
 
     def aligned(self, alignment: "Alignment") -> "DeltaInputs":
         """Tokens where `alignment` has them; the initial state and powers as they are, contiguous."""
@@ -66,6 +77,18 @@ class SlotTable(NamedTuple):
     def arguments(self, segments: int = 1) -> tuple[Tensor | int | None, ...]:
         """Of a kernel, each sequence in `segments`: p_slots, p_fresh, p_power, slot_stride, P. Without a table all are None."""
         return *self[1:], self.state.stride(0), segments
+
+
+def in_whole_rows(
+    engine: str, inputs: DeltaInputs, call: Callable[[DeltaInputs], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """o and the final state, by kernels that get a head's numbers in rows that their copy engine takes."""
+    q, K, V = inputs.q, inputs.k.shape[-1], inputs.v.shape[-1]
+    wide = widths(engine, q.device, q.dtype, K, V)
+    if wide == (K, V):
+        return call(inputs)
+    o, state = call(inputs.widened(*wide))
+    return o[..., :V], state[..., :K, :V]
 
 
 OF_TABLE = {"p_slots": "*i64", "p_fresh": "*u8", "p_power": "*fp32", "slot_stride": "i64", "P": "i32"}  # their types

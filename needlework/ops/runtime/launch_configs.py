@@ -25,6 +25,9 @@ class Unsupported(Exception):
     """No config fits; the message says why."""
 
 
+ROW_BYTES = 16  # of which the copy engine takes multiples
+
+
 class LaunchConfig(NamedTuple):
     """One row: its conditions, and kernel -> constants, num_warps, num_stages. `launch["shared"]["C"]` is the chunk."""
 
@@ -61,8 +64,8 @@ class LaunchConfig(NamedTuple):
                 return f"is for {axis} from {low} to {high}"
         # the copy engine wants rows of a multiple of 16 bytes
         itemsize = getattr(torch, dtype).itemsize
-        if self.tma and (K * itemsize % 16 or V * itemsize % 16):
-            return "needs rows of a multiple of 16 bytes"
+        if self.tma and (K * itemsize % ROW_BYTES or V * itemsize % ROW_BYTES):
+            return f"needs rows of a multiple of {ROW_BYTES} bytes"
         return None
 
 
@@ -152,6 +155,18 @@ def misfit(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int
         launch_config(engine, device, dtype, K, V)
     except Unsupported as e:
         return str(e)
+
+
+@constant
+def widths(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int) -> tuple[int, int]:
+    """K and V that kernels are called with. More than is given where 16 bytes keep the call from the copy engine: zeros behind each row
+    cost less than the row without it."""
+    unit = ROW_BYTES // dtype.itemsize
+    wide = -(-K // unit) * unit, -(-V // unit) * unit
+    if wide == (K, V) or misfit(engine, device, dtype, *wide) is not None:
+        return K, V
+    copied = lambda *sizes: launch_config(engine, device, dtype, *sizes).tma
+    return wide if copied(*wide) and not copied(K, V) else (K, V)
 
 
 # one for the process: autograd runs backwards on threads of its own

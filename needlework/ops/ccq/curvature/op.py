@@ -15,9 +15,10 @@ from needlework.ops.ccq.curvature.operands import ENGINE, NO_STATE, Saved, Task,
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.shapes import behind
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
-from needlework.ops.runtime.launch_configs import launch_config
+from needlework.ops.runtime.launch_configs import launch_config, widths
 from needlework.ops.runtime.precompile import kind, meta, precompile
 from needlework.ops.slots.rows import Slots
 from needlework.ops.slots.table import check_contiguous, start_anew
@@ -25,6 +26,15 @@ from needlework.ops.slots.table import check_contiguous, start_anew
 
 def clean(inputs: CcqInputs, initial_state: CurvatureState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, CurvatureState]:
     """q̃ [B T HV K] of contiguous tensors and the final state, float32 or wider."""
+    q, K = inputs.q, inputs.q.shape[-1]
+    wide, _ = widths(ENGINE, q.device, q.dtype, K, K)
+    if wide != K:
+        inputs = inputs._replace(q=behind(q, wide), k=behind(inputs.k, wide))
+        if initial_state is not None:
+            C, mean, n = initial_state
+            initial_state = CurvatureState(behind(behind(C, wide).mT, wide).mT, behind(mean, wide), n)
+        cleaned, (C, mean, n) = clean(inputs, initial_state, cu_seqlens)
+        return cleaned[..., :K], CurvatureState(C[..., :K, :K], mean[..., :K], n)
     given = (*inputs, *(initial_state or NO_STATE))
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     cleaned, *final = (ccq_triton_fwd if differentiable else ccq_triton)(*given, cu_seqlens)

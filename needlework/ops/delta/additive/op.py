@@ -13,7 +13,7 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens, sequences
 from needlework.ops.delta.additive.launches import backward, forward
 from needlework.ops.delta.additive.operands import ENGINE, Saved
-from needlework.ops.delta.inputs import DeltaInputs
+from needlework.ops.delta.inputs import DeltaInputs, in_whole_rows
 from needlework.ops.delta.segments import segments_of_call
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.each import each
@@ -26,8 +26,8 @@ def additive(inputs: DeltaInputs, cu_seqlens: Tensor | None, *, scale: float) ->
     """o [B T HV V] in q's dtype, final state [N HV K V] in float32 or wider; differentiable in every tensor. q, k, v, g and a state
     alone."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return delta_additive_fwd(*inputs, cu_seqlens, scale)[:2]
-    return delta_additive(*inputs, cu_seqlens, scale)
+        return in_whole_rows(ENGINE, inputs, lambda inputs: delta_additive_fwd(*inputs, cu_seqlens, scale)[:2])
+    return in_whole_rows(ENGINE, inputs, lambda inputs: delta_additive(*inputs, cu_seqlens, scale))
 
 
 @operator

@@ -15,7 +15,7 @@ from needlework.ops.delta.channel.backward import backward
 from needlework.ops.delta.channel.intra import intra
 from needlework.ops.delta.channel.operands import ENGINE, Saved, rule_of
 from needlework.ops.delta.channel.scan import scan
-from needlework.ops.delta.inputs import DeltaInputs, SlotTable, solve_dtype
+from needlework.ops.delta.inputs import DeltaInputs, SlotTable, in_whole_rows, solve_dtype
 from needlework.ops.delta.segments import SegmentStates, fix_up, last, segmented, segments_of_call, transitions
 from needlework.ops.delta.table import on_table
 from needlework.ops.runtime.constant import constant
@@ -34,15 +34,15 @@ def channel(
     of them. R = 2, 4 rows a token, which do not see each other: the rows' tensors have an axis R after T: k [B T R H K], …
     """
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    call = lambda cu_seqlens: lambda inputs: delta_channel_fwd(*inputs, cu_seqlens, scale, prediction, R, save)[:2]
     if R == 1:
-        return delta_channel_fwd(*inputs, cu_seqlens, scale, prediction, 1, save)[:2]
+        return in_whole_rows(ENGINE, inputs, call(cu_seqlens))
     assert inputs.g is not None  # of every channel
     q, g = _one_row(inputs.q, R, R - 1), _one_row(inputs.g, R, 0)
     rows = inputs.k, inputs.v, inputs.beta, inputs.erase, inputs.write
     k, v, beta, erase, write = each(lambda x: x.flatten(1, 2), *rows)
     inputs = inputs._replace(q=q, k=k, v=v, g=g, beta=beta, erase=erase, write=write)
-    cu_rows = None if cu_seqlens is None else cu_seqlens * R
-    o, state, *_ = delta_channel_fwd(*inputs, cu_rows, scale, prediction, R, save)
+    o, state = in_whole_rows(ENGINE, inputs, call(None if cu_seqlens is None else cu_seqlens * R))
     return o[:, R - 1 :: R], state
 
 

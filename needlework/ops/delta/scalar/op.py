@@ -13,7 +13,7 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.delta.inputs import DeltaInputs, SlotTable
+from needlework.ops.delta.inputs import DeltaInputs, SlotTable, in_whole_rows
 from needlework.ops.delta.scalar.backward import backward
 from needlework.ops.delta.scalar.forward import forward
 from needlework.ops.delta.scalar.operands import ENGINE, Saved
@@ -31,8 +31,8 @@ def scalar(inputs: DeltaInputs, cu_seqlens: Tensor | None, *, scale: float) -> t
     if inputs.lam is None and inputs.q_read is not None:
         inputs = inputs._replace(q=inputs.q_read, q_read=None)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return delta_scalar_fwd(*inputs, cu_seqlens, scale)[:2]
-    return delta_scalar(*inputs, cu_seqlens, scale)
+        return in_whole_rows(ENGINE, inputs, lambda inputs: delta_scalar_fwd(*inputs, cu_seqlens, scale)[:2])
+    return in_whole_rows(ENGINE, inputs, lambda inputs: delta_scalar(*inputs, cu_seqlens, scale))
 
 
 @operator

@@ -1,0 +1,77 @@
+"""Heads with zeros behind them, as kernels get them where their copy engine needs whole rows, in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+from needlework.ops.runtime import launch_configs
+from needlework.ops.runtime.launch_configs import widths
+from needlework.ops.specs import specs
+from needlework.testing.compare import EXACT, differentiate, leaves, like, make, relative
+
+RULES = (
+    "delta/gated",
+    "delta/gla",
+    "delta/kda",
+    "delta/gdn2",
+    "delta/previous",
+    "delta/given",
+    "delta/grouped",
+    "qdelta",
+    "qdelta/grouped",
+    "ccq/aligned",
+    "ccq/grouped",
+)
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
+
+
+def wide(monkeypatch):
+    """Every call gets eight numbers a head more, once."""
+    import needlework.ops.ccq.curvature.op as ccq
+    import needlework.ops.delta.inputs as delta
+
+    more = lambda engine, device, dtype, K, V: (K, V) if K % 8 == 5 else (K // 8 * 8 + 13, V // 8 * 8 + 13)
+    for module in (ccq, delta):
+        monkeypatch.setattr(module, "widths", more)
+
+
+@interpreted
+@pytest.mark.parametrize("ends", (None, [0, 9, 9, 30]))
+@pytest.mark.parametrize("name", RULES)
+def test_values_states_and_gradients_are_the_definitions(name, ends, monkeypatch):
+    spec = next(spec for spec in specs() if spec.name == name)
+    x, N = make(spec, 1, 30), 1 if ends is None else len(ends) - 1
+    cu_seqlens = None if ends is None else torch.tensor(ends)
+    start = spec.chunk(**make(spec, N, 11), impl="reference", output_final_state=True)[-1]
+    x |= dict(leaves(start, "initial_state"))
+
+    def found(impl):
+        def call(x):
+            state = like(start, iter([x[name] for name, _ in leaves(start, "initial_state")]))
+            tokens = {name: y for name, y in x.items() if not name.startswith("initial_state")}
+            return spec.chunk(**tokens, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens, impl=impl)
+
+        values, gradients = differentiate(call, x)
+        return values | gradients
+
+    exact = found("reference")
+    wide(monkeypatch)
+    padded = found("triton")
+    assert padded.keys() == exact.keys()
+    for name, want in exact.items():
+        assert padded[name].shape == want.shape and relative(padded[name], want) <= EXACT, name
+
+
+@pytest.mark.parametrize(
+    ("arch", "given", "wanted"),
+    (
+        ((9, 0), (68, 68), (72, 72)), ((9, 0), (128, 68), (128, 72)), ((9, 0), (64, 64), (64, 64)), ((9, 0), (255, 3), (256, 8)),
+        ((8, 0), (68, 68), (68, 68)), ((9, 0), (300, 300), (300, 300)),
+    ),
+)  # fmt: skip
+def test_rows_are_whole_where_a_config_wants_them(arch, given, wanted, monkeypatch):
+    monkeypatch.setattr(launch_configs, "capability", lambda device: arch)
+    monkeypatch.setattr(launch_configs, "shared_memory", lambda arch: 232448)
+    assert widths("delta/scalar", torch.device("cuda"), torch.bfloat16, *given) == wanted
+    assert widths("path/engine", torch.device("cuda"), torch.bfloat16, *given) == given
