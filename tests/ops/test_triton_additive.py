@@ -80,12 +80,12 @@ def test_values_states_and_every_gradient_are_the_definitions(row):
     agree(inputs(**row), PACKED if "N" in row else None)
 
 
-@pytest.mark.parametrize("count, packed", [(3, False), (2, True)])
-def test_segments_are_the_sequence_with_every_gradient(count, packed, monkeypatch):
+@pytest.mark.parametrize("length, packed", [(2, False), (1, True), (2, True)])
+def test_segments_are_the_sequence_with_every_gradient(length, packed, monkeypatch):
     from needlework.ops.delta.additive import op
 
-    monkeypatch.setattr(op, "segments_of_call", lambda *_: count)
-    # of packed sequences some segments are empty
+    monkeypatch.setattr(op, "segment_length", lambda *_: length)
+    # of packed sequences some are one segment, one of them without a chunk
     x = inputs(T=60, HV=2, N=4) if packed else inputs(B=2, T=70, HV=2, K=24)
     agree(x, PACKED if packed else None)
 

@@ -119,7 +119,7 @@ def test_the_fallback_goes_on_where_a_chain_is_cut(fallback_in_float64):
 def test_the_fallback_of_segments(fallback_in_float64, monkeypatch):
     from needlework.ops.delta.scalar import op as scalar_op
 
-    monkeypatch.setattr(scalar_op, "_segments", lambda *given: 3)
+    monkeypatch.setattr(scalar_op, "_segment_length", lambda *given: 4)
     check(sample(T=160))
 
 
@@ -132,7 +132,7 @@ def test_bfloat16_holds_what_grows_within_its_budget(bfloat16_in_the_interpreter
 def test_bfloat16_holds_what_grows_in_segments(bfloat16_in_the_interpreter, monkeypatch):
     from needlework.ops.delta.scalar import op as scalar_op
 
-    monkeypatch.setattr(scalar_op, "_segments", lambda *given: 3)
+    monkeypatch.setattr(scalar_op, "_segment_length", lambda *given: 4)
     within_budget(started, 160)
 
 
@@ -198,13 +198,13 @@ def test_float16_inputs_may_have_states_that_float16_does_not_hold(bfloat16_in_t
 
 
 @pytest.mark.parametrize(
-    "T, size, segments, NP", ((160, 1.0, 1, 216), (112, 1.0, 1, 2), (160, 1.0, 3, 216), (16, 2.0**-20, 1, 216))
+    "T, size, length, NP", ((160, 1.0, 0, 216), (112, 1.0, 0, 2), (160, 1.0, 4, 216), (16, 2.0**-20, 0, 216))
 )
-def test_a_slot_table_keeps_what_the_fallback_starts_from(bfloat16_in_the_interpreter, monkeypatch, T, size, segments, NP):
+def test_a_slot_table_keeps_what_the_fallback_starts_from(bfloat16_in_the_interpreter, monkeypatch, T, size, length, NP):
     """In place FORM 1 writes the slots from which FORM 2 is to start: bits are those of a call from initial states."""
     from needlework.ops.delta.scalar import op as scalar_op
 
-    monkeypatch.setattr(scalar_op, "_segments", lambda *given: segments)
+    monkeypatch.setattr(scalar_op, "_segment_length", lambda *given: length)
     x = sample(B=3, T=T, size=size, HV=1)
     x = {n: y.to(torch.bfloat16 if n in "qkv" else torch.float32) for n, y in x.items()}
     assert bool(overflow_of(x)) == (T > 16)

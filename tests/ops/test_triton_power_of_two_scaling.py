@@ -169,22 +169,22 @@ def with_gradients(call, inputs, size=1e-3):
 
 @interpreted
 @pytest.mark.parametrize(
-    "seed, segments, row",
+    "seed, length, row",
     [
-        (0, 1, {}),
-        (1, 1, {"state": False, "gate": False}),
-        (2, 1, {"B": 1, "N": 3}),
-        (3, 2, {"B": 1}),
-        (4, 2, {"B": 1, "N": 3}),
-        (5, 1, {"sizes": (1e3, 2.0, 1e8, 1.0)}),
+        (0, 0, {}),
+        (1, 0, {"state": False, "gate": False}),
+        (2, 0, {"B": 1, "N": 3}),
+        (3, 1, {"B": 1}),
+        (4, 1, {"B": 1, "N": 3}),
+        (5, 0, {"sizes": (1e3, 2.0, 1e8, 1.0)}),
     ],
 )
 def test_kernels_that_scale_rows_give_the_bits_of_rows_scaled_around_them(
-    seed, segments, row, monkeypatch, bfloat16_in_the_interpreter
+    seed, length, row, monkeypatch, bfloat16_in_the_interpreter
 ):
     from needlework.ops.delta.scalar import op
 
-    monkeypatch.setattr(op, "segments_of_call", lambda *_: segments)
+    monkeypatch.setattr(op, "segment_length", lambda *_: length)
     cu_seqlens = PACKED if "N" in row else None
     inputs = scalar_inputs(seed=seed, **row)
     expected = with_gradients(scaled_around_kernels(cu_seqlens), inputs)

@@ -25,12 +25,12 @@ def holds(rule, T=T):
     slot_checks.slots_hold_states(SPECS[rule], T=T, impls=("triton",))
 
 
-def in_segments(count, monkeypatch):
+def in_segments(length, monkeypatch):
     from needlework.ops.delta.channel import op as channel_op
     from needlework.ops.delta.scalar import op as scalar_op
 
     for module in (channel_op, scalar_op):
-        monkeypatch.setattr(module, "_segments", lambda inputs, *_: count if inputs.v.numel() else 1)
+        monkeypatch.setattr(module, "_segment_length", lambda inputs, *_: length if inputs.v.numel() else 0)
 
 
 @pytest.mark.parametrize("rule", chosen(RULES, quick=("qdelta", "delta/gla")))
@@ -45,19 +45,19 @@ def test_chains_that_are_cut_hand_on_what_the_slots_held(NP):
 
 
 @pytest.mark.parametrize(
-    "rule, count",
-    chosen((("qdelta", 2), ("qdelta", 3), ("delta/gdn2", 2)), quick=(("qdelta", 3), ("delta/gdn2", 2))),
+    "rule, length",
+    chosen((("qdelta", 2), ("qdelta", 1), ("delta/gdn2", 1)), quick=(("qdelta", 1), ("delta/gdn2", 1))),
 )
-def test_the_last_segment_with_tokens_leaves_the_state(rule, count, monkeypatch):
-    """Of packed sequences some have fewer chunks than segments."""
-    in_segments(count, monkeypatch)
+def test_the_last_segment_leaves_the_state(rule, length, monkeypatch):
+    """Of packed sequences some have a segment, some two."""
+    in_segments(length, monkeypatch)
     holds(rule, 2 * T)
 
 
 @pytest.mark.parametrize("rule", ("qdelta", "delta/gdn2"))
-def test_a_sequence_of_fewer_chunks_than_segments_leaves_what_its_walk_left(rule, monkeypatch):
+def test_a_sequence_of_one_segment_leaves_what_its_walk_left(rule, monkeypatch):
     """To the bit what a call from initial states returns, which takes the last segment's state."""
-    in_segments(3, monkeypatch)
+    in_segments(1, monkeypatch)
     spec, ends = SPECS[rule], torch.tensor([0, 40, 40, 41, 61])
     x = {n: y.float() for n, y in make(spec, 1, 61).items()}
     state = torch.randn(4, *spec.table(1).shape[1:], generator=torch.Generator().manual_seed(0))
@@ -68,10 +68,10 @@ def test_a_sequence_of_fewer_chunks_than_segments_leaves_what_its_walk_left(rule
 
 
 @pytest.mark.parametrize("gate", ("scalar", "channel"))
-@pytest.mark.parametrize("cu_seqlens", (None, torch.tensor([0, 7, 7, T])), ids=("batch", "packed"))
+@pytest.mark.parametrize("cu_seqlens", (None, torch.tensor([0, 2, 2, T])), ids=("batch", "packed"))
 def test_power_of_two_scaling_goes_by_what_the_slots_hold(gate, cu_seqlens, bfloat16_in_the_interpreter, monkeypatch):
     """A slot that nothing reads, NaN or huge, changes no power. Packed sequences are in segments too."""
-    in_segments(1 if cu_seqlens is None else 2, monkeypatch)
+    in_segments(0 if cu_seqlens is None else 1, monkeypatch)
     B = 3 if cu_seqlens is None else 1
     x = make(SPECS["delta/gla"], B, T)
     x = {n: (40 * y).bfloat16() if n in "qkv" else y.float() for n, y in x.items()}

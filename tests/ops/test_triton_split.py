@@ -3,6 +3,7 @@
 import os
 from collections import defaultdict
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -90,8 +91,8 @@ def engine(rule, chosen):
     return partial(forward, save=True, **settings), partial(backward, **settings)
 
 
-def in_segments(rule, x, count, cu_seqlens=None, C=8):
-    """What `definition` gives, from the engine's kernels over segments."""
+def in_segments(rule, x, length, cu_seqlens=None, C=8):
+    """What `definition` gives, from the engine's kernels over segments of at most `length` chunks."""
     from needlework.ops.delta import segments
 
     kind, names = ("delta/scalar", SCALAR) if rule in SCALARS else ("delta/channel", CHANNEL)
@@ -99,62 +100,62 @@ def in_segments(rule, x, count, cu_seqlens=None, C=8):
     chosen = launch_configs.launch_config(kind, q.device, q.dtype, q.shape[-1], v.shape[-1])
     chosen = chosen._replace(launch={**chosen.launch, "shared": {"C": C}})
     whole = Alignment.of(cu_seqlens, *q.shape[:2], C, q.device)
-    pieces = segments.segmented(whole, count)
+    pieces = segments.segmented(whole, C, length)
     given = DeltaInputs(**{name: y for name, y in x.items() if name in names}).aligned(whole)
     forward, backward = engine(rule, chosen)
 
     def run(values, state):
         # no write gate on columns that are not values
         write = given.write if given.write is None or values is given.v else values
-        return forward(given._replace(v=values, write=write, initial_state=state), pieces)[1]
+        return forward(given._replace(v=values, write=write, initial_state=state), pieces.align)[1]
 
     N, M = segments.transitions(run, given.v, q.shape[-1])
-    given = given._replace(initial_state=segments.fix_up(M, N, x.get("initial_state"), count, reverse=False))
-    o, state, *saved = forward(given, pieces)
+    given = given._replace(initial_state=segments.fix_up(M, N, x.get("initial_state"), pieces.first, reverse=False))
+    o, state, *saved = forward(given, pieces.align)
     (do,) = whole.align(x["do"])
-    reverse = lambda dstate: backward(do, dstate, given, *saved, pieces)
+    reverse = lambda dstate: backward(do, dstate, given, *saved, pieces.align)
     before = reverse(torch.zeros_like(given.initial_state)).initial_state
-    gradients = reverse(segments.fix_up(M, before, x["dstate"], count, reverse=True)).restored(whole)
-    found = {"o": whole.restore(o)[0], "state": state[count - 1 :: count]}
+    gradients = reverse(segments.fix_up(M, before, x["dstate"], pieces.first, reverse=True)).restored(whole)
+    found = {"o": whole.restore(o)[0], "state": pieces.ended(state)}
     found |= {f"d{n}": getattr(gradients, n) for n in names if n in x}
-    return found | {"dinitial_state": gradients.initial_state[::count]}
+    return found | {"dinitial_state": pieces.begun(gradients.initial_state)}
 
 
 @pytest.mark.parametrize(
-    "rule, count",
+    "rule, length",
     [
         *((rule, 3) for rule in RULES),
-        *(("qdelta", count) for count in (2, 8)),
-        *(pytest.param("kda", count, marks=pytest.mark.slow) for count in (2, 8)),
+        *(("qdelta", length) for length in (4, 1)),
+        *(pytest.param("kda", length, marks=pytest.mark.slow) for length in (4, 1)),
     ],
 )
-def test_segments_are_the_sequence_with_every_gradient(rule, count):
+def test_segments_are_the_sequence_with_every_gradient(rule, length):
     x = sample(rule, T=61)
-    assert_close(in_segments(rule, x, count), definition(rule, x), f"{rule}, {count} segments")
+    assert_close(in_segments(rule, x, length), definition(rule, x), f"{rule}, segments of {length}")
 
 
-@pytest.mark.parametrize("rule, count", (("qdelta", 2), ("qdelta", 8), ("additive", 3), ("gdn2", 3)))
-def test_packed_sequences_are_cut_each_also_an_empty_one(rule, count):
-    """Of 3, 0, 6 and 1 chunks: some segments are empty."""
+@pytest.mark.parametrize("rule, length", (("qdelta", 3), ("qdelta", 1), ("additive", 2), ("gdn2", 2)))
+def test_packed_sequences_are_cut_if_they_are_long(rule, length):
+    """Of 3, 0, 6 and 1 chunks."""
     x = sample(rule, N=4, HV=1)
-    assert_close(in_segments(rule, x, count, PACKED), definition(rule, x, PACKED), f"{rule}, {count} segments, packed")
+    assert_close(in_segments(rule, x, length, PACKED), definition(rule, x, PACKED), f"{rule}, segments of {length}, packed")
 
 
 @pytest.mark.parametrize("rule, style", covering(("qdelta", "kda"), ("strong", "full"), pairs=False))
 def test_strong_gates_and_identical_keys_change_nothing(rule, style):
     x = sample(rule, B=2, T=29, style=style, HV=1)
-    assert_close(in_segments(rule, x, 3), definition(rule, x), f"{rule}, {style}")
+    assert_close(in_segments(rule, x, 2), definition(rule, x), f"{rule}, {style}")
 
 
 @pytest.mark.parametrize("K, V", ((136, 20), (20, 40)))
 def test_any_width_and_states_of_two_tiles(K, V):
     x = sample("qdelta", T=40, K=K, V=V, HV=1)
-    assert_close(in_segments("qdelta", x, 3), definition("qdelta", x), f"K {K}, V {V}")
+    assert_close(in_segments("qdelta", x, 2), definition("qdelta", x), f"K {K}, V {V}")
 
 
 def test_without_an_initial_state():
     x = sample("qdelta", T=29, HV=1)
-    found = in_segments("qdelta", {name: y for name, y in x.items() if name != "initial_state"}, 3)
+    found = in_segments("qdelta", {name: y for name, y in x.items() if name != "initial_state"}, 2)
     x["initial_state"].zero_()
     assert_close(found, definition("qdelta", x), "no initial state")
 
@@ -169,21 +170,25 @@ def test_one_launch_finds_what_two_walks_find(sized, packed):
     from needlework.ops.delta.scalar import op as scalar_op
     from needlework.ops.delta.scalar.transitions import transitions
 
-    count, cu_seqlens = 3, PACKED if packed else None
+    cu_seqlens = PACKED if packed else None
     x = sample(rule, K=K, N=4 if packed else 1)
     chosen = launch_configs.launch_config("delta/scalar", x["q"].device, x["q"].dtype, K, V)
-    whole = Alignment.of(cu_seqlens, 1, 71, chosen.launch["shared"]["C"], x["q"].device)
-    pieces = segments.segmented(whole, count)
+    C = chosen.launch["shared"]["C"]
+    whole = Alignment.of(cu_seqlens, 1, 71, C, x["q"].device)
+    pieces = segments.segmented(whole, C, 2)
+    last = pieces.of[1:] != pieces.of[:-1]
+    alone = last & (pieces.align.cum.new_tensor([-1, *pieces.of[:-2]]) != pieces.of[:-1])
+    assert (~last).any() and (not packed or alone.any())
     given = DeltaInputs(**{name: y for name, y in x.items() if name in SCALAR}).aligned(whole)
     settings = {"scale": SCALE, "config": chosen, "save": True}
-    run = lambda values, state: scalar_op.forward(given._replace(v=values, initial_state=state), pieces, **settings)[1]
+    run = lambda values, state: scalar_op.forward(given._replace(v=values, initial_state=state), pieces.align, **settings)[1]
     expected = segments.transitions(run, given.v, K)
     _, _, saved = scalar_op.forward(given, whole, **settings)
     for save in (True, False):
-        N, M = transitions(given, saved, pieces, count, config=chosen, save=save)
-        for found, other, made in ((N, expected[0], count - 1), (M, expected[1], count - 1 + save)):
-            found, other = (y.unflatten(0, (-1, count))[:, :made] for y in (found, other))
-            assert relative(found, other) <= EXACT
+        N, M = transitions(given, saved, pieces, config=chosen, save=save)
+        of_none = pieces.of[:-1] == whole.N
+        for found, other, made in ((N, expected[0], ~last), (M, expected[1], ~alone if save else ~last)):
+            assert relative(found[made & ~of_none], other[made & ~of_none]) <= EXACT
 
 
 @pytest.mark.slow
@@ -197,8 +202,8 @@ def test_half_precision_errs_no_more_than_uncut(rule, style):
         exact = definition(rule, {name: y.double() for name, y in x.items()})
         single = {name: y.float() for name, y in x.items()}
         ways = (
-            in_segments(rule, x, 4, C=16),
             in_segments(rule, x, 1, C=16),
+            in_segments(rule, x, 4, C=16),
             definition(rule, single, operand=operand(torch.float16)),
         )
         for name in exact:
@@ -233,26 +238,44 @@ def test_a_few_chains_are_cut_and_a_full_machine_is_not():
             assert count == 1 or longest // count >= SHORTEST
 
 
-def test_a_prompt_is_cut_as_if_its_padding_were_not_there():
-    from needlework.ops.delta.segments import segment_count, segments_of_call
+def test_one_of_packed_sequences_may_be_nearly_all_tokens():
+    from needlework.ops.delta.segments import segment_count, segment_length
 
-    alone = segment_count(24, 512, 128, 256, 264)
-    assert alone > 1 and segments_of_call(2, True, 24, 512, 128, 256, 264) == alone == segments_of_call(
-        1, True, 24, 512, 128, 256, 264
-    )
-    assert segments_of_call(5, True, 24, 512, 128, 256, 264) == segment_count(4 * 24, 128, 128, 256, 264)
-    assert segments_of_call(2, False, 24, 512, 128, 256, 264) == segment_count(48, 512, 128, 256, 264)
+    T, C, alone = 16384, 32, segment_count(24, 512, 128, 256, 264)
+    sizes = T, C, 24, 128, 256, 264
+    assert alone > 1 and segment_length(1, True, *sizes) == segment_length(9, True, *sizes) == -(-512 // alone)
+    assert segment_length(2, False, *sizes) == -(-512 // segment_count(48, 512, 128, 256, 264))
+    assert segment_length(12, False, *sizes) == 0, "they fill the machine"
+    assert segment_length(T // 256, True, *sizes) == 0, "their states take more memory than half the tokens"
 
 
-def test_segments_cover_every_chunk_once_and_differ_by_one():
+@pytest.mark.parametrize("sequences", (4, 130))
+@pytest.mark.parametrize("length", (1, 2, 3, 8))
+def test_segments_cover_every_chunk_once_and_differ_by_one(sequences, length):
     from needlework.ops.delta.segments import segmented
 
-    for count in (1, 2, 3, 8):
-        whole = Alignment.of(PACKED, 1, 71, 8, torch.device("cpu"))
-        pieces = segmented(whole, count)
-        assert pieces.N == 4 * count and torch.equal(pieces.cum[::count], whole.cum)
-        lengths = pieces.cum.diff().view(4, count)
-        assert (lengths.amax(1) - lengths.amin(1) <= 1).all() and lengths.max() <= pieces.longest
+    ends = PACKED if sequences == 4 else torch.arange(131).square() // 60
+    whole = Alignment.of(ends, 1, int(ends[-1]), 8, torch.device("cpu"))
+    align, first, of, split = segmented(whole, 8, length)
+    lengths, used = align.cum.diff(), int(first[-1])
+    assert first[0] == 0 and used <= align.N and lengths.max() <= align.longest <= length
+    assert torch.equal(align.cum[first.long()], whole.cum) and not lengths[used:].any()
+    for n in range(sequences):
+        own = slice(int(first[n]), int(first[n + 1]))
+        count, chunks = own.stop - own.start, int(whole.cum[n + 1] - whole.cum[n])
+        assert count == max(-(-chunks // length), 1) and lengths[own].max() - lengths[own].min() <= 1
+        assert (of[own] == n).all()
+        walked = align.spans[own] if count > 1 else align.cum[own, None].expand(-1, 2)
+        assert torch.equal(split[own], walked)
+    assert (of[used:] == sequences).all()
+
+
+def test_a_batch_of_sequences_has_no_segment_too_many():
+    from needlework.ops.delta.segments import segmented
+
+    pieces = segmented(Alignment.of(None, 3, 71, 8, torch.device("cpu")), 8, 4)
+    assert pieces.first.tolist() == [0, 3, 6, 9] and pieces.align.N == 9
+    assert pieces.align.cum.tolist() == [0, 3, 6, 9, 12, 15, 18, 21, 24, 27]
 
 
 @pytest.mark.parametrize("sizes, reverse", covering(((16, 12), (256, 20)), (False, True), pairs=False))
@@ -260,29 +283,29 @@ def test_the_fix_up_is_the_recurrence_over_segments(sizes, reverse):
     K, V = sizes
     from needlework.ops.delta.segments import fix_up
 
-    generator, count = torch.Generator().manual_seed(0), 3
-    M, N = normal(generator, 2 * count, HV, K, K) * K**-0.5, normal(generator, 2 * count, HV, K, V)
-    first = normal(generator, 2, HV, K, V)
+    generator, ends = torch.Generator().manual_seed(0), [0, 3, 4, 6]
+    M, N = normal(generator, 6, HV, K, K) * K**-0.5, normal(generator, 6, HV, K, V)
+    start = normal(generator, 3, HV, K, V)
     expected = torch.empty_like(N)
-    for n in range(2):
-        S = first[n]
-        for i in range(count):
-            at = n * count + (count - 1 - i if reverse else i)
+    for n, (begin, end) in enumerate(pairwise(ends)):
+        S = start[n]
+        for at in reversed(range(begin, end)) if reverse else range(begin, end):
             expected[at] = S
             S = (M[at].mT if reverse else M[at]) @ S + N[at]
-    assert relative(fix_up(M, N, first, count, reverse=reverse), expected) <= EXACT
-    single = fix_up(M.float(), N.float(), first.float(), count, reverse=reverse)
+    first = torch.tensor(ends, dtype=torch.int32)
+    assert relative(fix_up(M, N, start, first, reverse=reverse), expected) <= EXACT
+    single = fix_up(M.float(), N.float(), start.float(), first, reverse=reverse)
     assert relative(single, expected) <= 1e-6
 
 
 @pytest.mark.parametrize(
-    "call, count", covering((("qdelta", False), ("qdelta", True), ("additive", True), ("read", False)), (2, 3), pairs=False)
+    "call, length", covering((("qdelta", False), ("qdelta", True), ("additive", True), ("read", False)), (1, 2), pairs=False)
 )
-def test_the_operator_cuts_and_nobody_sees_it(call, count, monkeypatch):
+def test_the_operator_cuts_and_nobody_sees_it(call, length, monkeypatch):
     rule, packed = call
     from needlework.ops.delta.scalar import op as scalar_op
 
-    monkeypatch.setattr(scalar_op, "segments_of_call", lambda *_: count)
+    monkeypatch.setattr(scalar_op, "segment_length", lambda *_: length)
     cu_seqlens = PACKED if packed else None
     x = sample(rule, N=4 if packed else 1, HV=1)
     leaves = {name: y.detach().requires_grad_() for name, y in x.items() if name not in ("do", "dstate")}
@@ -290,10 +313,10 @@ def test_the_operator_cuts_and_nobody_sees_it(call, count, monkeypatch):
     o, state = scalar_op.scalar(given, cu_seqlens, scale=SCALE)
     gradients = torch.autograd.grad((o, state), list(leaves.values()), (x["do"], x["dstate"]))
     found = {"o": o.detach(), "state": state.detach(), **{f"d{n}": d for n, d in zip(leaves, gradients, strict=True)}}
-    assert_close(found, definition(rule, x, cu_seqlens), f"{rule}, {count} segments")
+    assert_close(found, definition(rule, x, cu_seqlens), f"{rule}, segments of {length}")
     arguments = (*(None if y is None else y.detach() for y in given), cu_seqlens, SCALE)
     assert relative(scalar_op.delta_scalar(*arguments)[0], o.detach()) == 0
-    if count == 2:
+    if length == 2:
         tests = ("test_schema", "test_faketensor")
         torch.library.opcheck(scalar_op.delta_scalar_fwd, arguments, test_utils=tests)
 
@@ -302,7 +325,7 @@ def test_the_operator_cuts_and_nobody_sees_it(call, count, monkeypatch):
 def test_the_channel_operator_cuts_and_nobody_sees_it(rule, packed, monkeypatch):
     from needlework.ops.delta.channel import op as channel_op
 
-    monkeypatch.setattr(channel_op, "segments_of_call", lambda *_: 2)
+    monkeypatch.setattr(channel_op, "segment_length", lambda *_: 2)
     cu_seqlens = PACKED if packed else None
     x = sample(rule, N=4 if packed else 1, HV=1)
     leaves = {name: y.detach().requires_grad_() for name, y in x.items() if name not in ("do", "dstate")}

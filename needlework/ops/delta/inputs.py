@@ -74,9 +74,10 @@ class SlotTable(NamedTuple):
     fresh: Tensor | None  # [N]: not 0 where a sequence starts from zeros; None: nowhere
     power: Tensor | None = None  # [N HV] float32, powers of two by which the kernels' states are the table's divided; None: 1
 
-    def arguments(self, segments: int = 1) -> tuple[Tensor | int | None, ...]:
-        """Of a kernel, each sequence in `segments`: p_slots, p_fresh, p_power, slot_stride, P. Without a table all are None."""
-        return *self[1:], self.state.stride(0), segments
+    def arguments(self, of: Tensor | None = None) -> tuple[Tensor | int | None, ...]:
+        """Of a kernel: p_slots, p_fresh, p_power, slot_stride, p_of, the sequence of each segment (`Segments.of`), None: these are the
+        sequences. Without a table all are None."""
+        return *self[1:], self.state.stride(0), of
 
 
 def in_whole_rows(
@@ -91,7 +92,7 @@ def in_whole_rows(
     return o[..., :V], state[..., :K, :V]
 
 
-OF_TABLE = {"p_slots": "*i64", "p_fresh": "*u8", "p_power": "*fp32", "slot_stride": "i64", "P": "i32"}  # their types
+OF_TABLE = {"p_slots": "*i64", "p_fresh": "*u8", "p_power": "*fp32", "slot_stride": "i64", "p_of": "*i32"}  # their types
 NO_TABLE = (None,) * len(OF_TABLE)
 
 

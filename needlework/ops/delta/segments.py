@@ -1,9 +1,10 @@
-"""Segments: a long sequence of few heads is split into segments that are computed side by side, with the same result.
+"""Segments: a long sequence of few heads is split into segments that are computed side by side, with the same result; a short one is one.
 
 Over a segment the state goes by  S_end = M S_start + N,  its gradient by  dS_start = Mᵀ dS_end + N',  M [K K] the product of its
 transitions. An engine finds N from v and no state, M from no v and the identity, N' from do alone; `fix_up` goes from segment to
 segment; then every kernel walks all segments at once, a segment being one more sequence of an `Alignment`, with an initial
-state and a final state's gradient of its own. Knows no engine.
+state and a final state's gradient of its own. A segment's length in chunks is bounded, and with it the count of segments, by sizes that
+the host knows: lengths of packed sequences are not read back. Knows no engine.
 """
 
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from needlework.ops.slots.kernels import power_of, slot_of
 
 SLOTS = {name: OF_TABLE[name] for name in ("p_slots", "p_fresh", "p_power", "slot_stride")}
 SHORTEST = 16  # chunks of a segment that are worth a state
+SEGMENTS, SEQUENCES = 64, 64  # of a program of `segments_kernel`
 LAUNCHES = 20  # what the launches for segments cost, in chunks of a chain
 
 
@@ -52,79 +54,128 @@ def segment_count(chains: int, longest: int, K: int, V: int, slots: int) -> int:
     return best
 
 
-def segments_of_call(N: int, packed: bool, chains: int, chunks: int, K: int, V: int, slots: int) -> int:
-    """`segment_count` of N sequences, `chains` each, of `chunks`, or packed in as many together. Packed ones are taken as equally long but
-    for one, for a server's prompt has a sequence of padding behind it: their lengths are not read back."""
-    if packed:
-        N = max(N - 1, 1)
-        chunks //= N
-    return segment_count(N * chains, chunks, K, V, slots)
+def segment_length(N: int, packed: bool, T: int, C: int, chains: int, K: int, V: int, slots: int) -> int:
+    """Chunks of C that a segment of a call has at most, of N sequences, `chains` each, of T tokens, or packed in as many together; 0:
+    sequences stay whole. One of packed ones may have nearly all tokens; those that are no longer than a segment stay whole, and cost
+    nothing but two states each: where these would take half the memory of the tokens, no sequence is split."""
+    chunks = -(-T // C)
+    count = segment_count(chains if packed else N * chains, chunks, K, V, slots)
+    if count == 1 or (packed and (N + count) * 2 * K > T):
+        return 0
+    return -(-chunks // count)
+
+
+def segments_in_all(N: int, packed: bool, T: int, C: int, length: int) -> int:
+    """At most, of N sequences of T aligned tokens each, or packed in as many together."""
+    return N + T // C // length if packed else N * cdiv(cdiv(T, C), length)
 
 
 class SegmentStates(NamedTuple):
     """What the backward takes of a forward in segments."""
 
-    initial_state: Tensor  # [N·segments HV K V]: before every segment
-    M: Tensor  # [N·segments HV K K]
+    initial_state: Tensor  # [R HV K V]: before every segment
+    M: Tensor  # [R HV K K]
 
 
-def segmented(alignment: Alignment, segments: int) -> Alignment:
-    """N·segments sequences: the p-th segment of sequence n is number n·segments + p, equal to a chunk. segments: at most `longest`."""
-    N = alignment.N * segments
-    cum = alignment.cum.new_empty(N + 1)
-    run(segments_kernel, (cdiv(N + 1, 256),), alignment.cum, cum, N, segments, BLK=256, num_warps=4)
-    return Alignment(cum, N, alignment.T, -(-alignment.longest // segments), alignment.maps)
+class Segments(NamedTuple):
+    """R segments: those of sequence n are first[n] … first[n+1) − 1, in order, at least one, and equal to a chunk. Those past first[N] are
+    empty and of no sequence."""
+
+    align: Alignment  # each is a sequence of it
+    first: Tensor  # [N+1] int32
+    of: Tensor  # [R+1] int32: the sequence of each; N: none
+    split: Tensor  # [R 2] int32: `Alignment.spans`, without chunks where a sequence is one segment
+
+    def begun(self, x: Tensor) -> Tensor:
+        """[N ...] of x [R ...]: of the sequences' first segments."""
+        return _rows(x, self.first[:-1])
+
+    def ended(self, x: Tensor) -> Tensor:
+        """[N ...] of x [R ...]: of the sequences' last segments."""
+        return _rows(x, self.first[1:] - 1)
+
+    def each(self, x: Tensor) -> Tensor:
+        """[R ...] of x [N ...]: what each segment's sequence has."""
+        return _rows(x, self.of[:-1].clamp(max=len(x) - 1))
 
 
-def last(state: Tensor, alignment: Alignment, segments: int) -> Tensor:
-    """Of the states of all segments, of `segmented`, those that the sequences' last chunks left: a short one has no chunk in its last
-    segments, whose states have gone through a product more each."""
-    state = state.unflatten(0, (-1, segments))
-    if alignment.maps is None or state.is_meta:
-        return state[:, -1].clone()
-    walked = alignment.cum.diff().view(-1, segments) > 0
-    number = lambda count: torch.arange(count, device=state.device)
-    return state[number(len(state)), (walked * number(segments)).amax(1)]
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    return x.new_empty(len(index), *x.shape[1:]) if x.is_meta else x.index_select(0, index)
+
+
+def segmented(alignment: Alignment, C: int, length: int) -> Segments:
+    """Each sequence in as few segments of at most `length` chunks of C as there can be."""
+    N, packed = alignment.N, alignment.maps is not None
+    R = segments_in_all(N, packed, alignment.T, C, length)
+    cum, of, first, split = (alignment.cum.new_empty(n) for n in (R + 1, R + 1, N + 1, 2 * R))
+    arguments = alignment.cum, cum, of, first, split, N, R, length
+    run(segments_kernel, (cdiv(R + 1, SEGMENTS),), *arguments, BLK=SEGMENTS, BN=SEQUENCES, num_warps=4)
+    return Segments(Alignment(cum, R, alignment.T, min(length, alignment.longest), alignment.maps), first, of, split.view(R, 2))
 
 
 def transitions(walk: Callable[[Tensor, Tensor | None], Tensor], v: Tensor, K: int) -> tuple[Tensor, Tensor]:
-    """N [N·segments HV K V] and M [N·segments HV K K], from an engine's walk over all segments: walk(v, initial state) -> final state."""
+    """N [R HV K V] and M [R HV K K], from an engine's walk over all segments that need them: walk(v, initial state) -> final state."""
     N = walk(v, None)
     eye = torch.eye(K, dtype=N.dtype, device=N.device).expand(*N.shape[:2], K, K).contiguous()
     return N, walk(v.new_zeros(*v.shape[:3], K), eye)
 
 
 def fix_up(
-    M: Tensor, N: Tensor, initial_state: Tensor | None, segments: int,
+    M: Tensor, N: Tensor, initial_state: Tensor | None, first: Tensor,
     *, reverse: bool, into: Tensor | None = None, when: Tensor | None = None, table: SlotTable | None = None,
 ) -> Tensor:  # fmt: skip
-    """S of every segment [N·segments HV K V], `initial_state` (None: zeros) before each sequence's first: S_{p+1} = M_p S_p + N_p.
+    """S of every segment [R HV K V], `initial_state` (None: zeros) before each sequence's first: S_{p+1} = M_p S_p + N_p.
 
     reverse: from each sequence's last, S_{p-1} = M_pᵀ S_p + N_p. into: where S is written; when: nothing is written while it is 0.
     table: has the initial states in slots, and is only read.
     """
-    rows, HV, K, V = N.shape
+    _, HV, K, V = N.shape
     S = torch.empty_like(N) if into is None else into
     slots = (NO_TABLE if table is None else table.arguments())[: len(SLOTS)]
     given, when = (None if x is None else x.contiguous() for x in (initial_state, when))
     given = given if table is None else table.state
     constants = fix_up_constants(N.dtype, K, V) | {"GIVEN": int(given is not None), "REVERSE": int(reverse)}
     constants["WHEN"] = int(when is not None)
-    programs = rows // segments * HV * cdiv(V, constants["BV"])
+    programs = (len(first) - 1) * HV * cdiv(V, constants["BV"])
     if programs:
-        run(fix_up_kernel, (programs,), M, N, given, S, when, *slots, segments, HV, **constants)
+        run(fix_up_kernel, (programs,), M, N, given, S, when, first, *slots, HV, **constants)
     return S
 
 
-@triton.jit(do_not_specialize=["N", "P"])
-def segments_kernel(p_cum, p_segments, N, P, BLK: tl.constexpr):
-    """Where N segments start, P of a sequence, and where the last one ends."""
+@triton.jit(do_not_specialize=["N", "R", "length"])
+def segments_kernel(p_cum, p_segments, p_of, p_first, p_split, N, R, length, BLK: tl.constexpr, BN: tl.constexpr):
+    """Of R segments of at most `length` chunks. Every program goes over all sequences: those whose segments end at or before one are before
+    its own."""
     i = tl.program_id(0) * BLK + tl.arange(0, BLK)
-    n, segment = i // P, i % P
-    first = tl.load(p_cum + n, mask=i <= N, other=0)
-    count = tl.load(p_cum + n + 1, mask=i < N, other=0) - first
-    before = (tl.cast(count, tl.int64) * segment + P - 1) // P
-    tl.store(p_segments + i, tl.where(i < N, first + before, first).to(tl.int32), mask=i <= N)
+    o_n = tl.arange(0, BN)
+    own = tl.zeros([BLK], tl.int32)
+    row = tl.zeros([BLK], tl.int32)  # its sequence's first segment
+    segments = 0
+    for n in range(0, N, BN):
+        inside = n + o_n < N
+        begins = tl.load(p_cum + n + o_n, mask=inside, other=0)
+        ends = tl.load(p_cum + n + o_n + 1, mask=inside, other=0)
+        count = tl.maximum((ends - begins + length - 1) // length, 1)
+        last = segments + tl.cumsum(tl.where(inside, count, 0), 0)
+        if tl.program_id(0) == 0:
+            tl.store(p_first + 1 + n + o_n, last, mask=inside)
+        before = (last[None, :] <= i[:, None]) & inside[None, :]
+        own += tl.sum(before.to(tl.int32), 1)
+        row = tl.maximum(row, tl.max(tl.where(before, last[None, :], 0), 1))
+        segments = tl.max(last, 0)
+    if tl.program_id(0) == 0:
+        tl.store(p_first, 0)
+    has = own < N
+    begin = tl.load(p_cum + own)  # of none: where the last sequence ends
+    chunks = tl.load(p_cum + own + 1, mask=has, other=0) - tl.where(has, begin, 0)
+    P = tl.maximum((chunks + length - 1) // length, 1)
+    wide = tl.cast(chunks, tl.int64)
+    at = begin + ((wide * (i - row) + P - 1) // P).to(tl.int32)
+    to = begin + ((wide * (i - row + 1) + P - 1) // P).to(tl.int32)
+    tl.store(p_segments + i, tl.where(has, at, begin), mask=i <= R)
+    tl.store(p_of + i, own, mask=i <= R)
+    tl.store(p_split + 2 * i, tl.where(has, at, begin), mask=i < R)
+    tl.store(p_split + 2 * i + 1, tl.where(has & (P > 1), to, tl.where(has, at, begin)), mask=i < R)
 
 
 @triton.jit
@@ -141,9 +192,9 @@ def store_state(p, b, i_k, o_v, K: tl.constexpr, V: tl.constexpr, KB: tl.constex
     tl.store(p + o_k[None, :] * V + o_v[:, None], b, mask=(o_k < K)[None, :] & (o_v < V)[:, None])
 
 
-@triton.jit(do_not_specialize=["slot_stride", "P", "HV"])
+@triton.jit(do_not_specialize=["slot_stride", "HV"])
 def fix_up_kernel(
-    p_M, p_N, p_initial_state, p_S, p_when, p_slots, p_fresh, p_power, slot_stride, P, HV,
+    p_M, p_N, p_initial_state, p_S, p_when, p_first, p_slots, p_fresh, p_power, slot_stride, HV,
     K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
     WHEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +209,9 @@ def fix_up_kernel(
     ACC: tl.constexpr = p_S.dtype.element_ty
     o_v = i_v + tl.arange(0, BV)
     step = HV
-    i_sh = tl.cast(n * P, tl.int64) * HV + h
+    first = tl.load(p_first + n)
+    P = tl.load(p_first + n + 1) - first
+    i_sh = tl.cast(first, tl.int64) * HV + h
     if REVERSE:
         i_sh += tl.cast(P - 1, tl.int64) * HV
         step = -HV
@@ -201,13 +254,18 @@ def fix_up_constants(dtype: torch.dtype, K: int, V: int) -> Constants:
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """`segments_kernel`; `fix_up_kernel` forward and backward, and forward from a slot table."""
     wide = "*fp64" if dtype == torch.float64 else "*fp32"
-    signature = {"p_cum": "*i32", "p_segments": "*i32", "N": "i32", "P": "i32"}
-    cases = [Case(segments_kernel, signature, {"BLK": 256}, {"num_warps": 4})]
+    signature = dict.fromkeys(("p_cum", "p_segments", "p_of", "p_first", "p_split"), "*i32")
+    signature |= dict.fromkeys(("N", "R", "length"), "i32")
+    cases = [Case(segments_kernel, signature, {"BLK": SEGMENTS, "BN": SEQUENCES}, {"num_warps": 4})]
     for reverse in (0, 1):
         constants = fix_up_constants(torch.float64 if dtype == torch.float64 else torch.float32, K, V)
         constants |= {"GIVEN": 1, "REVERSE": reverse, "WHEN": 1}
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-        signature = dict.fromkeys(("p_M", "p_N", "p_initial_state", "p_S"), wide) | {"p_when": "*i32", "P": "i32", "HV": "i32"}
+        signature = dict.fromkeys(("p_M", "p_N", "p_initial_state", "p_S"), wide) | {
+            "p_when": "*i32",
+            "p_first": "*i32",
+            "HV": "i32",
+        }
         cases.append(Case(fix_up_kernel, signature, constants | dict.fromkeys(SLOTS), options))
     on_table = constants | {"REVERSE": 0}
     cases.append(Case(fix_up_kernel, signature | SLOTS, on_table, options))

@@ -17,16 +17,16 @@ from needlework.ops.delta.additive.intra_bwd import intra_bwd
 from needlework.ops.delta.additive.operands import Saved, constants, of_program, states
 from needlework.ops.delta.additive.scan import scan
 from needlework.ops.delta.inputs import DeltaInputs
-from needlework.ops.delta.segments import fix_up, last, segmented
+from needlework.ops.delta.segments import fix_up, segmented
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
 
 def forward(
-    inputs: DeltaInputs, alignment: Alignment, *, scale: float, config: LaunchConfig, save: bool, segments: int
+    inputs: DeltaInputs, alignment: Alignment, *, scale: float, config: LaunchConfig, save: bool, length: int
 ) -> tuple[Tensor, Tensor, Saved]:
-    """o, the final state, and what is saved."""
+    """o, the final state, and what is saved; in segments of `length` chunks (0: none)."""
     (B, T, HV, _), o = inputs.v.shape, torch.empty_like(inputs.v)
     saved = Saved.empty(inputs, T, config.launch["shared"]["C"], save=save)
     if o.numel():
@@ -34,7 +34,7 @@ def forward(
         programs = B * saved.E.shape[2] * cdiv(HV, c["HB"])
         run(intra, (programs,), inputs.g, saved.E, T, saved.E.shape[2] * c["C"], **c)
     state = walk(
-        (inputs.q, inputs.k, inputs.v), o, saved.S, inputs.initial_state, saved.E, inputs, alignment, segments,
+        (inputs.q, inputs.k, inputs.v), o, saved.S, inputs.initial_state, saved.E, inputs, alignment, length,
         scale=scale, config=config, reverse=False,
     )  # fmt: skip
     return o, state, saved
@@ -42,13 +42,13 @@ def forward(
 
 def backward(
     do: Tensor, dstate: Tensor | None, inputs: DeltaInputs, saved: Saved, alignment: Alignment,
-    *, scale: float, config: LaunchConfig, segments: int,
+    *, scale: float, config: LaunchConfig, length: int,
 ) -> DeltaInputs:  # fmt: skip
     """Gradients of the inputs, None where there is none; v has numbers."""
     q, k, v, g = inputs.q, inputs.k, inputs.v, inputs.g
     (B, T, HV, _), (H, K), E = v.shape, k.shape[2:], saved.E
     dv, dS = torch.empty_like(v), states(v, HV, E.shape[2], K)
-    dinitial_state = walk((k, q, do), dv, dS, dstate, E, inputs, alignment, segments, scale=scale, config=config, reverse=True)
+    dinitial_state = walk((k, q, do), dv, dS, dstate, E, inputs, alignment, length, scale=scale, config=config, reverse=True)
     c, groups = _constants(inputs, config)["intra_bwd"], HV // of_program(config, H, HV)
     dtype = q.dtype if groups == H else E.dtype
     dq, dk = (q.new_empty(B, T, groups, K, dtype=dtype) for _ in range(2))
@@ -66,7 +66,7 @@ def backward(
 
 def walk(
     tokens: tuple[Tensor, Tensor, Tensor], o: Tensor, S: Tensor | None, start: Tensor | None, E: Tensor, inputs: DeltaInputs,
-    alignment: Alignment, segments: int, *, scale: float, config: LaunchConfig, reverse: bool,
+    alignment: Alignment, length: int, *, scale: float, config: LaunchConfig, reverse: bool,
 ) -> Tensor:  # fmt: skip
     """The final state. tokens: what reads, what is written along, and the values. o and, where it is given, S are written."""
     (_, T, HV, V), K, N = inputs.v.shape, inputs.k.shape[3], alignment.N
@@ -79,25 +79,25 @@ def walk(
     reads, writes, x_v, x_o = keys(tokens[0]), keys(tokens[1]), values(tokens[2]), values(o)
     x_S = None if S is None else _by_chunk(S, c)
 
-    def scanned(start: Tensor | None, align: Alignment, M: Tensor | None) -> Tensor:
-        """With M, without outputs."""
+    def scanned(start: Tensor | None, align: Alignment, M: Tensor | None, of: Tensor | None = None) -> Tensor:
+        """With M, without outputs; of: `Segments.of`."""
         end = E.new_empty(align.N, HV, K, V)
         flags = dict(
             INIT=int(start is not None), OUT=int(M is None), SAVE=int(M is None and S is not None), REVERSE=int(reverse)
         )
         run(
             scan, (align.N * HV * cdiv(V, c["BV"]),),
-            reads, writes, x_v, E, x_o, x_S, start, end, M, align.cum, scale, T, E.shape[2] * c["C"], **c, **flags,
+            reads, writes, x_v, E, x_o, x_S, start, end, M, align.cum, of, scale, T, E.shape[2] * c["C"], **c, **flags,
         )  # fmt: skip
         return end
 
-    if segments == 1:
+    if not length:
         return scanned(start, alignment, None)
-    alignment = segmented(alignment, segments)
-    M = E.new_empty(alignment.N, HV, K, K)
-    left = scanned(None, alignment, M)
-    end = scanned(fix_up(M, left, start, segments, reverse=reverse), alignment, None)
-    return end[::segments].clone() if reverse else last(end, alignment, segments)
+    segments = segmented(alignment, c["C"], length)
+    M = E.new_empty(segments.align.N, HV, K, K)
+    left = scanned(None, segments.align, M, segments.of)
+    end = scanned(fix_up(M, left, start, segments.first, reverse=reverse), segments.align, None)
+    return segments.begun(end) if reverse else segments.ended(end)
 
 
 def _by_chunk(S: Tensor | None, c: Constants) -> object:
@@ -118,14 +118,14 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     own, acc = NAMES[dtype], NAMES[accumulator(dtype)]
     c = constants(config, dtype, 2, 4, K, V, True)
     scans = [
-        c["scan"] | dict(INIT=int(out), OUT=out, SAVE=out, REVERSE=reverse) | ({"p_M": None} if out else {})
+        c["scan"] | dict(INIT=int(out), OUT=out, SAVE=out, REVERSE=reverse) | ({"p_M": None, "p_of": None} if out else {})
         for out, reverse in ((1, 0), (1, 1), (0, 0), (0, 1))
     ]
     cases = []
     for kernel, given in ((intra, c["intra"]), *((scan, x) for x in scans), (intra_bwd, c["intra_bwd"])):
         fixed, options = split(given)
         C, KB, BV = (fixed.get(name) for name in ("C", "KB", "BV"))
-        types = {name: f"*{acc}" for name in kernel.arg_names if name.startswith("p_")} | {"p_cum": "*i32"}
+        types = {name: f"*{acc}" for name in kernel.arg_names if name.startswith("p_")} | {"p_cum": "*i32", "p_of": "*i32"}
         types |= {"scale": "fp32", "T": "i32", "NR": "i32"}
         blocks = dict.fromkeys(("x_reads", "x_writes", "x_r", "x_k"), (own, C, KB))
         blocks |= dict.fromkeys(("x_v", "x_o", "x_do"), (own, C, BV)) | dict.fromkeys(("x_S", "x_dS"), (own, BV, KB))

@@ -14,7 +14,7 @@ from needlework.ops.common.packing import check_cu_seqlens, sequences
 from needlework.ops.delta.additive.launches import backward, forward
 from needlework.ops.delta.additive.operands import ENGINE, Saved
 from needlework.ops.delta.inputs import DeltaInputs, in_whole_rows
-from needlework.ops.delta.segments import segments_of_call
+from needlework.ops.delta.segments import segment_length
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
@@ -48,9 +48,8 @@ def _call(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, *, save:
     chosen = _config(inputs)
     alignment = _alignment(inputs, cu_seqlens, chosen)
     aligned = inputs.aligned(alignment)
-    segments = _segments(inputs, cu_seqlens, chosen)
-    settings = {"scale": scale, "config": chosen, "segments": segments}
-    key = ENGINE, chosen.name, kind(*aligned), segments > 1, save
+    settings = {"scale": scale, "config": chosen, "length": _segment_length(inputs, cu_seqlens, chosen)}
+    key = ENGINE, chosen.name, kind(*aligned), settings["length"] > 0, save
     precompile(inputs.q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, settings))
     o, state, saved = forward(aligned, alignment, save=save, **settings)
     return *alignment.restore(o), state, saved
@@ -73,9 +72,9 @@ def delta_additive_bwd(
         alignment = _alignment(inputs, cu_seqlens, chosen)
         do = torch.zeros_like(inputs.v) if do is None else do.contiguous()
         do, aligned = inputs.aligned_with(do, alignment)
-        segments = _segments(inputs, cu_seqlens, chosen)
+        length = _segment_length(inputs, cu_seqlens, chosen)
         found = backward(
-            do, dstate, aligned, saved, alignment, scale=scale, config=chosen, segments=segments
+            do, dstate, aligned, saved, alignment, scale=scale, config=chosen, length=length
         ).restored(alignment)  # fmt: skip
     return found.like(inputs)
 
@@ -99,11 +98,10 @@ def _alignment(inputs: DeltaInputs, cu_seqlens: Tensor | None, chosen: LaunchCon
     return Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], inputs.q.device)
 
 
-def _segments(inputs: DeltaInputs, cu_seqlens: Tensor | None, chosen: LaunchConfig) -> int:
-    """How many segments make a sequence."""
+def _segment_length(inputs: DeltaInputs, cu_seqlens: Tensor | None, chosen: LaunchConfig) -> int:
     (B, T, HV, V), K, launch = inputs.v.shape, inputs.k.shape[-1], chosen.launch["scan"]
-    chains, chunks = HV * cdiv(V, launch["BV"]), cdiv(T, chosen.launch["shared"]["C"])
-    return segments_of_call(sequences(cu_seqlens, B), cu_seqlens is not None, chains, chunks, K, V, launch["NP"])
+    C, chains = chosen.launch["shared"]["C"], HV * cdiv(V, launch["BV"])
+    return segment_length(sequences(cu_seqlens, B), cu_seqlens is not None, T, C, chains, K, V, launch["NP"])
 
 
 @fake(delta_additive)

@@ -13,17 +13,18 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.additive.intra import decay_of, factors
+from needlework.ops.slots.kernels import sequence_of
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR"])
 def scan(
-    x_reads, x_writes, x_v, p_E, x_o, x_S, p_initial_state, p_final_state, p_M, p_cum, scale, T, NR,
+    x_reads, x_writes, x_v, p_E, x_o, x_S, p_initial_state, p_final_state, p_M, p_cum, p_of, scale, T, NR,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr,
     NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, INIT: tl.constexpr,
     OUT: tl.constexpr, SAVE: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """One sequence, value head and tile of BV values. x_S [B·HV·chunks V 1 K]. Without OUT nothing but the final state is made, and
-    p_M [N HV K K], what the sequence's gates make of a state."""
+    p_M [N HV K K], what the sequence's gates make of a state: of segments, and not of a sequence's only one."""
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV * BV
     i_nh = tl.program_id(0) // NV
@@ -48,6 +49,9 @@ def scan(
         S += tl.load(p_initial_state + o_base + o_state, mask=inside, other=0.0).to(ACC)
     if not OUT:
         e_all = tl.full([], 1.0, ACC)
+        own, last = sequence_of(p_of, i_n)
+        alone = last & (tl.load(p_of + i_n - 1, mask=i_n > 0, other=-1) != own)
+        count = tl.where(alone, 0, count)
     # of the tokens that read and that are written: e^G times scale, and e^{G_C − G}, or these the other way round
     READS: tl.constexpr = 3 * C if REVERSE else 2 * C
     WRITES: tl.constexpr = 2 * C if REVERSE else 3 * C

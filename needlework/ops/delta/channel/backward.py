@@ -25,16 +25,17 @@ from needlework.ops.runtime.triton_types import NAMES, cdiv, padded
 
 def backward(
     do: Tensor, dstate: Tensor | None, inputs: DeltaInputs, saved: Saved, states: SegmentStates | None, alignment: Alignment, *,
-    scale: float, prediction: str, R: int, config: LaunchConfig,
+    scale: float, prediction: str, R: int, config: LaunchConfig, length: int = 0,
 ) -> DeltaInputs:  # fmt: skip
-    """Gradients of the inputs; None where the input is None. dstate None: zeros. states: None where sequences are whole."""
+    """Gradients of the inputs; None where the input is None. dstate None: zeros. states, length: of the forward's segments."""
     q, k, v, beta, erase = inputs.q, inputs.k, inputs.v, inputs.beta, inputs.erase
     (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
     C, ST, ACC = config.launch["shared"]["C"], solve_dtype(q.dtype), width(q)
     sequences, initial_state = alignment.N, inputs.initial_state
-    segments = 1 if states is None else len(states.M) // sequences
-    if states is not None and segments > 1:
-        alignment, initial_state = segmented(alignment, segments), states.initial_state
+    segments = None
+    if states is not None and length:
+        segments = segmented(alignment, C, length)
+        alignment, initial_state = segments.align, states.initial_state
     N, spans = alignment.N, alignment.spans
     rule = rule_of(beta, erase)
     constants = channel_constants(config, q.dtype, rule, H=H, HV=HV, K=K, V=V, prediction=prediction, R=R)
@@ -57,7 +58,7 @@ def backward(
     rows, square, state_tiles = operands(config)
     kp, bv = walk["KP"], walk["BV"]
 
-    def reverse(dfinal: Tensor) -> Tensor:
+    def reverse(dfinal: Tensor, spans: Tensor) -> Tensor:
         """The gradient of the initial states, and dr."""
         dinitial_state = torch.empty_like(dfinal)
         run(
@@ -67,9 +68,10 @@ def backward(
         )  # fmt: skip
         return dinitial_state
 
-    if states is not None and segments > 1:
-        dstate = fix_up(states.M, reverse(torch.zeros_like(initial_state)), dstate, segments, reverse=True)
-    dinitial_state = reverse(dstate)
+    if states is not None and segments is not None:
+        N_ = reverse(torch.zeros_like(initial_state), segments.split)
+        dstate = fix_up(states.M, N_, dstate, segments.first, reverse=True)
+    dinitial_state = reverse(dstate, spans)
     walk = constants["replay_forward"]
     bk, vp = walk["BK"], walk["VP"]
     run(
@@ -97,7 +99,8 @@ def backward(
     if H != HV:
         dq, dk = (dx.unflatten(2, (H, -1)).sum(3).to(like.dtype) for dx, like in ((dq, q), (dk, k)))
     given = inputs.initial_state
-    dinitial_state = None if given is None else (dinitial_state[::segments] * divisor).to(given.dtype)
+    dinitial_state = dinitial_state if segments is None else segments.begun(dinitial_state)
+    dinitial_state = None if given is None else (dinitial_state * divisor).to(given.dtype)
     return found._replace(q=dq, k=dk, initial_state=dinitial_state)
 
 

@@ -16,7 +16,7 @@ from needlework.ops.delta.channel.intra import intra
 from needlework.ops.delta.channel.operands import ENGINE, Saved, rule_of
 from needlework.ops.delta.channel.scan import scan
 from needlework.ops.delta.inputs import DeltaInputs, SlotTable, in_whole_rows, solve_dtype
-from needlework.ops.delta.segments import SegmentStates, fix_up, last, segmented, segments_of_call, transitions
+from needlework.ops.delta.segments import SegmentStates, fix_up, segment_length, segmented, segments_in_all, transitions
 from needlework.ops.delta.table import on_table
 from needlework.ops.runtime.constant import constant
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
@@ -59,38 +59,40 @@ def _one_row(x: Tensor, R: int, row: int) -> Tensor:
     return torch.stack([x if i == row else zeros for i in range(R)], 2).flatten(1, 2)
 
 
-def _launches(
-    inputs: DeltaInputs, alignment: Alignment, save: bool, segments: int, table: SlotTable | None, settings: dict
-) -> None:
+def _launches(inputs: DeltaInputs, alignment: Alignment, save: bool, table: SlotTable | None, settings: dict) -> None:
     """What a call and its backward launch."""
-    o, _, saved, states = forward(inputs, alignment, save=save, segments=segments, table=table, **settings)
+    o, _, saved, states = forward(inputs, alignment, save=save, table=table, **settings)
     if save:
         backward(torch.empty_like(o), None, inputs, saved, states, alignment, **settings)
 
 
 def forward(
     inputs: DeltaInputs, alignment: Alignment, *,
-    scale: float, prediction: str, R: int, config: LaunchConfig, save: bool, segments: int = 1, table: SlotTable | None = None,
+    scale: float, prediction: str, R: int, config: LaunchConfig, save: bool, length: int = 0, table: SlotTable | None = None,
 ) -> tuple[Tensor, Tensor, Saved, SegmentStates | None]:  # fmt: skip
-    """o [B T HV V], the final state and what the backward takes, for aligned contiguous tensors of R rows a token, T > 0.
+    """o [B T HV V], the final state and what the backward takes, for aligned contiguous tensors of R rows a token, T > 0, in segments of
+    `length` chunks (0: none).
 
     table: has the states of sequences with tokens, before and after, and is returned for the final state.
     """
     q, v, beta, write, initial_state = inputs.q, inputs.v, inputs.beta, inputs.write, inputs.initial_state
     assert inputs.g is not None  # of every channel
     saved = intra(q, inputs.k, inputs.g, beta, inputs.erase, scale=scale, prediction=prediction, R=R, config=config)
-    states = None
-    if segments > 1:
-        alignment = segmented(alignment, segments)
+    states = segments = None
+    if length:
+        segments = segmented(alignment, config.launch["shared"]["C"], length)
+        alignment, split = segments.align, segments.split
         # columns that are not values have no write gate
         gate = lambda x: write if write is None or x is v else x
-        run = lambda x, state: scan(saved, x, beta, gate(x), state, alignment, config=config, save=False)[1]
+        run = lambda x, state: scan(saved, x, beta, gate(x), state, split, config=config, save=False)[1]
         N, M = transitions(run, v, q.shape[3])
-        initial_state = fix_up(M, N, initial_state, segments, reverse=False, table=table)
+        initial_state = fix_up(M, N, initial_state, segments.first, reverse=False, table=table)
         states = SegmentStates(initial_state, M)
-    places = {"table": table, "segments": segments}
-    o, state, W = scan(saved, v, beta, write, initial_state, alignment, config=config, save=save, **places)
-    return o, state if segments == 1 or table else last(state, alignment, segments), saved._replace(W=W), states
+    of = None if segments is None else segments.of
+    o, state, W = scan(
+        saved, v, beta, write, initial_state, alignment.spans, config=config, save=save, table=table, of=of
+    )  # fmt: skip
+    return o, state if segments is None or table else segments.ended(state), saved._replace(W=W), states
 
 
 @operator
@@ -127,14 +129,12 @@ def _call(
     """`forward` of tokens that lie as the caller has them."""
     config, alignment = _placed(inputs, cu_seqlens)
     aligned = inputs.aligned(alignment)
-    segments = _segments(inputs, alignment.N, cu_seqlens, config)
-    settings = {"scale": scale, "prediction": prediction, "R": R, "config": config}
-    key = ENGINE, config.name, kind(*aligned), scale, prediction, R, segments > 1, save, table and kind(*table)
+    length = _segment_length(inputs, alignment.N, cu_seqlens, config)
+    settings = {"scale": scale, "prediction": prediction, "R": R, "config": config, "length": length}
+    key = ENGINE, config.name, kind(*aligned), scale, prediction, R, length > 0, save, table and kind(*table)
     on_meta = table and SlotTable(*meta(*table))
-    precompile(
-        inputs.q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, segments, on_meta, settings)
-    )
-    o, state, saved, states = forward(aligned, alignment, save=save, segments=segments, table=table, **settings)
+    precompile(inputs.q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, on_meta, settings))
+    o, state, saved, states = forward(aligned, alignment, save=save, table=table, **settings)
     return *alignment.restore(o), state, saved, states
 
 
@@ -152,8 +152,9 @@ def delta_channel_bwd(
     do = torch.zeros_like(inputs.v) if do is None else do
     dstate = None if dstate is None else dstate.contiguous()
     do, aligned = inputs.aligned_with(do, alignment)
+    length = _segment_length(inputs, alignment.N, cu_seqlens, config)
     return backward(
-        do, dstate, aligned, saved, states, alignment, scale=scale, prediction=prediction, R=R, config=config
+        do, dstate, aligned, saved, states, alignment, scale=scale, prediction=prediction, R=R, config=config, length=length
     ).restored(alignment)  # fmt: skip
 
 
@@ -169,13 +170,12 @@ def _placed(inputs: DeltaInputs, cu_seqlens: Tensor | None) -> tuple[LaunchConfi
     return config, Alignment.of(cu_seqlens, B, T, config.launch["shared"]["C"], q.device)
 
 
-def _segments(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, config: LaunchConfig) -> int:
-    """How many segments make a sequence."""
+def _segment_length(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, config: LaunchConfig) -> int:
     (_, T, HV, V), K, launch = inputs.v.shape, inputs.q.shape[3], config.launch["scan"]
-    chunks = -(-T // config.launch["shared"]["C"])
+    C, chains = config.launch["shared"]["C"], HV * -(-V // launch["BV"])
     # eight warps a multiprocessor, for the registers of the state
     slots = multiprocessors(inputs.v.device) * (8 // launch["num_warps"])
-    return segments_of_call(N, cu_seqlens is not None, HV * -(-V // launch["BV"]), chunks, K, V, slots)
+    return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, slots)
 
 
 @constant
@@ -203,7 +203,7 @@ def _nothing(
     if not save:
         return o, state, None, None
     config = launch_config(ENGINE, q.device, q.dtype, K, V)
-    C, segments = config.launch["shared"]["C"], _segments(inputs, N, cu_seqlens, config)
+    C, length = config.launch["shared"]["C"], _segment_length(inputs, N, cu_seqlens, config)
     _, T = Alignment.sizes(cu_seqlens, B, T, C)
     NC = -(-T // C)
     ST, solves = solve_dtype(q.dtype), rule_of(inputs.beta, inputs.erase) > 0
@@ -218,8 +218,10 @@ def _nothing(
         whole=q.new_empty(B, HV, NC, K, dtype=width(q)),
         W=rows(V),
     )
-    states = SegmentStates(*(q.new_empty(N * segments, HV, K, D, dtype=width(q)) for D in (V, K))) if segments > 1 else None
-    return o, state, saved, states
+    if not length:
+        return o, state, saved, None
+    R = segments_in_all(N, cu_seqlens is not None, T, C, length)
+    return o, state, saved, SegmentStates(*(q.new_empty(R, HV, K, D, dtype=width(q)) for D in (V, K)))
 
 
 @fake(delta_channel_bwd)

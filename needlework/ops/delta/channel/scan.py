@@ -10,14 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.operands import Saved, case, operands, rule_of, triton_dtype
 from needlework.ops.delta.inputs import NO_TABLE, OF_TABLE, SlotTable, solve_dtype
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, padded
-from needlework.ops.slots.kernels import power_of, slot_of
+from needlework.ops.slots.kernels import power_of, sequence_of, slot_of
 
 
 @triton.jit
@@ -97,18 +96,17 @@ def walk(
     return S, total
 
 
-@triton.jit(do_not_specialize=["slot_stride", "P", "T"])
+@triton.jit(do_not_specialize=["slot_stride", "T"])
 def scan_kernel(
     q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_initial_state, o, p_final_state, p_spans,
-    p_slots, p_fresh, p_power, slot_stride, P, T,
+    p_slots, p_fresh, p_power, slot_stride, p_of, T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """One sequence, value head and block of BV value columns.
 
-    With slot_stride p_final_state is a slot table (`SlotTable`), P the segments of a sequence, of which the last one with tokens
-    leaves the state. INIT 1: start from p_initial_state [N HV K V]; 2: from the table, whose block no other program has.
+    With slot_stride p_final_state is a slot table (`SlotTable`); of the segments of a sequence, p_of, the last one leaves the state. INIT 1: start from p_initial_state [N HV K V]; 2: from the table, whose block no other program has.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV * BV
@@ -122,8 +120,10 @@ def scan_kernel(
     if INIT == 1:
         S = tl.load(p_initial_state + o_state, mask=in_state, other=0.0).to(ACC)
     if slot_stride is not None:
-        slot, resumed = slot_of(p_slots, p_fresh, n // P)
-        power, inverse = power_of(p_power, (n // P) * HV + j)
+        i_s, ends = sequence_of(p_of, n)
+        i_s = tl.where(first < last, i_s, 0)  # an empty segment may be of none
+        slot, resumed = slot_of(p_slots, p_fresh, i_s)
+        power, inverse = power_of(p_power, i_s * HV + j)
         p_slot = p_final_state + slot * slot_stride + j * (K * V)
         o_slot = o_k[None, :] * V + o_v[:, None]
     if INIT == 2:
@@ -135,20 +135,19 @@ def scan_kernel(
     if slot_stride is None:
         tl.store(p_final_state + o_state, S, mask=in_state)
     else:
-        end = tl.load(p_spans + 2 * (n // P * P + P) - 1)
-        leaves = (first < last) & (last == end) & (slot >= 0)
+        leaves = (first < last) & ends & (slot >= 0)
         # a number that two threads hold is read by both before one of them writes it
         tl.debug_barrier()
         tl.store(p_slot + o_slot, S * power, mask=in_state & leaves)
 
 
 def scan(
-    saved: Saved, v: Tensor, beta: Tensor | None, write: Tensor | None, initial_state: Tensor | None, alignment: Alignment, *,
-    config: LaunchConfig, save: bool, table: SlotTable | None = None, segments: int = 1,
+    saved: Saved, v: Tensor, beta: Tensor | None, write: Tensor | None, initial_state: Tensor | None, spans: Tensor, *,
+    config: LaunchConfig, save: bool, table: SlotTable | None = None, of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """o [B T HV V], the final state [N HV K V] and W, for aligned tensors.
+    """o [B T HV V], the final state [N HV K V] and W, for aligned tensors and sequences, or segments, at `spans` [N 2].
 
-    table: where each sequence of `segments` leaves its state, returned for the final state; without an initial state it starts there.
+    table: where each sequence leaves its state, returned for the final state; without an initial state it starts there. of: `Segments.of`.
     """
     (_, T, HV, V), K = v.shape, saved.q_hat.shape[-1]
     rule = rule_of(beta, write)
@@ -157,14 +156,14 @@ def scan(
     constants |= {"INIT": init, "SAVE": int(save)}
     BK, BV = constants["BK"], constants["BV"]
     o = torch.empty_like(v)
-    final = v.new_empty(alignment.N, HV, K, V, dtype=width(v)) if table is None else table.state
+    final = v.new_empty(len(spans), HV, K, V, dtype=width(v)) if table is None else table.state
     W = v.new_empty(v.shape, dtype=solve_dtype(v.dtype)) if save else None
     rows, square, _ = operands(config)
     run(
-        scan_kernel, (alignment.N * HV * cdiv(V, BV),),
+        scan_kernel, (len(spans) * HV * cdiv(V, BV),),
         rows(saved.q_hat, BK), rows(saved.e_hat, BK), rows(saved.k_hat, BK), square(saved.Tp), square(saved.Pp), saved.whole,
-        rows(W, BV), rows(v, BV), beta, rows(write, BV), initial_state, rows(o, BV), final, alignment.spans,
-        *(NO_TABLE if table is None else table.arguments(segments)), T, **constants,
+        rows(W, BV), rows(v, BV), beta, rows(write, BV), initial_state, rows(o, BV), final, spans,
+        *(NO_TABLE if table is None else table.arguments(of)), T, **constants,
     )  # fmt: skip
     return o, final, W
 
@@ -202,5 +201,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         absent = {0: ("e_hat", "Tp", "p_beta", "write"), 1: ("write",), 2: ("p_beta",)}[rule]
         cases.append(case(scan_kernel, types, constants | {"INIT": 1, "SAVE": 1}, (*absent, *OF_TABLE)))
         scaled = () if rule == 0 else ("p_power",)
-        cases.append(case(scan_kernel, types, constants | {"INIT": 2, "SAVE": 0}, (*absent, "W", "p_initial_state", *scaled)))
+        in_place, by_segment = ("p_initial_state", "p_of"), ()
+        for init, more in ((2, in_place), (1, by_segment)):
+            cases.append(case(scan_kernel, types, constants | {"INIT": init, "SAVE": 0}, (*absent, "W", *scaled, *more)))
     return cases

@@ -34,18 +34,19 @@ OF_JOBS = "pairs", "combine"  # of whose bf16 fallback a program does one job af
 
 
 def backward(
-    do: Tensor, dstate: Tensor | None, inputs: DeltaInputs, saved: Saved, alignment: Alignment, *, scale: float, config: LaunchConfig
+    do: Tensor, dstate: Tensor | None, inputs: DeltaInputs, saved: Saved, alignment: Alignment, *,
+    scale: float, config: LaunchConfig, length: int = 0,
 ) -> DeltaInputs:  # fmt: skip
-    """Gradients of the inputs (None where there is none); those of g, beta and lam are float32 or wider."""
+    """Gradients of the inputs (None where there is none), in the forward's segments; those of g, beta and lam are float32 or wider."""
     q, k, v, g, beta, lam = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.lam
     B, T, HV, V = v.shape
     H, K = k.shape[2:]
     rows, C = saved.Pp.shape[2], config.launch["shared"]["C"]
     # segments have a state before and a gradient after them
-    segments = 1 if saved.M is None else len(saved.M) // alignment.N
-    initial_state = inputs.initial_state
-    if segments > 1:
-        alignment, initial_state = segmented(alignment, segments), saved.initial_state
+    segments, initial_state = None, inputs.initial_state
+    if length:
+        segments = segmented(alignment, C, length)
+        alignment, initial_state = segments.align, saved.initial_state
     N = alignment.N
     operands = saved.operands(inputs)
     q_, k_ = operands.q, operands.k
@@ -55,7 +56,7 @@ def backward(
     asks = r if not read else q_ if lam is not None else k_
     launched = forms(q.dtype, lam is not None)
     constants_of = partial(constants, config, q.dtype, H, r.shape[2], HV, K, V, g is not None, beta is not None, lam is not None,
-                           read, initial_state is not None, dstate is not None or segments > 1)  # fmt: skip
+                           read, initial_state is not None, dstate is not None or segments is not None)  # fmt: skip
     c = constants_of(launched[0])
     acc, st = accumulator(q.dtype), solve_dtype(q.dtype)
 
@@ -100,7 +101,7 @@ def backward(
     dinitial_state = new(N, HV, K, V)
     if alignment.maps is not None:
         # of an empty sequence, which no chain walks
-        dinitial_state.zero_() if dstate is None else dinitial_state.unflatten(0, (-1, segments)).copy_(dstate[:, None])
+        dinitial_state.zero_() if dstate is None else dinitial_state.copy_(segments.each(dstate) if segments else dstate)
     overflow = saved.overflow.clone()
 
     x_P, x_T = (None if x is None else tile(x.view(-1, rows, 1, C), C) for x in (saved.Pp, saved.Tp))
@@ -116,7 +117,7 @@ def backward(
         )  # fmt: skip
 
     dlast, by_segment = dstate, None
-    if saved.M is not None and segments > 1:
+    if segments is not None and saved.M is not None:
         found, dstate = torch.zeros_like(dinitial_state), torch.empty_like(dinitial_state)
         by_segment = saved.M, found, *walk(None, found)
 
@@ -154,11 +155,11 @@ def backward(
 
     for form in launched:
         c = constants_of(form)
-        if by_segment is not None:
+        if segments is not None and by_segment is not None:
             M_of, found, programs, arguments = by_segment
             run(adjoint, (programs,), *arguments, **c["adjoint"] | {"END": 0})
             when = overflow if form == 2 else None
-            fix_up(M_of, found, dlast, segments, reverse=True, into=dstate, when=when)
+            fix_up(M_of, found, dlast, segments.first, reverse=True, into=dstate, when=when)
         for name, programs, arguments in calls:
             if form == 2 and name in OF_JOBS:
                 programs = min(programs, config.launch["scan"]["NP"])
@@ -171,7 +172,7 @@ def backward(
         dq = grouped(dq, H) if read else dr
     return DeltaInputs(
         q=dq, k=grouped(dk, H), v=dv, g=dg, beta=dbeta, lam=dlam, q_read=None if inputs.q_read is None else dr,
-        initial_state=None if inputs.initial_state is None else dinitial_state[::segments],
+        initial_state=None if inputs.initial_state is None else segments.begun(dinitial_state) if segments else dinitial_state,
     )  # fmt: skip
 
 

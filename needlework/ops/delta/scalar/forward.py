@@ -15,7 +15,7 @@ from needlework.ops.delta.scalar.intra import intra
 from needlework.ops.delta.scalar.operands import Saved, flags, forms, inverse, inverse_constants, scan_constants, slots_of
 from needlework.ops.delta.scalar.scan import scan
 from needlework.ops.delta.scalar.transitions import transitions
-from needlework.ops.delta.segments import fix_up, last, segmented
+from needlework.ops.delta.segments import Segments, fix_up, segmented
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, padded
@@ -25,9 +25,9 @@ LEAST_PROGRAMS = 2048  # of `intra`, two or three times as many as an H100 holds
 
 def forward(
     inputs: DeltaInputs, alignment: Alignment, *,
-    scale: float, config: LaunchConfig, save: bool, segments: int = 1, table: SlotTable | None = None,
+    scale: float, config: LaunchConfig, save: bool, length: int = 0, table: SlotTable | None = None,
 ) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
-    """o, the final state and `Saved` of aligned tokens, each sequence in `segments`; without `save` neither W nor A is made.
+    """o, the final state and `Saved` of aligned tokens, in segments of `length` chunks (0: none); without `save` neither W nor A is made.
 
     table: has the states of sequences with tokens, before and after, and is returned for the final state.
     """
@@ -37,11 +37,14 @@ def forward(
     if o.numel():
         launch_intra(inputs, saved, scale=scale, config=config)
     operands = saved.operands(inputs)
-    by_segment = None
-    if segments > 1:
-        alignment = segmented(alignment, segments)
-        N, M = by_segment = transitions(operands, saved, alignment, segments, config=config, save=save)
-        saved = saved._replace(initial_state=fix_up(M, N, inputs.initial_state, segments, reverse=False, table=table), M=M)
+    segments, by_segment = None, None
+    if length:
+        segments = segmented(alignment, config.launch["shared"]["C"], length)
+        alignment = segments.align
+        N, M = by_segment = transitions(operands, saved, segments, config=config, save=save)
+        saved = saved._replace(
+            initial_state=fix_up(M, N, inputs.initial_state, segments.first, reverse=False, table=table), M=M
+        )
         operands = operands._replace(initial_state=saved.initial_state)
     # no chunk: the kernels do not touch the state
     untouched = alignment.maps is not None or T == 0
@@ -56,15 +59,17 @@ def forward(
     if o.numel():
         walk = walk_of(operands, saved, o, state, alignment, table, segments, scale=scale, config=config)
         for form in launched:
-            if by_segment is not None and form == 2:
-                N, M = transitions(operands, saved, alignment, segments, by_segment, config=config, save=save)
+            if segments is not None and form == 2:
+                N, M = transitions(operands, saved, segments, by_segment, config=config, save=save)
                 into = saved.initial_state
                 assert into is not None  # of segments
                 # FORM 1 has written the table; the first segments' states are what it held
-                start = table and SlotTable(into[::segments], None, None)
-                fix_up(M, N, inputs.initial_state, segments, reverse=False, into=into, when=saved.overflow, table=start)
+                start = table and SlotTable(segments.begun(into), None, None)
+                fix_up(
+                    M, N, inputs.initial_state, segments.first, reverse=False, into=into, when=saved.overflow, table=start
+                )  # fmt: skip
             walk(form)
-    return o, state if segments == 1 or table else last(state, alignment, segments), saved
+    return o, state if segments is None or table else segments.ended(state), saved
 
 
 def launch_intra(inputs: DeltaInputs, saved: Saved, *, scale: float, config: LaunchConfig) -> None:
@@ -86,13 +91,13 @@ def launch_intra(inputs: DeltaInputs, saved: Saved, *, scale: float, config: Lau
 
 def walk_of(
     operands: DeltaInputs, saved: Saved, o: Tensor, state: Tensor, alignment: Alignment,
-    table: SlotTable | None = None, segments: int = 1, *, scale: float, config: LaunchConfig,
+    table: SlotTable | None = None, segments: Segments | None = None, *, scale: float, config: LaunchConfig,
 ) -> Callable[[int], None]:  # fmt: skip
     """What launches the scan in a FORM: o, the final state and, where it is given a place, W. q, k, q_read are operands; o and v share
     the caller's type. table: what `state` is a part of; without segments the states to start from lie there too."""
     q, k, v, initial_state = operands.q, operands.k, operands.v, operands.initial_state
     first, *others = forms(v.dtype, operands.lam is not None)
-    in_place = table is not None and segments == 1
+    in_place = table is not None and segments is None
     if in_place and others:
         # the first FORM writes the table: what it starts from is kept for the next one
         initial_state = state.new_empty(alignment.N, *state.shape[1:])
@@ -101,6 +106,7 @@ def walk_of(
     (H, K), (NR, C) = k.shape[2:], saved.Pp.shape[2:]
     r = q if operands.q_read is None else operands.q_read
     _, *given = flags(operands)
+    of = None if segments is None else segments.of
     constants_of = lambda form: scan_constants(
         config, v.dtype, H, r.shape[2], HV, K, V, *given, init(form), saved.W is not None, form
     )
@@ -112,7 +118,7 @@ def walk_of(
     arguments = (
         tile(r, KB), tile(q, KB), tile(k, KB), tile(v, BV), pairs(saved.Tp), pairs(saved.Pp), saved.E,
         tile(o, BV), tile(saved.W, BV), initial_state, state, alignment.cum, hand, flag, saved.overflow,
-        operands.powers, *(NO_TABLE if table is None else table.arguments(segments)), scale, T, NR, alignment.N,
+        operands.powers, *(NO_TABLE if table is None else table.arguments(of)), scale, T, NR, alignment.N,
     )  # fmt: skip
     return lambda form: run(scan, (slots,), *arguments, **constants_of(form))
 
@@ -141,7 +147,8 @@ def intra_constants(
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """Both kernels as Q-Delta launches them, the scan in each FORM, with a state to start from and the backward's tensors asked for; and
-    on a slot table, where the first FORM starts from it and keeps that start for the next one; and of a scaled additive rule."""
+    on a slot table, where the first FORM starts from it and keeps that start for the next one, or by segments; and of a scaled additive
+    rule."""
     own, st, acc = NAMES[dtype], NAMES[solve_dtype(dtype)], NAMES[accumulator(dtype)]
     cases = []
     scans = lambda init, save, form: scan_constants(config, dtype, 2, 2, 2, K, V, 1, 1, 0, init, save, form)
@@ -153,7 +160,8 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     for kernel, constants, absent in (
         (intra, intra_constants(config, dtype, 2, 2, 2, K, 1, 1, 1, 0, solve_dtype(dtype) != dtype, 1), {"p_abc": None}),
         *((scan, scans(1, 1, form), plain) for form in forms(dtype, True)),
-        *((scan, scans(1 if form == 2 else 2, 0, form), on_table) for form in forms(dtype, True)),
+        *((scan, scans(1 if form == 2 else 2, 0, form), on_table | {"p_of": None}) for form in forms(dtype, True)),
+        (scan, scans(1, 0, forms(dtype, True)[0]), on_table),
         *(additive if dtype == torch.bfloat16 else ()),
     ):
         constants: Constants = {**constants, **absent}

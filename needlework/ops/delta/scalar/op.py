@@ -17,7 +17,7 @@ from needlework.ops.delta.inputs import DeltaInputs, SlotTable, in_whole_rows
 from needlework.ops.delta.scalar.backward import backward
 from needlework.ops.delta.scalar.forward import forward
 from needlework.ops.delta.scalar.operands import ENGINE, Saved
-from needlework.ops.delta.segments import segments_of_call
+from needlework.ops.delta.segments import segment_length, segments_in_all
 from needlework.ops.delta.table import on_table
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
@@ -69,14 +69,11 @@ def _call(
     chosen = _config(inputs)
     alignment = _alignment(inputs, cu_seqlens, chosen, check=table is None)
     aligned = inputs.aligned(alignment)
-    segments = _segments(inputs, alignment.N, cu_seqlens, chosen)
-    settings = {"scale": scale, "config": chosen}
-    key = ENGINE, chosen.name, kind(*aligned), segments > 1, save, table and kind(*table)
+    settings = {"scale": scale, "config": chosen, "length": _segment_length(inputs, alignment.N, cu_seqlens, chosen)}
+    key = ENGINE, chosen.name, kind(*aligned), settings["length"] > 0, save, table and kind(*table)
     on_meta = table and SlotTable(*meta(*table))
-    precompile(
-        inputs.q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, segments, on_meta, settings)
-    )
-    o, state, saved = forward(aligned, alignment, save=save, segments=segments, table=table, **settings)
+    precompile(inputs.q.device, key, lambda: _launches(DeltaInputs(*meta(*aligned)), alignment, save, on_meta, settings))
+    o, state, saved = forward(aligned, alignment, save=save, table=table, **settings)
     return *alignment.restore(o), state, saved
 
 
@@ -98,15 +95,16 @@ def delta_scalar_bwd(
         do = torch.zeros_like(inputs.v) if do is None else do.contiguous()
         dstate = None if dstate is None else dstate.contiguous()
         do, aligned = inputs.aligned_with(do, alignment)
-        found = backward(do, dstate, aligned, saved, alignment, scale=scale, config=chosen).restored(alignment)
+        length = _segment_length(inputs, alignment.N, cu_seqlens, chosen)
+        found = backward(
+            do, dstate, aligned, saved, alignment, scale=scale, config=chosen, length=length
+        ).restored(alignment)  # fmt: skip
     return found.like(inputs)
 
 
-def _launches(
-    inputs: DeltaInputs, alignment: Alignment, save: bool, segments: int, table: SlotTable | None, settings: dict
-) -> None:
+def _launches(inputs: DeltaInputs, alignment: Alignment, save: bool, table: SlotTable | None, settings: dict) -> None:
     """What a call and its backward launch."""
-    o, _, saved = forward(inputs, alignment, save=save, segments=segments, table=table, **settings)
+    o, _, saved = forward(inputs, alignment, save=save, table=table, **settings)
     if save:
         backward(torch.empty_like(o), None, inputs, saved, alignment, **settings)
 
@@ -122,11 +120,10 @@ def _alignment(inputs: DeltaInputs, cu_seqlens: Tensor | None, chosen: LaunchCon
     return Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], inputs.q.device)
 
 
-def _segments(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, chosen: LaunchConfig) -> int:
-    """How many segments make a sequence."""
+def _segment_length(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, chosen: LaunchConfig) -> int:
     (_, T, HV, V), K, launch = inputs.v.shape, inputs.k.shape[-1], chosen.launch["scan"]
-    chunks = -(-T // chosen.launch["shared"]["C"])
-    return segments_of_call(N, cu_seqlens is not None, HV * -(-V // launch["BV"]), chunks, K, V, launch["NP"])
+    C, chains = chosen.launch["shared"]["C"], HV * -(-V // launch["BV"])
+    return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, launch["NP"])
 
 
 @fake(delta_scalar)
@@ -147,9 +144,9 @@ def _(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Ten
     C = chosen.launch["shared"]["C"]
     N, aligned = Alignment.sizes(cu_seqlens, B, T, C)
     saved = Saved.empty(inputs, aligned, C, save=True)
-    segments = _segments(inputs, N, cu_seqlens, chosen)
-    if segments > 1:
-        initial_state, M = (saved.G.new_empty(N * segments, HV, K, D) for D in (V, K))
+    if length := _segment_length(inputs, N, cu_seqlens, chosen):
+        R = segments_in_all(N, cu_seqlens is not None, aligned, C, length)
+        initial_state, M = (saved.G.new_empty(R, HV, K, D) for D in (V, K))
         saved = saved._replace(initial_state=initial_state, M=M)
     return *_results(inputs, cu_seqlens, scale), saved
 

@@ -20,7 +20,7 @@ from needlework.ops.common.kernels.chain import chain_here, slot_here, tell, wai
 from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
 from needlework.ops.delta.scalar.operands import ROWS
 from needlework.ops.delta.scalar.powers import divisor_of_v, product
-from needlework.ops.slots.kernels import power_of, slot_of
+from needlework.ops.slots.kernels import power_of, sequence_of, slot_of
 
 
 @triton.jit
@@ -42,10 +42,10 @@ def flag_overflow(p_overflow, odd):
         tl.store(p_overflow, 1)
 
 
-@triton.jit(do_not_specialize=["slot_stride", "P", "scale", "T", "NR", "N"])
+@triton.jit(do_not_specialize=["slot_stride", "scale", "T", "NR", "N"])
 def scan(
     x_r, x_q, x_k, x_v, x_T, x_P, p_E, x_o, x_w, p_initial_state, p_final_state, p_cum, p_hand, p_flag, p_overflow,
-    p_abc, p_slots, p_fresh, p_power, slot_stride, P, scale, T, NR, N,
+    p_abc, p_slots, p_fresh, p_power, slot_stride, p_of, scale, T, NR, N,
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr,
     BT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, INIT: tl.constexpr,
@@ -53,8 +53,7 @@ def scan(
 ):  # fmt: skip
     """One slot. The state's K columns are NK tiles of KB; p_hand [slots BV NK·KB] and p_flag pass a cut chain on.
 
-    With slot_stride p_final_state is a slot table (`SlotTable`), P the segments of a sequence, of which the last one with tokens
-    leaves the state. INIT 1: start from p_initial_state [N HV K V]; 2: from the table, and keep that start in p_initial_state, where
+    With slot_stride p_final_state is a slot table (`SlotTable`); of the segments of a sequence, p_of, the last one leaves the state. INIT 1: start from p_initial_state [N HV K V]; 2: from the table, and keep that start in p_initial_state, where
     there is one, for the bf16 fallback. The program with a sequence's first chunks reads a slot, the one with its last chunks writes
     it, and has waited for the state that the first one handed on: a slot is never written before it has been read.
     """
@@ -95,8 +94,9 @@ def scan(
             if INIT == 1:
                 S1 += tl.load(p_initial_state + o_state + KB * V, mask=inside1 & (c_from == 0), other=0.0).to(ACC)
         if slot_stride is not None:
-            slot, resumed = slot_of(p_slots, p_fresh, i_n // P)
-            power, inverse = power_of(p_power, (i_n // P) * HV + i_h)
+            i_s, ends = sequence_of(p_of, i_n)
+            slot, resumed = slot_of(p_slots, p_fresh, i_s)
+            power, inverse = power_of(p_power, i_s * HV + i_h)
             # one 64-bit base and 32-bit offsets: a tile of 64-bit ones does not fit the registers beside S
             p_slot = p_final_state + slot * slot_stride + i_h * (K * V)
             o_slot = o_k[None, :] * V + o_v[:, None]
@@ -187,7 +187,6 @@ def scan(
             if NK == 2:
                 tl.store(p_final_state + o_state + KB * V, S1, mask=inside1 & done)
         else:
-            ends = tl.load(p_cum + i_n + 1) == tl.load(p_cum + (i_n // P + 1) * P)
             leaves = done & ends & (slot >= 0) & (count > 0)
             # a number that two threads hold is read by both before one of them writes it
             tl.debug_barrier()

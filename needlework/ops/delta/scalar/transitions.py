@@ -10,26 +10,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import load_tile, token_tile
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.delta.scalar.operands import Saved, forms, inverse, scan_constants
 from needlework.ops.delta.scalar.powers import divisor_of_v
 from needlework.ops.delta.scalar.scan import factors, flag_overflow
+from needlework.ops.delta.segments import Segments
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
+from needlework.ops.slots.kernels import sequence_of
 
 
-@triton.jit(do_not_specialize=["T", "NR", "P"])
+@triton.jit(do_not_specialize=["T", "NR"])
 def transitions_kernel(
-    x_q, x_k, x_v, x_T, p_E, p_N, p_M, p_cum, p_overflow, p_abc, T, NR, P,
+    x_q, x_k, x_v, x_T, p_E, p_N, p_M, p_cum, p_of, p_overflow, p_abc, T, NR,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
     TT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, SAVE: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """P segments a sequence. Of a sequence's last segment nothing but M is made, and that with SAVE, for the backward."""
+    """Of a sequence's last segment nothing but M is made, and that with SAVE, for the backward; of one that is the only one nothing."""
     NV: tl.constexpr = (V + BV - 1) // BV
     PER: tl.constexpr = NV + (K + BV - 1) // BV
     if FORM == 2:
@@ -43,10 +44,11 @@ def transitions_kernel(
     of_values = i_tile < NV
     start = tl.load(p_cum + i_n)
     count = tl.load(p_cum + i_n + 1) - start
-    last = i_n % P == P - 1
-    wanted = not last
-    if SAVE:
-        wanted = not (last and of_values)
+    own, last = sequence_of(p_of, i_n)
+    alone = last & (tl.load(p_of + i_n - 1, mask=i_n > 0, other=-1) != own)
+    wanted = (count > 0) & ~(alone | (last & of_values))
+    if not SAVE:
+        wanted &= ~last
     if wanted:
         chunks_of_row = NR // C
         i_b = start // chunks_of_row
@@ -126,26 +128,27 @@ def _store(p, b, i_nh, i_k, o_v, K: tl.constexpr, D: tl.constexpr, KB: tl.conste
 
 
 def transitions(
-    operands: DeltaInputs, saved: Saved, alignment: Alignment, segments: int,
+    operands: DeltaInputs, saved: Saved, segments: Segments,
     found: tuple[Tensor, Tensor] | None = None, *, config: LaunchConfig, save: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """N [N·segments HV K V] and M [N·segments HV K K] of aligned tokens, `alignment` that of the segments; q and k are operands.
+    """N [R HV K V] and M [R HV K K] of aligned tokens; q and k are operands.
 
-    N of a sequence's last segment is left as it is, without `save` its M too: nothing follows it. found: both, to be found again by
-    the bf16 fallback.
+    N of a sequence's last segment is left as it is, without `save` its M too: nothing follows it. So are both of a sequence's only one.
+    found: both, to be found again by the bf16 fallback.
     """
     q, k, v, beta, lam = operands.q, operands.k, operands.v, operands.beta, operands.lam
+    R, cum = segments.align.N, segments.align.cum
     (_, T, HV, V), K, NR = v.shape, k.shape[3], saved.G.shape[2]
     form = forms(v.dtype, lam is not None)[0] if found is None else 2
     constants = transitions_constants(config, v.dtype, k.shape[2], HV, K, V, beta is not None, lam is not None, save, form)
     C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
     tile = lambda x, D: token_tile(x, C, D) if config.tma else x
-    N, M = found or (k.new_empty(alignment.N, HV, K, columns, dtype=saved.G.dtype) for columns in (V, K))
+    N, M = found or (k.new_empty(R, HV, K, columns, dtype=saved.G.dtype) for columns in (V, K))
     run(
-        transitions_kernel, (alignment.N * HV * (cdiv(V, BV) + cdiv(K, BV)),),
+        transitions_kernel, (R * HV * (cdiv(V, BV) + cdiv(K, BV)),),
         None if lam is None else tile(q, KB), tile(k, KB), tile(v, BV),
-        None if saved.Tp is None else tile(saved.Tp.view(-1, NR, 1, C), C), saved.E, N, M, alignment.cum, saved.overflow,
-        operands.powers, T, NR, segments, **constants,
+        None if saved.Tp is None else tile(saved.Tp.view(-1, NR, 1, C), C), saved.E, N, M, cum, segments.of, saved.overflow,
+        operands.powers, T, NR, **constants,
     )  # fmt: skip
     return N, M
 
@@ -170,7 +173,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
         C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
         types = dict.fromkeys(("p_E", "p_N", "p_M"), f"*{acc}")
-        types |= {"p_cum": "*i32", "p_overflow": "*i32", "p_abc": "*fp32", "T": "i32", "NR": "i32", "P": "i32"}
+        types |= {"p_cum": "*i32", "p_of": "*i32", "p_overflow": "*i32", "p_abc": "*fp32", "T": "i32", "NR": "i32"}
         for name, kind, width in (("x_q", st, KB), ("x_k", st, KB), ("x_v", own, BV), ("x_T", NAMES[inverse(dtype)], C)):
             types[name] = f"tensordesc<{kind}[1, 1, {C}, {width}]>" if config.tma else f"*{kind}"
         signature = {name: types[name] for name in transitions_kernel.arg_names if name not in constants}
