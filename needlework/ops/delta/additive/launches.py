@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.kernels.groups import of_groups
 from needlework.ops.common.kernels.tile import token_tile
 from needlework.ops.delta.additive.intra import intra
 from needlework.ops.delta.additive.intra_bwd import intra_bwd
@@ -60,7 +61,7 @@ def backward(
         keys(q), keys(k), values(do), values(v), _by_chunk(saved.S, c), _by_chunk(dS, c), E, keys(dq), keys(dk), dg,
         scale, T, E.shape[2] * C, **c,
     )  # fmt: skip
-    dq, dk = (x if groups == H else x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
+    dq, dk = (of_groups(x, H, q.dtype) for x in (dq, dk))
     return DeltaInputs(dq, dk, dv, dg, initial_state=None if inputs.initial_state is None else dinitial_state)
 
 

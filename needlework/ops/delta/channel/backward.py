@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.kernels.groups import of_groups
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pairs
 from needlework.ops.delta.channel.operands import RULES, Saved, operands, predicted, rule_of
@@ -96,8 +97,7 @@ def backward(
         spans, do, dr, saved.W, inputs, dq_hat, de_hat, dk_hat, x, divisor, found,
         scale=scale, longest=alignment.longest, sequences=N, couple=constants["couplings"], channels=constants["pairs"],
     )  # fmt: skip
-    if H != HV:
-        dq, dk = (dx.unflatten(2, (H, -1)).sum(3).to(like.dtype) for dx, like in ((dq, q), (dk, k)))
+    dq, dk = of_groups(dq, H, q.dtype), of_groups(dk, H, k.dtype)
     given = inputs.initial_state
     dinitial_state = dinitial_state if segments is None else segments.begun(dinitial_state)
     dinitial_state = None if given is None else (dinitial_state * divisor).to(given.dtype)

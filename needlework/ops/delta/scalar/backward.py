@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.kernels.groups import of_groups
 from needlework.ops.common.kernels.tile import token_tile
 from needlework.ops.delta.gradient_scaling import amax
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
@@ -164,14 +165,13 @@ def backward(
             if form == 2 and name in OF_JOBS:
                 programs = min(programs, config.launch["scan"]["NP"])
             run(KERNELS[name], (programs,), *arguments, **c[name])
-    grouped = lambda x, heads: (x if heads == HV else x.unflatten(2, (heads, -1)).sum(3)).to(q.dtype)
-    dr = grouped(dr, r.shape[2])
+    dr = of_groups(dr, r.shape[2], q.dtype)
     if lam is None:
         dq = dr if inputs.q_read is None else torch.zeros_like(q)
     else:
-        dq = grouped(dq, H) if read else dr
+        dq = of_groups(dq, H, q.dtype) if read else dr
     return DeltaInputs(
-        q=dq, k=grouped(dk, H), v=dv, g=dg, beta=dbeta, lam=dlam, q_read=None if inputs.q_read is None else dr,
+        q=dq, k=of_groups(dk, H, q.dtype), v=dv, g=dg, beta=dbeta, lam=dlam, q_read=None if inputs.q_read is None else dr,
         initial_state=None if inputs.initial_state is None else segments.begun(dinitial_state) if segments else dinitial_state,
     )  # fmt: skip
 
