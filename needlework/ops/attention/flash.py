@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.remembered import remembered
 from needlework.ops.common.shapes import behind
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
 
@@ -96,8 +97,15 @@ def _rows(cu_seqlens: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _lengths(cu_seqlens: Tensor | None, longest: int, q: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
     """Of queries and of keys. Where no document had two tokens, the kernels would take heads of a group for rows."""
-    ends = None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int32)
+    ends = cu_seqlens
+    if ends is not None and (ends.dtype, ends.device) != (torch.int32, q.device):
+        ends = _int32(ends, q.device)
     return ends, ends, max(longest, 2), max(longest, 2)
+
+
+@remembered
+def _int32(cu_seqlens: Tensor, device: torch.device) -> Tensor:
+    return cu_seqlens.to(device, torch.int32)
 
 
 def _seen(window: int | None) -> dict[str, int]:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.kernels.moves import moved, places
+from needlework.ops.common.remembered import known, remember, remembered
 from needlework.ops.runtime.each import Ts, each
+from needlework.ops.runtime.precompile import precompiling
 
 
 class Alignment(NamedTuple):
@@ -25,7 +27,7 @@ class Alignment(NamedTuple):
     @property
     def spans(self) -> Tensor:
         """[N 2] int32: the first chunk of each sequence, and the one after its last."""
-        return torch.stack((self.cum[:-1], self.cum[1:]), 1)
+        return _spans(self.cum)
 
     @staticmethod
     def sizes(cu_seqlens: Tensor | None, B: int, T: int, C: int) -> tuple[int, int]:
@@ -41,7 +43,10 @@ class Alignment(NamedTuple):
         if cu_seqlens is None:
             return cls(_even(B, chunks, device), B, T, chunks, None)
         N, aligned = cls.sizes(cu_seqlens, B, T, C)
-        cum, maps = places(cu_seqlens.to(device), T, aligned, C)
+        cu_seqlens = cu_seqlens.to(device)
+        cum, maps = (places if precompiling() else _places)(cu_seqlens, T, aligned, C)
+        if known(cu_seqlens):
+            remember(cum)
         return cls(cum, N, aligned, chunks, maps)
 
     def align(self, *tensors: *Ts) -> tuple[*Ts]:
@@ -51,6 +56,14 @@ class Alignment(NamedTuple):
     def restore(self, *tensors: *Ts) -> tuple[*Ts]:
         """The inverse of `align`, contiguous; zeros for tokens of no sequence."""
         return each(Tensor.contiguous, *tensors) if self.maps is None else moved(self.maps[self.T :], *tensors)
+
+
+_places = remembered(places)
+
+
+@remembered
+def _spans(cum: Tensor) -> Tensor:
+    return torch.stack((cum[:-1], cum[1:]), 1)
 
 
 _kept: dict[tuple[int, int, torch.device], Tensor] = {}
@@ -69,4 +82,5 @@ def _even(B: int, chunks: int, device: torch.device) -> Tensor:
         if len(_kept) >= 256:
             _kept.clear()
         _kept[key] = cum
+        remember(cum)
     return cum

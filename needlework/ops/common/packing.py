@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from needlework.ops.common.remembered import remember, remembered
 from needlework.ops.common.shapes import given
 
 
@@ -29,6 +30,12 @@ def sequences(cu_seqlens: Tensor | None, B: int) -> int:
 def check_cu_seqlens(cu_seqlens: Tensor, B: int, T: int, *, padded: bool = False) -> list[int]:
     """What cu_seqlens holds. ValueError unless it is [N+1], integer, from 0 to T, non-decreasing, and B is 1. padded: to at most T."""
     sequences(cu_seqlens, B)
+    remember(cu_seqlens)
+    return _rising(cu_seqlens, T, padded)
+
+
+@remembered
+def _rising(cu_seqlens: Tensor, T: int, padded: bool) -> list[int]:
     ends = cu_seqlens.tolist()
     whole = ends[-1] <= T if padded else ends[-1] == T
     if ends[0] != 0 or not whole or any(a > b for a, b in pairwise(ends)):

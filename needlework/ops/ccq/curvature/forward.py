@@ -54,10 +54,9 @@ def forward(
         None if Sq is None else task.tile(Sq, BV), E, eta_chunks, G, n0, step, initial_C, final.C, *of_table, task.at.cum,
         *task.hands(settings, slots), task.at.T, task.NCB, N, **arguments(walk, settings),
     )  # fmt: skip
-    fill, maps = (task.fill, task.at.maps) if task.packed else (None, None)
     if Sq is None:
         return cleaned, final, None
-    kept = Saved(Sq=Sq, kc=kc, P=P, E=E, mean=mean0, step=step, n=n0, mass=mass, cum=task.at.cum, G=G, fill=fill, maps=maps)
+    kept = Saved(Sq=Sq, kc=kc, P=P, E=E, mean=mean0, step=step, n=n0, mass=mass, G=G)
     return cleaned, final, kept
 
 
@@ -91,8 +90,5 @@ def no_chunk(q: Tensor, task: Task) -> Saved:
         step=task.empty(K),
         n=task.empty(),
         mass=task.empty(),
-        cum=task.at.cum,
         G=task.empty(2, C) if task.gated else None,
-        fill=task.fill if task.packed else None,
-        maps=task.at.maps if task.packed else None,
     )

@@ -18,7 +18,7 @@ from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import behind
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
-from needlework.ops.runtime.launch_configs import launch_config, widths
+from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config, widths
 from needlework.ops.runtime.precompile import kind, meta, precompile
 from needlework.ops.slots.rows import Slots
 from needlework.ops.slots.table import check_contiguous, start_anew
@@ -89,12 +89,9 @@ def _call(
     q, eta = inputs.q, inputs.eta
     if cu_seqlens is not None and own is None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
-    B, T, _, K = q.shape
+    K, packed = q.shape[-1], cu_seqlens is not None
     chosen = launch_config(ENGINE, q.device, q.dtype, K, K)
-    at = Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], q.device)
-    packed = cu_seqlens is not None
-    fill = filled(at, cu_seqlens, chosen.launch["shared"]["C"]) if packed else None
-    task = task_of(inputs, packed, at, fill, chosen)
+    task, at = _task(inputs, cu_seqlens, chosen)
     if initial_state is not None and own is None:
         initial_state = CurvatureState(*each(Tensor.contiguous, *initial_state))
     if q.numel() == 0:
@@ -104,6 +101,14 @@ def _call(
     precompile(q.device, key, lambda: _launches(tokens, initial_state, task, save, own))
     cleaned, final, kept = forward(tokens, initial_state, task, save, own)
     return *at.restore(cleaned), final, kept
+
+
+def _task(inputs: CcqInputs, cu_seqlens: Tensor | None, chosen: LaunchConfig) -> tuple[Task, Alignment]:
+    """A call's task, and where its tokens go."""
+    (B, T), device, C = inputs.q.shape[:2], inputs.q.device, chosen.launch["shared"]["C"]
+    at = Alignment.of(cu_seqlens, B, T, C, device)
+    fill = None if cu_seqlens is None else filled(cu_seqlens, T, C, device)
+    return task_of(inputs, cu_seqlens is not None, at, fill, chosen), at
 
 
 def _launches(tokens: CcqInputs, initial_state: CurvatureState | None, task: Task, save: bool, own: Slots | None) -> None:
@@ -138,13 +143,12 @@ def _(
 ) -> tuple[Tensor, CurvatureState, Saved]:
     q, (B, T, H, K) = inputs.q, inputs.q.shape
     chunk = launch_config(ENGINE, q.device, q.dtype, K, K).launch["shared"]["C"]
-    packed = cu_seqlens is not None
     wide = torch.promote_types(q.dtype, torch.float32)
 
-    def number(*sizes: int, dtype: torch.dtype = wide) -> Tensor:
-        return q.new_empty(*sizes, dtype=dtype)
+    def number(*sizes: int) -> Tensor:
+        return q.new_empty(*sizes, dtype=wide)
 
-    N, aligned = Alignment.sizes(cu_seqlens, B, T, chunk)
+    _, aligned = Alignment.sizes(cu_seqlens, B, T, chunk)
     rows = B * (-(-aligned // chunk))
     kept = Saved(
         Sq=q.new_empty(B, aligned, H, K),
@@ -155,10 +159,7 @@ def _(
         step=number(rows, H, K),
         n=number(rows, H),
         mass=number(rows, H),
-        cum=number(N + 1, dtype=torch.int32),
         G=None if inputs.g is None else number(rows, H, 2, chunk),
-        fill=number(rows, dtype=torch.int32) if packed else None,
-        maps=number(aligned + T, dtype=torch.int32) if packed else None,
     )
     return *_results(inputs, initial_state, cu_seqlens), kept
 
@@ -177,8 +178,7 @@ def ccq_triton_bwd(
         )
     if q.numel() == 0:
         return CcqInputs(*each(torch.zeros_like, *inputs)), nothing_read(initial_state, dC, dmean, dn)
-    at = Alignment(kept.cum, len(kept.cum) - 1, kept.Sq.shape[1], 0, kept.maps)
-    task = task_of(inputs, cu_seqlens is not None, at, kept.fill, chosen)
+    task, at = _task(inputs, cu_seqlens, chosen)
     dcleaned = q.new_zeros(*inputs.eta.shape, K) if dcleaned is None else dcleaned.contiguous()
     # the kernels read sums of g that the forward has kept
     dcleaned, q, k, eta = at.align(dcleaned, inputs.q, inputs.k, inputs.eta)

@@ -11,6 +11,7 @@ from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.curvature.intra import arguments, constants
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import block, token_tile
+from needlework.ops.common.remembered import remembered
 from needlework.ops.runtime.launch_configs import Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 
@@ -29,10 +30,7 @@ class Saved(NamedTuple):
     step: Tensor  # [chunks H K] from it to the chunk's own
     n: Tensor  # [chunks H] before each chunk
     mass: Tensor  # [chunks H] of each chunk
-    cum: Tensor
     G: Tensor | None = None  # [chunks H 2 C], gated
-    fill: Tensor | None = None  # packed
-    maps: Tensor | None = None
 
 
 class Task(NamedTuple):
@@ -103,8 +101,10 @@ def task_of(inputs: CcqInputs, packed: bool, at: Alignment, fill: Tensor | None,
     return Task(at, chosen, B, H, HV, K, q.dtype, q.device, fill, gated, packed)
 
 
-def filled(at: Alignment, cu_seqlens: Tensor, C: int) -> Tensor:
-    """[chunks] int32: real tokens of each chunk; 0 past the last sequence."""
+@remembered
+def filled(cu_seqlens: Tensor, T: int, C: int, device: torch.device) -> Tensor:
+    """[chunks] int32: real tokens of each chunk of packed sequences, of T together; 0 past the last sequence."""
+    at = Alignment.of(cu_seqlens, 1, T, C, device)
     chunk = torch.arange(at.T // C, device=at.cum.device)
     n = torch.searchsorted(at.cum, chunk, right=True) - 1
     lengths = torch.nn.functional.pad(cu_seqlens.to(chunk).diff(), (0, 1))

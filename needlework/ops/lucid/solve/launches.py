@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import block
+from needlework.ops.common.remembered import remembered
 from needlework.ops.lucid.arguments import LucidInputs
 from needlework.ops.lucid.solve.intra_bwd import key_gradient
 from needlework.ops.lucid.solve.operands import inverses, keys, peak, scale, top
@@ -56,11 +57,15 @@ class Task:
 
     def order(self, blocks: int, reverse: bool) -> Tensor:
         """[blocks] packed: which block is taken when, the nearest to its sequence's start (end) first, those of none last."""
-        cum = self.align.cum
-        c = torch.arange(blocks, dtype=cum.dtype, device=cum.device)
-        n = torch.searchsorted(cum[1:-1], c, right=True)
-        place = cum[n + 1] - 1 - c if reverse else c - cum[n]
-        return torch.where(c < cum[-1], place, blocks).argsort(stable=True).to(torch.int32)
+        return _order(self.align.cum, blocks, reverse)
+
+
+@remembered
+def _order(cum: Tensor, blocks: int, reverse: bool) -> Tensor:
+    c = torch.arange(blocks, dtype=cum.dtype, device=cum.device)
+    n = torch.searchsorted(cum[1:-1], c, right=True)
+    place = cum[n + 1] - 1 - c if reverse else c - cum[n]
+    return torch.where(c < cum[-1], place, blocks).argsort(stable=True).to(torch.int32)
 
 
 def alignment(config: LaunchConfig, k: Tensor, T: int, cu_seqlens: Tensor | None) -> Alignment:

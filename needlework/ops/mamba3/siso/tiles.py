@@ -13,6 +13,7 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.chain import chain_at
+from needlework.ops.common.remembered import remembered
 from needlework.ops.mamba3.edges import Edges, row_ends
 from needlework.ops.runtime.launch_configs import Constants, LaunchConfig, launch_config
 from needlework.ops.runtime.triton_types import TYPES, accumulator, next_power_of_2
@@ -25,6 +26,8 @@ OF_TILES = {
     "N": "i32",
     "NCB": "i32",
 }  # arguments of every kernel, and their types
+
+_row_ends = remembered(row_ends)
 
 
 class Tiles(NamedTuple):
@@ -46,7 +49,7 @@ class Tiles(NamedTuple):
         config = launch_config(ENGINE, v.device, v.dtype, K, V)
         N = B if cu_seqlens is None else len(cu_seqlens) - 1
         count, (_, rows) = cls.sizes(v, K, cu_seqlens, final)
-        ends = row_ends(cu_seqlens) if cu_seqlens is not None and final else cu_seqlens
+        ends = _row_ends(cu_seqlens) if cu_seqlens is not None and final else cu_seqlens
         at = Alignment.of(ends, B, rows, config.launch["shared"]["BT"], v.device)
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
         return cls(at.cum, cu_seqlens, T, N, count // B, count, int(final), config)
@@ -70,7 +73,7 @@ class Tiles(NamedTuple):
 
     def ends(self) -> Tensor | None:
         """cu_seqlens of the rows."""
-        return self.cu_seqlens if self.cu_seqlens is None or not self.F else row_ends(self.cu_seqlens)
+        return self.cu_seqlens if self.cu_seqlens is None or not self.F else _row_ends(self.cu_seqlens)
 
     def arguments(self) -> tuple[Tensor | int | None, ...]:
         return None if self.cu_seqlens is None else self.cum, self.cu_seqlens, self.T, self.N, self.NCB

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.remembered import remembered
 from needlework.ops.polar.arguments import Parameters, Tokens
 from needlework.ops.polar.attention.launches import ENGINE, Saved, Walk, backward, forward
 from needlework.ops.polar.custom_op import polar_checked
@@ -27,12 +28,15 @@ def _walk(tokens: Tokens, cu_seqlens: Tensor | None, held: Tensor | None, window
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, B, T)
     align = Alignment.of(cu_seqlens, B, T, C, q.device)
-    spans = None if cu_seqlens is None else _spans(align, cu_seqlens, held, C)
+    spans = None
+    if cu_seqlens is not None:
+        spans = _spans(cu_seqlens, T, C, q.device) if held is None else _asked(cu_seqlens, T, C, q.device, held)
     return Walk(chosen, q.dtype, B, align.T, H, HK, K, V, window, spans), align
 
 
-def _spans(align: Alignment, cu_seqlens: Tensor, held: Tensor | None, C: int) -> Tensor:
+def _asked(cu_seqlens: Tensor, T: int, C: int, device: torch.device, held: Tensor | None = None) -> Tensor:
     """Walk.spans of packed sequences; a chunk past the last one sees itself alone, and nothing sees it."""
+    align = Alignment.of(cu_seqlens, 1, T, C, device)
     chunk = torch.arange(align.T // C, dtype=torch.int32, device=align.cum.device)
     n = torch.searchsorted(align.cum, chunk, right=True) - 1
     beyond = n >= align.N
@@ -42,6 +46,9 @@ def _spans(align: Alignment, cu_seqlens: Tensor, held: Tensor | None, C: int) ->
     asks = start if held is None else start + held.to(start)[n] // C * C
     end = torch.where(beyond, 0, start + cu_seqlens.to(start).diff()[n])
     return torch.stack((start, asks, end), 1).to(torch.int32)
+
+
+_spans = remembered(_asked)
 
 
 @operator
