@@ -238,12 +238,13 @@ def test_a_few_chains_are_cut_and_a_full_machine_is_not():
             assert count == 1 or longest // count >= SHORTEST
 
 
-def test_one_of_packed_sequences_may_be_nearly_all_tokens():
+def test_one_of_packed_sequences_may_have_half_of_the_tokens():
     from needlework.ops.delta.segments import segment_count, segment_length
 
-    T, C, alone = 16384, 32, segment_count(24, 512, 128, 256, 264)
+    T, C, alone, half = 16384, 32, segment_count(24, 512, 128, 256, 264), segment_count(24, 256, 128, 256, 264)
     sizes = T, C, 24, 128, 256, 264
-    assert alone > 1 and segment_length(1, True, *sizes) == segment_length(9, True, *sizes) == -(-512 // alone)
+    assert alone > 1 and segment_length(1, True, *sizes) == segment_length(2, True, *sizes) == -(-512 // alone)
+    assert half > 1 and segment_length(3, True, *sizes) == segment_length(9, True, *sizes) == -(-256 // half)
     assert segment_length(2, False, *sizes) == -(-512 // segment_count(48, 512, 128, 256, 264))
     assert segment_length(12, False, *sizes) == 0, "they fill the machine"
     assert segment_length(T // 256, True, *sizes) == 0, "their states take more memory than half the tokens"

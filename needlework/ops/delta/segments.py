@@ -56,13 +56,14 @@ def segment_count(chains: int, longest: int, K: int, V: int, slots: int) -> int:
 
 def segment_length(N: int, packed: bool, T: int, C: int, chains: int, K: int, V: int, slots: int) -> int:
     """Chunks of C that a segment of a call has at most, of N sequences, `chains` each, of T tokens, or packed in as many together; 0:
-    sequences stay whole. One of packed ones may have nearly all tokens; those that are no longer than a segment stay whole, and cost
-    nothing but two states each: where these would take half the memory of the tokens, no sequence is split."""
-    chunks = -(-T // C)
-    count = segment_count(chains if packed else N * chains, chunks, K, V, slots)
-    if count == 1 or (packed and (N + count) * 2 * K > T):
+    sequences stay whole. The longest of packed ones is taken to have half of the tokens, or all, if there is but one beside it: a server's
+    padding. Those that are no longer than a segment stay whole, and cost nothing but two states each: where these would take half the
+    memory of the tokens, no sequence is split."""
+    longest = -(-T // C) // (2 if packed and N > 2 else 1)
+    count = segment_count(chains if packed else N * chains, longest, K, V, slots)
+    if count == 1 or (packed and (N + 2 * count) * 2 * K > T):
         return 0
-    return -(-chunks // count)
+    return -(-longest // count)
 
 
 def segments_in_all(N: int, packed: bool, T: int, C: int, length: int) -> int:
