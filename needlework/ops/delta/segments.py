@@ -180,6 +180,24 @@ def segments_kernel(p_cum, p_segments, p_of, p_first, p_split, N, R, length, BLK
 
 
 @triton.jit
+def sequence_of(p_of, i):
+    """The sequence of segment i, and whether it is the last of it (`Segments.of`); without p_of segments are sequences."""
+    own = i
+    last = own == i
+    if p_of is not None:
+        own = tl.load(p_of + i)
+        last = tl.load(p_of + i + 1) != own
+    return own, last
+
+
+@triton.jit
+def only_one(p_of, i):
+    """Whether segment i is all of its sequence."""
+    own, last = sequence_of(p_of, i)
+    return last & (tl.load(p_of + i - 1, mask=i > 0, other=-1) != own)
+
+
+@triton.jit
 def load_state(p, i_k, o_v, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr):
     """Transposed, [BV KB] from row i_k of [K V]."""
     o_k = i_k + tl.arange(0, KB)

@@ -32,17 +32,6 @@ def slot_of(p_slots, p_fresh, n):
 
 
 @triton.jit
-def sequence_of(p_of, i):
-    """The sequence of segment i, and whether it is the last of it (`Segments.of`); without p_of segments are sequences."""
-    own = i
-    last = own == i
-    if p_of is not None:
-        own = tl.load(p_of + i)
-        last = tl.load(p_of + i + 1) != own
-    return own, last
-
-
-@triton.jit
 def power_of(p_power, i):
     """A power of two and its inverse, 1 without p_power."""
     power = 1.0

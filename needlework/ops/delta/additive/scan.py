@@ -13,7 +13,7 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.additive.intra import decay_of, factors
-from needlework.ops.slots.kernels import sequence_of
+from needlework.ops.delta.segments import only_one
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR"])
@@ -49,9 +49,7 @@ def scan(
         S += tl.load(p_initial_state + o_base + o_state, mask=inside, other=0.0).to(ACC)
     if not OUT:
         e_all = tl.full([], 1.0, ACC)
-        own, last = sequence_of(p_of, i_n)
-        alone = last & (tl.load(p_of + i_n - 1, mask=i_n > 0, other=-1) != own)
-        count = tl.where(alone, 0, count)
+        count = tl.where(only_one(p_of, i_n), 0, count)
     # of the tokens that read and that are written: e^G times scale, and e^{G_C − G}, or these the other way round
     READS: tl.constexpr = 3 * C if REVERSE else 2 * C
     WRITES: tl.constexpr = 2 * C if REVERSE else 3 * C

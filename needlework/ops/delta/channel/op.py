@@ -171,6 +171,7 @@ def _placed(inputs: DeltaInputs, cu_seqlens: Tensor | None) -> tuple[LaunchConfi
 
 
 def _segment_length(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, config: LaunchConfig) -> int:
+    """`segment_length` of the call."""
     (_, T, HV, V), K, launch = inputs.v.shape, inputs.q.shape[3], config.launch["scan"]
     C, chains = config.launch["shared"]["C"], HV * -(-V // launch["BV"])
     # eight warps a multiprocessor, for the registers of the state

@@ -13,10 +13,11 @@ from torch import Tensor
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.operands import Saved, case, operands, rule_of, triton_dtype
 from needlework.ops.delta.inputs import NO_TABLE, OF_TABLE, SlotTable, solve_dtype
+from needlework.ops.delta.segments import sequence_of
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, padded
-from needlework.ops.slots.kernels import power_of, sequence_of, slot_of
+from needlework.ops.slots.kernels import power_of, slot_of
 
 
 @triton.jit

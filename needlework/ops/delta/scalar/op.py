@@ -121,6 +121,7 @@ def _alignment(inputs: DeltaInputs, cu_seqlens: Tensor | None, chosen: LaunchCon
 
 
 def _segment_length(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, chosen: LaunchConfig) -> int:
+    """`segment_length` of the call."""
     (_, T, HV, V), K, launch = inputs.v.shape, inputs.k.shape[-1], chosen.launch["scan"]
     C, chains = chosen.launch["shared"]["C"], HV * -(-V // launch["BV"])
     return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, launch["NP"])

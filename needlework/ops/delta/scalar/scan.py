@@ -20,7 +20,8 @@ from needlework.ops.common.kernels.chain import chain_here, slot_here, tell, wai
 from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
 from needlework.ops.delta.scalar.operands import ROWS
 from needlework.ops.delta.scalar.powers import divisor_of_v, product
-from needlework.ops.slots.kernels import power_of, sequence_of, slot_of
+from needlework.ops.delta.segments import sequence_of
+from needlework.ops.slots.kernels import power_of, slot_of
 
 
 @triton.jit

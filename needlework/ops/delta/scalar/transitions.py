@@ -15,11 +15,10 @@ from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.delta.scalar.operands import Saved, forms, inverse, scan_constants
 from needlework.ops.delta.scalar.powers import divisor_of_v
 from needlework.ops.delta.scalar.scan import factors, flag_overflow
-from needlework.ops.delta.segments import Segments
+from needlework.ops.delta.segments import Segments, only_one, sequence_of
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
-from needlework.ops.slots.kernels import sequence_of
 
 
 @triton.jit(do_not_specialize=["T", "NR"])
@@ -44,9 +43,8 @@ def transitions_kernel(
     of_values = i_tile < NV
     start = tl.load(p_cum + i_n)
     count = tl.load(p_cum + i_n + 1) - start
-    own, last = sequence_of(p_of, i_n)
-    alone = last & (tl.load(p_of + i_n - 1, mask=i_n > 0, other=-1) != own)
-    wanted = (count > 0) & ~(alone | (last & of_values))
+    _, last = sequence_of(p_of, i_n)
+    wanted = (count > 0) & ~(only_one(p_of, i_n) | (last & of_values))
     if not SAVE:
         wanted &= ~last
     if wanted:
