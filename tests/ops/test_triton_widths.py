@@ -20,6 +20,7 @@ RULES = (
     "delta/grouped",
     "qdelta",
     "qdelta/grouped",
+    "mamba3",
     "ccq/aligned",
     "ccq/grouped",
 )
@@ -30,9 +31,10 @@ def wide(monkeypatch):
     """Every call gets eight numbers a head more, once."""
     import needlework.ops.ccq.curvature.op as ccq
     import needlework.ops.delta.inputs as delta
+    import needlework.ops.mamba3.siso.op as mamba3
 
     more = lambda engine, device, dtype, K, V: (K, V) if K % 8 == 5 else (K // 8 * 8 + 13, V // 8 * 8 + 13)
-    for module in (ccq, delta):
+    for module in (ccq, delta, mamba3):
         monkeypatch.setattr(module, "widths", more)
 
 
@@ -61,6 +63,15 @@ def test_values_states_and_gradients_are_the_definitions(name, ends, monkeypatch
     assert padded.keys() == exact.keys()
     for name, want in exact.items():
         assert padded[name].shape == want.shape and relative(padded[name], want) <= EXACT, name
+
+
+@interpreted
+def test_halves_that_are_turned_are_those_of_the_given_width(monkeypatch):
+    spec = next(spec for spec in specs() if spec.name == "mamba3")
+    x = make(spec, 1, 30)
+    exact = spec.chunk(**x, pairs="halves", impl="reference").o
+    wide(monkeypatch)
+    assert relative(spec.chunk(**x, pairs="halves", impl="triton").o, exact) <= EXACT
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from needlework.ops.common.shapes import behind
+
 
 class Mamba3State(NamedTuple):
     """What a sequence has after its last token: HV (K V + R K + V + m) numbers, float32 or float64.
@@ -17,6 +19,15 @@ class Mamba3State(NamedTuple):
     k: Tensor
     v: Tensor
     angle: Tensor
+
+    def widened(self, K: int, V: int) -> "Mamba3State":
+        """With zeros behind the numbers of each head."""
+        S = behind(behind(self.S, V).mT, K).mT
+        return Mamba3State(S, behind(self.k, K), behind(self.v, V), self.angle)
+
+    def narrowed(self, K: int, V: int) -> "Mamba3State":
+        """The first numbers of each head."""
+        return Mamba3State(self.S[..., :K, :V], self.k[..., :K], self.v[..., :V], self.angle)
 
 
 class Mamba3Output(NamedTuple):

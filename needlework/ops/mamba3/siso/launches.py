@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from needlework.ops.common.shapes import behind
 from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.mamba3.siso.angles import gates_bwd_kernel, starts_kernel, totals_kernel
 from needlework.ops.mamba3.siso.rows import add_own_kernel, rows_kernel
@@ -34,6 +35,11 @@ class Inputs(NamedTuple):
 
     def contiguous(self) -> "Inputs":
         return Inputs(*each(Tensor.contiguous, *self))
+
+    def widened(self, K: int, V: int) -> "Inputs":
+        """With zeros behind the numbers of each head, which no angle of neighbours turns."""
+        q, k, q_bias, k_bias = each(lambda x: behind(x, K), self.q, self.k, self.q_bias, self.k_bias)
+        return self._replace(q=q, k=k, v=behind(self.v, V), q_bias=q_bias, k_bias=k_bias)
 
     def like(self, inputs: "Inputs") -> "Inputs":
         """Gradients in the dtypes and shapes of `inputs`; None for what was not given."""

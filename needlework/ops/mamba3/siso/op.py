@@ -12,7 +12,7 @@ from torch import Tensor
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.delta.scalar.op import delta_scalar, delta_scalar_bwd, delta_scalar_fwd, delta_scalar_on_table
-from needlework.ops.delta.scalar.operands import Saved
+from needlework.ops.delta.scalar.operands import ENGINE, Saved
 from needlework.ops.mamba3.edges import Edges
 from needlework.ops.mamba3.siso.launches import NO_STATE, Inputs, Kept, gradients, made, with_own
 from needlework.ops.mamba3.siso.powers import powers
@@ -20,6 +20,7 @@ from needlework.ops.mamba3.siso.tiles import Tiles
 from needlework.ops.mamba3.state import Mamba3State
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
+from needlework.ops.runtime.launch_configs import widths
 from needlework.ops.slots.kernels import largest_of_slots
 from needlework.ops.slots.rows import Slots
 from needlework.ops.slots.table import Sequences, check_contiguous, start_anew
@@ -29,6 +30,12 @@ def siso(
     inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, *, halves: bool, final: bool
 ) -> tuple[Tensor, Mamba3State | None]:
     """o [B T HV V] in q's dtype and, if it is wanted, the final state; T >= 1. Differentiable in every tensor."""
+    q, K, V = inputs.q, inputs.q.shape[-1], inputs.v.shape[-1]
+    wide = widths(ENGINE, q.device, q.dtype, K, V)
+    if wide != (K, V) and not (halves and wide[0] != K):  # halves are of all K
+        start = None if initial_state is None else initial_state.widened(*wide)
+        o, state = siso(inputs.widened(*wide), start, cu_seqlens, halves=halves, final=final)
+        return o[..., :V], None if state is None else state.narrowed(K, V)
     given = *inputs, *(initial_state or NO_STATE)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     op = mamba3_siso_fwd if wanted else mamba3_siso
