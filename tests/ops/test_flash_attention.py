@@ -53,7 +53,8 @@ def flashing(monkeypatch):
         G = q.shape[-2] // k.shape[-2]
         p = probabilities(q_, k_.repeat_interleave(G, 1), bounds, causal, scale, window_size_left, window_size_right)
         o = torch.einsum("hij,jhd->ihd", p, v_.repeat_interleave(G, 1))
-        return o.view(q.shape), q.new_zeros(0), None, None, None
+        sums = q.new_zeros(*(() if ends is not None else (len(q),)), q.shape[-2], q.shape[-3], dtype=torch.float32)
+        return o.contiguous().view(q.shape), sums, None, None, None
 
     def backward(
         do, q, k, v, o, lse, ends, _, longest, __, dropout, causal, *drawn, scale, window_size_left, window_size_right
@@ -64,7 +65,8 @@ def flashing(monkeypatch):
         p = probabilities(q_, k_, bounds, causal, scale, window_size_left, window_size_right)
         ds = scale * p * (torch.einsum("ihd,jhd->hij", do_, v_) - (do_ * o_).sum(-1).T[..., None])
         dk, dv = (torch.einsum("hij,ihd->jhd", a, b).unflatten(1, (-1, G)).sum(2) for a, b in ((ds, q_), (p, do_)))
-        return torch.einsum("hij,jhd->ihd", ds, k_), dk, dv
+        dq = torch.einsum("hij,jhd->ihd", ds, k_)
+        return tuple(dx.contiguous() for dx in (dq, dk, dv))
 
     monkeypatch.setattr(flash, "FORWARD", forward)
     monkeypatch.setattr(flash, "BACKWARD", backward)
@@ -99,6 +101,16 @@ def test_a_layer_compiles_without_a_graph_break(ends, window, flashing):
     cotangent = torch.randn(1, 41, 4, 28)
     found, want = ([o.detach(), *torch.autograd.grad(o, x, cotangent)] for o in (compiled(*x), run(*x)))
     assert all(relative(a, b) <= 1e-6 for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("ends", (None, [0, 10, 30]))
+def test_operators_say_what_they_return(ends, flashing):
+    q, k, v = (torch.randn(1 if ends else 2, 30, H, 24) for H in (4, 2, 2))
+    call = (None if ends is None else torch.tensor(ends), 6, 0.2)
+    tests = "test_schema", "test_faketensor"
+    torch.library.opcheck(flash.flash_fwd, (q, k, v, *call), test_utils=tests)
+    found = flash.flash_fwd(q, k, v, *call)
+    torch.library.opcheck(flash.flash_bwd, (torch.randn_like(q), q, k, v, *found, *call), test_utils=tests)
 
 
 @pytest.mark.parametrize("ends", ([0, 5, 3, 30], [0, 10], [1, 30]))
