@@ -104,7 +104,7 @@ def test_nothing_is_read_that_was_never_written(precondition):
     with poisoned():
         again = call()
         k, v, beta = (*x.values(), None)[:3]
-        inverse = Saved(*lucid_triton_fwd(k, v, beta, ends, precondition == "rowmax", None)[1:]).inverse
+        inverse = Saved(*lucid_triton_fwd(k, v, beta, ends, precondition == "rowmax", None, k.shape[-1])[1:]).inverse
     assert torch.isfinite(inverse).all()
     for before, after in zip(clean, again, strict=True):
         assert all(torch.equal(before[name], after[name]) for name in before)
@@ -161,7 +161,7 @@ def test_pages_come_before_the_tokens(precondition, window, packed, one_launch):
 @pytest.mark.parametrize("precondition, ends", covering(PRECONDITIONS, (None, ENDS), pairs=False))
 def test_operators_pass_opcheck(precondition, ends):
     k, v, beta = (*inputs(1, 61, precondition=precondition).values(), None)[:3]
-    given = k, v, beta, None if ends is None else torch.tensor(ends), precondition == "rowmax", None
+    given = k, v, beta, None if ends is None else torch.tensor(ends), precondition == "rowmax", None, k.shape[-1]
     for made in (lucid_triton, lucid_triton_fwd):
         torch.library.opcheck(made, given, test_utils=("test_schema", "test_faketensor"))
 
@@ -188,7 +188,7 @@ def test_tiles_of_halves_have_one_layout(K, V):
     from needlework.ops.lucid.solve.launches import constants
     from needlework.ops.runtime.launch_configs import rows
 
-    solve = constants(rows(ENGINE)[0], torch.bfloat16, 2, K, V, False, False, False, False)["solve"]
+    solve = constants(rows(ENGINE)[0], torch.bfloat16, 2, K, V, K, False, False, False, False)["solve"]
     assert (solve["KB"], solve["VB"]) == (64, 64)
 
 

@@ -31,10 +31,11 @@ def wide(monkeypatch):
     """Every call gets eight numbers a head more, once."""
     import needlework.ops.ccq.curvature.op as ccq
     import needlework.ops.delta.inputs as delta
+    import needlework.ops.lucid.solve.op as lucid
     import needlework.ops.mamba3.siso.op as mamba3
 
     more = lambda engine, device, dtype, K, V: (K, V) if K % 8 == 5 else (K // 8 * 8 + 13, V // 8 * 8 + 13)
-    for module in (ccq, delta, mamba3):
+    for module in (ccq, delta, lucid, mamba3):
         monkeypatch.setattr(module, "widths", more)
 
 
@@ -63,6 +64,19 @@ def test_values_states_and_gradients_are_the_definitions(name, ends, monkeypatch
     assert padded.keys() == exact.keys()
     for name, want in exact.items():
         assert padded[name].shape == want.shape and relative(padded[name], want) <= EXACT, name
+
+
+@interpreted
+@pytest.mark.parametrize("ends", (None, [0, 9, 9, 30]))
+@pytest.mark.parametrize("name", ("lucid", "lucid/rowmax", "lucid/beta", "lucid/window"))
+def test_similarities_are_scaled_by_the_given_width(name, ends, monkeypatch):
+    spec = next(spec for spec in specs() if spec.name == name)
+    x, cu_seqlens = make(spec, 1, 30), None if ends is None else torch.tensor(ends)
+    found = lambda impl: differentiate(lambda x: spec.chunk(**x, cu_seqlens=cu_seqlens, impl=impl).y, x)
+    exact = found("reference")
+    wide(monkeypatch)
+    for padded, want in zip(found("triton"), exact, strict=True):
+        assert all(padded[n].shape == want[n].shape and relative(padded[n], want[n]) <= EXACT for n in want)
 
 
 @interpreted

@@ -133,7 +133,7 @@ def _task(k: Tensor, v: Tensor, where: Placement, rowmax: bool, window: int | No
     new = torch.where(where.length >= 0, where.ends(T).diff(), 0)
     cum = torch.zeros(N + 1, dtype=torch.int32, device=k.device)
     cum[1:] = ((new + C - 1) // C).cumsum(0)
-    return Task(config, Alignment(cum, N, (T // C + N) * C, cdiv(T, C), None), True, rowmax, window)
+    return Task(config, Alignment(cum, N, (T // C + N) * C, cdiv(T, C), None), True, rowmax, window, k.shape[-1])
 
 
 def _launch(

@@ -22,7 +22,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     """Every kernel of a forward and of a backward; with β in a window, and with μ in a window of packed sequences after pages."""
     cases = []
     for beta, rowmax in ((False, False), (True, False), (False, True)):
-        everything = constants(config, dtype, 2, K, V, rowmax, beta, beta or rowmax, rowmax)
+        everything = constants(config, dtype, 2, K, V, K, rowmax, beta, beta or rowmax, rowmax)
         for name, row in everything.items():
             # what a variant does not touch, what it does not launch
             if (
@@ -42,7 +42,7 @@ def compile_cases_of_sums(config: LaunchConfig, dtype: torch.dtype, K: int, V: i
     """The kernels that read a right side, where that is not v but of the sums' dtype, of packed sequences in a window."""
     cases = []
     for beta, rowmax in ((True, False), (False, True)):
-        everything = constants(config, dtype, 2, K, V, rowmax, beta, True, True)
+        everything = constants(config, dtype, 2, K, V, K, rowmax, beta, True, True)
         wide = dict.fromkeys(("p_rhs", "p_out", "p_v", "p_x"), NAMES[accumulator(dtype)])  # p_x: the peak's right side
         for name in ("peak", "before_panel", "panel") if "panel" in everything else ("peak", "solve"):
             types = _types(dtype, name, rowmax) | wide

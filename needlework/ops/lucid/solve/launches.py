@@ -41,14 +41,17 @@ class Task:
     packed: bool
     rowmax: bool
     window: int | None
+    numbers: int  # of a key as the caller has it: similarities are scaled by their root
     given: int = 0  # blocks of pages in front of each sequence
     skip: Tensor | None = None  # [N] int32 rows there that hold no token
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, rowmax: bool, window: int | None) -> "Task":
+    def of(
+        cls, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, numbers: int
+    ) -> "Task":  # fmt: skip
         """For sequences that have no pages."""
         chosen = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
-        return cls(chosen, alignment(chosen, k, k.shape[1], cu_seqlens), cu_seqlens is not None, rowmax, window)
+        return cls(chosen, alignment(chosen, k, k.shape[1], cu_seqlens), cu_seqlens is not None, rowmax, window, numbers)
 
     @property
     def cum(self) -> Tensor | None:
@@ -119,7 +122,8 @@ def forward(
     k, v, beta = tokens
     T, H, V = v.shape[1:]
     N, W = task.align.N, task.window or 0
-    c = constants(task.config, k.dtype, H, k.shape[-1], V, task.rowmax, beta is not None, bool(W), task.packed)
+    flagged = task.rowmax, beta is not None, bool(W), task.packed
+    c = constants(task.config, k.dtype, H, k.shape[-1], V, task.numbers, *flagged)
     x, row, inverse, Y, counts, more = saved = Saved.of(tokens, task.rowmax, save, task.config, N)
     NR, C = inverse.shape[2:]
     y = torch.empty_like(v)
@@ -140,7 +144,7 @@ def backward(dy: Tensor, v: Tensor, beta: Tensor | None, saved: Saved, K: int, t
     """Gradients of aligned tokens; v has the pages' y in front, and so has dv their gradient."""
     x, row, inverse, Y, counts, more = saved
     B, T, H, V = dy.shape
-    c = constants(task.config, dy.dtype, H, K, V, task.rowmax, beta is not None, bool(task.window), task.packed)
+    c = constants(task.config, dy.dtype, H, K, V, task.numbers, task.rowmax, beta is not None, bool(task.window), task.packed)
     NR, C = inverse.shape[2:]
     Z, zv = torch.empty_like(Y), torch.empty_like(row) if task.rowmax else None
     dv, dk = torch.empty_like(dy), dy.new_empty(B, T, H, K)
@@ -196,15 +200,16 @@ def launch_solve(
 
 @cache
 def constants(
-    config: LaunchConfig, dtype: torch.dtype, H: int, K: int, V: int, rowmax: bool, beta: bool, window: bool, packed: bool
-) -> dict[str, Constants]:
+    config: LaunchConfig, dtype: torch.dtype, H: int, K: int, V: int, numbers: int,
+    rowmax: bool, beta: bool, window: bool, packed: bool,
+) -> dict[str, Constants]:  # fmt: skip
     """Kernel -> its constants, num_warps and the like; of a solve also its `flags`."""
     half = dtype.itemsize == 2
     own: dict[str, Constants] = {name: dict(row) for name, row in config.launch.items() if name != "shared"}
     KB, VB = widths(K, V, dtype)
     everything = dict(
         H=H, K=K, V=V, C=config.launch["shared"]["C"], KB=KB, VB=VB, TMA=int(config.tma), HALF=int(half),
-        ROOT=math.sqrt(K), SCALE=scale(K, rowmax),
+        ROOT=math.sqrt(numbers), SCALE=scale(numbers, rowmax),
         ROWMAX=int(rowmax), BETA=int(beta), WINDOW=int(window), PACKED=int(packed),
         ACC=TYPES[accumulator(dtype)], ST=TYPES[operand_dtype(dtype)],
     )  # fmt: skip

@@ -10,52 +10,73 @@ from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
+from needlework.ops.common.shapes import behind
 from needlework.ops.lucid.arguments import LucidInputs
 from needlework.ops.lucid.solve.launches import ENGINE, Saved, Task, backward, forward
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.each import each
-from needlework.ops.runtime.launch_configs import launch_config
+from needlework.ops.runtime.launch_configs import launch_config, widths
 from needlework.ops.runtime.precompile import kind, meta, precompile
 
 
 def lucid(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None) -> Tensor:
     """y [B T H V] in k's dtype, of contiguous tensors; differentiable in them."""
+    k, K, V = tokens.k, tokens.k.shape[-1], tokens.v.shape[-1]
+    wide, wide_v = widths(ENGINE, k.device, k.dtype, K, V)
+    tokens = tokens._replace(k=behind(k, wide), v=behind(tokens.v, wide_v))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tokens):
-        return lucid_triton_fwd(*tokens, cu_seqlens, rowmax, window)[0]
-    return lucid_triton(*tokens, cu_seqlens, rowmax, window)
+        y = lucid_triton_fwd(*tokens, cu_seqlens, rowmax, window, K)[0]
+    else:
+        y = lucid_triton(*tokens, cu_seqlens, rowmax, window, K)
+    return y if wide_v == V else y[..., :V]
 
 
 @operator
-def lucid_triton(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None) -> Tensor:
-    """y. An operator of its own: results that are not there cost the host as much as a launch."""
-    y, _ = _call(tokens, cu_seqlens, rowmax, window, save=False)
+def lucid_triton(
+    tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, numbers: int
+) -> Tensor:  # fmt: skip
+    """y, of keys that were so many numbers wide before zeros came behind. An operator of its own: results that are not there cost the host
+    as much as a launch."""
+    y, _ = _call(tokens, cu_seqlens, rowmax, window, numbers, save=False)
     return y
 
 
 @operator
-def lucid_triton_fwd(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None) -> tuple[Tensor, Saved]:
+def lucid_triton_fwd(
+    tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, numbers: int
+) -> tuple[Tensor, Saved]:
     """y, and what the backward takes, of aligned tokens."""
-    return _call(tokens, cu_seqlens, rowmax, window, save=True)
+    return _call(tokens, cu_seqlens, rowmax, window, numbers, save=True)
 
 
 def _call(
-    tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, *, save: bool
+    tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, numbers: int, *, save: bool
 ) -> tuple[Tensor, Saved]:
     """`solved` of tokens that lie as the caller has them."""
-    task = _task(tokens, cu_seqlens, rowmax, window)
+    task = _task(tokens, cu_seqlens, rowmax, window, numbers)
     y, saved = solved(LucidInputs(*task.align.align(*tokens)), task, save)
     return *task.align.restore(y), saved
 
 
-def _task(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None) -> Task:
+def _task(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, numbers: int) -> Task:
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *tokens.k.shape[:2])
-    return Task.of(tokens.k, tokens.v, cu_seqlens, rowmax, window)
+    return Task.of(tokens.k, tokens.v, cu_seqlens, rowmax, window, numbers)
 
 
 def solved(tokens: LucidInputs, task: Task, save: bool) -> tuple[Tensor, Saved]:
     """`forward` of aligned tokens, its kernels precompiled."""
-    key = ENGINE, task.config.name, kind(*tokens), task.rowmax, bool(task.window), task.packed, task.given > 0, save
+    key = (
+        ENGINE,
+        task.config.name,
+        kind(*tokens),
+        task.numbers,
+        task.rowmax,
+        bool(task.window),
+        task.packed,
+        task.given > 0,
+        save,
+    )
     precompile(tokens.k.device, key, lambda: _launches(LucidInputs(*meta(*tokens)), task, save))
     return forward(tokens, task, save=save)
 
@@ -69,10 +90,10 @@ def _launches(tokens: LucidInputs, task: Task, save: bool) -> None:
 
 @backward_operator
 def lucid_triton_bwd(
-    dy: Tensor, saved: Saved, tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None
+    dy: Tensor, saved: Saved, tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, numbers: int
 ) -> LucidInputs:
     """Gradients of `tokens`."""
-    task, beta = _task(tokens, cu_seqlens, rowmax, window), tokens.beta
+    task, beta = _task(tokens, cu_seqlens, rowmax, window, numbers), tokens.beta
     check_blocks(saved, task)
     found = backward(*task.align.align(dy, tokens.v, beta), saved, tokens.k.shape[-1], task)
     dk, dv, dbeta = task.align.restore(*found)
@@ -91,7 +112,7 @@ def _(tokens: LucidInputs, *_):
 
 
 @fake(lucid_triton_fwd)
-def _(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None):
+def _(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, *_):
     k, v = tokens.k, tokens.v
     config = launch_config(ENGINE, k.device, k.dtype, k.shape[-1], v.shape[-1])
     N, T = Alignment.sizes(cu_seqlens, k.shape[0], k.shape[1], config.launch["shared"]["C"])
@@ -105,16 +126,16 @@ def _(dy: Tensor, saved: Saved, tokens: LucidInputs, *_):
 
 
 def _save(ctx, inputs, output) -> None:
-    tokens, cu_seqlens, ctx.rowmax, ctx.window = inputs
+    tokens, cu_seqlens, *ctx.settings = inputs
     ctx.save_for_backward(*output[1], *tokens, cu_seqlens)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dy, *_):
     if dy is None:
-        return (None,) * 6
-    found = lucid_triton_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.rowmax, ctx.window)
-    return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), None, None, None
+        return (None,) * 7
+    found = lucid_triton_bwd(dy.contiguous(), *ctx.saved_tensors, *ctx.settings)
+    return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), *[None] * 4
 
 
 differentiable(lucid_triton_fwd, _backward, _save)

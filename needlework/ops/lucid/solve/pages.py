@@ -174,7 +174,7 @@ def _task(
     C = chosen.launch["shared"]["C"]
     joined = Joined.of(initial_state, k.shape[1], cu_seqlens, window, C)
     align = alignment(chosen, k, joined.T, joined.cu_seqlens)
-    return joined, Task(chosen, align, cu_seqlens is not None, rowmax, window, joined.columns // C, joined.skip)
+    return joined, Task(chosen, align, cu_seqlens is not None, rowmax, window, k.shape[-1], joined.columns // C, joined.skip)
 
 
 def _config(tokens: LucidInputs) -> LaunchConfig:
