@@ -1,8 +1,8 @@
 """Softmax attention in a window or over packed documents by PyTorch's flash kernels, which compile nothing and look at no block of keys
 that a block of queries does not see: half precision.
 
-torch.nn.attention.varlen calls them too. Here they are operators of ours, because its call takes fewer heads of keys than of queries only
-from torch 2.12 on, and takes the longest document as a number, which a traced program does not have.
+torch.nn.attention.varlen calls them too. Here they are operators of ours, because its call wants a flag for fewer heads of keys in torch
+2.13, which 2.11 does not have, and takes the longest document as a number, which a traced program does not have.
 """
 
 from itertools import pairwise
@@ -110,8 +110,5 @@ def _int32(cu_seqlens: Tensor, device: torch.device) -> Tensor:
 
 def _seen(window: int | None) -> dict[str, int]:
     """Keys before and after its own that a query sees; −1: all, as causal as the call is."""
-    return (
-        {"window_size_left": -1, "window_size_right": -1}
-        if window is None
-        else {"window_size_left": window - 1, "window_size_right": 0}
-    )
+    before, after = (-1, -1) if window is None else (window - 1, 0)
+    return {"window_size_left": before, "window_size_right": after}

@@ -44,6 +44,7 @@ class Alignment(NamedTuple):
             return cls(_even(B, chunks, device), B, T, chunks, None)
         N, aligned = cls.sizes(cu_seqlens, B, T, C)
         cu_seqlens = cu_seqlens.to(device)
+        # what is noted for a compilation has not run: nothing to keep
         cum, maps = (places if precompiling() else _places)(cu_seqlens, T, aligned, C)
         if known(cu_seqlens):
             remember(cum)

@@ -100,3 +100,8 @@ def width(q: Tensor) -> torch.dtype:
 def behind(x: Tensor, size: int) -> Tensor:
     """x with zeros behind the numbers of its last axis, `size` together."""
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+
+
+def behind_both(state: Tensor, K: int, V: int) -> Tensor:
+    """A state [.. K V] with zeros behind its columns and its rows."""
+    return behind(behind(state, V).mT, K).mT

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.ops.common.shapes import behind
+from needlework.ops.common.shapes import behind, behind_both
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import widths
 
@@ -41,7 +41,7 @@ class DeltaInputs(NamedTuple):
         q, k, erase, q_read = each(lambda x: behind(x, K), self.q, self.k, self.erase, self.q_read)
         v, write = each(lambda x: behind(x, V), self.v, self.write)
         g = self.g if self.g is None or self.g.dim() < 4 else behind(self.g, K)
-        state = None if self.initial_state is None else behind(behind(self.initial_state, V).mT, K).mT
+        state = None if self.initial_state is None else behind_both(self.initial_state, K, V)
         return self._replace(q=q, k=k, v=v, g=g, erase=erase, write=write, q_read=q_read, initial_state=state)
 
     def aligned(self, alignment: "Alignment") -> "DeltaInputs":

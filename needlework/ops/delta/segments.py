@@ -166,17 +166,16 @@ def segments_kernel(p_cum, p_segments, p_of, p_first, p_split, N, R, length, BLK
         segments = tl.max(last, 0)
     if tl.program_id(0) == 0:
         tl.store(p_first, 0)
-    has = own < N
     begin = tl.load(p_cum + own)  # of none: where the last sequence ends
-    chunks = tl.load(p_cum + own + 1, mask=has, other=0) - tl.where(has, begin, 0)
+    chunks = tl.where(own < N, tl.load(p_cum + own + 1, mask=own < N, other=0) - begin, 0)
     P = tl.maximum((chunks + length - 1) // length, 1)
     wide = tl.cast(chunks, tl.int64)
     at = begin + ((wide * (i - row) + P - 1) // P).to(tl.int32)
     to = begin + ((wide * (i - row + 1) + P - 1) // P).to(tl.int32)
-    tl.store(p_segments + i, tl.where(has, at, begin), mask=i <= R)
+    tl.store(p_segments + i, at, mask=i <= R)
     tl.store(p_of + i, own, mask=i <= R)
-    tl.store(p_split + 2 * i, tl.where(has, at, begin), mask=i < R)
-    tl.store(p_split + 2 * i + 1, tl.where(has & (P > 1), to, tl.where(has, at, begin)), mask=i < R)
+    tl.store(p_split + 2 * i, at, mask=i < R)
+    tl.store(p_split + 2 * i + 1, tl.where(P > 1, to, at), mask=i < R)
 
 
 @triton.jit
@@ -280,11 +279,8 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         constants = fix_up_constants(torch.float64 if dtype == torch.float64 else torch.float32, K, V)
         constants |= {"GIVEN": 1, "REVERSE": reverse, "WHEN": 1}
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-        signature = dict.fromkeys(("p_M", "p_N", "p_initial_state", "p_S"), wide) | {
-            "p_when": "*i32",
-            "p_first": "*i32",
-            "HV": "i32",
-        }
+        signature = dict.fromkeys(("p_M", "p_N", "p_initial_state", "p_S"), wide)
+        signature |= {"p_when": "*i32", "p_first": "*i32", "HV": "i32"}
         cases.append(Case(fix_up_kernel, signature, constants | dict.fromkeys(SLOTS), options))
     on_table = constants | {"REVERSE": 0}
     cases.append(Case(fix_up_kernel, signature | SLOTS, on_table, options))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.ops.common.shapes import behind
+from needlework.ops.common.shapes import behind, behind_both
 
 
 class Mamba3State(NamedTuple):
@@ -22,8 +22,7 @@ class Mamba3State(NamedTuple):
 
     def widened(self, K: int, V: int) -> "Mamba3State":
         """With zeros behind the numbers of each head."""
-        S = behind(behind(self.S, V).mT, K).mT
-        return Mamba3State(S, behind(self.k, K), behind(self.v, V), self.angle)
+        return Mamba3State(behind_both(self.S, K, V), behind(self.k, K), behind(self.v, V), self.angle)
 
     def narrowed(self, K: int, V: int) -> "Mamba3State":
         """The first numbers of each head."""

@@ -15,7 +15,7 @@ from needlework.ops.ccq.curvature.operands import ENGINE, NO_STATE, Saved, Task,
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.common.shapes import behind
+from needlework.ops.common.shapes import behind, behind_both
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config, widths
@@ -32,7 +32,7 @@ def clean(inputs: CcqInputs, initial_state: CurvatureState | None, cu_seqlens: T
         inputs = inputs._replace(q=behind(q, wide), k=behind(inputs.k, wide))
         if initial_state is not None:
             C, mean, n = initial_state
-            initial_state = CurvatureState(behind(behind(C, wide).mT, wide).mT, behind(mean, wide), n)
+            initial_state = CurvatureState(behind_both(C, wide, wide), behind(mean, wide), n)
         cleaned, (C, mean, n) = clean(inputs, initial_state, cu_seqlens)
         return cleaned[..., :K], CurvatureState(C[..., :K, :K], mean[..., :K], n)
     given = (*inputs, *(initial_state or NO_STATE))

@@ -66,17 +66,8 @@ def _task(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: 
 
 def solved(tokens: LucidInputs, task: Task, save: bool) -> tuple[Tensor, Saved]:
     """`forward` of aligned tokens, its kernels precompiled."""
-    key = (
-        ENGINE,
-        task.config.name,
-        kind(*tokens),
-        task.numbers,
-        task.rowmax,
-        bool(task.window),
-        task.packed,
-        task.given > 0,
-        save,
-    )
+    facts = task.numbers, task.rowmax, bool(task.window), task.packed, task.given > 0, save
+    key = ENGINE, task.config.name, kind(*tokens), *facts
     precompile(tokens.k.device, key, lambda: _launches(LucidInputs(*meta(*tokens)), task, save))
     return forward(tokens, task, save=save)
 
