@@ -8,6 +8,7 @@ A function here takes and returns NamedTuples of tensors where it likes: the ope
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def _refusal(op: OpOverload, reason: str) -> Callable:
 
 def _reverse_mode_only(op: OpOverload) -> Callable:
     """The kernel that autograd calls: it raises where PyTorch would drop a derivative, or would not name the operator."""
-    reverse = make_autograd_impl(op, _formulas[op])
+    reverse = make_autograd_impl(_listed(op), _formulas[op])
 
     def differentiate(keyset, *args):
         tensors = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)) if isinstance(x, Tensor)]
@@ -110,6 +111,14 @@ def _reverse_mode_only(op: OpOverload) -> Callable:
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
     return differentiate
+
+
+def _listed(op: OpOverload) -> Any:
+    """What PyTorch's autograd asks of an operator. It asks for the schema's arguments twice for each of them at every call, and a schema
+    makes their list anew each time: of a dozen arguments that takes the host as long as several launches."""
+    schema = SimpleNamespace(arguments=list(op._schema.arguments), returns=list(op._schema.returns))
+    names = {name: getattr(op, name) for name in ("_namespace", "_opname", "_overloadname", "tags", "redispatch")}
+    return SimpleNamespace(_schema=schema, **names)
 
 
 def refuse_tangents(name: str, *tensors: Tensor) -> None:

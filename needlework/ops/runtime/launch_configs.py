@@ -173,6 +173,11 @@ def widths(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int
 _forced: dict[str, tuple[str | None, dict[str, dict[str, int]]]] = {}
 
 
+def forcing() -> bool:
+    """Whether a config is forced."""
+    return bool(_forced)
+
+
 @contextmanager
 def forced(engine: str, name: str | None = None, **overrides: dict[str, int]) -> Iterator[None]:
     """Take the row `name` without its conditions, and change constants of its kernels: for doctor, tuning and tests."""

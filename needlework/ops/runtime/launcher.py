@@ -6,6 +6,7 @@ many of these kernels run. The C function takes addresses, and descriptors of th
 """
 
 from collections.abc import Callable, Hashable
+from contextvars import ContextVar
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
@@ -40,17 +41,22 @@ def read_by(module: ModuleType) -> str | None:
 FORMAT = read_by(nvidia)
 ENCODED = 256  # descriptors remembered of one argument
 _direct: dict[Hashable, "Direct | None"] = {}
+# is told of each launch: the C function, None where there is none, its grid and arguments
+told: ContextVar[Callable[["Direct | None", tuple[int, ...], tuple], None] | None] = ContextVar(
+    "who is told of launches", default=None
+)
 
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> CompiledKernel | None:
     """kernel[grid](*arguments, **constants); the compiled kernel, None of one that is not compiled. RuntimeError, which names the kernel,
     where it wants more memory on chip than this GPU has."""
     kind = None
-    if FORMAT and type(kernel) is JITFunction and not _hooked():
+    if calls_directly() and type(kernel) is JITFunction:
         kind, given = _kind(kernel, arguments, constants)
         direct = _direct.get(kind)
         if direct is not None:
             direct(grid, given)
+            _tell(direct, grid, arguments)
             return direct.compiled
     enter_context()
     try:
@@ -61,7 +67,19 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: tuple, constan
         ) from error
     if kind is not None and kind not in _direct:
         _direct[kind] = Direct.of(compiled, arguments, constants)
+    _tell(_direct.get(kind), grid, arguments)
     return compiled
+
+
+def _tell(direct: "Direct | None", grid: tuple[int, ...], arguments: tuple) -> None:
+    listener = told.get()
+    if listener is not None:
+        listener(direct, grid, arguments)
+
+
+def calls_directly() -> bool:
+    """Whether later launches are the C function's: a launch hook is called by Triton's own alone."""
+    return FORMAT is not None and not _hooked()
 
 
 def _hooked() -> bool:
@@ -118,17 +136,27 @@ class Direct:
         return cls(compiled, *found, arguments, [constants[name] for name in after])
 
     def __call__(self, grid: tuple[int, ...], given: list) -> None:
-        stream = driver.active.get_current_stream(driver.active.get_current_device())
         for i, block, encoded in self.descriptors:
             x = given[i]
             key = x.base.data_ptr(), *x.shape, *x.strides
             if key not in encoded:
-                enter_context()
                 if len(encoded) >= ENCODED:
                     encoded.clear()
                 encoded[key] = encode(x, block)
             given[i : i + 1] = encoded[key]
-        self.call((*grid, *(1,) * (3 - len(grid))), stream, given + self.after)
+        self.start(in_three(grid), current_stream(), given)
+
+    def start(self, grid: tuple[int, ...], stream: int, given: list) -> None:
+        """Launch with descriptors encoded."""
+        self.call(grid, stream, given + self.after)
+
+
+def current_stream() -> int:
+    return driver.active.get_current_stream(driver.active.get_current_device())
+
+
+def in_three(grid: tuple[int, ...]) -> tuple[int, ...]:
+    return (*grid, *(1,) * (3 - len(grid)))
 
 
 def enter_context() -> None:
@@ -141,6 +169,7 @@ def enter_context() -> None:
 
 def encode(descriptor: TensorDescriptor, block: dict | None) -> list:
     """A descriptor as the C function takes it."""
+    enter_context()
     given = descriptor, block, None  # Triton 3.8 and later take the last and do not read it
     return nvidia.make_tensordesc_arg(*given[: nvidia.make_tensordesc_arg.__code__.co_argcount])
 

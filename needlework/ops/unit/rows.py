@@ -8,6 +8,7 @@ from torch import Tensor
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, misfit, split
 from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.recorded import recorded
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 from needlework.ops.unit.reference import unit_rows
 
@@ -46,6 +47,7 @@ def l2_rows(x: Tensor) -> Tensor:
 
 
 @operator
+@recorded
 def l2_rows_fwd(x: Tensor) -> tuple[Tensor, Tensor]:
     """The rows and r."""
     x = x.contiguous()
@@ -60,6 +62,7 @@ def _(x):
 
 
 @backward_operator
+@recorded
 def l2_rows_bwd(dy: Tensor, x: Tensor, r: Tensor) -> Tensor:
     x = x.contiguous()
     dx = torch.empty_like(x)

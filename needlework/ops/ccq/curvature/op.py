@@ -20,6 +20,7 @@ from needlework.ops.runtime.custom_op import backward_operator, differentiable, 
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config, widths
 from needlework.ops.runtime.precompile import kind, meta, precompile
+from needlework.ops.runtime.recorded import recorded
 from needlework.ops.slots.rows import Slots
 from needlework.ops.slots.table import check_contiguous, start_anew
 
@@ -42,6 +43,7 @@ def clean(inputs: CcqInputs, initial_state: CurvatureState | None, cu_seqlens: T
 
 
 @operator
+@recorded
 def ccq_triton(
     inputs: CcqInputs, initial_state: CurvatureState | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, CurvatureState]:
@@ -73,6 +75,7 @@ def ccq_triton_slots(
 
 
 @operator
+@recorded
 def ccq_triton_fwd(
     inputs: CcqInputs, initial_state: CurvatureState | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, CurvatureState, Saved]:
@@ -165,6 +168,7 @@ def _(
 
 
 @backward_operator
+@recorded
 def ccq_triton_bwd(
     dcleaned: Tensor | None, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None, inputs: CcqInputs,
     initial_state: CurvatureState | None, cu_seqlens: Tensor | None, n1: Tensor, kept: Saved,

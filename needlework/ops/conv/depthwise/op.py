@@ -11,6 +11,7 @@ from needlework.ops.conv.depthwise.slots import conv_keep_kernel, conv_step_kern
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.recorded import recorded
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv
 
 ENGINE = "conv/depthwise"
@@ -40,6 +41,7 @@ class Form(NamedTuple):
 
 
 @operator
+@recorded
 def conv_triton(x: Tensor, weight: Tensor, past: Past, after: str, parts: list[int], bias: bool) -> list[Tensor]:
     """y of contiguous x [B T C], a tensor for each of `parts`, so many channels; the past is contiguous.
 
@@ -119,6 +121,7 @@ def _(x, *_):
 
 
 @backward_operator
+@recorded
 def conv_triton_bwd(
     dy: list[Tensor], x: Tensor, weight: Tensor, past: Past, after: str, bias: bool
 ) -> list[Tensor]:  # fmt: skip

@@ -19,6 +19,7 @@ from needlework.ops.runtime.custom_op import backward_operator, differentiable, 
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
+from needlework.ops.runtime.recorded import recorded
 from needlework.ops.runtime.triton_types import accumulator, cdiv
 
 
@@ -31,6 +32,7 @@ def additive(inputs: DeltaInputs, cu_seqlens: Tensor | None, *, scale: float) ->
 
 
 @operator
+@recorded
 def delta_additive(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """o and the final state."""
     o, state, _ = _call(inputs, cu_seqlens, scale, save=False)
@@ -38,6 +40,7 @@ def delta_additive(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float)
 
 
 @operator
+@recorded
 def delta_additive_fwd(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Saved]:
     """o, the final state, and what the backward takes."""
     return _call(inputs, cu_seqlens, scale, save=True)
@@ -56,6 +59,7 @@ def _call(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, *, save:
 
 
 @backward_operator
+@recorded
 def delta_additive_bwd(
     do: Tensor | None, dstate: Tensor | None, saved: Saved, inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float
 ) -> DeltaInputs:

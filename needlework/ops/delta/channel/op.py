@@ -23,6 +23,7 @@ from needlework.ops.runtime.custom_op import backward_operator, differentiable, 
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
+from needlework.ops.runtime.recorded import recorded
 
 
 def channel(
@@ -96,6 +97,7 @@ def forward(
 
 
 @operator
+@recorded
 def delta_channel_fwd(
     inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, prediction: str, R: int, save: bool
 ) -> tuple[Tensor, Tensor, Saved | None, SegmentStates | None]:
@@ -139,6 +141,7 @@ def _call(
 
 
 @backward_operator
+@recorded
 def delta_channel_bwd(
     do: Tensor | None, dstate: Tensor | None, inputs: DeltaInputs, saved: Saved, states: SegmentStates | None,
     cu_seqlens: Tensor | None, scale: float, prediction: str, R: int,

@@ -23,6 +23,7 @@ from needlework.ops.runtime.custom_op import backward_operator, differentiable, 
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
+from needlework.ops.runtime.recorded import recorded
 from needlework.ops.runtime.triton_types import accumulator
 
 
@@ -36,6 +37,7 @@ def scalar(inputs: DeltaInputs, cu_seqlens: Tensor | None, *, scale: float) -> t
 
 
 @operator
+@recorded
 def delta_scalar(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """o and the final state. An operator of its own: results that are not there cost the host as much as a launch."""
     o, state, _ = _call(inputs, cu_seqlens, scale, save=False)
@@ -57,6 +59,7 @@ def delta_scalar_on_table(inputs: DeltaInputs, table: SlotTable, cu_seqlens: Ten
 
 
 @operator
+@recorded
 def delta_scalar_fwd(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Saved]:
     """o, the final state, and what the backward takes."""
     return _call(inputs, cu_seqlens, scale, save=True)
@@ -78,6 +81,7 @@ def _call(
 
 
 @backward_operator
+@recorded
 def delta_scalar_bwd(
     do: Tensor | None, dstate: Tensor | None, saved: Saved, inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float
 ) -> DeltaInputs:

@@ -16,6 +16,7 @@ from needlework.ops.delta.scaling import shares
 from needlework.ops.runtime.custom_op import fake, operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, split
 from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.recorded import recorded
 from needlework.ops.runtime.triton_types import NAMES, cdiv, padded
 
 TOKENS = 512  # of one head that make a share
@@ -125,6 +126,7 @@ def powers_of_peaks(
 
 
 @operator
+@recorded
 def delta_powers(q: Tensor, k: Tensor, v: Tensor, states: Tensor | None, scale: float) -> Tensor:
     """[B HV 4] float32: a, b, c and bc of `PowersOfTwo.of`, of each row of the batch and value head.
 

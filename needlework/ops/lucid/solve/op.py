@@ -17,6 +17,7 @@ from needlework.ops.runtime.custom_op import backward_operator, differentiable, 
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import launch_config, widths
 from needlework.ops.runtime.precompile import kind, meta, precompile
+from needlework.ops.runtime.recorded import recorded
 
 
 def lucid(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None) -> Tensor:
@@ -32,6 +33,7 @@ def lucid(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: 
 
 
 @operator
+@recorded
 def lucid_triton(
     tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, numbers: int
 ) -> Tensor:  # fmt: skip
@@ -42,6 +44,7 @@ def lucid_triton(
 
 
 @operator
+@recorded
 def lucid_triton_fwd(
     tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, numbers: int
 ) -> tuple[Tensor, Saved]:
@@ -80,6 +83,7 @@ def _launches(tokens: LucidInputs, task: Task, save: bool) -> None:
 
 
 @backward_operator
+@recorded
 def lucid_triton_bwd(
     dy: Tensor, saved: Saved, tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, numbers: int
 ) -> LucidInputs:

@@ -21,6 +21,7 @@ from needlework.ops.mamba3.state import Mamba3State
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import widths
+from needlework.ops.runtime.recorded import recorded
 from needlework.ops.slots.kernels import largest_of_slots
 from needlework.ops.slots.rows import Slots
 from needlework.ops.slots.table import Sequences, check_contiguous, start_anew
@@ -48,6 +49,7 @@ def siso(
 
 
 @operator
+@recorded
 def mamba3_siso(
     inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -57,6 +59,7 @@ def mamba3_siso(
 
 
 @operator
+@recorded
 def mamba3_siso_fwd(
     inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept, Saved]:
@@ -67,6 +70,7 @@ def mamba3_siso_fwd(
 
 
 @backward_operator
+@recorded
 def mamba3_siso_bwd(
     do: Tensor | None, dS: Tensor | None, dk_end: Tensor | None, dangle_end: Tensor | None, kept: Kept, saved: Saved,
     inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool,

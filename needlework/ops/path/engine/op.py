@@ -25,6 +25,7 @@ from needlework.ops.runtime.custom_op import backward_operator, differentiable, 
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
 from needlework.ops.runtime.precompile import kind, meta, precompile
+from needlework.ops.runtime.recorded import recorded
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
 KERNELS = prepare, compose, attend, sweep, keys, near, transfers, spread, group, turn, unwind, release
@@ -163,6 +164,7 @@ def _launches(walk: Walk, x: PathInputs, save: bool) -> None:
 
 
 @operator
+@recorded
 def path_triton(inputs: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> Tensor:
     """o. An operator of its own: results that are not there cost the host as much as a launch."""
     return _forward(inputs, cu_seqlens, window, scale, save=False)[0]
@@ -174,6 +176,7 @@ def _result(inputs: PathInputs, *_):
 
 
 @operator
+@recorded
 def path_triton_fwd(inputs: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> tuple[Tensor, Tensor]:
     """o, and log2 of the denominators [B H NR] over aligned tokens."""
     return _forward(inputs, cu_seqlens, window, scale, save=True)
@@ -189,6 +192,7 @@ def _(inputs: PathInputs, cu_seqlens: Tensor | None, *_):
 
 
 @backward_operator
+@recorded
 def path_triton_bwd(
     do: Tensor, o: Tensor, lse: Tensor, inputs: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float
 ) -> PathInputs:

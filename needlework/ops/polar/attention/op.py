@@ -17,6 +17,7 @@ from needlework.ops.polar.state import PolarState, after_pages
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
 from needlework.ops.runtime.launch_configs import launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
+from needlework.ops.runtime.recorded import recorded
 
 
 def _walk(tokens: Tokens, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None) -> tuple[Walk, Alignment]:
@@ -52,6 +53,7 @@ _spans = remembered(_asked)
 
 
 @operator
+@recorded
 def polar_triton(
     tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -61,6 +63,7 @@ def polar_triton(
 
 
 @operator
+@recorded
 def polar_triton_fwd(
     tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor, Saved]:
@@ -109,6 +112,7 @@ def _(
 
 
 @backward_operator
+@recorded
 def polar_triton_bwd(
     ddirection: Tensor | None, dmagnitude: Tensor | None, saved: Saved, tokens: Tokens, parameters: Parameters,
     cu_seqlens: Tensor | None, held: Tensor | None, window: int | None,

@@ -28,6 +28,7 @@ from needlework.ops.runtime.custom_op import backward_operator, differentiable, 
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
+from needlework.ops.runtime.recorded import recorded
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
 BOTH_WAYS = onwards, take_off, chain
@@ -161,6 +162,7 @@ def _launches(walk: Walk, given: PathKeys, save: bool) -> None:
 
 
 @operator
+@recorded
 def lucid_path_triton(given: PathKeys, cu_seqlens: Tensor | None, window: int | None, save: bool) -> Tensor:
     """y. save: whether a backward will follow, whose kernels are compiled beside the forward's."""
     walk = _walk(given, cu_seqlens, window)
@@ -176,6 +178,7 @@ def _(given: PathKeys, *_):
 
 
 @backward_operator
+@recorded
 def lucid_path_triton_bwd(dy: Tensor, solved: PathKeys, cu_seqlens: Tensor | None, window: int | None) -> PathKeys:
     """Gradients of what lucid_path_triton was given. solved: the same with y for v."""
     walk = _walk(solved, cu_seqlens, window)

@@ -1,0 +1,177 @@
+"""What a call does on a GPU, step by step, with registers in place of tensors (`recorded.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from needlework.ops.runtime import launcher
+
+
+class Register(int):
+    """Number of a tensor of a recording: one that is given, kept, or made."""
+
+
+class Step(Protocol):
+    """What is done once more, on a stream."""
+
+    def uses(self) -> Iterator[int]: ...
+    def makes(self) -> tuple[Register, ...]: ...
+    def __call__(self, registers: list[Any], stream: int) -> None: ...
+
+
+class Allocation(NamedTuple):
+    made: Register
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def uses(self) -> Iterator[int]:
+        return iter(())
+
+    def makes(self) -> tuple[Register, ...]:
+        return (self.made,)
+
+    def __call__(self, registers: list[Any], stream: int) -> None:
+        registers[self.made] = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+class Call(NamedTuple):
+    """Of PyTorch."""
+
+    function: OpOverload
+    arguments: tuple
+    options: dict[str, Any]
+    made: tuple[Register, ...]
+
+    def uses(self) -> Iterator[int]:
+        return registers_of((self.arguments, tuple(self.options.values())))
+
+    def makes(self) -> tuple[Register, ...]:
+        return self.made
+
+    def __call__(self, registers: list[Any], stream: int) -> None:
+        options = {name: filled(x, registers) for name, x in self.options.items()}
+        results = self.function(*filled(self.arguments, registers), **options)
+        for register, x in zip(self.made, results if isinstance(results, list | tuple) else (results,), strict=True):
+            registers[register] = x
+
+
+class Address(int):
+    """What a descriptor's encoder asks of a tensor."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
+class Tile(NamedTuple):
+    """A descriptor of memory without a tensor."""
+
+    base: Address
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    padding: str
+
+
+class Described(NamedTuple):
+    """An argument that is a descriptor."""
+
+    place: int
+    origin: Register  # whose memory
+    offset: int  # how far in it
+    rest: tuple  # of a Tile, after its base
+    block: dict | None  # of the kernel
+    encoded: dict[int, list]  # by address
+
+    def at(self, address: int) -> list:
+        found = self.encoded.get(address)
+        if found is None:
+            if len(self.encoded) >= launcher.ENCODED:
+                self.encoded.clear()
+            found = self.encoded[address] = launcher.encode(Tile(Address(address), *self.rest), self.block)
+        return found
+
+
+class Launch(NamedTuple):
+    """Of a kernel's C function."""
+
+    direct: launcher.Direct
+    grid: tuple[int, ...]
+    given: list  # its arguments; None in the places of addresses
+    addresses: list[tuple[int, Register, int]]  # place, whose memory, how far in it
+    described: list[Described]  # from the last, so that places stay right while one takes the room of many
+
+    def uses(self) -> Iterator[int]:
+        yield from (origin for _, origin, _ in self.addresses)
+        yield from (x.origin for x in self.described)
+
+    def makes(self) -> tuple[Register, ...]:
+        return ()
+
+    def __call__(self, registers: list[Any], stream: int) -> None:
+        given = self.given.copy()
+        for i, origin, offset in self.addresses:
+            given[i] = registers[origin].data_ptr() + offset
+        for x in self.described:
+            given[x.place : x.place + 1] = x.at(registers[x.origin].data_ptr() + x.offset)
+        self.direct.start(self.grid, stream, given)
+
+
+class Recording:
+    """Of one call."""
+
+    def __init__(self, kept: list[tuple[Register, Tensor]], count: int, steps: list[tuple[Step, list[int]]], results: Any):
+        self.kept, self.count, self.steps, self.results = kept, count, steps, results
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        registers: list[Any] = [*tensors, *[None] * self.count]
+        for register, x in self.kept:
+            registers[register] = x
+        stream = launcher.current_stream()
+        for step, last in self.steps:
+            step(registers, stream)
+            for register in last:
+                registers[register] = None
+        return filled(self.results, registers)
+
+
+def tensors_of(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, list | tuple):
+        for y in x:
+            yield from tensors_of(y)
+
+
+def registers_of(x: Any) -> Iterator[Register]:
+    if isinstance(x, Register):
+        yield x
+    elif isinstance(x, list | tuple):
+        for y in x:
+            yield from registers_of(y)
+
+
+def noted(x: Any, register: Callable[[Tensor], Register]) -> Any:
+    """The same with registers for tensors."""
+    if isinstance(x, Tensor):
+        return register(x)
+    return _rebuilt(x, [noted(y, register) for y in x]) if isinstance(x, list | tuple) else x
+
+
+def filled(x: Any, registers: list[Any]) -> Any:
+    """The same with tensors for registers."""
+    if type(x) is Register:
+        return registers[x]
+    return _rebuilt(x, [filled(y, registers) for y in x]) if isinstance(x, list | tuple) else x
+
+
+def _rebuilt(x: list | tuple, parts: list) -> Any:
+    if isinstance(x, list):
+        return parts
+    return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)

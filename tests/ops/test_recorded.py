@@ -1,0 +1,134 @@
+"""What is recorded of a call, and what is not."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from needlework.ops.runtime import launch_configs, launcher, recorded
+from needlework.ops.runtime.recording import Recording
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(launcher, "calls_directly", lambda: True)
+    monkeypatch.setattr(launcher, "current_stream", lambda: 0)
+    monkeypatch.setattr(recorded, "_on_gpu", lambda x: True)
+
+
+def counted(function):
+    """A function, as it is recorded, and the calls of it that ran."""
+    ran = []
+
+    def noting(*arguments):
+        ran.append(arguments)
+        return function(*arguments)
+
+    return recorded.recorded(noting), ran
+
+
+def test_two_calls_of_a_kind_run_and_later_ones_are_played_back():
+    call, ran = counted(lambda x, y, scale: (scale * (x.new_zeros(3) + x[1:].t().contiguous() @ y[:2]).relu_(), None))
+    for n in range(5):
+        x, y = torch.randn(3, 3), torch.randn(4)
+        want = 2.0 * (x[1:].t() @ y[:2]).relu()
+        o, none = call(x, y, 2.0)
+        assert torch.allclose(o, want) and none is None and len(ran) == min(n + 1, 2)
+    for other in ((x, y, 3.0), (x.t(), y, 2.0), (x.double(), y.double(), 2.0), (x, y[:3], 2.0)):
+        call(*other)
+    assert len(ran) == 6
+
+
+def test_results_have_memory_of_their_own():
+    call, _ = counted(lambda x: (x + 1, x.new_empty(0)))
+    (first, _), (second, _), (third, empty), (fourth, _) = (call(torch.full((4,), float(n))) for n in range(4))
+    assert [x[0].item() for x in (first, second, third, fourth)] == [1, 2, 3, 4] and empty.shape == (0,)
+
+
+def test_the_same_tensor_twice_is_a_kind_of_its_own():
+    call, ran = counted(lambda x, y: x - y)
+    for _ in range(3):
+        x = torch.randn(3)
+        assert torch.equal(call(x, x), torch.zeros(3))
+    x, y = torch.randn(3), torch.randn(3)
+    assert torch.equal(call(x, y), x - y) and len(ran) == 3
+
+
+kept, base = torch.arange(3.0), torch.randn(8)
+part = base[2:5]
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    (
+        (lambda x: x * x.sum().item(), torch.randn(3)),  # a number on the host
+        (lambda x: x + len(x.nonzero()), torch.randn(3)),  # a size that follows from numbers
+        (lambda x: x + kept.add_(1).mul_(0), torch.randn(3)),  # changes what is kept
+        (lambda x: x[:3] + part, base),  # knows a part of what is given
+    ),
+)
+def test_what_a_note_cannot_do_again_is_called_as_it_is(function, given):
+    call, ran = counted(function)
+    for n in range(4):
+        assert torch.equal(call(given), function(given)) and len(ran) == n + 1
+
+
+def test_what_a_call_before_left_is_kept():
+    call, _ = counted(lambda x: x + kept)
+    found = [call(torch.full((3,), float(n))) for n in range(4)]
+    assert all(torch.equal(x, n + kept) for n, x in enumerate(found))
+
+
+def test_memory_is_given_back_after_its_last_use_and_what_no_result_needs_is_left_out(monkeypatch):
+    made = []
+    monkeypatch.setattr(recorded, "Recording", lambda *parts: made.append(Recording(*parts)) or made[-1])
+
+    def function(x):
+        x.exp()
+        a = x + 1
+        b = a.view(-1) * 2
+        return (b.sum() + a.sum()).view(1)
+
+    call = recorded.recorded(function)
+    x = torch.randn(2, 2)
+    call(x), call(x)
+    (recording,) = made
+    steps = recording.steps
+    assert len(steps) == 7  # without exp
+    freed = [register for _, last in steps for register in last]
+    assert len(freed) == len(set(freed)) == recording.count - 2  # exp's was never there, the result stays
+    for i, (_, last) in enumerate(steps):
+        later = {register for step, _ in steps[i + 1 :] for register in (*step.uses(), *step.makes())}
+        assert not later & set(last)
+    assert torch.equal(recording([x]), function(x))
+
+
+def test_nothing_is_recorded_where_launches_are_not_the_c_functions_or_a_config_is_forced(monkeypatch):
+    call, ran = counted(lambda x: x + 1)
+    with launch_configs.forced("delta/scalar"):
+        for _ in range(4):
+            call(torch.randn(3))
+    monkeypatch.setattr(launcher, "calls_directly", lambda: False)
+    for _ in range(4):
+        call(torch.randn(3))
+    assert len(ran) == 8
+
+
+def test_kinds_are_forgotten_before_they_are_too_many(monkeypatch):
+    monkeypatch.setattr(recorded, "RECORDINGS", 3)
+    call, ran = counted(lambda x: x + 1)
+    for n in (1, 2, 3, 4):
+        for _ in range(3):
+            assert torch.equal(call(torch.zeros(n)), torch.ones(n))
+    assert len(ran) == 8
+    call(torch.zeros(1))
+    assert len(ran) == 9
+
+
+def test_whether_a_kind_is_recorded_is_decided_once(monkeypatch):
+    entered, enter = [], recorded.Recorder.__enter__
+    monkeypatch.setattr(recorded.Recorder, "__enter__", lambda self: (entered.append(self), enter(self))[1])
+    call = recorded.recorded(lambda x: x.sum().item() * x)
+    for _ in range(5):
+        call(torch.ones(2))
+    assert len(entered) == 1
