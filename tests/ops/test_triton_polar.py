@@ -8,6 +8,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from needlework.ops.polar import PolarState, chunk_polar, recurrent_polar
+from needlework.ops.polar.attention import launches
 from needlework.ops.polar.spec import inputs as sample
 from needlework.ops.runtime.launch_configs import forced, rows
 from needlework.testing.compare import EXACT, differentiate, poisoned, relative
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 ENGINE = "polar/attention"
 SMALL = {"shared": {"C": 32}} | {
     "attend": {"BM": 32, "BN": 16, "NS": 1},
+    "attend_few": {"BM": 16, "BN": 32, "NS": 1},
     "prepare": {"BM": 16},
     "queries": {"BM": 16, "BN": 32, "NS": 1},
     "keys": {"BM": 32, "BN": 16, "NS": 1},
@@ -106,9 +108,19 @@ def test_any_width_is_the_definition(d, V):
 @pytest.mark.parametrize(
     "settings", ({}, {"window": 21}, {"cu_seqlens": torch.tensor([0, 33, 33, 70])}), ids=lambda s: str([*s])
 )
-def test_copies_by_descriptor_and_tiles_of_every_shape_are_the_definition(settings):
+@pytest.mark.parametrize("few", (0, launches.FEW), ids=("many", "few"))
+def test_copies_by_descriptor_and_tiles_of_every_shape_are_the_definition(settings, few, monkeypatch):
+    monkeypatch.setattr(launches, "FEW", few)
     with forced(ENGINE, "sm90-d128", **SMALL):
         agree(make(1, 70), **settings)
+
+
+def test_calls_of_few_queries_have_smaller_tiles():
+    (row,) = (row for row in rows(ENGINE) if row.name == "sm90-d128")
+    walk = launches.Walk(row, torch.bfloat16, B=2, T=4096, H=4, HK=2, K=128, V=128, window=None, spans=None)
+    assert walk.own(launches.attend) == row.launch["attend_few"]  # 256 programs
+    assert walk._replace(T=4300).own(launches.attend) == row.launch["attend"]  # 272
+    assert walk.own(launches.keys) == row.launch["keys"]
 
 
 def test_every_gradient_holds_under_the_norm_clamp():

@@ -1,5 +1,6 @@
 """What a call launches, forward and backward: the order of the kernels, and what they are given. Tokens are aligned."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,9 +19,11 @@ from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, padded
 
 ENGINE = "polar/attention"
+KERNELS = {kernel.__name__: kernel for kernel in (attend, prepare, queries, keys, totals)}
 # flag -> arguments that kernels read with it alone
 ONLY_WITH = {"PACKED": ("p_spans",), "SAVE": ("x_mean", "p_stats"), "SCALED": ("p_power", "p_ref")}
 STEPS = 32767  # of an int16: the row's largest number
+FEW = 264  # programs, two for each of Hopper's multiprocessors, up to which a kernel's smaller tiles are taken
 
 
 class Saved(NamedTuple):
@@ -58,6 +61,12 @@ class Walk(NamedTuple):
         C = self.config.launch["shared"]["C"]
         return cdiv(self.T, C) * C
 
+    def own(self, kernel: JITFunction) -> Mapping[str, int]:
+        """A kernel's constants: of smaller tiles, where the config has them, for calls whose queries are few."""
+        launch, name = self.config.launch, kernel.__name__
+        few = launch.get(f"{name}_few")
+        return launch[name] if few is None or self.B * self.H * (self.rows // launch[name]["BM"]) > FEW else few
+
     def tile(self, x: Tensor, rows: int, columns: int) -> Tensor | TensorDescriptor:
         return token_tile(x, rows, columns) if self.config.tma else x
 
@@ -68,11 +77,12 @@ class Walk(NamedTuple):
 
     def constants(self, kernel: JITFunction, **flags: int) -> Constants:
         packed = self.spans is not None
-        return constants(self.config, kernel, self.dtype, self.H, self.HK, self.K, self.V, packed, self.window, **flags)
+        facts = self.dtype, self.H, self.HK, self.K, self.V, packed, self.window
+        return constants(self.config, kernel, self.own(kernel), *facts, **flags)
 
 
 def constants(
-    config: LaunchConfig, kernel: JITFunction, dtype: torch.dtype, H: int, HK: int, K: int, V: int, packed: bool,
+    config: LaunchConfig, kernel: JITFunction, own: Mapping[str, int], dtype: torch.dtype, H: int, HK: int, K: int, V: int, packed: bool,
     window: int | None, **flags: int,
 ) -> Constants:  # fmt: skip
     """All that a kernel is compiled for; what it does not take is left out."""
@@ -83,7 +93,6 @@ def constants(
         MT=tl.int16 if half else TYPES[dtype], STEPS=STEPS if half else 1, SCALE=K**-0.5,
         SCALED=int(dtype == torch.float16), PACKED=int(packed), WINDOW=int(window is not None), **flags,
     )  # fmt: skip
-    own = config.launch[kernel.__name__]
     return {name: x for name, x in known.items() if name in kernel.arg_names} | dict(own)
 
 
@@ -91,7 +100,7 @@ def forward(walk: Walk, tokens: Tokens, parameters: Parameters, save: bool) -> t
     """direction, magnitude and, with `save`, what the backward needs of q, k, v."""
     q, k, v = tokens
     B, T, H, V = walk.B, walk.T, walk.H, walk.V
-    own = walk.config.launch["attend"]
+    own = walk.own(attend)
     direction = q.new_empty(B, T, H, V)
     magnitude = q.new_empty(B, T, H, dtype=walk.wide)
     saved = None
@@ -114,7 +123,7 @@ def backward(
     """Gradients of q, k, v and of the parameters."""
     q, k, v = tokens
     mean, stats = saved
-    B, H, HK, V, rows, launch = walk.B, walk.H, walk.HK, walk.V, walk.rows, walk.config.launch
+    B, H, HK, V, rows = walk.B, walk.H, walk.HK, walk.V, walk.rows
     dtokens, dparameters = Tokens(*each(torch.empty_like, *tokens)), parameters.map(torch.empty_like)
     if not ddirection.numel():
         return Tokens(*each(Tensor.zero_, *dtokens)), dparameters.map(Tensor.zero_)
@@ -125,7 +134,7 @@ def backward(
     e, numbers = torch.empty_like(ddirection), number(B, H, 2, rows, 2)
     scaled = walk.dtype == torch.float16
     power = number(B, H, rows) if scaled else None
-    BM = launch["prepare"]["BM"]
+    BM = walk.own(prepare)["BM"]
     tiles = B * (rows // BM)
     sums, dnull = number(H, 4, tiles), number(H, tiles, V)
     walk.launch(
@@ -133,7 +142,7 @@ def backward(
         *parameters, dmagnitude, stats, numbers, power, sums, dnull,
     )  # fmt: skip
 
-    BM, BN = launch["queries"]["BM"], launch["queries"]["BN"]
+    BM, BN = (walk.own(queries)[name] for name in ("BM", "BN"))
     tiles_q = B * (rows // BM)
     dtemp = number(H, tiles_q)
     walk.launch(
@@ -144,7 +153,7 @@ def backward(
     alpha, beta, gamma, *_ = parameters
     run(totals, (H,), alpha, beta, gamma, sums, dtemp, dnull, *dparameters, tiles, tiles_q, **totals_constants)
 
-    BM, BN = launch["keys"]["BM"], launch["keys"]["BN"]
+    BM, BN = (walk.own(keys)[name] for name in ("BM", "BN"))
     walk.launch(
         keys, (B * HK, rows // BN), walk.tile(q, BM, BK), walk.tile(k, BN, BK), walk.tile(v, BN, BV), walk.tile(e, BM, BV),
         walk.tile(dk, BN, BK), walk.tile(dv, BN, BV), numbers, power,
@@ -161,8 +170,12 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     BK, BV = padded(K), padded(V)
     cases = []
     for packed, window in ((False, None), (True, 1)):
-        for kernel in (attend, prepare, queries, keys, totals):
-            known = constants(config, kernel, dtype, 8, 2, K, V, packed, window, **({"SAVE": 1} if kernel is attend else {}))
+        for name, own in config.launch.items():
+            if name == "shared":
+                continue
+            kernel = KERNELS[name.removesuffix("_few")]
+            flags = {"SAVE": 1} if kernel is attend else {}
+            known = constants(config, kernel, own, dtype, 8, 2, K, V, packed, window, **flags)
             known, options = split(known)
             known |= absent(kernel, known, ONLY_WITH)
             BM, BN = known.get("BM"), known.get("BN")

@@ -11,7 +11,7 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.remembered import remembered
 from needlework.ops.polar.arguments import Parameters, Tokens
-from needlework.ops.polar.attention.launches import ENGINE, Saved, Walk, backward, forward
+from needlework.ops.polar.attention.launches import ENGINE, KERNELS, Saved, Walk, backward, forward
 from needlework.ops.polar.custom_op import polar_checked
 from needlework.ops.polar.state import PolarState, after_pages
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
@@ -78,7 +78,8 @@ def _call(
 ) -> tuple[Tensor, Tensor, Saved | None]:
     walk, align = _walk(tokens, cu_seqlens, held, window)
     tokens, parameters = Tokens(*align.align(*tokens)), parameters.map(Tensor.contiguous)
-    key = ENGINE, walk.config.name, kind(*tokens), cu_seqlens is not None, window is not None, save
+    tiles = (tuple(walk.own(kernel).items()) for kernel in KERNELS.values())
+    key = ENGINE, walk.config.name, *tiles, kind(*tokens), cu_seqlens is not None, window is not None, save
     precompile(
         tokens.q.device, key, lambda: _launches(walk, Tokens(*meta(*tokens)), parameters.map(lambda x: meta(x)[0]), save)
     )
