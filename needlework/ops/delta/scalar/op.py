@@ -40,7 +40,7 @@ def scalar(inputs: DeltaInputs, cu_seqlens: Tensor | None, *, scale: float) -> t
 @recorded
 def delta_scalar(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """o and the final state. An operator of its own: results that are not there cost the host as much as a launch."""
-    o, state, _ = _call(inputs, cu_seqlens, scale, save=False)
+    o, state, _ = computed(inputs, cu_seqlens, scale, save=False)
     return o, state
 
 
@@ -54,7 +54,7 @@ def scalar_on_table(inputs: DeltaInputs, table: SlotTable, cu_seqlens: Tensor | 
 @step_operator("table.state")
 def delta_scalar_on_table(inputs: DeltaInputs, table: SlotTable, cu_seqlens: Tensor | None, scale: float) -> Tensor:
     """o, without an initial state in `inputs`. Nothing is read back to the host."""
-    walk = lambda table: _call(inputs, cu_seqlens, scale, save=False, table=table)[0]
+    walk = lambda table: computed(inputs, cu_seqlens, scale, save=False, table=table)[0]
     return on_table(inputs, table, cu_seqlens, walk)
 
 
@@ -62,13 +62,13 @@ def delta_scalar_on_table(inputs: DeltaInputs, table: SlotTable, cu_seqlens: Ten
 @recorded
 def delta_scalar_fwd(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Saved]:
     """o, the final state, and what the backward takes."""
-    return _call(inputs, cu_seqlens, scale, save=True)
+    return computed(inputs, cu_seqlens, scale, save=True)
 
 
-def _call(
+def computed(
     inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, *, save: bool, table: SlotTable | None = None
 ) -> tuple[Tensor, Tensor, Saved]:
-    """`forward` of tokens that lie as the caller has them."""
+    """`forward` of tokens that lie as the caller has them, within an operator."""
     chosen = _config(inputs)
     alignment = _alignment(inputs, cu_seqlens, chosen, check=table is None)
     aligned = inputs.aligned(alignment)
@@ -86,6 +86,13 @@ def delta_scalar_bwd(
     do: Tensor | None, dstate: Tensor | None, saved: Saved, inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float
 ) -> DeltaInputs:
     """Gradients of `inputs`."""
+    return gradients(do, dstate, saved, inputs, cu_seqlens, scale)
+
+
+def gradients(
+    do: Tensor | None, dstate: Tensor | None, saved: Saved, inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float
+) -> DeltaInputs:
+    """`backward` of tokens that lie as the caller has them, within an operator."""
     chosen, initial_state = _config(inputs), inputs.initial_state
     chunk = saved.Pp.shape[-1]
     if chunk != chosen.launch["shared"]["C"]:

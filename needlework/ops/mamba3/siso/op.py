@@ -3,15 +3,11 @@
 `siso` picks needlework::mamba3_siso, _fwd with its _bwd, `siso_on_table` the one that advances a table of states in place.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.delta.inputs import DeltaInputs
-from needlework.ops.delta.scalar.op import delta_scalar, delta_scalar_bwd, delta_scalar_fwd, delta_scalar_on_table
+from needlework.ops.delta.scalar import op as engine
 from needlework.ops.delta.scalar.operands import ENGINE, Saved
 from needlework.ops.mamba3.edges import Edges
 from needlework.ops.mamba3.siso.launches import NO_STATE, Inputs, Kept, gradients, made, with_own
@@ -53,9 +49,9 @@ def siso(
 def mamba3_siso(
     inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o, and the final S, k and angle: without numbers but for S where they are not wanted."""
+    """o, and the final S, k and angle; where they are not wanted the last two have no numbers, and S is the engine's, divided by powers."""
     given, initial_state, tiles = _checked(inputs, initial_state, cu_seqlens, final)
-    return _call(given, initial_state, tiles, halves, delta_scalar)[0]
+    return _call(given, initial_state, tiles, halves, final, save=False)[0]
 
 
 @operator
@@ -65,8 +61,8 @@ def mamba3_siso_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept, Saved]:
     """The same, and what the backward and the engine's take."""
     given, initial_state, tiles = _checked(inputs, initial_state, cu_seqlens, final)
-    results, kept, saved = _call(given, initial_state, tiles, halves, delta_scalar_fwd)
-    return *results, kept, Saved(*saved)
+    results, kept, saved = _call(given, initial_state, tiles, halves, final, save=True)
+    return *results, kept, saved
 
 
 @backward_operator
@@ -78,13 +74,13 @@ def mamba3_siso_bwd(
     """Gradients of `inputs` and `initial_state`."""
     given, initial_state, tiles = _checked(inputs, initial_state, cu_seqlens, final)
     do = torch.zeros_like(given.v) if do is None else do
-    engine = kept.of_engine(given, _divided(initial_state, kept.power))
+    rows = kept.of_engine(given, _divided(initial_state, kept.power))
     do_rows, dS = tiles.in_rows(do), None if dS is None else _by_a(dS, kept.power, multiply=False)
-    d = DeltaInputs(*delta_scalar_bwd(do_rows, dS, *saved, *engine, tiles.ends(), 1.0))
+    d = engine.gradients(do_rows, dS, saved, rows, tiles.ends(), 1.0)
     ends = each(Tensor.contiguous, dk_end, dangle_end)
-    assert d.g is not None and d.initial_state is not None  # empty without a state to start from
+    assert d.g is not None  # as the rows'
     found, before = gradients(do.contiguous(), (d.q, d.k, d.v, d.g), *ends, given, initial_state, kept, tiles, halves)
-    if initial_state is None or before is None:
+    if initial_state is None or before is None or d.initial_state is None:
         return found.like(given), None
     pairs = zip((_by_a(d.initial_state, kept.power, multiply=True), *before), initial_state, strict=True)
     return found.like(given), Mamba3State(*(dx.to(x.dtype).view(x.shape) for dx, x in pairs))
@@ -117,7 +113,7 @@ def mamba3_siso_on_table(
     # every sequence has a row, an empty one too: its slot stays as it is, unless it is fresh
     places = Sequences.of(slots, fresh, own.N, T, cu_seqlens, q.device).slots
     power = None if kept.power is None else (kept.power[1] * kept.power[2]).expand(own.N, -1).contiguous()
-    read = delta_scalar_on_table(*kept.of_engine(given, None), S, places, fresh, power, tiles.ends(), 1.0)
+    read = engine.delta_scalar_on_table(*kept.of_engine(given, None), S, places, fresh, power, tiles.ends(), 1.0)
     for column, rows in zip(
         table[1:], (k_end, Edges.of(cu_seqlens, T).newest(initial_state.v, v.to(S.dtype)), angle_end), strict=True
     ):
@@ -126,14 +122,15 @@ def mamba3_siso_on_table(
 
 
 def _call(
-    given: Inputs, initial_state: Mamba3State | None, tiles: Tiles, halves: bool, engine: Callable[..., Any]
-) -> tuple[Any, Kept, list[Tensor]]:
+    given: Inputs, initial_state: Mamba3State | None, tiles: Tiles, halves: bool, final: bool, *, save: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Kept, Saved]:
     """o, S, k, angle; what was made for the engine; what it keeps."""
     rows = tiles.rows(len(given.q))[1]
     power = powers(given, initial_state, rows, None if initial_state is None else initial_state.S)
     kept, k_end, angle_end = made(given, initial_state, tiles, power, halves)
-    read, S, *saved = engine(*kept.of_engine(given, _divided(initial_state, kept.power)), tiles.ends(), 1.0)
-    return (with_own(read, given, kept, tiles), _multiplied(S, kept.power), k_end, angle_end), kept, saved
+    inputs = kept.of_engine(given, _divided(initial_state, kept.power))
+    read, S, saved = engine.computed(inputs, tiles.ends(), 1.0, save=save)
+    return (with_own(read, given, kept, tiles), _multiplied(S, kept.power) if final else S, k_end, angle_end), kept, saved
 
 
 def _checked(
@@ -202,9 +199,9 @@ def _(
         g=new(*rows, HV) if final else None,
         power=new(3, B, HV, dtype=torch.float32) if given.v.dtype == torch.bfloat16 else None,
     )
-    engine = kept.of_engine(given, _divided(initial_state, None))._replace(g=new(*rows, HV))
+    inputs = kept.of_engine(given, _divided(initial_state, None))._replace(g=new(*rows, HV))
     ends = cu_seqlens if cu_seqlens is None or not final else cu_seqlens + 1
-    saved = delta_scalar_fwd(*engine, ends, 1.0)[2:]
+    saved = engine.delta_scalar_fwd(*inputs, ends, 1.0)[2:]
     return *_results(given, initial_state, cu_seqlens, halves, final), kept, Saved(*saved)
 
 
