@@ -11,7 +11,7 @@ from needlework.ops.runtime.launch_configs import LaunchConfig, rows
 ENGINES = {
     "delta/scalar": (
         "delta.scalar.forward",
-        "delta.scalar.powers",
+        "delta.powers",
         "delta.scalar.backward",
         "delta.scalar.transitions",
         "delta.segments",

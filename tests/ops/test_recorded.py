@@ -54,6 +54,14 @@ def test_the_same_tensor_twice_is_a_kind_of_its_own():
     assert torch.equal(call(x, y), x - y) and len(ran) == 3
 
 
+def test_addresses_that_are_no_multiple_of_16_bytes_are_a_kind_of_its_own():
+    call, ran = counted(lambda x: x + 1)
+    x = torch.randn(9)
+    for _ in range(3):
+        call(x[:4])
+    assert torch.equal(call(x[1:5]), x[1:5] + 1) and len(ran) == 3
+
+
 kept, base = torch.arange(3.0), torch.randn(8)
 part = base[2:5]
 

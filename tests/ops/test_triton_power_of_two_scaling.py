@@ -1,16 +1,18 @@
 """An additive rule's operands stay within float16, whatever its keys, values and state are; powers of two change no bit of a result."""
 
 import os
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from needlework.ops.common.samples import normal, uniform
 from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.delta.op import chunk_delta
 from needlework.ops.delta.recurrent import recurrent_delta
-from needlework.ops.delta.scaled import in_kernels
-from needlework.ops.delta.scaling import PowersOfTwo, _power_of_two, of_states
+from needlework.ops.delta.scaled import scaled
+from needlework.ops.delta.scaling import of_states, shares
 from needlework.testing.compare import assert_close, differentiate, relative
 from needlework.testing.rows import covering
 
@@ -18,6 +20,54 @@ H, HV, K, V, SCALE = 1, 2, 16, 12, 0.3
 PACKED = torch.tensor([0, 17, 17, 37])
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
+
+
+class PowersOfTwo(NamedTuple):
+    """a, b and c of `scaling.py`, and rows scaled by them one after another."""
+
+    q: Tensor  # [B 1 HR 1]
+    k: Tensor  # [B 1 H 1]
+    v: Tensor  # [B 1 HV 1]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, scale: float) -> "PowersOfTwo":
+        """initial_state [N HV K V], or of each head its largest number [N HV 1 1]."""
+        T, K = k.shape[1], k.shape[3]
+        bounds = (torch.linalg.vector_norm(x, torch.inf, (1, 3), keepdim=True).float() for x in (q, k, v))
+        a, b, c = (x * share for x, share in zip(bounds, shares(T, K, scale), strict=True))
+        if initial_state is not None:
+            c = torch.maximum(c, of_states(initial_state, len(c))[:, None, :, None])
+        return cls(*map(_power_of_two, (a, b, c)))
+
+    def divide(
+        self, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q', k', v' and S₀'."""
+        q, k, v = (x * power.reciprocal().to(x.dtype) for x, power in zip((q, k, v), self, strict=True))
+        return q, k, v, None if initial_state is None else initial_state * self._state().reciprocal()
+
+    def multiply(self, o: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """o and S from o' and S'."""
+        return self.outputs(o), state * self._state()
+
+    def outputs(self, o: Tensor) -> Tensor:
+        """o from o'."""
+        HV = o.shape[2]
+        return o * (_heads(self.q, HV) * _heads(self.k, HV) * self.v).to(o.dtype)
+
+    def _state(self) -> Tensor:
+        """bc [B HV 1 1]."""
+        return (_heads(self.k, self.v.shape[2]) * self.v).transpose(1, 2)
+
+
+def _heads(power: Tensor, HV: int) -> Tensor:
+    return power.repeat_interleave(HV // power.shape[2], 2)
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """The least at or above x and 1: the exponent of float32, one more where the mantissa is not 0."""
+    return ((x.clamp(min=1).view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def sample(sizes, B=1, T=37, N=None, dtype=torch.float64, device="cpu"):
@@ -91,15 +141,6 @@ def test_what_is_small_is_left_alone():
     assert all(bool((power == 1).all()) for power in powers)
 
 
-def test_the_compiler_takes_it_whole():
-    call = lambda q, k, v: PowersOfTwo.of(q, k, v, None, SCALE).divide(q, k, v, None)[:3]
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
-    for T in (37, 2048):
-        q, k, v = (torch.randn(1, T, 1, K) * 40 for _ in range(3))
-        for ours, theirs in zip(compiled(q, k, v), call(q, k, v), strict=True):
-            assert torch.equal(ours, theirs)
-
-
 @interpreted
 @pytest.mark.parametrize("engine", ["scalar", "channel"])
 def test_kernels_alone_pass_it_and_with_scaling_are_right(engine):
@@ -126,32 +167,41 @@ def test_kernels_alone_pass_it_and_with_scaling_are_right(engine):
         assert relative(x, (expected | right)[name]) < 2**-9, f"{name}: more than four roundings of float16"
 
 
-def scalar_inputs(sizes=(30.0, 300.0, 300.0, 1e6), seed=0, B=2, N=None, state=True, gate=True):
-    """Of the scalar gate in bfloat16; the second head's values are a sixteenth of the first one's, and its c likewise."""
+def bfloat16_inputs(of="scalar", sizes=(30.0, 300.0, 300.0, 1e6), seed=0, B=2, N=None, state=True, gate=True):
+    """In bfloat16; the second head's values are a sixteenth of the first one's, and its c likewise."""
     inputs = sample(sizes, B=B, N=N, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(seed)
     inputs = {name: x * normal(generator, *x.shape).to(x.dtype) for name, x in inputs.items()}
     inputs["v"] = inputs["v"] * torch.tensor([1.0, 1 / 16]).bfloat16()[:, None]
-    inputs["g"] = inputs["g"][..., 0].contiguous().abs().neg() if gate else None
+    g = inputs["g"].abs().neg()
+    inputs["g"] = (g if of == "channel" else g[..., 0].contiguous()) if gate else None
     inputs["initial_state"] = inputs["initial_state"] if state else None
     return inputs
 
 
-def scaled_by_kernels(cu_seqlens=None):
+def kernels(gate, cu_seqlens):
+    """Of the engine for a gate a head, or a channel."""
+    from needlework.ops.delta.channel.op import channel
     from needlework.ops.delta.scalar.op import scalar
 
-    engine = lambda inputs, _: scalar(inputs, cu_seqlens, scale=SCALE)
-    return lambda inputs: in_kernels(engine, DeltaInputs(**inputs), None, cu_seqlens, SCALE, True)
+    if gate == "channel":
+        return lambda inputs, _: channel(inputs, cu_seqlens, scale=SCALE, prediction="decayed")
+    return lambda inputs, _: scalar(inputs, cu_seqlens, scale=SCALE)
 
 
-def scaled_around_kernels(cu_seqlens=None):
-    from needlework.ops.delta.scalar.op import scalar
+def scaled_by_kernels(gate="scalar", cu_seqlens=None):
+    engine = kernels(gate, cu_seqlens)
+    return lambda inputs: scaled(engine, DeltaInputs(**inputs), None, cu_seqlens, SCALE, True)
+
+
+def scaled_around_kernels(gate, cu_seqlens):
+    engine = kernels(gate, cu_seqlens)
 
     def call(inputs):
         q, k, v, state = (inputs[n] for n in ("q", "k", "v", "initial_state"))
         powers = PowersOfTwo.of(q, k, v, state, SCALE)
         q, k, v, state = powers.divide(q, k, v, state)
-        return powers.multiply(*scalar(DeltaInputs(q, k, v, inputs["g"], initial_state=state), cu_seqlens, scale=SCALE))
+        return powers.multiply(*engine(DeltaInputs(q, k, v, inputs["g"], initial_state=state), None))
 
     return call
 
@@ -168,6 +218,7 @@ def with_gradients(call, inputs, size=1e-3):
 
 
 @interpreted
+@pytest.mark.parametrize("gate", ["scalar", "channel"])
 @pytest.mark.parametrize(
     "seed, length, row",
     [
@@ -180,30 +231,35 @@ def with_gradients(call, inputs, size=1e-3):
     ],
 )
 def test_kernels_that_scale_rows_give_the_bits_of_rows_scaled_around_them(
-    seed, length, row, monkeypatch, bfloat16_in_the_interpreter
+    seed, length, row, gate, monkeypatch, bfloat16_in_the_interpreter
 ):
-    from needlework.ops.delta.scalar import op
+    from needlework.ops.delta.channel import op as channel
+    from needlework.ops.delta.scalar import op as scalar
 
-    monkeypatch.setattr(op, "segment_length", lambda *_: length)
+    for op in (scalar, channel):
+        monkeypatch.setattr(op, "segment_length", lambda *_: length)
     cu_seqlens = PACKED if "N" in row else None
-    inputs = scalar_inputs(seed=seed, **row)
-    expected = with_gradients(scaled_around_kernels(cu_seqlens), inputs)
-    found = with_gradients(scaled_by_kernels(cu_seqlens), inputs)
+    inputs = bfloat16_inputs(gate, seed=seed, **row)
+    if inputs["g"] is None and gate == "channel":
+        inputs["g"] = inputs["v"].new_zeros(*inputs["v"].shape[:3], K, dtype=torch.float32)
+    expected = with_gradients(scaled_around_kernels(gate, cu_seqlens), inputs)
+    found = with_gradients(scaled_by_kernels(gate, cu_seqlens), inputs)
     for name, x in expected.items():
         assert x.isfinite().all() and x.any()
         assert torch.equal(found[name], x), name
 
 
 @interpreted
-def test_gradients_of_zero_are_zero_however_large_the_rows(bfloat16_in_the_interpreter):
-    found = with_gradients(scaled_by_kernels(), scalar_inputs((2e4, 2e4, 2e4, 1.0), B=1), size=0.0)
+@pytest.mark.parametrize("gate", ["scalar", "channel"])
+def test_gradients_of_zero_are_zero_however_large_the_rows(gate, bfloat16_in_the_interpreter):
+    found = with_gradients(scaled_by_kernels(gate), bfloat16_inputs(gate, (2e4, 2e4, 2e4, 1.0), B=1), size=0.0)
     assert not any(x.any() for name, x in found.items() if name not in ("o", "state"))
 
 
 @interpreted
 @pytest.mark.parametrize("heads", [(1, 1, 4), (4, 2, 4)])
 def test_kernels_find_the_powers_of_the_page(heads, monkeypatch):
-    from needlework.ops.delta.scalar import powers
+    from needlework.ops.delta import powers
 
     monkeypatch.setattr(powers, "TOKENS", 8)
     monkeypatch.setattr(powers, "BLOCK", 64)
@@ -229,7 +285,7 @@ def test_kernels_find_the_powers_of_the_page(heads, monkeypatch):
 
 @interpreted
 def test_the_compiler_takes_kernels_that_scale_rows_whole(bfloat16_in_the_interpreter):
-    inputs, call = scalar_inputs(B=1), scaled_by_kernels()
+    inputs, call = bfloat16_inputs(B=1), scaled_by_kernels()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     expected = with_gradients(call, inputs)
     for name, x in with_gradients(compiled, inputs).items():

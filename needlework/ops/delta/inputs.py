@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it needs Triton
 class DeltaInputs(NamedTuple):
     """Tensors of an engine's call, None for what the rule does not have. Their gradients come back as `DeltaInputs` too.
 
-    The scalar engine takes no erase and no write, the channel engine no lam, no q_read and no powers. Powers have no gradient. A step takes
+    The scalar engine takes no erase and no write, the channel engine no lam and no q_read. Powers have no gradient. A step takes
     tensors without T, no initial_state and no powers.
     """
 
@@ -31,7 +31,7 @@ class DeltaInputs(NamedTuple):
     write: Tensor | None = None  # [B T HV V]
     q_read: Tensor | None = None  # [B T H K] or [B T HV K]
     initial_state: Tensor | None = None  # [N HV K V]
-    powers: Tensor | None = None  # [B HV 4] float32: a, b, c and bc of an additive rule's scaling (`scalar/powers.py`)
+    powers: Tensor | None = None  # [B HV 4] float32: a, b, c and bc of an additive rule's scaling (`powers.py`)
 
     def contiguous(self) -> "DeltaInputs":
         return DeltaInputs(*each(Tensor.contiguous, *self))

@@ -9,7 +9,7 @@ from needlework.ops.delta.arguments import Prediction, check_rule, check_states,
 from needlework.ops.delta.custom_op import delta_fwd
 from needlework.ops.delta.inputs import DeltaInputs, SlotTable
 from needlework.ops.delta.recurrent import DeltaOutput, recurrent_delta
-from needlework.ops.delta.scaled import around_kernels, in_kernels, needs_scaling
+from needlework.ops.delta.scaled import needs_scaling, scaled
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
 from needlework.ops.slots.table import Live, Sequences
@@ -148,9 +148,7 @@ def _kernels(
     engine = lambda inputs, table: _engine(inputs, table, cu_seqlens, scale, prediction)
     if not needs_scaling(inputs):
         return engine(inputs, table)
-    if _by_channel(inputs.g, inputs.erase, prediction):
-        return around_kernels(engine, inputs, table, cu_seqlens, scale)
-    return in_kernels(engine, inputs, table, cu_seqlens, scale, final)
+    return scaled(engine, inputs, table, cu_seqlens, scale, final)
 
 
 def _shares_keys(inputs: DeltaInputs) -> bool:

@@ -1,5 +1,5 @@
-"""Calls of additive rules in bfloat16: around the channel engine rows are scaled by powers of two, the scalar engine's kernels scale them
-themselves. `scaling.py` has the reason and the powers."""
+"""Calls of additive rules in bfloat16: an engine's kernels scale rows by powers of two (`powers.py`), states are scaled around them.
+`scaling.py` has the reason and the powers."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from needlework.ops.common.packing import sequences
 from needlework.ops.delta.inputs import DeltaInputs, SlotTable
-from needlework.ops.delta.scaling import PowersOfTwo, of_states
+from needlework.ops.delta.scaling import of_states
 
 Engine = Callable[[DeltaInputs, SlotTable | None], tuple[Tensor, Tensor | None]]
 
@@ -18,11 +18,11 @@ def needs_scaling(inputs: DeltaInputs) -> bool:
     return inputs.beta is None and inputs.erase is None and v.dtype == torch.bfloat16 and v.numel() > 0
 
 
-def in_kernels(
+def scaled(
     engine: Engine, inputs: DeltaInputs, table: SlotTable | None, cu_seqlens: Tensor | None, scale: float, final: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """o and the final state of the scalar engine; without `final` not that state."""
-    from needlework.ops.delta.scalar.powers import delta_powers
+    """o and the final state of an engine; without `final` not that state."""
+    from needlework.ops.delta.powers import delta_powers
 
     inputs, N = inputs.contiguous(), sequences(cu_seqlens, len(inputs.v))
     with torch.no_grad():
@@ -35,19 +35,6 @@ def in_kernels(
     table = table and table._replace(power=bc.expand(N, -1).contiguous())
     o, state = engine(inputs._replace(powers=powers), table)
     return o, None if state is None or not final else state * bc[..., None, None]
-
-
-def around_kernels(
-    engine: Engine, inputs: DeltaInputs, table: SlotTable | None, cu_seqlens: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """The same of the channel engine."""
-    q, k, v, initial_state = inputs.q, inputs.k, inputs.v, inputs.initial_state
-    N = sequences(cu_seqlens, len(v))
-    powers = PowersOfTwo.of(q, k, v, initial_state if table is None else _largest(table, cu_seqlens, N), scale)
-    q, k, v, initial_state = powers.divide(q, k, v, initial_state)
-    table = table and table._replace(power=powers.of_states(N))
-    o, state = engine(inputs._replace(q=q, k=k, v=v, initial_state=initial_state), table)
-    return (powers.outputs(o), None) if state is None else powers.multiply(o, state)
 
 
 def _largest(table: SlotTable, cu_seqlens: Tensor | None, N: int) -> Tensor:

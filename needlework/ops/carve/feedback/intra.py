@@ -72,7 +72,7 @@ def gates_kernel(
     NC = tl.cdiv(T, C)
     p_gates = (p_f, p_b, p_u + tl.cast(n, tl.int64) * H * K, p_A_log, p_dt_bias)
     couple(
-        p_q, p_k, p_gates, p_beta, None, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole,
+        p_q, p_k, p_gates, p_beta, None, None, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole,
         chunk // NC * H + i_nh % H, chunk % NC, T, activated_gates,
         SCALE, H, H, K, 1, PREVIOUS, False, R, C, LEVELS, FIRST, KB, LO, ST, ACC, ASM,
     )  # fmt: skip

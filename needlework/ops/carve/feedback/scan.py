@@ -94,7 +94,7 @@ def walk_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     S, total = walk(
-        S, total, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, None, o, first, last, j, i_v, T,
+        S, total, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, None, None, o, first, last, j, i_v, T,
         H, K, V, 1, SAVE, 1, C, BK, BV, NS, ST, ACC, TMA,
     )  # fmt: skip
     if STRIDE is not None:

@@ -1,6 +1,8 @@
 """Gradients of the channel-gate engine: three walks over the chunks (`scan_bwd.py`), then every chunk by itself
 (`intra_bwd.py`). Tensors are aligned; those of the forward are `Saved`.
 
+Of an additive rule with powers (`powers.py`) q, k and v are q/a, k/b and v/c here, and do is abc do.
+
 In half mode everything that flows back is a float16 operand, so do and dstate are scaled by one power of two, from their largest
 element, and the gradients are scaled back as they are stored.
 """
@@ -17,6 +19,7 @@ from needlework.ops.delta.channel.operands import RULES, Saved, operands, predic
 from needlework.ops.delta.channel.scan_bwd import adjoint, replay_forward, replay_reverse
 from needlework.ops.delta.gradient_scaling import divided
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
+from needlework.ops.delta.powers import divided_rows
 from needlework.ops.delta.segments import SegmentStates, fix_up, segmented
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, interpreted
@@ -45,7 +48,7 @@ def backward(
 
     divisor = torch.ones(1, dtype=ACC, device=q.device)
     if ST == torch.float16:
-        do, dstate, divisor = divided(do, dstate)
+        do, dstate, divisor = divided(do, dstate) if inputs.powers is None else divided_rows(do, dstate, inputs.powers)
     dstate = q.new_zeros(sequences, HV, K, V, dtype=ACC) if dstate is None else dstate.to(ACC)
 
     tokens = lambda D: q.new_empty(B, T, HV, D, dtype=ST)
@@ -141,7 +144,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     cases = []
     for rule, prediction in RULES:
         absent = {0: ("beta", "erase", "write", "e_hat", "A", "part"), 1: ("erase", "write"), 2: ("beta", "part")}[rule]
-        absent += ("slots", "peaks")
+        absent += ("slots", "peaks") if rule == 0 and dtype == torch.bfloat16 else ("slots", "peaks", "abc")
         for kernel, launch in channel_constants(config, dtype, rule, H=1, HV=2, K=K, V=V, prediction=prediction, R=1).items():
             options = {name: launch.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in launch}
             columns = {"K": launch.get("KP", launch.get("BK")), "V": launch.get("VP", launch.get("BV")), "C": launch["C"]}
@@ -165,6 +168,8 @@ def argument_type(name: str, columns: dict[str, int], given: str, operand: str, 
         return f"tensordesc<{operand}[1, 1, {columns['K']}, {columns['V']}]>" if columns else f"*{operand}"
     if name in axes and columns:
         return f"tensordesc<{operand}[1, 1, {columns['C']}, {columns[axes[name]]}]>"
+    if name == "p_abc":
+        return "*fp32"
     if name == "p_spans":
         return "*i32"
     if name == "p_back" and operand == "fp16":

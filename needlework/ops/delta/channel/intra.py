@@ -13,6 +13,7 @@ from needlework.ops.common.kernels.tile import capped
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.operands import RULES, Saved, case, predicted, rule_of, triton_dtype
 from needlework.ops.delta.inputs import solve_dtype
+from needlework.ops.delta.powers import divisors
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import padded
@@ -103,12 +104,13 @@ def given_gates(p_gates, at, inside, channel, in_K, ACC: tl.constexpr, ASM: tl.c
 
 @triton.jit
 def couple(
-    p_q, p_k, p_gates, p_beta, p_erase, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole, i_bh, i_c, T, GATES: tl.constexpr,
+    p_q, p_k, p_gates, p_beta, p_erase, p_abc, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole, i_bh, i_c, T, GATES: tl.constexpr,
     SCALE: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, RULE: tl.constexpr, PREVIOUS: tl.constexpr,
     GIVEN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr, KB: tl.constexpr, LO: tl.constexpr,
     ST: tl.constexpr, ACC: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """All that chunk i_c of row and value head i_bh needs. GATES: base-2 gates from p_gates (`given_gates`).
+    """All that chunk i_c of row and value head i_bh needs. GATES: base-2 gates from p_gates (`given_gates`). p_abc: powers of two by which
+    q and k are divided (`powers.py`).
 
     C = 2^LEVELS, R = 2^FIRST.
     """
@@ -122,13 +124,18 @@ def couple(
         moves = tl.where(c == r // R * R - 1, 1.0, 0.0).to(ST)
     A = tl.zeros([C, C], ACC)
     P = tl.zeros([C, C], ACC)
+    if p_abc is not None:
+        of_q, of_k, _ = divisors(p_abc, i_bh)
     for k0 in tl.range(0, K, KB, num_stages=1):
         o_k = k0 + tl.arange(0, KB)
         inside = in_T[:, None] & (o_k < K)[None, :]
         o_head = (token * H + j // (HV // H))[:, None] * K + o_k[None, :]
         o_value = (token * HV + j)[:, None] * K + o_k[None, :]
-        k = tl.load(p_k + o_head, mask=inside, other=0.0).to(ST)
-        q = (tl.load(p_q + o_head, mask=inside, other=0.0).to(ACC) * SCALE).to(ST)
+        k = tl.load(p_k + o_head, mask=inside, other=0.0)
+        q = tl.load(p_q + o_head, mask=inside, other=0.0).to(ACC) * SCALE
+        if p_abc is not None:
+            k, q = k.to(ACC) * of_k, q * of_q
+        k, q = k.to(ST), q.to(ST)
         x = GATES(p_gates, o_value, inside, j * K + o_k, o_k < K, ACC, ASM)
         hi, lo = split_gates(x, ST, LO)
         e = k
@@ -176,7 +183,7 @@ def couple(
 
 @triton.jit(do_not_specialize=["T"])
 def intra_kernel(
-    p_q, p_k, p_g, p_beta, p_erase, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole, T,
+    p_q, p_k, p_g, p_beta, p_erase, p_abc, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole, T,
     SCALE: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, RULE: tl.constexpr, PREVIOUS: tl.constexpr,
     GIVEN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr, KB: tl.constexpr, LO: tl.constexpr,
     ST: tl.constexpr, ACC: tl.constexpr, ASM: tl.constexpr,
@@ -184,7 +191,7 @@ def intra_kernel(
     """One chunk of one value head, gates given."""
     NC = tl.cdiv(T, C)
     couple(
-        p_q, p_k, (p_g,), p_beta, p_erase, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole,
+        p_q, p_k, (p_g,), p_beta, p_erase, p_abc, p_q_hat, p_e_hat, p_k_hat, p_Tp, p_Pp, p_whole,
         tl.program_id(0) // NC, tl.program_id(0) % NC, T, given_gates,
         SCALE, H, HV, K, RULE, PREVIOUS, GIVEN, R, C, LEVELS, FIRST, KB, LO, ST, ACC, ASM,
     )  # fmt: skip
@@ -192,7 +199,7 @@ def intra_kernel(
 
 def intra(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor | None, erase: Tensor | None, *,
-    scale: float, prediction: str, R: int, config: LaunchConfig,
+    scale: float, prediction: str, R: int, config: LaunchConfig, powers: Tensor | None = None,
 ) -> Saved:  # fmt: skip
     """Saved without W, for aligned tensors."""
     (B, T, H, K), HV = q.shape, g.shape[2]
@@ -213,7 +220,7 @@ def intra(
     )
     run(
         intra_kernel, (B * HV * NC,),
-        q, k, g, beta, erase, saved.q_hat, saved.e_hat, saved.k_hat, saved.Tp, saved.Pp, saved.whole, T,
+        q, k, g, beta, erase, powers, saved.q_hat, saved.e_hat, saved.k_hat, saved.Tp, saved.Pp, saved.whole, T,
         **intra_constants(config, q.dtype, rule, H=H, HV=HV, K=K, scale=scale, prediction=prediction, R=R),
     )  # fmt: skip
     return saved
@@ -244,9 +251,12 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     own, solves, wide = (f"*{triton_dtype(x)}" for x in (dtype, solve_dtype(dtype), width(torch.empty(0, dtype=dtype))))
     types = dict.fromkeys(("p_q", "p_k", "p_beta", "p_erase"), own) | {"p_g": wide, "p_whole": wide, "T": "i32"}
     types |= dict.fromkeys(("p_q_hat", "p_e_hat", "p_k_hat", "p_Tp", "p_Pp"), solves)
+    types |= {"p_abc": "*fp32"}
     cases = []
     for rule, prediction in RULES:
         constants = intra_constants(config, dtype, rule, H=1, HV=2, K=K, scale=K**-0.5, prediction=prediction, R=1)
-        absent = {0: ("p_beta", "p_erase", "p_e_hat", "p_Tp"), 1: ("p_erase",), 2: ("p_beta",)}[rule]
+        absent = {0: ("p_beta", "p_erase", "p_e_hat", "p_Tp"), 1: ("p_erase", "p_abc"), 2: ("p_beta", "p_abc")}[rule]
+        if dtype != torch.bfloat16 and rule == 0:
+            absent += ("p_abc",)
         cases.append(case(intra_kernel, types, constants, absent))
     return cases

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from needlework.ops.common.kernels.tile import capped
 from needlework.ops.delta.inputs import DeltaInputs
+from needlework.ops.delta.powers import divisors
 from needlework.ops.runtime.launch_configs import Constants, interpreted
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv
@@ -107,7 +108,7 @@ def _placed(x, one, ACC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def couplings(
-    p_spans, p_do, p_dr, p_W, p_v, p_beta, p_write, p_divisor, p_dv, p_dwrite, p_part, p_P, p_A, T,
+    p_spans, p_do, p_dr, p_W, p_v, p_beta, p_write, p_divisor, p_abc, p_dv, p_dwrite, p_part, p_P, p_A, T,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, R: tl.constexpr, BETA: tl.constexpr, GATES: tl.constexpr,
     PDL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -130,6 +131,10 @@ def couplings(
         i = tl.arange(0, C)
         r, c = i[:, None], i[None, :]
         divisor = tl.load(p_divisor, cache_modifier=LATE).to(ACC)
+        of_v = divisor
+        if p_abc is not None:
+            _, _, of_v = divisors(p_abc, b * H + h)
+            of_v *= divisor
         i_t = (first + j - b * NC) * C + i
         live = i_t < T
         o_row = (tl.cast(b, tl.int64) * T + i_t) * H + h
@@ -150,7 +155,7 @@ def couplings(
             # both orders: a transposed accumulator must not become a first operand
             dP = tl.dot(b_do, tl.trans(b_W), dP, input_precision="ieee", out_dtype=ACC)
             dPT = tl.dot(b_W, tl.trans(b_do), dPT, input_precision="ieee", out_dtype=ACC)
-            dr = b_dr.to(ACC) * divisor
+            dr = b_dr.to(ACC) * of_v
             if ERASE:
                 dA = tl.dot(b_dr, tl.trans(b_W), dA, input_precision="ieee", out_dtype=ACC)
                 dAT = tl.dot(b_W, tl.trans(b_dr), dAT, input_precision="ieee", out_dtype=ACC)
@@ -177,7 +182,7 @@ def couplings(
 
 @triton.jit(do_not_specialize=["T", "scale"])
 def pairs(
-    p_spans, p_P, p_A, p_q, p_k, p_g, p_beta, p_erase, p_dq_hat, p_de_hat, p_dk_hat, p_x, p_divisor, p_part, p_sums, p_back, p_level, p_one,
+    p_spans, p_P, p_A, p_q, p_k, p_g, p_beta, p_erase, p_dq_hat, p_de_hat, p_dk_hat, p_x, p_divisor, p_abc, p_part, p_sums, p_back, p_level, p_one,
     p_dq, p_dk, p_dg, p_dbeta, p_derase,
     scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KB: tl.constexpr, LEVELS: tl.constexpr,
     BETA: tl.constexpr, GATES: tl.constexpr, PREVIOUS: tl.constexpr, GIVEN: tl.constexpr, ANCHOR: tl.constexpr,
@@ -199,6 +204,10 @@ def pairs(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     divisor = tl.load(p_divisor).to(ACC)
+    of_q, of_k = scale, 1.0
+    if p_abc is not None:
+        of_q, of_k, _ = divisors(p_abc, b * H + h)
+        of_q *= scale
     p_x += (tl.cast(first // ANCHOR + n + j, tl.int64) * H + h) * K
     top = end - 1 - j * ANCHOR
     for back in tl.range(0, tl.minimum(ANCHOR, top - first + 1), num_stages=1):
@@ -236,8 +245,11 @@ def pairs(
             m_x = i_k < K
             phi = tl.load(p_x + i_k, mask=m_x, other=0.0)
             b_g = tl.load(p_g + o_k, mask=m_k, other=0.0)
-            q = (_placed(b_q, own, ACC) * scale).to(OT)
-            k = _placed(b_k, own, ACC).to(OT)
+            q = (_placed(b_q, own, ACC) * of_q).to(OT)
+            k = _placed(b_k, own, ACC)
+            if p_abc is not None:
+                k *= of_k
+            k = k.to(OT)
             x = (capped(b_g).to(ACC) * 1.4426950408889634).to(OT)
             e = k
             if BETA:
@@ -315,8 +327,8 @@ def pairs(
                 tl.store(p_derase + o_k, (de if GIVEN else k * de) * divisor, mask=m_k)
                 if not GIVEN:
                     dk += tl.load(p_erase + o_k, mask=m_k, other=0.0).to(ACC) * de
-            tl.store(p_dq + o_k, dq * (scale * divisor), mask=m_k)
-            tl.store(p_dk + o_k, dk * divisor, mask=m_k)
+            tl.store(p_dq + o_k, dq * (of_q * divisor), mask=m_k)
+            tl.store(p_dk + o_k, dk * (of_k * divisor), mask=m_k)
             tl.store(p_dg + o_k, dg * divisor, mask=m_k)
         if BETA:
             tl.store(p_dbeta + o_row, dbeta, mask=live)
@@ -371,11 +383,11 @@ def launch_pairs(
     return (
         launch(
             couplings, (longest, H, sequences),
-            spans, do, dr, W, inputs.v, beta, inputs.write, divisor, d.v, d.write, part, P, A, T, **couple,
+            spans, do, dr, W, inputs.v, beta, inputs.write, divisor, inputs.powers, d.v, d.write, part, P, A, T, **couple,
         ),
         launch(
             pairs, (cdiv(longest, channels["ANCHOR"]), H, sequences),
-            spans, P, A, q, inputs.k, inputs.g, beta, inputs.erase, dq_hat, de_hat, dk_hat, x, divisor, part, *made,
+            spans, P, A, q, inputs.k, inputs.g, beta, inputs.erase, dq_hat, de_hat, dk_hat, x, divisor, inputs.powers, part, *made,
             d.q, d.k, d.g, d.beta, d.erase, scale, T, **channels,
         ),
     )  # fmt: skip

@@ -78,20 +78,21 @@ def forward(
     """
     q, v, beta, write, initial_state = inputs.q, inputs.v, inputs.beta, inputs.write, inputs.initial_state
     assert inputs.g is not None  # of every channel
-    saved = intra(q, inputs.k, inputs.g, beta, inputs.erase, scale=scale, prediction=prediction, R=R, config=config)
+    with_powers = {"config": config, "powers": inputs.powers}
+    saved = intra(q, inputs.k, inputs.g, beta, inputs.erase, scale=scale, prediction=prediction, R=R, **with_powers)
     states = segments = None
     if length:
         segments = segmented(alignment, config.launch["shared"]["C"], length)
         alignment, split = segments.align, segments.split
         # columns that are not values have no write gate
         gate = lambda x: write if write is None or x is v else x
-        run = lambda x, state: scan(saved, x, beta, gate(x), state, split, config=config, save=False)[1]
+        run = lambda x, state: scan(saved, x, beta, gate(x), state, split, save=False, **with_powers)[1]
         N, M = transitions(run, v, q.shape[3])
         initial_state = fix_up(M, N, initial_state, segments.first, reverse=False, table=table)
         states = SegmentStates(initial_state, M)
     of = None if segments is None else segments.of
     o, state, W = scan(
-        saved, v, beta, write, initial_state, alignment.spans, config=config, save=save, table=table, of=of
+        saved, v, beta, write, initial_state, alignment.spans, save=save, table=table, of=of, **with_powers
     )  # fmt: skip
     return o, state if segments is None or table else segments.ended(state), saved._replace(W=W), states
 
@@ -149,7 +150,7 @@ def delta_channel_bwd(
     """Gradients of `inputs`."""
     initial_state = inputs.initial_state
     if not inputs.v.numel():
-        found = DeltaInputs(*each(torch.zeros_like, *inputs))
+        found = DeltaInputs(*each(torch.zeros_like, *inputs))._replace(powers=None)
         return found if initial_state is None else found._replace(initial_state=_passed(dstate, initial_state))
     config, alignment = _placed(inputs, cu_seqlens)
     do = torch.zeros_like(inputs.v) if do is None else do
@@ -230,7 +231,7 @@ def _nothing(
 
 @fake(delta_channel_bwd)
 def _(do: Tensor | None, dstate: Tensor | None, inputs: DeltaInputs, *_):
-    return DeltaInputs(*each(torch.empty_like, *inputs))
+    return DeltaInputs(*each(torch.empty_like, *inputs))._replace(powers=None)
 
 
 def _save(ctx, inputs, output) -> None:

@@ -2,6 +2,8 @@
 
     r = beta ∘ (v − ê S)   or   write ∘ v − ê S        W = T' r        o = q̂ S + P' W        S <- e^{GC} ∘ S + k̂ᵀ W
 
+An additive rule has W = v. With powers (`powers.py`) v is v/c, and abc o is written.
+
 Every product is formed transposed (Sᵀ êᵀ, Wᵀ = rᵀ T'ᵀ, …): no accumulator is ever transposed into a first operand.
 """
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.operands import Saved, case, operands, rule_of, triton_dtype
 from needlework.ops.delta.inputs import NO_TABLE, OF_TABLE, SlotTable, solve_dtype
+from needlework.ops.delta.powers import divisor_of_v, product
 from needlework.ops.delta.segments import sequence_of
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
@@ -56,7 +59,7 @@ def load_square(x, b, h, i, NC, H: tl.constexpr, C: tl.constexpr, TMA: tl.conste
 
 @triton.jit
 def walk(
-    S, total, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, o, first, last, j, i_v, T,
+    S, total, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_abc, o, first, last, j, i_v, T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, SAVE: tl.constexpr, SUM: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr,
     TMA: tl.constexpr,
@@ -65,12 +68,16 @@ def walk(
     NC = tl.cdiv(T, C)
     b = first // tl.maximum(NC, 1)
     o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
+    if p_abc is not None:
+        of_v, of_o = divisor_of_v(p_abc, b * HV + j, first < last), product(p_abc, b * HV + j, first < last)
     for i in tl.range(first - b * NC, last - b * NC, num_stages=NS):
         t = i * C
         St = S.to(ST)
         QS = tl.dot(St, load_rows(q_hat, b, j, t, 0, T, HV, K, C, BK, TMA).T, input_precision="ieee", out_dtype=ACC)
         r = load_rows(v, b, j, t, i_v, T, HV, V, C, BV, TMA).T
         if RULE == 0:
+            if p_abc is not None:
+                r = r.to(ACC) * of_v[:, None]
             Wt = r.to(ST)
         else:
             r = r.to(ACC)
@@ -91,6 +98,8 @@ def walk(
         S = tl.dot(Wt, k_hat_i, S, input_precision="ieee", out_dtype=ACC)
         # after the state, whose chain is what the next chunk waits for
         ot = tl.dot(Wt, load_square(Pp, b, j, i, NC, HV, C, TMA).T, QS, input_precision="ieee", out_dtype=ACC)
+        if p_abc is not None:
+            ot *= of_o
         store_rows(o, ot.T, b, j, t, i_v, T, HV, V, C, BV, TMA)
         if SUM:
             total += tl.sum(ot, 1)
@@ -99,7 +108,7 @@ def walk(
 
 @triton.jit(do_not_specialize=["slot_stride", "T"])
 def scan_kernel(
-    q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_initial_state, o, p_final_state, p_spans,
+    q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_abc, p_initial_state, o, p_final_state, p_spans,
     p_slots, p_fresh, p_power, slot_stride, p_of, T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr,
@@ -130,7 +139,7 @@ def scan_kernel(
     if INIT == 2:
         S = tl.load(p_slot + o_slot, mask=in_state & resumed, other=0.0).to(ACC) * inverse
     S, _ = walk(
-        S, 0, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, o, first, last, j, i_v, T,
+        S, 0, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_abc, o, first, last, j, i_v, T,
         HV, K, V, RULE, SAVE, 0, C, BK, BV, NS, ST, ACC, TMA,
     )  # fmt: skip
     if slot_stride is None:
@@ -144,7 +153,7 @@ def scan_kernel(
 
 def scan(
     saved: Saved, v: Tensor, beta: Tensor | None, write: Tensor | None, initial_state: Tensor | None, spans: Tensor, *,
-    config: LaunchConfig, save: bool, table: SlotTable | None = None, of: Tensor | None = None,
+    config: LaunchConfig, save: bool, powers: Tensor | None = None, table: SlotTable | None = None, of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """o [B T HV V], the final state [N HV K V] and W, for aligned tensors and sequences, or segments, at `spans` [N 2].
 
@@ -163,7 +172,7 @@ def scan(
     run(
         scan_kernel, (len(spans) * HV * cdiv(V, BV),),
         rows(saved.q_hat, BK), rows(saved.e_hat, BK), rows(saved.k_hat, BK), square(saved.Tp), square(saved.Pp), saved.whole,
-        rows(W, BV), rows(v, BV), beta, rows(write, BV), initial_state, rows(o, BV), final, spans,
+        rows(W, BV), rows(v, BV), beta, rows(write, BV), powers, initial_state, rows(o, BV), final, spans,
         *(NO_TABLE if table is None else table.arguments(of)), T, **constants,
     )  # fmt: skip
     return o, final, W
@@ -188,6 +197,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     types = dict.fromkeys(("p_whole", "p_initial_state", "p_final_state"), f"*{wide}") | {
         "p_beta": f"*{own}",
         "p_spans": "*i32",
+        "p_abc": "*fp32",
         "T": "i32",
     }
     types |= OF_TABLE
@@ -199,7 +209,9 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         blocks |= {"Tp": (solves, C), "Pp": (solves, C), "W": (solves, BV)}
         for name, (kind, columns) in blocks.items():
             types[name] = f"tensordesc<{kind}[1, 1, {C}, {columns}]>" if config.tma else f"*{kind}"
-        absent = {0: ("e_hat", "Tp", "p_beta", "write"), 1: ("write",), 2: ("p_beta",)}[rule]
+        absent = {0: ("e_hat", "Tp", "p_beta", "write"), 1: ("write", "p_abc"), 2: ("p_beta", "p_abc")}[rule]
+        if dtype != torch.bfloat16 and rule == 0:
+            absent += ("p_abc",)
         cases.append(case(scan_kernel, types, constants | {"INIT": 1, "SAVE": 1}, (*absent, *OF_TABLE)))
         scaled = () if rule == 0 else ("p_power",)
         in_place, by_segment = ("p_initial_state", "p_of"), ()

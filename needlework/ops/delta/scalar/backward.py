@@ -20,9 +20,9 @@ from needlework.ops.common.kernels.groups import of_groups
 from needlework.ops.common.kernels.tile import token_tile
 from needlework.ops.delta.gradient_scaling import amax
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
+from needlework.ops.delta.powers import TOKENS, amax_of_rows
 from needlework.ops.delta.scalar.intra_bwd import combine, gate, pairs
 from needlework.ops.delta.scalar.operands import Saved, forms, inverse, operand_types, slots_of
-from needlework.ops.delta.scalar.powers import TOKENS, amax_of_rows
 from needlework.ops.delta.scalar.replay import replay_forward, replay_reverse
 from needlework.ops.delta.scalar.scan_bwd import adjoint
 from needlework.ops.delta.segments import fix_up, segmented

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.tile import capped, plus_product
+from needlework.ops.delta.powers import divisors
 from needlework.ops.delta.scalar.operands import ROWS
-from needlework.ops.delta.scalar.powers import divisors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

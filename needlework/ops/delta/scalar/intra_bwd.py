@@ -20,8 +20,8 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.gradient_scaling import gradient_factor
+from needlework.ops.delta.powers import divisors, product
 from needlework.ops.delta.scalar.intra import decay_between, prefixes
-from needlework.ops.delta.scalar.powers import divisors, product
 from needlework.ops.delta.scalar.scan import factors, flag_overflow, written_as
 
 # log2 of a decay below which nothing that half precision holds passes

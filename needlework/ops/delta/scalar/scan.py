@@ -18,8 +18,8 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.chain import chain_here, slot_here, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
+from needlework.ops.delta.powers import divisor_of_v, product
 from needlework.ops.delta.scalar.operands import ROWS
-from needlework.ops.delta.scalar.powers import divisor_of_v, product
 from needlework.ops.delta.segments import sequence_of
 from needlework.ops.slots.kernels import power_of, slot_of
 

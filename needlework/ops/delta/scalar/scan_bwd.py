@@ -16,8 +16,8 @@ import triton.language as tl
 from needlework.ops.common.kernels.chain import chain_here, slot_here, tell, wait_for
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.gradient_scaling import gradient_factor
+from needlework.ops.delta.powers import product
 from needlework.ops.delta.scalar.operands import ROWS
-from needlework.ops.delta.scalar.powers import product
 from needlework.ops.delta.scalar.scan import factors, flag_overflow
 
 

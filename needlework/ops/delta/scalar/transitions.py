@@ -12,8 +12,8 @@ from torch import Tensor
 
 from needlework.ops.common.kernels.tile import load_tile, token_tile
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
+from needlework.ops.delta.powers import divisor_of_v
 from needlework.ops.delta.scalar.operands import Saved, forms, inverse, scan_constants
-from needlework.ops.delta.scalar.powers import divisor_of_v
 from needlework.ops.delta.scalar.scan import factors, flag_overflow
 from needlework.ops.delta.segments import Segments, only_one, sequence_of
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig

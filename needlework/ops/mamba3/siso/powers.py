@@ -1,4 +1,4 @@
-"""Powers of two by which the rows of bfloat16 calls are divided (`PowersOfTwo.of`), from bounds of rows that are not made yet: two
+"""Powers of two by which the rows of bfloat16 calls are divided (`delta/scaling.py`), from bounds of rows that are not made yet: two
 small kernels.
 
     q rows: √2 (max|q| + max|b_q|)        k rows: √2 (max|k| + max|b_k|), max|k| of the state        u': 2 max Δ · max|v|, the state's v with it
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.delta.scalar.powers import AT_ONCE, BLOCK, TOKENS, largest_peak, loudest_row, power_at_least
+from needlework.ops.delta.powers import AT_ONCE, BLOCK, TOKENS, largest_peak, loudest_row, power_at_least
 from needlework.ops.delta.scaling import of_states, shares
 from needlework.ops.mamba3.siso.launches import Inputs
 from needlework.ops.mamba3.state import Mamba3State

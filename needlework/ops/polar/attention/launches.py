@@ -170,12 +170,12 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     BK, BV = padded(K), padded(V)
     cases = []
     for packed, window in ((False, None), (True, 1)):
-        for name, own in config.launch.items():
+        for name, tiles in config.launch.items():
             if name == "shared":
                 continue
             kernel = KERNELS[name.removesuffix("_few")]
             flags = {"SAVE": 1} if kernel is attend else {}
-            known = constants(config, kernel, own, dtype, 8, 2, K, V, packed, window, **flags)
+            known = constants(config, kernel, tiles, dtype, 8, 2, K, V, packed, window, **flags)
             known, options = split(known)
             known |= absent(kernel, known, ONLY_WITH)
             BM, BN = known.get("BM"), known.get("BN")

@@ -1,5 +1,5 @@
-"""Power-of-two scaling (`delta/scaling.py`) in the scalar engine: two small kernels find a, b and c, and whoever loads or stores rows
-multiplies them there. No tensor is written only to be scaled.
+"""Power-of-two scaling (`scaling.py`) in an engine's kernels: two small ones find a, b and c, and whoever loads or stores rows multiplies
+them there. No tensor is written only to be scaled.
 
     q' = q / a,   k' = k / b,   v' = v / c,   o = abc · o'        do' = abc · do,   dq = dq' / a,   dk = dk' / b,   dv = dv' / c
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.delta.gradient_scaling import loudest
+from needlework.ops.delta.gradient_scaling import BLOCK, SHARES, gradient_factor, loudest, scaled
 from needlework.ops.delta.scaling import shares
 from needlework.ops.runtime.custom_op import fake, operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, split
@@ -20,7 +20,6 @@ from needlework.ops.runtime.recorded import recorded
 from needlework.ops.runtime.triton_types import NAMES, cdiv, padded
 
 TOKENS = 512  # of one head that make a share
-BLOCK = 4096  # numbers that a program has at a time
 AT_ONCE = 128  # peaks that a program of `powers_of_peaks` has at a time
 
 
@@ -128,7 +127,7 @@ def powers_of_peaks(
 @operator
 @recorded
 def delta_powers(q: Tensor, k: Tensor, v: Tensor, states: Tensor | None, scale: float) -> Tensor:
-    """[B HV 4] float32: a, b, c and bc of `PowersOfTwo.of`, of each row of the batch and value head.
+    """[B HV 4] float32: a, b, c and bc of `scaling.py`, of each row of the batch and value head.
 
     q [B T HR K], k [B T H K], v [B T HV V], contiguous, v not empty. states [B HV] float32: a bound of c; None: there is none.
     """
@@ -166,24 +165,67 @@ def amax_of_rows(
     tl.store(p_max + i, largest)
 
 
+@triton.jit(do_not_specialize=["B", "T"])
+def scaled_rows(
+    p_do, p_y, p_peaks, p_divisor, p_abc, B, T,
+    HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, TS: tl.constexpr, NP: tl.constexpr, BLK: tl.constexpr,
+):  # fmt: skip
+    """y = abc do / divisor, of [B T HV V], and the divisor itself: `gradient_scaling.scaled_kernel` of rows."""
+    factor = gradient_factor(p_peaks, NP, 1)
+    if tl.program_id(0) == 0:
+        tl.store(p_divisor, 1.0 / factor)
+    count = tl.cdiv(T, TS)
+    o_t, o_v = tl.arange(0, BLK // BV), tl.arange(0, BV)
+    o = o_t[:, None] * (HV * V) + o_v[None, :]
+    for i_job in range(tl.program_id(0), B * count * HV, NP):
+        i_h, i_b = i_job % HV, i_job // HV // count
+        first = i_job // HV % count * TS
+        end = tl.minimum(first + TS, T)
+        of_do = product(p_abc, i_b * HV + i_h)
+        head = tl.cast(i_b, tl.int64) * T * (HV * V) + i_h * V
+        for t in range(first, end, BLK // BV):
+            inside = (t + o_t < end)[:, None] & (o_v < V)[None, :]
+            at = head + tl.cast(t, tl.int64) * (HV * V) + o
+            # one after the other: their product may pass what float32 holds
+            b = tl.load(p_do + at, mask=inside, other=0.0).to(tl.float32) * of_do * factor
+            tl.store(p_y + at, b.to(p_y.dtype.element_ty), mask=inside)
+
+
+def divided_rows(do: Tensor, dstate: Tensor | None, powers: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`gradient_scaling.divided` of abc do [B T HV V] and dstate."""
+    B, T, HV, V = do.shape
+    peaks, divisor = (torch.empty(n, dtype=torch.float32, device=do.device) for n in (SHARES, 1))
+    end = (do, 0, 0) if dstate is None else (dstate, dstate.numel(), 1)
+    c = rows_constants(HV, V)
+    run(amax_of_rows, (SHARES,), do, end[0], peaks, powers, B, T, end[1], END=end[2], **c)
+    y = torch.empty_like(do, dtype=torch.float16)
+    run(scaled_rows, (SHARES,), do, y, peaks, divisor, powers, B, T, **c)
+    return y, None if dstate is None else scaled(dstate, peaks, divisor), divisor
+
+
+def rows_constants(HV: int, V: int) -> Constants:
+    return dict(HV=HV, V=V, BV=padded(V), TS=TOKENS, NP=SHARES, BLK=BLOCK, num_warps=4)
+
+
 def peaks_constants(K: int, V: int) -> Constants:
     return dict(K=K, V=V, BK=padded(K), BV=padded(V), TS=TOKENS, BLK=BLOCK, num_warps=4)
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """The three kernels, where rows are scaled at all."""
+    """The kernels, where rows are scaled at all."""
     if dtype != torch.bfloat16:
         return []
     rows = dict.fromkeys(("p_q", "p_k", "p_v", "p_do"), f"*{NAMES[dtype]}")
-    types = rows | dict.fromkeys(("p_peaks", "p_states", "p_abc", "p_dstate", "p_max"), "*fp32")
+    types = rows | dict.fromkeys(("p_peaks", "p_states", "p_abc", "p_dstate", "p_max", "p_divisor"), "*fp32")
     types |= dict.fromkeys(("share_q", "share_k", "share_v"), "fp32") | dict.fromkeys(("T", "B", "shares"), "i32")
-    types |= {"n_state": "i64"}
+    types |= {"n_state": "i64", "p_y": "*fp16"}
     heads = dict(H=1, HR=1, HV=2)
     cases = []
     for kernel, given in (
         (peaks, heads | peaks_constants(K, V)),
         (powers_of_peaks, heads | dict(BLK=AT_ONCE, num_warps=1)),
-        (amax_of_rows, dict(HV=2, V=V, BV=padded(V), TS=TOKENS, END=1, **config.launch["amax"])),
+        (amax_of_rows, rows_constants(2, V) | dict(END=1, **config.launch["amax"])),
+        (scaled_rows, rows_constants(2, V)),
     ):
         constants, options = split(given)
         cases.append(
