@@ -49,6 +49,37 @@ def test_an_op_on_the_gpu_is_the_op_on_the_cpu(spec, settings):
         assert_close(on("cpu", a), b, "on the GPU")
 
 
+# CARVE replays graphs of its own, and is not recorded
+RECORDED = [spec for spec in specs() if not spec.name.startswith(("paged", "carve"))]
+
+
+@pytest.mark.parametrize("spec", RECORDED, ids=lambda spec: spec.name)
+def test_calls_that_are_played_back_hold_no_memory_and_may_be_captured(spec):
+    pytest.importorskip("triton")
+    drawn = inputs_of(spec.name, torch.Generator().manual_seed(0), 2, 500, "random", 64, 64)
+    x = {name: y.requires_grad_() for name, y in on("cuda", stored(drawn, torch.bfloat16, spec.half)[0]).items()}
+    call = whole(spec.chunk, impl="triton")
+
+    def backward() -> list[torch.Tensor]:
+        values = [y for _, y in leaves(call(x)) if y.requires_grad]
+        found = torch.autograd.grad(values, list(x.values()), [torch.ones_like(y) for y in values], allow_unused=True)
+        return [y for y in found if y is not None]
+
+    first, held = backward(), []
+    for _ in range(4):
+        held.append(torch.cuda.memory_allocated())
+        assert all(torch.equal(a, b) for a, b in zip(backward(), first, strict=True))
+    assert held[1] == held[3], "what was recorded is kept"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = backward()
+    for _ in range(2):
+        for y in captured:
+            y.zero_()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, first, strict=True))
+
+
 @pytest.mark.parametrize("spec", [spec for spec in specs() if not spec.name.startswith("paged")], ids=lambda spec: spec.name)
 def test_a_backward_pass_may_be_the_first_call_of_its_thread(spec):
     """As autograd's is: one that has no context of CUDA yet."""

@@ -1,9 +1,17 @@
 """What is recorded of a call, and what is not."""
 
+import ctypes
+import gc
+import subprocess
+import sys
+import weakref
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
+
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.runtime import launch_configs, launcher, recorded
 from needlework.ops.runtime.recording import Recording
@@ -109,6 +117,55 @@ def test_memory_is_given_back_after_its_last_use_and_what_no_result_needs_is_lef
         later = {register for step, _ in steps[i + 1 :] for register in (*step.uses(), *step.makes())}
         assert not later & set(last)
     assert torch.equal(recording([x]), function(x))
+
+
+class Copies:
+    """A C function that copies eight float32 from an address to where a descriptor lies."""
+
+    descriptors = [(1, {}, {})]  # noqa: RUF012
+
+    def start(self, grid, stream, given):
+        assert grid == (2, 1, 1) and given[2] == 3
+        ctypes.memmove(given[1], given[0], 32)
+
+
+def test_a_recording_holds_no_tensor_of_its_call(monkeypatch):
+    """Not by a descriptor either: the memory of a call, and what autograd keeps for it, would live on."""
+    monkeypatch.setattr(launcher, "encode", lambda tile, block: [tile.base])
+    copies = Copies()
+
+    def function(x):
+        y = torch.empty_like(x)
+        y.copy_(x)
+        if (tell := launcher.told.get()) is not None:
+            tell(copies, (2,), (x, TensorDescriptor(y, [8], [1], [8]), 3))
+        return y
+
+    call, seen = recorded.recorded(function), []
+    gc.disable()
+    try:
+        for n in range(4):
+            x = torch.arange(8.0) + n
+            y = call(x)
+            assert torch.equal(x, y)
+            seen += weakref.ref(x), weakref.ref(y)
+            del x, y
+        assert not any(x() is not None for x in seen)
+    finally:
+        gc.enable()
+
+
+def test_recording_does_not_load_the_compiler():
+    code = """
+import sys, torch
+from needlework.ops.runtime import launcher, recorded
+launcher.calls_directly, launcher.current_stream, recorded._on_gpu = lambda: True, lambda: 0, lambda x: True
+call = recorded.recorded(lambda x: x + 1)
+for _ in range(3):
+    call(torch.ones(2))
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_nothing_is_recorded_where_launches_are_not_the_c_functions_or_a_config_is_forced(monkeypatch):

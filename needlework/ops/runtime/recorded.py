@@ -132,15 +132,6 @@ class Recorder(TorchDispatchMode):
         super().__exit__(exc_type, exc_val, exc_tb)
         launcher.told.reset(self.token)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        token = launcher.told.set(None)  # what an operator launches is the operator's
-        try:
-            results = func(*args, **(kwargs or {}))
-        finally:
-            launcher.told.reset(token)
-        self.called(func, args, kwargs or {}, results)
-        return results
-
     def called(self, function: OpOverload, args: tuple, kwargs: dict[str, Any], results: Any) -> None:
         several = results if isinstance(results, list | tuple) else (results,)
         given = list(tensors_of((args, tuple(kwargs.values()))))
@@ -180,6 +171,7 @@ class Recorder(TorchDispatchMode):
         for i, block, _ in direct.descriptors:
             x = arguments[i]
             self.refused |= not x.base.data_ptr()
+            given[i] = None  # a descriptor holds its tensor
             rest = x.shape, x.strides, x.block_shape, x.padding
             described.append(Described(i, *self.origins[self.register(x.base)], rest, block, {}))
         self.steps.append(Launch(direct, launcher.in_three(grid), given, addresses, described))
@@ -235,3 +227,17 @@ class Recorder(TorchDispatchMode):
                 return register
         self.passing.add(memory)
         return register
+
+
+def _noting(recorder: Recorder, func: OpOverload, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    token = launcher.told.set(None)  # what an operator launches is the operator's
+    try:
+        results = func(*args, **(kwargs or {}))
+    finally:
+        launcher.told.reset(token)
+    recorder.called(func, args, kwargs or {}, results)
+    return results
+
+
+# after the class is made: PyTorch would wrap it in what imports torch._dynamo at the first call, which takes longer than many compilations
+Recorder.__torch_dispatch__ = _noting  # pyrefly: ignore[bad-assignment]
