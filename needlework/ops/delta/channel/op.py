@@ -178,8 +178,9 @@ def _segment_length(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, conf
     """`segment_length` of the call."""
     (_, T, HV, V), K, launch = inputs.v.shape, inputs.q.shape[3], config.launch["scan"]
     C, chains = config.launch["shared"]["C"], HV * -(-V // launch["BV"])
-    # eight warps a multiprocessor, for the registers of the state
-    slots = multiprocessors(inputs.v.device) * (8 // launch["num_warps"])
+    # warps of a multiprocessor whose registers hold states: of narrow keys more
+    warps = 24 if K <= 64 else 8
+    slots = multiprocessors(inputs.v.device) * warps // launch["num_warps"]
     return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, slots)
 
 
