@@ -80,6 +80,7 @@ part = base[2:5]
         (lambda x: x * x.sum().item(), torch.randn(3)),  # a number on the host
         (lambda x: x + len(x.nonzero()), torch.randn(3)),  # a size that follows from numbers
         (lambda x: x + kept.add_(1).mul_(0), torch.randn(3)),  # changes what is kept
+        (lambda x: x + kept[1:].add_(1).sum().mul(0), torch.randn(3)),  # a part of it
         (lambda x: x[:3] + part, base),  # knows a part of what is given
     ),
 )

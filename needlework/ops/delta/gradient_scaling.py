@@ -62,11 +62,15 @@ def divided(do: Tensor, dstate: Tensor | None) -> tuple[Tensor, Tensor | None, T
     peaks, divisor = (torch.empty(n, dtype=torch.float32, device=do.device) for n in (SHARES, 1))
     end = (do, 0, 0) if dstate is None else (dstate, dstate.numel(), 1)
     run(amax, (SHARES,), do, end[0], peaks, do.numel(), end[1], NP=SHARES, BLK=BLOCK, END=end[2], num_warps=4)
-    return scaled(do, peaks, divisor, torch.float16), None if dstate is None else scaled(dstate, peaks, divisor), divisor
+    return (
+        divided_by(peaks, divisor, do, torch.float16),
+        None if dstate is None else divided_by(peaks, divisor, dstate),
+        divisor,
+    )
 
 
-def scaled(x: Tensor, peaks: Tensor, divisor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """x / divisor, which is written too, of what `amax` has found."""
+def divided_by(peaks: Tensor, divisor: Tensor, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """x / divisor, which is written too, of the peaks that `amax` has found."""
     y = torch.empty_like(x, dtype=dtype)
     run(scaled_kernel, (SHARES,), x, y, peaks, divisor, x.numel(), NP=SHARES, BLK=BLOCK, num_warps=4)
     return y

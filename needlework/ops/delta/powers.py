@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.delta.gradient_scaling import BLOCK, SHARES, gradient_factor, loudest, scaled
+from needlework.ops.delta.gradient_scaling import BLOCK, SHARES, divided_by, gradient_factor, loudest
 from needlework.ops.delta.scaling import shares
 from needlework.ops.runtime.custom_op import fake, operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, split
@@ -200,7 +200,7 @@ def divided_rows(do: Tensor, dstate: Tensor | None, powers: Tensor) -> tuple[Ten
     run(amax_of_rows, (SHARES,), do, end[0], peaks, powers, B, T, end[1], END=end[2], **c)
     y = torch.empty_like(do, dtype=torch.float16)
     run(scaled_rows, (SHARES,), do, y, peaks, divisor, powers, B, T, **c)
-    return y, None if dstate is None else scaled(dstate, peaks, divisor), divisor
+    return y, None if dstate is None else divided_by(peaks, divisor, dstate), divisor
 
 
 def rows_constants(HV: int, V: int) -> Constants:

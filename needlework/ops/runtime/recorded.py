@@ -145,7 +145,8 @@ class Recorder(TorchDispatchMode):
         arguments = noted((args, tuple(kwargs.values())), self.register)
         if function._schema.is_mutable:
             # which of them it changes is not asked
-            self.refused |= any(x is y for x in given for _, y in self.kept)
+            kept = {register for register, _ in self.kept}
+            self.refused |= any(self.origins[self.register(x)][0] in kept for x in given)
         elif function is aten.detach.default:
             self._same(results, args[0])
             return
@@ -165,7 +166,7 @@ class Recorder(TorchDispatchMode):
         given, addresses, described = list(arguments), [], []
         for i, x in enumerate(arguments):
             if isinstance(x, Tensor):
-                given[i] = x.data_ptr() and None  # 0: nothing lies there
+                given[i] = None if x.data_ptr() else 0  # nothing lies there
                 if x.data_ptr():
                     addresses.append((i, *self.origins[self.register(x)]))
         for i, block, _ in direct.descriptors:
