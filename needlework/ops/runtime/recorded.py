@@ -33,9 +33,8 @@ from needlework.ops.runtime.recording import (
     Recording,
     Register,
     Step,
+    every,
     noted,
-    registers_of,
-    tensors_of,
 )
 
 RECORDINGS = 256  # kept of one operator
@@ -134,7 +133,7 @@ class Recorder(TorchDispatchMode):
 
     def called(self, function: OpOverload, args: tuple, kwargs: dict[str, Any], results: Any) -> None:
         several = results if isinstance(results, list | tuple) else (results,)
-        given = list(tensors_of((args, tuple(kwargs.values()))))
+        given = list(every(Tensor, (args, tuple(kwargs.values()))))
         if not all(isinstance(x, Tensor) for x in several):
             self.refused |= bool(given)  # a number of a tensor; without one it is of dtypes
             return
@@ -192,13 +191,13 @@ class Recorder(TorchDispatchMode):
         results = noted(results, self.register)
         if self.refused:
             return None
-        needed, kept = set(registers_of(results)), []
+        needed, kept = set(every(Register, results)), []
         for step in reversed(self.steps):
             changes = isinstance(step, Launch) or (isinstance(step, Call) and step.function._schema.is_mutable)
             if changes or needed & set(step.makes()):
                 needed |= set(step.uses())
                 kept.append(step)
-        later, steps = set(range(self.given)) | {register for register, _ in self.kept} | set(registers_of(results)), []
+        later, steps = set(range(self.given)) | {register for register, _ in self.kept} | set(every(Register, results)), []
         for step in kept:
             own = {*step.uses(), *step.makes()}
             steps.append((step, sorted(own - later)))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from needlework.ops.runtime import launcher
+
+X = TypeVar("X")
 
 
 class Register(int):
@@ -50,7 +52,7 @@ class Call(NamedTuple):
     made: tuple[Register, ...]
 
     def uses(self) -> Iterator[int]:
-        return registers_of((self.arguments, tuple(self.options.values())))
+        return every(Register, (self.arguments, tuple(self.options.values())))
 
     def makes(self) -> tuple[Register, ...]:
         return self.made
@@ -141,20 +143,13 @@ class Recording:
         return filled(self.results, registers)
 
 
-def tensors_of(x: Any) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
+def every(kind: type[X], x: Any) -> Iterator[X]:
+    """All of a kind in x, its lists and tuples."""
+    if isinstance(x, kind):
         yield x
     elif isinstance(x, list | tuple):
         for y in x:
-            yield from tensors_of(y)
-
-
-def registers_of(x: Any) -> Iterator[Register]:
-    if isinstance(x, Register):
-        yield x
-    elif isinstance(x, list | tuple):
-        for y in x:
-            yield from registers_of(y)
+            yield from every(kind, y)
 
 
 def noted(x: Any, register: Callable[[Tensor], Register]) -> Any:
