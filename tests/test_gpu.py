@@ -49,8 +49,8 @@ def test_an_op_on_the_gpu_is_the_op_on_the_cpu(spec, settings):
         assert_close(on("cpu", a), b, "on the GPU")
 
 
-# CARVE replays graphs of its own, and is not recorded
-RECORDED = [spec for spec in specs() if not spec.name.startswith(("paged", "carve"))]
+# CARVE replays graphs of its own, and is not recorded; Q-Delta transposed has no kernels
+RECORDED = [spec for spec in specs() if not spec.name.startswith(("paged", "carve", "qdelta/transposed"))]
 
 
 @pytest.mark.parametrize("spec", RECORDED, ids=lambda spec: spec.name)
@@ -61,7 +61,7 @@ def test_calls_that_are_played_back_hold_no_memory_and_may_be_captured(spec):
 
     def backward() -> list[torch.Tensor]:
         # without final states: of attention they are pages, whose count is read on the host
-        values = [y for _, y in leaves(spec.chunk(**x)) if y.requires_grad]
+        values = [y for _, y in leaves(spec.chunk(**x, impl="triton")) if y.requires_grad]
         found = torch.autograd.grad(values, list(x.values()), [torch.ones_like(y) for y in values], allow_unused=True)
         return [y for y in found if y is not None]
 
