@@ -169,6 +169,19 @@ sys.exit("torch._dynamo" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_call_that_cannot_be_held_whole_is_never_recorded():
+    """A recording needs more memory than the call: a call for which there is none is made again as it is."""
+
+    def function(x):
+        if launcher.told.get() is not None:
+            raise torch.OutOfMemoryError("no memory")
+        return x + 1
+
+    call, ran = counted(function)
+    for n in range(4):
+        assert torch.equal(call(torch.ones(2)), torch.full((2,), 2.0)) and len(ran) == n + 1 + (n > 0)
+
+
 def test_nothing_is_recorded_where_launches_are_not_the_c_functions_or_a_config_is_forced(monkeypatch):
     call, ran = counted(lambda x: x + 1)
     with launch_configs.forced("delta/scalar"):

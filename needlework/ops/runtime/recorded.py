@@ -65,16 +65,26 @@ def recorded(function: Callable) -> Callable:
         if found is NEVER:
             return function(*arguments)
         if found is ONCE:
-            with Recorder(tensors) as recorder:
-                results = function(*arguments)
-            recordings[kind] = recorder.recording(results) or NEVER
-            return results
+            results, recordings[kind] = _recorded(function, arguments, tensors)
+            return function(*arguments) if results is None else results
         if len(recordings) >= RECORDINGS:
             recordings.clear()
         recordings[kind] = ONCE
         return function(*arguments)
 
     return call
+
+
+def _recorded(function: Callable, arguments: tuple, tensors: list[Tensor]) -> tuple[Any, Any]:
+    """Results, and the recording or NEVER. What is recorded holds all that it makes until it ends: where there is no memory for that, no
+    results."""
+    recorder = Recorder(tensors)
+    try:
+        with recorder:
+            results = function(*arguments)
+    except torch.OutOfMemoryError:
+        return None, NEVER
+    return results, recorder.recording(results) or NEVER
 
 
 def _kind(arguments: tuple, tensors: list[Tensor]) -> Hashable | None:
