@@ -15,7 +15,7 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.groups import of_groups
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pairs
-from needlework.ops.delta.channel.operands import RULES, Saved, operands, predicted, rule_of
+from needlework.ops.delta.channel.operands import RULES, Saved, operands, predicted, rule_of, scales
 from needlework.ops.delta.channel.scan_bwd import adjoint, replay_forward, replay_reverse
 from needlework.ops.delta.gradient_scaling import divided
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
@@ -144,7 +144,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     cases = []
     for rule, prediction in RULES:
         absent = {0: ("beta", "erase", "write", "e_hat", "A", "part"), 1: ("erase", "write"), 2: ("beta", "part")}[rule]
-        absent += ("slots", "peaks") if rule == 0 and dtype == torch.bfloat16 else ("slots", "peaks", "abc")
+        absent += ("slots", "peaks") if scales(rule, dtype) else ("slots", "peaks", "abc")
         for kernel, launch in channel_constants(config, dtype, rule, H=1, HV=2, K=K, V=V, prediction=prediction, R=1).items():
             options = {name: launch.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in launch}
             columns = {"K": launch.get("KP", launch.get("BK")), "V": launch.get("VP", launch.get("BV")), "C": launch["C"]}

@@ -53,6 +53,11 @@ def rule_of(beta: Tensor | None, erase: Tensor | None) -> int:
     return 2 if erase is not None else int(beta is not None)
 
 
+def scales(rule: int, dtype: torch.dtype) -> bool:
+    """Whether kernels are given powers of two by which they divide rows (`powers.py`)."""
+    return rule == 0 and dtype == torch.bfloat16
+
+
 def predicted(prediction: str) -> dict[str, int]:
     """Of the kernels that make e: PREVIOUS leaves the own token's decay out of it, GIVEN takes erase for it."""
     return {"PREVIOUS": int(prediction != "decayed"), "GIVEN": int(prediction == "given")}

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.shapes import width
-from needlework.ops.delta.channel.operands import Saved, case, operands, rule_of, triton_dtype
+from needlework.ops.delta.channel.operands import Saved, case, operands, rule_of, scales, triton_dtype
 from needlework.ops.delta.inputs import NO_TABLE, OF_TABLE, SlotTable, solve_dtype
 from needlework.ops.delta.powers import divisor_of_v, product
 from needlework.ops.delta.segments import sequence_of
@@ -209,9 +209,8 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         blocks |= {"Tp": (solves, C), "Pp": (solves, C), "W": (solves, BV)}
         for name, (kind, columns) in blocks.items():
             types[name] = f"tensordesc<{kind}[1, 1, {C}, {columns}]>" if config.tma else f"*{kind}"
-        absent = {0: ("e_hat", "Tp", "p_beta", "write"), 1: ("write", "p_abc"), 2: ("p_beta", "p_abc")}[rule]
-        if dtype != torch.bfloat16 and rule == 0:
-            absent += ("p_abc",)
+        absent = {0: ("e_hat", "Tp", "p_beta", "write"), 1: ("write",), 2: ("p_beta",)}[rule]
+        absent += () if scales(rule, dtype) else ("p_abc",)
         cases.append(case(scan_kernel, types, constants | {"INIT": 1, "SAVE": 1}, (*absent, *OF_TABLE)))
         scaled = () if rule == 0 else ("p_power",)
         in_place, by_segment = ("p_initial_state", "p_of"), ()
