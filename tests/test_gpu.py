@@ -62,7 +62,9 @@ def test_calls_that_are_played_back_hold_no_memory_and_may_be_captured(spec):
     def backward() -> list[torch.Tensor]:
         # without final states: of attention they are pages, whose count is read on the host
         values = [y for _, y in leaves(spec.chunk(**x, impl="triton")) if y.requires_grad]
-        found = torch.autograd.grad(values, list(x.values()), [torch.ones_like(y) for y in values], allow_unused=True)
+        # on this thread: one of autograd's own frees what it was given after the call has returned
+        with torch.autograd.set_multithreading_enabled(False):
+            found = torch.autograd.grad(values, list(x.values()), [torch.ones_like(y) for y in values], allow_unused=True)
         return [y for y in found if y is not None]
 
     first, held = backward(), []

@@ -104,6 +104,21 @@ def test_chains_cut_between_slots_are_the_recurrence(NP):
         agree(inputs(B=2, T=70, HV=3, V=20))
 
 
+def test_a_team_walks_the_heads_of_a_key_head_side_by_side():
+    """Two teams of four slots, two heads in two tiles each, have three chains: one is cut."""
+    with forced(ENGINE, scan={"NP": 8, "BV": 16}):
+        agree(inputs(B=3, T=70, HV=2, V=20))
+
+
+@pytest.mark.parametrize(
+    "group, tiles, slots, heads", ((8, 2, 264, 8), (24, 3, 264, 12), (5, 1, 264, 5), (1, 7, 264, 1), (2, 2, 8, 2), (2, 2, 9, 1))
+)
+def test_a_team_leaves_few_slots_without_work(group, tiles, slots, heads):
+    from needlework.ops.delta.scalar.operands import heads_of_team
+
+    assert heads_of_team(group, tiles, slots) == heads
+
+
 @pytest.mark.parametrize("ends, NP", covering(([0, 19, 19, 60, 61], [0, 0, 50, 61, 61], [0, 61]), (3, 1, 216), pairs=False))
 def test_packed_sequences_are_separate_and_empty_ones_keep_their_state(ends, NP):
     with forced(ENGINE, scan={"NP": NP}):

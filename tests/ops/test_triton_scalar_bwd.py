@@ -237,6 +237,19 @@ def test_a_chain_that_is_cut_goes_on_bit_for_bit():
         assert torch.equal(whole[name], cut[name]), name
 
 
+def test_teams_pass_on_what_each_member_has():
+    """Teams of four slots: two heads, in two tiles of values or of keys. Two of them have three chains, so that one is cut."""
+    inputs = make(B=3, T=70, K=24, V=20)
+    do, dstate = incoming(inputs)
+
+    def of(NP):
+        return gradients(inputs, do, dstate, adjoint={"NP": NP, "BV": 16}, replay_forward={"NP": NP, "KS": 16})
+
+    whole, cut = of(NP=16), of(NP=8)
+    for name in whole:
+        assert torch.equal(whole[name], cut[name]), name
+
+
 def test_the_copy_engine_loads_the_same():
     check(make(T=37, H=1, HV=2, K=16, V=12), tma=True)
 

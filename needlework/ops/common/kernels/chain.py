@@ -4,6 +4,9 @@ A chain is the chunks of one sequence that one program must walk in order. Chain
 slot, one slot a program (McNaughton's wrap-around rule): a chain is cut at most once; its first chunks run first in one slot, its
 last chunks run last in the slot before. A slot has a number that falls as the program id rises, so that a program only waits for
 one that was started earlier.
+
+Chains that read the same tokens, as the tiles of one state do, are walked side by side by a team of slots, each its own member: what
+one of them has fetched the others find in L2. A run is then a team's, and the slot before is that of the team before.
 """
 
 import triton
@@ -68,12 +71,12 @@ def part_here(p_cum, i_n, i_own, lo, hi, PER: tl.constexpr):
 
 
 @triton.jit
-def slot_here(p_cum, N, PER: tl.constexpr):
-    """This program's slot, its positions [lo, hi) and its first and last chain."""
+def slot_here(p_cum, N, PER: tl.constexpr, TEAM: tl.constexpr):
+    """This program's slot and its place in its team; the team's positions [lo, hi) and its first and last chain."""
     slots = tl.num_programs(0)
     i_slot = slots - 1 - tl.program_id(0)
-    lo, hi, first, last = run_of(p_cum, N, i_slot, slots, PER)
-    return i_slot, lo, hi, first, last
+    lo, hi, first, last = run_of(p_cum, N, i_slot // TEAM, slots // TEAM, PER)
+    return i_slot, i_slot % TEAM, lo, hi, first, last
 
 
 @triton.jit

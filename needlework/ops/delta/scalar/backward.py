@@ -11,6 +11,7 @@ overflow flag, or FORM 1 sets it here. p_overflow, the forward's alone, says whi
 """
 
 from functools import cache, partial
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from needlework.ops.delta.gradient_scaling import amax
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.delta.powers import TOKENS, amax_of_rows
 from needlework.ops.delta.scalar.intra_bwd import combine, gate, pairs
-from needlework.ops.delta.scalar.operands import Saved, forms, inverse, operand_types, slots_of
+from needlework.ops.delta.scalar.operands import Saved, forms, heads_of_team, inverse, operand_types, slots_of
 from needlework.ops.delta.scalar.replay import replay_forward, replay_reverse
 from needlework.ops.delta.scalar.scan_bwd import adjoint
 from needlework.ops.delta.segments import fix_up, segmented
@@ -110,8 +111,9 @@ def backward(
     square = lambda x: tile(x, R, R)
 
     def walk(dstate: Tensor | None, dinitial_state: Tensor) -> tuple[int, tuple]:
-        """Of adjoint: a chain per sequence, value head and tile of values, and what is left of it where it is cut."""
-        slots, flag = slots_of(config, "adjoint", alignment, HV * cdiv(V, BV), chunks_in_all)
+        """Of adjoint: a chain per sequence and heads of a team, and what is left of it where it is cut."""
+        heads = c["adjoint"]["HEADS"]
+        slots, flag = slots_of(config, "adjoint", alignment, HV // heads, heads * cdiv(V, BV), chunks_in_all)
         return slots, (
             tile(r, KB), tile(asks, KB), tile(k_, KB), tile(do, BV), x_T, x_P, saved.E, tile(du, BV), dstate, dinitial_state,
             alignment.cum, new(slots, BV, NK * KB), flag, overflow, peaks, inputs.powers, scale, T, rows, N,
@@ -122,8 +124,9 @@ def backward(
         found, dstate = torch.zeros_like(dinitial_state), torch.empty_like(dinitial_state)
         by_segment = saved.M, found, *walk(None, found)
 
-    chains = HV * slices * parts
-    (slots, flag), (_, flag_back) = (slots_of(config, "replay_forward", alignment, chains, chunks_in_all) for _ in range(2))
+    heads = c["replay_forward"]["HEADS"]
+    replays = alignment, HV // heads, heads * slices * parts, chunks_in_all
+    (slots, flag), (_, flag_back) = (slots_of(config, "replay_forward", *replays) for _ in range(2))
     hand, jobs, runs = new(slots, KS, VB * NT), tiled // R * B * HV, cdiv(alignment.longest, EVERY)
     # name, programs, arguments: the same in every FORM
     calls = [
@@ -194,12 +197,16 @@ def constants(
     }
     own["replay_reverse"] = {**own["replay_forward"], **config.launch["replay_reverse"]}
     own["adjoint"] |= dict(KB=min(padded(K), 128), NK=cdiv(K, 128))
+    group = gcd(HV // H, HV // HR)
+    own["adjoint"] |= dict(HEADS=heads_of_team(group, cdiv(V, own["adjoint"]["BV"]), own["adjoint"]["NP"]))
     for name in ("replay_forward", "replay_reverse"):
         row = own[name]
         row |= dict(KS=min(row["KS"], padded(K)), VB=min(row["VB"], padded(V)))
         row |= dict(NT=row["NT"] if V > row["VB"] else 1)
         # an anchor a chunk cancels nothing; in half precision the operands' roundings are larger than what cancels
         row |= dict(EVERY=NO_ANCHOR if not gated else row["EVERY"] if half else 1)
+        tiles = cdiv(K, row["KS"]) * cdiv(V, row["VB"] * row["NT"])
+        row |= dict(HEADS=heads_of_team(group, tiles, row["NP"]))
     row = own["replay_forward"]
     # R, a tile's rows, is one chunk: of chunks that no sequence has nothing is written, and NaN times 0 would be NaN
     own["pairs"] |= dict(BV=min(own["pairs"]["BV"], padded(V)), R=everything["C"])

@@ -110,8 +110,8 @@ def walk_of(
     constants_of = lambda form: scan_constants(
         config, v.dtype, H, r.shape[2], HV, K, V, *given, init(form), saved.W is not None, form
     )
-    BV, KB, NK = (constants_of(0)[name] for name in ("BV", "KB", "NK"))
-    slots, flag = slots_of(config, "scan", alignment, HV * -(-V // BV), len(v) * (NR // C))
+    BV, KB, NK, heads = (constants_of(0)[name] for name in ("BV", "KB", "NK", "HEADS"))
+    slots, flag = slots_of(config, "scan", alignment, HV // heads, heads * -(-V // BV), len(v) * (NR // C))
     hand = q.new_empty(slots, BV, NK * KB, dtype=state.dtype)
     tile = lambda x, D: token_tile(x, C, D) if config.tma and x is not None else x
     pairs = lambda x: None if x is None else tile(x.view(-1, NR, 1, C), C)

@@ -2,6 +2,7 @@
 of a scan."""
 
 from functools import cache
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -100,13 +101,20 @@ def operand_types(dtype: torch.dtype, form: int) -> Constants:
     return given if form < 2 else given | dict(ST=FALLBACK, TT=TYPES[torch.float32], SOLVE="tf32x3")
 
 
-def slots_of(config: LaunchConfig, kernel: str, align: Alignment, per: int, chunks: int) -> tuple[int, Tensor]:
-    """Programs of a walk with `per` chains a sequence over `chunks` chunks in all, and the flags by which they pass chains on."""
+def heads_of_team(group: int, tiles: int, slots: int) -> int:
+    """Value heads of one key head that a team of slots walks side by side, each in so many tiles: as many of the group as leave at most a
+    sixteenth of the slots without a team, at least one."""
+    fits = (heads for heads in range(group, 0, -1) if not group % heads and slots % (heads * tiles) * 16 <= slots)
+    return next(fits, 1)
+
+
+def slots_of(config: LaunchConfig, kernel: str, align: Alignment, per: int, team: int, chunks: int) -> tuple[int, Tensor]:
+    """Programs of a walk by teams, with `per` chains a sequence over `chunks` chunks in all, and the flags by which they pass chains on."""
     chains = align.N * per
-    slots = min(config.launch[kernel]["NP"], chains)
-    # where each program has one chain, as long as all others, no flag is ever read
-    cut = slots < chains or align.N * align.longest != chunks
-    return slots, (torch.zeros if cut else torch.empty)(slots, dtype=torch.int32, device=align.cum.device)
+    teams = min(max(config.launch[kernel]["NP"] // team, 1), chains)
+    # where each team has one chain, as long as all others, no flag is ever read
+    cut = teams < chains or align.N * align.longest != chunks
+    return teams * team, (torch.zeros if cut else torch.empty)(teams * team, dtype=torch.int32, device=align.cum.device)
 
 
 @cache
@@ -114,10 +122,11 @@ def scan_constants(
     config: LaunchConfig, dtype: torch.dtype, H: int, HR: int, HV: int, K: int, V: int,
     erase: int, lam: int, read: int, init: int, save: int, form: int,
 ) -> Constants:  # fmt: skip
-    own = {name: x for name, x in config.launch["scan"].items() if name != "NP"}
+    own = dict(config.launch["scan"])
+    heads = heads_of_team(gcd(HV // H, HV // HR), -(-V // own["BV"]), own.pop("NP"))
     KB = min(padded(K), 128)
     return dict(
         H=H, HR=HR, HV=HV, K=K, V=V, C=config.launch["shared"]["C"], KB=KB, NK=-(-K // KB), TMA=int(config.tma),
-        ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ERASE=erase, LAM=lam, READ=read, INIT=int(init), SAVE=int(save),
+        ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ERASE=erase, LAM=lam, READ=read, INIT=int(init), SAVE=int(save), HEADS=heads,
         **operand_types(dtype, form), **own,
     )  # fmt: skip

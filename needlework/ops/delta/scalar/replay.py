@@ -6,7 +6,7 @@ so that a program replays a slice of keys, forward with S and backward with dS, 
 
 The gradient of the gates wants X = e^{G_C} ⟨S, dS⟩ of each chunk, S at its start and dS at its end. The forward pass stores S
 every EVERY chunks, counted from a sequence's end, and the reverse pass measures X there; between, X follows from the tokens.
-Slots and chains are `scan.py`'s; a chain is one sequence, value head, slice of KS keys and slice of NT·VB values.
+Slots and chains are `scan.py`'s; of a team each has a value head, a slice of KS keys and a slice of NT·VB values.
 """
 
 import triton
@@ -24,25 +24,27 @@ def replay_forward(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KS: tl.constexpr, VB: tl.constexpr,
     NT: tl.constexpr, NS: tl.constexpr, EVERY: tl.constexpr, TMA: tl.constexpr,
     ACC: tl.constexpr, ST: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, ERASE: tl.constexpr, INIT: tl.constexpr,
-    FORM: tl.constexpr,
+    FORM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One slot. In half precision do and du hold the same factor."""
     VS: tl.constexpr = VB * NT
     NKS: tl.constexpr = (K + KS - 1) // KS
     NVS: tl.constexpr = (V + VS - 1) // VS
-    PER: tl.constexpr = HV * NKS * NVS
+    TILES: tl.constexpr = NKS * NVS
+    PER: tl.constexpr = HV // HEADS
+    TEAM: tl.constexpr = HEADS * TILES
     if FORM == 2:
         if tl.load(p_overflow_bwd) == 0:
             return
-    i_slot, lo, hi, first, last = slot_here(p_cum, N, PER)
+    i_slot, i_own, lo, hi, first, last = slot_here(p_cum, N, PER, TEAM)
+    i_k = (i_own % TILES // NVS) * KS
+    i_s = i_own % NVS
+    i_v = i_s * VS
     chunks_of_row = NR // C
     o_c = tl.arange(0, C)
     o_hand = tl.arange(0, KS)[:, None] * VS + tl.arange(0, VB)[None, :]
     for i_chain in range(first, last + 1):
-        i_h = (i_chain % PER) // (NKS * NVS)
-        i_k = ((i_chain // NVS) % NKS) * KS
-        i_s = i_chain % NVS
-        i_v = i_s * VS
+        i_h = (i_chain % PER) * HEADS + i_own // TILES
         i_n, i_b, c_row, start, count, begin, late, c_from, c_to = chain_here(p_cum, i_chain, lo, hi, chunks_of_row, PER)
         i_bh = i_b * HV + i_h
 
@@ -120,11 +122,11 @@ def replay_forward(
                     store_tile(x_dx, tl.trans(b_dx).to(BT, bitcast=True), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
 
         if begin > 0:
-            p_early = p_late - KS * VS
+            p_early = p_late - TEAM * KS * VS
             tl.store(p_early + o_hand, S0)
             if NT == 2:
                 tl.store(p_early + VB + o_hand, S1)
-            tell(p_flag + i_slot - 1, FORM)
+            tell(p_flag + i_slot - TEAM, FORM)
 
 
 @triton.jit
@@ -148,24 +150,27 @@ def replay_reverse(
     VB: tl.constexpr, NT: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, EVERY: tl.constexpr, TMA: tl.constexpr,
     HALF: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr, BT: tl.constexpr,
     GATE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, END: tl.constexpr, FORM: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     """One slot, chunks from last to first. END: the final state has a gradient."""
     VS: tl.constexpr = VB * NT
     NKS: tl.constexpr = (K + KS - 1) // KS
     NVS: tl.constexpr = (V + VS - 1) // VS
-    PER: tl.constexpr = HV * NKS * NVS
+    TILES: tl.constexpr = NKS * NVS
+    PER: tl.constexpr = HV // HEADS
+    TEAM: tl.constexpr = HEADS * TILES
     if FORM == 2:
         if tl.load(p_overflow_bwd) == 0:
             return
-    i_slot, lo, hi, first, last = slot_here(p_cum, N, PER)
+    i_slot, i_own, lo, hi, first, last = slot_here(p_cum, N, PER, TEAM)
+    i_k = (i_own % TILES // NVS) * KS
+    i_s = i_own % NVS
+    i_v = i_s * VS
     chunks_of_row = NR // C
     o_c = tl.arange(0, C)
     o_hand = tl.arange(0, KS)[:, None] * VS + tl.arange(0, VB)[None, :]
     for i_chain in range(first, last + 1):
-        i_h = (i_chain % PER) // (NKS * NVS)
-        i_k = ((i_chain // NVS) % NKS) * KS
-        i_s = i_chain % NVS
-        i_v = i_s * VS
+        i_h = (i_chain % PER) * HEADS + i_own // TILES
         i_n, i_b, c_row, start, count, begin, late, c_from, c_to = chain_here(p_cum, i_chain, lo, hi, chunks_of_row, PER)
         i_bh = i_b * HV + i_h
 
@@ -197,7 +202,7 @@ def replay_reverse(
                     b_anchor1 = tl.load(p_here + VB, mask=inside1, other=0.0).to(ST, bitcast=True).to(ACC)
                     alike += tl.sum(tl.sum(S1 * b_anchor1, 1), 0)
                 p_last = p_G + tl.cast(i_bh, tl.int64) * NR + (c_row + count - c_anchor) * C - 1
-                tl.store(p_X + place * (NKS * NVS) + i_chain % (NKS * NVS), alike * tl.exp2(tl.load(p_last)))
+                tl.store(p_X + place * TILES + i_own % TILES, alike * tl.exp2(tl.load(p_last)))
             for i in tl.range(tl.maximum(c_anchor, c_from), tl.minimum(c_anchor + EVERY, c_to), num_stages=NS):
                 i_chunk = c_row + count - 1 - i
                 i_t = i_chunk * C
@@ -245,8 +250,8 @@ def replay_reverse(
                 store_tile(x_dk, tl.trans(b_dk).to(BT, bitcast=True), i_s * B + i_b, i_t, i_h, i_k, T, HV, K, C, KS, TMA)
 
         if begin > 0:
-            p_early = p_late - KS * VS
+            p_early = p_late - TEAM * KS * VS
             tl.store(p_early + o_hand, S0)
             if NT == 2:
                 tl.store(p_early + VB + o_hand, S1)
-            tell(p_flag + i_slot - 1, FORM)
+            tell(p_flag + i_slot - TEAM, FORM)

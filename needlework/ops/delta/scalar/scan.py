@@ -3,7 +3,8 @@ from it from registers, so that nothing of the state goes through shared memory.
 
     Rᵀ = β ⊙ (vᵀ − e^G ⊙ (Sᵀkᵀ + λ Sᵀqᵀ))    Wᵀ = Rᵀ Tᵀ    oᵀ = scale e^G ⊙ Sᵀrᵀ + Wᵀ P'ᵀ    Sᵀ ← e^{G_C} Sᵀ + (e^{G_C − G} ⊙ W)ᵀ k
 
-A chain is one sequence, value head and tile of BV values; `kernels/chain.py` shares the chains out among the programs.
+A chain is one sequence and HEADS value heads of one key head; a team of slots walks it, one for each head and tile of BV values
+(`kernels/chain.py`).
 r, q, k and W are operands (ST), v and o of the caller's type (OT), T and what it multiplies of a type of their own (TT).
 
 Where x = k + λq the transition is no contraction, and a state may pass what float16 holds. So in half precision the walk, and all
@@ -50,7 +51,7 @@ def scan(
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, TT: tl.constexpr,
     BT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, INIT: tl.constexpr,
-    SAVE: tl.constexpr, FORM: tl.constexpr,
+    SAVE: tl.constexpr, FORM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One slot. The state's K columns are NK tiles of KB; p_hand [slots BV NK·KB] and p_flag pass a cut chain on.
 
@@ -59,18 +60,19 @@ def scan(
     it, and has waited for the state that the first one handed on: a slot is never written before it has been read.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
-    PER: tl.constexpr = HV * NV
+    PER: tl.constexpr = HV // HEADS
+    TEAM: tl.constexpr = HEADS * NV
     if FORM == 2:
         if tl.load(p_overflow) == 0:
             return
-    i_slot, lo, hi, first, last = slot_here(p_cum, N, PER)
+    i_slot, i_own, lo, hi, first, last = slot_here(p_cum, N, PER, TEAM)
+    i_v = (i_own % NV) * BV
     chunks_of_row = NR // C
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, KB)
     o_hand = tl.arange(0, BV)[:, None] * (NK * KB) + o_k[None, :]
     for i_chain in range(first, last + 1):
-        i_h = (i_chain % PER) // NV
-        i_v = (i_chain % NV) * BV
+        i_h = (i_chain % PER) * HEADS + i_own // NV
         i_k = i_h // (HV // H)
         i_r = i_h // (HV // HR)
         i_n, i_b, c_row, _, count, begin, late, c_from, c_to = chain_here(p_cum, i_chain, lo, hi, chunks_of_row, PER)
@@ -195,8 +197,8 @@ def scan(
             if NK == 2:
                 tl.store(p_slot + KB * V + o_slot, S1 * power, mask=inside1 & leaves)
         if begin > 0:
-            p_early = p_late - BV * NK * KB
+            p_early = p_late - TEAM * BV * NK * KB
             tl.store(p_early, S0)
             if NK == 2:
                 tl.store(p_early + KB, S1)
-            tell(p_flag + i_slot - 1, FORM)
+            tell(p_flag + i_slot - TEAM, FORM)

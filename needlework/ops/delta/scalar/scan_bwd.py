@@ -28,23 +28,24 @@ def adjoint(
     H: tl.constexpr, HR: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, NM: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr,
     ACC: tl.constexpr, ST: tl.constexpr, BT: tl.constexpr, TT: tl.constexpr, SOLVE: tl.constexpr, FORM: tl.constexpr,
-    ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, END: tl.constexpr,
+    ERASE: tl.constexpr, LAM: tl.constexpr, READ: tl.constexpr, END: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One slot; the arguments are `scan`'s. END: the final state has a gradient."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    PER: tl.constexpr = HV * NV
+    PER: tl.constexpr = HV // HEADS
+    TEAM: tl.constexpr = HEADS * NV
     if FORM == 2:
         if tl.load(p_overflow_bwd) == 0:
             return
-    i_slot, lo, hi, first, last = slot_here(p_cum, N, PER)
+    i_slot, i_own, lo, hi, first, last = slot_here(p_cum, N, PER, TEAM)
+    i_v = (i_own % NV) * BV
     chunks_of_row = NR // C
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, KB)
     o_hand = tl.arange(0, BV)[:, None] * (NK * KB) + o_k[None, :]
     factor = gradient_factor(p_max, NM, HALF)
     for i_chain in range(first, last + 1):
-        i_h = (i_chain % PER) // NV
-        i_v = (i_chain % NV) * BV
+        i_h = (i_chain % PER) * HEADS + i_own // NV
         i_k = i_h // (HV // H)
         i_r = i_h // (HV // HR)
         i_n, i_b, c_row, _, count, begin, late, c_from, c_to = chain_here(p_cum, i_chain, lo, hi, chunks_of_row, PER)
@@ -144,8 +145,8 @@ def adjoint(
         if NK == 2:
             tl.store(p_dinitial_state + o_base + o_state + KB * V, S1 * rest, mask=inside1 & done)
         if begin > 0:
-            p_early = p_late - BV * NK * KB
+            p_early = p_late - TEAM * BV * NK * KB
             tl.store(p_early + o_hand, S0)
             if NK == 2:
                 tl.store(p_early + KB + o_hand, S1)
-            tell(p_flag + i_slot - 1, FORM)
+            tell(p_flag + i_slot - TEAM, FORM)
