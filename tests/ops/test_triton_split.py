@@ -109,7 +109,7 @@ def in_segments(rule, x, length, cu_seqlens=None, C=8):
         write = given.write if given.write is None or values is given.v else values
         return forward(given._replace(v=values, write=write, initial_state=state), pieces.align)[1]
 
-    N, M = segments.transitions(run, given.v, q.shape[-1])
+    N, M = segments.transitions(run, given.v, q.shape[-1], diagonal=not {"beta", "erase"} & set(x))
     given = given._replace(initial_state=segments.fix_up(M, N, x.get("initial_state"), pieces.first, reverse=False))
     o, state, *saved = forward(given, pieces.align)
     (do,) = whole.align(x["do"])
@@ -186,6 +186,7 @@ def test_one_launch_finds_what_two_walks_find(sized, packed):
     _, _, saved = scalar_op.forward(given, whole, **settings)
     for save in (True, False):
         N, M = transitions(given, saved, pieces, config=chosen, save=save)
+        M = torch.diag_embed(M.expand(*M.shape[:2], K)) if rule == "additive" else M
         of_none = pieces.of[:-1] == whole.N
         for found, other, made in ((N, expected[0], ~last), (M, expected[1], ~alone if save else ~last)):
             assert relative(found[made & ~of_none], other[made & ~of_none]) <= EXACT
@@ -234,15 +235,16 @@ def test_a_few_chains_are_cut_and_a_full_machine_is_not():
     assert 4 <= segment_count(32, 1024, 128, 128, slots) <= 16
     for chains in range(1, slots, 7):
         for longest in (1, 31, 64, 1024, 8192):
-            count = segment_count(chains, longest, 128, 128, slots)
-            assert count == 1 or longest // count >= SHORTEST
+            counts = [segment_count(chains, longest, columns, 128, slots) for columns in (0, 128, 256)]
+            assert counts == sorted(counts, reverse=True), "what costs less to go over is cut into more"
+            assert all(count == 1 or longest // count >= SHORTEST for count in counts)
 
 
 def test_one_of_packed_sequences_may_have_half_of_the_tokens():
     from needlework.ops.delta.segments import segment_count, segment_length
 
     T, C, alone, half = 16384, 32, segment_count(24, 512, 128, 256, 264), segment_count(24, 256, 128, 256, 264)
-    sizes = T, C, 24, 128, 256, 264
+    sizes = T, C, 24, 128, 256, 264, False
     assert alone > 1 and segment_length(1, True, *sizes) == segment_length(2, True, *sizes) == -(-512 // alone)
     assert half > 1 and segment_length(3, True, *sizes) == segment_length(9, True, *sizes) == -(-256 // half)
     assert segment_length(2, False, *sizes) == -(-512 // segment_count(48, 512, 128, 256, 264))
@@ -279,20 +281,30 @@ def test_a_batch_of_sequences_has_no_segment_too_many():
     assert pieces.align.cum.tolist() == [0, 3, 6, 9, 12, 15, 18, 21, 24, 27]
 
 
-@pytest.mark.parametrize("sizes, reverse", covering(((16, 12), (256, 20)), (False, True), pairs=False))
+@pytest.mark.parametrize("sizes, reverse", covering(((16, 12), (100, 20), (256, 20)), (False, True), pairs=False))
 def test_the_fix_up_is_the_recurrence_over_segments(sizes, reverse):
     K, V = sizes
+    agrees_with_the_recurrence(K, V, (K, K), reverse)
+
+
+@pytest.mark.parametrize("decays, reverse", covering((1, 100), (False, True), pairs=False))
+def test_the_fix_up_of_decays_is_that_of_a_diagonal(decays, reverse):
+    agrees_with_the_recurrence(100, 20, (decays,), reverse)
+
+
+def agrees_with_the_recurrence(K, V, shape, reverse):
     from needlework.ops.delta.segments import fix_up
 
     generator, ends = torch.Generator().manual_seed(0), [0, 3, 4, 6]
-    M, N = normal(generator, 6, HV, K, K) * K**-0.5, normal(generator, 6, HV, K, V)
+    M, N = normal(generator, 6, HV, *shape) * K**-0.5, normal(generator, 6, HV, K, V)
+    full = M if len(shape) == 2 else torch.diag_embed(M.expand(6, HV, K))
     start = normal(generator, 3, HV, K, V)
     expected = torch.empty_like(N)
     for n, (begin, end) in enumerate(pairwise(ends)):
         S = start[n]
         for at in reversed(range(begin, end)) if reverse else range(begin, end):
             expected[at] = S
-            S = (M[at].mT if reverse else M[at]) @ S + N[at]
+            S = (full[at].mT if reverse else full[at]) @ S + N[at]
     first = torch.tensor(ends, dtype=torch.int32)
     assert relative(fix_up(M, N, start, first, reverse=reverse), expected) <= EXACT
     single = fix_up(M.float(), N.float(), start.float(), first, reverse=reverse)

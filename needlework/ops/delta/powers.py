@@ -19,8 +19,8 @@ from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.recorded import recorded
 from needlework.ops.runtime.triton_types import NAMES, cdiv, padded
 
-TOKENS = 512  # of one head that make a share
-AT_ONCE = 128  # peaks that a program of `powers_of_peaks` has at a time
+TOKENS = 64  # of one head that make a share: a short call has few
+AT_ONCE = 1024  # peaks that a program of `powers_of_peaks` has at a time
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def delta_powers(q: Tensor, k: Tensor, v: Tensor, states: Tensor | None, scale: 
         torch.empty(*shape, dtype=torch.float32, device=v.device) for shape in ((B, count, HR + H + HV), (B, HV, 4))
     )
     run(peaks, (found.numel(),), q, k, v, found, T, count, **heads, **peaks_constants(K, V))
-    run(powers_of_peaks, (B * HV,), found, states, powers, *shares(T, K, scale), count, **heads, BLK=AT_ONCE, num_warps=1)
+    run(powers_of_peaks, (B * HV,), found, states, powers, *shares(T, K, scale), count, **heads, BLK=AT_ONCE, num_warps=4)
     return powers
 
 
@@ -223,7 +223,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     cases = []
     for kernel, given in (
         (peaks, heads | peaks_constants(K, V)),
-        (powers_of_peaks, heads | dict(BLK=AT_ONCE, num_warps=1)),
+        (powers_of_peaks, heads | dict(BLK=AT_ONCE, num_warps=4)),
         (amax_of_rows, rows_constants(2, V) | dict(END=1, **config.launch["amax"])),
         (scaled_rows, rows_constants(2, V)),
     ):

@@ -1,7 +1,7 @@
 """Segments: a long sequence of few heads is split into segments that are computed side by side, with the same result; a short one is one.
 
 Over a segment the state goes by  S_end = M S_start + N,  its gradient by  dS_start = Mᵀ dS_end + N',  M [K K] the product of its
-transitions. An engine finds N from v and no state, M from no v and the identity, N' from do alone; `fix_up` goes from segment to
+transitions; where nothing is erased M is diagonal, and held as its decays [K], or as the one [1] of all channels. An engine finds N from v and no state, M from no v and the identity, N' from do alone; `fix_up` goes from segment to
 segment; then every kernel walks all segments at once, a segment being one more sequence of an `Alignment`, with an initial
 state and a final state's gradient of its own. A segment's length in chunks is bounded, and with it the count of segments, by sizes that
 the host knows: lengths of packed sequences are not read back. Knows no engine.
@@ -25,42 +25,48 @@ from needlework.ops.slots.kernels import power_of, slot_of
 SLOTS = {name: OF_TABLE[name] for name in ("p_slots", "p_fresh", "p_power", "slot_stride")}
 SHORTEST = 16  # chunks of a segment that are worth a state
 SEGMENTS, SEQUENCES = 64, 64  # of a program of `segments_kernel`
+DECAYS = 8  # columns of a walk that finds a diagonal, each all of it: 16 bytes of half precision
 LAUNCHES = 20  # what the launches for segments cost, in chunks of a chain
 
 
-def segment_count(chains: int, longest: int, K: int, V: int, slots: int) -> int:
+def step_cost(columns: int) -> int:
+    """What a step from segment to segment costs, in chunks of a chain: of decays, of M in one tile, of M through memory (`fix_up`)."""
+    return 1 if columns == 0 else 2 if columns <= 128 else 5
+
+
+def segment_count(chains: int, longest: int, columns: int, V: int, slots: int) -> int:
     """How many segments make a sequence, 1: none. Only facts that the host has; time in chunks that one chain walks.
 
     A walk of `chains` chains over `slots` places takes as long as the longest chain, or as all chunks over all places:
     walk(chains, L) = max(L, chains·L/slots). Whole sequences take walk(chains, L). P segments take
 
         walk(P·chains, L/P)                     the walk itself
-        + ¾ walk(P·chains·(V + K)/V, L/P)       M and N: K more columns, no output
-        + 5 P + LAUNCHES                        segment to segment
+        + ¾ walk(P·chains·(V + columns)/V, L/P) M and N: `columns` more, K, or none where M is diagonal; no output
+        + step_cost P + LAUNCHES                segment to segment
 
     so that chains that fill the machine are left alone. slots 0: 1.
     """
     if not slots:
         return 1
     walk = lambda columns, P: max(longest / P, columns * longest / slots)
-    best, least = 1, walk(chains, 1)
+    best, least, step = 1, walk(chains, 1), step_cost(columns)
     # bounded, so that a symbolic length is compared and not fixed
     for P in range(2, 65):
-        if P * SHORTEST > longest or 5 * P >= least:
+        if P * SHORTEST > longest or step * P >= least:
             break
-        time = walk(chains, P) + 0.75 * walk(chains * (V + K) / V, P) + 5 * P + LAUNCHES
+        time = walk(chains, P) + 0.75 * walk(chains * (V + columns) / V, P) + step * P + LAUNCHES
         if time < least:
             best, least = P, time
     return best
 
 
-def segment_length(N: int, packed: bool, T: int, C: int, chains: int, K: int, V: int, slots: int) -> int:
+def segment_length(N: int, packed: bool, T: int, C: int, chains: int, K: int, V: int, slots: int, diagonal: bool) -> int:
     """Chunks of C that a segment of a call has at most, of N sequences, `chains` each, of T tokens, or packed in as many together; 0:
-    sequences stay whole. The longest of packed ones is taken to have half of the tokens, or all, if there is but one beside it: a server's
+    sequences stay whole. diagonal: M is. The longest of packed ones is taken to have half of the tokens, or all, if there is but one beside it: a server's
     padding. Those that are no longer than a segment stay whole, and cost nothing but two states each: where these would take half the
     memory of the tokens, no sequence is split."""
     longest = -(-T // C) // (2 if packed and N > 2 else 1)
-    count = segment_count(chains if packed else N * chains, longest, K, V, slots)
+    count = segment_count(chains if packed else N * chains, longest, 0 if diagonal else K, V, slots)
     if count == 1 or (packed and (N + 2 * count) * 2 * K > T):
         return 0
     return -(-longest // count)
@@ -75,7 +81,7 @@ class SegmentStates(NamedTuple):
     """What the backward takes of a forward in segments."""
 
     initial_state: Tensor  # [R HV K V]: before every segment
-    M: Tensor  # [R HV K K]
+    M: Tensor  # [R HV K K], or its diagonal (`fix_up`)
 
 
 class Segments(NamedTuple):
@@ -114,9 +120,15 @@ def segmented(alignment: Alignment, C: int, length: int) -> Segments:
     return Segments(Alignment(cum, R, alignment.T, min(length, alignment.longest), alignment.maps), first, of, split.view(R, 2))
 
 
-def transitions(walk: Callable[[Tensor, Tensor | None], Tensor], v: Tensor, K: int) -> tuple[Tensor, Tensor]:
-    """N [R HV K V] and M [R HV K K], from an engine's walk over all segments that need them: walk(v, initial state) -> final state."""
+def transitions(
+    walk: Callable[[Tensor, Tensor | None], Tensor], v: Tensor, K: int, diagonal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """N [R HV K V] and M [R HV K K], or its diagonal [R HV K], from an engine's walk over all segments that need them:
+    walk(v, initial state) -> final state."""
     N = walk(v, None)
+    if diagonal:
+        ones = N.new_ones(*N.shape[:3], DECAYS)
+        return N, walk(v.new_zeros(*v.shape[:3], DECAYS), ones)[..., 0].contiguous()
     eye = torch.eye(K, dtype=N.dtype, device=N.device).expand(*N.shape[:2], K, K).contiguous()
     return N, walk(v.new_zeros(*v.shape[:3], K), eye)
 
@@ -127,7 +139,7 @@ def fix_up(
 ) -> Tensor:  # fmt: skip
     """S of every segment [R HV K V], `initial_state` (None: zeros) before each sequence's first: S_{p+1} = M_p S_p + N_p.
 
-    reverse: from each sequence's last, S_{p-1} = M_pᵀ S_p + N_p. into: where S is written; when: nothing is written while it is 0.
+    M [R HV K K]; [R HV K] where it is diagonal, [R HV 1] where its decays are one. reverse: from each sequence's last, S_{p-1} = M_pᵀ S_p + N_p. into: where S is written; when: nothing is written while it is 0.
     table: has the initial states in slots, and is only read.
     """
     _, HV, K, V = N.shape
@@ -135,7 +147,8 @@ def fix_up(
     slots = (NO_TABLE if table is None else table.arguments())[: len(SLOTS)]
     given, when = (None if x is None else x.contiguous() for x in (initial_state, when))
     given = given if table is None else table.state
-    constants = fix_up_constants(N.dtype, K, V) | {"GIVEN": int(given is not None), "REVERSE": int(reverse)}
+    decays = 0 if M.dim() == 4 else M.shape[2]
+    constants = fix_up_constants(N.dtype, K, V, decays) | {"GIVEN": int(given is not None), "REVERSE": int(reverse)}
     constants["WHEN"] = int(when is not None)
     programs = (len(first) - 1) * HV * cdiv(V, constants["BV"])
     if programs:
@@ -213,10 +226,12 @@ def store_state(p, b, i_k, o_v, K: tl.constexpr, V: tl.constexpr, KB: tl.constex
 @triton.jit(do_not_specialize=["slot_stride", "HV"])
 def fix_up_kernel(
     p_M, p_N, p_initial_state, p_S, p_when, p_first, p_slots, p_fresh, p_power, slot_stride, HV,
-    K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
-    WHEN: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, DECAYS: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, GIVEN: tl.constexpr,
+    REVERSE: tl.constexpr, WHEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, value head and BV value columns. S passes through memory: rows of registers cannot be taken apart."""
+    """One sequence, value head and BV value columns. DECAYS: numbers of M, if it is diagonal. Where a tile of keys follows from itself, S
+    stays in registers; else it passes through memory: rows of registers cannot be taken apart."""
+    ALONE: tl.constexpr = DECAYS > 0 or KB >= K
     if WHEN:
         if tl.load(p_when) == 0:
             return
@@ -243,40 +258,59 @@ def fix_up_kernel(
             p_slot = p_initial_state + slot * slot_stride + h * (K * V)
             S = load_state(p_slot, i_k, tl.where(resumed, o_v, V), K, V, KB).to(ACC) * inverse
         store_state(p_S + i_sh * (K * V), S, i_k, o_v, K, V, KB)
-    # loads of S must not be issued ahead of the stores that they read
-    for _ in tl.range(1, P, num_stages=1):
-        tl.debug_barrier()
-        for i_to in tl.static_range(0, K, KB):
-            S = load_state(p_N + i_sh * (K * V), i_to, o_v, K, V, KB)
+        if ALONE:
+            i = i_sh
+            o_k = i_k + tl.arange(0, KB)
+            for _ in tl.range(1, P, num_stages=2):
+                b_N = load_state(p_N + i * (K * V), i_k, o_v, K, V, KB)
+                if DECAYS:
+                    o_decay = o_k if DECAYS > 1 else 0 * o_k
+                    S = S * tl.load(p_M + i * DECAYS + o_decay, mask=o_k < K, other=0.0)[None, :] + b_N
+                else:
+                    o_M = o_k[:, None] * K + o_k[None, :]
+                    b_M = tl.load(p_M + i * (K * K) + o_M, mask=(o_k < K)[:, None] & (o_k < K)[None, :], other=0.0)
+                    S = tl.dot(S, b_M if REVERSE else tl.trans(b_M), b_N, input_precision=PRECISION, out_dtype=ACC)
+                i += step
+                store_state(p_S + i * (K * V), S, i_k, o_v, K, V, KB)
+    if not ALONE:
+        ALL: tl.constexpr = 256 if K > 128 else 128
+        # loads of S must not be issued ahead of the stores that they read
+        for _ in tl.range(1, P, num_stages=1):
+            tl.debug_barrier()
+            after = load_state(p_N + i_sh * (K * V), 0, o_v, K, V, ALL)
             for i_from in tl.static_range(0, K, KB):
-                # M with the axis that is summed first
-                o_from, o_to = i_from + tl.arange(0, KB)[:, None], i_to + tl.arange(0, KB)[None, :]
-                o_M = o_to * K + o_from
+                o_from, o_to = i_from + tl.arange(0, KB), tl.arange(0, ALL)
+                p_here, b_S = p_M + i_sh * (K * K), load_state(p_S + i_sh * (K * V), i_from, o_v, K, V, KB)
+                inside = (o_from < K)[:, None] & (o_to < K)[None, :]
                 if REVERSE:
-                    o_M = o_from * K + o_to
-                b_M = tl.load(p_M + i_sh * (K * K) + o_M, mask=(o_from < K) & (o_to < K), other=0.0)
-                b_S = load_state(p_S + i_sh * (K * V), i_from, o_v, K, V, KB)
-                S = tl.dot(b_S, b_M, S, input_precision=PRECISION, out_dtype=ACC)
-            store_state(p_S + (i_sh + step) * (K * V), S, i_to, o_v, K, V, KB)
-        i_sh += step
+                    b_M = tl.load(p_here + o_from[:, None] * K + o_to[None, :], mask=inside, other=0.0)
+                else:
+                    b_M = tl.load(p_here + o_to[None, :] * K + o_from[:, None], mask=inside, other=0.0)
+                after = tl.dot(b_S, b_M, after, input_precision=PRECISION, out_dtype=ACC)
+            i_sh += step
+            store_state(p_S + i_sh * (K * V), after, 0, o_v, K, V, ALL)
 
 
-def fix_up_constants(dtype: torch.dtype, K: int, V: int) -> Constants:
-    """Tiles of 16 values: as many programs as there can be, and products that are not Hopper's asynchronous ones."""
+def fix_up_constants(dtype: torch.dtype, K: int, V: int, decays: int) -> Constants:
+    """Tiles of 16 values: as many programs as there can be, and products that are not Hopper's asynchronous ones. All keys in one tile, up
+    to 128 of float32; what is wider takes the registers of eight warps."""
     # errors of M and S add up over the segments: float32 as three TF32 products
     precision = "ieee" if dtype == torch.float64 else "tf32x3"
-    KB = min(max(next_power_of_2(K), 16), 64)
-    return {"K": K, "V": V, "KB": KB, "BV": 16, "PRECISION": precision, "num_warps": 4, "num_stages": 1}
+    KB = max(next_power_of_2(K), 16)
+    if decays or KB > 128 or dtype == torch.float64:
+        KB = min(KB, 64)
+    tiles = {"KB": KB, "BV": 16, "PRECISION": precision, "num_warps": 8 if K > 64 and not decays else 4, "num_stages": 1}
+    return {"K": K, "V": V, "DECAYS": decays, **tiles}
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """`segments_kernel`; `fix_up_kernel` forward and backward, and forward from a slot table."""
+    """`segments_kernel`; `fix_up_kernel` forward and backward, of decays too, and forward from a slot table."""
     wide = "*fp64" if dtype == torch.float64 else "*fp32"
     signature = dict.fromkeys(("p_cum", "p_segments", "p_of", "p_first", "p_split"), "*i32")
     signature |= dict.fromkeys(("N", "R", "length"), "i32")
     cases = [Case(segments_kernel, signature, {"BLK": SEGMENTS, "BN": SEQUENCES}, {"num_warps": 4})]
-    for reverse in (0, 1):
-        constants = fix_up_constants(torch.float64 if dtype == torch.float64 else torch.float32, K, V)
+    for decays, reverse in ((1, 0), (K, 1), (0, 0), (0, 1)):
+        constants = fix_up_constants(torch.float64 if dtype == torch.float64 else torch.float32, K, V, decays)
         constants |= {"GIVEN": 1, "REVERSE": reverse, "WHEN": 1}
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
         signature = dict.fromkeys(("p_M", "p_N", "p_initial_state", "p_S"), wide)

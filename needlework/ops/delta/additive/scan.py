@@ -24,7 +24,7 @@ def scan(
     OUT: tl.constexpr, SAVE: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """One sequence, value head and tile of BV values. x_S [B·HV·chunks V 1 K]. Without OUT nothing but the final state is made, and
-    p_M [N HV K K], what the sequence's gates make of a state: of segments, and not of a sequence's only one."""
+    p_M [N HV], the decay of a state by the sequence's gates: of segments, and not of a sequence's only one."""
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV * BV
     i_nh = tl.program_id(0) // NV
@@ -88,8 +88,4 @@ def scan(
             store_tile(x_o, tl.trans(o.to(OT)), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
     tl.store(p_final_state + o_base + o_state, S, mask=inside)
     if not OUT:
-        for i in range(i_v // BV, (K + C - 1) // C, NV):
-            row = i * C + o_c
-            M = tl.where(row[:, None] == o_k[None, :], e_all, 0.0)
-            o_M = tl.cast(i_nh, tl.int64) * (K * K) + row[:, None] * K + o_k[None, :]
-            tl.store(p_M + o_M, M, mask=(row < K)[:, None] & (o_k < K)[None, :])
+        tl.store(p_M + i_nh, e_all, mask=i_v == 0)

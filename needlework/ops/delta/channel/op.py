@@ -87,7 +87,7 @@ def forward(
         # columns that are not values have no write gate
         gate = lambda x: write if write is None or x is v else x
         run = lambda x, state: scan(saved, x, beta, gate(x), state, split, save=False, **with_powers)[1]
-        N, M = transitions(run, v, q.shape[3])
+        N, M = transitions(run, v, q.shape[3], diagonal=saved.Tp is None)
         initial_state = fix_up(M, N, initial_state, segments.first, reverse=False, table=table)
         states = SegmentStates(initial_state, M)
     of = None if segments is None else segments.of
@@ -181,7 +181,7 @@ def _segment_length(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, conf
     # warps of a multiprocessor whose registers hold states: of narrow keys more
     warps = 24 if K <= 64 else 8
     slots = multiprocessors(inputs.v.device) * warps // launch["num_warps"]
-    return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, slots)
+    return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, slots, rule_of(inputs.beta, inputs.erase) == 0)
 
 
 @constant
@@ -227,7 +227,12 @@ def _nothing(
     if not length:
         return o, state, saved, None
     R = segments_in_all(N, cu_seqlens is not None, T, C, length)
-    return o, state, saved, SegmentStates(*(q.new_empty(R, HV, K, D, dtype=width(q)) for D in (V, K)))
+    return (
+        o,
+        state,
+        saved,
+        SegmentStates(*(q.new_empty(R, HV, *shape, dtype=width(q)) for shape in ((K, V), (K, K) if solves else (K,)))),
+    )
 
 
 @fake(delta_channel_bwd)

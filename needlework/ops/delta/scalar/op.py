@@ -135,7 +135,7 @@ def _segment_length(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, chos
     """`segment_length` of the call."""
     (_, T, HV, V), K, launch = inputs.v.shape, inputs.k.shape[-1], chosen.launch["scan"]
     C, chains = chosen.launch["shared"]["C"], HV * -(-V // launch["BV"])
-    return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, launch["NP"])
+    return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, launch["NP"], inputs.beta is None)
 
 
 @fake(delta_scalar)
@@ -158,7 +158,7 @@ def _(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Ten
     saved = Saved.empty(inputs, aligned, C, save=True)
     if length := _segment_length(inputs, N, cu_seqlens, chosen):
         R = segments_in_all(N, cu_seqlens is not None, aligned, C, length)
-        initial_state, M = (saved.G.new_empty(R, HV, K, D) for D in (V, K))
+        initial_state, M = (saved.G.new_empty(R, HV, *shape) for shape in ((K, V), (1,) if inputs.beta is None else (K, K)))
         saved = saved._replace(initial_state=initial_state, M=M)
     return *_results(inputs, cu_seqlens, scale), saved
 

@@ -36,7 +36,7 @@ class Saved(NamedTuple):
     k: Tensor | None
     q_read: Tensor | None
     initial_state: Tensor | None  # [N·segments HV K V] ACC: before every segment; None where sequences are whole
-    M: Tensor | None  # [N·segments HV K K] ACC: the transition of every segment
+    M: Tensor | None  # [N·segments HV K K] ACC: the transition of every segment; [.. 1] where it is one decay
 
     @classmethod
     def empty(cls, inputs: DeltaInputs, T: int, C: int, *, save: bool) -> "Saved":

@@ -29,9 +29,10 @@ def transitions_kernel(
     TT: tl.constexpr, SOLVE: tl.constexpr, ERASE: tl.constexpr, LAM: tl.constexpr, SAVE: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """Of a sequence's last segment nothing but M is made, and that with SAVE, for the backward; of one that is the only one nothing."""
+    """Of a sequence's last segment nothing but M is made, and that with SAVE, for the backward; of one that is the only one nothing. Without
+    ERASE M is one decay, which the first tile of N finds."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    PER: tl.constexpr = NV + (K + BV - 1) // BV
+    PER: tl.constexpr = NV + (K + BV - 1) // BV * ERASE
     if FORM == 2:
         if tl.load(p_overflow) == 0:
             return
@@ -44,7 +45,10 @@ def transitions_kernel(
     start = tl.load(p_cum + i_n)
     count = tl.load(p_cum + i_n + 1) - start
     _, last = sequence_of(p_of, i_n)
-    wanted = (count > 0) & ~(only_one(p_of, i_n) | (last & of_values))
+    makes_M = i_tile == 0
+    if ERASE:
+        makes_M = ~of_values
+    wanted = (count > 0) & ~(only_one(p_of, i_n) | (last & ~makes_M))
     if not SAVE:
         wanted &= ~last
     if wanted:
@@ -62,6 +66,7 @@ def transitions_kernel(
         S0 = tl.where((o_v[:, None] == o_k[None, :]) & (i_tile >= NV), 1.0, 0.0).to(ACC)
         if NK == 2:
             S1 = tl.where((o_v[:, None] == o_k[None, :] + KB) & (i_tile >= NV), 1.0, 0.0).to(ACC)
+        e_all = tl.full([], 1.0, ACC)
         for i in tl.range(0, count, num_stages=NS):
             i_t = (c_row + i) * C
             # all loads first: they share barriers
@@ -98,6 +103,7 @@ def transitions_kernel(
                 w = tl.dot(b_rest, tl.trans(b_T), input_precision=SOLVE, out_dtype=ACC)
             b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
             e_whole = -tl.load(p_factor + 5 * C - 1)
+            e_all *= e_whole
             S0 = tl.dot(b_left, b_k0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
             if NK == 2:
                 S1 = tl.dot(b_left, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
@@ -111,10 +117,12 @@ def transitions_kernel(
             _store(p_N, S0, i_nh, 0, o_v, K, V, KB)
             if NK == 2:
                 _store(p_N, S1, i_nh, KB, o_v, K, V, KB)
-        else:
+        elif ERASE:
             _store(p_M, S0, i_nh, 0, o_v, K, K, KB)
             if NK == 2:
                 _store(p_M, S1, i_nh, KB, o_v, K, K, KB)
+        if not ERASE:
+            tl.store(p_M + i_nh, e_all, mask=makes_M)
 
 
 @triton.jit
@@ -129,7 +137,7 @@ def transitions(
     operands: DeltaInputs, saved: Saved, segments: Segments,
     found: tuple[Tensor, Tensor] | None = None, *, config: LaunchConfig, save: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """N [R HV K V] and M [R HV K K] of aligned tokens; q and k are operands.
+    """N [R HV K V] and M [R HV K K], of additive rules [R HV 1], of aligned tokens; q and k are operands.
 
     N of a sequence's last segment is left as it is, without `save` its M too: nothing follows it. So are both of a sequence's only one.
     found: both, to be found again by the bf16 fallback.
@@ -141,9 +149,9 @@ def transitions(
     constants = transitions_constants(config, v.dtype, k.shape[2], HV, K, V, beta is not None, lam is not None, save, form)
     C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
     tile = lambda x, D: token_tile(x, C, D) if config.tma else x
-    N, M = found or (k.new_empty(R, HV, K, columns, dtype=saved.G.dtype) for columns in (V, K))
+    N, M = found or (saved.G.new_empty(R, HV, *shape) for shape in ((K, V), (1,) if beta is None else (K, K)))
     run(
-        transitions_kernel, (R * HV * (cdiv(V, BV) + cdiv(K, BV)),),
+        transitions_kernel, (R * HV * (cdiv(V, BV) + (0 if beta is None else cdiv(K, BV))),),
         None if lam is None else tile(q, KB), tile(k, KB), tile(v, BV),
         None if saved.Tp is None else tile(saved.Tp.view(-1, NR, 1, C), C), saved.E, N, M, cum, segments.of, saved.overflow,
         operands.powers, T, NR, **constants,
