@@ -110,12 +110,13 @@ def in_segments(rule, x, length, cu_seqlens=None, C=8):
         return forward(given._replace(v=values, write=write, initial_state=state), pieces.align)[1]
 
     N, M = segments.transitions(run, given.v, q.shape[-1], diagonal=not {"beta", "erase"} & set(x))
-    given = given._replace(initial_state=segments.fix_up(M, N, x.get("initial_state"), pieces.first, reverse=False))
+    fix_up = partial(segments.fix_up, config=chosen)
+    given = given._replace(initial_state=fix_up(M, N, x.get("initial_state"), pieces.first, reverse=False))
     o, state, *saved = forward(given, pieces.align)
     (do,) = whole.align(x["do"])
     reverse = lambda dstate: backward(do, dstate, given, *saved, pieces.align)
     before = reverse(torch.zeros_like(given.initial_state)).initial_state
-    gradients = reverse(segments.fix_up(M, before, x["dstate"], pieces.first, reverse=True)).restored(whole)
+    gradients = reverse(fix_up(M, before, x["dstate"], pieces.first, reverse=True)).restored(whole)
     found = {"o": whole.restore(o)[0], "state": pieces.ended(state)}
     found |= {f"d{n}": getattr(gradients, n) for n in names if n in x}
     return found | {"dinitial_state": pieces.begun(gradients.initial_state)}
@@ -306,9 +307,11 @@ def agrees_with_the_recurrence(K, V, shape, reverse):
             expected[at] = S
             S = (full[at].mT if reverse else full[at]) @ S + N[at]
     first = torch.tensor(ends, dtype=torch.int32)
-    assert relative(fix_up(M, N, start, first, reverse=reverse), expected) <= EXACT
-    single = fix_up(M.float(), N.float(), start.float(), first, reverse=reverse)
-    assert relative(single, expected) <= 1e-6
+    row = launch_configs.launch_config("delta/scalar", M.device, M.dtype, K, V)
+    assert relative(fix_up(M, N, start, first, config=row, reverse=reverse), expected) <= EXACT
+    for tma in (False, True):  # tiles of 64 keys, and as many as Hopper has
+        single = fix_up(M.float(), N.float(), start.float(), first, config=row._replace(tma=tma), reverse=reverse)
+        assert relative(single, expected) <= 1e-6
 
 
 @pytest.mark.parametrize(

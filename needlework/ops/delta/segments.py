@@ -135,7 +135,7 @@ def transitions(
 
 def fix_up(
     M: Tensor, N: Tensor, initial_state: Tensor | None, first: Tensor,
-    *, reverse: bool, into: Tensor | None = None, when: Tensor | None = None, table: SlotTable | None = None,
+    *, config: LaunchConfig, reverse: bool, into: Tensor | None = None, when: Tensor | None = None, table: SlotTable | None = None,
 ) -> Tensor:  # fmt: skip
     """S of every segment [R HV K V], `initial_state` (None: zeros) before each sequence's first: S_{p+1} = M_p S_p + N_p.
 
@@ -148,7 +148,7 @@ def fix_up(
     given, when = (None if x is None else x.contiguous() for x in (initial_state, when))
     given = given if table is None else table.state
     decays = 0 if M.dim() == 4 else M.shape[2]
-    constants = fix_up_constants(N.dtype, K, V, decays) | {"GIVEN": int(given is not None), "REVERSE": int(reverse)}
+    constants = fix_up_constants(config, N.dtype, K, V, decays) | {"GIVEN": int(given is not None), "REVERSE": int(reverse)}
     constants["WHEN"] = int(when is not None)
     programs = (len(first) - 1) * HV * cdiv(V, constants["BV"])
     if programs:
@@ -291,13 +291,13 @@ def fix_up_kernel(
             store_state(p_S + i_sh * (K * V), after, 0, o_v, K, V, ALL)
 
 
-def fix_up_constants(dtype: torch.dtype, K: int, V: int, decays: int) -> Constants:
+def fix_up_constants(config: LaunchConfig, dtype: torch.dtype, K: int, V: int, decays: int) -> Constants:
     """Tiles of 16 values: as many programs as there can be, and products that are not Hopper's asynchronous ones. All keys in one tile, up
-    to 128 of float32; what is wider takes the registers of eight warps."""
+    to 128 of float32 from Hopper on: 72 KiB on chip. What is wider takes the registers of eight warps."""
     # errors of M and S add up over the segments: float32 as three TF32 products
     precision = "ieee" if dtype == torch.float64 else "tf32x3"
     KB = max(next_power_of_2(K), 16)
-    if decays or KB > 128 or dtype == torch.float64:
+    if decays or KB > 128 or dtype == torch.float64 or not config.tma:
         KB = min(KB, 64)
     tiles = {"KB": KB, "BV": 16, "PRECISION": precision, "num_warps": 8 if K > 64 and not decays else 4, "num_stages": 1}
     return {"K": K, "V": V, "DECAYS": decays, **tiles}
@@ -310,7 +310,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     signature |= dict.fromkeys(("N", "R", "length"), "i32")
     cases = [Case(segments_kernel, signature, {"BLK": SEGMENTS, "BN": SEQUENCES}, {"num_warps": 4})]
     for decays, reverse in ((1, 0), (K, 1), (0, 0), (0, 1)):
-        constants = fix_up_constants(torch.float64 if dtype == torch.float64 else torch.float32, K, V, decays)
+        constants = fix_up_constants(config, torch.float64 if dtype == torch.float64 else torch.float32, K, V, decays)
         constants |= {"GIVEN": 1, "REVERSE": reverse, "WHEN": 1}
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
         signature = dict.fromkeys(("p_M", "p_N", "p_initial_state", "p_S"), wide)

@@ -97,7 +97,7 @@ def walk(
     segments = segmented(alignment, c["C"], length)
     M = E.new_empty(segments.align.N, HV, 1)
     left = scanned(None, segments.align, M, segments.of)
-    end = scanned(fix_up(M, left, start, segments.first, reverse=reverse), segments.align, None)
+    end = scanned(fix_up(M, left, start, segments.first, config=config, reverse=reverse), segments.align, None)
     return segments.begun(end) if reverse else segments.ended(end)
 
 

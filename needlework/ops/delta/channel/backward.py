@@ -74,7 +74,7 @@ def backward(
 
     if states is not None and segments is not None:
         N_ = reverse(torch.zeros_like(initial_state), segments.split)
-        dstate = fix_up(states.M, N_, dstate, segments.first, reverse=True)
+        dstate = fix_up(states.M, N_, dstate, segments.first, config=config, reverse=True)
     dinitial_state = reverse(dstate, spans)
     walk = constants["replay_forward"]
     bk, vp = walk["BK"], walk["VP"]

@@ -163,7 +163,7 @@ def backward(
             M_of, found, programs, arguments = by_segment
             run(adjoint, (programs,), *arguments, **c["adjoint"] | {"END": 0})
             when = overflow if form == 2 else None
-            fix_up(M_of, found, dlast, segments.first, reverse=True, into=dstate, when=when)
+            fix_up(M_of, found, dlast, segments.first, config=config, reverse=True, into=dstate, when=when)
         for name, programs, arguments in calls:
             if form == 2 and name in OF_JOBS:
                 programs = min(programs, config.launch["scan"]["NP"])

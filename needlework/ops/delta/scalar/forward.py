@@ -43,7 +43,7 @@ def forward(
         alignment = segments.align
         N, M = by_segment = transitions(operands, saved, segments, config=config, save=save)
         saved = saved._replace(
-            initial_state=fix_up(M, N, inputs.initial_state, segments.first, reverse=False, table=table), M=M
+            initial_state=fix_up(M, N, inputs.initial_state, segments.first, config=config, reverse=False, table=table), M=M
         )
         operands = operands._replace(initial_state=saved.initial_state)
     # no chunk: the kernels do not touch the state
@@ -66,7 +66,8 @@ def forward(
                 # FORM 1 has written the table; the first segments' states are what it held
                 start = table and SlotTable(segments.begun(into), None, None)
                 fix_up(
-                    M, N, inputs.initial_state, segments.first, reverse=False, into=into, when=saved.overflow, table=start
+                    M, N, inputs.initial_state, segments.first,
+                    config=config, reverse=False, into=into, when=saved.overflow, table=start,
                 )  # fmt: skip
             walk(form)
     return o, state if segments is None or table else segments.ended(state), saved
