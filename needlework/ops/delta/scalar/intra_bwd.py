@@ -280,7 +280,8 @@ def gate(
         X = tl.load(p_X + place * SLICES)
         for i in tl.static_range(1, SLICES):
             X += tl.load(p_X + place * SLICES + i)
-        for i in range(first, tl.minimum(first + EVERY, count)):
+        # what a chunk needs is fetched chunks ahead: only X goes from one to the next
+        for i in tl.range(first, tl.minimum(first + EVERY, count), num_stages=4):
             o_t = (start - i_b * chunks + count - 1 - i) * C + tl.arange(0, C)
             o_row = i_bh * NR + o_t
             read = tl.load(p_from + o_row)

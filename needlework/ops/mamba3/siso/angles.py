@@ -3,7 +3,7 @@
     totals   of a tile: Σ rate Δ                       starts   before every tile, reduced mod 2 half-turns, in radians
     backward the same from the last tile to the first: Σ of what the tiles after it gave
 
-Sums of a sequence are float64: one program walks its tiles, BC at a time.
+Sums of a sequence are float64: a program walks its tiles, BC at a time, for BS of the angles.
 """
 
 import math
@@ -62,18 +62,19 @@ def totals_kernel(
 @triton.jit(do_not_specialize=["T", "N", "NCB"])
 def starts_kernel(
     p_total, p_given, p_start, p_end, p_cum, p_ends, T, N, NCB,
-    HV: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr, REVERSE: tl.constexpr,
+    HV: tl.constexpr, M: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and head: sums before every tile (REVERSE: after it), from `given` [N HV M] on, and over all. Forward `given` and
+    """One sequence, head and BS of the angles: sums before every tile (REVERSE: after it), from `given` [N HV M] on, and over all. Forward `given` and
     the end are radians, the sums in between half-turns."""
-    n, i_h = tl.program_id(0) // HV, tl.program_id(0) % HV
-    o_m, o_c = tl.arange(0, BM), tl.arange(0, BC)
+    SLICES: tl.constexpr = (M + BS - 1) // BS
+    n, i_h = tl.program_id(0) // SLICES // HV, tl.program_id(0) // SLICES % HV
+    o_m, o_c = tl.program_id(0) % SLICES * BS + tl.arange(0, BS), tl.arange(0, BC)
     first, count = n * NCB, NCB
     if p_cum is not None:
         first = tl.load(p_cum + n)
         count = tl.load(p_cum + n + 1) - first
     o_given = (tl.cast(n, tl.int64) * HV + i_h) * M + o_m
-    carry = tl.zeros([BM], tl.float64)
+    carry = tl.zeros([BS], tl.float64)
     if p_given is not None:
         carry = tl.load(p_given + o_given, mask=o_m < M, other=0.0).to(tl.float64)
         if not REVERSE:

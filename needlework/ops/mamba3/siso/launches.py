@@ -15,7 +15,7 @@ from needlework.ops.mamba3.state import Mamba3State
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, split
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
-from needlework.ops.runtime.triton_types import NAMES, accumulator
+from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
 NO_STATE = None, None, None, None
 
@@ -130,7 +130,7 @@ def _starts(
     total: Tensor, at_first: Tensor | None, start: Tensor, end: Tensor, given: Inputs, tiles: Tiles, halves: bool, *, reverse: bool
 ) -> None:  # fmt: skip
     constants = given.constants(tiles, "starts", halves) | {"REVERSE": int(reverse)}
-    programs = (tiles.N * given.v.shape[2],)
+    programs = (tiles.N * given.v.shape[2] * cdiv(constants["M"], constants["BS"]),)
     run(starts_kernel, programs, total, at_first, start, end, *tiles.arguments(), **arguments(starts_kernel, constants))
 
 
