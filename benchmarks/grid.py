@@ -6,14 +6,15 @@
 Rules take turns, so a run that is cut short has covered all of them; a later one with the same seed, calls, commit and FILE goes on where
 that one stopped. Processes side by side prepare calls: they judge one against float64 at 136 tokens, and compile its kernels and its
 peer's. Another process times calls one after another, in the order in which they get ready: first a peer that tunes itself does so, then
-figures are taken. What prepares is stopped meanwhile: our launches wait for Python more than a peer's. Where there are several GPUs, the
-last is for what prepares. A call is timed forward and forward + backward, by launches and, where it can be captured, replayed from a CUDA
+figures are taken. What prepares is stopped meanwhile: our launches wait for Python more than a peer's. Where there are several GPUs,
+all but the first are for what prepares. A call is timed forward and forward + backward, by launches and, where it can be captured, replayed from a CUDA
 graph. Every figure is a median. What is over its budget is not timed.
 What fails or is wrong has a row that says why. Rows are written one by one. --dry says what is left, and what it takes by the seconds of
 the rows in FILE, and times nothing.
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -46,8 +47,8 @@ from needlework.testing.verdict import DRAWS
 SCRIPT = Path(__file__)
 DEVICE = "cuda"
 JUDGED = {"T": 136, "documents": (1, 30, 35, 70)}
-# A peer's kernels compile one after another: a process for each core but the parent's and the two of what is timed
-SIDE_BY_SIDE = min(28, max(1, cores() - 3))
+# A peer's kernels compile one after another: a process for each core but the parent's and the two of what is timed, as many as a GPU holds
+SIDE_BY_SIDE = min(28 * max(1, torch.cuda.device_count() - 1), max(1, cores() - 3))
 PREPARED = 2**28  # bytes that a call may take beside others, and its peer as many
 SHORTEST = 128  # tokens of a row that it takes all the same
 PASSES = ("fwd", "fwd+bwd")
@@ -135,10 +136,11 @@ def clocked(found: dict, what: str) -> Iterator[None]:
 
 
 def prepare(call: Call, found: dict) -> None:
-    """Judged, and compiled with its peer, on the last GPU."""
+    """Judged, and compiled with its peer, on a GPU where nothing is timed, if there is one."""
     from needlework.ops.runtime.precompile import compile_in
 
-    torch.cuda.set_device(torch.cuda.device_count() - 1)
+    last = torch.cuda.device_count() - 1
+    torch.cuda.set_device(last - os.getpid() % max(1, last))
     compile_in(max(1, cores() // SIDE_BY_SIDE))
     with clocked(found, "judging"):
         found["error_over_budget"], found["tensor"] = judge(call)
