@@ -138,7 +138,9 @@ def intra_constants(
     config: LaunchConfig, dtype: torch.dtype, H: int, HR: int, HV: int, K: int,
     gate: int, erase: int, lam: int, read: int, copy: int, save: int,
 ) -> Constants:  # fmt: skip
-    own = {**config.launch["intra"], "BK": min(config.launch["intra"]["BK"], padded(K))}
+    own = dict(config.launch["intra"])
+    # beside λ's products the registers hold 64 keys a step
+    own["BK"] = min(own["BK"], 64 if lam else own["BK"], padded(K))
     return dict(
         H=H, HR=HR, HV=HV, K=K, C=config.launch["shared"]["C"], ACC=TYPES[accumulator(dtype)], ST=TYPES[solve_dtype(dtype)],
         COPY=int(copy), SAVE=int(save), GATE=gate, ERASE=erase, LAM=lam, READ=read,
