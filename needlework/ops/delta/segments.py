@@ -25,7 +25,7 @@ from needlework.ops.slots.kernels import power_of, slot_of
 SLOTS = {name: OF_TABLE[name] for name in ("p_slots", "p_fresh", "p_power", "slot_stride")}
 SHORTEST = 16  # chunks of a segment that are worth a state
 SEGMENTS, SEQUENCES = 64, 64  # of a program of `segments_kernel`
-DECAYS = 8  # columns of a walk that finds a diagonal, each all of it: 16 bytes of half precision
+COPIES = 8  # columns of a walk that finds a diagonal, each all of it: 16 bytes of half precision
 LAUNCHES = 20  # what the launches for segments cost, in chunks of a chain
 
 
@@ -48,7 +48,7 @@ def segment_count(chains: int, longest: int, columns: int, V: int, slots: int) -
     """
     if not slots:
         return 1
-    walk = lambda columns, P: max(longest / P, columns * longest / slots)
+    walk = lambda many, P: max(longest / P, many * longest / slots)
     best, least, step = 1, walk(chains, 1), step_cost(columns)
     # bounded, so that a symbolic length is compared and not fixed
     for P in range(2, 65):
@@ -127,8 +127,8 @@ def transitions(
     walk(v, initial state) -> final state."""
     N = walk(v, None)
     if diagonal:
-        ones = N.new_ones(*N.shape[:3], DECAYS)
-        return N, walk(v.new_zeros(*v.shape[:3], DECAYS), ones)[..., 0].contiguous()
+        ones = N.new_ones(*N.shape[:3], COPIES)
+        return N, walk(v.new_zeros(*v.shape[:3], COPIES), ones)[..., 0].contiguous()
     eye = torch.eye(K, dtype=N.dtype, device=N.device).expand(*N.shape[:2], K, K).contiguous()
     return N, walk(v.new_zeros(*v.shape[:3], K), eye)
 

@@ -227,12 +227,8 @@ def _nothing(
     if not length:
         return o, state, saved, None
     R = segments_in_all(N, cu_seqlens is not None, T, C, length)
-    return (
-        o,
-        state,
-        saved,
-        SegmentStates(*(q.new_empty(R, HV, *shape, dtype=width(q)) for shape in ((K, V), (K, K) if solves else (K,)))),
-    )
+    shapes = (K, V), (K, K) if solves else (K,)
+    return o, state, saved, SegmentStates(*(q.new_empty(R, HV, *shape, dtype=width(q)) for shape in shapes))
 
 
 @fake(delta_channel_bwd)
