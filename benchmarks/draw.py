@@ -19,10 +19,10 @@ SHORTEST = 16  # tokens of a packed document
 CALLS = 40  # of a rule
 
 # Launch configs are made on calls of the first seeds, tried on those of the second and reported on those of the third. A review draws with a
-# seed of its own.
+# seed of its own. 101 was the first to be reported; since then configs have been chosen on some of its calls too, so that it reports no more.
 TUNING = (11, 12, 13)
 HELD_OUT = 21
-REPORTING = (101, 102, 103)
+REPORTING = (102, 103, 104)
 
 MEMORY = 70 * 2**30  # bytes that a call may take, beside its peer
 OPERATIONS = 5e13  # of an attention's forward pass: a tenth of a second at the rate of a large product

@@ -1,6 +1,6 @@
 """Time drawn calls (`draw.py`) beside their peers on this GPU, and say how the ratios are distributed.
 
-    python benchmarks/grid.py --seed 101 --minutes 25 [--rules gated polar] [--calls 40] [--out FILE] [--dry]
+    python benchmarks/grid.py --seed 102 --minutes 25 [--rules gated polar] [--calls 40] [--out FILE] [--dry]
     python benchmarks/grid.py --report FILE
 
 Rules take turns, so a run that is cut short has covered all of them; a later one with the same seed, calls, commit and FILE goes on where
