@@ -84,7 +84,7 @@ def test_values_states_and_every_gradient_are_the_definitions(row):
 def test_segments_are_the_sequence_with_every_gradient(length, packed, monkeypatch):
     from needlework.ops.delta.additive import op
 
-    monkeypatch.setattr(op, "segment_length", lambda *_: length)
+    monkeypatch.setattr(op, "segment_length", lambda *_, **settings: length)
     # of packed sequences some are one segment, one of them without a chunk
     x = inputs(T=60, HV=2, N=4) if packed else inputs(B=2, T=70, HV=2, K=24)
     agree(x, PACKED if packed else None)

@@ -237,7 +237,7 @@ def test_kernels_that_scale_rows_give_the_bits_of_rows_scaled_around_them(
     from needlework.ops.delta.scalar import op as scalar
 
     for op in (scalar, channel):
-        monkeypatch.setattr(op, "segment_length", lambda *_: length)
+        monkeypatch.setattr(op, "segment_length", lambda *_, **settings: length)
     cu_seqlens = PACKED if "N" in row else None
     inputs = bfloat16_inputs(gate, seed=seed, **row)
     if inputs["g"] is None and gate == "channel":

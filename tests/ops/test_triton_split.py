@@ -321,7 +321,7 @@ def test_the_operator_cuts_and_nobody_sees_it(call, length, monkeypatch):
     rule, packed = call
     from needlework.ops.delta.scalar import op as scalar_op
 
-    monkeypatch.setattr(scalar_op, "segment_length", lambda *_: length)
+    monkeypatch.setattr(scalar_op, "segment_length", lambda *_, **settings: length)
     cu_seqlens = PACKED if packed else None
     x = sample(rule, N=4 if packed else 1, HV=1)
     leaves = {name: y.detach().requires_grad_() for name, y in x.items() if name not in ("do", "dstate")}
@@ -341,7 +341,7 @@ def test_the_operator_cuts_and_nobody_sees_it(call, length, monkeypatch):
 def test_the_channel_operator_cuts_and_nobody_sees_it(rule, packed, monkeypatch):
     from needlework.ops.delta.channel import op as channel_op
 
-    monkeypatch.setattr(channel_op, "segment_length", lambda *_: 2)
+    monkeypatch.setattr(channel_op, "segment_length", lambda *_, **settings: 2)
     cu_seqlens = PACKED if packed else None
     x = sample(rule, N=4 if packed else 1, HV=1)
     leaves = {name: y.detach().requires_grad_() for name, y in x.items() if name not in ("do", "dstate")}

@@ -106,7 +106,7 @@ def _segment_length(inputs: DeltaInputs, cu_seqlens: Tensor | None, chosen: Laun
     """`segment_length` of the call."""
     (B, T, HV, V), K, launch = inputs.v.shape, inputs.k.shape[-1], chosen.launch["scan"]
     C, chains = chosen.launch["shared"]["C"], HV * cdiv(V, launch["BV"])
-    return segment_length(sequences(cu_seqlens, B), cu_seqlens is not None, T, C, chains, K, V, launch["NP"], True)
+    return segment_length(sequences(cu_seqlens, B), cu_seqlens is not None, T, C, chains, K, V, launch["NP"], diagonal=True)
 
 
 @fake(delta_additive)

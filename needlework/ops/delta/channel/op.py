@@ -181,7 +181,9 @@ def _segment_length(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, conf
     # warps of a multiprocessor whose registers hold states: of narrow keys more
     warps = 24 if K <= 64 else 8
     slots = multiprocessors(inputs.v.device) * warps // launch["num_warps"]
-    return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, slots, rule_of(inputs.beta, inputs.erase) == 0)
+    return segment_length(
+        N, cu_seqlens is not None, T, C, chains, K, V, slots, diagonal=rule_of(inputs.beta, inputs.erase) == 0
+    )
 
 
 @constant

@@ -135,7 +135,7 @@ def _segment_length(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, chos
     """`segment_length` of the call."""
     (_, T, HV, V), K, launch = inputs.v.shape, inputs.k.shape[-1], chosen.launch["scan"]
     C, chains = chosen.launch["shared"]["C"], HV * -(-V // launch["BV"])
-    return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, launch["NP"], inputs.beta is None)
+    return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, launch["NP"], diagonal=inputs.beta is None)
 
 
 @fake(delta_scalar)
