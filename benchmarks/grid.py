@@ -7,8 +7,8 @@ Rules take turns, so a run that is cut short has covered all of them; a later on
 that one stopped. Processes side by side prepare calls: they judge one against float64 at 136 tokens, and compile its kernels and its
 peer's. Another process times calls one after another, in the order in which they get ready: first a peer that tunes itself does so, then
 figures are taken. What prepares is stopped meanwhile: our launches wait for Python more than a peer's. Where there are several GPUs,
-all but the first are for what prepares. A call is timed forward and forward + backward, by launches and, where it can be captured, replayed from a CUDA
-graph. Every figure is a median. What is over its budget is not timed.
+all but the first are for what prepares. A call is timed forward and forward + backward, by launches and, where it can be captured,
+replayed from a CUDA graph. Every figure is a median. What is over its budget is not timed.
 What fails or is wrong has a row that says why. Rows are written one by one. --dry says what is left, and what it takes by the seconds of
 the rows in FILE, and times nothing.
 """

@@ -358,7 +358,21 @@ def test_a_grid_judges_times_and_reports_its_calls_and_goes_on_where_it_stopped(
     monkeypatch.setattr(grid, "replay", breaks)
     monkeypatch.setattr(grid, "figures", noted)
     monkeypatch.setattr(grid, "judge", lambda call: (3.0, "dk") if call.rule == "additive" else (0.5, "o"))
-    arguments = ["grid.py", "--rules", "gated", "additive", "polar", "--calls", "2", "--out", str(file), "--commit", "abc"]
+    arguments = [
+        "grid.py",
+        "--seed",
+        "101",
+        "--rules",
+        "gated",
+        "additive",
+        "polar",
+        "--calls",
+        "2",
+        "--out",
+        str(file),
+        "--commit",
+        "abc",
+    ]
     monkeypatch.setattr(sys, "argv", [*arguments, "--minutes", "0"])
     assert grid.main() == 0 and results.read(file) == []
     monkeypatch.setattr(sys, "argv", arguments)
@@ -392,7 +406,21 @@ def test_what_prepares_is_stopped_while_figures_are_taken_and_not_while_a_peer_t
     monkeypatch.setattr(grid.Ready, "of", lambda call: heard("tuning") or of(call))
     monkeypatch.setattr(grid, "figures", lambda *given: heard("figures") or figures(*given))
     monkeypatch.setattr(
-        sys, "argv", ["grid.py", "--rules", "gated", "--calls", "2", "--out", str(tmp_path / "grid.json"), "--commit", "abc"]
+        sys,
+        "argv",
+        [
+            "grid.py",
+            "--seed",
+            "101",
+            "--rules",
+            "gated",
+            "--calls",
+            "2",
+            "--out",
+            str(tmp_path / "grid.json"),
+            "--commit",
+            "abc",
+        ],
     )
     assert grid.main() == 0
     assert stopped == [("tuning", False), ("figures", True)] * 2
@@ -427,7 +455,7 @@ def timed_in_minutes(grid, monkeypatch, tmp_path):
             "--commit",
             "abc",
         ]
-        monkeypatch.setattr(sys, "argv", ["grid.py", *arguments, "--minutes", str(minutes), *more])
+        monkeypatch.setattr(sys, "argv", ["grid.py", "--seed", "101", *arguments, "--minutes", str(minutes), *more])
         assert grid.main() == 0
         return [*timed]
 

@@ -86,6 +86,13 @@ def test_any_pairs_turn(pairs, m):
         same(call, want, inputs, f"{m} pairs, {pairs}")
 
 
+def test_sums_of_angles_go_on_from_block_to_block_of_tiles_for_each_slice_of_angles():
+    """Five tiles, two at a time, and six angles, two at a time."""
+    inputs = make(SISO, 1, 70) | {"angle": torch.randn(1, 70, 6, generator=torch.Generator().manual_seed(0)).double()}
+    with forced("mamba3/siso", "plain", starts={"BC": 2, "BS": 2}):
+        same(lambda x: SISO.chunk(**x), lambda x: SISO.recurrent(**x), inputs, "blocks and slices")
+
+
 @pytest.mark.parametrize(
     "by",
     [

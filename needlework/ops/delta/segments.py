@@ -30,7 +30,8 @@ LAUNCHES = 20  # what the launches for segments cost, in chunks of a chain
 
 
 def step_cost(columns: int) -> int:
-    """What a step from segment to segment costs, in chunks of a chain: of decays, of M in one tile, of M through memory (`fix_up`)."""
+    """What a step from segment to segment costs, in chunks of a chain: of decays, of M in one tile as on Hopper, of M through memory
+    (`fix_up`)."""
     return 1 if columns == 0 else 2 if columns <= 128 else 5
 
 

@@ -87,7 +87,7 @@ def forward(
         # columns that are not values have no write gate
         gate = lambda x: write if write is None or x is v else x
         run = lambda x, state: scan(saved, x, beta, gate(x), state, split, save=False, **with_powers)[1]
-        N, M = transitions(run, v, q.shape[3], diagonal=saved.Tp is None)
+        N, M = transitions(run, v, q.shape[3], diagonal=rule_of(beta, inputs.erase) == 0)
         initial_state = fix_up(M, N, initial_state, segments.first, config=config, reverse=False, table=table)
         states = SegmentStates(initial_state, M)
     of = None if segments is None else segments.of

@@ -11,7 +11,6 @@ overflow flag, or FORM 1 sets it here. p_overflow, the forward's alone, says whi
 """
 
 from functools import cache, partial
-from math import gcd
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from needlework.ops.delta.gradient_scaling import amax
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.delta.powers import TOKENS, amax_of_rows
 from needlework.ops.delta.scalar.intra_bwd import combine, gate, pairs
-from needlework.ops.delta.scalar.operands import Saved, forms, heads_of_team, inverse, operand_types, slots_of
+from needlework.ops.delta.scalar.operands import Saved, forms, group_of, heads_of_team, inverse, operand_types, slots_of
 from needlework.ops.delta.scalar.replay import replay_forward, replay_reverse
 from needlework.ops.delta.scalar.scan_bwd import adjoint
 from needlework.ops.delta.segments import fix_up, segmented
@@ -197,7 +196,7 @@ def constants(
     }
     own["replay_reverse"] = {**own["replay_forward"], **config.launch["replay_reverse"]}
     own["adjoint"] |= dict(KB=min(padded(K), 128), NK=cdiv(K, 128))
-    group = gcd(HV // H, HV // HR)
+    group = group_of(H, HR, HV)
     own["adjoint"] |= dict(HEADS=heads_of_team(group, cdiv(V, own["adjoint"]["BV"]), own["adjoint"]["NP"]))
     for name in ("replay_forward", "replay_reverse"):
         row = own[name]

@@ -3,7 +3,6 @@ fallback behind each. Tensors are aligned."""
 
 from collections.abc import Callable
 from functools import cache
-from math import gcd
 
 import torch
 from torch import Tensor
@@ -12,7 +11,16 @@ from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import token_tile
 from needlework.ops.delta.inputs import NO_TABLE, OF_TABLE, DeltaInputs, SlotTable, solve_dtype
 from needlework.ops.delta.scalar.intra import intra
-from needlework.ops.delta.scalar.operands import Saved, flags, forms, inverse, inverse_constants, scan_constants, slots_of
+from needlework.ops.delta.scalar.operands import (
+    Saved,
+    flags,
+    forms,
+    group_of,
+    inverse,
+    inverse_constants,
+    scan_constants,
+    slots_of,
+)
 from needlework.ops.delta.scalar.scan import scan
 from needlework.ops.delta.scalar.transitions import transitions
 from needlework.ops.delta.segments import Segments, fix_up, segmented
@@ -82,7 +90,7 @@ def launch_intra(inputs: DeltaInputs, saved: Saved, *, scale: float, config: Lau
     assert copies or inputs.powers is None  # what follows reads the scaled rows, which are the copies
     constants = intra_constants(config, q.dtype, k.shape[2], r.shape[2], HV, k.shape[3], *flags(inputs), copies, saves)
     programs = -(-NR // constants["R"]) * B * HV
-    heads = heads_of_program(gcd(HV // k.shape[2], HV // r.shape[2]), programs) if constants["SHARED"] else 1
+    heads = heads_of_program(group_of(k.shape[2], r.shape[2], HV), programs) if constants["SHARED"] else 1
     run(
         intra, (programs // heads,),
         r, q, k, inputs.g, inputs.beta, inputs.lam, saved.Tp, saved.Pp, saved.A, saved.G, saved.E, r_copy, saved.q, saved.k,

@@ -17,6 +17,7 @@ from needlework.ops.delta.inputs import DeltaInputs, SlotTable, in_whole_rows
 from needlework.ops.delta.scalar.backward import backward
 from needlework.ops.delta.scalar.forward import forward
 from needlework.ops.delta.scalar.operands import ENGINE, Saved
+from needlework.ops.delta.scalar.transitions import places
 from needlework.ops.delta.segments import segment_length, segments_in_all
 from needlework.ops.delta.table import on_table
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
@@ -158,7 +159,7 @@ def _(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Ten
     saved = Saved.empty(inputs, aligned, C, save=True)
     if length := _segment_length(inputs, N, cu_seqlens, chosen):
         R = segments_in_all(N, cu_seqlens is not None, aligned, C, length)
-        initial_state, M = (saved.G.new_empty(R, HV, *shape) for shape in ((K, V), (1,) if inputs.beta is None else (K, K)))
+        initial_state, M = places(saved.G, R, HV, K, V, erases=inputs.beta is not None)
         saved = saved._replace(initial_state=initial_state, M=M)
     return *_results(inputs, cu_seqlens, scale), saved
 

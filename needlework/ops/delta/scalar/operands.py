@@ -101,6 +101,11 @@ def operand_types(dtype: torch.dtype, form: int) -> Constants:
     return given if form < 2 else given | dict(ST=FALLBACK, TT=TYPES[torch.float32], SOLVE="tf32x3")
 
 
+def group_of(H: int, HR: int, HV: int) -> int:
+    """Value heads that share a key head and a head of the query that reads."""
+    return gcd(HV // H, HV // HR)
+
+
 def heads_of_team(group: int, tiles: int, slots: int) -> int:
     """Value heads of one key head that a team of slots walks side by side, each in so many tiles: as many of the group as leave at most a
     sixteenth of the slots without a team, at least one."""
@@ -123,7 +128,7 @@ def scan_constants(
     erase: int, lam: int, read: int, init: int, save: int, form: int,
 ) -> Constants:  # fmt: skip
     own = dict(config.launch["scan"])
-    heads = heads_of_team(gcd(HV // H, HV // HR), -(-V // own["BV"]), own.pop("NP"))
+    heads = heads_of_team(group_of(H, HR, HV), -(-V // own["BV"]), own.pop("NP"))
     KB = min(padded(K), 128)
     return dict(
         H=H, HR=HR, HV=HV, K=K, V=V, C=config.launch["shared"]["C"], KB=KB, NK=-(-K // KB), TMA=int(config.tma),

@@ -149,7 +149,7 @@ def transitions(
     constants = transitions_constants(config, v.dtype, k.shape[2], HV, K, V, beta is not None, lam is not None, save, form)
     C, BV, KB = (constants[name] for name in ("C", "BV", "KB"))
     tile = lambda x, D: token_tile(x, C, D) if config.tma else x
-    N, M = found or (saved.G.new_empty(R, HV, *shape) for shape in ((K, V), (1,) if beta is None else (K, K)))
+    N, M = found or places(saved.G, R, HV, K, V, erases=beta is not None)
     run(
         transitions_kernel, (R * HV * (cdiv(V, BV) + (0 if beta is None else cdiv(K, BV))),),
         None if lam is None else tile(q, KB), tile(k, KB), tile(v, BV),
@@ -157,6 +157,11 @@ def transitions(
         operands.powers, T, NR, **constants,
     )  # fmt: skip
     return N, M
+
+
+def places(like: Tensor, R: int, HV: int, K: int, V: int, *, erases: bool) -> tuple[Tensor, Tensor]:
+    """For N, or states of as many segments, and for M."""
+    return like.new_empty(R, HV, K, V), like.new_empty(R, HV, *((K, K) if erases else (1,)))
 
 
 def transitions_constants(
