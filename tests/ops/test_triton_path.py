@@ -10,6 +10,7 @@ import torch
 
 from needlework.ops.common.samples import keys, normal, uniform
 from needlework.ops.path import BLOCK, PathState, chunk_path, paged_path, recurrent_path, step_path
+from needlework.ops.path.arguments import PathInputs
 from needlework.ops.path.reference import literal_path
 from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs
@@ -50,6 +51,30 @@ def test_values_and_gradients_are_those_of_the_definition(T, window, gates):
     exact = differentiate(lambda x: definition(**x, window=window).o, x)
     for got, want, what in zip(fast, exact, ("values", "gradients"), strict=True):
         assert_close(got, want, what)
+
+
+@pytest.mark.parametrize("Hq, H, window", [(4, 2, None), (6, 1, 40), (3, 1, None)])
+def test_heads_of_a_group_share_the_programs_of_the_way_back(Hq, H, window):
+    """Two each, and one where a group's heads are odd."""
+    x = sample(2, 75, Hq=Hq, H=H)
+    with forced("path/engine", shared={"C": 16, "M": 2}, sweep={"HB": 2, "num_warps": 8}):
+        fast = differentiate(lambda x: kernels(**x, window=window).o, x)
+    exact = differentiate(lambda x: recurrent_path(**x, window=window).o, x)
+    assert_close(fast[1], exact[1], "gradients")
+
+
+@pytest.mark.parametrize("ends, M", [(None, 4), ([0, 90, 200], 2)])
+def test_superblocks_grow_with_the_sequences(ends, M):
+    """Of 13 blocks M is 4; packed sequences of half as many have the config's 2."""
+    from needlework.ops.path.engine.walk import Walk
+
+    x, ends = sample(1, 200), None if ends is None else torch.tensor(ends)
+    fast = differentiate(lambda x: kernels(**x, cu_seqlens=ends).o, x)
+    exact = differentiate(lambda x: chunk_path(**x, cu_seqlens=ends, impl="torch").o, x)
+    for got, want, what in zip(fast, exact, ("values", "gradients"), strict=True):
+        assert_close(got, want, what)
+    given = PathInputs(*(x[name] for name in ("q", "k", "v", "beta", "w")))
+    assert Walk.of(given, ends, None, 1.0).M == M
 
 
 @pytest.mark.parametrize("window", chosen([None, 20], [20]))

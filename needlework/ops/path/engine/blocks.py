@@ -13,7 +13,7 @@ X, S, M, N are those of prepare.py. What would be a first operand and transposed
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.runs import row_pointers
+from needlework.ops.common.kernels.runs import row_pointers, sequence_of
 from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
 from needlework.ops.path.engine.forward import passed
 from needlework.ops.path.engine.tiles import (
@@ -28,10 +28,10 @@ from needlework.ops.path.engine.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["NR", "N"])
+@triton.jit(do_not_specialize=["NR", "N", "M"])
 def spread(
-    p_k1, p_Ho, p_cum, p_dk1, p_dk2, p_dH, p_dH2, p_S, NR, N,
-    HK: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    p_k1, p_Ho, p_cum, p_dk1, p_dk2, p_dH, p_dH2, p_S, NR, N, M,
+    HK: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """One superblock; p_dk1 and p_dH are added to. Scratch: p_S as p_Ho."""
     blocks = NR // C
@@ -64,7 +64,7 @@ def group(
     p_q, p_k, p_v, p_w, p_U, p_R, p_cum, p_do, p_LD, p_dq0, p_sum_k, p_sum_w, p_sum_v, p_dR, p_dU, p_dv,
     p_L, p_dA, p_decay, T, NR, N, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
     SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """One block with itself. p_sum_k, p_sum_w [B HK NR KB], p_dR [B HK NR C], p_dU [B HK NR KB] in ACC; p_dv [B T HK V]: all of dV,
@@ -75,7 +75,7 @@ def group(
     i_b = i_bk // HK
     i_kv = i_bk % HK
     i_block = tl.program_id(0) % blocks
-    _, end, _, _ = superblock(p_cum, N, i_b, i_block, blocks, M, PACKED)
+    _, _, end = sequence_of(p_cum, N, i_b, i_block, blocks, PACKED)
     if i_block >= end:
         return
     i_t = i_block * C
@@ -171,7 +171,7 @@ def turn(
 @triton.jit(do_not_specialize=["T", "NR", "N"])
 def unwind(
     p_k, p_w, p_beta, p_X, p_cum, p_dR, p_dU, p_solve, p_dS, p_dN, p_dbeta, T, NR, N,
-    HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
+    HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     APART: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """p_dbeta [B T HK] of one block, and M, dS + dSᵀ and dNᵀ [B HK NR C] in ACC, from all that R and U were given."""
@@ -180,7 +180,7 @@ def unwind(
     i_b = i_bk // HK
     i_kv = i_bk % HK
     i_block = tl.program_id(0) % blocks
-    _, end, _, _ = superblock(p_cum, N, i_b, i_block, blocks, M, PACKED)
+    _, _, end = sequence_of(p_cum, N, i_b, i_block, blocks, PACKED)
     if i_block >= end:
         return
     i_t = i_block * C
@@ -211,7 +211,7 @@ def unwind(
 @triton.jit(do_not_specialize=["T", "NR", "N"])
 def release(
     p_k, p_w, p_cum, p_dU, p_solve, p_dS, p_dN, p_sum_k, p_sum_w, p_dk, p_dw, T, NR, N,
-    HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
+    HK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     APART: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """p_dk, p_dw [B T HK K] of one block, from what `unwind` has left and all that K and W were given."""
@@ -220,7 +220,7 @@ def release(
     i_b = i_bk // HK
     i_kv = i_bk % HK
     i_block = tl.program_id(0) % blocks
-    _, end, _, _ = superblock(p_cum, N, i_b, i_block, blocks, M, PACKED)
+    _, _, end = sequence_of(p_cum, N, i_b, i_block, blocks, PACKED)
     if i_block >= end:
         return
     i_t = i_block * C

@@ -55,12 +55,12 @@ def passed(x, p_H, i_bk, i_block, blocks, KB: tl.constexpr, ST: tl.constexpr, TR
     return tl.dot(x.to(ST), b_H, input_precision="ieee", out_dtype=x.dtype)
 
 
-@triton.jit(do_not_specialize=["T", "NR", "N", "W", "PG", "NB", "page_k", "page_v", "page_decay"])
+@triton.jit(do_not_specialize=["T", "NR", "N", "M", "W", "PG", "NB", "page_k", "page_v", "page_decay"])
 def attend(
     p_q, p_k, p_v, p_w, p_decay, p_U, p_R, p_k1, p_k2, p_Ho, p_H2o, p_cum, p_o, p_lse, p_start, p_table, p_page_k, p_page_v,
-    p_page_decay, T, NR, N, W, PG, NB, page_k, page_v, page_decay,
+    p_page_decay, T, NR, N, M, W, PG, NB, page_k, page_v, page_decay,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, NI: tl.constexpr, SCALE: tl.constexpr,
+    HB: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, NI: tl.constexpr, SCALE: tl.constexpr,
     RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, DECAY: tl.constexpr, PAGES: tl.constexpr, ACC: tl.constexpr,
     ST: tl.constexpr,
 ):  # fmt: skip

@@ -27,11 +27,11 @@ def met(
     b_do = load_tile(p_do, i_b, i * C, i_h, 0, T, H, V, C, VB, 0)
     own = i * C + tl.arange(0, C)
     row = (tl.cast(i_b, tl.int64) * H + i_h) * NR + own
+    # before lse and D change their layout, which takes barriers: the product runs meanwhile
+    s = tl.dot(b_k, tl.trans(b_x), input_precision="ieee", out_dtype=ACC)
     lse, D = of_columns(p_LD, row)
     lse = lse[None, :]
-    D = D[None, :]
-    # both before an exponential waits for the first
-    s = tl.dot(b_k, tl.trans(b_x), input_precision="ieee", out_dtype=ACC)
+    D = (D * RATE)[None, :]
     dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee", out_dtype=ACC)
     if DECAY:
         since, before = forgets(p_decay, i_b * H + i_h, NR, own, key, newest, RATE, ACC)
@@ -41,7 +41,7 @@ def met(
         p = tl.where(own[None, :] - key[:, None] < W, p, 0.0)
     if SOFT:
         dv = plus_product(dv, p.to(b_do.dtype), b_do)
-    da = p * (dp - D) * RATE
+    da = p * (dp * RATE - D)
     dk = plus_product(dk, da.to(ST), b_x)
     return dk, dv
 
@@ -78,10 +78,10 @@ def gathered(
         tl.store(row_pointers(p_dv, i_bk, i_t, NR, C, VB), dv)
 
 
-@triton.jit(do_not_specialize=["T", "NR", "N", "W", "start", "PB", "SB"])
+@triton.jit(do_not_specialize=["T", "NR", "N", "M", "W", "start", "PB", "SB"])
 def keys(
-    p_v, p_k2, p_cum, p_do, p_LD, p_x2, p_dk2, p_dv, p_decay, T, NR, N, W, start, PB, SB,
-    H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
+    p_v, p_k2, p_cum, p_do, p_LD, p_x2, p_dk2, p_dv, p_decay, T, NR, N, M, W, start, PB, SB,
+    H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
     SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
@@ -100,10 +100,10 @@ def keys(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "NR", "N", "W", "start", "PB"])
+@triton.jit(do_not_specialize=["T", "NR", "N", "M", "W", "start", "PB"])
 def near(
-    p_v, p_k1, p_cum, p_do, p_LD, p_x1, p_dk1, p_dv, p_decay, T, NR, N, W, start, PB,
-    H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
+    p_v, p_k1, p_cum, p_do, p_LD, p_x1, p_dk1, p_dv, p_decay, T, NR, N, M, W, start, PB,
+    H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
     SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
@@ -139,10 +139,10 @@ def transferred(
         tl.store(at, dH)
 
 
-@triton.jit(do_not_specialize=["NR", "N", "W", "start", "PB", "SB"])
+@triton.jit(do_not_specialize=["NR", "N", "M", "W", "start", "PB", "SB"])
 def transfers(
-    p_cum, p_x1, p_y1, p_x2, p_y2, p_dH, p_dH2, NR, N, W, start, PB, SB,
-    H: tl.constexpr, HK: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
+    p_cum, p_x1, p_y1, p_x2, p_y2, p_dH, p_dH2, NR, N, M, W, start, PB, SB,
+    H: tl.constexpr, HK: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
     """dH of a block, and dH² of the superblock that it begins: p_dH, p_dH2 [B HK blocks KB KB] in ACC are added to."""

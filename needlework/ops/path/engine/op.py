@@ -70,7 +70,7 @@ def prepared(walk: Walk, x: PathInputs, keep: bool = False) -> Prepared:
     X = walk.number(x.k, B, HK, rows, walk.C) if keep else None
     grid, (cum, N) = (B * HK * blocks,), walk.align[:2]
     walk.launch(prepare, grid, x.k, x.w, x.beta, U, R, k1, H, Ho, X, walk.T, rows, KEEP=int(keep))
-    walk.launch(compose, (B * HK * blocks * cdiv(KB, 64),), k1, H, k2, H2, H2o, cum, rows, N)
+    walk.launch(compose, (B * HK * blocks * cdiv(KB, 64),), k1, H, k2, H2, H2o, cum, rows, N, walk.M)
     return Prepared(U, R, k1, k2, H, H2, Ho, H2o, X)
 
 
@@ -82,8 +82,8 @@ def forward(walk: Walk, x: PathInputs) -> tuple[Tensor, Tensor]:
         made = prepared(walk, x)
         decay = None if x.decay is None else walk.by_head(x.decay, torch.float64)
         walk.launch(
-            attend, (walk.programs, walk.blocks), x.q, x.k, x.v, x.w, decay, *made.met, walk.align.cum, o, lse,
-            None, None, None, None, None, walk.T, walk.rows, walk.align.N, walk.window or 0, 0, 0, 0, 0, 0,
+            attend, (walk.programs(attend), walk.blocks), x.q, x.k, x.v, x.w, decay, *made.met, walk.align.cum, o, lse,
+            None, None, None, None, None, walk.T, walk.rows, walk.align.N, walk.M, walk.window or 0, 0, 0, 0, 0, 0,
         )  # fmt: skip
     return o, lse
 
@@ -113,20 +113,20 @@ def descend(
     dH, dH2 = (torch.zeros_like(H) for _ in range(2))
     dq0, LD = do.new_empty(B, Hq, rows, KB), walk.number(lse, *lse.shape, 2)
 
-    supers = cdiv(walk.align.longest, walk.M)
+    M, supers = walk.M, cdiv(walk.align.longest, walk.M)
     tile = B * Hq * C * KB * do.element_size()
-    panel = max(1, min(blocks, SCRATCH // (2 * (walk.M + supers) * tile)))
+    panel = max(1, min(blocks, SCRATCH // (2 * (M + supers) * tile)))
     panel = cdiv(blocks, cdiv(blocks, panel))  # of like sizes
     decay, row, columns = None, None, None
     if forgets is not None:
         decay, row, columns = forgets.decay, forgets.row, forgets.columns(panel, walk.dtype)
-    kept = [do.new_empty(B * Hq * panel * many * C, KB) for many in (walk.M, walk.M, supers, supers)]
+    kept = [do.new_empty(B * Hq * panel * many * C, KB) for many in (M, M, supers, supers)]
     x1, y1, x2, y2 = kept
     by_block = (B * HK * blocks,)
     for start in range(0, blocks, panel):
-        where = rows, N, W, start, panel, supers
+        where = rows, N, M, W, start, panel, supers
         walk.launch(
-            sweep, (B * Hq, min(panel, blocks - start)), x.q, x.k, x.v, x.w, *made.met, cum, o, do, lse, LD,
+            sweep, (walk.programs(sweep), min(panel, blocks - start)), x.q, x.k, x.v, x.w, *made.met, cum, o, do, lse, LD,
             x1, y1, x2, y2, found.q, dq0, decay, row, columns, T, *where,
         )  # fmt: skip
         walk.launch(keys, by_block, x.v, k2, cum, do, LD, x2, dk2, dv, decay, T, *where)
@@ -134,7 +134,7 @@ def descend(
         walk.launch(transfers, by_block, cum, x1, y1, x2, y2, dH, dH2, *where)
         if forgets is not None and columns is not None:
             forgets.add(columns)
-    walk.launch(spread, by_block, k1, Ho, cum, dk1, dk2, dH, dH2, torch.empty_like(Ho), rows, N)
+    walk.launch(spread, by_block, k1, Ho, cum, dk1, dk2, dH, dH2, torch.empty_like(Ho), rows, N, M)
     sum_k, sum_w, dU = (torch.empty_like(dk1) for _ in range(3))
     dR = walk.number(do, B, HK, rows, C)
     L, dA = (do.new_empty(B, Hq, rows, C) for _ in range(2))

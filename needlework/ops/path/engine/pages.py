@@ -190,8 +190,8 @@ def _launches(walk: Walk, x: PathInputs, tables: Tables, line: Line, slots: Tens
     lse = walk.number(x.q, 1, walk.H, walk.rows)
     apart = page_k.stride(0), page_v.stride(0)
     walk.launch(
-        attend, (walk.programs, walk.blocks), x.q, x.k, x.v, x.w, decay, *made.met, cum, o, lse, line.start, where.block_table, page_k, page_v,
-        page_decay, walk.T, walk.rows, N, W, PG, NB, *apart, apart_of(page_decay),
+        attend, (walk.programs(attend), walk.blocks), x.q, x.k, x.v, x.w, decay, *made.met, cum, o, lse, line.start,
+        where.block_table, page_k, page_v, page_decay, walk.T, walk.rows, N, walk.M, W, PG, NB, *apart, apart_of(page_decay),
     )  # fmt: skip
     keep(walk, x, decay, made, tables, line, slots, where)
     return o

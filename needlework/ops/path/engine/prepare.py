@@ -49,11 +49,11 @@ def prepare(
     tl.store(square_pointers(p_Ho, i_bh, i_block, blocks, KB, 0), H.to(ST))
 
 
-@triton.jit(do_not_specialize=["NR", "N"])
+@triton.jit(do_not_specialize=["NR", "N", "M"])
 def compose(
-    p_k1, p_H, p_k2, p_H2, p_H2o, p_cum, NR, N,
-    HK: tl.constexpr, KB: tl.constexpr, RB: tl.constexpr, C: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
-    APART: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
+    p_k1, p_H, p_k2, p_H2, p_H2o, p_cum, NR, N, M,
+    HK: tl.constexpr, KB: tl.constexpr, RB: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, APART: tl.constexpr,
+    ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """RB rows of H² of the superblock that a block begins, in that block's place, and as many columns of its keys' k²; nothing for the
     other blocks."""

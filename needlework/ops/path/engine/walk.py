@@ -53,7 +53,11 @@ class Walk(NamedTuple):
 
     @property
     def M(self) -> int:
-        return self.config.launch["shared"]["M"]
+        """Blocks of a superblock. A query of a sequence of n blocks passes n / 2M superblocks and M / 2 blocks of its own: fewest where
+        M² = n. The config's, at least, and where it is part of what is kept: of pages and of the solve."""
+        least = self.config.launch["shared"]["M"]
+        typical = self.B * self.blocks // self.align.N
+        return max(least, 1 << ((typical * 4 // 3).bit_length() - 1) // 2) if self.soft and not self.pages else least
 
     @property
     def blocks(self) -> int:
@@ -81,10 +85,9 @@ class Walk(NamedTuple):
             self.soft, self.pages, self.decay,
         )  # fmt: skip
 
-    @property
-    def programs(self) -> int:
-        """Of `attend`, for each block of queries."""
-        return self.B * self.H // heads(self.config, self.H, self.HK, self.decay or self.pages)
+    def programs(self, kernel: JITFunction) -> int:
+        """Of a kernel whose heads share one, for each block of queries."""
+        return self.B * self.H // heads(self.config.launch[kernel.__name__]["HB"], self.H, self.HK, self.decay or self.pages)
 
     def number(self, like: Tensor, *sizes: int, zeros: bool = False) -> Tensor:
         """In the sums' dtype."""
@@ -98,10 +101,10 @@ class Walk(NamedTuple):
         return out
 
 
-def heads(config: LaunchConfig, H: int, HK: int, alone: bool) -> int:
-    """That share a program of `attend`: of one group. One alone where each has gates of its own, and where pages follow, whose tiles take
+def heads(most: int, H: int, HK: int, alone: bool) -> int:
+    """That share a program: of one group. One alone where each has gates of its own, and where pages follow, whose tiles take
     the shared memory that a second head's would."""
-    return 1 if alone else gcd(config.launch["attend"]["HB"], H // HK)
+    return 1 if alone else gcd(most, H // HK)
 
 
 def constants(
@@ -119,6 +122,7 @@ def constants(
     )  # fmt: skip
     own = {name: x for name, x in config.launch[kernel.__name__].items() if name != "NP"}  # programs are the host's
     if "HB" in own:  # warps are of HB heads
-        have = heads(config, H, HK, decay or pages)
+        have = heads(own["HB"], H, HK, decay or pages)
         own |= {"HB": have, "num_warps": own["num_warps"] * have // own["HB"]}
-    return {name: x for name, x in known.items() if name in kernel.arg_names} | own
+    # constants are what has an annotation: of most kernels M is a number of the call
+    return {name: x for name, x in known.items() if name in kernel.fn.__annotations__} | own
