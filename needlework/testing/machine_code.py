@@ -1,10 +1,10 @@
-"""Uniform registers that a wgmma of Hopper's machine code takes and that nothing wrote.
+"""Uniform registers that a wgmma of Hopper's machine code takes and that a path before it has not written.
 
-ptxas 12.8.93 has assembled kernels in which the descriptor of a product's operand in shared memory starts from such a register, or from R1,
-where the stack's address is: an illegal access, or a wrong result. What is read here is nvdisasm's text.
+ptxas 12.8.93 has assembled kernels in which the descriptor of a product's operand in shared memory starts from a register that nothing
+wrote, or from R1, where the stack's address is; or from one that is written where a loop is entered, for a product behind the loop which is
+reached without it. That is an illegal access, or a wrong result. What is read here is nvdisasm's text.
 
-Registers are numbers here, uniform ones 0 to 63, the others VECTOR more. Those of threads pass descriptors on where uniform ones are scarce;
-what else they hold is taken as written.
+Registers are numbers here, uniform ones 0 to 63, the others VECTOR more: those of threads pass descriptors on where uniform ones are scarce.
 """
 
 import re
@@ -17,7 +17,6 @@ PRODUCT = re.compile(r"[A-Z]*GMMA\b")
 SOURCES_ALONE = ("UTMA", "UBLKCP", "UBLKRED", "UBLKPF", "UCGABAR", "USETMAXREG")
 RESULTS = ("U", "R2UR", "S2UR", "VOTEU", "REDUX")
 VECTOR, STACK = 100, "c[0x0][0x28]"  # the stack's address among a kernel's parameters
-WRITTEN = {VECTOR + n for n in range(256) if n != 1}  # before a kernel begins
 
 
 class Instruction(NamedTuple):
@@ -31,13 +30,14 @@ class Instruction(NamedTuple):
 
 
 def unwritten(text: str) -> list[str]:
-    """Every wgmma that takes a uniform register, or a result of one, that no path before it writes; each with its registers."""
+    """Every wgmma that takes a uniform register which some path before it does not write, or makes of such a one; each with its registers."""
     found = []
     for lines, labels in _functions(text):
         effects = [_effect(line) for line in lines]
         for line, (_, reads), known in zip(lines, effects, _known(lines, labels, effects), strict=True):
-            if known is not None and PRODUCT.match(line.name) and (missing := reads - known - WRITTEN):
-                found.append(f"{line} reads {', '.join(f'UR{n}' for n in sorted(missing))}, which nothing wrote")
+            missing = {n for n in reads - known if n < VECTOR} if known is not None and PRODUCT.match(line.name) else ()
+            if missing:
+                found.append(f"{line} reads {', '.join(f'UR{n}' for n in sorted(missing))}, which not every path writes")
     return found
 
 
@@ -56,18 +56,19 @@ def _functions(text: str) -> list[tuple[list[Instruction], dict[str, int]]]:
 
 
 def _known(lines, labels, effects) -> list[set[int] | None]:
-    """Registers that some path has written before each instruction; None where no path leads.
+    """Registers that every path has written before each instruction; None where no path leads.
 
-    What is made of an unwritten register counts as unwritten.
+    What is made of an unwritten register counts as unwritten, what is written under a predicate as written: the same one guards its reads.
     """
     known: list[set[int] | None] = [None] * len(lines)
-    todo = [(0, WRITTEN)] if lines else []
+    todo: list[tuple[int, set[int]]] = [(0, set())] if lines else []
     while todo:
         i, coming = todo.pop()
         before = known[i]
-        if before is not None and coming <= before:
+        here = coming if before is None else before & coming
+        if here == before:
             continue
-        here = known[i] = coming | (before or set())
+        known[i] = here
         writes, reads = effects[i]
         if reads <= here:
             leaving = here | writes
@@ -80,7 +81,7 @@ def _known(lines, labels, effects) -> list[set[int] | None]:
 def _next(i: int, lines: list[Instruction], labels: dict[str, int]) -> list[int]:
     line = lines[i]
     after = []
-    if line.name.startswith(("BRA", "CALL", "BSSY", "WARPSYNC")) and (target := re.search(r"`\(([.$\w]+)\)", line.operands)):
+    if line.name.startswith(("BRA", "CALL")) and (target := re.search(r"`\(([.$\w]+)\)", line.operands)):
         after += [labels[target[1]]] if target[1] in labels else []
     leaves = line.name.startswith(("BRA", "BRX", "JMP", "JMX", "RET", "EXIT"))
     if not leaves or line.predicate or re.match(r"!?U?P\d", line.operands):

@@ -17,6 +17,8 @@ LOOP = """
         /*0020*/                   ULEA UR4, UR5, UR4, 0x18 ;
         /*0030*/                   USHF.R.U32.HI UR4, URZ, 0x4, UR4 ;
         /*0040*/                   UMOV UR5, 0x40000040 ;
+        /*0042*/                   UIADD3 UR6, UR4, 0x80, URZ ;
+        /*0044*/                   UMOV UR7, 0x40000040 ;
         /*0050*/              @!P0 BRA `(.L_x_1) ;
 .L_x_0:
         /*0060*/                   UIADD3 UR6, UR4, 0x80, URZ ;
@@ -41,8 +43,8 @@ def test_a_product_whose_descriptor_nothing_wrote_is_named_with_its_registers():
 def test_what_is_made_of_an_unwritten_register_is_unwritten():
     """UR4 was written, and then again from UR5."""
     first, last = unwritten(HEADER + LOOP.replace("S2UR UR5", "S2UR UR8"))
-    assert first.endswith("at 0x0080 reads UR6, which nothing wrote") and last.endswith(
-        "at 0x00a0 reads UR4, UR6, which nothing wrote"
+    assert first.endswith("at 0x0080 reads UR6, which not every path writes") and last.endswith(
+        "at 0x00a0 reads UR4, UR6, which not every path writes"
     )
 
 
@@ -57,15 +59,43 @@ def test_a_descriptor_is_followed_through_the_registers_of_threads(source):
         /*0008*/                   LDL R4, [R1+0x10] ;"""
     text = LOOP.replace("UMOV UR4, 0x400", "R2UR UR4, R62").replace("ULEA UR4, UR5, UR4, 0x18", "R2UR UR4, R60")
     first, last = unwritten(HEADER + through + text)
-    assert first.endswith("at 0x0080 reads UR6, which nothing wrote") and last.endswith(
-        "at 0x00a0 reads UR4, UR6, which nothing wrote"
+    assert first.endswith("at 0x0080 reads UR6, which not every path writes") and last.endswith(
+        "at 0x00a0 reads UR4, UR6, which not every path writes"
     )
     assert unwritten(HEADER + through.replace(source, "R20") + text) == []
 
 
-def test_a_register_that_one_path_writes_is_written():
-    """Which path is taken depends on what is not read here: the loop's UR6 and UR7 reach the last product."""
-    assert unwritten(HEADER + LOOP.replace("@!P0 BRA", "BRA"))[0].endswith("reads UR6, UR7, which nothing wrote")
+@pytest.mark.parametrize("register", ("UR4", "R60"))
+def test_a_descriptor_that_only_a_loop_before_makes_is_named(register):
+    """As ptxas 12.8.93 made that of PaTH's `sweep` of two heads, for older superblocks: where the loop over its own superblock is entered. The
+    first block of a superblock has no such loop."""
+    entry = f"""
+        /*0000*/                   UMOV UR5, 0x40000040 ;
+        /*0010*/                   UMOV UR7, UR5 ;
+        /*0020*/              @!P0 BRA `(.L_x_3) ;
+        /*0030*/                   {"UMOV UR4, 0x400" if register == "UR4" else "MOV R60, 0x400"} ;
+        /*0040*/                   BRA `(.L_x_3) ;
+.L_x_3:
+        /*0050*/                   UIADD3 UR4, {"UR4" if register == "UR4" else "URZ"}, 0x2, URZ ;
+        /*0060*/                   R2UR UR6, {"R60" if register == "R60" else "RZ"} ;
+        /*0070*/                   HGMMA.64x32x16.F32 R24, gdesc[UR4], R24, !UPT ;
+        /*0080*/                   EXIT ;
+"""
+    found = unwritten(HEADER + entry)
+    what = "UR4" if register == "UR4" else "UR6"
+    assert found == [f"HGMMA.64x32x16.F32 R24, gdesc[UR4], R24, !UPT at 0x0070 reads {what}, which not every path writes"]
+    assert unwritten(HEADER + entry.replace("@!P0 BRA", "@!P0 NOP")) == []
+
+
+def test_where_threads_meet_again_is_no_branch():
+    """BSSY says where, and does not go there."""
+    begun = LOOP.replace("UMOV UR4, 0x400 ", "BSSY B0, `(.L_x_1) ;\n        /*0012*/                   UMOV UR4, 0x400 ")
+    assert "BSSY" in begun and unwritten(HEADER + begun) == []
+
+
+def test_what_a_predicate_writes_is_written():
+    """The same one guards what reads it."""
+    assert unwritten(HEADER + LOOP.replace("         UMOV UR5", "    @P3  UMOV UR5")) == []
 
 
 def test_each_kernel_of_a_file_starts_with_nothing():
