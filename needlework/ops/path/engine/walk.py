@@ -54,10 +54,13 @@ class Walk(NamedTuple):
     @property
     def M(self) -> int:
         """Blocks of a superblock. A query of a sequence of n blocks passes n / 2M superblocks and M / 2 blocks of its own: fewest where
-        M² = n. The config's, at least, and where it is part of what is kept: of pages and of the solve."""
+        M² = n, so that M is the largest power of two whose square is at most 4n / 3. The config's, at least, and where it is part of what
+        is kept: of pages and of the solve."""
         least = self.config.launch["shared"]["M"]
+        if self.pages or not self.soft:
+            return least
         typical = self.B * self.blocks // self.align.N
-        return max(least, 1 << ((typical * 4 // 3).bit_length() - 1) // 2) if self.soft and not self.pages else least
+        return max(least, 1 << ((typical * 4 // 3).bit_length() - 1) // 2)
 
     @property
     def blocks(self) -> int:
