@@ -182,6 +182,11 @@ def test_calls_that_plans_were_made_on_are_not_reported(bench, tmp_path):
     assert "gated fwd" in (tmp_path / "figures" / "grid-d-1.svg").read_text()
 
 
+def two_calls(folder):
+    """Arguments of a run of two calls a rule, whose rows are kept in `folder`."""
+    return "--calls", "2", "--out", str(folder / "grid.json"), "--commit", "abc"
+
+
 @pytest.fixture
 def heard(bench, tmp_path):
     """What is made of a child that says these lines, one for each call that it is given, and then waits or ends with an error."""
@@ -408,19 +413,7 @@ def test_what_prepares_is_stopped_while_figures_are_taken_and_not_while_a_peer_t
     monkeypatch.setattr(
         sys,
         "argv",
-        [
-            "grid.py",
-            "--seed",
-            "101",
-            "--rules",
-            "gated",
-            "--calls",
-            "2",
-            "--out",
-            str(tmp_path / "grid.json"),
-            "--commit",
-            "abc",
-        ],
+        ["grid.py", "--seed", "101", "--rules", "gated", *two_calls(tmp_path)],
     )
     assert grid.main() == 0
     assert stopped == [("tuning", False), ("figures", True)] * 2
@@ -443,18 +436,7 @@ def timed_in_minutes(grid, monkeypatch, tmp_path):
 
     def run(minutes, *more):
         timed.clear()
-        arguments = [
-            "--rules",
-            "gated",
-            "polar",
-            "path",
-            "--calls",
-            "2",
-            "--out",
-            str(tmp_path / "grid.json"),
-            "--commit",
-            "abc",
-        ]
+        arguments = ["--rules", "gated", "polar", "path", *two_calls(tmp_path)]
         monkeypatch.setattr(sys, "argv", ["grid.py", "--seed", "101", *arguments, "--minutes", str(minutes), *more])
         assert grid.main() == 0
         return [*timed]

@@ -30,7 +30,7 @@ class Instruction(NamedTuple):
 
 
 def unwritten(text: str) -> list[str]:
-    """Every wgmma that takes a uniform register which some path before it does not write, or makes of such a one; each with its registers."""
+    """Every wgmma that takes a uniform register, or a result of one, that some path before it does not write; each with its registers."""
     found = []
     for lines, labels in _functions(text):
         effects = [_effect(line) for line in lines]

@@ -65,24 +65,24 @@ def test_a_descriptor_is_followed_through_the_registers_of_threads(source):
     assert unwritten(HEADER + through.replace(source, "R20") + text) == []
 
 
-@pytest.mark.parametrize("register", ("UR4", "R60"))
-def test_a_descriptor_that_only_a_loop_before_makes_is_named(register):
+@pytest.mark.parametrize("written, what", (("UMOV UR4, 0x400", "UR4"), ("MOV R60, 0x400", "UR6")))
+def test_a_descriptor_that_only_a_loop_before_makes_is_named(written, what):
     """As ptxas 12.8.93 made that of PaTH's `sweep` of two heads, for older superblocks: where the loop over its own superblock is entered. The
     first block of a superblock has no such loop."""
+    other = {"UR4": "MOV R60, 0x400", "UR6": "UMOV UR4, 0x400"}[what]
     entry = f"""
         /*0000*/                   UMOV UR5, 0x40000040 ;
         /*0010*/                   UMOV UR7, UR5 ;
-        /*0020*/              @!P0 BRA `(.L_x_3) ;
-        /*0030*/                   {"UMOV UR4, 0x400" if register == "UR4" else "MOV R60, 0x400"} ;
-        /*0040*/                   BRA `(.L_x_3) ;
+        /*0020*/                   {other} ;
+        /*0030*/              @!P0 BRA `(.L_x_3) ;
+        /*0040*/                   {written} ;
 .L_x_3:
-        /*0050*/                   UIADD3 UR4, {"UR4" if register == "UR4" else "URZ"}, 0x2, URZ ;
-        /*0060*/                   R2UR UR6, {"R60" if register == "R60" else "RZ"} ;
+        /*0050*/                   UIADD3 UR4, UR4, 0x2, URZ ;
+        /*0060*/                   R2UR UR6, R60 ;
         /*0070*/                   HGMMA.64x32x16.F32 R24, gdesc[UR4], R24, !UPT ;
         /*0080*/                   EXIT ;
 """
     found = unwritten(HEADER + entry)
-    what = "UR4" if register == "UR4" else "UR6"
     assert found == [f"HGMMA.64x32x16.F32 R24, gdesc[UR4], R24, !UPT at 0x0070 reads {what}, which not every path writes"]
     assert unwritten(HEADER + entry.replace("@!P0 BRA", "@!P0 NOP")) == []
 

@@ -27,7 +27,7 @@ def met(
     b_do = load_tile(p_do, i_b, i * C, i_h, 0, T, H, V, C, VB, 0)
     own = i * C + tl.arange(0, C)
     row = (tl.cast(i_b, tl.int64) * H + i_h) * NR + own
-    # before lse and D change their layout, which takes barriers: the product runs meanwhile
+    # before lse and D, whose numbers would be held through the product
     s = tl.dot(b_k, tl.trans(b_x), input_precision="ieee", out_dtype=ACC)
     lse, D = of_columns(p_LD, row)
     lse = lse[None, :]

@@ -1,4 +1,5 @@
-"""The backward of one block of queries and HB heads of a group a program: its way back to the oldest keys, and its return with the carried gradient.
+"""The backward of one block of queries and HB heads of a group a program: its way back to the oldest keys, and its return with the
+carried gradient.
 
     dA = scale P ∘ (dO Vᵀ − D),  P = 2^{A − lse},  D = rowsum(dO ∘ O)
     out:  x as it comes to each older block of its superblock, and to each older superblock, is kept
@@ -74,8 +75,8 @@ def sweep(
 ):  # fmt: skip
     """p_LD [B H NR 2], lse and D of each query, D 0 unless SOFT. p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's
     start, in ST. DECAY: p_row [B H NR] and p_column [B H PB NR] take sums of dA's rows and columns; other columns than these are not
-    written. NO: stages of the way out. LATE: y passes H² behind a superblock's products, whose shared memory H² takes: of heads of 128 a
-    multiprocessor then has two programs."""
+    written. NO: stages of the way out. LATE: y passes H² behind a superblock's products, whose shared memory H² takes: of a head of 128
+    a multiprocessor then has two programs."""
     blocks = NR // C
     R: tl.constexpr = HB * C
     PER: tl.constexpr = H // HK // HB  # programs of a group
