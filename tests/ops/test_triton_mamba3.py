@@ -100,11 +100,49 @@ def test_sums_of_angles_go_on_from_block_to_block_of_tiles_for_each_slice_of_ang
         pytest.param({"dt": 2.0**-20, "g": 2.0**-20}, id="small steps"),
     ],
 )
-def test_bfloat16_has_its_own_range(by, bfloat16_in_the_interpreter):
-    """Operands are float16: products of 2²⁴ would be infinite, and writes of 2⁻²² have no digits."""
+@pytest.mark.parametrize("engine", ["additive", "scalar"])
+def test_bfloat16_has_its_own_range(engine, by, monkeypatch, bfloat16_in_the_interpreter):
+    """The scalar engine's operands are float16: products of 2²⁴ would be infinite, and writes of 2⁻²² have no digits."""
+    if engine == "scalar":
+        every_engine_is_scalar(monkeypatch)
     scaled = lambda *given: {name: x * by.get(name, 1) for name, x in sample(*given).items()}
     found = budgeted(dataclasses.replace(SISO, inputs=scaled), torch.bfloat16, 2, 40, "random", torch.device("cpu"))
     assert max(found.values()) <= 1, found
+
+
+def every_engine_is_scalar(monkeypatch):
+    """As where the additive engine has no config."""
+    from needlework.ops.mamba3.siso import engine
+
+    monkeypatch.setattr(engine.Engine, "of", classmethod(lambda cls, q, v: engine.SCALAR))
+
+
+@pytest.mark.parametrize("ends", [None, [0, 5, 5, 37, 41]], ids=["batch", "packed"])
+def test_the_scalar_engine_walks_the_same_rows(ends, monkeypatch):
+    """From a state and to one, with every gradient."""
+    inputs = make(SISO, 1, 41)
+    states = dict(leaves(whole(SISO.recurrent)(make(SISO, 1 if ends is None else 4, 3, seed=1))[-1]))
+    where = {} if ends is None else {"cu_seqlens": torch.tensor(ends)}
+
+    def call(x):
+        state = Mamba3State(*(x[f"state.{name}"] for name in states))
+        return SISO.chunk(**{n: x[n] for n in inputs}, initial_state=state, output_final_state=True, **where)
+
+    given = inputs | {f"state.{name}": x for name, x in states.items()}
+    want = differentiate(call, given)
+    every_engine_is_scalar(monkeypatch)
+    for got, exact in zip(differentiate(call, given), want, strict=True):
+        assert_close(got, exact, "scalar")
+
+
+@pytest.mark.parametrize(
+    "dtype, K, name", [(torch.float16, 64, "scalar"), (torch.bfloat16, 136, "scalar"), (torch.bfloat16, 128, "additive")]
+)
+def test_the_engine_is_one_that_holds_the_numbers(dtype, K, name):
+    from needlework.ops.mamba3.siso.engine import Engine
+
+    q, v = torch.empty(1, 1, 1, K, dtype=dtype), torch.empty(1, 1, 1, 64, dtype=dtype)
+    assert Engine.of(q, v).name == f"delta/{name}"
 
 
 def largest(x, *axes):
@@ -149,9 +187,9 @@ def test_kernels_find_the_powers_of_the_page(begun, biased, monkeypatch, bfloat1
         )
         if S is not None:
             expected[2] = expected[2].maximum(of_states(S, B))
-        found = powers.powers(given, state, 41, S)
+        found = powers.powers(given, state, 41)
         assert torch.equal(found, expected.double().log2().ceil().exp2().float()), loud
-    assert powers.powers(given._replace(v=v), state, 41, S) is None, "float32 is not divided"
+    assert powers.powers(given._replace(v=v), state, 41) is None, "float32 is not divided"
 
 
 def test_rows_of_a_token_are_the_engine_s_tokens():

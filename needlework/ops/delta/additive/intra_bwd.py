@@ -31,31 +31,40 @@ def through_states(
     e_start = tl.load(p_factor + 2 * C + o_c) * scale
     dr += through * e_start[:, None]
     if GATE:
-        reads = tl.dot(b_r, tl.trans(b_S), input_precision="ieee", out_dtype=ACC)
-        read += tl.sum(b_do.to(ACC) * reads, 1) * e_start
+        read += tl.sum(b_r.to(ACC) * through, 1) * e_start
     b_dS = load_tile(x_dS, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
     through = tl.dot(b_v, b_dS, input_precision="ieee", out_dtype=ACC)
     e_end = tl.load(p_factor + 3 * C + o_c)
     dk += through * e_end[:, None]
     if GATE:
-        leaves = tl.dot(b_k, tl.trans(b_dS), input_precision="ieee", out_dtype=ACC)
-        left += tl.sum(b_v.to(ACC) * leaves, 1) * e_end
+        left += tl.sum(b_k.to(ACC) * through, 1) * e_end
         X += tl.sum(b_S.to(ACC) * b_dS.to(ACC), 0)
     return F, dr, dk, read, left, X
 
 
 @triton.jit
-def of_gates(held, read, left, C: tl.constexpr, ACC: tl.constexpr, HALF: tl.constexpr):
-    """Σ_{t>=j>s} held_ts + Σ_{t>=j} read_t + Σ_{s<j} left_s, held below the diagonal alone."""
+def inside(held, C: tl.constexpr, ACC: tl.constexpr, HALF: tl.constexpr):
+    """What of dg is of pairs inside the chunk: Σ_{t>=j>s} held_ts, held below the diagonal alone; HALF: how much more of it
+    the next gate has. float32: [j s] of the sum over t."""
+    if HALF:
+        found = tl.sum(held, 0) - tl.sum(held, 1)
+    else:
+        row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+        found = tl.dot((column >= row).to(ACC), held, input_precision="ieee", out_dtype=ACC)
+    return found
+
+
+@triton.jit
+def of_gates(found, read, left, C: tl.constexpr, ACC: tl.constexpr, HALF: tl.constexpr):
+    """Σ_{t>=j>s} held_ts + Σ_{t>=j} read_t + Σ_{s<j} left_s."""
     if HALF:
         # from each gate to the next: sums of a chunk in float32 keep far more than the operands hold
-        more = left + tl.sum(held, 0) - read - tl.sum(held, 1)
+        more = left - read + found
         dg = tl.sum(read, 0) + (tl.cumsum(more, 0) - more)
     else:
         # what a strong gate holds is not the difference of what others do
         row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-        later = tl.dot((column >= row).to(ACC), held, input_precision="ieee", out_dtype=ACC)
-        dg = tl.sum(tl.where(column < row, later + left[None, :], read[None, :]), 1)
+        dg = tl.sum(tl.where(column < row, found + left[None, :], read[None, :]), 1)
     return dg
 
 
@@ -110,7 +119,8 @@ def intra_bwd(
         M += own
         if GATE:
             X_whole = tl.sum(X, 0) * tl.load(p_factor + 3 * C - 1)
-            dg = of_gates(tl.where(o_c[:, None] > o_c[None, :], own * coupling, 0.0), read, left, C, ACC, HALF) + X_whole
+            found = inside(tl.where(o_c[:, None] > o_c[None, :], own * coupling, 0.0), C, ACC, HALF)
+            dg = of_gates(found, read, left, C, ACC, HALF) + X_whole
             tl.store(p_dg + (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h, dg, mask=o_t < T)
     b_M = M.to(ST)
     dr = tl.dot(b_M, b_k, dr, input_precision="ieee", out_dtype=ACC)

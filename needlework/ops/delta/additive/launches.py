@@ -13,6 +13,7 @@ from torch import Tensor
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.groups import of_groups
 from needlework.ops.common.kernels.tile import token_tile
+from needlework.ops.delta.additive.alone import alone
 from needlework.ops.delta.additive.intra import intra
 from needlework.ops.delta.additive.intra_bwd import intra_bwd
 from needlework.ops.delta.additive.operands import Saved, constants, of_program, states
@@ -50,14 +51,16 @@ def backward(
     (B, T, HV, _), (H, K), E = v.shape, k.shape[2:], saved.E
     dv, dS = torch.empty_like(v), states(v, HV, E.shape[2], K)
     dinitial_state = walk((k, q, do), dv, dS, dstate, E, inputs, alignment, length, scale=scale, config=config, reverse=True)
-    c, groups = _constants(inputs, config)["intra_bwd"], HV // of_program(config, H, HV)
+    groups = HV // of_program(config, H, HV)
+    kernel = alone if groups == HV else intra_bwd
+    c = _constants(inputs, config)[kernel.__name__]
     dtype = q.dtype if groups == H else E.dtype
     dq, dk = (q.new_empty(B, T, groups, K, dtype=dtype) for _ in range(2))
     dg = None if g is None else E.new_empty(B, T, HV)
     C, KB = c["C"], c["KB"]
-    keys, values = (lambda x, D=D: token_tile(x, C, D) if config.tma else x for D in (KB, c["BV"]))
+    keys, values = (lambda x, D=D: token_tile(x, C, D) if c["TMA"] else x for D in (KB, c["BV"]))
     run(
-        intra_bwd, (B * E.shape[2] * groups,),
+        kernel, (B * E.shape[2] * groups,),
         keys(q), keys(k), values(do), values(v), _by_chunk(saved.S, c), _by_chunk(dS, c), E, keys(dq), keys(dk), dg,
         scale, T, E.shape[2] * C, **c,
     )  # fmt: skip
@@ -115,15 +118,16 @@ def _constants(inputs: DeltaInputs, config: LaunchConfig) -> dict[str, Constants
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Every kernel as a gated rule of four value heads launches it for training, from a state; the scan without outputs, and in reverse."""
+    """Every kernel as a gated rule of four value heads launches it for training, from a state; the scan without outputs, and in reverse;
+    `alone` with as many keys."""
     own, acc = NAMES[dtype], NAMES[accumulator(dtype)]
-    c = constants(config, dtype, 2, 4, K, V, True)
+    c, one = constants(config, dtype, 2, 4, K, V, True), constants(config, dtype, 4, 4, K, V, True)
     scans = [
         c["scan"] | dict(INIT=int(out), OUT=out, SAVE=out, REVERSE=reverse) | ({"p_M": None, "p_of": None} if out else {})
         for out, reverse in ((1, 0), (1, 1), (0, 0), (0, 1))
     ]
     cases = []
-    for kernel, given in ((intra, c["intra"]), *((scan, x) for x in scans), (intra_bwd, c["intra_bwd"])):
+    for kernel, given in ((intra, c["intra"]), *((scan, x) for x in scans), (intra_bwd, c["intra_bwd"]), (alone, one["alone"])):
         fixed, options = split(given)
         C, KB, BV = (fixed.get(name) for name in ("C", "KB", "BV"))
         types = {name: f"*{acc}" for name in kernel.arg_names if name.startswith("p_")} | {"p_cum": "*i32", "p_of": "*i32"}

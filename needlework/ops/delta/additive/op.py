@@ -35,7 +35,7 @@ def additive(inputs: DeltaInputs, cu_seqlens: Tensor | None, *, scale: float) ->
 @recorded
 def delta_additive(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """o and the final state."""
-    o, state, _ = _call(inputs, cu_seqlens, scale, save=False)
+    o, state, _ = computed(inputs, cu_seqlens, scale, save=False)
     return o, state
 
 
@@ -43,13 +43,15 @@ def delta_additive(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float)
 @recorded
 def delta_additive_fwd(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Saved]:
     """o, the final state, and what the backward takes."""
-    return _call(inputs, cu_seqlens, scale, save=True)
+    return computed(inputs, cu_seqlens, scale, save=True)
 
 
-def _call(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
-    """`forward` of tokens that lie as the caller has them."""
+def computed(
+    inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, *, save: bool, check: bool = True
+) -> tuple[Tensor, Tensor, Saved]:
+    """`forward` of tokens that lie as the caller has them, within an operator; `check`: of the values of cu_seqlens."""
     chosen = _config(inputs)
-    alignment = _alignment(inputs, cu_seqlens, chosen)
+    alignment = _alignment(inputs, cu_seqlens, chosen, check)
     aligned = inputs.aligned(alignment)
     settings = {"scale": scale, "config": chosen, "length": _segment_length(inputs, cu_seqlens, chosen)}
     key = ENGINE, chosen.name, kind(*aligned), settings["length"] > 0, save
@@ -64,6 +66,13 @@ def delta_additive_bwd(
     do: Tensor | None, dstate: Tensor | None, saved: Saved, inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float
 ) -> DeltaInputs:
     """Gradients of `inputs`."""
+    return gradients(do, dstate, saved, inputs, cu_seqlens, scale)
+
+
+def gradients(
+    do: Tensor | None, dstate: Tensor | None, saved: Saved, inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float
+) -> DeltaInputs:
+    """`backward` of tokens that lie as the caller has them, within an operator."""
     chosen, initial_state = _config(inputs), inputs.initial_state
     chunk = saved.E.shape[-1]
     if chunk != chosen.launch["shared"]["C"]:
@@ -95,9 +104,9 @@ def _config(inputs: DeltaInputs) -> LaunchConfig:
     return launch_config(ENGINE, inputs.q.device, inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1])
 
 
-def _alignment(inputs: DeltaInputs, cu_seqlens: Tensor | None, chosen: LaunchConfig) -> Alignment:
+def _alignment(inputs: DeltaInputs, cu_seqlens: Tensor | None, chosen: LaunchConfig, check: bool = True) -> Alignment:
     B, T = inputs.q.shape[:2]
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and check:
         check_cu_seqlens(cu_seqlens, B, T)
     return Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], inputs.q.device)
 

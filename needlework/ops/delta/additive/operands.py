@@ -46,18 +46,15 @@ def constants(
     """Kernel -> its constants, num_warps and the like."""
     C, acc = config.launch["shared"]["C"], accumulator(dtype)
     sizes = dict(H=H, HV=HV, K=K, V=V, C=C, KB=padded(K), TMA=int(config.tma), ACC=TYPES[acc], ST=TYPES[dtype])
-    own = {name: dict(config.launch[name]) for name in ("intra", "scan", "intra_bwd")}
-    for name in ("scan", "intra_bwd"):
+    own = {name: dict(config.launch[name]) for name in ("intra", "scan", "intra_bwd", "alone")}
+    for name in ("scan", "intra_bwd", "alone"):
         own[name] |= sizes | {"BV": min(own[name]["BV"], padded(V))}
     own["scan"].pop("NP")
     own["scan"] |= {"OT": TYPES[dtype]}
     heads = of_program(config, H, HV)
-    own["intra_bwd"] |= {
-        "HEADS": heads,
-        "GATE": int(gated),
-        "HALF": int(dtype.itemsize == 2),
-        # where several programs share a key head, what they found is not yet rounded
-        "DT": TYPES[dtype if heads * H == HV else acc],
-    }
+    # where several programs share a key head, what they found is not yet rounded
+    shared = {"GATE": int(gated), "HALF": int(dtype.itemsize == 2), "DT": TYPES[dtype if heads * H == HV else acc]}
+    own["intra_bwd"] |= shared | {"HEADS": heads}
+    own["alone"] |= shared
     own["intra"] |= {"HV": HV, "C": C, "ACC": TYPES[acc], "GATE": int(gated)}
     return own

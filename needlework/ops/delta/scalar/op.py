@@ -55,7 +55,7 @@ def scalar_on_table(inputs: DeltaInputs, table: SlotTable, cu_seqlens: Tensor | 
 @step_operator("table.state")
 def delta_scalar_on_table(inputs: DeltaInputs, table: SlotTable, cu_seqlens: Tensor | None, scale: float) -> Tensor:
     """o, without an initial state in `inputs`. Nothing is read back to the host."""
-    walk = lambda table: computed(inputs, cu_seqlens, scale, save=False, table=table)[0]
+    walk = lambda table: computed(inputs, cu_seqlens, scale, save=False, table=table, check=False)[0]
     return on_table(inputs, table, cu_seqlens, walk)
 
 
@@ -67,11 +67,17 @@ def delta_scalar_fwd(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: floa
 
 
 def computed(
-    inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, *, save: bool, table: SlotTable | None = None
+    inputs: DeltaInputs,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    *,
+    save: bool,
+    table: SlotTable | None = None,
+    check: bool = True,
 ) -> tuple[Tensor, Tensor, Saved]:
-    """`forward` of tokens that lie as the caller has them, within an operator."""
+    """`forward` of tokens that lie as the caller has them, within an operator; `check`: of the values of cu_seqlens."""
     chosen = _config(inputs)
-    alignment = _alignment(inputs, cu_seqlens, chosen, check=table is None)
+    alignment = _alignment(inputs, cu_seqlens, chosen, check)
     aligned = inputs.aligned(alignment)
     settings = {"scale": scale, "config": chosen, "length": _segment_length(inputs, alignment.N, cu_seqlens, chosen)}
     key = ENGINE, chosen.name, kind(*aligned), settings["length"] > 0, save, table and kind(*table)

@@ -18,45 +18,65 @@ PI = tl.constexpr(math.pi)
 
 @triton.jit
 def half_turns(p_rate, p_dt, token, j, length, i_h, HV: tl.constexpr, M: tl.constexpr, BM: tl.constexpr):
-    """rate Δ [BT BM] of tokens j [BT] of a sequence, 0 past its last; float64 of float32 products."""
+    """rate Δ [BT BM] of tokens j [BT] of a sequence, 0 past its last."""
     o_m = tl.arange(0, BM)
     at = token + j
     rate = tl.load(p_rate + at[:, None] * M + o_m[None, :], mask=(j < length)[:, None] & (o_m < M)[None, :], other=0.0)
     dt = tl.load(p_dt + at * HV + i_h, mask=j < length, other=0.0)
-    return (rate * dt[:, None]).to(tl.float64)
+    return rate * dt[:, None]
 
 
 @triton.jit
-def radians(turns, ACC: tl.constexpr):
-    """Of half-turns in float64, in [−π, π]."""
-    return ((turns - 2 * tl.floor(turns / 2 + 0.5)) * PI).to(ACC)
+def reduced(turns):
+    """Half-turns mod 2, in [−1, 1]."""
+    return turns - 2 * tl.floor(turns / 2 + 0.5)
+
+
+@triton.jit
+def cos_sin(turns):
+    """Of half-turns. What is left of the nearest quarter-turn is π/4 at most: there Taylor's polynomials have float64's digits, in a fifth of
+    the instructions that CUDA's functions of any angle take."""
+    quarter = tl.floor(2 * turns + 0.5)
+    r = (turns - 0.5 * quarter) * PI
+    which = (quarter - 4 * tl.floor(0.25 * quarter)).to(tl.int32)
+    x = r * r
+    s = 1 / 6227020800 + x * (-1 / 1307674368000)
+    s = r * (1 + x * (-1 / 6 + x * (1 / 120 + x * (-1 / 5040 + x * (1 / 362880 + x * (-1 / 39916800 + x * s))))))
+    c = 1 / 479001600 + x * (-1 / 87178291200 + x * (1 / 20922789888000))
+    c = 1 + x * (-1 / 2 + x * (1 / 24 + x * (-1 / 720 + x * (1 / 40320 + x * (-1 / 3628800 + x * c)))))
+    odd = which % 2 == 1
+    cos, sin = tl.where(odd, s, c), tl.where(odd, c, s)
+    return tl.where((which == 1) | (which == 2), -cos, cos), tl.where(which >= 2, -sin, sin)
 
 
 @triton.jit
 def angles_of(
     p_start, p_rate, p_dt, i_c, token, j, length, i_h, HV: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    """cos and sin [BT BM] of Θ at tokens j of a tile; p_start has half-turns before each tile."""
+    """cos and sin [BT BM] of Θ at tokens j of a tile; p_start has half-turns before each tile. Those of a tile's tokens are few: float32 keeps
+    their sums, once each is reduced."""
     o_m = tl.arange(0, BM)
-    start = tl.load(p_start + (tl.cast(i_c, tl.int64) * HV + i_h) * M + o_m, mask=o_m < M, other=0.0)
-    turns = start[None, :] + tl.cumsum(half_turns(p_rate, p_dt, token, j, length, i_h, HV, M, BM), 0)
-    theta = radians(turns, ACC)
-    return tl.cos(theta), tl.sin(theta)
+    start = tl.load(p_start + (tl.cast(i_c, tl.int64) * HV + i_h) * M + o_m, mask=o_m < M, other=0.0).to(ACC)
+    turns = reduced(half_turns(p_rate, p_dt, token, j, length, i_h, HV, M, BM).to(ACC))
+    return cos_sin(start[None, :] + tl.cumsum(turns, 0))
 
 
 @triton.jit(do_not_specialize=["T", "N", "NCB"])
 def totals_kernel(
     p_rate, p_dt, p_total, p_cum, p_ends, T, N, NCB,
-    HV: tl.constexpr, M: tl.constexpr, F: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
+    HV: tl.constexpr, HB: tl.constexpr, M: tl.constexpr, F: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """One tile and head."""
-    i_c, i_h = tl.program_id(0) // HV, tl.program_id(0) % HV
+    """One tile and HB heads."""
+    GROUPS: tl.constexpr = HV // HB
+    i_c, i_group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
     if past_the_last(p_cum, i_c, N):
         return
-    _, j, length, token, _ = place(p_cum, p_ends, i_c, T, N, NCB, BT, F)
-    o_m = tl.arange(0, BM)
-    total = tl.sum(half_turns(p_rate, p_dt, token, j + tl.arange(0, BT), length, i_h, HV, M, BM), 0)
-    tl.store(p_total + (tl.cast(i_c, tl.int64) * HV + i_h) * M + o_m, total, mask=o_m < M)
+    _, first, length, token, _ = place(p_cum, p_ends, i_c, T, N, NCB, BT, F)
+    j, o_m = first + tl.arange(0, BT), tl.arange(0, BM)
+    for i in range(0, HB):
+        i_h = i_group * HB + i
+        total = tl.sum(half_turns(p_rate, p_dt, token, j, length, i_h, HV, M, BM).to(tl.float64), 0)
+        tl.store(p_total + (tl.cast(i_c, tl.int64) * HV + i_h) * M + o_m, total, mask=o_m < M)
 
 
 @triton.jit(do_not_specialize=["T", "N", "NCB"])
@@ -89,11 +109,11 @@ def starts_kernel(
         upto = tl.cumsum(total, 0)
         start = carry[None, :] + upto - total
         if not REVERSE:
-            start = start - 2 * tl.floor(start / 2 + 0.5)
+            start = reduced(start)
         tl.store(p_start + at, start, mask=real)
         carry += tl.sum(total, 0)
         if not REVERSE:
-            carry = carry - 2 * tl.floor(carry / 2 + 0.5)
+            carry = reduced(carry)
     if not REVERSE:
         carry = carry * PI
     tl.store(p_end + o_given, carry.to(ACC), mask=o_m < M)
@@ -103,14 +123,15 @@ def starts_kernel(
 def gates_bwd_kernel(
     p_g, p_dt, p_lam, p_rate, p_same, p_dc, p_down, p_dg_rows, p_dangle, p_after, p_dg, p_ddt, p_dlam, p_drate, p_power,
     p_cum, p_ends, T, N, NCB,
-    HV: tl.constexpr, M: tl.constexpr, F: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
+    HV: tl.constexpr, HB: tl.constexpr, M: tl.constexpr, F: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One tile, all heads, for rate is one for all. With D_t = Σ_{s>=t} dΘ_s + dΘ_end:
+    """One tile and HB heads, over which drate [B T HV/HB M] is summed, for rate is one for all. With D_t = Σ_{s>=t} dΘ_s + dΘ_end:
 
     drate = π Σ_heads Δ D,   dΔ = π Σ_m rate D + λ w + (1 − λ) z,   dλ = Δ (w − z),   dg = c dc + the engine's
     z_t = α_t dc_t,   w_t = α_{t+1} dc_{t+1} + (q_tᵀk_t) down_t,   c_t = α_t (λ_{t-1}Δ_{t-1} + (1 − λ_t)Δ_t)
     """
-    i_c = tl.program_id(0)
+    GROUPS: tl.constexpr = HV // HB
+    i_c, i_group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
     if past_the_last(p_cum, i_c, N):
         return
     n, first, length, token, row = place(p_cum, p_ends, i_c, T, N, NCB, BT, F)
@@ -120,7 +141,8 @@ def gates_bwd_kernel(
     at = token + j
     rate = tl.load(p_rate + at[:, None] * M + o_m[None, :], mask=in_m, other=0.0).to(ACC)
     drate = tl.zeros([BT, BM], ACC)
-    for i_h in range(0, HV):
+    for i in range(0, HB):
+        i_h = i_group * HB + i
         o, o_row = at * HV + i_h, (row + j) * HV + i_h
         dt = tl.load(p_dt + o, mask=real, other=0.0).to(ACC)
         lam = tl.load(p_lam + o, mask=real, other=0.0).to(ACC)
@@ -152,4 +174,4 @@ def gates_bwd_kernel(
         D = (after[None, :] + tl.cumsum(dangle, 0, reverse=True)) * PI
         drate += dt[:, None] * D
         tl.store(p_ddt + o, tl.sum(rate * D, 1) + lam * w + (1 - lam) * z, mask=real)
-    tl.store(p_drate + at[:, None] * M + o_m[None, :], drate, mask=in_m)
+    tl.store(p_drate + (at * GROUPS + i_group)[:, None] * M + o_m[None, :], drate, mask=in_m)

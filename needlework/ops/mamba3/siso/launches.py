@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from needlework.ops.common.kernels.groups import of_groups
 from needlework.ops.common.shapes import behind
 from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.mamba3.siso.angles import gates_bwd_kernel, starts_kernel, totals_kernel
@@ -114,7 +115,15 @@ def _rows(
     total, start = (given.new(tiles.count, HV, m, dtype=torch.float64) for _ in range(2))
     angle_end, k_end = given.new(tiles.N, HV, m), given.new(*((tiles.N, HV, 1, K) if tiles.F else (0,)))
     constants = given.constants(tiles, "totals", halves)
-    run(totals_kernel, programs, given.rate, given.dt, total, *tiles.arguments(), **arguments(totals_kernel, constants))
+    run(
+        totals_kernel,
+        (tiles.count * HV // constants["HB"],),
+        given.rate,
+        given.dt,
+        total,
+        *tiles.arguments(),
+        **arguments(totals_kernel, constants),
+    )
     _starts(total, angle0, start, angle_end, given, tiles, halves, reverse=False)
     q, k, u = (given.new(*rows, HV, D, dtype=given.q.dtype) for D in (K, K, V))
     same, g = given.new(B, T, HV), given.new(*rows, HV) if tiles.F else None
@@ -155,7 +164,8 @@ def gradients(
     dv, dc, down = torch.empty_like(given.v), given.new(*tiles.rows(B), HV), given.new(B, T, HV)
     dangle, total = given.new(B, T, HV, m), given.new(tiles.count, HV, m, dtype=torch.float64)
     # of packed sequences fewer tiles may be there than programs
-    sums = [None if x is None else given.v.new_zeros(tiles.count, HV, K, dtype=wide) for x in (given.q_bias, given.k_bias)]
+    place = given.v.new_empty if tiles.cu_seqlens is None else given.v.new_zeros
+    sums = [None if x is None else place(tiles.count, HV, K, dtype=wide) for x in (given.q_bias, given.k_bias)]
     dk0, dv0 = each(torch.zeros_like, k0, v0)
     run(
         rows_bwd_kernel, (tiles.count * HV,),
@@ -165,12 +175,15 @@ def gradients(
     )  # fmt: skip
     after, dangle0 = torch.empty_like(total), given.new(tiles.N, HV, m)
     _starts(total, dangle_end, after, dangle0, given, tiles, halves, reverse=True)
-    dg, ddt, dlam, drate = (torch.empty_like(x) for x in (given.g, given.dt, given.lam, given.rate))
+    constants = given.constants(tiles, "gates_bwd", halves)
+    groups = HV // constants["HB"]
+    dg, ddt, dlam, drate = *(torch.empty_like(x) for x in (given.g, given.dt, given.lam)), given.new(B, T, groups, m)
     run(
-        gates_bwd_kernel, (tiles.count,),
+        gates_bwd_kernel, (tiles.count * groups,),
         given.g, given.dt, given.lam, given.rate, kept.same, dc, down, of_rows[3], dangle, after, dg, ddt, dlam, drate, kept.power,
-        *tiles.arguments(), **arguments(gates_bwd_kernel, given.constants(tiles, "gates_bwd", halves)),
+        *tiles.arguments(), **arguments(gates_bwd_kernel, constants),
     )  # fmt: skip
+    drate = of_groups(drate, 1, wide)
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3, dtype=wide) for x in (dq, dk))
     dq_bias, dk_bias = (None if x is None else x.sum(0) for x in sums)

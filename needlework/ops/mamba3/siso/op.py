@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.delta.scalar import op as engine
-from needlework.ops.delta.scalar.operands import ENGINE, Saved
+from needlework.ops.delta.additive.operands import Saved as AdditiveSaved
+from needlework.ops.delta.scalar.operands import Saved as ScalarSaved
 from needlework.ops.mamba3.edges import Edges
+from needlework.ops.mamba3.siso.engine import Engine, Saved
 from needlework.ops.mamba3.siso.launches import NO_STATE, Inputs, Kept, gradients, made, with_own
 from needlework.ops.mamba3.siso.powers import powers
 from needlework.ops.mamba3.siso.tiles import Tiles
@@ -18,9 +19,8 @@ from needlework.ops.runtime.custom_op import backward_operator, differentiable, 
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import widths
 from needlework.ops.runtime.recorded import recorded
-from needlework.ops.slots.kernels import largest_of_slots
 from needlework.ops.slots.rows import Slots
-from needlework.ops.slots.table import Sequences, check_contiguous, start_anew
+from needlework.ops.slots.table import check_contiguous, start_anew
 
 
 def siso(
@@ -28,7 +28,7 @@ def siso(
 ) -> tuple[Tensor, Mamba3State | None]:
     """o [B T HV V] in q's dtype and, if it is wanted, the final state; T >= 1. Differentiable in every tensor."""
     q, K, V = inputs.q, inputs.q.shape[-1], inputs.v.shape[-1]
-    wide = widths(ENGINE, q.device, q.dtype, K, V)
+    wide = widths(Engine.of(q, inputs.v).name, q.device, q.dtype, K, V)
     if wide != (K, V) and not (halves and wide[0] != K):  # halves are of all K
         start = None if initial_state is None else initial_state.widened(*wide)
         o, state = siso(inputs.widened(*wide), start, cu_seqlens, halves=halves, final=final)
@@ -58,24 +58,25 @@ def mamba3_siso(
 @recorded
 def mamba3_siso_fwd(
     inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept, Saved]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept, AdditiveSaved | None, ScalarSaved | None]:
     """The same, and what the backward and the engine's take."""
     given, initial_state, tiles = _checked(inputs, initial_state, cu_seqlens, final)
     results, kept, saved = _call(given, initial_state, tiles, halves, final, save=True)
-    return *results, kept, saved
+    return *results, kept, saved.of_additive, saved.of_scalar
 
 
 @backward_operator
 @recorded
 def mamba3_siso_bwd(
-    do: Tensor | None, dS: Tensor | None, dk_end: Tensor | None, dangle_end: Tensor | None, kept: Kept, saved: Saved,
-    inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool,
+    do: Tensor | None, dS: Tensor | None, dk_end: Tensor | None, dangle_end: Tensor | None, kept: Kept, of_additive: AdditiveSaved | None,
+    of_scalar: ScalarSaved | None, inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool,
 ) -> tuple[Inputs, Mamba3State | None]:  # fmt: skip
     """Gradients of `inputs` and `initial_state`."""
     given, initial_state, tiles = _checked(inputs, initial_state, cu_seqlens, final)
     do = torch.zeros_like(given.v) if do is None else do
     rows = kept.of_engine(given, _divided(initial_state, kept.power))
     do_rows, dS = tiles.in_rows(do), None if dS is None else _by_a(dS, kept.power, multiply=False)
+    engine, saved = Engine.of(given.q, given.v), Saved(of_additive, of_scalar).own
     d = engine.gradients(do_rows, dS, saved, rows, tiles.ends(), 1.0)
     ends = each(Tensor.contiguous, dk_end, dangle_end)
     assert d.g is not None  # as the rows'
@@ -97,7 +98,7 @@ def siso_on_table(
 def mamba3_siso_on_table(
     inputs: Inputs, table: Mamba3State, slots: Tensor | None, fresh: Tensor | None, cu_seqlens: Tensor | None, halves: bool
 ) -> Tensor:
-    """o alone. Nothing is read back to the host; the engine reads and writes S in its slots, what is small goes through rows."""
+    """o alone. Nothing is read back to the host; the states go through rows of their sequences."""
     check_contiguous(table)
     q, v, S = inputs.q, inputs.v, table.S
     B, T = q.shape[:2]
@@ -105,20 +106,14 @@ def mamba3_siso_on_table(
         start_anew(table, slots, fresh, cu_seqlens, q)
         return torch.empty_like(v)
     own = Slots.of(S, slots, fresh, cu_seqlens, B)
-    given, initial_state = inputs.contiguous(), Mamba3State(S, *(own.read(x) for x in table[1:]))
-    tiles = Tiles.of(v, q.shape[-1], cu_seqlens, True)
-    largest = largest_of_slots(S, slots, fresh, cu_seqlens, own.N)[..., None, None] if v.dtype == torch.bfloat16 else None
-    power = powers(given, initial_state, tiles.rows(B)[1], largest)
-    kept, k_end, angle_end = made(given, initial_state, tiles, power, halves)
     # every sequence has a row, an empty one too: its slot stays as it is, unless it is fresh
-    places = Sequences.of(slots, fresh, own.N, T, cu_seqlens, q.device).slots
-    power = None if kept.power is None else (kept.power[1] * kept.power[2]).expand(own.N, -1).contiguous()
-    read = engine.delta_scalar_on_table(*kept.of_engine(given, None), S, places, fresh, power, tiles.ends(), 1.0)
-    for column, rows in zip(
-        table[1:], (k_end, Edges.of(cu_seqlens, T).newest(initial_state.v, v.to(S.dtype)), angle_end), strict=True
-    ):
+    given, initial_state = inputs.contiguous(), Mamba3State(*(own.read(x) for x in table))
+    tiles = Tiles.of(v, q.shape[-1], cu_seqlens, True)
+    (o, S, k_end, angle_end), *_ = _call(given, initial_state, tiles, halves, True, save=False)
+    v_end = Edges.of(cu_seqlens, T).newest(initial_state.v, v.to(S.dtype))
+    for column, rows in zip(table, (S, k_end, v_end, angle_end), strict=True):
         own.write(column, rows.contiguous())
-    return with_own(read, given, kept, tiles)
+    return o
 
 
 def _call(
@@ -126,11 +121,16 @@ def _call(
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Kept, Saved]:
     """o, S, k, angle; what was made for the engine; what it keeps."""
     rows = tiles.rows(len(given.q))[1]
-    power = powers(given, initial_state, rows, None if initial_state is None else initial_state.S)
+    engine = Engine.of(given.q, given.v)
+    power = powers(given, initial_state, rows) if engine.scales else None
     kept, k_end, angle_end = made(given, initial_state, tiles, power, halves)
     inputs = kept.of_engine(given, _divided(initial_state, kept.power))
-    read, S, saved = engine.computed(inputs, tiles.ends(), 1.0, save=save)
-    return (with_own(read, given, kept, tiles), _multiplied(S, kept.power) if final else S, k_end, angle_end), kept, saved
+    read, S, saved = engine.computed(inputs, tiles.ends(), 1.0, save=save, check=False)
+    return (
+        (with_own(read, given, kept, tiles), _multiplied(S, kept.power) if final else S, k_end, angle_end),
+        kept,
+        engine.saved(saved),
+    )
 
 
 def _checked(
@@ -186,8 +186,8 @@ def _(inputs: Inputs, *_):
 @fake(mamba3_siso_fwd)
 def _(
     given: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept, Saved]:
-    (B, T, HV, V), K, new = given.v.shape, given.q.shape[-1], given.new
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept, AdditiveSaved | None, ScalarSaved | None]:
+    (B, T, HV, V), K, new, engine = given.v.shape, given.q.shape[-1], given.new, Engine.of(given.q, given.v)
     count, rows = Tiles.sizes(given.v, K, cu_seqlens, final)
     q, k, u = (new(*rows, HV, D, dtype=given.q.dtype) for D in (K, K, V))
     kept = Kept(
@@ -197,24 +197,35 @@ def _(
         k=k,
         u=u,
         g=new(*rows, HV) if final else None,
-        power=new(3, B, HV, dtype=torch.float32) if given.v.dtype == torch.bfloat16 else None,
+        power=new(3, B, HV, dtype=torch.float32) if engine.scales and given.v.dtype == torch.bfloat16 else None,
     )
     inputs = kept.of_engine(given, _divided(initial_state, None))._replace(g=new(*rows, HV))
     ends = cu_seqlens if cu_seqlens is None or not final else cu_seqlens + 1
-    saved = engine.delta_scalar_fwd(*inputs, ends, 1.0)[2:]
-    return *_results(given, initial_state, cu_seqlens, halves, final), kept, Saved(*saved)
+    saved = engine.saved(engine.kept(*engine.fwd(*inputs, ends, 1.0)[2:]))
+    return *_results(given, initial_state, cu_seqlens, halves, final), kept, saved.of_additive, saved.of_scalar
 
 
 @fake(mamba3_siso_bwd)
-def _(do, dS, dk_end, dangle_end, kept: Kept, saved: Saved, inputs: Inputs, initial_state: Mamba3State | None, *_):
+def _(
+    do,
+    dS,
+    dk_end,
+    dangle_end,
+    kept: Kept,
+    of_additive: AdditiveSaved | None,
+    of_scalar: ScalarSaved | None,
+    inputs: Inputs,
+    initial_state: Mamba3State | None,
+    *_,
+):
     before = None if initial_state is None else Mamba3State(*each(torch.empty_like, *initial_state))
     return Inputs(*each(torch.empty_like, *inputs)), before
 
 
 def _save(ctx, inputs, output) -> None:
     given, initial_state, cu_seqlens, ctx.halves, ctx.final = inputs
-    *_, kept, saved = output
-    ctx.save_for_backward(*kept, *saved, *given, *(initial_state or NO_STATE), cu_seqlens)
+    *_, kept, of_additive, of_scalar = output
+    ctx.save_for_backward(*kept, *of_additive, *of_scalar, *given, *(initial_state or NO_STATE), cu_seqlens)
     ctx.set_materialize_grads(False)
 
 

@@ -79,17 +79,17 @@ def powers_of_tokens(
     tl.store(p_power + 2 * B * HV + tl.program_id(0), power_at_least(c, LEAST_C))
 
 
-def powers(given: Inputs, initial_state: Mamba3State | None, T: int, states: Tensor | None) -> Tensor | None:
+def powers(given: Inputs, initial_state: Mamba3State | None, T: int) -> Tensor | None:
     """[3 B HV] float32: a, b and c of each row of the batch and value head; None where nothing is divided. T: rows that the engine is given,
-    at most. states: S [N HV K V], or of each head its largest number [N HV 1 1]."""
+    at most."""
     q, k, v, _, dt = given[:5]
     if v.dtype != torch.bfloat16:
         return None
     (B, tokens, HV, V), (H, K), count = v.shape, q.shape[2:], cdiv(v.shape[1], TOKENS)
-    _, k0, v0, _ = initial_state or (None, None, None, None)
+    S, k0, v0, _ = initial_state or (None, None, None, None)
     peaks = v.new_empty(B, count, 2 * (H + HV), dtype=torch.float32)
     power = v.new_empty(3, B, HV, dtype=torch.float32)
-    bound = None if states is None else of_states(states, B)
+    bound = None if S is None else of_states(S, B)
     run(peaks_of_tokens, (peaks.numel(),), q, k, v, dt, peaks, tokens, count, **_constants(peaks_of_tokens, H, HV, K, V))
     run(
         powers_of_tokens, (B * HV,),

@@ -4,6 +4,7 @@ A sequence has F rows more than tokens (0 or 1). A batch has tokens [B T ...] an
 other in both. Row j of a sequence is before its token j.
 """
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -84,9 +85,12 @@ def sizes(
 ) -> Constants:
     """Constants of a kernel: those that its signature does not name are dropped by `arguments`."""
     BR = next_power_of_2(K - 2 * m) if K > 2 * m else 0
+    launch = dict(config.launch[kernel])
+    if "HB" in launch:
+        launch["HB"] = gcd(HV, launch["HB"])
     return dict(
         H=H, HV=HV, K=K, V=V, M=m, F=F, HALVES=int(halves), ACC=TYPES[accumulator(dtype)], BT=config.launch["shared"]["BT"],
-        BM=next_power_of_2(m), BR=BR, BV=min(next_power_of_2(V), 64), **config.launch[kernel],
+        BM=next_power_of_2(m), BR=BR, BV=min(next_power_of_2(V), 64), **launch,
     )  # fmt: skip
 
 

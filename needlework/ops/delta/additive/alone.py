@@ -1,0 +1,72 @@
+"""`intra_bwd` of one value head, where a key has no second one that a program could sum: dk is done before dr begins.
+
+What a program holds at once is half of what `intra_bwd` does, so that a multiprocessor has three programs, whose loads and products
+overlap.
+"""
+
+import triton
+import triton.language as tl
+
+from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.delta.additive.intra import decay_of, factors
+from needlework.ops.delta.additive.intra_bwd import inside, of_gates
+
+
+@triton.jit(do_not_specialize=["scale", "T", "NR"])
+def alone(
+    x_r, x_k, x_do, x_v, x_S, x_dS, p_E, x_dr, x_dk, p_dg, scale, T, NR,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr,
+    NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, DT: tl.constexpr, ST: tl.constexpr, HALF: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one value head; x_dr and x_dk [B T HV K]."""
+    chunks = NR // C
+    i_bh = tl.program_id(0) // HV // chunks * HV + tl.program_id(0) % HV
+    i_b, i_h = i_bh // HV, i_bh % HV
+    i_k = i_h // (HV // H)
+    i_chunk = tl.program_id(0) // HV % chunks
+    i_t, i_state = i_chunk * C, i_bh * chunks + i_chunk
+    o_c = tl.arange(0, C)
+    p_factor = factors(p_E, i_bh, i_chunk, chunks, C)
+    F = tl.zeros([C, C], ACC)
+    found, left, X = tl.zeros([C], ACC), tl.zeros([C], ACC), tl.zeros([KB], ACC)
+    for i_v in tl.range(0, V, BV, num_stages=NS):
+        b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+        b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+        F = tl.dot(b_do, tl.trans(b_v), F, input_precision="ieee", out_dtype=ACC)
+    high, low = tl.load(p_factor + o_c), tl.load(p_factor + C + o_c)
+    own = F * decay_of(high, low, C, False) * scale
+    b_M = own.to(ST)
+    b_r = load_tile(x_r, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
+    b_k = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
+    if GATE:
+        coupling = tl.dot(b_r, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+        found = inside(tl.where(o_c[:, None] > o_c[None, :], own * coupling, 0.0), C, ACC, HALF)
+
+    d = tl.zeros([C, KB], ACC)
+    for i_v in tl.range(0, V, BV, num_stages=NS):
+        b_dS = load_tile(x_dS, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
+        if GATE:
+            b_S = load_tile(x_S, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
+            X += tl.sum(b_S.to(ACC) * b_dS.to(ACC), 0)
+        b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+        d = tl.dot(b_v, b_dS, d, input_precision="ieee", out_dtype=ACC)
+    d *= tl.load(p_factor + 3 * C + o_c)[:, None]
+    if GATE:
+        left = tl.sum(b_k.to(ACC) * d, 1)
+    d = tl.dot(tl.trans(b_M), b_r, d, input_precision="ieee", out_dtype=ACC)
+    store_tile(x_dk, d.to(DT), i_b, i_t, i_h, 0, T, HV, K, C, KB, TMA)
+
+    d = tl.zeros([C, KB], ACC)
+    for i_v in tl.range(0, V, BV, num_stages=NS):
+        b_S = load_tile(x_S, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
+        b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
+        d = tl.dot(b_do, b_S, d, input_precision="ieee", out_dtype=ACC)
+    d *= (tl.load(p_factor + 2 * C + o_c) * scale)[:, None]
+    if GATE:
+        read = tl.sum(b_r.to(ACC) * d, 1)
+        dg = of_gates(found, read, left, C, ACC, HALF) + tl.sum(X, 0) * tl.load(p_factor + 3 * C - 1)
+        o_t = i_t + o_c
+        tl.store(p_dg + (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h, dg, mask=o_t < T)
+    d = tl.dot(b_M, b_k, d, input_precision="ieee", out_dtype=ACC)
+    store_tile(x_dr, d.to(DT), i_b, i_t, i_h, 0, T, HV, K, C, KB, TMA)
