@@ -1,7 +1,7 @@
 """`intra_bwd` of one value head, where a key has no second one that a program could sum: dk is done before dr begins.
 
-What a program holds at once is half of what `intra_bwd` does, so that a multiprocessor has three programs, whose loads and products
-overlap.
+A program holds half of what one of `intra_bwd` does: four warps spill nothing, and a multiprocessor has two programs. What is read again for
+the second gradient is still in the second-level cache.
 """
 
 import triton

@@ -44,8 +44,8 @@ def through_states(
 
 @triton.jit
 def inside(held, C: tl.constexpr, ACC: tl.constexpr, HALF: tl.constexpr):
-    """What of dg is of pairs inside the chunk: Σ_{t>=j>s} held_ts, held below the diagonal alone; HALF: how much more of it
-    the next gate has. float32: [j s] of the sum over t."""
+    """Of Σ_{t>=j>s} held_ts, the share of dg of pairs inside the chunk, held below the diagonal alone: HALF, how much more of it the gate after
+    j has [C]; else its sums over t [j s]."""
     if HALF:
         found = tl.sum(held, 0) - tl.sum(held, 1)
     else:
@@ -56,7 +56,7 @@ def inside(held, C: tl.constexpr, ACC: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def of_gates(found, read, left, C: tl.constexpr, ACC: tl.constexpr, HALF: tl.constexpr):
-    """Σ_{t>=j>s} held_ts + Σ_{t>=j} read_t + Σ_{s<j} left_s."""
+    """Σ_{t>=j>s} held_ts + Σ_{t>=j} read_t + Σ_{s<j} left_s; found: `inside` of held."""
     if HALF:
         # from each gate to the next: sums of a chunk in float32 keep far more than the operands hold
         more = left - read + found

@@ -116,14 +116,9 @@ def _rows(
     angle_end, k_end = given.new(tiles.N, HV, m), given.new(*((tiles.N, HV, 1, K) if tiles.F else (0,)))
     constants = given.constants(tiles, "totals", halves)
     run(
-        totals_kernel,
-        (tiles.count * HV // constants["HB"],),
-        given.rate,
-        given.dt,
-        total,
-        *tiles.arguments(),
-        **arguments(totals_kernel, constants),
-    )
+        totals_kernel, (tiles.count * HV // constants["HB"],),
+        given.rate, given.dt, total, *tiles.arguments(), **arguments(totals_kernel, constants),
+    )  # fmt: skip
     _starts(total, angle0, start, angle_end, given, tiles, halves, reverse=False)
     q, k, u = (given.new(*rows, HV, D, dtype=given.q.dtype) for D in (K, K, V))
     same, g = given.new(B, T, HV), given.new(*rows, HV) if tiles.F else None

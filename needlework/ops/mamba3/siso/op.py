@@ -68,8 +68,9 @@ def mamba3_siso_fwd(
 @backward_operator
 @recorded
 def mamba3_siso_bwd(
-    do: Tensor | None, dS: Tensor | None, dk_end: Tensor | None, dangle_end: Tensor | None, kept: Kept, of_additive: AdditiveSaved | None,
-    of_scalar: ScalarSaved | None, inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool,
+    do: Tensor | None, dS: Tensor | None, dk_end: Tensor | None, dangle_end: Tensor | None, kept: Kept,
+    of_additive: AdditiveSaved | None, of_scalar: ScalarSaved | None, inputs: Inputs, initial_state: Mamba3State | None,
+    cu_seqlens: Tensor | None, halves: bool, final: bool,
 ) -> tuple[Inputs, Mamba3State | None]:  # fmt: skip
     """Gradients of `inputs` and `initial_state`."""
     given, initial_state, tiles = _checked(inputs, initial_state, cu_seqlens, final)
@@ -126,11 +127,8 @@ def _call(
     kept, k_end, angle_end = made(given, initial_state, tiles, power, halves)
     inputs = kept.of_engine(given, _divided(initial_state, kept.power))
     read, S, saved = engine.computed(inputs, tiles.ends(), 1.0, save=save, check=False)
-    return (
-        (with_own(read, given, kept, tiles), _multiplied(S, kept.power) if final else S, k_end, angle_end),
-        kept,
-        engine.saved(saved),
-    )
+    o, S = with_own(read, given, kept, tiles), _multiplied(S, kept.power) if final else S
+    return (o, S, k_end, angle_end), kept, engine.saved(saved)
 
 
 def _checked(
@@ -206,18 +204,7 @@ def _(
 
 
 @fake(mamba3_siso_bwd)
-def _(
-    do,
-    dS,
-    dk_end,
-    dangle_end,
-    kept: Kept,
-    of_additive: AdditiveSaved | None,
-    of_scalar: ScalarSaved | None,
-    inputs: Inputs,
-    initial_state: Mamba3State | None,
-    *_,
-):
+def _(do, dS, dk_end, dangle_end, kept, of_additive, of_scalar, inputs: Inputs, initial_state: Mamba3State | None, *_):
     before = None if initial_state is None else Mamba3State(*each(torch.empty_like, *initial_state))
     return Inputs(*each(torch.empty_like, *inputs)), before
 
