@@ -145,6 +145,16 @@ def test_the_engine_is_one_that_holds_the_numbers(dtype, K, name):
     assert Engine.of(q, v).name == f"delta/{name}"
 
 
+def test_a_warp_of_the_backward_has_as_many_pairs_as_its_registers_hold():
+    """64 pairs of 16 tokens in one would spill 800 bytes a thread on Hopper."""
+    from needlework.ops.mamba3.siso.tiles import ENGINE, sizes
+    from needlework.ops.runtime.launch_configs import launch_config
+
+    config = launch_config(ENGINE, torch.device("cpu"), torch.bfloat16, 128, 64)
+    warps = [sizes(config, "rows_bwd", torch.bfloat16, 1, 4, 128, 64, m, 0, False)["num_warps"] for m in (1, 32, 33, 64)]
+    assert warps == [1, 1, 2, 2]
+
+
 def largest(x, *axes):
     return torch.linalg.vector_norm(x, torch.inf, axes, keepdim=True).float()
 

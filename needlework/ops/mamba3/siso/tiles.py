@@ -17,7 +17,7 @@ from needlework.ops.common.kernels.chain import chain_at
 from needlework.ops.common.remembered import remembered
 from needlework.ops.mamba3.edges import Edges, row_ends
 from needlework.ops.runtime.launch_configs import Constants, LaunchConfig, launch_config
-from needlework.ops.runtime.triton_types import TYPES, accumulator, next_power_of_2
+from needlework.ops.runtime.triton_types import TYPES, accumulator, cdiv, next_power_of_2
 
 ENGINE = "mamba3/siso"
 OF_TILES = {
@@ -84,13 +84,15 @@ def sizes(
     config: LaunchConfig, kernel: str, dtype: torch.dtype, H: int, HV: int, K: int, V: int, m: int, F: int, halves: bool
 ) -> Constants:
     """Constants of a kernel: those that its signature does not name are dropped by `arguments`."""
-    BR = next_power_of_2(K - 2 * m) if K > 2 * m else 0
+    BM, BR = next_power_of_2(m), next_power_of_2(K - 2 * m) if K > 2 * m else 0
     launch = dict(config.launch[kernel])
     if "HB" in launch:
         launch["HB"] = gcd(HV, launch["HB"])
+    if "PAIRS" in launch:  # that turn, of a tile's tokens, in a warp
+        launch["num_warps"] = cdiv(BM, launch.pop("PAIRS"))
     return dict(
         H=H, HV=HV, K=K, V=V, M=m, F=F, HALVES=int(halves), ACC=TYPES[accumulator(dtype)], BT=config.launch["shared"]["BT"],
-        BM=next_power_of_2(m), BR=BR, BV=min(next_power_of_2(V), 64), **launch,
+        BM=BM, BR=BR, BV=min(next_power_of_2(V), 64), **launch,
     )  # fmt: skip
 
 
