@@ -152,7 +152,8 @@ def _kernels(
 
 
 def _shares_keys(inputs: DeltaInputs) -> bool:
-    """Whether the rule is one for the additive engine: it erases nothing, has one decay a head, and its value heads share keys."""
+    """Whether the rule is one for the additive engine: it erases nothing, has one decay a head, and its value heads share keys. Of a key for
+    each head the scalar engine's dg has half the error."""
     q, k, v, g = inputs.q, inputs.k, inputs.v, inputs.g
     if inputs.beta is not None or inputs.erase is not None or (g is not None and g.dim() == 4) or k.shape[2] == v.shape[2]:
         return False

@@ -1,7 +1,6 @@
 """`intra_bwd` of one value head, where a key has no second one that a program could sum: dk is done before dr begins.
 
-A program holds half of what one of `intra_bwd` does: four warps spill nothing, and a multiprocessor has two programs. What is read again for
-the second gradient is still in the second-level cache.
+A program holds one gradient at a time, and loads values and states again for the second: on Hopper four warps spill nothing.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """The order of the additive engine's kernels, of tensors that are aligned.
 
     forward     intra (gates) → scan (o, final state; S of every chunk for a backward to come)
-    backward    scan in reverse (dv, initial state, dS of every chunk) → intra_bwd (dr, dk, dg)
+    backward    scan in reverse (dv, initial state, dS of every chunk) → intra_bwd, or alone where it would have one head (dr, dk, dg)
 
 A long sequence of few heads is split into segments (`delta/segments.py`): a scan without outputs finds what each leaves of no state.
 Operands have the type of q, k and v. bfloat16 has the range of float32, so that nothing is scaled.

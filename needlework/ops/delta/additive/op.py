@@ -1,8 +1,8 @@
-"""The additive engine: rules with one decay a head that erase nothing, and whose value heads share keys, as Mamba-2's do.
+"""The additive engine: rules with one decay a head that erase nothing, and whose value heads share keys, as Mamba-2's do; and Mamba-3's rows.
 
     S_t = e^{g_t} S_{t-1} + k_t v_tᵀ        o_t = scale · S_tᵀ q_t
 
-`intra.py` makes what a chunk's gates come to, `scan.py` walks the chunks, both ways, `intra_bwd.py` ends the backward; `launches.py` has
+`intra.py` makes what a chunk's gates come to, `scan.py` walks the chunks, both ways, `intra_bwd.py` ends the backward, or `alone.py`; `launches.py` has
 the order. The constants are in additive.launch.json.
 """
 

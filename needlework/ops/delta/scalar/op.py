@@ -67,14 +67,9 @@ def delta_scalar_fwd(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: floa
 
 
 def computed(
-    inputs: DeltaInputs,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    *,
-    save: bool,
-    table: SlotTable | None = None,
-    check: bool = True,
-) -> tuple[Tensor, Tensor, Saved]:
+    inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float,
+    *, save: bool, table: SlotTable | None = None, check: bool = True,
+) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
     """`forward` of tokens that lie as the caller has them, within an operator; `check`: of the values of cu_seqlens."""
     chosen = _config(inputs)
     alignment = _alignment(inputs, cu_seqlens, chosen, check)

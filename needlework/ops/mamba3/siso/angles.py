@@ -34,8 +34,8 @@ def reduced(turns):
 
 @triton.jit
 def cos_sin(turns):
-    """Of half-turns. What is left of the nearest quarter-turn is π/4 at most: there Taylor's polynomials have float64's digits, in a fifth of
-    the instructions that CUDA's functions of any angle take."""
+    """Of half-turns. What is left of the nearest quarter-turn is π/4 at most: there Taylor's polynomials have float64's digits. CUDA's functions
+    are of any angle, and take longer."""
     quarter = tl.floor(2 * turns + 0.5)
     r = (turns - 0.5 * quarter) * PI
     which = (quarter - 4 * tl.floor(0.25 * quarter)).to(tl.int32)

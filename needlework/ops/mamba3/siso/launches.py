@@ -159,8 +159,8 @@ def gradients(
     dv, dc, down = torch.empty_like(given.v), given.new(*tiles.rows(B), HV), given.new(B, T, HV)
     dangle, total = given.new(B, T, HV, m), given.new(tiles.count, HV, m, dtype=torch.float64)
     # of packed sequences fewer tiles may be there than programs
-    place = given.v.new_empty if tiles.cu_seqlens is None else given.v.new_zeros
-    sums = [None if x is None else place(tiles.count, HV, K, dtype=wide) for x in (given.q_bias, given.k_bias)]
+    new = given.v.new_empty if tiles.cu_seqlens is None else given.v.new_zeros
+    sums = [None if x is None else new(tiles.count, HV, K, dtype=wide) for x in (given.q_bias, given.k_bias)]
     dk0, dv0 = each(torch.zeros_like, k0, v0)
     run(
         rows_bwd_kernel, (tiles.count * HV,),
