@@ -86,6 +86,15 @@ def test_any_pairs_turn(pairs, m):
         same(call, want, inputs, f"{m} pairs, {pairs}")
 
 
+def test_twelve_heads_of_two_keys_are_summed_in_groups():
+    """Two heads a program of queries and keys, four of angles; pairs of a token and a head fill no whole number of programs."""
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(1, 37, *shape, generator=g).double()
+    inputs = {"q": draw(2, 12), "k": draw(2, 12), "v": draw(12, 6), "g": -draw(12).abs(), "dt": draw(12).abs() / 8}
+    inputs |= {"lam": draw(12).sigmoid(), "angle": draw(4), "q_bias": draw(12, 12)[0, 0], "k_bias": draw(12, 12)[0, 1]}
+    same(lambda x: SISO.chunk(**x), lambda x: SISO.recurrent(**x), inputs, "groups")
+
+
 def test_sums_of_angles_go_on_from_block_to_block_of_tiles_for_each_slice_of_angles():
     """Five tiles, two at a time, and six angles, two at a time."""
     inputs = make(SISO, 1, 70) | {"angle": torch.randn(1, 70, 6, generator=torch.Generator().manual_seed(0)).double()}
@@ -146,7 +155,7 @@ def test_the_engine_is_one_that_holds_the_numbers(dtype, K, name):
 
 
 def test_a_warp_of_the_backward_has_as_many_pairs_as_its_registers_hold():
-    """64 pairs of 16 tokens in one would spill 800 bytes a thread on Hopper."""
+    """With 64 pairs of 16 tokens in one it would spill 1,480 bytes a thread on Hopper, with 32 each 88."""
     from needlework.ops.mamba3.siso.tiles import ENGINE, sizes
     from needlework.ops.runtime.launch_configs import launch_config
 

@@ -34,19 +34,21 @@ def reduced(turns):
 
 @triton.jit
 def cos_sin(turns):
-    """Of half-turns. What is left of the nearest quarter-turn is π/4 at most: there Taylor's polynomials have float64's digits. CUDA's functions
-    are of any angle, and take longer."""
+    """Of half-turns, fewer than 2³⁰. What is left of the nearest quarter-turn is π/4 at most: there so many terms of Taylor's series have all digits
+    of the dtype. CUDA's functions are of any angle, and take longer."""
     quarter = tl.floor(2 * turns + 0.5)
     r = (turns - 0.5 * quarter) * PI
-    which = (quarter - 4 * tl.floor(0.25 * quarter)).to(tl.int32)
+    which = quarter.to(tl.int32)
     x = r * r
-    s = 1 / 6227020800 + x * (-1 / 1307674368000)
-    s = r * (1 + x * (-1 / 6 + x * (1 / 120 + x * (-1 / 5040 + x * (1 / 362880 + x * (-1 / 39916800 + x * s))))))
-    c = 1 / 479001600 + x * (-1 / 87178291200 + x * (1 / 20922789888000))
-    c = 1 + x * (-1 / 2 + x * (1 / 24 + x * (-1 / 720 + x * (1 / 40320 + x * (-1 / 3628800 + x * c)))))
-    odd = which % 2 == 1
+    s, c = 1 / 362880, 1 / 40320 + x * (-1 / 3628800)
+    if turns.dtype == tl.float64:
+        s += x * (-1 / 39916800 + x * (1 / 6227020800 + x * (-1 / 1307674368000)))
+        c += x * x * (1 / 479001600 + x * (-1 / 87178291200 + x * (1 / 20922789888000)))
+    s = r * (1 + x * (-1 / 6 + x * (1 / 120 + x * (-1 / 5040 + x * s))))
+    c = 1 + x * (-1 / 2 + x * (1 / 24 + x * (-1 / 720 + x * c)))
+    odd = (which & 1) != 0
     cos, sin = tl.where(odd, s, c), tl.where(odd, c, s)
-    return tl.where((which == 1) | (which == 2), -cos, cos), tl.where(which >= 2, -sin, sin)
+    return tl.where(((which + 1) & 2) != 0, -cos, cos), tl.where((which & 2) != 0, -sin, sin)
 
 
 @triton.jit
@@ -120,58 +122,29 @@ def starts_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "N", "NCB"])
-def gates_bwd_kernel(
-    p_g, p_dt, p_lam, p_rate, p_same, p_dc, p_down, p_dg_rows, p_dangle, p_after, p_dg, p_ddt, p_dlam, p_drate, p_power,
-    p_cum, p_ends, T, N, NCB,
+def angles_bwd_kernel(
+    p_dt, p_rate, p_dangle, p_after, p_ddt, p_drate, p_cum, p_ends, T, N, NCB,
     HV: tl.constexpr, HB: tl.constexpr, M: tl.constexpr, F: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One tile and HB heads, over which drate [B T HV/HB M] is summed, for rate is one for all. With D_t = Σ_{s>=t} dΘ_s + dΘ_end:
 
-    drate = π Σ_heads Δ D,   dΔ = π Σ_m rate D + λ w + (1 − λ) z,   dλ = Δ (w − z),   dg = c dc + the engine's
-    z_t = α_t dc_t,   w_t = α_{t+1} dc_{t+1} + (q_tᵀk_t) down_t,   c_t = α_t (λ_{t-1}Δ_{t-1} + (1 − λ_t)Δ_t)
+    drate = π Σ_heads Δ D,   dΔ = π Σ_m rate D, to which the gates add
     """
     GROUPS: tl.constexpr = HV // HB
     i_c, i_group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
     if past_the_last(p_cum, i_c, N):
         return
-    n, first, length, token, row = place(p_cum, p_ends, i_c, T, N, NCB, BT, F)
-    j, o_m = first + tl.arange(0, BT), tl.arange(0, BM)
-    real, follows = j < length, j + 1 < length + F
+    _, first, length, token, _ = place(p_cum, p_ends, i_c, T, N, NCB, BT, F)
+    j, o_m, o_h = first + tl.arange(0, BT), tl.arange(0, BM), i_group * HB + tl.arange(0, HB)
+    real, at = j < length, token + j
     in_m = real[:, None] & (o_m < M)[None, :]
-    at = token + j
+    o = (at * HV)[:, None] + o_h[None, :]
     rate = tl.load(p_rate + at[:, None] * M + o_m[None, :], mask=in_m, other=0.0).to(ACC)
-    drate = tl.zeros([BT, BM], ACC)
-    for i in range(0, HB):
-        i_h = i_group * HB + i
-        o, o_row = at * HV + i_h, (row + j) * HV + i_h
-        dt = tl.load(p_dt + o, mask=real, other=0.0).to(ACC)
-        lam = tl.load(p_lam + o, mask=real, other=0.0).to(ACC)
-        before = tl.load(p_dt + o - HV, mask=real & (j > 0), other=0.0).to(ACC)
-        before *= tl.load(p_lam + o - HV, mask=real & (j > 0), other=0.0).to(ACC)
-        decay = tl.exp(tl.load(p_g + o, mask=real, other=0.0).to(ACC))
-        decay_next = tl.exp(tl.load(p_g + o + HV, mask=j + 1 < length, other=0.0).to(ACC))
-        dc = tl.load(p_dc + o_row, mask=real, other=0.0)
-        dc_next = tl.load(p_dc + o_row + HV, mask=follows, other=0.0)
-        down = tl.load(p_down + o, mask=real, other=0.0) * tl.load(p_same + o, mask=real, other=0.0)
-        z, w = decay * dc, decay_next * dc_next + down
-        factor = 1.0
-        if p_power is not None:
-            b = n
-            if p_cum is not None:
-                b = 0
-            NB = N
-            if p_cum is not None:
-                NB = 1
-            a_q = tl.load(p_power + b * HV + i_h)
-            a_k = tl.load(p_power + (NB + b) * HV + i_h)
-            factor = a_q * a_k * tl.load(p_power + (2 * NB + b) * HV + i_h)
-        dg = factor * tl.load(p_dg_rows + o_row, mask=real, other=0.0)
-        tl.store(p_dg + o, dg + decay * (before + (1 - lam) * dt) * dc, mask=real)
-        tl.store(p_dlam + o, dt * (w - z), mask=real)
-
-        dangle = tl.load(p_dangle + o[:, None] * M + o_m[None, :], mask=in_m, other=0.0)
-        after = tl.load(p_after + (tl.cast(i_c, tl.int64) * HV + i_h) * M + o_m, mask=o_m < M, other=0.0).to(ACC)
-        D = (after[None, :] + tl.cumsum(dangle, 0, reverse=True)) * PI
-        drate += dt[:, None] * D
-        tl.store(p_ddt + o, tl.sum(rate * D, 1) + lam * w + (1 - lam) * z, mask=real)
-    tl.store(p_drate + (at * GROUPS + i_group)[:, None] * M + o_m[None, :], drate, mask=in_m)
+    dt = tl.load(p_dt + o, mask=real[:, None], other=0.0).to(ACC)
+    dangle = tl.load(p_dangle + o[:, :, None] * M + o_m[None, None, :], mask=in_m[:, None, :], other=0.0)
+    o_after = (tl.cast(i_c, tl.int64) * HV + o_h)[:, None] * M + o_m[None, :]
+    after = tl.load(p_after + o_after, mask=(o_m < M)[None, :], other=0.0).to(ACC)
+    # a reversed cumsum would exchange every number between lanes
+    D = ((after + tl.sum(dangle, 0))[None, :, :] - tl.cumsum(dangle, 0) + dangle) * PI
+    tl.store(p_ddt + o, tl.sum(rate[:, None, :] * D, 2), mask=real[:, None])
+    tl.store(p_drate + (at * GROUPS + i_group)[:, None] * M + o_m[None, :], tl.sum(dt[:, :, None] * D, 1), mask=in_m)

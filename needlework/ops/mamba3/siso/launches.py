@@ -3,15 +3,18 @@
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from needlework.ops.common.kernels.groups import of_groups
 from needlework.ops.common.shapes import behind
 from needlework.ops.delta.inputs import DeltaInputs
-from needlework.ops.mamba3.siso.angles import gates_bwd_kernel, starts_kernel, totals_kernel
-from needlework.ops.mamba3.siso.rows import add_own_kernel, rows_kernel
+from needlework.ops.mamba3.siso.angles import angles_bwd_kernel, starts_kernel, totals_kernel
+from needlework.ops.mamba3.siso.gates_bwd import gates_bwd_kernel
+from needlework.ops.mamba3.siso.rows import rows_kernel
 from needlework.ops.mamba3.siso.rows_bwd import rows_bwd_kernel
 from needlework.ops.mamba3.siso.tiles import ENGINE, OF_TILES, Tiles, arguments, sizes
+from needlework.ops.mamba3.siso.values import add_own_kernel, values_bwd_kernel, values_kernel
 from needlework.ops.mamba3.state import Mamba3State
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, split
@@ -19,6 +22,7 @@ from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
 NO_STATE = None, None, None, None
+HEADS = {"totals": "HB", "rows": "HB", "rows_bwd": "GB", "angles_bwd": "HB"}  # what a program's are called
 
 
 class Inputs(NamedTuple):
@@ -58,6 +62,12 @@ class Inputs(NamedTuple):
     def constants(self, tiles: Tiles, kernel: str, halves: bool) -> Constants:
         (H, K), (HV, V) = self.q.shape[2:], self.v.shape[2:]
         return sizes(tiles.config, kernel, self.q.dtype, H, HV, K, V, self.rate.shape[-1], tiles.F, halves)
+
+    def launch(self, kernel: triton.JITFunction, name: str, tiles: Tiles, halves: bool, *tensors: Tensor | None) -> None:
+        """A program for every tile and as many heads, or pairs of a token and a head, as the config says."""
+        constants, HV = self.constants(tiles, name, halves), self.v.shape[2]
+        programs = HV // constants[HEADS[name]] if name in HEADS else cdiv(constants["BT"] * HV, constants["R"])
+        run(kernel, (tiles.count * programs,), *tensors, *tiles.arguments(), **arguments(kernel, constants))
 
 
 class Kept(NamedTuple):
@@ -111,22 +121,18 @@ def _rows(
 ) -> tuple[Kept, Tensor, Tensor]:
     _, k0, v0, angle0 = initial_state or NO_STATE
     (B, T, HV, V), K, m = given.v.shape, given.q.shape[-1], given.rate.shape[-1]
-    rows, programs = tiles.rows(B), (tiles.count * HV,)
+    rows = tiles.rows(B)
     total, start = (given.new(tiles.count, HV, m, dtype=torch.float64) for _ in range(2))
     angle_end, k_end = given.new(tiles.N, HV, m), given.new(*((tiles.N, HV, 1, K) if tiles.F else (0,)))
-    constants = given.constants(tiles, "totals", halves)
-    run(
-        totals_kernel, (tiles.count * HV // constants["HB"],),
-        given.rate, given.dt, total, *tiles.arguments(), **arguments(totals_kernel, constants),
-    )  # fmt: skip
+    given.launch(totals_kernel, "totals", tiles, halves, given.rate, given.dt, total)
     _starts(total, angle0, start, angle_end, given, tiles, halves, reverse=False)
     q, k, u = (given.new(*rows, HV, D, dtype=given.q.dtype) for D in (K, K, V))
     same, g = given.new(B, T, HV), given.new(*rows, HV) if tiles.F else None
-    run(
-        rows_kernel, programs,
-        *given, start, k0, v0, power, q, k, u, g, same, k_end if tiles.F else None, *tiles.arguments(),
-        **arguments(rows_kernel, given.constants(tiles, "rows", halves)),
+    given.launch(
+        rows_kernel, "rows", tiles, halves,
+        given.q, given.k, given.dt, given.rate, given.q_bias, given.k_bias, start, k0, power, q, k, same, k_end if tiles.F else None,
     )  # fmt: skip
+    given.launch(values_kernel, "values", tiles, halves, given.v, given.g, given.dt, given.lam, v0, power, u, g)
     return Kept(start, same, q, k, u, g, power), k_end, angle_end
 
 
@@ -140,11 +146,7 @@ def _starts(
 
 def with_own(read: Tensor, given: Inputs, kept: Kept, tiles: Tiles) -> Tensor:
     o = torch.empty_like(given.v)
-    run(
-        add_own_kernel, (tiles.count * given.v.shape[2],),
-        read, given.v, given.dt, given.lam, kept.same, kept.power, o, *tiles.arguments(),
-        **arguments(add_own_kernel, given.constants(tiles, "own", False)),
-    )  # fmt: skip
+    given.launch(add_own_kernel, "own", tiles, False, read, given.v, given.dt, given.lam, kept.same, kept.power, o)
     return o
 
 
@@ -155,32 +157,34 @@ def gradients(
     """From those of o, of the rows (q, k, u, g) that the engine was given, and of the final k and angle; and of the initial ones, v too."""
     _, k0, v0, _ = initial_state or NO_STATE
     (B, T, HV, _), (H, K), m, wide = given.v.shape, given.q.shape[2:], given.rate.shape[-1], kept.same.dtype
-    dq, dk = (given.new(B, T, HV, K, dtype=given.q.dtype) for _ in range(2))
     dv, dc, down = torch.empty_like(given.v), given.new(*tiles.rows(B), HV), given.new(B, T, HV)
+    dk0, dv0 = each(torch.zeros_like, k0, v0)
+    given.launch(
+        values_bwd_kernel, "values_bwd", tiles, halves,
+        do, of_rows[2], given.v, given.g, given.dt, given.lam, v0, kept.power, kept.same, dv, dc, down, dv0,
+    )  # fmt: skip
+    groups = HV // given.constants(tiles, "rows_bwd", halves)["GB"]
+    dq, dk = (given.new(B, T, groups, K, dtype=given.q.dtype if groups == H else wide) for _ in range(2))
     dangle, total = given.new(B, T, HV, m), given.new(tiles.count, HV, m, dtype=torch.float64)
     # of packed sequences fewer tiles may be there than programs
     new = given.v.new_empty if tiles.cu_seqlens is None else given.v.new_zeros
     sums = [None if x is None else new(tiles.count, HV, K, dtype=wide) for x in (given.q_bias, given.k_bias)]
-    dk0, dv0 = each(torch.zeros_like, k0, v0)
-    run(
-        rows_bwd_kernel, (tiles.count * HV,),
-        do, *of_rows[:3], dk_end, *given, kept.start, v0, kept.power, kept.same,
-        dq, dk, dv, dc, down, dangle, total, *sums, dk0, dv0, *tiles.arguments(),
-        **arguments(rows_bwd_kernel, given.constants(tiles, "rows_bwd", halves)),
+    given.launch(
+        rows_bwd_kernel, "rows_bwd", tiles, halves,
+        *of_rows[:2], dk_end, given.q, given.k, given.dt, given.lam, given.rate, given.q_bias, given.k_bias, kept.start, kept.power,
+        down, dq, dk, dangle, total, *sums, dk0,
     )  # fmt: skip
     after, dangle0 = torch.empty_like(total), given.new(tiles.N, HV, m)
     _starts(total, dangle_end, after, dangle0, given, tiles, halves, reverse=True)
-    constants = given.constants(tiles, "gates_bwd", halves)
-    groups = HV // constants["HB"]
+    groups = HV // given.constants(tiles, "angles_bwd", halves)["HB"]
     dg, ddt, dlam, drate = *(torch.empty_like(x) for x in (given.g, given.dt, given.lam)), given.new(B, T, groups, m)
-    run(
-        gates_bwd_kernel, (tiles.count * groups,),
-        given.g, given.dt, given.lam, given.rate, kept.same, dc, down, of_rows[3], dangle, after, dg, ddt, dlam, drate, kept.power,
-        *tiles.arguments(), **arguments(gates_bwd_kernel, constants),
+    given.launch(angles_bwd_kernel, "angles_bwd", tiles, halves, given.dt, given.rate, dangle, after, ddt, drate)
+    given.launch(
+        gates_bwd_kernel, "gates_bwd", tiles, halves,
+        given.g, given.dt, given.lam, kept.same, dc, down, of_rows[3], kept.power, dg, ddt, dlam,
     )  # fmt: skip
     drate = of_groups(drate, 1, wide)
-    if HV != H:
-        dq, dk = (x.view(B, T, H, HV // H, K).sum(3, dtype=wide) for x in (dq, dk))
+    dq, dk = (of_groups(x, H, given.q.dtype) for x in (dq, dk))
     dq_bias, dk_bias = (None if x is None else x.sum(0) for x in sums)
     found = Inputs(dq, dk, dv, dg, ddt, dlam, drate, dq_bias, dk_bias)
     return found, None if dk0 is None or dv0 is None else (dk0, dv0, dangle0)
@@ -199,7 +203,10 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         (rows_bwd_kernel, "rows_bwd", (False, True)),
         (totals_kernel, "totals", (True,)),
         (starts_kernel, "starts", (False, True)),
+        (values_kernel, "values", (True,)),
         (add_own_kernel, "own", (True,)),
+        (values_bwd_kernel, "values_bwd", (True,)),
+        (angles_bwd_kernel, "angles_bwd", (True,)),
         (gates_bwd_kernel, "gates_bwd", (True,)),
     ):
         for flag in flags:

@@ -18,6 +18,7 @@ from needlework.ops.common.remembered import remembered
 from needlework.ops.mamba3.edges import Edges, row_ends
 from needlework.ops.runtime.launch_configs import Constants, LaunchConfig, launch_config
 from needlework.ops.runtime.triton_types import TYPES, accumulator, cdiv, next_power_of_2
+from needlework.ops.slots.kernels import power_of
 
 ENGINE = "mamba3/siso"
 OF_TILES = {
@@ -86,8 +87,9 @@ def sizes(
     """Constants of a kernel: those that its signature does not name are dropped by `arguments`."""
     BM, BR = next_power_of_2(m), next_power_of_2(K - 2 * m) if K > 2 * m else 0
     launch = dict(config.launch[kernel])
-    if "HB" in launch:
-        launch["HB"] = gcd(HV, launch["HB"])
+    for name, heads in (("HB", HV), ("GB", HV // H)):
+        if name in launch:
+            launch[name] = gcd(heads, launch[name])
     if "PAIRS" in launch:  # that turn, of a tile's tokens, in a warp
         launch["num_warps"] = cdiv(BM, launch.pop("PAIRS"))
     return dict(
@@ -123,6 +125,25 @@ def past_the_last(p_cum, i_c, N):
     if p_cum is not None:
         past = i_c >= tl.load(p_cum + N)
     return past
+
+
+@triton.jit
+def heads_of(first, part, HV: tl.constexpr, BT: tl.constexpr, R: tl.constexpr):
+    """Of R pairs of a token and a head, which lie one after the other, of the tile that begins with token `first`: both, and which are its own."""
+    r = part * R + tl.arange(0, R)
+    return first + r // HV, r % HV, r < BT * HV
+
+
+@triton.jit
+def powers_of(p_power, p_cum, n, N, i_h, HV: tl.constexpr):
+    """a, b and c of a sequence and head, and their inverses; p_power [3 B HV], packed sequences are one row of the batch."""
+    i_b, B = n, N
+    if p_cum is not None:
+        i_b, B = 0, 1
+    a, a_inverse = power_of(p_power, i_b * HV + i_h)
+    b, b_inverse = power_of(p_power, (B + i_b) * HV + i_h)
+    c, c_inverse = power_of(p_power, (2 * B + i_b) * HV + i_h)
+    return a, b, c, a_inverse, b_inverse, c_inverse
 
 
 @triton.jit
