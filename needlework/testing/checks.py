@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from needlework.ops.api import OpSpec
 from needlework.testing.budget import error_budget
@@ -61,17 +62,35 @@ def split_then_resume(spec: OpSpec, T: int = 83, cuts: tuple[int, ...] = (1, 23,
         assert_close(gradients, base[1], f"cut at {cut}")
 
 
+class Filled(TorchDispatchMode):
+    """`most`: how many numbers the largest tensor has that is made of one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__.removeprefix("new_").removesuffix("_like") in ("zeros", "ones", "full"):
+            self.most = max(self.most, result.numel())
+        return result
+
+
 def step_is_prefill(spec: OpSpec) -> None:
-    """Token by token on a slot table, in place, with slots out of order, a padded row (slot −1) and an unused slot."""
+    """Token by token on a slot table, in place, with slots out of order, a padded row (slot −1) and an unused slot. The states are
+    the table's: zeros for as many would cost a step a third more."""
     B, T, slots = 2, 37, torch.tensor([2, -1, 0])
     inputs = make(spec, B, T)
     expected = outputs(whole(spec.chunk)(inputs))
     assert spec.step is not None and spec.table is not None, f"{spec.name} has no step"
     step, table = spec.step, spec.table(4)
     before = {name: x.clone() for name, x in leaves(table)}
+    states = max(len(slots) * x[0].numel() for x in before.values())
     pad = torch.tensor([0, 0, 1])  # the padded row brings live values, which must go nowhere
     for t in range(T):
-        result = step(**tokens(spec, inputs, lambda x, t=t: x[pad, t]), state=table, slots=slots)
+        with Filled() as filled:
+            result = step(**tokens(spec, inputs, lambda x, t=t: x[pad, t]), state=table, slots=slots)
+        assert filled.most < states, f"{filled.most:,} equal numbers were made, where states have {states:,}"
         result = dict(leaves(result if isinstance(result, tuple) else (result,)))
         for (name, want), got in zip(expected.items(), result.values(), strict=True):
             assert_close({name: got[[0, 2]]}, {name: want[:, t]}, f"token {t}")

@@ -102,7 +102,9 @@ def delta_step(x: dict, state, slots, *, prediction="decayed", l2norm=False):
 def carve_step(x: dict, state, slots, *, content_chunk=4, prediction="previous"):
     from needlework.ops.carve.step import step
 
-    return step(CarveInputs(**x), state, slots, Settings(content_chunk, prediction, 0.3))
+    x = dict(x)
+    b_bias = x.pop("b_bias", None)
+    return step(CarveInputs(**x), b_bias, state, slots, Settings(content_chunk, prediction, 0.3))
 
 
 def ccq_step(x: dict, state, slots):
@@ -201,12 +203,14 @@ def test_a_delta_step_reaches_slots_beyond_two_to_the_31():
 def test_a_carve_step_is_the_definition_s_token(prediction, R, lay):
     """Rows start at different positions, and content chunks of 4 end at different tokens; slots may lie apart."""
     inputs = carve.sample(torch.Generator().manual_seed(0), len(OWNER), T, "strong", R=R)
-    inputs["b"] = inputs["b"] + inputs.pop("b_bias")
-    parameters = {name: inputs.pop(name) for name in ("A_log", "dt_bias", "w1", "w2")}
+    parameters = {name: inputs.pop(name) for name in ("A_log", "dt_bias", "w1", "w2", "b_bias")}
     table = lay(filled(empty_carve(4, carve.H, carve.K, carve.V, dtype=torch.float64)))
     table.position.copy_(torch.tensor([1, 2, 3, 0]))
     settings = {"content_chunk": 4, "prediction": prediction}
-    recurrent = partial(recurrent_carve, scale=0.3, **settings)
+
+    def recurrent(b, b_bias, **x):
+        return recurrent_carve(b=b + b_bias, scale=0.3, **settings, **x)
+
     with forced("carve/step", step={"BV": 8, "BR": 2, "BLOCK": 16}):
         check_steps(partial(carve_step, **settings), recurrent, inputs, table, parameters)
 
@@ -253,7 +257,6 @@ def test_steps_pass_opcheck(slots):
     check(delta_step, (*DeltaInputs(**x), torch.zeros(2, 4, K, V, dtype=torch.float64), slots, 0.3, "decayed", True))
 
     x = carve.sample(torch.Generator().manual_seed(0), 2, 1, "random", R=2)
-    del x["b_bias"]
     tensors = [x[:, 0] if name in ("q", "k", "v", "f", "b", "w") else x for name, x in x.items()]
     state = empty_carve(2, carve.H, carve.K, carve.V, dtype=torch.float64)
     check(carve_step, (*tensors, *state, slots, 1, "previous", 0.3))
@@ -271,7 +274,6 @@ def test_steps_pass_opcheck(slots):
 def test_a_step_refuses_a_slot_that_is_not_contiguous():
     state = empty_carve(2, carve.H, carve.K, carve.V)
     x = carve.sample(torch.Generator().manual_seed(0), 2, 1, "random")
-    del x["b_bias"]
     x = {name: x[:, 0] if name in ("q", "k", "v", "f", "b", "w") else x for name, x in x.items()}
     with pytest.raises(ValueError, match=r"state.S: a slot must be contiguous, got strides"):
         carve_step(x, state._replace(S=state.S.mT.contiguous().mT), None)

@@ -83,12 +83,13 @@ def checked(
     if prediction not in get_args(Prediction):
         raise ValueError(f"prediction: got {prediction!r}, expected 'previous' or 'decayed'")
 
-    name, N = "initial_state", sequences(cu_seqlens, B)
-    state = initial_state if initial_state is not None else empty_state(N, H, K, V, dtype=width(q), device=q.device)
+    name, state, N = "initial_state", initial_state, sequences(cu_seqlens, B)
     if table is not None:
-        name, state = "state", table
+        check_state("state", table, CarveState)
+        name, state, N = "state", table, len(table.S)
+    elif state is None:
+        state = empty_state(N, H, K, V, dtype=width(q), device=q.device)
     check_state(name, state, CarveState)
-    N = N if table is None else len(table.S)
     check(f"{name}.S", state.S, "N H K V", N=N, H=H, K=K, V=V)
     check(f"{name}.m", state.m, "N H V", N=N, H=H, V=V)
     check(f"{name}.total", state.total, "N H V", N=N, H=H, V=V)

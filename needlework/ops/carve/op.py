@@ -213,14 +213,14 @@ def step_carve(
     check_slots(slots, len(q))
     check_state("state", state, CarveState)
     *_, settings = checked(token, b_bias, content_chunk, prediction, scale, None, None, state)
-    inputs = biased(inputs, b_bias)
     if (
         resolve("carve", "auto", q.device, lambda: misfit("carve/step", q.device, q.dtype, q.shape[-1], v.shape[-1]))
         == "triton"
     ):
         from needlework.ops.carve.step import step
 
-        return step(inputs, state, slots, settings)
+        return step(inputs, b_bias, state, slots, settings)
+    inputs = biased(inputs, b_bias)
     live = Live.of(slots, len(q), q.device)
     held = CarveState(*(x[live.slots] for x in state))
     tensors = *(x[live.rows].unsqueeze(1) for x in inputs.tokens), *inputs.parameters

@@ -14,6 +14,7 @@ from torch import Tensor
 from needlework.ops.carve.arguments import CarveInputs, Settings
 from needlework.ops.carve.state import CarveState
 from needlework.ops.runtime.custom_op import fake, step_operator
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, LaunchConfig, launch_config, split
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 from needlework.ops.slots.table import check_contiguous
@@ -23,7 +24,8 @@ ENGINE = "carve/step"
 
 @triton.jit(do_not_specialize=["content_chunk"])
 def carve_step_kernel(
-    p_q, p_k, p_v, p_f, p_b, p_w, p_A_log, p_dt_bias, p_w1, p_w2, p_S, p_m, p_total, p_position, p_slots, p_o, content_chunk,
+    p_q, p_k, p_v, p_f, p_b, p_w, p_A_log, p_dt_bias, p_w1, p_w2, p_b_bias, p_S, p_m, p_total, p_position, p_slots, p_o,
+    content_chunk,
     S_stride, m_stride, total_stride, position_stride,
     scale: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr,
     PREVIOUS: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
@@ -31,7 +33,7 @@ def carve_step_kernel(
 ):  # fmt: skip
     """S' = a S + σ(w) Σ_r k_r (v_r − Sᵀ e_r)ᵀ,   o = scale · S'ᵀ q,   e = k (PREVIOUS) or a k,   total' = total + o
 
-    a = exp(−exp(A_log) softplus(f + dt_bias)) (1 − σ(b + w2 tanh(w1 m))).   RANK rows of w1, BR at a time; BM covers all of m.
+    a = exp(−exp(A_log) softplus(f + dt_bias)) (1 − σ(b + b_bias + w2 tanh(w1 m))).   RANK rows of w1, BR at a time; BM covers all of m.
     """
     if PDL:  # before the state is read, as in `delta_step_kernel`
         tl.extra.cuda.gdc_wait()
@@ -81,6 +83,8 @@ def carve_step_kernel(
     S = tl.load(p_tile, mask=in_tile, other=0, cache_modifier=".cg").to(ACC)
     q = tl.load(p_q + head * K + o_k, mask=in_k, other=0).to(ACC)
     b = tl.load(p_b + head * K + o_k, mask=in_k, other=0).to(ACC) + content
+    if p_b_bias is not None:
+        b += tl.load(p_b_bias + h * K + o_k, mask=in_k, other=0).to(ACC)
     f = tl.load(p_f + head * K + o_k, mask=in_k, other=0).to(ACC)
     f += tl.load(p_dt_bias + h * K + o_k, mask=in_k, other=0).to(ACC)
     decay = tl.exp(tl.load(p_A_log + h * K + o_k, mask=in_k, other=0).to(ACC))
@@ -118,7 +122,8 @@ def carve_step_kernel(
 
 @step_operator("state")
 def carve_step(
-    inputs: CarveInputs, state: CarveState, slots: Tensor | None, content_chunk: int, prediction: str, scale: float
+    inputs: CarveInputs, b_bias: Tensor | None, state: CarveState, slots: Tensor | None, content_chunk: int, prediction: str,
+    scale: float,
 ) -> Tensor:  # fmt: skip
     """o [B H V]."""
     q, (B, H, K), V = inputs.q, inputs.q.shape, inputs.v.shape[-1]
@@ -127,7 +132,7 @@ def carve_step(
     constants = _constants(launch_config(ENGINE, q.device, q.dtype, K, V).launch["step"], K, V, len(inputs.w1))
     with torch.cuda.device_of(q):
         carve_step_kernel[(B * H * cdiv(V, constants["BV"]),)](
-            *(x.contiguous() for x in inputs),
+            *each(Tensor.contiguous, *inputs, b_bias),
             *state,
             slots,
             o,
@@ -148,12 +153,12 @@ def _(inputs: CarveInputs, *_):
     return inputs.q.new_empty(*inputs.q.shape[:2], inputs.v.shape[-1])
 
 
-def step(inputs: CarveInputs, state: CarveState, slots: Tensor | None, settings: Settings) -> Tensor:
+def step(inputs: CarveInputs, b_bias: Tensor | None, state: CarveState, slots: Tensor | None, settings: Settings) -> Tensor:
     """`step_carve` on arguments that it has checked: o [B H V] in q's dtype, without gradients.
 
     The values of state.position are not read on the host: they must lie inside a content chunk.
     """
-    return carve_step(*inputs, *state, slots, *settings)
+    return carve_step(*inputs, b_bias, *state, slots, *settings)
 
 
 def _constants(launch: Mapping[str, int], K: int, V: int, rank: int) -> dict[str, int]:
@@ -166,7 +171,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     half = f"*{NAMES[dtype]}"
     launch, options = split(config.launch["step"])
     signature = {name: half for name in ("p_q", "p_k", "p_v", "p_f", "p_b", "p_w", "p_o")}
-    signature |= {name: "*fp32" for name in ("p_A_log", "p_dt_bias", "p_w1", "p_w2", "p_S", "p_m", "p_total")}
+    signature |= {name: "*fp32" for name in ("p_A_log", "p_dt_bias", "p_w1", "p_w2", "p_b_bias", "p_S", "p_m", "p_total")}
     signature |= {"p_position": "*i64", "p_slots": "*i64", "content_chunk": "i32"}
     signature |= dict.fromkeys(("S_stride", "m_stride", "total_stride", "position_stride"), "i64")
     cases = []
