@@ -34,7 +34,7 @@ def reduced(turns):
 
 @triton.jit
 def cos_sin(turns):
-    """Of half-turns, fewer than 2³⁰. What is left of the nearest quarter-turn is π/4 at most: there so many terms of Taylor's series have all digits
+    """Of at most 2²⁹ half-turns. What is left of the nearest quarter-turn is π/4 at most: there so many terms of Taylor's series have all digits
     of the dtype. CUDA's functions are of any angle, and take longer."""
     quarter = tl.floor(2 * turns + 0.5)
     r = (turns - 0.5 * quarter) * PI

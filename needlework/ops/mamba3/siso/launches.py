@@ -22,7 +22,6 @@ from needlework.ops.runtime.precompile import kind, meta, precompile, run
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
 NO_STATE = None, None, None, None
-HEADS = {"totals": "HB", "rows": "HB", "rows_bwd": "GB", "angles_bwd": "HB"}  # what a program's are called
 
 
 class Inputs(NamedTuple):
@@ -66,7 +65,7 @@ class Inputs(NamedTuple):
     def launch(self, kernel: triton.JITFunction, name: str, tiles: Tiles, halves: bool, *tensors: Tensor | None) -> None:
         """A program for every tile and as many heads, or pairs of a token and a head, as the config says."""
         constants, HV = self.constants(tiles, name, halves), self.v.shape[2]
-        programs = HV // constants[HEADS[name]] if name in HEADS else cdiv(constants["BT"] * HV, constants["R"])
+        programs = HV // constants["HB"] if "HB" in constants else cdiv(constants["BT"] * HV, constants["R"])
         run(kernel, (tiles.count * programs,), *tensors, *tiles.arguments(), **arguments(kernel, constants))
 
 
@@ -163,7 +162,7 @@ def gradients(
         values_bwd_kernel, "values_bwd", tiles, halves,
         do, of_rows[2], given.v, given.g, given.dt, given.lam, v0, kept.power, kept.same, dv, dc, down, dv0,
     )  # fmt: skip
-    groups = HV // given.constants(tiles, "rows_bwd", halves)["GB"]
+    groups = HV // given.constants(tiles, "rows_bwd", halves)["HB"]
     dq, dk = (given.new(B, T, groups, K, dtype=given.q.dtype if groups == H else wide) for _ in range(2))
     dangle, total = given.new(B, T, HV, m), given.new(tiles.count, HV, m, dtype=torch.float64)
     # of packed sequences fewer tiles may be there than programs

@@ -32,12 +32,12 @@ def own_of(p_down, p_dt, p_lam, o, real, ACC: tl.constexpr):
 def rows_bwd_kernel(
     p_dq_rows, p_dk_rows, p_dk_end, p_q, p_k, p_dt, p_lam, p_rate, p_q_bias, p_k_bias, p_start, p_power, p_down,
     p_dq, p_dk, p_dangle, p_dangle_total, p_dq_bias, p_dk_bias, p_dk0, p_cum, p_ends, T, N, NCB,
-    H: tl.constexpr, HV: tl.constexpr, GB: tl.constexpr, K: tl.constexpr, M: tl.constexpr, F: tl.constexpr, HALVES: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, HB: tl.constexpr, K: tl.constexpr, M: tl.constexpr, F: tl.constexpr, HALVES: tl.constexpr,
     ACC: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, NS: tl.constexpr,
 ):  # fmt: skip
-    """One tile and GB heads of one key head: dq and dk [B T HV/GB K] are their sums. Channels that turn first, for what they need fills the
+    """One tile and HB heads of one key head: dq and dk [B T HV/HB K] are their sums. Channels that turn first, for what they need fills the
     registers; then those that do not."""
-    GROUPS: tl.constexpr = HV // GB
+    GROUPS: tl.constexpr = HV // HB
     i_c, i_group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
     if past_the_last(p_cum, i_c, N):
         return
@@ -50,8 +50,8 @@ def rows_bwd_kernel(
 
     dq1, dq2 = tl.zeros([BT, BM], ACC), tl.zeros([BT, BM], ACC)
     dk1, dk2 = tl.zeros([BT, BM], ACC), tl.zeros([BT, BM], ACC)
-    for i in tl.range(0, GB, num_stages=NS):
-        i_h = i_group * GB + i
+    for i in tl.range(0, HB, num_stages=NS):
+        i_h = i_group * HB + i
         o, o_row = at * HV + i_h, (row + j) * HV + i_h
         o_bias = (tl.cast(i_c, tl.int64) * HV + i_h) * K
         a, b, c, _, _, _ = powers_of(p_power, p_cum, n, N, i_h, HV)
@@ -88,8 +88,8 @@ def rows_bwd_kernel(
     if BR:
         channel, is_one = rest_channels(K, M, BR, HALVES)
         dq, dk = tl.zeros([BT, BR], ACC), tl.zeros([BT, BR], ACC)
-        for i in tl.range(0, GB, num_stages=NS):
-            i_h = i_group * GB + i
+        for i in tl.range(0, HB, num_stages=NS):
+            i_h = i_group * HB + i
             o, o_row = at * HV + i_h, (row + j) * HV + i_h
             o_bias = (tl.cast(i_c, tl.int64) * HV + i_h) * K
             a, b, c, _, _, _ = powers_of(p_power, p_cum, n, N, i_h, HV)
@@ -118,8 +118,8 @@ def rows_bwd_kernel(
     if p_dk0 is not None:
         if first == 0:  # the row before the first token
             o_k, there = tl.arange(0, 2 * BM), length + F > 0
-            for i in range(0, GB):
-                i_h = i_group * GB + i
+            for i in range(0, HB):
+                i_h = i_group * HB + i
                 a, _, c, _, _, _ = powers_of(p_power, p_cum, n, N, i_h, HV)
                 o_first, o_given = row * HV + i_h, tl.cast(n, tl.int64) * HV + i_h
                 for i_k in range(0, K, 2 * BM):

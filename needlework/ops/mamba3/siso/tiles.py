@@ -87,9 +87,8 @@ def sizes(
     """Constants of a kernel: those that its signature does not name are dropped by `arguments`."""
     BM, BR = next_power_of_2(m), next_power_of_2(K - 2 * m) if K > 2 * m else 0
     launch = dict(config.launch[kernel])
-    for name, heads in (("HB", HV), ("GB", HV // H)):
-        if name in launch:
-            launch[name] = gcd(heads, launch[name])
+    if "HB" in launch:  # heads of a program; those whose gradients it adds up have one key
+        launch["HB"] = gcd(HV // H if kernel == "rows_bwd" else HV, launch["HB"])
     if "PAIRS" in launch:  # that turn, of a tile's tokens, in a warp
         launch["num_warps"] = cdiv(BM, launch.pop("PAIRS"))
     return dict(
