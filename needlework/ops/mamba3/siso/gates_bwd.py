@@ -7,7 +7,7 @@ z_t = α_t dc_t    w_t = α_{t+1} dc_{t+1} + (q_tᵀk_t) down_t    c_t = α_t (�
 import triton
 import triton.language as tl
 
-from needlework.ops.mamba3.siso.tiles import heads_of, past_the_last, place, powers_of
+from needlework.ops.mamba3.siso.tiles import pairs_of, past_the_last, powers_of, tile_of_pairs
 
 
 @triton.jit(do_not_specialize=["T", "N", "NCB"])
@@ -16,14 +16,11 @@ def gates_bwd_kernel(
     HV: tl.constexpr, F: tl.constexpr, BT: tl.constexpr, R: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """R pairs of one tile. p_ddt has what the angles give, and gets all."""
-    PARTS: tl.constexpr = (BT * HV + R - 1) // R
-    i_c = tl.program_id(0) // PARTS
+    i_c, r = tile_of_pairs(HV, BT, R)
     if past_the_last(p_cum, i_c, N):
         return
-    n, first, length, token, row = place(p_cum, p_ends, i_c, T, N, NCB, BT, F)
-    j, i_h, mine = heads_of(first, tl.program_id(0) % PARTS, HV, BT, R)
+    n, length, _, j, i_h, mine, o, o_row = pairs_of(p_cum, p_ends, i_c, r, T, N, NCB, HV, BT, R, F)
     real, next_real = mine & (j < length), mine & (j + 1 < length)
-    o, o_row = (token + j) * HV + i_h, (row + j) * HV + i_h
     dt = tl.load(p_dt + o, mask=real, other=0.0).to(ACC)
     lam = tl.load(p_lam + o, mask=real, other=0.0).to(ACC)
     before = tl.load(p_dt + o - HV, mask=real & (j > 0), other=0.0).to(ACC)

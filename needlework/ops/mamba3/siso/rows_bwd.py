@@ -22,10 +22,13 @@ def store_bias(p, a, b, o_row, M: tl.constexpr, BM: tl.constexpr, K: tl.constexp
 
 
 @triton.jit
-def own_of(p_down, p_dt, p_lam, o, real, ACC: tl.constexpr):
-    """w of tokens whose numbers are at o."""
+def of_head(p_down, p_dt, p_lam, p_power, p_cum, i_c, n, N, i_h, o, real, HV: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr):
+    """Of tokens whose numbers are at o: w, by what dq' and dk' are too small, and where the head's rows of K lie among tiles and
+    among sequences."""
     own = tl.load(p_down + o, mask=real, other=0.0) * tl.load(p_dt + o, mask=real, other=0.0).to(ACC)
-    return own * tl.load(p_lam + o, mask=real, other=0.0).to(ACC)
+    own *= tl.load(p_lam + o, mask=real, other=0.0).to(ACC)
+    a, b, c, _, _, _ = powers_of(p_power, p_cum, n, N, i_h, HV)
+    return own, b * c, a * c, (tl.cast(i_c, tl.int64) * HV + i_h) * K, (tl.cast(n, tl.int64) * HV + i_h) * K
 
 
 @triton.jit(do_not_specialize=["T", "N", "NCB"])
@@ -53,14 +56,12 @@ def rows_bwd_kernel(
     for i in tl.range(0, HB, num_stages=NS):
         i_h = i_group * HB + i
         o, o_row = at * HV + i_h, (row + j) * HV + i_h
-        o_bias = (tl.cast(i_c, tl.int64) * HV + i_h) * K
-        a, b, c, _, _, _ = powers_of(p_power, p_cum, n, N, i_h, HV)
-        own = own_of(p_down, p_dt, p_lam, o, real, ACC)
+        own, by_q, by_k, o_bias, o_given = of_head(p_down, p_dt, p_lam, p_power, p_cum, i_c, n, N, i_h, o, real, HV, K, ACC)
         cos, sin = angles_of(p_start, p_rate, p_dt, i_c, token, j, length, i_h, HV, M, BM, ACC)
         q1, q2 = load_turning(p_q, p_q_bias, at, real, i_h, H, HV, K, M, BM, HALVES, ACC)
         k1, k2 = load_turning(p_k, p_k_bias, at, real, i_h, H, HV, K, M, BM, HALVES, ACC)
         y1, y2 = load_pairs(p_dq_rows, o_row * K, real, K, M, BM, HALVES)
-        y1, y2 = y1.to(ACC) * (b * c), y2.to(ACC) * (b * c)
+        y1, y2 = y1.to(ACC) * by_q, y2.to(ACC) * by_q
         d1, d2 = cos * y1 + sin * y2, cos * y2 - sin * y1
         dangle = q1 * d2 - q2 * d1
         d1, d2 = d1 + own[:, None] * k1, d2 + own[:, None] * k2
@@ -68,9 +69,8 @@ def rows_bwd_kernel(
         if p_dq_bias is not None:
             store_bias(p_dq_bias, d1, d2, o_bias, M, BM, K, HALVES)
         y1, y2 = load_pairs(p_dk_rows, (o_row + HV) * K, follows, K, M, BM, HALVES)
-        y1, y2 = y1.to(ACC) * (a * c), y2.to(ACC) * (a * c)
+        y1, y2 = y1.to(ACC) * by_k, y2.to(ACC) * by_k
         if p_dk_end is not None:
-            o_given = (tl.cast(n, tl.int64) * HV + i_h) * K
             e1, e2 = load_pairs(p_dk_end, o_given + 0 * j, is_last, K, M, BM, HALVES)
             y1, y2 = y1 + e1.to(ACC), y2 + e2.to(ACC)
         d1, d2 = cos * y1 + sin * y2, cos * y2 - sin * y1
@@ -91,22 +91,19 @@ def rows_bwd_kernel(
         for i in tl.range(0, HB, num_stages=NS):
             i_h = i_group * HB + i
             o, o_row = at * HV + i_h, (row + j) * HV + i_h
-            o_bias = (tl.cast(i_c, tl.int64) * HV + i_h) * K
-            a, b, c, _, _, _ = powers_of(p_power, p_cum, n, N, i_h, HV)
-            own = own_of(p_down, p_dt, p_lam, o, real, ACC)
+            own, by_q, by_k, o_bias, o_given = of_head(p_down, p_dt, p_lam, p_power, p_cum, i_c, n, N, i_h, o, real, HV, K, ACC)
             q = load_still(p_q, p_q_bias, at, real, i_h, H, HV, K, M, BR, HALVES, ACC)
             k = load_still(p_k, p_k_bias, at, real, i_h, H, HV, K, M, BR, HALVES, ACC)
             in_row = real[:, None] & is_one[None, :]
-            d = tl.load(p_dq_rows + (o_row * K)[:, None] + channel[None, :], mask=in_row, other=0.0).to(ACC) * (b * c)
+            d = tl.load(p_dq_rows + (o_row * K)[:, None] + channel[None, :], mask=in_row, other=0.0).to(ACC) * by_q
             d += own[:, None] * k
             dq += d
             if p_dq_bias is not None:
                 tl.store(p_dq_bias + o_bias + channel, tl.sum(d, 0), mask=is_one)
             in_row = follows[:, None] & is_one[None, :]
-            d = tl.load(p_dk_rows + ((o_row + HV) * K)[:, None] + channel[None, :], mask=in_row, other=0.0).to(ACC) * (a * c)
+            d = tl.load(p_dk_rows + ((o_row + HV) * K)[:, None] + channel[None, :], mask=in_row, other=0.0).to(ACC) * by_k
             if p_dk_end is not None:
                 in_row = is_last[:, None] & is_one[None, :]
-                o_given = (tl.cast(n, tl.int64) * HV + i_h) * K
                 d += tl.load(p_dk_end + o_given + channel[None, :] + 0 * j[:, None], mask=in_row, other=0.0).to(ACC)
             d += own[:, None] * q
             dk += d

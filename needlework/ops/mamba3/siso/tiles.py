@@ -127,10 +127,22 @@ def past_the_last(p_cum, i_c, N):
 
 
 @triton.jit
-def heads_of(first, part, HV: tl.constexpr, BT: tl.constexpr, R: tl.constexpr):
-    """Of R pairs of a token and a head, which lie one after the other, of the tile that begins with token `first`: both, and which are its own."""
-    r = part * R + tl.arange(0, R)
-    return first + r // HV, r % HV, r < BT * HV
+def tile_of_pairs(HV: tl.constexpr, BT: tl.constexpr, R: tl.constexpr):
+    """Of a program that has R of a tile's pairs of a token and a head: the tile, and the first of its pairs."""
+    PARTS: tl.constexpr = (BT * HV + R - 1) // R
+    return tl.program_id(0) // PARTS, tl.program_id(0) % PARTS * R
+
+
+@triton.jit
+def pairs_of(
+    p_cum, p_ends, i_c, r, T, N, NCB, HV: tl.constexpr, BT: tl.constexpr, R: tl.constexpr, F: tl.constexpr
+):  # fmt: skip
+    """R pairs from r on, which lie one after the other: their sequence and how many tokens it has, the tile's first, the pairs' tokens and heads,
+    which pairs are the tile's own, and where their numbers lie among tokens and among rows."""
+    n, first, length, token, row = place(p_cum, p_ends, i_c, T, N, NCB, BT, F)
+    r += tl.arange(0, R)
+    j, i_h = first + r // HV, r % HV
+    return n, length, first, j, i_h, r < BT * HV, (token + j) * HV + i_h, (row + j) * HV + i_h
 
 
 @triton.jit

@@ -9,7 +9,7 @@ Rows are divided by powers of two where there are any. The engine was given do i
 import triton
 import triton.language as tl
 
-from needlework.ops.mamba3.siso.tiles import heads_of, past_the_last, place, powers_of
+from needlework.ops.mamba3.siso.tiles import pairs_of, past_the_last, powers_of, tile_of_pairs
 
 
 @triton.jit
@@ -31,15 +31,12 @@ def values_kernel(
     HV: tl.constexpr, V: tl.constexpr, F: tl.constexpr, ACC: tl.constexpr, BT: tl.constexpr, R: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """R pairs of one tile. p_v0 None: nothing before the first token."""
-    PARTS: tl.constexpr = (BT * HV + R - 1) // R
-    i_c = tl.program_id(0) // PARTS
+    i_c, r = tile_of_pairs(HV, BT, R)
     if past_the_last(p_cum, i_c, N):
         return
-    n, first, length, token, row = place(p_cum, p_ends, i_c, T, N, NCB, BT, F)
-    j, i_h, mine = heads_of(first, tl.program_id(0) % PARTS, HV, BT, R)
+    n, length, first, j, i_h, mine, o, o_row = pairs_of(p_cum, p_ends, i_c, r, T, N, NCB, HV, BT, R, F)
     real, is_row = mine & (j < length), mine & (j < length + F)
     follows, begins = real & (j + 1 < length + F), is_row & (j == 0)
-    o, o_row = (token + j) * HV + i_h, (row + j) * HV + i_h
     _, _, _, _, _, by_v = powers_of(p_power, p_cum, n, N, i_h, HV)
     _, weight, w0 = weights(p_g, p_dt, p_lam, o, j, length, mine, HV, ACC)
     if F:
@@ -65,14 +62,11 @@ def add_own_kernel(
     HV: tl.constexpr, V: tl.constexpr, F: tl.constexpr, ACC: tl.constexpr, BT: tl.constexpr, R: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """o of R pairs of one tile, from what the engine gave for its rows."""
-    PARTS: tl.constexpr = (BT * HV + R - 1) // R
-    i_c = tl.program_id(0) // PARTS
+    i_c, r = tile_of_pairs(HV, BT, R)
     if past_the_last(p_cum, i_c, N):
         return
-    n, first, length, token, row = place(p_cum, p_ends, i_c, T, N, NCB, BT, F)
-    j, i_h, mine = heads_of(first, tl.program_id(0) % PARTS, HV, BT, R)
+    n, length, _, j, i_h, mine, o, o_row = pairs_of(p_cum, p_ends, i_c, r, T, N, NCB, HV, BT, R, F)
     real = mine & (j < length)
-    o, o_row = (token + j) * HV + i_h, (row + j) * HV + i_h
     a, b, c, _, _, _ = powers_of(p_power, p_cum, n, N, i_h, HV)
     abc = a * b * c + tl.zeros([R], ACC)
     own = tl.load(p_dt + o, mask=real, other=0.0).to(ACC) * tl.load(p_lam + o, mask=real, other=0.0).to(ACC)
@@ -92,15 +86,12 @@ def values_bwd_kernel(
     HV: tl.constexpr, V: tl.constexpr, F: tl.constexpr, ACC: tl.constexpr, BT: tl.constexpr, R: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """R pairs of one tile: dv and down of a token, dc of the row after it."""
-    PARTS: tl.constexpr = (BT * HV + R - 1) // R
-    i_c = tl.program_id(0) // PARTS
+    i_c, r = tile_of_pairs(HV, BT, R)
     if past_the_last(p_cum, i_c, N):
         return
-    n, first, length, token, row = place(p_cum, p_ends, i_c, T, N, NCB, BT, F)
-    j, i_h, mine = heads_of(first, tl.program_id(0) % PARTS, HV, BT, R)
+    n, length, first, j, i_h, mine, o, o_row = pairs_of(p_cum, p_ends, i_c, r, T, N, NCB, HV, BT, R, F)
     real = mine & (j < length)
     follows, begins = real & (j + 1 < length + F), mine & (j == 0) & (j < length + F)
-    o, o_row = (token + j) * HV + i_h, (row + j) * HV + i_h
     a, b, _, _, _, _ = powers_of(p_power, p_cum, n, N, i_h, HV)
     ab = a * b + tl.zeros([R], ACC)
     own, weight, w0 = weights(p_g, p_dt, p_lam, o, j, length, mine, HV, ACC)
