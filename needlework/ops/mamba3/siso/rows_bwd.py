@@ -31,6 +31,19 @@ def of_head(p_down, p_dt, p_lam, p_power, p_cum, i_c, n, N, i_h, o, real, HV: tl
     return own, b * c, a * c, (tl.cast(i_c, tl.int64) * HV + i_h) * K, (tl.cast(n, tl.int64) * HV + i_h) * K
 
 
+@triton.jit
+def store_first(
+    p_dk0, p_dk_rows, p_dk_end, o_given, o_row, length, by_k, F: tl.constexpr, K: tl.constexpr, BLK: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    """One head's gradient of the key before the first token: without tokens it is the final key too."""
+    for i in range(0, K, BLK):
+        o_k = i + tl.arange(0, BLK)
+        dk0 = tl.load(p_dk_rows + o_row + o_k, mask=(o_k < K) & (length + F > 0), other=0.0).to(ACC) * by_k
+        if p_dk_end is not None:
+            dk0 += tl.load(p_dk_end + o_given + o_k, mask=(o_k < K) & (length == 0), other=0.0).to(ACC)
+        tl.store(p_dk0 + o_given + o_k, dk0, mask=o_k < K)
+
+
 @triton.jit(do_not_specialize=["T", "N", "NCB"])
 def rows_bwd_kernel(
     p_dq_rows, p_dk_rows, p_dk_end, p_q, p_k, p_dt, p_lam, p_rate, p_q_bias, p_k_bias, p_start, p_power, p_down,
@@ -113,16 +126,9 @@ def rows_bwd_kernel(
         store_still(p_dk, dk, o_group, real, K, M, BR, HALVES)
 
     if p_dk0 is not None:
-        if first == 0:  # the row before the first token
-            o_k, there = tl.arange(0, 2 * BM), length + F > 0
+        if first == 0:
             for i in range(0, HB):
                 i_h = i_group * HB + i
                 a, _, c, _, _, _ = powers_of(p_power, p_cum, n, N, i_h, HV)
-                o_first, o_given = row * HV + i_h, tl.cast(n, tl.int64) * HV + i_h
-                for i_k in range(0, K, 2 * BM):
-                    is_k = i_k + o_k < K
-                    dk0 = tl.load(p_dk_rows + o_first * K + i_k + o_k, mask=is_k & there, other=0.0).to(ACC) * (a * c)
-                    if p_dk_end is not None:
-                        empty = is_k & (length == 0)
-                        dk0 += tl.load(p_dk_end + o_given * K + i_k + o_k, mask=empty, other=0.0).to(ACC)
-                    tl.store(p_dk0 + o_given * K + i_k + o_k, dk0, mask=is_k)
+                o_given = (tl.cast(n, tl.int64) * HV + i_h) * K
+                store_first(p_dk0, p_dk_rows, p_dk_end, o_given, (row * HV + i_h) * K, length, a * c, F, K, 2 * BM, ACC)
