@@ -198,17 +198,20 @@ def test_a_delta_step_reaches_slots_beyond_two_to_the_31():
 
 
 @pytest.mark.parametrize(
-    "R, prediction, lay", covering([1, 2, 4], ["previous", "decayed"], [as_it_is, in_one_buffer], pairs=False)
+    "R, prediction, lay, bias",
+    covering([1, 2, 4], ["previous", "decayed"], [as_it_is, in_one_buffer], [True, False], pairs=False),
 )
-def test_a_carve_step_is_the_definition_s_token(prediction, R, lay):
+def test_a_carve_step_is_the_definition_s_token(prediction, R, lay, bias):
     """Rows start at different positions, and content chunks of 4 end at different tokens; slots may lie apart."""
     inputs = carve.sample(torch.Generator().manual_seed(0), len(OWNER), T, "strong", R=R)
-    parameters = {name: inputs.pop(name) for name in ("A_log", "dt_bias", "w1", "w2", "b_bias")}
+    if not bias:
+        inputs["b"] = inputs["b"] + inputs.pop("b_bias")
+    parameters = {name: inputs.pop(name) for name in ("A_log", "dt_bias", "w1", "w2", "b_bias") if name in inputs}
     table = lay(filled(empty_carve(4, carve.H, carve.K, carve.V, dtype=torch.float64)))
     table.position.copy_(torch.tensor([1, 2, 3, 0]))
     settings = {"content_chunk": 4, "prediction": prediction}
 
-    def recurrent(b, b_bias, **x):
+    def recurrent(b, b_bias=0.0, **x):
         return recurrent_carve(b=b + b_bias, scale=0.3, **settings, **x)
 
     with forced("carve/step", step={"BV": 8, "BR": 2, "BLOCK": 16}):
