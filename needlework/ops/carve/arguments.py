@@ -85,11 +85,11 @@ def checked(
 
     name, state, N = "initial_state", initial_state, sequences(cu_seqlens, B)
     if table is not None:
-        check_state("state", table, CarveState)
-        name, state, N = "state", table, len(table.S)
+        name, state = "state", table
     elif state is None:
         state = empty_state(N, H, K, V, dtype=width(q), device=q.device)
     check_state(name, state, CarveState)
+    N = N if table is None else len(table.S)
     check(f"{name}.S", state.S, "N H K V", N=N, H=H, K=K, V=V)
     check(f"{name}.m", state.m, "N H V", N=N, H=H, V=V)
     check(f"{name}.total", state.total, "N H V", N=N, H=H, V=V)
