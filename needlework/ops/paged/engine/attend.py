@@ -172,10 +172,10 @@ def attend(
                     o_own, sc, W, slope, gone, p_held, i_h, H, SG, SCALE, HK, K, V, PG, SK, SV, BN, BK, BV, NS, READ, ACC, True, True,
                 )  # fmt: skip
         else:
-            # numbers that a step loads before their rows take half of the stages
+            # rows whose numbers the step loads too are one tile ahead for every two stages
             m, l, q2, acc = _over_pages(
                 m, l, q2, acc, b_q, p_k, p_v, p_table, None, 0, i_kv, lo, hi, oldest, newest, o_own, sc, W, slope, gone, p_held, i_h,
-                H, SG, SCALE, HK, K, V, PG, SK, SV, BN, BK, BV, 2 * NS, READ, ACC, True, True,
+                H, SG, SCALE, HK, K, V, PG, SK, SV, BN, BK, BV, 2 * NS - 1, READ, ACC, True, True,
             )  # fmt: skip
     else:
         # before `full` a token of the tile does not see all of a tile of keys because of its window, from `diagonal` on because of the
