@@ -87,6 +87,18 @@ def test_a_tangent_of_any_input_is_refused(spec, impl, monkeypatch):
 
 
 @REGISTERED
+def test_a_second_derivative_is_refused(spec):
+    """Also where a result's own gradient is a number: what the backward reads follows from the input."""
+    inputs = make(spec, 1, 5)
+    for name in read(spec):
+        x = inputs[name].clone().requires_grad_()
+        total = sum(y.sum() for y in results(spec.chunk, inputs | {name: x}, impl="torch"))
+        (dx,) = torch.autograd.grad(total, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivatives are not implemented"):
+            torch.autograd.grad(dx.sum(), x)
+
+
+@REGISTERED
 def test_composed_transforms_are_refused(spec):
     inputs = make(spec, 1, 5)
     name = read(spec)[0]

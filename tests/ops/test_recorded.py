@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from needlework.ops.runtime import launch_configs, launcher, recorded
+from needlework.ops.runtime import launch_configs, launcher, recorded, recording
 from needlework.ops.runtime.recording import Recording
 
 
@@ -154,6 +154,49 @@ def test_a_recording_holds_no_tensor_of_its_call(monkeypatch):
         assert not any(x() is not None for x in seen)
     finally:
         gc.enable()
+
+
+def test_a_launch_gets_the_addresses_of_its_call(monkeypatch):
+    """Arguments are remembered by where their tensors lie, which is another place in other calls; of too many places none."""
+    seen = []
+
+    class Notes:
+        descriptors = [(2, {}, {})]  # noqa: RUF012
+
+        def start(self, grid, stream, given):
+            seen.append(given)
+
+    monkeypatch.setattr(launcher, "encode", lambda tile, block: [("encoded", int(tile.base))])
+    monkeypatch.setattr(launcher, "ENCODED", 2)
+    notes = Notes()
+
+    def function(x, y):
+        if (tell := launcher.told.get()) is not None:
+            tell(notes, (2,), (x, y, TensorDescriptor(x, [8], [1], [8]), x, 3))
+        return x + 1
+
+    call, tensors = recorded.recorded(function), [torch.randn(8) for _ in range(5)]
+    for _ in range(2):
+        call(tensors[0], tensors[1])
+    pairs = [(0, 1), (1, 0), (0, 1), (2, 1), (3, 4), (1, 0), (0, 1)]
+    for i, j in pairs:
+        call(tensors[i], tensors[j])
+    at = [x.data_ptr() for x in tensors]
+    assert seen == [[at[i], at[j], ("encoded", at[i]), at[i], 3] for i, j in pairs]
+    assert seen[0] is seen[2]
+    assert all(len(step.known) <= 2 for step in gc.get_objects() if type(step) is recording.Launch and step.direct is notes)
+
+
+def test_memory_of_the_current_gpu_is_asked_for_the_quick_way(monkeypatch):
+    quick = lambda size, stride, dtype: ("quick", size)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(recording.guards, "_empty_strided_cuda", quick)
+    assert recording.empty_on(torch.device("cuda", 1)) is quick
+    assert recording.empty_on(torch.device("cuda", 0)) is not quick
+    made = recording.empty_on(torch.device("cpu"))((2, 3), (1, 2), torch.float16)
+    assert made.shape == (2, 3) and made.stride() == (1, 2) and made.dtype == torch.float16
+    monkeypatch.delattr(recording.guards, "_empty_strided_cuda")
+    assert recording.empty_on(torch.device("cuda", 1)) is not quick
 
 
 def test_recording_does_not_load_the_compiler():

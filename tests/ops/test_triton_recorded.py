@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from needlework.ops.runtime import launcher, precompile, recorded, recording
 from needlework.ops.specs import specs
-from needlework.testing.compare import differentiate, make
+from needlework.testing.compare import differentiate, leaves, make
 from tests.ops.test_remembered import lasting  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
@@ -66,6 +66,20 @@ def found(name, seed, dtype, **options):
     spec = next(spec for spec in specs() if spec.name == name)
     x = {n: y.to(dtype) if y.is_floating_point() else y for n, y in make(spec, 1, 40, seed).items()}
     return differentiate(lambda x: spec.chunk(**x, **options, impl="triton"), x)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_second_derivative_is_refused(name):
+    """Autograd sees it by the inputs that the backward takes, for what the forward alone made has no history."""
+    spec = next(spec for spec in specs() if spec.name == name)
+    given = {n: x.float() for n, x in make(spec, 1, 5).items()}
+    unread = ("q",) if "q_read" in given else ()
+    x = {n: y.requires_grad_(n not in unread) for n, y in given.items()}
+    total = sum(y.sum() for _, y in leaves(spec.chunk(**x, impl="triton")) if y.is_floating_point())
+    asked = [y for n, y in x.items() if n not in unread]
+    for dx in torch.autograd.grad(total, asked, create_graph=True):
+        with pytest.raises(RuntimeError, match="second derivatives are not implemented"):
+            torch.autograd.grad(dx.sum(), asked)
 
 
 def same(a, b):

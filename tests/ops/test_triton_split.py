@@ -356,6 +356,5 @@ def test_the_channel_operator_cuts_and_nobody_sees_it(rule, packed, monkeypatch)
         SCALE,
         "decayed",
         1,
-        True,
     )
     torch.library.opcheck(channel_op.delta_channel_fwd, arguments, test_utils=("test_schema", "test_faketensor"))

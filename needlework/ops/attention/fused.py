@@ -67,7 +67,7 @@ def streamed(
     if torch.compiler.is_compiling():
         attend = flex_attention
     else:
-        refuse_tangents("streamed attention", q, k, v, *(() if decay is None else (decay,)))  # a compiled function drops them
+        refuse_tangents("streamed attention", (q, k, v, decay))  # a compiled function drops them
         attend = _compiled()
     mask, several = visible(oldest(q, cu_seqlens, window)), q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

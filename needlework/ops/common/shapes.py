@@ -20,12 +20,12 @@ def check(name: str, x: Tensor, axes: str, **sizes: int) -> None:
     Axes not in `sizes` may have any size.
     """
     check_tensor(name, x, axes)
-    letters = axes.split()
-    if x.dim() != len(letters):
-        raise ValueError(f"{name}: expected {len(letters)} axes [{axes}], got shape {list(x.shape)}")
+    letters, shape = axes.split(), x.shape  # asked for once: PyTorch makes it anew each time
+    if len(shape) != len(letters):
+        raise ValueError(f"{name}: expected {len(letters)} axes [{axes}], got shape {list(shape)}")
     for axis, letter in enumerate(letters):
-        if letter in sizes and x.shape[axis] != sizes[letter]:
-            raise ValueError(f"{name}: axis {axis} ({letter}) of [{axes}] has size {x.shape[axis]}, expected {sizes[letter]}")
+        if letter in sizes and shape[axis] != sizes[letter]:
+            raise ValueError(f"{name}: axis {axis} ({letter}) of [{axes}] has size {shape[axis]}, expected {sizes[letter]}")
 
 
 def check_dtypes(**tensors: Tensor | None) -> None:

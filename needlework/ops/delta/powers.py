@@ -13,10 +13,10 @@ from torch import Tensor
 
 from needlework.ops.delta.gradient_scaling import BLOCK, SHARES, divided_by, gradient_factor, loudest
 from needlework.ops.delta.scaling import shares
-from needlework.ops.runtime.custom_op import fake, operator
+from needlework.ops.runtime.custom_op import fake
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, split
 from needlework.ops.runtime.precompile import run
-from needlework.ops.runtime.recorded import recorded
+from needlework.ops.runtime.recorded import recorded_operator
 from needlework.ops.runtime.triton_types import NAMES, cdiv, padded
 
 TOKENS = 64  # of one head that make a share: a short call has few
@@ -124,8 +124,7 @@ def powers_of_peaks(
     tl.store(p + 3, b * c)
 
 
-@operator
-@recorded
+@recorded_operator
 def delta_powers(q: Tensor, k: Tensor, v: Tensor, states: Tensor | None, scale: float) -> Tensor:
     """[B HV 4] float32: a, b, c and bc of `scaling.py`, of each row of the batch and value head.
 

@@ -24,7 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from needlework.ops.common.remembered import remembered
 from needlework.ops.runtime import launch_configs, launcher
+from needlework.ops.runtime.custom_op import backward_operator, operator
 from needlework.ops.runtime.denylist import denylist
+from needlework.ops.runtime.each import every
 from needlework.ops.runtime.recording import (
     Allocation,
     Call,
@@ -33,7 +35,7 @@ from needlework.ops.runtime.recording import (
     Recording,
     Register,
     Step,
-    every,
+    empty_on,
     noted,
 )
 
@@ -45,8 +47,18 @@ EMPTY = (
 )  # fmt: skip
 
 
+def recorded_operator(function: Callable) -> OpOverload:
+    """`operator`, recorded and played back."""
+    return operator(function, recorded)
+
+
+def recorded_backward_operator(function: Callable) -> OpOverload:
+    """`backward_operator`, recorded and played back."""
+    return backward_operator(function, recorded)
+
+
 def recorded(function: Callable) -> Callable:
-    """The function of an operator, which changes nothing that it is given, recorded and played back."""
+    """A function of tensors and numbers, which changes nothing that it is given, recorded and played back."""
     places = [i for i, name in enumerate(signature(function).parameters) if name == "cu_seqlens"]
     of_batches: dict[Hashable, Any] = {}
     of_documents = remembered(lambda cu_seqlens: {})
@@ -164,7 +176,7 @@ class Recorder(TorchDispatchMode):
         made = tuple(self._result(x, given) for x in several)
         first = several[0]
         if function in EMPTY or (len(several) == 1 and not first.numel()):
-            self.steps.append(Allocation(made[0], tuple(first.shape), first.stride(), first.dtype, first.device))
+            self.steps.append(Allocation(made[0], tuple(first.shape), first.stride(), first.dtype, empty_on(first.device)))
         else:
             self.steps.append(Call(function, arguments[0], dict(zip(kwargs, arguments[1], strict=True)), made))
 
@@ -184,7 +196,7 @@ class Recorder(TorchDispatchMode):
             given[i] = None  # a descriptor holds its tensor
             rest = x.shape, x.strides, x.block_shape, x.padding
             described.append(Described(i, *self.origins[self.register(x.base)], rest, block, {}))
-        self.steps.append(Launch(direct, launcher.in_three(grid), given, addresses, described))
+        self.steps.append(Launch.of(direct, launcher.in_three(grid), given, addresses, described))
 
     def register(self, x: Tensor) -> Register:
         """A tensor that nobody gave and nothing made is kept: the function has it from a call before."""

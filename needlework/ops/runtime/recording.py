@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 from torch._ops import OpOverload
 
 from needlework.ops.runtime import launcher
-
-X = TypeVar("X")
+from needlework.ops.runtime.each import every
 
 
 class Register(int):
@@ -31,7 +31,7 @@ class Allocation(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
+    empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]  # of `empty_on`
 
     def uses(self) -> Iterator[int]:
         return iter(())
@@ -40,7 +40,16 @@ class Allocation(NamedTuple):
         return (self.made,)
 
     def __call__(self, registers: list[Any], stream: int) -> None:
-        registers[self.made] = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        registers[self.made] = self.empty(self.size, self.stride, self.dtype)
+
+
+def empty_on(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """torch.empty_strided(size, stride, dtype) on a device. On the current GPU by what code of torch.compile's calls, which takes half the
+    time; a later PyTorch may not have it."""
+    quick = getattr(guards, "_empty_strided_cuda", None)
+    if quick is not None and device.type == "cuda" and device.index == torch.cuda.current_device():
+        return quick
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 class Call(NamedTuple):
@@ -108,21 +117,38 @@ class Launch(NamedTuple):
     given: list  # its arguments; None in the places of addresses
     addresses: list[tuple[int, Register, int]]  # place, whose memory, how far in it
     described: list[Described]  # from the last, so that places stay right while one takes the room of many
+    origins: list[Register]  # whose memory all these are
+    known: dict[tuple[int, ...], list]  # arguments by where that lies: an allocator gives the same again and again
+
+    @classmethod
+    def of(
+        cls, direct: launcher.Direct, grid: tuple[int, ...], given: list, addresses: list[tuple[int, Register, int]], described: list[Described]
+    ) -> Launch:  # fmt: skip
+        origins = dict.fromkeys([*(origin for _, origin, _ in addresses), *(x.origin for x in described)])
+        return cls(direct, grid, given, addresses, described, list(origins), {})
 
     def uses(self) -> Iterator[int]:
-        yield from (origin for _, origin, _ in self.addresses)
-        yield from (x.origin for x in self.described)
+        return iter(self.origins)
 
     def makes(self) -> tuple[Register, ...]:
         return ()
 
     def __call__(self, registers: list[Any], stream: int) -> None:
+        at = tuple([registers[origin].data_ptr() for origin in self.origins])
+        given = self.known.get(at)
+        if given is None:
+            if len(self.known) >= launcher.ENCODED:
+                self.known.clear()
+            given = self.known[at] = self._given(dict(zip(self.origins, at, strict=True)))
+        self.direct.start(self.grid, stream, given)
+
+    def _given(self, at: dict[Register, int]) -> list:
         given = self.given.copy()
         for i, origin, offset in self.addresses:
-            given[i] = registers[origin].data_ptr() + offset
+            given[i] = at[origin] + offset
         for x in self.described:
-            given[x.place : x.place + 1] = x.at(registers[x.origin].data_ptr() + x.offset)
-        self.direct.start(self.grid, stream, given)
+            given[x.place : x.place + 1] = x.at(at[x.origin] + x.offset)
+        return given
 
 
 class Recording:
@@ -141,15 +167,6 @@ class Recording:
             for register in last:
                 registers[register] = None
         return filled(self.results, registers)
-
-
-def every(kind: type[X], x: Any) -> Iterator[X]:
-    """All of a kind in x, its lists and tuples."""
-    if isinstance(x, kind):
-        yield x
-    elif isinstance(x, list | tuple):
-        for y in x:
-            yield from every(kind, y)
 
 
 def noted(x: Any, register: Callable[[Tensor], Register]) -> Any:

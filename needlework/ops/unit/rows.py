@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.custom_op import differentiable
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, misfit, split
 from needlework.ops.runtime.precompile import run
-from needlework.ops.runtime.recorded import recorded
+from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 from needlework.ops.unit.reference import unit_rows
 
@@ -46,8 +46,7 @@ def l2_rows(x: Tensor) -> Tensor:
     return unit_rows(x) if misfit(ENGINE, x.device, x.dtype, *x.shape[-1:] * 2) else l2_rows_fwd(x)[0]
 
 
-@operator
-@recorded
+@recorded_operator
 def l2_rows_fwd(x: Tensor) -> tuple[Tensor, Tensor]:
     """The rows and r."""
     x = x.contiguous()
@@ -61,8 +60,7 @@ def _(x):
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=_wide(x))
 
 
-@backward_operator
-@recorded
+@recorded_backward_operator
 def l2_rows_bwd(dy: Tensor, x: Tensor, r: Tensor) -> Tensor:
     x = x.contiguous()
     dx = torch.empty_like(x)

@@ -16,11 +16,11 @@ from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import behind, behind_both
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
+from needlework.ops.runtime.custom_op import differentiable, fake, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config, widths
 from needlework.ops.runtime.precompile import kind, meta, precompile
-from needlework.ops.runtime.recorded import recorded
+from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
 from needlework.ops.slots.rows import Slots
 from needlework.ops.slots.table import check_contiguous, start_anew
 
@@ -37,17 +37,15 @@ def clean(inputs: CcqInputs, initial_state: CurvatureState | None, cu_seqlens: T
         cleaned, (C, mean, n) = clean(inputs, initial_state, cu_seqlens)
         return cleaned[..., :K], CurvatureState(C[..., :K, :K], mean[..., :K], n)
     given = (*inputs, *(initial_state or NO_STATE))
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    cleaned, *final = (ccq_triton_fwd if differentiable else ccq_triton)(*given, cu_seqlens)
+    cleaned, *final = ccq_triton(*given, cu_seqlens)
     return cleaned, CurvatureState(*final[:3])
 
 
-@operator
-@recorded
+@recorded_operator
 def ccq_triton(
     inputs: CcqInputs, initial_state: CurvatureState | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, CurvatureState]:
-    """q̃ and the final state. An operator of its own: results that are not there cost the host as much as a launch."""
+    """q̃ and the final state."""
     return _call(inputs, initial_state, cu_seqlens, save=False)[:2]
 
 
@@ -74,8 +72,7 @@ def ccq_triton_slots(
     return cleaned
 
 
-@operator
-@recorded
+@recorded_operator
 def ccq_triton_fwd(
     inputs: CcqInputs, initial_state: CurvatureState | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, CurvatureState, Saved]:
@@ -167,8 +164,7 @@ def _(
     return *_results(inputs, initial_state, cu_seqlens), kept
 
 
-@backward_operator
-@recorded
+@recorded_backward_operator
 def ccq_triton_bwd(
     dcleaned: Tensor | None, dC: Tensor | None, dmean: Tensor | None, dn: Tensor | None, inputs: CcqInputs,
     initial_state: CurvatureState | None, cu_seqlens: Tensor | None, n1: Tensor, kept: Saved,
@@ -216,4 +212,4 @@ def _backward(ctx, dcleaned, dC, dmean, dn, *_):
     return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), None
 
 
-differentiable(ccq_triton_fwd, _backward, _save)
+differentiable(ccq_triton, _backward, _save, ccq_triton_fwd)

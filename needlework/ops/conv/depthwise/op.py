@@ -8,10 +8,10 @@ from torch import Tensor
 
 from needlework.ops.conv.depthwise.chunk import conv_backward_kernel, conv_forward_kernel, conv_past_backward_kernel
 from needlework.ops.conv.depthwise.slots import conv_keep_kernel, conv_step_kernel
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
+from needlework.ops.runtime.custom_op import differentiable, fake, step_operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import run
-from needlework.ops.runtime.recorded import recorded
+from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
 from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv
 
 ENGINE = "conv/depthwise"
@@ -40,8 +40,7 @@ class Form(NamedTuple):
         return cls(weight.shape[1] - bias, bias, after)
 
 
-@operator
-@recorded
+@recorded_operator
 def conv_triton(x: Tensor, weight: Tensor, past: Past, after: str, parts: list[int], bias: bool) -> list[Tensor]:
     """y of contiguous x [B T C], a tensor for each of `parts`, so many channels; the past is contiguous.
 
@@ -120,8 +119,7 @@ def _(x, *_):
     return x.new_empty(x.numel())
 
 
-@backward_operator
-@recorded
+@recorded_backward_operator
 def conv_triton_bwd(
     dy: list[Tensor], x: Tensor, weight: Tensor, past: Past, after: str, bias: bool
 ) -> list[Tensor]:  # fmt: skip

@@ -15,32 +15,28 @@ from needlework.ops.delta.additive.launches import backward, forward
 from needlework.ops.delta.additive.operands import ENGINE, Saved
 from needlework.ops.delta.inputs import DeltaInputs, in_whole_rows
 from needlework.ops.delta.segments import segment_length
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
+from needlework.ops.runtime.custom_op import differentiable, fake
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
-from needlework.ops.runtime.recorded import recorded
+from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
 from needlework.ops.runtime.triton_types import accumulator, cdiv
 
 
 def additive(inputs: DeltaInputs, cu_seqlens: Tensor | None, *, scale: float) -> tuple[Tensor, Tensor]:
     """o [B T HV V] in q's dtype, final state [N HV K V] in float32 or wider; differentiable in every tensor. q, k, v, g and a state
     alone."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return in_whole_rows(ENGINE, inputs, lambda inputs: delta_additive_fwd(*inputs, cu_seqlens, scale)[:2])
     return in_whole_rows(ENGINE, inputs, lambda inputs: delta_additive(*inputs, cu_seqlens, scale))
 
 
-@operator
-@recorded
+@recorded_operator
 def delta_additive(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """o and the final state."""
     o, state, _ = computed(inputs, cu_seqlens, scale, save=False)
     return o, state
 
 
-@operator
-@recorded
+@recorded_operator
 def delta_additive_fwd(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Saved]:
     """o, the final state, and what the backward takes."""
     return computed(inputs, cu_seqlens, scale, save=True)
@@ -60,8 +56,7 @@ def computed(
     return *alignment.restore(o), state, saved
 
 
-@backward_operator
-@recorded
+@recorded_backward_operator
 def delta_additive_bwd(
     do: Tensor | None, dstate: Tensor | None, saved: Saved, inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float
 ) -> DeltaInputs:
@@ -148,4 +143,4 @@ def _backward(ctx, do, dstate, *_):
     return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), None, None
 
 
-differentiable(delta_additive_fwd, _backward, _save)
+differentiable(delta_additive, _backward, _save, delta_additive_fwd)

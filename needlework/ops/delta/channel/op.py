@@ -19,11 +19,11 @@ from needlework.ops.delta.inputs import DeltaInputs, SlotTable, in_whole_rows, s
 from needlework.ops.delta.segments import SegmentStates, fix_up, segment_length, segmented, segments_in_all, transitions
 from needlework.ops.delta.table import on_table
 from needlework.ops.runtime.constant import constant
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
+from needlework.ops.runtime.custom_op import differentiable, fake, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
-from needlework.ops.runtime.recorded import recorded
+from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
 
 
 def channel(
@@ -34,8 +34,7 @@ def channel(
     q [B T H K] reads, g [B T HV K]. R = 1: k [B T H K], v [B T HV V], beta [B T HV] or erase [B T HV K] and write [B T HV V] or none
     of them. R = 2, 4 rows a token, which do not see each other: the rows' tensors have an axis R after T: k [B T R H K], …
     """
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    call = lambda cu_seqlens: lambda inputs: delta_channel_fwd(*inputs, cu_seqlens, scale, prediction, R, save)[:2]
+    call = lambda cu_seqlens: lambda inputs: delta_channel(*inputs, cu_seqlens, scale, prediction, R)
     if R == 1:
         return in_whole_rows(ENGINE, inputs, call(cu_seqlens))
     assert inputs.g is not None  # of every channel
@@ -97,18 +96,31 @@ def forward(
     return o, state if segments is None or table else segments.ended(state), saved._replace(W=W), states
 
 
-@operator
-@recorded
+@recorded_operator
+def delta_channel(
+    inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, prediction: str, R: int
+) -> tuple[Tensor, Tensor]:
+    """o and the final state."""
+    return _checked(inputs, cu_seqlens, scale, prediction, R, save=False)[:2]
+
+
+@recorded_operator
 def delta_channel_fwd(
-    inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, prediction: str, R: int, save: bool
-) -> tuple[Tensor, Tensor, Saved | None, SegmentStates | None]:
-    """o, the final state and, if `save`, what the backward takes."""
+    inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, prediction: str, R: int
+) -> tuple[Tensor, Tensor, Saved, SegmentStates | None]:
+    """o, the final state, and what the backward takes."""
+    return _checked(inputs, cu_seqlens, scale, prediction, R, save=True)
+
+
+def _checked(
+    inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, prediction: str, R: int, *, save: bool
+) -> tuple[Tensor, Tensor, Saved, SegmentStates | None]:
+    """`_call` of any cu_seqlens and any number of tokens."""
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *inputs.q.shape[:2])
     if not inputs.v.numel():
-        return _nothing(inputs, cu_seqlens, scale, prediction, R, save)
-    o, final, saved, states = _call(inputs, cu_seqlens, scale, prediction, R, save)
-    return o, final, saved if save else None, states if save else None
+        return _nothing(inputs, cu_seqlens, scale, prediction, R)
+    return _call(inputs, cu_seqlens, scale, prediction, R, save)
 
 
 @step_operator("table.state")
@@ -141,8 +153,7 @@ def _call(
     return *alignment.restore(o), state, saved, states
 
 
-@backward_operator
-@recorded
+@recorded_backward_operator
 def delta_channel_bwd(
     do: Tensor | None, dstate: Tensor | None, inputs: DeltaInputs, saved: Saved, states: SegmentStates | None,
     cu_seqlens: Tensor | None, scale: float, prediction: str, R: int,
@@ -197,19 +208,25 @@ def _(inputs: DeltaInputs, *_):
     return torch.empty_like(inputs.v)
 
 
-@fake(delta_channel_fwd)
-def _nothing(
-    inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, prediction: str, R: int, save: bool
-) -> tuple[Tensor, Tensor, Saved | None, SegmentStates | None]:
-    """The results' shapes; without tokens also their values."""
-    q, v = inputs.q, inputs.v
-    (B, T, HV, V), K = v.shape, q.shape[-1]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    o, state = torch.empty_like(v), v.new_zeros(N, HV, K, V, dtype=width(v))
+@fake(delta_channel)
+def _results(inputs: DeltaInputs, cu_seqlens: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
+    """Their shapes; without tokens also their values."""
+    v, K = inputs.v, inputs.q.shape[-1]
+    N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
+    state = v.new_zeros(N, v.shape[2], K, v.shape[-1], dtype=width(v))
     if inputs.initial_state is not None:
         state.copy_(inputs.initial_state)
-    if not save:
-        return o, state, None, None
+    return torch.empty_like(v), state
+
+
+@fake(delta_channel_fwd)
+def _nothing(
+    inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float, prediction: str, R: int
+) -> tuple[Tensor, Tensor, Saved, SegmentStates | None]:
+    """The same, and what the backward takes."""
+    q, (B, T, HV, V), K = inputs.q, inputs.v.shape, inputs.q.shape[-1]
+    o, state = _results(inputs, cu_seqlens)
+    N = len(state)
     config = launch_config(ENGINE, q.device, q.dtype, K, V)
     C, length = config.launch["shared"]["C"], _segment_length(inputs, N, cu_seqlens, config)
     _, T = Alignment.sizes(cu_seqlens, B, T, C)
@@ -239,7 +256,7 @@ def _(do: Tensor | None, dstate: Tensor | None, inputs: DeltaInputs, *_):
 
 
 def _save(ctx, inputs, output) -> None:
-    given, cu_seqlens, *ctx.settings, _ = inputs
+    given, cu_seqlens, *ctx.settings = inputs
     _, _, saved, states = output
     ctx.save_for_backward(*given, *saved, *states, cu_seqlens)
     ctx.set_materialize_grads(False)
@@ -247,7 +264,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, do, dstate, *_):
     found = delta_channel_bwd(do, dstate, *ctx.saved_tensors, *ctx.settings)
-    return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), *[None] * 5
+    return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), *[None] * 4
 
 
-differentiable(delta_channel_fwd, _backward, _save)
+differentiable(delta_channel, _backward, _save, delta_channel_fwd)

@@ -20,11 +20,11 @@ from needlework.ops.delta.scalar.operands import ENGINE, Saved
 from needlework.ops.delta.scalar.transitions import places
 from needlework.ops.delta.segments import segment_length, segments_in_all
 from needlework.ops.delta.table import on_table
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
+from needlework.ops.runtime.custom_op import differentiable, fake, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
-from needlework.ops.runtime.recorded import recorded
+from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
 from needlework.ops.runtime.triton_types import accumulator
 
 
@@ -32,15 +32,12 @@ def scalar(inputs: DeltaInputs, cu_seqlens: Tensor | None, *, scale: float) -> t
     """o [B T HV V] in q's dtype, final state [N HV K V] in float32 or wider; differentiable in every tensor. No erase, no write."""
     if inputs.lam is None and inputs.q_read is not None:
         inputs = inputs._replace(q=inputs.q_read, q_read=None)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return in_whole_rows(ENGINE, inputs, lambda inputs: delta_scalar_fwd(*inputs, cu_seqlens, scale)[:2])
     return in_whole_rows(ENGINE, inputs, lambda inputs: delta_scalar(*inputs, cu_seqlens, scale))
 
 
-@operator
-@recorded
+@recorded_operator
 def delta_scalar(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """o and the final state. An operator of its own: results that are not there cost the host as much as a launch."""
+    """o and the final state."""
     o, state, _ = computed(inputs, cu_seqlens, scale, save=False)
     return o, state
 
@@ -59,8 +56,7 @@ def delta_scalar_on_table(inputs: DeltaInputs, table: SlotTable, cu_seqlens: Ten
     return on_table(inputs, table, cu_seqlens, walk)
 
 
-@operator
-@recorded
+@recorded_operator
 def delta_scalar_fwd(inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Saved]:
     """o, the final state, and what the backward takes."""
     return computed(inputs, cu_seqlens, scale, save=True)
@@ -82,8 +78,7 @@ def computed(
     return *alignment.restore(o), state, saved
 
 
-@backward_operator
-@recorded
+@recorded_backward_operator
 def delta_scalar_bwd(
     do: Tensor | None, dstate: Tensor | None, saved: Saved, inputs: DeltaInputs, cu_seqlens: Tensor | None, scale: float
 ) -> DeltaInputs:
@@ -181,4 +176,4 @@ def _backward(ctx, do, dstate, *_):
     return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), None, None
 
 
-differentiable(delta_scalar_fwd, _backward, _save)
+differentiable(delta_scalar, _backward, _save, delta_scalar_fwd)

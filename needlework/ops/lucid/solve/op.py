@@ -13,11 +13,11 @@ from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import behind
 from needlework.ops.lucid.arguments import LucidInputs
 from needlework.ops.lucid.solve.launches import ENGINE, Saved, Task, backward, forward
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
+from needlework.ops.runtime.custom_op import differentiable, fake
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import launch_config, widths
 from needlework.ops.runtime.precompile import kind, meta, precompile
-from needlework.ops.runtime.recorded import recorded
+from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
 
 
 def lucid(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None) -> Tensor:
@@ -25,26 +25,20 @@ def lucid(tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: 
     k, K, V = tokens.k, tokens.k.shape[-1], tokens.v.shape[-1]
     wide, wide_v = widths(ENGINE, k.device, k.dtype, K, V)
     tokens = tokens._replace(k=behind(k, wide), v=behind(tokens.v, wide_v))
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tokens):
-        y = lucid_triton_fwd(*tokens, cu_seqlens, rowmax, window, K)[0]
-    else:
-        y = lucid_triton(*tokens, cu_seqlens, rowmax, window, K)
+    y = lucid_triton(*tokens, cu_seqlens, rowmax, window, K)
     return y if wide_v == V else y[..., :V]
 
 
-@operator
-@recorded
+@recorded_operator
 def lucid_triton(
     tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, numbers: int
 ) -> Tensor:  # fmt: skip
-    """y, of keys that were so many numbers wide before zeros came behind. An operator of its own: results that are not there cost the host
-    as much as a launch."""
+    """y, of keys that were so many numbers wide before zeros came behind."""
     y, _ = _call(tokens, cu_seqlens, rowmax, window, numbers, save=False)
     return y
 
 
-@operator
-@recorded
+@recorded_operator
 def lucid_triton_fwd(
     tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, numbers: int
 ) -> tuple[Tensor, Saved]:
@@ -82,8 +76,7 @@ def _launches(tokens: LucidInputs, task: Task, save: bool) -> None:
         backward(torch.empty_like(y), tokens.v, tokens.beta, saved, tokens.k.shape[-1], task)
 
 
-@backward_operator
-@recorded
+@recorded_backward_operator
 def lucid_triton_bwd(
     dy: Tensor, saved: Saved, tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, numbers: int
 ) -> LucidInputs:
@@ -133,4 +126,4 @@ def _backward(ctx, dy, *_):
     return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), *[None] * 4
 
 
-differentiable(lucid_triton_fwd, _backward, _save)
+differentiable(lucid_triton, _backward, _save, lucid_triton_fwd)

@@ -83,19 +83,15 @@ def lucid_after(
     initial_state: LucidState, tokens: LucidInputs, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool
 ) -> tuple[Tensor, LucidState]:
     """y [B T H V] in k's dtype and the final pages (of no rows without `keep`), of contiguous tensors; differentiable in them."""
-    given = *tokens, *initial_state, cu_seqlens, rowmax, window, keep
-    save = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (*tokens, initial_state.k, initial_state.y)
-    )
-    y, page_k, page_y, length, *_ = lucid_pages_fwd(*given) if save else lucid_pages(*given)
-    return y, LucidState(page_k, page_y, length)
+    y, *final = lucid_pages(*tokens, *initial_state, cu_seqlens, rowmax, window, keep)
+    return y, LucidState(*final)
 
 
 @operator
 def lucid_pages(
     tokens: LucidInputs, initial_state: LucidState, cu_seqlens: Tensor | None, rowmax: bool, window: int | None, keep: bool
 ) -> tuple[Tensor, LucidState]:
-    """y and the final pages. An operator of its own: results that are not there cost the host as much as a launch."""
+    """y and the final pages."""
     y, final, _ = _call(tokens, initial_state, cu_seqlens, rowmax, window, keep, save=False)
     return y, final
 
@@ -219,4 +215,4 @@ def _backward(ctx, dy, dfinal_k, dfinal_y, *_):
     return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), *[None] * 5
 
 
-differentiable(lucid_pages_fwd, _backward, _save)
+differentiable(lucid_pages, _backward, _save, lucid_pages_fwd)

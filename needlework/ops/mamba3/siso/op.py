@@ -15,10 +15,10 @@ from needlework.ops.mamba3.siso.launches import NO_STATE, Inputs, Kept, gradient
 from needlework.ops.mamba3.siso.powers import powers
 from needlework.ops.mamba3.siso.tiles import Tiles
 from needlework.ops.mamba3.state import Mamba3State
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
+from needlework.ops.runtime.custom_op import differentiable, fake, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import widths
-from needlework.ops.runtime.recorded import recorded
+from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
 from needlework.ops.slots.rows import Slots
 from needlework.ops.slots.table import check_contiguous, start_anew
 
@@ -34,9 +34,7 @@ def siso(
         o, state = siso(inputs.widened(*wide), start, cu_seqlens, halves=halves, final=final)
         return o[..., :V], None if state is None else state.narrowed(K, V)
     given = *inputs, *(initial_state or NO_STATE)
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    op = mamba3_siso_fwd if wanted else mamba3_siso
-    o, S, k_end, angle_end, *_ = op(*given, cu_seqlens=cu_seqlens, halves=halves, final=final)
+    o, S, k_end, angle_end = mamba3_siso(*given, cu_seqlens, halves, final)
     if not final:
         return o, None
     v0 = S.new_zeros(len(S), *inputs.v.shape[2:]) if initial_state is None else initial_state.v
@@ -44,8 +42,7 @@ def siso(
     return o, Mamba3State(S, k_end, v_end, angle_end)
 
 
-@operator
-@recorded
+@recorded_operator
 def mamba3_siso(
     inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -54,8 +51,7 @@ def mamba3_siso(
     return _call(given, initial_state, tiles, halves, final, save=False)[0]
 
 
-@operator
-@recorded
+@recorded_operator
 def mamba3_siso_fwd(
     inputs: Inputs, initial_state: Mamba3State | None, cu_seqlens: Tensor | None, halves: bool, final: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept, AdditiveSaved | None, ScalarSaved | None]:
@@ -65,8 +61,7 @@ def mamba3_siso_fwd(
     return *results, kept, saved.of_additive, saved.of_scalar
 
 
-@backward_operator
-@recorded
+@recorded_backward_operator
 def mamba3_siso_bwd(
     do: Tensor | None, dS: Tensor | None, dk_end: Tensor | None, dangle_end: Tensor | None, kept: Kept,
     of_additive: AdditiveSaved | None, of_scalar: ScalarSaved | None, inputs: Inputs, initial_state: Mamba3State | None,
@@ -222,4 +217,4 @@ def _backward(ctx, do, dS, dk_end, dangle_end, *_):
     return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), None, None, None
 
 
-differentiable(mamba3_siso_fwd, _backward, _save)
+differentiable(mamba3_siso, _backward, _save, mamba3_siso_fwd)

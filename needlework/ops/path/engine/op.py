@@ -21,11 +21,11 @@ from needlework.ops.path.engine.keys import keys, near, transfers
 from needlework.ops.path.engine.prepare import compose, prepare
 from needlework.ops.path.engine.sweep import sweep
 from needlework.ops.path.engine.walk import ENGINE, Walk, constants
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
+from needlework.ops.runtime.custom_op import differentiable, fake
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, launch_config, split
 from needlework.ops.runtime.precompile import kind, meta, precompile
-from needlework.ops.runtime.recorded import recorded
+from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
 KERNELS = prepare, compose, attend, sweep, keys, near, transfers, spread, group, turn, unwind, release
@@ -163,10 +163,9 @@ def _launches(walk: Walk, x: PathInputs, save: bool) -> None:
         backward(walk, o, o, lse, x)
 
 
-@operator
-@recorded
+@recorded_operator
 def path_triton(inputs: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> Tensor:
-    """o. An operator of its own: results that are not there cost the host as much as a launch."""
+    """o."""
     return _forward(inputs, cu_seqlens, window, scale, save=False)[0]
 
 
@@ -175,8 +174,7 @@ def _result(inputs: PathInputs, *_):
     return inputs.q.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
 
 
-@operator
-@recorded
+@recorded_operator
 def path_triton_fwd(inputs: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> tuple[Tensor, Tensor]:
     """o, and log2 of the denominators [B H NR] over aligned tokens."""
     return _forward(inputs, cu_seqlens, window, scale, save=True)
@@ -191,8 +189,7 @@ def _(inputs: PathInputs, cu_seqlens: Tensor | None, *_):
     return _result(inputs), lse
 
 
-@backward_operator
-@recorded
+@recorded_backward_operator
 def path_triton_bwd(
     do: Tensor, o: Tensor, lse: Tensor, inputs: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float
 ) -> PathInputs:
@@ -215,18 +212,16 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*output, *given, cu_seqlens)
 
 
-def _backward(ctx, do, dlse):
+def _backward(ctx, do, *_):
     found = path_triton_bwd(do.contiguous(), *ctx.saved_tensors, ctx.window, ctx.scale)
     return *(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=False)), None, None, None
 
 
-differentiable(path_triton_fwd, _backward, _save)
+differentiable(path_triton, _backward, _save, path_triton_fwd)
 
 
 def path(x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> Tensor:
     """o [B T Hq V] in q's dtype; β is of the sums' dtype."""
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in x):
-        return path_triton_fwd(*x, cu_seqlens, window, scale)[0]
     return path_triton(*x, cu_seqlens, window, scale)
 
 

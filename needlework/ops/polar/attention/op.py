@@ -14,10 +14,10 @@ from needlework.ops.polar.arguments import Parameters, Tokens
 from needlework.ops.polar.attention.launches import ENGINE, KERNELS, Saved, Walk, backward, forward
 from needlework.ops.polar.custom_op import polar_checked
 from needlework.ops.polar.state import PolarState, after_pages
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
+from needlework.ops.runtime.custom_op import differentiable, fake
 from needlework.ops.runtime.launch_configs import launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
-from needlework.ops.runtime.recorded import recorded
+from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
 
 
 def _walk(tokens: Tokens, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None) -> tuple[Walk, Alignment]:
@@ -52,18 +52,16 @@ def _asked(cu_seqlens: Tensor, T: int, C: int, device: torch.device, held: Tenso
 _spans = remembered(_asked)
 
 
-@operator
-@recorded
+@recorded_operator
 def polar_triton(
     tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """direction and magnitude. An operator of its own: results that are not there cost the host as much as a launch."""
+    """direction and magnitude."""
     direction, magnitude, _ = _call(tokens, parameters, cu_seqlens, held, window, save=False)
     return direction, magnitude
 
 
-@operator
-@recorded
+@recorded_operator
 def polar_triton_fwd(
     tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor, Saved]:
@@ -112,8 +110,7 @@ def _(
     return direction, magnitude, Saved(mean, magnitude.new_empty(B, H, 3, -(-aligned // C) * C))
 
 
-@backward_operator
-@recorded
+@recorded_backward_operator
 def polar_triton_bwd(
     ddirection: Tensor | None, dmagnitude: Tensor | None, saved: Saved, tokens: Tokens, parameters: Parameters,
     cu_seqlens: Tensor | None, held: Tensor | None, window: int | None,
@@ -148,7 +145,7 @@ def _backward(ctx, ddirection, dmagnitude, *_):
     return *polar_triton_bwd(ddirection, dmagnitude, *ctx.saved_tensors, ctx.window), None, None, None
 
 
-differentiable(polar_triton_fwd, _backward, _save)
+differentiable(polar_triton, _backward, _save, polar_triton_fwd)
 
 
 def polar(
@@ -160,9 +157,5 @@ def polar(
         length = polar_checked(initial_state.length, initial_state.k.shape[1], cu_seqlens, window, *sizes)
         q, k, v, cu_seqlens, held, place = after_pages(*tokens, initial_state._replace(length=length), cu_seqlens, window)
         tokens = Tokens(q, k, v)
-    given = *tokens, *parameters
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        found = polar_triton_fwd(*given, cu_seqlens, held, window)[:2]
-    else:
-        found = polar_triton(*given, cu_seqlens, held, window)
+    found = polar_triton(*tokens, *parameters, cu_seqlens, held, window)
     return found if place is None else tuple(x[0, place].unflatten(0, sizes) for x in found)

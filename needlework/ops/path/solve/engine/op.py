@@ -24,11 +24,11 @@ from needlework.ops.path.engine.walk import LOG2E, Walk, constants
 from needlework.ops.path.solve.engine.directions import directions, tangents
 from needlework.ops.path.solve.engine.overlaps import invert, overlaps
 from needlework.ops.path.solve.engine.scan import chain, onwards, take_off
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator
+from needlework.ops.runtime.custom_op import differentiable, fake
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import kind, meta, precompile, run
-from needlework.ops.runtime.recorded import recorded
+from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
 BOTH_WAYS = onwards, take_off, chain
@@ -161,8 +161,7 @@ def _launches(walk: Walk, given: PathKeys, save: bool) -> None:
         backward(walk, y, given._replace(v=y))
 
 
-@operator
-@recorded
+@recorded_operator
 def lucid_path_triton(given: PathKeys, cu_seqlens: Tensor | None, window: int | None, save: bool) -> Tensor:
     """y. save: whether a backward will follow, whose kernels are compiled beside the forward's."""
     walk = _walk(given, cu_seqlens, window)
@@ -177,8 +176,7 @@ def _(given: PathKeys, *_):
     return torch.empty_like(given.v)
 
 
-@backward_operator
-@recorded
+@recorded_backward_operator
 def lucid_path_triton_bwd(dy: Tensor, solved: PathKeys, cu_seqlens: Tensor | None, window: int | None) -> PathKeys:
     """Gradients of what lucid_path_triton was given. solved: the same with y for v."""
     walk = _walk(solved, cu_seqlens, window)
