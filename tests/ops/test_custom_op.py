@@ -37,6 +37,16 @@ def apart_bwd(dy: list[Tensor], x: Tensor) -> Tensor:
     return 2 * torch.cat(dy) + 0 * x
 
 
+@operator
+def negated(x: Tensor) -> Tensor:
+    return -x
+
+
+@fake(negated)
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 @fake(cubed)
 def _(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(())
@@ -71,6 +81,7 @@ def _backward(ctx, dy, dsum, *_):
 
 
 differentiable(cubed, _backward, _save, cubed_fwd)
+differentiable(negated, lambda ctx, dy: negated(dy))
 differentiable(
     apart, lambda ctx, dy: (apart_bwd(dy, *ctx.saved_tensors), None), lambda ctx, inputs, _: ctx.save_for_backward(inputs[0])
 )
@@ -105,6 +116,12 @@ def test_a_second_derivative_raises():
     (dx,) = torch.autograd.grad(cubed(x, 2.0)[0].sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="cubed_bwd: second derivatives"):
         dx.sum().backward()
+
+
+def test_a_gradient_may_be_one_tensor():
+    x = torch.randn(2, 3, requires_grad=True)
+    negated(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 3), -1.0))
 
 
 def test_results_may_be_a_list():

@@ -152,7 +152,8 @@ def _function(op: OpOverload, formula: Formula) -> type[torch.autograd.Function]
         return tuple(results) if listed else results
 
     def backward(ctx, *gradients):
-        return *formula.backward(ctx, *([list(gradients)] if listed else gradients)), None
+        found = formula.backward(ctx, *([list(gradients)] if listed else gradients))
+        return *((found,) if isinstance(found, Tensor) else found), None
 
     name, methods = op._schema.name.split("::")[1], {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (torch.autograd.Function,), methods)
