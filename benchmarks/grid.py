@@ -39,6 +39,7 @@ from judge import compared, flat
 from run import commit, say, why
 from timing import median, passes, peak, replay
 
+from needlework.testing.budget import ENOUGH
 from needlework.testing.compare import whole
 from needlework.testing.errors import mean_of_draws
 from needlework.testing.processes import cores
@@ -47,16 +48,21 @@ from needlework.testing.verdict import DRAWS
 SCRIPT = Path(__file__)
 DEVICE = "cuda"
 JUDGED = {"T": 136, "documents": (1, 30, 35, 70)}
-# A peer's kernels compile one after another: a process for each core but the parent's and the two of what is timed, as many as a GPU holds
-SIDE_BY_SIDE = min(28 * max(1, torch.cuda.device_count() - 1), max(1, cores() - 3))
+# Value heads at least: where nothing decays all of dg's error is one number a chunk and head, and few of those are twice as large by chance
+HEADS = ENOUGH // 3
+# Processes, no more than a GPU holds, and threads of each that compile a peer's configurations: one that judges leaves cores to others
+SIDE_BY_SIDE = min(28 * max(1, torch.cuda.device_count() - 1), max(1, cores() // 3))
+COMPILERS = 6
 PREPARED = 2**28  # bytes that a call may take beside others, and its peer as many
 SHORTEST = 128  # tokens of a row that it takes all the same
 PASSES = ("fwd", "fwd+bwd")
 
 
 def small(call: Call) -> Call:
-    """What is judged for a call: its widths, dtype, groups, packing and initial state, one key head, few tokens."""
-    return call._replace(B=1, H=1, HV=call.HV // call.H, T=JUDGED["T"], documents=JUDGED["documents"] if call.documents else ())
+    """What is judged for a call: its widths, dtype, groups, packing and initial state, few tokens of HEADS value heads or a group more."""
+    group = call.HV // call.H
+    H = -(-HEADS // group)
+    return call._replace(B=1, H=H, HV=H * group, T=JUDGED["T"], documents=JUDGED["documents"] if call.documents else ())
 
 
 def shorter(call: Call, limit: int = PREPARED) -> Call:
@@ -109,8 +115,9 @@ def tuned_with(benchmark: Callable[..., list[float]]) -> None:
 
 @contextmanager
 def compiled_alone() -> Iterator[None]:
-    """What is launched through Triton is compiled and not launched, each configuration that an autotuner would time."""
-    from triton import JITFunction
+    """What is launched through Triton is compiled and not launched, each configuration that an autotuner would time, several side by side.
+    One that does not compile says so where it is timed."""
+    from triton import AsyncCompileMode, JITFunction
 
     def once(call: Callable[[], object], quantiles: tuple[float, ...]) -> list[float]:
         call()
@@ -120,7 +127,13 @@ def compiled_alone() -> Iterator[None]:
     tuned_with(once)
     JITFunction.run = lambda self, *arguments, warmup, **more: run(self, *arguments, warmup=True, **more)
     try:
-        yield
+        # a backward by autograd's own threads would not know of the mode
+        with (
+            ThreadPoolExecutor(COMPILERS) as pool,
+            AsyncCompileMode(pool, ignore_errors=True),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            yield
     finally:
         JITFunction.run = run
 
