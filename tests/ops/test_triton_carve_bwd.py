@@ -145,10 +145,9 @@ def computed(p: Problem, name: str = "plain", **constants) -> dict[str, Tensor]:
     with forced("delta/channel", name, **constants):
         config = launch_config("delta/channel", x["q"].device, x["q"].dtype, K, V)
     C = config.launch["shared"]["C"]
-    many = [None if y is None else y * R for y in (p.position, p.cu_seqlens)]
-    layout = Layout.of(*many, B, T, p.L * R, C, x["q"].device)
+    layout = Layout.of(p.position, p.cu_seqlens, B, T, p.L * R, C, R, x["q"].device)
     fill = {"f": -torch.inf, "b": -torch.inf}
-    x = {n: layout.align(y, fill.get(n, 0.0)) if n in (*TOKENS, "do") else y for n, y in x.items()}
+    x = {n: layout.align(y, fill=fill.get(n, 0.0))[0] if n in (*TOKENS, "do") else y for n, y in x.items()}
 
     # slots of no content chunk hold anything
     kept = [torch.full((layout.slots, *x[n].shape[1:]), torch.nan, dtype=wide) for n in ("S", "m")]
@@ -171,9 +170,11 @@ def computed(p: Problem, name: str = "plain", **constants) -> dict[str, Tensor]:
     saved = saved._replace(W=walked(saved, x["v"], beta, kept[0], spans, C).to(saved.q_hat.dtype))
     cotangents = [x["do"], *(x[n].clone() for n in ("dS", "dm", "dtotal"))]
     tensors = CarveInputs(*(x[n] for n in INPUTS[:10]))
-    gradients, *others = backward(*cotangents, tensors, x["b_bias"], layout, *kept, saved, **settings, R=R, config=config)
+    gradients, *others = backward(
+        *cotangents, tensors, x["b_bias"], layout, layout.by_chunk(), *kept, saved, **settings, R=R, config=config
+    )
     out = dict(zip(INPUTS, (*gradients, *others), strict=True))
-    out |= {n: layout.restore(out[n]) for n in TOKENS}
+    out |= dict(zip(TOKENS, layout.restore(*(out[n] for n in TOKENS)), strict=True))
     out["q"] = out["q"][:, R - 1 :: R]
     out |= {n: out[n][:, ::R] for n in ("f", "b")}
     out |= {n: out[n].unflatten(1, (-1, R)).transpose(2, 3) for n in ("k", "v")}

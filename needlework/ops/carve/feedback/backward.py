@@ -16,13 +16,12 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from needlework.ops.carve.arguments import CarveInputs
 from needlework.ops.carve.feedback.content_bwd import STEP, activation_kernel, enter_kernel, leave_kernel, retention_kernel
 from needlework.ops.carve.feedback.forward import overlapping
 from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
-from needlework.ops.carve.layout import Layout
+from needlework.ops.carve.layout import ByChunk, Layout
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.backward import argument_type, channel_constants
 from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pairs
@@ -51,7 +50,7 @@ class Made(NamedTuple):
 
 def backward(
     do: Tensor, dS: Tensor, dm: Tensor, dtotal: Tensor, inputs: CarveInputs, b_bias: Tensor,
-    layout: Layout, kept_S: Tensor, kept_m: Tensor, saved: Saved,
+    layout: Layout, by_chunk: ByChunk, kept_S: Tensor, kept_m: Tensor, saved: Saved,
     *, content_chunk: int, prediction: str, scale: float, R: int, config: LaunchConfig,
 ) -> tuple[CarveInputs, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the aligned inputs, of b_bias and of the S, m and total carried in.
@@ -66,11 +65,8 @@ def backward(
     N, rank, ACC = layout.N, len(w1), width(q)
     constants = _constants(config, q.dtype, H=H, K=K, V=V, rank=rank, prediction=prediction, R=R, parts=layout.parts)
 
-    # by content chunk, in rows of a multiple of 16 bytes: kernels are compiled once for all of their pointers
-    steps = torch.arange(layout.longest, dtype=torch.int32, device=q.device)[:, None]
-    spans = pad(layout.spans, (0, 0, 0, -N % 4)).contiguous()
-    slots = pad((layout.bases + steps).clamp_(max=layout.slots - 1), (0, -N % 4))
-    m = kept_m if layout.place is None else kept_m.masked_fill(_unused(layout, spans, slots), 0)
+    spans, slots, unused = by_chunk
+    m = kept_m if unused is None else kept_m.masked_fill(unused, 0)
     z = torch.tanh(m @ w1.to(ACC).T)  # [slots H r]
     u = b_bias.to(ACC) + z @ w2.to(ACC).T
     beta = torch.sigmoid(w.to(ACC))
@@ -101,13 +97,6 @@ def backward(
 def _gate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of l: `pairs` rounds it to float16 in base 2, and once more before that is nothing to bfloat16; float16 would miss its budget."""
     return torch.float16 if dtype == torch.bfloat16 else width(torch.empty(0, dtype=dtype))
-
-
-def _unused(layout: Layout, spans: Tensor, slots: Tensor) -> Tensor:
-    """[slots 1 1] which slots the forward left as they were: no content chunk of any sequence is kept there."""
-    unused = torch.ones(layout.slots + 1, dtype=torch.bool, device=spans.device)
-    unused[torch.where(spans[..., 0] < spans[..., 1], slots, layout.slots).to(torch.int64)] = False
-    return unused[:-1, None, None]
 
 
 def _chain(

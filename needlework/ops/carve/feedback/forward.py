@@ -9,7 +9,7 @@ from needlework.ops.carve.arguments import CarveInputs
 from needlework.ops.carve.feedback.intra import gates_kernel
 from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
 from needlework.ops.carve.feedback.scan import content_kernel, walk_kernel
-from needlework.ops.carve.layout import Layout
+from needlework.ops.carve.layout import PLACES, SEQUENCES, Layout, layout_kernel
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra import intra_constants
 from needlework.ops.delta.channel.operands import Saved, case, operands, triton_dtype
@@ -108,7 +108,7 @@ def overlapping(config: LaunchConfig) -> Constants:
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """Every kernel, with the backward's tensors asked for."""
+    """Every kernel, with the backward's tensors asked for, and where rows go, of packed sequences that resume."""
     own, solves, wide = (str(triton_dtype(x)) for x in (dtype, solve_dtype(dtype), width(torch.empty(0, dtype=dtype))))
     settings = {"H": 2, "K": K, "V": V, "rank": 32, "L": 128, "R": 1, "scale": K**-0.5}
     types = dict.fromkeys(("p_q", "p_k", "p_f", "p_b"), f"*{own}") | dict.fromkeys(("T", "N", "parts", "i"), "i32")
@@ -129,4 +129,8 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     cases.append(case(walk_kernel, types, walk | {"SAVE": 0, "STRIDE": None}, kept + table))
     cases.append(case(walk_kernel, types, walk | {"SAVE": 1, "STRIDE": None}, table))
     sizes = {name: walk[name] for name in ("H", "K", "V", "RANK", "BK", "BM", "BR", "ACC", "num_warps")}
-    return [*cases, case(content_kernel, types, sizes, ())]
+    cases.append(case(content_kernel, types, sizes, ()))
+    types |= dict.fromkeys(("p_cu_seqlens", "p_position"), "*i64") | dict.fromkeys(("p_sources", "p_places"), "*i32")
+    types |= dict.fromkeys(("given", "rows", "longest"), "i32")
+    places = {"L": settings["L"], "C": C, "R": settings["R"], "PARTS": cdiv(settings["L"], C), "BLK": PLACES, "BN": SEQUENCES}
+    return [*cases, case(layout_kernel, types, places, ())]

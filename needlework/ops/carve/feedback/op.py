@@ -8,7 +8,7 @@ from torch import Tensor
 from needlework.ops.carve.arguments import CarveInputs, Settings, check_position
 from needlework.ops.carve.feedback.backward import backward
 from needlework.ops.carve.feedback.forward import forward
-from needlework.ops.carve.layout import Layout
+from needlework.ops.carve.layout import ByChunk, Layout, of_packed
 from needlework.ops.carve.state import CarveOutput, CarveState
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import width
@@ -76,7 +76,7 @@ def carve_triton_fwd(
         check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1] // R)
     if not v.numel():
         return _nothing(inputs, b_bias, initial_state, cu_seqlens, content_chunk, "", 0.0, R, save)
-    layout, config = placed(q, v, position, cu_seqlens, content_chunk, R)
+    layout, _, config = placed(q, v, position, cu_seqlens, content_chunk, R)
     state = _state(inputs, initial_state, cu_seqlens)[:3]
     tokens, b_bias = aligned(layout, inputs), b_bias.contiguous()
     settings = {"prediction": prediction, "scale": scale, "R": R, "config": config}
@@ -86,8 +86,8 @@ def carve_triton_fwd(
     o, kept_S, kept_m, saved = forward(tokens, b_bias, *state, layout, resumed=initial_state is not None, save=save, **settings)
     final = CarveState(*state, layout.ends % layout.L // R)
     if kept_S is None or kept_m is None:
-        return layout.restore(o), final, None, None
-    return layout.restore(o), final, Kept(kept_S, kept_m), saved
+        return *layout.restore(o), final, None, None
+    return *layout.restore(o), final, Kept(kept_S, kept_m), saved
 
 
 @step_operator("table")
@@ -107,7 +107,7 @@ def carve_triton_slots(
         return torch.empty_like(v, memory_format=torch.contiguous_format)
     own = Slots.of(S, slots, fresh, cu_seqlens, len(q))
     state = S, own.read(m), own.read(total)
-    layout, config = placed(q, v, own.read(position), cu_seqlens, content_chunk, R)
+    layout, _, config = placed(q, v, own.read(position), cu_seqlens, content_chunk, R)
     tokens, b_bias = aligned(layout, inputs), b_bias.contiguous()
     settings = {"prediction": prediction, "scale": scale, "R": R, "config": config}
     key = "carve slots", config.name, kind(*tokens, b_bias), own.kind(), inputs.w1.shape, prediction, scale, R, content_chunk
@@ -121,7 +121,8 @@ def carve_triton_slots(
     own.clear(S)
     for column, x in zip((m, total, position), (*state[1:], layout.ends % layout.L // R), strict=True):
         own.write(column, x)
-    return layout.restore(o)
+    (o,) = layout.restore(o)
+    return o
 
 
 @fake(carve_triton_slots)
@@ -160,27 +161,28 @@ def _launches(
     o, kept_S, kept_m, saved = forward(tokens, b_bias, S, m, total, layout, resumed=resumed, save=save, slots=own, **settings)
     if kept_S is not None and kept_m is not None:
         backward(
-            torch.empty_like(o), S, m, total, tokens, b_bias, layout, kept_S, kept_m, saved,
+            torch.empty_like(o), S, m, total, tokens, b_bias, layout, layout.by_chunk(), kept_S, kept_m, saved,
             content_chunk=content_chunk, **settings,
         )  # fmt: skip
 
 
 def placed(
     q: Tensor, v: Tensor, position: Tensor | None, cu_seqlens: Tensor | None, content_chunk: int, R: int
-) -> tuple[Layout, LaunchConfig]:
-    """Where rows go, and the launch config."""
+) -> tuple[Layout, ByChunk | None, LaunchConfig]:
+    """Where rows go, the same by content chunk where it is found already, and the launch config."""
     config = launch_config(ENGINE, q.device, q.dtype, q.shape[-1], v.shape[-1])
-    position, cu_seqlens = (None if x is None else x * R for x in (position, cu_seqlens))
     (B, T), C = q.shape[:2], config.launch["shared"]["C"]
-    return Layout.of(position, cu_seqlens, B, T, content_chunk * R, C, q.device), config
+    if position is None and cu_seqlens is not None:
+        return *of_packed(cu_seqlens, T, content_chunk * R, C, R, q.device), config
+    return Layout.of(position, cu_seqlens, B, T, content_chunk * R, C, R, q.device), None, config
 
 
 def aligned(layout: Layout, inputs: CarveInputs) -> CarveInputs:
     """A row of no token writes nothing, reads nothing and keeps all; all contiguous."""
-    keep_all = -torch.inf
     q, k, v, f, b, w = inputs.tokens
-    tokens = *each(layout.align, q, k, v), layout.align(f, keep_all), layout.align(b, keep_all), layout.align(w)
-    return CarveInputs(*tokens, *each(Tensor.contiguous, *inputs.parameters))
+    q, k, v, w = layout.align(q, k, v, w)
+    f, b = layout.align(f, b, fill=-torch.inf)
+    return CarveInputs(q, k, v, f, b, w, *each(Tensor.contiguous, *inputs.parameters))
 
 
 def _state(inputs: CarveInputs, initial_state: CarveState | None, cu_seqlens: Tensor | None) -> CarveState:
@@ -211,12 +213,13 @@ def carve_triton_bwd(
     if not v.numel():
         return CarveInputs(*each(torch.zeros_like, *inputs)), torch.zeros_like(b_bias), dS, dm, dtotal
     do = torch.zeros_like(v) if do is None else do
-    layout, config = placed(q, v, position, cu_seqlens, content_chunk, R)
+    layout, by_chunk, config = placed(q, v, position, cu_seqlens, content_chunk, R)
+    (do,) = layout.align(do)
     found, db_bias, dS, dm, dtotal = backward(
-        layout.align(do), dS, dm, dtotal, aligned(layout, inputs), b_bias.contiguous(), layout, *kept, saved,
+        do, dS, dm, dtotal, aligned(layout, inputs), b_bias.contiguous(), layout, by_chunk or layout.by_chunk(), *kept, saved,
         content_chunk=content_chunk, prediction=prediction, scale=scale, R=R, config=config,
     )  # fmt: skip
-    given = (*map(layout.restore, found.tokens), *found.parameters)
+    given = (*layout.restore(*found.tokens), *found.parameters)
     gradients = CarveInputs(*(dx.to(x.dtype) for dx, x in zip(given, inputs, strict=True)))
     return gradients, db_bias.to(b_bias.dtype), dS, dm, dtotal
 

@@ -35,15 +35,15 @@ def places(cu_seqlens: Tensor, T: int, aligned: int, C: int) -> tuple[Tensor, Te
     return cum, maps
 
 
-def moved(source: Tensor, *tensors: *Ts) -> tuple[*Ts]:
-    """Each [1 rows ...] -> [1 len(source) ...]: row source[i] at i, zeros where it is −1. One launch moves up to TENSORS; what is no tensor
-    stays."""
+def moved(source: Tensor, *tensors: *Ts, fill: float = 0.0) -> tuple[*Ts]:
+    """Each [1 rows ...] -> [1 len(source) ...]: row source[i] at i, `fill` where it is −1. One launch moves up to TENSORS; what is no
+    tensor stays."""
     found = each(lambda x: x.new_empty(1, len(source), *x.shape[2:]), *tensors)
     both = zip(tensors, found, strict=True)
     pairs = [(x, out) for x, out in both if isinstance(x, Tensor) and isinstance(out, Tensor) and out.numel()]
     for first in range(0, len(pairs), TENSORS):
         own = pairs[first : first + TENSORS]
-        arguments, constants, programs = [], NONE.copy(), 0
+        arguments, constants, programs = [], NONE | {"FILL": fill}, 0
         for (x, out), unit, width in zip(own, UNITS, WIDTHS, strict=False):
             if not (x.is_contiguous() or x[0, 0].is_contiguous()):
                 x = x.contiguous()
@@ -96,7 +96,7 @@ def places_kernel(p_cu_seqlens, p_cum, p_maps, N, T, aligned, C: tl.constexpr, B
 
 
 @triton.jit
-def part(i, p_from, p_to, stride, UNIT: tl.constexpr, W: tl.constexpr, p_source, rows):
+def part(i, p_from, p_to, stride, UNIT: tl.constexpr, W: tl.constexpr, FILL: tl.constexpr, p_source, rows):
     """Tile i of a tensor, where it has so many; the number of the tile in the next one. Rows of W numbers lie stride · UNIT apart in p_from."""
     if W > 0:
         BW: tl.constexpr = min(triton.next_power_of_2(W), IN_ROW)
@@ -109,7 +109,7 @@ def part(i, p_from, p_to, stride, UNIT: tl.constexpr, W: tl.constexpr, p_source,
             source = tl.load(p_source + o, mask=o < rows, other=-1)
             p_row = p_from + tl.cast(source, tl.int64) * stride * UNIT
             columns = (j < W)[None, :]
-            b = tl.load(p_row[:, None] + j[None, :], mask=(source >= 0)[:, None] & columns, other=0.0)
+            b = tl.load(p_row[:, None] + j[None, :], mask=(source >= 0)[:, None] & columns, other=FILL)
             tl.store(p_to + tl.cast(o, tl.int64)[:, None] * W + j[None, :], b, mask=(o < rows)[:, None] & columns)
         i -= tiles
     return i
@@ -122,25 +122,25 @@ def move(
     UNIT0: tl.constexpr, UNIT1: tl.constexpr, UNIT2: tl.constexpr, UNIT3: tl.constexpr,
     UNIT4: tl.constexpr, UNIT5: tl.constexpr, UNIT6: tl.constexpr, UNIT7: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
-    W4: tl.constexpr, W5: tl.constexpr, W6: tl.constexpr, W7: tl.constexpr,
+    W4: tl.constexpr, W5: tl.constexpr, W6: tl.constexpr, W7: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """A tile a program, of one tensor behind the other. Of a tensor that is not there W is 0."""
     i = tl.program_id(0)
-    i = part(i, p_from0, p_to0, stride0, UNIT0, W0, p_source, rows)
-    i = part(i, p_from1, p_to1, stride1, UNIT1, W1, p_source, rows)
-    i = part(i, p_from2, p_to2, stride2, UNIT2, W2, p_source, rows)
-    i = part(i, p_from3, p_to3, stride3, UNIT3, W3, p_source, rows)
-    i = part(i, p_from4, p_to4, stride4, UNIT4, W4, p_source, rows)
-    i = part(i, p_from5, p_to5, stride5, UNIT5, W5, p_source, rows)
-    i = part(i, p_from6, p_to6, stride6, UNIT6, W6, p_source, rows)
-    i = part(i, p_from7, p_to7, stride7, UNIT7, W7, p_source, rows)
+    i = part(i, p_from0, p_to0, stride0, UNIT0, W0, FILL, p_source, rows)
+    i = part(i, p_from1, p_to1, stride1, UNIT1, W1, FILL, p_source, rows)
+    i = part(i, p_from2, p_to2, stride2, UNIT2, W2, FILL, p_source, rows)
+    i = part(i, p_from3, p_to3, stride3, UNIT3, W3, FILL, p_source, rows)
+    i = part(i, p_from4, p_to4, stride4, UNIT4, W4, FILL, p_source, rows)
+    i = part(i, p_from5, p_to5, stride5, UNIT5, W5, FILL, p_source, rows)
+    i = part(i, p_from6, p_to6, stride6, UNIT6, W6, FILL, p_source, rows)
+    i = part(i, p_from7, p_to7, stride7, UNIT7, W7, FILL, p_source, rows)
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """The map, and a move of keys and of numbers."""
     C = config.launch["shared"]["C"]
     types = {"p_cu_seqlens": "*i64", "p_cum": "*i32", "p_maps": "*i32"} | dict.fromkeys(("N", "T", "aligned"), "i32")
-    signature, constants = {"p_source": "*i32", "rows": "i32"}, Constants()
+    signature, constants = {"p_source": "*i32", "rows": "i32"}, Constants(FILL=0.0)
     for n in range(TENSORS):
         width = (2 * K, 2)[n] if n < 2 else 0
         element = NAMES[dtype if n == 0 else accumulator(dtype)]
