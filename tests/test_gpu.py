@@ -49,8 +49,8 @@ def test_an_op_on_the_gpu_is_the_op_on_the_cpu(spec, settings):
         assert_close(on("cpu", a), b, "on the GPU")
 
 
-# CARVE replays graphs of its own, and is not recorded; Q-Delta transposed has no kernels
-RECORDED = [spec for spec in specs() if not spec.name.startswith(("paged", "carve", "qdelta/transposed"))]
+# Q-Delta transposed has no kernels
+RECORDED = [spec for spec in specs() if not spec.name.startswith(("paged", "qdelta/transposed"))]
 
 
 @pytest.mark.parametrize("spec", RECORDED, ids=lambda spec: spec.name)

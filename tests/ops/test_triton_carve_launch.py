@@ -14,9 +14,9 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from needlework.ops.carve.feedback import repeated
 from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
-from needlework.ops.runtime import launcher
+from needlework.ops.runtime import launcher, replayed
+from needlework.ops.runtime.recording import Chain, Launch, Register
 
 SIGNATURE = {"x": "tensordesc<fp16[16, 16]>", "p": "*fp32", "i": "i32", "y": "tensordesc<fp16[16, 16]>", "N": "constexpr"}
 BLOCK = {"swizzle": 1, "elem_size": 2, "elem_type": 6, "block_size": [16, 16], "fp4_padded": False}
@@ -114,6 +114,9 @@ class Buffer:
     def __init__(self, address: int):
         self.address = address
 
+    def data_ptr(self) -> int:
+        return self.address
+
     def __eq__(self, other) -> bool:
         return self.address == other.address
 
@@ -140,10 +143,10 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: "outer" in told)
-    monkeypatch.setattr(repeated, "interpreted", lambda: False)
-    monkeypatch.setattr(repeated, "GRAPHS", 2)
+    monkeypatch.setattr(replayed, "interpreted", lambda: False)
+    monkeypatch.setattr(replayed, "GRAPHS", 2)
     for name in ("_graphs", "_seen"):
-        monkeypatch.setattr(repeated, name, OrderedDict())
+        monkeypatch.setattr(replayed, name, OrderedDict())
     return told
 
 
@@ -174,3 +177,24 @@ def test_old_graphs_make_room_and_nothing_is_captured_within_a_capture(graphs):
     assert call(3) == call(2) == ["replay"] and call(1) != ["replay"]
     graphs[:] = ["outer"]
     assert call(3) == ["walk"]
+
+
+def test_a_chain_of_a_recording_is_one_graph_where_its_memory_lies_where_it_lay(graphs, monkeypatch):
+    class Direct:
+        def start(self, grid, stream, given):
+            graphs.append(given)
+
+    monkeypatch.setattr(launcher, "current_stream", lambda: 0)
+    launch = lambda number: Launch.of(Direct(), (1, 1, 1), [None, number], [(0, Register(0), 8)], [])
+    chain, other = (Chain.of([launch(5), launch(6)]) for _ in range(2))
+
+    def call(chain: Chain, address: int) -> list:
+        graphs.clear()
+        chain([Buffer(address)], 0)
+        return list(graphs)
+
+    assert call(chain, 16) == [[24, 5], [24, 6]]
+    assert call(chain, 16) == ["capture", [24, 5], [24, 6], "captured", "replay"]
+    assert call(chain, 16) == ["replay"]
+    assert call(chain, 32) == [[40, 5], [40, 6]], "it lies elsewhere"
+    assert call(other, 16) == [[24, 5], [24, 6]], "launches of another recording"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 
 RULES = (
     "delta/gla", "delta/grouped", "delta/gated", "delta/kda", "delta/given", "delta/previous", "qdelta", "ccq", "lucid", "lucid/window",
-    "polar", "polar/grouped", "path", "path/fox", "path/lucid", "mamba3",
+    "polar", "polar/grouped", "path", "path/fox", "path/lucid", "mamba3", "carve", "carve/rank4",
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def played(monkeypatch):
     def launch(kernel, grid, arguments, constants):
         kernel[grid](*arguments, **constants)
         if (tell := launcher.told.get()) is not None:
-            tell(ByAddress(kernel, arguments, constants), grid, arguments)
+            tell.launched(ByAddress(kernel, arguments, constants), grid, arguments)
 
     calls, play = [], recording.Recording.__call__
     monkeypatch.setattr(precompile, "launch", launch)
@@ -97,6 +97,14 @@ def test_a_third_call_of_a_kind_is_played_back_with_the_same_bits(name, dtype, p
     with monkeypatch.context() as patch:
         patch.setattr(launcher, "calls_directly", lambda: False)
         assert same(got, found(name, 2, dtype))
+
+
+def test_launches_of_all_content_chunks_are_one_step(played):
+    for seed in range(3):
+        found("carve", seed, torch.float32)
+    for recording_ in played[-2:]:  # forward and backward
+        chain, *others = [step for step, _ in recording_.steps if isinstance(step, recording.Chain)]
+        assert len(chain.launches) > 3 and not others
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -63,12 +63,13 @@ class Layout(NamedTuple):
             return cls(spans.contiguous(), rows * longest, ends, N, T, L, longest, parts, slots, None, None)
 
         cu_seqlens, position = each(lambda x: x.to(device).contiguous(), cu_seqlens, position)
-        new = lambda *shape, dtype=torch.int32: torch.empty(shape, dtype=dtype, device=device)
-        found = new(longest, N, 2), new(N), new(N, dtype=torch.int64), new(B, aligned), new(B, T)
+        new = lambda *shape: torch.empty(shape, dtype=torch.int32, device=device)
+        ends = torch.empty(N, dtype=torch.int64, device=device)
+        found = new(longest, N, 2), new(N), ends, new(B, aligned), new(B, T)
         sizes = {"L": L, "C": C, "R": R, "PARTS": parts, "BLK": PLACES, "BN": SEQUENCES}
         grid = (cdiv(max(B * aligned, longest * N), PLACES),)
         run(layout_kernel, grid, cu_seqlens, position, *found, N, T, B * T, B * aligned, longest, **sizes, num_warps=4)
-        spans, bases, ends, sources, places = found
+        spans, bases, _, sources, places = found
         return cls(spans, bases, ends, N, aligned, L, longest, parts, slots, sources, places)
 
     def by_chunk(self) -> ByChunk:

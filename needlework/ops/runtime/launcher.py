@@ -6,11 +6,12 @@ many of these kernels run. The C function takes addresses, and descriptors of th
 """
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,10 +42,19 @@ def read_by(module: ModuleType) -> str | None:
 FORMAT = read_by(nvidia)
 ENCODED = 256  # descriptors remembered of one argument
 _direct: dict[Hashable, "Direct | None"] = {}
-# is told of each launch: the C function, None where there is none, its grid and arguments
-told: ContextVar[Callable[["Direct | None", tuple[int, ...], tuple], None] | None] = ContextVar(
-    "who is told of launches", default=None
-)
+
+
+class Listener(Protocol):
+    """Who is told of launches."""
+
+    def launched(self, direct: "Direct | None", grid: tuple[int, ...], arguments: tuple) -> None:
+        """The C function, None where there is none, its grid and arguments."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Launches until its end are one chain: what else is done meanwhile finds parts of tensors that were there before."""
+
+
+told: ContextVar[Listener | None] = ContextVar("who is told of launches", default=None)
 
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> CompiledKernel | None:
@@ -74,7 +84,7 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: tuple, constan
 def _tell(direct: "Direct | None", grid: tuple[int, ...], arguments: tuple) -> None:
     listener = told.get()
     if listener is not None:
-        listener(direct, grid, arguments)
+        listener.launched(direct, grid, arguments)
 
 
 def calls_directly() -> bool:

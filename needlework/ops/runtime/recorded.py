@@ -6,12 +6,14 @@ Results have memory of their own, as always: a recording knows addresses as dist
 
 It sees what PyTorch dispatches and what `launcher.launch` launches. A function that reads numbers on the host is seen too, and is then
 called as it is; what it finds of cu_seqlens by `remembered` lasts as long as its recordings of that tensor. A function that does
-something else on a GPU, replaying a graph or calling what torch.compile made, is not to be recorded.
+something else on a GPU, as calling what torch.compile made, is not to be recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from types import TracebackType
@@ -30,6 +32,7 @@ from needlework.ops.runtime.each import every
 from needlework.ops.runtime.recording import (
     Allocation,
     Call,
+    Chain,
     Described,
     Launch,
     Recording,
@@ -137,6 +140,7 @@ class Recorder(TorchDispatchMode):
         self.origins: list[tuple[Register, int]] = []  # whose memory each has, and how far in it
         self.kept: list[tuple[Register, Tensor]] = []
         self.steps: list[Step] = []
+        self.encoded: defaultdict[str, dict[int, list]] = defaultdict(dict)  # of descriptors that differ in nothing
         self.passing: set[int] = set()  # memory that is another one at the next call
         self.refused = False
         for x in tensors:
@@ -144,7 +148,7 @@ class Recorder(TorchDispatchMode):
             self.passing.add(x.untyped_storage()._cdata)
 
     def __enter__(self) -> Recorder:
-        self.token = launcher.told.set(self.launched)
+        self.token = launcher.told.set(self)
         return super().__enter__()
 
     def __exit__(
@@ -195,8 +199,18 @@ class Recorder(TorchDispatchMode):
             self.refused |= not x.base.data_ptr()
             given[i] = None  # a descriptor holds its tensor
             rest = x.shape, x.strides, x.block_shape, x.padding
-            described.append(Described(i, *self.origins[self.register(x.base)], rest, block, {}))
+            origin = self.origins[self.register(x.base)]
+            described.append(Described(i, *origin, rest, block, self.encoded[repr((origin, rest, block))]))
         self.steps.append(Launch.of(direct, launcher.in_three(grid), given, addresses, described))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        begun = len(self.steps)
+        yield
+        made = self.steps[begun:]
+        launches = [step for step in made if isinstance(step, Launch)]
+        others = [step for step in made if not isinstance(step, Launch)]
+        self.steps[begun:] = [*others, *([Chain.of(launches)] if launches else [])]
 
     def register(self, x: Tensor) -> Register:
         """A tensor that nobody gave and nothing made is kept: the function has it from a call before."""
@@ -215,7 +229,7 @@ class Recorder(TorchDispatchMode):
             return None
         needed, kept = set(every(Register, results)), []
         for step in reversed(self.steps):
-            changes = isinstance(step, Launch) or (isinstance(step, Call) and step.function._schema.is_mutable)
+            changes = isinstance(step, Launch | Chain) or (isinstance(step, Call) and step.function._schema.is_mutable)
             if changes or needed & set(step.makes()):
                 needed |= set(step.uses())
                 kept.append(step)

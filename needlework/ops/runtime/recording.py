@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from needlework.ops.runtime import launcher
 from needlework.ops.runtime.each import every
+from needlework.ops.runtime.replayed import replayed
 
 
 class Register(int):
@@ -139,16 +140,45 @@ class Launch(NamedTuple):
         if given is None:
             if len(self.known) >= launcher.ENCODED:
                 self.known.clear()
-            given = self.known[at] = self._given(dict(zip(self.origins, at, strict=True)))
+            given = self.known[at] = self.at(dict(zip(self.origins, at, strict=True)))
         self.direct.start(self.grid, stream, given)
 
-    def _given(self, at: dict[Register, int]) -> list:
+    def at(self, at: dict[Register, int]) -> list:
+        """Its arguments, by where memory lies."""
         given = self.given.copy()
         for i, origin, offset in self.addresses:
             given[i] = at[origin] + offset
         for x in self.described:
             given[x.place : x.place + 1] = x.at(at[x.origin] + x.offset)
         return given
+
+
+class Chain(NamedTuple):
+    """Launches by the hundred, one behind the other."""
+
+    launches: list[Launch]
+    origins: list[Register]  # whose memory all of theirs is
+    own: object  # what tells its graphs from those of other chains
+
+    @classmethod
+    def of(cls, launches: list[Launch]) -> Chain:
+        return cls(launches, list(dict.fromkeys(origin for launch in launches for origin in launch.origins)), object())
+
+    def uses(self) -> Iterator[int]:
+        return iter(self.origins)
+
+    def makes(self) -> tuple[Register, ...]:
+        return ()
+
+    def __call__(self, registers: list[Any], stream: int) -> None:
+        at = {origin: registers[origin].data_ptr() for origin in self.origins}
+
+        def walk() -> None:
+            stream = launcher.current_stream()  # a capture has its own
+            for launch in self.launches:
+                launch.direct.start(launch.grid, stream, launch.at(at))
+
+        replayed(walk, registers[self.origins[0]].device, lambda: (self.own, *at.values()))
 
 
 class Recording:

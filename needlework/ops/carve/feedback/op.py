@@ -14,10 +14,11 @@ from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.operands import Saved
 from needlework.ops.delta.inputs import solve_dtype
-from needlework.ops.runtime.custom_op import backward_operator, differentiable, fake, operator, step_operator
+from needlework.ops.runtime.custom_op import differentiable, fake, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
+from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
 from needlework.ops.slots.rows import Slots
 from needlework.ops.slots.table import check_contiguous, start_anew
 
@@ -63,7 +64,7 @@ def _one_row(x: Tensor, R: int, row: int, fill: float) -> Tensor:
     return torch.stack([x if i == row else others for i in range(R)], 2).flatten(1, 2)
 
 
-@operator
+@recorded_operator
 def carve_triton_fwd(
     inputs: CarveInputs, b_bias: Tensor, initial_state: CarveState | None, cu_seqlens: Tensor | None,
     content_chunk: int, prediction: str, scale: float, R: int, save: bool,
@@ -200,7 +201,7 @@ def _own(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-@backward_operator
+@recorded_backward_operator
 def carve_triton_bwd(
     do: Tensor | None, dS: Tensor | None, dm: Tensor | None, dtotal: Tensor | None, inputs: CarveInputs, b_bias: Tensor,
     position: Tensor | None, cu_seqlens: Tensor | None, kept: Kept, saved: Saved,

@@ -5,22 +5,18 @@ launches pass what changed. When addresses repeat, as they do from one training 
 CUDA graph.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-import torch
 from torch import Tensor
 from triton import JITFunction
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from needlework.ops.runtime.launch_configs import Constants, interpreted
+from needlework.ops.runtime import launcher
+from needlework.ops.runtime.launch_configs import Constants
 from needlework.ops.runtime.launcher import c_function, encode
-from needlework.ops.runtime.precompile import precompiling, run
-
-GRAPHS = 128  # kept: forward and backward of as many layers as half of them
-_graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
-_seen: OrderedDict[Hashable, None] = OrderedDict()
+from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.replayed import replayed
 
 VARIES = object()  # in the place of an argument: given at each launch
 
@@ -41,7 +37,7 @@ class Repeated:
         return self.kernel, self.grid, *self.constants, *self.constants.values(), *map(_place, self.args)
 
     def __call__(self, *varied: object) -> None:
-        if self.launch is not None:
+        if self.launch is not None and launcher.told.get() is None:
             self.launch(*varied)
             return
         args = list(self.args)
@@ -54,35 +50,12 @@ class Repeated:
 
 
 def launch_all(walk: Callable[[], None], launches: tuple[Repeated, ...], *varied: Tensor) -> None:
-    """walk(), which launches those alone, with numbers that follow from them and parts of `varied` where their arguments vary.
-
-    The second time that everything lies in the same place the launches are captured, and after that replayed: on the device
-    nothing differs, on the host one launch takes the place of hundreds.
-    """
-    device = varied[0].device
-    if interpreted() or precompiling() or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return walk()
-    key = *(launch.place() for launch in launches), *map(_place, varied)
-    if key not in _graphs:
-        if key not in _seen:
-            _remember(_seen, key, None)
+    """walk(), which launches those alone, with numbers that follow from them and parts of `varied` where their arguments vary; `replayed`."""
+    listener = launcher.told.get()
+    if listener is not None:
+        with listener.together():
             return walk()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream(device)):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                walk()
-            finally:
-                graph.capture_end()
-        _remember(_graphs, key, graph)
-    _graphs.move_to_end(key)
-    _graphs[key].replay()
-
-
-def _remember(kept: OrderedDict, key: Hashable, x: object) -> None:
-    if len(kept) >= GRAPHS:
-        kept.popitem(last=False)
-    kept[key] = x
+    return replayed(walk, varied[0].device, lambda: (*(launch.place() for launch in launches), *map(_place, varied)))
 
 
 def _place(x: object) -> Hashable:
