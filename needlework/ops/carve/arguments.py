@@ -52,8 +52,8 @@ def checked(
     initial_state: CarveState | None,
     cu_seqlens: Tensor | None,
     table: CarveState | None = None,
-) -> tuple[CarveInputs, CarveState, Settings]:
-    """(q … w2 with the R axis in k and v, a whole state, settings with a scale); ValueError for what does not fit.
+) -> tuple[CarveInputs, Settings]:
+    """q … w2 with the R axis in k and v, and settings with a scale; ValueError for what does not fit.
 
     table: the state is one, of any number of slots.
     """
@@ -85,19 +85,26 @@ def checked(
 
     name, state, N = "initial_state", initial_state, sequences(cu_seqlens, B)
     if table is not None:
-        name, state = "state", table
-    elif state is None:
-        state = empty_state(N, H, K, V, dtype=width(q), device=q.device)
-    check_state(name, state, CarveState)
-    N = N if table is None else len(table.S)
-    check(f"{name}.S", state.S, "N H K V", N=N, H=H, K=K, V=V)
-    check(f"{name}.m", state.m, "N H V", N=N, H=H, V=V)
-    check(f"{name}.total", state.total, "N H V", N=N, H=H, V=V)
-    check(f"{name}.position", state.position, "N", N=N)
+        name, state, N = "state", table, None
+    if state is not None:
+        check_state(name, state, CarveState)
+        N = len(state.S) if N is None else N
+        check(f"{name}.S", state.S, "N H K V", N=N, H=H, K=K, V=V)
+        check(f"{name}.m", state.m, "N H V", N=N, H=H, V=V)
+        check(f"{name}.total", state.total, "N H V", N=N, H=H, V=V)
+        check(f"{name}.position", state.position, "N", N=N)
     if not ranked:
         k, v = k.unsqueeze(3), v.unsqueeze(3)
     settings = Settings(content_chunk, prediction, K**-0.5 if scale is None else scale)
-    return tensors._replace(k=k, v=v), state, settings
+    return tensors._replace(k=k, v=v), settings
+
+
+def begun(state: CarveState | None, tensors: CarveInputs, cu_seqlens: Tensor | None) -> CarveState:
+    """`state`, or that of sequences that have seen nothing."""
+    if state is not None:
+        return state
+    (B, _, H, K), V = tensors.q.shape, tensors.v.shape[-1]
+    return empty_state(sequences(cu_seqlens, B), H, K, V, dtype=width(tensors.q), device=tensors.q.device)
 
 
 def biased(tensors: CarveInputs, b_bias: Tensor | None) -> CarveInputs:

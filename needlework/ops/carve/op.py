@@ -5,7 +5,7 @@ from torch import Tensor
 
 from needlework.ops.api import Impl, resolve
 from needlework.ops.carve import reference
-from needlework.ops.carve.arguments import CarveInputs, Prediction, biased, check_position, checked
+from needlework.ops.carve.arguments import CarveInputs, Prediction, begun, biased, check_position, checked
 from needlework.ops.carve.custom_op import carve_fwd
 from needlework.ops.carve.state import CarveOutput, CarveState
 from needlework.ops.common.operands import Operand, identity
@@ -91,7 +91,7 @@ def chunk_carve(
     """
     tensors = CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)
     check_count("chunk_size", chunk_size)
-    whole, start, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens, state)
+    whole, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens, state)
     N = sequences(cu_seqlens, len(q))
     given = {"initial_state": initial_state, "output_final_state": output_final_state, "inputs": (*tensors, b_bias)}
     check_table(state, slots, fresh, N, dtype=width(q), **given)
@@ -117,7 +117,11 @@ def chunk_carve(
         o, final = carve(whole, b_bias, initial_state, cu_seqlens, settings, table=state, slots=slots, fresh=fresh)
         return CarveOutput(o, final if output_final_state else None)
     o, S, m, total, position, _, _ = carve_fwd(
-        *biased(whole, b_bias), *start, cu_seqlens=cu_seqlens, **settings._asdict(), chunk_size=chunk_size
+        *biased(whole, b_bias),
+        *begun(initial_state, whole, cu_seqlens),
+        cu_seqlens=cu_seqlens,
+        **settings._asdict(),
+        chunk_size=chunk_size,
     )
     # autocast widens what the operator is given
     return CarveOutput(o.to(q.dtype), CarveState(S, m, total, position) if output_final_state else None)
@@ -160,7 +164,8 @@ def recurrent_carve(
     True
     """
     tensors = CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)
-    tensors, state, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
+    tensors, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
+    state = begun(initial_state, tensors, cu_seqlens)
     check_position(state.position, content_chunk)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, *q.shape[:2])

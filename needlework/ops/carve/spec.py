@@ -9,7 +9,7 @@ from torch.nn.functional import softplus
 
 from needlework.ops.api import Limit, OpSpec
 from needlework.ops.carve import reference
-from needlework.ops.carve.arguments import CarveInputs, Prediction, biased, checked
+from needlework.ops.carve.arguments import CarveInputs, Prediction, begun, biased, checked
 from needlework.ops.carve.op import chunk_carve, recurrent_carve, step_carve
 from needlework.ops.carve.state import CarveOutput, CarveState, empty_state
 from needlework.ops.common.operands import Operand, identity
@@ -50,10 +50,10 @@ def literal(
 ) -> CarveOutput:  # fmt: skip
     """The chunk form as the spec page prints it, with the op's arguments."""
     tensors = CarveInputs(q, k, v, f, b, w, A_log, dt_bias, w1, w2)
-    tensors, state, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
+    tensors, settings = checked(tensors, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
     o, state = reference.literal(
         *biased(tensors, b_bias),
-        state=state,
+        state=begun(initial_state, tensors, cu_seqlens),
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
         operand=operand,
