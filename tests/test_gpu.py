@@ -68,10 +68,10 @@ def test_calls_that_are_played_back_hold_no_memory_and_may_be_captured(spec):
         return [y for y in found if y is not None]
 
     first, held = backward(), []
-    for _ in range(4):
+    for _ in range(8):  # a chain is captured by the fourth or so: a graph has a kilobyte of its own
         held.append(torch.cuda.memory_allocated())
         assert all(torch.equal(a, b) for a, b in zip(backward(), first, strict=True))
-    assert held[1] == held[3], "what was recorded is kept"
+    assert held[5] == held[7], "what was recorded is kept"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = backward()

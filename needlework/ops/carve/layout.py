@@ -79,7 +79,10 @@ class Layout(NamedTuple):
         if self.sources is None:
             return ByChunk(spans, slots, None)
         unused = torch.ones(self.slots + 1, dtype=torch.bool, device=spans.device)
-        unused[torch.where(spans[..., 0] < spans[..., 1], slots, self.slots).to(torch.int64)] = False
+        kept_at = torch.where(spans[..., 0] < spans[..., 1], slots, self.slots)
+        unused.scatter_(
+            0, kept_at.flatten().to(torch.int64), False
+        )  # an index_put of a number copies it from the host: no capture
         return ByChunk(spans, slots, unused[:-1, None, None])
 
     @staticmethod
