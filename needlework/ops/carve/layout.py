@@ -80,9 +80,8 @@ class Layout(NamedTuple):
             return ByChunk(spans, slots, None)
         unused = torch.ones(self.slots + 1, dtype=torch.bool, device=spans.device)
         kept_at = torch.where(spans[..., 0] < spans[..., 1], slots, self.slots)
-        unused.scatter_(
-            0, kept_at.flatten().to(torch.int64), False
-        )  # an index_put of a number copies it from the host: no capture
+        # an index_put of a number copies it from the host, which no capture takes
+        unused.scatter_(0, kept_at.flatten().to(torch.int64), False)
         return ByChunk(spans, slots, unused[:-1, None, None])
 
     @staticmethod
