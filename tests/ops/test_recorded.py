@@ -139,7 +139,7 @@ def test_a_recording_holds_no_tensor_of_its_call(monkeypatch):
         y = torch.empty_like(x)
         y.copy_(x)
         if (tell := launcher.told.get()) is not None:
-            tell(copies, (2,), (x, TensorDescriptor(y, [8], [1], [8]), 3))
+            tell.launched(copies, (2,), (x, TensorDescriptor(y, [8], [1], [8]), 3))
         return y
 
     call, seen = recorded.recorded(function), []
@@ -172,7 +172,7 @@ def test_a_launch_gets_the_addresses_of_its_call(monkeypatch):
 
     def function(x, y):
         if (tell := launcher.told.get()) is not None:
-            tell(notes, (2,), (x, y, TensorDescriptor(x, [8], [1], [8]), x, 3))
+            tell.launched(notes, (2,), (x, y, TensorDescriptor(x, [8], [1], [8]), x, 3))
         return x + 1
 
     call, tensors = recorded.recorded(function), [torch.randn(8) for _ in range(5)]
