@@ -37,7 +37,7 @@ def ours(*, content_chunk=64, prediction="previous", scale=None, initial_state=N
     from needlework.ops.carve.feedback.op import carve
 
     given, b_bias = CarveInputs(*(inputs[name] for name in NAMES)), inputs["b_bias"]
-    tensors, _, settings = checked(given, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
+    tensors, settings = checked(given, b_bias, content_chunk, prediction, scale, initial_state, cu_seqlens)
     return carve(tensors, b_bias, initial_state, cu_seqlens, settings)
 
 

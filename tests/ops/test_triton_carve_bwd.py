@@ -245,9 +245,9 @@ def through_the_op(*, content_chunk, prediction, scale, initial_state, cu_seqlen
     from needlework.ops.carve.feedback.op import carve
 
     b_bias = tensors.pop("b_bias")
-    settings = content_chunk, prediction, scale, initial_state, cu_seqlens
-    tensors, state, settings = checked(CarveInputs(**tensors), b_bias, *settings)
-    return carve(tensors, b_bias, state, cu_seqlens, settings)
+    given = content_chunk, prediction, scale, initial_state, cu_seqlens
+    tensors, settings = checked(CarveInputs(**tensors), b_bias, *given)
+    return carve(tensors, b_bias, initial_state, cu_seqlens, settings)
 
 
 @pytest.mark.parametrize(
