@@ -11,8 +11,8 @@ from torch import Tensor
 from needlework.ops.carve import CarveState, recurrent_carve
 from needlework.ops.carve import chunk as torch_path
 from needlework.ops.carve.arguments import CarveInputs, checked
+from needlework.ops.carve.feedback.layout import Layout
 from needlework.ops.carve.grid import Grid
-from needlework.ops.carve.layout import Layout
 from needlework.ops.carve.spec import literal
 from needlework.ops.common.samples import keys, normal, uniform, unit
 from needlework.ops.runtime.launch_configs import forced, launch_config

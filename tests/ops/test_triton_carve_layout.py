@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from needlework.ops.carve.layout import Layout, of_packed
+from needlework.ops.carve.feedback.layout import Layout, of_packed
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 

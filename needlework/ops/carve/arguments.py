@@ -83,12 +83,11 @@ def checked(
     if prediction not in get_args(Prediction):
         raise ValueError(f"prediction: got {prediction!r}, expected 'previous' or 'decayed'")
 
-    name, state, N = "initial_state", initial_state, sequences(cu_seqlens, B)
-    if table is not None:
-        name, state, N = "state", table, None
+    name, state = ("initial_state", initial_state) if table is None else ("state", table)
+    N = sequences(cu_seqlens, B)
     if state is not None:
         check_state(name, state, CarveState)
-        N = len(state.S) if N is None else N
+        N = N if table is None else len(state.S)
         check(f"{name}.S", state.S, "N H K V", N=N, H=H, K=K, V=V)
         check(f"{name}.m", state.m, "N H V", N=N, H=H, V=V)
         check(f"{name}.total", state.total, "N H V", N=N, H=H, V=V)

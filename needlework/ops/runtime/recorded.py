@@ -4,9 +4,9 @@ What an operator of ours does on a GPU follows from the shapes, strides, dtypes 
 PyTorch, launches. The second call of a kind is recorded, later ones are played back, and the Python that decides does not run again.
 Results have memory of their own, as always: a recording knows addresses as distances from what it is given and what it makes.
 
-It sees what PyTorch dispatches and what `launcher.launch` launches. A function that reads numbers on the host is seen too, and is then
-called as it is; what it finds of cu_seqlens by `remembered` lasts as long as its recordings of that tensor. A function that does
-something else on a GPU, as calling what torch.compile made, is not to be recorded.
+It sees what PyTorch dispatches and what `launcher.launch` launches; a function may say that launches are one chain. A function that
+reads numbers on the host is seen too, and is then called as it is; what it finds of cu_seqlens by `remembered` lasts as long as its
+recordings of that tensor. A function that does something else on a GPU, as calling what torch.compile made, is not to be recorded.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from torch import Tensor
 from needlework.ops.carve.arguments import CarveInputs
 from needlework.ops.carve.feedback.content_bwd import STEP, activation_kernel, enter_kernel, leave_kernel, retention_kernel
 from needlework.ops.carve.feedback.forward import overlapping
+from needlework.ops.carve.feedback.layout import ByChunk, Layout
 from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
-from needlework.ops.carve.layout import ByChunk, Layout
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.backward import argument_type, channel_constants
 from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pairs

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from needlework.ops.carve.arguments import CarveInputs
 from needlework.ops.carve.feedback.intra import gates_kernel
+from needlework.ops.carve.feedback.layout import PLACES, SEQUENCES, Layout, layout_kernel
 from needlework.ops.carve.feedback.repeated import VARIES, Repeated, launch_all
 from needlework.ops.carve.feedback.scan import content_kernel, walk_kernel
-from needlework.ops.carve.layout import PLACES, SEQUENCES, Layout, layout_kernel
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra import intra_constants
 from needlework.ops.delta.channel.operands import Saved, case, operands, triton_dtype

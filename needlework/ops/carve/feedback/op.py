@@ -8,7 +8,7 @@ from torch import Tensor
 from needlework.ops.carve.arguments import CarveInputs, Settings, check_position
 from needlework.ops.carve.feedback.backward import backward
 from needlework.ops.carve.feedback.forward import forward
-from needlework.ops.carve.layout import ByChunk, Layout, of_packed
+from needlework.ops.carve.feedback.layout import ByChunk, Layout, of_packed
 from needlework.ops.carve.state import CarveOutput, CarveState
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import width
