@@ -254,7 +254,7 @@ def test_the_copy_engine_loads_the_same():
     check(make(T=37, H=1, HV=2, K=16, V=12), tma=True)
 
 
-@pytest.mark.parametrize("every", chosen((2, 3, 8), quick=(3,)))
+@pytest.mark.parametrize("every", chosen((2, 3, 8), quick=(2, 3)))
 def test_gates_between_anchors_follow_from_the_tokens(every, monkeypatch):
     from needlework.ops.delta.scalar import backward as scalar_backward
 
@@ -268,6 +268,7 @@ def test_gates_between_anchors_follow_from_the_tokens(every, monkeypatch):
 
     monkeypatch.setattr(scalar_backward, "constants", with_anchors)
     check(make(B=2, T=100))
+    check(make(T=100, leave_out=("initial_state",)))
     check(make(T=100, N=3), cu_seqlens=torch.tensor([0, 52, 52, 100]))
 
 

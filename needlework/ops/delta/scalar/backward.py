@@ -153,7 +153,8 @@ def backward(
         )),
     ]  # fmt: skip
     if g is not None:
-        arguments = held, from_start, to_end, X, saved.G, dg, alignment.cum, overflow, peaks, T, rows, N, runs
+        starts = initial_state, dinitial_state
+        arguments = held, from_start, to_end, X, saved.G, dg, *starts, alignment.cum, overflow, peaks, T, rows, N, runs
         calls.append(("gate", runs * N * HV, arguments))
 
     for form in launched:

@@ -26,6 +26,7 @@ from needlework.ops.delta.scalar.scan import factors, flag_overflow, written_as
 
 # log2 of a decay below which nothing that half precision holds passes
 NOTHING = tl.constexpr(-40.0)
+STATE = tl.constexpr(2048)  # numbers of a state that one step multiplies
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "NE", "jobs"])
@@ -251,15 +252,36 @@ def combine(
             tl.store(p_to + o_row, left, mask=o_t < NR)
 
 
+@triton.jit
+def _measured(p_X, SLICES: tl.constexpr):
+    """X of all slices of a state."""
+    X = tl.load(p_X)
+    for i in tl.static_range(1, SLICES):
+        X += tl.load(p_X + i)
+    return X
+
+
+@triton.jit
+def _alike(p_a, p_b, SIZE: tl.constexpr, BLK: tl.constexpr, ACC: tl.constexpr):
+    """⟨a, b⟩ of two states."""
+    o = tl.arange(0, BLK)
+    total = tl.zeros([BLK], ACC)
+    for i in tl.range(0, SIZE, BLK, num_stages=4):
+        inside = i + o < SIZE
+        total += tl.load(p_a + i + o, mask=inside, other=0.0).to(ACC) * tl.load(p_b + i + o, mask=inside, other=0.0)
+    return tl.sum(total, 0)
+
+
 @triton.jit(do_not_specialize=["T", "NR", "N", "anchors"])
 def gate(
-    p_held, p_from, p_to, p_X, p_G, p_dg, p_cum, p_overflow_bwd, p_max, T, NR, N, anchors,
-    HV: tl.constexpr, C: tl.constexpr, SLICES: tl.constexpr, EVERY: tl.constexpr, NM: tl.constexpr, HALF: tl.constexpr,
-    ACC: tl.constexpr, FORM: tl.constexpr,
+    p_held, p_from, p_to, p_X, p_G, p_dg, p_initial_state, p_dinitial_state, p_cum, p_overflow_bwd, p_max, T, NR, N, anchors,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SLICES: tl.constexpr, EVERY: tl.constexpr, NM: tl.constexpr,
+    HALF: tl.constexpr, ACC: tl.constexpr, INIT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """dg of the chunks from one anchor back to the next, of one sequence and value head. X = e^{G_C} ⟨S, dS⟩ of a chunk, S at
     its start and dS at its end, is what every one of its gates decays; ⟨S, dS⟩ at a chunk's start is X and what its tokens
-    read, at its end X and what its keys left."""
+    read, at its end X and what its keys left. Between two anchors lies one chunk at most, EVERY = 2, that is as near to the one as to the
+    other: X is the mean of what it is from each, with half of each one's error. Where a sequence starts ⟨S, dS⟩ is that of its states."""
     if FORM == 2:
         if tl.load(p_overflow_bwd) == 0:
             return
@@ -277,9 +299,7 @@ def gate(
     first = i_anchor * EVERY
     if first < count:
         place = (tl.cast(start // EVERY + i_n + i_anchor, tl.int64)) * HV + i_h
-        X = tl.load(p_X + place * SLICES)
-        for i in tl.static_range(1, SLICES):
-            X += tl.load(p_X + place * SLICES + i)
+        X = _measured(p_X + place * SLICES, SLICES)
         # what a chunk needs is fetched chunks ahead: only X goes from one to the next
         for i in tl.range(first, tl.minimum(first + EVERY, count), num_stages=4):
             o_t = (start - i_b * chunks + count - 1 - i) * C + tl.arange(0, C)
@@ -288,6 +308,16 @@ def gate(
             left = tl.load(p_to + o_row)
             if i > first:
                 X -= tl.sum(left, 0)
+                if EVERY == 2:
+                    beyond = 0.0
+                    if i + 1 < count:
+                        beyond = _measured(p_X + (place + HV) * SLICES, SLICES) + tl.sum(tl.load(p_to + o_row - C), 0)
+                    elif INIT:
+                        o_state = (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V)
+                        beyond = _alike(p_initial_state + o_state, p_dinitial_state + o_state, K * V, STATE, ACC) / rest
+                    X = 0.5 * (X + beyond - tl.sum(read, 0))
+                if not INIT and i + 1 == count:
+                    X = 0.0
                 if HALF:
                     # what was carried is rounding where nothing passes the chunk
                     X = tl.where(tl.load(p_G + i_bh * NR + tl.max(o_t, 0)) < NOTHING, 0.0, X)
