@@ -9,6 +9,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from needlework.ops.polar import PolarState, chunk_polar, recurrent_polar
 from needlework.ops.polar.attention import launches
+from needlework.ops.polar.attention.parts import parts_of
 from needlework.ops.polar.spec import inputs as sample
 from needlework.ops.runtime.launch_configs import forced, rows
 from needlework.testing.compare import EXACT, differentiate, poisoned, relative
@@ -100,9 +101,18 @@ def test_packed_sequences_are_separate(ends, window):
     agree(make(1, 61), cu_seqlens=torch.tensor(ends), window=window)
 
 
-@pytest.mark.parametrize("d, V", ((3, 5), (72, 40), (136, 24)))
+@pytest.mark.parametrize("d, V", ((3, 5), (72, 40), (136, 24), (40, 192), (160, 136)))
 def test_any_width_is_the_definition(d, V):
     agree(make(1, 20, d=d, V=V))
+
+
+def test_copies_by_descriptor_of_rows_in_parts_are_the_definition():
+    with forced(ENGINE, "sm90-d192", **SMALL):
+        agree(make(1, 50, d=144, V=192))
+
+
+def test_rows_of_three_quarters_of_a_wide_tile_are_three_parts():
+    assert [parts_of(D) for D in (24, 96, 128, 129, 192, 193, 256)] == [(32, 1), (128, 1), (128, 1), (64, 3), (64, 3), (256, 1), (256, 1)]
 
 
 @pytest.mark.parametrize(

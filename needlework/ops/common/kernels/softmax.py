@@ -8,7 +8,14 @@ NONE = tl.constexpr(-1e30)  # a maximum over nothing: finite, so that hidden sco
 
 @triton.jit
 def soften(s, sc, m, l, q2, acc, SQUARES: tl.constexpr):
-    """One tile of scores s more: p = 2^{s sc − M}, and the running maximum, L = Σ p, Q₂ = Σ p² and S of S + p v before the product.
+    """As `weigh`, and S of S + p v before the product."""
+    p, m, l, q2, rescale = weigh(s, sc, m, l, q2, SQUARES)
+    return p, m, l, q2, acc * rescale[:, None]
+
+
+@triton.jit
+def weigh(s, sc, m, l, q2, SQUARES: tl.constexpr):
+    """One tile of scores s more: p = 2^{s sc − M}, the running maximum, L = Σ p and Q₂ = Σ p², and what S = Σ p v is to be rescaled by.
 
     SQUARES: whether Q₂ is summed.
     """
@@ -20,4 +27,4 @@ def soften(s, sc, m, l, q2, acc, SQUARES: tl.constexpr):
     l = l * rescale + tl.sum(p, 1)
     if SQUARES:
         q2 = q2 * (rescale * rescale) + tl.sum(p * p, 1)
-    return p, new, l, q2, acc * rescale[:, None]
+    return p, new, l, q2, rescale

@@ -19,7 +19,8 @@ with ones are exact and nearly free.
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
+from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.polar.attention.parts import inner, load_parts, plus_products, scores, store_parts, times, zeros
 from needlework.ops.polar.attention.rows import CLAMP, LN2, clamped, gains_of, log1p, shares, softplus_of_three, span, tanh
 
 ONES = tl.constexpr(16)  # columns of the product that sums rows: the fewest that a tensor core takes
@@ -118,13 +119,14 @@ def prepare(
 def _dq_over_keys(
     acc, total, b_q, b_e, sc, lse, A, B, x_k, x_v, i_b, i_kv, lo, hi, own, T, W,
     HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
+    NK: tl.constexpr, NV: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, MASK: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     for j in tl.range(lo, hi, BN, num_stages=NS):
-        b_k = load_tile(x_k, i_b, j, i_kv, 0, T, HK, K, BN, BK, TMA)
-        b_v = load_tile(x_v, i_b, j, i_kv, 0, T, HK, V, BN, BV, TMA)
-        s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
-        ev = tl.dot(b_e, tl.trans(b_v), input_precision="ieee", out_dtype=ACC)
+        b_k = load_parts(x_k, i_b, j, i_kv, T, HK, K, BN, BK, NK, TMA)
+        b_v = load_parts(x_v, i_b, j, i_kv, T, HK, V, BN, BV, NV, TMA)
+        s = scores(b_q, b_k, NK, ACC)
+        ev = scores(b_e, b_v, NV, ACC)
         p = tl.exp2(s * sc[:, None] - lse[:, None])
         if MASK:
             behind = own[:, None] - (j + tl.arange(0, BN))[None, :]
@@ -133,9 +135,9 @@ def _dq_over_keys(
                 seen &= behind < W
             p = tl.where(seen, p, 0.0)
         da = p * (ev * sc[:, None] + (p * B[:, None] + A[:, None]))
-        b_da = da.to(b_k.dtype)
-        acc = plus_product(acc, b_da, b_k)
-        total = tl.dot(b_da, tl.full([BN, ONES], 1.0, tl.float32).to(b_k.dtype), total, input_precision="ieee", out_dtype=ACC)
+        b_da = da.to(b_k[0].dtype)
+        acc = plus_products(acc, b_da, b_k, NK)
+        total = tl.dot(b_da, tl.full([BN, ONES], 1.0, tl.float32).to(b_da.dtype), total, input_precision="ieee", out_dtype=ACC)
     return acc, total
 
 
@@ -143,8 +145,8 @@ def _dq_over_keys(
 def queries(
     x_q, x_k, x_v, x_e, x_dq, p_stats, p_rows, p_power, p_dtemp, p_spans, one, T, NR, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, REG: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
-    SCALE: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, NS: tl.constexpr, REG: tl.constexpr, TMA: tl.constexpr,
+    ACC: tl.constexpr, OT: tl.constexpr, SCALE: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """dq of a head's tile of BM queries, and p_dtemp [H tiles]: its Σ ln n (q·dq / temp − c Σ_j da)."""
     i_bh = tl.program_id(0)
@@ -165,14 +167,14 @@ def queries(
     lse = tl.load(o_rows + 1)
     A = tl.load(o_rows + 2 * NR)
     B = tl.load(o_rows + 2 * NR + 1)
-    b_q = load_tile(x_q, i_b, i_t, i_h, 0, T, H, K, BM, BK, TMA)
-    b_e = load_tile(x_e, i_b, i_t, i_h, 0, T, H, V, BM, BV, TMA)
+    b_q = load_parts(x_q, i_b, i_t, i_h, T, H, K, BM, BK, NK, TMA)
+    b_e = load_parts(x_e, i_b, i_t, i_h, T, H, V, BM, BV, NV, TMA)
     if REG:
         # times a 1 that the compiler does not know: both stay in registers, and shared memory is read for k and v alone
-        b_q = (b_q.to(ACC) * one).to(b_q.dtype)
-        b_e = (b_e.to(ACC) * one).to(b_e.dtype)
+        b_q = times(b_q, one, NK)
+        b_e = times(b_e, one, NV)
 
-    acc = tl.zeros([BM, BK], ACC)
+    acc = zeros(BM, BK, NK, ACC)
     total = tl.zeros([BM, ONES], ACC)
     diagonal = i_t // BN * BN
     full = first
@@ -181,39 +183,39 @@ def queries(
         full = tl.minimum(tl.cdiv(tl.maximum(first, i_t + BM - W), BN) * BN, diagonal)
         acc, total = _dq_over_keys(
             acc, total, b_q, b_e, sc, lse, A, B, x_k, x_v, i_b, i_kv, start, full, own, T, W,
-            HK, K, V, BN, BK, BV, NS, TMA, ACC, True, True,
+            HK, K, V, BN, BK, BV, NK, NV, NS, TMA, ACC, True, True,
         )  # fmt: skip
     acc, total = _dq_over_keys(
         acc, total, b_q, b_e, sc, lse, A, B, x_k, x_v, i_b, i_kv, full, diagonal, own, T, W,
-        HK, K, V, BN, BK, BV, NS, TMA, ACC, False, False,
+        HK, K, V, BN, BK, BV, NK, NV, NS, TMA, ACC, False, False,
     )  # fmt: skip
     acc, total = _dq_over_keys(
         acc, total, b_q, b_e, sc, lse, A, B, x_k, x_v, i_b, i_kv, diagonal, i_t + BM, own, T, W,
-        HK, K, V, BN, BK, BV, NS, TMA, ACC, True, WINDOW,
+        HK, K, V, BN, BK, BV, NK, NV, NS, TMA, ACC, True, WINDOW,
     )  # fmt: skip
 
     da_sum = tl.sum(total, 1) * (1.0 / ONES)
     if SCALED:
         power = tl.load(p_power + tl.cast(i_bh, tl.int64) * NR + own)
-        acc *= power[:, None]
+        acc = times(acc, power[:, None], NK)
         da_sum *= power
     n = own - first + 1
     if WINDOW:
         n = tl.minimum(n, W)
-    asked = load_tile(x_q, i_b, i_t, i_h, 0, T, H, K, BM, BK, TMA).to(ACC)
+    asked = load_parts(x_q, i_b, i_t, i_h, T, H, K, BM, BK, NK, TMA)
     # acc = log2(e) dq, da_sum = sc Σ_j da, temp = ln 2 sc / SCALE, c = (lse − log2 n_eff) SCALE / sc
     score = lse - tl.log2(tl.load(p_stats + tl.cast(i_bh, tl.int64) * (3 * NR) + NR + own))
-    dtemp = (tl.sum(asked * acc, 1) - score * da_sum / sc) * SCALE / sc
+    dtemp = (inner(asked, acc, NK) - score * da_sum / sc) * SCALE / sc
     log_n = tl.log(tl.maximum(n, 1).to(ACC))
     tl.store(p_dtemp + o_dtemp, tl.sum(tl.where(own < T, dtemp * log_n, 0.0), 0))
-    store_tile(x_dq, (acc * LN2).to(OT), i_b, i_t, i_h, 0, T, H, K, BM, BK, TMA)
+    store_parts(x_dq, acc, LN2, OT, i_b, i_t, i_h, T, H, K, BM, BK, NK, TMA)
 
 
 @triton.jit
 def _over_queries(
     dk, dv, b_k, b_v, x_q, x_e, p_rows, p_power, i_b, i_kv, key, lo, hi, ref, T, NR, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, SCALED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
+    NK: tl.constexpr, NV: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, SCALED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Queries lo … hi − 1, in tiles, of every head of the group: transposed tiles, so that their products enter from registers."""
     G: tl.constexpr = H // HK
@@ -223,8 +225,8 @@ def _over_queries(
         i_g = i // count
         i_h = i_kv * G + i_g
         i_t = lo + (i - i_g * count) * BM
-        b_q = load_tile(x_q, i_b, i_t, i_h, 0, T, H, K, BM, BK, TMA)
-        b_e = load_tile(x_e, i_b, i_t, i_h, 0, T, H, V, BM, BV, TMA)
+        b_q = load_parts(x_q, i_b, i_t, i_h, T, H, K, BM, BK, NK, TMA)
+        b_e = load_parts(x_e, i_b, i_t, i_h, T, H, V, BM, BV, NV, TMA)
         i_row = (tl.cast(i_b, tl.int64) * H + i_h) * NR
         # a pair a load: less to copy ahead than two numbers by themselves
         o_pair = (i_t + tl.arange(0, BM))[:, None] * 2 + tl.arange(0, 2)[None, :]
@@ -232,7 +234,7 @@ def _over_queries(
         if SCALED:
             part = tl.maximum(tl.load(p_power + i_row + i_t + tl.arange(0, BM)) / ref, 1e-30)
             lse -= tl.log2(part)
-        s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee", out_dtype=ACC)
+        s = scores(b_k, b_q, NK, ACC)
         p = tl.exp2(s * sc[None, :] - lse[None, :])
         if MASK:
             behind = (i_t + tl.arange(0, BM))[None, :] - key[:, None]
@@ -240,14 +242,14 @@ def _over_queries(
             if WINDOW:
                 seen &= behind < W
             p = tl.where(seen, p, 0.0)
-        ev = tl.dot(b_v, tl.trans(b_e), input_precision="ieee", out_dtype=ACC)
-        dv = plus_product(dv, p.to(b_e.dtype), b_e)
+        ev = scores(b_v, b_e, NV, ACC)
+        dv = plus_products(dv, p.to(b_e[0].dtype), b_e, NV)
         # late: two numbers a query fewer to hold meanwhile
         A, B = tl.split(tl.load(p_rows + 4 * i_row + 2 * NR + o_pair))
         if SCALED:
             B /= part
         da = p * (ev * sc[None, :] + (p * B[None, :] + A[None, :]))
-        dk = plus_product(dk, da.to(b_q.dtype), b_q)
+        dk = plus_products(dk, da.to(b_q[0].dtype), b_q, NK)
     return dk, dv
 
 
@@ -255,8 +257,8 @@ def _over_queries(
 def keys(
     x_q, x_k, x_v, x_e, x_dk, x_dv, p_rows, p_power, p_ref, p_spans, T, NR, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
-    SCALED: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
+    OT: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a key-value head's tile of BN keys. p_ref [1]: the largest power of e (SCALED)."""
     i_bh = tl.program_id(0)
@@ -265,13 +267,13 @@ def keys(
     i_s = tl.program_id(1) * BN
     _, asks, last = span(p_spans, i_b, i_s, T, C, PACKED)
     key = i_s + tl.arange(0, BN)
-    b_k = load_tile(x_k, i_b, i_s, i_kv, 0, T, HK, K, BN, BK, TMA)
-    b_v = load_tile(x_v, i_b, i_s, i_kv, 0, T, HK, V, BN, BV, TMA)
+    b_k = load_parts(x_k, i_b, i_s, i_kv, T, HK, K, BN, BK, NK, TMA)
+    b_v = load_parts(x_v, i_b, i_s, i_kv, T, HK, V, BN, BV, NV, TMA)
     ref = 1.0
     if SCALED:
         ref = tl.load(p_ref)
-    dk = tl.zeros([BN, BK], ACC)
-    dv = tl.zeros([BN, BV], ACC)
+    dk = zeros(BN, BK, NK, ACC)
+    dv = zeros(BN, BV, NV, ACC)
     # from `full` on a query of a tile sees all the keys, from `edge` on its window leaves some out
     begin = tl.maximum(i_s, asks) // BM * BM
     full = tl.maximum(tl.minimum(tl.cdiv(i_s + BN - 1, BM) * BM, last), begin)
@@ -280,21 +282,21 @@ def keys(
         edge = tl.maximum(tl.minimum((i_s + W) // BM * BM, last), full)
         dk, dv = _over_queries(
             dk, dv, b_k, b_v, x_q, x_e, p_rows, p_power, i_b, i_kv, key, edge, tl.minimum(i_s + BN - 1 + W, last), ref, T, NR, W,
-            H, HK, K, V, BM, BK, BV, NS, TMA, ACC, SCALED, True, True,
+            H, HK, K, V, BM, BK, BV, NK, NV, NS, TMA, ACC, SCALED, True, True,
         )  # fmt: skip
     dk, dv = _over_queries(
         dk, dv, b_k, b_v, x_q, x_e, p_rows, p_power, i_b, i_kv, key, full, edge, ref, T, NR, W,
-        H, HK, K, V, BM, BK, BV, NS, TMA, ACC, SCALED, False, False,
+        H, HK, K, V, BM, BK, BV, NK, NV, NS, TMA, ACC, SCALED, False, False,
     )  # fmt: skip
     dk, dv = _over_queries(
         dk, dv, b_k, b_v, x_q, x_e, p_rows, p_power, i_b, i_kv, key, begin, full, ref, T, NR, W,
-        H, HK, K, V, BM, BK, BV, NS, TMA, ACC, SCALED, True, WINDOW,
+        H, HK, K, V, BM, BK, BV, NK, NV, NS, TMA, ACC, SCALED, True, WINDOW,
     )  # fmt: skip
     if SCALED:
-        dk *= ref
-        dv *= ref
-    store_tile(x_dk, (dk * LN2).to(OT), i_b, i_s, i_kv, 0, T, HK, K, BN, BK, TMA)
-    store_tile(x_dv, dv.to(OT), i_b, i_s, i_kv, 0, T, HK, V, BN, BV, TMA)
+        dk = times(dk, ref, NK)
+        dv = times(dv, ref, NV)
+    store_parts(x_dk, dk, LN2, OT, i_b, i_s, i_kv, T, HK, K, BN, BK, NK, TMA)
+    store_parts(x_dv, dv, 1.0, OT, i_b, i_s, i_kv, T, HK, V, BN, BV, NV, TMA)
 
 
 @triton.jit

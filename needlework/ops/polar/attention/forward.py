@@ -12,8 +12,9 @@ key-value head where it lies.
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.softmax import NONE, soften
-from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
+from needlework.ops.common.kernels.softmax import NONE, weigh
+from needlework.ops.common.kernels.tile import store_tile
+from needlework.ops.polar.attention.parts import largest, load_parts, load_row, plus_products, scores, store_parts, times, zeros
 from needlework.ops.polar.attention.rows import gains, gains_of, read_out, softplus_of_three, span
 
 
@@ -21,12 +22,13 @@ from needlework.ops.polar.attention.rows import gains, gains_of, read_out, softp
 def _over_keys(
     m, l, q2, acc, b_q, x_k, x_v, i_b, i_kv, lo, hi, own, sc, T, W,
     HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
+    NK: tl.constexpr, NV: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, MASK: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Keys lo … hi − 1 in tiles; with MASK each query sees those up to its own, the newest W behind a window."""
     for j in tl.range(lo, hi, BN, num_stages=NS):
-        b_k = load_tile(x_k, i_b, j, i_kv, 0, T, HK, K, BN, BK, TMA)
-        s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+        b_k = load_parts(x_k, i_b, j, i_kv, T, HK, K, BN, BK, NK, TMA)
+        s = scores(b_q, b_k, NK, ACC)
         if MASK:
             behind = (own - j)[:, None]
             o_n = tl.arange(0, BN)[None, :]
@@ -34,9 +36,9 @@ def _over_keys(
             if WINDOW:
                 seen &= behind - W < o_n
             s = tl.where(seen, s, float("-inf"))
-        b_v = load_tile(x_v, i_b, j, i_kv, 0, T, HK, V, BN, BV, TMA)
-        p, m, l, q2, acc = soften(s, sc, m, l, q2, acc, True)
-        acc = plus_product(acc, p.to(b_v.dtype), b_v)
+        b_v = load_parts(x_v, i_b, j, i_kv, T, HK, V, BN, BV, NV, TMA)
+        p, m, l, q2, rescale = weigh(s, sc, m, l, q2, True)
+        acc = plus_products(times(acc, rescale[:, None], NV), p.to(b_v[0].dtype), b_v, NV)
     return m, l, q2, acc
 
 
@@ -44,8 +46,8 @@ def _over_keys(
 def attend(
     x_q, x_k, x_v, x_o, x_mean, p_alpha, p_beta, p_gamma, p_base, p_null, p_mag, p_stats, p_spans, T, NR, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
-    MT: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SAVE: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
+    OT: tl.constexpr, MT: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """A head's tile of BM queries. p_stats [B H 3 NR]: lse, n_eff, the mean's step. SCALE: 1 / √K."""
     i_bh = tl.program_id(0)
@@ -65,11 +67,11 @@ def attend(
     _, _, temp, _, _ = gains(p_alpha, p_gamma, p_base, i_h, n, ACC)
     sc = temp * SCALE
 
-    b_q = load_tile(x_q, i_b, i_t, i_h, 0, T, H, K, BM, BK, TMA)
+    b_q = load_parts(x_q, i_b, i_t, i_h, T, H, K, BM, BK, NK, TMA)
     m = tl.full([BM], NONE, ACC)
     l = tl.zeros([BM], ACC)
     q2 = tl.zeros([BM], ACC)
-    acc = tl.zeros([BM, BV], ACC)
+    acc = zeros(BM, BV, NV, ACC)
     # below `full` a query of the tile sees not all of a key tile because of its window, from `diagonal` on because of the future
     diagonal = i_t // BN * BN
     full = first
@@ -78,15 +80,15 @@ def attend(
         full = tl.minimum(tl.cdiv(tl.maximum(first, i_t + BM - W), BN) * BN, diagonal)
         m, l, q2, acc = _over_keys(
             m, l, q2, acc, b_q, x_k, x_v, i_b, i_kv, start, full, own, sc, T, W,
-            HK, K, V, BN, BK, BV, NS, TMA, ACC, True, True,
+            HK, K, V, BN, BK, BV, NK, NV, NS, TMA, ACC, True, True,
         )  # fmt: skip
     m, l, q2, acc = _over_keys(
         m, l, q2, acc, b_q, x_k, x_v, i_b, i_kv, full, diagonal, own, sc, T, W,
-        HK, K, V, BN, BK, BV, NS, TMA, ACC, False, False,
+        HK, K, V, BN, BK, BV, NK, NV, NS, TMA, ACC, False, False,
     )  # fmt: skip
     m, l, q2, acc = _over_keys(
         m, l, q2, acc, b_q, x_k, x_v, i_b, i_kv, diagonal, i_t + BM, own, sc, T, W,
-        HK, K, V, BN, BK, BV, NS, TMA, ACC, True, WINDOW,
+        HK, K, V, BN, BK, BV, NK, NV, NS, TMA, ACC, True, WINDOW,
     )  # fmt: skip
 
     # gains again: held through the loop, float64 would spill
@@ -95,17 +97,17 @@ def attend(
     lse = m * sc + tl.log2(l)
     n_eff = l * l / q2
     if SAVE:
-        step = tl.maximum(tl.max(tl.abs(acc), 1), 1e-30) * (1.0 / STEPS)
-        b_mean = acc * (1.0 / step)[:, None]
-        if STEPS > 1:
-            b_mean = tl.floor(b_mean + 0.5)
-        store_tile(x_mean, b_mean.to(MT), i_b, i_t, i_h, 0, T, H, V, BM, BV, TMA)
+        step = tl.maximum(largest(acc, NV), 1e-30) * (1.0 / STEPS)
+        for n in tl.static_range(NV):
+            b_mean = acc[n] * (1.0 / step)[:, None]
+            if STEPS > 1:
+                b_mean = tl.floor(b_mean + 0.5)
+            store_tile(x_mean, b_mean.to(MT), i_b, i_t, i_h, n * BV, T, H, V, BM, BV, TMA)
         o_stats = p_stats + tl.cast(i_bh, tl.int64) * (3 * NR) + own
         tl.store(o_stats, lse)
         tl.store(o_stats + NR, n_eff)
         tl.store(o_stats + 2 * NR, step / l)
-    o_v = tl.arange(0, BV)
-    b_null = tl.load(p_null + i_h * V + o_v, mask=o_v < V, other=0.0)[None, :]
-    b_o, magnitude = read_out(acc, l, lse, n_eff, a_null, b_null, strength.to(ACC))
-    store_tile(x_o, b_o.to(OT), i_b, i_t, i_h, 0, T, H, V, BM, BV, TMA)
+    b_null = load_row(p_null + i_h * V, V, BV, NV)
+    b_o, magnitude = read_out(acc, l, lse, n_eff, a_null, b_null, strength.to(ACC), NV)
+    store_parts(x_o, b_o, 1.0, OT, i_b, i_t, i_h, T, H, V, BM, BV, NV, TMA)
     tl.store(p_mag + (tl.cast(i_b, tl.int64) * T + own) * H + i_h, magnitude, mask=own < T)

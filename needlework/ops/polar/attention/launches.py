@@ -13,6 +13,7 @@ from needlework.ops.common.kernels.tile import token_tile
 from needlework.ops.polar.arguments import Parameters, Tokens
 from needlework.ops.polar.attention.backward import keys, prepare, queries, totals
 from needlework.ops.polar.attention.forward import attend
+from needlework.ops.polar.attention.parts import parts_of
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, split
 from needlework.ops.runtime.precompile import run
@@ -87,13 +88,19 @@ def constants(
 ) -> Constants:  # fmt: skip
     """All that a kernel is compiled for; what it does not take is left out."""
     half = dtype.itemsize == 2
+    (BK, NK), (BV, NV) = widths(kernel, K, V)
     known = dict(
-        H=H, HK=HK, K=K, V=V, C=config.launch["shared"]["C"], BK=padded(K), BV=padded(V), TMA=int(config.tma),
+        H=H, HK=HK, K=K, V=V, C=config.launch["shared"]["C"], BK=BK, NK=NK, BV=BV, NV=NV, TMA=int(config.tma),
         ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[dtype],
         MT=tl.int16 if half else TYPES[dtype], STEPS=STEPS if half else 1, SCALE=K**-0.5,
         SCALED=int(dtype == torch.float16), PACKED=int(packed), WINDOW=int(window is not None), **flags,
     )  # fmt: skip
     return {name: x for name, x in known.items() if name in kernel.arg_names} | dict(own)
+
+
+def widths(kernel: JITFunction, K: int, V: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Columns of a tile and tiles of a row, of keys and of values: those whose products are taken may come in parts."""
+    return (parts_of(K), parts_of(V)) if kernel in (attend, queries, keys) else ((padded(K), 1), (padded(V), 1))
 
 
 def forward(walk: Walk, tokens: Tokens, parameters: Parameters, save: bool) -> tuple[Tensor, Tensor, Saved | None]:
@@ -107,7 +114,8 @@ def forward(walk: Walk, tokens: Tokens, parameters: Parameters, save: bool) -> t
     if save:
         saved = Saved(q.new_empty(B, T, H, V, dtype=walk.mean), q.new_empty(B, H, 3, walk.rows, dtype=walk.wide))
     if direction.numel():
-        BM, BN, BK, BV = own["BM"], own["BN"], padded(walk.K), padded(V)
+        BM, BN = own["BM"], own["BN"]
+        (BK, _), (BV, _) = widths(attend, walk.K, V)
         x_mean, stats = (None, None) if saved is None else (walk.tile(saved.mean, BM, BV), saved.stats)
         walk.launch(
             attend, (B * H, walk.rows // BM),
@@ -128,13 +136,12 @@ def backward(
     if not ddirection.numel():
         return Tokens(*each(Tensor.zero_, *dtokens)), dparameters.map(Tensor.zero_)
     dq, dk, dv = dtokens
-    BK, BV = padded(walk.K), padded(V)
     number = lambda *sizes: q.new_empty(*sizes, dtype=walk.wide)
 
     e, numbers = torch.empty_like(ddirection), number(B, H, 2, rows, 2)
     scaled = walk.dtype == torch.float16
     power = number(B, H, rows) if scaled else None
-    BM = walk.own(prepare)["BM"]
+    BM, BV = walk.own(prepare)["BM"], padded(V)
     tiles = B * (rows // BM)
     sums, dnull = number(H, 4, tiles), number(H, tiles, V)
     walk.launch(
@@ -142,6 +149,7 @@ def backward(
         *parameters, dmagnitude, stats, numbers, power, sums, dnull,
     )  # fmt: skip
 
+    (BK, _), (BV, _) = widths(queries, walk.K, V)
     BM, BN = (walk.own(queries)[name] for name in ("BM", "BN"))
     tiles_q = B * (rows // BM)
     dtemp = number(H, tiles_q)
@@ -167,7 +175,6 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     own = NAMES[dtype]
     number = "*fp64" if dtype == torch.float64 else "*fp32"
     saved = "i16" if dtype.itemsize == 2 else own
-    BK, BV = padded(K), padded(V)
     cases = []
     for packed, window in ((False, None), (True, 1)):
         for name, tiles in config.launch.items():
@@ -179,6 +186,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
             known, options = split(known)
             known |= absent(kernel, known, ONLY_WITH)
             BM, BN = known.get("BM"), known.get("BN")
+            (BK, _), (BV, _) = widths(kernel, K, V)
             x = lambda element, rows, columns: (
                 f"tensordesc<{element}[1, 1, {rows}, {columns}]>" if config.tma else f"*{element}"
             )

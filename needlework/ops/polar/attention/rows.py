@@ -10,6 +10,8 @@ temp carries the log2(e) of base 2 from the start: rounded once, it is the same 
 import triton
 import triton.language as tl
 
+from needlework.ops.polar.attention.parts import inner, plus, times
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 CLAMP = tl.constexpr(1e-6)
@@ -79,12 +81,12 @@ def shares(lse, a_null):
 
 
 @triton.jit
-def read_out(acc, l, lse, n_eff, a_null, b_null, strength):
-    """Direction and magnitude of rows with S = acc, from v_null [1 V] and softplus(β)."""
+def read_out(acc, l, lse, n_eff, a_null, b_null, strength, N: tl.constexpr):
+    """Direction and magnitude of rows with S = acc, from v_null and softplus(β); S, v_null and the direction are in N parts."""
     f, missed = shares(lse, a_null)
-    acc = acc * (f / l)[:, None] + missed[:, None] * b_null
-    r = tl.sqrt(tl.sum(acc * acc, 1))
-    return acc * (1.0 / clamped(r))[:, None], tanh(strength * log1p(n_eff * f))
+    s = plus(times(acc, (f / l)[:, None], N), times(b_null, missed[:, None], N), N)
+    r = tl.sqrt(inner(s, s, N))
+    return times(s, (1.0 / clamped(r))[:, None], N), tanh(strength * log1p(n_eff * f))
 
 
 @triton.jit

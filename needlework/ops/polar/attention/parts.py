@@ -1,0 +1,111 @@
+"""Rows of D numbers in N parts of BD columns each: products take no more columns than that.
+
+Triton's tiles are powers of two wide. Rows of 160 or 192 are three parts of 64, where one tile would have 256 columns. All parts are as wide
+as each other, so that shared memory has one layout. With N = 1 a row is one tile.
+"""
+
+import triton
+import triton.language as tl
+
+from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
+from needlework.ops.runtime.triton_types import padded
+
+LEAST = 256  # columns of a tile from which on rows are taken in parts
+
+
+def parts_of(D: int) -> tuple[int, int]:
+    """The columns of a part, and how many parts a row of D numbers has: three quarters of a tile, where they hold it."""
+    whole = padded(D)
+    return (whole // 4, 3) if whole >= LEAST and 4 * D <= 3 * whole else (whole, 1)
+
+
+@triton.jit
+def load_parts(
+    x, i_b, i_t, i_h, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """N tiles [C BD] of x [B T H D], as `load_tile` has one."""
+    parts = (load_tile(x, i_b, i_t, i_h, 0, T, H, D, C, BD, TMA),)
+    for n in tl.static_range(1, N):
+        parts += (load_tile(x, i_b, i_t, i_h, n * BD, T, H, D, C, BD, TMA),)
+    return parts
+
+
+@triton.jit
+def load_row(x, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr):
+    """[1 BD] each of a row x [D]."""
+    o_d = tl.arange(0, BD)
+    parts = (tl.load(x + o_d, mask=o_d < D, other=0.0)[None, :],)
+    for n in tl.static_range(1, N):
+        parts += (tl.load(x + n * BD + o_d, mask=n * BD + o_d < D, other=0.0)[None, :],)
+    return parts
+
+
+@triton.jit
+def store_parts(
+    x, parts, UNIT: tl.constexpr, OT: tl.constexpr, i_b, i_t, i_h, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    BD: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_parts`, of parts in a unit that is UNIT."""
+    for n in tl.static_range(N):
+        store_tile(x, (parts[n] * UNIT).to(OT), i_b, i_t, i_h, n * BD, T, H, D, C, BD, TMA)
+
+
+@triton.jit
+def zeros(C: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, ACC: tl.constexpr):
+    parts = (tl.zeros([C, BD], ACC),)
+    for _ in tl.static_range(1, N):
+        parts += (tl.zeros([C, BD], ACC),)
+    return parts
+
+
+@triton.jit
+def times(parts, by, N: tl.constexpr):
+    """Each part times `by`, in its own dtype."""
+    found = ((parts[0] * by).to(parts[0].dtype),)
+    for n in tl.static_range(1, N):
+        found += ((parts[n] * by).to(parts[n].dtype),)
+    return found
+
+
+@triton.jit
+def plus(a, b, N: tl.constexpr):
+    found = (a[0] + b[0],)
+    for n in tl.static_range(1, N):
+        found += (a[n] + b[n],)
+    return found
+
+
+@triton.jit
+def scores(a, b, N: tl.constexpr, ACC: tl.constexpr):
+    """a bᵀ [rows of a, rows of b]."""
+    s = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee", out_dtype=ACC)
+    for n in tl.static_range(1, N):
+        s = plus_product(s, a[n], tl.trans(b[n]))
+    return s
+
+
+@triton.jit
+def plus_products(acc, p, b, N: tl.constexpr):
+    """acc + p b, part by part."""
+    found = (plus_product(acc[0], p, b[0]),)
+    for n in tl.static_range(1, N):
+        found += (plus_product(acc[n], p, b[n]),)
+    return found
+
+
+@triton.jit
+def inner(a, b, N: tl.constexpr):
+    """Σ a b of each row."""
+    total = tl.sum(a[0] * b[0], 1)
+    for n in tl.static_range(1, N):
+        total += tl.sum(a[n] * b[n], 1)
+    return total
+
+
+@triton.jit
+def largest(a, N: tl.constexpr):
+    """max |a| of each row."""
+    found = tl.max(tl.abs(a[0]), 1)
+    for n in tl.static_range(1, N):
+        found = tl.maximum(found, tl.max(tl.abs(a[n]), 1))
+    return found
