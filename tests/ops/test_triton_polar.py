@@ -7,9 +7,9 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
+from needlework.ops.common.kernels.parts import parts_of
 from needlework.ops.polar import PolarState, chunk_polar, recurrent_polar
 from needlework.ops.polar.attention import launches
-from needlework.ops.polar.attention.parts import parts_of
 from needlework.ops.polar.spec import inputs as sample
 from needlework.ops.runtime.launch_configs import forced, rows
 from needlework.testing.compare import EXACT, differentiate, poisoned, relative
@@ -112,7 +112,15 @@ def test_copies_by_descriptor_of_rows_in_parts_are_the_definition():
 
 
 def test_rows_of_three_quarters_of_a_wide_tile_are_three_parts():
-    assert [parts_of(D) for D in (24, 96, 128, 129, 192, 193, 256)] == [(32, 1), (128, 1), (128, 1), (64, 3), (64, 3), (256, 1), (256, 1)]
+    assert [parts_of(D) for D in (24, 96, 128, 129, 192, 193, 256)] == [
+        (32, 1),
+        (128, 1),
+        (128, 1),
+        (64, 3),
+        (64, 3),
+        (256, 1),
+        (256, 1),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,16 @@ from needlework.ops.delta.gradient_scaling import amax
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.delta.powers import TOKENS, amax_of_rows
 from needlework.ops.delta.scalar.intra_bwd import combine, gate, pairs
-from needlework.ops.delta.scalar.operands import Saved, forms, group_of, heads_of_team, inverse, operand_types, slots_of
+from needlework.ops.delta.scalar.operands import (
+    Saved,
+    forms,
+    group_of,
+    heads_of_team,
+    inverse,
+    operand_types,
+    slots_of,
+    tiles_of_keys,
+)
 from needlework.ops.delta.scalar.replay import replay_forward, replay_reverse
 from needlework.ops.delta.scalar.scan_bwd import adjoint
 from needlework.ops.delta.segments import fix_up, segmented
@@ -196,9 +205,9 @@ def constants(
         name: dict(config.launch[name]) for name in ("amax", "adjoint", "pairs", "replay_forward", "combine", "gate")
     }
     own["replay_reverse"] = {**own["replay_forward"], **config.launch["replay_reverse"]}
-    own["adjoint"] |= dict(KB=min(padded(K), 128), NK=cdiv(K, 128))
+    KB, NK = tiles_of_keys(K)
     group = group_of(H, HR, HV)
-    own["adjoint"] |= dict(HEADS=heads_of_team(group, cdiv(V, own["adjoint"]["BV"]), own["adjoint"]["NP"]))
+    own["adjoint"] |= dict(KB=KB, NK=NK, HEADS=heads_of_team(group, cdiv(V, own["adjoint"]["BV"]), own["adjoint"]["NP"]))
     for name in ("replay_forward", "replay_reverse"):
         row = own[name]
         row |= dict(KS=min(row["KS"], padded(K)), VB=min(row["VB"], padded(V)))

@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from needlework.ops.common.alignment import Alignment
+from needlework.ops.common.kernels.parts import parts_of
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.runtime.launch_configs import Constants, LaunchConfig
-from needlework.ops.runtime.triton_types import TYPES, accumulator, padded
+from needlework.ops.runtime.triton_types import TYPES, accumulator, cdiv
 
 ENGINE = "delta/scalar"
 ROWS = tl.constexpr(8)  # of E, the factors of a chunk's tokens
@@ -113,6 +114,12 @@ def heads_of_team(group: int, tiles: int, slots: int) -> int:
     return next(fits, 1)
 
 
+def tiles_of_keys(K: int) -> tuple[int, int]:
+    """The columns of a tile of the state, and how many tiles hold K: of 128 columns at most."""
+    KB, NK = parts_of(K)
+    return (KB, NK) if KB <= 128 else (128, cdiv(K, 128))
+
+
 def slots_of(config: LaunchConfig, kernel: str, align: Alignment, per: int, team: int, chunks: int) -> tuple[int, Tensor]:
     """Programs of a walk by teams, with `per` chains a sequence over `chunks` chunks in all, and the flags by which they pass chains on."""
     chains = align.N * per
@@ -129,9 +136,9 @@ def scan_constants(
 ) -> Constants:  # fmt: skip
     own = dict(config.launch["scan"])
     heads = heads_of_team(group_of(H, HR, HV), -(-V // own["BV"]), own.pop("NP"))
-    KB = min(padded(K), 128)
+    KB, NK = tiles_of_keys(K)
     return dict(
-        H=H, HR=HR, HV=HV, K=K, V=V, C=config.launch["shared"]["C"], KB=KB, NK=-(-K // KB), TMA=int(config.tma),
+        H=H, HR=HR, HV=HV, K=K, V=V, C=config.launch["shared"]["C"], KB=KB, NK=NK, TMA=int(config.tma),
         ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ERASE=erase, LAM=lam, READ=read, INIT=int(init), SAVE=int(save), HEADS=heads,
         **operand_types(dtype, form), **own,
     )  # fmt: skip

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.chain import chain_here, slot_here, tell, wait_for
-from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
+from needlework.ops.common.kernels.parts import cast, load_parts, scores, times
+from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.powers import divisor_of_v, product
 from needlework.ops.delta.scalar.operands import ROWS
 from needlework.ops.delta.segments import sequence_of
@@ -35,6 +36,24 @@ def factors(p_E, i_chunk, C: tl.constexpr):
 def written_as(b, p_overflow, ST: tl.constexpr):
     """W for the bf16 fallback, from the bits that the forward stored: bfloat16 if its overflow flag is set, else float16."""
     return tl.where(tl.load(p_overflow) != 0, b.to(ST, bitcast=True), b.to(ST))
+
+
+@triton.jit
+def odd_of(S, N: tl.constexpr):
+    """Sums of x − x, for `flag_overflow`."""
+    odd = tl.sum(S[0] - S[0], 1)
+    for n in tl.static_range(1, N):
+        odd += tl.sum(S[n] - S[n], 1)
+    return odd
+
+
+@triton.jit
+def continued(S, a, b, N: tl.constexpr, ACC: tl.constexpr):
+    """S + a b, one chain of sums from chunk to chunk."""
+    found = (tl.dot(a, b[0], S[0], input_precision="ieee", out_dtype=ACC),)
+    for n in tl.static_range(1, N):
+        found += (tl.dot(a, b[n], S[n], input_precision="ieee", out_dtype=ACC),)
+    return found
 
 
 @triton.jit
@@ -84,66 +103,47 @@ def scan(
 
         if late:
             wait_for(p_flag + i_slot, FORM)
-        o_v = i_v + tl.arange(0, BV)
-        o_state = (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
-        inside = (o_v < V)[:, None] & (o_k < K)[None, :]
-        p_late = p_hand + tl.cast(i_slot, tl.int64) * (BV * NK * KB) + o_hand
-        S0 = tl.load(p_late, mask=inside & late, other=0.0)
-        if INIT == 1:
-            S0 += tl.load(p_initial_state + o_state, mask=inside & (c_from == 0), other=0.0).to(ACC)
-        if NK == 2:
-            inside1 = (o_v < V)[:, None] & (o_k + KB < K)[None, :]
-            S1 = tl.load(p_late + KB, mask=inside1 & late, other=0.0)
-            if INIT == 1:
-                S1 += tl.load(p_initial_state + o_state + KB * V, mask=inside1 & (c_from == 0), other=0.0).to(ACC)
         if slot_stride is not None:
             i_s, ends = sequence_of(p_of, i_n)
             slot, resumed = slot_of(p_slots, p_fresh, i_s)
             power, inverse = power_of(p_power, i_s * HV + i_h)
-            # one 64-bit base and 32-bit offsets: a tile of 64-bit ones does not fit the registers beside S
             p_slot = p_final_state + slot * slot_stride + i_h * (K * V)
-            o_slot = o_k[None, :] * V + o_v[:, None]
-        if INIT == 2:
-            starts = c_from == 0
-            S0 += tl.load(p_slot + o_slot, mask=inside & starts & resumed, other=0.0).to(ACC) * inverse
-            if NK == 2:
-                S1 += tl.load(p_slot + KB * V + o_slot, mask=inside1 & starts & resumed, other=0.0).to(ACC) * inverse
-            if p_initial_state is not None:
-                p_kept = p_initial_state + (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V)
-                tl.store(p_kept + o_slot, S0, mask=inside & starts)
-            if p_initial_state is not None and NK == 2:
-                tl.store(p_kept + KB * V + o_slot, S1, mask=inside1 & starts)
+        starts = c_from == 0
+        # one 64-bit base and 32-bit offsets: a tile of 64-bit ones does not fit the registers beside S
+        o_base = (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V)
+        o_v = i_v + tl.arange(0, BV)
+        o_state = o_k[None, :] * V + o_v[:, None]
+        p_late = p_hand + tl.cast(i_slot, tl.int64) * (BV * NK * KB) + o_hand
+        S = ()
+        for n in tl.static_range(NK):
+            inside = (o_v < V)[:, None] & (o_k + n * KB < K)[None, :]
+            part = tl.load(p_late + n * KB, mask=inside & late, other=0.0)
+            if INIT == 1:
+                part += tl.load(p_initial_state + o_base + o_state + n * KB * V, mask=inside & starts, other=0.0).to(ACC)
+            if INIT == 2:
+                part += tl.load(p_slot + o_state + n * KB * V, mask=inside & starts & resumed, other=0.0).to(ACC) * inverse
+            if INIT == 2 and p_initial_state is not None:
+                tl.store(p_initial_state + o_base + o_state + n * KB * V, part, mask=inside & starts)
+            S += (part,)
 
         for i in tl.range(c_from, c_to, num_stages=NS):
             i_t = (c_row + i) * C
             # all loads first: they share barriers
-            b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
-            b_r0 = load_tile(x_r, i_b, i_t, i_r, 0, T, HR, K, C, KB, TMA).to(ST)
+            b_k = cast(load_parts(x_k, i_b, i_t, i_k, T, H, K, C, KB, NK, TMA), ST, NK)
+            b_r = cast(load_parts(x_r, i_b, i_t, i_r, T, HR, K, C, KB, NK, TMA), ST, NK)
             if READ:
-                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
-            if NK == 2:
-                b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
-                b_r1 = load_tile(x_r, i_b, i_t, i_r, KB, T, HR, K, C, KB, TMA).to(ST)
-                if READ:
-                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
+                b_q = cast(load_parts(x_q, i_b, i_t, i_k, T, H, K, C, KB, NK, TMA), ST, NK)
             if ERASE:
                 b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(TT)
             b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(ST)
             b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
-            b_S0 = S0.to(ST)
+            b_S = cast(S, ST, NK)
             if ERASE:
-                erased = tl.dot(b_S0, tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
-            read = tl.dot(b_S0, tl.trans(b_r0), input_precision="ieee", out_dtype=ACC)
+                erased = scores(b_S, b_k, NK, ACC)
+            read = scores(b_S, b_r, NK, ACC)
             if READ:
-                asked = tl.dot(b_S0, tl.trans(b_q0), input_precision="ieee", out_dtype=ACC)
-            if NK == 2:
-                b_S1 = S1.to(ST)
-                if ERASE:
-                    erased = plus_product(erased, b_S1, tl.trans(b_k1))
-                read = plus_product(read, b_S1, tl.trans(b_r1))
-                if READ:
-                    asked = plus_product(asked, b_S1, tl.trans(b_q1))
+                asked = scores(b_S, b_q, NK, ACC)
 
             p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
             w = tl.trans(b_v).to(ACC)
@@ -173,32 +173,25 @@ def scan(
                 w = b_w.to(ACC)
             b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
             e_whole = -tl.load(p_factor + 5 * C - 1)
-            S0 = tl.dot(b_left, b_k0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
-            if NK == 2:
-                S1 = tl.dot(b_left, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
+            S = continued(times(S, e_whole, NK), b_left, b_k, NK, ACC)
             # last, while the state's product is under way
             store_tile(x_o, tl.trans(b_o), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
         done = c_to == count
         if FORM == 1:
-            odd = tl.sum(S0 - S0, 1)
-            if NK == 2:
-                odd += tl.sum(S1 - S1, 1)
-            flag_overflow(p_overflow, odd)
-        if slot_stride is None:
-            tl.store(p_final_state + o_state, S0, mask=inside & done)
-            if NK == 2:
-                tl.store(p_final_state + o_state + KB * V, S1, mask=inside1 & done)
-        else:
+            flag_overflow(p_overflow, odd_of(S, NK))
+        leaves = done
+        if slot_stride is not None:
             leaves = done & ends & (slot >= 0) & (count > 0)
             # a number that two threads hold is read by both before one of them writes it
             tl.debug_barrier()
-            tl.store(p_slot + o_slot, S0 * power, mask=inside & leaves)
-            if NK == 2:
-                tl.store(p_slot + KB * V + o_slot, S1 * power, mask=inside1 & leaves)
+        for n in tl.static_range(NK):
+            inside = (o_v < V)[:, None] & (o_k + n * KB < K)[None, :]
+            if slot_stride is None:
+                tl.store(p_final_state + o_base + o_state + n * KB * V, S[n], mask=inside & leaves)
+            else:
+                tl.store(p_slot + o_state + n * KB * V, S[n] * power, mask=inside & leaves)
         if begin > 0:
-            p_early = p_late - TEAM * BV * NK * KB
-            tl.store(p_early, S0)
-            if NK == 2:
-                tl.store(p_early + KB, S1)
+            for n in tl.static_range(NK):
+                tl.store(p_late - TEAM * BV * NK * KB + n * KB, S[n])
             tell(p_flag + i_slot - TEAM, FORM)

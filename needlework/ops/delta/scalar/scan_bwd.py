@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.chain import chain_here, slot_here, tell, wait_for
+from needlework.ops.common.kernels.parts import cast, load_parts, scores, times
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.gradient_scaling import gradient_factor
 from needlework.ops.delta.powers import product
 from needlework.ops.delta.scalar.operands import ROWS
-from needlework.ops.delta.scalar.scan import factors, flag_overflow
+from needlework.ops.delta.scalar.scan import continued, factors, flag_overflow, odd_of
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N"])
@@ -60,38 +61,31 @@ def adjoint(
         # one 64-bit base and 32-bit offsets: a tile of 64-bit ones does not fit the registers beside S
         o_base = (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V)
         o_state = o_k[None, :] * V + o_v[:, None]
-        inside = (o_v < V)[:, None] & (o_k < K)[None, :]
-        p_late = p_hand + tl.cast(i_slot, tl.int64) * (BV * NK * KB)
-        S0 = tl.load(p_late + o_hand, mask=inside & late, other=0.0)
-        if END:
-            S0 += tl.load(p_dstate + o_base + o_state, mask=inside & (c_from == 0), other=0.0).to(ACC) * factor
-        if NK == 2:
-            inside1 = (o_v < V)[:, None] & (o_k + KB < K)[None, :]
-            S1 = tl.load(p_late + KB + o_hand, mask=inside1 & late, other=0.0)
+        p_late = p_hand + tl.cast(i_slot, tl.int64) * (BV * NK * KB) + o_hand
+        S = ()
+        for n in tl.static_range(NK):
+            inside = (o_v < V)[:, None] & (o_k + n * KB < K)[None, :]
+            part = tl.load(p_late + n * KB, mask=inside & late, other=0.0)
             if END:
-                S1 += tl.load(p_dstate + o_base + o_state + KB * V, mask=inside1 & (c_from == 0), other=0.0).to(ACC) * factor
+                part += (
+                    tl.load(p_dstate + o_base + o_state + n * KB * V, mask=inside & (c_from == 0), other=0.0).to(ACC) * factor
+                )
+            S += (part,)
 
         for i in tl.range(c_from, c_to, num_stages=NS):
             i_chunk = c_row + count - 1 - i
             i_t = i_chunk * C
             # all loads first: they share barriers
-            b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
-            b_r0 = load_tile(x_r, i_b, i_t, i_r, 0, T, HR, K, C, KB, TMA).to(ST)
+            b_k = cast(load_parts(x_k, i_b, i_t, i_k, T, H, K, C, KB, NK, TMA), ST, NK)
+            b_r = cast(load_parts(x_r, i_b, i_t, i_r, T, HR, K, C, KB, NK, TMA), ST, NK)
             if READ and LAM:
-                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
-            if NK == 2:
-                b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
-                b_r1 = load_tile(x_r, i_b, i_t, i_r, KB, T, HR, K, C, KB, TMA).to(ST)
-                if READ and LAM:
-                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
+                b_q = cast(load_parts(x_q, i_b, i_t, i_k, T, H, K, C, KB, NK, TMA), ST, NK)
             b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(ST)
             if ERASE:
                 b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(TT)
             b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
-            left = tl.dot(S0.to(ST), tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
-            if NK == 2:
-                left = tl.dot(S1.to(ST), tl.trans(b_k1), left, input_precision="ieee", out_dtype=ACC)
+            left = scores(cast(S, ST, NK), b_k, NK, ACC)
 
             p_factor = factors(p_E, i_bh * chunks_of_row + i_chunk, C)
             do = tl.trans(b_do).to(ACC)
@@ -118,35 +112,24 @@ def adjoint(
                 b_by_k = by_k.to(ST)
             b_by_r = by_r.to(ST)
             e_whole = e_later * tl.load(p_factor + 7 * C - 1)
-            S0 = tl.dot(b_by_r, b_r0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
+            S = continued(times(S, e_whole, NK), b_by_r, b_r, NK, ACC)
             if ERASE:
-                S0 = tl.dot(b_by_k, b_k0, S0, input_precision="ieee", out_dtype=ACC)
-                if LAM and READ:
-                    S0 = tl.dot(b_by_q, b_q0, S0, input_precision="ieee", out_dtype=ACC)
-            if NK == 2:
-                S1 = tl.dot(b_by_r, b_r1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
-                if ERASE:
-                    S1 = tl.dot(b_by_k, b_k1, S1, input_precision="ieee", out_dtype=ACC)
-                if ERASE and LAM and READ:
-                    S1 = tl.dot(b_by_q, b_q1, S1, input_precision="ieee", out_dtype=ACC)
+                S = continued(S, b_by_k, b_k, NK, ACC)
+            if ERASE and LAM and READ:
+                S = continued(S, b_by_q, b_q, NK, ACC)
             # last, while the state's product is under way
             store_tile(x_du, tl.trans(b_du).to(BT, bitcast=True), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
         if FORM == 1:
-            odd = tl.sum(S0 - S0, 1)
-            if NK == 2:
-                odd += tl.sum(S1 - S1, 1)
-            flag_overflow(p_overflow_bwd, odd)
+            flag_overflow(p_overflow_bwd, odd_of(S, NK))
         done = c_to == count
         # an empty sequence has no first gate
         e_first = -tl.load(factors(p_E, i_bh * chunks_of_row + c_row, C) + 4 * C, mask=count > 0, other=-1.0)
         rest = e_first / factor
-        tl.store(p_dinitial_state + o_base + o_state, S0 * rest, mask=inside & done)
-        if NK == 2:
-            tl.store(p_dinitial_state + o_base + o_state + KB * V, S1 * rest, mask=inside1 & done)
+        for n in tl.static_range(NK):
+            inside = (o_v < V)[:, None] & (o_k + n * KB < K)[None, :]
+            tl.store(p_dinitial_state + o_base + o_state + n * KB * V, S[n] * rest, mask=inside & done)
         if begin > 0:
-            p_early = p_late - TEAM * BV * NK * KB
-            tl.store(p_early + o_hand, S0)
-            if NK == 2:
-                tl.store(p_early + KB + o_hand, S1)
+            for n in tl.static_range(NK):
+                tl.store(p_late - TEAM * BV * NK * KB + n * KB, S[n])
             tell(p_flag + i_slot - TEAM, FORM)

@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from needlework.ops.common.kernels.parts import cast, load_parts, scores, times
 from needlework.ops.common.kernels.tile import load_tile, token_tile
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.delta.powers import divisor_of_v
 from needlework.ops.delta.scalar.operands import Saved, forms, inverse, scan_constants
-from needlework.ops.delta.scalar.scan import factors, flag_overflow
+from needlework.ops.delta.scalar.scan import continued, factors, flag_overflow, odd_of
 from needlework.ops.delta.segments import Segments, only_one, sequence_of
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
@@ -63,20 +64,16 @@ def transitions_kernel(
         i_v = tl.where(of_values, i_tile * BV, NV * BV)
         o_c, o_k = tl.arange(0, C), tl.arange(0, KB)
         o_v = tl.where(of_values, i_tile, i_tile - NV) * BV + tl.arange(0, BV)
-        S0 = tl.where((o_v[:, None] == o_k[None, :]) & (i_tile >= NV), 1.0, 0.0).to(ACC)
-        if NK == 2:
-            S1 = tl.where((o_v[:, None] == o_k[None, :] + KB) & (i_tile >= NV), 1.0, 0.0).to(ACC)
+        S = ()
+        for n in tl.static_range(NK):
+            S += (tl.where((o_v[:, None] == o_k[None, :] + n * KB) & (i_tile >= NV), 1.0, 0.0).to(ACC),)
         e_all = tl.full([], 1.0, ACC)
         for i in tl.range(0, count, num_stages=NS):
             i_t = (c_row + i) * C
             # all loads first: they share barriers
-            b_k0 = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
+            b_k = cast(load_parts(x_k, i_b, i_t, i_k, T, H, K, C, KB, NK, TMA), ST, NK)
             if LAM:
-                b_q0 = load_tile(x_q, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA).to(ST)
-            if NK == 2:
-                b_k1 = load_tile(x_k, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
-                if LAM:
-                    b_q1 = load_tile(x_q, i_b, i_t, i_k, KB, T, H, K, C, KB, TMA).to(ST)
+                b_q = cast(load_parts(x_q, i_b, i_t, i_k, T, H, K, C, KB, NK, TMA), ST, NK)
             if ERASE:
                 b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(TT)
             b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
@@ -86,15 +83,10 @@ def transitions_kernel(
             if p_abc is not None:
                 w *= by_v[None, :]
             if ERASE:
-                b_S0 = S0.to(ST)
-                erased = tl.dot(b_S0, tl.trans(b_k0), input_precision="ieee", out_dtype=ACC)
+                b_S = cast(S, ST, NK)
+                erased = scores(b_S, b_k, NK, ACC)
                 if LAM:
-                    asked = tl.dot(b_S0, tl.trans(b_q0), input_precision="ieee", out_dtype=ACC)
-                if NK == 2:
-                    b_S1 = S1.to(ST)
-                    erased = tl.dot(b_S1, tl.trans(b_k1), erased, input_precision="ieee", out_dtype=ACC)
-                if NK == 2 and LAM:
-                    asked = tl.dot(b_S1, tl.trans(b_q1), asked, input_precision="ieee", out_dtype=ACC)
+                    asked = scores(b_S, b_q, NK, ACC)
                 if LAM:
                     erased += tl.load(p_factor + 2 * C + o_c)[None, :] * asked
                 beta = tl.load(p_factor + o_c)
@@ -104,23 +96,15 @@ def transitions_kernel(
             b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
             e_whole = -tl.load(p_factor + 5 * C - 1)
             e_all *= e_whole
-            S0 = tl.dot(b_left, b_k0, S0 * e_whole, input_precision="ieee", out_dtype=ACC)
-            if NK == 2:
-                S1 = tl.dot(b_left, b_k1, S1 * e_whole, input_precision="ieee", out_dtype=ACC)
+            S = continued(times(S, e_whole, NK), b_left, b_k, NK, ACC)
 
         if FORM == 1:
-            odd = tl.sum(S0 - S0, 1)
-            if NK == 2:
-                odd += tl.sum(S1 - S1, 1)
-            flag_overflow(p_overflow, odd)
-        if of_values:
-            _store(p_N, S0, i_nh, 0, o_v, K, V, KB)
-            if NK == 2:
-                _store(p_N, S1, i_nh, KB, o_v, K, V, KB)
-        elif ERASE:
-            _store(p_M, S0, i_nh, 0, o_v, K, K, KB)
-            if NK == 2:
-                _store(p_M, S1, i_nh, KB, o_v, K, K, KB)
+            flag_overflow(p_overflow, odd_of(S, NK))
+        for n in tl.static_range(NK):
+            if of_values:
+                _store(p_N, S[n], i_nh, n * KB, o_v, K, V, KB)
+            elif ERASE:
+                _store(p_M, S[n], i_nh, n * KB, o_v, K, K, KB)
         if not ERASE:
             tl.store(p_M + i_nh, e_all, mask=makes_M)
 

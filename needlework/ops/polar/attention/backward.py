@@ -19,8 +19,8 @@ with ones are exact and nearly free.
 import triton
 import triton.language as tl
 
+from needlework.ops.common.kernels.parts import inner, load_parts, plus_products, scores, store_parts, times, zeros
 from needlework.ops.common.kernels.tile import load_tile, store_tile
-from needlework.ops.polar.attention.parts import inner, load_parts, plus_products, scores, store_parts, times, zeros
 from needlework.ops.polar.attention.rows import CLAMP, LN2, clamped, gains_of, log1p, shares, softplus_of_three, span, tanh
 
 ONES = tl.constexpr(16)  # columns of the product that sums rows: the fewest that a tensor core takes

@@ -12,9 +12,9 @@ key-value head where it lies.
 import triton
 import triton.language as tl
 
+from needlework.ops.common.kernels.parts import largest, load_parts, load_row, plus_products, scores, store_parts, times, zeros
 from needlework.ops.common.kernels.softmax import NONE, weigh
 from needlework.ops.common.kernels.tile import store_tile
-from needlework.ops.polar.attention.parts import largest, load_parts, load_row, plus_products, scores, store_parts, times, zeros
 from needlework.ops.polar.attention.rows import gains, gains_of, read_out, softplus_of_three, span
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from needlework.ops.common.kernels.parts import parts_of
 from needlework.ops.common.kernels.tile import token_tile
 from needlework.ops.polar.arguments import Parameters, Tokens
 from needlework.ops.polar.attention.backward import keys, prepare, queries, totals
 from needlework.ops.polar.attention.forward import attend
-from needlework.ops.polar.attention.parts import parts_of
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, absent, split
 from needlework.ops.runtime.precompile import run

@@ -10,7 +10,7 @@ temp carries the log2(e) of base 2 from the start: rounded once, it is the same 
 import triton
 import triton.language as tl
 
-from needlework.ops.polar.attention.parts import inner, plus, times
+from needlework.ops.common.kernels.parts import inner, plus, times
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

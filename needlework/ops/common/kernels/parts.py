@@ -59,6 +59,14 @@ def zeros(C: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, ACC: tl.constexpr)
 
 
 @triton.jit
+def cast(parts, ST: tl.constexpr, N: tl.constexpr):
+    found = (parts[0].to(ST),)
+    for n in tl.static_range(1, N):
+        found += (parts[n].to(ST),)
+    return found
+
+
+@triton.jit
 def times(parts, by, N: tl.constexpr):
     """Each part times `by`, in its own dtype."""
     found = ((parts[0] * by).to(parts[0].dtype),)
