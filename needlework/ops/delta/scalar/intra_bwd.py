@@ -272,6 +272,20 @@ def _alike(p_a, p_b, SIZE: tl.constexpr, BLK: tl.constexpr, ACC: tl.constexpr):
     return tl.sum(total, 0)
 
 
+@triton.jit
+def _before(
+    p_X, p_to, p_initial_state, p_dinitial_state, o_state, rest, is_first, SIZE: tl.constexpr, SLICES: tl.constexpr,
+    INIT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """⟨S, dS⟩ at a chunk's start, by the anchor before it; of a sequence's first chunk by its states."""
+    found = tl.zeros([], ACC)
+    if not is_first:
+        found = _measured(p_X, SLICES) + tl.sum(tl.load(p_to), 0)
+    elif INIT:
+        found = _alike(p_initial_state + o_state, p_dinitial_state + o_state, SIZE, STATE, ACC) / rest
+    return found
+
+
 @triton.jit(do_not_specialize=["T", "NR", "N", "anchors"])
 def gate(
     p_held, p_from, p_to, p_X, p_G, p_dg, p_initial_state, p_dinitial_state, p_cum, p_overflow_bwd, p_max, T, NR, N, anchors,
@@ -309,13 +323,12 @@ def gate(
             if i > first:
                 X -= tl.sum(left, 0)
                 if EVERY == 2:
-                    beyond = 0.0
-                    if i + 1 < count:
-                        beyond = _measured(p_X + (place + HV) * SLICES, SLICES) + tl.sum(tl.load(p_to + o_row - C), 0)
-                    elif INIT:
-                        o_state = (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V)
-                        beyond = _alike(p_initial_state + o_state, p_dinitial_state + o_state, K * V, STATE, ACC) / rest
-                    X = 0.5 * (X + beyond - tl.sum(read, 0))
+                    o_state = (tl.cast(i_n, tl.int64) * HV + i_h) * (K * V)
+                    before = _before(
+                        p_X + (place + HV) * SLICES, p_to + o_row - C, p_initial_state, p_dinitial_state, o_state, rest, i + 1 == count,
+                        K * V, SLICES, INIT, ACC,
+                    )  # fmt: skip
+                    X = 0.5 * (X + before - tl.sum(read, 0))
                 if not INIT and i + 1 == count:
                     X = 0.0
                 if HALF:

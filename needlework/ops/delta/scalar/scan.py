@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.chain import chain_here, slot_here, tell, wait_for
-from needlework.ops.common.kernels.parts import cast, load_parts, scores, times
-from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.common.kernels.parts import cast, load_parts
+from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
 from needlework.ops.delta.powers import divisor_of_v, product
 from needlework.ops.delta.scalar.operands import ROWS
 from needlework.ops.delta.segments import sequence_of
@@ -48,11 +48,11 @@ def odd_of(S, N: tl.constexpr):
 
 
 @triton.jit
-def continued(S, a, b, N: tl.constexpr, ACC: tl.constexpr):
-    """S + a b, one chain of sums from chunk to chunk."""
-    found = (tl.dot(a, b[0], S[0], input_precision="ieee", out_dtype=ACC),)
+def continued(S, by, a, b, N: tl.constexpr, ACC: tl.constexpr):
+    """by S + a b, one chain of sums from chunk to chunk; a part after the other, as both do not fit the registers twice."""
+    found = (tl.dot(a, b[0], S[0] * by, input_precision="ieee", out_dtype=ACC),)
     for n in tl.static_range(1, N):
-        found += (tl.dot(a, b[n], S[n], input_precision="ieee", out_dtype=ACC),)
+        found += (tl.dot(a, b[n], S[n] * by, input_precision="ieee", out_dtype=ACC),)
     return found
 
 
@@ -138,12 +138,17 @@ def scan(
             b_P = load_tile(x_P, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(ST)
             b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
-            b_S = cast(S, ST, NK)
-            if ERASE:
-                erased = scores(b_S, b_k, NK, ACC)
-            read = scores(b_S, b_r, NK, ACC)
-            if READ:
-                asked = scores(b_S, b_q, NK, ACC)
+            # all of one tile's products before the next one's: two tiles as operands do not fit the registers
+            erased = tl.zeros([BV, C], ACC)
+            read = tl.zeros([BV, C], ACC)
+            asked = tl.zeros([BV, C], ACC)
+            for n in tl.static_range(NK):
+                b_S = S[n].to(ST)
+                if ERASE:
+                    erased = plus_product(erased, b_S, tl.trans(b_k[n]))
+                read = plus_product(read, b_S, tl.trans(b_r[n]))
+                if READ:
+                    asked = plus_product(asked, b_S, tl.trans(b_q[n]))
 
             p_factor = factors(p_E, i_bh * chunks_of_row + c_row + i, C)
             w = tl.trans(b_v).to(ACC)
@@ -173,7 +178,7 @@ def scan(
                 w = b_w.to(ACC)
             b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
             e_whole = -tl.load(p_factor + 5 * C - 1)
-            S = continued(times(S, e_whole, NK), b_left, b_k, NK, ACC)
+            S = continued(S, e_whole, b_left, b_k, NK, ACC)
             # last, while the state's product is under way
             store_tile(x_o, tl.trans(b_o), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 

@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.chain import chain_here, slot_here, tell, wait_for
-from needlework.ops.common.kernels.parts import cast, load_parts, scores, times
+from needlework.ops.common.kernels.parts import cast, load_parts
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.gradient_scaling import gradient_factor
 from needlework.ops.delta.powers import product
 from needlework.ops.delta.scalar.operands import ROWS
-from needlework.ops.delta.scalar.scan import continued, factors, flag_overflow, odd_of
+from needlework.ops.delta.scalar.scan import factors, flag_overflow, odd_of
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR", "N"])
@@ -85,7 +85,9 @@ def adjoint(
                 b_T = load_tile(x_T, i_bh, i_t, 0, 0, NR, 1, C, C, C, TMA).to(TT)
             b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 
-            left = scores(cast(S, ST, NK), b_k, NK, ACC)
+            left = tl.zeros([BV, C], ACC)
+            for n in tl.static_range(NK):
+                left = tl.dot(S[n].to(ST), tl.trans(b_k[n]), left, input_precision="ieee", out_dtype=ACC)
 
             p_factor = factors(p_E, i_bh * chunks_of_row + i_chunk, C)
             do = tl.trans(b_do).to(ACC)
@@ -112,11 +114,15 @@ def adjoint(
                 b_by_k = by_k.to(ST)
             b_by_r = by_r.to(ST)
             e_whole = e_later * tl.load(p_factor + 7 * C - 1)
-            S = continued(times(S, e_whole, NK), b_by_r, b_r, NK, ACC)
-            if ERASE:
-                S = continued(S, b_by_k, b_k, NK, ACC)
-            if ERASE and LAM and READ:
-                S = continued(S, b_by_q, b_q, NK, ACC)
+            earlier = ()
+            for n in tl.static_range(NK):
+                part = tl.dot(b_by_r, b_r[n], S[n] * e_whole, input_precision="ieee", out_dtype=ACC)
+                if ERASE:
+                    part = tl.dot(b_by_k, b_k[n], part, input_precision="ieee", out_dtype=ACC)
+                if ERASE and LAM and READ:
+                    part = tl.dot(b_by_q, b_q[n], part, input_precision="ieee", out_dtype=ACC)
+                earlier += (part,)
+            S = earlier
             # last, while the state's product is under way
             store_tile(x_du, tl.trans(b_du).to(BT, bitcast=True), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.common.kernels.parts import cast, load_parts, scores, times
+from needlework.ops.common.kernels.parts import cast, load_parts, scores
 from needlework.ops.common.kernels.tile import load_tile, token_tile
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.delta.powers import divisor_of_v
@@ -96,7 +96,7 @@ def transitions_kernel(
             b_left = (w * tl.load(p_factor + 5 * C + o_c)[None, :]).to(ST)
             e_whole = -tl.load(p_factor + 5 * C - 1)
             e_all *= e_whole
-            S = continued(times(S, e_whole, NK), b_left, b_k, NK, ACC)
+            S = continued(S, e_whole, b_left, b_k, NK, ACC)
 
         if FORM == 1:
             flag_overflow(p_overflow, odd_of(S, NK))

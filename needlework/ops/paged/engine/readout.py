@@ -46,5 +46,6 @@ def read_out(
         b_null = tl.load(p_null + (i_h * V)[:, None] + o_v[None, :], mask=(o_v < V)[None, :], other=0.0)
         strength = softplus(tl.load(p_beta + i_h)).to(ACC)
         n_eff = l * l / tl.maximum(q2, 1e-37)
-        (o,), magnitude = read_polar((acc,), l, m + tl.log2(l), n_eff, a_null, (b_null,), strength, 1)
+        parts, magnitude = read_polar((acc,), l, m + tl.log2(l), n_eff, a_null, (b_null,), strength, 1)
+        o = parts[0]
     return o, magnitude
