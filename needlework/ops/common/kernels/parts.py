@@ -1,4 +1,4 @@
-"""Rows of D numbers in N parts of BD columns each: products take no more columns than that.
+"""Rows of D numbers as N tiles, the parts, of BD columns each: products take no more columns than those.
 
 Triton's tiles are powers of two wide. Rows of 160 or 192 are three parts of 64, where one tile would have 256 columns. All parts are as wide
 as each other, so that shared memory has one layout. With N = 1 a row is one tile.
@@ -10,7 +10,7 @@ import triton.language as tl
 from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
 from needlework.ops.runtime.triton_types import padded
 
-LEAST = 256  # columns of a tile from which on rows are taken in parts
+LEAST = 256  # columns of a tile from which on rows are taken in parts: three tiles of 32 took longer than one of 128
 
 
 def parts_of(D: int) -> tuple[int, int]:
@@ -24,20 +24,20 @@ def load_parts(
     x, i_b, i_t, i_h, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr
 ):  # fmt: skip
     """N tiles [C BD] of x [B T H D], as `load_tile` has one."""
-    parts = (load_tile(x, i_b, i_t, i_h, 0, T, H, D, C, BD, TMA),)
-    for n in tl.static_range(1, N):
-        parts += (load_tile(x, i_b, i_t, i_h, n * BD, T, H, D, C, BD, TMA),)
-    return parts
+    found = ()
+    for n in tl.static_range(N):
+        found += (load_tile(x, i_b, i_t, i_h, n * BD, T, H, D, C, BD, TMA),)
+    return found
 
 
 @triton.jit
 def load_row(x, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr):
-    """[1 BD] each of a row x [D]."""
-    o_d = tl.arange(0, BD)
-    parts = (tl.load(x + o_d, mask=o_d < D, other=0.0)[None, :],)
-    for n in tl.static_range(1, N):
-        parts += (tl.load(x + n * BD + o_d, mask=n * BD + o_d < D, other=0.0)[None, :],)
-    return parts
+    """N tiles [1 BD] of a row x [D]."""
+    found = ()
+    for n in tl.static_range(N):
+        o_d = n * BD + tl.arange(0, BD)
+        found += (tl.load(x + o_d, mask=o_d < D, other=0.0)[None, :],)
+    return found
 
 
 @triton.jit
@@ -52,16 +52,16 @@ def store_parts(
 
 @triton.jit
 def zeros(C: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, ACC: tl.constexpr):
-    parts = (tl.zeros([C, BD], ACC),)
-    for _ in tl.static_range(1, N):
-        parts += (tl.zeros([C, BD], ACC),)
-    return parts
+    found = ()
+    for _ in tl.static_range(N):
+        found += (tl.zeros([C, BD], ACC),)
+    return found
 
 
 @triton.jit
 def cast(parts, ST: tl.constexpr, N: tl.constexpr):
-    found = (parts[0].to(ST),)
-    for n in tl.static_range(1, N):
+    found = ()
+    for n in tl.static_range(N):
         found += (parts[n].to(ST),)
     return found
 
@@ -69,16 +69,16 @@ def cast(parts, ST: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def times(parts, by, N: tl.constexpr):
     """Each part times `by`, in its own dtype."""
-    found = ((parts[0] * by).to(parts[0].dtype),)
-    for n in tl.static_range(1, N):
+    found = ()
+    for n in tl.static_range(N):
         found += ((parts[n] * by).to(parts[n].dtype),)
     return found
 
 
 @triton.jit
 def plus(a, b, N: tl.constexpr):
-    found = (a[0] + b[0],)
-    for n in tl.static_range(1, N):
+    found = ()
+    for n in tl.static_range(N):
         found += (a[n] + b[n],)
     return found
 
@@ -95,8 +95,8 @@ def scores(a, b, N: tl.constexpr, ACC: tl.constexpr):
 @triton.jit
 def plus_products(acc, p, b, N: tl.constexpr):
     """acc + p b, part by part."""
-    found = (plus_product(acc[0], p, b[0]),)
-    for n in tl.static_range(1, N):
+    found = ()
+    for n in tl.static_range(N):
         found += (plus_product(acc[n], p, b[n]),)
     return found
 

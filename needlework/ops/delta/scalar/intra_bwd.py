@@ -262,11 +262,11 @@ def _measured(p_X, SLICES: tl.constexpr):
 
 
 @triton.jit
-def _alike(p_a, p_b, SIZE: tl.constexpr, BLK: tl.constexpr, ACC: tl.constexpr):
+def _alike(p_a, p_b, SIZE: tl.constexpr, ACC: tl.constexpr):
     """⟨a, b⟩ of two states."""
-    o = tl.arange(0, BLK)
-    total = tl.zeros([BLK], ACC)
-    for i in tl.range(0, SIZE, BLK, num_stages=4):
+    o = tl.arange(0, STATE)
+    total = tl.zeros([STATE], ACC)
+    for i in tl.range(0, SIZE, STATE, num_stages=4):
         inside = i + o < SIZE
         total += tl.load(p_a + i + o, mask=inside, other=0.0).to(ACC) * tl.load(p_b + i + o, mask=inside, other=0.0)
     return tl.sum(total, 0)
@@ -282,7 +282,7 @@ def _before(
     if not is_first:
         found = _measured(p_X, SLICES) + tl.sum(tl.load(p_to), 0)
     elif INIT:
-        found = _alike(p_initial_state + o_state, p_dinitial_state + o_state, SIZE, STATE, ACC) / rest
+        found = _alike(p_initial_state + o_state, p_dinitial_state + o_state, SIZE, ACC) / rest
     return found
 
 

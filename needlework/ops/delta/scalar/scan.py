@@ -50,8 +50,8 @@ def odd_of(S, N: tl.constexpr):
 @triton.jit
 def continued(S, by, a, b, N: tl.constexpr, ACC: tl.constexpr):
     """by S + a b, one chain of sums from chunk to chunk; a part after the other, as both do not fit the registers twice."""
-    found = (tl.dot(a, b[0], S[0] * by, input_precision="ieee", out_dtype=ACC),)
-    for n in tl.static_range(1, N):
+    found = ()
+    for n in tl.static_range(N):
         found += (tl.dot(a, b[n], S[n] * by, input_precision="ieee", out_dtype=ACC),)
     return found
 
