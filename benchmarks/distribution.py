@@ -104,8 +104,13 @@ def heading(rows: list[dict]) -> str:
     return (
         f"{distinct(rows, 'device')}, torch {distinct(rows, 'torch')}, Triton {distinct(rows, 'triton')}: {len(calls)} of the {whole} "
         f"calls of seed {distinct(rows, 'seed')}, {len(wrong)} over the error budget. {out} calls that do not fit were drawn and replaced. "
-        "Packed documents, and CARVE from a state, are timed by launches alone."
+        "Packed documents, and CARVE from a state, are timed by launches alone." + _of_other_runs(rows)
     )
+
+
+def _of_other_runs(rows: list[dict]) -> str:
+    calls = {name_of(row) for row in rows if row.get("peer_commit") and row["peer_ms"] is not None}
+    return f" The peers' figures of {len(calls)} calls are of an earlier run, ours of a later one." if calls else ""
 
 
 def section(rows: list[dict]) -> list[str]:

@@ -1,6 +1,6 @@
 """Time drawn calls (`draw.py`) beside their peers on this GPU, and say how the ratios are distributed.
 
-    python benchmarks/grid.py --seed 102 --minutes 25 [--rules gated polar] [--calls 40] [--out FILE] [--dry]
+    python benchmarks/grid.py --seed 102 --minutes 25 [--rules gated polar] [--calls 40] [--out FILE] [--dry] [--ours]
     python benchmarks/grid.py --report FILE
 
 Rules take turns, so a run that is cut short has covered all of them; a later one with the same seed, calls, commit and FILE goes on where
@@ -11,6 +11,9 @@ all but the first are for what prepares. A call is timed forward and forward + b
 replayed from a CUDA graph. Every figure is a median. What is over its budget is not timed.
 What fails or is wrong has a row that says why. Rows are written one by one. --dry says what is left, and what it takes by the seconds of
 the rows in FILE, and times nothing.
+
+--ours: peers take most of the minutes, and stay as they are. Calls that FILE has rows of are judged and timed again alone, and each keeps
+its peer's figures; `peer_commit` says which run they are of.
 """
 
 import argparse
@@ -93,6 +96,9 @@ def judge(call: Call) -> tuple[float, str]:
     return max((ratio, name) for name, ratio in mean_of_draws(map(one, range(DRAWS))).items())
 
 
+Beside = Callable[[Drawn, dict[str, torch.Tensor]], tuple[dict, str]]
+
+
 def beside(case: Drawn, x: dict[str, torch.Tensor]) -> tuple[dict, str]:
     """The peer's passes, and why there are none."""
     if case.peer is None:
@@ -104,6 +110,11 @@ def beside(case: Drawn, x: dict[str, torch.Tensor]) -> tuple[dict, str]:
         return theirs, ""
     except Exception as error:  # a peer, its compiler and a launch raise what they like
         return {}, why(error)
+
+
+def alone(case: Drawn, x: dict[str, torch.Tensor]) -> tuple[dict, str]:
+    """No peer's passes, in the place of `beside`."""
+    return {}, ""
 
 
 def tuned_with(benchmark: Callable[..., list[float]]) -> None:
@@ -148,7 +159,7 @@ def clocked(found: dict, what: str) -> Iterator[None]:
         found.setdefault("took", {})[what] = time.monotonic() - begun
 
 
-def prepare(call: Call, found: dict) -> None:
+def prepare(call: Call, found: dict, beside: Beside = beside) -> None:
     """Judged, and compiled with its peer, on a GPU where nothing is timed, if there is one."""
     from needlework.ops.runtime.precompile import compile_in
 
@@ -176,7 +187,7 @@ class Ready(NamedTuple):
     reason: str  # why there are none
 
     @classmethod
-    def of(cls, call: Call) -> "Ready":
+    def of(cls, call: Call, beside: Beside) -> "Ready":
         """Run once, its peer too, which tunes itself."""
         from triton.testing import do_bench
 
@@ -191,12 +202,12 @@ class Ready(NamedTuple):
 READY: dict[Call, Ready] = {}
 
 
-def timed(call: Call, found: dict) -> None:
+def timed(call: Call, found: dict, beside: Beside = beside) -> None:
     """Asked twice: a call is made ready, and then its figures are taken."""
     ready = READY.pop(call, None)
     with clocked(found, "tuning" if ready is None else "timing"):
         if ready is None:
-            READY[call] = Ready.of(call)
+            READY[call] = Ready.of(call, beside)
         else:
             figures(call, ready, found)
 
@@ -217,17 +228,26 @@ def figures(call: Call, ready: Ready, found: dict) -> None:
                 raise RuntimeError(f"{figure} of {name}: {why(error)}") from error
 
 
-ACTS = {"prepare": prepare, "time": timed}
-LIMITS = {"prepare": 1500, "time": 100}  # seconds that a call is given at a time, those in which others are timed included
+OURS = "ours: "  # before an act: without the peer
+ACTS = {
+    "prepare": prepare,
+    "time": timed,
+    OURS + "prepare": partial(prepare, beside=alone),
+    OURS + "time": partial(timed, beside=alone),
+}
+# seconds that a call is given at a time, those in which others are timed included
+LIMITS = {"prepare": 1500, "time": 100, OURS + "prepare": 500, OURS + "time": 100}
+PEERS = ("peer", "peer_ms", "peer_graph_ms", "peer_why", "prepare_s", "time_s")  # what a row keeps whose call is timed alone
 MEMORY_RAN_OUT = "OutOfMemory"
 ROOM = 56 * 2**30  # bytes that a call may take while others are prepared
-GUESSED = {"prepare": 100.0, "time": 15.0}  # seconds that a call takes, of rules that the file has no rows of
+# seconds that a call takes, of rules that the file has no rows of
+GUESSED = {"prepare": 100.0, "time": 15.0, OURS + "prepare": 40.0, OURS + "time": 5.0}
 
 
 class Run:
     """Rows of one run: what they share, and where they go."""
 
-    def __init__(self, file: Path | None, of: str, calls: int):
+    def __init__(self, file: Path | None, of: str, calls: int, ours: bool = False):
         import triton
 
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
@@ -236,6 +256,8 @@ class Run:
         self.file = file or results.path(device, distribution.ROOT)
         self.before = results.read(self.file)
         self.running = Running()
+        self.prefix = OURS if ours else ""
+        self.earlier = {results.key(row): row for row in self.before} if ours else {}
 
     def put(self, call: Call, found: dict, reason: str | None) -> None:
         """A row of each pass."""
@@ -253,6 +275,10 @@ class Run:
         for name in PASSES:
             figures = dict.fromkeys(distribution.FIGURES) | found.get(name, {}) | {"why": reason} | shared
             row = about | {"pass": name} | figures | self.common
+            if (earlier := self.earlier.get(results.key(row))) is not None:
+                row |= {figure: earlier[figure] for figure in PEERS} | {
+                    "peer_commit": earlier.get("peer_commit", earlier["commit"])
+                }
             results.put(self.file, row)
             ratios = {way: distribution.ratio(row, way) for way in distribution.WAYS}
             say(f"{call.name} {name}: {reason or ''} {row['ms']} ms, ratios {ratios} {row['peer_why'] or ''}")
@@ -261,16 +287,17 @@ class Run:
         """Those that this commit has no rows of."""
         same = lambda row: all(row[name] == self.common[name] for name in ("device", "commit", "calls"))
         finished = {distribution.name_of(row) for row in results.read(self.file) if same(row)}
-        return [call for call in calls if call.name not in finished]
+        begun = {distribution.name_of(row) for row in self.earlier.values()}
+        return [call for call in calls if call.name not in finished and (call.name in begun or not self.prefix)]
 
     def seconds(self, act: str, rule: str) -> float:
         """What a call of the rule takes, by the rows that the file had when the run began."""
         known = [row[f"{act}_s"] for row in self.before if row["op"] == rule and row[f"{act}_s"] is not None]
-        return mean(known) if known else GUESSED[act]
+        return mean(known) if known and not self.prefix else GUESSED[self.prefix + act]
 
     def plan(self, calls: list[Call]) -> list[str]:
         """What these calls take."""
-        sums = {act: sum(self.seconds(act, call.rule) for call in calls) / 60 for act in ACTS}
+        sums = {act: sum(self.seconds(act, call.rule) for call in calls) / 60 for act in ("prepare", "time")}
         whole = max(sums["prepare"] / SIDE_BY_SIDE, sums["time"])
         known = {row["op"] for row in self.before if row["time_s"] is not None}
         lines = [
@@ -291,7 +318,7 @@ class Run:
         begun = time.monotonic()
         if begun + self.seconds("prepare", call.rule) + self.seconds("time", call.rule) > until:
             return None
-        for _, found, reason in answers_of(SCRIPT, "prepare", [call], LIMITS, until, self.running):
+        for _, found, reason in answers_of(SCRIPT, self.prefix + "prepare", [call], LIMITS, until, self.running):
             found["prepare_s"] = time.monotonic() - begun
             took = found.get("took", {}) | {"whole": found["prepare_s"]}
             say(f"{call.name}: " + ", ".join(f"{what} {seconds:.0f} s" for what, seconds in took.items()))
@@ -333,7 +360,7 @@ class Run:
                 pool.submit(self.prepared, call, until).add_done_callback(lambda future, call=call: ready.put((call, future)))
             following = waiting()
             for first in following:  # a child times as many as it survives, the next one goes on
-                for call, found, reason in answers_of(SCRIPT, "time", chain([first], following), LIMITS, until):
+                for call, found, reason in answers_of(SCRIPT, self.prefix + "time", chain([first], following), LIMITS, until):
                     took = right[call].get("took", {}) | found.get("took", {})
                     right[call] |= found | {"took": took}
                     if reason or "fwd" in found:
@@ -352,6 +379,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="benchmarks/results/grids/<device>.json")
     parser.add_argument("--commit", default=commit(), help="what the rows are said to be of, where git cannot tell")
     parser.add_argument("--dry", action="store_true", help="say what is left and what it takes")
+    parser.add_argument("--ours", action="store_true", help="time us alone, beside the peers' figures that FILE has")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print the distribution of its rows, and time nothing")
     options = parser.parse_args()
     if options.report:
@@ -360,7 +388,7 @@ def main() -> int:
     if not (options.dry or torch.cuda.is_available()):
         parser.error("no CUDA device here: kernels are timed on a GPU")
     rules = tuple(rule for rule in RULES if rule.name in options.rules)
-    run = Run(options.out, options.commit, options.calls)
+    run = Run(options.out, options.commit, options.calls, options.ours)
     calls, left_out = drawn(options.seed, rules, options.calls)
     begun = time.monotonic()
     left = run.left(calls)

@@ -401,6 +401,32 @@ def test_a_grid_judges_times_and_reports_its_calls_and_goes_on_where_it_stopped(
     assert grid.main() == 0
 
 
+def test_calls_are_timed_again_alone_beside_the_figures_that_their_peers_had(grid, bench, monkeypatch, tmp_path, capsys):
+    results, file = bench("results"), tmp_path / "grid.json"
+    arguments = ["grid.py", "--seed", "101", "--rules", "gated", "--out", str(file), "--calls", "2", "--commit"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "abc"])
+    assert grid.main() == 0
+    first = results.read(file)[0]
+    assert "ModuleNotFoundError" in first["peer_why"]
+    theirs = {"peer_ms": 4.0, "peer_graph_ms": None, "peer_why": "", "prepare_s": 300.0, "time_s": 20.0}
+    results.put(file, first | theirs)
+    results._write(file, [row for row in results.read(file) if row["index"] == first["index"]])  # one call has rows
+    monkeypatch.setattr(grid, "median", lambda call: 1.0 if call() is not None else 0.0)
+    case_of, asked = grid.case_of, SimpleNamespace(name="asked", load=lambda: pytest.fail("no peer is asked"))
+    monkeypatch.setattr(grid, "case_of", lambda *given: replace(case_of(*given), peer=asked))
+    monkeypatch.setattr(sys, "argv", [*arguments, "def", "--ours"])
+    assert grid.main() == 0
+    rows = {row["pass"]: row for row in results.read(file)}
+    assert len(results.read(file)) == 2 and {row["index"] for row in rows.values()} == {first["index"]}
+    again = rows[first["pass"]]
+    assert {name: again[name] for name in theirs} == theirs
+    assert (again["ms"], again["commit"], again["peer_commit"]) == (1.0, "def", "abc")
+    assert "The peers' figures of 1 calls are of an earlier run" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*arguments, "ghi", "--ours"])
+    assert grid.main() == 0
+    assert {row["peer_commit"] for row in results.read(file)} == {"abc"}, "the run that timed the peer, not the last one"
+
+
 def test_what_prepares_is_stopped_while_figures_are_taken_and_not_while_a_peer_tunes_itself(grid, monkeypatch, tmp_path):
     stopped, running, of, figures = [], [], grid.Ready.of, grid.figures
 
@@ -408,7 +434,7 @@ def test_what_prepares_is_stopped_while_figures_are_taken_and_not_while_a_peer_t
         stopped.append((what, running[0].lock.locked()))
 
     monkeypatch.setattr(grid, "Running", lambda made=grid.Running: running.append(made()) or running[-1])
-    monkeypatch.setattr(grid.Ready, "of", lambda call: heard("tuning") or of(call))
+    monkeypatch.setattr(grid.Ready, "of", lambda *given: heard("tuning") or of(*given))
     monkeypatch.setattr(grid, "figures", lambda *given: heard("figures") or figures(*given))
     monkeypatch.setattr(
         sys,

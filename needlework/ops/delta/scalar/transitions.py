@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.common.kernels.parts import cast, load_parts
+from needlework.ops.common.kernels.parts import cast, load_parts, scores
 from needlework.ops.common.kernels.tile import load_tile, token_tile
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
 from needlework.ops.delta.powers import divisor_of_v
@@ -83,14 +83,10 @@ def transitions_kernel(
             if p_abc is not None:
                 w *= by_v[None, :]
             if ERASE:
-                # all of one tile's products before the next one's, as in the scan
-                erased = tl.zeros([BV, C], ACC)
-                asked = tl.zeros([BV, C], ACC)
-                for n in tl.static_range(NK):
-                    b_S = S[n].to(ST)
-                    erased = tl.dot(b_S, tl.trans(b_k[n]), erased, input_precision="ieee", out_dtype=ACC)
-                    if LAM:
-                        asked = tl.dot(b_S, tl.trans(b_q[n]), asked, input_precision="ieee", out_dtype=ACC)
+                b_S = cast(S, ST, NK)
+                erased = scores(b_S, b_k, NK, ACC)
+                if LAM:
+                    asked = scores(b_S, b_q, NK, ACC)
                 if LAM:
                     erased += tl.load(p_factor + 2 * C + o_c)[None, :] * asked
                 beta = tl.load(p_factor + o_c)
