@@ -1,10 +1,12 @@
 """Chunk kernels on a slot table, in Triton's interpreter: states start from slots and end there, in place."""
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 
 from needlework.ops.delta import chunk_delta
 from needlework.ops.delta.inputs import DeltaInputs
@@ -36,6 +38,22 @@ def in_segments(length, monkeypatch):
 @pytest.mark.parametrize("rule", chosen(RULES, quick=("qdelta", "delta/gla")))
 def test_slots_hold_states(rule):
     holds(rule)
+
+
+@pytest.mark.parametrize("K", (136, 200))
+def test_slots_hold_states_of_several_tiles_of_keys(K):
+    spec = SPECS["delta/gated"]
+
+    def inputs(generator, *sizes):
+        x = spec.inputs(generator, *sizes)
+        wide = lambda y: normalize(torch.randn(*y.shape[:-1], K, generator=generator, dtype=y.dtype), dim=-1)
+        return x | {name: wide(x[name]) for name in "qk"}
+
+    def table(slots):
+        _, H, _, V = spec.table(slots).shape
+        return torch.zeros(slots, H, K, V, dtype=torch.float64)
+
+    slot_checks.slots_hold_states(replace(spec, inputs=inputs, table=table), T=T, impls=("triton",))
 
 
 @pytest.mark.parametrize("NP", chosen((2, 5), quick=(5,)))
