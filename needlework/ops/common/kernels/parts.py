@@ -76,14 +76,6 @@ def times(parts, by, N: tl.constexpr):
 
 
 @triton.jit
-def plus(a, b, N: tl.constexpr):
-    found = ()
-    for n in tl.static_range(N):
-        found += (a[n] + b[n],)
-    return found
-
-
-@triton.jit
 def scores(a, b, N: tl.constexpr, ACC: tl.constexpr):
     """a bᵀ [rows of a, rows of b]."""
     s = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee", out_dtype=ACC)

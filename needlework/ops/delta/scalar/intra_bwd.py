@@ -294,8 +294,9 @@ def gate(
 ):  # fmt: skip
     """dg of the chunks from one anchor back to the next, of one sequence and value head. X = e^{G_C} ⟨S, dS⟩ of a chunk, S at
     its start and dS at its end, is what every one of its gates decays; ⟨S, dS⟩ at a chunk's start is X and what its tokens
-    read, at its end X and what its keys left. Between two anchors lies one chunk at most, EVERY = 2, that is as near to the one as to the
-    other: X is the mean of what it is from each, with half of each one's error. Where a sequence starts ⟨S, dS⟩ is that of its states."""
+    read, at its end X and what its keys left. With EVERY = 2 one chunk lies between two anchors, as near to the one as
+    to the other: its X is the mean of what each gives, with half of each one's error. Where a sequence starts ⟨S, dS⟩ is that of its
+    states."""
     if FORM == 2:
         if tl.load(p_overflow_bwd) == 0:
             return
@@ -330,7 +331,7 @@ def gate(
                     )  # fmt: skip
                     X = 0.5 * (X + before - tl.sum(read, 0))
                 if not INIT and i + 1 == count:
-                    X = 0.0
+                    X = 0.0  # S is 0
                 if HALF:
                     # what was carried is rounding where nothing passes the chunk
                     X = tl.where(tl.load(p_G + i_bh * NR + tl.max(o_t, 0)) < NOTHING, 0.0, X)

@@ -215,7 +215,8 @@ def queries(
 def _over_queries(
     dk, dv, b_k, b_v, x_q, x_e, p_rows, p_power, i_b, i_kv, key, lo, hi, ref, T, NR, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    NK: tl.constexpr, NV: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, SCALED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
+    NK: tl.constexpr, NV: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, SCALED: tl.constexpr,
+    MASK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Queries lo … hi − 1, in tiles, of every head of the group: transposed tiles, so that their products enter from registers."""
     G: tl.constexpr = H // HK

@@ -47,7 +47,8 @@ def attend(
     x_q, x_k, x_v, x_o, x_mean, p_alpha, p_beta, p_gamma, p_base, p_null, p_mag, p_stats, p_spans, T, NR, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
-    OT: tl.constexpr, MT: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SAVE: tl.constexpr,
+    OT: tl.constexpr, MT: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    SAVE: tl.constexpr,
 ):  # fmt: skip
     """A head's tile of BM queries. p_stats [B H 3 NR]: lse, n_eff, the mean's step. SCALE: 1 / √K."""
     i_bh = tl.program_id(0)

@@ -88,7 +88,7 @@ def constants(
 ) -> Constants:  # fmt: skip
     """All that a kernel is compiled for; what it does not take is left out."""
     half = dtype.itemsize == 2
-    (BK, NK), (BV, NV) = widths(kernel, K, V)
+    (BK, NK), (BV, NV) = tiles_of(kernel, K, V)
     known = dict(
         H=H, HK=HK, K=K, V=V, C=config.launch["shared"]["C"], BK=BK, NK=NK, BV=BV, NV=NV, TMA=int(config.tma),
         ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[dtype],
@@ -98,7 +98,7 @@ def constants(
     return {name: x for name, x in known.items() if name in kernel.arg_names} | dict(own)
 
 
-def widths(kernel: JITFunction, K: int, V: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def tiles_of(kernel: JITFunction, K: int, V: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Columns of a tile and tiles of a row, of keys and of values: those whose products are taken may come in parts."""
     return (parts_of(K), parts_of(V)) if kernel in (attend, queries, keys) else ((padded(K), 1), (padded(V), 1))
 
@@ -115,7 +115,7 @@ def forward(walk: Walk, tokens: Tokens, parameters: Parameters, save: bool) -> t
         saved = Saved(q.new_empty(B, T, H, V, dtype=walk.mean), q.new_empty(B, H, 3, walk.rows, dtype=walk.wide))
     if direction.numel():
         BM, BN = own["BM"], own["BN"]
-        (BK, _), (BV, _) = widths(attend, walk.K, V)
+        (BK, _), (BV, _) = tiles_of(attend, walk.K, V)
         x_mean, stats = (None, None) if saved is None else (walk.tile(saved.mean, BM, BV), saved.stats)
         walk.launch(
             attend, (B * H, walk.rows // BM),
@@ -149,7 +149,7 @@ def backward(
         *parameters, dmagnitude, stats, numbers, power, sums, dnull,
     )  # fmt: skip
 
-    (BK, _), (BV, _) = widths(queries, walk.K, V)
+    (BK, _), (BV, _) = tiles_of(queries, walk.K, V)
     BM, BN = (walk.own(queries)[name] for name in ("BM", "BN"))
     tiles_q = B * (rows // BM)
     dtemp = number(H, tiles_q)
@@ -186,7 +186,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
             known, options = split(known)
             known |= absent(kernel, known, ONLY_WITH)
             BM, BN = known.get("BM"), known.get("BN")
-            (BK, _), (BV, _) = widths(kernel, K, V)
+            (BK, _), (BV, _) = tiles_of(kernel, K, V)
             x = lambda element, rows, columns: (
                 f"tensordesc<{element}[1, 1, {rows}, {columns}]>" if config.tma else f"*{element}"
             )

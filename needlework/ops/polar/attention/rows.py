@@ -10,7 +10,7 @@ temp carries the log2(e) of base 2 from the start: rounded once, it is the same 
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.parts import inner, plus, times
+from needlework.ops.common.kernels.parts import inner, times
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -84,7 +84,9 @@ def shares(lse, a_null):
 def read_out(acc, l, lse, n_eff, a_null, b_null, strength, N: tl.constexpr):
     """Direction and magnitude of rows with S = acc, from v_null and softplus(β); S, v_null and the direction are in N parts."""
     f, missed = shares(lse, a_null)
-    s = plus(times(acc, (f / l)[:, None], N), times(b_null, missed[:, None], N), N)
+    s = ()
+    for n in tl.static_range(N):
+        s += (acc[n] * (f / l)[:, None] + missed[:, None] * b_null[n],)
     r = tl.sqrt(inner(s, s, N))
     return times(s, (1.0 / clamped(r))[:, None], N), tanh(strength * log1p(n_eff * f))
 
