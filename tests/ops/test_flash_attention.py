@@ -127,10 +127,10 @@ def test_tangents_are_refused(flashing):
 
 def test_half_precision_on_a_gpu_is_taken(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash, "compute_capability", lambda device: (9, 0))
     on_gpu = lambda dtype, D: type("T", (), {"is_cuda": True, "device": "cuda", "dtype": dtype, "shape": (1, 1, 1, D)})()
     assert not flash.takes(torch.zeros(1, 1, 1, 16).bfloat16(), torch.zeros(1, 1, 1, 16).bfloat16())
     assert all(flash.takes(on_gpu(*x), on_gpu(*x)) for x in ((torch.bfloat16, 68), (torch.float16, 256)))
     assert not any(flash.takes(on_gpu(*x), on_gpu(*x)) for x in ((torch.float32, 64), (torch.bfloat16, 264)))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(flash, "compute_capability", lambda device: (7, 5))
     assert not flash.takes(*[on_gpu(torch.float16, 64)] * 2)

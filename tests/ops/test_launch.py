@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.compiler import config
 
 from needlework.ops.api import _warn_once, resolve
-from needlework.ops.common import alignment
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.delta import chunk_delta, recurrent_delta
 from needlework.ops.qdelta import chunk_qdelta
@@ -191,9 +190,8 @@ def test_rows_of_unit_norm_where_no_launch_config_may_be_taken(monkeypatch):
     torch.testing.assert_close(triton_l2.l2_rows(x), unit_rows(x))
 
 
-def test_the_chunks_of_equal_rows_are_made_once_and_none_that_hold_nothing_are_kept(monkeypatch):
-    monkeypatch.setattr(alignment, "_kept", {})
+def test_the_chunks_of_equal_rows_are_made_once_and_none_that_hold_nothing_are_kept():
     with FakeTensorMode():
-        Alignment.of(None, 3, 70, 16, CPU)
-    first, again, longer = (Alignment.of(None, 3, T, 16, CPU).cum for T in (70, 80, 81))
-    assert first is again and first.tolist() == [0, 5, 10, 15] and longer.tolist() == [0, 6, 12, 18]
+        Alignment.of(None, 3, 7000, 16, CPU)
+    first, again, longer = (Alignment.of(None, 3, T, 16, CPU).cum for T in (7000, 7008, 7009))
+    assert first is again and first.tolist() == [0, 438, 876, 1314] and longer.tolist() == [0, 439, 878, 1317]

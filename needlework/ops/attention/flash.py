@@ -14,6 +14,7 @@ from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.remembered import remembered
 from needlework.ops.common.shapes import behind
 from needlework.ops.runtime.custom_op import backward_operator, differentiable, operator
+from needlework.ops.runtime.target import compute_capability
 
 FORWARD, BACKWARD = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 WIDEST, MULTIPLE = 256, 8  # numbers a head
@@ -23,7 +24,7 @@ def takes(q: Tensor, v: Tensor) -> bool:
     """Whether `flash_attention` takes tensors like these: half precision on a GPU from Ampere on, at most 256 numbers a head."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or max(q.shape[-1], v.shape[-1]) > WIDEST:
         return False
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return torch.backends.cuda.is_flash_attention_available() and compute_capability(q.device) >= (8, 0)
 
 
 def flash_attention(

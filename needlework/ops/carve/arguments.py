@@ -6,6 +6,7 @@ from torch import Tensor
 
 from needlework.ops.carve.state import CarveState, empty_state
 from needlework.ops.common.packing import sequences
+from needlework.ops.common.remembered import remember, remembered
 from needlework.ops.common.shapes import check, check_count, check_dtypes, check_state, check_tensor, width
 
 Prediction = Literal["previous", "decayed"]
@@ -115,7 +116,14 @@ def biased(tensors: CarveInputs, b_bias: Tensor | None) -> CarveInputs:
 
 
 def check_position(position: Tensor, content_chunk: int) -> None:
-    """Raise ValueError unless every position lies inside a content chunk: the state may come from another model."""
+    """Raise ValueError unless every position lies inside a content chunk: the state may come from another model. What was right stays so
+    until it changes, for to read it has the host wait for the GPU."""
+    remember(position)
+    _check(position, content_chunk)
+
+
+@remembered
+def _check(position: Tensor, content_chunk: int) -> None:
     outside = (position < 0) | (position >= content_chunk)
     if outside.any():
         raise ValueError(

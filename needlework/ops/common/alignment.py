@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from needlework.ops.common.kernels.moves import moved, places
-from needlework.ops.common.remembered import known, remember, remembered
+from needlework.ops.common.remembered import known, remember, remembered, standing
 from needlework.ops.runtime.each import Ts, each
 from needlework.ops.runtime.precompile import precompiling
 
@@ -41,7 +41,7 @@ class Alignment(NamedTuple):
     def of(cls, cu_seqlens: Tensor | None, B: int, T: int, C: int, device: torch.device) -> "Alignment":
         chunks = -(-T // C)
         if cu_seqlens is None:
-            return cls(_even(B, chunks, device), B, T, chunks, None)
+            return cls(_even(device, B, chunks), B, T, chunks, None)
         N, aligned = cls.sizes(cu_seqlens, B, T, C)
         cu_seqlens = cu_seqlens.to(device)
         # what is noted for a compilation has not run: nothing to keep
@@ -67,21 +67,7 @@ def _spans(cum: Tensor) -> Tensor:
     return torch.stack((cum[:-1], cum[1:]), 1)
 
 
-_kept: dict[tuple[int, int, torch.device], Tensor] = {}
-
-
-def _even(B: int, chunks: int, device: torch.device) -> Tensor:
-    """[B+1] int32, multiples of chunks. Kept for the next call: two small kernels cost the host more than a large one."""
-    key = B, chunks, device
-    if key in _kept:
-        return _kept[key]
-    cum = torch.arange(B + 1, dtype=torch.int32, device=device) * chunks
-    # what a CUDA graph makes is made anew at its replays, and in memory of its own
-    if type(cum) is Tensor and not (cum.is_cuda and torch.cuda.is_current_stream_capturing()):
-        if cum.is_cuda:
-            torch.cuda.current_stream(device).synchronize()  # any stream may read it now
-        if len(_kept) >= 256:
-            _kept.clear()
-        _kept[key] = cum
-        remember(cum)
-    return cum
+@standing
+def _even(device: torch.device, B: int, chunks: int) -> Tensor:
+    """[B+1] int32, multiples of chunks."""
+    return torch.arange(B + 1, dtype=torch.int32, device=device) * chunks

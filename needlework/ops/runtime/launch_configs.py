@@ -18,7 +18,7 @@ import torch
 
 from needlework.ops.runtime.constant import constant
 from needlework.ops.runtime.denylist import denied, denylist
-from needlework.ops.runtime.target import AMD, INTERPRETER, on_amd, shared_memory
+from needlework.ops.runtime.target import AMD, INTERPRETER, compute_capability, on_amd, shared_memory
 
 
 class Unsupported(Exception):
@@ -104,7 +104,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability; the interpreter and AMD's GPUs have none and take the plainest rows."""
     if interpreted():
         return INTERPRETER
-    return AMD if on_amd() else torch.cuda.get_device_capability(device)
+    return AMD if on_amd() else compute_capability(device)
 
 
 @cache

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from needlework.ops.common.remembered import remembered
 from needlework.ops.runtime import launch_configs, launcher
+from needlework.ops.runtime.arena import in_one_piece
 from needlework.ops.runtime.custom_op import backward_operator, operator
 from needlework.ops.runtime.denylist import denylist
 from needlework.ops.runtime.each import every
@@ -233,12 +234,13 @@ class Recorder(TorchDispatchMode):
             if changes or needed & set(step.makes()):
                 needed |= set(step.uses())
                 kept.append(step)
-        later, steps = set(range(self.given)) | {register for register, _ in self.kept} | set(every(Register, results)), []
-        for step in kept:
+        made, arena = set(every(Register, results)), Register(len(self.origins))
+        later, steps = set(range(self.given)) | {register for register, _ in self.kept} | made, []
+        for step in reversed(in_one_piece(kept[::-1], made, arena)):
             own = {*step.uses(), *step.makes()}
             steps.append((step, sorted(own - later)))
             later |= own
-        return Recording(self.kept, len(self.origins) - self.given, steps[::-1], results)
+        return Recording(self.kept, arena + 1 - self.given, steps[::-1], results)
 
     def _new(self, x: Tensor) -> Register:
         register = self.registers.setdefault(id(x), Register(len(self.origins)))

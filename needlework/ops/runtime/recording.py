@@ -19,6 +19,9 @@ class Register(int):
     """Number of a tensor of a recording: one that is given, kept, or made."""
 
 
+Place = tuple[Register, int]  # whose memory, and how far in it
+
+
 class Step(Protocol):
     """What is done once more, on a stream."""
 
@@ -33,6 +36,11 @@ class Allocation(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]  # of `empty_on`
+
+    @property
+    def bytes(self) -> int:
+        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
 
     def uses(self) -> Iterator[int]:
         return iter(())
@@ -128,6 +136,13 @@ class Launch(NamedTuple):
         origins = dict.fromkeys([*(origin for _, origin, _ in addresses), *(x.origin for x in described)])
         return cls(direct, grid, given, addresses, described, list(origins), {})
 
+    def elsewhere(self, there: dict[Register, Place]) -> Launch:
+        """The same, of memory that is a part of another's now."""
+        of = lambda origin, offset: (there[origin][0], there[origin][1] + offset) if origin in there else (origin, offset)
+        addresses = [(i, *of(origin, offset)) for i, origin, offset in self.addresses]
+        described = [x._replace(origin=origin, offset=offset) for x in self.described for origin, offset in [of(x.origin, x.offset)]]
+        return Launch.of(self.direct, self.grid, self.given, addresses, described)
+
     def uses(self) -> Iterator[int]:
         return iter(self.origins)
 
@@ -163,6 +178,9 @@ class Chain(NamedTuple):
     @classmethod
     def of(cls, launches: list[Launch]) -> Chain:
         return cls(launches, list(dict.fromkeys(origin for launch in launches for origin in launch.origins)), object())
+
+    def elsewhere(self, there: dict[Register, Place]) -> Chain:
+        return Chain.of([launch.elsewhere(there) for launch in self.launches])
 
     def uses(self) -> Iterator[int]:
         return iter(self.origins)

@@ -1,9 +1,12 @@
 """GPUs that kernels are compiled for: what each has for a program, and what its compiler does not take. Imports no Triton."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+
+from needlework.ops.runtime.constant import constant
 
 INTERPRETER = (0, 0)
 AMD = (1, 0)  # in place of a compute capability: such a GPU takes the plainest rows of a launch table
@@ -39,6 +42,17 @@ def shared_memory(arch: tuple[int, int]) -> int:
     """Bytes that a program may have on a GPU of this compute capability; of one not named here the least that any since 8.0 has."""
     known = {target.arch: target.shared for target in TARGETS.values()} | {INTERPRETER: LARGE, (8, 7): 166912, (10, 3): LARGE}
     return known.get(arch, SMALL)
+
+
+@constant
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU, AMD's too, as PyTorch numbers them; without an index of the current one."""
+    return _asked(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache  # PyTorch takes as long as two launches to look it up, and an op asks several times
+def _asked(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def on_amd() -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from needlework.ops.common.kernels.moves import moved
-from needlework.ops.common.remembered import remembered
+from needlework.ops.common.remembered import remembered, standing
 from needlework.ops.runtime.each import Ts, each
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv
@@ -53,15 +53,9 @@ class Layout(NamedTuple):
     ) -> "Layout":
         """B batch rows of T, or packed in one. position [N] and cu_seqlens [N+1] count tokens of R rows; position None: all start anew."""
         packed, N = cu_seqlens is not None, B if cu_seqlens is None else len(cu_seqlens) - 1
+        if position is None and not packed and stays(T, L, C):
+            return of_rows(device, B, T, L, C)[0]
         longest, parts, slots, aligned = cls.sizes(position is not None, packed, N, T, L, C)
-        if position is None and not packed and (L % C == 0 or T <= L):
-            chunks = -(-T // C)
-            edges = torch.arange(0, longest * parts + 1, max(parts, 1), dtype=torch.int32, device=device).clamp_(max=chunks)
-            rows = torch.arange(B, dtype=torch.int32, device=device)
-            spans = edges.unfold(0, 2, 1)[:, None] + (rows * chunks)[:, None]
-            ends = torch.full((B,), T, device=device)
-            return cls(spans.contiguous(), rows * longest, ends, N, T, L, longest, parts, slots, None, None)
-
         cu_seqlens, position = each(lambda x: x.to(device).contiguous(), cu_seqlens, position)
         new = lambda *shape: torch.empty(shape, dtype=torch.int32, device=device)
         ends = torch.empty(N, dtype=torch.int64, device=device)
@@ -90,7 +84,7 @@ class Layout(NamedTuple):
         late = L - 1 if resumed else 0
         longest, parts = (T + late + L - 1) // L, -(-min(L, T) // C)
         slots = (T + N * (late + L - 1)) // L if packed else N * longest
-        moved = resumed or packed or (L % C > 0 and T > L)
+        moved = resumed or packed or not stays(T, L, C)
         return longest, parts, slots, (slots if packed else longest) * parts * C if moved else T
 
     def align(self, *tensors: *Ts, fill: float = 0.0) -> tuple[*Ts]:
@@ -100,6 +94,24 @@ class Layout(NamedTuple):
     def restore(self, *tensors: *Ts) -> tuple[*Ts]:
         """The inverse of `align`."""
         return tensors if self.places is None else _moved(self.places, *tensors)
+
+
+def stays(T: int, L: int, C: int) -> bool:
+    """Whether T rows that start anew are whole kernel chunks as they lie."""
+    return L % C == 0 or T <= L
+
+
+@standing
+def of_rows(device: torch.device, B: int, T: int, L: int, C: int) -> tuple[Layout, ByChunk]:
+    """B batch rows of T that start anew and stay."""
+    longest, parts, slots, _ = Layout.sizes(False, False, B, T, L, C)
+    chunks = -(-T // C)
+    edges = torch.arange(0, longest * parts + 1, max(parts, 1), dtype=torch.int32, device=device).clamp_(max=chunks)
+    rows = torch.arange(B, dtype=torch.int32, device=device)
+    spans = edges.unfold(0, 2, 1)[:, None] + (rows * chunks)[:, None]
+    ends = torch.full((B,), T, device=device)
+    layout = Layout(spans.contiguous(), rows * longest, ends, B, T, L, longest, parts, slots, None, None)
+    return layout, layout.by_chunk()
 
 
 def _moved(rows: Tensor, *tensors: *Ts, fill: float = 0.0) -> tuple[*Ts]:

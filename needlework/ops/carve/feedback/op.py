@@ -1,5 +1,8 @@
 """CARVE in Triton as an operator: layout, R rows a token, and what the backward keeps."""
 
+from collections.abc import Callable
+from functools import partial, wraps
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -8,17 +11,17 @@ from torch import Tensor
 from needlework.ops.carve.arguments import CarveInputs, Settings, check_position
 from needlework.ops.carve.feedback.backward import backward
 from needlework.ops.carve.feedback.forward import forward
-from needlework.ops.carve.feedback.layout import ByChunk, Layout, of_packed
+from needlework.ops.carve.feedback.layout import ByChunk, Layout, of_packed, of_rows, stays
 from needlework.ops.carve.state import CarveOutput, CarveState
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.operands import Saved
 from needlework.ops.delta.inputs import solve_dtype
-from needlework.ops.runtime.custom_op import differentiable, fake, step_operator
+from needlework.ops.runtime.custom_op import differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
-from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
+from needlework.ops.runtime.recorded import recorded, recorded_backward_operator
 from needlework.ops.slots.rows import Slots
 from needlework.ops.slots.table import check_contiguous, start_anew
 
@@ -64,15 +67,27 @@ def _one_row(x: Tensor, R: int, row: int, fill: float) -> Tensor:
     return torch.stack([x if i == row else others for i in range(R)], 2).flatten(1, 2)
 
 
-@recorded_operator
+def _played(function: Callable) -> Callable:
+    """`recorded`, behind the check of positions: that reads them on the host, which a recording would not do again."""
+    names, play = list(signature(function).parameters), recorded(function)
+    position, content_chunk = names.index("position"), names.index("content_chunk")
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        if (given := arguments[position]) is not None and given.numel():
+            check_position(given, arguments[content_chunk])
+        return play(*arguments)
+
+    return call
+
+
+@partial(operator, around=_played)
 def carve_triton_fwd(
     inputs: CarveInputs, b_bias: Tensor, initial_state: CarveState | None, cu_seqlens: Tensor | None,
     content_chunk: int, prediction: str, scale: float, R: int, save: bool,
 ) -> tuple[Tensor, CarveState, Kept | None, Saved | None]:  # fmt: skip
     """o, the final state and, if `save`, what the backward takes. T counts rows, R a token; position and content_chunk count tokens."""
     q, v, position = inputs.q, inputs.v, None if initial_state is None else initial_state.position
-    if position is not None:
-        check_position(position, content_chunk)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1] // R)
     if not v.numel():
@@ -175,6 +190,8 @@ def placed(
     (B, T), C = q.shape[:2], config.launch["shared"]["C"]
     if position is None and cu_seqlens is not None:
         return *of_packed(cu_seqlens, T, content_chunk * R, C, R, q.device), config
+    if position is None and stays(T, content_chunk * R, C):
+        return *of_rows(q.device, B, T, content_chunk * R, C), config
     return Layout.of(position, cu_seqlens, B, T, content_chunk * R, C, R, q.device), None, config
 
 

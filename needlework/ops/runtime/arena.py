@@ -1,0 +1,64 @@
+"""What a recorded call makes for its own launches, in one piece of memory: PyTorch is asked once in place of twenty times, and a launch
+looks up one address."""
+
+from typing import NamedTuple
+
+import torch
+
+from needlework.ops.runtime.recording import Allocation, Call, Chain, Launch, Register, Step
+
+LARGEST = 2**26  # bytes: more stay apart, where results get what is free by then
+UNIT = 512  # bytes that PyTorch's allocator begins at a multiple of
+
+
+class Span(NamedTuple):
+    """Of an allocation: the steps from the one that makes it to the last one that uses it, and how many bytes it takes."""
+
+    made: Register
+    first: int
+    last: int
+    size: int
+
+    def beside(self, other: "Span") -> bool:
+        """Whether both are there at one time."""
+        return self.first <= other.last and other.first <= self.last
+
+
+def in_one_piece(steps: list[Step], results: set[Register], arena: Register) -> list[Step]:
+    """The same steps with memory that launches alone see as parts of `arena`; as they are where that is too much, or one tensor's."""
+    spans = _spans(steps, results)
+    places, size = _placed(spans)
+    if len(spans) < 2 or size > LARGEST:
+        return steps
+    empty = next(step.empty for step in steps if isinstance(step, Allocation) and step.made in places)
+    whole = Allocation(arena, (size,), (1,), torch.uint8, empty)
+    there = {made: (arena, offset) for made, offset in places.items()}
+    others = [step for step in steps if not (isinstance(step, Allocation) and step.made in places)]
+    return [whole, *(step.elsewhere(there) if isinstance(step, Launch | Chain) else step for step in others)]
+
+
+def _spans(steps: list[Step], results: set[Register]) -> list[Span]:
+    """Of what is made empty, is no result, and which no call of PyTorch takes."""
+    last = {register: i for i, step in enumerate(steps) for register in step.uses()}
+    seen = results | {register for step in steps if isinstance(step, Call) for register in step.uses()}
+    return [
+        Span(step.made, i, last[step.made], step.bytes)
+        for i, step in enumerate(steps)
+        if isinstance(step, Allocation) and step.made not in seen
+    ]
+
+
+def _placed(spans: list[Span]) -> tuple[dict[Register, int], int]:
+    """Where each begins, and where all end: the largest first, each at the lowest place where nothing lies that is there at the same time."""
+    places: dict[Register, int] = {}
+    for span in (ordered := sorted(spans, key=lambda span: -span.size)):
+        taken = sorted(
+            (places[other.made], places[other.made] + other.size) for other in ordered if other.made in places and span.beside(other)
+        )
+        begin = 0
+        for low, high in taken:
+            if begin + span.size <= low:
+                break
+            begin = max(begin, -(-high // UNIT) * UNIT)
+        places[span.made] = begin
+    return places, max((places[span.made] + span.size for span in spans), default=0)
