@@ -113,7 +113,8 @@ def test_memory_is_given_back_after_its_last_use_and_what_no_result_needs_is_lef
     steps = recording.steps
     assert len(steps) == 7  # without exp
     freed = [register for _, last in steps for register in last]
-    assert len(freed) == len(set(freed)) == recording.count - 3  # exp's and one piece for all were never there, the result stays
+    # exp's and one piece for all were never there, the result stays
+    assert len(freed) == len(set(freed)) == recording.count - 3
     for i, (_, last) in enumerate(steps):
         later = {register for step, _ in steps[i + 1 :] for register in (*step.uses(), *step.makes())}
         assert not later & set(last)

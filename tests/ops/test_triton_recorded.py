@@ -107,6 +107,21 @@ def test_launches_of_all_content_chunks_are_one_step(played):
         assert len(chain.launches) > 3 and not others
 
 
+def test_carve_from_a_state_is_played_back_and_looks_at_each_position(played, lasting):  # noqa: F811
+    """A state's position is a new tensor at each call."""
+    spec = next(spec for spec in specs() if spec.name == "carve")
+    x = {n: y.float() for n, y in make(spec, 1, 20, 0).items()} | {"content_chunk": 8, "impl": "triton"}
+    start = spec.chunk(**x, output_final_state=True).state
+    call = lambda position: spec.chunk(**x, initial_state=start._replace(position=torch.tensor([position])))
+    for position in (0, 7, 4):
+        del played[:]
+        call(position)
+    assert len(played) == 1
+    for position in (8, -1):
+        with pytest.raises(ValueError, match=f"initial_state.position: {position} is not inside a content chunk"):
+            call(position)
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_documents_are_played_back_until_their_lengths_change(name, played, lasting, monkeypatch):  # noqa: F811
     ends, again = torch.tensor([0, 4, 4, 40]), torch.tensor([0, 21, 30, 40])

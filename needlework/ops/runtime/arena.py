@@ -51,14 +51,13 @@ def _spans(steps: list[Step], results: set[Register]) -> list[Span]:
 def _placed(spans: list[Span]) -> tuple[dict[Register, int], int]:
     """Where each begins, and where all end: the largest first, each at the lowest place where nothing lies that is there at the same time."""
     places: dict[Register, int] = {}
-    for span in (ordered := sorted(spans, key=lambda span: -span.size)):
-        taken = sorted(
-            (places[other.made], places[other.made] + other.size) for other in ordered if other.made in places and span.beside(other)
-        )
+    laid: list[Span] = []
+    for span in sorted(spans, key=lambda span: -span.size):
         begin = 0
-        for low, high in taken:
+        for low, size in sorted((places[other.made], other.size) for other in laid if span.beside(other)):
             if begin + span.size <= low:
                 break
-            begin = max(begin, -(-high // UNIT) * UNIT)
+            begin = max(begin, -(-(low + size) // UNIT) * UNIT)
         places[span.made] = begin
+        laid.append(span)
     return places, max((places[span.made] + span.size for span in spans), default=0)

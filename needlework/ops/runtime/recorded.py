@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from needlework.ops.common.remembered import remembered
 from needlework.ops.runtime import launch_configs, launcher
+from needlework.ops.runtime.aliases import View, folded
 from needlework.ops.runtime.arena import in_one_piece
 from needlework.ops.runtime.custom_op import backward_operator, operator
 from needlework.ops.runtime.denylist import denylist
@@ -139,6 +140,7 @@ class Recorder(TorchDispatchMode):
         self.alive: list[Tensor] = []  # so that an id stays one tensor's
         self.registers: dict[int, Register] = {}
         self.origins: list[tuple[Register, int]] = []  # whose memory each has, and how far in it
+        self.views: dict[Register, View] = {}
         self.kept: list[tuple[Register, Tensor]] = []
         self.steps: list[Step] = []
         self.encoded: defaultdict[str, dict[int, list]] = defaultdict(dict)  # of descriptors that differ in nothing
@@ -236,7 +238,7 @@ class Recorder(TorchDispatchMode):
                 kept.append(step)
         made, arena = set(every(Register, results)), Register(len(self.origins))
         later, steps = set(range(self.given)) | {register for register, _ in self.kept} | made, []
-        for step in reversed(in_one_piece(kept[::-1], made, arena)):
+        for step in reversed(in_one_piece(folded(kept[::-1], made, self.views), made, arena)):
             own = {*step.uses(), *step.makes()}
             steps.append((step, sorted(own - later)))
             later |= own
@@ -262,6 +264,7 @@ class Recorder(TorchDispatchMode):
             if y.untyped_storage()._cdata == memory:
                 origin, offset = self.origins[self.registers[id(y)]]
                 self.origins[register] = origin, offset + x.data_ptr() - y.data_ptr()
+                self.views[register] = View(self.origins[register], tuple(x.shape), x.stride(), x.dtype)
                 return register
         self.passing.add(memory)
         return register

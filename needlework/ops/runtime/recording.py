@@ -140,7 +140,7 @@ class Launch(NamedTuple):
         """The same, of memory that is a part of another's now."""
         of = lambda origin, offset: (there[origin][0], there[origin][1] + offset) if origin in there else (origin, offset)
         addresses = [(i, *of(origin, offset)) for i, origin, offset in self.addresses]
-        described = [x._replace(origin=origin, offset=offset) for x in self.described for origin, offset in [of(x.origin, x.offset)]]
+        described = [x._replace(**dict(zip(("origin", "offset"), of(x.origin, x.offset), strict=True))) for x in self.described]
         return Launch.of(self.direct, self.grid, self.given, addresses, described)
 
     def uses(self) -> Iterator[int]:
