@@ -138,9 +138,11 @@ class Launch(NamedTuple):
 
     def elsewhere(self, there: dict[Register, Place]) -> Launch:
         """The same, of memory that is a part of another's now."""
-        of = lambda origin, offset: (there[origin][0], there[origin][1] + offset) if origin in there else (origin, offset)
-        addresses = [(i, *of(origin, offset)) for i, origin, offset in self.addresses]
-        described = [x._replace(**dict(zip(("origin", "offset"), of(x.origin, x.offset), strict=True))) for x in self.described]
+        addresses = [(i, *_moved(origin, offset, there)) for i, origin, offset in self.addresses]
+        described = []
+        for x in self.described:
+            origin, offset = _moved(x.origin, x.offset, there)
+            described.append(x._replace(origin=origin, offset=offset))
         return Launch.of(self.direct, self.grid, self.given, addresses, described)
 
     def uses(self) -> Iterator[int]:
@@ -215,6 +217,12 @@ class Recording:
             for register in last:
                 registers[register] = None
         return filled(self.results, registers)
+
+
+def _moved(origin: Register, offset: int, there: dict[Register, Place]) -> Place:
+    """A place by `Launch.elsewhere`."""
+    whole, first = there.get(origin, (origin, 0))
+    return whole, first + offset
 
 
 def noted(x: Any, register: Callable[[Tensor], Register]) -> Any:
