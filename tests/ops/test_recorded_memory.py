@@ -96,15 +96,24 @@ def test_what_launches_alone_see_is_one_piece_and_holds_its_numbers(seed, record
     assert any(at) and all(offset % arena.UNIT == 0 for offset in at)
 
 
-def test_what_is_too_large_together_stays_apart(recordings, monkeypatch):
-    monkeypatch.setattr(arena, "LARGEST", 100)
-    function, expected, _ = program(3)
+@pytest.mark.parametrize("most, count", ((63, 4), (64, 3), (20063, 3), (20064, 2)))
+def test_what_would_be_too_large_stays_apart(most, count, recordings, monkeypatch):
+    """Of 32, 32 and 20,000 bytes the small ones are one piece first."""
+    monkeypatch.setattr(arena, "LARGEST", most)
+
+    def function(x):
+        first, large, second, last = (torch.empty(size) for size in (8, 5000, 8, 8))
+        launch(8, first, x)
+        launch(8, large, first)
+        launch(8, second, large)
+        launch(8, last, first, second)
+        return last
+
     call = recorded.recorded(function)
     for n in range(3):
-        x = torch.arange(6000.0) + n
-        for found, wanted in zip(call(x), expected(x), strict=True):
-            assert np.array_equal(found.numpy(), wanted)
-    assert kinds(recordings[0]).count(Allocation) == 24
+        x = torch.arange(8.0) + n
+        assert torch.equal(call(x), 2 * x + 5)
+    assert kinds(recordings[0]).count(Allocation) == count
 
 
 def test_a_view_that_is_returned_is_made_as_it_is(recordings):

@@ -1,13 +1,14 @@
 """What a recorded call makes for its own launches, in one piece of memory: PyTorch is asked once in place of twenty times, and a launch
 looks up one address."""
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from needlework.ops.runtime.recording import Allocation, Call, Chain, Launch, Register, Step
 
-LARGEST = 2**26  # bytes: more stay apart, where results get what is free by then
+LARGEST = 2**26  # bytes in all: what would be more stays apart, for results get what is free by then
 UNIT = 512  # bytes that PyTorch's allocator begins at a multiple of
 
 
@@ -25,11 +26,11 @@ class Span(NamedTuple):
 
 
 def in_one_piece(steps: list[Step], results: set[Register], arena: Register) -> list[Step]:
-    """The same steps with memory that launches alone see as parts of `arena`; as they are where that is too much, or one tensor's."""
-    spans = _spans(steps, results)
-    places, size = _placed(spans)
-    if len(spans) < 2 or size > LARGEST:
+    """The same steps with memory that launches alone see as parts of `arena`, the smallest of it."""
+    spans = _small(_spans(steps, results))
+    if len(spans) < 2:
         return steps
+    places, size = _placed(spans)
     empty = next(step.empty for step in steps if isinstance(step, Allocation) and step.made in places)
     whole = Allocation(arena, (size,), (1,), torch.uint8, empty)
     there = {made: (arena, offset) for made, offset in places.items()}
@@ -48,6 +49,12 @@ def _spans(steps: list[Step], results: set[Register]) -> list[Span]:
     ]
 
 
+def _small(spans: list[Span]) -> list[Span]:
+    """The smallest, no more than LARGEST."""
+    ordered = sorted(spans, key=lambda span: span.size)
+    return [span for span, size in zip(ordered, accumulate(span.size for span in ordered), strict=True) if size <= LARGEST]
+
+
 def _placed(spans: list[Span]) -> tuple[dict[Register, int], int]:
     """Where each begins, and where all end: the largest first, each at the lowest place where nothing lies that is there at the same time."""
     places: dict[Register, int] = {}
@@ -60,4 +67,4 @@ def _placed(spans: list[Span]) -> tuple[dict[Register, int], int]:
             begin = max(begin, -(-(low + size) // UNIT) * UNIT)
         places[span.made] = begin
         laid.append(span)
-    return places, max((places[span.made] + span.size for span in spans), default=0)
+    return places, max(places[span.made] + span.size for span in spans)
