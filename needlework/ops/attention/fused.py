@@ -1,5 +1,5 @@
-"""Causal softmax attention by the fastest of PyTorch's kernels: of whole sequences cuDNN's, in a window or over packed documents flash's
-(`flash.py`) or, in float32 and with decays, FlexAttention's, without a mask of T × T.
+"""Causal softmax attention by the fastest of PyTorch's kernels: of whole sequences cuDNN's or flash's (`asked`), in a window or over packed
+documents flash's (`flash.py`) or, in float32 and with decays, FlexAttention's, without a mask of T × T.
 
 Windows and documents are one bound: query i sees keys j with oldest[i] <= j <= i. It never falls from query to query, so which blocks
 of keys a block of queries sees whole, in part or not at all follows from its first and its last row.
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 BLOCK = 128
 KINDS = 256  # of calls that FlexAttention is compiled for in a process
 FASTEST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+WITHOUT_PLAN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+FEW = 128  # tokens
+LONG = 10**12  # of a call, of which cuDNN's plan is worth some twenty: what the layers of one prompt are
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -34,12 +37,22 @@ def fastest() -> AbstractContextManager:
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, enable_gqa: bool) -> Tensor:
-    """o [B Hq T V] of whole sequences. cuDNN takes two thirds of flash's time on Hopper, and makes a plan for each shape: that is for
-    training, whose shapes are few, and for values wider than keys, which flash does not take. What it does not take the next one does."""
-    if q.is_cuda and (torch.is_grad_enabled() or q.shape[-1] != v.shape[-1]):
-        with fastest():
-            return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    """o [B Hq T V] of whole sequences. What the first of `asked` does not take the next one does."""
+    if not q.is_cuda:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    with sdpa_kernel(asked(q, v), set_priority=True):
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+
+
+def asked(q: Tensor, v: Tensor) -> list[SDPBackend]:
+    """PyTorch's kernels for q [B H T d] and v [B · T V], in order. On Hopper cuDNN takes half to two thirds of flash's time, and 60 ms for a plan at
+    the first call of each shape. It is asked first where that pays: for training, whose shapes are few, for lengths that are multiples of
+    FEW, for calls of LONG operations, and for values wider than keys, which flash does not take. Any other prompt is flash's. PyTorch's own
+    order is another one once somebody has asked for an order."""
+    B, H, T, K = q.shape
+    V = v.shape[-1]
+    planned = torch.is_grad_enabled() or K != V or T % FEW == 0 or B * H * T * T * (K + V) >= LONG
+    return FASTEST if planned else WITHOUT_PLAN
 
 
 def streams(q: Tensor, v: Tensor) -> bool:
