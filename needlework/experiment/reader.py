@@ -38,7 +38,7 @@ def any_reader(model: Any, autocast: torch.dtype | None) -> Callable[[Tensor, in
 
 @contextmanager
 def as_trained(device: torch.device) -> Iterator[None]:
-    """On a GPU bfloat16 autocast, with training's attention kernels: a measurement has few lengths."""
+    """On a GPU bfloat16 autocast, and cuDNN's attention first where a layer leaves that to PyTorch: a measurement has few lengths."""
     if device.type != "cuda":
         yield
     else:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BLOCK = 128
 KINDS = 256  # of calls that FlexAttention is compiled for in a process
 FASTEST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-WITHOUT_PLAN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+WITHOUT_PLAN = FASTEST[1:]
 FEW = 128  # tokens
 LONG = 10**12  # of a call, of which cuDNN's plan is worth some twenty: what the layers of one prompt are
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -45,10 +45,10 @@ def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, enable_gqa: 
 
 
 def asked(q: Tensor, v: Tensor) -> list[SDPBackend]:
-    """PyTorch's kernels for q [B H T d] and v [B · T V], in order. On Hopper cuDNN takes half to two thirds of flash's time, and 60 ms for a plan at
-    the first call of each shape. It is asked first where that pays: for training, whose shapes are few, for lengths that are multiples of
-    FEW, for calls of LONG operations, and for values wider than keys, which flash does not take. Any other prompt is flash's. PyTorch's own
-    order is another one once somebody has asked for an order."""
+    """PyTorch's kernels for q [B H T d] and v [B · T V], in order. On Hopper cuDNN takes about half of flash's time, and some 60 ms to plan the
+    first call of each shape. It is asked first where that pays: for training, whose shapes are few, for lengths that are multiples of FEW,
+    for calls of LONG operations, and for values of another width than keys, which flash does not take. For any other prompt it is not asked
+    at all: an order alone would not keep it from a process's first call. PyTorch's own order changes once somebody has asked for one."""
     B, H, T, K = q.shape
     V = v.shape[-1]
     planned = torch.is_grad_enabled() or K != V or T % FEW == 0 or B * H * T * T * (K + V) >= LONG
