@@ -2,7 +2,8 @@
 
 What an operator of ours does on a GPU follows from the shapes, strides, dtypes and numbers that it is given: memory it asks for, calls of
 PyTorch, launches. The second call of a kind is recorded, later ones are played back, and the Python that decides does not run again.
-Results have memory of their own, as always: a recording knows addresses as distances from what it is given and what it makes.
+Results have memory of their own, as always: a recording knows addresses as distances from what it is given and what it makes. What it makes
+for its launches alone is one piece (`arena.py`), a view that it returns is made as it is (`aliases.py`).
 
 It sees what PyTorch dispatches and what `launcher.launch` launches; a function may say that launches are one chain. A function that
 reads numbers on the host is seen too, and is then called as it is; what it finds of cu_seqlens by `remembered` lasts as long as its
@@ -230,15 +231,17 @@ class Recorder(TorchDispatchMode):
         results = noted(results, self.register)
         if self.refused:
             return None
-        needed, kept = set(every(Register, results)), []
+        returned, kept = set(every(Register, results)), []
+        needed = set(returned)
         for step in reversed(self.steps):
             changes = isinstance(step, Launch | Chain) or (isinstance(step, Call) and step.function._schema.is_mutable)
             if changes or needed & set(step.makes()):
                 needed |= set(step.uses())
                 kept.append(step)
-        made, arena = set(every(Register, results)), Register(len(self.origins))
-        later, steps = set(range(self.given)) | {register for register, _ in self.kept} | made, []
-        for step in reversed(in_one_piece(folded(kept[::-1], made, self.views), made, arena)):
+        arena = Register(len(self.origins))
+        done = in_one_piece(folded(kept[::-1], returned, self.views), returned, arena)
+        later, steps = set(range(self.given)) | {register for register, _ in self.kept} | returned, []
+        for step in reversed(done):
             own = {*step.uses(), *step.makes()}
             steps.append((step, sorted(own - later)))
             later |= own
