@@ -39,6 +39,7 @@ class Allocation(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """From the first number to the end of the last, of one number or more."""
         last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         return (last + 1) * self.dtype.itemsize
 

@@ -50,7 +50,7 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     return _asked(torch.cuda.current_device() if device.index is None else device.index)
 
 
-@cache  # PyTorch takes as long as two launches to look it up, and an op asks several times
+@cache  # PyTorch looks it up anew each time, and a call asks several times
 def _asked(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
