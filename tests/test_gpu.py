@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from needlework.models import TableCache
+from needlework.ops.attention import fused
 from needlework.ops.ccq.state import symmetric
 from needlework.ops.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.lucid import paged_lucid, solve_pages
@@ -506,3 +507,17 @@ def test_nothing_waits_for_the_host_in_a_steady_decode(sampling):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert decoded == 6 * 80
+
+
+@pytest.mark.parametrize("T", (100, 128))
+def test_which_attention_is_asked_does_not_depend_on_what_was_before(T):
+    q, k, v = torch.randn(3, 1, 4, T, 64, device="cuda", dtype=torch.bfloat16)
+    by_cudnn = []
+    for gradients in (False, True, False):
+        with torch.set_grad_enabled(gradients), torch.profiler.profile() as seen:
+            fused.causal(q, k, v, scale=None, enable_gqa=False)
+            torch.cuda.synchronize()
+        by_cudnn.append(any("cudnn" in x.key and x.self_device_time_total for x in seen.key_averages()))
+    if not by_cudnn[1]:
+        pytest.skip("cuDNN has no attention for this GPU")
+    assert by_cudnn == [T == 128, True, T == 128]

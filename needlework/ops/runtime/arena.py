@@ -1,5 +1,5 @@
-"""What a recorded call makes for its own launches, in one piece of memory: PyTorch is asked once in place of twenty times, and a launch
-looks up one address."""
+"""What a recorded call makes for its own launches, in one piece of memory: PyTorch is asked once in place of twenty times, and launches look
+up fewer addresses."""
 
 from itertools import accumulate
 from typing import NamedTuple

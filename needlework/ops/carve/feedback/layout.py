@@ -53,9 +53,15 @@ class Layout(NamedTuple):
     ) -> "Layout":
         """B batch rows of T, or packed in one. position [N] and cu_seqlens [N+1] count tokens of R rows; position None: all start anew."""
         packed, N = cu_seqlens is not None, B if cu_seqlens is None else len(cu_seqlens) - 1
-        if position is None and not packed and stays(T, L, C):
-            return of_rows(device, B, T, L, C)[0]
         longest, parts, slots, aligned = cls.sizes(position is not None, packed, N, T, L, C)
+        if position is None and not packed and stays(T, L, C):
+            chunks = -(-T // C)
+            edges = torch.arange(0, longest * parts + 1, max(parts, 1), dtype=torch.int32, device=device).clamp_(max=chunks)
+            rows = torch.arange(B, dtype=torch.int32, device=device)
+            spans = edges.unfold(0, 2, 1)[:, None] + (rows * chunks)[:, None]
+            ends = torch.full((B,), T, device=device)
+            return cls(spans.contiguous(), rows * longest, ends, N, T, L, longest, parts, slots, None, None)
+
         cu_seqlens, position = each(lambda x: x.to(device).contiguous(), cu_seqlens, position)
         new = lambda *shape: torch.empty(shape, dtype=torch.int32, device=device)
         ends = torch.empty(N, dtype=torch.int64, device=device)
@@ -101,23 +107,17 @@ def stays(T: int, L: int, C: int) -> bool:
     return L % C == 0 or T <= L
 
 
-@standing
-def of_rows(device: torch.device, B: int, T: int, L: int, C: int) -> tuple[Layout, ByChunk]:
-    """B batch rows of T that start anew and stay."""
-    longest, parts, slots, _ = Layout.sizes(False, False, B, T, L, C)
-    chunks = -(-T // C)
-    edges = torch.arange(0, longest * parts + 1, max(parts, 1), dtype=torch.int32, device=device).clamp_(max=chunks)
-    rows = torch.arange(B, dtype=torch.int32, device=device)
-    spans = edges.unfold(0, 2, 1)[:, None] + (rows * chunks)[:, None]
-    ends = torch.full((B,), T, device=device)
-    layout = Layout(spans.contiguous(), rows * longest, ends, B, T, L, longest, parts, slots, None, None)
-    return layout, layout.by_chunk()
-
-
 def _moved(rows: Tensor, *tensors: *Ts, fill: float = 0.0) -> tuple[*Ts]:
     """Each [B · ...] at `rows` [B ·], which count through the batch."""
     found = moved(rows.flatten(), *each(lambda x: x.flatten(0, 1)[None], *tensors), fill=fill)
     return each(lambda x: x.view(*rows.shape, *x.shape[2:]), *found)
+
+
+@standing
+def of_rows(device: torch.device, B: int, T: int, L: int, C: int) -> tuple[Layout, ByChunk]:
+    """Of a batch of T rows each that stay: its sizes say all."""
+    layout = Layout.of(None, None, B, T, L, C, 1, device)
+    return layout, layout.by_chunk()
 
 
 @remembered
