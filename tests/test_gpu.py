@@ -19,6 +19,7 @@ from needlework.ops.path import paged_path, solve_path_pages
 from needlework.ops.qdelta.spec import growing
 from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs
+from needlework.ops.unit.reference import unit_heads
 from needlework.testing.budget import budgeted
 from needlework.testing.compare import assert_close, differentiate, leaves, like, make, outputs, tokens, whole
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
@@ -266,6 +267,31 @@ def test_a_convolution_s_kernels_on_slots_are_the_plain_form_also_from_a_graph(a
         before = memory.clone()
         graph.replay()
         check(found, before)
+
+
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize(("after", "unit"), (("silu", (128, 128, 0)), ("add", (96, 48, 256)), ("none", (16, 192, 0))))
+def test_a_convolution_s_unit_heads_have_the_values_and_gradients_of_the_plain_form(after, unit, packed):
+    generator = torch.Generator().manual_seed(0)
+    made = lambda *sizes: torch.randn(*sizes, generator=generator).bfloat16().cuda()
+    parts, ends = (384, 384, 512), torch.tensor([0, 1, 1, 300, 302, 501]).cuda() if packed else None
+    B, N = (1, 5) if packed else (2, 2)
+    given = made(B, 501, 1280), made(1280, 4).float(), made(N, 3, 1280), made(1280).float()  # x, weight, state and bias
+    dy = made(B, 501, 1280).split(parts, -1)
+
+    def differentiated(impl, dtype, unit):
+        x, weight, state, bias = own = [t.detach().to(dtype or t.dtype).requires_grad_() for t in given]
+        y, _ = causal_conv(x, weight, state, ends, bias=bias, parts=parts, after=after, unit=unit, impl=impl)
+        return torch.cat(y, -1).detach(), *torch.autograd.grad(y, own, [one.to(y[0].dtype) for one in dy])
+
+    found, want = differentiated("triton", None, unit), differentiated("torch", torch.float64, unit)
+    eps = torch.finfo(torch.bfloat16).eps
+    for name, got, expected in zip(("y", "dx", "dweight", "dstate", "dbias"), found, want, strict=True):
+        # of y, its rounding before the norm and after it; a gradient's own, and what that of y makes of n and r
+        assert (got.double() - expected).norm() <= 2 * eps * expected.norm(), name
+    (y, *_), (composite, *_) = (differentiated("triton", None, heads) for heads in (unit, None))
+    composite = torch.cat([unit_heads(one, K) for one, K in zip(composite.split(parts, -1), unit, strict=True)], -1)
+    torch.testing.assert_close(y, composite, rtol=2 * eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

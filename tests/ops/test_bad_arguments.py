@@ -120,6 +120,8 @@ def test_a_convolution_names_what_it_cannot_take():
         ("cu_seqlens", [0, T]),
     ):
         refused(causal_conv, name, value, **{"x": x, "weight": weight})
+    for value in ((), (2, 2), (3,), (-2,), (5,)):
+        refused(causal_conv, "unit", value, x=x, weight=weight)
     state = torch.zeros(1, 2, 4)
     for call in (causal_conv, causal_conv_slots, step_conv):
         x = torch.ones(1, 4) if call is step_conv else torch.ones(1, T, 4)

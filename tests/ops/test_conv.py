@@ -1,5 +1,6 @@
 """The causal convolution against torch's own and a loop over tokens, and its state: given, and on a table of slots."""
 
+import re
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from needlework.ops.conv import causal_conv, causal_conv_slots, step_conv
+from needlework.ops.unit.reference import unit_rows
 from needlework.testing.compare import EXACT, relative
 from needlework.testing.rows import covering
 
@@ -42,6 +44,56 @@ def test_it_comes_in_parts():
     (y,), _ = causal_conv(x, weight, impl="torch")
     parts, _ = causal_conv(x, weight, parts=(2, 3), impl="torch")
     assert [part.shape[-1] for part in parts] == [2, 3] and torch.equal(torch.cat(parts, -1), y)
+
+
+def unit_by_hand(y: torch.Tensor, K: int) -> torch.Tensor:
+    if not K:
+        return y
+    return torch.cat([head / (head.square().sum(-1, keepdim=True) + 1e-6).sqrt() for head in y.split(K, -1)], -1)
+
+
+UNIT = (None, (2, 0, 4), (1, 5, 0), (6, 5, 8))  # of parts of 6, 5 and 8 channels
+
+
+@pytest.mark.parametrize(("unit", "after"), covering(UNIT, tuple(AFTER), pairs=False))
+def test_heads_get_unit_norm_after_all_else(unit, after):
+    """From a state too, and of packed documents: the values are those of the norm of what it gives without."""
+    x, weight = inputs(12, B=1, C=19)
+    given = {"bias": bias_of(weight), "parts": (6, 5, 8), "after": after, "impl": "torch"}
+    for ends in (None, torch.tensor([0, 1, 1, 6, 12])):
+        _, state = causal_conv(x.flip(1), weight, None, ends, **given)
+        y, last = causal_conv(x, weight, state, ends, **given)
+        found, end = causal_conv(x, weight, state, ends, **given, unit=unit)
+        assert torch.equal(end, last)
+        for got, one, K in zip(found, y, unit or (0, 0, 0), strict=True):
+            torch.testing.assert_close(got, unit_by_hand(one, K), rtol=1e-14, atol=1e-14)
+
+
+def test_unit_heads_are_those_of_y_as_it_is_rounded():
+    x, weight = (t.bfloat16() for t in inputs(9, C=12))
+    (y,), _ = causal_conv(x, weight, after="silu", impl="torch")
+    (found,), _ = causal_conv(x, weight, unit=[4], after="silu", impl="torch")
+    want = unit_rows(y.unflatten(-1, (-1, 4))).flatten(-2)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, want)
+
+
+@pytest.mark.parametrize("after", AFTER)
+def test_unit_heads_have_every_gradient(after):
+    x, weight = inputs(4, B=1, C=6)
+    given = [t.clone().requires_grad_() for t in (x, weight, torch.randn(1, 3, 6, dtype=torch.float64), bias_of(weight))]
+
+    def called(x, weight, state, bias):
+        y, last = causal_conv(x, weight, state, bias=bias, parts=(4, 2), unit=(2, 0), after=after, impl="torch")
+        return *y, last
+
+    assert torch.autograd.gradcheck(called, given)
+
+
+@pytest.mark.parametrize("unit", ((2,), (2, 3), (-1, 2), (4, 2, 0), (0, 4)))
+def test_heads_that_no_part_has_are_refused(unit):
+    message = rf"unit: got {list(unit)}, expected 0 or channels of a head for each of the parts [4, 2], which divide them"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        causal_conv(*inputs(4, C=6), parts=(4, 2), unit=unit)
 
 
 def test_parts_that_are_not_all_channels_are_refused():
@@ -216,3 +268,11 @@ def test_what_the_kernels_do_not_take_is_named(call, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match=f"{call.__name__} has no Triton kernel for this call: 5 taps, at most 4"):
         call(*inputs(4, 5), state=torch.zeros(2, 4, 5, dtype=torch.float64), impl="triton")
+
+
+def test_wide_heads_have_no_kernel(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x, weight = inputs(2, C=2048)
+    with pytest.raises(ValueError, match="no Triton kernel for this call: unit heads of 2048 channels, at most 1024"):
+        causal_conv(x, weight, unit=[2048], impl="triton")
+    assert causal_conv(x, weight, unit=[2048])[0][0].norm(dim=-1).amax() <= 1

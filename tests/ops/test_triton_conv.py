@@ -8,6 +8,7 @@ import torch
 from needlework.ops.common.packing import document_positions
 from needlework.ops.conv import causal_conv, causal_conv_slots, step_conv
 from needlework.ops.runtime.launch_configs import forced
+from needlework.ops.unit.reference import unit_heads
 from needlework.testing.compare import EXACT, poisoned, relative
 from needlework.testing.rows import covering
 from tests.ops.test_conv import SERVED, STEPS, Table, check_slots_are_the_loop, check_steps_are_a_chunk, inputs
@@ -48,15 +49,22 @@ CARRIED = (
 )  # fmt: skip
 
 
-def check_the_kernels_are_the_plain_form(shape, after: str, carried: bool) -> None:
+# the same, and heads of each part: several a tile, the last tile's not all there, as wide as a tile and wider, narrower than their lanes
+UNIT = (
+    (1, 4, None, (16, 4), (16, 0)), (3, 2, None, (96,), (48,)), (21, 4, None, (15, 5, 20), (5, 5, 0)), (22, 3, None, (192, 68), (192, 68)),
+    (21, 4, [0, 1, 1, 3, 7, 17, 21], (256, 128, 6), (128, 128, 2)), (13, 3, [0, 0, 8, 10, 13], (4, 256, 16), (0, 256, 4)),
+)  # fmt: skip
+
+
+def check_the_kernels_are_the_plain_form(shape, after: str, carried: bool, unit: tuple[int, ...] | None = None) -> None:
     T, width, ends, parts = shape
     generator = torch.Generator().manual_seed(T)
-    B, C = (1 if ends else 2), 20
+    B, C = (1 if ends else 2), 20 if unit is None else sum(parts)
     N = len(ends) - 1 if ends else B
     sizes = (B, T, C), (C, width), (C,), (N, width - 1, C), (B, T, C), (N, width - 1, C)
     x, weight, bias, state, *cotangents = (torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes)
     given = x, weight, None if after == "none" else bias, state if carried else None, *cotangents
-    settings = {"after": after, "parts": parts, "cu_seqlens": None if ends is None else torch.tensor(ends)}
+    settings = {"after": after, "parts": parts, "unit": unit, "cu_seqlens": None if ends is None else torch.tensor(ends)}
     with small(), poisoned():
         found = differentiated("triton", *given, **settings)
     names = "y", "state", "dx", "dweight", *(() if after == "none" else ("dbias",)), "dstate"
@@ -74,6 +82,21 @@ def test_kernels_are_the_plain_form(shape, after):
 @pytest.mark.parametrize(("shape", "after"), covering(CARRIED, ("silu", "none", "add"), pairs=False))
 def test_kernels_go_on_from_a_state(shape, after):
     check_the_kernels_are_the_plain_form(shape, after, True)
+
+
+@pytest.mark.parametrize("carried", (False, True))
+@pytest.mark.parametrize(("shape", "after"), covering(UNIT, ("silu", "none", "add"), pairs=False))
+def test_kernels_make_heads_unit_as_the_plain_form_does(shape, after, carried):
+    *shape, unit = shape
+    check_the_kernels_are_the_plain_form(shape, after, carried, unit)
+
+
+def test_a_head_s_norm_is_that_of_y_as_it_is_rounded():
+    x, weight = (t.half() for t in inputs(21, C=48))
+    settings = {"unit": [16], "after": "silu"}
+    ((found,), _), ((want,), _) = (causal_conv(x, weight, **settings, impl=impl) for impl in ("triton", "torch"))
+    ((y,), _) = causal_conv(x, weight, after="silu", impl="triton")
+    assert torch.equal(found, unit_heads(y, 16)) and relative(found, want) <= torch.finfo(torch.half).eps
 
 
 @pytest.mark.parametrize(("sizes", "after"), covering(SERVED, ("silu", "none", "add"), pairs=False))
@@ -119,11 +142,13 @@ def test_the_operators_pass_opcheck(ends):
         own = [t if t is None else t.clone().requires_grad_() for t in (x, weight, held)]
         torch.library.opcheck(
             conv_triton,
-            (*own[:2], *Past(own[2], *documents), "silu", [2, 3], False),
+            (*own[:2], *Past(own[2], *documents), "silu", [2, 3], False, [0, 3]),
             test_utils=(*values, "test_autograd_registration"),
         )
         dy = list(x.split([2, 3], -1))
-        torch.library.opcheck(conv_triton_bwd, (dy, x, weight, *Past(held, *documents), "silu", False), test_utils=values)
+        torch.library.opcheck(
+            conv_triton_bwd, (dy, x, weight, *Past(held, *documents), "silu", False, [0, 3]), test_utils=values
+        )
     torch.library.opcheck(
         conv_slots_triton,
         (x, weight, *Past(table.state, *documents, table.slots, table.fresh), "silu", [2, 3], False),

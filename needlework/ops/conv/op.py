@@ -2,6 +2,7 @@
 
 c_t = b + Σ_j w_j ⊙ x_{t−past+j},  j = 0 … past        zeros before a sequence, or the inputs that its state kept
 y = c, silu(c) or x + c                             sums in the wider of x's and the weight's dtype, y in x's
+n = y / √(Σ y² + 1e-6)                              in y's place where asked for: a head's sum, in float32 or wider
 
 `causal_conv` takes states and returns the new ones, with gradients. To serve, states lie in a table of slots that changes in place:
 `causal_conv_slots` convolves many tokens of each sequence, `step_conv` one.
@@ -20,14 +21,17 @@ from needlework.ops.common.shapes import check
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import misfit
 from needlework.ops.slots.table import Sequences, check_table
+from needlework.ops.unit.reference import unit_heads
 
 After = Literal["none", "silu", "add"]
 TAPS = 4  # that the kernels hold at most
+HEAD = 1024  # channels, of one whose norm they make 1 at most
 
 
 def causal_conv(
     x: Tensor, weight: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    *, bias: Tensor | None = None, parts: Sequence[int] | None = None, after: After = "none", impl: Impl = "auto",
+    *, bias: Tensor | None = None, parts: Sequence[int] | None = None, unit: Sequence[int] | None = None, after: After = "none",
+    impl: Impl = "auto",
 ) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
     """y [B T C] and the new state, the last `past` inputs of each sequence.
 
@@ -35,8 +39,10 @@ def causal_conv(
         below `past`. bias [C], None: none. Each of them has a gradient, the state too.
     parts: y comes in tensors of so many channels each (q, k and v, say, of one product); None for one of all C. ValueError unless
         they sum to C.
+    unit: of each part the channels of a head, K: its y come by heads of unit norm, as a delta rule takes q and k; 0: as they are. None:
+        every part's do. ValueError unless K divides the part's channels.
     cu_seqlens: [N+1] integers from 0 to T that never fall. Their values are not checked: reading them back would wait for the GPU.
-    impl: "triton" takes at most 4 taps.
+    impl: "triton" takes at most 4 taps, and unit heads of at most 1024 channels.
 
     >>> import torch
     >>> from needlework.ops.conv import causal_conv
@@ -44,9 +50,13 @@ def causal_conv(
     >>> (q, k, v), state = causal_conv(x, weight, parts=[4, 4, 4], after="silu")
     >>> q.shape, state.shape  # the state is the last three inputs
     (torch.Size([1, 100, 4]), torch.Size([1, 3, 12]))
+    >>> (q, k, v), _ = causal_conv(x, weight, parts=[4, 4, 4], unit=[2, 2, 0], after="silu")
+    >>> q.unflatten(-1, (2, 2)).norm(dim=-1).max() <= 1  # two heads
+    tensor(True)
     """
     check("x", x, "B T C")
     parts = _parts(x, weight, bias, parts)
+    unit = _unit(parts, unit)
     (_, T, C), past, N = x.shape, weight.shape[1] - 1, sequences(cu_seqlens, len(x))
     if state is None:
         before = x.new_zeros(N, past, C)
@@ -54,14 +64,15 @@ def causal_conv(
         check("state", state, "N past C", N=N, past=past, C=C)
         before = state.to(x.dtype)
     last = _last(x, before, cu_seqlens)
-    if _path("causal_conv", impl, x, weight) == "triton":
+    if _path("causal_conv", impl, x, weight, max(unit, default=0)) == "triton":
         from needlework.ops.conv.depthwise.op import Past, conv_triton
 
         ends, document, position = _documents(cu_seqlens, T)
         own = Past(None, None, None, position) if state is None else Past(before.contiguous(), ends, document, position)
-        y = conv_triton(x.contiguous(), _taps(weight, bias), *own, after=after, parts=parts, bias=bias is not None)
+        y = conv_triton(x.contiguous(), _taps(weight, bias), *own, after=after, parts=parts, bias=bias is not None, unit=unit)
         return tuple(y), last
-    return _convolved(x, weight, bias, before, cu_seqlens, after).split(parts, -1), last
+    y = _convolved(x, weight, bias, before, cu_seqlens, after).split(parts, -1)
+    return tuple(map(unit_heads, y, unit)), last
 
 
 def causal_conv_slots(
@@ -146,6 +157,13 @@ def _parts(x: Tensor, weight: Tensor, bias: Tensor | None, parts: Sequence[int] 
     return parts
 
 
+def _unit(parts: list[int], unit: Sequence[int] | None) -> list[int]:
+    unit = [0] * len(parts) if unit is None else list(unit)
+    if len(unit) != len(parts) or any(K < 0 or channels % (K or 1) for K, channels in zip(unit, parts, strict=True)):
+        raise ValueError(f"unit: got {unit}, expected 0 or channels of a head for each of the parts {parts}, which divide them")
+    return unit
+
+
 def _taps(weight: Tensor, bias: Tensor | None) -> Tensor:
     """As the kernels take them: a channel's bias after its taps."""
     return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
@@ -165,11 +183,15 @@ def _check_table(
     check_table(state, slots, fresh, N, dtype=state.dtype, inputs=(x, weight, bias), **kept)
 
 
-def _path(op: str, impl: Impl, x: Tensor, weight: Tensor) -> str:
+def _path(op: str, impl: Impl, x: Tensor, weight: Tensor, head: int = 0) -> str:
     C, taps = weight.shape
 
     def unfit() -> str | None:
-        return f"{taps} taps, at most {TAPS}" if taps > TAPS else misfit("conv/depthwise", x.device, x.dtype, C, C)
+        if taps > TAPS:
+            return f"{taps} taps, at most {TAPS}"
+        if head > HEAD:
+            return f"unit heads of {head} channels, at most {HEAD}"
+        return misfit("conv/depthwise", x.device, x.dtype, C, C)
 
     return resolve(op, impl, x.device, unfit)
 

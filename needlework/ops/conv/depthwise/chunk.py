@@ -2,15 +2,21 @@
 
     c_t = b + Σ_l w_l x_{t−l}      dc = dy silu'(c), or dy      dx_t = Σ_l w_l dc_{t+l} (+ dy_t)      dw_l = Σ_t dc_t x_{t−l}      db = Σ_t dc_t
 
+Where heads get unit norm, of y that follows c and is rounded:
+
+    n_t = r_t y_t      r_t = (Σ y_t² + 1e-6)^-1/2      dy_t = r_t (dn_t − n_t Σ n_t dn_t)      sums over a head
+
 A program walks a run of tokens, four at a time, and keeps, for its channels, the last inputs and the last dc in registers: each
-number is read once, but for a few around the run.
+number is read once, but for a few around the run. A head's numbers lie in one program: its norm costs no memory.
 """
 
 import triton
 import triton.language as tl
 
 from needlework.ops.conv.depthwise.tokens import (
+    channels,
     fed,
+    followed,
     four_rows,
     held,
     position_of,
@@ -19,6 +25,8 @@ from needlework.ops.conv.depthwise.tokens import (
     slot_of,
     span_of,
     taps,
+    unit,
+    unit_slope,
     weighted,
 )
 
@@ -26,27 +34,30 @@ from needlework.ops.conv.depthwise.tokens import (
 @triton.jit
 def _made(
     s, x0, x1, x2, x3, w0, w1, w2, w3, wb, p_position, past, T, o_c, real,
-    ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr,
-    KIND: tl.constexpr, ACC: tl.constexpr,
+    ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, HEAD: tl.constexpr,
+    PACKED: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """y of token s, of the rows of x 0 to 3 before."""
+    """y of token s, of the rows of x 0 to 3 before, or the unit heads of it."""
     p = position_of(p_position, s, T, PACKED)
     p, x1, x2, x3 = seen(s, p, x1, x2, x3, past, T, o_c, real, ROW, W, STRIDE, KIND, ACC)
-    return fed(p, x0, x1, x2, x3, w0, w1, w2, w3, wb, SILU, ADD)
+    y = fed(p, x0, x1, x2, x3, w0, w1, w2, w3, wb, SILU, ADD)
+    if HEAD:
+        y, _ = unit(y, KIND, ACC)
+    return y
 
 
 @triton.jit(do_not_specialize=["T"])
 def conv_forward_kernel(
     p_x, p_w, p_y, p_position, p_state, p_document, p_slots, p_fresh, T,
     C: tl.constexpr, ROW: tl.constexpr, APART: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, HEAD: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """BT tokens of BC of C channels of a row of the batch, four at a time while the next four are on their way. x and the state have
-    the channels of other parts beside them, ROW in all, y has not; rows of x lie APART. Pointers that are None have no part in it."""
+    """BT tokens of a tile of C channels of a row of the batch, four at a time while the next four are on their way. x and the state
+    have the channels of other parts beside them, ROW in all, y has not; rows of x lie APART. Pointers that are None have no part in it."""
     past = p_state, p_document, p_slots, p_fresh
     KIND: tl.constexpr = p_x.dtype.element_ty
-    o_c = tl.program_id(0) * BC + tl.arange(0, BC)
-    real = o_c < C
+    o_c, real = channels(tl.program_id(0), C, HEAD, BH, BC)
     lo = tl.program_id(1) * BT
     hi = tl.minimum(lo + BT, T)
     base = tl.program_id(2).to(tl.int64) * T
@@ -58,16 +69,16 @@ def conv_forward_kernel(
     for s in range(lo, hi, 4):
         n0, n1, n2, n3 = four_rows(p_x, s + 4, T, APART, o_c, real, ACC)
         y0 = _made(
-            s, x0, h1, h2, h3, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, PACKED, KIND, ACC
+            s, x0, h1, h2, h3, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, HEAD, PACKED, KIND, ACC
         )  # fmt: skip
         y1 = _made(
-            s + 1, x1, x0, h1, h2, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, PACKED, KIND, ACC
+            s + 1, x1, x0, h1, h2, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, HEAD, PACKED, KIND, ACC
         )  # fmt: skip
         y2 = _made(
-            s + 2, x2, x1, x0, h1, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, PACKED, KIND, ACC
+            s + 2, x2, x1, x0, h1, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, HEAD, PACKED, KIND, ACC
         )  # fmt: skip
         y3 = _made(
-            s + 3, x3, x2, x1, x0, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, PACKED, KIND, ACC
+            s + 3, x3, x2, x1, x0, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, HEAD, PACKED, KIND, ACC
         )  # fmt: skip
         at = p_y + tl.cast(s, tl.int64) * C + o_c
         tl.store(at, y0.to(p_y.dtype.element_ty), mask=real)
@@ -79,18 +90,29 @@ def conv_forward_kernel(
 
 
 @triton.jit
+def _back(
+    dy, c, x0, SILU: tl.constexpr, ADD: tl.constexpr, HEAD: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    """dy of what follows c, which is given as it is or as that of unit heads, and dc."""
+    if HEAD:
+        dy = unit_slope(dy, followed(c, x0, SILU, ADD), KIND, ACC)
+    return dy, slope(dy, c, SILU)
+
+
+@triton.jit
 def _before(
     s, dy, x0, x1, x2, x3, w0, w1, w2, w3, wb, p_position, past, T, o_c, real,
-    ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr, KIND: tl.constexpr,
-    ACC: tl.constexpr,
+    ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, HEAD: tl.constexpr,
+    PACKED: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dc of token s, and what of it goes 1, 2 and 3 tokens back: none past a document's start."""
+    """dy of token s before its norm, dc, and what of it goes 1, 2 and 3 tokens back: none past a document's start."""
     p = position_of(p_position, s, T, PACKED)
     dc = dy
-    if SILU:
+    if SILU or HEAD:
         reach, x1, x2, x3 = seen(s, p, x1, x2, x3, past, T, o_c, real, ROW, W, STRIDE, KIND, ACC)
-        dc = slope(dy, weighted(reach, x0, x1, x2, x3, w0, w1, w2, w3, wb), SILU)
-    return dc, tl.where(p >= 1, dc, 0.0), tl.where(p >= 2, dc, 0.0), tl.where(p >= 3, dc, 0.0)
+        c = weighted(reach, x0, x1, x2, x3, w0, w1, w2, w3, wb)
+        dy, dc = _back(dy, c, x0, SILU, ADD, HEAD, KIND, ACC)
+    return dy, dc, tl.where(p >= 1, dc, 0.0), tl.where(p >= 2, dc, 0.0), tl.where(p >= 3, dc, 0.0)
 
 
 @triton.jit
@@ -103,17 +125,17 @@ def _own(s, hi, a, b, c, d):
 def conv_backward_kernel(
     p_dy, p_x, p_w, p_dx, p_dw, p_position, p_state, p_document, p_slots, p_fresh, T,
     C: tl.constexpr, ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, HEAD: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """dx of BT tokens of BC channels, and their part of dw: p_dw [B runs 4+BIAS ROW]. Three tokens past the run are walked too. What a
+    """dx of BT tokens of a tile of channels, and their part of dw: p_dw [B runs 4+BIAS ROW]. Three tokens past the run are walked too. What a
     state has of dw is not in it.
 
     Four tokens s … s + 3 a turn, which finish dx of the four from s − 3 on; a, b, c, d are their dc by lag.
     """
     past = p_state, p_document, p_slots, p_fresh
     KIND: tl.constexpr = p_x.dtype.element_ty
-    o_c = tl.program_id(0) * BC + tl.arange(0, BC)
-    real = o_c < C
+    o_c, real = channels(tl.program_id(0), C, HEAD, BH, BC)
     lo = tl.program_id(1) * BT
     hi = tl.minimum(lo + BT, T)
     base = tl.program_id(2).to(tl.int64) * T
@@ -122,24 +144,24 @@ def conv_backward_kernel(
     p_dx += base * ROW
     w0, w1, w2, w3, wb = taps(p_w, o_c, real, W, BIAS, ACC)
     _, h3, h2, h1 = four_rows(p_x, lo - 4, T, ROW, o_c, real, ACC)
-    none = tl.zeros([BC], ACC)
+    none = tl.zeros(o_c.shape, ACC)
     # what the tokens so far give dx of the last three
     from3, from2, from1 = none, none, none
     g0, g1, g2, g3, gb = none, none, none, none, none
     for s in range(lo, hi + 3, 4):
         x0, x1, x2, x3 = four_rows(p_x, s, T, ROW, o_c, real, ACC)
         e0, e1, e2, e3 = four_rows(p_dy, s, T, C, o_c, real, ACC)
-        a0, a1, a2, a3 = _before(
-            s, e0, x0, h1, h2, h3, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, PACKED, KIND, ACC
+        e0, a0, a1, a2, a3 = _before(
+            s, e0, x0, h1, h2, h3, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, HEAD, PACKED, KIND, ACC
         )  # fmt: skip
-        b0, b1, b2, b3 = _before(
-            s + 1, e1, x1, x0, h1, h2, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, PACKED, KIND, ACC
+        e1, b0, b1, b2, b3 = _before(
+            s + 1, e1, x1, x0, h1, h2, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, HEAD, PACKED, KIND, ACC
         )  # fmt: skip
-        c0, c1, c2, c3 = _before(
-            s + 2, e2, x2, x1, x0, h1, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, PACKED, KIND, ACC
+        e2, c0, c1, c2, c3 = _before(
+            s + 2, e2, x2, x1, x0, h1, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, HEAD, PACKED, KIND, ACC
         )  # fmt: skip
-        d0, d1, d2, d3 = _before(
-            s + 3, e3, x3, x2, x1, x0, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, PACKED, KIND, ACC
+        e3, d0, d1, d2, d3 = _before(
+            s + 3, e3, x3, x2, x1, x0, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, HEAD, PACKED, KIND, ACC
         )  # fmt: skip
         dx0 = from3 + a3 * w3
         dx1 = from2 + a2 * w2 + b3 * w3
@@ -182,12 +204,12 @@ def conv_backward_kernel(
 def conv_past_backward_kernel(
     p_dy, p_x, p_w, p_state, p_dstate, p_dw, p_ends, T,
     C: tl.constexpr, ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr, BIAS: tl.constexpr,
-    SILU: tl.constexpr, ACC: tl.constexpr,
+    SILU: tl.constexpr, ADD: tl.constexpr, HEAD: tl.constexpr, BH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dstate of BC channels of a sequence, and what its state has of dw: p_dw [N 4+BIAS ROW]. The first three tokens alone see it."""
+    """dstate of a tile of channels of a sequence, and what its state has of dw: p_dw [N 4+BIAS ROW]. The first three tokens alone see it."""
     n = tl.program_id(0)
-    o_c = tl.program_id(1) * BC + tl.arange(0, BC)
-    real = o_c < C
+    KIND: tl.constexpr = p_x.dtype.element_ty
+    o_c, real = channels(tl.program_id(1), C, HEAD, BH, BC)
     lo, length = span_of(p_ends, n, T)
     p_dy += lo * C
     p_x += lo * ROW
@@ -198,17 +220,17 @@ def conv_past_backward_kernel(
     h3 = held(p_state, slot, W - 4, ROW, W, STRIDE, o_c, real).to(ACC)
     x0, x1, x2, _ = four_rows(p_x, 0, length, ROW, o_c, real, ACC)
     e0, e1, e2, _ = four_rows(p_dy, 0, length, C, o_c, real, ACC)
-    a = slope(e0, weighted(3, x0, h1, h2, h3, w0, w1, w2, w3, wb), SILU)
-    b = slope(e1, weighted(3, x1, x0, h1, h2, w0, w1, w2, w3, wb), SILU)
-    c = slope(e2, weighted(3, x2, x1, x0, h1, w0, w1, w2, w3, wb), SILU)
+    _, a = _back(e0, weighted(3, x0, h1, h2, h3, w0, w1, w2, w3, wb), x0, SILU, ADD, HEAD, KIND, ACC)
+    _, b = _back(e1, weighted(3, x1, x0, h1, h2, w0, w1, w2, w3, wb), x1, SILU, ADD, HEAD, KIND, ACC)
+    _, c = _back(e2, weighted(3, x2, x1, x0, h1, w0, w1, w2, w3, wb), x2, SILU, ADD, HEAD, KIND, ACC)
     at = p_dstate + slot * STRIDE + o_c
     tl.store(at + (W - 2) * ROW, (a * w1 + b * w2 + c * w3).to(p_dstate.dtype.element_ty), mask=real)
     tl.store(at + (W - 3) * ROW, (a * w2 + b * w3).to(p_dstate.dtype.element_ty), mask=real & (W > 2))
     tl.store(at + (W - 4) * ROW, (a * w3).to(p_dstate.dtype.element_ty), mask=real & (W > 3))
     p_dw += slot * ((4 + BIAS) * ROW) + o_c
-    tl.store(p_dw, tl.zeros([BC], ACC), mask=real)
+    tl.store(p_dw, tl.zeros(o_c.shape, ACC), mask=real)
     tl.store(p_dw + ROW, a * h1, mask=real)
     tl.store(p_dw + 2 * ROW, a * h2 + b * h1, mask=real)
     tl.store(p_dw + 3 * ROW, a * h3 + b * h2 + c * h1, mask=real)
     if BIAS:  # what it has of the bias is every token's, and in their part
-        tl.store(p_dw + 4 * ROW, tl.zeros([BC], ACC), mask=real)
+        tl.store(p_dw + 4 * ROW, tl.zeros(o_c.shape, ACC), mask=real)

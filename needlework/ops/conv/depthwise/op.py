@@ -12,7 +12,7 @@ from needlework.ops.runtime.custom_op import differentiable, fake, step_operator
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, launch_config, split
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
-from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv
+from needlework.ops.runtime.triton_types import NAMES, TYPES, accumulator, cdiv, next_power_of_2
 
 ENGINE = "conv/depthwise"
 
@@ -34,20 +34,37 @@ class Form(NamedTuple):
     W: int
     bias: bool
     after: str
+    head: int = 0  # channels of a head whose norm is made 1; 0: none is
 
     @classmethod
     def of(cls, weight: Tensor, after: str, bias: bool) -> "Form":
         return cls(weight.shape[1] - bias, bias, after)
 
+    def each(self, unit: list[int]) -> list["Form"]:
+        """Of every part, with the heads that are made unit there."""
+        return [self._replace(head=head) for head in unit]
+
+    @property
+    def lanes(self) -> int:
+        """Numbers of a tile that a head takes."""
+        return next_power_of_2(self.head)
+
+    def tiles(self, channels: int, BC: int) -> int:
+        """That cover so many channels; one of BC numbers has whole heads."""
+        return cdiv(channels, BC // self.lanes * self.head if self.head else BC)
+
 
 @recorded_operator
-def conv_triton(x: Tensor, weight: Tensor, past: Past, after: str, parts: list[int], bias: bool) -> list[Tensor]:
+def conv_triton(
+    x: Tensor, weight: Tensor, past: Past, after: str, parts: list[int], bias: bool, unit: list[int]
+) -> list[Tensor]:  # fmt: skip
     """y of contiguous x [B T C], a tensor for each of `parts`, so many channels; the past is contiguous.
 
-    weight [C W], or with `bias` [C W+1], the last of a channel its bias.
+    weight [C W], or with `bias` [C W+1], the last of a channel its bias. unit: of each part, the channels of a head whose norm is made 1,
+    or 0.
     """
     y = _apart(x, parts)
-    _forward(x, weight, past, Form.of(weight, after, bias), parts, y)
+    _forward(x, weight, past, Form.of(weight, after, bias).each(unit), parts, y)
     return y
 
 
@@ -59,7 +76,7 @@ def conv_slots_triton(x: Tensor, weight: Tensor, past: Past, after: str, parts: 
     y = x.new_empty(x.numel())
     each = y.split([B * T * channels for channels in parts])
     form = Form.of(weight, after, bias)
-    _forward(x, weight, past, form, parts, [one.view(B, T, c) for one, c in zip(each, parts, strict=True)])
+    _forward(x, weight, past, [form] * len(parts), parts, [one.view(B, T, c) for one, c in zip(each, parts, strict=True)])
     if N:
         kernel = conv_keep_kernel
         chosen = launch_config(ENGINE, x.device, x.dtype, C, C)
@@ -73,7 +90,7 @@ def _apart(x: Tensor, parts: list[int]) -> list[Tensor]:
 
 
 @fake(conv_triton)
-def _(x, weight, past: Past, after, parts, bias):
+def _(x, weight, past: Past, after, parts, bias, unit):
     return _apart(x, parts)
 
 
@@ -82,12 +99,12 @@ def _(x, *_):
     return x.new_empty(x.numel())
 
 
-def _forward(x: Tensor, weight: Tensor, past: Past, form: Form, parts: list[int], y: list[Tensor]) -> None:
-    """`y` of every part."""
+def _forward(x: Tensor, weight: Tensor, past: Past, forms: list[Form], parts: list[int], y: list[Tensor]) -> None:
+    """`y` of every part, of its form."""
     if x.numel():
         chosen = launch_config(ENGINE, x.device, x.dtype, *x.shape[2:] * 2)
-        each = x.split(parts, -1), weight.contiguous().split(parts), _split(past, parts), y
-        for one, w, own, made in zip(*each, strict=True):
+        each = forms, x.split(parts, -1), weight.contiguous().split(parts), _split(past, parts), y
+        for form, one, w, own, made in zip(*each, strict=True):
             _launch(conv_forward_kernel, chosen, x, made, form, own, one, w, made)
 
 
@@ -121,7 +138,7 @@ def _(x, *_):
 
 @recorded_backward_operator
 def conv_triton_bwd(
-    dy: list[Tensor], x: Tensor, weight: Tensor, past: Past, after: str, bias: bool
+    dy: list[Tensor], x: Tensor, weight: Tensor, past: Past, after: str, bias: bool, unit: list[int]
 ) -> list[Tensor]:  # fmt: skip
     """dx, dweight and, of a state, dstate; a token's part of dweight is summed with those of its run first: no atomics."""
     (B, T, C), form, state = x.shape, Form.of(weight, after, bias), past.state
@@ -133,15 +150,16 @@ def conv_triton_bwd(
     dw = x.new_empty(runs + N, 4 + bias, C, dtype=accumulator(x.dtype))
     parts = [one.shape[-1] for one in dy]
     wide = (tensor.split(parts, -1) for tensor in (x, dx, dw))
-    each = dy, weight.contiguous().split(parts), _split(past, parts), *wide
-    for one_dy, w, own, one, one_dx, one_dw in zip(*each, strict=True):
-        _launch(conv_backward_kernel, chosen, x, one_dy, form, own, one_dy, one, w, one_dx, one_dw)
+    each = form.each(unit), dy, weight.contiguous().split(parts), _split(past, parts), *wide
+    for own_form, one_dy, w, own, one, one_dx, one_dw in zip(*each, strict=True):
+        _launch(conv_backward_kernel, chosen, x, one_dy, own_form, own, one_dy, one, w, one_dx, one_dw)
     if state is not None and dstate is not None:
         wide = (tensor.split(parts, -1) for tensor in (state, dstate, dw[runs:]))
-        for one_dy, one, w, *states in zip(dy, x.split(parts, -1), weight.contiguous().split(parts), *wide, strict=True):
+        each = form.each(unit), dy, x.split(parts, -1), weight.contiguous().split(parts), *wide
+        for own_form, one_dy, one, w, *states in zip(*each, strict=True):
             sizes = {"C": len(w), "ROW": C, "STRIDE": _stride(state)}
-            own = _constants(chosen, conv_past_backward_kernel, x.dtype, form, **sizes)
-            grid = N, cdiv(len(w), own["BC"])
+            own = _constants(chosen, conv_past_backward_kernel, x.dtype, own_form, **sizes)
+            grid = N, own_form.tiles(len(w), own["BC"])
             run(conv_past_backward_kernel, grid, one_dy, one, w, *states, past.ends, T, **own)
     dtaps = dw.sum(0)
     dweight = torch.cat([dtaps[: form.W].flip(0), dtaps[4:]]).T.to(weight.dtype).contiguous()
@@ -149,20 +167,20 @@ def conv_triton_bwd(
 
 
 @fake(conv_triton_bwd)
-def _(dy, x, weight, past: Past, after, bias):
+def _(dy, x, weight, past: Past, after, bias, unit):
     states = [] if past.state is None else [torch.empty_like(past.state)]
     return [torch.empty_like(x), weight.new_empty(weight.shape), *states]
 
 
 def _save(ctx, inputs, output) -> None:
-    x, weight, past, after, _, bias = inputs
-    ctx.settings = after, bias
+    x, weight, past, after, _, bias, unit = inputs
+    ctx.settings = after, bias, unit
     ctx.save_for_backward(x, weight, *past)
 
 
 def _backward(ctx, dy):
     dx, dweight, *dstate = conv_triton_bwd([one.contiguous() for one in dy], *ctx.saved_tensors, *ctx.settings)
-    return dx, dweight, dstate[0] if dstate else None, *[None] * 8
+    return dx, dweight, dstate[0] if dstate else None, *[None] * 9
 
 
 differentiable(conv_triton, _backward, _save)
@@ -174,7 +192,7 @@ def _launch(kernel, config: LaunchConfig, x: Tensor, part: Tensor, form: Form, p
     sizes = {"C": C, "ROW": x.shape[-1], "APART": x.stride(1), "STRIDE": _stride(past.state), "PACKED": int(packed)}
     own = _constants(config, kernel, x.dtype, form, **sizes)
     around = past.position if packed else x, past.state, past.document, past.slots, past.fresh
-    blocks = cdiv(C, own["BC"])
+    blocks = form.tiles(C, own["BC"])
     if kernel is conv_forward_kernel:
         own["BT"] = tokens_of_a_run(B * blocks, T, own["BT"], **config.launch["shared"])
     run(kernel, (blocks, cdiv(T, own["BT"]), B), *given, *around, T, **own)
@@ -190,8 +208,9 @@ def tokens_of_a_run(blocks: int, T: int, most: int, programs: int, least: int) -
 
 def _constants(config: LaunchConfig, kernel, dtype: torch.dtype, form: Form, **sizes: object) -> Constants:
     known = sizes | {"W": form.W, "BIAS": int(form.bias), "SILU": int(form.after == "silu"), "ADD": int(form.after == "add")}
-    known |= {"ACC": TYPES[accumulator(dtype)]}
-    return {**config.launch[kernel.__name__], **{name: x for name, x in known.items() if name in kernel.arg_names}}
+    own = config.launch[kernel.__name__]
+    known |= {"ACC": TYPES[accumulator(dtype)], "HEAD": form.head, "BH": form.lanes, "BC": max(own["BC"], form.lanes)}
+    return {**own, **{name: x for name, x in known.items() if name in kernel.arg_names}}
 
 
 def _stride(state: Tensor | None) -> int:
@@ -201,17 +220,19 @@ def _stride(state: Tensor | None) -> int:
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     """All kernels on K channels of twice as many, of four taps: with SiLU on packed documents, with a bias and without, and with the
-    residual. The two over all tokens without a state too, the forward one on a table."""
+    residual. The two over all tokens without a state too, the forward one on a table. Those that make heads unit do so too."""
     own, wide = NAMES[dtype], NAMES[accumulator(dtype)]
     types = dict.fromkeys(("p_x", "p_y", "p_dy", "p_dx", "p_state", "p_dstate"), f"*{own}")
     types |= dict.fromkeys(("p_w", "p_dw"), f"*{wide}") | dict.fromkeys(("p_slots", "p_document", "p_ends"), "*i64")
     types |= {"p_fresh": "*i1", "T": "i32"}
     walks = conv_forward_kernel, conv_backward_kernel
-    on_states = *walks, conv_past_backward_kernel, conv_keep_kernel, conv_step_kernel
+    of_heads = *walks, conv_past_backward_kernel
+    on_states = *of_heads, conv_keep_kernel, conv_step_kernel
     ways = (True, Form(4, False, "silu")), (True, Form(4, True, "silu")), (False, Form(4, False, "add"))
+    units = ((True, Form(4, True, "silu", min(K, 128))),)
     cases = []
-    for state, kernels in ((False, walks), (True, on_states)):
-        for kernel, (packed, form) in product(kernels, ways):
+    for state, kernels, forms in ((False, walks, (*ways, *units)), (True, on_states, ways), (True, of_heads, units)):
+        for kernel, (packed, form) in product(kernels, forms):
             sizes = {
                 "C": K,
                 "ROW": 2 * K,

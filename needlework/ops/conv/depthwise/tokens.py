@@ -1,11 +1,27 @@
-"""One token's part of a causal depthwise convolution: its inputs of x and of a state, their sum, what follows it, and the slope of that.
+"""One token's part of a causal depthwise convolution: its inputs of x and of a state, their sum, what follows it, and the slopes of that.
 
 Lags l = 0 … 3; narrower weights have zeros. A channel's taps [W] end with its bias b, if there is one. A token at position p of its
 document sees lags up to p in x. Without a state there is nothing before; with one, [W−1 C] a sequence, lag l > p is its row W − 1 + p − l.
+
+A tile has BC channels. Where heads get unit norm it has a head in each row of two axes, HEAD of its BH numbers, the rest zeros.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def channels(i, C: tl.constexpr, HEAD: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr):
+    """Tile i of C channels, and which of its numbers are some: [BC], or [BC/BH BH] of whole heads."""
+    if HEAD:
+        head = i * (BC // BH) + tl.arange(0, BC // BH)
+        lane = tl.arange(0, BH)
+        o_c = head[:, None] * HEAD + lane[None, :]
+        real = (lane < HEAD)[None, :] & (o_c < C)
+    else:
+        o_c = i * BC + tl.arange(0, BC)
+        real = o_c < C
+    return o_c, real
 
 
 @triton.jit
@@ -117,14 +133,34 @@ def weighted(p, x0, x1, x2, x3, w0, w1, w2, w3, wb):
 
 
 @triton.jit
-def fed(p, x0, x1, x2, x3, w0, w1, w2, w3, wb, SILU: tl.constexpr, ADD: tl.constexpr):
-    """y at position p, of the inputs 0 to 3 tokens before."""
-    c = weighted(p, x0, x1, x2, x3, w0, w1, w2, w3, wb)
+def followed(c, x0, SILU: tl.constexpr, ADD: tl.constexpr):
+    """y of c: silu(c), x + c or c."""
     if SILU:
         c = c / (1.0 + tl.exp(-c))
     if ADD:
         c += x0
     return c
+
+
+@triton.jit
+def fed(p, x0, x1, x2, x3, w0, w1, w2, w3, wb, SILU: tl.constexpr, ADD: tl.constexpr):
+    """y at position p, of the inputs 0 to 3 tokens before."""
+    return followed(weighted(p, x0, x1, x2, x3, w0, w1, w2, w3, wb), x0, SILU, ADD)
+
+
+@triton.jit
+def unit(y, KIND: tl.constexpr, ACC: tl.constexpr):
+    """Heads of unit norm, n = r y of y as it is rounded, and r."""
+    y = y.to(KIND).to(ACC)
+    r = 1.0 / tl.sqrt(tl.sum(y * y, 1, keep_dims=True) + 1e-6)
+    return r * y, r
+
+
+@triton.jit
+def unit_slope(dn, y, KIND: tl.constexpr, ACC: tl.constexpr):
+    """dy of dn."""
+    n, r = unit(y, KIND, ACC)
+    return r * (dn - n * tl.sum(n * dn, 1, keep_dims=True))
 
 
 @triton.jit
