@@ -21,6 +21,7 @@ from needlework.layers.norm import Later
 from needlework.layers.projection import OutProjection, Projection, ZeroProjection, mapped, side_by_side
 from needlework.layers.state import Held, Part
 from needlework.ops.conv.op import After, causal_conv, causal_conv_slots, step_conv
+from needlework.ops.unit.reference import unit_heads
 
 
 class CausalConv(nn.Module):
@@ -59,11 +60,16 @@ class CausalConv(nn.Module):
         return tuple(y for (y,), _ in made), torch.cat([past for _, past in made], -1)
 
     def of_maps(
-        self, x: Tensor, maps: Sequence[nn.Linear], sizes: Sequence[int], state: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, maps: Sequence[nn.Linear], sizes: Sequence[int], state: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        *, unit: Sequence[int] | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
-        """The same of maps of x [B T D] to `sizes` channels, made by one product: the convolution's gradient is that product's."""
+        """The same of maps of x [B T D] to `sizes` channels, made by one product: the convolution's gradient is that product's.
+
+        unit: of each map the channels of a head, which gets unit norm, 0: none does; None: nowhere.
+        """
         (made,) = side_by_side(x, tuple(maps))
-        return causal_conv(made, self.weight[:, 0], state, cu_seqlens, bias=self.bias, parts=sizes, after=self.after)
+        settings: dict[str, Any] = {"bias": self.bias, "parts": sizes, "unit": unit, "after": self.after}
+        return causal_conv(made, self.weight[:, 0], state, cu_seqlens, **settings)
 
     def serve(self, x: Tensor, sizes: Sequence[int], table: Tensor | None, batch: Batch) -> tuple[Tensor, ...]:
         """Tokens x [T C] of all channels in parts of `sizes`; the table advances in place."""
@@ -167,8 +173,11 @@ class _Silu(nn.Module):
         sizes: Sequence[int],
         state: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        *,
+        unit: Sequence[int] | None = None,
     ) -> tuple[tuple[Tensor, ...], None]:
-        return self([m(x) for m in maps])
+        y, _ = self([m(x) for m in maps])
+        return y if unit is None else tuple(map(unit_heads, y, unit)), None
 
     def serve(self, x: Tensor, sizes: Sequence[int], table: Tensor | None, batch: Batch) -> tuple[Tensor, ...]:
         return tuple(F.silu(part) for part in x.split(sizes, -1))  # each in one piece, as a step takes it

@@ -100,8 +100,12 @@ class _Recurrent(Mixer):
         self.read = config.read.build(width._replace(key_dim=self.write.key_dim), config.write)
         # while serving the op makes q and k of unit norm, where nothing else reads them
         self.l2norm = self.write.norms and config.write.unit_keys and isinstance(config.read, Plain)
+        # of q, k and v: the channels of a head that leaves the convolution of a chunk with unit norm; None: a norm comes later
+        self.conv_unit: tuple[int, int, int] | None = None
         if config.position is not None:
             config.position.check(width.key_dim)
+        elif config.conv is not None and config.write.unit_keys:
+            self.conv_unit = (width.key_dim, width.key_dim, 0)
         self.norm = config.norm.build(width)
         gate = config.output_gate
         self.activation: GateActivation = gate.activation if isinstance(gate, OutputGate) else "silu"
@@ -124,9 +128,12 @@ class _Recurrent(Mixer):
         if self.conv is None:
             q, k, v = (m(x) for m in maps)
         else:
-            (q, k, v), conv = self.conv.of_maps(x, maps, self.sizes, state.conv, cu_seqlens)
+            (q, k, v), conv = self.conv.of_maps(x, maps, self.sizes, state.conv, cu_seqlens, unit=self.conv_unit)
         at = None if self.config.position is None else token_positions(x, state.length, cu_seqlens)
-        q, k, v, unit = self._heads(q, k, v, at)
+        q, k, v = self._turned(q, k, v, at)
+        if self.conv_unit is None:
+            q, k, v = self._unit(q, k, v)
+        q, k, v, unit = self._mapped(q, k, v)
         gates, logits = self.write.gates(x, *self.read.maps)
         carry = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         clean = partial(self.read.chunk, initial_state=state.read, **carry)
@@ -147,7 +154,7 @@ class _Recurrent(Mixer):
             q, k, v = self._turned(q, k, v, batch.positions)
             o = self.write.serve(q, k, v, of("write", tables), batch, q_read=None, l2norm=True, **gates)
             return self._out(x, o, gate)
-        q, k, v, unit = self._heads(q, k, v, batch.positions)
+        q, k, v, unit = self._mapped(*self._unit(*self._turned(q, k, v, batch.positions)))
         q_read = self.read.serve(*logits, q=q, k=unit, g=gates["g"], tables=of("read", tables), batch=batch)
         return self._out(x, self.write.serve(q, k, v, of("write", tables), batch, l2norm=False, q_read=q_read, **gates), gate)
 
@@ -156,11 +163,12 @@ class _Recurrent(Mixer):
         fixed = conv | under("write", self.write.held(dtype)) | under("read", self.read.held(dtype))
         return Held(fixed, {}, cut=self.write.cut, counted=self.config.position is not None)
 
-    def _heads(self, q: Tensor, k: Tensor, v: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`_turned`, then q and k of unit norm or features as the write rule has it; and unit keys, for the read rule."""
-        q, k, v = self._turned(q, k, v, at)
-        if self.config.write.unit_keys:
-            q, k = l2(q), l2(k)
+    def _unit(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k of unit norm, where the write rule has them so."""
+        return (l2(q), l2(k), v) if self.config.write.unit_keys else (q, k, v)
+
+    def _mapped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q and k after `_unit`, as features where the write rule has those; and unit keys, for the read rule."""
         q, k = self.write.mapped(q, k)
         return q, k, v, k if self.config.write.unit_keys else l2(k)
 
