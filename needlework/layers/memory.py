@@ -103,4 +103,5 @@ class _Memory(nn.Module):
         heads = NormedHeads(r, None, gate, torch.finfo(r.dtype).eps if self.norm is published_rms else EPS)
         if (y := of_one_row_of_heads(self.mem_proj, heads, "sigmoid", gate.dtype)) is not None:
             return y
-        return self.mem_proj(self.norm(r).flatten(-2).to(gate.dtype) * torch.sigmoid(gate))
+        open_ = torch.sigmoid(gate).unflatten(-1, r.shape[-2:])  # by heads, as the norm is: compiled they are one kernel
+        return self.mem_proj((self.norm(r).to(gate.dtype) * open_).flatten(-2))

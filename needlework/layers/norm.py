@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from needlework.ops.linear import Normed, glu, linear, normed_glu, normed_linear
+from needlework.ops.linear.arguments import added
 from needlework.ops.linear.op import Activation, few
 from needlework.ops.unit.reference import rms_rows, unit_rows
 
@@ -48,8 +49,9 @@ class RMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms(x, self.eps) * self.weight
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        """Of x + more."""
+        return rms(added(x, more), self.eps) * self.weight
 
     def later(self, x: Tensor, more: Tensor | None) -> "Later":
         """Of x + more, when it is read."""

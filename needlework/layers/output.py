@@ -8,18 +8,19 @@ from torch import Tensor, nn
 from needlework.fields import Count, Positive
 from needlework.layers.config import Config, Width
 from needlework.layers.norm import EPS, rms, wide
-from needlework.layers.projection import Projection, of_one_row_of_heads
+from needlework.layers.projection import Projection, of_one_row_of_heads, read_by_maps
 from needlework.ops.linear.arguments import GATES, GateActivation, NormedHeads
 
 
 class OutputNorm(nn.Module):
-    """Base of the norms: o [.. HV V], the gate's logit [.. HV·V] or None, and its activation -> [.. HV·V]."""
+    """Base of the norms: o [.. HV V], the gate's logit [.. HV·V] or None, and its activation -> [.. n HV·V/n], each row normed by itself."""
 
     def mapped(
         self, m: nn.Module, o: Tensor, gate: Tensor | None, activation: GateActivation, dtype: torch.dtype
     ) -> Tensor:  # fmt: skip
         """m of the result in `dtype`."""
-        return m(self(o, gate, activation).to(dtype))
+        # rounded by rows, as the norm is: compiled they are one kernel
+        return m(read_by_maps(self(o, gate, activation).to(dtype)).flatten(-2))
 
 
 class NormConfig(Config):
@@ -31,7 +32,7 @@ class NormConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadNorm(NormConfig):
-    """Every head is normed by itself, then gated: o [.. HV V] -> [.. HV·V].
+    """Every head is normed by itself, then gated: o [.. HV V] -> [.. HV V].
 
         RMSNorm(o) ⊙ gate
 
@@ -73,7 +74,7 @@ class _HeadNorm(OutputNorm):
 
 @dataclass(frozen=True, kw_only=True)
 class GatedNorm(NormConfig):
-    """The gate first, then one norm over the value heads of each key head, as Mamba-2 has it: o [.. HV V] -> [.. HV·V].
+    """The gate first, then one norm over the value heads of each key head, as Mamba-2 has it: o [.. HV V] -> [.. H HV·V/H].
 
         RMSNorm(o ⊙ gate) ⊙ weight,    weight [HV·V],    the mean over HV·V/H channels
 
@@ -105,7 +106,7 @@ class _GatedNorm(OutputNorm):
     def forward(self, o: Tensor, gate: Tensor | None, activation: GateActivation) -> Tensor:
         o = wide(o).flatten(-2)
         o = o if gate is None else o * GATES[activation](gate)
-        return rms(o.unflatten(-1, (self.groups, -1)), self.eps).flatten(-2) * self.weight
+        return rms(o.unflatten(-1, (self.groups, -1)), self.eps) * self.weight.unflatten(-1, (self.groups, -1))
 
 
 @dataclass(frozen=True, kw_only=True)

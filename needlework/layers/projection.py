@@ -137,6 +137,13 @@ def _weights(maps: Sequence[nn.Module], x: Tensor | Later) -> tuple[Tensor, Tens
     return _beside(every) if x.shape.numel() >= sum(m.weight.numel() for m in every) else None
 
 
+def read_by_maps(x: Tensor) -> Tensor:
+    """x rounded as linear maps round what they read under autocast; as it is without."""
+    kind = x.device.type
+    rounded = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if rounded else x
+
+
 def plain(m: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether m(x) is x Wᵀ + b and nothing else: no adapter, no quantised weight, no hook."""
     return (

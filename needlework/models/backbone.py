@@ -113,29 +113,31 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             raise ValueError(
                 "state_passing: a sequence split over ranks takes no cache, no attention_mask and no packed documents"
             )
-        x, spread = tokens.x, tokens.spread
+        given, spread = Residual(tokens.x), tokens.spread
         if isinstance(past_key_values, TableCache):
             if given_documents:
                 raise ValueError(
                     "past_key_values: a TableCache has a row for each row of input_ids; packed documents need a NeedleworkCache"
                 )
             batch, states = past_key_values.batch(B, T, real, x.device), [] if output_hidden_states else None
-            x = spread(self._on_tables(past_key_values, x.flatten(0, 1), batch, states))
+            x = spread(self._on_tables(past_key_values, tokens.x.flatten(0, 1), batch, states))
             hidden = None if states is None else (*map(spread, states), x)
             return NeedleworkOutput(last_hidden_state=x, past_key_values=past_key_values, hidden_states=hidden)
         terms, states = [], []
         for i, block in enumerate(self._blocks()):
             if output_hidden_states:
-                states.append(spread(x))
+                states.append(spread(given.whole()))
             layer = None if past_key_values is None else past_key_values.layers[i]
-            before = state_passing.receive(i, x) if state_passing is not None else None if layer is None else layer.state
-            x, state, found = block(x, before, tokens.cu_seqlens, layer is not None or state_passing is not None, objective)
+            before = state_passing.receive(i, given.x) if state_passing is not None else None if layer is None else layer.state
+            carried = layer is not None or state_passing is not None
+            x, more, state, found = block(*given, before, tokens.cu_seqlens, carried, objective)
             terms.append(found)
             if layer is not None:
                 layer.put(state, T)
             if state_passing is not None:
                 x = state_passing.send(i, x, state)
-        x = spread(self.norm(x))
+            given = Residual(x, more)
+        x = spread(self.norm(*given))
         means = None if objective is None else objective.means(terms)
         hidden = (*states, x) if output_hidden_states else None
         return NeedleworkOutput(last_hidden_state=x, past_key_values=past_key_values, hidden_states=hidden, terms=means)
@@ -149,7 +151,7 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
                 if states is not None:
                     states.append(given.whole())
                 given = block.serve(given, layer.tables(), batch)
-            return self.norm(given.whole())
+            return self.norm(*given)
 
         return cache.advance(step, x, batch) if states is None else step(x, batch)
 
@@ -182,4 +184,4 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
     @torch.no_grad()
     def serve(self, input_ids: Tensor, tables: Sequence[Mapping[str, Tensor]], batch: Batch) -> Tensor:
         """Normed hidden states [T D] of new tokens input_ids [T] (`through`)."""
-        return self.norm(self.through(self.embed(input_ids), tables, batch).whole())
+        return self.norm(*self.through(self.embed(input_ids), tables, batch))

@@ -1,4 +1,4 @@
-"""One layer of the model, and what passes between two: the residual stream in training, its two summands in serving."""
+"""One layer of the model, and what passes between two: the residual stream as two summands."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +14,8 @@ from needlework.ops.linear.arguments import added
 
 
 class Residual(NamedTuple):
-    """Between two layers, while serving: x + more, [T D] each. The next layer's norm adds them, where it is compiled in its own kernel."""
+    """Between two layers: x + more, [.. D] each. The next layer's norm adds them, compiled in its own kernel: their sum is neither
+    written for it nor read again, and its gradient comes in the dtype of each summand."""
 
     x: Tensor
     more: Tensor | None = None  # only before the first layer
@@ -27,9 +28,10 @@ class Residual(NamedTuple):
 
 
 class Block(GradientCheckpointingLayer):
-    """One layer: x [B T D], a state -> x [B T D], the state after it, the objective's terms.
+    """One layer: x and more [B T D], whose sum is the residual stream, and a state -> x and more after it, the state, the objective's
+    terms. `more` is None before the first layer.
 
-    x ← x + mixer(norm x),    x ← x + mlp(norm x)
+    x ← x + more,    x ← x + mixer(norm x),    more ← mlp(norm x)        without an mlp:  x ← x + more,    more ← mixer(norm x)
     """
 
     def __init__(self, config: NeedleworkConfig, letter: str, layer: int):
@@ -43,15 +45,19 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
+        more: Tensor | None,
         state: object,
         cu_seqlens: Tensor | None,
         output_final_state: bool,
         objective: Objective | None = None,
-    ) -> tuple[Tensor, object, Terms | None]:
+    ) -> tuple[Tensor, Tensor, object, Terms | None]:
+        x = added(x, more)
         h = self.mixer_norm(x)
         y, state = self.mixer(h, state, cu_seqlens, output_final_state)
-        x = self._channels(x + y)
-        return x, state, None if objective is None else objective.terms(self.mixer, h, x, cu_seqlens)
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = added(x, y)
+            y = self.mlp(self.mlp_norm(x))
+        return x, y, state, None if objective is None else objective.terms(self.mixer, h, added(x, y), cu_seqlens)
 
     def serve(self, given: Residual, tables: Mapping[str, Tensor], batch: Batch) -> Residual:
         """After the layer; the states of its sequences advance in place (`Mixer.serve`)."""
@@ -63,11 +69,6 @@ class Block(GradientCheckpointingLayer):
         x = self.mlp_norm.later(x.whole, y)
         y = self.mlp(x)
         return Residual(x.whole, y)
-
-    def _channels(self, x: Tensor) -> Tensor:
-        if self.mlp is None or self.mlp_norm is None:
-            return x
-        return x + self.mlp(self.mlp_norm(x))
 
 
 class StatePassing(Protocol):

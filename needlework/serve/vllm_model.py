@@ -115,7 +115,7 @@ class NeedleworkVllm(nn.Module):
             if key not in batches:
                 batches[key] = step.batch(positions[:T], on_pages, self.windows)
             given = block.serve(given, tables, batches[key])
-        x = self.model.model.norm(given.whole())
+        x = self.model.model.norm(*given)
         return torch.cat([x, x.new_zeros(len(input_ids) - T, x.shape[1])])
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from needlework.layers.norm import RMSNorm
+
 from .config import TrainConfig
 from .tensor import split_heads
 from .world import World
@@ -21,7 +23,7 @@ from .world import World
 # What Inductor computes from more tensors than this, for more than one reader, it writes to memory and reads again; 4 if not said.
 # The gradient of a block's normed input is a sum over its maps, and the norm's backward reads it twice; the bytes are in
 # docs/log/2026-11-22-inductor-reads-threshold.md.
-READS = 8
+READS = 6
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -34,10 +36,17 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def norms(model: nn.Module) -> list[RMSNorm]:
+    """Those outside of these lists: the one behind the last block."""
+    inside = {module for block in blocks(model) for module in block.modules()}
+    return [module for module in model.modules() if isinstance(module, RMSNorm) and module not in inside]
+
+
 def prepare(model: nn.Module, config: TrainConfig, world: World) -> None:
     """Changes `model` in place as `config` says, and moves it to the rank's device.
 
-    Blocks are compiled one by one: a model of a hundred alike is one compilation, and sharding gathers weights between them.
+    Blocks are compiled one by one: a model of a hundred alike is two compilations, the first block's and the others', and sharding
+    gathers weights between them. So is the norm behind them.
     Raises ValueError if activations are to be recomputed by a model that has no `activation_checkpointing_enable`, or in blocks that
     are compiled and split over ranks, and what `split_heads` raises.
     """
@@ -57,8 +66,8 @@ def prepare(model: nn.Module, config: TrainConfig, world: World) -> None:
     if world.mesh is not None and world.tensor > 1:
         split_heads(model, world.mesh["tensor"])
     if config.compile:
-        for block in blocks(model):
-            block.compile(fullgraph=True, dynamic=False, options={"realize_reads_threshold": READS})
+        for part in (*blocks(model), *norms(model)):
+            part.compile(fullgraph=True, dynamic=False, options={"realize_reads_threshold": READS})
     if world.mesh is not None and world.shard > 1:
         for module in (*blocks(model), model):
             fully_shard(module, mesh=world.mesh["shard"])

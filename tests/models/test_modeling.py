@@ -258,8 +258,8 @@ def test_hidden_states_of_a_padded_row_are_those_of_the_row_alone(model, prompt)
         torch.testing.assert_close(padded[:1, 4:], plain, rtol=0, atol=1e-12)
     assert torch.equal(alone[0], model.model.embed(prompt[:1, 4:]))
     with torch.no_grad():
-        x, _, _ = model.model.blocks[0](alone[0], None, None, False)
-    torch.testing.assert_close(alone[1], x, rtol=0, atol=1e-12)
+        x, more, _, _ = model.model.blocks[0](alone[0], None, None, None, False)
+    torch.testing.assert_close(alone[1], x + more, rtol=0, atol=1e-12)
 
 
 def test_weights_of_attention_are_refused_and_not_left_out(model, prompt):

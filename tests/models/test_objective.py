@@ -73,7 +73,8 @@ def test_without_an_objective_it_is_the_cross_entropy_alone(model):
 @pytest.mark.parametrize("regulariser", REGULARISERS, ids=kinds)
 def test_a_regulariser_is_the_mean_over_every_block_s_output(model, regulariser):
     outputs = []
-    hooks = [b.register_forward_hook(lambda _, __, out: outputs.append(out[0].detach())) for b in model.model.blocks]
+    whole = lambda out: (out[0] + out[1]).detach()
+    hooks = [b.register_forward_hook(lambda _, __, out: outputs.append(whole(out))) for b in model.model.blocks]
     found = run(model, Objective(regulariser=regulariser))
     for hook in hooks:
         hook.remove()

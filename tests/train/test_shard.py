@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from needlework.layers import Delta, Recurrent, SwiGLU
+from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.train import World, full_state, shard, train
 
 from .tiny import CONFIG, Tiny, batch
@@ -24,6 +26,14 @@ def test_blocks_are_what_the_outermost_lists_hold():
 
     model = Outer()
     assert shard.blocks(model) == [*model.body.blocks, *model.blocks_of_the_head]
+
+
+def test_norms_are_those_behind_the_lists():
+    mixer = Recurrent(heads=1, key_dim=4, value_dim=4, write=Delta())
+    model = NeedleworkForCausalLM(
+        NeedleworkConfig(vocab_size=9, hidden_size=4, layout="RR", mixers={"R": mixer}, mlp=SwiGLU(hidden=4))
+    )
+    assert shard.norms(model) == [model.model.norm]
 
 
 def test_alone_a_model_is_left_as_it_is():

@@ -56,9 +56,9 @@ class NormedHeads(NamedTuple):
     eps: float
 
     def made(self, activation: GateActivation) -> Tensor:
-        """[.. H·V], rounded after each factor."""
+        """[.. H V], rounded after each factor."""
         normed = rms_rows(self.x, self.eps)
         normed = normed if self.norm is None else normed * self.norm
         # by heads, as the norm is: compiled they are one kernel
         gate = None if self.gate is None else GATES[activation](self.gate).unflatten(-1, self.x.shape[-2:])
-        return (normed if gate is None else normed * gate).flatten(-2)
+        return normed if gate is None else normed * gate

@@ -105,7 +105,7 @@ def normed_heads_linear(
     """
     maps, row = Maps(weight, bias), x.x.flatten(-2)
     if _path(impl, None, row, maps, x.norm, x.gate) != "triton":
-        return _by_products(x.made(activation), maps, None)
+        return _by_products(x.made(activation).flatten(-2), maps, None)
     from needlework.ops.linear.few_heads import few_heads
 
     return few_heads(*x, *maps, activation).view(*row.shape[:-1], len(weight))
