@@ -40,7 +40,7 @@ def causal_conv(
     parts: y comes in tensors of so many channels each (q, k and v, say, of one product); None for one of all C. ValueError unless
         they sum to C.
     unit: of each part the channels of a head, K: its y come by heads of unit norm, as a delta rule takes q and k; 0: as they are. None:
-        every part's do. ValueError unless K divides the part's channels.
+        every part's are. ValueError unless K divides the part's channels.
     cu_seqlens: [N+1] integers from 0 to T that never fall. Their values are not checked: reading them back would wait for the GPU.
     impl: "triton" takes at most 4 taps, and unit heads of at most 1024 channels.
 
