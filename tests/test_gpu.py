@@ -443,7 +443,7 @@ def served_model(left_out=""):
 def test_compiled_blocks_on_the_gpu_are_the_eager_ones(layout, packed):
     """As training compiles them: values and every gradient in float64, of layers that take packed documents as they lie."""
     from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
-    from needlework.train.shard import READS, blocks
+    from needlework.train.shard import INDUCTOR, blocks
     from tests.models.test_table_cache import MIXERS
 
     torch.manual_seed(0)
@@ -459,7 +459,7 @@ def test_compiled_blocks_on_the_gpu_are_the_eager_ones(layout, packed):
 
     eager = {name: x.clone() for name, x in found().items()}
     for block in blocks(model):
-        block.compile(fullgraph=True, dynamic=False, options={"realize_reads_threshold": READS})
+        block.compile(fullgraph=True, dynamic=False, options=INDUCTOR)
     assert_close(found(), eager, "compiled")
 
 

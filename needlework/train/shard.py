@@ -20,10 +20,14 @@ from .config import TrainConfig
 from .tensor import split_heads
 from .world import World
 
-# What Inductor computes from more tensors than this, for more than one reader, it writes to memory and reads again; 4 if not said.
-# The gradient of a block's normed input is a sum over its maps, and the norm's backward reads it twice; the bytes are in
-# docs/log/2026-11-22-inductor-reads-threshold.md.
-READS = 6
+# How Inductor makes kernels of a block; the bytes are in docs/log/2026-11-29-norms-that-read-once.md.
+INDUCTOR = {
+    # What it computes from more tensors than this, for more than one reader, it writes to memory and reads again; 4 if not said. The
+    # gradient of a block's normed input is a sum over its maps, and the norm's backward reads it twice.
+    "realize_reads_threshold": 6,
+    # Else it orders loops after it has fused them, and what follows a norm by elements, as a rounded copy, gets a kernel of its own.
+    "loop_ordering_after_fusion": False,
+}
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -67,7 +71,7 @@ def prepare(model: nn.Module, config: TrainConfig, world: World) -> None:
         split_heads(model, world.mesh["tensor"])
     if config.compile:
         for part in (*blocks(model), *norms(model)):
-            part.compile(fullgraph=True, dynamic=False, options={"realize_reads_threshold": READS})
+            part.compile(fullgraph=True, dynamic=False, options=INDUCTOR)
     if world.mesh is not None and world.shard > 1:
         for module in (*blocks(model), model):
             fully_shard(module, mesh=world.mesh["shard"])

@@ -39,7 +39,7 @@ def _made(
 ):  # fmt: skip
     """y of token s, of the rows of x 0 to 3 before, or the unit heads of it."""
     p = position_of(p_position, s, T, PACKED)
-    p, x1, x2, x3 = seen(s, p, x1, x2, x3, past, T, o_c, real, ROW, W, STRIDE, KIND, ACC)
+    p, x1, x2, x3 = seen(s, p, x1, x2, x3, past, T, o_c, real, ROW, W, STRIDE, PACKED, KIND, ACC)
     y = fed(p, x0, x1, x2, x3, w0, w1, w2, w3, wb, SILU, ADD)
     if HEAD:
         y, _ = unit(y, KIND, ACC)
@@ -105,20 +105,18 @@ def _before(
     ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, HEAD: tl.constexpr,
     PACKED: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dy of token s before its norm, dc, and what of it goes 1, 2 and 3 tokens back: none past a document's start."""
+    """dy of token s before its norm, dc, and what of it goes 1, 2 and 3 tokens back: none past a document's start. Past a
+    sequence's there is nothing to write."""
     p = position_of(p_position, s, T, PACKED)
     dc = dy
     if SILU or HEAD:
-        reach, x1, x2, x3 = seen(s, p, x1, x2, x3, past, T, o_c, real, ROW, W, STRIDE, KIND, ACC)
+        reach, x1, x2, x3 = seen(s, p, x1, x2, x3, past, T, o_c, real, ROW, W, STRIDE, PACKED, KIND, ACC)
         c = weighted(reach, x0, x1, x2, x3, w0, w1, w2, w3, wb)
         dy, dc = _back(dy, c, x0, SILU, ADD, HEAD, KIND, ACC)
-    return dy, dc, tl.where(p >= 1, dc, 0.0), tl.where(p >= 2, dc, 0.0), tl.where(p >= 3, dc, 0.0)
-
-
-@triton.jit
-def _own(s, hi, a, b, c, d):
-    """Of tokens s to s + 3, those before `hi`: the ones past the run are another program's part of dw."""
-    return tl.where(s < hi, a, 0.0), tl.where(s + 1 < hi, b, 0.0), tl.where(s + 2 < hi, c, 0.0), tl.where(s + 3 < hi, d, 0.0)
+    d1, d2, d3 = dc, dc, dc
+    if PACKED:
+        d1, d2, d3 = tl.where(p >= 1, dc, 0.0), tl.where(p >= 2, dc, 0.0), tl.where(p >= 3, dc, 0.0)
+    return dy, dc, d1, d2, d3
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -180,16 +178,13 @@ def conv_backward_kernel(
         tl.store(at + ROW, dx1.to(p_dx.dtype.element_ty), mask=real & (s - 2 >= lo) & (s - 2 < hi))
         tl.store(at + 2 * ROW, dx2.to(p_dx.dtype.element_ty), mask=real & (s - 1 >= lo) & (s - 1 < hi))
         tl.store(at + 3 * ROW, dx3.to(p_dx.dtype.element_ty), mask=real & (s < hi))
-        a0, b0, c0, d0 = _own(s, hi, a0, b0, c0, d0)
-        a1, b1, c1, d1 = _own(s, hi, a1, b1, c1, d1)
-        a2, b2, c2, d2 = _own(s, hi, a2, b2, c2, d2)
-        a3, b3, c3, d3 = _own(s, hi, a3, b3, c3, d3)
-        g0 += a0 * x0 + b0 * x1 + c0 * x2 + d0 * x3
-        g1 += a1 * h1 + b1 * x0 + c1 * x1 + d1 * x2
-        g2 += a2 * h2 + b2 * h1 + c2 * x0 + d2 * x1
-        g3 += a3 * h3 + b3 * h2 + c3 * h1 + d3 * x0
-        if BIAS:
-            gb += a0 + b0 + c0 + d0
+        if s < hi:  # those past the run are another program's part of dw, and dc is 0 from T on
+            g0 += a0 * x0 + b0 * x1 + c0 * x2 + d0 * x3
+            g1 += a1 * h1 + b1 * x0 + c1 * x1 + d1 * x2
+            g2 += a2 * h2 + b2 * h1 + c2 * x0 + d2 * x1
+            g3 += a3 * h3 + b3 * h2 + c3 * h1 + d3 * x0
+            if BIAS:
+                gb += a0 + b0 + c0 + d0
         h1, h2, h3 = x3, x2, x1
     p_dw += (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * ((4 + BIAS) * ROW) + o_c
     tl.store(p_dw, g0, mask=real)

@@ -94,12 +94,12 @@ def held(p_state, slot, row, ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.cons
 @triton.jit
 def seen(
     s, p, x1, x2, x3, past, T, o_c, real,
-    ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr,
+    ROW: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """How many inputs before token s count, at position p, and those 1, 2 and 3 before: the state's, as x would hold them, where
-    the sequence has none yet."""
+    the sequence has none yet. All three do but in packed documents: rows before a sequence are zeros."""
     p_state, p_document, p_slots, p_fresh = past
-    reach = p
+    reach = p if PACKED else 3
     if p_state is not None:
         reach = 3
         if p < 3:
