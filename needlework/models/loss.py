@@ -61,7 +61,7 @@ class _Summed(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         loss = torch.zeros((), dtype=wide, device=x.device)
-        dx, nats = [], []
+        dx, nats = torch.empty_like(x) if need[0] else None, []
         dw = torch.zeros(weight.shape, dtype=wide, device=x.device) if need[1] else None
         db = torch.zeros(len(weight), dtype=wide, device=x.device) if need[2] else None
         rows = max(1, LOGITS // len(weight))
@@ -69,20 +69,21 @@ class _Summed(torch.autograd.Function):
         entropy = _compiled() if x.is_cuda and not torch.compiler.is_compiling() else _cross_entropy
         with torch.autocast(x.device.type, enabled=False):
             times = [None] * len(targets.split(rows)) if emphasis is None else emphasis.to(wide).split(rows)
-            for some, wanted, e in zip(x.split(rows), targets.split(rows), times, strict=True):
+            into = [None] * len(times) if dx is None else dx.split(rows)
+            for some, own, wanted, e in zip(x.split(rows), into, targets.split(rows), times, strict=True):
                 some = some.to(dtype)
                 part, dz = entropy(F.linear(some, w, b), wanted, e, cap, wide, any(need))
                 nats.append(part)
                 loss = loss + (part if e is None else e * part).sum()
                 if dz is None:
                     continue
-                if need[0]:
-                    dx.append((dz @ w).to(x.dtype))
+                if own is not None:
+                    own.copy_(dz @ w)
                 if dw is not None:
                     dw += dz.mT @ some
                 if db is not None:
                     db += dz.sum(0, dtype=wide)
-        ctx.save_for_backward(torch.cat(dx) if need[0] else None, dw, db)
+        ctx.save_for_backward(dx, dw, db)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         each = torch.cat(nats)
         ctx.mark_non_differentiable(each)
