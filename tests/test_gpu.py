@@ -19,7 +19,6 @@ from needlework.ops.path import paged_path, solve_path_pages
 from needlework.ops.qdelta.spec import growing
 from needlework.ops.runtime.launch_configs import forced
 from needlework.ops.specs import specs
-from needlework.ops.unit.reference import unit_heads
 from needlework.testing.budget import budgeted
 from needlework.testing.compare import assert_close, differentiate, leaves, like, make, outputs, tokens, whole
 from needlework.testing.errors import assert_within_budget, operand, over_budget, stored
@@ -287,11 +286,7 @@ def test_a_convolution_s_unit_heads_have_the_values_and_gradients_of_the_plain_f
     found, want = differentiated("triton", None, unit), differentiated("torch", torch.float64, unit)
     eps = torch.finfo(torch.bfloat16).eps
     for name, got, expected in zip(("y", "dx", "dweight", "dstate", "dbias"), found, want, strict=True):
-        # of y, its rounding before the norm and after it; a gradient's own, and what that of y makes of n and r
-        assert (got.double() - expected).norm() <= 2 * eps * expected.norm(), name
-    (y, *_), (composite, *_) = (differentiated("triton", None, heads) for heads in (unit, None))
-    composite = torch.cat([unit_heads(one, K) for one, K in zip(composite.split(parts, -1), unit, strict=True)], -1)
-    torch.testing.assert_close(y, composite, rtol=2 * eps, atol=1e-6)
+        assert (got.double() - expected).norm() <= eps * expected.norm(), name  # each is rounded once at most
 
 
 @pytest.mark.parametrize("name", CONFIGS)

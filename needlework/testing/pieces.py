@@ -1,6 +1,7 @@
 """Specs of what has kernels and is no op of its own: rows of unit norm, the convolution, maps of few rows. No step, no table."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,21 +32,24 @@ L2NORM = OpSpec(
 
 
 def conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, impl: Impl = "torch", cu_seqlens: Tensor | None = None, **_: object
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, impl: Impl = "torch", cu_seqlens: Tensor | None = None,
+    unit: bool = False, **_: object,
 ) -> Rows:  # fmt: skip
-    """The short convolution with its SiLU; no operand of its sums is rounded."""
-    y = causal_conv(x.flatten(2), weight.flatten(0, 1), None, cu_seqlens, **_short(x, impl), bias=_flat(bias))[0]
-    return Rows(torch.cat(y, -1).view_as(x))
+    """The short convolution with its SiLU; no operand of its sums is rounded. unit: the first half of its channels is
+    a head of unit norm."""
+    given = _short(x, impl) | {"bias": _flat(bias)} | _unit(x, unit)
+    return Rows(torch.cat(causal_conv(x.flatten(2), weight.flatten(0, 1), None, cu_seqlens, **given)[0], -1).view_as(x))
 
 
 def conv_in_two(
-    x: Tensor, weight: Tensor, bias: Tensor, impl: Impl = "torch", cu_seqlens: Tensor | None = None, **_: object
+    x: Tensor, weight: Tensor, bias: Tensor, impl: Impl = "torch", cu_seqlens: Tensor | None = None,
+    unit: bool = False, **_: object,
 ) -> Rows:  # fmt: skip
     """The same, the second half of every row from the state that the first one left."""
     if cu_seqlens is not None:
-        return conv(x, weight, bias, impl, cu_seqlens)
+        return conv(x, weight, bias, impl, cu_seqlens, unit)
     line, weight, half = x.flatten(2), weight.flatten(0, 1), x.shape[1] // 2
-    given = _short(x, impl) | {"bias": _flat(bias)}
+    given = _short(x, impl) | {"bias": _flat(bias)} | _unit(x, unit)
     first, state = causal_conv(line[:, :half], weight, **given)
     second = causal_conv(line[:, half:], weight, state, **given)[0]
     return Rows(torch.cat([torch.cat(first, -1), torch.cat(second, -1)], 1).view_as(x))
@@ -72,8 +76,16 @@ def conv_on_slots(x: Tensor, weight: Tensor, impl: Impl = "torch", cu_seqlens: T
     return Rows(torch.cat([torch.cat(parts, -1) for parts in y], 1).view_as(x))
 
 
+def _half(x: Tensor) -> int:
+    return x[0, 0].numel() // 2
+
+
 def _short(x: Tensor, impl: Impl) -> dict[str, Any]:
-    return {"parts": [x[0, 0].numel() // 2] * 2, "after": "silu", "impl": impl}
+    return {"parts": [_half(x)] * 2, "after": "silu", "impl": impl}
+
+
+def _unit(x: Tensor, unit: bool) -> dict[str, Any]:
+    return {"unit": (_half(x), 0) if unit else None}
 
 
 def _flat(bias: Tensor | None) -> Tensor | None:
@@ -91,7 +103,10 @@ CONV = replace(
 CONV_SLOTS = replace(
     CONV, name="conv/slots", chunk=conv_on_slots, inputs=_line, skip={"gradients": "a table has none"}
 )  # fmt: skip
-CONVOLUTIONS = CONV, CONV_SLOTS
+CONV_UNIT = replace(
+    CONV, name="conv/unit", chunk=partial(conv_in_two, unit=True), recurrent=partial(conv, unit=True), literal=partial(conv, unit=True)
+)  # fmt: skip
+CONVOLUTIONS = CONV, CONV_UNIT, CONV_SLOTS
 
 
 def maps(x: Tensor, more: Tensor, norm: Tensor, gate: Tensor, up: Tensor, impl: Impl = "torch", **_: object) -> Rows:

@@ -86,6 +86,7 @@ RULES = (
     Rule("ccq/grouped", "ccq/curvature", "ccq/step", keys_alone=True),
     Rule("l2norm", "unit/rows", None, covers=True, keys_alone=True),
     Rule("conv", "conv/depthwise", None, covers=True, keys_alone=True),
+    Rule("conv/unit", "conv/depthwise", None, covers=True, keys_alone=True),
     Rule("conv/slots", "conv/depthwise", None, covers=True, keys_alone=True),
     Rule("linear", "linear/few_rows", None, covers=True, keys_alone=True),
     _pairs("lucid", "lucid/solve", "lucid/step", covers=True, several=True),

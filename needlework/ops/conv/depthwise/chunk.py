@@ -2,7 +2,7 @@
 
     c_t = b + Σ_l w_l x_{t−l}      dc = dy silu'(c), or dy      dx_t = Σ_l w_l dc_{t+l} (+ dy_t)      dw_l = Σ_t dc_t x_{t−l}      db = Σ_t dc_t
 
-Where heads get unit norm, of y that follows c and is rounded:
+Where heads get unit norm, of y that follows c, before it is rounded:
 
     n_t = r_t y_t      r_t = (Σ y_t² + 1e-6)^-1/2      dy_t = r_t (dn_t − n_t Σ n_t dn_t)      sums over a head
 
@@ -42,7 +42,7 @@ def _made(
     p, x1, x2, x3 = seen(s, p, x1, x2, x3, past, T, o_c, real, ROW, W, STRIDE, PACKED, KIND, ACC)
     y = fed(p, x0, x1, x2, x3, w0, w1, w2, w3, wb, SILU, ADD)
     if HEAD:
-        y, _ = unit(y, KIND, ACC)
+        y, _ = unit(y)
     return y
 
 
@@ -91,11 +91,11 @@ def conv_forward_kernel(
 
 @triton.jit
 def _back(
-    dy, c, x0, SILU: tl.constexpr, ADD: tl.constexpr, HEAD: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr
+    dy, c, x0, SILU: tl.constexpr, ADD: tl.constexpr, HEAD: tl.constexpr
 ):  # fmt: skip
     """dy of what follows c, which is given as it is or as that of unit heads, and dc."""
     if HEAD:
-        dy = unit_slope(dy, followed(c, x0, SILU, ADD), KIND, ACC)
+        dy = unit_slope(dy, followed(c, x0, SILU, ADD))
     return dy, slope(dy, c, SILU)
 
 
@@ -112,7 +112,7 @@ def _before(
     if SILU or HEAD:
         reach, x1, x2, x3 = seen(s, p, x1, x2, x3, past, T, o_c, real, ROW, W, STRIDE, PACKED, KIND, ACC)
         c = weighted(reach, x0, x1, x2, x3, w0, w1, w2, w3, wb)
-        dy, dc = _back(dy, c, x0, SILU, ADD, HEAD, KIND, ACC)
+        dy, dc = _back(dy, c, x0, SILU, ADD, HEAD)
     d1, d2, d3 = dc, dc, dc
     if PACKED:
         d1, d2, d3 = tl.where(p >= 1, dc, 0.0), tl.where(p >= 2, dc, 0.0), tl.where(p >= 3, dc, 0.0)
@@ -203,7 +203,6 @@ def conv_past_backward_kernel(
 ):  # fmt: skip
     """dstate of a tile of channels of a sequence, and what its state has of dw: p_dw [N 4+BIAS ROW]. The first three tokens alone see it."""
     n = tl.program_id(0)
-    KIND: tl.constexpr = p_x.dtype.element_ty
     o_c, real = channels(tl.program_id(1), C, HEAD, BH, BC)
     lo, length = span_of(p_ends, n, T)
     p_dy += lo * C
@@ -215,9 +214,9 @@ def conv_past_backward_kernel(
     h3 = held(p_state, slot, W - 4, ROW, W, STRIDE, o_c, real).to(ACC)
     x0, x1, x2, _ = four_rows(p_x, 0, length, ROW, o_c, real, ACC)
     e0, e1, e2, _ = four_rows(p_dy, 0, length, C, o_c, real, ACC)
-    _, a = _back(e0, weighted(3, x0, h1, h2, h3, w0, w1, w2, w3, wb), x0, SILU, ADD, HEAD, KIND, ACC)
-    _, b = _back(e1, weighted(3, x1, x0, h1, h2, w0, w1, w2, w3, wb), x1, SILU, ADD, HEAD, KIND, ACC)
-    _, c = _back(e2, weighted(3, x2, x1, x0, h1, w0, w1, w2, w3, wb), x2, SILU, ADD, HEAD, KIND, ACC)
+    _, a = _back(e0, weighted(3, x0, h1, h2, h3, w0, w1, w2, w3, wb), x0, SILU, ADD, HEAD)
+    _, b = _back(e1, weighted(3, x1, x0, h1, h2, w0, w1, w2, w3, wb), x1, SILU, ADD, HEAD)
+    _, c = _back(e2, weighted(3, x2, x1, x0, h1, w0, w1, w2, w3, wb), x2, SILU, ADD, HEAD)
     at = p_dstate + slot * STRIDE + o_c
     tl.store(at + (W - 2) * ROW, (a * w1 + b * w2 + c * w3).to(p_dstate.dtype.element_ty), mask=real)
     tl.store(at + (W - 3) * ROW, (a * w2 + b * w3).to(p_dstate.dtype.element_ty), mask=real & (W > 2))

@@ -149,17 +149,16 @@ def fed(p, x0, x1, x2, x3, w0, w1, w2, w3, wb, SILU: tl.constexpr, ADD: tl.const
 
 
 @triton.jit
-def unit(y, KIND: tl.constexpr, ACC: tl.constexpr):
-    """Heads of unit norm, n = r y of y as it is rounded, and r."""
-    y = y.to(KIND).to(ACC)
+def unit(y):
+    """Heads of unit norm, n = r y, and r."""
     r = 1.0 / tl.sqrt(tl.sum(y * y, 1, keep_dims=True) + 1e-6)
     return r * y, r
 
 
 @triton.jit
-def unit_slope(dn, y, KIND: tl.constexpr, ACC: tl.constexpr):
+def unit_slope(dn, y):
     """dy of dn."""
-    n, r = unit(y, KIND, ACC)
+    n, r = unit(y)
     return r * (dn - n * tl.sum(n * dn, 1, keep_dims=True))
 
 
