@@ -29,6 +29,8 @@ INDUCTOR = {
     "loop_ordering_after_fusion": False,
 }
 
+GRAPHS = 16  # of blocks at most: of each kind of layer and each shape, and of the first block, whose stream has one summand; 8 if not said
+
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The modules of every outermost `ModuleList`: what repeats."""
@@ -66,7 +68,10 @@ def prepare(model: nn.Module, config: TrainConfig, world: World) -> None:
     if world.device is not None:
         model.to(world.device)
     if config.compile:
+        from torch._dynamo import config as dynamo
+
         torch.compiler.reset()  # what another run of this process has compiled counts against a limit
+        dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
     if world.mesh is not None and world.tensor > 1:
         split_heads(model, world.mesh["tensor"])
     if config.compile:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from needlework.layers import Delta, Recurrent, SwiGLU
+from needlework.layers.norm import RMSNorm
 from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
 from needlework.train import World, full_state, shard, train
 
@@ -34,6 +35,15 @@ def test_norms_are_those_behind_the_lists():
         NeedleworkConfig(vocab_size=9, hidden_size=4, layout="RR", mixers={"R": mixer}, mlp=SwiGLU(hidden=4))
     )
     assert shard.norms(model) == [model.model.norm]
+
+
+@pytest.mark.slow
+def test_more_graphs_may_be_made_than_pytorch_makes_if_not_told():
+    """Of a norm in nine shapes."""
+    norm = RMSNorm(4)
+    shard.prepare(norm, replace(CONFIG, compile=True), World())
+    for rows in range(2, 11):
+        assert norm(torch.ones(rows, 4)).shape == (rows, 4)
 
 
 def test_alone_a_model_is_left_as_it_is():
