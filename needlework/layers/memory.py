@@ -96,7 +96,7 @@ class _Memory(nn.Module):
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Unit q and k, k and v with a head for each of q's."""
-        return l2(q), l2(k.repeat_interleave(self.repeats, -2)), v.repeat_interleave(self.repeats, -2)
+        return l2(q), l2(k).repeat_interleave(self.repeats, -2), v.repeat_interleave(self.repeats, -2)
 
     def _out(self, gate: Tensor, r: Tensor) -> Tensor:
         """What the memory adds, of what `g_proj` gives and of what was read."""
