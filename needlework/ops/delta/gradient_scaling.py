@@ -13,14 +13,24 @@ BLOCK = 4096
 
 
 @triton.jit
+def louder(largest, x):
+    """The larger of `largest` and |x|, by elements."""
+    b = tl.abs(x.to(tl.float32))
+    # a NaN must arrive: max drops it
+    return tl.maximum(largest, tl.where(b == b, b, float("inf")))
+
+
+@triton.jit
 def loudest(p_x, n, i_share, shares, BLK: tl.constexpr):
-    """Largest |x| of this program's share."""
+    """Largest |x| of this program's share. Whole blocks have no mask, as `n` says nothing of where one may end: with it each number would
+    be a load of its own."""
     largest = tl.zeros([BLK], tl.float32)
-    for i in range(tl.cast(i_share, tl.int64) * BLK, n, shares * BLK):
-        o = i + tl.arange(0, BLK)
-        b = tl.abs(tl.load(p_x + o, mask=o < n, other=0.0).to(tl.float32))
-        # a NaN must arrive: max drops it
-        largest = tl.maximum(largest, tl.where(b == b, b, float("inf")))
+    whole = n // BLK * BLK
+    for i in range(tl.cast(i_share, tl.int64) * BLK, whole, shares * BLK):
+        largest = louder(largest, tl.load(p_x + i + tl.arange(0, BLK)))
+    if i_share == 0:
+        o = whole + tl.arange(0, BLK)
+        largest = louder(largest, tl.load(p_x + o, mask=o < n, other=0.0))
     return tl.max(largest, 0)
 
 
@@ -50,8 +60,12 @@ def scaled_kernel(p_x, p_y, p_peaks, p_divisor, n, NP: tl.constexpr, BLK: tl.con
     factor = gradient_factor(p_peaks, NP, 1)
     if tl.program_id(0) == 0:
         tl.store(p_divisor, 1.0 / factor)
-    for i in range(tl.cast(tl.program_id(0), tl.int64) * BLK, n, tl.num_programs(0) * BLK):
+    whole = n // BLK * BLK  # as in `loudest`
+    for i in range(tl.cast(tl.program_id(0), tl.int64) * BLK, whole, tl.num_programs(0) * BLK):
         o = i + tl.arange(0, BLK)
+        tl.store(p_y + o, (tl.load(p_x + o).to(tl.float32) * factor).to(p_y.dtype.element_ty))
+    if tl.program_id(0) == 0:
+        o = whole + tl.arange(0, BLK)
         b = tl.load(p_x + o, mask=o < n, other=0.0).to(tl.float32) * factor
         tl.store(p_y + o, b.to(p_y.dtype.element_ty), mask=o < n)
 

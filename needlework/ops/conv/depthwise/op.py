@@ -208,8 +208,11 @@ def tokens_of_a_run(blocks: int, T: int, most: int, programs: int, least: int) -
 
 def _constants(config: LaunchConfig, kernel, dtype: torch.dtype, form: Form, **sizes: object) -> Constants:
     known = sizes | {"W": form.W, "BIAS": int(form.bias), "SILU": int(form.after == "silu"), "ADD": int(form.after == "add")}
-    own = config.launch[kernel.__name__]
-    known |= {"ACC": TYPES[accumulator(dtype)], "HEAD": form.head, "BH": form.lanes, "BC": max(own["BC"], form.lanes)}
+    own = dict(config.launch[kernel.__name__])
+    if "HEAD" in kernel.arg_names and form.lanes > own["BC"]:
+        # a thread has as many channels of a wide head as it had of a tile
+        own |= {"BC": form.lanes, "num_warps": own["num_warps"] * form.lanes // own["BC"]}
+    known |= {"ACC": TYPES[accumulator(dtype)], "HEAD": form.head, "BH": form.lanes}
     return {**own, **{name: x for name, x in known.items() if name in kernel.arg_names}}
 
 

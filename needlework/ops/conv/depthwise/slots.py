@@ -54,7 +54,7 @@ def conv_keep_kernel(
 def conv_step_kernel(
     p_x, p_w, p_y, p_state, p_slots,
     C: tl.constexpr, APART: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token of a row, of BC channels of one of the PARTS, and their slot in place. y has a matrix [rows ·] for each part, one after
     the other."""
@@ -84,7 +84,7 @@ def conv_step_kernel(
     h3 = held(p_state, slot, W - 4, C, W, STRIDE, o_c, real)
     w0, w1, w2, w3, wb = taps(p_w, o_c, live, W, BIAS, ACC)
     x1, x2, x3 = h1.to(x.dtype).to(ACC), h2.to(x.dtype).to(ACC), h3.to(x.dtype).to(ACC)
-    y = fed(3, x.to(ACC), x1, x2, x3, w0, w1, w2, w3, wb, SILU, ADD)
+    y = fed(3, x.to(ACC), x1, x2, x3, w0, w1, w2, w3, wb, SILU, ADD, ASM)
     p_y += tl.cast(first, tl.int64) * tl.num_programs(0) + row.to(tl.int64) * width + o_p
     tl.store(p_y, y.to(p_y.dtype.element_ty), mask=real)
     _keep(p_state, slot, x.to(p_state.dtype.element_ty), h1, h2, C, W, STRIDE, o_c, live)

@@ -25,9 +25,9 @@ def channels(i, C: tl.constexpr, HEAD: tl.constexpr, BH: tl.constexpr, BC: tl.co
 
 
 @triton.jit
-def _input(p_x, s, T, ROW: tl.constexpr, o_c, real, ACC: tl.constexpr):
+def _input(p_x, s, T, ROW: tl.constexpr, o_c, real):
     """Row s of a sequence, zeros outside of it."""
-    return tl.load(p_x + tl.cast(s, tl.int64) * ROW + o_c, mask=real & (s >= 0) & (s < T), other=0.0).to(ACC)
+    return tl.load(p_x + tl.cast(s, tl.int64) * ROW + o_c, mask=real & (s >= 0) & (s < T), other=0.0)
 
 
 @triton.jit
@@ -48,13 +48,19 @@ def taps(p_w, o_c, real, W: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constexpr)
 
 
 @triton.jit
-def four_rows(p_x, s, T, ROW: tl.constexpr, o_c, real, ACC: tl.constexpr):
-    """Rows s to s + 3, ROW numbers apart."""
-    x0 = _input(p_x, s, T, ROW, o_c, real, ACC)
-    x1 = _input(p_x, s + 1, T, ROW, o_c, real, ACC)
-    x2 = _input(p_x, s + 2, T, ROW, o_c, real, ACC)
-    x3 = _input(p_x, s + 3, T, ROW, o_c, real, ACC)
+def four_rows(p_x, s, T, ROW: tl.constexpr, o_c, real):
+    """Rows s to s + 3, ROW numbers apart, as they lie there."""
+    x0 = _input(p_x, s, T, ROW, o_c, real)
+    x1 = _input(p_x, s + 1, T, ROW, o_c, real)
+    x2 = _input(p_x, s + 2, T, ROW, o_c, real)
+    x3 = _input(p_x, s + 3, T, ROW, o_c, real)
     return x0, x1, x2, x3
+
+
+@triton.jit
+def widened(rows, ACC: tl.constexpr):
+    x0, x1, x2, x3 = rows
+    return x0.to(ACC), x1.to(ACC), x2.to(ACC), x3.to(ACC)
 
 
 @triton.jit
@@ -133,40 +139,50 @@ def weighted(p, x0, x1, x2, x3, w0, w1, w2, w3, wb):
 
 
 @triton.jit
-def followed(c, x0, SILU: tl.constexpr, ADD: tl.constexpr):
-    """y of c: silu(c), x + c or c."""
-    if SILU:
-        c = c / (1.0 + tl.exp(-c))
-    if ADD:
-        c += x0
-    return c
+def sigmoid(c, ASM: tl.constexpr):
+    """1/(1 + e^−c). ASM: of float32 without what guards numbers under 2^-126, which are 0 then."""
+    if ASM and c.dtype == tl.float32:
+        share = tl.inline_asm_elementwise(
+            """{ .reg .f32 a;
+            mul.ftz.f32 a, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 a, a;
+            add.ftz.f32 a, a, 0f3F800000; rcp.approx.ftz.f32 $0, a; }""",
+            "=r,r", [c], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        share = 1.0 / (1.0 + tl.exp(-c))
+    return share
 
 
 @triton.jit
-def fed(p, x0, x1, x2, x3, w0, w1, w2, w3, wb, SILU: tl.constexpr, ADD: tl.constexpr):
-    """y at position p, of the inputs 0 to 3 tokens before."""
-    return followed(weighted(p, x0, x1, x2, x3, w0, w1, w2, w3, wb), x0, SILU, ADD)
+def fed(p, x0, x1, x2, x3, w0, w1, w2, w3, wb, SILU: tl.constexpr, ADD: tl.constexpr, ASM: tl.constexpr):
+    """y at position p, of the inputs 0 to 3 tokens before: silu(c), x + c or c."""
+    y = weighted(p, x0, x1, x2, x3, w0, w1, w2, w3, wb)
+    if SILU:
+        y *= sigmoid(y, ASM)
+    if ADD:
+        y += x0
+    return y
 
 
 @triton.jit
 def unit(y):
-    """Heads of unit norm, n = r y, and r."""
-    r = 1.0 / tl.sqrt(tl.sum(y * y, 1, keep_dims=True) + 1e-6)
-    return r * y, r
+    """Heads of unit norm."""
+    return tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) + 1e-6) * y
 
 
 @triton.jit
-def unit_slope(dn, y):
-    """dy of dn."""
-    n, r = unit(y)
-    return r * (dn - n * tl.sum(n * dn, 1, keep_dims=True))
-
-
-@triton.jit
-def slope(dy, c, SILU: tl.constexpr):
-    """dc of dy: y = silu(c) or c, the residual apart."""
+def back(dy, c, x0, SILU: tl.constexpr, ADD: tl.constexpr, HEAD: tl.constexpr, ASM: tl.constexpr):
+    """dy of what follows c, which is given as it is or as that of unit heads, and dc; the residual apart."""
+    share = 1.0
+    if SILU:
+        share = sigmoid(c, ASM)
+    y = c * share
+    if HEAD:
+        n = y + x0 if ADD else y
+        along = tl.sum(n * dy, 1, keep_dims=True)
+        r = tl.rsqrt(tl.sum(n * n, 1, keep_dims=True) + 1e-6)
+        dy = r * (dy - n * (r * r * along))
     dc = dy
     if SILU:
-        share = 1.0 / (1.0 + tl.exp(-c))
-        dc = dy * share * (1.0 + c * (1.0 - share))
-    return dc
+        dc = dy * (share + (y - y * share))
+    return dy, dc
