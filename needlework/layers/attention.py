@@ -14,7 +14,7 @@ from needlework.layers.conv import ConvConfig, conv_held
 from needlework.layers.distract import Distractor
 from needlework.layers.memory import Memory
 from needlework.layers.norm import Later, RMSNorm, now, published_rms, rms
-from needlework.layers.projection import OutProjection, Projection, side_by_side
+from needlework.layers.projection import OutProjection, Projection, wide_maps
 from needlework.layers.rope import PositionConfig
 from needlework.layers.softmax import AttendConfig
 from needlework.layers.state import Held, of, under
@@ -184,7 +184,7 @@ class _Attention(Mixer):
 
     def _project(self, x: Tensor | Later) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """q, gate, k, v by heads, normed."""
-        q, k, v = side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = wide_maps(x, self.q_proj, self.k_proj, self.v_proj)
         q, gate = q.unflatten(-1, (self.Hq, -1)), None
         if self.config.output_gate:
             q, gate = q.chunk(2, -1)

@@ -76,12 +76,12 @@ class _Memory(nn.Module):
     def forward(self, x, q, k, v, state: MemoryState | None, **carry) -> tuple[Tensor, MemoryState]:
         state = state or MemoryState(None, None)
         q, k, v = self._heads(q, k, v)
-        gates, (gate, *logits) = self.write.gates(x, self.g_proj, *self.read.maps)
+        gates, logits = self.write.gates(x, *self.read.maps)
         clean = partial(self.read.chunk, initial_state=state.read, **carry)
         q_read, read = self.read(clean, *logits, q, k, g=gates["g"])
         chunk = partial(self.write.chunk, initial_state=state.write, **carry)
         r, write = self.write(chunk, q, k, v, q_read=q_read, **gates)
-        return self._out(gate, r), MemoryState(write, read)
+        return self._out(self.g_proj(x), r), MemoryState(write, read)
 
     def serve(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """What the memory adds, [T D], of tokens [T …]; the tables of `held` advance in place."""

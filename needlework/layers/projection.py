@@ -1,10 +1,10 @@
 """Linear maps: several of one input as one product, and those with a role, so that initialisation can tell them apart.
 
 One product reads x once and gives one gradient of x where several write one each, to be added. Its own gradient is that of its parts,
-one beside the other: free where a kernel writes it whole (a convolution of q, k and v), where parts are narrow, and where torch.compile
-has the kernel of a sum, as that of a head's norm, write its columns there: so an output gate is one product with the gates of a write
-rule. Not where all parts' gradients are computed element by element, as SwiGLU's and a rotated query's are: torch.compile then computes
-every part's formula at every column and keeps one. With gradients these are therefore products of their own (`wide_maps`).
+one beside the other: free where a kernel writes it whole (a convolution of q, k and v) or where parts are narrow. Not where a wide
+part's gradient is computed element by element, as a gate's or a rotated query's is: torch.compile then computes every part's formula
+at every column and keeps one. With gradients SwiGLU, output gates and attention's q, k and v are therefore products of their own
+(`wide_maps`).
 
 A product of few rows takes as long as reading its weights, and a launch: one that copied them side by side first would read them
 twice. A server therefore lays them side by side once (`laying`).

@@ -15,7 +15,7 @@ from needlework.layers.config import Mixer, MixerConfig, Width
 from needlework.layers.conv import ConvConfig, ShortConv, conv_held
 from needlework.layers.norm import Later, l2
 from needlework.layers.output import HeadNorm, NormConfig, OutputGate
-from needlework.layers.projection import Map, OutProjection, Projection
+from needlework.layers.projection import OutProjection, Projection
 from needlework.layers.rope import PositionConfig
 from needlework.layers.state import Held, of, under
 from needlework.layers.write import WriteConfig
@@ -134,18 +134,19 @@ class _Recurrent(Mixer):
         if self.conv_unit is None:
             q, k, v = self._unit(q, k, v)
         q, k, v, unit = self._mapped(q, k, v)
-        gates, gate, logits, _ = self._gates(x)
+        gates, logits = self.write.gates(x, *self.read.maps)
         carry = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         clean = partial(self.read.chunk, initial_state=state.read, **carry)
         q_read, read = self.read(clean, *logits, q, unit, g=gates["g"])
         chunk = partial(self.write.chunk, initial_state=state.write, **carry)
         o, write = self.write(chunk, q, k, v, q_read=q_read, **gates)
-        return self._out(x, o, gate), RecurrentState(
-            conv, write, read, self._length(x, state, cu_seqlens)
-        ) if output_final_state else None
+        y = self._out(x, o, None if self.g_proj is None else self.g_proj(x))
+        return y, RecurrentState(conv, write, read, self._length(x, state, cu_seqlens)) if output_final_state else None
 
     def serve(self, x: Tensor | Later, tables: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        gates, gate, logits, (line,) = self._gates(x, (self.q_proj, self.k_proj, self.v_proj))
+        maps, out = (self.q_proj, self.k_proj, self.v_proj), () if self.g_proj is None else (self.g_proj,)
+        gates, (line, *made) = self.write.gates(x, maps, *out, *self.read.maps)
+        gate, logits = made[0] if out else None, made[len(out) :]
         q, k, v = (
             line.split(self.sizes, -1) if self.conv is None else self.conv.serve(line, self.sizes, tables.get("conv"), batch)
         )
@@ -161,14 +162,6 @@ class _Recurrent(Mixer):
         conv = conv_held(self.config.conv, sum(self.sizes), dtype)
         fixed = conv | under("write", self.write.held(dtype)) | under("read", self.read.held(dtype))
         return Held(fixed, {}, cut=self.write.cut, counted=self.config.position is not None)
-
-    def _gates(
-        self, x: Tensor | Later, *beside: Map
-    ) -> tuple[dict[str, Tensor | None], Tensor | None, list[Tensor], list[Tensor]]:
-        """The write rule's gates, what the maps of the output gate and of the read rule give, and what `beside` does, of one product."""
-        out, n = () if self.g_proj is None else (self.g_proj,), len(beside)
-        gates, made = self.write.gates(x, *beside, *out, *self.read.maps)
-        return gates, made[n] if out else None, made[n + len(out) :], made[:n]
 
     def _unit(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q and k of unit norm, where the write rule has them so."""

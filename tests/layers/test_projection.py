@@ -173,18 +173,18 @@ def test_wide_maps_are_products_of_their_own_with_gradients_only(products):
 @pytest.mark.parametrize(
     "config, count",
     [
-        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Delta(gate=ScalarGate())), 3),
-        (Recurrent(heads=2, key_dim=8, value_dim=8, write=QDelta()), 3),
-        (Recurrent(heads=2, key_dim=8, value_dim=8, write=QDelta(), read=CCQ()), 3),
-        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Carve()), 5),
-        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Linear(gate=LowRankGate()), conv=None), 6),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Delta(gate=ScalarGate())), 4),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=QDelta()), 4),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=QDelta(), read=CCQ()), 4),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Carve()), 6),
+        (Recurrent(heads=2, key_dim=8, value_dim=8, write=Linear(gate=LowRankGate()), conv=None), 7),
         (Recurrent(heads=2, key_dim=8, value_dim=8, write=Carve(), conv=Silu(), output_gate=False), 7),
-        (Attention(heads=2, head_dim=8, attend=Softmax()), 2),
+        (Attention(heads=2, head_dim=8, attend=Softmax()), 4),
         (SwiGLU(hidden=32), 3),
     ],
 )
 def test_how_many_products_a_layer_makes(config, count, products):
-    """q, k and v; numbers, CCQ's λ and the output gate; the output. CARVE's f and b leave a bottleneck each, GLA's gate one.
+    """q, k and v; numbers and CCQ's λ; the output gate; the output. CARVE's f and b leave a bottleneck each, GLA's gate one.
 
     Without a convolution q, k and v are three products, as they are in attention.
     """
