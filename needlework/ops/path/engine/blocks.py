@@ -62,13 +62,14 @@ def spread(
 @triton.jit(do_not_specialize=["T", "NR", "N", "W"])
 def group(
     p_q, p_k, p_v, p_w, p_U, p_R, p_cum, p_do, p_LD, p_dq0, p_sum_k, p_sum_w, p_sum_v, p_dR, p_dU, p_dv,
-    p_L, p_dA, p_decay, T, NR, N, W,
+    p_L, p_dA, p_decay, p_lse, T, NR, N, W,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
     SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
     """One block with itself. p_sum_k, p_sum_w [B HK NR KB], p_dR [B HK NR C], p_dU [B HK NR KB] in ACC; p_dv [B T HK V]: all of dV,
-    p_sum_v [B HK NR VB] being that of later queries. Not SOFT: there is no dV. Scratch: p_L, p_dA [B H NR C] in ST."""
+    p_sum_v [B HK NR VB] being that of later queries. Not SOFT: there is no dV. Scratch: p_L, p_dA [B H NR C] in ST. DECAY:
+    p_lse [B H NR], of all scores."""
     G: tl.constexpr = H // HK
     blocks = NR // C
     i_bk = tl.program_id(0) // blocks
@@ -100,6 +101,8 @@ def group(
         b_q = load_tile(p_q, i_b, i_t, i_h, 0, T, H, K, C, KB, 0)
         b_do = load_tile(p_do, i_b, i_t, i_h, 0, T, H, V, C, VB, 0)
         lse, D = of_columns(p_LD, tl.cast(i_bh, tl.int64) * NR + i_t + o)
+        if DECAY:
+            lse = tl.load(p_lse + tl.cast(i_bh, tl.int64) * NR + i_t + o)
         lse = lse[None, :]
         D = D[None, :]
         # Lᵀ and Pᵀ, dAᵀ, dLᵀ, all [key or token, query]

@@ -22,6 +22,7 @@ from needlework.ops.path.engine.tiles import (
     oldest_seen,
     over_scale,
     row_at,
+    since,
     square_pointers,
     store_heads,
     superblock,
@@ -57,7 +58,7 @@ def passed(x, p_H, i_bk, i_block, blocks, KB: tl.constexpr, ST: tl.constexpr, TR
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "M", "W", "PG", "NB", "page_k", "page_v", "page_decay"])
 def attend(
-    p_q, p_k, p_v, p_w, p_decay, p_U, p_R, p_k1, p_k2, p_Ho, p_H2o, p_cum, p_o, p_lse, p_start, p_table, p_page_k, p_page_v,
+    p_q, p_k, p_v, p_w, p_decay, p_edges, p_U, p_R, p_k1, p_k2, p_Ho, p_H2o, p_cum, p_o, p_lse, p_start, p_table, p_page_k, p_page_v,
     p_page_decay, T, NR, N, M, W, PG, NB, page_k, page_v, page_decay,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     HB: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, NI: tl.constexpr, SCALE: tl.constexpr,
@@ -65,7 +66,7 @@ def attend(
     ST: tl.constexpr,
 ):  # fmt: skip
     """p_o [B T H V]; p_lse [B H NR], the denominator's logarithm in base 2. SCALE: of the scores, times log2 e. PAGES: a sequence's first
-    p_start tokens lie in pages, their keys as its first block sees them. DECAY: p_decay [B H NR] float64, sums of log gates."""
+    p_start tokens lie in pages, their keys as its first block sees them. DECAY: p_decay [B H NR] float64, sums of log gates, and p_edges (forgets.py)."""
     blocks = NR // C
     R: tl.constexpr = HB * C
     i_bh = tl.program_id(0) * HB
@@ -84,8 +85,10 @@ def attend(
     sc = tl.full([R], SCALE, ACC)
     b_q, b_L, x = entered(p_q, p_w, p_U, i_b, i_t, i_h, i_bk, i_kv, T, NR, H, HK, K, KB, C, R, ACC, ST)
     s = own_scores(b_q, b_L, p_k, p_R, i_b, i_t, i_bk, i_kv, T, NR, HK, K, KB, C, ACC)
+    own_share = tl.zeros([R], ACC)
     if DECAY:
         s += forgets_itself(p_decay, i_bh, NR, own, RATE, ACC)
+        own_share = since(p_edges, i_bh, NR, own)
     seen = query[:, None] >= o[None, :]
     if WINDOW:
         seen = seen & (query[:, None] - o[None, :] < W)
@@ -103,8 +106,7 @@ def attend(
         b_k = tl.load(row_pointers(p_k1, i_bk, j * C, NR, C, KB)).to(ST)
         s = tl.dot(x.to(ST), tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
         if DECAY:
-            since, before = forgets(p_decay, i_bh, NR, own, j * C + o, j * C + C - 1, RATE, ACC)
-            s += since[:, None] + before[None, :]
+            s += forgets(p_decay, p_edges, i_bh, NR, i_block, j, j * C + o, C, RATE, ACC)[None, :] + own_share[:, None]
         if WINDOW:
             s = tl.where(own[:, None] - (j * C + o)[None, :] < W, s, float("-inf"))
         b_v = load_tile(p_v, i_b, j * C, i_kv, 0, T, HK, V, C, VB, 0)
@@ -120,8 +122,7 @@ def attend(
             b_k2 = tl.load(row_pointers(p_k2, i_bk, j, NR, BN, KB))
             s2 = tl.dot(b_x, tl.trans(b_k2), input_precision="ieee", out_dtype=ACC)
             if DECAY:
-                since2, before2 = forgets(p_decay, i_bh, NR, own, j + o_n, j + BN - 1, RATE, ACC)
-                s2 += since2[:, None] + before2[None, :]
+                s2 += forgets(p_decay, p_edges, i_bh, NR, i_block, j // C, j + o_n, C, RATE, ACC)[None, :] + own_share[:, None]
             if WINDOW:
                 s2 = tl.where(own[:, None] - (j + o_n)[None, :] < W, s2, float("-inf"))
             b_v2 = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)

@@ -13,16 +13,24 @@ import triton.language as tl
 
 from needlework.ops.common.kernels.runs import row_pointers
 from needlework.ops.common.kernels.tile import load_tile, plus_product
-from needlework.ops.path.engine.tiles import forgets, newest_asking, of_columns, square_pointers, superblock, tile_pointers
+from needlework.ops.path.engine.tiles import (
+    forgets,
+    newest_asking,
+    of_columns,
+    square_pointers,
+    summed,
+    superblock,
+    tile_pointers,
+)
 
 
 @triton.jit
 def met(
-    dk, dv, b_k, b_v, p_x, i_x, p_do, p_LD, p_decay, i_b, i_h, i, key, newest, T, NR, W,
+    dk, dv, b_k, b_v, p_x, i_x, p_do, p_LD, p_decay, p_edges, p_column, i_b, i_h, i, key, i_block, T, NR, W,
     H: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv with what queries of block i bring, whose x is tile i_x. newest: of the keys."""
+    """dk and dv with what queries of block i bring, whose x is tile i_x. key: those of block i_block. p_column: of these queries and all keys."""
     b_x = tl.load(tile_pointers(p_x, i_x, C, KB))
     b_do = load_tile(p_do, i_b, i * C, i_h, 0, T, H, V, C, VB, 0)
     own = i * C + tl.arange(0, C)
@@ -34,21 +42,22 @@ def met(
     D = (D * RATE)[None, :]
     dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee", out_dtype=ACC)
     if DECAY:
-        since, before = forgets(p_decay, i_b * H + i_h, NR, own, key, newest, RATE, ACC)
-        s += before[:, None] + since[None, :]
+        s += forgets(p_decay, p_edges, i_b * H + i_h, NR, i, i_block, key, C, RATE, ACC)[:, None]
     p = tl.exp2(s * SCALE - lse)
     if WINDOW:
         p = tl.where(own[None, :] - key[:, None] < W, p, 0.0)
     if SOFT:
         dv = plus_product(dv, p.to(b_do.dtype), b_do)
     da = p * (dp * RATE - D)
+    if DECAY:
+        tl.store(p_column + key, summed(da, 1, ST).to(p_column.dtype.element_ty))
     dk = plus_product(dk, da.to(ST), b_x)
     return dk, dv
 
 
 @triton.jit
 def gathered(
-    p_v, p_k, p_do, p_LD, p_x, p_dk, p_dv, p_decay, i_bk, i_block, lo, stop, slots, slot, T, NR, W, start, PB,
+    p_v, p_k, p_do, p_LD, p_x, p_dk, p_dv, p_decay, p_edges, p_column, i_bk, i_block, lo, stop, slots, slot, T, NR, W, start, PB,
     H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr,
     ACC: tl.constexpr, ST: tl.constexpr,
@@ -69,8 +78,12 @@ def gathered(
     for n in tl.range(0, (stop - lo) * G, num_stages=NS):
         i = lo + n // G
         i_x = ((tl.cast(i_bk, tl.int64) * PB + i - start) * slots + slot) * G + n % G
+        i_h = i_kv * G + n % G
+        p_of = p_column
+        if DECAY:
+            p_of += ((tl.cast(i_b, tl.int64) * H + i_h) * PB + i - start) * NR
         dk, dv = met(
-            dk, dv, b_k, b_v, p_x, i_x, p_do, p_LD, p_decay, i_b, i_kv * G + n % G, i, key, i_t + C - 1, T, NR, W,
+            dk, dv, b_k, b_v, p_x, i_x, p_do, p_LD, p_decay, p_edges, p_of, i_b, i_h, i, key, i_block, T, NR, W,
             H, V, VB, KB, C, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
         )  # fmt: skip
     tl.store(row_pointers(p_dk, i_bk, i_t, NR, C, KB), dk)
@@ -80,7 +93,7 @@ def gathered(
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "M", "W", "start", "PB", "SB"])
 def keys(
-    p_v, p_k2, p_cum, p_do, p_LD, p_x2, p_dk2, p_dv, p_decay, T, NR, N, M, W, start, PB, SB,
+    p_v, p_k2, p_cum, p_do, p_LD, p_x2, p_dk2, p_dv, p_decay, p_edges, p_column, T, NR, N, M, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
     SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
@@ -95,14 +108,14 @@ def keys(
     if (i_block >= end) | (lo >= stop):
         return
     gathered(
-        p_v, p_k2, p_do, p_LD, p_x2, p_dk2, p_dv, p_decay, i_bk, i_block, lo, stop, SB, (begin - first) // M, T, NR, W,
+        p_v, p_k2, p_do, p_LD, p_x2, p_dk2, p_dv, p_decay, p_edges, p_column, i_bk, i_block, lo, stop, SB, (begin - first) // M, T, NR, W,
         start, PB, H, HK, V, KB, VB, C, NS, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "NR", "N", "M", "W", "start", "PB"])
 def near(
-    p_v, p_k1, p_cum, p_do, p_LD, p_x1, p_dk1, p_dv, p_decay, T, NR, N, M, W, start, PB,
+    p_v, p_k1, p_cum, p_do, p_LD, p_x1, p_dk1, p_dv, p_decay, p_edges, p_column, T, NR, N, M, W, start, PB,
     H: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     NS: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
     SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
@@ -117,7 +130,7 @@ def near(
     if (i_block >= end) | (lo >= stop):
         return
     gathered(
-        p_v, p_k1, p_do, p_LD, p_x1, p_dk1, p_dv, p_decay, i_bk, i_block, lo, stop, M, i_block - begin, T, NR, W,
+        p_v, p_k1, p_do, p_LD, p_x1, p_dk1, p_dv, p_decay, p_edges, p_column, i_bk, i_block, lo, stop, M, i_block - begin, T, NR, W,
         start, PB, H, HK, V, KB, VB, C, NS, SCALE, RATE, WINDOW, SOFT, DECAY, ACC, ST,
     )  # fmt: skip
 

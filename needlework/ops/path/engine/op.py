@@ -15,7 +15,7 @@ from triton import JITFunction
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.path.arguments import PathInputs
 from needlework.ops.path.engine.blocks import group, release, spread, turn, unwind
-from needlework.ops.path.engine.forgets import Forgets
+from needlework.ops.path.engine.forgets import Decays, Forgets, by_head
 from needlework.ops.path.engine.forward import attend
 from needlework.ops.path.engine.keys import keys, near, transfers
 from needlework.ops.path.engine.prepare import compose, prepare
@@ -28,15 +28,15 @@ from needlework.ops.runtime.precompile import kind, meta, precompile
 from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
 from needlework.ops.runtime.triton_types import NAMES, accumulator, cdiv
 
-KERNELS = prepare, compose, attend, sweep, keys, near, transfers, spread, group, turn, unwind, release
+KERNELS = prepare, compose, by_head, attend, sweep, keys, near, transfers, spread, group, turn, unwind, release
 # flag -> arguments that kernels read with it alone
 ONLY_WITH = {
     "SOFT": ("p_o", "p_dv", "p_sum_v"),
     "KEEP": ("p_X",),
     "PAGES": ("p_start", "p_table", "p_page_k", "p_page_v", "p_page_decay", "p_given"),
-    "DECAY": ("p_decay", "p_page_decay", "p_row", "p_column"),
+    "DECAY": ("p_decay", "p_edges", "p_page_decay", "p_row", "p_column"),
 }
-SUMS = dict.fromkeys(ONLY_WITH["DECAY"], "*fp64")
+SUMS = dict.fromkeys(("p_sums", "p_decay", "p_page_decay", "p_row", "p_column"), "*fp64")
 SCRATCH = 1 << 30  # bytes of x and y that a panel of the backward keeps, unless a block of every head takes more
 
 
@@ -80,9 +80,8 @@ def forward(walk: Walk, x: PathInputs) -> tuple[Tensor, Tensor]:
     lse = walk.number(x.q, walk.B, walk.H, walk.rows)
     if o.numel():
         made = prepared(walk, x)
-        decay = None if x.decay is None else walk.by_head(x.decay, torch.float64)
         walk.launch(
-            attend, (walk.programs(attend), walk.blocks), x.q, x.k, x.v, x.w, decay, *made.met, walk.align.cum, o, lse,
+            attend, (walk.programs(attend), walk.blocks), x.q, x.k, x.v, x.w, *Decays.of(walk, x.decay), *made.met, walk.align.cum, o, lse,
             None, None, None, None, None, walk.T, walk.rows, walk.align.N, walk.M, walk.window or 0, 0, 0, 0, 0, 0,
         )  # fmt: skip
     return o, lse
@@ -93,7 +92,8 @@ def backward(walk: Walk, do: Tensor, o: Tensor, lse: Tensor, x: PathInputs) -> P
     found = PathInputs(*each(torch.empty_like, *x))
     if not do.numel():
         return PathInputs(*each(Tensor.zero_, *found))
-    forgets = None if x.decay is None else Forgets.of(walk.by_head(x.decay, torch.float64))
+    decays = Decays.of(walk, x.decay)
+    forgets = Forgets.of(decays) if isinstance(decays, Decays) else None
     descend(walk, do, o, lse, x, prepared(walk, x, keep=True), found, forgets)
     return found if forgets is None else found._replace(decay=forgets.ddecay(walk.scale, walk.T))
 
@@ -117,9 +117,9 @@ def descend(
     tile = B * Hq * C * KB * do.element_size()
     panel = max(1, min(blocks, SCRATCH // (2 * (M + supers) * tile)))
     panel = cdiv(blocks, cdiv(blocks, panel))  # of like sizes
-    decay, row, columns = None, None, None
+    decays, row, columns = (None, None), None, None
     if forgets is not None:
-        decay, row, columns = forgets.decay, forgets.row, forgets.columns(panel, walk.dtype)
+        decays, row, columns = forgets.decays, forgets.row, forgets.columns(panel, walk.dtype)
     kept = [do.new_empty(B * Hq * panel * many * C, KB) for many in (M, M, supers, supers)]
     x1, y1, x2, y2 = kept
     by_block = (B * HK * blocks,)
@@ -127,10 +127,10 @@ def descend(
         where = rows, N, M, W, start, panel, supers
         walk.launch(
             sweep, (walk.programs(sweep), min(panel, blocks - start)), x.q, x.k, x.v, x.w, *made.met, cum, o, do, lse, LD,
-            x1, y1, x2, y2, found.q, dq0, decay, row, columns, T, *where,
+            x1, y1, x2, y2, found.q, dq0, *decays, row, columns, T, *where,
         )  # fmt: skip
-        walk.launch(keys, by_block, x.v, k2, cum, do, LD, x2, dk2, dv, decay, T, *where)
-        walk.launch(near, by_block, x.v, k1, cum, do, LD, x1, dk1, dv, decay, T, *where[:-1])
+        walk.launch(keys, by_block, x.v, k2, cum, do, LD, x2, dk2, dv, *decays, columns, T, *where)
+        walk.launch(near, by_block, x.v, k1, cum, do, LD, x1, dk1, dv, *decays, columns, T, *where[:-1])
         walk.launch(transfers, by_block, cum, x1, y1, x2, y2, dH, dH2, *where)
         if forgets is not None and columns is not None:
             forgets.add(columns)
@@ -140,7 +140,7 @@ def descend(
     L, dA = (do.new_empty(B, Hq, rows, C) for _ in range(2))
     walk.launch(
         group, by_block, x.q, x.k, x.v, x.w, U, R, cum, do, LD, dq0, sum_k, sum_w, dv, dR, dU,
-        found.v if walk.soft else None, L, dA, decay, T, rows, N, W,
+        found.v if walk.soft else None, L, dA, decays[0], lse, T, rows, N, W,
     )  # fmt: skip
     walk.launch(turn, by_block, x.w, U, R, dk1, dH, dR, dU, sum_k, sum_w, T, rows)
     left = [torch.empty_like(dR) for _ in range(3)]

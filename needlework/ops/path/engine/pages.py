@@ -19,6 +19,7 @@ from needlework.ops.common.kernels.runs import row_pointers, sequence_of
 from needlework.ops.common.kernels.tile import load_tile
 from needlework.ops.paged.placement import Placement
 from needlework.ops.path.arguments import NewTokens, PathInputs
+from needlework.ops.path.engine.forgets import Decays
 from needlework.ops.path.engine.forward import attend
 from needlework.ops.path.engine.line import Line
 from needlework.ops.path.engine.op import SUMS, Prepared, compile_case, prepared
@@ -184,16 +185,16 @@ def _(tokens: NewTokens, *_):
 def _launches(walk: Walk, x: PathInputs, tables: Tables, line: Line, slots: Tensor, where: Placement) -> Tensor:
     """o on the line [1 R H V]; the tables change."""
     page_k, page_v, _, _, page_decay = tables
-    made, decay = prepared(walk, x), None if x.decay is None else walk.by_head(x.decay, torch.float64)
+    made, decays = prepared(walk, x), Decays.of(walk, x.decay)
     (cum, N), W, PG, NB = walk.align[:2], walk.window or 0, page_k.shape[1], where.block_table.shape[1]
     o = x.q.new_empty(1, walk.T, walk.H, walk.V)
     lse = walk.number(x.q, 1, walk.H, walk.rows)
     apart = page_k.stride(0), page_v.stride(0)
     walk.launch(
-        attend, (walk.programs(attend), walk.blocks), x.q, x.k, x.v, x.w, decay, *made.met, cum, o, lse, line.start,
+        attend, (walk.programs(attend), walk.blocks), x.q, x.k, x.v, x.w, *decays, *made.met, cum, o, lse, line.start,
         where.block_table, page_k, page_v, page_decay, walk.T, walk.rows, N, walk.M, W, PG, NB, *apart, apart_of(page_decay),
     )  # fmt: skip
-    keep(walk, x, decay, made, tables, line, slots, where)
+    keep(walk, x, decays[0], made, tables, line, slots, where)
     return o
 
 

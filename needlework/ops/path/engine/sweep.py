@@ -30,8 +30,10 @@ from needlework.ops.path.engine.tiles import (
     itself_or_later,
     load_heads,
     oldest_seen,
+    since,
     square_pointers,
     store_heads,
+    summed,
     superblock,
     tile_pointers,
 )
@@ -56,24 +58,16 @@ def as_operand(da, left, SOFT: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr
     return b_da, left
 
 
-@triton.jit
-def summed(da, AXIS: tl.constexpr, ST: tl.constexpr):
-    """Along an axis of a tile; of half inputs, whose products are rounded, in float32."""
-    if ST.primitive_bitwidth >= 32:
-        da = da.to(tl.float64)
-    return tl.sum(da, AXIS).to(tl.float64)
-
-
 @triton.jit(do_not_specialize=["T", "NR", "N", "M", "W", "start", "PB", "SB"])
 def sweep(
     p_q, p_k, p_v, p_w, p_U, p_R, p_k1, p_k2, p_Ho, p_H2o, p_cum, p_o, p_do, p_lse, p_LD, p_x1, p_y1, p_x2, p_y2, p_dq, p_dq0,
-    p_decay, p_row, p_column, T, NR, N, M, W, start, PB, SB,
+    p_decay, p_edges, p_row, p_column, T, NR, N, M, W, start, PB, SB,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
     HB: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, NO: tl.constexpr, LATE: tl.constexpr, SCALE: tl.constexpr,
     RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr,
     ST: tl.constexpr,
 ):  # fmt: skip
-    """p_LD [B H NR 2], lse and D of each query, D 0 unless SOFT. p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's
+    """p_LD [B H NR 2], lse and D of each query, D 0 unless SOFT; with a forget gate lse is that of scores without the query's own share. p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's
     start, in ST. DECAY: p_row [B H NR] and p_column [B H PB NR] take sums of dA's rows and columns; other columns than these are not
     written. NO: stages of the way out. LATE: y passes H² behind a superblock's products, whose shared memory H² takes: of a head of 128
     a multiprocessor then has two programs."""
@@ -103,6 +97,8 @@ def sweep(
         D = tl.sum(load_heads(p_o, i_b, i_t, i_h, T, H, V, C, R, VB).to(ACC) * b_do.to(ACC), 1)
     else:
         D = tl.zeros([R], ACC)
+    if DECAY:
+        lse -= since(p_edges, i_bh, NR, own) * SCALE
     tl.store(p_LD + 2 * row, lse)
     tl.store(p_LD + 2 * row + 1, D)
     D *= RATE
@@ -125,8 +121,6 @@ def sweep(
     y = tl.zeros([R, KB], ACC)
     left = tl.zeros([R, 16], ACC)
     total = tl.zeros([R], tl.float64)
-    if DECAY:
-        p_column += (tl.cast(i_bh, tl.int64) * PB + i_at) * NR
     o_n = tl.arange(0, BN)
     for n in tl.range(0, seen_supers, num_stages=1):
         sup = supers - seen_supers + n
@@ -142,14 +136,12 @@ def sweep(
             b_v = load_tile(p_v, i_b, j, i_kv, 0, T, HK, V, BN, VB, 0)
             s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
             if DECAY:
-                since, before = forgets(p_decay, i_bh, NR, own, j + o_n, j + BN - 1, RATE, ACC)
-                s += since[:, None] + before[None, :]
+                s += forgets(p_decay, p_edges, i_bh, NR, i_block, j // C, j + o_n, C, RATE, ACC)[None, :]
             if WINDOW:
                 s = tl.where(own[:, None] - (j + o_n)[None, :] < W, s, float("-inf"))
             da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
             if DECAY:
                 total += summed(da, 1, ST)
-                tl.store(p_column + j + o_n, summed(da, 0, ST).to(p_column.dtype.element_ty))
             b_da, left = as_operand(da, left, SOFT, ACC, ST)
             y = plus_product(y, b_da, b_k)
         if LATE:
@@ -169,14 +161,12 @@ def sweep(
         y = tl.dot(b_y, b_H, input_precision="ieee", out_dtype=ACC)
         s = tl.dot(b_x, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
         if DECAY:
-            since, before = forgets(p_decay, i_bh, NR, own, j * C + o, j * C + C - 1, RATE, ACC)
-            s += since[:, None] + before[None, :]
+            s += forgets(p_decay, p_edges, i_bh, NR, i_block, j, j * C + o, C, RATE, ACC)[None, :]
         if WINDOW:
             s = tl.where(own[:, None] - (j * C + o)[None, :] < W, s, float("-inf"))
         da = weights(s, b_do, b_v, lse, D, SCALE, RATE, ACC)
         if DECAY:
             total += summed(da, 1, ST)
-            tl.store(p_column + j * C + o, summed(da, 0, ST).to(p_column.dtype.element_ty))
         b_da, left = as_operand(da, left, SOFT, ACC, ST)
         y = plus_product(y, b_da, b_k)
 
@@ -185,6 +175,7 @@ def sweep(
     s = own_scores(b_q, b_L, p_k, p_R, i_b, i_t, i_bk, i_kv, T, NR, HK, K, KB, C, ACC)
     if DECAY:
         s += forgets_itself(p_decay, i_bh, NR, own, RATE, ACC)
+        lse = tl.load(p_lse + row)
     seen = itself_or_later(query[:, None], o[None, :], SOFT)
     if WINDOW:
         seen = seen & (query[:, None] - o[None, :] < W)
@@ -194,6 +185,7 @@ def sweep(
     b_da, left = as_operand(da, left, SOFT, ACC, ST)
     if DECAY:
         tl.store(p_row + row, total + summed(da, 1, ST))
+        p_column += (tl.cast(i_bh, tl.int64) * PB + i_at) * NR
         tl.store(p_column + own, summed(da, 0, ST).to(p_column.dtype.element_ty))
     b_y = y.to(ST)
     b_R = tl.load(row_pointers(p_R, i_bk, i_t, NR, C, C))

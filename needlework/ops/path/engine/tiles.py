@@ -149,11 +149,11 @@ def _head_tile(p, i_b, i_t, i_h, T, H: tl.constexpr, D: tl.constexpr, C: tl.cons
 
 
 @triton.jit
-def of_columns(p_LD, row):
-    """lse and D of queries that are columns of a tile, of p_LD [· 2]. Loaded one by one, each thread would load all that its columns
+def of_columns(p_pairs, row):
+    """Both numbers of each row of p_pairs [· 2], which are columns of a tile. Loaded one by one, each thread would load all that its columns
     want."""
     which = tl.arange(0, 2)[None, :]
-    both = tl.load(p_LD + row[:, None] * 2 + which)
+    both = tl.load(p_pairs + row[:, None] * 2 + which)
     return tl.sum(tl.where(which == 0, both, 0.0), 1), tl.sum(tl.where(which == 1, both, 0.0), 1)
 
 
@@ -167,12 +167,20 @@ def oldest_row(held, block, W, C: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def forgets(p_decay, i_bh, NR, queries, keys, last, RATE: tl.constexpr, ACC: tl.constexpr):
-    """What a head's gates add to the scores of rows `queries` with older rows `keys`: a number of each query and one of each key. p_decay
-    [B·H NR], the gates' sums; `last`: the newest key, through which both count, so that neither is larger than what it says."""
+def forgets(p_decay, p_edges, i_bh, NR, i_query, i_key, keys, C: tl.constexpr, RATE: tl.constexpr, ACC: tl.constexpr):
+    """What a head's gates add to the scores of a block's queries with `keys`, some of an older block, a number of each; a query has its
+    own beside it (`since`). p_decay [B·H NR], the gates' sums; p_edges [B·H NR 2] (forgets.py). Both count through the newest key and the
+    oldest query, so that no number is larger than what it says."""
+    _, before = of_columns(p_edges, tl.cast(i_bh, tl.int64) * NR + keys)
     p_decay += tl.cast(i_bh, tl.int64) * NR
-    end = tl.load(p_decay + last)
-    return over_scale(tl.load(p_decay + queries) - end, RATE, ACC), over_scale(end - tl.load(p_decay + keys), RATE, ACC)
+    return before + over_scale(tl.load(p_decay + i_query * C) - tl.load(p_decay + i_key * C + C - 1), RATE, ACC)
+
+
+@triton.jit
+def since(p_edges, i_bh, NR, queries):
+    """What is each query's own, from the oldest one of its block on."""
+    found, _ = of_columns(p_edges, tl.cast(i_bh, tl.int64) * NR + queries)
+    return found
 
 
 @triton.jit
@@ -180,6 +188,14 @@ def forgets_itself(p_decay, i_bh, NR, rows, RATE: tl.constexpr, ACC: tl.constexp
     """The same of a block with itself, [query key]."""
     G = tl.load(p_decay + tl.cast(i_bh, tl.int64) * NR + rows)
     return over_scale(G[:, None] - G[None, :], RATE, ACC)
+
+
+@triton.jit
+def summed(da, AXIS: tl.constexpr, ST: tl.constexpr):
+    """Along an axis of a tile; of half inputs, whose products are rounded, in float32."""
+    if ST.primitive_bitwidth >= 32:
+        da = da.to(tl.float64)
+    return tl.sum(da, AXIS).to(tl.float64)
 
 
 @triton.jit

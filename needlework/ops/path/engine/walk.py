@@ -97,12 +97,6 @@ class Walk(NamedTuple):
         make = like.new_zeros if zeros else like.new_empty
         return make(*sizes, dtype=accumulator(self.dtype))
 
-    def by_head(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [B T H] head by head, [B H NR], zeros after T."""
-        out = x.new_zeros(self.B, self.H, self.rows, dtype=dtype)
-        out[:, :, : self.T] = x.transpose(1, 2)
-        return out
-
 
 def heads(most: int, H: int, HK: int, alone: bool) -> int:
     """That share a program: of one group. One alone where each has gates of its own, and where pages follow, whose tiles take
