@@ -7,14 +7,15 @@ import torch
 
 from needlework.ops.common.packing import document_positions
 from needlework.ops.conv import causal_conv, causal_conv_slots, step_conv
-from needlework.ops.runtime.launch_configs import forced
+from needlework.ops.runtime.launch_configs import forced, rows
 from needlework.ops.unit.reference import unit_heads
 from needlework.testing.compare import EXACT, poisoned, relative
 from needlework.testing.rows import covering
 from tests.ops.test_conv import SERVED, STEPS, Table, check_slots_are_the_loop, check_steps_are_a_chunk, inputs
 
 pytest.importorskip("triton")
-from needlework.ops.conv.depthwise.op import tokens_of_a_run
+from needlework.ops.conv.depthwise.chunk import conv_backward_kernel
+from needlework.ops.conv.depthwise.op import ENGINE, Form, _constants, tokens_of_a_run
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
@@ -157,6 +158,14 @@ def test_the_operators_pass_opcheck(ends):
     torch.library.opcheck(
         conv_step_triton, (x[:, 0].repeat(2, 1)[:2], weight, table.state, table.slots, "add", [5], False), test_utils=values
     )
+
+
+@pytest.mark.parametrize("chosen", rows(ENGINE), ids=lambda row: row.name)
+def test_a_thread_of_a_wide_head_has_as_many_channels(chosen):
+    threads = lambda head: (
+        32 * (c := _constants(chosen, conv_backward_kernel, torch.half, Form(4, False, "silu", head)))["num_warps"] / c["BC"]
+    )
+    assert threads(0) == threads(64) == threads(200) == threads(1024)
 
 
 def test_a_prompt_s_runs_are_short_and_change_no_bit():
