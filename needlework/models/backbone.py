@@ -137,6 +137,8 @@ class NeedleworkModel(NeedleworkPreTrainedModel):
             if state_passing is not None:
                 x = state_passing.send(i, x, state)
             given = Residual(x, more)
+            if self.gradient_checkpointing and self.training:
+                given = Residual(given.whole())  # what a block is given is kept to run it again: a sum is half of its summands
         x = spread(self.norm(*given))
         means = None if objective is None else objective.means(terms)
         hidden = (*states, x) if output_hidden_states else None

@@ -201,6 +201,16 @@ def test_checkpointing_changes_no_gradient(prompt):
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_block_that_runs_again_keeps_a_sum_and_not_its_summands(prompt, checkpointing):
+    model, given = NeedleworkForCausalLM(config()).train(), []
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    model.model.blocks[1].register_forward_pre_hook(lambda _, arguments: given.append(arguments[1]))
+    model(prompt)
+    assert (given[0] is None) == checkpointing
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_checkpoint_loads_with_auto_classes_as_it_was(tmp_path, prompt, tied):
     torch.manual_seed(0)
