@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,12 +105,18 @@ def answers_of(
                 return
             if answer is None:
                 errors.seek(0)
-                ended = f"its process ended: {errors.read().strip()[-300:]}"
+                ended = f"its process ended: {error_in(errors.read())}"
                 yield call, {}, f"did not end in {limit} s" if late else ended
                 return
             yield call, answer["found"], answer["why"]
             if answer["why"]:
                 return
+
+
+def error_in(text: str) -> str:
+    """The last line that names an error, without one the end of the text."""
+    named = [line for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (named[-1] if named else text.strip())[-300:]
 
 
 def _next(child: subprocess.Popen, seconds: float) -> tuple[dict | None, bool]:

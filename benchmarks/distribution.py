@@ -88,7 +88,10 @@ def worst(rows: list[dict]) -> list[str]:
 
 def missing(rows: list[dict]) -> list[str]:
     """What has no time, by name, and which peers did not run."""
-    lines = [f"- {name}: {reason}" for name, reason in {name_of(row): row["why"] for row in rows if row["why"]}.items()]
+    lines = [
+        f"- {name}: {' '.join(reason.split())}"
+        for name, reason in {name_of(row): row["why"] for row in rows if row["why"]}.items()
+    ]
     refused = Counter((row["op"], row["peer_why"]) for row in rows if row["peer_why"] and row["pass"] == PASSES[0])
     lines += [f"- {op}: its peer did not run for {count} calls: {reason}" for (op, reason), count in sorted(refused.items())]
     return ["", "Not timed, or not wholly:", "", *lines] if lines else []

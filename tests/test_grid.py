@@ -217,6 +217,14 @@ def test_what_a_child_did_not_say_is_said_for_it(heard):
     assert heard.of(says(a)) == [every[0], (b, {}, "its process ended: Segmentation fault")]
 
 
+def test_what_ended_a_process_is_the_last_error_that_it_names(bench):
+    error_in = bench("children").error_in
+    assert error_in("Traceback\n  File\nKeyError: 1\ntorch.AcceleratorError: CUDA error: illegal\nFor debugging\n") == (
+        "torch.AcceleratorError: CUDA error: illegal"
+    )
+    assert error_in("Segmentation fault\n") == "Segmentation fault" and error_in("") == ""
+
+
 def test_a_child_that_waits_is_ended_at_its_limit_and_nothing_is_said_of_a_call_that_the_run_has_no_time_for(heard):
     a, b, _ = heard.calls
     assert heard.of(heard.says(a), waits=True, limit=3) == [(a, {"fwd": 1}, None), (b, {}, "did not end in 3 s")]
