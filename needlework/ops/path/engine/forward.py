@@ -66,7 +66,8 @@ def attend(
     ST: tl.constexpr,
 ):  # fmt: skip
     """p_o [B T H V]; p_lse [B H NR], the denominator's logarithm in base 2. SCALE: of the scores, times log2 e. PAGES: a sequence's first
-    p_start tokens lie in pages, their keys as its first block sees them. DECAY: p_decay [B H NR] float64, sums of log gates, and p_edges (forgets.py)."""
+    p_start tokens lie in pages, their keys as its first block sees them. DECAY: p_decay [B H NR] float64, sums of log gates, and
+    p_edges (forgets.py)."""
     blocks = NR // C
     R: tl.constexpr = HB * C
     i_bh = tl.program_id(0) * HB

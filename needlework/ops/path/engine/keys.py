@@ -2,6 +2,7 @@
 
     dk² = Σ dAᵀ x of queries of later superblocks, dk¹ = Σ dAᵀ x of later blocks of its own, dV = Σ Pᵀ dO of both
     dH² = Σ xᵀ y, dH = Σ xᵀ y                                                      (x and y as sweep.py has kept them)
+    with a forget gate: Σ dA of each key and of a block's queries, as sweep.py has of the block itself
 
 `keys` has the first sum: one x of a query meets all of a superblock. `near` has the second: each block has an x of its own. Tiles are
 transposed, keys by queries, so that what is summed over queries is a first operand as it comes. Panels add to what the panels before have
@@ -30,7 +31,8 @@ def met(
     H: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr, RATE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr, ST: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv with what queries of block i bring, whose x is tile i_x. key: those of block i_block. p_column: of these queries and all keys."""
+    """dk and dv with what queries of block i bring, whose x is tile i_x. key: those of block i_block. p_column: of these queries and
+    all keys."""
     b_x = tl.load(tile_pointers(p_x, i_x, C, KB))
     b_do = load_tile(p_do, i_b, i * C, i_h, 0, T, H, V, C, VB, 0)
     own = i * C + tl.arange(0, C)

@@ -5,10 +5,10 @@ carried gradient.
     out:  x as it comes to each older block of its superblock, and to each older superblock, is kept
     back: y = 0; superblocks from the oldest on: y is kept, y ← y H²ᵀ + dA k²; then the blocks of its own: y ← y Hᵀ + dA k¹
     own:  dL = −tril(dA Rᵀ + y Uᵀ),  dQ = dA K + y + dL W − rowsum(dA) mean(K)
-    with a forget gate: Σ_j dA_ij of each query, and Σ_i dA_ij of the block's queries for each key
+    with a forget gate: Σ_j dA_ij of each query, and Σ_i dA_ij of the block's queries for each of its own keys
 
-What a gate gets is the sum of the pairs that it lies between, of which the others cancel: rows and columns are sums of the same dA, and of
-float32 inputs they are float64 (forgets.py has the rest).
+What a gate gets is the sum of the pairs that it lies between, of which the others cancel: rows and columns are sums of the same dA, which
+keys.py makes again of the same operands, and of float32 inputs they are float64 (forgets.py has the rest).
 
 A row of a softmax's dA sums to 0, but for the rounding of dA as an operand and of O in D. Keys that are alike would add that up to
 a dQ along them: it is taken off along the mean of the block's own keys, which is short where they are not.
@@ -67,10 +67,10 @@ def sweep(
     RATE: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SOFT: tl.constexpr, DECAY: tl.constexpr, ACC: tl.constexpr,
     ST: tl.constexpr,
 ):  # fmt: skip
-    """p_LD [B H NR 2], lse and D of each query, D 0 unless SOFT; with a forget gate lse is that of scores without the query's own share. p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's
-    start, in ST. DECAY: p_row [B H NR] and p_column [B H PB NR] take sums of dA's rows and columns; other columns than these are not
-    written. NO: stages of the way out. LATE: y passes H² behind a superblock's products, whose shared memory H² takes: of a head of 128
-    a multiprocessor then has two programs."""
+    """p_LD [B H NR 2], lse and D of each query, D 0 unless SOFT; with a forget gate lse is that of scores without the query's own share.
+    p_dq [B T H K]; p_dq0 [B H NR KB], the gradient of x at the block's start, in ST. DECAY: p_row [B H NR] and p_column [B H PB NR] take
+    sums of dA's rows and of its columns in the block itself. NO: stages of the way out. LATE: y passes H² behind a superblock's products,
+    whose shared memory H² takes: of a head of 128 a multiprocessor then has two programs."""
     blocks = NR // C
     R: tl.constexpr = HB * C
     PER: tl.constexpr = H // HK // HB  # programs of a group
