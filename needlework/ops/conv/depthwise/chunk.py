@@ -20,12 +20,12 @@ from needlework.ops.conv.depthwise.tokens import (
     fed,
     four_rows,
     held,
+    over_norm,
     position_of,
     seen,
     slot_of,
     span_of,
     taps,
-    unit,
     weighted,
     widened,
 )
@@ -42,7 +42,7 @@ def _made(
     p, x1, x2, x3 = seen(s, p, x1, x2, x3, past, T, o_c, real, ROW, W, STRIDE, PACKED, KIND, ACC)
     y = fed(p, x0, x1, x2, x3, w0, w1, w2, w3, wb, SILU, ADD, ASM)
     if HEAD:
-        y = unit(y)
+        y *= over_norm(y)
     return y
 
 
@@ -136,11 +136,11 @@ def conv_backward_kernel(
     # what the tokens so far give dx of the last three
     from3, from2, from1 = none, none, none
     g0, g1, g2, g3, gb = none, none, none, none, none
-    rows, slopes = four_rows(p_x, lo, T, ROW, o_c, real), four_rows(p_dy, lo, T, C, o_c, real)
+    rows, dy_rows = four_rows(p_x, lo, T, ROW, o_c, real), four_rows(p_dy, lo, T, C, o_c, real)
     for s in range(lo, hi + 3, 4):
         x0, x1, x2, x3 = widened(rows, ACC)
-        e0, e1, e2, e3 = widened(slopes, ACC)
-        rows, slopes = four_rows(p_x, s + 4, T, ROW, o_c, real), four_rows(p_dy, s + 4, T, C, o_c, real)
+        e0, e1, e2, e3 = widened(dy_rows, ACC)
+        rows, dy_rows = four_rows(p_x, s + 4, T, ROW, o_c, real), four_rows(p_dy, s + 4, T, C, o_c, real)
         e0, a0, a1, a2, a3 = _before(
             s, e0, x0, h1, h2, h3, w0, w1, w2, w3, wb, p_position, past, T, o_c, real, ROW, W, STRIDE, SILU, ADD, HEAD, PACKED, ASM, KIND, ACC
         )  # fmt: skip

@@ -165,9 +165,9 @@ def fed(p, x0, x1, x2, x3, w0, w1, w2, w3, wb, SILU: tl.constexpr, ADD: tl.const
 
 
 @triton.jit
-def unit(y):
-    """Heads of unit norm."""
-    return tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) + 1e-6) * y
+def over_norm(y):
+    """r of y, for heads of unit norm r y."""
+    return tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) + 1e-6)
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def back(dy, c, x0, SILU: tl.constexpr, ADD: tl.constexpr, HEAD: tl.constexpr, A
     if HEAD:
         n = y + x0 if ADD else y
         along = tl.sum(n * dy, 1, keep_dims=True)
-        r = tl.rsqrt(tl.sum(n * n, 1, keep_dims=True) + 1e-6)
+        r = over_norm(n)
         dy = r * (dy - n * (r * r * along))
     dc = dy
     if SILU:

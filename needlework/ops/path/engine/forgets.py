@@ -36,15 +36,18 @@ class Decays(NamedTuple):
     edges: Tensor  # [B H NR 2]: what is lost since the oldest token of its block, and from then to the newest
 
     @classmethod
-    def of(cls, walk: Walk, sums: Tensor | None) -> "Decays | tuple[None, None]":
+    def of(cls, walk: Walk, sums: Tensor | None) -> "Decays | None":
         """Of sums [B T H]; None: there is no gate."""
         if sums is None:
-            return None, None
+            return None
         size = walk.B, walk.H, walk.rows
         found = cls(sums.new_empty(size), walk.number(sums, *size, 2))
         if sums.numel():
             walk.launch(by_head, (walk.B * walk.H, walk.blocks), sums.contiguous(), *found, walk.T, walk.rows)
         return found
+
+
+NO_GATE = None, None  # in the place of `Decays` among a launch's arguments
 
 
 class Forgets(NamedTuple):

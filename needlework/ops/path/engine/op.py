@@ -15,7 +15,7 @@ from triton import JITFunction
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.path.arguments import PathInputs
 from needlework.ops.path.engine.blocks import group, release, spread, turn, unwind
-from needlework.ops.path.engine.forgets import Decays, Forgets, by_head
+from needlework.ops.path.engine.forgets import NO_GATE, Decays, Forgets, by_head
 from needlework.ops.path.engine.forward import attend
 from needlework.ops.path.engine.keys import keys, near, transfers
 from needlework.ops.path.engine.prepare import compose, prepare
@@ -79,9 +79,9 @@ def forward(walk: Walk, x: PathInputs) -> tuple[Tensor, Tensor]:
     o = x.q.new_empty(walk.B, walk.T, walk.H, walk.V)
     lse = walk.number(x.q, walk.B, walk.H, walk.rows)
     if o.numel():
-        made = prepared(walk, x)
+        made, decays = prepared(walk, x), Decays.of(walk, x.decay) or NO_GATE
         walk.launch(
-            attend, (walk.programs(attend), walk.blocks), x.q, x.k, x.v, x.w, *Decays.of(walk, x.decay), *made.met, walk.align.cum, o, lse,
+            attend, (walk.programs(attend), walk.blocks), x.q, x.k, x.v, x.w, *decays, *made.met, walk.align.cum, o, lse,
             None, None, None, None, None, walk.T, walk.rows, walk.align.N, walk.M, walk.window or 0, 0, 0, 0, 0, 0,
         )  # fmt: skip
     return o, lse
@@ -93,7 +93,7 @@ def backward(walk: Walk, do: Tensor, o: Tensor, lse: Tensor, x: PathInputs) -> P
     if not do.numel():
         return PathInputs(*each(Tensor.zero_, *found))
     decays = Decays.of(walk, x.decay)
-    forgets = Forgets.of(decays) if isinstance(decays, Decays) else None
+    forgets = None if decays is None else Forgets.of(decays)
     descend(walk, do, o, lse, x, prepared(walk, x, keep=True), found, forgets)
     return found if forgets is None else found._replace(decay=forgets.ddecay(walk.scale, walk.T))
 
@@ -117,7 +117,7 @@ def descend(
     tile = B * Hq * C * KB * do.element_size()
     panel = max(1, min(blocks, SCRATCH // (2 * (M + supers) * tile)))
     panel = cdiv(blocks, cdiv(blocks, panel))  # of like sizes
-    decays, row, columns = (None, None), None, None
+    decays, row, columns = NO_GATE, None, None
     if forgets is not None:
         decays, row, columns = forgets.decays, forgets.row, forgets.columns(panel, walk.dtype)
     kept = [do.new_empty(B * Hq * panel * many * C, KB) for many in (M, M, supers, supers)]

@@ -19,7 +19,7 @@ from needlework.ops.common.kernels.runs import row_pointers, sequence_of
 from needlework.ops.common.kernels.tile import load_tile
 from needlework.ops.paged.placement import Placement
 from needlework.ops.path.arguments import NewTokens, PathInputs
-from needlework.ops.path.engine.forgets import Decays
+from needlework.ops.path.engine.forgets import NO_GATE, Decays
 from needlework.ops.path.engine.forward import attend
 from needlework.ops.path.engine.line import Line
 from needlework.ops.path.engine.op import SUMS, Prepared, compile_case, prepared
@@ -185,7 +185,7 @@ def _(tokens: NewTokens, *_):
 def _launches(walk: Walk, x: PathInputs, tables: Tables, line: Line, slots: Tensor, where: Placement) -> Tensor:
     """o on the line [1 R H V]; the tables change."""
     page_k, page_v, _, _, page_decay = tables
-    made, decays = prepared(walk, x), Decays.of(walk, x.decay)
+    made, decays = prepared(walk, x), Decays.of(walk, x.decay) or NO_GATE
     (cum, N), W, PG, NB = walk.align[:2], walk.window or 0, page_k.shape[1], where.block_table.shape[1]
     o = x.q.new_empty(1, walk.T, walk.H, walk.V)
     lse = walk.number(x.q, 1, walk.H, walk.rows)
