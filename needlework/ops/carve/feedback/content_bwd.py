@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 
 from needlework.ops.carve.feedback.intra import softplus2
-from needlework.ops.delta.channel.scan import load_rows, store_rows
-from needlework.ops.delta.channel.scan_bwd import descend, store_state
+from needlework.ops.common.kernels.parts import largest, times
+from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.delta.channel.scan import load_transposed, store_transposed
+from needlework.ops.delta.channel.scan_bwd import descend, store_block
 
 # numbers from a content chunk's power of two, and its largest gradient, to the next one's: pointers to them are aligned as tensors are
 STEP = tl.constexpr(4)
@@ -87,9 +89,9 @@ def _power(largest):
 @triton.jit(do_not_specialize=["T", "most"])
 def enter_kernel(
     p_spans, do, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, p_dtotal, p_largest, p_power, p_dS, p_dfinal, kept, scaled, dr,
-    p_peaks, T, most, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
-    ERASE: tl.constexpr, BETA: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, HALF: tl.constexpr,
-    ACC: tl.constexpr,
+    p_peaks, T, most, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, NK: tl.constexpr,
+    BV: tl.constexpr, ERASE: tl.constexpr, BETA: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The engine's `adjoint` of a content chunk, whose gradients are divided by a power of two of its own, left at p_power: those that it
     leaves at `scaled`, and dS at the end, at p_dfinal, or at the end of the i-th kernel chunk, at n·most + i of `kept`. p_dS comes divided
@@ -102,14 +104,13 @@ def enter_kernel(
     head = tl.cast(n, tl.int64) * H + h
     first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
     b = first // tl.maximum(tl.cdiv(T, C), 1)
-    i_k, o_v = tl.arange(0, KP), i_v + tl.arange(0, BV)
+    o_v = i_v + tl.arange(0, BV)
     in_v = o_v < V
-    state = head * K * V + i_k[None, :] * V + o_v[:, None]
-    inside = in_v[:, None] & (i_k < K)[None, :]
-    dS = tl.load(p_dS + state, mask=inside, other=0.0, cache_modifier=".cg")  # [BV KP]
+    state = head * K * V
+    dS = load_transposed(p_dS + state, True, i_v, K, V, KP, NK, BV, ACC)
     if HALF:
         # by way of its true size: the quotient of two powers may overflow
-        dS *= tl.load(p_power + STEP, cache_modifier=".cg")
+        dS = times(dS, tl.load(p_power + STEP, cache_modifier=".cg"), NK)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -117,25 +118,26 @@ def enter_kernel(
     inverse_power = tl.full([], 1, ACC)
     if HALF:
         power, inverse_power = _power(tl.load(p_largest + STEP, cache_modifier=".cg"))
-        dS *= inverse_power
+        dS = times(dS, inverse_power, NK)
         if (tl.program_id(0) == 0) & (head == 0):
             tl.store(p_power, power)
     if p_dfinal is not None:
-        tl.store(p_dfinal + state, dS, mask=inside)
+        store_transposed(p_dfinal + state, dS, True, i_v, K, V, KP, NK, BV)
     for i in tl.range(0, end - first, num_stages=STAGES):
         j = end - 1 - first - i
         c = first + j - b * tl.cdiv(T, C)
-        b_doT = tl.trans(load_rows(do, b, h, c * C, i_v, T, H, V, C, BV, TMA)).to(ACC)
+        b_doT = tl.trans(load_tile(do, b, c * C, h, i_v, T, H, V, C, BV, TMA)).to(ACC)
         b_doT = ((b_doT + dtotal[:, None]) * inverse_power).to(scaled.dtype if TMA else scaled.dtype.element_ty)
-        store_rows(scaled, tl.trans(b_doT), b, h, c * C, i_v, T, H, V, C, BV, TMA)
+        store_tile(scaled, tl.trans(b_doT), b, c * C, h, i_v, T, H, V, C, BV, TMA)
         if kept is not None:
-            store_state(kept, tl.trans(dS.to(b_doT.dtype)), n * most + j, h, 0, i_v, H, K, V, KP, BV, TMA)
+            for m in tl.static_range(NK):
+                store_block(kept, tl.trans(dS[m].to(b_doT.dtype)), n * most + j, h, m * KP, i_v, H, K, V, KP, BV, TMA)
         dS = descend(
             dS, b_doT, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, dr, c, b, h, i_v,
-            T, H, K, V, C, KP, BV, ERASE, BETA, TMA, ACC,
+            T, H, K, V, C, KP, NK, BV, ERASE, BETA, TMA, ACC,
         )  # fmt: skip
-    tl.store(p_dS + state, dS, mask=inside)
-    tl.store(p_peaks + head * tl.num_programs(0) + tl.program_id(0), tl.max(tl.max(tl.abs(dS), 1), 0))
+    store_transposed(p_dS + state, dS, True, i_v, K, V, KP, NK, BV)
+    tl.store(p_peaks + head * tl.num_programs(0) + tl.program_id(0), tl.max(largest(dS, NK), 0))
 
 
 @triton.jit(do_not_specialize=["T", "i", "L", "longest", "content_chunk", "groups"])

@@ -58,7 +58,7 @@ def forward(
     walk |= {"SAVE": int(save), "STRIDE": None if slots is None else slots.stride}
     rows, square, _ = operands(config)
     if resumed:
-        sizes = {name: walk[name] for name in ("H", "K", "V", "RANK", "BK", "BM", "BR", "ACC")}
+        sizes = {name: walk[name] for name in ("H", "K", "V", "RANK", "KP", "BM", "BR", "ACC")}
         run(content_kernel, (N * H,), m, u, w1, w2, b_bias, **sizes, num_warps=walk["num_warps"])
     BK, BV = walk["BK"], walk["BV"]
     gates_args = q, k, f, b, u, A_log, dt_bias, beta, *saved[:6], layout.spans, T, N, layout.parts
@@ -96,7 +96,7 @@ def _constants(
     gates = intra_constants(config, dtype, 1, H=H, HV=H, K=K, scale=scale, prediction=prediction, R=R)
     walk = scan_constants(config, dtype, 1, HV=H, K=K, V=V)
     del gates["HV"], gates["RULE"], gates["GIVEN"], walk["HV"], walk["RULE"]
-    sizes = {"BM": padded(V), "BR": next_power_of_2(rank), "L": L, "R": R}
+    sizes = {"KP": padded(K), "BM": padded(V), "BR": next_power_of_2(rank), "L": L, "R": R}
     both = {"H": H} | overlapping(config)
     return gates | both, walk | sizes | both | {"RANK": rank}
 
@@ -128,7 +128,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     cases.append(case(walk_kernel, types, walk | {"SAVE": 0, "STRIDE": 2 * K * V}, kept))
     cases.append(case(walk_kernel, types, walk | {"SAVE": 0, "STRIDE": None}, kept + table))
     cases.append(case(walk_kernel, types, walk | {"SAVE": 1, "STRIDE": None}, table))
-    sizes = {name: walk[name] for name in ("H", "K", "V", "RANK", "BK", "BM", "BR", "ACC", "num_warps")}
+    sizes = {name: walk[name] for name in ("H", "K", "V", "RANK", "KP", "BM", "BR", "ACC", "num_warps")}
     cases.append(case(content_kernel, types, sizes, ()))
     types |= dict.fromkeys(("p_cu_seqlens", "p_position"), "*i64") | dict.fromkeys(("p_sources", "p_places"), "*i32")
     types |= dict.fromkeys(("given", "rows", "longest"), "i32")

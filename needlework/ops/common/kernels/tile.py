@@ -65,9 +65,9 @@ def load_tile(x, i_b, i_t, i_h, i_d, T, H: tl.constexpr, D: tl.constexpr, C: tl.
 def store_tile(
     x, b, i_b, i_t, i_h, i_d, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
 ):  # fmt: skip
-    """The inverse of `load_tile`: nothing is written past T and D."""
+    """The inverse of `load_tile`, in x's dtype: nothing is written past T and D."""
     if TMA:
-        x.store([i_b, i_h, i_t, i_d], tl.reshape(b, [1, 1, C, BD]))
+        x.store([i_b, i_h, i_t, i_d], tl.reshape(b.to(x.dtype), [1, 1, C, BD]))
     else:
         o_t = i_t + tl.arange(0, C)
         o_d = i_d + tl.arange(0, BD)

@@ -1,4 +1,5 @@
-"""The recurrence over chunks of the channel-gate engine: the state stays in registers, transposed, a block of value columns each.
+"""The recurrence over chunks of the channel-gate engine: the state stays in registers, transposed, a block of value columns each, as
+tiles of its keys (`parts.py`).
 
     r = beta ∘ (v − ê S)   or   write ∘ v − ê S        W = T' r        o = q̂ S + P' W        S <- e^{GC} ∘ S + k̂ᵀ W
 
@@ -12,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from needlework.ops.common.kernels.parts import cast, load_parts, parts_of, plus_products, scores, times, zeros
+from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.operands import Saved, case, operands, rule_of, scales, triton_dtype
 from needlework.ops.delta.inputs import NO_TABLE, OF_TABLE, SlotTable, solve_dtype
@@ -21,29 +24,6 @@ from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import cdiv, padded
 from needlework.ops.slots.kernels import power_of, slot_of
-
-
-@triton.jit
-def load_rows(x, b, h, t, d, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
-    """[C BD] of x [B T H D] at token t and column d of a head, zeros outside; x a pointer, or a descriptor of its [B H T D]."""
-    if TMA:
-        y = tl.reshape(x.load([b, h, t, d]), [C, BD])
-    else:
-        o_t, o_d = t + tl.arange(0, C), d + tl.arange(0, BD)
-        o = ((tl.cast(b, tl.int64) * T + o_t) * H + h)[:, None] * D + o_d[None, :]
-        y = tl.load(x + o, mask=(o_t < T)[:, None] & (o_d < D)[None, :], other=0.0)
-    return y
-
-
-@triton.jit
-def store_rows(x, y, b, h, t, d, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
-    """Store y [C BD] where `load_rows` would read it."""
-    if TMA:
-        x.store([b, h, t, d], tl.reshape(y.to(x.dtype), [1, 1, C, BD]))
-    else:
-        o_t, o_d = t + tl.arange(0, C), d + tl.arange(0, BD)
-        o = ((tl.cast(b, tl.int64) * T + o_t) * H + h)[:, None] * D + o_d[None, :]
-        tl.store(x + o, y, mask=(o_t < T)[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit
@@ -58,23 +38,57 @@ def load_square(x, b, h, i, NC, H: tl.constexpr, C: tl.constexpr, TMA: tl.conste
 
 
 @triton.jit
+def load_transposed(
+    p, there, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    """NK tiles [BV BK] of a state [K V] at p, values from i_v; zeros outside, and where it is not there. By the second cache: another
+    multiprocessor may have written it while this program was there already (`carve/feedback/scan.py`)."""
+    o_v = i_v + tl.arange(0, BV)
+    found = ()
+    for n in tl.static_range(NK):
+        o_k = n * BK + tl.arange(0, BK)
+        inside = (o_k < K)[None, :] & (o_v < V)[:, None] & there
+        found += (tl.load(p + o_k[None, :] * V + o_v[:, None], mask=inside, other=0.0, cache_modifier=".cg").to(ACC),)
+    return found
+
+
+@triton.jit
+def store_transposed(p, S, here, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr):
+    """The inverse of `load_transposed`, where `here`."""
+    o_v = i_v + tl.arange(0, BV)
+    for n in tl.static_range(NK):
+        o_k = n * BK + tl.arange(0, BK)
+        tl.store(p + o_k[None, :] * V + o_v[:, None], S[n], mask=(o_k < K)[None, :] & (o_v < V)[:, None] & here)
+
+
+@triton.jit
+def decayed(S, p_chunk, K: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr):
+    """e^{GC} ∘ S, of Sᵀ in NK tiles [BV BK]; p_chunk: e^{GC} [K]."""
+    found = ()
+    for n in tl.static_range(NK):
+        o_k = n * BK + tl.arange(0, BK)
+        found += (S[n] * tl.load(p_chunk + o_k, mask=o_k < K, other=0.0)[None, :],)
+    return found
+
+
+@triton.jit
 def walk(
     S, total, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_abc, o, first, last, j, i_v, T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, SAVE: tl.constexpr, SUM: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Sᵀ [BV BK] after chunks first … last − 1 of value head j, and with SUM total [BV] + their outputs, before rounding."""
+    """Sᵀ, NK tiles [BV BK], after chunks first … last − 1 of value head j, and with SUM total [BV] + their outputs, before rounding."""
     NC = tl.cdiv(T, C)
     b = first // tl.maximum(NC, 1)
-    o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
+    o_c = tl.arange(0, C)
     if p_abc is not None:
         of_v, of_o = divisor_of_v(p_abc, b * HV + j, first < last), product(p_abc, b * HV + j, first < last)
     for i in tl.range(first - b * NC, last - b * NC, num_stages=NS):
         t = i * C
-        St = S.to(ST)
-        QS = tl.dot(St, load_rows(q_hat, b, j, t, 0, T, HV, K, C, BK, TMA).T, input_precision="ieee", out_dtype=ACC)
-        r = load_rows(v, b, j, t, i_v, T, HV, V, C, BV, TMA).T
+        St = cast(S, ST, NK)
+        QS = scores(St, load_parts(q_hat, b, t, j, T, HV, K, C, BK, NK, TMA), NK, ACC)
+        r = load_tile(v, b, t, j, i_v, T, HV, V, C, BV, TMA).T
         if RULE == 0:
             if p_abc is not None:
                 r = r.to(ACC) * of_v[:, None]
@@ -82,8 +96,8 @@ def walk(
         else:
             r = r.to(ACC)
             if RULE == 2:
-                r *= load_rows(write, b, j, t, i_v, T, HV, V, C, BV, TMA).T.to(ACC)
-            r -= tl.dot(St, load_rows(e_hat, b, j, t, 0, T, HV, K, C, BK, TMA).T, input_precision="ieee", out_dtype=ACC)
+                r *= load_tile(write, b, t, j, i_v, T, HV, V, C, BV, TMA).T.to(ACC)
+            r -= scores(St, load_parts(e_hat, b, t, j, T, HV, K, C, BK, NK, TMA), NK, ACC)
             if RULE == 1:
                 o_t = t + o_c
                 beta = tl.load(p_beta + (tl.cast(b, tl.int64) * T + o_t) * HV + j, mask=o_t < T, other=0.0)
@@ -91,16 +105,14 @@ def walk(
             inverse = load_square(Tp, b, j, i, NC, HV, C, TMA)
             Wt = tl.dot(r.to(ST), inverse.T, input_precision="ieee", out_dtype=ACC).to(ST)
         if SAVE:
-            store_rows(W, Wt.T, b, j, t, i_v, T, HV, V, C, BV, TMA)
-        p_chunk = p_whole + ((tl.cast(b, tl.int64) * HV + j) * NC + i) * K + o_k
-        S *= tl.load(p_chunk, mask=o_k < K, other=0.0)[None, :]
-        k_hat_i = load_rows(k_hat, b, j, t, 0, T, HV, K, C, BK, TMA)
-        S = tl.dot(Wt, k_hat_i, S, input_precision="ieee", out_dtype=ACC)
+            store_tile(W, Wt.T, b, t, j, i_v, T, HV, V, C, BV, TMA)
+        S = decayed(S, p_whole + ((tl.cast(b, tl.int64) * HV + j) * NC + i) * K, K, BK, NK)
+        S = plus_products(S, Wt, load_parts(k_hat, b, t, j, T, HV, K, C, BK, NK, TMA), NK)
         # after the state, whose chain is what the next chunk waits for
         ot = tl.dot(Wt, load_square(Pp, b, j, i, NC, HV, C, TMA).T, QS, input_precision="ieee", out_dtype=ACC)
         if p_abc is not None:
             ot *= of_o
-        store_rows(o, ot.T, b, j, t, i_v, T, HV, V, C, BV, TMA)
+        store_tile(o, ot.T, b, t, j, i_v, T, HV, V, C, BV, TMA)
         if SUM:
             total += tl.sum(ot, 1)
     return S, total
@@ -111,7 +123,7 @@ def scan_kernel(
     q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_abc, p_initial_state, o, p_final_state, p_spans,
     p_slots, p_fresh, p_power, slot_stride, p_of, T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, ST: tl.constexpr, ACC: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """One sequence, value head and block of BV value columns.
@@ -123,32 +135,29 @@ def scan_kernel(
     i_nh = tl.program_id(0) // NV
     n, j = i_nh // HV, i_nh % HV
     first, last = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
-    o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
-    o_state = tl.cast(i_nh, tl.int64) * K * V + o_k[None, :] * V + o_v[:, None]
-    in_state = (o_k < K)[None, :] & (o_v < V)[:, None]
-    S = tl.zeros([BV, BK], ACC)
+    o_state = tl.cast(i_nh, tl.int64) * K * V
+    S = zeros(BV, BK, NK, ACC)
     if INIT == 1:
-        S = tl.load(p_initial_state + o_state, mask=in_state, other=0.0).to(ACC)
+        S = load_transposed(p_initial_state + o_state, True, i_v, K, V, BK, NK, BV, ACC)
     if slot_stride is not None:
         i_s, ends = sequence_of(p_of, n)
         i_s = tl.where(first < last, i_s, 0)  # an empty segment may be of none
         slot, resumed = slot_of(p_slots, p_fresh, i_s)
         power, inverse = power_of(p_power, i_s * HV + j)
         p_slot = p_final_state + slot * slot_stride + j * (K * V)
-        o_slot = o_k[None, :] * V + o_v[:, None]
     if INIT == 2:
-        S = tl.load(p_slot + o_slot, mask=in_state & resumed, other=0.0).to(ACC) * inverse
+        S = times(load_transposed(p_slot, resumed, i_v, K, V, BK, NK, BV, ACC), inverse, NK)
     S, _ = walk(
         S, 0, q_hat, e_hat, k_hat, Tp, Pp, p_whole, W, v, p_beta, write, p_abc, o, first, last, j, i_v, T,
-        HV, K, V, RULE, SAVE, 0, C, BK, BV, NS, ST, ACC, TMA,
+        HV, K, V, RULE, SAVE, 0, C, BK, NK, BV, NS, ST, ACC, TMA,
     )  # fmt: skip
     if slot_stride is None:
-        tl.store(p_final_state + o_state, S, mask=in_state)
+        store_transposed(p_final_state + o_state, S, True, i_v, K, V, BK, NK, BV)
     else:
         leaves = (first < last) & ends & (slot >= 0)
         # a number that two threads hold is read by both before one of them writes it
         tl.debug_barrier()
-        tl.store(p_slot + o_slot, S * power, mask=in_state & leaves)
+        store_transposed(p_slot, times(S, power, NK), leaves, i_v, K, V, BK, NK, BV)
 
 
 def scan(
@@ -180,10 +189,11 @@ def scan(
 
 def scan_constants(config: LaunchConfig, dtype: torch.dtype, rule: int, *, HV: int, K: int, V: int) -> Constants:
     """The constexprs and options of `scan_kernel`, but INIT and SAVE."""
-    constants = dict(config.launch["scan"])
+    constants, (BK, NK) = dict(config.launch["scan"]), parts_of(K)
     constants |= {
         "C": config.launch["shared"]["C"],
-        "BK": padded(K),
+        "BK": BK,
+        "NK": NK,
         "BV": min(constants["BV"], padded(V)),
         "TMA": int(config.tma),
     }
