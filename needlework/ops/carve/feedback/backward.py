@@ -118,7 +118,7 @@ def _chain(
 
     joined, back = "replay" in constants, constants["enter"]
     tokens, square, states = operands(config)
-    kp, bv = back["KP"], back["BV"]
+    kp, bv, vp = back["KP"], back["BV"], padded(V)
     dS_peaks = dS.abs().amax((2, 3))[..., None].repeat(1, 1, cdiv(V, bv))
     # dS at the end of every kernel chunk; or S at the start of every anchor, and dS at the end of the content chunk
     most = cdiv(layout.parts, constants["pairs"]["ANCHOR"])
@@ -129,7 +129,7 @@ def _chain(
         tokens(scaled, bv), tokens(dr, bv), dS_peaks, T, most,
     )  # fmt: skip
     forth = constants["replay" if joined else "replay_forward"]
-    bk, vp = forth["BK"], forth["VP"]
+    bk = forth["BK"]
     read = tuple(tokens(x, vp) for x in (saved.W, scaled, dr))
     forth_args = (
         *read, tokens(saved.k_hat, bk), saved.whole, kept_S, VARIES, tokens(dq_hat, bk), tokens(de_hat, bk), states(kept, bk, vp),

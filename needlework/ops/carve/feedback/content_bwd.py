@@ -17,7 +17,7 @@ from needlework.ops.carve.feedback.intra import softplus2
 from needlework.ops.common.kernels.parts import largest, times
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.channel.scan import load_transposed, store_transposed
-from needlework.ops.delta.channel.scan_bwd import descend, store_block
+from needlework.ops.delta.channel.scan_bwd import descend, store_state
 
 # numbers from a content chunk's power of two, and its largest gradient, to the next one's: pointers to them are aligned as tensors are
 STEP = tl.constexpr(4)
@@ -131,7 +131,7 @@ def enter_kernel(
         store_tile(scaled, tl.trans(b_doT), b, c * C, h, i_v, T, H, V, C, BV, TMA)
         if kept is not None:
             for m in tl.static_range(NK):
-                store_block(kept, tl.trans(dS[m].to(b_doT.dtype)), n * most + j, h, m * KP, i_v, H, K, V, KP, BV, TMA)
+                store_state(kept, tl.trans(dS[m].to(b_doT.dtype)), n * most + j, h, m * KP, i_v, H, K, V, KP, BV, TMA)
         dS = descend(
             dS, b_doT, q_hat, e_hat, k_hat, P, inverse, p_whole, p_beta, dr, c, b, h, i_v,
             T, H, K, V, C, KP, NK, BV, ERASE, BETA, TMA, ACC,

@@ -94,6 +94,33 @@ def plus_products(acc, p, b, N: tl.constexpr):
 
 
 @triton.jit
+def continued(S, by, a, b, N: tl.constexpr, ACC: tl.constexpr):
+    """by S + a b, one chain of sums from chunk to chunk; a part after the other, as both do not fit the registers twice."""
+    found = ()
+    for n in tl.static_range(N):
+        found += (tl.dot(a, b[n], S[n] * by, input_precision="ieee", out_dtype=ACC),)
+    return found
+
+
+@triton.jit
+def products(a, b, N: tl.constexpr, ACC: tl.constexpr):
+    """a b, part by part."""
+    found = ()
+    for n in tl.static_range(N):
+        found += (tl.dot(a, b[n], input_precision="ieee", out_dtype=ACC),)
+    return found
+
+
+@triton.jit
+def plus_times(acc, parts, by, N: tl.constexpr):
+    """acc + by parts."""
+    found = ()
+    for n in tl.static_range(N):
+        found += (acc[n] + parts[n] * by,)
+    return found
+
+
+@triton.jit
 def inner(a, b, N: tl.constexpr):
     """Σ a b of each row."""
     total = tl.sum(a[0] * b[0], 1)

@@ -6,17 +6,18 @@ A program holds one gradient at a time, and loads values and states again for th
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.common.kernels.parts import cast, inner, load_parts, plus_products, scores, store_parts, times, zeros
+from needlework.ops.common.kernels.tile import load_tile
 from needlework.ops.delta.additive.intra import decay_of, factors
-from needlework.ops.delta.additive.intra_bwd import inside, of_gates
+from needlework.ops.delta.additive.intra_bwd import inside, of_gates, plus_measure
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NR"])
 def alone(
     x_r, x_k, x_do, x_v, x_S, x_dS, p_E, x_dr, x_dk, p_dg, scale, T, NR,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr,
-    NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, DT: tl.constexpr, ST: tl.constexpr, HALF: tl.constexpr,
-    GATE: tl.constexpr,
+    NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, DT: tl.constexpr, ST: tl.constexpr,
+    HALF: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one value head; x_dr and x_dk [B T HV K]."""
     chunks = NR // C
@@ -36,36 +37,35 @@ def alone(
     high, low = tl.load(p_factor + o_c), tl.load(p_factor + C + o_c)
     own = F * decay_of(high, low, C, False) * scale
     b_M = own.to(ST)
-    b_r = load_tile(x_r, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
-    b_k = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
+    b_r = load_parts(x_r, i_b, i_t, i_k, T, H, K, C, KB, NK, TMA)
+    b_k = load_parts(x_k, i_b, i_t, i_k, T, H, K, C, KB, NK, TMA)
     if GATE:
-        coupling = tl.dot(b_r, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+        coupling = scores(b_r, b_k, NK, ACC)
         found = inside(tl.where(o_c[:, None] > o_c[None, :], own * coupling, 0.0), C, ACC, HALF)
 
-    d = tl.zeros([C, KB], ACC)
+    d = zeros(C, KB, NK, ACC)
     for i_v in tl.range(0, V, BV, num_stages=NS):
-        b_dS = load_tile(x_dS, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
+        b_dS = load_parts(x_dS, i_state, i_v, 0, V, 1, K, BV, KB, NK, TMA)
         if GATE:
-            b_S = load_tile(x_S, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
-            X += tl.sum(b_S.to(ACC) * b_dS.to(ACC), 0)
+            X = plus_measure(X, load_parts(x_S, i_state, i_v, 0, V, 1, K, BV, KB, NK, TMA), b_dS, NK, ACC)
         b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-        d = tl.dot(b_v, b_dS, d, input_precision="ieee", out_dtype=ACC)
-    d *= tl.load(p_factor + 3 * C + o_c)[:, None]
+        d = plus_products(d, b_v, b_dS, NK)
+    d = times(d, tl.load(p_factor + 3 * C + o_c)[:, None], NK)
     if GATE:
-        left = tl.sum(b_k.to(ACC) * d, 1)
-    d = tl.dot(tl.trans(b_M), b_r, d, input_precision="ieee", out_dtype=ACC)
-    store_tile(x_dk, d.to(DT), i_b, i_t, i_h, 0, T, HV, K, C, KB, TMA)
+        left = inner(cast(b_k, ACC, NK), d, NK)
+    d = plus_products(d, tl.trans(b_M), b_r, NK)
+    store_parts(x_dk, d, 1.0, DT, i_b, i_t, i_h, T, HV, K, C, KB, NK, TMA)
 
-    d = tl.zeros([C, KB], ACC)
+    d = zeros(C, KB, NK, ACC)
     for i_v in tl.range(0, V, BV, num_stages=NS):
-        b_S = load_tile(x_S, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
+        b_S = load_parts(x_S, i_state, i_v, 0, V, 1, K, BV, KB, NK, TMA)
         b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-        d = tl.dot(b_do, b_S, d, input_precision="ieee", out_dtype=ACC)
-    d *= (tl.load(p_factor + 2 * C + o_c) * scale)[:, None]
+        d = plus_products(d, b_do, b_S, NK)
+    d = times(d, (tl.load(p_factor + 2 * C + o_c) * scale)[:, None], NK)
     if GATE:
-        read = tl.sum(b_r.to(ACC) * d, 1)
+        read = inner(cast(b_r, ACC, NK), d, NK)
         dg = of_gates(found, read, left, C, ACC, HALF) + tl.sum(X, 0) * tl.load(p_factor + 3 * C - 1)
         o_t = i_t + o_c
         tl.store(p_dg + (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h, dg, mask=o_t < T)
-    d = tl.dot(b_M, b_k, d, input_precision="ieee", out_dtype=ACC)
-    store_tile(x_dr, d.to(DT), i_b, i_t, i_h, 0, T, HV, K, C, KB, TMA)
+    d = plus_products(d, b_M, b_k, NK)
+    store_parts(x_dr, d, 1.0, DT, i_b, i_t, i_h, T, HV, K, C, KB, NK, TMA)

@@ -10,15 +10,34 @@ passes through S, through dS, and through both. The heads that share r and k are
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.tile import load_tile, store_tile
+from needlework.ops.common.kernels.parts import (
+    cast,
+    inner,
+    load_parts,
+    plus_products,
+    plus_times,
+    products,
+    scores,
+    store_parts,
+    zeros,
+)
+from needlework.ops.common.kernels.tile import load_tile
 from needlework.ops.delta.additive.intra import decay_of, factors
+
+
+@triton.jit
+def plus_measure(X, S, dS, NK: tl.constexpr, ACC: tl.constexpr):
+    """X [KB] + Σ S ⊙ dS over values and tiles of keys: terms of ⟨S, dS⟩."""
+    for n in tl.static_range(NK):
+        X += tl.sum(S[n].to(ACC) * dS[n].to(ACC), 0)
+    return X
 
 
 @triton.jit
 def through_states(
     x_do, x_v, x_S, x_dS, b_r, b_k, p_factor, scale, i_b, i_t, i_h, i_v, i_state, T, F, dr, dk, read, left, X,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, TMA: tl.constexpr,
-    ACC: tl.constexpr, GATE: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, NK: tl.constexpr,
+    TMA: tl.constexpr, ACC: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """do vᵀ, dr and dk, and what each token reads and leaves of ⟨S, dS⟩, which is X, BV values more."""
     # each load where it is needed: those of the next step are issued at this one's end, and waited for no earlier
@@ -26,19 +45,19 @@ def through_states(
     b_do = load_tile(x_do, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
     b_v = load_tile(x_v, i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
     F = tl.dot(b_do, tl.trans(b_v), F, input_precision="ieee", out_dtype=ACC)
-    b_S = load_tile(x_S, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
-    through = tl.dot(b_do, b_S, input_precision="ieee", out_dtype=ACC)
+    b_S = load_parts(x_S, i_state, i_v, 0, V, 1, K, BV, KB, NK, TMA)
+    through = products(b_do, b_S, NK, ACC)
     e_start = tl.load(p_factor + 2 * C + o_c) * scale
-    dr += through * e_start[:, None]
+    dr = plus_times(dr, through, e_start[:, None], NK)
     if GATE:
-        read += tl.sum(b_r.to(ACC) * through, 1) * e_start
-    b_dS = load_tile(x_dS, i_state, i_v, 0, 0, V, 1, K, BV, KB, TMA)
-    through = tl.dot(b_v, b_dS, input_precision="ieee", out_dtype=ACC)
+        read += inner(cast(b_r, ACC, NK), through, NK) * e_start
+    b_dS = load_parts(x_dS, i_state, i_v, 0, V, 1, K, BV, KB, NK, TMA)
+    through = products(b_v, b_dS, NK, ACC)
     e_end = tl.load(p_factor + 3 * C + o_c)
-    dk += through * e_end[:, None]
+    dk = plus_times(dk, through, e_end[:, None], NK)
     if GATE:
-        left += tl.sum(b_k.to(ACC) * through, 1) * e_end
-        X += tl.sum(b_S.to(ACC) * b_dS.to(ACC), 0)
+        left += inner(cast(b_k, ACC, NK), through, NK) * e_end
+        X = plus_measure(X, b_S, b_dS, NK, ACC)
     return F, dr, dk, read, left, X
 
 
@@ -72,8 +91,8 @@ def of_gates(found, read, left, C: tl.constexpr, ACC: tl.constexpr, HALF: tl.con
 def intra_bwd(
     x_r, x_k, x_do, x_v, x_S, x_dS, p_E, x_dr, x_dk, p_dg, scale, T, NR,
     H: tl.constexpr, HV: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
-    KB: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, DT: tl.constexpr, ST: tl.constexpr,
-    HALF: tl.constexpr, GATE: tl.constexpr,
+    KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, DT: tl.constexpr,
+    ST: tl.constexpr, HALF: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """One chunk of HEADS value heads of one key head; x_dr and x_dk have a sum for each such group: [B T HV/HEADS K]."""
     GROUPS: tl.constexpr = HV // HEADS
@@ -88,12 +107,12 @@ def intra_bwd(
     i_t = i_chunk * C
     o_c = tl.arange(0, C)
     o_t = i_t + o_c
-    b_r = load_tile(x_r, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
-    b_k = load_tile(x_k, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
-    coupling = tl.dot(b_r, tl.trans(b_k), input_precision="ieee", out_dtype=ACC)
+    b_r = load_parts(x_r, i_b, i_t, i_k, T, H, K, C, KB, NK, TMA)
+    b_k = load_parts(x_k, i_b, i_t, i_k, T, H, K, C, KB, NK, TMA)
+    coupling = scores(b_r, b_k, NK, ACC)
     M = tl.zeros([C, C], ACC)
-    dr = tl.zeros([C, KB], ACC)
-    dk = tl.zeros([C, KB], ACC)
+    dr = zeros(C, KB, NK, ACC)
+    dk = zeros(C, KB, NK, ACC)
     for i in tl.range(0, HEADS, num_stages=STEPS):
         i_h = i_group * HEADS + i
         i_bh = i_b * HV + i_h
@@ -106,13 +125,13 @@ def intra_bwd(
         if ONE:
             F, dr, dk, read, left, X = through_states(
                 x_do, x_v, x_S, x_dS, b_r, b_k, p_factor, scale, i_b, i_t, i_h, 0, i_state, T, F, dr, dk, read, left, X,
-                HV, K, V, C, BV, KB, TMA, ACC, GATE,
+                HV, K, V, C, BV, KB, NK, TMA, ACC, GATE,
             )  # fmt: skip
         else:
             for i_v in tl.range(0, V, BV, num_stages=NS):
                 F, dr, dk, read, left, X = through_states(
                     x_do, x_v, x_S, x_dS, b_r, b_k, p_factor, scale, i_b, i_t, i_h, i_v, i_state, T, F, dr, dk, read, left, X,
-                    HV, K, V, C, BV, KB, TMA, ACC, GATE,
+                    HV, K, V, C, BV, KB, NK, TMA, ACC, GATE,
                 )  # fmt: skip
         high, low = tl.load(p_factor + o_c), tl.load(p_factor + C + o_c)
         own = F * decay_of(high, low, C, False) * scale
@@ -123,7 +142,7 @@ def intra_bwd(
             dg = of_gates(found, read, left, C, ACC, HALF) + X_whole
             tl.store(p_dg + (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h, dg, mask=o_t < T)
     b_M = M.to(ST)
-    dr = tl.dot(b_M, b_k, dr, input_precision="ieee", out_dtype=ACC)
-    dk = tl.dot(tl.trans(b_M), b_r, dk, input_precision="ieee", out_dtype=ACC)
-    store_tile(x_dr, dr.to(DT), i_b, i_t, i_group, 0, T, GROUPS, K, C, KB, TMA)
-    store_tile(x_dk, dk.to(DT), i_b, i_t, i_group, 0, T, GROUPS, K, C, KB, TMA)
+    dr = plus_products(dr, b_M, b_k, NK)
+    dk = plus_products(dk, tl.trans(b_M), b_r, NK)
+    store_parts(x_dr, dr, 1.0, DT, i_b, i_t, i_group, T, GROUPS, K, C, KB, NK, TMA)
+    store_parts(x_dk, dk, 1.0, DT, i_b, i_t, i_group, T, GROUPS, K, C, KB, NK, TMA)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from needlework.ops.common.kernels.parts import parts_of
 from needlework.ops.delta.additive.intra import ROWS
 from needlework.ops.delta.inputs import DeltaInputs
 from needlework.ops.runtime.launch_configs import Constants, LaunchConfig
@@ -45,7 +46,8 @@ def constants(
 ) -> dict[str, Constants]:  # fmt: skip
     """Kernel -> its constants, num_warps and the like."""
     C, acc = config.launch["shared"]["C"], accumulator(dtype)
-    sizes = dict(H=H, HV=HV, K=K, V=V, C=C, KB=padded(K), TMA=int(config.tma), ACC=TYPES[acc], ST=TYPES[dtype])
+    KB, NK = parts_of(K)
+    sizes = dict(H=H, HV=HV, K=K, V=V, C=C, KB=KB, NK=NK, TMA=int(config.tma), ACC=TYPES[acc], ST=TYPES[dtype])
     own = {name: dict(config.launch[name]) for name in ("intra", "scan", "intra_bwd", "alone")}
     for name in ("scan", "intra_bwd", "alone"):
         own[name] |= sizes | {"BV": min(own[name]["BV"], padded(V))}

@@ -1,4 +1,4 @@
-"""The chunks of a sequence in order, S kept in registers as Sᵀ [BV K]; and in reverse, dS instead.
+"""The chunks of a sequence in order, S kept in registers as Sᵀ [BV K], NK tiles of KB keys; and in reverse, dS instead.
 
     oᵀ = scale e^G ⊙ Sᵀrᵀ + vᵀ P'ᵀ        Sᵀ ← e^{G_C} Sᵀ + (e^{G_C − G} ⊙ v)ᵀ k        P'_ts = scale Γ_ts r_tᵀ k_s, s <= t
     dvᵀ = e^{G_C − G} ⊙ dSᵀkᵀ + doᵀ P'    dSᵀ ← e^{G_C} dSᵀ + (scale e^G ⊙ do)ᵀ r
@@ -11,6 +11,7 @@ never goes through memory. The state that a chunk starts from is kept, as an ope
 import triton
 import triton.language as tl
 
+from needlework.ops.common.kernels.parts import cast, continued, load_parts, scores
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.additive.intra import decay_of, factors
 from needlework.ops.delta.segments import only_one
@@ -20,7 +21,7 @@ from needlework.ops.delta.segments import only_one
 def scan(
     x_reads, x_writes, x_v, p_E, x_o, x_S, p_initial_state, p_final_state, p_M, p_cum, p_of, scale, T, NR,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr,
-    NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, INIT: tl.constexpr,
+    NK: tl.constexpr, NS: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr, ST: tl.constexpr, INIT: tl.constexpr,
     OUT: tl.constexpr, SAVE: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """One sequence, value head and tile of BV values. x_S [B·HV·chunks V 1 K]. Without OUT nothing but the final state is made, and
@@ -43,10 +44,13 @@ def scan(
     # one 64-bit base and 32-bit offsets: a tile of 64-bit ones does not fit the registers beside S
     o_base = tl.cast(i_nh, tl.int64) * (K * V)
     o_state = o_k[None, :] * V + o_v[:, None]
-    inside = (o_v < V)[:, None] & (o_k < K)[None, :]
-    S = tl.zeros([BV, KB], ACC)
-    if INIT:
-        S += tl.load(p_initial_state + o_base + o_state, mask=inside, other=0.0).to(ACC)
+    S = ()
+    for n in tl.static_range(NK):
+        part = tl.zeros([BV, KB], ACC)
+        if INIT:
+            inside = (o_v < V)[:, None] & (o_k + n * KB < K)[None, :]
+            part += tl.load(p_initial_state + o_base + o_state + n * KB * V, mask=inside, other=0.0).to(ACC)
+        S += (part,)
     if not OUT:
         e_all = tl.full([], 1.0, ACC)
         count = tl.where(only_one(p_of, i_n), 0, count)
@@ -61,14 +65,15 @@ def scan(
             i_chunk = c_row + count - 1 - i
         i_t = i_chunk * C
         # each load where it is needed: those of the next step are issued at this one's end, and waited for no earlier
-        b_writes = load_tile(x_writes, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
+        b_writes = load_parts(x_writes, i_b, i_t, i_k, T, H, K, C, KB, NK, TMA)
         if OUT:
-            b_reads = load_tile(x_reads, i_b, i_t, i_k, 0, T, H, K, C, KB, TMA)
-            b_S = S.to(ST)
+            b_reads = load_parts(x_reads, i_b, i_t, i_k, T, H, K, C, KB, NK, TMA)
+            b_S = cast(S, ST, NK)
             if SAVE:
-                store_tile(x_S, b_S, i_bh * chunks + i_chunk, i_v, 0, 0, V, 1, K, BV, KB, TMA)
-            coupling = tl.dot(b_reads, tl.trans(b_writes), input_precision="ieee", out_dtype=ACC)
-            o = tl.dot(b_S, tl.trans(b_reads), input_precision="ieee", out_dtype=ACC)
+                for n in tl.static_range(NK):
+                    store_tile(x_S, b_S[n], i_bh * chunks + i_chunk, i_v, 0, n * KB, V, 1, K, BV, KB, TMA)
+            coupling = scores(b_reads, b_writes, NK, ACC)
+            o = scores(b_S, b_reads, NK, ACC)
         p_factor = factors(p_E, i_bh, i_chunk, chunks, C)
         e_writes = tl.load(p_factor + WRITES + o_c) * by_write
         e_whole = tl.load(p_factor + 3 * C - 1)
@@ -82,10 +87,12 @@ def scan(
         else:
             e_all *= e_whole
         b_left = (b_vT.to(ACC) * e_writes[None, :]).to(ST)
-        S = tl.dot(b_left, b_writes, S * e_whole, input_precision="ieee", out_dtype=ACC)
+        S = continued(S, e_whole, b_left, b_writes, NK, ACC)
         if OUT:
             # last, while the state's product is under way
             store_tile(x_o, tl.trans(o.to(OT)), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-    tl.store(p_final_state + o_base + o_state, S, mask=inside)
+    for n in tl.static_range(NK):
+        inside = (o_v < V)[:, None] & (o_k + n * KB < K)[None, :]
+        tl.store(p_final_state + o_base + o_state + n * KB * V, S[n], mask=inside)
     if not OUT:
         tl.store(p_M + i_nh, e_all, mask=i_v == 0)

@@ -117,8 +117,7 @@ def channel_constants(
     facts = {"H": HV, "C": C, "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
     channels, values = facts | {"K": K}, facts | {"V": V}
     walk = channels | values | {"ERASE": int(rule > 0), "TMA": int(config.tma)}
-    (KP, NK), (VP, NV) = parts_of(K), parts_of(V)
-    gates, sums = {"BETA": int(rule == 1), "GATES": int(rule == 2)}, {"VP": VP, "NV": NV}
+    gates, (KP, NK) = {"BETA": int(rule == 1), "GATES": int(rule == 2)}, parts_of(K)
     anchor = {"ANCHOR": config.launch["pairs"]["ANCHOR"]}
     size = {"adjoint": {"BV": padded(V)}, "replay_forward": {"BK": padded(K)}, "replay_reverse": {"BK": padded(K)}}
     size |= {"couplings": {"VB": padded(V)}, "pairs": {"KB": padded(K)}}
@@ -128,8 +127,8 @@ def channel_constants(
     }
     return {
         "adjoint": launch["adjoint"] | walk | {"KP": KP, "NK": NK, "BETA": int(rule == 1)},
-        "replay_forward": launch["replay_forward"] | walk | anchor | sums,
-        "replay_reverse": launch["replay_reverse"] | walk | anchor | sums | {"BETA": int(rule == 1)},
+        "replay_forward": launch["replay_forward"] | walk | anchor | {"VP": padded(V)},
+        "replay_reverse": launch["replay_reverse"] | walk | anchor | {"VP": padded(V), "BETA": int(rule == 1)},
         "couplings": launch["couplings"] | values | {"R": R, "PDL": 0} | gates,
         "pairs": launch["pairs"] | channels | anchor | gates | {
             "G": HV // H, "LEVELS": C.bit_length() - 1, "PDL": 0, "HALF": int(half), "ASM": int(half and not interpreted()),

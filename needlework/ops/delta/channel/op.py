@@ -190,11 +190,11 @@ def _segment_length(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, conf
     (_, T, HV, V), K, launch = inputs.v.shape, inputs.q.shape[3], config.launch["scan"]
     C, chains = config.launch["shared"]["C"], HV * -(-V // launch["BV"])
     # warps of a multiprocessor whose registers hold states: of narrow keys more
-    warps = 24 if K <= 64 else 8
-    slots = multiprocessors(inputs.v.device) * warps // launch["num_warps"]
-    return segment_length(
-        N, cu_seqlens is not None, T, C, chains, K, V, slots, diagonal=rule_of(inputs.beta, inputs.erase) == 0
-    )
+    warps, all_of_them = 24 if K <= 64 else 8, multiprocessors(inputs.v.device)
+    slots = all_of_them * warps // launch["num_warps"]
+    alone = all_of_them if all_of_them < slots and K > 64 else 0
+    diagonal = rule_of(inputs.beta, inputs.erase) == 0
+    return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, slots, diagonal, alone)
 
 
 @constant

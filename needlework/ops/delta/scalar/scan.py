@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from needlework.ops.common.kernels.chain import chain_here, slot_here, tell, wait_for
-from needlework.ops.common.kernels.parts import cast, load_parts
+from needlework.ops.common.kernels.parts import cast, continued, load_parts
 from needlework.ops.common.kernels.tile import load_tile, plus_product, store_tile
 from needlework.ops.delta.powers import divisor_of_v, product
 from needlework.ops.delta.scalar.operands import ROWS
@@ -45,15 +45,6 @@ def odd_of(S, N: tl.constexpr):
     for n in tl.static_range(1, N):
         odd += tl.sum(S[n] - S[n], 1)
     return odd
-
-
-@triton.jit
-def continued(S, by, a, b, N: tl.constexpr, ACC: tl.constexpr):
-    """by S + a b, one chain of sums from chunk to chunk; a part after the other, as both do not fit the registers twice."""
-    found = ()
-    for n in tl.static_range(N):
-        found += (tl.dot(a, b[n], S[n] * by, input_precision="ieee", out_dtype=ACC),)
-    return found
 
 
 @triton.jit
