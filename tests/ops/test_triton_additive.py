@@ -78,6 +78,9 @@ def agree(x, cu_seqlens=None):
         {"H": 2, "HV": 6, "K": 40, "V": 80, "T": 19},
         {"H": 2, "HV": 2, "gate": False},
         {"H": 2, "HV": 2, "T": 60, "N": 4},
+        # keys of three tiles
+        {"HV": 2, "K": 136, "T": 35},
+        {"H": 2, "HV": 2, "K": 136, "T": 35},
     ],
     ids=str,
 )
@@ -171,7 +174,7 @@ def test_value_heads_that_share_keys_take_this_engine_and_no_powers(monkeypatch,
     x["v"] *= 2.0**60
     o = chunk_delta(**x, impl="triton").o
     assert o.isfinite().all() and o.abs().max() > 2.0**50
-    for other in (inputs(H=2, HV=2, T=9), inputs(K=136, T=9), inputs(T=9) | {"beta": torch.ones(1, 9, 4, dtype=torch.float64)}):
+    for other in (inputs(H=2, HV=2, T=9), inputs(K=200, T=9), inputs(T=9) | {"beta": torch.ones(1, 9, 4, dtype=torch.float64)}):
         with pytest.raises(AssertionError, match="not this engine's"):
             chunk_delta(**other, impl="triton")
 

@@ -215,6 +215,17 @@ def test_any_length(T):
     check(make(T, 32, B=2))
 
 
+@pytest.mark.parametrize("L", [20, 64])
+def test_keys_of_three_tiles(L, monkeypatch):
+    """By the kernels of the backward alone, and by the whole op; the last tile is partly past the keys. L = 64: several kernel chunks."""
+    monkeypatch.setattr(sys.modules[__name__], "K", 136)
+    p = make(40, L)
+    check(p)
+    ours, theirs = expected(p, form=through_the_op), expected(p)
+    errors = {n: relative(ours[n], theirs[n]) for n in theirs}
+    assert all(error <= EXACT for error in errors.values()), errors
+
+
 @pytest.mark.parametrize("style", ["strong", "identical"])
 def test_strong_gates_and_identical_keys_cost_nothing(style):
     check(make(50, 20, style=style))

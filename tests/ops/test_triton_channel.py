@@ -68,6 +68,16 @@ def test_it_is_the_definition_with_gradients_and_grouped_values(rule, T):
     assert_same(engine(rule), definition(rule), sample(rule, B=2 if T == 37 else 1, T=T), rule)
 
 
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("rule", ["gla", "kda", "gdn2"])
+def test_keys_of_three_tiles(rule, tma, monkeypatch):
+    """The last tile is partly past the keys; a second chunk decays all three."""
+    rows = launch_configs.rows
+    monkeypatch.setattr(launch_configs, "rows", lambda engine: tuple(row._replace(tma=tma) for row in rows(engine)))
+    with launch_configs.forced("delta/channel", "plain"):
+        assert_same(engine(rule), definition(rule), sample(rule, T=21, K=136), f"{rule}, K = 136")
+
+
 @pytest.mark.parametrize("rule, style", covering(["kda", "previous"], ["strong", "identical"], pairs=False))
 def test_strong_gates_and_identical_keys_change_nothing(rule, style):
     assert_same(engine(rule), definition(rule), sample(rule, T=37, style=style), f"{rule}, {style}")

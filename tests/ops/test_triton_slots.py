@@ -40,14 +40,15 @@ def test_slots_hold_states(rule):
     holds(rule)
 
 
-@pytest.mark.parametrize("K", (136, 200))
-def test_slots_hold_states_of_several_tiles_of_keys(K):
-    spec = SPECS["delta/gated"]
+@pytest.mark.parametrize("rule, K", [("delta/gated", 136), ("delta/gated", 200), ("delta/previous", 136)])
+def test_slots_hold_states_of_several_tiles_of_keys(rule, K):
+    spec = SPECS[rule]
 
     def inputs(generator, *sizes):
         x = spec.inputs(generator, *sizes)
         wide = lambda y: normalize(torch.randn(*y.shape[:-1], K, generator=generator, dtype=y.dtype), dim=-1)
-        return x | {name: wide(x[name]) for name in "qk"}
+        gates = {"g": x["g"].repeat(1, 1, 1, K)[..., :K]} if x["g"].dim() == 4 else {}
+        return x | {name: wide(x[name]) for name in "qk"} | gates
 
     def table(slots):
         _, H, _, V = spec.table(slots).shape

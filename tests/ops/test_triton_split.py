@@ -241,6 +241,15 @@ def test_a_few_chains_are_cut_and_a_full_machine_is_not():
             assert all(count == 1 or longest // count >= SHORTEST for count in counts)
 
 
+def test_chains_that_would_share_multiprocessors_are_cut_only_where_that_pays():
+    """Of 96 chains on 132 multiprocessors three segments each took longer than whole sequences, of 24 they took a third."""
+    from needlework.ops.delta.segments import segment_count
+
+    assert segment_count(96, 256, 128, 192, 264) > 1
+    assert segment_count(96, 256, 128, 192, 264, alone=132) == 1
+    assert segment_count(24, 2048, 160, 160, 264, alone=132) >= 8
+
+
 def test_one_of_packed_sequences_may_have_half_of_the_tokens():
     from needlework.ops.delta.segments import segment_count, segment_length
 
