@@ -78,6 +78,14 @@ def test_keys_of_three_tiles(rule, tma, monkeypatch):
         assert_same(engine(rule), definition(rule), sample(rule, T=21, K=136), f"{rule}, K = 136")
 
 
+@pytest.mark.parametrize("anchor", [1, 2])
+@pytest.mark.parametrize("rule", ["gla", "kda", "gdn2 previous"])
+def test_values_of_three_replays(rule, anchor):
+    """The last one is partly past the values; with an anchor every second chunk the first one's sums are read once."""
+    with launch_configs.forced("delta/channel", "plain", pairs={"ANCHOR": anchor}):
+        assert_same(engine(rule), definition(rule), sample(rule, T=53, V=264), f"{rule}, V = 264")
+
+
 @pytest.mark.parametrize("rule, style", covering(["kda", "previous"], ["strong", "identical"], pairs=False))
 def test_strong_gates_and_identical_keys_change_nothing(rule, style):
     assert_same(engine(rule), definition(rule), sample(rule, T=37, style=style), f"{rule}, {style}")

@@ -109,16 +109,17 @@ def _chain(
     B, T, H, K = q.shape
     V, N, ST, C = v.shape[-1], layout.N, solve_dtype(q.dtype), config.launch["shared"]["C"]
     rows = lambda D: q.new_empty(B, T, H, D, dtype=ST)
-    scaled, dr, dq_hat, de_hat, dk_hat = rows(V), rows(V), rows(K), rows(K), rows(K)
+    NS = constants["pairs"]["NS"]
+    scaled, dr, dq_hat, de_hat, dk_hat = rows(V), rows(V), *(q.new_empty(B, T, H * NS, K, dtype=ST) for _ in range(3))
     dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
     dl = torch.empty_like(l, dtype=dS.dtype)
     dcontent, dz = torch.zeros_like(u), torch.zeros_like(z)
-    x, powers = dS.new_empty(B * -(-T // C) + N, H, K), dS.new_ones(layout.longest + 1, STEP.value)
+    x, powers = dS.new_empty(B * -(-T // C) + N, H * NS, K), dS.new_ones(layout.longest + 1, STEP.value)
     largest = torch.zeros_like(powers, dtype=torch.int32)
 
     joined, back = "replay" in constants, constants["enter"]
     tokens, square, states = operands(config)
-    kp, bv, vp = back["KP"], back["BV"], padded(V)
+    kp, bv = back["KP"], back["BV"]
     dS_peaks = dS.abs().amax((2, 3))[..., None].repeat(1, 1, cdiv(V, bv))
     # dS at the end of every kernel chunk; or S at the start of every anchor, and dS at the end of the content chunk
     most = cdiv(layout.parts, constants["pairs"]["ANCHOR"])
@@ -129,7 +130,7 @@ def _chain(
         tokens(scaled, bv), tokens(dr, bv), dS_peaks, T, most,
     )  # fmt: skip
     forth = constants["replay" if joined else "replay_forward"]
-    bk = forth["BK"]
+    bk, vp = forth["BK"], forth["VP"]
     read = tuple(tokens(x, vp) for x in (saved.W, scaled, dr))
     forth_args = (
         *read, tokens(saved.k_hat, bk), saved.whole, kept_S, VARIES, tokens(dq_hat, bk), tokens(de_hat, bk), states(kept, bk, vp),
@@ -141,7 +142,7 @@ def _chain(
     )  # fmt: skip
 
     enter = Repeated(enter_kernel, (cdiv(V, bv), H, N), back, VARIES, *enter_args)
-    replay_forth = Repeated(replay if joined else replay_forward, (cdiv(K, bk), H, N), forth, VARIES, *forth_args)
+    replay_forth = Repeated(replay if joined else replay_forward, (cdiv(K, bk) * NS, H, N), forth, VARIES, *forth_args)
     launches = enter, replay_forth
     if not joined:
         again = constants["replay_reverse"]
@@ -150,7 +151,7 @@ def _chain(
             *read, tokens(saved.q_hat, bk), tokens(saved.e_hat, bk), saved.whole, beta, dfinal, states(kept, bk, vp),
             tokens(dk_hat, bk), x, T, most,
         )  # fmt: skip
-        replay_back = Repeated(replay_reverse, (cdiv(K, bk), H, N), again, VARIES, *again_args)
+        replay_back = Repeated(replay_reverse, (cdiv(K, bk) * NS, H, N), again, VARIES, *again_args)
         launches += (replay_back,)
     couple, pair = launch_pairs(
         VARIES, scaled, dr, saved.W, DeltaInputs(q, k, v, l, beta), dq_hat, de_hat, dk_hat, x, VARIES, DeltaInputs(dq, dk, dv, dl, dbeta),
@@ -187,7 +188,7 @@ def _constants(
             engine[name]["ANCHOR"] = 1
         if V <= 256:  # more values of S and of dS are more than the registers hold
             engine["replay"] = engine.pop("replay_forward") | overlap
-            del engine["replay_reverse"], engine["replay"]["ANCHOR"]
+            del engine["replay_reverse"], engine["replay"]["ANCHOR"], engine["replay"]["NS"]
             # its memory keeps a third program off a multiprocessor: programs that begin early would crowd where room is first
             enter["STAGES"] += overlap["PDL"]
     for name in ("couplings", "pairs"):

@@ -53,11 +53,13 @@ def backward(
     dstate = q.new_zeros(sequences, HV, K, V, dtype=ACC) if dstate is None else dstate.to(ACC)
 
     tokens = lambda D: q.new_empty(B, T, HV, D, dtype=ST)
-    dr, dq_hat, dk_hat = tokens(V), tokens(K), tokens(K)
-    de_hat = tokens(K) if rule else None
+    NS = constants["pairs"]["NS"]
+    of_parts = lambda: q.new_empty(B, T, HV * NS, K, dtype=ST)
+    dr, dq_hat, dk_hat = tokens(V), of_parts(), of_parts()
+    de_hat = of_parts() if rule else None
     if initial_state is None:
         initial_state = q.new_zeros(N, HV, K, V, dtype=ACC)
-    anchors, x = q.new_empty(slots, HV, K, V, dtype=ST), q.new_empty(slots, HV, K, dtype=ACC)
+    anchors, x = q.new_empty(slots, HV, K, V, dtype=ST), q.new_empty(slots, HV * NS, K, dtype=ACC)
 
     walk = constants["adjoint"]
     rows, square, state_tiles = operands(config)
@@ -80,14 +82,14 @@ def backward(
     walk = constants["replay_forward"]
     bk, vp = walk["BK"], walk["VP"]
     run(
-        replay_forward, (cdiv(K, bk), HV, N),
+        replay_forward, (cdiv(K, bk) * NS, HV, N),
         spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.k_hat, bk), saved.whole, initial_state, None,
         rows(dq_hat, bk), rows(de_hat, bk), state_tiles(anchors, bk, vp), T, 0, **walk,
     )  # fmt: skip
     walk = constants["replay_reverse"]
     bk, vp = walk["BK"], walk["VP"]
     run(
-        replay_reverse, (cdiv(K, bk), HV, N),
+        replay_reverse, (cdiv(K, bk) * NS, HV, N),
         spans, rows(saved.W, vp), rows(do, vp), rows(dr, vp), rows(saved.q_hat, bk), rows(saved.e_hat, bk), saved.whole, beta, dstate,
         state_tiles(anchors, bk, vp), rows(dk_hat, bk), x, T, 0, **walk,
     )  # fmt: skip
@@ -108,6 +110,11 @@ def backward(
     return found._replace(q=dq, k=dk, initial_state=dinitial_state)
 
 
+def tiles_of_values(V: int) -> tuple[int, int]:
+    """Columns of a replay's tile of values, and their count: states of more than 256 do not fit the registers."""
+    return (padded(V), 1) if V <= 256 else (128, cdiv(V, 128))
+
+
 def channel_constants(
     config: LaunchConfig, dtype: torch.dtype, rule: int, *, H: int, HV: int, K: int, V: int, prediction: str, R: int
 ) -> dict[str, Constants]:
@@ -117,7 +124,8 @@ def channel_constants(
     facts = {"H": HV, "C": C, "ACC": tl.float64 if dtype == torch.float64 else tl.float32}
     channels, values = facts | {"K": K}, facts | {"V": V}
     walk = channels | values | {"ERASE": int(rule > 0), "TMA": int(config.tma)}
-    gates, (KP, NK) = {"BETA": int(rule == 1), "GATES": int(rule == 2)}, parts_of(K)
+    gates, (KP, NK), (VP, NS) = {"BETA": int(rule == 1), "GATES": int(rule == 2)}, parts_of(K), tiles_of_values(V)
+    values_of_one = {"VP": VP, "NS": NS}
     anchor = {"ANCHOR": config.launch["pairs"]["ANCHOR"]}
     size = {"adjoint": {"BV": padded(V)}, "replay_forward": {"BK": padded(K)}, "replay_reverse": {"BK": padded(K)}}
     size |= {"couplings": {"VB": padded(V)}, "pairs": {"KB": padded(K)}}
@@ -127,11 +135,11 @@ def channel_constants(
     }
     return {
         "adjoint": launch["adjoint"] | walk | {"KP": KP, "NK": NK, "BETA": int(rule == 1)},
-        "replay_forward": launch["replay_forward"] | walk | anchor | {"VP": padded(V)},
-        "replay_reverse": launch["replay_reverse"] | walk | anchor | {"VP": padded(V), "BETA": int(rule == 1)},
+        "replay_forward": launch["replay_forward"] | walk | anchor | values_of_one,
+        "replay_reverse": launch["replay_reverse"] | walk | anchor | values_of_one | {"BETA": int(rule == 1)},
         "couplings": launch["couplings"] | values | {"R": R, "PDL": 0} | gates,
         "pairs": launch["pairs"] | channels | anchor | gates | {
-            "G": HV // H, "LEVELS": C.bit_length() - 1, "PDL": 0, "HALF": int(half), "ASM": int(half and not interpreted()),
+            "G": HV // H, "NS": NS, "LEVELS": C.bit_length() - 1, "PDL": 0, "HALF": int(half), "ASM": int(half and not interpreted()),
         } | predicted(prediction),
     }  # fmt: skip
 

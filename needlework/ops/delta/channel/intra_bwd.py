@@ -106,6 +106,24 @@ def _placed(x, one, ACC: tl.constexpr):
     return tl.dot(x, one, input_precision="ieee", out_dtype=ACC)
 
 
+@triton.jit
+def _load_sums(p, i_k, o_row, inside, K: tl.constexpr, NS: tl.constexpr):
+    """NS tiles [KB C] of p [B T H NS K], of rows o_row of [B T H]."""
+    found = ()
+    for s in tl.static_range(NS):
+        found += (tl.load(p + i_k[:, None] + (o_row * NS + s)[None, :] * K, mask=inside, other=0.0),)
+    return found
+
+
+@triton.jit
+def _placed_sum(parts, one, NS: tl.constexpr, ACC: tl.constexpr):
+    """The sum of NS tiles, as `_placed` has one."""
+    total = _placed(parts[0], one, ACC)
+    for s in tl.static_range(1, NS):
+        total += _placed(parts[s], one, ACC)
+    return total
+
+
 @triton.jit(do_not_specialize=["T"])
 def couplings(
     p_spans, p_do, p_dr, p_W, p_v, p_beta, p_write, p_divisor, p_abc, p_dv, p_dwrite, p_part, p_P, p_A, T,
@@ -184,11 +202,12 @@ def couplings(
 def pairs(
     p_spans, p_P, p_A, p_q, p_k, p_g, p_beta, p_erase, p_dq_hat, p_de_hat, p_dk_hat, p_x, p_divisor, p_abc, p_part, p_sums, p_back, p_level, p_one,
     p_dq, p_dk, p_dg, p_dbeta, p_derase,
-    scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KB: tl.constexpr, LEVELS: tl.constexpr,
+    scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KB: tl.constexpr, LEVELS: tl.constexpr, NS: tl.constexpr,
     BETA: tl.constexpr, GATES: tl.constexpr, PREVIOUS: tl.constexpr, GIVEN: tl.constexpr, ANCHOR: tl.constexpr,
     PDL: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """All of an anchor's chunks, last first, for one value head, KB channels at a time.
+    """All of an anchor's chunks, last first, for one value head, KB channels at a time. What enters and leaves the chunk, and x, come as NS
+    sums over a part of the values each.
 
     PDL: the launch may begin while `couplings` ends, which is the last of all before it to be done.
     """
@@ -208,7 +227,7 @@ def pairs(
     if p_abc is not None:
         of_q, of_k, _ = divisors(p_abc, b * H + h)
         of_q *= scale
-    p_x += (tl.cast(first // ANCHOR + n + j, tl.int64) * H + h) * K
+    p_x += (tl.cast(first // ANCHOR + n + j, tl.int64) * H + h) * NS * K
     top = end - 1 - j * ANCHOR
     for back in tl.range(0, tl.minimum(ANCHOR, top - first + 1), num_stages=1):
         i_t = (top - back - b * NC) * C + i
@@ -238,12 +257,15 @@ def pairs(
             before = _matrix(p_back, tl.where(back > 0, 2 * LEVELS + 3, LEVELS + 1), C)
             b_q = tl.load(p_q + o_qk, mask=m_k, other=0.0)
             b_k = tl.load(p_k + o_qk, mask=m_k, other=0.0)
-            dq = tl.load(p_dq_hat + o_k, mask=m_k, other=0.0)
+            dq_hat = _load_sums(p_dq_hat, i_k, o_row, m_k, K, NS)
             if ERASE:
-                de_hat = tl.load(p_de_hat + o_k, mask=m_k, other=0.0)
-            dk_hat = tl.load(p_dk_hat + o_k, mask=m_k, other=0.0)
+                de_hat = _load_sums(p_de_hat, i_k, o_row, m_k, K, NS)
+            dk_hat = _load_sums(p_dk_hat, i_k, o_row, m_k, K, NS)
             m_x = i_k < K
             phi = tl.load(p_x + i_k, mask=m_x, other=0.0)
+            for s in tl.static_range(1, NS):
+                # from the second chunk on the first one's has all
+                phi += tl.load(p_x + s * K + i_k, mask=m_x & (back == 0), other=0.0)
             b_g = tl.load(p_g + o_k, mask=m_k, other=0.0)
             if GATES:
                 b_erase = tl.load(p_erase + o_k, mask=m_k, other=0.0)
@@ -262,7 +284,7 @@ def pairs(
 
             # the whole chunk: from its start, and to its end
             F = _factor(_sum_of(x, till, ACC), ASM)
-            dq = F * _placed(dq, eye, ACC)
+            dq = F * _placed_sum(dq_hat, eye, NS, ACC)
             y = q * dq
             de = tl.zeros([KB, C], ACC)
             dg = tl.zeros([KB, C], ACC)
@@ -270,14 +292,14 @@ def pairs(
             if ERASE:
                 if PREVIOUS:
                     F = _factor(_sum_of(x, till_e, ACC), ASM)
-                de = F * _placed(de_hat, eye, ACC)
+                de = F * _placed_sum(de_hat, eye, NS, ACC)
                 passed += e * de
                 if PREVIOUS:
                     dg = _sums(e * de, since_e, dg, HALF, ASM, ACC)
                 else:
                     y = passed
             dg = _sums(y, since, dg, HALF, ASM, ACC)
-            dk = _factor(_sum_of(x, after, ACC), ASM) * _placed(dk_hat, eye, ACC)
+            dk = _factor(_sum_of(x, after, ACC), ASM) * _placed_sum(dk_hat, eye, NS, ACC)
             # x was measured before the keys of the last chunk were added: from there on they count
             y = k * dk
             if back > 0:

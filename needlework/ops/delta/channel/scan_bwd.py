@@ -7,7 +7,7 @@
 or, if dS at the end of every chunk is kept, as over spans of few chunks, the last two in one, `replay`.
 
 Only the first couples rows of the state, through the solve: it owns columns of S. The replays own rows of S and sum over V
-themselves, so S and dS of every chunk need not be stored. States lie so that a register tile is always the first operand as it is.
+themselves, so S and dS of every chunk need not be stored; where V is more than one tile holds, they sum over one each, and leave NS sums. States lie so that a register tile is always the first operand as it is.
 q̂ holds the scale; r is what the solve starts from, β v − β ê S₀, so dê here is the gradient of β ê. β is 1 where there is none.
 Every ANCHOR-th chunk of a sequence, counted from its last, is an anchor: S₀ is stored there and x measured. x lies by place among
 all chunks; so do the anchors, unless `most` says how many a sequence has at most: a walk over short spans of long rows needs few.
@@ -80,13 +80,13 @@ def adjoint(
 
 @triton.jit
 def load_state(
-    x, n, h, o_k, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr, TMA: tl.constexpr
+    x, n, h, o_k, o_v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr, TMA: tl.constexpr
 ):
-    """[BK VP] of x [N H K V], rows from o_k; zeros outside."""
+    """[BK VP] of x [N H K V], rows from o_k, columns from o_v; zeros outside."""
     if TMA:
-        y = tl.reshape(x.load([n, h, o_k, 0]), [BK, VP])
+        y = tl.reshape(x.load([n, h, o_k, o_v]), [BK, VP])
     else:
-        i_k, i_v = o_k + tl.arange(0, BK), tl.arange(0, VP)
+        i_k, i_v = o_k + tl.arange(0, BK), o_v + tl.arange(0, VP)
         o = ((tl.cast(n, tl.int64) * H + h) * K + i_k[:, None]) * V + i_v[None, :]
         y = tl.load(x + o, mask=(i_k < K)[:, None] & (i_v < V)[None, :], other=0.0)
     return y
@@ -97,7 +97,7 @@ def store_state(
     x, y, n, h, o_k, o_v,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Store y [BK VP] where `load_state` would read it, columns from o_v."""
+    """Store y [BK VP] where `load_state` would read it."""
     if TMA:
         x.store([n, h, o_k, o_v], tl.reshape(y.to(x.dtype), [1, 1, BK, VP]))
     else:
@@ -115,23 +115,25 @@ def _slot(first, n, most, ANCHOR: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "most"])
 def replay_forward(
     p_spans, W, do, dr, k_hat, p_whole, p_initial_state, p_slots, dq_hat, de_hat, anchors,
-    T, most, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
+    T, most, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr, NS: tl.constexpr,
     ERASE: tl.constexpr, ANCHOR: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dq̂ and dê of every token, and S₀ of the anchors; a program owns BK rows of S. It starts from state p_slots[n], or n."""
-    o_k, h, n = tl.program_id(0) * BK, tl.program_id(1), tl.program_id(2)
+    """dq̂ and dê of every token, [B T H·NS K], and S₀ of the anchors; a program owns BK rows and VP columns of S. It starts from state
+    p_slots[n], or n."""
+    i_s, o_k, h, n = tl.program_id(0) % NS, tl.program_id(0) // NS * BK, tl.program_id(1), tl.program_id(2)
+    o_v = i_s * VP
     first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
     b = first // tl.maximum(tl.cdiv(T, C), 1)
     c = first - b * tl.cdiv(T, C)
     start = n
     if p_slots is not None:
         start = tl.load(p_slots + n)
-    S = load_state(p_initial_state, start, h, o_k, H, K, V, BK, VP, 0).to(ACC)
+    S = load_state(p_initial_state, start, h, o_k, o_v, H, K, V, BK, VP, 0).to(ACC)
     slot = _slot(first, n, most, ANCHOR)
     if ANCHOR == 1:
         for i in tl.range(0, end - first, num_stages=STAGES):
-            store_state(anchors, S, slot + end - first - 1 - i, h, o_k, 0, H, K, V, BK, VP, TMA)
-            S = _forward(W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, TMA, ACC)
+            store_state(anchors, S, slot + end - first - 1 - i, h, o_k, o_v, H, K, V, BK, VP, TMA)
+            S = _forward(W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, i_s, T, H, K, V, C, BK, VP, NS, ERASE, TMA, ACC)  # fmt: skip
     else:
         groups = tl.cdiv(end - first, ANCHOR)
         for group in tl.range(0, groups, num_stages=1):
@@ -140,35 +142,35 @@ def replay_forward(
             begin, stop = tl.maximum(end - left - ANCHOR, first), end - left - 1
             for i in tl.range(begin - first, stop - first, num_stages=STAGES):
                 S = _forward(
-                    W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, TMA, ACC
-                )
-            store_state(anchors, S, slot + groups - 1 - group, h, o_k, 0, H, K, V, BK, VP, TMA)
+                    W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, i_s, T, H, K, V, C, BK, VP, NS, ERASE, TMA, ACC,
+                )  # fmt: skip
+            store_state(anchors, S, slot + groups - 1 - group, h, o_k, o_v, H, K, V, BK, VP, TMA)
             i = stop - first
-            S = _forward(W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, TMA, ACC)
+            S = _forward(W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, i_s, T, H, K, V, C, BK, VP, NS, ERASE, TMA, ACC)  # fmt: skip
 
 
 @triton.jit
 def _forward(
-    W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c, b, h, o_k,
-    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
+    W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c, b, h, o_k, i_s,
+    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr, NS: tl.constexpr,
     ERASE: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, dS=None, dk_hat=None,
 ):  # fmt: skip
     """One chunk: what its tokens read of S, what its keys left in dS if that [BK VP] is given, then S at its end."""
     t = c * C
-    b_W = load_tile(W, b, t, h, 0, T, H, V, C, VP, TMA)
-    b_do = load_tile(do, b, t, h, 0, T, H, V, C, VP, TMA)
+    b_W = load_tile(W, b, t, h, i_s * VP, T, H, V, C, VP, TMA)
+    b_do = load_tile(do, b, t, h, i_s * VP, T, H, V, C, VP, TMA)
     b_kT = tl.trans(load_tile(k_hat, b, t, h, o_k, T, H, K, C, BK, TMA))
     OT: tl.constexpr = b_kT.dtype
     S_ = S.to(OT)
     dq = tl.dot(S_, tl.trans(b_do), input_precision="ieee", out_dtype=ACC)
-    store_tile(dq_hat, tl.trans(dq.to(OT)), b, t, h, o_k, T, H, K, C, BK, TMA)
+    store_tile(dq_hat, tl.trans(dq.to(OT)), b, t, h * NS + i_s, o_k, T, H * NS, K, C, BK, TMA)
     if ERASE:
-        b_dr = load_tile(dr, b, t, h, 0, T, H, V, C, VP, TMA)
+        b_dr = load_tile(dr, b, t, h, i_s * VP, T, H, V, C, VP, TMA)
         de = -tl.dot(S_, tl.trans(b_dr), input_precision="ieee", out_dtype=ACC)
-        store_tile(de_hat, tl.trans(de.to(OT)), b, t, h, o_k, T, H, K, C, BK, TMA)
+        store_tile(de_hat, tl.trans(de.to(OT)), b, t, h * NS + i_s, o_k, T, H * NS, K, C, BK, TMA)
     if dS is not None:
         dk = tl.dot(dS, tl.trans(b_W), input_precision="ieee", out_dtype=ACC)
-        store_tile(dk_hat, tl.trans(dk.to(OT)), b, t, h, o_k, T, H, K, C, BK, TMA)
+        store_tile(dk_hat, tl.trans(dk.to(OT)), b, t, h * NS + i_s, o_k, T, H * NS, K, C, BK, TMA)
     S *= _whole(p_whole, c, b, h, o_k, T, H, K, C, BK)[:, None].to(ACC)
     return tl.dot(b_kT, b_W, S, input_precision="ieee", out_dtype=ACC)
 
@@ -183,60 +185,61 @@ def _whole(p_whole, c, b, h, o_k, T, H: tl.constexpr, K: tl.constexpr, C: tl.con
 @triton.jit(do_not_specialize=["T", "most"])
 def replay_reverse(
     p_spans, W, do, dr, q_hat, e_hat, p_whole, p_beta, p_dfinal, anchors, dk_hat, p_x,
-    T, most, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
+    T, most, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr, NS: tl.constexpr,
     ERASE: tl.constexpr, BETA: tl.constexpr, ANCHOR: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dk̂ of every token, and x of the anchors; a program owns BK rows of dS."""
-    o_k, h, n = tl.program_id(0) * BK, tl.program_id(1), tl.program_id(2)
+    """dk̂ of every token, [B T H·NS K], and x of the anchors, [· H NS K]; a program owns BK rows and VP columns of dS."""
+    i_s, o_k, h, n = tl.program_id(0) % NS, tl.program_id(0) // NS * BK, tl.program_id(1), tl.program_id(2)
+    o_v = i_s * VP
     first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
     b = first // tl.maximum(tl.cdiv(T, C), 1)
     last = end - 1 - b * tl.cdiv(T, C)
-    dS = load_state(p_dfinal, n, h, o_k, H, K, V, BK, VP, 0).to(ACC)
+    dS = load_state(p_dfinal, n, h, o_k, o_v, H, K, V, BK, VP, 0).to(ACC)
     slot, place = _slot(first, n, most, ANCHOR), first // ANCHOR + n
     if ANCHOR == 1:
         for i in tl.range(0, end - first, num_stages=STAGES):
-            S = load_state(anchors, slot + i, h, o_k, H, K, V, BK, VP, TMA)
-            _measure(S, dS, p_whole, p_x, place + i, last - i, b, h, o_k, T, H, K, C, BK, ACC)
-            dS = _reverse(W, do, dr, q_hat, e_hat, p_whole, p_beta, dk_hat, dS, last - i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, BETA, TMA, ACC)  # fmt: skip
+            S = load_state(anchors, slot + i, h, o_k, o_v, H, K, V, BK, VP, TMA)
+            _measure(S, dS, p_whole, p_x, place + i, last - i, b, h, o_k, i_s, T, H, K, C, BK, NS, ACC)
+            dS = _reverse(W, do, dr, q_hat, e_hat, p_whole, p_beta, dk_hat, dS, last - i, b, h, o_k, i_s, T, H, K, V, C, BK, VP, NS, ERASE, BETA, TMA, ACC)  # fmt: skip
     else:
         for j in tl.range(0, tl.cdiv(end - first, ANCHOR), num_stages=1):
             top = last - j * ANCHOR
-            S = load_state(anchors, slot + j, h, o_k, H, K, V, BK, VP, TMA)
-            _measure(S, dS, p_whole, p_x, place + j, top, b, h, o_k, T, H, K, C, BK, ACC)
+            S = load_state(anchors, slot + j, h, o_k, o_v, H, K, V, BK, VP, TMA)
+            _measure(S, dS, p_whole, p_x, place + j, top, b, h, o_k, i_s, T, H, K, C, BK, NS, ACC)
             for i in tl.range(0, tl.minimum(ANCHOR, end - first - j * ANCHOR), num_stages=STAGES):
-                dS = _reverse(W, do, dr, q_hat, e_hat, p_whole, p_beta, dk_hat, dS, top - i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, BETA, TMA, ACC)  # fmt: skip
+                dS = _reverse(W, do, dr, q_hat, e_hat, p_whole, p_beta, dk_hat, dS, top - i, b, h, o_k, i_s, T, H, K, V, C, BK, VP, NS, ERASE, BETA, TMA, ACC)  # fmt: skip
 
 
 @triton.jit
 def _measure(
-    S, dS, p_whole, p_x, place, c, b, h, o_k,
-    T, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
+    S, dS, p_whole, p_x, place, c, b, h, o_k, i_s,
+    T, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, NS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """x of an anchor, from S [BK VP] at its start and dS at its end."""
     i_k = o_k + tl.arange(0, BK)
     x = tl.sum(S.to(ACC) * dS.to(ACC), 1) * _whole(p_whole, c, b, h, o_k, T, H, K, C, BK).to(ACC)
-    tl.store(p_x + (tl.cast(place, tl.int64) * H + h) * K + i_k, x, mask=i_k < K)
+    tl.store(p_x + ((tl.cast(place, tl.int64) * H + h) * NS + i_s) * K + i_k, x, mask=i_k < K)
 
 
 @triton.jit
 def _reverse(
-    W, do, dr, q_hat, e_hat, p_whole, p_beta, dk_hat, dS, c, b, h, o_k,
-    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr,
+    W, do, dr, q_hat, e_hat, p_whole, p_beta, dk_hat, dS, c, b, h, o_k, i_s,
+    T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, VP: tl.constexpr, NS: tl.constexpr,
     ERASE: tl.constexpr, BETA: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One chunk: what its keys left in the state, then dS at its start."""
     t = c * C
-    b_W = load_tile(W, b, t, h, 0, T, H, V, C, VP, TMA)
-    b_do = load_tile(do, b, t, h, 0, T, H, V, C, VP, TMA)
+    b_W = load_tile(W, b, t, h, i_s * VP, T, H, V, C, VP, TMA)
+    b_do = load_tile(do, b, t, h, i_s * VP, T, H, V, C, VP, TMA)
     b_qT = tl.trans(load_tile(q_hat, b, t, h, o_k, T, H, K, C, BK, TMA))
     OT: tl.constexpr = b_qT.dtype
     dk = tl.dot(dS.to(OT), tl.trans(b_W), input_precision="ieee", out_dtype=ACC)
-    store_tile(dk_hat, tl.trans(dk.to(OT)), b, t, h, o_k, T, H, K, C, BK, TMA)
+    store_tile(dk_hat, tl.trans(dk.to(OT)), b, t, h * NS + i_s, o_k, T, H * NS, K, C, BK, TMA)
     dS *= _whole(p_whole, c, b, h, o_k, T, H, K, C, BK)[:, None].to(ACC)
     dS = tl.dot(b_qT, b_do, dS, input_precision="ieee", out_dtype=ACC)
     if ERASE:
         b_eT = tl.trans(load_tile(e_hat, b, t, h, o_k, T, H, K, C, BK, TMA))
-        b_dr = load_tile(dr, b, t, h, 0, T, H, V, C, VP, TMA)
+        b_dr = load_tile(dr, b, t, h, i_s * VP, T, H, V, C, VP, TMA)
         if BETA:
             b_eT = (b_eT * load_beta(p_beta, b, h, t, T, H, C)[None, :].to(ACC)).to(OT)
         dS = tl.dot(-b_eT, b_dr, dS, input_precision="ieee", out_dtype=ACC)
@@ -259,14 +262,14 @@ def replay(
     first, end = tl.load(p_spans + 2 * n), tl.load(p_spans + 2 * n + 1)
     b = first // tl.maximum(tl.cdiv(T, C), 1)
     c = first - b * tl.cdiv(T, C)
-    S = load_state(p_initial_state, tl.load(p_slots + n), h, o_k, H, K, V, BK, VP, 0).to(ACC)
+    S = load_state(p_initial_state, tl.load(p_slots + n), h, o_k, 0, H, K, V, BK, VP, 0).to(ACC)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for i in tl.range(0, end - first, num_stages=STAGES):
-        dS = load_state(kept, n * most + i, h, o_k, H, K, V, BK, VP, TMA)
+        dS = load_state(kept, n * most + i, h, o_k, 0, H, K, V, BK, VP, TMA)
         # places count from the last chunk
-        _measure(S, dS, p_whole, p_x, n + end - 1 - i, c + i, b, h, o_k, T, H, K, C, BK, ACC)
+        _measure(S, dS, p_whole, p_x, n + end - 1 - i, c + i, b, h, o_k, 0, T, H, K, C, BK, 1, ACC)
         S = _forward(
-            W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, T, H, K, V, C, BK, VP, ERASE, TMA, ACC, dS, dk_hat
-        )
+            W, do, dr, k_hat, p_whole, dq_hat, de_hat, S, c + i, b, h, o_k, 0, T, H, K, V, C, BK, VP, 1, ERASE, TMA, ACC, dS, dk_hat,
+        )  # fmt: skip
