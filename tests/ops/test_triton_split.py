@@ -250,6 +250,20 @@ def test_chains_that_would_share_multiprocessors_are_cut_only_where_that_pays():
     assert segment_count(24, 2048, 160, 160, 264, alone=132) >= 8
 
 
+def test_a_call_whose_backward_follows_is_cut_where_one_alone_is_not(monkeypatch):
+    """96 chains of a forward on 132 multiprocessors, 64 of its backward's replays."""
+    from needlework.ops.delta.channel import op
+    from needlework.ops.delta.inputs import DeltaInputs
+    from needlework.ops.runtime import launch_configs
+
+    monkeypatch.setattr(op, "multiprocessors", lambda device: 132)
+    like = lambda heads, D: torch.empty(4, 4096, heads, D, device="meta")
+    inputs = DeltaInputs(like(8, 128), like(8, 128), like(8, 192), like(8, 128), torch.empty(4, 4096, 8, device="meta"))
+    row = next(row for row in launch_configs.rows("delta/channel") if row.name == "sm90")
+    assert op._segment_length(inputs, 4, None, row, False) == 0
+    assert op._segment_length(inputs, 4, None, row, True) > 0
+
+
 def test_one_of_packed_sequences_may_have_half_of_the_tokens():
     from needlework.ops.delta.segments import segment_count, segment_length
 

@@ -112,7 +112,9 @@ def backward(
 
 def tiles_of_values(V: int) -> tuple[int, int]:
     """Columns of a replay's tile of values, and their count: states of more than 256 do not fit the registers."""
-    return (padded(V), 1) if V <= 256 else (128, cdiv(V, 128))
+    if V <= 256:
+        return padded(V), 1
+    return (128, 3) if V <= 384 else (256, 2)
 
 
 def channel_constants(

@@ -267,8 +267,6 @@ def pairs(
                 # from the second chunk on the first one's has all
                 phi += tl.load(p_x + s * K + i_k, mask=m_x & (back == 0), other=0.0)
             b_g = tl.load(p_g + o_k, mask=m_k, other=0.0)
-            if GATES:
-                b_erase = tl.load(p_erase + o_k, mask=m_k, other=0.0)
             q = (_placed(b_q, own, ACC) * of_q).to(OT)
             k = _placed(b_k, own, ACC)
             if p_abc is not None:
@@ -279,7 +277,7 @@ def pairs(
             if BETA:
                 e = (k * beta[None, :]).to(OT)
             if GATES:
-                erase = _placed(b_erase, own, ACC)
+                erase = tl.load(p_erase + o_k, mask=m_k, other=0.0).to(ACC)
                 e = (erase if GIVEN else k * erase).to(OT)
 
             # the whole chunk: from its start, and to its end
@@ -350,7 +348,7 @@ def pairs(
             if GATES:
                 tl.store(p_derase + o_k, (de if GIVEN else k * de) * divisor, mask=m_k)
                 if not GIVEN:
-                    dk += _placed(b_erase, own, ACC) * de
+                    dk += tl.load(p_erase + o_k, mask=m_k, other=0.0).to(ACC) * de
             tl.store(p_dq + o_k, dq * (of_q * divisor), mask=m_k)
             tl.store(p_dk + o_k, dk * (of_k * divisor), mask=m_k)
             tl.store(p_dg + o_k, dg * divisor, mask=m_k)

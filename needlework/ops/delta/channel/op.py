@@ -144,7 +144,7 @@ def _call(
     """`forward` of tokens that lie as the caller has them."""
     config, alignment = _placed(inputs, cu_seqlens)
     aligned = inputs.aligned(alignment)
-    length = _segment_length(inputs, alignment.N, cu_seqlens, config)
+    length = _segment_length(inputs, alignment.N, cu_seqlens, config, save)
     settings = {"scale": scale, "prediction": prediction, "R": R, "config": config, "length": length}
     key = ENGINE, config.name, kind(*aligned), scale, prediction, R, length > 0, save, table and kind(*table)
     on_meta = table and SlotTable(*meta(*table))
@@ -167,7 +167,7 @@ def delta_channel_bwd(
     do = torch.zeros_like(inputs.v) if do is None else do
     dstate = None if dstate is None else dstate.contiguous()
     do, aligned = inputs.aligned_with(do, alignment)
-    length = _segment_length(inputs, alignment.N, cu_seqlens, config)
+    length = _segment_length(inputs, alignment.N, cu_seqlens, config, True)
     return backward(
         do, dstate, aligned, saved, states, alignment, scale=scale, prediction=prediction, R=R, config=config, length=length
     ).restored(alignment)  # fmt: skip
@@ -185,14 +185,14 @@ def _placed(inputs: DeltaInputs, cu_seqlens: Tensor | None) -> tuple[LaunchConfi
     return config, Alignment.of(cu_seqlens, B, T, config.launch["shared"]["C"], q.device)
 
 
-def _segment_length(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, config: LaunchConfig) -> int:
-    """`segment_length` of the call."""
+def _segment_length(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, config: LaunchConfig, save: bool) -> int:
+    """`segment_length` of the call. A backward gains from segments what its forward may lose: its replays have fewer chains."""
     (_, T, HV, V), K, launch = inputs.v.shape, inputs.q.shape[3], config.launch["scan"]
     C, chains = config.launch["shared"]["C"], HV * -(-V // launch["BV"])
     # warps of a multiprocessor whose registers hold states: of narrow keys more
     warps, all_of_them = 24 if K <= 64 else 8, multiprocessors(inputs.v.device)
     slots = all_of_them * warps // launch["num_warps"]
-    alone = all_of_them if all_of_them < slots and K > 64 else 0
+    alone = all_of_them if all_of_them < slots and K > 64 and not save else 0
     diagonal = rule_of(inputs.beta, inputs.erase) == 0
     return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, slots, diagonal, alone)
 
@@ -228,7 +228,7 @@ def _nothing(
     o, state = _results(inputs, cu_seqlens)
     N = len(state)
     config = launch_config(ENGINE, q.device, q.dtype, K, V)
-    C, length = config.launch["shared"]["C"], _segment_length(inputs, N, cu_seqlens, config)
+    C, length = config.launch["shared"]["C"], _segment_length(inputs, N, cu_seqlens, config, True)
     _, T = Alignment.sizes(cu_seqlens, B, T, C)
     NC = -(-T // C)
     ST, solves = solve_dtype(q.dtype), rule_of(inputs.beta, inputs.erase) > 0

@@ -1,5 +1,5 @@
 """Which engine of the delta rules walks Mamba-3's rows: the additive one, or the scalar one where that has no config (float16, K above
-128)."""
+192)."""
 
 from collections.abc import Callable
 from typing import NamedTuple
