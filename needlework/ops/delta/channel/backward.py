@@ -16,7 +16,7 @@ from needlework.ops.common.kernels.groups import of_groups
 from needlework.ops.common.kernels.parts import parts_of
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.intra_bwd import couplings, launch_pairs, pairs
-from needlework.ops.delta.channel.operands import RULES, Saved, operands, predicted, rule_of, scales
+from needlework.ops.delta.channel.operands import RULES, Saved, operands, predicted, rule_of, scales, wide_gates
 from needlework.ops.delta.channel.scan_bwd import adjoint, replay_forward, replay_reverse
 from needlework.ops.delta.gradient_scaling import divided
 from needlework.ops.delta.inputs import DeltaInputs, solve_dtype
@@ -135,6 +135,9 @@ def channel_constants(
         kernel: {name: min(value, size[kernel].get(name, value)) for name, value in config.launch[kernel].items()}
         for kernel in size
     }
+    if K > 64 and launch["pairs"]["KB"] > 16 and (rule == 2 or prediction == "previous"):
+        # what these rules hold beside q and k spills with one warp on Hopper: up to 1,368 bytes a thread, and with two 184
+        launch["pairs"]["num_warps"] = 2
     return {
         "adjoint": launch["adjoint"] | walk | {"KP": KP, "NK": NK, "BETA": int(rule == 1)},
         "replay_forward": launch["replay_forward"] | walk | anchor | values_of_one,
@@ -156,6 +159,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     for rule, prediction in RULES:
         absent = {0: ("beta", "erase", "write", "e_hat", "A", "part"), 1: ("erase", "write"), 2: ("beta", "part")}[rule]
         absent += ("slots", "peaks") if scales(rule, dtype) else ("slots", "peaks", "abc")
+        gates = dict.fromkeys(("p_erase", "p_write", "p_derase", "p_dwrite"), f"*{wide if wide_gates(prediction) else given}")
         for kernel, launch in channel_constants(config, dtype, rule, H=1, HV=2, K=K, V=V, prediction=prediction, R=1).items():
             options = {name: launch.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in launch}
             columns = {"K": launch.get("KP", launch.get("BK")), "V": launch.get("VP", launch.get("BV")), "C": launch["C"]}
@@ -164,7 +168,9 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
                 if any(name.removeprefix("p_").removeprefix("d") in (a, a.replace("e_", "de_")) for a in absent):
                     launch[name] = None
                 elif name not in launch:
-                    signature[name] = argument_type(name, columns if config.tma else {}, given, operand, wide)
+                    signature[name] = gates.get(name) or argument_type(
+                        name, columns if config.tma else {}, given, operand, wide
+                    )
             cases.append(Case(kernels[kernel], signature, launch, options))
     return cases
 

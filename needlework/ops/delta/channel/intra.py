@@ -11,7 +11,7 @@ from torch import Tensor
 
 from needlework.ops.common.kernels.tile import capped
 from needlework.ops.common.shapes import width
-from needlework.ops.delta.channel.operands import RULES, Saved, case, predicted, rule_of, scales, triton_dtype
+from needlework.ops.delta.channel.operands import RULES, Saved, case, predicted, rule_of, scales, triton_dtype, wide_gates
 from needlework.ops.delta.inputs import solve_dtype
 from needlework.ops.delta.powers import divisors
 from needlework.ops.runtime.launch_configs import Case, Constants, LaunchConfig, interpreted
@@ -257,5 +257,6 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
         constants = intra_constants(config, dtype, rule, H=1, HV=2, K=K, scale=K**-0.5, prediction=prediction, R=1)
         absent = {0: ("p_beta", "p_erase", "p_e_hat", "p_Tp"), 1: ("p_erase",), 2: ("p_beta",)}[rule]
         absent += () if scales(rule, dtype) else ("p_abc",)
-        cases.append(case(intra_kernel, types, constants, absent))
+        gates = {"p_erase": wide if wide_gates(prediction) else own}
+        cases.append(case(intra_kernel, types | gates, constants, absent))
     return cases

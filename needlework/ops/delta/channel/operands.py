@@ -58,6 +58,11 @@ def scales(rule: int, dtype: torch.dtype) -> bool:
     return rule == 0 and dtype == torch.bfloat16
 
 
+def wide_gates(prediction: str) -> bool:
+    """Whether the compiled cases of erase and write gates have them in float32: callers give them so, or in q's dtype."""
+    return prediction == "decayed"
+
+
 def predicted(prediction: str) -> dict[str, int]:
     """Of the kernels that make e: PREVIOUS leaves the own token's decay out of it, GIVEN takes erase for it."""
     return {"PREVIOUS": int(prediction != "decayed"), "GIVEN": int(prediction == "given")}

@@ -221,7 +221,8 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
             types[name] = f"tensordesc<{kind}[1, 1, {C}, {columns}]>" if config.tma else f"*{kind}"
         absent = {0: ("e_hat", "Tp", "p_beta", "write"), 1: ("write",), 2: ("p_beta",)}[rule]
         absent += () if scales(rule, dtype) else ("p_abc",)
-        cases.append(case(scan_kernel, types, constants | {"INIT": 1, "SAVE": 1}, (*absent, *OF_TABLE)))
+        wide_gate = {"write": types["v"].replace(own, wide)}  # callers give it so, or in v's dtype
+        cases.append(case(scan_kernel, types | wide_gate, constants | {"INIT": 1, "SAVE": 1}, (*absent, *OF_TABLE)))
         scaled = () if rule == 0 else ("p_power",)
         in_place, by_segment = ("p_initial_state", "p_of"), ()
         for init, more in ((2, in_place), (1, by_segment)):
