@@ -243,11 +243,12 @@ def test_a_few_chains_are_cut_and_a_full_machine_is_not():
 
 def test_chains_that_would_share_multiprocessors_are_cut_only_where_that_pays():
     """Of 96 chains on 132 multiprocessors three segments each took longer than whole sequences, of 24 they took a third."""
+    from needlework.ops.delta.channel.op import sharing
     from needlework.ops.delta.segments import segment_count
 
     assert segment_count(96, 256, 128, 192, 264) > 1
-    assert segment_count(96, 256, 128, 192, 264, alone=132) == 1
-    assert segment_count(24, 2048, 160, 160, 264, alone=132) >= 8
+    assert segment_count(96, 256, 128, 192, 264, sharing(132)) == 1
+    assert segment_count(24, 2048, 160, 160, 264, sharing(132)) >= 8
 
 
 def test_a_call_whose_backward_follows_is_cut_where_one_alone_is_not(monkeypatch):

@@ -27,7 +27,13 @@ SHORTEST = 16  # chunks of a segment that are worth a state
 SEGMENTS, SEQUENCES = 64, 64  # of a program of `segments_kernel`
 COPIES = 8  # columns of a walk that finds a diagonal, each all of it: 16 bytes of half precision
 LAUNCHES = 20  # what the launches for segments cost, in chunks of a chain
-SHARED = 1.36  # time of a channel engine's chain that has a multiprocessor with another one ÷ alone, measured on an H200
+
+
+Slower = Callable[[float], float]  # of chains at once: the time of each ÷ alone
+
+
+def at_one_pace(chains: float) -> float:
+    return 1.0
 
 
 def step_cost(columns: int) -> int:
@@ -36,12 +42,12 @@ def step_cost(columns: int) -> int:
     return 1 if columns == 0 else 2 if columns <= 128 else 5
 
 
-def segment_count(chains: int, longest: int, columns: int, V: int, slots: int, alone: int = 0) -> int:
+def segment_count(chains: int, longest: int, columns: int, V: int, slots: int, slower: Slower = at_one_pace) -> int:
     """How many segments make a sequence, 1: none. Only facts that the host has; time in chunks that one chain walks.
 
     A walk of `chains` chains over `slots` places takes as long as the longest chain, or as all chunks over all places:
-    walk(chains, L) = max(L, chains·L/slots), and SHARED times that where more than `alone` chains share multiprocessors (0: they do not slow
-    each other). Whole sequences take walk(chains, L). P segments take
+    walk(chains, L) = max(L, chains·L/slots), times `slower`, what so many chains take from each
+    other. Whole sequences take walk(chains, L). P segments take
 
         walk(P·chains, L/P)                     the walk itself
         + ¾ walk(P·chains·(V + columns)/V, L/P) M and N: `columns` more, K, or none where M is diagonal; no output
@@ -51,7 +57,6 @@ def segment_count(chains: int, longest: int, columns: int, V: int, slots: int, a
     """
     if not slots:
         return 1
-    slower = lambda programs: SHARED if alone and programs > alone else 1
     walk = lambda many, P: max(longest / P, many * longest / slots) * slower(many * P)
     best, least, step = 1, walk(chains, 1), step_cost(columns)
     # bounded, so that a symbolic length is compared and not fixed
@@ -65,14 +70,15 @@ def segment_count(chains: int, longest: int, columns: int, V: int, slots: int, a
 
 
 def segment_length(
-    N: int, packed: bool, T: int, C: int, chains: int, K: int, V: int, slots: int, diagonal: bool, alone: int = 0
+    N: int, packed: bool, T: int, C: int, chains: int, K: int, V: int, slots: int, diagonal: bool,
+    slower: Slower = at_one_pace,
 ) -> int:  # fmt: skip
     """Chunks of C that a segment of a call has at most, of N sequences, `chains` each, of T tokens, or packed in as many together; 0:
     sequences stay whole. diagonal: M is. The longest of packed ones is taken to have half of the tokens, or all, if there is but one beside it: a server's
     padding. Those that are no longer than a segment stay whole, and cost nothing but two states each: where these would take half the
     memory of the tokens, no sequence is split."""
     longest = -(-T // C) // (2 if packed and N > 2 else 1)
-    count = segment_count(chains if packed else N * chains, longest, 0 if diagonal else K, V, slots, alone)
+    count = segment_count(chains if packed else N * chains, longest, 0 if diagonal else K, V, slots, slower)
     if count == 1 or (packed and (N + 2 * count) * 2 * K > T):
         return 0
     return -(-longest // count)

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from needlework.ops.carve.feedback.intra import softplus2
-from needlework.ops.common.kernels.parts import largest, times
+from needlework.ops.common.kernels.parts import largest, load_transposed, store_transposed, times
 from needlework.ops.common.kernels.tile import load_tile, store_tile
-from needlework.ops.delta.channel.scan import load_transposed, store_transposed
 from needlework.ops.delta.channel.scan_bwd import descend, store_state
 
 # numbers from a content chunk's power of two, and its largest gradient, to the next one's: pointers to them are aligned as tensors are

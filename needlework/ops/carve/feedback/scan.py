@@ -8,7 +8,8 @@ Programs own blocks of value columns. The program that finishes a head last make
 import triton
 import triton.language as tl
 
-from needlework.ops.delta.channel.scan import load_transposed, store_transposed, walk
+from needlework.ops.common.kernels.parts import load_transposed, store_transposed
+from needlework.ops.delta.channel.scan import walk
 from needlework.ops.slots.kernels import slot_of
 
 

@@ -51,6 +51,30 @@ def store_parts(
 
 
 @triton.jit
+def load_transposed(
+    p, there, i_v, K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    """Of a state [K V] at p the transpose of BV columns from i_v, N tiles [BV BD]; zeros outside, and where it is not there. By the second cache:
+    another multiprocessor may have written it since this program began, and nothing of it is read twice."""
+    o_v = i_v + tl.arange(0, BV)
+    found = ()
+    for n in tl.static_range(N):
+        o_k = n * BD + tl.arange(0, BD)
+        inside = (o_k < K)[None, :] & (o_v < V)[:, None] & there
+        found += (tl.load(p + o_k[None, :] * V + o_v[:, None], mask=inside, other=0.0, cache_modifier=".cg").to(ACC),)
+    return found
+
+
+@triton.jit
+def store_transposed(p, S, here, i_v, K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, BV: tl.constexpr):
+    """The inverse of `load_transposed`, where `here`."""
+    o_v = i_v + tl.arange(0, BV)
+    for n in tl.static_range(N):
+        o_k = n * BD + tl.arange(0, BD)
+        tl.store(p + o_k[None, :] * V + o_v[:, None], S[n], mask=(o_k < K)[None, :] & (o_v < V)[:, None] & here)
+
+
+@triton.jit
 def zeros(C: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, ACC: tl.constexpr):
     found = ()
     for _ in tl.static_range(N):

@@ -11,7 +11,7 @@ never goes through memory. The state that a chunk starts from is kept, as an ope
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.parts import cast, continued, load_parts, scores
+from needlework.ops.common.kernels.parts import cast, continued, load_parts, load_transposed, scores, store_transposed, zeros
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.delta.additive.intra import decay_of, factors
 from needlework.ops.delta.segments import only_one
@@ -39,18 +39,11 @@ def scan(
     c_row = start - i_b * chunks
     i_bh = i_b * HV + i_h
     o_c = tl.arange(0, C)
-    o_k = tl.arange(0, KB)
-    o_v = i_v + tl.arange(0, BV)
     # one 64-bit base and 32-bit offsets: a tile of 64-bit ones does not fit the registers beside S
     o_base = tl.cast(i_nh, tl.int64) * (K * V)
-    o_state = o_k[None, :] * V + o_v[:, None]
-    S = ()
-    for n in tl.static_range(NK):
-        part = tl.zeros([BV, KB], ACC)
-        if INIT:
-            inside = (o_v < V)[:, None] & (o_k + n * KB < K)[None, :]
-            part += tl.load(p_initial_state + o_base + o_state + n * KB * V, mask=inside, other=0.0).to(ACC)
-        S += (part,)
+    S = zeros(BV, KB, NK, ACC)
+    if INIT:
+        S = load_transposed(p_initial_state + o_base, True, i_v, K, V, KB, NK, BV, ACC)
     if not OUT:
         e_all = tl.full([], 1.0, ACC)
         count = tl.where(only_one(p_of, i_n), 0, count)
@@ -91,8 +84,6 @@ def scan(
         if OUT:
             # last, while the state's product is under way
             store_tile(x_o, tl.trans(o.to(OT)), i_b, i_t, i_h, i_v, T, HV, V, C, BV, TMA)
-    for n in tl.static_range(NK):
-        inside = (o_v < V)[:, None] & (o_k + n * KB < K)[None, :]
-        tl.store(p_final_state + o_base + o_state + n * KB * V, S[n], mask=inside)
+    store_transposed(p_final_state + o_base, S, True, i_v, K, V, KB, NK, BV)
     if not OUT:
         tl.store(p_M + i_nh, e_all, mask=i_v == 0)

@@ -137,7 +137,7 @@ def channel_constants(
     }
     if K > 64 and launch["pairs"]["KB"] > 16 and (rule == 2 or prediction == "previous"):
         # what these rules hold beside q and k spills with one warp on Hopper: up to 1,368 bytes a thread, and with two 184
-        launch["pairs"]["num_warps"] = 2
+        launch["pairs"]["num_warps"] *= 2
     return {
         "adjoint": launch["adjoint"] | walk | {"KP": KP, "NK": NK, "BETA": int(rule == 1)},
         "replay_forward": launch["replay_forward"] | walk | anchor | values_of_one,

@@ -16,7 +16,16 @@ from needlework.ops.delta.channel.intra import intra
 from needlework.ops.delta.channel.operands import ENGINE, Saved, rule_of
 from needlework.ops.delta.channel.scan import scan
 from needlework.ops.delta.inputs import DeltaInputs, SlotTable, in_whole_rows, solve_dtype
-from needlework.ops.delta.segments import SegmentStates, fix_up, segment_length, segmented, segments_in_all, transitions
+from needlework.ops.delta.segments import (
+    SegmentStates,
+    Slower,
+    at_one_pace,
+    fix_up,
+    segment_length,
+    segmented,
+    segments_in_all,
+    transitions,
+)
 from needlework.ops.delta.table import on_table
 from needlework.ops.runtime.constant import constant
 from needlework.ops.runtime.custom_op import differentiable, fake, step_operator
@@ -24,6 +33,8 @@ from needlework.ops.runtime.each import each
 from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
 from needlework.ops.runtime.precompile import kind, meta, precompile
 from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
+
+SHARED = 1.36  # time of a chain that has a multiprocessor with another one ÷ alone, of more than 64 keys on an H200
 
 
 def channel(
@@ -190,11 +201,16 @@ def _segment_length(inputs: DeltaInputs, N: int, cu_seqlens: Tensor | None, conf
     (_, T, HV, V), K, launch = inputs.v.shape, inputs.q.shape[3], config.launch["scan"]
     C, chains = config.launch["shared"]["C"], HV * -(-V // launch["BV"])
     # warps of a multiprocessor whose registers hold states: of narrow keys more
-    warps, all_of_them = 24 if K <= 64 else 8, multiprocessors(inputs.v.device)
-    slots = all_of_them * warps // launch["num_warps"]
-    alone = all_of_them if all_of_them < slots and K > 64 and not save else 0
+    warps, processors = 24 if K <= 64 else 8, multiprocessors(inputs.v.device)
+    slots = processors * warps // launch["num_warps"]
+    slower = sharing(processors) if processors < slots and K > 64 and not save else at_one_pace
     diagonal = rule_of(inputs.beta, inputs.erase) == 0
-    return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, slots, diagonal, alone)
+    return segment_length(N, cu_seqlens is not None, T, C, chains, K, V, slots, diagonal, slower)
+
+
+def sharing(processors: int) -> Slower:
+    """Where there are more chains than multiprocessors two share one."""
+    return lambda chains: SHARED if chains > processors else 1.0
 
 
 @constant

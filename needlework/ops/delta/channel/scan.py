@@ -13,7 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from needlework.ops.common.kernels.parts import cast, load_parts, parts_of, plus_products, scores, times, zeros
+from needlework.ops.common.kernels.parts import (
+    cast,
+    load_parts,
+    load_transposed,
+    parts_of,
+    plus_products,
+    scores,
+    store_transposed,
+    times,
+    zeros,
+)
 from needlework.ops.common.kernels.tile import load_tile, store_tile
 from needlework.ops.common.shapes import width
 from needlework.ops.delta.channel.operands import Saved, case, operands, rule_of, scales, triton_dtype
@@ -35,30 +45,6 @@ def load_square(x, b, h, i, NC, H: tl.constexpr, C: tl.constexpr, TMA: tl.conste
         o_c = tl.arange(0, C)
         y = tl.load(x + ((tl.cast(b, tl.int64) * H + h) * NC + i) * C * C + o_c[:, None] * C + o_c[None, :])
     return y
-
-
-@triton.jit
-def load_transposed(
-    p, there, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr
-):  # fmt: skip
-    """NK tiles [BV BK] of a state [K V] at p, values from i_v; zeros outside, and where it is not there. By the second cache: another
-    multiprocessor may have written it while this program was there already (`carve/feedback/scan.py`)."""
-    o_v = i_v + tl.arange(0, BV)
-    found = ()
-    for n in tl.static_range(NK):
-        o_k = n * BK + tl.arange(0, BK)
-        inside = (o_k < K)[None, :] & (o_v < V)[:, None] & there
-        found += (tl.load(p + o_k[None, :] * V + o_v[:, None], mask=inside, other=0.0, cache_modifier=".cg").to(ACC),)
-    return found
-
-
-@triton.jit
-def store_transposed(p, S, here, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr):
-    """The inverse of `load_transposed`, where `here`."""
-    o_v = i_v + tl.arange(0, BV)
-    for n in tl.static_range(NK):
-        o_k = n * BK + tl.arange(0, BK)
-        tl.store(p + o_k[None, :] * V + o_v[:, None], S[n], mask=(o_k < K)[None, :] & (o_v < V)[:, None] & here)
 
 
 @triton.jit

@@ -16,9 +16,9 @@ all chunks; so do the anchors, unless `most` says how many a sequence has at mos
 import triton
 import triton.language as tl
 
-from needlework.ops.common.kernels.parts import cast, load_parts, plus_products, scores
+from needlework.ops.common.kernels.parts import cast, load_parts, load_transposed, plus_products, scores, store_transposed
 from needlework.ops.common.kernels.tile import load_tile, store_tile
-from needlework.ops.delta.channel.scan import decayed, load_square, load_transposed, store_transposed
+from needlework.ops.delta.channel.scan import decayed, load_square
 
 
 @triton.jit
