@@ -12,8 +12,8 @@ replayed from a CUDA graph. Every figure is a median. What is over its budget is
 What fails or is wrong has a row that says why. Rows are written one by one. --dry says what is left, and what it takes by the seconds of
 the rows in FILE, and times nothing.
 
---ours: peers take most of the minutes, and stay as they are. Calls that FILE has rows of are judged and timed again alone, and each keeps
-its peer's figures; `peer_commit` says which run they are of.
+--ours: peers take most of the minutes, and stay as they are. Calls are judged and timed alone. One that FILE has rows of keeps its
+peer's figures; `peer_commit` says which run they are of. The peer of any other is asked by the next run without --ours.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def beside(case: Drawn, x: dict[str, torch.Tensor]) -> tuple[dict, str]:
 
 def alone(case: Drawn, x: dict[str, torch.Tensor]) -> tuple[dict, str]:
     """No peer's passes, in the place of `beside`."""
-    return {}, ""
+    return {}, "" if case.peer is None else NOT_ASKED
 
 
 def tuned_with(benchmark: Callable[..., list[float]]) -> None:
@@ -229,6 +229,7 @@ def figures(call: Call, ready: Ready, found: dict) -> None:
 
 
 OURS = "ours: "  # before an act: without the peer
+NOT_ASKED = "it was not asked yet"
 ACTS = {
     "prepare": prepare,
     "time": timed,
@@ -284,15 +285,16 @@ class Run:
             say(f"{call.name} {name}: {reason or ''} {row['ms']} ms, ratios {ratios} {row['peer_why'] or ''}")
 
     def left(self, calls: list[Call]) -> list[Call]:
-        """Those that this commit has no rows of."""
+        """Those that this commit has no rows of, or, if peers are asked, none beside its peer."""
         same = lambda row: all(row[name] == self.common[name] for name in ("device", "commit", "calls"))
-        finished = {distribution.name_of(row) for row in results.read(self.file) if same(row)}
-        begun = {distribution.name_of(row) for row in self.earlier.values()}
-        return [call for call in calls if call.name not in finished and (call.name in begun or not self.prefix)]
+        whole = lambda row: self.prefix or row["peer_why"] != NOT_ASKED
+        finished = {distribution.name_of(row) for row in results.read(self.file) if same(row) and whole(row)}
+        return [call for call in calls if call.name not in finished]
 
     def seconds(self, act: str, rule: str) -> float:
         """What a call of the rule takes, by the rows that the file had when the run began."""
-        known = [row[f"{act}_s"] for row in self.before if row["op"] == rule and row[f"{act}_s"] is not None]
+        of = [row for row in self.before if row["op"] == rule and row["peer_why"] != NOT_ASKED]
+        known = [row[f"{act}_s"] for row in of if row[f"{act}_s"] is not None]
         return mean(known) if known and not self.prefix else GUESSED[self.prefix + act]
 
     def plan(self, calls: list[Call]) -> list[str]:

@@ -425,15 +425,33 @@ def test_calls_are_timed_again_alone_beside_the_figures_that_their_peers_had(gri
     monkeypatch.setattr(grid, "case_of", lambda *given: replace(case_of(*given), peer=asked))
     monkeypatch.setattr(sys, "argv", [*arguments, "def", "--ours"])
     assert grid.main() == 0
-    rows = {row["pass"]: row for row in results.read(file)}
-    assert len(results.read(file)) == 2 and {row["index"] for row in rows.values()} == {first["index"]}
-    again = rows[first["pass"]]
+    rows = {(row["index"], row["pass"]): row for row in results.read(file)}
+    assert len(rows) == 4
+    again = rows.pop((first["index"], first["pass"]))
     assert {name: again[name] for name in theirs} == theirs
     assert (again["ms"], again["commit"], again["peer_commit"]) == (1.0, "def", "abc")
-    assert "The peers' figures of 1 calls are of an earlier run" in capsys.readouterr().out
+    other = [row for (index, _), row in rows.items() if index != first["index"]]
+    assert [(row["ms"], row["peer_ms"], row["peer_why"]) for row in other] == [(1.0, None, grid.NOT_ASKED)] * 2
+    said = capsys.readouterr().out
+    assert "The peers' figures of 1 calls are of an earlier run" in said
+    assert f"its peer did not run for 1 calls: {grid.NOT_ASKED}" in said
     monkeypatch.setattr(sys, "argv", [*arguments, "ghi", "--ours"])
     assert grid.main() == 0
-    assert {row["peer_commit"] for row in results.read(file)} == {"abc"}, "the run that timed the peer, not the last one"
+    own = [row for row in results.read(file) if row["index"] == first["index"]]
+    assert {row["peer_commit"] for row in own} == {"abc"}, "the run that timed the peer, not the last one"
+
+
+def test_a_call_timed_alone_is_left_to_a_run_that_asks_its_peer(grid, monkeypatch, tmp_path):
+    """And says nothing of how long its peer takes."""
+    arguments = ["grid.py", "--seed", "101", "--rules", "gated", *two_calls(tmp_path)]
+    case_of, asked = grid.case_of, SimpleNamespace(name="asked", load=lambda: pytest.fail("no peer is asked"))
+    monkeypatch.setattr(grid, "case_of", lambda *given: replace(case_of(*given), peer=asked))
+    monkeypatch.setattr(sys, "argv", [*arguments, "--ours"])
+    assert grid.main() == 0
+    calls, _ = grid.drawn(101, tuple(rule for rule in grid.RULES if rule.name == "gated"), 2)
+    run = grid.Run(tmp_path / "grid.json", "abc", 2)
+    assert run.left(calls) == calls and run.seconds("prepare", "gated") == grid.GUESSED["prepare"]
+    assert grid.Run(tmp_path / "grid.json", "abc", 2, ours=True).left(calls) == []
 
 
 def test_what_prepares_is_stopped_while_figures_are_taken_and_not_while_a_peer_tunes_itself(grid, monkeypatch, tmp_path):
