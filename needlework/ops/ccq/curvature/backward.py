@@ -23,9 +23,10 @@ def gradients(
     scale = _scale(dcleaned, dC, task) if task.scaled else 1.0
     p_scale = scale if task.scaled else None
     deta, y = torch.empty_like(eta), dcleaned
-    if task.HV != H or task.scaled:
+    sums = torch.empty_like(q, dtype=task.wide) if task.HV != H else None
+    if sums is not None or task.scaled:
         y = torch.empty_like(q)
-        task.launch(fold, task.constants("fold"), dcleaned, eta, kept.Sq, task.fill, p_scale, y, deta)
+        task.launch(fold, task.constants("fold"), dcleaned, eta, kept.Sq, task.fill, p_scale, y, sums, deta)
     Py, Ey, rsum, zsum = torch.empty_like(kept.P), torch.empty_like(kept.E), task.empty(K), task.empty()
     task.launch(
         adjoint, task.constants("adjoint"),
@@ -50,7 +51,7 @@ def gradients(
     run(
         backward, (slots,),
         task.tile(q, KB), task.tile(y, KB), task.tile(kept.kc, KB), task.tile(q, BV), task.tile(y, BV), task.tile(kept.kc, BV),
-        task.tile(dcleaned, BV),
+        task.tile(dcleaned if sums is None else sums, BV),
         task.block(kept.P, width, width), task.block(Py, width, width), task.tile(dq, BV), task.tile(dk, BV), x_C0, x_N0,
         Ey, kept.G, kept.n, kept.mass, kept.step, rsum, zsum, p_scale, C, reach, *(ends or NO_STATE), grown, z, *(first or NO_STATE),
         task.at.cum, *task.hands(settings, slots, side=2), task.at.T, task.NCB, task.at.N, NR, **arguments(backward, settings),

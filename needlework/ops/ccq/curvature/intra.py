@@ -307,7 +307,8 @@ def case(
             kind = argument.rsplit("_", 1)[1]
             signature[argument] = f"tensordesc<{operand}[1, 1, {rows[kind[1:]]}, {columns[kind[0]]}]>"
         else:
-            narrow = argument.startswith("x_") or argument in OPERANDS
+            summed = argument == "x_base_v" and values["HV"] > values["H"]
+            narrow = (argument.startswith("x_") or argument in OPERANDS) and not summed
             signature[argument] = INTEGERS.get(argument, f"*{operand if narrow else wide}")
     return Case(kernel, signature, values, options)
 

@@ -22,11 +22,11 @@ from needlework.ops.runtime.triton_types import padded
 
 @triton.jit(do_not_specialize=["T", "NCB"])
 def fold(
-    p_dout, p_eta, p_Sq, p_fill, p_scale, p_y, p_deta, T, NCB,
+    p_dout, p_eta, p_Sq, p_fill, p_scale, p_y, p_base, p_deta, T, NCB,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     SCALED: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
 ):  # fmt: skip
-    """y_t = scale Σ_j λ_tj dq̃_tj over the value heads of a key head, and dλ, of a chunk."""
+    """y_t = scale Σ_j λ_tj dq̃_tj over the value heads of a key head, base_t = Σ_j dq̃_tj where there are several, and dλ, of a chunk."""
     GROUP: tl.constexpr = HV // H
     i = tl.program_id(0) // H
     i_h = tl.program_id(0) % H
@@ -37,15 +37,19 @@ def fold(
     o_t = i_t + tl.arange(0, C)
     b_Sq = load_tile(p_Sq, i_b, i_t, i_h, 0, T, H, K, C, BK, 0).to(ACC)
     b_y = tl.zeros([C, BK], ACC)
+    b_base = tl.zeros([C, BK], ACC)
     for j in tl.static_range(GROUP):
         o_eta = (tl.cast(i_b, tl.int64) * T + o_t) * HV + i_h * GROUP + j
         b_eta = tl.load(p_eta + o_eta, mask=o_t < T, other=0.0).to(ACC)
         b_do = load_tile(p_dout, i_b, i_t, i_h * GROUP + j, 0, T, HV, K, C, BK, 0).to(ACC)
         b_y += b_eta[:, None] * b_do
+        b_base += b_do
         tl.store(p_deta + o_eta, -tl.sum(b_do * b_Sq, 1), mask=o_t < T)
     if SCALED:
         b_y *= tl.load(p_scale)
     store_tile(p_y, b_y.to(OT), i_b, i_t, i_h, 0, T, H, K, C, BK, 0)
+    if GROUP > 1:
+        store_tile(p_base, b_base, i_b, i_t, i_h, 0, T, H, K, C, BK, 0)
 
 
 @triton.jit(do_not_specialize=["T", "NCB"])
@@ -184,5 +188,6 @@ def gate(
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
     NZ = -(-K // min(config.launch["backward"]["BV"], padded(K)))
-    cases = [case(fold, "fold", config, dtype, K, PACKED=False), case(gate, "gate", config, dtype, K, NZ=NZ, PACKED=False)]
+    cases = [case(gate, "gate", config, dtype, K, NZ=NZ, PACKED=False)]
+    cases += [case(fold, "fold", config, dtype, K, none=none, HV=HV, PACKED=False) for HV, none in ((1, ("p_base",)), (2, ()))]
     return cases + [case(adjoint, "adjoint", config, dtype, K, GATED=gated, PACKED=False) for gated in (False, True)]

@@ -64,7 +64,7 @@ def read_chains(
     NS: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, INIT: tl.constexpr, BACKWARD: tl.constexpr, SAVE: tl.constexpr,
     SCALED: tl.constexpr, STRIDE: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
 ):  # fmt: skip
-    """One slot. Forward: x = base = q, out = q̃ and the final C, with SAVE also Σq. BACKWARD: x = y, base = dq̃, out = dq.
+    """One slot. Forward: x = base = q, out = q̃ and the final C, with SAVE also Σq. BACKWARD: x = y, base = dq̃, summed over a group's heads, out = dq.
 
     Gated, BACKWARD: x_C0 gets C₀ (SCALED: C₀/n₀), and p_reach [chunks H NV C] this tile's share of e^{G_t} ŷ_tᵀ C₀ q_t.
 
@@ -132,12 +132,8 @@ def read_chains(
                 b_kv = load_tile(x_kc_v, i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
             if OWN and (not BACKWARD or (GROUP == 1 and not SCALED)):
                 b_base = b_x0
-            elif not BACKWARD:
-                b_base = load_tile(x_base_v, i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
             else:
-                b_base = load_tile(x_base_v, i_b, i_t, i_h * GROUP, i_v, T, HV, K, C, BV, TMA).to(ACC)
-                for j in tl.static_range(1, GROUP):
-                    b_base += load_tile(x_base_v, i_b, i_t, i_h * GROUP + j, i_v, T, HV, K, C, BV, TMA).to(ACC)
+                b_base = load_tile(x_base_v, i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
             if BACKWARD and GATED:
                 b_qv = load_tile(x_q_v, i_b, i_t, i_h, i_v, T, H, K, C, BV, TMA)
 

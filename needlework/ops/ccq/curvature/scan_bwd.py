@@ -12,6 +12,8 @@ back by δ, r ← r + N δ and z ← z − δ·(r + ½ N δ) with the old r. z o
 holds what belongs to none.
 """
 
+from itertools import product
+
 import torch
 import triton
 import triton.language as tl
@@ -211,5 +213,5 @@ def backward(
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    flags = ({"GATED": gated, "SEED": seed, "INIT": seed} for gated in (False, True) for seed in (False, True))
-    return [case(backward, "backward", config, dtype, K, **given) for given in flags]
+    kinds = product((False, True), (False, True), (1, 2))
+    return [case(backward, "backward", config, dtype, K, GATED=gated, SEED=seed, INIT=seed, HV=HV) for gated, seed, HV in kinds]
