@@ -98,7 +98,7 @@ def test_panels_of_the_backward_are_one(window, monkeypatch):
     call = lambda: differentiate(lambda x: kernels(**x, window=window).o, x)
     whole_panel = call()
     monkeypatch.setattr(op, "SCRATCH", 1)
-    with forced("path/engine", shared={"C": 16, "M": 2}, sweep={"LATE": 1}):
+    with forced("path/engine", shared={"C": 16, "M": 2}, sweep={"LATE": 1, "NP": 1}):
         assert_close(call()[1], whole_panel[1], "panels")
 
 

@@ -37,7 +37,7 @@ ONLY_WITH = {
     "DECAY": ("p_decay", "p_edges", "p_page_decay", "p_row", "p_column"),
 }
 SUMS = dict.fromkeys(("p_sums", "p_decay", "p_page_decay", "p_row", "p_column"), "*fp64")
-SCRATCH = 1 << 30  # bytes of x and y that a panel of the backward keeps, unless a block of every head takes more
+SCRATCH = 1 << 30  # bytes of x and y that a panel of the backward keeps, unless those would leave the GPU without programs
 
 
 class Prepared(NamedTuple):
@@ -115,7 +115,8 @@ def descend(
 
     M, supers = walk.M, cdiv(walk.align.longest, walk.M)
     tile = B * Hq * C * KB * do.element_size()
-    panel = max(1, min(blocks, SCRATCH // (2 * (M + supers) * tile)))
+    least = cdiv(walk.config.launch["sweep"]["NP"], walk.programs(sweep))
+    panel = min(blocks, max(least, SCRATCH // (2 * (M + supers) * tile)))
     panel = cdiv(blocks, cdiv(blocks, panel))  # of like sizes
     decays, row, columns = NO_GATE, None, None
     if forgets is not None:
