@@ -98,8 +98,26 @@ def test_panels_of_the_backward_are_one(window, monkeypatch):
     call = lambda: differentiate(lambda x: kernels(**x, window=window).o, x)
     whole_panel = call()
     monkeypatch.setattr(op, "SCRATCH", 1)
-    with forced("path/engine", shared={"C": 16, "M": 2}, sweep={"LATE": 1, "NP": 1}):
+    monkeypatch.setattr(op, "MOST", 1)
+    with forced("path/engine", shared={"C": 16, "M": 2}, sweep={"LATE": 1}):
         assert_close(call()[1], whole_panel[1], "panels")
+
+
+@pytest.mark.parametrize("most, panels", [(1 << 33, 3), (1, 6)])
+def test_a_panel_has_as_many_programs_as_a_gpu_wants(most, panels, monkeypatch):
+    """Four, of two heads and two blocks, where the scratch has room for less; one block where those take too much."""
+    from needlework.ops.path.engine import op
+    from needlework.ops.path.engine.walk import Walk
+
+    swept, launch = [], Walk.launch
+    monkeypatch.setattr(op, "SCRATCH", 1)
+    monkeypatch.setattr(op, "MOST", most)
+    monkeypatch.setattr(
+        Walk, "launch", lambda walk, kernel, *given, **flags: swept.append(kernel) or launch(walk, kernel, *given, **flags)
+    )
+    with forced("path/engine", shared={"C": 16, "M": 2}, sweep={"NP": 4}):
+        differentiate(lambda x: kernels(**x).o, sample(1, 90))
+    assert swept.count(op.sweep) == panels
 
 
 BUDGETS = [(d, s, g) for d in (torch.float32, torch.float16) for s in ("random", "clustered") for g in (False, True)]

@@ -37,7 +37,8 @@ ONLY_WITH = {
     "DECAY": ("p_decay", "p_edges", "p_page_decay", "p_row", "p_column"),
 }
 SUMS = dict.fromkeys(("p_sums", "p_decay", "p_page_decay", "p_row", "p_column"), "*fp64")
-SCRATCH = 1 << 30  # bytes of x and y that a panel of the backward keeps, unless those would leave the GPU without programs
+# bytes of x and y that a panel of the backward keeps; up to MOST, where SCRATCH would leave the GPU without programs
+SCRATCH, MOST = 1 << 30, 1 << 33
 
 
 class Prepared(NamedTuple):
@@ -114,9 +115,9 @@ def descend(
     dq0, LD = do.new_empty(B, Hq, rows, KB), walk.number(lse, *lse.shape, 2)
 
     M, supers = walk.M, cdiv(walk.align.longest, walk.M)
-    tile = B * Hq * C * KB * do.element_size()
+    held = 2 * (M + supers) * B * Hq * C * KB * do.element_size()  # of a block
     least = cdiv(walk.config.launch["sweep"]["NP"], walk.programs(sweep))
-    panel = min(blocks, max(least, SCRATCH // (2 * (M + supers) * tile)))
+    panel = max(1, min(blocks, max(SCRATCH // held, min(least, MOST // held))))
     panel = cdiv(blocks, cdiv(blocks, panel))  # of like sizes
     decays, row, columns = NO_GATE, None, None
     if forgets is not None:
