@@ -5,8 +5,8 @@
 The calls are drawn (`draw.py`) with a seed of which no table is made, and shortened to a few GiB. At each shape every constant of the row is
 moved to its neighbours (`tune.py`), one at a time, and then all kernels' best moves are tried together, as kernels run one after another.
 So the best is at most one move of a kernel away. What two moves of one kernel gain together, or a move past a neighbour, is not found: the true
-ratio is as large or larger. What is best must be right by the error budget. Candidates are compiled side by side first, then timed alone:
-minutes a rule.
+ratio is as large or larger. What is best must be right by the error budget. Candidates are compiled side by side first, then timed alone, replayed from
+a CUDA graph where a call can be captured: minutes a rule.
 """
 
 import argparse
@@ -26,17 +26,18 @@ from draw import HELD_OUT, Call, draw, rule_of
 from drawn import Drawn, case_of, engine_of
 from grid import judge, shorter
 from run import commit, say
-from timing import median, passes
+from timing import median, passes, replay
 from tune import neighbours
 
 from needlework.ops.runtime import launch_configs
+from needlework.testing.processes import cores
 
 DEVICE = "cuda"
 ROOT = results.ROOT / "held_out"
 CALLS = 10
 BAR = 1.15
 MEMORY = 3 * 2**30  # bytes of a call: ten of them are compiled side by side
-LIMITS = {"compile": 500, "weigh": 240}  # seconds of a call
+PARTS = max(1, cores() // CALLS)  # processes that share a call's candidates
 # a rule of each launch table whose kernels every call launches anew: CARVE's are replayed as they were
 RULES = {
     "gated": "delta/scalar", "additive": "delta/additive", "kda": "delta/channel", "ccq": "ccq/curvature",
@@ -73,6 +74,7 @@ class Shape:
 
     def __init__(self, call: Call):
         self.case: Drawn = case_of(call, DEVICE)
+        self.captured = call.captured
         self.engine = engine_of(call, launch_configs.capability(torch.device(DEVICE)))
         self.call = passes(self.case.ours, self.case.drawn(DEVICE))["fwd+bwd"]
         facts = torch.device(DEVICE), getattr(torch, call.dtype), call.K, call.V
@@ -81,20 +83,24 @@ class Shape:
     def under(self, trial: Trial) -> AbstractContextManager[None]:
         return launch_configs.forced(self.engine, self.row.name, **trial)
 
+    def clocked(self) -> float:
+        """Milliseconds; in a graph the GPU's alone."""
+        return clock(replay(self.call) if self.captured else self.call)
+
     def timed(self, trial: Trial) -> float | None:
         """None of what does not compile or launch."""
         try:
             with self.under(trial):
-                return clock(self.call)
+                return self.clocked()
         except Exception:  # Triton, LLVM, ptxas and a launch raise what they like: that is its verdict
             return None
 
 
-def compiled(call: Call, found: dict) -> None:
-    """Every candidate has run once."""
+def compiled(call: Call, found: dict, part: int) -> None:
+    """Every candidate of this part has run once."""
     shape = Shape(call)
     found["failed"] = 0
-    for trial in moves(shape.row):
+    for trial in moves(shape.row)[part::PARTS]:
         try:
             with shape.under(trial):
                 shape.call()
@@ -107,13 +113,13 @@ def weighed(call: Call, found: dict) -> None:
     """The picked row beside the best that is right."""
     shape = Shape(call)
     found |= {"engine": shape.engine, "config": shape.row.name}
-    now = clock(shape.call)
+    now = shape.clocked()
     times = [(ms, trial) for trial in moves(shape.row) if (ms := shape.timed(trial)) is not None]
     faster = sorted(((ms, trial) for ms, trial in times if ms < now), key=lambda x: x[0])
     for trial in (together(times, now), *(trial for _, trial in faster[:3]), {}):
         if not trial or right(shape, call, trial):
             break
-    found["picked"] = clock(shape.call)
+    found["picked"] = shape.clocked()
     ms = shape.timed(trial)
     found |= {"ms": min(found["picked"], found["picked"] if ms is None else ms), "constants": trial}
     found["ratio"] = found["picked"] / found["ms"]
@@ -127,7 +133,9 @@ def right(shape: Shape, call: Call, trial: Trial) -> bool:
         return False
 
 
-ACTS = {"compile": compiled, "weigh": weighed}
+COMPILE = {f"compile {part}": partial(compiled, part=part) for part in range(PARTS)}
+ACTS = COMPILE | {"weigh": weighed}
+LIMITS = dict.fromkeys(COMPILE, 500) | {"weigh": 240}  # seconds of a call
 
 
 def summary(rule: str, ratios: list[float]) -> str:
@@ -154,8 +162,9 @@ def main() -> int:
     file = options.out or results.path(common["device"], ROOT)
     for rule in options.rules:
         calls = shapes(rule, options.seed, options.calls, launch_configs.capability(torch.device(DEVICE)))
-        with ThreadPoolExecutor(len(calls)) as pool:
-            for call, found, reason in pool.map(lambda call: next(answers_of(SCRIPT, "compile", [call], LIMITS)), calls):
+        jobs = [(call, act) for call in calls for act in COMPILE]
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            for call, found, reason in pool.map(lambda job: next(answers_of(SCRIPT, job[1], [job[0]], LIMITS)), jobs):
                 say(f"{call.name}: {found.get('failed')} candidates do not compile or launch {reason or ''}")
         left, ratios = calls, []
         while left:

@@ -48,6 +48,9 @@ def test_what_is_best_is_the_fastest_that_is_right(held_out, bench, monkeypatch,
             now.update(trial=trial)
             return nullcontext()
 
+        def clocked(self):
+            return 1.0
+
         def timed(self, trial):
             if trial == {"scan": {"KS": 64}}:
                 return None  # does not compile
@@ -58,7 +61,7 @@ def test_what_is_best_is_the_fastest_that_is_right(held_out, bench, monkeypatch,
             return found
 
     now = {}
-    fakes = {"Shape": Shape, "clock": lambda call: 1.0, "moves": lambda row: [BV, NP, WARPS, {"scan": {"KS": 64}}],
+    fakes = {"Shape": Shape, "moves": lambda row: [BV, NP, WARPS, {"scan": {"KS": 64}}],
              "judge": lambda call: (2.0 if now["trial"] in wrong else 0.5, "o")}  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(held_out, name, fake)
@@ -69,13 +72,47 @@ def test_what_is_best_is_the_fastest_that_is_right(held_out, bench, monkeypatch,
     assert (found["picked"], found["config"]) == (1.0, "plain")
 
 
+def test_parts_of_a_call_are_all_its_candidates(held_out, monkeypatch):
+    tried = []
+
+    class Shape:
+        row = None
+
+        def __init__(self, call):
+            self.call = lambda: None
+
+        def under(self, trial):
+            tried.append(trial)
+            return nullcontext()
+
+    fakes = {"Shape": Shape, "PARTS": 3, "moves": lambda row: list(range(8))}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(held_out, name, fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for part in range(3):
+        held_out.compiled(None, {}, part)
+    assert sorted(tried) == list(range(8))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_can_be_captured_is_timed_in_a_graph(held_out, monkeypatch, captured):
+    monkeypatch.setattr(held_out, "replay", lambda call: f"graph of {call}")
+    monkeypatch.setattr(held_out, "clock", lambda call: call)
+    shape = SimpleNamespace(call="call", captured=captured)
+    assert held_out.Shape.clocked(shape) == ("graph of call" if captured else "call")
+
+
 def test_a_run_says_how_far_from_the_best_the_picked_configs_are(held_out, bench, monkeypatch, tmp_path, capsys):
     def answers_of(script, act, calls, limits):
         for i, call in enumerate(calls):
             if act == "weigh" and call.index == 1:
                 yield call, {}, "no memory"
                 return
-            yield call, {"failed": 0} if act == "compile" else {"ratio": 1.0 + 0.1 * i, "ms": 2.0, "config": "plain"}, None
+            yield (
+                call,
+                {"failed": 0} if act in held_out.COMPILE else {"ratio": 1.0 + 0.1 * i, "ms": 2.0, "config": "plain"},
+                None,
+            )
 
     monkeypatch.setattr(held_out, "answers_of", answers_of)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
