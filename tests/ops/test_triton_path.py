@@ -63,9 +63,9 @@ def test_heads_of_a_group_share_the_programs_of_the_way_back(Hq, H, window):
     assert_close(fast[1], exact[1], "gradients")
 
 
-@pytest.mark.parametrize("ends, M", [(None, 4), ([0, 90, 200], 2)])
-def test_superblocks_grow_with_the_sequences(ends, M):
-    """Of 13 blocks M is 4; packed sequences of half as many have the config's 2."""
+@pytest.mark.parametrize("ends, M, longest", [(None, 4, 13), ([0, 90, 200], 2, 7), ([0, 0, 199, 200], 4, 13)])
+def test_superblocks_grow_with_the_sequences(ends, M, longest):
+    """Of 13 blocks M is 4; packed sequences of half as many have the config's 2, and one token beside 13 blocks counts as one."""
     from needlework.ops.path.engine.walk import Walk
 
     x, ends = sample(1, 200), None if ends is None else torch.tensor(ends)
@@ -74,7 +74,8 @@ def test_superblocks_grow_with_the_sequences(ends, M):
     for got, want, what in zip(fast, exact, ("values", "gradients"), strict=True):
         assert_close(got, want, what)
     given = PathInputs(*(x[name] for name in ("q", "k", "v", "beta", "w")))
-    assert Walk.of(given, ends, None, 1.0).M == M
+    walk = Walk.of(given, ends, None, 1.0)
+    assert (walk.M, walk.align.longest) == (M, longest)
 
 
 @pytest.mark.parametrize("window", chosen([None, 20], [20]))

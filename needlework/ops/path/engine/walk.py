@@ -1,5 +1,6 @@
 """A call of PaTH's kernels as every launch of it sees it: sizes, launch config, and sequences as runs of whole blocks."""
 
+from itertools import pairwise
 from math import e, gcd, log2
 from typing import NamedTuple
 
@@ -36,16 +37,25 @@ class Walk(NamedTuple):
     soft: bool = True  # weights are a softmax's; else the solve's exponentials, of queries that are keys
     pages: bool = False  # the sequences go on from pages
     decay: bool = False  # a forget gate is added to the scores
+    typical: int = 1  # blocks of the sequence that a query is in, on average over queries
 
     @classmethod
     def of(cls, x: PathInputs, cu_seqlens: Tensor | None, window: int | None, scale: float) -> "Walk":
         """Of a call's tokens, before they are aligned. Raises ValueError for cu_seqlens that do not fit."""
         (B, T, H, K), (HK, V) = x.q.shape, x.v.shape[2:]
         chosen = launch_config(ENGINE, x.q.device, x.q.dtype, K, V)
-        if cu_seqlens is not None:
-            check_cu_seqlens(cu_seqlens, B, T)
-        align = Alignment.of(cu_seqlens, B, T, chosen.launch["shared"]["C"], x.q.device)
-        return cls(chosen, x.q.dtype, B, align.T, H, HK, K, V, window, scale, align, decay=x.decay is not None)
+        C = chosen.launch["shared"]["C"]
+        ends = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, B, T)
+        align = Alignment.of(cu_seqlens, B, T, C, x.q.device)
+        typical = align.longest
+        if ends is not None:
+            # as they have been read: the alignment's bound is one sequence of all tokens
+            blocks = [cdiv(b - a, C) for a, b in pairwise(ends)]
+            align = align._replace(longest=max(blocks))
+            typical = sum(n * n for n in blocks) // max(sum(blocks), 1)
+        return cls(
+            chosen, x.q.dtype, B, align.T, H, HK, K, V, window, scale, align, decay=x.decay is not None, typical=max(typical, 1)
+        )
 
     @property
     def C(self) -> int:
@@ -59,8 +69,7 @@ class Walk(NamedTuple):
         least = self.config.launch["shared"]["M"]
         if self.pages or not self.soft:
             return least
-        typical = self.B * self.blocks // self.align.N
-        return max(least, 1 << ((typical * 4 // 3).bit_length() - 1) // 2)
+        return max(least, 1 << ((self.typical * 4 // 3).bit_length() - 1) // 2)
 
     @property
     def blocks(self) -> int:
