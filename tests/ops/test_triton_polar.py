@@ -135,7 +135,7 @@ def test_copies_by_descriptor_and_tiles_of_every_shape_are_the_definition(settin
 
 def test_calls_of_few_queries_have_smaller_tiles():
     (row,) = (row for row in rows(ENGINE) if row.name == "sm90-d128")
-    walk = launches.Walk(row, torch.bfloat16, B=2, T=4096, H=4, HK=2, K=128, V=128, window=None, spans=None)
+    walk = launches.Walk(row, torch.bfloat16, B=2, T=4096, H=4, HK=2, K=128, V=128, window=None, spans=None, numbers=128)
     assert walk.own(launches.attend) == row.launch["attend_few"]  # 256 programs
     assert walk._replace(T=4300).own(launches.attend) == row.launch["attend"]  # 272
     assert walk.own(launches.keys) == row.launch["keys"]

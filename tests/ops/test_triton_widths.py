@@ -23,19 +23,27 @@ RULES = (
     "mamba3",
     "ccq/aligned",
     "ccq/grouped",
+    "carve",
+    "carve/decayed",
+    "carve/rank4",
+    "polar",
+    "polar/grouped",
+    "polar/window",
 )
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the Triton interpreter")
 
 
 def wide(monkeypatch):
     """Every call gets eight numbers a head more, once."""
+    import needlework.ops.carve.feedback.op as carve
     import needlework.ops.ccq.curvature.op as ccq
     import needlework.ops.delta.inputs as delta
     import needlework.ops.lucid.solve.op as lucid
     import needlework.ops.mamba3.siso.op as mamba3
+    import needlework.ops.polar.attention.op as polar
 
     more = lambda engine, device, dtype, K, V: (K, V) if K % 8 == 5 else (K // 8 * 8 + 13, V // 8 * 8 + 13)
-    for module in (ccq, delta, lucid, mamba3):
+    for module in (carve, ccq, delta, lucid, mamba3, polar):
         monkeypatch.setattr(module, "widths", more)
 
 

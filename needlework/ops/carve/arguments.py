@@ -7,7 +7,7 @@ from torch import Tensor
 from needlework.ops.carve.state import CarveState, empty_state
 from needlework.ops.common.packing import sequences
 from needlework.ops.common.remembered import remember, remembered
-from needlework.ops.common.shapes import check, check_count, check_dtypes, check_state, check_tensor, width
+from needlework.ops.common.shapes import behind, check, check_count, check_dtypes, check_state, check_tensor, width
 
 Prediction = Literal["previous", "decayed"]
 RANKS = (1, 2, 4)
@@ -34,6 +34,11 @@ class CarveInputs(NamedTuple):
     @property
     def parameters(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self[6:]
+
+    def widened(self, K: int, V: int) -> "CarveInputs":
+        """With zeros behind the numbers of each head, which hold, read and write nothing."""
+        q, k, f, b, A_log, dt_bias = (behind(x, K) for x in (self.q, self.k, self.f, self.b, self.A_log, self.dt_bias))
+        return CarveInputs(q, k, behind(self.v, V), f, b, self.w, A_log, dt_bias, behind(self.w1, V), behind(self.w2.mT, K).mT)
 
 
 class Settings(NamedTuple):

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from needlework.ops.common.shapes import behind, behind_both
+
 
 class CarveState(NamedTuple):
     """What a sequence carries: it may stop anywhere, inside a content chunk too.
@@ -17,6 +19,14 @@ class CarveState(NamedTuple):
     m: Tensor
     total: Tensor
     position: Tensor
+
+    def widened(self, K: int, V: int) -> "CarveState":
+        """With zeros behind the numbers of each head."""
+        return CarveState(behind_both(self.S, K, V), behind(self.m, V), behind(self.total, V), self.position)
+
+    def narrowed(self, K: int, V: int) -> "CarveState":
+        """The inverse."""
+        return CarveState(self.S[..., :K, :V], self.m[..., :V], self.total[..., :V], self.position)
 
 
 class CarveOutput(NamedTuple):

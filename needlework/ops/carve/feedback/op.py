@@ -14,12 +14,12 @@ from needlework.ops.carve.feedback.forward import forward
 from needlework.ops.carve.feedback.layout import ByChunk, Layout, of_packed, of_rows, stays
 from needlework.ops.carve.state import CarveOutput, CarveState
 from needlework.ops.common.packing import check_cu_seqlens
-from needlework.ops.common.shapes import width
+from needlework.ops.common.shapes import behind, width
 from needlework.ops.delta.channel.operands import Saved
 from needlework.ops.delta.inputs import solve_dtype
 from needlework.ops.runtime.custom_op import differentiable, fake, operator, step_operator
 from needlework.ops.runtime.each import each
-from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config
+from needlework.ops.runtime.launch_configs import LaunchConfig, launch_config, widths
 from needlework.ops.runtime.precompile import kind, meta, precompile
 from needlework.ops.runtime.recorded import recorded, recorded_backward_operator
 from needlework.ops.slots.rows import Slots
@@ -41,9 +41,17 @@ def carve(
 ) -> CarveOutput:  # fmt: skip
     """o [B T H V] in q's dtype and the state, for arguments that `checked` has passed: k [B T H R K], v [B T H R V].
 
-    With a table, whose slots advance in place, the state is None.
+    With a table, whose slots advance in place, the state is None. Without one kernels get a head's numbers in rows that their copy engine
+    takes.
     """
     q, k, v, f, b, w = inputs.tokens
+    K, V = q.shape[-1], v.shape[-1]
+    wide = widths(ENGINE, q.device, q.dtype, K, V)
+    if table is None and wide != (K, V):
+        initial_state = None if initial_state is None else initial_state.widened(*wide)
+        o, state = carve(inputs.widened(*wide), behind(b_bias, wide[0]), initial_state, cu_seqlens, settings)
+        assert state is not None  # there is no table
+        return CarveOutput(o[..., :V], state.narrowed(K, V))
     R = k.shape[3]
     if R > 1:
         # the gate lies on a token's first row and the query on its last

@@ -47,6 +47,7 @@ class Walk(NamedTuple):
     V: int
     window: int | None
     spans: Tensor | None  # [chunks 3] int32 of a chunk's sequence: its first token, the first chunk that asks, its end
+    numbers: int  # of a key as the caller has it: scores are divided by their root
 
     @property
     def wide(self) -> torch.dtype:
@@ -78,13 +79,13 @@ class Walk(NamedTuple):
 
     def constants(self, kernel: JITFunction, **flags: int) -> Constants:
         packed = self.spans is not None
-        facts = self.dtype, self.H, self.HK, self.K, self.V, packed, self.window
+        facts = self.dtype, self.H, self.HK, self.K, self.V, self.numbers, packed, self.window
         return constants(self.config, kernel, self.own(kernel), *facts, **flags)
 
 
 def constants(
-    config: LaunchConfig, kernel: JITFunction, own: Mapping[str, int], dtype: torch.dtype, H: int, HK: int, K: int, V: int, packed: bool,
-    window: int | None, **flags: int,
+    config: LaunchConfig, kernel: JITFunction, own: Mapping[str, int], dtype: torch.dtype, H: int, HK: int, K: int, V: int, numbers: int,
+    packed: bool, window: int | None, **flags: int,
 ) -> Constants:  # fmt: skip
     """All that a kernel is compiled for; what it does not take is left out."""
     half = dtype.itemsize == 2
@@ -92,7 +93,7 @@ def constants(
     known = dict(
         H=H, HK=HK, K=K, V=V, C=config.launch["shared"]["C"], BK=BK, NK=NK, BV=BV, NV=NV, TMA=int(config.tma),
         ACC=TYPES[accumulator(dtype)], OT=TYPES[dtype], ST=TYPES[dtype],
-        MT=tl.int16 if half else TYPES[dtype], STEPS=STEPS if half else 1, SCALE=K**-0.5,
+        MT=tl.int16 if half else TYPES[dtype], STEPS=STEPS if half else 1, SCALE=numbers**-0.5,
         SCALED=int(dtype == torch.float16), PACKED=int(packed), WINDOW=int(window is not None), **flags,
     )  # fmt: skip
     return {name: x for name, x in known.items() if name in kernel.arg_names} | dict(own)
@@ -182,7 +183,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
                 continue
             kernel = KERNELS[name.removesuffix("_few")]
             flags = {"SAVE": 1} if kernel is attend else {}
-            known = constants(config, kernel, tiles, dtype, 8, 2, K, V, packed, window, **flags)
+            known = constants(config, kernel, tiles, dtype, 8, 2, K, V, K, packed, window, **flags)
             known, options = split(known)
             known |= absent(kernel, known, ONLY_WITH)
             BM, BN = known.get("BM"), known.get("BN")

@@ -10,17 +10,20 @@ from torch import Tensor
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.packing import check_cu_seqlens
 from needlework.ops.common.remembered import remembered
+from needlework.ops.common.shapes import behind
 from needlework.ops.polar.arguments import Parameters, Tokens
 from needlework.ops.polar.attention.launches import ENGINE, KERNELS, Saved, Walk, backward, forward
 from needlework.ops.polar.custom_op import polar_checked
 from needlework.ops.polar.state import PolarState, after_pages
 from needlework.ops.runtime.custom_op import differentiable, fake
-from needlework.ops.runtime.launch_configs import launch_config
+from needlework.ops.runtime.launch_configs import launch_config, widths
 from needlework.ops.runtime.precompile import kind, meta, precompile
 from needlework.ops.runtime.recorded import recorded_backward_operator, recorded_operator
 
 
-def _walk(tokens: Tokens, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None) -> tuple[Walk, Alignment]:
+def _walk(
+    tokens: Tokens, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None, numbers: int
+) -> tuple[Walk, Alignment]:  # fmt: skip
     """The walk over tokens as the alignment lays them, and that."""
     q, _, v = tokens
     (B, T, H, K), (HK, V) = q.shape, v.shape[2:]
@@ -32,7 +35,7 @@ def _walk(tokens: Tokens, cu_seqlens: Tensor | None, held: Tensor | None, window
     spans = None
     if cu_seqlens is not None:
         spans = _spans(cu_seqlens, T, C, q.device) if held is None else _asked(cu_seqlens, T, C, q.device, held)
-    return Walk(chosen, q.dtype, B, align.T, H, HK, K, V, window, spans), align
+    return Walk(chosen, q.dtype, B, align.T, H, HK, K, V, window, spans, numbers), align
 
 
 def _asked(cu_seqlens: Tensor, T: int, C: int, device: torch.device, held: Tensor | None = None) -> Tensor:
@@ -54,30 +57,31 @@ _spans = remembered(_asked)
 
 @recorded_operator
 def polar_triton(
-    tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None
+    tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None, numbers: int
 ) -> tuple[Tensor, Tensor]:
-    """direction and magnitude."""
-    direction, magnitude, _ = _call(tokens, parameters, cu_seqlens, held, window, save=False)
+    """direction and magnitude, of keys that were so many numbers wide before zeros came behind."""
+    direction, magnitude, _ = _call(tokens, parameters, cu_seqlens, held, window, numbers, save=False)
     return direction, magnitude
 
 
 @recorded_operator
 def polar_triton_fwd(
-    tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None
+    tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None, numbers: int
 ) -> tuple[Tensor, Tensor, Saved]:
     """direction, magnitude (nothing for the first held [N] tokens of each sequence), and what the backward takes."""
-    direction, magnitude, saved = _call(tokens, parameters, cu_seqlens, held, window, save=True)
+    direction, magnitude, saved = _call(tokens, parameters, cu_seqlens, held, window, numbers, save=True)
     assert saved is not None  # asked for
     return direction, magnitude, saved
 
 
 def _call(
-    tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None, *, save: bool
-) -> tuple[Tensor, Tensor, Saved | None]:
-    walk, align = _walk(tokens, cu_seqlens, held, window)
+    tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None, numbers: int,
+    *, save: bool,
+) -> tuple[Tensor, Tensor, Saved | None]:  # fmt: skip
+    walk, align = _walk(tokens, cu_seqlens, held, window, numbers)
     tokens, parameters = Tokens(*align.align(*tokens)), parameters.map(Tensor.contiguous)
     tiles = (tuple(walk.own(kernel).items()) for kernel in KERNELS.values())
-    key = ENGINE, walk.config.name, *tiles, kind(*tokens), cu_seqlens is not None, window is not None, save
+    key = ENGINE, walk.config.name, *tiles, kind(*tokens), numbers, cu_seqlens is not None, window is not None, save
     precompile(
         tokens.q.device, key, lambda: _launches(walk, Tokens(*meta(*tokens)), parameters.map(lambda x: meta(x)[0]), save)
     )
@@ -100,7 +104,7 @@ def _results(tokens: Tokens, *_) -> tuple[Tensor, Tensor]:
 
 @fake(polar_triton_fwd)
 def _(
-    tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None
+    tokens: Tokens, parameters: Parameters, cu_seqlens: Tensor | None, held: Tensor | None, window: int | None, numbers: int
 ) -> tuple[Tensor, Tensor, Saved]:
     q, (B, T, H, K), V = tokens.q, tokens.q.shape, tokens.v.shape[3]
     C = launch_config(ENGINE, q.device, q.dtype, K, V).launch["shared"]["C"]
@@ -113,10 +117,10 @@ def _(
 @recorded_backward_operator
 def polar_triton_bwd(
     ddirection: Tensor | None, dmagnitude: Tensor | None, saved: Saved, tokens: Tokens, parameters: Parameters,
-    cu_seqlens: Tensor | None, held: Tensor | None, window: int | None,
+    cu_seqlens: Tensor | None, held: Tensor | None, window: int | None, numbers: int,
 ) -> tuple[Tokens, Parameters]:  # fmt: skip
     """Gradients of the tokens and of the parameters."""
-    walk, align = _walk(tokens, cu_seqlens, held, window)
+    walk, align = _walk(tokens, cu_seqlens, held, window, numbers)
     if saved.stats.shape[-1] != walk.rows:
         raise RuntimeError(
             f"{ENGINE}: the forward walked {saved.stats.shape[-1]} rows, the config for the backward has {walk.rows}"
@@ -135,14 +139,14 @@ def _(ddirection, dmagnitude, saved: Saved, tokens: Tokens, parameters: Paramete
 
 
 def _save(ctx, inputs, output) -> None:
-    tokens, parameters, cu_seqlens, held, ctx.window = inputs
+    tokens, parameters, cu_seqlens, held, *ctx.facts = inputs
     *_, saved = output
     ctx.save_for_backward(*saved, *tokens, *parameters, cu_seqlens, held)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, ddirection, dmagnitude, *_):
-    return *polar_triton_bwd(ddirection, dmagnitude, *ctx.saved_tensors, ctx.window), None, None, None
+    return *polar_triton_bwd(ddirection, dmagnitude, *ctx.saved_tensors, *ctx.facts), None, None, None, None
 
 
 differentiable(polar_triton, _backward, _save, polar_triton_fwd)
@@ -157,5 +161,12 @@ def polar(
         length = polar_checked(initial_state.length, initial_state.k.shape[1], cu_seqlens, window, *sizes)
         q, k, v, cu_seqlens, held, place = after_pages(*tokens, initial_state._replace(length=length), cu_seqlens, window)
         tokens = Tokens(q, k, v)
-    found = polar_triton(*tokens, *parameters, cu_seqlens, held, window)
+    q, k, v = tokens
+    K, V = q.shape[-1], v.shape[-1]
+    # a head's numbers in rows that the copy engine takes
+    wide, wide_v = widths(ENGINE, q.device, q.dtype, K, V)
+    tokens = Tokens(behind(q, wide), behind(k, wide), behind(v, wide_v))
+    parameters = parameters._replace(v_null=behind(parameters.v_null, wide_v))
+    direction, magnitude = polar_triton(*tokens, *parameters, cu_seqlens, held, window, K)
+    found = direction if wide_v == V else direction[..., :V], magnitude
     return found if place is None else tuple(x[0, place].unflatten(0, sizes) for x in found)
