@@ -5,8 +5,8 @@
 The calls are drawn (`draw.py`) with a seed of which no table is made, and shortened to a few GiB. At each shape every constant of the row is
 moved to its neighbours (`tune.py`), one at a time, and then all kernels' best moves are tried together, as kernels run one after another.
 So the best is at most one move of a kernel away. What two moves of one kernel gain together, or a move past a neighbour, is not found: the true
-ratio is as large or larger. What is best must be right by the error budget. Candidates are compiled side by side first, then timed alone, replayed from
-a CUDA graph where a call can be captured: minutes a rule.
+ratio is as large or larger. What is best must be right by the error budget. Candidates are compiled side by side first, then timed alone,
+replayed from a CUDA graph where a call can be captured: minutes a rule.
 """
 
 import argparse

@@ -293,8 +293,8 @@ def case(
     kernel: JITFunction, name: str, config: LaunchConfig, dtype: torch.dtype, K: int, none: tuple[str, ...] = (), HV: int = 1,
     **flags: int | None,
 ) -> Case:  # fmt: skip
-    """One launch of `kernel` under the row `name` of a config, with HV value heads of one key head and the flags given; the arguments `none`
-    are None too."""
+    """One launch of `kernel` under the row `name` of a config, with HV value heads of one key head and the flags given; the arguments
+    `none` are None too."""
     operand, wide = str(TYPES[dtype]), str(TYPES[torch.promote_types(dtype, torch.float32)])
     values, options = split(arguments(kernel, constants(config, name, dtype, 1, HV, K, **flags)))
     values |= absent(kernel, values, ONLY_WITH) | dict.fromkeys(none)
@@ -309,7 +309,7 @@ def case(
             kind = argument.rsplit("_", 1)[1]
             signature[argument] = f"tensordesc<{operand}[1, 1, {rows[kind[1:]]}, {columns[kind[0]]}]>"
         else:
-            summed = argument == "x_base_v" and HV > 1
+            summed = argument == "x_base_v" and HV > 1  # by `fold`
             narrow = (argument.startswith("x_") or argument in OPERANDS) and not summed
             signature[argument] = INTEGERS.get(argument, f"*{operand if narrow else wide}")
     return Case(kernel, signature, values, options)

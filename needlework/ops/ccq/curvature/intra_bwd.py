@@ -26,7 +26,7 @@ def fold(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     SCALED: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
 ):  # fmt: skip
-    """y_t = scale Σ_j λ_tj dq̃_tj over the value heads of a key head, base_t = Σ_j dq̃_tj where there are several, and dλ, of a chunk."""
+    """Of a chunk y_t = scale Σ_j λ_tj dq̃_tj over the value heads of a key head, and dλ; base_t = Σ_j dq̃_tj where there are several."""
     GROUP: tl.constexpr = HV // H
     i = tl.program_id(0) // H
     i_h = tl.program_id(0) % H

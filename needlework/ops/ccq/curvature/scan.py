@@ -64,7 +64,8 @@ def read_chains(
     NS: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, INIT: tl.constexpr, BACKWARD: tl.constexpr, SAVE: tl.constexpr,
     SCALED: tl.constexpr, STRIDE: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
 ):  # fmt: skip
-    """One slot. Forward: x = base = q, out = q̃ and the final C, with SAVE also Σq. BACKWARD: x = y, base = dq̃, summed over a group's heads, out = dq.
+    """One slot. Forward: x = base = q, out = q̃ and the final C, with SAVE also Σq. BACKWARD: x = y, base = dq̃ summed over a group's heads
+    (`fold`), out = dq.
 
     Gated, BACKWARD: x_C0 gets C₀ (SCALED: C₀/n₀), and p_reach [chunks H NV C] this tile's share of e^{G_t} ŷ_tᵀ C₀ q_t.
 

@@ -54,8 +54,8 @@ def store_parts(
 def load_transposed(
     p, there, i_v, K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    """Of a state [K V] at p the transpose of BV columns from i_v, N tiles [BV BD]; zeros outside, and where it is not there. By the second cache:
-    another multiprocessor may have written it since this program began, and nothing of it is read twice."""
+    """Of a state [K V] at p the transpose of BV columns from i_v, N tiles [BV BD]; zeros outside, and where it is not there. By the second
+    cache: another multiprocessor may have written it since this program began, and nothing of it is read twice."""
     o_v = i_v + tl.arange(0, BV)
     found = ()
     for n in tl.static_range(N):

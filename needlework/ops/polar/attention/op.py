@@ -168,5 +168,7 @@ def polar(
     tokens = Tokens(behind(q, wide), behind(k, wide), behind(v, wide_v))
     parameters = parameters._replace(v_null=behind(parameters.v_null, wide_v))
     direction, magnitude = polar_triton(*tokens, *parameters, cu_seqlens, held, window, K)
-    found = direction if wide_v == V else direction[..., :V], magnitude
+    if wide_v != V:
+        direction = direction[..., :V]
+    found = direction, magnitude
     return found if place is None else tuple(x[0, place].unflatten(0, sizes) for x in found)
