@@ -15,6 +15,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -36,8 +37,7 @@ DEVICE = "cuda"
 ROOT = results.ROOT / "held_out"
 CALLS = 10
 BAR = 1.15
-MEMORY = 3 * 2**30  # bytes of a call: ten of them are compiled side by side
-PARTS = max(1, cores() // CALLS)  # processes that share a call's candidates
+MEMORY = 3 * 2**30  # bytes of a call: as many as the host has cores are compiled side by side, at most 32
 # a rule of each launch table whose kernels every call launches anew: CARVE's are replayed as they were
 RULES = {
     "gated": "delta/scalar", "additive": "delta/additive", "kda": "delta/channel", "ccq": "ccq/curvature",
@@ -96,11 +96,11 @@ class Shape:
             return None
 
 
-def compiled(call: Call, found: dict, part: int) -> None:
-    """Every candidate of this part has run once."""
+def compiled(call: Call, found: dict) -> None:
+    """Every candidate has run once."""
     shape = Shape(call)
     found["failed"] = 0
-    for trial in moves(shape.row)[part::PARTS]:
+    for trial in moves(shape.row):
         try:
             with shape.under(trial):
                 shape.call()
@@ -133,9 +133,8 @@ def right(shape: Shape, call: Call, trial: Trial) -> bool:
         return False
 
 
-COMPILE = {f"compile {part}": partial(compiled, part=part) for part in range(PARTS)}
-ACTS = COMPILE | {"weigh": weighed}
-LIMITS = dict.fromkeys(COMPILE, 500) | {"weigh": 240}  # seconds of a call
+ACTS = {"compile": compiled, "weigh": weighed}
+LIMITS = {"compile": 500, "weigh": 240}  # seconds of a call
 
 
 def summary(rule: str, ratios: list[float]) -> str:
@@ -160,13 +159,16 @@ def main() -> int:
 
     common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     file = options.out or results.path(common["device"], ROOT)
-    for rule in options.rules:
-        calls = shapes(rule, options.seed, options.calls, launch_configs.capability(torch.device(DEVICE)))
-        jobs = [(call, act) for call in calls for act in COMPILE]
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            for call, found, reason in pool.map(lambda job: next(answers_of(SCRIPT, job[1], [job[0]], LIMITS)), jobs):
-                say(f"{call.name}: {found.get('failed')} candidates do not compile or launch {reason or ''}")
-        left, ratios = calls, []
+    arch = launch_configs.capability(torch.device(DEVICE))
+    calls = {rule: shapes(rule, options.seed, options.calls, arch) for rule in options.rules}
+    with ThreadPoolExecutor(min(cores(), 32)) as pool:
+        answered = pool.map(
+            lambda call: next(answers_of(SCRIPT, "compile", [call], LIMITS)), chain.from_iterable(calls.values())
+        )
+        for call, found, reason in answered:
+            say(f"{call.name}: {found.get('failed')} candidates do not compile or launch {reason or ''}")
+    for rule, left in calls.items():
+        ratios = []
         while left:
             for call, found, reason in answers_of(SCRIPT, "weigh", left, LIMITS):
                 left = [other for other in left if other != call]

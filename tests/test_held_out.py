@@ -72,7 +72,7 @@ def test_what_is_best_is_the_fastest_that_is_right(held_out, bench, monkeypatch,
     assert (found["picked"], found["config"]) == (1.0, "plain")
 
 
-def test_parts_of_a_call_are_all_its_candidates(held_out, monkeypatch):
+def test_every_candidate_is_compiled_and_those_that_are_not_are_counted(held_out, monkeypatch):
     tried = []
 
     class Shape:
@@ -83,15 +83,16 @@ def test_parts_of_a_call_are_all_its_candidates(held_out, monkeypatch):
 
         def under(self, trial):
             tried.append(trial)
+            if trial == 5:
+                raise RuntimeError("out of shared memory")
             return nullcontext()
 
-    fakes = {"Shape": Shape, "PARTS": 3, "moves": lambda row: list(range(8))}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(held_out, name, fake)
+    monkeypatch.setattr(held_out, "Shape", Shape)
+    monkeypatch.setattr(held_out, "moves", lambda row: list(range(8)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for part in range(3):
-        held_out.compiled(None, {}, part)
-    assert sorted(tried) == list(range(8))
+    found = {}
+    held_out.compiled(None, found)
+    assert tried == list(range(8)) and found == {"failed": 1}
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -103,27 +104,30 @@ def test_what_can_be_captured_is_timed_in_a_graph(held_out, monkeypatch, capture
 
 
 def test_a_run_says_how_far_from_the_best_the_picked_configs_are(held_out, bench, monkeypatch, tmp_path, capsys):
+    acts = []
+
     def answers_of(script, act, calls, limits):
         for i, call in enumerate(calls):
-            if act == "weigh" and call.index == 1:
+            acts.append(act)
+            if act == "weigh" and (call.rule, call.index) == ("gated", 1):
                 yield call, {}, "no memory"
                 return
-            yield (
-                call,
-                {"failed": 0} if act in held_out.COMPILE else {"ratio": 1.0 + 0.1 * i, "ms": 2.0, "config": "plain"},
-                None,
-            )
+            yield call, {"failed": 0} if act == "compile" else {"ratio": 1.0 + 0.1 * i, "ms": 2.0, "config": "plain"}, None
 
     monkeypatch.setattr(held_out, "answers_of", answers_of)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Device")
     monkeypatch.setattr(launch_configs, "capability", lambda device: (9, 0))
     file = tmp_path / "rows.json"
-    monkeypatch.setattr(sys, "argv", ["held_out.py", "--rules", "gated", "--calls", "4", "--out", str(file)])
+    monkeypatch.setattr(sys, "argv", ["held_out.py", "--rules", "gated", "kda", "--calls", "4", "--out", str(file)])
     assert held_out.main() == 0
     rows = bench("results").read(file)
-    assert [(row["index"], row["ratio"]) for row in rows] == [(0, 1.0), (2, 1.0), (3, 1.1)]
-    assert "gated: picked ÷ best found of 3 shapes: median 1.00, worst 1.10, bar 1.15 met" in capsys.readouterr().out
+    assert acts == ["compile"] * 8 + ["weigh"] * 8  # nothing is timed beside a compiler
+    assert [row["ratio"] for row in rows] == [1.0, 1.0, 1.1, 1.0, 1.1, 1.2, 1.3]
+    assert [row["op"] for row in rows] == ["gated"] * 3 + ["kda"] * 4
+    said = capsys.readouterr().out
+    assert "gated: picked ÷ best found of 3 shapes: median 1.00, worst 1.10, bar 1.15 met" in said
+    assert "kda: picked ÷ best found of 4 shapes: median 1.15, worst 1.30, bar 1.15 NOT met" in said
     assert "NOT met" in held_out.summary("gated", [1.0, 1.2])
 
 
