@@ -120,7 +120,7 @@ def weighed(call: Call, found: dict) -> None:
         if not trial or right(shape, call, trial):
             break
     found["picked"] = shape.clocked()
-    ms = shape.timed(trial)
+    ms = shape.timed(trial) if trial else None
     found |= {"ms": min(found["picked"], found["picked"] if ms is None else ms), "constants": trial}
     found["ratio"] = found["picked"] / found["ms"]
 

@@ -164,8 +164,19 @@ def test_what_is_taken_in_the_place_of_a_denied_launch_config_is_judged_too(hopp
     monkeypatch.setattr(doctor, "judged", judged)
     monkeypatch.setattr(doctor, "_processes", lambda device: 1)
     doctor.run(torch.device("cuda"), False, lambda *_: None)
-    assert asked[0] == {"sm90", "sm90-128", "sm90-256", "sm80", "plain-64", "plain"}
+    assert asked[0] == {"sm90", "sm90-128", "sm90-k64-v256", "sm90-k128-v256", "sm90-256", "sm80", "plain-64", "plain"}
     assert asked[1:] == [{"sm80", "sm80-256"}, {"panels", "plain"}]
+
+
+@pytest.mark.parametrize("arch", [(8, 0), (8, 9), (9, 0), (10, 0)])
+def test_every_row_that_is_picked_is_compiled_and_judged_at_some_size(arch):
+    everywhere = [(K, V) for K in range(16, 257, 16) for V in range(16, 513, 16)]
+    for engine in {engine for rule in targets.RULES for engine in (rule.chunk, rule.step) if engine}:
+        for dtype in ("bfloat16", "float16", "float32"):
+            first = lambda K, V, engine=engine, dtype=dtype: next(
+                (row.name for row in launch_configs.rows(engine) if row.misfit(arch, dtype, K, V) is None), None
+            )
+            assert {first(*size) for size in everywhere} <= {first(*size) for size in targets.SIZES} | {None}, (engine, dtype)
 
 
 def test_one_sequence_alone_is_long_enough_to_be_cut(hopper):
