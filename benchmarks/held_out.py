@@ -183,7 +183,7 @@ def main() -> int:
                         "seed": call.seed,
                         "index": call.index,
                     }
-                    results.put(file, about | found | common | {"commit": options.commit})
+                    results.put(file, about | found | common | {"bar": BAR, "commit": options.commit})
         if ratios:
             say(summary(rule, ratios))
     return 0

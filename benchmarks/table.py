@@ -1,6 +1,7 @@
 """docs/performance.md's tables of kernels, drawn calls, training and serving, made from the *.json of
-benchmarks/results/, its grids/, training/ and serving/: `python benchmarks/table.py`. The picture of the drawn calls is made with them."""
+benchmarks/results/, its grids/, held_out/, training/ and serving/: `python benchmarks/table.py`. The picture of the drawn calls is made with them."""
 
+import statistics
 from pathlib import Path
 
 import distribution
@@ -8,6 +9,7 @@ import results
 from cells import bar_text, number
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+HELD_OUT = results.ROOT / "held_out"
 TRAINING = results.ROOT / "training"
 SERVING = results.ROOT / "serving"
 SHARES = ("step", "share")
@@ -89,12 +91,30 @@ def first_calls(rows: list[dict]) -> list[str]:
     return [f"First forward and backward with an empty Triton cache, bar {rows[0]['bar'] / 1e3:.0f} s: {listed}."]
 
 
-def heading(rows: list[dict]) -> str:
+def heading(rows: list[dict], what: str = "bfloat16, medians") -> str:
     distinct = lambda name: ", ".join(sorted({r[name] for r in rows}))
     return (
-        f"{distinct('device')}, torch {distinct('torch')}, Triton {distinct('triton')}, bfloat16, medians; "
+        f"{distinct('device')}, torch {distinct('torch')}, Triton {distinct('triton')}, {what}; "
         "each row names the commit that was measured."
     )
+
+
+def held_out(rows: list[dict]) -> list[str]:
+    """Of each rule how far the picked launch configs are from the best that were found."""
+    lines = [
+        heading(rows, "bfloat16 and float16, medians"),
+        "",
+        "| rule | shapes | median | worst | bar | commit |",
+        "|" + " --- |" * 6,
+    ]
+    for rule in dict.fromkeys(r["op"] for r in rows):
+        own = [r for r in rows if r["op"] == rule]
+        ratios = [r["ratio"] for r in own]
+        middle, worst = number(statistics.median(ratios), 2), number(max(ratios), 2)
+        commits = ", ".join(sorted({r["commit"] for r in own}))
+        bar = own[0]["bar"]
+        lines.append(f"| {rule} | {len(own)} | {middle} | {worst} | {bar_text(bar, max(ratios) <= bar)} | {commits} |")
+    return lines
 
 
 def training(rows: list[dict]) -> list[str]:
@@ -176,6 +196,7 @@ def section(rows: list[dict]) -> list[str]:
 TABLES = (
     ("performance", results.ROOT, section),
     ("grid", distribution.ROOT, distribution.page),
+    ("held-out", HELD_OUT, held_out),
     ("training", TRAINING, training),
     ("serving", SERVING, serving),
 )

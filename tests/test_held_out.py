@@ -125,6 +125,10 @@ def test_a_run_says_how_far_from_the_best_the_picked_configs_are(held_out, bench
     assert acts == ["compile"] * 8 + ["weigh"] * 8  # nothing is timed beside a compiler
     assert [row["ratio"] for row in rows] == [1.0, 1.0, 1.1, 1.0, 1.1, 1.2, 1.3]
     assert [row["op"] for row in rows] == ["gated"] * 3 + ["kda"] * 4
+    *_, gated, kda = bench("table").held_out(rows)
+    assert gated.startswith("| gated | 3 | 1.00 | 1.10 | 1.15 met |") and kda.startswith(
+        "| kda | 4 | 1.15 | 1.30 | 1.15 NOT met |"
+    )
     said = capsys.readouterr().out
     assert "gated: picked ÷ best found of 3 shapes: median 1.00, worst 1.10, bar 1.15 met" in said
     assert "kda: picked ÷ best found of 4 shapes: median 1.15, worst 1.30, bar 1.15 NOT met" in said
