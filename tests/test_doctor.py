@@ -187,11 +187,16 @@ def test_one_sequence_alone_is_long_enough_to_be_cut(hopper):
     long = next(rule.long for rule in targets.RULES if rule.spec == "qdelta")
     todo = [task for task in doctor.tasks(torch.device("cuda"), False) if "long" in task.forms]
     assert {task.config for task in todo if task.engine == "delta/scalar"} >= {"sm90-k128", "sm90-k256", "plain"}
+    assert {task.config for task in todo if task.engine == "ccq/curvature"} >= {"sm90-k128", "sm90-k256", "plain"}
     for task in todo:
         if task.engine == "delta/scalar":
             row = next(row for row in launch_configs.rows(task.engine) if row.name == task.config)
             scan, chunks = row.launch["scan"], long // row.launch["shared"]["C"]
             assert segment_count(2 * -(-task.V // scan["BV"]), chunks, task.K, task.V, scan["NP"]) > 1
+        if task.engine == "ccq/curvature":
+            row = next(row for row in launch_configs.rows(task.engine) if row.name == task.config)
+            walk, chunks = row.launch["walk"], long // row.launch["shared"]["C"]
+            assert segment_count(2 * -(-task.K // walk["BV"]), chunks, 0, task.K, walk["NP"]) > 1
 
 
 def test_processes_are_born_with_what_takes_seconds_to_import():

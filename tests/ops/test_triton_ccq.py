@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from needlework.ops.ccq import chunk_ccq
+from needlework.ops.ccq.curvature import operands
 from needlework.ops.ccq.reference import literal_ccq, recurrent_ccq
 from needlework.ops.ccq.spec import SPECS
 from needlework.ops.ccq.state import CcqOutput, CurvatureState, empty_state, symmetric
@@ -116,6 +117,42 @@ def test_two_tiles_of_columns_the_own_rows_first(BV, gated, HV):
         compare(inputs)
 
 
+@pytest.fixture
+def cut(monkeypatch):
+    """Sequences in segments of at most two chunks."""
+    monkeypatch.setattr(operands, "segment_length", lambda *_, **__: 2)
+
+
+@pytest.mark.parametrize("gated, carried", list(product([False, True], [False, True])))
+def test_segments_of_a_row_are_walked_side_by_side(cut, gated, carried):
+    inputs = make(2, 100, 1, 2, 12, gated=gated, carried=carried)
+    if gated:  # what is before a segment counts
+        inputs["g"] = inputs["g"].clamp(min=-0.05)
+    compare(inputs)
+
+
+@pytest.mark.parametrize("gated, carried", covering([False, True], [False, True], pairs=False))
+def test_segments_of_packed_sequences_an_empty_one_among_them(cut, gated, carried):
+    compare(make(1, 130, 1, 1, 12, gated=gated, carried=carried, N=4), torch.tensor([0, 50, 50, 67, 130]))
+
+
+@pytest.mark.parametrize("BV, gated", covering([64, 128], [False, True]))
+def test_segments_of_two_tiles_of_columns(cut, BV, gated):
+    inputs = make(1, 150, 1, 1, 136, gated=gated, carried=True)
+    with rows_of(BV, NP=2):
+        compare(inputs)
+
+
+def test_segments_without_a_state_or_its_gradient(cut):
+    inputs = make(1, 100, 1, 1, 24, gated=True)
+    inputs["g"] = inputs["g"].clamp(min=-0.05)
+    tokens = {name: inputs[name] for name in ("q", "k", "eta", "g")}
+    ours = differentiate(lambda x: chunk_ccq(**x, impl="triton"), tokens)
+    exact = differentiate(lambda x: CcqOutput(define(inputs | x).q, None), tokens)
+    assert_close(ours[0], exact[0], "values")
+    assert_close(ours[1], exact[1], "gradients")
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_memory_that_holds_nan_changes_nothing(gated):
     with poisoned():
@@ -162,15 +199,8 @@ def test_no_token_keeps_the_state():
     assert_close(ours[1], exact[1], "gradients")
 
 
-@pytest.mark.parametrize(
-    "dtype, keys, gated",
-    chosen(
-        product([torch.float32, torch.float16], ["random", "clustered"], [False, True]),
-        quick=[(torch.float32, "clustered", True), (torch.float16, "random", False)],
-    ),
-)
-def test_errors_stay_within_twice_the_definitions_own(dtype, keys, gated):
-    inputs = make(1, 96, 2, 2, 16, gated=gated, keys=keys)
+def errors(inputs, dtype):
+    """Of outputs, states and gradients, over the budget that the definition and the printed form have in that dtype."""
     kept, wide, single = stored(inputs, dtype, ("q", "k"))
     rounded = operand(dtype)
     ways = (
@@ -179,9 +209,26 @@ def test_errors_stay_within_twice_the_definitions_own(dtype, keys, gated):
         differentiate(lambda x: define(x, operand=rounded), single),
         differentiate(lambda x: define(x, form=literal_ccq, operand=rounded, chunk_size=32), single),
     )
-    found = over_budget(*({**values, **gradients} for values, gradients in ways))
+    return over_budget(*({**values, **gradients} for values, gradients in ways))
+
+
+@pytest.mark.parametrize(
+    "dtype, keys, gated",
+    chosen(
+        product([torch.float32, torch.float16], ["random", "clustered"], [False, True]),
+        quick=[(torch.float32, "clustered", True), (torch.float16, "random", False)],
+    ),
+)
+def test_errors_stay_within_twice_the_definitions_own(dtype, keys, gated):
+    found = errors(make(1, 96, 2, 2, 16, gated=gated, keys=keys), dtype)
     # of an empty state: nothing has been seen, and n is a count
     assert_within_budget({name: ratio for name, ratio in found.items() if name not in ("dC", "dmean", "dn", "state.n")})
+
+
+@pytest.mark.parametrize("dtype, gated", covering([torch.float32, torch.float16], [False, True]))
+def test_errors_of_segments_stay_within_it(cut, dtype, gated):
+    inputs = make(1, 96, 2, 2, 16, gated=gated, carried=True, keys="clustered")
+    assert_within_budget({name: ratio for name, ratio in errors(inputs, dtype).items() if name != "state.n"})
 
 
 @pytest.mark.parametrize("HV", chosen([1, 2], quick=[2]))

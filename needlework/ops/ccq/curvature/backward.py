@@ -1,5 +1,5 @@
-"""The order of the backward's kernels: chunks, the two walks, gates; and the gradient of the state that the walks leave. Tokens are
-aligned."""
+"""The order of the backward's kernels: chunks, what segments begin and end with, where sequences are cut, the two walks, gates; and the
+gradient of the state that the walks leave. Tokens are aligned."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,9 @@ from needlework.ops.ccq.curvature.intra import arguments
 from needlework.ops.ccq.curvature.intra_bwd import adjoint, fold, gate
 from needlework.ops.ccq.curvature.operands import NO_STATE, Saved, Task
 from needlework.ops.ccq.curvature.scan_bwd import backward
+from needlework.ops.ccq.curvature.segments import ends, starts
 from needlework.ops.ccq.state import CurvatureState
+from needlework.ops.runtime.each import each
 from needlework.ops.runtime.precompile import run
 
 
@@ -33,46 +35,53 @@ def gradients(
         q, kept.kc, y, kept.Sq, eta, kept.E, kept.G, task.fill, kept.step, kept.n, kept.mass, Py, Ey, deta, rsum, zsum,
     )  # fmt: skip
 
-    seeds = dC is not None or dmean is not None or dn is not None
-    settings = task.constants("backward", SEED=seeds, INIT=C is not None)
+    still = all(x is None for x in (dC, dmean, dn))
+    given = None if still else _seeds(task, scale, dC, dmean, dn, n1)
+    at, segments, C0 = task.at, task.segments(), C
+    if segments is not None:
+        at, C0 = segments.align, starts(task, segments, kept.kc, kept.E, kept.G, C)
+        given = ends(task, segments, q, y, Ey, kept, rsum, zsum, given)
+    settings = task.constants("backward", SEED=given is not None, INIT=C0 is not None)
     KB, BV, NP = (settings[name] for name in ("KB", "BV", "NP"))
-    parts, chains = -(-K // BV), task.chains(settings)
+    parts = -(-K // BV)
+    chains = at.N * H * parts
     # a step of dk takes longer: of all programs, NR are its
     NR = min(chains, max(settings["ND"], NP - chains))
     slots = NR + min(chains, NP - NR)
-    ends = _seeds(task, scale, dC, dmean, dn, n1) if seeds else None
-    first = None if C is None else _first_place(task, ends, parts)
+    first = None if C0 is None else _first_place(task, at.N, given, parts)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
-    reach = grown = z = C0 = N0 = x_C0 = x_N0 = None
+    reach = grown = z = each_C = each_N = x_C0 = x_N0 = None
     if task.gated:
         reach, grown, z = task.empty(parts, width), task.empty(parts, width), task.empty(parts)
-        C0, N0 = (task.empty(K, K, dtype=task.dtype) for _ in range(2))
-        x_C0, x_N0 = task.block(C0, BV, KB), task.block(N0, BV, KB)
+        each_C, each_N = (task.empty(K, K, dtype=task.dtype) for _ in range(2))
+        x_C0, x_N0 = task.block(each_C, BV, KB), task.block(each_N, BV, KB)
     run(
         backward, (slots,),
         task.tile(q, KB), task.tile(y, KB), task.tile(kept.kc, KB), task.tile(q, BV), task.tile(y, BV), task.tile(kept.kc, BV),
         task.tile(dcleaned if sums is None else sums, BV),
         task.block(kept.P, width, width), task.block(Py, width, width), task.tile(dq, BV), task.tile(dk, BV), x_C0, x_N0,
-        Ey, kept.G, kept.n, kept.mass, kept.step, rsum, zsum, p_scale, C, reach, *(ends or NO_STATE), grown, z, *(first or NO_STATE),
-        task.at.cum, *task.hands(settings, slots, side=2), task.at.T, task.NCB, task.at.N, NR, **arguments(backward, settings),
+        Ey, kept.G, kept.n, kept.mass, kept.step, rsum, zsum, p_scale, C0, reach, *(given or NO_STATE), grown, z, *(first or NO_STATE),
+        at.cum, *task.hands(settings, slots, side=2), at.T, task.NCB, at.N, NR, **arguments(backward, settings),
     )  # fmt: skip
 
     dg = None
     if g is not None:
         dg = torch.empty(task.B, task.at.T, H, dtype=task.wide, device=task.device)
         settings = task.constants("gate", NZ=parts)
-        task.launch(gate, settings, Ey, kept.G, task.fill, kept.n, reach, grown, z, C0, N0, p_scale, dg)
+        task.launch(gate, settings, Ey, kept.G, task.fill, kept.n, reach, grown, z, each_C, each_N, p_scale, dg)
+    if first is not None and segments is not None:
+        first = None if C is None else each(segments.begun, *first)
     return CcqInputs(dq, dk, deta, dg), first, scale
 
 
-def _first_place(task: Task, ends: tuple[Tensor, ...] | None, parts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where N, r and z before the first token go; no chain writes those of an empty packed sequence: they are the last's."""
-    N, H, K = task.at.N, task.H, task.K
+def _first_place(task: Task, N: int, given: tuple[Tensor, ...] | None, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where N, r and z before the first token go, of N sequences; no chain writes those of an empty packed one: they are the last's."""
+    H, K = task.H, task.K
     wide = {"dtype": task.wide, "device": task.device}
-    if task.packed and ends is not None:
+    if task.packed and given is not None:
         z = torch.zeros(N, H, parts, **wide)
-        z[..., 0] = ends[2]
-        return ends[0].clone(), ends[1].clone(), z
+        z[..., 0] = given[2]
+        return given[0].clone(), given[1].clone(), z
     make = torch.zeros if task.packed else torch.empty
     return make(N, H, K, K, **wide), make(N, H, K, **wide), make(N, H, parts, **wide)
 

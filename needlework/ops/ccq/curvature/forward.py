@@ -1,5 +1,5 @@
-"""The order of the forward's kernels: sums and means of every chunk, the centred keys and scores, the walk of the covariance. Tokens are
-aligned."""
+"""The order of the forward's kernels: sums and means of every chunk, the centred keys and scores, the covariance before each segment, where
+sequences are cut, the walk of the covariance. Tokens are aligned."""
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.curvature.intra import ROWS, arguments, intra, means, sums
 from needlework.ops.ccq.curvature.operands import NO_STATE, Saved, Task
 from needlework.ops.ccq.curvature.scan import walk
+from needlework.ops.ccq.curvature.segments import starts
 from needlework.ops.ccq.state import CurvatureState
 from needlework.ops.runtime.each import each
 from needlework.ops.runtime.precompile import run
@@ -26,17 +27,13 @@ def forward(
     task.launch(sums, settings, k, g, task.fill, total, mass, G, each=tiles)
 
     wide = {"dtype": task.wide, "device": task.device}
-    if own is None or initial_state is None:
-        of_table, stride, final_C = (None, None), None, _final_place(task, None if initial_state is None else initial_state.C)
-    else:
-        of_table, stride, final_C = (own.slots, own.fresh), own.stride, initial_state.C
-    final = CurvatureState(final_C, torch.empty(N, H, K, **wide), torch.empty(N, H, **wide))
     initial_C, *initial_rows = initial_state or NO_STATE
+    final_rows = torch.empty(N, H, K, **wide), torch.empty(N, H, **wide)
     mean0, step, n0 = task.empty(K), task.empty(K), task.empty()
     settings = task.constants("means", INIT=initial_state is not None)
     programs = N * H * -(-K // settings["BD"])
     chunks = mean0, step, n0
-    given = total, mass, G, *initial_rows, *chunks, *final[1:], task.at.cum
+    given = total, mass, G, *initial_rows, *chunks, *final_rows, task.at.cum
     run(means, (programs,), *given, **arguments(means, settings))
 
     kc, P, E = torch.empty_like(k), task.empty(task.C, task.C, dtype=task.dtype), task.empty(ROWS.value, task.C)
@@ -45,27 +42,35 @@ def forward(
 
     cleaned = q.new_empty(*eta.shape, K)
     Sq = torch.empty_like(q) if save else None
-    settings = task.constants("walk", INIT=initial_state is not None, SAVE=save, STRIDE=stride)
+    at, segments = task.at, task.segments()
+    if segments is not None:
+        at, initial_C = segments.align, starts(task, segments, kc, E, G, initial_C)
+    if own is None or initial_C is None:
+        of_table, stride, final_C = (None, None), None, _final_place(task, at.N, initial_C)
+    else:
+        of_table, stride, final_C = (own.slots, own.fresh), own.stride, initial_C
+    settings = task.constants("walk", INIT=initial_C is not None, SAVE=save, STRIDE=stride)
     KB, BV = settings["KB"], settings["BV"]
-    slots = min(settings["NP"], task.chains(settings))
+    slots = min(settings["NP"], at.N * H * -(-K // BV))
     run(
         walk, (slots,),
         task.tile(q, KB), task.tile(kc, KB), task.tile(kc, BV), task.tile(q, BV), task.block(P, task.C, task.C), task.tile(cleaned, BV),
-        None if Sq is None else task.tile(Sq, BV), E, eta_chunks, G, n0, step, initial_C, final.C, *of_table, task.at.cum,
-        *task.hands(settings, slots), task.at.T, task.NCB, N, **arguments(walk, settings),
+        None if Sq is None else task.tile(Sq, BV), E, eta_chunks, G, n0, step, initial_C, final_C, *of_table, at.cum,
+        *task.hands(settings, slots), at.T, task.NCB, at.N, **arguments(walk, settings),
     )  # fmt: skip
+    final = CurvatureState(final_C if segments is None else segments.ended(final_C), *final_rows)
     if Sq is None:
         return cleaned, final, None
     kept = Saved(Sq=Sq, kc=kc, P=P, E=E, mean=mean0, step=step, n=n0, mass=mass, G=G)
     return cleaned, final, kept
 
 
-def _final_place(task: Task, C: Tensor | None) -> Tensor:
-    """Where the final C goes; a packed sequence may be empty, and no chain writes its own."""
+def _final_place(task: Task, N: int, C: Tensor | None) -> Tensor:
+    """Where the final C of N sequences goes; a packed one may be empty, and no chain writes its own."""
     if task.packed and C is not None:
         return C.to(task.wide, copy=True)
     make = torch.zeros if task.packed else torch.empty
-    return make(task.at.N, task.H, task.K, task.K, dtype=task.wide, device=task.device)
+    return make(N, task.H, task.K, task.K, dtype=task.wide, device=task.device)
 
 
 def untouched(task: Task, state: CurvatureState | None) -> CurvatureState:

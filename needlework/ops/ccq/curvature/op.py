@@ -91,24 +91,24 @@ def _call(
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
     K, packed = q.shape[-1], cu_seqlens is not None
     chosen = launch_config(ENGINE, q.device, q.dtype, K, K)
-    task, at = _task(inputs, cu_seqlens, chosen)
+    task, at = _task(inputs, cu_seqlens, chosen, whole=own is not None)
     if initial_state is not None and own is None:
         initial_state = CurvatureState(*each(Tensor.contiguous, *initial_state))
     if q.numel() == 0:
         return q.new_empty(*eta.shape, K), untouched(task, initial_state), no_chunk(q, task)
     tokens = CcqInputs(*at.align(*inputs))
-    key = ENGINE, chosen.name, kind(*tokens, *(initial_state or NO_STATE)), packed, save, own and own.kind()
+    key = ENGINE, chosen.name, kind(*tokens, *(initial_state or NO_STATE)), packed, save, task.length > 0, own and own.kind()
     precompile(q.device, key, lambda: _launches(tokens, initial_state, task, save, own))
     cleaned, final, kept = forward(tokens, initial_state, task, save, own)
     return *at.restore(cleaned), final, kept
 
 
-def _task(inputs: CcqInputs, cu_seqlens: Tensor | None, chosen: LaunchConfig) -> tuple[Task, Alignment]:
-    """A call's task, and where its tokens go."""
+def _task(inputs: CcqInputs, cu_seqlens: Tensor | None, chosen: LaunchConfig, whole: bool = False) -> tuple[Task, Alignment]:
+    """A call's task, and where its tokens go. whole: as in `task_of`."""
     (B, T), device, C = inputs.q.shape[:2], inputs.q.device, chosen.launch["shared"]["C"]
     at = Alignment.of(cu_seqlens, B, T, C, device)
     fill = None if cu_seqlens is None else filled(cu_seqlens, T, C, device)
-    return task_of(inputs, cu_seqlens is not None, at, fill, chosen), at
+    return task_of(inputs, cu_seqlens, at, fill, chosen, whole), at
 
 
 def _launches(tokens: CcqInputs, initial_state: CurvatureState | None, task: Task, save: bool, own: Slots | None) -> None:

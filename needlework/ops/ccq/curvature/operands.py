@@ -11,9 +11,12 @@ from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.curvature.intra import arguments, constants
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import block, token_tile
+from needlework.ops.common.packing import sequences
 from needlework.ops.common.remembered import remembered
+from needlework.ops.delta.segments import Segments, segment_length, segmented
 from needlework.ops.runtime.launch_configs import Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
+from needlework.ops.runtime.triton_types import padded
 
 ENGINE = "ccq/curvature"
 NO_STATE = None, None, None
@@ -47,6 +50,7 @@ class Task(NamedTuple):
     fill: Tensor | None  # [chunks] int32: real tokens of each; packed
     gated: bool
     packed: bool
+    length: int  # chunks of a segment at most (`segment_length`); 0: sequences stay whole
 
     @property
     def C(self) -> int:
@@ -91,14 +95,22 @@ class Task(NamedTuple):
         hand = torch.empty(sizes, dtype=self.wide, device=self.device)
         return hand, torch.zeros(slots, dtype=torch.int32, device=self.device)
 
-    def chains(self, settings: Constants) -> int:
-        return self.at.N * self.H * -(-self.K // settings["BV"])
+    def segments(self) -> Segments | None:
+        """What the walks take for sequences, None: these."""
+        return segmented(self.at, self.C, self.length) if self.length else None
 
 
-def task_of(inputs: CcqInputs, packed: bool, at: Alignment, fill: Tensor | None, chosen: LaunchConfig) -> Task:
-    q, HV, gated = inputs.q, inputs.eta.shape[2], inputs.g is not None
-    B, _, H, K = q.shape
-    return Task(at, chosen, B, H, HV, K, q.dtype, q.device, fill, gated, packed)
+def task_of(
+    inputs: CcqInputs, cu_seqlens: Tensor | None, at: Alignment, fill: Tensor | None, chosen: LaunchConfig, whole: bool
+) -> Task:
+    """whole: no sequence is cut."""
+    q, HV, gated, packed = inputs.q, inputs.eta.shape[2], inputs.g is not None, cu_seqlens is not None
+    B, T, H, K = q.shape
+    walk, length = chosen.launch["walk"], 0
+    if not whole:
+        N, C, chains = sequences(cu_seqlens, B), chosen.launch["shared"]["C"], H * -(-K // min(walk["BV"], padded(K)))
+        length = segment_length(N, packed, T, C, chains, K, K, walk["NP"], diagonal=True)
+    return Task(at, chosen, B, H, HV, K, q.dtype, q.device, fill, gated, packed, length)
 
 
 @remembered
