@@ -274,9 +274,8 @@ def test_slots_of_a_table_hold_the_states(spec):
     slots_hold_states(of_covariances(spec), T=40, impls=("triton",))
 
 
-@pytest.mark.parametrize("K, BV, NP", [(24, 16, 5), (136, 128, 3)])
-def test_cut_chains_begin_and_end_in_the_same_slots(K, BV, NP):
-    """Programs that read a slot and such that write it; rows of C that end inside a tile, and two tiles of columns."""
+def on_a_table(K, BV, NP):
+    """Four packed sequences in slots of a larger table, of one of them nothing, of one what it had before."""
     inputs = make(1, 130, 1, 1, K, gated=True, carried=True, N=4)
     inputs["g"] = inputs["g"].clamp(min=-0.05)
     names, ends = ("q", "k", "eta", "g"), torch.tensor([0, 60, 60, 61, 130])
@@ -291,6 +290,16 @@ def test_cut_chains_begin_and_end_in_the_same_slots(K, BV, NP):
     assert none is None
     found = {"q": cleaned, **{name: x[slots] for name, x in table._asdict().items()}}
     assert_close(found, {"q": wanted.q, **wanted.state._asdict()}, "on a table")
+
+
+@pytest.mark.parametrize("K, BV, NP", [(24, 16, 5), (136, 128, 3)])
+def test_cut_chains_begin_and_end_in_the_same_slots(K, BV, NP):
+    """Programs that read a slot and such that write it; rows of C that end inside a tile, and two tiles of columns."""
+    on_a_table(K, BV, NP)
+
+
+def test_segments_begin_and_end_in_the_same_slots(cut):
+    on_a_table(24, 16, 5)
 
 
 @pytest.mark.parametrize("ends", [None, torch.tensor([0, 7, 7, 20])])

@@ -44,8 +44,10 @@ def forward(
     Sq = torch.empty_like(q) if save else None
     at, segments = task.at, task.segments()
     if segments is not None:
+        if own is not None and initial_C is not None:
+            initial_C = own.read(initial_C)
         at, initial_C = segments.align, starts(task, segments, kc, E, G, initial_C)
-    if own is None or initial_C is None:
+    if own is None or segments is not None or initial_C is None:
         of_table, stride, final_C = (None, None), None, _final_place(task, at.N, initial_C)
     else:
         of_table, stride, final_C = (own.slots, own.fresh), own.stride, initial_C
@@ -58,7 +60,11 @@ def forward(
         None if Sq is None else task.tile(Sq, BV), E, eta_chunks, G, n0, step, initial_C, final_C, *of_table, at.cum,
         *task.hands(settings, slots), at.T, task.NCB, at.N, **arguments(walk, settings),
     )  # fmt: skip
-    final = CurvatureState(final_C if segments is None else segments.ended(final_C), *final_rows)
+    if segments is not None:
+        final_C = segments.ended(final_C)
+        if own is not None and initial_state is not None:
+            own.write(initial_state.C, final_C)
+    final = CurvatureState(final_C, *final_rows)
     if Sq is None:
         return cleaned, final, None
     kept = Saved(Sq=Sq, kc=kc, P=P, E=E, mean=mean0, step=step, n=n0, mass=mass, G=G)

@@ -100,16 +100,12 @@ class Task(NamedTuple):
         return segmented(self.at, self.C, self.length) if self.length else None
 
 
-def task_of(
-    inputs: CcqInputs, cu_seqlens: Tensor | None, at: Alignment, fill: Tensor | None, chosen: LaunchConfig, whole: bool
-) -> Task:
-    """whole: no sequence is cut."""
+def task_of(inputs: CcqInputs, cu_seqlens: Tensor | None, at: Alignment, fill: Tensor | None, chosen: LaunchConfig) -> Task:
     q, HV, gated, packed = inputs.q, inputs.eta.shape[2], inputs.g is not None, cu_seqlens is not None
     B, T, H, K = q.shape
-    walk, length = chosen.launch["walk"], 0
-    if not whole:
-        N, C, chains = sequences(cu_seqlens, B), chosen.launch["shared"]["C"], H * -(-K // min(walk["BV"], padded(K)))
-        length = segment_length(N, packed, T, C, chains, K, K, walk["NP"], diagonal=True)
+    walk, C = chosen.launch["walk"], chosen.launch["shared"]["C"]
+    chains = H * -(-K // min(walk["BV"], padded(K)))
+    length = segment_length(sequences(cu_seqlens, B), packed, T, C, chains, K, K, walk["NP"], diagonal=True)
     return Task(at, chosen, B, H, HV, K, q.dtype, q.device, fill, gated, packed, length)
 
 
