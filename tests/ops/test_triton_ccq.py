@@ -225,6 +225,13 @@ def test_errors_stay_within_twice_the_definitions_own(dtype, keys, gated):
     assert_within_budget({name: ratio for name, ratio in found.items() if name not in ("dC", "dmean", "dn", "state.n")})
 
 
+def test_a_state_behind_strong_gates_keeps_its_gradients_digits():
+    """dC is 1e-13 of the others: float32's exponent has room, if gates are summed finely enough."""
+    inputs = make(1, 70, 1, 1, 16, gated=True, carried=True)
+    inputs["g"] = torch.full_like(inputs["g"], -30.0)
+    assert_within_budget({"dC": errors(inputs, torch.float32)["dC"]})
+
+
 @pytest.mark.parametrize("dtype, gated", covering([torch.float32, torch.float16], [False, True]))
 def test_errors_of_segments_stay_within_it(cut, dtype, gated):
     inputs = make(1, 96, 2, 2, 16, gated=gated, carried=True, keys="clustered")

@@ -64,11 +64,17 @@ def real_tokens(p_fill, i, i_t, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def decay(G, rest):
+    """e^{G + rest} of G in log2: float32's last digit of G is one of hundreds, of its power of two it would be many."""
+    return tl.exp2(G) * tl.exp2(rest)
+
+
+@triton.jit
 def whole_of(p_G, o_ih, C: tl.constexpr, GATED: tl.constexpr):
     """e^{G_C}: what the chunk's end sees of its start."""
     a = 1.0
     if GATED:
-        a = tl.exp2(tl.load(p_G + 2 * o_ih * C + C - 1))
+        a = decay(tl.load(p_G + 2 * o_ih * C + C - 1), tl.load(p_G + 2 * o_ih * C + 2 * C - 1))
     return a
 
 
@@ -250,7 +256,7 @@ def intra(
     b_decay = tl.full([C], 1.0, ACC)
     if GATED:
         G = p_G + 2 * o_ih * C
-        b_decay = tl.exp2(tl.load(G + o_c))
+        b_decay = decay(tl.load(G + o_c), tl.load(G + C + o_c))
         b_left = tl.exp2(tl.load(G + C - 1) - tl.load(G + o_c) + (tl.load(G + 2 * C - 1) - tl.load(G + C + o_c)))
         tl.store(tokens(p_E, o_ih, 5, C), tl.where(o_c < fill, b_left, 0.0))
         tl.store(tokens(p_E, o_ih, 6, C), b_decay)
