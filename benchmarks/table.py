@@ -1,5 +1,6 @@
-"""docs/performance.md's tables of kernels, drawn calls, training and serving, made from the *.json of
-benchmarks/results/, its grids/, held_out/, training/ and serving/: `python benchmarks/table.py`. The picture of the drawn calls is made with them."""
+"""docs/performance.md's tables of kernels, drawn calls, held-out shapes, training and serving, made from the *.json of
+benchmarks/results/, its grids/, held_out/, training/ and serving/: `python benchmarks/table.py`. The picture of the drawn calls is made
+with them."""
 
 import statistics
 from pathlib import Path

@@ -143,6 +143,11 @@ def test_segments_of_two_tiles_of_columns(cut, BV, gated):
         compare(inputs)
 
 
+def test_segments_read_no_memory_that_nobody_wrote(cut):
+    with poisoned():
+        compare(make(1, 130, 1, 1, 24, gated=True, carried=True, N=4), torch.tensor([0, 50, 50, 67, 130]))
+
+
 def test_segments_without_a_state_or_its_gradient(cut):
     inputs = make(1, 100, 1, 1, 24, gated=True)
     inputs["g"] = inputs["g"].clamp(min=-0.05)
