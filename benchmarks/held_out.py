@@ -37,7 +37,7 @@ DEVICE = "cuda"
 ROOT = results.ROOT / "held_out"
 CALLS = 10
 BAR = 1.15
-MEMORY = 3 * 2**30  # bytes of a call: as many as the host has cores are compiled side by side, at most 32
+MEMORY, SIDE_BY_SIDE = 3 * 2**30, 32  # bytes of a call, and how many are compiled side by side at most
 # a rule of each launch table whose kernels every call launches anew: CARVE's are replayed as they were
 RULES = {
     "gated": "delta/scalar", "additive": "delta/additive", "kda": "delta/channel", "ccq": "ccq/curvature",
@@ -161,7 +161,7 @@ def main() -> int:
     file = options.out or results.path(common["device"], ROOT)
     arch = launch_configs.capability(torch.device(DEVICE))
     calls = {rule: shapes(rule, options.seed, options.calls, arch) for rule in options.rules}
-    with ThreadPoolExecutor(min(cores(), 32)) as pool:
+    with ThreadPoolExecutor(min(cores(), SIDE_BY_SIDE)) as pool:
         answered = pool.map(
             lambda call: next(answers_of(SCRIPT, "compile", [call], LIMITS)), chain.from_iterable(calls.values())
         )

@@ -65,7 +65,7 @@ def real_tokens(p_fill, i, i_t, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def decay(G, rest):
-    """e^{G + rest} of G in log2: float32's last digit of G is one of hundreds, of its power of two it would be many."""
+    """2^{G + rest}, of a pair of numbers. At a G of tens its last digit in float32 is several of its power's."""
     return tl.exp2(G) * tl.exp2(rest)
 
 
@@ -193,7 +193,8 @@ def means(
         b_sum = tl.load(p_sum + (o_ih - H)[:, None] * K + o_d[None, :], mask=prior[:, None] & (o_d < K)[None, :], other=0.0)
         b_mass = tl.load(p_mass + o_ih - H, mask=prior, other=0.0)
         if GATED:
-            b_a = tl.exp2(tl.load(p_G + 2 * (o_ih - H) * C + C - 1, mask=prior, other=0.0))
+            p_end = p_G + 2 * (o_ih - H) * C + C - 1
+            b_a = decay(tl.load(p_end, mask=prior, other=0.0), tl.load(p_end + C, mask=prior, other=0.0))
             b_since, b_n = tl.associative_scan((b_a, b_mass), 0, then)
             _, b_S = tl.associative_scan((b_a[:, None] + tl.zeros([BT, BD], ACC), b_sum), 0, then)
             b_n += b_since * n
