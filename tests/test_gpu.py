@@ -311,6 +311,27 @@ def test_streamed_attention_is_within_its_budget(dtype, T, ends, window, gates, 
     assert_within_budget(streamed_over_budget(dtype, T, ends, window, gates, "cuda"))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "K", "V"),
+    [
+        (torch.bfloat16, 192, 68),
+        (torch.float16, 36, 96),
+        (torch.bfloat16, 192, 256),
+        (torch.float32, 64, 64),
+        (torch.float32, 68, 33),
+    ],
+    ids=str,
+)
+def test_attention_of_any_widths_is_within_its_budget_and_makes_no_scores_of_all_tokens(dtype, K, V):
+    assert_within_budget(streamed_over_budget(dtype, 300, None, None, False, "cuda", K, V))
+    H, T = 16, 4096
+    q, k, v = (torch.randn(1, h, T, D, dtype=dtype, device="cuda", requires_grad=True) for h, D in ((H, K), (2, K), (2, V)))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fused.causal(q, k, v, scale=None, enable_gqa=True).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < H * T * T * dtype.itemsize
+
+
 @pytest.mark.parametrize("K", (64, 128))
 @pytest.mark.parametrize("spec", (*LUCID_PAGES, *PATH_PAGES), ids=lambda spec: spec.name)
 def test_a_call_by_block_table_is_within_its_budget(spec, K):

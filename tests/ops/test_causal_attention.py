@@ -1,7 +1,8 @@
-"""Which of PyTorch's kernels attention over whole sequences asks first."""
+"""Which of PyTorch's kernels attention over whole sequences asks, and with what."""
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from needlework.ops.attention import fused
@@ -27,3 +28,48 @@ def test_prompts_of_any_length_have_no_plan_made(shape, backend):
     with torch.no_grad():
         assert first(**shape) is backend
     assert first(**shape) is CUDNN  # in training
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """What the kernels are called with, on tensors that are only said to be on a GPU."""
+    given = {}
+
+    def flash(q, k, v, cu_seqlens, window, scale):
+        given["flash"] = q.shape, k.shape, v.shape
+        return v.new_empty(*q.shape[:3], v.shape[-1])
+
+    def others(q, k, v, *, is_causal, scale, enable_gqa=False):
+        given["others"] = q.shape, k.shape, v.shape, scale, enable_gqa
+        return v.new_empty(*q.shape[:3], v.shape[-1])
+
+    monkeypatch.setattr(fused, "flash_attention", flash)
+    monkeypatch.setattr(fused, "scaled_dot_product_attention", others)
+    monkeypatch.setattr(fused, "takes", lambda q, v: q.dtype is torch.bfloat16 and max(q.shape[-1], v.shape[-1]) <= 256)
+    with FakeTensorMode():
+        yield given
+
+
+def attend(dtype, K, V, heads=8):
+    q, k, v = (torch.empty(2, H, 640, D, dtype=dtype, device="cuda") for H, D in ((8, K), (heads, K), (heads, V)))
+    return fused.causal(q, k, v, scale=None, enable_gqa=heads != 8).shape[1:]
+
+
+@pytest.mark.parametrize("K, V", [(192, 68), (96, 36), (192, 256), (256, 128)])
+def test_widths_that_cudnn_refuses_go_to_flash(on_a_gpu, K, V):
+    assert attend(torch.bfloat16, K, V, heads=2) == (8, 640, V)
+    assert on_a_gpu == {"flash": ((2, 640, 8, K), (2, 640, 2, K), (2, 640, 2, V))}
+
+
+@pytest.mark.parametrize("K, V", [(64, 128), (128, 72), (192, 128), (68, 68), (256, 256)])
+def test_widths_that_a_kernel_takes_are_given_as_they_are(on_a_gpu, K, V):
+    assert attend(torch.bfloat16, K, V, heads=2) == (8, 640, V)
+    assert on_a_gpu == {"others": ((2, 8, 640, K), (2, 2, 640, K), (2, 2, 640, V), None, True)}
+
+
+@pytest.mark.parametrize("dtype, K, V", [(torch.float32, 64, 64), (torch.float32, 68, 33), (torch.bfloat16, 320, 320)])
+@pytest.mark.parametrize("heads", [2, 8])
+def test_what_flash_does_not_take_has_as_many_heads_of_keys_as_of_queries(on_a_gpu, dtype, K, V, heads):
+    assert attend(dtype, K, V, heads) == (8, 640, V)
+    wide = -(-K // 8) * 8
+    assert on_a_gpu == {"others": ((2, 8, 640, wide), (2, 8, 640, wide), (2, 8, 640, -(-V // 8) * 8), K**-0.5, False)}

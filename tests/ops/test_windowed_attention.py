@@ -67,11 +67,11 @@ def test_decays_are_added_with_the_masks_gradients(T, ends, window, request):
     assert all(relative(a, b) <= 10 * EXACT for a, b in pairs)
 
 
-def streamed_over_budget(dtype, T, ends, window, gates, device):
+def streamed_over_budget(dtype, T, ends, window, gates, device, K=64, V=64):
     """Error ÷ budget of o and of the gradients of q, k, v and, with `gates`, of g, the log gates whose sums are the decays. A GPU streams
     it where there are gates, documents or a window."""
     (spec,) = (spec for spec in specs() if spec.name == "paged/forgetting")
-    x = spec.inputs(torch.Generator().manual_seed(0), 1, T, "random", d=64, V=64)
+    x = spec.inputs(torch.Generator().manual_seed(0), 1, T, "random", d=K, V=V)
     x["g"] = x["decay"].diff(dim=1, prepend=x["decay"][:, :1])
     x = {name: x[name].to(device) for name in (*"qkv", *("g" if gates else ""))}
     kept, wide, single = stored(x, dtype, spec.half)

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from needlework.ops.attention.flash import flash_attention, takes
+from needlework.ops.attention.flash import MULTIPLE, flash_attention, takes
 from needlework.ops.common.packing import check_cu_seqlens, sequences
+from needlework.ops.common.shapes import behind
 from needlework.ops.runtime.custom_op import operator, refuse_tangents
 
 if TYPE_CHECKING:
@@ -37,11 +38,29 @@ def fastest() -> AbstractContextManager:
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, enable_gqa: bool) -> Tensor:
-    """o [B Hq T V] of whole sequences. What the first of `asked` does not take the next one does."""
+    """o [B Hq T V] of whole sequences, on a GPU without scores of T × T, which are what PyTorch falls back to. What the first of `asked` does
+    not take the next one does. Values of another width than keys, which cuDNN may refuse, go to flash with zeros behind. In float32 and of
+    more than 256 numbers a head the kernel that is left wants as many heads of keys as of queries, and widths of multiples of 8."""
     if not q.is_cuda:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    K, V = q.shape[-1], v.shape[-1]
+    if takes(q, v):
+        if K != V and not cudnn_takes(K, V):
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return flash_attention(q, k, v, None, None, scale).transpose(1, 2)
+    else:
+        scale, heads = K**-0.5 if scale is None else scale, q.shape[1] // k.shape[1]
+        q, *others = (behind(x, -(-x.shape[-1] // MULTIPLE) * MULTIPLE) for x in (q, k, v))
+        k, v = (x.repeat_interleave(heads, 1) if enable_gqa else x for x in others)
+        with fastest():
+            return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).narrow(-1, 0, V)
     with sdpa_kernel(asked(q, v), set_priority=True):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+
+
+def cudnn_takes(K: int, V: int) -> bool:
+    """Whether cuDNN takes such keys and values, as PyTorch asks it."""
+    return (K % MULTIPLE == V % MULTIPLE == 0 and max(K, V) <= 128) or (K, V) == (192, 128)
 
 
 def asked(q: Tensor, v: Tensor) -> list[SDPBackend]:

@@ -7,7 +7,7 @@ state and a final state's gradient of its own. A segment's length in chunks is b
 the host knows: lengths of packed sequences are not read back. Knows no engine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from needlework.ops.runtime.triton_types import cdiv, next_power_of_2
 from needlework.ops.slots.kernels import power_of, slot_of
 
 SLOTS = {name: OF_TABLE[name] for name in ("p_slots", "p_fresh", "p_power", "slot_stride")}
-SHORTEST = 16  # chunks of a segment that are worth a state
+SHORTEST, MOST = 16, 64  # chunks of a segment that are worth a state; segments of a sequence
 SEGMENTS, SEQUENCES = 64, 64  # of a program of `segments_kernel`
 COPIES = 8  # columns of a walk that finds a diagonal, each all of it: 16 bytes of half precision
 LAUNCHES = 20  # what the launches for segments cost, in chunks of a chain
@@ -42,8 +42,11 @@ def step_cost(columns: int) -> int:
     return 1 if columns == 0 else 2 if columns <= 128 else 5
 
 
-def segment_count(chains: int, longest: int, columns: int, V: int, slots: int, slower: Slower = at_one_pace) -> int:
-    """How many segments make a sequence, 1: none. Only facts that the host has; time in chunks that one chain walks.
+def segment_count(
+    chains: int, longest: int, columns: int, V: int, slots: int, slower: Slower = at_one_pace, chunks: Sequence[int] = (),
+    most: int = MOST,
+) -> int:  # fmt: skip
+    """How many segments make a sequence, at most `most`, 1: none. Only facts that the host has; time in chunks that one chain walks.
 
     A walk of `chains` chains over `slots` places takes as long as the longest chain, or as all chunks over all places:
     walk(chains, L) = max(L, chains·L/slots), times `slower`, what so many chains take from each
@@ -53,17 +56,19 @@ def segment_count(chains: int, longest: int, columns: int, V: int, slots: int, s
         + ¾ walk(P·chains·(V + columns)/V, L/P) M and N: `columns` more, K, or none where M is diagonal; no output
         + step_cost P + LAUNCHES                segment to segment
 
-    so that chains that fill the machine are left alone. slots 0: 1.
+    so that chains that fill the machine are left alone. slots 0: 1. chunks: of each packed sequence, `chains` being those of one, where the
+    host has read them: the walk's places are taken by all, those of M and N by what is longer than a segment.
     """
     if not slots:
         return 1
-    walk = lambda many, P: max(longest / P, many * longest / slots) * slower(many * P)
-    best, least, step = 1, walk(chains, 1), step_cost(columns)
+    walk = lambda many, P, all_of_it: max(longest / P, many * all_of_it / slots) * slower(many * P)
+    whole, cut = sum(chunks) or longest, lambda P: sum(n for n in chunks if n * P > longest) or longest
+    best, least, step = 1, walk(chains, 1, whole), step_cost(columns)
     # bounded, so that a symbolic length is compared and not fixed
-    for P in range(2, 65):
-        if P * SHORTEST > longest or step * P >= least:
+    for P in range(2, MOST + 1):
+        if P > most or P * SHORTEST > longest or step * P >= least:
             break
-        time = walk(chains, P) + 0.75 * walk(chains * (V + columns) / V, P) + step * P + LAUNCHES
+        time = walk(chains, P, whole) + 0.75 * walk(chains * (V + columns) / V, P, cut(P)) + step * P + LAUNCHES
         if time < least:
             best, least = P, time
     return best
@@ -71,17 +76,16 @@ def segment_count(chains: int, longest: int, columns: int, V: int, slots: int, s
 
 def segment_length(
     N: int, packed: bool, T: int, C: int, chains: int, K: int, V: int, slots: int, diagonal: bool,
-    slower: Slower = at_one_pace,
+    slower: Slower = at_one_pace, chunks: Sequence[int] = (),
 ) -> int:  # fmt: skip
     """Chunks of C that a segment of a call has at most, of N sequences, `chains` each, of T tokens, or packed in as many together; 0:
-    sequences stay whole. diagonal: M is. The longest of packed ones is taken to have half of the tokens, or all, if there is but one beside it: a server's
-    padding. Those that are no longer than a segment stay whole, and cost nothing but two states each: where these would take half the
-    memory of the tokens, no sequence is split."""
-    longest = -(-T // C) // (2 if packed and N > 2 else 1)
-    count = segment_count(chains if packed else N * chains, longest, 0 if diagonal else K, V, slots, slower)
-    if count == 1 or (packed and (N + 2 * count) * 2 * K > T):
-        return 0
-    return -(-longest // count)
+    sequences stay whole. diagonal: M is. The longest of packed ones, unless `chunks` tells, is taken to have half of the tokens, or all, if
+    there is but one beside it: a server's padding. Those that are no longer than a segment stay whole, and cost nothing but two states each: no
+    more segments are made than would take half of the memory of the tokens."""
+    longest = max(chunks, default=-(-T // C) // (2 if packed and N > 2 else 1))
+    most = (T // (2 * K) - N) // 2 if packed else MOST
+    count = segment_count(chains if packed else N * chains, longest, 0 if diagonal else K, V, slots, slower, chunks, most)
+    return 0 if count == 1 else -(-longest // count)
 
 
 def segments_in_all(N: int, packed: bool, T: int, C: int, length: int) -> int:

@@ -91,7 +91,7 @@ def _call(
         check_cu_seqlens(cu_seqlens, *q.shape[:2])
     K, packed = q.shape[-1], cu_seqlens is not None
     chosen = launch_config(ENGINE, q.device, q.dtype, K, K)
-    task, at = _task(inputs, cu_seqlens, chosen)
+    task, at = _task(inputs, cu_seqlens, chosen, own)
     if initial_state is not None and own is None:
         initial_state = CurvatureState(*each(Tensor.contiguous, *initial_state))
     if q.numel() == 0:
@@ -103,12 +103,14 @@ def _call(
     return *at.restore(cleaned), final, kept
 
 
-def _task(inputs: CcqInputs, cu_seqlens: Tensor | None, chosen: LaunchConfig) -> tuple[Task, Alignment]:
+def _task(
+    inputs: CcqInputs, cu_seqlens: Tensor | None, chosen: LaunchConfig, own: Slots | None = None
+) -> tuple[Task, Alignment]:
     """A call's task, and where its tokens go."""
     (B, T), device, C = inputs.q.shape[:2], inputs.q.device, chosen.launch["shared"]["C"]
     at = Alignment.of(cu_seqlens, B, T, C, device)
     fill = None if cu_seqlens is None else filled(cu_seqlens, T, C, device)
-    return task_of(inputs, cu_seqlens, at, fill, chosen), at
+    return task_of(inputs, cu_seqlens, at, fill, chosen, own), at
 
 
 def _launches(tokens: CcqInputs, initial_state: CurvatureState | None, task: Task, save: bool, own: Slots | None) -> None:

@@ -1,5 +1,6 @@
 """What the operators, and the launches forward and backward, share: tensors by name, and the sequences as chunks."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -11,12 +12,13 @@ from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.curvature.intra import arguments, constants
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.common.kernels.tile import block, token_tile
-from needlework.ops.common.packing import sequences
+from needlework.ops.common.packing import check_cu_seqlens, sequences
 from needlework.ops.common.remembered import remembered
 from needlework.ops.delta.segments import Segments, segment_length, segmented
 from needlework.ops.runtime.launch_configs import Constants, LaunchConfig
 from needlework.ops.runtime.precompile import run
 from needlework.ops.runtime.triton_types import padded
+from needlework.ops.slots.rows import Slots
 
 ENGINE = "ccq/curvature"
 NO_STATE = None, None, None
@@ -100,13 +102,31 @@ class Task(NamedTuple):
         return segmented(self.at, self.C, self.length) if self.length else None
 
 
-def task_of(inputs: CcqInputs, cu_seqlens: Tensor | None, at: Alignment, fill: Tensor | None, chosen: LaunchConfig) -> Task:
+def task_of(
+    inputs: CcqInputs,
+    cu_seqlens: Tensor | None,
+    at: Alignment,
+    fill: Tensor | None,
+    chosen: LaunchConfig,
+    own: Slots | None = None,
+) -> Task:
+    """own: C is a table, and cu_seqlens is not read."""
     q, HV, gated, packed = inputs.q, inputs.eta.shape[2], inputs.g is not None, cu_seqlens is not None
     B, T, H, K = q.shape
     walk, C = chosen.launch["walk"], chosen.launch["shared"]["C"]
-    chains = H * -(-K // min(walk["BV"], padded(K)))
-    length = segment_length(sequences(cu_seqlens, B), packed, T, C, chains, K, K, walk["NP"], diagonal=True)
+    facts = T, C, H * -(-K // min(walk["BV"], padded(K))), K, K, walk["NP"]
+    if cu_seqlens is None or own is not None:
+        length = segment_length(sequences(cu_seqlens, B), packed, *facts, diagonal=True)
+    else:
+        length = _length(cu_seqlens, *facts)
     return Task(at, chosen, B, H, HV, K, q.dtype, q.device, fill, gated, packed, length)
+
+
+@remembered
+def _length(cu_seqlens: Tensor, T: int, C: int, *facts: int) -> int:
+    """`segment_length` of documents that the host has read."""
+    chunks = [-(-(b - a) // C) for a, b in pairwise(check_cu_seqlens(cu_seqlens, 1, T))]
+    return segment_length(len(chunks), True, T, C, *facts, diagonal=True, chunks=chunks)
 
 
 @remembered

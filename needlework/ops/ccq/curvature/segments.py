@@ -27,12 +27,13 @@ from needlework.ops.runtime.precompile import run
 
 
 @triton.jit
-def place_of(p_cum, H: tl.constexpr, NV: tl.constexpr, BV: tl.constexpr):
-    """Of a program: its segment and key head as one number, the head, its first row, and the segment's chunks."""
+def place_of(p_split, H: tl.constexpr, NV: tl.constexpr, BV: tl.constexpr):
+    """Of a program: its segment and key head as one number, the head, its first row, and the segment's chunks; none of a sequence that is
+    one segment."""
     i_v = tl.program_id(0) % NV * BV
     i_nh = tl.program_id(0) // NV
     i_n = i_nh // H
-    return tl.cast(i_nh, tl.int64), i_nh % H, i_v, tl.load(p_cum + i_n), tl.load(p_cum + i_n + 1)
+    return tl.cast(i_nh, tl.int64), i_nh % H, i_v, tl.load(p_split + 2 * i_n), tl.load(p_split + 2 * i_n + 1)
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def store_square(p, M, o_nh, i_v, i_k, K: tl.constexpr, BV: tl.constexpr, KB: tl
 
 @triton.jit(do_not_specialize=["T", "NCB"])
 def growth(
-    x_kc_k, x_kc_v, p_E, p_G, p_N, p_a, p_cum, T, NCB,
+    x_kc_k, x_kc_v, p_E, p_G, p_N, p_a, p_split, T, NCB,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr,
     TMA: tl.constexpr, GATED: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +53,7 @@ def growth(
     NV: tl.constexpr = (K + BV - 1) // BV
     OWN: tl.constexpr = BV == KB
     APART: tl.constexpr = OT == ACC
-    o_nh, i_h, i_v, start, end = place_of(p_cum, H, NV, BV)
+    o_nh, i_h, i_v, start, end = place_of(p_split, H, NV, BV)
     i_b = start // NCB
     i_k0, i_k1 = columns(i_v, KB, NK, OWN)
     M0 = tl.zeros([BV, KB], ACC)
@@ -89,7 +90,7 @@ def growth(
 
 @triton.jit(do_not_specialize=["T", "NCB"])
 def growth_back(
-    x_q_k, x_y_k, x_q_v, x_y_v, p_Ey, p_G, p_n, p_mass, p_step, p_rsum, p_zsum, p_N, p_r, p_share, p_shift, p_a, p_cum, T, NCB,
+    x_q_k, x_y_k, x_q_v, x_y_v, p_Ey, p_G, p_n, p_mass, p_step, p_rsum, p_zsum, p_N, p_r, p_share, p_shift, p_a, p_split, T, NCB,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, NK: tl.constexpr, NS: tl.constexpr,
     TMA: tl.constexpr, GATED: tl.constexpr, ACC: tl.constexpr, OT: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +98,7 @@ def growth_back(
     NV: tl.constexpr = (K + BV - 1) // BV
     OWN: tl.constexpr = BV == KB
     APART: tl.constexpr = OT == ACC
-    o_nh, i_h, i_v, start, end = place_of(p_cum, H, NV, BV)
+    o_nh, i_h, i_v, start, end = place_of(p_split, H, NV, BV)
     i_b = start // NCB
     i_k0, i_k1 = columns(i_v, KB, NK, OWN)
     N0 = tl.zeros([BV, KB], ACC)
@@ -164,7 +165,7 @@ def starts(task: Task, segments: Segments, kc: Tensor, E: Tensor, G: Tensor | No
     N, a = _of_each(task, segments, task.K, task.K), _of_each(task, segments, 1)
     tiles = task.tile(kc, settings["KB"]), task.tile(kc, settings["BV"])
     programs = segments.align.N * task.H * -(-task.K // settings["BV"])
-    run(growth, (programs,), *tiles, E, G, N, a, segments.align.cum, task.at.T, task.NCB, **arguments(growth, settings))
+    run(growth, (programs,), *tiles, E, G, N, a, segments.split, task.at.T, task.NCB, **arguments(growth, settings))
     return fix_up(a, N, C, segments.first, config=task.config, reverse=False)
 
 
@@ -181,7 +182,7 @@ def ends(
     programs = segments.align.N * task.H * parts
     run(
         growth_back, (programs,), *tiles, Ey, kept.G, kept.n, kept.mass, kept.step, rsum, zsum, N, r, z, shift, a,
-        segments.align.cum, task.at.T, task.NCB, **arguments(growth_back, settings),
+        segments.split, task.at.T, task.NCB, **arguments(growth_back, settings),
     )  # fmt: skip
     back = lambda own, last: fix_up(a, own, last, segments.first, config=task.config, reverse=True)
     N1, r1, z1 = given or NO_STATE
