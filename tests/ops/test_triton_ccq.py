@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from needlework.ops.ccq import chunk_ccq
+from needlework.ops.ccq.arguments import CcqInputs
 from needlework.ops.ccq.curvature import operands
 from needlework.ops.ccq.reference import literal_ccq, recurrent_ccq
 from needlework.ops.ccq.spec import SPECS
@@ -115,6 +116,26 @@ def test_two_tiles_of_columns_the_own_rows_first(BV, gated, HV):
     inputs = make(1, 70, 1, HV, 136, gated=gated, carried=True)
     with rows_of(BV, NP=2):
         compare(inputs)
+
+
+def length_of(heads, documents, own=None):
+    """Chunks of 32 tokens that a segment of packed documents has, on a GPU with 132 places."""
+    row = next(row for row in launch_configs.rows(ENGINE) if row.name == "sm90-k256")
+    ends = torch.tensor([0, *documents]).cumsum(0)
+    tokens = torch.empty(1, int(ends[-1]), heads, 192, device="meta")
+    inputs = CcqInputs(tokens, tokens, tokens[..., 0], None)
+    return operands.task_of(inputs, ends, None, None, row, own).length
+
+
+def test_documents_are_cut_where_the_longest_leaves_places_free():
+    one_long, even = [32 * 2000, *[320] * 25], [32 * 90] * 26
+    assert length_of(1, one_long) > 0 and length_of(1, even) == 0
+    assert length_of(27, one_long) == 0, "where all places are taken each is slower"
+
+
+def test_what_a_tables_documents_are_is_not_read():
+    even = [32 * 90] * 26
+    assert length_of(1, even, own=object()) > 0, "one is taken to have half of the tokens"
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def segment_count(
     """How many segments make a sequence, at most `most`, 1: none. Only facts that the host has; time in chunks that one chain walks.
 
     A walk of `chains` chains over `slots` places takes as long as the longest chain, or as all chunks over all places:
-    walk(chains, L) = max(L, chains·L/slots), times `slower`, what so many chains take from each
+    walk(chains, L) = max(L, chains·L/slots), each times `slower`, what so many chains take from each
     other. Whole sequences take walk(chains, L). P segments take
 
         walk(P·chains, L/P)                     the walk itself
@@ -61,7 +61,7 @@ def segment_count(
     """
     if not slots:
         return 1
-    walk = lambda many, P, all_of_it: max(longest / P, many * all_of_it / slots) * slower(many * P)
+    walk = lambda many, P, all_of_it: max(longest / P * slower(many * P), many * all_of_it / slots * slower(slots))
     whole, cut = sum(chunks) or longest, lambda P: sum(n for n in chunks if n * P > longest) or longest
     best, least, step = 1, walk(chains, 1, whole), step_cost(columns)
     # bounded, so that a symbolic length is compared and not fixed
@@ -80,12 +80,14 @@ def segment_length(
 ) -> int:  # fmt: skip
     """Chunks of C that a segment of a call has at most, of N sequences, `chains` each, of T tokens, or packed in as many together; 0:
     sequences stay whole. diagonal: M is. The longest of packed ones, unless `chunks` tells, is taken to have half of the tokens, or all, if
-    there is but one beside it: a server's padding. Those that are no longer than a segment stay whole, and cost nothing but two states each: no
-    more segments are made than would take half of the memory of the tokens."""
+    there is but one beside it: a server's padding. Those that are no longer than a segment stay whole, and cost nothing but two states each: where these would take
+    half the memory of the tokens, there are fewer segments of lengths that were read, and none of lengths that were not."""
     longest = max(chunks, default=-(-T // C) // (2 if packed and N > 2 else 1))
-    most = (T // (2 * K) - N) // 2 if packed else MOST
+    most = (T // (2 * K) - N) // 2 if chunks else MOST
     count = segment_count(chains if packed else N * chains, longest, 0 if diagonal else K, V, slots, slower, chunks, most)
-    return 0 if count == 1 else -(-longest // count)
+    if count == 1 or (packed and (N + 2 * count) * 2 * K > T):
+        return 0
+    return -(-longest // count)
 
 
 def segments_in_all(N: int, packed: bool, T: int, C: int, length: int) -> int:
