@@ -280,9 +280,10 @@ def test_one_of_packed_sequences_may_have_half_of_the_tokens():
 def test_documents_that_the_host_has_read_are_cut_where_one_is_long_and_the_machine_has_room():
     from needlework.ops.delta.segments import segment_length
 
-    even, one_long = [64] * 16, [1009, *[1] * 15]
-    cut = lambda chunks, chains, T=32768: segment_length(16, True, T, 32, chains, 128, 128, 264, True, chunks=chunks)
-    assert cut(even, 90) == 0, "together they fill the machine"
+    crowd, one_long = [600, *[256] * 15], [1009, *[1] * 15]
+    cut = lambda chunks, chains, T=1 << 17: segment_length(16, True, T, 32, chains, 128, 128, 264, True, chunks=chunks)
+    assert cut(crowd, 90) == 0, "together they fill the machine"
+    assert cut(crowd, 1) > 0
     assert cut(one_long, 90) > 0
     assert 0 < cut(one_long, 1) < cut(one_long, 60), "fewer segments where there are more chains"
     assert cut(one_long, 1, 20 * 256) == 505, "two segments: more states would take more memory than half the tokens"
