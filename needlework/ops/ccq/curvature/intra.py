@@ -24,7 +24,7 @@ from needlework.ops.slots.rows import OF_TABLE
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 ROWS: tl.constexpr = tl.constexpr(7)  # of numbers of a token: `tokens`
-INTEGERS = dict.fromkeys(("p_fill", "p_cum", "p_flag"), "*i32") | dict.fromkeys(("T", "NCB", "N", "NR"), "i32")
+INTEGERS = dict.fromkeys(("p_fill", "p_cum", "p_split", "p_flag"), "*i32") | dict.fromkeys(("T", "NCB", "N", "NR"), "i32")
 INTEGERS |= OF_TABLE
 # flag -> arguments that kernels read with it alone
 ONLY_WITH = {
