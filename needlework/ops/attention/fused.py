@@ -38,9 +38,10 @@ def fastest() -> AbstractContextManager:
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, enable_gqa: bool) -> Tensor:
-    """o [B Hq T V] of whole sequences, on a GPU without scores of T × T, which are what PyTorch falls back to. What the first of `asked` does
-    not take the next one does. Values of another width than keys, which cuDNN may refuse, go to flash with zeros behind. In float32 and of
-    more than 256 numbers a head the kernel that is left wants as many heads of keys as of queries, and widths of multiples of 8."""
+    """o [B Hq T V] of whole sequences. On a GPU no scores of T × T are made, which are what PyTorch falls back to, but in float64. What the
+    first of `asked` does not take the next one does. Values of another width than keys, which cuDNN may refuse, go to flash with zeros
+    behind. In float32 and of more than 256 numbers a head the kernel that is left wants as many heads of keys as of queries, and widths of
+    multiples of 8."""
     if not q.is_cuda:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
     K, V = q.shape[-1], v.shape[-1]

@@ -4,10 +4,12 @@ Over a segment the state goes by  S_end = M S_start + N,  its gradient by  dS_st
 transitions; where nothing is erased M is diagonal, and held as its decays [K], or as the one [1] of all channels. An engine finds N from v and no state, M from no v and the identity, N' from do alone; `fix_up` goes from segment to
 segment; then every kernel walks all segments at once, a segment being one more sequence of an `Alignment`, with an initial
 state and a final state's gradient of its own. A segment's length in chunks is bounded, and with it the count of segments, by sizes that
-the host knows: lengths of packed sequences are not read back. Knows no engine.
+the host knows: lengths of packed sequences are not read back, but by an operator that returns nothing of a segment. Knows no engine.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -61,8 +63,11 @@ def segment_count(
     """
     if not slots:
         return 1
-    walk = lambda many, P, all_of_it: max(longest / P * slower(many * P), many * all_of_it / slots * slower(slots))
-    whole, cut = sum(chunks) or longest, lambda P: sum(n for n in chunks if n * P > longest) or longest
+    walk = lambda many, P, work: max(longest / P * slower(many * P), many * work / slots * slower(slots))
+    ordered = sorted(chunks)
+    sums = list(accumulate(ordered, initial=0))
+    cut = lambda P: sums[-1] - sums[bisect_right(ordered, longest / P)] or longest
+    whole = sums[-1] or longest
     best, least, step = 1, walk(chains, 1, whole), step_cost(columns)
     # bounded, so that a symbolic length is compared and not fixed
     for P in range(2, MOST + 1):
@@ -80,8 +85,8 @@ def segment_length(
 ) -> int:  # fmt: skip
     """Chunks of C that a segment of a call has at most, of N sequences, `chains` each, of T tokens, or packed in as many together; 0:
     sequences stay whole. diagonal: M is. The longest of packed ones, unless `chunks` tells, is taken to have half of the tokens, or all, if
-    there is but one beside it: a server's padding. Those that are no longer than a segment stay whole, and cost nothing but two states each: where these would take
-    half the memory of the tokens, there are fewer segments of lengths that were read, and none of lengths that were not."""
+    there is but one beside it: a server's padding. Those that are no longer than a segment stay whole, and cost nothing but two states each:
+    where these would take half the memory of the tokens, there are fewer segments of lengths that were read, and none of others."""
     longest = max(chunks, default=-(-T // C) // (2 if packed and N > 2 else 1))
     most = (T // (2 * K) - N) // 2 if chunks else MOST
     count = segment_count(chains if packed else N * chains, longest, 0 if diagonal else K, V, slots, slower, chunks, most)

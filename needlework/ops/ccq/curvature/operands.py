@@ -131,7 +131,7 @@ def _length(cu_seqlens: Tensor, T: int, C: int, *facts: int) -> int:
 
 
 def beside(slots: int) -> Slower:
-    """Chains that take more than half of the places read memory as fast as it goes."""
+    """Each of chains that take more than half of the places is slower."""
     return lambda chains: FULL if chains > slots // 2 else 1.0
 
 
