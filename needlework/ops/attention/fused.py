@@ -65,8 +65,8 @@ def cudnn_takes(K: int, V: int) -> bool:
 
 
 def asked(q: Tensor, v: Tensor) -> list[SDPBackend]:
-    """PyTorch's kernels for q [B H T d] and v [B · T V], in order. On Hopper cuDNN takes about half of flash's time, and some 60 ms to plan the
-    first call of each shape. It is asked first where that pays: for training, whose shapes are few, for lengths that are multiples of FEW,
+    """PyTorch's kernels for q [B H T d] and v [B · T V], in order. On Hopper cuDNN takes about half of flash's time, and some 60 ms to plan
+    the first call of each shape. It is asked first where that pays: for training, whose shapes are few, for lengths that are multiples of FEW,
     for calls of LONG operations, and for values of another width than keys, which flash does not take. For any other prompt it is not asked
     at all: an order alone would not keep it from a process's first call. PyTorch's own order changes once somebody has asked for one."""
     B, H, T, K = q.shape

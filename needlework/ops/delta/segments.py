@@ -1,8 +1,8 @@
 """Segments: a long sequence of few heads is split into segments that are computed side by side, with the same result; a short one is one.
 
 Over a segment the state goes by  S_end = M S_start + N,  its gradient by  dS_start = Mᵀ dS_end + N',  M [K K] the product of its
-transitions; where nothing is erased M is diagonal, and held as its decays [K], or as the one [1] of all channels. An engine finds N from v and no state, M from no v and the identity, N' from do alone; `fix_up` goes from segment to
-segment; then every kernel walks all segments at once, a segment being one more sequence of an `Alignment`, with an initial
+transitions; where nothing is erased M is diagonal, and held as its decays [K], or as the one [1] of all channels. An engine finds N from v
+and no state, M from no v and the identity, N' from do alone; `fix_up` goes from segment to segment; then every kernel walks all segments at once, a segment being one more sequence of an `Alignment`, with an initial
 state and a final state's gradient of its own. A segment's length in chunks is bounded, and with it the count of segments, by sizes that
 the host knows: lengths of packed sequences are not read back, but by an operator that returns nothing of a segment. Knows no engine.
 """
@@ -85,7 +85,7 @@ def segment_length(
 ) -> int:  # fmt: skip
     """Chunks of C that a segment of a call has at most, of N sequences, `chains` each, of T tokens, or packed in as many together; 0:
     sequences stay whole. diagonal: M is. The longest of packed ones, unless `chunks` tells, is taken to have half of the tokens, or all, if
-    there is but one beside it: a server's padding. Those that are no longer than a segment stay whole, and cost nothing but two states each:
+    there is but one beside it: a server's padding. Those that are no longer than a segment stay whole, and cost but two states each:
     where these would take half the memory of the tokens, there are fewer segments of lengths that were read, and none of others."""
     longest = max(chunks, default=-(-T // C) // (2 if packed and N > 2 else 1))
     most = (T // (2 * K) - N) // 2 if chunks else MOST
@@ -162,7 +162,8 @@ def fix_up(
 ) -> Tensor:  # fmt: skip
     """S of every segment [R HV K V], `initial_state` (None: zeros) before each sequence's first: S_{p+1} = M_p S_p + N_p.
 
-    M [R HV K K]; [R HV K] where it is diagonal, [R HV 1] where its decays are one. reverse: from each sequence's last, S_{p-1} = M_pᵀ S_p + N_p. into: where S is written; when: nothing is written while it is 0.
+    M [R HV K K]; [R HV K] where it is diagonal, [R HV 1] where its decays are one. reverse: from each sequence's last,
+    S_{p-1} = M_pᵀ S_p + N_p. into: where S is written; when: nothing is written while it is 0.
     table: has the initial states in slots, and is only read.
     """
     _, HV, K, V = N.shape

@@ -55,8 +55,8 @@ def ccq_triton_slots(
 ) -> Tensor:
     """q̃; what the sequences hold in the table advances in place.
 
-    The walk reads and writes C in its slots, except of sequences that are cut; kernels are given rows of mean and n, which are small. No number
-    is read back: cu_seqlens rises from 0 to the tokens that there are, and C is symmetric, by contract.
+    The walk reads and writes C in its slots, except of sequences that are cut; kernels are given rows of mean and n, which are small. No
+    number is read back: cu_seqlens rises from 0 to the tokens that there are, and C is symmetric, by contract.
     """
     check_contiguous(table)
     q, (C, mean, n) = inputs.q, table
