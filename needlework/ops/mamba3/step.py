@@ -1,7 +1,7 @@
 """One token of Mamba-3 on a slot table, in place, with one row or R.
 
-Bound by bandwidth: a program has a head of a row, and reads and writes its S once, in tiles of [K BV]. Every tile reads k and the angle,
-so that they advance after the last.
+Bound by bandwidth: a program reads and writes [K BV] tiles of one head's S once. Every tile reads k and the angle: they advance after the
+last one, by a second kernel where a head has several programs.
 """
 
 import math
@@ -68,30 +68,47 @@ def row_of(p_rows, r, K: tl.constexpr):
 
 
 @triton.jit
+def advance(
+    p_k, p_k_bias, p_angle, p_rate, p_dt, p_k_state, cos, sin, row, head, key, h, o_k, other, sign, in_k,
+    R: tl.constexpr, K: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """k' = B̄ and Θ' of one head, whose places in its slot are p_k_state and p_angle. No warp reads the old ones any more when all are here."""
+    o_m = tl.arange(0, BM)
+    now = angle_now(p_angle, p_rate, p_dt, row, head, o_m, M, ACC)
+    tl.debug_barrier()
+    for r in tl.static_range(R):
+        k = turned(p_k + (key * R + r) * K, row_of(p_k_bias, h * R + r, K), cos, sin, o_k, other, sign, in_k, ACC)
+        tl.store(p_k_state + r * K + o_k, k, mask=in_k)
+    tl.store(p_angle + o_m, now - tl.floor(now / (2 * PI) + 0.5) * (2 * PI), mask=o_m < M)
+
+
+@triton.jit
 def mamba3_step_kernel(
     p_q, p_k, p_v, p_g, p_dt, p_lam, p_rate, p_q_bias, p_k_bias, p_mimo_x, p_S, p_k_state, p_v_state, p_angle, p_slots, p_o,
     S_stride, k_stride, v_stride, angle_stride,
     H: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, HALVES: tl.constexpr,
-    ACC: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
+    ACC: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """S' = α S + Σ_r (1 − λ) Δ α k_r (v ⊙ X_r)ᵀ + Σ_r λ Δ B̄_r (x ⊙ X_r)ᵀ,   o_r = S'ᵀ C̄_r;   k, v the state's; p_mimo_x None: X = 1.
 
-    Then k' = B̄, v' = x, Θ'.
+    Then v' = x, and where TILES are all of a head's, k' and Θ'.
     """
     if PDL:  # before the state is read: the kernel in front may be another step on it
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    head = tl.program_id(0).to(tl.int64)  # of all rows, as every offset below: beyond 2^31 numbers
+    parts = tl.cdiv(V, TILES * BV)
+    head = (tl.program_id(0) // parts).to(tl.int64)  # of all rows, as every offset below: beyond 2^31 numbers
     row, h = head // HV, head % HV
     key = row * H + h // (HV // H)
-    o_k, o_m = tl.arange(0, BK), tl.arange(0, BM)
+    first = tl.program_id(0) % parts * (TILES * BV)
+    o_k = tl.arange(0, BK)
     in_k = o_k < K
     slot = row
     if p_slots is not None:
         slot = tl.load(p_slots + row).to(tl.int64)
     if slot < 0:  # a padded row
-        for i_v in range(tl.cdiv(V, BV)):
-            o_v = i_v * BV + tl.arange(0, BV)
+        for i_v in range(TILES):
+            o_v = first + i_v * BV + tl.arange(0, BV)
             for r in tl.static_range(R):
                 tl.store(p_o + (head * R + r) * V + o_v, tl.zeros([BV], ACC), mask=o_v < V)
         return
@@ -102,12 +119,11 @@ def mamba3_step_kernel(
     p_S += slot * S_stride + h * K * V
     pair, other, sign = partners(o_k, K, HALVES)
     theta = angle_now(p_angle, p_rate, p_dt, row, head, pair, M, ACC)
-    now = angle_now(p_angle, p_rate, p_dt, row, head, o_m, M, ACC)
     cos, sin = tl.cos(theta), tl.sin(theta)
     dt, lam = tl.load(p_dt + head).to(ACC), tl.load(p_lam + head).to(ACC)
     decay = tl.exp(tl.load(p_g + head).to(ACC))
-    for i_v in range(tl.cdiv(V, BV)):
-        o_v = i_v * BV + tl.arange(0, BV)
+    for i_v in range(TILES):
+        o_v = first + i_v * BV + tl.arange(0, BV)
         in_v = o_v < V
         p_tile = p_S + o_k[:, None] * V + o_v[None, :]
         in_tile = in_k[:, None] & in_v[None, :]
@@ -128,11 +144,76 @@ def mamba3_step_kernel(
         tl.debug_barrier()  # every warp has read v
         tl.store(p_v_state + o_v, v, mask=in_v)
 
-    tl.debug_barrier()  # and k and the angles
-    for r in tl.static_range(R):
-        k = turned(p_k + (key * R + r) * K, row_of(p_k_bias, h * R + r, K), cos, sin, o_k, other, sign, in_k, ACC)
-        tl.store(p_k_state + r * K + o_k, k, mask=in_k)
-    tl.store(p_angle + o_m, now - tl.floor(now / (2 * PI) + 0.5) * (2 * PI), mask=o_m < M)
+    if TILES * BV >= V:  # no other program reads them
+        advance(
+            p_k,
+            p_k_bias,
+            p_angle,
+            p_rate,
+            p_dt,
+            p_k_state,
+            cos,
+            sin,
+            row,
+            head,
+            key,
+            h,
+            o_k,
+            other,
+            sign,
+            in_k,
+            R,
+            K,
+            M,
+            BM,
+            ACC,
+        )
+
+
+@triton.jit
+def mamba3_keep_kernel(
+    p_k, p_dt, p_rate, p_k_bias, p_k_state, p_angle, p_slots, k_stride, angle_stride,
+    H: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, M: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
+    BK: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """One head of one row, whose S several programs have advanced: k' and Θ', which all of them read."""
+    head = tl.program_id(0).to(tl.int64)
+    row, h = head // HV, head % HV
+    key = row * H + h // (HV // H)
+    slot = row
+    if p_slots is not None:
+        slot = tl.load(p_slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    o_k = tl.arange(0, BK)
+    p_angle += slot * angle_stride + h * M
+    p_k_state += slot * k_stride + h * R * K
+    pair, other, sign = partners(o_k, K, HALVES)
+    theta = angle_now(p_angle, p_rate, p_dt, row, head, pair, M, ACC)
+    cos, sin = tl.cos(theta), tl.sin(theta)
+    advance(
+        p_k,
+        p_k_bias,
+        p_angle,
+        p_rate,
+        p_dt,
+        p_k_state,
+        cos,
+        sin,
+        row,
+        head,
+        key,
+        h,
+        o_k,
+        other,
+        sign,
+        o_k < K,
+        R,
+        K,
+        M,
+        BM,
+        ACC,
+    )
 
 
 class Token(NamedTuple):
@@ -158,11 +239,17 @@ def mamba3_step(token: Token, state: Mamba3State, slots: Tensor | None, halves: 
     q, v = token.q, token.v
     (B, H), K, (HV, V), R, m = q.shape[:2], q.shape[-1], v.shape[1:], state.k.shape[2], token.rate.shape[-1]
     o = q.new_empty(B, HV, *q.shape[2:-1], V)
-    launch = launch_config(ENGINE, q.device, q.dtype, K, V).launch["step"]
-    constants = _constants(launch, q.dtype, H, HV, R, K, V, m, halves)
-    strides = [x.stride(0) for x in state]
+    launch = launch_config(ENGINE, q.device, q.dtype, K, V).launch
+    constants = _constants(launch["step"], q.dtype, H, HV, R, K, V, m, halves)
+    strides = dict(zip(("S_stride", "k_stride", "v_stride", "angle_stride"), (x.stride(0) for x in state), strict=True))
+    programs = cdiv(V, constants["BV"] * constants["TILES"])
     with torch.cuda.device_of(q):
-        mamba3_step_kernel[(B * HV,)](*token, *state, slots, o, *strides, **constants)
+        mamba3_step_kernel[(B * HV * programs,)](*token, *state, slots, o, **strides, **constants)
+        if programs > 1:
+            kept = launch["keep"] | {
+                name: x for name, x in (strides | constants).items() if name in mamba3_keep_kernel.arg_names
+            }
+            mamba3_keep_kernel[(B * HV,)](token.k, token.dt, token.rate, token.k_bias, state.k, state.angle, slots, **kept)
     return o
 
 
@@ -182,21 +269,24 @@ def step(inputs: Mamba3Inputs, state: Mamba3State, slots: Tensor | None, *, halv
 def _constants(
     launch: Mapping[str, int], dtype: torch.dtype, H: int, HV: int, R: int, K: int, V: int, m: int, halves: bool
 ) -> dict[str, object]:  # fmt: skip
+    BV = min(launch["BV"], next_power_of_2(V))
     sizes = dict(H=H, HV=HV, R=R, K=K, V=V, M=m, HALVES=int(halves), ACC=TYPES[accumulator(dtype)])
-    tiles = dict(BK=next_power_of_2(K), BM=next_power_of_2(m), BV=min(launch["BV"], next_power_of_2(V)))
+    tiles = dict(BK=next_power_of_2(K), BM=next_power_of_2(m), BV=BV, TILES=min(launch["TILES"], cdiv(V, BV)))
     return {**launch, **sizes, **tiles}
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
-    """With one row a token and pairs "even", with four and "halves"."""
+    """Both kernels with one row a token and pairs "even", with four and "halves"."""
     half, cases = f"*{NAMES[dtype]}", []
     types = dict.fromkeys(("p_q", "p_k", "p_v", "p_o"), half) | {"p_slots": "*i64"}
     types |= dict.fromkeys(("p_g", "p_dt", "p_lam", "p_rate", "p_S", "p_k_state", "p_v_state", "p_angle"), "*fp32")
     types |= dict.fromkeys(("p_q_bias", "p_k_bias", "p_mimo_x"), "*fp32")
     types |= dict.fromkeys(("S_stride", "k_stride", "v_stride", "angle_stride"), "i64")
-    launch, options = split(config.launch["step"])
-    for R in (4, 1):
-        constants = _constants(launch, dtype, 1, 2, R, K, V, max(K // 4, 1), R > 1) | ({"p_mimo_x": None} if R == 1 else {})
-        signature = {name: types[name] for name in mamba3_step_kernel.arg_names if name not in constants}
-        cases.append(Case(mamba3_step_kernel, signature, constants, options))
+    for kernel, name in ((mamba3_step_kernel, "step"), (mamba3_keep_kernel, "keep")):
+        for R in (4, 1):
+            launch, options = split(config.launch[name])
+            known = _constants(config.launch["step"] | launch, dtype, 1, 2, R, K, V, max(K // 4, 1), R > 1)
+            known |= {"p_mimo_x": None} if R == 1 else {}
+            constants = {n: x for n, x in known.items() if n in kernel.arg_names}
+            cases.append(Case(kernel, {n: types[n] for n in kernel.arg_names if n not in constants}, constants, options))
     return cases
