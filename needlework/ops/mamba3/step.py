@@ -1,7 +1,7 @@
 """One token of Mamba-3 on a slot table, in place, with one row or R.
 
-Bound by bandwidth: a program reads and writes [K BV] tiles of one head's S once. Every tile reads k and the angle: they advance after the
-last one, by a second kernel where a head has several programs.
+Bound by bandwidth: a program holds a [K BV] tile of one head's S in registers, reads it once and writes it once. Every tile of a head reads
+its k and angle, which advance in the same program where there is one tile, and else by a second kernel.
 """
 
 import math
@@ -69,17 +69,21 @@ def row_of(p_rows, r, K: tl.constexpr):
 
 @triton.jit
 def advance(
-    p_k, p_k_bias, p_angle, p_rate, p_dt, p_k_state, cos, sin, row, head, key, h, o_k, other, sign, in_k,
-    R: tl.constexpr, K: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
+    p_k, p_k_bias, p_rate, p_dt, p_k_state, p_angle, head, cos, sin,
+    H: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, M: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
+    BK: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """k' = B̄ and Θ' of one head, whose places in its slot are p_k_state and p_angle. No warp reads the old ones any more when all are here."""
-    o_m = tl.arange(0, BM)
-    now = angle_now(p_angle, p_rate, p_dt, row, head, o_m, M, ACC)
-    tl.debug_barrier()
+    """k' = B̄ and Θ' of one head of one row, at p_k_state and p_angle in its slot: this program alone reads the old ones by now."""
+    row, h = head // HV, head % HV
+    key = row * H + h // (HV // H)
+    o_k, o_m = tl.arange(0, BK), tl.arange(0, BM)
+    _, other, sign = partners(o_k, K, HALVES)
+    theta = angle_now(p_angle, p_rate, p_dt, row, head, o_m, M, ACC)
+    tl.debug_barrier()  # every warp has read
     for r in tl.static_range(R):
-        k = turned(p_k + (key * R + r) * K, row_of(p_k_bias, h * R + r, K), cos, sin, o_k, other, sign, in_k, ACC)
-        tl.store(p_k_state + r * K + o_k, k, mask=in_k)
-    tl.store(p_angle + o_m, now - tl.floor(now / (2 * PI) + 0.5) * (2 * PI), mask=o_m < M)
+        k = turned(p_k + (key * R + r) * K, row_of(p_k_bias, h * R + r, K), cos, sin, o_k, other, sign, o_k < K, ACC)
+        tl.store(p_k_state + r * K + o_k, k, mask=o_k < K)
+    tl.store(p_angle + o_m, theta - tl.floor(theta / (2 * PI) + 0.5) * (2 * PI), mask=o_m < M)
 
 
 @triton.jit
@@ -87,87 +91,59 @@ def mamba3_step_kernel(
     p_q, p_k, p_v, p_g, p_dt, p_lam, p_rate, p_q_bias, p_k_bias, p_mimo_x, p_S, p_k_state, p_v_state, p_angle, p_slots, p_o,
     S_stride, k_stride, v_stride, angle_stride,
     H: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, HALVES: tl.constexpr,
-    ACC: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+    ACC: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """S' = α S + Σ_r (1 − λ) Δ α k_r (v ⊙ X_r)ᵀ + Σ_r λ Δ B̄_r (x ⊙ X_r)ᵀ,   o_r = S'ᵀ C̄_r;   k, v the state's; p_mimo_x None: X = 1.
 
-    Then v' = x, and where TILES are all of a head's, k' and Θ'.
+    Then v' = x, and of a head whose only program this is, k' and Θ'.
     """
     if PDL:  # before the state is read: the kernel in front may be another step on it
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    parts = tl.cdiv(V, TILES * BV)
-    head = (tl.program_id(0) // parts).to(tl.int64)  # of all rows, as every offset below: beyond 2^31 numbers
+    i = tl.program_id(0)
+    i_v = i % tl.cdiv(V, BV)
+    head = (i // tl.cdiv(V, BV)).to(tl.int64)  # of all rows, as every offset below: beyond 2^31 numbers
     row, h = head // HV, head % HV
     key = row * H + h // (HV // H)
-    first = tl.program_id(0) % parts * (TILES * BV)
-    o_k = tl.arange(0, BK)
-    in_k = o_k < K
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    in_k, in_v = o_k < K, o_v < V
     slot = row
     if p_slots is not None:
         slot = tl.load(p_slots + row).to(tl.int64)
     if slot < 0:  # a padded row
-        for i_v in range(TILES):
-            o_v = first + i_v * BV + tl.arange(0, BV)
-            for r in tl.static_range(R):
-                tl.store(p_o + (head * R + r) * V + o_v, tl.zeros([BV], ACC), mask=o_v < V)
+        for r in tl.static_range(R):
+            tl.store(p_o + (head * R + r) * V + o_v, tl.zeros([BV], ACC), mask=in_v)
         return
 
     p_angle += slot * angle_stride + h * M
     p_k_state += slot * k_stride + h * R * K
     p_v_state += slot * v_stride + h * V
-    p_S += slot * S_stride + h * K * V
+    p_tile = p_S + slot * S_stride + h * K * V + o_k[:, None] * V + o_v[None, :]
     pair, other, sign = partners(o_k, K, HALVES)
     theta = angle_now(p_angle, p_rate, p_dt, row, head, pair, M, ACC)
     cos, sin = tl.cos(theta), tl.sin(theta)
     dt, lam = tl.load(p_dt + head).to(ACC), tl.load(p_lam + head).to(ACC)
     decay = tl.exp(tl.load(p_g + head).to(ACC))
-    for i_v in range(TILES):
-        o_v = first + i_v * BV + tl.arange(0, BV)
-        in_v = o_v < V
-        p_tile = p_S + o_k[:, None] * V + o_v[None, :]
-        in_tile = in_k[:, None] & in_v[None, :]
-        S = tl.load(p_tile, mask=in_tile, other=0.0).to(ACC) * decay
-        v = tl.load(p_v + head * V + o_v, mask=in_v, other=0.0).to(ACC)
-        before = (1 - lam) * dt * decay * tl.load(p_v_state + o_v, mask=in_v, other=0.0).to(ACC)
-        for r in tl.static_range(R):
-            spread = 1.0
-            if p_mimo_x is not None:
-                spread = tl.load(p_mimo_x + (h * R + r) * V + o_v, mask=in_v, other=0.0).to(ACC)
-            k_before = tl.load(p_k_state + r * K + o_k, mask=in_k, other=0.0).to(ACC)
-            k = turned(p_k + (key * R + r) * K, row_of(p_k_bias, h * R + r, K), cos, sin, o_k, other, sign, in_k, ACC)
-            S += k_before[:, None] * (before * spread)[None, :] + k[:, None] * (lam * dt * v * spread)[None, :]
-        tl.store(p_tile, S, mask=in_tile)
-        for r in tl.static_range(R):
-            q = turned(p_q + (key * R + r) * K, row_of(p_q_bias, h * R + r, K), cos, sin, o_k, other, sign, in_k, ACC)
-            tl.store(p_o + (head * R + r) * V + o_v, tl.sum(S * q[:, None], 0), mask=in_v)
-        tl.debug_barrier()  # every warp has read v
-        tl.store(p_v_state + o_v, v, mask=in_v)
+    in_tile = in_k[:, None] & in_v[None, :]
+    S = tl.load(p_tile, mask=in_tile, other=0.0).to(ACC) * decay
+    v = tl.load(p_v + head * V + o_v, mask=in_v, other=0.0).to(ACC)
+    before = (1 - lam) * dt * decay * tl.load(p_v_state + o_v, mask=in_v, other=0.0).to(ACC)
+    for r in tl.static_range(R):
+        spread = 1.0
+        if p_mimo_x is not None:
+            spread = tl.load(p_mimo_x + (h * R + r) * V + o_v, mask=in_v, other=0.0).to(ACC)
+        k_before = tl.load(p_k_state + r * K + o_k, mask=in_k, other=0.0).to(ACC)
+        k = turned(p_k + (key * R + r) * K, row_of(p_k_bias, h * R + r, K), cos, sin, o_k, other, sign, in_k, ACC)
+        S += k_before[:, None] * (before * spread)[None, :] + k[:, None] * (lam * dt * v * spread)[None, :]
+    tl.store(p_tile, S, mask=in_tile)
+    for r in tl.static_range(R):
+        q = turned(p_q + (key * R + r) * K, row_of(p_q_bias, h * R + r, K), cos, sin, o_k, other, sign, in_k, ACC)
+        tl.store(p_o + (head * R + r) * V + o_v, tl.sum(S * q[:, None], 0), mask=in_v)
+    tl.debug_barrier()  # every warp has read v
+    tl.store(p_v_state + o_v, v, mask=in_v)
 
-    if TILES * BV >= V:  # no other program reads them
-        advance(
-            p_k,
-            p_k_bias,
-            p_angle,
-            p_rate,
-            p_dt,
-            p_k_state,
-            cos,
-            sin,
-            row,
-            head,
-            key,
-            h,
-            o_k,
-            other,
-            sign,
-            in_k,
-            R,
-            K,
-            M,
-            BM,
-            ACC,
-        )
+    if BV >= V:
+        advance(p_k, p_k_bias, p_rate, p_dt, p_k_state, p_angle, head, cos, sin, H, HV, R, K, M, HALVES, ACC, BK, BM)
 
 
 @triton.jit
@@ -176,44 +152,20 @@ def mamba3_keep_kernel(
     H: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, M: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
     BK: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row, whose S several programs have advanced: k' and Θ', which all of them read."""
+    """k' and Θ' of one head of one row, whose S several programs have advanced."""
     head = tl.program_id(0).to(tl.int64)
     row, h = head // HV, head % HV
-    key = row * H + h // (HV // H)
     slot = row
     if p_slots is not None:
         slot = tl.load(p_slots + row).to(tl.int64)
     if slot < 0:
         return
-    o_k = tl.arange(0, BK)
     p_angle += slot * angle_stride + h * M
     p_k_state += slot * k_stride + h * R * K
-    pair, other, sign = partners(o_k, K, HALVES)
+    pair, _, _ = partners(tl.arange(0, BK), K, HALVES)
     theta = angle_now(p_angle, p_rate, p_dt, row, head, pair, M, ACC)
     cos, sin = tl.cos(theta), tl.sin(theta)
-    advance(
-        p_k,
-        p_k_bias,
-        p_angle,
-        p_rate,
-        p_dt,
-        p_k_state,
-        cos,
-        sin,
-        row,
-        head,
-        key,
-        h,
-        o_k,
-        other,
-        sign,
-        o_k < K,
-        R,
-        K,
-        M,
-        BM,
-        ACC,
-    )
+    advance(p_k, p_k_bias, p_rate, p_dt, p_k_state, p_angle, head, cos, sin, H, HV, R, K, M, HALVES, ACC, BK, BM)
 
 
 class Token(NamedTuple):
@@ -242,7 +194,7 @@ def mamba3_step(token: Token, state: Mamba3State, slots: Tensor | None, halves: 
     launch = launch_config(ENGINE, q.device, q.dtype, K, V).launch
     constants = _constants(launch["step"], q.dtype, H, HV, R, K, V, m, halves)
     strides = dict(zip(("S_stride", "k_stride", "v_stride", "angle_stride"), (x.stride(0) for x in state), strict=True))
-    programs = cdiv(V, constants["BV"] * constants["TILES"])
+    programs = cdiv(V, constants["BV"])
     with torch.cuda.device_of(q):
         mamba3_step_kernel[(B * HV * programs,)](*token, *state, slots, o, **strides, **constants)
         if programs > 1:
@@ -269,9 +221,8 @@ def step(inputs: Mamba3Inputs, state: Mamba3State, slots: Tensor | None, *, halv
 def _constants(
     launch: Mapping[str, int], dtype: torch.dtype, H: int, HV: int, R: int, K: int, V: int, m: int, halves: bool
 ) -> dict[str, object]:  # fmt: skip
-    BV = min(launch["BV"], next_power_of_2(V))
     sizes = dict(H=H, HV=HV, R=R, K=K, V=V, M=m, HALVES=int(halves), ACC=TYPES[accumulator(dtype)])
-    tiles = dict(BK=next_power_of_2(K), BM=next_power_of_2(m), BV=BV, TILES=min(launch["TILES"], cdiv(V, BV)))
+    tiles = dict(BK=next_power_of_2(K), BM=next_power_of_2(m), BV=min(launch["BV"], next_power_of_2(V)))
     return {**launch, **sizes, **tiles}
 
 
