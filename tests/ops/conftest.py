@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter, in a quarter of the time."""
+"""Kernels in Triton's interpreter, in a quarter of the time and within their tensors."""
 
 import os
 
@@ -14,6 +14,17 @@ def hastened():
     from .interpreter import hastened
 
     with hastened():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def bounded():
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from .bounds import within_tensors
+
+    with within_tensors():
         yield
 
 

@@ -162,7 +162,8 @@ def _chain(
 
     def every_chunk() -> None:
         leave(layout.longest)
-        each = list(zip(spans.unbind(), slots.unbind(), powers[:-1].unbind(), largest[:-1].unbind(), strict=True))
+        own_and_next = (x.unfold(0, 2, 1).unbind() for x in (powers, largest))
+        each = list(zip(spans.unbind(), slots.unbind(), *own_and_next, strict=True))
         for i in reversed(range(layout.longest)):
             span, slot, power, bound = each[i]
             enter(span, bound, power)
