@@ -192,16 +192,13 @@ def mamba3_step(token: Token, state: Mamba3State, slots: Tensor | None, halves: 
     (B, H), K, (HV, V), R, m = q.shape[:2], q.shape[-1], v.shape[1:], state.k.shape[2], token.rate.shape[-1]
     o = q.new_empty(B, HV, *q.shape[2:-1], V)
     launch = launch_config(ENGINE, q.device, q.dtype, K, V).launch
-    constants = _constants(launch["step"], q.dtype, H, HV, R, K, V, m, halves)
-    strides = dict(zip(("S_stride", "k_stride", "v_stride", "angle_stride"), (x.stride(0) for x in state), strict=True))
-    programs = cdiv(V, constants["BV"])
+    sizes, tiles = _sizes(q.dtype, H, HV, R, K, m, halves), _tiles(launch["step"], V)
+    programs, strides = cdiv(V, tiles["BV"]), [x.stride(0) for x in state]
     with torch.cuda.device_of(q):
-        mamba3_step_kernel[(B * HV * programs,)](*token, *state, slots, o, **strides, **constants)
+        mamba3_step_kernel[(B * HV * programs,)](*token, *state, slots, o, *strides, **sizes, **tiles)
         if programs > 1:
-            kept = launch["keep"] | {
-                name: x for name, x in (strides | constants).items() if name in mamba3_keep_kernel.arg_names
-            }
-            mamba3_keep_kernel[(B * HV,)](token.k, token.dt, token.rate, token.k_bias, state.k, state.angle, slots, **kept)
+            shared = token.k, token.dt, token.rate, token.k_bias, state.k, state.angle, slots, strides[1], strides[3]
+            mamba3_keep_kernel[(B * HV,)](*shared, **sizes, **launch["keep"])
     return o
 
 
@@ -218,12 +215,14 @@ def step(inputs: Mamba3Inputs, state: Mamba3State, slots: Tensor | None, *, halv
     return mamba3_step(*token, *state, slots, halves)
 
 
-def _constants(
-    launch: Mapping[str, int], dtype: torch.dtype, H: int, HV: int, R: int, K: int, V: int, m: int, halves: bool
-) -> dict[str, object]:  # fmt: skip
-    sizes = dict(H=H, HV=HV, R=R, K=K, V=V, M=m, HALVES=int(halves), ACC=TYPES[accumulator(dtype)])
-    tiles = dict(BK=next_power_of_2(K), BM=next_power_of_2(m), BV=min(launch["BV"], next_power_of_2(V)))
-    return {**launch, **sizes, **tiles}
+def _sizes(dtype: torch.dtype, H: int, HV: int, R: int, K: int, m: int, halves: bool) -> dict:
+    """Of both kernels."""
+    tiles = dict(BK=next_power_of_2(K), BM=next_power_of_2(m))
+    return dict(H=H, HV=HV, R=R, K=K, M=m, HALVES=int(halves), ACC=TYPES[accumulator(dtype)], **tiles)
+
+
+def _tiles(launch: Mapping[str, int], V: int) -> dict[str, int]:
+    return {**launch, "V": V, "BV": min(launch["BV"], next_power_of_2(V))}
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
@@ -236,8 +235,7 @@ def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> l
     for kernel, name in ((mamba3_step_kernel, "step"), (mamba3_keep_kernel, "keep")):
         for R in (4, 1):
             launch, options = split(config.launch[name])
-            known = _constants(config.launch["step"] | launch, dtype, 1, 2, R, K, V, max(K // 4, 1), R > 1)
-            known |= {"p_mimo_x": None} if R == 1 else {}
-            constants = {n: x for n, x in known.items() if n in kernel.arg_names}
+            constants = _sizes(dtype, 1, 2, R, K, max(K // 4, 1), R > 1) | (_tiles(launch, V) if name == "step" else launch)
+            constants |= {"p_mimo_x": None} if R == 1 and name == "step" else {}
             cases.append(Case(kernel, {n: types[n] for n in kernel.arg_names if n not in constants}, constants, options))
     return cases
