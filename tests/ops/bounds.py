@@ -10,9 +10,12 @@ from collections.abc import Iterable, Iterator
 from unittest import mock
 
 import numpy as np
+import triton
 from torch import Tensor
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .interpreter import RELEASE
 
 
 class Bounds:
@@ -80,7 +83,10 @@ def _extents(arguments: Iterable[object]) -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def within_tensors() -> Iterator[None]:
-    """Kernels that look elsewhere raise Triton's InterpreterError."""
+    """Kernels that look elsewhere raise Triton's InterpreterError; in another release than RELEASE, whose functions these are, nobody looks."""
+    if not triton.__version__.startswith(RELEASE):
+        yield
+        return
     bounds, host = Bounds(interpreter._interpreter), interpreter.GridExecutor._init_args_hst
 
     def arguments(executor: interpreter.GridExecutor, given: tuple, named: dict) -> tuple:
