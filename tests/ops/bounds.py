@@ -30,7 +30,7 @@ class Bounds:
     def begin(self, kernel: str, arguments: Iterable[object]) -> None:
         self.kernel, self.begins, self.ends = kernel, [], []
         for begin, end in sorted(_extents(arguments)):
-            if self.ends and begin <= self.ends[-1]:
+            if self.ends and begin < self.ends[-1]:
                 self.ends[-1] = max(self.ends[-1], end)
             else:
                 self.begins.append(begin)

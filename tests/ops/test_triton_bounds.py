@@ -37,9 +37,9 @@ def copy_kernel(p_x, p_y, LOADED: tl.constexpr, STORED: tl.constexpr, ADDS: tl.c
     ],
 )
 def test_numbers_outside_are_found(loaded, stored, adds, found):
-    """In memory that is the caller's own."""
+    """In memory that is the caller's own, where x ends and y begins too."""
     memory = torch.arange(24.0)
-    x, y = memory[4:9], memory[12:17]
+    x, y = memory[4:9], memory[9:14]
     expected = x + y if adds else x.clone()
     with pytest.raises(triton.runtime.errors.InterpreterError, match=found) if found else nullcontext():
         copy_kernel[(1,)](x, y, LOADED=loaded, STORED=stored, ADDS=adds)
