@@ -32,11 +32,11 @@ def test_prompts_of_any_length_have_no_plan_made(shape, backend):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """What the kernels are called with, on tensors that are only said to be on a GPU."""
+    """What the kernels are called with, on tensors that are only said to be on a GPU: a Hopper, until `on` says which."""
     given = {}
 
     def flash(q, k, v, cu_seqlens, window, scale):
-        given["flash"] = q.shape, k.shape, v.shape
+        given["flash"] = q.shape, k.shape, v.shape, scale
         return v.new_empty(*q.shape[:3], v.shape[-1])
 
     def others(q, k, v, *, is_causal, scale, enable_gqa=False):
@@ -46,8 +46,14 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(fused, "flash_attention", flash)
     monkeypatch.setattr(fused, "scaled_dot_product_attention", others)
     monkeypatch.setattr(fused, "takes", lambda q, v: q.dtype is torch.bfloat16 and max(q.shape[-1], v.shape[-1]) <= 256)
+    on(monkeypatch, (9, 0))
     with FakeTensorMode():
         yield given
+
+
+def on(monkeypatch, arch, version=91000):
+    monkeypatch.setattr(fused, "compute_capability", lambda device: arch)
+    monkeypatch.setattr(fused, "cudnn_version", lambda: version)
 
 
 def attend(dtype, K, V, heads=8):
@@ -55,16 +61,44 @@ def attend(dtype, K, V, heads=8):
     return fused.causal(q, k, v, scale=None, enable_gqa=heads != 8).shape[1:]
 
 
-@pytest.mark.parametrize("K, V", [(192, 68), (96, 36), (192, 256), (256, 128)])
-def test_widths_that_cudnn_refuses_go_to_flash(on_a_gpu, K, V):
+@pytest.mark.parametrize(
+    "arch, version, K, V",
+    [
+        ((9, 0), 90900, 192, 68),
+        ((9, 0), 90900, 192, 128),
+        ((8, 0), 91100, 192, 128),
+        ((10, 0), 91000, 192, 128),
+        ((10, 0), 91100, 128, 192),
+    ],
+    ids=str,
+)
+def test_widths_that_cudnn_refuses_go_to_flash(on_a_gpu, monkeypatch, arch, version, K, V):
+    on(monkeypatch, arch, version)
     assert attend(torch.bfloat16, K, V, heads=2) == (8, 640, V)
-    assert on_a_gpu == {"flash": ((2, 640, 8, K), (2, 640, 2, K), (2, 640, 2, V))}
+    wide = -(-V // 8) * 8
+    assert on_a_gpu == {"flash": ((2, 640, 8, K), (2, 640, 2, K), (2, 640, 2, wide), K**-0.5)}
 
 
-@pytest.mark.parametrize("K, V", [(64, 128), (128, 72), (192, 128), (68, 68), (256, 256)])
-def test_widths_that_a_kernel_takes_are_given_as_they_are(on_a_gpu, K, V):
+@pytest.mark.parametrize(
+    "arch, K, V",
+    [
+        ((9, 0), 64, 128),
+        ((9, 0), 192, 256),
+        ((9, 0), 256, 64),
+        ((9, 0), 36, 96),
+        ((9, 0), 192, 68),
+        ((10, 3), 192, 128),
+        ((8, 9), 128, 72),
+        ((8, 9), 68, 68),
+        ((8, 9), 256, 256),  # one width goes by `asked`, whoever takes it
+    ],
+    ids=str,
+)
+def test_widths_that_a_kernel_takes_are_multiples_of_eight(on_a_gpu, monkeypatch, arch, K, V):
+    on(monkeypatch, arch, 91100)
     assert attend(torch.bfloat16, K, V, heads=2) == (8, 640, V)
-    assert on_a_gpu == {"others": ((2, 8, 640, K), (2, 2, 640, K), (2, 2, 640, V), None, True)}
+    wide_k, wide_v = (-(-D // 8) * 8 for D in (K, V))
+    assert on_a_gpu == {"others": ((2, 8, 640, wide_k), (2, 2, 640, wide_k), (2, 2, 640, wide_v), K**-0.5, True)}
 
 
 @pytest.mark.parametrize("dtype, K, V", [(torch.float32, 64, 64), (torch.float32, 68, 33), (torch.bfloat16, 320, 320)])

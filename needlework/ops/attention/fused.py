@@ -18,7 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from needlework.ops.attention.flash import MULTIPLE, flash_attention, takes
 from needlework.ops.common.packing import check_cu_seqlens, sequences
 from needlework.ops.common.shapes import behind
+from needlework.ops.runtime.constant import constant
 from needlework.ops.runtime.custom_op import operator, refuse_tangents
+from needlework.ops.runtime.target import compute_capability
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -38,30 +40,41 @@ def fastest() -> AbstractContextManager:
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, enable_gqa: bool) -> Tensor:
-    """o [B Hq T V] of whole sequences. On a GPU no scores of T × T are made, which are what PyTorch falls back to, but in float64. What the
-    first of `asked` does not take the next one does. Values of another width than keys, which cuDNN may refuse, go to flash with zeros
-    behind. In float32 and of more than 256 numbers a head the kernel that is left wants as many heads of keys as of queries, and widths of
-    multiples of 8."""
+    """o [B Hq T V] of whole sequences. On a GPU no scores of T × T are made, which are what PyTorch falls back to, but in float64. Widths
+    that are no multiples of 8 get zeros behind. What the first of `asked` does not take the next one does; values of another width than
+    keys, which cuDNN may refuse, go to flash with zeros behind. In float32 and of more than 256 numbers a head the kernel that is left
+    wants as many heads of keys as of queries."""
     if not q.is_cuda:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-    K, V = q.shape[-1], v.shape[-1]
-    if takes(q, v):
-        if K != V and not cudnn_takes(K, V):
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            return flash_attention(q, k, v, None, None, scale).transpose(1, 2)
+    K, V, heads = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
+    scale = K**-0.5 if scale is None else scale
+    q, k, v = (behind(x, -(-x.shape[-1] // MULTIPLE) * MULTIPLE) for x in (q, k, v))
+    first = FASTEST
+    if not takes(q, v):
+        k, v = (x.repeat_interleave(heads, 1) if enable_gqa else x for x in (k, v))
+        enable_gqa = False
+    elif q.shape[-1] == v.shape[-1] or cudnn_takes(q, v):
+        first = asked(q, v)
     else:
-        scale, heads = K**-0.5 if scale is None else scale, q.shape[1] // k.shape[1]
-        q, *others = (behind(x, -(-x.shape[-1] // MULTIPLE) * MULTIPLE) for x in (q, k, v))
-        k, v = (x.repeat_interleave(heads, 1) if enable_gqa else x for x in others)
-        with fastest():
-            return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).narrow(-1, 0, V)
-    with sdpa_kernel(asked(q, v), set_priority=True):
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flash_attention(q, k, v, None, None, scale).transpose(1, 2).narrow(-1, 0, V)
+    with sdpa_kernel(first, set_priority=True):
+        o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    return o.narrow(-1, 0, V)
 
 
-def cudnn_takes(K: int, V: int) -> bool:
-    """Whether cuDNN takes such keys and values, as PyTorch asks it."""
-    return (K % MULTIPLE == V % MULTIPLE == 0 and max(K, V) <= 128) or (K, V) == (192, 128)
+def cudnn_takes(q: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN takes keys and values of these widths, multiples of 8, as PyTorch asks it."""
+    K, V, arch, version = q.shape[-1], v.shape[-1], compute_capability(q.device), cudnn_version()
+    if arch == (9, 0) and version >= 91000:
+        return max(K, V) <= 256
+    return max(K, V) <= 128 or (arch[0] == 10 and version >= 91100 and (K, V) == (192, 128))
+
+
+@constant
+def cudnn_version() -> int:
+    """91000 of 9.10.0; 0 of none."""
+    return torch.backends.cudnn.version() or 0
 
 
 def asked(q: Tensor, v: Tensor) -> list[SDPBackend]:
