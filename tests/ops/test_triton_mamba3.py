@@ -55,9 +55,10 @@ def test_a_call_that_leaves_no_state_has_as_many_rows_as_tokens():
 
 
 @BOTH
-@pytest.mark.parametrize("BV", [4, 8], ids="tiles of {}".format)
+@pytest.mark.parametrize("BV", [2, 4, 8], ids="tiles of {}".format)
 def test_steps_are_the_definition(spec, BV, monkeypatch):
-    """States too, from which a padded row and a slot that nobody owns stay apart. The six values of a head are two tiles or one."""
+    """States too, from which a padded row and a slot that nobody owns stay apart. The six values of a head are three tiles of three programs,
+    two of one, or one."""
     monkeypatch.setenv("NEEDLEWORK_IMPL", "triton")
     single, wide = ({name: x.to(dtype) for name, x in make(spec, 3, 7).items()} for dtype in (torch.float32, torch.float64))
     exact, definition = (dict(leaves(whole(spec.recurrent)(x))) for x in (wide, single))

@@ -100,7 +100,8 @@ def mamba3_step_kernel(
     p_q, p_k, p_v, p_g, p_dt, p_lam, p_a, p_q_bias, p_k_bias, p_mimo_x, p_S, p_k_state, p_v_state, p_angle, p_slots, p_o,
     S_stride, k_stride, v_stride, angle_stride,
     H: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, HALVES: tl.constexpr,
-    ACC: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
+    ACC: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
+    TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """S' = α S + Σ_r (1 − λ) Δ α k_r (v ⊙ X_r)ᵀ + Σ_r λ Δ B̄_r (x ⊙ X_r)ᵀ,   o_r = S'ᵀ C̄_r;   k, v the state's; p_mimo_x None: X = 1.
 
@@ -109,49 +110,56 @@ def mamba3_step_kernel(
     if PDL:  # before the state is read: the kernel in front may be another step on it
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    PROGRAMS: tl.constexpr = (V + BV * TILES - 1) // (BV * TILES)  # of a head
     i = tl.program_id(0)
-    i_v = i % tl.cdiv(V, BV)
-    head = (i // tl.cdiv(V, BV)).to(tl.int64)  # of all rows, as every offset below: beyond 2^31 numbers
+    i_tile = i % PROGRAMS * TILES
+    head = (i // PROGRAMS).to(tl.int64)  # of all rows, as every offset below: beyond 2^31 numbers
     row, h = head // HV, head % HV
     key = row * H + h // (HV // H)
-    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    in_k, in_v = o_k < K, o_v < V
+    o_k = tl.arange(0, BK)
+    in_k = o_k < K
     slot = row
     if p_slots is not None:
         slot = tl.load(p_slots + row).to(tl.int64)
     if slot < 0:  # a padded row
-        for r in tl.static_range(R):
-            tl.store(p_o + (head * R + r) * V + o_v, tl.zeros([BV], ACC), mask=in_v)
+        for t in tl.range(TILES):
+            o_v = (i_tile + t) * BV + tl.arange(0, BV)
+            for r in tl.static_range(R):
+                tl.store(p_o + (head * R + r) * V + o_v, tl.zeros([BV], ACC), mask=o_v < V)
         return
 
-    p_angle += slot * angle_stride + h * M
+    p_S += slot * S_stride + h * K * V
     p_k_state += slot * k_stride + h * R * K
     p_v_state += slot * v_stride + h * V
-    p_tile = p_S + slot * S_stride + h * K * V + o_k[:, None] * V + o_v[None, :]
+    p_angle += slot * angle_stride + h * M
     pair, other, sign = partners(o_k, K, HALVES)
     theta = angle_now(p_angle, p_a, p_dt, row, head, pair, M, ACC)
     cos, sin = tl.cos(theta), tl.sin(theta)
     dt, lam = tl.load(p_dt + head).to(ACC), tl.load(p_lam + head).to(ACC)
     decay = tl.exp(tl.load(p_g + head).to(ACC))
-    in_tile = in_k[:, None] & in_v[None, :]
-    S = tl.load(p_tile, mask=in_tile, other=0.0).to(ACC) * decay
-    v = tl.load(p_v + head * V + o_v, mask=in_v, other=0.0).to(ACC)
-    before = (1 - lam) * dt * decay * tl.load(p_v_state + o_v, mask=in_v, other=0.0).to(ACC)
-    for r in tl.static_range(R):
-        spread = 1.0
-        if p_mimo_x is not None:
-            spread = tl.load(p_mimo_x + (h * R + r) * V + o_v, mask=in_v, other=0.0).to(ACC)
-        k_before = tl.load(p_k_state + r * K + o_k, mask=in_k, other=0.0).to(ACC)
-        k = turned(p_k + (key * R + r) * K, row_of(p_k_bias, h * R + r, K), cos, sin, o_k, other, sign, in_k, ACC)
-        S += k_before[:, None] * (before * spread)[None, :] + k[:, None] * (lam * dt * v * spread)[None, :]
-    tl.store(p_tile, S, mask=in_tile)
-    for r in tl.static_range(R):
-        q = turned(p_q + (key * R + r) * K, row_of(p_q_bias, h * R + r, K), cos, sin, o_k, other, sign, in_k, ACC)
-        tl.store(p_o + (head * R + r) * V + o_v, tl.sum(S * q[:, None], 0), mask=in_v)
-    tl.debug_barrier()  # every warp has read v
-    tl.store(p_v_state + o_v, v, mask=in_v)
+    for t in tl.range(TILES):
+        o_v = (i_tile + t) * BV + tl.arange(0, BV)
+        in_v = o_v < V
+        p_tile = p_S + o_k[:, None] * V + o_v[None, :]
+        in_tile = in_k[:, None] & in_v[None, :]
+        S = tl.load(p_tile, mask=in_tile, other=0.0).to(ACC) * decay
+        v = tl.load(p_v + head * V + o_v, mask=in_v, other=0.0).to(ACC)
+        before = (1 - lam) * dt * decay * tl.load(p_v_state + o_v, mask=in_v, other=0.0).to(ACC)
+        for r in tl.static_range(R):
+            spread = 1.0
+            if p_mimo_x is not None:
+                spread = tl.load(p_mimo_x + (h * R + r) * V + o_v, mask=in_v, other=0.0).to(ACC)
+            k_before = tl.load(p_k_state + r * K + o_k, mask=in_k, other=0.0).to(ACC)
+            k = turned(p_k + (key * R + r) * K, row_of(p_k_bias, h * R + r, K), cos, sin, o_k, other, sign, in_k, ACC)
+            S += k_before[:, None] * (before * spread)[None, :] + k[:, None] * (lam * dt * v * spread)[None, :]
+        tl.store(p_tile, S, mask=in_tile)
+        for r in tl.static_range(R):
+            q = turned(p_q + (key * R + r) * K, row_of(p_q_bias, h * R + r, K), cos, sin, o_k, other, sign, in_k, ACC)
+            tl.store(p_o + (head * R + r) * V + o_v, tl.sum(S * q[:, None], 0), mask=in_v)
+        tl.debug_barrier()  # every warp has read v
+        tl.store(p_v_state + o_v, v, mask=in_v)
 
-    if BV >= V:
+    if PROGRAMS == 1:
         advance(p_k, p_k_bias, p_a, p_dt, p_k_state, p_angle, head, cos, sin, H, HV, R, K, M, HALVES, ACC, BK, BM)
 
 
@@ -204,7 +212,7 @@ def mamba3_step(token: Token, state: Mamba3State, slots: Tensor | None, halves: 
     o = q.new_empty(B, HV, *q.shape[2:-1], V)
     launch = launch_config(ENGINE, q.device, q.dtype, K, V).launch
     sizes, tiles = _sizes(q.dtype, H, HV, R, K, m, halves), _tiles(launch["step"], V)
-    programs, strides = cdiv(V, tiles["BV"]), [x.stride(0) for x in state]
+    programs, strides = cdiv(V, tiles["BV"] * tiles["TILES"]), [x.stride(0) for x in state]
     with torch.cuda.device_of(q):
         mamba3_step_kernel[(B * HV * programs,)](*token, *state, slots, o, *strides, **sizes, **tiles)
         if programs > 1:
@@ -233,7 +241,9 @@ def _sizes(dtype: torch.dtype, H: int, HV: int, R: int, K: int, m: int, halves: 
 
 
 def _tiles(launch: Mapping[str, int], V: int) -> dict[str, int]:
-    return {**launch, "V": V, "BV": min(launch["BV"], next_power_of_2(V))}
+    """A head of two tiles has one program too, and no second kernel."""
+    BV = min(launch["BV"], next_power_of_2(V))
+    return {**launch, "V": V, "BV": BV, "TILES": 2 if BV < V <= 2 * BV else 1}
 
 
 def compile_cases(config: LaunchConfig, dtype: torch.dtype, K: int, V: int) -> list[Case]:
