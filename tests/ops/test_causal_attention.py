@@ -101,6 +101,13 @@ def test_widths_that_a_kernel_takes_are_multiples_of_eight(on_a_gpu, monkeypatch
     assert on_a_gpu == {"others": ((2, 8, 640, wide_k), (2, 2, 640, wide_k), (2, 2, 640, wide_v), K**-0.5, True)}
 
 
+def test_what_has_no_zeros_behind_is_what_the_kernel_answers(on_a_gpu, monkeypatch):
+    """The gradient of a slice of all of o would be a copy."""
+    x = torch.empty(2, 8, 640, 64, dtype=torch.bfloat16, device="cuda")
+    monkeypatch.setattr(fused, "scaled_dot_product_attention", lambda q, k, v, **_: v)
+    assert fused.causal(x, x, x, scale=None, enable_gqa=False) is x
+
+
 @pytest.mark.parametrize("dtype, K, V", [(torch.float32, 64, 64), (torch.float32, 68, 33), (torch.bfloat16, 320, 320)])
 @pytest.mark.parametrize("heads", [2, 8])
 def test_what_flash_does_not_take_has_as_many_heads_of_keys_as_of_queries(on_a_gpu, dtype, K, V, heads):

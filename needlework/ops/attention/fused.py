@@ -57,10 +57,14 @@ def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, enable_gqa: 
         first = asked(q, v)
     else:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return flash_attention(q, k, v, None, None, scale).transpose(1, 2).narrow(-1, 0, V)
+        return _of_values(flash_attention(q, k, v, None, None, scale).transpose(1, 2), V)
     with sdpa_kernel(first, set_priority=True):
-        o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-    return o.narrow(-1, 0, V)
+        return _of_values(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa), V)
+
+
+def _of_values(o: Tensor, V: int) -> Tensor:
+    """o without what was behind its values. The gradient of a narrow of all of o would be a copy."""
+    return o if o.shape[-1] == V else o.narrow(-1, 0, V)
 
 
 def cudnn_takes(q: Tensor, v: Tensor) -> bool:

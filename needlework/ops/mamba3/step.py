@@ -1,12 +1,11 @@
 """One token of Mamba-3 on a slot table, in place, with one row or R.
 
 Bound by bandwidth: a program holds a [K BV] tile of one head's S in registers, reads it once and writes it once. Every tile of a head reads
-its k and angle, which advance in the same program where there is one tile, and else by a second kernel.
+its k and angle. They advance in the same program where it has all tiles of the head, one or two, and else by a second kernel.
 """
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 import triton
@@ -100,8 +99,7 @@ def mamba3_step_kernel(
     p_q, p_k, p_v, p_g, p_dt, p_lam, p_a, p_q_bias, p_k_bias, p_mimo_x, p_S, p_k_state, p_v_state, p_angle, p_slots, p_o,
     S_stride, k_stride, v_stride, angle_stride,
     H: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, HALVES: tl.constexpr,
-    ACC: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
-    TILES: tl.constexpr, PDL: tl.constexpr,
+    ACC: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """S' = α S + Σ_r (1 − λ) Δ α k_r (v ⊙ X_r)ᵀ + Σ_r λ Δ B̄_r (x ⊙ X_r)ᵀ,   o_r = S'ᵀ C̄_r;   k, v the state's; p_mimo_x None: X = 1.
 
@@ -187,28 +185,13 @@ def mamba3_keep_kernel(
     advance(p_k, p_k_bias, p_a, p_dt, p_k_state, p_angle, head, cos, sin, H, HV, R, K, M, HALVES, ACC, BK, BM)
 
 
-class Token(NamedTuple):
-    """A token's tensors as the kernels take them: `Mamba3Inputs` without T, of the angle the rate."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    dt: Tensor
-    lam: Tensor
-    a: Tensor  # [B m]
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    mimo_x: Tensor | None
-
-
 @step_operator("state")
-def mamba3_step(token: Token, state: Mamba3State, slots: Tensor | None, halves: bool) -> Tensor:
-    """o [B HV V], or with rows [B HV R V]."""
+def mamba3_step(token: Mamba3Inputs, state: Mamba3State, slots: Tensor | None, halves: bool) -> Tensor:
+    """o [B HV V], or with rows [B HV R V], of a token's tensors, which have no T."""
     check_contiguous(state)
-    token = Token(*each(Tensor.contiguous, *token))
+    token = Mamba3Inputs(*each(Tensor.contiguous, *token))
     q, v = token.q, token.v
-    (B, H), K, (HV, V), R, m = q.shape[:2], q.shape[-1], v.shape[1:], state.k.shape[2], token.a.shape[-1]
+    (B, H), K, (HV, V), R, m = q.shape[:2], q.shape[-1], v.shape[1:], state.k.shape[2], token.angle.shape[-1]
     o = q.new_empty(B, HV, *q.shape[2:-1], V)
     launch = launch_config(ENGINE, q.device, q.dtype, K, V).launch
     sizes, tiles = _sizes(q.dtype, H, HV, R, K, m, halves), _tiles(launch["step"], V)
@@ -216,22 +199,20 @@ def mamba3_step(token: Token, state: Mamba3State, slots: Tensor | None, halves: 
     with torch.cuda.device_of(q):
         mamba3_step_kernel[(B * HV * programs,)](*token, *state, slots, o, *strides, **sizes, **tiles)
         if programs > 1:
-            shared = token.k, token.dt, token.a, token.k_bias, state.k, state.angle, slots, strides[1], strides[3]
+            shared = token.k, token.dt, token.angle, token.k_bias, state.k, state.angle, slots, strides[1], strides[3]
             mamba3_keep_kernel[(B * HV,)](*shared, **sizes, **launch["keep"])
     return o
 
 
 @fake(mamba3_step)
-def _(token: Token, *_):
+def _(token: Mamba3Inputs, *_):
     q, v = token.q, token.v
     return q.new_empty(*v.shape[:2], *q.shape[2:-1], v.shape[-1])
 
 
 def step(inputs: Mamba3Inputs, state: Mamba3State, slots: Tensor | None, *, halves: bool) -> Tensor:
     """`step_mamba3` on arguments that it has checked: o in q's dtype, without gradients."""
-    q, k, v, g, dt, lam, angle = inputs.tokens
-    token = Token(q, k, v, g, dt, lam, angle, *inputs.parameters)
-    return mamba3_step(*token, *state, slots, halves)
+    return mamba3_step(*inputs, *state, slots, halves)
 
 
 def _sizes(dtype: torch.dtype, H: int, HV: int, R: int, K: int, m: int, halves: bool) -> dict:
