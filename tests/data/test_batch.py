@@ -30,3 +30,4 @@ def test_no_rows_and_no_tokens_are_refused(corpus):
         windows(corpus, 0, 0, 0, 8)
     with pytest.raises(ValueError, match="got B = 2, T = 0"):
         windows(corpus, 0, 0, 2, 0)
+    assert windows(corpus, 0, 0, 1, 1)[0].shape == (1, 1)

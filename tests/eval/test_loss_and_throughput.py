@@ -59,6 +59,10 @@ def test_throughput_is_tokens_over_the_median_time(monkeypatch):
     assert throughput(bigram(), IDS, repetitions=3) == IDS.numel() / 2
 
 
+def test_one_repetition_is_enough_for_throughput():
+    assert throughput(bigram(), IDS, repetitions=1) > 0
+
+
 def test_throughput_of_no_repetition_is_an_error():
     with pytest.raises(ValueError, match="repetitions"):
         throughput(bigram(), IDS, repetitions=0)

@@ -33,6 +33,16 @@ def test_a_missing_length_is_named(example):
         check_results(results)
 
 
+def test_one_value_is_enough_and_none_is_refused(example):
+    results = example()
+    score = results["mixers"][0]["needle"]["512"]
+    score["values"] = 1
+    check_results(results)
+    score["values"] = 0
+    with pytest.raises(ValueError, match="digits and values must be at least 1"):
+        check_results(results)
+
+
 def test_a_wrong_type_is_named(example):
     results = example()
     results["mixers"][0]["parameters"] = "many"

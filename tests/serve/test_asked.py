@@ -172,6 +172,11 @@ def test_what_is_not_asked_has_openais_defaults():
     assert completion.stop_tokens == {END} and asked(ignore_eos=True).stop_tokens == frozenset()
 
 
+def test_as_many_and_as_long_stops_as_the_bounds_are_taken():
+    stops = tuple(letter * 256 for letter in "abcd")
+    assert asked(stop=list(stops)).stops == stops
+
+
 def test_null_is_as_good_as_absent_and_harmless_fields_are_ignored():
     assert asked(temperature=None, n=None, stop=None, response_format=None, logprobs=None) == asked()
     assert asked(**dict.fromkeys(HARMLESS, "x"), best_of=1, echo=False, logit_bias={}, tools=[]) == asked()

@@ -141,6 +141,10 @@ def test_the_size_of_a_grammar_is_bounded_by_field(make, words):
         make()
 
 
+def test_a_regular_expression_may_have_as_many_characters_as_the_bound():
+    assert of_regex("a" * 8192)
+
+
 @pytest.mark.parametrize(
     "wrong", [of_regex("(a"), of_schema({"type": "nothing"}), of_schema({"$ref": "http://x/y"})], ids=range(3)
 )
