@@ -1,9 +1,13 @@
 """What makes resume exact: a batch is a function of seed and step, a row of its own number."""
 
+import zlib
+
 import pytest
 import torch
 
 from needlework.data import MQAR, NeedleMix, SelectiveKeyOverwrite, windows
+from needlework.data.needles import many_needles, single_needle
+from needlework.data.packing import held_out_text
 
 
 @pytest.mark.parametrize("T", [43, 128, 256, 300])
@@ -31,3 +35,18 @@ def test_no_rows_and_no_tokens_are_refused(corpus):
     with pytest.raises(ValueError, match="got B = 2, T = 0"):
         windows(corpus, 0, 0, 2, 0)
     assert windows(corpus, 0, 0, 1, 1)[0].shape == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("draw", "bits"),
+    [
+        (lambda corpus: held_out_text(corpus, 0, 4, 32), 512198056),
+        (lambda corpus: single_needle(corpus, 0, 4, 64), 2291698634),
+        (lambda corpus: many_needles(corpus, 0, 4, 128), 3487746956),
+        (lambda corpus: MQAR(pairs=4).batch(0, 0, 4, 64), 569810677),
+    ],
+    ids=["text", "single", "many", "mqar"],
+)
+def test_what_is_measured_is_drawn_as_before(corpus, draw, bits):
+    """Figures of two versions would be of two sets."""
+    assert zlib.crc32(b"".join(x.numpy().tobytes() for x in draw(corpus))) == bits
