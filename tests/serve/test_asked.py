@@ -172,6 +172,13 @@ def test_what_is_not_asked_has_openais_defaults():
     assert completion.stop_tokens == {END} and asked(ignore_eos=True).stop_tokens == frozenset()
 
 
+def test_tokens_of_an_answer_have_two_names_in_a_chat_and_one_in_a_completion():
+    for name in ("max_completion_tokens", "max_tokens"):
+        assert asked(chat=True, **{name: 7}).most == (7,)
+    assert asked(chat=True, max_completion_tokens=7, max_tokens=7).most == asked(max_tokens=7).most == (7,)
+    assert "max_completion_tokens" in str(refused({"model": "tiny", "prompt": "abc", "max_completion_tokens": 7}))
+
+
 def test_as_many_and_as_long_stops_as_the_bounds_are_taken():
     stops = tuple(letter * 256 for letter in "abcd")
     assert asked(stop=list(stops)).stops == stops
