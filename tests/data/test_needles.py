@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from needlework.data import NeedleMix, decode_bytes, many_needles, single_needle
+from needlework.data import CorpusConfig, NeedleMix, byte_tokenizer, decode_bytes, load_corpus, many_needles, single_needle
 
 NEEDLE = re.compile(rb"\n#@([a-z]{2})=(\d{4})\n")
 
@@ -99,6 +99,18 @@ def test_episodes_that_do_not_fit_are_refused_with_the_length_they_need(corpus):
         many_needles(corpus, 0, 1, 86)
     with pytest.raises(ValueError, match="depth"):
         single_needle(corpus, 0, 1, 100, 1.5)
+
+
+def test_rows_want_as_much_training_text_as_they_may_take(folder):
+    """As long as they are where some are plain text, less beside needles."""
+    small = load_corpus(CorpusConfig(kind="files", paths=(folder / "file00.txt",), held_out=0.2), byte_tokenizer())
+    T = len(small.train.tokens)
+    for episodes in ({"dense": 1, "sparse": 0}, {"dense": 0.25, "sparse": 0.75}, {"dense": 0, "sparse": 1}):
+        assert NeedleMix(**episodes).batch(small, 0, 0, 8, T).input_ids.shape == (8, T)
+    for some_text in ({"dense": 0.25, "sparse": 0.5}, {"dense": 0, "sparse": 0.75}, {"dense": 0.75, "sparse": 0}):
+        with pytest.raises(ValueError, match=f"a row of T = {T} may take {T + 1} tokens of text, the training text has {T}"):
+            NeedleMix(**some_text).batch(small, 0, 0, 8, T)
+        NeedleMix(**some_text).check(small, T - 1)
 
 
 @pytest.mark.parametrize(
