@@ -58,3 +58,4 @@ def test_mqar_that_does_not_fit_is_refused(make):
         make(MQAR(), 0, 0, 1, 31)
     with pytest.raises(ValueError, match="pairs < vocab / 2"):
         MQAR(vocab=16, pairs=8)
+    assert make(MQAR(vocab=18, pairs=8), 0, 0, 1, 32)[0].shape == (1, 32)
