@@ -125,6 +125,15 @@ def test_tangents_are_refused(flashing):
         torch.func.jvp(lambda q: call((q, k, v), None, 6)[0], (q,), (q,))
 
 
+@pytest.mark.parametrize("K, V, wide", [(16, 24, 24), (68, 36, 72), (64, 64, 64)])
+def test_zeros_are_behind_up_to_the_next_multiple_of_eight(K, V, wide, monkeypatch):
+    given = {}
+    monkeypatch.setattr(flash, "flash_fwd", lambda q, k, v, *_: given.update(q=q, k=k, v=v) or (v, None, None))
+    q, k, v = torch.randn(1, 3, 2, K), torch.randn(1, 3, 2, K), torch.randn(1, 3, 2, V)
+    assert torch.equal(flash.flash_attention(q, k, v, None, None, None), v)
+    assert {x.shape[-1] for x in given.values()} == {wide} and not any(x[..., max(K, V) :].any() for x in given.values())
+
+
 def test_half_precision_on_a_gpu_is_taken(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(flash, "compute_capability", lambda device: (9, 0))

@@ -39,6 +39,7 @@ BOTH = [
     ({"top_k": -1}, "top_k"),
     ({"top_k": 1.5}, "top_k"),
     ({"min_p": 1}, "min_p"),
+    ({"min_p": 1.5}, "min_p"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
