@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from needlework.ops.delta.scaling import of_states, shares
+from needlework.ops.mamba3 import empty_state, step_mamba3
 from needlework.ops.mamba3.spec import SPECS, sample
 from needlework.ops.mamba3.state import Mamba3State
 from needlework.ops.runtime.launch_configs import forced
@@ -65,6 +66,28 @@ def test_steps_are_the_definition(spec, BV, monkeypatch):
     with forced("mamba3/step", "plain", step={"BV": BV}):
         fast = by_steps(spec, single)
     assert_within_budget(over_budget(fast, exact, definition, definition))
+
+
+@pytest.mark.parametrize("BV", [2, 4], ids="tiles of {}".format)
+def test_steps_of_heads_in_two_groups(BV, monkeypatch):
+    """Two rows of four heads, each two of which share a query and a key."""
+    monkeypatch.setenv("NEEDLEWORK_IMPL", "triton")
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(2, 5, *shape, generator=g).double()
+    inputs = {
+        "q": draw(2, 8),
+        "k": draw(2, 8),
+        "v": draw(4, 6),
+        "g": -draw(4).abs(),
+        "dt": draw(4).abs() / 8,
+        "lam": draw(4).sigmoid(),
+    }
+    inputs |= {"angle": draw(3), "q_bias": draw(4, 8)[0, 0], "k_bias": draw(4, 8)[0, 1]}
+    with forced("mamba3/step", "plain", step={"BV": BV}):
+        table = empty_state(2, 4, 8, 6, 3, dtype=torch.float64)
+        found = [step_mamba3(**tokens(SISO, inputs, lambda x, t=t: x[:, t]), state=table) for t in range(5)]
+    o, state = SISO.recurrent(**inputs, output_final_state=True)
+    assert_close({"o": torch.stack(found, 1), **dict(leaves(table))}, {"o": o, **dict(leaves(state))}, "groups")
 
 
 def test_a_call_on_slots_is_a_call_from_states():
