@@ -68,7 +68,7 @@ def test_every_variant_is_the_definition(precondition, style):
     agree(inputs(precondition=precondition, style=style), precondition=precondition)
 
 
-@pytest.mark.parametrize("precondition, window", covering(PRECONDITIONS, (1, 5, 16, 21, 200), pairs=False))
+@pytest.mark.parametrize("precondition, window", covering(PRECONDITIONS, (1, 5, 16, 17, 18, 21, 200), pairs=False))
 def test_in_a_window(precondition, window):
     agree(inputs(B=1, T=61, precondition=precondition), precondition=precondition, window=window)
 
