@@ -253,7 +253,7 @@ def test_steps_pass_opcheck(slots):
     from needlework.ops.carve.step import carve_step
     from needlework.ops.ccq.step import ccq_step
     from needlework.ops.delta.step import delta_step
-    from needlework.ops.mamba3.step import Token, mamba3_step
+    from needlework.ops.mamba3.step import mamba3_step
 
     check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
     x = {name: x[:, 0] for name, x in delta_inputs("lam", HV=4).items()}
@@ -271,7 +271,7 @@ def test_steps_pass_opcheck(slots):
     x = mamba3.sample(torch.Generator().manual_seed(0), 2, 1, "random", R=2)
     tokens = (x[name][:, 0] for name in ("q", "k", "v", "g", "dt", "lam", "angle"))
     state = empty_mamba3(2, mamba3.HV, mamba3.K, mamba3.V, mamba3.M, 2, dtype=torch.float64)
-    check(mamba3_step, (*Token(*tokens, x["q_bias"], x["k_bias"], x["mimo_x"]), *state, slots, True))
+    check(mamba3_step, (*tokens, x["q_bias"], x["k_bias"], x["mimo_x"], *state, slots, True))
 
 
 def test_a_step_refuses_a_slot_that_is_not_contiguous():
