@@ -15,8 +15,10 @@ from needlework.testing.errors import assert_within_budget, operand, over_budget
 
 ENDS = [0, 100, 100, 417, 700]
 STREAMED = ((129, None, None), (300, None, 50), (700, None, None), (640, [0, 100, 100, 640], None))
-CASES = [(1, None, 1), (129, None, 5), (300, None, 50), (700, None, 300), (512, None, 128), (700, ENDS, None), (700, ENDS, 60)]
-CASES += [(300, [0, 255, 300], None)]  # a block's last token alone is of another document
+CASES = [
+    *((1, None, 1), (129, None, 5), (300, None, 50), (700, None, 300), (512, None, 128), (700, ENDS, None), (700, ENDS, 60)),
+    (300, [0, 255, 300], None),  # a block's last token alone is of another document
+]
 cases = pytest.mark.parametrize(("T", "ends", "window"), CASES)
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
