@@ -454,29 +454,60 @@ def served_model(left_out=""):
     return NeedleworkForCausalLM(NeedleworkConfig(vocab_size=257, hidden_size=32, layout="".join(kinds), mixers=kinds)).eval()
 
 
-@pytest.mark.parametrize("packed", (False, True), ids=("plain", "packed"))
-@pytest.mark.parametrize("layout", "QCPGM")
-def test_compiled_blocks_on_the_gpu_are_the_eager_ones(layout, packed):
-    """As training compiles them: values and every gradient in float64, of layers that take packed documents as they lie."""
+def small_model(layout):
     from needlework.models import NeedleworkConfig, NeedleworkForCausalLM
-    from needlework.train.shard import INDUCTOR, blocks
     from tests.models.test_table_cache import MIXERS
 
     torch.manual_seed(0)
     config = NeedleworkConfig(vocab_size=67, hidden_size=32, layout=2 * layout, mixers={layout: MIXERS[layout]})
-    model, ids = NeedleworkForCausalLM(config).double().cuda(), torch.randint(67, (1, 83)).cuda()
-    given = {"cu_seqlens": PACKED.cuda()} if packed else {}
+    return NeedleworkForCausalLM(config).cuda(), torch.randint(67, (1, 83)).cuda()
 
-    def found():
-        model.zero_grad()
-        logits = model(input_ids=ids, use_cache=False, **given).logits
-        logits.square().mean().backward()
-        return {"logits": logits.detach()} | {f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    eager = {name: x.clone() for name, x in found().items()}
+def logits_and_gradients(model, ids, **given):
+    model.zero_grad()
+    logits = model(input_ids=ids, use_cache=False, **given).logits
+    logits.double().square().mean().backward()
+    found = {"logits": logits.detach()} | {f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: x.double() for name, x in found.items()}
+
+
+def compile_blocks(model):
+    """As training does."""
+    from needlework.train.shard import INDUCTOR, blocks
+
     for block in blocks(model):
         block.compile(fullgraph=True, dynamic=False, options=INDUCTOR)
-    assert_close(found(), eager, "compiled")
+
+
+@pytest.mark.parametrize("packed", (False, True), ids=("plain", "packed"))
+@pytest.mark.parametrize("layout", "QCPGM")
+def test_compiled_blocks_on_the_gpu_are_the_eager_ones(layout, packed):
+    """Values and every gradient in float64, of layers that take packed documents as they lie."""
+    model, ids = small_model(layout)
+    model.double()
+    given = {"cu_seqlens": PACKED.cuda()} if packed else {}
+    eager = logits_and_gradients(model, ids, **given)
+    compile_blocks(model)
+    assert_close(logits_and_gradients(model, ids, **given), eager, "compiled")
+
+
+@pytest.mark.parametrize("layout", "QCSPLDGM")
+def test_compiled_blocks_train_in_bfloat16_as_eager_ones_do(layout):
+    """The kernels of half precision, which float64 does not reach: no gradient is further from float64's than twice an eager one's and a
+    bfloat16 number's last digit."""
+    model, ids = small_model(layout)
+    exact = logits_and_gradients(model.double(), ids)
+    model.float()
+
+    def errors():
+        with torch.autocast("cuda", torch.bfloat16):
+            found = logits_and_gradients(model, ids)
+        return {name: (found[name] - x).norm() for name, x in exact.items()}
+
+    eager = errors()
+    compile_blocks(model)
+    compiled = errors()
+    assert {name for name, x in exact.items() if not compiled[name] <= 2 * eager[name] + 2**-8 * x.norm()} == set()
 
 
 def test_generate_on_the_gpu_replays_graphs_and_writes_what_the_cpu_writes():

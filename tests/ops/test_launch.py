@@ -2,7 +2,10 @@
 
 import os
 import warnings
+from importlib import import_module
 from itertools import product
+from pkgutil import walk_packages
+from typing import get_origin, get_type_hints
 
 import pytest
 import torch
@@ -13,11 +16,12 @@ from needlework.ops.api import _warn_once, resolve
 from needlework.ops.common.alignment import Alignment
 from needlework.ops.delta import chunk_delta, recurrent_delta
 from needlework.ops.qdelta import chunk_qdelta
-from needlework.ops.runtime import compile_cache, denylist, launch_configs
+from needlework.ops.runtime import compile_cache, denylist, launch_configs, target
+from needlework.ops.runtime.target import compute_capability
 from needlework.ops.unit.reference import unit_rows
 from needlework.testing import targets
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU, GPU, GPU_0 = torch.device("cpu"), torch.device("cuda"), torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +59,29 @@ def test_an_explicit_request_is_obeyed_or_refused_with_the_reason(monkeypatch, d
     monkeypatch.setattr("needlework.ops.api._installed", lambda: False)
     with pytest.raises(ValueError, match="not installed"):
         resolve("x", "triton", device, lambda: None)
+
+
+def test_a_compiled_graph_compares_what_it_takes_as_constants(monkeypatch):
+    """torch.compile of 2.11 raises where two tuples are compared of which one is such an answer."""
+    monkeypatch.setattr(target, "_asked", lambda index: (9, 0))
+
+    def call(x):
+        K = x.shape[-1]
+        new = compute_capability(GPU_0) >= (9, 0)
+        return x + 1 if new and launch_configs.widths("delta/scalar", GPU_0, torch.bfloat16, K, K) != (K, K) else x
+
+    x = torch.zeros(60)
+    assert torch.compile(call, fullgraph=True, backend="eager")(x).sum() == 60
+
+
+def test_what_a_graph_takes_as_a_constant_is_no_tuple_but_in_its_own_module():
+    pytest.importorskip("triton")
+    import needlework.ops
+
+    modules = [import_module(module.name) for module in walk_packages(needlework.ops.__path__, "needlework.ops.")]
+    constants = {f for module in modules for f in vars(module).values() if getattr(f, "__dict__", {}).get("_dynamo_marked_constant")}
+    assert {"_widths", "_capability", "misfit"} <= {f.__name__ for f in constants}
+    assert [f for f in constants if not f.__name__.startswith("_") and get_origin(get_type_hints(f)["return"]) is tuple] == []
 
 
 def test_a_launch_config_on_the_denylist_is_not_taken_and_torch_says_why_once(monkeypatch):

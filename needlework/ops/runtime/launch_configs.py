@@ -157,10 +157,15 @@ def misfit(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int
         return str(e)
 
 
-@constant
 def widths(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int) -> tuple[int, int]:
     """K and V that kernels are called with. More than is given where 16 bytes keep the call from the copy engine: zeros behind each row
     cost less than the row without it."""
+    wide, wide_v = _widths(engine, device, dtype, K, V)
+    return wide, wide_v
+
+
+@constant
+def _widths(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int) -> tuple[int, int]:
     unit = ROW_BYTES // dtype.itemsize
     wide = -(-K // unit) * unit, -(-V // unit) * unit
     if wide == (K, V) or misfit(engine, device, dtype, *wide) is not None:

@@ -44,9 +44,14 @@ def shared_memory(arch: tuple[int, int]) -> int:
     return known.get(arch, SMALL)
 
 
-@constant
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """Of a GPU, AMD's too, as PyTorch numbers them; without an index of the current one."""
+    major, minor = _capability(device)
+    return major, minor
+
+
+@constant
+def _capability(device: torch.device) -> tuple[int, int]:
     return _asked(torch.cuda.current_device() if device.index is None else device.index)
 
 
