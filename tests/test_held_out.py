@@ -21,8 +21,7 @@ def held_out(bench):
 
 def test_every_constant_is_moved_to_its_neighbours_one_at_a_time(held_out):
     row = SimpleNamespace(
-        name="plain",
-        launch={"shared": {"C": 16, "NP": 132}, "scan": {"BV": 32, "NP": 132, "C2": 3}, "gate": {"num_warps": 1}}
+        name="plain", launch={"shared": {"C": 16, "NP": 132}, "scan": {"BV": 32, "NP": 132, "C2": 3}, "gate": {"num_warps": 1}}
     )
     assert held_out.moves(row) == [{"scan": {"BV": 16}}, {"scan": {"BV": 64}}, {"scan": {"NP": 264}}, WARPS]
 

@@ -79,7 +79,9 @@ def test_what_a_graph_takes_as_a_constant_is_no_tuple_but_in_its_own_module():
     import needlework.ops
 
     modules = [import_module(module.name) for module in walk_packages(needlework.ops.__path__, "needlework.ops.")]
-    constants = {f for module in modules for f in vars(module).values() if getattr(f, "__dict__", {}).get("_dynamo_marked_constant")}
+    constants = {
+        f for module in modules for f in vars(module).values() if getattr(f, "__dict__", {}).get("_dynamo_marked_constant")
+    }
     assert {"_widths", "_capability", "misfit"} <= {f.__name__ for f in constants}
     assert [f for f in constants if not f.__name__.startswith("_") and get_origin(get_type_hints(f)["return"]) is tuple] == []
 
