@@ -45,7 +45,7 @@ RULES = {
 }  # fmt: skip
 Trial = dict[str, dict[str, int]]  # kernel -> constants
 # of a row, what reads shared memory that Triton 3.6 did not give the program: after an illegal access no other candidate runs
-FATAL: dict[str, Trial] = {"sm90-k32": {"intra_bwd": {"NS": 1}}}
+FATAL: dict[tuple[str, str], Trial] = {("delta/additive", "sm90-k32"): {"intra_bwd": {"NS": 1}}}
 clock = partial(median, warmup=10, rep=50)
 
 
@@ -59,7 +59,7 @@ def moves(row: launch_configs.LaunchConfig) -> list[Trial]:
     """Every constant at the choices beside its own, but those that end the process."""
     places = [(kernel, name, value) for kernel, own in row.launch.items() if kernel != "shared" for name, value in own.items()]
     trials = [{kernel: {name: choice}} for kernel, name, value in places for choice in neighbours(name, value)]
-    return [trial for trial in trials if trial != FATAL.get(row.name)]
+    return [trial for trial in trials if trial != FATAL.get((row.engine, row.name))]
 
 
 def together(times: list[tuple[float, Trial]], now: float) -> Trial:
