@@ -49,4 +49,5 @@ class Losses(NamedTuple):
     def beside(self, objective: Objective, means: dict[str, Tensor]) -> "Losses":
         """With the objective's other terms, and the share that it leaves the cross entropy."""
         parts = {name: mean.detach() for name, mean in means.items()}
-        return self._replace(share=objective.share, auxiliary=objective.auxiliary(means), parts=parts)
+        # no _replace: torch.compile of 2.11 cannot return what it makes
+        return Losses(self.cross_entropy, objective.share, objective.auxiliary(means), parts, self.nats)
