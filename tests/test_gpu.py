@@ -468,7 +468,7 @@ def logits_and_gradients(model, ids, **given):
     logits = model(input_ids=ids, use_cache=False, **given).logits
     logits.double().square().mean().backward()
     found = {"logits": logits.detach()} | {f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: x.double() for name, x in found.items()}
+    return {name: x.to(torch.float64, copy=True) for name, x in found.items()}
 
 
 def compile_blocks(model):

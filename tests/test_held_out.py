@@ -34,6 +34,12 @@ def test_moves_that_end_the_process_are_neighbours_of_rows_and_not_tried(held_ou
         assert trial not in held_out.moves(row) and trial in held_out.moves(row._replace(name="another"))
 
 
+def test_the_best_move_of_each_kernel_is_tried_with_those_of_the_others(held_out):
+    times = [(0.9, BV), (0.8, NP), (0.95, WARPS), (1.2, {"sums": {"BD": 64}})]
+    assert held_out.together(times, 1.0) == {"scan": {"NP": 264}, "gate": {"num_warps": 2}}
+    assert held_out.together(times, 0.7) == {}
+
+
 @pytest.mark.parametrize(
     "wrong, best, ms", [((), NP | WARPS, 0.76), ((NP | WARPS,), NP, 0.8), ((NP | WARPS, NP, BV, WARPS), {}, 1.0)]
 )
