@@ -1,4 +1,4 @@
-"""A kernel in the interpreter that looks outside of its tensors is found."""
+"""A kernel in the interpreter that looks outside of its tensors is found, and one whose programs store to one place."""
 
 import os
 from contextlib import nullcontext
@@ -44,3 +44,27 @@ def test_numbers_outside_are_found(loaded, stored, adds, found):
     with pytest.raises(triton.runtime.errors.InterpreterError, match=found) if found else nullcontext():
         copy_kernel[(1,)](x, y, LOADED=loaded, STORED=stored, ADDS=adds)
     assert found or torch.equal(y, expected)
+
+
+@triton.jit
+def meet_kernel(p_y, p_count, APART: tl.constexpr, FIRST: tl.constexpr):
+    """Each program stores four numbers; those from FIRST on count before."""
+    i = tl.program_id(0)
+    if i >= FIRST:
+        tl.atomic_add(p_count, 1)
+    tl.store(p_y + i * APART + tl.arange(0, 4), i)
+
+
+@pytest.mark.parametrize(("apart", "first", "found"), [(4, 2, False), (3, 2, True), (3, 1, False), (0, 0, False)])
+def test_two_programs_that_store_to_one_place_are_found_unless_the_later_one_has_counted(apart, first, found):
+    text = "meet_kernel stores where another program has, at bytes 12 to 12 of 32"
+    y, count = torch.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(triton.runtime.errors.InterpreterError, match=text) if found else nullcontext():
+        meet_kernel[(2,)](y, count, APART=apart, FIRST=first)
+
+
+def test_a_launch_may_store_where_another_has():
+    x, y = torch.arange(8.0), torch.zeros(8)
+    for _ in range(2):
+        copy_kernel[(1,)](x, y, LOADED=8, STORED=8, ADDS=False)
+    assert torch.equal(x, y)

@@ -48,6 +48,20 @@ def test_decode_is_torchs(name, PG, Hkv, window, programs, BN):
     assert close(got, attend(last, k_pages, v_pages, impl="torch", **where))
 
 
+@pytest.mark.parametrize("name", READ_OUTS)
+def test_three_query_heads_of_a_key_value_head_are_torchs(name):
+    """No power of two: a program's tile has rows of no query."""
+    attend, _ = read_outs(Hq=6)[name]
+    q, k, v = sequences(LENGTHS, Hq=6)
+    rows, ends = packed(q, NEW)
+    for new, given in ((None, {}), (NEW, {"cu_seqlens": ends})):
+        k_pages, v_pages, where = laid_out(k, v, new=new)
+        call = partial(attend, rows if new else torch.stack([x[-1] for x in q]), k_pages, v_pages, **where, **given)
+        with launched(1, 32):
+            got = call(impl="triton")
+        assert close(got, call(impl="torch"))
+
+
 @pytest.mark.parametrize("window", (None, 20))
 def test_decode_finds_pages_past_those_whose_numbers_are_held_at_a_time(window):
     """Of 34 pages the last two are another load's; the window begins among them."""
