@@ -1,4 +1,4 @@
-"""A kernel in the interpreter that looks outside of its tensors is found, and one whose programs store to one place."""
+"""A kernel in the interpreter that looks outside of its tensors is found, and one whose programs store different numbers to one place."""
 
 import os
 from contextlib import nullcontext
@@ -47,20 +47,23 @@ def test_numbers_outside_are_found(loaded, stored, adds, found):
 
 
 @triton.jit
-def meet_kernel(p_y, p_count, APART: tl.constexpr, FIRST: tl.constexpr):
-    """Each program stores four numbers; those from FIRST on count before."""
+def meet_kernel(p_y, p_count, APART: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr):
+    """Each program stores its OWN number, or all one, four times; those from FIRST on count before."""
     i = tl.program_id(0)
     if i >= FIRST:
         tl.atomic_add(p_count, 1)
-    tl.store(p_y + i * APART + tl.arange(0, 4), i)
+    tl.store(p_y + i * APART + tl.arange(0, 4), i if OWN else 7)
 
 
-@pytest.mark.parametrize(("apart", "first", "found"), [(4, 2, False), (3, 2, True), (3, 1, False), (0, 0, False)])
-def test_two_programs_that_store_to_one_place_are_found_unless_the_later_one_has_counted(apart, first, found):
+@pytest.mark.parametrize(
+    ("apart", "first", "own", "found"),
+    [(4, 2, True, False), (3, 2, True, True), (3, 1, True, False), (0, 0, True, False), (3, 2, False, False)],
+)
+def test_two_programs_that_store_to_one_place_are_found_unless_the_later_one_has_counted(apart, first, own, found):
     text = "meet_kernel stores where another program has, at bytes 12 to 12 of 32"
     y, count = torch.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(triton.runtime.errors.InterpreterError, match=text) if found else nullcontext():
-        meet_kernel[(2,)](y, count, APART=apart, FIRST=first)
+        meet_kernel[(2,)](y, count, APART=apart, FIRST=first, OWN=own)
 
 
 def test_a_launch_may_store_where_another_has():

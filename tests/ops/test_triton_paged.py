@@ -50,7 +50,7 @@ def test_decode_is_torchs(name, PG, Hkv, window, programs, BN):
 
 @pytest.mark.parametrize("name", READ_OUTS)
 def test_three_query_heads_of_a_key_value_head_are_torchs(name):
-    """No power of two: a program's tile has rows of no query."""
+    """No power of two: a program's tile of several tokens has rows of no query."""
     attend, _ = read_outs(Hq=6)[name]
     q, k, v = sequences(LENGTHS, Hq=6)
     rows, ends = packed(q, NEW)

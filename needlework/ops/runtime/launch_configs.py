@@ -160,7 +160,7 @@ def misfit(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int
 def widths(engine: str, device: torch.device, dtype: torch.dtype, K: int, V: int) -> tuple[int, int]:
     """K and V that kernels are called with. More than is given where 16 bytes keep the call from the copy engine: zeros behind each row
     cost less than the row without it."""
-    wide, wide_v = _widths(engine, device, dtype, K, V)
+    wide, wide_v = _widths(engine, device, dtype, K, V)  # a tuple of a traced function's own: `constant` says why
     return wide, wide_v
 
 

@@ -46,7 +46,7 @@ def shared_memory(arch: tuple[int, int]) -> int:
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """Of a GPU, AMD's too, as PyTorch numbers them; without an index of the current one."""
-    major, minor = _capability(device)
+    major, minor = _capability(device)  # a tuple of a traced function's own: `constant` says why
     return major, minor
 
 
